@@ -1,0 +1,515 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+# cython: initializedcheck=False
+"""Planarity restraint on the CPU: eight planes of one size at a time, one to a vector lane.
+
+A block is gathered once into scratch, fitted in float64, and written by owner: an atom that lies
+in exactly one plane gets its gradient from that plane, any other from the sum over its own rows
+of `spill`. Nothing is added by two threads, so the thread count changes no bit.
+"""
+
+from cython.parallel cimport prange, threadid
+from libc.math cimport NAN, fabs, sqrt
+
+cdef enum:
+    LANES = 8
+    X = 0
+    Y = LANES
+    Z = 2 * LANES
+    W = 3 * LANES
+    T = 4 * LANES
+    ROW = 5 * LANES
+
+ctypedef fused real:
+    float
+    double
+
+cdef struct Eigenpair:
+    double x
+    double y
+    double z
+    double value
+    bint found
+
+# What the fit finds, one plane to a lane: C and its eigenvalue are scaled to a trace of 1.
+cdef struct Block:
+    int planes
+    int atoms
+    Py_ssize_t start[LANES]
+    double total_weight[LANES]
+    double scale[LANES]
+    double xx[LANES]
+    double xy[LANES]
+    double xz[LANES]
+    double yy[LANES]
+    double yz[LANES]
+    double zz[LANES]
+    double nx[LANES]
+    double ny[LANES]
+    double nz[LANES]
+    double value[LANES]
+
+
+cdef inline Eigenpair newton_eigenpair(
+    double xx, double xy, double xz, double yy, double yz, double zz
+) noexcept nogil:
+    """Smallest eigenpair of a covariance of trace 1; not `found` where that is hard."""
+    cdef Eigenpair pair
+    cdef double minors, determinant, value, ax, ay, az, pxx, pyy, pzz, pxy, pxz, pyz
+    cdef double x, y, z, scale, cx, cy, cz, rho, rx, ry, rz, trace, product, dx, dy, dz, moved
+    cdef bint first, second
+    minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
+    determinant = (
+        xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
+    )
+    # The characteristic polynomial rises and is concave up to its smallest root, so that Newton's
+    # method from 0 climbs to it monotonically.
+    value = determinant / minors
+    value -= (((value - 1) * value + minors) * value - determinant) / (
+        (3 * value - 2) * value + minors)
+    value -= (((value - 1) * value + minors) * value - determinant) / (
+        (3 * value - 2) * value + minors)
+    value -= (((value - 1) * value + minors) * value - determinant) / (
+        (3 * value - 2) * value + minors)
+    value -= (((value - 1) * value + minors) * value - determinant) / (
+        (3 * value - 2) * value + minors)
+    # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is n.
+    ax = xx - value
+    ay = yy - value
+    az = zz - value
+    pxx = ay * az - yz * yz
+    pyy = ax * az - xz * xz
+    pzz = ax * ay - xy * xy
+    pxy = xz * yz - xy * az
+    pxz = xy * yz - xz * ay
+    pyz = xy * xz - yz * ax
+    first = (pxx >= pyy) & (pxx >= pzz)
+    second = pyy >= pzz
+    x = pxx if first else (pxy if second else pxz)
+    y = pxy if first else (pyy if second else pyz)
+    z = pxz if first else (pyz if second else pzz)
+    scale = 1 / sqrt(x * x + y * y + z * z)
+    x = x * scale
+    y = y * scale
+    z = z * scale
+    # One step of Newton's method on the pair itself: n -= (C - rho)⁺ (C n - rho n).
+    cx = xx * x + xy * y + xz * z
+    cy = xy * x + yy * y + yz * z
+    cz = xz * x + yz * y + zz * z
+    rho = cx * x + cy * y + cz * z
+    rx = cx - rho * x
+    ry = cy - rho * y
+    rz = cz - rho * z
+    trace = 1 - 3 * rho
+    product = minors - 2 * rho + 3 * rho * rho
+    scale = 1 / product
+    dx = ((trace + rho - xx) * rx - xy * ry - xz * rz) * scale
+    dy = ((trace + rho - yy) * ry - xy * rx - yz * rz) * scale
+    dz = ((trace + rho - zz) * rz - xz * rx - yz * ry) * scale
+    moved = dx * dx + dy * dy + dz * dz
+    scale = 1 - 0.5 * moved
+    pair.x = (x - dx) * scale
+    pair.y = (y - dy) * scale
+    pair.z = (z - dz) * scale
+    pair.value = rho - (rx * dx + ry * dy + rz * dz)
+    pair.found = (moved < 1e-14) & (product > 1e-9)
+    return pair
+
+
+cdef inline void rotate(double* a, double* v, int p, int q, int r) noexcept nogil:
+    """One Jacobi rotation: zero a[p, q] of the symmetric `a`, turn the columns of `v` along."""
+    cdef double apq = a[3 * p + q], theta, t, c, s, left, right
+    cdef int k
+    if apq == 0:
+        return
+    theta = (a[4 * q] - a[4 * p]) / (2 * apq)
+    t = (1 if theta >= 0 else -1) / (fabs(theta) + sqrt(theta * theta + 1))
+    c = 1 / sqrt(t * t + 1)
+    s = t * c
+    a[4 * p] -= t * apq
+    a[4 * q] += t * apq
+    a[3 * p + q] = a[3 * q + p] = 0
+    left = a[3 * r + p]
+    right = a[3 * r + q]
+    a[3 * r + p] = a[3 * p + r] = c * left - s * right
+    a[3 * r + q] = a[3 * q + r] = s * left + c * right
+    for k in range(3):
+        left = v[3 * k + p]
+        right = v[3 * k + q]
+        v[3 * k + p] = c * left - s * right
+        v[3 * k + q] = s * left + c * right
+
+
+cdef Eigenpair jacobi_eigenpair(
+    double xx, double xy, double xz, double yy, double yz, double zz, double no_plane
+) noexcept nogil:
+    """Smallest eigenpair of any finite covariance; a zero vector where it has no plane."""
+    cdef double[9] a
+    cdef double[9] v
+    cdef int sweep, low = 0, high = 0, k
+    cdef double middle
+    cdef Eigenpair pair
+    a[0] = xx
+    a[4] = yy
+    a[8] = zz
+    a[1] = a[3] = xy
+    a[2] = a[6] = xz
+    a[5] = a[7] = yz
+    for k in range(9):
+        v[k] = 0
+    v[0] = v[4] = v[8] = 1
+    for sweep in range(12):
+        if fabs(a[1]) + fabs(a[2]) + fabs(a[5]) == 0:
+            break
+        rotate(a, v, 0, 1, 2)
+        rotate(a, v, 0, 2, 1)
+        rotate(a, v, 1, 2, 0)
+    for k in range(1, 3):
+        if a[4 * k] < a[4 * low]:
+            low = k
+        if a[4 * k] >= a[4 * high]:
+            high = k
+    middle = a[0] + a[4] + a[8] - a[4 * low] - a[4 * high]
+    pair.found = middle > no_plane * a[4 * high]
+    pair.x = v[low] if pair.found else 0
+    pair.y = v[3 + low] if pair.found else 0
+    pair.z = v[6 + low] if pair.found else 0
+    pair.value = a[4 * low]
+    return pair
+
+
+cdef void fit_block(
+    const real* xyz,
+    Py_ssize_t atoms,
+    const int* index,
+    const double* weight,
+    bint per_atom,
+    bint weighted,
+    const long long* plane_ptr,
+    Py_ssize_t first,
+    int planes,
+    double* scratch,
+    double no_plane,
+    Block* block,
+) noexcept nogil:
+    """Gather a block's atoms into `scratch` as x, y, z from the centroid, and fit their planes.
+
+    Atom a has `scratch[ROW * a:]` to itself: LANES values each of x, y, z, 1/σ² and one to spare.
+    """
+    cdef int n = <int>(plane_ptr[first + 1] - plane_ptr[first])
+    cdef double[LANES] ox, oy, oz, total, sx, sy, sz, xx, xy, xz, yy, yz, zz, nx, ny, nz, value
+    cdef double[LANES] scale
+    cdef bint[LANES] found
+    cdef double share, trace
+    cdef double* row
+    cdef Eigenpair pair
+    cdef Py_ssize_t plane, i
+    cdef int a, l
+    block.planes = planes
+    block.atoms = n
+    for l in range(LANES):
+        # A short block repeats its last plane in the lanes left over.
+        plane = first + (l if l < planes else planes - 1)
+        block.start[l] = plane_ptr[plane]
+        for a in range(n):
+            row = scratch + ROW * a + l
+            i = index[block.start[l] + a]
+            if 0 <= i < atoms:
+                row[X] = xyz[3 * i]
+                row[Y] = xyz[3 * i + 1]
+                row[Z] = xyz[3 * i + 2]
+            else:
+                row[X] = row[Y] = row[Z] = NAN
+            row[W] = weight[block.start[l] + a] if per_atom else weight[plane]
+    for l in range(LANES):
+        ox[l] = scratch[X + l]
+        oy[l] = scratch[Y + l]
+        oz[l] = scratch[Z + l]
+        total[l] = sx[l] = sy[l] = sz[l] = 0
+        xx[l] = xy[l] = xz[l] = yy[l] = yz[l] = zz[l] = 0
+    for a in range(n):
+        row = scratch + ROW * a
+        for l in range(LANES):
+            share = row[W + l] if weighted else 1
+            total[l] += share
+            sx[l] += share * (row[X + l] - ox[l])
+            sy[l] += share * (row[Y + l] - oy[l])
+            sz[l] += share * (row[Z + l] - oz[l])
+    for l in range(LANES):
+        sx[l] = sx[l] / total[l] + ox[l]
+        sy[l] = sy[l] / total[l] + oy[l]
+        sz[l] = sz[l] / total[l] + oz[l]
+    for a in range(n):
+        row = scratch + ROW * a
+        for l in range(LANES):
+            share = row[W + l] if weighted else 1
+            row[X + l] = row[X + l] - sx[l]
+            row[Y + l] = row[Y + l] - sy[l]
+            row[Z + l] = row[Z + l] - sz[l]
+            xx[l] += share * row[X + l] * row[X + l]
+            xy[l] += share * row[X + l] * row[Y + l]
+            xz[l] += share * row[X + l] * row[Z + l]
+            yy[l] += share * row[Y + l] * row[Y + l]
+            yz[l] += share * row[Y + l] * row[Z + l]
+            zz[l] += share * row[Z + l] * row[Z + l]
+    for l in range(LANES):
+        trace = xx[l] + yy[l] + zz[l]
+        scale[l] = 1 / trace
+        pair = newton_eigenpair(
+            xx[l] * scale[l], xy[l] * scale[l], xz[l] * scale[l],
+            yy[l] * scale[l], yz[l] * scale[l], zz[l] * scale[l])
+        nx[l] = pair.x
+        ny[l] = pair.y
+        nz[l] = pair.z
+        value[l] = pair.value
+        found[l] = pair.found
+    for l in range(LANES):
+        trace = xx[l] + yy[l] + zz[l]
+        # NaN and Inf fail this, and so do atoms that are all in one point.
+        if not (trace > 0 and trace * 0 == 0 and scale[l] * 0 == 0):
+            nx[l] = ny[l] = nz[l] = value[l] = scale[l] = 0
+            xx[l] = xy[l] = xz[l] = yy[l] = yz[l] = zz[l] = 0
+            for a in range(n):
+                row = scratch + ROW * a + l
+                row[X] = row[Y] = row[Z] = 0
+        elif not found[l]:
+            pair = jacobi_eigenpair(
+                xx[l] * scale[l], xy[l] * scale[l], xz[l] * scale[l],
+                yy[l] * scale[l], yz[l] * scale[l], zz[l] * scale[l], no_plane)
+            nx[l] = pair.x
+            ny[l] = pair.y
+            nz[l] = pair.z
+            value[l] = pair.value
+    for l in range(LANES):
+        block.total_weight[l] = total[l]
+        block.scale[l] = scale[l]
+        block.xx[l] = xx[l] * scale[l]
+        block.xy[l] = xy[l] * scale[l]
+        block.xz[l] = xz[l] * scale[l]
+        block.yy[l] = yy[l] * scale[l]
+        block.yz[l] = yz[l] * scale[l]
+        block.zz[l] = zz[l] * scale[l]
+        block.nx[l] = nx[l]
+        block.ny[l] = ny[l]
+        block.nz[l] = nz[l]
+        block.value[l] = value[l]
+
+
+cdef inline void write_row(
+    real* out, real* spill, const int* index, const int* slot, Py_ssize_t atoms, Py_ssize_t entry,
+    double x, double y, double z,
+) noexcept nogil:
+    cdef Py_ssize_t i = index[entry]
+    cdef real* row
+    if i < 0 or i >= atoms:
+        return
+    row = out + 3 * i if slot[entry] < 0 else spill + 3 * <Py_ssize_t>slot[entry]
+    row[0] = <real>x
+    row[1] = <real>y
+    row[2] = <real>z
+
+
+cdef double block_nll(
+    Block* block, double* scratch, bint weighted,
+    const int* index, const int* slot, Py_ssize_t atoms, real* gradient, real* spill,
+) noexcept nogil:
+    """Sum of ½ (d/σ)² over a fitted block; writes its gradient rows where `gradient` is given."""
+    cdef int n = block.atoms
+    cdef double[LANES] mean, square, nx, ny, nz
+    cdef double total = 0, d, g
+    cdef double* row
+    cdef int a, l
+    for l in range(LANES):
+        mean[l] = square[l] = 0
+        nx[l] = block.nx[l]
+        ny[l] = block.ny[l]
+        nz[l] = block.nz[l]
+    for a in range(n):
+        row = scratch + ROW * a
+        for l in range(LANES):
+            d = row[X + l] * nx[l] + row[Y + l] * ny[l] + row[Z + l] * nz[l]
+            row[T + l] = row[W + l] * d
+            mean[l] += row[T + l]
+            square[l] += row[T + l] * d
+    for l in range(block.planes):
+        total += 0.5 * square[l]
+    if gradient != NULL:
+        for l in range(LANES):
+            # About a weighted centroid the sum is zero but for rounding.
+            mean[l] = 0 if weighted else mean[l] / n
+        for l in range(block.planes):
+            for a in range(n):
+                g = scratch[ROW * a + T + l] - mean[l]
+                write_row(gradient, spill, index, slot, atoms, block.start[l] + a,
+                          g * nx[l], g * ny[l], g * nz[l])
+    return total
+
+
+cdef void block_gradient_vjp(
+    Block* block, double* scratch, bint weighted, double no_plane, const real* cotangent,
+    const int* index, const int* slot, Py_ssize_t atoms, real* out, real* spill,
+) noexcept nogil:
+    """Pull a cotangent of the gradient back through a fitted block, the normal's turn included.
+
+    With s = v·n, t = w (s - mean s) and g = w d - mean(w d), the pulled-back sum Σ v·(g n) is
+    Σ t d, so that n's own cotangent is q = Σ t r + g v, and n turns by -(C - λ)⁺ dC n.
+    """
+    cdef int n = block.atoms
+    cdef double nx, ny, nz, d, s, t, g, mean, mean_s, sum_t, qx, qy, qz, trace, product, along
+    cdef double px, py, pz, xx, xy, xz, yy, yz, zz, share, direct
+    cdef const real* v
+    cdef real[3] nothing
+    cdef double* row
+    cdef Py_ssize_t i
+    cdef int a, l
+    nothing[0] = nothing[1] = nothing[2] = 0
+    for l in range(block.planes):
+        nx = block.nx[l]
+        ny = block.ny[l]
+        nz = block.nz[l]
+        mean = mean_s = sum_t = qx = qy = qz = 0
+        for a in range(n):
+            row = scratch + ROW * a + l
+            i = index[block.start[l] + a]
+            v = cotangent + 3 * i if 0 <= i < atoms else nothing
+            row[T] = v[0] * nx + v[1] * ny + v[2] * nz if nx * nx + ny * ny + nz * nz > 0 else 0
+            mean_s += row[T]
+            mean += row[W] * (row[X] * nx + row[Y] * ny + row[Z] * nz)
+        mean = 0 if weighted else mean / n
+        mean_s = 0 if weighted else mean_s / n
+        for a in range(n):
+            row = scratch + ROW * a + l
+            i = index[block.start[l] + a]
+            v = cotangent + 3 * i if 0 <= i < atoms else nothing
+            g = row[W] * (row[X] * nx + row[Y] * ny + row[Z] * nz) - mean
+            t = row[W] * (row[T] - mean_s)
+            row[T] = t
+            sum_t += t
+            qx += t * row[X] + g * v[0]
+            qy += t * row[Y] + g * v[1]
+            qz += t * row[Z] + g * v[2]
+        # p = (C - λ)⁺ q. Of A = C - λ, whose null vector is n, the pseudo-inverse on the plane is
+        # (tr A - A) / (½ (tr² A - tr A²)), or A / tr² A where the two lower eigenvalues meet.
+        xx = block.xx[l] - block.value[l]
+        yy = block.yy[l] - block.value[l]
+        zz = block.zz[l] - block.value[l]
+        xy = block.xy[l]
+        xz = block.xz[l]
+        yz = block.yz[l]
+        along = qx * nx + qy * ny + qz * nz
+        qx = qx - along * nx
+        qy = qy - along * ny
+        qz = qz - along * nz
+        trace = xx + yy + zz
+        product = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
+        px = xx * qx + xy * qy + xz * qz
+        py = xy * qx + yy * qy + yz * qz
+        pz = xz * qx + yz * qy + zz * qz
+        if product > no_plane * trace * trace:
+            px = (trace * qx - px) / product
+            py = (trace * qy - py) / product
+            pz = (trace * qz - pz) / product
+        elif trace > no_plane:
+            px = px / (trace * trace)
+            py = py / (trace * trace)
+            pz = pz / (trace * trace)
+        else:
+            px = py = pz = 0
+        for a in range(n):
+            row = scratch + ROW * a + l
+            share = row[W] if weighted else 1
+            d = row[X] * nx + row[Y] * ny + row[Z] * nz
+            s = share * block.scale[l]
+            direct = (
+                row[T] - share / block.total_weight[l] * sum_t
+                - s * (px * row[X] + py * row[Y] + pz * row[Z])
+            )
+            write_row(out, spill, index, slot, atoms, block.start[l] + a,
+                      direct * nx - s * d * px, direct * ny - s * d * py, direct * nz - s * d * pz)
+
+
+cdef void reduce_rows(
+    real* out, Py_ssize_t atoms, const real* spill,
+    const int* reduced, const long long* reduced_ptr, Py_ssize_t rows, Py_ssize_t bound,
+    int threads,
+) noexcept nogil:
+    """Sum every other atom's rows: several, or none for an atom that lies in no plane."""
+    cdef Py_ssize_t r, j, i
+    cdef real x, y, z
+    for r in prange(rows, num_threads=threads, schedule="static", use_threads_if=threads > 1):
+        i = reduced[r]
+        if i < atoms:
+            x = 0
+            y = 0
+            z = 0
+            for j in range(reduced_ptr[r], reduced_ptr[r + 1]):
+                x = x + spill[3 * j]
+                y = y + spill[3 * j + 1]
+                z = z + spill[3 * j + 2]
+            out[3 * i] = x
+            out[3 * i + 1] = y
+            out[3 * i + 2] = z
+    for r in range(3 * bound, 3 * atoms):
+        out[r] = 0
+
+
+cdef double one_block(
+    const real* xyz, const real* cotangent, Py_ssize_t atoms, const int* index,
+    const double* weight, bint per_atom, bint weighted, const long long* plane_ptr,
+    Py_ssize_t first, int planes, const int* slot, real* out, real* spill, double* scratch,
+    double no_plane,
+) noexcept nogil:
+    cdef Block block
+    fit_block(xyz, atoms, index, weight, per_atom, weighted, plane_ptr, first, planes, scratch,
+              no_plane, &block)
+    if cotangent == NULL:
+        return block_nll(&block, scratch, weighted, index, slot, atoms, out, spill)
+    block_gradient_vjp(&block, scratch, weighted, no_plane, cotangent, index, slot, atoms, out, spill)
+    return 0
+
+
+def planarity(
+    const real[:, ::1] xyz,            # IN   (N, 3)
+    const real[:, ::1] cotangent,      # IN   (N, 3), or None: then value and gradient
+    const int[::1] index,              # IN   (E,)
+    const double[::1] weight,          # IN   (P,) or (E,)
+    const long long[::1] plane_ptr,    # IN   (P + 1,)
+    const long long[::1] block_ptr,    # IN   (B + 1,)
+    const int[::1] slot,               # IN   (E,)
+    const int[::1] reduced,            # IN   (R,)
+    const long long[::1] reduced_ptr,  # IN   (R + 1,)
+    Py_ssize_t bound,                  # IN   one more than the largest index
+    bint per_atom,
+    bint weighted,
+    double no_plane,                   # IN   share of variance below which a group has no plane
+    real[:, ::1] out,                  # OUT  (N, 3), or None where no gradient is wanted
+    real[:, ::1] spill,                # SCRATCH (rows of shared atoms, 3)
+    double[:, ::1] scratch,            # SCRATCH (threads, scratch_size(largest plane))
+    double[::1] partial,               # SCRATCH (B,)
+    int threads,
+):
+    """Return Σ ½ (d/σ)² and write its gradient, or that gradient's vector-Jacobian product."""
+    cdef Py_ssize_t b, blocks = block_ptr.shape[0] - 1, atoms = xyz.shape[0]
+    cdef const real* coordinates = &xyz[0, 0] if atoms else NULL
+    cdef const real* v = &cotangent[0, 0] if cotangent is not None and atoms else NULL
+    cdef real* rows = &out[0, 0] if out is not None and atoms else NULL
+    cdef real* spilled = &spill[0, 0] if spill.shape[0] else NULL
+    cdef double total = 0
+    with nogil:
+        for b in prange(
+            blocks, num_threads=threads, schedule="static", use_threads_if=threads > 1
+        ):
+            partial[b] = one_block(
+                coordinates, v, atoms, &index[0], &weight[0], per_atom, weighted, &plane_ptr[0],
+                block_ptr[b], <int>(block_ptr[b + 1] - block_ptr[b]), &slot[0], rows, spilled,
+                &scratch[threadid(), 0], no_plane)
+        if rows != NULL:
+            reduce_rows(rows, atoms, spilled, &reduced[0], &reduced_ptr[0], reduced.shape[0],
+                        bound, threads)
+        for b in range(blocks):
+            total += partial[b]
+    return total
+
+
+def scratch_size(int largest):
+    """Return how many doubles a thread needs for planes of up to `largest` atoms."""
+    return ROW * largest

@@ -1,0 +1,316 @@
+"""Planarity restraint on the CPU in Numba: one plane at a time, the formulas of the Cython kernel.
+
+Planes are taken in blocks with a partial sum each, and gradients are written by owner, so that the
+thread count changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cpukern.jit import jit
+from cpukern.threads import in_parallel
+from fusedops._registry import register
+from fusedops.planarity import NO_PLANE
+
+# Blocks of planes that pay for handing a share to another thread.
+_GRAIN = 1024
+
+
+@jit
+def _newton_eigenpair(C):
+    """Smallest eigenpair of a covariance of trace 1, as (x, y, z, value, found)."""
+    xx, xy, xz, yy, yz, zz = C
+    minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
+    determinant = xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
+    # The characteristic polynomial rises and is concave up to its smallest root, so that Newton's
+    # method from 0 climbs to it monotonically.
+    value = determinant / minors
+    for _ in range(4):
+        value -= (((value - 1) * value + minors) * value - determinant) / (
+            (3 * value - 2) * value + minors
+        )
+    # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is n.
+    ax, ay, az = xx - value, yy - value, zz - value
+    pxx, pyy, pzz = ay * az - yz * yz, ax * az - xz * xz, ax * ay - xy * xy
+    pxy, pxz, pyz = xz * yz - xy * az, xy * yz - xz * ay, xy * xz - yz * ax
+    if pxx >= pyy and pxx >= pzz:
+        x, y, z = pxx, pxy, pxz
+    elif pyy >= pzz:
+        x, y, z = pxy, pyy, pyz
+    else:
+        x, y, z = pxz, pyz, pzz
+    scale = 1 / math.sqrt(x * x + y * y + z * z)
+    x, y, z = x * scale, y * scale, z * scale
+    # One step of Newton's method on the pair itself: n -= (C - rho)⁺ (C n - rho n).
+    cx, cy, cz = xx * x + xy * y + xz * z, xy * x + yy * y + yz * z, xz * x + yz * y + zz * z
+    rho = cx * x + cy * y + cz * z
+    rx, ry, rz = cx - rho * x, cy - rho * y, cz - rho * z
+    product = minors - 2 * rho + 3 * rho * rho
+    spread = 1 - 2 * rho
+    dx = ((spread - xx) * rx - xy * ry - xz * rz) / product
+    dy = ((spread - yy) * ry - xy * rx - yz * rz) / product
+    dz = ((spread - zz) * rz - xz * rx - yz * ry) / product
+    moved = dx * dx + dy * dy + dz * dz
+    scale = 1 - 0.5 * moved
+    value = rho - (rx * dx + ry * dy + rz * dz)
+    found = moved < 1e-14 and product > 1e-9
+    return (x - dx) * scale, (y - dy) * scale, (z - dz) * scale, value, found
+
+
+@jit
+def _jacobi_eigenpair(C):
+    """Smallest eigenpair of any finite covariance; a zero vector where it has no plane."""
+    a = np.empty((3, 3))
+    a[0, 0], a[0, 1], a[0, 2], a[1, 1], a[1, 2], a[2, 2] = C
+    a[1, 0], a[2, 0], a[2, 1] = a[0, 1], a[0, 2], a[1, 2]
+    v = np.eye(3)
+    for _ in range(12):
+        if a[0, 1] == 0 and a[0, 2] == 0 and a[1, 2] == 0:
+            break
+        for p, q, r in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+            if a[p, q] == 0:
+                continue
+            theta = (a[q, q] - a[p, p]) / (2 * a[p, q])
+            t = (1.0 if theta >= 0 else -1.0) / (abs(theta) + math.sqrt(theta * theta + 1))
+            c = 1 / math.sqrt(t * t + 1)
+            s = t * c
+            a[p, p] -= t * a[p, q]
+            a[q, q] += t * a[p, q]
+            a[p, q] = a[q, p] = 0.0
+            left, right = a[r, p], a[r, q]
+            a[r, p] = a[p, r] = c * left - s * right
+            a[r, q] = a[q, r] = s * left + c * right
+            for k in range(3):
+                left, right = v[k, p], v[k, q]
+                v[k, p] = c * left - s * right
+                v[k, q] = s * left + c * right
+    low = high = 0
+    for k in range(1, 3):
+        if a[k, k] < a[low, low]:
+            low = k
+        if a[k, k] >= a[high, high]:
+            high = k
+    middle = a[0, 0] + a[1, 1] + a[2, 2] - a[low, low] - a[high, high]
+    if middle > NO_PLANE * a[high, high]:
+        return v[0, low], v[1, low], v[2, low], a[low, low]
+    return 0.0, 0.0, 0.0, a[low, low]
+
+
+@jit
+def _fit(xyz, index, start, end, weight, step, weighted, r, w):
+    """Gather a plane's atoms into r, from the centroid, and 1/σ² into w; return the fit.
+
+    The covariance and its eigenvalue are scaled to trace 1, `scale` is the factor; all are zero
+    where there is no plane. `step` is 0 where the plane has one weight.
+    """
+    n = end - start
+    cx = cy = cz = total = 0.0
+    for a in range(n):
+        i = index[start + a]
+        w[a] = weight[a * step]
+        share = w[a] if weighted else 1.0
+        for k in range(3):
+            r[a, k] = xyz[i, k] if 0 <= i < len(xyz) else math.nan
+        cx += share * (r[a, 0] - r[0, 0])
+        cy += share * (r[a, 1] - r[0, 1])
+        cz += share * (r[a, 2] - r[0, 2])
+        total += share
+    cx, cy, cz = cx / total + r[0, 0], cy / total + r[0, 1], cz / total + r[0, 2]
+    xx = xy = xz = yy = yz = zz = 0.0
+    for a in range(n):
+        share = w[a] if weighted else 1.0
+        x, y, z = r[a, 0] - cx, r[a, 1] - cy, r[a, 2] - cz
+        r[a, 0], r[a, 1], r[a, 2] = x, y, z
+        xx += share * x * x
+        xy += share * x * y
+        xz += share * x * z
+        yy += share * y * y
+        yz += share * y * z
+        zz += share * z * z
+    trace = xx + yy + zz
+    scale = 1 / trace
+    if not (trace > 0 and trace < math.inf and scale < math.inf):
+        r[:n] = 0.0
+        return 0.0, 0.0, 0.0, 0.0, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, total
+    C = (xx * scale, xy * scale, xz * scale, yy * scale, yz * scale, zz * scale)
+    x, y, z, value, found = _newton_eigenpair(C)
+    if not found:
+        x, y, z, value = _jacobi_eigenpair(C)
+    return x, y, z, value, C, scale, total
+
+
+@jit
+def _write(out, spill, index, slot, entry, x, y, z):
+    i = index[entry]
+    if i < 0 or i >= len(out):
+        return
+    if slot[entry] < 0:
+        out[i, 0], out[i, 1], out[i, 2] = x, y, z
+    else:
+        j = slot[entry]
+        spill[j, 0], spill[j, 1], spill[j, 2] = x, y, z
+
+
+@jit
+def _nll_blocks(
+    low, high, xyz, index, weight, plane_ptr, block_ptr, slot, per_atom, weighted, largest,
+    partial, wanted, out, spill,
+):
+    r = np.empty((largest, 3))
+    w = np.empty(largest)
+    for b in range(low, high):
+        partial[b] = 0.0
+        for p in range(block_ptr[b], block_ptr[b + 1]):
+            start, end = plane_ptr[p], plane_ptr[p + 1]
+            n = end - start
+            own = weight[start:end] if per_atom else weight[p : p + 1]
+            x, y, z, _, _, _, _ = _fit(
+                xyz, index, start, end, own, int(per_atom), weighted, r, w
+            )
+            mean = 0.0
+            for a in range(n):
+                d = r[a, 0] * x + r[a, 1] * y + r[a, 2] * z
+                partial[b] += 0.5 * w[a] * d * d
+                w[a] *= d
+                mean += w[a]
+            mean = 0.0 if weighted else mean / n
+            if wanted:
+                for a in range(n):
+                    g = w[a] - mean
+                    _write(out, spill, index, slot, start + a, g * x, g * y, g * z)
+
+
+@jit
+def _vjp_blocks(
+    low, high, xyz, cotangent, index, weight, plane_ptr, block_ptr, slot, per_atom, weighted,
+    largest, out, spill,
+):
+    r = np.empty((largest, 3))
+    v = np.empty((largest, 3))
+    w = np.empty(largest)
+    t = np.empty(largest)
+    for b in range(low, high):
+        for p in range(block_ptr[b], block_ptr[b + 1]):
+            start, end = plane_ptr[p], plane_ptr[p + 1]
+            n = end - start
+            own = weight[start:end] if per_atom else weight[p : p + 1]
+            x, y, z, value, C, scale, total = _fit(
+                xyz, index, start, end, own, int(per_atom), weighted, r, w
+            )
+            mean = mean_s = sum_t = qx = qy = qz = 0.0
+            planar = x * x + y * y + z * z > 0
+            for a in range(n):
+                i = index[start + a]
+                for k in range(3):
+                    v[a, k] = cotangent[i, k] if planar and 0 <= i < len(xyz) else 0.0
+                t[a] = v[a, 0] * x + v[a, 1] * y + v[a, 2] * z
+                mean_s += t[a]
+                mean += w[a] * (r[a, 0] * x + r[a, 1] * y + r[a, 2] * z)
+            mean = 0.0 if weighted else mean / n
+            mean_s = 0.0 if weighted else mean_s / n
+            for a in range(n):
+                g = w[a] * (r[a, 0] * x + r[a, 1] * y + r[a, 2] * z) - mean
+                t[a] = w[a] * (t[a] - mean_s)
+                sum_t += t[a]
+                qx += t[a] * r[a, 0] + g * v[a, 0]
+                qy += t[a] * r[a, 1] + g * v[a, 1]
+                qz += t[a] * r[a, 2] + g * v[a, 2]
+            px, py, pz = _pseudo_solve(C, value, x, y, z, qx, qy, qz)
+            for a in range(n):
+                share = w[a] if weighted else 1.0
+                s = share * scale
+                d = s * (r[a, 0] * x + r[a, 1] * y + r[a, 2] * z)
+                along = (
+                    t[a]
+                    - share / total * sum_t
+                    - s * (px * r[a, 0] + py * r[a, 1] + pz * r[a, 2])
+                )
+                _write(
+                    out, spill, index, slot, start + a,
+                    along * x - d * px, along * y - d * py, along * z - d * pz,
+                )
+
+
+@jit
+def _pseudo_solve(C, value, x, y, z, qx, qy, qz):
+    """Return (C - λ)⁺ q; the formula is at `fusedops.planarity._pseudo_solve`."""
+    xx, xy, xz, yy, yz, zz = C
+    xx, yy, zz = xx - value, yy - value, zz - value
+    along = qx * x + qy * y + qz * z
+    qx, qy, qz = qx - along * x, qy - along * y, qz - along * z
+    trace = xx + yy + zz
+    product = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
+    px = xx * qx + xy * qy + xz * qz
+    py = xy * qx + yy * qy + yz * qz
+    pz = xz * qx + yz * qy + zz * qz
+    if product > NO_PLANE * trace * trace:
+        return (
+            (trace * qx - px) / product,
+            (trace * qy - py) / product,
+            (trace * qz - pz) / product,
+        )
+    if trace > NO_PLANE:
+        square = trace * trace
+        return px / square, py / square, pz / square
+    return 0.0, 0.0, 0.0
+
+
+@jit
+def _reduce(low, high, spill, reduced, reduced_ptr, out):
+    for row in range(low, high):
+        i = reduced[row]
+        if i < len(out):
+            for k in range(3):
+                total = out.dtype.type(0)
+                for j in range(reduced_ptr[row], reduced_ptr[row + 1]):
+                    total += spill[j, k]
+                out[i, k] = total
+
+
+def _reduce_rows(planes: Any, spill: np.ndarray, out: np.ndarray) -> None:
+    in_parallel(
+        lambda low, high: _reduce(low, high, spill, planes.reduced, planes.reduced_ptr, out),
+        len(planes.reduced),
+        8 * _GRAIN,
+    )
+    out[planes.bound :] = 0
+
+
+@register("planarity_nll", "numba")
+def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> None:
+    wanted = gradient is not None
+    partial = np.empty(len(planes.block_ptr) - 1)
+    out = gradient if wanted else np.empty((0, 3), xyz.dtype)
+    spill = np.empty((planes.spill if wanted else 0, 3), xyz.dtype)
+    in_parallel(
+        lambda low, high: _nll_blocks(
+            low, high, xyz, planes.index, planes.weight, planes.plane_ptr, planes.block_ptr,
+            planes.slot, bool(planes.per_atom), fit == "weighted", planes.largest,
+            partial, wanted, out, spill,
+        ),
+        len(partial),
+        _GRAIN,
+    )
+    if nll is not None:
+        nll[...] = planes.constant[0] + np.sum(partial)
+    if wanted:
+        _reduce_rows(planes, spill, gradient)
+
+
+@register("planarity_gradient_vjp", "numba")
+def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> None:
+    spill = np.empty((planes.spill, 3), xyz.dtype)
+    in_parallel(
+        lambda low, high: _vjp_blocks(
+            low, high, xyz, cotangent, planes.index, planes.weight, planes.plane_ptr,
+            planes.block_ptr, planes.slot, bool(planes.per_atom), fit == "weighted",
+            planes.largest, out, spill,
+        ),
+        len(planes.block_ptr) - 1,
+        _GRAIN,
+    )
+    _reduce_rows(planes, spill, out)

@@ -1,0 +1,19 @@
+"""Fused, differentiable operations for structures, potentials, folding and linear attention."""
+
+from cpukern.threads import get_num_threads, set_num_threads
+from fusedops._registry import BackendUnavailable, use_backend
+from fusedops.info import info
+from fusedops.planarity import Planes, plane_deviations, planarity_nll
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "Planes",
+    "get_num_threads",
+    "info",
+    "planarity_nll",
+    "plane_deviations",
+    "set_num_threads",
+    "use_backend",
+]

@@ -1,0 +1,481 @@
+"""Ops, backends, and the one resolver that chooses between them.
+
+A `Primitive` is a function of arrays that kernels implement. Its pullback is made of primitives,
+so that a gradient has kernels and a gradient of its own. `op` makes of a primitive what users
+call: a function that checks its arguments, with ``.vjp`` and ``.explain``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fusedops._check import dtype_name, is_tensor
+
+
+class BackendUnavailable(RuntimeError):
+    """No backend, or not the one that was asked for, can serve a call; the message says why."""
+
+
+class Request(NamedTuple):
+    """What a choice of backend depends on."""
+
+    op: str
+    framework: str
+    device: str
+    dtype: str
+    forced: str | None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A row of the backend table.
+
+    `speaks` is the framework whose arrays the kernels take; importing `module` registers them.
+    `why_not` returns a sentence where the backend can't serve a request, and None where it can.
+    A backend without a module evaluates the formula that a primitive declares.
+    """
+
+    name: str
+    speaks: str
+    module: str | None
+    why_not: Callable[[Request], str | None]
+
+
+@functools.cache
+def import_error(package: str) -> str | None:
+    """Return why a third-party package can't be used here, or None where it can."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return f"{package} is installed but does not import: {error}"
+    return None
+
+
+def _needs_cpu(request: Request) -> str | None:
+    if request.device == "cpu":
+        return None
+    return f"it runs on the CPU; the tensors are on {request.device}"
+
+
+def _needs_torch(request: Request) -> str | None:
+    if request.framework == "torch":
+        return None
+    return "it takes torch tensors; these are NumPy arrays"
+
+
+def _needs_extension(request: Request) -> str | None:
+    from cpukern import isa
+
+    return _needs_cpu(request) or isa.why_not()
+
+
+def _needs_numba(request: Request) -> str | None:
+    return _needs_cpu(request) or import_error("numba")
+
+
+def _needs_gpu(request: Request) -> str | None:
+    if reason := _needs_torch(request):
+        return reason
+    if request.device == "cpu":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return "it runs on a GPU; the tensors are on the CPU"
+        if request.forced != "triton":
+            return "it interprets kernels on the CPU only when asked for by name"
+    elif request.device not in ("cuda", "xpu"):
+        return f"it runs on cuda, rocm and xpu; the tensors are on {request.device}"
+    return import_error("triton")
+
+
+#: In order of preference.
+BACKENDS = (
+    Backend("triton", "torch", "gpukern", _needs_gpu),
+    Backend("cython", "numpy", "cpukern.cython_backend", _needs_extension),
+    Backend("numba", "numpy", "cpukern.numba_backend", _needs_numba),
+    Backend("torch", "torch", None, _needs_torch),
+    Backend("numpy", "numpy", None, _needs_cpu),
+)
+_NAMES = tuple(backend.name for backend in BACKENDS)
+
+_primitives: dict[str, Primitive] = {}
+_kernels: dict[tuple[str, str], Callable[..., None]] = {}
+_chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
+_override: ContextVar[str | None] = ContextVar("fusedops_backend", default=None)
+
+
+def register(primitive: str, backend: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare the decorated function to be the kernel of `primitive` on `backend`.
+
+    It is called with the primitive's arrays, its static arguments, and one array to fill for
+    every output, or None for an output that nobody wants.
+    """
+
+    def declare(kernel: Callable[..., None]) -> Callable[..., None]:
+        _kernels[primitive, backend] = kernel
+        return kernel
+
+    return declare
+
+
+def _kernel(backend: Backend, primitive: str) -> Callable[..., Any] | None:
+    if backend.module is None:
+        return _primitives[primitive].formula
+    importlib.import_module(backend.module)
+    return _kernels.get((primitive, backend.name))
+
+
+def _why_not(backend: Backend, request: Request) -> str | None:
+    reason = backend.why_not(request)
+    if reason is None and _kernel(backend, request.op) is None:
+        return f"it has no kernel for {request.op}"
+    return reason
+
+
+def _named(name: str, source: str) -> str:
+    if name not in _NAMES:
+        raise ValueError(f"{source} is {name!r}; it should be one of {', '.join(_NAMES)}")
+    return name
+
+
+def forced(backend: str | None) -> str | None:
+    """Return the backend asked for: by argument, by `use_backend`, or by environment."""
+    if backend is not None:
+        return _named(backend, "backend")
+    if (name := _override.get()) is not None:
+        return name
+    name = os.environ.get("FUSEDOPS_BACKEND")
+    return _named(name, "FUSEDOPS_BACKEND") if name else None
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Ask for one backend in every call of a ``with`` block, in this thread or task.
+
+    The backward pass of a call uses the backend that its forward pass asked for.
+
+    Parameters
+    ----------
+    name : str
+        ``"triton"``, ``"cython"``, ``"numba"``, ``"torch"`` or ``"numpy"``.
+
+    Raises
+    ------
+    ValueError
+        If there is no such backend. A backend that can't serve a call raises
+        `BackendUnavailable` there.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> square = np.array([[0.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]])
+    >>> with fusedops.use_backend("numpy"):
+    ...     fusedops.planarity_nll.explain(square, [([[0, 1, 2, 3]], [0.02])]).backend
+    'numpy'
+    """
+    token = _override.set(_named(name, "backend"))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
+    """Return the first backend that can serve a request, and its kernel.
+
+    Raises
+    ------
+    BackendUnavailable
+        With every backend's reason.
+    """
+    if found := _chosen.get(request):
+        return found
+    for backend in BACKENDS:
+        if request.forced in (None, backend.name) and _why_not(backend, request) is None:
+            break
+    else:
+        raise BackendUnavailable(str(_explain(request, None)))
+    if request.device == "cuda" and backend.name == "torch" and request.forced is None:
+        reason = _why_not(BACKENDS[0], request)
+        warnings.warn(
+            f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    found = backend, _kernel(backend, request.op)
+    _chosen[request] = found
+    return found
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and why not the others; `str` of it is a small table."""
+
+    request: Request
+    backend: str | None
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        op, framework, device, dtype, asked = self.request
+        lines = [f"{op} on {device}, {dtype}, {framework}: {self.backend or 'no backend can serve'}"]
+        for name, reason in self.reasons.items():
+            if name == self.backend:
+                reason = "asked for" if asked else "the first that can serve"
+            elif reason is None:
+                reason = f"could serve, but {asked} was asked for" if asked else "could serve too"
+            lines.append(f"  {name:<8}{reason}")
+        return "\n".join(lines)
+
+
+def _explain(request: Request, chosen: str | None) -> Explanation:
+    return Explanation(request, chosen, {b.name: _why_not(b, request) for b in BACKENDS})
+
+
+def explain(request: Request) -> Explanation:
+    """Return what `choose` does with a request, with every backend's reason."""
+    try:
+        backend = choose(request)[0].name
+    except BackendUnavailable:
+        backend = None
+    return _explain(request, backend)
+
+
+class Packed:
+    """An argument that is checked and laid out once and used in many calls.
+
+    A subclass names its arrays in `_fields`. Their NumPy form serves the CPU; a copy on another
+    device is made by `to`, never by a call.
+    """
+
+    _fields: tuple[str, ...]
+    _sizes: tuple[str, ...]
+    device = "cpu"
+    tensors: list[Any] | None = None
+
+    def tensors_here(self) -> list[Any]:
+        """Return the arrays as torch tensors on this object's device."""
+        if self.tensors is None:
+            from fusedops import _torch
+
+            self.tensors = _torch.as_tensors([getattr(self, name) for name in self._fields])
+        return self.tensors
+
+    def to(self, device: Any) -> Packed:
+        """Return the same object on a torch device; this one where it is there already."""
+        from fusedops import _torch
+
+        return _torch.move(self, device)
+
+    def sizes(self) -> list[int]:
+        """Return the numbers that go with the arrays."""
+        return [getattr(self, name) for name in self._sizes]
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Packed:
+        """Return an object around tensors that another one was taken apart into."""
+        self = cls.__new__(cls)
+        self.tensors = list(tensors)
+        self.device = str(tensors[0].device)
+        for name, size in zip(cls._sizes, sizes, strict=True):
+            setattr(self, name, size)
+        if self.device == "cpu":
+            for name, tensor in zip(cls._fields, tensors, strict=True):
+                setattr(self, name, tensor.numpy())
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.device == "cpu":
+            state["tensors"] = None
+        return state
+
+
+class Call(NamedTuple):
+    """A primitive with all but its arrays; what a pullback is told about the call it belongs to."""
+
+    primitive: Primitive
+    static: tuple[Any, ...]
+    forced: str | None
+    registered: bool = False
+
+    def other(self, primitive: Primitive, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Evaluate another primitive of the same static arguments, differentiably in torch."""
+        call = self._replace(primitive=primitive)
+        return call(arrays, (True,) * len(primitive.outputs(arrays)))
+
+    def __call__(self, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+        if is_tensor(arrays[0]):
+            from fusedops import _torch
+
+            return _torch.call(self, arrays, wanted)
+        return self.evaluate(arrays, wanted)
+
+    def evaluate(
+        self, arrays: Sequence[np.ndarray], wanted: tuple[bool, ...], out: Any = None
+    ) -> tuple[Any, ...]:
+        """Evaluate NumPy arrays; an output that isn't wanted is None."""
+        name = self.primitive.name
+        backend, kernel = choose(
+            Request(name, "numpy", "cpu", dtype_name(arrays[0]), self.forced)
+        )
+        if backend.module is None:
+            return kernel(*arrays, *self.static)
+        outputs = tuple(
+            allocate(np.empty, shape, dtype) if want else None
+            for want, (shape, dtype) in zip(wanted, self.primitive.outputs(arrays), strict=True)
+        )
+        kernel(*arrays, *self.static, *outputs)
+        return outputs
+
+
+#: Tests set this, so that an output element which no kernel writes shows.
+poison = False
+
+
+def allocate(empty: Callable[..., Any], shape: Any, dtype: Any) -> Any:
+    """Return a new output array; the only place where the frame makes one."""
+    array = empty(shape, dtype=dtype)
+    if poison:
+        array[...] = float("nan")
+    return array
+
+
+class Primitive:
+    """A function of arrays that kernels implement.
+
+    Parameters
+    ----------
+    name : str
+        What kernels register under.
+    arrays : tuple of str
+        The names of the differentiable arrays.
+    static : dict of str to type
+        The other arguments: subclasses of `Packed`, or `str`.
+    outputs : callable
+        From the arrays to a (shape, dtype name) for every output.
+    formula : callable
+        The definition, in code that NumPy and torch both run: the truth which every kernel is held
+        to. Returns a tuple of all outputs.
+    pullback : callable, optional
+        From (call, arrays, outputs, cotangents) to a cotangent for every array, in terms of
+        primitives. A cotangent that is None is zero. Without one, torch differentiates the formula.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        arrays: tuple[str, ...],
+        static: dict[str, type],
+        outputs: Callable[[Sequence[Any]], tuple[tuple[Any, str], ...]],
+        formula: Callable[..., tuple[Any, ...]],
+        pullback: Callable[..., tuple[Any, ...]] | None = None,
+    ) -> None:
+        self.name = name
+        self.arrays = arrays
+        self.static = static
+        self.outputs = outputs
+        self.formula = formula
+        self.pullback = pullback
+        _primitives[name] = self
+
+
+def primitives() -> dict[str, Primitive]:
+    """Return every declared primitive by name."""
+    return _primitives
+
+
+class Op(Protocol):
+    """What `op` returns: a function with these attributes."""
+
+    __name__: str
+    __doc__: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+        """Return the value and its pullback, from a cotangent to gradients."""
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Return which backend serves the call, and why."""
+
+
+def op(primitive: Primitive, *, output: int = 0) -> Callable[[Callable[..., Any]], Op]:
+    """Make a public op of a function that checks its arguments.
+
+    The decorated function returns (arrays, static arguments) for `primitive`, whose `output` the
+    op returns. A keyword ``backend`` is added to its signature.
+    """
+
+    def declare(check: Callable[..., Any]) -> Op:
+        def bind(
+            args: Any, kwargs: Any, backend: str | None
+        ) -> tuple[tuple[Any, ...], Call]:
+            arrays, static = check(*args, **kwargs)
+            return arrays, Call(primitive, static, forced(backend))
+
+        @functools.wraps(check)
+        def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+            arrays, bound = bind(args, kwargs, backend)
+            wanted = tuple(i == output for i in range(len(primitive.outputs(arrays))))
+            value = bound(arrays, wanted)[output]
+            return value if is_tensor(value) else value[()]
+
+        def vjp(
+            *args: Any, backend: str | None = None, **kwargs: Any
+        ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+            arrays, bound = bind(args, kwargs, backend)
+            outputs = bound(arrays, (True,) * len(primitive.outputs(arrays)))
+            value = outputs[output]
+            if is_tensor(value):
+                raise TypeError(
+                    f"{check.__name__}.vjp takes NumPy arrays; torch tensors have autograd"
+                )
+            if primitive.pullback is None:
+                raise NotImplementedError(f"{check.__name__} has no pullback outside of torch")
+
+            def pullback(cotangent: Any) -> tuple[Any, ...]:
+                cotangent = np.asarray(cotangent, dtype=value.dtype)
+                if cotangent.shape != value.shape:
+                    raise ValueError(
+                        f"{check.__name__}: the cotangent has shape {cotangent.shape}; it should "
+                        f"have the output's shape {value.shape}"
+                    )
+                cotangents = [None] * len(outputs)
+                cotangents[output] = cotangent
+                return primitive.pullback(bound, arrays, outputs, cotangents)
+
+            return value[()], pullback
+
+        def explain_call(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+            arrays, bound = bind(args, kwargs, backend)
+            framework = "torch" if is_tensor(arrays[0]) else "numpy"
+            device = arrays[0].device.type if framework == "torch" else "cpu"
+            return explain(
+                Request(primitive.name, framework, device, dtype_name(arrays[0]), bound.forced)
+            )
+
+        signature = inspect.signature(check)
+        keyword = inspect.Parameter(
+            "backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
+        )
+        call.__signature__ = signature.replace(
+            parameters=[*signature.parameters.values(), keyword]
+        )
+        call.vjp = vjp
+        call.explain = explain_call
+        return call
+
+    return declare

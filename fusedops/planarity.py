@@ -1,0 +1,478 @@
+"""The planarity restraint: how far groups of atoms are from their best planes.
+
+One file, from top to bottom: packing the groups, the definition of value, gradient and the
+gradient's own derivative, and the public op. The kernels are in ``cpukern/planarity_*`` and
+``gpukern/planarity.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fusedops._check import HALF, device_of, dtype_name, floats, is_tensor, one_of, same_device
+from fusedops._registry import Call, Packed, Primitive, op
+
+FITS = ("uniform", "weighted")
+
+#: Planes that a CPU kernel fits at a time, one to a vector lane.
+LANES = 8
+
+#: Below this share of its largest variance a group's second one counts as zero: the group is a
+#: line or a point, has no plane, and gets a zero normal.
+NO_PLANE = 1e-12
+
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+_MOST_ATOMS = 2**31 - 1
+
+
+class Planes(Packed):
+    r"""Groups of atoms to restrain to planes, checked and laid out once for many calls.
+
+    Parameters
+    ----------
+    plane_groups : sequence of (indices, sigmas)
+        `indices` (P, n) int32 or int64, the atoms of P planes of n ≥ 3 atoms each; `sigmas` (P,)
+        for a plane or (P, n) for an atom, standard deviations in Å, finite and positive. Which of
+        the two is read from the rank. NumPy arrays (or nested lists), or torch tensors of one
+        device, where the object then lives.
+
+    Attributes
+    ----------
+    num_planes, num_entries : int
+        The number of planes, and of their atoms together.
+    bound : int
+        One more than the largest index: the least number of atoms that coordinates must have.
+    device : str
+        ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If an array has the wrong dtype, shape, device or value; the message names it.
+
+    Notes
+    -----
+    The arrays are copied: changing them later changes nothing here. Memory grows with the largest
+    index. Planes are ordered by their number of atoms, stably.
+
+    Examples
+    --------
+    >>> import fusedops
+    >>> planes = fusedops.Planes([([[0, 1, 2, 3]], [0.02]), ([[2, 3, 4], [4, 5, 6]], [0.02, 0.1])])
+    >>> planes.num_planes, planes.num_entries, planes.bound
+    (3, 10, 7)
+    """
+
+    # index: the atoms of all planes, plane after plane; weight: 1/σ² of planes or of entries;
+    # plane_ptr: where each plane begins in index; block_ptr: where each run of up to LANES planes
+    # of one size begins. An atom in exactly one plane has its gradient from there (slot < 0);
+    # any other is its own owner and sums its rows of a spill array: entry e writes row slot[e],
+    # and atom reduced[r] sums rows reduced_ptr[r] to reduced_ptr[r + 1], of which it may have none.
+    _fields = (
+        "index", "weight", "plane_ptr", "block_ptr", "slot", "reduced", "reduced_ptr", "constant",
+    )
+    _sizes = ("bound", "largest", "spill", "per_atom", "num_planes", "num_entries")
+
+    def __init__(self, plane_groups: Sequence[tuple[Any, Any]]) -> None:
+        groups, device = _checked_groups(plane_groups)
+        self._lay_out(sorted(groups, key=lambda group: group[0].shape[1]))
+        if device != "cpu":
+            self.__dict__ = self.to(device).__dict__
+
+    def _lay_out(self, groups: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self.num_planes = sum(len(index) for index, _ in groups)
+        self.num_entries = sum(index.size for index, _ in groups)
+        if self.num_entries >= _MOST_ATOMS:
+            raise ValueError(
+                f"Planes: plane_groups has {self.num_entries} indices; it should have fewer than "
+                f"{_MOST_ATOMS}"
+            )
+        self.per_atom = int(any(sigma.ndim == 2 for _, sigma in groups))
+        self.index = _joined([index.ravel() for index, _ in groups], np.int32)
+        sigma = [
+            np.broadcast_to(_per_atom(sigma), index.shape).ravel() if self.per_atom else sigma
+            for index, sigma in groups
+        ]
+        sigma = _joined(sigma, np.float64)
+        size = _joined([np.full(len(index), index.shape[1]) for index, _ in groups], np.int64)
+        self.weight = 1 / sigma**2
+        copies = 1 if self.per_atom else size
+        self.constant = np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)])
+        self.plane_ptr = np.concatenate(([0], np.cumsum(size)))
+        self.largest = int(size[-1]) if len(size) else 0
+        starts = np.flatnonzero(np.diff(size, prepend=0))
+        runs = [
+            np.arange(low, high, LANES)
+            for low, high in zip(starts, [*starts[1:], self.num_planes], strict=True)
+        ]
+        self.block_ptr = _joined([*runs, [self.num_planes]], np.int64)
+
+        count = np.bincount(self.index)
+        self.bound = len(count)
+        self.reduced = np.flatnonzero(count != 1).astype(np.int32)
+        self.reduced_ptr = np.concatenate(([0], np.cumsum(count[self.reduced])))
+        shared = np.flatnonzero(count[self.index] > 1)
+        self.spill = len(shared)
+        self.slot = np.full(self.num_entries, -1, np.int32)
+        self.slot[shared[np.argsort(self.index[shared], kind="stable")]] = np.arange(self.spill)
+
+    def __repr__(self) -> str:
+        return f"Planes({self.num_planes} planes, {self.num_entries} atoms, on {self.device})"
+
+
+def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
+    """Return the groups as NumPy arrays and the device that they came from."""
+    groups, device = [], None
+    for g, entry in enumerate(plane_groups):
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise TypeError(
+                f"Planes: plane_groups[{g}] is {type(entry).__name__}; it should be a pair "
+                "(indices, sigmas)"
+            )
+        names = f"plane_groups[{g}] indices", f"plane_groups[{g}] sigmas"
+        for name, array in zip(names, entry, strict=True):
+            if is_tensor(array):
+                device = device or device_of(array)
+                same_device("Planes", name, device_of(array), "plane_groups[0]", device)
+                if array.requires_grad:
+                    raise ValueError(
+                        f"Planes: {name} requires grad; planes are constants, pass x.detach()"
+                    )
+        index, sigma = (a.cpu().numpy() if is_tensor(a) else np.asarray(a) for a in entry)
+        if index.dtype.kind != "i":
+            raise TypeError(
+                f"Planes: {names[0]} has dtype {index.dtype}; it should be int32 or int64"
+            )
+        if index.ndim != 2 or index.shape[1] < 3:
+            raise ValueError(
+                f"Planes: {names[0]} has shape {index.shape}; it should be (P, n) with n ≥ 3"
+            )
+        if sigma.dtype.kind not in "fi":
+            raise TypeError(
+                f"Planes: {names[1]} has dtype {sigma.dtype}; it should be float32 or float64"
+            )
+        if sigma.shape not in (index.shape[:1], index.shape):
+            raise ValueError(
+                f"Planes: {names[1]} has shape {sigma.shape}; it should be {index.shape[:1]} for "
+                f"planes or {index.shape} for atoms"
+            )
+        _refuse("Planes", names[0], index, (index < 0) | (index >= _MOST_ATOMS), IndexError,
+                f"from 0 to {_MOST_ATOMS - 1}")
+        _refuse("Planes", names[1], sigma, ~((sigma > 0) & (sigma < np.inf)), ValueError,
+                "finite and positive")
+        groups.append((index, sigma))
+    return groups, device or "cpu"
+
+
+def _refuse(
+    op: str, name: str, array: np.ndarray, bad: np.ndarray, error: type[Exception], should: str
+) -> None:
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise error(f"{op}: {name}{list(where)} is {array[where]}; it should be {should}")
+
+
+def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _namespace(array: Any) -> Any:
+    return sys.modules["torch"] if is_tensor(array) else np
+
+
+def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
+    """Return, for every size n of plane, indices (P, n) and 1/σ² (P, n) or (P, 1)."""
+    if is_tensor(like):
+        index, weight, ptr = planes.tensors_here()[:3]
+        index = index.long()
+        ptr = ptr.cpu().numpy()
+    else:
+        index, weight, ptr = planes.index, planes.weight, planes.plane_ptr
+    size = np.diff(ptr)
+    edges = [0, *(np.flatnonzero(np.diff(size)) + 1).tolist(), len(size)] if len(size) else []
+    runs = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        span, shape = slice(int(ptr[low]), int(ptr[high])), (high - low, int(size[low]))
+        own = weight[span].reshape(shape) if planes.per_atom else weight[low:high].reshape(-1, 1)
+        runs.append((index[span].reshape(shape), own))
+    return runs
+
+
+class _Fit:
+    """The best planes of P groups of n atoms, in float64.
+
+    r (P, n, 3), from the centroid; share (P, n), 1 or the weights; C (P, 3, 3), the covariance
+    scaled to trace 1, and scale, what it was multiplied by; normal (P, 3), zero for a group that
+    has no plane; d (P, n).
+    """
+
+    def __init__(self, xyz: Any, index: Any, weight: Any, fit: str) -> None:
+        xp = _namespace(xyz)
+        x = _wide(xyz[index])
+        self.share = weight + 0 * x[..., 0] if fit == "weighted" else 1 + 0 * x[..., 0]
+        # A coordinate that isn't finite would make its plane's share of it NaN.
+        self.share = xp.where(xp.isfinite(self.share), self.share, 1.0)
+        self.total = self.share.sum(-1)
+        r = x - (xp.einsum("pa,pai->pi", self.share, x) / self.total[:, None])[:, None]
+        trace = xp.einsum("pa,pai,pai->p", self.share, r, r)
+        usable = xp.isfinite(trace) & (trace > 0)
+        self.r = xp.where(usable[:, None, None], r, 0.0)
+        self.scale = xp.where(usable, 1 / xp.where(usable, trace, 1.0), 0.0)
+        self.C = xp.einsum("pa,pai,paj->pij", self.share, self.r, self.r) * self.scale[:, None, None]
+        self.normal = _normals(self.C)
+        self.d = xp.einsum("pai,pi->pa", self.r, self.normal)
+
+    def centred(self, values: Any, fit: str) -> Any:
+        """Return values (P, n) less their mean; a weighted centroid has that mean zero already."""
+        return values if fit == "weighted" else values - values.mean(-1)[:, None]
+
+
+def _wide(array: Any) -> Any:
+    if not is_tensor(array):
+        return array.astype(np.float64)
+    return array.float() if array.device.type == "mps" else array.double()
+
+
+def _normals(C: Any) -> Any:
+    if is_tensor(C):
+        from fusedops import _torch
+
+        return _torch.smallest_eigenvector(C, NO_PLANE)
+    values, vectors = np.linalg.eigh(C)
+    return np.where((values[:, 1] > NO_PLANE * values[:, 2])[:, None], vectors[:, :, 0], 0.0)
+
+
+def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
+    """Return (N, 3) in the dtype of `like` with every row added to its atom."""
+    if is_tensor(like):
+        out = _wide(like.new_zeros(like.shape))
+        for index, row in rows:
+            out = out.index_add(0, index.reshape(-1), row.reshape(-1, 3))
+        return out.to(like.dtype)
+    out = np.zeros(like.shape)
+    for index, row in rows:
+        np.add.at(out, index, row)
+    return out.astype(like.dtype)
+
+
+def _nll_formula(xyz: Any, planes: Planes, fit: str) -> tuple[Any, Any]:
+    """Return the restraint and its gradient, the definition of both."""
+    total = planes.tensors_here()[-1][0] if is_tensor(xyz) else planes.constant[0]
+    rows = []
+    for index, weight in _runs(xyz, planes):
+        plane = _Fit(xyz, index, weight, fit)
+        total = total + 0.5 * (weight * plane.d**2).sum()
+        g = plane.centred(weight * plane.d, fit)
+        rows.append((index, g[..., None] * plane.normal[:, None]))
+    ((_, dtype), _) = _nll_outputs((xyz,))
+    if is_tensor(xyz):
+        return total.to(getattr(_namespace(xyz), dtype)), _scatter(rows, xyz)
+    return np.asarray(total, dtype), _scatter(rows, xyz)
+
+
+def _gradient_vjp_formula(xyz: Any, cotangent: Any, planes: Planes, fit: str) -> tuple[Any]:
+    r"""Return Σ_c v_c · ∂G_c/∂xyz for the gradient G and a cotangent v (N, 3).
+
+    In a plane G_c = g_c n with g = w d - mean(w d), so that Σ v·G = Σ t d with s = v·n and
+    t = w (s - mean s). The normal turns by dn = -(C - λ)⁺ dC n, its cotangent is
+    q = Σ t r + g v, and with p = (C - λ)⁺ q the pulled-back row is
+    [t - mean t - share (p·r)] n - share d p.
+    """
+    xp = _namespace(xyz)
+    rows = []
+    for index, weight in _runs(xyz, planes):
+        f = _Fit(xyz, index, weight, fit)
+        v = _wide(cotangent[index])
+        t = weight * f.centred(xp.einsum("pai,pi->pa", v, f.normal), fit)
+        g = f.centred(weight * f.d, fit)
+        q = xp.einsum("pa,pai->pi", t, f.r) + xp.einsum("pa,pai->pi", g, v)
+        p = _pseudo_solve(f.C, f.normal, q)
+        share = f.share * f.scale[:, None]
+        along = (
+            t
+            - f.share / f.total[:, None] * t.sum(-1)[:, None]
+            - share * xp.einsum("pai,pi->pa", f.r, p)
+        )
+        row = along[..., None] * f.normal[:, None] - (share * f.d)[..., None] * p[:, None]
+        rows.append((index, row))
+    return (_scatter(rows, xyz),)
+
+
+def _pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
+    """Return (C - λ)⁺ q, where λ is the eigenvalue of C at `normal`.
+
+    A = C - λ has a null vector, so that on the plane A⁺ = (tr A - A) / (½ (tr² A - tr A²)); where
+    the two lower eigenvalues meet too, A⁺ = A / tr² A.
+    """
+    xp = _namespace(C)
+    q = q - xp.einsum("pi,pi->p", q, normal)[:, None] * normal
+    value = xp.einsum("pi,pij,pj->p", normal, C, normal)
+    trace = xp.einsum("pii->p", C) - 3 * value
+    square = xp.einsum("pij,pij->p", C, C) - 2 * value * xp.einsum("pii->p", C) + 3 * value**2
+    product = 0.5 * (trace**2 - square)
+    Aq = xp.einsum("pij,pj->pi", C, q) - value[:, None] * q
+    regular, single = product > NO_PLANE * trace**2, trace > NO_PLANE
+    full = (trace[:, None] * q - Aq) / xp.where(regular, product, 1.0)[:, None]
+    half = Aq / xp.where(single, trace, 1.0)[:, None] ** 2
+    return xp.where(
+        regular[:, None], full, xp.where(single[:, None], half, 0.0 * q)
+    )
+
+
+def _nll_outputs(arrays: Sequence[Any]) -> tuple[tuple[Any, str], ...]:
+    dtype = dtype_name(arrays[0])
+    return ((), "float32" if dtype in HALF else dtype), (arrays[0].shape, dtype)
+
+
+def _nll_pullback(
+    call: Call, arrays: Sequence[Any], outputs: Sequence[Any], cotangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    scale, direction = cotangents
+    dxyz = None if scale is None else scale * outputs[1]
+    if direction is not None:
+        (turned,) = call.other(gradient_vjp, (arrays[0], direction))
+        dxyz = turned if dxyz is None else dxyz + turned
+    return (dxyz,)
+
+
+gradient_vjp = Primitive(
+    "planarity_gradient_vjp",
+    arrays=("xyz", "cotangent"),
+    static={"planes": Planes, "fit": str},
+    outputs=lambda arrays: ((arrays[0].shape, dtype_name(arrays[0])),),
+    formula=_gradient_vjp_formula,
+)
+nll = Primitive(
+    "planarity_nll",
+    arrays=("xyz",),
+    static={"planes": Planes, "fit": str},
+    outputs=_nll_outputs,
+    formula=_nll_formula,
+    pullback=_nll_pullback,
+)
+
+
+def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> tuple[Any, ...]:
+    xyz = floats(name, "xyz", xyz, ("N", 3))
+    planes = plane_groups if isinstance(plane_groups, Planes) else Planes(plane_groups)
+    same_device(name, "plane_groups", planes.device, "xyz", device_of(xyz))
+    if planes.bound > xyz.shape[0]:
+        raise IndexError(
+            f"{name}: plane_groups has index {planes.bound - 1}; it should be below "
+            f"{xyz.shape[0]}, the number of atoms in xyz"
+        )
+    one_of(name, "fit", fit, FITS)
+    return (xyz,), (planes, fit)
+
+
+@op(nll)
+def planarity_nll(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> Any:
+    r"""Return the negative log-likelihood that groups of atoms lie in planes.
+
+    .. math:: \mathrm{NLL} = \sum_p \sum_{a \in p} \left[ 	frac12 (d_{pa}/\sigma_{pa})^2
+              + \ln \sigma_{pa} + 	frac12 \ln 2\pi ight], \quad
+              d_{pa} = (x_{pa} - c_p) \cdot n_p
+
+    where c_p is the centroid of plane p and n_p the eigenvector of its covariance with the
+    smallest eigenvalue, solved in float64.
+
+    Parameters
+    ----------
+    xyz : array or tensor (N, 3), float32 or float64; in torch bfloat16 and float16 too
+        Coordinates in Å.
+    plane_groups : Planes, or sequence of (indices, sigmas)
+        What `Planes` takes; a `Planes` made once saves the packing of every call.
+    fit : {"uniform", "weighted"}
+        Whether every atom of a plane counts alike in its centroid and covariance, or with 1/σ².
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    scalar
+        In the dtype of `xyz`, float32 for the 16-bit ones; accumulated in float64.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If an argument has the wrong dtype, shape, device or value; the message names it.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    The gradient is :math:`[d_c/\sigma_c^2 - \mathrm{mean}_a(d_a/\sigma_a^2)] n_p`, with the normal
+    held fixed, as in TorchRef, SHELXL, Phenix and Refmac. It is exact where σ is uniform in a plane
+    or `fit` is ``"weighted"``. Second derivatives differentiate that gradient, with the turning of
+    the normal. A group with a coordinate that isn't finite, or whose atoms lie on a line or in a
+    point, has no plane: its distances count as zero and it adds nothing to the gradient.
+
+    References
+    ----------
+    Schomaker, Waser, Marsh & Bergman, "To fit a plane or a line to a set of points by least
+    squares", Acta Cryst. 12, 600-604 (1959).
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> xyz = np.array([[0, 0, 0.1], [1, 0, -0.1], [1, 1, 0.1], [0, 1, -0.1]])
+    >>> nll, pullback = fusedops.planarity_nll.vjp(xyz, [([[0, 1, 2, 3]], [0.1])])
+    >>> round(float(nll), 4)
+    -3.5346
+    >>> (dxyz,) = pullback(1.0)
+    >>> dxyz[:, 2].round(6).tolist()
+    [10.0, -10.0, 10.0, -10.0]
+    """
+    return _check("planarity_nll", xyz, plane_groups, fit)
+
+
+def plane_deviations(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> list[np.ndarray]:
+    r"""Return the signed distance of every atom from its plane, :math:`(x_a - c) \cdot n`.
+
+    Parameters
+    ----------
+    xyz : array (N, 3), float32 or float64
+        Coordinates in Å.
+    plane_groups : sequence of (indices, sigmas)
+        What `Planes` takes.
+    fit : {"uniform", "weighted"}
+        As in `planarity_nll`.
+
+    Returns
+    -------
+    list of array (P, n), float64
+        In Å, one for every entry of `plane_groups`, in its order; zero in a group that has no
+        plane. The sign is the normal's, which is arbitrary for every plane.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As `planarity_nll`.
+
+    References
+    ----------
+    See `planarity_nll`.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> xyz = np.array([[0, 0, 0.1], [1, 0, -0.1], [1, 1, 0.1], [0, 1, -0.1]])
+    >>> (d,) = fusedops.plane_deviations(xyz, [([[0, 1, 2, 3]], [0.1])])
+    >>> abs(d).round(6).tolist()
+    [[0.1, 0.1, 0.1, 0.1]]
+    """
+    _check("plane_deviations", xyz, plane_groups, fit)
+    groups, _ = _checked_groups(plane_groups)
+    return [
+        _Fit(np.asarray(xyz), index, _per_atom(1 / sigma.astype(np.float64) ** 2), fit).d
+        for index, sigma in groups
+    ]
+
+
+def _per_atom(values: np.ndarray) -> np.ndarray:
+    return values[:, None] if values.ndim == 1 else values
