@@ -11,7 +11,7 @@ from cython.parallel cimport prange, threadid
 from libc.math cimport NAN, fabs, sqrt
 
 cdef enum:
-    LANES = 8
+    LANES = 16
     X = 0
     Y = LANES
     Z = 2 * LANES

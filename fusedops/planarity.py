@@ -20,7 +20,7 @@ from fusedops._registry import Call, Packed, Primitive, op
 FITS = ("uniform", "weighted")
 
 #: Planes that a CPU kernel fits at a time, one to a vector lane.
-LANES = 8
+LANES = 16
 
 #: Below this share of its largest variance a group's second one counts as zero: the group is a
 #: line or a point, has no plane, and gets a zero normal.

@@ -1,0 +1,103 @@
+"""The named cases and the tolerances of every op, for tests, benches and the demo alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusedops import _registry
+from fusedops.planarity import Planes, gradient_vjp, nll
+
+#: Largest error allowed, relative to the largest element of the reference. Kernels accumulate in
+#: float64 and round once, so that float32 is good to a rounding of inputs and outputs; the second
+#: derivative divides by gaps between eigenvalues, which multiplies float64's rounding.
+TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A primitive with arguments that a real program would pass.
+
+    `make` returns, from a random generator, the float64 arrays and the static arguments.
+    """
+
+    name: str
+    primitive: _registry.Primitive
+    make: Callable[[np.random.Generator], tuple[tuple[np.ndarray, ...], tuple[Any, ...]]]
+
+
+@contextlib.contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Fill every output with NaN before a kernel runs, so that what it doesn't write shows."""
+    _registry.poison = True
+    try:
+        yield
+    finally:
+        _registry.poison = False
+
+
+def error(value: Any, reference: Any) -> float:
+    """Return the largest difference, relative to the largest element of the reference."""
+    value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
+    if value.shape != reference.shape or not np.isfinite(value).all():
+        return np.inf
+    difference = np.abs(value - reference).max(initial=0.0)
+    return float(difference / (np.abs(reference).max(initial=0.0) or 1.0))
+
+
+def protein(
+    residues: int, rng: np.random.Generator, *, noise: float = 0.02
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return a chain of `residues` flat peptides with side chains, as planarity meets it.
+
+    Parameters
+    ----------
+    residues : int
+        Peptide planes; every fourth residue carries a carboxylate, every eighth a six-membered
+        ring, every sixteenth an indole.
+    rng : numpy.random.Generator
+        Where directions and noise come from.
+    noise : float
+        Standard deviation in Å of every coordinate.
+
+    Returns
+    -------
+    xyz : array (N, 3), float64
+        Coordinates in Å.
+    indices : list of array (P, n), int64
+        The atoms of the planes, an array for every size n. Neighbouring peptides share a Cα.
+    """
+
+    def frames(count: int) -> tuple[np.ndarray, np.ndarray]:
+        along, across = rng.normal(size=(2, count, 3))
+        along /= np.linalg.norm(along, axis=1, keepdims=True)
+        across -= (along * across).sum(1, keepdims=True) * along
+        return along, across / np.linalg.norm(across, axis=1, keepdims=True)
+
+    def placed(origin: np.ndarray, shape: np.ndarray) -> np.ndarray:
+        along, across = frames(len(origin))
+        return origin[:, None] + np.einsum("ak,kpi->pai", shape, np.stack([along, across]))
+
+    angle = np.deg2rad(60.0 * np.arange(6))
+    ring = 1.39 * np.stack([np.cos(angle), np.sin(angle)], 1) + [2.9, 0.0]
+    indole = np.concatenate([ring, [[0.9, 1.9], [-0.3, 1.2], [0.2, 0.0]]])
+    carboxylate = np.array([[0.0, 0.0], [1.52, 0.0], [2.1, 1.06], [2.1, -1.06]])
+    peptide = np.array([[0.0, 0.0], [1.42, 0.58], [1.6, 1.8], [2.43, -0.33]])
+
+    along, across = frames(residues)
+    alpha = np.concatenate([np.zeros((1, 3)), np.cumsum(3.8 * along, axis=0)])
+    backbone = alpha[:-1, None] + np.einsum("ak,kpi->pai", peptide, np.stack([along, across]))
+    atoms = [backbone.reshape(-1, 3), alpha[-1:]]
+    indices = [4 * np.arange(residues)[:, None] + [0, 1, 2, 3, 4]]
+    at = 4 * residues + 1
+    for shape, period in ((carboxylate, 4), (ring, 8), (indole, 16)):
+        side = placed(alpha[:-1:period], shape)
+        atoms.append(side.reshape(-1, 3))
+        indices.append(at + np.arange(side[..., 0].size).reshape(side.shape[:2]))
+        at += side[..., 0].size
+    xyz = np.concatenate(atoms)
+    return xyz + noise * rng.normal(size=xyz.shape), indices

@@ -1,0 +1,353 @@
+"""The ``fusedops`` command: each sub-command is one function and one block of its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import fusedops
+from fusedops._registry import BACKENDS, forced
+from fusedops.planarity import FITS
+from fusedops.structure import (
+    PlanarGroups,
+    Structure,
+    StructureError,
+    planar_groups,
+    read_structure,
+)
+
+
+class CommandError(Exception):
+    """A reason to end a command with one line on stderr and exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``fusedops`` command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments, those of the process by default.
+
+    Returns
+    -------
+    int
+        The exit code: 0, 1 where a check of the command failed, 2 where it couldn't do its work,
+        which is then said in one line on stderr; 130 after Ctrl-C.
+
+    Raises
+    ------
+    SystemExit
+        With code 2 if the arguments are wrong, with 0 after ``--help``.
+
+    Examples
+    --------
+    >>> main(["planarity", "no-such-file.pdb"])
+    2
+    """
+    parser = argparse.ArgumentParser(prog="fusedops", description=fusedops.__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_planarity(commands)
+    args = parser.parse_args(argv)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except (CommandError, StructureError, fusedops.BackendUnavailable) as error:
+        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
+        print("fusedops:", reason, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_planarity(commands: Any) -> None:
+    parser = commands.add_parser(
+        "planarity",
+        help="score the planar groups of a structure, and flatten them",
+        description="Score the peptide planes, planar side chains and bases of a PDB or mmCIF "
+        "file. Z is the largest distance of an atom from its plane over its sigma of 0.02 Å.",
+    )
+    parser.set_defaults(run=_planarity)
+    parser.add_argument("file", metavar="FILE", help="PDB or mmCIF, also gzipped")
+    parser.add_argument(
+        "--top", type=_number(int, 1), metavar="N",
+        help="how many of the worst planes to show (default: 10; all with --json or --csv)",
+    )
+    parser.add_argument("--fit", choices=FITS, default="uniform", help="how planes are fitted")
+    parser.add_argument(
+        "--backend", choices=[backend.name for backend in BACKENDS], help="which must compute it"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print everything as JSON")
+    form.add_argument("--csv", action="store_true", help="print the planes as CSV")
+    parser.add_argument(
+        "--flatten", metavar="OUT",
+        help="write the structure (.pdb or .cif, also .gz) after some steps of L-BFGS on the "
+        "restraint and a harmonic tether to where the atoms were; hydrogens stay where they are",
+    )
+    parser.add_argument(
+        "--steps", type=_number(int, 1), default=20, metavar="N",
+        help="most steps of --flatten (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tether", type=_number(float, 0), default=25.0, metavar="K",
+        help="strength of the tether K/2 |x - x0|² in 1/Å² (default: %(default)s, which lets an "
+        "atom move by 0.2 Å at the cost of one sigma)",
+    )
+
+
+def _number(kind: type, least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value < np.inf:
+            raise ValueError
+        return value
+
+    parse.__name__ = f"{kind.__name__} of at least {least}"
+    return parse
+
+
+def _planarity(args: argparse.Namespace) -> int:
+    _needs("gemmi", "structure")
+    machine = args.json or args.csv
+    if not machine:
+        _needs("rich", "cli")
+    if args.flatten:
+        _needs("scipy", "cli")
+    seconds = {}
+    with _timed(seconds, "read"):
+        structure = read_structure(args.file)
+    if args.flatten:
+        structure.check_writable(args.flatten)
+    with _timed(seconds, "find_planes"):
+        found = planar_groups(structure)
+    restraint = _Restraint(found, args.fit, args.backend)
+    nll, _ = restraint(structure.xyz)
+    # The first call also loads the backend.
+    with _timed(seconds, "value_and_gradient"):
+        restraint(structure.xyz)
+
+    planes = _scores(structure, found, structure.xyz, args.fit)
+    in_planes = np.zeros(len(structure.xyz), dtype=bool)
+    for indices, _ in found.groups:
+        in_planes[indices] = True
+    report = {
+        "file": args.file,
+        "counts": {
+            "planes": found.count,
+            "atoms": len(structure.xyz),
+            "atoms_in_planes": int(in_planes.sum()),
+            "waters": found.waters,
+            "skipped": dict(found.skipped.most_common()),
+        },
+        "nll": nll,
+        "fit": args.fit,
+        "backend": restraint.backend(structure.xyz),
+        "seconds": seconds,
+    }
+    if args.flatten:
+        report["flatten"] = _flatten(args, structure, found, restraint, planes)
+
+    shown = planes[: args.top or (None if machine else 10)]
+    if args.json:
+        report["planes"] = [asdict(plane) for plane in shown]
+        print(json.dumps(report, indent=1, allow_nan=False))
+        return 0
+    if args.csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(field.name for field in fields(_Plane))
+        writer.writerows(asdict(plane).values() for plane in shown)
+    elif shown:
+        _print_table(shown)
+    _print_report(report, file=sys.stderr if args.csv else sys.stdout)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Plane:
+    plane: str
+    atoms: int
+    z: float
+    rms_angstrom: float
+    worst_atom: str
+    deviation_angstrom: float
+
+
+class _Restraint:
+    """The planarity restraint of a structure as a function of its coordinates."""
+
+    def __init__(self, found: PlanarGroups, fit: str, backend: str | None) -> None:
+        try:
+            asked = forced(backend)
+        except ValueError as error:
+            raise CommandError(error) from None
+        self.planes = fusedops.Planes(found.groups)
+        self.options = {"fit": fit, "backend": asked}
+
+    def __call__(self, xyz: np.ndarray) -> tuple[float, np.ndarray]:
+        value, pullback = fusedops.planarity_nll.vjp(xyz, self.planes, **self.options)
+        return float(value), pullback(1.0)[0]
+
+    def backend(self, xyz: np.ndarray) -> str:
+        return fusedops.planarity_nll.explain(xyz, self.planes, **self.options).backend
+
+
+def _scores(
+    structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: str
+) -> list[_Plane]:
+    """Return the planes, the worst first."""
+    planes = []
+    deviations = fusedops.plane_deviations(xyz, found.groups, fit=fit)
+    for (indices, sigmas), labels, d in zip(found.groups, found.labels, deviations, strict=True):
+        rms = np.sqrt((d**2).mean(axis=1))
+        worst = abs(d).argmax(axis=1)
+        atom = np.take_along_axis(indices, worst[:, None], axis=1)[:, 0]
+        largest = np.take_along_axis(d, worst[:, None], axis=1)[:, 0]
+        planes += [
+            _Plane(label, indices.shape[1], z, r, structure.labels[i], x)
+            for label, z, r, i, x in zip(
+                labels,
+                (abs(largest) / sigmas).tolist(),
+                rms.tolist(),
+                atom.tolist(),
+                largest.tolist(),
+                strict=True,
+            )
+        ]
+    return sorted(planes, key=lambda plane: plane.z, reverse=True)
+
+
+def _flatten(
+    args: argparse.Namespace,
+    structure: Structure,
+    found: PlanarGroups,
+    restraint: _Restraint,
+    planes: list[_Plane],
+) -> dict[str, Any]:
+    from scipy.optimize import minimize
+
+    start = structure.xyz
+
+    def energy(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        xyz = flat.reshape(-1, 3)
+        value, gradient = restraint(xyz)
+        shift = xyz - start
+        value += 0.5 * args.tether * np.vdot(shift, shift)
+        return value, (gradient + args.tether * shift).ravel()
+
+    seconds = {}
+    with _progress("flattening", args.steps) as advance, _timed(seconds, "minimise"):
+        result = minimize(
+            energy,
+            start.ravel(),
+            jac=True,
+            method="L-BFGS-B",
+            callback=lambda _: advance(),
+            options={"maxiter": args.steps},
+        )
+    xyz = result.x.reshape(-1, 3)
+    structure.write(args.flatten, xyz)
+    after = _scores(structure, found, xyz, args.fit)
+    shift = np.linalg.norm(xyz - start, axis=1)
+    return {
+        "file": args.flatten,
+        "steps": int(result.nit),
+        "nll": [restraint(start)[0], restraint(xyz)[0]],
+        "worst_z": [p[0].z if p else 0.0 for p in (planes, after)],
+        "largest_shift_angstrom": float(shift.max()),
+        "seconds": seconds["minimise"],
+    }
+
+
+def _print_table(planes: list[_Plane]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"The {len(planes)} worst planes", box=box.SIMPLE_HEAD, collapse_padding=True
+    )
+    table.add_column("plane")
+    for heading in ("atoms", "Z", "rms Å"):
+        table.add_column(heading, justify="right")
+    table.add_column("worst atom")
+    table.add_column("off by Å", justify="right")
+    for p in planes:
+        table.add_row(
+            p.plane,
+            str(p.atoms),
+            f"{p.z:.2f}",
+            f"{p.rms_angstrom:.4f}",
+            p.worst_atom.partition("/")[2],
+            f"{abs(p.deviation_angstrom):.4f}",
+        )
+    Console(markup=False, highlight=False).print(table)
+
+
+def _print_report(report: dict[str, Any], file: Any) -> None:
+    counts = report["counts"]
+    skipped = [f"{count} {name}" for name, count in counts["skipped"].items()]
+    if len(skipped) > 5:
+        skipped[5:] = [f"{len(skipped) - 5} more kinds"]
+    skipped.insert(0, f"{counts['waters']} waters")
+    lines = [
+        f"{counts['planes']} planes of {counts['atoms_in_planes']} atoms among {counts['atoms']}; "
+        f"skipped {', '.join(skipped)}",
+        f"NLL {report['nll']:.2f}, {report['fit']} fit, by {report['backend']}",
+        ", ".join(
+            f"{name.replace('_', ' ')} {1000 * value:.3g} ms"
+            for name, value in report["seconds"].items()
+        ),
+    ]
+    if flat := report.get("flatten"):
+        (nll, nll_after), (z, z_after) = flat["nll"], flat["worst_z"]
+        lines.append(
+            f"{flat['steps']} steps in {flat['seconds']:.3g} s: NLL {nll:.2f} -> {nll_after:.2f}, "
+            f"worst Z {z:.2f} -> {z_after:.2f}, largest shift "
+            f"{flat['largest_shift_angstrom']:.3f} Å; wrote {flat['file']}"
+        )
+    print(*lines, sep="\n", file=file)
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = perf_counter()
+    yield
+    seconds[name] = perf_counter() - start
+
+
+@contextlib.contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """Yield what to call after each of `total` steps; a bar on stderr shows it to a person."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    _needs("rich", "cli")
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _needs(package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise CommandError(f'{package} is not installed: pip install "fusedops[{extra}]"')

@@ -1,0 +1,587 @@
+"""Read a macromolecular structure, find its planar groups and write it back, through gemmi."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib.util
+import math
+import os
+import re
+import secrets
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+__all__ = ["PlanarGroups", "Structure", "StructureError", "planar_groups", "read_structure"]
+
+SIGMA = 0.02
+"""Standard deviation of an atom from its plane, Å."""
+
+PEPTIDE_BOND_LIMIT = 2.0
+"""Longest C-N distance that counts as a peptide bond, Å.
+
+The bond is 1.33 Å long; atoms two bonds apart are at least 2.2 Å apart and atoms that are not
+bonded more than 3 Å, so this accepts any distorted model and never bridges a gap in the chain.
+gemmi draws the line at 1.5 * 1.341 = 2.01 Å.
+"""
+
+_SIDE_CHAINS = {
+    "ARG": ("guanidinium", "CD NE CZ NH1 NH2"),
+    "ASN": ("amide", "CB CG OD1 ND2"),
+    "ASP": ("carboxylate", "CB CG OD1 OD2"),
+    "GLN": ("amide", "CG CD OE1 NE2"),
+    "GLU": ("carboxylate", "CG CD OE1 OE2"),
+    "HIS": ("ring", "CB CG ND1 CD2 CE1 NE2"),
+    "PHE": ("ring", "CB CG CD1 CD2 CE1 CE2 CZ"),
+    "TRP": ("ring", "CB CG CD1 CD2 NE1 CE2 CE3 CZ2 CZ3 CH2"),
+    "TYR": ("ring", "CB CG CD1 CD2 CE1 CE2 CZ OH"),
+}
+_BASES = {
+    "A": "C1' N9 C8 N7 C5 C6 N6 N1 C2 N3 C4",
+    "C": "C1' N1 C2 O2 N3 C4 N4 C5 C6",
+    "G": "C1' N9 C8 N7 C5 C6 O6 N1 C2 N2 N3 C4",
+    "T": "C1' N1 C2 O2 N3 C4 O4 C5 C7 C6",
+    "U": "C1' N1 C2 O2 N3 C4 O4 C5 C6",
+}
+_PLANES = _SIDE_CHAINS | {
+    sugar + base: ("base", atoms) for base, atoms in _BASES.items() for sugar in ("", "D")
+}
+
+
+class StructureError(ValueError):
+    """A structure file that can't be read, or a structure that can't be written as asked."""
+
+
+def _gemmi() -> ModuleType:
+    if importlib.util.find_spec("gemmi") is None:
+        raise ImportError('structure files need gemmi: pip install "fusedops[structure]"')
+    import gemmi
+
+    return gemmi
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Atoms of the first model of a structure file, in the order of the file.
+
+    Attributes
+    ----------
+    path : str
+        The file it was read from.
+    xyz : (N, 3) float64 array
+        Coordinates in Å, hydrogens and every alternative conformation included.
+    labels : list of str
+        One per atom: ``"A/LEU 8 CD1"``, with the insertion code after the number and the
+        label of the alternative conformation after a dot: ``"A/LEU 8A CD1.B"``.
+    gemmi : gemmi.Structure
+        What gemmi read, every model of it.
+    """
+
+    path: str
+    xyz: np.ndarray
+    labels: list[str] = field(repr=False)
+    gemmi: Any = field(repr=False)
+    # gemmi gathers the atoms of a residue that the file interleaves with another's:
+    # its k-th atom is number _order[k] in the file.
+    _order: np.ndarray = field(repr=False)
+    _source: bytes = field(repr=False)
+    _kind: str = field(repr=False)
+
+    def check_writable(self, path: str | os.PathLike) -> None:
+        """Raise `StructureError` if this structure can't be written to `path`.
+
+        Parameters
+        ----------
+        path : str or path-like
+            ``.pdb``, ``.ent``, ``.cif`` or ``.mmcif``, each also with ``.gz``.
+
+        Raises
+        ------
+        StructureError
+            The ending is none of these, the folder is missing or read-only, or the structure
+            doesn't fit into the PDB format (more than 99,999 atoms, chain names longer than
+            one character, residue names longer than three).
+
+        Examples
+        --------
+        >>> from importlib.resources import files
+        >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+        >>> ubiquitin.check_writable("flat.xyz")
+        Traceback (most recent call last):
+        fusedops.structure.StructureError: flat.xyz: name it .pdb, .ent, .cif or .mmcif (or .gz)
+        """
+        kind, target = _kind_of_name(path), Path(os.path.realpath(path))
+        if target.is_dir():
+            raise StructureError(f"{path}: is a folder")
+        if not target.parent.is_dir():
+            raise StructureError(f"{path}: there is no folder {target.parent}")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise StructureError(f"{path}: no permission to write in {target.parent}")
+        if kind == "PDB" and self._kind != "PDB" and (reason := _why_not_pdb(self.gemmi)):
+            raise StructureError(f"{path}: can't be written as PDB: {reason}; use .cif")
+
+    def write(self, path: str | os.PathLike, xyz: np.ndarray) -> None:
+        """Write the structure with new coordinates.
+
+        In the format that it was read from, only the coordinates of the first model's atoms
+        that differ change, and everything else in the file stays; in the other format, what
+        gemmi carries over is written. The file appears whole or not at all.
+
+        Parameters
+        ----------
+        path : str or path-like
+            ``.pdb``, ``.ent``, ``.cif`` or ``.mmcif``, each also with ``.gz``.
+        xyz : (N, 3) array
+            New coordinates in Å, in the order of `Structure.xyz`.
+
+        Raises
+        ------
+        StructureError
+            As `check_writable`, or a coordinate doesn't fit into a column of the PDB format.
+        ValueError
+            `xyz` has another shape, or isn't finite.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from importlib.resources import files
+        >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ubiquitin.write(f"{folder}/moved.pdb.gz", ubiquitin.xyz + [1.0, 0.0, 0.0])
+        ...     moved = read_structure(f"{folder}/moved.pdb.gz")
+        >>> print(moved.xyz[0] - ubiquitin.xyz[0])
+        [1. 0. 0.]
+        """
+        xyz = np.asarray(xyz, dtype=np.float64)
+        if xyz.shape != self.xyz.shape:
+            raise ValueError(f"xyz: shape {xyz.shape}, expected {self.xyz.shape}")
+        if not np.isfinite(xyz).all():
+            raise ValueError("xyz: not finite")
+        self.check_writable(path)
+        kind = _kind_of_name(path)
+        if kind == "PDB" and np.any((xyz < -999.9994) | (xyz > 9999.9994)):
+            raise StructureError(f"{path}: a coordinate doesn't fit into the PDB format; use .cif")
+        if kind == self._kind:
+            moved = _moved_pdb if kind == "PDB" else _moved_mmcif
+            content = moved(self._source, self.xyz, xyz)
+        else:
+            content = _converted(self.gemmi.clone(), xyz[self._order], kind)
+        if str(path).lower().endswith(".gz"):
+            content = gzip.compress(content, mtime=0)
+        _replace_file(path, content)
+
+
+def read_structure(path: str | os.PathLike) -> Structure:
+    """Read a PDB or mmCIF file, plain or gzipped, whatever its name.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file.
+
+    Returns
+    -------
+    Structure
+        The atoms of the first model, hydrogens included, in the order of the file; xyz is
+        (N, 3) float64 in Å.
+
+    Raises
+    ------
+    StructureError
+        The file is missing, empty, truncated, neither PDB nor mmCIF, holds no atoms or a
+        coordinate that is no finite number: one line that names the file and what is wrong.
+    ImportError
+        gemmi isn't installed.
+
+    References
+    ----------
+    M. Wojdyr, "GEMMI: A library for structural biology", J. Open Source Softw. 7 (2022) 4200.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> ubiquitin.xyz.shape, ubiquitin.labels[1]
+    ((683, 3), 'A/MET 1 CA')
+    """
+    gemmi = _gemmi()
+    source = _read_source(path)
+    if re.match(rb"(?:\s|#[^\n]*\n)*data_", source, re.IGNORECASE):
+        kind = "mmCIF"
+    elif re.search(rb"^(?:HEADER|CRYST1|REMARK|MODEL |ATOM|HETATM)", source, re.MULTILINE):
+        kind = "PDB"
+    else:
+        raise StructureError(f"{path}: neither PDB nor mmCIF")
+    try:
+        if kind == "PDB":
+            _, serials, rows = _pdb_rows(source)
+            model = gemmi.read_pdb_string(source)
+        else:
+            block = _atom_block(gemmi.cif.read_string(source))
+            _, serials, rows = _mmcif_rows(block)
+            model = gemmi.make_structure_from_block(block)
+        if len(rows) == 0:
+            raise ValueError("it holds no atoms")
+        gemmi_serials, gemmi_xyz, gemmi_labels = _atoms(model[0])
+        order = _file_order(gemmi_serials, serials)
+        if not np.allclose(gemmi_xyz, rows[order], rtol=0, atol=1e-6, equal_nan=True):
+            raise ValueError("its atoms can't be told apart by their serial numbers")
+    except (ValueError, RuntimeError, IndexError) as error:
+        reason = str(error).removeprefix("string:").partition("\n")[0].rstrip(": ")
+        raise StructureError(f"{path}: can't be read as {kind}: {reason}") from None
+
+    xyz = np.empty_like(gemmi_xyz)
+    xyz[order] = gemmi_xyz
+    labels = [gemmi_labels[k] for k in np.argsort(order)]
+    if not np.isfinite(xyz).all():
+        bad = labels[int(np.argmin(np.isfinite(xyz).all(axis=1)))]
+        raise StructureError(f"{path}: the coordinates of {bad} are not finite numbers")
+    return Structure(os.fspath(path), xyz, labels, model, order, source, kind)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanarGroups:
+    """Planar groups of a structure, as `fusedops.planarity_nll` takes them.
+
+    Attributes
+    ----------
+    groups : list of (indices, sigmas)
+        One entry per group size n, ascending: indices (P, n) int64 into `Structure.xyz` and
+        sigmas (P,) float64 in Å.
+    labels : list of list of str
+        Parallel to `groups`, one per plane: ``"A/PHE 45 ring"``, ``"A/LEU 8 - A/THR 9 peptide"``;
+        ``" alt B"`` follows where the plane belongs to one alternative conformation.
+    waters : int
+        Water molecules, which have no planes.
+    skipped : collections.Counter
+        Residues of which no planes are known, counted by name.
+    """
+
+    groups: list[tuple[np.ndarray, np.ndarray]]
+    labels: list[list[str]]
+    waters: int
+    skipped: Counter[str]
+
+    @property
+    def count(self) -> int:
+        """Number of planes of all sizes."""
+        return sum(map(len, self.labels))
+
+
+def planar_groups(structure: Structure) -> PlanarGroups:
+    """Find the planar groups of proteins and nucleic acids by residue and atom names.
+
+    - Peptide planes: CA, C and O of a residue, N and CA of the next in the chain, wherever C and N
+      are bonded (closer than `PEPTIDE_BOND_LIMIT`), in modified residues too.
+    - C-terminal carboxylates: CA, C, O and OXT.
+    - Side chains of ARG, ASN, ASP, GLN, GLU, HIS, PHE, TRP and TYR, with the atom that they hang
+      from.
+    - Bases of A, C, G, T, U, DA, DC, DG, DT and DU, with their substituents and C1'.
+
+    Hydrogens belong to no plane. Each alternative conformation that occurs among the atoms of a
+    plane gives a plane of its own; atoms without one belong to all of them, those of a second
+    residue at the same position included. A plane that lacks an atom is left out.
+
+    Parameters
+    ----------
+    structure : Structure
+        As `read_structure` returns it; distances are measured on its xyz.
+
+    Returns
+    -------
+    PlanarGroups
+        Indices (P, n) int64 and sigmas (P,) float64 in Å per group size, labels, and what was
+        skipped.
+
+    Raises
+    ------
+    ImportError
+        gemmi isn't installed.
+
+    Notes
+    -----
+    Every sigma is 0.02 Å, the value that the CCP4 Monomer Library [1]_ gives to each atom of each
+    plane, as in REFMAC5; bond lengths and angles of the same groups are in [2]_ and [3]_. The
+    guanidinium of ARG holds CD too, which newer versions of the library put into a plane with HE.
+    The five peptide atoms in one plane, which also hold omega at 0 or 180 degrees, are those of
+    the customary SHELXL [4]_ restraint ``FLAT_* 0.5 O CA N_+ C CA_+``, where the 0.5 is a chiral
+    volume in Å³ and no distance.
+
+    References
+    ----------
+    .. [1] A. A. Vagin et al., "REFMAC5 dictionary: organization of prior chemical knowledge and
+       guidelines for its use", Acta Cryst. D60 (2004) 2184-2195.
+    .. [2] R. A. Engh and R. Huber, "Accurate bond and angle parameters for X-ray protein structure
+       refinement", Acta Cryst. A47 (1991) 392-400.
+    .. [3] R. A. Engh and R. Huber, "Structure quality and target parameters", International Tables
+       for Crystallography F (2001) 382-392.
+    .. [4] G. M. Sheldrick, "A short history of SHELX", Acta Cryst. A64 (2008) 112-122.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> planes = planar_groups(read_structure(files("fusedops") / "data/1ubi.pdb"))
+    >>> [(indices.shape, labels[0]) for (indices, _), labels in zip(planes.groups, planes.labels)]
+    []
+    """
+    gemmi = _gemmi()
+    xyz = structure.xyz
+    planes: dict[tuple[int, ...], str] = {}
+    skipped: Counter[str] = Counter()
+    waters = 0
+    for chain in _positions(structure):
+        for left, right in pairwise(chain):
+            for before, after in product(left, right):
+                atoms = before.find("CA C O") + after.find("N CA")
+                for plane, alt in _conformers(atoms):
+                    if math.dist(xyz[plane[1]], xyz[plane[3]]) < PEPTIDE_BOND_LIMIT:
+                        before.linked = after.linked = True
+                        planes.setdefault(plane, f"{before.label} - {after.label} peptide{alt}")
+        for residue in (residue for position in chain for residue in position):
+            info = gemmi.find_tabulated_residue(residue.name)
+            known = []
+            if info.is_amino_acid() or residue.linked:
+                known.append(("C-terminus", "CA C O OXT"))
+            if residue.name in _PLANES:
+                known.append(_PLANES[residue.name])
+            for what, names in known:
+                for plane, alt in _conformers(residue.find(names)):
+                    planes.setdefault(plane, f"{residue.label} {what}{alt}")
+            if info.is_water():
+                waters += 1
+            elif not known:
+                skipped[residue.name] += 1
+
+    by_size: dict[int, list[tuple[int, ...]]] = {}
+    for indices in sorted(planes, key=len):
+        by_size.setdefault(len(indices), []).append(indices)
+    return PlanarGroups(
+        [
+            (np.array(group, dtype=np.int64), np.full(len(group), SIGMA))
+            for group in by_size.values()
+        ],
+        [[planes[indices] for indices in group] for group in by_size.values()],
+        waters,
+        skipped,
+    )
+
+
+@dataclass(slots=True)
+class _Residue:
+    label: str
+    name: str
+    atoms: dict[str, dict[str, int]]
+    linked: bool = False
+
+    def find(self, names: str) -> list[dict[str, int]]:
+        return [self.atoms.get(name, {}) for name in names.split()]
+
+
+def _positions(structure: Structure) -> Iterator[list[list[_Residue]]]:
+    """Yield each chain as a list of positions, each a list of the residues that share it."""
+    numbers = iter(structure._order.tolist())
+    for chain in structure.gemmi[0]:
+        positions = []
+        for _, residues in groupby(chain, key=lambda residue: str(residue.seqid)):
+            position = []
+            for residue in residues:
+                atoms: dict[str, dict[str, int]] = {}
+                for atom, number in zip(residue, numbers, strict=False):
+                    atoms.setdefault(atom.name, {}).setdefault(_alt(atom), number)
+                position.append(_Residue(_residue_label(chain, residue), residue.name, atoms))
+            if len(position) > 1:
+                _share_common_atoms(position)
+            positions.append(position)
+        yield positions
+
+
+def _share_common_atoms(position: list[_Residue]) -> None:
+    """Give residues that exclude each other the atoms that only one of them lists for all."""
+    common = {
+        name: {"": alts[""]}
+        for residue in position
+        for name, alts in residue.atoms.items()
+        if "" in alts
+    }
+    for residue in position:
+        # Without an alternative atom it is a separate molecule under the same number.
+        if any(alt for alts in residue.atoms.values() for alt in alts):
+            residue.atoms = common | residue.atoms
+
+
+def _conformers(atoms: list[dict[str, int]]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield the complete planes among `atoms`, each a dict from alternative to index."""
+    for alt in sorted(set().union(*atoms)):
+        plane = tuple(alts.get(alt, alts.get("", -1)) for alts in atoms)
+        if -1 not in plane:
+            yield plane, f" alt {alt}" if alt else ""
+
+
+def _alt(atom: Any) -> str:
+    return atom.altloc if atom.has_altloc() else ""
+
+
+def _residue_label(chain: Any, residue: Any) -> str:
+    return f"{chain.name}/{residue.name} {residue.seqid}"
+
+
+def _atoms(model: Any) -> tuple[list[int], np.ndarray, list[str]]:
+    """Return the serial numbers, xyz (N, 3) and labels of a model's atoms in gemmi's order."""
+    serials, xyz, labels = [], [], []
+    for chain in model:
+        for residue in chain:
+            prefix = _residue_label(chain, residue)
+            for atom in residue:
+                serials.append(atom.serial)
+                xyz.append(atom.pos.tolist())
+                alt = _alt(atom)
+                labels.append(f"{prefix} {atom.name}.{alt}" if alt else f"{prefix} {atom.name}")
+    return serials, np.array(xyz).reshape(-1, 3), labels
+
+
+def _file_order(gemmi_serials: list[int], file_serials: list[int]) -> np.ndarray:
+    """Return, for each atom in gemmi's order, its number in the file's order."""
+    if len(gemmi_serials) != len(file_serials):
+        raise ValueError(f"{len(gemmi_serials)} of its {len(file_serials)} atoms are readable")
+    order = np.empty(len(gemmi_serials), dtype=np.int64)
+    order[np.argsort(gemmi_serials, kind="stable")] = np.argsort(file_serials, kind="stable")
+    return order
+
+
+def _read_source(path: str | os.PathLike) -> bytes:
+    try:
+        source = Path(path).read_bytes()
+        if source.startswith(b"\x1f\x8b"):
+            source = gzip.decompress(source)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or f"broken gzip data: {error}"
+        raise StructureError(f"{path}: {reason}") from None
+    if not source.strip():
+        raise StructureError(f"{path}: the file is empty")
+    return source
+
+
+def _pdb_rows(source: bytes) -> tuple[list[int], list[int], np.ndarray]:
+    """Return line numbers, serial numbers and xyz (N, 3) of the first model's atom records."""
+    lines, serials, xyz = [], [], []
+    for number, line in enumerate(source.splitlines()):
+        record = line[:6].rstrip()
+        if record in (b"ENDMDL", b"END"):
+            break
+        if record[:4] not in (b"ATOM", b"HETA"):
+            continue
+        # gemmi reads a column that holds no number as zero, without a word.
+        try:
+            xyz.append([float(line[30:38]), float(line[38:46]), float(line[46:54])])
+        except ValueError:
+            raise ValueError(f"line {number + 1} holds no coordinates") from None
+        lines.append(number)
+        serials.append(_hybrid36(line[6:11]))
+    return lines, serials, np.array(xyz).reshape(-1, 3)
+
+
+def _hybrid36(text: bytes) -> int:
+    """Return a PDB serial number, where A0000 follows 99999, or 0 for what is none, as gemmi."""
+    try:
+        return int(text, 36) - 10 * 36**4 + 10**5 if text[:1].isalpha() else int(text)
+    except ValueError:
+        return 0
+
+
+def _atom_block(document: Any) -> Any:
+    with_atoms = (block for block in document if block.find_values("_atom_site.Cartn_x"))
+    return next(with_atoms, document[0])
+
+
+def _mmcif_rows(block: Any) -> tuple[np.ndarray, list[int], np.ndarray]:
+    """Return table rows, serial numbers and xyz (N, 3) of the first model's atoms."""
+    cif = _gemmi().cif
+    models = list(block.find_values("_atom_site.pdbx_PDB_model_num"))
+    columns = [list(block.find_values(f"_atom_site.Cartn_{axis}")) for axis in "xyz"]
+    xyz = np.array([[cif.as_number(value) for value in column] for column in columns]).T
+    serials = [int(s) if s.isdigit() else 0 for s in block.find_values("_atom_site.id")]
+    rows = np.arange(len(xyz))
+    if models:
+        rows = np.flatnonzero(np.array(models) == models[0])
+    return rows, [serials[row] for row in rows], xyz[rows]
+
+
+def _moved_pdb(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:
+    lines = source.splitlines(keepends=True)
+    numbers, _, _ = _pdb_rows(source)
+    for k in np.flatnonzero((new != old).any(axis=1)):
+        line = lines[numbers[k]]
+        lines[numbers[k]] = line[:30] + b"%8.3f%8.3f%8.3f" % tuple(new[k]) + line[54:]
+    return b"".join(lines)
+
+
+def _moved_mmcif(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:
+    document = _gemmi().cif.read_string(source)
+    block = _atom_block(document)
+    rows, _, _ = _mmcif_rows(block)
+    for axis, name in enumerate("xyz"):
+        column = block.find_values(f"_atom_site.Cartn_{name}")
+        for k in np.flatnonzero(new[:, axis] != old[:, axis]).tolist():
+            column[int(rows[k])] = f"{new[k, axis]:.3f}"
+    return document.as_string(_gemmi().cif.Style.Pdbx).encode()
+
+
+def _converted(structure: Any, xyz: np.ndarray, kind: str) -> bytes:
+    gemmi = _gemmi()
+    atoms = (atom for chain in structure[0] for residue in chain for atom in residue)
+    for atom, position in zip(atoms, xyz.tolist(), strict=True):
+        atom.pos = gemmi.Position(*position)
+    if kind == "mmCIF":
+        structure.setup_entities()
+        return structure.make_mmcif_document().as_string().encode()
+    options = gemmi.PdbWriteOptions()
+    options.preserve_serial = True
+    return structure.make_pdb_string(options).encode()
+
+
+def _kind_of_name(path: str | os.PathLike) -> str:
+    name = os.fspath(path).lower().removesuffix(".gz")
+    if name.endswith((".pdb", ".ent")):
+        return "PDB"
+    if name.endswith((".cif", ".mmcif")):
+        return "mmCIF"
+    raise StructureError(f"{path}: name it .pdb, .ent, .cif or .mmcif (or .gz)")
+
+
+def _why_not_pdb(structure: Any) -> str | None:
+    for model in structure:
+        if (atoms := model.count_atom_sites()) > 99_999:
+            return f"{atoms:,} atoms are more than 99,999"
+        for chain in model:
+            if len(chain.name) > 1:
+                return f"the chain name {chain.name!r} is longer than one character"
+            for residue in chain:
+                if len(residue.name) > 3:
+                    return f"the residue name {residue.name!r} is longer than three characters"
+                if not -999 <= residue.seqid.num <= 9999:
+                    return f"the residue number {residue.seqid.num} is longer than four characters"
+    return None
+
+
+def _replace_file(path: str | os.PathLike, content: bytes) -> None:
+    target = os.path.realpath(path)
+    draft = f"{target}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(draft, "xb") as file:
+            file.write(content)
+        os.replace(draft, target)
+    except OSError as error:
+        raise StructureError(f"{path}: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
