@@ -290,10 +290,15 @@ class Packed:
         self.device = str(tensors[0].device)
         for name, size in zip(cls._sizes, sizes, strict=True):
             setattr(self, name, size)
-        if self.device == "cpu":
-            for name, tensor in zip(cls._fields, tensors, strict=True):
-                setattr(self, name, tensor.numpy())
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached by an array that exists as a tensor so far.
+        if name in type(self)._fields and self.device == "cpu" and self.tensors is not None:
+            array = self.tensors[self._fields.index(name)].numpy()
+            setattr(self, name, array)
+            return array
+        raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

@@ -1,0 +1,312 @@
+"""The bridge to torch, one for every op: the only module that imports torch.
+
+Eager calls take a direct autograd.Function. Under `torch.compile` and torch.func's transforms the
+same call is a registered op, ``torch.ops.fusedops.<primitive>``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusedops import _registry
+from fusedops._check import dtype_name
+from fusedops._registry import Call, Packed, Primitive, Request
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Return zero-copy views of NumPy arrays."""
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def move(packed: Packed, device: Any) -> Packed:
+    """Return a packed argument on a device."""
+    device = torch.empty(0, device=device).device
+    if str(device) == packed.device:
+        return packed
+    tensors = [tensor.to(device) for tensor in packed.tensors_here()]
+    return type(packed).from_tensors(tensors, packed.sizes())
+
+
+def call(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
+    first = arrays[0]
+    if first.dtype in _HALF and (
+        first.device.type == "cpu" or torch.is_autocast_enabled(first.device.type)
+    ):
+        # NumPy has no bfloat16; under autocast these ops are among those that run in float32.
+        arrays = [array.float() for array in arrays]
+    if (
+        call.registered
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return _call_registered(call, arrays, wanted)
+    if torch.is_grad_enabled() and any(array.requires_grad for array in arrays):
+        return _Differentiable.apply(call, *arrays)
+    return evaluate(call, arrays, wanted)
+
+
+def evaluate(
+    call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]
+) -> tuple[Any, ...]:
+    """Evaluate a primitive on the backend chosen, without a derivative."""
+    primitive, static, forced, _ = call
+    first = arrays[0]
+    backend, kernel = _registry.choose(
+        Request(primitive.name, "torch", first.device.type, dtype_name(first), forced)
+    )
+    arrays = [array.detach() for array in arrays]
+    if backend.module is None:
+        if backend.speaks == "torch":
+            return kernel(*arrays, *static)
+        return tuple(
+            torch.from_numpy(array) for array in kernel(*(a.numpy() for a in arrays), *static)
+        )
+    outputs = tuple(
+        _registry.allocate(first.new_empty, shape, getattr(torch, dtype)) if want else None
+        for want, (shape, dtype) in zip(wanted, primitive.outputs(arrays), strict=True)
+    )
+    if backend.speaks == "numpy":
+        views = [None if output is None else output.numpy() for output in outputs]
+        kernel(*(array.numpy() for array in arrays), *static, *views)
+    else:
+        with _device(first):
+            kernel(*arrays, *static, *outputs)
+    return outputs
+
+
+def _device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make a tensor's GPU the one that a kernel launches on."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+class _Differentiable(torch.autograd.Function):
+    """Any primitive. All outputs are computed, so that what the pullback needs is there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = evaluate(call, arrays, (True,) * len(call.primitive.outputs(arrays)))
+        ctx.call = call
+        ctx.save_for_backward(*arrays, *outputs)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        return (None, *_pull_back(ctx.call, ctx.saved_tensors, cotangents))
+
+
+def _pull_back(
+    call: Call, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> tuple[Any, ...]:
+    count = len(call.primitive.arrays)
+    arrays, outputs = saved[:count], saved[count:]
+    if call.primitive.pullback is not None:
+        return call.primitive.pullback(call, arrays, outputs, cotangents)
+    return _differentiate_formula(call, arrays, cotangents)
+
+
+def _differentiate_formula(
+    call: Call, arrays: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> tuple[Any, ...]:
+    """Pull back through the formula: for the orders of derivative that no kernel has."""
+    needed = [array for array in arrays if array.requires_grad]
+    with torch.enable_grad():
+        outputs = call.primitive.formula(*arrays, *call.static)
+    used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[1] is not None]
+    gradients = iter(
+        torch.autograd.grad(
+            [output for output, _ in used],
+            needed,
+            [cotangent for _, cotangent in used],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+    )
+    return tuple(next(gradients) if array.requires_grad else None for array in arrays)
+
+
+def _take_apart(static: Sequence[Any]) -> list[Any]:
+    """Return static arguments as what a registered op's schema can hold."""
+    flat: list[Any] = []
+    for value in static:
+        flat += [value.tensors_here(), value.sizes()] if isinstance(value, Packed) else [value]
+    return flat
+
+
+def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
+    values = iter(flat)
+    return tuple(
+        kind.from_tensors(next(values), next(values)) if issubclass(kind, Packed) else next(values)
+        for kind in primitive.static.values()
+    )
+
+
+def _call_registered(
+    call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]
+) -> tuple[Any, ...]:
+    differentiated = torch._C._are_functorch_transforms_active() or any(
+        array.requires_grad for array in arrays
+    )
+    operator = getattr(torch.ops.fusedops, call.primitive.name)
+    outputs = operator(
+        *arrays,
+        *_take_apart(call.static),
+        [want or differentiated for want in wanted],
+        call.forced or "",
+    )
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+_library = torch.library.Library("fusedops", "DEF")
+
+
+def _register(primitive: Primitive) -> None:
+    kinds = []
+    for name, kind in primitive.static.items():
+        packed = issubclass(kind, Packed)
+        kinds += [f"Tensor[] {name}", f"SymInt[] {name}_sizes"] if packed else [f"str {name}"]
+    count = len(primitive.arrays)
+    takes_tensors = [*(kind.startswith("Tensor[]") for kind in kinds), False, False]
+    arguments = [*(f"Tensor {name}" for name in primitive.arrays), *kinds]
+    probe = [torch.empty((0, 3))] * count
+    returns = ", ".join(["Tensor"] * len(primitive.outputs(probe)))
+    qualified = f"fusedops::{primitive.name}"
+    _library.define(
+        f"{primitive.name}({', '.join(arguments)}, bool[] wanted, str backend) -> ({returns})"
+    )
+
+    def split(args: Sequence[Any]) -> tuple[Call, Sequence[Any], tuple[bool, ...]]:
+        *flat, wanted, backend = args[count:]
+        forced = _registry.forced(backend or None)
+        bound = Call(primitive, _put_together(primitive, flat), forced, registered=True)
+        return bound, args[:count], tuple(wanted)
+
+    def implementation(*args: Any) -> Any:
+        bound, arrays, wanted = split(args)
+        outputs = tuple(
+            output if want else arrays[0].new_empty(0)
+            for want, output in zip(wanted, evaluate(bound, arrays, wanted), strict=True)
+        )
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def fake(*args: Any) -> Any:
+        arrays, wanted = args[:count], args[-2]
+        outputs = tuple(
+            arrays[0].new_empty(shape if want else 0, dtype=getattr(torch, dtype))
+            for want, (shape, dtype) in zip(wanted, primitive.outputs(arrays), strict=True)
+        )
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.flat = inputs[count:]
+        ctx.save_for_backward(*inputs[:count], *outputs)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        *flat, wanted, backend = ctx.flat
+        if not all(wanted):
+            raise RuntimeError(f"torch.ops.{qualified}: its gradient needs all outputs wanted")
+        bound = Call(primitive, _put_together(primitive, flat), backend or None, registered=True)
+        gradients = _pull_back(bound, ctx.saved_tensors, cotangents)
+        nothing = [[None] * len(value) if tensors else None for tensors, value in
+                   zip(takes_tensors, ctx.flat, strict=True)]
+        return (*gradients, *nothing)
+
+    def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        operator = getattr(torch.ops.fusedops, primitive.name)
+        results = []
+        for b in range(info.batch_size):
+            row = [
+                arg if dim is None or not isinstance(dim, int) else arg.select(dim, b)
+                for arg, dim in zip(args, in_dims, strict=True)
+            ]
+            result = operator(*row)
+            results.append(result if isinstance(result, tuple) else (result,))
+        stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
+        if len(stacked) > 1:
+            return stacked, (0,) * len(stacked)
+        return stacked[0], 0
+
+    _library.impl(primitive.name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_autograd(
+        qualified, backward, setup_context=setup_context, lib=_library
+    )
+    torch.library.register_vmap(qualified, vmap, lib=_library)
+
+
+for _primitive in _registry.primitives().values():
+    _register(_primitive)
+
+
+class _SmallestEigenvector(torch.autograd.Function):
+    """Of symmetric matrices (P, 3, 3), differentiable to any order; zero where there is no plane.
+
+    dn = -(C - λ)⁺ dC n. The backward is written with the saved output, so that autograd finds the
+    way through it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, C: torch.Tensor, no_plane: float) -> torch.Tensor:
+        values, vectors = _jacobi(C)
+        order = values.argsort(1)
+        least = vectors.gather(2, order[:, None, :1].expand(-1, 3, 1))[..., 0]
+        middle, most = values.gather(1, order[:, 1:]).unbind(1)
+        normal = torch.where((middle > no_plane * most)[:, None], least, 0.0)
+        ctx.save_for_backward(C, normal)
+        return normal
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        from fusedops.planarity import pseudo_solve
+
+        C, normal = ctx.saved_tensors
+        p = pseudo_solve(C, normal, cotangent)
+        outer = p[:, :, None] * normal[:, None, :]
+        return -0.5 * (outer + outer.mT), None
+
+
+def smallest_eigenvector(C: torch.Tensor, no_plane: float) -> torch.Tensor:
+    """Return the eigenvectors (P, 3) of matrices (P, 3, 3) with the smallest eigenvalues.
+
+    Zero where the second eigenvalue is at most `no_plane` of the third.
+    """
+    return _SmallestEigenvector.apply(C, no_plane)
+
+
+def _jacobi(C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return eigenvalues (P, 3) and eigenvectors (P, 3, 3), the latter as columns.
+
+    In plain arithmetic: no LAPACK call, so that it runs on any device and in a CUDA graph.
+    """
+    a = [[C[:, i, j] for j in range(3)] for i in range(3)]
+    v = [[torch.full_like(a[0][0], float(i == j)) for j in range(3)] for i in range(3)]
+    for _ in range(6):
+        for p, q, r in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+            off = a[p][q]
+            zero = off == 0
+            theta = (a[q][q] - a[p][p]) / torch.where(zero, 1.0, 2 * off)
+            sign = torch.where(theta >= 0, 1.0, -1.0)
+            t = torch.where(zero, 0.0, sign / (theta.abs() + (theta * theta + 1).sqrt()))
+            c = 1 / (t * t + 1).sqrt()
+            s = t * c
+            a[p][p] = a[p][p] - t * off
+            a[q][q] = a[q][q] + t * off
+            a[p][q] = a[q][p] = torch.zeros_like(off)
+            a[r][p], a[r][q] = c * a[r][p] - s * a[r][q], s * a[r][p] + c * a[r][q]
+            a[p][r], a[q][r] = a[r][p], a[r][q]
+            for k in range(3):
+                v[k][p], v[k][q] = c * v[k][p] - s * v[k][q], s * v[k][p] + c * v[k][q]
+    values = torch.stack([a[k][k] for k in range(3)], 1)
+    return values, torch.stack([torch.stack(row, 1) for row in v], 1)

@@ -87,7 +87,9 @@ def _add_planarity(commands: Any) -> None:
     parser.set_defaults(run=_planarity)
     parser.add_argument("file", metavar="FILE", help="PDB or mmCIF, also gzipped")
     parser.add_argument(
-        "--top", type=_number(int, 1), metavar="N",
+        "--top",
+        type=_number(int, 1),
+        metavar="N",
         help="how many of the worst planes to show (default: 10; all with --json or --csv)",
     )
     parser.add_argument("--fit", choices=FITS, default="uniform", help="how planes are fitted")
@@ -98,16 +100,23 @@ def _add_planarity(commands: Any) -> None:
     form.add_argument("--json", action="store_true", help="print everything as JSON")
     form.add_argument("--csv", action="store_true", help="print the planes as CSV")
     parser.add_argument(
-        "--flatten", metavar="OUT",
+        "--flatten",
+        metavar="OUT",
         help="write the structure (.pdb or .cif, also .gz) after some steps of L-BFGS on the "
         "restraint and a harmonic tether to where the atoms were; hydrogens stay where they are",
     )
     parser.add_argument(
-        "--steps", type=_number(int, 1), default=20, metavar="N",
+        "--steps",
+        type=_number(int, 1),
+        default=20,
+        metavar="N",
         help="most steps of --flatten (default: %(default)s)",
     )
     parser.add_argument(
-        "--tether", type=_number(float, 0), default=25.0, metavar="K",
+        "--tether",
+        type=_number(float, 0),
+        default=25.0,
+        metavar="K",
         help="strength of the tether K/2 |x - x0|² in 1/Å² (default: %(default)s, which lets an "
         "atom move by 0.2 Å at the cost of one sigma)",
     )
@@ -209,9 +218,7 @@ class _Restraint:
         return fusedops.planarity_nll.explain(xyz, self.planes, **self.options).backend
 
 
-def _scores(
-    structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: str
-) -> list[_Plane]:
+def _scores(structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: str) -> list[_Plane]:
     """Return the planes, the worst first."""
     planes = []
     deviations = fusedops.plane_deviations(xyz, found.groups, fit=fit)

@@ -291,7 +291,7 @@ def _gradient_vjp_formula(xyz: Any, cotangent: Any, planes: Planes, fit: str) ->
         t = weight * f.centred(xp.einsum("pai,pi->pa", v, f.normal), fit)
         g = f.centred(weight * f.d, fit)
         q = xp.einsum("pa,pai->pi", t, f.r) + xp.einsum("pa,pai->pi", g, v)
-        p = _pseudo_solve(f.C, f.normal, q)
+        p = pseudo_solve(f.C, f.normal, q)
         share = f.share * f.scale[:, None]
         along = (
             t
@@ -303,7 +303,7 @@ def _gradient_vjp_formula(xyz: Any, cotangent: Any, planes: Planes, fit: str) ->
     return (_scatter(rows, xyz),)
 
 
-def _pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
+def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
     """Return (C - λ)⁺ q, where λ is the eigenvalue of C at `normal`.
 
     A = C - λ has a null vector, so that on the plane A⁺ = (tr A - A) / (½ (tr² A - tr A²)); where

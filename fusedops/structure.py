@@ -237,7 +237,8 @@ def read_structure(path: str | os.PathLike) -> Structure:
         if not np.allclose(gemmi_xyz, rows[order], rtol=0, atol=1e-6, equal_nan=True):
             raise ValueError("its atoms can't be told apart by their serial numbers")
     except (ValueError, RuntimeError, IndexError) as error:
-        reason = str(error).removeprefix("string:").partition("\n")[0].rstrip(": ")
+        reason = str(error).partition("\n")[0].rstrip(": ")
+        reason = re.sub(r"^\w+:(\d+):\d+\(\d+\)", r"line \1", reason)
         raise StructureError(f"{path}: can't be read as {kind}: {reason}") from None
 
     xyz = np.empty_like(gemmi_xyz)
@@ -331,8 +332,10 @@ def planar_groups(structure: Structure) -> PlanarGroups:
     --------
     >>> from importlib.resources import files
     >>> planes = planar_groups(read_structure(files("fusedops") / "data/1ubi.pdb"))
-    >>> [(indices.shape, labels[0]) for (indices, _), labels in zip(planes.groups, planes.labels)]
-    []
+    >>> [indices.shape for indices, _ in planes.groups]
+    [(20, 4), (79, 5), (1, 6), (2, 7), (1, 8)]
+    >>> planes.labels[-1], planes.waters, planes.skipped
+    (['A/TYR 59 ring'], 81, Counter())
     """
     gemmi = _gemmi()
     xyz = structure.xyz
@@ -452,7 +455,7 @@ def _atoms(model: Any) -> tuple[list[int], np.ndarray, list[str]]:
 def _file_order(gemmi_serials: list[int], file_serials: list[int]) -> np.ndarray:
     """Return, for each atom in gemmi's order, its number in the file's order."""
     if len(gemmi_serials) != len(file_serials):
-        raise ValueError(f"{len(gemmi_serials)} of its {len(file_serials)} atoms are readable")
+        raise ValueError(f"of {len(file_serials)} atom records {len(gemmi_serials)} are readable")
     order = np.empty(len(gemmi_serials), dtype=np.int64)
     order[np.argsort(gemmi_serials, kind="stable")] = np.argsort(file_serials, kind="stable")
     return order
@@ -468,14 +471,14 @@ def _read_source(path: str | os.PathLike) -> bytes:
         raise StructureError(f"{path}: {reason}") from None
     if not source.strip():
         raise StructureError(f"{path}: the file is empty")
-    return source
+    return source.removeprefix(b"\xef\xbb\xbf")
 
 
 def _pdb_rows(source: bytes) -> tuple[list[int], list[int], np.ndarray]:
     """Return line numbers, serial numbers and xyz (N, 3) of the first model's atom records."""
     lines, serials, xyz = [], [], []
     for number, line in enumerate(source.splitlines()):
-        record = line[:6].rstrip()
+        record = line[:6].rstrip().upper()
         if record in (b"ENDMDL", b"END"):
             break
         if record[:4] not in (b"ATOM", b"HETA"):
