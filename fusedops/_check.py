@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 HALF = ("float16", "bfloat16")
-_names: dict[Any, str] = {}
+_NUMPY_NAMES = {np.dtype(name): name for name in ("float32", "float64")}
 
 
 def is_tensor(value: Any) -> bool:
@@ -19,10 +19,9 @@ def is_tensor(value: Any) -> bool:
 
 def dtype_name(array: Any) -> str:
     """Return the name of an array's or a tensor's dtype, such as ``float32``."""
-    name = _names.get(array.dtype)
-    if name is None:
-        name = _names[array.dtype] = str(array.dtype).rpartition(".")[2]
-    return name
+    if isinstance(array, np.ndarray):
+        return _NUMPY_NAMES.get(array.dtype) or str(array.dtype)
+    return str(array.dtype).removeprefix("torch.")
 
 
 def device_of(array: Any) -> str:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -148,6 +149,11 @@ def _named(name: str, source: str) -> str:
     if name not in _NAMES:
         raise ValueError(f"{source} is {name!r}; it should be one of {', '.join(_NAMES)}")
     return name
+
+
+def compiling() -> bool:
+    """Return whether `torch.compile` is tracing this."""
+    return sys.modules["torch"].compiler.is_compiling()
 
 
 def forced(backend: str | None) -> str | None:
@@ -429,7 +435,9 @@ def op(primitive: Primitive, *, output: int = 0) -> Callable[[Callable[..., Any]
             args: Any, kwargs: Any, backend: str | None
         ) -> tuple[tuple[Any, ...], Call]:
             arrays, static = check(*args, **kwargs)
-            return arrays, Call(primitive, static, forced(backend))
+            # A compiled graph asks for its backend when it runs, not when it is traced.
+            asked = backend if is_tensor(arrays[0]) and compiling() else forced(backend)
+            return arrays, Call(primitive, static, asked)
 
         @functools.wraps(check)
         def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:

@@ -1,0 +1,630 @@
+"""Reading structures, finding their planar groups and writing them back."""
+
+import contextlib
+import gzip
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.resources import files
+
+import numpy as np
+import pytest
+
+from fusedops import plane_deviations
+from fusedops.structure import (
+    Structure,
+    StructureError,
+    _hybrid36,
+    planar_groups,
+    read_structure,
+)
+
+UBIQUITIN = files("fusedops") / "data/1ubi.pdb"
+
+with contextlib.suppress(ImportError):
+    import gemmi  # noqa: F401
+needs_gemmi = pytest.mark.skipif("gemmi" not in sys.modules, reason="gemmi is not installed")
+
+# Coordinates from the ribosome 6zu5 (CC0), Å from the first atom.
+FLAT = {
+    "A": "C1' 0.00 0.00 0.00; N9 0.81 -0.20 1.21; C8 1.32 0.79 2.01; N7 2.01 0.35 3.02; "
+    "C5 1.97 -1.02 2.87; C6 2.51 -2.06 3.62; N6 3.24 -1.87 4.71; N1 2.30 -3.32 3.22; "
+    "C2 1.56 -3.53 2.13; N3 1.00 -2.63 1.33; C4 1.24 -1.38 1.76",
+    "C": "C1' 0.00 0.00 0.00; N1 0.53 -1.14 0.78; C2 0.50 -2.42 0.23; O2 0.03 -2.59 -0.90; "
+    "N3 0.98 -3.46 0.93; C4 1.49 -3.27 2.13; N4 1.94 -4.34 2.78; C5 1.54 -1.99 2.73; "
+    "C6 1.06 -0.96 2.02",
+    "G": "C1' 0.00 0.00 0.00; N9 -0.14 0.00 -1.46; C8 -0.49 -1.06 -2.22; N7 -0.50 -0.79 -3.49; "
+    "C5 -0.12 0.52 -3.56; C6 0.06 1.36 -4.67; O6 -0.11 1.11 -5.86; N1 0.47 2.62 -4.30; "
+    "C2 0.67 3.03 -3.02; N2 1.06 4.29 -2.88; N3 0.53 2.26 -1.98; C4 0.13 1.03 -2.31",
+    "U": "C1' 0.00 0.00 0.00; N1 0.00 -1.39 -0.51; C2 0.17 -1.56 -1.86; O2 0.31 -0.66 -2.64; "
+    "N3 0.17 -2.84 -2.30; C4 0.02 -3.95 -1.54; O4 0.05 -5.04 -2.11; C5 -0.14 -3.72 -0.16; "
+    "C6 -0.14 -2.48 0.29",
+    "TRP": "CB 0.00 0.00 0.00; CG 1.18 0.61 0.69; CD1 1.43 1.94 0.89; CD2 2.30 -0.09 1.24; "
+    "NE1 2.61 2.11 1.55; CE2 3.17 0.88 1.78; CE3 2.64 -1.43 1.34; CZ2 4.36 0.54 2.40; "
+    "CZ3 3.81 -1.77 1.96; CH2 4.66 -0.79 2.48",
+}
+RING = "CB CG CD1 CD2 CE1 CE2 CZ"
+
+
+def pdb(*residues):
+    """Return PDB text of residues (name, number, atoms), spaced as a peptide chain along x.
+
+    A number is "8", "8A" or "B8" for another chain; atoms are names with the alternative after a
+    dot, or (name, xyz) pairs.
+    """
+    spots = {"N": (0, 0, 0), "CA": (1.2, 0, 0), "C": (2.47, 0, 0), "O": (2.47, 1.2, 0)}
+    lines = []
+    for position, (name, number, atoms) in enumerate(residues):
+        chain = number[0] if number[0].isalpha() else "A"
+        number = number.lstrip("ABCD")
+        icode = number[-1] if number[-1].isalpha() else " "
+        for k, atom in enumerate(atoms.split() if isinstance(atoms, str) else atoms):
+            atom, spot = atom if isinstance(atom, tuple) else (atom, None)
+            atom, _, alt = atom.partition(".")
+            if spot is None:
+                spot = np.add(spots.get(atom, (1.2, -1 - k, k % 2)), (3.8 * position, 0, 0))
+            lines.append(
+                f"ATOM  {len(lines) + 1:5d}  {atom:<3s}{alt or ' '}{name:>3s} {chain}"
+                f"{int(number.rstrip(icode)):4d}{icode}   {spot[0]:8.3f}{spot[1]:8.3f}"
+                f"{spot[2]:8.3f}  1.00 10.00          {atom[0]:>2s}\n"
+            )
+    return "".join(lines)
+
+
+def at(text):
+    """Return (name, xyz) pairs from ``"CB 0 0 0; CG 1 0 0"``."""
+    rows = (row.split() for row in text.split(";"))
+    return [(name, [float(x) for x in xyz]) for name, *xyz in rows]
+
+
+@pytest.fixture
+def load(tmp_path):
+    pytest.importorskip("gemmi")
+
+    def load(content, name="x.pdb"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return read_structure(path)
+
+    return load
+
+
+def names(structure, found):
+    """Return the planes as a dict from label to the names of their atoms."""
+    return {
+        label: " ".join(structure.labels[i].split(" ", 2)[2] for i in plane)
+        for (indices, _), labels in zip(found.groups, found.labels, strict=True)
+        for plane, label in zip(indices, labels, strict=True)
+    }
+
+
+def planes_of(structure):
+    return names(structure, planar_groups(structure))
+
+
+BACKBONE = "N CA C O"
+
+
+@needs_gemmi
+class TestUbiquitin:
+    @pytest.fixture(scope="class")
+    def ubiquitin(self):
+        return read_structure(UBIQUITIN)
+
+    @pytest.fixture(scope="class")
+    def found(self, ubiquitin):
+        return planar_groups(ubiquitin)
+
+    def test_atoms_are_those_of_the_file_in_its_order(self, ubiquitin):
+        lines = [
+            line
+            for line in UBIQUITIN.read_text().splitlines()
+            if line.startswith(("ATOM", "HETATM"))
+        ]
+        xyz = [[float(line[k : k + 8]) for k in (30, 38, 46)] for line in lines]
+        np.testing.assert_array_equal(ubiquitin.xyz, xyz)
+        assert ubiquitin.xyz.dtype == np.float64
+        assert ubiquitin.labels == [
+            f"{line[21]}/{line[17:20].strip()} {line[22:26].strip()} {line[12:16].strip()}"
+            for line in lines
+        ]
+
+    def test_planes_are_those_of_the_sequence(self, found):
+        sequence = Counter(
+            name
+            for line in UBIQUITIN.read_text().splitlines()
+            if line.startswith("SEQRES")
+            for name in line[19:].split()
+        )
+        assert sequence.total() == 76
+        kinds = Counter(label.split()[-1] for labels in found.labels for label in labels)
+        assert kinds == {
+            "peptide": 75,
+            "C-terminus": 1,
+            "guanidinium": sequence["ARG"],
+            "amide": sequence["ASN"] + sequence["GLN"],
+            "carboxylate": sequence["ASP"] + sequence["GLU"],
+            "ring": sequence["HIS"] + sequence["PHE"] + sequence["TYR"] + sequence["TRP"],
+        }
+        assert kinds["ring"] == 4
+        assert found.count == 103
+        assert found.waters == 81
+        assert found.skipped == {}
+
+    def test_groups_are_what_planarity_takes(self, found, ubiquitin):
+        assert [indices.shape for indices, _ in found.groups] == [
+            (20, 4), (79, 5), (1, 6), (2, 7), (1, 8),
+        ]  # fmt: skip
+        for indices, sigmas in found.groups:
+            assert indices.dtype == np.int64
+            assert sigmas.dtype == np.float64
+            assert sigmas.tolist() == [0.02] * len(indices)
+        deviations = plane_deviations(ubiquitin.xyz, found.groups)
+        assert max(abs(d).max() for d in deviations) < 0.06
+
+    def test_labels_name_the_atoms(self, found, ubiquitin):
+        planes = names(ubiquitin, found)
+        assert planes["A/LEU 8 - A/THR 9 peptide"] == "CA C O N CA"
+        assert planes["A/PHE 45 ring"] == RING
+        assert planes["A/TYR 59 ring"] == f"{RING} OH"
+        assert planes["A/HIS 68 ring"] == "CB CG ND1 CD2 CE1 NE2"
+        assert planes["A/ARG 42 guanidinium"] == "CD NE CZ NH1 NH2"
+        assert planes["A/ASN 25 amide"] == "CB CG OD1 ND2"
+        assert planes["A/GLN 2 amide"] == "CG CD OE1 NE2"
+        assert planes["A/ASP 21 carboxylate"] == "CB CG OD1 OD2"
+        assert planes["A/GLU 16 carboxylate"] == "CG CD OE1 OE2"
+        assert planes["A/GLY 76 C-terminus"] == "CA C O OXT"
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_every_atom_of_a_real_ring_or_base_is_in_its_plane(load, name):
+    structure = load(pdb((name, "7", at(FLAT[name]))))
+    found = planar_groups(structure)
+    ((indices, _),) = found.groups
+    assert indices.tolist() == [list(range(len(structure.xyz)))]
+    assert found.labels == [[f"A/{name} 7 {'ring' if name == 'TRP' else 'base'}"]]
+    (deviations,) = plane_deviations(structure.xyz, found.groups)
+    assert abs(deviations).max() < 0.05
+
+
+def test_dna_and_thymine(load):
+    names_of = {base: " ".join(name for name, _ in at(FLAT[base])) for base in "ACGU"}
+    text = [(f"D{base}", str(k), names_of[base]) for k, base in enumerate("ACGU", 1)]
+    thymine = "C1' N1 C2 O2 N3 C4 O4 C5 C7 C6"
+    planes = planes_of(load(pdb(*text, ("DT", "5", thymine), ("T", "6", thymine))))
+    assert planes == {f"A/D{b} {k} base": names_of[b] for k, b in enumerate("ACGU", 1)} | {
+        "A/DT 5 base": thymine,
+        "A/T 6 base": thymine,
+    }
+
+
+def test_modified_nucleotides_and_incomplete_bases_have_no_plane(load):
+    uracil = "C1' N1 C2 O2 N3 C4 O4 C5 C6"
+    found = planar_groups(
+        load(pdb(("PSU", "1", uracil), ("U", "2", uracil.replace(" O4", "")), ("U", "3", "P")))
+    )
+    assert found.groups == []
+    assert found.labels == []
+    assert found.skipped == {"PSU": 1}
+
+
+class TestPeptides:
+    def test_only_real_bonds_make_a_plane(self, load):
+        chain = pdb(("ALA", "1", BACKBONE), ("ALA", "2", BACKBONE), ("ALA", "5", BACKBONE))
+        assert set(planes_of(load(chain))) == {
+            "A/ALA 1 - A/ALA 2 peptide", "A/ALA 2 - A/ALA 5 peptide",
+        }  # fmt: skip
+        gap = pdb(("ALA", "1", BACKBONE), ("UNK", "2", "CB"), ("ALA", "3", BACKBONE))
+        assert planes_of(load(gap)) == {}
+
+    @pytest.mark.parametrize(("distance", "planes"), [(1.99, 1), (2.01, 0)])
+    def test_the_limit_of_a_bond(self, load, distance, planes):
+        second = at(f"N {2.47 + distance} 0 0; CA {3.7 + distance} 0 0")
+        text = pdb(("ALA", "1", BACKBONE), ("ALA", "2", second))
+        assert planar_groups(load(text)).count == planes
+
+    def test_chains_are_apart(self, load):
+        text = pdb(("ALA", "A1", BACKBONE), ("ALA", "B2", BACKBONE))
+        assert planes_of(load(text)) == {}
+
+    def test_incomplete_planes_are_left_out(self, load):
+        for missing in BACKBONE.split():
+            first = BACKBONE.replace(missing, "").strip()
+            text = pdb(("ALA", "1", first), ("ALA", "2", BACKBONE))
+            assert planar_groups(load(text)).count == (missing == "N")
+
+    def test_modified_residues_belong_to_the_chain(self, load):
+        text = pdb(
+            ("ALA", "1", BACKBONE),
+            ("MSE", "2", f"{BACKBONE} CB CG SE CE"),
+            ("XYZ", "3", f"{BACKBONE} OXT"),
+            ("XYZ", "9", "N CA C O OXT CB"),
+        ).replace("ATOM  ", "HETATM")
+        structure = load(text[: text.rindex("HETATM")])
+        assert list(planes_of(structure)) == [
+            "A/XYZ 3 C-terminus",
+            "A/XYZ 9 C-terminus",
+            "A/ALA 1 - A/MSE 2 peptide",
+            "A/MSE 2 - A/XYZ 3 peptide",
+            "A/XYZ 3 - A/XYZ 9 peptide",
+        ]
+        assert planar_groups(structure).skipped == {}
+
+    def test_insertion_codes_are_neighbours(self, load):
+        text = pdb(("ALA", "8", BACKBONE), ("GLY", "8A", BACKBONE), ("SER", "9", BACKBONE))
+        structure = load(text)
+        assert list(planes_of(structure)) == [
+            "A/ALA 8 - A/GLY 8A peptide", "A/GLY 8A - A/SER 9 peptide",
+        ]  # fmt: skip
+        assert structure.labels[4] == "A/GLY 8A N"
+
+
+class TestAlternatives:
+    def test_each_conformer_has_its_own_plane(self, load):
+        ring = "CB CG.A CG.B CD1.A CD1.B CD2.A CD2.B CE1.A CE1.B CE2.A CE2.B CZ.A CZ.B"
+        assert planes_of(load(pdb(("PHE", "4", ring)))) == {
+            "A/PHE 4 ring alt A": "CB CG.A CD1.A CD2.A CE1.A CE2.A CZ.A",
+            "A/PHE 4 ring alt B": "CB CG.B CD1.B CD2.B CE1.B CE2.B CZ.B",
+        }
+
+    def test_a_conformer_that_lacks_an_atom_is_left_out(self, load):
+        text = pdb(("ASN", "4", "CB CG.A CG.B OD1.A OD1.B ND2.B"))
+        assert planes_of(load(text)) == {"A/ASN 4 amide alt B": "CB CG.B OD1.B ND2.B"}
+
+    def test_alternatives_elsewhere_in_the_residue_do_not_matter(self, load):
+        text = pdb(("ASP", "4", "N CA.A CA.B CB CG OD1 OD2 HB.A HB.B"))
+        assert planes_of(load(text)) == {"A/ASP 4 carboxylate": "CB CG OD1 OD2"}
+
+    def test_a_peptide_never_mixes_them(self, load):
+        text = pdb(
+            ("ALA", "1", "N CA.A CA.B C.A C.B O.A O.B"), ("ALA", "2", "N CA.A CA.B CA.C C O")
+        )
+        assert planes_of(load(text)) == {
+            "A/ALA 1 - A/ALA 2 peptide alt A": "CA.A C.A O.A N CA.A",
+            "A/ALA 1 - A/ALA 2 peptide alt B": "CA.B C.B O.B N CA.B",
+        }
+
+    def test_only_one_conformer_may_be_bonded(self, load):
+        first = "N 0 0 0; CA 1.2 0 0; C.A 2.47 0 0; C.B 2.47 9 0; O.A 2.47 1.2 0; O.B 2.47 8 0"
+        text = pdb(("ALA", "1", at(first)), ("ALA", "2", BACKBONE))
+        assert list(planes_of(load(text))) == ["A/ALA 1 - A/ALA 2 peptide alt A"]
+
+
+class TestTwoResiduesAtOnePosition:
+    # As in crambin, 1ejg: what both share is listed under the first, without an alternative.
+    @pytest.fixture
+    def shared(self):
+        number = "2"
+        second = at("CA.B 5.0 0.1 0; C.B 6.27 0.1 0; O.B 6.27 1.3 0; OG.B 5.0 -1 0")
+        return pdb(
+            ("THR", "1", BACKBONE),
+            ("PRO", number, "N CA.A C.A O.A CB.A"),
+            ("SER", number, second),
+            ("GLU", "3", at("N 7.6 0 0; CA 8.8 0 0; C 10.07 0 0; O 10.07 1.2 0")),
+        )
+
+    def test_what_one_lists_for_both_belongs_to_both(self, load, shared):
+        assert planes_of(load(shared)) == {
+            "A/THR 1 - A/PRO 2 peptide alt A": "CA C O N CA.A",
+            "A/THR 1 - A/SER 2 peptide alt B": "CA C O N CA.B",
+            "A/PRO 2 - A/GLU 3 peptide alt A": "CA.A C.A O.A N CA",
+            "A/SER 2 - A/GLU 3 peptide alt B": "CA.B C.B O.B N CA",
+        }
+
+    def test_a_shared_backbone_counts_once(self, load):
+        text = pdb(
+            ("LEU", "1", f"{BACKBONE} CB.A"),
+            ("ILE", "1", "CB.B"),
+            ("GLY", "2", at("N 3.8 0 0; CA 5.0 0 0; C 6.27 0 0; O 6.27 1 0")),
+        )
+        assert list(planes_of(load(text))) == ["A/LEU 1 - A/GLY 2 peptide"]
+
+    def test_side_chains_never_mix(self, load):
+        a, b = (" ".join(f"{name}.{alt}" for name in RING.split()) for alt in "AB")
+        text = pdb(("PHE", "1", a), ("TYR", "1", f"{b} OH.B"))
+        assert planes_of(load(text)) == {
+            "A/PHE 1 ring alt A": a,
+            "A/TYR 1 ring alt B": f"{b} OH.B",
+        }
+        assert planes_of(load(pdb(("PHE", "1", a), ("TYR", "1", b)))) == {"A/PHE 1 ring alt A": a}
+
+    def test_separate_molecules_under_one_number_lend_nothing(self, load):
+        text = pdb(("PHE", "1", RING), ("TYR", "1", "CB CG CD1 CD2 CE1 CE2 OH"))
+        assert planes_of(load(text)) == {"A/PHE 1 ring": RING}
+
+
+def test_waters_ligands_and_ions_are_counted(load):
+    found = planar_groups(
+        load(
+            pdb(
+                ("HOH", "1", "O"), ("DOD", "2", "O"), ("HOH", "3", "O.A O.B"),
+                ("MG", "4", "MG"), ("MG", "5", "MG"), ("GOL", "6", "C1 O1"),
+                ("CA", "7", "CA"), ("GLU", "8", "N CA C O OXT CB CG CD OE1 OE2"),
+            )
+        )
+    )  # fmt: skip
+    assert found.waters == 3
+    assert found.skipped == {"MG": 2, "GOL": 1, "CA": 1}
+    assert found.labels == [["A/GLU 8 C-terminus", "A/GLU 8 carboxylate"]]
+
+
+def interleaved():
+    text = pdb(("SER", "22", "N.A CA.A"), ("PRO", "22", "N.B CA.B"), ("GLY", "23", "N"))
+    lines = text.splitlines(keepends=True)
+    return "".join(
+        f"{line[:6]}{k:5d}{line[11:]}" for k, line in enumerate(lines[i] for i in (0, 2, 1, 3, 4))
+    )
+
+
+def test_interleaved_residues_keep_the_order_of_the_file(load, tmp_path):
+    structure = load(interleaved())
+    assert structure.labels == [
+        "A/SER 22 N.A", "A/PRO 22 N.B", "A/SER 22 CA.A", "A/PRO 22 CA.B", "A/GLY 23 N",
+    ]  # fmt: skip
+    shift = np.arange(15.0).reshape(5, 3)
+    for name in ("moved.pdb", "moved.cif"):
+        structure.write(tmp_path / name, structure.xyz + shift)
+        moved = read_structure(tmp_path / name)
+        by_label = dict(zip(moved.labels, moved.xyz, strict=True))
+        np.testing.assert_allclose(
+            [by_label[label] for label in structure.labels], structure.xyz + shift, atol=1e-9
+        )
+
+
+def test_serial_numbers_past_99999():
+    assert _hybrid36(b"99999") == 99_999
+    assert _hybrid36(b"A0000") == 100_000
+    assert _hybrid36(b"A000Z") == 100_035
+    assert _hybrid36(b"*****") == 0
+
+
+MMCIF = """data_test
+#
+_entry.id test
+_citation.title 'kept as it is'
+loop_
+_atom_site.group_PDB
+_atom_site.id
+_atom_site.type_symbol
+_atom_site.label_atom_id
+_atom_site.label_alt_id
+_atom_site.label_comp_id
+_atom_site.label_asym_id
+_atom_site.label_seq_id
+_atom_site.pdbx_PDB_ins_code
+_atom_site.Cartn_x
+_atom_site.Cartn_y
+_atom_site.Cartn_z
+_atom_site.auth_seq_id
+_atom_site.auth_asym_id
+_atom_site.pdbx_PDB_model_num
+_atom_site.extra
+ATOM 1 C CG . ASP A 1 ? 0.0 0.0 0.00012 7 X 1 a
+ATOM 2 C CB . ASP A 1 ? 1.0 0.0 0.0 7 X 1 b
+ATOM 3 O OD1 . ASP A 1 ? 0.0 1.0 0.0 7 X 1 c
+ATOM 4 O OD2 . ASP A 1 ? -1.0 0.0 0.0 7 X 1 d
+ATOM 5 C CG . ASP A 1 ? 5.0 5.0 5.0 7 X 2 e
+"""
+
+
+class TestMmcif:
+    def test_first_model_with_author_names(self, load):
+        structure = load(MMCIF, "x.cif")
+        assert planes_of(structure) == {"X/ASP 7 carboxylate": "CB CG OD1 OD2"}
+        assert structure.xyz.shape == (4, 3)
+
+    def test_writing_changes_the_coordinates_that_moved_and_nothing_else(self, load, tmp_path):
+        structure = load(MMCIF, "x.cif")
+        xyz = structure.xyz.copy()
+        xyz[1] += [0.25, 0, 0]
+        structure.write(tmp_path / "moved.cif", xyz)
+        written = (tmp_path / "moved.cif").read_text().split()
+        assert written == MMCIF.replace("CB . ASP A 1 ? 1.0", "CB . ASP A 1 ? 1.250").split()
+
+    def test_the_name_of_the_file_does_not_matter(self, load):
+        for content, name in ((MMCIF, "x.pdb"), (UBIQUITIN.read_text(), "x.cif"), (MMCIF, "x")):
+            assert len(load(content, name).xyz) > 0
+        assert len(load(gzip.compress(MMCIF.encode()), "x.cif").xyz) == 4
+
+
+def replaced(old, new):
+    """Return ubiquitin with its first `old` column replaced."""
+    text = UBIQUITIN.read_text()
+    assert old in text
+    assert len(old) == len(new) == 8
+    return text.replace(old, new, 1)
+
+
+BROKEN = {
+    "empty.pdb": (b"", "the file is empty"),
+    "blank.cif": (b" \n\n", "the file is empty"),
+    "empty.cif.gz": (gzip.compress(b""), "the file is empty"),
+    "text.pdb": (b"This is a letter.\n" * 9, "neither PDB nor mmCIF"),
+    "page.cif": (b"<!DOCTYPE html>\n<html></html>", "neither PDB nor mmCIF"),
+    "binary.pdb": (bytes(range(256)) * 9, "neither PDB nor mmCIF"),
+    "zeros.cif": (bytes(999), "neither PDB nor mmCIF"),
+    "truncated.pdb.gz": (lambda: gzip.compress(UBIQUITIN.read_bytes())[:9000], "broken gzip data"),
+    "damaged.pdb.gz": (
+        lambda: gzip.compress(b"ATOM" * 99)[:-9] + b"x" * 9, "broken gzip data"
+    ),
+    "header.pdb": (b"HEADER    NOTHING ELSE\nEND\n", "it holds no atoms"),
+    "header.cif": (b"data_x\n_cell.length_a 10\n", "it holds no atoms"),
+    "cut.pdb": (lambda: pdb(("ALA", "1", BACKBONE))[:-40], "line 4 holds no coordinates"),
+    "cut.cif": (MMCIF[:-9].encode(), "Wrong number of values in loop"),
+    "open.cif": (MMCIF[:70].encode(), "line 5"),
+    "number.cif": (MMCIF.replace(" 7 X", " seven X").encode(), "not an integer"),
+    "stars.pdb": (lambda: replaced("  26.381", "********"), "line 271 holds no coordinates"),
+    "letters.pdb": (lambda: replaced("  26.381", "     abc"), "line 271 holds no coordinates"),
+    "nan.pdb": (lambda: replaced("  26.381", "     nan"), "of A/MET 1 CA are not finite"),
+    "inf.pdb": (lambda: replaced("  26.381", "     inf"), "of A/MET 1 CA are not finite"),
+    "unknown.cif": (MMCIF.replace("CB . ASP A 1 ? 1.0", "CB . ASP A 1 ? ?").encode(),
+                    "of X/ASP 7 CB are not finite"),
+}  # fmt: skip
+
+
+@needs_gemmi
+class TestBrokenFiles:
+    @pytest.mark.parametrize("name", BROKEN)
+    def test_one_line_says_which_file_and_what_is_wrong(self, tmp_path, name):
+        content, reason = BROKEN[name]
+        content = content() if callable(content) else content
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        with pytest.raises(StructureError) as error:
+            read_structure(path)
+        assert str(error.value).startswith(f"{path}: ")
+        assert reason in str(error.value)
+        assert "\n" not in str(error.value)
+
+    def test_missing_and_folder(self, tmp_path):
+        with pytest.raises(StructureError, match=r"none\.pdb: No such file"):
+            read_structure(tmp_path / "none.pdb")
+        with pytest.raises(StructureError, match="Is a directory"):
+            read_structure(tmp_path)
+
+
+@needs_gemmi
+class TestWriting:
+    @pytest.fixture
+    def ubiquitin(self):
+        return read_structure(UBIQUITIN)
+
+    def test_only_the_columns_that_moved_change(self, ubiquitin, tmp_path):
+        xyz = ubiquitin.xyz.copy()
+        xyz[1:3] += [0.5, -100.0, 0.001]
+        ubiquitin.write(tmp_path / "moved.pdb", xyz)
+        before = UBIQUITIN.read_text().splitlines()
+        after = (tmp_path / "moved.pdb").read_text().splitlines()
+        assert len(before) == len(after)
+        changed = [(b, a) for b, a in zip(before, after, strict=True) if a != b]
+        assert len(changed) == 2
+        assert all(b[:30] + b[54:] == a[:30] + a[54:] for b, a in changed)
+        np.testing.assert_allclose(read_structure(tmp_path / "moved.pdb").xyz, xyz, atol=1e-9)
+
+    @pytest.mark.parametrize("name", ["x.pdb", "x.ent.gz", "x.cif", "x.mmcif", "x.CIF.gz"])
+    def test_every_format_reads_back(self, ubiquitin, tmp_path, name):
+        ubiquitin.write(tmp_path / name, ubiquitin.xyz + 1)
+        assert (tmp_path / name).read_bytes().startswith(b"\x1f\x8b") == name.endswith("gz")
+        back = read_structure(tmp_path / name)
+        np.testing.assert_allclose(back.xyz, ubiquitin.xyz + 1, atol=1e-9)
+        assert back.labels == ubiquitin.labels
+        assert planar_groups(back).labels == planar_groups(ubiquitin).labels
+        back.write(tmp_path / "again.pdb", ubiquitin.xyz)
+        again = read_structure(tmp_path / "again.pdb")
+        np.testing.assert_allclose(again.xyz, ubiquitin.xyz, atol=1e-9)
+
+    def test_other_models_stay(self, load, tmp_path):
+        model = pdb(("ALA", "1", BACKBONE))
+        text = "".join(f"MODEL {k:8d}\n{model}ENDMDL\n" for k in (1, 2)) + "END\n"
+        structure = load(text)
+        assert structure.xyz.shape == (4, 3)
+        structure.write(tmp_path / "moved.pdb", structure.xyz + 1)
+        assert (tmp_path / "moved.pdb").read_text().partition("MODEL        2")[2] == (
+            text.partition("MODEL        2")[2]
+        )
+        structure.write(tmp_path / "moved.cif", structure.xyz + 1)
+        other = read_structure(tmp_path / "moved.cif").gemmi[1]
+        positions = [atom.pos.tolist() for chain in other for residue in chain for atom in residue]
+        np.testing.assert_allclose(positions, structure.xyz)
+
+    def test_reading_is_not_undone(self, ubiquitin, tmp_path):
+        before = ubiquitin.xyz.copy()
+        ubiquitin.write(tmp_path / "moved.cif", before + 1)
+        ubiquitin.write(tmp_path / "same.cif", before)
+        np.testing.assert_allclose(read_structure(tmp_path / "same.cif").xyz, before)
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("x.xyz", "name it .pdb"),
+            ("x.gz", "name it .pdb"),
+            ("none/x.pdb", "there is no folder"),
+            ("taken.pdb", "is a folder"),
+        ],
+    )
+    def test_a_name_that_cannot_be_written(self, ubiquitin, tmp_path, name, reason):
+        (tmp_path / "taken.pdb").mkdir()
+        for attempt in (
+            lambda path: ubiquitin.check_writable(path),
+            lambda path: ubiquitin.write(path, ubiquitin.xyz),
+        ):
+            with pytest.raises(StructureError, match=reason) as error:
+                attempt(tmp_path / name)
+            assert name in str(error.value)
+
+    @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write")
+    def test_a_read_only_folder(self, ubiquitin, tmp_path):
+        tmp_path.chmod(0o500)
+        with pytest.raises(StructureError, match="no permission"):
+            ubiquitin.check_writable(tmp_path / "x.pdb")
+
+    @pytest.mark.parametrize(
+        ("old", "new", "reason"),
+        [
+            ("7 X ", "7 XX ", "chain name 'XX'"),
+            ("7 X ", "70001 X ", "residue number 70001"),
+            (". ASP ", ". A1LU6 ", "residue name 'A1LU6'"),
+        ],
+    )
+    def test_what_pdb_cannot_hold(self, load, tmp_path, old, new, reason):
+        structure = load(MMCIF.replace(old, new), "x.cif")
+        with pytest.raises(StructureError, match=reason):
+            structure.check_writable(tmp_path / "x.pdb")
+        with pytest.raises(StructureError, match=reason):
+            structure.write(tmp_path / "x.pdb", structure.xyz)
+        assert not (tmp_path / "x.pdb").exists()
+        structure.check_writable(tmp_path / "y.cif")
+
+    def test_too_many_atoms_for_pdb(self, load, tmp_path):
+        head, _, _ = MMCIF.partition("ATOM")
+        rows = (f"ATOM {k} O O . HOH A . ? 1 2 3 {k // 10} A 1 x" for k in range(1, 100_001))
+        structure = load(head + "\n".join(rows) + "\n", "x.cif")
+        with pytest.raises(StructureError, match="100,000 atoms"):
+            structure.check_writable(tmp_path / "x.pdb.gz")
+
+    def test_a_coordinate_too_long_for_pdb(self, ubiquitin, tmp_path):
+        xyz = ubiquitin.xyz.copy()
+        xyz[3, 1] = -1000.0
+        with pytest.raises(StructureError, match="a coordinate doesn't fit"):
+            ubiquitin.write(tmp_path / "x.pdb", xyz)
+        assert list(tmp_path.iterdir()) == []
+        ubiquitin.write(tmp_path / "x.cif", xyz)
+        np.testing.assert_allclose(read_structure(tmp_path / "x.cif").xyz, xyz, atol=1e-9)
+
+    def test_bad_coordinates(self, ubiquitin, tmp_path):
+        with pytest.raises(ValueError, match="shape"):
+            ubiquitin.write(tmp_path / "x.pdb", ubiquitin.xyz[1:])
+        with pytest.raises(ValueError, match="not finite"):
+            ubiquitin.write(tmp_path / "x.pdb", ubiquitin.xyz * np.nan)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_write_that_fails_leaves_the_old_file(self, ubiquitin, tmp_path, monkeypatch):
+        (tmp_path / "x.pdb").write_text("old")
+
+        def full(source, target):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+        with pytest.raises(StructureError, match="No space left"):
+            ubiquitin.write(tmp_path / "x.pdb", ubiquitin.xyz)
+        assert [path.name for path in tmp_path.iterdir()] == ["x.pdb"]
+        assert (tmp_path / "x.pdb").read_text() == "old"
+
+
+def test_without_gemmi(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gemmi", None)
+    with pytest.raises(ImportError, match=r'pip install "fusedops\[structure\]"'):
+        read_structure(UBIQUITIN)
+    empty = Structure("x.pdb", np.empty((0, 3)), [], None, np.empty(0, np.int64), b"", "PDB")
+    with pytest.raises(ImportError, match=r'pip install "fusedops\[structure\]"'):
+        planar_groups(empty)
+
+
+def test_importing_needs_numpy_alone():
+    script = (
+        "import sys, fusedops.structure, fusedops.cli; "
+        "print({'gemmi', 'rich', 'scipy', 'matplotlib', 'torch', 'numba'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
