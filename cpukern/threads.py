@@ -1,6 +1,7 @@
 """How many threads a parallel region gets: one rule for OpenMP and for Numba.
 
 ``set_num_threads`` > ``FUSEDOPS_NUM_THREADS`` > ``OMP_NUM_THREADS`` > the cores this process may use.
+The environment is read once, at first use.
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ def get_num_threads() -> int:
         return 1
     if _chosen is not None:
         return _chosen
+    return _default()
+
+
+@functools.cache
+def _default() -> int:
     own = os.environ.get("FUSEDOPS_NUM_THREADS")
     if own:
         if not own.strip().isdigit() or int(own) < 1:

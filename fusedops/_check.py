@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-HALF = ("float16", "bfloat16")
-_NUMPY_NAMES = {np.dtype(name): name for name in ("float32", "float64")}
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 def is_tensor(value: Any) -> bool:
@@ -17,16 +16,21 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def dtype_name(array: Any) -> str:
-    """Return the name of an array's or a tensor's dtype, such as ``float32``."""
-    if isinstance(array, np.ndarray):
-        return _NUMPY_NAMES.get(array.dtype) or str(array.dtype)
-    return str(array.dtype).removeprefix("torch.")
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a NumPy or torch dtype, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def accumulator(array: Any) -> str | None:
+    """Return the dtype that sums over an array are returned in, None for its own."""
+    if isinstance(array, np.ndarray) or array.dtype.itemsize > 2:
+        return None
+    return "float32"
 
 
 def device_of(array: Any) -> str:
     """Return an array's device as torch writes it; NumPy arrays are on the CPU."""
-    return str(array.device) if is_tensor(array) else "cpu"
+    return "cpu" if isinstance(array, np.ndarray) or array.is_cpu else str(array.device)
 
 
 def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
@@ -35,16 +39,16 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     A string in `shape` stands for any size. Raises TypeError or ValueError.
     """
     if is_tensor(value):
-        if value.dtype.is_complex or not value.dtype.is_floating_point or value.is_sparse:
+        if not value.dtype.is_floating_point or value.layout != sys.modules["torch"].strided:
             raise TypeError(
-                f"{op}: {name} has dtype {dtype_name(value)}; it should be a dense tensor of "
+                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor of "
                 "float32, float64, bfloat16 or float16"
             )
     else:
         value = np.asarray(value)
-        if dtype_name(value) not in ("float32", "float64"):
+        if value.dtype not in _FLOATS:
             raise TypeError(
-                f"{op}: {name} has dtype {dtype_name(value)}; it should be float32 or float64, "
+                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32 or float64, "
                 "in native byte order"
             )
     of_shape(op, name, value, shape)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fusedops._check import dtype_name, is_tensor
+from fusedops._check import dtype_name, is_tensor, of_shape
 
 
 class BackendUnavailable(RuntimeError):
@@ -35,7 +35,7 @@ class Request(NamedTuple):
     op: str
     framework: str
     device: str
-    dtype: str
+    dtype: Any
     forced: str | None
 
 
@@ -151,11 +151,6 @@ def _named(name: str, source: str) -> str:
     return name
 
 
-def compiling() -> bool:
-    """Return whether `torch.compile` is tracing this."""
-    return sys.modules["torch"].compiler.is_compiling()
-
-
 def forced(backend: str | None) -> str | None:
     """Return the backend asked for: by argument, by `use_backend`, or by environment."""
     if backend is not None:
@@ -235,7 +230,8 @@ class Explanation:
 
     def __str__(self) -> str:
         op, framework, device, dtype, asked = self.request
-        lines = [f"{op} on {device}, {dtype}, {framework}: {self.backend or 'no backend can serve'}"]
+        served = self.backend or "no backend can serve"
+        lines = [f"{op} on {device}, {dtype_name(dtype)}, {framework}: {served}"]
         for name, reason in self.reasons.items():
             if name == self.backend:
                 reason = "asked for" if asked else "the first that can serve"
@@ -323,32 +319,34 @@ class Call(NamedTuple):
 
     def other(self, primitive: Primitive, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Evaluate another primitive of the same static arguments, differentiably in torch."""
-        call = self._replace(primitive=primitive)
-        return call(arrays, (True,) * len(primitive.outputs(arrays)))
+        return self._replace(primitive=primitive)(arrays, primitive.all_wanted)
 
     def __call__(self, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        if is_tensor(arrays[0]):
+        """Return the outputs; one that isn't wanted may be None."""
+        first = arrays[0]
+        if is_tensor(first):
             from fusedops import _torch
 
             return _torch.call(self, arrays, wanted)
-        return self.evaluate(arrays, wanted)
+        request = Request(self.primitive.name, "numpy", "cpu", first.dtype, self.forced)
+        return self.on_numpy(*choose(request), arrays, wanted)
 
-    def evaluate(
-        self, arrays: Sequence[np.ndarray], wanted: tuple[bool, ...], out: Any = None
+    def on_numpy(
+        self,
+        backend: Backend,
+        kernel: Callable[..., Any],
+        arrays: Sequence[np.ndarray],
+        wanted: tuple[bool, ...],
     ) -> tuple[Any, ...]:
-        """Evaluate NumPy arrays; an output that isn't wanted is None."""
-        name = self.primitive.name
-        backend, kernel = choose(
-            Request(name, "numpy", "cpu", dtype_name(arrays[0]), self.forced)
-        )
+        """Run a NumPy-speaking kernel, with new arrays for its outputs."""
         if backend.module is None:
             return kernel(*arrays, *self.static)
-        outputs = tuple(
-            allocate(np.empty, shape, dtype) if want else None
-            for want, (shape, dtype) in zip(wanted, self.primitive.outputs(arrays), strict=True)
-        )
+        outputs = [
+            allocate(np.empty, shape, dtype or arrays[0].dtype) if want else None
+            for want, (shape, dtype) in zip(wanted, self.primitive.describe(arrays), strict=True)
+        ]
         kernel(*arrays, *self.static, *outputs)
-        return outputs
+        return tuple(outputs)
 
 
 #: Tests set this, so that an output element which no kernel writes shows.
@@ -370,12 +368,12 @@ class Primitive:
     ----------
     name : str
         What kernels register under.
-    arrays : tuple of str
-        The names of the differentiable arrays.
+    arrays, outputs : tuple of str
+        The names of the differentiable arrays, and of the outputs.
     static : dict of str to type
         The other arguments: subclasses of `Packed`, or `str`.
-    outputs : callable
-        From the arrays to a (shape, dtype name) for every output.
+    describe : callable
+        From the arrays to a (shape, dtype name) for every output; None for the first array's dtype.
     formula : callable
         The definition, in code that NumPy and torch both run: the truth which every kernel is held
         to. Returns a tuple of all outputs.
@@ -390,7 +388,8 @@ class Primitive:
         *,
         arrays: tuple[str, ...],
         static: dict[str, type],
-        outputs: Callable[[Sequence[Any]], tuple[tuple[Any, str], ...]],
+        outputs: tuple[str, ...],
+        describe: Callable[[Sequence[Any]], tuple[tuple[Any, str | None], ...]],
         formula: Callable[..., tuple[Any, ...]],
         pullback: Callable[..., tuple[Any, ...]] | None = None,
     ) -> None:
@@ -398,6 +397,8 @@ class Primitive:
         self.arrays = arrays
         self.static = static
         self.outputs = outputs
+        self.all_wanted = (True,) * len(outputs)
+        self.describe = describe
         self.formula = formula
         self.pullback = pullback
         _primitives[name] = self
@@ -423,51 +424,46 @@ class Op(Protocol):
         """Return which backend serves the call, and why."""
 
 
-def op(primitive: Primitive, *, output: int = 0) -> Callable[[Callable[..., Any]], Op]:
+def op(primitive: Primitive, *, output: str) -> Callable[[Callable[..., Any]], Op]:
     """Make a public op of a function that checks its arguments.
 
     The decorated function returns (arrays, static arguments) for `primitive`, whose `output` the
     op returns. A keyword ``backend`` is added to its signature.
     """
+    shown = primitive.outputs.index(output)
+    only = tuple(name == output for name in primitive.outputs)
 
     def declare(check: Callable[..., Any]) -> Op:
-        def bind(
-            args: Any, kwargs: Any, backend: str | None
-        ) -> tuple[tuple[Any, ...], Call]:
+        def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[tuple[Any, ...], Call]:
             arrays, static = check(*args, **kwargs)
-            # A compiled graph asks for its backend when it runs, not when it is traced.
-            asked = backend if is_tensor(arrays[0]) and compiling() else forced(backend)
-            return arrays, Call(primitive, static, asked)
+            # A compiled graph looks for a backend when it runs, not when it is traced.
+            if not (is_tensor(arrays[0]) and sys.modules["torch"].compiler.is_compiling()):
+                backend = forced(backend)
+            return arrays, Call(primitive, static, backend)
 
         @functools.wraps(check)
         def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
             arrays, bound = bind(args, kwargs, backend)
-            wanted = tuple(i == output for i in range(len(primitive.outputs(arrays))))
-            value = bound(arrays, wanted)[output]
+            value = bound(arrays, only)[shown]
             return value if is_tensor(value) else value[()]
 
         def vjp(
             *args: Any, backend: str | None = None, **kwargs: Any
         ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
             arrays, bound = bind(args, kwargs, backend)
-            outputs = bound(arrays, (True,) * len(primitive.outputs(arrays)))
-            value = outputs[output]
-            if is_tensor(value):
+            if is_tensor(arrays[0]):
                 raise TypeError(
-                    f"{check.__name__}.vjp takes NumPy arrays; torch tensors have autograd"
+                    f"{call.__name__}.vjp: {primitive.arrays[0]} is a torch tensor; it should be "
+                    "a NumPy array, tensors have autograd"
                 )
-            if primitive.pullback is None:
-                raise NotImplementedError(f"{check.__name__} has no pullback outside of torch")
+            outputs = bound(arrays, primitive.all_wanted)
+            value = outputs[shown]
 
             def pullback(cotangent: Any) -> tuple[Any, ...]:
                 cotangent = np.asarray(cotangent, dtype=value.dtype)
-                if cotangent.shape != value.shape:
-                    raise ValueError(
-                        f"{check.__name__}: the cotangent has shape {cotangent.shape}; it should "
-                        f"have the output's shape {value.shape}"
-                    )
+                of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, value.shape)
                 cotangents = [None] * len(outputs)
-                cotangents[output] = cotangent
+                cotangents[shown] = cotangent
                 return primitive.pullback(bound, arrays, outputs, cotangents)
 
             return value[()], pullback
@@ -477,7 +473,7 @@ def op(primitive: Primitive, *, output: int = 0) -> Callable[[Callable[..., Any]
             framework = "torch" if is_tensor(arrays[0]) else "numpy"
             device = arrays[0].device.type if framework == "torch" else "cpu"
             return explain(
-                Request(primitive.name, framework, device, dtype_name(arrays[0]), bound.forced)
+                Request(primitive.name, framework, device, arrays[0].dtype, bound.forced)
             )
 
         signature = inspect.signature(check)

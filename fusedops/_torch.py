@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from fusedops import _registry
-from fusedops._check import dtype_name
 from fusedops._registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -37,17 +36,17 @@ def move(packed: Packed, device: Any) -> Packed:
 def call(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
     """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
     first = arrays[0]
-    if first.dtype in _HALF and (
-        first.device.type == "cpu" or torch.is_autocast_enabled(first.device.type)
-    ):
+    if first.dtype in _HALF and (first.is_cpu or torch.is_autocast_enabled(first.device.type)):
         # NumPy has no bfloat16; under autocast these ops are among those that run in float32.
         arrays = [array.float() for array in arrays]
     if call.registered or torch.compiler.is_compiling():
         return _call_registered(call, arrays, wanted)
     if torch._C._are_functorch_transforms_active():
         return _Transformed.apply(call, *arrays)
-    if torch.is_grad_enabled() and any(array.requires_grad for array in arrays):
-        return _Differentiable.apply(call, *arrays)
+    if torch.is_grad_enabled():
+        for array in arrays:
+            if array.requires_grad:
+                return _Differentiable.apply(call, *arrays)
     return evaluate(call, arrays, wanted)
 
 
@@ -56,27 +55,24 @@ def evaluate(
 ) -> tuple[Any, ...]:
     """Evaluate a primitive on the backend chosen, without a derivative."""
     primitive, static, forced, _ = call
+    arrays = [array.detach() for array in arrays]
     first = arrays[0]
     backend, kernel = _registry.choose(
-        Request(primitive.name, "torch", first.device.type, dtype_name(first), forced)
-    )
-    arrays = [array.detach() for array in arrays]
-    if backend.module is None:
-        if backend.speaks == "torch":
-            return kernel(*arrays, *static)
-        return tuple(
-            torch.from_numpy(array) for array in kernel(*(a.numpy() for a in arrays), *static)
-        )
-    outputs = tuple(
-        _registry.allocate(first.new_empty, shape, getattr(torch, dtype)) if want else None
-        for want, (shape, dtype) in zip(wanted, primitive.outputs(arrays), strict=True)
+        Request(primitive.name, "torch", first.device.type, first.dtype, forced)
     )
     if backend.speaks == "numpy":
-        views = [None if output is None else output.numpy() for output in outputs]
-        kernel(*(array.numpy() for array in arrays), *static, *views)
-    else:
-        with _device(first):
-            kernel(*arrays, *static, *outputs)
+        outputs = call.on_numpy(backend, kernel, [array.numpy() for array in arrays], wanted)
+        return tuple([None if array is None else torch.from_numpy(array) for array in outputs])
+    if backend.module is None:
+        return kernel(*arrays, *static)
+    outputs = tuple(
+        _registry.allocate(first.new_empty, shape, getattr(torch, dtype) if dtype else first.dtype)
+        if want
+        else None
+        for want, (shape, dtype) in zip(wanted, primitive.describe(arrays), strict=True)
+    )
+    with _device(first):
+        kernel(*arrays, *static, *outputs)
     return outputs
 
 
@@ -92,7 +88,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = evaluate(call, arrays, (True,) * len(call.primitive.outputs(arrays)))
+        outputs = evaluate(call, arrays, call.primitive.all_wanted)
         ctx.call = call
         ctx.save_for_backward(*arrays, *outputs)
         ctx.set_materialize_grads(False)
@@ -108,7 +104,7 @@ class _Transformed(_Differentiable):
 
     @staticmethod
     def forward(call: Call, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return evaluate(call, arrays, (True,) * len(call.primitive.outputs(arrays)))
+        return evaluate(call, arrays, call.primitive.all_wanted)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -203,8 +199,7 @@ def _register(primitive: Primitive) -> None:
     count = len(primitive.arrays)
     takes_tensors = [*(kind.startswith("Tensor[]") for kind in kinds), False, False]
     arguments = [*(f"Tensor {name}" for name in primitive.arrays), *kinds]
-    probe = [torch.empty((0, 3))] * count
-    returns = ", ".join(["Tensor"] * len(primitive.outputs(probe)))
+    returns = ", ".join(["Tensor"] * len(primitive.outputs))
     qualified = f"fusedops::{primitive.name}"
     _library.define(
         f"{primitive.name}({', '.join(arguments)}, bool[] wanted, str backend) -> ({returns})"
@@ -227,8 +222,10 @@ def _register(primitive: Primitive) -> None:
     def fake(*args: Any) -> Any:
         arrays, wanted = args[:count], args[-2]
         outputs = tuple(
-            arrays[0].new_empty(shape if want else 0, dtype=getattr(torch, dtype))
-            for want, (shape, dtype) in zip(wanted, primitive.outputs(arrays), strict=True)
+            arrays[0].new_empty(
+                shape if want else 0, dtype=getattr(torch, dtype) if want and dtype else None
+            )
+            for want, (shape, dtype) in zip(wanted, primitive.describe(arrays), strict=True)
         )
         return outputs if len(outputs) > 1 else outputs[0]
 

@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._check import HALF, device_of, dtype_name, floats, is_tensor, one_of, same_device
+from fusedops._check import (
+    accumulator,
+    device_of,
+    dtype_name,
+    floats,
+    is_tensor,
+    one_of,
+    same_device,
+)
 from fusedops._registry import Call, Packed, Primitive, op
 
 FITS = ("uniform", "weighted")
@@ -108,7 +116,7 @@ class Planes(Packed):
         starts = np.flatnonzero(np.diff(size, prepend=0))
         runs = [
             np.arange(low, high, LANES)
-            for low, high in zip(starts, [*starts[1:], self.num_planes], strict=True)
+            for low, high in zip(starts, [*starts[1:], self.num_planes], strict=False)
         ]
         self.block_ptr = _joined([*runs, [self.num_planes]], np.int64)
 
@@ -269,10 +277,10 @@ def _nll_formula(xyz: Any, planes: Planes, fit: str) -> tuple[Any, Any]:
         total = total + 0.5 * (weight * plane.d**2).sum()
         g = plane.centred(weight * plane.d, fit)
         rows.append((index, g[..., None] * plane.normal[:, None]))
-    ((_, dtype), _) = _nll_outputs((xyz,))
     if is_tensor(xyz):
-        return total.to(getattr(_namespace(xyz), dtype)), _scatter(rows, xyz)
-    return np.asarray(total, dtype), _scatter(rows, xyz)
+        dtype = getattr(_namespace(xyz), accumulator(xyz) or dtype_name(xyz.dtype))
+        return total.to(dtype), _scatter(rows, xyz)
+    return np.asarray(total, xyz.dtype), _scatter(rows, xyz)
 
 
 def _gradient_vjp_formula(xyz: Any, cotangent: Any, planes: Planes, fit: str) -> tuple[Any]:
@@ -324,11 +332,6 @@ def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
     )
 
 
-def _nll_outputs(arrays: Sequence[Any]) -> tuple[tuple[Any, str], ...]:
-    dtype = dtype_name(arrays[0])
-    return ((), "float32" if dtype in HALF else dtype), (arrays[0].shape, dtype)
-
-
 def _nll_pullback(
     call: Call, arrays: Sequence[Any], outputs: Sequence[Any], cotangents: Sequence[Any]
 ) -> tuple[Any, ...]:
@@ -344,14 +347,16 @@ gradient_vjp = Primitive(
     "planarity_gradient_vjp",
     arrays=("xyz", "cotangent"),
     static={"planes": Planes, "fit": str},
-    outputs=lambda arrays: ((arrays[0].shape, dtype_name(arrays[0])),),
+    outputs=("xyz_cotangent",),
+    describe=lambda arrays: ((arrays[0].shape, None),),
     formula=_gradient_vjp_formula,
 )
 nll = Primitive(
     "planarity_nll",
     arrays=("xyz",),
     static={"planes": Planes, "fit": str},
-    outputs=_nll_outputs,
+    outputs=("nll", "gradient"),
+    describe=lambda arrays: (((), accumulator(arrays[0])), (arrays[0].shape, None)),
     formula=_nll_formula,
     pullback=_nll_pullback,
 )
@@ -370,12 +375,13 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> tuple[Any, ...]:
     return (xyz,), (planes, fit)
 
 
-@op(nll)
+@op(nll, output="nll")
 def planarity_nll(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> Any:
     r"""Return the negative log-likelihood that groups of atoms lie in planes.
 
-    .. math:: \mathrm{NLL} = \sum_p \sum_{a \in p} \left[ 	frac12 (d_{pa}/\sigma_{pa})^2
-              + \ln \sigma_{pa} + 	frac12 \ln 2\pi ight], \quad
+    .. math:: \mathrm{NLL} = \sum_p \sum_{a \in p} \left[ \tfrac12 (d_{pa}/\sigma_{pa})^2
+              + \ln \sigma_{pa} + \tfrac12 \ln 2\pi 
+ight], \quad
               d_{pa} = (x_{pa} - c_p) \cdot n_p
 
     where c_p is the centroid of plane p and n_p the eigenvector of its covariance with the

@@ -1,1 +1,5 @@
-"""GPU kernels in Triton, one file an op."""
+"""GPU kernels in Triton, one file an op; importing the package registers them all."""
+
+from gpukern import planarity
+
+__all__ = ["planarity"]
