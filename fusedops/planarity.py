@@ -380,8 +380,7 @@ def planarity_nll(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> Any:
     r"""Return the negative log-likelihood that groups of atoms lie in planes.
 
     .. math:: \mathrm{NLL} = \sum_p \sum_{a \in p} \left[ \tfrac12 (d_{pa}/\sigma_{pa})^2
-              + \ln \sigma_{pa} + \tfrac12 \ln 2\pi 
-ight], \quad
+              + \ln \sigma_{pa} + \tfrac12 \ln 2\pi \right], \quad
               d_{pa} = (x_{pa} - c_p) \cdot n_p
 
     where c_p is the centroid of plane p and n_p the eigenvector of its covariance with the

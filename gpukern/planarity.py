@@ -21,7 +21,8 @@ from fusedops._registry import register
 from fusedops.planarity import NO_PLANE
 
 # Planes, and atoms of the second launch, that a program takes; and its warps.
-_BLOCK, _WARPS = 128, 4
+_BLOCK, _WARPS = 32, 1
+_UNROLL = 4
 _SUM = tl.constexpr(2048)
 _TINY = tl.constexpr(NO_PLANE)
 
@@ -38,19 +39,26 @@ def _coordinates(xyz, i, inside, row_stride, column_stride):
 
 
 @triton.jit
+def _inverse(x):
+    """1 / x for x near 1: the float32 reciprocal and two steps of Newton's method beat a division."""
+    y = (1.0 / x.to(tl.float32)).to(tl.float64)
+    y += y * (1 - x * y)
+    return y + y * (1 - x * y)
+
+
+@triton.jit
 def _newton(xx, xy, xz, yy, yz, zz):
     """Smallest eigenpair of covariances of trace 1, and whether it was found."""
     minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
     determinant = xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
-    safe = tl.where(minors > _TINY, minors, 1.0)
+    safe = tl.where(minors > 1e-9, minors, 1.0)
     # The characteristic polynomial rises and is concave up to its smallest root, so that Newton's
-    # method from 0 climbs to it monotonically.
-    value = determinant / safe
+    # method from 0 climbs to it monotonically; a slope in float32 serves.
+    value = determinant * _inverse(safe)
     for _ in tl.static_range(4):
-        slope = (3 * value - 2) * value + safe
-        value -= (((value - 1) * value + safe) * value - determinant) / tl.where(
-            slope == 0, 1.0, slope
-        )
+        slope = ((3 * value - 2) * value + safe).to(tl.float32)
+        rise = ((value - 1) * value + safe) * value - determinant
+        value -= rise * (1.0 / tl.where(slope == 0, 1.0, slope)).to(tl.float64)
     # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is n.
     ax = xx - value
     ay = yy - value
@@ -67,7 +75,10 @@ def _newton(xx, xy, xz, yy, yz, zz):
     y = tl.where(first, pxy, tl.where(second, pyy, pyz))
     z = tl.where(first, pxz, tl.where(second, pyz, pzz))
     square = x * x + y * y + z * z
-    scale = 1 / tl.sqrt(tl.where(square > 0, square, 1.0))
+    square = tl.where(square > 1e-30, square, 1.0)
+    scale = tl.rsqrt(square.to(tl.float32)).to(tl.float64)
+    scale *= 1.5 - 0.5 * square * scale * scale
+    scale *= 1.5 - 0.5 * square * scale * scale
     x *= scale
     y *= scale
     z *= scale
@@ -81,7 +92,7 @@ def _newton(xx, xy, xz, yy, yz, zz):
     rz = cz - rho * z
     product = minors - 2 * rho + 3 * rho * rho
     usable = product > 1e-9
-    scale = 1 / tl.where(usable, product, 1.0)
+    scale = _inverse(tl.where(usable, product, 1.0))
     spread = 1 - 2 * rho
     dx = ((spread - xx) * rx - xy * ry - xz * rz) * scale
     dy = ((spread - yy) * ry - xy * rx - yz * rz) * scale
@@ -144,7 +155,7 @@ def _jacobi(xx, xy, xz, yy, yz, zz):
 @triton.jit
 def _fit(
     xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
-    WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr,
+    WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Gather once and fit: origin, centroid from there, normal, covariance scaled to trace 1."""
     live = n > 0
@@ -164,36 +175,37 @@ def _fit(
     xx, xy, xz, yy, yz, zz = zero, zero, zero, zero, zero, zero
     a = 0
     while a < most:
-        active = a < n
-        i = tl.load(index + start + a, mask=active, other=0)
-        x, y, z = _coordinates(
-            xyz, i, active & (i >= 0) & (i < atoms), row_stride, column_stride
-        )
-        x = tl.where(active, x - ox, 0.0)
-        y = tl.where(active, y - oy, 0.0)
-        z = tl.where(active, z - oz, 0.0)
-        if PER_ATOM:
-            w = tl.load(weight + start + a, mask=active, other=0.0)
-        else:
-            w = own
-        share = tl.where(active, 1.0, 0.0).to(tl.float64)
-        if WEIGHTED:
-            share = tl.where(active, w, 0.0)
-        total += share
-        sx += share * x
-        sy += share * y
-        sz += share * z
-        xx += share * x * x
-        xy += share * x * y
-        xz += share * x * z
-        yy += share * y * y
-        yz += share * y * z
-        zz += share * z * z
-        sum_w += w
-        wx += w * x
-        wy += w * y
-        wz += w * z
-        a += 1
+        for repeat in tl.static_range(UNROLL):
+            active = a < n
+            i = tl.load(index + start + a, mask=active, other=0)
+            x, y, z = _coordinates(
+                xyz, i, active & (i >= 0) & (i < atoms), row_stride, column_stride
+            )
+            x = tl.where(active, x - ox, 0.0)
+            y = tl.where(active, y - oy, 0.0)
+            z = tl.where(active, z - oz, 0.0)
+            if PER_ATOM:
+                w = tl.load(weight + start + a, mask=active, other=0.0)
+            else:
+                w = own
+            share = tl.where(active, 1.0, 0.0).to(tl.float64)
+            if WEIGHTED:
+                share = tl.where(active, w, 0.0)
+            total += share
+            sx += share * x
+            sy += share * y
+            sz += share * z
+            xx += share * x * x
+            xy += share * x * y
+            xz += share * x * z
+            yy += share * y * y
+            yz += share * y * z
+            zz += share * z * z
+            sum_w += w
+            wx += w * x
+            wy += w * y
+            wz += w * z
+            a += 1
     scale = 1 / tl.where(live, total, 1.0)
     cx = sx * scale
     cy = sy * scale
@@ -265,6 +277,7 @@ _UNALIGNED = ["xyz", "vector"]
 def _nll_kernel(
     xyz, index, weight, plane_ptr, slot, out, scratch, planes, atoms, row_stride, column_stride,
     WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     plane = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -274,7 +287,7 @@ def _nll_kernel(
     most = tl.max(n)
     cx, cy, cz, nx, ny, nz, _, _, _, _, _, _, _, _, _, mean, usable = _fit(
         xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
-        WEIGHTED, PER_ATOM,
+        WEIGHTED, PER_ATOM, UNROLL,
     )  # fmt: skip
     spill = scratch + tl.num_programs(0)
     own = mean
@@ -283,21 +296,22 @@ def _nll_kernel(
     total = tl.zeros_like(mean)
     a = 0
     while a < most:
-        active = a < n
-        i = tl.load(index + start + a, mask=active, other=0)
-        inside = active & (i >= 0) & (i < atoms)
-        x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
-        d = (x - cx) * nx + (y - cy) * ny + (z - cz) * nz
-        d = tl.where(active & usable, d, 0.0)
-        if PER_ATOM:
-            w = tl.load(weight + start + a, mask=active, other=0.0)
-        else:
-            w = own
-        total += 0.5 * w * d * d
-        if WANTED:
-            g = w * d - mean
-            _write(out, spill, slot, start + a, i, inside, g * nx, g * ny, g * nz)
-        a += 1
+        for repeat in tl.static_range(UNROLL):
+            active = a < n
+            i = tl.load(index + start + a, mask=active, other=0)
+            inside = active & (i >= 0) & (i < atoms)
+            x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
+            d = (x - cx) * nx + (y - cy) * ny + (z - cz) * nz
+            d = tl.where(active & usable, d, 0.0)
+            if PER_ATOM:
+                w = tl.load(weight + start + a, mask=active, other=0.0)
+            else:
+                w = own
+            total += 0.5 * w * d * d
+            if WANTED:
+                g = w * d - mean
+                _write(out, spill, slot, start + a, i, inside, g * nx, g * ny, g * nz)
+            a += 1
     tl.store(scratch + program, tl.sum(total))
 
 
@@ -305,7 +319,7 @@ def _nll_kernel(
 def _gradient_vjp_kernel(
     xyz, vector, index, weight, plane_ptr, slot, out, spill, planes, atoms,
     row_stride, column_stride, vector_row, vector_column,
-    WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     # The formulas are derived at fusedops.planarity._gradient_vjp_formula.
     plane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -315,7 +329,7 @@ def _gradient_vjp_kernel(
     most = tl.max(n)
     cx, cy, cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz, scale, total, mean, usable = _fit(
         xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
-        WEIGHTED, PER_ATOM,
+        WEIGHTED, PER_ATOM, UNROLL,
     )  # fmt: skip
     planar = usable & (nx * nx + ny * ny + nz * nz > 0)
     own = mean
@@ -325,40 +339,42 @@ def _gradient_vjp_kernel(
     if not WEIGHTED:
         a = 0
         while a < most:
-            active = planar & (a < n)
-            i = tl.load(index + start + a, mask=active, other=0)
-            inside = active & (i >= 0) & (i < atoms)
-            vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
-            mean_s += tl.where(inside, vx * nx + vy * ny + vz * nz, 0.0)
-            a += 1
+            for repeat in tl.static_range(UNROLL):
+                active = planar & (a < n)
+                i = tl.load(index + start + a, mask=active, other=0)
+                inside = active & (i >= 0) & (i < atoms)
+                vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
+                mean_s += tl.where(inside, vx * nx + vy * ny + vz * nz, 0.0)
+                a += 1
         mean_s = mean_s / tl.where(there, total, 1.0)
     sum_t, qx, qy, qz = (
         tl.zeros_like(mean), tl.zeros_like(mean), tl.zeros_like(mean), tl.zeros_like(mean),
     )  # fmt: skip
     a = 0
     while a < most:
-        active = planar & (a < n)
-        i = tl.load(index + start + a, mask=active, other=0)
-        inside = active & (i >= 0) & (i < atoms)
-        x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
-        vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
-        x = tl.where(inside, x - cx, 0.0)
-        y = tl.where(inside, y - cy, 0.0)
-        z = tl.where(inside, z - cz, 0.0)
-        vx = tl.where(inside, vx, 0.0)
-        vy = tl.where(inside, vy, 0.0)
-        vz = tl.where(inside, vz, 0.0)
-        if PER_ATOM:
-            w = tl.load(weight + start + a, mask=active, other=0.0)
-        else:
-            w = own
-        g = w * (x * nx + y * ny + z * nz) - mean
-        t = tl.where(inside, w * (vx * nx + vy * ny + vz * nz - mean_s), 0.0)
-        sum_t += t
-        qx += t * x + g * vx
-        qy += t * y + g * vy
-        qz += t * z + g * vz
-        a += 1
+        for repeat in tl.static_range(UNROLL):
+            active = planar & (a < n)
+            i = tl.load(index + start + a, mask=active, other=0)
+            inside = active & (i >= 0) & (i < atoms)
+            x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
+            vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
+            x = tl.where(inside, x - cx, 0.0)
+            y = tl.where(inside, y - cy, 0.0)
+            z = tl.where(inside, z - cz, 0.0)
+            vx = tl.where(inside, vx, 0.0)
+            vy = tl.where(inside, vy, 0.0)
+            vz = tl.where(inside, vz, 0.0)
+            if PER_ATOM:
+                w = tl.load(weight + start + a, mask=active, other=0.0)
+            else:
+                w = own
+            g = w * (x * nx + y * ny + z * nz) - mean
+            t = tl.where(inside, w * (vx * nx + vy * ny + vz * nz - mean_s), 0.0)
+            sum_t += t
+            qx += t * x + g * vx
+            qy += t * y + g * vy
+            qz += t * z + g * vz
+            a += 1
     # p = (C - λ)⁺ q; fusedops.planarity.pseudo_solve has the formula.
     xx -= value
     yy -= value
@@ -381,32 +397,33 @@ def _gradient_vjp_kernel(
     pz = tl.where(regular, (trace * qz - pz) * by_product, pz * by_square)
     a = 0
     while a < most:
-        active = a < n
-        i = tl.load(index + start + a, mask=active, other=0)
-        inside = active & (i >= 0) & (i < atoms)
-        read = inside & planar
-        x, y, z = _coordinates(xyz, i, read, row_stride, column_stride)
-        vx, vy, vz = _coordinates(vector, i, read, vector_row, vector_column)
-        x = tl.where(read, x - cx, 0.0)
-        y = tl.where(read, y - cy, 0.0)
-        z = tl.where(read, z - cz, 0.0)
-        if PER_ATOM:
-            w = tl.load(weight + start + a, mask=active, other=0.0)
-        else:
-            w = own
-        share = tl.full(mean.shape, 1.0, tl.float64)
-        if WEIGHTED:
-            share = w
-        t = tl.where(read, w * (vx * nx + vy * ny + vz * nz - mean_s), 0.0)
-        turn = share * scale
-        d = turn * (x * nx + y * ny + z * nz)
-        along = t - share / tl.where(there, total, 1.0) * sum_t - turn * (px * x + py * y + pz * z)
-        along = tl.where(read, along, 0.0)
-        _write(
-            out, spill, slot, start + a, i, inside,
-            along * nx - d * px, along * ny - d * py, along * nz - d * pz,
-        )  # fmt: skip
-        a += 1
+        for repeat in tl.static_range(UNROLL):
+            active = a < n
+            i = tl.load(index + start + a, mask=active, other=0)
+            inside = active & (i >= 0) & (i < atoms)
+            read = inside & planar
+            x, y, z = _coordinates(xyz, i, read, row_stride, column_stride)
+            vx, vy, vz = _coordinates(vector, i, read, vector_row, vector_column)
+            x = tl.where(read, x - cx, 0.0)
+            y = tl.where(read, y - cy, 0.0)
+            z = tl.where(read, z - cz, 0.0)
+            if PER_ATOM:
+                w = tl.load(weight + start + a, mask=active, other=0.0)
+            else:
+                w = own
+            share = tl.full(mean.shape, 1.0, tl.float64)
+            if WEIGHTED:
+                share = w
+            t = tl.where(read, w * (vx * nx + vy * ny + vz * nz - mean_s), 0.0)
+            turn = share * scale
+            d = turn * (x * nx + y * ny + z * nz)
+            along = t - share / tl.where(there, total, 1.0) * sum_t - turn * (px * x + py * y + pz * z)
+            along = tl.where(read, along, 0.0)
+            _write(
+                out, spill, slot, start + a, i, inside,
+                along * nx - d * px, along * ny - d * py, along * nz - d * pz,
+            )  # fmt: skip
+            a += 1
 
 
 @triton.jit(do_not_specialize=_SIZES[1:2] + _SIZES[6:])
@@ -460,7 +477,7 @@ def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> N
     if programs:
         _nll_kernel[(programs,)](
             xyz, index, weight, plane_ptr, slot, out, scratch, planes.num_planes, atoms,
-            *xyz.stride(), fit == "weighted", bool(planes.per_atom), wanted, _BLOCK,
+            *xyz.stride(), fit == "weighted", bool(planes.per_atom), wanted, _BLOCK, _UNROLL,
             num_warps=_WARPS,
         )  # fmt: skip
     rows = len(reduced) if wanted else 0
@@ -481,7 +498,7 @@ def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out:
     if planes.num_planes:
         _gradient_vjp_kernel[(triton.cdiv(planes.num_planes, _BLOCK),)](
             xyz, cotangent, index, weight, plane_ptr, slot, out, spill, planes.num_planes, atoms,
-            *xyz.stride(), *cotangent.stride(), fit == "weighted", bool(planes.per_atom), _BLOCK,
+            *xyz.stride(), *cotangent.stride(), fit == "weighted", bool(planes.per_atom), _BLOCK, _UNROLL,
             num_warps=_WARPS,
         )  # fmt: skip
     others = rows + atoms - planes.bound

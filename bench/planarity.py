@@ -1,0 +1,189 @@
+"""Times the planarity restraint, value and gradient, beside its peers and its floors.
+
+    python bench/planarity.py [--device cuda] [--json FILE]
+
+Rounds are interleaved in one process and a table of medians is printed, in ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fusedops
+from fusedops.testing import protein
+
+
+def workload(planes: int, dtype: Any = np.float32) -> tuple[np.ndarray, list[Any]]:
+    """Return coordinates and groups of about that many planes."""
+    xyz, indices = protein(max(1, round(planes / 1.4375)), np.random.default_rng(planes))
+    return xyz.astype(dtype), [(index, np.full(len(index), 0.02)) for index in indices]
+
+
+def eigh_nll(xyz: torch.Tensor, groups: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The peer: eager torch, `eigh` of the covariance with the normal held fixed."""
+    total = xyz.new_zeros(())
+    for index, sigma in groups:
+        x = xyz[index]
+        r = x - x.mean(1, keepdim=True)
+        with torch.no_grad():
+            normal = torch.linalg.eigh(r.mT @ r)[1][..., :1]
+        z = (r @ normal)[..., 0] / sigma[:, None]
+        total = total + (0.5 * z**2 + sigma[:, None].log() + 0.918938533).sum()
+    return total
+
+
+def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    wait()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+def interleaved(
+    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 1.5
+) -> dict[str, float]:
+    """Return the median time of every run, in ms, taken in turns."""
+    repeats = {}
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        wait()
+        repeats[name] = max(1, min(100, int(seconds / 25 / (timed(run, wait, 1) / 1e3))))
+    rounds = [{name: timed(run, wait, repeats[name]) for name, run in runs.items()}
+              for _ in range(25)]
+    return {name: statistics.median(each[name] for each in rounds) for name in runs}
+
+
+def torch_step(xyz: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+    leaf = xyz.clone().requires_grad_()
+
+    def step() -> None:
+        leaf.grad = None
+        loss(leaf).backward()
+
+    return step
+
+
+def graphed(step: Callable[[], Any]) -> Callable[[], None]:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def launch_only() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return an autograd.Function that launches one empty kernel each way."""
+    import triton
+
+    @triton.jit
+    def empty(x):
+        pass
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            empty[(1,)](x)
+            return x.new_empty(())
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            empty[(1,)](x)
+            return torch.empty_like(x)
+
+    return Empty.apply
+
+
+def bandwidth(device: str) -> float:
+    """Return bytes read and written a second by a large copy."""
+    source = torch.empty(2**28, device=device)
+    target = torch.empty_like(source)
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    times = interleaved({"copy": lambda: target.copy_(source)}, wait)
+    return 2 * source.nbytes / (times["copy"] * 1e-3)
+
+
+def floor_bytes(xyz: np.ndarray, planes: fusedops.Planes) -> int:
+    """Return what must move: coordinates and gradient, indices, weights and where planes begin."""
+    return 2 * xyz.nbytes + 4 * planes.num_entries + 12 * planes.num_planes
+
+
+def measure(device: str, sizes: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    rate = bandwidth(device)
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    for size in sizes:
+        xyz, groups = workload(size)
+        packed = fusedops.Planes(groups)
+        there = torch.tensor(xyz, device=device)
+        peers = [(torch.tensor(i, device=device), torch.tensor(s, device=device).to(there.dtype))
+                 for i, s in groups]
+        planes = packed.to(device)
+        ours = torch_step(there, lambda x, p=planes: fusedops.planarity_nll(x, p))
+        runs = {"torch tensors": ours}
+        if device == "cuda":
+            runs["in a CUDA graph"] = graphed(
+                torch_step(there, lambda x, p=planes: fusedops.planarity_nll(x, p)))
+            runs["empty kernels"] = torch_step(there, launch_only())
+        else:
+            for backend in ("cython", "numba"):
+                runs[backend] = lambda b=backend, x=xyz, p=packed: fusedops.planarity_nll.vjp(
+                    x, p, backend=b)[1](1.0)
+            runs["list of arrays"] = lambda x=xyz, g=groups: fusedops.planarity_nll.vjp(x, g)[1](1.0)
+        if device == "cpu" or size < 100_000:
+            runs["torch eager eigh"] = torch_step(there, lambda x, g=peers: eigh_nll(x, g))
+        times = interleaved(runs, wait)
+        times["byte floor"] = floor_bytes(xyz, packed) / rate * 1e3
+        rows.append({"planes": packed.num_planes, "atoms": len(xyz), "device": device,
+                     "bandwidth_GB_s": rate / 1e9, "ms": times})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(fusedops.get_num_threads())
+    sizes = [602, 20_200, 606_000] if arguments.device == "cuda" else [500, 5_000, 100_000]
+    rows = measure(arguments.device, sizes)
+    machine = {
+        "machine": torch.cuda.get_device_name() if arguments.device == "cuda"
+        else platform.processor() or platform.machine(),
+        "threads": fusedops.get_num_threads(), "torch": torch.__version__,
+        "numpy": np.__version__, "python": platform.python_version(),
+    }
+    table = Table(title=", ".join(f"{key} {value}" for key, value in machine.items()))
+    for column in ("planes", "atoms", "what", "ms", "over floor"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        for name, time_ms in row["ms"].items():
+            table.add_row(str(row["planes"]), str(row["atoms"]), name, f"{time_ms:.4f}",
+                          f"{time_ms / row['ms']['byte floor']:.1f}")
+        table.add_section()
+    Console(width=100).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
