@@ -39,17 +39,17 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     A string in `shape` stands for any size. Raises TypeError or ValueError.
     """
     if is_tensor(value):
-        if not value.dtype.is_floating_point or value.layout != sys.modules["torch"].strided:
+        if not value.is_floating_point() or value.layout != sys.modules["torch"].strided:
             raise TypeError(
-                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor of "
-                "float32, float64, bfloat16 or float16"
+                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "
+                "of float32, float64, bfloat16 or float16"
             )
     else:
         value = np.asarray(value)
         if value.dtype not in _FLOATS:
             raise TypeError(
-                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32 or float64, "
-                "in native byte order"
+                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32 or "
+                "float64, in native byte order"
             )
     of_shape(op, name, value, shape)
     return value
@@ -57,14 +57,13 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
 
 def of_shape(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> None:
     """Raise ValueError unless `value` has `shape`, in which a string stands for any size."""
-    if len(value.shape) == len(shape):
-        for have, want in zip(value.shape, shape, strict=True):
-            if have != want and not isinstance(want, str):
-                break
-        else:
-            return
+    got = value.shape
+    if len(got) == len(shape) and all(
+        [have == want or isinstance(want, str) for have, want in zip(got, shape, strict=True)]
+    ):
+        return
     should = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-    raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it should be ({should})")
+    raise ValueError(f"{op}: {name} has shape {tuple(got)}; it should be ({should})")
 
 
 def one_of(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -152,11 +152,17 @@ def _named(name: str, source: str) -> str:
 
 
 def forced(backend: str | None) -> str | None:
-    """Return the backend asked for: by argument, by `use_backend`, or by environment."""
+    """Return the backend asked for: by argument, by `use_backend`, or by environment.
+
+    The environment is read once, at first use.
+    """
     if backend is not None:
         return _named(backend, "backend")
-    if (name := _override.get()) is not None:
-        return name
+    return _override.get() or _from_environment()
+
+
+@functools.cache
+def _from_environment() -> str | None:
     name = os.environ.get("FUSEDOPS_BACKEND")
     return _named(name, "FUSEDOPS_BACKEND") if name else None
 
@@ -378,8 +384,10 @@ class Primitive:
         The definition, in code that NumPy and torch both run: the truth which every kernel is held
         to. Returns a tuple of all outputs.
     pullback : callable, optional
-        From (call, arrays, outputs, cotangents) to a cotangent for every array, in terms of
+        From (call, arrays, residuals, cotangents) to a cotangent for every array, in terms of
         primitives. A cotangent that is None is zero. Without one, torch differentiates the formula.
+    residual : slice
+        Which outputs the pullback needs.
     """
 
     def __init__(
@@ -392,6 +400,7 @@ class Primitive:
         describe: Callable[[Sequence[Any]], tuple[tuple[Any, str | None], ...]],
         formula: Callable[..., tuple[Any, ...]],
         pullback: Callable[..., tuple[Any, ...]] | None = None,
+        residual: slice = slice(0),
     ) -> None:
         self.name = name
         self.arrays = arrays
@@ -401,6 +410,7 @@ class Primitive:
         self.describe = describe
         self.formula = formula
         self.pullback = pullback
+        self.residual = residual
         _primitives[name] = self
 
 
@@ -464,7 +474,7 @@ def op(primitive: Primitive, *, output: str) -> Callable[[Callable[..., Any]], O
                 of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, value.shape)
                 cotangents = [None] * len(outputs)
                 cotangents[shown] = cotangent
-                return primitive.pullback(bound, arrays, outputs, cotangents)
+                return primitive.pullback(bound, arrays, outputs[primitive.residual], cotangents)
 
             return value[()], pullback
 

@@ -6,7 +6,6 @@ Eager calls take a direct autograd.Function. Under `torch.compile` the same call
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,32 +54,30 @@ def evaluate(
 ) -> tuple[Any, ...]:
     """Evaluate a primitive on the backend chosen, without a derivative."""
     primitive, static, forced, _ = call
-    arrays = [array.detach() for array in arrays]
     first = arrays[0]
     backend, kernel = _registry.choose(
         Request(primitive.name, "torch", first.device.type, first.dtype, forced)
     )
     if backend.speaks == "numpy":
-        outputs = call.on_numpy(backend, kernel, [array.numpy() for array in arrays], wanted)
+        views = [array.detach().numpy() for array in arrays]
+        outputs = call.on_numpy(backend, kernel, views, wanted)
         return tuple([None if array is None else torch.from_numpy(array) for array in outputs])
     if backend.module is None:
-        return kernel(*arrays, *static)
-    outputs = tuple(
+        with torch.no_grad():
+            return kernel(*arrays, *static)
+    outputs = [
         _registry.allocate(first.new_empty, shape, getattr(torch, dtype) if dtype else first.dtype)
         if want
         else None
         for want, (shape, dtype) in zip(wanted, primitive.describe(arrays), strict=True)
-    )
-    with _device(first):
+    ]
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        # Triton launches on the current device.
+        with torch.cuda.device(first.device):
+            kernel(*arrays, *static, *outputs)
+    else:
         kernel(*arrays, *static, *outputs)
-    return outputs
-
-
-def _device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make a tensor's GPU the one that a kernel launches on."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
+    return tuple(outputs)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -90,7 +87,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = evaluate(call, arrays, call.primitive.all_wanted)
         ctx.call = call
-        ctx.save_for_backward(*arrays, *outputs)
+        ctx.save_for_backward(*arrays, *outputs[call.primitive.residual])
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -109,7 +106,7 @@ class _Transformed(_Differentiable):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.call, *arrays = inputs
-        ctx.save_for_backward(*arrays, *output)
+        ctx.save_for_backward(*arrays, *output[ctx.call.primitive.residual])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -131,11 +128,11 @@ class _Transformed(_Differentiable):
 def _pull_back(
     call: Call, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> tuple[Any, ...]:
-    count = len(call.primitive.arrays)
-    arrays, outputs = saved[:count], saved[count:]
-    if call.primitive.pullback is not None:
-        return call.primitive.pullback(call, arrays, outputs, cotangents)
-    return _differentiate_formula(call, arrays, cotangents)
+    primitive = call.primitive
+    count = len(primitive.arrays)
+    if primitive.pullback is None:
+        return _differentiate_formula(call, saved[:count], cotangents)
+    return primitive.pullback(call, saved[:count], saved[count:], cotangents)
 
 
 def _differentiate_formula(
@@ -232,7 +229,7 @@ def _register(primitive: Primitive) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.flat = inputs[count:]
-        ctx.save_for_backward(*inputs[:count], *outputs)
+        ctx.save_for_backward(*inputs[:count], *outputs[primitive.residual])
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:

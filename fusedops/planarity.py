@@ -84,7 +84,7 @@ class Planes(Packed):
     _fields = (
         "index", "weight", "plane_ptr", "block_ptr", "slot", "reduced", "reduced_ptr", "constant",
     )
-    _sizes = ("bound", "largest", "spill", "per_atom", "num_planes", "num_entries")
+    _sizes = ("bound", "largest", "rows", "spill", "per_atom", "num_planes", "num_entries")
 
     def __init__(self, plane_groups: Sequence[tuple[Any, Any]]) -> None:
         groups, device = _checked_groups(plane_groups)
@@ -124,6 +124,7 @@ class Planes(Packed):
         self.bound = len(count)
         self.reduced = np.flatnonzero(count != 1).astype(np.int32)
         self.reduced_ptr = np.concatenate(([0], np.cumsum(count[self.reduced])))
+        self.rows = len(self.reduced)
         shared = np.flatnonzero(count[self.index] > 1)
         self.spill = len(shared)
         self.slot = np.full(self.num_entries, -1, np.int32)
@@ -333,10 +334,10 @@ def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
 
 
 def _nll_pullback(
-    call: Call, arrays: Sequence[Any], outputs: Sequence[Any], cotangents: Sequence[Any]
+    call: Call, arrays: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     scale, direction = cotangents
-    dxyz = None if scale is None else scale * outputs[1]
+    dxyz = None if scale is None else scale * residuals[0]
     if direction is not None:
         (turned,) = call.other(gradient_vjp, (arrays[0], direction))
         dxyz = turned if dxyz is None else dxyz + turned
@@ -359,6 +360,7 @@ nll = Primitive(
     describe=lambda arrays: (((), accumulator(arrays[0])), (arrays[0].shape, None)),
     formula=_nll_formula,
     pullback=_nll_pullback,
+    residual=slice(1, 2),
 )
 
 

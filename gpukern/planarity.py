@@ -11,6 +11,7 @@ Bytes, once each: xyz, index, slot, 1/σ² and plane_ptr in, gradient out.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ import triton.language as tl
 
 from fusedops._registry import register
 from fusedops.planarity import NO_PLANE
+from gpukern.launch import Launcher
 
 # Planes, and atoms of the second launch, that a program takes; and its warps.
 _BLOCK, _WARPS = 32, 1
-_UNROLL = 4
+# Atoms whose loads are in flight together.
+_UNROLL = 2
 _SUM = tl.constexpr(2048)
 _TINY = tl.constexpr(NO_PLANE)
 
@@ -267,13 +270,17 @@ def _write(out, spill, slot, entry, i, mask, x, y, z):
     tl.store(at + 2, z, mask=shared)
 
 
-# Sizes change from call to call, and views may start anywhere: neither may cost a compilation.
-_SIZES = ["planes", "atoms", "row_stride", "column_stride", "vector_row", "vector_column",
-          "parts", "rows", "bound"]  # fmt: skip
-_UNALIGNED = ["xyz", "vector"]
+def _jit(function: Any) -> Any:
+    """Compile for any sizes and any alignment, which change from call to call."""
+    names = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.annotation is inspect.Parameter.empty
+    ]
+    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
 
 
-@triton.jit(do_not_specialize=_SIZES[:4], do_not_specialize_on_alignment=_UNALIGNED[:1])
+@_jit
 def _nll_kernel(
     xyz, index, weight, plane_ptr, slot, out, scratch, planes, atoms, row_stride, column_stride,
     WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -315,7 +322,7 @@ def _nll_kernel(
     tl.store(scratch + program, tl.sum(total))
 
 
-@triton.jit(do_not_specialize=_SIZES[:6], do_not_specialize_on_alignment=_UNALIGNED)
+@_jit
 def _gradient_vjp_kernel(
     xyz, vector, index, weight, plane_ptr, slot, out, spill, planes, atoms,
     row_stride, column_stride, vector_row, vector_column,
@@ -426,9 +433,9 @@ def _gradient_vjp_kernel(
             a += 1
 
 
-@triton.jit(do_not_specialize=_SIZES[1:2] + _SIZES[6:])
+@_jit
 def _reduce_kernel(
-    out, spill, reduced, reduced_ptr, nll, partial, constant, atoms, parts, rows, bound,
+    out, scratch, reduced, reduced_ptr, nll, constant, atoms, parts, rows, bound,
     VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum every other atom's rows, of which it may have none; the last program sums the value."""
@@ -438,7 +445,7 @@ def _reduce_kernel(
         total = tl.zeros([_SUM], tl.float64)
         at = 0
         while at < parts:
-            total += tl.load(partial + at + lane, mask=at + lane < parts, other=0.0)
+            total += tl.load(scratch + at + lane, mask=at + lane < parts, other=0.0)
             at += _SUM
         tl.store(nll, tl.sum(total) + tl.load(constant))
     else:
@@ -455,7 +462,7 @@ def _reduce_kernel(
         most = tl.max(n)
         j = 0
         while j < most:
-            at = spill + 3 * (start + j)
+            at = scratch + parts + 3 * (start + j)
             x += tl.load(at, mask=j < n, other=0.0)
             y += tl.load(at + 1, mask=j < n, other=0.0)
             z += tl.load(at + 2, mask=j < n, other=0.0)
@@ -466,44 +473,58 @@ def _reduce_kernel(
         tl.store(out + 3 * i + 2, z, mask=owned)
 
 
+_nll = Launcher(_nll_kernel, _WARPS)
+_gradient_vjp = Launcher(_gradient_vjp_kernel, _WARPS)
+_reduce = Launcher(_reduce_kernel, _WARPS)
+
+
+def _key(xyz: Any, strides: tuple[int, ...], *flags: bool) -> tuple[Any, ...]:
+    return xyz.dtype, xyz.device, max(strides) >= 2**31, *flags
+
+
 @register("planarity_nll", "triton")
 def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> None:
     index, weight, plane_ptr, _, slot, reduced, reduced_ptr, constant = planes.tensors_here()
-    atoms, wanted = len(xyz), gradient is not None
-    programs = triton.cdiv(planes.num_planes, _BLOCK)
-    spilled = 3 * planes.spill if wanted else 0
-    scratch = xyz.new_empty(programs + spilled, dtype=torch.float64)
-    out = gradient if wanted else xyz
-    if programs:
-        _nll_kernel[(programs,)](
-            xyz, index, weight, plane_ptr, slot, out, scratch, planes.num_planes, atoms,
-            *xyz.stride(), fit == "weighted", bool(planes.per_atom), wanted, _BLOCK, _UNROLL,
-            num_warps=_WARPS,
-        )  # fmt: skip
-    rows = len(reduced) if wanted else 0
+    atoms, strides = xyz.shape[0], xyz.stride()
+    weighted, per_atom = fit == "weighted", bool(planes.per_atom)
+    value, wanted = nll is not None, gradient is not None
+    programs = -(-planes.num_planes // _BLOCK)
+    rows = planes.rows if wanted else 0
     others = rows + atoms - planes.bound if wanted else 0
-    value = nll is not None
+    # The blocks' sums, then the rows of shared atoms.
+    scratch = xyz.new_empty(programs + (3 * planes.spill if wanted else 0), dtype=torch.float64)
+    out = gradient if wanted else scratch
+    if programs:
+        _nll(
+            programs, _key(xyz, strides, weighted, per_atom, wanted),
+            xyz, index, weight, plane_ptr, slot, out, scratch, planes.num_planes, atoms,
+            *strides, weighted, per_atom, wanted, _BLOCK, _UNROLL,
+        )  # fmt: skip
     if others or value:
-        _reduce_kernel[(triton.cdiv(others, _BLOCK) + value,)](
-            out, scratch[programs:], reduced, reduced_ptr, nll if value else scratch, scratch,
-            constant, atoms, programs, rows, planes.bound, value, _BLOCK, num_warps=_WARPS,
+        _reduce(
+            -(-others // _BLOCK) + value, _key(xyz, strides, value, wanted),
+            out, scratch, reduced, reduced_ptr, nll if value else scratch, constant, atoms,
+            programs, rows, planes.bound, value, _BLOCK,
         )  # fmt: skip
 
 
 @register("planarity_gradient_vjp", "triton")
 def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> None:
     index, weight, plane_ptr, _, slot, reduced, reduced_ptr, constant = planes.tensors_here()
-    atoms, rows = len(xyz), len(reduced)
+    atoms, strides = xyz.shape[0], (*xyz.stride(), *cotangent.stride())
+    weighted, per_atom = fit == "weighted", bool(planes.per_atom)
+    programs = -(-planes.num_planes // _BLOCK)
+    others = planes.rows + atoms - planes.bound
     spill = xyz.new_empty(3 * planes.spill, dtype=torch.float64)
-    if planes.num_planes:
-        _gradient_vjp_kernel[(triton.cdiv(planes.num_planes, _BLOCK),)](
+    if programs:
+        _gradient_vjp(
+            programs, _key(xyz, strides, weighted, per_atom),
             xyz, cotangent, index, weight, plane_ptr, slot, out, spill, planes.num_planes, atoms,
-            *xyz.stride(), *cotangent.stride(), fit == "weighted", bool(planes.per_atom), _BLOCK, _UNROLL,
-            num_warps=_WARPS,
+            *strides, weighted, per_atom, _BLOCK, _UNROLL,
         )  # fmt: skip
-    others = rows + atoms - planes.bound
     if others:
-        _reduce_kernel[(triton.cdiv(others, _BLOCK),)](
-            out, spill, reduced, reduced_ptr, spill, spill, constant, atoms, 0, rows,
-            planes.bound, False, _BLOCK, num_warps=_WARPS,
+        _reduce(
+            -(-others // _BLOCK), _key(xyz, strides, False, True),
+            out, spill, reduced, reduced_ptr, spill, constant, atoms,
+            0, planes.rows, planes.bound, False, _BLOCK,
         )  # fmt: skip
