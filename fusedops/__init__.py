@@ -2,7 +2,7 @@
 
 from cpukern.threads import get_num_threads, set_num_threads
 from fusedops._registry import BackendUnavailable, use_backend
-from fusedops.info import info
+from fusedops._info import info
 from fusedops.planarity import Planes, plane_deviations, planarity_nll
 
 __version__ = "0.1.0"

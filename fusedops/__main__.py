@@ -1,0 +1,7 @@
+"""``python -m fusedops``."""
+
+import sys
+
+from fusedops.cli import main
+
+sys.exit(main())

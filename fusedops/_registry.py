@@ -138,7 +138,8 @@ def _kernel(backend: Backend, primitive: str) -> Callable[..., Any] | None:
     return _kernels.get((primitive, backend.name))
 
 
-def _why_not(backend: Backend, request: Request) -> str | None:
+def why_not(backend: Backend, request: Request) -> str | None:
+    """Return why a backend can't serve a request, or None where it can."""
     reason = backend.why_not(request)
     if reason is None and _kernel(backend, request.op) is None:
         return f"it has no kernel for {request.op}"
@@ -210,12 +211,12 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
     if found := _chosen.get(request):
         return found
     for backend in BACKENDS:
-        if request.forced in (None, backend.name) and _why_not(backend, request) is None:
+        if request.forced in (None, backend.name) and why_not(backend, request) is None:
             break
     else:
         raise BackendUnavailable(str(_explain(request, None)))
     if request.device == "cuda" and backend.name == "torch" and request.forced is None:
-        reason = _why_not(BACKENDS[0], request)
+        reason = why_not(BACKENDS[0], request)
         warnings.warn(
             f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}",
             RuntimeWarning,
@@ -248,7 +249,7 @@ class Explanation:
 
 
 def _explain(request: Request, chosen: str | None) -> Explanation:
-    return Explanation(request, chosen, {b.name: _why_not(b, request) for b in BACKENDS})
+    return Explanation(request, chosen, {b.name: why_not(b, request) for b in BACKENDS})
 
 
 def explain(request: Request) -> Explanation:

@@ -152,7 +152,7 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
                     raise ValueError(
                         f"Planes: {name} requires grad; planes are constants, pass x.detach()"
                     )
-        index, sigma = (a.cpu().numpy() if is_tensor(a) else np.asarray(a) for a in entry)
+        index, sigma = map(_as_array, names, entry)
         if index.dtype.kind != "i":
             raise TypeError(
                 f"Planes: {names[0]} has dtype {index.dtype}; it should be int32 or int64"
@@ -176,6 +176,15 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
                 "finite and positive")
         groups.append((index, sigma))
     return groups, device or "cpu"
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    if is_tensor(value):
+        return value.cpu().numpy()
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"Planes: {name} is ragged; it should be an array") from None
 
 
 def _refuse(
@@ -220,16 +229,19 @@ class _Fit:
     has no plane; d (P, n).
     """
 
+    # Coordinates that aren't finite, or whose squares aren't, are met and left out below.
+    @np.errstate(invalid="ignore", over="ignore")
     def __init__(self, xyz: Any, index: Any, weight: Any, fit: str) -> None:
         xp = _namespace(xyz)
         x = _wide(xyz[index])
-        self.share = weight + 0 * x[..., 0] if fit == "weighted" else 1 + 0 * x[..., 0]
-        # A coordinate that isn't finite would make its plane's share of it NaN.
-        self.share = xp.where(xp.isfinite(self.share), self.share, 1.0)
+        self.share = xp.ones_like(x[..., 0])
+        if fit == "weighted":
+            self.share = self.share * weight
         self.total = self.share.sum(-1)
         r = x - (xp.einsum("pa,pai->pi", self.share, x) / self.total[:, None])[:, None]
         trace = xp.einsum("pa,pai,pai->p", self.share, r, r)
         usable = xp.isfinite(trace) & (trace > 0)
+        usable = usable & xp.isfinite(1 / xp.where(usable, trace, 1.0))
         self.r = xp.where(usable[:, None, None], r, 0.0)
         self.scale = xp.where(usable, 1 / xp.where(usable, trace, 1.0), 0.0)
         self.C = xp.einsum("pa,pai,paj->pij", self.share, self.r, self.r) * self.scale[:, None, None]

@@ -22,12 +22,15 @@ TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-
 class Case:
     """A primitive with arguments that a real program would pass.
 
-    `make` returns, from a random generator, the float64 arrays and the static arguments.
+    `make` returns the float64 arrays and the static arguments, the same every time.
     """
 
     name: str
     primitive: _registry.Primitive
-    make: Callable[[np.random.Generator], tuple[tuple[np.ndarray, ...], tuple[Any, ...]]]
+    make: Callable[[], tuple[tuple[np.ndarray, ...], tuple[Any, ...]]]
+
+    def __str__(self) -> str:
+        return f"{self.primitive.name}-{self.name}"
 
 
 @contextlib.contextmanager
@@ -101,3 +104,77 @@ def protein(
         at += side[..., 0].size
     xyz = np.concatenate(atoms)
     return xyz + noise * rng.normal(size=xyz.shape), indices
+
+
+def _chain(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
+    xyz, indices = protein(24, rng, noise=0.05)
+    return xyz, [(index, np.full(len(index), 0.02)) for index in indices]
+
+
+def _atom_sigmas(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
+    xyz, indices = protein(24, rng, noise=0.05)
+    return xyz, [
+        (index.astype(np.int32), rng.uniform(0.01, 0.05, index.shape if g % 2 else len(index)))
+        for g, index in enumerate(indices)
+    ]
+
+
+def _sizes(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
+    """Every size from 3 to 70 in no order, in random places: nothing like a plane."""
+    xyz = rng.normal(size=(90, 3)) * [5, 3, 1]
+    groups = [
+        (np.stack([rng.choice(80, n, replace=False) for _ in range(p)]), rng.uniform(0.1, 1, p))
+        for n, p in ((64, 1), (3, 4), (17, 2), (4, 19), (70, 1), (3, 2), (9, 5))
+    ]
+    return xyz, groups
+
+
+def _shared(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
+    """Every atom in many planes, one twice in a plane, and atoms in none."""
+    xyz = rng.normal(size=(40, 3)) * [4, 4, 0.2]
+    return xyz, [(rng.integers(3, 15, (30, 5)), np.full(30, 0.3))]
+
+
+def _degenerate(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
+    """Between good planes: one to the bit, a line, a point, and coordinates that aren't finite."""
+    xyz, groups = _chain(rng)
+    square = np.array([[0.0, 0, 0], [2, 0, 0], [2, 2, 0], [0, 2, 0]])
+    line = np.arange(4)[:, None] * [1.0, 2.0, -2.0]
+    point = np.full((4, 3), 7.25)
+    nan, infinite = square.copy(), square.copy()
+    nan[1, 2] = np.nan
+    infinite[2, 0] = -np.inf
+    at = len(xyz)
+    extra = [square, line, point, nan, infinite]
+    index = at + np.arange(4 * len(extra)).reshape(-1, 4)
+    return np.concatenate([xyz, *extra]), [*groups, (index, np.full(len(extra), 0.02))]
+
+
+def _none(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
+    return rng.normal(size=(5, 3)), []
+
+
+def _planarity_cases() -> list[Case]:
+    def add(name: str, build: Callable[..., Any], fit: str) -> None:
+        def make(direction: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(7)
+            xyz, groups = build(rng)
+            arrays = (xyz, rng.normal(size=xyz.shape)) if direction else (xyz,)
+            return arrays, (Planes(groups), fit)
+
+        cases.append(Case(f"{name}-{fit}", nll, lambda: make(False)))
+        cases.append(Case(f"{name}-{fit}", gradient_vjp, lambda: make(True)))
+
+    cases: list[Case] = []
+    for fit in ("uniform", "weighted"):
+        add("chain", _chain, fit)
+        add("atom_sigmas", _atom_sigmas, fit)
+        add("sizes", _sizes, fit)
+        add("shared", _shared, fit)
+        add("degenerate", _degenerate, fit)
+    add("none", _none, "uniform")
+    return cases
+
+
+#: Every case of every op.
+CASES = _planarity_cases()

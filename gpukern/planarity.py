@@ -22,11 +22,13 @@ from fusedops._registry import register
 from fusedops.planarity import NO_PLANE
 from gpukern.launch import Launcher
 
-# Planes, and atoms of the second launch, that a program takes; and its warps.
+# Planes that a program of the first launch takes, and its warps; atoms for the second.
 _BLOCK, _WARPS = 32, 1
+_ATOMS, _ATOM_WARPS = 128, 4
 # Atoms whose loads are in flight together.
 _UNROLL = 2
-_SUM = tl.constexpr(2048)
+# Block sums that the second launch adds up at a time.
+_SUM = tl.constexpr(1024)
 _TINY = tl.constexpr(NO_PLANE)
 
 
@@ -475,7 +477,7 @@ def _reduce_kernel(
 
 _nll = Launcher(_nll_kernel, _WARPS)
 _gradient_vjp = Launcher(_gradient_vjp_kernel, _WARPS)
-_reduce = Launcher(_reduce_kernel, _WARPS)
+_reduce = Launcher(_reduce_kernel, _ATOM_WARPS)
 
 
 def _key(xyz: Any, strides: tuple[int, ...], *flags: bool) -> tuple[Any, ...]:
@@ -502,9 +504,9 @@ def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> N
         )  # fmt: skip
     if others or value:
         _reduce(
-            -(-others // _BLOCK) + value, _key(xyz, strides, value, wanted),
+            -(-others // _ATOMS) + value, _key(xyz, strides, value, wanted),
             out, scratch, reduced, reduced_ptr, nll if value else scratch, constant, atoms,
-            programs, rows, planes.bound, value, _BLOCK,
+            programs, rows, planes.bound, value, _ATOMS,
         )  # fmt: skip
 
 
@@ -524,7 +526,7 @@ def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out:
         )  # fmt: skip
     if others:
         _reduce(
-            -(-others // _BLOCK), _key(xyz, strides, False, True),
+            -(-others // _ATOMS), _key(xyz, strides, False, True),
             out, spill, reduced, reduced_ptr, spill, constant, atoms,
-            0, planes.rows, planes.bound, False, _BLOCK,
+            0, planes.rows, planes.bound, False, _ATOMS,
         )  # fmt: skip

@@ -1,0 +1,49 @@
+"""Check how the kernels of the Python that runs this were compiled; needs binutils.
+
+A module with a `prange` that isn't linked with OpenMP works, but serially; a baseline module with
+AVX code works on every machine but the old one that it is for.
+"""
+
+import importlib.util
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1] / "cpukern"
+INSTALLED = Path(importlib.util.find_spec("cpukern").origin).parent
+
+OPENMP = re.compile(r"\(NEEDED\).*\[lib(gomp|omp|iomp5)\.so")
+# Compilers write no other instructions that begin with v.
+AVX = re.compile(r"^\s+[0-9a-f]+:\s+(v\w+ .*|.*%[yz]mm\d.*)", re.MULTILINE)
+
+
+def output(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def faults(pyx: Path) -> list[str]:
+    modules = sorted(INSTALLED.glob(f"{pyx.stem}[._]*.so"))
+    if not modules:
+        return [f"{pyx.name}: no compiled module in {INSTALLED}"]
+    found = []
+    for module in modules:
+        if "cython.parallel" in pyx.read_text() and not OPENMP.search(
+            output("readelf", "--dynamic", module)
+        ):
+            found.append(f"{module.name}: not linked with OpenMP")
+        if platform.machine() != "x86_64" or "_v4." in module.name:
+            continue
+        avx = AVX.search(output("objdump", "--disassemble", "--no-show-raw-insn", module))
+        if "_v3." not in module.name and avx:
+            found.append(f"{module.name}: an AVX instruction, {avx[1].strip()}")
+        # Shows that this check can fail.
+        if "_v3." in module.name and not avx:
+            found.append(f"{module.name}: no AVX instruction found")
+    print(f"{pyx.name}: {len(modules)} modules checked")
+    return found
+
+
+found = [fault for pyx in sorted(SOURCES.glob("*.pyx")) for fault in faults(pyx)]
+sys.exit("\n".join(found) or None)

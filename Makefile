@@ -1,0 +1,69 @@
+# All that make writes is in .venv, but for `make wheel`, which writes to dist. A file there that
+# has no extension is a stamp: its step is done, and is done again when a source is newer.
+
+PYTHON ?= python3
+# Exact, because other requests find builds of torch with gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0; platform_system == "Linux" and platform_machine in "x86_64 aarch64"
+RUFF ?= ruff==0.17.5
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+WHEEL = $$(echo .venv/dist/*.whl)
+SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
+	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/data/* gpukern/*.py)
+
+.PHONY: help demo test lint wheel clean
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^\([a-z]*\):.*##/make \1:/p' Makefile
+
+demo: .venv/demo ## score the planes of a protein on every backend that works here
+	$(BIN)/fusedops demo
+
+# A safe path keeps `python -c` in a test away from the source tree.
+test: .venv/test ## test the installed package, on CPU
+	PYTHONSAFEPATH=1 $(BIN)/pytest
+
+lint: .venv/lint ## check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+wheel: .venv/package ## build a wheel into dist
+	mkdir -p dist
+	cp .venv/dist/*.whl dist
+
+clean: ## remove what make has written
+	rm -rf .venv dist
+
+# The demo installs no torch, but uses the one of the Python that it is given.
+.venv/new:
+	$(PYTHON) -m venv .venv $$($(PYTHON) -c 'import importlib.util as u; \
+		print("--system-site-packages" if u.find_spec("torch") else "")')
+	touch $@
+
+# Built in a folder that stays, so that only what has changed is compiled again; an isolated build
+# would find its headers in a new place each time.
+.venv/package: $(SOURCES) | .venv/new
+	$(PIP) install 'meson-python>=0.17.1' 'cython>=3.1' ninja
+	rm -rf .venv/dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
+		--config-settings=build-dir=.venv/build --wheel-dir=.venv/dist .
+	$(PIP) install --no-deps --force-reinstall "$(WHEEL)"
+	touch $@
+
+.venv/demo: .venv/package
+	$(PIP) install "$(WHEEL)[numba,structure,cli]"
+	touch $@
+
+# torch first: a build of it with CUDA brings the Triton that it goes with.
+.venv/test: .venv/demo
+	$(PIP) install '$(TORCH)'
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	$(PIP) install "$(WHEEL)[test]"
+	touch $@
+
+.venv/lint: Makefile | .venv/new
+	$(PIP) install '$(RUFF)'
+	touch $@

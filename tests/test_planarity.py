@@ -1,0 +1,276 @@
+"""The planarity restraint's definition and its properties, on the reference and the kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusedops
+from fusedops.planarity import gradient_vjp, nll
+from fusedops.testing import CASES, error, protein
+
+BACKENDS = ("cython", "numba", "numpy")
+EXACT = [c for c in CASES if c.primitive is nll and (
+    c.name.endswith("weighted") or c.name.startswith(("chain", "sizes", "shared")))]
+
+
+def central(function, x, step):
+    """Return the Jacobian of a function of coordinates times a vector of its outputs."""
+    out = np.zeros_like(x)
+    for at in np.ndindex(x.shape):
+        up, down = x.copy(), x.copy()
+        up[at] += step
+        down[at] -= step
+        out[at] = (function(up) - function(down)) / (2 * step)
+    return out
+
+
+@pytest.mark.parametrize("case", [c for c in EXACT if "degenerate" not in c.name], ids=str)
+def test_gradient_against_central_differences(case):
+    (xyz,), static = case.make()
+    _, gradient = nll.formula(xyz, *static)
+    assert error(gradient, central(lambda x: nll.formula(x, *static)[0], xyz, 1e-5)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.primitive is gradient_vjp and "degenerate" not in c.name],
+    ids=str,
+)
+def test_second_derivative_against_central_differences(case):
+    (xyz, v), static = case.make()
+    (turned,) = gradient_vjp.formula(xyz, v, *static)
+    numeric = central(lambda x: np.vdot(nll.formula(x, *static)[1], v), xyz, 1e-5)
+    assert error(turned, numeric) < 1e-6
+
+
+def test_the_formula_by_hand():
+    """Two planes worked out with nothing but the words of the documentation."""
+    rng = np.random.default_rng(0)
+    xyz, sigma = rng.normal(size=(9, 3)), np.array([[0.2, 0.3, 0.4, 0.5, 0.6]])
+    groups = [([[0, 1, 2, 3]], [0.1]), ([[8, 6, 4, 5, 7]], sigma)]
+    total = 0.0
+    for index, s in groups:
+        x = xyz[index[0]]
+        r = x - x.mean(0)
+        d = r @ np.linalg.svd(r)[2][2]
+        s = np.broadcast_to(np.ravel(s), d.shape)
+        total += np.sum(0.5 * (d / s) ** 2 + np.log(s) + 0.5 * np.log(2 * np.pi))
+    for backend in BACKENDS:
+        assert fusedops.planarity_nll(xyz, groups, backend=backend) == pytest.approx(total, 1e-12)
+
+
+def test_sigmas_are_read_by_rank():
+    """(P,) with P equal to n is a sigma for a plane, not for an atom."""
+    xyz = np.random.default_rng(1).normal(size=(16, 3))
+    index, sigmas = np.arange(16).reshape(4, 4), np.array([0.1, 0.2, 0.4, 0.8])
+    per_atom = np.repeat(sigmas[:, None], 4, 1)
+    value = fusedops.planarity_nll(xyz, [(index, sigmas)])
+    assert value == pytest.approx(fusedops.planarity_nll(xyz, [(index, per_atom)]), 1e-13)
+    assert value != pytest.approx(fusedops.planarity_nll(xyz, [(index, per_atom.T)]))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["uniform", "weighted"]))
+def test_moving_and_turning_everything_changes_nothing(seed, fit):
+    rng = np.random.default_rng(seed)
+    xyz, indices = protein(6, rng)
+    groups = [(index, rng.uniform(0.02, 0.1, index.shape)) for index in indices]
+    rotation, _ = np.linalg.qr(rng.normal(size=(3, 3)))
+    moved = xyz @ rotation.T + rng.normal(size=3) * 50
+    for backend in ("cython", "numba"):
+        value, pullback = fusedops.planarity_nll.vjp(xyz, groups, fit=fit, backend=backend)
+        other, other_pullback = fusedops.planarity_nll.vjp(moved, groups, fit=fit, backend=backend)
+        assert other == pytest.approx(value, rel=1e-9)
+        assert error(other_pullback(1.0)[0] @ rotation, pullback(1.0)[0]) < 1e-7
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32 - 1))
+def test_order_of_planes_and_atoms_changes_nothing_but_rounding(seed):
+    rng = np.random.default_rng(seed)
+    xyz, indices = protein(10, rng)
+    groups = [(index, np.full(len(index), 0.05)) for index in indices]
+    shuffled = [
+        (rng.permuted(index, axis=1)[rng.permutation(len(index))], sigma)
+        for index, sigma in reversed(groups)
+    ]
+    value, pullback = fusedops.planarity_nll.vjp(xyz, groups)
+    other, other_pullback = fusedops.planarity_nll.vjp(xyz, shuffled)
+    assert other == pytest.approx(value, rel=1e-12)
+    assert error(other_pullback(1.0)[0], pullback(1.0)[0]) < 1e-11
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fit", ["uniform", "weighted"])
+def test_forces_on_a_plane_add_up_to_nothing(backend, fit):
+    xyz, indices = protein(5, np.random.default_rng(3))
+    groups = [(index, np.full(len(index), 0.02)) for index in indices]
+    (gradient,) = fusedops.planarity_nll.vjp(xyz, groups, fit=fit, backend=backend)[1](1.0)
+    assert np.abs(gradient.sum(0)).max() < 1e-9 * np.abs(gradient).max()
+    assert np.abs(np.cross(xyz, gradient).sum(0)).max() < 1e-7 * np.abs(gradient).max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_the_plane_with_a_bad_coordinate_is_lost(backend):
+    xyz, indices = protein(12, np.random.default_rng(4))
+    groups = [(index, np.full(len(index), 0.02)) for index in indices]
+    spoilt = xyz.copy()
+    atom = indices[0][3][2]
+    spoilt[atom] = [np.nan, 0, np.inf]
+    kept = [(index[~(index == atom).any(1)], sigma[~(index == atom).any(1)])
+            for index, sigma in groups]
+    value, pullback = fusedops.planarity_nll.vjp(spoilt, groups, backend=backend)
+    want, want_pullback = fusedops.planarity_nll.vjp(xyz, kept, backend=backend)
+    lost = 5 * (np.log(0.02) + 0.5 * np.log(2 * np.pi))
+    assert value == pytest.approx(want + lost, rel=1e-12)
+    np.testing.assert_allclose(pullback(1.0)[0], want_pullback(1.0)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        np.arange(4)[:, None] * [1.0, 1.0, 1.0] / 3,
+        np.arange(5)[:, None] * [0.1, 0.7, -0.3],
+        np.full((4, 3), 0.1),
+        np.array([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]]),
+        np.array([[0.0, 0, 0], [1, 0, 0], [0, 1, 0]]),
+        np.array([[0.0, 0, 0], [1e150, 0, 0], [0, 1e150, 1e150], [1e200, 1, 1]]),
+        np.array([[0.0, 0, 0], [1e-170, 0, 0], [0, 1e-170, 1e-170], [1e-160, 1, 1]]) * 1e-30,
+    ],
+    ids=["line", "line_with_rounding", "point", "tetrahedron", "triangle", "huge", "tiny"],
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_no_shape_gives_nan(backend, shape, dtype):
+    with np.errstate(over="ignore", invalid="ignore"):
+        xyz = shape.astype(dtype)
+    planes = fusedops.Planes([(np.arange(len(xyz))[None], [0.1])])
+    with np.errstate(over="ignore", invalid="ignore"):
+        value, pullback = fusedops.planarity_nll.vjp(xyz, planes, backend=backend)
+        (gradient,) = pullback(1.0)
+        call = fusedops._registry.Call(gradient_vjp, (planes, "uniform"), backend)
+        (turned,) = call((xyz, np.ones_like(xyz)), (True,))
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(turned).all()
+    assert np.abs(gradient.sum(0)).max() <= 1e-6 * max(1, np.abs(gradient).max())
+
+
+def test_exact_planes_cost_their_constant():
+    xyz = np.array([[0.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]]) + [3, 4, 5]
+    constant = 4 * (np.log(0.5) + 0.5 * np.log(2 * np.pi))
+    for backend in BACKENDS:
+        value = fusedops.planarity_nll(xyz, [([[0, 1, 2, 3]], [0.5])], backend=backend)
+        assert value == pytest.approx(constant, rel=1e-14)
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_number_of_threads_changes_no_bit(backend, dtype):
+    xyz, indices = protein(8000, np.random.default_rng(5))
+    planes = fusedops.Planes([(index, np.full(len(index), 0.02)) for index in indices])
+    xyz = xyz.astype(dtype)
+    results = []
+    try:
+        for threads in (1, 2, 3, 16):
+            fusedops.set_num_threads(threads)
+            value, pullback = fusedops.planarity_nll.vjp(xyz, planes, backend=backend)
+            results.append((value, pullback(1.0)[0]))
+    finally:
+        fusedops.set_num_threads(None)
+    for value, gradient in results[1:]:
+        assert value == results[0][0]
+        np.testing.assert_array_equal(gradient, results[0][1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_are_read_where_they_lie(backend):
+    """Read-only, strided, Fortran-ordered; int32 and int64 indices; nothing is changed."""
+    xyz, indices = protein(4, np.random.default_rng(6))
+    groups = [(index, np.full(len(index), 0.02)) for index in indices]
+    want, want_pullback = fusedops.planarity_nll.vjp(xyz, groups, backend=backend)
+    wide = np.zeros((2 * len(xyz), 7))
+    wide[::2, 1:7:2] = xyz
+    frozen = xyz.copy()
+    frozen.flags.writeable = False
+    narrow = [(index.astype(np.int32), sigma) for index, sigma in groups]
+    for array in (wide[::2, 1:7:2], np.asfortranarray(xyz), frozen):
+        value, pullback = fusedops.planarity_nll.vjp(array, narrow, backend=backend)
+        assert value == want
+        np.testing.assert_array_equal(pullback(1.0)[0], want_pullback(1.0)[0])
+    np.testing.assert_array_equal(frozen, xyz)
+
+
+def test_planes_are_copied_and_pickled(square):
+    import pickle
+
+    xyz, groups = square
+    planes = fusedops.Planes(groups)
+    want = fusedops.planarity_nll(xyz, planes)
+    groups[0][0][:] = 99
+    assert fusedops.planarity_nll(xyz, planes) == want
+    assert fusedops.planarity_nll(xyz, pickle.loads(pickle.dumps(planes))) == want
+
+
+def test_deviations_are_in_the_order_of_the_list():
+    xyz, indices = protein(20, np.random.default_rng(8))
+    groups = [(index, np.full(len(index), 0.02)) for index in reversed(indices)]
+    value = sum(
+        np.sum(0.5 * (d / 0.02) ** 2 + np.log(0.02) + 0.5 * np.log(2 * np.pi))
+        for d in fusedops.plane_deviations(xyz, groups)
+    )
+    assert value == pytest.approx(fusedops.planarity_nll(xyz, groups), rel=1e-12)
+    assert [d.shape for d in fusedops.plane_deviations(xyz, groups)] == [
+        index.shape for index, _ in groups
+    ]
+
+
+XYZ = np.zeros((4, 3))
+GOOD = [([[0, 1, 2]], [0.1])]
+BAD = {
+    "integer coordinates": (XYZ.astype(int), GOOD, {}, TypeError, "xyz has dtype int64"),
+    "complex coordinates": (XYZ.astype(complex), GOOD, {}, TypeError, "xyz has dtype complex128"),
+    "half": (XYZ.astype(np.float16), GOOD, {}, TypeError, "xyz has dtype float16"),
+    "big endian": (XYZ.astype(">f8"), GOOD, {}, TypeError, "native byte order"),
+    "flat": (XYZ.ravel(), GOOD, {}, ValueError, r"xyz has shape \(12,\); it should be \(N, 3\)"),
+    "two columns": (XYZ[:, :2], GOOD, {}, ValueError, r"xyz has shape \(4, 2\)"),
+    "index too large": (XYZ, [([[0, 1, 4]], [1])], {}, IndexError, "index 4; it should be below 4"),
+    "index negative": (XYZ, [([[0, -1, 2]], [1])], {}, IndexError,
+                       r"plane_groups\[0\] indices\[0, 1\] is -1; it should be from 0"),
+    "index vast": (XYZ, [([[0, 2**40, 2]], [1])], {}, IndexError, "is 1099511627776"),
+    "indices float": (XYZ, [([[0.0, 1, 2]], [1])], {}, TypeError, "indices has dtype float64"),
+    "indices flat": (XYZ, [([0, 1, 2], [1])], {}, ValueError, r"indices has shape \(3,\)"),
+    "two atoms": (XYZ, [([[0, 1]], [1])], {}, ValueError, r"it should be \(P, n\) with n ≥ 3"),
+    "ragged": (XYZ, [([[0, 1, 2], [0, 1]], [1, 1])], {}, ValueError,
+               r"plane_groups\[0\] indices is ragged"),
+    "sigma zero": (XYZ, [([[0, 1, 2]], [0.0])], {}, ValueError, r"sigmas\[0\] is 0.0; it should"),
+    "sigma negative": (XYZ, [([[0, 1, 2]], [[1, -2.0, 1]])], {}, ValueError, r"sigmas\[0, 1\]"),
+    "sigma nan": (XYZ, [([[0, 1, 2]], [np.nan])], {}, ValueError, "finite and positive"),
+    "sigma infinite": (XYZ, [([[0, 1, 2]], [np.inf])], {}, ValueError, "finite and positive"),
+    "sigma shape": (XYZ, [([[0, 1, 2]], [1, 1.0])], {}, ValueError, r"sigmas has shape \(2,\)"),
+    "sigma text": (XYZ, [([[0, 1, 2]], ["a"])], {}, TypeError, "sigmas has dtype"),
+    "not a pair": (XYZ, [[[0, 1, 2]]], {}, TypeError, "should be a pair"),
+    "fit": (XYZ, GOOD, {"fit": "best"}, ValueError, "fit is 'best'; it should be one of uniform"),
+    "backend": (XYZ, GOOD, {"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    xyz, groups, options, kind, message = BAD[name]
+    before = xyz.copy()
+    for function in (
+        fusedops.planarity_nll, fusedops.planarity_nll.vjp, fusedops.planarity_nll.explain,
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            function(xyz, groups, **options)
+    np.testing.assert_array_equal(xyz, before)
+
+
+def test_the_pullback_checks_its_cotangent(square):
+    _, pullback = fusedops.planarity_nll.vjp(*square)
+    with pytest.raises(ValueError, match=r"the cotangent has shape \(3,\); it should be \(\)"):
+        pullback(np.ones(3))

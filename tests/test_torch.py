@@ -1,0 +1,293 @@
+"""The torch bridge: derivatives of every order, compile, transforms, autocast, 16-bit floats."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+from fusedops import _registry  # noqa: E402
+from fusedops._torch import _take_apart  # noqa: E402
+from fusedops.testing import CASES, error, protein  # noqa: E402
+
+BACKENDS = ("cython", "numba", "torch", "numpy")
+
+
+def example(residues=8, sigmas="plane", noise=0.1, dtype=torch.float64):
+    rng = np.random.default_rng(residues)
+    xyz, indices = protein(residues, rng, noise=noise)
+    groups = [
+        (i, np.full(len(i), 0.5) if sigmas == "plane" else rng.uniform(0.3, 0.6, i.shape))
+        for i in indices
+    ]
+    return torch.tensor(xyz, dtype=dtype, requires_grad=True), fusedops.Planes(groups)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("sigmas", "fit"), [("plane", "uniform"), ("atom", "weighted")])
+def test_gradcheck(backend, sigmas, fit):
+    xyz, planes = example(sigmas=sigmas)
+    assert torch.autograd.gradcheck(
+        lambda x: fusedops.planarity_nll(x, planes, fit=fit, backend=backend), (xyz,)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sigmas", ["plane", "atom"])
+@pytest.mark.parametrize("fit", ["uniform", "weighted"])
+def test_gradgradcheck(backend, sigmas, fit):
+    xyz, planes = example(sigmas=sigmas)
+    assert torch.autograd.gradgradcheck(
+        lambda x: fusedops.planarity_nll(x, planes, fit=fit, backend=backend), (xyz,)
+    )
+
+
+def derivative(function, order, vectors):
+    """Return a function's directional derivative along one vector more for every order."""
+    if order == 0:
+        return function
+
+    def next_order(x):
+        value = derivative(function, order - 1, vectors)(x)
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        return (gradient * vectors[order - 1]).sum()
+
+    return next_order
+
+
+@pytest.mark.parametrize("backend", ["cython", "torch"])
+@pytest.mark.parametrize("order", [3, 4])
+def test_higher_orders(backend, order):
+    """No kernel has a third derivative: torch differentiates the formula, and it is right."""
+    xyz, planes = example(residues=1, sigmas="atom", noise=0.2)
+    generator = torch.Generator().manual_seed(order)
+    vectors = [torch.randn(xyz.shape, dtype=xyz.dtype, generator=generator) for _ in range(order)]
+
+    def nll(x):
+        return fusedops.planarity_nll(x, planes, fit="weighted", backend=backend)
+
+    assert torch.autograd.gradcheck(derivative(nll, order - 1, vectors), (xyz,))
+
+
+def test_numpy_and_torch_give_the_same_bits():
+    xyz, planes = example()
+    value, pullback = fusedops.planarity_nll.vjp(xyz.detach().numpy(), planes)
+    loss = fusedops.planarity_nll(xyz, planes)
+    (3 * loss).backward()
+    assert loss.item() == value
+    np.testing.assert_array_equal(xyz.grad.numpy(), pullback(3.0)[0])
+    assert fusedops.planarity_nll(xyz.detach(), planes).grad_fn is None
+    with torch.no_grad():
+        assert fusedops.planarity_nll(xyz, planes).grad_fn is None
+
+
+def test_views_and_strides_of_tensors():
+    xyz, planes = example()
+    want = torch.autograd.grad(fusedops.planarity_nll(xyz, planes), xyz)[0]
+    wide = torch.zeros(len(xyz), 5, dtype=xyz.dtype)
+    wide[:, 1:4] = xyz.detach()
+    wide.requires_grad_()
+    fusedops.planarity_nll(wide[:, 1:4], planes).backward()
+    assert torch.equal(wide.grad[:, 1:4], want)
+    assert not wide.grad[:, [0, 4]].any()
+
+
+OPCHECKED = [case for case in CASES if case.name in ("chain-uniform", "atom_sigmas-weighted")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+def test_opcheck(case, dtype):
+    arrays, static = case.make()
+    tensors = [torch.tensor(array, dtype=dtype) for array in arrays]
+    if case.primitive.pullback:
+        tensors[0].requires_grad_()
+    operator = getattr(torch.ops.fusedops, case.primitive.name).default
+    wanted = list(case.primitive.all_wanted)
+    torch.library.opcheck(operator, (*tensors, *_take_apart(static), wanted, ""))
+
+
+def test_a_registered_op_refuses_half_a_gradient():
+    xyz, planes = example()
+    outputs = torch.ops.fusedops.planarity_nll(
+        xyz, *_take_apart((planes, "uniform")), [True, False], ""
+    )
+    with pytest.raises(RuntimeError, match="its gradient needs all outputs wanted"):
+        outputs[0].backward()
+
+
+def compiled(dynamic):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss(x, planes):
+        return fusedops.planarity_nll(1.5 * x, planes) + x.square().sum()
+
+    return loss, torch.compile(loss, fullgraph=True, backend=counter, dynamic=dynamic), counter
+
+
+@pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 3)])
+def test_compile_without_breaks_or_recompiling(dynamic, most):
+    """With automatic shapes torch learns one size after the other to be dynamic, then stops."""
+    eager, loss, counter = compiled(dynamic)
+    counts = []
+    for residues in (9, 12, 17, 26, 33):
+        xyz, planes = example(residues, dtype=torch.float32)
+        (want,) = torch.autograd.grad(eager(xyz, planes), xyz)
+        (gradient,) = torch.autograd.grad(loss(xyz, planes), xyz)
+        torch.testing.assert_close(gradient, want)
+        torch.testing.assert_close(loss(xyz.detach(), planes), eager(xyz.detach(), planes))
+        counts.append(counter.frame_count)
+    # Without and with a gradient are two graphs.
+    assert counts[-1] <= 2 * most
+    assert counts[-1] == counts[-2]
+
+
+def test_compiled_code_asks_for_its_backend_when_it_runs():
+    xyz, planes = example()
+    _, loss, _ = compiled(None)
+    asked = []
+    genuine = _registry.choose
+
+    def watched(request):
+        asked.append(request.forced)
+        return genuine(request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_registry, "choose", watched)
+        loss(xyz, planes)
+        with fusedops.use_backend("numba"):
+            loss(xyz, planes)
+    assert asked == [None, "numba"]
+
+
+def test_transforms():
+    xyz, planes = example()
+    xyz = xyz.detach()
+
+    def nll(x):
+        return fusedops.planarity_nll(x, planes)
+
+    leaf = xyz.clone().requires_grad_()
+    (want,) = torch.autograd.grad(nll(leaf), leaf)
+    assert torch.equal(torch.func.grad(nll)(xyz), want)
+    batch = torch.stack([xyz, xyz + 0.1, xyz.flip(0)])
+    assert torch.equal(torch.vmap(nll)(batch), torch.stack([nll(x) for x in batch]))
+    gradients = torch.vmap(torch.func.grad(nll))(batch)
+    assert torch.equal(gradients[0], want)
+    hessian = torch.func.jacrev(torch.func.grad(nll))(xyz)
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(nll, xyz))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_coordinates(dtype):
+    """The loss is float32, the gradient has the dtype of the coordinates."""
+    xyz, planes = example(dtype=torch.float32)
+    half = xyz.detach().to(dtype).requires_grad_()
+    loss = fusedops.planarity_nll(half, planes)
+    loss.backward()
+    full = half.detach().float().requires_grad_()
+    want = fusedops.planarity_nll(full, planes)
+    want.backward()
+    assert loss.dtype == torch.float32
+    assert half.grad.dtype == dtype
+    assert loss.item() == want.item()
+    assert torch.equal(half.grad, full.grad.to(dtype))
+
+
+def test_autocast_keeps_float32():
+    xyz, planes = example(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = torch.eye(3) @ torch.eye(3)
+        loss = fusedops.planarity_nll(xyz, planes)
+    assert half.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert loss.item() == fusedops.planarity_nll(xyz, planes).item()
+
+
+def test_planes_from_tensors():
+    xyz, planes = example()
+    rng = np.random.default_rng(8)
+    _, indices = protein(8, rng, noise=0.1)
+    groups = [(torch.tensor(i), torch.full((len(i),), 0.5)) for i in indices]
+    want = fusedops.planarity_nll(xyz, planes).item()
+    assert fusedops.planarity_nll(xyz, groups).item() == want
+    assert fusedops.planarity_nll(xyz.detach().numpy(), groups) == want
+
+
+def test_the_backward_uses_the_backend_of_the_forward():
+    xyz, planes = example()
+    asked = []
+    genuine = _registry.choose
+
+    def watched(request):
+        asked.append((request.op, request.forced))
+        return genuine(request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_registry, "choose", watched)
+        with fusedops.use_backend("numba"):
+            loss = fusedops.planarity_nll(xyz, planes)
+        (gradient,) = torch.autograd.grad(loss, xyz, create_graph=True)
+        gradient.sum().backward()
+    assert asked == [("planarity_nll", "numba"), ("planarity_gradient_vjp", "numba")]
+
+
+BAD = {
+    "integers": (torch.zeros(4, 3, dtype=torch.int64), {}, TypeError, "xyz has dtype int64"),
+    "complex": (torch.zeros(4, 3, dtype=torch.complex64), {}, TypeError, "xyz has dtype complex64"),
+    "sparse": (torch.zeros(4, 3).to_sparse(), {}, TypeError, "a dense tensor"),
+    "shape": (torch.zeros(4, 2), {}, ValueError, r"xyz has shape \(4, 2\)"),
+    "bound": (torch.zeros(2, 3), {}, IndexError, "index 3; it should be below 2"),
+    "device": (torch.zeros(4, 3, device="meta"), {}, ValueError,
+               "plane_groups is on cpu; it should be on meta, where xyz is"),
+    "backend": (torch.zeros(4, 3), {"backend": "triton2"}, ValueError, "backend is 'triton2'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tensors_name_the_argument(name, square):
+    xyz, options, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        fusedops.planarity_nll(xyz, square[1], **options)
+
+
+def test_constants_must_not_ask_for_a_gradient(square):
+    sigma = torch.tensor([0.1], requires_grad=True)
+    with pytest.raises(ValueError, match="sigmas requires grad; planes are constants"):
+        fusedops.planarity_nll(torch.zeros(4, 3), [(torch.tensor([[0, 1, 2]]), sigma)])
+
+
+def test_mixed_devices_in_a_list():
+    index = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match="sigmas is on cpu; it should be on meta"):
+        fusedops.Planes([(index, torch.ones(1))])
+
+
+def test_vjp_is_for_numpy(square):
+    with pytest.raises(TypeError, match="xyz is a torch tensor; it should be a NumPy array"):
+        fusedops.planarity_nll.vjp(torch.zeros(4, 3), square[1])
+
+
+def test_the_gpu_fallback_warns_once(square, monkeypatch):
+    """A CUDA tensor that plain torch serves for want of Triton is no silent matter."""
+    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setitem(_registry.import_error.__globals__, "import_error", lambda _: "absent")
+    request = _registry.Request("planarity_nll", "torch", "cuda", torch.float32, None)
+    with pytest.warns(RuntimeWarning, match="plain torch serves this CUDA tensor.*absent"):
+        assert _registry.choose(request)[0].name == "torch"
+    assert _registry.choose(request)[0].name == "torch"
+
+
+def test_eigenvectors_of_plain_torch():
+    from fusedops._torch import smallest_eigenvector
+
+    points = np.random.default_rng(2).normal(size=(200, 5, 3)) * [1, 0.3, 0.05]
+    C = np.einsum("pai,paj->pij", points, points)
+    want = np.linalg.eigh(C)[1][:, :, 0]
+    found = smallest_eigenvector(torch.from_numpy(C), 1e-12).numpy()
+    assert error(np.abs(np.einsum("pi,pi->p", want, found)), np.ones(200)) < 1e-13
