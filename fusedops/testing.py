@@ -52,6 +52,61 @@ def error(value: Any, reference: Any) -> float:
     return float(difference / (np.abs(reference).max(initial=0.0) or 1.0))
 
 
+def run(
+    case: Case,
+    framework: str,
+    backend: str | None,
+    dtype: str,
+    *,
+    wanted: tuple[bool, ...] | None = None,
+    device: str = "cpu",
+) -> tuple[list[Any], list[np.ndarray]]:
+    """Evaluate a case on a backend, into outputs poisoned with NaN.
+
+    Returns
+    -------
+    outputs : list of array
+        In float64; None for one that isn't wanted.
+    arrays : list of array
+        The case's arrays as the kernel saw them, rounded to `dtype`, in float64.
+    """
+    arrays, static = case.make()
+    if framework == "numpy":
+        arrays = [array.astype(dtype) for array in arrays]
+        rounded = [array.astype(np.float64) for array in arrays]
+    else:
+        import torch
+
+        arrays = [torch.tensor(a, device=device, dtype=getattr(torch, dtype)) for a in arrays]
+        rounded = [array.double().cpu().numpy() for array in arrays]
+        static = [s.to(device) if isinstance(s, _registry.Packed) else s for s in static]
+    call = _registry.Call(case.primitive, tuple(static), backend)
+    with poisoned_outputs():
+        outputs = call(arrays, wanted or case.primitive.all_wanted)
+    if framework == "torch":
+        outputs = [None if out is None else out.double().cpu().numpy() for out in outputs]
+    return list(outputs), rounded
+
+
+def check(case: Case, framework: str, backend: str | None, dtype: str, device: str = "cpu") -> None:
+    """Raise AssertionError unless a backend agrees with the reference on a case.
+
+    Every output that is wanted alone must have the bits it has among all.
+    """
+    outputs, rounded = run(case, framework, backend, dtype, device=device)
+    reference = case.primitive.formula(*rounded, *case.make()[1])
+    names = case.primitive.outputs
+    errors = {
+        name: error(out, want) for name, out, want in zip(names, outputs, reference, strict=True)
+    }
+    if not max(errors.values()) <= TOLERANCE[dtype]:
+        raise AssertionError(f"{case} on {backend} in {dtype}: {errors}")
+    for only in range(len(names)):
+        wanted = tuple(i == only for i in range(len(names)))
+        alone, _ = run(case, framework, backend, dtype, wanted=wanted, device=device)
+        np.testing.assert_array_equal(alone[only], outputs[only])
+
+
 def protein(
     residues: int, rng: np.random.Generator, *, noise: float = 0.02
 ) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -28,7 +28,7 @@ _ATOMS, _ATOM_WARPS = 128, 4
 # Atoms whose loads are in flight together.
 _UNROLL = 2
 # Block sums that the second launch adds up at a time.
-_SUM = tl.constexpr(1024)
+_SUM = tl.constexpr(4096)
 _TINY = tl.constexpr(NO_PLANE)
 
 
@@ -492,7 +492,7 @@ def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> N
     value, wanted = nll is not None, gradient is not None
     programs = -(-planes.num_planes // _BLOCK)
     rows = planes.rows if wanted else 0
-    others = rows + atoms - planes.bound if wanted else 0
+    others = rows + max(0, atoms - planes.bound) if wanted else 0
     # The blocks' sums, then the rows of shared atoms.
     scratch = xyz.new_empty(programs + (3 * planes.spill if wanted else 0), dtype=torch.float64)
     out = gradient if wanted else scratch
@@ -516,7 +516,7 @@ def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out:
     atoms, strides = xyz.shape[0], (*xyz.stride(), *cotangent.stride())
     weighted, per_atom = fit == "weighted", bool(planes.per_atom)
     programs = -(-planes.num_planes // _BLOCK)
-    others = planes.rows + atoms - planes.bound
+    others = planes.rows + max(0, atoms - planes.bound)
     spill = xyz.new_empty(3 * planes.spill, dtype=torch.float64)
     if programs:
         _gradient_vjp(

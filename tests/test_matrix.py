@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusedops import _registry
-from fusedops.testing import CASES, TOLERANCE, error, poisoned_outputs
+from fusedops.testing import CASES, check, run
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
@@ -24,53 +24,12 @@ if HAS_TRITON:
 interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
-def run(case, place, dtype, wanted=None, device="cpu"):
-    """Return a case's outputs as NumPy arrays, and the arrays, rounded to dtype, in float64."""
-    framework, backend = place
-    arrays, static = case.make()
-    if framework == "numpy":
-        arrays = [array.astype(dtype) for array in arrays]
-        rounded = [array.astype(np.float64) for array in arrays]
-    else:
-        import torch
-
-        arrays = [
-            torch.from_numpy(array).to(device=device, dtype=getattr(torch, dtype))
-            for array in arrays
-        ]
-        rounded = [array.double().cpu().numpy() for array in arrays]
-        static = [
-            value.to(device) if isinstance(value, _registry.Packed) else value for value in static
-        ]
-    call = _registry.Call(case.primitive, tuple(static), backend)
-    with poisoned_outputs():
-        outputs = call(arrays, wanted or case.primitive.all_wanted)
-    if framework == "torch":
-        outputs = [None if out is None else out.double().cpu().numpy() for out in outputs]
-    return outputs, rounded
-
-
-def check(case, place, dtype, device="cpu"):
-    outputs, rounded = run(case, place, dtype, device=device)
-    _, static = case.make()
-    reference = case.primitive.formula(*rounded, *static)
-    names = case.primitive.outputs
-    errors = {
-        name: error(out, want) for name, out, want in zip(names, outputs, reference, strict=True)
-    }
-    assert max(errors.values()) <= TOLERANCE[dtype], errors
-    for only in range(len(names)):
-        wanted = tuple(i == only for i in range(len(names)))
-        alone, _ = run(case, place, dtype, wanted, device)
-        np.testing.assert_array_equal(alone[only], outputs[only])
-
-
 @interpreted
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_the_reference(case, place, dtype):
-    check(case, place, dtype)
+    check(case, *place, dtype)
 
 
 @interpreted
@@ -78,14 +37,14 @@ def test_agrees_with_the_reference(case, place, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("backend", [backend for kind, backend in PLACES if kind == "torch"])
 def test_sixteen_bits(backend, dtype):
-    check(CASES[0], ("torch", backend), dtype)
+    check(CASES[0], "torch", backend, dtype)
 
 
 @pytest.mark.parametrize("place", [p for p in PLACES if p[1] != "triton"], ids="-".join)
 def test_the_matrix_sees_a_broken_kernel(place, monkeypatch):
     """What a kernel gets wrong by one part in ten thousand, or doesn't write, fails the matrix."""
     case = CASES[0]
-    check(case, place, "float64")
+    check(case, *place, "float64")
     genuine = _registry.choose
 
     def broken(request):
@@ -101,12 +60,13 @@ def test_the_matrix_sees_a_broken_kernel(place, monkeypatch):
 
     monkeypatch.setattr(_registry, "choose", broken)
     with pytest.raises(AssertionError):
-        check(case, place, "float64")
+        check(case, *place, "float64")
 
 
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_an_unwritten_output_shows(backend, monkeypatch):
     monkeypatch.setitem(_registry._kernels, ("planarity_nll", backend), lambda *args: None)
     monkeypatch.setattr(_registry, "_chosen", {})
-    outputs, _ = run(CASES[0], ("numpy", backend), "float64")
-    assert np.isnan(outputs[0]) and np.isnan(outputs[1]).all()
+    outputs, _ = run(CASES[0], "numpy", backend, "float64")
+    assert np.isnan(outputs[0])
+    assert np.isnan(outputs[1]).all()

@@ -276,7 +276,7 @@ def test_vjp_is_for_numpy(square):
 def test_the_gpu_fallback_warns_once(square, monkeypatch):
     """A CUDA tensor that plain torch serves for want of Triton is no silent matter."""
     monkeypatch.setattr(_registry, "_chosen", {})
-    monkeypatch.setitem(_registry.import_error.__globals__, "import_error", lambda _: "absent")
+    monkeypatch.setattr(_registry, "import_error", lambda _: "absent")
     request = _registry.Request("planarity_nll", "torch", "cuda", torch.float32, None)
     with pytest.warns(RuntimeWarning, match="plain torch serves this CUDA tensor.*absent"):
         assert _registry.choose(request)[0].name == "torch"

@@ -1,0 +1,356 @@
+"""The frame: imports, backends and their choice, threads, forks, instruction sets, caches."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import fusedops
+from cpukern import isa, threads
+from fusedops import _registry
+from fusedops.testing import protein
+
+HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
+
+SQUARE = """
+import numpy as np, fusedops
+xyz = np.array([[0, 0, 0.1], [1, 0, -0.1], [1, 1, 0.1], [0, 1, -0.1]])
+groups = [([[0, 1, 2, 3]], [0.1])]
+explain = lambda: fusedops.planarity_nll.explain(xyz, groups)
+value, pullback = fusedops.planarity_nll.vjp(xyz, groups)
+assert abs(value + 3.5345862) < 1e-6 and abs(pullback(1.0)[0][0, 2] - 10) < 1e-9
+"""
+
+
+def python(code, **environment):
+    """Run code in a new interpreter; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def without(*modules):
+    """Return code that hides modules from find_spec and from import, as if never installed."""
+    return f"""
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == m or name.startswith(m + ".") for m in {modules!r}):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+import importlib.util
+genuine = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name in {modules!r} else genuine(name, *a)
+"""
+
+
+def heavy_imports(code):
+    return python(f"{code}\nimport sys\nprint([m for m in {HEAVY!r} if m in sys.modules])").strip()
+
+
+def test_import_is_light():
+    assert heavy_imports("import fusedops") == "[]"
+    assert heavy_imports("import fusedops.structure, fusedops.cli, fusedops.testing") == "[]"
+
+
+def test_a_call_imports_no_more_than_it_needs():
+    assert heavy_imports(SQUARE) == "[]"
+
+
+def test_the_import_test_can_fail():
+    assert heavy_imports("import fusedops, scipy") == "['scipy']"
+
+
+def test_without_anything_optional():
+    chosen = python(without(*HEAVY, "cpukern._cpu") + SQUARE + "print(explain())")
+    assert "float64, numpy: numpy" in chosen
+    assert "the compiled extension is not built here" in chosen
+    assert "numba is not installed" in chosen
+
+
+@pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
+def test_the_compiled_extension_comes_first_then_numba():
+    assert "numpy: cython" in python(SQUARE + "print(explain())")
+    assert "numpy: numba" in python(without("cpukern._cpu") + SQUARE + "print(explain())")
+
+
+def test_a_broken_package_is_a_reason_and_a_broken_module_of_ours_is_an_error(tmp_path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba/__init__.py").write_text("raise ImportError('made for another NumPy')")
+    broken = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    told = python(broken + SQUARE + "print(explain())")
+    assert "numba is installed but does not import: made for another NumPy" in told
+    code = """
+    import sys
+    sys.modules["cpukern.planarity_numba"] = None
+    import fusedops, numpy as np
+    try:
+        fusedops.planarity_nll(np.zeros((3, 3)), [], backend="numba")
+    except ImportError as error:
+        print("surfaced")
+    """
+    assert python(code).strip() == "surfaced"
+
+
+def test_every_way_to_ask_for_a_backend(square):
+    explain = fusedops.planarity_nll.explain
+    with fusedops.use_backend("numpy"):
+        assert explain(*square).backend == "numpy"
+        assert explain(*square, backend="numba").backend == "numba"
+        with fusedops.use_backend("numba"):
+            assert explain(*square).backend == "numba"
+        assert explain(*square).backend == "numpy"
+    code = SQUARE + "print(explain().backend)"
+    assert python(code, FUSEDOPS_BACKEND="numba").strip() == "numba"
+    asked = "with fusedops.use_backend('numpy'): print(explain().backend)"
+    assert python(SQUARE + asked, FUSEDOPS_BACKEND="numba").strip() == "numpy"
+
+
+def test_another_thread_keeps_its_own_choice(square):
+    with fusedops.use_backend("numpy"), ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(lambda: fusedops.planarity_nll.explain(*square).request.forced)
+        assert elsewhere.result() is None
+
+
+def test_unknown_backends():
+    with pytest.raises(ValueError, match="backend is 'cude'; it should be one of triton, cython"):
+        fusedops.use_backend("cude").__enter__()
+    code = "import fusedops, numpy as np\ntry: fusedops.planarity_nll(np.zeros((3, 3)), [])\n"
+    told = python(code + "except ValueError as e: print(e)", FUSEDOPS_BACKEND="cude")
+    assert told.startswith("FUSEDOPS_BACKEND is 'cude'; it should be one of")
+
+
+def test_a_backend_that_cannot_serve_says_why_and_why_not_the_others(square):
+    with pytest.raises(fusedops.BackendUnavailable) as caught:
+        fusedops.planarity_nll(*square, backend="triton")
+    message = str(caught.value)
+    assert "no backend can serve" in message
+    assert "triton  it takes torch tensors; these are NumPy arrays" in message
+    for name in ("cython", "numba", "torch", "numpy"):
+        assert f"\n  {name}" in message
+    explanation = fusedops.planarity_nll.explain(*square, backend="triton")
+    assert explanation.backend is None
+    assert str(explanation) == message
+
+
+def test_the_explanation_is_of_the_call(square, monkeypatch):
+    """Whatever the resolver picks is what runs."""
+    for name in ("cython", "numba", "numpy"):
+        chosen = []
+        genuine = _registry.choose
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                _registry, "choose", lambda r, g=genuine, c=chosen: c.append(g(r)) or c[-1]
+            )
+            fusedops.planarity_nll(*square, backend=name)
+        assert chosen[0][0].name == name
+        assert fusedops.planarity_nll.explain(*square, backend=name).backend == name
+    text = str(fusedops.planarity_nll.explain(*square))
+    assert "the first that can serve" in text
+    assert "could serve too" in text
+
+
+def test_a_missing_kernel_is_a_reason(square, monkeypatch):
+    monkeypatch.delitem(_registry._kernels, ("planarity_nll", "numba"), raising=False)
+    importlib.import_module("cpukern.numba_backend")
+    monkeypatch.delitem(_registry._kernels, ("planarity_nll", "numba"), raising=False)
+    monkeypatch.setattr(_registry, "_chosen", {})
+    reasons = fusedops.planarity_nll.explain(*square).reasons
+    assert reasons["numba"] == "it has no kernel for planarity_nll"
+
+
+def test_public_functions_look_like_functions():
+    signature = inspect.signature(fusedops.planarity_nll)
+    assert list(signature.parameters) == ["xyz", "plane_groups", "fit", "backend"]
+    assert inspect.isfunction(fusedops.planarity_nll)
+    assert all(getattr(fusedops, name).__doc__ for name in fusedops.__all__)
+
+
+@pytest.mark.parametrize(
+    "module", ["fusedops", "fusedops._registry", "fusedops.planarity", "fusedops._info",
+               "fusedops.structure", "fusedops.cli", "cpukern.threads"]
+)  # fmt: skip
+def test_docstring_examples(module, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    done = doctest.testmod(importlib.import_module(module))
+    assert done.failed == 0
+
+
+def test_info():
+    found = fusedops.info()
+    assert found.backends["numpy"].why_not is None
+    assert set(found.backends) == {backend.name for backend in _registry.BACKENDS}
+    assert found.threads == fusedops.get_num_threads()
+    assert fusedops.__version__ in str(found)
+    if isa.why_not() is None:
+        assert found.instruction_set.endswith(isa.level())
+
+
+LEVELS = ("v2", "v3", "v4")
+
+
+@pytest.mark.skipif(isa.level() not in LEVELS, reason="one build serves every CPU here")
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_instruction_set(level):
+    if level > f"v{importlib.import_module('cpukern._cpu').x86_64_level()}":
+        pytest.skip("this CPU doesn't have it")
+    code = """
+    import sys
+    from fusedops.testing import CASES, TOLERANCE, error
+    from fusedops._registry import Call
+    for case in CASES:
+        arrays, static = case.make()
+        outputs = Call(case.primitive, static, "cython")(arrays, case.primitive.all_wanted)
+        for out, want in zip(outputs, case.primitive.formula(*arrays, *static)):
+            assert error(out, want) <= TOLERANCE["float64"], case
+    print(sorted(m for m in sys.modules if m.startswith("cpukern.planarity_cython")))
+    """
+    assert python(code, FUSEDOPS_ISA=level).strip() == f"['cpukern.planarity_cython_{level}']"
+
+
+@pytest.mark.skipif(isa.level() not in LEVELS, reason="one build serves every CPU here")
+def test_an_unknown_instruction_set_is_a_reason():
+    told = python(SQUARE + "print(explain())", FUSEDOPS_ISA="v9")
+    assert "FUSEDOPS_ISA is 'v9'; it should be v2, v3 or v4" in told
+
+
+def test_thread_rule(monkeypatch):
+    count = "import fusedops; print(fusedops.get_num_threads())"
+    assert python(count, FUSEDOPS_NUM_THREADS="3", OMP_NUM_THREADS="5").strip() == "3"
+    assert python(count, OMP_NUM_THREADS="5,2").strip() == "5"
+    assert int(python(count, OMP_NUM_THREADS="many")) == threads._available_cores()
+    first = "import fusedops; fusedops.set_num_threads(7); print(fusedops.get_num_threads())"
+    assert python(first, FUSEDOPS_NUM_THREADS="3").strip() == "7"
+    wrong = "import fusedops\ntry: fusedops.get_num_threads()\nexcept ValueError as e: print(e)"
+    told = python(wrong, FUSEDOPS_NUM_THREADS="0")
+    assert told.strip() == "FUSEDOPS_NUM_THREADS is '0'; it should be a positive integer"
+    with pytest.raises(ValueError, match="threads is 0; it should be at least 1"):
+        fusedops.set_num_threads(0)
+    with pytest.raises(TypeError, match="threads is a float; it should be an int"):
+        fusedops.set_num_threads(2.0)
+
+
+def test_containers_limit_threads(tmp_path):
+    assert threads._cgroup_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert threads._cgroup_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert threads._cgroup_quota(tmp_path) is None
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert threads._cgroup_quota(tmp_path) is None
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("400000\n")
+    assert threads._cgroup_quota(tmp_path) == 4
+
+
+LARGE = """
+import os, sys
+import numpy as np
+import fusedops
+from fusedops.testing import protein
+xyz, indices = protein(6000, np.random.default_rng(0))
+planes = fusedops.Planes([(i, np.full(len(i), 0.02)) for i in indices])
+def step(backend):
+    value, pullback = fusedops.planarity_nll.vjp(xyz, planes, backend=backend)
+    return value, pullback(1.0)[0]
+fusedops.set_num_threads(4)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_a_forked_child_works_serially(backend):
+    code = f"""
+    want = step({backend!r})
+    child = os.fork()
+    if child == 0:
+        assert fusedops.get_num_threads() == 1
+        value, gradient = step({backend!r})
+        os._exit(0 if value == want[0] and (gradient == want[1]).all() else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+    assert fusedops.get_num_threads() == 4
+    print("ok")
+    """
+    assert python(LARGE + textwrap.dedent(code)).strip().endswith("ok")
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_calls_from_several_threads_at_once(backend):
+    xyz, indices = protein(4000, np.random.default_rng(1))
+    planes = fusedops.Planes([(index, np.full(len(index), 0.02)) for index in indices])
+
+    def step(shift):
+        value, pullback = fusedops.planarity_nll.vjp(xyz + shift, planes, backend=backend)
+        return value, pullback(1.0)[0]
+
+    shifts = [0.0, 1.0, 2.0, 3.0] * 4
+    fusedops.set_num_threads(3)
+    try:
+        want = [step(shift) for shift in shifts]
+        with ThreadPoolExecutor(8) as pool:
+            got = list(pool.map(step, shifts))
+    finally:
+        fusedops.set_num_threads(None)
+    for (value, gradient), (other, other_gradient) in zip(got, want, strict=True):
+        assert value == other
+        np.testing.assert_array_equal(gradient, other_gradient)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed")
+@pytest.mark.parametrize("first", ["torch", "fusedops"])
+def test_torch_and_fusedops_both_keep_their_threads(first):
+    order = ["import torch", "step('cython')"]
+    code = "\n".join(order if first == "torch" else order[::-1])
+    check = """
+torch.set_num_threads(2)
+torch.rand(500, 500) @ torch.rand(500, 500)
+step("cython")
+from threadpoolctl import threadpool_info
+print(torch.get_num_threads(), fusedops.get_num_threads(), len(threadpool_info()) > 0)
+"""
+    assert python(LARGE + code + check).strip() == "2 4 True"
+
+
+def test_numba_without_a_folder_for_its_cache(tmp_path):
+    """Nowhere to write is no error; a cache that can be written is used."""
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "file" / "below")
+    code = """
+    import numba.core.caching as caching
+    caching._CacheLocator.ensure_cache_path = lambda self: (_ for _ in ()).throw(OSError("no"))
+    """
+    told = python(
+        textwrap.dedent(code) + without("cpukern._cpu") + SQUARE + "print(explain().backend)",
+        NUMBA_CACHE_DIR=nowhere,
+        HOME=nowhere,
+    )
+    assert told.strip() == "numba"
+    cache = tmp_path / "cache"
+    python(without("cpukern._cpu") + SQUARE, NUMBA_CACHE_DIR=str(cache))
+    assert list(cache.rglob("*.nbi"))
+
+
+def test_numba_leaves_the_users_settings_alone():
+    code = "import numba; before = numba.get_num_threads(), numba.config.CACHE_DIR\n"
+    after = "assert before == (numba.get_num_threads(), numba.config.CACHE_DIR)"
+    python(code + without("cpukern._cpu") + SQUARE + after)
