@@ -1,5 +1,5 @@
-# All that make writes is in .venv, but for `make wheel`, which writes to dist. A file there that
-# has no extension is a stamp: its step is done, and is done again when a source is newer.
+# Everything is built and installed in .venv. The rules that end in touch leave a stamp there: their
+# step is done, and is done again when a source is newer.
 
 PYTHON ?= python3
 # Exact, because other requests find builds of torch with gigabytes of CUDA.
@@ -22,31 +22,31 @@ help:
 demo: .venv/demo ## score the planes of a protein on every backend that works here
 	$(BIN)/fusedops demo
 
-# A safe path keeps `python -c` in a test away from the source tree.
+# From another folder, where a test and its `python -c` can't import the source tree.
 test: .venv/test ## test the installed package, on CPU
-	PYTHONSAFEPATH=1 $(BIN)/pytest
+	cd .venv && bin/python -m pytest -c ../pyproject.toml ../tests
 
 lint: .venv/lint ## check style and format
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
 
 wheel: .venv/package ## build a wheel into dist
 	mkdir -p dist
 	cp .venv/dist/*.whl dist
 
-clean: ## remove what make has written
-	rm -rf .venv dist
+clean: ## remove .venv, dist and caches
+	rm -rf .venv dist .pytest_cache .ruff_cache
 
-# The demo installs no torch, but uses the one of the Python that it is given.
+# The demo installs no torch, but uses one that $(PYTHON) has. Tools to build with are installed in
+# any case, so that their commands are in $(BIN).
 .venv/new:
 	$(PYTHON) -m venv .venv $$($(PYTHON) -c 'import importlib.util as u; \
 		print("--system-site-packages" if u.find_spec("torch") else "")')
+	$(PIP) install --ignore-installed 'meson-python>=0.17.1' 'cython>=3.1' ninja
 	touch $@
 
-# Built in a folder that stays, so that only what has changed is compiled again; an isolated build
-# would find its headers in a new place each time.
+# Without isolation, and in a folder that stays, only what has changed is compiled again.
 .venv/package: $(SOURCES) | .venv/new
-	$(PIP) install 'meson-python>=0.17.1' 'cython>=3.1' ninja
 	rm -rf .venv/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
 		--config-settings=build-dir=.venv/build --wheel-dir=.venv/dist .

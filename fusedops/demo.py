@@ -142,7 +142,8 @@ def _draw_planes(figure: Any, xyz: np.ndarray, found: Any) -> None:
 
     space = figure.add_subplot(1, 2, 1, projection="3d")
     space.add_collection3d(
-        Poly3DCollection(corners, facecolors=colours.to_rgba(z), edgecolors="0.3", linewidths=0.4)
+        Poly3DCollection(corners, facecolors=colours.to_rgba(z), edgecolors="0.3", linewidths=0.4),
+        autolim=False,  # it would read Matplotlib's uninitialised padding of short polygons
     )
     atoms = np.concatenate(corners)
     space.auto_scale_xyz(*atoms.T)

@@ -273,7 +273,8 @@ def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
     if is_tensor(like):
         out = _wide(like.new_zeros(like.shape))
         for index, row in rows:
-            out = out.index_add(0, index.reshape(-1), row.reshape(-1, 3))
+            # Deterministic on a GPU too, which index_add is not.
+            out = out.index_put((index,), row, accumulate=True)
         return out.to(like.dtype)
     out = np.zeros(like.shape)
     for index, row in rows:

@@ -26,7 +26,7 @@ from gpukern.launch import Launcher
 _BLOCK, _WARPS = 32, 1
 _ATOMS, _ATOM_WARPS = 128, 4
 # Atoms whose loads are in flight together.
-_UNROLL = 2
+_UNROLL = 3
 # Block sums that the second launch adds up at a time.
 _SUM = tl.constexpr(4096)
 _TINY = tl.constexpr(NO_PLANE)
@@ -45,7 +45,7 @@ def _coordinates(xyz, i, inside, row_stride, column_stride):
 
 @triton.jit
 def _inverse(x):
-    """1 / x for x near 1: the float32 reciprocal and two steps of Newton's method beat a division."""
+    """1 / x within the range of float32: two steps of Newton's method beat a division."""
     y = (1.0 / x.to(tl.float32)).to(tl.float64)
     y += y * (1 - x * y)
     return y + y * (1 - x * y)
@@ -211,7 +211,11 @@ def _fit(
             wy += w * y
             wz += w * z
             a += 1
-    scale = 1 / tl.where(live, total, 1.0)
+    total = tl.where(live, total, 1.0)
+    if WEIGHTED:
+        scale = 1 / total
+    else:
+        scale = _inverse(total)
     cx = sx * scale
     cy = sy * scale
     cz = sz * scale
@@ -249,7 +253,7 @@ def _fit(
         mx = wx - sum_w * cx
         my = wy - sum_w * cy
         mz = wz - sum_w * cz
-        mean = tl.where(usable, mx * nx + my * ny + mz * nz, 0.0) / tl.where(live, total, 1.0)
+        mean = tl.where(usable, mx * nx + my * ny + mz * nz, 0.0) / total
     return (
         ox + cx, oy + cy, oz + cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz,
         scale, total, mean, usable,
@@ -355,7 +359,7 @@ def _gradient_vjp_kernel(
                 vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
                 mean_s += tl.where(inside, vx * nx + vy * ny + vz * nz, 0.0)
                 a += 1
-        mean_s = mean_s / tl.where(there, total, 1.0)
+        mean_s = mean_s / total
     sum_t, qx, qy, qz = (
         tl.zeros_like(mean), tl.zeros_like(mean), tl.zeros_like(mean), tl.zeros_like(mean),
     )  # fmt: skip
@@ -426,7 +430,7 @@ def _gradient_vjp_kernel(
             t = tl.where(read, w * (vx * nx + vy * ny + vz * nz - mean_s), 0.0)
             turn = share * scale
             d = turn * (x * nx + y * ny + z * nz)
-            along = t - share / tl.where(there, total, 1.0) * sum_t - turn * (px * x + py * y + pz * z)
+            along = t - share / total * sum_t - turn * (px * x + py * y + pz * z)
             along = tl.where(read, along, 0.0)
             _write(
                 out, spill, slot, start + a, i, inside,

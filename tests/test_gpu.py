@@ -41,6 +41,7 @@ def test_gradcheck_and_gradgradcheck():
     assert torch.autograd.gradgradcheck(lambda x: fusedops.planarity_nll(x, planes), (xyz,))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_synchronisation_and_the_same_bits_every_time():
     xyz, planes = example(2000)
     direction = torch.randn_like(xyz)
@@ -155,6 +156,7 @@ def test_mixed_devices():
         fusedops.planarity_nll(xyz.detach()[:5], planes)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compile_and_autocast():
     xyz, planes = example(30)
     torch._dynamo.reset()
