@@ -58,10 +58,12 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
 def of_shape(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> None:
     """Raise ValueError unless `value` has `shape`, in which a string stands for any size."""
     got = value.shape
-    if len(got) == len(shape) and all(
-        [have == want or isinstance(want, str) for have, want in zip(got, shape, strict=True)]
-    ):
-        return
+    if len(got) == len(shape):
+        for have, want in zip(got, shape, strict=True):
+            if have != want and not isinstance(want, str):
+                break
+        else:
+            return
     should = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
     raise ValueError(f"{op}: {name} has shape {tuple(got)}; it should be ({should})")
 

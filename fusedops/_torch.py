@@ -45,7 +45,7 @@ def call(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -
     if torch.is_grad_enabled():
         for array in arrays:
             if array.requires_grad:
-                return _Differentiable.apply(call, *arrays)
+                return _apply(call, *arrays)
     return evaluate(call, arrays, wanted)
 
 
@@ -93,7 +93,11 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        return (None, *_pull_back(ctx.call, ctx.saved_tensors, cotangents))
+        return None, *_pull_back(ctx.call, ctx.saved_tensors, cotangents)
+
+
+# Function.apply less its own look at torch.func's transforms, which `call` has looked for already.
+_apply = super(torch.autograd.Function, _Differentiable).apply
 
 
 class _Transformed(_Differentiable):
