@@ -24,7 +24,6 @@ from rich.table import Table
 import fusedops
 from fusedops.testing import protein
 
-
 #: Steps in one CUDA graph, whose own launch then counts for little.
 COPIES = 10
 
@@ -57,7 +56,7 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
 
 
 def interleaved(
-    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 1.5
+    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 2.0
 ) -> dict[str, float]:
     """Return the median time of every run, in ms, taken in turns."""
     repeats = {}
@@ -66,12 +65,15 @@ def interleaved(
             run()
         wait()
         repeats[name] = max(1, min(100, int(seconds / 25 / (timed(run, wait, 1) / 1e3))))
-    rounds = [{name: timed(run, wait, repeats[name]) for name, run in runs.items()}
-              for _ in range(25)]
+    rounds = [
+        {name: timed(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(25)
+    ]
     return {name: statistics.median(each[name] for each in rounds) for name in runs}
 
 
-def torch_step(xyz: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+def torch_step(
+    xyz: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[], Any]:
     leaf = xyz.clone().requires_grad_()
 
     def step() -> None:
@@ -133,6 +135,18 @@ def floor_bytes(xyz: np.ndarray, planes: fusedops.Planes) -> int:
     return 2 * xyz.nbytes + 4 * planes.num_entries + 12 * planes.num_planes
 
 
+def processor() -> str:
+    """Return the processor's name and the instruction set that the kernels use on it."""
+    level = fusedops.info().instruction_set
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [
+        line.partition(":")[2].strip()
+        for line in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else [])
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else platform.machine()}, {level}"
+
+
 def measure(device: str, sizes: list[int]) -> list[dict[str, Any]]:
     rows = []
     rate = bandwidth(device)
@@ -141,29 +155,74 @@ def measure(device: str, sizes: list[int]) -> list[dict[str, Any]]:
         xyz, groups = workload(size)
         packed = fusedops.Planes(groups)
         there = torch.tensor(xyz, device=device)
-        peers = [(torch.tensor(i, device=device), torch.tensor(s, device=device).to(there.dtype))
-                 for i, s in groups]
+        peers = [
+            (torch.tensor(i, device=device), torch.tensor(s, device=device).to(there.dtype))
+            for i, s in groups
+        ]
         planes = packed.to(device)
         ours = torch_step(there, lambda x, p=planes: fusedops.planarity_nll(x, p))
         runs = {"torch tensors": ours}
         if device == "cuda":
             runs["in a CUDA graph"] = graphed(
-                torch_step(there, lambda x, p=planes: fusedops.planarity_nll(x, p)), COPIES)
+                torch_step(there, lambda x, p=planes: fusedops.planarity_nll(x, p)), COPIES
+            )
             runs["empty kernels"] = torch_step(there, launch_only())
         else:
             for backend in ("cython", "numba"):
                 runs[backend] = lambda b=backend, x=xyz, p=packed: fusedops.planarity_nll.vjp(
-                    x, p, backend=b)[1](1.0)
-            runs["list of arrays"] = lambda x=xyz, g=groups: fusedops.planarity_nll.vjp(x, g)[1](1.0)
+                    x, p, backend=b
+                )[1](1.0)
+            runs["list of arrays"] = lambda x=xyz, g=groups: fusedops.planarity_nll.vjp(x, g)[1](
+                1.0
+            )
         if device == "cpu" or size < 100_000:
             runs["torch eager eigh"] = torch_step(there, lambda x, g=peers: eigh_nll(x, g))
         times = interleaved(runs, wait)
         if device == "cuda":
             times["in a CUDA graph"] /= COPIES
         times["byte floor"] = floor_bytes(xyz, packed) / rate * 1e3
-        rows.append({"planes": packed.num_planes, "atoms": len(xyz), "device": device,
-                     "bandwidth_GB_s": rate / 1e9, "ms": times})
+        rows.append(
+            {
+                "planes": packed.num_planes,
+                "atoms": len(xyz),
+                "device": device,
+                "bandwidth_GB_s": rate / 1e9,
+                "ms": times,
+            }
+        )
     return rows
+
+
+def overhead() -> dict[str, float]:
+    """Return what calls on a dozen atoms take, in µs: all of it is overhead."""
+    xyz, groups = workload(1)
+    planes = fusedops.Planes(groups)
+    leaf = torch.tensor(xyz, requires_grad=True)
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.new_empty(())
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            return cotangent * ctx.saved_tensors[0]
+
+    def numpy_both() -> None:
+        fusedops.planarity_nll.vjp(xyz, planes)[1](1.0)
+
+    runs = {
+        "NumPy, value": lambda: fusedops.planarity_nll(xyz, planes),
+        "NumPy, value and gradient": numpy_both,
+        "torch, forward": lambda: fusedops.planarity_nll(leaf, planes),
+        "torch, forward and backward": torch_step(
+            torch.tensor(xyz), lambda x: fusedops.planarity_nll(x, planes)
+        ),
+        "empty autograd.Function, forward": lambda: Nothing.apply(leaf),
+        "empty autograd.Function, both": torch_step(torch.tensor(xyz), Nothing.apply),
+    }
+    return {name: 1e3 * time_ms for name, time_ms in interleaved(runs, lambda: None).items()}
 
 
 def main() -> None:
@@ -175,22 +234,34 @@ def main() -> None:
     sizes = [602, 20_200, 606_000] if arguments.device == "cuda" else [500, 5_000, 100_000]
     rows = measure(arguments.device, sizes)
     machine = {
-        "machine": torch.cuda.get_device_name() if arguments.device == "cuda"
-        else platform.processor() or platform.machine(),
-        "threads": fusedops.get_num_threads(), "torch": torch.__version__,
-        "numpy": np.__version__, "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name() if arguments.device == "cuda" else processor(),
+        "threads": fusedops.get_num_threads(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
     }
     table = Table(title=", ".join(f"{key} {value}" for key, value in machine.items()))
     for column in ("planes", "atoms", "what", "ms", "over floor"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for row in rows:
         for name, time_ms in row["ms"].items():
-            table.add_row(str(row["planes"]), str(row["atoms"]), name, f"{time_ms:.4f}",
-                          f"{time_ms / row['ms']['byte floor']:.1f}")
+            table.add_row(
+                str(row["planes"]),
+                str(row["atoms"]),
+                name,
+                f"{time_ms:.4f}",
+                f"{time_ms / row['ms']['byte floor']:.1f}",
+            )
         table.add_section()
     Console(width=100).print(table)
+    report = {**machine, "rows": rows}
+    if arguments.device == "cpu":
+        report["overhead_us"] = overhead()
+        for name, time_us in report["overhead_us"].items():
+            print(f"{name:<34}{time_us:6.1f} µs")
     if arguments.json:
-        arguments.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -157,8 +157,21 @@ def _write(out, spill, index, slot, entry, x, y, z):
 
 @jit
 def _nll_blocks(
-    low, high, xyz, index, weight, plane_ptr, block_ptr, slot, per_atom, weighted, largest,
-    partial, wanted, out, spill,
+    low,
+    high,
+    xyz,
+    index,
+    weight,
+    plane_ptr,
+    block_ptr,
+    slot,
+    per_atom,
+    weighted,
+    largest,
+    partial,
+    wanted,
+    out,
+    spill,
 ):
     r = np.empty((largest, 3))
     w = np.empty(largest)
@@ -168,9 +181,7 @@ def _nll_blocks(
             start, end = plane_ptr[p], plane_ptr[p + 1]
             n = end - start
             own = weight[start:end] if per_atom else weight[p : p + 1]
-            x, y, z, _, _, _, _ = _fit(
-                xyz, index, start, end, own, int(per_atom), weighted, r, w
-            )
+            x, y, z, _, _, _, _ = _fit(xyz, index, start, end, own, int(per_atom), weighted, r, w)
             mean = 0.0
             for a in range(n):
                 d = r[a, 0] * x + r[a, 1] * y + r[a, 2] * z
@@ -186,8 +197,20 @@ def _nll_blocks(
 
 @jit
 def _vjp_blocks(
-    low, high, xyz, cotangent, index, weight, plane_ptr, block_ptr, slot, per_atom, weighted,
-    largest, out, spill,
+    low,
+    high,
+    xyz,
+    cotangent,
+    index,
+    weight,
+    plane_ptr,
+    block_ptr,
+    slot,
+    per_atom,
+    weighted,
+    largest,
+    out,
+    spill,
 ):
     r = np.empty((largest, 3))
     v = np.empty((largest, 3))
@@ -225,13 +248,17 @@ def _vjp_blocks(
                 s = share * scale
                 d = s * (r[a, 0] * x + r[a, 1] * y + r[a, 2] * z)
                 along = (
-                    t[a]
-                    - share / total * sum_t
-                    - s * (px * r[a, 0] + py * r[a, 1] + pz * r[a, 2])
+                    t[a] - share / total * sum_t - s * (px * r[a, 0] + py * r[a, 1] + pz * r[a, 2])
                 )
                 _write(
-                    out, spill, index, slot, start + a,
-                    along * x - d * px, along * y - d * py, along * z - d * pz,
+                    out,
+                    spill,
+                    index,
+                    slot,
+                    start + a,
+                    along * x - d * px,
+                    along * y - d * py,
+                    along * z - d * pz,
                 )
 
 
@@ -288,9 +315,21 @@ def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> N
     spill = np.empty((planes.spill if wanted else 0, 3), xyz.dtype)
     in_parallel(
         lambda low, high: _nll_blocks(
-            low, high, xyz, planes.index, planes.weight, planes.plane_ptr, planes.block_ptr,
-            planes.slot, bool(planes.per_atom), fit == "weighted", planes.largest,
-            partial, wanted, out, spill,
+            low,
+            high,
+            xyz,
+            planes.index,
+            planes.weight,
+            planes.plane_ptr,
+            planes.block_ptr,
+            planes.slot,
+            bool(planes.per_atom),
+            fit == "weighted",
+            planes.largest,
+            partial,
+            wanted,
+            out,
+            spill,
         ),
         len(partial),
         _GRAIN,
@@ -306,9 +345,20 @@ def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out:
     spill = np.empty((planes.spill, 3), xyz.dtype)
     in_parallel(
         lambda low, high: _vjp_blocks(
-            low, high, xyz, cotangent, planes.index, planes.weight, planes.plane_ptr,
-            planes.block_ptr, planes.slot, bool(planes.per_atom), fit == "weighted",
-            planes.largest, out, spill,
+            low,
+            high,
+            xyz,
+            cotangent,
+            planes.index,
+            planes.weight,
+            planes.plane_ptr,
+            planes.block_ptr,
+            planes.slot,
+            bool(planes.per_atom),
+            fit == "weighted",
+            planes.largest,
+            out,
+            spill,
         ),
         len(planes.block_ptr) - 1,
         _GRAIN,

@@ -1,7 +1,7 @@
 """How many threads a parallel region gets: one rule for OpenMP and for Numba.
 
-``set_num_threads`` > ``FUSEDOPS_NUM_THREADS`` > ``OMP_NUM_THREADS`` > the cores this process may use.
-The environment is read once, at first use.
+``set_num_threads`` > ``FUSEDOPS_NUM_THREADS`` > ``OMP_NUM_THREADS`` > the cores that this process
+may use. The environment is read once, at first use.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 _chosen: int | None = None
@@ -106,13 +107,13 @@ def threads_for(work: int, grain: int) -> int:
 
 
 def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> None:
-    """Call ``work(low, high)``, which releases the GIL, on contiguous shares of ``range(items)``."""
+    """Call ``work(low, high)``, which releases the GIL, on shares of ``range(items)``."""
     threads = threads_for(items, grain)
     edges = [items * t // threads for t in range(threads + 1)]
     if threads == 1:
         work(0, items)
         return
-    rest = [_pool().submit(work, *span) for span in zip(edges[1:], edges[2:], strict=False)]
+    rest = [_pool().submit(work, *span) for span in pairwise(edges[1:])]
     work(*edges[:2])
     for share in rest:
         share.result()

@@ -1,9 +1,9 @@
 """Fused, differentiable operations for structures, potentials, folding and linear attention."""
 
 from cpukern.threads import get_num_threads, set_num_threads
-from fusedops._registry import BackendUnavailable, use_backend
 from fusedops._info import info
-from fusedops.planarity import Planes, plane_deviations, planarity_nll
+from fusedops._registry import BackendUnavailable, use_backend
+from fusedops.planarity import Planes, planarity_nll, plane_deviations
 
 __version__ = "0.1.0"
 

@@ -491,9 +491,7 @@ def op(primitive: Primitive, *, output: str) -> Callable[[Callable[..., Any]], O
         keyword = inspect.Parameter(
             "backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
         )
-        call.__signature__ = signature.replace(
-            parameters=[*signature.parameters.values(), keyword]
-        )
+        call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), keyword])
         call.vjp = vjp
         call.explain = explain_call
         return call

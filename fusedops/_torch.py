@@ -242,15 +242,15 @@ def _register(primitive: Primitive) -> None:
             raise RuntimeError(f"torch.ops.{qualified}: its gradient needs all outputs wanted")
         bound = Call(primitive, _put_together(primitive, flat), backend or None, registered=True)
         gradients = _pull_back(bound, ctx.saved_tensors, cotangents)
-        nothing = [[None] * len(value) if tensors else None for tensors, value in
-                   zip(takes_tensors, ctx.flat, strict=True)]
+        nothing = [
+            [None] * len(value) if tensors else None
+            for tensors, value in zip(takes_tensors, ctx.flat, strict=True)
+        ]
         return (*gradients, *nothing)
 
     _library.impl(primitive.name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_autograd(
-        qualified, backward, setup_context=setup_context, lib=_library
-    )
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
 
 
 for _primitive in _registry.primitives().values():

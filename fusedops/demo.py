@@ -67,9 +67,7 @@ def planarity(figure: Any) -> Iterator[Row]:
 DEMOS: dict[str, Callable[[Any], Iterator[Row]]] = {"planarity": planarity}
 
 
-def _places(
-    xyz: np.ndarray, planes: fusedops.Planes
-) -> Iterator[tuple[str, str, bool, Any, Any]]:
+def _places(xyz: np.ndarray, planes: fusedops.Planes) -> Iterator[tuple[str, str, bool, Any, Any]]:
     """Yield every backend with why it is used or not, and the arguments where it lives."""
     info = fusedops.info()
     gpu = "cuda" if info.gpus and not info.backends["triton"].why_not else None

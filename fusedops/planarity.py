@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,14 @@ class Planes(Packed):
     # any other is its own owner and sums its rows of a spill array: entry e writes row slot[e],
     # and atom reduced[r] sums rows reduced_ptr[r] to reduced_ptr[r + 1], of which it may have none.
     _fields = (
-        "index", "weight", "plane_ptr", "block_ptr", "slot", "reduced", "reduced_ptr", "constant",
+        "index",
+        "weight",
+        "plane_ptr",
+        "block_ptr",
+        "slot",
+        "reduced",
+        "reduced_ptr",
+        "constant",
     )
     _sizes = ("bound", "largest", "rows", "spill", "per_atom", "num_planes", "num_entries")
 
@@ -170,10 +178,22 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
                 f"Planes: {names[1]} has shape {sigma.shape}; it should be {index.shape[:1]} for "
                 f"planes or {index.shape} for atoms"
             )
-        _refuse("Planes", names[0], index, (index < 0) | (index >= _MOST_ATOMS), IndexError,
-                f"from 0 to {_MOST_ATOMS - 1}")
-        _refuse("Planes", names[1], sigma, ~((sigma > 0) & (sigma < np.inf)), ValueError,
-                "finite and positive")
+        _refuse(
+            "Planes",
+            names[0],
+            index,
+            (index < 0) | (index >= _MOST_ATOMS),
+            IndexError,
+            f"from 0 to {_MOST_ATOMS - 1}",
+        )
+        _refuse(
+            "Planes",
+            names[1],
+            sigma,
+            ~((sigma > 0) & (sigma < np.inf)),
+            ValueError,
+            "finite and positive",
+        )
         groups.append((index, sigma))
     return groups, device or "cpu"
 
@@ -214,7 +234,7 @@ def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
     size = np.diff(ptr)
     edges = [0, *(np.flatnonzero(np.diff(size)) + 1).tolist(), len(size)] if len(size) else []
     runs = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         span, shape = slice(int(ptr[low]), int(ptr[high])), (high - low, int(size[low]))
         own = weight[span].reshape(shape) if planes.per_atom else weight[low:high].reshape(-1, 1)
         runs.append((index[span].reshape(shape), own))
@@ -244,7 +264,9 @@ class _Fit:
         usable = usable & xp.isfinite(1 / xp.where(usable, trace, 1.0))
         self.r = xp.where(usable[:, None, None], r, 0.0)
         self.scale = xp.where(usable, 1 / xp.where(usable, trace, 1.0), 0.0)
-        self.C = xp.einsum("pa,pai,paj->pij", self.share, self.r, self.r) * self.scale[:, None, None]
+        self.C = (
+            xp.einsum("pa,pai,paj->pij", self.share, self.r, self.r) * self.scale[:, None, None]
+        )
         self.normal = _normals(self.C)
         self.d = xp.einsum("pai,pi->pa", self.r, self.normal)
 
@@ -341,9 +363,7 @@ def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
     regular, single = product > NO_PLANE * trace**2, trace > NO_PLANE
     full = (trace[:, None] * q - Aq) / xp.where(regular, product, 1.0)[:, None]
     half = Aq / xp.where(single, trace, 1.0)[:, None] ** 2
-    return xp.where(
-        regular[:, None], full, xp.where(single[:, None], half, 0.0 * q)
-    )
+    return xp.where(regular[:, None], full, xp.where(single[:, None], half, 0.0 * q))
 
 
 def _nll_pullback(

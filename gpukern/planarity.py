@@ -133,17 +133,11 @@ def _jacobi(xx, xy, xz, yy, yz, zz):
     vx, vy, vz = zero, zero + 1, zero
     wx, wy, wz = zero, zero, zero + 1
     for _ in range(8):
-        xx, yy, xz, yz, ux, uy, uz, vx, vy, vz = _rotate(
-            xx, yy, xy, xz, yz, ux, uy, uz, vx, vy, vz
-        )
+        xx, yy, xz, yz, ux, uy, uz, vx, vy, vz = _rotate(xx, yy, xy, xz, yz, ux, uy, uz, vx, vy, vz)
         xy = zero
-        xx, zz, xy, yz, ux, uy, uz, wx, wy, wz = _rotate(
-            xx, zz, xz, xy, yz, ux, uy, uz, wx, wy, wz
-        )
+        xx, zz, xy, yz, ux, uy, uz, wx, wy, wz = _rotate(xx, zz, xz, xy, yz, ux, uy, uz, wx, wy, wz)
         xz = zero
-        yy, zz, xy, xz, vx, vy, vz, wx, wy, wz = _rotate(
-            yy, zz, yz, xy, xz, vx, vy, vz, wx, wy, wz
-        )
+        yy, zz, xy, xz, vx, vy, vz, wx, wy, wz = _rotate(yy, zz, yz, xy, xz, vx, vy, vz, wx, wy, wz)
         yz = zero
     low = tl.minimum(tl.minimum(xx, yy), zz)
     high = tl.maximum(tl.maximum(xx, yy), zz)
@@ -165,9 +159,7 @@ def _fit(
     """Gather once and fit: origin, centroid from there, normal, covariance scaled to trace 1."""
     live = n > 0
     i = tl.load(index + start, mask=live, other=0)
-    ox, oy, oz = _coordinates(
-        xyz, i, live & (i >= 0) & (i < atoms), row_stride, column_stride
-    )
+    ox, oy, oz = _coordinates(xyz, i, live & (i >= 0) & (i < atoms), row_stride, column_stride)
     zero = tl.zeros_like(ox)
     ox = tl.where(live, ox, 0.0)
     oy = tl.where(live, oy, 0.0)
@@ -180,7 +172,7 @@ def _fit(
     xx, xy, xz, yy, yz, zz = zero, zero, zero, zero, zero, zero
     a = 0
     while a < most:
-        for repeat in tl.static_range(UNROLL):
+        for _repeat in tl.static_range(UNROLL):
             active = a < n
             i = tl.load(index + start + a, mask=active, other=0)
             x, y, z = _coordinates(
@@ -309,7 +301,7 @@ def _nll_kernel(
     total = tl.zeros_like(mean)
     a = 0
     while a < most:
-        for repeat in tl.static_range(UNROLL):
+        for _repeat in tl.static_range(UNROLL):
             active = a < n
             i = tl.load(index + start + a, mask=active, other=0)
             inside = active & (i >= 0) & (i < atoms)
@@ -352,7 +344,7 @@ def _gradient_vjp_kernel(
     if not WEIGHTED:
         a = 0
         while a < most:
-            for repeat in tl.static_range(UNROLL):
+            for _repeat in tl.static_range(UNROLL):
                 active = planar & (a < n)
                 i = tl.load(index + start + a, mask=active, other=0)
                 inside = active & (i >= 0) & (i < atoms)
@@ -365,7 +357,7 @@ def _gradient_vjp_kernel(
     )  # fmt: skip
     a = 0
     while a < most:
-        for repeat in tl.static_range(UNROLL):
+        for _repeat in tl.static_range(UNROLL):
             active = planar & (a < n)
             i = tl.load(index + start + a, mask=active, other=0)
             inside = active & (i >= 0) & (i < atoms)
@@ -410,7 +402,7 @@ def _gradient_vjp_kernel(
     pz = tl.where(regular, (trace * qz - pz) * by_product, pz * by_square)
     a = 0
     while a < most:
-        for repeat in tl.static_range(UNROLL):
+        for _repeat in tl.static_range(UNROLL):
             active = a < n
             i = tl.load(index + start + a, mask=active, other=0)
             inside = active & (i >= 0) & (i < atoms)

@@ -101,8 +101,11 @@ def test_other_sizes_and_alignments_compile_nothing_new():
 
     def compiled():
         launchers = kernels._nll, kernels._gradient_vjp, kernels._reduce
-        return sum(len(cache[0]) for launcher in launchers
-                   for cache in launcher.kernel.device_caches.values())
+        return sum(
+            len(cache[0])
+            for launcher in launchers
+            for cache in launcher.kernel.device_caches.values()
+        )
 
     run(16, 0)
     before = compiled()

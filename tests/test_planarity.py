@@ -12,8 +12,12 @@ from fusedops.planarity import gradient_vjp, nll
 from fusedops.testing import CASES, error, protein
 
 BACKENDS = ("cython", "numba", "numpy")
-EXACT = [c for c in CASES if c.primitive is nll and (
-    c.name.endswith("weighted") or c.name.startswith(("chain", "sizes", "shared")))]
+EXACT = [
+    c
+    for c in CASES
+    if c.primitive is nll
+    and (c.name.endswith("weighted") or c.name.startswith(("chain", "sizes", "shared")))
+]
 
 
 def central(function, x, step):
@@ -120,8 +124,9 @@ def test_only_the_plane_with_a_bad_coordinate_is_lost(backend):
     spoilt = xyz.copy()
     atom = indices[0][3][2]
     spoilt[atom] = [np.nan, 0, np.inf]
-    kept = [(index[~(index == atom).any(1)], sigma[~(index == atom).any(1)])
-            for index, sigma in groups]
+    kept = [
+        (index[~(index == atom).any(1)], sigma[~(index == atom).any(1)]) for index, sigma in groups
+    ]
     value, pullback = fusedops.planarity_nll.vjp(spoilt, groups, backend=backend)
     want, want_pullback = fusedops.planarity_nll.vjp(xyz, kept, backend=backend)
     lost = 5 * (np.log(0.02) + 0.5 * np.log(2 * np.pi))
@@ -160,7 +165,7 @@ def test_no_shape_gives_nan(backend, shape, dtype):
 
 
 def test_exact_planes_cost_their_constant():
-    xyz = np.array([[0.0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0]]) + [3, 4, 5]
+    xyz = np.array([[3.0, 4, 5], [4, 4, 5], [4, 5, 5], [3, 5, 5]])
     constant = 4 * (np.log(0.5) + 0.5 * np.log(2 * np.pi))
     for backend in BACKENDS:
         value = fusedops.planarity_nll(xyz, [([[0, 1, 2, 3]], [0.5])], backend=backend)
@@ -238,14 +243,24 @@ BAD = {
     "flat": (XYZ.ravel(), GOOD, {}, ValueError, r"xyz has shape \(12,\); it should be \(N, 3\)"),
     "two columns": (XYZ[:, :2], GOOD, {}, ValueError, r"xyz has shape \(4, 2\)"),
     "index too large": (XYZ, [([[0, 1, 4]], [1])], {}, IndexError, "index 4; it should be below 4"),
-    "index negative": (XYZ, [([[0, -1, 2]], [1])], {}, IndexError,
-                       r"plane_groups\[0\] indices\[0, 1\] is -1; it should be from 0"),
+    "index negative": (
+        XYZ,
+        [([[0, -1, 2]], [1])],
+        {},
+        IndexError,
+        r"plane_groups\[0\] indices\[0, 1\] is -1; it should be from 0",
+    ),
     "index vast": (XYZ, [([[0, 2**40, 2]], [1])], {}, IndexError, "is 1099511627776"),
     "indices float": (XYZ, [([[0.0, 1, 2]], [1])], {}, TypeError, "indices has dtype float64"),
     "indices flat": (XYZ, [([0, 1, 2], [1])], {}, ValueError, r"indices has shape \(3,\)"),
     "two atoms": (XYZ, [([[0, 1]], [1])], {}, ValueError, r"it should be \(P, n\) with n ≥ 3"),
-    "ragged": (XYZ, [([[0, 1, 2], [0, 1]], [1, 1])], {}, ValueError,
-               r"plane_groups\[0\] indices is ragged"),
+    "ragged": (
+        XYZ,
+        [([[0, 1, 2], [0, 1]], [1, 1])],
+        {},
+        ValueError,
+        r"plane_groups\[0\] indices is ragged",
+    ),
     "sigma zero": (XYZ, [([[0, 1, 2]], [0.0])], {}, ValueError, r"sigmas\[0\] is 0.0; it should"),
     "sigma negative": (XYZ, [([[0, 1, 2]], [[1, -2.0, 1]])], {}, ValueError, r"sigmas\[0, 1\]"),
     "sigma nan": (XYZ, [([[0, 1, 2]], [np.nan])], {}, ValueError, "finite and positive"),

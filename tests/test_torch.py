@@ -243,8 +243,12 @@ BAD = {
     "sparse": (torch.zeros(4, 3).to_sparse(), {}, TypeError, "a dense tensor"),
     "shape": (torch.zeros(4, 2), {}, ValueError, r"xyz has shape \(4, 2\)"),
     "bound": (torch.zeros(2, 3), {}, IndexError, "index 3; it should be below 2"),
-    "device": (torch.zeros(4, 3, device="meta"), {}, ValueError,
-               "plane_groups is on cpu; it should be on meta, where xyz is"),
+    "device": (
+        torch.zeros(4, 3, device="meta"),
+        {},
+        ValueError,
+        "plane_groups is on cpu; it should be on meta, where xyz is",
+    ),
     "backend": (torch.zeros(4, 3), {"backend": "triton2"}, ValueError, "backend is 'triton2'"),
 }
 
