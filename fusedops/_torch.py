@@ -41,7 +41,7 @@ def call(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -
     if call.registered or torch.compiler.is_compiling():
         return _call_registered(call, arrays, wanted)
     if torch._C._are_functorch_transforms_active():
-        return _Transformed.apply(call, *arrays)
+        return _transformed(call, arrays)
     if torch.is_grad_enabled():
         for array in arrays:
             if array.requires_grad:
@@ -127,6 +127,16 @@ class _Transformed(_Differentiable):
         ]
         stacked = tuple(torch.stack(column) for column in zip(*rows, strict=True))
         return stacked, (0,) * len(stacked)
+
+
+def _transformed(call: Call, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    levels = torch._C._functorch.get_interpreter_stack()
+    if any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
+        raise NotImplementedError(
+            f"{call.primitive.name} has no forward-mode derivative (torch.func.jvp, jacfwd, "
+            "hessian); use the reverse mode (grad, vjp, jacrev)"
+        )
+    return _Transformed.apply(call, *arrays)
 
 
 def _pull_back(

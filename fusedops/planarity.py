@@ -21,6 +21,7 @@ from fusedops._check import (
     dtype_name,
     floats,
     is_tensor,
+    of_shape,
     one_of,
     same_device,
 )
@@ -377,12 +378,18 @@ def _nll_pullback(
     return (dxyz,)
 
 
+def _gradient_vjp_outputs(arrays: Sequence[Any]) -> tuple[tuple[Any, str | None], ...]:
+    xyz, cotangent = arrays
+    of_shape("planarity_gradient_vjp", "cotangent", cotangent, xyz.shape)
+    return ((xyz.shape, None),)
+
+
 gradient_vjp = Primitive(
     "planarity_gradient_vjp",
     arrays=("xyz", "cotangent"),
     static={"planes": Planes, "fit": str},
     outputs=("xyz_cotangent",),
-    describe=lambda arrays: ((arrays[0].shape, None),),
+    describe=_gradient_vjp_outputs,
     formula=_gradient_vjp_formula,
 )
 nll = Primitive(
@@ -399,7 +406,14 @@ nll = Primitive(
 
 def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> tuple[Any, ...]:
     xyz = floats(name, "xyz", xyz, ("N", 3))
-    planes = plane_groups if isinstance(plane_groups, Planes) else Planes(plane_groups)
+    planes = plane_groups
+    if not isinstance(planes, Planes):
+        if is_tensor(xyz) and sys.modules["torch"].compiler.is_dynamo_compiling():
+            raise TypeError(
+                f"{name}: plane_groups is a {type(planes).__name__}; inside torch.compile it "
+                "should be Planes, made outside"
+            )
+        planes = Planes(planes)
     same_device(name, "plane_groups", planes.device, "xyz", device_of(xyz))
     if planes.bound > xyz.shape[0]:
         raise IndexError(

@@ -476,8 +476,8 @@ _gradient_vjp = Launcher(_gradient_vjp_kernel, _WARPS)
 _reduce = Launcher(_reduce_kernel, _ATOM_WARPS)
 
 
-def _key(xyz: Any, strides: tuple[int, ...], *flags: bool) -> tuple[Any, ...]:
-    return xyz.dtype, xyz.device, max(strides) >= 2**31, *flags
+def _key(xyz: Any, strides: tuple[int, ...], *flags: Any) -> tuple[Any, ...]:
+    return xyz.dtype, xyz.device, max(xyz.shape[0], *strides) >= 2**31, *flags
 
 
 @register("planarity_nll", "triton")
@@ -516,7 +516,7 @@ def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out:
     spill = xyz.new_empty(3 * planes.spill, dtype=torch.float64)
     if programs:
         _gradient_vjp(
-            programs, _key(xyz, strides, weighted, per_atom),
+            programs, _key(xyz, strides, weighted, per_atom, cotangent.dtype),
             xyz, cotangent, index, weight, plane_ptr, slot, out, spill, planes.num_planes, atoms,
             *strides, weighted, per_atom, _BLOCK, _UNROLL,
         )  # fmt: skip

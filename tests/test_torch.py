@@ -183,6 +183,14 @@ def test_transforms():
     torch.testing.assert_close(hessian, torch.autograd.functional.hessian(nll, xyz))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
+def test_forward_mode_says_that_it_is_missing(transform):
+    xyz, planes = example(residues=1)
+    with pytest.raises(NotImplementedError, match="planarity_nll has no forward-mode derivative"):
+        transform(lambda x: fusedops.planarity_nll(x, planes))(xyz.detach())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_coordinates(dtype):
     """The loss is float32, the gradient has the dtype of the coordinates."""
