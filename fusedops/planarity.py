@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -97,43 +97,55 @@ class Planes(Packed):
 
     def __init__(self, plane_groups: Sequence[tuple[Any, Any]]) -> None:
         groups, device = _checked_groups(plane_groups)
-        self._lay_out(sorted(groups, key=lambda group: group[0].shape[1]))
+        self._lay_out(groups)
         if device != "cpu":
             self.__dict__ = self.to(device).__dict__
 
-    def _lay_out(self, groups: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        self.num_planes = sum(len(index) for index, _ in groups)
-        self.num_entries = sum(index.size for index, _ in groups)
+    def _lay_out(self, given: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        groups = sorted(given, key=lambda group: group[0].shape[1])
+        planes = [len(index) for index, _ in groups]
+        atoms = [index.shape[1] for index, _ in groups]
+        self.num_planes = sum(planes)
+        self.largest = atoms[-1] if self.num_planes else 0
+        self.plane_ptr = np.zeros(self.num_planes + 1, np.int64)
+        np.cumsum(np.repeat(atoms, planes), out=self.plane_ptr[1:])
+        blocks, low = [], 0
+        for _, run in groupby(zip(atoms, planes, strict=True), key=lambda pair: pair[0]):
+            high = low + sum(count for _, count in run)
+            blocks.append(np.arange(low, high, LANES))
+            low = high
+        self.block_ptr = np.concatenate([*blocks, [self.num_planes]], dtype=np.int64)
+
+        self.per_atom = int(any(sigma.ndim == 2 for _, sigma in groups))
+        sigma = np.concatenate(
+            [np.empty(0)]
+            + [
+                np.broadcast_to(_per_atom(sigma), index.shape).ravel() if self.per_atom else sigma
+                for index, sigma in groups
+            ]
+        )
+        self.weight = _inverse_square(sigma)
+        if not self.weight.min(initial=1) > 0:
+            _refuse(given, 1, "sigmas", ValueError, "positive, and neither σ nor 1/σ² infinite")
+        copies = 1 if self.per_atom else np.diff(self.plane_ptr)
+        self.constant = np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)])
+
+        index = np.concatenate([np.empty(0, np.int32), *(index.ravel() for index, _ in groups)])
+        if not (index.min(initial=0) >= 0 and index.max(initial=0) < _MOST_ATOMS):
+            _refuse(given, 0, "indices", IndexError, f"from 0 to {_MOST_ATOMS - 1}")
+        self.num_entries = len(index)
         if self.num_entries >= _MOST_ATOMS:
             raise ValueError(
                 f"Planes: plane_groups has {self.num_entries} indices; it should have fewer than "
                 f"{_MOST_ATOMS}"
             )
-        self.per_atom = int(any(sigma.ndim == 2 for _, sigma in groups))
-        self.index = _joined([index.ravel() for index, _ in groups], np.int32)
-        sigma = [
-            np.broadcast_to(_per_atom(sigma), index.shape).ravel() if self.per_atom else sigma
-            for index, sigma in groups
-        ]
-        sigma = _joined(sigma, np.float64)
-        size = _joined([np.full(len(index), index.shape[1]) for index, _ in groups], np.int64)
-        self.weight = 1 / sigma**2
-        copies = 1 if self.per_atom else size
-        self.constant = np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)])
-        self.plane_ptr = np.concatenate(([0], np.cumsum(size)))
-        self.largest = int(size[-1]) if len(size) else 0
-        starts = np.flatnonzero(np.diff(size, prepend=0))
-        runs = [
-            np.arange(low, high, LANES)
-            for low, high in zip(starts, [*starts[1:], self.num_planes], strict=False)
-        ]
-        self.block_ptr = _joined([*runs, [self.num_planes]], np.int64)
-
-        count = np.bincount(self.index)
+        count = np.bincount(index)
+        self.index = index.astype(np.int32)
         self.bound = len(count)
         self.reduced = np.flatnonzero(count != 1).astype(np.int32)
-        self.reduced_ptr = np.concatenate(([0], np.cumsum(count[self.reduced])))
         self.rows = len(self.reduced)
+        self.reduced_ptr = np.zeros(self.rows + 1, np.int64)
+        np.cumsum(count[self.reduced], out=self.reduced_ptr[1:])
         shared = np.flatnonzero(count[self.index] > 1)
         self.spill = len(shared)
         self.slot = np.full(self.num_entries, -1, np.int32)
@@ -179,22 +191,6 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
                 f"Planes: {names[1]} has shape {sigma.shape}; it should be {index.shape[:1]} for "
                 f"planes or {index.shape} for atoms"
             )
-        _refuse(
-            "Planes",
-            names[0],
-            index,
-            (index < 0) | (index >= _MOST_ATOMS),
-            IndexError,
-            f"from 0 to {_MOST_ATOMS - 1}",
-        )
-        _refuse(
-            "Planes",
-            names[1],
-            sigma,
-            ~((sigma > 0) & (sigma < np.inf)),
-            ValueError,
-            "finite and positive",
-        )
         groups.append((index, sigma))
     return groups, device or "cpu"
 
@@ -209,15 +205,31 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def _refuse(
-    op: str, name: str, array: np.ndarray, bad: np.ndarray, error: type[Exception], should: str
+    groups: list[tuple[np.ndarray, np.ndarray]],
+    which: int,
+    name: str,
+    error: type[Exception],
+    should: str,
 ) -> None:
-    if bad.any():
-        where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise error(f"{op}: {name}{list(where)} is {array[where]}; it should be {should}")
+    """Raise an error that names the first bad index or sigma."""
+    for g, group in enumerate(groups):
+        array = group[which]
+        if which == 0:
+            bad = (array < 0) | (array >= _MOST_ATOMS)
+        else:
+            bad = _inverse_square(array.astype(np.float64)) == 0
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise error(
+                f"Planes: plane_groups[{g}] {name}{list(at)} is {array[at]}; it should be {should}"
+            )
 
 
-def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+def _inverse_square(sigma: np.ndarray) -> np.ndarray:
+    """Return 1/σ², zero where that is no finite positive number."""
+    with np.errstate(all="ignore"):
+        weight = sigma**-2.0
+    return np.where((sigma > 0) & (weight < np.inf), weight, 0.0)
 
 
 def _namespace(array: Any) -> Any:
