@@ -9,13 +9,15 @@ import numpy as np
 from cpukern import isa
 from cpukern.threads import threads_for
 from fusedops._registry import register
-from fusedops.planarity import NO_PLANE
+from fusedops.planarity import LANES, NO_PLANE
 
 _planarity = isa.load("planarity_cython")
 _planarity_of = {
     np.dtype(np.float32): _planarity.planarity["float"],
     np.dtype(np.float64): _planarity.planarity["double"],
 }
+if _planarity.lanes() != LANES:
+    raise ImportError(f"the kernels take blocks of {_planarity.lanes()} planes, not {LANES}")
 # Blocks of planes that pay for waking a thread.
 _GRAIN = 64
 

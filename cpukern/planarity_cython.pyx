@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: initializedcheck=False
-"""Planarity restraint on the CPU: eight planes of one size at a time, one to a vector lane.
+"""Planarity restraint on the CPU: sixteen planes of one size at a time, one to a vector lane.
 
 A block is gathered once into scratch, fitted in float64, and written by owner: an atom that lies
 in exactly one plane gets its gradient from that plane, any other from the sum over its own rows
@@ -508,6 +508,11 @@ def planarity(
         for b in range(blocks):
             total += partial[b]
     return total
+
+
+def lanes():
+    """Return how many planes a block may have."""
+    return LANES
 
 
 def scratch_size(int largest):

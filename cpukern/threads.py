@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +16,16 @@ from itertools import pairwise
 from pathlib import Path
 
 _chosen: int | None = None
+_pooled = False
 _forked = False
 
 
 def _mark_forked() -> None:
     global _forked
-    _forked = True
+    _forked = _pooled
 
 
-# The thread pools of OpenMP and Numba don't survive a fork, so a forked child works serially.
+# Pools of threads don't survive a fork: a child forked from a process that has any works serially.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_mark_forked)
 
@@ -51,10 +53,12 @@ def set_num_threads(threads: int | None) -> None:
     """
     global _chosen
     if threads is not None:
-        if not isinstance(threads, int) or isinstance(threads, bool):
+        try:
+            threads = operator.index(threads)
+        except TypeError:
             raise TypeError(
                 f"set_num_threads: threads is a {type(threads).__name__}; it should be an int"
-            )
+            ) from None
         if threads < 1:
             raise ValueError(f"set_num_threads: threads is {threads}; it should be at least 1")
     _chosen = threads
@@ -66,7 +70,7 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        1 in a child that was forked from a process with a thread pool.
+        1, whatever was set, in a child that was forked after a kernel had used several threads.
 
     Raises
     ------
@@ -103,7 +107,10 @@ def _default() -> int:
 
 def threads_for(work: int, grain: int) -> int:
     """Return how many threads `work` items are worth, at least `grain` items for each."""
-    return max(1, min(get_num_threads(), work // grain))
+    global _pooled
+    threads = max(1, min(get_num_threads(), work // grain))
+    _pooled = _pooled or threads > 1
+    return threads
 
 
 def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> None:

@@ -12,8 +12,9 @@ _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 def is_tensor(value: Any) -> bool:
     """Return whether `value` is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    # Another thread may be importing torch just now.
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(value, tensor)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -39,7 +40,13 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     A string in `shape` stands for any size. Raises TypeError or ValueError.
     """
     if is_tensor(value):
-        if not value.is_floating_point() or value.layout != sys.modules["torch"].strided:
+        torch = sys.modules["torch"]
+        if value.layout != torch.strided or value.dtype not in (
+            torch.float32,
+            torch.float64,
+            torch.bfloat16,
+            torch.float16,
+        ):
             raise TypeError(
                 f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "
                 "of float32, float64, bfloat16 or float16"

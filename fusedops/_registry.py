@@ -61,7 +61,7 @@ def import_error(package: str) -> str | None:
         return f"{package} is not installed"
     try:
         importlib.import_module(package)
-    except ImportError as error:
+    except Exception as error:  # a missing library is an OSError; none of this code is ours
         return f"{package} is installed but does not import: {error}"
     return None
 
@@ -310,10 +310,10 @@ class Packed:
         raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if self.device == "cpu":
-            state["tensors"] = None
-        return state
+        if self.device != "cpu":
+            return dict(self.__dict__)
+        arrays = {name: getattr(self, name) for name in self._fields}
+        return {**self.__dict__, **arrays, "tensors": None}
 
 
 class Call(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from fusedops import _registry
 from fusedops._registry import Call, Packed, Primitive, Request
@@ -20,7 +21,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """Return zero-copy views of NumPy arrays."""
-    return [torch.from_numpy(array) for array in arrays]
+    # They are kept, and a tensor made in inference mode is of no use outside of it.
+    with torch.inference_mode(False):
+        return [torch.from_numpy(array) for array in arrays]
 
 
 def move(packed: Packed, device: Any) -> Packed:
@@ -28,7 +31,13 @@ def move(packed: Packed, device: Any) -> Packed:
     device = torch.empty(0, device=device).device
     if str(device) == packed.device:
         return packed
-    tensors = [tensor.to(device) for tensor in packed.tensors_here()]
+    with torch.inference_mode(False):
+        tensors = [
+            tensor.to(device, torch.float32)
+            if device.type == "mps" and tensor.dtype == torch.float64
+            else tensor.to(device)
+            for tensor in packed.tensors_here()
+        ]
     return type(packed).from_tensors(tensors, packed.sizes())
 
 
@@ -42,6 +51,10 @@ def call(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -
         return _call_registered(call, arrays, wanted)
     if torch._C._are_functorch_transforms_active():
         return _transformed(call, arrays)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(array).tangent is not None for array in arrays
+    ):
+        raise NotImplementedError(_no_forward_mode(call))
     if torch.is_grad_enabled():
         for array in arrays:
             if array.requires_grad:
@@ -125,6 +138,8 @@ class _Transformed(_Differentiable):
             )
             for b in range(info.batch_size)
         ]
+        if not rows:
+            raise ValueError(f"{call.primitive.name}: torch.vmap has a batch of no arrays")
         stacked = tuple(torch.stack(column) for column in zip(*rows, strict=True))
         return stacked, (0,) * len(stacked)
 
@@ -132,11 +147,15 @@ class _Transformed(_Differentiable):
 def _transformed(call: Call, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     levels = torch._C._functorch.get_interpreter_stack()
     if any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
-        raise NotImplementedError(
-            f"{call.primitive.name} has no forward-mode derivative (torch.func.jvp, jacfwd, "
-            "hessian); use the reverse mode (grad, vjp, jacrev)"
-        )
+        raise NotImplementedError(_no_forward_mode(call))
     return _Transformed.apply(call, *arrays)
+
+
+def _no_forward_mode(call: Call) -> str:
+    return (
+        f"{call.primitive.name} has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); "
+        "use the reverse mode (grad, vjp, jacrev)"
+    )
 
 
 def _pull_back(
@@ -153,8 +172,14 @@ def _differentiate_formula(
     call: Call, arrays: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> tuple[Any, ...]:
     """Pull back through the formula: for the orders of derivative that no kernel has."""
-    needed = [array for array in arrays if array.requires_grad]
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{call.primitive.name} has no derivative under torch.func; torch.autograd has them all"
+        )
     with torch.enable_grad():
+        # Views, because a cotangent may depend on the arrays: that path is autograd's, not ours.
+        arrays = [array.view_as(array) if array.requires_grad else array for array in arrays]
+        needed = [array for array in arrays if array.requires_grad]
         outputs = call.primitive.formula(*arrays, *call.static)
     used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[1] is not None]
     gradients = iter(

@@ -169,9 +169,6 @@ def _outline(points: np.ndarray) -> np.ndarray:
 
 def run(picture: Path, show: Callable[[list[Row]], None]) -> bool:
     """Run every demo, draw `picture`, and return whether all checks passed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6), layout="constrained")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -50,6 +50,8 @@ class Planes(Packed):
         for a plane or (P, n) for an atom, standard deviations in Å, finite and positive. Which of
         the two is read from the rank. NumPy arrays (or nested lists), or torch tensors of one
         device, where the object then lives.
+    num_atoms : int, optional
+        The number of atoms that indices must stay below.
 
     Attributes
     ----------
@@ -95,13 +97,15 @@ class Planes(Packed):
     )
     _sizes = ("bound", "largest", "rows", "spill", "per_atom", "num_planes", "num_entries")
 
-    def __init__(self, plane_groups: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(
+        self, plane_groups: Sequence[tuple[Any, Any]], *, num_atoms: int = _MOST_ATOMS
+    ) -> None:
         groups, device = _checked_groups(plane_groups)
-        self._lay_out(groups)
+        self._lay_out(groups, num_atoms)
         if device != "cpu":
             self.__dict__ = self.to(device).__dict__
 
-    def _lay_out(self, given: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    def _lay_out(self, given: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> None:
         groups = sorted(given, key=lambda group: group[0].shape[1])
         planes = [len(index) for index, _ in groups]
         atoms = [index.shape[1] for index, _ in groups]
@@ -122,7 +126,9 @@ class Planes(Packed):
             + [
                 np.broadcast_to(_per_atom(sigma), index.shape).ravel() if self.per_atom else sigma
                 for index, sigma in groups
-            ]
+            ],
+            dtype=np.float64,
+            casting="same_kind",
         )
         self.weight = _inverse_square(sigma)
         if not self.weight.min(initial=1) > 0:
@@ -131,8 +137,8 @@ class Planes(Packed):
         self.constant = np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)])
 
         index = np.concatenate([np.empty(0, np.int32), *(index.ravel() for index, _ in groups)])
-        if not (index.min(initial=0) >= 0 and index.max(initial=0) < _MOST_ATOMS):
-            _refuse(given, 0, "indices", IndexError, f"from 0 to {_MOST_ATOMS - 1}")
+        if index.size and not (index.min() >= 0 and index.max() < num_atoms):
+            _refuse(given, 0, "indices", IndexError, f"from 0 to {num_atoms - 1}", num_atoms)
         self.num_entries = len(index)
         if self.num_entries >= _MOST_ATOMS:
             raise ValueError(
@@ -157,7 +163,12 @@ class Planes(Packed):
 
 def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
     """Return the groups as NumPy arrays and the device that they came from."""
-    groups, device = [], None
+    if isinstance(plane_groups, Planes) or not isinstance(plane_groups, Iterable):
+        raise TypeError(
+            f"Planes: plane_groups is a {type(plane_groups).__name__}; it should be a sequence of "
+            "pairs (indices, sigmas)"
+        )
+    groups, device, first = [], None, None
     for g, entry in enumerate(plane_groups):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             raise TypeError(
@@ -167,8 +178,8 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
         names = f"plane_groups[{g}] indices", f"plane_groups[{g}] sigmas"
         for name, array in zip(names, entry, strict=True):
             if is_tensor(array):
-                device = device or device_of(array)
-                same_device("Planes", name, device_of(array), "plane_groups[0]", device)
+                device, first = device or device_of(array), first or name
+                same_device("Planes", name, device_of(array), first, device)
                 if array.requires_grad:
                     raise ValueError(
                         f"Planes: {name} requires grad; planes are constants, pass x.detach()"
@@ -197,7 +208,7 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
 
 def _as_array(name: str, value: Any) -> np.ndarray:
     if is_tensor(value):
-        return value.cpu().numpy()
+        return (value.double() if value.is_floating_point() else value).cpu().numpy()
     try:
         return np.asarray(value)
     except ValueError:
@@ -210,12 +221,13 @@ def _refuse(
     name: str,
     error: type[Exception],
     should: str,
+    num_atoms: int = 0,
 ) -> None:
     """Raise an error that names the first bad index or sigma."""
     for g, group in enumerate(groups):
         array = group[which]
         if which == 0:
-            bad = (array < 0) | (array >= _MOST_ATOMS)
+            bad = (array < 0) | (array >= num_atoms)
         else:
             bad = _inverse_square(array.astype(np.float64)) == 0
         if bad.any():
@@ -319,7 +331,7 @@ def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
 
 def _nll_formula(xyz: Any, planes: Planes, fit: str) -> tuple[Any, Any]:
     """Return the restraint and its gradient, the definition of both."""
-    total = planes.tensors_here()[-1][0] if is_tensor(xyz) else planes.constant[0]
+    total = planes.tensors_here()[-1].sum() if is_tensor(xyz) else planes.constant[0]
     rows = []
     for index, weight in _runs(xyz, planes):
         plane = _Fit(xyz, index, weight, fit)
@@ -425,7 +437,7 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> tuple[Any, ...]:
                 f"{name}: plane_groups is a {type(planes).__name__}; inside torch.compile it "
                 "should be Planes, made outside"
             )
-        planes = Planes(planes)
+        planes = Planes(planes, num_atoms=xyz.shape[0])
     same_device(name, "plane_groups", planes.device, "xyz", device_of(xyz))
     if planes.bound > xyz.shape[0]:
         raise IndexError(
@@ -532,8 +544,11 @@ def plane_deviations(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> li
     >>> abs(d).round(6).tolist()
     [[0.1, 0.1, 0.1, 0.1]]
     """
-    _check("plane_deviations", xyz, plane_groups, fit)
-    groups, _ = _checked_groups(plane_groups)
+    if is_tensor(xyz):
+        raise TypeError("plane_deviations: xyz is a torch tensor; it should be a NumPy array")
+    groups, device = _checked_groups(plane_groups)
+    same_device("plane_deviations", "plane_groups", device, "xyz", "cpu")
+    _check("plane_deviations", xyz, groups, fit)
     return [
         _Fit(np.asarray(xyz), index, _per_atom(1 / sigma.astype(np.float64) ** 2), fit).d
         for index, sigma in groups

@@ -156,7 +156,7 @@ def _fit(
     xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
     WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Gather once and fit: origin, centroid from there, normal, covariance scaled to trace 1."""
+    """Gather the atoms and fit: centroid from there, normal, covariance scaled to trace 1."""
     live = n > 0
     i = tl.load(index + start, mask=live, other=0)
     ox, oy, oz = _coordinates(xyz, i, live & (i >= 0) & (i < atoms), row_stride, column_stride)
