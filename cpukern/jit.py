@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numba
+from numba.core.caching import FunctionCache
+
+
+class _Cache(FunctionCache):
+    def save_overload(self, sig: Any, data: Any) -> None:
+        # A full disk costs a compilation in the next process, no more.
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,8 +24,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     `cpukern.threads.in_parallel`, not from Numba's threading layers, which abort a forked child
     or a second Python thread.
     """
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for the cache can be written
-        return numba.njit(**options)(function)
+    compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    with contextlib.suppress(RuntimeError):  # no folder for a cache can be written
+        compiled._cache = _Cache(function)
+    return compiled

@@ -28,6 +28,7 @@ class Info:
     python: str
     numpy: str
     instruction_set: str | None
+    openmp: bool
     threads: int
     gpus: tuple[str, ...]
     backends: dict[str, BackendInfo]
@@ -35,7 +36,8 @@ class Info:
     def __str__(self) -> str:
         lines = [
             f"fusedops {self.fusedops}, Python {self.python}, NumPy {self.numpy}",
-            f"compiled for {self.instruction_set or 'nothing'}, {self.threads} threads",
+            f"compiled for {self.instruction_set or 'nothing'}, "
+            f"with{'' if self.openmp else 'out'} OpenMP; {self.threads} threads",
             f"GPUs: {', '.join(self.gpus) or 'none'}",
         ]
         for name, backend in self.backends.items():
@@ -102,6 +104,7 @@ def info() -> Info:
         python=platform.python_version(),
         numpy=np.__version__,
         instruction_set=f"x86-64-{level}" if level and level != "baseline" else level,
+        openmp=compiled and isa.has_openmp(),
         threads=threads.get_num_threads(),
         gpus=gpus,
         backends=backends,

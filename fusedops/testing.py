@@ -13,8 +13,9 @@ from fusedops import _registry
 from fusedops.planarity import Planes, gradient_vjp, nll
 
 #: Largest error allowed, relative to the largest element of the reference. Kernels accumulate in
-#: float64 and round once, so that float32 is good to a rounding of inputs and outputs; the second
-#: derivative divides by gaps between eigenvalues, which multiplies float64's rounding.
+#: float64 and round once, so that the length of a sum doesn't enter: narrower floats are good to
+#: one or two roundings of the output. The second derivative divides by gaps between eigenvalues,
+#: which multiplies float64's rounding.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
 
 
@@ -99,7 +100,9 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
     errors = {
         name: error(out, want) for name, out, want in zip(names, outputs, reference, strict=True)
     }
-    if not max(errors.values()) <= TOLERANCE[dtype]:
+    # On the CPU the bridge computes 16-bit floats in float32.
+    worked = "float32" if device == "cpu" and dtype not in ("float32", "float64") else dtype
+    if not max(errors.values()) <= TOLERANCE[worked]:
         raise AssertionError(f"{case} on {backend} in {dtype}: {errors}")
     for only in range(len(names)):
         wanted = tuple(i == only for i in range(len(names)))

@@ -96,6 +96,9 @@ def test_a_broken_package_is_a_reason_and_a_broken_module_of_ours_is_an_error(tm
     broken = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
     told = python(broken + SQUARE + "print(explain())")
     assert "numba is installed but does not import: made for another NumPy" in told
+    (tmp_path / "numba/__init__.py").write_text("raise OSError('libllvm.so: no such file')")
+    told = python(broken + SQUARE + "print(fusedops.info())")
+    assert "numba is installed but does not import: libllvm.so: no such file" in told
     code = """
     import sys
     sys.modules["cpukern.planarity_numba"] = None
@@ -280,6 +283,8 @@ fusedops.set_num_threads(4)
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_a_forked_child_works_serially(backend):
     code = f"""
+    import cpukern.cython_backend, cpukern.planarity_numba
+    cpukern.cython_backend._GRAIN = cpukern.planarity_numba._GRAIN = 1
     want = step({backend!r})
     child = os.fork()
     if child == 0:
@@ -294,9 +299,23 @@ def test_a_forked_child_works_serially(backend):
     assert python(LARGE + textwrap.dedent(code)).strip().endswith("ok")
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_of_a_process_without_threads_has_its_own():
+    code = """
+    import fusedops
+    child = os.fork()
+    if child == 0:
+        fusedops.set_num_threads(3)
+        os._exit(fusedops.get_num_threads())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert python("import os\n" + textwrap.dedent(code)).strip() == "3"
+
+
 @pytest.mark.parametrize("backend", ["cython", "numba"])
-def test_calls_from_several_threads_at_once(backend):
-    xyz, indices = protein(4000, np.random.default_rng(1))
+def test_calls_from_several_threads_at_once(backend, several_threads):
+    xyz, indices = protein(400, np.random.default_rng(1))
     planes = fusedops.Planes([(index, np.full(len(index), 0.02)) for index in indices])
 
     def step(shift):
@@ -311,6 +330,7 @@ def test_calls_from_several_threads_at_once(backend):
             got = list(pool.map(step, shifts))
     finally:
         fusedops.set_num_threads(None)
+    assert set(several_threads) == {3}
     for (value, gradient), (other, other_gradient) in zip(got, want, strict=True):
         assert value == other
         np.testing.assert_array_equal(gradient, other_gradient)
@@ -326,7 +346,8 @@ torch.set_num_threads(2)
 torch.rand(500, 500) @ torch.rand(500, 500)
 step("cython")
 from threadpoolctl import threadpool_info
-print(torch.get_num_threads(), fusedops.get_num_threads(), len(threadpool_info()) > 0)
+pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
+print(torch.get_num_threads(), fusedops.get_num_threads(), 2 in pools)
 """
     assert python(LARGE + code + check).strip() == "2 4 True"
 

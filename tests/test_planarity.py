@@ -174,16 +174,18 @@ def test_exact_planes_cost_their_constant():
 
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_number_of_threads_changes_no_bit(backend, dtype):
-    xyz, indices = protein(8000, np.random.default_rng(5))
+def test_the_number_of_threads_changes_no_bit(backend, dtype, several_threads):
+    xyz, indices = protein(800, np.random.default_rng(5))
     planes = fusedops.Planes([(index, np.full(len(index), 0.02)) for index in indices])
     xyz = xyz.astype(dtype)
     results = []
     try:
         for threads in (1, 2, 3, 16):
             fusedops.set_num_threads(threads)
+            several_threads.clear()
             value, pullback = fusedops.planarity_nll.vjp(xyz, planes, backend=backend)
             results.append((value, pullback(1.0)[0]))
+            assert set(several_threads) == {threads}
     finally:
         fusedops.set_num_threads(None)
     for value, gradient in results[1:]:
@@ -242,7 +244,15 @@ BAD = {
     "big endian": (XYZ.astype(">f8"), GOOD, {}, TypeError, "native byte order"),
     "flat": (XYZ.ravel(), GOOD, {}, ValueError, r"xyz has shape \(12,\); it should be \(N, 3\)"),
     "two columns": (XYZ[:, :2], GOOD, {}, ValueError, r"xyz has shape \(4, 2\)"),
-    "index too large": (XYZ, [([[0, 1, 4]], [1])], {}, IndexError, "index 4; it should be below 4"),
+    "index too large": (
+        XYZ,
+        [([[0, 1, 4]], [1])],
+        {},
+        IndexError,
+        r"plane_groups\[0\] indices\[0, 2\] is 4; it should be from 0 to 3",
+    ),
+    "index far too large": (XYZ, [([[0, 1, 2 * 10**9]], [1])], {}, IndexError, "is 2000000000"),
+    "no list": (XYZ, None, {}, TypeError, "plane_groups is a NoneType; it should be a sequence"),
     "index negative": (
         XYZ,
         [([[0, -1, 2]], [1])],
@@ -291,6 +301,22 @@ def test_bad_input_names_the_argument(name):
         with pytest.raises(kind, match=message):
             function(xyz, groups, **options)
     np.testing.assert_array_equal(xyz, before)
+
+
+def test_planes_of_more_atoms_than_there_are():
+    planes = fusedops.Planes([([[0, 1, 4]], [1])])
+    with pytest.raises(IndexError, match="plane_groups has index 4; it should be below 4"):
+        fusedops.planarity_nll(XYZ, planes)
+
+
+def test_iterators_are_served(square):
+    xyz, groups = square
+    (index, sigma) = groups[0]
+    assert len(fusedops.plane_deviations(xyz, zip([index], [sigma], strict=True))) == 1
+    value = fusedops.planarity_nll(xyz, zip([index], [sigma], strict=True))
+    assert value == fusedops.planarity_nll(xyz, groups)
+    with pytest.raises(TypeError, match="plane_groups is a Planes; it should be a sequence"):
+        fusedops.plane_deviations(xyz, fusedops.Planes(groups))
 
 
 def test_the_pullback_checks_its_cotangent(square):

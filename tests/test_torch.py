@@ -71,6 +71,20 @@ def test_higher_orders(backend, order):
     assert torch.autograd.gradcheck(derivative(nll, order - 1, vectors), (xyz,))
 
 
+@pytest.mark.parametrize("backend", ["cython", "torch"])
+def test_third_derivatives_along_a_direction_that_depends_on_the_coordinates(backend):
+    """‖∇NLL‖² of a leaf and of what was computed from one, twice differentiated."""
+    xyz, planes = example(residues=1, noise=0.2)
+
+    def square(x):
+        loss = fusedops.planarity_nll(x, planes, backend=backend)
+        return torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+
+    assert torch.autograd.gradcheck(square, (xyz,))
+    assert torch.autograd.gradgradcheck(square, (xyz,))
+    assert torch.autograd.gradgradcheck(lambda x: square(1.5 * x), (xyz,))
+
+
 def test_numpy_and_torch_give_the_same_bits():
     xyz, planes = example()
     value, pullback = fusedops.planarity_nll.vjp(xyz.detach().numpy(), planes)
@@ -94,7 +108,11 @@ def test_views_and_strides_of_tensors():
     assert not wide.grad[:, [0, 4]].any()
 
 
-OPCHECKED = [case for case in CASES if case.name in ("chain-uniform", "atom_sigmas-weighted")]
+OPCHECKED = [
+    case
+    for case in CASES
+    if case.name in ("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform", "none-uniform")
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -191,6 +209,57 @@ def test_forward_mode_says_that_it_is_missing(transform):
         transform(lambda x: fusedops.planarity_nll(x, planes))(xyz.detach())
 
 
+@pytest.mark.parametrize("backend", ["cython", "numpy", "torch"])
+def test_dual_tensors_say_that_forward_mode_is_missing(backend):
+    from torch.autograd import forward_ad
+
+    xyz, planes = example(residues=1)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(xyz.detach(), torch.ones_like(xyz))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            fusedops.planarity_nll(dual, planes, backend=backend)
+
+
+def test_third_derivatives_under_transforms_say_that_they_are_missing():
+    xyz, planes = example(residues=1)
+
+    def square(x):
+        return torch.func.grad(lambda y: fusedops.planarity_nll(y, planes))(x).square().sum()
+
+    with pytest.raises(NotImplementedError, match=r"has no derivative under torch\.func"):
+        torch.func.grad(lambda x: torch.func.grad(square)(x).square().sum())(xyz.detach())
+
+
+def test_first_use_in_inference_mode_leaves_planes_usable():
+    xyz, planes = example(residues=1)
+    with torch.inference_mode():
+        fusedops.planarity_nll(xyz, planes, backend="torch")
+    loss = fusedops.planarity_nll(xyz, planes, backend="torch")
+    (g,) = torch.autograd.grad(loss, xyz, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), xyz, create_graph=True)
+    h.square().sum().backward()
+
+
+def test_results_share_no_memory_with_planes():
+    xyz, _ = example(residues=1)
+    planes = fusedops.Planes([])
+    loss = fusedops.planarity_nll(xyz.detach(), planes, backend="torch")
+    loss += 5
+    assert fusedops.planarity_nll(xyz.detach(), planes, backend="torch") == 0
+
+
+def test_planes_travel(square):
+    """Moved there and back, pickled and copied, they are the same planes."""
+    import copy
+    import pickle
+
+    xyz, groups = square
+    planes = fusedops.Planes(groups)
+    back = fusedops.Planes.from_tensors(planes.tensors_here(), planes.sizes())
+    for other in (pickle.loads(pickle.dumps(back)), copy.deepcopy(back), planes.to("cpu")):
+        assert fusedops.planarity_nll(xyz, other) == fusedops.planarity_nll(xyz, planes)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_coordinates(dtype):
     """The loss is float32, the gradient has the dtype of the coordinates."""
@@ -249,8 +318,9 @@ BAD = {
     "integers": (torch.zeros(4, 3, dtype=torch.int64), {}, TypeError, "xyz has dtype int64"),
     "complex": (torch.zeros(4, 3, dtype=torch.complex64), {}, TypeError, "xyz has dtype complex64"),
     "sparse": (torch.zeros(4, 3).to_sparse(), {}, TypeError, "a dense tensor"),
+    "float8": (torch.zeros(4, 3).to(torch.float8_e4m3fn), {}, TypeError, "xyz has dtype float8"),
     "shape": (torch.zeros(4, 2), {}, ValueError, r"xyz has shape \(4, 2\)"),
-    "bound": (torch.zeros(2, 3), {}, IndexError, "index 3; it should be below 2"),
+    "bound": (torch.zeros(2, 3), {}, IndexError, r"indices\[0, 2\] is 2; it should be from 0"),
     "device": (
         torch.zeros(4, 3, device="meta"),
         {},
