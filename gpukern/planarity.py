@@ -56,19 +56,13 @@ def _newton(xx, xy, xz, yy, yz, zz):
     """Smallest eigenpair of covariances of trace 1, and whether it was found."""
     minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
     determinant = xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
+    safe = tl.where(minors > 1e-9, minors, 1.0)
     # The characteristic polynomial rises and is concave up to its smallest root, so that Newton's
-    # method from 0 climbs to it: first in float32, whose latency is a fraction, then in float64,
-    # for which a float32 slope serves.
-    short = tl.where(minors > 1e-9, minors, 1.0).to(tl.float32)
-    least = determinant.to(tl.float32)
-    climb = least / short
-    for _ in tl.static_range(3):
-        slope = (3 * climb - 2) * climb + short
-        climb -= (((climb - 1) * climb + short) * climb - least) / tl.where(slope == 0, 1.0, slope)
-    value = climb.to(tl.float64)
-    for _ in tl.static_range(2):
-        slope = ((3 * value - 2) * value + minors).to(tl.float32)
-        rise = ((value - 1) * value + minors) * value - determinant
+    # method from 0 climbs to it monotonically; a slope in float32 serves.
+    value = determinant * _inverse(safe)
+    for _ in tl.static_range(4):
+        slope = ((3 * value - 2) * value + safe).to(tl.float32)
+        rise = ((value - 1) * value + safe) * value - determinant
         value -= rise * (1.0 / tl.where(slope == 0, 1.0, slope)).to(tl.float64)
     # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is n.
     ax = xx - value
@@ -466,11 +460,13 @@ def _reduce_kernel(
         most = tl.max(n)
         j = 0
         while j < most:
-            at = scratch + parts + 3 * (start + j)
-            x += tl.load(at, mask=j < n, other=0.0)
-            y += tl.load(at + 1, mask=j < n, other=0.0)
-            z += tl.load(at + 2, mask=j < n, other=0.0)
-            j += 1
+            # Most shared atoms lie in two planes.
+            for _repeat in tl.static_range(2):
+                at = scratch + parts + 3 * (start + j)
+                x += tl.load(at, mask=j < n, other=0.0)
+                y += tl.load(at + 1, mask=j < n, other=0.0)
+                z += tl.load(at + 2, mask=j < n, other=0.0)
+                j += 1
         owned = i < atoms
         tl.store(out + 3 * i, x, mask=owned)
         tl.store(out + 3 * i + 1, y, mask=owned)
