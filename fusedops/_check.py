@@ -40,12 +40,11 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     A string in `shape` stands for any size. Raises TypeError or ValueError.
     """
     if is_tensor(value):
-        torch = sys.modules["torch"]
-        if value.layout != torch.strided or value.dtype not in (
-            torch.float32,
-            torch.float64,
-            torch.bfloat16,
-            torch.float16,
+        # Floats of one byte are for storage.
+        if (
+            not value.is_floating_point()
+            or value.itemsize == 1
+            or value.layout != sys.modules["torch"].strided
         ):
             raise TypeError(
                 f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "

@@ -261,6 +261,11 @@ def explain(request: Request) -> Explanation:
     return _explain(request, backend)
 
 
+def bridge() -> Any:
+    """Return ``fusedops._torch``, which is imported where tensors are met and not before."""
+    return sys.modules.get("fusedops._torch") or importlib.import_module("fusedops._torch")
+
+
 class Packed:
     """An argument that is checked and laid out once and used in many calls.
 
@@ -276,16 +281,12 @@ class Packed:
     def tensors_here(self) -> list[Any]:
         """Return the arrays as torch tensors on this object's device."""
         if self.tensors is None:
-            from fusedops import _torch
-
-            self.tensors = _torch.as_tensors([getattr(self, name) for name in self._fields])
+            self.tensors = bridge().as_tensors([getattr(self, name) for name in self._fields])
         return self.tensors
 
     def to(self, device: Any) -> Packed:
         """Return the same object on a torch device; this one where it is there already."""
-        from fusedops import _torch
-
-        return _torch.move(self, device)
+        return bridge().move(self, device)
 
     def sizes(self) -> list[int]:
         """Return the numbers that go with the arrays."""
@@ -332,9 +333,7 @@ class Call(NamedTuple):
         """Return the outputs; one that isn't wanted may be None."""
         first = arrays[0]
         if is_tensor(first):
-            from fusedops import _torch
-
-            return _torch.call(self, arrays, wanted)
+            return bridge().call(self, arrays, wanted)
         request = Request(self.primitive.name, "numpy", "cpu", first.dtype, self.forced)
         return self.on_numpy(*choose(request), arrays, wanted)
 
@@ -447,10 +446,10 @@ def op(primitive: Primitive, *, output: str) -> Callable[[Callable[..., Any]], O
     def declare(check: Callable[..., Any]) -> Op:
         def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[tuple[Any, ...], Call]:
             arrays, static = check(*args, **kwargs)
-            # A compiled graph looks for a backend when it runs, not when it is traced.
-            if not (is_tensor(arrays[0]) and sys.modules["torch"].compiler.is_compiling()):
-                backend = forced(backend)
-            return arrays, Call(primitive, static, backend)
+            if is_tensor(arrays[0]) and sys.modules["torch"].compiler.is_compiling():
+                # A compiled graph looks for a backend when it runs, not when it is traced.
+                return arrays, Call(primitive, static, backend, True)
+            return arrays, Call(primitive, static, forced(backend))
 
         @functools.wraps(check)
         def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:

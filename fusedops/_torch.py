@@ -47,7 +47,7 @@ def call(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -
     if first.dtype in _HALF and (first.is_cpu or torch.is_autocast_enabled(first.device.type)):
         # NumPy has no bfloat16; under autocast these ops are among those that run in float32.
         arrays = [array.float() for array in arrays]
-    if call.registered or torch.compiler.is_compiling():
+    if call.registered:
         return _call_registered(call, arrays, wanted)
     if torch._C._are_functorch_transforms_active():
         return _transformed(call, arrays)
