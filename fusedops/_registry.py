@@ -333,7 +333,7 @@ class Call(NamedTuple):
         """Return the outputs; one that isn't wanted may be None."""
         first = arrays[0]
         if is_tensor(first):
-            return bridge().call(self, arrays, wanted)
+            return bridge().run(self, arrays, wanted)
         request = Request(self.primitive.name, "numpy", "cpu", first.dtype, self.forced)
         return self.on_numpy(*choose(request), arrays, wanted)
 

@@ -41,7 +41,7 @@ def move(packed: Packed, device: Any) -> Packed:
     return type(packed).from_tensors(tensors, packed.sizes())
 
 
-def call(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+def run(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
     """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
     first = arrays[0]
     if first.dtype in _HALF and (first.is_cpu or torch.is_autocast_enabled(first.device.type)):
@@ -109,7 +109,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *_pull_back(ctx.call, ctx.saved_tensors, cotangents)
 
 
-# Function.apply less its own look at torch.func's transforms, which `call` has looked for already.
+# Function.apply less its own look at torch.func's transforms, which `run` has looked for already.
 _apply = super(torch.autograd.Function, _Differentiable).apply
 
 

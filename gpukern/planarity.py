@@ -44,6 +44,21 @@ def _coordinates(xyz, i, inside, row_stride, column_stride):
 
 
 @triton.jit
+def _atom(index, entry, active, atoms):
+    """Load the atoms of entries, and whether they exist."""
+    i = tl.load(index + entry, mask=active, other=0)
+    return i, active & (i >= 0) & (i < atoms)
+
+
+@triton.jit
+def _weight(weight, own, entry, active, PER_ATOM: tl.constexpr):
+    """Return 1/σ² of entries: their own, or their plane's."""
+    if PER_ATOM:
+        own = tl.load(weight + entry, mask=active, other=0.0)
+    return own
+
+
+@triton.jit
 def _inverse(x):
     """1 / x within the range of float32: two steps of Newton's method beat a division."""
     y = (1.0 / x.to(tl.float32)).to(tl.float64)
@@ -158,8 +173,8 @@ def _fit(
 ):  # fmt: skip
     """Gather the atoms and fit: centroid from there, normal, covariance scaled to trace 1."""
     live = n > 0
-    i = tl.load(index + start, mask=live, other=0)
-    ox, oy, oz = _coordinates(xyz, i, live & (i >= 0) & (i < atoms), row_stride, column_stride)
+    i, inside = _atom(index, start, live, atoms)
+    ox, oy, oz = _coordinates(xyz, i, inside, row_stride, column_stride)
     zero = tl.zeros_like(ox)
     ox = tl.where(live, ox, 0.0)
     oy = tl.where(live, oy, 0.0)
@@ -174,17 +189,12 @@ def _fit(
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = a < n
-            i = tl.load(index + start + a, mask=active, other=0)
-            x, y, z = _coordinates(
-                xyz, i, active & (i >= 0) & (i < atoms), row_stride, column_stride
-            )
+            i, inside = _atom(index, start + a, active, atoms)
+            x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
             x = tl.where(active, x - ox, 0.0)
             y = tl.where(active, y - oy, 0.0)
             z = tl.where(active, z - oz, 0.0)
-            if PER_ATOM:
-                w = tl.load(weight + start + a, mask=active, other=0.0)
-            else:
-                w = own
+            w = _weight(weight, own, start + a, active, PER_ATOM)
             share = tl.where(active, 1.0, 0.0).to(tl.float64)
             if WEIGHTED:
                 share = tl.where(active, w, 0.0)
@@ -222,6 +232,7 @@ def _fit(
     usable = live & (trace > 0) & (trace < float("inf"))
     scale = tl.where(usable, 1 / tl.where(usable, trace, 1.0), 0.0)
     usable = usable & (scale < float("inf"))
+    scale = tl.where(usable, scale, 0.0)
     # A covariance that is easy to solve stands in for one that there is none of.
     xx = tl.where(usable, xx * scale, 0.6)
     xy = tl.where(usable, xy * scale, 0.0)
@@ -248,7 +259,7 @@ def _fit(
         mean = tl.where(usable, mx * nx + my * ny + mz * nz, 0.0) / total
     return (
         ox + cx, oy + cy, oz + cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz,
-        scale, total, mean, usable,
+        scale, total, own, mean, usable,
     )  # fmt: skip
 
 
@@ -290,28 +301,21 @@ def _nll_kernel(
     start = tl.load(plane_ptr + plane, mask=there, other=0)
     n = tl.load(plane_ptr + plane + 1, mask=there, other=0) - start
     most = tl.max(n)
-    cx, cy, cz, nx, ny, nz, _, _, _, _, _, _, _, _, _, mean, usable = _fit(
+    cx, cy, cz, nx, ny, nz, _, _, _, _, _, _, _, _, _, own, mean, usable = _fit(
         xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
         WEIGHTED, PER_ATOM, UNROLL,
     )  # fmt: skip
     spill = scratch + tl.num_programs(0)
-    own = mean
-    if not PER_ATOM:
-        own = tl.load(weight + plane, mask=there, other=0.0)
     total = tl.zeros_like(mean)
     a = 0
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = a < n
-            i = tl.load(index + start + a, mask=active, other=0)
-            inside = active & (i >= 0) & (i < atoms)
+            i, inside = _atom(index, start + a, active, atoms)
             x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
             d = (x - cx) * nx + (y - cy) * ny + (z - cz) * nz
             d = tl.where(active & usable, d, 0.0)
-            if PER_ATOM:
-                w = tl.load(weight + start + a, mask=active, other=0.0)
-            else:
-                w = own
+            w = _weight(weight, own, start + a, active, PER_ATOM)
             total += 0.5 * w * d * d
             if WANTED:
                 g = w * d - mean
@@ -332,22 +336,18 @@ def _gradient_vjp_kernel(
     start = tl.load(plane_ptr + plane, mask=there, other=0)
     n = tl.load(plane_ptr + plane + 1, mask=there, other=0) - start
     most = tl.max(n)
-    cx, cy, cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz, scale, total, mean, usable = _fit(
+    cx, cy, cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz, scale, total, own, mean, usable = _fit(
         xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
         WEIGHTED, PER_ATOM, UNROLL,
     )  # fmt: skip
     planar = usable & (nx * nx + ny * ny + nz * nz > 0)
-    own = mean
-    if not PER_ATOM:
-        own = tl.load(weight + plane, mask=there, other=0.0)
     mean_s = tl.zeros_like(mean)
     if not WEIGHTED:
         a = 0
         while a < most:
             for _repeat in tl.static_range(UNROLL):
                 active = planar & (a < n)
-                i = tl.load(index + start + a, mask=active, other=0)
-                inside = active & (i >= 0) & (i < atoms)
+                i, inside = _atom(index, start + a, active, atoms)
                 vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
                 mean_s += tl.where(inside, vx * nx + vy * ny + vz * nz, 0.0)
                 a += 1
@@ -359,8 +359,7 @@ def _gradient_vjp_kernel(
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = planar & (a < n)
-            i = tl.load(index + start + a, mask=active, other=0)
-            inside = active & (i >= 0) & (i < atoms)
+            i, inside = _atom(index, start + a, active, atoms)
             x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
             vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
             x = tl.where(inside, x - cx, 0.0)
@@ -369,10 +368,7 @@ def _gradient_vjp_kernel(
             vx = tl.where(inside, vx, 0.0)
             vy = tl.where(inside, vy, 0.0)
             vz = tl.where(inside, vz, 0.0)
-            if PER_ATOM:
-                w = tl.load(weight + start + a, mask=active, other=0.0)
-            else:
-                w = own
+            w = _weight(weight, own, start + a, active, PER_ATOM)
             g = w * (x * nx + y * ny + z * nz) - mean
             t = tl.where(inside, w * (vx * nx + vy * ny + vz * nz - mean_s), 0.0)
             sum_t += t
@@ -404,18 +400,14 @@ def _gradient_vjp_kernel(
     while a < most:
         for _repeat in tl.static_range(UNROLL):
             active = a < n
-            i = tl.load(index + start + a, mask=active, other=0)
-            inside = active & (i >= 0) & (i < atoms)
+            i, inside = _atom(index, start + a, active, atoms)
             read = inside & planar
             x, y, z = _coordinates(xyz, i, read, row_stride, column_stride)
             vx, vy, vz = _coordinates(vector, i, read, vector_row, vector_column)
             x = tl.where(read, x - cx, 0.0)
             y = tl.where(read, y - cy, 0.0)
             z = tl.where(read, z - cz, 0.0)
-            if PER_ATOM:
-                w = tl.load(weight + start + a, mask=active, other=0.0)
-            else:
-                w = own
+            w = _weight(weight, own, start + a, active, PER_ATOM)
             share = tl.full(mean.shape, 1.0, tl.float64)
             if WEIGHTED:
                 share = w

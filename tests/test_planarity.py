@@ -134,7 +134,7 @@ def test_only_the_plane_with_a_bad_coordinate_is_lost(backend):
     np.testing.assert_allclose(pullback(1.0)[0], want_pullback(1.0)[0], rtol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "torch", "triton"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -148,19 +148,24 @@ def test_only_the_plane_with_a_bad_coordinate_is_lost(backend):
     ],
     ids=["line", "line_with_rounding", "point", "tetrahedron", "triangle", "huge", "tiny"],
 )
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_no_shape_gives_nan(backend, shape, dtype):
     with np.errstate(over="ignore", invalid="ignore"):
         xyz = shape.astype(dtype)
-    planes = fusedops.Planes([(np.arange(len(xyz))[None], [0.1])])
-    with np.errstate(over="ignore", invalid="ignore"):
-        value, pullback = fusedops.planarity_nll.vjp(xyz, planes, backend=backend)
-        (gradient,) = pullback(1.0)
-        call = fusedops._registry.Call(gradient_vjp, (planes, "uniform"), backend)
-        (turned,) = call((xyz, np.ones_like(xyz)), (True,))
-    assert np.isfinite(value)
-    assert np.isfinite(gradient).all()
-    assert np.isfinite(turned).all()
+        planes = fusedops.Planes([(np.arange(len(xyz))[None], [0.1])])
+        arrays = xyz, np.ones_like(xyz)
+        if backend in ("torch", "triton"):
+            torch = pytest.importorskip("torch")
+            pytest.importorskip(backend)
+            arrays = tuple(torch.from_numpy(array) for array in arrays)
+        outputs = []
+        for primitive in (nll, gradient_vjp):
+            call = fusedops._registry.Call(primitive, (planes, "uniform"), backend)
+            given = arrays[: len(primitive.arrays)]
+            outputs += [np.asarray(out) for out in call(given, primitive.all_wanted)]
+    assert all(np.isfinite(out).all() for out in outputs)
+    gradient = outputs[1]
     assert np.abs(gradient.sum(0)).max() <= 1e-6 * max(1, np.abs(gradient).max())
 
 
