@@ -58,7 +58,7 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
 
 
 def interleaved(
-    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 2.0
+    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 4.0
 ) -> dict[str, float]:
     """Return the median time of every run, in ms, taken in turns."""
     repeats = {}
