@@ -34,10 +34,13 @@ class Info:
     backends: dict[str, BackendInfo]
 
     def __str__(self) -> str:
+        compiled = "no compiled kernels"
+        if self.instruction_set:
+            openmp = f"with{'' if self.openmp else 'out'} OpenMP"
+            compiled = f"kernels compiled for {self.instruction_set} {openmp}"
         lines = [
             f"fusedops {self.fusedops}, Python {self.python}, NumPy {self.numpy}",
-            f"compiled for {self.instruction_set or 'nothing'}, "
-            f"with{'' if self.openmp else 'out'} OpenMP; {self.threads} threads",
+            f"{compiled}; {self.threads} threads",
             f"GPUs: {', '.join(self.gpus) or 'none'}",
         ]
         for name, backend in self.backends.items():

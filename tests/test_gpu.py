@@ -116,7 +116,7 @@ def test_other_sizes_and_alignments_compile_nothing_new():
 
 
 def test_six_hundred_thousand_planes_over_three_million_atoms():
-    xyz, planes = example(475_000)
+    xyz, planes = example(480_000)
     assert planes.num_planes > 600_000
     assert len(xyz) > 3_000_000
     torch.cuda.reset_peak_memory_stats()
