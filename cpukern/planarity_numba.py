@@ -101,17 +101,18 @@ def _jacobi_eigenpair(C):
 
 
 @jit
-def _fit(xyz, index, start, end, weight, step, weighted, r, w):
-    """Gather a plane's atoms into r, from the centroid, and 1/σ² into w; return the fit.
+def _fit(xyz, index, plane_ptr, p, weight, per_atom, weighted, r, w):
+    """Gather plane p's atoms into r, from the centroid, and 1/σ² into w; return the fit.
 
     The covariance and its eigenvalue are scaled to trace 1, `scale` is the factor; all are zero
-    where there is no plane. `step` is 0 where the plane has one weight.
+    where there is no plane.
     """
-    n = end - start
+    start = plane_ptr[p]
+    n = plane_ptr[p + 1] - start
     cx = cy = cz = total = 0.0
     for a in range(n):
         i = index[start + a]
-        w[a] = weight[a * step]
+        w[a] = weight[start + a] if per_atom else weight[p]
         share = w[a] if weighted else 1.0
         for k in range(3):
             r[a, k] = xyz[i, k] if 0 <= i < len(xyz) else math.nan
@@ -178,10 +179,9 @@ def _nll_blocks(
     for b in range(low, high):
         partial[b] = 0.0
         for p in range(block_ptr[b], block_ptr[b + 1]):
-            start, end = plane_ptr[p], plane_ptr[p + 1]
-            n = end - start
-            own = weight[start:end] if per_atom else weight[p : p + 1]
-            x, y, z, _, _, _, _ = _fit(xyz, index, start, end, own, int(per_atom), weighted, r, w)
+            start = plane_ptr[p]
+            n = plane_ptr[p + 1] - start
+            x, y, z, _, _, _, _ = _fit(xyz, index, plane_ptr, p, weight, per_atom, weighted, r, w)
             mean = 0.0
             for a in range(n):
                 d = r[a, 0] * x + r[a, 1] * y + r[a, 2] * z
@@ -218,11 +218,10 @@ def _vjp_blocks(
     t = np.empty(largest)
     for b in range(low, high):
         for p in range(block_ptr[b], block_ptr[b + 1]):
-            start, end = plane_ptr[p], plane_ptr[p + 1]
-            n = end - start
-            own = weight[start:end] if per_atom else weight[p : p + 1]
+            start = plane_ptr[p]
+            n = plane_ptr[p + 1] - start
             x, y, z, value, C, scale, total = _fit(
-                xyz, index, start, end, own, int(per_atom), weighted, r, w
+                xyz, index, plane_ptr, p, weight, per_atom, weighted, r, w
             )
             mean = mean_s = sum_t = qx = qy = qz = 0.0
             planar = x * x + y * y + z * z > 0

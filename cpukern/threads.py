@@ -116,10 +116,10 @@ def threads_for(work: int, grain: int) -> int:
 def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> None:
     """Call ``work(low, high)``, which releases the GIL, on shares of ``range(items)``."""
     threads = threads_for(items, grain)
-    edges = [items * t // threads for t in range(threads + 1)]
     if threads == 1:
         work(0, items)
         return
+    edges = [items * t // threads for t in range(threads + 1)]
     rest = [_pool().submit(work, *span) for span in pairwise(edges[1:])]
     work(*edges[:2])
     for share in rest:

@@ -241,29 +241,32 @@ def _register(primitive: Primitive) -> None:
         f"{primitive.name}({', '.join(arguments)}, bool[] wanted, str backend) -> ({returns})"
     )
 
-    def split(args: Sequence[Any]) -> tuple[Call, Sequence[Any], tuple[bool, ...]]:
-        *flat, wanted, backend = args[count:]
-        forced = _registry.forced(backend or None)
-        bound = Call(primitive, _put_together(primitive, flat), forced, registered=True)
-        return bound, args[:count], tuple(wanted)
+    def returned(outputs: Sequence[torch.Tensor]) -> Any:
+        """A schema with one result wants it bare."""
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def implementation(*args: Any) -> Any:
-        bound, arrays, wanted = split(args)
-        outputs = tuple(
-            output if want else arrays[0].new_empty(0)
-            for want, output in zip(wanted, evaluate(bound, arrays, wanted), strict=True)
+        arrays, (*flat, wanted, backend) = args[:count], args[count:]
+        forced = _registry.forced(backend or None)
+        bound = Call(primitive, _put_together(primitive, flat), forced)
+        outputs = evaluate(bound, arrays, tuple(wanted))
+        return returned(
+            [
+                output if want else arrays[0].new_empty(0)
+                for want, output in zip(wanted, outputs, strict=True)
+            ]
         )
-        return outputs if len(outputs) > 1 else outputs[0]
 
     def fake(*args: Any) -> Any:
         arrays, wanted = args[:count], args[-2]
-        outputs = tuple(
-            arrays[0].new_empty(
-                shape if want else 0, dtype=getattr(torch, dtype) if want and dtype else None
-            )
-            for want, (shape, dtype) in zip(wanted, primitive.describe(arrays), strict=True)
+        return returned(
+            [
+                arrays[0].new_empty(
+                    shape if want else 0, dtype=getattr(torch, dtype) if want and dtype else None
+                )
+                for want, (shape, dtype) in zip(wanted, primitive.describe(arrays), strict=True)
+            ]
         )
-        return outputs if len(outputs) > 1 else outputs[0]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)

@@ -132,13 +132,23 @@ class Planes(Packed):
         )
         self.weight = _inverse_square(sigma)
         if not self.weight.min(initial=1) > 0:
-            _refuse(given, 1, "sigmas", ValueError, "positive, and neither σ nor 1/σ² infinite")
+            _refuse(
+                [(sigma, _inverse_square(sigma.astype(np.float64)) == 0) for _, sigma in given],
+                "sigmas",
+                ValueError,
+                "positive, and neither σ nor 1/σ² infinite",
+            )
         copies = 1 if self.per_atom else np.diff(self.plane_ptr)
         self.constant = np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)])
 
         index = np.concatenate([np.empty(0, np.int32), *(index.ravel() for index, _ in groups)])
         if index.size and not (index.min() >= 0 and index.max() < num_atoms):
-            _refuse(given, 0, "indices", IndexError, f"from 0 to {num_atoms - 1}", num_atoms)
+            _refuse(
+                [(index, (index < 0) | (index >= num_atoms)) for index, _ in given],
+                "indices",
+                IndexError,
+                f"from 0 to {num_atoms - 1}",
+            )
         self.num_entries = len(index)
         if self.num_entries >= _MOST_ATOMS:
             raise ValueError(
@@ -216,20 +226,10 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def _refuse(
-    groups: list[tuple[np.ndarray, np.ndarray]],
-    which: int,
-    name: str,
-    error: type[Exception],
-    should: str,
-    num_atoms: int = 0,
+    groups: list[tuple[np.ndarray, np.ndarray]], name: str, error: type[Exception], should: str
 ) -> None:
-    """Raise an error that names the first bad index or sigma."""
-    for g, group in enumerate(groups):
-        array = group[which]
-        if which == 0:
-            bad = (array < 0) | (array >= num_atoms)
-        else:
-            bad = _inverse_square(array.astype(np.float64)) == 0
+    """Raise an error that names the first bad element of arrays, given with where they are bad."""
+    for g, (array, bad) in enumerate(groups):
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             raise error(
