@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,43 @@ def accumulator(array: Any) -> str | None:
 def device_of(array: Any) -> str:
     """Return an array's device as torch writes it; NumPy arrays are on the CPU."""
     return "cpu" if isinstance(array, np.ndarray) or array.is_cpu else str(array.device)
+
+
+def promoted(arrays: Sequence[Any]) -> Any:
+    """Return the dtype that arrays have together, by the rules of their framework."""
+    dtype = arrays[0].dtype
+    for array in arrays:
+        if array is not None and array.dtype != dtype:
+            promote = sys.modules["torch"].promote_types if is_tensor(array) else np.promote_types
+            dtype = promote(dtype, array.dtype)
+    return dtype
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Return whether the memory of two arrays may overlap."""
+    if isinstance(one, np.ndarray):
+        return np.may_share_memory(one, other)
+
+    def extent(tensor: Any) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        return start, start + (last + 1) * tensor.itemsize
+
+    if 0 in (one.numel(), other.numel()) or one.device != other.device:
+        return False
+    (low, high), (other_low, other_high) = extent(one), extent(other)
+    return low < other_high and other_low < high
+
+
+def alike(op: str, name: str, value: Any, other: str, reference: Any) -> None:
+    """Raise unless an array is of the same framework and on the same device as another."""
+    if is_tensor(value) != is_tensor(reference):
+        kinds = ("NumPy array", "torch tensor")
+        raise TypeError(
+            f"{op}: {name} is a {kinds[is_tensor(value)]}; it should be a "
+            f"{kinds[is_tensor(reference)]}, as {other} is"
+        )
+    same_device(op, name, device_of(value), other, device_of(reference))
 
 
 def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:

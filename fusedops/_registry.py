@@ -22,7 +22,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fusedops._check import dtype_name, is_tensor, of_shape
+from fusedops._check import (
+    device_of,
+    dtype_name,
+    is_tensor,
+    of_shape,
+    overlap,
+    promoted,
+    same_device,
+)
 
 
 class BackendUnavailable(RuntimeError):
@@ -114,18 +122,24 @@ _NAMES = tuple(backend.name for backend in BACKENDS)
 _primitives: dict[str, Primitive] = {}
 _kernels: dict[tuple[str, str], Callable[..., None]] = {}
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
+takes_bfloat16: set[Callable[..., None]] = set()
 _override: ContextVar[str | None] = ContextVar("fusedops_backend", default=None)
 
 
-def register(primitive: str, backend: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def register(
+    primitive: str, backend: str, *, bfloat16: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare the decorated function to be the kernel of `primitive` on `backend`.
 
     It is called with the primitive's arrays, its static arguments, and one array to fill for
-    every output, or None for an output that nobody wants.
+    every output, or None for an output that nobody wants. On the CPU all of them have one dtype.
+    With `bfloat16` a CPU kernel takes these too, as the uint16 of their bits.
     """
 
     def declare(kernel: Callable[..., None]) -> Callable[..., None]:
         _kernels[primitive, backend] = kernel
+        if bfloat16:
+            takes_bfloat16.add(kernel)
         return kernel
 
     return declare
@@ -325,33 +339,61 @@ class Call(NamedTuple):
     forced: str | None
     registered: bool = False
 
-    def other(self, primitive: Primitive, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    def other(
+        self, primitive: Primitive, arrays: Sequence[Any], wanted: Sequence[bool] | None = None
+    ) -> tuple[Any, ...]:
         """Evaluate another primitive of the same static arguments, differentiably in torch."""
-        return self._replace(primitive=primitive)(arrays, primitive.all_wanted)
+        wanted = primitive.all_wanted if wanted is None else tuple(wanted)
+        return self._replace(primitive=primitive)(arrays, wanted)
 
-    def __call__(self, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-        """Return the outputs; one that isn't wanted may be None."""
+    def __call__(
+        self, arrays: Sequence[Any], wanted: tuple[bool, ...], out: Any = None
+    ) -> tuple[Any, ...]:
+        """Return the outputs; one that isn't wanted may be None. `out` is filled by the first."""
         first = arrays[0]
         if is_tensor(first):
-            return bridge().run(self, arrays, wanted)
-        request = Request(self.primitive.name, "numpy", "cpu", first.dtype, self.forced)
-        return self.on_numpy(*choose(request), arrays, wanted)
+            return bridge().run(self, arrays, wanted, out)
+        request = Request(self.primitive.name, "numpy", "cpu", promoted(arrays), self.forced)
+        return self.on_numpy(*choose(request), arrays, wanted, out)
 
     def on_numpy(
         self,
         backend: Backend,
         kernel: Callable[..., Any],
-        arrays: Sequence[np.ndarray],
+        given: Sequence[np.ndarray | None],
         wanted: tuple[bool, ...],
+        out: np.ndarray | None = None,
     ) -> tuple[Any, ...]:
-        """Run a NumPy-speaking kernel, with new arrays for its outputs."""
-        if backend.module is None:
-            return kernel(*arrays, *self.static)
-        outputs = [
-            allocate(np.empty, shape, dtype or arrays[0].dtype) if want else None
-            for want, (shape, dtype) in zip(wanted, self.primitive.describe(arrays), strict=True)
+        """Run a NumPy-speaking kernel, with new arrays for its outputs but one that is given."""
+        primitive = self.primitive
+        dtype = promoted(given)
+        arrays = [None if a is None else a.astype(dtype, copy=False) for a in given]
+        described = [
+            output if want else None
+            for want, output in zip(wanted, primitive.describe(given, self.static), strict=True)
         ]
-        kernel(*arrays, *self.static, *outputs)
+        if backend.module is None:
+            filled = kernel(*arrays, *self.static)
+        else:
+            filled = [
+                None if output is None else allocate(np.empty, output[0], dtype)
+                for output in described
+            ]
+            if out is not None and out.dtype == dtype:
+                filled[0] = out
+            kernel(*arrays, *self.static, *filled)
+        for name, array, array_given in zip(primitive.arrays, arrays, given, strict=True):
+            if name in primitive.mutates and array is not array_given:
+                array_given[...] = array
+        outputs = [
+            array
+            if output is None or array is None
+            else array.astype(output[1] or given[0].dtype, copy=False)
+            for array, output in zip(filled, described, strict=True)
+        ]
+        if out is not None and outputs[0] is not out:
+            out[...] = outputs[0]
+            outputs[0] = out
         return tuple(outputs)
 
 
@@ -363,7 +405,8 @@ def allocate(empty: Callable[..., Any], shape: Any, dtype: Any) -> Any:
     """Return a new output array; the only place where the frame makes one."""
     array = empty(shape, dtype=dtype)
     if poison:
-        array[...] = float("nan")
+        # The bits of bfloat16 are uint16; these are its NaN.
+        array[...] = 0x7FC0 if dtype == np.uint16 else float("nan")
     return array
 
 
@@ -375,19 +418,27 @@ class Primitive:
     name : str
         What kernels register under.
     arrays, outputs : tuple of str
-        The names of the differentiable arrays, and of the outputs.
+        The names of the differentiable arrays, and of the outputs. Any array but the first may be
+        None in a call.
     static : dict of str to type
-        The other arguments: subclasses of `Packed`, or `str`.
+        The other arguments: subclasses of `Packed`, which may be None, or `str`.
     describe : callable
-        From the arrays to a (shape, dtype name) for every output; None for the first array's dtype.
+        From the arrays and the static arguments to a (shape, dtype name) for every output; None
+        for the first array's dtype. None for an output that there isn't without some array.
     formula : callable
         The definition, in code that NumPy and torch both run: the truth which every kernel is held
         to. Returns a tuple of all outputs.
     pullback : callable, optional
-        From (call, arrays, residuals, cotangents) to a cotangent for every array, in terms of
-        primitives. A cotangent that is None is zero. Without one, torch differentiates the formula.
+        From (call, arrays, residuals, cotangents, needed) to a cotangent for every array, in terms
+        of primitives; `needed` says which of them are asked for. A cotangent that is None is zero.
+        Without one, torch differentiates the formula.
     residual : slice
         Which outputs the pullback needs.
+    mutates : tuple of str
+        The arrays that are updated in place; such a primitive has no derivative.
+    sixteen_bits : bool
+        Whether it computes on 16-bit floats as they are. Otherwise they are cast to float32 on the
+        CPU and under autocast, which leaves the dtypes of one that does alone.
     """
 
     def __init__(
@@ -397,10 +448,12 @@ class Primitive:
         arrays: tuple[str, ...],
         static: dict[str, type],
         outputs: tuple[str, ...],
-        describe: Callable[[Sequence[Any]], tuple[tuple[Any, str | None], ...]],
+        describe: Callable[..., tuple[tuple[Any, str | None] | None, ...]],
         formula: Callable[..., tuple[Any, ...]],
         pullback: Callable[..., tuple[Any, ...]] | None = None,
         residual: slice = slice(0),
+        mutates: tuple[str, ...] = (),
+        sixteen_bits: bool = False,
     ) -> None:
         self.name = name
         self.arrays = arrays
@@ -411,7 +464,14 @@ class Primitive:
         self.formula = formula
         self.pullback = pullback
         self.residual = residual
+        self.saved = tuple(i in range(len(outputs))[residual] for i in range(len(outputs)))
+        self.mutates = mutates
+        self.sixteen_bits = sixteen_bits
         _primitives[name] = self
+
+    def with_saved(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        """Return which outputs to compute for those that are wanted and for their pullback."""
+        return tuple(a or b for a, b in zip(wanted, self.saved, strict=True))
 
 
 def primitives() -> dict[str, Primitive]:
@@ -434,63 +494,130 @@ class Op(Protocol):
         """Return which backend serves the call, and why."""
 
 
-def op(primitive: Primitive, *, output: str) -> Callable[[Callable[..., Any]], Op]:
+def _check_out(name: str, call: Call, arrays: Sequence[Any], out: Any) -> None:
+    """Raise unless `out` can be filled with the first output."""
+    first = arrays[0]
+    shape, dtype = call.primitive.describe(arrays, call.static)[0]
+    dtype = dtype or dtype_name(first.dtype)
+    if is_tensor(out) != is_tensor(first) or not hasattr(out, "dtype"):
+        kind = "torch tensor" if is_tensor(first) else "NumPy array"
+        raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
+    same_device(name, "out", device_of(out), call.primitive.arrays[0], device_of(first))
+    of_shape(name, "out", out, tuple(shape))
+    if dtype_name(out.dtype) != dtype:
+        raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
+    if is_tensor(out):
+        torch = sys.modules["torch"]
+        contiguous, writable = out.is_contiguous(), True
+        inputs = [*arrays, out]
+        if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
+            raise RuntimeError(
+                f"{name}: out is given and an argument requires grad; it should be called without "
+                "out, or under torch.no_grad"
+            )
+    else:
+        contiguous, writable = out.flags.c_contiguous, out.flags.writeable
+    if not contiguous or not writable:
+        what = "read-only" if contiguous else "not contiguous"
+        raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
+    for argument, array in zip(call.primitive.arrays, arrays, strict=True):
+        if array is not None and overlap(out, array):
+            raise ValueError(f"{name}: out shares memory with {argument}; it should not")
+
+
+def _no_gradient(name: str, primitive: Primitive) -> str:
+    return (
+        f"{name} has no gradient: it updates {', '.join(primitive.mutates)} in place; "
+        "call it under torch.no_grad, or on arrays that don't require grad"
+    )
+
+
+def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..., Any]], Op]:
     """Make a public op of a function that checks its arguments.
 
-    The decorated function returns (arrays, static arguments) for `primitive`, whose `output` the
-    op returns. A keyword ``backend`` is added to its signature.
+    The decorated function returns (arrays, static arguments) for `primitive`, and the name of the
+    output that the op returns, or a tuple of names. Keywords are added to its signature:
+    ``backend``, and ``out``, an array for the first output, unless `takes_out` is false.
     """
-    shown = primitive.outputs.index(output)
-    only = tuple(name == output for name in primitive.outputs)
 
     def declare(check: Callable[..., Any]) -> Op:
-        def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[tuple[Any, ...], Call]:
-            arrays, static = check(*args, **kwargs)
+        def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[Any, Call, Any]:
+            arrays, static, shown = check(*args, **kwargs)
             if is_tensor(arrays[0]) and sys.modules["torch"].compiler.is_compiling():
                 # A compiled graph looks for a backend when it runs, not when it is traced.
-                return arrays, Call(primitive, static, backend, True)
-            return arrays, Call(primitive, static, forced(backend))
+                return arrays, Call(primitive, static, backend, True), shown
+            return arrays, Call(primitive, static, forced(backend)), shown
+
+        def names(shown: Any) -> tuple[str, ...]:
+            return (shown,) if isinstance(shown, str) else shown
+
+        def wanted(shown: Any) -> tuple[bool, ...]:
+            return tuple([name in names(shown) for name in primitive.outputs])
+
+        def shown_of(outputs: Sequence[Any], shown: Any) -> Any:
+            values = tuple([outputs[primitive.outputs.index(name)] for name in names(shown)])
+            if not isinstance(shown, str):
+                return values
+            # A NumPy scalar, not an array of no dimensions.
+            return values[0] if is_tensor(values[0]) or values[0].ndim else values[0][()]
 
         @functools.wraps(check)
-        def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-            arrays, bound = bind(args, kwargs, backend)
-            value = bound(arrays, only)[shown]
-            return value if is_tensor(value) else value[()]
+        def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
+            arrays, bound, shown = bind(args, kwargs, backend)
+            if out is not None:
+                if not takes_out:
+                    raise TypeError(f"{call.__name__}: it returns a number and takes no out")
+                _check_out(call.__name__, bound, arrays, out)
+            return shown_of(bound(arrays, wanted(shown), out), shown)
 
         def vjp(
             *args: Any, backend: str | None = None, **kwargs: Any
         ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-            arrays, bound = bind(args, kwargs, backend)
+            arrays, bound, shown = bind(args, kwargs, backend)
             if is_tensor(arrays[0]):
                 raise TypeError(
                     f"{call.__name__}.vjp: {primitive.arrays[0]} is a torch tensor; it should be "
                     "a NumPy array, tensors have autograd"
                 )
-            outputs = bound(arrays, primitive.all_wanted)
-            value = outputs[shown]
+            if primitive.mutates:
+                raise TypeError(_no_gradient(call.__name__, primitive))
+            outputs = bound(arrays, primitive.with_saved(wanted(shown)))
+            needed = tuple(array is not None for array in arrays)
 
-            def pullback(cotangent: Any) -> tuple[Any, ...]:
-                cotangent = np.asarray(cotangent, dtype=value.dtype)
-                of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, value.shape)
-                cotangents = [None] * len(outputs)
-                cotangents[shown] = cotangent
-                return primitive.pullback(bound, arrays, outputs[primitive.residual], cotangents)
+            def pullback(*given: Any) -> tuple[Any, ...]:
+                cotangents: list[Any] = [None] * len(outputs)
+                for name, cotangent in zip(names(shown), given, strict=True):
+                    at = primitive.outputs.index(name)
+                    if cotangent is not None:
+                        like = outputs[at]
+                        cotangents[at] = np.asarray(cotangent, dtype=like.dtype)
+                        of_shape(
+                            f"{call.__name__}.vjp", "the cotangent", cotangents[at], like.shape
+                        )
+                saved = outputs[primitive.residual]
+                gradients = primitive.pullback(bound, arrays, saved, cotangents, needed)
+                return tuple([g for g, need in zip(gradients, needed, strict=True) if need])
 
-            return value[()], pullback
+            return shown_of(outputs, shown), pullback
 
         def explain_call(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
-            arrays, bound = bind(args, kwargs, backend)
+            arrays, bound, _ = bind(args, kwargs, backend)
             framework = "torch" if is_tensor(arrays[0]) else "numpy"
             device = arrays[0].device.type if framework == "torch" else "cpu"
             return explain(
-                Request(primitive.name, framework, device, arrays[0].dtype, bound.forced)
+                Request(primitive.name, framework, device, promoted(arrays), bound.forced)
             )
 
         signature = inspect.signature(check)
-        keyword = inspect.Parameter(
-            "backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"
+        added = {"out": "Any", "backend": "str | None"}
+        keywords = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in added.items()
+            if takes_out or name != "out"
+        ]
+        call.__signature__ = signature.replace(
+            parameters=[*signature.parameters.values(), *keywords]
         )
-        call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), keyword])
         call.vjp = vjp
         call.explain = explain_call
         return call

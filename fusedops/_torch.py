@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusedops import _registry
+from fusedops._check import promoted
 from fusedops._registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -41,49 +42,72 @@ def move(packed: Packed, device: Any) -> Packed:
     return type(packed).from_tensors(tensors, packed.sizes())
 
 
-def run(call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+def run(
+    call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...], out: torch.Tensor | None = None
+) -> tuple[Any, ...]:
     """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
+    primitive = call.primitive
     first = arrays[0]
-    if first.dtype in _HALF and (first.is_cpu or torch.is_autocast_enabled(first.device.type)):
-        # NumPy has no bfloat16; under autocast these ops are among those that run in float32.
-        arrays = [array.float() for array in arrays]
+    if (
+        not primitive.sixteen_bits
+        and first.dtype in _HALF
+        and (first.is_cpu or torch.is_autocast_enabled(first.device.type))
+    ):
+        # NumPy has no bfloat16; under autocast such an op is among those that run in float32.
+        arrays = [None if array is None else array.float() for array in arrays]
+    transformed = torch._C._are_functorch_transforms_active() and not call.registered
+    if primitive.mutates:
+        _refuse_gradient(call, arrays, transformed)
     if call.registered:
-        return _call_registered(call, arrays, wanted)
-    if torch._C._are_functorch_transforms_active():
-        return _transformed(call, arrays)
+        outputs = _call_registered(call, arrays, wanted)
+        return outputs if out is None else (out.copy_(outputs[0]), *outputs[1:])
+    if transformed:
+        return _transformed(call, arrays, wanted)
     if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(array).tangent is not None for array in arrays
+        array is not None and forward_ad.unpack_dual(array).tangent is not None for array in arrays
     ):
         raise NotImplementedError(_no_forward_mode(call))
     if torch.is_grad_enabled():
         for array in arrays:
-            if array.requires_grad:
-                return _apply(call, *arrays)
-    return evaluate(call, arrays, wanted)
+            if array is not None and array.requires_grad:
+                return _apply(call, wanted, *arrays)
+    return evaluate(call, arrays, wanted, out)
+
+
+def _refuse_gradient(call: Call, arrays: Sequence[Any], transformed: bool) -> None:
+    """Raise where a derivative is asked of a primitive that works in place."""
+    needed = any(array is not None and array.requires_grad for array in arrays)
+    if transformed or (needed and torch.is_grad_enabled()):
+        raise RuntimeError(_registry._no_gradient(call.primitive.name, call.primitive))
 
 
 def evaluate(
-    call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]
+    call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...], out: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
     """Evaluate a primitive on the backend chosen, without a derivative."""
     primitive, static, forced, _ = call
     first = arrays[0]
+    dtype = promoted(arrays)
     backend, kernel = _registry.choose(
-        Request(primitive.name, "torch", first.device.type, first.dtype, forced)
+        Request(primitive.name, "torch", first.device.type, dtype, forced)
     )
     if backend.speaks == "numpy":
-        views = [array.detach().numpy() for array in arrays]
-        outputs = call.on_numpy(backend, kernel, views, wanted)
-        return tuple([None if array is None else torch.from_numpy(array) for array in outputs])
+        return _on_numpy(call, backend, kernel, arrays, dtype, wanted, out)
+    described = primitive.describe(arrays, static)
     if backend.module is None:
         with torch.no_grad():
-            return kernel(*arrays, *static)
+            outputs = kernel(*arrays, *static)
+        return outputs if out is None else (out.copy_(outputs[0]), *outputs[1:])
     outputs = [
-        _registry.allocate(first.new_empty, shape, getattr(torch, dtype) if dtype else first.dtype)
-        if want
+        _registry.allocate(
+            first.new_empty, output[0], getattr(torch, output[1]) if output[1] else first.dtype
+        )
+        if want and output is not None
         else None
-        for want, (shape, dtype) in zip(wanted, primitive.describe(arrays), strict=True)
+        for want, output in zip(wanted, described, strict=True)
     ]
+    if out is not None:
+        outputs[0] = out
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         # Triton launches on the current device.
         with torch.cuda.device(first.device):
@@ -93,12 +117,53 @@ def evaluate(
     return tuple(outputs)
 
 
+def _on_numpy(
+    call: Call,
+    backend: _registry.Backend,
+    kernel: Any,
+    arrays: Sequence[Any],
+    dtype: torch.dtype,
+    wanted: tuple[bool, ...],
+    out: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """Evaluate on views of CPU tensors; 16-bit floats that a kernel doesn't take, in float32."""
+    primitive = call.primitive
+    bits = dtype == torch.bfloat16 and kernel in _registry.takes_bfloat16
+    if dtype in _HALF and not bits:
+        dtype = torch.float32
+    cast = [None if array is None else array.detach().to(dtype) for array in arrays]
+    views = [None if a is None else _as_numpy(a) for a in cast]
+    there = None if out is None or out.dtype != dtype else _as_numpy(out)
+    results = call.on_numpy(backend, kernel, views, wanted, there)
+    for name, array, used in zip(primitive.arrays, arrays, cast, strict=True):
+        if name in primitive.mutates and used.dtype != array.dtype:
+            array.copy_(used)
+    described = primitive.describe(arrays, call.static)
+    outputs: list[Any] = []
+    for result, output in zip(results, described, strict=True):
+        if result is None or output is None:
+            outputs.append(None)
+            continue
+        tensor = torch.from_numpy(result)
+        if bits:
+            tensor = tensor.view(torch.bfloat16)
+        outputs.append(tensor.to(getattr(torch, output[1]) if output[1] else arrays[0].dtype))
+    if out is not None:
+        outputs[0] = out if there is not None else out.copy_(outputs[0])
+    return tuple(outputs)
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return a view; of bfloat16, the uint16 of its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 class _Differentiable(torch.autograd.Function):
-    """Any primitive. All outputs are computed, so that what the pullback needs is there."""
+    """Any primitive. What the pullback needs is computed beside what is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = evaluate(call, arrays, call.primitive.all_wanted)
+    def forward(ctx: Any, call: Call, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, ...]:
+        outputs = evaluate(call, arrays, call.primitive.with_saved(wanted))
         ctx.call = call
         ctx.save_for_backward(*arrays, *outputs[call.primitive.residual])
         ctx.set_materialize_grads(False)
@@ -106,7 +171,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        return None, *_pull_back(ctx.call, ctx.saved_tensors, cotangents)
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *_pull_back(ctx.call, ctx.saved_tensors, cotangents, needed)
 
 
 # Function.apply less its own look at torch.func's transforms, which `run` has looked for already.
@@ -117,38 +183,43 @@ class _Transformed(_Differentiable):
     """The same under torch.func, whose protocol costs a plain eager call several microseconds."""
 
     @staticmethod
-    def forward(call: Call, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return evaluate(call, arrays, call.primitive.all_wanted)
+    def forward(call: Call, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, ...]:
+        return evaluate(call, arrays, wanted)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.call, *arrays = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.call, _, *arrays = inputs
         ctx.save_for_backward(*arrays, *output[ctx.call.primitive.residual])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *arrays: torch.Tensor) -> Any:
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[bool, ...], *arrays: Any
+    ) -> Any:
         rows = [
             _Transformed.apply(
                 call,
+                wanted,
                 *(
                     array if dim is None else array.select(dim, b)
-                    for array, dim in zip(arrays, in_dims[1:], strict=True)
+                    for array, dim in zip(arrays, in_dims[2:], strict=True)
                 ),
             )
             for b in range(info.batch_size)
         ]
         if not rows:
             raise ValueError(f"{call.primitive.name}: torch.vmap has a batch of no arrays")
-        stacked = tuple(torch.stack(column) for column in zip(*rows, strict=True))
-        return stacked, (0,) * len(stacked)
+        stacked = tuple(
+            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+        )
+        return stacked, tuple(None if column is None else 0 for column in stacked)
 
 
-def _transformed(call: Call, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _transformed(call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
     levels = torch._C._functorch.get_interpreter_stack()
     if any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
         raise NotImplementedError(_no_forward_mode(call))
-    return _Transformed.apply(call, *arrays)
+    return _Transformed.apply(call, call.primitive.with_saved(wanted), *arrays)
 
 
 def _no_forward_mode(call: Call) -> str:
@@ -159,13 +230,16 @@ def _no_forward_mode(call: Call) -> str:
 
 
 def _pull_back(
-    call: Call, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+    call: Call,
+    saved: Sequence[Any],
+    cotangents: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
 ) -> tuple[Any, ...]:
     primitive = call.primitive
     count = len(primitive.arrays)
     if primitive.pullback is None:
         return _differentiate_formula(call, saved[:count], cotangents)
-    return primitive.pullback(call, saved[:count], saved[count:], cotangents)
+    return primitive.pullback(call, saved[:count], saved[count:], cotangents, needed)
 
 
 def _differentiate_formula(
@@ -194,34 +268,38 @@ def _differentiate_formula(
     return tuple(next(gradients) if array.requires_grad else None for array in arrays)
 
 
-def _take_apart(static: Sequence[Any]) -> list[Any]:
+def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:
     """Return static arguments as what a registered op's schema can hold."""
     flat: list[Any] = []
-    for value in static:
-        flat += [value.tensors_here(), value.sizes()] if isinstance(value, Packed) else [value]
+    for kind, value in zip(primitive.static.values(), static, strict=True):
+        if not issubclass(kind, Packed):
+            flat.append(value)
+        else:
+            flat += [[], []] if value is None else [value.tensors_here(), value.sizes()]
     return flat
 
 
 def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
     values = iter(flat)
-    return tuple(
-        kind.from_tensors(next(values), next(values)) if issubclass(kind, Packed) else next(values)
-        for kind in primitive.static.values()
-    )
+    static: list[Any] = []
+    for kind in primitive.static.values():
+        value = next(values)
+        if issubclass(kind, Packed):
+            sizes = next(values)
+            value = kind.from_tensors(value, sizes) if value else None
+        static.append(value)
+    return tuple(static)
 
 
-def _call_registered(
-    call: Call, arrays: Sequence[torch.Tensor], wanted: tuple[bool, ...]
-) -> tuple[Any, ...]:
-    differentiated = any(array.requires_grad for array in arrays)
-    operator = getattr(torch.ops.fusedops, call.primitive.name)
-    outputs = operator(
-        *arrays,
-        *_take_apart(call.static),
-        [want or differentiated for want in wanted],
-        call.forced or "",
-    )
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def _call_registered(call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> Any:
+    primitive = call.primitive
+    if any(array is not None and array.requires_grad for array in arrays):
+        wanted = primitive.with_saved(wanted)
+    operator = getattr(torch.ops.fusedops, primitive.name)
+    flat = _take_apart(primitive, call.static)
+    outputs = operator(*arrays, *flat, list(wanted), call.forced or "")
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple([out if want else None for out, want in zip(outputs, wanted, strict=True)])
 
 
 _library = torch.library.Library("fusedops", "DEF")
@@ -234,7 +312,11 @@ def _register(primitive: Primitive) -> None:
         kinds += [f"Tensor[] {name}", f"SymInt[] {name}_sizes"] if packed else [f"str {name}"]
     count = len(primitive.arrays)
     takes_tensors = [*(kind.startswith("Tensor[]") for kind in kinds), False, False]
-    arguments = [*(f"Tensor {name}" for name in primitive.arrays), *kinds]
+    optional = [f"Tensor? {name}" for name in primitive.arrays[1:]]
+    arguments = [f"Tensor {primitive.arrays[0]}", *optional, *kinds]
+    for at, name in enumerate(primitive.arrays):
+        if name in primitive.mutates:
+            arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
     returns = ", ".join(["Tensor"] * len(primitive.outputs))
     qualified = f"fusedops::{primitive.name}"
     _library.define(
@@ -252,19 +334,22 @@ def _register(primitive: Primitive) -> None:
         outputs = evaluate(bound, arrays, tuple(wanted))
         return returned(
             [
-                output if want else arrays[0].new_empty(0)
+                output if want and output is not None else arrays[0].new_empty(0)
                 for want, output in zip(wanted, outputs, strict=True)
             ]
         )
 
     def fake(*args: Any) -> Any:
-        arrays, wanted = args[:count], args[-2]
+        arrays, (*flat, wanted, _) = args[:count], args[count:]
+        described = primitive.describe(arrays, _put_together(primitive, flat))
+        shapes = [
+            output if want and output is not None else (0, None)
+            for want, output in zip(wanted, described, strict=True)
+        ]
         return returned(
             [
-                arrays[0].new_empty(
-                    shape if want else 0, dtype=getattr(torch, dtype) if want and dtype else None
-                )
-                for want, (shape, dtype) in zip(wanted, primitive.describe(arrays), strict=True)
+                arrays[0].new_empty(shape, dtype=getattr(torch, dtype) if dtype else None)
+                for shape, dtype in shapes
             ]
         )
 
@@ -276,10 +361,12 @@ def _register(primitive: Primitive) -> None:
 
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         *flat, wanted, backend = ctx.flat
-        if not all(wanted):
-            raise RuntimeError(f"torch.ops.{qualified}: its gradient needs all outputs wanted")
+        if tuple(wanted) != primitive.with_saved(wanted):
+            raise RuntimeError(f"torch.ops.{qualified}: its gradient needs more outputs wanted")
         bound = Call(primitive, _put_together(primitive, flat), backend or None, registered=True)
-        gradients = _pull_back(bound, ctx.saved_tensors, cotangents)
+        cotangents = [c if want else None for c, want in zip(cotangents, wanted, strict=True)]
+        needed = ctx.needs_input_grad[:count]
+        gradients = _pull_back(bound, ctx.saved_tensors, cotangents, needed)
         nothing = [
             [None] * len(value) if tensors else None
             for tensors, value in zip(takes_tensors, ctx.flat, strict=True)
@@ -288,7 +375,10 @@ def _register(primitive: Primitive) -> None:
 
     _library.impl(primitive.name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    if not primitive.mutates:
+        torch.library.register_autograd(
+            qualified, backward, setup_context=setup_context, lib=_library
+        )
 
 
 for _primitive in _registry.primitives().values():

@@ -392,7 +392,11 @@ def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
 
 
 def _nll_pullback(
-    call: Call, arrays: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
+    call: Call,
+    arrays: Sequence[Any],
+    residuals: Sequence[Any],
+    cotangents: Sequence[Any],
+    needed: Sequence[bool],
 ) -> tuple[Any, ...]:
     scale, direction = cotangents
     dxyz = None if scale is None else scale * residuals[0]
@@ -402,7 +406,7 @@ def _nll_pullback(
     return (dxyz,)
 
 
-def _gradient_vjp_outputs(arrays: Sequence[Any]) -> tuple[tuple[Any, str | None], ...]:
+def _gradient_vjp_outputs(arrays: Sequence[Any], static: Any) -> tuple[tuple[Any, None], ...]:
     xyz, cotangent = arrays
     of_shape("planarity_gradient_vjp", "cotangent", cotangent, xyz.shape)
     return ((xyz.shape, None),)
@@ -421,7 +425,7 @@ nll = Primitive(
     arrays=("xyz",),
     static={"planes": Planes, "fit": str},
     outputs=("nll", "gradient"),
-    describe=lambda arrays: (((), accumulator(arrays[0])), (arrays[0].shape, None)),
+    describe=lambda arrays, _: (((), accumulator(arrays[0])), (arrays[0].shape, None)),
     formula=_nll_formula,
     pullback=_nll_pullback,
     residual=slice(1, 2),
@@ -445,10 +449,10 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> tuple[Any, ...]:
             f"{xyz.shape[0]}, the number of atoms in xyz"
         )
     one_of(name, "fit", fit, FITS)
-    return (xyz,), (planes, fit)
+    return (xyz,), (planes, fit), "nll"
 
 
-@op(nll, output="nll")
+@op(nll, takes_out=False)
 def planarity_nll(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> Any:
     r"""Return the negative log-likelihood that groups of atoms lie in planes.
 

@@ -96,7 +96,7 @@ def test_a_kernel_touches_no_memory_of_others(place, primitive):
     before = guard.copy()
     arrays = (short,) * len(primitive.arrays)
     outputs = []
-    for shape, _ in primitive.describe(arrays):
+    for shape, _ in primitive.describe(arrays, static):
         around = np.full((3 * planes.bound, 3), 5.0)
         outputs.append(
             (around, around[planes.bound : planes.bound + 20] if shape else around[0, 0:1])
