@@ -239,7 +239,8 @@ def _pull_back(
     count = len(primitive.arrays)
     if primitive.pullback is None:
         return _differentiate_formula(call, saved[:count], cotangents)
-    return primitive.pullback(call, saved[:count], saved[count:], cotangents, needed)
+    gradients = primitive.pullback(call, saved[:count], saved[count:], cotangents, needed)
+    return tuple(g if need else None for g, need in zip(gradients, needed, strict=True))
 
 
 def _differentiate_formula(

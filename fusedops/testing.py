@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 
 from fusedops import _registry
+from fusedops.conv import Sequences, conv, conv_step, conv_vjp
 from fusedops.planarity import Planes, gradient_vjp, nll
 
-#: Largest error allowed, relative to the largest element of the reference. Kernels accumulate in
-#: float64 and round once, so that the length of a sum doesn't enter: narrower floats are good to
-#: one or two roundings of the output. The second derivative divides by gaps between eigenvalues,
-#: which multiplies float64's rounding.
+#: Largest error allowed, relative to the largest element of the reference. Planarity accumulates in
+#: float64 and rounds once, so that the length of a sum doesn't enter: narrower floats are good to
+#: one or two roundings of the output. Its second derivative divides by gaps between eigenvalues,
+#: which multiplies float64's rounding. The convolution adds up to 31 products in float32, whose
+#: roundings grow with the root of that; sums over tokens it forms from partial sums of float64 or
+#: of at most 64 tokens.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
 
 
@@ -28,7 +31,7 @@ class Case:
 
     name: str
     primitive: _registry.Primitive
-    make: Callable[[], tuple[tuple[np.ndarray, ...], tuple[Any, ...]]]
+    make: Callable[[], tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]]
 
     def __str__(self) -> str:
         return f"{self.primitive.name}-{self.name}"
@@ -67,26 +70,29 @@ def run(
     Returns
     -------
     outputs : list of array
-        In float64; None for one that isn't wanted.
+        In float64; None for one that isn't wanted. After them, arrays that were updated in place.
     arrays : list of array
         The case's arrays as the kernel saw them, rounded to `dtype`, in float64.
     """
-    arrays, static = case.make()
+    primitive = case.primitive
+    given, static = case.make()
     if framework == "numpy":
-        arrays = [array.astype(dtype) for array in arrays]
-        rounded = [array.astype(np.float64) for array in arrays]
+        arrays = [None if a is None else a.astype(dtype) for a in given]
+        rounded = [None if a is None else a.astype(np.float64) for a in arrays]
     else:
         import torch
 
-        arrays = [torch.tensor(a, device=device, dtype=getattr(torch, dtype)) for a in arrays]
-        rounded = [array.double().cpu().numpy() for array in arrays]
+        kind = getattr(torch, dtype)
+        arrays = [None if a is None else torch.tensor(a, device=device, dtype=kind) for a in given]
+        rounded = [None if a is None else a.double().cpu().numpy().copy() for a in arrays]
         static = [s.to(device) if isinstance(s, _registry.Packed) else s for s in static]
-    call = _registry.Call(case.primitive, tuple(static), backend)
+    call = _registry.Call(primitive, tuple(static), backend)
     with poisoned_outputs():
-        outputs = call(arrays, wanted or case.primitive.all_wanted)
+        outputs = [*call(arrays, wanted or primitive.all_wanted)]
+    outputs += [a for n, a in zip(primitive.arrays, arrays, strict=True) if n in primitive.mutates]
     if framework == "torch":
         outputs = [None if out is None else out.double().cpu().numpy() for out in outputs]
-    return list(outputs), rounded
+    return outputs, rounded
 
 
 def check(case: Case, framework: str, backend: str | None, dtype: str, device: str = "cpu") -> None:
@@ -94,20 +100,26 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
 
     Every output that is wanted alone must have the bits it has among all.
     """
+    primitive = case.primitive
     outputs, rounded = run(case, framework, backend, dtype, device=device)
-    reference = case.primitive.formula(*rounded, *case.make()[1])
-    names = case.primitive.outputs
+    reference = primitive.formula(*rounded, *case.make()[1])
+    updated = [a for n, a in zip(primitive.arrays, rounded, strict=True) if n in primitive.mutates]
+    names = primitive.outputs + primitive.mutates
     errors = {
-        name: error(out, want) for name, out, want in zip(names, outputs, reference, strict=True)
+        name: error(out, want)
+        for name, out, want in zip(names, outputs, [*reference, *updated], strict=True)
+        if out is not None or want is not None
     }
-    # On the CPU the bridge computes 16-bit floats in float32.
-    worked = "float32" if device == "cpu" and dtype not in ("float32", "float64") else dtype
+    # On the CPU the bridge computes most ops' 16-bit floats in float32.
+    narrow = device == "cpu" and dtype not in ("float32", "float64")
+    worked = "float32" if narrow and not primitive.sixteen_bits else dtype
     if not max(errors.values()) <= TOLERANCE[worked]:
         raise AssertionError(f"{case} on {backend} in {dtype}: {errors}")
-    for only in range(len(names)):
-        wanted = tuple(i == only for i in range(len(names)))
+    for only in range(len(primitive.outputs)):
+        wanted = tuple(i == only for i in range(len(primitive.outputs)))
         alone, _ = run(case, framework, backend, dtype, wanted=wanted, device=device)
-        np.testing.assert_array_equal(alone[only], outputs[only])
+        if outputs[only] is not None:
+            np.testing.assert_array_equal(alone[only], outputs[only])
 
 
 def protein(
@@ -234,5 +246,72 @@ def _planarity_cases() -> list[Case]:
     return cases
 
 
+def _conv_case(
+    name: str,
+    shape: tuple[int, int, int, int],
+    *,
+    static: bool = False,
+    state: bool = False,
+    bias: bool = False,
+    cu_seqlens: list[int] | None = None,
+    silu: bool = False,
+    final: bool = False,
+) -> list[Case]:
+    """Return a convolution (B, T, D, W) and its gradient; `final` brings the final state's in."""
+    B, T, D, W = shape
+    count = B if cu_seqlens is None else len(cu_seqlens) - 1
+
+    def make(gradient: bool) -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
+        rng = np.random.default_rng(W)
+        arrays = [
+            rng.normal(size=(B, T, D)),
+            rng.normal(size=(D, W) if static else (B, T, D, W)) / np.sqrt(W),
+            rng.normal(size=(count, D, W)) if state else None,
+            rng.normal(size=D) if bias else None,
+        ]
+        if gradient:
+            arrays.append(rng.normal(size=(B, T, D)))
+            arrays.append(rng.normal(size=(count, D, W)) if final else None)
+        sequences = None if cu_seqlens is None else Sequences(np.array(cu_seqlens))
+        return tuple(arrays), (sequences, "silu" if silu else "none")
+
+    return [Case(name, conv, lambda: make(False)), Case(name, conv_vjp, lambda: make(True))]
+
+
+def _step_case(name: str, B: int, D: int, W: int, *, static: bool, bias: bool, silu: bool) -> Case:
+    def make() -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
+        rng = np.random.default_rng(W)
+        kernels = rng.normal(size=(D, W) if static else (B, D, W))
+        arrays = rng.normal(size=(B, D)), rng.normal(size=(B, D, W)), kernels
+        return (*arrays, rng.normal(size=D) if bias else None), ("silu" if silu else "none",)
+
+    return Case(name, conv_step, make)
+
+
+def _conv_cases() -> list[Case]:
+    # Sequences that are empty, shorter than the taps, as long as a chunk, and longer.
+    packed = [0, 0, 3, 67, 67, 68, 140]
+    cases = _conv_case("jet", (2, 130, 33, 4), state=True, silu=True, final=True)
+    for width in (1, 2, 3, 4, 5, 7, 16, 31):
+        odd = width % 2 == 1
+        cases += _conv_case(f"w{width}", (2, 70, 5, width), silu=odd, bias=not odd, state=odd)
+    for static in (False, True):
+        kind = "static" if static else "dynamic"
+        every = {"static": static, "state": True, "bias": True, "final": True}
+        cases += _conv_case(f"{kind}-mamba", (2, 130, 33, 4), static=static, bias=True, silu=True)
+        cases += _conv_case(f"{kind}-short", (3, 2, 4, 7), silu=True, **every)
+        cases += _conv_case(f"{kind}-packed", (1, 140, 9, 4), cu_seqlens=packed, silu=True, **every)
+        cases += _conv_case(f"{kind}-packed-w7", (1, 140, 3, 7), cu_seqlens=packed, static=static)
+        cases += _conv_case(f"{kind}-no-tokens", (2, 0, 3, 4), **every)
+    cases += _conv_case("no-batch", (0, 5, 3, 2))
+    cases += _conv_case("no-channels", (2, 5, 0, 3), static=True, state=True)
+    cases += _conv_case("no-sequences", (1, 0, 3, 2), cu_seqlens=[0], state=True)
+    cases.append(_step_case("jet", 3, 33, 4, static=False, bias=False, silu=True))
+    cases.append(_step_case("w5", 2, 5, 5, static=False, bias=True, silu=False))
+    cases.append(_step_case("static-w1", 2, 5, 1, static=True, bias=True, silu=True))
+    cases.append(_step_case("no-batch", 0, 5, 3, static=True, bias=False, silu=False))
+    return cases
+
+
 #: Every case of every op.
-CASES = _planarity_cases()
+CASES = [*_planarity_cases(), *_conv_cases()]

@@ -1,0 +1,628 @@
+"""Causal convolution with a kernel for every token and channel, and its step for decoding.
+
+One file, from top to bottom: packed sequences, the definition of value and gradient, the rule for
+all further derivatives, and the public ops. The kernels are in ``cpukern/conv_*`` and
+``gpukern/conv.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fusedops._check import (
+    alike,
+    device_of,
+    dtype_name,
+    floats,
+    is_tensor,
+    one_of,
+    promoted,
+    same_device,
+)
+from fusedops._registry import Call, Packed, Primitive, op
+
+ACTIVATIONS = (None, "silu", "swish")
+
+#: Tokens of one sequence that a kernel takes at a time.
+CHUNK = 64
+
+
+class Sequences(Packed):
+    r"""Sequences packed one after the other, checked and laid out once for many calls.
+
+    Parameters
+    ----------
+    cu_seqlens : array or tensor (S + 1,), int32 or int64
+        Where each of S sequences begins, and where the last one ends: from 0 to the number of
+        tokens, never decreasing. A sequence may be empty. The object lives on the tensor's device.
+
+    Attributes
+    ----------
+    num_sequences, num_tokens : int
+        S, and the tokens of all sequences together.
+    device : str
+        ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `cu_seqlens` has the wrong dtype, rank or values; the message names the first bad one.
+
+    Notes
+    -----
+    The array is copied: changing it later changes nothing here. Reading one that is on a GPU waits
+    for the GPU.
+
+    References
+    ----------
+    The convention is that of flash-linear-attention and FlashAttention.
+
+    Examples
+    --------
+    >>> import fusedops
+    >>> sequences = fusedops.Sequences([0, 3, 3, 10])
+    >>> sequences.num_sequences, sequences.num_tokens
+    (3, 10)
+    """
+
+    # chunks (n, 2): the sequence of every run of up to CHUNK tokens, and its first token.
+    _fields = ("cu_seqlens", "chunks")
+    _sizes = ("num_sequences", "num_tokens")
+
+    def __init__(self, cu_seqlens: Any) -> None:
+        device = device_of(cu_seqlens) if is_tensor(cu_seqlens) else "cpu"
+        given = cu_seqlens.cpu().numpy() if is_tensor(cu_seqlens) else np.asarray(cu_seqlens)
+        if given.dtype.kind != "i":
+            raise TypeError(
+                f"Sequences: cu_seqlens has dtype {given.dtype}; it should be int32 or int64"
+            )
+        if given.ndim != 1 or not len(given):
+            raise ValueError(
+                f"Sequences: cu_seqlens has shape {given.shape}; it should be (S + 1,)"
+            )
+        starts = given.astype(np.int64)
+        if starts[0] != 0:
+            raise ValueError(f"Sequences: cu_seqlens[0] is {starts[0]}; it should be 0")
+        lengths = np.diff(starts)
+        if (lengths < 0).any():
+            s = int(np.argmax(lengths < 0)) + 1
+            raise ValueError(
+                f"Sequences: cu_seqlens[{s}] is {starts[s]}; it should be at least "
+                f"{starts[s - 1]}, the one before"
+            )
+        self.cu_seqlens = starts
+        self.num_sequences = len(lengths)
+        self.num_tokens = int(starts[-1])
+        counts = -(-lengths // CHUNK)
+        which = np.repeat(np.arange(len(lengths)), counts)
+        within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.chunks = np.stack([which, starts[which] + CHUNK * within], axis=1)
+        if device != "cpu":
+            self.__dict__ = self.to(device).__dict__
+
+
+def _namespace(array: Any) -> Any:
+    return sys.modules["torch"] if is_tensor(array) else np
+
+
+def _wide(array: Any) -> Any:
+    """Return an array in the dtype that the definition computes in."""
+    if array is None:
+        return None
+    if not is_tensor(array):
+        return array.astype(np.float64)
+    return array.float() if array.itemsize == 2 else array
+
+
+def _cast(array: Any, like: Any) -> Any:
+    """Return `array` in the dtype of `like`, a dtype or something that has one."""
+    dtype = getattr(like, "dtype", like)
+    return array.to(dtype) if is_tensor(array) else array.astype(dtype)
+
+
+def _zeros(like: Any, shape: tuple[int, ...]) -> Any:
+    return like.new_zeros(shape) if is_tensor(like) else np.zeros(shape, like.dtype)
+
+
+def _sigmoid(h: Any) -> Any:
+    if is_tensor(h):
+        return h.sigmoid()
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-h))
+
+
+def _spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield the batch, the tokens and the states of what can be computed together."""
+    if sequences is None:
+        yield slice(None), slice(None), slice(None)
+        return
+    starts = sequences.tensors_here()[0].tolist() if is_tensor(x) else sequences.cu_seqlens
+    for s in range(len(starts) - 1):
+        yield slice(None), slice(starts[s], starts[s + 1]), slice(s, s + 1)
+
+
+class _Window:
+    """What the taps of a span read: its state's W inputs, then its own."""
+
+    def __init__(self, x: Any, kernels: Any, state: Any) -> None:
+        self.width = kernels.shape[-1]
+        self.length = x.shape[1]
+        if state is None:
+            past = _zeros(x, (x.shape[0], self.width, x.shape[2]))
+        else:
+            past = state.swapaxes(1, 2)
+        self.inputs = _namespace(x).concatenate([past, x], axis=1)
+
+    def tap(self, array: Any, w: int) -> Any:
+        """Return the part of an array like `inputs` that tap w reads."""
+        return array[:, 1 + w : 1 + w + self.length]
+
+    def convolved(self, kernels: Any, bias: Any) -> Any:
+        total = sum(kernels[..., w] * self.tap(self.inputs, w) for w in range(self.width))
+        return total if bias is None else total + bias
+
+
+def _formula(
+    x: Any, kernels: Any, initial_state: Any, bias: Any, sequences: Any, activation: str
+) -> tuple[Any, Any]:
+    """Return the convolution and the last W inputs of every sequence, the definition of both."""
+    xp = _namespace(x)
+    dtype, state_dtype = promoted((x, kernels, initial_state, bias)), promoted((x, initial_state))
+    wide, k, state, b = map(_wide, (x, kernels, initial_state, bias))
+    outs, finals = [wide[:, :0]], [_zeros(wide, (0, x.shape[2], kernels.shape[-1]))]
+    for batch, tokens, states in _spans(x, sequences):
+        span_k = k if k.ndim == 2 else k[batch, tokens]
+        window = _Window(wide[batch, tokens], span_k, None if state is None else state[states])
+        h = window.convolved(span_k, b)
+        outs.append(h * _sigmoid(h) if activation == "silu" else h)
+        finals.append(window.inputs[:, window.inputs.shape[1] - window.width :].swapaxes(1, 2))
+    out, final = xp.concatenate(outs, axis=1), xp.concatenate(finals, axis=0)
+    return _cast(out, dtype), _cast(final, state_dtype)
+
+
+def _vjp_formula(
+    x: Any,
+    kernels: Any,
+    initial_state: Any,
+    bias: Any,
+    cotangent: Any,
+    final_cotangent: Any,
+    sequences: Any,
+    activation: str,
+) -> tuple[Any, ...]:
+    r"""Return the cotangents of x, kernels, initial_state and bias.
+
+    With h the convolution before its activation, c the cotangent of the output and
+    :math:`v = c \cdot a'(h)`, tap w gets :math:`\bar k_{tdw} = v_{td} x_{t+w-W+1,d}` and
+    :math:`\bar x_{t+w-W+1,d} \mathrel{+}= v_{td} k_{tdw}`.
+    """
+    xp = _namespace(x)
+    wide, k, state, b, g, g_final = map(
+        _wide, (x, kernels, initial_state, bias, cotangent, final_cotangent)
+    )
+    dx, dstate = xp.zeros_like(wide), None if state is None else xp.zeros_like(state)
+    dk, db = xp.zeros_like(k), None if b is None else xp.zeros_like(b)
+    for batch, tokens, states in _spans(x, sequences):
+        span_k, span_dk = (k, dk) if k.ndim == 2 else (k[batch, tokens], dk[batch, tokens])
+        window = _Window(wide[batch, tokens], span_k, None if state is None else state[states])
+        v = g[batch, tokens]
+        if activation == "silu":
+            h = window.convolved(span_k, b)
+            s = _sigmoid(h)
+            v = v * s * (1 + h * (1 - s))
+        dinputs = xp.zeros_like(window.inputs)
+        for w in range(window.width):
+            window.tap(dinputs, w)[...] += v * span_k[..., w]
+            product = v * window.tap(window.inputs, w)
+            span_dk[..., w] += product.sum((0, 1)) if k.ndim == 2 else product
+        if b is not None:
+            db += v.sum((0, 1))
+        if g_final is not None:
+            dinputs[:, dinputs.shape[1] - window.width :] += g_final[states].swapaxes(1, 2)
+        dx[batch, tokens] = dinputs[:, window.width :]
+        if state is not None:
+            dstate[states] = dinputs[:, : window.width].swapaxes(1, 2)
+    given = (x, kernels, initial_state, bias)
+    return tuple(
+        None if gradient is None else _cast(gradient, like)
+        for gradient, like in zip((dx, dk, dstate, db), given, strict=True)
+    )
+
+
+def _pullback(
+    call: Call,
+    arrays: Sequence[Any],
+    residuals: Sequence[Any],
+    cotangents: Sequence[Any],
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    cotangent, final_cotangent = cotangents
+    if cotangent is None:
+        cotangent = _cast(_namespace(arrays[0]).zeros_like(arrays[0]), promoted(arrays))
+    return call.other(conv_vjp, (*arrays, cotangent, final_cotangent), needed)
+
+
+def _vjp_pullback(
+    call: Call,
+    arrays: Sequence[Any],
+    residuals: Sequence[Any],
+    cotangents: Sequence[Any],
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    """Pull back through the gradient, which is bilinear but for the activation.
+
+    Without one, the pair (x, state) and the kernels enter the convolution f(x, k) bilinearly, and
+    p(v, x, k) = (dx, dk) is its pullback. Given the cotangents (u, m) of (dx, dk), that of v is
+    f(u, k) + f(x, m), and those of (x, k) are p(v, u, m). With the activation a, v = c a'(h) of
+    c, the op's own cotangent, and h = f(x, k) + bias, which adds p(ḣ, x, k) for ḣ = v̄ c a''(h).
+    """
+    x, kernels, state, bias, c, _ = arrays
+    on_x, on_kernels, on_state, on_bias = cotangents
+    sequences, activation = call.static
+    plain = call._replace(static=(sequences, "none"))
+
+    def convolve(x: Any, kernels: Any, state: Any, bias: Any, final: bool) -> tuple[Any, Any]:
+        return plain.other(conv, (x, kernels, state, bias), (True, final))
+
+    def pull_back(wanted: Sequence[bool], *arrays: Any) -> tuple[Any, ...]:
+        return plain.other(conv_vjp, (*arrays, None), wanted)
+
+    if on_state is not None and on_x is None:
+        on_x = _namespace(x).zeros_like(x)
+    v_bar = final_bar = None
+    if on_x is not None:
+        v_bar, final_bar = convolve(on_x, kernels, on_state, None, needed[5])
+    if on_kernels is not None:
+        v_bar = _added(v_bar, convolve(x, on_kernels, state, None, False)[0])
+    if on_bias is not None:
+        v_bar = _added(v_bar, _namespace(x).zeros_like(c) + on_bias)
+    if v_bar is None:
+        return (None,) * 6
+    v = c
+    if activation == "silu":
+        h, _ = convolve(x, kernels, state, bias, False)
+        s = _sigmoid(h)
+        slope = s * (1 + h * (1 - s))
+        bend = s * (1 - s) * (2 + h * (1 - 2 * s))
+        v = c * slope
+        through_h = pull_back(needed[:4], x, kernels, state, bias, v_bar * c * bend)
+        c_bar = v_bar * slope if needed[4] else None
+    else:
+        through_h = (None,) * 4
+        c_bar = v_bar
+    x_bar = kernels_bar = state_bar = None
+    if on_kernels is not None and (needed[0] or needed[2]):
+        wanted = (needed[0], False, needed[2], False)
+        x_bar, _, state_bar, _ = pull_back(wanted, x, on_kernels, state, None, v)
+    if on_x is not None and needed[1]:
+        wanted = (False, True, False, False)
+        _, kernels_bar, _, _ = pull_back(wanted, on_x, kernels, on_state, None, v)
+    direct = (x_bar, kernels_bar, state_bar, None)
+    bars = [_added(one, two) for one, two in zip(direct, through_h, strict=True)]
+    return (*bars, c_bar, final_bar)
+
+
+def _added(one: Any, two: Any) -> Any:
+    if one is None or two is None:
+        return two if one is None else one
+    return one + two
+
+
+def _described(array: Any) -> tuple[Any, str] | None:
+    return None if array is None else (array.shape, dtype_name(array.dtype))
+
+
+def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
+    x, kernels, state, _ = arrays
+    sequences = static[0]
+    count = x.shape[0] if sequences is None else sequences.num_sequences
+    final = (count, x.shape[2], kernels.shape[-1])
+    return (x.shape, dtype_name(promoted(arrays))), (final, dtype_name(promoted((x, state))))
+
+
+conv_vjp = Primitive(
+    "dynamic_conv_vjp",
+    arrays=("x", "kernels", "initial_state", "bias", "cotangent", "final_cotangent"),
+    static={"sequences": Sequences, "activation": str},
+    outputs=("x_cotangent", "kernels_cotangent", "initial_state_cotangent", "bias_cotangent"),
+    describe=lambda arrays, _: tuple([_described(array) for array in arrays[:4]]),
+    formula=_vjp_formula,
+    pullback=_vjp_pullback,
+    sixteen_bits=True,
+)
+conv = Primitive(
+    "dynamic_conv",
+    arrays=("x", "kernels", "initial_state", "bias"),
+    static={"sequences": Sequences, "activation": str},
+    outputs=("out", "final_state"),
+    describe=_outputs,
+    formula=_formula,
+    pullback=_pullback,
+    sixteen_bits=True,
+)
+
+
+def _step_formula(x: Any, state: Any, kernels: Any, bias: Any, activation: str) -> tuple[Any]:
+    """Shift x into the state, in place, and return the convolution of what it holds."""
+    dtype = promoted((x, state, kernels, bias))
+    latest = _cast(x, state).reshape(*state.shape[:2], 1)
+    state[...] = _namespace(x).concatenate([state[..., 1:], latest], axis=-1)
+    h = (_wide(state) * _wide(kernels)).sum(-1)
+    if bias is not None:
+        h = h + _wide(bias)
+    out = _cast(h * _sigmoid(h) if activation == "silu" else h, dtype)
+    return (out.reshape(x.shape),)
+
+
+conv_step = Primitive(
+    "dynamic_conv_step",
+    arrays=("x", "state", "kernels", "bias"),
+    static={"activation": str},
+    outputs=("out",),
+    describe=lambda arrays, _: ((arrays[0].shape, dtype_name(promoted(arrays))),),
+    formula=_step_formula,
+    mutates=("state",),
+    sixteen_bits=True,
+)
+
+
+def _sequences(name: str, cu_seqlens: Any) -> Sequences:
+    if isinstance(cu_seqlens, Sequences):
+        return cu_seqlens
+    if not is_tensor(cu_seqlens) or cu_seqlens.is_cpu:
+        if is_tensor(cu_seqlens) and sys.modules["torch"].compiler.is_dynamo_compiling():
+            raise TypeError(_outside(name))
+        return Sequences(cu_seqlens)
+    torch = sys.modules["torch"]
+    if torch.compiler.is_dynamo_compiling():
+        raise TypeError(_outside(name))
+    # Reading from a GPU waits for it: every tensor is read once, until it is written to.
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    read = getattr(cu_seqlens, "_fusedops_sequences", None)
+    if read is None or version is None or read[0] != version:
+        if torch.cuda.is_current_stream_capturing():
+            raise TypeError(_outside(name))
+        read = version, Sequences(cu_seqlens)
+        cu_seqlens._fusedops_sequences = read
+    return read[1]
+
+
+def _outside(name: str) -> str:
+    return (
+        f"{name}: cu_seqlens is a tensor; inside torch.compile or a CUDA graph it should be "
+        "Sequences, made outside"
+    )
+
+
+def _rank(name: str, argument: str, array: Any, ranks: dict[int, str]) -> int:
+    """Return the rank of an array, one of `ranks`, which says their shapes."""
+    rank = getattr(array, "ndim", None)
+    rank = np.ndim(array) if rank is None else rank
+    if rank not in ranks:
+        shape = tuple(getattr(array, "shape", np.shape(array)))
+        should = " or ".join(ranks.values())
+        raise ValueError(f"{name}: {argument} has shape {shape}; it should be {should}")
+    return rank
+
+
+def _arrays(name: str, reference: Any, **arguments: tuple[Any, tuple[Any, ...]]) -> list[Any]:
+    """Return checked arrays that go with x; None for one that isn't there."""
+    checked = []
+    for argument, (value, shape) in arguments.items():
+        if value is not None:
+            value = floats(name, argument, value, shape)
+            alike(name, argument, value, "x", reference)
+        checked.append(value)
+    return checked
+
+
+def _width(name: str, kernels: Any) -> int:
+    width = kernels.shape[-1]
+    if width == 0:
+        shape = tuple(kernels.shape)
+        raise ValueError(f"{name}: kernels has shape {shape}; its last size, W, should be positive")
+    return width
+
+
+@op(conv)
+def dynamic_conv(
+    x: Any,
+    kernels: Any,
+    *,
+    bias: Any = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    activation: str | None = None,
+) -> Any:
+    r"""Return the causal convolution of tokens with a kernel for every token and channel.
+
+    .. math:: \mathrm{out}_{btd} = a\Bigl(\sum_{w=0}^{W-1} k_{btdw} \, x_{b,\,t+w-W+1,\,d}
+              + \mathrm{bias}_d\Bigr)
+
+    with the activation a, and before the first token the inputs that `initial_state` holds, or
+    zero.
+
+    Parameters
+    ----------
+    x : array or tensor (B, T, D), float32 or float64; in torch bfloat16 and float16 too
+        The tokens; no units, as all that follows.
+    kernels : array or tensor (B, T, D, W) or (D, W)
+        The taps of every token and channel, the last of which multiplies the token itself; or
+        those of every channel: the causal depthwise convolution of Mamba. Any W ≥ 1.
+    bias : array or tensor (D,), optional
+        Added before the activation.
+    initial_state : array or tensor (B, D, W), or (S, D, W) for packed sequences, optional
+        The W inputs before the first token, the latest last. The first is never read by a tap: it
+        only moves on into the final state of an empty sequence.
+    output_final_state : bool
+        Whether to return the last W inputs too.
+    cu_seqlens : Sequences, or array or tensor (S + 1,), int32 or int64, optional
+        Where each of S packed sequences begins, and where the last one ends; then B is 1. Nothing
+        crosses a boundary, forward or backward. A tensor on a GPU is read, and waited for, at its
+        first use; a `Sequences` made once saves that.
+    activation : {None, "silu", "swish"}
+        The last two are x · sigmoid(x).
+    out : array or tensor (B, T, D), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    out : array or tensor (B, T, D)
+        In the dtype to which those of the arguments promote; accumulated in float32 or better.
+    final_state : array or tensor (B, D, W) or (S, D, W)
+        With `output_final_state`: what is `initial_state` to the tokens that follow. In the dtype
+        to which x and `initial_state` promote.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape, device or value; the message names it.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    Gradients go to x, kernels, initial_state and bias, to any order: the convolution is bilinear,
+    and its derivatives are the same kernels again. The value before the activation isn't kept; the
+    backward computes it anew. `dynamic_conv.vjp` returns gradients for the arrays that were given,
+    in the order x, kernels, initial_state, bias. Under autocast dtypes are left as they are.
+
+    References
+    ----------
+    Gu, Hu, et al., "Jet-Nemotron: Efficient Language Model with Post Neural Architecture Search",
+    arXiv:2508.15884 (2025); the states are those of flash-linear-attention's ShortConvolution.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> x = np.array([1.0, 2, 4, 8]).reshape(1, 4, 1)
+    >>> kernels = np.ones((1, 4, 1, 2))
+    >>> fusedops.dynamic_conv(x, kernels).ravel().tolist()
+    [1.0, 3.0, 6.0, 12.0]
+    >>> fusedops.dynamic_conv(x, kernels, cu_seqlens=np.array([0, 2, 4])).ravel().tolist()
+    [1.0, 3.0, 4.0, 12.0]
+    >>> out, pullback = fusedops.dynamic_conv.vjp(x, kernels)
+    >>> dx, dkernels = pullback(np.ones_like(out))
+    >>> dx.ravel().tolist()
+    [2.0, 2.0, 2.0, 1.0]
+    """
+    name = "dynamic_conv"
+    x = floats(name, "x", x, ("B", "T", "D"))
+    B, T, D = x.shape
+    rank = _rank(name, "kernels", kernels, {2: f"({D}, W)", 4: f"({B}, {T}, {D}, W)"})
+    shape = (D, "W") if rank == 2 else (B, T, D, "W")
+    (kernels,) = _arrays(name, x, kernels=(kernels, shape))
+    width = _width(name, kernels)
+    sequences = None
+    if cu_seqlens is not None:
+        sequences = _sequences(name, cu_seqlens)
+        same_device(name, "cu_seqlens", sequences.device, "x", device_of(x))
+        if B != 1:
+            raise ValueError(
+                f"{name}: x has shape {tuple(x.shape)}; with cu_seqlens it should be (1, T, D)"
+            )
+        if sequences.num_tokens != T:
+            raise ValueError(
+                f"{name}: cu_seqlens ends at {sequences.num_tokens}; it should end at {T}, the "
+                "number of tokens in x"
+            )
+    count = B if sequences is None else sequences.num_sequences
+    initial_state, bias = _arrays(
+        name, x, initial_state=(initial_state, (count, D, width)), bias=(bias, (D,))
+    )
+    one_of(name, "activation", activation, ACTIVATIONS)
+    return (
+        (x, kernels, initial_state, bias),
+        (sequences, "none" if activation is None else "silu"),
+        ("out", "final_state") if output_final_state else "out",
+    )
+
+
+@op(conv_step)
+def dynamic_conv_step(
+    x: Any, state: Any, kernels: Any, *, bias: Any = None, activation: str | None = None
+) -> Any:
+    r"""Move one token of every sequence into its state, in place, and return their convolution.
+
+    .. math:: s_{bdw} \leftarrow s_{bd,w+1}, \quad s_{bd,W-1} \leftarrow x_{bd}, \quad
+              \mathrm{out}_{bd} = a\Bigl(\sum_{w=0}^{W-1} k_{bdw} \, s_{bdw}
+              + \mathrm{bias}_d\Bigr)
+
+    Parameters
+    ----------
+    x : array or tensor (B, D) or (B, 1, D), float32 or float64; in torch bfloat16 and float16 too
+        A token of every sequence.
+    state : array or tensor (B, D, W)
+        The last W inputs, the latest last: what `dynamic_conv` returns as its final state. Updated
+        in place. Its dtype must hold that of x.
+    kernels : array or tensor (B, D, W) or (D, W)
+        The taps, the last of which multiplies x.
+    bias : array or tensor (D,), optional
+        Added before the activation.
+    activation : {None, "silu", "swish"}
+        The last two are x · sigmoid(x).
+    out : array or tensor of the shape of x, optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor of the shape of x
+        In the dtype to which those of the arguments promote; accumulated in float32 or better.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape, device or value; the message names it, and the
+        state is as it was.
+    RuntimeError
+        If an argument requires grad: a step that works in place has no gradient. `dynamic_conv`
+        with `initial_state` has.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    References
+    ----------
+    See `dynamic_conv`.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> state = np.array([[[1.0, 2.0]]])
+    >>> fusedops.dynamic_conv_step(np.array([[4.0]]), state, np.ones((1, 1, 2))).tolist()
+    [[6.0]]
+    >>> state.tolist()
+    [[[2.0, 4.0]]]
+    """
+    name = "dynamic_conv_step"
+    rank = _rank(name, "x", x, {2: "(B, D)", 3: "(B, 1, D)"})
+    x = floats(name, "x", x, ("B", "D") if rank == 2 else ("B", 1, "D"))
+    B, D = x.shape[0], x.shape[-1]
+    rank = _rank(name, "kernels", kernels, {2: f"({D}, W)", 3: f"({B}, {D}, W)"})
+    (kernels,) = _arrays(name, x, kernels=(kernels, (D, "W") if rank == 2 else (B, D, "W")))
+    width = _width(name, kernels)
+    if not is_tensor(state) and not isinstance(state, np.ndarray):
+        raise TypeError(
+            f"{name}: state is a {type(state).__name__}; it should be an array, to be updated"
+        )
+    state, bias = _arrays(name, x, state=(state, (B, D, width)), bias=(bias, (D,)))
+    if promoted((state, x)) != state.dtype:
+        raise TypeError(
+            f"{name}: state has dtype {dtype_name(state.dtype)}; it should hold "
+            f"{dtype_name(x.dtype)}, the dtype of x"
+        )
+    strides = state.stride() if is_tensor(state) else state.strides
+    if 0 in strides and 0 not in state.shape:
+        raise ValueError(f"{name}: state is expanded; it should have memory for every element")
+    if not is_tensor(state) and not state.flags.writeable:
+        raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
+    one_of(name, "activation", activation, ACTIVATIONS)
+    return (x, state, kernels, bias), ("none" if activation is None else "silu",), "out"
