@@ -9,6 +9,7 @@ import numpy as np
 from cpukern import isa
 from cpukern.threads import threads_for
 from fusedops._registry import register
+from fusedops.conv import CHUNK
 from fusedops.planarity import LANES, NO_PLANE
 
 _planarity = isa.load("planarity_cython")
@@ -20,6 +21,14 @@ if _planarity.lanes() != LANES:
     raise ImportError(f"the kernels take blocks of {_planarity.lanes()} planes, not {LANES}")
 # Blocks of planes that pay for waking a thread.
 _GRAIN = 64
+
+_conv = isa.load("conv_cython")
+_BITS = np.dtype(np.uint16)
+_conv_name = {_BITS: "bfloat16", np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+# Chunks of tokens, and numbers of a decoding step, that pay for waking a thread.
+_CHUNK_GRAIN, _STEP_GRAIN = 2, 1 << 15
+# Sums over tokens are formed in at most so many parts.
+_PARTS = 64
 
 
 def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:
@@ -57,3 +66,160 @@ def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> N
 @register("planarity_gradient_vjp", "cython")
 def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> None:
     _run_planarity(xyz, cotangent, planes, fit, out)
+
+
+def _rows(array: Any, contiguous: int) -> Any:
+    """Return an array that is contiguous in its last axes, a copy where it isn't."""
+    if array is None:
+        return None
+    step = array.itemsize
+    for axis in range(array.ndim - 1, -1, -1):
+        inner = array.ndim - axis <= contiguous
+        if array.strides[axis] != step if inner else array.strides[axis] % array.itemsize:
+            return array.copy(order="C")
+        step *= array.shape[axis]
+    return array
+
+
+def _scratch(threads: int, channels: int, width: int, dtype: np.dtype) -> np.ndarray:
+    real = 8 if dtype.itemsize == 8 else 4
+    # A multiple of a cache line for every thread.
+    size = -(-real * _conv.scratch_size(channels, width) // 64) * 64
+    return np.empty((threads, size), np.int8)
+
+
+def _chunks(x: Any, sequences: Any) -> tuple[Any, Any, int]:
+    """Return chunks of packed sequences, where these begin, and how many chunks there are."""
+    if sequences is not None:
+        return sequences.chunks, sequences.cu_seqlens, len(sequences.chunks)
+    return None, None, x.shape[0] * -(-x.shape[1] // CHUNK)
+
+
+def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
+    """Pass a state on through sequences without a token, which no chunk owns."""
+    if states is None:
+        return
+    empty = slice(None) if x.shape[1] == 0 else slice(0)
+    if sequences is not None:
+        empty = np.diff(sequences.cu_seqlens) == 0
+    states[empty] = 0 if given is None else given[empty]
+
+
+@register("dynamic_conv", "cython", bfloat16=True)
+def dynamic_conv(
+    x: Any,
+    kernels: Any,
+    state: Any,
+    bias: Any,
+    sequences: Any,
+    activation: str,
+    out: Any,
+    final: Any,
+) -> None:
+    _fill_tokenless(final, state, x, sequences)
+    chunks, starts, count = _chunks(x, sequences)
+    static = kernels.ndim == 2
+    if count and kernels.size:
+        threads = threads_for(count, _CHUNK_GRAIN)
+        _conv.forward[_conv_name[x.dtype]](
+            _rows(x, 1),
+            _rows(kernels[None, None] if static else kernels, 2),
+            _rows(state, 3),
+            _rows(bias, 1),
+            static,
+            activation == "silu",
+            chunks,
+            starts,
+            count,
+            CHUNK,
+            out,
+            final,
+            _scratch(threads, *kernels.shape[-2:], x.dtype),
+        )
+
+
+@register("dynamic_conv_vjp", "cython", bfloat16=True)
+def dynamic_conv_vjp(
+    x: Any,
+    kernels: Any,
+    state: Any,
+    bias: Any,
+    cotangent: Any,
+    final_cotangent: Any,
+    sequences: Any,
+    activation: str,
+    dx: Any,
+    dkernels: Any,
+    dstate: Any,
+    dbias: Any,
+) -> None:
+    _fill_tokenless(dstate, final_cotangent, x, sequences)
+    chunks, starts, count = _chunks(x, sequences)
+    static = kernels.ndim == 2
+    channels, width = kernels.shape[-2:]
+    group = max(1, -(-count // _PARTS))
+    parts = -(-count // group)
+    summed = static and dkernels is not None
+    dk_sum = np.zeros((parts, width, channels)) if summed else None
+    db_sum = None if dbias is None else np.zeros((parts, channels))
+    if count and kernels.size:
+        threads = threads_for(parts if summed or dbias is not None else count, _CHUNK_GRAIN)
+        _conv.backward[_conv_name[x.dtype]](
+            _rows(x, 1),
+            _rows(kernels[None, None] if static else kernels, 2),
+            _rows(state, 3),
+            _rows(bias, 1),
+            _rows(cotangent, 1),
+            _rows(final_cotangent, 3),
+            static,
+            activation == "silu",
+            chunks,
+            starts,
+            count,
+            CHUNK,
+            dx,
+            None if static else dkernels,
+            dstate,
+            dk_sum,
+            db_sum,
+            group if dk_sum is not None or db_sum is not None else 1,
+            _scratch(threads, channels, width, x.dtype),
+        )
+    if summed:
+        _round(dk_sum.sum(0).T, dkernels)
+    if db_sum is not None:
+        _round(db_sum.sum(0), dbias)
+
+
+def _round(values: np.ndarray, out: np.ndarray) -> None:
+    """Write float64 values in the dtype of `out`, to the nearest; bfloat16 as its bits."""
+    if out.dtype != _BITS:
+        out[...] = values
+        return
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    out[...] = np.where(np.isnan(values), 0x7FC0, rounded)
+
+
+@register("dynamic_conv_step", "cython", bfloat16=True)
+def dynamic_conv_step(
+    x: Any, state: Any, kernels: Any, bias: Any, activation: str, out: Any
+) -> None:
+    if not state.size:
+        return
+    static = kernels.ndim == 2
+    batch, channels, width = state.shape
+    own = _rows(state, 0)
+    threads = min(batch, threads_for(state.size, _STEP_GRAIN))
+    _conv.step[_conv_name[x.dtype]](
+        _rows(x.reshape(batch, channels), 2),
+        own,
+        _rows(kernels[None] if static else kernels, 3),
+        _rows(bias, 1),
+        static,
+        activation == "silu",
+        out.reshape(batch, channels),
+        _scratch(threads, channels, width, x.dtype),
+    )
+    if own is not state:
+        state[...] = own

@@ -1,0 +1,632 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+# cython: initializedcheck=False
+"""Dynamic causal convolution on the CPU, a chunk of one sequence's tokens at a time.
+
+The inputs that the taps of a token read lie in a ring of rows, one row to a position, that stays in
+the nearest cache; the backward has a second ring, of the cotangents that those inputs have so far.
+Every row of memory is read once and written once, but for the W - 1 tokens after a chunk, which the
+backward reads again. A chunk owns its tokens' rows; sums over tokens are formed chunk by chunk in
+float64 and added up by the caller, so the thread count changes no bit. bfloat16 comes as its bits
+and is computed on in float32.
+"""
+
+from cython.parallel cimport prange
+from libc.string cimport memcpy
+
+cdef enum:
+    BLOCK = 64
+
+ctypedef unsigned short bfloat16
+
+# What arrays hold, and what is computed in.
+ctypedef fused scalar:
+    bfloat16
+    float
+    double
+
+ctypedef fused real:
+    float
+    double
+
+# Strides are in elements; those of static kernels are zero.
+cdef struct Layout:
+    Py_ssize_t tokens
+    Py_ssize_t channels
+    Py_ssize_t width
+    Py_ssize_t ring_mask
+    Py_ssize_t chunk
+    Py_ssize_t chunks_per_sequence
+    const long long* chunks
+    const long long* starts
+    Py_ssize_t x_batch
+    Py_ssize_t x_token
+    Py_ssize_t k_batch
+    Py_ssize_t k_token
+    Py_ssize_t c_batch
+    Py_ssize_t c_token
+    bint static_kernels
+    bint silu
+
+# Tokens first to last of the sequence that begins and ends there, in a row of the batch.
+cdef struct Chunk:
+    Py_ssize_t sequence
+    Py_ssize_t batch
+    Py_ssize_t begin
+    Py_ssize_t end
+    Py_ssize_t first
+    Py_ssize_t last
+
+
+cdef inline Chunk find_chunk(const Layout* layout, Py_ssize_t c) noexcept nogil:
+    cdef Chunk found
+    if layout.chunks != NULL:
+        found.sequence = layout.chunks[2 * c]
+        found.batch = 0
+        found.begin = layout.starts[found.sequence]
+        found.end = layout.starts[found.sequence + 1]
+        found.first = layout.chunks[2 * c + 1]
+    else:
+        found.sequence = found.batch = c // layout.chunks_per_sequence
+        found.begin = 0
+        found.end = layout.tokens
+        found.first = layout.chunk * (c % layout.chunks_per_sequence)
+    found.last = min(found.first + layout.chunk, found.end)
+    return found
+
+
+cdef inline float from_bits(bfloat16 value) noexcept nogil:
+    cdef unsigned int bits = <unsigned int>value << 16
+    cdef float single
+    memcpy(&single, &bits, 4)
+    return single
+
+
+cdef inline bfloat16 to_bits(float value) noexcept nogil:
+    """Round to nearest, ties to even; every NaN becomes the quiet one."""
+    cdef unsigned int bits
+    memcpy(&bits, &value, 4)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return <bfloat16>(bits if value == value else 0x7FC0)
+
+
+cdef inline void widen(
+    const scalar* source, Py_ssize_t step, real* target, Py_ssize_t n
+) noexcept nogil:
+    cdef Py_ssize_t d
+    for d in range(n):
+        if scalar is bfloat16:
+            target[d] = from_bits(source[d * step])
+        else:
+            target[d] = <real>source[d * step]
+
+
+cdef inline void narrow(
+    const real* source, scalar* target, Py_ssize_t step, Py_ssize_t n
+) noexcept nogil:
+    cdef Py_ssize_t d
+    for d in range(n):
+        if scalar is bfloat16:
+            target[d * step] = to_bits(<float>source[d])
+        else:
+            target[d * step] = <scalar>source[d]
+
+
+cdef inline real exponential(real x) noexcept nogil:
+    """e^x to two units in the last place, in vector code; x is held within what is finite."""
+    cdef real n, r, scale, value
+    cdef int single
+    cdef long long wide
+    if real is float:
+        x = min(max(x, <float>-87.0), <float>88.0)
+        n = (x * <float>1.44269504 + <float>12582912.0) - <float>12582912.0
+        r = x - n * <float>0.693359375 + n * <float>2.12194440e-4
+        value = 1 / <float>5040.0
+        value = value * r + 1 / <float>720.0
+        value = value * r + 1 / <float>120.0
+        value = value * r + 1 / <float>24.0
+        value = value * r + 1 / <float>6.0
+        value = value * r + <float>0.5
+        value = value * r + 1
+        value = value * r + 1
+        single = (<int>n + 127) << 23
+        memcpy(&scale, &single, 4)
+    else:
+        x = min(max(x, -708.0), 709.0)
+        n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0
+        r = x - n * 0.693147180369123816490 - n * 1.90821492927058770002e-10
+        value = 1 / 6227020800.0
+        value = value * r + 1 / 479001600.0
+        value = value * r + 1 / 39916800.0
+        value = value * r + 1 / 3628800.0
+        value = value * r + 1 / 362880.0
+        value = value * r + 1 / 40320.0
+        value = value * r + 1 / 5040.0
+        value = value * r + 1 / 720.0
+        value = value * r + 1 / 120.0
+        value = value * r + 1 / 24.0
+        value = value * r + 1 / 6.0
+        value = value * r + 0.5
+        value = value * r + 1
+        value = value * r + 1
+        wide = <long long>(<int>n + 1023) << 52
+        memcpy(&scale, &wide, 8)
+    return value * scale
+
+
+cdef inline void convolve(
+    const real* k, const real* ring, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
+    Py_ssize_t width, real* h,
+) noexcept nogil:
+    """h[d] = Σ_w k[d, w] ring[at + w, d]; a loop per width that is known when this is inlined."""
+    cdef real total
+    cdef Py_ssize_t d, w
+    for d in range(channels):
+        total = 0
+        for w in range(width):
+            total = total + k[d * width + w] * ring[((at + w) & mask) * channels + d]
+        h[d] = total
+
+
+cdef void convolve_row(
+    const real* k, const real* ring, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
+    Py_ssize_t width, real* h,
+) noexcept nogil:
+    cdef Py_ssize_t d, w, low, n
+    cdef const real* inputs
+    cdef const real* taps
+    cdef real[BLOCK] total
+    if width == 1:
+        convolve(k, ring, at, mask, channels, 1, h)
+    elif width == 2:
+        convolve(k, ring, at, mask, channels, 2, h)
+    elif width == 3:
+        convolve(k, ring, at, mask, channels, 3, h)
+    elif width == 4:
+        convolve(k, ring, at, mask, channels, 4, h)
+    else:
+        low = 0
+        while low < channels:
+            n = min(<Py_ssize_t>BLOCK, channels - low)
+            for d in range(n):
+                total[d] = 0
+            for w in range(width):
+                inputs = ring + ((at + w) & mask) * channels + low
+                taps = k + low * width + w
+                for d in range(n):
+                    total[d] += taps[d * width] * inputs[d]
+            for d in range(n):
+                h[low + d] = total[d]
+            low += BLOCK
+
+
+cdef inline void pull_inputs(
+    const real* k, const real* v, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
+    Py_ssize_t width, real* ring,
+) noexcept nogil:
+    """ring[at + w, d] += v[d] k[d, w], where the last tap's row is new."""
+    cdef Py_ssize_t d, w
+    for d in range(channels):
+        for w in range(width - 1):
+            ring[((at + w) & mask) * channels + d] += v[d] * k[d * width + w]
+        ring[((at + width - 1) & mask) * channels + d] = v[d] * k[d * width + width - 1]
+
+
+cdef void pull_inputs_row(
+    const real* k, const real* v, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
+    Py_ssize_t width, real* ring,
+) noexcept nogil:
+    if width == 1:
+        pull_inputs(k, v, at, mask, channels, 1, ring)
+    elif width == 2:
+        pull_inputs(k, v, at, mask, channels, 2, ring)
+    elif width == 3:
+        pull_inputs(k, v, at, mask, channels, 3, ring)
+    elif width == 4:
+        pull_inputs(k, v, at, mask, channels, 4, ring)
+    else:
+        pull_inputs(k, v, at, mask, channels, width, ring)
+
+
+cdef inline void pull_kernels(
+    const real* v, const real* ring, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
+    Py_ssize_t width, real* dk,
+) noexcept nogil:
+    """dk[d, w] = v[d] ring[at + w, d]"""
+    cdef Py_ssize_t d, w
+    for d in range(channels):
+        for w in range(width):
+            dk[d * width + w] = v[d] * ring[((at + w) & mask) * channels + d]
+
+
+cdef void pull_kernels_row(
+    const real* v, const real* ring, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
+    Py_ssize_t width, real* dk,
+) noexcept nogil:
+    if width == 1:
+        pull_kernels(v, ring, at, mask, channels, 1, dk)
+    elif width == 2:
+        pull_kernels(v, ring, at, mask, channels, 2, dk)
+    elif width == 3:
+        pull_kernels(v, ring, at, mask, channels, 3, dk)
+    elif width == 4:
+        pull_kernels(v, ring, at, mask, channels, 4, dk)
+    else:
+        pull_kernels(v, ring, at, mask, channels, width, dk)
+
+
+cdef inline void load_input(
+    const Layout* layout, const Chunk* chunk, const scalar* x, const scalar* state, Py_ssize_t p,
+    real* ring,
+) noexcept nogil:
+    """Put the input at position p into its row: a token's, or before the first the state's."""
+    cdef Py_ssize_t d, channels = layout.channels
+    cdef real* row = ring + ((p - chunk.begin + layout.width) & layout.ring_mask) * channels
+    if p >= chunk.begin:
+        widen(x + chunk.batch * layout.x_batch + p * layout.x_token, 1, row, channels)
+    elif state == NULL:
+        for d in range(channels):
+            row[d] = 0
+    else:
+        state = state + chunk.sequence * channels * layout.width + layout.width + p - chunk.begin
+        widen(state, layout.width, row, channels)
+
+
+cdef inline void preactivation(
+    const real* k, const real* ring, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
+    Py_ssize_t width, const real* bias, real* h,
+) noexcept nogil:
+    cdef Py_ssize_t d
+    convolve_row(k, ring, at, mask, channels, width, h)
+    if bias != NULL:
+        for d in range(channels):
+            h[d] += bias[d]
+
+
+cdef inline void activate(real* h, Py_ssize_t channels) noexcept nogil:
+    cdef Py_ssize_t d
+    for d in range(channels):
+        h[d] = h[d] / (1 + exponential(-h[d]))
+
+
+cdef void forward_chunk(
+    const Layout* layout, Chunk chunk, const scalar* x, const scalar* kernels, const scalar* state,
+    const scalar* bias, scalar* out, scalar* final_state, real* scratch,
+) noexcept nogil:
+    cdef Py_ssize_t channels = layout.channels, width = layout.width, mask = layout.ring_mask
+    cdef Py_ssize_t t, w, p, d
+    cdef real* ring = scratch
+    cdef real* h = ring + (mask + 1) * channels
+    cdef real* wide_bias = h + channels
+    cdef real* wide = wide_bias + channels
+    cdef const real* k = wide
+    cdef const scalar* source
+    for p in range(chunk.first - width + 1, chunk.first):
+        load_input(layout, &chunk, x, state, p, ring)
+    if layout.static_kernels:
+        widen(kernels, 1, wide, channels * width)
+    if bias != NULL:
+        widen(bias, 1, wide_bias, channels)
+    for t in range(chunk.first, chunk.last):
+        load_input(layout, &chunk, x, state, t, ring)
+        if out == NULL:
+            continue
+        if not layout.static_kernels:
+            source = kernels + chunk.batch * layout.k_batch + t * layout.k_token
+            if scalar is real:
+                k = source
+            else:
+                widen(source, 1, wide, channels * width)
+        preactivation(k, ring, t - chunk.begin + 1, mask, channels, width,
+                      wide_bias if bias != NULL else NULL, h)
+        if layout.silu:
+            activate(h, channels)
+        narrow(h, out + (chunk.batch * layout.tokens + t) * channels, 1, channels)
+    if final_state != NULL and chunk.last == chunk.end:
+        final_state = final_state + chunk.sequence * channels * width
+        for w in range(width):
+            narrow(ring + ((chunk.end - chunk.begin + w) & mask) * channels, final_state + w,
+                   width, channels)
+
+
+cdef inline void store_cotangent(
+    const Layout* layout, const Chunk* chunk, Py_ssize_t p, const scalar* final_cotangent,
+    real* ring, real* spare, scalar* dx, scalar* dstate,
+) noexcept nogil:
+    """Write the cotangent of the input at position p, where this chunk owns it."""
+    cdef Py_ssize_t d, channels = layout.channels, width = layout.width
+    cdef Py_ssize_t kept = p - chunk.end + width
+    cdef real* row = ring + ((p - chunk.begin + width) & layout.ring_mask) * channels
+    if p < chunk.first and (p >= chunk.begin or chunk.first != chunk.begin):
+        return
+    if final_cotangent != NULL and kept >= 0:
+        widen(final_cotangent + chunk.sequence * channels * width + kept, width, spare, channels)
+        for d in range(channels):
+            row[d] += spare[d]
+    if p >= chunk.begin:
+        if dx != NULL:
+            narrow(row, dx + (chunk.batch * layout.tokens + p) * channels, 1, channels)
+    elif dstate != NULL:
+        dstate = dstate + chunk.sequence * channels * width + width + p - chunk.begin
+        narrow(row, dstate, width, channels)
+
+
+cdef void backward_chunk(
+    const Layout* layout, Chunk chunk, const scalar* x, const scalar* kernels, const scalar* state,
+    const scalar* bias, const scalar* cotangent, const scalar* final_cotangent, scalar* dx,
+    scalar* dk, scalar* dstate, double* dk_sum, double* dbias_sum, real* scratch,
+) noexcept nogil:
+    cdef Py_ssize_t channels = layout.channels, width = layout.width, mask = layout.ring_mask
+    cdef bint on_inputs = dx != NULL or dstate != NULL
+    cdef Py_ssize_t stop = min(chunk.last + width - 1, chunk.end) if on_inputs else chunk.last
+    cdef Py_ssize_t t, p, d, w, at
+    cdef real* ring = scratch
+    cdef real* cotangents = ring + (mask + 1) * channels
+    cdef real* v = cotangents + (mask + 1) * channels
+    cdef real* h = v + channels
+    cdef real* wide_bias = h + channels
+    cdef real* wide = wide_bias + channels
+    cdef real* products = wide + channels * width
+    cdef const real* k = wide
+    cdef const real* inputs
+    cdef const scalar* source
+    cdef scalar* target
+    cdef double* sums
+    cdef real s
+    for p in range(chunk.first - width + 1, chunk.first):
+        load_input(layout, &chunk, x, state, p, ring)
+    if on_inputs:
+        for d in range((mask + 1) * channels):
+            cotangents[d] = 0
+    if layout.static_kernels:
+        widen(kernels, 1, wide, channels * width)
+    if bias != NULL:
+        widen(bias, 1, wide_bias, channels)
+    for t in range(chunk.first, stop):
+        at = t - chunk.begin + 1
+        load_input(layout, &chunk, x, state, t, ring)
+        source = cotangent + chunk.batch * layout.c_batch + t * layout.c_token
+        widen(source, 1, v, channels)
+        if not layout.static_kernels:
+            source = kernels + chunk.batch * layout.k_batch + t * layout.k_token
+            if scalar is real:
+                k = source
+            elif on_inputs or layout.silu:
+                widen(source, 1, wide, channels * width)
+        if layout.silu:
+            preactivation(k, ring, at, mask, channels, width,
+                          wide_bias if bias != NULL else NULL, h)
+            for d in range(channels):
+                s = 1 / (1 + exponential(-h[d]))
+                v[d] *= s * (1 + h[d] * (1 - s))
+        if on_inputs:
+            pull_inputs_row(k, v, at, mask, channels, width, cotangents)
+            store_cotangent(
+                layout, &chunk, t - width + 1, final_cotangent, cotangents, h, dx, dstate)
+        if t >= chunk.last:
+            continue
+        if dk != NULL:
+            target = dk + (chunk.batch * layout.tokens + t) * channels * width
+            if scalar is real:
+                pull_kernels_row(v, ring, at, mask, channels, width, target)
+            else:
+                pull_kernels_row(v, ring, at, mask, channels, width, products)
+                narrow(products, target, 1, channels * width)
+        if dk_sum != NULL:
+            for w in range(width):
+                inputs = ring + ((at + w) & mask) * channels
+                sums = dk_sum + w * channels
+                for d in range(channels):
+                    sums[d] += <double>v[d] * inputs[d]
+        if dbias_sum != NULL:
+            for d in range(channels):
+                dbias_sum[d] += v[d]
+    if on_inputs:
+        for p in range(stop - width + 1, chunk.last):
+            store_cotangent(layout, &chunk, p, final_cotangent, cotangents, h, dx, dstate)
+        if dstate != NULL and chunk.first == chunk.begin:
+            # No tap of a token reads the oldest input.
+            dstate = dstate + chunk.sequence * channels * width
+            for d in range(channels):
+                dstate[d * width] = 0
+
+
+cdef inline void step_row(
+    const scalar* x, scalar* state, Py_ssize_t state_channel, Py_ssize_t state_tap,
+    const scalar* kernels, const scalar* bias, bint silu, Py_ssize_t channels, Py_ssize_t width,
+    scalar* out, real* scratch,
+) noexcept nogil:
+    cdef Py_ssize_t d, w
+    cdef real* inputs = scratch
+    cdef real* taps = inputs + channels
+    cdef real* h = taps + channels
+    cdef scalar* row
+    for d in range(channels):
+        h[d] = 0
+        row = state + d * state_channel
+        for w in range(width - 1):
+            row[w * state_tap] = row[(w + 1) * state_tap]
+        row[(width - 1) * state_tap] = x[d]
+    for w in range(width):
+        widen(state + w * state_tap, state_channel, inputs, channels)
+        widen(kernels + w, width, taps, channels)
+        for d in range(channels):
+            h[d] += taps[d] * inputs[d]
+    if bias != NULL:
+        widen(bias, 1, inputs, channels)
+        for d in range(channels):
+            h[d] += inputs[d]
+    if silu:
+        activate(h, channels)
+    narrow(h, out, 1, channels)
+
+
+cdef void set_layout(
+    Layout* layout, const scalar[:, :, ::1] x, const scalar[:, :, :, ::1] kernels,
+    bint static_kernels, const long long[:, ::1] chunks, const long long[::1] starts,
+    Py_ssize_t chunk, bint silu,
+) noexcept:
+    cdef Py_ssize_t item = sizeof(scalar)
+    layout.tokens = x.shape[1]
+    layout.channels = x.shape[2]
+    layout.width = kernels.shape[3]
+    layout.ring_mask = ring_rows(layout.width) - 1
+    layout.x_batch = x.strides[0] // item
+    layout.x_token = x.strides[1] // item
+    layout.k_batch = kernels.strides[0] // item
+    layout.k_token = kernels.strides[1] // item
+    layout.static_kernels = static_kernels
+    layout.silu = silu
+    layout.chunk = chunk
+    layout.chunks_per_sequence = (layout.tokens + chunk - 1) // chunk
+    layout.chunks = NULL
+    layout.starts = NULL
+    if chunks is not None:
+        layout.chunks = &chunks[0, 0]
+        layout.starts = &starts[0]
+
+
+def forward(
+    const scalar[:, :, ::1] x,           # IN   (B, T, D)
+    const scalar[:, :, :, ::1] kernels,  # IN   (B, T, D, W), or the static ones (1, 1, D, W)
+    const scalar[:, :, ::1] state,       # IN   (S, D, W), or None
+    const scalar[::1] bias,              # IN   (D,), or None
+    bint static_kernels,
+    bint silu,
+    const long long[:, ::1] chunks,      # IN   (C, 2) of packed sequences, or None
+    const long long[::1] starts,         # IN   (S + 1,), or None
+    Py_ssize_t count,                    # IN   C, of a dense batch too; at least 1
+    Py_ssize_t chunk,                    # IN   tokens of a chunk
+    scalar[:, :, ::1] out,               # OUT  (B, T, D), or None
+    scalar[:, :, ::1] final_state,       # OUT  (S, D, W) where there are tokens, or None
+    char[:, ::1] scratch,                # SCRATCH (threads, scratch_size)
+):
+    """Convolve, and keep every sequence's last W inputs."""
+    cdef Layout layout
+    cdef Py_ssize_t c, thread, threads = scratch.shape[0]
+    cdef const scalar* xs = &x[0, 0, 0]
+    cdef const scalar* ks = &kernels[0, 0, 0, 0]
+    cdef const scalar* states = &state[0, 0, 0] if state is not None else NULL
+    cdef const scalar* biases = &bias[0] if bias is not None else NULL
+    cdef scalar* outs = &out[0, 0, 0] if out is not None else NULL
+    cdef scalar* finals = &final_state[0, 0, 0] if final_state is not None else NULL
+    set_layout(&layout, x, kernels, static_kernels, chunks, starts, chunk, silu)
+    with nogil:
+        for thread in prange(
+            threads, num_threads=threads, schedule="static", use_threads_if=threads > 1
+        ):
+            for c in range(count * thread // threads, count * (thread + 1) // threads):
+                if scalar is double:
+                    forward_chunk(&layout, find_chunk(&layout, c), xs, ks, states, biases, outs,
+                                  finals, <double*>&scratch[thread, 0])
+                else:
+                    forward_chunk(&layout, find_chunk(&layout, c), xs, ks, states, biases, outs,
+                                  finals, <float*>&scratch[thread, 0])
+
+
+def backward(
+    const scalar[:, :, ::1] x,                # IN   (B, T, D)
+    const scalar[:, :, :, ::1] kernels,       # IN   (B, T, D, W), or the static ones (1, 1, D, W)
+    const scalar[:, :, ::1] state,            # IN   (S, D, W), or None
+    const scalar[::1] bias,                   # IN   (D,), or None
+    const scalar[:, :, ::1] cotangent,        # IN   (B, T, D)
+    const scalar[:, :, ::1] final_cotangent,  # IN   (S, D, W), or None
+    bint static_kernels,
+    bint silu,
+    const long long[:, ::1] chunks,           # IN   (C, 2) of packed sequences, or None
+    const long long[::1] starts,              # IN   (S + 1,), or None
+    Py_ssize_t count,                         # IN   C, of a dense batch too; at least 1
+    Py_ssize_t chunk,                         # IN   tokens of a chunk
+    scalar[:, :, ::1] dx,                     # OUT  (B, T, D), or None
+    scalar[:, :, :, ::1] dkernels,            # OUT  (B, T, D, W), or None
+    scalar[:, :, ::1] dstate,                 # OUT  (S, D, W) where there are tokens, or None
+    double[:, :, ::1] dkernels_sum,           # OUT  (groups, W, D), to which is added, or None
+    double[:, ::1] dbias_sum,                 # OUT  (groups, D), to which is added, or None
+    Py_ssize_t group,                         # IN   chunks that share a sum
+    char[:, ::1] scratch,                     # SCRATCH (threads, scratch_size)
+):
+    """Pull cotangents back; sums over all tokens are left in parts, a part to a group of chunks."""
+    cdef Layout layout
+    cdef Py_ssize_t c, g, groups, thread, threads = scratch.shape[0]
+    cdef const scalar* xs = &x[0, 0, 0]
+    cdef const scalar* ks = &kernels[0, 0, 0, 0]
+    cdef const scalar* cs = &cotangent[0, 0, 0]
+    cdef const scalar* states = &state[0, 0, 0] if state is not None else NULL
+    cdef const scalar* biases = &bias[0] if bias is not None else NULL
+    cdef const scalar* finals = (
+        &final_cotangent[0, 0, 0] if final_cotangent is not None else NULL
+    )
+    cdef scalar* dxs = &dx[0, 0, 0] if dx is not None else NULL
+    cdef scalar* dks = &dkernels[0, 0, 0, 0] if dkernels is not None else NULL
+    cdef scalar* dstates = &dstate[0, 0, 0] if dstate is not None else NULL
+    cdef double* dk_sum = &dkernels_sum[0, 0, 0] if dkernels_sum is not None else NULL
+    cdef double* db_sum = &dbias_sum[0, 0] if dbias_sum is not None else NULL
+    set_layout(&layout, x, kernels, static_kernels, chunks, starts, chunk, silu)
+    layout.c_batch = cotangent.strides[0] // <Py_ssize_t>sizeof(scalar)
+    layout.c_token = cotangent.strides[1] // <Py_ssize_t>sizeof(scalar)
+    groups = (count + group - 1) // group
+    with nogil:
+        for thread in prange(
+            threads, num_threads=threads, schedule="static", use_threads_if=threads > 1
+        ):
+            for c in range(group * (groups * thread // threads),
+                           min(count, group * (groups * (thread + 1) // threads))):
+                g = (c // group) * layout.channels
+                if scalar is double:
+                    backward_chunk(
+                        &layout, find_chunk(&layout, c), xs, ks, states, biases, cs, finals, dxs,
+                        dks, dstates, NULL if dk_sum == NULL else dk_sum + g * layout.width,
+                        NULL if db_sum == NULL else db_sum + g, <double*>&scratch[thread, 0])
+                else:
+                    backward_chunk(
+                        &layout, find_chunk(&layout, c), xs, ks, states, biases, cs, finals, dxs,
+                        dks, dstates, NULL if dk_sum == NULL else dk_sum + g * layout.width,
+                        NULL if db_sum == NULL else db_sum + g, <float*>&scratch[thread, 0])
+
+
+def step(
+    const scalar[:, ::1] x,          # IN   (B, D)
+    scalar[:, :, :] state,           # IN, OUT (B, D, W), any strides
+    const scalar[:, :, ::1] kernels, # IN   (B, D, W), or the static ones (1, D, W)
+    const scalar[::1] bias,          # IN   (D,), or None
+    bint static_kernels,
+    bint silu,
+    scalar[:, ::1] out,              # OUT  (B, D)
+    char[:, ::1] scratch,            # SCRATCH (threads, scratch_size)
+):
+    """Shift a token into every state and convolve what it holds."""
+    cdef Py_ssize_t item = sizeof(scalar), b, thread, threads = scratch.shape[0]
+    cdef Py_ssize_t batch = state.shape[0], channels = state.shape[1], width = state.shape[2]
+    cdef Py_ssize_t k_batch = 0 if static_kernels else channels * width
+    cdef Py_ssize_t s_batch = state.strides[0] // item, s_channel = state.strides[1] // item
+    cdef Py_ssize_t s_tap = state.strides[2] // item
+    cdef const scalar* biases = &bias[0] if bias is not None else NULL
+    cdef const scalar* xs = &x[0, 0]
+    cdef const scalar* ks = &kernels[0, 0, 0]
+    cdef scalar* states = &state[0, 0, 0]
+    cdef scalar* outs = &out[0, 0]
+    with nogil:
+        for thread in prange(
+            threads, num_threads=threads, schedule="static", use_threads_if=threads > 1
+        ):
+            for b in range(batch * thread // threads, batch * (thread + 1) // threads):
+                if scalar is double:
+                    step_row(xs + b * channels, states + b * s_batch, s_channel, s_tap,
+                             ks + b * k_batch, biases, silu, channels, width, outs + b * channels,
+                             <double*>&scratch[thread, 0])
+                else:
+                    step_row(xs + b * channels, states + b * s_batch, s_channel, s_tap,
+                             ks + b * k_batch, biases, silu, channels, width, outs + b * channels,
+                             <float*>&scratch[thread, 0])
+
+
+cpdef Py_ssize_t ring_rows(Py_ssize_t width) noexcept:
+    """Return how many rows a ring has for that many taps: a power of two."""
+    cdef Py_ssize_t rows = 1
+    while rows < width:
+        rows *= 2
+    return rows
+
+
+def scratch_size(Py_ssize_t channels, Py_ssize_t width):
+    """Return how many numbers a thread needs."""
+    return channels * (2 * ring_rows(width) + 3 + 2 * width)
