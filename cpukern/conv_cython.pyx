@@ -116,18 +116,19 @@ cdef inline real exponential(real x) noexcept nogil:
     cdef real n, r, scale, value
     cdef int single
     cdef long long wide
+    # Constants are cast, since a bare one is a double, and so is what is computed with it.
     if real is float:
         x = min(max(x, <float>-87.0), <float>88.0)
         n = (x * <float>1.44269504 + <float>12582912.0) - <float>12582912.0
         r = x - n * <float>0.693359375 + n * <float>2.12194440e-4
-        value = 1 / <float>5040.0
-        value = value * r + 1 / <float>720.0
-        value = value * r + 1 / <float>120.0
-        value = value * r + 1 / <float>24.0
-        value = value * r + 1 / <float>6.0
+        value = <float>(1 / 5040.0)
+        value = value * r + <float>(1 / 720.0)
+        value = value * r + <float>(1 / 120.0)
+        value = value * r + <float>(1 / 24.0)
+        value = value * r + <float>(1 / 6.0)
         value = value * r + <float>0.5
-        value = value * r + 1
-        value = value * r + 1
+        value = value * r + <float>1.0
+        value = value * r + <float>1.0
         single = (<int>n + 127) << 23
         memcpy(&scale, &single, 4)
     else:
@@ -285,7 +286,7 @@ cdef inline void preactivation(
 cdef inline void activate(real* h, Py_ssize_t channels) noexcept nogil:
     cdef Py_ssize_t d
     for d in range(channels):
-        h[d] = h[d] / (1 + exponential(-h[d]))
+        h[d] = h[d] / (<real>1.0 + exponential(-h[d]))
 
 
 cdef void forward_chunk(
@@ -396,8 +397,8 @@ cdef void backward_chunk(
             preactivation(k, ring, at, mask, channels, width,
                           wide_bias if bias != NULL else NULL, h)
             for d in range(channels):
-                s = 1 / (1 + exponential(-h[d]))
-                v[d] *= s * (1 + h[d] * (1 - s))
+                s = <real>1.0 / (<real>1.0 + exponential(-h[d]))
+                v[d] *= s * (<real>1.0 + h[d] * (<real>1.0 - s))
         if on_inputs:
             pull_inputs_row(k, v, at, mask, channels, width, cotangents)
             store_cotangent(
@@ -461,7 +462,7 @@ cdef inline void step_row(
 
 
 cdef void set_layout(
-    Layout* layout, const scalar[:, :, ::1] x, const scalar[:, :, :, ::1] kernels,
+    Layout* layout, const scalar[:, :, :] x, const scalar[:, :, :, :] kernels,
     bint static_kernels, const long long[:, ::1] chunks, const long long[::1] starts,
     Py_ssize_t chunk, bint silu,
 ) noexcept:
@@ -486,8 +487,8 @@ cdef void set_layout(
 
 
 def forward(
-    const scalar[:, :, ::1] x,           # IN   (B, T, D)
-    const scalar[:, :, :, ::1] kernels,  # IN   (B, T, D, W), or the static ones (1, 1, D, W)
+    const scalar[:, :, :] x,             # IN   (B, T, D) of contiguous rows
+    const scalar[:, :, :, :] kernels,    # IN   (B, T, D, W) of these, or static ones (1, 1, D, W)
     const scalar[:, :, ::1] state,       # IN   (S, D, W), or None
     const scalar[::1] bias,              # IN   (D,), or None
     bint static_kernels,
@@ -524,11 +525,11 @@ def forward(
 
 
 def backward(
-    const scalar[:, :, ::1] x,                # IN   (B, T, D)
-    const scalar[:, :, :, ::1] kernels,       # IN   (B, T, D, W), or the static ones (1, 1, D, W)
+    const scalar[:, :, :] x,                  # IN   (B, T, D) of contiguous rows
+    const scalar[:, :, :, :] kernels,         # IN   (B, T, D, W) of these, or static (1, 1, D, W)
     const scalar[:, :, ::1] state,            # IN   (S, D, W), or None
     const scalar[::1] bias,                   # IN   (D,), or None
-    const scalar[:, :, ::1] cotangent,        # IN   (B, T, D)
+    const scalar[:, :, :] cotangent,          # IN   (B, T, D) of contiguous rows
     const scalar[:, :, ::1] final_cotangent,  # IN   (S, D, W), or None
     bint static_kernels,
     bint silu,

@@ -112,10 +112,12 @@ def of_shape(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> No
     raise ValueError(f"{op}: {name} has shape {tuple(got)}; it should be ({should})")
 
 
-def one_of(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{op}: {name} is {value!r}; it should be one of {', '.join(choices)}")
+        raise ValueError(
+            f"{op}: {name} is {value!r}; it should be one of {', '.join(map(str, choices))}"
+        )
 
 
 def same_device(op: str, name: str, device: str, other: str, other_device: str) -> None:

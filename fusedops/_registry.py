@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fusedops import _memory
 from fusedops._check import (
     device_of,
     dtype_name,
@@ -277,7 +278,11 @@ def explain(request: Request) -> Explanation:
 
 def bridge() -> Any:
     """Return ``fusedops._torch``, which is imported where tensors are met and not before."""
-    return sys.modules.get("fusedops._torch") or importlib.import_module("fusedops._torch")
+    module = sys.modules.get("fusedops._torch")
+    if module is None:
+        # A statement, which torch.compile can trace.
+        from fusedops import _torch as module
+    return module
 
 
 class Packed:
@@ -376,7 +381,7 @@ class Call(NamedTuple):
             filled = kernel(*arrays, *self.static)
         else:
             filled = [
-                None if output is None else allocate(np.empty, output[0], dtype)
+                None if output is None else allocate(_memory.empty, output[0], dtype)
                 for output in described
             ]
             if out is not None and out.dtype == dtype:

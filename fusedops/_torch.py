@@ -1,4 +1,4 @@
-"""The bridge to torch, one for every op: the only module that imports torch.
+"""The bridge to torch, one for every op: with `fusedops.nn`, all that imports torch.
 
 Eager calls take a direct autograd.Function. Under `torch.compile` the same call is a registered op,
 ``torch.ops.fusedops.<primitive>``.
@@ -369,7 +369,8 @@ def _register(primitive: Primitive) -> None:
         needed = ctx.needs_input_grad[:count]
         gradients = _pull_back(bound, ctx.saved_tensors, cotangents, needed)
         nothing = [
-            [None] * len(value) if tensors else None
+            # An empty list of sizes has a list for its gradient too.
+            [None] * len(value) if tensors or value == [] else None
             for tensors, value in zip(takes_tensors, ctx.flat, strict=True)
         ]
         return (*gradients, *nothing)

@@ -20,6 +20,7 @@ from fusedops._check import (
     floats,
     is_tensor,
     one_of,
+    overlap,
     promoted,
     same_device,
 )
@@ -620,8 +621,11 @@ def dynamic_conv_step(
             f"{dtype_name(x.dtype)}, the dtype of x"
         )
     strides = state.stride() if is_tensor(state) else state.strides
-    if 0 in strides and 0 not in state.shape:
+    if any(n > 1 and step == 0 for n, step in zip(state.shape, strides, strict=True)):
         raise ValueError(f"{name}: state is expanded; it should have memory for every element")
+    for argument, array in (("x", x), ("kernels", kernels), ("bias", bias)):
+        if array is not None and overlap(state, array):
+            raise ValueError(f"{name}: {argument} shares memory with state; it should not")
     if not is_tensor(state) and not state.flags.writeable:
         raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
     one_of(name, "activation", activation, ACTIVATIONS)

@@ -1,0 +1,287 @@
+"""Dynamic causal convolution on the CPU in Numba, in chunks of up to CHUNK tokens of one sequence.
+
+A dense batch is packed sequences of one length. Every element of an output has one chunk that
+writes it, and sums over tokens have partial sums per block of chunks, so that the thread count
+changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cpukern.jit import jit
+from cpukern.threads import in_parallel
+from fusedops._registry import register
+from fusedops.conv import CHUNK, Sequences
+
+# Products of a tap and an input that pay for handing a share to another thread.
+_GRAIN = 1 << 16
+# Partial sums over tokens: more would serve more threads, and take more memory.
+_BLOCKS = 128
+
+
+@jit
+def _sigmoid(h):
+    return 1 / (1 + math.exp(-h))
+
+
+@jit
+def _span(chunks, cu_seqlens, c, tokens):
+    """Return the sequence of chunk c, and where both begin and end, all within the arrays."""
+    q = min(max(chunks[c, 0], 0), len(cu_seqlens) - 2)
+    end = min(max(cu_seqlens[q + 1], 0), tokens)
+    start = min(max(cu_seqlens[q], 0), end)
+    first = min(max(chunks[c, 1], start), end)
+    return q, start, end, first, min(first + CHUNK, end)
+
+
+@jit
+def _input(tokens, states, q, start, s):
+    """Return the row of input s of sequence q, whose state holds those before `start`.
+
+    One state may stand for all.
+    """
+    if s >= start:
+        return tokens[s]
+    return states[min(q, len(states) - 1), s - start + states.shape[1]]
+
+
+@jit
+def _convolve(x, kernels, states, bias, q, start, t, h):
+    """Write the convolution at token t, before its activation, into h."""
+    taps = kernels[min(t, len(kernels) - 1)]
+    width = taps.shape[1]
+    h[:] = 0
+    for w in range(width):
+        row = _input(x, states, q, start, t + w - width + 1)
+        for d in range(len(h)):
+            h[d] += taps[d, w] * row[d]
+    for row in bias:
+        for d in range(len(h)):
+            h[d] += row[d]
+
+
+@jit
+def _conv_chunks(low, high, chunks, cu_seqlens, x, kernels, states, bias, silu, out, final_state):
+    width = kernels.shape[2]
+    for c in range(low, high):
+        q, start, end, first, last = _span(chunks, cu_seqlens, c, len(x))
+        for t in range(first, min(last, len(out))):
+            h = out[t]
+            _convolve(x, kernels, states, bias, q, start, t, h)
+            if silu:
+                for d in range(len(h)):
+                    h[d] *= _sigmoid(h[d])
+        if last == end and q < len(final_state):
+            for w in range(width):
+                row = _input(x, states, q, start, end + w - width)
+                for d in range(len(row)):
+                    final_state[q, d, w] = row[d]
+
+
+@jit
+def _vjp_blocks(
+    low,
+    high,
+    block_ptr,
+    chunks,
+    cu_seqlens,
+    x,
+    kernels,
+    states,
+    bias,
+    silu,
+    cotangent,
+    final_cotangents,
+    dx,
+    dkernels,
+    per_token,
+    dstates,
+    dbias,
+):
+    width = kernels.shape[2]
+    v = np.empty(x.shape[1], x.dtype)
+    for b in range(low, high):
+        for c in range(block_ptr[b], block_ptr[b + 1]):
+            q, start, end, first, last = _span(chunks, cu_seqlens, c, len(x))
+            # The chunk writes the cotangents of its own inputs, to which the first chunk of a
+            # sequence adds the state; taps of later tokens read them too.
+            own_first = start - width if first == start and len(dstates) else first
+            own_last = last if len(dx) else first
+            for s in range(own_first, own_last):
+                row = _input(dx, dstates, q, start, s)
+                row[:] = 0
+                if s >= end - width:
+                    row += final_cotangents[min(q, len(final_cotangents) - 1), s - end + width]
+            stop = last if len(dkernels) or len(dbias) else first
+            if own_first < own_last:
+                stop = max(stop, min(own_last + width - 1, end))
+            # Backwards, so that an input meets its taps in their order.
+            for t in range(stop - 1, first - 1, -1):
+                c_t = cotangent[t]
+                if silu:
+                    _convolve(x, kernels, states, bias, q, start, t, v)
+                    for d in range(len(v)):
+                        sigma = _sigmoid(v[d])
+                        v[d] = c_t[d] * sigma * (1 + v[d] * (1 - sigma))
+                else:
+                    v[:] = c_t
+                if t < last and len(dbias):
+                    for d in range(len(v)):
+                        dbias[b, d] += v[d]
+                taps = kernels[min(t, len(kernels) - 1)]
+                if t < last and len(dkernels):
+                    dtaps = dkernels[t if per_token else b]
+                    if per_token:
+                        dtaps[:] = 0
+                    for w in range(width):
+                        row = _input(x, states, q, start, t + w - width + 1)
+                        for d in range(len(v)):
+                            dtaps[d, w] += v[d] * row[d]
+                for w in range(width):
+                    s = t + w - width + 1
+                    if own_first <= s < own_last:
+                        row = _input(dx, dstates, q, start, s)
+                        for d in range(len(v)):
+                            row[d] += v[d] * taps[d, w]
+
+
+@jit
+def _step_rows(low, high, x, state, kernels, bias, silu, out):
+    width = state.shape[2]
+    for b in range(low, high):
+        k = min(b, len(kernels) - 1)
+        for d in range(x.shape[1]):
+            latest = x[b, d]
+            for w in range(width - 1):
+                state[b, d, w] = state[b, d, w + 1]
+            state[b, d, width - 1] = latest
+        if b < len(out):
+            h = out[b]
+            for d in range(len(h)):
+                h[d] = 0
+                for w in range(width):
+                    h[d] += kernels[k, d, w] * state[b, d, w]
+                for row in range(len(bias)):
+                    h[d] += bias[row, d]
+                if silu:
+                    h[d] *= _sigmoid(h[d])
+
+
+def _rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return C-contiguous rows of one shape; none for None."""
+    if array is None:
+        return np.empty((0, *row), dtype)
+    leading = array.shape[: array.ndim - len(row)]
+    return np.ascontiguousarray(array).reshape(math.prod(leading), *row)
+
+
+def _states(states: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return (S, W, D) of (S, D, W), or zeros that stand for all where there is None."""
+    W, D = shape
+    if states is None:
+        return np.zeros((1, W, D), dtype)
+    return np.ascontiguousarray(states.swapaxes(1, 2))
+
+
+def _arguments(
+    x: Any, kernels: Any, initial_state: Any, bias: Any, sequences: Any
+) -> tuple[np.ndarray, ...]:
+    """Return what the kernels of both directions begin with."""
+    B, T, D = x.shape
+    W = kernels.shape[-1]
+    if sequences is None:
+        sequences = Sequences(T * np.arange(B + 1, dtype=np.int64))
+    starts = sequences.cu_seqlens
+    # A sequence without tokens has a chunk of none, for its states.
+    empty = np.flatnonzero(np.diff(starts) == 0)
+    return (
+        np.concatenate([sequences.chunks, np.stack([empty, starts[empty]], axis=1)]),
+        starts,
+        _rows(x, (D,), x.dtype),
+        _rows(kernels, (D, W), x.dtype),
+        _states(initial_state, (W, D), x.dtype),
+        _rows(bias, (D,), x.dtype),
+    )
+
+
+def _in_parallel(work: Callable[[int, int], None], items: int, products: int) -> None:
+    in_parallel(work, items, 1 + _GRAIN * items // max(products, 1))
+
+
+@register("dynamic_conv", "numba")
+def dynamic_conv(
+    x: Any,
+    kernels: Any,
+    initial_state: Any,
+    bias: Any,
+    sequences: Any,
+    activation: str,
+    out: Any,
+    final_state: Any,
+) -> None:
+    row = kernels.shape[-2:]
+    arguments = _arguments(x, kernels, initial_state, bias, sequences)
+    outputs = _rows(out, row[:1], x.dtype), _rows(final_state, row, x.dtype)
+    _in_parallel(
+        lambda low, high: _conv_chunks(low, high, *arguments, activation == "silu", *outputs),
+        len(arguments[0]),
+        x.size * row[1],
+    )
+
+
+@register("dynamic_conv_vjp", "numba")
+def dynamic_conv_vjp(
+    x: Any,
+    kernels: Any,
+    initial_state: Any,
+    bias: Any,
+    cotangent: Any,
+    final_cotangent: Any,
+    sequences: Any,
+    activation: str,
+    dx: Any,
+    dkernels: Any,
+    dinitial_state: Any,
+    dbias: Any,
+) -> None:
+    D, W = kernels.shape[-2:]
+    arguments = _arguments(x, kernels, initial_state, bias, sequences)
+    blocks = min(len(arguments[0]), _BLOCKS)
+    per_token = kernels.ndim == 4
+    if per_token:
+        dtaps = _rows(dkernels, (D, W), x.dtype)
+    else:
+        dtaps = np.zeros((0 if dkernels is None else blocks, D, W))
+    dstates = np.empty((0 if dinitial_state is None else len(dinitial_state), W, D), x.dtype)
+    dbiases = np.zeros((0 if dbias is None else blocks, D))
+    block_ptr = len(arguments[0]) * np.arange(blocks + 1) // max(blocks, 1)
+    given = _rows(cotangent, (D,), x.dtype), _states(final_cotangent, (W, D), x.dtype)
+    outputs = _rows(dx, (D,), x.dtype), dtaps, per_token, dstates, dbiases
+    _in_parallel(
+        lambda low, high: _vjp_blocks(
+            low, high, block_ptr, *arguments, activation == "silu", *given, *outputs
+        ),
+        blocks,
+        x.size * W,
+    )
+    if not per_token and dkernels is not None:
+        dkernels[...] = dtaps.sum(axis=0)
+    if dinitial_state is not None:
+        dinitial_state[...] = dstates.swapaxes(1, 2)
+    if dbias is not None:
+        dbias[...] = dbiases.sum(axis=0)
+
+
+@register("dynamic_conv_step", "numba")
+def dynamic_conv_step(
+    x: Any, state: Any, kernels: Any, bias: Any, activation: str, out: Any
+) -> None:
+    D, W = kernels.shape[-2:]
+    arrays = _rows(x, (D,), x.dtype), state, _rows(kernels, (D, W), x.dtype)
+    outputs = _rows(bias, (D,), x.dtype), activation == "silu", _rows(out, (D,), x.dtype)
+    _in_parallel(lambda low, high: _step_rows(low, high, *arrays, *outputs), len(state), x.size * W)

@@ -1,0 +1,485 @@
+"""The module of Jet-Nemotron's convolution, against its formula in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+import fusedops.nn  # noqa: E402
+from fusedops.nn import DynamicShortConvolution  # noqa: E402
+
+F = torch.nn.functional
+
+#: Sums of a dozen products of numbers near one, in float64, here and there in different orders.
+TOLERANCE = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def identity(x):
+    return x
+
+
+GENERATOR_ACTIVATIONS = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "identity": identity,
+}
+
+
+def example(hidden_size=6, kernel_size=4, dtype=torch.float64, **options):
+    """Return a module with random parameters, and 2 × 9 tokens."""
+    module = DynamicShortConvolution(hidden_size, kernel_size, **options).to(dtype)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module, torch.randn(2, 9, hidden_size, dtype=dtype)
+
+
+def formula(module, x, generator_input=None, activation=F.silu, generator_activation=F.silu):
+    weights = dict(module.named_parameters())
+    W = module.kernel_size
+    hidden = F.linear(
+        x if generator_input is None else generator_input, weights["kernel_generator.w1.weight"]
+    )
+    kernels = F.linear(
+        generator_activation(hidden),
+        weights["kernel_generator.w2.weight"],
+        weights["kernel_generator.w2.bias"],
+    )
+    windows = F.pad(x, (0, 0, W - 1, 0)).unfold(1, W, 1)
+    return activation((windows * kernels.reshape(windows.shape)).sum(-1))
+
+
+def gradients(module, y, *inputs):
+    cotangent = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return torch.autograd.grad((y * cotangent).sum(), (*module.parameters(), *inputs))
+
+
+@pytest.mark.parametrize("kernel_size", [1, 2, 4, 7, 12])
+@pytest.mark.parametrize(("name", "activation"), [("silu", F.silu), (None, identity)])
+def test_values_and_gradients_are_those_of_the_formula(kernel_size, name, activation):
+    module, x = example(kernel_size=kernel_size, activation=name)
+    x.requires_grad_()
+    y, cache = module(x)
+    want = formula(module, x, activation=activation)
+    assert cache is None
+    torch.testing.assert_close(y, want, **TOLERANCE)
+    torch.testing.assert_close(gradients(module, y, x), gradients(module, want, x), **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", fusedops.nn.GENERATOR_ACTIVATIONS)
+def test_activations_of_the_generator(name):
+    module, x = example(generator_activation=name, activation="swish")
+    want = formula(module, x, generator_activation=GENERATOR_ACTIVATIONS[name])
+    torch.testing.assert_close(module(x)[0], want, **TOLERANCE)
+
+
+def test_the_generator_may_have_another_input_and_fewer_hidden_units():
+    module, x = example(generator_input_size=5, generator_reduction=3)
+    u = torch.randn(2, 9, 5, dtype=x.dtype, requires_grad=True)
+    assert module.generator_hidden_size == 2
+    y = module(x, generator_input=u)[0]
+    want = formula(module, x, u)
+    torch.testing.assert_close(y, want, **TOLERANCE)
+    torch.testing.assert_close(gradients(module, y, u), gradients(module, want, u), **TOLERANCE)
+
+
+def test_kernels_are_laid_out_by_channel_then_tap():
+    module, x = example()
+    flat = module.kernel_generator(x)
+    kernels = module.get_kernel(x)
+    assert kernels.shape == (2, 9, 6, 4)
+    assert torch.equal(kernels[..., 3, 1], flat[..., 3 * 4 + 1])
+    torch.testing.assert_close(module.get_kernel(x[:, 2]), kernels[:, 2], **TOLERANCE)
+
+
+def test_a_state_dict_of_jet_nemotron_loads():
+    shapes = {
+        "kernel_generator.w1.weight": (4, 5),
+        "kernel_generator.w2.weight": (32, 4),
+        "kernel_generator.w2.bias": (32,),
+    }
+    module = DynamicShortConvolution(8, 4, generator_input_size=5, generator_reduction=2).double()
+    assert {name: tensor.shape for name, tensor in module.state_dict().items()} == shapes
+    state = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    module.load_state_dict(state)
+    assert all(torch.equal(state[name], found) for name, found in module.state_dict().items())
+    x, u = (torch.randn(2, 9, size, dtype=torch.float64) for size in (8, 5))
+    want = formula(module, x, u)
+    torch.testing.assert_close(module(x, generator_input=u)[0], want, **TOLERANCE)
+
+
+def test_a_call_of_jet_nemotrons_constructor_is_a_call_of_ours():
+    DynamicShortConvolution(
+        hidden_size=8,
+        kernel_size=4,
+        generator_input_size=None,
+        generator_reduction=8,
+        generator_activation="silu",
+        activation="silu",
+        static_conv_init=None,
+        use_fast_conv1d=True,
+        implementation="triton",
+    )
+
+
+def test_it_starts_at_zero_or_at_the_static_kernels():
+    x = torch.randn(2, 9, 6, dtype=torch.float64)
+    module = DynamicShortConvolution(6, 4).double()
+    assert not any(parameter.any() for parameter in module.parameters())
+    assert not module(x)[0].any()
+
+    taps = torch.randn(6, 4)
+    module = DynamicShortConvolution(
+        6, 4, activation=None, static_conv_init=lambda bias: bias.copy_(taps.flatten())
+    ).double()
+    assert module.kernel_generator.w2.bias.requires_grad
+    assert not module.kernel_generator.w2.weight.any()
+    torch.testing.assert_close(module(x)[0], fusedops.dynamic_conv(x, taps), **TOLERANCE)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sizes", [(9,), (1,) * 9, (5, 1, 1, 1, 1), (2, 4, 3)])
+def test_chunks_and_steps_give_what_the_whole_gives(sizes, grad):
+    """The cache that the first call makes is the one that all others update."""
+    module, x = example()
+    whole, final = module(x, output_final_state=True)
+    with torch.set_grad_enabled(grad):
+        chunks = x.split(sizes, 1)
+        y, made = module(chunks[0], output_final_state=True)
+        cache, outs = made, [y]
+        for chunk in chunks[1:]:
+            y, cache = module(chunk, cache=cache, output_final_state=True)
+            outs.append(y)
+            assert cache is made
+    torch.testing.assert_close(torch.cat(outs, 1), whole, **TOLERANCE)
+    assert torch.equal(cache, final)
+    assert torch.equal(cache, x[:, -4:].swapaxes(1, 2))
+    assert not cache.requires_grad
+    assert y.requires_grad == grad
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_only_steps_update_a_cache_unasked(grad):
+    module, x = example()
+    cache = torch.randn(2, 6, 4, dtype=x.dtype)
+    before = cache.clone()
+    with torch.set_grad_enabled(grad):
+        y, same = module(x, cache=cache)
+        assert same is cache
+        assert torch.equal(cache, before)
+        both = torch.cat([before.swapaxes(1, 2), x], 1)
+        torch.testing.assert_close(y, module(both)[0][:, 4:], **TOLERANCE)
+        y, same = module(x[:, :1], cache=cache)
+    assert same is cache
+    assert torch.equal(cache, torch.cat([before[..., 1:], x[:, :1].swapaxes(1, 2)], 2))
+    torch.testing.assert_close(y, module(both)[0][:, 4:5], **TOLERANCE)
+
+
+def test_a_step_runs_in_place_unless_it_needs_a_gradient(monkeypatch):
+    called = []
+    for name in ("dynamic_conv", "dynamic_conv_step"):
+        genuine = getattr(fusedops.nn, name)
+        monkeypatch.setattr(
+            fusedops.nn,
+            name,
+            lambda *args, name=name, genuine=genuine, **options: (
+                called.append(name) or genuine(*args, **options)
+            ),
+        )
+    module, x = example()
+    cache = x.new_zeros(2, 6, 4)
+    module(x[:, :1], cache=cache)
+    with torch.no_grad():
+        module(x[:, :1], cache=cache)
+    module.requires_grad_(False)
+    module(x[:, :1], cache=cache)
+    assert called == ["dynamic_conv", "dynamic_conv_step", "dynamic_conv_step"]
+
+
+def test_steps_have_gradients_although_they_update_the_cache():
+    """Those of parameters are the whole's: the tokens in a cache don't depend on them."""
+    module, x = example()
+    y, cache = module(x[:, :5], output_final_state=True)
+    outs = [y]
+    for t in range(5, 9):
+        y, cache = module(x[:, t : t + 1], cache=cache)
+        outs.append(y)
+    found = gradients(module, torch.cat(outs, 1))
+    torch.testing.assert_close(found, gradients(module, formula(module, x)), **TOLERANCE)
+
+
+def test_the_cache_that_was_given_gets_a_gradient():
+    module, x = example()
+    leaf = torch.randn(2, 6, 4, dtype=x.dtype, requires_grad=True)
+    past = leaf.swapaxes(1, 2)
+    (want,) = torch.autograd.grad(formula(module, torch.cat([past, x], 1))[:, 4:].sum(), leaf)
+    (found,) = torch.autograd.grad(module(x, cache=leaf)[0].sum(), leaf)
+    torch.testing.assert_close(found, want, **TOLERANCE)
+    cache = 1.0 * leaf
+    y, cache = module(x, cache=cache, output_final_state=True)
+    (found,) = torch.autograd.grad(y.sum(), leaf)
+    torch.testing.assert_close(found, want, **TOLERANCE)
+    assert torch.equal(cache, x[:, -4:].swapaxes(1, 2))
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        module(x, cache=leaf, output_final_state=True)
+
+
+def test_a_cache_made_in_inference_mode_serves_afterwards():
+    module, x = example()
+    with torch.inference_mode():
+        _, cache = module(x[:, :5], output_final_state=True)
+        module(x[:, 5:6], cache=cache)
+    y, _ = module(x[:, 6:], cache=cache)
+    gradients(module, y)
+    torch.testing.assert_close(y, formula(module, x)[:, 6:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_packed_sequences_are_separate_ones(as_object):
+    module, x = example()
+    packed, starts = x.reshape(1, 18, 6), [0, 7, 7, 8, 18]
+    cu_seqlens = fusedops.Sequences(starts) if as_object else torch.tensor(starts)
+    y, cache = module(packed, cu_seqlens=cu_seqlens, output_final_state=True)
+    again = torch.randn(4, 6, 4, dtype=x.dtype)
+    given = again.clone()
+    continued, same = module(packed, cache=again, cu_seqlens=cu_seqlens, output_final_state=True)
+    assert same is again
+    for s in range(4):
+        tokens = packed[:, starts[s] : starts[s + 1]]
+        one, final = module(tokens, output_final_state=True)
+        torch.testing.assert_close(y[:, starts[s] : starts[s + 1]], one, **TOLERANCE)
+        assert torch.equal(cache[s : s + 1], final)
+        one, final = module(tokens, cache=given[s : s + 1], output_final_state=True)
+        torch.testing.assert_close(continued[:, starts[s] : starts[s + 1]], one, **TOLERANCE)
+        assert torch.equal(again[s : s + 1], final)
+
+
+def test_a_packed_batch_of_single_tokens_is_a_batch_of_steps():
+    module, x = example()
+    cache = torch.randn(2, 6, 4, dtype=x.dtype)
+    want_cache = cache.clone()
+    want, _ = module(x[:, :1], cache=want_cache)
+    y, _ = module(x[:, 0][None], cache=cache, cu_seqlens=torch.arange(3), output_final_state=True)
+    torch.testing.assert_close(y, want.swapaxes(0, 1), **TOLERANCE)
+    assert torch.equal(cache, want_cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_masked_tokens_are_zero_and_the_callers_are_left_alone(dtype):
+    module, x = example()
+    before = x.clone()
+    mask = torch.arange(9) >= torch.tensor([[0], [4]])
+    y, cache = module(x, mask.to(dtype), output_final_state=True)
+    zeroed = torch.where(mask[..., None], x, 0)
+    assert y.dtype == x.dtype
+    torch.testing.assert_close(y, formula(module, zeroed), **TOLERANCE)
+    assert torch.equal(cache, zeroed[:, -4:].swapaxes(1, 2))
+    y = module(x, mask=mask.to(dtype), generator_input=x)[0]
+    torch.testing.assert_close(y, formula(module, zeroed, x), **TOLERANCE)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_masked_step_moves_zero_into_the_cache(grad):
+    module, x = example()
+    cache = x.new_ones(2, 6, 4)
+    with torch.set_grad_enabled(grad):
+        module(x[:, :1], mask=torch.tensor([[1], [0]]), cache=cache)
+    assert torch.equal(cache[..., -1], torch.stack([x[0, 0], torch.zeros_like(x[1, 0])]))
+
+
+def test_sixteen_bits_in_and_out():
+    module, x = example(dtype=torch.float32)
+    want, _ = module(x)
+    half = copy.deepcopy(module).to(torch.bfloat16)
+    y, cache = half(x.bfloat16(), mask=torch.ones(2, 9), output_final_state=True)
+    assert y.dtype == cache.dtype == torch.bfloat16
+    # Parameters, hidden units and kernels are rounded to 8 bits each: some 2⁻⁸ of sums of four
+    # products up to about 4.
+    torch.testing.assert_close(y.float(), want, rtol=0, atol=0.1)
+    with torch.no_grad():
+        assert half(x[:, :1].bfloat16(), cache=cache)[0].dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="dtype"):
+        module(x.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_returns_the_dtype_of_x(dtype, grad):
+    module, x = example(dtype=torch.float32)
+    x = x.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+        assert module.get_kernel(x).dtype == torch.bfloat16
+        y, cache = module(x, output_final_state=True)
+        step, _ = module(x[:, :1], cache=cache)
+    assert y.dtype == step.dtype == cache.dtype == dtype
+    if grad:
+        assert {g.dtype for g in gradients(module, y)} == {torch.float32}
+
+
+def test_compile_without_breaks():
+    torch._dynamo.reset()
+    module, x = example()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x.requires_grad_()
+    mask = torch.arange(9) >= torch.tensor([[0], [4]])
+    y, cache = compiled(x, mask, output_final_state=True)
+    want, want_cache = module(x, mask, output_final_state=True)
+    torch.testing.assert_close(y, want, **TOLERANCE)
+    torch.testing.assert_close(gradients(module, y, x), gradients(module, want, x), **TOLERANCE)
+    for chunk in x.detach()[:, :3], x.detach()[:, :1]:
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                y, same = compiled(chunk, cache=cache, output_final_state=True)
+                want, _ = module(chunk, cache=want_cache, output_final_state=True)
+            assert same is cache
+            torch.testing.assert_close(y, want, **TOLERANCE)
+            assert torch.equal(cache, want_cache)
+            if grad:
+                found = gradients(module, y)
+                torch.testing.assert_close(found, gradients(module, want), **TOLERANCE)
+
+
+def test_compile_takes_packed_sequences():
+    torch._dynamo.reset()
+    module, x = example()
+    packed, sequences = x.reshape(1, 18, 6), fusedops.Sequences([0, 7, 18])
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    caches = [torch.ones(2, 6, 4, dtype=x.dtype) for _ in range(2)]
+    y, want = (
+        m(packed, cache=cache, cu_seqlens=sequences, output_final_state=True)[0]
+        for m, cache in zip((compiled, module), caches, strict=True)
+    )
+    torch.testing.assert_close(y, want, **TOLERANCE)
+    assert torch.equal(*caches)
+
+
+def test_functional_calls_have_gradients():
+    module, x = example()
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(parameters):
+        cache = torch.zeros(2, 6, 4, dtype=x.dtype)
+        call = (x[:, :1],), {"cache": cache}
+        return torch.func.functional_call(module, parameters, *call)[0].sum()
+
+    found = torch.func.grad(loss)(parameters)
+    want = torch.autograd.grad(formula(module, x[:, :1]).sum(), tuple(module.parameters()))
+    torch.testing.assert_close(tuple(found.values()), want, **TOLERANCE)
+
+
+def test_it_may_start_on_the_meta_device():
+    module, x = example()
+    with torch.device("meta"):
+        empty = DynamicShortConvolution(6, 4, static_conv_init=torch.nn.init.ones_)
+    assert empty(x.to("meta"))[0].shape == x.shape
+    empty.load_state_dict(module.state_dict(), assign=True)
+    assert torch.equal(empty(x)[0], module(x)[0])
+
+
+def test_a_copy_is_another_module():
+    module, x = example(static_conv_init=torch.nn.init.ones_)
+    other = copy.deepcopy(module)
+    assert torch.equal(other(x)[0], module(x)[0])
+    with torch.no_grad():
+        other.kernel_generator.w2.bias.add_(1)
+    assert not torch.equal(other(x)[0], module(x)[0])
+
+
+def test_the_backend_of_the_module_serves_its_calls():
+    module, x = example(backend="numpy")
+    torch.testing.assert_close(module(x)[0], formula(module, x), **TOLERANCE)
+    module.backend = "triton2"
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="backend is 'triton2'"):
+            module(x[:, :1], cache=x.new_zeros(2, 6, 4))
+
+
+def test_what_it_shows():
+    module = DynamicShortConvolution(6, 4)
+    assert module.extra_repr() == "6, kernel_size=4, activation='silu'"
+    assert "backend='torch'" in repr(DynamicShortConvolution(6, 4, backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4), "hidden_size is 0; it should be at least 1"),
+        ((6, 0), "kernel_size is 0; it should be at least 1"),
+        ((6, 4, 0), "generator_input_size is 0; it should be at least 1"),
+        ((6, 4, None, 7), "generator_reduction is 7; it should be from 1 to 6"),
+        ((6, 4, None, 0), "generator_reduction is 0; it should be from 1 to 6"),
+        (
+            (6, 4, None, 2, "mish"),
+            "generator_activation is 'mish'; it should be one of silu, swish",
+        ),
+        ((6, 4, None, 2, None), "generator_activation is None; it should be one of silu, swish"),
+        ((6, 4, None, 2, "silu", "relu"), "activation is 'relu'; it should be None, silu or swish"),
+    ],
+)
+def test_bad_sizes_and_activations_are_named(arguments, message):
+    with pytest.raises(ValueError, match=f"^DynamicShortConvolution: {message}"):
+        DynamicShortConvolution(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"x": torch.zeros(9, 6)}, ValueError, r"x has shape \(9, 6\); it should be \(B, T, 6\)"),
+        ({"x": torch.zeros(2, 9, 5)}, ValueError, r"x has shape \(2, 9, 5\)"),
+        ({"mask": torch.ones(2, 8)}, ValueError, r"mask has shape \(2, 8\); .* \(2, 9\)"),
+        ({"mask": torch.ones(9)}, ValueError, r"mask has shape \(9,\)"),
+        ({"cache": torch.ones(1, 6, 4)}, ValueError, r"cache has shape .* be \(2, 6, 4\)"),
+        ({"cache": torch.ones(2, 6, 4).half()}, TypeError, "cache has dtype float16"),
+        ({"generator_input": torch.ones(2, 1, 6)}, ValueError, r"generator_input has shape"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "with cu_seqlens it should be"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4, 9]), "cache": torch.ones(1, 6, 4)},
+            ValueError,
+            r"cache has shape \(1, 6, 4\)",
+        ),
+    ],
+)
+def test_bad_calls_are_named(arguments, kind, message):
+    module = DynamicShortConvolution(6, 4)
+    with pytest.raises(kind, match=message):
+        module(**{"x": torch.zeros(2, 9, 6), **arguments})
+
+
+def test_unknown_keywords_are_ignored():
+    module, x = example()
+    assert torch.equal(module(x, past_key_values=None)[0], module(x)[0])
+
+
+def test_docstrings_have_examples_that_run():
+    done = doctest.testmod(fusedops.nn)
+    assert done.attempted
+    assert not done.failed
+
+
+def test_without_torch_the_import_error_is_torchs_own():
+    code = """if True:
+        import sys
+        sys.modules["torch"] = None
+        import fusedops
+        print("imported")
+        import fusedops.nn
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "imported\n"
+    assert done.stderr.rstrip().splitlines()[-1].startswith("ModuleNotFoundError: import of torch")
