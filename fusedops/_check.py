@@ -46,9 +46,11 @@ def promoted(arrays: Sequence[Any]) -> Any:
 
 
 def overlap(one: Any, other: Any) -> bool:
-    """Return whether the memory of two arrays may overlap."""
+    """Return whether the memory of two arrays may overlap; in a compiled graph nobody knows."""
     if isinstance(one, np.ndarray):
         return np.may_share_memory(one, other)
+    if sys.modules["torch"].compiler.is_compiling():
+        return False
 
     def extent(tensor: Any) -> tuple[int, int]:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -25,7 +25,7 @@ _lock = threading.RLock()
 
 
 class _Lease:
-    """What the first array on a block of memory has as its base: it goes when the last view does."""
+    """The base of the first array on a block of memory, which goes when the last view does."""
 
     def __init__(self, block: np.ndarray) -> None:
         self.block = block

@@ -1,5 +1,5 @@
 """GPU kernels in Triton, one file an op; importing the package registers them all."""
 
-from gpukern import planarity
+from gpukern import conv, planarity
 
-__all__ = ["planarity"]
+__all__ = ["conv", "planarity"]

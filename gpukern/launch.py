@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
+
+import triton
+
+
+def kernel_of_any_size(function: Any, aligned: Sequence[str] = ()) -> Any:
+    """Compile for any sizes and any alignment, which change from call to call.
+
+    The pointers named in `aligned` are to 16 bytes, in every call.
+    """
+    names = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.annotation is inspect.Parameter.empty and name not in aligned
+    ]
+    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
+
+
+def wide(*integers: int) -> tuple[bool, ...]:
+    """Return, for a key, which arguments a kernel takes in 64 bits."""
+    return tuple([n >= 2**31 for n in integers])
 
 
 class Launcher:

@@ -11,7 +11,6 @@ Bytes, once each: xyz, index, slot, 1/σ² and plane_ptr in, gradient out.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import triton.language as tl
 
 from fusedops._registry import register
 from fusedops.planarity import NO_PLANE
-from gpukern.launch import Launcher
+from gpukern.launch import Launcher, kernel_of_any_size, wide
 
 # Planes that a program of the first launch takes, and its warps; atoms for the second.
 _BLOCK, _WARPS = 32, 1
@@ -279,17 +278,7 @@ def _write(out, spill, slot, entry, i, mask, x, y, z):
     tl.store(at + 2, z, mask=shared)
 
 
-def _jit(function: Any) -> Any:
-    """Compile for any sizes and any alignment, which change from call to call."""
-    names = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.annotation is inspect.Parameter.empty
-    ]
-    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
-
-
-@_jit
+@kernel_of_any_size
 def _nll_kernel(
     xyz, index, weight, plane_ptr, slot, out, scratch, planes, atoms, row_stride, column_stride,
     WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -324,7 +313,7 @@ def _nll_kernel(
     tl.store(scratch + program, tl.sum(total))
 
 
-@_jit
+@kernel_of_any_size
 def _gradient_vjp_kernel(
     xyz, vector, index, weight, plane_ptr, slot, out, spill, planes, atoms,
     row_stride, column_stride, vector_row, vector_column,
@@ -423,7 +412,7 @@ def _gradient_vjp_kernel(
             a += 1
 
 
-@_jit
+@kernel_of_any_size
 def _reduce_kernel(
     out, scratch, reduced, reduced_ptr, nll, constant, atoms, parts, rows, bound,
     VALUE: tl.constexpr, BLOCK: tl.constexpr,
@@ -471,7 +460,7 @@ _reduce = Launcher(_reduce_kernel, _ATOM_WARPS)
 
 
 def _key(xyz: Any, strides: tuple[int, ...], *flags: Any) -> tuple[Any, ...]:
-    return xyz.dtype, xyz.device, max(xyz.shape[0], *strides) >= 2**31, *flags
+    return xyz.dtype, xyz.device, wide(xyz.shape[0], *strides), *flags
 
 
 @register("planarity_nll", "triton")

@@ -1,0 +1,532 @@
+"""Dynamic causal convolution on the GPU: one launch forward, one for all gradients.
+
+A program takes a run of one sequence's tokens and a block of channels, a few channels to a lane,
+and walks along the tokens with the last W - 1 inputs in registers, so that every input and tap is
+read once; a few tokens' loads are in flight together. The backward carries along the cotangents
+that those inputs have so far, and walks W - 1 tokens past its own to complete its last ones: no
+element is written by two programs, and nothing is kept from the forward. Sums over tokens (static
+kernels, bias) are formed run by run and added up afterwards, in a fixed order.
+
+Bytes, once each, of B·T·D elements: forward 1 + W in, 1 out; backward 2 + W in, 1 + W out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops._check import promoted
+from fusedops._registry import register
+from fusedops.conv import CHUNK
+from gpukern.launch import Launcher, kernel_of_any_size, wide
+
+# Warps of a program, tokens of its run, and how many of them have their loads in flight together.
+_WARPS, _LENGTH, _STEPS = 4, 32, 4
+# Elements that every stride is a multiple of where vectors are loaded.
+_UNIT = 8
+
+
+@triton.jit
+def _find_run(
+    run, chunks, starts, tokens, runs, length, PACKED: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Return sequence, batch, where the sequence begins and ends, and its tokens of this run."""
+    if PACKED:
+        chunk = chunks + 2 * (run // runs)
+        sequence = tl.load(chunk)
+        batch = sequence * 0
+        begin = tl.load(starts + sequence)
+        end = tl.load(starts + sequence + 1)
+        first = tl.load(chunk + 1) + (run % runs) * length
+    else:
+        sequence = (run // runs).to(tl.int64)
+        batch = sequence
+        begin = sequence * 0
+        end = begin + tokens
+        first = (run % runs).to(tl.int64) * length
+    return sequence, batch, begin, end, first, tl.minimum(first + length, end)
+
+
+@triton.jit
+def _load_taps(
+    row, block, live, W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Load W taps of a block of channels; as vectors, all taps of a channel in one lane."""
+    if VECTOR:
+        at = 4 * SIZE * block + tl.arange(0, 4 * SIZE)
+        flat = tl.load(row + at, mask=(at < 4 * D) & live, other=0.0)
+        even, odd = tl.split(tl.reshape(flat, (SIZE, 2, 2)))
+        k0, k2 = tl.split(even)
+        k1, k3 = tl.split(odd)
+        return (k0, k1, k2, k3)
+    else:
+        d = SIZE * block + tl.arange(0, SIZE)
+        taps = ()
+        for w in tl.static_range(W):
+            taps = taps + (tl.load(row + d * W + w, mask=(d < D) & live, other=0.0),)
+        return taps
+
+
+@triton.jit
+def _store_taps(
+    row,
+    block,
+    live,
+    taps,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    if VECTOR:
+        at = 4 * SIZE * block + tl.arange(0, 4 * SIZE)
+        pairs = tl.join(tl.join(taps[0], taps[2]), tl.join(taps[1], taps[3]))
+        flat = tl.reshape(pairs, (4 * SIZE,)).to(row.dtype.element_ty)
+        tl.store(row + at, flat, mask=(at < 4 * D) & live)
+    else:
+        d = SIZE * block + tl.arange(0, SIZE)
+        for w in tl.static_range(W):
+            tl.store(row + d * W + w, taps[w].to(row.dtype.element_ty), mask=(d < D) & live)
+
+
+@triton.jit
+def _past_input(
+    x, state, sequence, begin, p, d, x_token, W: tl.constexpr, D: tl.constexpr,
+    HAS_STATE: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Load the input at position p, from the state where that is before the sequence."""
+    inside = d < D
+    value = tl.load(x + p * x_token + d, mask=inside & (p >= begin), other=0.0).to(FLOAT)
+    if HAS_STATE:
+        at = (sequence * D + d) * W + (W + p - begin)
+        before = tl.load(state + at, mask=inside & (p < begin), other=0.0).to(FLOAT)
+        value = tl.where(p >= begin, value, before)
+    return value
+
+
+@triton.jit
+def _convolved(taps, window, bias, W: tl.constexpr, FLOAT: tl.constexpr):
+    total = taps[0].to(FLOAT) * window[0]
+    for w in tl.static_range(1, W):
+        total += taps[w].to(FLOAT) * window[w]
+    return total + bias
+
+
+@triton.jit
+def _sigmoid(h):
+    return 1 / (1 + tl.exp(-h))
+
+
+def _forward_kernel(
+    x, kernels, state, bias, chunks, starts, out, final_state,
+    tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token,
+    W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
+    SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WANT_OUT: tl.constexpr, WANT_FINAL: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    block = program % blocks
+    sequence, batch, begin, end, first, last = _find_run(
+        program // blocks, chunks, starts, tokens, runs, length, PACKED, CHUNK
+    )
+    d = SIZE * block + tl.arange(0, SIZE)
+    inside = d < D
+    # Strides come in units that keep rows aligned.
+    x += batch * x_batch * UNIT
+    kernels += batch * k_batch * UNIT
+    out += batch * tokens * D
+    shift = tl.zeros([SIZE], FLOAT)
+    if HAS_BIAS:
+        shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
+    window = ()
+    for w in tl.static_range(W - 1):
+        window = window + (
+            _past_input(
+                x,
+                state,
+                sequence,
+                begin,
+                first - W + 1 + w,
+                d,
+                x_token * UNIT,
+                W,
+                D,
+                HAS_STATE,
+                FLOAT,
+            ),
+        )
+    static_taps = ()
+    if STATIC:
+        static_taps = _load_taps(kernels, block, True, W, D, SIZE, VECTOR)
+    t = first
+    while t < last:
+        inputs = ()
+        taps = ()
+        for step in tl.static_range(STEPS):
+            live = t + step < last
+            at = x + (t + step) * x_token * UNIT + d
+            inputs = inputs + (tl.load(at, mask=inside & live, other=0.0),)
+            if WANT_OUT and not STATIC:
+                row = kernels + (t + step) * k_token * UNIT
+                taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
+        for step in tl.static_range(STEPS):
+            live = t + step < last
+            window = window + (inputs[step].to(FLOAT),)
+            if WANT_OUT:
+                if STATIC:
+                    h = _convolved(static_taps, window, shift, W, FLOAT)
+                else:
+                    h = _convolved(taps[step], window, shift, W, FLOAT)
+                if SILU:
+                    h = h * _sigmoid(h)
+                at = out + (t + step) * D + d
+                tl.store(at, h.to(out.dtype.element_ty), mask=inside & live)
+            if WANT_FINAL:
+                row = final_state + sequence * D * W
+                _store_taps(row, block, live & (t + step == end - 1), window, W, D, SIZE, False)
+            window = window[1:]
+        t += STEPS
+
+
+def _backward_kernel(
+    x, kernels, state, bias, cotangent, final_cotangent, chunks, starts,
+    dx, dkernels, dstate, sums,
+    tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token, c_batch, c_token,
+    W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
+    SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_FINAL: tl.constexpr, WANT_X: tl.constexpr, WANT_KERNELS: tl.constexpr,
+    WANT_STATE: tl.constexpr, WANT_BIAS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    block = program % blocks
+    run = program // blocks
+    sequence, batch, begin, end, first, last = _find_run(
+        run, chunks, starts, tokens, runs, length, PACKED, CHUNK
+    )
+    d = SIZE * block + tl.arange(0, SIZE)
+    inside = d < D
+    x += batch * x_batch * UNIT
+    kernels += batch * k_batch * UNIT
+    cotangent += batch * c_batch * UNIT
+    dx += batch * tokens * D
+    dkernels += batch * tokens * D * W
+    zero = tl.zeros([SIZE], FLOAT)
+    shift = zero
+    if HAS_BIAS:
+        shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
+    window = ()
+    # Cotangents of the inputs that a token's taps read, oldest first.
+    pulled = ()
+    kernel_sums = ()
+    for w in tl.static_range(W):
+        pulled = pulled + (zero,)
+        kernel_sums = kernel_sums + (zero,)
+        if w < W - 1:
+            window = window + (
+                _past_input(
+                    x,
+                    state,
+                    sequence,
+                    begin,
+                    first - W + 1 + w,
+                    d,
+                    x_token * UNIT,
+                    W,
+                    D,
+                    HAS_STATE,
+                    FLOAT,
+                ),
+            )
+    bias_sum = zero
+    static_taps = ()
+    if STATIC:
+        static_taps = _load_taps(kernels, block, True, W, D, SIZE, VECTOR)
+    ON_INPUTS: tl.constexpr = WANT_X or WANT_STATE
+    stop = last
+    if ON_INPUTS:
+        # The last W - 1 of these may lie past the end, where all that is loaded is zero.
+        stop = tl.where(first < last, last + W - 1, last)
+    t = first
+    while t < stop:
+        inputs = ()
+        vs = ()
+        taps = ()
+        for step in tl.static_range(STEPS):
+            live = (t + step < stop) & (t + step < end)
+            at = (t + step) * x_token * UNIT + d
+            inputs = inputs + (tl.load(x + at, mask=inside & live, other=0.0),)
+            at = (t + step) * c_token * UNIT + d
+            vs = vs + (tl.load(cotangent + at, mask=inside & live, other=0.0),)
+            if not STATIC and (ON_INPUTS or SILU):
+                row = kernels + (t + step) * k_token * UNIT
+                taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
+        for step in tl.static_range(STEPS):
+            own = t + step < last
+            window = window + (inputs[step].to(FLOAT),)
+            v = vs[step].to(FLOAT)
+            if STATIC:
+                k = static_taps
+            elif ON_INPUTS or SILU:
+                k = taps[step]
+            if SILU:
+                h = _convolved(k, window, shift, W, FLOAT)
+                s = _sigmoid(h)
+                # What lies past the end must stay zero, whatever is in the window.
+                v = tl.where(t + step < end, v * s * (1 + h * (1 - s)), 0.0)
+            if ON_INPUTS:
+                grown = ()
+                for w in tl.static_range(W):
+                    grown = grown + (pulled[w] + v * k[w].to(FLOAT),)
+                p = t + step - W + 1
+                done = grown[0]
+                if HAS_FINAL:
+                    kept = p - end + W
+                    at = final_cotangent + (sequence * D + d) * W + kept
+                    final = tl.load(at, mask=inside & (kept >= 0) & (p < last), other=0.0)
+                    done += final.to(FLOAT)
+                if WANT_X:
+                    mine = (p >= first) & (p < last)
+                    at = dx + p * D + d
+                    tl.store(at, done.to(dx.dtype.element_ty), mask=inside & mine)
+                if WANT_STATE:
+                    before = (p < begin) & (first == begin) & (p < last)
+                    at = dstate + (sequence * D + d) * W + (W + p - begin)
+                    tl.store(at, done.to(dstate.dtype.element_ty), mask=inside & before)
+                pulled = grown[1:] + (zero,)
+            if WANT_KERNELS:
+                products = ()
+                for w in tl.static_range(W):
+                    products = products + (v * window[w],)
+                if STATIC:
+                    added = ()
+                    for w in tl.static_range(W):
+                        added = added + (kernel_sums[w] + tl.where(own, products[w], 0.0),)
+                    kernel_sums = added
+                else:
+                    row = dkernels + (t + step) * D * W
+                    _store_taps(row, block, own, products, W, D, SIZE, VECTOR)
+            if WANT_BIAS:
+                bias_sum += tl.where(own, v, 0.0)
+            window = window[1:]
+        t += STEPS
+    if WANT_STATE:
+        # No tap of a token reads the oldest input.
+        oldest = inside & (first == begin) & (first < last)
+        tl.store(dstate + (sequence * D + d) * W, zero.to(dstate.dtype.element_ty), mask=oldest)
+    row = sums + run.to(tl.int64) * (W + 1) * D
+    if WANT_KERNELS and STATIC:
+        for w in tl.static_range(W):
+            tl.store(row + w * D + d, kernel_sums[w], mask=inside)
+    if WANT_BIAS:
+        tl.store(row + W * D + d, bias_sum, mask=inside)
+
+
+def _step_kernel(
+    x, state, kernels, bias, out, blocks, x_batch, k_batch,
+    W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, VECTOR: tl.constexpr,
+    FLOAT: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    block = program % blocks
+    b = (program // blocks).to(tl.int64)
+    d = SIZE * block + tl.arange(0, SIZE)
+    inside = d < D
+    row = state + b * D * W
+    latest = tl.load(x + b * x_batch + d, mask=inside, other=0.0)
+    taps = _load_taps(kernels + b * k_batch, block, True, W, D, SIZE, VECTOR)
+    inputs = _load_taps(row, block, True, W, D, SIZE, VECTOR)
+    shift = tl.zeros([SIZE], FLOAT)
+    if HAS_BIAS:
+        shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
+    window = ()
+    for w in tl.static_range(1, W):
+        window = window + (inputs[w].to(FLOAT),)
+    window = window + (latest.to(FLOAT),)
+    h = _convolved(taps, window, shift, W, FLOAT)
+    if SILU:
+        h = h * _sigmoid(h)
+    tl.store(out + b * D + d, h.to(out.dtype.element_ty), mask=inside)
+    _store_taps(row, block, True, window, W, D, SIZE, VECTOR)
+
+
+def _launchers(function: Any, vectors: tuple[str, ...]) -> dict[bool, Launcher]:
+    """Return launchers by whether the arrays named in `vectors` are aligned for vector loads."""
+    return {
+        aligned: Launcher(kernel_of_any_size(function, vectors if aligned else ()), _WARPS)
+        for aligned in (False, True)
+    }
+
+
+_forward = _launchers(_forward_kernel, ("x", "kernels", "out"))
+_backward = _launchers(_backward_kernel, ("x", "kernels", "cotangent", "dx", "dkernels"))
+_step = _launchers(_step_kernel, ("x", "state", "kernels", "out"))
+
+
+def _rows(array: Any, contiguous: int) -> Any:
+    """Return a tensor that is contiguous in its last axes, a copy where it isn't."""
+    if array is None:
+        return None
+    step = 1
+    for axis in range(1, contiguous + 1):
+        if array.stride(-axis) != step and array.shape[-axis] > 1:
+            return array.contiguous()
+        step *= array.shape[-axis]
+    return array
+
+
+def _aligned(width: int, channels: int, strides: tuple[int, ...], *arrays: Any) -> bool:
+    """Return whether four taps of a channel can be loaded and stored as one vector."""
+    return (
+        width == 4
+        and not channels % _UNIT
+        and not any([stride % _UNIT for stride in strides])
+        and not any([array is not None and array.data_ptr() % 16 for array in arrays])
+    )
+
+
+def _block(kernels: Any, vector: bool) -> int:
+    """Return how many channels a program takes: to a lane one, or 16 bytes of taps."""
+    return 32 * _WARPS * (max(1, 4 // kernels.itemsize) if vector else 1)
+
+
+def _runs(x: Any, sequences: Any) -> tuple[Any, Any, int, int]:
+    """Return chunks and starts of packed sequences, runs of each, and how many there are."""
+    if sequences is None:
+        runs = -(-x.shape[1] // _LENGTH)
+        return x, x, runs, x.shape[0] * runs
+    starts, chunks = sequences.tensors_here()
+    runs = CHUNK // _LENGTH
+    return chunks, starts, runs, chunks.shape[0] * runs
+
+
+def _strides(array: Any, static: bool = False) -> tuple[int, int]:
+    return (0, 0) if static else (array.stride(0), array.stride(1))
+
+
+def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
+    """Pass a state on through sequences without a token; those that have some write over it."""
+    if states is None or (sequences is None and x.shape[1]):
+        return
+    states.zero_() if given is None else states.copy_(given)
+
+
+@register("dynamic_conv", "triton")
+def dynamic_conv(
+    x: Any,
+    kernels: Any,
+    state: Any,
+    bias: Any,
+    sequences: Any,
+    activation: str,
+    out: Any,
+    final: Any,
+) -> None:
+    _fill_tokenless(final, state, x, sequences)
+    x, kernels = _rows(x, 1), _rows(kernels, 2)
+    state, bias = _rows(state, 3), _rows(bias, 1)
+    width, channels = kernels.shape[-1], x.shape[2]
+    static = kernels.ndim == 2
+    strides = *_strides(x), *_strides(kernels, static)
+    chunks, starts, runs, count = _runs(x, sequences)
+    if not count or not channels:
+        return
+    vector = _aligned(width, channels, strides, x, kernels, out)
+    unit = _UNIT if vector else 1
+    size = _block(kernels, vector)
+    blocks = -(-channels // size)
+    integers = x.shape[1], blocks, runs, _LENGTH, *(stride // unit for stride in strides)
+    arrays = [x if a is None else a for a in (x, kernels, state, bias, chunks, starts, out, final)]
+    float64 = promoted((x, kernels, state, bias)) == torch.float64
+    constants = (
+        width, channels, size, _STEPS, vector, unit, tl.float64 if float64 else tl.float32, static,
+        activation == "silu", sequences is not None, state is not None, bias is not None,
+        out is not None, final is not None, CHUNK,
+    )  # fmt: skip
+    key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
+    _forward[vector](count * blocks, key, *arrays, *integers, *constants)
+
+
+@register("dynamic_conv_vjp", "triton")
+def dynamic_conv_vjp(
+    x: Any,
+    kernels: Any,
+    state: Any,
+    bias: Any,
+    cotangent: Any,
+    final_cotangent: Any,
+    sequences: Any,
+    activation: str,
+    dx: Any,
+    dkernels: Any,
+    dstate: Any,
+    dbias: Any,
+) -> None:
+    _fill_tokenless(dstate, final_cotangent, x, sequences)
+    x, kernels, cotangent = _rows(x, 1), _rows(kernels, 2), _rows(cotangent, 1)
+    state, bias, final_cotangent = _rows(state, 3), _rows(bias, 1), _rows(final_cotangent, 3)
+    width, channels = kernels.shape[-1], x.shape[2]
+    static = kernels.ndim == 2
+    strides = *_strides(x), *_strides(kernels, static), *_strides(cotangent)
+    chunks, starts, runs, count = _runs(x, sequences)
+    float64 = promoted((x, kernels, state, bias, cotangent)) == torch.float64
+    summed = (static and dkernels is not None) or dbias is not None
+    sums = x.new_empty(
+        (count if summed else 0, width + 1, channels),
+        dtype=torch.float64 if float64 else torch.float32,
+    )
+    if count and channels:
+        vector = _aligned(width, channels, strides, x, kernels, cotangent, dx, dkernels)
+        unit = _UNIT if vector else 1
+        size = _block(kernels, vector)
+        blocks = -(-channels // size)
+        integers = x.shape[1], blocks, runs, _LENGTH, *(stride // unit for stride in strides)
+        given = (
+            x, kernels, state, bias, cotangent, final_cotangent, chunks, starts, dx, dkernels,
+            dstate, sums,
+        )  # fmt: skip
+        arrays = [x if a is None else a for a in given]
+        constants = (
+            width, channels, size, _STEPS, vector, unit, tl.float64 if float64 else tl.float32,
+            static, activation == "silu", sequences is not None, state is not None,
+            bias is not None, final_cotangent is not None, dx is not None, dkernels is not None,
+            dstate is not None, dbias is not None, CHUNK,
+        )  # fmt: skip
+        key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
+        _backward[vector](count * blocks, key, *arrays, *integers, *constants)
+    if summed:
+        total = sums.sum(0)
+        if static and dkernels is not None:
+            dkernels.copy_(total[:width].T)
+        if dbias is not None:
+            dbias.copy_(total[width])
+
+
+@register("dynamic_conv_step", "triton")
+def dynamic_conv_step(
+    x: Any, state: Any, kernels: Any, bias: Any, activation: str, out: Any
+) -> None:
+    own = _rows(state, 3)
+    batch, channels, width = state.shape
+    x = _rows(x if x.ndim == 2 else x[:, 0], 1)
+    static = kernels.ndim == 2
+    kernels, bias = _rows(kernels, 2), _rows(bias, 1)
+    strides = x.stride(0), 0 if static else kernels.stride(0)
+    if batch and channels:
+        vector = _aligned(width, channels, strides, x, own, kernels, out)
+        size = _block(kernels, vector)
+        blocks = -(-channels // size)
+        arrays = x, own, kernels, x if bias is None else bias, out
+        float64 = promoted((x, state, kernels, bias)) == torch.float64
+        constants = (
+            width, channels, size, vector, tl.float64 if float64 else tl.float32,
+            activation == "silu", bias is not None,
+        )  # fmt: skip
+        key = x.device, *[a.dtype for a in arrays], wide(blocks, *strides), *constants
+        _step[vector](batch * blocks, key, *arrays, blocks, *strides, *constants)
+    if own is not state:
+        state.copy_(own)
