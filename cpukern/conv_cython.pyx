@@ -11,6 +11,7 @@ and is computed on in float32.
 """
 
 from cython.parallel cimport prange
+from libc.math cimport INFINITY
 from libc.string cimport memcpy
 
 cdef enum:
@@ -112,12 +113,14 @@ cdef inline void narrow(
 
 
 cdef inline real exponential(real x) noexcept nogil:
-    """e^x to two units in the last place, in vector code; x is held within what is finite."""
+    """e^x to two units in the last place, in vector code; infinite where it doesn't fit."""
     cdef real n, r, scale, value
+    cdef bint fits
     cdef int single
     cdef long long wide
     # Constants are cast, since a bare one is a double, and so is what is computed with it.
     if real is float:
+        fits = not x > <float>88.0
         x = min(max(x, <float>-87.0), <float>88.0)
         n = (x * <float>1.44269504 + <float>12582912.0) - <float>12582912.0
         r = x - n * <float>0.693359375 + n * <float>2.12194440e-4
@@ -132,6 +135,7 @@ cdef inline real exponential(real x) noexcept nogil:
         single = (<int>n + 127) << 23
         memcpy(&scale, &single, 4)
     else:
+        fits = not x > 709.0
         x = min(max(x, -708.0), 709.0)
         n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0
         r = x - n * 0.693147180369123816490 - n * 1.90821492927058770002e-10
@@ -151,7 +155,7 @@ cdef inline real exponential(real x) noexcept nogil:
         value = value * r + 1
         wide = <long long>(<int>n + 1023) << 52
         memcpy(&scale, &wide, 8)
-    return value * scale
+    return value * scale if fits else <real>INFINITY
 
 
 cdef inline void convolve(

@@ -278,11 +278,10 @@ def explain(request: Request) -> Explanation:
 
 def bridge() -> Any:
     """Return ``fusedops._torch``, which is imported where tensors are met and not before."""
-    module = sys.modules.get("fusedops._torch")
-    if module is None:
-        # A statement, which torch.compile can trace.
-        from fusedops import _torch as module
-    return module
+    # A statement, because torch.compile traces it before and after the first time.
+    from fusedops import _torch
+
+    return _torch
 
 
 class Packed:

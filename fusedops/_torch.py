@@ -71,7 +71,19 @@ def run(
         for array in arrays:
             if array is not None and array.requires_grad:
                 return _apply(call, wanted, *arrays)
-    return evaluate(call, arrays, wanted, out)
+    outputs = evaluate(call, arrays, wanted, out)
+    for name, array in zip(primitive.arrays, arrays, strict=True):
+        if name in primitive.mutates:
+            _written(array)
+    if out is not None:
+        _written(out)
+    return outputs
+
+
+def _written(tensor: torch.Tensor) -> None:
+    """Tell autograd of a write that it hasn't seen, lest it use the new values for the old."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _refuse_gradient(call: Call, arrays: Sequence[Any], transformed: bool) -> None:
@@ -365,7 +377,11 @@ def _register(primitive: Primitive) -> None:
         if tuple(wanted) != primitive.with_saved(wanted):
             raise RuntimeError(f"torch.ops.{qualified}: its gradient needs more outputs wanted")
         bound = Call(primitive, _put_together(primitive, flat), backend or None, registered=True)
-        cotangents = [c if want else None for c, want in zip(cotangents, wanted, strict=True)]
+        described = primitive.describe(ctx.saved_tensors[:count], bound.static)
+        cotangents = [
+            cotangent if want and output is not None else None
+            for cotangent, want, output in zip(cotangents, wanted, described, strict=True)
+        ]
         needed = ctx.needs_input_grad[:count]
         gradients = _pull_back(bound, ctx.saved_tensors, cotangents, needed)
         nothing = [

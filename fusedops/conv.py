@@ -75,12 +75,15 @@ class Sequences(Packed):
     _sizes = ("num_sequences", "num_tokens")
 
     def __init__(self, cu_seqlens: Any) -> None:
-        device = device_of(cu_seqlens) if is_tensor(cu_seqlens) else "cpu"
-        given = cu_seqlens.cpu().numpy() if is_tensor(cu_seqlens) else np.asarray(cu_seqlens)
-        if given.dtype.kind != "i":
+        given = cu_seqlens if is_tensor(cu_seqlens) else np.asarray(cu_seqlens)
+        if dtype_name(given.dtype) not in ("int32", "int64"):
             raise TypeError(
-                f"Sequences: cu_seqlens has dtype {given.dtype}; it should be int32 or int64"
+                f"Sequences: cu_seqlens has dtype {dtype_name(given.dtype)}; it should be int32 or "
+                "int64"
             )
+        device = device_of(given)
+        if is_tensor(given):
+            given = given.cpu().numpy()
         if given.ndim != 1 or not len(given):
             raise ValueError(
                 f"Sequences: cu_seqlens has shape {given.shape}; it should be (S + 1,)"
@@ -371,8 +374,12 @@ conv_step = Primitive(
 )
 
 
-def _sequences(name: str, cu_seqlens: Any) -> Sequences:
-    if isinstance(cu_seqlens, Sequences):
+def _sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
+    given = isinstance(cu_seqlens, Sequences)
+    device = cu_seqlens.device if given else "cpu"
+    device = device_of(cu_seqlens) if is_tensor(cu_seqlens) else device
+    same_device(name, "cu_seqlens", device, "x", device_of(x))
+    if given:
         return cu_seqlens
     if not is_tensor(cu_seqlens) or cu_seqlens.is_cpu:
         if is_tensor(cu_seqlens) and sys.modules["torch"].compiler.is_dynamo_compiling():
@@ -399,15 +406,17 @@ def _outside(name: str) -> str:
     )
 
 
-def _rank(name: str, argument: str, array: Any, ranks: dict[int, str]) -> int:
-    """Return the rank of an array, one of `ranks`, which says their shapes."""
+def _of_rank(name: str, argument: str, array: Any, *shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return which of `shapes` has as many sizes as an array."""
     rank = getattr(array, "ndim", None)
     rank = np.ndim(array) if rank is None else rank
-    if rank not in ranks:
-        shape = tuple(getattr(array, "shape", np.shape(array)))
-        should = " or ".join(ranks.values())
-        raise ValueError(f"{name}: {argument} has shape {shape}; it should be {should}")
-    return rank
+    for shape in shapes:
+        if len(shape) == rank:
+            return shape
+    # Nothing is formatted until it is wrong: to torch.compile that would make sizes constants.
+    got = tuple(getattr(array, "shape", np.shape(array)))
+    should = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+    raise ValueError(f"{name}: {argument} has shape {got}; it should be {should}")
 
 
 def _arrays(name: str, reference: Any, **arguments: tuple[Any, tuple[Any, ...]]) -> list[Any]:
@@ -517,14 +526,12 @@ def dynamic_conv(
     name = "dynamic_conv"
     x = floats(name, "x", x, ("B", "T", "D"))
     B, T, D = x.shape
-    rank = _rank(name, "kernels", kernels, {2: f"({D}, W)", 4: f"({B}, {T}, {D}, W)"})
-    shape = (D, "W") if rank == 2 else (B, T, D, "W")
+    shape = _of_rank(name, "kernels", kernels, (D, "W"), (B, T, D, "W"))
     (kernels,) = _arrays(name, x, kernels=(kernels, shape))
     width = _width(name, kernels)
     sequences = None
     if cu_seqlens is not None:
-        sequences = _sequences(name, cu_seqlens)
-        same_device(name, "cu_seqlens", sequences.device, "x", device_of(x))
+        sequences = _sequences(name, cu_seqlens, x)
         if B != 1:
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; with cu_seqlens it should be (1, T, D)"
@@ -604,11 +611,10 @@ def dynamic_conv_step(
     [[[2.0, 4.0]]]
     """
     name = "dynamic_conv_step"
-    rank = _rank(name, "x", x, {2: "(B, D)", 3: "(B, 1, D)"})
-    x = floats(name, "x", x, ("B", "D") if rank == 2 else ("B", 1, "D"))
+    x = floats(name, "x", x, _of_rank(name, "x", x, ("B", "D"), ("B", 1, "D")))
     B, D = x.shape[0], x.shape[-1]
-    rank = _rank(name, "kernels", kernels, {2: f"({D}, W)", 3: f"({B}, {D}, W)"})
-    (kernels,) = _arrays(name, x, kernels=(kernels, (D, "W") if rank == 2 else (B, D, "W")))
+    shape = _of_rank(name, "kernels", kernels, (D, "W"), (B, D, "W"))
+    (kernels,) = _arrays(name, x, kernels=(kernels, shape))
     width = _width(name, kernels)
     if not is_tensor(state) and not isinstance(state, np.ndarray):
         raise TypeError(

@@ -98,7 +98,8 @@ def run(
 def check(case: Case, framework: str, backend: str | None, dtype: str, device: str = "cpu") -> None:
     """Raise AssertionError unless a backend agrees with the reference on a case.
 
-    Every output that is wanted alone must have the bits it has among all.
+    In float32, every output that is wanted alone must be what it is among all; on the CPU bit for
+    bit.
     """
     primitive = case.primitive
     outputs, rounded = run(case, framework, backend, dtype, device=device)
@@ -115,11 +116,15 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
     worked = "float32" if narrow and not primitive.sixteen_bits else dtype
     if not max(errors.values()) <= TOLERANCE[worked]:
         raise AssertionError(f"{case} on {backend} in {dtype}: {errors}")
-    for only in range(len(primitive.outputs)):
+    for only in range(len(primitive.outputs) if dtype == "float32" else 0):
         wanted = tuple(i == only for i in range(len(primitive.outputs)))
         alone, _ = run(case, framework, backend, dtype, wanted=wanted, device=device)
-        if outputs[only] is not None:
-            np.testing.assert_array_equal(alone[only], outputs[only])
+        if outputs[only] is None:
+            continue
+        # Each is a kernel of its own on a GPU, where a compiler fuses products with sums its way.
+        allowed = 0.0 if device == "cpu" else TOLERANCE[worked]
+        if not error(alone[only], outputs[only]) <= allowed:
+            raise AssertionError(f"{case} on {backend} in {dtype}: {names[only]} alone differs")
 
 
 def protein(
@@ -290,23 +295,24 @@ def _step_case(name: str, B: int, D: int, W: int, *, static: bool, bias: bool, s
 
 def _conv_cases() -> list[Case]:
     # Sequences that are empty, shorter than the taps, as long as a chunk, and longer.
-    packed = [0, 0, 3, 67, 67, 68, 140]
-    cases = _conv_case("jet", (2, 130, 33, 4), state=True, silu=True, final=True)
+    packed = [0, 0, 3, 67, 67, 68, 136]
+    cases = _conv_case("jet", (2, 70, 40, 4), state=True, silu=True, final=True)
     for width in (1, 2, 3, 4, 5, 7, 16, 31):
+        shape = (2 if width < 16 else 1, 66 if width < 5 else 39 + width, 5, width)
         odd = width % 2 == 1
-        cases += _conv_case(f"w{width}", (2, 70, 5, width), silu=odd, bias=not odd, state=odd)
+        cases += _conv_case(f"w{width}", shape, silu=odd, bias=not odd, state=odd)
     for static in (False, True):
         kind = "static" if static else "dynamic"
         every = {"static": static, "state": True, "bias": True, "final": True}
-        cases += _conv_case(f"{kind}-mamba", (2, 130, 33, 4), static=static, bias=True, silu=True)
+        cases += _conv_case(f"{kind}-mamba", (2, 70, 40, 4), static=static, bias=True, silu=True)
         cases += _conv_case(f"{kind}-short", (3, 2, 4, 7), silu=True, **every)
-        cases += _conv_case(f"{kind}-packed", (1, 140, 9, 4), cu_seqlens=packed, silu=True, **every)
-        cases += _conv_case(f"{kind}-packed-w7", (1, 140, 3, 7), cu_seqlens=packed, static=static)
+        cases += _conv_case(f"{kind}-packed", (1, 136, 9, 4), cu_seqlens=packed, silu=True, **every)
+        cases += _conv_case(f"{kind}-packed-w7", (1, 136, 3, 7), cu_seqlens=packed, static=static)
         cases += _conv_case(f"{kind}-no-tokens", (2, 0, 3, 4), **every)
     cases += _conv_case("no-batch", (0, 5, 3, 2))
     cases += _conv_case("no-channels", (2, 5, 0, 3), static=True, state=True)
     cases += _conv_case("no-sequences", (1, 0, 3, 2), cu_seqlens=[0], state=True)
-    cases.append(_step_case("jet", 3, 33, 4, static=False, bias=False, silu=True))
+    cases.append(_step_case("jet", 3, 40, 4, static=False, bias=False, silu=True))
     cases.append(_step_case("w5", 2, 5, 5, static=False, bias=True, silu=False))
     cases.append(_step_case("static-w1", 2, 5, 1, static=True, bias=True, silu=True))
     cases.append(_step_case("no-batch", 0, 5, 3, static=True, bias=False, silu=False))

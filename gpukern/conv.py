@@ -23,8 +23,8 @@ from fusedops._registry import register
 from fusedops.conv import CHUNK
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Warps of a program, tokens of its run, and how many of them have their loads in flight together.
-_WARPS, _LENGTH, _STEPS = 4, 32, 4
+# Warps of a program, and how many taps of a channel have their loads in flight together.
+_WARPS, _TAPS = 4, 32
 # Elements that every stride is a multiple of where vectors are loaded.
 _UNIT = 8
 
@@ -72,24 +72,30 @@ def _load_taps(
 
 @triton.jit
 def _store_taps(
-    row,
-    block,
-    live,
-    taps,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    row, block, live, taps,
+    W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Store W values for every channel of a block, joined so that stores are contiguous."""
+    PADDED: tl.constexpr = triton.next_power_of_2(W)
+    columns = ()
+    for w in tl.static_range(PADDED):
+        columns = columns + (tl.reshape(taps[w if w < W else 0], (SIZE, 1)),)
+    LEVELS: tl.constexpr = PADDED.bit_length() - 1
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for w in tl.static_range(PADDED >> (level + 1)):
+            pair = tl.join(columns[w], columns[w + (PADDED >> (level + 1))])
+            joined = joined + (tl.reshape(pair, (SIZE, 2 << level)),)
+        columns = joined
+    values = columns[0].to(row.dtype.element_ty)
     if VECTOR:
-        at = 4 * SIZE * block + tl.arange(0, 4 * SIZE)
-        pairs = tl.join(tl.join(taps[0], taps[2]), tl.join(taps[1], taps[3]))
-        flat = tl.reshape(pairs, (4 * SIZE,)).to(row.dtype.element_ty)
-        tl.store(row + at, flat, mask=(at < 4 * D) & live)
+        at = PADDED * SIZE * block + tl.arange(0, PADDED * SIZE)
+        values = tl.reshape(values, (PADDED * SIZE,))
+        tl.store(row + at, values, mask=(at < W * D) & live)
     else:
-        d = SIZE * block + tl.arange(0, SIZE)
-        for w in tl.static_range(W):
-            tl.store(row + d * W + w, taps[w].to(row.dtype.element_ty), mask=(d < D) & live)
+        d = SIZE * block + tl.arange(0, SIZE)[:, None]
+        w = tl.arange(0, PADDED)[None, :]
+        tl.store(row + d * W + w, values, mask=(d < D) & (w < W) & live)
 
 
 @triton.jit
@@ -186,8 +192,9 @@ def _forward_kernel(
                 at = out + (t + step) * D + d
                 tl.store(at, h.to(out.dtype.element_ty), mask=inside & live)
             if WANT_FINAL:
-                row = final_state + sequence * D * W
-                _store_taps(row, block, live & (t + step == end - 1), window, W, D, SIZE, False)
+                if t + step == end - 1:
+                    row = final_state + sequence * D * W
+                    _store_taps(row, block, live, window, W, D, SIZE, False)
             window = window[1:]
         t += STEPS
 
@@ -394,13 +401,23 @@ def _block(kernels: Any, vector: bool) -> int:
     return 32 * _WARPS * (max(1, 4 // kernels.itemsize) if vector else 1)
 
 
-def _runs(x: Any, sequences: Any) -> tuple[Any, Any, int, int]:
+def _steps(width: int) -> int:
+    """Return how many tokens are taken together; few for wide kernels, which compile slowly."""
+    return min(8, max(1, _TAPS // width))
+
+
+def _length(width: int, summed: bool) -> int:
+    """Return the tokens of a run: enough to be worth W - 1 more, or a row of sums."""
+    return CHUNK if summed or width > 16 else CHUNK // 2 if width > 8 else CHUNK // 4
+
+
+def _runs(x: Any, sequences: Any, length: int) -> tuple[Any, Any, int, int]:
     """Return chunks and starts of packed sequences, runs of each, and how many there are."""
     if sequences is None:
-        runs = -(-x.shape[1] // _LENGTH)
+        runs = -(-x.shape[1] // length)
         return x, x, runs, x.shape[0] * runs
     starts, chunks = sequences.tensors_here()
-    runs = CHUNK // _LENGTH
+    runs = CHUNK // length
     return chunks, starts, runs, chunks.shape[0] * runs
 
 
@@ -432,19 +449,20 @@ def dynamic_conv(
     width, channels = kernels.shape[-1], x.shape[2]
     static = kernels.ndim == 2
     strides = *_strides(x), *_strides(kernels, static)
-    chunks, starts, runs, count = _runs(x, sequences)
+    length = _length(width, False)
+    chunks, starts, runs, count = _runs(x, sequences, length)
     if not count or not channels:
         return
     vector = _aligned(width, channels, strides, x, kernels, out)
     unit = _UNIT if vector else 1
     size = _block(kernels, vector)
     blocks = -(-channels // size)
-    integers = x.shape[1], blocks, runs, _LENGTH, *(stride // unit for stride in strides)
+    integers = x.shape[1], blocks, runs, length, *(stride // unit for stride in strides)
     arrays = [x if a is None else a for a in (x, kernels, state, bias, chunks, starts, out, final)]
     float64 = promoted((x, kernels, state, bias)) == torch.float64
     constants = (
-        width, channels, size, _STEPS, vector, unit, tl.float64 if float64 else tl.float32, static,
-        activation == "silu", sequences is not None, state is not None, bias is not None,
+        width, channels, size, _steps(width), vector, unit, tl.float64 if float64 else tl.float32,
+        static, activation == "silu", sequences is not None, state is not None, bias is not None,
         out is not None, final is not None, CHUNK,
     )  # fmt: skip
     key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
@@ -472,9 +490,10 @@ def dynamic_conv_vjp(
     width, channels = kernels.shape[-1], x.shape[2]
     static = kernels.ndim == 2
     strides = *_strides(x), *_strides(kernels, static), *_strides(cotangent)
-    chunks, starts, runs, count = _runs(x, sequences)
-    float64 = promoted((x, kernels, state, bias, cotangent)) == torch.float64
     summed = (static and dkernels is not None) or dbias is not None
+    length = _length(width, summed)
+    chunks, starts, runs, count = _runs(x, sequences, length)
+    float64 = promoted((x, kernels, state, bias, cotangent)) == torch.float64
     sums = x.new_empty(
         (count if summed else 0, width + 1, channels),
         dtype=torch.float64 if float64 else torch.float32,
@@ -484,16 +503,16 @@ def dynamic_conv_vjp(
         unit = _UNIT if vector else 1
         size = _block(kernels, vector)
         blocks = -(-channels // size)
-        integers = x.shape[1], blocks, runs, _LENGTH, *(stride // unit for stride in strides)
+        integers = x.shape[1], blocks, runs, length, *(stride // unit for stride in strides)
         given = (
             x, kernels, state, bias, cotangent, final_cotangent, chunks, starts, dx, dkernels,
             dstate, sums,
         )  # fmt: skip
         arrays = [x if a is None else a for a in given]
         constants = (
-            width, channels, size, _STEPS, vector, unit, tl.float64 if float64 else tl.float32,
-            static, activation == "silu", sequences is not None, state is not None,
-            bias is not None, final_cotangent is not None, dx is not None, dkernels is not None,
+            width, channels, size, _steps(width), vector, unit,
+            tl.float64 if float64 else tl.float32, static, activation == "silu",
+            sequences is not None, state is not None, bias is not None, final_cotangent is not None, dx is not None, dkernels is not None,
             dstate is not None, dbias is not None, CHUNK,
         )  # fmt: skip
         key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants

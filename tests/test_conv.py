@@ -1,0 +1,1567 @@
+"""The dynamic convolution's contract, on the reference and the kernels."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import pickle
+import subprocess
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import fusedops
+from fusedops import _registry
+from fusedops.conv import conv, conv_step, conv_vjp
+from fusedops.testing import CASES, TOLERANCE, error
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
+if HAS_TORCH:
+    import torch
+
+    from fusedops._torch import _take_apart
+
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+# Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+# Where everything is computed by the same operations in the same order, however it is cut.
+EXACT = ("cython", "numba")
+# Every implementation once; Triton's is interpreted, and slow.
+QUICK = [("numpy", "cython"), ("numpy", "numba"), ("numpy", "numpy")]
+QUICK += [("torch", "torch")] if HAS_TORCH else []
+PLACES = QUICK + [("torch", "triton")] if HAS_TRITON else QUICK
+SERVE_TENSORS = ("cython", "numba", "numpy", "torch", *(["triton"] if HAS_TRITON else []))
+
+
+# For a module, because hypothesis refuses fixtures that are made anew for every test.
+@pytest.fixture(scope="module", params=PLACES, ids="-".join)
+def place(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=QUICK, ids="-".join)
+def quick(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["cython", "numba", "numpy"])
+def backend(request):
+    """One that serves NumPy arrays."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["cython", "numba", "numpy", "torch"])
+def torch_backend(request):
+    """One that serves tensors on the CPU."""
+    pytest.importorskip("torch")
+    return request.param
+
+
+class Problem(NamedTuple):
+    """The arguments of a convolution, and the cotangents of its outputs."""
+
+    x: Any
+    kernels: Any
+    initial_state: Any
+    bias: Any
+    cotangent: Any
+    final_cotangent: Any
+    cu_seqlens: Any
+    activation: str | None
+
+    @property
+    def options(self):
+        names = ("initial_state", "bias", "cu_seqlens", "activation")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def spans(self):
+        """The row and the tokens of every sequence."""
+        if self.cu_seqlens is None:
+            return [(b, slice(0, self.x.shape[1])) for b in range(len(self.x))]
+        return [(0, slice(*edges)) for edges in itertools.pairwise(self.cu_seqlens.tolist())]
+
+
+class Results(NamedTuple):
+    """The outputs, and the gradients by the names of what they belong to."""
+
+    out: Any
+    final_state: Any
+    x: Any
+    kernels: Any
+    initial_state: Any
+    bias: Any
+
+
+def problem(
+    seed=0,
+    B=2,
+    T=9,
+    D=3,
+    W=4,
+    *,
+    static=False,
+    state=True,
+    bias=True,
+    lengths=None,
+    activation="silu",
+    dtype="float64",
+):
+    rng = np.random.default_rng(seed)
+    cu_seqlens, count = None, B
+    if lengths is not None:
+        B, T, count = 1, sum(lengths), len(lengths)
+        cu_seqlens = np.cumsum([0, *lengths])
+    shapes = (
+        (B, T, D),
+        (D, W) if static else (B, T, D, W),
+        (count, D, W) if state else None,
+        (D,) if bias else None,
+        (B, T, D),
+        (count, D, W),
+    )
+    arrays = [None if s is None else rng.normal(size=s).astype(dtype) for s in shapes]
+    return Problem(*arrays, cu_seqlens, activation)
+
+
+@st.composite
+def problems(draw, **fixed):
+    """Sequences shorter than the taps, a little longer, and about as long as a kernel's chunk."""
+    length = st.one_of(st.integers(0, 9), st.integers(60, 70))
+    choices = {
+        "seed": st.integers(0, 999),
+        "B": st.integers(1, 3),
+        "T": length,
+        "D": st.one_of(st.integers(1, 5), st.integers(15, 34)),
+        "W": st.integers(1, 8),
+        "static": st.booleans(),
+        "state": st.booleans(),
+        "bias": st.booleans(),
+        "lengths": st.one_of(st.none(), st.lists(length, min_size=1, max_size=4)),
+        "activation": st.sampled_from([None, "silu"]),
+        "dtype": st.sampled_from(["float32", "float64"]),
+    }
+    return problem(**{n: fixed[n] if n in fixed else draw(s) for n, s in choices.items()})
+
+
+def given_problems(examples, **fixed):
+    def decorate(test):
+        test = given(problems(**fixed))(test)
+        return settings(derandomize=True, deadline=None, max_examples=examples)(test)
+
+    return decorate
+
+
+def tensor(array):
+    return None if array is None else torch.from_numpy(array)
+
+
+def solve(place, p):
+    """Return the outputs and the gradients, as arrays."""
+    framework, backend = place
+    options = {**p.options, "output_final_state": True, "backend": backend}
+    if framework == "numpy":
+        outputs, pullback = fusedops.dynamic_conv.vjp(p.x, p.kernels, **options)
+        gradients = pullback(p.cotangent, p.final_cotangent)
+    else:
+        arrays = [a if a is None else tensor(a).requires_grad_() for a in p[:4]]
+        options.update(initial_state=arrays[2], bias=arrays[3])
+        outputs = fusedops.dynamic_conv(*arrays[:2], **options)
+        leaves = [array for array in arrays if array is not None]
+        cotangents = tensor(p.cotangent), tensor(p.final_cotangent)
+        gradients = [g.numpy() for g in torch.autograd.grad(outputs, leaves, cotangents)]
+        outputs = [out.detach().numpy() for out in outputs]
+    gradients = iter(gradients)
+    return Results(*outputs, *[None if array is None else next(gradients) for array in p[:4]])
+
+
+def same(got, want):
+    np.testing.assert_array_equal(got, want, strict=True)
+
+
+# What the roundings of products of about 1, and up to about 10, add up to where these may cancel.
+ROUNDING = {"float64": 1e-12, "float32": 4e-6}
+
+
+def close(got, want):
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    size = max(1, np.abs(want).max(initial=0))
+    assert np.abs(got - want).max(initial=0) <= ROUNDING[str(got.dtype)] * size
+
+
+def agree(place, got, want):
+    (same if place[1] in EXACT else close)(got, want)
+
+
+@needs_torch
+@given_problems(25, lengths=None, dtype="float64")
+def test_the_formula_by_unfolding(quick, p):
+    leaves = [None if array is None else tensor(array).requires_grad_() for array in p[:4]]
+    x, kernels, state, bias = leaves
+    B, T, D = x.shape
+    W = kernels.shape[-1]
+    past = x.new_zeros(B, W, D) if state is None else state.mT
+    inputs = torch.cat([past, x], 1)
+    windows = inputs[:, 1:].unfold(1, W, 1) if T else x.new_zeros(B, 0, D, W)
+    h = (windows * kernels).sum(-1)
+    h = h if bias is None else h + bias
+    out = h if p.activation is None else torch.nn.functional.silu(h)
+    final = inputs[:, T:].mT
+    value = (out * tensor(p.cotangent)).sum() + (final * tensor(p.final_cotangent)).sum()
+    gradients = torch.autograd.grad(value, [a for a in leaves if a is not None])
+    results = [result for result in solve(quick, p) if result is not None]
+    for got, want in zip(results, (out, final, *gradients), strict=True):
+        close(got, want.detach().numpy())
+
+
+@needs_torch
+@pytest.mark.parametrize("W", [1, 2, 4, 7])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_static_kernels_are_a_depthwise_convolution(quick, W, activation):
+    p = problem(W=W, T=11, static=True, state=False, activation=activation)
+    x, kernels, bias = (tensor(a).requires_grad_() for a in (p.x, p.kernels, p.bias))
+    padded = torch.nn.functional.pad(x.mT, (W - 1, 0))
+    h = torch.nn.functional.conv1d(padded, kernels[:, None], bias, groups=3).mT
+    out = h if activation is None else torch.nn.functional.silu(h)
+    want = torch.autograd.grad(out, (x, kernels, bias), tensor(p.cotangent))
+    got = solve(quick, p._replace(final_cotangent=np.zeros_like(p.final_cotangent)))
+    close(got.out, out.detach().numpy())
+    for name, gradient in zip(("x", "kernels", "bias"), want, strict=True):
+        close(getattr(got, name), gradient.numpy())
+
+
+CLAMPED = pytest.mark.xfail(strict=True, reason="exp is clamped: silu(-max) is about -2, not 0")
+CLAMPING = [
+    pytest.param(place, marks=CLAMPED if "cython" in place else (), id="-".join(place))
+    for place in PLACES
+]
+
+
+@pytest.mark.parametrize("place", CLAMPING, indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_silu_of_large_numbers(place, dtype):
+    """Where exp overflows, or what it returns is lost beside 1: neither NaN nor a warning."""
+    largest = float(np.finfo(dtype).max)
+    h = np.array([-largest, -1e4, -745, -100, -88, -30, -1e-30, 0, 1e-30, 30, 88, 745, largest])
+    p = problem(B=1, T=1, D=len(h), W=1, bias=False, state=False, dtype=dtype)
+    cotangents = {"cotangent": np.ones_like(p.x), "final_cotangent": 0 * p.final_cotangent}
+    got = solve(
+        place, p._replace(x=h.astype(dtype)[None, None], kernels=1 + 0 * p.kernels, **cotangents)
+    )
+    e = np.exp(-np.abs(h))
+    sigmoid, rest = np.where(h < 0, e, 1) / (1 + e), np.where(h < 0, 1, e) / (1 + e)
+    # Nobody needs the digits of what is about as small as a normal number can be.
+    near = {"rtol": TOLERANCE[dtype], "atol": 1e4 * np.finfo(dtype).tiny}
+    np.testing.assert_allclose(got.out[0, 0], h * sigmoid, **near)
+    np.testing.assert_allclose(got.x[0, 0], sigmoid * (1 + h * rest), **near)
+
+
+@pytest.mark.parametrize("name", ["x", "kernels", "cotangent"])
+@given_problems(30, state=True, bias=True)
+def test_a_bad_number_reaches_nothing_but_its_window(quick, name, p):
+    """Forward the tokens after it, backward those before it, of its sequence and channel."""
+    spans = [(s, b, t.start, t.stop) for s, (b, t) in enumerate(p.spans) if t.start < t.stop]
+    assume(spans)
+    dynamic = p.kernels.ndim == 4
+    assume(dynamic or name != "kernels")
+    rng = np.random.default_rng(0)
+    s, b, low, high = spans[rng.integers(len(spans))]
+    t, d, W = rng.integers(low, high), rng.integers(p.x.shape[2]), p.kernels.shape[-1]
+    spoilt = getattr(p, name).copy()
+    spoilt[b, t, d] = np.nan
+    got, want = solve(quick, p._replace(**{name: spoilt})), solve(quick, p)
+
+    lost = slice(t, min(t + W, high) if name == "x" else t + 1)
+    bent = p.activation is not None
+    reached = Results(*[np.zeros(array.shape, bool) for array in want])
+    reached.out[b, lost, d] = name != "cotangent"
+    reached.final_state[s, d] = name == "x"
+    reached.x[b, max(low, t - W + 1) : lost.stop, d] = name != "x" or bent
+    reached.kernels[(b, lost, d) if dynamic else d] = name != "kernels" or bent
+    reached.initial_state[s, d] = name != "x" or bent
+    reached.bias[d] = name == "cotangent" or bent
+    for after, before, there in zip(got, want, reached, strict=True):
+        same(after[~there], before[~there])
+    assert np.isnan(got.out[b, lost, d]).all() == (name != "cotangent")
+
+
+@given_problems(20, state=True, bias=False, activation=None, dtype="float64")
+def test_linear_in_the_inputs_and_in_the_kernels(quick, p):
+    rng = np.random.default_rng(1)
+    other = p._replace(x=rng.normal(size=p.x.shape), initial_state=-p.initial_state[:, ::-1])
+    both = p._replace(
+        x=3 * p.x - 0.7 * other.x, initial_state=3 * p.initial_state - 0.7 * other.initial_state
+    )
+    one, two, sum_of_both = solve(quick, p), solve(quick, other), solve(quick, both)
+    close(sum_of_both.out, 3 * one.out - 0.7 * two.out)
+    close(sum_of_both.final_state, 3 * one.final_state - 0.7 * two.final_state)
+    close(sum_of_both.kernels, 3 * one.kernels - 0.7 * two.kernels)
+    other = p._replace(kernels=rng.normal(size=p.kernels.shape))
+    both = p._replace(kernels=3 * p.kernels - 0.7 * other.kernels)
+    close(solve(quick, both).out, 3 * one.out - 0.7 * solve(quick, other).out)
+
+
+@given_problems(20, state=True, bias=False, activation=None, dtype="float64")
+def test_the_gradient_is_the_transpose(quick, p):
+    r = solve(quick, p)
+    along, along_final = np.vdot(p.cotangent, r.out), np.vdot(p.final_cotangent, r.final_state)
+    back = np.vdot(r.x, p.x) + np.vdot(r.initial_state, p.initial_state)
+    size = np.linalg.norm(p.cotangent) * np.linalg.norm(r.out)
+    size += np.linalg.norm(p.final_cotangent) * np.linalg.norm(r.final_state)
+    assert abs(along - np.vdot(r.kernels, p.kernels)) <= 1e-14 * size
+    assert abs(along + along_final - back) <= 1e-14 * size
+
+
+def part(p, s):
+    """Return the problem of one sequence alone."""
+    b, tokens = p.spans[s]
+
+    def row(array):
+        return None if array is None else array[s : s + 1]
+
+    return p._replace(
+        x=p.x[b : b + 1, tokens],
+        kernels=p.kernels if p.kernels.ndim == 2 else p.kernels[b : b + 1, tokens],
+        initial_state=row(p.initial_state),
+        cotangent=p.cotangent[b : b + 1, tokens],
+        final_cotangent=row(p.final_cotangent),
+        cu_seqlens=None,
+    )
+
+
+def own(p, s, results):
+    """Return what is one sequence's own among the results of all, in the order of Results."""
+    b, tokens = p.spans[s]
+    gradient = results.initial_state
+    return [
+        results.out[b : b + 1, tokens],
+        results.final_state[s : s + 1],
+        results.x[b : b + 1, tokens],
+        results.kernels[b : b + 1, tokens] if p.kernels.ndim == 4 else None,
+        None if gradient is None else gradient[s : s + 1],
+    ]
+
+
+@given_problems(60)
+def test_every_sequence_is_computed_as_if_alone(quick, p):
+    """Packed or in a batch, forward and backward; what they share gets the sum."""
+    together = solve(quick, p)
+    alone = [solve(quick, part(p, s)) for s in range(len(p.spans))]
+    for s, results in enumerate(alone):
+        for got, want in zip(own(p, s, together), results, strict=False):
+            if got is not None:
+                agree(quick, got, want)
+    if p.x.dtype == np.float64 and p.kernels.ndim == 2:
+        close(together.kernels, sum(r.kernels for r in alone))
+    if p.x.dtype == np.float64 and p.bias is not None:
+        close(together.bias, sum(r.bias for r in alone))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_packed_sequences_equal_each_alone_when_interpreted():
+    place = ("torch", "triton")
+    p = problem(lengths=[0, 2, 5, 1])
+    together = solve(place, p)
+    for s in range(4):
+        for got, want in zip(own(p, s, together), solve(place, part(p, s)), strict=False):
+            close(got, want)
+
+
+def all_but(kept, array):
+    """Return NaN for the elements of an array that aren't kept."""
+    if array is None:
+        return None
+    spoilt = np.full_like(array, np.nan)
+    spoilt[kept] = array[kept]
+    return spoilt
+
+
+@given_problems(30)
+def test_nothing_crosses_a_boundary(quick, p):
+    """With NaN for everything that others have, a sequence's own results keep every bit."""
+    want = solve(quick, p)
+    for s, tokens in enumerate(p.spans):
+        alone = p._replace(
+            x=all_but(tokens, p.x),
+            kernels=p.kernels if p.kernels.ndim == 2 else all_but(tokens, p.kernels),
+            initial_state=all_but(s, p.initial_state),
+            cotangent=all_but(tokens, p.cotangent),
+            final_cotangent=all_but(s, p.final_cotangent),
+        )
+        for one, other in zip(own(p, s, solve(quick, alone)), own(p, s, want), strict=True):
+            if one is not None:
+                same(one, other)
+
+
+@given_problems(20, state=True)
+def test_no_tap_reads_the_oldest_input_of_a_state(quick, p):
+    state = p.initial_state.copy()
+    state[..., 0] = np.nan
+    got, want = solve(quick, p._replace(initial_state=state)), solve(quick, p)
+    same(got.out, want.out)
+    same(got.x, want.x)
+    same(got.kernels, want.kernels)
+    for s, (_, tokens) in enumerate(p.spans):
+        if tokens.start < tokens.stop:
+            same(got.final_state[s], want.final_state[s])
+            assert not got.initial_state[s, :, 0].any()
+        else:
+            same(got.final_state[s], state[s])
+            same(got.initial_state[s], p.final_cotangent[s])
+
+
+def in_chunks(place, p, edges, arrays=None):
+    """Return the convolution of one chunk after the other, and the last state."""
+    framework, backend = place
+    x, kernels, state, bias = arrays or [tensor(a) if framework == "torch" else a for a in p[:4]]
+    outs = []
+    for low, high in itertools.pairwise(edges):
+        out, state = fusedops.dynamic_conv(
+            x[:, low:high],
+            kernels if kernels.ndim == 2 else kernels[:, low:high],
+            initial_state=state,
+            bias=bias,
+            output_final_state=True,
+            activation=p.activation,
+            backend=backend,
+        )
+        outs.append(out)
+    return outs, state
+
+
+def check_chunks(place, p, edges):
+    want = solve(place, p)
+    outs, state = in_chunks(place, p, edges)
+    agree(place, np.concatenate(outs, 1), want.out)
+    same(np.asarray(state), want.final_state)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(("T", "size"), [(2, 1), (9, 3), (9, 4)])
+def test_prefill_in_chunks(place, T, size, state):
+    p = problem(T=T, state=state)
+    check_chunks(place, p, [0, *range(size, T, size), T])
+
+
+@given_problems(40, lengths=None)
+def test_prefill_in_chunks_of_any_sizes(quick, p):
+    T, W = p.x.shape[1], p.kernels.shape[-1]
+    rng = np.random.default_rng(T)
+    size = rng.choice([1, 3, W])
+    check_chunks(quick, p, [0, *range(size, T, size), T])
+    check_chunks(quick, p, [0, *sorted(rng.integers(0, T + 1, 4).tolist()), T])
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_gradients_through_chunks(torch_backend, size, static, state):
+    p = problem(static=static, state=state, T=10)
+    arrays = [None if a is None else tensor(a).requires_grad_() for a in p[:4]]
+    place = ("torch", torch_backend)
+    outs, final = in_chunks(place, p, [0, *range(size, 10, size), 10], arrays)
+    gradients = torch.autograd.grad(
+        (torch.cat(outs, 1), final),
+        [a for a in arrays if a is not None],
+        (tensor(p.cotangent), tensor(p.final_cotangent)),
+    )
+    want = [gradient for gradient in solve(place, p)[2:] if gradient is not None]
+    for got, gradient in zip(gradients, want, strict=True):
+        close(got.numpy(), gradient)
+
+
+def step(place, x, state, kernels, **options):
+    """Return the step's result, as an array, of arrays; the state is one of the framework."""
+    if place[0] == "torch":
+        x, kernels = tensor(x), tensor(kernels)
+        options = {n: tensor(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
+    return np.asarray(fusedops.dynamic_conv_step(x, state, kernels, backend=place[1], **options))
+
+
+@given_problems(25, lengths=None, state=True)
+def test_steps_equal_the_convolution(quick, p):
+    T = min(p.x.shape[1], 9)
+    p = p._replace(x=p.x[:, :T].copy(), cotangent=p.cotangent[:, :T].copy())
+    p = p if p.kernels.ndim == 2 else p._replace(kernels=p.kernels[:, :T].copy())
+    want = solve(quick, p)
+    state = p.initial_state.copy()
+    kept = tensor(state) if quick[0] == "torch" else state
+    for t in range(T):
+        kernels = p.kernels if p.kernels.ndim == 2 else p.kernels[:, t]
+        options = {"bias": p.bias, "activation": p.activation}
+        x = p.x[:, t] if t % 2 else p.x[:, t : t + 1]
+        out = step(quick, x, kept, kernels, **options)
+        assert out.shape == x.shape
+        agree(quick, out.reshape(want.out[:, t].shape), want.out[:, t])
+    same(state, want.final_state)
+
+
+VIEWS = {
+    "slice": lambda cache: cache[1, 1:3, 2:7, 3:7],
+    "transpose": lambda cache: cache[1, 1:3, 2:6, 3:8].swapaxes(1, 2),
+    "strided": lambda cache: cache[1, ::3, :9:2, 1::2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_state_is_updated_where_it_lies(place, view, static):
+    """In a cache of many, whose other elements stay."""
+    view = VIEWS[view]
+    p = problem(T=3, D=5, static=static)
+    cache, alone = np.full((3, 4, 9, 8), 7.0), p.initial_state.copy()
+    view(cache)[...] = alone
+    whole, other = (tensor(a) if place[0] == "torch" else a for a in (cache, alone))
+    for t in range(3):
+        kernels = p.kernels if static else p.kernels[:, t]
+        options = {"bias": p.bias, "activation": "silu"}
+        out = step(place, p.x[:, t], view(whole), kernels, **options)
+        same(out, step(place, p.x[:, t], other, kernels, **options))
+        same(view(cache), alone)
+    view(cache)[...] = 7.0
+    assert (cache == 7.0).all()
+
+
+def test_a_state_may_be_stored_backwards(backend):
+    p = problem(T=1)
+    state = p.initial_state.copy()
+    stored = state[::-1, ::-1, ::-1].copy()
+    arguments = {"kernels": p.kernels[:, 0], "backend": backend}
+    view = stored[::-1, ::-1, ::-1]
+    same(
+        fusedops.dynamic_conv_step(p.x, view, **arguments),
+        fusedops.dynamic_conv_step(p.x, state, **arguments),
+    )
+    same(view, state)
+
+
+def test_a_state_of_one_row_may_have_any_stride(backend):
+    state = np.ones((3, 4))
+    fusedops.dynamic_conv_step(np.full((1, 3), 2.0), state[None], np.ones((3, 4)), backend=backend)
+    same(state[:, -1], np.full(3, 2.0))
+
+
+def test_a_state_may_be_wider_than_the_tokens(place):
+    """float64 with float32 tokens; kernels that are wider than it leave its dtype alone."""
+    p = problem(T=3)
+    narrow = p.x.astype("f4"), p.kernels.astype("f4")
+    for state_dtype, kernels in (("f8", narrow[1]), ("f4", p.kernels)):
+        state = p.initial_state.astype(state_dtype)
+        kept = tensor(state) if place[0] == "torch" else state
+        want = p._replace(x=narrow[0], kernels=kernels, initial_state=state.copy())
+        want = solve(place, want._replace(final_cotangent=p.final_cotangent.astype(state_dtype)))
+        for t in range(3):
+            options = {"bias": p.bias, "activation": "silu"}
+            out = step(place, narrow[0][:, t], kept, kernels[:, t], **options)
+            agree(place, out, want.out[:, t])
+        same(state, want.final_state)
+
+
+def test_a_step_fills_out(place):
+    p = problem(T=1)
+    state, other = p.initial_state.copy(), p.initial_state.copy()
+    x, kernels, out = p.x[:, 0], p.kernels[:, 0], np.empty((2, 3))
+    arrays = (x, state, kernels, out)
+    if place[0] == "torch":
+        arrays = [tensor(a) for a in arrays]
+        other = tensor(other)
+    x, kept, kernels, filled = arrays
+    options = {"activation": "swish", "backend": place[1]}
+    assert fusedops.dynamic_conv_step(x, kept, kernels, out=filled, **options) is filled
+    same(out, np.asarray(fusedops.dynamic_conv_step(x, other, kernels, **options)))
+    same(state, np.asarray(other))
+
+
+LAYOUTS = {
+    "slice": lambda a: np.repeat(a, 2, -1)[..., ::2],
+    "projection": lambda a: np.concatenate([a, a + 1, a], -1)[..., : a.shape[-1]],
+    "transpose": lambda a: np.swapaxes(np.swapaxes(a, 0, -1).copy(), 0, -1),
+    "rows apart": lambda a: np.repeat(a, 3, 0)[1::3],
+}
+# Which torch has not.
+NUMPY_LAYOUTS = {
+    "reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
+    "upside down": lambda a: a[::-1].copy()[::-1],
+    "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
+}
+
+
+def check_layout(place, layout, static):
+    p = problem(T=5 if "triton" in place else 70, D=5, W=3, static=static)
+    views = [layout(array) for array in p[:6]]
+    before = [view.copy() for view in views]
+    for got, want in zip(solve(place, Problem(*views, *p[6:])), solve(place, p), strict=True):
+        agree(place, got, want)
+    for view, array in zip(views, before, strict=True):
+        same(view, array)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_are_read_where_they_lie(place, layout, static):
+    """With the bits of their copies."""
+    check_layout(place, LAYOUTS[layout], static)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("layout", NUMPY_LAYOUTS)
+def test_arrays_are_read_backwards_and_never_written(backend, layout, static):
+    check_layout(("numpy", backend), NUMPY_LAYOUTS[layout], static)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_broadcast_arrays(backend, activation):
+    """One kernel for every token, one row for a batch, a cotangent of ones."""
+    p = problem(T=70, static=True, activation=activation)
+    spread = p._replace(
+        x=np.broadcast_to(p.x[:1], p.x.shape),
+        kernels=np.broadcast_to(p.kernels, (*p.x.shape, 4)),
+        initial_state=np.broadcast_to(p.initial_state[:1], p.initial_state.shape),
+        bias=np.broadcast_to(p.bias[:1], p.bias.shape),
+        cotangent=np.broadcast_to(1.0, p.x.shape),
+        final_cotangent=np.broadcast_to(1.0, p.initial_state.shape),
+    )
+    place = ("numpy", backend)
+    copies = Problem(*(a.copy() for a in spread[:6]), None, activation)
+    for got, want in zip(solve(place, spread), solve(place, copies), strict=True):
+        agree(place, got, want)
+    agree(place, solve(place, spread).out, solve(place, copies._replace(kernels=p.kernels)).out)
+
+
+@needs_torch
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("backend", SERVE_TENSORS)
+def test_expanded_tensors_and_cotangents(backend, activation):
+    """As `.sum().backward()` gives them."""
+    p = problem()
+    options = {"output_final_state": True, "activation": activation, "backend": backend}
+    row, taps = tensor(p.x[:1]).requires_grad_(), tensor(p.kernels[0, 0]).requires_grad_()
+    x, kernels = row.expand(2, 9, 3), taps.expand(2, 9, 3, 4)
+    out, final = fusedops.dynamic_conv(x, kernels, **options)
+    got = torch.autograd.grad(out.sum() + final.sum(), (row, taps))
+    copies = x.detach().clone().requires_grad_(), kernels.detach().clone().requires_grad_()
+    outs = fusedops.dynamic_conv(*copies, **options)
+    ones = [torch.ones_like(each) for each in outs]
+    dx, dkernels = torch.autograd.grad(outs, copies, ones)
+    agree((None, backend), out.detach().numpy(), outs[0].detach().numpy())
+    agree((None, backend), got[0].numpy(), dx.sum(0, keepdim=True).numpy())
+    agree((None, backend), got[1].numpy(), dkernels.sum((0, 1)).numpy())
+
+
+@needs_torch
+def test_heads_of_a_projection(torch_backend):
+    """Tokens and kernels as a model has them: slices and a view of what one product returns."""
+    B, T, D, W = 2, 9, 3, 4
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(B, T, D * (W + 2), generator=generator, dtype=torch.float64)
+    wide.requires_grad_()
+    x, kernels = wide[..., D : 2 * D], wide[..., 2 * D :].unflatten(-1, (D, W))
+    channels_first = x.detach().mT.contiguous().mT
+    options = {"activation": "silu", "backend": torch_backend}
+    out = fusedops.dynamic_conv(x, kernels, **options)
+    (gradient,) = torch.autograd.grad(out.square().sum(), wide)
+    copies = [a.detach().clone(memory_format=torch.contiguous_format) for a in (x, kernels)]
+    for array in copies:
+        array.requires_grad_()
+    want = fusedops.dynamic_conv(*copies, **options)
+    dx, dkernels = torch.autograd.grad(want.square().sum(), copies)
+    agree((None, torch_backend), out.detach().numpy(), want.detach().numpy())
+    agree((None, torch_backend), gradient[..., D : 2 * D].numpy(), dx.numpy())
+    agree((None, torch_backend), gradient[..., 2 * D :].numpy(), dkernels.flatten(2).numpy())
+    assert not gradient[..., :D].any()
+    out = fusedops.dynamic_conv(channels_first, copies[1].detach(), **options)
+    agree((None, torch_backend), out.numpy(), want.detach().numpy())
+
+
+DTYPES = [
+    ("f4", "f4", "f4", "f4"),
+    ("f4", "f8", "f4", "f4"),
+    ("f8", "f4", "f4", "f4"),
+    ("f4", "f4", "f8", "f4"),
+    ("f4", "f4", "f4", "f8"),
+]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+def test_mixed_dtypes_promote(quick, dtypes):
+    """Accumulated in float32 or better, whatever the result's dtype is."""
+    p = problem()
+    mixed = [a.astype(dtype) for a, dtype in zip(p[:4], dtypes, strict=True)]
+    final = np.promote_types(dtypes[0], dtypes[2])
+    cotangents = p.cotangent.astype(max(dtypes)), p.final_cotangent.astype(final)
+    got = solve(quick, Problem(*mixed, *cotangents, None, "silu"))
+    wide = [array.astype("f8") for array in (*mixed, *cotangents)]
+    want = solve(quick, Problem(*wide, None, "silu"))
+    for value, reference, dtype in zip(got, want, (max(dtypes), final, *dtypes), strict=True):
+        assert value.dtype == dtype
+        assert error(value, reference) <= TOLERANCE["float32"]
+
+
+SIXTEEN = ["bfloat16", "float16"]
+MIXED = [
+    ("bfloat16", "float32", None, None),
+    ("float32", "bfloat16", None, None),
+    ("bfloat16", "bfloat16", "float32", None),
+    ("bfloat16", "bfloat16", None, "float32"),
+    ("bfloat16", "float16", None, None),
+    ("float16", "float16", "float16", "float64"),
+]
+
+
+def tensors_of(p, dtypes):
+    return [
+        None if dtype is None else tensor(a).to(getattr(torch, dtype)).requires_grad_()
+        for a, dtype in zip(p[:4], dtypes, strict=True)
+    ]
+
+
+@needs_torch
+@pytest.mark.parametrize("dtypes", MIXED, ids=lambda d: "-".join(map(str, d)))
+def test_mixed_dtypes_of_tensors_promote(torch_backend, dtypes):
+    """The gradient of every tensor has its dtype; the state has what it and x promote to."""
+    tensors = tensors_of(problem(), dtypes)
+    x, kernels, state, bias = tensors
+    out, final = fusedops.dynamic_conv(
+        x, kernels, initial_state=state, bias=bias, output_final_state=True, backend=torch_backend
+    )
+    present = [a for a in tensors if a is not None]
+    want = present[0].dtype
+    for array in present:
+        want = torch.promote_types(want, array.dtype)
+    assert out.dtype == want
+    assert final.dtype == (x.dtype if state is None else torch.promote_types(x.dtype, state.dtype))
+    gradients = torch.autograd.grad(out.sum() + final.sum(), present)
+    assert [g.dtype for g in gradients] == [a.dtype for a in present]
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_sixteen_bits_are_float32_rounded_once(torch_backend, activation, dtype):
+    """Values and gradients alike."""
+    dtype = getattr(torch, dtype)
+    p = problem(T=70, D=5)
+    narrow = [tensor(array).to(dtype) for array in p[:6]]
+    results = []
+    for arrays in (narrow, [array.float() for array in narrow]):
+        leaves = [array.requires_grad_() for array in arrays[:4]]
+        x, kernels, state, bias = leaves
+        options = {"initial_state": state, "bias": bias, "output_final_state": True}
+        options.update(activation=activation, backend=torch_backend)
+        outputs = fusedops.dynamic_conv(x, kernels, **options)
+        gradients = torch.autograd.grad(outputs, leaves, arrays[4:])
+        results.append([a.detach() for a in (*outputs, *gradients)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, want.to(dtype))
+
+
+@needs_torch
+def test_every_bfloat16_is_rounded_to_even(torch_backend):
+    """All that there are, times taps that put a fourth of the products halfway."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    # NumPy warns where it meets a signaling NaN.
+    x = bits.where(bits == bits, torch.nan).reshape(1, 64, 1024)
+    for tap in (1.0, 1.5, 1.0078125, 2.0**-10):
+        kernels = torch.full((1024, 1), tap, dtype=torch.bfloat16)
+        with np.errstate(over="ignore"):
+            got = fusedops.dynamic_conv(x, kernels, backend=torch_backend)
+        want = (x.float() * kernels[:, 0].float()).bfloat16()
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_steps_of_sixteen_bits(torch_backend, dtype):
+    p = problem(T=5)
+    x, kernels, state, bias = (tensor(a).to(getattr(torch, dtype)) for a in p[:4])
+    options = {"bias": bias, "activation": "silu", "backend": torch_backend}
+    want, final = fusedops.dynamic_conv(
+        x, kernels, initial_state=state, output_final_state=True, **options
+    )
+    for t in range(5):
+        out = fusedops.dynamic_conv_step(x[:, t], state, kernels[:, t], **options)
+        assert torch.equal(out, want[:, t])
+    assert torch.equal(state, final)
+
+
+@needs_torch
+def test_autocast_leaves_dtypes_alone(torch_backend):
+    p = problem(dtype="float32")
+    x, kernels, state = (tensor(a).requires_grad_() for a in p[:3])
+    options = {"initial_state": state, "output_final_state": True, "backend": torch_backend}
+    plain = fusedops.dynamic_conv(x, kernels, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.eye(3) @ torch.eye(3)).dtype == torch.bfloat16
+        outputs = fusedops.dynamic_conv(x, kernels, **options)
+        half = fusedops.dynamic_conv(x.bfloat16(), kernels.bfloat16(), backend=torch_backend)
+    for got, want in zip(outputs, plain, strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, want)
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtypes", [("f4", "f4"), ("f4", "f8")], ids="-".join)
+def test_out_is_filled_and_returned(place, dtypes):
+    p = problem()
+    x, kernels, out = p.x.astype(dtypes[0]), p.kernels.astype(dtypes[1]), np.empty_like(p.x)
+    out = out.astype(dtypes[1])
+    filled = out
+    if place[0] == "torch":
+        x, kernels, filled = tensor(x), tensor(kernels), tensor(out)
+    options = {"activation": "silu", "backend": place[1]}
+    want, final = fusedops.dynamic_conv(x, kernels, output_final_state=True, **options)
+    assert fusedops.dynamic_conv(x, kernels, out=filled, **options) is filled
+    same(out, np.asarray(want))
+    out[...] = 0
+    got = fusedops.dynamic_conv(x, kernels, out=filled, output_final_state=True, **options)
+    assert got[0] is filled
+    same(out, np.asarray(want))
+    same(np.asarray(got[1]), np.asarray(final))
+
+
+X, KERNELS = np.ones((2, 5, 3)), np.ones((2, 5, 3, 4))
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+BAD_OUT = {
+    "shape": (lambda: np.empty((2, 5, 4)), ValueError, r"has shape \(2, 5, 4\)"),
+    "rank": (lambda: np.empty((5, 3)), ValueError, r"has shape \(5, 3\); it should be \(2, 5, 3\)"),
+    "dtype": (lambda: np.empty((2, 5, 3), "f4"), TypeError, "has dtype float32; it should be"),
+    "order": (lambda: np.empty((3, 5, 2)).T, ValueError, "is not contiguous; it should be"),
+    "slice": (lambda: np.empty((2, 5, 6))[..., :3], ValueError, "is not contiguous"),
+    "frozen": (lambda: frozen(np.empty((2, 5, 3))), ValueError, "is read-only; it should be"),
+    "list": (lambda: [[[0.0]]], TypeError, "is a list; it should be a NumPy array"),
+    "number": (lambda: 1.0, TypeError, "is a float; it should be a NumPy array"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OUT)
+def test_bad_out(name):
+    make, kind, message = BAD_OUT[name]
+    with pytest.raises(kind, match=f"dynamic_conv: out {message}"):
+        fusedops.dynamic_conv(X, KERNELS, out=make())
+
+
+@pytest.mark.parametrize("first", [90, 119, 179])
+def test_out_shares_memory_with_no_argument(first):
+    memory = np.ones(240)
+    kernels, x = memory[:120].reshape(2, 5, 3, 4), memory[179:209].reshape(2, 5, 3)
+    fusedops.dynamic_conv(x, kernels, out=memory[120:150].reshape(2, 5, 3))
+    memory[:] = 1
+    name = "x" if first == 179 else "kernels"
+    with pytest.raises(ValueError, match=f"dynamic_conv: out shares memory with {name}"):
+        fusedops.dynamic_conv(x, kernels, out=memory[first : first + 30].reshape(2, 5, 3))
+    assert (memory == 1).all()
+
+
+def test_out_shares_no_memory_with_the_state():
+    state = np.ones((2, 3, 4))
+    out = state.reshape(-1)[6:12].reshape(2, 3)
+    with pytest.raises(ValueError, match="dynamic_conv_step: out shares memory with state"):
+        fusedops.dynamic_conv_step(X[:, 0], state, KERNELS[:, 0], out=out)
+    assert (state == 1).all()
+
+
+@needs_torch
+def test_bad_out_tensors():
+    x, kernels = torch.ones(2, 5, 3), torch.ones(2, 5, 3, 4)
+    bad = (
+        (np.empty((2, 5, 3), "f4"), TypeError, "is a ndarray; it should be a torch tensor"),
+        (torch.empty(5, 3), ValueError, r"has shape \(5, 3\)"),
+        (torch.empty(2, 5, 3).bfloat16(), TypeError, "has dtype bfloat16; it should be float32"),
+        (torch.empty(2, 3, 5).mT, ValueError, "is not contiguous"),
+        (torch.empty(1, 5, 3).expand(2, 5, 3), ValueError, "is not contiguous"),
+        (torch.empty(2, 5, 3, device="meta"), ValueError, "is on meta; it should be on cpu"),
+        (x, ValueError, "shares memory with x"),
+        (kernels.view(-1)[90:].view(2, 5, 3), ValueError, "shares memory with kernels"),
+        (torch.empty(2, 5, 3, requires_grad=True), RuntimeError, "is given and an argument req"),
+    )
+    for out, kind, message in bad:
+        with pytest.raises(kind, match=f"dynamic_conv: out {message}"):
+            fusedops.dynamic_conv(x, kernels, out=out)
+    x.requires_grad_()
+    out = torch.zeros(2, 5, 3)
+    with pytest.raises(RuntimeError, match=r"requires grad.*called without out, or under torch"):
+        fusedops.dynamic_conv(x, kernels, out=out)
+    assert not out.any()
+    with torch.no_grad():
+        assert fusedops.dynamic_conv(x, kernels, out=out) is out
+    assert out[0, :, 0].tolist() == [1, 2, 3, 4, 4]
+
+
+UNNOTICED = pytest.mark.xfail(strict=True, reason="only plain torch tells autograd that it writes")
+WRITING = [
+    pytest.param(backend, marks=() if backend == "torch" else UNNOTICED)
+    for backend in SERVE_TENSORS
+]
+
+
+@needs_torch
+@pytest.mark.parametrize("written", ["state", "out"])
+@pytest.mark.parametrize("backend", WRITING)
+def test_autograd_notices_what_is_written_in_place(backend, written):
+    """A tensor that the backward of something else needs: not a wrong gradient without a word."""
+    state, out = torch.ones(2, 3, 4), torch.ones(2, 3)
+    weight = torch.ones((), requires_grad=True)
+    loss = (weight * {"state": state, "out": out}[written]).sum()
+    x, kernels = torch.ones(2, 3), torch.ones(3, 4)
+    fusedops.dynamic_conv_step(x, state, kernels, out=out, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+TOKENS = np.ones((1, 10, 3))
+PACKED = {"x": TOKENS, "kernels": np.ones((1, 10, 3, 4))}
+BAD = {
+    "x of integers": ({"x": X.astype(int)}, TypeError, "x has dtype int64; it should be float32"),
+    "x complex": ({"x": X.astype(complex)}, TypeError, "x has dtype complex128"),
+    "x of half": ({"x": X.astype("f2")}, TypeError, "x has dtype float16"),
+    "x of text": ({"x": "tokens"}, TypeError, "x has dtype <U6"),
+    "x big endian": ({"x": X.astype(">f8")}, TypeError, "native byte order"),
+    "x missing": ({"x": None}, TypeError, "x has dtype object"),
+    "x of rank 2": ({"x": X[0]}, ValueError, r"x has shape \(5, 3\); it should be \(B, T, D\)"),
+    "x of rank 4": ({"x": X[None]}, ValueError, r"x has shape \(1, 2, 5, 3\)"),
+    "kernels of integers": ({"kernels": KERNELS.astype(int)}, TypeError, "kernels has dtype int64"),
+    "kernels missing": ({"kernels": None}, ValueError, r"kernels has shape \(\); it should be"),
+    "kernels of rank 1": ({"kernels": KERNELS[0, 0, 0]}, ValueError, r"kernels has shape \(4,\)"),
+    "kernels of rank 3": (
+        {"kernels": KERNELS[0]},
+        ValueError,
+        r"kernels has shape \(5, 3, 4\); it should be \(3, W\) or \(2, 5, 3, W\)",
+    ),
+    "kernels of another B": ({"kernels": KERNELS[:1]}, ValueError, r"should be \(2, 5, 3, W\)"),
+    "kernels of another T": ({"kernels": KERNELS[:, :4]}, ValueError, r"shape \(2, 4, 3, 4\)"),
+    "kernels of another D": ({"kernels": KERNELS[:, :, 1:]}, ValueError, r"shape \(2, 5, 2, 4\)"),
+    "static of another D": (
+        {"kernels": np.ones((4, 3))},
+        ValueError,
+        r"kernels has shape \(4, 3\); it should be \(3, W\)",
+    ),
+    "no taps": ({"kernels": KERNELS[..., :0]}, ValueError, r"its last size, W, should be positive"),
+    "no static taps": ({"kernels": np.ones((3, 0))}, ValueError, r"kernels has shape \(3, 0\)"),
+    "bias of another D": ({"bias": np.ones(4)}, ValueError, r"bias has shape \(4,\); it .* \(3,\)"),
+    "bias of rank 2": ({"bias": np.ones((1, 3))}, ValueError, r"bias has shape \(1, 3\)"),
+    "bias a number": ({"bias": 1.0}, ValueError, r"bias has shape \(\)"),
+    "bias of integers": ({"bias": np.ones(3, int)}, TypeError, "bias has dtype int64"),
+    "state of another B": (
+        {"initial_state": np.ones((3, 3, 4))},
+        ValueError,
+        r"initial_state has shape \(3, 3, 4\); it should be \(2, 3, 4\)",
+    ),
+    "state of another W": ({"initial_state": np.ones((2, 3, 3))}, ValueError, "initial_state has"),
+    "state transposed": ({"initial_state": np.ones((2, 4, 3))}, ValueError, "initial_state has"),
+    "state of integers": (
+        {"initial_state": np.ones((2, 3, 4), int)},
+        TypeError,
+        "initial_state has dtype int64",
+    ),
+    "state of the batch": (
+        {**PACKED, "cu_seqlens": [0, 5, 10], "initial_state": np.ones((1, 3, 4))},
+        ValueError,
+        r"initial_state has shape \(1, 3, 4\); it should be \(2, 3, 4\)",
+    ),
+    "starts late": ({**PACKED, "cu_seqlens": [1, 10]}, ValueError, r"cu_seqlens\[0\] is 1; it sho"),
+    "starts below": ({**PACKED, "cu_seqlens": [-1, 10]}, ValueError, r"cu_seqlens\[0\] is -1"),
+    "ends early": ({**PACKED, "cu_seqlens": [0, 9]}, ValueError, "ends at 9; it should end at 10"),
+    "ends late": ({**PACKED, "cu_seqlens": [0, 11]}, ValueError, "ends at 11; it should end at 10"),
+    "no sequence": ({**PACKED, "cu_seqlens": [0]}, ValueError, "cu_seqlens ends at 0"),
+    "decreasing": (
+        {**PACKED, "cu_seqlens": [0, 4, 3, 2, 10]},
+        ValueError,
+        r"cu_seqlens\[2\] is 3; it should be at least 4, the one before",
+    ),
+    "float": ({**PACKED, "cu_seqlens": [0.0, 10.0]}, TypeError, "cu_seqlens has dtype float64"),
+    "bool": ({**PACKED, "cu_seqlens": [False, True]}, TypeError, "cu_seqlens has dtype bool"),
+    "lengths": ({**PACKED, "cu_seqlens": 10}, ValueError, r"cu_seqlens has shape \(\)"),
+    "rank 2": ({**PACKED, "cu_seqlens": [[0, 10]]}, ValueError, r"cu_seqlens has shape \(1, 2\)"),
+    "empty": ({**PACKED, "cu_seqlens": np.array([], int)}, ValueError, r"cu_seqlens has .*\(0,\)"),
+    "a batch packed": (
+        {"cu_seqlens": [0, 5]},
+        ValueError,
+        r"x has shape \(2, 5, 3\); with cu_seqlens it should be \(1, T, D\)",
+    ),
+    "activation": ({"activation": "gelu"}, ValueError, "activation is 'gelu'; it should be one of"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be one of triton"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    changes, kind, message = BAD[name]
+    arguments = {"x": X, "kernels": KERNELS, **changes}
+    before = copy.deepcopy(arguments)
+    for function in (
+        fusedops.dynamic_conv, fusedops.dynamic_conv.vjp, fusedops.dynamic_conv.explain,
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            function(**arguments)
+    for argument, value in before.items():
+        np.testing.assert_array_equal(arguments[argument], value)
+
+
+STATE = np.ones((2, 3, 4))
+BAD_STEP = {
+    "x of rank 1": ({"x": np.ones(3)}, ValueError, r"x has shape \(3,\); it should be \(B, D\) or"),
+    "two tokens": ({"x": np.ones((2, 2, 3))}, ValueError, r"x has shape \(2, 2, 3\); it .* 1, D"),
+    "x of integers": ({"x": np.ones((2, 3), int)}, TypeError, "x has dtype int64"),
+    "x wider": (
+        {"state": np.ones((2, 3, 4), "f4")},
+        TypeError,
+        "state has dtype float32; it shoul",
+    ),
+    "kernels of rank 4": ({"kernels": KERNELS}, ValueError, r"kernels has shape \(2, 5, 3, 4\)"),
+    "kernels of another B": ({"kernels": np.ones((1, 3, 4))}, ValueError, "kernels has shape"),
+    "kernels of another W": ({"kernels": np.ones((3, 5))}, ValueError, r"state has shape .* 5\)"),
+    "no taps": ({"kernels": np.ones((3, 0))}, ValueError, "W, should be positive"),
+    "bias": ({"bias": np.ones(2)}, ValueError, r"bias has shape \(2,\); it should be \(3,\)"),
+    "state of another B": ({"state": np.ones((1, 3, 4))}, ValueError, "state has shape"),
+    "state a list": ({"state": np.ones((2, 3, 4)).tolist()}, TypeError, "state is a list; it sho"),
+    "no state": ({"state": None}, TypeError, "state is a NoneType; it should be an array"),
+    "state of integers": ({"state": np.ones((2, 3, 4), int)}, TypeError, "state has dtype int64"),
+    "state frozen": ({"state": frozen(np.ones((2, 3, 4)))}, ValueError, "state is read-only"),
+    "state expanded": (
+        {"state": np.lib.stride_tricks.as_strided(np.ones(4), (2, 3, 4), (0, 0, 8))},
+        ValueError,
+        "state is expanded; it should have memory for every element",
+    ),
+    "x of the state": (
+        {"x": STATE[..., 0], "state": STATE},
+        ValueError,
+        "x shares memory with state; it should not",
+    ),
+    "kernels of the state": ({"kernels": STATE, "state": STATE}, ValueError, "kernels shares mem"),
+    "out": ({"out": np.empty((2, 1, 3))}, ValueError, r"out has shape \(2, 1, 3\); it should be"),
+    "activation": ({"activation": "relu"}, ValueError, "activation is 'relu'; it should be one of"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be one of triton"),
+    "triton": ({"backend": "triton"}, fusedops.BackendUnavailable, "it takes torch tensors"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEP)
+def test_bad_input_leaves_the_state_as_it_was(name):
+    changes, kind, message = BAD_STEP[name]
+    arguments = {"x": np.full((2, 3), 2.0), "state": np.ones((2, 3, 4)), "kernels": np.ones((3, 4))}
+    arguments.update(changes)
+    before = copy.deepcopy(arguments["state"])
+    with pytest.raises(kind, match=message):
+        fusedops.dynamic_conv_step(**arguments)
+    np.testing.assert_array_equal(arguments["state"], before)
+
+
+def bad_tensors():
+    x, kernels = torch.ones(2, 5, 3), torch.ones(2, 5, 3, 4)
+    packed = {"x": x[:1], "kernels": kernels[:1]}
+    on_meta = fusedops.Sequences([0, 5]).to("meta")
+    return {
+        "integers": ({"x": x.int()}, TypeError, "x has dtype int32; it should be a dense tensor"),
+        "complex": ({"kernels": kernels.cfloat()}, TypeError, "kernels has dtype complex64"),
+        "sparse": ({"x": x.to_sparse()}, TypeError, "a dense tensor"),
+        "float8": ({"x": x.to(torch.float8_e4m3fn)}, TypeError, "x has dtype float8_e4m3fn"),
+        "mixed": ({"kernels": KERNELS}, TypeError, "kernels is a NumPy array; it should be a torc"),
+        "mixed the other way": ({"x": X}, TypeError, "kernels is a torch tensor; it should be a N"),
+        "mixed bias": ({"bias": np.ones(3, "f4")}, TypeError, "bias is a NumPy array"),
+        "kernels on meta": ({"kernels": kernels.to("meta")}, ValueError, "kernels is on meta; it"),
+        "bias on meta": ({"bias": torch.ones(3, device="meta")}, ValueError, "bias is on meta"),
+        "state on meta": (
+            {"initial_state": torch.ones(2, 3, 4, device="meta")},
+            ValueError,
+            "initial_state is on meta; it should be on cpu, where x is",
+        ),
+        "sequences on meta": (
+            {**packed, "cu_seqlens": on_meta},
+            ValueError,
+            "cu_seqlens is on meta; it should be on cpu, where x is",
+        ),
+        "sequences of floats": (
+            {**packed, "cu_seqlens": torch.tensor([0.0, 5])},
+            TypeError,
+            "cu_seqlens has dtype float32; it should be int32 or int64",
+        ),
+        "sequences decrease": (
+            {**packed, "cu_seqlens": torch.tensor([0, 6, 5])},
+            ValueError,
+            r"cu_seqlens\[2\] is 5; it should be at least 6",
+        ),
+    }  # fmt: skip
+
+
+@needs_torch
+@pytest.mark.parametrize("name", bad_tensors() if HAS_TORCH else ())
+def test_bad_tensors_name_the_argument(name):
+    changes, kind, message = bad_tensors()[name]
+    arguments = {"x": torch.ones(2, 5, 3), "kernels": torch.ones(2, 5, 3, 4), **changes}
+    with pytest.raises(kind, match=message):
+        fusedops.dynamic_conv(**arguments)
+
+
+@needs_torch
+@pytest.mark.xfail(strict=True, reason="reading them fails before they are checked")
+@pytest.mark.parametrize("kind", ["bfloat16", "meta"])
+def test_sequences_that_cannot_be_read_name_the_argument(kind):
+    cu_seqlens = torch.tensor([0, 5]).to(torch.bfloat16 if kind == "bfloat16" else kind)
+    with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
+        fusedops.dynamic_conv(torch.ones(1, 5, 3), torch.ones(3, 4), cu_seqlens=cu_seqlens)
+
+
+@needs_torch
+def test_bad_states_of_tensors():
+    x, kernels = torch.full((2, 3), 2.0), torch.ones(3, 4)
+    whole = torch.ones(2, 3, 4)
+    bad = (
+        (np.ones((2, 3, 4), "f4"), TypeError, "state is a NumPy array; it should be a torch"),
+        (torch.ones(3, 4).expand(2, 3, 4), ValueError, "state is expanded"),
+        (torch.ones(2, 3, 4, device="meta"), ValueError, "state is on meta; it should be on cpu"),
+        (whole.half(), TypeError, "state has dtype float16; it should hold float32"),
+        (whole.bfloat16(), TypeError, "state has dtype bfloat16; it should hold float32"),
+    )
+    for state, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            fusedops.dynamic_conv_step(x, state, kernels)
+    with pytest.raises(TypeError, match="state has dtype float16; it should hold bfloat16"):
+        fusedops.dynamic_conv_step(x.bfloat16(), whole.half(), kernels)
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["x", "state", "kernels", "bias"])
+def test_a_step_has_no_gradient(torch_backend, name):
+    arrays = {"x": torch.ones(2, 3), "state": torch.zeros(2, 3, 4), "kernels": torch.ones(3, 4)}
+    arrays["bias"] = torch.ones(3)
+    arrays[name].requires_grad_()
+    with pytest.raises(RuntimeError, match="dynamic_conv_step has no gradient: it updates state"):
+        fusedops.dynamic_conv_step(**arrays, backend=torch_backend)
+    assert not arrays["state"].any()
+    with torch.no_grad():
+        out = fusedops.dynamic_conv_step(**arrays, backend=torch_backend)
+    assert out.tolist() == [[2.0] * 3] * 2
+    assert not out.requires_grad
+
+
+def leaves_of(p):
+    return [tensor(array).requires_grad_() for array in p[:4]]
+
+
+def of_leaves(p, backend=None):
+    """Return the convolution as a function of x, kernels, initial state and bias."""
+
+    def function(x, kernels, state, bias):
+        options = {"cu_seqlens": p.cu_seqlens, "activation": p.activation, "backend": backend}
+        return fusedops.dynamic_conv(
+            x, kernels, initial_state=state, bias=bias, output_final_state=True, **options
+        )
+
+    return function
+
+
+@needs_torch
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("lengths", [None, [1, 0, 2]])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_first_and_second_derivatives(torch_backend, activation, lengths, static):
+    p = problem(B=1, T=3, D=2, W=2, static=static, lengths=lengths, activation=activation)
+    function = of_leaves(p, torch_backend)
+    assert torch.autograd.gradcheck(function, leaves_of(p))
+    assert torch.autograd.gradgradcheck(function, leaves_of(p))
+
+
+@needs_torch
+def test_third_derivatives(torch_backend):
+    p = problem(B=1, T=2, D=2, W=2)
+    function = of_leaves(p, torch_backend)
+
+    def gradients(*leaves):
+        out, final = function(*leaves)
+        loss = out.square().sum() + (out[:, -1:] * final.mT).sum()
+        return torch.autograd.grad(loss, leaves, create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradients, leaves_of(p))
+
+
+@needs_torch
+def test_gradients_of_some_of_the_arrays(torch_backend):
+    """What is asked for alone has the bits that it has among all."""
+    p = problem(lengths=[3, 5])
+    cotangents = tensor(p.cotangent), tensor(p.final_cotangent)
+    leaves = leaves_of(p)
+    want = torch.autograd.grad(of_leaves(p, torch_backend)(*leaves), leaves, cotangents)
+    for asked in list(itertools.product([False, True], repeat=4))[1:]:
+        leaves = [leaf.requires_grad_(ask) for leaf, ask in zip(leaves_of(p), asked, strict=True)]
+        outputs = of_leaves(p, torch_backend)(*leaves)
+        got = torch.autograd.grad(outputs, list(itertools.compress(leaves, asked)), cotangents)
+        for one, other in zip(got, itertools.compress(want, asked), strict=True):
+            assert torch.equal(one, other)
+
+
+@needs_torch
+def test_a_loss_of_the_final_state_alone(torch_backend):
+    p = problem(T=3, W=5)
+    leaves = leaves_of(p)
+    _, final = of_leaves(p, torch_backend)(*leaves)
+    (final * tensor(p.final_cotangent)).sum().backward()
+    x, kernels, state, bias = (leaf.grad for leaf in leaves)
+    same(x.numpy(), p.final_cotangent[..., 2:].swapaxes(1, 2))
+    same(state[..., 3:].numpy(), p.final_cotangent[..., :2])
+    assert not state[..., :3].any()
+    assert not kernels.any()
+    assert not bias.any()
+
+
+@needs_torch
+def test_numpy_and_torch_give_the_same_bits(backend):
+    p = problem(T=70)
+    for got, want in zip(solve(("torch", backend), p), solve(("numpy", backend), p), strict=True):
+        same(got, want)
+
+
+@needs_torch
+@pytest.mark.parametrize("static", [False, True])
+def test_transforms(torch_backend, static):
+    p = problem(static=static)
+    function = of_leaves(p, torch_backend)
+    arrays = [tensor(array) for array in p[:4]]
+
+    def loss(*arrays):
+        out, final = function(*arrays)
+        return out.square().sum() + final.square().sum()
+
+    leaves = leaves_of(p)
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.func.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
+    batch = [torch.stack([a, a.flip(0), -a]) for a in arrays]
+    rows = [function(*[array[b] for array in batch]) for b in range(3)]
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(torch.vmap(function)(*batch), zip(*rows, strict=True), strict=True):
+        assert torch.equal(one, torch.stack(other))
+    shared = torch.vmap(function, in_dims=(1, None, None, None), out_dims=1)
+    same_kernels = shared(torch.stack([arrays[0], -arrays[0]], 1), *arrays[1:])
+    assert torch.equal(same_kernels[0][:, 0], function(*arrays)[0])
+    gradients = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)))(*batch)
+    for one, other in zip(gradients, want, strict=True):
+        assert torch.equal(one[0], other)
+
+
+@needs_torch
+def test_vmap_without_a_final_state(torch_backend):
+    p = problem(T=3)
+    x, kernels = tensor(p.x), tensor(p.kernels)
+
+    def function(x, kernels):
+        return fusedops.dynamic_conv(x, kernels, backend=torch_backend)
+
+    batch = torch.vmap(function)(torch.stack([x, -x]), torch.stack([kernels, kernels]))
+    assert torch.equal(batch, torch.stack([function(x, kernels), -function(x, kernels)]))
+
+
+@needs_torch
+def test_a_transformed_hessian():
+    p = problem(B=1, T=2, D=1, W=2)
+    arrays = [tensor(array) for array in p[:4]]
+
+    def loss(x):
+        out, final = of_leaves(p)(x, *arrays[1:])
+        return out.square().sum() + final.sum()
+
+    hessian = torch.func.jacrev(torch.func.grad(loss))(arrays[0])
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(loss, arrays[0]))
+
+
+SPECIALIZES = "a message with the shape of x, which is formatted in any case, makes it constant"
+
+
+def compiled(function):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter, dynamic=True), counter
+
+
+@needs_torch
+@pytest.mark.xfail(strict=True, reason=SPECIALIZES)
+@pytest.mark.parametrize("static", [False, True])
+def test_compile_without_breaks_or_recompiling(static):
+    def function(x, kernels, state, bias):
+        out, final = fusedops.dynamic_conv(
+            1.5 * x, kernels, initial_state=state, bias=bias, output_final_state=True,
+            activation="silu",
+        )  # fmt: skip
+        return out.square().sum() + final.sum()
+
+    fast, counter = compiled(function)
+    for T in (9, 12, 17, 26, 33):
+        leaves = leaves_of(problem(T=T, static=static))
+        want = torch.autograd.grad(function(*leaves), leaves)
+        got = torch.autograd.grad(fast(*leaves), leaves)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+        detached = [leaf.detach() for leaf in leaves]
+        torch.testing.assert_close(fast(*detached), function(*detached))
+    # With and without a gradient are two graphs.
+    assert counter.frame_count == 2
+
+
+@needs_torch
+@pytest.mark.xfail(strict=True, reason=SPECIALIZES)
+def test_compile_with_sequences_made_outside():
+    def function(x, kernels, sequences):
+        return fusedops.dynamic_conv(1.5 * x, kernels, cu_seqlens=sequences, activation="silu")
+
+    fast, counter = compiled(function)
+    # At first no two sizes are equal, which torch.compile would keep.
+    for lengths in ([7, 1, 9, 150], [6, 0, 8], [3, 30], [1, 2, 3, 70], [9, 9]):
+        p = problem(lengths=lengths, D=11, W=3)
+        x, kernels = leaves_of(p)[:2]
+        sequences = fusedops.Sequences(p.cu_seqlens)
+        want, got = function(x, kernels, sequences), fast(x, kernels, sequences)
+        torch.testing.assert_close(got, want)
+        for one, other in zip(
+            torch.autograd.grad(got.square().sum(), (x, kernels)),
+            torch.autograd.grad(want.square().sum(), (x, kernels)),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other)
+    assert counter.frame_count == 1
+
+
+@needs_torch
+def test_compiling_a_raw_cu_seqlens_says_what_to_do():
+    fast, _ = compiled(lambda x, kernels, cu: fusedops.dynamic_conv(x, kernels, cu_seqlens=cu))
+    p = problem(lengths=[4, 5])
+    # Dynamo wraps the TypeError in one of its own.
+    with pytest.raises((TypeError, RuntimeError), match="it should be Sequences, made outside"):
+        fast(tensor(p.x), tensor(p.kernels), tensor(p.cu_seqlens))
+
+
+@needs_torch
+@pytest.mark.parametrize("fill", [False, True])
+def test_a_compiled_step_updates_the_state(fill):
+    def function(x, state, kernels, bias, out):
+        options = {"bias": bias, "activation": "silu", "out": out}
+        return 2 * fusedops.dynamic_conv_step(x, state, kernels, **options)
+
+    fast, counter = compiled(function)
+    p = problem(T=4)
+    x, kernels, state, bias = (tensor(a) for a in p[:4])
+    other = state.clone()
+    outs = [torch.empty(2, 3, dtype=x.dtype) if fill else None for _ in range(2)]
+    for t in range(4):
+        want = function(x[:, t], other, kernels[:, t], bias, outs[0])
+        got = fast(x[:, t], state, kernels[:, t], bias, outs[1])
+        torch.testing.assert_close(got, want)
+        assert torch.equal(state, other)
+    if fill:
+        assert torch.equal(*outs)
+    assert counter.frame_count == 1
+
+
+@needs_torch
+def test_a_compiled_step_asks_for_its_backend_when_it_runs():
+    fast, counter = compiled(fusedops.dynamic_conv_step)
+    p = problem(T=1)
+    x, kernels, state = (tensor(a) for a in p[:3])
+    asked = []
+    genuine = _registry.choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_registry, "choose", lambda r: asked.append(r.forced) or genuine(r))
+        fast(x[:, 0], state, kernels[:, 0])
+        with fusedops.use_backend("numpy"):
+            fast(x[:, 0], state, kernels[:, 0])
+    assert asked == [None, "numpy"]
+    assert counter.frame_count == 1
+
+
+@needs_torch
+@pytest.mark.xfail(
+    strict=True, reason="Dynamo's guard is that the bridge isn't imported, which it is"
+)
+def test_the_first_call_of_all_may_be_compiled():
+    code = """
+    import fusedops, torch
+    function = torch.compile(lambda x, k: fusedops.dynamic_conv(x, k), backend="aot_eager")
+    assert function(torch.ones(1, 3, 2), torch.ones(2, 1)).sum() == 6
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
+
+
+ABSENT = "what stands for an output that isn't there has a cotangent when traced"
+
+
+def opchecked():
+    names = {conv: ("dynamic-packed", "static-mamba", "w1"), conv_step: ("w5", "static-w1")}
+    names[conv_vjp] = names[conv]
+    for case in CASES:
+        if case.name in names.get(case.primitive, ()):
+            absent = case.primitive is conv_vjp and any(a is None for a in case.make()[0][:4])
+            marks = pytest.mark.xfail(strict=True, reason=ABSENT) if absent else ()
+            yield pytest.param(case, marks=marks, id=str(case))
+
+
+@needs_torch
+@pytest.mark.parametrize("case", [*opchecked()])
+def test_opcheck(case):
+    arrays, static = case.make()
+    differentiable = case.primitive.pullback is not None
+    tensors = [
+        None if array is None else torch.tensor(array, requires_grad=differentiable)
+        for array in arrays
+    ]
+    operator = getattr(torch.ops.fusedops, case.primitive.name).default
+    wanted = list(case.primitive.all_wanted)
+    torch.library.opcheck(operator, (*tensors, *_take_apart(case.primitive, static), wanted, ""))
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_pullback_returns_gradients_of_what_was_given(backend, state, bias):
+    p = problem(state=state, bias=bias, D=5)
+    _, pullback = fusedops.dynamic_conv.vjp(p.x, p.kernels, **p.options, backend=backend)
+    want = [array.shape for array in p[:4] if array is not None]
+    assert [gradient.shape for gradient in pullback(p.cotangent)] == want
+
+
+def test_a_cotangent_that_is_none_is_zero(backend):
+    p = problem()
+    options = {**p.options, "output_final_state": True, "backend": backend}
+    _, pullback = fusedops.dynamic_conv.vjp(p.x, p.kernels, **options)
+    zero, final_zero = np.zeros_like(p.cotangent), np.zeros_like(p.final_cotangent)
+    for given_none, given_zero in (
+        ((p.cotangent, None), (p.cotangent, final_zero)),
+        ((None, p.final_cotangent), (zero, p.final_cotangent)),
+        ((None, None), (zero, final_zero)),
+    ):
+        for got, want in zip(pullback(*given_none), pullback(*given_zero), strict=True):
+            same(got, want)
+    alone = fusedops.dynamic_conv.vjp(p.x, p.kernels, **p.options, backend=backend)[1]
+    for got, want in zip(alone(p.cotangent), pullback(p.cotangent, None), strict=True):
+        same(got, want)
+
+
+def test_the_pullback_checks_its_cotangents(backend):
+    p = problem()
+    options = {"output_final_state": True, "backend": backend}
+    _, pullback = fusedops.dynamic_conv.vjp(p.x, p.kernels, **options)
+    with pytest.raises(
+        ValueError, match=r"the cotangent has shape \(2, 9\); it should be \(2, 9, 3"
+    ):
+        pullback(p.cotangent[..., 0], None)
+    with pytest.raises(
+        ValueError, match=r"the cotangent has shape \(2, 3\); it should be \(2, 3, 4"
+    ):
+        pullback(None, p.final_cotangent[..., 0])
+
+
+def test_vjp_is_for_numpy_and_not_for_a_step():
+    with pytest.raises(TypeError, match="dynamic_conv_step has no gradient: it updates state"):
+        fusedops.dynamic_conv_step.vjp(X[:, 0], np.ones((2, 3, 4)), KERNELS[:, 0])
+    if HAS_TORCH:
+        with pytest.raises(TypeError, match="x is a torch tensor; it should be a NumPy array"):
+            fusedops.dynamic_conv.vjp(torch.ones(2, 5, 3), torch.ones(2, 5, 3, 4))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("lengths", [None, [0, 300, 1, 200, 7, 90] * 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("backend", EXACT)
+def test_the_number_of_threads_changes_no_bit(backend, dtype, lengths, static, several_threads):
+    p = problem(B=3, T=400, D=40, static=static, lengths=lengths, dtype=dtype)
+    results = []
+    try:
+        for threads in (1, 2, 3, 16):
+            fusedops.set_num_threads(threads)
+            several_threads.clear()
+            results.append(solve(("numpy", backend), p))
+            assert set(several_threads) == {threads}
+    finally:
+        fusedops.set_num_threads(None)
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            same(got, want)
+
+
+@pytest.mark.parametrize("backend", EXACT)
+def test_the_number_of_threads_changes_no_step(backend, several_threads):
+    p = problem(B=40, T=1, D=40)
+    results = []
+    try:
+        for threads in (1, 2, 16):
+            fusedops.set_num_threads(threads)
+            several_threads.clear()
+            state = p.initial_state.copy()
+            options = {"bias": p.bias, "activation": "silu"}
+            results.append((step((None, backend), p.x, state, p.kernels[:, 0], **options), state))
+            assert set(several_threads) == {threads}
+    finally:
+        fusedops.set_num_threads(None)
+    for out, state in results[1:]:
+        same(out, results[0][0])
+        same(state, results[0][1])
+
+
+def test_sequences_say_what_they_hold():
+    sequences = fusedops.Sequences(np.array([0, 3, 3, 10], np.int32))
+    assert (sequences.num_sequences, sequences.num_tokens) == (3, 10)
+    assert sequences.device == "cpu"
+    assert (fusedops.Sequences([0]).num_sequences, fusedops.Sequences([0]).num_tokens) == (0, 0)
+
+
+def test_sequences_are_a_copy():
+    p = problem(lengths=[3, 0, 7])
+    starts = p.cu_seqlens.copy()
+    sequences = fusedops.Sequences(starts)
+    want = fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=starts)
+    starts[1:3] = 8
+    same(fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=sequences), want)
+    assert (fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=starts) != want).any()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.int32, np.int64, fusedops.Sequences])
+def test_every_kind_of_cu_seqlens(kind):
+    p = problem(lengths=[3, 0, 7])
+    want = fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=p.cu_seqlens)
+    starts = np.array([0, 3, 3, 10], kind) if kind in (np.int32, np.int64) else kind([0, 3, 3, 10])
+    same(fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=starts), want)
+
+
+@needs_torch
+def test_a_tensor_of_sequences_is_read_anew():
+    p = problem(lengths=[3, 0, 7])
+    x, kernels, starts = tensor(p.x), tensor(p.kernels), tensor(p.cu_seqlens).int()
+    sequences = fusedops.Sequences(starts)
+    before = fusedops.dynamic_conv(x, kernels, cu_seqlens=starts)
+    starts[1:3] = 8
+    after = fusedops.dynamic_conv(x, kernels, cu_seqlens=starts)
+    moved = problem(lengths=[8, 0, 2])
+    assert torch.equal(after, fusedops.dynamic_conv(x, kernels, cu_seqlens=moved.cu_seqlens))
+    assert torch.equal(before, fusedops.dynamic_conv(x, kernels, cu_seqlens=sequences))
+    assert not torch.equal(before, after)
+
+
+def test_sequences_travel():
+    """Pickled, copied, taken apart and moved to where they are, they are the same sequences."""
+    p = problem(lengths=[3, 0, 70])
+    sequences = fusedops.Sequences(p.cu_seqlens)
+    others = [pickle.loads(pickle.dumps(sequences)), copy.deepcopy(sequences)]
+    if HAS_TORCH:
+        back = fusedops.Sequences.from_tensors(sequences.tensors_here(), sequences.sizes())
+        others += [back, pickle.loads(pickle.dumps(back)), copy.deepcopy(back)]
+        assert sequences.to("cpu") is sequences
+        moved = sequences.to("meta")
+        assert (moved.device, moved.num_sequences, moved.num_tokens) == ("meta", 3, 73)
+    want = fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=sequences)
+    for other in others:
+        assert (other.num_sequences, other.num_tokens, other.device) == (3, 73, "cpu")
+        same(fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=other), want)
