@@ -8,10 +8,6 @@ Rounds are interleaved in one process and a table of medians is printed, in ms.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +16,12 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import COPIES, bandwidth, graphed, interleaved, machine, save, waiting
 
 import fusedops
 from fusedops._registry import Call
 from fusedops.planarity import nll
 from fusedops.testing import protein
-
-#: Steps in one CUDA graph, whose own launch then counts for little.
-COPIES = 10
 
 
 def workload(planes: int, dtype: Any = np.float32) -> tuple[np.ndarray, list[Any]]:
@@ -49,30 +43,6 @@ def eigh_nll(xyz: torch.Tensor, groups: list[tuple[torch.Tensor, torch.Tensor]])
     return total
 
 
-def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    wait()
-    return (time.perf_counter() - start) / repeats * 1e3
-
-
-def interleaved(
-    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 4.0
-) -> dict[str, float]:
-    """Return the median time of every run, in ms, taken in turns."""
-    repeats = {}
-    for name, run in runs.items():
-        for _ in range(3):
-            run()
-        wait()
-        repeats[name] = max(1, min(100, int(seconds / 25 / (timed(run, wait, 1) / 1e3))))
-    rounds = [
-        {name: timed(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(25)
-    ]
-    return {name: statistics.median(each[name] for each in rounds) for name in runs}
-
-
 def torch_step(
     xyz: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[], Any]:
@@ -83,20 +53,6 @@ def torch_step(
         loss(leaf).backward()
 
     return step
-
-
-def graphed(step: Callable[[], Any], copies: int) -> Callable[[], None]:
-    """Return the replay of a CUDA graph that holds several steps, one after the other."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(copies):
-            step()
-    return graph.replay
 
 
 def launch_only() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -123,36 +79,15 @@ def launch_only() -> Callable[[torch.Tensor], torch.Tensor]:
     return Empty.apply
 
 
-def bandwidth(device: str) -> float:
-    """Return bytes read and written a second by a large copy."""
-    source = torch.empty(2**28, device=device)
-    target = torch.empty_like(source)
-    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    times = interleaved({"copy": lambda: target.copy_(source)}, wait)
-    return 2 * source.nbytes / (times["copy"] * 1e-3)
-
-
 def floor_bytes(xyz: np.ndarray, planes: fusedops.Planes) -> int:
     """Return what must move: coordinates and gradient, indices, weights and where planes begin."""
     return 2 * xyz.nbytes + 4 * planes.num_entries + 12 * planes.num_planes
 
 
-def processor() -> str:
-    """Return the processor's name and the instruction set that the kernels use on it."""
-    level = fusedops.info().instruction_set
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [
-        line.partition(":")[2].strip()
-        for line in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else [])
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.machine()}, {level}"
-
-
 def measure(device: str, sizes: list[int]) -> list[dict[str, Any]]:
     rows = []
     rate = bandwidth(device)
-    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    wait = waiting(device)
     for size in sizes:
         xyz, groups = workload(size)
         packed = fusedops.Planes(groups)
@@ -166,11 +101,11 @@ def measure(device: str, sizes: list[int]) -> list[dict[str, Any]]:
         runs = {"torch tensors": ours}
         if device == "cuda":
             runs["in a CUDA graph"] = graphed(
-                torch_step(there, lambda x, p=planes: fusedops.planarity_nll(x, p)), COPIES
+                torch_step(there, lambda x, p=planes: fusedops.planarity_nll(x, p))
             )
             bound = Call(nll, (planes, "uniform"), None)
             runs["its kernels, in a CUDA graph"] = graphed(
-                lambda c=bound, x=there: c((x,), (True, True)), COPIES
+                lambda c=bound, x=there: c((x,), (True, True))
             )
             runs["empty kernels"] = torch_step(there, launch_only())
         else:
@@ -240,14 +175,8 @@ def main() -> None:
     torch.set_num_threads(fusedops.get_num_threads())
     sizes = [602, 20_200, 606_000] if arguments.device == "cuda" else [500, 5_000, 100_000]
     rows = measure(arguments.device, sizes)
-    machine = {
-        "machine": torch.cuda.get_device_name() if arguments.device == "cuda" else processor(),
-        "threads": fusedops.get_num_threads(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-    table = Table(title=", ".join(f"{key} {value}" for key, value in machine.items()))
+    where = machine(arguments.device)
+    table = Table(title=", ".join(f"{key} {value}" for key, value in where.items()))
     for column in ("planes", "atoms", "what", "ms", "over floor"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for row in rows:
@@ -261,14 +190,12 @@ def main() -> None:
             )
         table.add_section()
     Console(width=100).print(table)
-    report = {**machine, "rows": rows}
+    report = {**where, "rows": rows}
     if arguments.device == "cpu":
         report["overhead_us"] = overhead()
         for name, time_us in report["overhead_us"].items():
             print(f"{name:<34}{time_us:6.1f} µs")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    save(arguments.json, report)
 
 
 if __name__ == "__main__":

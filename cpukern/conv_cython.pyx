@@ -37,6 +37,7 @@ cdef struct Layout:
     Py_ssize_t ring_mask
     Py_ssize_t chunk
     Py_ssize_t chunks_per_sequence
+    Py_ssize_t sequences
     const long long* chunks
     const long long* starts
     Py_ssize_t x_batch
@@ -58,14 +59,19 @@ cdef struct Chunk:
     Py_ssize_t last
 
 
+cdef inline Py_ssize_t within(Py_ssize_t value, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
+    return min(max(value, low), high)
+
+
 cdef inline Chunk find_chunk(const Layout* layout, Py_ssize_t c) noexcept nogil:
     cdef Chunk found
     if layout.chunks != NULL:
-        found.sequence = layout.chunks[2 * c]
+        # Whatever they say, it is within the arrays.
+        found.sequence = within(layout.chunks[2 * c], 0, layout.sequences - 1)
         found.batch = 0
-        found.begin = layout.starts[found.sequence]
-        found.end = layout.starts[found.sequence + 1]
-        found.first = layout.chunks[2 * c + 1]
+        found.begin = within(layout.starts[found.sequence], 0, layout.tokens)
+        found.end = within(layout.starts[found.sequence + 1], found.begin, layout.tokens)
+        found.first = within(layout.chunks[2 * c + 1], found.begin, found.end)
     else:
         found.sequence = found.batch = c // layout.chunks_per_sequence
         found.begin = 0
@@ -488,6 +494,7 @@ cdef void set_layout(
     if chunks is not None:
         layout.chunks = &chunks[0, 0]
         layout.starts = &starts[0]
+        layout.sequences = starts.shape[0] - 1
 
 
 def forward(

@@ -31,16 +31,17 @@ _UNIT = 8
 
 @triton.jit
 def _find_run(
-    run, chunks, starts, tokens, runs, length, PACKED: tl.constexpr, CHUNK: tl.constexpr
+    run, chunks, starts, sequences, tokens, runs, length, PACKED: tl.constexpr
 ):  # fmt: skip
     """Return sequence, batch, where the sequence begins and ends, and its tokens of this run."""
     if PACKED:
         chunk = chunks + 2 * (run // runs)
-        sequence = tl.load(chunk)
+        # Whatever they say, it is within the arrays.
+        sequence = tl.minimum(tl.maximum(tl.load(chunk), 0), sequences - 1)
         batch = sequence * 0
-        begin = tl.load(starts + sequence)
-        end = tl.load(starts + sequence + 1)
-        first = tl.load(chunk + 1) + (run % runs) * length
+        begin = tl.minimum(tl.maximum(tl.load(starts + sequence), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(starts + sequence + 1), begin), tokens)
+        first = tl.minimum(tl.maximum(tl.load(chunk + 1), begin), end) + (run % runs) * length
     else:
         sequence = (run // runs).to(tl.int64)
         batch = sequence
@@ -128,20 +129,22 @@ def _sigmoid(h):
 
 def _forward_kernel(
     x, kernels, state, bias, chunks, starts, out, final_state,
-    tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token,
+    sequences, tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
     SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    WANT_OUT: tl.constexpr, WANT_FINAL: tl.constexpr, CHUNK: tl.constexpr,
+    WANT_OUT: tl.constexpr, WANT_FINAL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = program % blocks
     sequence, batch, begin, end, first, last = _find_run(
-        program // blocks, chunks, starts, tokens, runs, length, PACKED, CHUNK
+        program // blocks, chunks, starts, sequences, tokens, runs, length, PACKED
     )
     d = SIZE * block + tl.arange(0, SIZE)
     inside = d < D
     # Strides come in units that keep rows aligned.
+    x_token = x_token.to(tl.int64) * UNIT
+    k_token = k_token.to(tl.int64) * UNIT
     x += batch * x_batch * UNIT
     kernels += batch * k_batch * UNIT
     out += batch * tokens * D
@@ -158,7 +161,7 @@ def _forward_kernel(
                 begin,
                 first - W + 1 + w,
                 d,
-                x_token * UNIT,
+                x_token,
                 W,
                 D,
                 HAS_STATE,
@@ -174,10 +177,10 @@ def _forward_kernel(
         taps = ()
         for step in tl.static_range(STEPS):
             live = t + step < last
-            at = x + (t + step) * x_token * UNIT + d
+            at = x + (t + step) * x_token + d
             inputs = inputs + (tl.load(at, mask=inside & live, other=0.0),)
             if WANT_OUT and not STATIC:
-                row = kernels + (t + step) * k_token * UNIT
+                row = kernels + (t + step) * k_token
                 taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
         for step in tl.static_range(STEPS):
             live = t + step < last
@@ -202,21 +205,24 @@ def _forward_kernel(
 def _backward_kernel(
     x, kernels, state, bias, cotangent, final_cotangent, chunks, starts,
     dx, dkernels, dstate, sums,
-    tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token, c_batch, c_token,
+    sequences, tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token, c_batch, c_token,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
     SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_FINAL: tl.constexpr, WANT_X: tl.constexpr, WANT_KERNELS: tl.constexpr,
-    WANT_STATE: tl.constexpr, WANT_BIAS: tl.constexpr, CHUNK: tl.constexpr,
+    WANT_STATE: tl.constexpr, WANT_BIAS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = program % blocks
     run = program // blocks
     sequence, batch, begin, end, first, last = _find_run(
-        run, chunks, starts, tokens, runs, length, PACKED, CHUNK
+        run, chunks, starts, sequences, tokens, runs, length, PACKED
     )
     d = SIZE * block + tl.arange(0, SIZE)
     inside = d < D
+    x_token = x_token.to(tl.int64) * UNIT
+    k_token = k_token.to(tl.int64) * UNIT
+    c_token = c_token.to(tl.int64) * UNIT
     x += batch * x_batch * UNIT
     kernels += batch * k_batch * UNIT
     cotangent += batch * c_batch * UNIT
@@ -242,7 +248,7 @@ def _backward_kernel(
                     begin,
                     first - W + 1 + w,
                     d,
-                    x_token * UNIT,
+                    x_token,
                     W,
                     D,
                     HAS_STATE,
@@ -265,12 +271,12 @@ def _backward_kernel(
         taps = ()
         for step in tl.static_range(STEPS):
             live = (t + step < stop) & (t + step < end)
-            at = (t + step) * x_token * UNIT + d
+            at = (t + step) * x_token + d
             inputs = inputs + (tl.load(x + at, mask=inside & live, other=0.0),)
-            at = (t + step) * c_token * UNIT + d
+            at = (t + step) * c_token + d
             vs = vs + (tl.load(cotangent + at, mask=inside & live, other=0.0),)
             if not STATIC and (ON_INPUTS or SILU):
-                row = kernels + (t + step) * k_token * UNIT
+                row = kernels + (t + step) * k_token
                 taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
         for step in tl.static_range(STEPS):
             own = t + step < last
@@ -457,13 +463,14 @@ def dynamic_conv(
     unit = _UNIT if vector else 1
     size = _block(kernels, vector)
     blocks = -(-channels // size)
-    integers = x.shape[1], blocks, runs, length, *(stride // unit for stride in strides)
+    integers = [starts.shape[0] - 1, x.shape[1], blocks, runs, length]
+    integers += [stride // unit for stride in strides]
     arrays = [x if a is None else a for a in (x, kernels, state, bias, chunks, starts, out, final)]
     float64 = promoted((x, kernels, state, bias)) == torch.float64
     constants = (
         width, channels, size, _steps(width), vector, unit, tl.float64 if float64 else tl.float32,
         static, activation == "silu", sequences is not None, state is not None, bias is not None,
-        out is not None, final is not None, CHUNK,
+        out is not None, final is not None,
     )  # fmt: skip
     key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
     _forward[vector](count * blocks, key, *arrays, *integers, *constants)
@@ -503,7 +510,8 @@ def dynamic_conv_vjp(
         unit = _UNIT if vector else 1
         size = _block(kernels, vector)
         blocks = -(-channels // size)
-        integers = x.shape[1], blocks, runs, length, *(stride // unit for stride in strides)
+        integers = [starts.shape[0] - 1, x.shape[1], blocks, runs, length]
+        integers += [stride // unit for stride in strides]
         given = (
             x, kernels, state, bias, cotangent, final_cotangent, chunks, starts, dx, dkernels,
             dstate, sums,
@@ -512,8 +520,9 @@ def dynamic_conv_vjp(
         constants = (
             width, channels, size, _steps(width), vector, unit,
             tl.float64 if float64 else tl.float32, static, activation == "silu",
-            sequences is not None, state is not None, bias is not None, final_cotangent is not None, dx is not None, dkernels is not None,
-            dstate is not None, dbias is not None, CHUNK,
+            sequences is not None, state is not None, bias is not None,
+            final_cotangent is not None, dx is not None, dkernels is not None,
+            dstate is not None, dbias is not None,
         )  # fmt: skip
         key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
         _backward[vector](count * blocks, key, *arrays, *integers, *constants)

@@ -238,14 +238,6 @@ def test_static_kernels_are_a_depthwise_convolution(quick, W, activation):
         close(getattr(got, name), gradient.numpy())
 
 
-CLAMPED = pytest.mark.xfail(strict=True, reason="exp is clamped: silu(-max) is about -2, not 0")
-CLAMPING = [
-    pytest.param(place, marks=CLAMPED if "cython" in place else (), id="-".join(place))
-    for place in PLACES
-]
-
-
-@pytest.mark.parametrize("place", CLAMPING, indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_silu_of_large_numbers(place, dtype):
     """Where exp overflows, or what it returns is lost beside 1: neither NaN nor a warning."""
@@ -903,16 +895,9 @@ def test_bad_out_tensors():
     assert out[0, :, 0].tolist() == [1, 2, 3, 4, 4]
 
 
-UNNOTICED = pytest.mark.xfail(strict=True, reason="only plain torch tells autograd that it writes")
-WRITING = [
-    pytest.param(backend, marks=() if backend == "torch" else UNNOTICED)
-    for backend in SERVE_TENSORS
-]
-
-
 @needs_torch
 @pytest.mark.parametrize("written", ["state", "out"])
-@pytest.mark.parametrize("backend", WRITING)
+@pytest.mark.parametrize("backend", SERVE_TENSORS)
 def test_autograd_notices_what_is_written_in_place(backend, written):
     """A tensor that the backward of something else needs: not a wrong gradient without a word."""
     state, out = torch.ones(2, 3, 4), torch.ones(2, 3)
@@ -1109,7 +1094,6 @@ def test_bad_tensors_name_the_argument(name):
 
 
 @needs_torch
-@pytest.mark.xfail(strict=True, reason="reading them fails before they are checked")
 @pytest.mark.parametrize("kind", ["bfloat16", "meta"])
 def test_sequences_that_cannot_be_read_name_the_argument(kind):
     cu_seqlens = torch.tensor([0, 5]).to(torch.bfloat16 if kind == "bfloat16" else kind)
@@ -1279,9 +1263,6 @@ def test_a_transformed_hessian():
     torch.testing.assert_close(hessian, torch.autograd.functional.hessian(loss, arrays[0]))
 
 
-SPECIALIZES = "a message with the shape of x, which is formatted in any case, makes it constant"
-
-
 def compiled(function):
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -1291,7 +1272,6 @@ def compiled(function):
 
 
 @needs_torch
-@pytest.mark.xfail(strict=True, reason=SPECIALIZES)
 @pytest.mark.parametrize("static", [False, True])
 def test_compile_without_breaks_or_recompiling(static):
     def function(x, kernels, state, bias):
@@ -1315,7 +1295,6 @@ def test_compile_without_breaks_or_recompiling(static):
 
 
 @needs_torch
-@pytest.mark.xfail(strict=True, reason=SPECIALIZES)
 def test_compile_with_sequences_made_outside():
     def function(x, kernels, sequences):
         return fusedops.dynamic_conv(1.5 * x, kernels, cu_seqlens=sequences, activation="silu")
@@ -1385,9 +1364,6 @@ def test_a_compiled_step_asks_for_its_backend_when_it_runs():
 
 
 @needs_torch
-@pytest.mark.xfail(
-    strict=True, reason="Dynamo's guard is that the bridge isn't imported, which it is"
-)
 def test_the_first_call_of_all_may_be_compiled():
     code = """
     import fusedops, torch
@@ -1397,21 +1373,18 @@ def test_the_first_call_of_all_may_be_compiled():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
 
 
-ABSENT = "what stands for an output that isn't there has a cotangent when traced"
-
-
-def opchecked():
-    names = {conv: ("dynamic-packed", "static-mamba", "w1"), conv_step: ("w5", "static-w1")}
-    names[conv_vjp] = names[conv]
-    for case in CASES:
-        if case.name in names.get(case.primitive, ()):
-            absent = case.primitive is conv_vjp and any(a is None for a in case.make()[0][:4])
-            marks = pytest.mark.xfail(strict=True, reason=ABSENT) if absent else ()
-            yield pytest.param(case, marks=marks, id=str(case))
+OPCHECKED = [
+    case
+    for case in CASES
+    if (
+        case.primitive in (conv, conv_vjp) and case.name in ("dynamic-packed", "static-mamba", "w1")
+    )
+    or (case.primitive is conv_step and case.name in ("w5", "static-w1"))
+]
 
 
 @needs_torch
-@pytest.mark.parametrize("case", [*opchecked()])
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
 def test_opcheck(case):
     arrays, static = case.make()
     differentiable = case.primitive.pullback is not None

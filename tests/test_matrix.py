@@ -7,7 +7,8 @@ import importlib.util
 import numpy as np
 import pytest
 
-from fusedops import _registry
+from fusedops import Sequences, _registry
+from fusedops.conv import conv, conv_vjp
 from fusedops.planarity import gradient_vjp, nll
 from fusedops.testing import CASES, check, run
 
@@ -35,16 +36,26 @@ def test_agrees_with_the_reference(case, place, dtype):
     check(case, *place, dtype)
 
 
+# One of every primitive.
+TYPICAL = [case for case in CASES if case.name in ("chain-uniform", "jet")]
+
+
 @interpreted
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("backend", [backend for kind, backend in PLACES if kind == "torch"])
-def test_sixteen_bits(backend, dtype):
-    check(CASES[0], "torch", backend, dtype)
+@pytest.mark.parametrize("case", TYPICAL, ids=str)
+def test_sixteen_bits(case, backend, dtype):
+    check(case, "torch", backend, dtype)
 
 
-CHAIN = [case for case in CASES if case.name == "chain-uniform"]
-OUTPUTS = [(case, o) for case in CHAIN for o in range(len(case.primitive.outputs))]
+def outputs_of(case):
+    """The numbers of the outputs that a case has."""
+    described = case.primitive.describe(*case.make())
+    return [number for number, output in enumerate(described) if output is not None]
+
+
+OUTPUTS = [(case, number) for case in TYPICAL for number in outputs_of(case)]
 
 
 @interpreted
@@ -87,7 +98,7 @@ def test_an_unwritten_output_shows(backend, monkeypatch):
 @pytest.mark.parametrize("primitive", [nll, gradient_vjp], ids=lambda p: p.name)
 def test_a_kernel_touches_no_memory_of_others(place, primitive):
     """Indices that lie about the coordinates are read as no atom, and nothing is written there."""
-    _, static = CHAIN[0].make()
+    _, static = CASES[0].make()
     planes = static[0]
     framework, backend = place
     guard = np.full((3 * planes.bound, 3), 7.0)
@@ -115,3 +126,37 @@ def test_a_kernel_touches_no_memory_of_others(place, primitive):
         around[planes.bound : planes.bound + 20] = 5.0
         around[0, 0] = 5.0
         assert (around == 5.0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("place", [p for p in PLACES if p in FILLING], ids="-".join)
+@pytest.mark.parametrize("primitive", [conv, conv_vjp], ids=lambda p: p.name)
+@pytest.mark.parametrize("cu_seqlens", [[0, 2, 75, 80], [0, 0, 0, 1, 90]], ids=str)
+def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
+    """Of more tokens than there are: nothing outside of the arrays is read or written."""
+    framework, backend = place
+    T, D, W = 20, 3, 4
+    rng = np.random.default_rng(0)
+    sequences = Sequences(np.array(cu_seqlens))
+    count = sequences.num_sequences
+    shapes = {"x": (1, T, D), "kernels": (1, T, D, W), "initial_state": (count, D, W), "bias": (D,)}
+    shapes |= {"cotangent": (1, T, D), "final_cotangent": (count, D, W)}
+    arrays, outputs, guards = [], [], []
+    for name in primitive.arrays:
+        guard = np.full((3, *shapes[name]), np.nan)
+        guard[1] = rng.normal(size=shapes[name])
+        arrays.append(guard[1])
+    for shape, _ in primitive.describe(arrays, (sequences, "silu")):
+        guard = np.full((3, *shape), 5.0)
+        outputs.append(guard[1])
+        guards.append(guard)
+    request = _registry.Request(primitive.name, framework, "cpu", np.dtype(np.float64), backend)
+    kernel = _registry.choose(request)[1]
+    if framework == "torch":
+        import torch
+
+        arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))
+    kernel(*arrays, sequences, "silu", *outputs)
+    for guard in guards:
+        assert (guard[[0, 2]] == 5).all()
+        assert np.isfinite(guard[1]).all()

@@ -1,0 +1,99 @@
+"""What the benches share: interleaved timing, CUDA graphs, and the machine they ran on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fusedops
+
+#: Steps in one CUDA graph, whose own launch then counts for little.
+COPIES = 10
+
+
+def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    wait()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+def interleaved(
+    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 4.0
+) -> dict[str, float]:
+    """Return the median time of every run, in ms, taken in turns."""
+    repeats = {}
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        wait()
+        repeats[name] = max(1, min(100, int(seconds / 25 / (timed(run, wait, 1) / 1e3))))
+    rounds = [
+        {name: timed(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(25)
+    ]
+    return {name: statistics.median(each[name] for each in rounds) for name in runs}
+
+
+def waiting(device: str) -> Callable[[], None]:
+    """Return what waits for a device's work."""
+    return torch.cuda.synchronize if device == "cuda" else (lambda: None)
+
+
+def graphed(step: Callable[[], Any], copies: int = COPIES) -> Callable[[], None]:
+    """Return the replay of a CUDA graph that holds several steps, one after the other."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(copies):
+            step()
+    return graph.replay
+
+
+def bandwidth(device: str) -> float:
+    """Return bytes read and written a second by a large copy."""
+    source = torch.empty(2**28, device=device)
+    target = torch.empty_like(source)
+    times = interleaved({"copy": lambda: target.copy_(source)}, waiting(device))
+    return 2 * source.nbytes / (times["copy"] * 1e-3)
+
+
+def processor() -> str:
+    """Return the processor's name and the instruction set that the kernels use on it."""
+    level = fusedops.info().instruction_set
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [
+        line.partition(":")[2].strip()
+        for line in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else [])
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else platform.machine()}, {level}"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return where and with which versions something is measured."""
+    return {
+        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "threads": fusedops.get_num_threads(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def save(path: Path | None, report: dict[str, Any]) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
