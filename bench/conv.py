@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from timing import COPIES, bandwidth, graphed, interleaved, machine, save, waiti
 import fusedops
 from fusedops._registry import Call
 from fusedops.conv import conv, conv_step, conv_vjp
+
+op = fusedops.dynamic_conv
+silu = partial(op, activation="silu")
+numba = partial(op, backend="numba")
 
 
 def shifted(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
@@ -62,22 +67,14 @@ def on_cpu(rate: float) -> list[dict[str, Any]]:
         x, kernels = example(shape, "cpu", torch.float32)
         half = [array.bfloat16() for array in (x, kernels)]
         out = torch.empty_like(x)
-        op = fusedops.dynamic_conv
-
-        def silu(*arrays: torch.Tensor) -> torch.Tensor:
-            return fusedops.dynamic_conv(*arrays, activation="silu")
-
-        def numba(*arrays: torch.Tensor) -> torch.Tensor:
-            return fusedops.dynamic_conv(*arrays, backend="numba")
-
         forward = {
-            "fusedops": lambda a=(x, kernels): op(*a),
-            "fusedops, out=": lambda a=(x, kernels), o=out: op(*a, out=o),
-            "fusedops, silu": lambda a=(x, kernels): silu(*a),
-            "fusedops, bfloat16": lambda a=half: op(*a),
-            "fusedops, Numba": lambda a=(x, kernels): numba(*a),
-            "torch.compile": lambda a=(x, kernels): compiled(*a),
-            "torch eager unfold": lambda a=(x, kernels): unfolded(*a),
+            "fusedops": partial(op, x, kernels),
+            "fusedops, out=": partial(op, x, kernels, out=out),
+            "fusedops, silu": partial(silu, x, kernels),
+            "fusedops, bfloat16": partial(op, *half),
+            "fusedops, Numba": partial(numba, x, kernels),
+            "torch.compile": partial(compiled, x, kernels),
+            "torch eager unfold": partial(unfolded, x, kernels),
         }
         training = {
             "fusedops": both(op, x, kernels),
@@ -108,13 +105,13 @@ def on_gpu(rate: float) -> list[dict[str, Any]]:
                 wanted = (True, True, False, False)
                 backward[name] = graphed(lambda c=call, a=arrays, w=wanted: c.other(conv_vjp, a, w))
             compiled = torch.compile(shifted, dynamic=False)
-            forward["torch.compile"] = graphed(lambda f=compiled, a=(x, kernels): f(*a))
+            forward["torch.compile"] = graphed(partial(compiled, x, kernels))
             kind = str(dtype).removeprefix("torch.")
             rows.append(row(shape, kind, "forward", forward, 2 + shape[3], x, rate, "cuda"))
             passes = 3 + 2 * shape[3]
             rows.append(row(shape, kind, "backward", backward, passes, x, rate, "cuda"))
             training = {
-                "fusedops": both(fusedops.dynamic_conv, x, kernels),
+                "fusedops": both(op, x, kernels),
                 "torch.compile": both(compiled, x, kernels),
             }
             passes += 2 + shape[3]

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
 from fusedops import _registry  # noqa: E402
+from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
 from fusedops.testing import CASES, check, error, protein  # noqa: E402
 
@@ -200,3 +201,235 @@ def test_the_second_gpu():
     want.backward()
     assert loss.item() == want.item()
     assert torch.equal(xyz.grad.cpu(), first.grad.cpu())
+
+
+def convolution(tokens, channels=64, width=4, dtype=torch.float32, batch=1):
+    """Leaves x and kernels."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    shapes = (batch, tokens, channels), (batch, tokens, channels, width)
+    return [
+        torch.randn(shape, generator=generator, dtype=dtype, device="cuda", requires_grad=True)
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("static", [False, True])
+def test_gradgradcheck_of_the_convolution(static, activation):
+    x, kernels = convolution(5, channels=3, width=3, dtype=torch.float64)
+    if static:
+        kernels = kernels.detach()[0, 0].requires_grad_()
+    state = torch.randn(2, 3, 3, dtype=torch.float64, device="cuda", requires_grad=True)
+    bias = torch.randn(3, dtype=torch.float64, device="cuda", requires_grad=True)
+    cu_seqlens = torch.tensor([0, 1, 5], device="cuda")
+
+    def function(x, kernels, state, bias):
+        return fusedops.dynamic_conv(
+            x,
+            kernels,
+            initial_state=state,
+            bias=bias,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            activation=activation,
+        )
+
+    assert torch.autograd.gradcheck(function, (x, kernels, state, bias))
+    assert torch.autograd.gradgradcheck(function, (x, kernels, state, bias))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_the_convolution_waits_for_nothing_and_has_the_same_bits_every_time():
+    x, kernels = convolution(500, channels=72)
+    bias = torch.randn(72, device="cuda", requires_grad=True)
+    static = torch.randn(72, 4, device="cuda", requires_grad=True)
+    cu_seqlens = torch.tensor([0, 7, 7, 300, 500], device="cuda")
+    state = torch.randn(4, 72, 4, device="cuda", requires_grad=True)
+
+    def run():
+        results = []
+        for taps in (kernels, static):
+            outputs = fusedops.dynamic_conv(
+                x,
+                taps,
+                bias=bias,
+                initial_state=state,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                activation="silu",
+            )
+            loss = outputs[0].square().sum() + outputs[1].sum()
+            results += [*outputs, *torch.autograd.grad(loss, (x, taps, bias, state))]
+        return [result.detach() for result in results]
+
+    first = run()
+    for _ in range(3):
+        torch.cuda.set_sync_debug_mode(2)
+        try:
+            again = run()
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_a_cuda_graph_replays_the_convolution_and_decodes():
+    x, kernels = convolution(130)
+    sequences = fusedops.Sequences(torch.tensor([0, 100, 130], device="cuda"))
+    state = torch.zeros(130, 64, 4, device="cuda")
+
+    def run():
+        out = fusedops.dynamic_conv(x, kernels, cu_seqlens=sequences, activation="silu")
+        gradients = torch.autograd.grad(out.square().sum(), (x, kernels))
+        with torch.no_grad():
+            token = fusedops.dynamic_conv_step(x[0], state, kernels[0], activation="silu")
+        return out.detach(), *gradients, token
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        x += torch.randn_like(x)
+        state.normal_()
+    before = state.clone()
+    graph.replay()
+    after = state.clone()
+    state.copy_(before)
+    assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+    assert torch.equal(state, after)
+    assert torch.equal(after, torch.cat([before[..., 1:], x[0].detach()[..., None]], -1))
+
+
+def test_other_lengths_and_alignments_compile_no_new_convolution():
+    from gpukern import conv as kernels_of
+
+    def run(tokens, skip, batch):
+        x, kernels = convolution(tokens + skip, channels=72, batch=batch)
+        wide = torch.zeros(batch, tokens, 72 + skip, device="cuda")
+        wide[..., skip:] = x.detach()[:, skip:]
+        strided = wide[..., skip:].requires_grad_()
+        out = fusedops.dynamic_conv(strided, kernels[:, skip:], activation="silu")
+        want = fusedops.dynamic_conv(
+            x.detach()[:, skip:].clone(), kernels.detach()[:, skip:].clone(), activation="silu"
+        )
+        torch.testing.assert_close(out.detach(), want)
+        torch.autograd.grad(out.sum(), (strided, kernels))
+
+    def compiled():
+        launchers = [*kernels_of._forward.values(), *kernels_of._backward.values()]
+        return sum(
+            len(cache[0])
+            for launcher in launchers
+            for cache in launcher.kernel.device_caches.values()
+        )
+
+    run(16, 0, 2)
+    run(16, 1, 1)
+    before = compiled()
+    for tokens in (1, 3, 17, 64, 65, 1000):
+        for skip in (0, 1, 2, 5):
+            for batch in (1, 3):
+                run(tokens, skip, batch)
+    assert compiled() == before > 0
+
+
+def test_a_strided_projection_is_read_in_place():
+    projected = torch.randn(2, 1000, 3 * 512, device="cuda", dtype=torch.bfloat16)
+    x = projected[..., 512:1024]
+    kernels = torch.randn(2, 1000, 512, 4, device="cuda", dtype=torch.bfloat16)
+    want = fusedops.dynamic_conv(x.contiguous(), kernels)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = fusedops.dynamic_conv(x, kernels)
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 1024
+    assert torch.equal(out, want)
+    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(fusedops.dynamic_conv(transposed, kernels), want)
+
+
+def test_more_than_two_to_the_31_taps():
+    tokens, channels = 2**19 + 100, 1024
+    assert tokens * channels * 4 > 2**31
+    x, kernels = convolution(tokens, channels, dtype=torch.bfloat16)
+    out = fusedops.dynamic_conv(x, kernels)
+    dx, dkernels = torch.autograd.grad(out, (x, kernels), torch.ones_like(out))
+    # Whole runs from the end, with the inputs before them as their state.
+    tail = slice(tokens - 1024, tokens)
+    state = x.detach()[:, tokens - 1028 : tokens - 1024].mT.contiguous()
+    end, taps = (a.detach()[:, tail].clone().requires_grad_() for a in (x, kernels))
+    want = fusedops.dynamic_conv(end, taps, initial_state=state)
+    want_dx, want_dkernels = torch.autograd.grad(want, (end, taps), torch.ones_like(want))
+    torch.testing.assert_close(out[:, tail], want)
+    torch.testing.assert_close(dx[:, tail], want_dx)
+    torch.testing.assert_close(dkernels[:, tail], want_dkernels)
+
+
+def test_no_memory_but_the_outputs_is_used():
+    x, kernels = convolution(4096, 512, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = fusedops.dynamic_conv(x, kernels, activation="silu")
+    gradients = torch.autograd.grad(out, (x, kernels), out.detach())
+    used = out.nbytes + sum(gradient.nbytes for gradient in gradients)
+    assert torch.cuda.max_memory_allocated() - before <= used + 2**16
+
+
+def test_packed_sequences_that_are_on_another_device():
+    x, kernels = convolution(10)
+    for cu_seqlens in (torch.tensor([0, 10]), fusedops.Sequences([0, 10]), [0, 10]):
+        with pytest.raises(ValueError, match="cu_seqlens is on cpu; it should be on cuda:0"):
+            fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens)
+
+
+def test_packed_sequences_are_read_again_when_they_change():
+    x, kernels = convolution(10)
+    cu_seqlens = torch.tensor([0, 4, 10], device="cuda")
+    first = fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens)
+    cu_seqlens[1] = 6
+    second = fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens)
+    assert not torch.equal(first, second)
+    with torch.inference_mode():
+        cu_seqlens = torch.tensor([0, 4, 10], device="cuda")
+        assert torch.equal(fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens), first)
+        cu_seqlens[1] = 6
+        assert torch.equal(fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens), second)
+    cu_seqlens = torch.tensor([0, 11], device="cuda")
+    with pytest.raises(ValueError, match="cu_seqlens ends at 11; it should end at 10"):
+        fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens)
+
+
+def test_sequences_that_lie_lead_nowhere_on_a_gpu():
+    sequences = fusedops.Sequences([0, 2, 75, 80]).to("cuda")
+    x, kernels = (a.detach() for a in convolution(20, channels=8))
+    state = torch.randn(3, 8, 4, device="cuda")
+    call = _registry.Call(conv, (sequences, "silu"), "triton")
+    out, final = call((x, kernels, state, None), (True, True))
+    gradients = call.other(conv_vjp, (x, kernels, state, None, out, final), (True,) * 3 + (False,))
+    torch.cuda.synchronize()
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(gradients[0]).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_convolution_under_compile_and_autocast():
+    torch._dynamo.reset()
+
+    def function(x, kernels):
+        return fusedops.dynamic_conv(2 * x, kernels, activation="silu").sin()
+
+    fast = torch.compile(function, fullgraph=True, dynamic=True)
+    for tokens in (7, 130, 300):
+        x, kernels = convolution(tokens, dtype=torch.bfloat16, batch=2)
+        got = torch.autograd.grad(fast(x, kernels).sum(), (x, kernels))
+        want = torch.autograd.grad(function(x, kernels).sum(), (x, kernels))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert fusedops.dynamic_conv(x, kernels).dtype == torch.bfloat16
+        assert fusedops.dynamic_conv(x.float(), kernels).dtype == torch.float32
