@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+# NumPy takes microseconds to name a dtype.
+_NAMES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64")}
 
 
 def is_tensor(value: Any) -> bool:
@@ -20,6 +22,8 @@ def is_tensor(value: Any) -> bool:
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of a NumPy or torch dtype, such as ``float32``."""
+    if isinstance(dtype, np.dtype) and dtype in _NAMES:
+        return _NAMES[dtype]
     return str(dtype).removeprefix("torch.")
 
 

@@ -35,9 +35,8 @@ class _Lease:
         _give_back(self.block)
 
 
-def empty(shape: Any, dtype: Any) -> np.ndarray:
+def empty(shape: Any, dtype: np.dtype) -> np.ndarray:
     """Return a new array like `numpy.empty`, of used memory if it is large."""
-    dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     if size < SMALL:
         return np.empty(shape, dtype)

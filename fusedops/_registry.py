@@ -368,33 +368,32 @@ class Call(NamedTuple):
         wanted: tuple[bool, ...],
         out: np.ndarray | None = None,
     ) -> tuple[Any, ...]:
-        """Run a NumPy-speaking kernel, with new arrays for its outputs but one that is given."""
+        """Run a NumPy-speaking kernel on arrays of one dtype, with new arrays for its outputs."""
         primitive = self.primitive
         dtype = promoted(given)
-        arrays = [None if a is None else a.astype(dtype, copy=False) for a in given]
-        described = [
-            output if want else None
-            for want, output in zip(wanted, primitive.describe(given, self.static), strict=True)
-        ]
+        mixed = any([array is not None and array.dtype != dtype for array in given])
+        arrays = (
+            [a if a is None else a.astype(dtype, copy=False) for a in given] if mixed else given
+        )
+        described = primitive.describe(given, self.static)
         if backend.module is None:
-            filled = kernel(*arrays, *self.static)
+            outputs = list(kernel(*arrays, *self.static))
         else:
-            filled = [
-                None if output is None else allocate(_memory.empty, output[0], dtype)
-                for output in described
+            outputs = [
+                allocate(_memory.empty, output[0], dtype) if want and output else None
+                for want, output in zip(wanted, described, strict=True)
             ]
             if out is not None and out.dtype == dtype:
-                filled[0] = out
-            kernel(*arrays, *self.static, *filled)
-        for name, array, array_given in zip(primitive.arrays, arrays, given, strict=True):
-            if name in primitive.mutates and array is not array_given:
-                array_given[...] = array
-        outputs = [
-            array
-            if output is None or array is None
-            else array.astype(output[1] or given[0].dtype, copy=False)
-            for array, output in zip(filled, described, strict=True)
-        ]
+                outputs[0] = out
+            kernel(*arrays, *self.static, *outputs)
+        if mixed:
+            for at, name in enumerate(primitive.arrays):
+                if name in primitive.mutates and arrays[at] is not given[at]:
+                    given[at][...] = arrays[at]
+            outputs = [
+                array if array is None else array.astype(output[1] or given[0].dtype, copy=False)
+                for array, output in zip(outputs, described, strict=True)
+            ]
         if out is not None and outputs[0] is not out:
             out[...] = outputs[0]
             outputs[0] = out
@@ -475,7 +474,7 @@ class Primitive:
 
     def with_saved(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """Return which outputs to compute for those that are wanted and for their pullback."""
-        return tuple(a or b for a, b in zip(wanted, self.saved, strict=True))
+        return tuple([a or b for a, b in zip(wanted, self.saved, strict=True)])
 
 
 def primitives() -> dict[str, Primitive]:
@@ -544,6 +543,9 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
     ``backend``, and ``out``, an array for the first output, unless `takes_out` is false.
     """
 
+    outputs = primitive.outputs
+    alone = {shown: tuple([name == shown for name in outputs]) for shown in outputs}
+
     def declare(check: Callable[..., Any]) -> Op:
         def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[Any, Call, Any]:
             arrays, static, shown = check(*args, **kwargs)
@@ -556,14 +558,14 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
             return (shown,) if isinstance(shown, str) else shown
 
         def wanted(shown: Any) -> tuple[bool, ...]:
-            return tuple([name in names(shown) for name in primitive.outputs])
+            return alone[shown] if isinstance(shown, str) else tuple([n in shown for n in outputs])
 
-        def shown_of(outputs: Sequence[Any], shown: Any) -> Any:
-            values = tuple([outputs[primitive.outputs.index(name)] for name in names(shown)])
+        def shown_of(results: Sequence[Any], shown: Any) -> Any:
             if not isinstance(shown, str):
-                return values
+                return tuple([results[outputs.index(name)] for name in shown])
+            value = results[outputs.index(shown)]
             # A NumPy scalar, not an array of no dimensions.
-            return values[0] if is_tensor(values[0]) or values[0].ndim else values[0][()]
+            return value if is_tensor(value) or value.ndim else value[()]
 
         @functools.wraps(check)
         def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
@@ -585,24 +587,22 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
                 )
             if primitive.mutates:
                 raise TypeError(_no_gradient(call.__name__, primitive))
-            outputs = bound(arrays, primitive.with_saved(wanted(shown)))
+            results = bound(arrays, primitive.with_saved(wanted(shown)))
             needed = tuple(array is not None for array in arrays)
 
             def pullback(*given: Any) -> tuple[Any, ...]:
                 cotangents: list[Any] = [None] * len(outputs)
                 for name, cotangent in zip(names(shown), given, strict=True):
-                    at = primitive.outputs.index(name)
+                    like = results[outputs.index(name)]
                     if cotangent is not None:
-                        like = outputs[at]
-                        cotangents[at] = np.asarray(cotangent, dtype=like.dtype)
-                        of_shape(
-                            f"{call.__name__}.vjp", "the cotangent", cotangents[at], like.shape
-                        )
-                saved = outputs[primitive.residual]
+                        cotangent = np.asarray(cotangent, dtype=like.dtype)
+                        of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, like.shape)
+                        cotangents[outputs.index(name)] = cotangent
+                saved = results[primitive.residual]
                 gradients = primitive.pullback(bound, arrays, saved, cotangents, needed)
                 return tuple([g for g, need in zip(gradients, needed, strict=True) if need])
 
-            return shown_of(outputs, shown), pullback
+            return shown_of(results, shown), pullback
 
         def explain_call(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
             arrays, bound, _ = bind(args, kwargs, backend)

@@ -72,18 +72,17 @@ def run(
             if array is not None and array.requires_grad:
                 return _apply(call, wanted, *arrays)
     outputs = evaluate(call, arrays, wanted, out)
-    for name, array in zip(primitive.arrays, arrays, strict=True):
-        if name in primitive.mutates:
-            _written(array)
-    if out is not None:
-        _written(out)
+    if primitive.mutates or out is not None:
+        names = zip(primitive.arrays, arrays, strict=True)
+        _tell_autograd([out, *(array for name, array in names if name in primitive.mutates)])
     return outputs
 
 
-def _written(tensor: torch.Tensor) -> None:
-    """Tell autograd of a write that it hasn't seen, lest it use the new values for the old."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+def _tell_autograd(written: Sequence[torch.Tensor | None]) -> None:
+    """Count writes that autograd hasn't seen, lest it use new values for old ones."""
+    for tensor in written:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _refuse_gradient(call: Call, arrays: Sequence[Any], transformed: bool) -> None:
@@ -143,23 +142,25 @@ def _on_numpy(
     bits = dtype == torch.bfloat16 and kernel in _registry.takes_bfloat16
     if dtype in _HALF and not bits:
         dtype = torch.float32
-    cast = [None if array is None else array.detach().to(dtype) for array in arrays]
-    views = [None if a is None else _as_numpy(a) for a in cast]
+    alike = all([array is None or array.dtype == dtype for array in arrays])
+    cast = arrays if alike else [a if a is None else a.to(dtype) for a in arrays]
+    views = [array if array is None else _as_numpy(array.detach()) for array in cast]
     there = None if out is None or out.dtype != dtype else _as_numpy(out)
     results = call.on_numpy(backend, kernel, views, wanted, there)
-    for name, array, used in zip(primitive.arrays, arrays, cast, strict=True):
-        if name in primitive.mutates and used.dtype != array.dtype:
-            array.copy_(used)
-    described = primitive.describe(arrays, call.static)
-    outputs: list[Any] = []
-    for result, output in zip(results, described, strict=True):
-        if result is None or output is None:
-            outputs.append(None)
-            continue
-        tensor = torch.from_numpy(result)
-        if bits:
-            tensor = tensor.view(torch.bfloat16)
-        outputs.append(tensor.to(getattr(torch, output[1]) if output[1] else arrays[0].dtype))
+    outputs = [array if array is None else torch.from_numpy(array) for array in results]
+    if bits:
+        outputs = [tensor if tensor is None else tensor.view(torch.bfloat16) for tensor in outputs]
+    if not alike:
+        for name, array, used in zip(primitive.arrays, arrays, cast, strict=True):
+            if name in primitive.mutates and used.dtype != array.dtype:
+                array.copy_(used)
+        described = primitive.describe(arrays, call.static)
+        outputs = [
+            tensor
+            if tensor is None
+            else tensor.to(getattr(torch, output[1]) if output[1] else arrays[0].dtype)
+            for tensor, output in zip(outputs, described, strict=True)
+        ]
     if out is not None:
         outputs[0] = out if there is not None else out.copy_(outputs[0])
     return tuple(outputs)

@@ -316,8 +316,10 @@ def _added(one: Any, two: Any) -> Any:
     return one + two
 
 
-def _described(array: Any) -> tuple[Any, str] | None:
-    return None if array is None else (array.shape, dtype_name(array.dtype))
+def _dtype(x: Any, *arrays: Any) -> str | None:
+    """Return the name of the dtype of arrays together, None for that of x."""
+    dtype = promoted(arrays)
+    return None if dtype == x.dtype else dtype_name(dtype)
 
 
 def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
@@ -325,7 +327,12 @@ def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
     sequences = static[0]
     count = x.shape[0] if sequences is None else sequences.num_sequences
     final = (count, x.shape[2], kernels.shape[-1])
-    return (x.shape, dtype_name(promoted(arrays))), (final, dtype_name(promoted((x, state))))
+    return (x.shape, _dtype(x, *arrays)), (final, _dtype(x, x, state))
+
+
+def _vjp_outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
+    x = arrays[0]
+    return tuple([None if a is None else (a.shape, _dtype(x, a)) for a in arrays[:4]])
 
 
 conv_vjp = Primitive(
@@ -333,7 +340,7 @@ conv_vjp = Primitive(
     arrays=("x", "kernels", "initial_state", "bias", "cotangent", "final_cotangent"),
     static={"sequences": Sequences, "activation": str},
     outputs=("x_cotangent", "kernels_cotangent", "initial_state_cotangent", "bias_cotangent"),
-    describe=lambda arrays, _: tuple([_described(array) for array in arrays[:4]]),
+    describe=_vjp_outputs,
     formula=_vjp_formula,
     pullback=_vjp_pullback,
     sixteen_bits=True,
@@ -367,7 +374,7 @@ conv_step = Primitive(
     arrays=("x", "state", "kernels", "bias"),
     static={"activation": str},
     outputs=("out",),
-    describe=lambda arrays, _: ((arrays[0].shape, dtype_name(promoted(arrays))),),
+    describe=lambda arrays, _: ((arrays[0].shape, _dtype(arrays[0], *arrays)),),
     formula=_step_formula,
     mutates=("state",),
     sixteen_bits=True,

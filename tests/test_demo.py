@@ -22,21 +22,32 @@ def test_demo_draws_and_agrees(tmp_path, capsys):
     out = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
-    for backend in _registry.BACKENDS:
-        assert backend.name in out
+    rows = {tuple(line.split()[:2]) for line in out.splitlines()}
+    for op in ("planarity_nll", "dynamic_conv"):
+        assert {(op, backend.name) for backend in _registry.BACKENDS} <= rows
     assert "chosen" in out
     assert "Every result agrees" in out
 
 
-def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch):
-    kernel = _registry._kernels["planarity_nll", "numba"]
+@pytest.mark.parametrize(
+    ("primitive", "output"),
+    [
+        ("planarity_nll", -1),
+        ("dynamic_conv", -2),
+        ("dynamic_conv_vjp", -4),
+        ("dynamic_conv_vjp", -3),
+        ("dynamic_conv_step", -1),
+    ],
+)
+def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, primitive, output):
+    kernel = _registry._kernels[primitive, "numba"]
 
-    def wrong(xyz, planes, fit, nll, gradient):
-        kernel(xyz, planes, fit, nll, gradient)
-        if gradient is not None:
-            gradient[100] += 1e-6 * np.abs(gradient).max()
+    def wrong(*args):
+        kernel(*args)
+        if args[output] is not None:
+            args[output].flat[100 % args[output].size] += 1e-6 * np.abs(args[output]).max()
 
-    monkeypatch.setitem(_registry._kernels, ("planarity_nll", "numba"), wrong)
+    monkeypatch.setitem(_registry._kernels, (primitive, "numba"), wrong)
     monkeypatch.setattr(_registry, "_chosen", {})
     assert cli.main(["demo", "--picture", str(tmp_path / "p.png")]) == 1
     out = capsys.readouterr().out
