@@ -19,7 +19,7 @@ SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.b
 help:
 	@sed -n 's/^\([a-z]*\):.*##/make \1:/p' Makefile
 
-demo: .venv/demo ## score the planes of a protein on every backend that works here
+demo: .venv/demo ## show every op on every backend that works here
 	$(BIN)/fusedops demo
 
 # From another folder, where a test and its `python -c` can't import the source tree.

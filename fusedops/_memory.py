@@ -46,11 +46,11 @@ def empty(shape: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def _take(size: int) -> np.ndarray:
-    """Return a block of at least `size` bytes, and not many more."""
+    """Return a block of at least `size` bytes, and not many more: the one given back last."""
     with _lock:
-        fitting = [i for i, b in enumerate(_free) if size <= b.size <= size + size // 4]
-        if fitting:
-            return _free.pop(min(fitting, key=lambda i: _free[i].size))
+        for i in reversed(range(len(_free))):
+            if size <= _free[i].size <= size + size // 4:
+                return _free.pop(i)
     return np.empty(size, np.uint8)
 
 

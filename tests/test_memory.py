@@ -1,0 +1,119 @@
+"""Memory of large arrays is used again, and never while anybody holds it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from fusedops import _memory
+
+LARGE = (_memory.SMALL // 8 + 3,)
+
+
+@pytest.fixture(autouse=True)
+def empty_pool(monkeypatch):
+    monkeypatch.setattr(_memory, "_free", [])
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def test_arrays_are_like_numpys():
+    array = _memory.empty((3, 5, _memory.SMALL // 32), np.dtype(np.float32))
+    assert array.shape == (3, 5, _memory.SMALL // 32)
+    assert array.dtype == np.float32
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    assert address(array) % 64 == 0
+    array[:] = 2
+    assert (pickle.loads(pickle.dumps(array)) == 2).all()
+    for shape in ((), (0, 3), (2, 2)):
+        assert _memory.empty(shape, np.dtype(np.float64)).shape == shape
+
+
+def test_memory_is_used_again():
+    array = _memory.empty(LARGE, np.dtype(np.float64))
+    first = address(array)
+    del array
+    again = _memory.empty(LARGE, np.dtype(np.float64))
+    assert address(again) == first
+    assert address(_memory.empty(LARGE, np.dtype(np.float64))) != first
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda array: array[5:7],
+        lambda array: array.reshape(-1, 1).T,
+        lambda array: array.view(np.uint8)[8:],
+        lambda array: memoryview(array)[3:],
+        lambda array: np.frombuffer(array, np.uint8)[1:],
+        lambda array: np.from_dlpack(array)[2:],
+    ],
+)
+def test_a_view_keeps_the_memory(view):
+    array = _memory.empty(LARGE, np.dtype(np.float64))
+    array[:] = 1
+    first = address(array)
+    held = view(array)
+    before = bytes(held)
+    del array
+    gc.collect()
+    other = _memory.empty(LARGE, np.dtype(np.float64))
+    other[:] = 7
+    assert address(other) != first
+    assert bytes(held) == before
+    del held
+    gc.collect()
+    assert address(_memory.empty(LARGE, np.dtype(np.float64))) == first
+
+
+def test_a_tensor_keeps_the_memory():
+    torch = pytest.importorskip("torch")
+    array = _memory.empty(LARGE, np.dtype(np.float64))
+    first = address(array)
+    tensor = torch.from_numpy(array).view(-1, 1)[1:]
+    del array
+    other = _memory.empty(LARGE, np.dtype(np.float64))
+    assert address(other) != first
+    del tensor
+    assert address(_memory.empty(LARGE, np.dtype(np.float64))) == first
+
+
+def test_a_block_serves_arrays_of_about_its_size():
+    size = _memory.SMALL
+    array = _memory.empty((8 * size,), np.dtype(np.uint8))
+    first = address(array)
+    del array
+    assert address(_memory.empty((4 * size,), np.dtype(np.uint8))) != first
+    assert address(_memory.empty((7 * size,), np.dtype(np.uint8))) == first
+
+
+def test_no_more_is_kept_than_allowed(monkeypatch):
+    monkeypatch.setattr(_memory, "KEPT", 5 * _memory.SMALL)
+    arrays = [_memory.empty((2 * _memory.SMALL,), np.dtype(np.uint8)) for _ in range(4)]
+    arrays.append(_memory.empty((6 * _memory.SMALL,), np.dtype(np.uint8)))
+    arrays.clear()
+    assert 0 < sum(block.size for block in _memory._free) <= _memory.KEPT
+
+
+def test_threads_never_share_an_array():
+    def work(number):
+        for _ in range(200):
+            array = _memory.empty(LARGE, np.dtype(np.float64))
+            array[::4096] = number
+            if not (array[::4096] == number).all():
+                wrong.append(number)
+
+    wrong: list[int] = []
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
