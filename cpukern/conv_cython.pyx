@@ -29,7 +29,7 @@ ctypedef fused real:
     float
     double
 
-# Strides are in elements; those of static kernels are zero.
+# Strides are in elements.
 cdef struct Layout:
     Py_ssize_t tokens
     Py_ssize_t channels
@@ -119,7 +119,7 @@ cdef inline void narrow(
 
 
 cdef inline real exponential(real x) noexcept nogil:
-    """e^x to two units in the last place, in vector code; infinite where it doesn't fit."""
+    """e^x to two units in the last place, in vector code; infinite from 88 (709) on."""
     cdef real n, r, scale, value
     cdef bint fits
     cdef int single

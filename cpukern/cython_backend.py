@@ -91,7 +91,8 @@ def _scratch(threads: int, channels: int, width: int, dtype: np.dtype) -> np.nda
 def _chunks(x: Any, sequences: Any) -> tuple[Any, Any, int]:
     """Return chunks of packed sequences, where these begin, and how many chunks there are."""
     if sequences is not None:
-        return sequences.chunks, sequences.cu_seqlens, len(sequences.chunks)
+        starts = sequences.cu_seqlens[: sequences.num_sequences + 1]
+        return sequences.chunks, starts, sequences.chunks.size // 2 if len(starts) > 1 else 0
     return None, None, x.shape[0] * -(-x.shape[1] // CHUNK)
 
 
@@ -101,7 +102,7 @@ def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
         return
     empty = slice(None) if x.shape[1] == 0 else slice(0)
     if sequences is not None:
-        empty = np.diff(sequences.cu_seqlens) == 0
+        empty = np.diff(sequences.cu_seqlens[: sequences.num_sequences + 1]) == 0
     states[empty] = 0 if given is None else given[empty]
 
 
@@ -193,10 +194,11 @@ def dynamic_conv_vjp(
 
 def _round(values: np.ndarray, out: np.ndarray) -> None:
     """Write float64 values in the dtype of `out`, to the nearest; bfloat16 as its bits."""
-    if out.dtype != _BITS:
-        out[...] = values
-        return
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    with np.errstate(over="ignore"):
+        if out.dtype != _BITS:
+            out[...] = values
+            return
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     out[...] = np.where(np.isnan(values), 0x7FC0, rounded)
 

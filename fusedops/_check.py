@@ -50,10 +50,11 @@ def promoted(arrays: Sequence[Any]) -> Any:
 
 
 def overlap(one: Any, other: Any) -> bool:
-    """Return whether the memory of two arrays may overlap; in a compiled graph nobody knows."""
+    """Return whether the memory of two arrays may overlap; some tensors have none."""
     if isinstance(one, np.ndarray):
         return np.may_share_memory(one, other)
-    if sys.modules["torch"].compiler.is_compiling():
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
 
     def extent(tensor: Any) -> tuple[int, int]:
@@ -61,10 +62,28 @@ def overlap(one: Any, other: Any) -> bool:
         start = tensor.data_ptr()
         return start, start + (last + 1) * tensor.itemsize
 
-    if 0 in (one.numel(), other.numel()) or one.device != other.device:
+    plain = (torch.Tensor, torch.nn.Parameter)
+    for tensor in (one, other):
+        if type(tensor) not in plain or tensor.is_meta or not tensor.numel():
+            return False
+    if one.device != other.device:
         return False
     (low, high), (other_low, other_high) = extent(one), extent(other)
     return low < other_high and other_low < high
+
+
+def overlaps_itself(array: Any) -> bool:
+    """Return whether two elements of an array may have the same memory."""
+    if 0 in array.shape or (is_tensor(array) and sys.modules["torch"].compiler.is_compiling()):
+        return False
+    strides = array.stride() if is_tensor(array) else array.strides
+    extent = 1 if is_tensor(array) else array.itemsize
+    for stride, size in sorted((abs(s), n) for s, n in zip(strides, array.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent = stride * size
+    return False
 
 
 def alike(op: str, name: str, value: Any, other: str, reference: Any) -> None:

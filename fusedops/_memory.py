@@ -1,14 +1,16 @@
 """Memory of large CPU arrays, used again.
 
-Fresh pages come from the operating system at a fraction of the speed of memory: for an array as
-large as a map, that takes longer than what a kernel does with it. So the memory of a large array
-that nobody holds any longer goes into a pool, from which the next one of about its size is made.
+Fresh pages come from the operating system at a fraction of the speed of memory: for a large result
+that takes longer than what a kernel does with it. So the memory of a large array that nobody holds
+any longer goes into a pool, from which the next one of about its size is made.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,20 @@ KEPT = 2**30
 
 _ALIGNMENT = 64
 _free: list[np.ndarray] = []
-_lock = threading.RLock()
+_lock = threading.Lock()
+# An array may die anywhere, inside of `_take` too, so that this takes no lock.
+_returned: deque[np.ndarray] = deque()
+
+
+def _start_anew() -> None:
+    """Forget a pool that another thread may have been at work on when this process was forked."""
+    global _lock
+    _lock = threading.Lock()
+    _free.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 class _Lease:
@@ -32,7 +47,10 @@ class _Lease:
         self.__array_interface__ = block.__array_interface__
 
     def __del__(self) -> None:
-        _give_back(self.block)
+        _returned.append(self.block)
+        if _lock.acquire(blocking=False):
+            _collect()
+            _lock.release()
 
 
 def empty(shape: Any, dtype: np.dtype) -> np.ndarray:
@@ -48,17 +66,21 @@ def empty(shape: Any, dtype: np.dtype) -> np.ndarray:
 def _take(size: int) -> np.ndarray:
     """Return a block of at least `size` bytes, and not many more: the one given back last."""
     with _lock:
+        _collect()
         for i in reversed(range(len(_free))):
             if size <= _free[i].size <= size + size // 4:
                 return _free.pop(i)
-    return np.empty(size, np.uint8)
+    try:
+        return np.empty(size, np.uint8)
+    except MemoryError:
+        with _lock:
+            _free.clear()
+        return np.empty(size, np.uint8)
 
 
-def _give_back(block: np.ndarray) -> None:
-    """Keep a block, and let go of those that have waited longest."""
-    if block.size > KEPT:
-        return
-    with _lock:
-        _free.append(block)
-        while sum(b.size for b in _free) > KEPT:
-            del _free[0]
+def _collect() -> None:
+    """Keep what was given back, and let go of what has waited longest."""
+    while _returned:
+        _free.append(_returned.popleft())
+    while sum(block.size for block in _free) > KEPT:
+        del _free[0]

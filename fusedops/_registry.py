@@ -497,6 +497,12 @@ class Op(Protocol):
         """Return which backend serves the call, and why."""
 
 
+def _traced() -> bool:
+    """Return whether torch records a call, or works on tensors without memory."""
+    torch = sys.modules["torch"]
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _check_out(name: str, call: Call, arrays: Sequence[Any], out: Any) -> None:
     """Raise unless `out` can be filled with the first output."""
     first = arrays[0]
@@ -549,7 +555,7 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
     def declare(check: Callable[..., Any]) -> Op:
         def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[Any, Call, Any]:
             arrays, static, shown = check(*args, **kwargs)
-            if is_tensor(arrays[0]) and sys.modules["torch"].compiler.is_compiling():
+            if is_tensor(arrays[0]) and _traced():
                 # A compiled graph looks for a backend when it runs, not when it is traced.
                 return arrays, Call(primitive, static, backend, True), shown
             return arrays, Call(primitive, static, forced(backend)), shown

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.weak
 from torch.autograd import forward_ad
 
 from fusedops import _registry
@@ -18,6 +19,9 @@ from fusedops._check import promoted
 from fusedops._registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
+
+#: Boundaries of packed sequences on a GPU that were read, by the tensor that they were read from.
+sequences_read = torch.utils.weak.WeakTensorKeyDictionary()
 
 
 def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -62,7 +66,8 @@ def run(
         outputs = _call_registered(call, arrays, wanted)
         return outputs if out is None else (out.copy_(outputs[0]), *outputs[1:])
     if transformed:
-        return _transformed(call, arrays, wanted)
+        outputs = _transformed(call, arrays, wanted)
+        return outputs if out is None else (out.copy_(outputs[0]), *outputs[1:])
     if forward_ad._current_level >= 0 and any(
         array is not None and forward_ad.unpack_dual(array).tangent is not None for array in arrays
     ):
@@ -97,6 +102,8 @@ def evaluate(
 ) -> tuple[Any, ...]:
     """Evaluate a primitive on the backend chosen, without a derivative."""
     primitive, static, forced, _ = call
+    if any([array is not None and array.is_neg() for array in (*arrays, out)]):
+        arrays = _resolved(primitive, arrays, out)
     first = arrays[0]
     dtype = promoted(arrays)
     backend, kernel = _registry.choose(
@@ -126,6 +133,19 @@ def evaluate(
     else:
         kernel(*arrays, *static, *outputs)
     return tuple(outputs)
+
+
+def _resolved(
+    primitive: Primitive, arrays: Sequence[Any], out: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Return tensors that mean what is in their memory, not its negative, which no kernel knows."""
+    written = [a for a, n in zip(arrays, primitive.arrays, strict=True) if n in primitive.mutates]
+    if any(array is not None and array.is_neg() for array in (*written, out)):
+        raise ValueError(
+            f"{primitive.name}: a tensor to write to is a negative view; it should be resolved, "
+            "by resolve_neg"
+        )
+    return [array if array is None else array.resolve_neg() for array in arrays]
 
 
 def _on_numpy(

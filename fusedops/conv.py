@@ -21,10 +21,11 @@ from fusedops._check import (
     is_tensor,
     one_of,
     overlap,
+    overlaps_itself,
     promoted,
     same_device,
 )
-from fusedops._registry import Call, Packed, Primitive, op
+from fusedops._registry import Call, Packed, Primitive, bridge, op
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -40,6 +41,8 @@ class Sequences(Packed):
     cu_seqlens : array or tensor (S + 1,), int32 or int64
         Where each of S sequences begins, and where the last one ends: from 0 to the number of
         tokens, never decreasing. A sequence may be empty. The object lives on the tensor's device.
+    num_tokens : int, optional
+        Where the last sequence must end.
 
     Attributes
     ----------
@@ -74,7 +77,7 @@ class Sequences(Packed):
     _fields = ("cu_seqlens", "chunks")
     _sizes = ("num_sequences", "num_tokens")
 
-    def __init__(self, cu_seqlens: Any) -> None:
+    def __init__(self, cu_seqlens: Any, *, num_tokens: int | None = None) -> None:
         given = cu_seqlens if is_tensor(cu_seqlens) else np.asarray(cu_seqlens)
         if dtype_name(given.dtype) not in ("int32", "int64"):
             raise TypeError(
@@ -91,13 +94,19 @@ class Sequences(Packed):
         starts = given.astype(np.int64)
         if starts[0] != 0:
             raise ValueError(f"Sequences: cu_seqlens[0] is {starts[0]}; it should be 0")
-        lengths = np.diff(starts)
-        if (lengths < 0).any():
-            s = int(np.argmax(lengths < 0)) + 1
+        falls = starts[1:] < starts[:-1]
+        if falls.any():
+            s = int(np.argmax(falls)) + 1
             raise ValueError(
                 f"Sequences: cu_seqlens[{s}] is {starts[s]}; it should be at least "
                 f"{starts[s - 1]}, the one before"
             )
+        if num_tokens is not None and starts[-1] != num_tokens:
+            raise ValueError(
+                f"Sequences: cu_seqlens ends at {starts[-1]}; it should end at {num_tokens}, the "
+                "number of tokens"
+            )
+        lengths = np.diff(starts)
         self.cu_seqlens = starts
         self.num_sequences = len(lengths)
         self.num_tokens = int(starts[-1])
@@ -204,12 +213,12 @@ def _vjp_formula(
     :math:`v = c \cdot a'(h)`, tap w gets :math:`\bar k_{tdw} = v_{td} x_{t+w-W+1,d}` and
     :math:`\bar x_{t+w-W+1,d} \mathrel{+}= v_{td} k_{tdw}`.
     """
-    xp = _namespace(x)
     wide, k, state, b, g, g_final = map(
         _wide, (x, kernels, initial_state, bias, cotangent, final_cotangent)
     )
-    dx, dstate = xp.zeros_like(wide), None if state is None else xp.zeros_like(state)
-    dk, db = xp.zeros_like(k), None if b is None else xp.zeros_like(b)
+    dx, dk, dstate, db = (
+        None if array is None else _zeros(array, array.shape) for array in (wide, k, state, b)
+    )
     for batch, tokens, states in _spans(x, sequences):
         span_k, span_dk = (k, dk) if k.ndim == 2 else (k[batch, tokens], dk[batch, tokens])
         window = _Window(wide[batch, tokens], span_k, None if state is None else state[states])
@@ -218,7 +227,7 @@ def _vjp_formula(
             h = window.convolved(span_k, b)
             s = _sigmoid(h)
             v = v * s * (1 + h * (1 - s))
-        dinputs = xp.zeros_like(window.inputs)
+        dinputs = _zeros(window.inputs, window.inputs.shape)
         for w in range(window.width):
             window.tap(dinputs, w)[...] += v * span_k[..., w]
             product = v * window.tap(window.inputs, w)
@@ -264,8 +273,9 @@ def _vjp_pullback(
     f(u, k) + f(x, m), and those of (x, k) are p(v, u, m). With the activation a, v = c a'(h) of
     c, the op's own cotangent, and h = f(x, k) + bias, which adds p(ḣ, x, k) for ḣ = v̄ c a''(h).
     """
-    x, kernels, state, bias, c, _ = arrays
-    on_x, on_kernels, on_state, on_bias = cotangents
+    # In float32 or better: what is between two roundings isn't rounded itself.
+    x, kernels, state, bias, c, _ = map(_wide, arrays)
+    on_x, on_kernels, on_state, on_bias = map(_wide, cotangents)
     sequences, activation = call.static
     plain = call._replace(static=(sequences, "none"))
 
@@ -293,7 +303,9 @@ def _vjp_pullback(
         slope = s * (1 + h * (1 - s))
         bend = s * (1 - s) * (2 + h * (1 - 2 * s))
         v = c * slope
-        through_h = pull_back(needed[:4], x, kernels, state, bias, v_bar * c * bend)
+        through_h = (None,) * 4
+        if any(needed[:4]):
+            through_h = pull_back(needed[:4], x, kernels, state, bias, v_bar * c * bend)
         c_bar = v_bar * slope if needed[4] else None
     else:
         through_h = (None,) * 4
@@ -307,7 +319,10 @@ def _vjp_pullback(
         _, kernels_bar, _, _ = pull_back(wanted, on_x, kernels, on_state, None, v)
     direct = (x_bar, kernels_bar, state_bar, None)
     bars = [_added(one, two) for one, two in zip(direct, through_h, strict=True)]
-    return (*bars, c_bar, final_bar)
+    return tuple(
+        None if bar is None else _cast(bar, array)
+        for bar, array in zip((*bars, c_bar, final_bar), arrays, strict=True)
+    )
 
 
 def _added(one: Any, two: Any) -> Any:
@@ -386,23 +401,29 @@ def _sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
     device = cu_seqlens.device if given else "cpu"
     device = device_of(cu_seqlens) if is_tensor(cu_seqlens) else device
     same_device(name, "cu_seqlens", device, "x", device_of(x))
+    tokens = x.shape[1]
     if given:
+        if cu_seqlens.num_tokens != tokens:
+            raise ValueError(
+                f"{name}: cu_seqlens ends at {cu_seqlens.num_tokens}; it should end at {tokens}, "
+                "the number of tokens in x"
+            )
         return cu_seqlens
-    if not is_tensor(cu_seqlens) or cu_seqlens.is_cpu:
-        if is_tensor(cu_seqlens) and sys.modules["torch"].compiler.is_dynamo_compiling():
-            raise TypeError(_outside(name))
-        return Sequences(cu_seqlens)
+    if not is_tensor(cu_seqlens):
+        return Sequences(cu_seqlens, num_tokens=tokens)
     torch = sys.modules["torch"]
     if torch.compiler.is_dynamo_compiling():
         raise TypeError(_outside(name))
+    if cu_seqlens.is_cpu or cu_seqlens.is_inference():
+        return Sequences(cu_seqlens, num_tokens=tokens)
     # Reading from a GPU waits for it: every tensor is read once, until it is written to.
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
-    read = getattr(cu_seqlens, "_fusedops_sequences", None)
-    if read is None or version is None or read[0] != version:
+    stamp = cu_seqlens._version, cu_seqlens.data_ptr(), tokens
+    read = bridge().sequences_read.get(cu_seqlens)
+    if read is None or read[0] != stamp:
         if torch.cuda.is_current_stream_capturing():
             raise TypeError(_outside(name))
-        read = version, Sequences(cu_seqlens)
-        cu_seqlens._fusedops_sequences = read
+        read = stamp, Sequences(cu_seqlens, num_tokens=tokens)
+        bridge().sequences_read[cu_seqlens] = read
     return read[1]
 
 
@@ -480,8 +501,9 @@ def dynamic_conv(
         Whether to return the last W inputs too.
     cu_seqlens : Sequences, or array or tensor (S + 1,), int32 or int64, optional
         Where each of S packed sequences begins, and where the last one ends; then B is 1. Nothing
-        crosses a boundary, forward or backward. A tensor on a GPU is read, and waited for, at its
-        first use; a `Sequences` made once saves that.
+        crosses a boundary, forward or backward. A tensor on a GPU is read, and waited for, when it
+        is first used and after it was written to (in inference mode in every call); a `Sequences`
+        made once saves that. A CUDA graph keeps the boundaries that it was captured with.
     activation : {None, "silu", "swish"}
         The last two are x · sigmoid(x).
     out : array or tensor (B, T, D), optional
@@ -507,9 +529,11 @@ def dynamic_conv(
     Notes
     -----
     Gradients go to x, kernels, initial_state and bias, to any order: the convolution is bilinear,
-    and its derivatives are the same kernels again. The value before the activation isn't kept; the
-    backward computes it anew. `dynamic_conv.vjp` returns gradients for the arrays that were given,
-    in the order x, kernels, initial_state, bias. Under autocast dtypes are left as they are.
+    and its derivatives are the same kernels again, beyond the first in float32 or better. The value
+    before the activation isn't kept; the backward computes it anew. `dynamic_conv.vjp` returns
+    gradients for the arrays that were given, in the order x, kernels, initial_state, bias. Under
+    autocast dtypes are left as they are. On a GPU a width of 64 takes seconds to compile at first
+    use, one of 128 a minute.
 
     References
     ----------
@@ -538,16 +562,11 @@ def dynamic_conv(
     width = _width(name, kernels)
     sequences = None
     if cu_seqlens is not None:
-        sequences = _sequences(name, cu_seqlens, x)
         if B != 1:
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; with cu_seqlens it should be (1, T, D)"
             )
-        if sequences.num_tokens != T:
-            raise ValueError(
-                f"{name}: cu_seqlens ends at {sequences.num_tokens}; it should end at {T}, the "
-                "number of tokens in x"
-            )
+        sequences = _sequences(name, cu_seqlens, x)
     count = B if sequences is None else sequences.num_sequences
     initial_state, bias = _arrays(
         name, x, initial_state=(initial_state, (count, D, width)), bias=(bias, (D,))
@@ -633,9 +652,8 @@ def dynamic_conv_step(
             f"{name}: state has dtype {dtype_name(state.dtype)}; it should hold "
             f"{dtype_name(x.dtype)}, the dtype of x"
         )
-    strides = state.stride() if is_tensor(state) else state.strides
-    if any(n > 1 and step == 0 for n, step in zip(state.shape, strides, strict=True)):
-        raise ValueError(f"{name}: state is expanded; it should have memory for every element")
+    if overlaps_itself(state):
+        raise ValueError(f"{name}: state overlaps itself; it should have memory for every element")
     for argument, array in (("x", x), ("kernels", kernels), ("bias", bias)):
         if array is not None and overlap(state, array):
             raise ValueError(f"{name}: {argument} shares memory with state; it should not")

@@ -11,6 +11,7 @@ import torch
 # The bridge: torch.compile can't import it while it traces a call.
 import fusedops._torch  # noqa: F401
 from fusedops._check import dtype_name, of_shape, one_of, promoted
+from fusedops._registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
 
 __all__ = ["DynamicShortConvolution"]
@@ -131,10 +132,8 @@ class DynamicShortConvolution(torch.nn.Module):
                 f"{hidden_size}, the hidden_size"
             )
         one_of(name, "generator_activation", generator_activation, tuple(GENERATOR_ACTIVATIONS))
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"{name}: activation is {activation!r}; it should be None, silu or swish"
-            )
+        one_of(name, "activation", activation, ACTIVATIONS)
+        one_of(name, "backend", backend, (None, *(each.name for each in BACKENDS)))
         self.hidden_size = hidden_size
         self.kernel_size = kernel_size
         self.generator_input_size = generator_input_size
@@ -259,6 +258,10 @@ class DynamicShortConvolution(torch.nn.Module):
         [[[1.0, 1.0]]]
         """
         name = "DynamicShortConvolution"
+        for argument, value in (("x", x), ("mask", mask), ("cache", cache)):
+            if value is not None and not isinstance(value, torch.Tensor):
+                kind = type(value).__name__
+                raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
         of_shape(name, "x", x, ("B", "T", self.hidden_size))
         tokens = tuple(x.shape[:2])
         if mask is not None:
@@ -268,12 +271,11 @@ class DynamicShortConvolution(torch.nn.Module):
             generator_input = x
         of_shape(name, "generator_input", generator_input, (*tokens, self.generator_input_size))
         if cache is not None:
-            if cu_seqlens is None:
-                count = tokens[0]
-            elif isinstance(cu_seqlens, Sequences):
+            count = tokens[0] if cu_seqlens is None else "S"
+            if isinstance(cu_seqlens, Sequences):
                 count = cu_seqlens.num_sequences
-            else:
-                count = len(cu_seqlens) - 1
+            elif isinstance(cu_seqlens, torch.Tensor):
+                count = cu_seqlens.numel() - 1
             of_shape(name, "cache", cache, (count, self.hidden_size, self.kernel_size))
             if promoted((cache, x)) != cache.dtype:
                 raise TypeError(
@@ -283,15 +285,16 @@ class DynamicShortConvolution(torch.nn.Module):
         kernels = self.get_kernel(generator_input)
         state, activation, backend = cache, self.activation, self.backend
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
+        update = output_final_state or decoding
         if torch.is_grad_enabled() and any(
             array is not None and array.requires_grad for array in (x, kernels, cache)
         ):
-            # The backward reads what the cache held before it was updated.
+            # The backward reads what the cache held before it was updated, and can't keep a tensor
+            # that was made in inference mode.
             state = None if cache is None else cache.clone()
         elif decoding:
             y = dynamic_conv_step(x, cache, kernels[:, 0], activation=activation, backend=backend)
             return y.to(x.dtype), cache
-        update = output_final_state or decoding
         result = dynamic_conv(
             x,
             kernels,

@@ -12,6 +12,7 @@ Bytes, once each, of B·T·D elements: forward 1 + W in, 1 out; backward 2 + W i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def _find_run(
         batch = sequence * 0
         begin = tl.minimum(tl.maximum(tl.load(starts + sequence), 0), tokens)
         end = tl.minimum(tl.maximum(tl.load(starts + sequence + 1), begin), tokens)
-        first = tl.minimum(tl.maximum(tl.load(chunk + 1), begin), end) + (run % runs) * length
+        first = tl.maximum(tl.load(chunk + 1), begin) + (run % runs) * length
+        first = tl.minimum(first, end)
     else:
         sequence = (run // runs).to(tl.int64)
         batch = sequence
@@ -49,6 +51,14 @@ def _find_run(
         end = begin + tokens
         first = (run % runs).to(tl.int64) * length
     return sequence, batch, begin, end, first, tl.minimum(first + length, end)
+
+
+@triton.jit
+def _block_of(block, ROW: tl.constexpr):
+    """Return the number of a block, in 64 bits where a row of taps needs them."""
+    if ROW >= 2**30:
+        block = block.to(tl.int64)
+    return block
 
 
 @triton.jit
@@ -128,7 +138,7 @@ def _sigmoid(h):
 
 
 def _forward_kernel(
-    x, kernels, state, bias, chunks, starts, out, final_state,
+    chunks, starts, x, kernels, state, bias, out, final_state,
     sequences, tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
@@ -136,7 +146,7 @@ def _forward_kernel(
     WANT_OUT: tl.constexpr, WANT_FINAL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    block = program % blocks
+    block = _block_of(program % blocks, W * D)
     sequence, batch, begin, end, first, last = _find_run(
         program // blocks, chunks, starts, sequences, tokens, runs, length, PACKED
     )
@@ -203,7 +213,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    x, kernels, state, bias, cotangent, final_cotangent, chunks, starts,
+    chunks, starts, x, kernels, state, bias, cotangent, final_cotangent,
     dx, dkernels, dstate, sums,
     sequences, tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token, c_batch, c_token,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
@@ -213,7 +223,7 @@ def _backward_kernel(
     WANT_STATE: tl.constexpr, WANT_BIAS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    block = program % blocks
+    block = _block_of(program % blocks, W * D)
     run = program // blocks
     sequence, batch, begin, end, first, last = _find_run(
         run, chunks, starts, sequences, tokens, runs, length, PACKED
@@ -294,7 +304,11 @@ def _backward_kernel(
             if ON_INPUTS:
                 grown = ()
                 for w in tl.static_range(W):
-                    grown = grown + (pulled[w] + v * k[w].to(FLOAT),)
+                    product = v * k[w].to(FLOAT)
+                    if STATIC:
+                        # Static taps aren't zero past the end, and may be infinite.
+                        product = tl.where(t + step < end, product, 0.0)
+                    grown = grown + (pulled[w] + product,)
                 p = t + step - W + 1
                 done = grown[0]
                 if HAS_FINAL:
@@ -331,12 +345,12 @@ def _backward_kernel(
         # No tap of a token reads the oldest input.
         oldest = inside & (first == begin) & (first < last)
         tl.store(dstate + (sequence * D + d) * W, zero.to(dstate.dtype.element_ty), mask=oldest)
-    row = sums + run.to(tl.int64) * (W + 1) * D
-    if WANT_KERNELS and STATIC:
-        for w in tl.static_range(W):
-            tl.store(row + w * D + d, kernel_sums[w], mask=inside)
+    SUMMED: tl.constexpr = W if WANT_KERNELS and STATIC else 0
+    row = sums + run.to(tl.int64) * (SUMMED + WANT_BIAS) * D
+    for w in tl.static_range(SUMMED):
+        tl.store(row + w * D + d, kernel_sums[w], mask=inside)
     if WANT_BIAS:
-        tl.store(row + W * D + d, bias_sum, mask=inside)
+        tl.store(row + SUMMED * D + d, bias_sum, mask=inside)
 
 
 def _step_kernel(
@@ -345,7 +359,7 @@ def _step_kernel(
     FLOAT: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    block = program % blocks
+    block = _block_of(program % blocks, W * D)
     b = (program // blocks).to(tl.int64)
     d = SIZE * block + tl.arange(0, SIZE)
     inside = d < D
@@ -392,13 +406,15 @@ def _rows(array: Any, contiguous: int) -> Any:
     return array
 
 
-def _aligned(width: int, channels: int, strides: tuple[int, ...], *arrays: Any) -> bool:
+def _aligned(width: int, channels: int, strides: Sequence[int], arrays: Sequence[Any]) -> bool:
     """Return whether four taps of a channel can be loaded and stored as one vector."""
     return (
         width == 4
         and not channels % _UNIT
         and not any([stride % _UNIT for stride in strides])
-        and not any([array is not None and array.data_ptr() % 16 for array in arrays])
+        and not any([array.data_ptr() % 16 for array in arrays])
+        # There, what is known of a pointer says more than its alignment.
+        and torch.version.hip is None
     )
 
 
@@ -417,25 +433,52 @@ def _length(width: int, summed: bool) -> int:
     return CHUNK if summed or width > 16 else CHUNK // 2 if width > 8 else CHUNK // 4
 
 
-def _runs(x: Any, sequences: Any, length: int) -> tuple[Any, Any, int, int]:
-    """Return chunks and starts of packed sequences, runs of each, and how many there are."""
-    if sequences is None:
-        runs = -(-x.shape[1] // length)
-        return x, x, runs, x.shape[0] * runs
-    starts, chunks = sequences.tensors_here()
-    runs = CHUNK // length
-    return chunks, starts, runs, chunks.shape[0] * runs
-
-
-def _strides(array: Any, static: bool = False) -> tuple[int, int]:
-    return (0, 0) if static else (array.stride(0), array.stride(1))
-
-
 def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
     """Pass a state on through sequences without a token; those that have some write over it."""
     if states is None or (sequences is None and x.shape[1]):
         return
     states.zero_() if given is None else states.copy_(given)
+
+
+def _launch(
+    launchers: dict[bool, Launcher],
+    given: Sequence[Any],
+    strided: Sequence[Any],
+    vectors: Sequence[Any],
+    sequences: Any,
+    length: int,
+    flags: Sequence[bool],
+) -> None:
+    """Launch a program for every run of tokens and block of channels."""
+    x, kernels = given[:2]
+    width, channels = kernels.shape[-1], x.shape[2]
+    static = kernels.ndim == 2
+    if sequences is None:
+        chunks = starts = x
+        runs, members = -(-x.shape[1] // length), x.shape[0]
+        count = x.shape[0] * runs
+    else:
+        starts, chunks = sequences.tensors_here()
+        runs, members = CHUNK // length, min(starts.numel() - 1, sequences.num_sequences)
+        count = chunks.numel() // 2 * runs if members > 0 else 0
+    if not count or not channels:
+        return
+    strides = [stride for array in strided for stride in array.stride()[:2]]
+    if static:
+        strides[2:4] = 0, 0
+    vector = _aligned(width, channels, strides, [array for array in vectors if array is not None])
+    unit = _UNIT if vector else 1
+    size = _block(kernels, vector)
+    blocks = -(-channels // size)
+    integers = [members, x.shape[1], blocks, runs, length, *[stride // unit for stride in strides]]
+    arrays = [chunks, starts, *[x if array is None else array for array in given]]
+    float64 = torch.float64 in [array.dtype for array in arrays]
+    constants = (
+        width, channels, size, _steps(width), vector, unit, tl.float64 if float64 else tl.float32,
+        static, *flags,
+    )  # fmt: skip
+    key = x.device, *[array.dtype for array in arrays], wide(*integers), *constants
+    launchers[vector](count * blocks, key, *arrays, *integers, *constants)
 
 
 @register("dynamic_conv", "triton")
@@ -452,28 +495,16 @@ def dynamic_conv(
     _fill_tokenless(final, state, x, sequences)
     x, kernels = _rows(x, 1), _rows(kernels, 2)
     state, bias = _rows(state, 3), _rows(bias, 1)
-    width, channels = kernels.shape[-1], x.shape[2]
-    static = kernels.ndim == 2
-    strides = *_strides(x), *_strides(kernels, static)
-    length = _length(width, False)
-    chunks, starts, runs, count = _runs(x, sequences, length)
-    if not count or not channels:
-        return
-    vector = _aligned(width, channels, strides, x, kernels, out)
-    unit = _UNIT if vector else 1
-    size = _block(kernels, vector)
-    blocks = -(-channels // size)
-    integers = [starts.shape[0] - 1, x.shape[1], blocks, runs, length]
-    integers += [stride // unit for stride in strides]
-    arrays = [x if a is None else a for a in (x, kernels, state, bias, chunks, starts, out, final)]
-    float64 = promoted((x, kernels, state, bias)) == torch.float64
-    constants = (
-        width, channels, size, _steps(width), vector, unit, tl.float64 if float64 else tl.float32,
-        static, activation == "silu", sequences is not None, state is not None, bias is not None,
-        out is not None, final is not None,
-    )  # fmt: skip
-    key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
-    _forward[vector](count * blocks, key, *arrays, *integers, *constants)
+    optional = state, bias, out, final
+    _launch(
+        _forward,
+        (x, kernels, *optional),
+        (x, kernels),
+        (x, kernels, out),
+        sequences,
+        _length(kernels.shape[-1], False),
+        (activation == "silu", sequences is not None, *[a is not None for a in optional]),
+    )
 
 
 @register("dynamic_conv_vjp", "triton")
@@ -494,44 +525,35 @@ def dynamic_conv_vjp(
     _fill_tokenless(dstate, final_cotangent, x, sequences)
     x, kernels, cotangent = _rows(x, 1), _rows(kernels, 2), _rows(cotangent, 1)
     state, bias, final_cotangent = _rows(state, 3), _rows(bias, 1), _rows(final_cotangent, 3)
-    width, channels = kernels.shape[-1], x.shape[2]
-    static = kernels.ndim == 2
-    strides = *_strides(x), *_strides(kernels, static), *_strides(cotangent)
-    summed = (static and dkernels is not None) or dbias is not None
-    length = _length(width, summed)
-    chunks, starts, runs, count = _runs(x, sequences, length)
-    float64 = promoted((x, kernels, state, bias, cotangent)) == torch.float64
+    width = kernels.shape[-1]
+    taps = width if kernels.ndim == 2 and dkernels is not None else 0
+    rows = taps + (dbias is not None)
+    length = _length(width, rows > 0)
+    programs = x.shape[0] * -(-x.shape[1] // length)
+    if sequences is not None:
+        programs = sequences.tensors_here()[1].numel() // 2 * (CHUNK // length)
+    arrays = x, kernels, state, bias, cotangent, final_cotangent
+    float64 = promoted(arrays) == torch.float64
     sums = x.new_empty(
-        (count if summed else 0, width + 1, channels),
+        (programs if rows else 0, rows, x.shape[2]),
         dtype=torch.float64 if float64 else torch.float32,
     )
-    if count and channels:
-        vector = _aligned(width, channels, strides, x, kernels, cotangent, dx, dkernels)
-        unit = _UNIT if vector else 1
-        size = _block(kernels, vector)
-        blocks = -(-channels // size)
-        integers = [starts.shape[0] - 1, x.shape[1], blocks, runs, length]
-        integers += [stride // unit for stride in strides]
-        given = (
-            x, kernels, state, bias, cotangent, final_cotangent, chunks, starts, dx, dkernels,
-            dstate, sums,
-        )  # fmt: skip
-        arrays = [x if a is None else a for a in given]
-        constants = (
-            width, channels, size, _steps(width), vector, unit,
-            tl.float64 if float64 else tl.float32, static, activation == "silu",
-            sequences is not None, state is not None, bias is not None,
-            final_cotangent is not None, dx is not None, dkernels is not None,
-            dstate is not None, dbias is not None,
-        )  # fmt: skip
-        key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
-        _backward[vector](count * blocks, key, *arrays, *integers, *constants)
-    if summed:
+    optional = state, bias, final_cotangent, dx, dkernels, dstate, dbias
+    _launch(
+        _backward,
+        (*arrays, dx, dkernels, dstate, sums),
+        (x, kernels, cotangent),
+        (x, kernels, cotangent, dx, dkernels),
+        sequences,
+        length,
+        (activation == "silu", sequences is not None, *[a is not None for a in optional]),
+    )
+    if rows:
         total = sums.sum(0)
-        if static and dkernels is not None:
-            dkernels.copy_(total[:width].T)
+        if taps:
+            dkernels.copy_(total[:taps].T)
         if dbias is not None:
-            dbias.copy_(total[width])
+            dbias.copy_(total[taps])
 
 
 @register("dynamic_conv_step", "triton")
@@ -545,7 +567,7 @@ def dynamic_conv_step(
     kernels, bias = _rows(kernels, 2), _rows(bias, 1)
     strides = x.stride(0), 0 if static else kernels.stride(0)
     if batch and channels:
-        vector = _aligned(width, channels, strides, x, own, kernels, out)
+        vector = _aligned(width, channels, strides, (x, own, kernels, out))
         size = _block(kernels, vector)
         blocks = -(-channels // size)
         arrays = x, own, kernels, x if bias is None else bias, out

@@ -1021,7 +1021,7 @@ BAD_STEP = {
     "state expanded": (
         {"state": np.lib.stride_tricks.as_strided(np.ones(4), (2, 3, 4), (0, 0, 8))},
         ValueError,
-        "state is expanded; it should have memory for every element",
+        "state overlaps itself; it should have memory for every element",
     ),
     "x of the state": (
         {"x": STATE[..., 0], "state": STATE},
@@ -1107,7 +1107,7 @@ def test_bad_states_of_tensors():
     whole = torch.ones(2, 3, 4)
     bad = (
         (np.ones((2, 3, 4), "f4"), TypeError, "state is a NumPy array; it should be a torch"),
-        (torch.ones(3, 4).expand(2, 3, 4), ValueError, "state is expanded"),
+        (torch.ones(3, 4).expand(2, 3, 4), ValueError, "state overlaps itself"),
         (torch.ones(2, 3, 4, device="meta"), ValueError, "state is on meta; it should be on cpu"),
         (whole.half(), TypeError, "state has dtype float16; it should hold float32"),
         (whole.bfloat16(), TypeError, "state has dtype bfloat16; it should hold float32"),
@@ -1538,3 +1538,119 @@ def test_sequences_travel():
     for other in others:
         assert (other.num_sequences, other.num_tokens, other.device) == (3, 73, "cpu")
         same(fusedops.dynamic_conv(p.x, p.kernels, cu_seqlens=other), want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("W", [2, 4, 7])
+def test_an_infinite_static_tap_reaches_no_token_that_it_does_not_serve(place, W):
+    """The first tap's gradient ends where the last token's first input does."""
+    p = problem(B=1, T=9, D=2, W=W, static=True, state=False, bias=False, activation=None)
+    p.kernels[1, 0] = np.inf
+    got = solve(place, p)
+    assert np.isfinite(got.x[:, 10 - W :]).all()
+    assert np.isfinite(got.x[..., 0]).all()
+
+
+def test_a_state_that_overlaps_itself_is_refused():
+    memory = np.zeros(64)
+    for strides in ((24, 8, 8), (32, 0, 8), (8, 32, 8)):
+        state = np.lib.stride_tricks.as_strided(memory, (2, 3, 4), strides)
+        with pytest.raises(ValueError, match="state overlaps itself"):
+            fusedops.dynamic_conv_step(np.ones((2, 3)), state, np.ones((3, 4)))
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("end", [10**13, 2**62])
+def test_sequences_far_too_long_are_refused_before_anything_is_made_of_them(end):
+    with pytest.raises(ValueError, match="it should end at 5"):
+        fusedops.dynamic_conv(np.ones((1, 5, 3)), np.ones((3, 4)), cu_seqlens=[0, end])
+    with pytest.raises(ValueError, match=r"cu_seqlens\[2\] is -9"):
+        fusedops.Sequences([0, 2**63 - 1, -9, 5])
+
+
+@needs_torch
+def test_tensors_without_memory():
+    x, kernels, state = (torch.ones(s, device="meta") for s in ((2, 3), (3, 4), (2, 3, 4)))
+    step = fusedops.dynamic_conv_step(x, state, kernels, backend="torch")
+    assert step.shape == x.shape
+    out = torch.ones(2, 1, 3, device="meta")
+    assert fusedops.dynamic_conv(x[:, None], kernels, out=out, backend="torch") is out
+
+
+@needs_torch
+def test_fake_tensors_and_recorded_graphs():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with FakeTensorMode():
+        assert fusedops.dynamic_conv(torch.ones(1, 5, 3), torch.ones(3, 4)).shape == (1, 5, 3)
+    x, kernels = torch.rand(1, 5, 3), torch.rand(3, 4)
+    recorded = make_fx(lambda x: fusedops.dynamic_conv(x, kernels))(x)
+    assert torch.equal(recorded(x + 1), fusedops.dynamic_conv(x + 1, kernels))
+
+
+@needs_torch
+def test_inside_a_transform_nothing_is_written_without_a_word():
+    x, kernels, state = torch.rand(1, 5, 3), torch.rand(3, 4), torch.zeros(1, 3, 4)
+    out = torch.zeros(1, 5, 3)
+
+    def fills(y):
+        with torch.no_grad():
+            fusedops.dynamic_conv(x, kernels, out=out)
+        return y.sum()
+
+    def steps(y):
+        return fusedops.dynamic_conv_step(y, state, kernels).sum()
+
+    with pytest.raises(RuntimeError, match="in-place operation"):
+        torch.func.grad(fills)(torch.ones(2))
+    with pytest.raises(RuntimeError, match="dynamic_conv_step has no gradient"):
+        torch.func.grad(steps)(torch.ones(1, 3))
+    assert not out.any()
+    assert not state.any()
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", SERVE_TENSORS)
+def test_a_tensor_whose_memory_is_the_negative_of_it(backend):
+    x = torch.complex(torch.rand(1, 5, 3), torch.rand(1, 5, 3)).conj().imag
+    assert x.is_neg()
+    kernels = torch.rand(3, 4)
+    got = fusedops.dynamic_conv(x, kernels, backend=backend)
+    torch.testing.assert_close(got, fusedops.dynamic_conv(x.resolve_neg(), kernels))
+    state = torch.complex(torch.rand(1, 3, 4), torch.rand(1, 3, 4)).conj().imag
+    with pytest.raises(ValueError, match="a tensor to write to is a negative view"):
+        fusedops.dynamic_conv_step(x[:, 0], state, kernels, backend=backend)
+
+
+@needs_torch
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_second_derivatives_of_sixteen_bits_round_once(activation):
+    p = problem(B=1, T=20, D=3, W=4, activation=activation)
+    half = [tensor(a).bfloat16().requires_grad_() for a in (p.x, p.kernels)]
+    full = [a.detach().double().requires_grad_() for a in half]
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(a.shape, generator=generator).bfloat16() for a in half]
+    second = []
+    for arrays in (half, full):
+        out = fusedops.dynamic_conv(*arrays, activation=activation)
+        weight = vectors[0].to(out.dtype)
+        first = torch.autograd.grad(out, arrays, weight, create_graph=True)
+        along = [vector.to(arrays[0].dtype) for vector in vectors]
+        second.append(torch.autograd.grad(first, arrays, along))
+    for a, b in zip(*second, strict=True):
+        assert error(a.double().numpy(), b.numpy()) < TOLERANCE["bfloat16"]
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["cython", "numba", "numpy", "torch"])
+def test_opcheck_of_strided_arrays(backend):
+    x = torch.rand(2, 3, 6).mT.requires_grad_()
+    kernels = torch.rand(2, 6, 4, 3).mT.requires_grad_()
+    cotangent = torch.rand(3, 6, 2).permute(2, 1, 0)
+    wanted = [True, True, False, False]
+    conv_op = torch.ops.fusedops.dynamic_conv.default
+    torch.library.opcheck(conv_op, (x, kernels, None, None, [], [], "silu", [True, True], backend))
+    vjp_op = torch.ops.fusedops.dynamic_conv_vjp.default
+    arrays = (x, kernels, None, None, cotangent, None)
+    torch.library.opcheck(vjp_op, (*arrays, [], [], "silu", wanted, backend))

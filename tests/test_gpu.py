@@ -433,3 +433,20 @@ def test_the_convolution_under_compile_and_autocast():
     with torch.autocast("cuda", torch.bfloat16):
         assert fusedops.dynamic_conv(x, kernels).dtype == torch.bfloat16
         assert fusedops.dynamic_conv(x.float(), kernels).dtype == torch.float32
+
+
+def test_what_was_read_from_a_tensor_stays_with_it(tmp_path):
+    import copy
+
+    x, kernels = convolution(10)
+    cu_seqlens = torch.tensor([0, 3, 10], device="cuda")
+    cu_seqlens[1] = 4
+    fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens)
+    other = copy.deepcopy(cu_seqlens)
+    other[1] = 6
+    want = fusedops.dynamic_conv(x, kernels, cu_seqlens=fusedops.Sequences(other))
+    assert torch.equal(fusedops.dynamic_conv(x, kernels, cu_seqlens=other), want)
+    torch.save(cu_seqlens, tmp_path / "saved.pt")
+    assert torch.equal(torch.load(tmp_path / "saved.pt"), cu_seqlens)
+    cu_seqlens.data = other
+    assert torch.equal(fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens), want)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -160,3 +162,63 @@ def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
     for guard in guards:
         assert (guard[[0, 2]] == 5).all()
         assert np.isfinite(guard[1]).all()
+
+
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+from fusedops import Sequences, _registry
+from fusedops.conv import conv, conv_vjp
+
+PAGE = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(values, at_the_end):
+    \"\"\"The array between two pages that nobody may touch, at the end or at the start.\"\"\"
+    pages = -(-values.nbytes // PAGE)
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (0, pages + 1):
+        assert libc.mprotect(ctypes.c_void_p(start + page * PAGE), PAGE, 0) == 0
+    offset = PAGE + (pages * PAGE - values.nbytes if at_the_end else 0)
+    array = np.frombuffer(memory, np.uint8)[offset:][: values.nbytes]
+    array = array.view(values.dtype).reshape(values.shape)
+    array[...] = values
+    return array
+
+
+rng = np.random.default_rng(0)
+for cu_seqlens in ([0, 3, 8], [0, 0, 1, 70, 71]):
+    T, D, W, S = cu_seqlens[-1], 3, 4, len(cu_seqlens) - 1
+    sequences = Sequences(np.array(cu_seqlens))
+    shapes = [(1, T, D), (1, T, D, W), (S, D, W), (D,), (1, T, D), (S, D, W)]
+    for primitive, static in ((conv, False), (conv_vjp, False), (conv_vjp, True)):
+        for at_the_end in (True, False):
+            own = list(shapes)
+            own[1] = (D, W) if static else own[1]
+            arrays = [guarded(rng.normal(size=s), at_the_end) for s in own[: len(primitive.arrays)]]
+            described = primitive.describe(arrays, (sequences, "silu"))
+            outputs = [guarded(np.full(shape, np.nan), at_the_end) for shape, _ in described]
+            want = primitive.formula(*arrays, sequences, "silu")
+            request = _registry.Request(primitive.name, FRAMEWORK, "cpu", arrays[0].dtype, BACKEND)
+            kernel = _registry.choose(request)[1]
+            if FRAMEWORK == "torch":
+                import torch
+                kernel(*map(torch.from_numpy, arrays), sequences, "silu",
+                       *map(torch.from_numpy, outputs))
+            else:
+                kernel(*arrays, sequences, "silu", *outputs)
+            for a, b in zip(outputs, want):
+                np.testing.assert_allclose(a, b, atol=1e-12)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages the Linux way")
+@pytest.mark.parametrize("place", [p for p in PLACES if p in FILLING], ids="-".join)
+def test_a_convolution_reads_nothing_beyond_its_arrays(place):
+    framework, backend = place
+    header = f"FRAMEWORK, BACKEND = {framework!r}, {backend!r}\n"
+    command = [sys.executable, "-W", "ignore", "-c", header + GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

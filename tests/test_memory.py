@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import signal
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ LARGE = (_memory.SMALL // 8 + 3,)
 @pytest.fixture(autouse=True)
 def empty_pool(monkeypatch):
     monkeypatch.setattr(_memory, "_free", [])
+    monkeypatch.setattr(_memory, "_returned", deque())
 
 
 def address(array):
@@ -117,3 +121,43 @@ def test_threads_never_share_an_array():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_forked_in_the_middle_of_it_goes_on():
+    with _memory._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            array = _memory.empty(LARGE, np.dtype(np.float64))
+            del array
+            _memory.empty(LARGE, np.dtype(np.float64))
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_array_may_die_while_another_is_made():
+    """In a finalizer, or a handler of a signal, that runs just then."""
+    array = _memory.empty(LARGE, np.dtype(np.float64))
+    with _memory._lock:
+        del array
+    assert len(_memory._returned) == 1
+    _memory.empty(LARGE, np.dtype(np.float64))
+    assert not _memory._returned
+
+
+def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch):
+    array = _memory.empty(LARGE, np.dtype(np.float64))
+    del array
+    genuine, failed = np.empty, []
+
+    def short_of_memory(shape, dtype):
+        if _memory._free:
+            failed.append(shape)
+            raise MemoryError
+        return genuine(shape, dtype)
+
+    monkeypatch.setattr(np, "empty", short_of_memory)
+    _memory.empty((8 * LARGE[0],), np.dtype(np.float64))
+    assert failed

@@ -7,6 +7,7 @@ import doctest
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -429,7 +430,7 @@ def test_what_it_shows():
             "generator_activation is 'mish'; it should be one of silu, swish",
         ),
         ((6, 4, None, 2, None), "generator_activation is None; it should be one of silu, swish"),
-        ((6, 4, None, 2, "silu", "relu"), "activation is 'relu'; it should be None, silu or swish"),
+        ((6, 4, None, 2, "silu", "relu"), "activation is 'relu'; it should be one of None, silu"),
     ],
 )
 def test_bad_sizes_and_activations_are_named(arguments, message):
@@ -483,3 +484,16 @@ def test_without_torch_the_import_error_is_torchs_own():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "imported\n"
     assert done.stderr.rstrip().splitlines()[-1].startswith("ModuleNotFoundError: import of torch")
+
+
+def test_what_is_no_tensor_is_named():
+    convolution = DynamicShortConvolution(6, 4)
+    x = torch.ones(2, 1, 6)
+    with pytest.raises(TypeError, match="mask is a list; it should be a tensor"):
+        convolution(x, [[1], [1]])
+    with pytest.raises(TypeError, match="cache is a ndarray; it should be a tensor"):
+        convolution(x, cache=np.zeros((2, 6, 4), np.float32))
+    with pytest.raises(TypeError, match="x is a ndarray"):
+        convolution(x.numpy())
+    with pytest.raises(ValueError, match="backend is 'cuda'; it should be one of None, triton"):
+        DynamicShortConvolution(6, 4, backend="cuda")
