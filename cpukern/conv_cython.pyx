@@ -564,14 +564,14 @@ def backward(
     const scalar[:, :, :, :] kernels,         # IN   (B, T, D, W) of these, or static (1, 1, D, W)
     const scalar[:, :, ::1] state,            # IN   (S, D, W), or None
     const scalar[::1] bias,                   # IN   (D,), or None
-    const scalar[:, :, :] cotangent,          # IN   (B, T, D) of contiguous rows
-    const scalar[:, :, ::1] final_cotangent,  # IN   (S, D, W), or None
     bint static_kernels,
     bint silu,
     const long long[:, ::1] chunks,           # IN   (C, 2) of packed sequences, or None
     const long long[::1] starts,              # IN   (S + 1,), or None
     Py_ssize_t count,                         # IN   C, of a dense batch too; at least 1
     Py_ssize_t chunk,                         # IN   tokens of a chunk
+    const scalar[:, :, :] cotangent,          # IN   (B, T, D) of contiguous rows
+    const scalar[:, :, ::1] final_cotangent,  # IN   (S, D, W), or None
     scalar[:, :, ::1] dx,                     # OUT  (B, T, D), or None
     scalar[:, :, :, ::1] dkernels,            # OUT  (B, T, D, W), or None
     scalar[:, :, ::1] dstate,                 # OUT  (S, D, W) where there are tokens, or None

@@ -88,12 +88,20 @@ def _scratch(threads: int, channels: int, width: int, dtype: np.dtype) -> np.nda
     return np.empty((threads, size), np.int8)
 
 
-def _chunks(x: Any, sequences: Any) -> tuple[Any, Any, int]:
-    """Return chunks of packed sequences, where these begin, and how many chunks there are."""
+def _arguments(
+    x: Any, kernels: Any, state: Any, bias: Any, sequences: Any, activation: str
+) -> tuple[tuple[Any, ...], int]:
+    """Return what both passes begin with, and how many chunks of tokens there are."""
+    chunks = starts = None
+    count = x.shape[0] * -(-x.shape[1] // CHUNK)
     if sequences is not None:
+        chunks = sequences.chunks
         starts = sequences.cu_seqlens[: sequences.num_sequences + 1]
-        return sequences.chunks, starts, sequences.chunks.size // 2 if len(starts) > 1 else 0
-    return None, None, x.shape[0] * -(-x.shape[1] // CHUNK)
+        count = chunks.size // 2 if len(starts) > 1 else 0
+    static = kernels.ndim == 2
+    taps = _rows(kernels[None, None] if static else kernels, 2)
+    inputs = _rows(x, 1), taps, _rows(state, 3), _rows(bias, 1)
+    return (*inputs, static, activation == "silu", chunks, starts, count, CHUNK), count
 
 
 def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
@@ -118,25 +126,11 @@ def dynamic_conv(
     final: Any,
 ) -> None:
     _fill_tokenless(final, state, x, sequences)
-    chunks, starts, count = _chunks(x, sequences)
-    static = kernels.ndim == 2
+    arguments, count = _arguments(x, kernels, state, bias, sequences, activation)
     if count and kernels.size:
         threads = threads_for(count, _CHUNK_GRAIN)
-        _conv.forward[_conv_name[x.dtype]](
-            _rows(x, 1),
-            _rows(kernels[None, None] if static else kernels, 2),
-            _rows(state, 3),
-            _rows(bias, 1),
-            static,
-            activation == "silu",
-            chunks,
-            starts,
-            count,
-            CHUNK,
-            out,
-            final,
-            _scratch(threads, *kernels.shape[-2:], x.dtype),
-        )
+        scratch = _scratch(threads, *kernels.shape[-2:], x.dtype)
+        _conv.forward[_conv_name[x.dtype]](*arguments, out, final, scratch)
 
 
 @register("dynamic_conv_vjp", "cython", bfloat16=True)
@@ -155,38 +149,30 @@ def dynamic_conv_vjp(
     dbias: Any,
 ) -> None:
     _fill_tokenless(dstate, final_cotangent, x, sequences)
-    chunks, starts, count = _chunks(x, sequences)
+    arguments, count = _arguments(x, kernels, state, bias, sequences, activation)
     static = kernels.ndim == 2
     channels, width = kernels.shape[-2:]
     group = max(1, -(-count // _PARTS))
     parts = -(-count // group)
-    summed = static and dkernels is not None
-    dk_sum = np.zeros((parts, width, channels)) if summed else None
+    dk_sum = np.zeros((parts, width, channels)) if static and dkernels is not None else None
     db_sum = None if dbias is None else np.zeros((parts, channels))
+    if dk_sum is None and db_sum is None:
+        group, parts = 1, count
     if count and kernels.size:
-        threads = threads_for(parts if summed or dbias is not None else count, _CHUNK_GRAIN)
+        threads = threads_for(parts, _CHUNK_GRAIN)
         _conv.backward[_conv_name[x.dtype]](
-            _rows(x, 1),
-            _rows(kernels[None, None] if static else kernels, 2),
-            _rows(state, 3),
-            _rows(bias, 1),
+            *arguments,
             _rows(cotangent, 1),
             _rows(final_cotangent, 3),
-            static,
-            activation == "silu",
-            chunks,
-            starts,
-            count,
-            CHUNK,
             dx,
             None if static else dkernels,
             dstate,
             dk_sum,
             db_sum,
-            group if dk_sum is not None or db_sum is not None else 1,
+            group,
             _scratch(threads, channels, width, x.dtype),
         )
-    if summed:
+    if dk_sum is not None:
         _round(dk_sum.sum(0).T, dkernels)
     if db_sum is not None:
         _round(db_sum.sum(0), dbias)
