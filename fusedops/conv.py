@@ -296,20 +296,15 @@ def _vjp_pullback(
         v_bar = _added(v_bar, _namespace(x).zeros_like(c) + on_bias)
     if v_bar is None:
         return (None,) * 6
-    v = c
+    v, c_bar, through_h = c, v_bar, (None,) * 4
     if activation == "silu":
         h, _ = convolve(x, kernels, state, bias, False)
         s = _sigmoid(h)
         slope = s * (1 + h * (1 - s))
         bend = s * (1 - s) * (2 + h * (1 - 2 * s))
-        v = c * slope
-        through_h = (None,) * 4
+        v, c_bar = c * slope, v_bar * slope
         if any(needed[:4]):
             through_h = pull_back(needed[:4], x, kernels, state, bias, v_bar * c * bend)
-        c_bar = v_bar * slope if needed[4] else None
-    else:
-        through_h = (None,) * 4
-        c_bar = v_bar
     x_bar = kernels_bar = state_bar = None
     if on_kernels is not None and (needed[0] or needed[2]):
         wanted = (needed[0], False, needed[2], False)
