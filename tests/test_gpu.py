@@ -450,3 +450,21 @@ def test_what_was_read_from_a_tensor_stays_with_it(tmp_path):
     assert torch.equal(torch.load(tmp_path / "saved.pt"), cu_seqlens)
     cu_seqlens.data = other
     assert torch.equal(fusedops.dynamic_conv(x, kernels, cu_seqlens=cu_seqlens), want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+def test_the_convolution_on_the_second_gpu():
+    x, kernels = convolution(100)
+    there = [a.detach().to("cuda:1").requires_grad_() for a in (x, kernels)]
+    results = []
+    for arrays in ((x, kernels), there):
+        cu_seqlens = torch.tensor([0, 30, 100], device=arrays[0].device)
+        out = fusedops.dynamic_conv(*arrays, cu_seqlens=cu_seqlens, activation="silu")
+        gradients = torch.autograd.grad(out.square().sum(), arrays)
+        state = torch.zeros(100, 64, 4, device=arrays[0].device)
+        with torch.no_grad():
+            token = fusedops.dynamic_conv_step(arrays[0][0], state, arrays[1][0])
+        results.append([out, *gradients, token, state])
+    for first, second in zip(*results, strict=True):
+        assert second.device.index == 1
+        assert torch.equal(first.cpu(), second.cpu())
