@@ -110,18 +110,22 @@ def _store_taps(
 
 
 @triton.jit
-def _past_input(
-    x, state, sequence, begin, p, d, x_token, W: tl.constexpr, D: tl.constexpr,
+def _window_before(
+    x, state, sequence, begin, first, d, x_token, W: tl.constexpr, D: tl.constexpr,
     HAS_STATE: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Load the input at position p, from the state where that is before the sequence."""
+    """Load the W - 1 inputs before a token, from the state those before the sequence."""
     inside = d < D
-    value = tl.load(x + p * x_token + d, mask=inside & (p >= begin), other=0.0).to(FLOAT)
-    if HAS_STATE:
-        at = (sequence * D + d) * W + (W + p - begin)
-        before = tl.load(state + at, mask=inside & (p < begin), other=0.0).to(FLOAT)
-        value = tl.where(p >= begin, value, before)
-    return value
+    window = ()
+    for w in tl.static_range(W - 1):
+        p = first - W + 1 + w
+        value = tl.load(x + p * x_token + d, mask=inside & (p >= begin), other=0.0).to(FLOAT)
+        if HAS_STATE:
+            at = (sequence * D + d) * W + (W + p - begin)
+            before = tl.load(state + at, mask=inside & (p < begin), other=0.0).to(FLOAT)
+            value = tl.where(p >= begin, value, before)
+        window = window + (value,)
+    return window
 
 
 @triton.jit
@@ -161,23 +165,7 @@ def _forward_kernel(
     shift = tl.zeros([SIZE], FLOAT)
     if HAS_BIAS:
         shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
-    window = ()
-    for w in tl.static_range(W - 1):
-        window = window + (
-            _past_input(
-                x,
-                state,
-                sequence,
-                begin,
-                first - W + 1 + w,
-                d,
-                x_token,
-                W,
-                D,
-                HAS_STATE,
-                FLOAT,
-            ),
-        )
+    window = _window_before(x, state, sequence, begin, first, d, x_token, W, D, HAS_STATE, FLOAT)
     static_taps = ()
     if STATIC:
         static_taps = _load_taps(kernels, block, True, W, D, SIZE, VECTOR)
@@ -242,29 +230,13 @@ def _backward_kernel(
     shift = zero
     if HAS_BIAS:
         shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
-    window = ()
+    window = _window_before(x, state, sequence, begin, first, d, x_token, W, D, HAS_STATE, FLOAT)
     # Cotangents of the inputs that a token's taps read, oldest first.
     pulled = ()
     kernel_sums = ()
-    for w in tl.static_range(W):
+    for _tap in tl.static_range(W):
         pulled = pulled + (zero,)
         kernel_sums = kernel_sums + (zero,)
-        if w < W - 1:
-            window = window + (
-                _past_input(
-                    x,
-                    state,
-                    sequence,
-                    begin,
-                    first - W + 1 + w,
-                    d,
-                    x_token,
-                    W,
-                    D,
-                    HAS_STATE,
-                    FLOAT,
-                ),
-            )
     bias_sum = zero
     static_taps = ()
     if STATIC:
