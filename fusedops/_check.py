@@ -39,9 +39,17 @@ def device_of(array: Any) -> str:
     return "cpu" if isinstance(array, np.ndarray) or array.is_cpu else str(array.device)
 
 
+def reference(arrays: Sequence[Any]) -> Any:
+    """Return the first array that isn't None, whose framework and device are those of all."""
+    for array in arrays:
+        if array is not None:
+            return array
+    raise ValueError("there is no array")
+
+
 def promoted(arrays: Sequence[Any]) -> Any:
     """Return the dtype that arrays have together, by the rules of their framework."""
-    dtype = arrays[0].dtype
+    dtype = reference(arrays).dtype
     for array in arrays:
         if array is not None and array.dtype != dtype:
             promote = sys.modules["torch"].promote_types if is_tensor(array) else np.promote_types
@@ -86,15 +94,15 @@ def overlaps_itself(array: Any) -> bool:
     return False
 
 
-def alike(op: str, name: str, value: Any, other: str, reference: Any) -> None:
+def alike(op: str, name: str, value: Any, other: str, like: Any) -> None:
     """Raise unless an array is of the same framework and on the same device as another."""
-    if is_tensor(value) != is_tensor(reference):
+    if is_tensor(value) != is_tensor(like):
         kinds = ("NumPy array", "torch tensor")
         raise TypeError(
             f"{op}: {name} is a {kinds[is_tensor(value)]}; it should be a "
-            f"{kinds[is_tensor(reference)]}, as {other} is"
+            f"{kinds[is_tensor(like)]}, as {other} is"
         )
-    same_device(op, name, device_of(value), other, device_of(reference))
+    same_device(op, name, device_of(value), other, device_of(like))
 
 
 def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:

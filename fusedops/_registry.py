@@ -30,6 +30,7 @@ from fusedops._check import (
     of_shape,
     overlap,
     promoted,
+    reference,
     same_device,
 )
 
@@ -306,6 +307,30 @@ class Packed:
         """Return the same object on a torch device; this one where it is there already."""
         return bridge().move(self, device)
 
+    @classmethod
+    def read(cls, op: str, argument: str, tensor: Any, **sizes: int) -> Packed:
+        """Return the object that a tensor describes.
+
+        Reading from a GPU waits for it: every tensor there is read once, until it is written to.
+        """
+        torch = sys.modules["torch"]
+        outside = (
+            f"{op}: {argument} is a tensor; inside torch.compile or a CUDA graph it should be "
+            f"{cls.__name__}, made outside"
+        )
+        if torch.compiler.is_dynamo_compiling():
+            raise TypeError(outside)
+        if tensor.is_cpu or tensor.is_inference():
+            return cls(tensor, **sizes)
+        stamp = cls, tensor._version, tensor.data_ptr(), sizes
+        read = bridge().packed_read.get(tensor)
+        if read is None or read[0] != stamp:
+            if torch.cuda.is_current_stream_capturing():
+                raise TypeError(outside)
+            read = stamp, cls(tensor, **sizes)
+            bridge().packed_read[tensor] = read
+        return read[1]
+
     def sizes(self) -> list[int]:
         """Return the numbers that go with the arrays."""
         return [getattr(self, name) for name in self._sizes]
@@ -353,9 +378,11 @@ class Call(NamedTuple):
     def __call__(
         self, arrays: Sequence[Any], wanted: tuple[bool, ...], out: Any = None
     ) -> tuple[Any, ...]:
-        """Return the outputs; one that isn't wanted may be None. `out` is filled by the first."""
-        first = arrays[0]
-        if is_tensor(first):
+        """Return the outputs; one that isn't wanted may be None.
+
+        `out` is filled by the first of those that are.
+        """
+        if is_tensor(reference(arrays)):
             return bridge().run(self, arrays, wanted, out)
         request = Request(self.primitive.name, "numpy", "cpu", promoted(arrays), self.forced)
         return self.on_numpy(*choose(request), arrays, wanted, out)
@@ -384,19 +411,23 @@ class Call(NamedTuple):
                 for want, output in zip(wanted, described, strict=True)
             ]
             if out is not None and out.dtype == dtype:
-                outputs[0] = out
+                outputs[wanted.index(True)] = out
             kernel(*arrays, *self.static, *outputs)
         if mixed:
             for at, name in enumerate(primitive.arrays):
                 if name in primitive.mutates and arrays[at] is not given[at]:
                     given[at][...] = arrays[at]
             outputs = [
-                array if array is None else array.astype(output[1] or given[0].dtype, copy=False)
+                array
+                if array is None
+                else array.astype(output[1] or reference(given).dtype, copy=False)
                 for array, output in zip(outputs, described, strict=True)
             ]
-        if out is not None and outputs[0] is not out:
-            out[...] = outputs[0]
-            outputs[0] = out
+        if out is not None:
+            filled = wanted.index(True)
+            if outputs[filled] is not out:
+                out[...] = outputs[filled]
+                outputs[filled] = out
         return tuple(outputs)
 
 
@@ -421,13 +452,13 @@ class Primitive:
     name : str
         What kernels register under.
     arrays, outputs : tuple of str
-        The names of the differentiable arrays, and of the outputs. Any array but the first may be
-        None in a call.
+        The names of the differentiable arrays, and of the outputs. Arrays may be None in a call,
+        but not all.
     static : dict of str to type
-        The other arguments: subclasses of `Packed`, which may be None, or `str`.
+        The other arguments: subclasses of `Packed`, which may be None, `str`, `int` or `float`.
     describe : callable
         From the arrays and the static arguments to a (shape, dtype name) for every output; None
-        for the first array's dtype. None for an output that there isn't without some array.
+        for that of the first array given. None for an output that there isn't without some array.
     formula : callable
         The definition, in code that NumPy and torch both run: the truth which every kernel is held
         to. Returns a tuple of all outputs.
@@ -503,15 +534,15 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _check_out(name: str, call: Call, arrays: Sequence[Any], out: Any) -> None:
-    """Raise unless `out` can be filled with the first output."""
-    first = arrays[0]
-    shape, dtype = call.primitive.describe(arrays, call.static)[0]
+def _check_out(name: str, call: Call, arrays: Sequence[Any], output: int, out: Any) -> None:
+    """Raise unless `out` can be filled with an output."""
+    first = reference(arrays)
+    shape, dtype = call.primitive.describe(arrays, call.static)[output]
     dtype = dtype or dtype_name(first.dtype)
     if is_tensor(out) != is_tensor(first) or not hasattr(out, "dtype"):
         kind = "torch tensor" if is_tensor(first) else "NumPy array"
         raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
-    same_device(name, "out", device_of(out), call.primitive.arrays[0], device_of(first))
+    same_device(name, "out", device_of(out), "the first array", device_of(first))
     of_shape(name, "out", out, tuple(shape))
     if dtype_name(out.dtype) != dtype:
         raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
@@ -546,7 +577,7 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
 
     The decorated function returns (arrays, static arguments) for `primitive`, and the name of the
     output that the op returns, or a tuple of names. Keywords are added to its signature:
-    ``backend``, and ``out``, an array for the first output, unless `takes_out` is false.
+    ``backend``, and ``out``, an array for the output shown first, unless `takes_out` is false.
     """
 
     outputs = primitive.outputs
@@ -555,7 +586,7 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
     def declare(check: Callable[..., Any]) -> Op:
         def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[Any, Call, Any]:
             arrays, static, shown = check(*args, **kwargs)
-            if is_tensor(arrays[0]) and _traced():
+            if is_tensor(reference(arrays)) and _traced():
                 # A compiled graph looks for a backend when it runs, not when it is traced.
                 return arrays, Call(primitive, static, backend, True), shown
             return arrays, Call(primitive, static, forced(backend)), shown
@@ -579,18 +610,20 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
             if out is not None:
                 if not takes_out:
                     raise TypeError(f"{call.__name__}: it returns a number and takes no out")
-                _check_out(call.__name__, bound, arrays, out)
+                filled = outputs.index(names(shown)[0])
+                _check_out(call.__name__, bound, arrays, filled, out)
             return shown_of(bound(arrays, wanted(shown), out), shown)
 
         def vjp(
             *args: Any, backend: str | None = None, **kwargs: Any
         ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
             arrays, bound, shown = bind(args, kwargs, backend)
-            if is_tensor(arrays[0]):
-                raise TypeError(
-                    f"{call.__name__}.vjp: {primitive.arrays[0]} is a torch tensor; it should be "
-                    "a NumPy array, tensors have autograd"
-                )
+            for name, array in zip(primitive.arrays, arrays, strict=True):
+                if is_tensor(array):
+                    raise TypeError(
+                        f"{call.__name__}.vjp: {name} is a torch tensor; it should be a NumPy "
+                        "array, tensors have autograd"
+                    )
             if primitive.mutates:
                 raise TypeError(_no_gradient(call.__name__, primitive))
             results = bound(arrays, primitive.with_saved(wanted(shown)))
@@ -612,8 +645,9 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
 
         def explain_call(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
             arrays, bound, _ = bind(args, kwargs, backend)
-            framework = "torch" if is_tensor(arrays[0]) else "numpy"
-            device = arrays[0].device.type if framework == "torch" else "cpu"
+            first = reference(arrays)
+            framework = "torch" if is_tensor(first) else "numpy"
+            device = first.device.type if framework == "torch" else "cpu"
             return explain(
                 Request(primitive.name, framework, device, promoted(arrays), bound.forced)
             )

@@ -15,13 +15,13 @@ import torch.utils.weak
 from torch.autograd import forward_ad
 
 from fusedops import _registry
-from fusedops._check import promoted
+from fusedops._check import promoted, reference
 from fusedops._registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
 
-#: Boundaries of packed sequences on a GPU that were read, by the tensor that they were read from.
-sequences_read = torch.utils.weak.WeakTensorKeyDictionary()
+#: Packed arguments that were read from a GPU, by the tensor that they were read from.
+packed_read = torch.utils.weak.WeakTensorKeyDictionary()
 
 
 def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ def run(
 ) -> tuple[Any, ...]:
     """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
     primitive = call.primitive
-    first = arrays[0]
+    first = reference(arrays)
     if (
         not primitive.sixteen_bits
         and first.dtype in _HALF
@@ -63,11 +63,9 @@ def run(
     if primitive.mutates:
         _refuse_gradient(call, arrays, transformed)
     if call.registered:
-        outputs = _call_registered(call, arrays, wanted)
-        return outputs if out is None else (out.copy_(outputs[0]), *outputs[1:])
+        return _into(out, wanted, _call_registered(call, arrays, wanted))
     if transformed:
-        outputs = _transformed(call, arrays, wanted)
-        return outputs if out is None else (out.copy_(outputs[0]), *outputs[1:])
+        return _into(out, wanted, _transformed(call, arrays, wanted))
     if forward_ad._current_level >= 0 and any(
         array is not None and forward_ad.unpack_dual(array).tangent is not None for array in arrays
     ):
@@ -81,6 +79,16 @@ def run(
         names = zip(primitive.arrays, arrays, strict=True)
         _tell_autograd([out, *(array for name, array in names if name in primitive.mutates)])
     return outputs
+
+
+def _into(
+    out: torch.Tensor | None, wanted: tuple[bool, ...], outputs: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return outputs, the first that is wanted copied into `out` where that is given."""
+    if out is None:
+        return tuple(outputs)
+    filled = wanted.index(True)
+    return tuple([out.copy_(o) if i == filled else o for i, o in enumerate(outputs)])
 
 
 def _tell_autograd(written: Sequence[torch.Tensor | None]) -> None:
@@ -104,7 +112,7 @@ def evaluate(
     primitive, static, forced, _ = call
     if any([array is not None and array.is_neg() for array in (*arrays, out)]):
         arrays = _resolved(primitive, arrays, out)
-    first = arrays[0]
+    first = reference(arrays)
     dtype = promoted(arrays)
     backend, kernel = _registry.choose(
         Request(primitive.name, "torch", first.device.type, dtype, forced)
@@ -115,7 +123,7 @@ def evaluate(
     if backend.module is None:
         with torch.no_grad():
             outputs = kernel(*arrays, *static)
-        return outputs if out is None else (out.copy_(outputs[0]), *outputs[1:])
+        return _into(out, wanted, outputs)
     outputs = [
         _registry.allocate(
             first.new_empty, output[0], getattr(torch, output[1]) if output[1] else first.dtype
@@ -125,7 +133,7 @@ def evaluate(
         for want, output in zip(wanted, described, strict=True)
     ]
     if out is not None:
-        outputs[0] = out
+        outputs[wanted.index(True)] = out
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         # Triton launches on the current device.
         with torch.cuda.device(first.device):
@@ -178,11 +186,12 @@ def _on_numpy(
         outputs = [
             tensor
             if tensor is None
-            else tensor.to(getattr(torch, output[1]) if output[1] else arrays[0].dtype)
+            else tensor.to(getattr(torch, output[1]) if output[1] else reference(arrays).dtype)
             for tensor, output in zip(outputs, described, strict=True)
         ]
-    if out is not None:
-        outputs[0] = out if there is not None else out.copy_(outputs[0])
+    if there is None:
+        return _into(out, wanted, outputs)
+    outputs[wanted.index(True)] = out
     return tuple(outputs)
 
 
@@ -343,11 +352,11 @@ def _register(primitive: Primitive) -> None:
     kinds = []
     for name, kind in primitive.static.items():
         packed = issubclass(kind, Packed)
-        kinds += [f"Tensor[] {name}", f"SymInt[] {name}_sizes"] if packed else [f"str {name}"]
+        plain = [f"{kind.__name__} {name}"]
+        kinds += [f"Tensor[] {name}", f"SymInt[] {name}_sizes"] if packed else plain
     count = len(primitive.arrays)
     takes_tensors = [*(kind.startswith("Tensor[]") for kind in kinds), False, False]
-    optional = [f"Tensor? {name}" for name in primitive.arrays[1:]]
-    arguments = [f"Tensor {primitive.arrays[0]}", *optional, *kinds]
+    arguments = [*(f"Tensor? {name}" for name in primitive.arrays), *kinds]
     for at, name in enumerate(primitive.arrays):
         if name in primitive.mutates:
             arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
@@ -368,7 +377,7 @@ def _register(primitive: Primitive) -> None:
         outputs = evaluate(bound, arrays, tuple(wanted))
         return returned(
             [
-                output if want and output is not None else arrays[0].new_empty(0)
+                output if want and output is not None else reference(arrays).new_empty(0)
                 for want, output in zip(wanted, outputs, strict=True)
             ]
         )
@@ -382,7 +391,7 @@ def _register(primitive: Primitive) -> None:
         ]
         return returned(
             [
-                arrays[0].new_empty(shape, dtype=getattr(torch, dtype) if dtype else None)
+                reference(arrays).new_empty(shape, dtype=getattr(torch, dtype) if dtype else None)
                 for shape, dtype in shapes
             ]
         )

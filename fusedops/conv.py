@@ -7,12 +7,12 @@ all further derivatives, and the public ops. The kernels are in ``cpukern/conv_*
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from fusedops._arrays import added, cast, namespace, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -25,7 +25,7 @@ from fusedops._check import (
     promoted,
     same_device,
 )
-from fusedops._registry import Call, Packed, Primitive, bridge, op
+from fusedops._registry import Call, Packed, Primitive, op
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -118,29 +118,6 @@ class Sequences(Packed):
             self.__dict__ = self.to(device).__dict__
 
 
-def _namespace(array: Any) -> Any:
-    return sys.modules["torch"] if is_tensor(array) else np
-
-
-def _wide(array: Any) -> Any:
-    """Return an array in the dtype that the definition computes in."""
-    if array is None:
-        return None
-    if not is_tensor(array):
-        return array.astype(np.float64)
-    return array.float() if array.itemsize == 2 else array
-
-
-def _cast(array: Any, like: Any) -> Any:
-    """Return `array` in the dtype of `like`, a dtype or something that has one."""
-    dtype = getattr(like, "dtype", like)
-    return array.to(dtype) if is_tensor(array) else array.astype(dtype)
-
-
-def _zeros(like: Any, shape: tuple[int, ...]) -> Any:
-    return like.new_zeros(shape) if is_tensor(like) else np.zeros(shape, like.dtype)
-
-
 def _sigmoid(h: Any) -> Any:
     if is_tensor(h):
         return h.sigmoid()
@@ -165,10 +142,10 @@ class _Window:
         self.width = kernels.shape[-1]
         self.length = x.shape[1]
         if state is None:
-            past = _zeros(x, (x.shape[0], self.width, x.shape[2]))
+            past = zeros(x, (x.shape[0], self.width, x.shape[2]))
         else:
             past = state.swapaxes(1, 2)
-        self.inputs = _namespace(x).concatenate([past, x], axis=1)
+        self.inputs = namespace(x).concatenate([past, x], axis=1)
 
     def tap(self, array: Any, w: int) -> Any:
         """Return the part of an array like `inputs` that tap w reads."""
@@ -183,18 +160,18 @@ def _formula(
     x: Any, kernels: Any, initial_state: Any, bias: Any, sequences: Any, activation: str
 ) -> tuple[Any, Any]:
     """Return the convolution and the last W inputs of every sequence, the definition of both."""
-    xp = _namespace(x)
+    xp = namespace(x)
     dtype, state_dtype = promoted((x, kernels, initial_state, bias)), promoted((x, initial_state))
-    wide, k, state, b = map(_wide, (x, kernels, initial_state, bias))
-    outs, finals = [wide[:, :0]], [_zeros(wide, (0, x.shape[2], kernels.shape[-1]))]
+    inputs, k, state, b = map(wide, (x, kernels, initial_state, bias))
+    outs, finals = [inputs[:, :0]], [zeros(inputs, (0, x.shape[2], kernels.shape[-1]))]
     for batch, tokens, states in _spans(x, sequences):
         span_k = k if k.ndim == 2 else k[batch, tokens]
-        window = _Window(wide[batch, tokens], span_k, None if state is None else state[states])
+        window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         h = window.convolved(span_k, b)
         outs.append(h * _sigmoid(h) if activation == "silu" else h)
         finals.append(window.inputs[:, window.inputs.shape[1] - window.width :].swapaxes(1, 2))
     out, final = xp.concatenate(outs, axis=1), xp.concatenate(finals, axis=0)
-    return _cast(out, dtype), _cast(final, state_dtype)
+    return cast(out, dtype), cast(final, state_dtype)
 
 
 def _vjp_formula(
@@ -213,21 +190,21 @@ def _vjp_formula(
     :math:`v = c \cdot a'(h)`, tap w gets :math:`\bar k_{tdw} = v_{td} x_{t+w-W+1,d}` and
     :math:`\bar x_{t+w-W+1,d} \mathrel{+}= v_{td} k_{tdw}`.
     """
-    wide, k, state, b, g, g_final = map(
-        _wide, (x, kernels, initial_state, bias, cotangent, final_cotangent)
+    inputs, k, state, b, g, g_final = map(
+        wide, (x, kernels, initial_state, bias, cotangent, final_cotangent)
     )
     dx, dk, dstate, db = (
-        None if array is None else _zeros(array, array.shape) for array in (wide, k, state, b)
+        None if array is None else zeros(array, array.shape) for array in (inputs, k, state, b)
     )
     for batch, tokens, states in _spans(x, sequences):
         span_k, span_dk = (k, dk) if k.ndim == 2 else (k[batch, tokens], dk[batch, tokens])
-        window = _Window(wide[batch, tokens], span_k, None if state is None else state[states])
+        window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         v = g[batch, tokens]
         if activation == "silu":
             h = window.convolved(span_k, b)
             s = _sigmoid(h)
             v = v * s * (1 + h * (1 - s))
-        dinputs = _zeros(window.inputs, window.inputs.shape)
+        dinputs = zeros(window.inputs, window.inputs.shape)
         for w in range(window.width):
             window.tap(dinputs, w)[...] += v * span_k[..., w]
             product = v * window.tap(window.inputs, w)
@@ -241,7 +218,7 @@ def _vjp_formula(
             dstate[states] = dinputs[:, : window.width].swapaxes(1, 2)
     given = (x, kernels, initial_state, bias)
     return tuple(
-        None if gradient is None else _cast(gradient, like)
+        None if gradient is None else cast(gradient, like)
         for gradient, like in zip((dx, dk, dstate, db), given, strict=True)
     )
 
@@ -255,7 +232,7 @@ def _pullback(
 ) -> tuple[Any, ...]:
     cotangent, final_cotangent = cotangents
     if cotangent is None:
-        cotangent = _cast(_namespace(arrays[0]).zeros_like(arrays[0]), promoted(arrays))
+        cotangent = cast(namespace(arrays[0]).zeros_like(arrays[0]), promoted(arrays))
     return call.other(conv_vjp, (*arrays, cotangent, final_cotangent), needed)
 
 
@@ -274,8 +251,8 @@ def _vjp_pullback(
     c, the op's own cotangent, and h = f(x, k) + bias, which adds p(ḣ, x, k) for ḣ = v̄ c a''(h).
     """
     # In float32 or better: what is between two roundings isn't rounded itself.
-    x, kernels, state, bias, c, _ = map(_wide, arrays)
-    on_x, on_kernels, on_state, on_bias = map(_wide, cotangents)
+    x, kernels, state, bias, c, _ = map(wide, arrays)
+    on_x, on_kernels, on_state, on_bias = map(wide, cotangents)
     sequences, activation = call.static
     plain = call._replace(static=(sequences, "none"))
 
@@ -286,14 +263,14 @@ def _vjp_pullback(
         return plain.other(conv_vjp, (*arrays, None), wanted)
 
     if on_state is not None and on_x is None:
-        on_x = _namespace(x).zeros_like(x)
+        on_x = namespace(x).zeros_like(x)
     v_bar = final_bar = None
     if on_x is not None:
         v_bar, final_bar = convolve(on_x, kernels, on_state, None, needed[5])
     if on_kernels is not None:
-        v_bar = _added(v_bar, convolve(x, on_kernels, state, None, False)[0])
+        v_bar = added(v_bar, convolve(x, on_kernels, state, None, False)[0])
     if on_bias is not None:
-        v_bar = _added(v_bar, _namespace(x).zeros_like(c) + on_bias)
+        v_bar = added(v_bar, namespace(x).zeros_like(c) + on_bias)
     if v_bar is None:
         return (None,) * 6
     v, c_bar, through_h = c, v_bar, (None,) * 4
@@ -313,17 +290,11 @@ def _vjp_pullback(
         wanted = (False, True, False, False)
         _, kernels_bar, _, _ = pull_back(wanted, on_x, kernels, on_state, None, v)
     direct = (x_bar, kernels_bar, state_bar, None)
-    bars = [_added(one, two) for one, two in zip(direct, through_h, strict=True)]
+    bars = [added(one, two) for one, two in zip(direct, through_h, strict=True)]
     return tuple(
-        None if bar is None else _cast(bar, array)
+        None if bar is None else cast(bar, array)
         for bar, array in zip((*bars, c_bar, final_bar), arrays, strict=True)
     )
-
-
-def _added(one: Any, two: Any) -> Any:
-    if one is None or two is None:
-        return two if one is None else one
-    return one + two
 
 
 def _dtype(x: Any, *arrays: Any) -> str | None:
@@ -370,12 +341,12 @@ conv = Primitive(
 def _step_formula(x: Any, state: Any, kernels: Any, bias: Any, activation: str) -> tuple[Any]:
     """Shift x into the state, in place, and return the convolution of what it holds."""
     dtype = promoted((x, state, kernels, bias))
-    latest = _cast(x, state).reshape(*state.shape[:2], 1)
-    state[...] = _namespace(x).concatenate([state[..., 1:], latest], axis=-1)
-    h = (_wide(state) * _wide(kernels)).sum(-1)
+    latest = cast(x, state).reshape(*state.shape[:2], 1)
+    state[...] = namespace(x).concatenate([state[..., 1:], latest], axis=-1)
+    h = (wide(state) * wide(kernels)).sum(-1)
     if bias is not None:
-        h = h + _wide(bias)
-    out = _cast(h * _sigmoid(h) if activation == "silu" else h, dtype)
+        h = h + wide(bias)
+    out = cast(h * _sigmoid(h) if activation == "silu" else h, dtype)
     return (out.reshape(x.shape),)
 
 
@@ -406,27 +377,7 @@ def _sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
         return cu_seqlens
     if not is_tensor(cu_seqlens):
         return Sequences(cu_seqlens, num_tokens=tokens)
-    torch = sys.modules["torch"]
-    if torch.compiler.is_dynamo_compiling():
-        raise TypeError(_outside(name))
-    if cu_seqlens.is_cpu or cu_seqlens.is_inference():
-        return Sequences(cu_seqlens, num_tokens=tokens)
-    # Reading from a GPU waits for it: every tensor is read once, until it is written to.
-    stamp = cu_seqlens._version, cu_seqlens.data_ptr(), tokens
-    read = bridge().sequences_read.get(cu_seqlens)
-    if read is None or read[0] != stamp:
-        if torch.cuda.is_current_stream_capturing():
-            raise TypeError(_outside(name))
-        read = stamp, Sequences(cu_seqlens, num_tokens=tokens)
-        bridge().sequences_read[cu_seqlens] = read
-    return read[1]
-
-
-def _outside(name: str) -> str:
-    return (
-        f"{name}: cu_seqlens is a tensor; inside torch.compile or a CUDA graph it should be "
-        "Sequences, made outside"
-    )
+    return Sequences.read(name, "cu_seqlens", cu_seqlens, num_tokens=tokens)
 
 
 def _of_rank(name: str, argument: str, array: Any, *shapes: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,0 +1,42 @@
+"""What definitions are written with, so that NumPy and torch both run them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from fusedops._check import is_tensor
+
+
+def namespace(array: Any) -> Any:
+    """Return the module of an array's functions: NumPy or torch."""
+    return sys.modules["torch"] if is_tensor(array) else np
+
+
+def wide(array: Any) -> Any:
+    """Return an array in the dtype that the definition computes in."""
+    if array is None:
+        return None
+    if not is_tensor(array):
+        return array.astype(np.float64)
+    return array.float() if array.itemsize == 2 else array
+
+
+def cast(array: Any, like: Any) -> Any:
+    """Return `array` in the dtype of `like`, a dtype or something that has one."""
+    dtype = getattr(like, "dtype", like)
+    return array.to(dtype) if is_tensor(array) else array.astype(dtype)
+
+
+def zeros(like: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array of zeros, of the dtype and on the device of another."""
+    return like.new_zeros(shape) if is_tensor(like) else np.zeros(shape, like.dtype)
+
+
+def added(one: Any, two: Any) -> Any:
+    """Return the sum of two cotangents, of which None is zero."""
+    if one is None or two is None:
+        return two if one is None else one
+    return one + two
