@@ -5,17 +5,29 @@ from fusedops._info import info
 from fusedops._registry import BackendUnavailable, use_backend
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
+from fusedops.wigner import (
+    Edges,
+    edge_degree_scatter,
+    node_to_edge_wigner_permute,
+    permute_wigner_inv,
+    permute_wigner_inv_edge_to_node,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
+    "Edges",
     "Planes",
     "Sequences",
     "dynamic_conv",
     "dynamic_conv_step",
+    "edge_degree_scatter",
     "get_num_threads",
     "info",
+    "node_to_edge_wigner_permute",
+    "permute_wigner_inv",
+    "permute_wigner_inv_edge_to_node",
     "planarity_nll",
     "plane_deviations",
     "set_num_threads",

@@ -232,12 +232,14 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
     else:
         raise BackendUnavailable(str(_explain(request, None)))
     if request.device == "cuda" and backend.name == "torch" and request.forced is None:
-        reason = why_not(BACKENDS[0], request)
-        warnings.warn(
-            f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        # Where it is only that there is no kernel, nothing can be done about it.
+        reason = BACKENDS[0].why_not(request)
+        if reason:
+            warnings.warn(
+                f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
     found = backend, _kernel(backend, request.op)
     _chosen[request] = found
     return found

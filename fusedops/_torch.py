@@ -279,6 +279,8 @@ def _pull_back(
 ) -> tuple[Any, ...]:
     primitive = call.primitive
     count = len(primitive.arrays)
+    if not any([cotangent is not None for cotangent in cotangents]):
+        return (None,) * count
     if primitive.pullback is None:
         return _differentiate_formula(call, saved[:count], cotangents)
     gradients = primitive.pullback(call, saved[:count], saved[count:], cotangents, needed)

@@ -11,9 +11,12 @@ import numpy as np
 
 from fusedops import _registry
 from fusedops.conv import Sequences, conv, conv_step, conv_vjp
+from fusedops.harmonics import matrices, matrices_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
+from fusedops.wigner import Edges, edge_wigner, m_major_order
 
-#: Largest error allowed, relative to the largest element of the reference. Planarity accumulates in
+#: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
+#: terms. Planarity accumulates in
 #: float64 and rounds once, so that the length of a sum doesn't enter: narrower floats are good to
 #: one or two roundings of the output. Its second derivative divides by gaps between eigenvalues,
 #: which multiplies float64's rounding. The convolution adds up to 31 products in float32, whose
@@ -26,12 +29,23 @@ TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-
 class Case:
     """A primitive with arguments that a real program would pass.
 
-    `make` returns the float64 arrays and the static arguments, the same every time.
+    `make` returns the float64 arrays and the static arguments, the same every time. `terms` is how
+    many products an element of an output adds up, where these are many.
     """
 
     name: str
     primitive: _registry.Primitive
     make: Callable[[], tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]]
+    terms: int = 0
+
+    def tolerance(self, dtype: str) -> float:
+        """Return the largest error allowed; roundings grow with the root of the terms."""
+        return TOLERANCE[dtype] * max(1.0, self.terms**0.5 / 8)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether there is more than the formula: the matrices of edges have none."""
+        return self.primitive not in (matrices, matrices_vjp)
 
     def __str__(self) -> str:
         return f"{self.primitive.name}-{self.name}"
@@ -114,7 +128,7 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
     # On the CPU the bridge computes most ops' 16-bit floats in float32.
     narrow = device == "cpu" and dtype not in ("float32", "float64")
     worked = "float32" if narrow and not primitive.sixteen_bits else dtype
-    if not max(errors.values()) <= TOLERANCE[worked]:
+    if not max(errors.values()) <= case.tolerance(worked):
         raise AssertionError(f"{case} on {backend} in {dtype}: {errors}")
     for only in range(len(primitive.outputs) if dtype == "float32" else 0):
         wanted = tuple(i == only for i in range(len(primitive.outputs)))
@@ -122,7 +136,7 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
         if outputs[only] is None:
             continue
         # Each is a kernel of its own on a GPU, where a compiler fuses products with sums its way.
-        allowed = 0.0 if device == "cpu" else TOLERANCE[worked]
+        allowed = 0.0 if device == "cpu" else case.tolerance(worked)
         if not error(alone[only], outputs[only]) <= allowed:
             raise AssertionError(f"{case} on {backend} in {dtype}: {names[only]} alone differs")
 
@@ -319,5 +333,82 @@ def _conv_cases() -> list[Case]:
     return cases
 
 
+def _wigner_case(
+    name: str,
+    lmax: int,
+    mmax: int | None = None,
+    *,
+    nodes: int = 4,
+    edges: int = 7,
+    channels: int = 3,
+    way: str = "forth",
+    packed: bool = False,
+    own: bool = False,
+    base: bool = False,
+    scale: float = 1.0,
+) -> Case:
+    """Return all partial derivatives of the form; `own` makes every edge a node of its own."""
+
+    def make() -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
+        rng = np.random.default_rng(lmax)
+        limit = lmax if mmax is None else mmax
+        count, rows, ends = edges if own else nodes, (lmax + 1) ** 2, 2 if way == "forth" else 1
+        # The last node has no edge; self-loops and repeated edges there are by chance.
+        graph = None if own else Edges(rng.integers(0, max(nodes - 1, 1), (2, edges)), nodes)
+        x = rng.normal(size=(count, rows, channels))
+        message = rng.normal(size=(edges, len(m_major_order(lmax, limit)), ends * channels))
+        wigner = rng.normal(size=(edges, *matrix_size(lmax, packed))) / np.sqrt(2 * lmax + 1)
+        arrays = rng.normal(size=x.shape) if base else None, x, message, wigner
+        return arrays, (graph, limit, way, scale)
+
+    # Over channels, and over the rows of a degree of both ends of all edges of a node.
+    terms = 2 * max(channels, (2 * lmax + 1) * edges // max(nodes - 1, 1))
+    return Case(name, edge_wigner, make, terms)
+
+
+def _wigner_cases() -> list[Case]:
+    cases = [
+        _wigner_case("uma", 2, nodes=6, edges=20, channels=40),
+        _wigner_case("uma-back", 2, nodes=6, edges=20, channels=40, way="back"),
+        _wigner_case("uma-degree", 2, 0, channels=40, way="back", base=True, scale=0.3),
+    ]
+    for lmax in range(5):
+        for mmax in range(lmax + 1):
+            for way in ("forth", "back"):
+                packed = (lmax + mmax + len(way)) % 2 == 0
+                name = f"l{lmax}-m{mmax}-{way}"
+                cases.append(_wigner_case(name, lmax, mmax, way=way, packed=packed))
+    for lmax, edges in ((6, 3), (8, 1)):
+        cases.append(_wigner_case(f"l{lmax}", lmax, 2, nodes=2, edges=edges, channels=2))
+    cases.append(_wigner_case("wide", 1, channels=300, packed=True))
+    cases.append(_wigner_case("wide-back", 1, channels=300, way="back"))
+    cases.append(_wigner_case("own", 2, 1, way="back", own=True))
+    cases.append(_wigner_case("no-edges", 1, edges=0, base=True, way="back"))
+    cases.append(_wigner_case("no-nodes", 1, nodes=0, edges=0))
+    cases.append(_wigner_case("no-channels", 1, channels=0))
+    for way in ("forth", "back"):
+        cases.append(_wigner_case(f"hub-{way}", 1, nodes=2, edges=70, way=way))
+    return cases
+
+
+def _matrix_cases() -> list[Case]:
+    def add(name: str, lmax: int, layout: str) -> None:
+        def make(gradient: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(lmax)
+            vectors = np.concatenate([np.eye(3), -np.eye(3), rng.normal(size=(6, 3))])
+            shape = len(vectors), *matrix_size(lmax, layout == "packed")
+            arrays = (vectors, rng.normal(size=shape)) if gradient else (vectors,)
+            return arrays, (lmax, layout)
+
+        cases.append(Case(name, matrices, lambda: make(False)))
+        cases.append(Case(name, matrices_vjp, lambda: make(True)))
+
+    cases: list[Case] = []
+    for lmax in (0, 1, 2, 6):
+        for layout in ("dense", "packed"):
+            add(f"l{lmax}-{layout}", lmax, layout)
+    return cases
+
+
 #: Every case of every op.
-CASES = [*_planarity_cases(), *_conv_cases()]
+CASES = [*_planarity_cases(), *_conv_cases(), *_wigner_cases(), *_matrix_cases()]

@@ -1,0 +1,270 @@
+"""Wigner D matrices of real spherical harmonics, for the rotations that turn edges to an axis.
+
+One file: the coupling of degrees, the rotation, the definition of the matrices and of their
+gradient, and the public op. There are no kernels: this is a few products of small matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fusedops._arrays import cast, namespace, wide, zeros
+from fusedops._check import floats, is_tensor
+from fusedops._registry import Call, Primitive, op
+
+
+def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
+    """Return the shape of an edge's matrices: dense, or blocks one after the other."""
+    if packed:
+        return ((lmax + 1) * (2 * lmax + 1) * (2 * lmax + 3) // 3,)
+    return (lmax + 1) ** 2, (lmax + 1) ** 2
+
+
+@functools.cache
+def _real_basis(l: int) -> np.ndarray:
+    """Return the unitary matrix from complex spherical harmonics (Condon-Shortley) to real ones."""
+    basis = np.zeros((2 * l + 1, 2 * l + 1), complex)
+    basis[l, l] = 1
+    for m in range(1, l + 1):
+        # Y^{-m} is (-1)^m times the conjugate of Y^m.
+        basis[l + m, [l + m, l - m]] = [(-1) ** m / np.sqrt(2), 1 / np.sqrt(2)]
+        basis[l - m, [l + m, l - m]] = [(-1) ** m / (1j * np.sqrt(2)), -1 / (1j * np.sqrt(2))]
+    return basis
+
+
+@functools.cache
+def coupling(l: int) -> np.ndarray:
+    r"""Return the isometry (2l + 1, 3(2l - 1)) from degrees l - 1 and 1 to degree l, real.
+
+    These are the Clebsch-Gordan coefficients :math:`\langle l-1\, m_1; 1\, m_2 | l\, m \rangle` in
+    the basis of real spherical harmonics, so that
+    :math:`D^l = A (D^{l-1} \otimes D^1) A^\top`.
+    """
+    j = l - 1
+    coefficients = np.zeros((2 * l + 1, 2 * j + 1, 3))
+    for m in range(-l, l + 1):
+        for m2 in (-1, 0, 1):
+            if abs(m - m2) > j:
+                continue
+            if m2 == 0:
+                square = (j - m + 1) * (j + m + 1) / ((2 * j + 1) * (j + 1))
+            else:
+                square = (j + m2 * m) * (j + m2 * m + 1) / ((2 * j + 1) * (2 * j + 2))
+            coefficients[l + m, j + m - m2, 1 + m2] = np.sqrt(square)
+    lower = np.kron(_real_basis(j), _real_basis(1))
+    return (_real_basis(l) @ coefficients.reshape(2 * l + 1, -1) @ lower.conj().T).real
+
+
+def _coupling(l: int, like: Any) -> Any:
+    if is_tensor(like):
+        return like.new_tensor(coupling(l))
+    return coupling(l).astype(like.dtype)
+
+
+def _unit(edge_vec: Any) -> tuple[Any, Any]:
+    """Return unit vectors and lengths; a vector of length zero is the axis, of length one."""
+    xp = namespace(edge_vec)
+    square = (edge_vec * edge_vec).sum(-1)[:, None]
+    none = square == 0
+    length = xp.sqrt(xp.where(none, xp.ones_like(square), square))
+    axis = zeros(edge_vec, (3,))
+    axis[1] = 1
+    return xp.where(none, axis, edge_vec / length), xp.where(none, xp.inf, length)
+
+
+def _rotation(u: Any) -> Any:
+    """Return the rotations (E, 3, 3) that turn unit vectors to +y.
+
+    Where y ≥ 0 by the shortest way; elsewhere by half a turn about x and then the shortest way.
+    Neither divides by less than one.
+    """
+    xp = namespace(u)
+    x, y, z = u[:, 0], u[:, 1], u[:, 2]
+    s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
+    k = 1 / (1 + s * y)
+    rows = (
+        (1 - x * x * k, -s * x, -x * z * k),
+        (x, y, z),
+        (-s * x * z * k, -z, s * (1 - z * z * k)),
+    )
+    return xp.stack([xp.stack(row, -1) for row in rows], -2)
+
+
+def _rotation_vjp(u: Any, g: Any) -> Any:
+    """Return the cotangents of unit vectors for those of their rotations."""
+    xp = namespace(u)
+    x, y, z = u[:, 0], u[:, 1], u[:, 2]
+    s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
+    k = 1 / (1 + s * y)
+    corner = g[:, 0, 2] + s * g[:, 2, 0]
+    on_k = -x * x * g[:, 0, 0] - x * z * corner - s * z * z * g[:, 2, 2]
+    on_x = g[:, 1, 0] - 2 * x * k * g[:, 0, 0] - s * g[:, 0, 1] - z * k * corner
+    on_z = g[:, 1, 2] - 2 * s * z * k * g[:, 2, 2] - g[:, 2, 1] - x * k * corner
+    return xp.stack([on_x, g[:, 1, 1] - s * k * k * on_k, on_z], -1)
+
+
+def _product(lower: Any, R: Any) -> Any:
+    """Return the Kronecker products of matrices (E, a, a) with (E, 3, 3)."""
+    size = 3 * lower.shape[1]
+    return (lower[:, :, None, :, None] * R[:, None, :, None, :]).reshape(-1, size, size)
+
+
+def _degrees(R: Any, lmax: int) -> list[Any]:
+    """Return the matrices of degrees 0 to lmax, each made of the one before."""
+    xp = namespace(R)
+    matrices = [xp.ones_like(R[:, :1, :1]), R][: lmax + 1]
+    for l in range(2, lmax + 1):
+        A = _coupling(l, R)
+        matrices.append(A @ _product(matrices[-1], R) @ A.T)
+    return matrices
+
+
+def _formula(edge_vec: Any, lmax: int, layout: str) -> tuple[Any]:
+    r"""Return :math:`D^0, D^1, …`, with :math:`D^1 = R` and :math:`R \hat v = \hat y`."""
+    xp = namespace(edge_vec)
+    u, _ = _unit(wide(edge_vec))
+    matrices = _degrees(_rotation(u), lmax)
+    if layout == "packed":
+        blocks = xp.concatenate([D.reshape(len(u), -1) for D in matrices], axis=1)
+        return (cast(blocks, edge_vec),)
+    rows = (lmax + 1) ** 2
+    padded = []
+    for l, D in enumerate(matrices):
+        before, after = (zeros(D, (len(u), 2 * l + 1, n)) for n in (l * l, rows - (l + 1) ** 2))
+        padded.append(xp.concatenate([before, D, after], axis=2))
+    return (cast(xp.concatenate(padded, axis=1), edge_vec),)
+
+
+def _vjp_formula(edge_vec: Any, cotangent: Any, lmax: int, layout: str) -> tuple[Any]:
+    """Return the cotangent of edge_vec, degree by degree from the highest."""
+    xp = namespace(edge_vec)
+    u, length = _unit(wide(edge_vec))
+    g = wide(cotangent)
+    R = _rotation(u)
+    matrices = _degrees(R, lmax)
+    on_R = xp.zeros_like(R)
+    carried: Any = 0
+    for l in range(lmax, 0, -1):
+        size = 2 * l + 1
+        if layout == "packed":
+            (at,) = matrix_size(l - 1, packed=True)
+            on_D = carried + g[:, at : at + size * size].reshape(-1, size, size)
+        else:
+            on_D = carried + g[:, l * l : (l + 1) ** 2, l * l : (l + 1) ** 2]
+        if l == 1:
+            on_R = on_R + on_D
+            break
+        A = _coupling(l, R)
+        on_product = (A.T @ on_D @ A).reshape(-1, size - 2, 3, size - 2, 3)
+        carried = (on_product * R[:, None, :, None, :]).sum((2, 4))
+        on_R = on_R + (on_product * matrices[l - 1][:, :, None, :, None]).sum((1, 3))
+    on_u = _rotation_vjp(u, on_R)
+    across = on_u - u * (u * on_u).sum(-1)[:, None]
+    return (cast(across / length, edge_vec),)
+
+
+def _pullback(
+    call: Call,
+    arrays: Sequence[Any],
+    residuals: Sequence[Any],
+    cotangents: Sequence[Any],
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    return call.other(matrices_vjp, (arrays[0], cotangents[0]))
+
+
+matrices_vjp = Primitive(
+    "wigner_d_vjp",
+    arrays=("edge_vec", "cotangent"),
+    static={"lmax": int, "layout": str},
+    outputs=("edge_vec_cotangent",),
+    describe=lambda arrays, _: ((arrays[0].shape, None),),
+    formula=_vjp_formula,
+)
+matrices = Primitive(
+    "wigner_d",
+    arrays=("edge_vec",),
+    static={"lmax": int, "layout": str},
+    outputs=("matrices",),
+    describe=lambda arrays, static: (
+        ((arrays[0].shape[0], *matrix_size(static[0], static[1] == "packed")), None),
+    ),
+    formula=_formula,
+    pullback=_pullback,
+)
+
+
+@op(matrices)
+def wigner_d(edge_vec: Any, lmax: int, *, packed: bool = False) -> Any:
+    r"""Return the real Wigner D matrices of rotations that turn edge vectors to the axis +y.
+
+    .. math:: D^l(R)\, Y_l(v) = Y_l(R v), \quad R\, \hat r = \hat y
+
+    for all v, with the real spherical harmonics of e3nn and fairchem: the polar axis is y, orders
+    run from -l to l without the Condon-Shortley phase, and degree 1 is (x, y, z), so that
+    :math:`D^1 = R`.
+
+    Parameters
+    ----------
+    edge_vec : array or tensor (E, 3), float32 or float64; in torch bfloat16 and float16 too
+        Vectors of any length, in any unit, x, y, z.
+    lmax : int
+        The largest degree, at least 0.
+    packed : bool
+        Whether to return the blocks of 2l + 1 rows alone, one after the other.
+    out : array or tensor, optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call; only ``"torch"`` and ``"numpy"`` can.
+
+    Returns
+    -------
+    array or tensor (E, (lmax + 1)², (lmax + 1)²), or with `packed` (E, Σ(2l + 1)²)
+        Orthogonal, in the dtype of `edge_vec`; the matrices of the way back are their transposes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or value; the message names it.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    A rotation that turns a vector to an axis is free to turn about that axis, and no choice of it
+    is continuous all over the sphere. Here it jumps at y = 0, between the shortest rotation (y ≥ 0)
+    and half a turn about x followed by the shortest rotation (y < 0): there is no pole, and
+    derivatives of every order are finite everywhere. What commutes with turns about the axis, as
+    every operation on an eSCN message does, gives energies that don't see the jump. A vector of
+    length zero counts as the axis, with a gradient of zero.
+
+    Gradients are to any order in torch, and the first in NumPy. The degrees are made one from the
+    other, by Clebsch-Gordan products with the rotation, without an angle.
+
+    References
+    ----------
+    Geiger and Smidt, "e3nn: Euclidean Neural Networks", arXiv:2207.09453, for the convention;
+    Varshalovich, Moskalev and Khersonskii, "Quantum Theory of Angular Momentum", 1988, section 4.6,
+    for the product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fusedops.wigner import wigner_d
+    >>> D = wigner_d(np.array([[0.0, 0.0, 2.0]]), 1)
+    >>> (D[0, 1:, 1:] @ [0.0, 0.0, 1.0]).tolist()  # the edge is now along y
+    [0.0, 1.0, 0.0]
+    """
+    edge_vec = floats("wigner_d", "edge_vec", edge_vec, ("E", 3))
+    try:
+        degree = operator.index(lmax)
+    except TypeError:
+        raise TypeError(f"wigner_d: lmax is a {type(lmax).__name__}; it should be an int") from None
+    if degree < 0:
+        raise ValueError(f"wigner_d: lmax is {degree}; it should be at least 0")
+    return (edge_vec,), (degree, "packed" if packed else "dense"), "matrices"

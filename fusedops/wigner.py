@@ -1,0 +1,699 @@
+"""Rotations of node features into the frames of edges, and back, with sums over a node's edges.
+
+One file, from top to bottom: orders and blocks, the graph, the one trilinear form whose partial
+derivatives are all of these operations, and the public ops. The kernels are in ``cpukern/wigner_*``
+and ``gpukern/wigner.py``; the matrices come from ``fusedops/harmonics.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fusedops._arrays import added, cast, wide, zeros
+from fusedops._check import alike, device_of, dtype_name, floats, is_tensor, promoted, same_device
+from fusedops._registry import Call, Packed, Primitive, op
+from fusedops.harmonics import matrix_size, wigner_d
+
+__all__ = ["Edges", "m_major_order", "wigner_d"]
+
+
+def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:
+    r"""Return which l-major row every m-major row is.
+
+    Coefficient (l, m) of a feature has row :math:`l^2 + l + m` in l-major order. In m-major order
+    those of m = 0 come first, for all l; then for every m ≥ 1 up to mmax those of +m, for l ≥ m,
+    and those of −m.
+
+    Parameters
+    ----------
+    lmax : int
+        The largest degree, at least 0.
+    mmax : int, optional
+        The largest order that is kept, from 0 to lmax; lmax if not given.
+
+    Returns
+    -------
+    array (M,), int64
+        For m-major row r the l-major row ``order[r]``: ``x[:, order]`` is x in m-major order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If lmax or mmax is not an integer in its range.
+
+    References
+    ----------
+    Passaro and Zitnick, "Reducing SO(3) Convolutions to SO(2) for Efficient Equivariant GNNs",
+    ICML 2023 (eSCN); the order is that of fairchem's UMA.
+
+    Examples
+    --------
+    With three degrees there are nine coefficients. The rows of (l, m) = (0, 0), (1, 0) and (2, 0)
+    are 0, 2 and 6; then come (1, 1) and (2, 1), (1, −1) and (2, −1), (2, 2), and (2, −2):
+
+    >>> from fusedops.wigner import m_major_order
+    >>> m_major_order(2).tolist()
+    [0, 2, 6, 3, 7, 1, 5, 8, 4]
+    >>> m_major_order(2, mmax=1).tolist()
+    [0, 2, 6, 3, 7, 1, 5]
+    """
+    lmax = _count("m_major_order", "lmax", lmax)
+    return _m_major_order(lmax, _order_limit("m_major_order", mmax, lmax)).copy()
+
+
+@functools.cache
+def _m_major_order(lmax: int, mmax: int) -> np.ndarray:
+    signed = [0, *(sign * m for m in range(1, mmax + 1) for sign in (1, -1))]
+    return np.array([l * l + l + m for m in signed for l in range(abs(m), lmax + 1)])
+
+
+@functools.cache
+def degrees(lmax: int, mmax: int) -> list[tuple[slice, np.ndarray, np.ndarray]]:
+    """Return of every degree its l-major rows, which of them are kept, and their m-major rows."""
+    order = _m_major_order(lmax, mmax)
+    found = []
+    for l in range(lmax + 1):
+        own = np.flatnonzero((order >= l * l) & (order < (l + 1) ** 2))
+        own = own[np.argsort(order[own])]
+        found.append((slice(l * l, (l + 1) ** 2), order[own] - l * l, own))
+    return found
+
+
+def degree_of(wigner: Any) -> int:
+    """Return lmax of matrices that are dense (E, n, n) or packed blocks (E, Σ(2l+1)²)."""
+    if wigner.ndim == 3:
+        return math.isqrt(wigner.shape[-1]) - 1
+    lmax = 0
+    while matrix_size(lmax, packed=True)[0] < wigner.shape[-1]:
+        lmax += 1
+    return lmax
+
+
+class Edges(Packed):
+    r"""A graph's edges, checked and sorted once for many calls.
+
+    Sums over the edges of a node run over a sorted list, so that they need no atomic operations and
+    have one order.
+
+    Parameters
+    ----------
+    edge_index : array or tensor (2, E), int32 or int64
+        The source and the target node of every edge, in any order; self-loops and repeated edges
+        are edges as any other. The object lives on the tensor's device.
+    num_nodes : int
+        N, more than every index. Nodes may have no edge.
+
+    Attributes
+    ----------
+    num_nodes, num_edges : int
+        N and E.
+    device : str
+        ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `edge_index` has the wrong dtype or shape, or `num_nodes` is not a number of nodes.
+    IndexError
+        If an index is not a node; the message names the first.
+
+    Notes
+    -----
+    The array is copied: changing it later changes nothing here. One on a GPU is sorted there, and
+    checking it waits for the GPU.
+
+    References
+    ----------
+    The convention is that of PyTorch Geometric and fairchem.
+
+    Examples
+    --------
+    >>> import fusedops
+    >>> edges = fusedops.Edges([[0, 1, 2, 0], [1, 0, 1, 1]], num_nodes=4)
+    >>> edges.num_nodes, edges.num_edges
+    (4, 4)
+    """
+
+    # by_target: the edges, those into node 0 first; target_ptr (N + 1,): where each node's begin.
+    _fields = ("source", "target", "by_source", "source_ptr", "by_target", "target_ptr")
+    _sizes = ("num_nodes", "num_edges")
+
+    def __init__(self, edge_index: Any, num_nodes: int) -> None:
+        given = edge_index if is_tensor(edge_index) else np.asarray(edge_index)
+        if dtype_name(given.dtype) not in ("int32", "int64"):
+            raise TypeError(
+                f"Edges: edge_index has dtype {dtype_name(given.dtype)}; it should be int32 or "
+                "int64"
+            )
+        if given.ndim != 2 or given.shape[0] != 2:
+            raise ValueError(
+                f"Edges: edge_index has shape {tuple(given.shape)}; it should be (2, E)"
+            )
+        self.num_nodes = _count("Edges", "num_nodes", num_nodes)
+        self.num_edges = int(given.shape[1])
+        self.device = device_of(given)
+        if self.device == "cpu":
+            self._sort(np.array(given, dtype=np.int64))
+        else:
+            with sys.modules["torch"].inference_mode(False):
+                self._sort(given.long())
+
+    def _sort(self, ends: Any) -> None:
+        bad = (ends < 0) | (ends >= self.num_nodes)
+        if bad.any():
+            row, edge = (
+                (int(i[0]) for i in bad.nonzero())
+                if self.device == "cpu"
+                else (int(i) for i in bad.nonzero()[0])
+            )
+            raise IndexError(
+                f"Edges: edge_index[{row}, {edge}] is {int(ends[row, edge])}; it should be in "
+                f"[0, {self.num_nodes}), num_nodes"
+            )
+        source, target = ends
+        by_source, source_ptr = _sorted(source, self.num_nodes)
+        by_target, target_ptr = _sorted(target, self.num_nodes)
+        arrays = [source, target, by_source, source_ptr, by_target, target_ptr]
+        if self.device != "cpu":
+            self.tensors = [array.contiguous() for array in arrays]
+            return
+        for name, array in zip(self._fields, arrays, strict=True):
+            setattr(self, name, np.ascontiguousarray(array))
+
+
+def _sorted(nodes: Any, count: int) -> tuple[Any, Any]:
+    """Return the stable order of edges by node, and where each node's edges begin in it."""
+    if is_tensor(nodes):
+        torch = sys.modules["torch"]
+        ordered, order = torch.sort(nodes, stable=True)
+        return order, torch.searchsorted(ordered, torch.arange(count + 1, device=nodes.device))
+    # NumPy sorts 16-bit integers by counting.
+    order = np.argsort(nodes.astype(np.uint16), kind="stable")
+    shift = 16
+    while count >> shift:
+        digit = (nodes >> shift).astype(np.uint16)
+        order = order[np.argsort(digit[order], kind="stable")]
+        shift += 16
+    return order, np.concatenate([[0], np.cumsum(np.bincount(nodes, minlength=count))])
+
+
+def ends_of(edges: Edges | None, way: str, like: Any) -> list[Any]:
+    """Return for every end of an edge that is read its nodes; None where an edge is its own."""
+    if edges is None:
+        return [None]
+    arrays = edges.tensors_here() if is_tensor(like) else (edges.source, edges.target)
+    return list(arrays[:2]) if way == "forth" else [arrays[1]]
+
+
+def _blocks(
+    wigner: Any, mmax: int, way: str
+) -> Iterator[tuple[slice, np.ndarray, tuple[Any, ...]]]:
+    """Yield of every degree its l-major and its m-major rows, and where its matrices are.
+
+    The latter index what is kept of them, with m-major rows first: on the way back, columns.
+    """
+    at = 0
+    for rows, kept, own in degrees(degree_of(wigner), mmax):
+        size = rows.stop - rows.start
+        i, j = np.meshgrid(kept, np.arange(size), indexing="ij")
+        if way == "back":
+            i, j = j, i
+        if wigner.ndim == 3:
+            yield rows, own, (slice(None), rows.start + i, rows.start + j)
+        else:
+            yield rows, own, (slice(None), at + i * size + j)
+        at += size * size
+
+
+def _formula(
+    base: Any,
+    x: Any,
+    message: Any,
+    wigner: Any,
+    edges: Edges | None,
+    mmax: int,
+    way: str,
+    scale: float,
+) -> tuple[Any, ...]:
+    r"""Return the partial derivatives of the form T by x (plus base), message and wigner.
+
+    .. math:: T = s \sum_e \sum_h \sum_{r, j} W_{erj} \, x_{n_h(e), j} \cdot y_{ehr}
+
+    with :math:`n_h(e)` the ends of an edge that are read, :math:`y_{eh}` the channels of its
+    message that belong to that end, and r and j rows of one degree.
+    """
+    arrays = [wide(array) for array in (base, x, message, wigner)]
+    dtype = promoted(arrays)
+    shift, nodes, messages, matrices = (a if a is None else cast(a, dtype) for a in arrays)
+    ends = ends_of(edges, way, wigner)
+    described = _outputs((base, x, message, wigner), (edges, mmax, way, scale))
+    on_x, on_message, on_wigner = (
+        None if output is None else zeros(matrices, output[0]) for output in described
+    )
+    for rows, own, where in _blocks(wigner, mmax, way):
+        blocks = scale * matrices[where]
+        for h, index in enumerate(ends):
+            if x is not None:
+                inputs = nodes[:, rows] if index is None else nodes[index][:, rows]
+                channels = slice(h * x.shape[2], (h + 1) * x.shape[2])
+                on_message[:, own, channels] = blocks @ inputs
+            if message is not None:
+                C = message.shape[2] // len(ends)
+                part = messages[:, own, h * C : (h + 1) * C]
+                _add_at(on_x[:, rows], index, blocks.swapaxes(1, 2) @ part)
+            if x is not None and message is not None:
+                on_wigner[where] += scale * (part @ inputs.swapaxes(1, 2))
+    if shift is not None:
+        on_x = on_x + shift
+    return tuple(
+        None if result is None else cast(result, _dtype_of(output[1], wigner))
+        for result, output in zip((on_x, on_message, on_wigner), described, strict=True)
+    )
+
+
+def _dtype_of(name: str, like: Any) -> Any:
+    return getattr(sys.modules["torch"], name) if is_tensor(like) else np.dtype(name)
+
+
+def _add_at(total: Any, index: Any, values: Any) -> None:
+    if index is None:
+        total += values
+    elif is_tensor(total):
+        total.index_add_(0, index, values)
+    else:
+        np.add.at(total, index, values)
+
+
+def _pullback(
+    call: Call,
+    arrays: Sequence[Any],
+    residuals: Sequence[Any],
+    cotangents: Sequence[Any],
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    """Pull back through the partial derivatives of T, which is linear in each of its arguments.
+
+    An output's cotangent takes the place of the argument that the output is the derivative by;
+    the cotangents of the two others are then the form's derivatives by them.
+    """
+    factors = arrays[1:]
+    bars: list[Any] = [None, None, None]
+    for slot, cotangent in enumerate(cotangents):
+        wanted = tuple(needed[1 + other] and other != slot for other in range(3))
+        if cotangent is None or not any(wanted):
+            continue
+        given = [cotangent if other == slot else factor for other, factor in enumerate(factors)]
+        pulled = call.other(edge_wigner, (None, *given), wanted)
+        bars = [
+            added(bar, more) if want else bar
+            for bar, more, want in zip(bars, pulled, wanted, strict=True)
+        ]
+    return cotangents[0] if needed[0] else None, *bars
+
+
+def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
+    base, x, message, wigner = arrays
+    edges, mmax, way, _ = static
+    lmax = degree_of(wigner)
+    ends = 2 if way == "forth" else 1
+    on_x = on_message = on_wigner = None
+    if message is not None:
+        count = wigner.shape[0] if edges is None else edges.num_nodes
+        like = next(array for array in (base, x, message) if array is not None)
+        on_x = (count, (lmax + 1) ** 2, message.shape[2] // ends), dtype_name(like.dtype)
+    if x is not None:
+        rows = len(_m_major_order(lmax, mmax))
+        like = x if message is None else message
+        on_message = (wigner.shape[0], rows, ends * x.shape[2]), dtype_name(like.dtype)
+    if x is not None and message is not None:
+        on_wigner = tuple(wigner.shape), dtype_name(wigner.dtype)
+    return on_x, on_message, on_wigner
+
+
+edge_wigner = Primitive(
+    "edge_wigner",
+    arrays=("base", "x", "message", "wigner"),
+    static={"edges": Edges, "mmax": int, "way": str, "scale": float},
+    outputs=("on_x", "on_message", "on_wigner"),
+    describe=_outputs,
+    formula=_formula,
+    pullback=_pullback,
+    sixteen_bits=True,
+)
+
+
+def _count(name: str, argument: str, value: Any) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name}: {argument} is a {type(value).__name__}; it should be an int"
+        ) from None
+    if count < 0:
+        raise ValueError(f"{name}: {argument} is {count}; it should be at least 0")
+    return count
+
+
+def _order_limit(name: str, mmax: int | None, lmax: int) -> int:
+    if mmax is None:
+        return lmax
+    mmax = _count(name, "mmax", mmax)
+    if mmax > lmax:
+        raise ValueError(f"{name}: mmax is {mmax}; it should be at most {lmax}, lmax")
+    return mmax
+
+
+def _matrices(name: str, argument: str, wigner: Any, other: str, like: Any) -> tuple[Any, int]:
+    """Return checked matrices, dense or packed, and their lmax."""
+    rank = getattr(wigner, "ndim", None)
+    rank = np.ndim(wigner) if rank is None else rank
+    wigner = floats(name, argument, wigner, ("E", "n", "n") if rank == 3 else ("E", "blocks"))
+    alike(name, argument, wigner, other, like)
+    lmax = degree_of(wigner)
+    if lmax < 0 or tuple(wigner.shape[1:]) != matrix_size(lmax, packed=rank == 2):
+        raise ValueError(
+            f"{name}: {argument} has shape {tuple(wigner.shape)}; it should be (E, (lmax + 1)², "
+            "(lmax + 1)²), or (E, 1 + 9 + … + (2 lmax + 1)²) for packed blocks"
+        )
+    return wigner, lmax
+
+
+def _graph(
+    name: str, edge_index: Any, num_nodes: int | None, like: Any, argument: str, count: int
+) -> Edges:
+    """Return checked edges, `count` of them, on the device of `like`."""
+    given = isinstance(edge_index, Edges)
+    device = edge_index.device if given else "cpu"
+    device = device_of(edge_index) if is_tensor(edge_index) else device
+    same_device(name, "edge_index", device, argument, device_of(like))
+    if not given:
+        if num_nodes is None:
+            raise TypeError(
+                f"{name}: num_nodes is None; it should be an int, unless edge_index is Edges"
+            )
+        if is_tensor(edge_index):
+            nodes = _count(name, "num_nodes", num_nodes)
+            edge_index = Edges.read(name, "edge_index", edge_index, num_nodes=nodes)
+        else:
+            edge_index = Edges(edge_index, num_nodes)
+    elif num_nodes is not None and edge_index.num_nodes != num_nodes:
+        raise ValueError(
+            f"{name}: edge_index has {edge_index.num_nodes} nodes; it should have {num_nodes}"
+        )
+    if edge_index.num_edges != count:
+        raise ValueError(
+            f"{name}: edge_index has {edge_index.num_edges} edges; it should have {count}, the "
+            "length of the matrices"
+        )
+    return edge_index
+
+
+@op(edge_wigner)
+def node_to_edge_wigner_permute(
+    x: Any, edge_index: Any, wigner: Any, *, mmax: int | None = None
+) -> Any:
+    r"""Return the features of both ends of every edge, rotated into the edge's frame, m-major.
+
+    .. math:: \mathrm{out}_{e, r} = \Bigl( \sum_j W_{e, P(r), j} \, x_{s(e), j} \;\Big\|\;
+              \sum_j W_{e, P(r), j} \, x_{t(e), j} \Bigr)
+
+    with j of the degree of P(r), the l-major row of m-major row r
+    (`fusedops.wigner.m_major_order`), and s(e), t(e) the source and the target of edge e.
+
+    Parameters
+    ----------
+    x : array or tensor (N, (lmax + 1)², C), float32 or float64; in torch bfloat16 and float16 too
+        Features of the nodes, l-major: row l² + l + m, for C channels.
+    edge_index : Edges, or array or tensor (2, E), int32 or int64
+        Source and target of every edge. `Edges` made once per graph save the sort. A tensor on a
+        GPU is read, and waited for, when it is first used and after it was written to (in
+        inference mode in every call).
+    wigner : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
+        The matrices of the edges: dense, of which only the diagonal blocks of 2l + 1 rows are read,
+        or these blocks one after the other, by rows. They are dimensionless, as `x` is.
+    mmax : int, optional
+        The largest order |m| that is kept, at most lmax; lmax if not given.
+    out : array or tensor (E, M, 2C), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (E, M, 2C)
+        Channels of the source, then those of the target, in the dtype of `x`; accumulated in
+        float32 or better.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape, device or value; the message names it.
+    IndexError
+        If an edge's end is not a node.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    Gradients go to x and wigner, to any order, and nothing but these two is kept for them. The
+    gradient of dense matrices is zero outside of the blocks, and in rows |m| > mmax. Sums over the
+    edges of a node run in the order of the edges: they are the same in every run, and for any
+    number of threads. Under autocast dtypes are left as they are.
+
+    References
+    ----------
+    Passaro and Zitnick, ICML 2023 (eSCN); the shapes are those of fairchem's UMA backends.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> x = np.arange(8.0).reshape(2, 4, 1)  # two nodes, lmax = 1, one channel
+    >>> edges = fusedops.Edges([[0], [1]], num_nodes=2)
+    >>> message = fusedops.node_to_edge_wigner_permute(x, edges, np.eye(4)[None])
+    >>> message[0].tolist()  # (0, 0), (1, 0), (1, 1), (1, -1)
+    [[0.0, 4.0], [2.0, 6.0], [3.0, 7.0], [1.0, 5.0]]
+    """
+    name = "node_to_edge_wigner_permute"
+    x = floats(name, "x", x, ("N", "(lmax + 1)²", "C"))
+    wigner, lmax = _matrices(name, "wigner", wigner, "x", x)
+    _rows(name, "x", x, (lmax + 1) ** 2, f"(lmax + 1)² for the lmax = {lmax} of wigner")
+    limit = _order_limit(name, mmax, lmax)
+    edges = _graph(name, edge_index, x.shape[0], x, "x", wigner.shape[0])
+    return (None, x, None, wigner), (edges, limit, "forth", 1.0), "on_message"
+
+
+def _rows(name: str, argument: str, array: Any, rows: int, what: str) -> None:
+    if array.shape[1] != rows:
+        raise ValueError(
+            f"{name}: {argument} has shape {tuple(array.shape)}; its second size should be {rows}, "
+            f"{what}"
+        )
+
+
+def _message(name: str, argument: str, message: Any, lmax: int, mmax: int, count: int) -> None:
+    """Raise unless there is a message of the right rows for every matrix."""
+    rows = len(_m_major_order(lmax, mmax))
+    _rows(name, argument, message, rows, f"those of lmax = {lmax}, mmax = {mmax}")
+    if message.shape[0] != count:
+        raise ValueError(
+            f"{name}: {argument} has shape {tuple(message.shape)}; its first size should be "
+            f"{count}, the length of wigner_inv"
+        )
+
+
+@op(edge_wigner)
+def permute_wigner_inv_edge_to_node(
+    message: Any,
+    edge_index: Any,
+    wigner_inv: Any,
+    num_nodes: int | None = None,
+    *,
+    mmax: int | None = None,
+) -> Any:
+    r"""Return messages rotated out of the frames of their edges, l-major, summed by target.
+
+    .. math:: \mathrm{out}_{n, i} = \sum_{e: t(e) = n} \sum_r V_{e, i, P(r)} \,
+              \mathrm{message}_{e, r}
+
+    with r of the degree of i, and P(r) the l-major row of m-major row r.
+
+    Parameters
+    ----------
+    message : array or tensor (E, M, C), float32 or float64; in torch bfloat16 and float16 too
+        Features of the edges, m-major (`fusedops.wigner.m_major_order`).
+    edge_index : Edges, or array or tensor (2, E), int32 or int64
+        Source and target of every edge; see `node_to_edge_wigner_permute`.
+    wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
+        The matrices of the way back, V, dense or packed: W⁻¹ = Wᵀ of the way forth.
+    num_nodes : int, optional
+        N; may be left out with `Edges`, which know.
+    mmax : int, optional
+        The largest order |m| that `message` has; lmax if not given. Those beyond are zero.
+    out : array or tensor (N, (lmax + 1)², C), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (N, (lmax + 1)², C)
+        In the dtype of `message`; zero for nodes that are no edge's target.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError, BackendUnavailable
+        See `node_to_edge_wigner_permute`.
+
+    Notes
+    -----
+    Gradients go to message and wigner_inv, to any order; see `node_to_edge_wigner_permute`.
+    `permute_wigner_inv` is the same without the sum.
+
+    References
+    ----------
+    See `node_to_edge_wigner_permute`.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> message = np.ones((2, 4, 1))
+    >>> wigner_inv = np.stack([np.eye(4), 2 * np.eye(4)])
+    >>> edges = fusedops.Edges([[0, 1], [1, 1]], num_nodes=2)
+    >>> x = fusedops.permute_wigner_inv_edge_to_node(message, edges, wigner_inv)
+    >>> x[..., 0].tolist()
+    [[0.0, 0.0, 0.0, 0.0], [3.0, 3.0, 3.0, 3.0]]
+    """
+    name = "permute_wigner_inv_edge_to_node"
+    message = floats(name, "message", message, ("E", "M", "C"))
+    wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "message", message)
+    limit = _order_limit(name, mmax, lmax)
+    _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
+    edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
+    return (None, None, message, wigner_inv), (edges, limit, "back", 1.0), "on_x"
+
+
+@op(edge_wigner)
+def permute_wigner_inv(message: Any, wigner_inv: Any, *, mmax: int | None = None) -> Any:
+    r"""Return messages rotated out of the frames of their edges, l-major, edge by edge.
+
+    .. math:: \mathrm{out}_{e, i} = \sum_r V_{e, i, P(r)} \, \mathrm{message}_{e, r}
+
+    Parameters
+    ----------
+    message : array or tensor (E, M, C), float32 or float64; in torch bfloat16 and float16 too
+        Features of the edges, m-major.
+    wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
+        The matrices, V, dense or packed.
+    mmax : int, optional
+        The largest order |m| that `message` has; lmax if not given.
+    out : array or tensor (E, (lmax + 1)², C), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (E, (lmax + 1)², C)
+        In the dtype of `message`.
+
+    Raises
+    ------
+    TypeError, ValueError, BackendUnavailable
+        See `node_to_edge_wigner_permute`.
+
+    References
+    ----------
+    See `node_to_edge_wigner_permute`.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> message = np.array([0.0, 2, 3, 1]).reshape(1, 4, 1)  # (0, 0), (1, 0), (1, 1), (1, -1)
+    >>> fusedops.permute_wigner_inv(message, np.eye(4)[None]).ravel().tolist()
+    [0.0, 1.0, 2.0, 3.0]
+    """
+    name = "permute_wigner_inv"
+    message = floats(name, "message", message, ("E", "M", "C"))
+    wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "message", message)
+    limit = _order_limit(name, mmax, lmax)
+    _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
+    return (None, None, message, wigner_inv), (None, limit, "back", 1.0), "on_x"
+
+
+@op(edge_wigner)
+def edge_degree_scatter(
+    x: Any, radial: Any, edge_index: Any, wigner_inv: Any, *, rescale_factor: float = 1.0
+) -> Any:
+    r"""Return node features plus what edges say by their lengths: the edge-degree embedding.
+
+    .. math:: \mathrm{out}_{n, i} = x_{n, i} + \frac{1}{\mathrm{rescale\_factor}}
+              \sum_{e: t(e) = n} V_{e, i, l^2 + l} \, \mathrm{radial}_{e, l}
+
+    with l the degree of row i: only the columns m = 0 of the matrices are read.
+
+    Parameters
+    ----------
+    x : array or tensor (N, (lmax + 1)², C), float32 or float64; in torch bfloat16 and float16 too
+        Features of the nodes, l-major.
+    radial : array or tensor (E, lmax + 1, C) or (E, (lmax + 1) C)
+        What is scattered: a function of the edge's length for every degree and channel.
+    edge_index : Edges, or array or tensor (2, E), int32 or int64
+        Source and target of every edge; see `node_to_edge_wigner_permute`.
+    wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
+        The matrices, V, dense or packed.
+    rescale_factor : float
+        What sums over edges are divided by, such as the mean number of a node's edges.
+    out : array or tensor (N, (lmax + 1)², C), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (N, (lmax + 1)², C)
+        In the dtype of `x`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError, BackendUnavailable
+        See `node_to_edge_wigner_permute`.
+
+    Notes
+    -----
+    Gradients go to x, radial and wigner_inv, to any order.
+
+    References
+    ----------
+    The embedding is that of fairchem's UMA.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> x, radial = np.ones((1, 4, 1)), np.array([[5.0, 7.0]])
+    >>> edges = fusedops.Edges([[0], [0]], num_nodes=1)
+    >>> fusedops.edge_degree_scatter(x, radial, edges, np.eye(4)[None]).ravel().tolist()
+    [6.0, 1.0, 8.0, 1.0]
+    """
+    name = "edge_degree_scatter"
+    x = floats(name, "x", x, ("N", "(lmax + 1)²", "C"))
+    wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "x", x)
+    _rows(name, "x", x, (lmax + 1) ** 2, f"(lmax + 1)² for the lmax = {lmax} of wigner_inv")
+    count, channels = wigner_inv.shape[0], x.shape[2]
+    flat = getattr(radial, "ndim", 3) == 2
+    shape = (count, (lmax + 1) * channels) if flat else (count, lmax + 1, channels)
+    radial = floats(name, "radial", radial, shape)
+    alike(name, "radial", radial, "x", x)
+    if not rescale_factor or not math.isfinite(rescale_factor):
+        raise ValueError(
+            f"{name}: rescale_factor is {rescale_factor}; it should be finite and not zero"
+        )
+    edges = _graph(name, edge_index, x.shape[0], x, "x", count)
+    message = radial.reshape(count, lmax + 1, channels)
+    return (x, None, message, wigner_inv), (edges, 0, "back", 1 / rescale_factor), "on_x"
