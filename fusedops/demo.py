@@ -19,8 +19,11 @@ import numpy as np
 
 import fusedops
 from fusedops import _registry
-from fusedops.structure import planar_groups, read_structure
+from fusedops._arrays import namespace
+from fusedops._check import is_tensor
+from fusedops.structure import Structure, planar_groups, read_structure
 from fusedops.testing import TOLERANCE, error
+from fusedops.wigner import ends_of, m_major_order, wigner_d
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,7 @@ class Row:
 
 def planarity(figure: Any) -> Iterator[Row]:
     """Score the planes of ubiquitin, with the gradient; draw them coloured by Z."""
-    with importlib.resources.as_file(
-        importlib.resources.files("fusedops") / "data/1ubi.pdb"
-    ) as path:
-        structure = read_structure(path)
+    structure = _ubiquitin()
     found = planar_groups(structure)
     arrays, packed = {"xyz": structure.xyz}, {"plane_groups": fusedops.Planes(found.groups)}
     yield from _rows(fusedops.planarity_nll, arrays, packed, 1.0)
@@ -63,7 +63,7 @@ def dynamic_conv(figure: Any) -> Iterator[Row]:
     arrays, packed = {"x": x, "kernels": kernels}, {"cu_seqlens": fusedops.Sequences(starts)}
     out = fusedops.dynamic_conv(**arrays, **packed, backend="numpy")
 
-    def decode(x: Any, kernels: Any, backend: str) -> list[list[Any]]:
+    def decode(x: Any, kernels: Any, cu_seqlens: Any, backend: str) -> list[list[Any]]:
         tokens = []
         for start, end in pairwise(starts):
             state = 0 * kernels[:, 0]
@@ -72,13 +72,53 @@ def dynamic_conv(figure: Any) -> Iterator[Row]:
                 tokens += token.tolist()
         return [tokens]
 
-    yield from _rows(fusedops.dynamic_conv, arrays, packed, out - clean, decode)
+    yield from _rows(fusedops.dynamic_conv, arrays, packed, out - clean, step=decode)
     _draw_tokens(figure, starts, x, kernels, out)
+
+
+def edge_wigner(figure: Any) -> Iterator[Row]:
+    """Give a piece of ubiquitin an energy made of messages along edges, and draw its forces.
+
+    Turned atoms must have the same energy, and forces be its central differences. Where torch is,
+    other weights are trained on these forces, which takes second derivatives.
+    """
+    from scipy.spatial.transform import Rotation
+
+    structure, cutoff, step = _ubiquitin(), 3.0, 1e-5
+    names = [label.split() for label in structure.labels]
+    piece = [i for i, name in enumerate(names) if name[1] in ("44", "45", "46", "47")]
+    xyz, elements = structure.xyz[piece], np.array([names[i][2][0] for i in piece])
+    lengths = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
+    graph = fusedops.Edges(np.nonzero((lengths > 0) & (lengths < cutoff)), len(xyz))
+    op, weights = _edge_energy(elements, cutoff)
+    arrays, packed = {"xyz": xyz, "weights": weights}, {"graph": graph}
+    turn = Rotation.from_rotvec([1, 2, 3]).as_matrix()
+
+    def turned(xyz: Any, weights: Any, graph: Any, backend: str) -> float:
+        return op(xyz @ _like(xyz, turn), weights, graph, backend).item()
+
+    yield from _rows(op, arrays, packed, 1.0, turned=turned)
+    start = time.perf_counter()
+    moves = step * np.eye(xyz.size).reshape(-1, *xyz.shape)
+    ends = [[op(end, weights, graph, "numpy") for end in (xyz + d, xyz - d)] for d in moves]
+    expected = np.diff(ends).reshape(xyz.shape) / (2 * step)
+    ms = 1e3 * (time.perf_counter() - start)
+    models = {"the same energy": -op.vjp(xyz, weights, graph, "numpy")[1](1.0)[0]}
+    errors = {"forces": error(models["the same energy"], expected)}
+    # The energy's rounding is divided by the step, which leaves ten digits of a force.
+    yield Row(op.__name__, "numpy", "central differences", False, ms, errors, 1e-8)
+    for backend, _, _, there in _places(op, arrays, packed):
+        if there and is_tensor(there[0]["xyz"]):
+            row, trained = _train(op, *there, expected, backend)
+            yield row
+            models |= trained
+    _draw_forces(figure, xyz, elements, graph, expected, models)
 
 
 DEMOS: dict[str, Callable[[Any], Iterator[Row]]] = {
     "planarity": planarity,
     "dynamic_conv": dynamic_conv,
+    "edge_wigner": edge_wigner,
 }
 
 
@@ -87,9 +127,9 @@ def _rows(
     arrays: dict[str, Any],
     packed: dict[str, Any],
     cotangent: Any,
-    decode: Callable[..., Any] | None = None,
+    **again: Callable[..., Any],
 ) -> Iterator[Row]:
-    """Yield every backend's row: an op's value and gradients, and decoding if it has that."""
+    """Yield every backend's row: an op's value and gradients, and other ways to the value."""
     names = ["value", *(f"d{name}" for name in arrays)]
     reference = _value_and_gradients(op, arrays, packed, cotangent, "numpy")()
     for backend, why, chosen, there in _places(op, arrays, packed):
@@ -98,8 +138,8 @@ def _rows(
             continue
         step = _value_and_gradients(op, *there, cotangent, backend)
         errors = dict(zip(names, map(error, step(), reference), strict=True))
-        if decode:
-            errors["step"] = error(decode(**there[0], backend=backend), reference[0])
+        for name, way in again.items():
+            errors[name] = error(way(**there[0], **there[1], backend=backend), reference[0])
         yield Row(op.__name__, backend, why, chosen, _median_ms(step), errors)
 
 
@@ -166,6 +206,17 @@ def _median_ms(step: Callable[[], Any], seconds: float = 0.2) -> float:
         step()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
+
+
+def _like(array: Any, constant: Any) -> Any:
+    return array.new_tensor(constant) if is_tensor(array) else constant
+
+
+def _ubiquitin() -> Structure:
+    with importlib.resources.as_file(
+        importlib.resources.files("fusedops") / "data/1ubi.pdb"
+    ) as path:
+        return read_structure(path)
 
 
 def _draw_planes(figure: Any, xyz: np.ndarray, found: Any) -> None:
@@ -260,6 +311,154 @@ def _draw_tokens(
     taps.set_ylabel("input")
     taps.set_yticks(range(W), [*(f"t − {back}" for back in range(W - 1, 0, -1)), "t"])
     figure.colorbar(image, ax=panels[1], label="its tap")
+
+
+def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
+    """Return an energy of coordinates, made like an op, and weights, which it is linear in.
+
+    Edges tell their targets, by direction and length, which element the source is. The features of
+    both ends are then turned into the edge's frame, where components are multiplied by functions
+    of its length, and back. The energy weighs the squares of the sums by degree and channel.
+    """
+    rng, lmax, channels, gaussians = np.random.default_rng(19), 2, 2, 4
+    kinds = rng.normal(size=(3, 1, channels))
+    atoms = kinds[["CNO".index(element) for element in elements]]
+    base = np.pad(atoms, ((0, 0), (0, lmax * (lmax + 2)), (0, 0)))
+    centres, width = np.linspace(1, cutoff, gaussians), cutoff / gaussians
+    first = rng.normal(size=(gaussians, (lmax + 1) * channels))
+    # The same for m and -m: wigner_d is free to turn the frame about its edge, which mixes them.
+    second = rng.normal(size=(gaussians, lmax + 1, lmax + 1, 2 * channels))
+    order, degree = m_major_order(lmax), np.repeat(np.arange(lmax + 1), [1, 3, 5])
+    l = degree[order]
+    second = second[:, l, abs(order - l * (l + 1))].reshape(gaussians, -1)
+    blocks = np.split(np.arange(35), [1, 10])
+    transposed = np.concatenate([b.reshape(2 * l + 1, -1).T.ravel() for l, b in enumerate(blocks)])
+
+    def evaluate(xyz: Any, weights: Any, graph: Any, backend: str | None, vjp: bool = True) -> Any:
+        def call(op: Any, *args: Any, backend: str | None = backend, **kwargs: Any) -> Any:
+            if vjp:
+                return op.vjp(*args, backend=backend, **kwargs)
+            return op(*args, backend=backend, **kwargs), None
+
+        xp = namespace(xyz)
+        source, target = ends_of(graph, "forth", xyz)
+        vectors = xyz[source] - xyz[target]
+        r = xp.sqrt((vectors * vectors).sum(-1))[:, None]
+        near, off = 1 - (r / cutoff) ** 2, (r - _like(xyz, centres)) / width
+        radial = near**3 * xp.exp(-off * off / 2)
+        # There are no kernels for the matrices.
+        plain = "torch" if is_tensor(xyz) else "numpy"
+        wigner, pull_wigner = call(wigner_d, vectors, lmax, packed=True, backend=plain)
+        inverse = wigner[:, transposed]
+        told = _like(xyz, atoms)[source]
+        scattered = told * (radial @ _like(xyz, first)).reshape(-1, lmax + 1, channels)
+        x, pull_x = call(fusedops.edge_degree_scatter, _like(xyz, base), scattered, graph, inverse)
+        message, pull_message = call(fusedops.node_to_edge_wigner_permute, x, graph, wigner)
+        factors = (radial @ _like(xyz, second)).reshape(message.shape)
+        back = fusedops.permute_wigner_inv_edge_to_node
+        out, pull_out = call(back, message * factors, graph, inverse)
+        squares = (out * out).sum(0)
+
+        def pullback(cotangent: float) -> tuple[np.ndarray, np.ndarray]:
+            on_product, on_inverse = pull_out(2 * cotangent * weights[degree] * out)
+            on_x, on_wigner = pull_message(on_product * factors)
+            _, on_scattered, on_first_inverse = pull_x(on_x)
+            # Blocks that are transposed twice are what they were.
+            on_wigner = on_wigner + (on_inverse + on_first_inverse)[:, transposed]
+            on_radial = (told * on_scattered).reshape(len(r), -1) @ first.T
+            on_radial += (message * on_product).reshape(len(r), -1) @ second.T
+            slopes = -radial * (6 * r / (cutoff**2 * near) + off / width)
+            on_r = (on_radial * slopes).sum(1, keepdims=True)
+            on_vectors = pull_wigner(on_wigner)[0] + on_r * vectors / r
+            on_xyz, on_weights = np.zeros_like(xyz), np.zeros_like(weights)
+            np.add.at(on_xyz, source, on_vectors)
+            np.subtract.at(on_xyz, target, on_vectors)
+            np.add.at(on_weights, degree, cotangent * squares)
+            return on_xyz, on_weights
+
+        return (weights[degree] * squares).sum(), pullback
+
+    def edge_energy(xyz: Any, weights: Any, graph: Any, backend: str | None = None) -> Any:
+        return evaluate(xyz, weights, graph, backend, vjp=False)[0]
+
+    def explain(xyz: Any, weights: Any, graph: Any) -> Any:
+        # One primitive is behind all three ops that have kernels.
+        return fusedops.permute_wigner_inv.explain(xyz[:, :1, None], xyz[:, :1])
+
+    edge_energy.vjp, edge_energy.explain = evaluate, explain
+    return edge_energy, rng.uniform(0.2, 1, (lmax + 1, 2 * channels))
+
+
+def _train(
+    op: Any, arrays: dict[str, Any], packed: dict[str, Any], target: np.ndarray, backend: str
+) -> tuple[Row, dict[str, np.ndarray]]:
+    """Return a row for training on forces, and the forces before it and after it."""
+    import torch
+
+    xyz, goal = arrays["xyz"].requires_grad_(), _like(arrays["xyz"], target)
+    weights, steps = torch.full_like(arrays["weights"], 0.6), 3
+
+    def forces(weights: Any, **options: bool) -> Any:
+        energy = op(xyz, weights, **packed, backend=backend)
+        return -torch.autograd.grad(energy, xyz, **options)[0]
+
+    before, start = forces(weights), time.perf_counter()
+    for _ in range(steps):
+        off = forces(weights.requires_grad_(), create_graph=True) - goal
+        (slope,) = torch.autograd.grad(off.square().sum(), weights)
+        # Forces are linear in the weights, so that it is known how far down the slope is best.
+        change = forces(slope)
+        weights = (weights - (off * change).sum() / change.square().sum() * slope).detach()
+    ms = 1e3 * (time.perf_counter() - start) / steps
+    after = forces(weights)
+    left = (after - goal).square().sum() / (before - goal).square().sum()
+    # A slope that is wrong leaves most of the loss.
+    row = Row(op.__name__, backend, "a training step", False, ms, {"loss": left.item()}, 0.1)
+    models = {"other weights": before, f"those after {steps} training steps": after}
+    return row, {name: values.cpu().numpy() for name, values in models.items()}
+
+
+def _draw_forces(
+    figure: Any,
+    xyz: np.ndarray,
+    elements: np.ndarray,
+    graph: Any,
+    expected: np.ndarray,
+    models: dict[str, np.ndarray],
+) -> None:
+    from mpl_toolkits.mplot3d.art3d import Line3DCollection
+
+    space = figure.add_subplot(1, 2, 1, projection="3d")
+    edges = xyz[np.stack([graph.source, graph.target], 1)]
+    lengths = np.linalg.norm(edges[:, 1] - edges[:, 0], axis=1)
+    for chosen, colour, width in ((lengths >= 1.9, "0.8", 0.6), (lengths < 1.9, "0.4", 2)):
+        space.add_collection3d(Line3DCollection(edges[chosen], colors=colour, linewidths=width))
+    for element, colour in {"C": "0.4", "N": "C0", "O": "C3"}.items():
+        atoms = xyz[elements == element]
+        space.scatter(*atoms.T, s=40, color=colour, depthshade=False, label=element)
+    scale = np.linalg.norm(expected, axis=1).max() / 2.5
+    tips = xyz + expected / scale
+    label = f"force, for an arrow of 1 Å: {scale:.1f} energy units / Å"
+    space.quiver(*xyz.T, *(tips - xyz).T, color="C1", arrow_length_ratio=0.2, label=label)
+    drawn = np.concatenate([xyz, tips])
+    space.auto_scale_xyz(*drawn.T)
+    space.set_box_aspect(np.ptp(drawn, axis=0), zoom=1.5)
+    space.set_axis_off()
+    space.legend(loc="lower left", frameon=False)
+    space.set_title(
+        f"{len(xyz)} atoms of ubiquitin, {len(edges)} edges up to {lengths.max():.1f} Å"
+    )
+
+    parity = figure.add_subplot(1, 2, 2)
+    parity.axline((0, 0), slope=1, color="0.8", linewidth=1)
+    for (name, forces), style in zip(models.items(), ("k.", "C7x", "C0+"), strict=False):
+        label = f"{name}: off by {np.sqrt(np.mean((forces - expected) ** 2)):.1g} rms"
+        parity.plot(expected.ravel(), forces.ravel(), style, label=label)
+    parity.set_xlabel("−ΔE / Δx by central differences (arbitrary energy units / Å)")
+    parity.set_ylabel("−∂E / ∂x (arbitrary energy units / Å)")
+    parity.set_title("Components of the forces, by gradients and by differences")
+    parity.legend(loc="upper left", frameon=False)
+    parity.spines[["top", "right"]].set_visible(False)
 
 
 def run(picture: Path, show: Callable[[list[Row]], None]) -> bool:

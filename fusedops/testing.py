@@ -380,6 +380,9 @@ def _wigner_cases() -> list[Case]:
                 cases.append(_wigner_case(name, lmax, mmax, way=way, packed=packed))
     for lmax, edges in ((6, 3), (8, 1)):
         cases.append(_wigner_case(f"l{lmax}", lmax, 2, nodes=2, edges=edges, channels=2))
+    for packed in (False, True):
+        name = f"undo-{'packed' if packed else 'dense'}"
+        cases.append(_wigner_case(name, 2, 1, way="undo", packed=packed))
     cases.append(_wigner_case("wide", 1, channels=300, packed=True))
     cases.append(_wigner_case("wide-back", 1, channels=300, way="back"))
     cases.append(_wigner_case("own", 2, 1, way="back", own=True))

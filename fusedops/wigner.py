@@ -217,7 +217,8 @@ def _blocks(
 ) -> Iterator[tuple[slice, np.ndarray, tuple[Any, ...]]]:
     """Yield of every degree its l-major and its m-major rows, and where its matrices are.
 
-    The latter index what is kept of them, with m-major rows first: on the way back, columns.
+    The latter index what is kept of them, with m-major rows first: columns of matrices of the way
+    back.
     """
     at = 0
     for rows, kept, own in degrees(degree_of(wigner), mmax):
@@ -247,7 +248,9 @@ def _formula(
     .. math:: T = s \sum_e \sum_h \sum_{r, j} W_{erj} \, x_{n_h(e), j} \cdot y_{ehr}
 
     with :math:`n_h(e)` the ends of an edge that are read, :math:`y_{eh}` the channels of its
-    message that belong to that end, and r and j rows of one degree.
+    message that belong to that end, and r and j rows of one degree. On the way "forth" both ends
+    are read, source and target; on the way "back" the target alone, with transposed matrices; and
+    "undo" goes back with those of the way forth.
     """
     arrays = [wide(array) for array in (base, x, message, wigner)]
     dtype = promoted(arrays)
@@ -508,6 +511,10 @@ def _message(name: str, argument: str, message: Any, lmax: int, mmax: int, count
         )
 
 
+def _way_back(transpose: bool) -> str:
+    return "undo" if transpose else "back"
+
+
 @op(edge_wigner)
 def permute_wigner_inv_edge_to_node(
     message: Any,
@@ -516,6 +523,7 @@ def permute_wigner_inv_edge_to_node(
     num_nodes: int | None = None,
     *,
     mmax: int | None = None,
+    transpose: bool = False,
 ) -> Any:
     r"""Return messages rotated out of the frames of their edges, l-major, summed by target.
 
@@ -536,6 +544,8 @@ def permute_wigner_inv_edge_to_node(
         N; may be left out with `Edges`, which know.
     mmax : int, optional
         The largest order |m| that `message` has; lmax if not given. Those beyond are zero.
+    transpose : bool
+        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed.
     out : array or tensor (N, (lmax + 1)², C), optional
         Where to write the result: contiguous, of its dtype, and apart from the arguments.
     backend : str, optional
@@ -576,11 +586,13 @@ def permute_wigner_inv_edge_to_node(
     limit = _order_limit(name, mmax, lmax)
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
     edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
-    return (None, None, message, wigner_inv), (edges, limit, "back", 1.0), "on_x"
+    return (None, None, message, wigner_inv), (edges, limit, _way_back(transpose), 1.0), "on_x"
 
 
 @op(edge_wigner)
-def permute_wigner_inv(message: Any, wigner_inv: Any, *, mmax: int | None = None) -> Any:
+def permute_wigner_inv(
+    message: Any, wigner_inv: Any, *, mmax: int | None = None, transpose: bool = False
+) -> Any:
     r"""Return messages rotated out of the frames of their edges, l-major, edge by edge.
 
     .. math:: \mathrm{out}_{e, i} = \sum_r V_{e, i, P(r)} \, \mathrm{message}_{e, r}
@@ -593,6 +605,8 @@ def permute_wigner_inv(message: Any, wigner_inv: Any, *, mmax: int | None = None
         The matrices, V, dense or packed.
     mmax : int, optional
         The largest order |m| that `message` has; lmax if not given.
+    transpose : bool
+        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed.
     out : array or tensor (E, (lmax + 1)², C), optional
         Where to write the result: contiguous, of its dtype, and apart from the arguments.
     backend : str, optional
@@ -624,12 +638,18 @@ def permute_wigner_inv(message: Any, wigner_inv: Any, *, mmax: int | None = None
     wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "message", message)
     limit = _order_limit(name, mmax, lmax)
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
-    return (None, None, message, wigner_inv), (None, limit, "back", 1.0), "on_x"
+    return (None, None, message, wigner_inv), (None, limit, _way_back(transpose), 1.0), "on_x"
 
 
 @op(edge_wigner)
 def edge_degree_scatter(
-    x: Any, radial: Any, edge_index: Any, wigner_inv: Any, *, rescale_factor: float = 1.0
+    x: Any,
+    radial: Any,
+    edge_index: Any,
+    wigner_inv: Any,
+    *,
+    rescale_factor: float = 1.0,
+    transpose: bool = False,
 ) -> Any:
     r"""Return node features plus what edges say by their lengths: the edge-degree embedding.
 
@@ -650,6 +670,8 @@ def edge_degree_scatter(
         The matrices, V, dense or packed.
     rescale_factor : float
         What sums over edges are divided by, such as the mean number of a node's edges.
+    transpose : bool
+        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed.
     out : array or tensor (N, (lmax + 1)², C), optional
         Where to write the result: contiguous, of its dtype, and apart from the arguments.
     backend : str, optional
@@ -696,4 +718,8 @@ def edge_degree_scatter(
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", count)
     message = radial.reshape(count, lmax + 1, channels)
-    return (x, None, message, wigner_inv), (edges, 0, "back", 1 / rescale_factor), "on_x"
+    return (
+        (x, None, message, wigner_inv),
+        (edges, 0, _way_back(transpose), 1 / rescale_factor),
+        "on_x",
+    )

@@ -1,0 +1,547 @@
+"""Edge Wigner operations on the GPU: a program per edge or per node, and block of channels.
+
+Rows of a degree lie in registers; matrices are read element by element, and stay in cache. By edge,
+a program reads the rows of the edge's ends, turns them and writes the message. By node, it walks
+over the node's edges, from the sorted lists, and sums what it turns back: nothing is added
+atomically. The gradient of the matrices is formed where the message is read anyway, apart for each
+end and block of channels; a third kernel adds up these parts and writes the zeros around the
+blocks.
+
+Bytes of M rows and C channels, once each: forth, E·M·2C out; its gradient, E·M·2C in; back, E·M·C
+in; its gradient, E·M·C in and out. Nodes and matrices are small beside these.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops._check import promoted
+from fusedops._registry import register
+from fusedops.wigner import degree_of, degrees, m_major_order
+from gpukern.launch import Launcher, kernel_of_any_size, wide
+
+# For kernels by edge, by node, and by node with the matrices' gradient: the most channels of a
+# warp's tile, the most tiles of a program, and rows of a node that a program has in registers.
+_SHAPES = {"edge": (128, 1, 9), "node": (128, 1, 9), "dots": (64, 2, 5)}
+# Elements of a warp's tile, of edges and channels, at four bytes each.
+_TILE = 128
+# Elements of the matrices' gradient that a program writes.
+_PLACED = 512
+# Elements that rows are a multiple of where vectors are loaded.
+_UNIT = 8
+
+
+@triton.jit
+def _within(index, count):
+    """Return an index, brought into [0, count): whatever it says, it is within the array."""
+    return tl.minimum(tl.maximum(index, 0), count - 1)
+
+
+@triton.jit
+def _element(l, i, j, row, column, PACKED: tl.constexpr, BACK: tl.constexpr):
+    """Return where the matrix element is that joins a message's row i and a node's row j."""
+    if PACKED:
+        if BACK:
+            return l * (2 * l - 1) * (2 * l + 1) // 3 + j * (2 * l + 1) + i
+        else:
+            return l * (2 * l - 1) * (2 * l + 1) // 3 + i * (2 * l + 1) + j
+    else:
+        return (l * l + i) * row + (l * l + j) * column
+
+
+@triton.jit
+def _load_matrix(
+    matrix, live, row, column, factor,
+    l: tl.constexpr, LOW: tl.constexpr, KEPT: tl.constexpr, PACKED: tl.constexpr,
+    BACK: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Load the elements of degree l in rows of the message from LOW, which are kept."""
+    found = ()
+    for i in tl.static_range(KEPT):
+        for j in tl.static_range(2 * l + 1):
+            at = matrix + _element(l, LOW + i, j, row, column, PACKED, BACK)
+            found = found + (factor * tl.load(at, mask=live, other=0.0).to(FLOAT),)
+    return found
+
+
+@triton.jit
+def _load_rows(
+    rows, c, live, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, COUNT: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Load a node's rows, of every tile of channels."""
+    found = ()
+    for tile in tl.static_range(TILES):
+        for row in tl.static_range(COUNT):
+            at = tile * WIDTH + c
+            value = tl.load(rows + row * C + at, mask=(at < C) & live, other=0.0)
+            found = found + (value.to(FLOAT),)
+    return found
+
+
+@triton.jit
+def _load_message(
+    message, c, live, POSITION: tl.constexpr, l: tl.constexpr, LOW: tl.constexpr,
+    KEPT: tl.constexpr, ENDS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    TILES: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Load the kept rows of degree l, of every tile of channels."""
+    found = ()
+    for tile in tl.static_range(TILES):
+        for i in tl.static_range(KEPT):
+            at = tile * WIDTH + c
+            row = message + POSITION[l * l + LOW + i] * ENDS * C
+            found = found + (tl.load(row + at, mask=(at < C) & live, other=0.0).to(FLOAT),)
+    return found
+
+
+@triton.jit
+def _dots(
+    sent, inputs, l: tl.constexpr, KEPT: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """Return the products of a message's rows and a node's, summed over a lane's channels."""
+    found = ()
+    for i in tl.static_range(KEPT):
+        for j in tl.static_range(2 * l + 1):
+            total = sent[i] * inputs[FIRST + j]
+            for tile in tl.static_range(1, TILES):
+                total += sent[tile * KEPT + i] * inputs[tile * STEP + FIRST + j]
+            found = found + (tl.sum(tl.reshape(total, (EDGES, WIDTH // 4, 4)), 2),)
+    return found
+
+
+@triton.jit
+def _store_dots(
+    part, dots, live, COUNT: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Store the sums over lanes of COUNT values, lane k that of the k-th, in rounds of LANES.
+
+    At every level half the lanes keep one of two values, and give the other to those which keep
+    that, so that the number of values halves with the number of lanes that are to be summed.
+    """
+    LEVELS: tl.constexpr = LANES.bit_length() - 1
+    MISSING: tl.constexpr = -COUNT % LANES
+    lane = tl.arange(0, LANES)[None, :]
+    values = dots
+    for _value in tl.static_range(MISSING):
+        values = values + (tl.zeros([EDGES, LANES], FLOAT),)
+    for level in tl.static_range(LEVELS):
+        partner = tl.broadcast_to(lane ^ (1 << level), [EDGES, LANES])
+        odd = (lane & (1 << level)) != 0
+        halved = ()
+        for k in tl.static_range(len(values) // 2):
+            kept = tl.where(odd, values[2 * k + 1], values[2 * k])
+            given = tl.where(odd, values[2 * k], values[2 * k + 1])
+            halved = halved + (kept + tl.gather(given, partner, 1),)
+        values = halved
+    for k in tl.static_range(len(values)):
+        at = k * LANES + lane
+        tl.store(part + at, values[k], mask=live & (at < COUNT))
+
+
+@triton.jit
+def _factor(scale, FLOAT: tl.constexpr):
+    """Return a float64 that comes as its bits, since a float argument is a float32."""
+    return scale.to(tl.float64, bitcast=True).to(FLOAT)
+
+
+@triton.jit
+def _edge_degree(
+    x, message, matrix, on_message, e, first, second, live, c, row, column, factor,
+    l: tl.constexpr, POSITION: tl.constexpr, ROWS: tl.constexpr, LMAX: tl.constexpr,
+    MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    EDGES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
+    FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of degree l and return the lanes' products, of both ends."""
+    K: tl.constexpr = 2 * l + 1
+    LOW: tl.constexpr = l - MMAX if l > MMAX else 0
+    KEPT: tl.constexpr = K - 2 * LOW
+    dots = ()
+    if WANT_MESSAGE:
+        factors = _load_matrix(matrix, live, row, column, factor, l, LOW, KEPT, PACKED, BACK, FLOAT)
+    for h in tl.static_range(ENDS):
+        # The target first; its channels come last.
+        node = first if h == 0 else second
+        half = e * ROWS * ENDS * C + (ENDS - 1 - h) * C
+        rows = x + (node * (LMAX + 1) * (LMAX + 1) + l * l) * C
+        inputs = _load_rows(rows, c, live, C, WIDTH, TILES, K, FLOAT)
+        if WANT_WIGNER:
+            sent = _load_message(
+                message + half, c, live, POSITION, l, LOW, KEPT, ENDS, C, WIDTH, TILES, FLOAT
+            )
+            dots = dots + (_dots(sent, inputs, l, KEPT, 0, K, WIDTH, TILES, EDGES),)
+        if WANT_MESSAGE:
+            for tile in tl.static_range(TILES):
+                for i in tl.static_range(KEPT):
+                    total = factors[i * K] * inputs[tile * K]
+                    for j in tl.static_range(1, K):
+                        total += factors[i * K + j] * inputs[tile * K + j]
+                    at = tile * WIDTH + c
+                    place = on_message + half + POSITION[l * l + LOW + i] * ENDS * C + at
+                    total = total.to(on_message.dtype.element_ty)
+                    tl.store(place, total, mask=(at < C) & live)
+    return dots
+
+
+def _edge_kernel(
+    x, message, wigner, source, target, on_message, parts,
+    nodes, edges, blocks, scale, w_edge, w_row, w_column,
+    LOW: tl.constexpr, HIGH: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, ENDS: tl.constexpr,
+    OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
+    WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    block = program % blocks
+    c = (block * WIDTH * TILES + tl.arange(0, WIDTH))[None, :]
+    e = (program // blocks * EDGES + tl.arange(0, EDGES))[:, None]
+    live = e < edges
+    factor = _factor(scale, FLOAT)
+    first = e
+    second = e
+    if not OWN:
+        first = _within(tl.load(target + e, mask=live, other=0), nodes)
+        if ENDS == 2:
+            second = _within(tl.load(source + e, mask=live, other=0), nodes)
+    first_dots = ()
+    second_dots = ()
+    for l in tl.static_range(LOW, HIGH):
+        dots = _edge_degree(
+            x, message, wigner + e * w_edge, on_message, e, first, second, live, c, w_row, w_column,
+            factor, l, POSITION, ROWS, LMAX, MMAX, C, WIDTH, TILES, EDGES, ENDS, PACKED, BACK,
+            FLOAT, WANT_MESSAGE, WANT_WIGNER,
+        )  # fmt: skip
+        if WANT_WIGNER:
+            first_dots = first_dots + dots[0]
+            if ENDS == 2:
+                second_dots = second_dots + dots[1]
+    if WANT_WIGNER:
+        # An edge's parts, of both ends, lie one after the other.
+        part = parts + (block * edges + e) * ENDS * OFFSETS[LMAX + 1] + OFFSETS[LOW]
+        COUNT: tl.constexpr = OFFSETS[HIGH] - OFFSETS[LOW]
+        _store_dots(part, first_dots, live, COUNT, EDGES, WIDTH // 4, FLOAT)
+        if ENDS == 2:
+            _store_dots(
+                part + OFFSETS[LMAX + 1], second_dots, live, COUNT, EDGES, WIDTH // 4, FLOAT
+            )
+
+
+@triton.jit
+def _node_degree(
+    message, matrix, live, c, sums, inputs, row, column, factor,
+    l: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, POSITION: tl.constexpr,
+    MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    EDGES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
+    FLOAT: tl.constexpr, WANT_WIGNER: tl.constexpr,
+):  # fmt: skip
+    """Return the sums over the rows of degree l with some more edges, and the lanes' products."""
+    K: tl.constexpr = 2 * l + 1
+    LOW: tl.constexpr = l - MMAX if l > MMAX else 0
+    KEPT: tl.constexpr = K - 2 * LOW
+    sent = _load_message(message, c, live, POSITION, l, LOW, KEPT, ENDS, C, WIDTH, TILES, FLOAT)
+    factors = _load_matrix(matrix, live, row, column, factor, l, LOW, KEPT, PACKED, BACK, FLOAT)
+    grown = ()
+    for tile in tl.static_range(TILES):
+        for j in tl.static_range(K):
+            total = sums[tile * STEP + FIRST + j]
+            for i in tl.static_range(KEPT):
+                total += factors[i * K + j] * sent[tile * KEPT + i]
+            grown = grown + (total,)
+    dots = ()
+    if WANT_WIGNER:
+        dots = _dots(sent, inputs, l, KEPT, FIRST, STEP, WIDTH, TILES, EDGES)
+    return grown, dots
+
+
+@triton.jit
+def _node_rows(
+    base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
+    node, block, nodes, edges, listed, factor, w_edge, w_row, w_column,
+    LOW: tl.constexpr, HIGH: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, ENDS: tl.constexpr,
+    OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
+    HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows of degrees from LOW to HIGH of a node."""
+    c = (block * WIDTH * TILES + tl.arange(0, WIDTH))[None, :]
+    STEP: tl.constexpr = HIGH * HIGH - LOW * LOW
+    COUNT: tl.constexpr = OFFSETS[HIGH] - OFFSETS[LOW]
+    inputs = ()
+    if WANT_WIGNER:
+        rows = x + (tl.minimum(node, nodes - 1) * (LMAX + 1) * (LMAX + 1) + LOW * LOW) * C
+        inputs = _load_rows(rows, c, True, C, WIDTH, TILES, STEP, FLOAT)
+    sums = ()
+    for _row in tl.static_range(TILES * STEP):
+        sums = sums + (tl.zeros([EDGES, WIDTH], FLOAT),)
+    for h in tl.static_range(ENDS):
+        if OWN:
+            k = node
+            end = node + 1
+        else:
+            pointers = target_ptr if h == 0 else source_ptr
+            order = by_target if h == 0 else by_source
+            known = node < listed
+            k = tl.load(pointers + node, mask=known, other=0)
+            k = tl.minimum(tl.maximum(k, 0), edges)
+            end = tl.load(pointers + node + 1, mask=known, other=0)
+            end = tl.minimum(end, edges)
+        while k < end:
+            e = k + tl.arange(0, EDGES)[:, None]
+            live = e < end
+            if not OWN:
+                e = _within(tl.load(order + e, mask=live, other=0), edges)
+            sent = message + (e * ROWS * ENDS + (ENDS - 1 - h)) * C
+            grown = ()
+            dots = ()
+            for l in tl.static_range(LOW, HIGH):
+                more = _node_degree(
+                    sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column, factor,
+                    l, l * l - LOW * LOW, STEP, POSITION, MMAX, C, WIDTH, TILES, EDGES, ENDS,
+                    PACKED, BACK, FLOAT, WANT_WIGNER,
+                )  # fmt: skip
+                grown = grown + more[0]
+                dots = dots + more[1]
+            if WANT_WIGNER:
+                part = parts + ((block * edges + e) * ENDS + h) * OFFSETS[LMAX + 1] + OFFSETS[LOW]
+                _store_dots(part, dots, live, COUNT, EDGES, WIDTH // 4, FLOAT)
+            # By degrees and tiles; they are kept by tiles and degrees.
+            sums = ()
+            for tile in tl.static_range(TILES):
+                for l in tl.static_range(LOW, HIGH):
+                    for j in tl.static_range(2 * l + 1):
+                        sums = sums + (grown[(l * l - LOW * LOW) * TILES + tile * (2 * l + 1) + j],)
+            k += EDGES
+    for tile in tl.static_range(TILES):
+        at = tile * WIDTH + c
+        for row in tl.static_range(STEP):
+            place = (node * (LMAX + 1) * (LMAX + 1) + LOW * LOW + row) * C + at
+            total = tl.sum(sums[tile * STEP + row], 0)[None, :]
+            if HAS_BASE:
+                total += tl.load(base + place, mask=at < C, other=0.0).to(FLOAT)
+            tl.store(on_x + place, total.to(on_x.dtype.element_ty), mask=at < C)
+
+
+def _node_kernel(
+    base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
+    count, nodes, edges, listed, blocks, scale, w_edge, w_row, w_column,
+    BOUNDS: tl.constexpr, GROUPS: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, ENDS: tl.constexpr,
+    OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
+    HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    block = program % blocks
+    node = program // blocks % count
+    group = program // blocks // count
+    factor = _factor(scale, FLOAT)
+    for g in tl.static_range(GROUPS):
+        # The highest degrees, which take longest, first.
+        if group == GROUPS - 1 - g:
+            _node_rows(
+                base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
+                node, block, nodes, edges, listed, factor, w_edge, w_row, w_column,
+                BOUNDS[g], BOUNDS[g + 1], POSITION, OFFSETS, ROWS, LMAX, MMAX, C, WIDTH, TILES,
+                EDGES, ENDS, OWN, PACKED, BACK, FLOAT, HAS_BASE, WANT_WIGNER,
+            )  # fmt: skip
+
+
+def _place_kernel(
+    parts, on_wigner, edges, count, scale,
+    OFFSETS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, PARTS: tl.constexpr,
+    ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
+    PLACED: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of parts where the matrices have it, and zero elsewhere."""
+    at = tl.program_id(0).to(tl.int64) * PLACED + tl.arange(0, PLACED)
+    N: tl.constexpr = (LMAX + 1) * (LMAX + 1)
+    SIZE: tl.constexpr = (LMAX + 1) * (2 * LMAX + 1) * (2 * LMAX + 3) // 3
+    EACH: tl.constexpr = SIZE if PACKED else N * N
+    e = at // EACH
+    within = (at % EACH).to(tl.int32)
+    first = tl.full([PLACED], -1, tl.int32)
+    for l in tl.static_range(LMAX + 1):
+        low = l * (2 * l - 1) * (2 * l + 1) // 3
+        if PACKED:
+            row = (within - low) // (2 * l + 1)
+            column = (within - low) % (2 * l + 1)
+            here = (within >= low) & (row < 2 * l + 1)
+        else:
+            row = within // N - l * l
+            column = within % N - l * l
+            here = (row >= 0) & (row < 2 * l + 1) & (column >= 0) & (column < 2 * l + 1)
+        i = column if BACK else row
+        j = row if BACK else column
+        here = here & (i >= l - MMAX) & (i <= l + MMAX)
+        kept = i - (l - MMAX if l > MMAX else 0)
+        first = tl.where(here, OFFSETS[l] + kept * (2 * l + 1) + j, first)
+    found = (at < count) & (first >= 0)
+    total = tl.zeros([PLACED], FLOAT)
+    for part in tl.static_range(PARTS):
+        # Those of all ends of an edge, block after block of channels.
+        at_part = (part // ENDS * edges + e) * ENDS + part % ENDS
+        total += tl.load(parts + at_part * OFFSETS[LMAX + 1] + first, mask=found, other=0.0)
+    total = total * _factor(scale, FLOAT)
+    tl.store(on_wigner + at, total.to(on_wigner.dtype.element_ty), mask=at < count)
+
+
+_FEATURES = ("base", "x", "message", "on_x", "on_message")
+
+
+def _launchers(function: Any, aligned: tuple[str, ...]) -> dict[bool, Launcher]:
+    """Return launchers by whether features are aligned for vector loads."""
+    return {
+        vector: Launcher(kernel_of_any_size(function, aligned if vector else ()), 1)
+        for vector in (False, True)
+    }
+
+
+_by_edge = _launchers(_edge_kernel, ("x", "message", "on_message"))
+_by_node = _launchers(_node_kernel, ("base", "x", "message", "on_x"))
+_place = Launcher(kernel_of_any_size(_place_kernel), 4)
+
+
+def _aligned(channels: int, features: tuple[Any, ...]) -> bool:
+    return (
+        not channels % _UNIT
+        and not any([array is not None and array.data_ptr() % 16 for array in features])
+        # There, what is known of a pointer says more than its alignment.
+        and torch.version.hip is None
+    )
+
+
+def _bounds(lmax: int, rows: int) -> tuple[int, ...]:
+    """Return where runs of degrees begin whose rows go together, and where the last ends."""
+    found = [0]
+    for l in range(1, lmax + 1):
+        if (l + 1) ** 2 - found[-1] ** 2 > rows:
+            found.append(l)
+    return *found, lmax + 1
+
+
+def _tiling(kind: str, channels: int, float64: bool) -> tuple[tuple[int, int, int], int]:
+    """Return a tile's channels, a program's tiles and its edges, and the blocks of channels."""
+    most, tiles, _ = _SHAPES[kind]
+    elements = _TILE // 2 if float64 else _TILE
+    width = min(most, elements, max(16, triton.next_power_of_2(channels)))
+    tiles = max(1, min(tiles, -(-channels // width)))
+    return (width, tiles, elements // width), -(-channels // (width * tiles))
+
+
+@functools.cache
+def _positions(lmax: int, mmax: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the m-major rows, in the order of the l-major ones.
+
+    Then how many elements are kept of the matrices of lower degrees, of all degrees and one more,
+    and the number of rows.
+    """
+    found = [-1] * (lmax + 1) ** 2
+    offsets = [0]
+    for rows, kept, own in degrees(lmax, mmax):
+        for i, r in zip(kept.tolist(), own.tolist(), strict=True):
+            found[rows.start + i] = r
+        offsets.append(offsets[-1] + len(kept) * (rows.stop - rows.start))
+    return tuple(found), tuple(offsets), len(m_major_order(lmax, mmax))
+
+
+@register("edge_wigner", "triton")
+def edge_wigner(
+    base: Any,
+    x: Any,
+    message: Any,
+    wigner: Any,
+    edges: Any,
+    mmax: int,
+    way: str,
+    scale: float,
+    on_x: Any,
+    on_message: Any,
+    on_wigner: Any,
+) -> None:
+    float64 = promoted((base, x, message, wigner)) == torch.float64
+    base, x, message = (a if a is None else a.contiguous() for a in (base, x, message))
+    packed, back = wigner.ndim == 2, way == "back"
+    if packed:
+        wigner = wigner.contiguous()
+        strides = wigner.shape[1], 0, 0
+    else:
+        w_edge, *within = wigner.stride()
+        strides = w_edge, *(reversed(within) if back else within)
+    lmax = degree_of(wigner)
+    ends = 2 if way == "forth" else 1
+    channels = x.shape[2] if x is not None else message.shape[2] // ends
+    nodes = 0 if x is None else x.shape[0]
+    lists = (wigner,) * 6 if edges is None else edges.tensors_here()
+    source, target, by_source, source_ptr, by_target, target_ptr = lists
+    # Whatever edges say of themselves, they are read within their arrays.
+    listed = 0 if edges is None else min(source_ptr.numel(), target_ptr.numel()) - 1
+    count = wigner.shape[0]
+    if edges is not None:
+        count = min(count, *[a.numel() for a in (source, target, by_source, by_target)])
+    by_edge = on_message is not None or (on_wigner is not None and on_x is None)
+    dots_by_node = on_wigner is not None and not by_edge and nodes > 0
+    kind = tl.float64 if float64 else tl.float32
+    vector = _aligned(channels, (base, x, message, on_x, on_message))
+    (bits,) = struct.unpack("q", struct.pack("d", scale))
+    positions, offsets, rows = _positions(lmax, mmax)
+    constants = positions, offsets, rows, lmax, mmax, channels
+    layout = ends, edges is None, packed, back, kind
+    edge_tile, edge_blocks = _tiling("edge", channels, float64)
+    node_tile, node_blocks = _tiling("dots" if dots_by_node else "node", channels, float64)
+    blocks = edge_blocks if by_edge else node_blocks
+    parts = None
+    if on_wigner is not None:
+        parts = wigner.new_empty(
+            (blocks, count, ends, offsets[-1]),
+            dtype=torch.float64 if float64 else torch.float32,
+        )
+
+    def launch(kernel: Launcher, programs: int, given: Any, integers: Any, *constants: Any) -> None:
+        arrays = [wigner if array is None else array for array in given]
+        key = wigner.device, *[a.dtype for a in arrays], wide(*integers), *constants
+        kernel(programs, key, *arrays, *integers, *constants)
+
+    if by_edge and count and channels and nodes:
+        bounds = _bounds(lmax, _SHAPES["edge"][2])
+        for group in itertools.pairwise(bounds):
+            launch(
+                _by_edge[vector],
+                -(-count // edge_tile[2]) * edge_blocks,
+                (x, message, wigner, source, target, on_message, parts),
+                (nodes, count, edge_blocks, bits, *strides),
+                *group, *constants, *edge_tile, *layout, on_message is not None,
+                on_wigner is not None,
+            )  # fmt: skip
+    if on_x is not None and on_x.numel():
+        bounds = _bounds(lmax, _SHAPES["dots" if dots_by_node else "node"][2])
+        groups = len(bounds) - 1
+        launch(
+            _by_node[vector],
+            groups * on_x.shape[0] * node_blocks,
+            (
+                base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x,
+                parts if dots_by_node else None,
+            ),
+            (on_x.shape[0], nodes, count, listed, node_blocks, bits, *strides),
+            bounds, groups, *constants, *node_tile, *layout, base is not None, dots_by_node,
+        )  # fmt: skip
+    if on_wigner is not None and on_wigner.numel():
+        launch(
+            _place,
+            -(-on_wigner.numel() // _PLACED),
+            (parts, on_wigner),
+            (count, on_wigner.numel(), bits),
+            offsets, lmax, mmax, blocks * ends, ends, packed, back, kind, _PLACED,
+        )  # fmt: skip
