@@ -15,7 +15,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -536,7 +536,9 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _check_out(name: str, call: Call, arrays: Sequence[Any], output: int, out: Any) -> None:
+def _check_out(
+    name: str, call: Call, arrays: Sequence[Any], names: Sequence[str], output: int, out: Any
+) -> None:
     """Raise unless `out` can be filled with an output."""
     first = reference(arrays)
     shape, dtype = call.primitive.describe(arrays, call.static)[output]
@@ -544,7 +546,8 @@ def _check_out(name: str, call: Call, arrays: Sequence[Any], output: int, out: A
     if is_tensor(out) != is_tensor(first) or not hasattr(out, "dtype"):
         kind = "torch tensor" if is_tensor(first) else "NumPy array"
         raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
-    same_device(name, "out", device_of(out), "the first array", device_of(first))
+    at = next(at for at, array in enumerate(arrays) if array is first)
+    same_device(name, "out", device_of(out), names[at], device_of(first))
     of_shape(name, "out", out, tuple(shape))
     if dtype_name(out.dtype) != dtype:
         raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
@@ -562,7 +565,7 @@ def _check_out(name: str, call: Call, arrays: Sequence[Any], output: int, out: A
     if not contiguous or not writable:
         what = "read-only" if contiguous else "not contiguous"
         raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
-    for argument, array in zip(call.primitive.arrays, arrays, strict=True):
+    for argument, array in zip(names, arrays, strict=True):
         if array is not None and overlap(out, array):
             raise ValueError(f"{name}: out shares memory with {argument}; it should not")
 
@@ -574,15 +577,19 @@ def _no_gradient(name: str, primitive: Primitive) -> str:
     )
 
 
-def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..., Any]], Op]:
+def op(
+    primitive: Primitive, *, takes_out: bool = True, names: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., Any]], Op]:
     """Make a public op of a function that checks its arguments.
 
     The decorated function returns (arrays, static arguments) for `primitive`, and the name of the
     output that the op returns, or a tuple of names. Keywords are added to its signature:
     ``backend``, and ``out``, an array for the output shown first, unless `takes_out` is false.
+    `names` says what the primitive's arrays are called in that signature, where that differs.
     """
 
     outputs = primitive.outputs
+    arguments = [(names or {}).get(name, name) for name in primitive.arrays]
     alone = {shown: tuple([name == shown for name in outputs]) for shown in outputs}
 
     def declare(check: Callable[..., Any]) -> Op:
@@ -593,7 +600,7 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
                 return arrays, Call(primitive, static, backend, True), shown
             return arrays, Call(primitive, static, forced(backend)), shown
 
-        def names(shown: Any) -> tuple[str, ...]:
+        def names_of(shown: Any) -> tuple[str, ...]:
             return (shown,) if isinstance(shown, str) else shown
 
         def wanted(shown: Any) -> tuple[bool, ...]:
@@ -612,15 +619,15 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
             if out is not None:
                 if not takes_out:
                     raise TypeError(f"{call.__name__}: it returns a number and takes no out")
-                filled = outputs.index(names(shown)[0])
-                _check_out(call.__name__, bound, arrays, filled, out)
+                filled = outputs.index(names_of(shown)[0])
+                _check_out(call.__name__, bound, arrays, arguments, filled, out)
             return shown_of(bound(arrays, wanted(shown), out), shown)
 
         def vjp(
             *args: Any, backend: str | None = None, **kwargs: Any
         ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
             arrays, bound, shown = bind(args, kwargs, backend)
-            for name, array in zip(primitive.arrays, arrays, strict=True):
+            for name, array in zip(arguments, arrays, strict=True):
                 if is_tensor(array):
                     raise TypeError(
                         f"{call.__name__}.vjp: {name} is a torch tensor; it should be a NumPy "
@@ -633,7 +640,7 @@ def op(primitive: Primitive, *, takes_out: bool = True) -> Callable[[Callable[..
 
             def pullback(*given: Any) -> tuple[Any, ...]:
                 cotangents: list[Any] = [None] * len(outputs)
-                for name, cotangent in zip(names(shown), given, strict=True):
+                for name, cotangent in zip(names_of(shown), given, strict=True):
                     like = results[outputs.index(name)]
                     if cotangent is not None:
                         cotangent = np.asarray(cotangent, dtype=like.dtype)

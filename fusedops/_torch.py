@@ -6,6 +6,7 @@ Eager calls take a direct autograd.Function. Under `torch.compile` the same call
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def evaluate(
         return _on_numpy(call, backend, kernel, arrays, dtype, wanted, out)
     described = primitive.describe(arrays, static)
     if backend.module is None:
-        with torch.no_grad():
+        with torch.no_grad(), _as_written(first):
             outputs = kernel(*arrays, *static)
         return _into(out, wanted, outputs)
     outputs = [
@@ -141,6 +142,13 @@ def evaluate(
     else:
         kernel(*arrays, *static, *outputs)
     return tuple(outputs)
+
+
+def _as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which autocast leaves a formula's products as they are."""
+    if array.is_meta or not torch.is_autocast_enabled(array.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(array.device.type, enabled=False)
 
 
 def _resolved(
@@ -295,7 +303,7 @@ def _differentiate_formula(
         raise NotImplementedError(
             f"{call.primitive.name} has no derivative under torch.func; torch.autograd has them all"
         )
-    with torch.enable_grad():
+    with torch.enable_grad(), _as_written(reference(arrays)):
         # Views, because a cotangent may depend on the arrays: that path is autograd's, not ours.
         arrays = [array.view_as(array) if array.requires_grad else array for array in arrays]
         needed = [array for array in arrays if array.requires_grad]

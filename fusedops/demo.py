@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -331,8 +332,6 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
     order, degree = m_major_order(lmax), np.repeat(np.arange(lmax + 1), [1, 3, 5])
     l = degree[order]
     second = second[:, l, abs(order - l * (l + 1))].reshape(gaussians, -1)
-    blocks = np.split(np.arange(35), [1, 10])
-    transposed = np.concatenate([b.reshape(2 * l + 1, -1).T.ravel() for l, b in enumerate(blocks)])
 
     def evaluate(xyz: Any, weights: Any, graph: Any, backend: str | None, vjp: bool = True) -> Any:
         def call(op: Any, *args: Any, backend: str | None = backend, **kwargs: Any) -> Any:
@@ -349,22 +348,21 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
         # There are no kernels for the matrices.
         plain = "torch" if is_tensor(xyz) else "numpy"
         wigner, pull_wigner = call(wigner_d, vectors, lmax, packed=True, backend=plain)
-        inverse = wigner[:, transposed]
         told = _like(xyz, atoms)[source]
         scattered = told * (radial @ _like(xyz, first)).reshape(-1, lmax + 1, channels)
-        x, pull_x = call(fusedops.edge_degree_scatter, _like(xyz, base), scattered, graph, inverse)
+        transposed = partial(call, transpose=True)
+        embed, back = fusedops.edge_degree_scatter, fusedops.permute_wigner_inv_edge_to_node
+        x, pull_x = transposed(embed, _like(xyz, base), scattered, graph, wigner)
         message, pull_message = call(fusedops.node_to_edge_wigner_permute, x, graph, wigner)
         factors = (radial @ _like(xyz, second)).reshape(message.shape)
-        back = fusedops.permute_wigner_inv_edge_to_node
-        out, pull_out = call(back, message * factors, graph, inverse)
+        out, pull_out = transposed(back, message * factors, graph, wigner)
         squares = (out * out).sum(0)
 
         def pullback(cotangent: float) -> tuple[np.ndarray, np.ndarray]:
-            on_product, on_inverse = pull_out(2 * cotangent * weights[degree] * out)
-            on_x, on_wigner = pull_message(on_product * factors)
-            _, on_scattered, on_first_inverse = pull_x(on_x)
-            # Blocks that are transposed twice are what they were.
-            on_wigner = on_wigner + (on_inverse + on_first_inverse)[:, transposed]
+            on_product, on_wigner = pull_out(2 * cotangent * weights[degree] * out)
+            on_x, more = pull_message(on_product * factors)
+            _, on_scattered, first_of_all = pull_x(on_x)
+            on_wigner = on_wigner + more + first_of_all
             on_radial = (told * on_scattered).reshape(len(r), -1) @ first.T
             on_radial += (message * on_product).reshape(len(r), -1) @ second.T
             slopes = -radial * (6 * r / (cutoff**2 * near) + off / width)

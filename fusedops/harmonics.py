@@ -67,14 +67,18 @@ def _coupling(l: int, like: Any) -> Any:
 
 
 def _unit(edge_vec: Any) -> tuple[Any, Any]:
-    """Return unit vectors and lengths; a vector of length zero is the axis, of length one."""
+    """Return unit vectors and lengths; a vector of length zero is the axis, infinitely long."""
     xp = namespace(edge_vec)
-    square = (edge_vec * edge_vec).sum(-1)[:, None]
-    none = square == 0
+    largest = xp.amax(xp.abs(edge_vec), -1)[:, None]
+    none = largest == 0
+    largest = xp.where(none, xp.ones_like(largest), largest)
+    # Neither the squares of tiny vectors nor those of huge ones are numbers.
+    scaled = edge_vec / largest
+    square = (scaled * scaled).sum(-1)[:, None]
     length = xp.sqrt(xp.where(none, xp.ones_like(square), square))
     axis = zeros(edge_vec, (3,))
     axis[1] = 1
-    return xp.where(none, axis, edge_vec / length), xp.where(none, xp.inf, length)
+    return xp.where(none, axis, scaled / length), xp.where(none, xp.inf, length * largest)
 
 
 def _rotation(u: Any) -> Any:
@@ -111,7 +115,8 @@ def _rotation_vjp(u: Any, g: Any) -> Any:
 def _product(lower: Any, R: Any) -> Any:
     """Return the Kronecker products of matrices (E, a, a) with (E, 3, 3)."""
     size = 3 * lower.shape[1]
-    return (lower[:, :, None, :, None] * R[:, None, :, None, :]).reshape(-1, size, size)
+    product = lower[:, :, None, :, None] * R[:, None, :, None, :]
+    return product.reshape(len(R), size, size)
 
 
 def _degrees(R: Any, lmax: int) -> list[Any]:
@@ -130,7 +135,7 @@ def _formula(edge_vec: Any, lmax: int, layout: str) -> tuple[Any]:
     u, _ = _unit(wide(edge_vec))
     matrices = _degrees(_rotation(u), lmax)
     if layout == "packed":
-        blocks = xp.concatenate([D.reshape(len(u), -1) for D in matrices], axis=1)
+        blocks = xp.concatenate([D.reshape(len(u), D.shape[1] ** 2) for D in matrices], axis=1)
         return (cast(blocks, edge_vec),)
     rows = (lmax + 1) ** 2
     padded = []
@@ -153,14 +158,14 @@ def _vjp_formula(edge_vec: Any, cotangent: Any, lmax: int, layout: str) -> tuple
         size = 2 * l + 1
         if layout == "packed":
             (at,) = matrix_size(l - 1, packed=True)
-            on_D = carried + g[:, at : at + size * size].reshape(-1, size, size)
+            on_D = carried + g[:, at : at + size * size].reshape(len(u), size, size)
         else:
             on_D = carried + g[:, l * l : (l + 1) ** 2, l * l : (l + 1) ** 2]
         if l == 1:
             on_R = on_R + on_D
             break
         A = _coupling(l, R)
-        on_product = (A.T @ on_D @ A).reshape(-1, size - 2, 3, size - 2, 3)
+        on_product = (A.T @ on_D @ A).reshape(len(u), size - 2, 3, size - 2, 3)
         carried = (on_product * R[:, None, :, None, :]).sum((2, 4))
         on_R = on_R + (on_product * matrices[l - 1][:, :, None, :, None]).sum((1, 3))
     on_u = _rotation_vjp(u, on_R)
@@ -185,6 +190,7 @@ matrices_vjp = Primitive(
     outputs=("edge_vec_cotangent",),
     describe=lambda arrays, _: ((arrays[0].shape, None),),
     formula=_vjp_formula,
+    sixteen_bits=True,
 )
 matrices = Primitive(
     "wigner_d",
@@ -196,6 +202,7 @@ matrices = Primitive(
     ),
     formula=_formula,
     pullback=_pullback,
+    sixteen_bits=True,
 )
 
 

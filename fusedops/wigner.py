@@ -8,7 +8,7 @@ and ``gpukern/wigner.py``; the matrices come from ``fusedops/harmonics.py``.
 from __future__ import annotations
 
 import functools
-import math
+import numbers
 import operator
 import sys
 from collections.abc import Iterator, Sequence
@@ -88,12 +88,15 @@ def degrees(lmax: int, mmax: int) -> list[tuple[slice, np.ndarray, np.ndarray]]:
 
 def degree_of(wigner: Any) -> int:
     """Return lmax of matrices that are dense (E, n, n) or packed blocks (E, Σ(2l+1)²)."""
-    if wigner.ndim == 3:
-        return math.isqrt(wigner.shape[-1]) - 1
     lmax = 0
-    while matrix_size(lmax, packed=True)[0] < wigner.shape[-1]:
+    while matrix_size(lmax, packed=wigner.ndim == 2)[0] < wigner.shape[-1]:
         lmax += 1
     return lmax
+
+
+def message_rows(lmax: int, mmax: int) -> int:
+    """Return M: those of all |m| ≤ mmax."""
+    return (mmax + 1) ** 2 + (lmax - mmax) * (2 * mmax + 1)
 
 
 class Edges(Packed):
@@ -147,6 +150,8 @@ class Edges(Packed):
 
     def __init__(self, edge_index: Any, num_nodes: int) -> None:
         given = edge_index if is_tensor(edge_index) else np.asarray(edge_index)
+        if is_tensor(given) and (given.is_meta or given.layout != sys.modules["torch"].strided):
+            raise TypeError("Edges: edge_index is a meta or sparse tensor; it should be dense")
         if dtype_name(given.dtype) not in ("int32", "int64"):
             raise TypeError(
                 f"Edges: edge_index has dtype {dtype_name(given.dtype)}; it should be int32 or "
@@ -160,7 +165,7 @@ class Edges(Packed):
         self.num_edges = int(given.shape[1])
         self.device = device_of(given)
         if self.device == "cpu":
-            self._sort(np.array(given, dtype=np.int64))
+            self._sort(np.array(given.numpy() if is_tensor(given) else given, dtype=np.int64))
         else:
             with sys.modules["torch"].inference_mode(False):
                 self._sort(given.long())
@@ -318,7 +323,9 @@ def _pullback(
             added(bar, more) if want else bar
             for bar, more, want in zip(bars, pulled, wanted, strict=True)
         ]
-    return cotangents[0] if needed[0] else None, *bars
+    # A copy in NumPy, whose users may write to it.
+    shift = cast(cotangents[0], cotangents[0]) if needed[0] else None
+    return shift, *bars
 
 
 def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
@@ -332,7 +339,7 @@ def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
         like = next(array for array in (base, x, message) if array is not None)
         on_x = (count, (lmax + 1) ** 2, message.shape[2] // ends), dtype_name(like.dtype)
     if x is not None:
-        rows = len(_m_major_order(lmax, mmax))
+        rows = message_rows(lmax, mmax)
         like = x if message is None else message
         on_message = (wigner.shape[0], rows, ends * x.shape[2]), dtype_name(like.dtype)
     if x is not None and message is not None:
@@ -380,7 +387,7 @@ def _matrices(name: str, argument: str, wigner: Any, other: str, like: Any) -> t
     wigner = floats(name, argument, wigner, ("E", "n", "n") if rank == 3 else ("E", "blocks"))
     alike(name, argument, wigner, other, like)
     lmax = degree_of(wigner)
-    if lmax < 0 or tuple(wigner.shape[1:]) != matrix_size(lmax, packed=rank == 2):
+    if tuple(wigner.shape[1:]) != matrix_size(lmax, packed=rank == 2):
         raise ValueError(
             f"{name}: {argument} has shape {tuple(wigner.shape)}; it should be (E, (lmax + 1)², "
             "(lmax + 1)²), or (E, 1 + 9 + … + (2 lmax + 1)²) for packed blocks"
@@ -406,6 +413,8 @@ def _graph(
             edge_index = Edges.read(name, "edge_index", edge_index, num_nodes=nodes)
         else:
             edge_index = Edges(edge_index, num_nodes)
+    elif isinstance(num_nodes, float):
+        raise TypeError(f"{name}: num_nodes is a float; it should be an int")
     elif num_nodes is not None and edge_index.num_nodes != num_nodes:
         raise ValueError(
             f"{name}: edge_index has {edge_index.num_nodes} nodes; it should have {num_nodes}"
@@ -502,7 +511,7 @@ def _rows(name: str, argument: str, array: Any, rows: int, what: str) -> None:
 
 def _message(name: str, argument: str, message: Any, lmax: int, mmax: int, count: int) -> None:
     """Raise unless there is a message of the right rows for every matrix."""
-    rows = len(_m_major_order(lmax, mmax))
+    rows = message_rows(lmax, mmax)
     _rows(name, argument, message, rows, f"those of lmax = {lmax}, mmax = {mmax}")
     if message.shape[0] != count:
         raise ValueError(
@@ -515,7 +524,7 @@ def _way_back(transpose: bool) -> str:
     return "undo" if transpose else "back"
 
 
-@op(edge_wigner)
+@op(edge_wigner, names={"wigner": "wigner_inv"})
 def permute_wigner_inv_edge_to_node(
     message: Any,
     edge_index: Any,
@@ -589,7 +598,7 @@ def permute_wigner_inv_edge_to_node(
     return (None, None, message, wigner_inv), (edges, limit, _way_back(transpose), 1.0), "on_x"
 
 
-@op(edge_wigner)
+@op(edge_wigner, names={"wigner": "wigner_inv"})
 def permute_wigner_inv(
     message: Any, wigner_inv: Any, *, mmax: int | None = None, transpose: bool = False
 ) -> Any:
@@ -641,7 +650,7 @@ def permute_wigner_inv(
     return (None, None, message, wigner_inv), (None, limit, _way_back(transpose), 1.0), "on_x"
 
 
-@op(edge_wigner)
+@op(edge_wigner, names={"base": "x", "message": "radial", "wigner": "wigner_inv"})
 def edge_degree_scatter(
     x: Any,
     radial: Any,
@@ -662,7 +671,7 @@ def edge_degree_scatter(
     ----------
     x : array or tensor (N, (lmax + 1)², C), float32 or float64; in torch bfloat16 and float16 too
         Features of the nodes, l-major.
-    radial : array or tensor (E, lmax + 1, C) or (E, (lmax + 1) C)
+    radial : array or tensor (E, lmax + 1, C)
         What is scattered: a function of the edge's length for every degree and channel.
     edge_index : Edges, or array or tensor (2, E), int32 or int64
         Source and target of every edge; see `node_to_edge_wigner_permute`.
@@ -707,19 +716,17 @@ def edge_degree_scatter(
     x = floats(name, "x", x, ("N", "(lmax + 1)²", "C"))
     wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "x", x)
     _rows(name, "x", x, (lmax + 1) ** 2, f"(lmax + 1)² for the lmax = {lmax} of wigner_inv")
-    count, channels = wigner_inv.shape[0], x.shape[2]
-    flat = getattr(radial, "ndim", 3) == 2
-    shape = (count, (lmax + 1) * channels) if flat else (count, lmax + 1, channels)
-    radial = floats(name, "radial", radial, shape)
+    count = wigner_inv.shape[0]
+    radial = floats(name, "radial", radial, (count, lmax + 1, x.shape[2]))
     alike(name, "radial", radial, "x", x)
-    if not rescale_factor or not math.isfinite(rescale_factor):
+    if not isinstance(rescale_factor, numbers.Real):
+        kind = type(rescale_factor).__name__
+        raise TypeError(f"{name}: rescale_factor is a {kind}; it should be a number")
+    infinite = float("inf")
+    if not 0 < abs(rescale_factor) < infinite or abs(1 / rescale_factor) == infinite:
         raise ValueError(
-            f"{name}: rescale_factor is {rescale_factor}; it should be finite and not zero"
+            f"{name}: rescale_factor is {rescale_factor}; it should be finite, as its inverse"
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", count)
-    message = radial.reshape(count, lmax + 1, channels)
-    return (
-        (x, None, message, wigner_inv),
-        (edges, 0, _way_back(transpose), 1 / rescale_factor),
-        "on_x",
-    )
+    static = edges, 0, _way_back(transpose), float(1 / rescale_factor)
+    return (x, None, radial, wigner_inv), static, "on_x"

@@ -24,7 +24,7 @@ def kernel_of_any_size(function: Any, aligned: Sequence[str] = ()) -> Any:
 
 def wide(*integers: int) -> tuple[bool, ...]:
     """Return, for a key, which arguments a kernel takes in 64 bits."""
-    return tuple([n >= 2**31 for n in integers])
+    return tuple([not -(2**31) <= n < 2**31 for n in integers])
 
 
 class Launcher:

@@ -27,11 +27,11 @@ from fusedops._registry import register
 from fusedops.wigner import degree_of, degrees, m_major_order
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# For kernels by edge, by node, and by node with the matrices' gradient: the most channels of a
-# warp's tile, the most tiles of a program, and rows of a node that a program has in registers.
-_SHAPES = {"edge": (128, 1, 9), "node": (128, 1, 9), "dots": (64, 2, 5)}
-# Elements of a warp's tile, of edges and channels, at four bytes each.
-_TILE = 128
+# Channels that a program takes, and elements of a warp's tile of edges and channels.
+_CHANNELS, _TILE = 128, 128
+# Rows of a node that a program has in registers, and those of them that it sums while it forms the
+# gradient of the matrices too, which wants a tile of this width.
+_ROWS, _ROWS_WITH_DOTS, _WIDTH_WITH_DOTS = 9, 5, 64
 # Elements of the matrices' gradient that a program writes.
 _PLACED = 512
 # Elements that rows are a multiple of where vectors are loaded.
@@ -239,7 +239,7 @@ def _edge_kernel(
 
 @triton.jit
 def _node_degree(
-    message, matrix, live, c, sums, inputs, row, column, factor,
+    message, matrix, live, c, sums, inputs, row, column,
     l: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, POSITION: tl.constexpr,
     MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
     EDGES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
@@ -250,7 +250,7 @@ def _node_degree(
     LOW: tl.constexpr = l - MMAX if l > MMAX else 0
     KEPT: tl.constexpr = K - 2 * LOW
     sent = _load_message(message, c, live, POSITION, l, LOW, KEPT, ENDS, C, WIDTH, TILES, FLOAT)
-    factors = _load_matrix(matrix, live, row, column, factor, l, LOW, KEPT, PACKED, BACK, FLOAT)
+    factors = _load_matrix(matrix, live, row, column, 1.0, l, LOW, KEPT, PACKED, BACK, FLOAT)
     grown = ()
     for tile in tl.static_range(TILES):
         for j in tl.static_range(K):
@@ -264,17 +264,18 @@ def _node_degree(
     return grown, dots
 
 
-@triton.jit
-def _node_rows(
+def _node_kernel(
     base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
-    node, block, nodes, edges, listed, factor, w_edge, w_row, w_column,
+    nodes, edges, listed, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, ENDS: tl.constexpr,
     OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
     HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of degrees from LOW to HIGH of a node."""
+    program = tl.program_id(0).to(tl.int64)
+    block = program % blocks
+    node = program // blocks
     c = (block * WIDTH * TILES + tl.arange(0, WIDTH))[None, :]
     STEP: tl.constexpr = HIGH * HIGH - LOW * LOW
     COUNT: tl.constexpr = OFFSETS[HIGH] - OFFSETS[LOW]
@@ -307,7 +308,7 @@ def _node_rows(
             dots = ()
             for l in tl.static_range(LOW, HIGH):
                 more = _node_degree(
-                    sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column, factor,
+                    sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column,
                     l, l * l - LOW * LOW, STEP, POSITION, MMAX, C, WIDTH, TILES, EDGES, ENDS,
                     PACKED, BACK, FLOAT, WANT_WIGNER,
                 )  # fmt: skip
@@ -327,35 +328,10 @@ def _node_rows(
         at = tile * WIDTH + c
         for row in tl.static_range(STEP):
             place = (node * (LMAX + 1) * (LMAX + 1) + LOW * LOW + row) * C + at
-            total = tl.sum(sums[tile * STEP + row], 0)[None, :]
+            total = _factor(scale, FLOAT) * tl.sum(sums[tile * STEP + row], 0)[None, :]
             if HAS_BASE:
                 total += tl.load(base + place, mask=at < C, other=0.0).to(FLOAT)
             tl.store(on_x + place, total.to(on_x.dtype.element_ty), mask=at < C)
-
-
-def _node_kernel(
-    base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
-    count, nodes, edges, listed, blocks, scale, w_edge, w_row, w_column,
-    BOUNDS: tl.constexpr, GROUPS: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
-    ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, ENDS: tl.constexpr,
-    OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
-    HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    block = program % blocks
-    node = program // blocks % count
-    group = program // blocks // count
-    factor = _factor(scale, FLOAT)
-    for g in tl.static_range(GROUPS):
-        # The highest degrees, which take longest, first.
-        if group == GROUPS - 1 - g:
-            _node_rows(
-                base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
-                node, block, nodes, edges, listed, factor, w_edge, w_row, w_column,
-                BOUNDS[g], BOUNDS[g + 1], POSITION, OFFSETS, ROWS, LMAX, MMAX, C, WIDTH, TILES,
-                EDGES, ENDS, OWN, PACKED, BACK, FLOAT, HAS_BASE, WANT_WIGNER,
-            )  # fmt: skip
 
 
 def _place_kernel(
@@ -431,13 +407,11 @@ def _bounds(lmax: int, rows: int) -> tuple[int, ...]:
     return *found, lmax + 1
 
 
-def _tiling(kind: str, channels: int, float64: bool) -> tuple[tuple[int, int, int], int]:
-    """Return a tile's channels, a program's tiles and its edges, and the blocks of channels."""
-    most, tiles, _ = _SHAPES[kind]
+def _tiling(channels: int, float64: bool, most: int) -> tuple[int, int, int]:
+    """Return a tile's channels, at most so many, a program's tiles, and its edges."""
     elements = _TILE // 2 if float64 else _TILE
     width = min(most, elements, max(16, triton.next_power_of_2(channels)))
-    tiles = max(1, min(tiles, -(-channels // width)))
-    return (width, tiles, elements // width), -(-channels // (width * tiles))
+    return width, max(1, -(-min(_CHANNELS, channels) // width)), elements // width
 
 
 @functools.cache
@@ -498,9 +472,8 @@ def edge_wigner(
     positions, offsets, rows = _positions(lmax, mmax)
     constants = positions, offsets, rows, lmax, mmax, channels
     layout = ends, edges is None, packed, back, kind
-    edge_tile, edge_blocks = _tiling("edge", channels, float64)
-    node_tile, node_blocks = _tiling("dots" if dots_by_node else "node", channels, float64)
-    blocks = edge_blocks if by_edge else node_blocks
+    blocks = -(-channels // _CHANNELS)
+    tile = _tiling(channels, float64, _CHANNELS)
     parts = None
     if on_wigner is not None:
         parts = wigner.new_empty(
@@ -513,30 +486,28 @@ def edge_wigner(
         key = wigner.device, *[a.dtype for a in arrays], wide(*integers), *constants
         kernel(programs, key, *arrays, *integers, *constants)
 
-    if by_edge and count and channels and nodes:
-        bounds = _bounds(lmax, _SHAPES["edge"][2])
-        for group in itertools.pairwise(bounds):
+    bounds = _bounds(lmax, _ROWS_WITH_DOTS if dots_by_node else _ROWS)
+    for low, high in itertools.pairwise(bounds):
+        if by_edge and count and channels and nodes:
             launch(
                 _by_edge[vector],
-                -(-count // edge_tile[2]) * edge_blocks,
+                -(-count // tile[2]) * blocks,
                 (x, message, wigner, source, target, on_message, parts),
-                (nodes, count, edge_blocks, bits, *strides),
-                *group, *constants, *edge_tile, *layout, on_message is not None,
+                (nodes, count, blocks, bits, *strides),
+                low, high, *constants, *tile, *layout, on_message is not None,
                 on_wigner is not None,
             )  # fmt: skip
-    if on_x is not None and on_x.numel():
-        bounds = _bounds(lmax, _SHAPES["dots" if dots_by_node else "node"][2])
-        groups = len(bounds) - 1
-        launch(
-            _by_node[vector],
-            groups * on_x.shape[0] * node_blocks,
-            (
-                base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x,
-                parts if dots_by_node else None,
-            ),
-            (on_x.shape[0], nodes, count, listed, node_blocks, bits, *strides),
-            bounds, groups, *constants, *node_tile, *layout, base is not None, dots_by_node,
-        )  # fmt: skip
+        if on_x is not None and on_x.numel():
+            lists = source_ptr, by_source, target_ptr, by_target
+            few = dots_by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
+            shape = _tiling(channels, float64, _WIDTH_WITH_DOTS) if few else tile
+            launch(
+                _by_node[vector],
+                on_x.shape[0] * blocks,
+                (base, x, message, wigner, *lists, on_x, parts if dots_by_node else None),
+                (nodes, count, listed, blocks, bits, *strides),
+                low, high, *constants, *shape, *layout, base is not None, dots_by_node,
+            )  # fmt: skip
     if on_wigner is not None and on_wigner.numel():
         launch(
             _place,

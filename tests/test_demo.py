@@ -23,8 +23,10 @@ def test_demo_draws_and_agrees(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
     rows = {tuple(line.split()[:2]) for line in out.splitlines()}
-    for op in ("planarity_nll", "dynamic_conv"):
+    for op in ("planarity_nll", "dynamic_conv", "edge_energy"):
         assert {(op, backend.name) for backend in _registry.BACKENDS} <= rows
+    assert "central differences" in out
+    assert ("a training step" in out) == (not fusedops.info().backends["torch"].why_not)
     assert "chosen" in out
     assert "Every result agrees" in out
 
@@ -37,6 +39,9 @@ def test_demo_draws_and_agrees(tmp_path, capsys):
         ("dynamic_conv_vjp", -4),
         ("dynamic_conv_vjp", -3),
         ("dynamic_conv_step", -1),
+        ("edge_wigner", -3),
+        ("edge_wigner", -2),
+        ("edge_wigner", -1),
     ],
 )
 def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, primitive, output):
