@@ -58,7 +58,7 @@ def _element(l, i, j, row, column, PACKED: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def _load_matrix(
-    matrix, live, row, column, factor,
+    matrix, live, row, column,
     l: tl.constexpr, LOW: tl.constexpr, KEPT: tl.constexpr, PACKED: tl.constexpr,
     BACK: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def _load_matrix(
     for i in tl.static_range(KEPT):
         for j in tl.static_range(2 * l + 1):
             at = matrix + _element(l, LOW + i, j, row, column, PACKED, BACK)
-            found = found + (factor * tl.load(at, mask=live, other=0.0).to(FLOAT),)
+            found = found + (tl.load(at, mask=live, other=0.0).to(FLOAT),)
     return found
 
 
@@ -168,7 +168,7 @@ def _edge_degree(
     KEPT: tl.constexpr = K - 2 * LOW
     dots = ()
     if WANT_MESSAGE:
-        factors = _load_matrix(matrix, live, row, column, factor, l, LOW, KEPT, PACKED, BACK, FLOAT)
+        factors = _load_matrix(matrix, live, row, column, l, LOW, KEPT, PACKED, BACK, FLOAT)
     for h in tl.static_range(ENDS):
         # The target first; its channels come last.
         node = first if h == 0 else second
@@ -188,7 +188,7 @@ def _edge_degree(
                         total += factors[i * K + j] * inputs[tile * K + j]
                     at = tile * WIDTH + c
                     place = on_message + half + POSITION[l * l + LOW + i] * ENDS * C + at
-                    total = total.to(on_message.dtype.element_ty)
+                    total = (factor * total).to(on_message.dtype.element_ty)
                     tl.store(place, total, mask=(at < C) & live)
     return dots
 
@@ -250,7 +250,7 @@ def _node_degree(
     LOW: tl.constexpr = l - MMAX if l > MMAX else 0
     KEPT: tl.constexpr = K - 2 * LOW
     sent = _load_message(message, c, live, POSITION, l, LOW, KEPT, ENDS, C, WIDTH, TILES, FLOAT)
-    factors = _load_matrix(matrix, live, row, column, 1.0, l, LOW, KEPT, PACKED, BACK, FLOAT)
+    factors = _load_matrix(matrix, live, row, column, l, LOW, KEPT, PACKED, BACK, FLOAT)
     grown = ()
     for tile in tl.static_range(TILES):
         for j in tl.static_range(K):
@@ -276,6 +276,7 @@ def _node_kernel(
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     node = program // blocks
+    factor = _factor(scale, FLOAT)
     c = (block * WIDTH * TILES + tl.arange(0, WIDTH))[None, :]
     STEP: tl.constexpr = HIGH * HIGH - LOW * LOW
     COUNT: tl.constexpr = OFFSETS[HIGH] - OFFSETS[LOW]
@@ -287,9 +288,11 @@ def _node_kernel(
     for _row in tl.static_range(TILES * STEP):
         sums = sums + (tl.zeros([EDGES, WIDTH], FLOAT),)
     for h in tl.static_range(ENDS):
+        slots = tl.arange(0, EDGES)[:, None]
         if OWN:
             k = node
             end = node + 1
+            ahead = k + slots
         else:
             pointers = target_ptr if h == 0 else source_ptr
             order = by_target if h == 0 else by_source
@@ -298,11 +301,17 @@ def _node_kernel(
             k = tl.minimum(tl.maximum(k, 0), edges)
             end = tl.load(pointers + node + 1, mask=known, other=0)
             end = tl.minimum(end, edges)
+            ahead = tl.load(order + k + slots, mask=k + slots < end, other=0)
         while k < end:
-            e = k + tl.arange(0, EDGES)[:, None]
-            live = e < end
-            if not OWN:
-                e = _within(tl.load(order + e, mask=live, other=0), edges)
+            live = k + slots < end
+            if not OWN and WANT_WIGNER:
+                ahead = tl.load(order + k + slots, mask=k + slots < end, other=0)
+            e = _within(ahead, edges)
+            k += EDGES
+            if not OWN and not WANT_WIGNER:
+                # The next edges' numbers come while these are worked on. With the gradient of the
+                # matrices there is enough to do, and registers are scarce.
+                ahead = tl.load(order + k + slots, mask=k + slots < end, other=0)
             sent = message + (e * ROWS * ENDS + (ENDS - 1 - h)) * C
             grown = ()
             dots = ()
@@ -323,12 +332,11 @@ def _node_kernel(
                 for l in tl.static_range(LOW, HIGH):
                     for j in tl.static_range(2 * l + 1):
                         sums = sums + (grown[(l * l - LOW * LOW) * TILES + tile * (2 * l + 1) + j],)
-            k += EDGES
     for tile in tl.static_range(TILES):
         at = tile * WIDTH + c
         for row in tl.static_range(STEP):
             place = (node * (LMAX + 1) * (LMAX + 1) + LOW * LOW + row) * C + at
-            total = _factor(scale, FLOAT) * tl.sum(sums[tile * STEP + row], 0)[None, :]
+            total = factor * tl.sum(sums[tile * STEP + row], 0)[None, :]
             if HAS_BASE:
                 total += tl.load(base + place, mask=at < C, other=0.0).to(FLOAT)
             tl.store(on_x + place, total.to(on_x.dtype.element_ty), mask=at < C)
