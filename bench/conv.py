@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from timing import COPIES, bandwidth, graphed, interleaved, machine, save, waiting
+from timing import (
+    COPIES,
+    bandwidth,
+    both,
+    graphed,
+    interleaved,
+    machine,
+    print_table,
+    save,
+    waiting,
+)
 
 import fusedops
 from fusedops._registry import Call
@@ -38,19 +46,6 @@ def unfolded(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
     """A peer: eager torch as Jet-Nemotron's own fallback has it."""
     padded = torch.nn.functional.pad(x, (0, 0, kernels.shape[-1] - 1, 0))
     return (padded.unfold(1, kernels.shape[-1], 1) * kernels).sum(-1)
-
-
-def both(function: Callable[..., Any], *arrays: torch.Tensor) -> Callable[[], None]:
-    """Return forward and backward of a function of leaves."""
-    leaves = [array.clone().requires_grad_() for array in arrays]
-    cotangent = torch.randn_like(arrays[0])
-
-    def run() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        function(*leaves).backward(cotangent)
-
-    return run
 
 
 def example(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> Any:
@@ -185,21 +180,7 @@ def main() -> None:
     rate = bandwidth(arguments.device)
     rows = on_gpu(rate) if arguments.device == "cuda" else on_cpu(rate)
     where = {**machine(arguments.device), "bandwidth_GB_s": rate / 1e9}
-    table = Table(title=", ".join(f"{key} {value}" for key, value in where.items()))
-    for column in ("B, T, D, W", "dtype", "pass", "what", "ms", "over floor"):
-        table.add_column(column, justify="right" if column in ("ms", "over floor") else "left")
-    for each in rows:
-        for name, time_ms in each["ms"].items():
-            table.add_row(
-                ", ".join(map(str, each["shape"])),
-                each["dtype"],
-                each["what"],
-                name,
-                f"{time_ms:.4f}",
-                f"{time_ms / each['ms']['byte floor']:.2f}",
-            )
-        table.add_section()
-    Console(width=110).print(table)
+    print_table(where, "B, T, D, W", rows)
     save(arguments.json, {**where, "rows": rows})
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
 import fusedops
 
@@ -60,6 +62,38 @@ def graphed(step: Callable[[], Any], copies: int = COPIES) -> Callable[[], None]
         for _ in range(copies):
             step()
     return graph.replay
+
+
+def both(function: Callable[..., Any], *arrays: torch.Tensor) -> Callable[[], None]:
+    """Return forward and backward of a function of leaves."""
+    leaves = [array.clone().requires_grad_() for array in arrays]
+    cotangent = torch.randn_like(function(*arrays))
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        function(*leaves).backward(cotangent)
+
+    return run
+
+
+def print_table(where: dict[str, Any], size: str, rows: list[dict[str, Any]]) -> None:
+    """Print every row's times in ms, and over its byte floor; `size` says what a shape is."""
+    table = Table(title=", ".join(f"{key} {value}" for key, value in where.items()))
+    for column in (size, "dtype", "pass", "what", "ms", "over floor"):
+        table.add_column(column, justify="right" if column in ("ms", "over floor") else "left")
+    for each in rows:
+        for name, time_ms in each["ms"].items():
+            table.add_row(
+                ", ".join(map(str, each["shape"])),
+                each["dtype"],
+                each["what"],
+                name,
+                f"{time_ms:.4f}",
+                f"{time_ms / each['ms']['byte floor']:.2f}",
+            )
+        table.add_section()
+    Console(width=110).print(table)
 
 
 def bandwidth(device: str) -> float:

@@ -12,6 +12,7 @@ from fusedops import _registry  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
 from fusedops.testing import CASES, check, error, protein  # noqa: E402
+from fusedops.wigner import edge_wigner, wigner_d  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +23,18 @@ def example(residues, dtype=torch.float32, device="cuda"):
     return torch.tensor(xyz, dtype=dtype, device=device, requires_grad=True), planes.to(device)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+def matrix():
+    """Every case, backend and dtype; of the kernels that compile for seconds, some."""
+    for case in CASES:
+        slow = case.primitive is edge_wigner and not case.name.startswith("uma")
+        few = case.name.startswith(("l3", "l4")) and case.name not in ("l3-m2-back", "l4-m4-forth")
+        for backend in ("triton", "torch") if case.has_kernels else ("torch",):
+            for dtype in ("float64", "float32", "bfloat16", "float16"):
+                if not (backend == "triton" and slow and (few or dtype != "float32")):
+                    yield case, backend, dtype
+
+
+@pytest.mark.parametrize(("case", "backend", "dtype"), matrix(), ids=str)
 def test_agrees_with_the_reference(case, backend, dtype):
     check(case, "torch", backend, dtype, device="cuda")
 
@@ -465,6 +475,194 @@ def test_the_convolution_on_the_second_gpu():
         with torch.no_grad():
             token = fusedops.dynamic_conv_step(arrays[0][0], state, arrays[1][0])
         results.append([out, *gradients, token, state])
+    for first, second in zip(*results, strict=True):
+        assert second.device.index == 1
+        assert torch.equal(first.cpu(), second.cpu())
+
+
+def graph_on_gpu(nodes=40, count=300, lmax=2, channels=32, dtype=torch.float32, device="cuda"):
+    """Features, edges and the matrices of random directions, the first and the last leaves."""
+    generator = torch.Generator(device).manual_seed(count)
+    index = torch.randint(nodes, (2, count), generator=generator, device=device)
+    vectors = torch.randn(count, 3, generator=generator, device=device)
+    shape = nodes, (lmax + 1) ** 2, channels
+    x = torch.randn(shape, generator=generator, device=device).to(dtype)
+    wigner = wigner_d(vectors, lmax)
+    return x.requires_grad_(), fusedops.Edges(index, nodes), wigner.requires_grad_()
+
+
+def forth_and_back(x, edges, wigner):
+    message = fusedops.node_to_edge_wigner_permute(x, edges, wigner)
+    half = message[..., : x.shape[2]] * message[..., x.shape[2] :]
+    return fusedops.permute_wigner_inv_edge_to_node(half, edges, wigner, transpose=True)
+
+
+def test_gradgradcheck_of_the_edge_rotations():
+    x, edges, wigner = graph_on_gpu(3, 5, 1, 2, torch.float64)
+    wigner = wigner.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: forth_and_back(a[0], edges, a[1]), (x, wigner))
+    assert torch.autograd.gradgradcheck(lambda *a: forth_and_back(a[0], edges, a[1]), (x, wigner))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_the_edge_rotations_wait_for_nothing_and_have_the_same_bits_every_time():
+    x, edges, wigner = graph_on_gpu()
+    index = torch.stack([edges.tensors_here()[0], edges.tensors_here()[1]])
+
+    def run():
+        results = []
+        for graph in (edges, index):
+            message = fusedops.node_to_edge_wigner_permute(x, graph, wigner)
+            grads = torch.autograd.grad(message.square().sum(), (x, wigner), create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in grads), (x, wigner))
+            results += [message, *grads, *second]
+        return [result.detach() for result in [*results, forth_and_back(x, edges, wigner)]]
+
+    first = run()
+    for _ in range(3):
+        torch.cuda.set_sync_debug_mode(2)
+        try:
+            again = run()
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_a_cuda_graph_replays_a_training_step_through_forces():
+    _, edges, _ = graph_on_gpu()
+    vectors = torch.randn(edges.num_edges, 3, device="cuda", requires_grad=True)
+    x = torch.randn(edges.num_nodes, 9, 32, device="cuda", requires_grad=True)
+
+    def run():
+        energy = forth_and_back(x, edges, wigner_d(vectors, 2)).square().sum()
+        (forces,) = torch.autograd.grad(energy, vectors, create_graph=True)
+        return forces.detach(), *torch.autograd.grad(forces.square().sum(), (x, vectors))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        x += torch.randn_like(x)
+        vectors += torch.randn_like(vectors)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
+def test_other_graphs_and_alignments_compile_no_new_rotation():
+    from gpukern import wigner as kernels_of
+
+    def run(nodes, count, skip):
+        x, edges, wigner = graph_on_gpu(nodes, count)
+        padded = torch.zeros(x.numel() + skip, device="cuda")
+        padded[skip:] = x.detach().flatten()
+        leaf = padded[skip:].view(x.shape).requires_grad_()
+        loss = forth_and_back(leaf, edges, wigner).square().sum()
+        got = torch.autograd.grad(loss, (leaf, wigner))
+        want = torch.autograd.grad(forth_and_back(x, edges, wigner).square().sum(), (x, wigner))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+    def compiled():
+        launchers = [*kernels_of._by_edge.values(), *kernels_of._by_node.values()]
+        launchers.append(kernels_of._place)
+        return sum(
+            len(cache[0])
+            for launcher in launchers
+            for cache in launcher.kernel.device_caches.values()
+        )
+
+    run(16, 16, 0)
+    run(16, 16, 1)
+    before = compiled()
+    for nodes in (1, 7, 64):
+        for count in (1, 3, 32, 1000):
+            for skip in (0, 1, 2):
+                run(nodes, count, skip)
+    assert compiled() == before > 0
+
+
+def test_more_than_two_to_the_31_elements_of_messages():
+    nodes, count, channels = 100, 2**20, 128
+    assert count * 9 * 2 * channels > 2**31
+    x, edges, wigner = graph_on_gpu(nodes, count, 2, channels, torch.bfloat16)
+    message = fusedops.node_to_edge_wigner_permute(x, edges, wigner)
+    dx, dwigner = torch.autograd.grad(message, (x, wigner), message.detach())
+    # The last edges alone.
+    tail = slice(count - 1000, count)
+    ends = [array[tail] for array in edges.tensors_here()[:2]]
+    few = fusedops.Edges(torch.stack(ends), nodes)
+    matrices = wigner.detach()[tail].clone().requires_grad_()
+    want = fusedops.node_to_edge_wigner_permute(x, few, matrices)
+    torch.testing.assert_close(message[tail], want)
+    (want_dwigner,) = torch.autograd.grad(want, matrices, want.detach())
+    torch.testing.assert_close(dwigner[tail], want_dwigner)
+    # What is turned there and back is the sum over a node's edges of itself.
+    degree = sum(torch.bincount(end, minlength=nodes) for end in edges.tensors_here()[:2])
+    torch.testing.assert_close(dx.float(), x * degree[:, None, None], rtol=0.02, atol=2.0)
+    del message, dx, dwigner
+    torch.cuda.empty_cache()
+
+
+def test_edges_are_sorted_where_they_are_and_read_again_when_they_change():
+    x, edges, wigner = graph_on_gpu()
+    index = torch.stack(edges.tensors_here()[:2])
+    here = fusedops.Edges(index.cpu(), 40)
+    for name, there in zip(edges._fields, edges.tensors_here(), strict=True):
+        assert there.is_cuda
+        assert np.array_equal(there.cpu().numpy(), getattr(here, name))
+    first = fusedops.node_to_edge_wigner_permute(x, index, wigner)
+    assert torch.equal(first, fusedops.node_to_edge_wigner_permute(x, here.to("cuda"), wigner))
+    index[0, 0] = (index[0, 0] + 1) % 40
+    assert not torch.equal(fusedops.node_to_edge_wigner_permute(x, index, wigner), first)
+    index[1, 7] = 40
+    with pytest.raises(IndexError, match=r"edge_index\[1, 7\] is 40; it should be in \[0, 40\)"):
+        fusedops.node_to_edge_wigner_permute(x, index, wigner)
+    with pytest.raises(ValueError, match="edge_index is on cpu; it should be on cuda:0"):
+        fusedops.node_to_edge_wigner_permute(x, here, wigner)
+
+
+def test_edges_that_lie_lead_nowhere_on_a_gpu():
+    x, edges, wigner = (a if isinstance(a, fusedops.Edges) else a.detach() for a in graph_on_gpu())
+    few = x[:3].contiguous()
+    message = torch.randn(300, 9, 64, device="cuda")
+    call = _registry.Call(edge_wigner, (edges, 2, "forth", 1.0), "triton")
+    (_, on_message, _) = call((None, few, None, wigner), (False, True, False))
+    on_x, _, on_wigner = call((None, few, message, wigner), (True, False, True))
+    torch.cuda.synchronize()
+    for result in (on_message, on_x, on_wigner):
+        assert torch.isfinite(result).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_edge_rotations_under_compile_and_autocast():
+    torch._dynamo.reset()
+    fast = torch.compile(forth_and_back, fullgraph=True, dynamic=True)
+    for nodes, count in ((5, 9), (40, 300), (33, 77)):
+        x, edges, wigner = graph_on_gpu(nodes, count)
+        got = torch.autograd.grad(fast(x, edges, wigner).sum(), (x, wigner))
+        want = torch.autograd.grad(forth_and_back(x, edges, wigner).sum(), (x, wigner))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = fusedops.node_to_edge_wigner_permute(x.bfloat16(), edges, wigner)
+        assert out.dtype == torch.bfloat16
+        assert fusedops.node_to_edge_wigner_permute(x, edges, wigner).dtype == torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+def test_the_edge_rotations_on_the_second_gpu():
+    x, edges, wigner = graph_on_gpu()
+    there = x.detach().to("cuda:1").requires_grad_(), edges.to("cuda:1"), wigner.detach()
+    there = *there[:2], there[2].to("cuda:1").requires_grad_()
+    results = []
+    for arrays in ((x, edges, wigner), there):
+        out = forth_and_back(*arrays)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (arrays[0], arrays[2]))])
     for first, second in zip(*results, strict=True):
         assert second.device.index == 1
         assert torch.equal(first.cpu(), second.cpu())
