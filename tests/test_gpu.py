@@ -34,7 +34,7 @@ def matrix():
                     yield case, backend, dtype
 
 
-@pytest.mark.parametrize(("case", "backend", "dtype"), matrix(), ids=str)
+@pytest.mark.parametrize(("case", "backend", "dtype"), list(matrix()), ids=str)
 def test_agrees_with_the_reference(case, backend, dtype):
     check(case, "torch", backend, dtype, device="cuda")
 
