@@ -60,10 +60,22 @@ def coupling(l: int) -> np.ndarray:
     return (_real_basis(l) @ coefficients.reshape(2 * l + 1, -1) @ lower.conj().T).real
 
 
+_couplings: dict[tuple[Any, ...], Any] = {}
+
+
 def _coupling(l: int, like: Any) -> Any:
-    if is_tensor(like):
+    """Return the coupling in the dtype of an array and where that is; copied to a GPU once."""
+    if not is_tensor(like):
+        return coupling(l).astype(like.dtype)
+    torch = namespace(like)
+    if type(like) not in (torch.Tensor, torch.nn.Parameter):
         return like.new_tensor(coupling(l))
-    return coupling(l).astype(like.dtype)
+    key = l, like.dtype, like.device
+    if key not in _couplings:
+        # A tensor made in inference mode is of no use outside of it.
+        with torch.inference_mode(False):
+            _couplings[key] = torch.tensor(coupling(l), dtype=like.dtype, device=like.device)
+    return _couplings[key]
 
 
 def _unit(edge_vec: Any) -> tuple[Any, Any]:
@@ -76,9 +88,9 @@ def _unit(edge_vec: Any) -> tuple[Any, Any]:
     scaled = edge_vec / largest
     square = (scaled * scaled).sum(-1)[:, None]
     length = xp.sqrt(xp.where(none, xp.ones_like(square), square))
-    axis = zeros(edge_vec, (3,))
-    axis[1] = 1
-    return xp.where(none, axis, scaled / length), xp.where(none, xp.inf, length * largest)
+    x, y, z = (scaled / length).T
+    unit = xp.stack([x, xp.where(none[:, 0], xp.ones_like(y), y), z], -1)
+    return unit, xp.where(none, xp.inf, length * largest)
 
 
 def _rotation(u: Any) -> Any:
