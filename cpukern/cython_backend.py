@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from cpukern.threads import threads_for
 from fusedops._registry import register
 from fusedops.conv import CHUNK
 from fusedops.planarity import LANES, NO_PLANE
+from fusedops.wigner import Edges, degree_of, degrees, message_rows
 
 _planarity = isa.load("planarity_cython")
 _planarity_of = {
@@ -29,6 +31,14 @@ _conv_name = {_BITS: "bfloat16", np.dtype(np.float32): "float", np.dtype(np.floa
 _CHUNK_GRAIN, _STEP_GRAIN = 2, 1 << 15
 # Sums over tokens are formed in at most so many parts.
 _PARTS = 64
+
+_wigner = isa.load("wigner_cython")
+_rotate = {
+    np.dtype(np.float32): _wigner.rotate["float"],
+    np.dtype(np.float64): _wigner.rotate["double"],
+}
+# Numbers of messages that pay for waking a thread, and shares of the work, for any number of these.
+_ROTATION_GRAIN, _SHARES = 1 << 16, 256
 
 
 def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:
@@ -211,3 +221,91 @@ def dynamic_conv_step(
     )
     if own is not state:
         state[...] = own
+
+
+@functools.cache
+def _places(
+    lmax: int, mmax: int, way: str, steps: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return of every degree where its matrix begins, and its m-major rows.
+
+    The former is the first element that is kept, and the steps to those of the next row of the
+    message and of the node; `steps` are those of dense matrices, or of a packed one's elements.
+    """
+    places = np.empty((lmax + 1, 3), np.int64)
+    own_rows = np.zeros((lmax + 1, 2 * mmax + 1), np.int64)
+    packed = 0
+    for l, (rows, kept, own) in enumerate(degrees(lmax, mmax)):
+        size = 2 * l + 1
+        row, column = steps if len(steps) == 2 else (size * steps[0], steps[0])
+        corner = rows.start * (row + column) if len(steps) == 2 else packed * steps[0]
+        own_step, step = (column, row) if way == "back" else (row, column)
+        places[l] = corner + kept[0] * own_step, own_step, step
+        own_rows[l, : len(own)] = own
+        packed += size * size
+    return places, own_rows
+
+
+def _shares(pointers: np.ndarray, nodes: int) -> np.ndarray:
+    """Return where shares of the nodes begin that have about as many edges."""
+    marks = pointers[-1] * np.arange(1, _SHARES) // _SHARES
+    return np.concatenate([[0], np.searchsorted(pointers, marks).clip(max=nodes), [nodes]])
+
+
+@register("edge_wigner", "cython")
+def edge_wigner(
+    base: Any,
+    x: Any,
+    message: Any,
+    wigner: Any,
+    edges: Edges | None,
+    mmax: int,
+    way: str,
+    scale: float,
+    on_x: Any,
+    on_message: Any,
+    on_wigner: Any,
+) -> None:
+    lmax, ends = degree_of(wigner), 2 if way == "forth" else 1
+    channels = x.shape[2] if x is not None else message.shape[2] // ends
+    count = len(wigner)
+    wigner = _rows(wigner, 0)
+    if edges is not None:
+        lists = [getattr(edges, name) for name in edges._fields]
+        count = min(count, *[len(lists[i]) for i in (0, 1, 2, 4)])
+    else:
+        lists = [None] * 6
+    if on_x is not None:
+        pointers = (lists[5], lists[3])[:ends] if edges else [np.arange(len(on_x) + 1)]
+        shares = np.stack([_shares(p, len(on_x)) for p in pointers])
+    else:
+        shares = count * np.arange(_SHARES + 1)[None] // _SHARES
+    steps = tuple(step // wigner.itemsize for step in wigner.strides[1:])
+    places, own = _places(lmax, mmax, way, steps)
+    width = (lmax + 1) ** 2
+    size = width * width if wigner.ndim == 3 else wigner.shape[1]
+    summed, _ = _places(lmax, mmax, way, (width, 1) if wigner.ndim == 3 else (1,))
+    threads = threads_for(count * width * channels * ends, _ROTATION_GRAIN)
+    # Whole cache lines for every thread.
+    factors = np.empty((threads, -(-((2 * lmax + 1) ** 2) // 16) * 16), wigner.dtype)
+    offsets = np.empty((threads, -(-4 * (lmax + 1) // 8) * 8), np.intp)
+    _rotate[wigner.dtype](
+        _rows(base, 3),
+        _rows(x, 3),
+        _rows(message, 3),
+        wigner if wigner.ndim == 3 else wigner[:, None],
+        *lists,
+        shares,
+        np.stack([places, summed]),
+        own,
+        ends,
+        count,
+        channels,
+        message_rows(lmax, mmax),
+        scale,
+        on_x,
+        on_message,
+        None if on_wigner is None else on_wigner.reshape(len(on_wigner), size),
+        factors,
+        offsets,
+    )

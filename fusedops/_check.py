@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -151,6 +152,23 @@ def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> N
         raise ValueError(
             f"{op}: {name} is {value!r}; it should be one of {', '.join(map(str, choices))}"
         )
+
+
+def size(op: str, name: str, value: Any) -> int:
+    """Return `value` as an int that a size may be. Raises TypeError or ValueError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int") from None
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{op}: {name} is {number}; it should be at least 0, and below 2**63")
+    return number
+
+
+def flag(op: str, name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be True or False")
 
 
 def same_device(op: str, name: str, device: str, other: str, other_device: str) -> None:

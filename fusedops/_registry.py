@@ -320,11 +320,20 @@ class Packed:
             f"{op}: {argument} is a tensor; inside torch.compile or a CUDA graph it should be "
             f"{cls.__name__}, made outside"
         )
-        if torch.compiler.is_dynamo_compiling():
+        if _traced():
             raise TypeError(outside)
+        if torch._C._are_functorch_transforms_active():
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise TypeError(
+                    f"{op}: {argument} is what torch.func maps over or differentiates by; it "
+                    f"should be {cls.__name__}, or a tensor from outside"
+                )
+            with torch._C._DisableFuncTorch():
+                return cls.read(op, argument, tensor, **sizes)
         if tensor.is_cpu or tensor.is_inference():
             return cls(tensor, **sizes)
-        stamp = cls, tensor._version, tensor.data_ptr(), sizes
+        where = tensor.data_ptr(), tensor.shape, tensor.stride()
+        stamp = cls, tensor._version, where, sizes
         read = bridge().packed_read.get(tensor)
         if read is None or read[0] != stamp:
             if torch.cuda.is_current_stream_capturing():
@@ -646,6 +655,8 @@ def op(
                         cotangent = np.asarray(cotangent, dtype=like.dtype)
                         of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, like.shape)
                         cotangents[outputs.index(name)] = cotangent
+                if not any(cotangent is not None for cotangent in cotangents):
+                    return (None,) * sum(needed)
                 saved = results[primitive.residual]
                 gradients = primitive.pullback(bound, arrays, saved, cotangents, needed)
                 return tuple([g for g, need in zip(gradients, needed, strict=True) if need])

@@ -7,14 +7,13 @@ gradient, and the public op. There are no kernels: this is a few products of sma
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fusedops._arrays import cast, namespace, wide, zeros
-from fusedops._check import floats, is_tensor
+from fusedops._check import flag, floats, is_tensor, size
 from fusedops._registry import Call, Primitive, op
 
 
@@ -126,9 +125,9 @@ def _rotation_vjp(u: Any, g: Any) -> Any:
 
 def _product(lower: Any, R: Any) -> Any:
     """Return the Kronecker products of matrices (E, a, a) with (E, 3, 3)."""
-    size = 3 * lower.shape[1]
+    width = 3 * lower.shape[1]
     product = lower[:, :, None, :, None] * R[:, None, :, None, :]
-    return product.reshape(len(R), size, size)
+    return product.reshape(len(R), width, width)
 
 
 def _degrees(R: Any, lmax: int) -> list[Any]:
@@ -167,17 +166,17 @@ def _vjp_formula(edge_vec: Any, cotangent: Any, lmax: int, layout: str) -> tuple
     on_R = xp.zeros_like(R)
     carried: Any = 0
     for l in range(lmax, 0, -1):
-        size = 2 * l + 1
+        width = 2 * l + 1
         if layout == "packed":
             (at,) = matrix_size(l - 1, packed=True)
-            on_D = carried + g[:, at : at + size * size].reshape(len(u), size, size)
+            on_D = carried + g[:, at : at + width * width].reshape(len(u), width, width)
         else:
             on_D = carried + g[:, l * l : (l + 1) ** 2, l * l : (l + 1) ** 2]
         if l == 1:
             on_R = on_R + on_D
             break
         A = _coupling(l, R)
-        on_product = (A.T @ on_D @ A).reshape(len(u), size - 2, 3, size - 2, 3)
+        on_product = (A.T @ on_D @ A).reshape(len(u), width - 2, 3, width - 2, 3)
         carried = (on_product * R[:, None, :, None, :]).sum((2, 4))
         on_R = on_R + (on_product * matrices[l - 1][:, :, None, :, None]).sum((1, 3))
     on_u = _rotation_vjp(u, on_R)
@@ -258,12 +257,14 @@ def wigner_d(edge_vec: Any, lmax: int, *, packed: bool = False) -> Any:
     A rotation that turns a vector to an axis is free to turn about that axis, and no choice of it
     is continuous all over the sphere. Here it jumps at y = 0, between the shortest rotation (y ≥ 0)
     and half a turn about x followed by the shortest rotation (y < 0): there is no pole, and
-    derivatives of every order are finite everywhere. What commutes with turns about the axis, as
+    derivatives of every order are finite in every direction; that of order k falls with the length
+    to the power k. What commutes with turns about the axis, as
     every operation on an eSCN message does, gives energies that don't see the jump. A vector of
     length zero counts as the axis, with a gradient of zero.
 
-    Gradients are to any order in torch, and the first in NumPy. The degrees are made one from the
-    other, by Clebsch-Gordan products with the rotation, without an angle.
+    Gradients are to any order by torch.autograd, and the first in NumPy and by torch.func. The
+    degrees are made one from the other, by Clebsch-Gordan products with the rotation, without an
+    angle.
 
     References
     ----------
@@ -280,10 +281,6 @@ def wigner_d(edge_vec: Any, lmax: int, *, packed: bool = False) -> Any:
     [0.0, 1.0, 0.0]
     """
     edge_vec = floats("wigner_d", "edge_vec", edge_vec, ("E", 3))
-    try:
-        degree = operator.index(lmax)
-    except TypeError:
-        raise TypeError(f"wigner_d: lmax is a {type(lmax).__name__}; it should be an int") from None
-    if degree < 0:
-        raise ValueError(f"wigner_d: lmax is {degree}; it should be at least 0")
+    degree = size("wigner_d", "lmax", lmax)
+    flag("wigner_d", "packed", packed)
     return (edge_vec,), (degree, "packed" if packed else "dense"), "matrices"

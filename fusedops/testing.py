@@ -16,12 +16,11 @@ from fusedops.planarity import Planes, gradient_vjp, nll
 from fusedops.wigner import Edges, edge_wigner, m_major_order
 
 #: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
-#: terms. Planarity accumulates in
-#: float64 and rounds once, so that the length of a sum doesn't enter: narrower floats are good to
-#: one or two roundings of the output. Its second derivative divides by gaps between eigenvalues,
-#: which multiplies float64's rounding. The convolution adds up to 31 products in float32, whose
-#: roundings grow with the root of that; sums over tokens it forms from partial sums of float64 or
-#: of at most 64 tokens.
+#: terms. Planarity accumulates in float64 and rounds once, so that the length of a sum doesn't
+#: enter: narrower floats are good to one or two roundings of the output. Its second derivative
+#: divides by gaps between eigenvalues, which multiplies float64's rounding. The convolution adds up
+#: to 31 products in float32, whose roundings grow with the root of that; sums over tokens it forms
+#: from partial sums of float64 or of at most 64 tokens.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import numbers
-import operator
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +16,17 @@ from typing import Any
 import numpy as np
 
 from fusedops._arrays import added, cast, wide, zeros
-from fusedops._check import alike, device_of, dtype_name, floats, is_tensor, promoted, same_device
+from fusedops._check import (
+    alike,
+    device_of,
+    dtype_name,
+    flag,
+    floats,
+    is_tensor,
+    promoted,
+    same_device,
+    size,
+)
 from fusedops._registry import Call, Packed, Primitive, op
 from fusedops.harmonics import matrix_size, wigner_d
 
@@ -64,7 +73,7 @@ def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:
     >>> m_major_order(2, mmax=1).tolist()
     [0, 2, 6, 3, 7, 1, 5]
     """
-    lmax = _count("m_major_order", "lmax", lmax)
+    lmax = size("m_major_order", "lmax", lmax)
     return _m_major_order(lmax, _order_limit("m_major_order", mmax, lmax)).copy()
 
 
@@ -130,7 +139,7 @@ class Edges(Packed):
     Notes
     -----
     The array is copied: changing it later changes nothing here. One on a GPU is sorted there, and
-    checking it waits for the GPU.
+    checking it waits for the GPU. `to` copies an object to another device.
 
     References
     ----------
@@ -161,14 +170,15 @@ class Edges(Packed):
             raise ValueError(
                 f"Edges: edge_index has shape {tuple(given.shape)}; it should be (2, E)"
             )
-        self.num_nodes = _count("Edges", "num_nodes", num_nodes)
+        self.num_nodes = size("Edges", "num_nodes", num_nodes)
         self.num_edges = int(given.shape[1])
         self.device = device_of(given)
         if self.device == "cpu":
             self._sort(np.array(given.numpy() if is_tensor(given) else given, dtype=np.int64))
         else:
-            with sys.modules["torch"].inference_mode(False):
-                self._sort(given.long())
+            torch = sys.modules["torch"]
+            with torch.inference_mode(False):
+                self._sort(given.to(torch.int64, copy=True))
 
     def _sort(self, ends: Any) -> None:
         bad = (ends < 0) | (ends >= self.num_nodes)
@@ -191,6 +201,9 @@ class Edges(Packed):
             return
         for name, array in zip(self._fields, arrays, strict=True):
             setattr(self, name, np.ascontiguousarray(array))
+        if "torch" in sys.modules:
+            # A compiled function would be compiled again where they are first made inside of it.
+            self.tensors_here()
 
 
 def _sorted(nodes: Any, count: int) -> tuple[Any, Any]:
@@ -227,15 +240,15 @@ def _blocks(
     """
     at = 0
     for rows, kept, own in degrees(degree_of(wigner), mmax):
-        size = rows.stop - rows.start
-        i, j = np.meshgrid(kept, np.arange(size), indexing="ij")
+        width = rows.stop - rows.start
+        i, j = np.meshgrid(kept, np.arange(width), indexing="ij")
         if way == "back":
             i, j = j, i
         if wigner.ndim == 3:
             yield rows, own, (slice(None), rows.start + i, rows.start + j)
         else:
-            yield rows, own, (slice(None), at + i * size + j)
-        at += size * size
+            yield rows, own, (slice(None), at + i * width + j)
+        at += width * width
 
 
 def _formula(
@@ -323,9 +336,9 @@ def _pullback(
             added(bar, more) if want else bar
             for bar, more, want in zip(bars, pulled, wanted, strict=True)
         ]
+    shift = cotangents[0] if needed[0] else None
     # A copy in NumPy, whose users may write to it.
-    shift = cast(cotangents[0], cotangents[0]) if needed[0] else None
-    return shift, *bars
+    return shift if shift is None else cast(shift, shift), *bars
 
 
 def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
@@ -359,22 +372,10 @@ edge_wigner = Primitive(
 )
 
 
-def _count(name: str, argument: str, value: Any) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{name}: {argument} is a {type(value).__name__}; it should be an int"
-        ) from None
-    if count < 0:
-        raise ValueError(f"{name}: {argument} is {count}; it should be at least 0")
-    return count
-
-
 def _order_limit(name: str, mmax: int | None, lmax: int) -> int:
     if mmax is None:
         return lmax
-    mmax = _count(name, "mmax", mmax)
+    mmax = size(name, "mmax", mmax)
     if mmax > lmax:
         raise ValueError(f"{name}: mmax is {mmax}; it should be at most {lmax}, lmax")
     return mmax
@@ -409,12 +410,12 @@ def _graph(
                 f"{name}: num_nodes is None; it should be an int, unless edge_index is Edges"
             )
         if is_tensor(edge_index):
-            nodes = _count(name, "num_nodes", num_nodes)
+            nodes = size(name, "num_nodes", num_nodes)
             edge_index = Edges.read(name, "edge_index", edge_index, num_nodes=nodes)
         else:
             edge_index = Edges(edge_index, num_nodes)
-    elif isinstance(num_nodes, float):
-        raise TypeError(f"{name}: num_nodes is a float; it should be an int")
+    elif num_nodes is not None and not isinstance(num_nodes, numbers.Integral):
+        raise TypeError(f"{name}: num_nodes is a {type(num_nodes).__name__}; it should be an int")
     elif num_nodes is not None and edge_index.num_nodes != num_nodes:
         raise ValueError(
             f"{name}: edge_index has {edge_index.num_nodes} nodes; it should have {num_nodes}"
@@ -481,7 +482,8 @@ def node_to_edge_wigner_permute(
 
     References
     ----------
-    Passaro and Zitnick, ICML 2023 (eSCN); the shapes are those of fairchem's UMA backends.
+    Passaro and Zitnick, ICML 2023 (eSCN); the shapes are those of fairchem's UMA backends, which on
+    the way back have `wigner_inv` before `edge_index`.
 
     Examples
     --------
@@ -520,7 +522,8 @@ def _message(name: str, argument: str, message: Any, lmax: int, mmax: int, count
         )
 
 
-def _way_back(transpose: bool) -> str:
+def _way_back(name: str, transpose: bool) -> str:
+    flag(name, "transpose", transpose)
     return "undo" if transpose else "back"
 
 
@@ -554,7 +557,8 @@ def permute_wigner_inv_edge_to_node(
     mmax : int, optional
         The largest order |m| that `message` has; lmax if not given. Those beyond are zero.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed.
+        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
+        not for those that an envelope was multiplied into on one way only.
     out : array or tensor (N, (lmax + 1)², C), optional
         Where to write the result: contiguous, of its dtype, and apart from the arguments.
     backend : str, optional
@@ -595,7 +599,11 @@ def permute_wigner_inv_edge_to_node(
     limit = _order_limit(name, mmax, lmax)
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
     edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
-    return (None, None, message, wigner_inv), (edges, limit, _way_back(transpose), 1.0), "on_x"
+    return (
+        (None, None, message, wigner_inv),
+        (edges, limit, _way_back(name, transpose), 1.0),
+        "on_x",
+    )
 
 
 @op(edge_wigner, names={"wigner": "wigner_inv"})
@@ -615,7 +623,8 @@ def permute_wigner_inv(
     mmax : int, optional
         The largest order |m| that `message` has; lmax if not given.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed.
+        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
+        not for those that an envelope was multiplied into on one way only.
     out : array or tensor (E, (lmax + 1)², C), optional
         Where to write the result: contiguous, of its dtype, and apart from the arguments.
     backend : str, optional
@@ -630,6 +639,10 @@ def permute_wigner_inv(
     ------
     TypeError, ValueError, BackendUnavailable
         See `node_to_edge_wigner_permute`.
+
+    Notes
+    -----
+    Gradients go to message and wigner_inv, to any order.
 
     References
     ----------
@@ -647,7 +660,7 @@ def permute_wigner_inv(
     wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "message", message)
     limit = _order_limit(name, mmax, lmax)
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
-    return (None, None, message, wigner_inv), (None, limit, _way_back(transpose), 1.0), "on_x"
+    return (None, None, message, wigner_inv), (None, limit, _way_back(name, transpose), 1.0), "on_x"
 
 
 @op(edge_wigner, names={"base": "x", "message": "radial", "wigner": "wigner_inv"})
@@ -680,7 +693,8 @@ def edge_degree_scatter(
     rescale_factor : float
         What sums over edges are divided by, such as the mean number of a node's edges.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed.
+        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
+        not for those that an envelope was multiplied into on one way only.
     out : array or tensor (N, (lmax + 1)², C), optional
         Where to write the result: contiguous, of its dtype, and apart from the arguments.
     backend : str, optional
@@ -702,7 +716,8 @@ def edge_degree_scatter(
 
     References
     ----------
-    The embedding is that of fairchem's UMA.
+    The embedding is that of fairchem's UMA, whose `edge_degree_scatter` has `wigner_inv` before
+    `edge_index`, and radial functions flat, (E, (lmax + 1) C).
 
     Examples
     --------
@@ -722,11 +737,13 @@ def edge_degree_scatter(
     if not isinstance(rescale_factor, numbers.Real):
         kind = type(rescale_factor).__name__
         raise TypeError(f"{name}: rescale_factor is a {kind}; it should be a number")
-    infinite = float("inf")
-    if not 0 < abs(rescale_factor) < infinite or abs(1 / rescale_factor) == infinite:
+    wide = "float64" in [dtype_name(array.dtype) for array in (x, radial, wigner_inv)]
+    range_of = np.finfo(np.float64 if wide else np.float32)
+    magnitude = abs(rescale_factor)
+    if not magnitude > 0 or not float(range_of.tiny) <= 1 / magnitude <= float(range_of.max):
         raise ValueError(
             f"{name}: rescale_factor is {rescale_factor}; it should be finite, as its inverse"
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", count)
-    static = edges, 0, _way_back(transpose), float(1 / rescale_factor)
+    static = edges, 0, _way_back(name, transpose), float(1 / rescale_factor)
     return (x, None, radial, wigner_inv), static, "on_x"

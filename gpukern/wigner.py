@@ -53,7 +53,7 @@ def _element(l, i, j, row, column, PACKED: tl.constexpr, BACK: tl.constexpr):
         else:
             return l * (2 * l - 1) * (2 * l + 1) // 3 + i * (2 * l + 1) + j
     else:
-        return (l * l + i) * row + (l * l + j) * column
+        return (l * l + i) * row.to(tl.int64) + (l * l + j) * column.to(tl.int64)
 
 
 @triton.jit

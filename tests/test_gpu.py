@@ -565,7 +565,7 @@ def test_other_graphs_and_alignments_compile_no_new_rotation():
         got = torch.autograd.grad(loss, (leaf, wigner))
         want = torch.autograd.grad(forth_and_back(x, edges, wigner).square().sum(), (x, wigner))
         for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b)
+            assert error(a.cpu(), b.cpu()) < 1e-6
 
     def compiled():
         launchers = [*kernels_of._by_edge.values(), *kernels_of._by_node.values()]
@@ -603,7 +603,8 @@ def test_more_than_two_to_the_31_elements_of_messages():
     torch.testing.assert_close(dwigner[tail], want_dwigner)
     # What is turned there and back is the sum over a node's edges of itself.
     degree = sum(torch.bincount(end, minlength=nodes) for end in edges.tensors_here()[:2])
-    torch.testing.assert_close(dx.float(), x * degree[:, None, None], rtol=0.02, atol=2.0)
+    want = x.detach().float() * degree[:, None, None]
+    assert error(dx.float().cpu(), want.cpu()) < 0.01
     del message, dx, dwigner
     torch.cuda.empty_cache()
 
@@ -624,6 +625,34 @@ def test_edges_are_sorted_where_they_are_and_read_again_when_they_change():
         fusedops.node_to_edge_wigner_permute(x, index, wigner)
     with pytest.raises(ValueError, match="edge_index is on cpu; it should be on cuda:0"):
         fusedops.node_to_edge_wigner_permute(x, here, wigner)
+
+
+def test_edges_are_copies_and_leave_nothing_behind():
+    import gc
+
+    from fusedops._torch import packed_read
+
+    x, edges, wigner = graph_on_gpu()
+    index = torch.stack(edges.tensors_here()[:2])
+    copied = fusedops.Edges(index, 40)
+    want = fusedops.node_to_edge_wigner_permute(x, copied, wigner)
+    fusedops.node_to_edge_wigner_permute(x, index, wigner)
+    index.zero_()
+    assert torch.equal(fusedops.node_to_edge_wigner_permute(x, copied, wigner), want)
+    before = len(packed_read)
+    del index
+    gc.collect()
+    assert len(packed_read) == before - 1
+
+
+def test_matrices_with_strides_beyond_two_to_the_31():
+    wide = torch.zeros(3 * 2**30 + 16, dtype=torch.float16, device="cuda")
+    wigner = wide.as_strided((1, 4, 4), (4, 2**30, 1))
+    wigner.copy_(torch.eye(4))
+    x = torch.randn(2, 4, 8, device="cuda")
+    edges = fusedops.Edges(torch.tensor([[0], [1]], device="cuda"), 2)
+    message = fusedops.node_to_edge_wigner_permute(x, edges, wigner)
+    assert torch.equal(message[0, :, :8], x[0, [0, 2, 3, 1]])
 
 
 def test_edges_that_lie_lead_nowhere_on_a_gpu():

@@ -2171,18 +2171,85 @@ def test_forces_do_not_see_where_the_rotation_jumps(torch_backend, height):
     assert (both[0] - both[1]).abs().max() > 0.5
 
 
+LINE = fusedops.Edges([[0], [1]], 2)
+FEATURES, MESSAGE, MATRIX = np.ones((2, 4, 1)), np.ones((1, 4, 1)), np.ones((1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (fusedops.node_to_edge_wigner_permute, (FEATURES, LINE, MATRIX)),
+        (fusedops.permute_wigner_inv_edge_to_node, (MESSAGE, LINE, MATRIX)),
+        (fusedops.permute_wigner_inv, (MESSAGE, MATRIX)),
+        (fusedops.edge_degree_scatter, (FEATURES, np.ones((1, 2, 1)), LINE, MATRIX)),
+        (wigner_d, (np.ones((1, 3)), 1)),
+    ],
+    ids=["forth", "back", "own", "degree", "matrices"],
+)
+def test_no_cotangent_is_no_gradient(op, arguments):
+    _, pullback = op.vjp(*arguments)
+    assert all(gradient is None for gradient in pullback(None))
+
+
+def test_a_gradient_is_an_array_of_its_own():
+    radial = np.ones((1, 2, 1))
+    out, pullback = fusedops.edge_degree_scatter.vjp(FEATURES, radial, LINE, MATRIX)
+    assert not np.shares_memory(pullback(out)[0], out)
+
+
+@needs_torch
+def test_a_raw_edge_index_under_torch_func():
+    x, wigner, index = torch.ones(2, 4, 1), torch.ones(1, 4, 4), torch.tensor([[0], [1]])
+
+    def total(x, index):
+        return fusedops.node_to_edge_wigner_permute(x, index, wigner).sum()
+
+    want = torch.func.grad(total)(x, fusedops.Edges(index, 2))
+    assert torch.equal(torch.func.grad(total)(x, index), want)
+    with pytest.raises(TypeError, match=r"edge_index is what torch\.func maps over"):
+        torch.vmap(total, (None, 0))(x, index[None])
+
+
+@needs_torch
+def test_a_raw_edge_index_is_not_recorded():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, wigner, index = torch.ones(2, 4, 1), torch.ones(1, 4, 4), torch.tensor([[0], [1]])
+    with pytest.raises(
+        TypeError, match=r"edge_index is a tensor; .* should be Edges, made outside"
+    ):
+        make_fx(fusedops.node_to_edge_wigner_permute)(x, index, wigner)
+
+
+@pytest.mark.parametrize("factor", [1e-39, 10**400, -1e-320])
+def test_a_factor_whose_inverse_is_no_number_in_float32(factor):
+    x, radial = np.ones((2, 4, 1), np.float32), np.ones((1, 2, 1), np.float32)
+    wigner = np.ones((1, 4, 4), np.float32)
+    with pytest.raises(ValueError, match=r"rescale_factor is .*; it should be finite"):
+        fusedops.edge_degree_scatter(x, radial, LINE, wigner, rescale_factor=factor)
+
+
+@pytest.mark.parametrize("value", ["no", np.ones(2), 1, None])
+def test_flags_are_true_or_false(value):
+    message, wigner = np.ones((1, 4, 1)), np.ones((1, 4, 4))
+    with pytest.raises(TypeError, match=r"transpose is a .*; it should be True or False"):
+        fusedops.permute_wigner_inv(message, wigner, transpose=value)
+    with pytest.raises(TypeError, match=r"packed is a .*; it should be True or False"):
+        wigner_d(np.ones((1, 3)), 1, packed=value)
+
+
 FILLING = [p for p in PLACES if p in (("numpy", "cython"), ("numpy", "numba"), ("torch", "triton"))]
 
 
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 @pytest.mark.parametrize("way", ["forth", "back", "undo"])
-@pytest.mark.parametrize("lie", ["nodes", "edges"])
+@pytest.mark.parametrize("lie", ["nodes", "edges", "of outputs too"])
 def test_edges_that_lie_lead_nowhere(place, way, lie):
     """Of more nodes, or more edges, than the arrays have: nothing outside is read or written."""
     framework, backend = place
-    nodes, count, rows, channels = 4, 7 if lie == "nodes" else 4, 4, 3
+    nodes, count, rows, channels = 4, 4 if lie == "edges" else 7, 4, 3
     rng = np.random.default_rng(0)
-    bound = 9 if lie == "nodes" else nodes
+    bound = nodes if lie == "edges" else 9
     edges = fusedops.Edges(rng.integers(0, bound, (2, 7)), bound)
     assert lie == "edges" or (edges.source.max() >= nodes and edges.target.max() >= nodes)
     shapes = {
@@ -2202,6 +2269,9 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
         _, array = around(shapes[name], np.nan)
         array[...] = rng.normal(size=shapes[name])
         arrays.append(array)
+    if lie == "of outputs too":
+        # A call makes an output for every node that the edges speak of.
+        arrays[0], shapes["x"] = np.zeros((bound, rows, channels)), (bound, rows, channels)
     for name in edge_wigner.arrays[1:]:
         guard, array = around(shapes[name], 5.0)
         outputs.append(array)
