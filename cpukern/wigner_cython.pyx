@@ -11,22 +11,119 @@ cuts both into shares that don't depend on the number of threads, which so chang
 from cython.parallel cimport prange, threadid
 from libc.string cimport memcpy, memset
 
+# Explicit vectors, because the loops that keep several sums in registers are none that a compiler
+# finds by itself. Elsewhere than in GNU C a vector is one number.
 cdef extern from *:
     """
+    #include <string.h>
+    #if defined(__GNUC__) && defined(__SSE2__)
+    #include <immintrin.h>
+    #define fusedops_fence() _mm_sfence()
+    #define PAST_CACHE 1
+    #else
+    #define fusedops_fence() ((void)0)
+    #define PAST_CACHE 0
+    #define _mm_stream_ps(to, v) ((void)0)
+    #endif
     #if defined(__GNUC__)
+    #define INLINE static inline __attribute__((always_inline))
+    #define VECTOR(real) __attribute__((vector_size(64), aligned(sizeof(real)), may_alias))
+    #define LANES(real) ((Py_ssize_t)(64 / sizeof(real)))
     #define fusedops_prefetch(at) __builtin_prefetch(at)
     #else
+    #define INLINE static inline
+    #define VECTOR(real)
+    #define LANES(real) ((Py_ssize_t)1)
     #define fusedops_prefetch(at) ((void)(at))
     #endif
+
+    /* sums: J rows of out, written or added to (keep), of K rows times factors.
+       dots: what products of one row with J others sum up to, added to out.
+       Both begin to read what lies `ahead`, line by line as they go: many at a time would wait for
+       each other, and the loop for them. */
+    #define DEFINE(real, vector, sums, dots) \\
+    typedef real vector VECTOR(real); \\
+    INLINE void sums(int keep, int J, Py_ssize_t K, const real *rows, const Py_ssize_t *at, \\
+        const real *factors, Py_ssize_t f_out, Py_ssize_t f_in, real *out, \\
+        const Py_ssize_t *out_at, Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t odd_ahead, \\
+        int past) { \\
+        Py_ssize_t c = 0, i; int j, q; \\
+        for (; c + LANES(real) <= n; c += LANES(real)) { \\
+            vector total[5]; memset(total, 0, sizeof total); \\
+            for (j = 0; j < J; j++) { \\
+                if (keep) total[j] = *(vector *)(out + out_at[j] + c); \\
+            } \\
+            for (i = 0; i < K; i++) { \\
+                vector v = *(const vector *)(rows + at[i] + c); \\
+                if (keep) fusedops_prefetch(rows + at[i] + c + (i & 1 ? odd_ahead : ahead)); \\
+                for (j = 0; j < J; j++) { \\
+                    real f = factors[j * f_out + i * f_in]; \\
+                    total[j] = i || keep ? total[j] + f * v : f * v; \\
+                } \\
+            } \\
+            for (j = 0; j < J; j++) { \\
+                real *to = out + out_at[j] + c; \\
+                if (PAST_CACHE && past) for (q = 0; q < 4; q++) \\
+                    _mm_stream_ps((float *)to + 4 * q, ((__m128 *)&total[j])[q]); \\
+                else *(vector *)to = total[j]; \\
+            } \\
+        } \\
+        for (; c < n; c++) for (j = 0; j < J; j++) { \\
+            real sum = keep ? out[out_at[j] + c] : 0; \\
+            for (i = 0; i < K; i++) sum += factors[j * f_out + i * f_in] * rows[at[i] + c]; \\
+            out[out_at[j] + c] = sum; \\
+        } \\
+    } \\
+    INLINE void dots(int J, const real *one, const real *rows, Py_ssize_t n, real scale, \\
+        real *out, Py_ssize_t step, Py_ssize_t ahead) { \\
+        vector total[5]; Py_ssize_t c, d, half; int j; \\
+        for (j = 0; j < J; j++) for (d = 0; d < LANES(real); d++) ((real *)&total[j])[d] = 0; \\
+        for (c = 0; c + LANES(real) <= n; c += LANES(real)) { \\
+            vector v = *(const vector *)(one + c); \\
+            if (ahead) fusedops_prefetch(one + c + ahead); \\
+            for (j = 0; j < J; j++) total[j] += v * *(const vector *)(rows + j * n + c); \\
+        } \\
+        for (j = 0; j < J; j++) { \\
+            real lane[LANES(real)], rest = 0; \\
+            for (d = 0; d < LANES(real); d++) lane[d] = ((real *)&total[j])[d]; \\
+            for (half = LANES(real) / 2; half; half /= 2) \\
+                for (d = 0; d < half; d++) lane[d] += lane[d + half]; \\
+            for (d = c; d < n; d++) rest += one[d] * rows[j * n + d]; \\
+            out[j * step] += scale * (lane[0] + rest); \\
+        } \\
+    }
+    DEFINE(float, fusedops_floats, fusedops_sums_float, fusedops_dots_float)
+    DEFINE(double, fusedops_doubles, fusedops_sums_double, fusedops_dots_double)
     """
+    void sums_float "fusedops_sums_float"(
+        bint keep, int J, Py_ssize_t K, const float* rows, const Py_ssize_t* at,
+        const float* factors, Py_ssize_t f_out, Py_ssize_t f_in, float* out,
+        const Py_ssize_t* out_at, Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t odd_ahead,
+        bint past,
+    ) noexcept nogil
+    void sums_double "fusedops_sums_double"(
+        bint keep, int J, Py_ssize_t K, const double* rows, const Py_ssize_t* at,
+        const double* factors, Py_ssize_t f_out, Py_ssize_t f_in, double* out,
+        const Py_ssize_t* out_at, Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t odd_ahead,
+        bint past,
+    ) noexcept nogil
+    void dots_float "fusedops_dots_float"(
+        int J, const float* one, const float* rows, Py_ssize_t n, float scale, float* out,
+        Py_ssize_t step, Py_ssize_t ahead,
+    ) noexcept nogil
+    void dots_double "fusedops_dots_double"(
+        int J, const double* one, const double* rows, Py_ssize_t n, double scale, double* out,
+        Py_ssize_t step, Py_ssize_t ahead,
+    ) noexcept nogil
     void prefetch "fusedops_prefetch"(const void* at) noexcept nogil
+    void fence "fusedops_fence"() noexcept nogil
 
 cdef enum:
-    # Rows that are combined together, numbers that are summed side by side.
-    MOST = 5
-    LANES = 16
-    # Edges whose targets, and then sources, are taken together.
+    # Edges whose targets, and then sources, are taken together; bytes of a cache line.
     RUN = 16
+    LINE = 64
+    # Numbers of which nothing is found in a cache again.
+    LARGE = 1 << 23
 
 ctypedef fused real:
     float
@@ -45,6 +142,7 @@ cdef struct Layout:
     Py_ssize_t message_rows
     Py_ssize_t edge_step
     Py_ssize_t matrix
+    bint past
     const long long* places
     const long long* own
 
@@ -54,117 +152,90 @@ cdef inline Py_ssize_t within(Py_ssize_t value, Py_ssize_t count) noexcept nogil
     return min(max(value, <Py_ssize_t>0), count - 1)
 
 
-cdef inline void fetch(const real* at) noexcept nogil:
-    """Begin to read what comes next, which in an order of edges the processor can't foresee."""
-    prefetch(at)
-    # Lines hold eight of the wider numbers.
-    if sizeof(real) == 8:
-        prefetch(at + LANES // 2)
-
-
-cdef inline void combine_some(
-    real* out, bint keep, const real* rows, const Py_ssize_t* offsets, const real* factors,
-    Py_ssize_t step, Py_ssize_t count, Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t out_ahead,
+cdef inline void sums_of(
+    bint keep, int J, Py_ssize_t K, const real* rows, const Py_ssize_t* at, const real* factors,
+    Py_ssize_t f_out, Py_ssize_t f_in, real* out, const Py_ssize_t* out_at, Py_ssize_t n,
+    Py_ssize_t ahead, Py_ssize_t odd_ahead, bint past,
 ) noexcept nogil:
-    """Write or add the sum of rows times factors; a loop per count that is known when inlined."""
-    cdef Py_ssize_t[MOST] row
-    cdef real[MOST] factor
-    cdef real[LANES] lanes
-    cdef real total
-    cdef Py_ssize_t c = 0, k, d
-    for k in range(count):
-        row[k] = offsets[k]
-        factor[k] = factors[k * step]
-    while c + LANES <= n:
-        # One line after the other: many at a time would wait for each other, and this for them.
-        if out_ahead:
-            fetch(<const real*>out + c + out_ahead)
-        for d in range(LANES):
-            lanes[d] = out[c + d] if keep else <real>0
-        for k in range(count):
-            if ahead:
-                fetch(rows + row[k] + c + ahead)
-            for d in range(LANES):
-                lanes[d] = lanes[d] + factor[k] * rows[row[k] + c + d]
-        for d in range(LANES):
-            out[c + d] = lanes[d]
-        c += LANES
-    for d in range(c, n):
-        total = out[d] if keep else <real>0
-        for k in range(count):
-            total = total + factor[k] * rows[row[k] + d]
-        out[d] = total
+    if real is float:
+        sums_float(
+            keep, J, K, rows, at, factors, f_out, f_in, out, out_at, n, ahead, odd_ahead, past
+        )
+    else:
+        sums_double(
+            keep, J, K, rows, at, factors, f_out, f_in, out, out_at, n, ahead, odd_ahead, past
+        )
 
 
-cdef void combine(
-    real* out, bint keep, const real* rows, const Py_ssize_t* offsets, const real* factors,
-    Py_ssize_t step, Py_ssize_t count, Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t out_ahead,
+cdef void sums(
+    bint keep, Py_ssize_t J, Py_ssize_t K, const real* rows, const Py_ssize_t* at,
+    const real* factors, Py_ssize_t f_out, Py_ssize_t f_in, real* out, const Py_ssize_t* out_at,
+    Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t odd_ahead, bint past,
 ) noexcept nogil:
+    """Take rows of out together whose number the compiler knows, in low degrees that of terms too."""
     cdef Py_ssize_t some
-    while count > 0:
-        some = 1
-        if count >= 5:
+    while J > 0:
+        if J == 5 and K == 5 and keep:
             some = 5
-            combine_some(out, keep, rows, offsets, factors, step, 5, n, ahead, out_ahead)
-        elif count >= 3:
+            sums_of(
+                True, 5, 5, rows, at, factors, f_out, f_in, out, out_at, n, ahead, odd_ahead, 0
+            )
+        elif J == 5 and K == 5:
+            some = 5
+            sums_of(False, 5, 5, rows, at, factors, f_out, f_in, out, out_at, n, 0, 0, past)
+        elif J >= 5:
+            some = 5
+            sums_of(
+                keep, 5, K, rows, at, factors, f_out, f_in, out, out_at, n, ahead, odd_ahead,
+                past,
+            )
+        elif J >= 3:
             some = 3
-            combine_some(out, keep, rows, offsets, factors, step, 3, n, ahead, out_ahead)
+            sums_of(
+                keep, 3, K, rows, at, factors, f_out, f_in, out, out_at, n, ahead, odd_ahead,
+                past,
+            )
         else:
-            combine_some(out, keep, rows, offsets, factors, step, 1, n, ahead, out_ahead)
-        keep = True
-        out_ahead = 0
-        offsets = offsets + some
-        factors = factors + some * step
-        count = count - some
+            some = 1
+            sums_of(
+                keep, 1, K, rows, at, factors, f_out, f_in, out, out_at, n, ahead, odd_ahead,
+                past,
+            )
+        J = J - some
+        ahead = odd_ahead = 0
+        factors = factors + some * f_out
+        out_at = out_at + some
 
 
-cdef inline void dot_some(
-    const real* one, const real* rows, Py_ssize_t count, Py_ssize_t n, real scale, real* out,
-    Py_ssize_t step, Py_ssize_t ahead,
+cdef inline void dots_of(
+    int J, const real* one, const real* rows, Py_ssize_t n, real scale, real* out, Py_ssize_t step,
+    Py_ssize_t ahead,
 ) noexcept nogil:
-    """Add products of one row with others, n apart, to out; sums run in lanes, in a fixed order."""
-    cdef real[MOST * LANES] lanes
-    cdef Py_ssize_t c = 0, k, d, half, whole = n - n % LANES
-    for d in range(count * LANES):
-        lanes[d] = 0
-    while c < whole:
-        if ahead:
-            fetch(one + c + ahead)
-        for k in range(count):
-            for d in range(LANES):
-                lanes[k * LANES + d] = lanes[k * LANES + d] + one[c + d] * rows[k * n + c + d]
-        c += LANES
-    for k in range(count):
-        for c in range(whole, n):
-            d = k * LANES + c - whole
-            lanes[d] = lanes[d] + one[c] * rows[k * n + c]
-        half = LANES // 2
-        while half:
-            for d in range(k * LANES, k * LANES + half):
-                lanes[d] = lanes[d] + lanes[d + half]
-            half = half // 2
-        out[k * step] = out[k * step] + scale * lanes[k * LANES]
+    if real is float:
+        dots_float(J, one, rows, n, scale, out, step, ahead)
+    else:
+        dots_double(J, one, rows, n, scale, out, step, ahead)
 
 
 cdef void dots(
-    const real* one, const real* rows, Py_ssize_t count, Py_ssize_t n, real scale, real* out,
+    Py_ssize_t J, const real* one, const real* rows, Py_ssize_t n, real scale, real* out,
     Py_ssize_t step, Py_ssize_t ahead,
 ) noexcept nogil:
     cdef Py_ssize_t some
-    while count > 0:
-        some = 1
-        if count >= 5:
+    while J > 0:
+        if J >= 5:
             some = 5
-            dot_some(one, rows, 5, n, scale, out, step, ahead)
-        elif count >= 3:
+            dots_of(5, one, rows, n, scale, out, step, ahead)
+        elif J >= 3:
             some = 3
-            dot_some(one, rows, 3, n, scale, out, step, ahead)
+            dots_of(3, one, rows, n, scale, out, step, ahead)
         else:
-            dot_some(one, rows, 1, n, scale, out, step, ahead)
+            some = 1
+            dots_of(1, one, rows, n, scale, out, step, ahead)
+        J = J - some
         ahead = 0
         rows = rows + some * n
         out = out + some * step
-        count = count - some
 
 
 cdef void one_end(
@@ -183,10 +254,10 @@ cdef void one_end(
     cdef Py_ssize_t next = (ahead - e) * layout.message_rows * layout.ends * C
     i = 0
     while i < layout.matrix:
-        fetch(wigner + ahead * layout.edge_step + i)
+        prefetch(wigner + ahead * layout.edge_step + i)
         if on_wigner != NULL:
-            fetch(<const real*>on_wigner + ahead * layout.matrix + i)
-        i += LANES
+            prefetch(on_wigner + ahead * layout.matrix + i)
+        i += LINE // <Py_ssize_t>sizeof(real)
     wigner = wigner + e * layout.edge_step
     if on_wigner != NULL:
         on_wigner = on_wigner + e * layout.matrix
@@ -205,22 +276,22 @@ cdef void one_end(
         for j in range(size):
             offsets[j] = first + (l * l + j) * C
         if on_message != NULL:
-            for i in range(kept):
-                combine(
-                    on_message + own_offsets[i], False, x, offsets, factors + i * size, 1, size, C,
-                    0, next,
-                )
+            sums(
+                False, kept, size, x, offsets, factors, size, 1, on_message, own_offsets, C, 0, 0,
+                layout.past,
+            )
+        # Where the message is read twice, each time half of what comes next is begun to be read.
+        if on_x != NULL:
+            sums(
+                True, size, kept, message, own_offsets, factors, 1, size, on_x, offsets, C,
+                next if on_wigner == NULL else 0, next, 0,
+            )
         if on_wigner != NULL:
             for i in range(kept):
                 dots(
-                    message + own_offsets[i], x + offsets[0], size, C, scale,
-                    on_wigner + summed[0] + i * summed[1], summed[2], next,
-                )
-        if on_x != NULL:
-            for j in range(size):
-                combine(
-                    on_x + offsets[j], True, message, own_offsets, factors + j, size, kept, C,
-                    next if on_wigner == NULL and j == 0 else 0, 0,
+                    size, message + own_offsets[i], x + offsets[0], C, scale,
+                    on_wigner + summed[0] + i * summed[1], summed[2],
+                    next if on_x == NULL or i % 2 == 0 else 0,
                 )
 
 
@@ -329,6 +400,13 @@ def rotate(
     layout.message_rows = message_rows
     layout.edge_step = wigner.strides[0] // <Py_ssize_t>sizeof(real)
     layout.matrix = wigner.shape[1] * wigner.shape[2]
+    # What is large, and aligned, is written past the cache, which it would only empty.
+    layout.past = (
+        sent != NULL
+        and on_message.shape[0] * on_message.shape[1] * on_message.shape[2] >= LARGE
+        and <size_t>sent % LINE == 0
+        and channels * sizeof(real) % LINE == 0
+    )
     layout.places = &places[0, 0, 0]
     layout.own = &own[0, 0]
     with nogil:
@@ -339,6 +417,7 @@ def rotate(
                     inputs, messages, matrices, sent, on_matrices,
                     &factors[threadid(), 0], &offsets[threadid(), 0],
                 )
+                fence()
         else:
             for h in range(ends):
                 pointers = order = NULL
@@ -358,3 +437,4 @@ def rotate(
                         listed, order, bases, inputs, messages, matrices, sums, sent, on_matrices,
                         &factors[threadid(), 0], &offsets[threadid(), 0],
                     )
+                    fence()
