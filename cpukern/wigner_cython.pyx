@@ -411,7 +411,7 @@ def rotate(
     layout.own = &own[0, 0]
     with nogil:
         if sums == NULL:
-            for part in prange(parts, num_threads=threads, schedule="dynamic"):
+            for part in prange(parts, num_threads=threads, schedule="static"):
                 some_edges(
                     &layout, shares[0, part], shares[0, part + 1], <real>scale, targets, sources,
                     inputs, messages, matrices, sent, on_matrices,
@@ -431,7 +431,7 @@ def rotate(
                         pointers = &source_pointers[0]
                         order = &by_source[0]
                         listed = source_pointers.shape[0] - 1
-                for part in prange(parts, num_threads=threads, schedule="dynamic"):
+                for part in prange(parts, num_threads=threads, schedule="static"):
                     some_nodes(
                         &layout, shares[h, part], shares[h, part + 1], h, <real>scale, pointers,
                         listed, order, bases, inputs, messages, matrices, sums, sent, on_matrices,

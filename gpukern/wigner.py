@@ -105,16 +105,18 @@ def _load_message(
 @triton.jit
 def _dots(
     sent, inputs, l: tl.constexpr, KEPT: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
-    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of a message's rows and a node's, summed over a lane's channels."""
+    """Return the products of a message's rows and a node's, summed over the channels of a lane."""
     found = ()
     for i in tl.static_range(KEPT):
         for j in tl.static_range(2 * l + 1):
             total = sent[i] * inputs[FIRST + j]
             for tile in tl.static_range(1, TILES):
                 total += sent[tile * KEPT + i] * inputs[tile * STEP + FIRST + j]
-            found = found + (tl.sum(tl.reshape(total, (EDGES, WIDTH // 4, 4)), 2),)
+            if LANE > 1:
+                total = tl.sum(tl.reshape(total, (EDGES, WIDTH // LANE, LANE)), 2)
+            found = found + (total,)
     return found
 
 
@@ -159,8 +161,8 @@ def _edge_degree(
     x, message, matrix, on_message, e, first, second, live, c, row, column, factor,
     l: tl.constexpr, POSITION: tl.constexpr, ROWS: tl.constexpr, LMAX: tl.constexpr,
     MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
-    EDGES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
-    FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
+    BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of degree l and return the lanes' products, of both ends."""
     K: tl.constexpr = 2 * l + 1
@@ -179,7 +181,7 @@ def _edge_degree(
             sent = _load_message(
                 message + half, c, live, POSITION, l, LOW, KEPT, ENDS, C, WIDTH, TILES, FLOAT
             )
-            dots = dots + (_dots(sent, inputs, l, KEPT, 0, K, WIDTH, TILES, EDGES),)
+            dots = dots + (_dots(sent, inputs, l, KEPT, 0, K, WIDTH, TILES, EDGES, LANE),)
         if WANT_MESSAGE:
             for tile in tl.static_range(TILES):
                 for i in tl.static_range(KEPT):
@@ -198,9 +200,9 @@ def _edge_kernel(
     nodes, edges, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, ENDS: tl.constexpr,
-    OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
-    WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
+    ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
+    FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
@@ -219,7 +221,7 @@ def _edge_kernel(
     for l in tl.static_range(LOW, HIGH):
         dots = _edge_degree(
             x, message, wigner + e * w_edge, on_message, e, first, second, live, c, w_row, w_column,
-            factor, l, POSITION, ROWS, LMAX, MMAX, C, WIDTH, TILES, EDGES, ENDS, PACKED, BACK,
+            factor, l, POSITION, ROWS, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK,
             FLOAT, WANT_MESSAGE, WANT_WIGNER,
         )  # fmt: skip
         if WANT_WIGNER:
@@ -230,10 +232,10 @@ def _edge_kernel(
         # An edge's parts, of both ends, lie one after the other.
         part = parts + (block * edges + e) * ENDS * OFFSETS[LMAX + 1] + OFFSETS[LOW]
         COUNT: tl.constexpr = OFFSETS[HIGH] - OFFSETS[LOW]
-        _store_dots(part, first_dots, live, COUNT, EDGES, WIDTH // 4, FLOAT)
+        _store_dots(part, first_dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT)
         if ENDS == 2:
             _store_dots(
-                part + OFFSETS[LMAX + 1], second_dots, live, COUNT, EDGES, WIDTH // 4, FLOAT
+                part + OFFSETS[LMAX + 1], second_dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT
             )
 
 
@@ -242,8 +244,8 @@ def _node_degree(
     message, matrix, live, c, sums, inputs, row, column,
     l: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, POSITION: tl.constexpr,
     MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
-    EDGES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
-    FLOAT: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
+    BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over the rows of degree l with some more edges, and the lanes' products."""
     K: tl.constexpr = 2 * l + 1
@@ -260,7 +262,7 @@ def _node_degree(
             grown = grown + (total,)
     dots = ()
     if WANT_WIGNER:
-        dots = _dots(sent, inputs, l, KEPT, FIRST, STEP, WIDTH, TILES, EDGES)
+        dots = _dots(sent, inputs, l, KEPT, FIRST, STEP, WIDTH, TILES, EDGES, LANE)
     return grown, dots
 
 
@@ -269,9 +271,9 @@ def _node_kernel(
     nodes, edges, listed, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, ENDS: tl.constexpr,
-    OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
-    HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
+    ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
+    FLOAT: tl.constexpr, HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
@@ -318,14 +320,14 @@ def _node_kernel(
             for l in tl.static_range(LOW, HIGH):
                 more = _node_degree(
                     sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column,
-                    l, l * l - LOW * LOW, STEP, POSITION, MMAX, C, WIDTH, TILES, EDGES, ENDS,
+                    l, l * l - LOW * LOW, STEP, POSITION, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS,
                     PACKED, BACK, FLOAT, WANT_WIGNER,
                 )  # fmt: skip
                 grown = grown + more[0]
                 dots = dots + more[1]
             if WANT_WIGNER:
                 part = parts + ((block * edges + e) * ENDS + h) * OFFSETS[LMAX + 1] + OFFSETS[LOW]
-                _store_dots(part, dots, live, COUNT, EDGES, WIDTH // 4, FLOAT)
+                _store_dots(part, dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT)
             # By degrees and tiles; they are kept by tiles and degrees.
             sums = ()
             for tile in tl.static_range(TILES):
@@ -415,11 +417,16 @@ def _bounds(lmax: int, rows: int) -> tuple[int, ...]:
     return *found, lmax + 1
 
 
-def _tiling(channels: int, float64: bool, most: int) -> tuple[int, int, int]:
-    """Return a tile's channels, at most so many, a program's tiles, and its edges."""
+def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int, int, int, int]:
+    """Return a tile's channels, at most so many, a program's tiles, its edges, a lane's channels.
+
+    The last are those that one load brings: sums over them need no other lane, of which each would
+    round in its own way.
+    """
     elements = _TILE // 2 if float64 else _TILE
     width = min(most, elements, max(16, triton.next_power_of_2(channels)))
-    return width, max(1, -(-min(_CHANNELS, channels) // width)), elements // width
+    tiles = max(1, -(-min(_CHANNELS, channels) // width))
+    return width, tiles, elements // width, elements // 32 if vector else 1
 
 
 @functools.cache
@@ -481,7 +488,7 @@ def edge_wigner(
     constants = positions, offsets, rows, lmax, mmax, channels
     layout = ends, edges is None, packed, back, kind
     blocks = -(-channels // _CHANNELS)
-    tile = _tiling(channels, float64, _CHANNELS)
+    tile = _tiling(channels, float64, _CHANNELS, vector)
     parts = None
     if on_wigner is not None:
         parts = wigner.new_empty(
@@ -508,7 +515,7 @@ def edge_wigner(
         if on_x is not None and on_x.numel():
             lists = source_ptr, by_source, target_ptr, by_target
             few = dots_by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
-            shape = _tiling(channels, float64, _WIDTH_WITH_DOTS) if few else tile
+            shape = _tiling(channels, float64, _WIDTH_WITH_DOTS, vector) if few else tile
             launch(
                 _by_node[vector],
                 on_x.shape[0] * blocks,
