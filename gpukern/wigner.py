@@ -53,7 +53,7 @@ def _element(l, i, j, row, column, PACKED: tl.constexpr, BACK: tl.constexpr):
         else:
             return l * (2 * l - 1) * (2 * l + 1) // 3 + i * (2 * l + 1) + j
     else:
-        return (l * l + i) * row.to(tl.int64) + (l * l + j) * column.to(tl.int64)
+        return (l * l + i) * row + (l * l + j) * column
 
 
 @triton.jit
@@ -466,6 +466,9 @@ def edge_wigner(
         wigner = wigner.contiguous()
         strides = wigner.shape[1], 0, 0
     else:
+        # Within one of them, elements are found by 32 bits, which leaves registers for others.
+        if max(wigner.stride()[1:]) * 2 * wigner.shape[1] >= 2**31:
+            wigner = wigner.contiguous()
         w_edge, *within = wigner.stride()
         strides = w_edge, *(reversed(within) if back else within)
     lmax = degree_of(wigner)
