@@ -655,8 +655,6 @@ def op(
                         cotangent = np.asarray(cotangent, dtype=like.dtype)
                         of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, like.shape)
                         cotangents[outputs.index(name)] = cotangent
-                if not any(cotangent is not None for cotangent in cotangents):
-                    return (None,) * sum(needed)
                 saved = results[primitive.residual]
                 gradients = primitive.pullback(bound, arrays, saved, cotangents, needed)
                 return tuple([g for g, need in zip(gradients, needed, strict=True) if need])

@@ -191,6 +191,8 @@ def _pullback(
     cotangents: Sequence[Any],
     needed: Sequence[bool],
 ) -> tuple[Any, ...]:
+    if cotangents[0] is None:
+        return (None,)
     return call.other(matrices_vjp, (arrays[0], cotangents[0]))
 
 
