@@ -328,15 +328,20 @@ class Packed:
                     f"{op}: {argument} is what torch.func maps over or differentiates by; it "
                     f"should be {cls.__name__}, or a tensor from outside"
                 )
+            # What is made in here is not torch.func's to keep track of.
             with torch._C._DisableFuncTorch():
-                return cls.read(op, argument, tensor, **sizes)
+                return cls._read(tensor, outside, sizes)
+        return cls._read(tensor, outside, sizes)
+
+    @classmethod
+    def _read(cls, tensor: Any, outside: str, sizes: dict[str, int]) -> Packed:
         if tensor.is_cpu or tensor.is_inference():
             return cls(tensor, **sizes)
         where = tensor.data_ptr(), tensor.shape, tensor.stride()
         stamp = cls, tensor._version, where, sizes
         read = bridge().packed_read.get(tensor)
         if read is None or read[0] != stamp:
-            if torch.cuda.is_current_stream_capturing():
+            if sys.modules["torch"].cuda.is_current_stream_capturing():
                 raise TypeError(outside)
             read = stamp, cls(tensor, **sizes)
             bridge().packed_read[tensor] = read
