@@ -16,19 +16,20 @@ from libc.string cimport memcpy, memset
 cdef extern from *:
     """
     #include <string.h>
-    #if defined(__GNUC__) && defined(__SSE2__)
+    #if defined(__GNUC__) && defined(__AVX__)
     #include <immintrin.h>
     #define fusedops_fence() _mm_sfence()
     #define PAST_CACHE 1
+    #define STORE_PAST_CACHE(to, v) _mm256_stream_ps((float *)(to), *(__m256 *)&(v))
     #else
     #define fusedops_fence() ((void)0)
     #define PAST_CACHE 0
-    #define _mm_stream_ps(to, v) ((void)0)
+    #define STORE_PAST_CACHE(to, v) ((void)0)
     #endif
     #if defined(__GNUC__)
     #define INLINE static inline __attribute__((always_inline))
-    #define VECTOR(real) __attribute__((vector_size(64), aligned(sizeof(real)), may_alias))
-    #define LANES(real) ((Py_ssize_t)(64 / sizeof(real)))
+    #define VECTOR(real) __attribute__((vector_size(32), aligned(sizeof(real)), may_alias))
+    #define LANES(real) ((Py_ssize_t)(32 / sizeof(real)))
     #define fusedops_prefetch(at) __builtin_prefetch(at)
     #else
     #define INLINE static inline
@@ -47,7 +48,7 @@ cdef extern from *:
         const real *factors, Py_ssize_t f_out, Py_ssize_t f_in, real *out, \\
         const Py_ssize_t *out_at, Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t odd_ahead, \\
         int past) { \\
-        Py_ssize_t c = 0, i; int j, q; \\
+        Py_ssize_t c = 0, i; int j; \\
         for (; c + LANES(real) <= n; c += LANES(real)) { \\
             vector total[5]; memset(total, 0, sizeof total); \\
             for (j = 0; j < J; j++) { \\
@@ -63,8 +64,7 @@ cdef extern from *:
             } \\
             for (j = 0; j < J; j++) { \\
                 real *to = out + out_at[j] + c; \\
-                if (PAST_CACHE && past) for (q = 0; q < 4; q++) \\
-                    _mm_stream_ps((float *)to + 4 * q, ((__m128 *)&total[j])[q]); \\
+                if (PAST_CACHE && past) STORE_PAST_CACHE(to, total[j]); \\
                 else *(vector *)to = total[j]; \\
             } \\
         } \\
@@ -411,7 +411,7 @@ def rotate(
     layout.own = &own[0, 0]
     with nogil:
         if sums == NULL:
-            for part in prange(parts, num_threads=threads, schedule="static"):
+            for part in prange(parts, num_threads=threads, schedule="dynamic"):
                 some_edges(
                     &layout, shares[0, part], shares[0, part + 1], <real>scale, targets, sources,
                     inputs, messages, matrices, sent, on_matrices,
@@ -431,7 +431,7 @@ def rotate(
                         pointers = &source_pointers[0]
                         order = &by_source[0]
                         listed = source_pointers.shape[0] - 1
-                for part in prange(parts, num_threads=threads, schedule="static"):
+                for part in prange(parts, num_threads=threads, schedule="dynamic"):
                     some_nodes(
                         &layout, shares[h, part], shares[h, part + 1], h, <real>scale, pointers,
                         listed, order, bases, inputs, messages, matrices, sums, sent, on_matrices,
