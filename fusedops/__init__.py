@@ -5,6 +5,7 @@ from fusedops._info import info
 from fusedops._registry import BackendUnavailable, use_backend
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
+from fusedops.scatter import ScatterPlan, structured_gather, structured_scatter_add
 from fusedops.wigner import (
     Edges,
     edge_degree_scatter,
@@ -19,6 +20,7 @@ __all__ = [
     "BackendUnavailable",
     "Edges",
     "Planes",
+    "ScatterPlan",
     "Sequences",
     "dynamic_conv",
     "dynamic_conv_step",
@@ -31,5 +33,7 @@ __all__ = [
     "planarity_nll",
     "plane_deviations",
     "set_num_threads",
+    "structured_gather",
+    "structured_scatter_add",
     "use_backend",
 ]

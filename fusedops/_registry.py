@@ -15,6 +15,7 @@ import inspect
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -310,10 +311,10 @@ class Packed:
         return bridge().move(self, device)
 
     @classmethod
-    def read(cls, op: str, argument: str, tensor: Any, **sizes: int) -> Packed:
-        """Return the object that a tensor describes.
+    def read(cls, op: str, argument: str, *tensors: Any, **options: Any) -> Packed:
+        """Return the object that tensors describe, the first of which is called `argument`.
 
-        Reading from a GPU waits for it: every tensor there is read once, until it is written to.
+        Reading from a GPU waits for it: what is there is read once, until it is written to.
         """
         torch = sys.modules["torch"]
         outside = (
@@ -323,29 +324,35 @@ class Packed:
         if _traced():
             raise TypeError(outside)
         if torch._C._are_functorch_transforms_active():
-            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
                 raise TypeError(
                     f"{op}: {argument} is what torch.func maps over or differentiates by; it "
                     f"should be {cls.__name__}, or a tensor from outside"
                 )
             # What is made in here is not torch.func's to keep track of.
             with torch._C._DisableFuncTorch():
-                return cls._read(tensor, outside, sizes)
-        return cls._read(tensor, outside, sizes)
+                return cls._read(tensors, outside, options)
+        return cls._read(tensors, outside, options)
 
     @classmethod
-    def _read(cls, tensor: Any, outside: str, sizes: dict[str, int]) -> Packed:
-        if tensor.is_cpu or tensor.is_inference():
-            return cls(tensor, **sizes)
-        where = tensor.data_ptr(), tensor.shape, tensor.stride()
-        stamp = cls, tensor._version, where, sizes
-        read = bridge().packed_read.get(tensor)
-        if read is None or read[0] != stamp:
+    def _read(cls, tensors: Sequence[Any], outside: str, options: dict[str, Any]) -> Packed:
+        first, *others = tensors
+        if first.is_cpu or any(tensor.is_inference() for tensor in tensors):
+            return cls(*tensors, **options)
+        where = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
+        stamp = cls, where, options
+        read = bridge().packed_read.get(first)
+        # The first is the key; what has the address of another may be one that came after it.
+        if (
+            read is None
+            or read[0] != stamp
+            or any(r() is not t for r, t in zip(read[1], others, strict=False))
+        ):
             if sys.modules["torch"].cuda.is_current_stream_capturing():
                 raise TypeError(outside)
-            read = stamp, cls(tensor, **sizes)
-            bridge().packed_read[tensor] = read
-        return read[1]
+            read = stamp, [weakref.ref(t) for t in others], cls(*tensors, **options)
+            bridge().packed_read[first] = read
+        return read[2]
 
     def sizes(self) -> list[int]:
         """Return the numbers that go with the arrays."""

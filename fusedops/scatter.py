@@ -1,0 +1,409 @@
+"""Structured scatter and gather: cubes around atoms, to and from one map.
+
+One file, from top to bottom: the plan, the definitions of the two operations, each of which is the
+other's adjoint, and the public ops. The kernels are in ``cpukern/scatter_*`` and
+``gpukern/scatter.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cpukern.threads import in_parallel
+from fusedops._arrays import cast, wide, zeros
+from fusedops._check import (
+    alike,
+    device_of,
+    dtype_name,
+    flag,
+    floats,
+    is_tensor,
+    of_shape,
+    same_device,
+    size,
+)
+from fusedops._registry import Call, Packed, Primitive, op
+
+# Elements of the map that are one owner's: half of a second-level cache in float32.
+_PART = 1 << 18
+# Cubes whose extremes pay for waking a thread.
+_GRAIN = 1 << 10
+
+
+class ScatterPlan(Packed):
+    r"""Where the elements of cubes lie in a map, checked and sorted once for many calls.
+
+    Element (c, i, j, k) of the cubes lies at ``wa[c, i] + wbwc[c, j, k]``.
+
+    Parameters
+    ----------
+    wa : array or tensor (C, nx), int32 or int64
+        Offsets of the planes of every cube.
+    wbwc : array or tensor (C, ny, nz), int32 or int64
+        Offsets within a plane. Cubes may wrap around, overlap, and repeat an element.
+    map_size : int
+        The number of elements of the map.
+    copy : bool
+        Whether to keep copies. Otherwise the arrays must not change as long as the plan is used.
+
+    Attributes
+    ----------
+    map_size : int
+        As given.
+    shape : tuple of int
+        (C, nx, ny, nz), that of the cubes.
+    device : str
+        ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an array has the wrong dtype, shape or device, or `map_size` is no size.
+    IndexError
+        If an element lies outside of the map; the message names the first.
+
+    Notes
+    -----
+    Arrays on a GPU stay there, and checking them waits for the GPU. `to` copies an object to
+    another device.
+
+    Examples
+    --------
+    >>> import fusedops
+    >>> plan = fusedops.ScatterPlan([[0, 4]], [[[0, 1], [2, 3]]], map_size=8)
+    >>> plan.shape, plan.map_size
+    ((1, 2, 2, 2), 8)
+    """
+
+    _fields = ("wa", "wbwc")
+    _sizes = ("map_size",)
+    _bins: tuple[np.ndarray, np.ndarray, int] | None = None
+
+    def __init__(self, wa: Any, wbwc: Any, map_size: int, *, copy: bool = True) -> None:
+        flag("ScatterPlan", "copy", copy)
+        wa, wbwc = _indices(wa, wbwc)
+        self.map_size = size("ScatterPlan", "map_size", map_size)
+        self.device = device_of(wa)
+        if self.device == "cpu":
+            self.wa, self.wbwc = (
+                np.array(a.numpy() if is_tensor(a) else a, order="C", copy=copy or None)
+                for a in (wa, wbwc)
+            )
+            self._low, self._high = _extremes(self.wbwc)
+            self._check(self.wa, self.wbwc)
+            if "torch" in sys.modules:
+                # A compiled function would be compiled again where they are first made inside.
+                self.tensors_here()
+        else:
+            torch = sys.modules["torch"]
+            with torch.inference_mode(False):
+                self.tensors = [
+                    a.clone() if copy else a for a in (wa.contiguous(), wbwc.contiguous())
+                ]
+            self._low, self._high = _extremes(wbwc)
+            self._check(wa, wbwc)
+
+    def _check(self, wa: Any, wbwc: Any) -> None:
+        if 0 in self.shape:
+            return
+        reach = wa + self._low[:, None], wa + self._high[:, None]
+        bad = (reach[0] < 0) | (reach[1] >= self.map_size)
+        if not bad.any():
+            return
+        c, i = (int(at[0]) for at in (bad.nonzero() if not is_tensor(bad) else bad.nonzero().T))
+        at = wa[c, i] + wbwc[c]
+        wrong = (at < 0) | (at >= self.map_size)
+        j, k = (int(n[0]) for n in (wrong.nonzero() if not is_tensor(wrong) else wrong.nonzero().T))
+        raise IndexError(
+            f"ScatterPlan: wa[{c}, {i}] + wbwc[{c}, {j}, {k}] is {int(at[j, k])}; it should be in "
+            f"[0, {self.map_size}), map_size"
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the cubes, (C, nx, ny, nz)."""
+        wa, wbwc = self.tensors if self.device != "cpu" or self.tensors else (self.wa, self.wbwc)
+        return *wa.shape, *wbwc.shape[1:]
+
+    def bins(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return the planes that reach each part of the map, for owners of parts on the CPU.
+
+        Their numbers c · nx + i, part after part and in order; where each part's begin; and how
+        many elements a part has.
+        """
+        if self._bins is None:
+            if not hasattr(self, "_low"):
+                self._low, self._high = _extremes(self.wbwc)
+            self._bins = _bins(self.wa, self._low, self._high, self.map_size)
+        return self._bins
+
+
+def _indices(wa: Any, wbwc: Any) -> tuple[Any, Any]:
+    """Return checked index arrays of one dtype and device."""
+    given = []
+    for name, array, rank in (("wa", wa, ("C", "nx")), ("wbwc", wbwc, ("C", "ny", "nz"))):
+        array = array if is_tensor(array) else np.asarray(array)
+        if dtype_name(array.dtype) not in ("int32", "int64") or (
+            is_tensor(array) and (array.is_meta or array.layout != sys.modules["torch"].strided)
+        ):
+            raise TypeError(
+                f"ScatterPlan: {name} has dtype {dtype_name(array.dtype)}; it should be dense, of "
+                "int32 or int64"
+            )
+        of_shape("ScatterPlan", name, array, rank)
+        given.append(array)
+    wa, wbwc = given
+    alike("ScatterPlan", "wbwc", wbwc, "wa", wa)
+    if len(wa) != len(wbwc):
+        raise ValueError(
+            f"ScatterPlan: wbwc has shape {tuple(wbwc.shape)}; its first size should be {len(wa)}, "
+            "that of wa"
+        )
+    if wa.dtype != wbwc.dtype:
+        wa, wbwc = (a.long() if is_tensor(a) else a.astype(np.int64) for a in (wa, wbwc))
+    return wa, wbwc
+
+
+def _extremes(wbwc: Any) -> tuple[Any, Any]:
+    """Return the smallest and the largest offset of every cube, as int64."""
+    if is_tensor(wbwc):
+        flat = wbwc.flatten(1)
+        return (flat.amin(1).long(), flat.amax(1).long()) if flat.shape[1] else (flat, flat)
+    flat = wbwc.reshape(len(wbwc), int(np.prod(wbwc.shape[1:])))
+    low, high = np.zeros((2, len(flat)), np.int64)
+
+    def some(begin: int, end: int) -> None:
+        # Few enough to be in the cache when they are read again.
+        for at in range(begin, end, 256):
+            rows = slice(at, min(at + 256, end))
+            low[rows], high[rows] = flat[rows].min(1), flat[rows].max(1)
+
+    if flat.size:
+        in_parallel(some, len(flat), _GRAIN)
+    return low, high
+
+
+def _bins(
+    wa: np.ndarray, low: np.ndarray, high: np.ndarray, map_size: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    shift = _PART.bit_length() - 1
+    while True:
+        first = (wa + low[:, None]).ravel() >> shift
+        last = (wa + high[:, None]).ravel() >> shift
+        # Planes that reach over many parts are better off in larger ones.
+        if (last - first).sum() <= len(first) or (map_size >> shift) == 0:
+            break
+        shift += 1
+    parts = (max(map_size, 1) - 1 >> shift) + 1
+    rows = np.arange(len(first))
+    spread = [(first, rows)]
+    for further in range(1, int((last - first).max(initial=0)) + 1):
+        reached = np.flatnonzero(first + further <= last)
+        spread.append((first[reached] + further, reached))
+    part, rows = (np.concatenate(columns) for columns in zip(*spread, strict=True))
+    if len(spread) > 1:
+        order = np.argsort(rows, kind="stable")
+        part, rows = part[order], rows[order]
+    # NumPy sorts 16-bit integers by counting.
+    order = np.argsort(part.astype(np.uint16 if parts <= 1 << 16 else np.int64), kind="stable")
+    pointers = np.concatenate([[0], np.cumsum(np.bincount(part, minlength=parts))])
+    return rows[order], pointers, 1 << shift
+
+
+def _places(plan: ScatterPlan, like: Any) -> Any:
+    """Return the place of every element, (C · nx · ny · nz,)."""
+    wa, wbwc = plan.tensors_here() if is_tensor(like) else (plan.wa, plan.wbwc)
+    return (wa[:, :, None, None] + wbwc[:, None]).reshape(-1)
+
+
+def _scatter_formula(density_cube: Any, plan: ScatterPlan) -> tuple[Any]:
+    values = wide(density_cube).reshape(-1)
+    out = zeros(values, (plan.map_size,))
+    if is_tensor(values):
+        out = out.index_add(0, _places(plan, values).long(), values)
+    else:
+        np.add.at(out, _places(plan, values), values)
+    return (cast(out, density_cube),)
+
+
+def _gather_formula(grid: Any, plan: ScatterPlan) -> tuple[Any]:
+    return (grid[_places(plan, grid)].reshape(plan.shape),)
+
+
+def _scatter_pullback(
+    call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
+) -> tuple[Any]:
+    return call.other(gather, (cotangents[0],))
+
+
+def _gather_pullback(
+    call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
+) -> tuple[Any]:
+    return call.other(scatter, (cotangents[0],))
+
+
+scatter = Primitive(
+    "structured_scatter_add",
+    arrays=("density_cube",),
+    static={"plan": ScatterPlan},
+    outputs=("map",),
+    describe=lambda arrays, static: (((static[0].map_size,), None),),
+    formula=_scatter_formula,
+    pullback=_scatter_pullback,
+)
+gather = Primitive(
+    "structured_gather",
+    arrays=("grid",),
+    static={"plan": ScatterPlan},
+    outputs=("density_cube",),
+    describe=lambda arrays, static: ((static[0].shape, None),),
+    formula=_gather_formula,
+    pullback=_gather_pullback,
+)
+
+
+def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, like: Any) -> Any:
+    """Return a checked plan on the device of `like`."""
+    if isinstance(wa, ScatterPlan):
+        for other, value in (("wbwc", wbwc), ("map_size", map_size)):
+            if value is not None and not (other == "map_size" and value == wa.map_size):
+                raise TypeError(f"{name}: {other} is given; a ScatterPlan for wa has it already")
+        same_device(name, "wa", wa.device, argument, device_of(like))
+        return wa
+    if wbwc is None or map_size is None:
+        missing = "wbwc" if wbwc is None else "map_size"
+        raise TypeError(
+            f"{name}: {missing} is None; it should be given, unless wa is a ScatterPlan"
+        )
+    for other, value in (("wa", wa), ("wbwc", wbwc)):
+        if is_tensor(value):
+            same_device(name, other, device_of(value), argument, device_of(like))
+        elif device_of(like) != "cpu":
+            raise TypeError(f"{name}: {other} is no tensor; it should be one, as {argument} is")
+    map_size = size(name, "map_size", map_size)
+    if is_tensor(wa) and is_tensor(wbwc):
+        return ScatterPlan.read(name, "wa", wa, wbwc, map_size=map_size, copy=False)
+    return ScatterPlan(wa, wbwc, map_size, copy=False)
+
+
+@op(scatter)
+def structured_scatter_add(
+    density_cube: Any, wa: Any, wbwc: Any = None, map_size: int | None = None
+) -> Any:
+    r"""Return a map to which the elements of cubes are added, each at its place.
+
+    .. math:: \mathrm{out}[\mathrm{wa}_{ci} + \mathrm{wbwc}_{cjk}] \mathrel{+}=
+              \mathrm{density\_cube}_{cijk}
+
+    Parameters
+    ----------
+    density_cube : array or tensor (C, nx, ny, nz), float32 or float64; in torch 16 bits too
+        A cube of values, one around each of C atoms; in the units of the map.
+    wa : array or tensor (C, nx), int32 or int64, or ScatterPlan
+        Offsets of the planes of every cube; or a plan made once for many calls, with which the
+        next two are left out.
+    wbwc : array or tensor (C, ny, nz), int32 or int64
+        Offsets within a plane. Rows that follow each other in the map are added as vectors.
+    map_size : int
+        The number of elements of the map.
+    out : array or tensor (map_size,), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (map_size,)
+        In the dtype of `density_cube`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape, device or value; the message names it.
+    IndexError
+        If an element lies outside of the map, before anything is written.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    The gradient is `structured_gather`. On the CPU an element of the map is the sum of its values
+    in the order of the cubes, for any number of threads. On a GPU the order changes from run to
+    run, unless `torch.use_deterministic_algorithms` asks for one. Index tensors on a GPU are
+    checked, which waits for it, when they are first used and after they were written to; inside of
+    torch.compile or a CUDA graph wa should be a `ScatterPlan`. Without a plan the index arrays must
+    not change before the backward pass.
+
+    References
+    ----------
+    The operation and its arguments are those of TorchRef.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> cube = np.array([[[[1.0, 2.0], [3.0, 4.0]]]])
+    >>> wa, wbwc = np.array([[1]]), np.array([[[0, 1], [1, 2]]])
+    >>> fusedops.structured_scatter_add(cube, wa, wbwc, 5).tolist()
+    [0.0, 1.0, 5.0, 4.0, 0.0]
+    """
+    name = "structured_scatter_add"
+    density_cube = floats(name, "density_cube", density_cube, ("C", "nx", "ny", "nz"))
+    plan = _plan(name, wa, wbwc, map_size, "density_cube", density_cube)
+    of_shape(name, "density_cube", density_cube, plan.shape)
+    return (density_cube,), (plan,), "map"
+
+
+@op(gather)
+def structured_gather(grid: Any, wa: Any, wbwc: Any = None) -> Any:
+    r"""Return cubes of the elements of a map.
+
+    .. math:: \mathrm{out}_{cijk} = \mathrm{grid}[\mathrm{wa}_{ci} + \mathrm{wbwc}_{cjk}]
+
+    Parameters
+    ----------
+    grid : array or tensor (map_size,), float32 or float64; in torch 16 bits too
+        The map, flat.
+    wa : array or tensor (C, nx), int32 or int64, or ScatterPlan
+        Offsets of the planes of every cube; or a plan, with which the next is left out.
+    wbwc : array or tensor (C, ny, nz), int32 or int64
+        Offsets within a plane.
+    out : array or tensor (C, nx, ny, nz), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (C, nx, ny, nz)
+        In the dtype of `grid`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError, BackendUnavailable
+        See `structured_scatter_add`.
+
+    Notes
+    -----
+    The gradient is `structured_scatter_add`, whose notes hold here too.
+
+    References
+    ----------
+    See `structured_scatter_add`, whose adjoint this is.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> wa, wbwc = np.array([[0, 2]]), np.array([[[0, 1], [1, 2]]])
+    >>> fusedops.structured_gather(np.arange(5.0), wa, wbwc).tolist()
+    [[[[0.0, 1.0], [1.0, 2.0]], [[2.0, 3.0], [3.0, 4.0]]]]
+    """
+    name = "structured_gather"
+    grid = floats(name, "grid", grid, ("map_size",))
+    given = isinstance(wa, ScatterPlan)
+    plan = _plan(name, wa, wbwc, None if given else grid.shape[0], "grid", grid)
+    of_shape(name, "grid", grid, (plan.map_size,))
+    return (grid,), (plan,), "density_cube"
