@@ -4,6 +4,7 @@ from cpukern.threads import get_num_threads, set_num_threads
 from fusedops._info import info
 from fusedops._registry import BackendUnavailable, use_backend
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.density import Lattice, gaussian_density
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
 from fusedops.scatter import ScatterPlan, structured_gather, structured_scatter_add
 from fusedops.wigner import (
@@ -19,12 +20,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "Edges",
+    "Lattice",
     "Planes",
     "ScatterPlan",
     "Sequences",
     "dynamic_conv",
     "dynamic_conv_step",
     "edge_degree_scatter",
+    "gaussian_density",
     "get_num_threads",
     "info",
     "node_to_edge_wigner_permute",

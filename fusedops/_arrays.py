@@ -24,6 +24,13 @@ def wide(array: Any) -> Any:
     return array.float() if array.itemsize == 2 else array
 
 
+def double(array: Any) -> Any:
+    """Return an array in float64; in float32 where a device has no such thing."""
+    if not is_tensor(array):
+        return array.astype(np.float64)
+    return array.float() if array.device.type == "mps" else array.double()
+
+
 def cast(array: Any, like: Any) -> Any:
     """Return `array` in the dtype of `like`, a dtype or something that has one."""
     dtype = getattr(like, "dtype", like)

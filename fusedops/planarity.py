@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedops._arrays import double
 from fusedops._check import (
     accumulator,
     device_of,
@@ -278,7 +279,7 @@ class _Fit:
     @np.errstate(invalid="ignore", over="ignore")
     def __init__(self, xyz: Any, index: Any, weight: Any, fit: str) -> None:
         xp = _namespace(xyz)
-        x = _wide(xyz[index])
+        x = double(xyz[index])
         self.share = xp.ones_like(x[..., 0])
         if fit == "weighted":
             self.share = self.share * weight
@@ -300,12 +301,6 @@ class _Fit:
         return values if fit == "weighted" else values - values.mean(-1)[:, None]
 
 
-def _wide(array: Any) -> Any:
-    if not is_tensor(array):
-        return array.astype(np.float64)
-    return array.float() if array.device.type == "mps" else array.double()
-
-
 def _normals(C: Any) -> Any:
     if is_tensor(C):
         from fusedops import _torch
@@ -318,7 +313,7 @@ def _normals(C: Any) -> Any:
 def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
     """Return (N, 3) in the dtype of `like` with every row added to its atom."""
     if is_tensor(like):
-        out = _wide(like.new_zeros(like.shape))
+        out = double(like.new_zeros(like.shape))
         for index, row in rows:
             # Deterministic on a GPU too, which index_add is not.
             out = out.index_put((index,), row, accumulate=True)
@@ -356,7 +351,7 @@ def _gradient_vjp_formula(xyz: Any, cotangent: Any, planes: Planes, fit: str) ->
     rows = []
     for index, weight in _runs(xyz, planes):
         f = _Fit(xyz, index, weight, fit)
-        v = _wide(cotangent[index])
+        v = double(cotangent[index])
         t = weight * f.centred(xp.einsum("pai,pi->pa", v, f.normal), fit)
         g = f.centred(weight * f.d, fit)
         q = xp.einsum("pa,pai->pi", t, f.r) + xp.einsum("pa,pai->pi", g, v)

@@ -11,8 +11,10 @@ import numpy as np
 
 from fusedops import _registry
 from fusedops.conv import Sequences, conv, conv_step, conv_vjp
+from fusedops.density import COMPONENTS, Lattice, Scatterers, density, density_vjp
 from fusedops.harmonics import matrices, matrices_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
+from fusedops.scatter import ScatterPlan, gather, scatter
 from fusedops.wigner import Edges, edge_wigner, m_major_order
 
 #: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
@@ -412,5 +414,119 @@ def _matrix_cases() -> list[Case]:
     return cases
 
 
+def _cubes(
+    rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: tuple[int, int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return offsets of cubes around points of a periodic grid, as TorchRef makes them."""
+    sizes = np.array(grid)[:, None]
+    centre = rng.integers(0, sizes, (3, count))
+    x, y, z = (
+        (c[:, None] + np.arange(m) - m // 2) % n for c, m, n in zip(centre, cube, grid, strict=True)
+    )
+    return x * (grid[1] * grid[2]), y[:, :, None] * grid[2] + z[:, None]
+
+
+def _scatter_cases() -> list[Case]:
+    def add(
+        name: str,
+        shape: tuple[int, int, int, int],
+        grid: tuple[int, int, int] | int,
+        index: str = "int64",
+        terms: int = 0,
+    ) -> None:
+        """`grid` is that of a crystal, or the size of a map with indices anywhere in it."""
+
+        def make(back: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(shape[0])
+            count, *cube = shape
+            if isinstance(grid, int):
+                wa = rng.integers(0, grid // 2, (count, cube[0]))
+                wbwc = rng.integers(0, grid - grid // 2, (count, *cube[1:]))
+                elements = grid
+            else:
+                wa, wbwc = _cubes(rng, count, grid, tuple(cube))
+                elements = int(np.prod(grid))
+            plan = ScatterPlan(wa.astype(index), wbwc.astype(index), elements)
+            return (rng.normal(size=elements if back else shape),), (plan,)
+
+        cases.append(Case(name, scatter, lambda: make(False), terms))
+        cases.append(Case(name, gather, lambda: make(True)))
+
+    cases: list[Case] = []
+    add("torchref", (30, 9, 9, 9), (24, 20, 28))
+    add("odd", (7, 5, 4, 3), (12, 9, 11), "int32")
+    add("wrapped", (3, 5, 7, 9), (4, 5, 6))
+    add("parts", (2, 3, 4, 33), (9, 250, 256), "int32")
+    add("rows", (2, 3, 2, 70), (5, 6, 90))
+    add("anywhere", (5, 3, 4, 5), 77)
+    add("one", (40, 2, 2, 2), 3, terms=160)
+    add("far", (4, 3, 2, 3), 1_000_000)
+    add("point", (6, 1, 1, 1), (5, 5, 5))
+    add("no-cubes", (0, 3, 3, 3), (5, 5, 5))
+    add("no-planes", (3, 0, 3, 3), (5, 5, 5))
+    add("no-rows", (3, 3, 3, 0), (5, 5, 5))
+    return cases
+
+
+def atoms_in(
+    cell: np.ndarray, count: int, rng: np.random.Generator, *, anisotropic: bool = False
+) -> tuple[np.ndarray, ...]:
+    """Return xyz, b, occupancy, amplitudes and widths of atoms like those of a protein."""
+    xyz = rng.uniform(-0.5, 1.5, (count, 3)) @ cell.T
+    # Carbon, and a heavier scatterer with a constant below zero.
+    table = np.array(
+        [
+            [[2.31, 1.02, 1.5886, 0.865, 0.2156], [20.8439, 10.2075, 0.5687, 51.6512, 0.0]],
+            [[6.9053, 5.2034, 1.4379, 1.5863, -0.1], [1.4679, 22.2151, 0.2536, 56.172, 0.0]],
+        ]
+    )
+    amplitudes, widths = table[rng.integers(0, 2, count)].transpose(1, 0, 2)
+    b = rng.uniform(10, 40, count)
+    if anisotropic:
+        factor = 0.2 * rng.normal(size=(count, 3, 3))
+        U = factor @ factor.transpose(0, 2, 1) + 0.15 * np.eye(3)
+        b = np.stack([U[:, i, j] for i, j in COMPONENTS], 1)
+    return xyz, b, rng.uniform(0.3, 1, count), amplitudes, widths
+
+
+def _density_cases() -> list[Case]:
+    def add(name: str, count: int, cell: Any, shape: Any, radius: float, bad: bool = False) -> None:
+        def make(anisotropic: bool, back: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(count)
+            matrix = np.array(cell, np.float64)
+            xyz, b, occupancy, *table = atoms_in(matrix, count, rng, anisotropic=anisotropic)
+            far = rng.uniform(0.6, 1.0, count) * radius
+            if bad:
+                xyz[1, 2], occupancy[3], far[4] = np.nan, np.inf, -1.0
+                b[5] = -90.0
+            arrays = (xyz, b, occupancy, rng.normal(size=shape))
+            static = Lattice(matrix, shape), Scatterers.of(*table, far)
+            return arrays if back else arrays[:3], static
+
+        for kind in ("iso", "aniso"):
+            an = kind == "aniso"
+            cases.append(Case(f"{name}-{kind}", density, lambda an=an: make(an, False)))
+            cases.append(Case(f"{name}-{kind}", density_vjp, lambda an=an: make(an, True), 4000))
+
+    cases: list[Case] = []
+    orthogonal = np.diag([9.0, 11.0, 13.0])
+    triclinic = [[9.0, 3.0, -4.0], [0.0, 8.0, 3.0], [0.0, 0.0, 7.0]]
+    add("protein", 12, orthogonal, (18, 20, 30), 3.0)
+    add("triclinic", 9, triclinic, (17, 15, 12), 2.7)
+    add("long", 3, [[5.0, 0, 0], [0, 6.0, 0], [1.0, 0, 40.0]], (4, 5, 90), 5.0)
+    add("small", 4, [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (9, 8, 7), 6.0)
+    add("bad", 8, orthogonal, (11, 12, 13), 2.5, bad=True)
+    add("one-voxel", 2, triclinic, (1, 1, 1), 20.0)
+    add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
+    return cases
+
+
 #: Every case of every op.
-CASES = [*_planarity_cases(), *_conv_cases(), *_wigner_cases(), *_matrix_cases()]
+CASES = [
+    *_planarity_cases(),
+    *_conv_cases(),
+    *_wigner_cases(),
+    *_matrix_cases(),
+    *_scatter_cases(),
+    *_density_cases(),
+]

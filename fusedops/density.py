@@ -1,0 +1,657 @@
+"""The density of atoms on a periodic grid: sums of Gaussians, without a cube in between.
+
+One file, from top to bottom: the lattice, how far atoms reach, the definition of map and gradient,
+and the public op. The kernels are in ``cpukern/density_*`` and ``gpukern/density.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from fusedops._arrays import cast, double, namespace, zeros
+from fusedops._check import (
+    alike,
+    device_of,
+    dtype_name,
+    floats,
+    is_tensor,
+    one_of,
+    promoted,
+    same_device,
+    size,
+)
+from fusedops._registry import Call, Packed, Primitive, _traced, op
+
+__all__ = ["Lattice", "atom_radius", "bad_atoms"]
+
+#: A voxel whose squared distance is larger than an atom's squared radius by no more than this share
+#: is inside, so that one at that distance is inside however it is rounded.
+SLACK = 1e-5
+
+#: Where component (i, j) of a symmetric matrix is in [11, 22, 33, 12, 13, 23].
+COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
+
+# Numbers that the definition works on at a time.
+_CHUNK = 1 << 22
+
+
+class Lattice(Packed):
+    r"""A unit cell with a grid on it, laid out once for many calls.
+
+    Parameters
+    ----------
+    cell : array (3, 3)
+        The matrix from fractional to Cartesian coordinates, Å: its columns are the cell's edges.
+    grid_shape : (int, int, int)
+        The number of voxels along each edge; voxel (i, j, k) is at the fractional coordinates
+        (i/nx, j/ny, k/nz).
+
+    Attributes
+    ----------
+    shape : tuple of int
+        As given.
+    device : str
+        ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the cell has no volume, or the shape has not three positive sizes.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> fusedops.Lattice(np.diag([10.0, 20.0, 30.0]), (20, 40, 60)).shape
+    (20, 40, 60)
+    """
+
+    # step (3, 3): columns from a voxel to the next; to_grid, its inverse; images (7, 3): lattice
+    # vectors in voxels. A vector is the shortest of all its images if none of these, added or
+    # subtracted, makes it shorter.
+    _fields = ("step", "to_grid", "images")
+    _sizes = ("nx", "ny", "nz")
+
+    def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
+        if is_tensor(cell):
+            cell = cell.detach().cpu().numpy()
+        cell = np.asarray(cell, dtype=np.float64)
+        if cell.shape != (3, 3):
+            raise ValueError(f"Lattice: cell has shape {cell.shape}; it should be (3, 3)")
+        if not np.isfinite(cell).all() or not abs(np.linalg.det(cell)) > 0:
+            raise ValueError(
+                f"Lattice: cell is {cell.tolist()}; it should be finite, with a volume"
+            )
+        shape = tuple(grid_shape)
+        if len(shape) != 3:
+            raise ValueError(f"Lattice: grid_shape is {shape}; it should be three sizes")
+        self.nx, self.ny, self.nz = (size("Lattice", "grid_shape", n) for n in shape)
+        if 0 in self.shape:
+            raise ValueError(f"Lattice: grid_shape is {self.shape}; its sizes should be positive")
+        self.step = cell / self.shape
+        self.to_grid = np.linalg.inv(self.step)
+        self.images = _shortest_images(cell) * np.array(self.shape, np.float64)
+        if "torch" in sys.modules:
+            # A compiled function would be compiled again where they are first made inside of it.
+            self.tensors_here()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The number of voxels along each edge."""
+        return self.nx, self.ny, self.nz
+
+
+def _shortest_images(cell: np.ndarray) -> np.ndarray:
+    """Return the lattice vectors (7, 3), up to sign, that bound the Voronoi cell, fractional.
+
+    These are sums of an obtuse superbase (Selling's reduction): four vectors that sum to zero, no
+    two of which have an angle below 90°.
+    """
+    base = np.concatenate([np.eye(3), [[-1.0, -1.0, -1.0]]])
+    metric = cell.T @ cell
+    least = 1e-12 * np.trace(metric)
+    while True:
+        products = base @ metric @ base.T
+        acute = [(i, j) for i, j in combinations(range(4), 2) if products[i, j] > least]
+        if not acute:
+            break
+        i, j = acute[0]
+        others = [k for k in range(4) if k not in (i, j)]
+        base[others] += base[i]
+        base[i] = -base[i]
+    vectors = np.concatenate([base, base[0] + base[1:]])
+    # One of two that are equally long counts: that towards which the first component grows.
+    first = vectors[np.arange(7), (vectors != 0).argmax(1)]
+    return vectors * np.sign(first)[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _lattice(cell: tuple[float, ...], shape: tuple[int, ...], device: str) -> Lattice:
+    lattice = Lattice(np.reshape(cell, (3, 3)), shape)
+    return lattice if device == "cpu" else lattice.to(device)
+
+
+class Scatterers(Packed):
+    """What is constant of atoms: amplitudes and widths (N, G), radius (N,)."""
+
+    _fields = ("amplitudes", "widths", "radius")
+    _sizes = ()
+
+    @classmethod
+    def of(cls, *arrays: Any) -> Scatterers:
+        """Return an object around arrays or tensors."""
+        if is_tensor(arrays[0]):
+            return cls.from_tensors(arrays, [])
+        self = cls.__new__(cls)
+        self.amplitudes, self.widths, self.radius = arrays
+        return self
+
+    def arrays(self, like: Any) -> Sequence[Any]:
+        """Return the arrays in the framework of another."""
+        return (
+            self.tensors_here() if is_tensor(like) else (self.amplitudes, self.widths, self.radius)
+        )
+
+
+def _largest(U: Any) -> Any:
+    """Return the largest eigenvalues of symmetric matrices (N, 6), in closed form (Smith, 1961)."""
+    xp = namespace(U)
+    mean = U[:, :3].mean(1)
+    off = (U[:, 3:] ** 2).sum(1)
+    p = xp.sqrt((((U[:, :3] - mean[:, None]) ** 2).sum(1) + 2 * off) / 6)
+    safe = xp.where(p > 0, p, xp.ones_like(p))
+    a, b, c = ((U[:, :3] - mean[:, None]) / safe[:, None]).T
+    d, e, f = (U[:, 3:] / safe[:, None]).T
+    half = 0.5 * (a * (b * c - f * f) - d * (d * c - e * f) + e * (d * f - b * e))
+    arccos = xp.arccos if xp is np else xp.acos
+    return mean + 2 * p * xp.cos(arccos(xp.clip(half, -1, 1)) / 3)
+
+
+def atom_radius(b: Any, widths: Any, *, n_sigma: float = 4.0) -> Any:
+    r"""Return how far from its centre an atom's density is worth computing.
+
+    .. math:: r_i = n_\sigma \sqrt{\max_g (B_{ig} + b_i) / 8 \pi^2}
+
+    rounded up to a quarter of an Å, at least 2 and at most 7 Å. Of an anisotropic atom,
+    :math:`b_i / 8 \pi^2` is the largest eigenvalue of U.
+
+    Parameters
+    ----------
+    b : array or tensor (N,) or (N, 6)
+        B in Å², or U in Å²; see `gaussian_density`.
+    widths : array or tensor (N, G)
+        Å².
+    n_sigma : float
+        How many standard deviations of the widest Gaussian the radius is.
+
+    Returns
+    -------
+    array or tensor (N,)
+        Å. NaN where `b` or `widths` is.
+
+    References
+    ----------
+    The rule is that of TorchRef 0.7 (``radius_policy``).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fusedops.density import atom_radius
+    >>> atom_radius(np.array([20.0, 200.0]), np.array([[10.0, 50.0], [10.0, 50.0]])).tolist()
+    [4.0, 7.0]
+    """
+    xp = namespace(b)
+    if is_tensor(b):
+        b, widths = b.detach(), widths.detach()
+    mean_square = b / (8 * math.pi**2) if b.ndim == 1 else _largest(b)
+    square = xp.amax(widths, 1) / (8 * math.pi**2) + mean_square
+    radius = n_sigma * xp.sqrt(xp.clip(square, 1e-6, None))
+    return xp.clip(xp.ceil(radius / 0.25) * 0.25, 2.0, 7.0)
+
+
+def _conditions(
+    xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any
+) -> list[tuple[str, Any, str, Any]]:
+    """Return (argument, its array, what it should be, for which atoms it is that)."""
+    xp = namespace(xyz)
+    rows = [
+        (name, array, "finite", xp.isfinite(array if array.ndim == 1 else array.sum(1)))
+        for name, array in (
+            ("xyz", xyz),
+            ("b", b),
+            ("occupancy", occupancy),
+            ("amplitudes", amplitudes),
+            ("widths", widths),
+            ("radius", radius),
+        )
+    ]
+    least = xp.amin(widths, 1)
+    if b.ndim == 1:
+        rows.append(("b", b, "larger than minus each of the atom's widths", least + b > 0))
+    else:
+        m = least[:, None] + 8 * math.pi**2 * b[:, :3]
+        d, e, f = (8 * math.pi**2 * b[:, 3:]).T
+        second = m[:, 0] * m[:, 1] - d * d
+        third = m[:, 2] * second - m[:, 0] * f * f - m[:, 1] * e * e + 2 * d * e * f
+        positive = (m[:, 0] > 0) & (second > 0) & (third > 0)
+        rows.append(("b", b, "positive definite together with each of the atom's widths", positive))
+    rows.append(("radius", radius, "at least 0", radius >= 0))
+    return rows
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def bad_atoms(xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any) -> Any:
+    """Return which atoms have no density: what `gaussian_density` leaves out with on_bad="skip".
+
+    Parameters
+    ----------
+    xyz, b, occupancy, amplitudes, widths : array or tensor
+        See `gaussian_density`.
+    radius : array or tensor (N,)
+        Å.
+
+    Returns
+    -------
+    array or tensor (N,), bool
+        True for an atom with a number that isn't finite, a Gaussian of no positive width, or a
+        negative radius.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fusedops.density import bad_atoms
+    >>> xyz, one = np.zeros((2, 3)), np.ones((2, 1))
+    >>> bad_atoms(xyz, np.array([np.nan, 5.0]), one[:, 0], one, one, one[:, 0]).tolist()
+    [True, False]
+    """
+    good = [good for *_, good in _conditions(xyz, b, occupancy, amplitudes, widths, radius)]
+    return ~functools.reduce(lambda one, other: one & other, good)
+
+
+def _gaussians(b: Any, amplitudes: Any, widths: Any) -> tuple[Any, Any]:
+    """Return norms (N, G) and forms P (N, G, 3, 3) of Gaussians: norm · exp(-w·P·w)."""
+    xp = namespace(b)
+    if b.ndim == 1:
+        c = 4 * math.pi**2 / (widths + b[:, None])
+        eye = xp.eye(3, dtype=b.dtype, **({"device": b.device} if is_tensor(b) else {}))
+        return amplitudes * (c / math.pi) ** 1.5, c[..., None, None] * eye
+    M = _matrices(b, widths)
+    norm = amplitudes * math.pi**1.5 / xp.sqrt(xp.linalg.det(M))
+    return norm, math.pi**2 * xp.linalg.inv(M)
+
+
+def _matrices(U: Any, widths: Any) -> Any:
+    """Return (B I + 8π² U) / 4 for all Gaussians, (N, G, 3, 3)."""
+    xp = namespace(U)
+    rows = [[0, 3, 4], [3, 1, 5], [4, 5, 2]]
+    eye = xp.eye(3, dtype=U.dtype, **({"device": U.device} if is_tensor(U) else {}))
+    return (widths[:, :, None, None] * eye + 8 * math.pi**2 * U[:, None][..., rows]) / 4
+
+
+def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
+    """Return of every atom's box the flat voxels, vectors from the atom, and which are inside."""
+    xp = namespace(xyz)
+    step, to_grid, images = (
+        [cast(a, xyz) for a in lattice.tensors_here()]
+        if is_tensor(xyz)
+        else (lattice.step, lattice.to_grid, lattice.images)
+    )
+    n = images.new_tensor(lattice.shape) if is_tensor(xyz) else np.array(lattice.shape, xyz.dtype)
+    at = xyz @ to_grid.T
+    whole = xp.floor(at / n) * n
+    at = at - (whole.detach() if is_tensor(xyz) else whole)
+    reach = radius[:, None] * xp.sqrt((to_grid**2).sum(1)) * (1 + SLACK)
+    low, high = xp.ceil(at - reach), xp.floor(at + reach)
+    extent = [int(m) for m in (xp.amax(high - low, 0) + 1 if len(at) else n)]
+    axes = [
+        low[:, d, None] + (xp.arange(m, device=xyz.device) if is_tensor(xyz) else np.arange(m))
+        for d, m in enumerate(extent)
+    ]
+    flat = 0
+    shape = [(slice(None), *(slice(None) if d == e else None for e in range(3))) for d in range(3)]
+    w: Any = 0
+    for d, axis in enumerate(axes):
+        flat = flat * lattice.shape[d] + (axis % n[d])[shape[d]]
+        w = w + (axis - at[:, d, None])[shape[d]][..., None] * step[:, d]
+    square = (w * w).sum(-1)
+    inside = square <= (radius * radius * (1 + SLACK))[:, None, None, None]
+    if any(m > size for m, size in zip(extent, lattice.shape, strict=True)):
+        for image in images @ step.T:
+            inside &= ((w + image) ** 2).sum(-1) >= square
+            inside &= ((w - image) ** 2).sum(-1) > square
+    count = len(at)
+    return flat.reshape(count, -1), w.reshape(count, -1, 3), inside.reshape(count, -1)
+
+
+def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> Any:
+    """Yield slices of the atoms that have a density, with their arrays, a few at a time."""
+    xp = namespace(arrays[0])
+    constants = [cast(a, arrays[0]) for a in scatterers.arrays(arrays[0])]
+    good = ~bad_atoms(*arrays, *constants)
+    good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
+    if not len(good):
+        return
+    reach = float(xp.amax(constants[2][good]))
+    scale = np.abs(np.linalg.norm(_to_grid(lattice), axis=1))
+    voxels = math.prod(2 * reach * scale + 2)
+    many = max(1, int(_CHUNK / (voxels * constants[0].shape[1])))
+    for begin in range(0, len(good), many):
+        rows = good[begin : begin + many]
+        yield rows, [array[rows] for array in arrays], [array[rows] for array in constants]
+
+
+def _to_grid(lattice: Lattice) -> np.ndarray:
+    if lattice.device == "cpu":
+        return lattice.to_grid
+    return lattice.tensors_here()[1].cpu().numpy()
+
+
+def _density_formula(
+    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers
+) -> tuple[Any]:
+    dtype = promoted((xyz, b, occupancy))
+    arrays = [double(array) for array in (xyz, b, occupancy)]
+    out = zeros(arrays[0], (math.prod(lattice.shape),))
+    for _, (x, width, occ), (amplitudes, widths, radius) in _chunks(arrays, lattice, scatterers):
+        norm, P = _gaussians(width, amplitudes, widths)
+        flat, w, inside = _ball(x, radius, lattice)
+        value = occ[:, None] * _sum(w, inside, norm, P)[1].sum(-1)
+        if is_tensor(out):
+            out.index_add_(0, flat.reshape(-1).long(), value.reshape(-1))
+        else:
+            np.add.at(out, flat.reshape(-1).astype(np.int64), value.reshape(-1))
+    return (cast(out, dtype).reshape(lattice.shape),)
+
+
+def _sum(w: Any, inside: Any, norm: Any, P: Any) -> tuple[Any, Any]:
+    """Return P·w (N, V, G, 3) and every Gaussian's density (N, V, G), zero outside."""
+    xp = namespace(w)
+    Pw = xp.einsum("agij,avj->avgi", P, w)
+    q = xp.einsum("avgi,avi->avg", Pw, w)
+    # Where nothing is counted, nothing overflows.
+    q = xp.where(inside[..., None], q, xp.zeros_like(q))
+    return Pw, xp.where(inside[..., None], norm[:, None] * xp.exp(-q), xp.zeros_like(q))
+
+
+def _vjp_formula(
+    xyz: Any, b: Any, occupancy: Any, cotangent: Any, lattice: Lattice, scatterers: Scatterers
+) -> tuple[Any, Any, Any]:
+    r"""Return the gradients of Σ_v g_v ρ(v).
+
+    With e a Gaussian's density for occupancy 1, c = 4π²/(B + b) and M = (B + 8π² U)/4, they are
+    sums over voxels and Gaussians of g times: by occupancy, e; by x, 2 occ e P w; by b,
+    occ e (c w² - 3/2)/(B + b); by U, occ e 2π² (π² M⁻¹ w (M⁻¹ w)ᵀ - M⁻¹/2), of which an element
+    off the diagonal is met twice.
+    """
+    *arrays, g = (double(array) for array in (xyz, b, occupancy, cotangent))
+    xp = namespace(g)
+    g = g.reshape(-1)
+    rows_of: list[list[Any]] = [[], [], []]
+    numbers = []
+
+    def some(
+        x: Any, width: Any, occ: Any, g: Any, amplitudes: Any, widths: Any, radius: Any
+    ) -> Any:
+        norm, P = _gaussians(width, amplitudes, widths)
+        flat, w, inside = _ball(x, radius, lattice)
+        Pw, e = _sum(w, inside, norm, P)
+        ge = g[flat.long() if is_tensor(flat) else flat.astype(np.int64)][..., None] * e
+        on_x = 2 * occ[:, None] * xp.einsum("avg,avgi->ai", ge, Pw)
+        if width.ndim == 1:
+            total = widths + width[:, None]
+            bracket = xp.einsum("avgi,avi->avg", Pw, w) - 1.5
+            on_b = occ * xp.einsum("avg,avg,ag->a", ge, bracket, 1 / total)
+        else:
+            on_M = xp.einsum("avg,avgi,avgj->aij", ge, Pw, Pw) / math.pi**2
+            on_M = on_M - 0.5 / math.pi**2 * xp.einsum("avg,agij->aij", ge, P)
+            on_U = 2 * math.pi**2 * occ[:, None, None] * on_M
+            twice = [(1 if i == j else 2) * on_U[:, i, j] for i, j in COMPONENTS]
+            on_b = xp.stack(twice, -1)
+        return on_x, on_b, ge.sum((-1, -2))
+
+    run = some
+    if is_tensor(g) and sys.modules["torch"].is_grad_enabled():
+        # What a second derivative needs of a box's voxels is computed again when it is needed.
+        checkpoint = sys.modules["torch"].utils.checkpoint.checkpoint
+        run = functools.partial(checkpoint, some, use_reentrant=False)
+    for rows, (x, width, occ), constants in _chunks(arrays, lattice, scatterers):
+        numbers.append(rows)
+        for found, part in zip(rows_of, run(x, width, occ, g, *constants), strict=True):
+            found.append(part)
+    results = []
+    for array, found in zip((xyz, b, occupancy), rows_of, strict=True):
+        total = zeros(g, tuple(array.shape))
+        if numbers:
+            at, values = xp.concatenate(numbers), xp.concatenate(found)
+            if is_tensor(g):
+                total = total.index_copy(0, at, values)
+            else:
+                total[at] = values
+        results.append(cast(total, array))
+    return tuple(results)
+
+
+def _density_pullback(
+    call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
+) -> tuple[Any, ...]:
+    return call.other(density_vjp, (*arrays, cotangents[0]), needed)
+
+
+density = Primitive(
+    "gaussian_density",
+    arrays=("xyz", "b", "occupancy"),
+    static={"lattice": Lattice, "scatterers": Scatterers},
+    outputs=("map",),
+    describe=lambda arrays, static: ((static[0].shape, dtype_name(promoted(arrays))),),
+    formula=_density_formula,
+    pullback=_density_pullback,
+)
+density_vjp = Primitive(
+    "gaussian_density_vjp",
+    arrays=("xyz", "b", "occupancy", "cotangent"),
+    static={"lattice": Lattice, "scatterers": Scatterers},
+    outputs=("xyz_cotangent", "b_cotangent", "occupancy_cotangent"),
+    describe=lambda arrays, _: tuple((a.shape, dtype_name(a.dtype)) for a in arrays[:3]),
+    formula=_vjp_formula,
+)
+
+
+def _constant(name: str, argument: str, value: Any, shape: tuple[Any, ...], like: Any) -> Any:
+    """Return a checked array that has no gradient, in the dtype of `like`."""
+    value = floats(name, argument, value, shape)
+    alike(name, argument, value, "xyz", like)
+    if is_tensor(value) and value.requires_grad:
+        raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
+    return cast(value, like) if value.dtype != like.dtype else value
+
+
+def _raise_or_warn(name: str, on_bad: str, arrays: Sequence[Any]) -> None:
+    """Raise where an atom has no density, or warn that it is left out."""
+    xyz = arrays[0]
+    if is_tensor(xyz) and (on_bad == "skip" and not xyz.is_cpu):
+        return
+    if is_tensor(xyz):
+        torch = sys.modules["torch"]
+        if _traced() or (xyz.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if on_bad == "skip":
+                return
+            raise TypeError(
+                f"{name}: on_bad is 'raise', which has to look at the atoms; inside torch.compile "
+                "or a CUDA graph it should be 'skip'"
+            )
+        arrays = [array.detach() for array in arrays]
+    bad = bad_atoms(*arrays)
+    if not bad.any():
+        return
+    with np.errstate(invalid="ignore", over="ignore"):
+        conditions = _conditions(*arrays)
+    atom = int(bad.nonzero()[0][0])
+    argument, value, should = next(
+        (argument, array[atom], should)
+        for argument, array, should, good in conditions
+        if not good[atom]
+    )
+    wrong = f"{argument}[{atom}] is {value.tolist()}; it should be {should}"
+    if on_bad == "raise":
+        raise ValueError(f"{name}: {wrong}")
+    warnings.warn(
+        f"{name}: {int(bad.sum())} of {len(bad)} atoms are left out; of the first, {wrong}",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+@op(density)
+def gaussian_density(
+    xyz: Any,
+    b: Any,
+    occupancy: Any,
+    amplitudes: Any,
+    widths: Any,
+    cell: Any,
+    grid_shape: Sequence[int] | None = None,
+    *,
+    radius: Any = None,
+    n_sigma: float = 4.0,
+    on_bad: str = "raise",
+) -> Any:
+    r"""Return the density of atoms on the grid of a crystal's unit cell.
+
+    .. math:: \rho(v) = \sum_i o_i \sum_g A_{ig} \Bigl(\frac{4\pi}{B_{ig} + b_i}\Bigr)^{3/2}
+              \exp\Bigl(-\frac{4\pi^2 |w|^2}{B_{ig} + b_i}\Bigr)
+
+    over atoms with :math:`|w| \le r_i`, where w is the shortest vector from the atom to voxel v or
+    one of its images. For an anisotropic atom
+
+    .. math:: o_i \sum_g A_{ig} \, \pi^{3/2} |M_{ig}|^{-1/2} \exp(-\pi^2 w^\top M_{ig}^{-1} w),
+              \quad M_{ig} = (B_{ig} I + 8\pi^2 U_i) / 4.
+
+    Parameters
+    ----------
+    xyz : array or tensor (N, 3), float32 or float64; in torch 16 bits too
+        Cartesian coordinates, Å, anywhere: the cell is repeated.
+    b : array or tensor (N,) or (N, 6)
+        Isotropic B, Å²; or anisotropic [U11 U22 U33 U12 U13 U23], Cartesian, Å². Where atoms of
+        both kinds are mixed, U = B/(8π²) I stands for an isotropic one.
+    occupancy : array or tensor (N,)
+        Dimensionless.
+    amplitudes : array or tensor (N, G)
+        Form factors at s = 0, of Gaussians A exp(-B s²) with s = sin θ/λ: electrons for X-rays, Å
+        for electron scattering. A constant term is a Gaussian of width 0.
+    widths : array or tensor (N, G)
+        Their B, Å².
+    cell : array (3, 3), or Lattice
+        The matrix from fractional to Cartesian coordinates, Å; or a lattice made once for many
+        calls, with which the next is left out. One on a GPU is read, which waits for it.
+    grid_shape : (int, int, int)
+        The number of voxels along each edge of the cell.
+    radius : float, or array or tensor (N,), optional
+        How far atoms reach, Å. If not given, `fusedops.density.atom_radius` says.
+    n_sigma : float
+        The radius in standard deviations of the widest Gaussian, where `radius` isn't given.
+    on_bad : {"raise", "skip"}
+        What to do with an atom that has a number that isn't finite, a Gaussian of no positive
+        width, or a negative radius: raise, which on a GPU waits for it; or leave the atom out, with
+        a warning that counts them on the CPU, and without a word, or waiting, on a GPU. See
+        `fusedops.density.bad_atoms`.
+    out : array or tensor (nx, ny, nz), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (nx, ny, nz)
+        The map: electrons/Å³ for X-rays. In the dtype to which those of xyz, b and occupancy
+        promote.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape, device or value; the message names it, and the
+        first atom that has no density.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    Gradients go to xyz, b and occupancy, with the set of voxels held fixed; second derivatives, by
+    torch alone, are formed in plain torch. `gaussian_density.vjp` returns gradients in this order.
+    On the CPU atoms are summed in their order for any number of threads; on a GPU the order changes
+    from run to run, unless `torch.use_deterministic_algorithms` asks for one. A voxel that is
+    further away than the radius by no more than its 5·10⁻⁶ is inside. Inside of torch.compile,
+    `cell` should be a `Lattice` and `on_bad` "skip".
+
+    References
+    ----------
+    Form factors: International Tables for Crystallography C (1992), table 6.1.1.4; Peng et al.,
+    Acta Cryst. A52 (1996) 257. The truncation is that of TorchRef 0.7, which counts all images of
+    an atom where its sphere is larger than the cell.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> xyz, b, occupancy = np.array([[1.0, 1.0, 1.0]]), np.array([20.0]), np.array([1.0])
+    >>> carbon = np.array([[2.31, 1.02, 1.5886, 0.865, 0.2156]])
+    >>> widths = np.array([[20.8439, 10.2075, 0.5687, 51.6512, 0.0]])
+    >>> cell = np.diag([12.0, 12.0, 12.0])
+    >>> rho = fusedops.gaussian_density(xyz, b, occupancy, carbon, widths, cell, (24, 24, 24))
+    >>> print(f"{rho.sum() * 0.5**3:.2f} electrons")
+    6.00 electrons
+    """
+    name = "gaussian_density"
+    xyz = floats(name, "xyz", xyz, ("N", 3))
+    rank = getattr(b, "ndim", None)
+    rank = np.ndim(b) if rank is None else rank
+    count = xyz.shape[0]
+    b = floats(name, "b", b, (count, 6) if rank == 2 else (count,))
+    occupancy = floats(name, "occupancy", occupancy, (count,))
+    for argument, array in (("b", b), ("occupancy", occupancy)):
+        alike(name, argument, array, "xyz", xyz)
+    amplitudes = _constant(name, "amplitudes", amplitudes, (count, "G"), xyz)
+    widths = _constant(name, "widths", widths, (count, amplitudes.shape[1]), xyz)
+    if not amplitudes.shape[1]:
+        raise ValueError(f"{name}: amplitudes has shape {tuple(amplitudes.shape)}; G should be > 0")
+    one_of(name, "on_bad", on_bad, ("raise", "skip"))
+    if radius is None:
+        if not isinstance(n_sigma, numbers.Real) or not 0 < n_sigma < math.inf:
+            raise ValueError(f"{name}: n_sigma is {n_sigma!r}; it should be a positive number")
+        with np.errstate(invalid="ignore"):
+            radius = cast(atom_radius(b, widths, n_sigma=n_sigma), xyz)
+    elif isinstance(radius, numbers.Real):
+        full = xyz.new_full((count,), float(radius)) if is_tensor(xyz) else None
+        radius = np.full(count, radius, xyz.dtype) if full is None else full
+    radius = _constant(name, "radius", radius, (count,), xyz)
+    if isinstance(cell, Lattice):
+        if grid_shape is not None and tuple(grid_shape) != cell.shape:
+            raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.shape}")
+        lattice = cell
+        same_device(name, "cell", lattice.device, "xyz", device_of(xyz))
+    else:
+        lattice = _read_lattice(name, cell, grid_shape, xyz)
+    _raise_or_warn(name, on_bad, (xyz, b, occupancy, amplitudes, widths, radius))
+    scatterers = Scatterers.of(amplitudes, widths, radius)
+    return (xyz, b, occupancy), (lattice, scatterers), "map"
+
+
+def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: Any) -> Lattice:
+    if grid_shape is None:
+        raise TypeError(f"{name}: grid_shape is None; it should be given, unless cell is a Lattice")
+    if is_tensor(xyz) and _traced():
+        raise TypeError(f"{name}: inside torch.compile cell should be a Lattice, made outside")
+    if is_tensor(cell):
+        if cell.requires_grad:
+            raise ValueError(f"{name}: cell requires grad; it is a constant, pass x.detach()")
+        cell = cell.detach().cpu().numpy()
+    cell = np.asarray(cell, dtype=np.float64)
+    if cell.shape != (3, 3):
+        raise ValueError(f"{name}: cell has shape {cell.shape}; it should be (3, 3), or a Lattice")
+    return _lattice(tuple(cell.ravel().tolist()), tuple(grid_shape), device_of(xyz))
