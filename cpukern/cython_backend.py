@@ -12,6 +12,7 @@ from cpukern.threads import threads_for
 from fusedops._registry import register
 from fusedops.conv import CHUNK
 from fusedops.planarity import LANES, NO_PLANE
+from fusedops.scatter import ScatterPlan
 from fusedops.wigner import Edges, degree_of, degrees, message_rows
 
 _planarity = isa.load("planarity_cython")
@@ -39,6 +40,12 @@ _rotate = {
 }
 # Numbers of messages that pay for waking a thread, and shares of the work, for any number of these.
 _ROTATION_GRAIN, _SHARES = 1 << 16, 256
+
+_scatter = isa.load("scatter_cython")
+_INDEX = {np.dtype(np.int32): "int", np.dtype(np.int64): "long long"}
+_REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+# Elements of cubes that pay for waking a thread.
+_CUBE_GRAIN = 1 << 16
 
 
 def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:
@@ -309,3 +316,39 @@ def edge_wigner(
         factors,
         offsets,
     )
+
+
+def _survey(plan: ScatterPlan) -> tuple[np.ndarray, ...]:
+    """Return the runs of the cubes' rows, and check the plan on the way."""
+    if plan.runs is None:
+        cubes, _, rows, _ = plan.shape
+        first, second = np.empty((2, cubes, rows), np.int64)
+        split = np.empty((cubes, rows), np.int32)
+        reach = np.empty((2, cubes), np.int64)
+        threads = threads_for(plan.wbwc.size, _CUBE_GRAIN)
+        _scatter.survey[_INDEX[plan.wa.dtype]](plan.wbwc, threads, first, second, split, *reach)
+        plan.checked(reach)
+        plan.runs = first, second, split
+    return plan.runs
+
+
+def _move(back: bool, cubes: np.ndarray, grid: np.ndarray, plan: ScatterPlan) -> None:
+    if 0 in cubes.shape:
+        if not back:
+            grid[...] = 0
+        return
+    runs = _survey(plan)
+    planes, pointers, part = plan.bins()
+    threads = threads_for(cubes.size, _CUBE_GRAIN)
+    move = _scatter.move[_INDEX[plan.wa.dtype], _REAL[cubes.dtype]]
+    move(back, plan.wa, plan.wbwc, planes, pointers, part, *runs, cubes, grid, threads)
+
+
+@register("structured_scatter_add", "cython")
+def structured_scatter_add(density_cube: Any, plan: ScatterPlan, out: Any) -> None:
+    _move(False, np.ascontiguousarray(density_cube), out, plan)
+
+
+@register("structured_gather", "cython")
+def structured_gather(grid: Any, plan: ScatterPlan, out: Any) -> None:
+    _move(True, out, np.ascontiguousarray(grid), plan)

@@ -316,17 +316,25 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
         for d, m in enumerate(extent)
     ]
     flat = 0
-    shape = [(slice(None), *(slice(None) if d == e else None for e in range(3))) for d in range(3)]
-    w: Any = 0
+    place = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
     for d, axis in enumerate(axes):
-        flat = flat * lattice.shape[d] + (axis % n[d])[shape[d]]
-        w = w + (axis - at[:, d, None])[shape[d]][..., None] * step[:, d]
+        flat = flat * lattice.shape[d] + (axis % n[d])[place[d]]
+
+    def vectors(shift: Any) -> Any:
+        parts = [
+            (axis + shift[d] - at[:, d, None])[place[d]][..., None] * step[:, d]
+            for d, axis in enumerate(axes)
+        ]
+        return parts[0] + parts[1] + parts[2]
+
+    w = vectors((0, 0, 0))
     square = (w * w).sum(-1)
     inside = square <= (radius * radius * (1 + SLACK))[:, None, None, None]
     if any(m > size for m, size in zip(extent, lattice.shape, strict=True)):
-        for image in images @ step.T:
-            inside &= ((w + image) ** 2).sum(-1) >= square
-            inside &= ((w - image) ** 2).sum(-1) > square
+        # From places, not from vectors, so that two images are compared the same way from both.
+        for image in images:
+            inside &= (vectors(image) ** 2).sum(-1) >= square
+            inside &= (vectors(-image) ** 2).sum(-1) > square
     count = len(at)
     return flat.reshape(count, -1), w.reshape(count, -1, 3), inside.reshape(count, -1)
 
