@@ -108,6 +108,12 @@ class Lattice(Packed):
         """The number of voxels along each edge."""
         return self.nx, self.ny, self.nz
 
+    @property
+    def farthest(self) -> float:
+        """A distance in Å beyond which every voxel has an image that is nearer."""
+        step = self.step if self.device == "cpu" else self.tensors_here()[0].cpu().numpy()
+        return float(np.linalg.norm(step * self.shape, axis=0).sum())
+
 
 def _shortest_images(cell: np.ndarray) -> np.ndarray:
     """Return the lattice vectors (7, 3), up to sign, that bound the Voronoi cell, fractional.
@@ -215,6 +221,26 @@ def atom_radius(b: Any, widths: Any, *, n_sigma: float = 4.0) -> Any:
     square = xp.amax(widths, 1) / (8 * math.pi**2) + mean_square
     radius = n_sigma * xp.sqrt(xp.clip(square, 1e-6, None))
     return xp.clip(xp.ceil(radius / 0.25) * 0.25, 2.0, 7.0)
+
+
+def listed(low: np.ndarray, high: np.ndarray, planes: int, slab: int) -> tuple[np.ndarray, ...]:
+    """Return for every slab of so many planes the atoms whose boxes reach it, for its owner.
+
+    Boxes (N,) reach from the first to the last plane, wrapped around; one that ends before it
+    begins reaches none. Their numbers come slab after slab and in order; and where each slab's
+    begin.
+    """
+    slabs = -(-planes // slab)
+    first, last = low % planes // slab, high % planes // slab
+    count = (last - first) % slabs + 1
+    count = np.where(high - low + slab >= planes, slabs, count)
+    count = np.where(high < low, 0, count)
+    atoms = np.repeat(np.arange(len(low)), count)
+    begin = np.cumsum(count) - count
+    reached = (first[atoms] + np.arange(len(atoms)) - begin[atoms]) % slabs
+    # NumPy sorts 16-bit integers by counting.
+    order = np.argsort(reached.astype(np.uint16 if slabs <= 1 << 16 else np.int64), kind="stable")
+    return atoms[order], np.concatenate([[0], np.cumsum(np.bincount(reached, minlength=slabs))])
 
 
 def _conditions(
@@ -347,6 +373,7 @@ def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> 
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     if not len(good):
         return
+    constants[2] = xp.clip(constants[2], None, lattice.farthest)
     reach = float(xp.amax(constants[2][good]))
     scale = np.abs(np.linalg.norm(_to_grid(lattice), axis=1))
     voxels = math.prod(2 * reach * scale + 2)
