@@ -19,10 +19,13 @@ __all__ = [
     "MapGrid",
     "ScatteringAtoms",
     "available_memory",
+    "backend_of",
     "box_grid",
     "check_map_name",
+    "check_memory",
     "crystal_grid",
     "density_map",
+    "draw_slices",
     "scattering_atoms",
     "write_map",
 ]
@@ -74,6 +77,25 @@ class ScatteringAtoms:
         """
         more = b if self.b.ndim == 1 else b / (8 * math.pi**2) * np.array([1, 1, 1, 0, 0, 0])
         return replace(self, b=self.b + more)
+
+    def needed_blur(self, spacing: float) -> float:
+        """Return what has to be added to B for voxels to see the sharpest atom, Å².
+
+        Parameters
+        ----------
+        spacing : float
+            Of the voxels, Å.
+
+        Returns
+        -------
+        float
+            At least 0.
+
+        Notes
+        -----
+        That every B be 8π² spacing² / 1.1 is the rule of REFMAC5 and gemmi.
+        """
+        return max(0.0, 8 * math.pi**2 * spacing**2 / 1.1 - self.least_b)
 
     def radius(self, n_sigma: float = 4.0) -> np.ndarray:
         """Return how far each atom reaches, Å, after a check that all of them have a density.
@@ -407,20 +429,14 @@ def density_map(
     ccp4.grid = gemmi.FloatGrid(*grid.shape)
     ccp4.grid.set_unit_cell(grid.cell)
     ccp4.grid.spacegroup = grid.spacegroup or gemmi.SpaceGroup("P 1")
-    # gemmi's grids are contiguous along x, the op's along the last axis: it is given all of them in
-    # reverse, which leaves right-handed axes right-handed and orthogonal ones orthogonal.
     total = ccp4.grid.array.T
-    cell = grid.matrix[::-1, ::-1]
-    xyz = (atoms.xyz - grid.origin)[:, ::-1].astype(np.float32)
-    b = atoms.b if atoms.b.ndim == 1 else atoms.b[:, [2, 1, 0, 5, 4, 3]]
-    rest = [array.astype(np.float32) for array in (b, atoms.occupancy)]
-    rest += [array.astype(np.float32) for array in (atoms.amplitudes, atoms.widths)]
+    *arrays, cell, shape = _arguments(atoms, grid)
     part = total if parts == 1 else np.empty_like(total)
-    for share in np.array_split(np.arange(len(xyz)), parts):
+    for share in np.array_split(np.arange(len(atoms.xyz)), parts):
         fusedops.gaussian_density(
-            *(array[share] for array in (xyz, *rest)),
+            *(array[share] for array in arrays),
             cell,
-            total.shape,
+            shape,
             radius=radius,
             n_sigma=n_sigma,
             out=part,
@@ -435,6 +451,109 @@ def density_map(
     for axis, start in enumerate(grid.start):
         ccp4.set_header_i32(5 + axis, start)
     return ccp4
+
+
+def _arguments(atoms: ScatteringAtoms, grid: MapGrid) -> tuple[Any, ...]:
+    """Return what `fusedops.gaussian_density` is called with, for a map (nz, ny, nx).
+
+    gemmi's maps are contiguous along x, the op's along the last axis. Cartesian axes are reversed
+    too, so that an orthogonal cell keeps its diagonal matrix.
+    """
+    xyz = (atoms.xyz - grid.origin)[:, ::-1]
+    b = atoms.b if atoms.b.ndim == 1 else atoms.b[:, [2, 1, 0, 5, 4, 3]]
+    arrays = xyz, b, atoms.occupancy, atoms.amplitudes, atoms.widths
+    cell = grid.matrix[::-1, ::-1]
+    return *(array.astype(np.float32) for array in arrays), cell, grid.shape[::-1]
+
+
+def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None) -> str:
+    """Return the name of the backend that serves `density_map`.
+
+    Parameters
+    ----------
+    atoms, grid, backend
+        See `density_map`.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Examples
+    --------
+    >>> backend_of(atoms, grid, "numpy")  # doctest: +SKIP
+    'numpy'
+    """
+    return fusedops.gaussian_density.explain(*_arguments(atoms, grid), backend=backend).backend
+
+
+def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: str) -> None:
+    """Draw the three slices through the middle of a map.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Of a picture, in a format of Matplotlib.
+    grid : MapGrid
+        Where the voxels are.
+    rho : (nx, ny, nz) array
+        The map.
+    unit : str
+        Of its values.
+
+    Raises
+    ------
+    StructureError
+        The file can't be written.
+
+    Examples
+    --------
+    >>> draw_slices("density.png", grid, ccp4.grid.array, "e/Å³")  # doctest: +SKIP
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Affine2D
+
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    lengths, angles = grid.cell.parameters[:3], np.radians(grid.cell.parameters[3:])
+    names = "abc" if grid.spacegroup else "xyz"
+    middle = [n // 2 for n in grid.shape]
+    slices = [np.take(rho, at, axis) for axis, at in enumerate(middle)]
+    # A few sharp atoms would leave everything else dark.
+    top = max(float(np.quantile(piece, 0.998)) for piece in slices)
+    panels = figure.subplots(1, 3)
+    for axis, (panel, piece) in enumerate(zip(panels, slices, strict=True)):
+        u, v = (edge for edge in range(3) if edge != axis)
+        along = lengths[v] * np.cos(angles[axis]), lengths[v] * np.sin(angles[axis])
+        oblique = Affine2D.from_values(lengths[u], 0, *along, 0, 0)
+        # A voxel's value is that at its middle.
+        low, n = np.array(grid.start) - 0.5, np.array(grid.shape)
+        (left, bottom), (right, up) = ((e / n)[[u, v]] for e in (low, low + n))
+        image = panel.imshow(
+            piece.T,
+            origin="lower",
+            extent=(left, right, bottom, up),
+            transform=oblique + panel.transData,
+            cmap="magma",
+            vmin=0,
+            vmax=top or None,
+        )
+        corners = oblique.transform([(x, y) for x in (left, right) for y in (bottom, up)])
+        panel.set_xlim(corners[:, 0].min(), corners[:, 0].max())
+        panel.set_ylim(corners[:, 1].min(), corners[:, 1].max())
+        panel.set_aspect("equal")
+        panel.set_xlabel(f"{names[u]}, Å")
+        panel.set_ylabel(f"{names[v]}, Å")
+        at = (grid.start[axis] + middle[axis]) / grid.shape[axis] * lengths[axis]
+        panel.set_title(f"{names[axis]} = {at:.1f} Å")
+    figure.colorbar(image, ax=panels, label=unit, extend="max")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise StructureError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def check_map_name(path: str | os.PathLike) -> None:
