@@ -27,7 +27,6 @@ from fusedops.structure import (
     PlanarGroups,
     Structure,
     StructureError,
-    check_target,
     planar_groups,
     read_structure,
 )
@@ -478,7 +477,7 @@ def _density(args: argparse.Namespace) -> int:
     maps.check_map_name(args.out)
     if args.picture:
         _needs("matplotlib", "cli")
-        check_target(args.picture)
+        maps.check_picture_name(args.picture)
     try:
         report = _make_map(args, maps)
     except MemoryError as error:
@@ -486,6 +485,17 @@ def _density(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=1, allow_nan=False))
     return 0
+
+
+def _margin(asked: float | None, reach: float) -> float:
+    if asked is None:
+        return reach
+    if asked < reach:
+        raise CommandError(
+            f"--margin {asked:g}: atoms reach {reach:g} Å; it should be at least that, or "
+            "--radius smaller"
+        )
+    return asked
 
 
 def _make_map(args: argparse.Namespace, maps: Any) -> dict[str, Any]:
@@ -500,18 +510,10 @@ def _make_map(args: argparse.Namespace, maps: Any) -> dict[str, Any]:
     atoms = atoms.blurred(blur)
     radius = atoms.radius(args.n_sigma)
     reach = args.radius or float(radius.max())
-    margin = args.margin
-    if margin is None and not structure.gemmi.cell.is_crystal():
-        margin = reach
-    if margin is None:
+    if args.margin is None and structure.gemmi.cell.is_crystal():
         grid = maps.crystal_grid(structure, args.spacing)
-    elif margin < reach:
-        raise CommandError(
-            f"--margin {margin:g}: atoms reach {reach:g} Å; it should be at least that, or "
-            "--radius smaller"
-        )
     else:
-        grid = maps.box_grid(atoms.xyz, args.spacing, margin)
+        grid = maps.box_grid(atoms.xyz, args.spacing, _margin(args.margin, reach))
     symmetry = grid.spacegroup.xhm() if grid.spacegroup else None
 
     available = maps.available_memory()
@@ -534,9 +536,9 @@ def _make_map(args: argparse.Namespace, maps: Any) -> dict[str, Any]:
     show(f"{len(atoms.xyz)} atoms{neutral}, up to {reach:g} Å far{wider}")
     lengths = " x ".join(f"{edge:.2f}" for edge in grid.cell.parameters[:3])
     sizes = " x ".join(map(str, grid.shape))
-    what = f"cell of {symmetry or 'no symmetry'}" if margin is None else "box"
-    there = "" if available is None else f" of {available / 1e9:.3g} available"
-    show(f"{what}, {lengths} Å: {sizes} voxels, {grid.memory / 1e9:.3g} GB of memory{there}")
+    what = f"cell of {symmetry}" if symmetry else "box"
+    there = "" if available is None else f" of {available / 1e6:,.0f} that are available"
+    show(f"{what}, {lengths} Å: {sizes} voxels, {grid.memory / 1e6:,.1f} MB of memory{there}")
 
     parts = min(10, math.ceil(len(atoms.xyz) / _STEP))
     backend = _forced(args.backend)

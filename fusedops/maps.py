@@ -23,6 +23,7 @@ __all__ = [
     "box_grid",
     "check_map_name",
     "check_memory",
+    "check_picture_name",
     "crystal_grid",
     "density_map",
     "draw_slices",
@@ -66,7 +67,7 @@ class ScatteringAtoms:
     @property
     def least_b(self) -> float:
         """The smallest B of all atoms, in the direction in which an anisotropic one has it, Å²."""
-        if self.b.ndim == 1:
+        if self.b.ndim == 1 or not np.isfinite(self.b).all():
             return float(self.b.min())
         return 8 * math.pi**2 * float(np.linalg.eigvalsh(_matrices(self.b)).min())
 
@@ -122,9 +123,9 @@ class ScatteringAtoms:
             first = int(bad.argmax())
             name = "B" if self.b.ndim == 1 else "U"
             raise StructureError(
-                f"{self.labels[first]} has no density: its {name} is {self.b[first].tolist()} Å² "
-                f"and its occupancy {self.occupancy[first]:g}, and {bad.sum() - 1} more are like "
-                "it; a blur makes sharp atoms wider"
+                f"{bad.sum()} atoms have no density: of the first, {self.labels[first]}, {name} is "
+                f"{self.b[first].tolist()} Å² and the occupancy {self.occupancy[first]:g}; a blur "
+                "makes sharp atoms wider"
             )
         return radius
 
@@ -187,6 +188,8 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
         elements.setdefault(atom.element.atomic_number, (atom.element, k))
         b[k], occupancy[k], charges[k] = atom.b_iso, atom.occ, atom.charge
         U[k] = atom.aniso.elements_pdb()
+    # gemmi's numbers have 32 bits, and those in the file a few digits.
+    b, occupancy, U = np.round(b, 6), np.round(occupancy, 6), np.round(U, 6)
     anisotropic = (U != 0).any(axis=1)
     if anisotropic.any():
         U[~anisotropic] = b[~anisotropic, None] / (8 * math.pi**2) * [1, 1, 1, 0, 0, 0]
@@ -196,16 +199,17 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
         number: _form_factor(element, electron, f"{structure.path}: {structure.labels[first]}")
         for number, (element, first) in elements.items()
     }
-    known, which = np.unique(numbers, return_inverse=True)
-    amplitudes, widths = np.array([factors[number] for number in known.tolist()])[which].swapaxes(
-        0, 1
-    )
-
-    # gemmi's numbers have 32 bits, and those in the file a few digits.
+    table = np.array([factors[number] for number in numbers.tolist()])
+    amplitudes, widths = table.swapaxes(0, 1)
     atoms = ScatteringAtoms(
-        structure.xyz, np.round(b, 6), np.round(occupancy, 6), amplitudes, widths, structure.labels,
-        int((charges != 0).sum()),
-    )  # fmt: skip
+        structure.xyz,
+        b,
+        occupancy,
+        amplitudes,
+        widths,
+        structure.labels,
+        charged=int((charges != 0).sum()),
+    )
     return _with_copies(atoms, [op.tr for op in structure.gemmi.ncs if not op.given])
 
 
@@ -258,7 +262,7 @@ class MapGrid:
     cell : gemmi.UnitCell
         The unit cell of a crystal, or the box.
     spacegroup : gemmi.SpaceGroup or None
-        None where there is no symmetry to apply.
+        None for a box.
     shape : tuple of int
         Voxels along each edge of the cell.
     start : tuple of int
@@ -319,10 +323,10 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     model, path = structure.gemmi, structure.path
     if not model.cell.is_crystal():
         raise StructureError(f"{path}: it has no unit cell")
-    spacegroup = model.find_spacegroup()
-    if spacegroup is None and model.spacegroup_hm:
+    spacegroup = model.find_spacegroup() if model.spacegroup_hm else gemmi.SpaceGroup("P 1")
+    if spacegroup is None:
         raise StructureError(f"{path}: the space group {model.spacegroup_hm!r} is unknown")
-    if spacegroup and not model.cell.is_compatible_with_spacegroup(spacegroup):
+    if not model.cell.is_compatible_with_spacegroup(spacegroup):
         cell = ", ".join(f"{value:g}" for value in model.cell.parameters)
         raise StructureError(
             f"{path}: the space group {spacegroup.xhm()} doesn't go with the unit cell {cell}"
@@ -491,13 +495,35 @@ def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None
     return fusedops.gaussian_density.explain(*_arguments(atoms, grid), backend=backend).backend
 
 
+def check_picture_name(path: str | os.PathLike) -> None:
+    """Raise `StructureError` if no picture can be written to `path`.
+
+    Parameters
+    ----------
+    path : str or path-like
+        In a folder that is there, with the ending of a format that Matplotlib writes.
+
+    Examples
+    --------
+    >>> check_picture_name("density.ccp4")
+    Traceback (most recent call last):
+    fusedops.structure.StructureError: density.ccp4: Matplotlib can't draw into such a file
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    ending = Path(path).suffix.lower().lstrip(".")
+    if ending not in FigureCanvasBase.get_supported_filetypes():
+        raise StructureError(f"{path}: Matplotlib can't draw into such a file")
+    check_target(path)
+
+
 def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: str) -> None:
     """Draw the three slices through the middle of a map.
 
     Parameters
     ----------
     path : str or path-like
-        Of a picture, in a format of Matplotlib.
+        See `check_picture_name`.
     grid : MapGrid
         Where the voxels are.
     rho : (nx, ny, nz) array
@@ -549,11 +575,11 @@ def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: s
         panel.set_ylabel(f"{names[v]}, Å")
         at = (grid.start[axis] + middle[axis]) / grid.shape[axis] * lengths[axis]
         panel.set_title(f"{names[axis]} = {at:.1f} Å")
-    figure.colorbar(image, ax=panels, label=unit, extend="max")
+    figure.colorbar(image, ax=panels, label=unit, extend="max", shrink=0.7)
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise StructureError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise StructureError(f"{path}: {error.strerror or error}") from None
 
 
 def check_map_name(path: str | os.PathLike) -> None:
