@@ -31,8 +31,9 @@ from fusedops.structure import (
     read_structure,
 )
 
-#: Atoms for which the bar of ``fusedops density`` makes a step, in maps of up to ten.
-_STEP = 20_000
+#: Atoms for each step of the bar of ``fusedops density``, of which there are ten at most: a step
+#: costs an addition of two maps.
+_STEP = 40_000
 
 
 class CommandError(Exception):

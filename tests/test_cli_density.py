@@ -361,7 +361,7 @@ class TestRefusals:
         [
             (["--backend", "torch"], "torch it takes torch tensors"),
             (["--margin", "2"], "--margin 2: atoms reach"),
-            (["--blur", "0"], "of the first, A/ARG 42 C, B is 0.0 Å²"),
+            (["--blur", "0"], "A/ARG 42 C has no density: its B is 0.0 Å²"),
             (["--spacing", "0.01"], "make the spacing larger"),
             (["--spacing", "0.01", "--margin", "99"], "make the spacing larger"),
         ],
