@@ -395,8 +395,8 @@ def density_map(
         Those of the asymmetric unit, with which `scattering_atoms` begins.
     grid : MapGrid
         Of `crystal_grid` or `box_grid`.
-    radius, n_sigma, backend
-        See `fusedops.gaussian_density`.
+    radius : float, optional
+        The same for all atoms; n_sigma and backend, see `fusedops.gaussian_density`.
     parts : int
         Work in so many shares of the atoms, each of which costs an addition of two maps.
     advance : function
@@ -435,19 +435,27 @@ def density_map(
     ccp4.grid.spacegroup = grid.spacegroup or gemmi.SpaceGroup("P 1")
     total = ccp4.grid.array.T
     *arrays, cell, shape = _arguments(atoms, grid)
-    part = total if parts == 1 else np.empty_like(total)
+    # The op counts the nearest image of an atom. In a cell that atoms reach across, all of them
+    # are those in a lattice of several cells, which then lie upon each other.
+    reach = atoms.radius(n_sigma).max() if radius is None else radius
+    cells = np.ceil(2 * reach * np.linalg.norm(np.linalg.inv(cell), axis=1)).astype(int)
+    wide = np.multiply(shape, cells).tolist()
+    part = total if parts == 1 and wide == list(shape) else np.empty(wide, np.float32)
     for share in np.array_split(np.arange(len(atoms.xyz)), parts):
         fusedops.gaussian_density(
             *(array[share] for array in arrays),
-            cell,
-            shape,
+            cell * cells,
+            wide,
             radius=radius,
             n_sigma=n_sigma,
             out=part,
             backend=backend,
         )
         if part is not total:
-            total += part
+            for at in np.ndindex(*cells):
+                total += part[
+                    tuple(slice(k * n, k * n + n) for k, n in zip(at, shape, strict=True))
+                ]
         advance()
     if grid.spacegroup:
         ccp4.grid.symmetrize_sum()
