@@ -392,7 +392,7 @@ def density_map(
     Parameters
     ----------
     atoms : ScatteringAtoms
-        Those of the asymmetric unit, with which `scattering_atoms` begins.
+        Those of the asymmetric unit, as `scattering_atoms` returns them.
     grid : MapGrid
         Of `crystal_grid` or `box_grid`.
     radius : float, optional
