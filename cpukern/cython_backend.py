@@ -409,7 +409,7 @@ def gaussian_density(
     scratch = pitch + most + (most + pitch) * common[-1].shape[2]
     _density.splat[_REAL[xyz.dtype]](
         *common,
-        b.ndim == 2,
+        b.ndim == 1 and not lattice.oblique,
         arrays[2],
         *listed(low[:, 0], high[:, 0], lattice.nx, slab),
         slab,
@@ -447,6 +447,7 @@ def gaussian_density_vjp(
     ]
     _density.splat_vjp[_REAL[xyz.dtype]](
         *common,
+        b.ndim == 1 and not lattice.oblique,
         *arrays[1:],
         *(np.ascontiguousarray(a, dtype=np.float64) for a in scatterers.arrays(xyz)[:2]),
         np.ascontiguousarray(cotangent),

@@ -268,7 +268,6 @@ cdef struct Grid:
     double step[9]
     double metric[7]
     double images[21]
-    bint oblique
 
 # An atom's box in voxels, which may lie outside of the grid, its place there and its squared radius.
 # `crowded` is the box that an image of it may meet.
@@ -815,7 +814,6 @@ cdef Grid grid_of(shape, const double[:, ::1] step, const double[:, ::1] images)
     for i in range(6):
         unit[i] = i < 3
     in_voxels(grid.step, unit, form)
-    grid.oblique = form[5] * form[5] > 1e-24 * form[1] * form[2]
     schur(form, grid.metric)
     return grid
 
@@ -861,7 +859,7 @@ def splat(
     const double[:, ::1] images,
     const char[:, ::1] atoms,
     const real[:, :, ::1] numbers,
-    bint anisotropic,
+    bint separable,
     const real[::1] occupancy,
     const long long[::1] listed,
     const long long[::1] pointers,
@@ -881,7 +879,7 @@ def splat(
         some_planes(
             &grid, s * thickness, min((s + 1) * thickness, grid.nx), &listed[0] + pointers[s],
             pointers[s + 1] - pointers[s], <const Atom*>&atoms[0, 0], &numbers[0, 0, 0],
-            not (anisotropic or grid.oblique), &occupancy[0], G, &out[0, 0, 0],
+            separable, &occupancy[0], G, &out[0, 0, 0],
             &scratch[threadid(), 0], &extents[threadid(), 0], most, pitch,
         )
 
@@ -893,6 +891,7 @@ def splat_vjp(
     const double[:, ::1] images,
     const char[:, ::1] atoms,
     const real[:, :, ::1] numbers,
+    bint separable,
     const real[:, ::1] b,
     const real[::1] occupancy,
     const double[:, ::1] amplitudes,
@@ -914,7 +913,7 @@ def splat_vjp(
     cdef Py_ssize_t count = on_xyz.shape[0], G = numbers.shape[2], n
     cdef int threads = scratch.shape[0]
     for n in prange(count, num_threads=threads, schedule="dynamic", chunksize=16, nogil=True):
-        if b.shape[1] == 1 and not grid.oblique:
+        if separable:
             pull_back_separable(
                 &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], b[n, 0], occupancy[n],
                 &widths[n, 0], G, &cotangent[0, 0, 0], &on_xyz[n, 0], &on_b[n, 0],

@@ -77,8 +77,10 @@ class Lattice(Packed):
     # step (3, 3): columns from a voxel to the next; to_grid, its inverse; images (7, 3): lattice
     # vectors in voxels. A vector is the shortest of all its images if none of these, added or
     # subtracted, makes it shorter.
-    _fields = ("step", "to_grid", "images")
-    _sizes = ("nx", "ny", "nz")
+    # farthest (1,): a distance in Å beyond which every voxel has an image that is nearer. oblique:
+    # whether the steps along y and z are not at right angles.
+    _fields = ("step", "to_grid", "images", "farthest")
+    _sizes = ("nx", "ny", "nz", "oblique")
 
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
         if is_tensor(cell):
@@ -98,6 +100,9 @@ class Lattice(Packed):
             raise ValueError(f"Lattice: grid_shape is {self.shape}; its sizes should be positive")
         self.step = cell / self.shape
         self.to_grid = np.linalg.inv(self.step)
+        self.farthest = np.linalg.norm(cell, axis=0).sum(keepdims=True)
+        metric = cell.T @ cell
+        self.oblique = int(metric[1, 2] ** 2 > 1e-24 * metric[1, 1] * metric[2, 2])
         self.images = _shortest_images(cell) * np.array(self.shape, np.float64)
         if "torch" in sys.modules:
             # A compiled function would be compiled again where they are first made inside of it.
@@ -107,12 +112,6 @@ class Lattice(Packed):
     def shape(self) -> tuple[int, int, int]:
         """The number of voxels along each edge."""
         return self.nx, self.ny, self.nz
-
-    @property
-    def farthest(self) -> float:
-        """A distance in Å beyond which every voxel has an image that is nearer."""
-        step = self.step if self.device == "cpu" else self.tensors_here()[0].cpu().numpy()
-        return float(np.linalg.norm(step * self.shape, axis=0).sum())
 
 
 def _shortest_images(cell: np.ndarray) -> np.ndarray:
@@ -326,7 +325,7 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
     """Return of every atom's box the flat voxels, vectors from the atom, and which are inside."""
     xp = namespace(xyz)
     step, to_grid, images = (
-        [cast(a, xyz) for a in lattice.tensors_here()]
+        [cast(a, xyz) for a in lattice.tensors_here()[:3]]
         if is_tensor(xyz)
         else (lattice.step, lattice.to_grid, lattice.images)
     )
@@ -373,7 +372,8 @@ def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> 
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     if not len(good):
         return
-    constants[2] = xp.clip(constants[2], None, lattice.farthest)
+    farthest = lattice.tensors_here()[3] if is_tensor(arrays[0]) else lattice.farthest
+    constants[2] = xp.minimum(constants[2], cast(farthest, constants[2]))
     reach = float(xp.amax(constants[2][good]))
     scale = np.abs(np.linalg.norm(_to_grid(lattice), axis=1))
     voxels = math.prod(2 * reach * scale + 2)

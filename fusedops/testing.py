@@ -520,13 +520,14 @@ def _density_cases() -> list[Case]:
     cases: list[Case] = []
     orthogonal = np.diag([9.0, 11.0, 13.0])
     triclinic = [[9.0, 3.0, -4.0], [0.0, 8.0, 3.0], [0.0, 0.0, 7.0]]
-    add("protein", 12, orthogonal, (18, 20, 30), 3.0)
-    add("triclinic", 9, triclinic, (17, 15, 12), 2.7)
-    add("long", 3, [[5.0, 0, 0], [0, 6.0, 0], [1.0, 0, 40.0]], (4, 5, 90), 5.0)
-    add("small", 4, [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (9, 8, 7), 6.0)
-    add("bad", 8, orthogonal, (11, 12, 13), 2.5, bad=True)
+    # Few atoms and voxels: Triton's interpreter takes a second for a box of a thousand.
+    add("protein", 4, orthogonal, (9, 10, 16), 2.5)
+    add("triclinic", 3, triclinic, (9, 8, 6), 2.7)
+    add("long", 1, [[5.0, 0, 0], [0, 6.0, 0], [1.0, 0, 40.0]], (2, 3, 90), 10.0)
+    add("small", 2, [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (5, 4, 3), 4.0)
+    add("bad", 8, orthogonal, (6, 7, 8), 1.5, bad=True)
     # Nothing but tails, whose large exponents are rounded.
-    add("one-voxel", 2, triclinic, (1, 1, 1), 20.0, terms=16000)
+    add("one-voxel", 1, triclinic, (1, 1, 1), 9.0, terms=32000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
     return cases
 
