@@ -1,0 +1,517 @@
+"""The density of atoms on the CPU in Numba: the voxels of an atom in vectors, along lines of z.
+
+A line meets an atom's sphere in an interval. The vectors from the atom to the voxels of many lines
+lie one after the other, so that exponentials run in whole vectors. Maps are summed by owners of
+slabs of planes, in the order of the atoms, and gradients by owners of atoms, so that the thread
+count changes no bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+from cpukern.jit import jit
+from cpukern.scatter_numba import add_run, copy_run, in_shares
+from cpukern.threads import get_num_threads, in_parallel
+from fusedops._arrays import double
+from fusedops._registry import register
+from fusedops.density import SLACK, Lattice, Scatterers, bad_atoms
+
+# Exponentials that pay for handing a share to another thread.
+_GRAIN = 1 << 14
+# Atoms whose Gaussians do.
+_ATOMS = 1 << 10
+# Voxels that are worth a loop over them: with their vectors they are in the first-level cache.
+_BATCH = 1024
+# A batch is filled up to a multiple of this, at least four vectors.
+_BLOCK = 32
+# A line is written in pieces of so many voxels, the last of which the next line overwrites.
+_PIECE = 8
+# Bytes of a slab: it should be in the second-level cache.
+_SLAB = 1 << 19
+# Slabs for every thread, so that shares are even.
+_SLABS = 8
+
+_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
+_fused = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
+# Sums over voxels run in vectors.
+_reordered = _inlined(fastmath={"contract", "reassoc"})
+
+
+def _polynomial(degree: int, dtype: Any) -> tuple[Any, ...]:
+    """Return coefficients of 2^x for |x| <= 1/2, the highest first."""
+    fitted = np.polynomial.Chebyshev.interpolate(np.exp2, degree, domain=[-0.5, 0.5])
+    return tuple(fitted.convert(kind=np.polynomial.Polynomial).coef[::-1].astype(dtype))
+
+
+# Their errors are a tenth of a rounding.
+_SINGLE, _DOUBLE = _polynomial(6, np.float32), _polynomial(10, np.float64)
+
+
+def _exp2(x):
+    """Return 2^x for x <= 0: of branches or calls nothing would run in vectors."""
+
+
+@overload(_exp2, jit_options=_fused)
+def _exp2_of(x):
+    def single(x):
+        a, b, c, d, e, f, g = _SINGLE
+        x = max(x, np.float32(-126))
+        n = np.int32(x - np.float32(0.5))
+        x -= np.float32(n)
+        value = (((((a * x + b) * x + c) * x + d) * x + e) * x + f) * x + g
+        return value * np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+
+    def double(x):
+        a, b, c, d, e, f, g, h, i, j, k = _DOUBLE
+        x = max(x, -1022.0)
+        n = np.int64(np.int32(x - 0.5))
+        x -= np.float64(n)
+        value = (((((a * x + b) * x + c) * x + d) * x + e) * x + f) * x + g
+        value = (((value * x + h) * x + i) * x + j) * x + k
+        return value * np.int64((n + 1023) << 52).view(np.float64)
+
+    return single if x == numba.types.float32 else double
+
+
+@jit
+def _set_up(low, high, xyz, b, amplitudes, widths, radius, good, to_grid, shape, at, box, forms):
+    """Write where atoms are, in voxels, their boxes and Gaussians; an empty box for a bad atom."""
+    for a in range(low, high):
+        box[a, :, 0], box[a, :, 1] = 0, -1
+        forms[a] = 0
+        if not good[a]:
+            continue
+        for d in range(3):
+            x = to_grid[d, 0] * xyz[a, 0] + to_grid[d, 1] * xyz[a, 1] + to_grid[d, 2] * xyz[a, 2]
+            x -= math.floor(x / shape[d]) * shape[d]
+            norm = to_grid[d, 0] ** 2 + to_grid[d, 1] ** 2 + to_grid[d, 2] ** 2
+            reach = radius[a] * math.sqrt(norm) * (1 + SLACK)
+            at[a, d] = x
+            box[a, d, 0], box[a, d, 1] = math.ceil(x - reach), math.floor(x + reach)
+        for g in range(widths.shape[1]):
+            if b.shape[1] == 1:
+                c = 4 * math.pi**2 / (widths[a, g] + b[a, 0])
+                forms[a, g, 0] = amplitudes[a, g] * (c / math.pi) * math.sqrt(c / math.pi)
+                forms[a, g, 1] = c
+                continue
+            xx, yy, zz, xy, xz, yz = (
+                widths[a, g] / 4 + 2 * math.pi**2 * b[a, 0],
+                widths[a, g] / 4 + 2 * math.pi**2 * b[a, 1],
+                widths[a, g] / 4 + 2 * math.pi**2 * b[a, 2],
+                2 * math.pi**2 * b[a, 3],
+                2 * math.pi**2 * b[a, 4],
+                2 * math.pi**2 * b[a, 5],
+            )
+            pxx, pxy, pxz = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
+            det = xx * pxx + xy * pxy + xz * pxz
+            forms[a, g, 0] = amplitudes[a, g] * math.pi * math.sqrt(math.pi / det)
+            c = math.pi**2 / det
+            forms[a, g, 1] = c * pxx
+            forms[a, g, 2] = c * (xx * zz - xz * xz)
+            forms[a, g, 3] = c * (xx * yy - xy * xy)
+            forms[a, g, 4] = c * pxy
+            forms[a, g, 5] = c * pxz
+            forms[a, g, 6] = c * (xy * xz - xx * yz)
+
+
+@_inlined()
+def _square(x, y, z):
+    return x * x + y * y + z * z
+
+
+@jit
+def _inside(x, y, z, square, nearest, images):
+    """Return whether a vector is in the sphere and, if that matters, the shortest of its images."""
+    own = _square(x, y, z)
+    if not own <= square:
+        return False
+    if nearest:
+        for t in images:
+            if not _square(x + t[0], y + t[1], z + t[2]) >= own:
+                return False
+            if not _square(x - t[0], y - t[1], z - t[2]) > own:
+                return False
+    return True
+
+
+@_inlined()
+def _add_plane(plane, at, box, square, step, images, shape, w, lines, voxels, count):
+    """Append the voxels of a plane of an atom's box, and its lines; return how many there are.
+
+    A line is (first voxel of the row, first z, voxels). All that is inside of it is one interval,
+    as the sphere is convex and so are the vectors that are shorter than their images.
+    """
+    nearest = False
+    for d in range(3):
+        nearest |= box[d, 1] - box[d, 0] >= shape[d]
+    sx, sy, sz = step[0, 2], step[1, 2], step[2, 2]
+    own = _square(sx, sy, sz)
+    dx = plane - at[0]
+    for j in range(box[1, 0], box[1, 1] + 1):
+        dy = j - at[1]
+        x, y, z = (
+            dx * step[0, 0] + dy * step[0, 1],
+            dx * step[1, 0] + dy * step[1, 1],
+            dx * step[2, 0] + dy * step[2, 1],
+        )
+        middle = -(x * sx + y * sy + z * sz) / own
+        left = square - _square(x + middle * sx, y + middle * sy, z + middle * sz)
+        # A line that touches the sphere is not lost to rounding.
+        half = math.sqrt(max(left, 0.0) / own) + 1e-6
+        low = max(np.int64(math.ceil(at[2] + middle - half)), box[2, 0])
+        high = min(np.int64(math.floor(at[2] + middle + half)), box[2, 1])
+        while low <= high:
+            d = low - at[2]
+            if _inside(x + d * sx, y + d * sy, z + d * sz, square, nearest, images):
+                break
+            low += 1
+        while low <= high:
+            d = high - at[2]
+            if _inside(x + d * sx, y + d * sy, z + d * sz, square, nearest, images):
+                break
+            high -= 1
+        n = high - low + 1
+        if n <= 0:
+            continue
+        d = low - at[2]
+        x, y, z = x + d * sx, y + d * sy, z + d * sz
+        for k in range(0, n, _PIECE):
+            _write_piece(w[0], voxels + k, x + k * sx, sx)
+            _write_piece(w[1], voxels + k, y + k * sy, sy)
+            _write_piece(w[2], voxels + k, z + k * sz, sz)
+        lines[count, 0] = ((plane % shape[0]) * shape[1] + j % shape[1]) * shape[2]
+        lines[count, 1] = low % shape[2]
+        lines[count, 2] = n
+        count += 1
+        voxels += n
+    return voxels, count
+
+
+@_inlined()
+def _write_piece(w, at, start, step):
+    piece = w[at : at + _PIECE]
+    for k in range(_PIECE):
+        piece[k] = start + k * step
+
+
+@jit
+def _evaluate(w, voxels, scale, forms, value):
+    """Write sums of Gaussians at vectors w."""
+    dtype = value.dtype.type
+    n = -(-voxels // _BLOCK) * _BLOCK
+    x, y, z, value = w[0, :n], w[1, :n], w[2, :n], value[:n]
+    value[:] = 0
+    for form in forms:
+        norm, (a, b, c, d, e, f) = dtype(scale * form[0]), _exponents(form, dtype)
+        if len(form) == 2:
+            for m in range(n):
+                value[m] += norm * _exp2(a * _square(x[m], y[m], z[m]))
+        else:
+            for m in range(n):
+                value[m] += norm * _exp2(_form(x[m], y[m], z[m], a, b, c, d, e, f))
+
+
+@jit
+def _add_moments(w, voxels, g, forms, moments):
+    """Add sums of exponentials times g, over vectors w: of 1, w, and w·w or w wᵀ."""
+    dtype = g.dtype.type
+    n = -(-voxels // _BLOCK) * _BLOCK
+    g[voxels:n] = 0
+    for i in range(len(forms)):
+        sums = _moments(w[0, :n], w[1, :n], w[2, :n], g[:n], forms[i], dtype)
+        for k in range(moments.shape[1]):
+            moments[i, k] += sums[k]
+
+
+@_reordered
+def _moments(x, y, z, g, form, dtype):
+    a, b, c, d, e, f = _exponents(form, dtype)
+    s = sx = sy = sz = sxx = syy = szz = sxy = sxz = syz = dtype(0)
+    if len(form) == 2:
+        for m in range(len(g)):
+            square = _square(x[m], y[m], z[m])
+            t = g[m] * _exp2(a * square)
+            s += t
+            sx += t * x[m]
+            sy += t * y[m]
+            sz += t * z[m]
+            sxx += t * square
+    else:
+        for m in range(len(g)):
+            t = g[m] * _exp2(_form(x[m], y[m], z[m], a, b, c, d, e, f))
+            s += t
+            tx, ty, tz = t * x[m], t * y[m], t * z[m]
+            sx += tx
+            sy += ty
+            sz += tz
+            sxx += tx * x[m]
+            syy += ty * y[m]
+            szz += tz * z[m]
+            sxy += tx * y[m]
+            sxz += tx * z[m]
+            syz += ty * z[m]
+    return s, sx, sy, sz, sxx, syy, szz, sxy, sxz, syz
+
+
+@_inlined()
+def _exponents(form, dtype):
+    """Return -log2(e) P in the working precision, of which an isotropic one has one element."""
+    scale = -1 / math.log(2)
+    if len(form) == 2:
+        a = dtype(scale * form[1])
+        return a, a, a, a, a, a
+    return (
+        dtype(scale * form[1]),
+        dtype(scale * form[2]),
+        dtype(scale * form[3]),
+        dtype(2 * scale * form[4]),
+        dtype(2 * scale * form[5]),
+        dtype(2 * scale * form[6]),
+    )
+
+
+@numba.njit(**_fused)
+def _form(x, y, z, a, b, c, d, e, f):
+    return x * (a * x + d * y + e * z) + y * (b * y + f * z) + c * z * z
+
+
+@jit
+def _slabs(
+    low, high, slab, ptr, atoms, at, box, square, occupancy, forms, step, images, shape, most, out
+):
+    w, value = np.zeros((3, most), out.dtype), np.zeros(most, out.dtype)
+    lines = np.empty((most, 3), np.int64)
+    size = shape[1] * shape[2]
+    for s in range(low, high):
+        first, last = s * slab, min((s + 1) * slab, shape[0])
+        out[first * size : last * size] = 0
+        for i in range(ptr[s], ptr[s + 1]):
+            a = atoms[i]
+            voxels = count = 0
+            for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
+                if first <= plane % shape[0] < last:
+                    voxels, count = _add_plane(
+                        plane,
+                        at[a],
+                        box[a],
+                        square[a],
+                        step,
+                        images,
+                        shape,
+                        w,
+                        lines,
+                        voxels,
+                        count,
+                    )
+                if voxels < _BATCH and plane < box[a, 0, 1]:
+                    continue
+                _evaluate(w, voxels, occupancy[a], forms[a], value)
+                v = 0
+                for line in range(count):
+                    row, z, n = lines[line, 0], lines[line, 1], lines[line, 2]
+                    while n > 0:
+                        m = min(n, shape[2] - z)
+                        add_run(out, row + z, value, v, m)
+                        v, n, z = v + m, n - m, 0
+                voxels = count = 0
+
+
+@jit
+def _atoms(
+    low,
+    high,
+    at,
+    box,
+    square,
+    occupancy,
+    forms,
+    step,
+    images,
+    shape,
+    most,
+    cotangent,
+    on_xyz,
+    on_b,
+    on_occupancy,
+):
+    w, g = np.zeros((3, most), cotangent.dtype), np.zeros(most, cotangent.dtype)
+    lines = np.empty((most, 3), np.int64)
+    isotropic = forms.shape[2] == 2
+    moments = np.empty((forms.shape[1], 5 if isotropic else 10))
+    x, b = np.empty(3), np.empty(1 if isotropic else 6)
+    for a in range(low, high):
+        moments[:] = 0
+        voxels = count = 0
+        for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
+            voxels, count = _add_plane(
+                plane, at[a], box[a], square[a], step, images, shape, w, lines, voxels, count
+            )
+            if voxels < _BATCH and plane < box[a, 0, 1]:
+                continue
+            v = 0
+            for line in range(count):
+                row, z, n = lines[line, 0], lines[line, 1], lines[line, 2]
+                while n > 0:
+                    m = min(n, shape[2] - z)
+                    copy_run(g, v, cotangent, row + z, m)
+                    v, n, z = v + m, n - m, 0
+            _add_moments(w, voxels, g, forms[a], moments)
+            voxels = count = 0
+        total = _gradients(forms[a], moments, x, b)
+        if len(on_xyz):
+            on_xyz[a] = occupancy[a] * x
+        if len(on_b):
+            on_b[a] = occupancy[a] * b
+        if len(on_occupancy):
+            on_occupancy[a] = total
+
+
+@jit
+def _gradients(forms, moments, x, b):
+    """Write gradients by x, and by B or U, of an atom of occupancy 1; return its density's sum."""
+    total = 0.0
+    x[:] = 0
+    b[:] = 0
+    for i in range(len(forms)):
+        norm, s = forms[i, 0], moments[i, 0]
+        total += norm * s
+        sx, sy, sz = moments[i, 1], moments[i, 2], moments[i, 3]
+        if len(b) == 1:
+            c = forms[i, 1]
+            x[0] += 2 * norm * c * sx
+            x[1] += 2 * norm * c * sy
+            x[2] += 2 * norm * c * sz
+            b[0] += norm * (c * moments[i, 4] - 1.5 * s) * c / (4 * math.pi**2)
+            continue
+        xx, yy, zz, xy, xz, yz = _symmetric(forms[i], 1)
+        x[0] += 2 * norm * (xx * sx + xy * sy + xz * sz)
+        x[1] += 2 * norm * (xy * sx + yy * sy + yz * sz)
+        x[2] += 2 * norm * (xz * sx + yz * sy + zz * sz)
+        S = _symmetric(moments[i], 4)
+        rows = (xx, xy, xz), (xy, yy, yz), (xz, yz, zz)
+        b[0] += norm * (2 * _between(rows[0], S, rows[0]) - s * xx)
+        b[1] += norm * (2 * _between(rows[1], S, rows[1]) - s * yy)
+        b[2] += norm * (2 * _between(rows[2], S, rows[2]) - s * zz)
+        b[3] += 2 * norm * (2 * _between(rows[0], S, rows[1]) - s * xy)
+        b[4] += 2 * norm * (2 * _between(rows[0], S, rows[2]) - s * xz)
+        b[5] += 2 * norm * (2 * _between(rows[1], S, rows[2]) - s * yz)
+    return total
+
+
+@_inlined()
+def _symmetric(row, at):
+    return row[at], row[at + 1], row[at + 2], row[at + 3], row[at + 4], row[at + 5]
+
+
+@_inlined()
+def _between(p, S, q):
+    """Return p·S·q for a symmetric S."""
+    xx, yy, zz, xy, xz, yz = S
+    return (
+        p[0] * (xx * q[0] + xy * q[1] + xz * q[2])
+        + p[1] * (xy * q[0] + yy * q[1] + yz * q[2])
+        + p[2] * (xz * q[0] + yz * q[1] + zz * q[2])
+    )
+
+
+@jit
+def _bin(box, planes, slab, ends, atoms):
+    """Count the atoms of every slab into `ends`, or list them from there on."""
+    slabs = len(ends)
+    for a in range(len(box)):
+        count = min(box[a, 0, 1] - box[a, 0, 0] + 1, planes)
+        if count <= 0:
+            continue
+        first = box[a, 0, 0] % planes
+        last = first + count - 1
+        own = first // slab
+        # Around the cell once, and no further than where it began.
+        stop = min(last, planes - 1) // slab + 1 + max(0, min((last - planes) // slab + 1, own))
+        for s in range(own, stop):
+            s = s if s < slabs else s - slabs
+            if len(atoms):
+                atoms[ends[s]] = a
+            ends[s] += 1
+
+
+def _prepare(
+    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers
+) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
+    """Return atoms, the lattice with the size of a thread's buffers, and how much atoms cost."""
+    tensors = scatterers.tensors
+    constants = scatterers.arrays(xyz) if tensors is None else tensors
+    # Also of tensors of 16 bits, of which NumPy does not know all.
+    amplitudes, widths, radius = (np.asarray(double(array)) for array in constants)
+    xyz, b, occupancy = (double(array) for array in (xyz, b, occupancy))
+    good = ~bad_atoms(xyz, b, occupancy, amplitudes, widths, radius)
+    occupancy = np.where(good, occupancy, 0.0)
+    b = b if b.ndim == 2 else b[:, None]
+    count, gaussians = widths.shape
+    at, box = np.zeros((count, 3)), np.empty((count, 3, 2), np.int64)
+    forms = np.empty((count, gaussians, 1 + b.shape[1]))
+    arguments = xyz, b, amplitudes, widths, radius, good, lattice.to_grid, lattice.shape
+    in_parallel(lambda low, high: _set_up(low, high, *arguments, at, box, forms), count, _ATOMS)
+    extent = box[:, :, 1] - box[:, :, 0] + 1
+    most = int(_BATCH + extent[:, 1:].prod(1).max(initial=0) + _BLOCK)
+    square = radius * radius * (1 + SLACK)
+    images = lattice.images @ lattice.step.T
+    # A sphere is half of its box.
+    costs = gaussians * extent.prod(1) // 2
+    return (at, box, square, occupancy, forms), (lattice.step, images, lattice.shape, most), costs
+
+
+@register("gaussian_density", "numba")
+def gaussian_density(
+    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers, out: Any
+) -> None:
+    atoms, space, costs = _prepare(xyz, b, occupancy, lattice, scatterers)
+    box, planes = atoms[1], lattice.nx
+    most = min(_SLAB // max(out[0].nbytes, 1), planes // (_SLABS * get_num_threads()))
+    slab = max(1, most)
+    slabs = -(-planes // slab)
+    counts = np.zeros(slabs, np.int64)
+    _bin(box, planes, slab, counts, np.empty(0, np.int64))
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    listed = np.empty(ptr[-1], np.int64)
+    _bin(box, planes, slab, ptr[:-1].copy(), listed)
+    # To clear a voxel costs a 16th of an exponential.
+    ends = ptr * (costs.sum() / max(len(listed), 1)) + np.arange(slabs + 1) * (
+        slab * out[0].size / 16
+    )
+    flat = out.reshape(-1)
+    in_shares(
+        lambda low, high: _slabs(low, high, slab, ptr, listed, *atoms, *space, flat), ends, _GRAIN
+    )
+
+
+@register("gaussian_density_vjp", "numba")
+def gaussian_density_vjp(
+    xyz: Any,
+    b: Any,
+    occupancy: Any,
+    cotangent: Any,
+    lattice: Lattice,
+    scatterers: Scatterers,
+    on_xyz: Any,
+    on_b: Any,
+    on_occupancy: Any,
+) -> None:
+    atoms, space, costs = _prepare(xyz, b, occupancy, lattice, scatterers)
+    dtype = cotangent.dtype
+    on_xyz = np.empty((0, 3), dtype) if on_xyz is None else on_xyz
+    on_b = np.empty((0, 1), dtype) if on_b is None else on_b.reshape(len(b), -1 if len(b) else 1)
+    on_occupancy = np.empty(0, dtype) if on_occupancy is None else on_occupancy
+    g = np.ascontiguousarray(cotangent).reshape(-1)
+    ends = np.concatenate([[0], np.cumsum(costs)])
+    in_shares(
+        lambda low, high: _atoms(low, high, *atoms, *space, g, on_xyz, on_b, on_occupancy),
+        ends,
+        _GRAIN,
+    )
