@@ -17,8 +17,9 @@ import numpy as np
 from numba.extending import overload
 
 from cpukern.jit import jit
-from cpukern.scatter_numba import add_run, copy_run, in_shares
+from cpukern.scatter_numba import in_shares
 from cpukern.threads import get_num_threads, in_parallel
+from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
 from fusedops._arrays import double
 from fusedops._registry import register
 from fusedops.density import SLACK, Lattice, Scatterers, bad_atoms
@@ -31,8 +32,6 @@ _ATOMS = 1 << 10
 _BATCH = 1024
 # A batch is filled up to a multiple of this, at least four vectors.
 _BLOCK = 32
-# A line is written in pieces of so many voxels, the last of which the next line overwrites.
-_PIECE = 8
 # Bytes of a slab: it should be in the second-level cache.
 _SLAB = 1 << 19
 # Slabs for every thread, so that shares are even.
@@ -127,78 +126,94 @@ def _square(x, y, z):
 
 
 @jit
-def _inside(x, y, z, square, nearest, images):
-    """Return whether a vector is in the sphere and, if that matters, the shortest of its images."""
+def _nearest(w, images):
+    """Return whether a vector is the shortest of its images."""
+    x, y, z = w
     own = _square(x, y, z)
-    if not own <= square:
-        return False
-    if nearest:
-        for t in images:
-            if not _square(x + t[0], y + t[1], z + t[2]) >= own:
-                return False
-            if not _square(x - t[0], y - t[1], z - t[2]) > own:
-                return False
+    for t in images:
+        if not _square(x + t[0], y + t[1], z + t[2]) >= own:
+            return False
+        if not _square(x - t[0], y - t[1], z - t[2]) > own:
+            return False
     return True
 
 
 @_inlined()
-def _add_plane(plane, at, box, square, step, images, shape, w, lines, voxels, count):
+def _corner(dx, dy, step):
+    """Return the vector of dx and dy voxels."""
+    return (
+        dx * step[0, 0] + dy * step[0, 1],
+        dx * step[1, 0] + dy * step[1, 1],
+        dx * step[2, 0] + dy * step[2, 1],
+    )
+
+
+@_inlined()
+def _along(corner, d, along):
+    return corner[0] + d * along[0], corner[1] + d * along[1], corner[2] + d * along[2]
+
+
+@_inlined()
+def _intersect(dx, dy, z, first, last, square, step, spans):
+    """Write the first and the last voxel in the sphere of every line of z of a plane.
+
+    Without branches, lines run in vectors.
+    """
+    along = step[0, 2], step[1, 2], step[2, 2]
+    share = 1 / _square(*along)
+    low, high = spans[0], spans[1]
+    for j in range(spans.shape[1]):
+        corner = _corner(dx, dy + j, step)
+        middle = corner[0] * along[0] + corner[1] * along[1] + corner[2] * along[2]
+        middle *= -share
+        left = square - _square(*_along(corner, middle, along))
+        # A voxel on the sphere is not lost to rounding: whether it is inside is seen below.
+        half = math.sqrt(max(left * share, 0.0)) + 1e-6
+        begin = max(math.ceil(z + middle - half), first)
+        end = min(math.floor(z + middle + half), last)
+        low[j] = begin + (not _square(*_along(corner, begin - z, along)) <= square)
+        high[j] = end - (not _square(*_along(corner, end - z, along)) <= square)
+
+
+@jit
+def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, voxels, count):
     """Append the voxels of a plane of an atom's box, and its lines; return how many there are.
 
     A line is (first voxel of the row, first z, voxels). All that is inside of it is one interval,
     as the sphere is convex and so are the vectors that are shorter than their images.
     """
-    nearest = False
+    folded = False
     for d in range(3):
-        nearest |= box[d, 1] - box[d, 0] >= shape[d]
-    sx, sy, sz = step[0, 2], step[1, 2], step[2, 2]
-    own = _square(sx, sy, sz)
-    dx = plane - at[0]
-    for j in range(box[1, 0], box[1, 1] + 1):
-        dy = j - at[1]
-        x, y, z = (
-            dx * step[0, 0] + dy * step[0, 1],
-            dx * step[1, 0] + dy * step[1, 1],
-            dx * step[2, 0] + dy * step[2, 1],
-        )
-        middle = -(x * sx + y * sy + z * sz) / own
-        left = square - _square(x + middle * sx, y + middle * sy, z + middle * sz)
-        # A line that touches the sphere is not lost to rounding.
-        half = math.sqrt(max(left, 0.0) / own) + 1e-6
-        low = max(np.int64(math.ceil(at[2] + middle - half)), box[2, 0])
-        high = min(np.int64(math.floor(at[2] + middle + half)), box[2, 1])
-        while low <= high:
-            d = low - at[2]
-            if _inside(x + d * sx, y + d * sy, z + d * sz, square, nearest, images):
-                break
-            low += 1
-        while low <= high:
-            d = high - at[2]
-            if _inside(x + d * sx, y + d * sy, z + d * sz, square, nearest, images):
-                break
-            high -= 1
-        n = high - low + 1
-        if n <= 0:
-            continue
-        d = low - at[2]
-        x, y, z = x + d * sx, y + d * sy, z + d * sz
-        for k in range(0, n, _PIECE):
-            _write_piece(w[0], voxels + k, x + k * sx, sx)
-            _write_piece(w[1], voxels + k, y + k * sy, sy)
-            _write_piece(w[2], voxels + k, z + k * sz, sz)
-        lines[count, 0] = ((plane % shape[0]) * shape[1] + j % shape[1]) * shape[2]
-        lines[count, 1] = low % shape[2]
-        lines[count, 2] = n
-        count += 1
-        voxels += n
+        folded |= box[d, 1] - box[d, 0] >= shape[d]
+    along = step[0, 2], step[1, 2], step[2, 2]
+    dx, first = plane - at[0], box[1, 0]
+    spans = spans[:, : max(0, box[1, 1] - first + 1)]
+    _intersect(dx, first - at[1], at[2], box[2, 0], box[2, 1], square, step, spans)
+    rows, row = (plane % shape[0]) * shape[1], first % shape[1]
+    for j in range(spans.shape[1]):
+        low, high = spans[0, j], spans[1, j]
+        corner = _corner(dx, first - at[1] + j, step)
+        if folded:
+            while low <= high and not _nearest(_along(corner, low - at[2], along), images):
+                low += 1
+            while low <= high and not _nearest(_along(corner, high - at[2], along), images):
+                high -= 1
+        if low <= high:
+            for k in range(low, high + 1, RAMP):
+                x, y, z = _along(corner, k - at[2], along)
+                write_ramp(w[0], voxels + k - low, x, along[0])
+                write_ramp(w[1], voxels + k - low, y, along[1])
+                write_ramp(w[2], voxels + k - low, z, along[2])
+            n = high - low + 1
+            while low < 0:
+                low += shape[2]
+            while low >= shape[2]:
+                low -= shape[2]
+            lines[count, 0], lines[count, 1], lines[count, 2] = (rows + row) * shape[2], low, n
+            count += 1
+            voxels += n
+        row = row + 1 if row + 1 < shape[1] else 0
     return voxels, count
-
-
-@_inlined()
-def _write_piece(w, at, start, step):
-    piece = w[at : at + _PIECE]
-    for k in range(_PIECE):
-        piece[k] = start + k * step
 
 
 @jit
@@ -287,7 +302,7 @@ def _slabs(
     low, high, slab, ptr, atoms, at, box, square, occupancy, forms, step, images, shape, most, out
 ):
     w, value = np.zeros((3, most), out.dtype), np.zeros(most, out.dtype)
-    lines = np.empty((most, 3), np.int64)
+    spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     size = shape[1] * shape[2]
     for s in range(low, high):
         first, last = s * slab, min((s + 1) * slab, shape[0])
@@ -305,6 +320,7 @@ def _slabs(
                         step,
                         images,
                         shape,
+                        spans,
                         w,
                         lines,
                         voxels,
@@ -342,7 +358,7 @@ def _atoms(
     on_occupancy,
 ):
     w, g = np.zeros((3, most), cotangent.dtype), np.zeros(most, cotangent.dtype)
-    lines = np.empty((most, 3), np.int64)
+    spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     isotropic = forms.shape[2] == 2
     moments = np.empty((forms.shape[1], 5 if isotropic else 10))
     x, b = np.empty(3), np.empty(1 if isotropic else 6)
@@ -351,7 +367,7 @@ def _atoms(
         voxels = count = 0
         for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
             voxels, count = _add_plane(
-                plane, at[a], box[a], square[a], step, images, shape, w, lines, voxels, count
+                plane, at[a], box[a], square[a], step, images, shape, spans, w, lines, voxels, count
             )
             if voxels < _BATCH and plane < box[a, 0, 1]:
                 continue

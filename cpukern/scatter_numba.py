@@ -7,94 +7,19 @@ each other are a run, found once for all planes of a cube in a part, and added a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba.extending import intrinsic
 
 from cpukern.jit import jit
 from cpukern.threads import in_parallel, threads_for
+from cpukern.vectors_numba import add_run, copy_run
 from fusedops._registry import register
 from fusedops.scatter import ScatterPlan
 
 # Elements of cubes and map that pay for handing a share to another thread.
 _GRAIN = 1 << 16
-# Bytes that are added at once: as many as compilers choose, also where there are longer vectors.
-_VECTOR = 32
-
-_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
-
-
-def _declared(builder, name, result, types):
-    """Return a function of the module that is being built."""
-    kind, module = ir.FunctionType(result, types), builder.module
-    return module.globals.get(name) or ir.Function(module, kind, name)
-
-
-def _vector_moved(add):
-    """Return an intrinsic that writes, or adds, the first n elements of a vector.
-
-    Runs are short: what a loop leaves over after its last whole vector would be most of them.
-    """
-
-    @intrinsic
-    def move(typing_context, out, o, values, v, n):
-        lanes = _VECTOR * 8 // out.dtype.bitwidth
-        index = numba.types.intp
-
-        def generate(context, builder, signature, arguments):
-            i32 = ir.IntType(32)
-            vector = ir.VectorType(context.get_value_type(out.dtype), lanes)
-            mask = ir.VectorType(ir.IntType(1), lanes)
-            pointer, kind = vector.as_pointer(), f"v{lanes}f{out.dtype.bitwidth}.p0"
-            load = _declared(
-                builder, f"llvm.masked.load.{kind}", vector, [pointer, i32, mask, vector]
-            )
-            store = _declared(
-                builder, f"llvm.masked.store.{kind}", ir.VoidType(), [vector, pointer, i32, mask]
-            )
-            counts = ir.VectorType(arguments[4].type, lanes)
-            count = builder.insert_element(counts(ir.Undefined), arguments[4], i32(0))
-            count = builder.shuffle_vector(count, count, ir.VectorType(i32, lanes)([0] * lanes))
-            kept = builder.icmp_signed("<", counts(list(range(lanes))), count)
-            align, nothing = i32(out.dtype.bitwidth // 8), vector(None)
-
-            def address(which):
-                data = context.make_array(signature.args[which])(
-                    context, builder, arguments[which]
-                ).data
-                return builder.bitcast(builder.gep(data, [arguments[which + 1]]), pointer)
-
-            value = builder.call(load, [address(2), align, kept, nothing])
-            if add:
-                value = builder.fadd(builder.call(load, [address(0), align, kept, nothing]), value)
-            builder.call(store, [value, address(0), align, kept])
-            return context.get_dummy_value()
-
-        return numba.types.void(out, index, values, index, index), generate
-
-    return move
-
-
-_copy_vector, _add_vector = _vector_moved(add=False), _vector_moved(add=True)
-
-
-@_inlined()
-def copy_run(out, o, values, v, n):
-    """Write values[v : v + n] to out[o : o + n]."""
-    for k in range(0, n, _VECTOR // out.itemsize):
-        _copy_vector(out, o + k, values, v + k, n - k)
-
-
-@_inlined()
-def add_run(out, o, values, v, n):
-    """Add values[v : v + n] to out[o : o + n]."""
-    for k in range(0, n, _VECTOR // out.itemsize):
-        _add_vector(out, o + k, values, v + k, n - k)
 
 
 @jit
