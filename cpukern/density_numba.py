@@ -139,40 +139,27 @@ def _nearest(w, images):
 
 
 @_inlined()
-def _corner(dx, dy, step):
-    """Return the vector of dx and dy voxels."""
-    return (
-        dx * step[0, 0] + dy * step[0, 1],
-        dx * step[1, 0] + dy * step[1, 1],
-        dx * step[2, 0] + dy * step[2, 1],
-    )
-
-
-@_inlined()
 def _along(corner, d, along):
     return corner[0] + d * along[0], corner[1] + d * along[1], corner[2] + d * along[2]
 
 
 @_inlined()
-def _intersect(dx, dy, z, first, last, square, step, spans):
+def _intersect(corner, across, along, z, first, last, square, low, high):
     """Write the first and the last voxel in the sphere of every line of z of a plane.
 
     Without branches, lines run in vectors.
     """
-    along = step[0, 2], step[1, 2], step[2, 2]
     share = 1 / _square(*along)
-    low, high = spans[0], spans[1]
-    for j in range(spans.shape[1]):
-        corner = _corner(dx, dy + j, step)
-        middle = corner[0] * along[0] + corner[1] * along[1] + corner[2] * along[2]
-        middle *= -share
-        left = square - _square(*_along(corner, middle, along))
+    for j in range(len(low)):
+        line = _along(corner, j, across)
+        middle = -share * (line[0] * along[0] + line[1] * along[1] + line[2] * along[2])
+        left = square - _square(*_along(line, middle, along))
         # A voxel on the sphere is not lost to rounding: whether it is inside is seen below.
         half = math.sqrt(max(left * share, 0.0)) + 1e-6
         begin = max(math.ceil(z + middle - half), first)
         end = min(math.floor(z + middle + half), last)
-        low[j] = begin + (not _square(*_along(corner, begin - z, along)) <= square)
-        high[j] = end - (not _square(*_along(corner, end - z, along)) <= square)
+        low[j] = begin + (not _square(*_along(line, begin - z, along)) <= square)
+        high[j] = end - (not _square(*_along(line, end - z, along)) <= square)
 
 
 @jit
@@ -185,22 +172,27 @@ def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, vox
     folded = False
     for d in range(3):
         folded |= box[d, 1] - box[d, 0] >= shape[d]
-    along = step[0, 2], step[1, 2], step[2, 2]
-    dx, first = plane - at[0], box[1, 0]
-    spans = spans[:, : max(0, box[1, 1] - first + 1)]
-    _intersect(dx, first - at[1], at[2], box[2, 0], box[2, 1], square, step, spans)
+    down, across, along = (
+        (step[0, 0], step[1, 0], step[2, 0]),
+        (step[0, 1], step[1, 1], step[2, 1]),
+        (step[0, 2], step[1, 2], step[2, 2]),
+    )
+    first = box[1, 0]
+    corner = _along(_along((0.0, 0.0, 0.0), plane - at[0], down), first - at[1], across)
+    lows, highs = spans[0, : box[1, 1] - first + 1], spans[1, : box[1, 1] - first + 1]
+    _intersect(corner, across, along, at[2], box[2, 0], box[2, 1], square, lows, highs)
     rows, row = (plane % shape[0]) * shape[1], first % shape[1]
-    for j in range(spans.shape[1]):
-        low, high = spans[0, j], spans[1, j]
-        corner = _corner(dx, first - at[1] + j, step)
+    for j in range(len(lows)):
+        low, high = lows[j], highs[j]
+        line = _along(corner, j, across)
         if folded:
-            while low <= high and not _nearest(_along(corner, low - at[2], along), images):
+            while low <= high and not _nearest(_along(line, low - at[2], along), images):
                 low += 1
-            while low <= high and not _nearest(_along(corner, high - at[2], along), images):
+            while low <= high and not _nearest(_along(line, high - at[2], along), images):
                 high -= 1
         if low <= high:
             for k in range(low, high + 1, RAMP):
-                x, y, z = _along(corner, k - at[2], along)
+                x, y, z = _along(line, k - at[2], along)
                 write_ramp(w[0], voxels + k - low, x, along[0])
                 write_ramp(w[1], voxels + k - low, y, along[1])
                 write_ramp(w[2], voxels + k - low, z, along[2])
