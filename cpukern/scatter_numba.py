@@ -14,10 +14,12 @@ import numpy as np
 
 from cpukern.jit import jit
 from cpukern.threads import in_parallel, threads_for
-from cpukern.vectors_numba import add_run, copy_run
+from cpukern.vectors_numba import add_run, copy_run, fetch
 from fusedops._registry import register
 from fusedops.scatter import ScatterPlan
 
+# Planes that are read ahead: of a cube there are few in a part, and what is next is elsewhere.
+_AHEAD = 4
 # Elements of cubes and map that pay for handing a share to another thread.
 _GRAIN = 1 << 16
 
@@ -37,6 +39,8 @@ def _find_runs(offsets, runs):
 @jit
 def _parts(low, high, rows, part_ptr, part_size, wa, offsets, cube, grid, back):
     nx, plane = wa.shape[1], offsets.shape[1]
+    flat = cube.reshape(-1)
+    line = 64 // cube.itemsize
     runs = np.empty(plane + 1, np.int64)
     for p in range(low, high):
         first = p * part_size
@@ -46,6 +50,8 @@ def _parts(low, high, rows, part_ptr, part_size, wa, offsets, cube, grid, back):
         found, count = -1, 0
         for at in range(part_ptr[p], part_ptr[p + 1]):
             row = rows[at]
+            ahead = rows[min(at + _AHEAD, part_ptr[p + 1] - 1)]
+            fetch(cube, ahead, line)
             c = row // nx
             if c != found:
                 found, count = c, _find_runs(offsets[c], runs)
@@ -55,9 +61,9 @@ def _parts(low, high, rows, part_ptr, part_size, wa, offsets, cube, grid, back):
                 begin, end = max(first, o), min(last, o + runs[r + 1] - runs[r])
                 v = row * plane + runs[r] + begin - o
                 if begin < end and back:
-                    copy_run(cube, v, grid, begin, end - begin)
+                    copy_run(flat, v, grid, begin, end - begin)
                 elif begin < end:
-                    add_run(grid, begin, cube, v, end - begin)
+                    add_run(grid, begin, flat, v, end - begin)
 
 
 def in_shares(work: Callable[[int, int], None], ends: np.ndarray, grain: int) -> None:
@@ -74,7 +80,16 @@ def _run(plan: ScatterPlan, cube: np.ndarray, grid: np.ndarray, back: bool) -> N
     rows, part_ptr, part_size = plan.bins()
     count, *plane = plan.wbwc.shape
     offsets = plan.wbwc.reshape(count, plane[0] * plane[1])
-    arguments = rows, part_ptr, part_size, plan.wa, offsets, cube.reshape(-1), grid, back
+    arguments = (
+        rows,
+        part_ptr,
+        part_size,
+        plan.wa,
+        offsets,
+        cube.reshape(plan.wa.size, offsets.shape[1]),
+        grid,
+        back,
+    )
     ends = part_ptr * offsets.shape[1] + part_size * np.arange(len(part_ptr))
     in_shares(lambda low, high: _parts(low, high, *arguments), ends, _GRAIN)
 
