@@ -37,7 +37,7 @@ def _find_runs(offsets, runs):
 
 
 @jit
-def _parts(low, high, rows, part_ptr, part_size, wa, offsets, cube, grid, back):
+def _parts(low, high, rows, part_ptr, part_size, wa, offsets, cube, grid, cleared, back):
     nx, plane = wa.shape[1], offsets.shape[1]
     flat = cube.reshape(-1)
     line = 64 // cube.itemsize
@@ -45,8 +45,7 @@ def _parts(low, high, rows, part_ptr, part_size, wa, offsets, cube, grid, back):
     for p in range(low, high):
         first = p * part_size
         last = min(first + part_size, len(grid))
-        if not back:
-            grid[first:last] = 0
+        cleared[first:last] = 0
         found, count = -1, 0
         for at in range(part_ptr[p], part_ptr[p + 1]):
             row = rows[at]
@@ -88,6 +87,8 @@ def _run(plan: ScatterPlan, cube: np.ndarray, grid: np.ndarray, back: bool) -> N
         offsets,
         cube.reshape(plan.wa.size, offsets.shape[1]),
         grid,
+        # What a gather reads may be read-only.
+        np.empty(0, grid.dtype) if back else grid,
         back,
     )
     ends = part_ptr * offsets.shape[1] + part_size * np.arange(len(part_ptr))
