@@ -22,7 +22,7 @@ from cpukern.threads import get_num_threads, in_parallel
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
 from fusedops._arrays import double
 from fusedops._registry import register
-from fusedops.density import SLACK, Lattice, Scatterers, bad_atoms
+from fusedops.density import SLACK, Lattice, Scatterers
 
 # Exponentials that pay for handing a share to another thread.
 _GRAIN = 1 << 14
@@ -80,33 +80,82 @@ def _exp2_of(x):
 
 
 @jit
-def _set_up(low, high, xyz, b, amplitudes, widths, radius, good, to_grid, shape, at, box, forms):
-    """Write where atoms are, in voxels, their boxes and Gaussians; an empty box for a bad atom."""
+def _is_good(xyz, b, occupancy, amplitudes, widths, radius):
+    """Return what `fusedops.density.bad_atoms` says of an atom, in float64, the other way round."""
+    total = occupancy + radius
+    for x in xyz:
+        total += x
+    for x in b:
+        total += x
+    least = math.inf
+    for g in range(len(widths)):
+        total += np.float64(widths[g]) + amplitudes[g]
+        least = min(least, np.float64(widths[g]))
+    if not (math.isfinite(total) and radius >= 0):
+        return False
+    if len(b) == 1:
+        return least + b[0] > 0
+    scale = 8 * math.pi**2
+    x, y, z = least + scale * b[0], least + scale * b[1], least + scale * b[2]
+    d, e, f = scale * b[3], scale * b[4], scale * b[5]
+    second = x * y - d * d
+    third = z * second - x * f * f - y * e * e + 2 * d * e * f
+    return x > 0 and second > 0 and third > 0
+
+
+@jit
+def _set_up(
+    low,
+    high,
+    xyz,
+    b,
+    occupancy,
+    amplitudes,
+    widths,
+    radius,
+    to_grid,
+    shape,
+    at,
+    box,
+    sizes,
+    square,
+    share,
+    forms,
+):
+    """Write where atoms are, in voxels, their boxes and Gaussians; an empty box for a bad atom.
+
+    Of a box, `sizes` are the voxels of a plane and of all.
+    """
     for a in range(low, high):
-        box[a, :, 0], box[a, :, 1] = 0, -1
-        forms[a] = 0
-        if not good[a]:
+        reach, share[a] = np.float64(radius[a]), occupancy[a]
+        at[a], box[a, :, 0], box[a, :, 1], sizes[a], forms[a] = 0, 0, -1, 0, 0
+        square[a] = reach * reach * (1 + SLACK)
+        if not _is_good(xyz[a], b[a], share[a], amplitudes[a], widths[a], reach):
+            share[a] = 0
             continue
         for d in range(3):
             x = to_grid[d, 0] * xyz[a, 0] + to_grid[d, 1] * xyz[a, 1] + to_grid[d, 2] * xyz[a, 2]
             x -= math.floor(x / shape[d]) * shape[d]
             norm = to_grid[d, 0] ** 2 + to_grid[d, 1] ** 2 + to_grid[d, 2] ** 2
-            reach = radius[a] * math.sqrt(norm) * (1 + SLACK)
+            far = reach * math.sqrt(norm) * (1 + SLACK)
             at[a, d] = x
-            box[a, d, 0], box[a, d, 1] = math.ceil(x - reach), math.floor(x + reach)
+            box[a, d, 0], box[a, d, 1] = math.ceil(x - far), math.floor(x + far)
+        sizes[a, 0] = (box[a, 1, 1] - box[a, 1, 0] + 1) * (box[a, 2, 1] - box[a, 2, 0] + 1)
+        sizes[a, 1] = (box[a, 0, 1] - box[a, 0, 0] + 1) * sizes[a, 0]
         for g in range(widths.shape[1]):
             if b.shape[1] == 1:
-                c = 4 * math.pi**2 / (widths[a, g] + b[a, 0])
+                c = 4 * math.pi**2 / (np.float64(widths[a, g]) + b[a, 0])
                 forms[a, g, 0] = amplitudes[a, g] * (c / math.pi) * math.sqrt(c / math.pi)
                 forms[a, g, 1] = c
                 continue
+            width, scale = np.float64(widths[a, g]), 2 * math.pi**2
             xx, yy, zz, xy, xz, yz = (
-                widths[a, g] / 4 + 2 * math.pi**2 * b[a, 0],
-                widths[a, g] / 4 + 2 * math.pi**2 * b[a, 1],
-                widths[a, g] / 4 + 2 * math.pi**2 * b[a, 2],
-                2 * math.pi**2 * b[a, 3],
-                2 * math.pi**2 * b[a, 4],
-                2 * math.pi**2 * b[a, 5],
+                width / 4 + scale * b[a, 0],
+                width / 4 + scale * b[a, 1],
+                width / 4 + scale * b[a, 2],
+                scale * b[a, 3],
+                scale * b[a, 4],
+                scale * b[a, 5],
             )
             pxx, pxy, pxz = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
             det = xx * pxx + xy * pxy + xz * pxz
@@ -453,26 +502,24 @@ def _prepare(
     xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
     """Return atoms, the lattice with the size of a thread's buffers, and how much atoms cost."""
-    tensors = scatterers.tensors
-    constants = scatterers.arrays(xyz) if tensors is None else tensors
-    # Also of tensors of 16 bits, of which NumPy does not know all.
-    amplitudes, widths, radius = (np.asarray(double(array)) for array in constants)
-    xyz, b, occupancy = (double(array) for array in (xyz, b, occupancy))
-    good = ~bad_atoms(xyz, b, occupancy, amplitudes, widths, radius)
-    occupancy = np.where(good, occupancy, 0.0)
+    if scatterers.tensors is None:
+        constants = scatterers.arrays(xyz)
+    else:
+        # Of 16 bits NumPy does not know all kinds.
+        constants = [double(tensor).numpy() for tensor in scatterers.tensors]
     b = b if b.ndim == 2 else b[:, None]
-    count, gaussians = widths.shape
-    at, box = np.zeros((count, 3)), np.empty((count, 3, 2), np.int64)
+    given = [np.ascontiguousarray(array) for array in (xyz, b, occupancy, *constants)]
+    count, gaussians = given[4].shape
+    at, box, sizes = np.empty((count, 3)), np.empty((count, 3, 2), np.int64), np.empty((count, 2))
+    square, share = np.empty((2, count))
     forms = np.empty((count, gaussians, 1 + b.shape[1]))
-    arguments = xyz, b, amplitudes, widths, radius, good, lattice.to_grid, lattice.shape
-    in_parallel(lambda low, high: _set_up(low, high, *arguments, at, box, forms), count, _ATOMS)
-    extent = box[:, :, 1] - box[:, :, 0] + 1
-    most = int(_BATCH + extent[:, 1:].prod(1).max(initial=0) + _BLOCK)
-    square = radius * radius * (1 + SLACK)
+    arguments = *given, lattice.to_grid, lattice.shape, at, box, sizes, square, share, forms
+    in_parallel(lambda low, high: _set_up(low, high, *arguments), count, _ATOMS)
+    most = int(_BATCH + sizes[:, 0].max(initial=0) + _BLOCK)
     images = lattice.images @ lattice.step.T
     # A sphere is half of its box.
-    costs = gaussians * extent.prod(1) // 2
-    return (at, box, square, occupancy, forms), (lattice.step, images, lattice.shape, most), costs
+    costs = 0.5 * gaussians * sizes[:, 1]
+    return (at, box, square, share, forms), (lattice.step, images, lattice.shape, most), costs
 
 
 @register("gaussian_density", "numba")
