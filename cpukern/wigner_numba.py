@@ -13,11 +13,10 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.extending import intrinsic
 
 from cpukern.jit import jit
 from cpukern.threads import in_parallel
+from cpukern.vectors_numba import fetch
 from fusedops._registry import register
 from fusedops.wigner import degree_of, degrees
 
@@ -34,34 +33,6 @@ _inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
 _fused = _inlined(fastmath={"contract"})
 # Sums over channels run in vectors; a NaN stays one.
 _reordered = _inlined(fastmath={"contract", "reassoc"})
-
-
-@intrinsic
-def _prefetch(typing_context, rows, r, c):
-    """Begin to read the cache line of rows[r, c]."""
-
-    def generate(context, builder, signature, arguments):
-        array = context.make_array(rows)(context, builder, arguments[0])
-        width = builder.extract_value(array.shape, 1)
-        at = builder.add(builder.mul(arguments[1], width), arguments[2])
-        address = builder.bitcast(builder.gep(array.data, [at]), ir.IntType(8).as_pointer())
-        i32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-        # To be read, into the nearest cache, as data.
-        builder.call(function, [address, i32(0), i32(3), i32(1)])
-        return context.get_dummy_value()
-
-    index = numba.types.intp
-    return numba.types.void(rows, index, index), generate
-
-
-@_inlined()
-def _fetch(rows, r, line):
-    """Begin to read row r: what the processor foresees ends with a page, and not in an order."""
-    if len(rows):
-        for c in range(0, rows.shape[1], line):
-            _prefetch(rows, r, c)
 
 
 @_fused
@@ -164,8 +135,8 @@ def _ends(
                 e = _within(orders[h, at], E)
                 n = _within(nodes[h, e], N)
                 ahead = _within(orders[h, min(at + 1, orders.shape[1] - 1)], E)
-                _fetch(wigner, ahead, line)
-                _fetch(on_wigner, ahead, line)
+                fetch(wigner, ahead, line)
+                fetch(on_wigner, ahead, line)
                 if h == 0 and len(on_wigner):
                     for i in range(on_wigner.shape[1]):
                         on_wigner[e, i] = 0
@@ -177,8 +148,8 @@ def _ends(
                     for k in range(kept):
                         rows[k] = (e * M + own[l, k]) * ends + slot
                         next_row = (ahead * M + own[l, k]) * ends + slot
-                        _fetch(message, next_row, line)
-                        _fetch(on_message, next_row, line)
+                        fetch(message, next_row, line)
+                        fetch(on_message, next_row, line)
                         for j in range(size):
                             w[k * size + j] = scale * wigner[e, start + k * step_k + j * step_j]
                     if len(on_message):

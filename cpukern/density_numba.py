@@ -1,0 +1,563 @@
+"""The density of atoms on the CPU in Numba: the voxels of an atom in vectors, along lines of z.
+
+A line meets an atom's sphere in an interval. The vectors from the atom to the voxels of many lines
+lie one after the other, so that exponentials run in whole vectors. Maps are summed by owners of
+slabs of planes, in the order of the atoms, and gradients by owners of atoms, so that the thread
+count changes no bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+from cpukern.jit import jit
+from cpukern.scatter_numba import in_shares
+from cpukern.threads import get_num_threads, in_parallel
+from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
+from fusedops._arrays import double
+from fusedops._registry import register
+from fusedops.density import SLACK, Lattice, Scatterers
+
+# Exponentials that pay for handing a share to another thread.
+_GRAIN = 1 << 14
+# Atoms whose Gaussians do.
+_ATOMS = 1 << 10
+# Voxels that are worth a loop over them: with their vectors they are in the first-level cache.
+_BATCH = 1024
+# A batch is filled up to a multiple of this, at least four vectors.
+_BLOCK = 32
+# Bytes of a slab: it should be in the second-level cache.
+_SLAB = 1 << 19
+# Slabs for every thread, so that shares are even.
+_SLABS = 4
+
+_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
+_fused = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
+# Sums over voxels run in vectors.
+_reordered = _inlined(fastmath={"contract", "reassoc"})
+
+
+def _polynomial(degree: int, dtype: Any) -> tuple[Any, ...]:
+    """Return coefficients of 2^x for |x| <= 1/2, the highest first."""
+    fitted = np.polynomial.Chebyshev.interpolate(np.exp2, degree, domain=[-0.5, 0.5])
+    return tuple(fitted.convert(kind=np.polynomial.Polynomial).coef[::-1].astype(dtype))
+
+
+# Good to 2e-8 and 1.5e-15: exponents are no better.
+_SINGLE, _DOUBLE = _polynomial(6, np.float32), _polynomial(10, np.float64)
+
+
+def _exp2(x):
+    """Return 2^x for x <= 0: of branches or calls nothing would run in vectors."""
+
+
+@overload(_exp2, jit_options=_fused)
+def _exp2_of(x):
+    def single(x):
+        a, b, c, d, e, f, g = _SINGLE
+        x = max(x, np.float32(-126))
+        n = np.int32(x - np.float32(0.5))
+        x -= np.float32(n)
+        value = (((((a * x + b) * x + c) * x + d) * x + e) * x + f) * x + g
+        return value * np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+
+    def double(x):
+        a, b, c, d, e, f, g, h, i, j, k = _DOUBLE
+        x = max(x, -1022.0)
+        n = np.int64(np.int32(x - 0.5))
+        x -= np.float64(n)
+        value = (((((a * x + b) * x + c) * x + d) * x + e) * x + f) * x + g
+        value = (((value * x + h) * x + i) * x + j) * x + k
+        return value * np.int64((n + 1023) << 52).view(np.float64)
+
+    return single if x == numba.types.float32 else double
+
+
+@jit
+def _is_good(xyz, b, occupancy, amplitudes, widths, radius):
+    """Return what `fusedops.density.bad_atoms` says of an atom, in float64, the other way round."""
+    total = occupancy + radius
+    for x in xyz:
+        total += x
+    for x in b:
+        total += x
+    least = math.inf
+    for g in range(len(widths)):
+        total += np.float64(widths[g]) + amplitudes[g]
+        least = min(least, np.float64(widths[g]))
+    if not (math.isfinite(total) and radius >= 0):
+        return False
+    if len(b) == 1:
+        return least + b[0] > 0
+    scale = 8 * math.pi**2
+    x, y, z = least + scale * b[0], least + scale * b[1], least + scale * b[2]
+    d, e, f = scale * b[3], scale * b[4], scale * b[5]
+    second = x * y - d * d
+    third = z * second - x * f * f - y * e * e + 2 * d * e * f
+    return x > 0 and second > 0 and third > 0
+
+
+@jit
+def _set_up(
+    low,
+    high,
+    xyz,
+    b,
+    occupancy,
+    amplitudes,
+    widths,
+    radius,
+    to_grid,
+    shape,
+    at,
+    box,
+    sizes,
+    square,
+    share,
+    forms,
+):
+    """Write where atoms are, in voxels, their boxes and Gaussians; an empty box for a bad atom.
+
+    Of a box, `sizes` are the voxels of a plane and of all.
+    """
+    for a in range(low, high):
+        reach, share[a] = np.float64(radius[a]), occupancy[a]
+        at[a], box[a, :, 0], box[a, :, 1], sizes[a], forms[a] = 0, 0, -1, 0, 0
+        square[a] = reach * reach * (1 + SLACK)
+        if not _is_good(xyz[a], b[a], share[a], amplitudes[a], widths[a], reach):
+            share[a] = 0
+            continue
+        for d in range(3):
+            x = to_grid[d, 0] * xyz[a, 0] + to_grid[d, 1] * xyz[a, 1] + to_grid[d, 2] * xyz[a, 2]
+            x -= math.floor(x / shape[d]) * shape[d]
+            norm = to_grid[d, 0] ** 2 + to_grid[d, 1] ** 2 + to_grid[d, 2] ** 2
+            far = reach * math.sqrt(norm) * (1 + SLACK)
+            at[a, d] = x
+            box[a, d, 0], box[a, d, 1] = math.ceil(x - far), math.floor(x + far)
+        sizes[a, 0] = (box[a, 1, 1] - box[a, 1, 0] + 1) * (box[a, 2, 1] - box[a, 2, 0] + 1)
+        sizes[a, 1] = (box[a, 0, 1] - box[a, 0, 0] + 1) * sizes[a, 0]
+        for g in range(widths.shape[1]):
+            if b.shape[1] == 1:
+                c = 4 * math.pi**2 / (np.float64(widths[a, g]) + b[a, 0])
+                forms[a, g, 0] = amplitudes[a, g] * (c / math.pi) * math.sqrt(c / math.pi)
+                forms[a, g, 1] = c
+                continue
+            width, scale = np.float64(widths[a, g]), 2 * math.pi**2
+            xx, yy, zz, xy, xz, yz = (
+                width / 4 + scale * b[a, 0],
+                width / 4 + scale * b[a, 1],
+                width / 4 + scale * b[a, 2],
+                scale * b[a, 3],
+                scale * b[a, 4],
+                scale * b[a, 5],
+            )
+            pxx, pxy, pxz = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
+            det = xx * pxx + xy * pxy + xz * pxz
+            forms[a, g, 0] = amplitudes[a, g] * math.pi * math.sqrt(math.pi / det)
+            c = math.pi**2 / det
+            forms[a, g, 1] = c * pxx
+            forms[a, g, 2] = c * (xx * zz - xz * xz)
+            forms[a, g, 3] = c * (xx * yy - xy * xy)
+            forms[a, g, 4] = c * pxy
+            forms[a, g, 5] = c * pxz
+            forms[a, g, 6] = c * (xy * xz - xx * yz)
+
+
+@_inlined()
+def _square(x, y, z):
+    return x * x + y * y + z * z
+
+
+@jit
+def _nearest(w, images):
+    """Return whether a vector is the shortest of its images."""
+    x, y, z = w
+    own = _square(x, y, z)
+    for t in images:
+        if not _square(x + t[0], y + t[1], z + t[2]) >= own:
+            return False
+        if not _square(x - t[0], y - t[1], z - t[2]) > own:
+            return False
+    return True
+
+
+@_inlined()
+def _along(corner, d, along):
+    return corner[0] + d * along[0], corner[1] + d * along[1], corner[2] + d * along[2]
+
+
+@_inlined()
+def _intersect(corner, across, along, z, first, last, square, low, high):
+    """Write the first and the last voxel in the sphere of every line of z of a plane.
+
+    Without branches, lines run in vectors.
+    """
+    share = 1 / _square(*along)
+    for j in range(len(low)):
+        line = _along(corner, j, across)
+        middle = -share * (line[0] * along[0] + line[1] * along[1] + line[2] * along[2])
+        left = square - _square(*_along(line, middle, along))
+        # A voxel on the sphere is not lost to rounding: whether it is inside is seen below.
+        half = math.sqrt(max(left * share, 0.0)) + 1e-6
+        begin = max(math.ceil(z + middle - half), first)
+        end = min(math.floor(z + middle + half), last)
+        low[j] = begin + (not _square(*_along(line, begin - z, along)) <= square)
+        high[j] = end - (not _square(*_along(line, end - z, along)) <= square)
+
+
+@jit
+def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, voxels, count):
+    """Append the voxels of a plane of an atom's box, and its lines; return how many there are.
+
+    A line is (first voxel of the row, first z, voxels). All that is inside of it is one interval,
+    as the sphere is convex and so are the vectors that are shorter than their images.
+    """
+    folded = False
+    for d in range(3):
+        folded |= box[d, 1] - box[d, 0] >= shape[d]
+    down, across, along = (
+        (step[0, 0], step[1, 0], step[2, 0]),
+        (step[0, 1], step[1, 1], step[2, 1]),
+        (step[0, 2], step[1, 2], step[2, 2]),
+    )
+    first = box[1, 0]
+    corner = _along(_along((0.0, 0.0, 0.0), plane - at[0], down), first - at[1], across)
+    lows, highs = spans[0, : box[1, 1] - first + 1], spans[1, : box[1, 1] - first + 1]
+    _intersect(corner, across, along, at[2], box[2, 0], box[2, 1], square, lows, highs)
+    rows, row = (plane % shape[0]) * shape[1], first % shape[1]
+    for j in range(len(lows)):
+        low, high = lows[j], highs[j]
+        line = _along(corner, j, across)
+        if folded:
+            while low <= high and not _nearest(_along(line, low - at[2], along), images):
+                low += 1
+            while low <= high and not _nearest(_along(line, high - at[2], along), images):
+                high -= 1
+        if low <= high:
+            for k in range(low, high + 1, RAMP):
+                x, y, z = _along(line, k - at[2], along)
+                write_ramp(w[0], voxels + k - low, x, along[0])
+                write_ramp(w[1], voxels + k - low, y, along[1])
+                write_ramp(w[2], voxels + k - low, z, along[2])
+            n = high - low + 1
+            if not 0 <= low < shape[2]:
+                low %= shape[2]
+            lines[count, 0], lines[count, 1], lines[count, 2] = (rows + row) * shape[2], low, n
+            count += 1
+            voxels += n
+        row = row + 1 if row + 1 < shape[1] else 0
+    return voxels, count
+
+
+@jit
+def _evaluate(w, voxels, scale, forms, value):
+    """Write sums of Gaussians at vectors w."""
+    dtype = value.dtype.type
+    n = -(-voxels // _BLOCK) * _BLOCK
+    x, y, z, value = w[0, :n], w[1, :n], w[2, :n], value[:n]
+    value[:] = 0
+    for form in forms:
+        norm, (a, b, c, d, e, f) = dtype(scale * form[0]), _exponents(form, dtype)
+        if len(form) == 2:
+            for m in range(n):
+                value[m] += norm * _exp2(a * _square(x[m], y[m], z[m]))
+        else:
+            for m in range(n):
+                value[m] += norm * _exp2(_form(x[m], y[m], z[m], a, b, c, d, e, f))
+
+
+@jit
+def _add_moments(w, voxels, g, forms, moments):
+    """Add sums of exponentials times g, over vectors w: of 1, w, and w·w or w wᵀ."""
+    dtype = g.dtype.type
+    n = -(-voxels // _BLOCK) * _BLOCK
+    g[voxels:n] = 0
+    for i in range(len(forms)):
+        sums = _moments(w[0, :n], w[1, :n], w[2, :n], g[:n], forms[i], dtype)
+        for k in range(moments.shape[1]):
+            moments[i, k] += sums[k]
+
+
+@_reordered
+def _moments(x, y, z, g, form, dtype):
+    a, b, c, d, e, f = _exponents(form, dtype)
+    s = sx = sy = sz = sxx = syy = szz = sxy = sxz = syz = dtype(0)
+    if len(form) == 2:
+        for m in range(len(g)):
+            square = _square(x[m], y[m], z[m])
+            t = g[m] * _exp2(a * square)
+            s += t
+            sx += t * x[m]
+            sy += t * y[m]
+            sz += t * z[m]
+            sxx += t * square
+    else:
+        for m in range(len(g)):
+            t = g[m] * _exp2(_form(x[m], y[m], z[m], a, b, c, d, e, f))
+            s += t
+            tx, ty, tz = t * x[m], t * y[m], t * z[m]
+            sx += tx
+            sy += ty
+            sz += tz
+            sxx += tx * x[m]
+            syy += ty * y[m]
+            szz += tz * z[m]
+            sxy += tx * y[m]
+            sxz += tx * z[m]
+            syz += ty * z[m]
+    return s, sx, sy, sz, sxx, syy, szz, sxy, sxz, syz
+
+
+@_inlined()
+def _exponents(form, dtype):
+    """Return -log2(e) P in the working precision, of which an isotropic one has one element."""
+    scale = -1 / math.log(2)
+    if len(form) == 2:
+        a = dtype(scale * form[1])
+        return a, a, a, a, a, a
+    return (
+        dtype(scale * form[1]),
+        dtype(scale * form[2]),
+        dtype(scale * form[3]),
+        dtype(2 * scale * form[4]),
+        dtype(2 * scale * form[5]),
+        dtype(2 * scale * form[6]),
+    )
+
+
+@numba.njit(**_fused)
+def _form(x, y, z, a, b, c, d, e, f):
+    return x * (a * x + d * y + e * z) + y * (b * y + f * z) + c * z * z
+
+
+@jit
+def _slabs(
+    low, high, slab, ptr, atoms, at, box, square, occupancy, forms, step, images, shape, most, out
+):
+    w, value = np.zeros((3, most), out.dtype), np.zeros(most, out.dtype)
+    spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
+    size = shape[1] * shape[2]
+    for s in range(low, high):
+        first, last = s * slab, min((s + 1) * slab, shape[0])
+        out[first * size : last * size] = 0
+        for i in range(ptr[s], ptr[s + 1]):
+            a = atoms[i]
+            voxels = count = 0
+            for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
+                if first <= plane % shape[0] < last:
+                    voxels, count = _add_plane(
+                        plane,
+                        at[a],
+                        box[a],
+                        square[a],
+                        step,
+                        images,
+                        shape,
+                        spans,
+                        w,
+                        lines,
+                        voxels,
+                        count,
+                    )
+                if voxels < _BATCH and plane < box[a, 0, 1]:
+                    continue
+                _evaluate(w, voxels, occupancy[a], forms[a], value)
+                v = 0
+                for line in range(count):
+                    row, z, n = lines[line, 0], lines[line, 1], lines[line, 2]
+                    while n > 0:
+                        m = min(n, shape[2] - z)
+                        add_run(out, row + z, value, v, m)
+                        v, n, z = v + m, n - m, 0
+                voxels = count = 0
+
+
+@jit
+def _atoms(
+    low,
+    high,
+    at,
+    box,
+    square,
+    occupancy,
+    forms,
+    step,
+    images,
+    shape,
+    most,
+    cotangent,
+    on_xyz,
+    on_b,
+    on_occupancy,
+):
+    w, g = np.zeros((3, most), cotangent.dtype), np.zeros(most, cotangent.dtype)
+    spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
+    isotropic = forms.shape[2] == 2
+    moments = np.empty((forms.shape[1], 5 if isotropic else 10))
+    x, b = np.empty(3), np.empty(1 if isotropic else 6)
+    for a in range(low, high):
+        moments[:] = 0
+        voxels = count = 0
+        for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
+            voxels, count = _add_plane(
+                plane, at[a], box[a], square[a], step, images, shape, spans, w, lines, voxels, count
+            )
+            if voxels < _BATCH and plane < box[a, 0, 1]:
+                continue
+            v = 0
+            for line in range(count):
+                row, z, n = lines[line, 0], lines[line, 1], lines[line, 2]
+                while n > 0:
+                    m = min(n, shape[2] - z)
+                    copy_run(g, v, cotangent, row + z, m)
+                    v, n, z = v + m, n - m, 0
+            _add_moments(w, voxels, g, forms[a], moments)
+            voxels = count = 0
+        total = _gradients(forms[a], moments, x, b)
+        if len(on_xyz):
+            on_xyz[a] = occupancy[a] * x
+        if len(on_b):
+            on_b[a] = occupancy[a] * b
+        if len(on_occupancy):
+            on_occupancy[a] = total
+
+
+@jit
+def _gradients(forms, moments, x, b):
+    """Write gradients by x, and by B or U, of an atom of occupancy 1; return its density's sum."""
+    total = 0.0
+    x[:] = 0
+    b[:] = 0
+    for i in range(len(forms)):
+        norm, s = forms[i, 0], moments[i, 0]
+        total += norm * s
+        sx, sy, sz = moments[i, 1], moments[i, 2], moments[i, 3]
+        if len(b) == 1:
+            c = forms[i, 1]
+            x[0] += 2 * norm * c * sx
+            x[1] += 2 * norm * c * sy
+            x[2] += 2 * norm * c * sz
+            b[0] += norm * (c * moments[i, 4] - 1.5 * s) * c / (4 * math.pi**2)
+            continue
+        xx, yy, zz, xy, xz, yz = _symmetric(forms[i], 1)
+        x[0] += 2 * norm * (xx * sx + xy * sy + xz * sz)
+        x[1] += 2 * norm * (xy * sx + yy * sy + yz * sz)
+        x[2] += 2 * norm * (xz * sx + yz * sy + zz * sz)
+        S = _symmetric(moments[i], 4)
+        rows = (xx, xy, xz), (xy, yy, yz), (xz, yz, zz)
+        b[0] += norm * (2 * _between(rows[0], S, rows[0]) - s * xx)
+        b[1] += norm * (2 * _between(rows[1], S, rows[1]) - s * yy)
+        b[2] += norm * (2 * _between(rows[2], S, rows[2]) - s * zz)
+        b[3] += 2 * norm * (2 * _between(rows[0], S, rows[1]) - s * xy)
+        b[4] += 2 * norm * (2 * _between(rows[0], S, rows[2]) - s * xz)
+        b[5] += 2 * norm * (2 * _between(rows[1], S, rows[2]) - s * yz)
+    return total
+
+
+@_inlined()
+def _symmetric(row, at):
+    return row[at], row[at + 1], row[at + 2], row[at + 3], row[at + 4], row[at + 5]
+
+
+@_inlined()
+def _between(p, S, q):
+    """Return p·S·q for a symmetric S."""
+    xx, yy, zz, xy, xz, yz = S
+    return (
+        p[0] * (xx * q[0] + xy * q[1] + xz * q[2])
+        + p[1] * (xy * q[0] + yy * q[1] + yz * q[2])
+        + p[2] * (xz * q[0] + yz * q[1] + zz * q[2])
+    )
+
+
+@jit
+def _bin(box, planes, slab, ends, atoms):
+    """Count the atoms of every slab into `ends`, or list them from there on."""
+    slabs = len(ends)
+    for a in range(len(box)):
+        count = min(box[a, 0, 1] - box[a, 0, 0] + 1, planes)
+        if count <= 0:
+            continue
+        first = box[a, 0, 0] % planes
+        last = first + count - 1
+        own = first // slab
+        # Around the cell once, and no further than where it began.
+        stop = min(last, planes - 1) // slab + 1 + max(0, min((last - planes) // slab + 1, own))
+        for s in range(own, stop):
+            s = s if s < slabs else s - slabs
+            if len(atoms):
+                atoms[ends[s]] = a
+            ends[s] += 1
+
+
+def _prepare(
+    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers
+) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
+    """Return atoms, the lattice with the size of a thread's buffers, and how much atoms cost."""
+    if scatterers.tensors is None:
+        constants = scatterers.arrays(xyz)
+    else:
+        # Of 16 bits NumPy does not know all kinds.
+        constants = [double(tensor).numpy() for tensor in scatterers.tensors]
+    b = b if b.ndim == 2 else b[:, None]
+    given = [np.ascontiguousarray(array) for array in (xyz, b, occupancy, *constants)]
+    count, gaussians = given[4].shape
+    at, box, sizes = np.empty((count, 3)), np.empty((count, 3, 2), np.int64), np.empty((count, 2))
+    square, share = np.empty((2, count))
+    forms = np.empty((count, gaussians, 1 + b.shape[1]))
+    arguments = *given, lattice.to_grid, lattice.shape, at, box, sizes, square, share, forms
+    in_parallel(lambda low, high: _set_up(low, high, *arguments), count, _ATOMS)
+    most = int(_BATCH + sizes[:, 0].max(initial=0) + _BLOCK)
+    images = lattice.images @ lattice.step.T
+    # A sphere is half of its box.
+    costs = 0.5 * gaussians * sizes[:, 1]
+    return (at, box, square, share, forms), (lattice.step, images, lattice.shape, most), costs
+
+
+@register("gaussian_density", "numba")
+def gaussian_density(
+    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers, out: Any
+) -> None:
+    atoms, space, costs = _prepare(xyz, b, occupancy, lattice, scatterers)
+    box, planes = atoms[1], lattice.nx
+    slab = max(1, min(_SLAB // out[0].nbytes, planes // (_SLABS * get_num_threads())))
+    slabs = -(-planes // slab)
+    counts = np.zeros(slabs, np.int64)
+    _bin(box, planes, slab, counts, np.empty(0, np.int64))
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    listed = np.empty(ptr[-1], np.int64)
+    _bin(box, planes, slab, ptr[:-1].copy(), listed)
+    # To clear a voxel costs a 16th of an exponential.
+    ends = ptr * (costs.sum() / max(len(listed), 1))
+    ends += np.arange(slabs + 1) * (slab * out[0].size / 16)
+    arguments = slab, ptr, listed, *atoms, *space, out.reshape(-1)
+    in_shares(lambda low, high: _slabs(low, high, *arguments), ends, _GRAIN)
+
+
+@register("gaussian_density_vjp", "numba")
+def gaussian_density_vjp(
+    xyz: Any,
+    b: Any,
+    occupancy: Any,
+    cotangent: Any,
+    lattice: Lattice,
+    scatterers: Scatterers,
+    on_xyz: Any,
+    on_b: Any,
+    on_occupancy: Any,
+) -> None:
+    atoms, space, costs = _prepare(xyz, b, occupancy, lattice, scatterers)
+    dtype = cotangent.dtype
+    on_xyz = np.empty((0, 3), dtype) if on_xyz is None else on_xyz
+    on_b = np.empty((0, 1), dtype) if on_b is None else on_b.reshape(len(b), -1 if len(b) else 1)
+    on_occupancy = np.empty(0, dtype) if on_occupancy is None else on_occupancy
+    g = np.ascontiguousarray(cotangent).reshape(-1)
+    arguments = *atoms, *space, g, on_xyz, on_b, on_occupancy
+    ends = np.concatenate([[0], np.cumsum(costs)])
+    in_shares(lambda low, high: _atoms(low, high, *arguments), ends, _GRAIN)
