@@ -95,7 +95,7 @@ class ScatterPlan(Packed):
             )
             self._low, self._high = _extremes(self.wbwc)
             self._check(self.wa, self.wbwc)
-            if "torch" in sys.modules:
+            if "torch" in sys.modules and self.wa.flags.writeable and self.wbwc.flags.writeable:
                 # A compiled function would be compiled again where they are first made inside.
                 self.tensors_here()
         else:
@@ -110,16 +110,18 @@ class ScatterPlan(Packed):
     def _check(self, wa: Any, wbwc: Any) -> None:
         if 0 in self.shape:
             return
-        reach = wa + self._low[:, None], wa + self._high[:, None]
-        bad = (reach[0] < 0) | (reach[1] >= self.map_size)
+        low, high = self._low[:, None], self._high[:, None]
+        bad = (wa + low < 0) | (wa + high >= self.map_size)
+        # The sum of two numbers below zero may be none of 64 bits.
+        bad |= (wa < 0) & (low < 0)
         if not bad.any():
             return
         c, i = (int(at[0]) for at in (bad.nonzero() if not is_tensor(bad) else bad.nonzero().T))
-        at = wa[c, i] + wbwc[c]
-        wrong = (at < 0) | (at >= self.map_size)
-        j, k = (int(n[0]) for n in (wrong.nonzero() if not is_tensor(wrong) else wrong.nonzero().T))
+        row = wbwc[c].cpu().numpy() if is_tensor(wbwc) else wbwc[c]
+        at = int(wa[c, i]) + row.astype(object)
+        j, k = (int(n[0]) for n in ((at < 0) | (at >= self.map_size)).nonzero())
         raise IndexError(
-            f"ScatterPlan: wa[{c}, {i}] + wbwc[{c}, {j}, {k}] is {int(at[j, k])}; it should be in "
+            f"ScatterPlan: wa[{c}, {i}] + wbwc[{c}, {j}, {k}] is {at[j, k]}; it should be in "
             f"[0, {self.map_size}), map_size"
         )
 
@@ -138,7 +140,9 @@ class ScatterPlan(Packed):
         if self._bins is None:
             if not hasattr(self, "_low"):
                 self._low, self._high = _extremes(self.wbwc)
-            self._bins = _bins(self.wa, self._low, self._high, self.map_size)
+            # Where cubes have no elements, their planes are not checked, and reach nothing.
+            wa = self.wa[:0] if 0 in self.shape else self.wa
+            self._bins = _bins(wa, self._low[: len(wa)], self._high[: len(wa)], self.map_size)
         return self._bins
 
 
@@ -217,6 +221,7 @@ def _bins(
 def _places(plan: ScatterPlan, like: Any) -> Any:
     """Return the place of every element, (C · nx · ny · nz,)."""
     wa, wbwc = plan.tensors_here() if is_tensor(like) else (plan.wa, plan.wbwc)
+    wa = wa.long() if is_tensor(wa) else wa.astype(np.int64, copy=False)
     return (wa[:, :, None, None] + wbwc[:, None]).reshape(-1)
 
 
@@ -224,7 +229,7 @@ def _scatter_formula(density_cube: Any, plan: ScatterPlan) -> tuple[Any]:
     values = wide(density_cube).reshape(-1)
     out = zeros(values, (plan.map_size,))
     if is_tensor(values):
-        out = out.index_add(0, _places(plan, values).long(), values)
+        out = out.index_add(0, _places(plan, values), values)
     else:
         np.add.at(out, _places(plan, values), values)
     return (cast(out, density_cube),)
@@ -237,13 +242,13 @@ def _gather_formula(grid: Any, plan: ScatterPlan) -> tuple[Any]:
 def _scatter_pullback(
     call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
 ) -> tuple[Any]:
-    return call.other(gather, (cotangents[0],))
+    return (None,) if cotangents[0] is None else call.other(gather, (cotangents[0],))
 
 
 def _gather_pullback(
     call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
 ) -> tuple[Any]:
-    return call.other(scatter, (cotangents[0],))
+    return (None,) if cotangents[0] is None else call.other(scatter, (cotangents[0],))
 
 
 scatter = Primitive(
@@ -254,6 +259,7 @@ scatter = Primitive(
     describe=lambda arrays, static: (((static[0].map_size,), None),),
     formula=_scatter_formula,
     pullback=_scatter_pullback,
+    sixteen_bits=True,
 )
 gather = Primitive(
     "structured_gather",
@@ -263,6 +269,7 @@ gather = Primitive(
     describe=lambda arrays, static: ((static[0].shape, None),),
     formula=_gather_formula,
     pullback=_gather_pullback,
+    sixteen_bits=True,
 )
 
 
