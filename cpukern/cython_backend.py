@@ -11,7 +11,9 @@ from cpukern import isa
 from cpukern.threads import threads_for
 from fusedops._registry import register
 from fusedops.conv import CHUNK
+from fusedops.density import SLACK, Lattice, Scatterers, listed
 from fusedops.planarity import LANES, NO_PLANE
+from fusedops.scatter import ScatterPlan
 from fusedops.wigner import Edges, degree_of, degrees, message_rows
 
 _planarity = isa.load("planarity_cython")
@@ -39,6 +41,17 @@ _rotate = {
 }
 # Numbers of messages that pay for waking a thread, and shares of the work, for any number of these.
 _ROTATION_GRAIN, _SHARES = 1 << 16, 256
+
+_scatter = isa.load("scatter_cython")
+_INDEX = {np.dtype(np.int32): "int", np.dtype(np.int64): "long long"}
+_REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+# Elements of cubes that pay for waking a thread.
+_CUBE_GRAIN = 1 << 16
+
+_density = isa.load("density_cython")
+_ATOM_BYTES, _NUMBERS, _ROW = _density.sizes()
+# Atoms that pay for waking a thread, and slabs of planes of the map, for any number of threads.
+_ATOM_GRAIN, _SLABS = 32, 48
 
 
 def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:
@@ -308,4 +321,133 @@ def edge_wigner(
         None if on_wigner is None else on_wigner.reshape(len(on_wigner), size),
         factors,
         offsets,
+    )
+
+
+def _survey(plan: ScatterPlan) -> tuple[np.ndarray, ...]:
+    """Return the runs of the cubes' rows, and check the plan on the way."""
+    if plan.runs is None:
+        cubes, _, rows, _ = plan.shape
+        first, second = np.empty((2, cubes, rows), np.int64)
+        split = np.empty((cubes, rows), np.int32)
+        reach = np.empty((2, cubes), np.int64)
+        threads = threads_for(plan.wbwc.size, _CUBE_GRAIN)
+        _scatter.survey[_INDEX[plan.wa.dtype]](plan.wbwc, threads, first, second, split, *reach)
+        plan.checked(reach)
+        plan.runs = first, second, split
+    return plan.runs
+
+
+def _move(back: bool, cubes: np.ndarray, grid: np.ndarray, plan: ScatterPlan) -> None:
+    if 0 in cubes.shape:
+        if not back:
+            grid[...] = 0
+        return
+    runs = _survey(plan)
+    planes, pointers, part = plan.bins()
+    threads = threads_for(cubes.size, _CUBE_GRAIN)
+    move = _scatter.move[_INDEX[plan.wa.dtype], _REAL[cubes.dtype]]
+    move(back, plan.wa, plan.wbwc, planes, pointers, part, *runs, cubes, grid, threads)
+
+
+@register("structured_scatter_add", "cython")
+def structured_scatter_add(density_cube: Any, plan: ScatterPlan, out: Any) -> None:
+    _move(False, np.ascontiguousarray(density_cube), out, plan)
+
+
+@register("structured_gather", "cython")
+def structured_gather(grid: Any, plan: ScatterPlan, out: Any) -> None:
+    _move(True, out, np.ascontiguousarray(grid), plan)
+
+
+def _set_up(
+    xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray, lattice: Lattice, scatterers: Scatterers
+) -> tuple[Any, ...]:
+    """Return arrays as kernels take them, and what they find out first of every atom."""
+    arrays = [np.ascontiguousarray(a) for a in (xyz, b.reshape(len(b), -1), occupancy)]
+    amplitudes, widths, radius = (
+        np.ascontiguousarray(a, dtype=np.float64) for a in scatterers.arrays(xyz)
+    )
+    threads = threads_for(len(xyz), _ATOM_GRAIN)
+    atoms = np.empty((len(xyz), _ATOM_BYTES), np.int8)
+    numbers = np.empty((len(xyz), _NUMBERS, widths.shape[1]), xyz.dtype)
+    boxes = np.empty((len(xyz), 3, 2), np.int64)
+    _density.set_up[_REAL[xyz.dtype]](
+        lattice.shape,
+        lattice.step,
+        lattice.to_grid,
+        lattice.images,
+        *arrays,
+        amplitudes,
+        widths,
+        np.minimum(radius, lattice.farthest),
+        SLACK,
+        threads,
+        atoms,
+        numbers,
+        boxes,
+    )
+    return (lattice.shape, lattice.step, lattice.images, atoms, numbers), arrays, boxes, threads
+
+
+def _padded(extent: np.ndarray) -> int:
+    return -(-int(extent.max(initial=1)) // _ROW) * _ROW
+
+
+@register("gaussian_density", "cython")
+def gaussian_density(
+    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers, out: Any
+) -> None:
+    if not len(xyz):
+        out[...] = 0
+        return
+    common, arrays, boxes, threads = _set_up(xyz, b, occupancy, lattice, scatterers)
+    low, high = boxes[..., 0], boxes[..., 1]
+    slab = -(-lattice.nx // _SLABS)
+    scratch = 2 * common[-1].shape[2] + _padded(high[:, 2] - low[:, 2] + 1)
+    _density.splat[_REAL[xyz.dtype]](
+        *common,
+        arrays[2],
+        *listed(low[:, 0], high[:, 0], lattice.nx, slab),
+        slab,
+        out,
+        np.empty((threads, -(-scratch // _ROW) * _ROW), xyz.dtype),
+    )
+
+
+@register("gaussian_density_vjp", "cython")
+def gaussian_density_vjp(
+    xyz: Any,
+    b: Any,
+    occupancy: Any,
+    cotangent: Any,
+    lattice: Lattice,
+    scatterers: Scatterers,
+    on_xyz: Any,
+    on_b: Any,
+    on_occupancy: Any,
+) -> None:
+    if not len(xyz):
+        return
+    common, arrays, boxes, threads = _set_up(xyz, b, occupancy, lattice, scatterers)
+    extent = boxes[..., 1] - boxes[..., 0] + 1
+    most, pitch = int(extent[:, 1].max(initial=1)), _padded(extent[:, 2])
+    G = common[-1].shape[2]
+    scratch = most * (2 * G + 2 + pitch)
+    # What nobody wants is computed all the same: it costs no more than what somebody does.
+    outputs = [
+        np.empty(like.shape, like.dtype) if given is None else given.reshape(like.shape)
+        for given, like in zip((on_xyz, on_b, on_occupancy), arrays, strict=True)
+    ]
+    _density.splat_vjp[_REAL[xyz.dtype]](
+        *common,
+        *arrays[1:],
+        *(np.ascontiguousarray(a, dtype=np.float64) for a in scatterers.arrays(xyz)[:2]),
+        np.ascontiguousarray(cotangent),
+        *outputs,
+        np.empty((threads, -(-scratch // _ROW) * _ROW), xyz.dtype),
+        np.empty((threads, -(-most // 8) * 8), np.intp),
+        np.empty((threads, -(-10 * G // 8) * 8)),
+        most,
+        pitch,
     )

@@ -337,7 +337,9 @@ class Packed:
     @classmethod
     def _read(cls, tensors: Sequence[Any], outside: str, options: dict[str, Any]) -> Packed:
         first, *others = tensors
-        if first.is_cpu or any(tensor.is_inference() for tensor in tensors):
+        if first.is_cpu:
+            return cls.unchecked(*tensors, **options)
+        if any(tensor.is_inference() for tensor in tensors):
             return cls(*tensors, **options)
         where = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
         stamp = cls, where, options
@@ -353,6 +355,11 @@ class Packed:
             read = stamp, [weakref.ref(t) for t in others], cls(*tensors, **options)
             bridge().packed_read[first] = read
         return read[2]
+
+    @classmethod
+    def unchecked(cls, *tensors: Any, **options: Any) -> Packed:
+        """Return the object that tensors on the CPU describe, for one call."""
+        return cls(*tensors, **options)
 
     def sizes(self) -> list[int]:
         """Return the numbers that go with the arrays."""

@@ -108,6 +108,12 @@ class Lattice(Packed):
         """The number of voxels along each edge."""
         return self.nx, self.ny, self.nz
 
+    @property
+    def farthest(self) -> float:
+        """A distance in Å beyond which every voxel has an image that is nearer."""
+        step = self.step if self.device == "cpu" else self.tensors_here()[0].cpu().numpy()
+        return float(np.linalg.norm(step * self.shape, axis=0).sum())
+
 
 def _shortest_images(cell: np.ndarray) -> np.ndarray:
     """Return the lattice vectors (7, 3), up to sign, that bound the Voronoi cell, fractional.
@@ -217,6 +223,26 @@ def atom_radius(b: Any, widths: Any, *, n_sigma: float = 4.0) -> Any:
     return xp.clip(xp.ceil(radius / 0.25) * 0.25, 2.0, 7.0)
 
 
+def listed(low: np.ndarray, high: np.ndarray, planes: int, slab: int) -> tuple[np.ndarray, ...]:
+    """Return for every slab of so many planes the atoms whose boxes reach it, for its owner.
+
+    Boxes (N,) reach from the first to the last plane, wrapped around; one that ends before it
+    begins reaches none. Their numbers come slab after slab and in order; and where each slab's
+    begin.
+    """
+    slabs = -(-planes // slab)
+    first, last = low % planes // slab, high % planes // slab
+    count = (last - first) % slabs + 1
+    count = np.where(high - low + slab >= planes, slabs, count)
+    count = np.where(high < low, 0, count)
+    atoms = np.repeat(np.arange(len(low)), count)
+    begin = np.cumsum(count) - count
+    reached = (first[atoms] + np.arange(len(atoms)) - begin[atoms]) % slabs
+    # NumPy sorts 16-bit integers by counting.
+    order = np.argsort(reached.astype(np.uint16 if slabs <= 1 << 16 else np.int64), kind="stable")
+    return atoms[order], np.concatenate([[0], np.cumsum(np.bincount(reached, minlength=slabs))])
+
+
 def _conditions(
     xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any
 ) -> list[tuple[str, Any, str, Any]]:
@@ -316,17 +342,25 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
         for d, m in enumerate(extent)
     ]
     flat = 0
-    shape = [(slice(None), *(slice(None) if d == e else None for e in range(3))) for d in range(3)]
-    w: Any = 0
+    place = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
     for d, axis in enumerate(axes):
-        flat = flat * lattice.shape[d] + (axis % n[d])[shape[d]]
-        w = w + (axis - at[:, d, None])[shape[d]][..., None] * step[:, d]
+        flat = flat * lattice.shape[d] + (axis % n[d])[place[d]]
+
+    def vectors(shift: Any) -> Any:
+        parts = [
+            (axis + shift[d] - at[:, d, None])[place[d]][..., None] * step[:, d]
+            for d, axis in enumerate(axes)
+        ]
+        return parts[0] + parts[1] + parts[2]
+
+    w = vectors((0, 0, 0))
     square = (w * w).sum(-1)
     inside = square <= (radius * radius * (1 + SLACK))[:, None, None, None]
     if any(m > size for m, size in zip(extent, lattice.shape, strict=True)):
-        for image in images @ step.T:
-            inside &= ((w + image) ** 2).sum(-1) >= square
-            inside &= ((w - image) ** 2).sum(-1) > square
+        # From places, not from vectors, so that two images are compared the same way from both.
+        for image in images:
+            inside &= (vectors(image) ** 2).sum(-1) >= square
+            inside &= (vectors(-image) ** 2).sum(-1) > square
     count = len(at)
     return flat.reshape(count, -1), w.reshape(count, -1, 3), inside.reshape(count, -1)
 
@@ -339,6 +373,7 @@ def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> 
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     if not len(good):
         return
+    constants[2] = xp.clip(constants[2], None, lattice.farthest)
     reach = float(xp.amax(constants[2][good]))
     scale = np.abs(np.linalg.norm(_to_grid(lattice), axis=1))
     voxels = math.prod(2 * reach * scale + 2)

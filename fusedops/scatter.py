@@ -81,36 +81,57 @@ class ScatterPlan(Packed):
 
     _fields = ("wa", "wbwc")
     _sizes = ("map_size",)
+    _reach: tuple[Any, Any] | None = None
     _bins: tuple[np.ndarray, np.ndarray, int] | None = None
+    # What a kernel has found out about the rows.
+    runs: tuple[np.ndarray, ...] | None = None
 
     def __init__(self, wa: Any, wbwc: Any, map_size: int, *, copy: bool = True) -> None:
         flag("ScatterPlan", "copy", copy)
+        self._lay_out(wa, wbwc, map_size, copy)
+        self.checked()
+
+    def _lay_out(self, wa: Any, wbwc: Any, map_size: int, copy: bool) -> None:
         wa, wbwc = _indices(wa, wbwc)
         self.map_size = size("ScatterPlan", "map_size", map_size)
         self.device = device_of(wa)
-        if self.device == "cpu":
-            self.wa, self.wbwc = (
-                np.array(a.numpy() if is_tensor(a) else a, order="C", copy=copy or None)
-                for a in (wa, wbwc)
-            )
-            self._low, self._high = _extremes(self.wbwc)
-            self._check(self.wa, self.wbwc)
-            if "torch" in sys.modules and self.wa.flags.writeable and self.wbwc.flags.writeable:
-                # A compiled function would be compiled again where they are first made inside.
-                self.tensors_here()
-        else:
+        if self.device != "cpu":
             torch = sys.modules["torch"]
             with torch.inference_mode(False):
-                self.tensors = [
-                    a.clone() if copy else a for a in (wa.contiguous(), wbwc.contiguous())
-                ]
-            self._low, self._high = _extremes(wbwc)
-            self._check(wa, wbwc)
-
-    def _check(self, wa: Any, wbwc: Any) -> None:
-        if 0 in self.shape:
+                given = (wa.contiguous(), wbwc.contiguous())
+                self.tensors = [array.clone() if copy else array for array in given]
             return
-        low, high = self._low[:, None], self._high[:, None]
+        self.wa, self.wbwc = (
+            np.array(a.numpy() if is_tensor(a) else a, order="C", copy=copy or None)
+            for a in (wa, wbwc)
+        )
+        if "torch" in sys.modules and self.wa.flags.writeable and self.wbwc.flags.writeable:
+            # A compiled function would be compiled again where they are first made inside.
+            self.tensors_here()
+
+    @classmethod
+    def unchecked(cls, wa: Any, wbwc: Any, map_size: int) -> ScatterPlan:
+        """Return a plan around arrays on the CPU, whose values the one who reads them checks."""
+        self = cls.__new__(cls)
+        self._lay_out(wa, wbwc, map_size, copy=False)
+        return self
+
+    def checked(self, reach: Any = None) -> ScatterPlan:
+        """Return this plan, or raise IndexError where an element lies outside of the map.
+
+        `reach` is the smallest and the largest offset of every cube, where somebody knows.
+        """
+        if self._reach is None:
+            here = self.device == "cpu"
+            wa, wbwc = (self.wa, self.wbwc) if here else self.tensors
+            low, high = _extremes(wbwc) if reach is None else reach
+            if 0 not in self.shape:
+                self._check(wa, wbwc, low, high)
+            self._reach = low, high
+        return self
+
+    def _check(self, wa: Any, wbwc: Any, low: Any, high: Any) -> None:
+        low, high = low[:, None], high[:, None]
         bad = (wa + low < 0) | (wa + high >= self.map_size)
         # The sum of two numbers below zero may be none of 64 bits.
         bad |= (wa < 0) & (low < 0)
@@ -138,11 +159,10 @@ class ScatterPlan(Packed):
         many elements a part has.
         """
         if self._bins is None:
-            if not hasattr(self, "_low"):
-                self._low, self._high = _extremes(self.wbwc)
+            low, high = self.checked()._reach
             # Where cubes have no elements, their planes are not checked, and reach nothing.
-            wa = self.wa[:0] if 0 in self.shape else self.wa
-            self._bins = _bins(wa, self._low[: len(wa)], self._high[: len(wa)], self.map_size)
+            count = 0 if 0 in self.shape else len(self.wa)
+            self._bins = _bins(self.wa[:count], low[:count], high[:count], self.map_size)
         return self._bins
 
 
@@ -203,24 +223,23 @@ def _bins(
             break
         shift += 1
     parts = (max(map_size, 1) - 1 >> shift) + 1
-    rows = np.arange(len(first))
-    spread = [(first, rows)]
-    for further in range(1, int((last - first).max(initial=0)) + 1):
-        reached = np.flatnonzero(first + further <= last)
-        spread.append((first[reached] + further, reached))
-    part, rows = (np.concatenate(columns) for columns in zip(*spread, strict=True))
-    if len(spread) > 1:
-        order = np.argsort(rows, kind="stable")
-        part, rows = part[order], rows[order]
+    rows = None
+    if (first != last).any():
+        further = last - first
+        rows = np.repeat(np.arange(len(first)), further + 1)
+        begin = np.cumsum(further + 1) - (further + 1)
+        first = first[rows] + np.arange(len(rows)) - begin[rows]
     # NumPy sorts 16-bit integers by counting.
-    order = np.argsort(part.astype(np.uint16 if parts <= 1 << 16 else np.int64), kind="stable")
-    pointers = np.concatenate([[0], np.cumsum(np.bincount(part, minlength=parts))])
-    return rows[order], pointers, 1 << shift
+    order = np.argsort(first.astype(np.uint16 if parts <= 1 << 16 else np.int64), kind="stable")
+    pointers = np.concatenate([[0], np.cumsum(np.bincount(first, minlength=parts))])
+    return order if rows is None else rows[order], pointers, 1 << shift
 
 
 def _places(plan: ScatterPlan, like: Any) -> Any:
     """Return the place of every element, (C · nx · ny · nz,)."""
     wa, wbwc = plan.tensors_here() if is_tensor(like) else (plan.wa, plan.wbwc)
+    if plan.device == "cpu":
+        plan.checked()
     wa = wa.long() if is_tensor(wa) else wa.astype(np.int64, copy=False)
     return (wa[:, :, None, None] + wbwc[:, None]).reshape(-1)
 
@@ -293,8 +312,8 @@ def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, li
             raise TypeError(f"{name}: {other} is no tensor; it should be one, as {argument} is")
     map_size = size(name, "map_size", map_size)
     if is_tensor(wa) and is_tensor(wbwc):
-        return ScatterPlan.read(name, "wa", wa, wbwc, map_size=map_size, copy=False)
-    return ScatterPlan(wa, wbwc, map_size, copy=False)
+        return ScatterPlan.read(name, "wa", wa, wbwc, map_size=map_size)
+    return ScatterPlan.unchecked(wa, wbwc, map_size)
 
 
 @op(scatter)

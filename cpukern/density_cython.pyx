@@ -1,0 +1,653 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+# cython: initializedcheck=False
+"""The density of atoms on the CPU: planes of the map for the map, atoms for the gradient.
+
+An atom's voxels are taken in rows along z, of which the part inside of its sphere is known, so that
+nothing is tested in the inner loop. A Gaussian is written as exp2(-(q + c t²)) along a row: q, from
+the two other coordinates, is a sum of squares, because the form is that of its Schur complement.
+Map and gradient are summed in an order that doesn't depend on the number of threads.
+"""
+
+from cython.parallel cimport prange, threadid
+from libc.math cimport ceil, floor, isfinite, sqrt
+from libc.string cimport memset
+
+# Explicit vectors, which are one number each where there is no GNU C.
+cdef extern from *:
+    """
+    #include <string.h>
+    #if defined(__GNUC__)
+    /* Vectors wider than the processor's are passed between inline functions alone. */
+    #pragma GCC diagnostic ignored "-Wpsabi"
+    #define LANES_OF(real) ((Py_ssize_t)(64 / sizeof(real)))
+    #define VECTOR(type) __attribute__((vector_size(64), aligned(sizeof(type)), may_alias))
+    #define MASK(integer, condition) ((integer)(condition))
+    #define AS(type, v) ((type)(v))
+    #else
+    #define LANES_OF(real) ((Py_ssize_t)1)
+    #define VECTOR(type)
+    #define MASK(integer, condition) (-(integer)(condition))
+    #define AS(type, v) type##_of(v)
+    #endif
+    typedef float fusedops_floats VECTOR(float);
+    typedef double fusedops_doubles VECTOR(double);
+    typedef unsigned int fusedops_ints VECTOR(unsigned int);
+    typedef unsigned long long fusedops_longs VECTOR(unsigned long long);
+    #if !defined(__GNUC__)
+    static inline float fusedops_floats_of(unsigned int i) { float f; memcpy(&f, &i, 4); return f; }
+    static inline unsigned int fusedops_ints_of(float f) { unsigned int i; memcpy(&i, &f, 4); return i; }
+    static inline double fusedops_doubles_of(unsigned long long i)
+        { double f; memcpy(&f, &i, 8); return f; }
+    static inline unsigned long long fusedops_longs_of(double f)
+        { unsigned long long i; memcpy(&i, &f, 8); return i; }
+    #endif
+    static const float fusedops_lanes_float[16] =
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static const double fusedops_lanes_double[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+    /* 2^x for x <= 0: the whole part goes into the exponent, by what adding a large number leaves in
+       the lowest bits; the rest, at most a half, into a polynomial of least error. */
+    static inline fusedops_floats fusedops_exp2_float(fusedops_floats x) {
+        fusedops_ints kept = MASK(fusedops_ints, x > -126.0f);
+        fusedops_floats y = x + 12582912.0f, f = x - (y - 12582912.0f);
+        fusedops_floats p = f * 0.000154614449f + 0.0013400428f;
+        p = p * f + 0.00961805694f;
+        p = p * f + 0.0555032715f;
+        p = p * f + 0.240226507f;
+        p = p * f + 0.693147182f;
+        p = p * f + 1.0f;
+        return AS(fusedops_floats, (AS(fusedops_ints, p) + (AS(fusedops_ints, y) << 23)) & kept);
+    }
+    static inline fusedops_doubles fusedops_exp2_double(fusedops_doubles x) {
+        fusedops_longs kept = MASK(fusedops_longs, x > -1022.0);
+        fusedops_doubles y = x + 6755399441055744.0, f = x - (y - 6755399441055744.0);
+        fusedops_doubles p = f * 4.4558179083360645e-10 + 7.074194297288521e-09;
+        p = p * f + 1.0178057087733941e-07;
+        p = p * f + 1.3215432535912375e-06;
+        p = p * f + 1.5252733841556773e-05;
+        p = p * f + 0.00015403530463724353;
+        p = p * f + 0.001333355814640647;
+        p = p * f + 0.009618129107587256;
+        p = p * f + 0.055504108664821625;
+        p = p * f + 0.24022650695910158;
+        p = p * f + 0.6931471805599453;
+        p = p * f + 1.0;
+        return AS(fusedops_doubles, (AS(fusedops_longs, p) + (AS(fusedops_longs, y) << 52)) & kept);
+    }
+
+    /* row: the sum of all Gaussians on a row of voxels, up to the next whole vector.
+       moments: sums over rows of one Gaussian times the values there, and times y, z, z², y², yz. */
+    #define DEFINE(real, vector) \\
+    static void fusedops_row_##real( \\
+        real *out, Py_ssize_t n, Py_ssize_t G, const real *q, const real *t, const real *c, \\
+        const real *norm) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real; \\
+        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
+            vector sum = lane - lane, at = lane + (real)k; \\
+            for (Py_ssize_t g = 0; g < G; g++) { \\
+                vector x = at + t[g]; \\
+                sum += norm[g] * fusedops_exp2_##real(-(q[g] + c[g] * x * x)); \\
+            } \\
+            *(vector *)(out + k) = sum; \\
+        } \\
+    } \\
+    static void fusedops_moments_##real( \\
+        Py_ssize_t rows, const Py_ssize_t *n, const real *values, Py_ssize_t pitch, const real *q, \\
+        const real *t, Py_ssize_t G, real c, real norm, const real *y, const real *z, \\
+        double *sums) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real; \\
+        vector s = lane - lane, sy = s, sz = s, szz = s, syy = s, syz = s; \\
+        for (Py_ssize_t r = 0; r < rows; r++) \\
+            for (Py_ssize_t k = 0; k < n[r]; k += LANES_OF(real)) { \\
+                vector at = lane + (real)k, x = at + t[r * G]; \\
+                vector e = norm * fusedops_exp2_##real(-(q[r * G] + c * x * x)); \\
+                e = e * *(const vector *)(values + r * pitch + k); \\
+                vector ez = e * (at + z[r]), ey = e * y[r]; \\
+                s += e; sy += ey; sz += ez; szz += ez * (at + z[r]); syy += ey * y[r]; \\
+                syz += ez * y[r]; \\
+            } \\
+        for (Py_ssize_t l = 0; l < LANES_OF(real); l++) { \\
+            sums[0] += ((real *)&s)[l]; sums[1] += ((real *)&sy)[l]; \\
+            sums[2] += ((real *)&sz)[l]; sums[3] += ((real *)&syy)[l]; \\
+            sums[4] += ((real *)&szz)[l]; sums[5] += ((real *)&syz)[l]; \\
+        } \\
+    }
+    DEFINE(float, fusedops_floats)
+    DEFINE(double, fusedops_doubles)
+    """
+    void row_float "fusedops_row_float"(
+        float* out, Py_ssize_t n, Py_ssize_t G, const float* q, const float* t, const float* c,
+        const float* norm,
+    ) noexcept nogil
+    void row_double "fusedops_row_double"(
+        double* out, Py_ssize_t n, Py_ssize_t G, const double* q, const double* t,
+        const double* c, const double* norm,
+    ) noexcept nogil
+    void moments_float "fusedops_moments_float"(
+        Py_ssize_t rows, const Py_ssize_t* n, const float* values, Py_ssize_t pitch,
+        const float* q, const float* t, Py_ssize_t G, float c, float norm, const float* y,
+        const float* z, double* sums,
+    ) noexcept nogil
+    void moments_double "fusedops_moments_double"(
+        Py_ssize_t rows, const Py_ssize_t* n, const double* values, Py_ssize_t pitch,
+        const double* q, const double* t, Py_ssize_t G, double c, double norm, const double* y,
+        const double* z, double* sums,
+    ) noexcept nogil
+
+cdef enum:
+    # A vector of float32; rows are padded to as many numbers.
+    LANES = 16
+    # Numbers of a Gaussian: norm, c, Schur complement xx, xy, yy, and slopes of its centre by x and y.
+    NUMBERS = 7
+
+cdef double PI = 3.141592653589793
+cdef double LOG2_E = 1.4426950408889634
+
+ctypedef fused real:
+    float
+    double
+
+# What is known of the grid: the metric |w|² in voxels, as its Schur complement and the rest, as for a
+# Gaussian; and lattice vectors in voxels.
+cdef struct Grid:
+    Py_ssize_t nx
+    Py_ssize_t ny
+    Py_ssize_t nz
+    double step[9]
+    double metric[7]
+    double images[21]
+
+# An atom's box in voxels, which may lie outside of the grid, its place there and its squared radius.
+# `crowded` is the box that an image of it may meet.
+cdef struct Atom:
+    Py_ssize_t low[3]
+    Py_ssize_t high[3]
+    double at[3]
+    double square
+    bint usable
+    bint crowded
+
+
+def sizes():
+    """Return the bytes of an atom, the numbers of a Gaussian, and what rows are padded to."""
+    return sizeof(Atom), NUMBERS, LANES
+
+
+cdef void schur(const double* form, double* numbers) noexcept nogil:
+    """Write a form xx, yy, zz, xy, xz, yz as c (z + u x + v y)² and what is left."""
+    numbers[1] = form[2]
+    numbers[5] = form[4] / form[2]
+    numbers[6] = form[5] / form[2]
+    numbers[2] = form[0] - form[4] * numbers[5]
+    numbers[3] = form[3] - form[4] * numbers[6]
+    numbers[4] = form[1] - form[5] * numbers[6]
+
+
+cdef void in_voxels(const double* step, const double* P, double* form) noexcept nogil:
+    """Write stepᵀ P step, both as xx, yy, zz, xy, xz, yz."""
+    cdef int i, j, k, n
+    cdef double a[9]
+    cdef double full[9]
+    full[0], full[4], full[8] = P[0], P[1], P[2]
+    full[1] = full[3] = P[3]
+    full[2] = full[6] = P[4]
+    full[5] = full[7] = P[5]
+    for i in range(3):
+        for j in range(3):
+            a[3 * i + j] = 0
+            for k in range(3):
+                a[3 * i + j] += full[3 * i + k] * step[3 * k + j]
+    for n in range(6):
+        i = n if n < 3 else (0 if n < 5 else 1)
+        j = n if n < 3 else (1 if n == 3 else 2)
+        form[n] = 0
+        for k in range(3):
+            form[n] += step[3 * k + i] * a[3 * k + j]
+
+
+cdef double invert(const double* M, double* inverse) noexcept nogil:
+    """Write the inverse of a symmetric matrix xx, yy, zz, xy, xz, yz, and return its determinant."""
+    cdef double det
+    cdef int n
+    inverse[0] = M[1] * M[2] - M[5] * M[5]
+    inverse[1] = M[0] * M[2] - M[4] * M[4]
+    inverse[2] = M[0] * M[1] - M[3] * M[3]
+    inverse[3] = M[4] * M[5] - M[3] * M[2]
+    inverse[4] = M[3] * M[5] - M[4] * M[1]
+    inverse[5] = M[3] * M[4] - M[0] * M[5]
+    det = M[0] * inverse[0] + M[3] * inverse[3] + M[4] * inverse[4]
+    for n in range(6):
+        inverse[n] = inverse[n] / det
+    return det
+
+
+cdef double gaussian(
+    const real* b, bint anisotropic, double amplitude, double width, double* P
+) noexcept nogil:
+    """Write the form P of a Gaussian, Å⁻², as xx, yy, zz, xy, xz, yz, and return its norm."""
+    cdef double M[6]
+    cdef double det
+    cdef int n
+    if anisotropic:
+        for n in range(6):
+            M[n] = 2 * PI * PI * b[n] + (0.25 * width if n < 3 else 0)
+        det = invert(M, P)
+        for n in range(6):
+            P[n] = PI * PI * P[n]
+        return amplitude * PI * sqrt(PI / det)
+    memset(P, 0, 6 * sizeof(double))
+    P[0] = P[1] = P[2] = 4 * PI * PI / (width + b[0])
+    return amplitude * P[0] / PI * sqrt(P[0] / PI)
+
+
+cdef bint positive(const real* b, bint anisotropic, double least) noexcept nogil:
+    """Whether the sharpest Gaussian has a width in every direction."""
+    cdef double m[6]
+    cdef double second
+    cdef int n
+    if not anisotropic:
+        return least + b[0] > 0
+    for n in range(6):
+        m[n] = 8 * PI * PI * b[n] + (least if n < 3 else 0)
+    second = m[0] * m[1] - m[3] * m[3]
+    return m[0] > 0 and second > 0 and (
+        m[2] * second - m[0] * m[5] * m[5] - m[1] * m[4] * m[4] + 2 * m[3] * m[4] * m[5] > 0
+    )
+
+
+cdef void set_atom(
+    const Grid* grid, const double* to_grid, const real* x, const real* b, bint anisotropic,
+    double occupancy, const double* amplitudes, const double* widths, Py_ssize_t G, double radius,
+    double slack, Atom* atom, real* numbers,
+) noexcept nogil:
+    """Write what the loops over voxels need to know of an atom; no box for one without density."""
+    cdef double total = occupancy + x[0] + x[1] + x[2] + radius, least = widths[0], reach, norm
+    cdef double P[6]
+    cdef double form[6]
+    cdef double found[NUMBERS]
+    cdef Py_ssize_t size, g
+    cdef int d, n
+    memset(atom, 0, sizeof(Atom))
+    for d in range(3):
+        atom.high[d] = -1
+    for n in range(6 if anisotropic else 1):
+        total = total + b[n]
+    for g in range(G):
+        total = total + amplitudes[g] + widths[g]
+        least = min(least, widths[g])
+    if not isfinite(total) or not radius >= 0 or not positive(b, anisotropic, least):
+        return
+    atom.usable = True
+    atom.square = radius * radius * (1 + slack)
+    for d in range(3):
+        size = grid.nx if d == 0 else grid.ny if d == 1 else grid.nz
+        reach = 0
+        for n in range(3):
+            atom.at[d] += to_grid[3 * d + n] * x[n]
+            reach += to_grid[3 * d + n] * to_grid[3 * d + n]
+        atom.at[d] -= floor(atom.at[d] / size) * size
+        reach = radius * sqrt(reach) * (1 + slack)
+        atom.low[d] = <Py_ssize_t>ceil(atom.at[d] - reach)
+        atom.high[d] = <Py_ssize_t>floor(atom.at[d] + reach)
+        atom.crowded |= atom.high[d] - atom.low[d] + 1 > size
+    for g in range(G):
+        norm = gaussian(b, anisotropic, amplitudes[g], widths[g], P)
+        in_voxels(grid.step, P, form)
+        schur(form, found)
+        found[0] = norm
+        for n in range(1, 5):
+            found[n] = LOG2_E * found[n]
+        for n in range(NUMBERS):
+            numbers[n * G + g] = <real>found[n]
+
+
+cdef double distance(
+    const Grid* grid, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
+) noexcept nogil:
+    cdef double dx = x - at[0], dy = y - at[1], dz = z - at[2], total = 0, w
+    cdef int i
+    for i in range(3):
+        w = dx * grid.step[3 * i] + dy * grid.step[3 * i + 1] + dz * grid.step[3 * i + 2]
+        total = total + w * w
+    return total
+
+
+cdef bint nearest(
+    const Grid* grid, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
+) noexcept nogil:
+    """Whether no image of a voxel is nearer; of two alike, the first counts."""
+    cdef double own = distance(grid, at, x, y, z)
+    cdef Py_ssize_t i, a, b, c
+    for i in range(7):
+        a = <Py_ssize_t>grid.images[3 * i]
+        b = <Py_ssize_t>grid.images[3 * i + 1]
+        c = <Py_ssize_t>grid.images[3 * i + 2]
+        if distance(grid, at, x + a, y + b, z + c) < own:
+            return False
+        if distance(grid, at, x - a, y - b, z - c) <= own:
+            return False
+    return True
+
+
+cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
+    at = at % size
+    return at + size if at < 0 else at
+
+
+cdef inline Py_ssize_t row_inside(
+    const Grid* grid, const Atom* atom, double dx, double dy, Py_ssize_t* first
+) noexcept nogil:
+    """Return how many voxels of a row are inside of an atom's sphere, and where they begin."""
+    cdef double left = atom.square - (
+        grid.metric[2] * dx * dx + 2 * grid.metric[3] * dx * dy + grid.metric[4] * dy * dy
+    )
+    cdef double half, middle
+    if left < 0:
+        return 0
+    half = sqrt(left / grid.metric[1])
+    middle = atom.at[2] - grid.metric[5] * dx - grid.metric[6] * dy
+    first[0] = <Py_ssize_t>ceil(middle - half)
+    return <Py_ssize_t>floor(middle + half) - first[0] + 1
+
+
+cdef inline void set_row(
+    const real* numbers, Py_ssize_t G, double dx, double dy, double z, real* q, real* t
+) noexcept nogil:
+    """Write q and the first t of all Gaussians on the row at (dx, dy) that begins at z."""
+    cdef Py_ssize_t g
+    cdef real x = <real>dx, y = <real>dy
+    for g in range(G):
+        q[g] = x * (x * numbers[2 * G + g] + 2 * y * numbers[3 * G + g]) + (
+            y * y * numbers[4 * G + g]
+        )
+        t[g] = <real>z + x * numbers[5 * G + g] + y * numbers[6 * G + g]
+
+
+cdef void some_planes(
+    const Grid* grid, Py_ssize_t low, Py_ssize_t high, const long long* listed, Py_ssize_t count,
+    const Atom* atoms, const real* numbers, const real* occupancy, Py_ssize_t G, real* out,
+    real* scratch,
+) noexcept nogil:
+    """Write the planes low to high of the map, whose atoms are listed."""
+    cdef Py_ssize_t n, plane, x, y, z, first = 0, length, k, take, done
+    cdef const Atom* atom
+    cdef const real* own
+    cdef double dx, dy
+    cdef real* q = scratch
+    cdef real* t = scratch + G
+    cdef real* values = scratch + 2 * G
+    cdef real* to
+    memset(out + low * grid.ny * grid.nz, 0, (high - low) * grid.ny * grid.nz * sizeof(real))
+    for n in range(count):
+        atom = atoms + listed[n]
+        own = numbers + listed[n] * NUMBERS * G
+        for x in range(atom.low[0], atom.high[0] + 1):
+            plane = wrapped(x, grid.nx)
+            if plane < low or plane >= high:
+                continue
+            dx = x - atom.at[0]
+            for y in range(atom.low[1], atom.high[1] + 1):
+                dy = y - atom.at[1]
+                length = row_inside(grid, atom, dx, dy, &first)
+                if length <= 0:
+                    continue
+                set_row(own, G, dx, dy, first - atom.at[2], q, t)
+                if real is float:
+                    row_float(values, length, G, q, t, own + G, own)
+                else:
+                    row_double(values, length, G, q, t, own + G, own)
+                if atom.crowded:
+                    for k in range(length):
+                        if not nearest(grid, atom.at, x, y, first + k):
+                            values[k] = 0
+                to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
+                z = wrapped(first, grid.nz)
+                done = 0
+                while done < length:
+                    take = min(length - done, grid.nz - z)
+                    for k in range(take):
+                        to[z + k] += occupancy[listed[n]] * values[done + k]
+                    done = done + take
+                    z = 0
+
+
+cdef void pull_back(
+    const Grid* grid, const Atom* atom, const real* numbers, const real* b, bint anisotropic,
+    double occupancy, const double* amplitudes, const double* widths, Py_ssize_t G,
+    const real* cotangent, real* on_x, real* on_b, real* on_occupancy, real* scratch,
+    Py_ssize_t* lengths, Py_ssize_t most, Py_ssize_t pitch, double* moments,
+) noexcept nogil:
+    """Write an atom's gradients, from moments of every Gaussian times the cotangent."""
+    cdef Py_ssize_t x, y, z, g, rows, first = 0, length, k, take, done
+    cdef int i, j, n
+    cdef double dx, dy, trace
+    cdef real* q = scratch
+    cdef real* t = q + most * G
+    cdef real* ys = t + most * G
+    cdef real* zs = ys + most
+    cdef real* values = zs + most
+    cdef const real* given
+    cdef double s[6]
+    cdef double P[6]
+    cdef double W[9]
+    cdef double Pw[3]
+    cdef double PW[9]
+    cdef double total = 0
+    cdef double sum_x[3]
+    cdef double sum_b[6]
+    cdef double* m
+    memset(moments, 0, 10 * G * sizeof(double))
+    memset(sum_x, 0, sizeof(sum_x))
+    memset(sum_b, 0, sizeof(sum_b))
+    for x in range(atom.low[0], atom.high[0] + 1):
+        dx = x - atom.at[0]
+        rows = 0
+        for y in range(atom.low[1], atom.high[1] + 1):
+            dy = y - atom.at[1]
+            length = row_inside(grid, atom, dx, dy, &first)
+            if length <= 0:
+                continue
+            set_row(numbers, G, dx, dy, first - atom.at[2], q + rows * G, t + rows * G)
+            ys[rows] = <real>dy
+            zs[rows] = <real>(first - atom.at[2])
+            lengths[rows] = length
+            given = cotangent + (wrapped(x, grid.nx) * grid.ny + wrapped(y, grid.ny)) * grid.nz
+            z = wrapped(first, grid.nz)
+            done = 0
+            while done < length:
+                take = min(length - done, grid.nz - z)
+                for k in range(take):
+                    values[rows * pitch + done + k] = given[z + k]
+                done = done + take
+                z = 0
+            for k in range(length, (length + LANES - 1) // LANES * LANES):
+                values[rows * pitch + k] = 0
+            if atom.crowded:
+                for k in range(length):
+                    if not nearest(grid, atom.at, x, y, first + k):
+                        values[rows * pitch + k] = 0
+            rows = rows + 1
+        for g in range(G):
+            memset(s, 0, sizeof(s))
+            if real is float:
+                moments_float(
+                    rows, lengths, values, pitch, q + g, t + g, G, numbers[G + g], numbers[g], ys,
+                    zs, s,
+                )
+            else:
+                moments_double(
+                    rows, lengths, values, pitch, q + g, t + g, G, numbers[G + g], numbers[g], ys,
+                    zs, s,
+                )
+            # 1, x, y, z, xx, yy, zz, xy, xz, yz.
+            m = moments + 10 * g
+            m[0] += s[0]
+            m[1] += dx * s[0]
+            m[2] += s[1]
+            m[3] += s[2]
+            m[4] += dx * dx * s[0]
+            m[5] += s[3]
+            m[6] += s[4]
+            m[7] += dx * s[1]
+            m[8] += dx * s[2]
+            m[9] += s[5]
+    for g in range(G if atom.usable else 0):
+        m = moments + 10 * g
+        gaussian(b, anisotropic, amplitudes[g], widths[g], P)
+        total = total + m[0]
+        for i in range(3):
+            W[i] = 0
+            for j in range(3):
+                W[i] += grid.step[3 * i + j] * m[1 + j]
+        Pw[0] = P[0] * W[0] + P[3] * W[1] + P[4] * W[2]
+        Pw[1] = P[3] * W[0] + P[1] * W[1] + P[5] * W[2]
+        Pw[2] = P[4] * W[0] + P[5] * W[1] + P[2] * W[2]
+        for i in range(3):
+            sum_x[i] += 2 * Pw[i]
+        # Second moments in Å².
+        squares(grid.step, m + 4, W)
+        if not anisotropic:
+            trace = W[0] + W[1] + W[2]
+            sum_b[0] += (P[0] * trace - 1.5 * m[0]) / (widths[g] + b[0])
+            continue
+        squares_of(P, W, PW)
+        for n in range(6):
+            sum_b[n] += (2 if n < 3 else 4) * (PW[n] - 0.5 * m[0] * P[n])
+    for i in range(3):
+        on_x[i] = <real>(occupancy * sum_x[i]) if atom.usable else 0
+    for n in range(6 if anisotropic else 1):
+        on_b[n] = <real>(occupancy * sum_b[n]) if atom.usable else 0
+    on_occupancy[0] = <real>total
+
+
+cdef void squares(const double* step, const double* form, double* out) noexcept nogil:
+    """Write step S stepᵀ, both as xx, yy, zz, xy, xz, yz."""
+    cdef double turned[9]
+    cdef int i, j
+    for i in range(3):
+        for j in range(3):
+            turned[3 * i + j] = step[3 * j + i]
+    in_voxels(turned, form, out)
+
+
+cdef void squares_of(const double* P, const double* form, double* out) noexcept nogil:
+    """Write P S P, all as xx, yy, zz, xy, xz, yz."""
+    cdef double full[9]
+    full[0], full[4], full[8] = P[0], P[1], P[2]
+    full[1] = full[3] = P[3]
+    full[2] = full[6] = P[4]
+    full[5] = full[7] = P[5]
+    in_voxels(full, form, out)
+
+
+cdef Grid grid_of(shape, const double[:, ::1] step, const double[:, ::1] images):
+    cdef Grid grid
+    cdef double unit[6]
+    cdef double form[6]
+    cdef int i
+    grid.nx, grid.ny, grid.nz = shape
+    for i in range(9):
+        grid.step[i] = step[i // 3, i % 3]
+    for i in range(21):
+        grid.images[i] = images[i // 3, i % 3]
+    for i in range(6):
+        unit[i] = i < 3
+    in_voxels(grid.step, unit, form)
+    schur(form, grid.metric)
+    return grid
+
+
+def set_up(
+    # IN
+    shape,
+    const double[:, ::1] step,
+    const double[:, ::1] to_grid,
+    const double[:, ::1] images,
+    const real[:, ::1] xyz,
+    const real[:, ::1] b,
+    const real[::1] occupancy,
+    const double[:, ::1] amplitudes,
+    const double[:, ::1] widths,
+    const double[::1] radius,
+    double slack,
+    int threads,
+    # OUT: atoms as bytes; Gaussians; and the boxes' first and last voxels
+    char[:, ::1] atoms,
+    real[:, :, ::1] numbers,
+    long long[:, :, ::1] boxes,
+):
+    cdef Grid grid = grid_of(shape, step, images)
+    cdef Py_ssize_t count = xyz.shape[0], G = widths.shape[1], n
+    cdef Atom* atom
+    cdef int d
+    for n in prange(count, num_threads=threads, schedule="static", nogil=True):
+        atom = <Atom*>&atoms[n, 0]
+        set_atom(
+            &grid, &to_grid[0, 0], &xyz[n, 0], &b[n, 0], b.shape[1] == 6, occupancy[n],
+            &amplitudes[n, 0], &widths[n, 0], G, radius[n], slack, atom, &numbers[n, 0, 0],
+        )
+        for d in range(3):
+            boxes[n, d, 0] = atom.low[d]
+            boxes[n, d, 1] = atom.high[d]
+
+
+def splat(
+    # IN: of every slab of planes the atoms that reach it
+    shape,
+    const double[:, ::1] step,
+    const double[:, ::1] images,
+    const char[:, ::1] atoms,
+    const real[:, :, ::1] numbers,
+    const real[::1] occupancy,
+    const long long[::1] listed,
+    const long long[::1] pointers,
+    Py_ssize_t thickness,
+    # OUT
+    real[:, :, ::1] out,
+    # Scratch, a row for every thread
+    real[:, ::1] scratch,
+):
+    cdef Grid grid = grid_of(shape, step, images)
+    cdef Py_ssize_t slabs = pointers.shape[0] - 1, G = numbers.shape[2], s
+    cdef int threads = scratch.shape[0]
+    for s in prange(slabs, num_threads=threads, schedule="dynamic", nogil=True):
+        some_planes(
+            &grid, s * thickness, min((s + 1) * thickness, grid.nx), &listed[0] + pointers[s],
+            pointers[s + 1] - pointers[s], <const Atom*>&atoms[0, 0], &numbers[0, 0, 0],
+            &occupancy[0], G, &out[0, 0, 0], &scratch[threadid(), 0],
+        )
+
+
+def splat_vjp(
+    # IN
+    shape,
+    const double[:, ::1] step,
+    const double[:, ::1] images,
+    const char[:, ::1] atoms,
+    const real[:, :, ::1] numbers,
+    const real[:, ::1] b,
+    const real[::1] occupancy,
+    const double[:, ::1] amplitudes,
+    const double[:, ::1] widths,
+    const real[:, :, ::1] cotangent,
+    # OUT
+    real[:, ::1] on_xyz,
+    real[:, ::1] on_b,
+    real[::1] on_occupancy,
+    # Scratch, a row for every thread; and the most rows and voxels of a row of an atom's plane
+    real[:, ::1] scratch,
+    Py_ssize_t[:, ::1] lengths,
+    double[:, ::1] moments,
+    Py_ssize_t most,
+    Py_ssize_t pitch,
+):
+    cdef Grid grid = grid_of(shape, step, images)
+    cdef Py_ssize_t count = on_xyz.shape[0], G = numbers.shape[2], n
+    cdef int threads = scratch.shape[0]
+    for n in prange(count, num_threads=threads, schedule="dynamic", chunksize=16, nogil=True):
+        pull_back(
+            &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], &b[n, 0], b.shape[1] == 6,
+            occupancy[n], &amplitudes[n, 0], &widths[n, 0], G, &cotangent[0, 0, 0],
+            &on_xyz[n, 0], &on_b[n, 0], &on_occupancy[n], &scratch[threadid(), 0],
+            &lengths[threadid(), 0], most, pitch, &moments[threadid(), 0],
+        )
