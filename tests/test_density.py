@@ -65,6 +65,11 @@ def backend(request):
     return available("numpy", request.param)[1]
 
 
+@pytest.fixture(params=EXACT)
+def exact(request):
+    return available("numpy", request.param)[1]
+
+
 @pytest.fixture(params=["cython", "numba", "numpy", "torch"])
 def torch_backend(request):
     """One that serves tensors on the CPU."""
@@ -119,10 +124,10 @@ CELLS = {
     "triclinic": ([[6.0, 2.0, -3.0], [0.0, 5.0, 2.0], [0.0, 0.0, 5.0]], (8, 7, 6), 2.1),
     "very skewed": ([[4.0, 14.5, -9.3], [0.0, 4.0, 7.7], [0.0, 0.0, 4.0]], (7, 6, 8), 1.8),
     "left-handed": ([[0.3, 5.0, -2.0], [6.0, -1.0, 0.5], [1.0, 2.0, 5.5]], (8, 7, 6), 2.2),
-    "smaller than the sphere": (np.diag([3.0, 3.3, 2.9]), (6, 7, 5), 6.0),
-    "skewed and smaller": ([[3.0, 1.0, -1.4], [0.0, 3.0, 5.1], [0.0, 0.0, 2.8]], (6, 5, 7), 5.0),
+    "smaller than the sphere": (np.diag([3.0, 3.3, 2.9]), (6, 7, 5), 4.0),
+    "skewed and smaller": ([[3.0, 1.0, -1.4], [0.0, 3.0, 5.1], [0.0, 0.0, 2.8]], (6, 5, 7), 4.0),
     "thin": (np.diag([3.0, 12.0, 4.0]), (5, 18, 6), 2.5),
-    "of one voxel": ([[6.0, 2.0, -3.0], [0.0, 5.0, 2.0], [0.0, 0.0, 5.0]], (1, 1, 1), 9.0),
+    "of one voxel": ([[6.0, 2.0, -3.0], [0.0, 5.0, 2.0], [0.0, 0.0, 5.0]], (1, 1, 1), 7.0),
 }
 
 
@@ -154,7 +159,7 @@ def brute_vectors(p):
 
 def brute(p):
     """Return the map, by a sum over everything."""
-    xyz, b, occupancy, amplitudes, widths, radius = (a.astype(np.float64) for a in p[:6])
+    b, occupancy, amplitudes, widths, radius = (a.astype(np.float64) for a in p[1:6])
     rho = np.zeros(math.prod(p.shape))
     for i, w in enumerate(brute_vectors(p)):
         inside = np.linalg.norm(w, axis=-1) <= radius[i] * (1 + 5e-6)
@@ -332,12 +337,8 @@ def named(leaves):
 @needs_torch
 def test_first_and_second_derivatives(any_torch_backend, anisotropic):
     p = problem("triclinic", 2, anisotropic=anisotropic)
-    if anisotropic:
-        # Where a difference's step in the sixth component is still a step of one symmetric matrix.
-        p.b[:, 3:] *= 0.5
     function = function_of(p, any_torch_backend)
-    fast = any_torch_backend == "triton"
-    assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=fast)
+    assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=True)
     assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=True)
 
 
@@ -379,7 +380,7 @@ def test_a_voxel_at_the_very_end_of_the_radius_is_inside(place, dtype, whole):
     cell = np.diag(np.array(shape) * 0.1)
     corner = np.array([[4, 5, 6]]) + whole * np.array([[-12, 26, 14]])
     atoms = [0.1 * corner, np.array([1.0]), np.array([1.0]), np.ones((1, 1)), np.ones((1, 1))]
-    arrays = [a.astype(dtype) for a in (*atoms, [0.1 * steps])]
+    arrays = [np.asarray(a, dtype) for a in (*atoms, [0.1 * steps])]
     p = Problem(*arrays, cell, shape, None)
     grid = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1) - [4, 5, 6]
     inside = (grid**2).sum(-1) <= steps**2
@@ -733,7 +734,6 @@ BAD_LATTICES = {
     "a negative size": (np.eye(3), (4, -5, 6), ValueError, "grid_shape is -5; it should be at lea"),
     "a float size": (np.eye(3), (4, 5.0, 6), TypeError, "grid_shape is a float; it should be an i"),
     "a number of voxels": (np.eye(3), 120, TypeError, "grid_shape is a int; it should be three si"),
-    "text": ("cell", (4, 5, 6), (TypeError, ValueError), "cell"),
 }
 
 
@@ -1075,9 +1075,7 @@ def test_no_cotangent_is_no_gradient(backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exact", EXACT)
 def test_the_number_of_threads_changes_no_bit(exact, anisotropic, dtype, several_threads):
-    available("numpy", exact)
     cell, shape = 3.0 * np.array(CELLS["triclinic"][0]), (40, 33, 50)
     rng = np.random.default_rng(0)
     atoms = [a.astype(dtype) for a in atoms_in(cell, 60, rng, anisotropic=anisotropic)]
@@ -1126,6 +1124,17 @@ def test_transforms(torch_backend, anisotropic):
     want = torch.autograd.grad(loss(*leaves), leaves)
     for got, gradient in zip(torch.func.grad(loss, argnums=(0, 1, 2))(*arrays), want, strict=True):
         assert torch.equal(got, gradient)
+    # The rule's radius is a constant too.
+    rule = gaussian_density(*leaves, *map(tensor, p[3:5]), p.cell, p.shape, backend=torch_backend)
+    want = torch.autograd.grad(rule.sum(), leaves)
+    got = torch.func.grad(
+        lambda *a: gaussian_density(
+            *a, *map(tensor, p[3:5]), p.cell, p.shape, backend=torch_backend
+        ).sum(),
+        argnums=(0, 1, 2),
+    )(*arrays)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
     with pytest.raises(NotImplementedError, match=r"no derivative under torch\.func; torch\.auto"):
         torch.func.jacrev(torch.func.grad(loss))(*arrays)
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
@@ -1138,7 +1147,7 @@ def test_a_map_for_each_of_many_models(torch_backend, anisotropic):
     p = problem(anisotropic=anisotropic)
     arrays = [tensor(array) for array in p.leaves]
     moved = torch.stack([arrays[0], arrays[0] + 0.3])
-    with pytest.raises(TypeError, match="on_bad is 'raise', which has to look at the atoms; insid"):
+    with pytest.raises(TypeError, match="on_bad is 'raise', which has to look at the atoms; insi"):
         torch.vmap(function_of(p, torch_backend), (0, None, None))(moved, *arrays[1:])
     function = function_of(p, torch_backend, on_bad="skip")
     maps = torch.vmap(function, (0, None, None))(moved, *arrays[1:])
@@ -1204,7 +1213,7 @@ def test_what_compiled_code_cannot_do_says_so():
 OPCHECKED = [
     case
     for case in CASES
-    if case.primitive in (density, density_vjp) and case.name in ("small-aniso", "no-atoms-iso")
+    if case.primitive in (density, density_vjp) and case.name in ("triclinic-aniso", "no-atoms-iso")
 ]
 
 
@@ -1262,6 +1271,9 @@ def test_maps_are_those_of_gemmi(backend, anisotropic, dtype):
     structure = gemmi.read_structure(str(UBIQUITIN))
     structure.spacegroup_hm = "P 1"
     atoms = [cra.atom for cra in structure[0].all()]
+    for atom in atoms:
+        # One has none, with which its form factor's constant would be a point.
+        atom.b_iso = atom.b_iso or 5.0
     rng = np.random.default_rng(0)
     b = np.array([atom.b_iso for atom in atoms])
     if anisotropic:
