@@ -391,7 +391,8 @@ def _set_up(
 
 
 def _padded(extent: np.ndarray) -> int:
-    return -(-int(extent.max(initial=1)) // _ROW) * _ROW
+    """Return the largest of some numbers of voxels, up to a whole vector and one more."""
+    return (int(extent.max(initial=1)) // _ROW + 2) * _ROW
 
 
 @register("gaussian_density", "cython")
@@ -404,14 +405,18 @@ def gaussian_density(
     common, arrays, boxes, threads = _set_up(xyz, b, occupancy, lattice, scatterers)
     low, high = boxes[..., 0], boxes[..., 1]
     slab = -(-lattice.nx // _SLABS)
-    scratch = 2 * common[-1].shape[2] + _padded(high[:, 2] - low[:, 2] + 1)
+    most, pitch = _padded(high[:, 1] - low[:, 1] + 1), _padded(high[:, 2] - low[:, 2] + 1)
+    scratch = pitch + (most + pitch) * common[-1].shape[2]
     _density.splat[_REAL[xyz.dtype]](
         *common,
+        b.ndim == 2,
         arrays[2],
         *listed(low[:, 0], high[:, 0], lattice.nx, slab),
         slab,
         out,
-        np.empty((threads, -(-scratch // _ROW) * _ROW), xyz.dtype),
+        np.empty((threads, scratch), xyz.dtype),
+        most,
+        pitch,
     )
 
 
@@ -431,9 +436,9 @@ def gaussian_density_vjp(
         return
     common, arrays, boxes, threads = _set_up(xyz, b, occupancy, lattice, scatterers)
     extent = boxes[..., 1] - boxes[..., 0] + 1
-    most, pitch = int(extent[:, 1].max(initial=1)), _padded(extent[:, 2])
+    most, pitch = _padded(extent[:, 1]), _padded(extent[:, 2])
     G = common[-1].shape[2]
-    scratch = most * (2 * G + 2 + pitch)
+    scratch = most * (2 * G + 2 + pitch) + G * (pitch + 5 * _ROW)
     # What nobody wants is computed all the same: it costs no more than what somebody does.
     outputs = [
         np.empty(like.shape, like.dtype) if given is None else given.reshape(like.shape)
@@ -445,8 +450,8 @@ def gaussian_density_vjp(
         *(np.ascontiguousarray(a, dtype=np.float64) for a in scatterers.arrays(xyz)[:2]),
         np.ascontiguousarray(cotangent),
         *outputs,
-        np.empty((threads, -(-scratch // _ROW) * _ROW), xyz.dtype),
-        np.empty((threads, -(-most // 8) * 8), np.intp),
+        np.empty((threads, scratch), xyz.dtype),
+        np.empty((threads, most), np.intp),
         np.empty((threads, -(-10 * G // 8) * 8)),
         most,
         pitch,

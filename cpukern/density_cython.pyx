@@ -5,7 +5,10 @@
 An atom's voxels are taken in rows along z, of which the part inside of its sphere is known, so that
 nothing is tested in the inner loop. A Gaussian is written as exp2(-(q + c t²)) along a row: q, from
 the two other coordinates, is a sum of squares, because the form is that of its Schur complement.
-Map and gradient are summed in an order that doesn't depend on the number of threads.
+Where t is the same for all rows of a plane, as it is for isotropic atoms in all cells but those whose
+axes b and c are oblique, both factors are curves that are computed once for a plane, and no exponential
+is left in the inner loop. Map and gradient are summed in an order that doesn't depend on the number
+of threads.
 """
 
 from cython.parallel cimport prange, threadid
@@ -114,7 +117,91 @@ cdef extern from *:
     }
     DEFINE(float, fusedops_floats)
     DEFINE(double, fusedops_doubles)
+
+    /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., up to the next vector.
+       add_rows: a row of the map gets the sum of all Gaussians, weights times curves.
+       contract: sums over rows of one Gaussian's weights, weights times y and weights times the
+       square of the distance from the z axis, times values there; and of these, times the curve
+       along z, all that gradients need, added to five vectors. */
+    #if defined(__GNUC__)
+    #define TAKE(real, lanes) { \\
+        typedef real part __attribute__(( \\
+            vector_size(lanes * sizeof(real)), aligned(sizeof(real)), may_alias)); \\
+        for (; k + lanes <= n; k += lanes) { \\
+            part sum = weights[0] * *(const part *)(curves + k); \\
+            for (Py_ssize_t g = 1; g < G; g++) \\
+                sum += weights[g * rows] * *(const part *)(curves + g * pitch + k); \\
+            *(part *)(to + k) += sum; \\
+        } \\
+    }
+    #else
+    #define TAKE(real, lanes)
+    #endif
+    #define DEFINE_CURVES(real, vector) \\
+    static void fusedops_curve_##real( \\
+        real *out, Py_ssize_t n, real start, real a, real b, real c, real scale) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real; \\
+        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
+            vector s = lane + (start + (real)k); \\
+            *(vector *)(out + k) = scale * fusedops_exp2_##real(-(a + s * (b + c * s))); \\
+        } \\
+    } \\
+    static void fusedops_add_rows_##real( \\
+        real *to, Py_ssize_t n, Py_ssize_t G, const real *weights, Py_ssize_t rows, \\
+        const real *curves, Py_ssize_t pitch) { \\
+        Py_ssize_t k = 0; \\
+        TAKE(real, 16) TAKE(real, 4) \\
+        for (; k < n; k++) { \\
+            real sum = weights[0] * curves[k]; \\
+            for (Py_ssize_t g = 1; g < G; g++) sum += weights[g * rows] * curves[g * pitch + k]; \\
+            to[k] += sum; \\
+        } \\
+    } \\
+    static void fusedops_contract_##real( \\
+        Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
+        const real *y, const real *square, const real *curve, Py_ssize_t n, real x, real start, \\
+        real c, real *sums) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real; \\
+        vector *s = (vector *)sums; \\
+        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
+            vector one = lane - lane, by_y = one, by_square = one; \\
+            for (Py_ssize_t r = 0; r < rows; r++) { \\
+                vector e = weights[r] * *(const vector *)(values + r * pitch + k); \\
+                one += e; by_y += e * y[r]; by_square += e * square[r]; \\
+            } \\
+            vector z = lane + (start + (real)k), e = *(const vector *)(curve + k); \\
+            vector all = e * one; \\
+            s[0] += all; s[1] += x * all; s[2] += e * by_y; s[3] += z * all; \\
+            s[4] += e * by_square + c * z * z * all; \\
+        } \\
+    }
+    DEFINE_CURVES(float, fusedops_floats)
+    DEFINE_CURVES(double, fusedops_doubles)
     """
+    void curve_float "fusedops_curve_float"(
+        float* out, Py_ssize_t n, float start, float a, float b, float c, float scale
+    ) noexcept nogil
+    void curve_double "fusedops_curve_double"(
+        double* out, Py_ssize_t n, double start, double a, double b, double c, double scale
+    ) noexcept nogil
+    void add_rows_float "fusedops_add_rows_float"(
+        float* to, Py_ssize_t n, Py_ssize_t G, const float* weights, Py_ssize_t rows,
+        const float* curves, Py_ssize_t pitch,
+    ) noexcept nogil
+    void add_rows_double "fusedops_add_rows_double"(
+        double* to, Py_ssize_t n, Py_ssize_t G, const double* weights, Py_ssize_t rows,
+        const double* curves, Py_ssize_t pitch,
+    ) noexcept nogil
+    void contract_float "fusedops_contract_float"(
+        Py_ssize_t rows, const float* values, Py_ssize_t pitch, const float* weights,
+        const float* y, const float* square, const float* curve, Py_ssize_t n, float x,
+        float start, float c, float* sums,
+    ) noexcept nogil
+    void contract_double "fusedops_contract_double"(
+        Py_ssize_t rows, const double* values, Py_ssize_t pitch, const double* weights,
+        const double* y, const double* square, const double* curve, Py_ssize_t n, double x,
+        double start, double c, double* sums,
+    ) noexcept nogil
     void row_float "fusedops_row_float"(
         float* out, Py_ssize_t n, Py_ssize_t G, const float* q, const float* t, const float* c,
         const float* norm,
@@ -156,6 +243,7 @@ cdef struct Grid:
     double step[9]
     double metric[7]
     double images[21]
+    bint oblique
 
 # An atom's box in voxels, which may lie outside of the grid, its place there and its squared radius.
 # `crowded` is the box that an image of it may meet.
@@ -363,19 +451,59 @@ cdef inline void set_row(
         t[g] = <real>z + x * numbers[5 * G + g] + y * numbers[6 * G + g]
 
 
+cdef inline void curve(
+    real* out, Py_ssize_t n, double start, double a, double b, double c, double scale
+) noexcept nogil:
+    if real is float:
+        curve_float(out, n, <float>start, <float>a, <float>b, <float>c, <float>scale)
+    else:
+        curve_double(out, n, start, a, b, c, scale)
+
+
+cdef inline void set_curves(
+    const Atom* atom, const real* numbers, Py_ssize_t G, double dx, double scale, Py_ssize_t most,
+    Py_ssize_t pitch, real* weights, real* curves,
+) noexcept nogil:
+    """Write both factors of all Gaussians on a plane: of its rows, and along z."""
+    cdef Py_ssize_t g
+    for g in range(G):
+        curve(
+            weights + g * most, atom.high[1] - atom.low[1] + 1, atom.low[1] - atom.at[1],
+            dx * dx * numbers[2 * G + g], 2 * dx * numbers[3 * G + g], numbers[4 * G + g],
+            scale * numbers[g],
+        )
+        curve(
+            curves + g * pitch, atom.high[2] - atom.low[2] + 1,
+            atom.low[2] - atom.at[2] + dx * numbers[5 * G + g], 0, 0, numbers[G + g], 1,
+        )
+
+
+cdef inline void add_rows(
+    real* to, Py_ssize_t n, Py_ssize_t G, const real* weights, Py_ssize_t rows, const real* curves,
+    Py_ssize_t pitch,
+) noexcept nogil:
+    if real is float:
+        add_rows_float(to, n, G, weights, rows, curves, pitch)
+    else:
+        add_rows_double(to, n, G, weights, rows, curves, pitch)
+
+
 cdef void some_planes(
     const Grid* grid, Py_ssize_t low, Py_ssize_t high, const long long* listed, Py_ssize_t count,
-    const Atom* atoms, const real* numbers, const real* occupancy, Py_ssize_t G, real* out,
-    real* scratch,
+    const Atom* atoms, const real* numbers, bint separable, const real* occupancy, Py_ssize_t G,
+    real* out, real* scratch, Py_ssize_t most, Py_ssize_t pitch,
 ) noexcept nogil:
     """Write the planes low to high of the map, whose atoms are listed."""
     cdef Py_ssize_t n, plane, x, y, z, first = 0, length, k, take, done
     cdef const Atom* atom
     cdef const real* own
     cdef double dx, dy
-    cdef real* q = scratch
-    cdef real* t = scratch + G
-    cdef real* values = scratch + 2 * G
+    cdef real* values = scratch
+    cdef real* q = values + pitch
+    cdef real* t = q + G
+    cdef real* weights = q
+    cdef real* curves = weights + G * most
+    cdef const real* here
     cdef real* to
     memset(out + low * grid.ny * grid.nz, 0, (high - low) * grid.ny * grid.nz * sizeof(real))
     for n in range(count):
@@ -386,29 +514,141 @@ cdef void some_planes(
             if plane < low or plane >= high:
                 continue
             dx = x - atom.at[0]
+            if separable:
+                set_curves(atom, own, G, dx, occupancy[listed[n]], most, pitch, weights, curves)
             for y in range(atom.low[1], atom.high[1] + 1):
                 dy = y - atom.at[1]
                 length = row_inside(grid, atom, dx, dy, &first)
                 if length <= 0:
                     continue
-                set_row(own, G, dx, dy, first - atom.at[2], q, t)
-                if real is float:
-                    row_float(values, length, G, q, t, own + G, own)
+                to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
+                z = wrapped(first, grid.nz)
+                here = weights + y - atom.low[1]
+                if separable and not atom.crowded:
+                    take = min(length, grid.nz - z)
+                    first = first - atom.low[2]
+                    add_rows(to + z, take, G, here, most, curves + first, pitch)
+                    add_rows(to, length - take, G, here, most, curves + first + take, pitch)
+                    continue
+                if separable:
+                    memset(values, 0, length * sizeof(real))
+                    add_rows(
+                        values, length, G, here, most, curves + first - atom.low[2], pitch
+                    )
                 else:
-                    row_double(values, length, G, q, t, own + G, own)
+                    set_row(own, G, dx, dy, first - atom.at[2], q, t)
+                    if real is float:
+                        row_float(values, length, G, q, t, own + G, own)
+                    else:
+                        row_double(values, length, G, q, t, own + G, own)
+                    for k in range(length):
+                        values[k] *= occupancy[listed[n]]
                 if atom.crowded:
                     for k in range(length):
                         if not nearest(grid, atom.at, x, y, first + k):
                             values[k] = 0
-                to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
-                z = wrapped(first, grid.nz)
                 done = 0
                 while done < length:
                     take = min(length - done, grid.nz - z)
                     for k in range(take):
-                        to[z + k] += occupancy[listed[n]] * values[done + k]
+                        to[z + k] += values[done + k]
                     done = done + take
                     z = 0
+
+
+cdef inline void read_row(
+    const Grid* grid, const Atom* atom, Py_ssize_t x, Py_ssize_t y, Py_ssize_t first,
+    Py_ssize_t length, const real* cotangent, real* values,
+) noexcept nogil:
+    """Copy a row of the map, and zeros where an image of the voxel is nearer."""
+    cdef const real* given = cotangent + (
+        wrapped(x, grid.nx) * grid.ny + wrapped(y, grid.ny)
+    ) * grid.nz
+    cdef Py_ssize_t z = wrapped(first, grid.nz), done = 0, take, k
+    while done < length:
+        take = min(length - done, grid.nz - z)
+        for k in range(take):
+            values[done + k] = given[z + k]
+        done = done + take
+        z = 0
+    if atom.crowded:
+        for k in range(length):
+            if not nearest(grid, atom.at, x, y, first + k):
+                values[k] = 0
+
+
+cdef void pull_back_separable(
+    const Grid* grid, const Atom* atom, const real* numbers, double b, double occupancy,
+    const double* widths, Py_ssize_t G, const real* cotangent, real* on_x, real* on_b,
+    real* on_occupancy, real* scratch, Py_ssize_t most, Py_ssize_t pitch,
+) noexcept nogil:
+    """Write an isotropic atom's gradients where factors are curves."""
+    cdef Py_ssize_t x, y, g, r, rows, first = 0, length, lanes = 64 // <Py_ssize_t>sizeof(real)
+    cdef int i
+    cdef double dx, dy, c
+    cdef real* weights = scratch
+    cdef real* curves = weights + G * most
+    cdef real* ys = curves + G * pitch
+    cdef real* squares = ys + most
+    cdef real* sums = squares + most
+    cdef real* values = sums + 5 * G * lanes
+    cdef double s[5]
+    cdef double sum_x[3]
+    cdef double sum_b = 0, total = 0
+    memset(sums, 0, 5 * G * lanes * sizeof(real))
+    memset(sum_x, 0, sizeof(sum_x))
+    rows = atom.high[1] - atom.low[1] + 1
+    for r in range(rows):
+        ys[r] = <real>(atom.low[1] + r - atom.at[1])
+    for x in range(atom.low[0], atom.high[0] + 1):
+        dx = x - atom.at[0]
+        set_curves(atom, numbers, G, dx, 1, most, pitch, weights, curves)
+        memset(values, 0, rows * pitch * sizeof(real))
+        for r in range(rows):
+            y = atom.low[1] + r
+            dy = y - atom.at[1]
+            squares[r] = <real>(
+                dx * dx * grid.metric[2] + 2 * dx * dy * grid.metric[3] + dy * dy * grid.metric[4]
+            )
+            length = row_inside(grid, atom, dx, dy, &first)
+            if length > 0:
+                read_row(
+                    grid, atom, x, y, first, length, cotangent,
+                    values + r * pitch + first - atom.low[2],
+                )
+        for g in range(G):
+            if real is float:
+                contract_float(
+                    rows, values, pitch, weights + g * most, ys, squares, curves + g * pitch,
+                    atom.high[2] - atom.low[2] + 1, <float>dx,
+                    <float>(atom.low[2] - atom.at[2] + dx * grid.metric[5]),
+                    <float>grid.metric[1], sums + 5 * g * lanes,
+                )
+            else:
+                contract_double(
+                    rows, values, pitch, weights + g * most, ys, squares, curves + g * pitch,
+                    atom.high[2] - atom.low[2] + 1, dx,
+                    atom.low[2] - atom.at[2] + dx * grid.metric[5], grid.metric[1],
+                    sums + 5 * g * lanes,
+                )
+    for g in range(G if atom.usable else 0):
+        # 1, x, y, z and |w|², where z is that of the row's place nearest to the atom.
+        for i in range(5):
+            s[i] = 0
+            for r in range(lanes):
+                s[i] += sums[(5 * g + i) * lanes + r]
+        s[3] -= grid.metric[5] * s[1]
+        c = 4 * PI * PI / (widths[g] + b)
+        total = total + s[0]
+        sum_b = sum_b + (c * s[4] - 1.5 * s[0]) / (widths[g] + b)
+        for i in range(3):
+            sum_x[i] += 2 * c * (
+                grid.step[3 * i] * s[1] + grid.step[3 * i + 1] * s[2] + grid.step[3 * i + 2] * s[3]
+            )
+    for i in range(3):
+        on_x[i] = <real>(occupancy * sum_x[i]) if atom.usable else 0
+    on_b[0] = <real>(occupancy * sum_b) if atom.usable else 0
+    on_occupancy[0] = <real>total
 
 
 cdef void pull_back(
@@ -418,7 +658,7 @@ cdef void pull_back(
     Py_ssize_t* lengths, Py_ssize_t most, Py_ssize_t pitch, double* moments,
 ) noexcept nogil:
     """Write an atom's gradients, from moments of every Gaussian times the cotangent."""
-    cdef Py_ssize_t x, y, z, g, rows, first = 0, length, k, take, done
+    cdef Py_ssize_t x, y, g, rows, first = 0, length
     cdef int i, j, n
     cdef double dx, dy, trace
     cdef real* q = scratch
@@ -426,7 +666,6 @@ cdef void pull_back(
     cdef real* ys = t + most * G
     cdef real* zs = ys + most
     cdef real* values = zs + most
-    cdef const real* given
     cdef double s[6]
     cdef double P[6]
     cdef double W[9]
@@ -451,21 +690,10 @@ cdef void pull_back(
             ys[rows] = <real>dy
             zs[rows] = <real>(first - atom.at[2])
             lengths[rows] = length
-            given = cotangent + (wrapped(x, grid.nx) * grid.ny + wrapped(y, grid.ny)) * grid.nz
-            z = wrapped(first, grid.nz)
-            done = 0
-            while done < length:
-                take = min(length - done, grid.nz - z)
-                for k in range(take):
-                    values[rows * pitch + done + k] = given[z + k]
-                done = done + take
-                z = 0
-            for k in range(length, (length + LANES - 1) // LANES * LANES):
-                values[rows * pitch + k] = 0
-            if atom.crowded:
-                for k in range(length):
-                    if not nearest(grid, atom.at, x, y, first + k):
-                        values[rows * pitch + k] = 0
+            memset(
+                values + rows * pitch + length // LANES * LANES, 0, LANES * sizeof(real)
+            )
+            read_row(grid, atom, x, y, first, length, cotangent, values + rows * pitch)
             rows = rows + 1
         for g in range(G):
             memset(s, 0, sizeof(s))
@@ -553,6 +781,7 @@ cdef Grid grid_of(shape, const double[:, ::1] step, const double[:, ::1] images)
     for i in range(6):
         unit[i] = i < 3
     in_voxels(grid.step, unit, form)
+    grid.oblique = form[5] * form[5] > 1e-24 * form[1] * form[2]
     schur(form, grid.metric)
     return grid
 
@@ -598,14 +827,17 @@ def splat(
     const double[:, ::1] images,
     const char[:, ::1] atoms,
     const real[:, :, ::1] numbers,
+    bint anisotropic,
     const real[::1] occupancy,
     const long long[::1] listed,
     const long long[::1] pointers,
     Py_ssize_t thickness,
     # OUT
     real[:, :, ::1] out,
-    # Scratch, a row for every thread
+    # Scratch, a row for every thread; and the most rows, and voxels of a row, of an atom's plane
     real[:, ::1] scratch,
+    Py_ssize_t most,
+    Py_ssize_t pitch,
 ):
     cdef Grid grid = grid_of(shape, step, images)
     cdef Py_ssize_t slabs = pointers.shape[0] - 1, G = numbers.shape[2], s
@@ -614,7 +846,8 @@ def splat(
         some_planes(
             &grid, s * thickness, min((s + 1) * thickness, grid.nx), &listed[0] + pointers[s],
             pointers[s + 1] - pointers[s], <const Atom*>&atoms[0, 0], &numbers[0, 0, 0],
-            &occupancy[0], G, &out[0, 0, 0], &scratch[threadid(), 0],
+            not (anisotropic or grid.oblique), &occupancy[0], G, &out[0, 0, 0],
+            &scratch[threadid(), 0], most, pitch,
         )
 
 
@@ -645,6 +878,13 @@ def splat_vjp(
     cdef Py_ssize_t count = on_xyz.shape[0], G = numbers.shape[2], n
     cdef int threads = scratch.shape[0]
     for n in prange(count, num_threads=threads, schedule="dynamic", chunksize=16, nogil=True):
+        if b.shape[1] == 1 and not grid.oblique:
+            pull_back_separable(
+                &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], b[n, 0], occupancy[n],
+                &widths[n, 0], G, &cotangent[0, 0, 0], &on_xyz[n, 0], &on_b[n, 0],
+                &on_occupancy[n], &scratch[threadid(), 0], most, pitch,
+            )
+            continue
         pull_back(
             &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], &b[n, 0], b.shape[1] == 6,
             occupancy[n], &amplitudes[n, 0], &widths[n, 0], G, &cotangent[0, 0, 0],

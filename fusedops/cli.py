@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,10 @@ from fusedops.structure import (
     planar_groups,
     read_structure,
 )
+
+#: Atoms for each step of the bar of ``fusedops density``, of which there are ten at most: a step
+#: costs an addition of two maps.
+_STEP = 40_000
 
 
 class CommandError(Exception):
@@ -64,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_info(commands)
     _add_planarity(commands)
+    _add_density(commands)
     args = parser.parse_args(argv)
     try:
         code = args.run(args)
@@ -280,12 +287,8 @@ class _Restraint:
     """The planarity restraint of a structure as a function of its coordinates."""
 
     def __init__(self, found: PlanarGroups, fit: str, backend: str | None) -> None:
-        try:
-            asked = forced(backend)
-        except ValueError as error:
-            raise CommandError(error) from None
         self.planes = fusedops.Planes(found.groups)
-        self.options = {"fit": fit, "backend": asked}
+        self.options = {"fit": fit, "backend": _forced(backend)}
 
     def __call__(self, xyz: np.ndarray) -> tuple[float, np.ndarray]:
         value, pullback = fusedops.planarity_nll.vjp(xyz, self.planes, **self.options)
@@ -410,6 +413,172 @@ def _print_report(report: dict[str, Any], file: Any) -> None:
     print(*lines, sep="\n", file=file)
 
 
+def _add_density(commands: Any) -> None:
+    parser = commands.add_parser(
+        "density",
+        help="calculate the density map of a structure",
+        description="Calculate the electron density, or the potential for electrons, of a PDB or "
+        "mmCIF file, and write it as a CCP4 map: of the unit cell with its symmetry, or, where the "
+        "file has no cell, of a box around the atoms.",
+    )
+    parser.set_defaults(run=_density)
+    parser.add_argument("file", metavar="MODEL", help="PDB or mmCIF, also gzipped")
+    parser.add_argument(
+        "--out", required=True, metavar="MAP", help="where to write (.ccp4, .map or .mrc)"
+    )
+    parser.add_argument(
+        "--spacing",
+        type=_number(float, 0.01),
+        default=0.5,
+        metavar="Å",
+        help="largest distance of voxels (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--electron",
+        action="store_true",
+        help="form factors of electron scattering, for cryo-EM, in place of those of X-rays",
+    )
+    reach = parser.add_mutually_exclusive_group()
+    reach.add_argument(
+        "--radius", type=_number(float, 0.1), metavar="Å", help="how far atoms reach"
+    )
+    reach.add_argument(
+        "--n-sigma",
+        type=_number(float, 0.1),
+        default=4.0,
+        metavar="S",
+        help="the same in standard deviations of an atom's widest Gaussian, within 2 to 7 Å "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--margin",
+        type=_number(float, 0),
+        metavar="Å",
+        help="make a box that ends so far from the outermost atoms, whether or not the file has a "
+        "cell (default where it has none: as far as atoms reach, which is also the least)",
+    )
+    parser.add_argument(
+        "--blur",
+        type=_number(float, 0),
+        metavar="Å²",
+        help="add to all B (default: what the sharpest atom lacks to be seen by the voxels, "
+        "B = 72 spacing²)",
+    )
+    parser.add_argument(
+        "--backend", choices=[backend.name for backend in BACKENDS], help="which must compute it"
+    )
+    parser.add_argument("--picture", metavar="PNG", help="draw the three slices in the middle")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _density(args: argparse.Namespace) -> int:
+    _needs("gemmi", "structure")
+    from fusedops import maps
+
+    maps.check_map_name(args.out)
+    if args.picture:
+        _needs("matplotlib", "cli")
+        maps.check_picture_name(args.picture)
+    try:
+        report = _make_map(args, maps)
+    except MemoryError as error:
+        raise CommandError(str(error) or "out of memory") from None
+    if args.json:
+        print(json.dumps(report, indent=1, allow_nan=False))
+    return 0
+
+
+def _margin(asked: float | None, reach: float) -> float:
+    if asked is None:
+        return reach
+    if asked < reach:
+        raise CommandError(
+            f"--margin {asked:g}: atoms reach {reach:g} Å; it should be at least that, or "
+            "--radius smaller"
+        )
+    return asked
+
+
+def _make_map(args: argparse.Namespace, maps: Any) -> dict[str, Any]:
+    show = (lambda line: None) if args.json else functools.partial(print, flush=True)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "read"):
+        structure = read_structure(args.file)
+        atoms = maps.scattering_atoms(structure, electron=args.electron)
+    blur = args.blur
+    if blur is None:
+        blur = atoms.needed_blur(args.spacing)
+    atoms = atoms.blurred(blur)
+    radius = atoms.radius(args.n_sigma)
+    reach = args.radius or float(radius.max())
+    if args.margin is None and structure.gemmi.cell.is_crystal():
+        grid = maps.crystal_grid(structure, args.spacing)
+    else:
+        grid = maps.box_grid(atoms.xyz, args.spacing, _margin(args.margin, reach))
+    symmetry = grid.spacegroup.xhm() if grid.spacegroup else None
+
+    available = maps.available_memory()
+    report = {
+        "file": args.file,
+        "atoms": len(atoms.xyz),
+        "charged": atoms.charged,
+        "form_factors": "electrons" if args.electron else "X-rays",
+        "blur_angstrom2": blur,
+        "largest_radius_angstrom": reach,
+        "cell": list(grid.cell.parameters),
+        "spacegroup": symmetry,
+        "shape": list(grid.shape),
+        "start": list(grid.start),
+        "memory_bytes": grid.memory,
+        "available_bytes": available,
+    }
+    neutral = f", {atoms.charged} charged ones as neutral" if atoms.charged else ""
+    wider = f", B + {blur:.3g} Å² to suit the voxels" if blur and args.blur is None else ""
+    show(f"{len(atoms.xyz)} atoms{neutral}, up to {reach:g} Å far{wider}")
+    lengths = " x ".join(f"{edge:.2f}" for edge in grid.cell.parameters[:3])
+    sizes = " x ".join(map(str, grid.shape))
+    what = f"cell of {symmetry}" if symmetry else "box"
+    there = "" if available is None else f" of {available / 1e6:,.0f} that are available"
+    show(f"{what}, {lengths} Å: {sizes} voxels, {grid.memory / 1e6:,.1f} MB of memory{there}")
+
+    parts = min(10, math.ceil(len(atoms.xyz) / _STEP))
+    backend = _forced(args.backend)
+    with _progress("placing atoms", parts) as advance, _timed(seconds, "density"):
+        ccp4 = maps.density_map(
+            atoms,
+            grid,
+            radius=args.radius,
+            n_sigma=args.n_sigma,
+            backend=backend,
+            parts=parts,
+            advance=advance,
+        )
+    with _timed(seconds, "write"):
+        maps.write_map(args.out, ccp4)
+    unit, sum_unit = ("1/Å²", "Å") if args.electron else ("e/Å³", "electrons")
+    rho = ccp4.grid.array
+    volume = grid.cell.volume / rho.size
+    report |= {
+        "least": float(rho.min()),
+        "largest": float(rho.max()),
+        "integral": float(rho.sum(dtype=np.float64)) * volume,
+        "backend": maps.backend_of(atoms, grid, backend),
+        "map": args.out,
+    }
+    if args.picture:
+        with _timed(seconds, "picture"):
+            maps.draw_slices(args.picture, grid, rho, unit)
+        report["picture"] = args.picture
+    report["seconds"] = seconds
+    show(
+        f"{report['least']:.3g} to {report['largest']:.3g} {unit}, {report['integral']:.6g} "
+        f"{sum_unit} in all, by {report['backend']}"
+    )
+    show(", ".join(f"{name} {value:.3g} s" for name, value in seconds.items()))
+    show(f"wrote {args.out}" + (f" and {args.picture}" if args.picture else ""))
+    return report
+
+
 @contextlib.contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = perf_counter()
@@ -430,6 +599,13 @@ def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
+
+
+def _forced(backend: str | None) -> str | None:
+    try:
+        return forced(backend)
+    except ValueError as error:
+        raise CommandError(error) from None
 
 
 def _needs(package: str, extra: str) -> None:

@@ -120,13 +120,8 @@ class Structure:
         Traceback (most recent call last):
         fusedops.structure.StructureError: flat.xyz: name it .pdb, .ent, .cif or .mmcif (or .gz)
         """
-        kind, target = _kind_of_name(path), Path(os.path.realpath(path))
-        if target.is_dir():
-            raise StructureError(f"{path}: is a folder")
-        if not target.parent.is_dir():
-            raise StructureError(f"{path}: there is no folder {target.parent}")
-        if not os.access(target.parent, os.W_OK | os.X_OK):
-            raise StructureError(f"{path}: no permission to write in {target.parent}")
+        kind = _kind_of_name(path)
+        check_target(path)
         if kind == "PDB" and self._kind != "PDB" and (reason := _why_not_pdb(self.gemmi)):
             raise StructureError(f"{path}: can't be written as PDB: {reason}; use .cif")
 
@@ -178,7 +173,8 @@ class Structure:
             content = _converted(self.gemmi.clone(), xyz[self._order], kind)
         if str(path).lower().endswith(".gz"):
             content = gzip.compress(content, mtime=0)
-        _replace_file(path, content)
+        with replacing(path) as draft, open(draft, "xb") as file:
+            file.write(content)
 
 
 def read_structure(path: str | os.PathLike) -> Structure:
@@ -576,15 +572,57 @@ def _why_not_pdb(structure: Any) -> str | None:
     return None
 
 
-def _replace_file(path: str | os.PathLike, content: bytes) -> None:
+def check_target(path: str | os.PathLike) -> None:
+    """Raise `StructureError` if no file can be written to `path`.
+
+    Parameters
+    ----------
+    path : str or path-like
+
+    Examples
+    --------
+    >>> check_target(".")
+    Traceback (most recent call last):
+    fusedops.structure.StructureError: .: is a folder
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise StructureError(f"{path}: is a folder")
+    if not target.parent.is_dir():
+        raise StructureError(f"{path}: there is no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise StructureError(f"{path}: no permission to write in {target.parent}")
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[str]:
+    """Yield the name of a new file, which takes the place of `path` once it is written.
+
+    Parameters
+    ----------
+    path : str or path-like
+
+    Yields
+    ------
+    str
+
+    Raises
+    ------
+    StructureError
+        The file can't be written; what was at `path` is still there.
+
+    Examples
+    --------
+    >>> with replacing("map.ccp4") as draft:  # doctest: +SKIP
+    ...     Path(draft).write_bytes(content)
+    """
     target = os.path.realpath(path)
     draft = f"{target}.{secrets.token_hex(4)}.tmp"
     try:
-        with open(draft, "xb") as file:
-            file.write(content)
+        yield draft
         os.replace(draft, target)
     except OSError as error:
-        raise StructureError(f"{path}: {error.strerror}") from None
+        raise StructureError(f"{path}: {error.strerror or error}") from None
     finally:
         with contextlib.suppress(OSError):
             os.unlink(draft)

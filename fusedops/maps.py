@@ -1,0 +1,690 @@
+"""The density map of a structure: atoms as `fusedops.gaussian_density` takes them, CCP4 files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fusedops
+from fusedops.density import COMPONENTS, atom_radius, bad_atoms
+from fusedops.structure import Structure, StructureError, _gemmi, check_target, replacing
+
+__all__ = [
+    "MapGrid",
+    "ScatteringAtoms",
+    "available_memory",
+    "backend_of",
+    "box_grid",
+    "check_map_name",
+    "check_memory",
+    "check_picture_name",
+    "crystal_grid",
+    "density_map",
+    "draw_slices",
+    "scattering_atoms",
+    "write_map",
+]
+
+BYTES_PER_VOXEL = 8
+"""A map and a part of it that is added to it, both of 32 bits."""
+
+_ENDINGS = (".ccp4", ".map", ".mrc")
+
+
+@dataclass(frozen=True, eq=False)
+class ScatteringAtoms:
+    """Atoms with their form factors, the first five fields as `fusedops.gaussian_density` has them.
+
+    Attributes
+    ----------
+    xyz : (N, 3) float64 array
+        Å.
+    b : (N,) or (N, 6) float64 array
+        B in Å²; or U in Å², if at least one atom is anisotropic.
+    occupancy : (N,) float64 array
+    amplitudes, widths : (N, G) float64 array
+        Electrons for X-rays, Å for electrons; Å².
+    labels : list of str
+        As those of `fusedops.structure.Structure`.
+    charged : int
+        Atoms that have a charge in the file, which counts for nothing here.
+    """
+
+    xyz: np.ndarray
+    b: np.ndarray
+    occupancy: np.ndarray
+    amplitudes: np.ndarray
+    widths: np.ndarray
+    labels: list[str] = field(repr=False)
+    charged: int
+
+    @property
+    def least_b(self) -> float:
+        """The smallest B of all atoms, in the direction in which an anisotropic one has it, Å²."""
+        if self.b.ndim == 1 or not np.isfinite(self.b).all():
+            return float(self.b.min())
+        return 8 * math.pi**2 * float(np.linalg.eigvalsh(_matrices(self.b)).min())
+
+    def blurred(self, b: float) -> ScatteringAtoms:
+        """Return the atoms with all B larger by `b`, Å².
+
+        Structure factors are then multiplied by exp(-b s²), s = sin θ/λ.
+        """
+        more = b if self.b.ndim == 1 else b / (8 * math.pi**2) * np.array([1, 1, 1, 0, 0, 0])
+        return replace(self, b=self.b + more)
+
+    def needed_blur(self, spacing: float) -> float:
+        """Return what has to be added to B for voxels to see the sharpest atom, Å².
+
+        Parameters
+        ----------
+        spacing : float
+            Of the voxels, Å.
+
+        Returns
+        -------
+        float
+            At least 0.
+
+        Notes
+        -----
+        That every B be 8π² spacing² / 1.1 is the rule of REFMAC5 and gemmi.
+        """
+        return max(0.0, 8 * math.pi**2 * spacing**2 / 1.1 - self.least_b)
+
+    def radius(self, n_sigma: float = 4.0) -> np.ndarray:
+        """Return how far each atom reaches, Å, after a check that all of them have a density.
+
+        Parameters
+        ----------
+        n_sigma : float
+            See `fusedops.density.atom_radius`.
+
+        Returns
+        -------
+        (N,) float64 array
+
+        Raises
+        ------
+        StructureError
+            An atom's B or occupancy isn't finite, or B isn't positive.
+        """
+        with np.errstate(invalid="ignore"):
+            radius = atom_radius(self.b, self.widths, n_sigma=n_sigma)
+        arrays = self.xyz, self.b, self.occupancy, self.amplitudes, self.widths
+        bad = bad_atoms(*arrays, np.zeros(len(radius)))
+        if bad.any():
+            first = int(bad.argmax())
+            name = "B" if self.b.ndim == 1 else "U"
+            raise StructureError(
+                f"{self.labels[first]} has no density: its {name} is {self.b[first].tolist()} Å² "
+                f"and its occupancy {self.occupancy[first]:g} (atoms like it: {bad.sum()}); a blur "
+                "makes sharp atoms wider"
+            )
+        return radius
+
+
+def scattering_atoms(structure: Structure, *, electron: bool = False) -> ScatteringAtoms:
+    """Return the atoms of a structure with their form factors.
+
+    All of the first model are there, with the occupancies of the file: hydrogens, alternative
+    conformations, and, after the others, copies by strict non-crystallographic symmetry that the
+    file leaves out. They are not repeated by crystal symmetry, which `density_map` applies.
+
+    Parameters
+    ----------
+    structure : Structure
+        As `fusedops.structure.read_structure` returns it.
+    electron : bool
+        Whether form factors are those of electron scattering (cryo-EM): five Gaussians [2]_.
+        Otherwise they are those of X-rays: four and a constant, a Gaussian of width 0 [1]_.
+
+    Returns
+    -------
+    ScatteringAtoms
+        In the order of ``structure.xyz``, and in its units.
+
+    Raises
+    ------
+    StructureError
+        An atom's element is unknown, or has no form factor in the table.
+
+    Notes
+    -----
+    Form factors are those of neutral atoms, which is also what gemmi calculates with unless told
+    otherwise.
+
+    References
+    ----------
+    .. [1] International Tables for Crystallography C (1992), table 6.1.1.4.
+    .. [2] International Tables for Crystallography C, table 4.3.2.2; Peng et al., Acta Cryst. A52
+       (1996) 257-276.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> atoms = scattering_atoms(read_structure(files("fusedops") / "data/1ubi.pdb"))
+    >>> atoms.b.shape, atoms.amplitudes.shape
+    ((683,), (683, 5))
+    >>> [round(float(electrons)) for electrons in atoms.amplitudes.sum(1)[:4]]
+    [7, 6, 6, 8]
+    """
+    _gemmi()
+    order = structure._order
+    count = len(order)
+    numbers, charges = np.empty((2, count), dtype=np.int64)
+    b, occupancy, U = np.empty(count), np.empty(count), np.empty((count, 6))
+    elements = {}
+    listed = (atom for chain in structure.gemmi[0] for residue in chain for atom in residue)
+    for k, atom in zip(order.tolist(), listed, strict=True):
+        numbers[k] = atom.element.atomic_number
+        elements.setdefault(atom.element.atomic_number, (atom.element, k))
+        b[k], occupancy[k], charges[k] = atom.b_iso, atom.occ, atom.charge
+        U[k] = atom.aniso.elements_pdb()
+    # gemmi's numbers have 32 bits, and those in the file a few digits.
+    b, occupancy, U = np.round(b, 6), np.round(occupancy, 6), np.round(U, 6)
+    anisotropic = (U != 0).any(axis=1)
+    if anisotropic.any():
+        U[~anisotropic] = b[~anisotropic, None] / (8 * math.pi**2) * [1, 1, 1, 0, 0, 0]
+        b = U
+
+    factors = {
+        number: _form_factor(element, electron, f"{structure.path}: {structure.labels[first]}")
+        for number, (element, first) in elements.items()
+    }
+    table = np.array([factors[number] for number in numbers.tolist()])
+    amplitudes, widths = table.swapaxes(0, 1)
+    atoms = ScatteringAtoms(
+        structure.xyz,
+        b,
+        occupancy,
+        amplitudes,
+        widths,
+        structure.labels,
+        charged=int((charges != 0).sum()),
+    )
+    return _with_copies(atoms, [op.tr for op in structure.gemmi.ncs if not op.given])
+
+
+def _form_factor(element: Any, electron: bool, label: str) -> tuple[list[float], list[float]]:
+    table = element.c4322 if electron else element.it92
+    if element.atomic_number == 0:
+        raise StructureError(f"{label} is of an unknown element")
+    if table is None:
+        kind = "electrons" if electron else "X-rays"
+        raise StructureError(f"{label}: no form factor of {element.name} for {kind} is tabulated")
+    if electron:
+        return table.a, table.b
+    return [*table.a, table.c], [*table.b, 0.0]
+
+
+def _with_copies(atoms: ScatteringAtoms, transforms: list[Any]) -> ScatteringAtoms:
+    if not transforms:
+        return atoms
+    xyz, b = [atoms.xyz], [atoms.b]
+    for transform in transforms:
+        turn = np.array(transform.mat.tolist())
+        xyz.append(atoms.xyz @ turn.T + transform.vec.tolist())
+        if atoms.b.ndim == 1:
+            b.append(atoms.b)
+        else:
+            turned = turn @ _matrices(atoms.b) @ turn.T
+            b.append(np.stack([turned[:, i, j] for i, j in COMPONENTS], axis=1))
+    times = 1 + len(transforms)
+    return ScatteringAtoms(
+        np.concatenate(xyz),
+        np.concatenate(b),
+        np.tile(atoms.occupancy, times),
+        np.tile(atoms.amplitudes, (times, 1)),
+        np.tile(atoms.widths, (times, 1)),
+        atoms.labels * times,
+        atoms.charged * times,
+    )
+
+
+def _matrices(U: np.ndarray) -> np.ndarray:
+    return U[:, [[0, 3, 4], [3, 1, 5], [4, 5, 2]]]
+
+
+@dataclass(frozen=True, eq=False)
+class MapGrid:
+    """Where the voxels of a map are.
+
+    Attributes
+    ----------
+    cell : gemmi.UnitCell
+        The unit cell of a crystal, or the box.
+    spacegroup : gemmi.SpaceGroup or None
+        None for a box.
+    shape : tuple of int
+        Voxels along each edge of the cell.
+    start : tuple of int
+        The first voxel, counted from the origin of the coordinates.
+    """
+
+    cell: Any
+    spacegroup: Any
+    shape: tuple[int, int, int]
+    start: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """The matrix (3, 3) from fractional to Cartesian coordinates, Å."""
+        return np.array(self.cell.orth.mat.tolist())
+
+    @property
+    def origin(self) -> np.ndarray:
+        """Where the first voxel is, (3,), Å."""
+        return self.cell.orth.vec.tolist() + self.matrix @ np.divide(self.start, self.shape)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that `density_map` needs."""
+        return BYTES_PER_VOXEL * math.prod(self.shape)
+
+
+def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
+    """Return a grid for the unit cell of a structure.
+
+    Parameters
+    ----------
+    structure : Structure
+        As `fusedops.structure.read_structure` returns it.
+    spacing : float
+        The largest distance of neighbouring planes of voxels, Å. They are as many more as the space
+        group and fast Fourier transforms ask for.
+
+    Returns
+    -------
+    MapGrid
+
+    Raises
+    ------
+    StructureError
+        The file has no unit cell, or its space group is unknown or doesn't go with the cell.
+    MemoryError
+        The map doesn't fit into memory.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> crystal_grid(read_structure(files("fusedops") / "data/1ubi.pdb"), 0.5).shape
+    (108, 90, 60)
+    """
+    gemmi = _gemmi()
+    model, path = structure.gemmi, structure.path
+    if not model.cell.is_crystal():
+        raise StructureError(f"{path}: it has no unit cell")
+    spacegroup = model.find_spacegroup() if model.spacegroup_hm else gemmi.SpaceGroup("P 1")
+    if spacegroup is None:
+        raise StructureError(f"{path}: the space group {model.spacegroup_hm!r} is unknown")
+    if not model.cell.is_compatible_with_spacegroup(spacegroup):
+        cell = ", ".join(f"{value:g}" for value in model.cell.parameters)
+        raise StructureError(
+            f"{path}: the space group {spacegroup.xhm()} doesn't go with the unit cell {cell}"
+        )
+    # gemmi finds the size by making a grid, of which that of single bytes is the smallest.
+    check_memory(model.cell.volume / spacing**3)
+    grid = gemmi.Int8Grid()
+    grid.set_unit_cell(model.cell)
+    grid.spacegroup = spacegroup
+    grid.set_size_from_spacing(spacing, gemmi.GridSizeRounding.Up)
+    check_memory(grid.point_count)
+    return MapGrid(model.cell, spacegroup, tuple(grid.shape))
+
+
+def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
+    """Return a grid for a box around atoms, with voxels at multiples of the spacing.
+
+    Parameters
+    ----------
+    xyz : (N, 3) array
+        Å.
+    spacing : float
+        Between voxels, Å.
+    margin : float
+        Å from the outermost atoms to the end of the box, at least. Density that reaches further
+        comes in again on the other side.
+
+    Returns
+    -------
+    MapGrid
+
+    Raises
+    ------
+    MemoryError
+        The map doesn't fit into memory.
+
+    Examples
+    --------
+    >>> grid = box_grid(np.array([[0.2, 5.0, 10.0]]), spacing=0.5, margin=4.0)
+    >>> grid.shape, grid.start
+    ((18, 17, 17), (-8, 2, 12))
+    """
+    gemmi = _gemmi()
+    low = np.floor((xyz.min(0) - margin) / spacing)
+    shape = np.ceil((xyz.max(0) + margin) / spacing) - low + 1
+    check_memory(shape.prod())
+    cell = gemmi.UnitCell(*(shape * spacing), 90, 90, 90)
+    return MapGrid(cell, None, tuple(map(int, shape)), tuple(map(int, low)))
+
+
+def density_map(
+    atoms: ScatteringAtoms,
+    grid: MapGrid,
+    *,
+    radius: Any = None,
+    n_sigma: float = 4.0,
+    backend: str | None = None,
+    parts: int = 1,
+    advance: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return the density of atoms as a map, with the symmetry of the crystal.
+
+    Parameters
+    ----------
+    atoms : ScatteringAtoms
+        Those of the asymmetric unit, as `scattering_atoms` returns them.
+    grid : MapGrid
+        Of `crystal_grid` or `box_grid`.
+    radius : float, optional
+        The same for all atoms; n_sigma and backend, see `fusedops.gaussian_density`.
+    parts : int
+        Work in so many shares of the atoms, each of which costs an addition of two maps.
+    advance : function
+        Is called after each part.
+
+    Returns
+    -------
+    gemmi.Ccp4Map
+        Its ``grid.array`` (nx, ny, nz) has 32 bits: electrons/Å³, or 1/Å² for electron scattering,
+        of which one is a potential of 47.88 V.
+
+    Raises
+    ------
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    The map of the asymmetric unit is added up over the operations of the space group, as in gemmi's
+    DensityCalculator: atoms on special positions have the occupancy that makes this right.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> atoms = scattering_atoms(ubiquitin).blurred(30.0)
+    >>> ccp4 = density_map(atoms, crystal_grid(ubiquitin, 1.0))
+    >>> ccp4.grid.shape, float(ccp4.grid.array.max()) > 1
+    ((54, 48, 30), True)
+    """
+    gemmi = _gemmi()
+    ccp4 = gemmi.Ccp4Map()
+    ccp4.grid = gemmi.FloatGrid(*grid.shape)
+    ccp4.grid.set_unit_cell(grid.cell)
+    ccp4.grid.spacegroup = grid.spacegroup or gemmi.SpaceGroup("P 1")
+    total = ccp4.grid.array.T
+    *arrays, cell, shape = _arguments(atoms, grid)
+    # The op counts the nearest image of an atom. In a cell that atoms reach across, all of them
+    # are those in a lattice of several cells, which then lie upon each other.
+    reach = atoms.radius(n_sigma).max() if radius is None else radius
+    cells = np.ceil(2 * reach * np.linalg.norm(np.linalg.inv(cell), axis=1)).astype(int)
+    wide = np.multiply(shape, cells).tolist()
+    part = total if parts == 1 and wide == list(shape) else np.empty(wide, np.float32)
+    for share in np.array_split(np.arange(len(atoms.xyz)), parts):
+        fusedops.gaussian_density(
+            *(array[share] for array in arrays),
+            cell * cells,
+            wide,
+            radius=radius,
+            n_sigma=n_sigma,
+            out=part,
+            backend=backend,
+        )
+        if part is not total:
+            for at in np.ndindex(*cells):
+                total += part[
+                    tuple(slice(k * n, k * n + n) for k, n in zip(at, shape, strict=True))
+                ]
+        advance()
+    if grid.spacegroup:
+        ccp4.grid.symmetrize_sum()
+    ccp4.update_ccp4_header(2)
+    for axis, start in enumerate(grid.start):
+        ccp4.set_header_i32(5 + axis, start)
+    return ccp4
+
+
+def _arguments(atoms: ScatteringAtoms, grid: MapGrid) -> tuple[Any, ...]:
+    """Return what `fusedops.gaussian_density` is called with, for a map (nz, ny, nx).
+
+    gemmi's maps are contiguous along x, the op's along the last axis. Cartesian axes are reversed
+    too, so that an orthogonal cell keeps its diagonal matrix.
+    """
+    xyz = (atoms.xyz - grid.origin)[:, ::-1]
+    b = atoms.b if atoms.b.ndim == 1 else atoms.b[:, [2, 1, 0, 5, 4, 3]]
+    arrays = xyz, b, atoms.occupancy, atoms.amplitudes, atoms.widths
+    cell = grid.matrix[::-1, ::-1]
+    return *(array.astype(np.float32) for array in arrays), cell, grid.shape[::-1]
+
+
+def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None) -> str:
+    """Return the name of the backend that serves `density_map`.
+
+    Parameters
+    ----------
+    atoms, grid, backend
+        See `density_map`.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Examples
+    --------
+    >>> backend_of(atoms, grid, "numpy")  # doctest: +SKIP
+    'numpy'
+    """
+    return fusedops.gaussian_density.explain(*_arguments(atoms, grid), backend=backend).backend
+
+
+def check_picture_name(path: str | os.PathLike) -> None:
+    """Raise `StructureError` if no picture can be written to `path`.
+
+    Parameters
+    ----------
+    path : str or path-like
+        In a folder that is there, with the ending of a format that Matplotlib writes.
+
+    Examples
+    --------
+    >>> check_picture_name("density.ccp4")
+    Traceback (most recent call last):
+    fusedops.structure.StructureError: density.ccp4: Matplotlib can't draw into such a file
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    ending = Path(path).suffix.lower().lstrip(".")
+    if ending not in FigureCanvasBase.get_supported_filetypes():
+        raise StructureError(f"{path}: Matplotlib can't draw into such a file")
+    check_target(path)
+
+
+def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: str) -> None:
+    """Draw the three slices through the middle of a map.
+
+    Parameters
+    ----------
+    path : str or path-like
+        See `check_picture_name`.
+    grid : MapGrid
+        Where the voxels are.
+    rho : (nx, ny, nz) array
+        The map.
+    unit : str
+        Of its values.
+
+    Raises
+    ------
+    StructureError
+        The file can't be written.
+
+    Examples
+    --------
+    >>> draw_slices("density.png", grid, ccp4.grid.array, "e/Å³")  # doctest: +SKIP
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Affine2D
+
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    lengths, angles = grid.cell.parameters[:3], np.radians(grid.cell.parameters[3:])
+    names = "abc" if grid.spacegroup else "xyz"
+    middle = [n // 2 for n in grid.shape]
+    slices = [np.take(rho, at, axis) for axis, at in enumerate(middle)]
+    # A few sharp atoms would leave everything else dark.
+    top = max(float(np.quantile(piece, 0.998)) for piece in slices)
+    panels = figure.subplots(1, 3)
+    for axis, (panel, piece) in enumerate(zip(panels, slices, strict=True)):
+        u, v = (edge for edge in range(3) if edge != axis)
+        along = lengths[v] * np.cos(angles[axis]), lengths[v] * np.sin(angles[axis])
+        oblique = Affine2D.from_values(lengths[u], 0, *along, 0, 0)
+        # A voxel's value is that at its middle.
+        low, n = np.array(grid.start) - 0.5, np.array(grid.shape)
+        (left, bottom), (right, up) = ((e / n)[[u, v]] for e in (low, low + n))
+        image = panel.imshow(
+            piece.T,
+            origin="lower",
+            extent=(left, right, bottom, up),
+            transform=oblique + panel.transData,
+            cmap="magma",
+            vmin=0,
+            vmax=top or None,
+        )
+        corners = oblique.transform([(x, y) for x in (left, right) for y in (bottom, up)])
+        panel.set_xlim(corners[:, 0].min(), corners[:, 0].max())
+        panel.set_ylim(corners[:, 1].min(), corners[:, 1].max())
+        panel.set_aspect("equal")
+        panel.set_xlabel(f"{names[u]}, Å")
+        panel.set_ylabel(f"{names[v]}, Å")
+        at = (grid.start[axis] + middle[axis]) / grid.shape[axis] * lengths[axis]
+        panel.set_title(f"{names[axis]} = {at:.1f} Å")
+    figure.colorbar(image, ax=panels, label=unit, extend="max", shrink=0.7)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise StructureError(f"{path}: {error.strerror or error}") from None
+
+
+def check_map_name(path: str | os.PathLike) -> None:
+    """Raise `StructureError` if a map can't be written to `path`.
+
+    Parameters
+    ----------
+    path : str or path-like
+        ``.ccp4``, ``.map`` or ``.mrc``, in a folder that is there.
+
+    Examples
+    --------
+    >>> check_map_name("density.png")
+    Traceback (most recent call last):
+    fusedops.structure.StructureError: density.png: name it .ccp4, .map or .mrc
+    """
+    if not os.fspath(path).lower().endswith(_ENDINGS):
+        raise StructureError(f"{path}: name it .ccp4, .map or .mrc")
+    check_target(path)
+
+
+def write_map(path: str | os.PathLike, ccp4: Any) -> None:
+    """Write a map; the file appears whole or not at all.
+
+    Parameters
+    ----------
+    path : str or path-like
+        See `check_map_name`.
+    ccp4 : gemmi.Ccp4Map
+        As `density_map` returns it.
+
+    Raises
+    ------
+    StructureError
+        The file can't be written.
+
+    Examples
+    --------
+    >>> write_map("density.ccp4", ccp4)  # doctest: +SKIP
+    """
+    check_map_name(path)
+    with replacing(path) as draft:
+        try:
+            ccp4.write_ccp4_map(draft)
+        except RuntimeError as error:
+            raise StructureError(f"{path}: {error}") from None
+
+
+def check_memory(voxels: float) -> None:
+    """Raise MemoryError if there is no room for a map of so many voxels.
+
+    Parameters
+    ----------
+    voxels : float
+
+    Examples
+    --------
+    >>> check_memory(1000)
+    """
+    needed, there = BYTES_PER_VOXEL * voxels, available_memory()
+    if there is not None and needed > there:
+        raise MemoryError(
+            f"a map of {voxels:,.0f} voxels needs {needed / 1e9:,.1f} GB of memory and "
+            f"{there / 1e9:,.1f} GB are available; make the spacing larger"
+        )
+
+
+def available_memory() -> int | None:
+    """Return how many bytes this process may still take, or None where nothing says so.
+
+    Returns
+    -------
+    int or None
+        What Linux calls available, or what is left to a container, if that is less.
+
+    Examples
+    --------
+    >>> available_memory() != 0
+    True
+    """
+    found = [memory for memory in (_system_memory(), _cgroup_memory()) if memory is not None]
+    return min(found, default=None)
+
+
+def _system_memory(path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        rows = dict(line.split(":") for line in path.read_text().splitlines())
+        return 1024 * int(rows["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    try:
+        limit, used = (int((root / f"memory.{name}").read_text()) for name in ("max", "current"))
+        rows = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        # Linux gives up what it keeps of files before it runs out.
+        return max(0, limit - used + int(rows["inactive_file"]))
+    except (OSError, KeyError, ValueError):
+        return None
