@@ -51,7 +51,7 @@ _CUBE_GRAIN = 1 << 16
 _density = isa.load("density_cython")
 _ATOM_BYTES, _NUMBERS, _ROW = _density.sizes()
 # Atoms that pay for waking a thread, and slabs of planes of the map, for any number of threads.
-_ATOM_GRAIN, _SLABS = 32, 48
+_ATOM_GRAIN, _SLABS = 32, 32
 
 
 def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:
@@ -407,7 +407,7 @@ def gaussian_density(
     low, high = boxes[..., 0], boxes[..., 1]
     slab = -(-lattice.nx // _SLABS)
     most, pitch = _padded(high[:, 1] - low[:, 1] + 1), _padded(high[:, 2] - low[:, 2] + 1)
-    scratch = pitch + (most + pitch) * common[-1].shape[2]
+    scratch = pitch + most + (most + pitch) * common[-1].shape[2]
     _density.splat[_REAL[xyz.dtype]](
         *common,
         b.ndim == 2,
@@ -416,6 +416,7 @@ def gaussian_density(
         slab,
         out,
         np.empty((threads, scratch), xyz.dtype),
+        np.empty((threads, 2 * most)),
         most,
         pitch,
     )
@@ -452,6 +453,7 @@ def gaussian_density_vjp(
         np.ascontiguousarray(cotangent),
         *outputs,
         np.empty((threads, scratch), xyz.dtype),
+        np.empty((threads, 2 * most)),
         np.empty((threads, most), np.intp),
         np.empty((threads, -(-10 * G // 8) * 8)),
         most,

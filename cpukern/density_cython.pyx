@@ -18,15 +18,18 @@ from libc.string cimport memset
 # Explicit vectors, which are one number each where there is no GNU C.
 cdef extern from *:
     """
+    #include <math.h>
     #include <string.h>
     #if defined(__GNUC__)
     /* Vectors wider than the processor's are passed between inline functions alone. */
     #pragma GCC diagnostic ignored "-Wpsabi"
+    #define INLINE static inline __attribute__((always_inline))
     #define LANES_OF(real) ((Py_ssize_t)(64 / sizeof(real)))
     #define VECTOR(type) __attribute__((vector_size(64), aligned(sizeof(type)), may_alias))
     #define MASK(integer, condition) ((integer)(condition))
     #define AS(type, v) ((type)(v))
     #else
+    #define INLINE static inline
     #define LANES_OF(real) ((Py_ssize_t)1)
     #define VECTOR(type)
     #define MASK(integer, condition) (-(integer)(condition))
@@ -47,6 +50,8 @@ cdef extern from *:
     static const float fusedops_lanes_float[16] =
         {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static const double fusedops_lanes_double[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    #define ONES ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u
+    static const unsigned int fusedops_kept[32] = {ONES, ONES};
 
     /* 2^x for x <= 0: the whole part goes into the exponent, by what adding a large number leaves in
        the lowest bits; the rest, at most a half, into a polynomial of least error. */
@@ -119,25 +124,14 @@ cdef extern from *:
     DEFINE(double, fusedops_doubles)
 
     /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., up to the next vector.
-       add_rows: a row of the map gets the sum of all Gaussians, weights times curves.
+       inside: of the rows of a plane where the sphere begins, how many voxels of it there are, and
+       the square of the distance from the z axis.
+       add_rows: a row of the map, where there is room for some, gets the sum of all Gaussians,
+       weights times curves. Whole vectors are added, of zeros beyond the sphere.
        contract: sums over rows of one Gaussian's weights, weights times y and weights times the
        square of the distance from the z axis, times values there; and of these, times the curve
        along z, all that gradients need, added to five vectors. */
-    #if defined(__GNUC__)
-    #define TAKE(real, lanes) { \\
-        typedef real part __attribute__(( \\
-            vector_size(lanes * sizeof(real)), aligned(sizeof(real)), may_alias)); \\
-        for (; k + lanes <= n; k += lanes) { \\
-            part sum = weights[0] * *(const part *)(curves + k); \\
-            for (Py_ssize_t g = 1; g < G; g++) \\
-                sum += weights[g * rows] * *(const part *)(curves + g * pitch + k); \\
-            *(part *)(to + k) += sum; \\
-        } \\
-    }
-    #else
-    #define TAKE(real, lanes)
-    #endif
-    #define DEFINE_CURVES(real, vector) \\
+    #define DEFINE_CURVES(real, vector, integers) \\
     static void fusedops_curve_##real( \\
         real *out, Py_ssize_t n, real start, real a, real b, real c, real scale) { \\
         vector lane = *(const vector *)fusedops_lanes_##real; \\
@@ -146,15 +140,38 @@ cdef extern from *:
             *(vector *)(out + k) = scale * fusedops_exp2_##real(-(a + s * (b + c * s))); \\
         } \\
     } \\
+    INLINE void fusedops_sum_##real( \\
+        real *to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real *weights, \\
+        Py_ssize_t rows, const real *curves, Py_ssize_t pitch) { \\
+        Py_ssize_t k = 0, l; \\
+        for (; k < n; k += LANES_OF(real)) { \\
+            vector sum = weights[0] * *(const vector *)(curves + k); \\
+            for (Py_ssize_t g = 1; g < G; g++) \\
+                sum += weights[g * rows] * *(const vector *)(curves + g * pitch + k); \\
+            Py_ssize_t left = n - k < LANES_OF(real) ? n - k : LANES_OF(real); \\
+            if (k + LANES_OF(real) <= room) { \\
+                const char *kept = (const char *)fusedops_kept + sizeof(vector); \\
+                integers own = *(const integers *)(kept - left * sizeof(real)); \\
+                *(vector *)(to + k) += AS(vector, AS(integers, sum) & own); \\
+            } else for (l = 0; l < left; l++) to[k + l] += ((real *)&sum)[l]; \\
+        } \\
+    } \\
     static void fusedops_add_rows_##real( \\
-        real *to, Py_ssize_t n, Py_ssize_t G, const real *weights, Py_ssize_t rows, \\
-        const real *curves, Py_ssize_t pitch) { \\
-        Py_ssize_t k = 0; \\
-        TAKE(real, 16) TAKE(real, 4) \\
-        for (; k < n; k++) { \\
-            real sum = weights[0] * curves[k]; \\
-            for (Py_ssize_t g = 1; g < G; g++) sum += weights[g * rows] * curves[g * pitch + k]; \\
-            to[k] += sum; \\
+        real *to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real *weights, \\
+        Py_ssize_t rows, const real *curves, Py_ssize_t pitch) { \\
+        if (G == 5) fusedops_sum_##real(to, n, room, 5, weights, rows, curves, pitch); \\
+        else fusedops_sum_##real(to, n, room, G, weights, rows, curves, pitch); \\
+    } \\
+    static void fusedops_inside_##real( \\
+        Py_ssize_t rows, double y, double dx, double z, const double *m, double square, \\
+        double *first, double *length, real *squares) { \\
+        for (Py_ssize_t r = 0; r < rows; r++) { \\
+            double dy = y + (double)r, along = m[2] * dx * dx + dy * (2 * m[3] * dx + m[4] * dy); \\
+            double left = square - along, half = sqrt((left > 0 ? left : 0) / m[1]); \\
+            double middle = z - m[5] * dx - m[6] * dy; \\
+            first[r] = ceil(middle - half); \\
+            length[r] = left < 0 ? 0 : floor(middle + half) - first[r] + 1; \\
+            squares[r] = (real)along; \\
         } \\
     } \\
     static void fusedops_contract_##real( \\
@@ -175,8 +192,8 @@ cdef extern from *:
             s[4] += e * by_square + c * z * z * all; \\
         } \\
     }
-    DEFINE_CURVES(float, fusedops_floats)
-    DEFINE_CURVES(double, fusedops_doubles)
+    DEFINE_CURVES(float, fusedops_floats, fusedops_ints)
+    DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
     """
     void curve_float "fusedops_curve_float"(
         float* out, Py_ssize_t n, float start, float a, float b, float c, float scale
@@ -185,12 +202,20 @@ cdef extern from *:
         double* out, Py_ssize_t n, double start, double a, double b, double c, double scale
     ) noexcept nogil
     void add_rows_float "fusedops_add_rows_float"(
-        float* to, Py_ssize_t n, Py_ssize_t G, const float* weights, Py_ssize_t rows,
-        const float* curves, Py_ssize_t pitch,
+        float* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const float* weights,
+        Py_ssize_t rows, const float* curves, Py_ssize_t pitch,
+    ) noexcept nogil
+    void inside_float "fusedops_inside_float"(
+        Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
+        double* first, double* length, float* squares,
     ) noexcept nogil
     void add_rows_double "fusedops_add_rows_double"(
-        double* to, Py_ssize_t n, Py_ssize_t G, const double* weights, Py_ssize_t rows,
-        const double* curves, Py_ssize_t pitch,
+        double* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const double* weights,
+        Py_ssize_t rows, const double* curves, Py_ssize_t pitch,
+    ) noexcept nogil
+    void inside_double "fusedops_inside_double"(
+        Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
+        double* first, double* length, double* squares,
     ) noexcept nogil
     void contract_float "fusedops_contract_float"(
         Py_ssize_t rows, const float* values, Py_ssize_t pitch, const float* weights,
@@ -418,24 +443,29 @@ cdef bint nearest(
 
 
 cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
-    at = at % size
-    return at + size if at < 0 else at
+    # Boxes are seldom larger than the grid, and a division takes longer than a row.
+    while at < 0:
+        at = at + size
+    while at >= size:
+        at = at - size
+    return at
 
 
-cdef inline Py_ssize_t row_inside(
-    const Grid* grid, const Atom* atom, double dx, double dy, Py_ssize_t* first
+cdef inline Py_ssize_t rows_inside(
+    const Grid* grid, const Atom* atom, double dx, double* first, double* length, real* squares
 ) noexcept nogil:
-    """Return how many voxels of a row are inside of an atom's sphere, and where they begin."""
-    cdef double left = atom.square - (
-        grid.metric[2] * dx * dx + 2 * grid.metric[3] * dx * dy + grid.metric[4] * dy * dy
-    )
-    cdef double half, middle
-    if left < 0:
-        return 0
-    half = sqrt(left / grid.metric[1])
-    middle = atom.at[2] - grid.metric[5] * dx - grid.metric[6] * dy
-    first[0] = <Py_ssize_t>ceil(middle - half)
-    return <Py_ssize_t>floor(middle + half) - first[0] + 1
+    """Find where the rows of a plane are inside of an atom's sphere, and return their number."""
+    cdef Py_ssize_t rows = atom.high[1] - atom.low[1] + 1
+    cdef double y = atom.low[1] - atom.at[1]
+    if real is float:
+        inside_float(
+            rows, y, dx, atom.at[2], grid.metric, atom.square, first, length, squares
+        )
+    else:
+        inside_double(
+            rows, y, dx, atom.at[2], grid.metric, atom.square, first, length, squares
+        )
+    return rows
 
 
 cdef inline void set_row(
@@ -479,27 +509,28 @@ cdef inline void set_curves(
 
 
 cdef inline void add_rows(
-    real* to, Py_ssize_t n, Py_ssize_t G, const real* weights, Py_ssize_t rows, const real* curves,
-    Py_ssize_t pitch,
+    real* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real* weights, Py_ssize_t rows,
+    const real* curves, Py_ssize_t pitch,
 ) noexcept nogil:
     if real is float:
-        add_rows_float(to, n, G, weights, rows, curves, pitch)
+        add_rows_float(to, n, room, G, weights, rows, curves, pitch)
     else:
-        add_rows_double(to, n, G, weights, rows, curves, pitch)
+        add_rows_double(to, n, room, G, weights, rows, curves, pitch)
 
 
 cdef void some_planes(
     const Grid* grid, Py_ssize_t low, Py_ssize_t high, const long long* listed, Py_ssize_t count,
     const Atom* atoms, const real* numbers, bint separable, const real* occupancy, Py_ssize_t G,
-    real* out, real* scratch, Py_ssize_t most, Py_ssize_t pitch,
+    real* out, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
 ) noexcept nogil:
     """Write the planes low to high of the map, whose atoms are listed."""
-    cdef Py_ssize_t n, plane, x, y, z, first = 0, length, k, take, done
+    cdef Py_ssize_t n, plane, x, y, z, r, rows, first, length, k, take, done
     cdef const Atom* atom
     cdef const real* own
-    cdef double dx, dy
+    cdef double dx
     cdef real* values = scratch
-    cdef real* q = values + pitch
+    cdef real* squares = values + pitch
+    cdef real* q = squares + most
     cdef real* t = q + G
     cdef real* weights = q
     cdef real* curves = weights + G * most
@@ -516,27 +547,31 @@ cdef void some_planes(
             dx = x - atom.at[0]
             if separable:
                 set_curves(atom, own, G, dx, occupancy[listed[n]], most, pitch, weights, curves)
-            for y in range(atom.low[1], atom.high[1] + 1):
-                dy = y - atom.at[1]
-                length = row_inside(grid, atom, dx, dy, &first)
+            rows = rows_inside(grid, atom, dx, extents, extents + most, squares)
+            for r in range(rows):
+                y = atom.low[1] + r
+                first = <Py_ssize_t>extents[r]
+                length = <Py_ssize_t>extents[most + r]
                 if length <= 0:
                     continue
                 to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
                 z = wrapped(first, grid.nz)
-                here = weights + y - atom.low[1]
+                here = weights + r
                 if separable and not atom.crowded:
                     take = min(length, grid.nz - z)
                     first = first - atom.low[2]
-                    add_rows(to + z, take, G, here, most, curves + first, pitch)
-                    add_rows(to, length - take, G, here, most, curves + first + take, pitch)
+                    add_rows(to + z, take, grid.nz - z, G, here, most, curves + first, pitch)
+                    add_rows(
+                        to, length - take, grid.nz, G, here, most, curves + first + take, pitch
+                    )
                     continue
                 if separable:
-                    memset(values, 0, length * sizeof(real))
+                    memset(values, 0, pitch * sizeof(real))
                     add_rows(
-                        values, length, G, here, most, curves + first - atom.low[2], pitch
+                        values, length, pitch, G, here, most, curves + first - atom.low[2], pitch
                     )
                 else:
-                    set_row(own, G, dx, dy, first - atom.at[2], q, t)
+                    set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
                     if real is float:
                         row_float(values, length, G, q, t, own + G, own)
                     else:
@@ -580,12 +615,12 @@ cdef inline void read_row(
 cdef void pull_back_separable(
     const Grid* grid, const Atom* atom, const real* numbers, double b, double occupancy,
     const double* widths, Py_ssize_t G, const real* cotangent, real* on_x, real* on_b,
-    real* on_occupancy, real* scratch, Py_ssize_t most, Py_ssize_t pitch,
+    real* on_occupancy, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
 ) noexcept nogil:
     """Write an isotropic atom's gradients where factors are curves."""
-    cdef Py_ssize_t x, y, g, r, rows, first = 0, length, lanes = 64 // <Py_ssize_t>sizeof(real)
+    cdef Py_ssize_t x, g, r, rows, length, lanes = 64 // <Py_ssize_t>sizeof(real)
     cdef int i
-    cdef double dx, dy, c
+    cdef double dx, c
     cdef real* weights = scratch
     cdef real* curves = weights + G * most
     cdef real* ys = curves + G * pitch
@@ -604,17 +639,13 @@ cdef void pull_back_separable(
         dx = x - atom.at[0]
         set_curves(atom, numbers, G, dx, 1, most, pitch, weights, curves)
         memset(values, 0, rows * pitch * sizeof(real))
+        rows_inside(grid, atom, dx, extents, extents + most, squares)
         for r in range(rows):
-            y = atom.low[1] + r
-            dy = y - atom.at[1]
-            squares[r] = <real>(
-                dx * dx * grid.metric[2] + 2 * dx * dy * grid.metric[3] + dy * dy * grid.metric[4]
-            )
-            length = row_inside(grid, atom, dx, dy, &first)
+            length = <Py_ssize_t>extents[most + r]
             if length > 0:
                 read_row(
-                    grid, atom, x, y, first, length, cotangent,
-                    values + r * pitch + first - atom.low[2],
+                    grid, atom, x, atom.low[1] + r, <Py_ssize_t>extents[r], length, cotangent,
+                    values + r * pitch + <Py_ssize_t>extents[r] - atom.low[2],
                 )
         for g in range(G):
             if real is float:
@@ -655,10 +686,10 @@ cdef void pull_back(
     const Grid* grid, const Atom* atom, const real* numbers, const real* b, bint anisotropic,
     double occupancy, const double* amplitudes, const double* widths, Py_ssize_t G,
     const real* cotangent, real* on_x, real* on_b, real* on_occupancy, real* scratch,
-    Py_ssize_t* lengths, Py_ssize_t most, Py_ssize_t pitch, double* moments,
+    double* extents, Py_ssize_t* lengths, Py_ssize_t most, Py_ssize_t pitch, double* moments,
 ) noexcept nogil:
     """Write an atom's gradients, from moments of every Gaussian times the cotangent."""
-    cdef Py_ssize_t x, y, g, rows, first = 0, length
+    cdef Py_ssize_t x, y, g, r, rows, first, length
     cdef int i, j, n
     cdef double dx, dy, trace
     cdef real* q = scratch
@@ -680,10 +711,13 @@ cdef void pull_back(
     memset(sum_b, 0, sizeof(sum_b))
     for x in range(atom.low[0], atom.high[0] + 1):
         dx = x - atom.at[0]
+        rows_inside(grid, atom, dx, extents, extents + most, zs)
         rows = 0
-        for y in range(atom.low[1], atom.high[1] + 1):
+        for r in range(atom.high[1] - atom.low[1] + 1):
+            y = atom.low[1] + r
             dy = y - atom.at[1]
-            length = row_inside(grid, atom, dx, dy, &first)
+            first = <Py_ssize_t>extents[r]
+            length = <Py_ssize_t>extents[most + r]
             if length <= 0:
                 continue
             set_row(numbers, G, dx, dy, first - atom.at[2], q + rows * G, t + rows * G)
@@ -836,6 +870,7 @@ def splat(
     real[:, :, ::1] out,
     # Scratch, a row for every thread; and the most rows, and voxels of a row, of an atom's plane
     real[:, ::1] scratch,
+    double[:, ::1] extents,
     Py_ssize_t most,
     Py_ssize_t pitch,
 ):
@@ -847,7 +882,7 @@ def splat(
             &grid, s * thickness, min((s + 1) * thickness, grid.nx), &listed[0] + pointers[s],
             pointers[s + 1] - pointers[s], <const Atom*>&atoms[0, 0], &numbers[0, 0, 0],
             not (anisotropic or grid.oblique), &occupancy[0], G, &out[0, 0, 0],
-            &scratch[threadid(), 0], most, pitch,
+            &scratch[threadid(), 0], &extents[threadid(), 0], most, pitch,
         )
 
 
@@ -869,6 +904,7 @@ def splat_vjp(
     real[::1] on_occupancy,
     # Scratch, a row for every thread; and the most rows and voxels of a row of an atom's plane
     real[:, ::1] scratch,
+    double[:, ::1] extents,
     Py_ssize_t[:, ::1] lengths,
     double[:, ::1] moments,
     Py_ssize_t most,
@@ -882,12 +918,12 @@ def splat_vjp(
             pull_back_separable(
                 &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], b[n, 0], occupancy[n],
                 &widths[n, 0], G, &cotangent[0, 0, 0], &on_xyz[n, 0], &on_b[n, 0],
-                &on_occupancy[n], &scratch[threadid(), 0], most, pitch,
+                &on_occupancy[n], &scratch[threadid(), 0], &extents[threadid(), 0], most, pitch,
             )
             continue
         pull_back(
             &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], &b[n, 0], b.shape[1] == 6,
             occupancy[n], &amplitudes[n, 0], &widths[n, 0], G, &cotangent[0, 0, 0],
             &on_xyz[n, 0], &on_b[n, 0], &on_occupancy[n], &scratch[threadid(), 0],
-            &lengths[threadid(), 0], most, pitch, &moments[threadid(), 0],
+            &extents[threadid(), 0], &lengths[threadid(), 0], most, pitch, &moments[threadid(), 0],
         )

@@ -498,7 +498,7 @@ def _density_cases() -> list[Case]:
         radius: float,
         *,
         bad: bool = False,
-        terms: int = 0,
+        terms: int = 2048,
     ) -> None:
         def make(anisotropic: bool, back: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
             rng = np.random.default_rng(count)
@@ -514,8 +514,8 @@ def _density_cases() -> list[Case]:
 
         for kind in ("iso", "aniso"):
             an = kind == "aniso"
-            cases.append(Case(f"{name}-{kind}", density, lambda an=an: make(an, False), terms))
-            cases.append(Case(f"{name}-{kind}", density_vjp, lambda an=an: make(an, True), 4000))
+            cases.append(Case(f"{name}-{kind}", density, lambda an=an: make(an, False), terms // 8))
+            cases.append(Case(f"{name}-{kind}", density_vjp, lambda an=an: make(an, True), terms))
 
     cases: list[Case] = []
     orthogonal = np.diag([9.0, 11.0, 13.0])
@@ -526,7 +526,7 @@ def _density_cases() -> list[Case]:
     add("small", 4, [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (9, 8, 7), 6.0)
     add("bad", 8, orthogonal, (11, 12, 13), 2.5, bad=True)
     # Nothing but tails, whose large exponents are rounded.
-    add("one-voxel", 2, triclinic, (1, 1, 1), 20.0, terms=4000)
+    add("one-voxel", 2, triclinic, (1, 1, 1), 20.0, terms=16000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
     return cases
 
