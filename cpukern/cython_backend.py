@@ -380,7 +380,8 @@ def _set_up(
         *arrays,
         amplitudes,
         widths,
-        np.minimum(radius, lattice.farthest),
+        # One that is infinite stays what it is: of an atom without a density.
+        np.where(radius < np.inf, np.minimum(radius, lattice.farthest), radius),
         SLACK,
         threads,
         atoms,

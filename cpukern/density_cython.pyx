@@ -398,6 +398,9 @@ cdef void set_atom(
             atom.at[d] += to_grid[3 * d + n] * x[n]
             reach += to_grid[3 * d + n] * to_grid[3 * d + n]
         atom.at[d] -= floor(atom.at[d] / size) * size
+        # One so far away that no digit says where in the cell it is may be anywhere in it.
+        if not 0 <= atom.at[d] <= size:
+            atom.at[d] = 0
         reach = radius * sqrt(reach) * (1 + slack)
         atom.low[d] = <Py_ssize_t>ceil(atom.at[d] - reach)
         atom.high[d] = <Py_ssize_t>floor(atom.at[d] + reach)

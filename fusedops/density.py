@@ -92,12 +92,7 @@ class Lattice(Packed):
             raise ValueError(
                 f"Lattice: cell is {cell.tolist()}; it should be finite, with a volume"
             )
-        shape = tuple(grid_shape)
-        if len(shape) != 3:
-            raise ValueError(f"Lattice: grid_shape is {shape}; it should be three sizes")
-        self.nx, self.ny, self.nz = (size("Lattice", "grid_shape", n) for n in shape)
-        if 0 in self.shape:
-            raise ValueError(f"Lattice: grid_shape is {self.shape}; its sizes should be positive")
+        self.nx, self.ny, self.nz = _grid_sizes("Lattice", grid_shape)
         self.step = cell / self.shape
         self.to_grid = np.linalg.inv(self.step)
         self.farthest = np.linalg.norm(cell, axis=0).sum(keepdims=True)
@@ -112,6 +107,21 @@ class Lattice(Packed):
     def shape(self) -> tuple[int, int, int]:
         """The number of voxels along each edge."""
         return self.nx, self.ny, self.nz
+
+
+def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
+    """Return a checked grid_shape."""
+    try:
+        shape = tuple(grid_shape)
+    except TypeError:
+        kind = type(grid_shape).__name__
+        raise TypeError(f"{op}: grid_shape is a {kind}; it should be three sizes") from None
+    if len(shape) != 3:
+        raise ValueError(f"{op}: grid_shape is {shape}; it should be three sizes")
+    shape = tuple([size(op, "grid_shape", n) for n in shape])
+    if 0 in shape:
+        raise ValueError(f"{op}: grid_shape is {shape}; its sizes should be positive")
+    return shape
 
 
 def _shortest_images(cell: np.ndarray) -> np.ndarray:
@@ -213,9 +223,14 @@ def atom_radius(b: Any, widths: Any, *, n_sigma: float = 4.0) -> Any:
     >>> atom_radius(np.array([20.0, 200.0]), np.array([[10.0, 50.0], [10.0, 50.0]])).tolist()
     [4.0, 7.0]
     """
-    xp = namespace(b)
     if is_tensor(b):
-        b, widths = b.detach(), widths.detach()
+        return _radius(b.detach(), widths.detach(), n_sigma)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _radius(b, widths, n_sigma)
+
+
+def _radius(b: Any, widths: Any, n_sigma: float) -> Any:
+    xp = namespace(b)
     mean_square = b / (8 * math.pi**2) if b.ndim == 1 else _largest(b)
     square = xp.amax(widths, 1) / (8 * math.pi**2) + mean_square
     radius = n_sigma * xp.sqrt(xp.clip(square, 1e-6, None))
@@ -477,6 +492,8 @@ def _vjp_formula(
 def _density_pullback(
     call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
 ) -> tuple[Any, ...]:
+    if cotangents[0] is None:
+        return None, None, None
     return call.other(density_vjp, (*arrays, cotangents[0]), needed)
 
 
@@ -488,6 +505,7 @@ density = Primitive(
     describe=lambda arrays, static: ((static[0].shape, dtype_name(promoted(arrays))),),
     formula=_density_formula,
     pullback=_density_pullback,
+    sixteen_bits=True,
 )
 density_vjp = Primitive(
     "gaussian_density_vjp",
@@ -496,16 +514,28 @@ density_vjp = Primitive(
     outputs=("xyz_cotangent", "b_cotangent", "occupancy_cotangent"),
     describe=lambda arrays, _: tuple((a.shape, dtype_name(a.dtype)) for a in arrays[:3]),
     formula=_vjp_formula,
+    sixteen_bits=True,
 )
 
 
-def _constant(name: str, argument: str, value: Any, shape: tuple[Any, ...], like: Any) -> Any:
-    """Return a checked array that has no gradient, in the dtype of `like`."""
+def _constant(
+    name: str, argument: str, value: Any, shape: tuple[Any, ...], like: Any, dtype: Any
+) -> Any:
+    """Return a checked array that has no gradient, in `dtype`."""
     value = floats(name, argument, value, shape)
     alike(name, argument, value, "xyz", like)
     if is_tensor(value) and value.requires_grad:
         raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
-    return cast(value, like) if value.dtype != like.dtype else value
+    return value if value.dtype == dtype else cast(value, dtype)
+
+
+def _mapped() -> bool:
+    """Return whether torch.vmap is at work, in which no value can be looked at."""
+    torch = sys.modules["torch"]
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(level.key() == vmap for level in torch._C._functorch.get_interpreter_stack())
 
 
 def _raise_or_warn(name: str, on_bad: str, arrays: Sequence[Any]) -> None:
@@ -515,12 +545,13 @@ def _raise_or_warn(name: str, on_bad: str, arrays: Sequence[Any]) -> None:
         return
     if is_tensor(xyz):
         torch = sys.modules["torch"]
-        if _traced() or (xyz.is_cuda and torch.cuda.is_current_stream_capturing()):
+        captured = xyz.is_cuda and torch.cuda.is_current_stream_capturing()
+        if _traced() or _mapped() or captured:
             if on_bad == "skip":
                 return
             raise TypeError(
-                f"{name}: on_bad is 'raise', which has to look at the atoms; inside torch.compile "
-                "or a CUDA graph it should be 'skip'"
+                f"{name}: on_bad is 'raise', which has to look at the atoms; inside torch.compile, "
+                "torch.vmap or a CUDA graph it should be 'skip'"
             )
         arrays = [array.detach() for array in arrays]
     bad = bad_atoms(*arrays)
@@ -651,20 +682,22 @@ def gaussian_density(
     occupancy = floats(name, "occupancy", occupancy, (count,))
     for argument, array in (("b", b), ("occupancy", occupancy)):
         alike(name, argument, array, "xyz", xyz)
-    amplitudes = _constant(name, "amplitudes", amplitudes, (count, "G"), xyz)
-    widths = _constant(name, "widths", widths, (count, amplitudes.shape[1]), xyz)
+    # Constants of 16-bit atoms keep their digits; NumPy has no bfloat16, besides.
+    dtype = promoted((xyz, b, occupancy))
+    dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
+    amplitudes = _constant(name, "amplitudes", amplitudes, (count, "G"), xyz, dtype)
+    widths = _constant(name, "widths", widths, (count, amplitudes.shape[1]), xyz, dtype)
     if not amplitudes.shape[1]:
         raise ValueError(f"{name}: amplitudes has shape {tuple(amplitudes.shape)}; G should be > 0")
     one_of(name, "on_bad", on_bad, ("raise", "skip"))
     if radius is None:
         if not isinstance(n_sigma, numbers.Real) or not 0 < n_sigma < math.inf:
             raise ValueError(f"{name}: n_sigma is {n_sigma!r}; it should be a positive number")
-        with np.errstate(invalid="ignore"):
-            radius = cast(atom_radius(b, widths, n_sigma=n_sigma), xyz)
+        radius = atom_radius(cast(b, dtype), widths, n_sigma=n_sigma)
     elif isinstance(radius, numbers.Real):
-        full = xyz.new_full((count,), float(radius)) if is_tensor(xyz) else None
-        radius = np.full(count, radius, xyz.dtype) if full is None else full
-    radius = _constant(name, "radius", radius, (count,), xyz)
+        full = xyz.new_full((count,), float(radius), dtype=dtype) if is_tensor(xyz) else None
+        radius = np.full(count, radius, dtype) if full is None else full
+    radius = _constant(name, "radius", radius, (count,), xyz, dtype)
     if isinstance(cell, Lattice):
         if grid_shape is not None and tuple(grid_shape) != cell.shape:
             raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.shape}")
@@ -689,4 +722,5 @@ def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: A
     cell = np.asarray(cell, dtype=np.float64)
     if cell.shape != (3, 3):
         raise ValueError(f"{name}: cell has shape {cell.shape}; it should be (3, 3), or a Lattice")
-    return _lattice(tuple(cell.ravel().tolist()), tuple(grid_shape), device_of(xyz))
+    shape = _grid_sizes(name, grid_shape)
+    return _lattice(tuple(cell.ravel().tolist()), shape, device_of(xyz))

@@ -105,7 +105,7 @@ class ScatterPlan(Packed):
             np.array(a.numpy() if is_tensor(a) else a, order="C", copy=copy or None)
             for a in (wa, wbwc)
         )
-        if "torch" in sys.modules:
+        if "torch" in sys.modules and self.wa.flags.writeable and self.wbwc.flags.writeable:
             # A compiled function would be compiled again where they are first made inside.
             self.tensors_here()
 
@@ -131,15 +131,18 @@ class ScatterPlan(Packed):
         return self
 
     def _check(self, wa: Any, wbwc: Any, low: Any, high: Any) -> None:
-        bad = (wa + low[:, None] < 0) | (wa + high[:, None] >= self.map_size)
+        low, high = low[:, None], high[:, None]
+        bad = (wa + low < 0) | (wa + high >= self.map_size)
+        # The sum of two numbers below zero may be none of 64 bits.
+        bad |= (wa < 0) & (low < 0)
         if not bad.any():
             return
         c, i = (int(at[0]) for at in (bad.nonzero() if not is_tensor(bad) else bad.nonzero().T))
-        at = wa[c, i] + wbwc[c]
-        wrong = (at < 0) | (at >= self.map_size)
-        j, k = (int(n[0]) for n in (wrong.nonzero() if not is_tensor(wrong) else wrong.nonzero().T))
+        row = wbwc[c].cpu().numpy() if is_tensor(wbwc) else wbwc[c]
+        at = int(wa[c, i]) + row.astype(object)
+        j, k = (int(n[0]) for n in ((at < 0) | (at >= self.map_size)).nonzero())
         raise IndexError(
-            f"ScatterPlan: wa[{c}, {i}] + wbwc[{c}, {j}, {k}] is {int(at[j, k])}; it should be in "
+            f"ScatterPlan: wa[{c}, {i}] + wbwc[{c}, {j}, {k}] is {at[j, k]}; it should be in "
             f"[0, {self.map_size}), map_size"
         )
 
@@ -157,7 +160,9 @@ class ScatterPlan(Packed):
         """
         if self._bins is None:
             low, high = self.checked()._reach
-            self._bins = _bins(self.wa, low, high, self.map_size)
+            # Where cubes have no elements, their planes are not checked, and reach nothing.
+            count = 0 if 0 in self.shape else len(self.wa)
+            self._bins = _bins(self.wa[:count], low[:count], high[:count], self.map_size)
         return self._bins
 
 
@@ -235,6 +240,7 @@ def _places(plan: ScatterPlan, like: Any) -> Any:
     wa, wbwc = plan.tensors_here() if is_tensor(like) else (plan.wa, plan.wbwc)
     if plan.device == "cpu":
         plan.checked()
+    wa = wa.long() if is_tensor(wa) else wa.astype(np.int64, copy=False)
     return (wa[:, :, None, None] + wbwc[:, None]).reshape(-1)
 
 
@@ -242,7 +248,7 @@ def _scatter_formula(density_cube: Any, plan: ScatterPlan) -> tuple[Any]:
     values = wide(density_cube).reshape(-1)
     out = zeros(values, (plan.map_size,))
     if is_tensor(values):
-        out = out.index_add(0, _places(plan, values).long(), values)
+        out = out.index_add(0, _places(plan, values), values)
     else:
         np.add.at(out, _places(plan, values), values)
     return (cast(out, density_cube),)
@@ -255,13 +261,13 @@ def _gather_formula(grid: Any, plan: ScatterPlan) -> tuple[Any]:
 def _scatter_pullback(
     call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
 ) -> tuple[Any]:
-    return call.other(gather, (cotangents[0],))
+    return (None,) if cotangents[0] is None else call.other(gather, (cotangents[0],))
 
 
 def _gather_pullback(
     call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
 ) -> tuple[Any]:
-    return call.other(scatter, (cotangents[0],))
+    return (None,) if cotangents[0] is None else call.other(scatter, (cotangents[0],))
 
 
 scatter = Primitive(
@@ -272,6 +278,7 @@ scatter = Primitive(
     describe=lambda arrays, static: (((static[0].map_size,), None),),
     formula=_scatter_formula,
     pullback=_scatter_pullback,
+    sixteen_bits=True,
 )
 gather = Primitive(
     "structured_gather",
@@ -281,6 +288,7 @@ gather = Primitive(
     describe=lambda arrays, static: ((static[0].shape, None),),
     formula=_gather_formula,
     pullback=_gather_pullback,
+    sixteen_bits=True,
 )
 
 

@@ -1,0 +1,1385 @@
+"""The contract of the Gaussian density and of what it is made of, on reference and kernels."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import math
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import fusedops
+from fusedops import Lattice, _registry, gaussian_density
+from fusedops.density import COMPONENTS, atom_radius, bad_atoms, density, density_vjp
+from fusedops.testing import CASES, TOLERANCE, atoms_in, error
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
+if HAS_TORCH:
+    import torch
+
+    from fusedops._torch import _take_apart
+
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+# Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+# Where atoms are summed in their order, however the map is shared.
+EXACT = ("cython", "numba")
+# Every implementation once; Triton's is interpreted, and slow.
+QUICK = [("numpy", "cython"), ("numpy", "numba"), ("numpy", "numpy")]
+QUICK += [("torch", "torch")] if HAS_TORCH else []
+PLACES = QUICK + [("torch", "triton")] if HAS_TRITON else QUICK
+SERVE_TENSORS = ("cython", "numba", "numpy", "torch", *(["triton"] if HAS_TRITON else []))
+
+
+def available(framework, backend):
+    """Return the place; skip where its backend isn't built, or has no kernel."""
+    for primitive in (density, density_vjp):
+        dtype = np.dtype(np.float64)
+        request = _registry.Request(primitive.name, framework, "cpu", dtype, backend)
+        if reason := _registry.explain(request).reasons[backend]:
+            pytest.skip(f"{backend}: {reason}")
+    return framework, backend
+
+
+@pytest.fixture(params=PLACES, ids="-".join)
+def place(request):
+    return available(*request.param)
+
+
+@pytest.fixture(params=QUICK, ids="-".join)
+def quick(request):
+    return available(*request.param)
+
+
+@pytest.fixture(params=["cython", "numba", "numpy"])
+def backend(request):
+    """One that serves NumPy arrays."""
+    return available("numpy", request.param)[1]
+
+
+@pytest.fixture(params=EXACT)
+def exact(request):
+    return available("numpy", request.param)[1]
+
+
+@pytest.fixture(params=["cython", "numba", "numpy", "torch"])
+def torch_backend(request):
+    """One that serves tensors on the CPU."""
+    pytest.importorskip("torch")
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(params=SERVE_TENSORS)
+def any_torch_backend(request):
+    pytest.importorskip("torch")
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(params=[False, True], ids=["iso", "aniso"])
+def anisotropic(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def unwritten_outputs_are_nan(monkeypatch):
+    monkeypatch.setattr(_registry, "poison", True)
+
+
+class Problem(NamedTuple):
+    """The arguments of a density, and a cotangent of it."""
+
+    xyz: Any
+    b: Any
+    occupancy: Any
+    amplitudes: Any
+    widths: Any
+    radius: Any
+    cell: Any
+    shape: tuple[int, ...]
+    cotangent: Any
+
+    @property
+    def leaves(self):
+        return self[:3]
+
+    @property
+    def atoms(self):
+        return self[:5]
+
+    def of(self, rows):
+        """Return the problem of some of the atoms."""
+        return Problem(*(a[rows] for a in self[:6]), *self[6:])
+
+
+CELLS = {
+    "orthogonal": (np.diag([6.0, 7.0, 8.0]), (9, 10, 11), 2.3),
+    "triclinic": ([[6.0, 2.0, -3.0], [0.0, 5.0, 2.0], [0.0, 0.0, 5.0]], (8, 7, 6), 2.1),
+    "very skewed": ([[4.0, 14.5, -9.3], [0.0, 4.0, 7.7], [0.0, 0.0, 4.0]], (7, 6, 8), 1.8),
+    "left-handed": ([[0.3, 5.0, -2.0], [6.0, -1.0, 0.5], [1.0, 2.0, 5.5]], (8, 7, 6), 2.2),
+    "smaller than the sphere": (np.diag([3.0, 3.3, 2.9]), (6, 7, 5), 4.0),
+    "skewed and smaller": ([[3.0, 1.0, -1.4], [0.0, 3.0, 5.1], [0.0, 0.0, 2.8]], (6, 5, 7), 4.0),
+    "thin": (np.diag([3.0, 12.0, 4.0]), (5, 18, 6), 2.5),
+    "of one voxel": ([[6.0, 2.0, -3.0], [0.0, 5.0, 2.0], [0.0, 0.0, 5.0]], (1, 1, 1), 7.0),
+}
+
+
+def problem(name="triclinic", count=4, *, anisotropic=False, dtype="float64", seed=0):
+    """Return atoms in and around a cell, each of which reaches as far as it likes."""
+    cell, shape, radius = CELLS[name]
+    cell = np.array(cell)
+    rng = np.random.default_rng(seed)
+    atoms = atoms_in(cell, count, rng, anisotropic=anisotropic)
+    arrays = (*atoms, rng.uniform(0.7, 1.0, count) * radius)
+    arrays = [array.astype(dtype) for array in arrays]
+    return Problem(*arrays, cell, shape, rng.normal(size=shape).astype(dtype))
+
+
+def brute_vectors(p):
+    """Return of every atom the shortest vectors to all voxels, of many images (N, V, 3)."""
+    voxels = [np.arange(n) / n for n in p.shape]
+    voxels = np.stack(np.meshgrid(*voxels, indexing="ij"), -1).reshape(-1, 3)
+    # Farther along the edges of a cell that is as skewed as the one with long ones.
+    far = 6 if abs(p.cell).max() > 9 else 3
+    images = np.array(list(itertools.product(range(-far, far + 1), repeat=3)))
+    vectors = []
+    for x in p.xyz.astype(np.float64):
+        apart = voxels - np.linalg.solve(p.cell, x)
+        apart -= np.rint(apart)
+        all_of_them = (apart[:, None] + images) @ p.cell.T
+        nearest = (all_of_them**2).sum(-1).argmin(1)
+        vectors.append(all_of_them[np.arange(len(voxels)), nearest])
+    return np.reshape(vectors, (len(p.xyz), len(voxels), 3))
+
+
+def brute(p):
+    """Return the map, by a sum over everything."""
+    b, occupancy, amplitudes, widths, radius = (a.astype(np.float64) for a in p[1:6])
+    rho = np.zeros(math.prod(p.shape))
+    for i, w in enumerate(brute_vectors(p)):
+        inside = np.linalg.norm(w, axis=-1) <= radius[i] * (1 + 5e-6)
+        for A, B in zip(amplitudes[i], widths[i], strict=True):
+            M = (B * np.eye(3) + 8 * np.pi**2 * symmetric(b[i])) / 4
+            q = np.pi**2 * np.einsum("vi,ij,vj->v", w, np.linalg.inv(M), w)
+            norm = occupancy[i] * A * np.pi**1.5 / np.linalg.det(M) ** 0.5
+            rho += np.where(inside, norm * np.exp(-np.where(inside, q, 0.0)), 0.0)
+    return rho.reshape(p.shape)
+
+
+def symmetric(b):
+    """Return U (3, 3) of an atom, from B or from its six components."""
+    if np.ndim(b) == 0:
+        return b / (8 * np.pi**2) * np.eye(3)
+    U = np.zeros((3, 3))
+    for value, (i, j) in zip(b, COMPONENTS, strict=True):
+        U[i, j] = U[j, i] = value
+    return U
+
+
+def tensor(array):
+    return torch.from_numpy(array)
+
+
+def evaluate(place, p, **options):
+    """Return the map, an array."""
+    arrays = [tensor(a) for a in p[:6]] if place[0] == "torch" else p[:6]
+    options = {"cell": p.cell, "grid_shape": p.shape, "radius": arrays[5], **options}
+    return np.asarray(gaussian_density(*arrays[:5], **options, backend=place[1]))
+
+
+def function_of(p, backend=None, **options):
+    """Return the density as a function of the tensors that have a gradient."""
+    constants = [tensor(a) for a in p[3:6]]
+    lattice = Lattice(p.cell, p.shape)
+
+    def function(*leaves, **more):
+        return gaussian_density(
+            *leaves,
+            *constants[:2],
+            lattice,
+            radius=constants[2],
+            backend=backend,
+            **options,
+            **more,
+        )
+
+    return function
+
+
+def leaves_of(p):
+    return [tensor(array).requires_grad_() for array in p.leaves]
+
+
+def solve(place, p, **options):
+    """Return the map and the gradients, as arrays."""
+    if place[0] == "numpy":
+        out, pullback = gaussian_density.vjp(
+            *p.atoms, p.cell, p.shape, radius=p.radius, backend=place[1], **options
+        )
+        return [out, *pullback(p.cotangent)]
+    leaves = leaves_of(p)
+    out = function_of(p, place[1], **options)(*leaves)
+    return [
+        np.asarray(result.detach())
+        for result in (out, *torch.autograd.grad(out, leaves, tensor(p.cotangent)))
+    ]
+
+
+def same(got, want):
+    np.testing.assert_array_equal(got, want, strict=True)
+
+
+def close(got, want, dtype=None, terms=64):
+    """Compare with a reference by the matrix's tolerance for sums of that many products."""
+    dtype = str(got.dtype) if dtype is None else dtype
+    assert error(got, want) <= TOLERANCE[dtype] * max(1.0, terms**0.5 / 8)
+
+
+def agree(place, got, want):
+    assert got.dtype == want.dtype
+    (same if place[1] in EXACT else close)(got, want)
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", CELLS)
+def test_maps_by_brute_force(quick, name, anisotropic, dtype):
+    p = problem(name, anisotropic=anisotropic, dtype=dtype)
+    got = evaluate(quick, p)
+    assert (got.dtype, got.shape) == (dtype, p.shape)
+    want = brute(p)
+    assert np.count_nonzero(want) == np.count_nonzero(got)
+    close(got, want, terms=terms_of(name))
+
+
+def terms_of(name):
+    """Return how many roundings there are: where edges are long, vectors are their differences."""
+    return 4096 if name == "very skewed" else 64
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["triclinic", "skewed and smaller"])
+def test_maps_when_interpreted(name, anisotropic):
+    p = problem(name, 2, anisotropic=anisotropic)
+    close(evaluate(available("torch", "triton"), p), brute(p))
+
+
+def eager(p):
+    """Return the density as autograd sees it, with the voxels of every atom held fixed."""
+    vectors = tensor(brute_vectors(p))
+    start, *_, amplitudes, widths, radius = (tensor(a) for a in p[:6])
+    inside = vectors.norm(dim=-1) <= radius[:, None] * (1 + 5e-6)
+
+    def function(xyz, b, occupancy):
+        w = vectors - (xyz - start)[:, None]
+        if b.ndim == 1:
+            U = b[:, None, None] / (8 * torch.pi**2) * torch.eye(3).double()
+        else:
+            U = b[:, [[0, 3, 4], [3, 1, 5], [4, 5, 2]]]
+        M = (widths[..., None, None] * torch.eye(3) + 8 * torch.pi**2 * U[:, None]) / 4
+        q = torch.pi**2 * torch.einsum("avi,agij,avj->agv", w, torch.linalg.inv(M), w)
+        norm = occupancy[:, None] * amplitudes * torch.pi**1.5 / torch.linalg.det(M).sqrt()
+        value = norm[..., None] * torch.exp(-q) * inside[:, None]
+        return value.sum((0, 1)).reshape(p.shape)
+
+    return function
+
+
+@needs_torch
+@pytest.mark.parametrize("name", CELLS)
+def test_gradients_are_those_of_autograd(quick, name, anisotropic):
+    for dtype in ("float64", "float32"):
+        p = problem(name, anisotropic=anisotropic, dtype=dtype)
+        wide = Problem(*(a.astype(np.float64) for a in p[:7]), p.shape, p.cotangent)
+        leaves = leaves_of(wide)
+        out = eager(wide)(*leaves)
+        want = torch.autograd.grad(out, leaves, tensor(p.cotangent).double())
+        for got, gradient in zip(solve(quick, p)[1:], want, strict=True):
+            assert got.dtype == dtype
+            close(got, gradient.numpy(), terms=4000 * terms_of(name) / 64)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_gradients_when_interpreted(anisotropic):
+    p = problem("triclinic", 2, anisotropic=anisotropic)
+    want = solve(("numpy", "numpy"), p)
+    for got, expected in zip(solve(available("torch", "triton"), p), want, strict=True):
+        close(got, expected, terms=4000)
+
+
+def test_gradients_are_what_differences_say(quick, anisotropic):
+    p = problem("orthogonal", 2, anisotropic=anisotropic)
+    # So far that no voxel is near the end of a sphere.
+    p = p._replace(radius=np.full(2, 1.9))
+    _, *gradients = solve(quick, p)
+    step = 1e-5
+    for at, gradient in enumerate(gradients):
+        want = np.zeros_like(gradient)
+        for index in np.ndindex(gradient.shape):
+            moved = []
+            for sign in (1, -1):
+                arrays = [a.copy() for a in p.leaves]
+                arrays[at][index] += sign * step
+                moved.append(np.vdot(p.cotangent, evaluate(quick, p._replace(**named(arrays)))))
+            want[index] = (moved[0] - moved[1]) / (2 * step)
+        # The square of the step.
+        assert error(gradient, want) < 1e-7
+
+
+def named(leaves):
+    return dict(zip(("xyz", "b", "occupancy"), leaves, strict=True))
+
+
+@needs_torch
+def test_first_and_second_derivatives(any_torch_backend, anisotropic):
+    p = problem("triclinic", 2, anisotropic=anisotropic)
+    function = function_of(p, any_torch_backend)
+    assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=True)
+
+
+@needs_torch
+def test_second_derivatives_are_those_of_the_eager_formula(torch_backend, anisotropic):
+    p = problem("skewed and smaller", anisotropic=anisotropic)
+    found = []
+    for function in (function_of(p, torch_backend), eager(p)):
+        leaves = leaves_of(p)
+        cotangent = tensor(p.cotangent).requires_grad_()
+        first = torch.autograd.grad(function(*leaves), leaves, cotangent, create_graph=True)
+        along = sum((gradient.sin() ** 2).sum() for gradient in first)
+        found.append(torch.autograd.grad(along, [*leaves, cotangent]))
+    for got, want in zip(*found, strict=True):
+        close(got.numpy(), want.numpy(), terms=4000)
+
+
+@needs_torch
+def test_gradients_of_some_of_the_arrays(torch_backend, anisotropic):
+    """What is asked for alone has the bits that it has among all."""
+    p = problem(anisotropic=anisotropic)
+    results = []
+    for asked in list(itertools.product([True, False], repeat=3))[:-1]:
+        leaves = [leaf.requires_grad_(a) for leaf, a in zip(leaves_of(p), asked, strict=True)]
+        out = function_of(p, torch_backend)(*leaves)
+        some = itertools.compress(leaves, asked)
+        found = iter(torch.autograd.grad(out, list(some), tensor(p.cotangent)))
+        results.append([next(found) if a else None for a in asked])
+    for some in results:
+        for got, want in zip(some, results[0], strict=True):
+            assert got is None or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("whole", [False, True], ids=["in the cell", "outside of it"])
+def test_a_voxel_at_the_very_end_of_the_radius_is_inside(place, dtype, whole):
+    """However the steps of the grid, which no binary number is, are rounded."""
+    shape, steps = (12, 13, 14), 3
+    cell = np.diag(np.array(shape) * 0.1)
+    corner = np.array([[4, 5, 6]]) + whole * np.array([[-12, 26, 14]])
+    atoms = [0.1 * corner, np.array([1.0]), np.array([1.0]), np.ones((1, 1)), np.ones((1, 1))]
+    arrays = [np.asarray(a, dtype) for a in (*atoms, [0.1 * steps])]
+    p = Problem(*arrays, cell, shape, None)
+    grid = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1) - [4, 5, 6]
+    inside = (grid**2).sum(-1) <= steps**2
+    assert inside.sum() == 123
+    same(evaluate(place, p) > 0, inside)
+
+
+def test_no_radius_reaches_a_voxel_that_is_met(quick):
+    p = Problem(
+        np.array([[1.0, 2.0, 3.0], [4.2, 1.1, 1.1]]),
+        np.full(2, 20.0),
+        np.ones(2),
+        np.ones((2, 1)),
+        np.ones((2, 1)),
+        np.zeros(2),
+        np.diag([6.0, 7.0, 8.0]),
+        (6, 7, 8),
+        None,
+    )
+    got = evaluate(quick, p)
+    assert np.argwhere(got).tolist() == [[1, 2, 3]]
+    close(got, brute(p))
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "triclinic"])
+def test_the_integral_is_the_number_of_electrons(quick, name, anisotropic):
+    cell = 2.0 * np.array(CELLS[name][0])
+    shape = tuple(int(n) for n in np.ceil(np.linalg.norm(cell, axis=0) / 0.45))
+    atoms = atoms_in(cell, 2, np.random.default_rng(0), anisotropic=anisotropic)
+    p = Problem(*atoms, np.full(2, 5.5), cell, shape, None)
+    total = evaluate(quick, p).sum() * np.linalg.det(cell) / math.prod(shape)
+    # What is cut off lies beyond five standard deviations.
+    assert abs(total / (p.occupancy * p.amplitudes.sum(1)).sum() - 1) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "very skewed", "skewed and smaller"])
+def test_atoms_may_move_by_edges_of_the_cell(quick, name, anisotropic):
+    p = problem(name, anisotropic=anisotropic)
+    edges = np.random.default_rng(1).integers(-3, 4, p.xyz.shape)
+    moved = p._replace(xyz=p.xyz + edges @ p.cell.T)
+    for got, want in zip(solve(quick, moved), solve(quick, p), strict=True):
+        # Coordinates are rounded once more, by a few Å times 1e-16.
+        close(got, want, terms=6400)
+
+
+@pytest.mark.parametrize("name", ["triclinic", "skewed and smaller"])
+def test_atoms_that_move_by_voxels_move_the_map(quick, name, anisotropic):
+    p = problem(name, anisotropic=anisotropic)
+    steps = np.array([2, -1, 3])
+    moved = p._replace(xyz=p.xyz + p.cell @ (steps / p.shape))
+    close(evaluate(quick, moved), np.roll(evaluate(quick, p), steps, (0, 1, 2)), terms=6400)
+
+
+def test_turning_everything_changes_nothing(quick, anisotropic):
+    p = problem("very skewed", anisotropic=anisotropic)
+    turn, _ = np.linalg.qr(np.random.default_rng(2).normal(size=(3, 3)))
+    b = p.b
+    if anisotropic:
+        turned = [turn @ symmetric(U) @ turn.T for U in b]
+        b = np.array([[U[i, j] for i, j in COMPONENTS] for U in turned])
+    other = p._replace(xyz=p.xyz @ turn.T, b=b, cell=turn @ p.cell)
+    one, two = solve(quick, p), solve(quick, other)
+    close(two[0], one[0], terms=6400)
+    close(two[1], one[1] @ turn.T, terms=640_000)
+    close(two[3], one[3], terms=640_000)
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "skewed and smaller"])
+def test_an_isotropic_atom_is_an_anisotropic_one(quick, name):
+    p = problem(name)
+    U = np.zeros((len(p.b), 6))
+    U[:, :3] = p.b[:, None] / (8 * np.pi**2)
+    iso, aniso = solve(quick, p), solve(quick, p._replace(b=U))
+    for got, want in zip((aniso[0], aniso[1], aniso[3]), (iso[0], iso[1], iso[3]), strict=True):
+        close(got, want, terms=4000)
+    # dU/dB is the unit matrix over 8π².
+    close(aniso[2][:, :3].sum(1) / (8 * np.pi**2), iso[2], terms=4000)
+
+
+def test_the_order_of_atoms_changes_roundings_alone(quick, anisotropic):
+    p = problem("triclinic", 12, anisotropic=anisotropic)
+    order = np.random.default_rng(0).permutation(12)
+    one, other = solve(quick, p), solve(quick, p.of(order))
+    close(other[0], one[0])
+    for got, want in zip(other[1:], one[1:], strict=True):
+        agree(quick, got, want[order])
+
+
+def test_linear_in_occupancy(quick, anisotropic):
+    p = problem(anisotropic=anisotropic)
+    other = np.random.default_rng(5).normal(size=len(p.occupancy))
+    one, two = (evaluate(quick, p._replace(occupancy=o)) for o in (p.occupancy, other))
+    mixed = p._replace(occupancy=3 * p.occupancy - 0.7 * other)
+    close(evaluate(quick, mixed), 3 * one - 0.7 * two, terms=640)
+    gradient = solve(quick, p)[3]
+    close(np.array(gradient @ other), np.array(np.vdot(p.cotangent, two)), terms=4000)
+
+
+def test_the_map_of_atoms_is_the_sum_of_their_maps(quick, anisotropic):
+    p = problem("very skewed", anisotropic=anisotropic)
+    alone = [evaluate(quick, p.of([i])) for i in range(len(p.b))]
+    close(evaluate(quick, p), sum(alone))
+    assert all(map_of.any() for map_of in alone)
+
+
+def test_no_atoms(place, anisotropic):
+    p = problem(anisotropic=anisotropic, count=0)
+    out, *gradients = solve(place, p)
+    same(out, np.zeros(p.shape))
+    assert [g.shape for g in gradients] == [(0, 3), (0, 6) if anisotropic else (0,), (0,)]
+    same(evaluate(place, p, radius=None), np.zeros(p.shape))
+
+
+def test_atoms_far_away_hurt_nobody(quick):
+    """Where a coordinate is beyond all digits the atom may be anywhere, in the map."""
+    p = problem("orthogonal")
+    p.xyz[0], p.xyz[2] = 1e30, -1e100
+    got = evaluate(quick, p)
+    assert np.isfinite(got).all()
+    assert all(np.isfinite(g).all() for g in solve(quick, p))
+
+
+def test_radius_may_be_a_number_or_a_rule(quick, anisotropic):
+    p = problem(anisotropic=anisotropic)
+    full = evaluate(quick, p._replace(radius=np.full(4, 1.75)))
+    for radius in (1.75, np.float32(1.75), np.full(4, 1.75, "f4")):
+        if isinstance(radius, np.ndarray) and quick[0] == "torch":
+            radius = tensor(radius)
+        same(evaluate(quick, p, radius=radius), full)
+    for n_sigma in (4.0, 2, 5.5):
+        radius = atom_radius(p.b, p.widths, n_sigma=n_sigma)
+        want = evaluate(quick, p._replace(radius=radius))
+        same(evaluate(quick, p, radius=None, n_sigma=n_sigma), want)
+    same(evaluate(quick, p, radius=None), evaluate(quick, p, radius=None, n_sigma=4.0))
+
+
+def rule(mean_square, n_sigma):
+    return np.clip(np.ceil(n_sigma * np.sqrt(mean_square) / 0.25) * 0.25, 2.0, 7.0)
+
+
+@pytest.mark.parametrize("n_sigma", [1.0, 4.0, 6.3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_rule_of_radii(dtype, n_sigma):
+    """By the largest eigenvalue of U where there is one; NumPy and torch say the same."""
+    rng = np.random.default_rng(0)
+    widths = rng.uniform(0, 60, (200, 4)).astype(dtype)
+    b = rng.uniform(-0.5, 1, 200) ** 3 * 150
+    factor = 0.5 * rng.normal(size=(200, 3, 3))
+    U = factor @ factor.transpose(0, 2, 1) * rng.uniform(0, 1, (200, 1, 1)) ** 2
+    # Spheres, ellipsoids of revolution, and flat ones.
+    U[:5] = np.eye(3) * rng.uniform(0, 1, (5, 1, 1))
+    U[5:10] = np.diag([0.3, 0.3, 0.9])
+    U[10:15] = np.diag([0.9, 0.3, 0.9])
+    U[15:20] = 0.0
+    six = np.stack([U[:, i, j] for i, j in COMPONENTS], 1)
+    for given, mean_square in (
+        (b.astype(dtype), b / (8 * np.pi**2)),
+        (six.astype(dtype), np.linalg.eigvalsh(U)[:, -1]),
+    ):
+        want = rule(np.maximum(widths.max(1) / (8 * np.pi**2) + mean_square, 1e-6), n_sigma)
+        got = atom_radius(given, widths, n_sigma=n_sigma)
+        assert got.dtype == dtype
+        same(got, want.astype(dtype))
+        assert len(set(got.tolist())) > 5 or n_sigma == 1
+        if HAS_TORCH:
+            same(atom_radius(tensor(given), tensor(widths), n_sigma=n_sigma).numpy(), got)
+
+
+def spoilt(argument, atom, value, *, anisotropic=False):
+    p = problem("orthogonal", 5, anisotropic=anisotropic)
+    getattr(p, argument)[atom] = value
+    return p
+
+
+NAN, INF = math.nan, math.inf
+# The argument, the atom, what it gets, and what the error says.
+BAD_ATOMS = {
+    "xyz NaN": ("xyz", (2, 1), NAN, r"xyz\[2\] is \[.*, nan, .*\]; it should be finite"),
+    "xyz infinite": ("xyz", (0, 0), -INF, r"xyz\[0\] is \[-inf, .*\]; it should be finite"),
+    "b NaN": ("b", 3, NAN, r"b\[3\] is .*nan.*; it should be finite"),
+    "b infinite": ("b", 3, INF, r"b\[3\] is .*inf.*; it should be finite"),
+    "occupancy NaN": ("occupancy", 1, NAN, r"occupancy\[1\] is nan; it should be finite"),
+    "occupancy infinite": ("occupancy", 1, INF, r"occupancy\[1\] is inf; it should be finite"),
+    "amplitude NaN": ("amplitudes", (4, 1), NAN, r"amplitudes\[4\] is \[.*nan.*\]; .* be finite"),
+    "width infinite": ("widths", (4, 0), INF, r"widths\[4\] is \[inf, .*\]; it should be finite"),
+    "radius NaN": ("radius", 2, NAN, r"radius\[2\] is nan; it should be finite"),
+    "radius infinite": ("radius", 2, INF, r"radius\[2\] is inf; it should be finite"),
+    "radius negative": ("radius", 2, -1.0, r"radius\[2\] is -1\.0; it should be at least 0"),
+}
+ISO_ALONE = {
+    "b too negative": ("b", 1, -1.0, r"b\[1\] is -1\.0; it should be larger than minus each of"),
+    "b of no width": ("b", 1, 0.0, r"b\[1\] is 0\.0; it should be larger than minus each of the"),
+    "width too negative": ("widths", (1, 2), -99.0, r"b\[1\] is .*; it should be larger than min"),
+}
+PAIR = [0.1, 0.1, 0.1, 0.2, 0.0, 0.0]
+ANISO_ALONE = {
+    "U negative": ("b", (1, 0), -2.0, r"b\[1\] is \[-2\.0, .*\]; it should be positive definite"),
+    "U of nothing": ("b", 1, 0.0, r"b\[1\] is \[0\.0, .*\]; it should be positive definite toget"),
+    "U with a negative eigenvalue": ("b", 1, PAIR, r"b\[1\] is .*; it should be positive definit"),
+    "U with two of them": (
+        "b",
+        1,
+        [0.1, 0.1, 0.1, 0.2, 0.2, 0.2 + 1e-9],
+        "b.*; it should be positive definite together with each of the atom's widths",
+    ),
+    "U NaN off the diagonal": ("b", (1, 4), NAN, r"b\[1\] is \[.*nan.*\]; it should be finite"),
+}
+SPOILT = [
+    pytest.param(*case, kind, id=f"{'aniso' if kind else 'iso'}-{name}")
+    for kind, cases in ((False, BAD_ATOMS | ISO_ALONE), (True, BAD_ATOMS | ANISO_ALONE))
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("argument", "at", "value", "message", "anisotropic"), SPOILT)
+def test_an_atom_without_a_density_is_named(argument, at, value, message, anisotropic):
+    p = spoilt(argument, at, value, anisotropic=anisotropic)
+    assert np.flatnonzero(bad_atoms(*p[:6])).tolist() == [np.ravel(at)[0]]
+    out = np.full(p.shape, 7.0)
+    with pytest.raises(ValueError, match=f"gaussian_density: {message}"):
+        gaussian_density(*p.atoms, p.cell, p.shape, radius=p.radius, out=out)
+    assert (out == 7).all()
+    if argument not in ("radius", "amplitudes", "xyz", "occupancy"):
+        # The rule's own radius isn't blamed.
+        with pytest.raises(ValueError, match=f"gaussian_density: {message}"):
+            gaussian_density(*p.atoms, p.cell, p.shape)
+    if HAS_TORCH:
+        for leaves in ([tensor(a) for a in p.leaves], leaves_of(p)):
+            with pytest.raises(ValueError, match=f"gaussian_density: {message}"):
+                function_of(p)(*leaves)
+
+
+@pytest.mark.parametrize(("argument", "at", "value", "message", "anisotropic"), SPOILT)
+def test_an_atom_without_a_density_may_be_left_out(
+    argument, at, value, message, anisotropic, quick
+):
+    """As if it weren't there, with a gradient of zero."""
+    p = spoilt(argument, at, value, anisotropic=anisotropic)
+    kept = np.arange(5) != np.ravel(at)[0]
+    with pytest.warns(RuntimeWarning, match=f"1 of 5 atoms are left out; of the first, {message}"):
+        out, *gradients = solve(quick, p, on_bad="skip")
+    want, *others = solve(quick, p.of(kept))
+    agree(quick, out, want)
+    for got, other in zip(gradients, others, strict=True):
+        agree(quick, got[kept], other)
+        assert not got[~kept].any()
+
+
+def test_the_warning_counts_and_points_at_the_caller():
+    p = problem("orthogonal", 5)
+    p.b[1] = p.occupancy[3] = np.nan
+    with pytest.warns(RuntimeWarning) as caught:
+        gaussian_density(*p.atoms, p.cell, p.shape, on_bad="skip")
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("gaussian_density: 2 of 5 atoms are left out; of the")
+    assert caught[0].filename == __file__
+
+
+def test_no_warning_without_a_bad_atom():
+    p = problem("orthogonal", 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = gaussian_density(*p.atoms, p.cell, p.shape, radius=p.radius, on_bad="skip")
+    same(got, gaussian_density(*p.atoms, p.cell, p.shape, radius=p.radius))
+
+
+@needs_torch
+def test_second_derivatives_of_atoms_that_are_left_out(torch_backend, anisotropic):
+    p = spoilt("occupancy", 1, np.nan, anisotropic=anisotropic)
+    kept = np.arange(5) != 1
+    found = []
+    for q in (p, p.of(kept)):
+        leaves = leaves_of(q)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = function_of(q, torch_backend, on_bad="skip")(*leaves)
+        first = torch.autograd.grad(out, leaves, tensor(p.cotangent), create_graph=True)
+        along = sum(gradient.square().sum() for gradient in first)
+        found.append(torch.autograd.grad(along, leaves))
+    for got, want in zip(*found, strict=True):
+        assert not got[1].any()
+        close(got[kept].numpy(), want.numpy(), terms=4000)
+
+
+def test_a_lattice_serves_many_calls(quick, anisotropic):
+    p = problem("very skewed", anisotropic=anisotropic)
+    lattice = Lattice(p.cell, p.shape)
+    for seed in range(2):
+        q = problem("very skewed", anisotropic=anisotropic, seed=seed)
+        want = evaluate(quick, q)
+        same(evaluate(quick, q, cell=lattice, grid_shape=None), want)
+        same(evaluate(quick, q, cell=lattice, grid_shape=list(p.shape)), want)
+        same(evaluate(quick, q, cell=p.cell.tolist(), grid_shape=np.array(p.shape)), want)
+        same(evaluate(quick, q, cell=np.asfortranarray(p.cell)), want)
+        if HAS_TORCH:
+            same(evaluate(quick, q, cell=tensor(p.cell)), want)
+
+
+def test_a_lattice_travels():
+    """Pickled, copied, taken apart and moved to where it is, it is the same lattice."""
+    p = problem("skewed and smaller")
+    lattice = Lattice(p.cell, p.shape)
+    others = [pickle.loads(pickle.dumps(lattice)), copy.deepcopy(lattice)]
+    if HAS_TORCH:
+        back = Lattice.from_tensors(lattice.tensors_here(), lattice.sizes())
+        others += [back, pickle.loads(pickle.dumps(back)), back.to("cpu")]
+        assert lattice.to("cpu") is lattice
+        moved = lattice.to("meta")
+        assert (moved.device, moved.shape) == ("meta", p.shape)
+    want = evaluate(("numpy", None), p)
+    for other in others:
+        assert (other.shape, other.device) == (p.shape, "cpu")
+        same(evaluate(("numpy", None), p, cell=other, grid_shape=None), want)
+
+
+def test_a_lattice_is_a_copy():
+    p = problem()
+    cell = p.cell.copy()
+    lattice = Lattice(cell, p.shape)
+    cell[:] = 1
+    same(evaluate(("numpy", None), p, cell=lattice), evaluate(("numpy", None), p))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_images_of_a_lattice_are_those_that_bound_its_voronoi_cell(name):
+    """A vector that none of them makes shorter is the shortest of many more."""
+    cell, shape, _ = CELLS[name]
+    lattice = Lattice(cell, shape)
+    images = lattice.images @ lattice.step.T
+    all_of_them = np.array(list(itertools.product(range(-8, 9), repeat=3))) @ np.array(cell).T
+    for w in np.random.default_rng(0).normal(size=(50, 3)) * 20:
+        while True:
+            candidates = np.concatenate([w[None], w + images, w - images])
+            nearest = candidates[(candidates**2).sum(1).argmin()]
+            if nearest @ nearest >= w @ w:
+                break
+            w = nearest
+        assert ((w + all_of_them) ** 2).sum(1).min() >= w @ w * (1 - 1e-12)
+
+
+BAD_LATTICES = {
+    "cell of another shape": (np.eye(4), (4, 5, 6), ValueError, r"cell has shape \(4, 4\); it sh"),
+    "six numbers": ([10, 10, 10, 90, 90, 90], (4, 5, 6), ValueError, r"cell has shape \(6,\)"),
+    "no cell": (None, (4, 5, 6), ValueError, r"cell has shape \(\); it should be \(3, 3\)"),
+    "a flat cell": (np.diag([1.0, 1.0, 0.0]), (4, 5, 6), ValueError, "cell is .*; it should be fi"),
+    "a NaN": (np.diag([1.0, NAN, 1.0]), (4, 5, 6), ValueError, "cell is .*; it should be finite"),
+    "an infinite edge": (np.diag([1.0, INF, 1.0]), (4, 5, 6), ValueError, "cell is .*; it should"),
+    "two sizes": (np.eye(3), (4, 5), ValueError, r"grid_shape is \(4, 5\); it should be three si"),
+    "four sizes": (np.eye(3), (4, 5, 6, 7), ValueError, r"grid_shape is \(4, 5, 6, 7\); it shoul"),
+    "no voxels": (np.eye(3), (4, 0, 6), ValueError, r"grid_shape is \(4, 0, 6\); its sizes shoul"),
+    "a negative size": (np.eye(3), (4, -5, 6), ValueError, "grid_shape is -5; it should be at lea"),
+    "a float size": (np.eye(3), (4, 5.0, 6), TypeError, "grid_shape is a float; it should be an i"),
+    "a number of voxels": (np.eye(3), 120, TypeError, "grid_shape is a int; it should be three si"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LATTICES)
+def test_bad_lattices_name_the_argument(name):
+    cell, shape, kind, message = BAD_LATTICES[name]
+    p = problem()
+    # One that is remembered and compares equal lets nothing through.
+    gaussian_density(*p.atoms, np.eye(3), (4, 5, 6))
+    with pytest.raises(kind, match=f"Lattice: {message}"):
+        Lattice(cell, shape)
+    with pytest.raises(kind, match=f"(Lattice|gaussian_density): {message}"):
+        gaussian_density(*p.atoms, cell, shape)
+
+
+def arguments():
+    p = problem()
+    return {
+        **dict(zip(("xyz", "b", "occupancy", "amplitudes", "widths"), p.atoms, strict=True)),
+        "cell": p.cell,
+        "grid_shape": p.shape,
+    }
+
+
+ONES = np.ones(4)
+FLOATS = "it should be float32 or float64, in native byte order"
+BAD = {
+    "xyz of integers": ({"xyz": np.ones((4, 3), int)}, TypeError, f"xyz has dtype int64; {FLOATS}"),
+    "xyz of half": ({"xyz": np.ones((4, 3), "f2")}, TypeError, f"xyz has dtype float16; {FLOATS}"),
+    "xyz big endian": ({"xyz": np.ones((4, 3), ">f8")}, TypeError, f"xyz has dtype >f8; {FLOATS}"),
+    "no xyz": ({"xyz": None}, TypeError, "xyz has dtype object"),
+    "xyz of rank 1": ({"xyz": ONES}, ValueError, r"xyz has shape \(4,\); it should be \(N, 3\)"),
+    "xyz transposed": ({"xyz": np.ones((3, 4))}, ValueError, r"xyz has shape \(3, 4\); it should "),
+    "b of integers": ({"b": np.ones(4, int)}, TypeError, f"b has dtype int64; {FLOATS}"),
+    "b missing": ({"b": None}, TypeError, "b has dtype object"),
+    "b a number": ({"b": 20.0}, ValueError, r"b has shape \(\); it should be \(4,\)"),
+    "b of other atoms": ({"b": np.ones(5)}, ValueError, r"b has shape \(5,\); it should be \(4,\)"),
+    "b of five": ({"b": np.ones((4, 5))}, ValueError, r"b has shape \(4, 5\); it should be \(4, 6"),
+    "b of matrices": ({"b": np.ones((4, 3, 3))}, ValueError, r"b has shape \(4, 3, 3\); it should"),
+    "occupancy a number": (
+        {"occupancy": 1.0},
+        ValueError,
+        r"occupancy has shape \(\); it should b",
+    ),
+    "occupancy of others": (
+        {"occupancy": np.ones(3)},
+        ValueError,
+        r"occupancy has shape \(3,\); i",
+    ),
+    "occupancy of bool": ({"occupancy": ONES > 0}, TypeError, "occupancy has dtype bool"),
+    "amplitudes of one atom": (
+        {"amplitudes": np.ones((1, 5))},
+        ValueError,
+        r"amplitudes has shape \(1, 5\); it should be \(4, G\)",
+    ),
+    "amplitudes of rank 1": (
+        {"amplitudes": ONES},
+        ValueError,
+        r"amplitudes has shape \(4,\); it s",
+    ),
+    "no Gaussians": (
+        {"amplitudes": np.ones((4, 0)), "widths": np.ones((4, 0))},
+        ValueError,
+        r"amplitudes has shape \(4, 0\); G should be > 0",
+    ),
+    "widths of other Gaussians": (
+        {"widths": np.ones((4, 4))},
+        ValueError,
+        r"widths has shape \(4, 4\); it should be \(4, 5\)",
+    ),
+    "widths of integers": ({"widths": np.ones((4, 5), int)}, TypeError, "widths has dtype int64"),
+    "no grid_shape": (
+        {"grid_shape": None},
+        TypeError,
+        "grid_shape is None; it should be given, un",
+    ),
+    "another grid_shape": (
+        {"cell": Lattice(np.eye(3), (4, 5, 6)), "grid_shape": (4, 5, 7)},
+        ValueError,
+        r"grid_shape is \(4, 5, 7\); the Lattice has \(4, 5, 6\)",
+    ),
+    "radius of others": (
+        {"radius": np.ones(5)},
+        ValueError,
+        r"radius has shape \(5,\); it should ",
+    ),
+    "radius a text": (
+        {"radius": "3"},
+        TypeError,
+        "radius has dtype <U1; it should be float32 or f",
+    ),
+    "radius negative": (
+        {"radius": -2.0},
+        ValueError,
+        r"radius\[0\] is -2\.0; it should be at leas",
+    ),
+    "radius NaN": ({"radius": math.nan}, ValueError, r"radius\[0\] is nan; it should be finite"),
+    "n_sigma of none": ({"n_sigma": 0}, ValueError, "n_sigma is 0; it should be a positive number"),
+    "n_sigma negative": ({"n_sigma": -4.0}, ValueError, r"n_sigma is -4\.0; it should be a positi"),
+    "n_sigma infinite": (
+        {"n_sigma": math.inf},
+        ValueError,
+        "n_sigma is inf; it should be a positi",
+    ),
+    "n_sigma a text": ({"n_sigma": "4"}, ValueError, "n_sigma is '4'; it should be a positive num"),
+    "on_bad": (
+        {"on_bad": "ignore"},
+        ValueError,
+        "on_bad is 'ignore'; it should be one of raise, s",
+    ),
+    "another backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    changes, kind, message = BAD[name]
+    for function in (gaussian_density, gaussian_density.vjp, gaussian_density.explain):
+        with pytest.raises(kind, match=message):
+            function(**{**arguments(), **changes})
+
+
+def test_every_array_argument_says_its_name():
+    for name in ("xyz", "b", "occupancy", "amplitudes", "widths"):
+        with pytest.raises(TypeError, match=f"gaussian_density: {name} has dtype complex128"):
+            gaussian_density(**{**arguments(), name: arguments()[name].astype(complex)})
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["b", "occupancy", "amplitudes", "widths", "radius"])
+def test_tensors_and_arrays_do_not_mix(name):
+    given = {**arguments(), "radius": ONES}
+    lone = {**given, name: tensor(given[name])}
+    with pytest.raises(TypeError, match=f"{name} is a torch tensor; it should be a NumPy array"):
+        gaussian_density(**lone)
+    tensors = {n: tensor(v) if isinstance(v, np.ndarray) else v for n, v in given.items()}
+    with pytest.raises(TypeError, match=f"{name} is a NumPy array; it should be a torch tensor"):
+        gaussian_density(**{**tensors, name: given[name]})
+    with pytest.raises(ValueError, match=f"{name} is on meta; it should be on cpu, where xyz is"):
+        gaussian_density(**{**tensors, name: tensors[name].to("meta")})
+    with pytest.raises(ValueError, match="cell is on meta; it should be on cpu, where xyz is"):
+        gaussian_density(**{**tensors, "cell": Lattice(given["cell"], (8, 7, 6)).to("meta")})
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["amplitudes", "widths", "radius", "cell"])
+def test_a_constant_that_requires_grad_is_refused(name):
+    given = {**arguments(), "radius": ONES}
+    tensors = {n: tensor(v) if isinstance(v, np.ndarray) else v for n, v in given.items()}
+    tensors[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} requires grad; it is a constant, pass x.detach"):
+        gaussian_density(**tensors)
+
+
+DTYPES = ("float32", "float64")
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=4)), ids="-".join)
+def test_the_map_has_the_dtype_to_which_its_arrays_promote(quick, dtypes, anisotropic):
+    """Gradients have those of their arrays; the form factors' dtype is nobody's."""
+    p = problem(anisotropic=anisotropic)
+    kinds = (*dtypes[:3], *dtypes[3:] * 3)
+    arrays = [a.astype(k) for a, k in zip(p[:6], kinds, strict=True)]
+    wide = np.result_type(*dtypes[:3])
+    p = Problem(*arrays, *p[6:8], p.cotangent.astype(wide))
+    out, *gradients = solve(quick, p)
+    assert out.dtype == wide
+    if wide == np.float32:
+        # Constants are rounded to the dtype of the map.
+        p = Problem(*(a.astype(wide) for a in p[:6]), *p[6:])
+    close(out, brute(p))
+    want = solve(("numpy", "numpy"), Problem(*(a.astype("f8") for a in p[:7]), *p[7:]))[1:]
+    for got, array, gradient in zip(gradients, p.leaves, want, strict=True):
+        assert got.dtype == array.dtype
+        close(got, gradient, terms=4000)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_are_rounded_once(any_torch_backend, dtype, anisotropic):
+    kind = getattr(torch, dtype)
+    p = problem(anisotropic=anisotropic)
+    leaves = [tensor(a).to(kind).requires_grad_() for a in p.leaves]
+    constants = [tensor(a).to(kind) for a in p[3:6]]
+    out = gaussian_density(
+        *leaves, *constants[:2], p.cell, p.shape, radius=constants[2], backend=any_torch_backend
+    )
+    cotangent = tensor(p.cotangent).to(kind)
+    results = [out, *torch.autograd.grad(out, leaves, cotangent)]
+    arrays = [t.detach().double().numpy() for t in (*leaves, *constants)]
+    exact = Problem(*arrays, p.cell, p.shape, cotangent.double().numpy())
+    want = solve(("numpy", "numpy"), exact)
+    close(want[0], brute(exact))
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds.
+    cut = any_torch_backend == "triton" and dtype == "bfloat16"
+    unit = torch.finfo(kind).eps * (1.0 if cut else 0.5)
+    # Half of the last place of float16's smallest numbers too.
+    tiny = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
+    for got, expected in zip(results, want, strict=True):
+        assert got.dtype == kind
+        off = np.abs(got.detach().double().numpy() - expected)
+        sums = 8 * TOLERANCE["float32"] * np.abs(expected).max()
+        assert (off <= 1.01 * unit * np.abs(expected) + sums + tiny).all()
+    # The rule's radius, and one number, are as good.
+    for radius in (None, 1.7):
+        got = gaussian_density(
+            *leaves, *constants[:2], p.cell, p.shape, radius=radius, backend=any_torch_backend
+        )
+        far = atom_radius(*(exact[1], exact[4])) if radius is None else np.full(4, radius)
+        close(got.detach().double().numpy(), brute(exact._replace(radius=far)), dtype)
+
+
+@needs_torch
+def test_autocast_leaves_dtypes_alone(torch_backend, anisotropic):
+    p = problem(anisotropic=anisotropic, dtype="float32")
+    with torch.autocast("cpu", torch.bfloat16):
+        results = solve(("torch", torch_backend), p)
+    for got, want in zip(results, solve(("torch", torch_backend), p), strict=True):
+        same(got, want)
+
+
+LAYOUTS = {
+    "slice": lambda a: np.repeat(a, 2, -1)[..., ::2],
+    "transpose": lambda a: np.ascontiguousarray(a.T).T,
+    "rows apart": lambda a: np.repeat(a, 3, 0)[1::3],
+}
+# Which torch has not.
+NUMPY_LAYOUTS = {
+    "reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
+    "upside down": lambda a: a[::-1].copy()[::-1],
+    "read-only": lambda a: frozen(a.copy()),
+    "unaligned": lambda a: unaligned(a),
+}
+
+
+def unaligned(array):
+    memory = np.empty(array.nbytes + 1, np.uint8)
+    view = memory[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def check_layout(place, layout, anisotropic):
+    p = problem(anisotropic=anisotropic)
+    views = [layout(array) for array in p[:7]]
+    before = [view.copy() for view in views]
+    other = Problem(*views, p.shape, layout(p.cotangent))
+    for got, want in zip(solve(place, other), solve(place, p), strict=True):
+        agree(place, got, want)
+    for view, array in zip(views, before, strict=True):
+        same(view, array)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_are_read_where_they_lie(place, layout, anisotropic):
+    """With the bits of their copies, and stay as they are."""
+    check_layout(place, LAYOUTS[layout], anisotropic)
+
+
+@pytest.mark.parametrize("layout", NUMPY_LAYOUTS)
+def test_arrays_are_read_backwards_and_never_written(backend, layout, anisotropic):
+    check_layout(("numpy", backend), NUMPY_LAYOUTS[layout], anisotropic)
+
+
+def test_broadcast_arrays(backend, anisotropic):
+    """All atoms of one kind, and a cotangent of ones."""
+    p = problem(anisotropic=anisotropic)
+    arrays = [p.xyz, *(np.broadcast_to(a[:1], a.shape) for a in p[1:6])]
+    spread = Problem(*arrays, p.cell, p.shape, np.broadcast_to(1.0, p.shape))
+    copies = Problem(*(a.copy() for a in arrays), p.cell, p.shape, np.ones(p.shape))
+    for got, want in zip(*(solve(("numpy", backend), q) for q in (spread, copies)), strict=True):
+        agree(("numpy", backend), got, want)
+
+
+@needs_torch
+def test_expanded_cotangents(any_torch_backend):
+    """As `.sum().backward()` gives them."""
+    p = problem(count=2)
+    place = "torch", any_torch_backend
+    leaves = leaves_of(p)
+    got = torch.autograd.grad(function_of(p, any_torch_backend)(*leaves).sum(), leaves)
+    want = solve(place, p._replace(cotangent=np.ones(p.shape)))[1:]
+    for one, other in zip(got, want, strict=True):
+        agree(place, one.numpy(), other)
+
+
+def test_out_is_filled_and_returned(place, anisotropic):
+    for dtype in DTYPES:
+        p = problem(count=2, anisotropic=anisotropic, dtype=dtype)
+        out = np.full(p.shape, np.nan, dtype)
+        arrays = [tensor(a) for a in p[:6]] if place[0] == "torch" else p[:6]
+        filled = tensor(out) if place[0] == "torch" else out
+        options = {"radius": arrays[5], "backend": place[1]}
+        assert gaussian_density(*arrays[:5], p.cell, p.shape, **options, out=filled) is filled
+        agree(place, out, evaluate(place, p))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (
+            lambda: np.full((8, 7, 5), 7.0),
+            ValueError,
+            r"has shape \(8, 7, 5\); it should be \(8, 7",
+        ),
+        (lambda: np.full(336, 7.0), ValueError, r"has shape \(336,\); it should be \(8, 7, 6\)"),
+        (
+            lambda: np.full((8, 7, 6), 7.0, "f4"),
+            TypeError,
+            "has dtype float32; it should be float6",
+        ),
+        (lambda: np.full((6, 7, 8), 7.0).T, ValueError, "is not contiguous; it should be"),
+        (lambda: frozen(np.full((8, 7, 6), 7.0)), ValueError, "is read-only; it should be"),
+    ],
+)
+def test_bad_out(make, kind, message):
+    out = make()
+    with pytest.raises(kind, match=f"gaussian_density: out {message}"):
+        gaussian_density(**arguments(), out=out)
+    assert (out == 7).all()
+
+
+def test_out_shares_memory_with_no_argument():
+    memory = np.ones(336)
+    with pytest.raises(ValueError, match="out shares memory with occupancy; it should not"):
+        gaussian_density(
+            **{**arguments(), "occupancy": memory[:4]}, out=memory.reshape(problem().shape)
+        )
+    assert (memory == 1).all()
+
+
+def test_no_cotangent_is_no_gradient(backend):
+    out, pullback = gaussian_density.vjp(**arguments(), backend=backend)
+    assert all(gradient is None for gradient in pullback(None))
+    with pytest.raises(
+        ValueError, match=r"the cotangent has shape \(336,\); it should be \(8, 7, 6"
+    ):
+        pullback(out.ravel())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_no_bit(exact, anisotropic, dtype, several_threads):
+    cell, shape = 3.0 * np.array(CELLS["triclinic"][0]), (40, 33, 50)
+    rng = np.random.default_rng(0)
+    atoms = [a.astype(dtype) for a in atoms_in(cell, 60, rng, anisotropic=anisotropic)]
+    p = Problem(*atoms, np.full(60, 2.5, dtype), cell, shape, rng.normal(size=shape).astype(dtype))
+    results = []
+    try:
+        for threads in (1, 2, 3, 16, 2):
+            fusedops.set_num_threads(threads)
+            several_threads.clear()
+            results.append(solve(("numpy", exact), p))
+            assert set(several_threads) == {threads}
+    finally:
+        fusedops.set_num_threads(None)
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            same(got, want)
+    close(results[0][0], evaluate(("numpy", "numpy"), p))
+
+
+def test_every_run_gives_the_same_bits(quick, anisotropic):
+    p = problem(count=20, anisotropic=anisotropic)
+    first = solve(quick, p)
+    for got, want in zip(solve(quick, p), first, strict=True):
+        same(got, want)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_and_torch_give_the_same_bits(backend, anisotropic, dtype):
+    p = problem(anisotropic=anisotropic, dtype=dtype)
+    for got, want in zip(*(solve((f, backend), p) for f in ("torch", "numpy")), strict=True):
+        same(got, want)
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_transforms(torch_backend, anisotropic):
+    p = problem(anisotropic=anisotropic)
+    function = function_of(p, torch_backend)
+    arrays = [tensor(array) for array in p.leaves]
+
+    def loss(*arrays):
+        return function(*arrays).square().sum()
+
+    leaves = leaves_of(p)
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    for got, gradient in zip(torch.func.grad(loss, argnums=(0, 1, 2))(*arrays), want, strict=True):
+        assert torch.equal(got, gradient)
+    # The rule's radius is a constant too.
+    rule = gaussian_density(*leaves, *map(tensor, p[3:5]), p.cell, p.shape, backend=torch_backend)
+    want = torch.autograd.grad(rule.sum(), leaves)
+    got = torch.func.grad(
+        lambda *a: gaussian_density(
+            *a, *map(tensor, p[3:5]), p.cell, p.shape, backend=torch_backend
+        ).sum(),
+        argnums=(0, 1, 2),
+    )(*arrays)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(NotImplementedError, match=r"no derivative under torch\.func; torch\.auto"):
+        torch.func.jacrev(torch.func.grad(loss))(*arrays)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(function, tuple(arrays), tuple(arrays))
+
+
+@needs_torch
+def test_a_map_for_each_of_many_models(torch_backend, anisotropic):
+    """torch.vmap looks at no atom: it should be told to leave bad ones out."""
+    p = problem(anisotropic=anisotropic)
+    arrays = [tensor(array) for array in p.leaves]
+    moved = torch.stack([arrays[0], arrays[0] + 0.3])
+    with pytest.raises(TypeError, match="on_bad is 'raise', which has to look at the atoms; insi"):
+        torch.vmap(function_of(p, torch_backend), (0, None, None))(moved, *arrays[1:])
+    function = function_of(p, torch_backend, on_bad="skip")
+    maps = torch.vmap(function, (0, None, None))(moved, *arrays[1:])
+    for got, xyz in zip(maps, moved, strict=True):
+        assert torch.equal(got, function(xyz, *arrays[1:]))
+
+
+def compiled(function):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter, dynamic=True), counter
+
+
+@needs_torch
+def test_compile_without_breaks_or_recompiling(anisotropic):
+    """Atoms and grids change from one structure to the next."""
+
+    def function(xyz, b, occupancy, amplitudes, widths, lattice):
+        atoms = b, occupancy, amplitudes, widths, lattice
+        rule = gaussian_density(1.5 * xyz, *atoms, n_sigma=1.5, on_bad="skip")
+        return rule.sin() + gaussian_density(xyz, *atoms, radius=1.9, on_bad="skip")
+
+    fast, counter = compiled(function)
+    # At first no two sizes are equal, which torch.compile would keep.
+    for count, name in ((13, "triclinic"), (17, "orthogonal"), (8, "thin")):
+        p = problem(name, count, anisotropic=anisotropic)
+        lattice = Lattice(p.cell, p.shape)
+        constants = [tensor(p.amplitudes), tensor(p.widths), lattice]
+        found = []
+        for f in (fast, function):
+            leaves = leaves_of(p)
+            out = f(*leaves, *constants)
+            found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+        detached = [leaf.detach() for leaf in leaves]
+        torch.testing.assert_close(fast(*detached, *constants), function(*detached, *constants))
+    # With and without a gradient are two graphs.
+    assert counter.frame_count == 2
+
+
+@needs_torch
+def test_what_compiled_code_cannot_do_says_so():
+    p = problem()
+    arrays = [tensor(a) for a in p.atoms]
+    lattice = Lattice(p.cell, p.shape)
+    # Dynamo wraps the TypeError in one of its own.
+    for cell, shape, on_bad, message in (
+        (p.cell, p.shape, "skip", "cell should be a Lattice, made outside"),
+        (lattice, None, "raise", "it should be 'skip'"),
+    ):
+        fast, _ = compiled(
+            lambda *a, c=cell, s=shape, o=on_bad: gaussian_density(*a, c, s, on_bad=o)
+        )
+        with pytest.raises((TypeError, RuntimeError), match=message):
+            fast(*arrays)
+
+
+OPCHECKED = [
+    case
+    for case in CASES
+    if case.primitive in (density, density_vjp) and case.name in ("triclinic-aniso", "no-atoms-iso")
+]
+
+
+@needs_torch
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+def test_opcheck(case):
+    arrays, static = case.make()
+    differentiable = case.primitive.pullback is not None
+    tensors = [torch.tensor(array, requires_grad=differentiable) for array in arrays]
+    operator = getattr(torch.ops.fusedops, case.primitive.name).default
+    wanted = list(case.primitive.all_wanted)
+    torch.library.opcheck(operator, (*tensors, *_take_apart(case.primitive, static), wanted, ""))
+
+
+@needs_torch
+def test_tensors_without_memory(anisotropic):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    p = problem(anisotropic=anisotropic, dtype="float32")
+    function = function_of(p, on_bad="skip")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = function(*(torch.ones(a.shape) for a in p.leaves))
+    assert (fake.shape, fake.dtype) == (p.shape, torch.float32)
+    arrays = [tensor(a) for a in p.leaves]
+    recorded = make_fx(function)(*arrays)
+    assert torch.equal(recorded(*arrays), function(*arrays))
+
+
+def test_explain_says_who_serves(place):
+    p = problem()
+    arrays = [tensor(a) for a in p.atoms] if place[0] == "torch" else p.atoms
+    explanation = gaussian_density.explain(*arrays, p.cell, p.shape, backend=place[1])
+    assert (explanation.backend, explanation.request.op) == (place[1], "gaussian_density")
+
+
+def test_a_backend_that_cannot_serve_says_so():
+    for name in ("triton", "torch"):
+        with pytest.raises(fusedops.BackendUnavailable, match="it takes torch tensors"):
+            gaussian_density(**arguments(), backend=name)
+
+
+FILLING = [p for p in PLACES if p in (("numpy", "cython"), ("numpy", "numba"), ("torch", "triton"))]
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+from fusedops import Lattice, _registry
+from fusedops.density import Scatterers, density, density_vjp
+from fusedops.testing import atoms_in
+
+PAGE = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(values, at_the_end):
+    \"\"\"The array between two pages that nobody may touch, at the end or at the start.\"\"\"
+    pages = max(1, -(-values.nbytes // PAGE))
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (0, pages + 1):
+        assert libc.mprotect(ctypes.c_void_p(start + page * PAGE), PAGE, 0) == 0
+    offset = PAGE + (pages * PAGE - values.nbytes if at_the_end else 0)
+    array = np.frombuffer(memory, np.uint8)[offset:][: values.nbytes]
+    array = array.view(values.dtype).reshape(values.shape)
+    array[...] = values
+    return array
+
+
+for at_the_end in (True, False):
+    for cell, shape, radius, dtype in CELLS:
+        for anisotropic in (False, True):
+            rng = np.random.default_rng(0)
+            cell = np.array(cell)
+            atoms = atoms_in(cell, 5, rng, anisotropic=anisotropic)
+            # At a corner, outside of the cell, beyond all digits, and of no place at all.
+            xyz = atoms[0]
+            xyz[0], xyz[1], xyz[2], xyz[3, 1] = 0.0, cell @ [1, 2, -3], 1e30, np.nan
+            arrays = [guarded(a.astype(dtype), at_the_end) for a in (*atoms, np.full(5, radius))]
+            g = guarded(rng.normal(size=shape).astype(dtype), at_the_end)
+            if FRAMEWORK == "torch":
+                import torch
+                arrays, g = [torch.from_numpy(a) for a in arrays], torch.from_numpy(g)
+            static = Lattice(cell, shape), Scatterers.of(*arrays[3:])
+            for primitive, given in ((density, arrays[:3]), (density_vjp, [*arrays[:3], g])):
+                described = primitive.describe(given, static)
+                outputs = [guarded(np.full(s, np.nan, dtype), at_the_end) for s, _ in described]
+                dtypes = np.dtype(dtype)
+                request = _registry.Request(primitive.name, FRAMEWORK, "cpu", dtypes, BACKEND)
+                kernel = _registry.choose(request)[1]
+                filled = map(torch.from_numpy, outputs) if FRAMEWORK == "torch" else outputs
+                kernel(*given, *static, *filled)
+                for out in outputs:
+                    assert np.isfinite(out).all()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages the Linux way")
+@pytest.mark.parametrize("place", FILLING, ids="-".join)
+def test_kernels_touch_nothing_beyond_their_arrays(place):
+    framework, backend = available(*place)
+    cells = [
+        (np.array(cell).tolist(), shape, radius, dtype)
+        for cell, shape, radius in CELLS.values()
+        for dtype in ("f4", "f8")
+    ]
+    cells = cells[2:4] if backend == "triton" else cells
+    header = f"FRAMEWORK, BACKEND, CELLS = {framework!r}, {backend!r}, {cells}\n"
+    command = [sys.executable, "-W", "ignore", "-c", header + GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+UBIQUITIN = Path(fusedops.__file__).parent / "data" / "1ubi.pdb"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_maps_are_those_of_gemmi(backend, anisotropic, dtype):
+    """Of ubiquitin, without symmetry, where each atom reaches as far as in gemmi.
+
+    gemmi computes in float32, with an exponential that is good to 8e-6 of each Gaussian. It agrees
+    to 1e-5 as a whole, and to 3e-5 of the largest value at the nitrogens, whose Gaussians of 18
+    electrons and constant of -11.5 are each that much off. What it cuts off is a hundredth of that,
+    so that it doesn't matter on which side of a radius a voxel falls.
+    """
+    gemmi = pytest.importorskip("gemmi")
+    structure = gemmi.read_structure(str(UBIQUITIN))
+    structure.spacegroup_hm = "P 1"
+    atoms = [cra.atom for cra in structure[0].all()]
+    for atom in atoms:
+        # One has none, with which its form factor's constant would be a point.
+        atom.b_iso = atom.b_iso or 5.0
+    rng = np.random.default_rng(0)
+    b = np.array([atom.b_iso for atom in atoms])
+    if anisotropic:
+        factor = 0.15 * rng.normal(size=(len(atoms), 3, 3))
+        U = factor @ factor.transpose(0, 2, 1) + 0.1 * np.eye(3)
+        b = np.stack([U[:, i, j] for i, j in COMPONENTS], 1).astype(np.float32)
+        for atom, values in zip(atoms, b, strict=True):
+            atom.aniso = gemmi.SMat33f(*values.tolist())
+    calculator = gemmi.DensityCalculatorX()
+    calculator.d_min, calculator.rate, calculator.cutoff = 2.2, 1.5, 1e-7
+    calculator.set_grid_cell_and_spacegroup(structure)
+    calculator.put_model_density_on_grid(structure[0])
+    want = np.array(calculator.grid, copy=False)
+    coefficients = np.array([atom.element.it92.get_coefs() for atom in atoms])
+    p = Problem(
+        np.array([atom.pos.tolist() for atom in atoms]),
+        b,
+        np.array([atom.occ for atom in atoms]),
+        np.concatenate([coefficients[:, :4], coefficients[:, 8:]], 1),
+        np.concatenate([coefficients[:, 4:8], np.zeros((len(atoms), 1))], 1),
+        np.array([calculator.estimate_radius(atom) for atom in atoms]),
+        np.array(structure.cell.orth.mat.tolist()),
+        want.shape,
+        None,
+    )
+    p = Problem(*(a.astype(dtype) for a in p[:6]), *p[6:])
+    got = evaluate(("numpy", backend), p)
+    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+    assert error(got, want) < 3e-5
+    # The test would see an atom that is missing.
+    assert error(evaluate(("numpy", backend), p.of(slice(1, None))), want) > 1e-2

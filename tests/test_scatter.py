@@ -1,0 +1,1167 @@
+"""The contract of structured scatter and gather and of their plans, on reference and kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import pickle
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusedops
+from fusedops import ScatterPlan, _registry, structured_gather, structured_scatter_add
+from fusedops.scatter import gather, scatter
+from fusedops.testing import CASES, TOLERANCE, error
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
+if HAS_TORCH:
+    import torch
+
+    from fusedops._torch import _take_apart
+
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+# Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+# Where an element of the map is summed in the order of the cubes, in the dtype of the map.
+EXACT = ("cython", "numba")
+# Every implementation once; Triton's is interpreted, and slow.
+QUICK = [("numpy", "cython"), ("numpy", "numba"), ("numpy", "numpy")]
+QUICK += [("torch", "torch")] if HAS_TORCH else []
+PLACES = QUICK + [("torch", "triton")] if HAS_TRITON else QUICK
+SERVE_TENSORS = ("cython", "numba", "numpy", "torch", *(["triton"] if HAS_TRITON else []))
+
+
+def available(framework, backend):
+    """Return the place; skip where its backend isn't built, or has no kernel."""
+    for primitive in (scatter, gather):
+        dtype = np.dtype(np.float64)
+        request = _registry.Request(primitive.name, framework, "cpu", dtype, backend)
+        if reason := _registry.explain(request).reasons[backend]:
+            pytest.skip(f"{backend}: {reason}")
+    return framework, backend
+
+
+# For a module, because hypothesis refuses fixtures that are made anew for every test.
+@pytest.fixture(scope="module", params=PLACES, ids="-".join)
+def place(request):
+    return available(*request.param)
+
+
+@pytest.fixture(scope="module", params=QUICK, ids="-".join)
+def quick(request):
+    return available(*request.param)
+
+
+@pytest.fixture(scope="module", params=["cython", "numba", "numpy"])
+def backend(request):
+    """One that serves NumPy arrays."""
+    return available("numpy", request.param)[1]
+
+
+@pytest.fixture(scope="module", params=EXACT)
+def exact(request):
+    return available("numpy", request.param)[1]
+
+
+@pytest.fixture(scope="module", params=["cython", "numba", "numpy", "torch"])
+def torch_backend(request):
+    """One that serves tensors on the CPU."""
+    pytest.importorskip("torch")
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(scope="module", params=SERVE_TENSORS)
+def any_torch_backend(request):
+    pytest.importorskip("torch")
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unwritten_outputs_are_nan():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_registry, "poison", True)
+        yield
+
+
+class Problem(NamedTuple):
+    """Cubes, a map, and where the cubes lie in it. Either is a cotangent of the other."""
+
+    cube: Any
+    grid: Any
+    wa: Any
+    wbwc: Any
+
+    @property
+    def size(self):
+        return len(self.grid)
+
+    @property
+    def where(self):
+        return self.wa, self.wbwc, self.size
+
+    @property
+    def plan(self):
+        return ScatterPlan(*self.where)
+
+
+def problem(shape=(5, 3, 4, 6), size=97, *, dtype="float64", index="int64", seed=0):
+    """Return cubes that overlap, and repeat elements, with offsets some of which are negative."""
+    rng = np.random.default_rng(seed)
+    count, nx, *rows = shape
+    low = 9
+    wa = rng.integers(-low, size // 2, (count, nx)).astype(index)
+    wbwc = rng.integers(low, low + size - size // 2 - low, (count, *rows)).astype(index)
+    return Problem(*(rng.normal(size=s).astype(dtype) for s in (shape, size)), wa, wbwc)
+
+
+def runs(shape=(6, 4, 3, 17), size=400, *, dtype="float64", seed=0):
+    """Return cubes whose rows are contiguous in the map, where they don't wrap around its end."""
+    rng = np.random.default_rng(seed)
+    count, nx, ny, nz = shape
+    wa = np.arange(nx) + 0 * rng.integers(0, 2, (count, 1))
+    start = rng.integers(0, size - nx, (count, ny, 1))
+    wbwc = (start + np.arange(nz)) % (size - nx)
+    return Problem(*(rng.normal(size=s).astype(dtype) for s in (shape, size)), wa, wbwc)
+
+
+def places_of(p):
+    return p.wa[:, :, None, None] + p.wbwc[:, None]
+
+
+def added(p):
+    """Return the map, by NumPy's own unbuffered sum."""
+    out = np.zeros(p.size, p.cube.dtype)
+    np.add.at(out, places_of(p), p.cube)
+    return out
+
+
+def expected(p):
+    """Return what `solve` does."""
+    cubes = p.grid[places_of(p)]
+    return [added(p), cubes, cubes, added(p)]
+
+
+def tensor(array):
+    return torch.from_numpy(array)
+
+
+def solve(place, p, where=None):
+    """Return the map, the gradient of it, the cubes, and the gradient of those."""
+    framework, backend = place
+    where = p.where if where is None else where
+    results = []
+    for op, array, cotangent, at in (
+        (structured_scatter_add, p.cube, p.grid, where),
+        (structured_gather, p.grid, p.cube, where[:2]),
+    ):
+        if framework == "numpy":
+            out, pullback = op.vjp(array, *at, backend=backend)
+            results += [out, *pullback(cotangent)]
+        else:
+            leaf = tensor(array).requires_grad_()
+            out = op(leaf, *at, backend=backend)
+            results += [out.detach(), *torch.autograd.grad(out, leaf, tensor(cotangent))]
+    return [np.asarray(result) for result in results]
+
+
+def same(got, want):
+    np.testing.assert_array_equal(got, want, strict=True)
+
+
+def close(got, want, dtype=None):
+    dtype = str(got.dtype) if dtype is None else dtype
+    assert error(got, want) <= TOLERANCE[dtype]
+
+
+def agree(place, got, want):
+    assert got.dtype == want.dtype
+    (same if place[1] in EXACT else close)(got, want)
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+def whole(p, dtype="float64"):
+    """Return the problem with whole numbers, whose sums are exact in any order."""
+    cube, grid = (np.rint(20 * a).astype(dtype) for a in (p.cube, p.grid))
+    return p._replace(cube=cube, grid=grid)
+
+
+shapes = st.tuples(*(st.integers(0, n) for n in (4, 4, 5, 19)))
+sizes = st.integers(20, 90)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    size=sizes,
+    seed=st.integers(0, 2**16),
+    index=st.sampled_from(["int32", "int64"]),
+    dtype=st.sampled_from(["float32", "float64"]),
+)
+def test_any_cubes_anywhere(quick, shape, size, seed, index, dtype):
+    """Each is the other's adjoint, and both are what NumPy's own indexing says, to the bit."""
+    p = whole(problem(shape, size, seed=seed, index=index), dtype)
+    results = solve(quick, p)
+    for got, want in zip(results, expected(p), strict=True):
+        same(got, want)
+    assert np.vdot(results[0], p.grid) == np.vdot(p.cube, results[2])
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=shapes, size=st.integers(40, 300), seed=st.integers(0, 2**16))
+def test_rows_that_follow_each_other(quick, shape, size, seed):
+    p = whole(runs(shape, size, seed=seed))
+    for got, want in zip(solve(quick, p), expected(p), strict=True):
+        same(got, want)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("shape", [(3, 2, 3, 5), (2, 3, 1, 17), (0, 3, 3, 3), (2, 0, 3, 3)])
+def test_cubes_when_interpreted(shape):
+    for p in (problem(shape, index="int32"), runs(shape, 60)):
+        p = whole(p)
+        for got, want in zip(solve(available("torch", "triton"), p), expected(p), strict=True):
+            same(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_are_good_to_a_rounding_of_the_dtype(place, dtype):
+    p = problem((5, 3, 2, 4), dtype=dtype)
+    for got, want in zip(solve(place, p), expected(p), strict=True):
+        assert got.dtype == want.dtype
+        close(got, want)
+
+
+@pytest.mark.parametrize("make", [problem, runs])
+def test_an_element_is_summed_in_the_order_of_the_cubes(exact, make):
+    """To the bit, and so in every run."""
+    p = make(seed=3)
+    for _ in range(2):
+        same(structured_scatter_add(p.cube, *p.where, backend=exact), added(p))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_order_within_rows_changes_no_bit(backend, dtype):
+    """Rows that follow each other in the map give what scattered ones do."""
+    p = runs(dtype=dtype)
+    assert all(len(np.unique(cube)) == cube.size for cube in p.wbwc[:, :1])
+    shuffle = np.random.default_rng(1).permutation(p.cube.shape[-1])
+    mixed = p._replace(cube=p.cube[..., shuffle], wbwc=p.wbwc[..., shuffle])
+    one, other = (solve(("numpy", backend), q) for q in (p, mixed))
+    # Elements that one cube meets in several rows have a sum in another order.
+    close(one[0], other[0])
+    alone = p._replace(cube=p.cube[:, :1, :1], wa=p.wa[:, :1], wbwc=p.wbwc[:, :1])
+    mixed = alone._replace(cube=alone.cube[..., shuffle], wbwc=alone.wbwc[..., shuffle])
+    for q, r in ((alone, mixed),):
+        same(*(structured_scatter_add(x.cube, *x.where, backend=backend) for x in (q, r)))
+    same(one[1][..., shuffle], other[1])
+
+
+LAYOUTS = {
+    "slice": lambda a: np.repeat(a, 2, -1)[..., ::2],
+    "transpose": lambda a: np.ascontiguousarray(a.T).T,
+    "Fortran": np.asfortranarray,
+    "rows apart": lambda a: np.repeat(a, 3, 0)[1::3],
+}
+# Which torch has not.
+NUMPY_LAYOUTS = {
+    "reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
+    "upside down": lambda a: a[::-1].copy()[::-1],
+    "read-only": lambda a: frozen(a.copy()),
+    "unaligned": lambda a: unaligned(a),
+}
+
+
+def unaligned(array):
+    memory = np.empty(array.nbytes + 1, np.uint8)
+    view = memory[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def check_layout(place, layout):
+    p = problem((3, 2, 3, 5))
+    views = Problem(*(layout(array) for array in p))
+    before = [view.copy() for view in views]
+    for where in (views.where, (views.plan,)):
+        for got, want in zip(solve(place, views, where), solve(place, p), strict=True):
+            agree(place, got, want)
+    for view, array in zip(views, before, strict=True):
+        same(view, array)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_are_read_where_they_lie(place, layout):
+    """With the bits of their copies, and stay as they are."""
+    check_layout(place, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", NUMPY_LAYOUTS)
+def test_arrays_are_read_backwards_and_never_written(backend, layout):
+    check_layout(("numpy", backend), NUMPY_LAYOUTS[layout])
+
+
+def test_broadcast_arrays(backend):
+    """One cube of values and one of offsets for all atoms, one number for all of the map."""
+    p = problem()
+    arrays = [np.broadcast_to(a[:1], a.shape) for a in p]
+    spread, copies = Problem(*arrays), Problem(*(a.copy() for a in arrays))
+    for got, want in zip(*(solve(("numpy", backend), q) for q in (spread, copies)), strict=True):
+        agree(("numpy", backend), got, want)
+
+
+@needs_torch
+def test_expanded_cotangents(any_torch_backend):
+    """As `.sum().backward()` gives them."""
+    p = problem((3, 2, 3, 5))
+    place = "torch", any_torch_backend
+    want = solve(place, p._replace(grid=np.ones_like(p.grid)))[1]
+    leaf = tensor(p.cube).requires_grad_()
+    structured_scatter_add(leaf, *p.where, backend=any_torch_backend).sum().backward()
+    agree(place, leaf.grad.numpy(), want)
+
+
+@needs_torch
+def test_a_tensor_whose_memory_is_the_negative_of_it(any_torch_backend):
+    p = problem((3, 2, 3, 5))
+    cube = tensor(p.cube)
+    negative = torch.complex(cube, -cube).conj().imag
+    assert negative.is_neg()
+    got = structured_scatter_add(negative, *p.where, backend=any_torch_backend)
+    close(got.numpy(), added(p))
+
+
+KINDS = {
+    "lists": lambda p: (p.wa.tolist(), p.wbwc.tolist(), p.size),
+    "int32": lambda p: (p.wa.astype("i4"), p.wbwc.astype("i4"), np.int32(p.size)),
+    "int32 and int64": lambda p: (p.wa.astype("i4"), p.wbwc, p.size),
+    "int64 and int32": lambda p: (p.wa, p.wbwc.astype("i4"), np.int64(p.size)),
+    "a plan": lambda p: (p.plan,),
+    "a plan of int32": lambda p: (ScatterPlan(p.wa.astype("i4"), p.wbwc.astype("i4"), p.size),),
+    "a plan of views": lambda p: (ScatterPlan(*p.where, copy=False),),
+    "tensors": lambda p: (tensor(p.wa), tensor(p.wbwc), p.size),
+    "int32 tensors": lambda p: (tensor(p.wa).int(), tensor(p.wbwc).int(), p.size),
+    "int32 and int64 tensors": lambda p: (tensor(p.wa).int(), tensor(p.wbwc), p.size),
+    "a plan of tensors": lambda p: (ScatterPlan(tensor(p.wa), tensor(p.wbwc), p.size),),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_index_gives_the_same_bits(place, kind):
+    if "tensor" in kind and not HAS_TORCH:
+        pytest.skip("torch is not installed")
+    p = problem((3, 2, 3, 5))
+    for got, want in zip(solve(place, p, KINDS[kind](p)), solve(place, p), strict=True):
+        agree(place, got, want)
+
+
+def test_a_plan_may_be_given_with_its_map_size():
+    p = problem()
+    same(structured_scatter_add(p.cube, p.plan, None, p.size), added(p))
+
+
+@pytest.mark.parametrize("make", [problem, runs])
+def test_a_plan_serves_many_calls(quick, make):
+    p = make()
+    plan = p.plan
+    for seed in range(3):
+        q = make(seed=seed)._replace(wa=p.wa, wbwc=p.wbwc)
+        for got, want in zip(solve(quick, q, (plan,)), solve(quick, q), strict=True):
+            agree(quick, got, want)
+
+
+def test_a_plan_says_what_it_holds():
+    plan = problem((5, 3, 4, 6), 97).plan
+    assert (plan.shape, plan.map_size, plan.device) == ((5, 3, 4, 6), 97, "cpu")
+    none = ScatterPlan(np.zeros((0, 2), np.int32), np.zeros((0, 3, 0), np.int32), 0)
+    assert (none.shape, none.map_size) == ((0, 2, 3, 0), 0)
+
+
+def test_a_plan_is_a_copy():
+    p = problem()
+    for contiguous in (True, False):
+        wa, wbwc = (a.copy() if contiguous else a.T.copy().T for a in (p.wa, p.wbwc))
+        plan = ScatterPlan(wa, wbwc, p.size)
+        wa[:], wbwc[:] = 10**9, 10**9
+        same(structured_scatter_add(p.cube, plan), added(p))
+
+
+def test_a_plan_of_views_is_none():
+    p = problem()
+    plan = ScatterPlan(*p.where, copy=False)
+    assert np.shares_memory(plan.wa, p.wa)
+    assert np.shares_memory(plan.wbwc, p.wbwc)
+
+
+@needs_torch
+def test_a_plan_of_tensors_is_a_copy_and_tensors_are_read_anew():
+    p = problem()
+    wa, wbwc, cube = tensor(p.wa.copy()), tensor(p.wbwc), tensor(p.cube)
+    plan = ScatterPlan(wa, wbwc, p.size)
+    want = structured_scatter_add(cube, wa, wbwc, p.size)
+    wa.zero_()
+    assert torch.equal(structured_scatter_add(cube, plan), want)
+    moved = added(p._replace(wa=np.zeros_like(p.wa)))
+    close(structured_scatter_add(cube, wa, wbwc, p.size).numpy(), moved)
+
+
+def test_a_plan_travels():
+    """Pickled, copied, taken apart and moved to where it is, it is the same plan."""
+    p = problem()
+    plan = p.plan
+    others = [pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)]
+    plan.bins()
+    others += [pickle.loads(pickle.dumps(plan))]
+    if HAS_TORCH:
+        back = ScatterPlan.from_tensors(plan.tensors_here(), plan.sizes())
+        others += [back, pickle.loads(pickle.dumps(back)), copy.deepcopy(back), back.to("cpu")]
+        assert plan.to("cpu") is plan
+        moved = plan.to("meta")
+        assert (moved.device, moved.shape, moved.map_size) == ("meta", plan.shape, plan.map_size)
+        others.append(pickle.loads(pickle.dumps(plan)))
+    want = solve(("numpy", None), p)
+    for other in others:
+        assert (other.shape, other.map_size, other.device) == (plan.shape, p.size, "cpu")
+        for got, expect in zip(solve(("numpy", None), p, (other,)), want, strict=True):
+            same(got, expect)
+
+
+@needs_torch
+def test_a_plan_first_used_in_inference_mode_stays_usable():
+    p = problem()
+    plan = p.plan
+    with torch.inference_mode():
+        structured_scatter_add(tensor(p.cube), plan, backend="torch")
+        inside = ScatterPlan(tensor(p.wa), tensor(p.wbwc), p.size)
+    for usable in (plan, inside):
+        leaf = tensor(p.cube).requires_grad_()
+        structured_scatter_add(leaf, usable, backend="torch").square().sum().backward()
+        assert leaf.grad.isfinite().all()
+
+
+def test_bins_name_the_planes_that_reach_every_part():
+    """Part after part and in order, so that owners of parts sum in the order of the cubes."""
+    rng = np.random.default_rng(0)
+    size = 3_000_000
+    wa, wbwc = rng.integers(0, size // 2, (40, 3)), rng.integers(0, size // 50, (40, 2, 5))
+    wbwc[7] *= 20
+    rows, begin, part = ScatterPlan(wa, wbwc, size).bins()
+    at = (wa[:, :, None, None] + wbwc[:, None]).reshape(120, 10)
+    assert len(begin) == (size - 1) // part + 2
+    for number in range(len(begin) - 1):
+        low = number * part
+        reach = np.flatnonzero((at.min(1) < low + part) & (at.max(1) >= low))
+        assert rows[begin[number] : begin[number + 1]].tolist() == reach.tolist()
+
+
+SHAPE, SIZE = (2, 3, 4, 5), 20
+
+
+def offsets(index="int64"):
+    """Return offsets whose sums reach both ends of a map of 20."""
+    wa = np.array([[0, 4, 8], [8, 4, 0]], index)
+    wbwc = np.arange(20).reshape(4, 5) % 12
+    return wa, np.stack([wbwc, wbwc]).astype(index)
+
+
+def changed(which, at, value, index="int64"):
+    wa, wbwc = offsets(index)
+    (wa, wbwc)[which][at] = value
+    return wa, wbwc
+
+
+FAR = 2**62
+WRONG = {
+    "negative": (changed(0, (1, 2), -1), r"wa\[1, 2\] \+ wbwc\[1, 0, 0\] is -1"),
+    "too large": (changed(0, (0, 1), 20), r"wa\[0, 1\] \+ wbwc\[0, 0, 0\] is 20"),
+    "by the sum": (changed(0, (1, 1), 9), r"wa\[1, 1\] \+ wbwc\[1, 2, 1\] is 20"),
+    "by the offset in a plane": (changed(1, (1, 3, 2), 12), r"wa\[1, 0\] \+ wbwc\[1, 3, 2\] is 20"),
+    "a negative offset": (changed(1, (0, 1, 0), -1), r"wa\[0, 0\] \+ wbwc\[0, 1, 0\] is -1"),
+    "far off": (changed(0, (0, 0), FAR), rf"wa\[0, 0\] \+ wbwc\[0, 0, 0\] is {FAR}"),
+    "the first of two": (
+        (changed(0, (0, 2), 50)[0], changed(1, (1, 0, 0), 99)[1]),
+        r"wa\[0, 2\] \+ wbwc\[0, 0, 0\] is 50",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_element_outside_of_the_map_is_named_and_nothing_is_written(name):
+    (wa, wbwc), message = WRONG[name]
+    message += r"; it should be in \[0, 20\), map_size"
+    kinds = [(wa, wbwc), (wa.tolist(), wbwc)]
+    if abs(wa).max() < 2**31:
+        kinds += [(wa.astype("i4"), wbwc.astype("i4")), (wa.astype("i4"), wbwc)]
+    for where in kinds:
+        out, cubes = np.full(SIZE, 7.0), np.full(SHAPE, 7.0)
+        with pytest.raises(IndexError, match=message):
+            structured_scatter_add(np.ones(SHAPE), *where, SIZE, out=out)
+        with pytest.raises(IndexError, match=message):
+            structured_gather(np.ones(SIZE), *where, out=cubes)
+        with pytest.raises(IndexError, match=message):
+            ScatterPlan(*where, SIZE)
+        assert (out == 7).all()
+        assert (cubes == 7).all()
+    if HAS_TORCH:
+        out = torch.full((SIZE,), 7.0)
+        with pytest.raises(IndexError, match=message):
+            structured_scatter_add(torch.ones(SHAPE), tensor(wa), tensor(wbwc), SIZE, out=out)
+        assert (out == 7).all()
+
+
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_a_sum_that_is_no_number_of_its_dtype_is_outside(index):
+    """One that wraps around its dtype into the map too."""
+    least, most = np.iinfo(index).min, np.iinfo(index).max
+    for value in (least, most):
+        wa, wbwc = np.full((1, 1), value, index), np.full((1, 1, 1), value, index)
+        message = rf"wa\[0, 0\] \+ wbwc\[0, 0, 0\] is {2 * value};"
+        with pytest.raises(IndexError, match=message):
+            ScatterPlan(wa, wbwc, 8)
+        if HAS_TORCH:
+            with pytest.raises(IndexError, match=message):
+                ScatterPlan(tensor(wa), tensor(wbwc), 8)
+
+
+def test_both_ends_of_the_map_are_inside(place):
+    wa, wbwc = offsets()
+    p = whole(Problem(np.random.default_rng(0).normal(size=SHAPE), np.arange(20.0), wa, wbwc))
+    assert (places_of(p).min(), places_of(p).max()) == (0, SIZE - 1)
+    for got, want in zip(solve(place, p), expected(p), strict=True):
+        same(got, want)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3, 3), (2, 0, 3, 3), (2, 3, 0, 3), (2, 3, 3, 0)])
+def test_offsets_of_nothing_are_wrong_in_no_way(place, shape):
+    wa, wbwc = np.full(shape[:2], -50), np.full((shape[0], *shape[2:]), 10**9)
+    for size in (0, 4):
+        p = Problem(np.zeros(shape), np.ones(size), wa, wbwc)
+        assert not p.plan.bins()[1].any()
+        results = solve(place, p, (p.plan,))
+        same(results[0], np.zeros(size))
+        assert results[1].shape == shape
+
+
+def test_a_place_is_a_number_of_64_bits(place):
+    """Of offsets of 32: a map has more than 2**31 elements, though only few are in memory."""
+    size = 2**31 + 100
+    try:
+        grid = np.zeros(size, np.float32)
+    except MemoryError:
+        pytest.skip("there is no room for such a map")
+    grid[2**31 + 20 : 2**31 + 26] = np.arange(1, 7)
+    wa = np.array([[2**31 - 10, 2**31 - 9]], np.int32)
+    wbwc = np.arange(30, 36, dtype=np.int32).reshape(1, 2, 3)
+    given = tensor(grid) if place[0] == "torch" else grid
+    got = np.asarray(structured_gather(given, wa, wbwc, backend=place[1]))
+    assert got.tolist() == [[[[1, 2, 3], [4, 5, 6]], [[2, 3, 4], [5, 6, 0]]]]
+
+
+def scatter_arguments():
+    wa, wbwc = offsets()
+    return {"density_cube": np.ones(SHAPE), "wa": wa, "wbwc": wbwc, "map_size": SIZE}
+
+
+def gather_arguments():
+    wa, wbwc = offsets()
+    return {"grid": np.ones(SIZE), "wa": wa, "wbwc": wbwc}
+
+
+FLOATS = "it should be float32 or float64, in native byte order"
+INTS = "it should be dense, of int32 or int64"
+BAD_INDICES = {
+    "wa of floats": ({"wa": np.ones((2, 3))}, TypeError, f"wa has dtype float64; {INTS}"),
+    "wa of bool": ({"wa": np.ones((2, 3), bool)}, TypeError, f"wa has dtype bool; {INTS}"),
+    "wa of bytes": ({"wa": np.ones((2, 3), "u1")}, TypeError, f"wa has dtype uint8; {INTS}"),
+    "wa unsigned": ({"wa": np.ones((2, 3), "u8")}, TypeError, f"wa has dtype uint64; {INTS}"),
+    "wa big endian": ({"wa": np.ones((2, 3), ">i4")}, TypeError, f"wa has dtype >i4; {INTS}"),
+    "wa missing": ({"wa": None}, TypeError, "wa has dtype object"),
+    "wa text": ({"wa": "plan"}, TypeError, "wa has dtype <U4"),
+    "wbwc of floats": ({"wbwc": np.ones((2, 4, 5))}, TypeError, "wbwc has dtype float64"),
+    "wbwc missing": ({"wbwc": None}, TypeError, "wbwc is None; it should be given, unless wa is a"),
+    "wa of rank 1": ({"wa": np.arange(3)}, ValueError, r"wa has shape \(3,\); it should be \(C, n"),
+    "wa of rank 3": ({"wa": np.zeros((2, 3, 1), int)}, ValueError, r"wa has shape \(2, 3, 1\)"),
+    "wbwc of rank 2": (
+        {"wbwc": np.zeros((2, 4), int)},
+        ValueError,
+        r"wbwc has shape \(2, 4\); it should be \(C, ny, nz\)",
+    ),
+    "more atoms in wbwc": (
+        {"wbwc": np.zeros((3, 4, 5), int)},
+        ValueError,
+        r"wbwc has shape \(3, 4, 5\); its first size should be 2, that of wa",
+    ),
+    "a plan with wbwc": (
+        {"wa": ScatterPlan(*offsets(), SIZE)},
+        TypeError,
+        "wbwc is given; a ScatterPlan for wa has it already",
+    ),
+    "another backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be one of"),
+}
+BAD_SCATTER = {
+    **BAD_INDICES,
+    "integers": (
+        {"density_cube": np.ones(SHAPE, int)},
+        TypeError,
+        f"cube has dtype int64; {FLOATS}",
+    ),
+    "half": ({"density_cube": np.ones(SHAPE, "f2")}, TypeError, f"has dtype float16; {FLOATS}"),
+    "complex": ({"density_cube": np.ones(SHAPE, complex)}, TypeError, "has dtype complex128"),
+    "big endian": ({"density_cube": np.ones(SHAPE, ">f8")}, TypeError, f"has dtype >f8; {FLOATS}"),
+    "missing": ({"density_cube": None}, TypeError, "density_cube has dtype object"),
+    "of rank 3": (
+        {"density_cube": np.ones(SHAPE[1:])},
+        ValueError,
+        r"density_cube has shape \(3, 4, 5\); it should be \(C, nx, ny, nz\)",
+    ),
+    "of another shape": (
+        {"density_cube": np.ones((2, 3, 5, 4))},
+        ValueError,
+        r"density_cube has shape \(2, 3, 5, 4\); it should be \(2, 3, 4, 5\)",
+    ),
+    "of one atom": (
+        {"density_cube": np.ones((1, 3, 4, 5))},
+        ValueError,
+        r"density_cube has shape \(1, 3, 4, 5\); it should be \(2, 3, 4, 5\)",
+    ),
+    "another shape than the plan": (
+        {"density_cube": np.ones((2, 3, 4, 6)), "wa": ScatterPlan(*offsets(), SIZE), "wbwc": None},
+        ValueError,
+        r"density_cube has shape \(2, 3, 4, 6\); it should be \(2, 3, 4, 5\)",
+    ),
+    "another map_size than the plan": (
+        {"wa": ScatterPlan(*offsets(), SIZE), "wbwc": None, "map_size": 21},
+        TypeError,
+        "map_size is given; a ScatterPlan for wa has it already",
+    ),
+    "no map_size": ({"map_size": None}, TypeError, "map_size is None; it should be given, unless"),
+    "a negative map_size": (
+        {"map_size": -1},
+        ValueError,
+        "map_size is -1; it should be at least 0",
+    ),
+    "a huge map_size": ({"map_size": 2**63}, ValueError, rf"map_size is {2**63}; it should be"),
+    "a float map_size": ({"map_size": 20.0}, TypeError, "map_size is a float; it should be an int"),
+    "a shape for a map_size": (
+        {"map_size": (4, 5)},
+        TypeError,
+        "map_size is a tuple; it should be",
+    ),
+}
+BAD_GATHER = {
+    **BAD_INDICES,
+    "integers": ({"grid": np.ones(SIZE, int)}, TypeError, f"grid has dtype int64; {FLOATS}"),
+    "half": ({"grid": np.ones(SIZE, "f2")}, TypeError, f"grid has dtype float16; {FLOATS}"),
+    "missing": ({"grid": None}, TypeError, "grid has dtype object"),
+    "not flat": (
+        {"grid": np.ones((4, 5))},
+        ValueError,
+        r"grid has shape \(4, 5\); it should be \(map_size,\)",
+    ),
+    "another size than the plan": (
+        {"grid": np.ones(21), "wa": ScatterPlan(*offsets(), SIZE), "wbwc": None},
+        ValueError,
+        r"grid has shape \(21,\); it should be \(20,\)",
+    ),
+}
+BAD = [
+    pytest.param(op, arguments, *case, id=f"{op.__name__}-{name}")
+    for op, arguments, cases in (
+        (structured_scatter_add, scatter_arguments, BAD_SCATTER),
+        (structured_gather, gather_arguments, BAD_GATHER),
+    )
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("op", "arguments", "changes", "kind", "message"), BAD)
+def test_bad_input_names_the_argument(op, arguments, changes, kind, message):
+    given = {**arguments(), **changes}
+    for function in (op, op.vjp, op.explain):
+        with pytest.raises(kind, match=message):
+            function(**given)
+
+
+def test_a_map_that_is_too_small():
+    for function in (structured_gather, structured_gather.vjp):
+        with pytest.raises(IndexError, match=r"is 19; it should be in \[0, 19\), map_size"):
+            function(**{**gather_arguments(), "grid": np.ones(19)})
+
+
+def test_what_a_plan_refuses():
+    wa, wbwc = offsets()
+    for size, kind, message in (
+        (-1, ValueError, "ScatterPlan: map_size is -1; it should be at least 0"),
+        (20.0, TypeError, "ScatterPlan: map_size is a float; it should be an int"),
+        (None, TypeError, "ScatterPlan: map_size is a NoneType; it should be an int"),
+    ):
+        with pytest.raises(kind, match=message):
+            ScatterPlan(wa, wbwc, size)
+    for value in (1, None, "no"):
+        with pytest.raises(TypeError, match=r"copy is a .*; it should be True or False"):
+            ScatterPlan(wa, wbwc, SIZE, copy=value)
+
+
+@needs_torch
+def test_bad_tensors_name_the_argument():
+    wa, wbwc = map(tensor, offsets())
+    cube, grid = torch.ones(SHAPE), torch.ones(SIZE)
+    for wrong, kind, message in (
+        ((cube.int(), wa, wbwc, SIZE), TypeError, "density_cube has dtype int32; it should be a d"),
+        ((cube.to_sparse(), wa, wbwc, SIZE), TypeError, "density_cube has dtype float32; it shoul"),
+        ((cube.to("meta"), wa, wbwc, SIZE), ValueError, "wa is on cpu; it should be on meta, wher"),
+        ((cube, wa.to("meta"), wbwc, SIZE), ValueError, "wa is on meta; it should be on cpu"),
+        ((cube, wa, wbwc.to("meta"), SIZE), ValueError, "wbwc is on meta; it should be on cpu"),
+        ((cube.to("meta"), wa.numpy(), wbwc, SIZE), TypeError, "wa is no tensor; it should be one"),
+        ((cube, wa.float(), wbwc, SIZE), TypeError, "wa has dtype float32"),
+        ((cube, wa, wbwc.to_sparse(), SIZE), TypeError, "wbwc has dtype int64; it should be dens"),
+        ((cube, wa, wbwc.numpy(), SIZE), TypeError, "wbwc is a NumPy array; it should be a torch"),
+        ((cube, ScatterPlan(wa, wbwc, SIZE).to("meta")), ValueError, "wa is on meta; it should be"),
+    ):
+        with pytest.raises(kind, match=message):
+            structured_scatter_add(*wrong)
+        if wrong[0] is cube:
+            with pytest.raises(kind, match=message):
+                structured_gather(grid, *wrong[1:3])
+    with pytest.raises(TypeError, match=r"vjp: density_cube is a torch tensor; it should be a Num"):
+        structured_scatter_add.vjp(cube, wa, wbwc, SIZE)
+
+
+def test_out_is_filled_and_returned(place):
+    p = problem((3, 2, 3, 5))
+    for op, array, like, where in (
+        (structured_scatter_add, p.cube, p.grid, p.where),
+        (structured_gather, p.grid, p.cube, p.where[:2]),
+    ):
+        out = np.full_like(like, np.nan)
+        array, filled = (tensor(a) if place[0] == "torch" else a for a in (array, out))
+        assert op(array, *where, out=filled, backend=place[1]) is filled
+        agree(place, out, np.asarray(op(array, *where, backend=place[1])))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: np.full(19, 7.0), ValueError, r"has shape \(19,\); it should be \(20,\)"),
+        (lambda: np.full((4, 5), 7.0), ValueError, r"has shape \(4, 5\); it should be \(20,\)"),
+        (lambda: np.full(20, 7.0, "f4"), TypeError, "has dtype float32; it should be float64"),
+        (lambda: np.full(40, 7.0)[::2], ValueError, "is not contiguous; it should be"),
+        (lambda: frozen(np.full(20, 7.0)), ValueError, "is read-only; it should be"),
+        (lambda: [7.0], TypeError, "is a list; it should be a NumPy array"),
+    ],
+)
+def test_bad_out(make, kind, message):
+    out = make()
+    with pytest.raises(kind, match=f"structured_scatter_add: out {message}"):
+        structured_scatter_add(**scatter_arguments(), out=out)
+    assert (np.asarray(out) == 7).all()
+
+
+def test_out_shares_memory_with_no_argument():
+    memory = np.ones(139)
+    cube, out = memory[:120].reshape(SHAPE), memory[119:]
+    given = {**scatter_arguments(), "density_cube": cube}
+    with pytest.raises(ValueError, match="out shares memory with density_cube; it should not"):
+        structured_scatter_add(**given, out=out)
+    assert (memory == 1).all()
+
+
+@needs_torch
+def test_out_takes_no_part_in_autograd():
+    wa, wbwc = offsets()
+    cube, out = torch.ones(SHAPE, requires_grad=True), torch.zeros(SIZE)
+    with pytest.raises(RuntimeError, match="out is given and an argument requires grad"):
+        structured_scatter_add(cube, wa, wbwc, SIZE, out=out)
+    assert not out.any()
+    weight = torch.ones((), requires_grad=True)
+    loss = (weight * out).sum()
+    structured_scatter_add(cube.detach(), wa, wbwc, SIZE, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("make", [problem, runs])
+def test_the_number_of_threads_changes_no_bit(exact, make, dtype, several_threads):
+    # Of several parts, and many cubes in each.
+    p = make((90, 5, 6, 19), 1_100_000, dtype=dtype)
+    results = []
+    try:
+        for threads in (1, 2, 3, 16, 2):
+            for plan in (False, True):
+                fusedops.set_num_threads(threads)
+                several_threads.clear()
+                results.append(solve(("numpy", exact), p, (p.plan,) if plan else None))
+                assert set(several_threads) == {threads}
+    finally:
+        fusedops.set_num_threads(None)
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            same(got, want)
+    for got, want in zip(results[0], expected(p), strict=True):
+        close(got, want)
+
+
+def test_every_run_gives_the_same_bits(quick):
+    p = problem((40, 5, 6, 7))
+    first = solve(quick, p)
+    for got, want in zip(solve(quick, p), first, strict=True):
+        same(got, want)
+
+
+@needs_torch
+def test_numpy_and_torch_give_the_same_bits(backend):
+    p = problem(dtype="float32")
+    for got, want in zip(*(solve((f, backend), p) for f in ("torch", "numpy")), strict=True):
+        same(got, want)
+
+
+def test_sorted_atoms_and_shuffled_ones_give_the_same_map(quick):
+    p = whole(problem((40, 3, 4, 5), 3000))
+    order = np.random.default_rng(1).permutation(40)
+    mixed = p._replace(cube=p.cube[order], wa=p.wa[order], wbwc=p.wbwc[order])
+    same(solve(quick, mixed)[0], solve(quick, p)[0])
+    same(solve(quick, mixed)[1], solve(quick, p)[1][order])
+
+
+def test_a_number_that_is_none_stays_where_it_is(place):
+    """A NaN reaches no element but its own, a map's no cube but those that read it."""
+    p = problem((3, 2, 3, 5))
+    cube, grid = p.cube.copy(), p.grid.copy()
+    cube[1, 1, 2, 3] = np.nan
+    own = p.wa[1, 1] + p.wbwc[1, 2, 3]
+    grid[own] = np.inf
+    got = solve(place, p._replace(cube=cube, grid=grid))
+    want = solve(place, p)
+    at = np.arange(p.size) == own
+    for after, before, reached in zip(
+        (got[0], got[2]), (want[0], want[2]), (at, places_of(p) == own), strict=True
+    ):
+        same(np.isfinite(after), ~reached)
+        agree(place, after[~reached], before[~reached])
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_are_rounded_once(any_torch_backend, dtype):
+    """Sums are of float32 or better, and what is returned has the dtype of what was given."""
+    kind = getattr(torch, dtype)
+    p = problem((6, 2, 3, 5), 40)
+    cube, grid = (tensor(a).to(kind) for a in (p.cube, p.grid))
+    exact = p._replace(cube=cube.double().numpy(), grid=grid.double().numpy())
+    results = []
+    for op, array, cotangent, where in (
+        (structured_scatter_add, cube, grid, p.where),
+        (structured_gather, grid, cube, p.where[:2]),
+    ):
+        leaf = array.clone().requires_grad_()
+        out = op(leaf, *where, backend=any_torch_backend)
+        results += [out, *torch.autograd.grad(out, leaf, cotangent)]
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds.
+    cut = any_torch_backend == "triton" and dtype == "bfloat16"
+    unit = torch.finfo(kind).eps * (1.0 if cut else 0.5)
+    for got, want in zip(results, expected(exact), strict=True):
+        assert got.dtype == kind
+        off = np.abs(got.detach().double().numpy() - want)
+        assert (off <= 1.01 * unit * np.abs(want) + TOLERANCE["float32"] * abs(want).max()).all()
+
+
+@needs_torch
+def test_autocast_leaves_dtypes_alone(torch_backend):
+    p = problem(dtype="float32")
+    leaf = tensor(p.cube).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = structured_scatter_add(leaf, *p.where, backend=torch_backend)
+        (gradient,) = torch.autograd.grad(out, leaf, tensor(p.grid))
+    assert (out.dtype, gradient.dtype) == (torch.float32, torch.float32)
+    for got, want in zip((out, gradient), solve(("torch", torch_backend), p)[:2], strict=True):
+        same(got.detach().numpy(), want)
+
+
+@pytest.mark.parametrize(
+    "op", [structured_scatter_add, structured_gather], ids=lambda o: o.__name__
+)
+def test_no_cotangent_is_no_gradient(op, backend):
+    given = scatter_arguments() if op is structured_scatter_add else gather_arguments()
+    out, pullback = op.vjp(**given, backend=backend)
+    assert all(gradient is None for gradient in pullback(None))
+    with pytest.raises(ValueError, match="the cotangent has shape"):
+        pullback(np.ones((2, *out.shape)))
+
+
+@needs_torch
+def test_first_and_second_derivatives(any_torch_backend):
+    p = problem((2, 2, 1, 3), 20)
+    functions = (
+        (lambda cube: structured_scatter_add(cube, *p.where, backend=any_torch_backend), p.cube),
+        (lambda grid: structured_gather(grid, *p.where[:2], backend=any_torch_backend), p.grid),
+    )
+    for function, array in functions:
+        leaf = tensor(array).requires_grad_()
+        assert torch.autograd.gradcheck(function, leaf, fast_mode=True)
+        assert torch.autograd.gradgradcheck(function, leaf, fast_mode=True)
+        # Of a linear function these differentiate nothing; of its square they do.
+        assert torch.autograd.gradgradcheck(lambda x, f=function: f(x) ** 3, leaf, fast_mode=True)
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_transforms(torch_backend):
+    p = problem()
+    plan, cube = p.plan, tensor(p.cube)
+
+    def function(cube):
+        return structured_scatter_add(cube, plan, backend=torch_backend)
+
+    def loss(cube):
+        return structured_gather(function(cube) ** 2, plan, backend=torch_backend).sum()
+
+    leaf = cube.clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(torch.func.grad(loss)(cube), want)
+    batch = torch.stack([cube, -2 * cube], 1)
+    rows = torch.stack([function(cube), function(-2 * cube)])
+    assert torch.equal(torch.vmap(function, in_dims=1)(batch), rows)
+    assert torch.equal(torch.vmap(torch.func.grad(loss), in_dims=1)(batch)[0], want)
+    plain = torch.autograd.functional.hessian(loss, cube[:1].expand_as(cube).clone())
+    along = torch.func.jacrev(torch.func.grad(loss))(cube[:1].expand_as(cube))
+    torch.testing.assert_close(along, plain)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(function, (cube,), (cube,))
+
+
+@needs_torch
+def test_raw_indices_under_torch_func():
+    p = problem()
+    cube, wa, wbwc = map(tensor, (p.cube, p.wa, p.wbwc))
+
+    def total(cube, wa):
+        return structured_scatter_add(cube, wa, wbwc, p.size).square().sum()
+
+    want = torch.func.grad(lambda cube: structured_scatter_add(cube, p.plan).square().sum())(cube)
+    assert torch.equal(torch.func.grad(lambda cube: total(cube, wa))(cube), want)
+    with pytest.raises(TypeError, match=r"wa is what torch\.func maps over"):
+        torch.vmap(total, (None, 0))(cube, wa[None])
+
+
+def compiled(function):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter, dynamic=True), counter
+
+
+@needs_torch
+def test_compile_without_breaks_or_recompiling():
+    """Atoms, cubes and maps change from one crystal to the next."""
+
+    def function(cube, plan):
+        grid = structured_scatter_add(1.5 * cube, plan)
+        return structured_gather(grid**2, plan).sin()
+
+    fast, counter = compiled(function)
+    # At first no two sizes are equal, which torch.compile would keep.
+    for shape, size in (((5, 3, 4, 6), 97), ((8, 5, 7, 9), 300), ((4, 4, 4, 4), 50)):
+        p = problem(shape, size)
+        plan = p.plan
+        leaf = tensor(p.cube).requires_grad_()
+        for got, want in zip(
+            *(torch.autograd.grad(f(leaf, plan).sum(), leaf) for f in (fast, function)), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(fast(leaf.detach(), plan), function(leaf.detach(), plan))
+    # With and without a gradient are two graphs.
+    assert counter.frame_count == 2
+
+
+@needs_torch
+def test_compiling_raw_indices_says_what_to_do():
+    fast, _ = compiled(structured_scatter_add)
+    p = problem()
+    # Dynamo wraps the TypeError in one of its own.
+    with pytest.raises((TypeError, RuntimeError), match="it should be ScatterPlan, made outside"):
+        fast(*map(tensor, (p.cube, p.wa, p.wbwc)), p.size)
+
+
+@needs_torch
+def test_out_inside_compiled_code():
+    p = problem()
+    fast, _ = compiled(structured_scatter_add)
+    out = torch.empty(p.size, dtype=torch.float64)
+    fast(tensor(p.cube), p.plan, out=out)
+    close(out.numpy(), added(p))
+
+
+OPCHECKED = [c for c in CASES if c.primitive in (scatter, gather) and c.name in ("odd", "no-rows")]
+
+
+@needs_torch
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+def test_opcheck(case):
+    (array,), static = case.make()
+    operator = getattr(torch.ops.fusedops, case.primitive.name).default
+    leaf = torch.tensor(array, requires_grad=True)
+    torch.library.opcheck(operator, (leaf, *_take_apart(case.primitive, static), [True], ""))
+
+
+@needs_torch
+def test_tensors_without_memory():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    p = problem()
+    plan = p.plan
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert structured_scatter_add(torch.ones(p.cube.shape), plan).shape == (p.size,)
+        assert structured_gather(torch.ones(p.size), plan).shape == p.cube.shape
+    cube = tensor(p.cube)
+    recorded = make_fx(lambda cube: structured_scatter_add(cube, plan))(cube)
+    assert torch.equal(recorded(cube), structured_scatter_add(cube, plan))
+    with pytest.raises(TypeError, match=r"wa is a tensor; .* should be ScatterPlan, made outside"):
+        make_fx(lambda cube: structured_scatter_add(cube, tensor(p.wa), tensor(p.wbwc), p.size))(
+            cube
+        )
+
+
+def test_explain_says_who_serves(place):
+    p = problem()
+    framework, backend = place
+    cube = tensor(p.cube) if framework == "torch" else p.cube
+    explanation = structured_scatter_add.explain(cube, *p.where, backend=backend)
+    assert (explanation.backend, explanation.request.op) == (backend, "structured_scatter_add")
+    with fusedops.use_backend(backend):
+        assert structured_scatter_add.explain(cube, *p.where).backend == backend
+
+
+def test_a_backend_that_cannot_serve_says_so():
+    for name in ("triton", "torch"):
+        with pytest.raises(fusedops.BackendUnavailable, match="it takes torch tensors"):
+            structured_scatter_add(**scatter_arguments(), backend=name)
+
+
+FILLING = [p for p in PLACES if p in (("numpy", "cython"), ("numpy", "numba"), ("torch", "triton"))]
+
+
+@pytest.mark.parametrize("binned", [False, True])
+@pytest.mark.parametrize("index", ["int32", "int64"])
+@pytest.mark.parametrize("primitive", [scatter, gather], ids=lambda p: p.name)
+@pytest.mark.parametrize("place", FILLING, ids="-".join)
+def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
+    """Changed after they were checked, they make a kernel read and write nothing outside."""
+    framework, backend = available(*place)
+    shape, size = (6, 3, 2, 19), 200
+    rng = np.random.default_rng(0)
+    for which in ("wa", "wbwc", "rows"):
+        p = runs(shape, size)
+        wa, wbwc = p.wa.astype(index), p.wbwc.astype(index)
+        plan = ScatterPlan(wa, wbwc, size, copy=False)
+        if binned:
+            plan.bins()
+        if which == "wa":
+            wa[...] = rng.integers(-3 * size, 3 * size, wa.shape)
+        elif which == "wbwc":
+            wbwc[...] = rng.integers(-3 * size, 3 * size, wbwc.shape)
+        else:
+            # Rows that still follow each other, some over either end of the map.
+            wbwc[...] = np.arange(19) + rng.choice([-10, size - 10, 2 * size], (6, 2, 1))
+        inputs, outputs = (shape, (size,)) if primitive is scatter else ((size,), shape)
+        room = -(-4 * size // int(np.prod(inputs))) + 1
+        # In the middle of what a wrong index would find.
+        given = np.full((2 * room + 1, *inputs), np.nan)
+        given[room] = rng.normal(size=inputs)
+        room_out = -(-4 * size // int(np.prod(outputs))) + 1
+        around = np.full((2 * room_out + 1, *outputs), 5.0)
+        array, out = given[room], around[room_out]
+        request = _registry.Request(primitive.name, framework, "cpu", array.dtype, backend)
+        kernel = _registry.choose(request)[1]
+        raised = True
+        # A kernel may notice.
+        with contextlib.suppress(ValueError, IndexError):
+            if framework == "torch":
+                kernel(tensor(array), plan, tensor(out))
+            else:
+                kernel(array, plan, out)
+            raised = False
+        assert raised or np.isfinite(out).all(), "what was read lies outside"
+        out[...] = 5.0
+        assert (around == 5.0).all(), "something is written outside"
+
+
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+from fusedops import ScatterPlan, _registry
+from fusedops.scatter import gather, scatter
+
+PAGE = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(values, at_the_end):
+    \"\"\"The array between two pages that nobody may touch, at the end or at the start.\"\"\"
+    pages = max(1, -(-values.nbytes // PAGE))
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (0, pages + 1):
+        assert libc.mprotect(ctypes.c_void_p(start + page * PAGE), PAGE, 0) == 0
+    offset = PAGE + (pages * PAGE - values.nbytes if at_the_end else 0)
+    array = np.frombuffer(memory, np.uint8)[offset:][: values.nbytes]
+    array = array.view(values.dtype).reshape(values.shape)
+    array[...] = values
+    return array
+
+
+rng = np.random.default_rng(0)
+for at_the_end in (True, False):
+    for dtype, index, shape, size in SIZES:
+        count, nx, ny, nz = shape
+        wa = guarded((np.arange(nx) + np.zeros((count, 1))).astype(index), at_the_end)
+        # Rows that end with the map, begin with it, and wrap around.
+        start = rng.choice([0, 3, size - nx - nz + 1, size - nx - 2], (count, ny, 1))
+        wbwc = guarded(((start + np.arange(nz)) % (size - nx + 1)).astype(index), at_the_end)
+        plan = ScatterPlan(wa, wbwc, size, copy=False)
+        for primitive in (scatter, gather):
+            inputs, outputs = (shape, (size,)) if primitive is scatter else ((size,), shape)
+            given = guarded(rng.normal(size=inputs).astype(dtype), at_the_end)
+            out = guarded(np.full(outputs, np.nan, dtype), at_the_end)
+            request = _registry.Request(primitive.name, FRAMEWORK, "cpu", given.dtype, BACKEND)
+            kernel = _registry.choose(request)[1]
+            if FRAMEWORK == "torch":
+                import torch
+                plan = ScatterPlan.from_tensors([torch.from_numpy(a) for a in (wa, wbwc)], [size])
+                kernel(torch.from_numpy(given), plan, torch.from_numpy(out))
+            else:
+                kernel(given, plan, out)
+            (want,) = primitive.formula(given, plan)
+            np.testing.assert_allclose(out, want, atol=1e-12 if dtype == "f8" else 1e-5)
+"""
+# Rows that fill no vector register, one, and some of the next.
+SIZES = [
+    (dtype, index, (4, 3, 2, nz), nz + 40)
+    for dtype, index in (("f8", "i8"), ("f4", "i4"), ("f4", "i8"))
+    for nz in (1, 3, 8, 16, 17, 33)
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages the Linux way")
+@pytest.mark.parametrize("place", FILLING, ids="-".join)
+def test_kernels_read_nothing_beyond_their_arrays(place):
+    framework, backend = available(*place)
+    chosen = SIZES[::4] if backend == "triton" else SIZES
+    header = f"FRAMEWORK, BACKEND, SIZES = {framework!r}, {backend!r}, {chosen}\n"
+    command = [sys.executable, "-W", "ignore", "-c", header + GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
