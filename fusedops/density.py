@@ -78,9 +78,9 @@ class Lattice(Packed):
     # vectors in voxels. A vector is the shortest of all its images if none of these, added or
     # subtracted, makes it shorter.
     # farthest (1,): a distance in Å beyond which every voxel has an image that is nearer. oblique:
-    # whether the steps along y and z are not at right angles.
+    # whether the steps along y and z are not at right angles; skewed: whether any two are not.
     _fields = ("step", "to_grid", "images", "farthest")
-    _sizes = ("nx", "ny", "nz", "oblique")
+    _sizes = ("nx", "ny", "nz", "oblique", "skewed")
 
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
         if is_tensor(cell):
@@ -96,8 +96,9 @@ class Lattice(Packed):
         self.step = cell / self.shape
         self.to_grid = np.linalg.inv(self.step)
         self.farthest = np.linalg.norm(cell, axis=0).sum(keepdims=True)
-        metric = cell.T @ cell
-        self.oblique = int(metric[1, 2] ** 2 > 1e-24 * metric[1, 1] * metric[2, 2])
+        edges = self.step / np.linalg.norm(self.step, axis=0)
+        xy, xz, yz = np.abs((edges.T @ edges)[[0, 0, 1], [1, 2, 2]]) > 1e-12
+        self.oblique, self.skewed = int(yz), int(xy or xz or yz)
         self.images = _shortest_images(cell) * np.array(self.shape, np.float64)
         if "torch" in sys.modules:
             # A compiled function would be compiled again where they are first made inside of it.

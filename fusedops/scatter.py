@@ -85,6 +85,8 @@ class ScatterPlan(Packed):
     _bins: tuple[np.ndarray, np.ndarray, int] | None = None
     # What a kernel has found out about the rows.
     runs: tuple[np.ndarray, ...] | None = None
+    # The cubes in an order that suits a kernel.
+    order: Any = None
 
     def __init__(self, wa: Any, wbwc: Any, map_size: int, *, copy: bool = True) -> None:
         flag("ScatterPlan", "copy", copy)

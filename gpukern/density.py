@@ -1,12 +1,15 @@
 """The density of atoms on the GPU: a program per atom, which walks over the planes of its box.
 
-A tile is rows by z, in fours that lie together in memory where the grid allows. Where an isotropic
-atom's Gaussians are products of a factor of the row and one along z, exponentials are computed for
-these alone. The map is added to atomically, in an order that changes from run to run; where torch is
-asked for deterministic algorithms its own serve. The gradient is the program's own.
+A program takes some pairs of a row and of four voxels along z, which lie together in memory where
+the grid allows, and walks along x with them: all that depends on y and z is computed before. A form
+is written as c (x + u y + v z)² and a rest. Where the cell has right angles, an isotropic atom's
+Gaussians are products of factors, and no exponential of the voxels is left in the loop. The map is
+added to atomically, in an order that changes from run to run; where torch is asked for
+deterministic algorithms its own serve. The gradient is the program's own.
 
 Bytes are few: atoms and map once. For an atom of V voxels and G Gaussians the map takes V atomic
-additions and about V · (G + 10) operations, the gradient about V · (5 G + 20).
+additions and about V · (G + 5) operations, the gradient about V · (3 G + 12); of other cells and of
+anisotropic atoms V · G exponentials.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from fusedops.density import SLACK, Lattice, Scatterers
 from fusedops.density import density as definition
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Rows of a tile, voxels of a row of it, and warps of a program.
-_ROWS, _LANES, _WARPS = 16, 32, 1
-_ROWS_BACK = 8
+# Voxels that a program takes at a time, in either kernel, and its warps.
+_VOXELS, _VOXELS_BACK, _WARPS = 128, 128, 1
+# Atoms that are worth being sorted.
+_SORTED = 5000
 
 _PI = tl.constexpr(3.141592653589793)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -72,9 +76,9 @@ def _turned(s, P):
 
 @triton.jit
 def _schur(m):
-    """Return c, xx, xy, yy, u, v of a form: c (z + u x + v y)² + xx x² + 2 xy x y + yy y²."""
-    u, v = m[4] / m[2], m[5] / m[2]
-    return m[2], m[0] - m[4] * u, m[3] - m[4] * v, m[1] - m[5] * v, u, v
+    """Return c, yy, yz, zz, u, v of a form: c (x + u y + v z)² + yy y² + 2 yz y z + zz z²."""
+    u, v = m[3] / m[0], m[4] / m[0]
+    return m[0], m[1] - m[3] * u, m[5] - m[3] * v, m[2] - m[4] * v, u, v
 
 
 @triton.jit
@@ -90,7 +94,7 @@ def _atom(
     xyz, b, occupancy, amplitudes, widths, radius, to_grid, farthest, n, nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr,
 ):  # fmt: skip
-    """Return whether an atom has a density, its place in voxels, the squared radius, and its box."""
+    """Return whether an atom has a density, its place in voxels, squared radius, and box."""
     x = tl.load(xyz + 3 * n).to(tl.float64)
     y = tl.load(xyz + 3 * n + 1).to(tl.float64)
     z = tl.load(xyz + 3 * n + 2).to(tl.float64)
@@ -122,7 +126,7 @@ def _atom(
     az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r, nz, usable)
     crowded = (high_x - low_x + 1 > nx) | (high_y - low_y + 1 > ny) | (high_z - low_z + 1 > nz)
     # The first four that the box meets.
-    fours = tl.floor(low_z.to(tl.float64) / QUAD).to(tl.int32)
+    fours = _fours_up_to(low_z, QUAD)
     square = r * r * (1 + _SLACK)
     return usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z
 
@@ -193,188 +197,235 @@ def _nearest(inside, images, x, y, z, ax, ay, az, step):
     return inside
 
 
-def _splat(
-    xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, farthest, out,
-    nx, ny, nz,
-    G: tl.constexpr, ANISOTROPIC: tl.constexpr, SEPARABLE: tl.constexpr, QUAD: tl.constexpr,
-    ROWS: tl.constexpr, FOURS: tl.constexpr, FLOAT: tl.constexpr,
+@triton.jit
+def _floats(numbers, FLOAT: tl.constexpr):
+    found = ()
+    for n in tl.static_range(6):
+        found = found + (numbers[n].to(FLOAT),)
+    return found
+
+
+@triton.jit
+def _rest(form, y, z):
+    """Return the part of a form that doesn't depend on x."""
+    return y * (form[1] * y + 2 * form[2] * z) + form[3] * z * z
+
+
+@triton.jit
+def _pairs(
+    first, ay, az, low_y, high_y, fours, high_z, ny, nz,
+    QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Add an atom to the map."""
-    n = tl.program_id(0).to(tl.int64)
-    usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z = _atom(
+    """Return voxels of pairs from the first on: indices, whether in the box, vectors, and place."""
+    count = tl.maximum(_fours_up_to(high_z, QUAD) - fours + 1, 1)
+    pair = first + tl.arange(0, PAIRS)[:, None]
+    row = pair // count
+    y = low_y + row
+    four = fours + pair - row * count
+    z = four * QUAD + tl.arange(0, QUAD)[None, :]
+    live = y <= high_y
+    dy = (low_y - ay).to(FLOAT) + row.to(FLOAT)
+    dz = (fours * QUAD - az).to(FLOAT) + (z - fours * QUAD).to(FLOAT)
+    at = _wrapped(y, ny).to(tl.int64) * (nz // QUAD) + _wrapped(four, nz // QUAD)
+    return y, z, live, dy, dz, at
+
+
+@triton.jit
+def _fours_up_to(z, QUAD: tl.constexpr):
+    """Return the last four that begins at z or before."""
+    return tl.floor(z.to(tl.float64) / QUAD).to(tl.int32)
+
+
+@triton.jit
+def _density(
+    norm, form, part, shift, dx, s, gamma, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr
+):
+    """Return a Gaussian's density where x is dx from the atom and the squared distance is s."""
+    c = form[0] * _LOG2_E
+    if UPRIGHT:
+        return tl.exp2(-c * dx * dx) * part
+    elif ANISOTROPIC:
+        return norm * tl.exp2(-(part + c * (dx + shift) * (dx + shift)))
+    else:
+        return norm * tl.exp2(-(c / gamma) * s)
+
+
+def _splat(
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, farthest, out,
+    nx, ny, nz,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CROWDED: tl.constexpr,
+):  # fmt: skip
+    """Add an atom to the map: one whose box meets images of it only where CROWDED."""
+    n = tl.load(order + tl.program_id(0)).to(tl.int64)
+    _usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, farthest, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(FLOAT)
     step = _nine(steps)
-    c, xx, xy, yy, u, v = _metric(step)
-    c, u, v = c.to(FLOAT), u.to(FLOAT), v.to(FLOAT)
+    metric = _floats(_metric(step), FLOAT)
     norms, forms = (), ()
     for g in tl.static_range(G):
         norm, _, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC)
         norms = norms + (norm.to(FLOAT) * occ,)
-        forms = forms + (form,)
-    lane = tl.arange(0, QUAD)[None, None, :]
-    row = tl.arange(0, ROWS)[:, None, None]
-    while fours * QUAD <= high_z:
-        four = fours + tl.arange(0, FOURS)[None, :, None]
-        z = four * QUAD + lane
-        dz = (fours * QUAD - az).to(FLOAT) + (z - fours * QUAD).to(FLOAT)
-        in_row = _wrapped(four, nz // QUAD)
-        y0 = low_y
-        while y0 <= high_y:
-            y = y0 + row
-            dy = (y0 - ay).to(FLOAT) + row.to(FLOAT)
-            x = low_x
-            while x <= high_x:
-                dx = x - ax
-                along = (xx * dx * dx).to(FLOAT) + dy * (
-                    (2 * xy * dx).to(FLOAT) + yy.to(FLOAT) * dy
+        forms = forms + (_floats(form, FLOAT),)
+    limit = square.to(FLOAT)
+    begin_x = (low_x - ax).to(FLOAT)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - fours + 1)
+    first = tl.where(crowded == CROWDED, 0, pairs)
+    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
+    lane = tl.arange(0, QUAD)[None, :]
+    while first < pairs:
+        y, z, live, dy, dz, at = _pairs(
+            first, ay, az, low_y, high_y, fours, high_z, ny, nz, QUAD, PAIRS, FLOAT
+        )
+        shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+        parts, shifts = (), ()
+        for g in tl.static_range(G):
+            part = _rest(forms[g], dy, dz) * _LOG2_E
+            if UPRIGHT:
+                part = norms[g] * tl.exp2(-part)
+            parts = parts + (part,)
+            shifts = shifts + (forms[g][4] * dy + forms[g][5] * dz,)
+        x = low_x
+        while x <= high_x:
+            dx = begin_x + (x - low_x).to(FLOAT)
+            t = dx + shift
+            s = flat + metric[0] * t * t
+            inside = (s <= limit) & live
+            if CROWDED:
+                inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
+            value = tl.zeros((PAIRS, QUAD), FLOAT)
+            for g in tl.static_range(G):
+                value += _density(
+                    norms[g], forms[g], parts[g], shifts[g], dx, s, metric[0], ANISOTROPIC, UPRIGHT
                 )
-                if SEPARABLE:
-                    t = dz + u * dx.to(FLOAT)
-                else:
-                    t = dz + u * dx.to(FLOAT) + v * dy
-                inside = (along + c * t * t <= square.to(FLOAT)) & (y <= high_y)
-                if crowded:
-                    inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
-                value = tl.zeros((ROWS, FOURS, QUAD), FLOAT)
-                for g in tl.static_range(G):
-                    value += _density(norms[g], forms[g], dx, dy, dz, SEPARABLE, FLOAT)
-                there = tl.max(inside.to(tl.int32), axis=2, keep_dims=True) > 0
-                place = (_wrapped(x, nx).to(tl.int64) * ny + _wrapped(y, ny)) * (nz // QUAD)
-                place = (place + in_row) * QUAD + lane
-                there = there & (lane < QUAD)
-                tl.atomic_add(out + place, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
-                x += 1
-            y0 += ROWS
-        fours += FOURS
-
-
-@triton.jit
-def _density(norm, form, dx, dy, dz, SEPARABLE: tl.constexpr, FLOAT: tl.constexpr):
-    """Return a Gaussian on rows of a plane: norm · exp(-(c t² + q))."""
-    c = (form[0] * _LOG2_E).to(FLOAT)
-    x = dx.to(FLOAT)
-    q = (form[1] * dx * dx * _LOG2_E).to(FLOAT) + dy * (
-        (2 * form[2] * dx * _LOG2_E).to(FLOAT) + (form[3] * _LOG2_E).to(FLOAT) * dy
-    )
-    t = dz + form[4].to(FLOAT) * x
-    if SEPARABLE:
-        return (norm * tl.exp2(-q)) * tl.exp2(-c * t * t)
-    else:
-        t += form[5].to(FLOAT) * dy
-        return norm * tl.exp2(-(q + c * t * t))
+            there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
+            place = (at + _wrapped(x, nx) * plane) * QUAD + lane
+            tl.atomic_add(out + place, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
+            x += 1
+        first += PAIRS
 
 
 def _splat_vjp(
-    xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, farthest, cotangent,
-    on_xyz, on_b, on_occupancy,
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, farthest,
+    cotangent, on_xyz, on_b, on_occupancy,
     nx, ny, nz,
-    G: tl.constexpr, ANISOTROPIC: tl.constexpr, SEPARABLE: tl.constexpr, QUAD: tl.constexpr,
-    ROWS: tl.constexpr, FOURS: tl.constexpr, FLOAT: tl.constexpr,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CROWDED: tl.constexpr,
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
-    n = tl.program_id(0).to(tl.int64)
-    usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, begin, high_z = _atom(
+    n = tl.load(order + tl.program_id(0)).to(tl.int64)
+    usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, farthest, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
+    own = crowded == CROWDED
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
-    c, xx, xy, yy, u, v = _metric(step)
-    c, u, v = c.to(FLOAT), u.to(FLOAT), v.to(FLOAT)
-    lane = tl.arange(0, QUAD)[None, None, :]
-    row = tl.arange(0, ROWS)[:, None, None]
+    metric = _floats(_metric(step), FLOAT)
+    limit = square.to(FLOAT)
+    begin_x = (low_x - ax).to(FLOAT)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - fours + 1)
+    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
+    lane = tl.arange(0, QUAD)[None, :]
     zero = square * 0.0
     total, by_x, by_y, by_z = zero, zero, zero, zero
     by_b = (zero, zero, zero, zero, zero, zero)
     # All Gaussians together where sums of them are all that is wanted; otherwise one by one.
     for group in tl.static_range(G if ANISOTROPIC else 1):
-        m = tl.zeros((ROWS, FOURS, QUAD), FLOAT)
-        mx, my, mz, mb, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m, m
         norms, forms, weights = (), (), ()
         for g in tl.static_range(1 if ANISOTROPIC else G):
             norm, P, form = _gaussian(b, amplitudes, widths, step, n, group + g, G, ANISOTROPIC)
             norms = norms + (norm.to(FLOAT),)
-            forms = forms + (form,)
-            weights = weights + (P[0],)
-        fours = begin
-        while fours * QUAD <= high_z:
-            four = fours + tl.arange(0, FOURS)[None, :, None]
-            z = four * QUAD + lane
-            dz = (fours * QUAD - az).to(FLOAT) + (z - fours * QUAD).to(FLOAT)
-            in_row = _wrapped(four, nz // QUAD)
-            y0 = low_y
-            while y0 <= high_y:
-                y = y0 + row
-                dy = (y0 - ay).to(FLOAT) + row.to(FLOAT)
-                x = low_x
-                while x <= high_x:
-                    dx = x - ax
-                    along = (xx * dx * dx).to(FLOAT) + dy * (
-                        (2 * xy * dx).to(FLOAT) + yy.to(FLOAT) * dy
-                    )
-                    if SEPARABLE:
-                        t = dz + u * dx.to(FLOAT)
-                    else:
-                        t = dz + u * dx.to(FLOAT) + v * dy
-                    s = along + c * t * t
-                    inside = (s <= square.to(FLOAT)) & (y <= high_y)
-                    if crowded:
-                        inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
-                    there = tl.max(inside.to(tl.int32), axis=2, keep_dims=True) > 0
-                    place = (_wrapped(x, nx).to(tl.int64) * ny + _wrapped(y, ny)) * (nz // QUAD)
-                    place = (place + in_row) * QUAD + lane
-                    value = tl.load(cotangent + place, mask=there & (lane < QUAD), other=0.0)
-                    value = tl.where(inside, value.to(FLOAT), 0.0)
-                    if ANISOTROPIC:
-                        e = value * _density(norms[0], forms[0], dx, dy, dz, SEPARABLE, FLOAT)
-                        m += e
-                        x32 = dx.to(FLOAT)
-                        mx += e * x32
-                        my += e * dy
-                        mz += e * dz
+            forms = forms + (_floats(form, FLOAT),)
+            weights = weights + (P[0].to(FLOAT),)
+        m = tl.zeros((PAIRS, QUAD), FLOAT)
+        mx, my, mz, mb, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m, m
+        first = tl.where(own, 0, pairs)
+        while first < pairs:
+            y, z, live, dy, dz, at = _pairs(
+                first, ay, az, low_y, high_y, fours, high_z, ny, nz, QUAD, PAIRS, FLOAT
+            )
+            shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+            parts, shifts = (), ()
+            for g in tl.static_range(1 if ANISOTROPIC else G):
+                part = _rest(forms[g], dy, dz) * _LOG2_E
+                if UPRIGHT:
+                    part = norms[g] * tl.exp2(-part)
+                parts = parts + (part,)
+                shifts = shifts + (forms[g][4] * dy + forms[g][5] * dz,)
+            one = tl.zeros((PAIRS, QUAD), FLOAT)
+            sharp, by_dx, by_square, bent = one, one, one, one
+            x = low_x
+            while x <= high_x:
+                dx = begin_x + (x - low_x).to(FLOAT)
+                t = dx + shift
+                s = flat + metric[0] * t * t
+                inside = (s <= limit) & live
+                if CROWDED:
+                    inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
+                there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
+                place = (at + _wrapped(x, nx) * plane) * QUAD + lane
+                value = tl.load(cotangent + place, mask=there, other=0.0)
+                value = tl.where(inside, value.to(FLOAT), 0.0)
+                if ANISOTROPIC:
+                    e = value * _density(
+                        norms[0], forms[0], parts[0], shifts[0], dx, s, metric[0], ANISOTROPIC,
+                        UPRIGHT,
+                    )  # fmt: skip
+                    one += e
+                    by_dx += e * dx
+                    if WANT_B:
+                        by_square += e * (dx * dx)
+                else:
+                    sum_0 = tl.zeros((PAIRS, QUAD), FLOAT)
+                    sum_1, sum_2 = sum_0, sum_0
+                    for g in tl.static_range(G):
+                        e = _density(
+                            norms[g], forms[g], parts[g], shifts[g], dx, s, metric[0], ANISOTROPIC,
+                            UPRIGHT,
+                        )  # fmt: skip
+                        sum_0 += e
+                        sum_1 += weights[g] * e
+                        # 1 / (B + b) is c / 4π².
                         if WANT_B:
-                            mxx += e * (x32 * x32)
-                            myy += e * (dy * dy)
-                            mzz += e * (dz * dz)
-                            mxy += e * (x32 * dy)
-                            mxz += e * x32 * dz
-                            myz += e * dy * dz
-                    else:
-                        sharp = tl.zeros((ROWS, FOURS, QUAD), FLOAT)
-                        whole, bend = sharp, sharp
-                        for g in tl.static_range(G):
-                            e = _density(norms[g], forms[g], dx, dy, dz, SEPARABLE, FLOAT)
-                            weight = weights[g].to(FLOAT)
-                            whole += e
-                            sharp += weight * e
-                            # 1 / (B + b) is c / 4π².
-                            if WANT_B:
-                                bend += weight * weight * e
-                        m += value * whole
-                        if WANT_XYZ:
-                            mx += value * sharp * dx.to(FLOAT)
-                            my += value * sharp * dy
-                            mz += value * sharp * dz
-                        if WANT_B:
-                            mb += value * (bend * s - 1.5 * sharp)
-                    x += 1
-                y0 += ROWS
-            fours += FOURS
+                            sum_2 += (weights[g] * weights[g]) * e
+                    one += value * sum_0
+                    sharp += value * sum_1
+                    by_dx += value * sum_1 * dx
+                    if WANT_B:
+                        bent += value * (sum_2 * s - 1.5 * sum_1)
+                x += 1
+            m += one
+            mx += by_dx
+            mb += bent
+            if ANISOTROPIC:
+                my += one * dy
+                mz += one * dz
+                mxx += by_square
+                myy += one * (dy * dy)
+                mzz += one * (dz * dz)
+                mxy += by_dx * dy
+                mxz += by_dx * dz
+                myz += one * (dy * dz)
+            else:
+                my += sharp * dy
+                mz += sharp * dz
+            first += PAIRS
+        wa, wb, wc = _sum(mx), _sum(my), _sum(mz)
+        wx = 2 * (step[0] * wa + step[1] * wb + step[2] * wc)
+        wy = 2 * (step[3] * wa + step[4] * wb + step[5] * wc)
+        wz = 2 * (step[6] * wa + step[7] * wb + step[8] * wc)
         if ANISOTROPIC:
             _, P, _ = _gaussian(b, amplitudes, widths, step, n, group, G, ANISOTROPIC)
-            own = _sum(m)
-            total += own
-            a, d, e = _sum(mx), _sum(my), _sum(mz)
-            wx = step[0] * a + step[1] * d + step[2] * e
-            wy = step[3] * a + step[4] * d + step[5] * e
-            wz = step[6] * a + step[7] * d + step[8] * e
-            by_x += 2 * (P[0] * wx + P[3] * wy + P[4] * wz)
-            by_y += 2 * (P[3] * wx + P[1] * wy + P[5] * wz)
-            by_z += 2 * (P[4] * wx + P[5] * wy + P[2] * wz)
+            whole = _sum(m)
+            total += whole
+            by_x += P[0] * wx + P[3] * wy + P[4] * wz
+            by_y += P[3] * wx + P[1] * wy + P[5] * wz
+            by_z += P[4] * wx + P[5] * wy + P[2] * wz
             if WANT_B:
                 second = (_sum(mxx), _sum(myy), _sum(mzz), _sum(mxy), _sum(mxz), _sum(myz))
                 turned = (
@@ -384,31 +435,28 @@ def _splat_vjp(
                 second = _turned(full, _turned(turned, second))
                 sums = ()
                 for i in tl.static_range(6):
-                    part = (2 if i < 3 else 4) * (second[i] - 0.5 * own * P[i])
-                    sums = sums + (by_b[i] + part,)
+                    twice = 2 if i < 3 else 4
+                    sums = sums + (by_b[i] + twice * (second[i] - 0.5 * whole * P[i]),)
                 by_b = sums
         else:
-            total = _sum(m)
-            a, d, e = _sum(mx), _sum(my), _sum(mz)
-            by_x = 2 * (step[0] * a + step[1] * d + step[2] * e)
-            by_y = 2 * (step[3] * a + step[4] * d + step[5] * e)
-            by_z = 2 * (step[6] * a + step[7] * d + step[8] * e)
+            total, by_x, by_y, by_z = _sum(m), wx, wy, wz
             by_b = (_sum(mb) / (4 * _PI * _PI), zero, zero, zero, zero, zero)
+    # What has no density has no gradient; who is crowded is the other launch's.
     if WANT_XYZ:
-        tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0))
-        tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0))
-        tl.store(on_xyz + 3 * n + 2, tl.where(usable, occ * by_z, 0.0))
+        tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0), mask=own)
+        tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0), mask=own)
+        tl.store(on_xyz + 3 * n + 2, tl.where(usable, occ * by_z, 0.0), mask=own)
     if WANT_B:
         for i in tl.static_range(6 if ANISOTROPIC else 1):
             to = on_b + (6 * n + i if ANISOTROPIC else n)
-            tl.store(to, tl.where(usable, occ * by_b[i], 0.0))
+            tl.store(to, tl.where(usable, occ * by_b[i], 0.0), mask=own)
     if WANT_OCCUPANCY:
-        tl.store(on_occupancy + n, tl.where(usable, total, 0.0))
+        tl.store(on_occupancy + n, tl.where(usable, total, 0.0), mask=own)
 
 
 @triton.jit
 def _sum(tile):
-    return tl.sum(tl.sum(tl.sum(tile, axis=2), axis=1), axis=0).to(tl.float64)
+    return tl.sum(tl.sum(tile, axis=1), axis=0).to(tl.float64)
 
 
 _ALIGNED = {4: ("out", "cotangent"), 1: ()}
@@ -418,16 +466,24 @@ _backward = {
 }
 
 
-def _layout(arrays: Any, lattice: Lattice, scatterers: Scatterers, grid: Any, rows: int) -> Any:
+def _order(xyz: Any, lattice: Lattice) -> Any:
+    """Return the atoms by the plane that they are on: what they reach then stays in cache."""
+    if len(xyz) < _SORTED:
+        return torch.arange(len(xyz), device=xyz.device, dtype=torch.int32)
+    plane = (xyz.to(torch.float32) @ lattice.tensors_here()[1][0].to(torch.float32)) % lattice.nx
+    return plane.nan_to_num(0).to(torch.int16 if lattice.nx < 2**15 else torch.int32).argsort()
+
+
+def _layout(arrays: Any, lattice: Lattice, scatterers: Scatterers, grid: Any, voxels: int) -> Any:
     """Return contiguous arrays, sizes and constants that both kernels take, and how z is cut."""
     xyz, b, occupancy = (array.contiguous() for array in arrays)
     constants = [array.contiguous() for array in scatterers.tensors_here()]
     quad = 4 if lattice.nz % 4 == 0 and grid.data_ptr() % 16 == 0 else 1
     anisotropic = b.ndim == 2
     kind = tl.float64 if promoted(arrays) == torch.float64 else tl.float32
-    given = xyz, b, occupancy, *constants, *lattice.tensors_here()
-    shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.oblique), quad
-    return given, lattice.shape, (*shape, rows, _LANES // quad, kind), quad
+    given = _order(xyz, lattice), xyz, b, occupancy, *constants, *lattice.tensors_here()
+    shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.skewed), quad
+    return given, lattice.shape, (*shape, voxels // quad, kind), quad
 
 
 @register("gaussian_density", "triton")
@@ -441,11 +497,14 @@ def gaussian_density(
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     if len(xyz):
         given, sizes, constants, quad = _layout(
-            (xyz, b, occupancy), lattice, scatterers, total, _ROWS
+            (xyz, b, occupancy), lattice, scatterers, total, _VOXELS
         )
         arrays = *given, total
-        key = xyz.device, *[a.dtype for a in arrays], wide(*sizes), *constants
-        _forward[quad](len(xyz), key, *arrays, *sizes, *constants)
+        # First atoms that are apart from their images, then the others.
+        for crowded in (False, True):
+            last = *constants, crowded
+            key = xyz.device, *[a.dtype for a in arrays], wide(*sizes), *last
+            _forward[quad](len(xyz), key, *arrays, *sizes, *last)
     if total is not out:
         out.copy_(total)
 
@@ -466,10 +525,12 @@ def gaussian_density_vjp(
         return
     cotangent = cotangent.contiguous()
     given, sizes, constants, quad = _layout(
-        (xyz, b, occupancy), lattice, scatterers, cotangent, _ROWS_BACK
+        (xyz, b, occupancy), lattice, scatterers, cotangent, _VOXELS_BACK
     )
     outputs = on_xyz, on_b, on_occupancy
     wanted = tuple([out is not None for out in outputs])
     arrays = (*given, cotangent, *(xyz if out is None else out for out in outputs))
-    key = xyz.device, *[a.dtype for a in arrays], wide(*sizes), *constants, wanted
-    _backward[quad](len(xyz), key, *arrays, *sizes, *constants, *wanted)
+    for crowded in (False, True):
+        last = *constants, crowded, *wanted
+        key = xyz.device, *[a.dtype for a in arrays], wide(*sizes), *last
+        _backward[quad](len(xyz), key, *arrays, *sizes, *last)

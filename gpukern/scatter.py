@@ -25,11 +25,11 @@ _WARPS = {"scatter": 4, "gather": 4}
 
 
 def _walk(
-    cubes, grid, wa, wbwc, nx, elements, size, blocks, BLOCK: tl.constexpr, PLANES: tl.constexpr,
-    BACK: tl.constexpr,
+    cubes, grid, order, wa, wbwc, nx, elements, size, blocks,
+    BLOCK: tl.constexpr, PLANES: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Add the elements of a cube to the map, or copy them from there (BACK)."""
-    c = (tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.load(order + tl.program_id(0) // blocks).to(tl.int64)
     e = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     own = e < elements
     offset = tl.load(wbwc + c * elements + e, mask=own, other=0).to(tl.int64)
@@ -55,6 +55,14 @@ _kernel = kernel_of_any_size(_walk)
 _launch = {what: Launcher(_kernel, warps) for what, warps in _WARPS.items()}
 
 
+def _order(plan: ScatterPlan) -> Any:
+    """Return the cubes by their places: what they reach then stays in cache."""
+    if plan.order is None:
+        wa, wbwc = plan.tensors_here()
+        plan.order = (wa[:, 0].long() + wbwc[:, 0, 0]).argsort()
+    return plan.order
+
+
 def _move(what: str, cubes: Any, grid: Any, plan: ScatterPlan) -> None:
     if not cubes.numel():
         return
@@ -66,7 +74,7 @@ def _move(what: str, cubes: Any, grid: Any, plan: ScatterPlan) -> None:
     integers = nx, elements, grid.numel(), blocks
     constants = block, _PLANES[what], what == "gather"
     key = cubes.device, cubes.dtype, grid.dtype, wa.dtype, wide(*integers), constants
-    _launch[what](count * blocks, key, cubes, grid, wa, wbwc, *integers, *constants)
+    _launch[what](count * blocks, key, cubes, grid, _order(plan), wa, wbwc, *integers, *constants)
 
 
 @register("structured_scatter_add", "triton")
