@@ -129,6 +129,8 @@ def on_cpu(rate: float, model: Path) -> list[dict[str, Any]]:
             for dtype in (torch.float32, torch.float64):
                 name = f"TorchRef, {str(dtype).removeprefix('torch.')}"
                 forward[name], training[name] = torchref(atoms, dtype)
+                off = max(map(error, training[name](), atoms.both()))
+                print(f"{kind}: fusedops and {name} differ by {off:.1e} of an array's largest")
         except ImportError:
             print("TorchRef's kernels are left out: torchref-kernels is not installed.")
         rows.append(row(atoms, f"{kind}, forward", forward, rate, "cpu"))
