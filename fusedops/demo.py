@@ -120,8 +120,7 @@ def edge_wigner(figure: Any) -> Iterator[Row]:
 def gaussian_density(figure: Any) -> Iterator[Row]:
     """Compare the density of ubiquitin, its atoms moved at random, with what it was before.
 
-    The gradient is that of half the squared difference of the two maps. Its way down must lead most
-    atoms back.
+    The gradient is that of half the squared difference of the two maps; down it most atoms go back.
     """
     structure = _ubiquitin()
     # Between voxels this coarse a sharp atom would be lost.
@@ -137,7 +136,8 @@ def gaussian_density(figure: Any) -> Iterator[Row]:
     target = op(**(arrays | {"xyz": home}), cell=lattice)
     rho, pullback = op.vjp(**arrays, cell=lattice)
     yield from _rows(op, arrays, {"cell": lattice}, rho - target)
-    _draw_density(figure, grid, target, rho, home, xyz, -pullback(rho - target)[0])
+    down = -pullback(rho - target)[0]
+    _draw_density(figure, grid, target, rho, atoms.xyz, xyz + grid.origin, down)
 
 
 DEMOS: dict[str, Callable[[Any], Iterator[Row]]] = {
@@ -511,43 +511,46 @@ def _draw_density(
     down: np.ndarray,
 ) -> None:
     """Draw the plane in which most atoms are, and theirs."""
-    spacing = np.diag(grid.matrix) / grid.shape
-    plane = int(np.bincount(np.rint(home[:, 2] / spacing[2]).astype(int)).argmax())
-    z = plane * spacing[2]
-    near = np.flatnonzero(abs(home[:, 2] - z) < spacing[2])
-    extent = [
-        (n + e) * s for s, m in zip(spacing, grid.shape[:2]) for n, e in ((0, -0.5), (m, -0.5))
-    ]
-    before, after = figure.subplots(1, 2, sharex=True, sharey=True)
-    difference = (rho - target)[:, :, plane]
+    spacing, start = np.diag(grid.matrix) / grid.shape, np.array(grid.start)
+    planes = np.rint(home[:, 2] / spacing[2]).astype(int) - start[2]
+    plane = int(np.bincount(planes).argmax())
+    near = np.flatnonzero(planes == plane)
+    # A voxel's value is that at its middle.
+    low, high = ((start + end) * spacing - spacing / 2 for end in (0, grid.shape))
+    extent = low[0], high[0], low[1], high[1]
+    value, difference = target[:, :, plane], (rho - target)[:, :, plane]
     largest = abs(difference).max()
-    for panel, values, low, high, colours, label in (
-        (before, target[:, :, plane], 0, target[:, :, plane].max(), "magma", "density, e/Å³"),
-        (after, difference, -largest, largest, "RdBu", "difference, e/Å³"),
+    before, after = figure.subplots(1, 2, sharex=True, sharey=True)
+    for panel, voxels, least, most, colours, label in (
+        (before, value, 0, value.max(), "magma", "density (e/Å³)"),
+        (after, difference, -largest, largest, "RdBu_r", "moved − before (e/Å³)"),
     ):
         image = panel.imshow(
-            values.T, origin="lower", extent=extent, vmin=low, vmax=high, cmap=colours
+            voxels.T, origin="lower", extent=extent, vmin=least, vmax=most, cmap=colours
         )
         panel.set_xlabel("x (Å)")
         figure.colorbar(image, ax=panel, shrink=0.8, label=label)
-    before.set_ylabel("y (Å)")
     before.plot(*home[near, :2].T, "o", markersize=3, color="C0")
-    before.set_title(f"Density of ubiquitin at z = {z:.1f} Å, atoms within {spacing[2]:.1f} Å")
-    after.plot(*home[near, :2].T, "o", markersize=3, color="0.3", label="where it was")
-    longest = np.linalg.norm(down, axis=1).max()
-    after.quiver(
+    before.set_xlim(home[near, 0].min() - 4, home[near, 0].max() + 4)
+    before.set_ylim(home[near, 1].min() - 4, home[near, 1].max() + 4)
+    before.set_ylabel("y (Å)")
+    before.set_title(
+        f"Ubiquitin at z = {(start[2] + plane) * spacing[2]:.1f} Å, and its atoms there"
+    )
+    # The longest arrow is 3 Å long.
+    scale = np.linalg.norm(down[near, :2], axis=1).max() / 3
+    arrows = after.quiver(
         *xyz[near, :2].T,
-        *(down[near, :2] / longest).T,
+        *down[near, :2].T,
         angles="xy",
         scale_units="xy",
-        scale=0.4,
-        width=0.003,
-        label="moved atom, and down its gradient",
+        scale=scale,
+        width=0.004,
     )
-    after.legend(loc="lower left", frameon=False)
-    back = (down * (home - xyz)).sum(1) > 0
+    after.quiverkey(arrows, 0.06, 0.05, 2 * scale, "down the gradient", labelpos="E")
     moved = np.sqrt(((xyz - home) ** 2).sum(1).mean())
-    after.set_title(f"What moving atoms by {moved:.2f} Å (rms) does; {back.mean():.0%} point back")
+    back = ((down * (home - xyz)).sum(1) > 0).mean()
+    after.set_title(f"Atoms moved by {moved:.2f} Å (rms): the gradient leads {back:.0%} back")
 
 
 def run(picture: Path, show: Callable[[list[Row]], None]) -> bool:
