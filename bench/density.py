@@ -66,8 +66,8 @@ class Atoms:
         return cls(arrays, far, cell, (n, n, n))
 
     def floor_ms(self, what: str, rate: float) -> float:
-        voxel = abs(np.linalg.det(self.cell)) / math.prod(self.shape)
-        voxels = (4 / 3 * math.pi * self.radius.astype(float) ** 3).sum() / voxel
+        voxel = abs(float(np.linalg.det(self.cell))) / math.prod(self.shape)
+        voxels = 4 / 3 * math.pi * float((self.radius.astype(float) ** 3).sum()) / voxel
         return (2 if "+" in what else 1) * GAUSSIANS * voxels / rate * 1e3
 
     def forward(self, backend: str | None = None) -> np.ndarray:

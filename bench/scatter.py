@@ -74,10 +74,8 @@ def on_cpu(rate: float) -> list[dict[str, Any]]:
         cubes = Cubes(20_000, 17, 256, "cpu", ordered=order == "sorted")
         ops: dict[str, Callable[..., Any]] = {
             "fusedops": lambda x, c=cubes: scatter(x, c.wa, c.wbwc, c.size),
-            "fusedops, a ScatterPlan": lambda x, c=cubes: scatter(x, c.plan),
-            "fusedops, Numba, a ScatterPlan": lambda x, c=cubes: scatter(
-                x, c.plan, backend="numba"
-            ),
+            "fusedops, plan": lambda x, c=cubes: scatter(x, c.plan),
+            "Numba, plan": lambda x, c=cubes: scatter(x, c.plan, backend="numba"),
         }
         forward = {name: partial(op, cubes.values) for name, op in ops.items()}
         forward["torch index_add_"] = cubes.index_add_in_place
@@ -140,7 +138,7 @@ def main() -> None:
     rows = on_gpu(rate) if arguments.device == "cuda" else on_cpu(rate)
     where = {**machine(arguments.device), "bandwidth_GB_s": rate / 1e9}
     where["preparations_ms"] = preparations(arguments.device)
-    print_table(where, "cubes, edge, map's edge", rows)
+    print_table(where, "cubes, n, map", rows)
     save(arguments.json, {**where, "rows": rows})
 
 
