@@ -176,6 +176,7 @@ def beside_gemmi(rate: float, model: Path, spacing: float = 0.66) -> list[dict[s
         print(f"{model.name}: the maps of fusedops and gemmi differ by {off:.1e} of the largest")
         runs = {"fusedops": ours.forward, "gemmi": put}
         what = f"{ours.kind}, forward, {model.name}, one thread"
+        # All threads together have the rate.
         return [row(ours, what, runs, rate / threads, "cpu")]
     finally:
         fusedops.set_num_threads(threads)
