@@ -30,7 +30,10 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
 
 
 def interleaved(
-    runs: dict[str, Callable[[], Any]], wait: Callable[[], None], seconds: float = 4.0
+    runs: dict[str, Callable[[], Any]],
+    wait: Callable[[], None],
+    seconds: float = 4.0,
+    rounds: int = 25,
 ) -> dict[str, float]:
     """Return the median time of every run, in ms, taken in turns."""
     repeats = {}
@@ -38,11 +41,11 @@ def interleaved(
         for _ in range(3):
             run()
         wait()
-        repeats[name] = max(1, min(100, int(seconds / 25 / (timed(run, wait, 1) / 1e3))))
-    rounds = [
-        {name: timed(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(25)
+        repeats[name] = max(1, min(100, int(seconds / rounds / (timed(run, wait, 1) / 1e3))))
+    taken = [
+        {name: timed(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(rounds)
     ]
-    return {name: statistics.median(each[name] for each in rounds) for name in runs}
+    return {name: statistics.median(each[name] for each in taken) for name in runs}
 
 
 def waiting(device: str) -> Callable[[], None]:
@@ -77,8 +80,10 @@ def both(function: Callable[..., Any], *arrays: torch.Tensor) -> Callable[[], No
     return run
 
 
-def print_table(where: dict[str, Any], size: str, rows: list[dict[str, Any]]) -> None:
-    """Print every row's times in ms, and over its byte floor; `size` says what a shape is."""
+def print_table(
+    where: dict[str, Any], size: str, rows: list[dict[str, Any]], floor: str = "byte floor"
+) -> None:
+    """Print every row's times in ms, and over its floor; `size` says what a shape is."""
     table = Table(title=", ".join(f"{key} {value}" for key, value in where.items()))
     for column in (size, "dtype", "pass", "what", "ms", "over floor"):
         table.add_column(column, justify="right" if column in ("ms", "over floor") else "left")
@@ -90,7 +95,7 @@ def print_table(where: dict[str, Any], size: str, rows: list[dict[str, Any]]) ->
                 each["what"],
                 name,
                 f"{time_ms:.4f}",
-                f"{time_ms / each['ms']['byte floor']:.2f}",
+                f"{time_ms / each['ms'][floor]:.2f}",
             )
         table.add_section()
     Console(width=110).print(table)
@@ -102,6 +107,28 @@ def bandwidth(device: str) -> float:
     target = torch.empty_like(source)
     times = interleaved({"copy": lambda: target.copy_(source)}, waiting(device))
     return 2 * source.nbytes / (times["copy"] * 1e-3)
+
+
+def exponentials(device: str) -> float:
+    """Return float32 exponentials a second: of torch in a cache, or from registers on a GPU."""
+    if device == "cpu":
+        x, y = torch.randn(2, 2**20)
+        times = interleaved({"exp": lambda: torch.exp(x, out=y)}, waiting(device))
+        return x.numel() / (times["exp"] * 1e-3)
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def repeated(x, ROUNDS: tl.constexpr):
+        i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+        value = tl.load(x + i)
+        for _ in range(ROUNDS):
+            value = tl.exp2(-value)
+        tl.store(x + i, value)
+
+    x = torch.rand(2**23, device=device)
+    times = interleaved({"exp2": lambda: repeated[(x.numel() // 1024,)](x, 512)}, waiting(device))
+    return 512 * x.numel() / (times["exp2"] * 1e-3)
 
 
 def processor() -> str:

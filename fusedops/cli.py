@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="score a protein's planes and convolve tokens, on every backend that works here",
-        description="Score ubiquitin's planes and convolve packed tokens, both with gradients, on "
-        "every backend that works here, check each against the reference, and draw a picture. Exit "
-        "code 1 if a check fails.",
+        help="run every op on an example, on every backend that works here",
+        description="Score ubiquitin's planes, convolve packed tokens, pass messages along edges "
+        "and compare densities, all with gradients, on every backend that works here; check each "
+        "against the reference, and draw a picture. Exit code 1 if a check fails.",
     )
     parser.set_defaults(run=_demo)
     parser.add_argument(

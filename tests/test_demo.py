@@ -23,7 +23,7 @@ def test_demo_draws_and_agrees(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
     rows = {tuple(line.split()[:2]) for line in out.splitlines()}
-    for op in ("planarity_nll", "dynamic_conv", "edge_energy"):
+    for op in ("planarity_nll", "dynamic_conv", "edge_energy", "gaussian_density"):
         assert {(op, backend.name) for backend in _registry.BACKENDS} <= rows
     assert "central differences" in out
     assert ("a training step" in out) == (not fusedops.info().backends["torch"].why_not)
@@ -42,6 +42,10 @@ def test_demo_draws_and_agrees(tmp_path, capsys):
         ("edge_wigner", -3),
         ("edge_wigner", -2),
         ("edge_wigner", -1),
+        ("gaussian_density", -1),
+        ("gaussian_density_vjp", -3),
+        ("gaussian_density_vjp", -2),
+        ("gaussian_density_vjp", -1),
     ],
 )
 def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, primitive, output):
