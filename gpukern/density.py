@@ -443,15 +443,15 @@ def _splat_vjp(
             by_b = (_sum(mb) / (4 * _PI * _PI), zero, zero, zero, zero, zero)
     # What has no density has no gradient; who is crowded is the other launch's.
     if WANT_XYZ:
-        tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0), mask=own)
-        tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0), mask=own)
-        tl.store(on_xyz + 3 * n + 2, tl.where(usable, occ * by_z, 0.0), mask=own)
+        tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0).to(FLOAT), mask=own)
+        tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0).to(FLOAT), mask=own)
+        tl.store(on_xyz + 3 * n + 2, tl.where(usable, occ * by_z, 0.0).to(FLOAT), mask=own)
     if WANT_B:
         for i in tl.static_range(6 if ANISOTROPIC else 1):
             to = on_b + (6 * n + i if ANISOTROPIC else n)
-            tl.store(to, tl.where(usable, occ * by_b[i], 0.0), mask=own)
+            tl.store(to, tl.where(usable, occ * by_b[i], 0.0).to(FLOAT), mask=own)
     if WANT_OCCUPANCY:
-        tl.store(on_occupancy + n, tl.where(usable, total, 0.0), mask=own)
+        tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT), mask=own)
 
 
 @triton.jit

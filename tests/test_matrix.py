@@ -44,7 +44,11 @@ def test_agrees_with_the_reference(case, place, dtype):
 
 
 # One of every primitive.
-TYPICAL = [case for case in CASES if case.name in ("chain-uniform", "jet", "uma", "l2-dense")]
+TYPICAL = [
+    case
+    for case in CASES
+    if case.name in ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso")
+]
 
 
 @interpreted
