@@ -381,7 +381,7 @@ def _set_up(
         amplitudes,
         widths,
         # One that is infinite stays what it is: of an atom without a density.
-        np.where(radius < np.inf, np.minimum(radius, lattice.farthest), radius),
+        np.where(radius < np.inf, np.minimum(radius, lattice.measures[-1]), radius),
         SLACK,
         threads,
         atoms,

@@ -76,10 +76,11 @@ class Lattice(Packed):
 
     # step (3, 3): columns from a voxel to the next; to_grid, its inverse; images (7, 3): lattice
     # vectors in voxels. A vector is the shortest of all its images if none of these, added or
-    # subtracted, makes it shorter.
-    # farthest (1,): a distance in Å beyond which every voxel has an image that is nearer. oblique:
-    # whether the steps along y and z are not at right angles; skewed: whether any two are not.
-    _fields = ("step", "to_grid", "images", "farthest")
+    # subtracted, makes it shorter. measures (10,): c, yy, yz, zz, u, v of the squared length
+    # c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; along each axis, how many voxels 1 Å may reach;
+    # and a distance beyond which every voxel has an image that is nearer. oblique: whether the
+    # steps along y and z are not at right angles; skewed: whether any two are not.
+    _fields = ("step", "to_grid", "images", "measures")
     _sizes = ("nx", "ny", "nz", "oblique", "skewed")
 
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
@@ -95,7 +96,14 @@ class Lattice(Packed):
         self.nx, self.ny, self.nz = _grid_sizes("Lattice", grid_shape)
         self.step = cell / self.shape
         self.to_grid = np.linalg.inv(self.step)
-        self.farthest = np.linalg.norm(cell, axis=0).sum(keepdims=True)
+        metric = self.step.T @ self.step
+        along = metric[0, 1:] / metric[0, 0]
+        rest = metric[1:, 1:] - np.outer(along, metric[0, 1:])
+        reach = np.linalg.norm(self.to_grid, axis=1)
+        farthest = np.linalg.norm(cell, axis=0).sum()
+        self.measures = np.array(
+            [metric[0, 0], rest[0, 0], rest[0, 1], rest[1, 1], *along, *reach, farthest]
+        )
         edges = self.step / np.linalg.norm(self.step, axis=0)
         xy, xz, yz = np.abs((edges.T @ edges)[[0, 0, 1], [1, 2, 2]]) > 1e-12
         self.oblique, self.skewed = int(yz), int(xy or xz or yz)
@@ -160,6 +168,8 @@ class Scatterers(Packed):
 
     _fields = ("amplitudes", "widths", "radius")
     _sizes = ()
+    # The atoms in an order that suits a kernel.
+    order: Any = None
 
     @classmethod
     def of(cls, *arrays: Any) -> Scatterers:
@@ -388,8 +398,8 @@ def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> 
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     if not len(good):
         return
-    farthest = lattice.tensors_here()[3] if is_tensor(arrays[0]) else lattice.farthest
-    constants[2] = xp.minimum(constants[2], cast(farthest, constants[2]))
+    measures = lattice.tensors_here()[3] if is_tensor(arrays[0]) else lattice.measures
+    constants[2] = xp.minimum(constants[2], cast(measures[-1], constants[2]))
     reach = float(xp.amax(constants[2][good]))
     scale = np.abs(np.linalg.norm(_to_grid(lattice), axis=1))
     voxels = math.prod(2 * reach * scale + 2)

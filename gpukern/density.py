@@ -91,7 +91,7 @@ def _nine(pointer):
 
 @triton.jit
 def _atom(
-    xyz, b, occupancy, amplitudes, widths, radius, to_grid, farthest, n, nx, ny, nz,
+    xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr,
 ):  # fmt: skip
     """Return whether an atom has a density, its place in voxels, squared radius, and box."""
@@ -119,11 +119,11 @@ def _atom(
         total += own
         usable = least + own > 0
     usable = usable & _finite(total) & (r >= 0)
-    r = tl.where(usable, tl.minimum(r, tl.load(farthest)), -1.0)
+    r = tl.where(usable, tl.minimum(r, tl.load(measures + 9)), -1.0)
     t = _nine(to_grid)
-    ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r, nx, usable)
-    ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r, ny, usable)
-    az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r, nz, usable)
+    ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r * tl.load(measures + 6), nx, usable)
+    ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r * tl.load(measures + 7), ny, usable)
+    az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r * tl.load(measures + 8), nz, usable)
     crowded = (high_x - low_x + 1 > nx) | (high_y - low_y + 1 > ny) | (high_z - low_z + 1 > nz)
     # The first four that the box meets.
     fours = _fours_up_to(low_z, QUAD)
@@ -132,21 +132,25 @@ def _atom(
 
 
 @triton.jit
-def _axis(x, y, z, a, b, c, r, size, usable):
+def _axis(x, y, z, a, b, c, reach, size, usable):
     """Return an atom's place along an axis, in voxels of the grid, and those that it reaches."""
     at = tl.where(usable, a * x + b * y + c * z, 0.0)
     at = at - tl.floor(at / size) * size
-    reach = r * tl.sqrt(a * a + b * b + c * c) * (1 + _SLACK)
+    reach = reach * (1 + _SLACK)
     low = tl.where(usable, tl.ceil(at - reach), 0.0).to(tl.int32)
     high = tl.where(usable, tl.floor(at + reach), -1.0).to(tl.int32)
     return at, low, high
 
 
 @triton.jit
-def _gaussian(b, amplitudes, widths, step, n, g, G: tl.constexpr, ANISOTROPIC: tl.constexpr):
-    """Return a Gaussian's norm, its form in Å⁻², and what `_schur` makes of that in voxels."""
-    width = tl.load(widths + n * G + g).to(tl.float64)
-    norm = tl.load(amplitudes + n * G + g).to(tl.float64)
+def _gaussian(
+    b, amplitudes, widths, step, n, g,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Return a Gaussian's norm, its form in Å⁻², and a vector's in voxels where it has its own."""
+    # An inverse wants more digits than it leaves.
+    width = tl.load(widths + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
+    norm = tl.load(amplitudes + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
     if ANISOTROPIC:
         m = ()
         for i in tl.static_range(6):
@@ -158,16 +162,13 @@ def _gaussian(b, amplitudes, widths, step, n, g, G: tl.constexpr, ANISOTROPIC: t
         for i in tl.static_range(6):
             P = P + (inverse[i] * (_PI * _PI),)
     else:
-        c = 1 / (width + tl.load(b + n).to(tl.float64)) * (4 * _PI * _PI)
+        c = 1 / (width + tl.load(b + n).to(FLOAT)) * (4 * _PI * _PI)
         norm = norm * c / _PI * tl.sqrt(c / _PI)
         P = (c, c, c, 0.0 * c, 0.0 * c, 0.0 * c)
-    return norm, P, _schur(_turned(step, P))
-
-
-@triton.jit
-def _metric(step):
-    one = step[0] * 0.0 + 1.0
-    return _schur(_turned(step, (one, one, one, 0.0 * one, 0.0 * one, 0.0 * one)))
+    if ANISOTROPIC:
+        return norm, P, _schur(_turned(step, P))
+    else:
+        return norm, P, P
 
 
 @triton.jit
@@ -195,6 +196,14 @@ def _nearest(inside, images, x, y, z, ax, ay, az, step):
         inside = inside & (_distance((x + a) - ax, (y + b) - ay, (z + c) - az, step) >= own)
         inside = inside & (_distance((x - a) - ax, (y - b) - ay, (z - c) - az, step) > own)
     return inside
+
+
+@triton.jit
+def _six(pointer, FLOAT: tl.constexpr):
+    found = ()
+    for n in tl.static_range(6):
+        found = found + (tl.load(pointer + n).to(FLOAT),)
+    return found
 
 
 @triton.jit
@@ -237,43 +246,75 @@ def _fours_up_to(z, QUAD: tl.constexpr):
 
 
 @triton.jit
+def _parts(
+    norms, rates, forms, dy, dz, flat,
+    COUNT: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr,
+):  # fmt: skip
+    """Return what of Gaussians doesn't depend on x: factors, exponents, or exponents and shifts."""
+    parts, shifts = (), ()
+    for g in tl.static_range(COUNT):
+        if UPRIGHT:
+            parts = parts + (norms[g] * tl.exp2(-rates[g] * flat),)
+        elif ANISOTROPIC:
+            parts = parts + (_rest(forms[g], dy, dz) * _LOG2_E,)
+            shifts = shifts + (forms[g][4] * dy + forms[g][5] * dz,)
+    return parts, shifts
+
+
+@triton.jit
 def _density(
-    norm, form, part, shift, dx, s, gamma, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr
-):
+    norms, rates, forms, parts, shifts, dx, s, along,
+    g: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr,
+):  # fmt: skip
     """Return a Gaussian's density where x is dx from the atom and the squared distance is s."""
-    c = form[0] * _LOG2_E
     if UPRIGHT:
-        return tl.exp2(-c * dx * dx) * part
+        return tl.exp2(-rates[g] * along) * parts[g]
     elif ANISOTROPIC:
-        return norm * tl.exp2(-(part + c * (dx + shift) * (dx + shift)))
+        t = dx + shifts[g]
+        return norms[g] * tl.exp2(-(parts[g] + (forms[g][0] * _LOG2_E) * t * t))
     else:
-        return norm * tl.exp2(-(c / gamma) * s)
+        return norms[g] * tl.exp2(-rates[g] * s)
+
+
+@triton.jit
+def _meets_itself(radius, measures, n, nx, ny, nz):
+    """Return whether an atom's box may meet images of it, from its radius alone."""
+    twice = 2 * tl.load(radius + n).to(tl.float64) * (1 + _SLACK)
+    far = twice * tl.load(measures + 6) + 1 > nx
+    far = far | (twice * tl.load(measures + 7) + 1 > ny)
+    return far | (twice * tl.load(measures + 8) + 1 > nz)
 
 
 def _splat(
-    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, farthest, out,
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, measures, out,
     nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, CROWDED: tl.constexpr,
 ):  # fmt: skip
     """Add an atom to the map: one whose box meets images of it only where CROWDED."""
     n = tl.load(order + tl.program_id(0)).to(tl.int64)
+    if CROWDED:
+        if not _meets_itself(radius, measures, n, nx, ny, nz):
+            return
     _usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z = _atom(
-        xyz, b, occupancy, amplitudes, widths, radius, to_grid, farthest, n, nx, ny, nz, G,
+        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
+    if crowded != CROWDED:
+        return
     occ = tl.load(occupancy + n).to(FLOAT)
     step = _nine(steps)
-    metric = _floats(_metric(step), FLOAT)
-    norms, forms = (), ()
+    metric = _six(measures, FLOAT)
+    norms, rates, forms = (), (), ()
     for g in tl.static_range(G):
-        norm, _, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC)
+        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
         norms = norms + (norm.to(FLOAT) * occ,)
+        rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms = forms + (_floats(form, FLOAT),)
     limit = square.to(FLOAT)
     begin_x = (low_x - ax).to(FLOAT)
     pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - fours + 1)
-    first = tl.where(crowded == CROWDED, 0, pairs)
+    first = 0
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
     while first < pairs:
@@ -281,13 +322,7 @@ def _splat(
             first, ay, az, low_y, high_y, fours, high_z, ny, nz, QUAD, PAIRS, FLOAT
         )
         shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
-        parts, shifts = (), ()
-        for g in tl.static_range(G):
-            part = _rest(forms[g], dy, dz) * _LOG2_E
-            if UPRIGHT:
-                part = norms[g] * tl.exp2(-part)
-            parts = parts + (part,)
-            shifts = shifts + (forms[g][4] * dy + forms[g][5] * dz,)
+        parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         x = low_x
         while x <= high_x:
             dx = begin_x + (x - low_x).to(FLOAT)
@@ -299,8 +334,9 @@ def _splat(
             value = tl.zeros((PAIRS, QUAD), FLOAT)
             for g in tl.static_range(G):
                 value += _density(
-                    norms[g], forms[g], parts[g], shifts[g], dx, s, metric[0], ANISOTROPIC, UPRIGHT
-                )
+                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                    ANISOTROPIC, UPRIGHT,
+                )  # fmt: skip
             there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
             place = (at + _wrapped(x, nx) * plane) * QUAD + lane
             tl.atomic_add(out + place, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
@@ -309,7 +345,7 @@ def _splat(
 
 
 def _splat_vjp(
-    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, farthest,
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, measures,
     cotangent, on_xyz, on_b, on_occupancy,
     nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
@@ -318,14 +354,18 @@ def _splat_vjp(
 ):  # fmt: skip
     """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
     n = tl.load(order + tl.program_id(0)).to(tl.int64)
+    if CROWDED:
+        if not _meets_itself(radius, measures, n, nx, ny, nz):
+            return
     usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z = _atom(
-        xyz, b, occupancy, amplitudes, widths, radius, to_grid, farthest, n, nx, ny, nz, G,
+        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
-    own = crowded == CROWDED
+    if crowded != CROWDED:
+        return
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
-    metric = _floats(_metric(step), FLOAT)
+    metric = _six(measures, FLOAT)
     limit = square.to(FLOAT)
     begin_x = (low_x - ax).to(FLOAT)
     pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - fours + 1)
@@ -336,29 +376,28 @@ def _splat_vjp(
     by_b = (zero, zero, zero, zero, zero, zero)
     # All Gaussians together where sums of them are all that is wanted; otherwise one by one.
     for group in tl.static_range(G if ANISOTROPIC else 1):
-        norms, forms, weights = (), (), ()
+        norms, rates, forms = (), (), ()
         for g in tl.static_range(1 if ANISOTROPIC else G):
-            norm, P, form = _gaussian(b, amplitudes, widths, step, n, group + g, G, ANISOTROPIC)
+            norm, P, form = _gaussian(
+                b, amplitudes, widths, step, n, group + g, G, ANISOTROPIC, FLOAT
+            )
             norms = norms + (norm.to(FLOAT),)
+            rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
             forms = forms + (_floats(form, FLOAT),)
-            weights = weights + (P[0].to(FLOAT),)
         m = tl.zeros((PAIRS, QUAD), FLOAT)
         mx, my, mz, mb, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m, m
-        first = tl.where(own, 0, pairs)
+        first = 0
         while first < pairs:
             y, z, live, dy, dz, at = _pairs(
                 first, ay, az, low_y, high_y, fours, high_z, ny, nz, QUAD, PAIRS, FLOAT
             )
             shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
-            parts, shifts = (), ()
-            for g in tl.static_range(1 if ANISOTROPIC else G):
-                part = _rest(forms[g], dy, dz) * _LOG2_E
-                if UPRIGHT:
-                    part = norms[g] * tl.exp2(-part)
-                parts = parts + (part,)
-                shifts = shifts + (forms[g][4] * dy + forms[g][5] * dz,)
+            parts, shifts = _parts(
+                norms, rates, forms, dy, dz, flat, 1 if ANISOTROPIC else G, ANISOTROPIC, UPRIGHT
+            )
+            # What is multiplied by y and z once for all x.
             one = tl.zeros((PAIRS, QUAD), FLOAT)
-            sharp, by_dx, by_square, bent = one, one, one, one
+            by_dx, sharp = one, one
             x = low_x
             while x <= high_x:
                 dx = begin_x + (x - low_x).to(FLOAT)
@@ -373,39 +412,43 @@ def _splat_vjp(
                 value = tl.where(inside, value.to(FLOAT), 0.0)
                 if ANISOTROPIC:
                     e = value * _density(
-                        norms[0], forms[0], parts[0], shifts[0], dx, s, metric[0], ANISOTROPIC,
-                        UPRIGHT,
+                        norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, 0,
+                        ANISOTROPIC, UPRIGHT,
                     )  # fmt: skip
                     one += e
                     by_dx += e * dx
                     if WANT_B:
-                        by_square += e * (dx * dx)
+                        mxx += e * (dx * dx)
                 else:
                     sum_0 = tl.zeros((PAIRS, QUAD), FLOAT)
                     sum_1, sum_2 = sum_0, sum_0
                     for g in tl.static_range(G):
-                        e = _density(
-                            norms[g], forms[g], parts[g], shifts[g], dx, s, metric[0], ANISOTROPIC,
-                            UPRIGHT,
-                        )  # fmt: skip
-                        sum_0 += e
-                        sum_1 += weights[g] * e
-                        # 1 / (B + b) is c / 4π².
+                        if UPRIGHT:
+                            factor = tl.exp2(-rates[g] * (metric[0] * dx * dx))
+                            e = parts[g]
+                        else:
+                            factor = 1.0
+                            e = _density(
+                                norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                                ANISOTROPIC, UPRIGHT,
+                            )  # fmt: skip
+                        sum_0 += factor * e
+                        sum_1 += (factor * rates[g]) * e
+                        # 1 / (B + b) is as a rate.
                         if WANT_B:
-                            sum_2 += (weights[g] * weights[g]) * e
-                    one += value * sum_0
-                    sharp += value * sum_1
-                    by_dx += value * sum_1 * dx
+                            sum_2 += (factor * rates[g] * rates[g]) * e
+                    m += value * sum_0
+                    if WANT_XYZ:
+                        sharp += value * sum_1
+                        mx += value * sum_1 * dx
                     if WANT_B:
-                        bent += value * (sum_2 * s - 1.5 * sum_1)
+                        mb += value * (sum_2 * s - (1.5 * _LOG2_E) * sum_1)
                 x += 1
-            m += one
-            mx += by_dx
-            mb += bent
             if ANISOTROPIC:
+                m += one
+                mx += by_dx
                 my += one * dy
                 mz += one * dz
-                mxx += by_square
                 myy += one * (dy * dy)
                 mzz += one * (dz * dz)
                 mxy += by_dx * dy
@@ -420,7 +463,7 @@ def _splat_vjp(
         wy = 2 * (step[3] * wa + step[4] * wb + step[5] * wc)
         wz = 2 * (step[6] * wa + step[7] * wb + step[8] * wc)
         if ANISOTROPIC:
-            _, P, _ = _gaussian(b, amplitudes, widths, step, n, group, G, ANISOTROPIC)
+            _, P, _ = _gaussian(b, amplitudes, widths, step, n, group, G, ANISOTROPIC, FLOAT)
             whole = _sum(m)
             total += whole
             by_x += P[0] * wx + P[3] * wy + P[4] * wz
@@ -439,19 +482,20 @@ def _splat_vjp(
                     sums = sums + (by_b[i] + twice * (second[i] - 0.5 * whole * P[i]),)
                 by_b = sums
         else:
-            total, by_x, by_y, by_z = _sum(m), wx, wy, wz
-            by_b = (_sum(mb) / (4 * _PI * _PI), zero, zero, zero, zero, zero)
-    # What has no density has no gradient; who is crowded is the other launch's.
+            # Rates have log₂e in them.
+            total, by_x, by_y, by_z = _sum(m), wx / _LOG2_E, wy / _LOG2_E, wz / _LOG2_E
+            by_b = (_sum(mb) / (4 * _PI * _PI * _LOG2_E * _LOG2_E), zero, zero, zero, zero, zero)
+    # What has no density has no gradient.
     if WANT_XYZ:
-        tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0).to(FLOAT), mask=own)
-        tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0).to(FLOAT), mask=own)
-        tl.store(on_xyz + 3 * n + 2, tl.where(usable, occ * by_z, 0.0).to(FLOAT), mask=own)
+        tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0).to(FLOAT))
+        tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0).to(FLOAT))
+        tl.store(on_xyz + 3 * n + 2, tl.where(usable, occ * by_z, 0.0).to(FLOAT))
     if WANT_B:
         for i in tl.static_range(6 if ANISOTROPIC else 1):
             to = on_b + (6 * n + i if ANISOTROPIC else n)
-            tl.store(to, tl.where(usable, occ * by_b[i], 0.0).to(FLOAT), mask=own)
+            tl.store(to, tl.where(usable, occ * by_b[i], 0.0).to(FLOAT))
     if WANT_OCCUPANCY:
-        tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT), mask=own)
+        tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
 
 
 @triton.jit
@@ -460,18 +504,25 @@ def _sum(tile):
 
 
 _ALIGNED = {4: ("out", "cotangent"), 1: ()}
-_forward = {q: Launcher(kernel_of_any_size(_splat, names), _WARPS) for q, names in _ALIGNED.items()}
-_backward = {
-    q: Launcher(kernel_of_any_size(_splat_vjp, names), _WARPS) for q, names in _ALIGNED.items()
-}
+# More programs at a time, for fewer registers each: of the map, and of gradients.
+_forward, _backward, _backward_anisotropic = (
+    {q: Launcher(kernel_of_any_size(f, names), _WARPS, most) for q, names in _ALIGNED.items()}
+    for f, most in ((_splat, 80), (_splat_vjp, 96), (_splat_vjp, 80))
+)
 
 
-def _order(xyz: Any, lattice: Lattice) -> Any:
+def _order(xyz: Any, lattice: Lattice, scatterers: Scatterers) -> Any:
     """Return the atoms by the plane that they are on: what they reach then stays in cache."""
-    if len(xyz) < _SORTED:
-        return torch.arange(len(xyz), device=xyz.device, dtype=torch.int32)
-    plane = (xyz.to(torch.float32) @ lattice.tensors_here()[1][0].to(torch.float32)) % lattice.nx
-    return plane.nan_to_num(0).to(torch.int16 if lattice.nx < 2**15 else torch.int32).argsort()
+    # The gradient finds that of the map.
+    if scatterers.order is None:
+        if len(xyz) < _SORTED:
+            scatterers.order = torch.arange(len(xyz), device=xyz.device)
+        else:
+            to_plane = lattice.tensors_here()[1][0].to(torch.float32)
+            plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
+            kind = torch.int16 if lattice.nx < 2**15 else torch.int32
+            scatterers.order = plane.nan_to_num(0).to(kind).argsort()
+    return scatterers.order
 
 
 def _layout(arrays: Any, lattice: Lattice, scatterers: Scatterers, grid: Any, voxels: int) -> Any:
@@ -481,7 +532,7 @@ def _layout(arrays: Any, lattice: Lattice, scatterers: Scatterers, grid: Any, vo
     quad = 4 if lattice.nz % 4 == 0 and grid.data_ptr() % 16 == 0 else 1
     anisotropic = b.ndim == 2
     kind = tl.float64 if promoted(arrays) == torch.float64 else tl.float32
-    given = _order(xyz, lattice), xyz, b, occupancy, *constants, *lattice.tensors_here()
+    given = _order(xyz, lattice, scatterers), xyz, b, occupancy, *constants, *lattice.tensors_here()
     shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.skewed), quad
     return given, lattice.shape, (*shape, voxels // quad, kind), quad
 
@@ -533,4 +584,5 @@ def gaussian_density_vjp(
     for crowded in (False, True):
         last = *constants, crowded, *wanted
         key = xyz.device, *[a.dtype for a in arrays], wide(*sizes), *last
-        _backward[quad](len(xyz), key, *arrays, *sizes, *last)
+        launch = _backward_anisotropic if b.ndim == 2 else _backward
+        launch[quad](len(xyz), key, *arrays, *sizes, *last)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 
 
@@ -35,9 +36,12 @@ class Launcher:
     integers, and constants, so that a key of those finds the compiled form.
     """
 
-    def __init__(self, kernel: Any, warps: int) -> None:
+    def __init__(self, kernel: Any, warps: int, registers: int | None = None) -> None:
         self.kernel = kernel
-        self.warps = warps
+        self.options = {"num_warps": warps}
+        # Only NVIDIA's compiler takes a limit.
+        if registers is not None and torch.version.cuda is not None:
+            self.options["maxnreg"] = registers
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, programs: int, key: tuple[Any, ...], *args: Any) -> None:
@@ -45,6 +49,6 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is None:
             # None again under TRITON_INTERPRET=1, where there is nothing to compile.
-            self._compiled[key] = self.kernel[(programs,)](*args, num_warps=self.warps)
+            self._compiled[key] = self.kernel[(programs,)](*args, **self.options)
         else:
             compiled[(programs, 1, 1)](*args)
