@@ -26,12 +26,10 @@ packed_read = torch.utils.weak.WeakTensorKeyDictionary()
 
 
 def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Return zero-copy views of NumPy arrays; copies of those that are read-only."""
+    """Return zero-copy views of NumPy arrays."""
     # They are kept, and a tensor made in inference mode is of no use outside of it.
     with torch.inference_mode(False):
-        return [
-            torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays
-        ]
+        return [torch.from_numpy(array) for array in arrays]
 
 
 def move(packed: Packed, device: Any) -> Packed:

@@ -107,7 +107,11 @@ class ScatterPlan(Packed):
             np.array(a.numpy() if is_tensor(a) else a, order="C", copy=copy or None)
             for a in (wa, wbwc)
         )
-        if "torch" in sys.modules and self.wa.flags.writeable and self.wbwc.flags.writeable:
+        if "torch" in sys.modules:
+            # A tensor can't say that it is read-only.
+            for name in self._fields:
+                if not getattr(self, name).flags.writeable:
+                    setattr(self, name, getattr(self, name).copy())
             # A compiled function would be compiled again where they are first made inside.
             self.tensors_here()
 

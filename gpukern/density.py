@@ -293,6 +293,7 @@ def _splat(
 ):  # fmt: skip
     """Add an atom to the map: one whose box meets images of it only where CROWDED."""
     n = tl.load(order + tl.program_id(0)).to(tl.int64)
+    n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
     if CROWDED:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return
@@ -354,6 +355,7 @@ def _splat_vjp(
 ):  # fmt: skip
     """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
     n = tl.load(order + tl.program_id(0)).to(tl.int64)
+    n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
     if CROWDED:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return

@@ -20,8 +20,8 @@ from gpukern.launch import Launcher, kernel_of_any_size, wide
 
 # Elements of a plane that a program takes, and planes at a time.
 _BLOCK = {"scatter": 512, "gather": 512}
-_PLANES = {"scatter": 2, "gather": 4}
-_WARPS = {"scatter": 4, "gather": 4}
+_PLANES = {"scatter": 1, "gather": 1}
+_WARPS = {"scatter": 1, "gather": 1}
 
 
 def _walk(
@@ -29,7 +29,9 @@ def _walk(
     BLOCK: tl.constexpr, PLANES: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Add the elements of a cube to the map, or copy them from there (BACK)."""
+    count = tl.num_programs(0) // blocks
     c = tl.load(order + tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.minimum(tl.maximum(c, 0), count - 1)
     e = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     own = e < elements
     offset = tl.load(wbwc + c * elements + e, mask=own, other=0).to(tl.int64)
@@ -42,9 +44,16 @@ def _walk(
             live = own & there & (place >= 0) & (place < size)
             if BACK:
                 value = tl.load(grid + place, mask=live, other=0.0)
-                tl.store(cubes + plane * elements + e, value, mask=own & there)
+                tl.store(
+                    cubes + plane * elements + e, value, mask=own & there, cache_modifier=".cs"
+                )
             else:
-                value = tl.load(cubes + plane * elements + e, mask=live, other=0.0)
+                value = tl.load(
+                    cubes + plane * elements + e,
+                    mask=live,
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
                 tl.atomic_add(
                     grid + place, value.to(grid.dtype.element_ty), mask=live, sem="relaxed"
                 )
