@@ -11,7 +11,7 @@ import fusedops  # noqa: E402
 from fusedops import _registry  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
-from fusedops.testing import CASES, check, error, protein  # noqa: E402
+from fusedops.testing import CASES, atoms_in, check, error, protein  # noqa: E402
 from fusedops.wigner import edge_wigner, wigner_d  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -695,3 +695,115 @@ def test_the_edge_rotations_on_the_second_gpu():
     for first, second in zip(*results, strict=True):
         assert second.device.index == 1
         assert torch.equal(first.cpu(), second.cpu())
+
+
+def atoms_on_gpu(count=500, anisotropic=False):
+    cell = np.array([[30.0, 2.0, -3.0], [0.0, 28.0, 1.0], [0.0, 0.0, 26.0]])
+    arrays = atoms_in(cell, count, np.random.default_rng(count), anisotropic=anisotropic)
+    xyz, b, occupancy, *table = (torch.tensor(a, device="cuda").float() for a in arrays)
+    lattice = fusedops.Lattice(cell, (60, 50, 52)).to("cuda")
+    return [a.requires_grad_() for a in (xyz, b, occupancy)], table, lattice
+
+
+def map_and_gradients(atoms, table, lattice):
+    rho = fusedops.gaussian_density(*atoms, *table, lattice, on_bad="skip")
+    return rho.detach(), *torch.autograd.grad(rho.square().sum(), atoms)
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("anisotropic", [False, True])
+def test_a_cuda_graph_replays_a_step_of_refinement(anisotropic):
+    atoms, table, lattice = atoms_on_gpu(anisotropic=anisotropic)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            map_and_gradients(atoms, table, lattice)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = map_and_gradients(atoms, table, lattice)
+    with torch.no_grad():
+        atoms[0].add_(torch.randn_like(atoms[0]))
+    graph.replay()
+    same(captured, map_and_gradients(atoms, table, lattice))
+
+
+def cubes_on_gpu(dtype=torch.int64):
+    at = torch.randint(0, 40, (300, 3), device="cuda")
+    x, y, z = ((at[:, d, None] + torch.arange(9, device="cuda")) % 40 for d in range(3))
+    return (x * 1600).to(dtype), (y[:, :, None] * 40 + z[:, None]).to(dtype)
+
+
+def test_a_cuda_graph_replays_scatter_and_gather_with_a_plan():
+    plan = fusedops.ScatterPlan(*cubes_on_gpu(), 40**3)
+    cubes = torch.randn(300, 9, 9, 9, device="cuda")
+    weights = torch.randn(40**3, device="cuda")
+
+    def run():
+        rho = fusedops.structured_scatter_add(cubes, plan)
+        return rho, fusedops.structured_gather(rho * weights, plan)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    cubes.normal_()
+    graph.replay()
+    same(captured, run())
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_offsets_on_the_gpu_are_checked_and_read_once():
+    wa, wbwc = cubes_on_gpu(torch.int32)
+    cubes = torch.randn(300, 9, 9, 9, device="cuda")
+    fusedops.structured_scatter_add(cubes, wa, wbwc, 40**3)
+    torch.cuda.set_sync_debug_mode(2)
+    try:
+        fusedops.structured_scatter_add(cubes, wa, wbwc, 40**3)
+    finally:
+        torch.cuda.set_sync_debug_mode(0)
+    wbwc[7, 1, 2] = 40**3
+    with pytest.raises(IndexError, match=r"wbwc\[7, 1, 2\]"):
+        fusedops.structured_scatter_add(cubes, wa, wbwc, 40**3)
+
+
+def test_deterministic_sums_of_maps():
+    atoms, table, lattice = atoms_on_gpu()
+    plan = fusedops.ScatterPlan(*cubes_on_gpu(), 40**3)
+    cubes = torch.randn(300, 9, 9, 9, device="cuda")
+
+    def run():
+        rho = fusedops.gaussian_density(*atoms, *table, lattice, on_bad="skip").detach()
+        return rho, fusedops.structured_scatter_add(cubes, plan)
+
+    fast = run()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run()
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same(first, fast)
+
+
+@pytest.mark.parametrize("anisotropic", [False, True])
+def test_second_derivatives_of_the_density(anisotropic):
+    atoms, table, lattice = atoms_on_gpu(3, anisotropic)
+    atoms = [a.detach().double().requires_grad_() for a in atoms]
+    table = [a.double() for a in table]
+    small = fusedops.Lattice(lattice.to("cpu").step * np.array(lattice.shape), (6, 5, 7)).to("cuda")
+
+    def run(*arrays):
+        return fusedops.gaussian_density(*arrays, *table, small, radius=9.0, on_bad="skip")
+
+    assert torch.autograd.gradcheck(run, atoms, nondet_tol=1e-12)
+    assert torch.autograd.gradgradcheck(run, atoms, nondet_tol=1e-12)
