@@ -86,7 +86,7 @@ class Lattice(Packed):
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
         if is_tensor(cell):
             cell = cell.detach().cpu().numpy()
-        cell = np.ascontiguousarray(cell, dtype=np.float64)
+        cell = np.array(cell, dtype=np.float64, order="C")
         if cell.shape != (3, 3):
             raise ValueError(f"Lattice: cell has shape {cell.shape}; it should be (3, 3)")
         if not np.isfinite(cell).all() or not abs(np.linalg.det(cell)) > 0:
