@@ -35,10 +35,6 @@ _CHUNK_GRAIN, _STEP_GRAIN = 2, 1 << 15
 _PARTS = 64
 
 _wigner = isa.load("wigner_cython")
-_rotate = {
-    np.dtype(np.float32): _wigner.rotate["float"],
-    np.dtype(np.float64): _wigner.rotate["double"],
-}
 # Numbers of messages that pay for waking a thread, and shares of the work, for any number of these.
 _ROTATION_GRAIN, _SHARES = 1 << 16, 256
 
@@ -302,7 +298,7 @@ def edge_wigner(
     # Whole cache lines for every thread.
     factors = np.empty((threads, -(-((2 * lmax + 1) ** 2) // 16) * 16), wigner.dtype)
     offsets = np.empty((threads, -(-4 * (lmax + 1) // 8) * 8), np.intp)
-    _rotate[wigner.dtype](
+    _wigner.rotate[_REAL[wigner.dtype]](
         _rows(base, 3),
         _rows(x, 3),
         _rows(message, 3),
@@ -388,7 +384,8 @@ def _set_up(
         numbers,
         boxes,
     )
-    return (lattice.shape, lattice.step, lattice.images, atoms, numbers), arrays, boxes, threads
+    common = lattice.shape, lattice.step, lattice.images, atoms, numbers
+    return common, [*arrays, amplitudes, widths], boxes, threads
 
 
 def _padded(extent: np.ndarray) -> int:
@@ -444,13 +441,12 @@ def gaussian_density_vjp(
     # What nobody wants is computed all the same: it costs no more than what somebody does.
     outputs = [
         np.empty(like.shape, like.dtype) if given is None else given.reshape(like.shape)
-        for given, like in zip((on_xyz, on_b, on_occupancy), arrays, strict=True)
+        for given, like in zip((on_xyz, on_b, on_occupancy), arrays[:3], strict=True)
     ]
     _density.splat_vjp[_REAL[xyz.dtype]](
         *common,
         b.ndim == 1 and not lattice.oblique,
         *arrays[1:],
-        *(np.ascontiguousarray(a, dtype=np.float64) for a in scatterers.arrays(xyz)[:2]),
         np.ascontiguousarray(cotangent),
         *outputs,
         np.empty((threads, scratch), xyz.dtype),

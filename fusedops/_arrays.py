@@ -47,3 +47,19 @@ def added(one: Any, two: Any) -> Any:
     if one is None or two is None:
         return two if one is None else one
     return one + two
+
+
+def grouped(keys: Any, count: int) -> tuple[Any, Any]:
+    """Return the stable order of keys below `count`, and where each key's begin in it."""
+    if is_tensor(keys):
+        torch = sys.modules["torch"]
+        ordered, order = torch.sort(keys, stable=True)
+        return order, torch.searchsorted(ordered, torch.arange(count + 1, device=keys.device))
+    # NumPy sorts 16-bit integers by counting.
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    shift = 16
+    while count >> shift:
+        digit = (keys >> shift).astype(np.uint16)
+        order = order[np.argsort(digit[order], kind="stable")]
+        shift += 16
+    return order, np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))])

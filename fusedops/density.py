@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import cast, double, namespace, zeros
+from fusedops._arrays import cast, double, grouped, namespace, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -263,9 +263,8 @@ def listed(low: np.ndarray, high: np.ndarray, planes: int, slab: int) -> tuple[n
     atoms = np.repeat(np.arange(len(low)), count)
     begin = np.cumsum(count) - count
     reached = (first[atoms] + np.arange(len(atoms)) - begin[atoms]) % slabs
-    # NumPy sorts 16-bit integers by counting.
-    order = np.argsort(reached.astype(np.uint16 if slabs <= 1 << 16 else np.int64), kind="stable")
-    return atoms[order], np.concatenate([[0], np.cumsum(np.bincount(reached, minlength=slabs))])
+    order, pointers = grouped(reached, slabs)
+    return atoms[order], pointers
 
 
 def _conditions(
@@ -401,18 +400,11 @@ def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> 
     measures = lattice.tensors_here()[3] if is_tensor(arrays[0]) else lattice.measures
     constants[2] = xp.minimum(constants[2], cast(measures[-1], constants[2]))
     reach = float(xp.amax(constants[2][good]))
-    scale = np.abs(np.linalg.norm(_to_grid(lattice), axis=1))
-    voxels = math.prod(2 * reach * scale + 2)
+    voxels = math.prod(2 * reach * float(scale) + 2 for scale in measures[6:9])
     many = max(1, int(_CHUNK / (voxels * constants[0].shape[1])))
     for begin in range(0, len(good), many):
         rows = good[begin : begin + many]
         yield rows, [array[rows] for array in arrays], [array[rows] for array in constants]
-
-
-def _to_grid(lattice: Lattice) -> np.ndarray:
-    if lattice.device == "cpu":
-        return lattice.to_grid
-    return lattice.tensors_here()[1].cpu().numpy()
 
 
 def _density_formula(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpukern.threads import in_parallel
-from fusedops._arrays import cast, wide, zeros
+from fusedops._arrays import cast, grouped, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -235,9 +235,7 @@ def _bins(
         rows = np.repeat(np.arange(len(first)), further + 1)
         begin = np.cumsum(further + 1) - (further + 1)
         first = first[rows] + np.arange(len(rows)) - begin[rows]
-    # NumPy sorts 16-bit integers by counting.
-    order = np.argsort(first.astype(np.uint16 if parts <= 1 << 16 else np.int64), kind="stable")
-    pointers = np.concatenate([[0], np.cumsum(np.bincount(first, minlength=parts))])
+    order, pointers = grouped(first, parts)
     return order if rows is None else rows[order], pointers, 1 << shift
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import added, cast, wide, zeros
+from fusedops._arrays import added, cast, grouped, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -193,8 +193,8 @@ class Edges(Packed):
                 f"[0, {self.num_nodes}), num_nodes"
             )
         source, target = ends
-        by_source, source_ptr = _sorted(source, self.num_nodes)
-        by_target, target_ptr = _sorted(target, self.num_nodes)
+        by_source, source_ptr = grouped(source, self.num_nodes)
+        by_target, target_ptr = grouped(target, self.num_nodes)
         arrays = [source, target, by_source, source_ptr, by_target, target_ptr]
         if self.device != "cpu":
             self.tensors = [array.contiguous() for array in arrays]
@@ -204,22 +204,6 @@ class Edges(Packed):
         if "torch" in sys.modules:
             # A compiled function would be compiled again where they are first made inside of it.
             self.tensors_here()
-
-
-def _sorted(nodes: Any, count: int) -> tuple[Any, Any]:
-    """Return the stable order of edges by node, and where each node's edges begin in it."""
-    if is_tensor(nodes):
-        torch = sys.modules["torch"]
-        ordered, order = torch.sort(nodes, stable=True)
-        return order, torch.searchsorted(ordered, torch.arange(count + 1, device=nodes.device))
-    # NumPy sorts 16-bit integers by counting.
-    order = np.argsort(nodes.astype(np.uint16), kind="stable")
-    shift = 16
-    while count >> shift:
-        digit = (nodes >> shift).astype(np.uint16)
-        order = order[np.argsort(digit[order], kind="stable")]
-        shift += 16
-    return order, np.concatenate([[0], np.cumsum(np.bincount(nodes, minlength=count))])
 
 
 def ends_of(edges: Edges | None, way: str, like: Any) -> list[Any]:
