@@ -32,6 +32,13 @@ from fusedops._registry import Call, Packed, Primitive, op
 _PART = 1 << 18
 # Cubes whose extremes pay for waking a thread.
 _GRAIN = 1 << 10
+# Whose kernels want the cubes sorted.
+_GPUS = ("cuda", "xpu")
+#: Elements along the axes of a tile of a grid that one program on a GPU owns.
+TILE = (4, 8, 16)
+#: Bits of an offset in a pair of a tile and a cube.
+FIELD = 10
+_LONGEST = 1 << FIELD - 1
 
 
 class ScatterPlan(Packed):
@@ -80,18 +87,49 @@ class ScatterPlan(Packed):
     """
 
     _fields = ("wa", "wbwc")
-    _sizes = ("map_size",)
+    _sizes = ("map_size", "planes", "rows", "columns")
+    # Of the grid, where all cubes are boxes of a periodic one.
+    planes = rows = columns = 0
     _reach: tuple[Any, Any] | None = None
     _bins: tuple[np.ndarray, np.ndarray, int] | None = None
     # What a kernel has found out about the rows.
     runs: tuple[np.ndarray, ...] | None = None
-    # The cubes in an order that suits a kernel.
-    order: Any = None
 
     def __init__(self, wa: Any, wbwc: Any, map_size: int, *, copy: bool = True) -> None:
         flag("ScatterPlan", "copy", copy)
         self._lay_out(wa, wbwc, map_size, copy)
         self.checked()
+        if self.device.startswith(_GPUS):
+            self.sorted_here()
+
+    def to(self, device: Any) -> ScatterPlan:
+        """Return the same plan on a torch device; this one where it is there already."""
+        moved = super().to(device)
+        if moved.device.startswith(_GPUS):
+            moved.sorted_here()
+        return moved
+
+    def sorted_here(self) -> list[Any]:
+        """Return `wa`, `wbwc` and what kernels on a GPU want of them, as tensors.
+
+        The cubes in the order of their places. Where all are boxes of a periodic grid, also the
+        place of their first elements in the grid (C, 3), and the pairs of a tile and a cube that
+        meet: where those of each tile begin, and the pairs, see `_pairs`.
+        """
+        if len(self.tensors_here()) == len(self._fields):
+            with sys.modules["torch"].inference_mode(False):
+                self._sort(*self.tensors)
+        return self.tensors
+
+    def _sort(self, wa: Any, wbwc: Any) -> None:
+        if 0 in self.shape:
+            order = wa.new_zeros(len(wa)).long()
+        else:
+            order = (wa[:, 0].long() + wbwc[:, 0, 0]).argsort()
+        self.tensors = [wa, wbwc, order]
+        if grid := _grid(wa, wbwc, self.map_size):
+            (self.planes, self.rows, self.columns), origins = grid
+            self.tensors += [origins, *_pairs(origins, self.shape[1:], grid[0])]
 
     def _lay_out(self, wa: Any, wbwc: Any, map_size: int, copy: bool) -> None:
         wa, wbwc = _indices(wa, wbwc)
@@ -129,7 +167,7 @@ class ScatterPlan(Packed):
         """
         if self._reach is None:
             here = self.device == "cpu"
-            wa, wbwc = (self.wa, self.wbwc) if here else self.tensors
+            wa, wbwc = (self.wa, self.wbwc) if here else self.tensors[:2]
             low, high = _extremes(wbwc) if reach is None else reach
             if 0 not in self.shape:
                 self._check(wa, wbwc, low, high)
@@ -155,7 +193,8 @@ class ScatterPlan(Packed):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the cubes, (C, nx, ny, nz)."""
-        wa, wbwc = self.tensors if self.device != "cpu" or self.tensors else (self.wa, self.wbwc)
+        on_tensors = self.device != "cpu" or self.tensors
+        wa, wbwc = self.tensors[:2] if on_tensors else (self.wa, self.wbwc)
         return *wa.shape, *wbwc.shape[1:]
 
     def bins(self) -> tuple[np.ndarray, np.ndarray, int]:
@@ -239,9 +278,75 @@ def _bins(
     return order if rows is None else rows[order], pointers, 1 << shift
 
 
+def _grid(wa: Any, wbwc: Any, map_size: int) -> tuple[tuple[int, int, int], Any] | None:
+    """Return the periodic grid of which all cubes are boxes, and their first places (C, 3).
+
+    None where there is no such grid. The arrays are tensors, whose values are looked at.
+    """
+    torch = sys.modules["torch"]
+    count, nx = wa.shape
+    ny, nz = wbwc.shape[1:]
+    if min(count, nx - 1, ny - 1, nz) < 1:
+        return None
+    # A step that wraps around is negative.
+    columns, plane = (int((a[:, 1:] - a[:, :-1]).amax()) for a in (wbwc[:, :, 0], wa))
+    if columns < 1 or plane < 1 or plane % columns or map_size % plane:
+        return None
+    grid = map_size // plane, plane // columns, columns
+    if any(
+        n > min(size, _LONGEST) or size >> 31
+        for n, size in zip(wa.shape[1:] + wbwc.shape[1:], grid, strict=True)
+    ):
+        return None
+    first = wa[:, 0].long() + wbwc[:, 0, 0]
+    x, y, z = first // plane, first % plane // columns, first % columns
+
+    def places(at: Any, n: int, size: int) -> Any:
+        """Return how far the elements of an axis are from the first of them, in elements."""
+        return (at[:, None] + torch.arange(n, device=at.device)) % size - at[:, None]
+
+    on_x = places(x, nx, grid[0]) * plane
+    on_yz = (places(y, ny, grid[1]) * columns)[:, :, None] + places(z, nz, columns)[:, None]
+    if (wa - wa[:, :1] != on_x).any() or (wbwc - wbwc[:, :1, :1] != on_yz).any():
+        return None
+    return grid, torch.stack([x, y, z], 1).int()
+
+
+def _pairs(origins: Any, shape: Sequence[int], grid: Sequence[int]) -> tuple[Any, Any]:
+    """Return where the pairs of each tile begin (tiles + 1,), and all pairs (P,), int64.
+
+    A pair has the number of the cube, and three times `FIELD` bits: the first element of the tile
+    less that of the cube along an axis, plus half of what fits. A cube that wraps around may meet
+    a tile twice.
+    """
+    torch = sys.modules["torch"]
+    n, size, tile = (origins.new_tensor(values).long() for values in (shape, grid, TILE))
+    origins = origins.long()
+    before = ((origins + n).minimum(size) - 1) // tile - origins // tile + 1
+    beyond = ((origins + n - size).clamp(min=0) + tile - 1) // tile
+    counts = before + beyond
+    many = counts.prod(1)
+    cube = torch.arange(len(origins), device=origins.device).repeat_interleave(many)
+    at = torch.arange(len(cube), device=cube.device) - (many.cumsum(0) - many)[cube]
+    key, pair, stride = 0, cube, 1
+    tiles = [-(-size // width) for size, width in zip(grid, TILE, strict=True)]
+    for d in (2, 1, 0):
+        step = at % counts[cube, d]
+        at = at // counts[cube, d]
+        wrapped = step >= before[cube, d]
+        number = torch.where(wrapped, step - before[cube, d], origins[cube, d] // tile[d] + step)
+        shift = number * tile[d] - origins[cube, d] + torch.where(wrapped, size[d], 0)
+        pair = pair << FIELD | (shift + _LONGEST)
+        key = key + number * stride
+        stride *= tiles[d]
+    key, order = key.sort(stable=True)
+    begin = torch.searchsorted(key, torch.arange(stride + 1, device=key.device))
+    return begin, pair[order]
+
+
 def _places(plan: ScatterPlan, like: Any) -> Any:
     """Return the place of every element, (C · nx · ny · nz,)."""
-    wa, wbwc = plan.tensors_here() if is_tensor(like) else (plan.wa, plan.wbwc)
+    wa, wbwc = plan.tensors_here()[:2] if is_tensor(like) else (plan.wa, plan.wbwc)
     if plan.device == "cpu":
         plan.checked()
     wa = wa.long() if is_tensor(wa) else wa.astype(np.int64, copy=False)

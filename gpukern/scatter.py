@@ -1,8 +1,13 @@
-"""Structured scatter and gather on the GPU: a program per cube, with its offsets in registers.
+"""Structured scatter and gather on the GPU.
 
-Bytes: the cubes once, the map once, and ny · nz offsets for nx · ny · nz elements. The scatter adds
-atomically, in an order that changes from run to run; where torch is asked for deterministic
-algorithms its own serve. Whatever an offset says, what lies outside of the map is left alone.
+Where all cubes are boxes of a periodic grid, which a plan finds out, a scatter's programs own tiles
+of the grid and sum what the cubes have there, in their order; those of a gather own cubes. No
+offset is read. Bytes: the cubes once, and the map once.
+
+For any other offsets a program takes a cube, with its offsets within a plane in registers. The
+scatter adds atomically, in an order that changes from run to run; where torch is asked for
+deterministic algorithms its own serve. Whatever an offset says, what lies outside of the map is
+left alone.
 """
 
 from __future__ import annotations
@@ -14,19 +19,85 @@ import triton
 import triton.language as tl
 
 from fusedops._registry import register
-from fusedops.scatter import ScatterPlan
+from fusedops.scatter import FIELD, TILE, ScatterPlan
 from fusedops.scatter import scatter as definition
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Elements of a plane that a program takes, and planes at a time.
-_BLOCK = {"scatter": 512, "gather": 512}
-_PLANES = {"scatter": 1, "gather": 1}
-_WARPS = {"scatter": 1, "gather": 1}
+# Elements of a plane that a program takes at a time, for any offsets.
+_BLOCK = 512
+# Elements of a box that a program copies at a time, and programs for a box.
+_COPIED = 256
+_SHARES = 2
+# Pairs of a tile and a cube whose elements are on their way at a time.
+_AHEAD = 2
+
+
+def _own(
+    cubes, grid, begin, pairs, nx, ny, nz, planes, rows, columns,
+    TX: tl.constexpr, TY: tl.constexpr, TZ: tl.constexpr, FIELD: tl.constexpr,
+    AHEAD: tl.constexpr, FLOAT: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Sum in a tile of the grid what all cubes have there."""
+    tile = tl.program_id(0)
+    across = tl.cdiv(columns, TZ)
+    along = tl.cdiv(rows, TY)
+    e = tl.arange(0, TX * TY * TZ)
+    x, y, z = e // (TY * TZ), e // TZ % TY, e % TZ
+    row = tile // across
+    on_x, on_y, on_z = row // along * TX + x, row % along * TY + y, tile % across * TZ + z
+    within = (x * ny + y) * nz + z
+    total = tl.zeros((TX * TY * TZ,), FLOAT)
+    at, end = tl.load(begin + tile), tl.load(begin + tile + 1)
+    while at < end:
+        for ahead in tl.static_range(AHEAD):
+            pair = tl.load(pairs + tl.minimum(at + ahead, end - 1))
+            i = (pair & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
+            j = (pair >> FIELD & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
+            k = (pair >> 2 * FIELD & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
+            live = (x + i >= 0) & (x + i < nx) & (y + j >= 0) & (y + j < ny)
+            live = live & (z + k >= 0) & (z + k < nz) & (at + ahead < end)
+            cube = cubes + (pair >> 3 * FIELD) * nx * ny * nz + ((i * ny + j) * nz + k)
+            total += tl.load(cube + within, mask=live, other=0.0).to(FLOAT)
+        at += AHEAD
+    inside = (on_x < planes) & (on_y < rows) & (on_z < columns)
+    # Only a map of 2³¹ elements and more has places of 64 bits.
+    place = (on_x.to(LONG) * rows + on_y) * columns + on_z
+    tl.store(grid + place, total.to(grid.dtype.element_ty), mask=inside)
+
+
+def _copy(
+    cubes, grid, order, origins, shares, planes, rows, columns,
+    NX: tl.constexpr, NY: tl.constexpr, NZ: tl.constexpr, BLOCK: tl.constexpr,
+    LONG: tl.constexpr,
+):  # fmt: skip
+    """Copy a share of a cube's elements from the grid."""
+    c = tl.load(order + tl.program_id(0) // shares)
+    x = tl.load(origins + 3 * c)
+    y = tl.load(origins + 3 * c + 1)
+    z = tl.load(origins + 3 * c + 2)
+    wraps = (x > planes - NX) | (y > rows - NY) | (z > columns - NZ)
+    first = grid + ((x.to(tl.int64) * rows + y) * columns + z)
+    begin = c * (NX * NY * NZ)
+    # Whole lines of memory are written at a time.
+    at = tl.program_id(0) % shares * BLOCK - (begin % 32).to(tl.int32)
+    while at < NX * NY * NZ:
+        e = at + tl.arange(0, BLOCK)
+        own = (e >= 0) & (e < NX * NY * NZ)
+        row = (e.to(tl.uint32) // NZ).to(tl.int32)
+        plane = (row.to(tl.uint32) // NY).to(tl.int32)
+        place = e + row.to(LONG) * (columns - NZ) + plane.to(LONG) * (rows - NY) * columns
+        if wraps:
+            place -= tl.where(x + plane >= planes, rows.to(LONG) * columns * planes, 0)
+            place -= tl.where(y + row - plane * NY >= rows, rows.to(LONG) * columns, 0)
+            place -= tl.where(z + e - row * NZ >= columns, columns, 0)
+        value = tl.load(first + place, mask=own, other=0.0)
+        tl.store(cubes + (begin + at) + tl.arange(0, BLOCK), value, mask=own)
+        at += shares * BLOCK
 
 
 def _walk(
     cubes, grid, order, wa, wbwc, nx, elements, size, blocks,
-    BLOCK: tl.constexpr, PLANES: tl.constexpr, BACK: tl.constexpr,
+    BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Add the elements of a cube to the map, or copy them from there (BACK)."""
     count = tl.num_programs(0) // blocks
@@ -35,69 +106,82 @@ def _walk(
     e = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     own = e < elements
     offset = tl.load(wbwc + c * elements + e, mask=own, other=0).to(tl.int64)
-    first = 0
-    while first < nx:
-        for p in tl.static_range(PLANES):
-            plane = c * nx + first + p
-            there = first + p < nx
-            place = offset + tl.load(wa + plane, mask=there, other=0).to(tl.int64)
-            live = own & there & (place >= 0) & (place < size)
-            if BACK:
-                value = tl.load(grid + place, mask=live, other=0.0)
-                tl.store(
-                    cubes + plane * elements + e, value, mask=own & there, cache_modifier=".cs"
-                )
-            else:
-                value = tl.load(
-                    cubes + plane * elements + e,
-                    mask=live,
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-                tl.atomic_add(
-                    grid + place, value.to(grid.dtype.element_ty), mask=live, sem="relaxed"
-                )
-        first += PLANES
+    plane = 0
+    while plane < nx:
+        place = offset + tl.load(wa + c * nx + plane).to(tl.int64)
+        live = own & (place >= 0) & (place < size)
+        element = cubes + (c * nx + plane) * elements + e
+        if BACK:
+            value = tl.load(grid + place, mask=live, other=0.0)
+            tl.store(element, value, mask=own, cache_modifier=".cs")
+        else:
+            value = tl.load(element, mask=live, other=0.0, eviction_policy="evict_first")
+            tl.atomic_add(grid + place, value.to(grid.dtype.element_ty), mask=live, sem="relaxed")
+        plane += 1
 
 
-_kernel = kernel_of_any_size(_walk)
-_launch = {what: Launcher(_kernel, warps) for what, warps in _WARPS.items()}
+_owners = Launcher(kernel_of_any_size(_own), 1)
+_copies = Launcher(kernel_of_any_size(_copy), 1)
+_walks = Launcher(kernel_of_any_size(_walk), 1)
 
 
-def _order(plan: ScatterPlan) -> Any:
-    """Return the cubes by their places: what they reach then stays in cache."""
-    if plan.order is None:
-        wa, wbwc = plan.tensors_here()
-        plan.order = (wa[:, 0].long() + wbwc[:, 0, 0]).argsort()
-    return plan.order
+def _long(grid: Any) -> Any:
+    return tl.int64 if grid.numel() >> 31 else tl.int32
 
 
-def _move(what: str, cubes: Any, grid: Any, plan: ScatterPlan) -> None:
+def _sum(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
+    """Write the sum of all boxes to the grid."""
+    *_, begin, pairs = plan.sorted_here()
+    integers = *cubes.shape[1:], plan.planes, plan.rows, plan.columns
+    accumulator = tl.float64 if grid.dtype == torch.float64 else tl.float32
+    constants = *TILE, FIELD, _AHEAD, accumulator, _long(grid)
+    key = cubes.device, cubes.dtype, wide(*integers), constants[-1]
+    _owners(begin.numel() - 1, key, cubes, grid, begin, pairs, *integers, *constants)
+
+
+def _fetch(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
+    """Write what the grid has in all boxes to the cubes."""
+    order, origins = plan.sorted_here()[2:4]
+    integers = _SHARES, plan.planes, plan.rows, plan.columns
+    constants = *cubes.shape[1:], _COPIED, _long(grid)
+    key = cubes.device, cubes.dtype, wide(*integers), constants
+    _copies(_SHARES * len(cubes), key, cubes, grid, order, origins, *integers, *constants)
+
+
+def _move(cubes: Any, grid: Any, plan: ScatterPlan, back: bool) -> None:
     if not cubes.numel():
         return
-    wa, wbwc = plan.tensors_here()
+    wa, wbwc, order = plan.sorted_here()[:3]
     count, nx, ny, nz = cubes.shape
     elements = ny * nz
-    block = min(_BLOCK[what], triton.next_power_of_2(elements))
+    block = min(_BLOCK, triton.next_power_of_2(elements))
     blocks = -(-elements // block)
     integers = nx, elements, grid.numel(), blocks
-    constants = block, _PLANES[what], what == "gather"
+    constants = block, back
     key = cubes.device, cubes.dtype, grid.dtype, wa.dtype, wide(*integers), constants
-    _launch[what](count * blocks, key, cubes, grid, _order(plan), wa, wbwc, *integers, *constants)
+    _walks(count * blocks, key, cubes, grid, order, wa, wbwc, *integers, *constants)
 
 
 @register("structured_scatter_add", "triton")
 def structured_scatter_add(density_cube: Any, plan: ScatterPlan, out: Any) -> None:
+    plan.sorted_here()
+    if plan.planes:
+        _sum(density_cube.contiguous(), out, plan)
+        return
     if torch.are_deterministic_algorithms_enabled():
         out.copy_(definition.formula(density_cube, plan)[0])
         return
     # Atomic sums of 16 bits would lose what float32 keeps.
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
-    _move("scatter", density_cube.contiguous(), total, plan)
+    _move(density_cube.contiguous(), total, plan, back=False)
     if total is not out:
         out.copy_(total)
 
 
 @register("structured_gather", "triton")
 def structured_gather(grid: Any, plan: ScatterPlan, out: Any) -> None:
-    _move("gather", out, grid.contiguous(), plan)
+    plan.sorted_here()
+    if plan.planes:
+        _fetch(out, grid.contiguous(), plan)
+    else:
+        _move(out, grid.contiguous(), plan, back=True)

@@ -236,6 +236,56 @@ def test_cubes_when_interpreted(shape):
             same(got, want)
 
 
+def boxes(shape, grid, dtype="float64", index="int64", seed=0):
+    """Cubes of a periodic grid, with what is common to a cube in either of its arrays."""
+    rng = np.random.default_rng(seed)
+    count, *n = shape
+    first = rng.integers(grid, size=(count, 3))
+    x, y, z = ((first[:, d, None] + np.arange(n[d])) % grid[d] for d in range(3))
+    common = rng.integers(-3, 4, count)
+    wa = x * grid[1] * grid[2] + common[:, None]
+    wbwc = y[:, :, None] * grid[2] + z[:, None] - common[:, None, None]
+    arrays = (rng.normal(size=s).astype(dtype) for s in (shape, int(np.prod(grid))))
+    return Problem(*arrays, wa.astype(index), wbwc.astype(index))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("shape", "grid", "index"),
+    [
+        ((9, 5, 4, 3), (7, 9, 20), "int64"),
+        # Cubes that meet a tile from both sides, or fill the grid.
+        ((5, 7, 11, 18), (8, 12, 19), "int32"),
+        ((3, 2, 3, 1), (2, 3, 1), "int64"),
+        ((2, 2, 9, 40), (3, 17, 41), "int64"),
+    ],
+)
+def test_boxes_of_a_grid_are_summed_by_owners(shape, grid, index):
+    place = available("torch", "triton")
+    p = boxes(shape, grid, index=index)
+    plan = ScatterPlan(*map(tensor, p.where[:2]), p.size)
+    plan.sorted_here()
+    assert (plan.planes, plan.rows, plan.columns) == grid
+    for got, want in zip(solve(place, whole(p)), expected(whole(p)), strict=True):
+        same(got, want)
+    ordered = structured_scatter_add(tensor(p.cube), plan, backend="triton")
+    same(ordered.numpy(), added(p))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("which", ["wa", "wbwc"])
+def test_what_is_nearly_a_box_is_none(which):
+    p = boxes((6, 3, 4, 5), (9, 8, 11))
+    getattr(p, which)[-1, -1] = getattr(p, which)[-1, 0]
+    plan = ScatterPlan(*map(tensor, p.where[:2]), p.size)
+    plan.sorted_here()
+    assert plan.planes == 0
+    for got, want in zip(
+        solve(available("torch", "triton"), whole(p)), expected(whole(p)), strict=True
+    ):
+        same(got, want)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sums_are_good_to_a_rounding_of_the_dtype(place, dtype):
     p = problem((5, 3, 2, 4), dtype=dtype)
@@ -1141,7 +1191,8 @@ for at_the_end in (True, False):
             kernel = _registry.choose(request)[1]
             if FRAMEWORK == "torch":
                 import torch
-                plan = ScatterPlan.from_tensors([torch.from_numpy(a) for a in (wa, wbwc)], [size])
+                where = [torch.from_numpy(a) for a in (wa, wbwc)]
+                plan = ScatterPlan.from_tensors(where, [size, 0, 0, 0])
                 kernel(torch.from_numpy(given), plan, torch.from_numpy(out))
             else:
                 kernel(given, plan, out)
