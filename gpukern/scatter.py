@@ -33,7 +33,8 @@ _AHEAD = 2
 
 
 def _own(
-    cubes, grid, begin, pairs, nx, ny, nz, planes, rows, columns,
+    cubes, grid, begin, pairs, planes, rows, columns,
+    NX: tl.constexpr, NY: tl.constexpr, NZ: tl.constexpr,
     TX: tl.constexpr, TY: tl.constexpr, TZ: tl.constexpr, FIELD: tl.constexpr,
     AHEAD: tl.constexpr, FLOAT: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
@@ -45,18 +46,22 @@ def _own(
     x, y, z = e // (TY * TZ), e // TZ % TY, e % TZ
     row = tile // across
     on_x, on_y, on_z = row // along * TX + x, row % along * TY + y, tile % across * TZ + z
-    within = (x * ny + y) * nz + z
+    within = (x * NY + y) * NZ + z
     total = tl.zeros((TX * TY * TZ,), FLOAT)
-    at, end = tl.load(begin + tile), tl.load(begin + tile + 1)
+    first = tl.load(begin + tile)
+    pairs += first
+    at, end = 0, (tl.load(begin + tile + 1) - first).to(tl.int32)
     while at < end:
         for ahead in tl.static_range(AHEAD):
             pair = tl.load(pairs + tl.minimum(at + ahead, end - 1))
             i = (pair & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
             j = (pair >> FIELD & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
             k = (pair >> 2 * FIELD & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
-            live = (x + i >= 0) & (x + i < nx) & (y + j >= 0) & (y + j < ny)
-            live = live & (z + k >= 0) & (z + k < nz) & (at + ahead < end)
-            cube = cubes + (pair >> 3 * FIELD) * nx * ny * nz + ((i * ny + j) * nz + k)
+            # What is negative is large without a sign.
+            live = (x + i).to(tl.uint32, bitcast=True) < NX
+            live = live & ((y + j).to(tl.uint32, bitcast=True) < NY)
+            live = live & ((z + k).to(tl.uint32, bitcast=True) < NZ) & (at + ahead < end)
+            cube = cubes + (pair >> 3 * FIELD) * (NX * NY * NZ) + ((i * NY + j) * NZ + k)
             total += tl.load(cube + within, mask=live, other=0.0).to(FLOAT)
         at += AHEAD
     inside = (on_x < planes) & (on_y < rows) & (on_z < columns)
@@ -82,7 +87,7 @@ def _copy(
     at = tl.program_id(0) % shares * BLOCK - (begin % 32).to(tl.int32)
     while at < NX * NY * NZ:
         e = at + tl.arange(0, BLOCK)
-        own = (e >= 0) & (e < NX * NY * NZ)
+        own = e.to(tl.uint32, bitcast=True) < NX * NY * NZ
         row = (e.to(tl.uint32) // NZ).to(tl.int32)
         plane = (row.to(tl.uint32) // NY).to(tl.int32)
         place = e + row.to(LONG) * (columns - NZ) + plane.to(LONG) * (rows - NY) * columns
@@ -132,10 +137,10 @@ def _long(grid: Any) -> Any:
 def _sum(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
     """Write the sum of all boxes to the grid."""
     *_, begin, pairs = plan.sorted_here()
-    integers = *cubes.shape[1:], plan.planes, plan.rows, plan.columns
+    integers = plan.planes, plan.rows, plan.columns
     accumulator = tl.float64 if grid.dtype == torch.float64 else tl.float32
-    constants = *TILE, FIELD, _AHEAD, accumulator, _long(grid)
-    key = cubes.device, cubes.dtype, wide(*integers), constants[-1]
+    constants = *cubes.shape[1:], *TILE, FIELD, _AHEAD, accumulator, _long(grid)
+    key = cubes.device, cubes.dtype, wide(*integers), constants
     _owners(begin.numel() - 1, key, cubes, grid, begin, pairs, *integers, *constants)
 
 
