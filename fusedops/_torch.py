@@ -308,7 +308,14 @@ def _differentiate_formula(
         arrays = [array.view_as(array) if array.requires_grad else array for array in arrays]
         needed = [array for array in arrays if array.requires_grad]
         outputs = call.primitive.formula(*arrays, *call.static)
-    used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[1] is not None]
+    # An output may depend on no array that is differentiated by.
+    used = [
+        (output, cotangent)
+        for output, cotangent in zip(outputs, cotangents, strict=True)
+        if cotangent is not None and output.requires_grad
+    ]
+    if not used:
+        return (None,) * len(arrays)
     gradients = iter(
         torch.autograd.grad(
             [output for output, _ in used],
