@@ -258,6 +258,8 @@ def _pullback(
     needed: Sequence[bool],
 ) -> tuple[Any, ...]:
     cotangent, on_hidden = cotangents
+    if cotangent is None and on_hidden is None:
+        return (None,) * len(arrays)
     if cotangent is None:
         cotangent = namespace(arrays[0]).zeros_like(arrays[0])
     if on_hidden is not None:
@@ -335,7 +337,7 @@ def _mask(name: str, mask: Any, x: Any) -> Any:
     return mask.expand(shape) if is_tensor(mask) else np.broadcast_to(mask, shape)
 
 
-@op(trimul)
+@op(trimul, broadcasts=("mask",))
 def triangle_multiplicative_update(
     x: Any,
     direction: str = "outgoing",
@@ -434,7 +436,7 @@ def triangle_multiplicative_update(
     Any N, C and H; the arrays may have different dtypes. Gradients go to every array. Of what is
     computed only o is kept for the backward; second derivatives, by torch alone, are formed in
     plain torch. `triangle_multiplicative_update.vjp` returns gradients for the arrays that were
-    given, in the order of the signature without `direction`; that of a mask is by its values. Under
+    given, in the order of the signature; that of a mask is by its values, false or true too. Under
     autocast dtypes are left as they are. A row that is masked altogether is no special case: the
     LayerNorm of zeros is its bias.
 
