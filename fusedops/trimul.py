@@ -205,11 +205,18 @@ def _end_back(
     )
 
 
+def _widened(arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays in the one dtype that the definition computes in."""
+    arrays = [wide(array) for array in arrays]
+    dtype = promoted(arrays)
+    return [array if array is None else cast(array, dtype) for array in arrays]
+
+
 def _formula(*args: Any) -> tuple[Any, Any]:
     """Return the update and o, the definition of both."""
     arrays, (direction, gate, _, eps, _) = args[:14], args[14:]
     x = arrays[0]
-    w = [wide(array) for array in arrays]
+    w = _widened(arrays)
     o = _product(*_sides(*w[:8], eps), direction)
     out = _end(w[0], o, *w[2:4], *w[8:], eps, gate)
     return cast(out, x), cast(o, x)
@@ -230,7 +237,7 @@ def _gradients(
     arrays: Sequence[Any], cotangent: Any, on_hidden: Any, static: Sequence[Any]
 ) -> tuple[Any, ...]:
     direction, gate, _, eps, _ = static
-    w = [wide(array) for array in arrays]
+    *w, g, on_o_too = _widened((*arrays, cotangent, on_hidden))
 
     def run(some: Any, *args: Any) -> Any:
         if is_tensor(w[0]) and sys.modules["torch"].is_grad_enabled():
@@ -241,8 +248,8 @@ def _gradients(
 
     left, right = run(_sides, *w[:8], eps)
     o = _product(left, right, direction)
-    on_xn, on_o, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], wide(cotangent), eps, gate)
-    on_o = on_o if on_hidden is None else on_o + wide(on_hidden)
+    on_xn, on_o, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
+    on_o = on_o if on_o_too is None else on_o + on_o_too
     on_sides = _product_back(on_o, left, right, direction)
     bars = (*run(_sides_back, *w[:8], *on_sides, on_xn, eps), *ends)
     return tuple(
