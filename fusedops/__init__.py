@@ -7,6 +7,7 @@ from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.density import Lattice, gaussian_density
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
 from fusedops.scatter import ScatterPlan, structured_gather, structured_scatter_add
+from fusedops.trimul import triangle_multiplicative_update
 from fusedops.wigner import (
     Edges,
     edge_degree_scatter,
@@ -38,5 +39,6 @@ __all__ = [
     "set_num_threads",
     "structured_gather",
     "structured_scatter_add",
+    "triangle_multiplicative_update",
     "use_backend",
 ]

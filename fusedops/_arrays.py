@@ -42,6 +42,14 @@ def zeros(like: Any, shape: tuple[int, ...]) -> Any:
     return like.new_zeros(shape) if is_tensor(like) else np.zeros(shape, like.dtype)
 
 
+def sigmoid(h: Any) -> Any:
+    """Return the logistic function, whose exponential may overflow."""
+    if is_tensor(h):
+        return h.sigmoid()
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-h))
+
+
 def added(one: Any, two: Any) -> Any:
     """Return the sum of two cotangents, of which None is zero."""
     if one is None or two is None:

@@ -598,6 +598,13 @@ def _check_out(
             raise ValueError(f"{name}: out shares memory with {argument}; it should not")
 
 
+def _summed(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return the transpose of a broadcast from `shape`."""
+    more = array.ndim - len(shape)
+    axes = (*range(more), *(more + i for i, n in enumerate(shape) if n == 1))
+    return array.sum(axes).reshape(shape)
+
+
 def _no_gradient(name: str, primitive: Primitive) -> str:
     return (
         f"{name} has no gradient: it updates {', '.join(primitive.mutates)} in place; "
@@ -606,14 +613,19 @@ def _no_gradient(name: str, primitive: Primitive) -> str:
 
 
 def op(
-    primitive: Primitive, *, takes_out: bool = True, names: Mapping[str, str] | None = None
+    primitive: Primitive,
+    *,
+    takes_out: bool = True,
+    names: Mapping[str, str] | None = None,
+    broadcasts: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make a public op of a function that checks its arguments.
 
     The decorated function returns (arrays, static arguments) for `primitive`, and the name of the
     output that the op returns, or a tuple of names. Keywords are added to its signature:
     ``backend``, and ``out``, an array for the output shown first, unless `takes_out` is false.
-    `names` says what the primitive's arrays are called in that signature, where that differs.
+    `names` says what the primitive's arrays are called in that signature, where that differs, and
+    `broadcasts` which of them the function broadcasts: their gradients have the shapes given.
     """
 
     outputs = primitive.outputs
@@ -665,6 +677,8 @@ def op(
                 raise TypeError(_no_gradient(call.__name__, primitive))
             results = bound(arrays, primitive.with_saved(wanted(shown)))
             needed = tuple(array is not None for array in arrays)
+            bound_to = signature.bind(*args, **kwargs).arguments if broadcasts else {}
+            shapes = {name: np.shape(bound_to.get(name)) for name in broadcasts}
 
             def pullback(*given: Any) -> tuple[Any, ...]:
                 cotangents: list[Any] = [None] * len(outputs)
@@ -676,6 +690,10 @@ def op(
                         cotangents[outputs.index(name)] = cotangent
                 saved = results[primitive.residual]
                 gradients = primitive.pullback(bound, arrays, saved, cotangents, needed)
+                gradients = [
+                    _summed(g, shapes[name]) if g is not None and name in shapes else g
+                    for name, g in zip(arguments, gradients, strict=True)
+                ]
                 return tuple([g for g, need in zip(gradients, needed, strict=True) if need])
 
             return shown_of(results, shown), pullback

@@ -305,10 +305,21 @@ def _differentiate_formula(
         )
     with torch.enable_grad(), _as_written(reference(arrays)):
         # Views, because a cotangent may depend on the arrays: that path is autograd's, not ours.
-        arrays = [array.view_as(array) if array.requires_grad else array for array in arrays]
-        needed = [array for array in arrays if array.requires_grad]
+        differentiated = [array is not None and array.requires_grad for array in arrays]
+        arrays = [
+            array.view_as(array) if by else array
+            for array, by in zip(arrays, differentiated, strict=True)
+        ]
+        needed = [array for array, by in zip(arrays, differentiated, strict=True) if by]
         outputs = call.primitive.formula(*arrays, *call.static)
-    used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[1] is not None]
+    # An output may depend on no array that is differentiated by.
+    used = [
+        (output, cotangent)
+        for output, cotangent in zip(outputs, cotangents, strict=True)
+        if cotangent is not None and output.requires_grad
+    ]
+    if not used:
+        return (None,) * len(arrays)
     gradients = iter(
         torch.autograd.grad(
             [output for output, _ in used],
@@ -318,7 +329,7 @@ def _differentiate_formula(
             allow_unused=True,
         )
     )
-    return tuple(next(gradients) if array.requires_grad else None for array in arrays)
+    return tuple(next(gradients) if by else None for by in differentiated)
 
 
 def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:

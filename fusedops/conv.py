@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import added, cast, namespace, wide, zeros
+from fusedops._arrays import added, cast, namespace, sigmoid, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -118,13 +118,6 @@ class Sequences(Packed):
             self.__dict__ = self.to(device).__dict__
 
 
-def _sigmoid(h: Any) -> Any:
-    if is_tensor(h):
-        return h.sigmoid()
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-h))
-
-
 def _spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, slice]]:
     """Yield the batch, the tokens and the states of what can be computed together."""
     if sequences is None:
@@ -168,7 +161,7 @@ def _formula(
         span_k = k if k.ndim == 2 else k[batch, tokens]
         window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         h = window.convolved(span_k, b)
-        outs.append(h * _sigmoid(h) if activation == "silu" else h)
+        outs.append(h * sigmoid(h) if activation == "silu" else h)
         finals.append(window.inputs[:, window.inputs.shape[1] - window.width :].swapaxes(1, 2))
     out, final = xp.concatenate(outs, axis=1), xp.concatenate(finals, axis=0)
     return cast(out, dtype), cast(final, state_dtype)
@@ -202,7 +195,7 @@ def _vjp_formula(
         v = g[batch, tokens]
         if activation == "silu":
             h = window.convolved(span_k, b)
-            s = _sigmoid(h)
+            s = sigmoid(h)
             v = v * s * (1 + h * (1 - s))
         dinputs = zeros(window.inputs, window.inputs.shape)
         for w in range(window.width):
@@ -276,7 +269,7 @@ def _vjp_pullback(
     v, c_bar, through_h = c, v_bar, (None,) * 4
     if activation == "silu":
         h, _ = convolve(x, kernels, state, bias, False)
-        s = _sigmoid(h)
+        s = sigmoid(h)
         slope = s * (1 + h * (1 - s))
         bend = s * (1 - s) * (2 + h * (1 - 2 * s))
         v, c_bar = c * slope, v_bar * slope
@@ -346,7 +339,7 @@ def _step_formula(x: Any, state: Any, kernels: Any, bias: Any, activation: str) 
     h = (wide(state) * wide(kernels)).sum(-1)
     if bias is not None:
         h = h + wide(bias)
-    out = cast(h * _sigmoid(h) if activation == "silu" else h, dtype)
+    out = cast(h * sigmoid(h) if activation == "silu" else h, dtype)
     return (out.reshape(x.shape),)
 
 

@@ -15,6 +15,7 @@ from fusedops.density import COMPONENTS, Lattice, Scatterers, density, density_v
 from fusedops.harmonics import matrices, matrices_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
 from fusedops.scatter import ScatterPlan, gather, scatter
+from fusedops.trimul import ARRAYS, trimul, trimul_vjp
 from fusedops.wigner import Edges, edge_wigner, m_major_order
 
 #: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
@@ -45,8 +46,8 @@ class Case:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there is more than the formula: the matrices of edges have none."""
-        return self.primitive not in (matrices, matrices_vjp)
+        """Whether there is more than the formula: not of edges' matrices; of triangles, not yet."""
+        return self.primitive not in (matrices, matrices_vjp, trimul, trimul_vjp)
 
     def __str__(self) -> str:
         return f"{self.primitive.name}-{self.name}"
@@ -532,6 +533,100 @@ def _density_cases() -> list[Case]:
     return cases
 
 
+def _exact(array: np.ndarray, step: float = 1 / 32) -> np.ndarray:
+    """Return numbers near those of an array that every dtype holds: of 8 bits."""
+    return step * np.clip(np.round(array / step), -255, 255)
+
+
+def pair(
+    B: int,
+    N: int,
+    C: int,
+    H: int,
+    rng: np.random.Generator,
+    *,
+    gate: str = "output",
+    mask: bool | None = None,
+    norms: bool = True,
+    biases: bool = False,
+) -> dict[str, np.ndarray | None]:
+    """Return a pair representation (B, N, N, C) and the weights of a triangle's update, by name.
+
+    `mask` is True for one of zeros and ones, which hides the last row and column, and False for any
+    numbers; `norms` are the weights of the LayerNorms, `biases` those of projections and gates.
+    """
+    gated = C if gate == "output" else H
+    shapes: dict[str, tuple[int, ...]] = {"x": (B, N, N, C)}
+    if norms:
+        for name, n in (("norm_in", C), ("norm_out", H)):
+            shapes |= {f"{name}_weight": (n,), f"{name}_bias": (n,)}
+    for name, shape in (
+        ("p_in", (2 * H, C)),
+        ("g_in", (2 * H, C)),
+        ("p_out", (C, H)),
+        ("g_out", (gated, C)),
+    ):
+        shapes[f"{name}_weight"] = shape
+        if biases:
+            shapes[f"{name}_bias"] = shape[:1]
+    arrays: dict[str, np.ndarray | None] = dict.fromkeys(ARRAYS)
+    for name, shape in shapes.items():
+        values = rng.normal(size=shape)
+        if name.startswith("norm"):
+            values = 0.3 * values + name.endswith("weight")
+        arrays[name] = _exact(values / (np.sqrt(shape[1]) if len(shape) == 2 else 1.0))
+    if mask is not None:
+        values = rng.uniform(size=(B, N, N))
+        arrays["mask"] = np.round(0.3 + values) if mask else _exact(2 * values)
+        if mask and N > 1:
+            arrays["mask"][:, -1] = arrays["mask"][:, :, -1] = 0.0
+    return arrays
+
+
+def _trimul_cases() -> list[Case]:
+    def add(
+        name: str,
+        shape: tuple[int, int, int, int],
+        direction: str,
+        gate: str = "output",
+        *,
+        hidden: bool = True,
+        **options: Any,
+    ) -> None:
+        """Add an update and its gradient, which is told o if `hidden`."""
+        # Numbers of a few roundings each go through five products and two LayerNorms, which take
+        # away the mean and divide by what is left: the more, the fewer channels there are.
+        few = min(shape[2:]) < 8
+        terms = 1024 if few else 512
+
+        def make(gradient: bool) -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(shape[2])
+            arrays = tuple(pair(*shape, rng, gate=gate, **options).values())
+            static = (direction, gate, "ieee", 1e-5, 0)
+            if gradient:
+                o = trimul.formula(*arrays, *static)[1] if hidden else None
+                arrays = (*arrays, o, _exact(rng.normal(size=arrays[0].shape)))
+            return arrays, static
+
+        cases.append(Case(name, trimul, lambda: make(False), terms))
+        cases.append(Case(name, trimul_vjp, lambda: make(True), 8 * terms if few else 4 * terms))
+
+    cases: list[Case] = []
+    add("boltz", (1, 20, 32, 32), "outgoing", mask=True)
+    add("openfold", (2, 5, 6, 5), "incoming", mask=False, biases=True)
+    add("gpu-mode", (2, 7, 4, 9), "outgoing", "hidden", mask=True, hidden=False)
+    add("hidden-incoming", (1, 7, 5, 3), "incoming", "hidden", biases=True)
+    add("plain", (1, 5, 9, 8), "outgoing", norms=False, hidden=False)
+    add("plain-incoming", (1, 5, 8, 9), "incoming", "hidden", norms=False, mask=False)
+    add("one-residue", (2, 1, 5, 7), "outgoing", biases=True)
+    add("one-channel", (1, 3, 1, 1), "incoming", biases=True, mask=False)
+    add("wide", (1, 3, 70, 33), "incoming", mask=False)
+    add("long", (1, 35, 6, 8), "outgoing", "hidden", mask=True, biases=True)
+    add("no-residues", (1, 0, 4, 4), "outgoing", biases=True, mask=True)
+    add("no-batch", (0, 3, 4, 4), "incoming", "hidden")
+    return cases
+
+
 #: Every case of every op.
 CASES = [
     *_planarity_cases(),
@@ -540,4 +635,5 @@ CASES = [
     *_matrix_cases(),
     *_scatter_cases(),
     *_density_cases(),
+    *_trimul_cases(),
 ]

@@ -47,7 +47,7 @@ def test_agrees_with_the_reference(case, place, dtype):
 TYPICAL = [
     case
     for case in CASES
-    if case.name in ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso")
+    if case.name in ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso", "boltz")
 ]
 
 

@@ -1,0 +1,538 @@
+"""The triangle multiplicative update of pair representations.
+
+One file, from top to bottom: the definition of value and gradient, and the public op. The kernels
+are in ``cpukern/trimul_*`` and ``gpukern/trimul.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fusedops._arrays import cast, namespace, sigmoid, wide
+from fusedops._check import alike, dtype_name, floats, is_tensor, one_of, promoted, size
+from fusedops._registry import Call, Primitive, op
+
+DIRECTIONS = ("outgoing", "incoming")
+GATES = ("output", "hidden")
+PRECISIONS = (None, "ieee", "tf32", "bf16", "fp16")
+
+#: What a call without precision asks for.
+_OWN = {"bfloat16": "bf16", "float16": "fp16"}
+
+#: The arrays of the op, in its order.
+ARRAYS = (
+    "x",
+    "mask",
+    "norm_in_weight",
+    "norm_in_bias",
+    "p_in_weight",
+    "p_in_bias",
+    "g_in_weight",
+    "g_in_bias",
+    "norm_out_weight",
+    "norm_out_bias",
+    "p_out_weight",
+    "p_out_bias",
+    "g_out_weight",
+    "g_out_bias",
+)
+
+
+def _standardized(x: Any, eps: float) -> tuple[Any, Any]:
+    """Return x less its mean over the last axis and over its deviation, and 1 over that."""
+    centred = x - x.mean(-1)[..., None]
+    # The mean is as good as x is large; what is left of it is found among small numbers.
+    centred = centred - centred.mean(-1)[..., None]
+    scale = (((centred * centred).mean(-1) + eps) ** -0.5)[..., None]
+    return centred * scale, scale
+
+
+def _standardized_back(on_y: Any, y: Any, scale: Any) -> Any:
+    """Return the cotangent of x, of which y and the scale were made."""
+    along = (on_y * y).mean(-1)[..., None]
+    return scale * (on_y - on_y.mean(-1)[..., None] - y * along)
+
+
+def _affine(y: Any, weight: Any, bias: Any) -> Any:
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _linear(x: Any, weight: Any, bias: Any) -> Any:
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+def _linear_back(on_y: Any, x: Any) -> tuple[Any, Any]:
+    """Return the cotangents of weight and bias."""
+    rows, columns = on_y.reshape(-1, on_y.shape[-1]), x.reshape(-1, x.shape[-1])
+    return rows.T @ columns, rows.sum(0)
+
+
+def _planes(a: Any) -> Any:
+    """Return (B, N, N, H) as (B, H, N, N), in memory too, as products want it."""
+    a = namespace(a).moveaxis(a, -1, 1)
+    return a.contiguous() if is_tensor(a) else np.ascontiguousarray(a)
+
+
+def _sides(
+    x: Any, mask: Any, w: Any, b: Any, p_w: Any, p_b: Any, g_w: Any, g_b: Any, eps: float
+) -> tuple[Any, Any]:
+    """Return left and right (B, H, N, N)."""
+    xn = _affine(_standardized(x, eps)[0], w, b)
+    a = _linear(xn, p_w, p_b) * sigmoid(_linear(xn, g_w, g_b))
+    a = a if mask is None else a * mask[..., None]
+    H = a.shape[-1] // 2
+    return _planes(a[..., :H]), _planes(a[..., H:])
+
+
+def _sides_back(
+    x: Any,
+    mask: Any,
+    w: Any,
+    b: Any,
+    p_w: Any,
+    p_b: Any,
+    g_w: Any,
+    g_b: Any,
+    on_left: Any,
+    on_right: Any,
+    on_xn: Any,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Return the cotangents of what made left, right, and another use of the normalized x."""
+    xp = namespace(x)
+    y, scale = _standardized(x, eps)
+    xn = _affine(y, w, b)
+    p, s = _linear(xn, p_w, p_b), sigmoid(_linear(xn, g_w, g_b))
+    on_a = xp.concatenate([xp.moveaxis(side, 1, -1) for side in (on_left, on_right)], axis=-1)
+    on_mask = (on_a * p * s).sum(-1)
+    on_a = on_a if mask is None else on_a * mask[..., None]
+    on_p, on_g = on_a * s, on_a * p * s * (1 - s)
+    on_xn = on_xn + on_p @ p_w + on_g @ g_w
+    on_y = on_xn if w is None else on_xn * w
+    return (
+        _standardized_back(on_y, y, scale),
+        on_mask,
+        (on_xn * y).sum((0, 1, 2)),
+        on_xn.sum((0, 1, 2)),
+        *_linear_back(on_p, xn),
+        *_linear_back(on_g, xn),
+    )
+
+
+def _product(left: Any, right: Any, direction: str) -> Any:
+    """Return o (B, H, N, N)."""
+    if direction == "outgoing":
+        return left @ right.swapaxes(-1, -2)
+    return left.swapaxes(-1, -2) @ right
+
+
+def _product_back(on_o: Any, left: Any, right: Any, direction: str) -> tuple[Any, Any]:
+    """Return the cotangents of left and right."""
+    if direction == "outgoing":
+        return on_o @ right, on_o.swapaxes(-1, -2) @ left
+    return right @ on_o.swapaxes(-1, -2), left @ on_o
+
+
+def _end(
+    x: Any,
+    o: Any,
+    w_in: Any,
+    b_in: Any,
+    w: Any,
+    b: Any,
+    p_w: Any,
+    p_b: Any,
+    g_w: Any,
+    g_b: Any,
+    eps: float,
+    gate: str,
+) -> Any:
+    """Return the output, from x and o."""
+    xn = _affine(_standardized(x, eps)[0], w_in, b_in)
+    on = _affine(_standardized(namespace(o).moveaxis(o, 1, -1), eps)[0], w, b)
+    s = sigmoid(_linear(xn, g_w, g_b))
+    if gate == "output":
+        return _linear(on, p_w, p_b) * s
+    return _linear(on * s, p_w, p_b)
+
+
+def _end_back(
+    x: Any,
+    o: Any,
+    w_in: Any,
+    b_in: Any,
+    w: Any,
+    b: Any,
+    p_w: Any,
+    p_b: Any,
+    g_w: Any,
+    g_b: Any,
+    cotangent: Any,
+    eps: float,
+    gate: str,
+) -> tuple[Any, ...]:
+    """Return the cotangents of the normalized x, of o, and of w to g_b."""
+    xn = _affine(_standardized(x, eps)[0], w_in, b_in)
+    y, scale = _standardized(namespace(o).moveaxis(o, 1, -1), eps)
+    on = _affine(y, w, b)
+    s = sigmoid(_linear(xn, g_w, g_b))
+    if gate == "output":
+        on_p, gated = cotangent * s, on
+        on_s = cotangent * _linear(on, p_w, p_b)
+        on_on = on_p @ p_w
+    else:
+        on_p, gated = cotangent, on * s
+        on_gated = cotangent @ p_w
+        on_s, on_on = on_gated * on, on_gated * s
+    on_g = on_s * s * (1 - s)
+    on_y = on_on if w is None else on_on * w
+    return (
+        on_g @ g_w,
+        _planes(_standardized_back(on_y, y, scale)),
+        (on_on * y).sum((0, 1, 2)),
+        on_on.sum((0, 1, 2)),
+        *_linear_back(on_p, gated),
+        *_linear_back(on_g, xn),
+    )
+
+
+def _widened(arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays in the one dtype that the definition computes in."""
+    arrays = [wide(array) for array in arrays]
+    dtype = promoted(arrays)
+    return [array if array is None else cast(array, dtype) for array in arrays]
+
+
+def _formula(*args: Any) -> tuple[Any, Any]:
+    """Return the update and o, the definition of both."""
+    arrays, (direction, gate, _, eps, _) = args[:14], args[14:]
+    x = arrays[0]
+    w = _widened(arrays)
+    o = _product(*_sides(*w[:8], eps), direction)
+    out = _end(w[0], o, *w[2:4], *w[8:], eps, gate)
+    return cast(out, x), cast(o, x)
+
+
+def _vjp_formula(*args: Any) -> tuple[Any, ...]:
+    r"""Return the cotangents of all arrays.
+
+    A normalized vector :math:`\hat y = (y - \mathrm{mean}\, y) r` with the cotangent v gives y the
+    cotangent :math:`r (v - \mathrm{mean}\, v - \hat y \, \mathrm{mean}(v \hat y))`. That o is
+    computed anew, whatever `hidden` is, lets derivatives find the way through it.
+    """
+    arrays, (_, cotangent), static = args[:14], args[14:16], args[16:]
+    return _gradients(arrays, cotangent, None, static)
+
+
+def _gradients(
+    arrays: Sequence[Any], cotangent: Any, on_hidden: Any, static: Sequence[Any]
+) -> tuple[Any, ...]:
+    direction, gate, _, eps, _ = static
+    *w, g, on_o_too = _widened((*arrays, cotangent, on_hidden))
+
+    def run(some: Any, *args: Any) -> Any:
+        if is_tensor(w[0]) and sys.modules["torch"].is_grad_enabled():
+            # What a second derivative needs of a stage is computed again when it is needed.
+            checkpoint = sys.modules["torch"].utils.checkpoint.checkpoint
+            some = functools.partial(
+                checkpoint, some, use_reentrant=False, preserve_rng_state=False
+            )
+        return some(*args)
+
+    left, right = run(_sides, *w[:8], eps)
+    o = _product(left, right, direction)
+    on_xn, on_o, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
+    on_o = on_o if on_o_too is None else on_o + on_o_too
+    on_sides = _product_back(on_o, left, right, direction)
+    bars = (*run(_sides_back, *w[:8], *on_sides, on_xn, eps), *ends)
+    return tuple(
+        None if array is None else cast(bar, array) for bar, array in zip(bars, arrays, strict=True)
+    )
+
+
+def _pullback(
+    call: Call,
+    arrays: Sequence[Any],
+    residuals: Sequence[Any],
+    cotangents: Sequence[Any],
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    cotangent, on_hidden = cotangents
+    if cotangent is None and on_hidden is None:
+        return (None,) * len(arrays)
+    if cotangent is None:
+        cotangent = namespace(arrays[0]).zeros_like(arrays[0])
+    if on_hidden is not None:
+        # No op shows it; only who calls the primitive itself can ask.
+        return _gradients(arrays, cotangent, on_hidden, call.static)
+    return call.other(trimul_vjp, (*arrays, *residuals, cotangent), needed)
+
+
+def _outputs(arrays: Sequence[Any], _: Any) -> tuple[Any, ...]:
+    x, p_in_weight = arrays[0], arrays[4]
+    B, N = x.shape[:2]
+    return (x.shape, None), ((B, p_in_weight.shape[0] // 2, N, N), None)
+
+
+def _vjp_outputs(arrays: Sequence[Any], _: Any) -> tuple[Any, ...]:
+    own = arrays[0].dtype
+    return tuple(
+        [
+            None if a is None else (a.shape, None if a.dtype == own else dtype_name(a.dtype))
+            for a in arrays[:14]
+        ]
+    )
+
+
+STATIC = {"direction": str, "gate": str, "precision": str, "eps": float, "max_memory": int}
+
+trimul = Primitive(
+    "triangle_multiplicative_update",
+    arrays=ARRAYS,
+    static=STATIC,
+    outputs=("out", "hidden"),
+    describe=_outputs,
+    formula=_formula,
+    pullback=_pullback,
+    residual=slice(1, 2),
+    sixteen_bits=True,
+)
+trimul_vjp = Primitive(
+    "triangle_multiplicative_update_vjp",
+    arrays=(*ARRAYS, "hidden", "cotangent"),
+    static=STATIC,
+    outputs=tuple(f"{name}_cotangent" for name in ARRAYS),
+    describe=_vjp_outputs,
+    formula=_vjp_formula,
+    sixteen_bits=True,
+)
+
+
+def _mask(name: str, mask: Any, x: Any) -> Any:
+    """Return a checked mask in the dtype of x, as a view (B, N, N)."""
+    if not is_tensor(mask):
+        mask = np.asarray(mask)
+    if dtype_name(mask.dtype) != "bool":
+        kinds = (
+            ("float32", "float64", "bfloat16", "float16")
+            if is_tensor(mask)
+            else ("float32", "float64")
+        )
+        if dtype_name(mask.dtype) not in kinds:
+            raise TypeError(
+                f"{name}: mask has dtype {dtype_name(mask.dtype)}; it should be bool, "
+                f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+            )
+    alike(name, "mask", mask, "x", x)
+    shape = tuple(x.shape[:3])
+    sizes = shape[max(0, 3 - mask.ndim) :]
+    if mask.ndim > 3 or any(
+        [have not in (1, want) for have, want in zip(mask.shape, sizes, strict=True)]
+    ):
+        raise ValueError(
+            f"{name}: mask has shape {tuple(mask.shape)}; it should broadcast to {shape}, "
+            "(B, N, N) of x"
+        )
+    mask = cast(mask, x)
+    return mask.expand(shape) if is_tensor(mask) else np.broadcast_to(mask, shape)
+
+
+@op(trimul, broadcasts=("mask",))
+def triangle_multiplicative_update(
+    x: Any,
+    direction: str = "outgoing",
+    mask: Any = None,
+    norm_in_weight: Any = None,
+    norm_in_bias: Any = None,
+    p_in_weight: Any = None,
+    p_in_bias: Any = None,
+    g_in_weight: Any = None,
+    g_in_bias: Any = None,
+    norm_out_weight: Any = None,
+    norm_out_bias: Any = None,
+    p_out_weight: Any = None,
+    p_out_bias: Any = None,
+    g_out_weight: Any = None,
+    g_out_bias: Any = None,
+    eps: float = 1e-5,
+    precision: str | None = None,
+    gate: str = "output",
+    *,
+    max_memory: int | None = None,
+) -> Any:
+    r"""Return the triangle multiplicative update of a pair representation.
+
+    .. math:: n = \mathrm{LN}(x), \quad (l, r)_{ij}
+              = m_{ij} \, (W_p n_{ij} + b_p) \odot \sigma(W_g n_{ij} + b_g)
+
+    .. math:: o_{ij} = \sum_k l_{ik} \odot r_{jk} \ \text{(outgoing)}, \quad
+              o_{ij} = \sum_k l_{ki} \odot r_{kj} \ \text{(incoming)}
+
+    .. math:: \mathrm{out}_{ij} = (V_p \, \mathrm{LN}(o_{ij}) + c_p)
+              \odot \sigma(V_g n_{ij} + c_g) \ \text{(gate="output")}
+
+    .. math:: \mathrm{out}_{ij} = V_p \bigl(\mathrm{LN}(o_{ij})
+              \odot \sigma(V_g n_{ij} + c_g)\bigr) + c_p \ \text{(gate="hidden")}
+
+    with σ the logistic function, l and r the first and the second half of 2H channels, and
+
+    .. math:: \mathrm{LN}(y) = \frac{y - \mathrm{mean}(y)}{\sqrt{\mathrm{var}(y) + \varepsilon}}
+              \odot w + b
+
+    over the channels: C of x, H of o.
+
+    Parameters
+    ----------
+    x : array or tensor (B, N, N, C), float32 or float64; in torch bfloat16 and float16 too
+        The pair representation; no units, as all that follows.
+    direction : {"outgoing", "incoming"}
+        Over which edges of a triangle the sum goes.
+    mask : array or tensor that broadcasts to (B, N, N), bool or any float, optional
+        m. Used in the dtype of x.
+    norm_in_weight, norm_in_bias : array or tensor (C,), optional
+        w and b of the LayerNorm of x: 1 and 0 if not given.
+    p_in_weight, p_in_bias : array or tensor (2H, C), and (2H,), optional
+        The projections :math:`W_p` and :math:`b_p`, left above right.
+    g_in_weight, g_in_bias : array or tensor (2H, C), and (2H,), optional
+        Their gates :math:`W_g` and :math:`b_g`.
+    norm_out_weight, norm_out_bias : array or tensor (H,), optional
+        w and b of the LayerNorm of o: 1 and 0 if not given.
+    p_out_weight, p_out_bias : array or tensor (C, H), and (C,), optional
+        The projection :math:`V_p` and :math:`c_p`.
+    g_out_weight, g_out_bias : array or tensor (C, C), and (C,), optional
+        Its gate :math:`V_g` and :math:`c_g`; with ``gate="hidden"``, (H, C) and (H,).
+    eps : float
+        ε, positive.
+    precision : {None, "ieee", "tf32", "bf16", "fp16"}
+        The least precision that factors of a product are rounded to; sums are float32 or better.
+        None is "ieee" for float32 and float64, and that of x for 16 bits. On the CPU products are
+        always those of "ieee". With float64 no other is allowed.
+    gate : {"output", "hidden"}
+        What the last gate multiplies: the output, as in AlphaFold, OpenFold, Boltz and
+        cuEquivariance; or the normalized o, as in the gpu-mode TriMul problem.
+    max_memory : int, optional
+        The most bytes that forward or backward may use besides arguments and results, for which
+        they are done in parts; with less than the smallest parts need, these are used.
+    out : array or tensor (B, N, N, C), optional
+        Where to write the result: contiguous, of its dtype, and apart from the arguments.
+    backend : str, optional
+        The backend that must serve the call.
+
+    Returns
+    -------
+    array or tensor (B, N, N, C)
+        In the dtype of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape, device or value, or one of the four weights of
+        projections and gates is missing; the message names it.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    Any N, C and H; the arrays may have different dtypes. Gradients go to every array. Of what is
+    computed only o is kept for the backward; second derivatives, by torch alone, are formed in
+    plain torch. `triangle_multiplicative_update.vjp` returns gradients for the arrays that were
+    given, in the order of the signature; that of a mask is by its values, false or true too. Under
+    autocast dtypes are left as they are. A row that is masked altogether is no special case: the
+    LayerNorm of zeros is its bias.
+
+    References
+    ----------
+    Jumper et al., Nature 596 (2021) 583, supplementary algorithms 11 and 12; Abramson et al.,
+    Nature 630 (2024) 493, supplementary algorithms 12 and 13. Names and order of the arguments are
+    those of cuEquivariance, which stacks left and right in this way.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> rng = np.random.default_rng(0)
+    >>> B, N, C, H = 1, 5, 4, 3
+    >>> x = rng.normal(size=(B, N, N, C))
+    >>> weights = {
+    ...     "p_in_weight": rng.normal(size=(2 * H, C)),
+    ...     "g_in_weight": rng.normal(size=(2 * H, C)),
+    ...     "p_out_weight": rng.normal(size=(C, H)),
+    ...     "g_out_weight": rng.normal(size=(C, C)),
+    ... }
+    >>> fusedops.triangle_multiplicative_update(x, "incoming", **weights).shape
+    (1, 5, 5, 4)
+    >>> out, pullback = fusedops.triangle_multiplicative_update.vjp(x, **weights)
+    >>> [gradient.shape for gradient in pullback(np.ones_like(out))]
+    [(1, 5, 5, 4), (6, 4), (6, 4), (4, 3), (4, 4)]
+    """
+    name = "triangle_multiplicative_update"
+    one_of(name, "direction", direction, DIRECTIONS)
+    one_of(name, "gate", gate, GATES)
+    one_of(name, "precision", precision, PRECISIONS)
+    x = floats(name, "x", x, ("B", "N", "N", "C"))
+    C = x.shape[3]
+    if x.shape[1] != x.shape[2]:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it should be (B, N, N, C)")
+    if C == 0:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; its last size, C, should be > 0")
+    for argument, value in (
+        ("p_in_weight", p_in_weight),
+        ("g_in_weight", g_in_weight),
+        ("p_out_weight", p_out_weight),
+        ("g_out_weight", g_out_weight),
+    ):
+        if value is None:
+            raise TypeError(f"{name}: {argument} is None; it should be given")
+    p_in_weight = floats(name, "p_in_weight", p_in_weight, ("2H", C))
+    rows = p_in_weight.shape[0]
+    if rows == 0 or rows % 2:
+        raise ValueError(
+            f"{name}: p_in_weight has shape {tuple(p_in_weight.shape)}; it should be (2H, {C}), "
+            "with H > 0"
+        )
+    H = rows // 2
+    gated = C if gate == "output" else H
+    arrays = [x, None if mask is None else _mask(name, mask, x)]
+    for argument, value, shape in (
+        ("norm_in_weight", norm_in_weight, (C,)),
+        ("norm_in_bias", norm_in_bias, (C,)),
+        ("p_in_weight", p_in_weight, (rows, C)),
+        ("p_in_bias", p_in_bias, (rows,)),
+        ("g_in_weight", g_in_weight, (rows, C)),
+        ("g_in_bias", g_in_bias, (rows,)),
+        ("norm_out_weight", norm_out_weight, (H,)),
+        ("norm_out_bias", norm_out_bias, (H,)),
+        ("p_out_weight", p_out_weight, (C, H)),
+        ("p_out_bias", p_out_bias, (C,)),
+        ("g_out_weight", g_out_weight, (gated, C)),
+        ("g_out_bias", g_out_bias, (gated,)),
+    ):
+        if value is not None:
+            value = floats(name, argument, value, shape)
+            alike(name, argument, value, "x", x)
+        arrays.append(value)
+    if not isinstance(eps, numbers.Real) or not 0 < eps < math.inf:
+        raise ValueError(f"{name}: eps is {eps!r}; it should be a positive number")
+    if max_memory is None:
+        limit = 0
+    else:
+        limit = size(name, "max_memory", max_memory)
+        if limit == 0:
+            raise ValueError(f"{name}: max_memory is 0; it should be positive, or None")
+    if dtype_name(promoted(arrays)) == "float64":
+        if precision not in (None, "ieee"):
+            raise ValueError(
+                f"{name}: precision is {precision!r}; with float64 it should be None or 'ieee'"
+            )
+        precision = "ieee"
+    elif precision is None:
+        precision = _OWN.get(dtype_name(x.dtype), "ieee")
+    return tuple(arrays), (direction, gate, precision, float(eps), limit), "out"

@@ -1,0 +1,1238 @@
+"""The contract of the triangle multiplicative update, on reference and kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import fusedops
+from fusedops import _registry, triangle_multiplicative_update
+from fusedops.testing import CASES, TOLERANCE, error, pair
+from fusedops.trimul import ARRAYS, trimul, trimul_vjp
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
+if HAS_TORCH:
+    import torch
+
+    from fusedops._torch import _take_apart
+
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+# Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+# Every implementation once; Triton's is interpreted, and slow.
+QUICK = [("numpy", "cython"), ("numpy", "numba"), ("numpy", "numpy")]
+QUICK += [("torch", "torch")] if HAS_TORCH else []
+PLACES = QUICK + [("torch", "triton")] if HAS_TRITON else QUICK
+SERVE_TENSORS = ("cython", "numba", "numpy", "torch", *(["triton"] if HAS_TRITON else []))
+FILLING = [p for p in PLACES if p[1] not in ("numpy", "torch")]
+
+DIRECTIONS = ("outgoing", "incoming")
+GATES = ("output", "hidden")
+DTYPES = ("float32", "float64")
+
+
+def available(framework, backend):
+    """Return the place; skip where its backend isn't built, or has no kernel."""
+    for primitive in (trimul, trimul_vjp):
+        dtype = np.dtype(np.float64)
+        request = _registry.Request(primitive.name, framework, "cpu", dtype, backend)
+        if reason := _registry.explain(request).reasons[backend]:
+            pytest.skip(f"{backend}: {reason}")
+    return framework, backend
+
+
+@pytest.fixture(params=PLACES, ids="-".join)
+def place(request):
+    return available(*request.param)
+
+
+@pytest.fixture(params=QUICK, ids="-".join)
+def quick(request):
+    return available(*request.param)
+
+
+@pytest.fixture(params=["cython", "numba", "numpy"])
+def backend(request):
+    """One that serves NumPy arrays."""
+    return available("numpy", request.param)[1]
+
+
+@pytest.fixture(params=["cython", "numba", "numpy", "torch"])
+def torch_backend(request):
+    """One that serves tensors on the CPU."""
+    pytest.importorskip("torch")
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(params=SERVE_TENSORS)
+def any_torch_backend(request):
+    pytest.importorskip("torch")
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(params=DIRECTIONS)
+def direction(request):
+    return request.param
+
+
+@pytest.fixture(params=GATES)
+def gate(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def unwritten_outputs_are_nan(monkeypatch):
+    monkeypatch.setattr(_registry, "poison", True)
+
+
+class Problem(NamedTuple):
+    """The arrays of an update by name, its other arguments, and a cotangent of it."""
+
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+    cotangent: Any
+
+    @property
+    def given(self):
+        return [name for name, array in self.arrays.items() if array is not None]
+
+    def but(self, *, cotangent=None, **changes):
+        """Return the problem with other arrays and options."""
+        arrays = {name: changes.pop(name, array) for name, array in self.arrays.items()}
+        cotangent = self.cotangent if cotangent is None else cotangent
+        return Problem(arrays, {**self.options, **changes}, cotangent)
+
+    def mapped(self, function):
+        """Return the problem of what a function makes of every array."""
+        arrays = {n: None if a is None else function(a) for n, a in self.arrays.items()}
+        return Problem(arrays, self.options, function(self.cotangent))
+
+    def astype(self, dtype):
+        return self.mapped(lambda array: array.astype(dtype))
+
+
+# Of the arrays that may be left out.
+VARIANTS = {
+    "all": {"biases": True, "mask": False},
+    "alphafold 3": {"biases": False, "mask": True},
+    "bare": {"biases": False, "mask": None, "norms": False},
+}
+
+
+def problem(
+    shape=(2, 5, 6, 7),
+    *,
+    direction="outgoing",
+    gate="output",
+    dtype="float64",
+    seed=0,
+    mask=False,
+    biases=True,
+    **options,
+):
+    """Return an update (B, N, C, H) with every array, unless it is told otherwise."""
+    rng = np.random.default_rng(seed)
+    arrays = pair(*shape, rng, gate=gate, mask=mask, biases=biases, **options)
+    cotangent = rng.normal(size=arrays["x"].shape)
+    return Problem(arrays, {"direction": direction, "gate": gate}, cotangent).astype(dtype)
+
+
+def tensor(array):
+    return torch.from_numpy(array)
+
+
+def evaluate(place, p, **options):
+    """Return the update, an array."""
+    arrays = {n: a for n, a in p.arrays.items() if a is not None}
+    if place[0] == "torch":
+        arrays = {n: tensor(a) for n, a in arrays.items()}
+    options = {**p.options, **options, "backend": place[1]}
+    return np.asarray(triangle_multiplicative_update(**arrays, **options))
+
+
+def leaves_of(p):
+    return [tensor(p.arrays[name]).requires_grad_() for name in p.given]
+
+
+def function_of(p, backend=None, **options):
+    """Return the update as a function of the tensors of the arrays that are given."""
+
+    def function(*leaves, **more):
+        arrays = dict(zip(p.given, leaves, strict=True))
+        options_ = {**p.options, **options, **more, "backend": backend}
+        return triangle_multiplicative_update(**arrays, **options_)
+
+    return function
+
+
+def solve(place, p, **options):
+    """Return the update and the gradients of what is given, as arrays."""
+    if place[0] == "numpy":
+        arrays = {n: a for n, a in p.arrays.items() if a is not None}
+        options = {**p.options, **options, "backend": place[1]}
+        out, pullback = triangle_multiplicative_update.vjp(**arrays, **options)
+        return [out, *pullback(p.cotangent)]
+    leaves = leaves_of(p)
+    out = function_of(p, place[1], **options)(*leaves)
+    gradients = torch.autograd.grad(out, leaves, tensor(p.cotangent))
+    return [np.asarray(result.detach()) for result in (out, *gradients)]
+
+
+def eager(arrays, direction="outgoing", gate="output", eps=1e-5):
+    """Return the update as AlphaFold's supplement writes it down, in torch."""
+    H = arrays["p_out_weight"].shape[1]
+
+    def linear(name, x):
+        return torch.nn.functional.linear(x, arrays[f"{name}_weight"], arrays[f"{name}_bias"])
+
+    def norm(name, x):
+        # The third derivative of torch's own is wrong.
+        var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+        x = (x - mean) / (var + eps).sqrt()
+        weight, bias = arrays[f"{name}_weight"], arrays[f"{name}_bias"]
+        x = x if weight is None else x * weight
+        return x if bias is None else x + bias
+
+    z = norm("norm_in", arrays["x"])
+    ab = torch.sigmoid(linear("g_in", z)) * linear("p_in", z)
+    if arrays["mask"] is not None:
+        ab = ab * arrays["mask"][..., None]
+    a, b = ab[..., :H], ab[..., H:]
+    terms = "bikh,bjkh->bijh" if direction == "outgoing" else "bkih,bkjh->bijh"
+    o = norm("norm_out", torch.einsum(terms, a, b))
+    g = torch.sigmoid(linear("g_out", z))
+    return linear("p_out", o * g) if gate == "hidden" else g * linear("p_out", o)
+
+
+def expected(p):
+    """Return the update and the gradients of what is given, by torch's autograd in float64."""
+    wide = p.astype("float64")
+    leaves = leaves_of(wide)
+    arrays = {**wide.arrays, **dict(zip(p.given, leaves, strict=True))}
+    out = eager(arrays, **p.options)
+    gradients = torch.autograd.grad(out, leaves, tensor(wide.cotangent))
+    return [result.detach().numpy() for result in (out, *gradients)]
+
+
+def same(got, want):
+    np.testing.assert_array_equal(got, want, strict=True)
+
+
+def close(got, want, dtype=None, terms=8192):
+    """Compare with a reference by the matrix's tolerance for updates of few channels."""
+    dtype = str(got.dtype) if dtype is None else dtype
+    assert error(got, want) <= TOLERANCE[dtype] * terms**0.5 / 8
+
+
+def relative(got, want):
+    """Return the norm of the error over that of the reference."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0)
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+@needs_torch
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_value_and_gradients_are_those_of_alphafolds_formula(
+    place, direction, gate, variant, dtype
+):
+    p = problem(direction=direction, gate=gate, dtype=dtype, **VARIANTS[variant])
+    for name, got, want in zip(["out", *p.given], solve(place, p), expected(p), strict=True):
+        assert got.dtype == dtype, name
+        close(got, want)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_gradients_are_what_differences_say(direction, gate, name):
+    p = problem((1, 3, 4, 3), direction=direction, gate=gate)
+    place = "numpy", "numpy"
+    gradient = solve(place, p)[1 + ARRAYS.index(name)]
+    step = 1e-5
+    want = np.zeros_like(gradient)
+    for index in np.ndindex(gradient.shape):
+        moved = []
+        for sign in (1, -1):
+            array = p.arrays[name].copy()
+            array[index] += sign * step
+            moved.append(np.vdot(p.cotangent, evaluate(place, p.but(**{name: array}))))
+        want[index] = (moved[0] - moved[1]) / (2 * step)
+    # The square of the step, and rounding over it.
+    assert error(gradient, want) < 1e-7
+
+
+@needs_torch
+def test_first_and_second_derivatives(any_torch_backend, direction, gate):
+    p = problem((1, 3, 4, 3), direction=direction, gate=gate)
+    function = function_of(p, any_torch_backend)
+    assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=True)
+
+
+@needs_torch
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_second_derivatives_are_those_of_the_eager_formula(torch_backend, gate, variant):
+    p = problem((1, 4, 5, 6), gate=gate, **VARIANTS[variant])
+    found = []
+    for ours in (True, False):
+        leaves = leaves_of(p)
+        cotangent = tensor(p.cotangent).requires_grad_()
+        if ours:
+            out = function_of(p, torch_backend)(*leaves)
+        else:
+            out = eager({**p.arrays, **dict(zip(p.given, leaves, strict=True))}, **p.options)
+        first = torch.autograd.grad(out, leaves, cotangent, create_graph=True)
+        along = sum((gradient.sin() ** 2).sum() for gradient in first)
+        found.append(torch.autograd.grad(along, [*leaves, cotangent], allow_unused=True))
+    for got, want in zip(*found, strict=True):
+        if want is None:
+            assert got is None or not got.any()
+        else:
+            # Squares of LayerNorms' divisions.
+            close(got.numpy(), want.numpy(), terms=1e6)
+
+
+@needs_torch
+def test_third_derivatives(torch_backend):
+    p = problem((1, 3, 4, 5))
+    rng = np.random.default_rng(1)
+    along = [tensor(rng.normal(size=p.arrays["x"].shape)) for _ in range(2)]
+    found = []
+    for ours in (True, False):
+        leaves = leaves_of(p)
+        if ours:
+            out = function_of(p, torch_backend)(*leaves)
+        else:
+            out = eager({**p.arrays, **dict(zip(p.given, leaves, strict=True))}, **p.options)
+        (first,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
+        (second,) = torch.autograd.grad((first * along[0]).sum(), leaves[0], create_graph=True)
+        found.append(torch.autograd.grad((second * along[1]).sum(), leaves))
+    for got, want in zip(*found, strict=True):
+        close(got.numpy(), want.numpy(), terms=1e6)
+
+
+@needs_torch
+def test_a_gradient_that_depends_on_nothing_has_none_itself(torch_backend):
+    """That of the last bias with gate="hidden" is a sum of the cotangent."""
+    p = problem(gate="hidden")
+    leaves = leaves_of(p)
+    at, x = p.given.index("p_out_bias"), leaves[0]
+    out = function_of(p, torch_backend)(*leaves)
+    first = torch.autograd.grad(out.sum(), [x, leaves[at]], create_graph=True)
+    (both,) = torch.autograd.grad(first[0].square().sum() + first[1].sum(), x, retain_graph=True)
+    (alone,) = torch.autograd.grad(first[0].square().sum(), x, retain_graph=True)
+    assert torch.equal(both, alone)
+    (nothing,) = torch.autograd.grad(first[1].sum(), x, allow_unused=True)
+    assert nothing is None or not nothing.any()
+
+
+@needs_torch
+def test_gradients_of_some_of_the_arrays(any_torch_backend):
+    """What is asked for alone is what it is among all."""
+    p = problem()
+    want = solve(("torch", any_torch_backend), p)[1:]
+    for at, name in enumerate(p.given):
+        leaves = [leaf.requires_grad_(i == at) for i, leaf in enumerate(leaves_of(p))]
+        out = function_of(p, any_torch_backend)(*leaves)
+        (got,) = torch.autograd.grad(out, leaves[at], tensor(p.cotangent))
+        assert name
+        close(got.numpy(), want[at], terms=64)
+
+
+def test_incoming_is_outgoing_of_what_is_transposed(place, gate):
+    """With left and right exchanged too: x_ij ↔ x_ji turns l_ik r_jk into r_ki l_kj."""
+    p = problem((2, 5, 6, 7), gate=gate)
+
+    def exchanged(array):
+        left, right = np.split(array, 2)
+        return np.concatenate([right, left])
+
+    def transposed(array):
+        return np.ascontiguousarray(array.swapaxes(1, 2))
+
+    halves = ("p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias")
+    other = p.but(
+        direction="incoming",
+        x=transposed(p.arrays["x"]),
+        mask=transposed(p.arrays["mask"]),
+        cotangent=transposed(p.cotangent),
+        **{name: exchanged(p.arrays[name]) for name in halves},
+    )
+    back = {"out": transposed, "x": transposed, "mask": transposed}
+    back |= dict.fromkeys(halves, exchanged)
+    names = ["out", *p.given]
+    for name, one, two in zip(names, solve(place, p), solve(place, other), strict=True):
+        close(back.get(name, lambda array: array)(two), one)
+
+
+def test_without_the_last_gate_left_and_right_need_not_be_exchanged(quick):
+    p = problem()
+    for name in ("g_out_weight", "g_out_bias"):
+        p.arrays[name][:] = 0.0
+    x, mask = (np.ascontiguousarray(p.arrays[n].swapaxes(1, 2)) for n in ("x", "mask"))
+    got = evaluate(quick, p.but(direction="incoming", x=x, mask=mask))
+    close(got, evaluate(quick, p))
+
+
+def test_batches_are_apart(quick, direction):
+    p = problem((3, 4, 5, 6), direction=direction)
+    whole = evaluate(quick, p)
+    for b in range(3):
+        alone = p.but(x=p.arrays["x"][b : b + 1], mask=p.arrays["mask"][b : b + 1])
+        close(evaluate(quick, alone), whole[b : b + 1], terms=64)
+
+
+# dtype, precision, and the largest error there may be, relative, by norms.
+PRECISION = [
+    ("float32", None, 1e-6),
+    ("float32", "ieee", 1e-6),
+    ("float32", "tf32", 1e-3),
+    ("float32", "bf16", 5e-3),
+    ("float32", "fp16", 1e-3),
+    ("bfloat16", None, 5e-3),
+    ("float16", None, 1e-3),
+    ("bfloat16", "ieee", 5e-3),
+    ("float16", "tf32", 1e-3),
+]
+INPUTS = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "large mean": lambda rng, shape: 1e3 + rng.normal(size=shape),
+    "Cauchy": lambda rng, shape: np.clip(2 * rng.standard_cauchy(shape), -6e4, 6e4),
+}
+
+
+@needs_torch
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize(("dtype", "precision", "limit"), PRECISION)
+def test_errors_are_as_small_as_they_should_be(
+    any_torch_backend, gate, inputs, dtype, precision, limit
+):
+    """Gradients may be off by twice as much."""
+    shape = 1, 12, 32, 32
+    p = problem(shape, gate=gate, mask=True, biases=False)
+    rng = np.random.default_rng(0)
+    p = p.but(x=INPUTS[inputs](rng, p.arrays["x"].shape))
+    kind = getattr(torch, dtype)
+    leaves = [leaf.detach().to(kind).requires_grad_() for leaf in leaves_of(p)]
+    out = function_of(p, any_torch_backend, precision=precision)(*leaves)
+    cotangent = tensor(p.cotangent).to(kind)
+    gradients = torch.autograd.grad(out, leaves, cotangent)
+    rounded = {n: t.detach().double().numpy() for n, t in zip(p.given, leaves, strict=True)}
+    want = expected(p.but(**rounded, cotangent=cotangent.double().numpy()))
+    results = [t.detach().double().numpy() for t in (out, *gradients)]
+    assert all(np.isfinite(result).all() for result in results)
+    assert relative(results[0], want[0]) < limit
+    for name, got, gradient in zip(p.given, results[1:], want[1:], strict=True):
+        assert relative(got, gradient) < 2 * limit, name
+
+
+def test_numbers_of_any_size(quick):
+    """Heavy tails, constants, zeros: finite wherever float64 is."""
+    p = problem((1, 5, 6, 8), dtype="float32")
+    x = p.arrays["x"]
+    x[0, 0], x[0, 1], x[0, 2, :, 0], x[0, 3, 3] = 0.0, 1e4, 1e12, 1e-30
+    got, *gradients = solve(quick, p)
+    want, *others = solve(("numpy", "numpy"), p.astype("float64"))
+    assert all(np.isfinite(array).all() for array in (got, *gradients, want, *others))
+    # A constant of four digits leaves nothing but what its mean is rounded by.
+    close(got, want)
+
+
+@pytest.mark.parametrize("hidden_row", [0, 3])
+def test_a_row_that_is_masked_altogether(place, direction, gate, hidden_row):
+    """Its o is zero, of which a LayerNorm makes its bias."""
+    p = problem(direction=direction, gate=gate, dtype="float32")
+    mask = np.ones_like(p.arrays["mask"])
+    mask[:, hidden_row] = mask[:, :, hidden_row] = 0.0
+    p = p.but(mask=mask)
+    out, *gradients = solve(place, p)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    a = {name: array if array is None else array.astype("f8") for name, array in p.arrays.items()}
+    x = a["x"][:, hidden_row]
+    n = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    n = n * a["norm_in_weight"] + a["norm_in_bias"]
+    s = 1 / (1 + np.exp(-(n @ a["g_out_weight"].T + a["g_out_bias"])))
+    o = a["norm_out_bias"]
+    if gate == "output":
+        want = (o @ a["p_out_weight"].T + a["p_out_bias"]) * s
+    else:
+        want = (o * s) @ a["p_out_weight"].T + a["p_out_bias"]
+    close(out[:, hidden_row], want)
+
+
+def test_everything_masked(place, gate):
+    p = problem(gate=gate, dtype="float32")
+    p = p.but(mask=np.zeros_like(p.arrays["mask"]))
+    for got, want in zip(
+        solve(place, p), solve(("numpy", "numpy"), p.astype("float64")), strict=True
+    ):
+        close(got, want)
+
+
+MASKS = {
+    "(N, N)": (5, 5),
+    "(1, N, N)": (1, 5, 5),
+    "(B, N, 1)": (2, 5, 1),
+    "(B, 1, N)": (2, 1, 5),
+    "(N, 1)": (5, 1),
+    "(N,)": (5,),
+    "()": (),
+    "(1, 1, 1)": (1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_masks_broadcast(quick, shape):
+    """The gradient of one is a sum over what it is spread over."""
+    p = problem()
+    mask = np.random.default_rng(3).uniform(0.5, 1.5, shape)
+    full = np.broadcast_to(mask, (2, 5, 5)).copy()
+    at = 1 + p.given.index("mask")
+    spread, whole = solve(quick, p.but(mask=mask)), solve(quick, p.but(mask=full))
+    want = whole.pop(at)
+    got = spread.pop(at)
+    assert got.shape == shape
+    padded = (1,) * (3 - len(shape)) + shape
+    axes = tuple(i for i, n in enumerate(padded) if n == 1)
+    close(np.asarray(got), want.sum(axes, keepdims=True).reshape(shape))
+    for one, two in zip(spread, whole, strict=True):
+        close(one, two, terms=64)
+
+
+def test_masks_of_bool(quick):
+    p = problem(mask=True)
+    as_bool = p.but(mask=p.arrays["mask"].astype(bool))
+    same(evaluate(quick, as_bool), evaluate(quick, p))
+    if quick[0] == "numpy":
+        # By its values.
+        for got, want in zip(solve(quick, as_bool), solve(quick, p), strict=True):
+            same(got, want)
+    else:
+        leaves = [tensor(as_bool.arrays[n]).requires_grad_(n != "mask") for n in p.given]
+        others = [leaf for leaf in leaves if leaf.requires_grad]
+        out = function_of(p, quick[1])(*leaves)
+        got = torch.autograd.grad(out, others, tensor(p.cotangent))
+        want = [g for n, g in zip(p.given, solve(quick, p)[1:], strict=True) if n != "mask"]
+        for one, two in zip(got, want, strict=True):
+            same(one.numpy(), two)
+
+
+def test_a_mask_is_used_in_the_dtype_of_x(quick):
+    p = problem(dtype="float32")
+    mask = np.random.default_rng(0).uniform(size=(2, 5, 5))
+    got = solve(quick, p.but(mask=mask))
+    want = solve(quick, p.but(mask=mask.astype("f4")))
+    for name, one, two in zip(["out", *p.given], got, want, strict=True):
+        # Autograd casts the gradient back; NumPy's has no way to.
+        assert name == "mask" or one.dtype == np.float32
+        same(one.astype("f4"), two)
+
+
+LIMITS = (1, 3000, 20_000, 10**12)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_parts_are_equal_to_the_whole(place, direction, gate, limit):
+    """To rounding: `max_memory` changes in how many steps an update is computed."""
+    shape = (2, 5, 6, 7) if place[1] == "triton" else (2, 21, 6, 7)
+    p = problem(shape, direction=direction, gate=gate, dtype="float32")
+    whole = solve(place, p)
+    for got, want in zip(solve(place, p, max_memory=limit), whole, strict=True):
+        assert got.dtype == want.dtype
+        close(got, want)
+
+
+EMPTY = [(0, 3, 4, 5), (1, 0, 4, 5), (0, 0, 1, 1), (2, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+def test_nothing_and_next_to_nothing(place, direction, gate, shape):
+    p = problem(shape, direction=direction, gate=gate)
+    want = solve(("numpy", "numpy"), p)
+    for name, got, expected in zip(["out", *p.given], solve(place, p), want, strict=True):
+        shape_of = p.cotangent.shape if name == "out" else p.arrays[name].shape
+        assert got.shape == shape_of
+        close(got, expected)
+        assert got.size == 0 or 0 not in shape or not got.any()
+
+
+def test_eps(quick):
+    p = problem()
+    for eps in (1e-12, 1e-3, 1, np.float32(0.1)):
+        got = evaluate(quick, p, eps=eps)
+        if HAS_TORCH:
+            arrays = {n: tensor(a) for n, a in p.arrays.items()}
+            close(got, eager(arrays, **p.options, eps=float(eps)).numpy())
+    assert not np.array_equal(evaluate(quick, p, eps=1.0), evaluate(quick, p))
+
+
+MIXED = [
+    {"x": "float64"},
+    {"x": "float32", "p_in_weight": "float64", "norm_out_bias": "float64"},
+    {"g_out_weight": "float64", "mask": "float64"},
+]
+
+
+@pytest.mark.parametrize("dtypes", MIXED, ids=lambda d: "-".join(d))
+def test_arrays_of_several_dtypes(quick, dtypes):
+    """The result has the dtype of x, and a gradient that of its array."""
+    p = problem(dtype="float32")
+    p = p.but(**{n: p.arrays[n].astype(dtype) for n, dtype in dtypes.items()})
+    p = p.but(cotangent=p.cotangent.astype(p.arrays["x"].dtype))
+    results = solve(quick, p)
+    want = solve(("numpy", "numpy"), p.astype("float64"))
+    assert results[0].dtype == p.arrays["x"].dtype
+    for name, got, gradient in zip(p.given, results[1:], want[1:], strict=True):
+        if quick[0] == "torch" or name != "mask":
+            assert got.dtype == p.arrays[name].dtype
+        close(got, gradient, "float32")
+    close(results[0], want[0], "float32")
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_with_weights_of_float32(any_torch_backend, gate, dtype):
+    kind = getattr(torch, dtype)
+    p = problem((1, 5, 8, 8), gate=gate)
+    leaves = [
+        leaf.detach().to(kind if name == "x" else torch.float32).requires_grad_()
+        for name, leaf in zip(p.given, leaves_of(p), strict=True)
+    ]
+    out = function_of(p, any_torch_backend)(*leaves)
+    assert out.dtype == kind
+    cotangent = tensor(p.cotangent).to(kind)
+    gradients = torch.autograd.grad(out, leaves, cotangent)
+    rounded = {n: t.detach().double().numpy() for n, t in zip(p.given, leaves, strict=True)}
+    want = expected(p.but(**rounded, cotangent=cotangent.double().numpy()))
+    limit = 5e-3 if dtype == "bfloat16" else 1e-3
+    assert relative(out.detach().double().numpy(), want[0]) < limit
+    for leaf, got, gradient in zip(leaves, gradients, want[1:], strict=True):
+        assert got.dtype == leaf.dtype
+        # Eight channels are few.
+        assert relative(got.double().numpy(), gradient) < 4 * limit
+
+
+@needs_torch
+def test_autocast_leaves_dtypes_alone(torch_backend):
+    p = problem(dtype="float32")
+    with torch.autocast("cpu", torch.bfloat16):
+        results = solve(("torch", torch_backend), p)
+    for got, want in zip(results, solve(("torch", torch_backend), p), strict=True):
+        assert got.dtype == np.float32
+        close(got, want, terms=64)
+
+
+LAYOUTS = {
+    "slice": lambda a: np.repeat(a, 2, -1)[..., ::2],
+    "transpose": lambda a: np.ascontiguousarray(a.T).T,
+    "rows apart": lambda a: np.repeat(a, 3, 0)[1::3],
+}
+# Which torch has not.
+NUMPY_LAYOUTS = {
+    "reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
+    "upside down": lambda a: a[::-1].copy()[::-1],
+    "read-only": lambda a: frozen(a.copy()),
+    "unaligned": lambda a: unaligned(a),
+}
+
+
+def unaligned(array):
+    memory = np.empty(array.nbytes + 1, np.uint8)
+    view = memory[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def check_layout(place, layout, gate):
+    p = problem(gate=gate)
+    other = p.mapped(layout)
+    before = p.mapped(np.copy)
+    for got, want in zip(solve(place, other), solve(place, p), strict=True):
+        close(got, want, terms=64)
+    for name in p.given:
+        same(other.arrays[name], before.arrays[name])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_are_read_where_they_lie(place, layout, gate):
+    check_layout(place, LAYOUTS[layout], gate)
+
+
+@pytest.mark.parametrize("layout", NUMPY_LAYOUTS)
+def test_arrays_are_read_backwards_and_never_written(backend, layout, gate):
+    check_layout(("numpy", backend), NUMPY_LAYOUTS[layout], gate)
+
+
+@needs_torch
+def test_expanded_tensors_and_cotangents(any_torch_backend):
+    """One weight for all channels, and a cotangent as `.sum().backward()` gives it."""
+    p = problem()
+    place = "torch", any_torch_backend
+    leaves = leaves_of(p)
+    at = p.given.index("norm_in_weight")
+    one = tensor(np.array([1.25])).requires_grad_()
+    spread = [*leaves[:at], one.expand(6), *leaves[at + 1 :]]
+    leaves[at] = one
+    got = torch.autograd.grad(function_of(p, any_torch_backend)(*spread).sum(), leaves)
+    want = solve(place, p.but(norm_in_weight=np.full(6, 1.25), cotangent=np.ones((2, 5, 5, 6))))
+    for i, (mine, other) in enumerate(zip(got, want[1:], strict=True)):
+        close(mine.numpy(), other.sum(keepdims=True) if i == at else other)
+
+
+def test_out_is_filled_and_returned(place):
+    for dtype in DTYPES:
+        p = problem(dtype=dtype)
+        out = np.full(p.cotangent.shape, np.nan, dtype)
+        filled = tensor(out) if place[0] == "torch" else out
+        arrays = {n: tensor(a) if place[0] == "torch" else a for n, a in p.arrays.items()}
+        options = {**p.options, "backend": place[1]}
+        assert triangle_multiplicative_update(**arrays, **options, out=filled) is filled
+        close(out, evaluate(place, p), terms=64)
+
+
+def arguments():
+    """Return those of a call with every array, by name."""
+    return problem().arrays
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: np.full((2, 5, 5, 7), 7.0), ValueError, r"has shape \(2, 5, 5, 7\); it should be"),
+        (lambda: np.full((2, 5, 5, 6), 7.0, "f4"), TypeError, "has dtype float32; it should be fl"),
+        (lambda: np.full((6, 5, 5, 2), 7.0).T, ValueError, "is not contiguous; it should be"),
+        (lambda: frozen(np.full((2, 5, 5, 6), 7.0)), ValueError, "is read-only; it should be"),
+    ],
+)
+def test_bad_out(make, kind, message):
+    out = make()
+    with pytest.raises(kind, match=f"triangle_multiplicative_update: out {message}"):
+        triangle_multiplicative_update(**arguments(), out=out)
+    assert (out == 7).all()
+
+
+def test_out_shares_memory_with_no_argument():
+    given = arguments()
+    with pytest.raises(ValueError, match="out shares memory with x; it should not"):
+        triangle_multiplicative_update(**given, out=given["x"])
+
+
+def shaped(*shape):
+    return np.ones(shape)
+
+
+# B, N, C, H are 2, 5, 6, 7.
+BAD = {
+    "x of integers": ({"x": np.ones((2, 5, 5, 6), int)}, TypeError, "x has dtype int64; it should"),
+    "x of half": ({"x": np.ones((2, 5, 5, 6), "f2")}, TypeError, "x has dtype float16; it should "),
+    "x big endian": ({"x": np.ones((2, 5, 5, 6), ">f8")}, TypeError, "x has dtype >f8; it should "),
+    "no x": ({"x": None}, TypeError, "x has dtype object"),
+    "x of rank 3": (
+        {"x": shaped(5, 5, 6)},
+        ValueError,
+        r"x has shape \(5, 5, 6\); it should be \(B, N, N, C\)",
+    ),
+    "x not square": (
+        {"x": shaped(2, 5, 4, 6)},
+        ValueError,
+        r"x has shape \(2, 5, 4, 6\); it should be \(B, N, N, C\)",
+    ),
+    "x of no channels": (
+        {"x": shaped(2, 5, 5, 0)},
+        ValueError,
+        r"x has shape \(2, 5, 5, 0\); its last size, C, should be > 0",
+    ),
+    "mask of integers": (
+        {"mask": np.ones((2, 5, 5), int)},
+        TypeError,
+        "mask has dtype int64; it should be bool, float32 or float64",
+    ),
+    "mask of others": (
+        {"mask": shaped(2, 4, 5)},
+        ValueError,
+        r"mask has shape \(2, 4, 5\); it should broadcast to \(2, 5, 5\), \(B, N, N\) of x",
+    ),
+    "mask of residues": ({"mask": shaped(2, 5)}, ValueError, r"mask has shape \(2, 5\); it should"),
+    "mask with channels": (
+        {"mask": shaped(2, 5, 5, 1)},
+        ValueError,
+        r"mask has shape \(2, 5, 5, 1\); it should broadcast to \(2, 5, 5\)",
+    ),
+    "p_in of an odd number": (
+        {"p_in_weight": shaped(13, 6)},
+        ValueError,
+        r"p_in_weight has shape \(13, 6\); it should be \(2H, 6\), with H > 0",
+    ),
+    "p_in of no channels": (
+        {"p_in_weight": shaped(0, 6)},
+        ValueError,
+        r"p_in_weight has shape \(0, 6\); it should be \(2H, 6\), with H > 0",
+    ),
+    "p_in of another C": (
+        {"p_in_weight": shaped(14, 5)},
+        ValueError,
+        r"p_in_weight has shape \(14, 5\); it should be \(2H, 6\)",
+    ),
+    "p_in and no one else of another H": (
+        {"p_in_weight": shaped(16, 6)},
+        ValueError,
+        r"p_in_bias has shape \(14,\); it should be \(16,\)",
+    ),
+    "the other gate's weights": (
+        {"gate": "hidden"},
+        ValueError,
+        r"g_out_weight has shape \(6, 6\); it should be \(7, 6\)",
+    ),
+    "direction": ({"direction": "both"}, ValueError, "direction is 'both'; it should be one of ou"),
+    "gate": ({"gate": None}, ValueError, "gate is None; it should be one of output, hidden"),
+    "precision": (
+        {"precision": "fp8"},
+        ValueError,
+        "precision is 'fp8'; it should be one of None, ieee, tf32, bf16, fp16",
+    ),
+    "precision of float64": (
+        {"precision": "tf32"},
+        ValueError,
+        "precision is 'tf32'; with float64 it should be None or 'ieee'",
+    ),
+    "eps of none": ({"eps": 0.0}, ValueError, r"eps is 0\.0; it should be a positive number"),
+    "eps negative": ({"eps": -1e-5}, ValueError, "eps is -1e-05; it should be a positive number"),
+    "eps NaN": ({"eps": math.nan}, ValueError, "eps is nan; it should be a positive number"),
+    "eps infinite": ({"eps": math.inf}, ValueError, "eps is inf; it should be a positive number"),
+    "eps a text": ({"eps": "1e-5"}, ValueError, "eps is '1e-5'; it should be a positive number"),
+    "no memory": ({"max_memory": 0}, ValueError, "max_memory is 0; it should be positive, or None"),
+    "memory owed": ({"max_memory": -1}, ValueError, "max_memory is -1; it should be at least 0"),
+    "memory a float": ({"max_memory": 1e9}, TypeError, "max_memory is a float; it should be an in"),
+    "another backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be one of"),
+    "triton": ({"backend": "triton"}, fusedops.BackendUnavailable, "it takes torch tensors"),
+}
+SHAPES = {
+    "norm_in_weight": "(6,)",
+    "norm_in_bias": "(6,)",
+    "p_in_bias": "(14,)",
+    "g_in_weight": "(14, 6)",
+    "g_in_bias": "(14,)",
+    "norm_out_weight": "(7,)",
+    "norm_out_bias": "(7,)",
+    "p_out_weight": "(6, 7)",
+    "p_out_bias": "(6,)",
+    "g_out_weight": "(6, 6)",
+    "g_out_bias": "(6,)",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    changes, kind, message = BAD[name]
+    op = triangle_multiplicative_update
+    for function in (op, op.vjp, op.explain):
+        if name == "triton" and function is op.explain:
+            continue
+        with pytest.raises(kind, match=message):
+            function(**{**arguments(), **changes})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_weight_says_its_name_and_shape(name):
+    array = arguments()[name]
+    should = SHAPES[name].replace("(", r"\(").replace(")", r"\)")
+    for wrong in (array[1:], array[None], array[..., :0], array.sum()):
+        message = f"update: {name} has shape .*; it should be {should}"
+        with pytest.raises(ValueError, match=message):
+            triangle_multiplicative_update(**{**arguments(), name: wrong})
+    for wrong in (array.astype(int), array.astype(complex), array > 0):
+        message = f"update: {name} has dtype .*; it should be float32 or float64"
+        with pytest.raises(TypeError, match=message):
+            triangle_multiplicative_update(**{**arguments(), name: wrong})
+
+
+@pytest.mark.parametrize("name", ["p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight"])
+def test_a_weight_that_is_missing_says_its_name(name):
+    with pytest.raises(TypeError, match=f"update: {name} is None; it should be given"):
+        triangle_multiplicative_update(**{**arguments(), name: None})
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ARRAYS[1:])
+def test_tensors_and_arrays_do_not_mix(name):
+    given = arguments()
+    with pytest.raises(TypeError, match=f"{name} is a torch tensor; it should be a NumPy array"):
+        triangle_multiplicative_update(**{**given, name: tensor(given[name])})
+    tensors = {n: tensor(v) for n, v in given.items()}
+    with pytest.raises(TypeError, match=f"{name} is a NumPy array; it should be a torch tensor"):
+        triangle_multiplicative_update(**{**tensors, name: given[name]})
+    with pytest.raises(ValueError, match=f"{name} is on meta; it should be on cpu, where x is"):
+        triangle_multiplicative_update(**{**tensors, name: tensors[name].to("meta")})
+
+
+@needs_torch
+def test_bad_tensors_name_the_argument():
+    tensors = {n: tensor(v) for n, v in arguments().items()}
+    for name, changes, message in (
+        ("x", {"x": tensors["x"].int()}, "x has dtype int32; it should be a dense tensor"),
+        ("mask", {"mask": tensors["mask"].int()}, "mask has dtype int32; it should be bool, float"),
+        ("p_in_bias", {"p_in_bias": tensors["p_in_bias"].cfloat()}, "p_in_bias has dtype complex6"),
+    ):
+        assert name
+        with pytest.raises(TypeError, match=message):
+            triangle_multiplicative_update(**{**tensors, **changes})
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"), [(None, "ieee"), ("ieee", "ieee"), ("tf32", "tf32"), ("bf16", "bf16")]
+)
+def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
+    """The arrays, the mask spread out and in the dtype of x, and precision and memory resolved."""
+    pytest.importorskip("numba")
+    told = []
+
+    def kernel(*args):
+        told.append(args)
+        args[-2][...] = 3.0
+        if args[-1] is not None:
+            args[-1][...] = 4.0
+
+    monkeypatch.setitem(_registry._kernels, (trimul.name, "numba"), kernel)
+    monkeypatch.setattr(_registry, "_chosen", {})
+    p = problem(mask=True, dtype="float32")
+    arrays = {**p.arrays, "mask": p.arrays["mask"][0, :1].astype(bool)}
+    options = {"precision": given, "max_memory": 77, "backend": "numba"}
+    assert (triangle_multiplicative_update(**arrays, **options) == 3).all()
+    triangle_multiplicative_update.vjp(**arrays, **options)
+    for args, kept in zip(told, (False, True), strict=True):
+        assert len(args) == 14 + 5 + 2
+        assert (args[1].shape, args[1].dtype) == ((2, 5, 5), np.float32)
+        assert args[14:19] == ("outgoing", "output", resolved, 1e-5, 77)
+        # What only a gradient needs isn't computed without one.
+        assert (args[20] is not None) == kept
+        assert not kept or (args[20].shape, args[20].dtype) == ((2, 7, 5, 5), np.float32)
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("x", "weights", "resolved"),
+    [
+        ("float64", "float64", "ieee"),
+        ("float32", "float32", "ieee"),
+        ("float32", "bfloat16", "ieee"),
+        ("bfloat16", "bfloat16", "bf16"),
+        ("bfloat16", "float32", "bf16"),
+        ("float16", "float32", "fp16"),
+        ("float16", "float64", "ieee"),
+    ],
+)
+def test_the_precision_of_a_call_that_names_none(x, weights, resolved, monkeypatch):
+    seen = []
+
+    def formula(*args):
+        seen.append(args[16])
+        return genuine(*args)
+
+    genuine = trimul.formula
+    monkeypatch.setattr(trimul, "formula", formula)
+    monkeypatch.setattr(_registry, "_chosen", {})
+    p = problem((1, 2, 3, 4))
+    tensors = {
+        n: tensor(a).to(getattr(torch, x if n == "x" else weights)) for n, a in p.arrays.items()
+    }
+    out = triangle_multiplicative_update(**tensors, backend="torch")
+    assert seen == [resolved]
+    assert out.dtype == tensors["x"].dtype
+
+
+def test_the_pullback_returns_gradients_of_what_was_given(backend, gate):
+    for left_out in ((), ("mask",), ("norm_in_weight", "norm_out_bias", "p_in_bias"), ARRAYS[6:10]):
+        missing = [name for name in left_out if name != "g_in_weight"]
+        p = problem(gate=gate).but(**dict.fromkeys(missing))
+        out, pullback = triangle_multiplicative_update.vjp(**p.arrays, **p.options, backend=backend)
+        assert out.shape == p.cotangent.shape
+        want = [p.arrays[name].shape for name in p.given]
+        assert [gradient.shape for gradient in pullback(p.cotangent)] == want
+
+
+def test_cotangents_are_checked(backend):
+    out, pullback = triangle_multiplicative_update.vjp(**arguments(), backend=backend)
+    assert all(gradient is None for gradient in pullback(None))
+    with pytest.raises(ValueError, match=r"the cotangent has shape \(300,\); it should be \(2, 5"):
+        pullback(out.ravel())
+
+
+@needs_torch
+def test_vjp_is_for_numpy():
+    tensors = {n: tensor(v) for n, v in arguments().items()}
+    with pytest.raises(TypeError, match="x is a torch tensor; it should be a NumPy array"):
+        triangle_multiplicative_update.vjp(**tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_threads(backend, gate, dtype):
+    p = problem((1, 33, 17, 16), gate=gate, dtype=dtype)
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            fusedops.set_num_threads(threads)
+            results.append(solve(("numpy", backend), p))
+    finally:
+        fusedops.set_num_threads(None)
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            close(got, want)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_and_torch_agree(backend, dtype):
+    p = problem(dtype=dtype)
+    for got, want in zip(*(solve((f, backend), p) for f in ("torch", "numpy")), strict=True):
+        close(got, want, terms=64)
+
+
+@needs_torch
+def test_what_is_kept_for_the_backward(any_torch_backend):
+    """The arrays, of which the mask is a view, and o."""
+    p = problem()
+    leaves = leaves_of(p)
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function_of(p, any_torch_backend)(*leaves)
+    known = {leaf.data_ptr() for leaf in leaves}
+    new = [t for t in saved if t.data_ptr() not in known]
+    assert [tuple(t.shape) for t in new] == [(2, 7, 5, 5)]
+
+
+@needs_torch
+def test_kernels_may_be_told_o_or_not(any_torch_backend, direction, gate):
+    p = problem(direction=direction, gate=gate)
+    static = direction, gate, "ieee", 1e-5, 0
+    arrays = [tensor(a) for a in p.arrays.values()]
+    cotangent = tensor(p.cotangent)
+    _, o = trimul.formula(*arrays, *static)
+    call = _registry.Call(trimul_vjp, static, any_torch_backend)
+    told = call((*arrays, o, cotangent), trimul_vjp.all_wanted)
+    found = call((*arrays, None, cotangent), trimul_vjp.all_wanted)
+    for got, want in zip(found, told, strict=True):
+        close(got.numpy(), want.numpy())
+
+
+@needs_torch
+def test_o_has_a_gradient_too(torch_backend, direction):
+    """For who calls the registered op, which returns it."""
+    p = problem(direction=direction)
+    static = direction, "output", "ieee", 1e-5, 0
+    cotangent = tensor(np.random.default_rng(0).normal(size=(2, 7, 5, 5)))
+    operator = torch.ops.fusedops.triangle_multiplicative_update
+    for both in (False, True):
+        found = []
+        for registered in (True, False):
+            leaves = leaves_of(p)
+            if registered:
+                out, o = operator(*leaves, *static, [True, True], torch_backend)
+            else:
+                out, o = trimul.formula(*leaves, *static)
+            outputs = [(o, cotangent), (out, tensor(p.cotangent))][: 1 + both]
+            values, cotangents = zip(*outputs, strict=True)
+            found.append(torch.autograd.grad(values, leaves, cotangents, allow_unused=True))
+        for got, want in zip(*found, strict=True):
+            if want is None:
+                assert not got.any()
+            else:
+                close(got.numpy(), want.numpy())
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_transforms(torch_backend, gate):
+    p = problem(gate=gate)
+    function = function_of(p, torch_backend)
+    arrays = [tensor(p.arrays[name]) for name in p.given]
+    every = tuple(range(len(arrays)))
+
+    def loss(*arrays):
+        return function(*arrays).square().sum()
+
+    leaves = leaves_of(p)
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    for got, gradient in zip(torch.func.grad(loss, argnums=every)(*arrays), want, strict=True):
+        close(got.numpy(), gradient.numpy(), terms=64)
+    with pytest.raises(NotImplementedError, match=r"no derivative under torch\.func; torch\.auto"):
+        torch.func.jacrev(torch.func.grad(loss))(*arrays)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(function, tuple(arrays), tuple(arrays))
+    # An ensemble of weights for one representation.
+    batch = [torch.stack([a, -0.5 * a, a.flip(0)]) for a in arrays[2:]]
+    in_dims = (None, None, *(0 for _ in batch))
+    many = torch.vmap(function, in_dims)(*arrays[:2], *batch)
+    for b in range(3):
+        alone = function(*arrays[:2], *(a[b] for a in batch))
+        close(many[b].numpy(), alone.numpy(), terms=64)
+
+
+def compiled(function):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter, dynamic=True), counter
+
+
+@needs_torch
+@pytest.mark.parametrize("mask", ["bool", "float", "row"])
+def test_compile_without_breaks_or_recompiling(mask):
+    """Proteins of any length, in batches of any size."""
+
+    def function(x, mask, *weights):
+        arrays = dict(zip(("x", "mask", *ARRAYS[2:]), (1.5 * x, mask, *weights), strict=True))
+        out = triangle_multiplicative_update(**arrays, direction="incoming", max_memory=10**9)
+        return out.sin() + triangle_multiplicative_update(**arrays, precision="ieee", eps=1e-3)
+
+    fast, counter = compiled(function)
+    frames = []
+    # At first no two sizes are equal, which torch.compile would keep.
+    for B, N in ((2, 9), (3, 11), (5, 4)):
+        p = problem((B, N, 6, 7), mask=mask == "bool")
+        values = tensor(p.arrays["mask"])
+        values = {"bool": values.bool(), "float": values, "row": values[:, :, :1]}[mask]
+        found = []
+        for f in (fast, function):
+            leaves = leaves_of(p)
+            leaves[1] = values.clone().requires_grad_(mask != "bool")
+            out = f(*leaves)
+            found.append([out, *torch.autograd.grad(out.sum(), [*leaves[:1], *leaves[2:]])])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+        detached = [leaf.detach() for leaf in leaves]
+        torch.testing.assert_close(fast(*detached), function(*detached))
+        frames.append(counter.frame_count)
+    # The first time it starts over, because of numbers like eps.
+    assert len(set(frames)) == 1
+
+
+OPCHECKED = [
+    case
+    for case in CASES
+    if case.primitive in (trimul, trimul_vjp) and case.name in ("openfold", "plain", "no-residues")
+]
+
+
+@needs_torch
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+def test_opcheck(case):
+    arrays, static = case.make()
+    differentiable = case.primitive.pullback is not None
+    tensors = [
+        None if array is None else torch.tensor(array, requires_grad=differentiable)
+        for array in arrays
+    ]
+    operator = getattr(torch.ops.fusedops, case.primitive.name).default
+    wanted = list(case.primitive.all_wanted)
+    torch.library.opcheck(operator, (*tensors, *_take_apart(case.primitive, static), wanted, ""))
+
+
+@needs_torch
+def test_tensors_without_memory():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    p = problem(dtype="float32")
+    function = function_of(p)
+    with FakeTensorMode():
+        fake = function(*(torch.ones(p.arrays[n].shape) for n in p.given))
+    assert (fake.shape, fake.dtype) == (p.cotangent.shape, torch.float32)
+    arrays = [tensor(p.arrays[name]) for name in p.given]
+    recorded = make_fx(function)(*arrays)
+    assert torch.equal(recorded(*arrays), function(*arrays))
+    meta = function(*(a.to("meta") for a in arrays))
+    assert (meta.shape, meta.dtype) == (p.cotangent.shape, torch.float32)
+
+
+def test_explain_says_who_serves(place):
+    given = arguments()
+    if place[0] == "torch":
+        given = {n: tensor(a) for n, a in given.items()}
+    explanation = triangle_multiplicative_update.explain(**given, backend=place[1])
+    assert explanation.backend == place[1]
+    assert explanation.request.op == "triangle_multiplicative_update"
+
+
+GUARDED = """
+import ctypes, itertools, mmap
+import numpy as np
+from fusedops import _registry
+from fusedops.testing import pair
+from fusedops.trimul import trimul, trimul_vjp
+
+PAGE = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(values, at_the_end):
+    \"\"\"The array between two pages that nobody may touch, at the end or at the start.\"\"\"
+    pages = max(1, -(-values.nbytes // PAGE))
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (0, pages + 1):
+        assert libc.mprotect(ctypes.c_void_p(start + page * PAGE), PAGE, 0) == 0
+    offset = PAGE + (pages * PAGE - values.nbytes if at_the_end else 0)
+    array = np.frombuffer(memory, np.uint8)[offset:][: values.nbytes]
+    array = array.view(values.dtype).reshape(values.shape)
+    array[...] = values
+    return array
+
+
+def kernel(primitive, arrays, static, outputs, dtype):
+    request = _registry.Request(primitive.name, FRAMEWORK, "cpu", np.dtype(dtype), BACKEND)
+    run = _registry.choose(request)[1]
+    if FRAMEWORK == "torch":
+        import torch
+        arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))
+    run(*arrays, *static, *outputs)
+
+
+options = itertools.product(SHAPES, (True, False), ("f4", "f8"), ("output", "hidden"))
+for shape, at_the_end, dtype, gate in options:
+    for direction in ("outgoing", "incoming"):
+        rng = np.random.default_rng(0)
+        arrays = pair(*shape, rng, gate=gate, mask=False, biases=True).values()
+        arrays = [guarded(a.astype(dtype), at_the_end) for a in arrays]
+        static = direction, gate, "ieee", 1e-5, 0
+        want = trimul.formula(*arrays, *static)
+        outputs = [guarded(np.full(w.shape, np.nan, dtype), at_the_end) for w in want]
+        kernel(trimul, arrays, static, outputs, dtype)
+        g = guarded(rng.normal(size=arrays[0].shape).astype(dtype), at_the_end)
+        back = [*arrays, guarded(want[1], at_the_end), g]
+        want += trimul_vjp.formula(*back, *static)
+        outputs += [guarded(np.full(a.shape, np.nan, dtype), at_the_end) for a in arrays]
+        kernel(trimul_vjp, back, static, outputs[2:], dtype)
+        for got, value in zip(outputs, want, strict=True):
+            limit = (1e-4 if dtype == "f4" else 1e-11) * abs(value).max()
+            np.testing.assert_allclose(got, value, rtol=0, atol=limit)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages the Linux way")
+@pytest.mark.parametrize("place", FILLING, ids="-".join)
+def test_kernels_touch_nothing_beyond_their_arrays(place):
+    framework, backend = available(*place)
+    shapes = [(1, 3, 5, 7), (2, 1, 9, 8), (1, 17, 4, 3), (1, 2, 40, 33)]
+    shapes = shapes[:1] if backend == "triton" else shapes
+    header = f"FRAMEWORK, BACKEND, SHAPES = {framework!r}, {backend!r}, {shapes}\n"
+    command = [sys.executable, "-W", "ignore", "-c", header + GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
