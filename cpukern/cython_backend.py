@@ -13,7 +13,7 @@ from fusedops._registry import register
 from fusedops.conv import CHUNK
 from fusedops.density import SLACK, Lattice, Scatterers, listed
 from fusedops.planarity import LANES, NO_PLANE
-from fusedops.scatter import ScatterPlan
+from fusedops.scatter import PART_BITS, ScatterPlan
 from fusedops.wigner import Edges, degree_of, degrees, message_rows
 
 _planarity = isa.load("planarity_cython")
@@ -320,18 +320,42 @@ def edge_wigner(
     )
 
 
-def _survey(plan: ScatterPlan) -> tuple[np.ndarray, ...]:
-    """Return the runs of the cubes' rows, and check the plan on the way."""
-    if plan.runs is None:
-        cubes, _, rows, _ = plan.shape
-        first, second = np.empty((2, cubes, rows), np.int64)
-        split = np.empty((cubes, rows), np.int32)
-        reach = np.empty((2, cubes), np.int64)
-        threads = threads_for(plan.wbwc.size, _CUBE_GRAIN)
-        _scatter.survey[_INDEX[plan.wa.dtype]](plan.wbwc, threads, first, second, split, *reach)
-        plan.checked(reach)
-        plan.runs = first, second, split
-    return plan.runs
+def _survey(plan: ScatterPlan) -> None:
+    """Find the runs of the cubes' rows and the planes of every part, and check the plan."""
+    cubes, nx, rows, _ = plan.shape
+    first, second = np.empty((2, cubes, rows), np.int64)
+    split = np.empty((cubes, rows), np.int32)
+    low, high = np.empty((2, cubes), np.int64)
+    spans = np.empty((cubes, nx, 2), np.int32)
+    threads = threads_for(plan.wbwc.size, _CUBE_GRAIN)
+    ends = np.zeros((threads, 2, (plan.map_size - 1 >> PART_BITS) + 1), np.int64)
+    found = first, second, split, low, high, spans, ends
+    survey = _scatter.survey[_INDEX[plan.wa.dtype]]
+    inside = survey(plan.wa, plan.wbwc, plan.map_size, PART_BITS, *found)
+    plan.reach = (low, high) if inside else None
+    plan.checked()
+    plan.lists = _lists(spans, ends)
+    plan.runs = first, second, split
+
+
+def _lists(spans: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return what `ScatterPlan.bins` does, of what a survey has found.
+
+    What a part has of every share comes one after the other, so that their number changes nothing.
+    """
+    bits = PART_BITS
+    while True:
+        counts = (ends[:, 0] - ends[:, 1]).cumsum(1) + ends[:, 1]
+        # Planes that reach over many parts are better off in larger ones.
+        if counts.sum() <= spans.size:
+            break
+        ends = np.add.reduceat(ends, np.arange(0, ends.shape[2], 2), axis=2)
+        bits += 1
+    stops = counts.T.cumsum().reshape(-1, len(counts))
+    pointers = np.append(0, stops[:, -1])
+    planes = np.empty(pointers[-1], np.int64)
+    _scatter.fill(spans, bits - PART_BITS, np.subtract(stops.T, counts, order="C"), planes)
+    return planes, pointers, 1 << bits
 
 
 def _move(back: bool, cubes: np.ndarray, grid: np.ndarray, plan: ScatterPlan) -> None:
@@ -339,11 +363,11 @@ def _move(back: bool, cubes: np.ndarray, grid: np.ndarray, plan: ScatterPlan) ->
         if not back:
             grid[...] = 0
         return
-    runs = _survey(plan)
-    planes, pointers, part = plan.bins()
+    if plan.runs is None:
+        _survey(plan)
     threads = threads_for(cubes.size, _CUBE_GRAIN)
     move = _scatter.move[_INDEX[plan.wa.dtype], _REAL[cubes.dtype]]
-    move(back, plan.wa, plan.wbwc, planes, pointers, part, *runs, cubes, grid, threads)
+    move(back, plan.wa, plan.wbwc, *plan.bins(), *plan.runs, cubes, grid, threads)
 
 
 @register("structured_scatter_add", "cython")

@@ -96,6 +96,11 @@ cdef inline void copy(real* to, const real* rows, Py_ssize_t n) noexcept nogil:
         copy_double(to, rows, n)
 
 
+cdef inline void widen(long long place, long long* low, long long* high) noexcept nogil:
+    low[0] = min(low[0], place)
+    high[0] = max(high[0], place)
+
+
 cdef void one_cube(
     const integer* places, Py_ssize_t rows, Py_ssize_t length, long long* first,
     long long* second, int* split, long long* low, long long* high,
@@ -121,32 +126,81 @@ cdef void one_cube(
         second[j] = at[begin] if begin < length else 0
         split[j] = begin
         if begin > 0:
-            low[0] = min(low[0], <long long>at[0])
-            high[0] = max(high[0], <long long>at[begin - 1])
-            low[0] = min(low[0], <long long>at[begin % length])
-            high[0] = max(high[0], <long long>at[length - 1])
+            # Both ends of a run are either: its numbers may wrap around their dtype.
+            widen(at[0], low, high)
+            widen(at[begin - 1], low, high)
+            widen(at[begin % length], low, high)
+            widen(at[length - 1], low, high)
         else:
             for k in range(length):
-                low[0] = min(low[0], <long long>at[k])
-                high[0] = max(high[0], <long long>at[k])
+                widen(at[k], low, high)
+
+
+cdef inline bint one_span(
+    long long start, long long low, long long high, unsigned long long size, int bits, int* span
+) noexcept nogil:
+    """Find the first and the last part that a plane reaches; return whether it leaves the map.
+
+    Such a plane reaches no part, so that what comes of its numbers is none.
+    """
+    cdef unsigned long long begin = <unsigned long long>start + <unsigned long long>low
+    cdef unsigned long long end = <unsigned long long>start + <unsigned long long>high
+    # The sum of two numbers below zero may be none of 64 bits.
+    cdef bint leaves = (start < 0 and low < 0) or begin >= size or end >= size
+    span[0] = 0 if leaves else <int>(begin >> bits)
+    span[1] = -1 if leaves else <int>(end >> bits)
+    return leaves
 
 
 def survey(
-    # IN
+    # IN: a part has 2**bits elements, and a thread a share of the cubes
+    const integer[:, ::1] wa,
     const integer[:, :, ::1] wbwc,
-    int threads,
-    # OUT
+    unsigned long long size,
+    int bits,
+    # OUT: and whether all elements lie in the map
     long long[:, ::1] first,
     long long[:, ::1] second,
     int[:, ::1] split,
     long long[::1] low,
     long long[::1] high,
+    int[:, :, ::1] spans,
+    # OUT, of zeros: of how many planes of a share a part is the first, and the last
+    long long[:, :, ::1] ends,
 ):
-    cdef Py_ssize_t cubes = wbwc.shape[0], ny = wbwc.shape[1], nz = wbwc.shape[2], c
-    for c in prange(cubes, num_threads=threads, schedule="static", nogil=True):
-        one_cube(
-            &wbwc[c, 0, 0], ny, nz, &first[c, 0], &second[c, 0], &split[c, 0], &low[c], &high[c]
-        )
+    cdef Py_ssize_t cubes = wbwc.shape[0], ny = wbwc.shape[1], nz = wbwc.shape[2]
+    cdef Py_ssize_t nx = wa.shape[1], shares = ends.shape[0], leaving = 0, s, c, i
+    for s in prange(shares, num_threads=shares, schedule="static", nogil=True):
+        for c in range(cubes * s // shares, cubes * (s + 1) // shares):
+            one_cube(
+                &wbwc[c, 0, 0], ny, nz, &first[c, 0], &second[c, 0], &split[c, 0], &low[c],
+                &high[c],
+            )
+            for i in range(nx):
+                if one_span(wa[c, i], low[c], high[c], size, bits, &spans[c, i, 0]):
+                    leaving += 1
+                else:
+                    ends[s, 0, spans[c, i, 0]] += 1
+                    ends[s, 1, spans[c, i, 1]] += 1
+    return leaving == 0
+
+
+def fill(
+    # IN: parts are joined by 2**bits
+    const int[:, :, ::1] spans,
+    int bits,
+    # IN and spoiled: where the planes of every share that reach a part go
+    long long[:, ::1] at,
+    # OUT
+    long long[::1] planes,
+):
+    cdef Py_ssize_t cubes = spans.shape[0], nx = spans.shape[1], shares = at.shape[0], s, c, i, p
+    for s in prange(shares, num_threads=shares, schedule="static", nogil=True):
+        for c in range(cubes * s // shares, cubes * (s + 1) // shares):
+            for i in range(nx):
+                for p in range(spans[c, i, 0] >> bits, (spans[c, i, 1] >> bits) + 1):
+                    planes[at[s, p]] = c * nx + i
+                    at[s, p] += 1
 
 
 cdef inline void one_run(

@@ -28,8 +28,8 @@ from fusedops._check import (
 )
 from fusedops._registry import Call, Packed, Primitive, op
 
-# Elements of the map that are one owner's: half of a second-level cache in float32.
-_PART = 1 << 18
+# Elements of the map that are one owner's, 2 to this: half of a second-level cache in float32.
+PART_BITS = 18
 # Cubes whose extremes pay for waking a thread.
 _GRAIN = 1 << 10
 # Whose kernels want the cubes sorted.
@@ -90,8 +90,10 @@ class ScatterPlan(Packed):
     _sizes = ("map_size", "planes", "rows", "columns")
     # Of the grid, where all cubes are boxes of a periodic one.
     planes = rows = columns = 0
-    _reach: tuple[Any, Any] | None = None
-    _bins: tuple[np.ndarray, np.ndarray, int] | None = None
+    # The smallest and the largest offset of every cube, where the plan is checked.
+    reach: tuple[Any, Any] | None = None
+    # What `bins` returns, where somebody knows.
+    lists: tuple[np.ndarray, np.ndarray, int] | None = None
     # What a kernel has found out about the rows.
     runs: tuple[np.ndarray, ...] | None = None
 
@@ -160,25 +162,22 @@ class ScatterPlan(Packed):
         self._lay_out(wa, wbwc, map_size, copy=False)
         return self
 
-    def checked(self, reach: Any = None) -> ScatterPlan:
-        """Return this plan, or raise IndexError where an element lies outside of the map.
-
-        `reach` is the smallest and the largest offset of every cube, where somebody knows.
-        """
-        if self._reach is None:
+    def checked(self) -> ScatterPlan:
+        """Return this plan, or raise IndexError where an element lies outside of the map."""
+        if self.reach is None:
             here = self.device == "cpu"
             wa, wbwc = (self.wa, self.wbwc) if here else self.tensors[:2]
-            low, high = _extremes(wbwc) if reach is None else reach
+            reach = _extremes(wbwc)
             if 0 not in self.shape:
-                self._check(wa, wbwc, low, high)
-            self._reach = low, high
+                self._check(wa, wbwc, *reach)
+            self.reach = reach
         return self
 
     def _check(self, wa: Any, wbwc: Any, low: Any, high: Any) -> None:
         low, high = low[:, None], high[:, None]
         bad = (wa + low < 0) | (wa + high >= self.map_size)
-        # The sum of two numbers below zero may be none of 64 bits.
-        bad |= (wa < 0) & (low < 0)
+        # A sum may be no number of 64 bits: of two below zero, or one that seems to be below.
+        bad |= (wa < 0) & (low < 0) | (wa + high < 0)
         if not bad.any():
             return
         c, i = (int(at[0]) for at in (bad.nonzero() if not is_tensor(bad) else bad.nonzero().T))
@@ -203,12 +202,12 @@ class ScatterPlan(Packed):
         Their numbers c · nx + i, part after part and in order; where each part's begin; and how
         many elements a part has.
         """
-        if self._bins is None:
-            low, high = self.checked()._reach
+        if self.lists is None:
+            low, high = self.checked().reach
             # Where cubes have no elements, their planes are not checked, and reach nothing.
             count = 0 if 0 in self.shape else len(self.wa)
-            self._bins = _bins(self.wa[:count], low[:count], high[:count], self.map_size)
-        return self._bins
+            self.lists = _bins(self.wa[:count], low[:count], high[:count], self.map_size)
+        return self.lists
 
 
 def _indices(wa: Any, wbwc: Any) -> tuple[Any, Any]:
@@ -259,7 +258,7 @@ def _extremes(wbwc: Any) -> tuple[Any, Any]:
 def _bins(
     wa: np.ndarray, low: np.ndarray, high: np.ndarray, map_size: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    shift = _PART.bit_length() - 1
+    shift = PART_BITS
     while True:
         first = (wa + low[:, None]).ravel() >> shift
         last = (wa + high[:, None]).ravel() >> shift

@@ -501,14 +501,29 @@ def test_a_plan_first_used_in_inference_mode_stays_usable():
         assert leaf.grad.isfinite().all()
 
 
-def test_bins_name_the_planes_that_reach_every_part():
-    """Part after part and in order, so that owners of parts sum in the order of the cubes."""
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_bins_name_the_planes_that_reach_every_part(threads, wide, several_threads):
+    """Part after part and in order, so that owners of parts sum in the order of the cubes.
+
+    With a number of threads, those that a kernel has found.
+    """
     rng = np.random.default_rng(0)
     size = 3_000_000
     wa, wbwc = rng.integers(0, size // 2, (40, 3)), rng.integers(0, size // 50, (40, 2, 5))
-    wbwc[7] *= 20
-    rows, begin, part = ScatterPlan(wa, wbwc, size).bins()
+    wbwc[slice(None) if wide else 7] *= 20
+    plan = ScatterPlan(wa, wbwc, size)
+    if threads:
+        _, backend = available("numpy", "cython")
+        try:
+            fusedops.set_num_threads(threads)
+            structured_scatter_add(np.zeros((40, 3, 2, 5)), plan, backend=backend)
+        finally:
+            fusedops.set_num_threads(None)
+        assert plan.lists is not None
+    rows, begin, part = plan.bins()
     at = (wa[:, :, None, None] + wbwc[:, None]).reshape(120, 10)
+    assert (part > 2**18) == wide
     assert len(begin) == (size - 1) // part + 2
     for number in range(len(begin) - 1):
         low = number * part
@@ -576,13 +591,26 @@ def test_a_sum_that_is_no_number_of_its_dtype_is_outside(index):
     """One that wraps around its dtype into the map too."""
     least, most = np.iinfo(index).min, np.iinfo(index).max
     for value in (least, most):
-        wa, wbwc = np.full((1, 1), value, index), np.full((1, 1, 1), value, index)
-        message = rf"wa\[0, 0\] \+ wbwc\[0, 0, 0\] is {2 * value};"
+        refused(value, [value], index, rf"wa\[0, 0\] \+ wbwc\[0, 0, 0\] is {2 * value};")
+    half = most // 2 + 1
+    refused(half, [-half, half], index, rf"wbwc\[0, 0, 1\] is {2 * half};")
+    # A row whose numbers follow each other in their dtype alone.
+    refused(-most, [most, least], index, rf"wbwc\[0, 0, 1\] is {least - most};")
+
+
+def refused(start, row, index, message):
+    """Expect what tells of one cube of a row, from a plan and from ops."""
+    wa, wbwc = np.array([[start]], index), np.array([[row]], index)
+    with pytest.raises(IndexError, match=message):
+        ScatterPlan(wa, wbwc, 8)
+    cube = np.ones((1, 1, *wbwc.shape[1:]))
+    with pytest.raises(IndexError, match=message):
+        structured_scatter_add(cube, wa, wbwc, 8)
+    if HAS_TORCH:
         with pytest.raises(IndexError, match=message):
-            ScatterPlan(wa, wbwc, 8)
-        if HAS_TORCH:
-            with pytest.raises(IndexError, match=message):
-                ScatterPlan(tensor(wa), tensor(wbwc), 8)
+            ScatterPlan(tensor(wa), tensor(wbwc), 8)
+        with pytest.raises(IndexError, match=message):
+            structured_scatter_add(tensor(cube), tensor(wa), tensor(wbwc), 8)
 
 
 def test_both_ends_of_the_map_are_inside(place):
