@@ -46,8 +46,8 @@ class Case:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there is more than the formula: not of edges' matrices; of triangles, not yet."""
-        return self.primitive not in (matrices, matrices_vjp, trimul, trimul_vjp)
+        """Whether there is more than the formula."""
+        return self.primitive not in (matrices, matrices_vjp)
 
     def __str__(self) -> str:
         return f"{self.primitive.name}-{self.name}"
@@ -114,8 +114,8 @@ def run(
 def check(case: Case, framework: str, backend: str | None, dtype: str, device: str = "cpu") -> None:
     """Raise AssertionError unless a backend agrees with the reference on a case.
 
-    In float32, every output that is wanted alone must be what it is among all; on the CPU bit for
-    bit.
+    In float32, every output that is wanted alone, or with every other of very many, must be what it
+    is among all; on the CPU bit for bit.
     """
     primitive = case.primitive
     outputs, rounded = run(case, framework, backend, dtype, device=device)
@@ -132,15 +132,23 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
     worked = "float32" if narrow and not primitive.sixteen_bits else dtype
     if not max(errors.values()) <= case.tolerance(worked):
         raise AssertionError(f"{case} on {backend} in {dtype}: {errors}")
-    for only in range(len(primitive.outputs) if dtype == "float32" else 0):
-        wanted = tuple(i == only for i in range(len(primitive.outputs)))
-        alone, _ = run(case, framework, backend, dtype, wanted=wanted, device=device)
-        if outputs[only] is None:
-            continue
+    if dtype != "float32":
+        return
+    count = len(primitive.outputs)
+    # Of very many, every other.
+    step = count if count < 5 else 2
+    for first in range(step):
+        wanted = tuple(number % step == first for number in range(count))
+        some, _ = run(case, framework, backend, dtype, wanted=wanted, device=device)
         # Each is a kernel of its own on a GPU, where a compiler fuses products with sums its way.
         allowed = 0.0 if device == "cpu" else case.tolerance(worked)
-        if not error(alone[only], outputs[only]) <= allowed:
-            raise AssertionError(f"{case} on {backend} in {dtype}: {names[only]} alone differs")
+        for number in range(first, count, step):
+            if outputs[number] is None:
+                continue
+            if not error(some[number], outputs[number]) <= allowed:
+                raise AssertionError(
+                    f"{case} on {backend} in {dtype}: {names[number]} alone differs"
+                )
 
 
 def protein(
@@ -612,7 +620,7 @@ def _trimul_cases() -> list[Case]:
         cases.append(Case(name, trimul_vjp, lambda: make(True), 8 * terms if few else 4 * terms))
 
     cases: list[Case] = []
-    add("boltz", (1, 20, 32, 32), "outgoing", mask=True)
+    add("boltz", (1, 12, 32, 32), "outgoing", mask=True)
     add("openfold", (2, 5, 6, 5), "incoming", mask=False, biases=True)
     add("gpu-mode", (2, 7, 4, 9), "outgoing", "hidden", mask=True, hidden=False)
     add("hidden-incoming", (1, 7, 5, 3), "incoming", "hidden", biases=True)
@@ -621,7 +629,7 @@ def _trimul_cases() -> list[Case]:
     add("one-residue", (2, 1, 5, 7), "outgoing", biases=True)
     add("one-channel", (1, 3, 1, 1), "incoming", biases=True, mask=False)
     add("wide", (1, 3, 70, 33), "incoming", mask=False)
-    add("long", (1, 35, 6, 8), "outgoing", "hidden", mask=True, biases=True)
+    add("long", (1, 19, 6, 8), "outgoing", "hidden", mask=True, biases=True)
     add("no-residues", (1, 0, 4, 4), "outgoing", biases=True, mask=True)
     add("no-batch", (0, 3, 4, 4), "incoming", "hidden")
     return cases

@@ -36,9 +36,13 @@ class Launcher:
     integers, and constants, so that a key of those finds the compiled form.
     """
 
-    def __init__(self, kernel: Any, warps: int, registers: int | None = None) -> None:
+    def __init__(
+        self, kernel: Any, warps: int, registers: int | None = None, stages: int | None = None
+    ) -> None:
         self.kernel = kernel
         self.options = {"num_warps": warps}
+        if stages is not None:
+            self.options["num_stages"] = stages
         # Only NVIDIA's compiler takes a limit.
         if registers is not None and torch.version.cuda is not None:
             self.options["maxnreg"] = registers
