@@ -55,8 +55,6 @@ _trimul_of = {
     dtype: SimpleNamespace(**{kernel: getattr(_trimul, kernel)[name] for kernel in trimul.KERNELS})
     for dtype, name in _REAL.items()
 }
-if _trimul.tile() != trimul.TILE:
-    raise ImportError(f"the kernels take tiles of {_trimul.tile()} positions, not {trimul.TILE}")
 
 
 def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:

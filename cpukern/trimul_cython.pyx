@@ -5,8 +5,7 @@
 Channels lie last, in rows, where they come from x or go to the output, and first, in planes of
 positions, where the products want them; then all loops run along positions, and nothing is ever
 transposed but by BLAS. Statistics are in float64, of which the mean loses nothing to its size.
-Work is shared in tiles of positions that don't depend on the number of threads, and every sum over
-positions is formed tile by tile.
+A kernel takes a block of positions, and adds its sums over them to what there is.
 """
 
 from libc.math cimport sqrt
@@ -25,14 +24,13 @@ cdef struct Tile:
     Py_ssize_t n
 
 
-def tile():
-    """Return the positions of a tile."""
-    return POSITIONS
+cdef inline Py_ssize_t tiles_of(Py_ssize_t size) noexcept nogil:
+    return (size + POSITIONS - 1) // POSITIONS
 
 
 cdef inline Tile find_tile(Py_ssize_t t, Py_ssize_t size) noexcept nogil:
     cdef Tile tile
-    cdef Py_ssize_t tiles = (size + POSITIONS - 1) // POSITIONS
+    cdef Py_ssize_t tiles = tiles_of(size)
     tile.batch = t // tiles
     tile.plane = POSITIONS * (t % tiles)
     tile.row = tile.batch * size + tile.plane
@@ -78,8 +76,6 @@ cdef inline double squares_of(const real* x, Py_ssize_t n, double mean) noexcept
 
 
 def normalize_rows(
-    Py_ssize_t low,
-    Py_ssize_t high,
     const real[:, ::1] x,      # IN   (n, C)
     const real[::1] weight,    # IN   (C,)
     const real[::1] bias,      # IN   (C,)
@@ -93,7 +89,7 @@ def normalize_rows(
     cdef real* to
     cdef double mean, scale
     with nogil:
-        for r in range(low * POSITIONS, min(high * POSITIONS, x.shape[0])):
+        for r in range(x.shape[0]):
             row = &x[r, 0]
             to = &out[r, 0]
             mean = sum_of(row, C) / C
@@ -127,8 +123,6 @@ cdef inline void statistics(
 
 
 def normalize_planes(
-    Py_ssize_t low,
-    Py_ssize_t high,
     const real[:, :, :] o,     # IN   (B, H, P)
     const real[::1] weight,    # IN   (H,)
     const real[::1] bias,      # IN   (H,)
@@ -143,7 +137,7 @@ def normalize_planes(
     cdef double mean[POSITIONS]
     cdef double scale[POSITIONS]
     with nogil:
-        for t in range(low, high):
+        for t in range(o.shape[0] * tiles_of(o.shape[2])):
             tile = find_tile(t, o.shape[2])
             planes = &o[tile.batch, 0, tile.plane]
             statistics(planes, step, o.shape[1], tile.n, eps, mean, scale)
@@ -155,8 +149,6 @@ def normalize_planes(
 
 
 def gate_planes(
-    Py_ssize_t low,
-    Py_ssize_t high,
     const real[:, ::1] values,       # IN   (K, B P)
     const real[::1] value_bias,      # IN   (K,)
     const real[:, ::1] gates,        # IN   (K, B P)
@@ -172,7 +164,7 @@ def gate_planes(
     cdef real* to
     cdef real by, bg
     with nogil:
-        for t in range(low, high):
+        for t in range(out.shape[0] * tiles_of(out.shape[3])):
             tile = find_tile(t, out.shape[3])
             m = &mask[tile.row]
             for c in range(sides * channels):
@@ -186,8 +178,6 @@ def gate_planes(
 
 
 def gate_rows(
-    Py_ssize_t low,
-    Py_ssize_t high,
     real[:, ::1] values,             # IN, OUT (n, C)
     const real[::1] value_bias,      # IN   (C,)
     const real[:, ::1] gates,        # IN   (n, C)
@@ -199,7 +189,7 @@ def gate_rows(
     cdef const real* bv = &value_bias[0]
     cdef const real* bg = &gate_bias[0]
     with nogil:
-        for r in range(low * POSITIONS, min(high * POSITIONS, values.shape[0])):
+        for r in range(values.shape[0]):
             v = &values[r, 0]
             g = &gates[r, 0]
             for c in range(C):
@@ -207,47 +197,38 @@ def gate_rows(
 
 
 def gate_rows_back(
-    Py_ssize_t low,
-    Py_ssize_t high,
     const real[:, ::1] cotangent,    # IN   (n, C)
     real[:, ::1] values,             # IN, OUT (n, C): what was gated; its cotangent
     const real[::1] value_bias,      # IN   (C,)
     real[:, ::1] gates,              # IN, OUT (n, C)
     const real[::1] gate_bias,       # IN   (C,)
-    double[:, :, ::1] sums,          # OUT  (tiles, 2, C), of both cotangents
+    double[:, ::1] sums,             # IN, OUT (2, C), to which are added those of both cotangents
 ):
-    cdef Py_ssize_t C = values.shape[1], t, r, c
+    cdef Py_ssize_t C = values.shape[1], r, c
     cdef const real* by
     cdef real* v
     cdef real* g
-    cdef double* on_values
-    cdef double* on_gates
+    cdef double* on_values = &sums[0, 0]
+    cdef double* on_gates = &sums[1, 0]
     cdef const real* bv = &value_bias[0]
     cdef const real* bg = &gate_bias[0]
     cdef real s, on_s
     with nogil:
-        for t in range(low, high):
-            on_values = &sums[t, 0, 0]
-            on_gates = &sums[t, 1, 0]
-            for c in range(2 * C):
-                on_values[c] = 0
-            for r in range(t * POSITIONS, min((t + 1) * POSITIONS, values.shape[0])):
-                by = &cotangent[r, 0]
-                v = &values[r, 0]
-                g = &gates[r, 0]
-                for c in range(C):
-                    s = logistic(g[c] + bg[c])
-                    on_s = by[c] * (v[c] + bv[c])
-                    v[c] = by[c] * s
-                    g[c] = on_s * s * (<real>1.0 - s)
-                for c in range(C):
-                    on_values[c] += v[c]
-                    on_gates[c] += g[c]
+        for r in range(values.shape[0]):
+            by = &cotangent[r, 0]
+            v = &values[r, 0]
+            g = &gates[r, 0]
+            for c in range(C):
+                s = logistic(g[c] + bg[c])
+                on_s = by[c] * (v[c] + bv[c])
+                v[c] = by[c] * s
+                g[c] = on_s * s * (<real>1.0 - s)
+            for c in range(C):
+                on_values[c] += v[c]
+                on_gates[c] += g[c]
 
 
 def gate_planes_back(
-    Py_ssize_t low,
-    Py_ssize_t high,
     const real[:, :, :, :] cotangent,  # IN   (B, S, K / S, P)
     real[:, ::1] values,             # IN, OUT (K, B P): what was gated; its cotangent
     const real[::1] value_bias,      # IN   (K,)
@@ -255,7 +236,7 @@ def gate_planes_back(
     const real[::1] gate_bias,       # IN   (K,)
     const real[::1] mask,            # IN   (B P,)
     double[::1] on_mask,             # OUT  (B P,)
-    double[:, :, ::1] sums,          # OUT  (tiles, 2, K), of both cotangents
+    double[:, ::1] sums,             # IN, OUT (2, K), to which are added those of both cotangents
 ):
     cdef Py_ssize_t sides = cotangent.shape[1], channels = cotangent.shape[2], t, c, p
     cdef Tile tile
@@ -266,7 +247,7 @@ def gate_planes_back(
     cdef double* on_m
     cdef real bv, bg, s, on_s
     with nogil:
-        for t in range(low, high):
+        for t in range(cotangent.shape[0] * tiles_of(cotangent.shape[3])):
             tile = find_tile(t, cotangent.shape[3])
             m = &mask[tile.row]
             on_m = &on_mask[tile.row]
@@ -284,20 +265,18 @@ def gate_planes_back(
                     on_m[p] += on_s * s
                     v[p] = by[p] * m[p] * s
                     g[p] = on_s * m[p] * s * (<real>1.0 - s)
-                sums[t, 0, c] = sum_of(v, tile.n)
-                sums[t, 1, c] = sum_of(g, tile.n)
+                sums[0, c] += sum_of(v, tile.n)
+                sums[1, c] += sum_of(g, tile.n)
 
 
 def normalize_planes_back(
-    Py_ssize_t low,
-    Py_ssize_t high,
     const real[:, :, :] o,           # IN   (B, H, P)
     const real[::1] weight,          # IN   (H,)
     double eps,
     const real[:, ::1] cotangent,    # IN   (H, B P)
     Py_ssize_t first,                # IN   the first of the channels in on_o
     real[:, :, :] on_o,              # OUT  (B, K, P)
-    double[:, :, ::1] sums,          # OUT  (tiles, 2, H), of the cotangents of weight and bias
+    double[:, ::1] sums,             # IN, OUT (2, H), to which are added those of the cotangents of weight and bias
 ):
     cdef Py_ssize_t step = o.strides[1] // <Py_ssize_t>sizeof(real), t, c, p
     cdef Tile tile
@@ -312,7 +291,7 @@ def normalize_planes_back(
     cdef double product[POSITIONS]
     cdef double w
     with nogil:
-        for t in range(low, high):
+        for t in range(o.shape[0] * tiles_of(o.shape[2])):
             tile = find_tile(t, o.shape[2])
             planes = &o[tile.batch, 0, tile.plane]
             statistics(planes, step, o.shape[1], tile.n, eps, mean, scale)
@@ -327,8 +306,8 @@ def normalize_planes_back(
                     product[p] = by[p] * ((plane[p] - mean[p]) * scale[p])
                     total[p] += w * by[p]
                     along[p] += w * product[p]
-                sums[t, 0, c] = sum_of(product, tile.n)
-                sums[t, 1, c] = sum_of(by, tile.n)
+                sums[0, c] += sum_of(product, tile.n)
+                sums[1, c] += sum_of(by, tile.n)
             for p in range(tile.n):
                 total[p] /= o.shape[1]
                 along[p] *= scale[p] / o.shape[1]
@@ -344,62 +323,55 @@ def normalize_planes_back(
 
 
 def normalize_rows_back(
-    Py_ssize_t low,
-    Py_ssize_t high,
     const real[:, ::1] x,            # IN   (n, C)
     const real[::1] weight,          # IN   (C,)
     double eps,
     const real[:, ::1] cotangent,    # IN   (n, C), the one part of it
     real[:, ::1] on_x,               # IN, OUT (n, C): the other part; the cotangent of x
-    double[:, :, ::1] sums,          # OUT  (tiles, 2, C), of the cotangents of weight and bias
+    double[:, ::1] sums,             # IN, OUT (2, C), to which are added those of the cotangents of weight and bias
 ):
-    cdef Py_ssize_t C = x.shape[1], t, r, c, k, l
+    cdef Py_ssize_t C = x.shape[1], r, c, k, l
     cdef const real* row
     cdef const real* one
     cdef const real* w = &weight[0]
     cdef real* to
-    cdef double* on_weight
-    cdef double* on_bias
+    cdef double* on_weight = &sums[0, 0]
+    cdef double* on_bias = &sums[1, 0]
     cdef double mean, scale, y, v, total, along
     cdef double totals[LANES]
     cdef double alongs[LANES]
     with nogil:
-        for t in range(low, high):
-            on_weight = &sums[t, 0, 0]
-            on_bias = &sums[t, 1, 0]
-            for c in range(2 * C):
-                on_weight[c] = 0
-            for r in range(t * POSITIONS, min((t + 1) * POSITIONS, x.shape[0])):
-                row = &x[r, 0]
-                one = &cotangent[r, 0]
-                to = &on_x[r, 0]
-                mean = sum_of(row, C) / C
-                scale = 1 / sqrt(squares_of(row, C, mean) / C + eps)
-                for k in range(LANES):
-                    totals[k] = 0
-                    alongs[k] = 0
-                for c in range(C):
-                    to[c] += one[c]
-                for c in range(C):
-                    y = (row[c] - mean) * scale
-                    on_weight[c] += to[c] * y
-                    on_bias[c] += to[c]
-                for k in range(C // LANES):
-                    for l in range(LANES):
-                        c = k * LANES + l
-                        v = <double>to[c] * w[c]
-                        totals[l] += v
-                        alongs[l] += v * (row[c] - mean)
-                for c in range(C - C % LANES, C):
+        for r in range(x.shape[0]):
+            row = &x[r, 0]
+            one = &cotangent[r, 0]
+            to = &on_x[r, 0]
+            mean = sum_of(row, C) / C
+            scale = 1 / sqrt(squares_of(row, C, mean) / C + eps)
+            for k in range(LANES):
+                totals[k] = 0
+                alongs[k] = 0
+            for c in range(C):
+                to[c] += one[c]
+            for c in range(C):
+                y = (row[c] - mean) * scale
+                on_weight[c] += to[c] * y
+                on_bias[c] += to[c]
+            for k in range(C // LANES):
+                for l in range(LANES):
+                    c = k * LANES + l
                     v = <double>to[c] * w[c]
-                    totals[0] += v
-                    alongs[0] += v * (row[c] - mean)
-                total = 0
-                along = 0
-                for k in range(LANES):
-                    total += totals[k]
-                    along += alongs[k]
-                total /= C
-                along *= scale * scale / C
-                for c in range(C):
-                    to[c] = <real>(scale * (to[c] * w[c] - total - (row[c] - mean) * along))
+                    totals[l] += v
+                    alongs[l] += v * (row[c] - mean)
+            for c in range(C - C % LANES, C):
+                v = <double>to[c] * w[c]
+                totals[0] += v
+                alongs[0] += v * (row[c] - mean)
+            total = 0
+            along = 0
+            for k in range(LANES):
+                total += totals[k]
+                along += alongs[k]
+            total /= C
+            along *= scale * scale / C
+            for c in range(C):
+                to[c] = <real>(scale * (to[c] * w[c] - total - (row[c] - mean) * along))

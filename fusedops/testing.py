@@ -46,8 +46,8 @@ class Case:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there is more than the formula: not of edges' matrices; of triangles, not yet."""
-        return self.primitive not in (matrices, matrices_vjp, trimul, trimul_vjp)
+        """Whether there is more than the formula: not of edges' matrices."""
+        return self.primitive not in (matrices, matrices_vjp)
 
     def __str__(self) -> str:
         return f"{self.primitive.name}-{self.name}"
