@@ -130,7 +130,9 @@ class _Update:
             room = _Room()
             with np.errstate(all="ignore"):
                 for g in range(low, high):
-                    for block in blocks[len(blocks) * g // groups : len(blocks) * (g + 1) // groups]:
+                    for block in blocks[
+                        len(blocks) * g // groups : len(blocks) * (g + 1) // groups
+                    ]:
                         work(room, g, *block)
 
         in_parallel(share, groups, 1 if self.threads is None else -(-groups // self.threads))
@@ -149,7 +151,8 @@ class _Update:
 
     def projected(self, room: _Room, xn: np.ndarray, sides: slice, h: slice) -> tuple[Any, ...]:
         """Return projections and gates of some channels, each with its biases."""
-        w, b = self.w_in[:, sides, h].reshape(-1, self.C), self.b_in[:, sides, h].reshape(2, -1)
+        w = self.w_in[:, sides, h].reshape(-1, self.C)
+        b = np.ascontiguousarray(self.b_in[:, sides, h]).reshape(2, -1)
         both = np.matmul(w, xn.T, out=room("projected", (len(w), len(xn)), self.dtype))
         half = len(w) // 2
         return both[:half], b[0], both[half:], b[1]
@@ -334,9 +337,7 @@ class _Gradients(_Update):
 
         self.over_channels(left.shape[1], work)
 
-    def sides_back(
-        self, b: slice, h: slice, on_sides: np.ndarray, on_x: np.ndarray
-    ) -> None:
+    def sides_back(self, b: slice, h: slice, on_sides: np.ndarray, on_x: np.ndarray) -> None:
         """Pull the cotangent of channels of left and right back; with the last of them, to x."""
         x, mask = self.x[b], self.mask[b]
         w = self.w_in[:, :, h].reshape(-1, self.C)
