@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ import fusedops._torch  # noqa: F401
 from fusedops._check import dtype_name, of_shape, one_of, promoted
 from fusedops._registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
 
-__all__ = ["DynamicShortConvolution"]
+__all__ = ["DynamicShortConvolution", "TriangleMultiplicativeUpdate"]
 
 GENERATOR_ACTIVATIONS = {
     "silu": torch.nn.SiLU,
@@ -313,5 +314,352 @@ class DynamicShortConvolution(torch.nn.Module):
         """Return what ``repr`` shows besides the generator."""
         shown = (
             f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation!r}"
+        )
+        return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
+
+
+#: What other programs call the layers of a triangle's update, and its gate there. Two names are
+#: left and right.
+_LAYERS = {
+    "output": {
+        "norm_in": (("layer_norm_in",),),
+        "p_in": (("linear_ab_p",), ("linear_a_p", "linear_b_p")),
+        "g_in": (("linear_ab_g",), ("linear_a_g", "linear_b_g")),
+        "norm_out": (("layer_norm_out",),),
+        "p_out": (("linear_z",),),
+        "g_out": (("linear_g",),),
+    },
+    "hidden": {
+        "norm_in": (("norm",),),
+        "p_in": (("left_proj", "right_proj"),),
+        "g_in": (("left_gate", "right_gate"),),
+        "norm_out": (("to_out_norm",),),
+        "p_out": (("to_out",),),
+        "g_out": (("out_gate",),),
+    },
+}
+
+
+def _renamed(state_dict: Mapping[str, Any], prefix: str, direction: str) -> tuple[Any, str | None]:
+    """Return a state_dict with our names for the layers, and the gate that other names stand for.
+
+    Those with the hidden gate are of a program that sums l_kj r_ki over incoming edges.
+    """
+    renamed, gate = dict(state_dict), None
+    for kind, layers in _LAYERS.items():
+        for ours, choices in layers.items():
+            for names in choices:
+                for part in ("weight", "bias"):
+                    keys = [f"{prefix}{name}.{part}" for name in names]
+                    if all(key in renamed for key in keys):
+                        tensors = [renamed.pop(key) for key in keys]
+                        if kind == "hidden" and direction == "incoming":
+                            tensors.reverse()
+                        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+                        renamed[f"{prefix}{ours}.{part}"] = whole
+                        gate = kind
+    return renamed, gate
+
+
+class TriangleMultiplicativeUpdate(torch.nn.Module):
+    r"""The triangle multiplicative update of a pair representation, with its weights.
+
+    See `fusedops.triangle_multiplicative_update` for the formula.
+
+    Parameters
+    ----------
+    c_z : int
+        C, the channels of the pair representation.
+    c_hidden : int, optional
+        H, the channels of left and right; C by default.
+    direction : {"outgoing", "incoming"}
+        Over which edges of a triangle the sum goes.
+    gate : {"output", "hidden"}
+        What the last gate multiplies: the output, as in OpenFold and Boltz; or the normalized sum,
+        as in the gpu-mode TriMul problem.
+    bias : bool
+        Whether projections and gates have biases, as those of OpenFold's AlphaFold 2 do.
+    eps : float
+        That of both LayerNorms.
+    precision : {None, "ieee", "tf32", "bf16", "fp16"}
+        The least precision that factors of a product are rounded to; None is that of x.
+    max_memory : int, optional
+        The most bytes that forward or backward may use besides arguments and results.
+    backend : str, optional
+        The backend that must serve every call.
+
+    Attributes
+    ----------
+    c_z, c_hidden : int
+        The sizes C and H.
+    direction, gate, eps, precision, max_memory, backend
+        As given.
+    norm_in, norm_out : torch.nn.LayerNorm
+        Of x, and of the sum over triangles.
+    p_in, g_in : torch.nn.Linear
+        Projection and gate of x, left above right.
+    p_out, g_out : torch.nn.Linear
+        Projection and gate of the output.
+
+    Raises
+    ------
+    ValueError
+        If a size isn't positive or there is no such direction, gate, precision or backend; the
+        message names the argument.
+
+    Notes
+    -----
+    The parameters have the names of Boltz. `load_state_dict` also takes those of OpenFold
+    (``linear_a_p`` or ``linear_ab_p`` and so on), which need ``gate="output"``, and those of the
+    gpu-mode problem (``left_proj`` and so on), which need ``gate="hidden"``; `from_state_dict`
+    makes the module that a state_dict needs. The gpu-mode problem is outgoing; for
+    ``direction="incoming"`` its names are read as in triangle-multiplicative-module, from which it
+    has them: there left and right are exchanged. Before anything is learned the output is zero, as
+    in AlphaFold.
+
+    References
+    ----------
+    Jumper et al., Nature 596 (2021) 583, supplementary algorithms 11 and 12.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.nn import TriangleMultiplicativeUpdate
+    >>> update = TriangleMultiplicativeUpdate(16, 8, direction="incoming")
+    >>> z, mask = torch.randn(2, 5, 5, 16), torch.ones(2, 5, 5, dtype=torch.bool)
+    >>> z = z + update(z, mask)
+    >>> update.p_in.weight.shape
+    torch.Size([16, 16])
+    """
+
+    def __init__(
+        self,
+        c_z: int,
+        c_hidden: int | None = None,
+        direction: str = "outgoing",
+        *,
+        gate: str = "output",
+        bias: bool = False,
+        eps: float = 1e-5,
+        precision: str | None = None,
+        max_memory: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        name = "TriangleMultiplicativeUpdate"
+        c_hidden = c_z if c_hidden is None else c_hidden
+        for argument, size in (("c_z", c_z), ("c_hidden", c_hidden)):
+            if size < 1:
+                raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
+        one_of(name, "direction", direction, DIRECTIONS)
+        one_of(name, "gate", gate, GATES)
+        one_of(name, "precision", precision, PRECISIONS)
+        one_of(name, "backend", backend, (None, *(each.name for each in BACKENDS)))
+        self.c_z = c_z
+        self.c_hidden = c_hidden
+        self.direction = direction
+        self.gate = gate
+        self.eps = eps
+        self.precision = precision
+        self.max_memory = max_memory
+        self.backend = backend
+        self.norm_in = torch.nn.LayerNorm(c_z, eps)
+        self.p_in = torch.nn.Linear(c_z, 2 * c_hidden, bias)
+        self.g_in = torch.nn.Linear(c_z, 2 * c_hidden, bias)
+        self.norm_out = torch.nn.LayerNorm(c_hidden, eps)
+        self.p_out = torch.nn.Linear(c_hidden, c_z, bias)
+        self.g_out = torch.nn.Linear(c_z, c_z if gate == "output" else c_hidden, bias)
+        self.register_load_state_dict_pre_hook(self._rename)
+        with torch.no_grad():
+            # A normal distribution that is cut off at two deviations has 0.88 of its deviation.
+            deviation = c_z**-0.5 / 0.87962566103423978
+            torch.nn.init.trunc_normal_(
+                self.p_in.weight, std=deviation, a=-2 * deviation, b=2 * deviation
+            )
+            for layer in (self.g_in, self.g_out, self.p_out):
+                layer.weight.zero_()
+            if bias:
+                for layer in (self.p_in, self.p_out):
+                    layer.bias.zero_()
+                for layer in (self.g_in, self.g_out):
+                    layer.bias.fill_(1.0)
+
+    @staticmethod
+    def _rename(
+        module: Any,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Give the layers of a state_dict our names, in place."""
+        renamed, gate = _renamed(state_dict, prefix, module.direction)
+        if gate not in (None, module.gate):
+            errors.append(
+                f"TriangleMultiplicativeUpdate: gate is {module.gate!r}; it should be {gate!r} for "
+                "a state_dict with these names"
+            )
+        state_dict.clear()
+        state_dict.update(renamed)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        state_dict: Mapping[str, torch.Tensor],
+        direction: str = "outgoing",
+        *,
+        prefix: str = "",
+        **options: Any,
+    ) -> TriangleMultiplicativeUpdate:
+        r"""Return a module with the parameters of a state_dict, of its sizes and dtype.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to tensor
+            With the names of this class and Boltz, of OpenFold, or of the gpu-mode TriMul problem.
+            C and H are the shape of the output's projection.
+        direction : {"outgoing", "incoming"}
+            Over which edges of a triangle the sum goes: a state_dict doesn't say.
+        prefix : str
+            What the names of these parameters begin with; others are left alone.
+        **options
+            Other arguments of the class. If `gate` isn't given, names and shapes say which it is;
+            where they don't, it is "output".
+
+        Returns
+        -------
+        TriangleMultiplicativeUpdate
+            On the device of the tensors, which are copied.
+
+        Raises
+        ------
+        KeyError
+            If there is no projection of the output.
+        RuntimeError
+            torch's own, if other parameters are missing, too many, or of the wrong shape.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.nn import TriangleMultiplicativeUpdate
+        >>> C, H = 4, 3
+        >>> state = {"norm.weight": torch.ones(C), "norm.bias": torch.zeros(C)}
+        >>> state |= {"to_out_norm.weight": torch.ones(H), "to_out_norm.bias": torch.zeros(H)}
+        >>> for name in ("left_proj", "right_proj", "left_gate", "right_gate", "out_gate"):
+        ...     state[f"{name}.weight"] = torch.randn(H, C)
+        >>> state["to_out.weight"] = torch.randn(C, H)
+        >>> TriangleMultiplicativeUpdate.from_state_dict(state).gate
+        'hidden'
+        """
+        own = {n[len(prefix) :]: t for n, t in state_dict.items() if n.startswith(prefix)}
+        own, gate = _renamed(own, "", direction)
+        if "p_out.weight" not in own:
+            raise KeyError(
+                f"TriangleMultiplicativeUpdate: state_dict has no {prefix}p_out.weight, "
+                f"{prefix}linear_z.weight or {prefix}to_out.weight; it should have one"
+            )
+        c_z, c_hidden = own["p_out.weight"].shape
+        if gate is None:
+            wide = "g_out.weight" in own and own["g_out.weight"].shape[0] == c_z
+            gate = "output" if wide or "g_out.weight" not in own else "hidden"
+        options = {"gate": gate, "bias": "p_in.bias" in own, **options}
+        with torch.device("meta"):
+            module = cls(c_z, c_hidden, direction, **options)
+        like = own["p_out.weight"]
+        module = module.to_empty(device=like.device).to(like.dtype)
+        module.load_state_dict(own)
+        return module
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, use_kernels: bool = False
+    ) -> torch.Tensor:
+        r"""Return the update of a pair representation, which is to be added to it.
+
+        .. math:: \mathrm{out}_{ij} = p\Bigl(\sum_k l_{ik} \odot r_{jk}\Bigr) \odot g_{ij}
+
+        in short; see `fusedops.triangle_multiplicative_update`.
+
+        Parameters
+        ----------
+        x : tensor (..., N, N, C), float32, float64, bfloat16 or float16
+            The pair representation, of any number of batch dimensions, none too.
+        mask : tensor that broadcasts to (..., N, N), bool or any float, optional
+            Zero or false where an edge isn't there.
+        use_kernels
+            Ignored: the registry chooses a backend. It is here for Boltz, which passes it.
+
+        Returns
+        -------
+        tensor (..., N, N, C)
+            In the dtype of x.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong dtype, shape or device; the message names it.
+        BackendUnavailable
+            If the module's backend can't serve the call.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.nn import TriangleMultiplicativeUpdate
+        >>> update = TriangleMultiplicativeUpdate(8)
+        >>> update(torch.randn(5, 5, 8)).shape
+        torch.Size([5, 5, 8])
+        """
+        name = "TriangleMultiplicativeUpdate"
+        for argument, value in (("x", x), ("mask", mask)):
+            if value is not None and not isinstance(value, torch.Tensor):
+                kind = type(value).__name__
+                raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
+        if x.ndim < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_z:
+            raise ValueError(
+                f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_z})"
+            )
+        batch = x.ndim - 3
+        if batch > 1 and mask is not None and mask.ndim > 2:
+            mask = torch.broadcast_to(mask, x.shape[:-1]).flatten(0, batch - 1)
+        z = x.flatten(0, batch - 1) if batch else x[None]
+        out = triangle_multiplicative_update(
+            z,
+            self.direction,
+            mask,
+            self.norm_in.weight,
+            self.norm_in.bias,
+            self.p_in.weight,
+            self.p_in.bias,
+            self.g_in.weight,
+            self.g_in.bias,
+            self.norm_out.weight,
+            self.norm_out.bias,
+            self.p_out.weight,
+            self.p_out.bias,
+            self.g_out.weight,
+            self.g_out.bias,
+            self.eps,
+            self.precision,
+            self.gate,
+            max_memory=self.max_memory,
+            backend=self.backend,
+        )
+        return out.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows besides the layers."""
+        shown = (
+            f"{self.c_z}, c_hidden={self.c_hidden}, direction={self.direction!r}, "
+            f"gate={self.gate!r}"
         )
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"

@@ -243,7 +243,9 @@ def _gradients(
         if is_tensor(w[0]) and sys.modules["torch"].is_grad_enabled():
             # What a second derivative needs of a stage is computed again when it is needed.
             checkpoint = sys.modules["torch"].utils.checkpoint.checkpoint
-            some = functools.partial(checkpoint, some, use_reentrant=False)
+            some = functools.partial(
+                checkpoint, some, use_reentrant=False, preserve_rng_state=False
+            )
         return some(*args)
 
     left, right = run(_sides, *w[:8], eps)

@@ -191,7 +191,8 @@ def test_public_functions_look_like_functions():
 
 @pytest.mark.parametrize(
     "module", ["fusedops", "fusedops._registry", "fusedops.planarity", "fusedops.conv",
-               "fusedops._info", "fusedops.structure", "fusedops.cli", "cpukern.threads"]
+               "fusedops._info", "fusedops.structure", "fusedops.cli", "fusedops.trimul",
+               "cpukern.threads"]
 )  # fmt: skip
 def test_docstring_examples(module, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -1,9 +1,10 @@
-"""The module of Jet-Nemotron's convolution, against its formula in plain PyTorch."""
+"""The modules, against their formulas in plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
 import doctest
+import pickle
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
 import fusedops.nn  # noqa: E402
-from fusedops.nn import DynamicShortConvolution  # noqa: E402
+from fusedops.nn import DynamicShortConvolution, TriangleMultiplicativeUpdate  # noqa: E402
 
 F = torch.nn.functional
 
@@ -497,3 +498,315 @@ def test_what_is_no_tensor_is_named():
         convolution(x.numpy())
     with pytest.raises(ValueError, match="backend is 'cuda'; it should be one of None, triton"):
         DynamicShortConvolution(6, 4, backend="cuda")
+
+
+Linear, LayerNorm = torch.nn.Linear, torch.nn.LayerNorm
+
+
+class OfBoltz(torch.nn.Module):
+    """The eager module of Boltz, by its names."""
+
+    gate, bias = "output", False
+
+    def __init__(self, C, H, direction):
+        super().__init__()
+        self.direction = direction
+        self.norm_in, self.norm_out = LayerNorm(C), LayerNorm(H)
+        self.p_in, self.g_in = Linear(C, 2 * H, bias=False), Linear(C, 2 * H, bias=False)
+        self.p_out, self.g_out = Linear(H, C, bias=False), Linear(C, C, bias=False)
+
+    def forward(self, x, mask):
+        x = x_in = self.norm_in(x)
+        x = self.p_in(x) * self.g_in(x).sigmoid() * mask.unsqueeze(-1)
+        a, b = x.chunk(2, dim=-1)
+        terms = "bikd,bjkd->bijd" if self.direction == "outgoing" else "bkid,bkjd->bijd"
+        x = torch.einsum(terms, a, b)
+        return self.p_out(self.norm_out(x)) * self.g_out(x_in).sigmoid()
+
+
+class OfOpenFold(torch.nn.Module):
+    """That of OpenFold, whose products are matrices'."""
+
+    gate, bias = "output", True
+
+    def __init__(self, C, H, direction):
+        super().__init__()
+        self.direction = direction
+        for name in ("linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g"):
+            setattr(self, name, Linear(C, H))
+        self.linear_g, self.linear_z = Linear(C, C), Linear(H, C)
+        self.layer_norm_in, self.layer_norm_out = LayerNorm(C), LayerNorm(H)
+
+    def sides(self, z):
+        a = self.linear_a_g(z).sigmoid() * self.linear_a_p(z)
+        return a, self.linear_b_g(z).sigmoid() * self.linear_b_p(z)
+
+    def forward(self, z, mask):
+        z = self.layer_norm_in(z)
+        a, b = (side * mask.unsqueeze(-1) for side in self.sides(z))
+        if self.direction == "outgoing":
+            x = a.permute(0, 3, 1, 2) @ b.permute(0, 3, 2, 1)
+        else:
+            x = a.permute(0, 3, 2, 1) @ b.permute(0, 3, 1, 2)
+        x = self.layer_norm_out(x.permute(0, 2, 3, 1))
+        return self.linear_z(x) * self.linear_g(z).sigmoid()
+
+
+class OfMultimer(OfOpenFold):
+    """That of OpenFold with left and right in one."""
+
+    def __init__(self, C, H, direction):
+        super().__init__(C, H, direction)
+        for name in ("linear_a_p", "linear_a_g", "linear_b_p", "linear_b_g"):
+            delattr(self, name)
+        self.linear_ab_p, self.linear_ab_g = Linear(C, 2 * H), Linear(C, 2 * H)
+
+    def sides(self, z):
+        return (self.linear_ab_g(z).sigmoid() * self.linear_ab_p(z)).chunk(2, -1)
+
+
+class OfGpuMode(torch.nn.Module):
+    """That of the gpu-mode problem, and of triangle-multiplicative-module for incoming edges."""
+
+    gate, bias = "hidden", False
+
+    def __init__(self, C, H, direction):
+        super().__init__()
+        self.direction = direction
+        self.norm, self.to_out_norm = LayerNorm(C), LayerNorm(H)
+        for name in ("left_proj", "right_proj", "left_gate", "right_gate", "out_gate"):
+            setattr(self, name, Linear(C, H, bias=self.bias))
+        self.to_out = Linear(H, C, bias=self.bias)
+
+    def forward(self, x, mask):
+        x, mask = self.norm(x), mask.unsqueeze(-1)
+        left = self.left_proj(x) * mask * self.left_gate(x).sigmoid()
+        right = self.right_proj(x) * mask * self.right_gate(x).sigmoid()
+        terms = "...ikd,...jkd->...ijd" if self.direction == "outgoing" else "...kjd,...kid->...ijd"
+        out = self.to_out_norm(torch.einsum(terms, left, right))
+        return self.to_out(out * self.out_gate(x).sigmoid())
+
+
+class WithBiases(OfGpuMode):
+    """That of triangle-multiplicative-module."""
+
+    bias = True
+
+
+PROGRAMS = (OfBoltz, OfOpenFold, OfMultimer, OfGpuMode, WithBiases)
+
+
+def update_of(program, direction="outgoing", sizes=(6, 5)):
+    """Return another program's module with random parameters, and what it takes."""
+    other = program(*sizes, direction).double()
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(2, 7, 7, sizes[0], dtype=torch.float64, requires_grad=True)
+    return other, x, (torch.rand(2, 7, 7) > 0.2).double()
+
+
+@pytest.mark.parametrize("sizes", [(6, 5), (4, 4)])
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_updates_of_other_programs_load(program, direction, sizes):
+    other, x, mask = update_of(program, direction, sizes)
+    state = other.state_dict()
+    before = dict(state)
+    loaded = TriangleMultiplicativeUpdate(*sizes, direction, gate=other.gate, bias=other.bias)
+    loaded = loaded.double()
+    loaded.load_state_dict(state)
+    made = TriangleMultiplicativeUpdate.from_state_dict(state, direction)
+    assert list(state) == list(before)
+    want = other(x, mask)
+    (gradient,) = torch.autograd.grad(want.square().sum(), x)
+    for module in (loaded, made):
+        assert (module.c_z, module.c_hidden, module.gate) == (*sizes, other.gate)
+        got = module(x, mask)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+        (found,) = torch.autograd.grad(got.square().sum(), x)
+        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-9)
+        # Its own state_dict has Boltz's names, and comes back.
+        layers = ("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out")
+        assert {key.split(".")[0] for key in module.state_dict()} == set(layers)
+        again = TriangleMultiplicativeUpdate.from_state_dict(
+            module.state_dict(), direction, gate=other.gate
+        )
+        assert torch.equal(again(x, mask), got)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_of_parameters_are_those_of_other_programs(program):
+    other, x, mask = update_of(program)
+    module = TriangleMultiplicativeUpdate.from_state_dict(other.state_dict())
+    for each in (other, module):
+        each(x, mask).sin().sum().backward()
+    state = {name: parameter.grad for name, parameter in other.named_parameters()}
+    # Gradients have names and shapes of parameters.
+    want = TriangleMultiplicativeUpdate.from_state_dict(state)
+    wanted = dict(want.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].detach(), rtol=0, atol=1e-10)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tri_mul_out = TriangleMultiplicativeUpdate(6, 5, bias=True)
+        self.tri_mul_in = TriangleMultiplicativeUpdate(6, 5, "incoming", bias=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_updates_load_inside_of_a_model(assign):
+    others = {
+        "tri_mul_out": update_of(OfOpenFold)[0],
+        "tri_mul_in": update_of(OfMultimer, "incoming")[0],
+    }
+    state = {
+        f"{where}.{name}": tensor
+        for where, other in others.items()
+        for name, tensor in other.state_dict().items()
+    }
+    block = copy.deepcopy(Block()).double()
+    assert not block.load_state_dict(state, assign=assign).missing_keys
+    _, x, mask = update_of(OfBoltz)
+    for where, other in others.items():
+        got = getattr(block, where)(x, mask)
+        torch.testing.assert_close(got, other(x, mask), rtol=0, atol=1e-11)
+        made = TriangleMultiplicativeUpdate.from_state_dict(
+            state, other.direction, prefix=f"{where}."
+        )
+        assert torch.equal(made(x, mask), got)
+
+
+def test_a_state_dict_for_another_gate_is_refused():
+    """Although its shapes would do where C is H."""
+    for program, gate in ((OfGpuMode, "output"), (OfOpenFold, "hidden")):
+        other, *_ = update_of(program, sizes=(4, 4))
+        module = TriangleMultiplicativeUpdate(4, gate=gate, bias=program.bias)
+        message = f"gate is '{gate}'; it should be '{program.gate}' for a state_dict with these"
+        with pytest.raises(RuntimeError, match=message):
+            module.load_state_dict(other.state_dict())
+
+
+def test_a_state_dict_with_too_much_or_too_little_is_refused():
+    state = update_of(OfOpenFold)[0].state_dict()
+    module = TriangleMultiplicativeUpdate(6, 5)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        module.load_state_dict(state)
+    lacking = {name: tensor for name, tensor in state.items() if name != "linear_b_p.weight"}
+    with pytest.raises(RuntimeError, match=r"Missing key.*p_in\.weight"):
+        TriangleMultiplicativeUpdate.from_state_dict(lacking)
+    with pytest.raises(KeyError, match=r"state_dict has no p_out\.weight, linear_z\.weight or to_"):
+        TriangleMultiplicativeUpdate.from_state_dict({})
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 2), (0,), (2, 0)])
+def test_any_number_of_batch_dimensions(batch):
+    other, *_ = update_of(OfBoltz)
+    module = TriangleMultiplicativeUpdate.from_state_dict(other.state_dict())
+    x = torch.randn(*batch, 4, 4, 6, dtype=torch.float64)
+    mask = torch.rand(*batch, 4, 4) > 0.3
+    flat, one = x.reshape(-1, 4, 4, 6), mask.reshape(-1, 4, 4)
+    torch.testing.assert_close(module(x, mask), other(flat, one.double()).reshape(x.shape))
+    for part in (mask[..., :1], mask[..., :1, :], mask[(0,) * len(batch)] if x.numel() else None):
+        if part is not None:
+            full = torch.broadcast_to(part, x.shape[:-1]).reshape(-1, 4, 4)
+            want = other(flat, full.double()).reshape(x.shape)
+            torch.testing.assert_close(module(x, part), want)
+    ones = other(flat, torch.ones_like(one).double()).reshape(x.shape)
+    torch.testing.assert_close(module(x), ones)
+
+
+def test_an_update_starts_at_zero_with_open_gates():
+    torch.manual_seed(0)
+    module = TriangleMultiplicativeUpdate(128, 64, bias=True)
+    assert not module(torch.randn(1, 3, 3, 128)).any()
+    assert not module.g_in.weight.any()
+    assert (module.g_in.bias == 1).all()
+    assert (module.norm_out.weight == 1).all()
+    assert not module.p_in.bias.any()
+    deviation = module.p_in.weight.std().item() * 128**0.5
+    # 16384 samples.
+    assert abs(deviation - 1) < 0.03
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_sixteen_bits_and_autocast_of_an_update():
+    module = TriangleMultiplicativeUpdate(8, 16).float()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(1, 5, 5, 8)
+    want = module(x)
+    half = copy.deepcopy(module).bfloat16()
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    assert module(x.bfloat16()).dtype == torch.bfloat16
+    # Roundings of x and of the result, of 8 bits each.
+    torch.testing.assert_close(module(x.bfloat16()).float(), want, rtol=0, atol=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x), want)
+
+
+def test_an_update_compiles_and_travels():
+    torch._dynamo.reset()
+    other, x, mask = update_of(OfBoltz)
+    module = TriangleMultiplicativeUpdate.from_state_dict(other.state_dict())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    y, want = compiled(x, mask), module(x, mask)
+    torch.testing.assert_close(y, want, **TOLERANCE)
+    torch.testing.assert_close(gradients(module, y, x), gradients(module, want, x), rtol=0,
+                               atol=1e-11)  # fmt: skip
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x, mask), want)
+    with torch.device("meta"):
+        empty = TriangleMultiplicativeUpdate(6, 5)
+    assert empty(x.to("meta"), mask.to("meta")).shape == x.shape
+    empty.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(empty(x, mask), want)
+
+
+def test_an_update_takes_what_boltz_passes_and_its_own_options():
+    other, x, mask = update_of(OfBoltz)
+    module = TriangleMultiplicativeUpdate.from_state_dict(
+        other.state_dict(), backend="numpy", max_memory=10**6, eps=1e-3, precision="ieee"
+    )
+    assert (module.backend, module.max_memory, module.norm_in.eps) == ("numpy", 10**6, 1e-3)
+    got = module(x, mask=mask, use_kernels=True)
+    other.norm_in.eps = other.norm_out.eps = 1e-3
+    torch.testing.assert_close(got, other(x, mask), rtol=0, atol=1e-11)
+    assert "backend='numpy'" in repr(module)
+    assert TriangleMultiplicativeUpdate(6).extra_repr() == (
+        "6, c_hidden=6, direction='outgoing', gate='output'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"c_z": 0}, "c_z is 0; it should be at least 1"),
+        ({"c_hidden": 0}, "c_hidden is 0; it should be at least 1"),
+        (
+            {"direction": "ingoing"},
+            "direction is 'ingoing'; it should be one of outgoing, incoming",
+        ),
+        ({"gate": "none"}, "gate is 'none'; it should be one of output, hidden"),
+        ({"precision": "fp64"}, "precision is 'fp64'; it should be one of None, ieee"),
+        ({"backend": "cuda"}, "backend is 'cuda'; it should be one of None, triton"),
+    ],
+)
+def test_bad_updates_are_named(arguments, message):
+    with pytest.raises(ValueError, match=f"^TriangleMultiplicativeUpdate: {message}"):
+        TriangleMultiplicativeUpdate(**{"c_z": 6, **arguments})
+
+
+def test_bad_calls_of_an_update_are_named():
+    module = TriangleMultiplicativeUpdate(6, 5)
+    x = torch.zeros(2, 4, 4, 6)
+    for wrong in (x[..., :5], x[:, :3], x[0, 0]):
+        message = r"x has shape .*; it should be \(\.\.\., N, N, 6\)"
+        with pytest.raises(ValueError, match=message):
+            module(wrong)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 4\); it should broadcast to \(2, 4"):
+        module(x, torch.ones(2, 4))
+    with pytest.raises(TypeError, match="mask is a list; it should be a tensor"):
+        module(x, [1])
+    with pytest.raises(TypeError, match="x is a ndarray; it should be a tensor"):
+        module(x.numpy())
