@@ -10,7 +10,7 @@ changes no bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,8 +108,13 @@ class _Update:
             self.threads = max(room // self.block, 1)
             left = limit - self.mask.nbytes - size * row * self.block * self.threads
             while size * need(*parts) > left and max(parts[: 2 + lines]) > 1:
-                at = next(at for at, n in enumerate(parts) if n > 1)
-                parts[at] = -(-parts[at] // 2)
+                # The batch first, which costs nothing, then what makes the most room.
+                halves = [
+                    [*parts[:at], -(-n // 2), *parts[at + 1 :]]
+                    for at, n in enumerate(parts[: 2 + lines])
+                    if n > 1
+                ]
+                parts = halves[0] if parts[0] > 1 else min(halves, key=lambda half: need(*half))
         sizes = self.B, self.H, self.N
         self.batches, self.channels, self.lines = map(_slices, sizes, parts)
 
@@ -122,7 +127,7 @@ class _Update:
     def over_blocks(
         self, where: tuple[int, int], groups: int | None, work: Callable[..., None]
     ) -> None:
-        """Call ``work(room, group, members, positions)`` on all blocks, each group on one thread."""
+        """Call ``work(room, group, members, positions)`` on all blocks, of a group in order."""
         blocks = self.blocks(*where)
         groups = len(blocks) if groups is None else groups
 
