@@ -14,7 +14,7 @@ from cpukern.vectors cimport exponential, real
 
 cdef enum:
     LANES = 16
-    POSITIONS = 128
+    POSITIONS = 512
 
 # The positions of a tile, in the planes of one member of the batch and in rows of all.
 cdef struct Tile:
