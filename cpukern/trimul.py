@@ -9,6 +9,7 @@ changes no bit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -118,6 +119,16 @@ class _Update:
         sizes = self.B, self.H, self.N
         self.batches, self.channels, self.lines = map(_slices, sizes, parts)
 
+    def halves(self, b: slice, h: slice) -> list[slice]:
+        """Return which of some channels of left and right are there at once: half, if many bytes.
+
+        What that costs is to normalize x again.
+        """
+        n = h.stop - h.start
+        planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
+        step = -(-n // 2) if planes > _memory.SMALL or self.limit else n
+        return [slice(h.start + k.start, h.start + k.stop) for k in _slices(n, step)]
+
     def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
         """Return members of the batch, and positions of their planes, of every block."""
         together = max(1, self.block // max(size, 1))
@@ -198,7 +209,7 @@ class _Update:
         """Fill lines of o (B, H, positions), for which left and right are made part by part."""
         x, mask = self.x[b], self.mask[b]
         lines = i.stop - i.start
-        for h in self.channels:
+        for h in itertools.chain.from_iterable(self.halves(b, h) for h in self.channels):
             if lines == self.N:
                 left, right = np.moveaxis(self.sides(b, h), 1, 0)
             else:
@@ -408,8 +419,9 @@ def forward(kernels: Any, *args: Any) -> None:
     N, own = u.N, hidden is None
 
     def need(b: int, c: int, i: int) -> int:
-        left = i * (c if i == N else c + u.C + 1)
-        return b * N * (c * N + left + own * i * u.H)
+        at_once = -(-c // 2)
+        left = i * (at_once if i == N else at_once + u.C + 1)
+        return b * N * (at_once * N + left + own * i * u.H)
 
     u.divide(u.C + max(4 * u.H, u.H + len(u.g_out)), need, lines=own)
     with blas_on_one_thread():
@@ -435,7 +447,8 @@ def backward(kernels: Any, *args: Any) -> None:
 
     def need(b: int, c: int, _: int) -> int:
         rows = u.C * (u.on.x is None) + u.H * (hidden is None)
-        return u.N**2 * (b * (3 * c + rows) + min(c, u.threads or c))
+        at_once = -(-c // 2)
+        return u.N**2 * (b * (c + 2 * at_once + rows) + min(at_once, u.threads or c))
 
     ends = u.C + 3 * u.H + len(u.g_out) + max(u.C, u.H)
     u.divide(max(ends, 2 * u.C + 4 * u.H) + 2, need, lines=False)
@@ -455,8 +468,8 @@ def backward(kernels: Any, *args: Any) -> None:
                 on_x = u.on.x.reshape(u.x.shape)[b]
             for h in u.channels:
                 on_o = u.end_back(b, h, o, cotangent, on_x)
-                if inner:
-                    sides = u.sides(b, h)
-                    u.products_back(sides, on_o)
-                    u.sides_back(b, h, sides, on_x)
+                for k in u.halves(b, h) if inner else ():
+                    sides = u.sides(b, k)
+                    u.products_back(sides, on_o[:, k.start - h.start : k.stop - h.start])
+                    u.sides_back(b, k, sides, on_x)
     u.finish()

@@ -11,7 +11,7 @@ import pytest
 
 import fusedops
 from cpukern import isa, threads, trimul
-from fusedops import triangle_multiplicative_update
+from fusedops import _memory, triangle_multiplicative_update
 from fusedops.testing import pair
 
 BACKENDS = [
@@ -116,7 +116,7 @@ def most(monkeypatch):
         peak, now[1] = now[1], now[0]
         return peak
 
-    monkeypatch.setattr(trimul, "_memory", SimpleNamespace(empty=empty))
+    monkeypatch.setattr(trimul, "_memory", SimpleNamespace(empty=empty, SMALL=_memory.SMALL))
     return most
 
 
