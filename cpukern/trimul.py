@@ -151,14 +151,18 @@ class _Update:
                     ]:
                         work(room, g, *block)
 
-        in_parallel(share, groups, 1 if self.threads is None else -(-groups // self.threads))
+        in_parallel(share, groups, self.grain(groups))
 
     def over_channels(self, channels: int, work: Callable[[int, int], None]) -> None:
         def share(low: int, high: int) -> None:
             with np.errstate(all="ignore"):
                 work(low, high)
 
-        in_parallel(share, channels, 1 + _GRAIN // (1 + self.N**3))
+        in_parallel(share, channels, max(self.grain(channels), _GRAIN // (1 + self.N**3)))
+
+    def grain(self, items: int) -> int:
+        """Return how many items a thread takes at least, for which there is memory."""
+        return 1 if self.threads is None else max(1, -(-items // self.threads))
 
     def normalized(self, room: _Room, x: np.ndarray) -> np.ndarray:
         out = room("normalized", x.shape, self.dtype)
