@@ -11,8 +11,9 @@ and is computed on in float32.
 """
 
 from cython.parallel cimport prange
-from libc.math cimport INFINITY
 from libc.string cimport memcpy
+
+from cpukern.vectors cimport exponential, real
 
 cdef enum:
     BLOCK = 64
@@ -22,10 +23,6 @@ ctypedef unsigned short bfloat16
 # What arrays hold, and what is computed in.
 ctypedef fused scalar:
     bfloat16
-    float
-    double
-
-ctypedef fused real:
     float
     double
 
@@ -116,52 +113,6 @@ cdef inline void narrow(
             target[d * step] = to_bits(<float>source[d])
         else:
             target[d * step] = <scalar>source[d]
-
-
-cdef inline real exponential(real x) noexcept nogil:
-    """e^x to two units in the last place, in vector code; infinite from 88 (709) on."""
-    cdef real n, r, scale, value
-    cdef bint fits
-    cdef int single
-    cdef long long wide
-    # Constants are cast, since a bare one is a double, and so is what is computed with it.
-    if real is float:
-        fits = not x > <float>88.0
-        x = min(max(x, <float>-87.0), <float>88.0)
-        n = (x * <float>1.44269504 + <float>12582912.0) - <float>12582912.0
-        r = x - n * <float>0.693359375 + n * <float>2.12194440e-4
-        value = <float>(1 / 5040.0)
-        value = value * r + <float>(1 / 720.0)
-        value = value * r + <float>(1 / 120.0)
-        value = value * r + <float>(1 / 24.0)
-        value = value * r + <float>(1 / 6.0)
-        value = value * r + <float>0.5
-        value = value * r + <float>1.0
-        value = value * r + <float>1.0
-        single = (<int>n + 127) << 23
-        memcpy(&scale, &single, 4)
-    else:
-        fits = not x > 709.0
-        x = min(max(x, -708.0), 709.0)
-        n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0
-        r = x - n * 0.693147180369123816490 - n * 1.90821492927058770002e-10
-        value = 1 / 6227020800.0
-        value = value * r + 1 / 479001600.0
-        value = value * r + 1 / 39916800.0
-        value = value * r + 1 / 3628800.0
-        value = value * r + 1 / 362880.0
-        value = value * r + 1 / 40320.0
-        value = value * r + 1 / 5040.0
-        value = value * r + 1 / 720.0
-        value = value * r + 1 / 120.0
-        value = value * r + 1 / 24.0
-        value = value * r + 1 / 6.0
-        value = value * r + 0.5
-        value = value * r + 1
-        value = value * r + 1
-        wide = <long long>(<int>n + 1023) << 52
-        memcpy(&scale, &wide, 8)
-    return value * scale if fits else <real>INFINITY
 
 
 cdef inline void convolve(

@@ -15,6 +15,7 @@ import numpy as np
 
 from cpukern.jit import jit
 from cpukern.threads import in_parallel
+from cpukern.vectors_numba import sigmoid
 from fusedops._registry import register
 from fusedops.conv import CHUNK, Sequences
 
@@ -22,11 +23,6 @@ from fusedops.conv import CHUNK, Sequences
 _GRAIN = 1 << 16
 # Partial sums over tokens: more would serve more threads, and take more memory.
 _BLOCKS = 128
-
-
-@jit
-def _sigmoid(h):
-    return 1 / (1 + math.exp(-h))
 
 
 @jit
@@ -75,7 +71,7 @@ def _conv_chunks(low, high, chunks, cu_seqlens, x, kernels, states, bias, silu, 
             _convolve(x, kernels, states, bias, q, start, t, h)
             if silu:
                 for d in range(len(h)):
-                    h[d] *= _sigmoid(h[d])
+                    h[d] *= sigmoid(h[d])
         if last == end and q < len(final_state):
             for w in range(width):
                 row = _input(x, states, q, start, end + w - width)
@@ -126,7 +122,7 @@ def _vjp_blocks(
                 if silu:
                     _convolve(x, kernels, states, bias, q, start, t, v)
                     for d in range(len(v)):
-                        sigma = _sigmoid(v[d])
+                        sigma = sigmoid(v[d])
                         v[d] = c_t[d] * sigma * (1 + v[d] * (1 - sigma))
                 else:
                     v[:] = c_t
@@ -169,7 +165,7 @@ def _step_rows(low, high, x, state, kernels, bias, silu, out):
                 for row in range(len(bias)):
                     h[d] += bias[row, d]
                 if silu:
-                    h[d] *= _sigmoid(h[d])
+                    h[d] *= sigmoid(h[d])
 
 
 def _rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:

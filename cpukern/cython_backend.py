@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from cpukern import isa
+from cpukern import isa, trimul
 from cpukern.threads import threads_for
 from fusedops._registry import register
 from fusedops.conv import CHUNK
@@ -48,6 +49,12 @@ _density = isa.load("density_cython")
 _ATOM_BYTES, _NUMBERS, _ROW = _density.sizes()
 # Atoms that pay for waking a thread, and slabs of planes of the map, for any number of threads.
 _ATOM_GRAIN, _SLABS = 32, 32
+
+_trimul = isa.load("trimul_cython")
+_trimul_of = {
+    dtype: SimpleNamespace(**{kernel: getattr(_trimul, kernel)[name] for kernel in trimul.KERNELS})
+    for dtype, name in _REAL.items()
+}
 
 
 def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:
@@ -480,3 +487,13 @@ def gaussian_density_vjp(
         most,
         pitch,
     )
+
+
+@register("triangle_multiplicative_update", "cython")
+def triangle_multiplicative_update(x: Any, *args: Any) -> None:
+    trimul.forward(_trimul_of[x.dtype], x, *args)
+
+
+@register("triangle_multiplicative_update_vjp", "cython")
+def triangle_multiplicative_update_vjp(x: Any, *args: Any) -> None:
+    trimul.backward(_trimul_of[x.dtype], x, *args)

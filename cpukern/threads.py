@@ -6,23 +6,32 @@ may use. The environment is read once, at first use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import math
 import operator
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 _chosen: int | None = None
 _pooled = False
 _forked = False
+_blas_lock = threading.Lock()
+# How many calls have BLAS on one thread, and what gives it its own number back.
+_blas_users = 0
+_blas_limit: Any = None
 
 
 def _mark_forked() -> None:
-    global _forked
+    global _forked, _blas_lock, _blas_users, _blas_limit
     _forked = _pooled
+    _blas_lock, _blas_users, _blas_limit = threading.Lock(), 0, None
 
 
 # Pools of threads don't survive a fork: a child forked from a process that has any works serially.
@@ -124,6 +133,39 @@ def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> Non
     work(*edges[:2])
     for share in rest:
         share.result()
+
+
+@contextlib.contextmanager
+def blas_on_one_thread() -> Iterator[None]:
+    """Have BLAS do every product on the thread that asks for it, where threadpoolctl is installed.
+
+    Its number of threads is the process's: the first call that is inside sets it, and the last one
+    gives back what was there.
+    """
+    global _blas_users, _blas_limit
+    blas = _blas()
+    with _blas_lock:
+        if _blas_users == 0 and blas is not None:
+            _blas_limit = blas.limit(limits=1)
+        _blas_users += 1
+    try:
+        yield
+    finally:
+        with _blas_lock:
+            _blas_users -= 1
+            if _blas_users == 0 and _blas_limit is not None:
+                _blas_limit.restore_original_limits()
+                _blas_limit = None
+
+
+@functools.cache
+def _blas() -> Any:
+    """Return a controller of the BLAS that is loaded, or None where there is no way to ask."""
+    if importlib.util.find_spec("threadpoolctl") is None:
+        return None
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="blas")
 
 
 @functools.cache

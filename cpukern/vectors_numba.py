@@ -1,4 +1,5 @@
-"""What Numba has no name for: short runs of numbers as vectors, and memory that is read ahead.
+"""What Numba has no name for: the logistic function, short runs of numbers as vectors, and memory
+that is read ahead.
 
 What a compiler's loop leaves over after its last whole vectors would be most of a short run.
 """
@@ -6,6 +7,7 @@ What a compiler's loop leaves over after its last whole vectors would be most of
 from __future__ import annotations
 
 import functools
+import math
 
 import numba
 from llvmlite import ir
@@ -17,6 +19,12 @@ _VECTOR = 64
 RAMP = 16
 
 _inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
+
+
+@_inlined()
+def sigmoid(h):
+    """Return the logistic function."""
+    return 1 / (1 + math.exp(-h))
 
 
 def _declared(builder, name, result, types):

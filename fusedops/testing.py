@@ -46,7 +46,7 @@ class Case:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there is more than the formula."""
+        """Whether there is more than the formula: not of edges' matrices."""
         return self.primitive not in (matrices, matrices_vjp)
 
     def __str__(self) -> str:

@@ -1230,7 +1230,8 @@ for shape, at_the_end, dtype, gate in options:
         outputs += [guarded(np.full(a.shape, np.nan, dtype), at_the_end) for a in arrays]
         kernel(trimul_vjp, back, static, outputs[2:], dtype)
         for got, value in zip(outputs, want, strict=True):
-            limit = (1e-4 if dtype == "f4" else 1e-11) * abs(value).max()
+            # Of one residue the mask has next to no cotangent, a difference of larger numbers.
+            limit = (1e-4 if dtype == "f4" else 1e-11) * (abs(value).max() + 0.1)
             np.testing.assert_allclose(got, value, rtol=0, atol=limit)
 """
 

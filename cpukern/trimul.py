@@ -1,0 +1,479 @@
+"""Triangle multiplicative updates on the CPU: BLAS multiplies, and kernels do what is in between.
+
+A block of positions at a time goes from x through one product, with projections and gates stacked,
+to planes (channels first), of which the products over triangles are made, and from planes of o to
+the output. What is between two products stays in the cache. Threads share blocks and channels, and
+sums over positions are formed in a fixed number of groups of blocks, so that the thread count
+changes no bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cpukern.threads import blas_on_one_thread, in_parallel
+from fusedops import _memory
+from fusedops.trimul import ARRAYS
+
+#: What a backend provides.
+KERNELS = (
+    "normalize_rows",
+    "normalize_planes",
+    "gate_planes",
+    "gate_rows",
+    "normalize_rows_back",
+    "normalize_planes_back",
+    "gate_planes_back",
+    "gate_rows_back",
+)
+
+# Positions of a block, and of one where memory is short: products want many, the cache few.
+_BLOCK, _FEW = 1024, 64
+# Groups of blocks that share sums.
+_GROUPS = 16
+# Multiplications that pay for waking a thread.
+_GRAIN = 1 << 20
+
+
+class _Room(dict):
+    """Arrays by name, each overwritten by the next one of its name."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        size = math.prod(shape)
+        if name not in self or self[name].size < size:
+            self[name] = _memory.empty((size,), np.dtype(dtype))
+        return self[name][:size].reshape(shape)
+
+
+def _slices(n: int, step: int) -> list[slice]:
+    return [slice(low, min(low + step, n)) for low in range(0, n, max(step, 1))]
+
+
+def _given(array: Any, n: int, value: float, dtype: np.dtype) -> np.ndarray:
+    return np.full(n, value, dtype) if array is None else np.ascontiguousarray(array)
+
+
+class _Update:
+    """An update's arguments as kernels take them, and the parts that it is done in.
+
+    `batches`, `channels` and `lines` are slices of the batch, of the channels of left and right,
+    and of the first index of o, that are done one after the other.
+    """
+
+    def __init__(self, kernels: Any, arrays: Any, static: Any) -> None:
+        a = SimpleNamespace(**dict(zip(ARRAYS, arrays, strict=True)))
+        self.kernels = kernels
+        self.direction, self.gate, _, self.eps, self.limit = static
+        self.dtype = a.x.dtype
+        self.B, self.N, _, self.C = a.x.shape
+        self.H = a.p_in_weight.shape[0] // 2
+        self.x = np.ascontiguousarray(a.x).reshape(self.B, self.N**2, self.C)
+        self.mask = np.ones(self.x.shape[:2], self.dtype)
+        if a.mask is not None:
+            self.mask.reshape(a.mask.shape)[...] = a.mask
+        # Projections before gates, left before right.
+        shape = 2, 2, self.H
+        self.w_in = np.concatenate([a.p_in_weight, a.g_in_weight]).reshape(*shape, self.C)
+        biases = [_given(b, 2 * self.H, 0, self.dtype) for b in (a.p_in_bias, a.g_in_bias)]
+        self.b_in = np.concatenate(biases).reshape(shape)
+        self.norm_in = self._norm(a.norm_in_weight, a.norm_in_bias, self.C)
+        self.norm_out = self._norm(a.norm_out_weight, a.norm_out_bias, self.H)
+        self.p_out = np.ascontiguousarray(a.p_out_weight)
+        self.g_out = np.ascontiguousarray(a.g_out_weight)
+        self.p_out_bias = _given(a.p_out_bias, self.C, 0, self.dtype)
+        self.g_out_bias = _given(a.g_out_bias, len(self.g_out), 0, self.dtype)
+        self.room = _Room()
+
+    def _norm(self, weight: Any, bias: Any, n: int) -> tuple[np.ndarray, np.ndarray]:
+        return _given(weight, n, 1, self.dtype), _given(bias, n, 0, self.dtype)
+
+    def divide(self, row: int, need: Callable[[int, int, int], int], *, lines: bool) -> None:
+        """Find parts that need no more memory than there may be, if there are such.
+
+        A position of a block takes `row` numbers, and parts of so many members of the batch,
+        channels and lines `need` numbers; `lines` says whether to divide the last.
+        """
+        size, limit = self.dtype.itemsize, self.limit
+        self.block, self.threads = _BLOCK, None
+        parts = [self.B, self.H, self.N]
+        if limit:
+            # A quarter of it is for blocks, of several threads where they are small enough.
+            room = limit // (4 * row * size)
+            self.block = min(max(room // 4, _FEW), _BLOCK)
+            self.threads = max(room // self.block, 1)
+            left = limit - self.mask.nbytes - size * row * self.block * self.threads
+            while size * need(*parts) > left and max(parts[: 2 + lines]) > 1:
+                # The batch first, which costs nothing, then what makes the most room.
+                halves = [
+                    [*parts[:at], -(-n // 2), *parts[at + 1 :]]
+                    for at, n in enumerate(parts[: 2 + lines])
+                    if n > 1
+                ]
+                parts = halves[0] if parts[0] > 1 else min(halves, key=lambda half: need(*half))
+        sizes = self.B, self.H, self.N
+        self.batches, self.channels, self.lines = map(_slices, sizes, parts)
+
+    def halves(self, b: slice, h: slice) -> list[slice]:
+        """Return which of some channels of left and right are there at once: half, if many bytes.
+
+        What that costs is to normalize x again.
+        """
+        n = h.stop - h.start
+        planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
+        step = -(-n // 2) if planes > _memory.SMALL or self.limit else n
+        return [slice(h.start + k.start, h.start + k.stop) for k in _slices(n, step)]
+
+    def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
+        """Return members of the batch, and positions of their planes, of every block."""
+        together = max(1, self.block // max(size, 1))
+        step = self.block if together == 1 else size
+        return [(b, p) for b in _slices(batch, together) for p in _slices(size, step)]
+
+    def over_blocks(
+        self, where: tuple[int, int], groups: int | None, work: Callable[..., None]
+    ) -> None:
+        """Call ``work(room, group, members, positions)`` on all blocks, of a group in order."""
+        blocks = self.blocks(*where)
+        groups = len(blocks) if groups is None else groups
+
+        def share(low: int, high: int) -> None:
+            room = _Room()
+            with np.errstate(all="ignore"):
+                for g in range(low, high):
+                    for block in blocks[
+                        len(blocks) * g // groups : len(blocks) * (g + 1) // groups
+                    ]:
+                        work(room, g, *block)
+
+        in_parallel(share, groups, self.grain(groups))
+
+    def over_channels(self, channels: int, work: Callable[[int, int], None]) -> None:
+        def share(low: int, high: int) -> None:
+            with np.errstate(all="ignore"):
+                work(low, high)
+
+        in_parallel(share, channels, max(self.grain(channels), _GRAIN // (1 + self.N**3)))
+
+    def grain(self, items: int) -> int:
+        """Return how many items a thread takes at least, for which there is memory."""
+        return 1 if self.threads is None else max(1, -(-items // self.threads))
+
+    def normalized(self, room: _Room, x: np.ndarray) -> np.ndarray:
+        out = room("normalized", x.shape, self.dtype)
+        self.kernels.normalize_rows(x, *self.norm_in, self.eps, out)
+        return out
+
+    def projected(self, room: _Room, xn: np.ndarray, sides: slice, h: slice) -> tuple[Any, ...]:
+        """Return projections and gates of some channels, each with its biases."""
+        w = self.w_in[:, sides, h].reshape(-1, self.C)
+        b = np.ascontiguousarray(self.b_in[:, sides, h]).reshape(2, -1)
+        both = np.matmul(w, xn.T, out=room("projected", (len(w), len(xn)), self.dtype))
+        half = len(w) // 2
+        return both[:half], b[0], both[half:], b[1]
+
+    def project(
+        self, x: np.ndarray, mask: np.ndarray, sides: slice, h: slice, out: np.ndarray
+    ) -> None:
+        """Fill planes (B, sides, channels, positions)."""
+
+        def work(room: _Room, _: int, b: slice, p: slice) -> None:
+            xn = self.normalized(room, x[b, p].reshape(-1, self.C))
+            given = self.projected(room, xn, sides, h)
+            self.kernels.gate_planes(*given, mask[b, p].reshape(-1), out[b, ..., p])
+
+        self.over_blocks(mask.shape, None, work)
+
+    def matrices(self, planes: np.ndarray) -> np.ndarray:
+        """Return planes of left or right as matrices, of which o is one times another, turned."""
+        lines = planes.shape[-1] // self.N if self.N else 0
+        if self.direction == "outgoing":
+            return planes.reshape(*planes.shape[:-1], lines, self.N)
+        return planes.reshape(*planes.shape[:-1], self.N, lines).swapaxes(-1, -2)
+
+    def lines_of(self, rows: np.ndarray, i: slice) -> np.ndarray:
+        """Return what left is made from for some lines of o, of rows (B, positions, ...)."""
+        square = rows.reshape(len(rows), self.N, self.N, *rows.shape[2:])
+        some = square[:, i] if self.direction == "outgoing" else square[:, :, i]
+        return np.ascontiguousarray(some).reshape(len(rows), -1, *rows.shape[2:])
+
+    def sides(self, b: slice, h: slice) -> np.ndarray:
+        """Return channels of left and right (B, 2, channels, positions)."""
+        shape = b.stop - b.start, 2, h.stop - h.start, self.N**2
+        out = self.room("sides", shape, self.dtype)
+        self.project(self.x[b], self.mask[b], slice(2), h, out)
+        return out
+
+    def products(self, b: slice, i: slice, out: np.ndarray) -> None:
+        """Fill lines of o (B, H, positions), for which left and right are made part by part."""
+        x, mask = self.x[b], self.mask[b]
+        lines = i.stop - i.start
+        for h in itertools.chain.from_iterable(self.halves(b, h) for h in self.channels):
+            if lines == self.N:
+                left, right = np.moveaxis(self.sides(b, h), 1, 0)
+            else:
+                shape = len(x), 1, h.stop - h.start
+                left = self.room("left", (*shape, lines * self.N), self.dtype)
+                right = self.room("right", (*shape, self.N**2), self.dtype)
+                some = self.lines_of(x, i), self.lines_of(mask, i)
+                self.project(*some, slice(1), h, left)
+                self.project(x, mask, slice(1, 2), h, right)
+                left, right = left[:, 0], right[:, 0]
+            o = out.reshape(len(out), self.H, lines, self.N)[:, h]
+            left, right = self.matrices(left), self.matrices(right).swapaxes(-1, -2)
+
+            def work(low: int, high: int, left: Any = left, right: Any = right, o: Any = o) -> None:
+                some = slice(low, high)
+                np.matmul(left[:, some], right[:, some], out=o[:, some])
+
+            self.over_channels(o.shape[1], work)
+
+    def ended(self, room: _Room, xn: np.ndarray, o: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return a block of the normalized o, and of the last gate."""
+        on = room("on", (self.H, len(xn)), self.dtype)
+        self.kernels.normalize_planes(o, *self.norm_out, self.eps, on)
+        if self.gate == "output":
+            gates = np.matmul(xn, self.g_out.T, out=room("gates", xn.shape, self.dtype))
+        else:
+            gates = np.matmul(self.g_out, xn.T, out=room("gates", on.shape, self.dtype))
+        return on, gates
+
+    def gated(self, on: np.ndarray, gates: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return what the kernels of a gate take where the normalized o is what is gated."""
+        bias = np.zeros_like(self.g_out_bias)
+        return on, bias, gates, self.g_out_bias, np.ones(on.shape[1], self.dtype)
+
+    def end(self, b: slice, i: slice, o: np.ndarray, out: np.ndarray) -> None:
+        """Fill lines of the output from those of o (B, H, positions)."""
+        where = slice(i.start * self.N, i.stop * self.N)
+        x, out = self.x[b, where], out.reshape(self.x.shape)[b, where]
+
+        def work(room: _Room, _: int, m: slice, p: slice) -> None:
+            rows = out[m, p].reshape(-1, self.C)
+            xn = self.normalized(room, x[m, p].reshape(-1, self.C))
+            on, gates = self.ended(room, xn, o[m, :, p])
+            if self.gate == "hidden":
+                self.kernels.gate_planes(*self.gated(on, gates), on[None, None])
+            np.matmul(on.T, self.p_out.T, out=rows)
+            if self.gate == "hidden":
+                rows += self.p_out_bias
+            else:
+                self.kernels.gate_rows(rows, self.p_out_bias, gates, self.g_out_bias)
+
+        self.over_blocks(x.shape[:2], None, work)
+
+
+class _Gradients(_Update):
+    """The cotangents of an update's arrays; sums over positions are in float64."""
+
+    def __init__(self, kernels: Any, arrays: Any, static: Any, outputs: Any) -> None:
+        super().__init__(kernels, arrays, static)
+        self.on = SimpleNamespace(**dict(zip(ARRAYS, outputs, strict=True)))
+        shapes = {
+            "norm_in": (2, self.C),
+            "w_in": self.w_in.shape,
+            "b_in": self.b_in.shape,
+            "norm_out": (2, self.H),
+            "p_out": self.p_out.shape,
+            "p_out_bias": self.p_out_bias.shape,
+            "g_out": self.g_out.shape,
+            "gate": (2, len(self.g_out)),
+        }
+        self.sums_size = 8 * sum(map(math.prod, shapes.values()))
+        groups = self.limit // (8 * self.sums_size) if self.limit else _GROUPS
+        self.sums = [
+            SimpleNamespace(**{name: np.zeros(shape) for name, shape in shapes.items()})
+            for _ in range(min(max(groups, 1), _GROUPS))
+        ]
+        self.on_mask = None
+        if self.on.mask is not None:
+            self.on.mask[...] = 0
+            self.on_mask = self.on.mask.reshape(self.mask.shape)
+
+    def over_groups(self, where: tuple[int, int], work: Callable[..., None]) -> None:
+        self.over_blocks(where, min(len(self.sums), len(self.blocks(*where))), work)
+
+    def end_back(
+        self, b: slice, h: slice, o: np.ndarray, cotangent: np.ndarray, on_x: np.ndarray
+    ) -> np.ndarray:
+        """Return the cotangent of channels of o; with the first of them, find all others."""
+        x, cotangent = self.x[b], cotangent[b]
+        on_o = self.room("on_o", (len(x), h.stop - h.start, self.N**2), self.dtype)
+        output, first = self.gate == "output", h.start == 0
+
+        def work(room: _Room, g: int, m: slice, p: slice) -> None:
+            sums, rows = self.sums[g], cotangent[m, p].reshape(-1, self.C)
+            gate, norm = sums.gate, sums.norm_out
+            if not first:
+                gate, norm = np.zeros_like(gate), np.zeros_like(norm)
+            xn = self.normalized(room, x[m, p].reshape(-1, self.C))
+            on, gates = self.ended(room, xn, o[m, :, p])
+            on_on = room("on_on", on.shape, self.dtype)
+            if output:
+                by, end = room("values", rows.shape, self.dtype), on.T
+                np.matmul(end, self.p_out.T, out=by)
+                gated = by, self.p_out_bias, gates, self.g_out_bias
+                self.kernels.gate_rows_back(rows, *gated, gate)
+                on_gates = gates
+                np.matmul(self.p_out.T, by.T, out=on_on)
+            else:
+                by, end = rows, room("values", on.shape, self.dtype)
+                gated = self.gated(on, gates)
+                self.kernels.gate_planes(*gated, end[None, None])
+                np.matmul(self.p_out.T, by.T, out=on_on)
+                on_mask = room("on_mask", (len(rows),), np.float64)
+                self.kernels.gate_planes_back(on_on[None, None], *gated, on_mask, gate)
+                on_on, on_gates, end = on, gates.T, end.T
+            if first:
+                sums.p_out += by.T @ end
+                sums.g_out += on_gates.T @ xn
+                sums.p_out_bias += np.ones(len(rows), self.dtype) @ by
+                np.matmul(on_gates, self.g_out, out=on_x[m, p].reshape(-1, self.C))
+            arguments = o[m, :, p], self.norm_out[0], self.eps, on_on, h.start
+            self.kernels.normalize_planes_back(*arguments, on_o[m, :, p], norm)
+
+        self.over_groups(x.shape[:2], work)
+        return on_o
+
+    def products_back(self, sides: np.ndarray, on_o: np.ndarray) -> None:
+        """Overwrite left and right (B, 2, channels, positions) by their cotangents."""
+        left, right = self.matrices(sides[:, 0]), self.matrices(sides[:, 1])
+        on_o = on_o.reshape(left.shape)
+
+        def work(low: int, high: int) -> None:
+            room = _Room()
+            for b in range(len(left)):
+                for c in _slices(high - low, max(1, _BLOCK // max(self.N**2, 1))):
+                    l, r, o = (a[b, low:high][c] for a in (left, right, on_o))
+                    spare = self.matrices(room("spare", (len(l), self.N**2), self.dtype))
+                    np.matmul(o, r, out=spare)
+                    np.matmul(o.swapaxes(-1, -2), l, out=r)
+                    l[...] = spare
+
+        self.over_channels(left.shape[1], work)
+
+    def sides_back(self, b: slice, h: slice, on_sides: np.ndarray, on_x: np.ndarray) -> None:
+        """Pull the cotangent of channels of left and right back; with the last of them, to x."""
+        x, mask = self.x[b], self.mask[b]
+        w = self.w_in[:, :, h].reshape(-1, self.C)
+
+        def work(room: _Room, g: int, m: slice, p: slice) -> None:
+            sums, rows = self.sums[g], x[m, p].reshape(-1, self.C)
+            xn = self.normalized(room, rows)
+            given = self.projected(room, xn, slice(2), h)
+            both = room("projected", (len(w), len(rows)), self.dtype)
+            on_mask = room("on_mask", (len(rows),), np.float64)
+            bias = np.zeros((2, len(w) // 2))
+            by = on_sides[m, ..., p]
+            self.kernels.gate_planes_back(by, *given, mask[m, p].reshape(-1), on_mask, bias)
+            if self.on_mask is not None:
+                self.on_mask[b][m, p] += on_mask.reshape(len(by), -1)
+            sums.w_in[:, :, h] += (both @ xn).reshape(2, 2, -1, self.C)
+            sums.b_in[:, :, h] += bias.reshape(2, 2, -1)
+            on_xn = np.matmul(both.T, w, out=room("on_xn", xn.shape, self.dtype))
+            on_rows = on_x[m, p].reshape(-1, self.C)
+            if h.stop < self.H:
+                on_rows += on_xn
+            else:
+                weight = self.norm_in[0]
+                self.kernels.normalize_rows_back(
+                    rows, weight, self.eps, on_xn, on_rows, sums.norm_in
+                )
+
+        self.over_groups(x.shape[:2], work)
+
+    def finish(self) -> None:
+        """Fill the cotangents that are sums over positions."""
+        on, H = self.on, self.H
+        total = SimpleNamespace(
+            **{name: sum(getattr(s, name) for s in self.sums) for name in vars(self.sums[0])}
+        )
+        for out, value in (
+            (on.norm_in_weight, total.norm_in[0]),
+            (on.norm_in_bias, total.norm_in[1]),
+            (on.p_in_weight, total.w_in[0].reshape(2 * H, self.C)),
+            (on.p_in_bias, total.b_in[0].reshape(2 * H)),
+            (on.g_in_weight, total.w_in[1].reshape(2 * H, self.C)),
+            (on.g_in_bias, total.b_in[1].reshape(2 * H)),
+            (on.norm_out_weight, total.norm_out[0]),
+            (on.norm_out_bias, total.norm_out[1]),
+            (on.p_out_weight, total.p_out),
+            (on.p_out_bias, total.p_out_bias),
+            (on.g_out_weight, total.g_out),
+            (on.g_out_bias, total.gate[1]),
+        ):
+            if out is not None:
+                with np.errstate(all="ignore"):
+                    out[...] = value
+
+
+def forward(kernels: Any, *args: Any) -> None:
+    """Fill the update, and o where it is wanted.
+
+    The least memory is that of a block and, where o is wanted, of one channel of left and right;
+    otherwise of one of right, and of one line of x, of left and of all channels of o.
+    """
+    out, hidden = args[19:]
+    u = _Update(kernels, args[:14], args[14:19])
+    N, own = u.N, hidden is None
+
+    def need(b: int, c: int, i: int) -> int:
+        at_once = -(-c // 2)
+        left = i * (at_once if i == N else at_once + u.C + 1)
+        return b * N * (at_once * N + left + own * i * u.H)
+
+    u.divide(u.C + max(4 * u.H, u.H + len(u.g_out)), need, lines=own)
+    with blas_on_one_thread():
+        for b in u.batches:
+            for i in u.lines:
+                shape = b.stop - b.start, u.H, (i.stop - i.start) * N
+                o = u.room("o", shape, u.dtype) if own else hidden[b].reshape(shape)
+                u.products(b, i, o)
+                if out is not None:
+                    u.end(b, i, o, out)
+
+
+def backward(kernels: Any, *args: Any) -> None:
+    """Fill the cotangents that are wanted.
+
+    The least memory is that of a block, of four channels of o, and of x and all of o where these
+    aren't given.
+    """
+    hidden, cotangent = args[14:16]
+    u = _Gradients(kernels, args[:14], args[16:21], args[21:])
+    shape = u.B, u.H, u.N**2
+    inner = any(output is not None for output in args[21:29])
+
+    def need(b: int, c: int, _: int) -> int:
+        rows = u.C * (u.on.x is None) + u.H * (hidden is None)
+        at_once = -(-c // 2)
+        return u.N**2 * (b * (c + 2 * at_once + rows) + min(at_once, u.threads or c))
+
+    ends = u.C + 3 * u.H + len(u.g_out) + max(u.C, u.H)
+    u.divide(max(ends, 2 * u.C + 4 * u.H) + 2, need, lines=False)
+    cotangent = np.ascontiguousarray(cotangent).reshape(u.x.shape)
+    if hidden is not None:
+        hidden = np.ascontiguousarray(hidden).reshape(shape)
+    with blas_on_one_thread():
+        for b in u.batches:
+            if hidden is None:
+                o = u.room("o", (b.stop - b.start, *shape[1:]), u.dtype)
+                u.products(b, slice(0, u.N), o)
+            else:
+                o = hidden[b]
+            if u.on.x is None:
+                on_x = u.room("on_x", (b.stop - b.start, *u.x.shape[1:]), u.dtype)
+            else:
+                on_x = u.on.x.reshape(u.x.shape)[b]
+            for h in u.channels:
+                on_o = u.end_back(b, h, o, cotangent, on_x)
+                for k in u.halves(b, h) if inner else ():
+                    sides = u.sides(b, k)
+                    u.products_back(sides, on_o[:, k.start - h.start : k.stop - h.start])
+                    u.sides_back(b, k, sides, on_x)
+    u.finish()

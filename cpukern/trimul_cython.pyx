@@ -1,0 +1,377 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+# cython: initializedcheck=False
+"""What a triangle multiplicative update does between its products, on the CPU.
+
+Channels lie last, in rows, where they come from x or go to the output, and first, in planes of
+positions, where the products want them; then all loops run along positions, and nothing is ever
+transposed but by BLAS. Statistics are in float64, of which the mean loses nothing to its size.
+A kernel takes a block of positions, and adds its sums over them to what there is.
+"""
+
+from libc.math cimport sqrt
+
+from cpukern.vectors cimport exponential, real
+
+cdef enum:
+    LANES = 16
+    POSITIONS = 512
+
+# The positions of a tile, in the planes of one member of the batch and in rows of all.
+cdef struct Tile:
+    Py_ssize_t batch
+    Py_ssize_t plane
+    Py_ssize_t row
+    Py_ssize_t n
+
+
+cdef inline Py_ssize_t tiles_of(Py_ssize_t size) noexcept nogil:
+    return (size + POSITIONS - 1) // POSITIONS
+
+
+cdef inline Tile find_tile(Py_ssize_t t, Py_ssize_t size) noexcept nogil:
+    cdef Tile tile
+    cdef Py_ssize_t tiles = tiles_of(size)
+    tile.batch = t // tiles
+    tile.plane = POSITIONS * (t % tiles)
+    tile.row = tile.batch * size + tile.plane
+    tile.n = min(<Py_ssize_t>POSITIONS, size - tile.plane)
+    return tile
+
+
+cdef inline real logistic(real x) noexcept nogil:
+    return <real>1.0 / (<real>1.0 + exponential(-x))
+
+
+cdef inline double sum_of(const real* x, Py_ssize_t n) noexcept nogil:
+    cdef double lanes[LANES]
+    cdef double total = 0
+    cdef Py_ssize_t k, l
+    for l in range(LANES):
+        lanes[l] = 0
+    for k in range(n // LANES):
+        for l in range(LANES):
+            lanes[l] += x[k * LANES + l]
+    for l in range(LANES):
+        total += lanes[l]
+    for k in range(n - n % LANES, n):
+        total += x[k]
+    return total
+
+
+cdef inline double squares_of(const real* x, Py_ssize_t n, double mean) noexcept nogil:
+    """Return the sum of squares of what is left of x without its mean."""
+    cdef double lanes[LANES]
+    cdef double total = 0
+    cdef Py_ssize_t k, l
+    for l in range(LANES):
+        lanes[l] = 0
+    for k in range(n // LANES):
+        for l in range(LANES):
+            lanes[l] += (x[k * LANES + l] - mean) * (x[k * LANES + l] - mean)
+    for l in range(LANES):
+        total += lanes[l]
+    for k in range(n - n % LANES, n):
+        total += (x[k] - mean) * (x[k] - mean)
+    return total
+
+
+def normalize_rows(
+    const real[:, ::1] x,      # IN   (n, C)
+    const real[::1] weight,    # IN   (C,)
+    const real[::1] bias,      # IN   (C,)
+    double eps,
+    real[:, ::1] out,          # OUT  (n, C)
+):
+    cdef Py_ssize_t C = x.shape[1], r, c
+    cdef const real* row
+    cdef const real* w = &weight[0]
+    cdef const real* b = &bias[0]
+    cdef real* to
+    cdef double mean, scale
+    with nogil:
+        for r in range(x.shape[0]):
+            row = &x[r, 0]
+            to = &out[r, 0]
+            mean = sum_of(row, C) / C
+            scale = 1 / sqrt(squares_of(row, C, mean) / C + eps)
+            for c in range(C):
+                to[c] = <real>((row[c] - mean) * scale) * w[c] + b[c]
+
+
+cdef inline void statistics(
+    const real* planes, Py_ssize_t step, Py_ssize_t channels, Py_ssize_t n, double eps,
+    double* mean, double* scale,
+) noexcept nogil:
+    """Write the mean over the channels of every position, and 1 over their deviation."""
+    cdef Py_ssize_t c, p
+    cdef const real* plane
+    for p in range(n):
+        mean[p] = 0
+        scale[p] = 0
+    for c in range(channels):
+        plane = planes + c * step
+        for p in range(n):
+            mean[p] += plane[p]
+    for p in range(n):
+        mean[p] /= channels
+    for c in range(channels):
+        plane = planes + c * step
+        for p in range(n):
+            scale[p] += (plane[p] - mean[p]) * (plane[p] - mean[p])
+    for p in range(n):
+        scale[p] = 1 / sqrt(scale[p] / channels + eps)
+
+
+def normalize_planes(
+    const real[:, :, :] o,     # IN   (B, H, P)
+    const real[::1] weight,    # IN   (H,)
+    const real[::1] bias,      # IN   (H,)
+    double eps,
+    real[:, ::1] out,          # OUT  (H, B P)
+):
+    cdef Py_ssize_t step = o.strides[1] // <Py_ssize_t>sizeof(real), t, c, p
+    cdef Tile tile
+    cdef const real* planes
+    cdef const real* plane
+    cdef real* to
+    cdef double mean[POSITIONS]
+    cdef double scale[POSITIONS]
+    with nogil:
+        for t in range(o.shape[0] * tiles_of(o.shape[2])):
+            tile = find_tile(t, o.shape[2])
+            planes = &o[tile.batch, 0, tile.plane]
+            statistics(planes, step, o.shape[1], tile.n, eps, mean, scale)
+            for c in range(o.shape[1]):
+                plane = planes + c * step
+                to = &out[c, tile.row]
+                for p in range(tile.n):
+                    to[p] = <real>((plane[p] - mean[p]) * scale[p]) * weight[c] + bias[c]
+
+
+def gate_planes(
+    const real[:, ::1] values,       # IN   (K, B P)
+    const real[::1] value_bias,      # IN   (K,)
+    const real[:, ::1] gates,        # IN   (K, B P)
+    const real[::1] gate_bias,       # IN   (K,)
+    const real[::1] mask,            # IN   (B P,)
+    real[:, :, :, :] out,            # OUT  (B, S, K / S, P)
+):
+    cdef Py_ssize_t sides = out.shape[1], channels = out.shape[2], t, c, p
+    cdef Tile tile
+    cdef const real* v
+    cdef const real* g
+    cdef const real* m
+    cdef real* to
+    cdef real by, bg
+    with nogil:
+        for t in range(out.shape[0] * tiles_of(out.shape[3])):
+            tile = find_tile(t, out.shape[3])
+            m = &mask[tile.row]
+            for c in range(sides * channels):
+                v = &values[c, tile.row]
+                g = &gates[c, tile.row]
+                to = &out[tile.batch, c // channels, c % channels, tile.plane]
+                by = value_bias[c]
+                bg = gate_bias[c]
+                for p in range(tile.n):
+                    to[p] = (v[p] + by) * logistic(g[p] + bg) * m[p]
+
+
+def gate_rows(
+    real[:, ::1] values,             # IN, OUT (n, C)
+    const real[::1] value_bias,      # IN   (C,)
+    const real[:, ::1] gates,        # IN   (n, C)
+    const real[::1] gate_bias,       # IN   (C,)
+):
+    cdef Py_ssize_t C = values.shape[1], r, c
+    cdef real* v
+    cdef const real* g
+    cdef const real* bv = &value_bias[0]
+    cdef const real* bg = &gate_bias[0]
+    with nogil:
+        for r in range(values.shape[0]):
+            v = &values[r, 0]
+            g = &gates[r, 0]
+            for c in range(C):
+                v[c] = (v[c] + bv[c]) * logistic(g[c] + bg[c])
+
+
+def gate_rows_back(
+    const real[:, ::1] cotangent,    # IN   (n, C)
+    real[:, ::1] values,             # IN, OUT (n, C): what was gated; its cotangent
+    const real[::1] value_bias,      # IN   (C,)
+    real[:, ::1] gates,              # IN, OUT (n, C)
+    const real[::1] gate_bias,       # IN   (C,)
+    double[:, ::1] sums,             # IN, OUT (2, C), to which are added those of both cotangents
+):
+    cdef Py_ssize_t C = values.shape[1], r, c
+    cdef const real* by
+    cdef real* v
+    cdef real* g
+    cdef double* on_values = &sums[0, 0]
+    cdef double* on_gates = &sums[1, 0]
+    cdef const real* bv = &value_bias[0]
+    cdef const real* bg = &gate_bias[0]
+    cdef real s, on_s
+    with nogil:
+        for r in range(values.shape[0]):
+            by = &cotangent[r, 0]
+            v = &values[r, 0]
+            g = &gates[r, 0]
+            for c in range(C):
+                s = logistic(g[c] + bg[c])
+                on_s = by[c] * (v[c] + bv[c])
+                v[c] = by[c] * s
+                g[c] = on_s * s * (<real>1.0 - s)
+            for c in range(C):
+                on_values[c] += v[c]
+                on_gates[c] += g[c]
+
+
+def gate_planes_back(
+    const real[:, :, :, :] cotangent,  # IN   (B, S, K / S, P)
+    real[:, ::1] values,             # IN, OUT (K, B P): what was gated; its cotangent
+    const real[::1] value_bias,      # IN   (K,)
+    real[:, ::1] gates,              # IN, OUT (K, B P)
+    const real[::1] gate_bias,       # IN   (K,)
+    const real[::1] mask,            # IN   (B P,)
+    double[::1] on_mask,             # OUT  (B P,)
+    double[:, ::1] sums,             # IN, OUT (2, K), to which are added those of both cotangents
+):
+    cdef Py_ssize_t sides = cotangent.shape[1], channels = cotangent.shape[2], t, c, p
+    cdef Tile tile
+    cdef const real* by
+    cdef const real* m
+    cdef real* v
+    cdef real* g
+    cdef double* on_m
+    cdef real bv, bg, s, on_s
+    with nogil:
+        for t in range(cotangent.shape[0] * tiles_of(cotangent.shape[3])):
+            tile = find_tile(t, cotangent.shape[3])
+            m = &mask[tile.row]
+            on_m = &on_mask[tile.row]
+            for p in range(tile.n):
+                on_m[p] = 0
+            for c in range(sides * channels):
+                by = &cotangent[tile.batch, c // channels, c % channels, tile.plane]
+                v = &values[c, tile.row]
+                g = &gates[c, tile.row]
+                bv = value_bias[c]
+                bg = gate_bias[c]
+                for p in range(tile.n):
+                    s = logistic(g[p] + bg)
+                    on_s = by[p] * (v[p] + bv)
+                    on_m[p] += on_s * s
+                    v[p] = by[p] * m[p] * s
+                    g[p] = on_s * m[p] * s * (<real>1.0 - s)
+                sums[0, c] += sum_of(v, tile.n)
+                sums[1, c] += sum_of(g, tile.n)
+
+
+def normalize_planes_back(
+    const real[:, :, :] o,           # IN   (B, H, P)
+    const real[::1] weight,          # IN   (H,)
+    double eps,
+    const real[:, ::1] cotangent,    # IN   (H, B P)
+    Py_ssize_t first,                # IN   the first of the channels in on_o
+    real[:, :, :] on_o,              # OUT  (B, K, P)
+    double[:, ::1] sums,             # IN, OUT (2, H), to which are added those of the cotangents of weight and bias
+):
+    cdef Py_ssize_t step = o.strides[1] // <Py_ssize_t>sizeof(real), t, c, p
+    cdef Tile tile
+    cdef const real* planes
+    cdef const real* plane
+    cdef const real* by
+    cdef real* to
+    cdef double mean[POSITIONS]
+    cdef double scale[POSITIONS]
+    cdef double total[POSITIONS]
+    cdef double along[POSITIONS]
+    cdef double product[POSITIONS]
+    cdef double w
+    with nogil:
+        for t in range(o.shape[0] * tiles_of(o.shape[2])):
+            tile = find_tile(t, o.shape[2])
+            planes = &o[tile.batch, 0, tile.plane]
+            statistics(planes, step, o.shape[1], tile.n, eps, mean, scale)
+            for p in range(tile.n):
+                total[p] = 0
+                along[p] = 0
+            for c in range(o.shape[1]):
+                plane = planes + c * step
+                by = &cotangent[c, tile.row]
+                w = weight[c]
+                for p in range(tile.n):
+                    product[p] = by[p] * ((plane[p] - mean[p]) * scale[p])
+                    total[p] += w * by[p]
+                    along[p] += w * product[p]
+                sums[0, c] += sum_of(product, tile.n)
+                sums[1, c] += sum_of(by, tile.n)
+            for p in range(tile.n):
+                total[p] /= o.shape[1]
+                along[p] *= scale[p] / o.shape[1]
+            for c in range(on_o.shape[1]):
+                plane = planes + (first + c) * step
+                by = &cotangent[first + c, tile.row]
+                to = &on_o[tile.batch, c, tile.plane]
+                w = weight[first + c]
+                for p in range(tile.n):
+                    to[p] = <real>(
+                        scale[p] * (w * by[p] - total[p] - (plane[p] - mean[p]) * along[p])
+                    )
+
+
+def normalize_rows_back(
+    const real[:, ::1] x,            # IN   (n, C)
+    const real[::1] weight,          # IN   (C,)
+    double eps,
+    const real[:, ::1] cotangent,    # IN   (n, C), the one part of it
+    real[:, ::1] on_x,               # IN, OUT (n, C): the other part; the cotangent of x
+    double[:, ::1] sums,             # IN, OUT (2, C), to which are added those of the cotangents of weight and bias
+):
+    cdef Py_ssize_t C = x.shape[1], r, c, k, l
+    cdef const real* row
+    cdef const real* one
+    cdef const real* w = &weight[0]
+    cdef real* to
+    cdef double* on_weight = &sums[0, 0]
+    cdef double* on_bias = &sums[1, 0]
+    cdef double mean, scale, y, v, total, along
+    cdef double totals[LANES]
+    cdef double alongs[LANES]
+    with nogil:
+        for r in range(x.shape[0]):
+            row = &x[r, 0]
+            one = &cotangent[r, 0]
+            to = &on_x[r, 0]
+            mean = sum_of(row, C) / C
+            scale = 1 / sqrt(squares_of(row, C, mean) / C + eps)
+            for k in range(LANES):
+                totals[k] = 0
+                alongs[k] = 0
+            for c in range(C):
+                to[c] += one[c]
+            for c in range(C):
+                y = (row[c] - mean) * scale
+                on_weight[c] += to[c] * y
+                on_bias[c] += to[c]
+            for k in range(C // LANES):
+                for l in range(LANES):
+                    c = k * LANES + l
+                    v = <double>to[c] * w[c]
+                    totals[l] += v
+                    alongs[l] += v * (row[c] - mean)
+            for c in range(C - C % LANES, C):
+                v = <double>to[c] * w[c]
+                totals[0] += v
+                alongs[0] += v * (row[c] - mean)
+            total = 0
+            along = 0
+            for k in range(LANES):
+                total += totals[k]
+                along += alongs[k]
+            total /= C
+            along *= scale * scale / C
+            for c in range(C):
+                to[c] = <real>(scale * (to[c] * w[c] - total - (row[c] - mean) * along))

@@ -1,0 +1,179 @@
+"""What a triangle multiplicative update does between its products, in Numba.
+
+Channels lie last in rows, and first in planes of positions, along which loops run. A kernel takes a
+block of positions, and adds its sums over them to what there is.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from cpukern import trimul
+from cpukern.jit import jit
+from cpukern.vectors_numba import sigmoid
+from fusedops._registry import register
+
+
+@jit
+def _statistics(row, eps):
+    """Return the mean, and 1 over the deviation."""
+    mean = var = 0.0
+    for value in row:
+        mean += value
+    mean /= len(row)
+    for value in row:
+        var += (value - mean) ** 2
+    return mean, 1 / math.sqrt(var / len(row) + eps)
+
+
+@jit
+def normalize_rows(x, weight, bias, eps, out):
+    for r in range(len(x)):
+        mean, scale = _statistics(x[r], eps)
+        for c in range(x.shape[1]):
+            out[r, c] = (x[r, c] - mean) * scale * weight[c] + bias[c]
+
+
+@jit
+def _plane_statistics(planes, eps):
+    """Return the mean over the channels of every position, and 1 over their deviation."""
+    mean, scale = np.zeros(planes.shape[1]), np.zeros(planes.shape[1])
+    for plane in planes:
+        for p in range(len(plane)):
+            mean[p] += plane[p]
+    mean /= len(planes)
+    for plane in planes:
+        for p in range(len(plane)):
+            scale[p] += (plane[p] - mean[p]) ** 2
+    for p in range(len(scale)):
+        scale[p] = 1 / math.sqrt(scale[p] / len(planes) + eps)
+    return mean, scale
+
+
+@jit
+def normalize_planes(o, weight, bias, eps, out):
+    size = o.shape[2]
+    for b in range(len(o)):
+        mean, scale = _plane_statistics(o[b], eps)
+        for c in range(o.shape[1]):
+            plane, to = o[b, c], out[c, b * size : (b + 1) * size]
+            for p in range(size):
+                to[p] = (plane[p] - mean[p]) * scale[p] * weight[c] + bias[c]
+
+
+@jit
+def gate_planes(values, value_bias, gates, gate_bias, mask, out):
+    batch, _, channels, size = out.shape
+    for b in range(batch):
+        where = slice(b * size, (b + 1) * size)
+        m = mask[where]
+        for c in range(len(values)):
+            to, v, g = out[b, c // channels, c % channels], values[c, where], gates[c, where]
+            for p in range(size):
+                to[p] = (v[p] + value_bias[c]) * sigmoid(g[p] + gate_bias[c]) * m[p]
+
+
+@jit
+def gate_rows(values, value_bias, gates, gate_bias):
+    for r in range(len(values)):
+        v, g = values[r], gates[r]
+        for c in range(len(v)):
+            v[c] = (v[c] + value_bias[c]) * sigmoid(g[c] + gate_bias[c])
+
+
+@jit
+def gate_rows_back(cotangent, values, value_bias, gates, gate_bias, sums):
+    for r in range(len(values)):
+        by, v, g = cotangent[r], values[r], gates[r]
+        for c in range(len(v)):
+            s = sigmoid(g[c] + gate_bias[c])
+            g[c] = by[c] * (v[c] + value_bias[c]) * s * (1 - s)
+            v[c] = by[c] * s
+            sums[0, c] += v[c]
+            sums[1, c] += g[c]
+
+
+@jit
+def gate_planes_back(cotangent, values, value_bias, gates, gate_bias, mask, on_mask, sums):
+    batch, _, channels, size = cotangent.shape
+    on_mask[:] = 0
+    for b in range(batch):
+        where = slice(b * size, (b + 1) * size)
+        m, on_m = mask[where], on_mask[where]
+        for c in range(len(values)):
+            by = cotangent[b, c // channels, c % channels]
+            v, g = values[c, where], gates[c, where]
+            on_value = on_gate = 0.0
+            for p in range(size):
+                s = sigmoid(g[p] + gate_bias[c])
+                on_s = by[p] * (v[p] + value_bias[c])
+                on_m[p] += on_s * s
+                v[p] = by[p] * m[p] * s
+                g[p] = on_s * m[p] * s * (1 - s)
+                on_value += v[p]
+                on_gate += g[p]
+            sums[0, c] += on_value
+            sums[1, c] += on_gate
+
+
+@jit
+def normalize_planes_back(o, weight, eps, cotangent, first, on_o, sums):
+    _, channels, size = o.shape
+    for b in range(len(o)):
+        mean, scale = _plane_statistics(o[b], eps)
+        total, along = np.zeros(size), np.zeros(size)
+        for c in range(channels):
+            plane, by = o[b, c], cotangent[c, b * size : (b + 1) * size]
+            on_weight = on_bias = 0.0
+            for p in range(size):
+                product = by[p] * ((plane[p] - mean[p]) * scale[p])
+                total[p] += weight[c] * by[p]
+                along[p] += weight[c] * product
+                on_weight += product
+                on_bias += by[p]
+            sums[0, c] += on_weight
+            sums[1, c] += on_bias
+        for p in range(size):
+            total[p] /= channels
+            along[p] *= scale[p] / channels
+        for c in range(first, first + on_o.shape[1]):
+            plane, by = o[b, c], cotangent[c, b * size : (b + 1) * size]
+            to = on_o[b, c - first]
+            for p in range(size):
+                left = weight[c] * by[p] - total[p]
+                to[p] = scale[p] * (left - (plane[p] - mean[p]) * along[p])
+
+
+@jit
+def normalize_rows_back(x, weight, eps, cotangent, on_x, sums):
+    channels = x.shape[1]
+    for r in range(len(x)):
+        row, to = x[r], on_x[r]
+        mean, scale = _statistics(row, eps)
+        total = along = 0.0
+        for c in range(channels):
+            to[c] += cotangent[r, c]
+            y = (row[c] - mean) * scale
+            sums[0, c] += to[c] * y
+            sums[1, c] += to[c]
+            total += weight[c] * to[c]
+            along += weight[c] * to[c] * y
+        total /= channels
+        along /= channels
+        for c in range(channels):
+            y = (row[c] - mean) * scale
+            to[c] = scale * (weight[c] * to[c] - total - y * along)
+
+
+@register("triangle_multiplicative_update", "numba")
+def triangle_multiplicative_update(*args: Any) -> None:
+    trimul.forward(sys.modules[__name__], *args)
+
+
+@register("triangle_multiplicative_update_vjp", "numba")
+def triangle_multiplicative_update_vjp(*args: Any) -> None:
+    trimul.backward(sys.modules[__name__], *args)

@@ -1,0 +1,146 @@
+"""What is the CPU kernels' own of the triangle multiplicative update."""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import fusedops
+from cpukern import isa, threads, trimul
+from fusedops import _memory, triangle_multiplicative_update
+from fusedops.testing import pair
+
+BACKENDS = [
+    pytest.param(
+        "cython", marks=pytest.mark.skipif(bool(isa.why_not()), reason="there are no kernels")
+    ),
+    pytest.param(
+        "numba",
+        marks=pytest.mark.skipif(not importlib.util.find_spec("numba"), reason="needs numba"),
+    ),
+]
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def solve(arrays, backend, **options):
+    """Return the update, alone and with o, and all gradients."""
+    alone = triangle_multiplicative_update(**arrays, **options, backend=backend)
+    out, pullback = triangle_multiplicative_update.vjp(**arrays, **options, backend=backend)
+    cotangent = np.random.default_rng(1).normal(size=out.shape)
+    return alone, out, *pullback(cotangent)
+
+
+def update(shape, dtype="float32", gate="output", **options):
+    arrays = pair(*shape, np.random.default_rng(0), gate=gate, biases=True, **options)
+    return {name: None if a is None else a.astype(dtype) for name, a in arrays.items()}
+
+
+def same(results, others):
+    for got, want in zip(results, others, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.fixture(params=["with threadpoolctl", "without"])
+def blas(request, monkeypatch):
+    if request.param == "without":
+        monkeypatch.setattr(threads, "_blas", lambda: None)
+    else:
+        pytest.importorskip("threadpoolctl")
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 17, 16), (1, 65, 8, 5), (300, 2, 4, 3)], ids=str)
+@pytest.mark.parametrize("limit", [None, 300_000])
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_the_thread_count_changes_no_bit(backend, blas, direction, gate, limit, shape):
+    arrays = update(shape, gate=gate, mask=False)
+    results = []
+    try:
+        for count in (1, 2, 3):
+            fusedops.set_num_threads(count)
+            options = {"direction": direction, "gate": gate, "max_memory": limit}
+            results.append(solve(arrays, backend, **options))
+    finally:
+        fusedops.set_num_threads(None)
+    for result in results[1:]:
+        same(result, results[0])
+
+
+def test_blas_gets_its_threads_back(backend, monkeypatch):
+    pytest.importorskip("threadpoolctl")
+
+    def counts():
+        return [library["num_threads"] for library in threads._blas().info()]
+
+    inside = []
+
+    def watched(*args, real=trimul._Update.products):
+        inside.extend(counts())
+        return real(*args)
+
+    monkeypatch.setattr(trimul._Update, "products", watched)
+    before, arrays = counts(), update((1, 9, 4, 4))
+    solve(arrays, backend)
+    assert set(inside) == {1}
+    assert counts() == before
+
+    def broken(*args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(trimul._Update, "products", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        solve(arrays, backend)
+    assert counts() == before
+
+
+@pytest.fixture
+def most(monkeypatch):
+    """Return a function of the most bytes that there were of temporaries since it was called."""
+    now = [0, 0]
+
+    def left(size):
+        now[0] -= size
+
+    def empty(shape, dtype):
+        array = np.empty(shape, dtype)
+        now[0] += array.nbytes
+        now[1] = max(now)
+        weakref.finalize(array, left, array.nbytes)
+        return array
+
+    def most():
+        peak, now[1] = now[1], now[0]
+        return peak
+
+    monkeypatch.setattr(trimul, "_memory", SimpleNamespace(empty=empty, SMALL=_memory.SMALL))
+    return most
+
+
+@pytest.mark.parametrize("share", [2, 4, 8])
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+def test_temporaries_stay_below_the_limit(backend, most, monkeypatch, gate, direction, share):
+    """What isn't counted here is of the size of a mask or a weight."""
+    arrays = update((2, 96, 12, 10), gate=gate, mask=True)
+    options = {"direction": direction, "gate": gate}
+    cotangent = np.random.default_rng(1).normal(size=arrays["x"].shape)
+    for training in (False, True):
+        peaks = []
+        for limit in (None, 1 << 20 if training else (1 << 22) // share):
+            if training:
+                _, back = triangle_multiplicative_update.vjp(
+                    **arrays, **options, max_memory=limit, backend=backend
+                )
+                most()
+                back(cotangent)
+            else:
+                most()
+                triangle_multiplicative_update(
+                    **arrays, **options, max_memory=limit, backend=backend
+                )
+            peaks.append(most())
+        assert peaks[1] <= limit < peaks[0]
