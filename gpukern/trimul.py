@@ -38,6 +38,9 @@ _CHANNELS = 128
 # Batches that a product over all rows is split into at most, and rows that make one more.
 _SPLIT, _LONG = 64, 1 << 11
 
+# Rows, channels and columns of a program where x is ready, its warps and stages.
+_READY = 128, 64, 64, (4, 3)
+
 _TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -192,6 +195,56 @@ def _normalize(
     _add_one(to, live, C, KEPT, BM)
 
 
+@triton.jit
+def _both(
+    p_w, g_w, first, last, xs, x, live,
+    C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, READY: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return two projections (BH, BM) of normalized rows: of chunks xs, or of x if READY."""
+    CHUNKS: tl.constexpr = (C + BC - 1) // BC
+    p = tl.zeros((BH, BM), FLOAT)
+    g = tl.zeros((BH, BM), FLOAT)
+    if READY:
+        for k in range(CHUNKS):
+            c = k * BC + tl.arange(0, BC)
+            rows = tl.load(x + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
+            xn = tl.trans(rows.to(DOT))
+            p_part = _weight(p_w, first, last, k, C, BH, BC, DOT)
+            g_part = _weight(g_w, first, last, k, C, BH, BC, DOT)
+            p = tl.dot(p_part, xn, p, PRECISION, out_dtype=FLOAT)
+            g = tl.dot(g_part, xn, g, PRECISION, out_dtype=FLOAT)
+    else:
+        for k in tl.static_range(CHUNKS):
+            p_part = _weight(p_w, first, last, k, C, BH, BC, DOT)
+            g_part = _weight(g_w, first, last, k, C, BH, BC, DOT)
+            p = tl.dot(p_part, tl.trans(xs[k]), p, PRECISION, out_dtype=FLOAT)
+            g = tl.dot(g_part, tl.trans(xs[k]), g, PRECISION, out_dtype=FLOAT)
+    return p, g
+
+
+@triton.jit
+def _one(
+    w, first, last, xs, x, live,
+    C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, READY: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return one projection, as `_both` returns two."""
+    CHUNKS: tl.constexpr = (C + BC - 1) // BC
+    value = tl.zeros((BH, BM), FLOAT)
+    if READY:
+        for k in range(CHUNKS):
+            c = k * BC + tl.arange(0, BC)
+            rows = tl.load(x + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
+            part = _weight(w, first, last, k, C, BH, BC, DOT)
+            value = tl.dot(part, tl.trans(rows.to(DOT)), value, PRECISION, out_dtype=FLOAT)
+    else:
+        for k in tl.static_range(CHUNKS):
+            part = _weight(w, first, last, k, C, BH, BC, DOT)
+            value = tl.dot(part, tl.trans(xs[k]), value, PRECISION, out_dtype=FLOAT)
+    return value
+
+
 def _project(
     x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
     lines, N, pitch, mask_b, mask_i, mask_j,
@@ -230,65 +283,48 @@ def _project(
     plane = N.to(LONG) * pitch
     half = (lines // N) * H * plane
     place = batch * H * plane + i.to(LONG) * pitch
-    PER: tl.constexpr = ((2 * H + BH - 1) // BH + PARTS - 1) // PARTS
-    for step in range(PER):
-        first = (part * PER + step) * BH
-        p = tl.zeros((BH, BM), FLOAT)
-        g = tl.zeros((BH, BM), FLOAT)
-        if READY:
-            for k in range(CHUNKS):
-                at_c = k * BC + tl.arange(0, BC)
-                rows = live[:, None] & (at_c < C)[None, :]
-                xn = tl.trans(tl.load(to + at_c[None, :], mask=rows, other=0.0).to(DOT))
-                p_chunk = _weight(p_w, first, 2 * H, k, C, BH, BC, DOT)
-                g_chunk = _weight(g_w, first, 2 * H, k, C, BH, BC, DOT)
-                p = tl.dot(p_chunk, xn, p, PRECISION, out_dtype=FLOAT)
-                g = tl.dot(g_chunk, xn, g, PRECISION, out_dtype=FLOAT)
-        else:
-            for k in tl.static_range(CHUNKS):
-                p_part = _weight(p_w, first, 2 * H, k, C, BH, BC, DOT)
-                g_part = _weight(g_w, first, 2 * H, k, C, BH, BC, DOT)
-                p = tl.dot(p_part, tl.trans(xs[k]), p, PRECISION, out_dtype=FLOAT)
-                g = tl.dot(g_part, tl.trans(xs[k]), g, PRECISION, out_dtype=FLOAT)
-        if p_b is not None:
-            p += _bias(p_b, first, 2 * H, BH, FLOAT)[:, None]
-        if g_b is not None:
-            g += _bias(g_b, first, 2 * H, BH, FLOAT)[:, None]
-        side = p * _sigmoid(g, ASM)
-        if mask is not None:
-            side = side * m[None, :]
-        h = first + tl.arange(0, BH)
-        at = ((h // H) * half + (h % H) * plane)[:, None] + place + j[None, :]
-        inside = (h < 2 * H)[:, None] & live[None, :]
-        tl.store(sides + at, side.to(DOT), mask=inside)
-        if logits is not None:
-            tl.store(logits + at, g.to(DOT), mask=inside)
-    PER_GATE: tl.constexpr = ((G + BH - 1) // BH + PARTS - 1) // PARTS
-    for step in range(PER_GATE):
-        begin = (part * PER_GATE + step) * BH
-        if begin < G:
-            opened = tl.zeros((BH, BM), FLOAT)
-            if READY:
-                for k in range(CHUNKS):
-                    of_c = k * BC + tl.arange(0, BC)
-                    of_rows = live[:, None] & (of_c < C)[None, :]
-                    of_xn = tl.trans(tl.load(to + of_c[None, :], mask=of_rows, other=0.0).to(DOT))
-                    o_chunk = _weight(o_w, begin, G, k, C, BH, BC, DOT)
-                    opened = tl.dot(o_chunk, of_xn, opened, PRECISION, out_dtype=FLOAT)
-            else:
-                for k in tl.static_range(CHUNKS):
-                    o_part = _weight(o_w, begin, G, k, C, BH, BC, DOT)
-                    opened = tl.dot(o_part, tl.trans(xs[k]), opened, PRECISION, out_dtype=FLOAT)
-            if o_b is not None:
-                opened += _bias(o_b, begin, G, BH, FLOAT)[:, None]
-            value = _sigmoid(opened, ASM).to(DOT)
-            of = begin + tl.arange(0, BH)
-            if OUTPUT:
-                across = live[:, None] & (of < G)[None, :]
-                tl.store(gate + (row + j)[:, None] * G + of[None, :], tl.trans(value), mask=across)
-            else:
-                planes = _planes(of, batch, row, N, G, LONG, ALIGNED)[:, None] + j[None, :]
-                tl.store(gate + planes, value, mask=(of < G)[:, None] & live[None, :])
+    SIDES: tl.constexpr = (2 * H + BH - 1) // BH
+    GATES: tl.constexpr = (G + BH - 1) // BH
+    # Where x is ready, a share is one block of channels, of the sides or of the gate.
+    PER: tl.constexpr = 1 if READY else (SIDES + PARTS - 1) // PARTS
+    PER_GATE: tl.constexpr = 1 if READY else (GATES + PARTS - 1) // PARTS
+    if not READY or part < SIDES:
+        for step in range(PER):
+            first = (part * PER + step) * BH
+            p, g = _both(
+                p_w, g_w, first, 2 * H, xs, to, live, C, BM, BC, BH, READY, DOT, FLOAT, PRECISION
+            )
+            if p_b is not None:
+                p += _bias(p_b, first, 2 * H, BH, FLOAT)[:, None]
+            if g_b is not None:
+                g += _bias(g_b, first, 2 * H, BH, FLOAT)[:, None]
+            side = p * _sigmoid(g, ASM)
+            if mask is not None:
+                side = side * m[None, :]
+            h = first + tl.arange(0, BH)
+            at = ((h // H) * half + (h % H) * plane)[:, None] + place + j[None, :]
+            inside = (h < 2 * H)[:, None] & live[None, :]
+            tl.store(sides + at, side.to(DOT), mask=inside)
+            if logits is not None:
+                tl.store(logits + at, g.to(DOT), mask=inside)
+    if not READY or part >= SIDES:
+        for step in range(PER_GATE):
+            begin = ((part - SIDES if READY else part) * PER_GATE + step) * BH
+            if begin < G:
+                opened = _one(
+                    o_w, begin, G, xs, to, live, C, BM, BC, BH, READY, DOT, FLOAT, PRECISION
+                )
+                if o_b is not None:
+                    opened += _bias(o_b, begin, G, BH, FLOAT)[:, None]
+                value = _sigmoid(opened, ASM).to(DOT)
+                of = begin + tl.arange(0, BH)
+                if OUTPUT:
+                    across = live[:, None] & (of < G)[None, :]
+                    to_gate = gate + (row + j)[:, None] * G + of[None, :]
+                    tl.store(to_gate, tl.trans(value), mask=across)
+                else:
+                    planes = _planes(of, batch, row, N, G, LONG, ALIGNED)[:, None] + j[None, :]
+                    tl.store(gate + planes, value, mask=(of < G)[:, None] & live[None, :])
 
 
 def _finish(
@@ -518,14 +554,15 @@ class _Work(NamedTuple):
     precision: str
     fast: bool
     asm: bool
+    interpreted: bool
     long: Any
     aligned: bool
 
     @property
     def types(self) -> tuple[Any, ...]:
         # The interpreter's products know no bfloat16.
-        interpreted = self.dtype == torch.bfloat16 and not self.asm
-        dot = tl.float32 if interpreted else _TYPES[self.dtype]
+        narrow = self.dtype == torch.bfloat16 and self.interpreted
+        dot = tl.float32 if narrow else _TYPES[self.dtype]
         return dot, _TYPES[self.accumulator], self.precision
 
     @property
@@ -538,14 +575,16 @@ def _work(x: Any, precision: str, channels: int) -> _Work:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     dtype = dtype or torch.promote_types(x.dtype, torch.float32)
     double = dtype == torch.float64
+    fast = dtype.itemsize == 2 or precision == "tf32"
     lines, N, C = x.shape[0] * x.shape[1], x.shape[1], x.shape[3]
     size = lines * (N + 8) * max(C + 8, channels)
     return _Work(
         dtype,
         torch.float64 if double else torch.float32,
         "tf32" if precision == "tf32" else "ieee",
-        dtype.itemsize == 2 or precision == "tf32",
-        x.is_cuda and torch.version.cuda is not None and not double,
+        fast,
+        fast and x.is_cuda and torch.version.cuda is not None,
+        not x.is_cuda,
         tl.int64 if size >> 31 else tl.int32,
         N % 8 == 0,
     )
@@ -631,7 +670,7 @@ def _begin(
         _launch(_normalize, (4, 1), _ceil(rows, 16), (x, w, b, kept), (rows,), constants)
     BM, BH, how = (128, 64, (8, 2)) if work.fast else (32, 32, (4, 1))
     if ready and work.fast:
-        chunk, how = 64, (8, 3)
+        BM, BH, chunk, how = _READY
     elif C > _CHANNELS:
         how = how[0], 1
     if not x.is_cuda:
@@ -640,7 +679,7 @@ def _begin(
     BM = min(BM, _power(N))
     blocks, programs = _ceil(2 * H, BH), B * N * _ceil(N, BM)
     # Few rows are shared by as many programs as a GPU runs at once.
-    parts = blocks if ready else min(blocks, _ceil(264, programs))
+    parts = blocks + _ceil(G, BH) if ready else min(blocks, _ceil(264, programs))
     numbers = B * N, N, pitch, *((0, 0, 0) if mask is None else mask.stride())
     constants = eps, C, H, G, output, ready, width, parts, BM, chunk, BH
     constants += *work.types, work.asm, work.long, work.aligned
