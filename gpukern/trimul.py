@@ -76,8 +76,9 @@ def _place(program, line, N, BM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.c
 
 @triton.jit
 def _moments(
-    x, row, j, live, EPS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr
-):
+    x, row, j, live,
+    EPS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Return a number near the mean of rows of x, the rest of it, and 1 over their deviation."""
     CHUNKS: tl.constexpr = (C + BC - 1) // BC
     c = tl.arange(0, BC)
@@ -87,10 +88,12 @@ def _moments(
         part = part.to(FLOAT)
         if k == 0:
             near = tl.sum(part, 1) / min(BC, C)
-        # What the rounding of a mean leaves is found among small numbers.
         part = tl.where(inside, part - near[:, None], 0.0)
-        middle = tl.sum(part, 1) / min(BC, C - k * BC)
-        part = tl.where(inside, part - middle[:, None], 0.0)
+        middle = tl.zeros_like(near)
+        if EXACT or k > 0:
+            # What the rounding of a mean leaves is found among small numbers.
+            middle = tl.sum(part, 1) / min(BC, C - k * BC)
+            part = tl.where(inside, part - middle[:, None], 0.0)
         square = tl.sum(part * part, 1)
         if k == 0:
             rest, total = middle, square
@@ -116,7 +119,8 @@ def _chunk(
         y = y * tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
     if b is not None:
         y = y + tl.load(b + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
-    return tl.where(inside, y, 0.0)
+    # Rows that aren't there are written nowhere; channels are summed over.
+    return y if C % BC == 0 else tl.where(inside, y, 0.0)
 
 
 @triton.jit
@@ -163,9 +167,12 @@ def _normalized(
     h = tl.arange(0, BH)
     inside = (h < H)[:, None] & live[None, :]
     y = tl.load(o + at, mask=inside, other=0.0).to(FLOAT)
-    y = tl.where(inside, y - (tl.sum(y, 0) / H)[None, :], 0.0)
+    y -= (tl.sum(y, 0) / H)[None, :]
+    if H < BH:
+        y = tl.where(inside, y, 0.0)
     if EXACT:
-        y = tl.where(inside, y - (tl.sum(y, 0) / H)[None, :], 0.0)
+        y -= (tl.sum(y, 0) / H)[None, :]
+        y = tl.where(inside, y, 0.0)
     scale = 1 / tl.sqrt(tl.sum(y * y, 0) / H + EPS)
     y = y * scale[None, :]
     on = y
@@ -173,19 +180,19 @@ def _normalized(
         on = on * tl.load(w + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
     if b is not None:
         on = on + tl.load(b + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
-    return y, scale, tl.where(inside, on, 0.0)
+    return y, scale, on if H == BH else tl.where(inside, on, 0.0)
 
 
 def _normalize(
     x, w, b, kept, rows,
     EPS: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-    FLOAT: tl.constexpr, LONG: tl.constexpr,
+    FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Write the normalized rows of x, and behind each a one."""
     row = tl.program_id(0).to(LONG) * BM
     j = tl.arange(0, BM)
     live = row + j < rows
-    near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT)
+    near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
     to = kept + (row + j)[:, None] * KEPT
     for k in tl.static_range((C + BC - 1) // BC):
         y = _chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT)
@@ -251,8 +258,8 @@ def _project(
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     READY: tl.constexpr, KEPT: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
-    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
-    LONG: tl.constexpr, ALIGNED: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    ASM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write left and right, the last gate, and for a backward pass the logits of theirs.
 
@@ -267,7 +274,7 @@ def _project(
         to = kept + (row + j)[:, None] * KEPT
     xs = ()
     if not READY:
-        near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT)
+        near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
         for k in tl.static_range(CHUNKS):
             xs = xs + (_chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT).to(DOT),)
         if kept is not None:
@@ -338,9 +345,16 @@ def _finish(
     batch, _, row, j, live = _place(tl.program_id(0), 0, N, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
     there = _planes(h, batch, row, N, H, LONG, ALIGNED)[:, None] + j[None, :]
-    _, _, on = _normalized(o, w, b, there, live, EPS, H, BH, FLOAT, EXACT)
+    # What is on its way while others are summed costs no time.
     if not OUTPUT:
         opened = tl.load(gate + there, mask=(h < H)[:, None] & live[None, :], other=0.0)
+    elif C <= BN:
+        c_first = tl.arange(0, BN)
+        there_first = (row + j)[:, None] * C + c_first[None, :]
+        within = live[:, None] & (c_first < C)[None, :]
+        s_first = tl.load(gate + there_first, mask=within, other=0.0)
+    _, _, on = _normalized(o, w, b, there, live, EPS, H, BH, FLOAT, EXACT)
+    if not OUTPUT:
         on = on * opened.to(FLOAT)
     left = tl.trans(on.to(DOT))
     for block in range((C + BN - 1) // BN):
@@ -348,7 +362,7 @@ def _finish(
         inside = live[:, None] & (c < C)[None, :]
         at = (row + j)[:, None] * C + c[None, :]
         if OUTPUT:
-            s = tl.load(gate + at, mask=inside, other=0.0)
+            s = s_first if C <= BN else tl.load(gate + at, mask=inside, other=0.0)
         weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
         if p_b is not None:
@@ -666,7 +680,7 @@ def _begin(
     if work.dtype == torch.float64:
         chunk = min(chunk, 32)
     if ready:
-        constants = eps, C, width, 16, chunk, _TYPES[work.accumulator], work.long
+        constants = eps, C, width, 16, chunk, _TYPES[work.accumulator], work.exact, work.long
         _launch(_normalize, (4, 1), _ceil(rows, 16), (x, w, b, kept), (rows,), constants)
     BM, BH, how = (128, 64, (8, 2)) if work.fast else (32, 32, (4, 1))
     if ready and work.fast:
@@ -682,7 +696,7 @@ def _begin(
     parts = blocks + _ceil(G, BH) if ready else min(blocks, _ceil(264, programs))
     numbers = B * N, N, pitch, *((0, 0, 0) if mask is None else mask.stride())
     constants = eps, C, H, G, output, ready, width, parts, BM, chunk, BH
-    constants += *work.types, work.asm, work.long, work.aligned
+    constants += *work.types, work.exact, work.asm, work.long, work.aligned
     tensors = x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept
     _launch(_project, how, programs * parts, tensors, numbers, constants)
     return sides[..., :N], gate, logits, kept
