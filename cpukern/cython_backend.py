@@ -434,8 +434,9 @@ def gaussian_density(
     common, arrays, boxes, threads = _set_up(xyz, b, occupancy, lattice, scatterers)
     low, high = boxes[..., 0], boxes[..., 1]
     slab = -(-lattice.nx // _SLABS)
-    most, pitch = _padded(high[:, 1] - low[:, 1] + 1), _padded(high[:, 2] - low[:, 2] + 1)
-    scratch = pitch + most + (most + pitch) * common[-1].shape[2]
+    extent = high - low + 1
+    most, pitch = _padded(extent[:, :2]), _padded(extent[:, 2])
+    scratch = pitch + most + (3 * most + pitch) * common[-1].shape[2]
     _density.splat[_REAL[xyz.dtype]](
         *common,
         b.ndim == 1 and not lattice.oblique,
@@ -466,9 +467,9 @@ def gaussian_density_vjp(
         return
     common, arrays, boxes, threads = _set_up(xyz, b, occupancy, lattice, scatterers)
     extent = boxes[..., 1] - boxes[..., 0] + 1
-    most, pitch = _padded(extent[:, 1]), _padded(extent[:, 2])
+    most, pitch = _padded(extent[:, :2]), _padded(extent[:, 2])
     G = common[-1].shape[2]
-    scratch = most * (2 * G + 2 + pitch) + G * (pitch + 5 * _ROW)
+    scratch = most * (4 * G + 2 + pitch) + G * (pitch + 5 * _ROW)
     # What nobody wants is computed all the same: it costs no more than what somebody does.
     outputs = [
         np.empty(like.shape, like.dtype) if given is None else given.reshape(like.shape)

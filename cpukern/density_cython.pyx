@@ -125,9 +125,10 @@ cdef extern from *:
 
     /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., up to the next vector.
        inside: of the rows of a plane where the sphere begins, how many voxels of it there are, and
-       the square of the distance from the z axis.
+       the square of the distance from the z axis; of some more too, up to whole vectors.
        add_rows: a row of the map, where there is room for some, gets the sum of all Gaussians,
-       weights times curves. Whole vectors are added, of zeros beyond the sphere.
+       weights times curves. Whole vectors are added, of zeros beyond the sphere. add_plane: all
+       rows of a plane of the map that `inside` found.
        contract: sums over rows of one Gaussian's weights, weights times y and weights times the
        square of the distance from the z axis, times values there; and of these, times the curve
        along z, all that gradients need, added to five vectors. */
@@ -162,12 +163,39 @@ cdef extern from *:
         if (G == 5) fusedops_sum_##real(to, n, room, 5, weights, rows, curves, pitch); \\
         else fusedops_sum_##real(to, n, room, G, weights, rows, curves, pitch); \\
     } \\
+    INLINE void fusedops_plane_##real( \\
+        real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
+        const double *first, const double *length, Py_ssize_t low, Py_ssize_t G, \\
+        const real *weights, Py_ssize_t most, const real *curves, Py_ssize_t pitch) { \\
+        for (Py_ssize_t r = 0; r < rows; r++, y = y + 1 < ny ? y + 1 : 0) { \\
+            Py_ssize_t n = (Py_ssize_t)length[r], begin = (Py_ssize_t)first[r], z = begin; \\
+            if (n <= 0) continue; \\
+            while (z < 0) z += nz; \\
+            while (z >= nz) z -= nz; \\
+            const real *here = curves + (begin - low); \\
+            real *to = plane + y * nz; \\
+            Py_ssize_t take = n < nz - z ? n : nz - z; \\
+            fusedops_sum_##real(to + z, take, nz - z, G, weights + r, most, here, pitch); \\
+            if (take < n) \\
+                fusedops_sum_##real(to, n - take, nz, G, weights + r, most, here + take, pitch); \\
+        } \\
+    } \\
+    static void fusedops_add_plane_##real( \\
+        real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
+        const double *first, const double *length, Py_ssize_t low, Py_ssize_t G, \\
+        const real *weights, Py_ssize_t most, const real *curves, Py_ssize_t pitch) { \\
+        if (G == 5) fusedops_plane_##real( \\
+            plane, ny, nz, y, rows, first, length, low, 5, weights, most, curves, pitch); \\
+        else fusedops_plane_##real( \\
+            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch); \\
+    } \\
     static void fusedops_inside_##real( \\
         Py_ssize_t rows, double y, double dx, double z, const double *m, double square, \\
         double *first, double *length, real *squares) { \\
-        for (Py_ssize_t r = 0; r < rows; r++) { \\
+        double over = 1 / m[1]; \\
+        for (Py_ssize_t r = 0; r < (rows + 7) / 8 * 8; r++) { \\
             double dy = y + (double)r, along = m[2] * dx * dx + dy * (2 * m[3] * dx + m[4] * dy); \\
-            double left = square - along, half = sqrt((left > 0 ? left : 0) / m[1]); \\
+            double left = square - along, half = sqrt((left > 0 ? left : 0) * over); \\
             double middle = z - m[5] * dx - m[6] * dy; \\
             first[r] = ceil(middle - half); \\
             length[r] = left < 0 ? 0 : floor(middle + half) - first[r] + 1; \\
@@ -204,6 +232,16 @@ cdef extern from *:
     void add_rows_float "fusedops_add_rows_float"(
         float* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const float* weights,
         Py_ssize_t rows, const float* curves, Py_ssize_t pitch,
+    ) noexcept nogil
+    void add_plane_float "fusedops_add_plane_float"(
+        float* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
+        const double* first, const double* length, Py_ssize_t low, Py_ssize_t G,
+        const float* weights, Py_ssize_t most, const float* curves, Py_ssize_t pitch,
+    ) noexcept nogil
+    void add_plane_double "fusedops_add_plane_double"(
+        double* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
+        const double* first, const double* length, Py_ssize_t low, Py_ssize_t G,
+        const double* weights, Py_ssize_t most, const double* curves, Py_ssize_t pitch,
     ) noexcept nogil
     void inside_float "fusedops_inside_float"(
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
@@ -510,6 +548,28 @@ cdef inline void set_curves(
         )
 
 
+cdef inline void set_plane(
+    const Grid* grid, const Atom* atom, const real* numbers, Py_ssize_t G, Py_ssize_t x,
+    double scale, bint first, Py_ssize_t most, Py_ssize_t pitch, real* weights, real* curves,
+    real* middle, real* along_x,
+) noexcept nogil:
+    """Do what `set_curves` does; between right angles with what is alike on an atom's planes."""
+    cdef Py_ssize_t g, r, plane = x - atom.low[0]
+    if grid.metric[3] != 0 or grid.metric[5] != 0:
+        set_curves(atom, numbers, G, x - atom.at[0], scale, most, pitch, weights, curves)
+        return
+    if first:
+        set_curves(atom, numbers, G, 0, scale, most, pitch, middle, curves)
+        for g in range(G):
+            curve(
+                along_x + g * most, atom.high[0] - atom.low[0] + 1, atom.low[0] - atom.at[0],
+                0, 0, numbers[2 * G + g], 1,
+            )
+    for g in range(G):
+        for r in range(atom.high[1] - atom.low[1] + 1):
+            weights[g * most + r] = along_x[g * most + plane] * middle[g * most + r]
+
+
 cdef inline void add_rows(
     real* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real* weights, Py_ssize_t rows,
     const real* curves, Py_ssize_t pitch,
@@ -518,6 +578,21 @@ cdef inline void add_rows(
         add_rows_float(to, n, room, G, weights, rows, curves, pitch)
     else:
         add_rows_double(to, n, room, G, weights, rows, curves, pitch)
+
+
+cdef inline void add_plane(
+    real* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, const double* first,
+    const double* length, Py_ssize_t low, Py_ssize_t G, const real* weights, Py_ssize_t most,
+    const real* curves, Py_ssize_t pitch,
+) noexcept nogil:
+    if real is float:
+        add_plane_float(
+            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch
+        )
+    else:
+        add_plane_double(
+            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch
+        )
 
 
 cdef void some_planes(
@@ -536,20 +611,34 @@ cdef void some_planes(
     cdef real* t = q + G
     cdef real* weights = q
     cdef real* curves = weights + G * most
-    cdef const real* here
+    cdef real* middle = curves + G * pitch
+    cdef real* along_x = middle + G * most
     cdef real* to
+    cdef bint fresh
     memset(out + low * grid.ny * grid.nz, 0, (high - low) * grid.ny * grid.nz * sizeof(real))
     for n in range(count):
         atom = atoms + listed[n]
         own = numbers + listed[n] * NUMBERS * G
+        fresh = True
         for x in range(atom.low[0], atom.high[0] + 1):
             plane = wrapped(x, grid.nx)
             if plane < low or plane >= high:
                 continue
             dx = x - atom.at[0]
             if separable:
-                set_curves(atom, own, G, dx, occupancy[listed[n]], most, pitch, weights, curves)
+                set_plane(
+                    grid, atom, own, G, x, occupancy[listed[n]], fresh, most, pitch, weights,
+                    curves, middle, along_x,
+                )
+                fresh = False
             rows = rows_inside(grid, atom, dx, extents, extents + most, squares)
+            if separable and not atom.crowded:
+                add_plane(
+                    out + plane * grid.ny * grid.nz, grid.ny, grid.nz,
+                    wrapped(atom.low[1], grid.ny), rows, extents, extents + most, atom.low[2], G,
+                    weights, most, curves, pitch,
+                )
+                continue
             for r in range(rows):
                 y = atom.low[1] + r
                 first = <Py_ssize_t>extents[r]
@@ -558,19 +647,11 @@ cdef void some_planes(
                     continue
                 to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
                 z = wrapped(first, grid.nz)
-                here = weights + r
-                if separable and not atom.crowded:
-                    take = min(length, grid.nz - z)
-                    first = first - atom.low[2]
-                    add_rows(to + z, take, grid.nz - z, G, here, most, curves + first, pitch)
-                    add_rows(
-                        to, length - take, grid.nz, G, here, most, curves + first + take, pitch
-                    )
-                    continue
                 if separable:
                     memset(values, 0, pitch * sizeof(real))
                     add_rows(
-                        values, length, pitch, G, here, most, curves + first - atom.low[2], pitch
+                        values, length, pitch, G, weights + r, most,
+                        curves + first - atom.low[2], pitch,
                     )
                 else:
                     set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
@@ -628,7 +709,9 @@ cdef void pull_back_separable(
     cdef real* ys = curves + G * pitch
     cdef real* squares = ys + most
     cdef real* sums = squares + most
-    cdef real* values = sums + 5 * G * lanes
+    cdef real* middle = sums + 5 * G * lanes
+    cdef real* along_x = middle + G * most
+    cdef real* values = along_x + G * most
     cdef double s[5]
     cdef double sum_x[3]
     cdef double sum_b = 0, total = 0
@@ -639,7 +722,10 @@ cdef void pull_back_separable(
         ys[r] = <real>(atom.low[1] + r - atom.at[1])
     for x in range(atom.low[0], atom.high[0] + 1):
         dx = x - atom.at[0]
-        set_curves(atom, numbers, G, dx, 1, most, pitch, weights, curves)
+        set_plane(
+            grid, atom, numbers, G, x, 1, x == atom.low[0], most, pitch, weights, curves, middle,
+            along_x,
+        )
         memset(values, 0, rows * pitch * sizeof(real))
         rows_inside(grid, atom, dx, extents, extents + most, squares)
         for r in range(rows):
@@ -869,7 +955,7 @@ def splat(
     Py_ssize_t thickness,
     # OUT
     real[:, :, ::1] out,
-    # Scratch, a row for every thread; and the most rows, and voxels of a row, of an atom's plane
+    # Scratch, a row for every thread; the most planes or rows of an atom, and voxels of a row
     real[:, ::1] scratch,
     double[:, ::1] extents,
     Py_ssize_t most,
@@ -904,7 +990,7 @@ def splat_vjp(
     real[:, ::1] on_xyz,
     real[:, ::1] on_b,
     real[::1] on_occupancy,
-    # Scratch, a row for every thread; and the most rows and voxels of a row of an atom's plane
+    # Scratch, a row for every thread; the most planes or rows of an atom, and voxels of a row
     real[:, ::1] scratch,
     double[:, ::1] extents,
     Py_ssize_t[:, ::1] lengths,
