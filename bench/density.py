@@ -138,11 +138,12 @@ def on_cpu(rate: float, model: Path) -> list[dict[str, Any]]:
             print("TorchRef's kernels are left out: torchref-kernels is not installed.")
         rows.append(row(atoms, f"{kind}, forward", forward, rate, "cpu"))
         rows.append(row(atoms, f"{kind}, forward + backward", training, rate, "cpu"))
-    return [*rows, *beside_gemmi(rate, model)]
+    models = dict.fromkeys((UBIQUITIN, model))
+    return [*rows, *(row for given in models for row in beside_gemmi(rate, given))]
 
 
 def beside_gemmi(rate: float, model: Path, spacing: float = 0.66) -> list[dict[str, Any]]:
-    """One thread each, with equal atoms, grid and radii."""
+    """One thread each, with equal atoms, grid and radii; every atom by its isotropic B."""
     try:
         import gemmi
     except ImportError:
@@ -152,6 +153,8 @@ def beside_gemmi(rate: float, model: Path, spacing: float = 0.66) -> list[dict[s
     from fusedops.structure import read_structure
 
     structure = read_structure(model)
+    for cra in structure.gemmi[0].all():
+        cra.atom.aniso = gemmi.SMat33f(0, 0, 0, 0, 0, 0)
     atoms = scattering_atoms(structure)
     if not structure.gemmi.cell.is_crystal() or any(not op.given for op in structure.gemmi.ncs):
         raise SystemExit(f"{model}: a structure with a cell, all of it in the file, is needed")
@@ -218,7 +221,7 @@ def row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", type=Path, default=UBIQUITIN, help="for gemmi: PDB or mmCIF")
+    parser.add_argument("--model", type=Path, default=UBIQUITIN, help="for gemmi too: PDB or mmCIF")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(fusedops.get_num_threads())

@@ -466,11 +466,12 @@ def structured_scatter_add(
     Notes
     -----
     The gradient is `structured_gather`. On the CPU an element of the map is the sum of its values
-    in the order of the cubes, for any number of threads. On a GPU the order changes from run to
-    run, unless `torch.use_deterministic_algorithms` asks for one. Index tensors on a GPU are
-    checked, which waits for it, when they are first used and after they were written to; inside of
-    torch.compile or a CUDA graph wa should be a `ScatterPlan`. Without a plan the index arrays must
-    not change before the backward pass.
+    in the order of the cubes, for any number of threads. So it is on a GPU where all cubes are
+    boxes of one periodic grid, whose last axis lies together in the map; otherwise the order
+    changes from run to run, unless `torch.use_deterministic_algorithms` asks for one. Index tensors
+    on a GPU are checked, which waits for it, when they are first used and after they were written
+    to; inside of torch.compile or a CUDA graph wa should be a `ScatterPlan`. Without a plan the
+    index arrays must not change before the backward pass.
 
     References
     ----------
