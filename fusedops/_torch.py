@@ -135,6 +135,9 @@ def evaluate(
     ]
     if out is not None:
         outputs[wanted.index(True)] = out
+    if torch.is_autocast_enabled(first.device.type):
+        # A kernel may use products of torch's.
+        kernel = torch.autocast(first.device.type, enabled=False)(kernel)
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         # Triton launches on the current device.
         with torch.cuda.device(first.device):

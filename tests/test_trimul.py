@@ -634,6 +634,20 @@ def test_sixteen_bits_with_weights_of_float32(any_torch_backend, gate, dtype):
 
 
 @needs_torch
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_autocast_leaves_products_alone(any_torch_backend, dtype):
+    p = problem((1, 3, 4, 5))
+    found = []
+    for enabled in (False, True):
+        leaves = [leaf.detach().to(getattr(torch, dtype)).requires_grad_() for leaf in leaves_of(p)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = function_of(p, any_torch_backend)(*leaves)
+            gradients = torch.autograd.grad(out.sum(), leaves)
+        found.append([out.detach(), *gradients])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@needs_torch
 def test_autocast_leaves_dtypes_alone(torch_backend):
     p = problem(dtype="float32")
     with torch.autocast("cpu", torch.bfloat16):
