@@ -626,6 +626,9 @@ def test_sixteen_bits_with_weights_of_float32(any_torch_backend, gate, dtype):
     rounded = {n: t.detach().double().numpy() for n, t in zip(p.given, leaves, strict=True)}
     want = expected(p.but(**rounded, cotangent=cotangent.double().numpy()))
     limit = 5e-3 if dtype == "bfloat16" else 1e-3
+    if any_torch_backend == "triton" and dtype == "bfloat16":
+        # The interpreter cuts off what a GPU rounds.
+        limit *= 2
     assert relative(out.detach().double().numpy(), want[0]) < limit
     for leaf, got, gradient in zip(leaves, gradients, want[1:], strict=True):
         assert got.dtype == leaf.dtype
