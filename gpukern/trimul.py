@@ -550,13 +550,12 @@ def _launch(
     how: tuple[int, int],
     programs: int,
     tensors: tuple[Any, ...],
-    numbers: tuple[Any, ...],
+    numbers: tuple[int, ...],
     constants: tuple[Any, ...],
 ) -> None:
     """Launch with (warps, stages) of how."""
     kinds = tuple([tensor if tensor is None else tensor.dtype for tensor in tensors])
-    whole = [number for number in numbers if isinstance(number, int)]
-    key = tensors[0].device, kinds, wide(*whole), constants
+    key = tensors[0].device, kinds, wide(*numbers), constants
     _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
 
 
@@ -612,12 +611,16 @@ def _ceil(n: int, by: int) -> int:
     return -(-n // by)
 
 
+def _is_aligned(array: Any) -> bool:
+    """Return whether an array has no gaps and begins at a multiple of 16 bytes."""
+    return array.is_contiguous() and array.data_ptr() % 16 == 0
+
+
 def _aligned(array: Any) -> Any:
-    """Return an array without gaps that begins at a multiple of 16 bytes."""
-    if array is None:
-        return None
-    array = array.contiguous()
-    return array if array.data_ptr() % 16 == 0 else array.clone()
+    """Return such an array of the same values."""
+    if array is None or _is_aligned(array):
+        return array
+    return array.clone(memory_format=torch.contiguous_format)
 
 
 def _products(a: Any, b: Any, out: Any, work: _Work, scale: float = 1.0, add: bool = False) -> None:
@@ -729,7 +732,7 @@ def triangle_multiplicative_update(*args: Any) -> None:
     if out is None:
         return
     w, b, q_w, q_b = arrays[8:12]
-    result = out if out.is_contiguous() and out.data_ptr() % 16 == 0 else torch.empty_like(x)
+    result = out if _is_aligned(out) else torch.empty_like(x)
     BH = _power(H)
     BM = min(max(16, 8192 // BH) if work.fast else 16, _power(N))
     BN = min(128 if work.fast else 32, _power(C))
@@ -822,8 +825,7 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
 
     weights = torch.cat([p_w, g_w]).to(work.dtype)
     o_weights = o_w.to(work.dtype)
-    on_x = torch.empty_like(x) if on_x is None else on_x
-    result = on_x if on_x.is_contiguous() and on_x.data_ptr() % 16 == 0 else torch.empty_like(x)
+    result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
     # Eight lines begin at a multiple of 16 bytes.
     many = min(lines, max(1, _AT_A_TIME // (N * 4 * H * 8)) * 8)
     z, on_xn = new(many * N, 4 * H), new(many * N, C)
@@ -844,10 +846,13 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
         on_sides_too.append(_over_rows(z[:count], kept_x[here], work))
         on_open.append(_over_rows(on_gate[here], kept_x[here], work))
         on_norm.append(
-            _norms_back(x.view(rows, C)[here], on_xn[:count], scaling, w, result, here, eps, work)
+            _norms_back(
+                *(x.view(rows, C)[here], on_xn[:count], scaling, w),
+                *(result.view(rows, C)[here], eps, work),
+            )
         )
-    if result is not outputs[0] and outputs[0] is not None:
-        outputs[0].copy_(result)
+    if on_x is not None and result is not on_x:
+        on_x.copy_(result)
     on_pg, on_open, (on_w, on_b) = (torch.stack(a).sum(0) for a in (on_sides_too, on_open, on_norm))
     if scaling is not None:
         on_pg, on_open, on_q, on_v, on_c = (a / scaling for a in (on_pg, on_open, on_q, on_v, on_c))
@@ -867,7 +872,7 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
 
 
 def _norms_back(
-    x: Any, on_xn: Any, scaling: Any, w: Any, on_x: Any, here: slice, eps: float, work: _Work
+    x: Any, on_xn: Any, scaling: Any, w: Any, on_x: Any, eps: float, work: _Work
 ) -> Any:
     """Write rows of the cotangent of x, and return those of the norm's weight and bias."""
     rows, C = x.shape
@@ -877,6 +882,6 @@ def _norms_back(
     programs = _ceil(rows, BM * steps)
     sums = torch.empty((programs, 2, C), dtype=work.accumulator, device=x.device)
     constants = eps, C, BM, BC, _TYPES[work.accumulator], work.long
-    tensors = x, on_xn, scaling, w, on_x.view(-1, C)[here], sums
+    tensors = x, on_xn, scaling, w, on_x, sums
     _launch(_norm_back, (2, 1), programs, tensors, (rows, steps), constants)
     return sums.sum(0)
