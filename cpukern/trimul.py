@@ -19,7 +19,7 @@ import numpy as np
 
 from cpukern.threads import blas_on_one_thread, in_parallel
 from fusedops import _memory
-from fusedops.trimul import ARRAYS
+from fusedops.trimul import ARRAYS, in_parts, slices
 
 #: What a backend provides.
 KERNELS = (
@@ -49,10 +49,6 @@ class _Room(dict):
         if name not in self or self[name].size < size:
             self[name] = _memory.empty((size,), np.dtype(dtype))
         return self[name][:size].reshape(shape)
-
-
-def _slices(n: int, step: int) -> list[slice]:
-    return [slice(low, min(low + step, n)) for low in range(0, n, max(step, 1))]
 
 
 def _given(array: Any, n: int, value: float, dtype: np.dtype) -> np.ndarray:
@@ -101,23 +97,17 @@ class _Update:
         """
         size, limit = self.dtype.itemsize, self.limit
         self.block, self.threads = _BLOCK, None
-        parts = [self.B, self.H, self.N]
         if limit:
             # A quarter of it is for blocks, of several threads where they are small enough.
             room = limit // (4 * row * size)
             self.block = min(max(room // 4, _FEW), _BLOCK)
             self.threads = max(room // self.block, 1)
-            left = limit - self.mask.nbytes - size * row * self.block * self.threads
-            while size * need(*parts) > left and max(parts[: 2 + lines]) > 1:
-                # The batch first, which costs nothing, then what makes the most room.
-                halves = [
-                    [*parts[:at], -(-n // 2), *parts[at + 1 :]]
-                    for at, n in enumerate(parts[: 2 + lines])
-                    if n > 1
-                ]
-                parts = halves[0] if parts[0] > 1 else min(halves, key=lambda half: need(*half))
-        sizes = self.B, self.H, self.N
-        self.batches, self.channels, self.lines = map(_slices, sizes, parts)
+            limit -= self.mask.nbytes + size * row * self.block * self.threads
+            limit = max(limit, 1)
+        sizes = (self.B, self.H, self.N)[: 2 + lines]
+        whole = () if lines else (self.N,)
+        parts = in_parts(sizes, lambda *some: size * need(*some, *whole), limit)
+        self.batches, self.channels, self.lines = [*parts, [slice(0, self.N)]][:3]
 
     def halves(self, b: slice, h: slice) -> list[slice]:
         """Return which of some channels of left and right are there at once: half, if many bytes.
@@ -127,13 +117,13 @@ class _Update:
         n = h.stop - h.start
         planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
         step = -(-n // 2) if planes > _memory.SMALL or self.limit else n
-        return [slice(h.start + k.start, h.start + k.stop) for k in _slices(n, step)]
+        return [slice(h.start + k.start, h.start + k.stop) for k in slices(n, step)]
 
     def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
         """Return members of the batch, and positions of their planes, of every block."""
         together = max(1, self.block // max(size, 1))
         step = self.block if together == 1 else size
-        return [(b, p) for b in _slices(batch, together) for p in _slices(size, step)]
+        return [(b, p) for b in slices(batch, together) for p in slices(size, step)]
 
     def over_blocks(
         self, where: tuple[int, int], groups: int | None, work: Callable[..., None]
@@ -348,7 +338,7 @@ class _Gradients(_Update):
         def work(low: int, high: int) -> None:
             room = _Room()
             for b in range(len(left)):
-                for c in _slices(high - low, max(1, _BLOCK // max(self.N**2, 1))):
+                for c in slices(high - low, max(1, _BLOCK // max(self.N**2, 1))):
                     l, r, o = (a[b, low:high][c] for a in (left, right, on_o))
                     spare = self.matrices(room("spare", (len(l), self.N**2), self.dtype))
                     np.matmul(o, r, out=spare)

@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -220,6 +220,25 @@ def _formula(*args: Any) -> tuple[Any, Any]:
     o = _product(*_sides(*w[:8], eps), direction)
     out = _end(w[0], o, *w[2:4], *w[8:], eps, gate)
     return cast(out, x), cast(o, x)
+
+
+def in_parts(sizes: Sequence[int], need: Callable[..., int], limit: int) -> list[list[slice]]:
+    """Divide every size, so that parts `need` no more than a limit, if there are such.
+
+    The first size is divided first, which costs nothing, then what makes the most room.
+    """
+    parts = list(sizes)
+    while limit and need(*parts) > limit and max(parts) > 1:
+        halves = [
+            [*parts[:at], -(-n // 2), *parts[at + 1 :]] for at, n in enumerate(parts) if n > 1
+        ]
+        parts = halves[0] if parts[0] > 1 else min(halves, key=lambda half: need(*half))
+    return [slices(n, step) for n, step in zip(sizes, parts, strict=True)]
+
+
+def slices(n: int, step: int) -> list[slice]:
+    """Return slices of at most so many of n."""
+    return [slice(low, min(low + step, n)) for low in range(0, n, max(step, 1))]
 
 
 def _vjp_formula(*args: Any) -> tuple[Any, ...]:

@@ -20,26 +20,33 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from fusedops._registry import register
+from fusedops.trimul import in_parts, slices
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Elements of z, rows of which are made at a time in the backward pass.
-_AT_A_TIME = 1 << 26
 # Rows from which on it pays to write the normalized x of many channels, and to round weights once.
 _MANY = 1 << 16
 # Channels that a program normalizes at once.
 _CHANNELS = 128
+# Edges of a line from which on one of the batch goes alone through a backward pass.
+_ALONE = 128
 # Batches that a product over all rows is split into at most, and rows that make one more.
 _SPLIT, _LONG = 64, 1 << 11
 
-# Rows, channels and columns of a program where x is ready, its warps and stages.
-_READY = 128, 64, 64, (4, 3)
+# For 16 bits, and TF32: rows of a program, channels that it takes at once, its warps and stages.
+# Of `_project`, channels of sides, of the gate, and of x: forward, backward, and where x is ready.
+_PROJECT = 128, 64, 64, 128, (8, 2)
+_WITH_LOGITS = 128, 32, 64, 128, (8, 3)
+_READY = 128, 64, 64, 64, (4, 3)
+
+ALL = slice(None)
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -63,15 +70,29 @@ def _sigmoid(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _place(program, line, N, BM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return b, i, the number of (b, i, 0), the j of a block of rows, and which are there."""
+def _place(program, L, N, pitch, BM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return b, i, the number of (b, i, 0), j of a block, which are edges, which have a place."""
     blocks = tl.cdiv(N, BM)
-    line += program // blocks
+    line = program // blocks
     j = program % blocks * BM + tl.arange(0, BM)
     if ALIGNED:
         # What the compiler then knows lets it read and write vectors.
         N = N // 8 * 8
-    return line // N, line % N, line.to(LONG) * N, j, j < N
+    return line // L, line % L, line.to(LONG) * N, j, j < N, j < pitch // 8 * 8
+
+
+@triton.jit
+def _plane(c, batch, i, channels, plane, pitch, LONG: tl.constexpr):
+    """Return where lines (b, c, i) of planes begin, which have `pitch` places a line."""
+    pitch = pitch // 8 * 8
+    return (batch.to(LONG) * channels + c) * (plane // 8 * 8) + i.to(LONG) * pitch
+
+
+@triton.jit
+def _side(h, batch, i, H: tl.constexpr, half, plane, pitch, LONG: tl.constexpr):
+    """Return where lines (side, b, h, i) begin; `h` counts left before right."""
+    of = (h // H).to(LONG) * (half // 8 * 8) + (h % H).to(LONG) * (plane // 8 * 8)
+    return of + batch.to(LONG) * H * (plane // 8 * 8) + i.to(LONG) * (pitch // 8 * 8)
 
 
 @triton.jit
@@ -119,16 +140,16 @@ def _chunk(
         y = y * tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
     if b is not None:
         y = y + tl.load(b + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
-    # Rows that aren't there are written nowhere; channels are summed over.
+    # What is in the places of none is multiplied by zeros; channels are summed over.
     return y if C % BC == 0 else tl.where(inside, y, 0.0)
 
 
 @triton.jit
-def _add_one(to, live, SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
+def _add_one(to, live, there, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr):
     """Write a one behind the elements of rows, and zeros behind that."""
-    after = SIZE + tl.arange(0, 16)
-    one = tl.where(after == SIZE, 1.0, 0.0)[None, :] + tl.zeros((BM, 16), tl.float32)
-    inside = live[:, None] & (after < WIDTH)[None, :]
+    after = C + tl.arange(0, 16)
+    one = tl.where((after == C)[None, :] & live[:, None], 1.0, 0.0)
+    inside = there[:, None] & (after < KEPT)[None, :]
     tl.store(to + after[None, :], one.to(to.dtype.element_ty), mask=inside)
 
 
@@ -144,18 +165,24 @@ def _weight(
 
 
 @triton.jit
-def _bias(b, first, last, BH: tl.constexpr, FLOAT: tl.constexpr):
-    h = first + tl.arange(0, BH)
-    return tl.load(b + h, mask=h < last, other=0.0).to(FLOAT)
+def _pair(
+    p_w, g_w, first, last, k, C: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr
+):
+    """Return rows of two weights, those of the second last, and a chunk of their columns."""
+    row = tl.arange(0, 2 * BH)
+    h = first + row % BH
+    c = k * BC + tl.arange(0, BC)
+    at = h[:, None] * C + c[None, :]
+    inside = (h < last)[:, None] & (c < C)[None, :]
+    return tl.load(tl.where((row < BH)[:, None], p_w + at, g_w + at), mask=inside, other=0.0).to(
+        DOT
+    )
 
 
 @triton.jit
-def _planes(h, batch, row, N, H: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return where lines (b, h, i) of planes without gaps begin; `row` is that of (b, i)."""
-    if ALIGNED:
-        N = N // 8 * 8
-    square = N.to(LONG) * N
-    return batch * (H - 1) * square + row + h.to(LONG) * square
+def _bias(b, first, last, BH: tl.constexpr, FLOAT: tl.constexpr):
+    h = first + tl.arange(0, BH)
+    return tl.load(b + h, mask=h < last, other=0.0).to(FLOAT)
 
 
 @triton.jit
@@ -184,94 +211,43 @@ def _normalized(
 
 
 def _normalize(
-    x, w, b, kept, rows,
+    x, w, b, kept, L, N, pitch,
     EPS: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-    FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr,
+    FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the normalized rows of x, and behind each a one."""
-    row = tl.program_id(0).to(LONG) * BM
-    j = tl.arange(0, BM)
-    live = row + j < rows
+    """Write the normalized rows of x, and behind each a one; zeros in the places of none."""
+    batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
-    to = kept + (row + j)[:, None] * KEPT
+    to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
     for k in tl.static_range((C + BC - 1) // BC):
         y = _chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT)
         c = k * BC + tl.arange(0, BC)
-        inside = live[:, None] & (c < C)[None, :]
+        inside = there[:, None] & (c < C)[None, :]
         tl.store(to + c[None, :], y.to(kept.dtype.element_ty), mask=inside)
-    _add_one(to, live, C, KEPT, BM)
-
-
-@triton.jit
-def _both(
-    p_w, g_w, first, last, xs, x, live,
-    C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, READY: tl.constexpr,
-    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return two projections (BH, BM) of normalized rows: of chunks xs, or of x if READY."""
-    CHUNKS: tl.constexpr = (C + BC - 1) // BC
-    p = tl.zeros((BH, BM), FLOAT)
-    g = tl.zeros((BH, BM), FLOAT)
-    if READY:
-        for k in range(CHUNKS):
-            c = k * BC + tl.arange(0, BC)
-            rows = tl.load(x + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
-            xn = tl.trans(rows.to(DOT))
-            p_part = _weight(p_w, first, last, k, C, BH, BC, DOT)
-            g_part = _weight(g_w, first, last, k, C, BH, BC, DOT)
-            p = tl.dot(p_part, xn, p, PRECISION, out_dtype=FLOAT)
-            g = tl.dot(g_part, xn, g, PRECISION, out_dtype=FLOAT)
-    else:
-        for k in tl.static_range(CHUNKS):
-            p_part = _weight(p_w, first, last, k, C, BH, BC, DOT)
-            g_part = _weight(g_w, first, last, k, C, BH, BC, DOT)
-            p = tl.dot(p_part, tl.trans(xs[k]), p, PRECISION, out_dtype=FLOAT)
-            g = tl.dot(g_part, tl.trans(xs[k]), g, PRECISION, out_dtype=FLOAT)
-    return p, g
-
-
-@triton.jit
-def _one(
-    w, first, last, xs, x, live,
-    C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, READY: tl.constexpr,
-    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return one projection, as `_both` returns two."""
-    CHUNKS: tl.constexpr = (C + BC - 1) // BC
-    value = tl.zeros((BH, BM), FLOAT)
-    if READY:
-        for k in range(CHUNKS):
-            c = k * BC + tl.arange(0, BC)
-            rows = tl.load(x + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
-            part = _weight(w, first, last, k, C, BH, BC, DOT)
-            value = tl.dot(part, tl.trans(rows.to(DOT)), value, PRECISION, out_dtype=FLOAT)
-    else:
-        for k in tl.static_range(CHUNKS):
-            part = _weight(w, first, last, k, C, BH, BC, DOT)
-            value = tl.dot(part, tl.trans(xs[k]), value, PRECISION, out_dtype=FLOAT)
-    return value
+    _add_one(to, live, there, C, KEPT, BM)
 
 
 def _project(
     x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
-    lines, N, pitch, mask_b, mask_i, mask_j,
-    EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
-    READY: tl.constexpr, KEPT: tl.constexpr, PARTS: tl.constexpr,
-    BM: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
-    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-    ASM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
+    L, N, pitch, half, plane, mask_b, mask_i, mask_j,
+    EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, READY: tl.constexpr,
+    OUTPUT: tl.constexpr, KEPT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
+    BC: tl.constexpr, BH: tl.constexpr, BG: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write left and right, the last gate, and for a backward pass the logits of theirs.
 
     From what `_normalize` wrote (READY), or with its work done here. A program takes one of PARTS
-    shares of the channels.
+    shares of the channels. None are sides where H is zero, and gates where G is.
     """
     part = tl.program_id(0) % PARTS
-    batch, i, row, j, live = _place(tl.program_id(0) // PARTS, 0, N, BM, LONG, ALIGNED)
+    program = tl.program_id(0) // PARTS
+    batch, i, row, j, live, there = _place(program, L, N, pitch, BM, LONG, ALIGNED)
     CHUNKS: tl.constexpr = (C + BC - 1) // BC
     to = kept
     if READY or kept is not None:
-        to = kept + (row + j)[:, None] * KEPT
+        to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
     xs = ()
     if not READY:
         near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
@@ -281,99 +257,134 @@ def _project(
             if part == 0:
                 for k in tl.static_range(CHUNKS):
                     c = k * BC + tl.arange(0, BC)
-                    tl.store(to + c[None, :], xs[k], mask=live[:, None] & (c < C)[None, :])
-                _add_one(to, live, C, KEPT, BM)
+                    inside = there[:, None] & (c < C)[None, :]
+                    tl.store(to + c[None, :], xs[k].to(kept.dtype.element_ty), mask=inside)
+                _add_one(to, live, there, C, KEPT, BM)
     if mask is not None:
         m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)
         m = m.to(FLOAT)
-    pitch = pitch // 8 * 8
-    plane = N.to(LONG) * pitch
-    half = (lines // N) * H * plane
-    place = batch * H * plane + i.to(LONG) * pitch
     SIDES: tl.constexpr = (2 * H + BH - 1) // BH
-    GATES: tl.constexpr = (G + BH - 1) // BH
+    GATES: tl.constexpr = (G + BG - 1) // BG
     # Where x is ready, a share is one block of channels, of the sides or of the gate.
     PER: tl.constexpr = 1 if READY else (SIDES + PARTS - 1) // PARTS
     PER_GATE: tl.constexpr = 1 if READY else (GATES + PARTS - 1) // PARTS
-    if not READY or part < SIDES:
-        for step in range(PER):
-            first = (part * PER + step) * BH
-            p, g = _both(
-                p_w, g_w, first, 2 * H, xs, to, live, C, BM, BC, BH, READY, DOT, FLOAT, PRECISION
-            )
-            if p_b is not None:
-                p += _bias(p_b, first, 2 * H, BH, FLOAT)[:, None]
-            if g_b is not None:
-                g += _bias(g_b, first, 2 * H, BH, FLOAT)[:, None]
-            side = p * _sigmoid(g, ASM)
-            if mask is not None:
-                side = side * m[None, :]
-            h = first + tl.arange(0, BH)
-            at = ((h // H) * half + (h % H) * plane)[:, None] + place + j[None, :]
-            inside = (h < 2 * H)[:, None] & live[None, :]
-            tl.store(sides + at, side.to(DOT), mask=inside)
-            if logits is not None:
-                tl.store(logits + at, g.to(DOT), mask=inside)
-    if not READY or part >= SIDES:
-        for step in range(PER_GATE):
-            begin = ((part - SIDES if READY else part) * PER_GATE + step) * BH
-            if begin < G:
-                opened = _one(
-                    o_w, begin, G, xs, to, live, C, BM, BC, BH, READY, DOT, FLOAT, PRECISION
-                )
-                if o_b is not None:
-                    opened += _bias(o_b, begin, G, BH, FLOAT)[:, None]
-                value = _sigmoid(opened, ASM).to(DOT)
-                of = begin + tl.arange(0, BH)
-                if OUTPUT:
-                    across = live[:, None] & (of < G)[None, :]
-                    to_gate = gate + (row + j)[:, None] * G + of[None, :]
-                    tl.store(to_gate, tl.trans(value), mask=across)
+    if SIDES > 0:
+        if not READY or part < SIDES:
+            for step in range(PER):
+                first = (part * PER + step) * BH
+                both = tl.zeros((BM, 2 * BH), FLOAT)
+                if READY:
+                    for k in range(CHUNKS):
+                        c = k * BC + tl.arange(0, BC)
+                        inside = there[:, None] & (c < C)[None, :]
+                        rows = tl.load(to + c[None, :], mask=inside, other=0.0).to(DOT)
+                        pair = _pair(p_w, g_w, first, 2 * H, k, C, BH, BC, DOT)
+                        both = tl.dot(rows, tl.trans(pair), both, PRECISION, out_dtype=FLOAT)
                 else:
-                    planes = _planes(of, batch, row, N, G, LONG, ALIGNED)[:, None] + j[None, :]
-                    tl.store(gate + planes, value, mask=(of < G)[:, None] & live[None, :])
+                    for k in tl.static_range(CHUNKS):
+                        pair = _pair(p_w, g_w, first, 2 * H, k, C, BH, BC, DOT)
+                        both = tl.dot(xs[k], tl.trans(pair), both, PRECISION, out_dtype=FLOAT)
+                # A thread has both halves of its columns.
+                p, g = tl.split(tl.permute(tl.reshape(both, (BM, 2, BH)), (0, 2, 1)))
+                if p_b is not None:
+                    p += _bias(p_b, first, 2 * H, BH, FLOAT)[None, :]
+                if g_b is not None:
+                    g += _bias(g_b, first, 2 * H, BH, FLOAT)[None, :]
+                side = p * _sigmoid(g, ASM)
+                if mask is not None:
+                    side = side * m[:, None]
+                h = first + tl.arange(0, BH)
+                at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
+                inside = (h < 2 * H)[:, None] & there[None, :]
+                tl.store(sides + at, tl.trans(side.to(DOT)), mask=inside)
+                if logits is not None:
+                    tl.store(logits + at, tl.trans(g.to(DOT)), mask=inside)
+    if GATES > 0:
+        if not READY or part >= SIDES:
+            for step in range(PER_GATE):
+                begin = ((part - SIDES if READY else part) * PER_GATE + step) * BG
+                if begin < G:
+                    opened = tl.zeros((BM, BG), FLOAT)
+                    if READY:
+                        for k in range(CHUNKS):
+                            c = k * BC + tl.arange(0, BC)
+                            inside = there[:, None] & (c < C)[None, :]
+                            rows = tl.load(to + c[None, :], mask=inside, other=0.0).to(DOT)
+                            weight = _weight(o_w, begin, G, k, C, BG, BC, DOT)
+                            opened = tl.dot(
+                                rows, tl.trans(weight), opened, PRECISION, out_dtype=FLOAT
+                            )
+                    else:
+                        for k in tl.static_range(CHUNKS):
+                            weight = _weight(o_w, begin, G, k, C, BG, BC, DOT)
+                            opened = tl.dot(
+                                xs[k], tl.trans(weight), opened, PRECISION, out_dtype=FLOAT
+                            )
+                    if o_b is not None:
+                        opened += _bias(o_b, begin, G, BG, FLOAT)[None, :]
+                    value = _sigmoid(opened, ASM).to(DOT)
+                    of = begin + tl.arange(0, BG)
+                    if OUTPUT:
+                        at = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
+                        inside = there[:, None] & (of < G)[None, :]
+                        tl.store(gate + at + of[None, :], value, mask=inside)
+                    else:
+                        at = _plane(of, batch, i, G, L * pitch, pitch, LONG)[:, None] + j[None, :]
+                        inside = (of < G)[:, None] & there[None, :]
+                        tl.store(gate + at, tl.trans(value), mask=inside)
+
+
+@triton.jit
+def _given(h, batch, i, N, H: tl.constexpr, plane, LONG: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where lines (b, h, i) of planes without gaps begin."""
+    if ALIGNED:
+        N = N // 8 * 8
+        plane = plane // 8 * 8
+    return (batch.to(LONG) * H + h) * plane + i.to(LONG) * N
 
 
 def _finish(
-    o, gate, w, b, p_w, p_b, out, N,
+    o, gate, w, b, p_w, p_b, out, L, N, pitch, plane,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, OUTPUT: tl.constexpr,
     BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write the output: o normalized, gated and projected."""
-    batch, _, row, j, live = _place(tl.program_id(0), 0, N, BM, LONG, ALIGNED)
+    batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
-    there = _planes(h, batch, row, N, H, LONG, ALIGNED)[:, None] + j[None, :]
+    to_gate = gate + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * C
     # What is on its way while others are summed costs no time.
     if not OUTPUT:
-        opened = tl.load(gate + there, mask=(h < H)[:, None] & live[None, :], other=0.0)
+        at = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
+        opened = tl.load(gate + at, mask=(h < H)[:, None] & there[None, :], other=0.0)
     elif C <= BN:
         c_first = tl.arange(0, BN)
-        there_first = (row + j)[:, None] * C + c_first[None, :]
         within = live[:, None] & (c_first < C)[None, :]
-        s_first = tl.load(gate + there_first, mask=within, other=0.0)
-    _, _, on = _normalized(o, w, b, there, live, EPS, H, BH, FLOAT, EXACT)
+        s_first = tl.load(to_gate + c_first[None, :], mask=within, other=0.0)
+    at = _given(h, batch, i, N, H, plane, LONG, ALIGNED)[:, None] + j[None, :]
+    _, _, on = _normalized(o, w, b, at, live, EPS, H, BH, FLOAT, EXACT)
     if not OUTPUT:
         on = on * opened.to(FLOAT)
     left = tl.trans(on.to(DOT))
     for block in range((C + BN - 1) // BN):
         c = block * BN + tl.arange(0, BN)
         inside = live[:, None] & (c < C)[None, :]
-        at = (row + j)[:, None] * C + c[None, :]
         if OUTPUT:
-            s = s_first if C <= BN else tl.load(gate + at, mask=inside, other=0.0)
+            s = s_first if C <= BN else tl.load(to_gate + c[None, :], mask=inside, other=0.0)
         weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
         if p_b is not None:
             value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
         if OUTPUT:
             value = value * s.to(FLOAT)
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        to = out + (row + j)[:, None] * C + c[None, :]
+        tl.store(to, value.to(out.dtype.element_ty), mask=inside)
 
 
 def _finish_back(
-    o, gate, cotangent, scaling, w, b, p_w, p_b, on_o, on_gate, on_p, kept, sums, N, pitch,
+    o, gate, cotangent, scaling, w, b, p_w, p_b, on_o, on_gate, on_p, kept, sums,
+    L, N, pitch, plane, on_plane,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     KEPT: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -383,44 +394,47 @@ def _finish_back(
 
     With that itself (kept), and sums over rows for the weight and the bias of the norm.
     """
-    batch, i, row, j, live = _place(tl.program_id(0), 0, N, BM, LONG, ALIGNED)
+    batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
-    there = _planes(h, batch, row, N, H, LONG, ALIGNED)[:, None] + j[None, :]
-    y, scale, on = _normalized(o, w, b, there, live, EPS, H, BH, FLOAT, EXACT)
-    inside = (h < H)[:, None] & live[None, :]
+    at = _given(h, batch, i, N, H, plane, LONG, ALIGNED)[:, None] + j[None, :]
+    y, scale, on = _normalized(o, w, b, at, live, EPS, H, BH, FLOAT, EXACT)
+    inside = (h < H)[:, None] & there[None, :]
+    place = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
     left = tl.trans(on.to(DOT))
     on_on = tl.zeros((BH, BM), FLOAT)
     for block in range((C + BN - 1) // BN):
         c = block * BN + tl.arange(0, BN)
         within = live[:, None] & (c < C)[None, :]
-        at = (row + j)[:, None] * C + c[None, :]
-        g = tl.load(cotangent + at, mask=within, other=0.0).to(FLOAT)
+        at_c = (row + j)[:, None] * C + c[None, :]
+        g = tl.load(cotangent + at_c, mask=within, other=0.0).to(FLOAT)
         if scaling is not None:
             g = g * tl.load(scaling)
         if OUTPUT:
-            s = tl.load(gate + at, mask=within, other=0.0).to(FLOAT)
+            s = tl.load(gate + place + c[None, :], mask=within, other=0.0).to(FLOAT)
         weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         if OUTPUT:
             value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
             if p_b is not None:
                 value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
-            tl.store(on_gate + at, (g * value * s * (1 - s)).to(DOT), mask=within)
+            on_s = (g * value * s * (1 - s)).to(DOT)
+            tl.store(on_gate + place + c[None, :], on_s, mask=there[:, None] & (c < C)[None, :])
             g = g * s
         if on_p is not None:
-            tl.store(on_p + at, g.to(DOT), mask=within)
+            tl.store(on_p + at_c, g.to(DOT), mask=within)
         on_on = tl.dot(tl.trans(weight), tl.trans(g.to(DOT)), on_on, PRECISION, out_dtype=FLOAT)
     projected = on
     if not OUTPUT:
-        opened = tl.load(gate + there, mask=inside, other=0.0).to(FLOAT)
+        at_gate = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
+        opened = tl.load(gate + at_gate, mask=inside, other=0.0).to(FLOAT)
         on_open = tl.trans((on_on * on * opened * (1 - opened)).to(DOT))
-        across = live[:, None] & (h < H)[None, :]
-        tl.store(on_gate + (row + j)[:, None] * G + h[None, :], on_open, mask=across)
+        across = there[:, None] & (h < H)[None, :]
+        tl.store(on_gate + place + h[None, :], on_open, mask=across)
         on_on = on_on * opened
         projected = on * opened
     to = kept + (row + j)[:, None] * KEPT
     projected = tl.trans(projected.to(DOT))
     tl.store(to + h[None, :], projected, mask=live[:, None] & (h < H)[None, :])
-    _add_one(to, live, H, KEPT, BM)
+    _add_one(to, live, live, H, KEPT, BM)
     on_on = tl.where(inside, on_on, 0.0)
     total = sums + tl.program_id(0).to(tl.int64) * 2 * H + h
     tl.store(total, tl.sum(on_on * y, 1), mask=h < H)
@@ -429,57 +443,66 @@ def _finish_back(
         on_on = on_on * tl.load(w + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
     along = tl.sum(on_on * y, 0) / H
     on_on = (on_on - (tl.sum(on_on, 0) / H)[None, :] - y * along[None, :]) * scale[None, :]
-    pitch = pitch // 8 * 8
-    plane = N.to(LONG) * pitch
-    to_o = batch * H * plane + i.to(LONG) * pitch + h.to(LONG) * plane
-    tl.store(on_o + to_o[:, None] + j[None, :], on_on.to(DOT), mask=inside)
+    to_o = _plane(h, batch, i, H, on_plane, pitch, LONG)[:, None] + j[None, :]
+    tl.store(on_o + to_o, on_on.to(DOT), mask=inside)
 
 
 def _sides_back(
-    on_sides, sides, logits, mask, z, start, lines, N, pitch, mask_b, mask_i, mask_j,
+    on_sides, sides, logits, mask, on_mask, N, pitch, half, plane, mask_b, mask_i, mask_j,
     H: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of projections and of gates' logits, row by row, to z."""
-    batch, i, row, j, live = _place(tl.program_id(0) // PARTS, start, N, BM, LONG, ALIGNED)
-    h = tl.program_id(0) % PARTS * BH + tl.arange(0, BH)
-    pitch = pitch // 8 * 8
-    plane = N.to(LONG) * pitch
-    half = (lines // N) * H * plane
-    first = (h // H) * half + (h % H) * plane + batch * H * plane + i.to(LONG) * pitch
-    at = first[:, None] + j[None, :]
-    inside = (h < 2 * H)[:, None] & live[None, :]
-    d = tl.load(on_sides + at, mask=inside, other=0.0).to(FLOAT)
-    a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)
-    g = tl.load(logits + at, mask=inside, other=0.0).to(FLOAT)
-    # a = p s m, so that its derivative by g is a (1 - s).
-    on_g = d * a * _sigmoid(-g, ASM)
-    d = d * _sigmoid(g, ASM)
+    """Overwrite sides by the cotangents of projections, and logits by those of logits.
+
+    For a cotangent of the mask, sides are those without it.
+    """
+    program = tl.program_id(0) // PARTS
+    batch, i, row, j, live, there = _place(program, N, N, pitch, BM, LONG, ALIGNED)
+    by_mask = tl.zeros((BM,), FLOAT)
     if mask is not None:
         m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)
-        d = d * m.to(FLOAT)[None, :]
-    to = z + (row - start.to(LONG) * N + j)[:, None] * (4 * H) + h[None, :]
-    across = live[:, None] & (h < 2 * H)[None, :]
-    tl.store(to, tl.trans(d.to(DOT)), mask=across)
-    tl.store(to + 2 * H, tl.trans(on_g.to(DOT)), mask=across)
+        m = m.to(FLOAT)[None, :]
+    PER: tl.constexpr = ((2 * H + BH - 1) // BH + PARTS - 1) // PARTS
+    for step in range(PER):
+        h = (tl.program_id(0) % PARTS * PER + step) * BH + tl.arange(0, BH)
+        at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
+        inside = (h < 2 * H)[:, None] & there[None, :]
+        d = tl.load(on_sides + at, mask=inside, other=0.0).to(FLOAT)
+        # A product left the places of no edge as they were.
+        d = tl.where(live[None, :], d, 0.0)
+        a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)
+        g = tl.load(logits + at, mask=inside, other=0.0).to(FLOAT)
+        if on_mask is not None:
+            by_mask += tl.sum(d * a, 0)
+            a = a * m
+        # a = p s m, so that its derivative by g is a (1 - s).
+        on_g = d * a * _sigmoid(-g, ASM)
+        d = d * _sigmoid(g, ASM)
+        if mask is not None:
+            d = d * m
+        tl.store(sides + at, d.to(DOT), mask=inside)
+        tl.store(logits + at, on_g.to(DOT), mask=inside)
+    if on_mask is not None:
+        tl.store(on_mask + row + j, by_mask, mask=live)
 
 
 def _norm_back(
-    x, on_xn, scaling, w, on_x, sums, rows, steps,
+    x, on_xn, scaling, w, on_x, sums, rows, N, pitch, steps,
     EPS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     FLOAT: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Write the cotangent of x, and sums over rows for the weight and the bias of the norm."""
     c = tl.arange(0, BC)
-    by_weight = tl.zeros((BC,), FLOAT)
-    by_bias = tl.zeros((BC,), FLOAT)
+    by_weight = tl.zeros((BM, BC), FLOAT)
+    by_bias = tl.zeros((BM, BC), FLOAT)
     step = 0
     while step < steps:
         row = (tl.program_id(0).to(LONG) * steps + step) * BM + tl.arange(0, BM)
         live = (row < rows)[:, None] & (c < C)[None, :]
         at = row[:, None] * C + c[None, :]
-        v = tl.load(on_xn + at, mask=live, other=0.0).to(FLOAT)
+        place = row + row // N * (pitch - N)
+        v = tl.load(on_xn + place[:, None] * C + c[None, :], mask=live, other=0.0).to(FLOAT)
         y = tl.load(x + at, mask=live, other=0.0).to(FLOAT)
         y = tl.where(live, y - (tl.sum(y, 1) / C)[:, None], 0.0)
         y = tl.where(live, y - (tl.sum(y, 1) / C)[:, None], 0.0)
@@ -487,8 +510,8 @@ def _norm_back(
         y = y * scale[:, None]
         if scaling is not None:
             v = v / tl.load(scaling)
-        by_weight += tl.sum(v * y, 0)
-        by_bias += tl.sum(v, 0)
+        by_weight += v * y
+        by_bias += v
         if w is not None:
             v = v * tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
         along = tl.sum(v * y, 1) / C
@@ -496,8 +519,8 @@ def _norm_back(
         tl.store(on_x + at, v.to(on_x.dtype.element_ty), mask=live)
         step += 1
     to = sums + tl.program_id(0).to(tl.int64) * 2 * C + c
-    tl.store(to, by_weight, mask=c < C)
-    tl.store(to + C, by_bias, mask=c < C)
+    tl.store(to, tl.sum(by_weight, 0), mask=c < C)
+    tl.store(to + C, tl.sum(by_bias, 0), mask=c < C)
 
 
 def _product(
@@ -534,7 +557,7 @@ _POINTERS = {
     _project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept"),
     _finish: ("o", "gate", "p_w", "out"),
     _finish_back: ("o", "gate", "cotangent", "p_w", "on_o", "on_gate", "on_p", "kept"),
-    _sides_back: ("on_sides", "sides", "logits", "z"),
+    _sides_back: ("on_sides", "sides", "logits"),
     _norm_back: ("x", "on_xn", "on_x"),
     _product: (),
 }
@@ -542,7 +565,9 @@ _POINTERS = {
 
 @functools.cache
 def _launcher(kernel: Any, warps: int, stages: int) -> Launcher:
-    return Launcher(kernel_of_any_size(kernel, _POINTERS[kernel]), warps, stages=stages)
+    # So that a multiprocessor has room for two programs of eight warps.
+    registers = 128 if warps == 8 else None
+    return Launcher(kernel_of_any_size(kernel, _POINTERS[kernel]), warps, registers, stages)
 
 
 def _launch(
@@ -559,56 +584,25 @@ def _launch(
     _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
 
 
-class _Work(NamedTuple):
-    """What the kernels of a call are compiled for."""
-
-    dtype: torch.dtype
-    accumulator: torch.dtype
-    precision: str
-    fast: bool
-    asm: bool
-    interpreted: bool
-    long: Any
-    aligned: bool
-
-    @property
-    def types(self) -> tuple[Any, ...]:
-        # The interpreter's products know no bfloat16.
-        narrow = self.dtype == torch.bfloat16 and self.interpreted
-        dot = tl.float32 if narrow else _TYPES[self.dtype]
-        return dot, _TYPES[self.accumulator], self.precision
-
-    @property
-    def exact(self) -> bool:
-        """Whether what rounding a mean to float32 leaves counts."""
-        return self.dtype.itemsize > 2
-
-
-def _work(x: Any, precision: str, channels: int) -> _Work:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    dtype = dtype or torch.promote_types(x.dtype, torch.float32)
-    double = dtype == torch.float64
-    fast = dtype.itemsize == 2 or precision == "tf32"
-    lines, N, C = x.shape[0] * x.shape[1], x.shape[1], x.shape[3]
-    size = lines * (N + 8) * max(C + 8, channels)
-    return _Work(
-        dtype,
-        torch.float64 if double else torch.float32,
-        "tf32" if precision == "tf32" else "ieee",
-        fast,
-        fast and x.is_cuda and torch.version.cuda is not None,
-        not x.is_cuda,
-        tl.int64 if size >> 31 else tl.int32,
-        N % 8 == 0,
-    )
-
-
 def _power(n: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(n))
 
 
 def _ceil(n: int, by: int) -> int:
     return -(-n // by)
+
+
+def _up(n: int) -> int:
+    """Return the next multiple of eight."""
+    return _ceil(n, 8) * 8
+
+
+@functools.cache
+def _processors(device: Any) -> int:
+    """Return how many multiprocessors there are; two, for the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _is_aligned(array: Any) -> bool:
@@ -623,265 +617,473 @@ def _aligned(array: Any) -> Any:
     return array.clone(memory_format=torch.contiguous_format)
 
 
-def _products(a: Any, b: Any, out: Any, work: _Work, scale: float = 1.0, add: bool = False) -> None:
-    """Write products of batches of matrices, or add them to what is there."""
-    if work.dtype != torch.float32:
-        torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
-        return
-    size = 128 if work.fast else 64
-    (batches, M, K), N = a.shape, b.shape[2]
-    programs = batches * _ceil(M, size) * _ceil(N, size)
-    numbers = M, N, K, *a.stride(), *b.stride(), *out.stride()
-    constants = size, size, 32 if a.is_cuda else 128, add, work.precision
-    _launch(_product, (8 if work.fast else 4, 2), programs, (a, b, out), numbers, constants)
+class _Update:
+    """An update's arguments as kernels take them, and the parts that it is done in.
 
+    Of planes, lines have places for a multiple of eight edges, so that vectors can be read and
+    written; in the places of none are zeros.
+    """
 
-def _over_rows(a: Any, b: Any, work: _Work) -> Any:
-    """Return aᵀ b in float32 or better, for very many rows."""
-    rows = len(a)
-    split = max(n for n in range(1, min(_SPLIT, rows // _LONG) + 2) if rows % n == 0)
-    a, b = (m.view(split, rows // split, -1) for m in (a, b))
-    if work.dtype == torch.float32:
-        out = a.new_empty(split, a.shape[2], b.shape[2])
-        _products(a.mT, b, out, work)
-    elif work.dtype == torch.float64:
-        out = a.mT @ b
-    elif a.is_cuda:
-        out = torch.bmm(a.mT, b, out_dtype=torch.float32)
-    else:
-        out = a.mT.float() @ b.float()
-    return out.sum(0)
+    def __init__(self, arrays: Sequence[Any], static: Sequence[Any]) -> None:
+        arrays = [array if at == 1 else _aligned(array) for at, array in enumerate(arrays)]
+        self.x, self.mask, *self.norm = arrays[:4]
+        self.sides, self.norm_out = arrays[4:8], arrays[8:10]
+        self.p_out, self.g_out = arrays[10:12], arrays[12:]
+        self.direction, gate, precision, self.eps, self.limit = static
+        self.output = gate == "output"
+        x = self.x
+        self.B, self.N, _, self.C = x.shape
+        self.H, self.G = self.sides[0].shape[0] // 2, self.g_out[0].shape[0]
+        self.pitch, self.width = _up(self.N), _up(self.C + 1)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.dtype = dtype or torch.promote_types(x.dtype, torch.float32)
+        self.accumulator = torch.promote_types(self.dtype, torch.float32)
+        self.fast = self.dtype.itemsize == 2 or precision == "tf32"
+        self.precision = "tf32" if precision == "tf32" else "ieee"
+        # What rounding a mean to float32 leaves counts.
+        exact = self.dtype.itemsize > 2
+        # The interpreter's products know no bfloat16.
+        narrow = self.dtype == torch.bfloat16 and not x.is_cuda
+        dot = tl.float32 if narrow else _TYPES[self.dtype]
+        self.float = _TYPES[self.accumulator]
+        self.types = dot, self.float, self.precision, exact
+        self.exact = exact
+        self.asm = self.fast and x.is_cuda and torch.version.cuda is not None
+        size = self.B * self.N * self.pitch * max(self.width, 2 * self.H, self.G)
+        self.long = tl.int64 if size >> 31 else tl.int32
+        self.place = self.long, self.N % 8 == 0
 
+    def new(self, *shape: int, dtype: Any = None) -> Any:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
 
-def _factors(sides: Any, direction: str) -> tuple[Any, Any]:
-    """Return the factors whose product is o."""
-    left, right = sides
-    return (left.mT, right) if direction == "incoming" else (left, right.mT)
+    def divide(self, need: Callable[[int, int, int], int]) -> None:
+        """Find parts of the batch, of the channels of left and right, and of the lines.
 
+        They `need` no more numbers than there may be, if there are such.
+        """
+        sizes = self.B, self.H, _ceil(self.N, 8)
 
-def _begin(
-    arrays: tuple[Any, ...], work: _Work, output: bool, eps: float, back: bool = False
-) -> tuple[Any, Any, Any, Any]:
-    """Return left and right, the last gate, and for a backward pass logits and normalized x."""
-    x, mask, w, b, p_w, p_b, g_w, g_b, *_, o_w, o_b = arrays
-    B, N, _, C = x.shape
-    H, G = p_w.shape[0] // 2, o_w.shape[0]
-    rows, pitch, width = B * N * N, _ceil(N, 8) * 8, _ceil(C + 1, 8) * 8
-    many = rows >= _MANY
+        # Eight lines begin at a multiple of 16 bytes.
+        def size(b: int, h: int, lines: int) -> int:
+            return self.dtype.itemsize * need(b, h, 8 * lines)
 
-    def new(*shape: int) -> Any:
-        return torch.empty(shape, dtype=work.dtype, device=x.device)
+        # Much smaller parts than these would save little.
+        limit = self.limit and max(self.limit, 5 * size(1, 1, 1) // 4)
+        parts = in_parts(sizes, size, limit)
+        self.batches, self.channels, lines = parts
+        self.lines = [slice(8 * eight.start, min(8 * eight.stop, self.N)) for eight in lines]
+        self.whole = len(self.channels) == len(self.lines) == 1
 
-    if many:
-        p_w, g_w, o_w = (a.to(work.dtype) for a in (p_w, g_w, o_w))
-    sides = new(2, B * H, N, pitch)
-    logits = torch.empty_like(sides) if back else None
-    gate = new(rows, G) if output else new(B, G, N, N)
-    ready = many and C > _CHANNELS
-    kept = new(rows, width) if back or ready else None
-    chunk = min(_CHANNELS if work.fast else 64, _power(C))
-    if work.dtype == torch.float64:
-        chunk = min(chunk, 32)
-    if ready:
-        constants = eps, C, width, 16, chunk, _TYPES[work.accumulator], work.exact, work.long
-        _launch(_normalize, (4, 1), _ceil(rows, 16), (x, w, b, kept), (rows,), constants)
-    BM, BH, how = (128, 64, (8, 2)) if work.fast else (32, 32, (4, 1))
-    if ready and work.fast:
-        BM, BH, chunk, how = _READY
-    elif C > _CHANNELS:
-        how = how[0], 1
-    if not x.is_cuda:
-        # The interpreter's time goes by programs and steps.
-        BM, BH = 16, 128
-    BM = min(BM, _power(N))
-    blocks, programs = _ceil(2 * H, BH), B * N * _ceil(N, BM)
-    # Few rows are shared by as many programs as a GPU runs at once.
-    parts = blocks + _ceil(G, BH) if ready else min(blocks, _ceil(264, programs))
-    numbers = B * N, N, pitch, *((0, 0, 0) if mask is None else mask.stride())
-    constants = eps, C, H, G, output, ready, width, parts, BM, chunk, BH
-    constants += *work.types, work.exact, work.asm, work.long, work.aligned
-    tensors = x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept
-    _launch(_project, how, programs * parts, tensors, numbers, constants)
-    return sides[..., :N], gate, logits, kept
+    def gate(self, members: int, lines: slice) -> Any:
+        """Return memory for the last gate: rows of the output's, planes of the other."""
+        n = len(range(*lines.indices(self.N)))
+        if self.output:
+            return self.new(members, n, self.pitch, self.G)
+        return self.new(members, self.G, n, self.pitch)
+
+    def kept(self, members: int, lines: slice) -> Any:
+        """Return memory for rows of the normalized x, with a column of ones."""
+        return self.new(members, len(range(*lines.indices(self.N))), self.pitch, self.width)
+
+    def edges(self, b: slice, lines: slice) -> tuple[Any, Any]:
+        """Return some edges of x and of the mask."""
+        return self.x[b, lines], None if self.mask is None else self.mask[b, lines]
+
+    def of(self, h: slice) -> list[Any]:
+        """Return the projections and gates of some channels, left before right."""
+        if h.stop - h.start == self.H:
+            return self.sides
+        return [
+            None if a is None else torch.cat([a[h], a[self.H + h.start : self.H + h.stop]])
+            for a in self.sides
+        ]
+
+    def project(
+        self,
+        x: Any,
+        mask: Any,
+        weights: Sequence[Any] = (None,) * 4,
+        *,
+        sides: Any = None,
+        logits: Any = None,
+        gate: Any = None,
+        kept: Any = None,
+    ) -> None:
+        """Fill what is given: planes of left and right, the logits of their gates, the last gate.
+
+        And `kept`, the normalized x, with a column of ones.
+        """
+        B, L, N, C = x.shape
+        rows, lines = B * L * N, B * L
+        many = rows >= _MANY
+        p_w, p_b, g_w, g_b = weights
+        o_w, o_b = self.g_out
+        H, G = 0 if sides is None else p_w.shape[0] // 2, 0 if gate is None else self.G
+        ready = many and C > _CHANNELS
+        if ready and kept is None:
+            kept = self.new(B, L, self.pitch, self.width)
+        if ready or not (H or G):
+            self.normalize(x, kept)
+        if not (H or G):
+            return
+        if many:
+            p_w, g_w, o_w = (None if a is None else a.to(self.dtype) for a in (p_w, g_w, o_w))
+        BM, BH, BG, chunk, how = 32, 32, 32, 64 if self.dtype.itemsize < 8 else 32, (4, 1)
+        if self.fast:
+            BM, BH, BG, chunk, how = (
+                _READY if ready else _PROJECT if logits is None else _WITH_LOGITS
+            )
+        chunk = min(chunk, _power(C))
+        if C > chunk and not ready:
+            how = how[0], 1
+        if not x.is_cuda:
+            # The interpreter's time goes by programs and steps.
+            BM, BH, BG = 16, 128, 128
+        BM = min(BM, _power(N))
+        blocks, programs = _ceil(2 * H, BH), lines * _ceil(N, BM)
+        # Few rows are shared by as many programs as a GPU runs at once.
+        parts = max(1, min(blocks, _ceil(2 * _processors(x.device), programs)))
+        if ready:
+            parts = blocks + _ceil(G, BG)
+        half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
+        numbers = L, N, self.pitch, half, plane, *((0, 0, 0) if mask is None else mask.stride())
+        constants = self.eps, C, H, G, ready, self.output, self.width, parts, BM, chunk, BH, BG
+        constants += *self.types, self.asm, *self.place
+        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept
+        _launch(_project, how, programs * parts, tensors, numbers, constants)
+
+    def normalize(self, x: Any, kept: Any) -> None:
+        B, L, N, C = x.shape
+        chunk = min(_CHANNELS if self.fast else 64, _power(C))
+        constants = self.eps, C, self.width, 16, chunk, self.float, self.exact, *self.place
+        tensors = x, *self.norm, kept
+        numbers = L, N, self.pitch
+        _launch(_normalize, (4, 1), B * L * _ceil(N, 16), tensors, numbers, constants)
+
+    def products(self, a: Any, b: Any, out: Any, *, scale: float = 1.0, add: bool = False) -> None:
+        """Write products of batches of matrices, or add them to what is there."""
+        if out.dtype != self.dtype:
+            if a.is_cuda:
+                torch.baddbmm(out, a, b, out.dtype, beta=float(add), alpha=scale, out=out)
+            else:
+                torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
+            return
+        if self.dtype != torch.float32:
+            torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
+            return
+        size = 128 if self.fast else 64
+        (batches, M, K), N = a.shape, b.shape[2]
+        programs = batches * _ceil(M, size) * _ceil(N, size)
+        numbers = M, N, K, *a.stride(), *b.stride(), *out.stride()
+        constants = size, size, 32 if a.is_cuda else 128, add, self.precision
+        _launch(_product, (8 if self.fast else 4, 2), programs, (a, b, out), numbers, constants)
+
+    def over_rows(self, a: Any, b: Any) -> Any:
+        """Return Σ a b of matrices (K, R) and (R, M), of very many R, in float32 or better."""
+        rows = a.shape[2]
+        least = 1 if rows % 8 else 8
+        split = max(n for n in range(1, min(_SPLIT, rows // _LONG) + 2) if rows % (least * n) == 0)
+        pairs = [(a, b)]
+        if split > 1:
+            pairs = [
+                (m.unflatten(1, (split, -1)).transpose(0, 1), n.unflatten(0, (split, -1)))
+                for m, n in zip(a, b, strict=True)
+            ]
+        return functools.reduce(torch.add, [self._widened(m, n).sum(0) for m, n in pairs])
+
+    def _widened(self, a: Any, b: Any) -> Any:
+        if self.dtype == torch.float32:
+            out = self.new(len(a), a.shape[1], b.shape[2])
+            self.products(a, b, out)
+            return out
+        if self.dtype == torch.float64:
+            return a @ b
+        if a.is_cuda:
+            return torch.bmm(a, b, out_dtype=torch.float32)
+        return a.float() @ b.float()
+
+    def multiply(self, sides: Any, o: Any, h: slice, scale: float = 1.0) -> None:
+        """Write planes of o."""
+        left, right = sides[..., : self.N]
+        left, right = (left.mT, right) if self.direction == "incoming" else (left, right.mT)
+        self.products(left, right, o[:, h].flatten(0, 1), scale=scale)
+
+    def multiply_back(self, sides: Any, on_o: Any, on_sides: Any) -> None:
+        """Write the cotangents of left and right."""
+        left, right = sides[..., : self.N]
+        on_left, on_right = on_sides[..., : self.N]
+        if self.direction == "incoming":
+            self.products(right, on_o.mT, on_left)
+            self.products(left, on_o, on_right)
+        else:
+            self.products(on_o, right, on_left)
+            self.products(on_o.mT, left, on_right)
+
+    def triangles(self, b: slice, o: Any, scale: float = 1.0) -> None:
+        """Write o of some of the batch, some channels at a time."""
+        for h in self.channels:
+            sides = self.new(2, len(o) * (h.stop - h.start), self.N, self.pitch)
+            for lines in self.lines:
+                self.project(*self.edges(b, lines), self.of(h), sides=sides[:, :, lines])
+            self.multiply(sides, o, h, scale)
+
+    def finish(self, o: Any, gate: Any, out: Any, eps: float) -> None:
+        """Write the output: o normalized, gated and projected."""
+        B, L, N, C = out.shape
+        BH = _power(self.H)
+        BM = min(max(16, 8192 // BH) if self.fast else 16, _power(N))
+        BN = min(128 if self.fast else 32, _power(C))
+        result = out if _is_aligned(out) else torch.empty_like(out)
+        constants = eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
+        tensors = o, gate, *self.norm_out, *self.p_out, result
+        numbers = L, N, self.pitch, o.stride(1)
+        _launch(_finish, (4, 1), B * L * _ceil(N, BM), tensors, numbers, constants)
+        if result is not out:
+            out.copy_(result)
+
+    def finish_back(
+        self, o: Any, gate: Any, cotangent: Any, scaling: Any, on_o: Any, on_gate: Any
+    ) -> tuple[Any, Any]:
+        """Write the cotangents of o and of the gate's logits; return those of the end's weights."""
+        B, L, N, C = cotangent.shape
+        H, width = self.H, _up(self.H + 1)
+        kept = self.new(B, L * N, width)
+        as_given = not self.output and scaling is None and cotangent.dtype == self.dtype
+        on_p = cotangent.view(B, L * N, C) if as_given else self.new(B, L * N, C)
+        BH = _power(H)
+        BM = min(max(16, 4096 // BH) if self.fast else 16, _power(N))
+        BN = min(64 if self.fast else 16, _power(C))
+        programs = B * L * _ceil(N, BM)
+        sums = self.new(programs, 2, H, dtype=self.accumulator)
+        constants = self.eps, C, H, self.G, self.output, width, BM, BH, BN
+        constants += *self.types, *self.place
+        tensors = o, gate, cotangent, scaling, *self.norm_out, *self.p_out
+        tensors += on_o, on_gate, None if as_given else on_p, kept, sums
+        numbers = L, N, self.pitch, o.stride(1), on_o.stride(0)
+        _launch(_finish_back, (4, 2), programs, tensors, numbers, constants)
+        return self.over_rows(on_p.mT, kept), sums.sum(0)
+
+    def sides_back(
+        self, members: int, on_sides: Any, sides: Any, logits: Any, mask: Any, on_mask: Any
+    ) -> None:
+        """Overwrite sides and logits by the cotangents of projections and of logits."""
+        N, H = self.N, sides.shape[1] // members
+        BM, BH = min(64, _power(N)), min(64, _power(2 * H))
+        parts = 1 if on_mask is not None else _ceil(2 * H, BH)
+        strides = (0, 0, 0) if mask is None else mask.stride()
+        numbers = N, self.pitch, sides.stride(0), sides.stride(1), *strides
+        constants = H, parts, BM, BH, *self.types[:2], self.asm, *self.place
+        programs = members * N * _ceil(N, BM) * parts
+        tensors = on_sides, sides, logits, mask, on_mask
+        _launch(_sides_back, (4, 1), programs, tensors, numbers, constants)
+
+    def through(self, rows: Any, weight: Any, on_xn: Any, *, add: bool = True) -> None:
+        """Write, or add, the cotangent of normalized rows by that of their projections."""
+        weight = weight.to(self.dtype)[None].expand(len(rows), -1, -1)
+        self.products(rows, weight, on_xn.flatten(1, 2), add=add)
+
+    def norm_back(self, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
+        """Write the cotangent of x; return those of the norm's weight and bias."""
+        C, rows = self.C, x.numel() // self.C
+        BC = _power(C)
+        BM = max(1, 1024 // BC)
+        steps = _ceil(rows, BM * 4224)
+        programs = _ceil(rows, BM * steps)
+        sums = self.new(programs, 2, C, dtype=self.accumulator)
+        result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
+        tensors = x, on_xn, scaling, self.norm[0], result, sums
+        numbers = rows, self.N, self.pitch, steps
+        constants = self.eps, C, BM, BC, self.float, self.long
+        _launch(_norm_back, (2, 1), programs, tensors, numbers, constants)
+        if on_x is not None and result is not on_x:
+            on_x.copy_(result)
+        return sums.sum(0)
 
 
 @register("triangle_multiplicative_update", "triton")
 def triangle_multiplicative_update(*args: Any) -> None:
-    *arrays, direction, gate_kind, precision, eps, _, out, hidden = args
-    x, p_w = arrays[0], arrays[4]
-    if not x.numel():
+    *given, out, hidden = args
+    update = _Update(given[:14], given[14:])
+    if not update.x.numel():
         return
-    arrays = tuple([array if at == 1 else _aligned(array) for at, array in enumerate(arrays)])
-    output = gate_kind == "output"
-    B, N, _, C = x.shape
-    H = p_w.shape[0] // 2
-    work = _work(x, precision, 4 * H)
-    sides, gate, *_ = _begin(arrays, work, output, eps)
-    scale = 1.0
-    if hidden is not None and hidden.dtype == work.dtype:
-        o = hidden
-    else:
-        o = torch.empty((B, H, N, N), dtype=work.dtype, device=x.device)
-        if work.dtype == torch.float16:
-            # A mean over edges is in range where the factors are, if their sum isn't.
-            scale = 2.0 ** -round(math.log2(N))
-    _products(*_factors(sides, direction), o.view(B * H, N, N), work, scale)
-    del sides
-    if hidden is not None and o is not hidden:
-        torch.mul(o, 1 / scale, out=hidden)
-    if out is None:
-        return
-    w, b, q_w, q_b = arrays[8:12]
-    result = out if _is_aligned(out) else torch.empty_like(x)
-    BH = _power(H)
-    BM = min(max(16, 8192 // BH) if work.fast else 16, _power(N))
-    BN = min(128 if work.fast else 32, _power(C))
-    # The norm of o times a number is that of o with another eps.
-    constants = (
-        eps * scale**2,
-        C,
-        H,
-        output,
-        BM,
-        BH,
-        BN,
-        *work.types,
-        work.exact,
-        work.long,
-        work.aligned,
+    N, H = update.N, update.H
+    own = hidden is None or hidden.dtype != update.dtype
+    square = N * update.pitch
+    update.divide(
+        lambda b, h, n: (
+            b * (N * N * H * own + 2 * h * square + n * update.pitch * (update.G + update.width))
+        )
     )
-    tensors = o, gate, w, b, q_w, q_b, result
-    _launch(_finish, (4, 1), B * N * _ceil(N, BM), tensors, (N,), constants)
-    if result is not out:
-        out.copy_(result)
+    scale = 1.0
+    if own and update.dtype == torch.float16:
+        # A mean over edges is in range where the factors are, if their sum isn't.
+        scale = 2.0 ** -round(math.log2(N))
+    for b in update.batches:
+        members = b.stop - b.start
+        o = update.new(members, H, N, N) if own else hidden[b]
+        gate = None
+        if update.whole and out is not None:
+            # Left, right and the gate at once.
+            gate, sides = update.gate(members, ALL), update.new(2, members * H, N, update.pitch)
+            update.project(*update.edges(b, ALL), update.sides, sides=sides, gate=gate)
+            update.multiply(sides, o, ALL, scale)
+            del sides
+        else:
+            update.triangles(b, o, scale)
+        if hidden is not None and own:
+            torch.mul(o, 1 / scale, out=hidden[b])
+        if out is None:
+            continue
+        for lines in update.lines:
+            if not update.whole:
+                gate = update.gate(members, lines)
+                update.project(*update.edges(b, lines), gate=gate)
+            # The norm of o times a number is that of o with another eps.
+            update.finish(o[:, :, lines], gate, out[b, lines], update.eps * scale**2)
 
 
 @register("triangle_multiplicative_update_vjp", "triton")
 def triangle_multiplicative_update_vjp(*args: Any) -> None:
-    *given, direction, gate_kind, precision, eps, _ = args[:21]
-    outputs = args[21:]
-    *arrays, hidden, cotangent = given
-    if not arrays[0].numel():
-        for output in outputs:
+    *arrays, hidden, cotangent = args[:16]
+    update = _Update(arrays, args[16:21])
+    on_x, on_mask, *on_weights = args[21:]
+    x = update.x
+    if not x.numel():
+        for output in args[21:]:
             if output is not None:
                 output.zero_()
         return
-    arrays = tuple([array if at == 1 else _aligned(array) for at, array in enumerate(arrays)])
-    x, mask, w, _, p_w, _, g_w, _, v, c, q_w, q_b, o_w, _ = arrays
-    on_x, on_mask, *on_weights = outputs
-    cotangent = _aligned(cotangent)
-    output = gate_kind == "output"
-    B, N, _, C = x.shape
-    H, G = p_w.shape[0] // 2, o_w.shape[0]
-    rows, lines = B * N * N, B * N
-    work = _work(x, precision, 4 * H)
-
-    def new(*shape: int, dtype: Any = work.dtype) -> Any:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-
-    sides, gate, logits, kept_x = _begin(arrays, work, output, eps, back=True)
-    pitch = sides.stride(-2)
-    if hidden is None:
-        hidden = new(B, H, N, N)
-        _products(*_factors(sides, direction), hidden.view(B * H, N, N), work)
-    hidden = _aligned(hidden)
+    N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
+    square = N * pitch
+    update.divide(
+        lambda b, h, n: b * (square * (H + C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
+    )
+    hidden, cotangent = _aligned(hidden), _aligned(cotangent)
     scaling = None
-    if work.dtype == torch.float16:
+    if update.dtype == torch.float16:
         # What is small to fp16 is small to the largest cotangent then.
         most = cotangent.abs().amax().float()
         most = torch.where((most > 0) & most.isfinite(), most, 1.0)
         scaling = torch.exp2(-torch.log2(most).floor())
-
-    on_o, on_gate = new(B * H, N, pitch), new(rows, G)
-    width = _ceil(H + 1, 8) * 8
-    kept = new(rows, width)
-    as_given = not output and scaling is None and cotangent.dtype == work.dtype
-    on_p = cotangent.view(rows, C) if as_given else new(rows, C)
-    BH = _power(H)
-    BM = min(max(16, 4096 // BH) if work.fast else 16, _power(N))
-    BN = min(64 if work.fast else 16, _power(C))
-    programs = lines * _ceil(N, BM)
-    sums = new(programs, 2, H, dtype=work.accumulator)
-    constants = eps, C, H, G, output, width, BM, BH, BN
-    constants += *work.types, work.exact, work.long, work.aligned
-    tensors = hidden, gate, cotangent, scaling, v, c, q_w, q_b
-    tensors += on_o, on_gate, None if as_given else on_p, kept, sums
-    _launch(_finish_back, (4, 2), programs, tensors, (N, pitch), constants)
-    del gate, hidden
-    on_q = _over_rows(on_p, kept, work)
-    on_v, on_c = sums.sum(0)
-    del on_p, kept, sums
-
-    on_o = on_o[..., :N]
-    on_sides = new(2, B * H, N, pitch)
-    (left, right), (on_left, on_right) = sides, on_sides[..., :N]
-    if direction == "incoming":
-        _products(right, on_o.mT, on_left, work)
-        _products(left, on_o, on_right, work)
-    else:
-        _products(on_o, right, on_left, work)
-        _products(on_o.mT, left, on_right, work)
-    del on_o
-
-    weights = torch.cat([p_w, g_w]).to(work.dtype)
-    o_weights = o_w.to(work.dtype)
-    result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
-    # Eight lines begin at a multiple of 16 bytes.
-    many = min(lines, max(1, _AT_A_TIME // (N * 4 * H * 8)) * 8)
-    z, on_xn = new(many * N, 4 * H), new(many * N, C)
-    on_sides_too, on_open, on_norm = [], [], []
-    numbers = lines, N, pitch, *((0, 0, 0) if mask is None else mask.stride())
-    BM, BH = min(64, _power(N)), min(64, _power(2 * H))
-    parts, blocks = _ceil(2 * H, BH), _ceil(N, BM)
-    constants = H, parts, BM, BH, *work.types[:2], work.asm, work.long, work.aligned
-    for line in range(0, lines, many):
-        here = slice(line * N, min(line + many, lines) * N)
-        count = here.stop - here.start
-        tensors = on_sides, sides, logits, mask, z
-        _launch(
-            _sides_back, (4, 1), count // N * blocks * parts, tensors, (line, *numbers), constants
-        )
-        _products(z[None, :count], weights[None], on_xn[None, :count], work)
-        _products(on_gate[None, here], o_weights[None], on_xn[None, :count], work, add=True)
-        on_sides_too.append(_over_rows(z[:count], kept_x[here], work))
-        on_open.append(_over_rows(on_gate[here], kept_x[here], work))
-        on_norm.append(
-            _norms_back(
-                *(x.view(rows, C)[here], on_xn[:count], scaling, w),
-                *(result.view(rows, C)[here], eps, work),
-            )
-        )
-    if on_x is not None and result is not on_x:
-        on_x.copy_(result)
-    on_pg, on_open, (on_w, on_b) = (torch.stack(a).sum(0) for a in (on_sides_too, on_open, on_norm))
+    # By projections and by gates, of left and of right.
+    on_pairs = x.new_zeros(2, 2, H, width, dtype=update.accumulator)
+    on_ends, on_norm = 0, 0
+    for b in slices(update.B, 1) if N >= _ALONE else update.batches:
+        members = b.stop - b.start
+        on_o = update.new(members * H, N, pitch)
+        # What many parts are added to is rounded once.
+        kind = update.dtype if update.whole else update.accumulator
+        on_xn = update.new(members, N, pitch, C, dtype=kind)
+        kept_x = gate = both = None
+        if update.whole:
+            kept_x, gate = update.kept(members, ALL), update.gate(members, ALL)
+            both = update.new(2, 2, members * H, N, pitch)
+            some = {"sides": both[0], "logits": both[1], "gate": gate, "kept": kept_x}
+            update.project(*update.edges(b, ALL), update.sides, **some)
+        if hidden is None:
+            o = update.new(members, H, N, N)
+            update.triangles(b, o)
+        else:
+            o = hidden[b]
+        found = _end_back(update, b, o, cotangent, scaling, kept_x, gate, on_o, on_xn)
+        on_ends = [a + b for a, b in zip(on_ends, found, strict=True)] if on_ends else found
+        del o, gate
+        for h in update.channels:
+            by_mask = None
+            if on_mask is not None:
+                by_mask = update.new(members, N, N, dtype=update.accumulator)
+            on_some = on_o.unflatten(0, (members, H))[:, h, :, :N].flatten(0, 1)
+            on_pairs[:, :, h] += _sides_back_of(update, b, h, both, on_some, by_mask, kept_x, on_xn)
+            if by_mask is not None:
+                by_mask = by_mask if scaling is None else by_mask / scaling
+                on_mask[b] = by_mask if h.start == 0 else on_mask[b] + by_mask
+        del both, on_o, on_some, kept_x
+        on_norm += update.norm_back(x[b], on_xn, scaling, None if on_x is None else on_x[b])
+    on_end, on_norm_out, on_open = on_ends
     if scaling is not None:
-        on_pg, on_open, on_q, on_v, on_c = (a / scaling for a in (on_pg, on_open, on_q, on_v, on_c))
+        on_pairs, on_end, on_norm_out, on_open = (
+            a / scaling for a in (on_pairs, on_end, on_norm_out, on_open)
+        )
+    on_p, on_g = on_pairs.flatten(1, 2)
     found = (
-        *(on_w, on_b),
-        *(on_pg[: 2 * H, :C], on_pg[: 2 * H, C], on_pg[2 * H :, :C], on_pg[2 * H :, C]),
-        *(on_v, on_c, on_q[:, :H], on_q[:, H], on_open[:, :C], on_open[:, C]),
+        *on_norm,
+        *(on_p[:, :C], on_p[:, C], on_g[:, :C], on_g[:, C]),
+        *(*on_norm_out, on_end[:, :H], on_end[:, H], on_open[:, :C], on_open[:, C]),
     )
     for to, value in zip(on_weights, found, strict=True):
         if to is not None:
             to.copy_(value)
-    if on_mask is not None:
-        plain, *_ = _begin((x, None, *arrays[2:]), work, output, eps)
-        by_channel = on_sides[..., :N].to(work.accumulator) * plain
-        value = by_channel.view(2, B, H, N, N).sum((0, 2))
-        on_mask.copy_(value if scaling is None else value / scaling)
 
 
-def _norms_back(
-    x: Any, on_xn: Any, scaling: Any, w: Any, on_x: Any, eps: float, work: _Work
+def _end_back(
+    update: _Update,
+    b: slice,
+    o: Any,
+    cotangent: Any,
+    scaling: Any,
+    kept_x: Any,
+    gate: Any,
+    on_o: Any,
+    on_xn: Any,
+) -> list[Any]:
+    """Write cotangents of o and of the normalized x, some lines at a time.
+
+    Return those of the last projection, of the norm of o, and of the gate. What is None of the
+    normalized x and the gate is computed.
+    """
+    found = []
+    for lines in update.lines:
+        kept, opened = kept_x, gate
+        if kept is None:
+            kept, opened = update.kept(len(o), lines), update.gate(len(o), lines)
+            update.project(*update.edges(b, lines), gate=opened, kept=kept)
+        on_gate = update.new(len(o), lines.stop - lines.start, update.pitch, update.G)
+        ends = update.finish_back(
+            o[:, :, lines], opened, cotangent[b, lines], scaling, on_o[:, lines], on_gate
+        )
+        on_gate = on_gate.flatten(1, 2)
+        update.through(on_gate, update.g_out[0], on_xn[:, lines], add=False)
+        found.append((*ends, update.over_rows(on_gate.mT, kept.flatten(1, 2))))
+    return [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
+
+
+def _sides_back_of(
+    update: _Update, b: slice, h: slice, both: Any, on_o: Any, by_mask: Any, kept_x: Any, on_xn: Any
 ) -> Any:
-    """Write rows of the cotangent of x, and return those of the norm's weight and bias."""
-    rows, C = x.shape
-    BC = _power(C)
-    BM = max(1, 1024 // BC)
-    steps = _ceil(rows, BM * 4224)
-    programs = _ceil(rows, BM * steps)
-    sums = torch.empty((programs, 2, C), dtype=work.accumulator, device=x.device)
-    constants = eps, C, BM, BC, _TYPES[work.accumulator], work.long
-    tensors = x, on_xn, scaling, w, on_x, sums
-    _launch(_norm_back, (2, 1), programs, tensors, (rows, steps), constants)
-    return sums.sum(0)
+    """Write the cotangent of the mask by some channels, and add that of the normalized x.
+
+    Return those of projections and gates (2, 2, channels, C + ...). `both`, sides and logits, are
+    overwritten, and computed if None.
+    """
+    members, weights, (x, mask) = b.stop - b.start, update.of(h), update.edges(b, ALL)
+    if both is None:
+        both = update.new(2, 2, len(on_o), update.N, update.pitch)
+        for lines in update.lines:
+            sides, logits = both[:, :, :, lines]
+            update.project(*update.edges(b, lines), weights, sides=sides, logits=logits)
+    sides, logits = both
+    on_sides = torch.empty_like(sides)
+    update.multiply_back(sides, on_o, on_sides)
+    if by_mask is not None:
+        # What factors are without it.
+        for lines in update.lines:
+            update.project(x[:, lines], None, weights, sides=sides[:, :, lines])
+    update.sides_back(members, on_sides, sides, logits, mask, by_mask)
+    del on_sides
+    # Projections and gates of left and right: one matrix, where one of the batch goes alone.
+    weights = torch.stack([weights[0], weights[2]]).view(4, -1, update.C)
+    z = both.view(4, members, -1, update.N * update.pitch).transpose(0, 1)
+    many = [z.flatten(1, 2)] if members == 1 else z.unbind(1)
+    weights = [weights.flatten(0, 1)] if members == 1 else weights
+    for planes, weight in zip(many, weights, strict=True):
+        update.through(planes.mT, weight, on_xn)
+    total: Any = 0
+    for lines in update.lines:
+        kept = kept_x
+        if kept is None:
+            kept = update.kept(members, lines)
+            update.project(x[:, lines], None, kept=kept)
+        here = slice(lines.start * update.pitch, lines.stop * update.pitch)
+        parts = [update.over_rows(planes[..., here], kept.flatten(1, 2)) for planes in many]
+        total = total + torch.cat(parts)
+    return total.view(2, 2, -1, update.width)
