@@ -15,13 +15,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from fusedops._registry import register
 from fusedops.scatter import FIELD, TILE, ScatterPlan
 from fusedops.scatter import scatter as definition
-from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
 # Elements of a plane that a program takes at a time, for any offsets.
 _BLOCK = 512
@@ -159,7 +158,7 @@ def _move(cubes: Any, grid: Any, plan: ScatterPlan, back: bool) -> None:
     wa, wbwc, order = plan.sorted_here()[:3]
     count, nx, ny, nz = cubes.shape
     elements = ny * nz
-    block = min(_BLOCK, triton.next_power_of_2(elements))
+    block = min(_BLOCK, power(elements))
     blocks = -(-elements // block)
     integers = nx, elements, grid.numel(), blocks
     constants = block, back

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from fusedops._registry import register
 from fusedops.trimul import in_parts, slices
-from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
 # Rows from which on it pays to write the normalized x of many channels, and to round weights once.
 _MANY = 1 << 16
@@ -584,10 +584,6 @@ def _launch(
     _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
 
 
-def _power(n: int, least: int = 16) -> int:
-    return max(least, triton.next_power_of_2(n))
-
-
 def _ceil(n: int, by: int) -> int:
     return -(-n // by)
 
@@ -733,13 +729,13 @@ class _Update:
             BM, BH, BG, chunk, how = (
                 _READY if ready else _PROJECT if logits is None else _WITH_LOGITS
             )
-        chunk = min(chunk, _power(C))
+        chunk = min(chunk, power(C, 16))
         if C > chunk and not ready:
             how = how[0], 1
         if not x.is_cuda:
             # The interpreter's time goes by programs and steps.
             BM, BH, BG = 16, 128, 128
-        BM = min(BM, _power(N))
+        BM = min(BM, power(N, 16))
         blocks, programs = _ceil(2 * H, BH), lines * _ceil(N, BM)
         # Few rows are shared by as many programs as a GPU runs at once.
         parts = max(1, min(blocks, _ceil(2 * _processors(x.device), programs)))
@@ -754,7 +750,7 @@ class _Update:
 
     def normalize(self, x: Any, kept: Any) -> None:
         B, L, N, C = x.shape
-        chunk = min(_CHANNELS if self.fast else 64, _power(C))
+        chunk = min(_CHANNELS if self.fast else 64, power(C, 16))
         constants = self.eps, C, self.width, 16, chunk, self.float, self.exact, *self.place
         tensors = x, *self.norm, kept
         numbers = L, N, self.pitch
@@ -830,9 +826,9 @@ class _Update:
     def finish(self, o: Any, gate: Any, out: Any, eps: float) -> None:
         """Write the output: o normalized, gated and projected."""
         B, L, N, C = out.shape
-        BH = _power(self.H)
-        BM = min(max(16, 8192 // BH) if self.fast else 16, _power(N))
-        BN = min(128 if self.fast else 32, _power(C))
+        BH = power(self.H, 16)
+        BM = min(max(16, 8192 // BH) if self.fast else 16, power(N, 16))
+        BN = min(128 if self.fast else 32, power(C, 16))
         result = out if _is_aligned(out) else torch.empty_like(out)
         constants = eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
         tensors = o, gate, *self.norm_out, *self.p_out, result
@@ -850,9 +846,9 @@ class _Update:
         kept = self.new(B, L * N, width)
         as_given = not self.output and scaling is None and cotangent.dtype == self.dtype
         on_p = cotangent.view(B, L * N, C) if as_given else self.new(B, L * N, C)
-        BH = _power(H)
-        BM = min(max(16, 4096 // BH) if self.fast else 16, _power(N))
-        BN = min(64 if self.fast else 16, _power(C))
+        BH = power(H, 16)
+        BM = min(max(16, 4096 // BH) if self.fast else 16, power(N, 16))
+        BN = min(64 if self.fast else 16, power(C, 16))
         programs = B * L * _ceil(N, BM)
         sums = self.new(programs, 2, H, dtype=self.accumulator)
         constants = self.eps, C, H, self.G, self.output, width, BM, BH, BN
@@ -868,7 +864,7 @@ class _Update:
     ) -> None:
         """Overwrite sides and logits by the cotangents of projections and of logits."""
         N, H = self.N, sides.shape[1] // members
-        BM, BH = min(64, _power(N)), min(64, _power(2 * H))
+        BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
         parts = 1 if on_mask is not None else _ceil(2 * H, BH)
         strides = (0, 0, 0) if mask is None else mask.stride()
         numbers = N, self.pitch, sides.stride(0), sides.stride(1), *strides
@@ -885,7 +881,7 @@ class _Update:
     def norm_back(self, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
         """Write the cotangent of x; return those of the norm's weight and bias."""
         C, rows = self.C, x.numel() // self.C
-        BC = _power(C)
+        BC = power(C, 16)
         BM = max(1, 1024 // BC)
         steps = _ceil(rows, BM * 4224)
         programs = _ceil(rows, BM * steps)
@@ -954,9 +950,11 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
                 output.zero_()
         return
     N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
-    square = N * pitch
+    square, wider = N * pitch, update.accumulator.itemsize // update.dtype.itemsize
     update.divide(
-        lambda b, h, n: b * (square * (H + C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
+        lambda b, h, n: (
+            b * (square * (H + wider * C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
+        )
     )
     hidden, cotangent = _aligned(hidden), _aligned(cotangent)
     scaling = None

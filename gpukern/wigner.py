@@ -25,7 +25,7 @@ import triton.language as tl
 from fusedops._check import promoted
 from fusedops._registry import register
 from fusedops.wigner import degree_of, degrees, m_major_order
-from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
@@ -424,7 +424,7 @@ def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int,
     round in its own way.
     """
     elements = _TILE // 2 if float64 else _TILE
-    width = min(most, elements, max(16, triton.next_power_of_2(channels)))
+    width = min(most, elements, power(channels, 16))
     tiles = max(1, -(-min(_CHANNELS, channels) // width))
     return width, tiles, elements // width, elements // 32 if vector else 1
 
