@@ -7,13 +7,14 @@ right, o and the gate, written and read, in the dtype of the factors. Where x ha
 rows, `_normalize` writes it first, so that `_project` can read it in parts.
 
 Backward: `_project` again, which keeps the logits of the gates too; `_finish_back`; two batched
-products; then, for some lines at a time, `_sides_back` and plain products, which give the
-cotangents of the normalized x and of the weights, a column of ones those of the biases; and
-`_norm_back`.
+products; `_sides_back`, which puts the cotangents of projections and of logits where left, right
+and logits were; plain products, which give the cotangents of the normalized x and of the weights, a
+column of ones those of the biases; and `_norm_back`. Where memory is short, all this goes member by
+member of the batch, and by some channels of left and right or some lines of o at a time.
 
-The programs of a kernel take blocks of a line, so that they lie within planes, and read and write
-vectors where N is a multiple of eight. Products of 16 bits and of float64 are torch's; those of
-float32 are ours, as torch's follow a global switch.
+The programs of a kernel take blocks of a line, so that they lie within planes, whose lines have
+places for a multiple of eight edges and are read and written in vectors. Products of 16 bits and of
+float64 are torch's; those of float32 are ours, as torch's follow a global switch.
 """
 
 from __future__ import annotations
