@@ -1,5 +1,7 @@
 """Test set-up: Triton kernels are interpreted on the CPU unless the tests are for a real GPU."""
 
+import dataclasses
+import importlib.util
 import os
 
 import pytest
@@ -9,6 +11,38 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu":
         return
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter():
+    """Let Triton's interpreter leave out what it does in vain, in half of its time.
+
+    That is to patch its language anew whenever a kernel calls a function, and to compute whether
+    integers overflow, of which it says nothing.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
+        yield
+        return
+    from triton.runtime import interpreter
+
+    quiet = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patched = set()
+    patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+
+    def patch_once(function):
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            return patch(function)
+
+    def restore_after_a_launch(scope):
+        patched.clear()
+        restore(scope)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", quiet)
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(interpreter._LangPatchScope, "restore", restore_after_a_launch)
+        yield
 
 
 @pytest.fixture
