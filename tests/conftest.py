@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import os
+import sys
 
 import pytest
 
@@ -11,6 +12,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu":
         return
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_for_torch():
+    """Keep the threads of torch, which are worth nothing here, from waiting for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")

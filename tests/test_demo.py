@@ -16,7 +16,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 
 
-def test_demo_draws_and_agrees(tmp_path, capsys):
+def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # where no cell is broken
     picture = tmp_path / "picture.png"
     assert cli.main(["demo", "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
