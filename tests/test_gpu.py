@@ -526,19 +526,20 @@ def test_second_derivatives_of_the_density(anisotropic):
     assert torch.autograd.gradgradcheck(run, atoms, nondet_tol=1e-12)
 
 
-# dtype of x and of all else, precision, gate, direction, and B, N, C, H: N a multiple of eight or
-# not, C and H of one block and of several, and many rows of many channels.
-TRIANGLES = [
-    ("float32", None, "output", "outgoing", (2, 37, 24, 40)),
-    ("float32", None, "hidden", "incoming", (1, 64, 32, 32)),
-    ("float32", "fp16", "output", "incoming", (1, 72, 128, 128)),
-    ("float32", "fp16", "hidden", "outgoing", (2, 37, 24, 40)),
-    ("bfloat16", None, "output", "outgoing", (1, 64, 128, 128)),
-    ("bfloat16", None, "hidden", "incoming", (1, 257, 136, 24)),
-]
+# dtype of x and of all else, precision, gate, direction, B, N, C, H, and max_memory: N a multiple
+# of eight or not, C and H of one block and of several, and many rows of many channels.
+TRIANGLES = {
+    "float32-output": ("float32", None, "output", "outgoing", (2, 37, 24, 40)),
+    "float32-hidden": ("float32", None, "hidden", "incoming", (1, 64, 32, 32)),
+    "fp16-output": ("float32", "fp16", "output", "incoming", (1, 72, 128, 128)),
+    "fp16-hidden": ("float32", "fp16", "hidden", "outgoing", (2, 131, 9, 11)),
+    "bfloat16-output": ("bfloat16", None, "output", "outgoing", (1, 64, 128, 128)),
+    "bfloat16-hidden": ("bfloat16", None, "hidden", "incoming", (1, 257, 136, 24)),
+    "in-parts": ("bfloat16", None, "output", "incoming", (2, 72, 32, 32), 2**20),
+}
 
 
-def triangle(dtype, precision, gate, direction, shape):
+def triangle(dtype, precision, gate, direction, shape, max_memory=None):
     """Return an update as a function of arrays by name, leaves as given to it, and a cotangent."""
     rng = np.random.default_rng(shape[1])
     arrays = pair(*shape, rng, gate=gate, mask=False, biases=True)
@@ -548,7 +549,7 @@ def triangle(dtype, precision, gate, direction, shape):
 
     def update(**arrays):
         return fusedops.triangle_multiplicative_update(
-            **arrays, direction=direction, precision=precision, gate=gate
+            **arrays, direction=direction, precision=precision, gate=gate, max_memory=max_memory
         )
 
     return update, {name: leaf.requires_grad_() for name, leaf in leaves.items()}, cotangent
@@ -614,8 +615,9 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
     assert torch.cuda.max_memory_allocated() < 60e9
     got = out_end, on_x[end].clone(), *on_weights
     want = want[0], want[1], *want[3:]
-    # Sums over rows are of other parts.
-    allowed = {"fp16": 1e-3, None: 1e-2 if dtype == "bfloat16" else 1e-5}[precision]
+    # Sums in another order, of which a number of 16 bits may round to its neighbour, and what such
+    # differences leave where LayerNorms' gradients cancel: a wrong index costs all of a number.
+    allowed = {"fp16": 1e-2, None: 5e-2 if dtype == "bfloat16" else 1e-4}[precision]
     for a, b in zip(got, want, strict=True):
         assert error(a.double().cpu(), b.double().cpu()) < allowed
     on_x[end] = 0.0
@@ -722,7 +724,7 @@ EXACT = {
     "convolution": convolution_step,
     "rotations": rotation_step,
     "training": training_step,
-    **{"-".join(map(str, variant[:3])): partial(triangle_step, *variant) for variant in TRIANGLES},
+    **{name: partial(triangle_step, *variant) for name, variant in TRIANGLES.items()},
 }
 ROUNDED = {
     "isotropic": partial(refinement_step, False),
