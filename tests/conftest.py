@@ -29,11 +29,12 @@ def quick_interpreter():
     integers overflow, of which it says nothing.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
-        yield
         return
     from triton.runtime import interpreter
 
-    quiet = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # Another Triton, whose interpreter stays slow.
+    builder = interpreter.interpreter_builder
     patched = set()
     patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
 
@@ -46,11 +47,9 @@ def quick_interpreter():
         patched.clear()
         restore(scope)
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", quiet)
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-        monkeypatch.setattr(interpreter._LangPatchScope, "restore", restore_after_a_launch)
-        yield
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = patch_once
+    interpreter._LangPatchScope.restore = restore_after_a_launch
 
 
 @pytest.fixture
