@@ -24,7 +24,7 @@ demo: .venv/demo ## show every op on every backend that works here
 
 # From another folder, where a test and its `python -c` can't import the source tree.
 test: .venv/test ## test the installed package, on CPU
-	cd .venv && bin/python -m pytest -c ../pyproject.toml ../tests
+	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml ../tests
 
 lint: .venv/lint ## check style and format
 	$(BIN)/python -m ruff check

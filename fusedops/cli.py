@@ -92,9 +92,9 @@ def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="run every op on an example, on every backend that works here",
-        description="Score ubiquitin's planes, convolve packed tokens, pass messages along edges "
-        "and compare densities, all with gradients, on every backend that works here; check each "
-        "against the reference, and draw a picture. Exit code 1 if a check fails.",
+        description="Score ubiquitin's planes, convolve packed tokens, pass messages along edges, "
+        "compare densities and fill in distances, all with gradients, on every backend that works "
+        "here; check each against the reference, and draw a picture. Exit code 1 if a check fails.",
     )
     parser.set_defaults(run=_demo)
     parser.add_argument(

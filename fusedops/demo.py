@@ -140,11 +140,44 @@ def gaussian_density(figure: Any) -> Iterator[Row]:
     _draw_density(figure, grid, target, rho, atoms.xyz, xyz + grid.origin, down)
 
 
+def triangle_multiplicative_update(figure: Any) -> Iterator[Row]:
+    """Hide half of the distances between ubiquitin's residues, and let a block fill them in.
+
+    It counts the third residues by their distances to both ends of a pair. What the counts say of
+    a distance is learnt from pairs whose distance is known. The gradient is that of half the
+    squared difference from the representation of all distances.
+    """
+    structure = _ubiquitin()
+    xyz = structure.xyz[[label.split()[2] == "CA" for label in structure.labels]]
+    distances = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
+    hidden = np.triu(np.random.default_rng(3).uniform(size=distances.shape) < 0.5, 2)
+    hidden |= hidden.T
+    # Å; Gaussians around them are the channels, after one that tells which pairs are hidden.
+    centres, few = np.linspace(0, 40, 20), np.linspace(0, 40, 4)
+    whole = np.insert(_gaussians(distances, centres), 0, 0.0, axis=-1)
+    x = np.where(hidden[..., None], np.eye(len(centres) + 1)[0], whole)
+    arrays = {"x": x[None], "mask": 1.0 - (hidden | np.eye(len(xyz), dtype=bool))}
+    weights = _counting_weights(_gaussians(centres, few).T)
+    features = 2 * fusedops.triangle_multiplicative_update(**arrays, **weights)[0]
+    known = arrays["mask"] == 1
+    H = weights["p_out_weight"].shape[1]
+    learnt = np.linalg.lstsq(features[known][:, :H], whole[known], rcond=None)[0]
+    weights["p_out_weight"] = np.ascontiguousarray(learnt.T)
+    # The gate of a pair opens where it is hidden.
+    weights["g_out_weight"][:, 0] = 10.0
+    op = _block_of(fusedops.triangle_multiplicative_update)
+    out = op(**arrays, **weights)
+    yield from _rows(op, arrays | weights, {}, out - whole)
+    filled = np.maximum(out[0, ..., 1:], 0)
+    _draw_distances(figure, distances, hidden, filled @ centres / filled.sum(-1))
+
+
 DEMOS: dict[str, Callable[[Any], Iterator[Row]]] = {
     "planarity": planarity,
     "dynamic_conv": dynamic_conv,
     "edge_wigner": edge_wigner,
     "gaussian_density": gaussian_density,
+    "triangle_multiplicative_update": triangle_multiplicative_update,
 }
 
 
@@ -551,6 +584,71 @@ def _draw_density(
     moved = np.sqrt(((xyz - home) ** 2).sum(1).mean())
     back = ((down * (home - xyz)).sum(1) > 0).mean()
     after.set_title(f"Atoms moved by {moved:.2f} Å (rms): the gradient leads {back:.0%} back")
+
+
+def _gaussians(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    return np.exp(-0.5 * ((values[..., None] - centres) / centres[1]) ** 2)
+
+
+def _counting_weights(ranges: np.ndarray) -> dict[str, np.ndarray]:
+    """Return weights of an update that counts, by normalized o / 2, in its first H channels.
+
+    `ranges` (A, C - 1) are those of distances, in channels after the first. A hidden channel counts
+    k with one of them between i and k, and one between j and k.
+    """
+    count, C = len(ranges), ranges.shape[1] + 1
+    ranges = np.insert(ranges, 0, 0.0, axis=1)
+    both = np.concatenate([np.repeat(ranges, count, axis=0), np.tile(ranges, (count, 1))])
+    # Gated by itself, what isn't in a range counts little.
+    weights = {"p_in_weight": both, "g_in_weight": both.copy()}
+    return weights | {"p_out_weight": np.eye(C, count**2), "g_out_weight": np.zeros((C, C))}
+
+
+def _block_of(update: Any) -> Any:
+    """Return, made like an op, what adds an update to its x."""
+
+    def triangle_block(x: Any, **arguments: Any) -> Any:
+        return x + update(x, **arguments)
+
+    def vjp(x: np.ndarray, **arguments: Any) -> tuple[np.ndarray, Callable[..., Any]]:
+        out, pullback = update.vjp(x, **arguments)
+
+        def back(cotangent: np.ndarray) -> tuple[np.ndarray, ...]:
+            on_x, *others = pullback(cotangent)
+            return cotangent + on_x, *others
+
+        return x + out, back
+
+    triangle_block.vjp, triangle_block.explain = vjp, update.explain
+    return triangle_block
+
+
+def _draw_distances(
+    figure: Any, distances: np.ndarray, hidden: np.ndarray, filled: np.ndarray
+) -> None:
+    figure.suptitle("Distances between the Cα of ubiquitin, filled in by those to third residues")
+    before, after, parity = figure.subplots(1, 3)
+    for panel, values, title in (
+        (before, np.where(hidden, np.nan, distances), f"x: {hidden.mean():.0%} are hidden (white)"),
+        (after, filled, "x + update"),
+    ):
+        image = panel.imshow(values, vmin=0, vmax=distances.max(), cmap="viridis_r")
+        panel.set_xlabel("residue j")
+        panel.set_title(title)
+    before.set_ylabel("residue i")
+    bar = {"location": "bottom", "shrink": 0.5, "label": "distance (Å)"}
+    figure.colorbar(image, ax=[before, after], **bar)
+    of, by = distances[np.triu(hidden)], filled[np.triu(hidden)]
+    off = np.sqrt(np.mean((by - of) ** 2))
+    parity.axline((0, 0), slope=1, color="0.8", linewidth=1)
+    parity.plot(of, by, ".", markersize=2)
+    parity.set_xlim(0, of.max() + 1)
+    parity.set_ylim(0, of.max() + 1)
+    parity.set_xlabel("distance that was hidden (Å)")
+    parity.set_ylabel("distance filled in (Å)")
+    parity.set_title(f"Off by {off:.1f} Å rms, their mean by {of.std():.1f} Å")
+    parity.set_box_aspect(1)
+    parity.spines[["top", "right"]].set_visible(False)
 
 
 def run(picture: Path, show: Callable[[list[Row]], None]) -> bool:

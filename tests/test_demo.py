@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry, cli
+from fusedops import _registry, cli, demo
 
 pytest.importorskip("gemmi")
 pytest.importorskip("rich")
@@ -16,14 +16,21 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 
 
-def test_demo_draws_and_agrees(tmp_path, capsys):
+def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # where no cell is broken
     picture = tmp_path / "picture.png"
     assert cli.main(["demo", "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
     rows = {tuple(line.split()[:2]) for line in out.splitlines()}
-    for op in ("planarity_nll", "dynamic_conv", "edge_energy", "gaussian_density"):
+    for op in (
+        "planarity_nll",
+        "dynamic_conv",
+        "edge_energy",
+        "gaussian_density",
+        "triangle_block",
+    ):
         assert {(op, backend.name) for backend in _registry.BACKENDS} <= rows
     assert "central differences" in out
     assert ("a training step" in out) == (not fusedops.info().backends["torch"].why_not)
@@ -32,23 +39,29 @@ def test_demo_draws_and_agrees(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("primitive", "output"),
+    ("name", "primitive", "output"),
     [
-        ("planarity_nll", -1),
-        ("dynamic_conv", -2),
-        ("dynamic_conv_vjp", -4),
-        ("dynamic_conv_vjp", -3),
-        ("dynamic_conv_step", -1),
-        ("edge_wigner", -3),
-        ("edge_wigner", -2),
-        ("edge_wigner", -1),
-        ("gaussian_density", -1),
-        ("gaussian_density_vjp", -3),
-        ("gaussian_density_vjp", -2),
-        ("gaussian_density_vjp", -1),
+        ("planarity", "planarity_nll", -1),
+        ("dynamic_conv", "dynamic_conv", -2),
+        ("dynamic_conv", "dynamic_conv_vjp", -4),
+        ("dynamic_conv", "dynamic_conv_vjp", -3),
+        ("dynamic_conv", "dynamic_conv_step", -1),
+        ("edge_wigner", "edge_wigner", -3),
+        ("edge_wigner", "edge_wigner", -2),
+        ("edge_wigner", "edge_wigner", -1),
+        ("gaussian_density", "gaussian_density", -1),
+        ("gaussian_density", "gaussian_density_vjp", -3),
+        ("gaussian_density", "gaussian_density_vjp", -2),
+        ("gaussian_density", "gaussian_density_vjp", -1),
+        ("triangle_multiplicative_update", "triangle_multiplicative_update", -2),
+        ("triangle_multiplicative_update", "triangle_multiplicative_update_vjp", -14),
+        ("triangle_multiplicative_update", "triangle_multiplicative_update_vjp", -13),
+        ("triangle_multiplicative_update", "triangle_multiplicative_update_vjp", -2),
     ],
 )
-def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, primitive, output):
+def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, name, primitive, output):
+    monkeypatch.setattr(demo, "DEMOS", {name: demo.DEMOS[name]})
+    monkeypatch.setattr(demo, "_median_ms", lambda step: 0.0)
     kernel = _registry._kernels[primitive, "numba"]
 
     def wrong(*args):
@@ -64,7 +77,8 @@ def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, primi
     assert "Every result agrees" not in out
 
 
-def test_demo_where_nothing_can_be_drawn(tmp_path, capsys):
+def test_demo_where_nothing_can_be_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "DEMOS", {"planarity": demo.planarity})
     assert cli.main(["demo", "--picture", str(tmp_path / "none/p.png")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

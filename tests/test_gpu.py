@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,8 @@ import fusedops  # noqa: E402
 from fusedops import _registry  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
-from fusedops.testing import CASES, atoms_in, check, error, protein  # noqa: E402
+from fusedops.testing import CASES, atoms_in, check, error, pair, protein  # noqa: E402
+from fusedops.trimul import ARRAYS  # noqa: E402
 from fusedops.wigner import edge_wigner, wigner_d  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +24,24 @@ def example(residues, dtype=torch.float32, device="cuda"):
     xyz, indices = protein(residues, np.random.default_rng(residues))
     planes = fusedops.Planes([(index, np.full(len(index), 0.02)) for index in indices])
     return torch.tensor(xyz, dtype=dtype, device=device, requires_grad=True), planes.to(device)
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def capture(run):
+    """Return a CUDA graph of what a function does, and what the graph computes."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
 
 
 def matrix():
@@ -50,80 +71,6 @@ def test_gradcheck_and_gradgradcheck():
     xyz, planes = example(3, torch.float64)
     assert torch.autograd.gradcheck(lambda x: fusedops.planarity_nll(x, planes), (xyz,))
     assert torch.autograd.gradgradcheck(lambda x: fusedops.planarity_nll(x, planes), (xyz,))
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_no_synchronisation_and_the_same_bits_every_time():
-    xyz, planes = example(2000)
-    direction = torch.randn_like(xyz)
-
-    def run():
-        loss = fusedops.planarity_nll(xyz, planes)
-        (gradient,) = torch.autograd.grad(loss, xyz, create_graph=True)
-        (turned,) = torch.autograd.grad(gradient, xyz, direction)
-        return loss.detach(), gradient.detach(), turned
-
-    first = run()
-    for _ in range(5):
-        torch.cuda.set_sync_debug_mode(2)
-        try:
-            again = run()
-        finally:
-            torch.cuda.set_sync_debug_mode(0)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-
-
-def test_a_cuda_graph_replays_new_coordinates():
-    xyz, planes = example(300)
-    static = xyz.detach().clone().requires_grad_()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            static.grad = None
-            fusedops.planarity_nll(static, planes).backward()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    static.grad = None
-    with torch.cuda.graph(graph):
-        loss = fusedops.planarity_nll(static, planes)
-        loss.backward()
-    with torch.no_grad():
-        static += 0.1 * torch.randn_like(static)
-    graph.replay()
-    fresh = static.detach().clone().requires_grad_()
-    want = fusedops.planarity_nll(fresh, planes)
-    want.backward()
-    assert torch.equal(loss, want)
-    assert torch.equal(static.grad, fresh.grad)
-
-
-def test_other_sizes_and_alignments_compile_nothing_new():
-    from gpukern import planarity as kernels
-
-    def run(residues, skip):
-        xyz, planes = example(residues)
-        padded = torch.zeros(len(xyz) + skip, 3, device="cuda")
-        padded[skip:] = xyz.detach()
-        leaf = padded[skip:].requires_grad_()
-        (gradient,) = torch.autograd.grad(
-            fusedops.planarity_nll(leaf, planes), leaf, create_graph=True
-        )
-        torch.autograd.grad(gradient.sum(), leaf)
-
-    def compiled():
-        launchers = kernels._nll, kernels._gradient_vjp, kernels._reduce
-        return sum(
-            len(cache[0])
-            for launcher in launchers
-            for cache in launcher.kernel.device_caches.values()
-        )
-
-    run(16, 0)
-    before = compiled()
-    for residues in (1, 7, 33, 64):
-        for skip in (0, 1, 3):
-            run(residues, skip)
-    assert compiled() == before > 0
 
 
 def test_six_hundred_thousand_planes_over_three_million_atoms():
@@ -248,40 +195,6 @@ def test_gradgradcheck_of_the_convolution(static, activation):
     assert torch.autograd.gradgradcheck(function, (x, kernels, state, bias))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_the_convolution_waits_for_nothing_and_has_the_same_bits_every_time():
-    x, kernels = convolution(500, channels=72)
-    bias = torch.randn(72, device="cuda", requires_grad=True)
-    static = torch.randn(72, 4, device="cuda", requires_grad=True)
-    cu_seqlens = torch.tensor([0, 7, 7, 300, 500], device="cuda")
-    state = torch.randn(4, 72, 4, device="cuda", requires_grad=True)
-
-    def run():
-        results = []
-        for taps in (kernels, static):
-            outputs = fusedops.dynamic_conv(
-                x,
-                taps,
-                bias=bias,
-                initial_state=state,
-                output_final_state=True,
-                cu_seqlens=cu_seqlens,
-                activation="silu",
-            )
-            loss = outputs[0].square().sum() + outputs[1].sum()
-            results += [*outputs, *torch.autograd.grad(loss, (x, taps, bias, state))]
-        return [result.detach() for result in results]
-
-    first = run()
-    for _ in range(3):
-        torch.cuda.set_sync_debug_mode(2)
-        try:
-            again = run()
-        finally:
-            torch.cuda.set_sync_debug_mode(0)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-
-
 def test_a_cuda_graph_replays_the_convolution_and_decodes():
     x, kernels = convolution(130)
     sequences = fusedops.Sequences(torch.tensor([0, 100, 130], device="cuda"))
@@ -294,14 +207,7 @@ def test_a_cuda_graph_replays_the_convolution_and_decodes():
             token = fusedops.dynamic_conv_step(x[0], state, kernels[0], activation="silu")
         return out.detach(), *gradients, token
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     with torch.no_grad():
         x += torch.randn_like(x)
         state.normal_()
@@ -309,42 +215,9 @@ def test_a_cuda_graph_replays_the_convolution_and_decodes():
     graph.replay()
     after = state.clone()
     state.copy_(before)
-    assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+    assert equal(captured, run())
     assert torch.equal(state, after)
     assert torch.equal(after, torch.cat([before[..., 1:], x[0].detach()[..., None]], -1))
-
-
-def test_other_lengths_and_alignments_compile_no_new_convolution():
-    from gpukern import conv as kernels_of
-
-    def run(tokens, skip, batch):
-        x, kernels = convolution(tokens + skip, channels=72, batch=batch)
-        wide = torch.zeros(batch, tokens, 72 + skip, device="cuda")
-        wide[..., skip:] = x.detach()[:, skip:]
-        strided = wide[..., skip:].requires_grad_()
-        out = fusedops.dynamic_conv(strided, kernels[:, skip:], activation="silu")
-        want = fusedops.dynamic_conv(
-            x.detach()[:, skip:].clone(), kernels.detach()[:, skip:].clone(), activation="silu"
-        )
-        torch.testing.assert_close(out.detach(), want)
-        torch.autograd.grad(out.sum(), (strided, kernels))
-
-    def compiled():
-        launchers = [*kernels_of._forward.values(), *kernels_of._backward.values()]
-        return sum(
-            len(cache[0])
-            for launcher in launchers
-            for cache in launcher.kernel.device_caches.values()
-        )
-
-    run(16, 0, 2)
-    run(16, 1, 1)
-    before = compiled()
-    for tokens in (1, 3, 17, 64, 65, 1000):
-        for skip in (0, 1, 2, 5):
-            for batch in (1, 3):
-                run(tokens, skip, batch)
-    assert compiled() == before > 0
 
 
 def test_a_strided_projection_is_read_in_place():
@@ -426,25 +299,6 @@ def test_sequences_that_lie_lead_nowhere_on_a_gpu():
     assert torch.isfinite(gradients[0]).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_the_convolution_under_compile_and_autocast():
-    torch._dynamo.reset()
-
-    def function(x, kernels):
-        return fusedops.dynamic_conv(2 * x, kernels, activation="silu").sin()
-
-    fast = torch.compile(function, fullgraph=True, dynamic=True)
-    for tokens in (7, 130, 300):
-        x, kernels = convolution(tokens, dtype=torch.bfloat16, batch=2)
-        got = torch.autograd.grad(fast(x, kernels).sum(), (x, kernels))
-        want = torch.autograd.grad(function(x, kernels).sum(), (x, kernels))
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    with torch.autocast("cuda", torch.bfloat16):
-        assert fusedops.dynamic_conv(x, kernels).dtype == torch.bfloat16
-        assert fusedops.dynamic_conv(x.float(), kernels).dtype == torch.float32
-
-
 def test_what_was_read_from_a_tensor_stays_with_it(tmp_path):
     import copy
 
@@ -502,88 +356,6 @@ def test_gradgradcheck_of_the_edge_rotations():
     wigner = wigner.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(lambda *a: forth_and_back(a[0], edges, a[1]), (x, wigner))
     assert torch.autograd.gradgradcheck(lambda *a: forth_and_back(a[0], edges, a[1]), (x, wigner))
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_the_edge_rotations_wait_for_nothing_and_have_the_same_bits_every_time():
-    x, edges, wigner = graph_on_gpu()
-    index = torch.stack([edges.tensors_here()[0], edges.tensors_here()[1]])
-
-    def run():
-        results = []
-        for graph in (edges, index):
-            message = fusedops.node_to_edge_wigner_permute(x, graph, wigner)
-            grads = torch.autograd.grad(message.square().sum(), (x, wigner), create_graph=True)
-            second = torch.autograd.grad(sum(g.square().sum() for g in grads), (x, wigner))
-            results += [message, *grads, *second]
-        return [result.detach() for result in [*results, forth_and_back(x, edges, wigner)]]
-
-    first = run()
-    for _ in range(3):
-        torch.cuda.set_sync_debug_mode(2)
-        try:
-            again = run()
-        finally:
-            torch.cuda.set_sync_debug_mode(0)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-
-
-def test_a_cuda_graph_replays_a_training_step_through_forces():
-    _, edges, _ = graph_on_gpu()
-    vectors = torch.randn(edges.num_edges, 3, device="cuda", requires_grad=True)
-    x = torch.randn(edges.num_nodes, 9, 32, device="cuda", requires_grad=True)
-
-    def run():
-        energy = forth_and_back(x, edges, wigner_d(vectors, 2)).square().sum()
-        (forces,) = torch.autograd.grad(energy, vectors, create_graph=True)
-        return forces.detach(), *torch.autograd.grad(forces.square().sum(), (x, vectors))
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    with torch.no_grad():
-        x += torch.randn_like(x)
-        vectors += torch.randn_like(vectors)
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
-
-
-def test_other_graphs_and_alignments_compile_no_new_rotation():
-    from gpukern import wigner as kernels_of
-
-    def run(nodes, count, skip):
-        x, edges, wigner = graph_on_gpu(nodes, count)
-        padded = torch.zeros(x.numel() + skip, device="cuda")
-        padded[skip:] = x.detach().flatten()
-        leaf = padded[skip:].view(x.shape).requires_grad_()
-        loss = forth_and_back(leaf, edges, wigner).square().sum()
-        got = torch.autograd.grad(loss, (leaf, wigner))
-        want = torch.autograd.grad(forth_and_back(x, edges, wigner).square().sum(), (x, wigner))
-        for a, b in zip(got, want, strict=True):
-            assert error(a.cpu(), b.cpu()) < 1e-6
-
-    def compiled():
-        launchers = [*kernels_of._by_edge.values(), *kernels_of._by_node.values()]
-        launchers.append(kernels_of._place)
-        return sum(
-            len(cache[0])
-            for launcher in launchers
-            for cache in launcher.kernel.device_caches.values()
-        )
-
-    run(16, 16, 0)
-    run(16, 16, 1)
-    before = compiled()
-    for nodes in (1, 7, 64):
-        for count in (1, 3, 32, 1000):
-            for skip in (0, 1, 2):
-                run(nodes, count, skip)
-    assert compiled() == before > 0
 
 
 def test_more_than_two_to_the_31_elements_of_messages():
@@ -667,22 +439,6 @@ def test_edges_that_lie_lead_nowhere_on_a_gpu():
         assert torch.isfinite(result).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_the_edge_rotations_under_compile_and_autocast():
-    torch._dynamo.reset()
-    fast = torch.compile(forth_and_back, fullgraph=True, dynamic=True)
-    for nodes, count in ((5, 9), (40, 300), (33, 77)):
-        x, edges, wigner = graph_on_gpu(nodes, count)
-        got = torch.autograd.grad(fast(x, edges, wigner).sum(), (x, wigner))
-        want = torch.autograd.grad(forth_and_back(x, edges, wigner).sum(), (x, wigner))
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b)
-    with torch.autocast("cuda", torch.bfloat16):
-        out = fusedops.node_to_edge_wigner_permute(x.bfloat16(), edges, wigner)
-        assert out.dtype == torch.bfloat16
-        assert fusedops.node_to_edge_wigner_permute(x, edges, wigner).dtype == torch.float32
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
 def test_the_edge_rotations_on_the_second_gpu():
     x, edges, wigner = graph_on_gpu()
@@ -715,49 +471,10 @@ def same(one, other):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-5 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("anisotropic", [False, True])
-def test_a_cuda_graph_replays_a_step_of_refinement(anisotropic):
-    atoms, table, lattice = atoms_on_gpu(anisotropic=anisotropic)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            map_and_gradients(atoms, table, lattice)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = map_and_gradients(atoms, table, lattice)
-    with torch.no_grad():
-        atoms[0].add_(torch.randn_like(atoms[0]))
-    graph.replay()
-    same(captured, map_and_gradients(atoms, table, lattice))
-
-
 def cubes_on_gpu(dtype=torch.int64):
     at = torch.randint(0, 40, (300, 3), device="cuda")
     x, y, z = ((at[:, d, None] + torch.arange(9, device="cuda")) % 40 for d in range(3))
     return (x * 1600).to(dtype), (y[:, :, None] * 40 + z[:, None]).to(dtype)
-
-
-def test_a_cuda_graph_replays_scatter_and_gather_with_a_plan():
-    plan = fusedops.ScatterPlan(*cubes_on_gpu(), 40**3)
-    cubes = torch.randn(300, 9, 9, 9, device="cuda")
-    weights = torch.randn(40**3, device="cuda")
-
-    def run():
-        rho = fusedops.structured_scatter_add(cubes, plan)
-        return rho, fusedops.structured_gather(rho * weights, plan)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    cubes.normal_()
-    graph.replay()
-    same(captured, run())
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -807,3 +524,421 @@ def test_second_derivatives_of_the_density(anisotropic):
 
     assert torch.autograd.gradcheck(run, atoms, nondet_tol=1e-12)
     assert torch.autograd.gradgradcheck(run, atoms, nondet_tol=1e-12)
+
+
+# dtype of x and of all else, precision, gate, direction, B, N, C, H, and max_memory: N a multiple
+# of eight or not, C and H of one block and of several, and many rows of many channels.
+TRIANGLES = {
+    "float32-output": ("float32", None, "output", "outgoing", (2, 37, 24, 40)),
+    "float32-hidden": ("float32", None, "hidden", "incoming", (1, 64, 32, 32)),
+    "fp16-output": ("float32", "fp16", "output", "incoming", (1, 72, 128, 128)),
+    "fp16-hidden": ("float32", "fp16", "hidden", "outgoing", (2, 131, 9, 11)),
+    "bfloat16-output": ("bfloat16", None, "output", "outgoing", (1, 64, 128, 128)),
+    "bfloat16-hidden": ("bfloat16", None, "hidden", "incoming", (1, 257, 136, 24)),
+    "in-parts": ("bfloat16", None, "output", "incoming", (2, 72, 32, 32), 2**20),
+}
+
+
+def triangle(dtype, precision, gate, direction, shape, max_memory=None):
+    """Return an update as a function of arrays by name, leaves as given to it, and a cotangent."""
+    rng = np.random.default_rng(shape[1])
+    arrays = pair(*shape, rng, gate=gate, mask=False, biases=True)
+    kind = {"device": "cuda", "dtype": getattr(torch, dtype)}
+    leaves = {name: torch.tensor(array, **kind) for name, array in arrays.items()}
+    cotangent = torch.tensor(rng.normal(size=arrays["x"].shape), **kind)
+
+    def update(**arrays):
+        return fusedops.triangle_multiplicative_update(
+            **arrays, direction=direction, precision=precision, gate=gate, max_memory=max_memory
+        )
+
+    return update, {name: leaf.requires_grad_() for name, leaf in leaves.items()}, cotangent
+
+
+def triangle_and_gradients(update, leaves, cotangent):
+    out = update(**leaves)
+    return out.detach(), *torch.autograd.grad(out, [*leaves.values()], cotangent)
+
+
+@pytest.mark.parametrize("N", [64, 128])
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float32", None), ("float32", "fp16"), ("bfloat16", None)]
+)
+def test_a_small_triangle_takes_three_launches(dtype, precision, gate, N):
+    from torch.profiler import ProfilerActivity, profile
+
+    update, leaves, _ = triangle(dtype, precision, gate, "outgoing", (1, N, 128, 128))
+    with torch.no_grad():
+        for _ in range(2):
+            update(**leaves)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            update(**leaves)
+    on_gpu = torch.autograd.DeviceType.CUDA
+    launched = [event.name for event in profiler.events() if event.device_type == on_gpu]
+    assert 1 <= len(launched) <= 3, launched
+
+
+# A tensor of more than 2**31 elements by the number of batches or of residues, in channels of x or
+# in those of left and right.
+@pytest.mark.parametrize(
+    ("dtype", "precision", "gate", "direction", "shape"),
+    [
+        ("bfloat16", None, "output", "outgoing", (4100, 64, 128, 32)),
+        ("bfloat16", None, "hidden", "incoming", (1, 2904, 16, 128)),
+        ("float32", "fp16", "hidden", "outgoing", (2060, 64, 16, 128)),
+        ("float32", None, "output", "incoming", (1, 2904, 16, 128)),
+    ],
+)
+def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, direction, shape):
+    """The last residues of the last batch, all others masked, are updated as if they were alone."""
+    B, N, C, H = shape
+    assert B * N * N * max(C, 2 * H) > 2**31
+    few = 40
+    update, leaves, cotangent = triangle(dtype, precision, gate, direction, (1, few, C, H))
+    want = triangle_and_gradients(update, leaves, cotangent)
+    end = slice(B - 1, B), slice(N - few, N), slice(N - few, N)
+    x, mask, there = (
+        torch.zeros((B, N, N, *a.shape[3:]), dtype=a.dtype, device="cuda")
+        for a in (leaves["x"], leaves["mask"], cotangent)
+    )
+    x.normal_()
+    for whole, part in ((x, leaves["x"]), (mask, leaves["mask"]), (there, cotangent)):
+        whole[end] = part.detach()
+    everything = {**leaves, "x": x.requires_grad_(), "mask": mask}
+    del leaves["mask"]
+    torch.cuda.reset_peak_memory_stats()
+    out = update(**everything)
+    out_end, on_arrays = out[end].detach().clone(), [everything[name] for name in leaves]
+    (on_x, *on_weights) = torch.autograd.grad(out, on_arrays, there)
+    assert torch.cuda.max_memory_allocated() < 60e9
+    got = out_end, on_x[end].clone(), *on_weights
+    want = want[0], want[1], *want[3:]
+    # Sums in another order, of which a number of 16 bits may round to its neighbour, and what such
+    # differences leave where LayerNorms' gradients cancel: a wrong index costs all of a number.
+    allowed = {"fp16": 1e-2, None: 5e-2 if dtype == "bfloat16" else 1e-4}[precision]
+    for a, b in zip(got, want, strict=True):
+        assert error(a.double().cpu(), b.double().cpu()) < allowed
+    on_x[end] = 0.0
+    assert not on_x.any()
+    del out, x, there, everything, on_arrays, on_x
+    torch.cuda.empty_cache()
+
+
+def planarity_step():
+    xyz, planes = example(2000)
+    direction = torch.randn_like(xyz)
+
+    def run():
+        loss = fusedops.planarity_nll(xyz, planes)
+        (gradient,) = torch.autograd.grad(loss, xyz, create_graph=True)
+        (turned,) = torch.autograd.grad(gradient, xyz, direction)
+        return loss.detach(), gradient.detach(), turned
+
+    return run, [xyz]
+
+
+def convolution_step():
+    x, kernels = convolution(500, channels=72)
+    bias = torch.randn(72, device="cuda", requires_grad=True)
+    static = torch.randn(72, 4, device="cuda", requires_grad=True)
+    cu_seqlens = torch.tensor([0, 7, 7, 300, 500], device="cuda")
+    state = torch.randn(4, 72, 4, device="cuda", requires_grad=True)
+
+    def run():
+        results = []
+        for taps in (kernels, static):
+            outputs = fusedops.dynamic_conv(
+                x,
+                taps,
+                bias=bias,
+                initial_state=state,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                activation="silu",
+            )
+            loss = outputs[0].square().sum() + outputs[1].sum()
+            results += [*outputs, *torch.autograd.grad(loss, (x, taps, bias, state))]
+        return [result.detach() for result in results]
+
+    return run, [x, state]
+
+
+def rotation_step():
+    x, edges, wigner = graph_on_gpu()
+    index = torch.stack([edges.tensors_here()[0], edges.tensors_here()[1]])
+
+    def run():
+        results = []
+        for graph in (edges, index):
+            message = fusedops.node_to_edge_wigner_permute(x, graph, wigner)
+            grads = torch.autograd.grad(message.square().sum(), (x, wigner), create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in grads), (x, wigner))
+            results += [message, *grads, *second]
+        return [result.detach() for result in [*results, forth_and_back(x, edges, wigner)]]
+
+    return run, [x]
+
+
+def training_step():
+    """A step of training through forces."""
+    _, edges, _ = graph_on_gpu()
+    vectors = torch.randn(edges.num_edges, 3, device="cuda", requires_grad=True)
+    x = torch.randn(edges.num_nodes, 9, 32, device="cuda", requires_grad=True)
+
+    def run():
+        energy = forth_and_back(x, edges, wigner_d(vectors, 2)).square().sum()
+        (forces,) = torch.autograd.grad(energy, vectors, create_graph=True)
+        return forces.detach(), *torch.autograd.grad(forces.square().sum(), (x, vectors))
+
+    return run, [x, vectors]
+
+
+def refinement_step(anisotropic):
+    atoms, table, lattice = atoms_on_gpu(anisotropic=anisotropic)
+    return partial(map_and_gradients, atoms, table, lattice), [atoms[0]]
+
+
+def scatter_step():
+    plan = fusedops.ScatterPlan(*cubes_on_gpu(), 40**3)
+    cubes = torch.randn(300, 9, 9, 9, device="cuda")
+    weights = torch.randn(40**3, device="cuda")
+
+    def run():
+        rho = fusedops.structured_scatter_add(cubes, plan)
+        return rho, fusedops.structured_gather(rho * weights, plan)
+
+    return run, [cubes]
+
+
+def triangle_step(*variant):
+    update, leaves, cotangent = triangle(*variant)
+    return partial(triangle_and_gradients, update, leaves, cotangent), [leaves["x"], cotangent]
+
+
+#: What is computed in an order that never changes, and what isn't: functions of nothing, and
+#: tensors that they depend on.
+EXACT = {
+    "planarity": planarity_step,
+    "convolution": convolution_step,
+    "rotations": rotation_step,
+    "training": training_step,
+    **{name: partial(triangle_step, *variant) for name, variant in TRIANGLES.items()},
+}
+ROUNDED = {
+    "isotropic": partial(refinement_step, False),
+    "anisotropic": partial(refinement_step, True),
+    "scatter": scatter_step,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", EXACT)
+def test_no_synchronisation_and_the_same_bits_every_time(name):
+    run, _ = EXACT[name]()
+    first = run()
+    for _ in range(5):
+        torch.cuda.set_sync_debug_mode(2)
+        try:
+            again = run()
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+        assert equal(again, first)
+
+
+@pytest.mark.parametrize("name", [*EXACT, *ROUNDED])
+def test_a_cuda_graph_replays_new_numbers(name):
+    run, changing = (EXACT | ROUNDED)[name]()
+    graph, captured = capture(run)
+    with torch.no_grad():
+        for tensor in changing:
+            tensor += 0.1 * torch.randn_like(tensor)
+    graph.replay()
+    if name in EXACT:
+        assert equal(captured, run())
+    else:
+        same(captured, run())
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The names of kernels, whenever one is compiled."""
+    import triton
+
+    names = []
+
+    def note(*, fn, **_):
+        names.append(fn.name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    return names
+
+
+def planarity_of_size(residues, skip):
+    xyz, planes = example(residues)
+    padded = torch.zeros(len(xyz) + skip, 3, device="cuda")
+    padded[skip:] = xyz.detach()
+    leaf = padded[skip:].requires_grad_()
+    (gradient,) = torch.autograd.grad(fusedops.planarity_nll(leaf, planes), leaf, create_graph=True)
+    torch.autograd.grad(gradient.sum(), leaf)
+
+
+def convolution_of_size(tokens, skip, batch):
+    x, kernels = convolution(tokens + skip, channels=72, batch=batch)
+    wide = torch.zeros(batch, tokens, 72 + skip, device="cuda")
+    wide[..., skip:] = x.detach()[:, skip:]
+    strided = wide[..., skip:].requires_grad_()
+    out = fusedops.dynamic_conv(strided, kernels[:, skip:], activation="silu")
+    want = fusedops.dynamic_conv(
+        x.detach()[:, skip:].clone(), kernels.detach()[:, skip:].clone(), activation="silu"
+    )
+    torch.testing.assert_close(out.detach(), want)
+    torch.autograd.grad(out.sum(), (strided, kernels))
+
+
+def rotation_of_size(nodes, count, skip):
+    x, edges, wigner = graph_on_gpu(nodes, count)
+    padded = torch.zeros(x.numel() + skip, device="cuda")
+    padded[skip:] = x.detach().flatten()
+    leaf = padded[skip:].view(x.shape).requires_grad_()
+    loss = forth_and_back(leaf, edges, wigner).square().sum()
+    got = torch.autograd.grad(loss, (leaf, wigner))
+    want = torch.autograd.grad(forth_and_back(x, edges, wigner).square().sum(), (x, wigner))
+    for a, b in zip(got, want, strict=True):
+        assert error(a.cpu(), b.cpu()) < 1e-6
+
+
+def triangle_of_size(dtype, precision, B, N, skip):
+    update, leaves, cotangent = triangle(dtype, precision, "hidden", "outgoing", (B, N, 16, 16))
+    want = triangle_and_gradients(update, leaves, cotangent)
+    x = leaves["x"]
+    padded = torch.zeros(x.numel() + skip, dtype=x.dtype, device="cuda")
+    padded[skip:] = x.detach().flatten()
+    leaves["x"] = padded[skip:].view(x.shape).requires_grad_()
+    got = triangle_and_gradients(update, leaves, cotangent)
+    assert equal(got, want)
+
+
+# Sizes of a triangle that kernels may be compiled for: N a multiple of eight or not, and many rows.
+TRIANGLE_SIZES = [
+    [(1, N, 0) for N in (72, 73, 256, 257)],
+    [(1, 65, 0), (3, 80, 1), (2, 127, 3), (1, 128, 8), (5, 100, 0), (2, 200, 1), (1, 300, 0)],
+]
+
+
+@pytest.mark.parametrize(
+    ("run", "known", "others"),
+    [
+        (
+            planarity_of_size,
+            [(16, 0)],
+            [(residues, skip) for residues in (1, 7, 33, 64) for skip in (0, 1, 3)],
+        ),
+        (
+            convolution_of_size,
+            [(16, 0, 2), (16, 1, 1)],
+            [
+                (tokens, skip, batch)
+                for tokens in (1, 3, 17, 64, 65, 1000)
+                for skip in (0, 1, 2, 5)
+                for batch in (1, 3)
+            ],
+        ),
+        (
+            rotation_of_size,
+            [(16, 16, 0), (16, 16, 1)],
+            [
+                (nodes, count, skip)
+                for nodes in (1, 7, 64)
+                for count in (1, 3, 32, 1000)
+                for skip in (0, 1, 2)
+            ],
+        ),
+        (partial(triangle_of_size, "float32", None), *TRIANGLE_SIZES),
+        (partial(triangle_of_size, "float32", "fp16"), *TRIANGLE_SIZES),
+        (partial(triangle_of_size, "bfloat16", None), *TRIANGLE_SIZES),
+    ],
+    ids=["planarity", "convolution", "rotations", "triangle", "triangle-fp16", "triangle-bfloat16"],
+)
+def test_other_sizes_and_alignments_compile_nothing_new(run, known, others, compilations):
+    for size in known:
+        run(*size)
+    compilations.clear()
+    for size in others:
+        run(*size)
+    assert not compilations
+
+
+def test_what_is_compiled_is_seen(compilations):
+    """Of taps so wide as no other test has."""
+    x, kernels = convolution(5, channels=8, width=23)
+    fusedops.dynamic_conv(x.detach(), kernels.detach())
+    assert compilations
+
+
+def rotated(x, wigner, edges):
+    return forth_and_back(x, edges, wigner)
+
+
+def graph_of_size(nodes, count):
+    x, edges, wigner = graph_on_gpu(nodes, count)
+    return x, wigner, edges
+
+
+def triangles_of_size(dtype, precision, gate, B, N):
+    """Return the arrays of an update."""
+    _, leaves, _ = triangle(dtype, precision, gate, "outgoing", (B, N, 24, 40))
+    return [*leaves.values()]
+
+
+def updated(precision, gate, *arrays):
+    named = dict(zip(ARRAYS, arrays, strict=True))
+    return fusedops.triangle_multiplicative_update(**named, precision=precision, gate=gate)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("op", "make", "sizes", "allowed"),
+    [
+        (
+            partial(fusedops.dynamic_conv, activation="silu"),
+            partial(convolution, dtype=torch.bfloat16, batch=2),
+            [(7,), (130,), (300,)],
+            1e-2,
+        ),
+        (rotated, graph_of_size, [(5, 9), (40, 300), (33, 77)], 1e-5),
+        *(
+            (
+                partial(updated, precision, gate),
+                partial(triangles_of_size, dtype, precision, gate),
+                [(2, 40), (3, 33), (5, 24)],
+                allowed,
+            )
+            for dtype, precision, gate, allowed in (
+                ("float32", "fp16", "hidden", 5e-3),
+                ("bfloat16", None, "output", 2e-2),
+            )
+        ),
+    ],
+    ids=["convolution", "rotations", "triangle-fp16", "triangle-bfloat16"],
+)
+def test_under_compile_and_autocast(op, make, sizes, allowed):
+    def function(x, *others):
+        return op(2 * x, *others).sin()
+
+    torch._dynamo.reset()
+    fast = torch.compile(function, fullgraph=True, dynamic=True)
+    for size in sizes:
+        arguments = make(*size)
+        leaves = [a for a in arguments if isinstance(a, torch.Tensor)]
+        got = torch.autograd.grad(fast(*arguments).sum(), leaves)
+        want = torch.autograd.grad(function(*arguments).sum(), leaves)
+        for a, b in zip(got, want, strict=True):
+            assert error(a.double().cpu(), b.double().cpu()) < allowed
+    for dtype in (torch.bfloat16, torch.float32):
+        cast = [a.detach().to(dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+        with torch.autocast("cuda", torch.float16):
+            out = op(*cast)
+        assert out.dtype == dtype
+        assert torch.equal(out, op(*cast))
