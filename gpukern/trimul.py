@@ -188,8 +188,8 @@ def _bias(b, first, last, BH: tl.constexpr, FLOAT: tl.constexpr):
 
 @triton.jit
 def _normalized(
-    o, w, b, at, live,
-    EPS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
+    o, w, b, at, live, eps,
+    H: tl.constexpr, BH: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Return of o (BH, BM) the standardized, 1 over its deviation, and the normalized."""
     h = tl.arange(0, BH)
@@ -201,7 +201,7 @@ def _normalized(
     if EXACT:
         y -= (tl.sum(y, 0) / H)[None, :]
         y = tl.where(inside, y, 0.0)
-    scale = 1 / tl.sqrt(tl.sum(y * y, 0) / H + EPS)
+    scale = 1 / tl.sqrt(tl.sum(y * y, 0) / H + eps)
     y = y * scale[None, :]
     on = y
     if w is not None:
@@ -345,13 +345,13 @@ def _given(h, batch, i, N, H: tl.constexpr, plane, LONG: tl.constexpr, ALIGNED: 
 
 
 def _finish(
-    o, gate, w, b, p_w, p_b, out, L, N, pitch, plane,
+    o, gate, w, b, p_w, p_b, out, L, N, pitch, plane, shift,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, OUTPUT: tl.constexpr,
     BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output: o normalized, gated and projected."""
+    """Write the output: o, given times a power of two, normalized, gated and projected."""
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
     to_gate = gate + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * C
@@ -364,7 +364,9 @@ def _finish(
         within = live[:, None] & (c_first < C)[None, :]
         s_first = tl.load(to_gate + c_first[None, :], mask=within, other=0.0)
     at = _given(h, batch, i, N, H, plane, LONG, ALIGNED)[:, None] + j[None, :]
-    _, _, on = _normalized(o, w, b, at, live, EPS, H, BH, FLOAT, EXACT)
+    # The norm of o times a number is that of o with another eps.
+    eps = tl.exp2((2 * shift).to(tl.float32)).to(FLOAT) * EPS
+    _, _, on = _normalized(o, w, b, at, live, eps, H, BH, FLOAT, EXACT)
     if not OUTPUT:
         on = on * opened.to(FLOAT)
     left = tl.trans(on.to(DOT))
@@ -824,16 +826,16 @@ class _Update:
                 self.project(*self.edges(b, lines), self.of(h), sides=sides[:, :, lines])
             self.multiply(sides, o, h, scale)
 
-    def finish(self, o: Any, gate: Any, out: Any, eps: float) -> None:
-        """Write the output: o normalized, gated and projected."""
+    def finish(self, o: Any, gate: Any, out: Any, shift: int) -> None:
+        """Write the output: o, given times a power of two, normalized, gated and projected."""
         B, L, N, C = out.shape
         BH = power(self.H, 16)
         BM = min(max(16, 8192 // BH) if self.fast else 16, power(N, 16))
         BN = min(128 if self.fast else 32, power(C, 16))
         result = out if _is_aligned(out) else torch.empty_like(out)
-        constants = eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
+        constants = self.eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
         tensors = o, gate, *self.norm_out, *self.p_out, result
-        numbers = L, N, self.pitch, o.stride(1)
+        numbers = L, N, self.pitch, o.stride(1), shift
         _launch(_finish, (4, 1), B * L * _ceil(N, BM), tensors, numbers, constants)
         if result is not out:
             out.copy_(result)
@@ -911,10 +913,10 @@ def triangle_multiplicative_update(*args: Any) -> None:
             b * (N * N * H * own + 2 * h * square + n * update.pitch * (update.G + update.width))
         )
     )
-    scale = 1.0
+    shift = 0
     if own and update.dtype == torch.float16:
         # A mean over edges is in range where the factors are, if their sum isn't.
-        scale = 2.0 ** -round(math.log2(N))
+        shift = -round(math.log2(N))
     for b in update.batches:
         members = b.stop - b.start
         o = update.new(members, H, N, N) if own else hidden[b]
@@ -923,20 +925,19 @@ def triangle_multiplicative_update(*args: Any) -> None:
             # Left, right and the gate at once.
             gate, sides = update.gate(members, ALL), update.new(2, members * H, N, update.pitch)
             update.project(*update.edges(b, ALL), update.sides, sides=sides, gate=gate)
-            update.multiply(sides, o, ALL, scale)
+            update.multiply(sides, o, ALL, 2.0**shift)
             del sides
         else:
-            update.triangles(b, o, scale)
+            update.triangles(b, o, 2.0**shift)
         if hidden is not None and own:
-            torch.mul(o, 1 / scale, out=hidden[b])
+            torch.mul(o, 2.0**-shift, out=hidden[b])
         if out is None:
             continue
         for lines in update.lines:
             if not update.whole:
                 gate = update.gate(members, lines)
                 update.project(*update.edges(b, lines), gate=gate)
-            # The norm of o times a number is that of o with another eps.
-            update.finish(o[:, :, lines], gate, out[b, lines], update.eps * scale**2)
+            update.finish(o[:, :, lines], gate, out[b, lines], shift)
 
 
 @register("triangle_multiplicative_update_vjp", "triton")
