@@ -548,6 +548,7 @@ class Op(Protocol):
 
     __name__: str
     __doc__: str
+    primitive: Primitive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -717,6 +718,7 @@ def op(
         call.__signature__ = signature.replace(
             parameters=[*signature.parameters.values(), *keywords]
         )
+        call.primitive = primitive
         call.vjp = vjp
         call.explain = explain_call
         return call

@@ -6,7 +6,6 @@ in `DEMOS`.
 
 from __future__ import annotations
 
-import importlib.resources
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ from fusedops import _registry, maps
 from fusedops._arrays import namespace
 from fusedops._check import is_tensor
 from fusedops.density import Lattice
-from fusedops.structure import Structure, planar_groups, read_structure
-from fusedops.testing import TOLERANCE, error
+from fusedops.structure import planar_groups
+from fusedops.testing import TOLERANCE, error, ubiquitin
 from fusedops.wigner import ends_of, m_major_order, wigner_d
 
 
@@ -47,7 +46,7 @@ class Row:
 
 def planarity(figure: Any) -> Iterator[Row]:
     """Score the planes of ubiquitin, with the gradient; draw them coloured by Z."""
-    structure = _ubiquitin()
+    structure = ubiquitin()
     found = planar_groups(structure)
     arrays, packed = {"xyz": structure.xyz}, {"plane_groups": fusedops.Planes(found.groups)}
     yield from _rows(fusedops.planarity_nll, arrays, packed, 1.0)
@@ -86,7 +85,7 @@ def edge_wigner(figure: Any) -> Iterator[Row]:
     """
     from scipy.spatial.transform import Rotation
 
-    structure, cutoff, step = _ubiquitin(), 3.0, 1e-5
+    structure, cutoff, step = ubiquitin(), 3.0, 1e-5
     names = [label.split() for label in structure.labels]
     piece = [i for i, name in enumerate(names) if name[1] in ("44", "45", "46", "47")]
     xyz, elements = structure.xyz[piece], np.array([names[i][2][0] for i in piece])
@@ -122,7 +121,7 @@ def gaussian_density(figure: Any) -> Iterator[Row]:
 
     The gradient is that of half the squared difference of the two maps; down it most atoms go back.
     """
-    structure = _ubiquitin()
+    structure = ubiquitin()
     # Between voxels this coarse a sharp atom would be lost.
     spacing = 0.8
     atoms = maps.scattering_atoms(structure)
@@ -269,13 +268,6 @@ def _median_ms(step: Callable[[], Any], seconds: float = 0.2) -> float:
 
 def _like(array: Any, constant: Any) -> Any:
     return array.new_tensor(constant) if is_tensor(array) else constant
-
-
-def _ubiquitin() -> Structure:
-    with importlib.resources.as_file(
-        importlib.resources.files("fusedops") / "data/1ubi.pdb"
-    ) as path:
-        return read_structure(path)
 
 
 def _draw_planes(figure: Any, xyz: np.ndarray, found: Any) -> None:

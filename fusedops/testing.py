@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -423,7 +424,7 @@ def _matrix_cases() -> list[Case]:
     return cases
 
 
-def _cubes(
+def cubes(
     rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: tuple[int, int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return offsets of cubes around points of a periodic grid, as TorchRef makes them."""
@@ -453,7 +454,7 @@ def _scatter_cases() -> list[Case]:
                 wbwc = rng.integers(0, grid - grid // 2, (count, *cube[1:]))
                 elements = grid
             else:
-                wa, wbwc = _cubes(rng, count, grid, tuple(cube))
+                wa, wbwc = cubes(rng, count, grid, tuple(cube))
                 elements = int(np.prod(grid))
             plan = ScatterPlan(wa.astype(index), wbwc.astype(index), elements)
             return (rng.normal(size=elements if back else shape),), (plan,)
@@ -539,6 +540,15 @@ def _density_cases() -> list[Case]:
     add("one-voxel", 1, triclinic, (1, 1, 1), 9.0, terms=32000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
     return cases
+
+
+def ubiquitin() -> Any:
+    """Return the structure of ubiquitin, 1UBI, that comes with the package."""
+    from fusedops.structure import read_structure
+
+    data = importlib.resources.files("fusedops") / "data/1ubi.pdb"
+    with importlib.resources.as_file(data) as path:
+        return read_structure(path)
 
 
 def _exact(array: np.ndarray, step: float = 1 / 32) -> np.ndarray:

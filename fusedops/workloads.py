@@ -1,0 +1,823 @@
+"""Calls of every op as real programs make them: what `fusedops bench` times and `check` checks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fusedops
+from fusedops import testing
+from fusedops._check import is_tensor
+from fusedops._registry import Call, Op, Packed
+from fusedops.density import atom_radius
+from fusedops.trimul import ARRAYS
+from fusedops.wigner import message_rows, wigner_d
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass can't do without: bytes moved, floating-point operations, exponentials."""
+
+    bytes: float
+    flops: float = 0.0
+    exps: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops, self.exps + other.exps)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An op with its arguments, NumPy arrays or tensors on one device.
+
+    Parameters
+    ----------
+    op : Op
+    arguments : dict
+        By name, in the order of the signature.
+    leaves : tuple of str
+        Those that gradients go to, in the order in which a pullback returns them.
+    shape : dict of str to int
+        The sizes that a table shows.
+    work : dict of str to Work
+        By pass.
+    wide : frozenset of str
+        Arguments that stay float32 where the others have 16 bits.
+    raw : dict
+        What a peer needs besides.
+    preparations : dict of str to callable
+        What a program does once for many calls.
+    """
+
+    op: Op
+    arguments: dict[str, Any]
+    leaves: tuple[str, ...]
+    shape: dict[str, int]
+    work: dict[str, Work]
+    wide: frozenset[str] = frozenset()
+    raw: dict[str, Any] = field(default_factory=dict)
+    preparations: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+    @property
+    def framework(self) -> str:
+        return "torch" if any(map(is_tensor, self.arguments.values())) else "numpy"
+
+    def _with(self, convert: Callable[[str, Any], Any]) -> Problem:
+        return replace(self, arguments={n: convert(n, a) for n, a in self.arguments.items()})
+
+    def astype(self, dtype: str) -> Problem:
+        """Return the problem with NumPy arrays of floats in `dtype`."""
+
+        def convert(name: str, value: Any) -> Any:
+            floats = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+            return value.astype(dtype, copy=False) if floats else value
+
+        return self._with(convert)
+
+    def to(self, device: str, dtype: str) -> Problem:
+        """Return the problem with tensors in place of arrays, floats in `dtype`."""
+        import torch
+
+        def convert(name: str, value: Any) -> Any:
+            if isinstance(value, Packed):
+                return value.to(device)
+            if not isinstance(value, np.ndarray):
+                return value
+            tensor = torch.from_numpy(value)
+            if not tensor.is_floating_point():
+                return tensor.to(device)
+            kind = getattr(torch, dtype)
+            if name in self.wide and kind.itemsize == 2:
+                kind = torch.float32
+            return tensor.to(device, kind)
+
+        return self._with(convert)
+
+    def rounded(self) -> Problem:
+        """Return the problem with copies of its arrays and tensors in NumPy's float64."""
+
+        def convert(name: str, value: Any) -> Any:
+            if isinstance(value, Packed):
+                return value.to("cpu")
+            if is_tensor(value) and not value.is_floating_point():
+                return value.cpu().numpy()
+            floats = is_tensor(value) or (isinstance(value, np.ndarray) and value.dtype.kind == "f")
+            return _float64(value).copy() if floats else value
+
+        return self._with(convert)
+
+    def cotangent(self) -> Any:
+        """Return random numbers like the value."""
+        value = self.op(**self.arguments)
+        if is_tensor(value):
+            import torch
+
+            torch.manual_seed(1)
+            return torch.randn_like(value)
+        rng = np.random.default_rng(1)
+        return rng.standard_normal(np.shape(value)).astype(value.dtype)[()]
+
+    def forward(self, backend: str | None) -> Callable[[], tuple[Any, ...]]:
+        """Return what computes the value."""
+
+        def step() -> tuple[Any, ...]:
+            return (self.op(**self.arguments, backend=backend),)
+
+        if self.framework == "numpy":
+            return step
+        import torch
+
+        return torch.no_grad()(step)
+
+    def both(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
+        """Return what computes the value and its gradients: by ``vjp``, or torch's autograd."""
+        if self.framework == "torch":
+            return by_autograd(
+                lambda *leaves: self.op(
+                    **{**self.arguments, **dict(zip(self.leaves, leaves, strict=True))},
+                    backend=backend,
+                ),
+                [self.arguments[name] for name in self.leaves],
+                cotangent,
+            )
+
+        def step() -> tuple[Any, ...]:
+            value, pullback = self.op.vjp(**self.arguments, backend=backend)
+            return value, *pullback(cotangent)
+
+        return step
+
+    def backward(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
+        """Return what computes the gradients alone, of what a forward pass has left behind."""
+        primitive = self.op.primitive
+        arrays, static, shown = self.op.__wrapped__(**self.arguments)
+        call = Call(primitive, static, backend)
+        needed = tuple(array is not None for array in arrays)
+        cotangents = tuple(cotangent if n == shown else None for n in primitive.outputs)
+        wanted = tuple(name == shown for name in primitive.outputs)
+
+        def results() -> tuple[Any, ...]:
+            return call(arrays, primitive.with_saved(wanted))
+
+        def step() -> tuple[Any, ...]:
+            gradients = primitive.pullback(call, arrays, saved, cotangents, needed)
+            return tuple(g for g, need in zip(gradients, needed, strict=True) if need)
+
+        if self.framework == "torch":
+            import torch
+
+            results, step = torch.no_grad()(results), torch.no_grad()(step)
+        saved = results()[primitive.residual]
+        return step
+
+
+def by_autograd(
+    function: Callable[..., Any], leaves: list[Any], cotangent: Any
+) -> Callable[[], tuple[Any, ...]]:
+    """Return what computes the value of a function of tensors, and its gradients."""
+    import torch
+
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+
+    def step() -> tuple[Any, ...]:
+        value = function(*leaves)
+        return value.detach(), *torch.autograd.grad(value, leaves, cotangent)
+
+    return step
+
+
+class Source:
+    """Random numbers and arrays for a problem: NumPy's, or torch's on a GPU."""
+
+    def __init__(self, dtype: str = "float64", device: str = "cpu") -> None:
+        self.rng = np.random.default_rng(0)
+        self.dtype, self.device = dtype, device
+        self.wide = "float32" if dtype in ("bfloat16", "float16") else dtype
+        if device != "cpu":
+            import torch
+
+            self.generator = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape: int, scale: float = 1.0, wide: bool = False) -> Any:
+        """Return normal numbers, in float32 at least if `wide`."""
+        dtype = self.wide if wide or self.device == "cpu" else self.dtype
+        if self.device == "cpu":
+            numbers = self.rng.standard_normal(shape, dtype)
+            numbers *= scale
+            return numbers
+        import torch
+
+        kind = getattr(torch, dtype)
+        numbers = torch.randn(shape, generator=self.generator, device=self.device, dtype=kind)
+        return numbers.mul_(scale)
+
+    def bytes(self, *arrays: Any, wide: bool = False) -> int:
+        """Return how many bytes arrays have in the dtype, or in that of float32 at least."""
+        itemsize = 2 if self.wide != self.dtype and not wide else np.dtype(self.wide).itemsize
+        return itemsize * sum(math.prod(array.shape) for array in arrays)
+
+    def here(self, value: Any) -> Any:
+        """Return an array of floats in the dtype, or what is packed, where the problem lives."""
+        if isinstance(value, Packed):
+            return value if self.device == "cpu" else value.to(self.device)
+        if self.device == "cpu":
+            return np.ascontiguousarray(value, self.wide)
+        import torch
+
+        return torch.tensor(value, device=self.device, dtype=getattr(torch, self.dtype))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kind of problem, of one size and in one dtype.
+
+    `make` returns a problem of a size, which counts what `unit` says; one of size `small` has a
+    reference that takes no more than a moment. Errors are held to the tolerance of `rounds_to`, the
+    dtype if None, for so many `terms`, of the value and of gradients.
+    """
+
+    op: Op
+    name: str
+    make: Callable[[Source, int], Problem]
+    size: int
+    unit: str
+    small: int
+    device: str
+    dtype: str = "float32"
+    rounds_to: str | None = None
+    terms: tuple[int, int] = (0, 0)
+    threads: int | None = None
+    quick: bool = False
+    needs: tuple[str, ...] = ()
+    prepares: bool = False
+
+    def at(self, size: int) -> Workload:
+        return replace(self, size=size)
+
+    def problem(self) -> Problem:
+        """Return the problem: tensors on a GPU, NumPy arrays on the CPU, not narrower than 32."""
+        return self.make(Source(self.dtype, self.device), self.size)
+
+    def tolerance(self, backward: bool, dtype: str | None = None) -> float:
+        terms = max(1.0, self.terms[backward] ** 0.5 / 8)
+        return testing.TOLERANCE[self.rounds_to or dtype or self.dtype] * terms
+
+
+Steps = dict[str, Callable[[], tuple[Any, ...]]]
+
+
+def steps_of(problem: Problem, backend: str | None, cotangent: Any) -> Steps:
+    """Return what computes the passes of a problem on a backend."""
+    steps = {FORWARD: problem.forward(backend)}
+    if problem.leaves:
+        steps[BOTH] = problem.both(backend, cotangent)
+    return steps
+
+
+def errors(
+    workload: Workload,
+    steps: Callable[[Problem, Any], Steps],
+    framework: str,
+    dtype: str | None = None,
+) -> dict[str, float]:
+    """Return the errors of the value and of gradients against the reference, relative.
+
+    Parameters
+    ----------
+    workload : Workload
+        Of the size that errors are wanted of.
+    steps : callable
+        From a problem in `framework` and a cotangent to what computes its passes.
+    framework : {"numpy", "torch"}
+        Whose arrays the problem has.
+    dtype : str, optional
+        In place of that of the workload.
+    """
+    exact = workload.make(Source(), workload.size)
+    cotangent = exact.cotangent() if exact.leaves else None
+    dtype = dtype or workload.dtype
+    if framework == "numpy":
+        given = exact.astype(dtype)
+        seed = None if cotangent is None else np.asarray(cotangent, dtype)[()]
+    else:
+        import torch
+
+        given, seed = exact.to(workload.device, dtype), None
+        if cotangent is not None:
+            like = given.forward("torch")()[0]
+            seed = torch.tensor(cotangent).to(like)
+    rounded = given.rounded()
+    back = _float64(seed) if exact.leaves else None
+    reference = steps_of(rounded, "numpy", back)
+    made = steps(given, seed)
+    with testing.poisoned_outputs():
+        got = {name: made[name]() for name in (FORWARD, BOTH) if name in made}
+    expected = reference[BOTH if BOTH in reference else FORWARD]()
+    mutated = exact.op.primitive.mutates
+    values = [(got[name][0], expected[0]) for name in got]
+    values += [(given.arguments[name], rounded.arguments[name]) for name in mutated]
+    found = {"value": max(testing.error(_float64(a), b) for a, b in values)}
+    if BOTH in got:
+        pairs = zip(got[BOTH][1:], expected[1:], strict=True)
+        found["gradient"] = max(testing.error(_float64(a), b) for a, b in pairs)
+    return found
+
+
+def _float64(array: Any) -> Any:
+    return array.double().cpu().numpy() if is_tensor(array) else np.asarray(array, np.float64)
+
+
+def _planarity(source: Source, planes: int, *, listed: bool = False) -> Problem:
+    """Peptides and side chains of a protein, all of sigma 0.02 Å."""
+    xyz, indices = testing.protein(max(1, round(planes / 1.4375)), np.random.default_rng(planes))
+    groups = [(index, np.full(len(index), 0.02)) for index in indices]
+    packed = fusedops.Planes(groups)
+    entries, count = packed.num_entries, packed.num_planes
+    # Coordinates and gradient; indices, weights and where planes begin. Operations are those of
+    # centroid, covariance and distances, of the eigenproblem, and of the gradient.
+    coordinates = source.bytes(xyz)
+    laid_out = 4 * entries + 12 * count
+    forward = Work(coordinates + laid_out, 26 * entries + 60 * count)
+    work = {
+        FORWARD: forward,
+        BACKWARD: Work(2 * coordinates, xyz.size),
+        BOTH: Work(2 * coordinates + laid_out, forward.flops + 8 * entries),
+    }
+    given = groups if listed else source.here(packed)
+    arguments = {"xyz": source.here(xyz), "plane_groups": given}
+    shape = {"planes": count, "atoms": len(xyz)}
+    raw = {"groups": groups}
+    return Problem(fusedops.planarity_nll, arguments, ("xyz",), shape, work, raw=raw)
+
+
+def _work(forward: Work, backward: Work | None = None) -> dict[str, Work]:
+    """Return the work by pass, where both passes have that of each."""
+    if backward is None:
+        return {FORWARD: forward}
+    return {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}
+
+
+def _conv(
+    source: Source, tokens: int, *, batch: int, channels: int, width: int, silu: bool = False
+) -> Problem:
+    """Kernels for every token and channel; an activation's operations don't count."""
+    x = source.normal(batch, tokens, channels)
+    kernels = source.normal(batch, tokens, channels, width, scale=width**-0.5)
+    products = 2 * math.prod(kernels.shape)
+    work = _work(
+        Work((2 + width) * source.bytes(x), products),
+        Work((3 + 2 * width) * source.bytes(x), 2 * products),
+    )
+    arguments = {"x": x, "kernels": kernels, "activation": "silu" if silu else None}
+    shape = {"B": batch, "T": tokens, "D": channels, "W": width}
+    return Problem(fusedops.dynamic_conv, arguments, ("x", "kernels"), shape, work)
+
+
+def _step(source: Source, batch: int, *, channels: int, width: int) -> Problem:
+    """A token of every sequence, into states that are updated in place."""
+    x, kernels = source.normal(batch, channels), source.normal(batch, channels, width)
+    arguments = {"x": x, "state": source.normal(batch, channels, width), "kernels": kernels}
+    work = _work(Work((2 + 3 * width) * source.bytes(x), 2 * math.prod(kernels.shape)))
+    shape = {"B": batch, "D": channels, "W": width}
+    return Problem(fusedops.dynamic_conv_step, arguments | {"activation": "silu"}, (), shape, work)
+
+
+def _edges(
+    op: Op,
+    source: Source,
+    count: int,
+    *,
+    lmax: int = 2,
+    per_node: int = 30,
+    channels: int = 128,
+    packed: bool = False,
+) -> Problem:
+    """Random edges with matrices of random directions."""
+    nodes = max(2, count // per_node)
+    index = source.rng.integers(0, nodes, (2, count))
+    edges = source.here(fusedops.Edges(index, nodes))
+    vectors = source.normal(count, 3, wide=True)
+    wigner = wigner_d(vectors, lmax, packed=packed)
+    rows, orders = (lmax + 1) ** 2, message_rows(lmax, lmax)
+    x, message = source.normal(nodes, rows, channels), source.normal(count, orders, channels)
+    radial = source.normal(count, lmax + 1, channels)
+    features, turned = source.bytes(x), source.bytes(message)
+    matrices = source.bytes(wigner, wide=True)
+    # Products with the blocks alone, though dense matrices are read whole.
+    products = 2 * count * channels * sum((2 * l + 1) ** 2 for l in range(lmax + 1))
+    back = {"wigner_inv": wigner, "transpose": True}
+    if op is fusedops.node_to_edge_wigner_permute:
+        arguments = {"x": x, "edge_index": edges, "wigner": wigner}
+        leaves = "x", "wigner"
+        work = _work(
+            Work(2 * turned + matrices + features, 2 * products),
+            Work(2 * turned + 2 * (matrices + features), 4 * products),
+        )
+    elif op is fusedops.permute_wigner_inv_edge_to_node:
+        arguments = {"message": message, "edge_index": edges} | back
+        leaves = "message", "wigner_inv"
+        work = _work(
+            Work(turned + matrices + features, products),
+            Work(2 * (turned + matrices) + features, 2 * products),
+        )
+    elif op is fusedops.permute_wigner_inv:
+        arguments = {"message": message} | back
+        leaves = "message", "wigner_inv"
+        work = _work(
+            Work(2 * turned + matrices, products),
+            Work(3 * turned + 2 * matrices, 2 * products),
+        )
+    else:
+        arguments = {"x": x, "radial": radial, "edge_index": edges} | back
+        leaves = "x", "radial", "wigner_inv"
+        moved, products = source.bytes(radial), 2 * count * rows * channels
+        work = _work(
+            Work(moved + matrices + 2 * features, products),
+            Work(2 * (moved + matrices + features), 2 * products),
+        )
+    shape = {"lmax": lmax, "N": nodes, "E": count, "C": channels}
+    raw = {"index": index, "lmax": lmax, "nodes": nodes, "packed": packed}
+    prepare = {"Edges": partial(fusedops.Edges, _tensor_like(index, x), nodes)}
+    return Problem(
+        op, arguments, leaves, shape, work, frozenset({"wigner", "wigner_inv"}), raw, prepare
+    )
+
+
+def _tensor_like(index: np.ndarray, like: Any) -> Any:
+    return sys.modules["torch"].tensor(index, device=like.device) if is_tensor(like) else index
+
+
+def _directions(source: Source, count: int, *, lmax: int, packed: bool = False) -> Problem:
+    vectors = source.normal(count, 3)
+    # Written once, and read with what comes from them in the backward.
+    entries = sum((2 * l + 1) ** 2 for l in range(lmax + 1)) if packed else (lmax + 1) ** 4
+    moved = source.bytes(vectors) * (1 + entries / 3)
+    arguments = {"edge_vec": vectors, "lmax": lmax, "packed": packed}
+    shape = {"lmax": lmax, "E": count}
+    return Problem(wigner_d, arguments, ("edge_vec",), shape, _work(Work(moved), Work(2 * moved)))
+
+
+def _cubes(
+    op: Op,
+    source: Source,
+    count: int,
+    *,
+    voxels: float = 256**3 / 20_000,
+    ordered: bool = False,
+    index: str = "int64",
+    planned: bool = True,
+    edge: int = 17,
+) -> Problem:
+    """Cubes around random points of a periodic grid; `ordered` ones follow each other there.
+
+    The grid has so many voxels for every cube.
+    """
+    grid = max(edge + 1, round((voxels * count) ** (1 / 3)))
+    wa, wbwc = testing.cubes(source.rng, count, (grid,) * 3, (edge,) * 3)
+    if ordered:
+        order = np.argsort(wa[:, edge // 2] + wbwc[:, edge // 2, edge // 2])
+        wa, wbwc = wa[order], wbwc[order]
+    wa, wbwc, size = wa.astype(index), wbwc.astype(index), grid**3
+    scatters = op is fusedops.structured_scatter_add
+    values = source.normal(count, edge, edge, edge) if scatters else source.normal(size)
+    inner = source.bytes(np.empty((count, edge, edge, edge), np.bool_))
+    whole = source.bytes(np.empty(0).reshape(0)) + inner * size // (count * edge**3)
+    # A scatter clears the map and writes it.
+    add, take = Work(inner + 2 * whole, count * edge**3), Work(inner + whole)
+    here = [_tensor_like(array, values) for array in (wa, wbwc)]
+    plan = partial(fusedops.ScatterPlan, *here, size, copy=False)
+
+    def planned_and_used() -> None:
+        made = plan()
+        if not is_tensor(values):
+            made.bins()
+
+    places = {"wa": plan()} if planned else dict(zip(("wa", "wbwc"), here, strict=True))
+    if scatters and not planned:
+        places["map_size"] = size
+    name = "density_cube" if scatters else "grid"
+    work = _work(add, take) if scatters else _work(take, add)
+    shape = {"cubes": count, "edge": edge, "map": grid}
+    raw = {"wa": wa, "wbwc": wbwc, "size": size, "index": index}
+    prepare = {"ScatterPlan": planned_and_used}
+    return Problem(op, {name: values} | places, (name,), shape, work, raw=raw, preparations=prepare)
+
+
+def _atoms(
+    source: Source,
+    count: int,
+    *,
+    anisotropic: bool = False,
+    volume: float = 10.8,
+    spacing: float = 0.5,
+    radius: float | None = None,
+) -> Problem:
+    """Atoms of five Gaussians anywhere in a cubic cell, of so many Å³ for each.
+
+    They reach as far as the rule says, unless told.
+    """
+    voxels = max(24, round((volume * count) ** (1 / 3) / spacing))
+    cell = np.diag([spacing * voxels] * 3)
+    arrays = testing.atoms_in(cell, count, np.random.default_rng(0), anisotropic=anisotropic)
+    far = atom_radius(arrays[1], arrays[4]) if radius is None else np.full(count, radius)
+    return _density(source, arrays, far, cell, (voxels,) * 3, {})
+
+
+def _density(
+    source: Source,
+    arrays: Any,
+    radius: np.ndarray,
+    cell: np.ndarray,
+    grid: tuple[int, int, int],
+    raw: dict[str, Any],
+) -> Problem:
+    names = "xyz", "b", "occupancy", "amplitudes", "widths"
+    given = {name: source.here(array) for name, array in zip(names, arrays, strict=True)}
+    arguments = given | {
+        "cell": source.here(fusedops.Lattice(cell, grid)),
+        "radius": source.here(radius),
+        "on_bad": "skip",
+    }
+    voxel = abs(float(np.linalg.det(cell))) / math.prod(grid)
+    visits = 4 / 3 * math.pi * float((radius**3).sum()) / voxel
+    gaussians = arrays[3].shape[1]
+    atoms, size = source.bytes(*given.values()), source.bytes(np.empty(grid, np.bool_))
+    # Five exponentials for every voxel of an atom's sphere, and as many backward; the operations
+    # are those of the distance and of the sums over Gaussians.
+    work = _work(
+        Work(atoms + size, visits * (8 + 2 * gaussians), visits * gaussians),
+        Work(2 * atoms + size, visits * (16 + 6 * gaussians), visits * gaussians),
+    )
+    shape = {"atoms": len(radius), "map": grid[0]}
+    return Problem(fusedops.gaussian_density, arguments, names[:3], shape, work, raw=raw)
+
+
+def _crystal(source: Source, copies: int, *, spacing: float = 0.66) -> Problem:
+    """Copies of ubiquitin (1ubi) in a larger cell without symmetry, on the grid that gemmi takes.
+
+    Every atom has an isotropic B, raised to suit the voxels, and reaches as far as gemmi has it do
+    at its cutoff of 1e-5 electrons/Å³.
+    """
+    import gemmi
+
+    from fusedops.maps import scattering_atoms
+
+    structure = testing.ubiquitin()
+    for cra in structure.gemmi[0].all():
+        cra.atom.aniso = gemmi.SMat33f(0, 0, 0, 0, 0, 0)
+    atoms = scattering_atoms(structure)
+    blur = atoms.needed_blur(spacing)
+    atoms = atoms.blurred(blur)
+    edges = np.array(structure.gemmi.cell.parameters[:3])
+    side = math.ceil(copies ** (1 / 3))
+    cuts = side, side, math.ceil(copies / side**2)
+    shifts = [edges * at for at in np.ndindex(*cuts)][:copies]
+
+    crystal = gemmi.Structure()
+    crystal.spacegroup_hm = "P 1"
+    crystal.cell = gemmi.UnitCell(*(edges * cuts), 90, 90, 90)
+    model = gemmi.Model(1)
+    for shift in shifts:
+        for chain in structure.gemmi[0]:
+            moved = chain.clone()
+            for residue in moved:
+                for atom in residue:
+                    atom.pos += gemmi.Position(*shift)
+            model.add_chain(moved)
+    model = crystal.add_model(model)
+    calculator = gemmi.DensityCalculatorX()
+    calculator.rate, calculator.d_min, calculator.blur = 1.5, 3 * spacing, blur
+    calculator.set_grid_cell_and_spacegroup(crystal)
+    calculator.initialize_grid()
+    # In the order of the file, which scattering_atoms may change.
+    order = np.argsort(structure._order)
+    reach = np.array([calculator.estimate_radius(cra.atom) for cra in structure.gemmi[0].all()])
+
+    xyz = np.concatenate([atoms.xyz + shift for shift in shifts])
+    alike = atoms.b, atoms.occupancy, atoms.amplitudes, atoms.widths
+    arrays = xyz, *(np.concatenate([array] * copies) for array in alike)
+    grid = calculator.grid
+    matrix = np.array(crystal.cell.orth.mat.tolist())
+    raw = {"calculator": calculator, "structure": crystal}
+    radius = np.concatenate([reach[order]] * copies)
+    return _density(source, arrays, radius, matrix, (grid.nu, grid.nv, grid.nw), raw)
+
+
+def _update(
+    source: Source,
+    residues: int,
+    *,
+    batch: int = 1,
+    channels: int = 128,
+    hidden: int = 128,
+    gate: str = "output",
+    precision: str | None = None,
+) -> Problem:
+    """An outgoing update without a mask, with norms but without biases of projections."""
+    N, B, C, H = residues, batch, channels, hidden
+    G = C if gate == "output" else H
+    arguments = {"x": source.normal(B, N, N, C)}
+    for name, n in (("norm_in", C), ("norm_out", H)):
+        arguments[f"{name}_weight"] = source.normal(n, scale=0.3) + 1
+        arguments[f"{name}_bias"] = source.normal(n, scale=0.3)
+    for name, shape in (
+        ("p_in", (2 * H, C)),
+        ("g_in", (2 * H, C)),
+        ("p_out", (C, H)),
+        ("g_out", (G, C)),
+    ):
+        arguments[f"{name}_weight"] = source.normal(*shape, scale=shape[1] ** -0.5)
+    rows, leaves = B * N * N, tuple(sorted(arguments, key=ARRAYS.index))
+    # x and the output once; left, right, o and the gate written and read, as wide as factors are.
+    # A backward pass counts twice.
+    x = source.bytes(arguments["x"])
+    width = 2 if precision == "fp16" else x // max(1, math.prod(arguments["x"].shape))
+    moved = 2 * x + 2 * rows * width * (3 * H + G)
+    products = 2 * rows * (C * (4 * H + G) + N * H + H * C)
+    work = _work(Work(moved, products), Work(2 * moved, 2 * products))
+    shape = {"N": N, "B": B, "C": C, "H": H}
+    options = {"gate": gate, "precision": precision}
+    op = fusedops.triangle_multiplicative_update
+    return Problem(op, arguments | options, leaves, shape, work)
+
+
+def _planarity_workloads() -> Iterator[Workload]:
+    op = fusedops.planarity_nll
+    cpu = Workload(op, "protein", _planarity, 1, "planes", 100, "cpu")
+    for planes in (1, 500, 5_000, 100_000):
+        yield replace(cpu, size=planes, quick=planes == 5_000)
+    listed = replace(cpu, name="protein as a list", make=partial(_planarity, listed=True))
+    for planes in (500, 5_000, 100_000):
+        yield listed.at(planes)
+    for planes in (602, 20_200, 606_000):
+        yield replace(cpu, size=planes, device="cuda", quick=planes == 20_200)
+
+
+def _conv_workloads() -> Iterator[Workload]:
+    def jet(device: str, B: int, T: int, D: int, dtype: str, quick: bool) -> Iterator[Workload]:
+        for silu in (False, True):
+            make = partial(_conv, batch=B, channels=D, width=4, silu=silu)
+            name = "Jet-Nemotron, SiLU" if silu else "Jet-Nemotron"
+            op, quick = fusedops.dynamic_conv, quick and not silu
+            yield Workload(op, name, make, T, "tokens", 64, device, dtype, quick=quick)
+
+    for B, T, D in ((1, 2048, 1024), (2, 4096, 1536)):
+        for dtype in ("float32", "bfloat16"):
+            yield from jet("cpu", B, T, D, dtype, B == 1 and dtype == "float32")
+    for B in (1, 8):
+        for dtype in ("bfloat16", "float32"):
+            yield from jet("cuda", B, 4096, 1536, dtype, B == 1)
+    make = partial(_step, channels=3072, width=4)
+    op, name = fusedops.dynamic_conv_step, "Jet-Nemotron, a step"
+    step = Workload(op, name, make, 64, "sequences", 64, "cpu", quick=True)
+    yield step
+    for dtype in ("bfloat16", "float32"):
+        yield replace(step, device="cuda", dtype=dtype)
+
+
+def _wigner_workloads() -> Iterator[Workload]:
+    forth, back = fusedops.node_to_edge_wigner_permute, fusedops.permute_wigner_inv_edge_to_node
+    for op in (forth, back):
+        # An element is a sum over channels, or over the rows of a degree of a node's edges.
+        uma = Workload(
+            op, "UMA", partial(_edges, op), 60_000, "edges", 600, "cpu", terms=(600, 1200)
+        )
+        yield replace(uma, prepares=op is forth)
+        yield replace(uma, size=3_000, quick=True)
+        yield replace(uma, name="UMA, packed", make=partial(_edges, op, packed=True))
+        gpu = replace(uma, device="cuda")
+        dense = replace(gpu, make=partial(_edges, op, per_node=160), size=320_000)
+        for dtype in ("float32", "bfloat16"):
+            first = op is forth and dtype == "float32"
+            yield replace(gpu, dtype=dtype, prepares=first, quick=dtype == "float32")
+            yield replace(dense, dtype=dtype)
+        yield replace(gpu, name="MACE, lmax 1", make=partial(_edges, op, lmax=1))
+        make = partial(_edges, op, lmax=4, per_node=15)
+        yield replace(gpu, name="eSCN, lmax 4", make=make, size=30_000)
+    for op in (fusedops.permute_wigner_inv, fusedops.edge_degree_scatter):
+        for device in ("cpu", "cuda"):
+            make = partial(_edges, op)
+            yield Workload(op, "UMA", make, 60_000, "edges", 600, device, terms=(600, 1200))
+    for device in ("cpu", "cuda"):
+        make = partial(_directions, lmax=2)
+        yield Workload(wigner_d, "UMA", make, 60_000, "edges", 600, device, terms=(256, 1024))
+
+
+def _scatter_workloads() -> Iterator[Workload]:
+    def cubes(op: Op, device: str, count: int, voxels: float, **kinds: Any) -> Workload:
+        make = partial(_cubes, op, voxels=voxels, **kinds)
+        terms = (256, 0) if op is scatter else (0, 256)
+        return Workload(op, "TorchRef", make, count, "cubes", 40, device, terms=terms)
+
+    scatter, gather = fusedops.structured_scatter_add, fusedops.structured_gather
+    on_256 = 256**3 / 20_000
+    for ordered in (True, False):
+        name = f"TorchRef, {'sorted' if ordered else 'unsorted'}"
+        planned = cubes(scatter, "cpu", 20_000, on_256, ordered=ordered)
+        yield replace(planned, name=name, prepares=not ordered)
+        listed = cubes(scatter, "cpu", 20_000, on_256, ordered=ordered, planned=False)
+        yield replace(listed, name=f"{name}, no plan")
+    for op in (scatter, gather):
+        yield replace(cubes(op, "cpu", 1_000, on_256), quick=True)
+    yield cubes(gather, "cpu", 20_000, on_256)
+    for op in (scatter, gather):
+        for count, grid in ((50_000, 384), (3_000, 128)):
+            small = count == 3_000
+            gpu = cubes(op, "cuda", count, grid**3 / count)
+            yield replace(gpu, quick=small, prepares=small and op is scatter)
+            gpu = cubes(op, "cuda", count, grid**3 / count, index="int32")
+            yield replace(gpu, name="TorchRef, int32")
+
+
+def _density_workloads() -> Iterator[Workload]:
+    op = fusedops.gaussian_density
+    # Gradients are sums over thousands of voxels.
+    terms = 2048, 8192
+    for kind in ("isotropic", "anisotropic"):
+        make = partial(_atoms, anisotropic=kind == "anisotropic")
+        atoms = Workload(op, kind, make, 20_000, "atoms", 8, "cpu", terms=terms)
+        yield atoms
+        yield replace(atoms, size=500, quick=True)
+        for count, voxels in ((50_000, 320), (3_000, 128)):
+            given = {"spacing": 0.52, "volume": (0.52 * voxels) ** 3 / count, "radius": 4.0}
+            atoms = replace(atoms, make=partial(make, **given), size=count, device="cuda")
+            yield replace(atoms, quick=count == 3_000)
+    crystal = Workload(op, "1ubi, one thread", _crystal, 1, "copies", 1, "cpu", terms=terms)
+    for copies in (1, 17):
+        yield replace(crystal, size=copies, threads=1, needs=("gemmi",))
+
+
+def _trimul_workloads() -> Iterator[Workload]:
+    # Numbers of a few roundings each go through five products and two LayerNorms.
+    op, terms = fusedops.triangle_multiplicative_update, (512, 2048)
+    boltz = Workload(op, "Boltz", _update, 64, "residues", 20, "cpu", terms=terms)
+    for N in (64, 128, 256):
+        yield replace(boltz, size=N, quick=N == 64)
+    small = (64, 1, 128), (128, 1, 128)
+    shapes = (256, 2, 128), (768, 1, 128), (256, 2, 384), (512, 1, 128)
+    for N, B, C in (*small, *shapes, (1024, 1, 128), (768, 1, 384), (1024, 1, 384)):
+        make = partial(_update, batch=B, channels=C)
+        gpu = replace(boltz, size=N, device="cuda", quick=N == 128)
+        half = partial(make, gate="hidden", precision="fp16")
+        yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16")
+        yield replace(gpu, make=make, dtype="bfloat16")
+
+
+#: Every call that is timed.
+WORKLOADS = (
+    *_planarity_workloads(),
+    *_conv_workloads(),
+    *_wigner_workloads(),
+    *_scatter_workloads(),
+    *_density_workloads(),
+    *_trimul_workloads(),
+)
+
+
+def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
+    def sizes(first: int) -> tuple[int, ...]:
+        return tuple(round(first * 10 ** (k / 3)) for k in range(10))
+
+    def of(op: Op, name: str, make: Any, unit: str, **options: Any) -> Workload:
+        return Workload(op, name, make, 0, unit, 1, device, **options)
+
+    gpu = device == "cuda"
+    yield of(fusedops.planarity_nll, "protein", _planarity, "planes"), sizes(600 if gpu else 100)
+    conv = partial(_conv, batch=1, channels=1536 if gpu else 256, width=4)
+    dtype = "bfloat16" if gpu else "float32"
+    name = "Jet-Nemotron"
+    yield of(fusedops.dynamic_conv, name, conv, "tokens", dtype=dtype), sizes(64 if gpu else 16)
+    step = partial(_step, channels=3072, width=4)
+    yield (
+        of(fusedops.dynamic_conv_step, f"{name}, a step", step, "sequences", dtype=dtype),
+        sizes(1),
+    )
+    for op in (
+        fusedops.node_to_edge_wigner_permute,
+        fusedops.permute_wigner_inv_edge_to_node,
+        fusedops.permute_wigner_inv,
+        fusedops.edge_degree_scatter,
+    ):
+        yield of(op, "UMA", partial(_edges, op), "edges"), sizes(300 if gpu else 60)
+    yield of(wigner_d, "UMA", partial(_directions, lmax=2), "edges"), sizes(300 if gpu else 60)
+    for op in (fusedops.structured_scatter_add, fusedops.structured_gather):
+        yield of(op, "TorchRef", partial(_cubes, op), "cubes"), sizes(50 if gpu else 20)
+    atoms = partial(_atoms, spacing=0.52, volume=92.2, radius=4.0) if gpu else _atoms
+    op = fusedops.gaussian_density
+    yield of(op, "isotropic", atoms, "atoms"), sizes(50 if gpu else 20)
+    op, width = fusedops.triangle_multiplicative_update, 128 if gpu else 32
+    update = partial(_update, channels=width, hidden=width)
+    powers = tuple(2**k for k in range(11))
+    yield of(op, "Boltz", update, "residues", dtype=dtype), powers
+
+
+#: By device, a kind of problem of every op with sizes over three decades.
+GROWTH = {device: tuple(_growing(device)) for device in ("cpu", "cuda")}
