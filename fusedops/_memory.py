@@ -84,3 +84,10 @@ def _collect() -> None:
         _free.append(_returned.popleft())
     while sum(block.size for block in _free) > KEPT:
         del _free[0]
+
+
+def release() -> None:
+    """Let go of all memory that nobody holds."""
+    with _lock:
+        _collect()
+        _free.clear()

@@ -557,6 +557,7 @@ def _density(
         Work(2 * atoms + size, visits * (16 + 6 * gaussians), visits * gaussians),
     )
     shape = {"atoms": len(radius), "map": grid[0]}
+    raw = {**raw, "cell": cell}
     return Problem(fusedops.gaussian_density, arguments, names[:3], shape, work, raw=raw)
 
 

@@ -1,0 +1,484 @@
+"""What `fusedops bench` measures: every workload on every backend, beside peers and floors."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fusedops
+from fusedops import _registry
+from fusedops.bench import floors, memory
+from fusedops.bench.peers import PEERS, Peer, Unsuited, versions
+from fusedops.bench.timing import COPIES, Timing, graphed, interleaved, scaled, waiting
+from fusedops.workloads import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    GROWTH,
+    WORKLOADS,
+    Problem,
+    Steps,
+    Workload,
+    errors,
+    steps_of,
+)
+
+NUMPY, TORCH, GRAPH = "NumPy", "torch", "CUDA graph"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and for how many seconds each run.
+
+    `backends` are those to time where they can serve; without any, those that have kernels.
+    """
+
+    device: str = "cpu"
+    ops: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    quick: bool = False
+
+    @property
+    def seconds(self) -> float:
+        if self.quick:
+            return 0.05
+        return 1.5 if self.device == "cpu" else 0.2
+
+    def workloads(self) -> list[Workload]:
+        return [
+            w
+            for w in WORKLOADS
+            if w.device == self.device and self._of(w) and (w.quick or not self.quick)
+        ]
+
+    def growing(self) -> list[tuple[Workload, tuple[int, ...]]]:
+        """Return what grows, over three decades; over two in fewer steps if it is to be quick."""
+        step, count = (2, 7) if self.quick else (1, None)
+        return [(w, sizes[:count:step]) for w, sizes in GROWTH[self.device] if self._of(w)]
+
+    def _of(self, workload: Workload) -> bool:
+        return not self.ops or bool({*names_of(workload.op)} & {*self.ops})
+
+
+def names_of(op: Any) -> tuple[str, str]:
+    """Return by which names an op can be asked for: its own, and that of its module."""
+    return op.__name__, op.__module__.rpartition(".")[2]
+
+
+def op_names() -> list[str]:
+    """Return all names that ops can be asked for."""
+    return list(dict.fromkeys(name for w in WORKLOADS for name in sorted(names_of(w.op))))
+
+
+def backends_of(workload: Workload, asked: Sequence[str]) -> list[_registry.Backend]:
+    """Return the backends to time: those asked for that can serve, or those with kernels.
+
+    Where there are no kernels, the plain formula that is chosen.
+    """
+    able = []
+    for backend in _registry.BACKENDS:
+        if backend.speaks == "torch" and _registry.import_error("torch"):
+            continue
+        name, device = workload.op.primitive.name, workload.device
+        dtype = np.dtype(np.float32)
+        request = _registry.Request(name, backend.speaks, device, dtype, backend.name)
+        if (not asked or backend.name in asked) and _registry.why_not(backend, request) is None:
+            able.append(backend)
+    kernels = [backend for backend in able if backend.module is not None]
+    return able if asked else kernels or able[:1]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A backend or a peer on one workload: what it is called, its steps, and how they are run."""
+
+    who: str
+    how: str
+    steps: Steps
+    backend: str | None = None
+    captured: bool = True
+    error: dict[str, float] | None = None
+
+
+class Bench:
+    """Measurements of one device, in one process."""
+
+    def __init__(self, plan: Plan, advance: Callable[[str], None] = lambda what: None) -> None:
+        self.plan, self.advance = plan, advance
+        self.has_torch = _registry.import_error("torch") is None
+        self.wait = waiting(plan.device)
+        # Of a kind of workload, for one of its runs: its errors, or why there are none.
+        self.checked: dict[Any, dict[str, float] | str] = {}
+        self.skipped = {p.name: why for p in PEERS if (why := self._why_not(p))}
+        if self.has_torch:
+            import torch
+
+            torch.set_num_threads(fusedops.get_num_threads())
+
+    def _why_not(self, peer: Peer) -> str | None:
+        if self.plan.device not in peer.devices:
+            return None
+        return peer.why_not() if self.has_torch else "needs torch"
+
+    def run(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of every op with what was measured of it."""
+        workloads, growing = self.plan.workloads(), self.plan.growing()
+        dtypes = {w.rounds_to or w.dtype for w in [*workloads, *(w for w, _ in growing)]}
+        seconds = max(self.plan.seconds, 0.3)
+        self.advance("rates of the machine")
+        self.rates = floors.measured(self.plan.device, dtypes, seconds, self.has_torch)
+        about = {"machine": machine(self.plan.device), "rates": rates_in_words(self.rates)}
+        for op in dict.fromkeys(w.op for w in workloads):
+            cases = [row for w in workloads if w.op is op for row in self.cases(w)]
+            wrong = {row["who"] for row in cases if row["refused"] and row["ours"]}
+            growth = [
+                row for w, sizes in growing if w.op is op for row in self.growth(w, sizes, wrong)
+            ]
+            peers = {peer.name for peer in PEERS if op.__name__ in peer.ops}
+            skipped = {name: why for name, why in self.skipped.items() if name in peers}
+            yield op.__name__, {**about, "cases": cases, "growth": growth, "skipped": skipped}
+
+    @property
+    def steps(self) -> int:
+        """How often `advance` is called."""
+        return 1 + len(self.plan.workloads()) + sum(len(s) for _, s in self.plan.growing())
+
+    def cases(self, workload: Workload) -> list[dict[str, Any]]:
+        """Return the rows of one workload."""
+        self.advance(f"{workload.op.__name__}, {workload.name}, {workload.size} {workload.unit}")
+        missing = [package for package in workload.needs if _registry.import_error(package)]
+        if missing:
+            self.skipped |= {f"{workload.name}": f"{missing[0]} not installed"}
+            return []
+        threads = fusedops.get_num_threads()
+        try:
+            self._set_threads(workload.threads)
+            return self._cases(workload, (workload.threads or threads) / threads)
+        finally:
+            self._set_threads(threads if workload.threads else None)
+            gc.collect()
+            if self.plan.device == "cuda":
+                import torch
+
+                torch.cuda.empty_cache()
+
+    def _set_threads(self, threads: int | None) -> None:
+        if threads is None:
+            return
+        fusedops.set_num_threads(threads)
+        if self.has_torch:
+            import torch
+
+            torch.set_num_threads(threads)
+
+    def _cases(self, workload: Workload, share: float) -> list[dict[str, Any]]:
+        problem = workload.problem()
+        contestants, rows = self._contestants(workload, problem)
+        for row in rows:
+            row.update(self._about(workload, problem))
+        passes: dict[str, dict[tuple[str, str], Contestant]] = {}
+        for each in contestants:
+            for what in each.steps:
+                passes.setdefault(what, {})[each.who, each.how] = each
+        for what, entries in passes.items():
+            about, floor = self._about(workload, problem), {}
+            if work := problem.work.get(what):
+                floor = self.rates.floors_ms(work, workload.rounds_to or workload.dtype, share)
+                about |= {"work": asdict(work), "floors_ms": floor}
+            for row in self._timed(workload, what, entries):
+                if floor and row["ms"]:
+                    row["over_floor"] = row["ms"] / max(floor.values())
+                rows.append(row | about)
+        return rows
+
+    def _about(self, workload: Workload, problem: Problem) -> dict[str, Any]:
+        return {
+            "op": workload.op.__name__,
+            "workload": workload.name,
+            "size": workload.size,
+            "shape": problem.shape,
+            "dtype": workload.dtype,
+            "threads": workload.threads or fusedops.get_num_threads(),
+        }
+
+    def _contestants(
+        self, workload: Workload, problem: Problem
+    ) -> tuple[list[Contestant], list[dict[str, Any]]]:
+        """Return who takes part, and rows for those that are refused or can't."""
+        chosen, rows = [], []
+        cotangent = problem.cotangent() if problem.leaves else None
+        tensors, seed = problem, cotangent
+        if self.has_torch and problem.framework == "numpy":
+            import torch
+
+            tensors = problem.to(workload.device, workload.dtype)
+            if cotangent is not None:
+                like = next(a for a in tensors.arguments.values() if hasattr(a, "new_tensor"))
+                seed = torch.from_numpy(np.asarray(cotangent)).to(like.dtype)
+        backends = backends_of(workload, self.plan.backends)
+        narrow = workload.dtype in ("bfloat16", "float16")
+        for at, backend in enumerate(backends):
+            hows = [NUMPY] if backend.speaks == "numpy" and self.plan.device == "cpu" else []
+            if narrow:
+                hows = []
+            # The bridge to tensors is the same for all backends of NumPy arrays.
+            if self.has_torch and (backend.speaks == "torch" or at == 0 or narrow):
+                hows.append(TORCH)
+            for how in hows:
+                given, own = (problem, cotangent) if how == NUMPY else (tensors, seed)
+                make = partial(_ours, backend.name)
+                found = self._errors(workload, backend.name, how, make)
+                if reason := _refusal(workload, found):
+                    rows.append(_row(backend.name, how, FORWARD, refused=reason, ours=True))
+                    if not isinstance(found, str):
+                        rows[-1]["error"] = found
+                    continue
+                steps = steps_of(given, backend.name, own)
+                contest = partial(Contestant, backend=backend.name, error=found)
+                if self.plan.device == "cpu":
+                    chosen.append(contest(backend.name, how, steps))
+                    continue
+                if BOTH in steps:
+                    chosen.append(contest(backend.name, how, {BOTH: steps[BOTH]}))
+                    steps = steps | {BACKWARD: given.backward(backend.name, own)}
+                else:
+                    chosen.append(contest(backend.name, how, steps))
+                chosen.append(contest(backend.name, GRAPH, steps))
+        if self.has_torch:
+            for peer in PEERS:
+                self._add_peer(peer, workload, tensors, seed, chosen, rows)
+        if workload.prepares:
+            how = NUMPY if problem.framework == "numpy" else TORCH
+            for name, prepare in problem.preparations.items():
+                chosen.append(Contestant(name, how, {"preparation": prepare}, "", False))
+        return chosen, rows
+
+    def _add_peer(
+        self,
+        peer: Peer,
+        workload: Workload,
+        tensors: Problem,
+        seed: Any,
+        chosen: list[Contestant],
+        rows: list[dict[str, Any]],
+    ) -> None:
+        device = self.plan.device
+        if (
+            workload.op.__name__ not in peer.ops
+            or device not in peer.devices
+            or peer.name in self.skipped
+            or (self.plan.quick and not peer.quick)
+            or (workload.dtype != "float32" and device == "cpu")
+        ):
+            return
+        try:
+            steps = peer.prepare(tensors, seed)
+            found = None
+            if peer.computes:
+                found = self._errors(workload, peer.name, TORCH, peer.prepare)
+                found = None if isinstance(found, str) else found
+        except Unsuited as reason:
+            if str(reason):
+                rows.append(_row(peer.name, TORCH, FORWARD, refused=str(reason)))
+            return
+        except Exception as error:  # whatever other people's code raises is a word in the table
+            rows.append(_row(peer.name, TORCH, FORWARD, refused=_word(error)))
+            return
+        contest = partial(Contestant, peer.name, error=found)
+        if device == "cpu":
+            chosen.append(contest(TORCH, steps))
+            return
+        eager = {what: step for what, step in steps.items() if what == BOTH or not peer.captured}
+        if peer.captured:
+            chosen.append(contest(GRAPH, {FORWARD: steps[FORWARD]}))
+        if eager:
+            chosen.append(contest(TORCH, eager))
+
+    def _errors(self, workload: Workload, who: str, how: str, steps: Any) -> dict[str, float] | str:
+        """Return the errors of a small problem of the same kind, or of this one if it is smaller.
+
+        What went wrong instead, if it did.
+        """
+        small = workload.at(min(workload.size, workload.small))
+        kind = workload.op.__name__, workload.name, workload.make, small.size
+        key = (*map(str, kind), workload.dtype, who, how)
+        if key not in self.checked:
+            framework = "numpy" if how == NUMPY else "torch"
+            try:
+                self.checked[key] = errors(small, steps, framework)
+            except Unsuited:
+                raise
+            except Exception as error:  # a kernel that fails is as wrong as one that errs
+                self.checked[key] = _word(error)
+        return self.checked[key]
+
+    def _timed(
+        self, workload: Workload, what: str, entries: dict[tuple[str, str], Contestant]
+    ) -> list[dict[str, Any]]:
+        """Return a row for every run of one pass, timed in turns."""
+        rows, runs = {}, {}
+        for key, each in entries.items():
+            row = _row(each.who, each.how, what, ours=each.backend is not None, error=each.error)
+            row["error_of"] = min(workload.size, workload.small)
+            rows[key] = row
+            try:
+                row["peak_MB"] = memory.peak_MB(each.steps[what], self.plan.device)
+                step = each.steps[what]
+                runs[key] = graphed(step) if each.how == GRAPH else step
+            except Exception as error:  # what can't be captured or runs out of memory
+                row["refused"] = _word(error)
+        # Where a round is seconds long, some rounds must do.
+        for key, timing in interleaved(runs, self.wait, self.plan.seconds).items():
+            timing = scaled(timing, 1 / COPIES) if key[1] == GRAPH else timing
+            rows[key] |= _times(timing)
+        return list(rows.values())
+
+    def growth(
+        self, workload: Workload, sizes: Sequence[int], wrong: set[str]
+    ) -> list[dict[str, Any]]:
+        """Return the times over sizes, forward and backward, of backends that aren't wrong."""
+        backends = [
+            b.name for b in backends_of(workload, self.plan.backends) if b.name not in wrong
+        ]
+        on_gpu = self.plan.device == "cuda"
+        points: dict[str, list[tuple[int, Timing]]] = {name: [] for name in backends}
+        for size in sizes:
+            self.advance(f"{workload.op.__name__}, growth, {size} {workload.unit}")
+            problem = workload.at(size).problem()
+            cotangent = problem.cotangent() if problem.leaves else None
+            runs = {}
+            for name in backends:
+                given, seed = problem, cotangent
+                if _speaks(name) == "torch" and problem.framework == "numpy":
+                    import torch
+
+                    given = problem.to(self.plan.device, workload.dtype)
+                    seed = None if seed is None else torch.tensor(seed)
+                steps = steps_of(given, name, seed)
+                step = steps.get(BOTH) or steps[FORWARD]
+                runs[name] = graphed(step) if on_gpu else step
+            for name, timing in interleaved(runs, self.wait, self.plan.seconds / 5, 9).items():
+                points[name].append((size, scaled(timing, 1 / COPIES) if on_gpu else timing))
+            del runs
+            gc.collect()
+        what = BOTH if problem.leaves else FORWARD
+        rows = []
+        for name, measured in points.items():
+            at, times = [size for size, _ in measured], [timing.ms for _, timing in measured]
+            overhead, exponent = fitted(at, times)
+            rows.append(
+                {
+                    "op": workload.op.__name__,
+                    "workload": workload.name,
+                    "dtype": workload.dtype,
+                    "who": name,
+                    "how": GRAPH if on_gpu else NUMPY if _speaks(name) == "numpy" else TORCH,
+                    "pass": what,
+                    "unit": workload.unit,
+                    "sizes": at,
+                    "ms": times,
+                    "quartiles_ms": [timing.quartiles_ms for _, timing in measured],
+                    "overhead_ms": overhead,
+                    "exponent": exponent,
+                }
+            )
+        return rows
+
+
+def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
+    """Return the overhead a and the exponent p of a + b Nᵖ, of the least relative errors.
+
+    a and b aren't negative. Of all p in steps of a hundredth, the best is taken.
+    """
+    N, t = np.asarray(sizes, float), np.asarray(times, float)
+    best = (np.inf, 0.0, 0.0)
+    for p in np.arange(0.05, 4, 0.01):
+        power = (N / N[-1]) ** p
+        # Divided by the times, both columns fit ones.
+        columns = np.stack([1 / t, power / t], 1)
+        (a, b), *_ = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)
+        if a < 0 or b < 0:
+            a, b = 0.0, (columns[:, 1].sum()) / (columns[:, 1] ** 2).sum()
+        left = float(((columns @ [a, b] - 1) ** 2).sum())
+        best = min(best, (left, float(a), float(p)))
+    return best[1], round(best[2], 2)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return where and with which versions something is measured."""
+    names = {"fusedops": fusedops.__version__, "python": platform.python_version()}
+    for package in ("numpy", "numba", "torch", "triton"):
+        if _registry.import_error(package) is None:
+            names[package] = importlib.metadata.version(package)
+    name = _processor()
+    if device == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name()
+    return {
+        "name": name,
+        "device": device,
+        "threads": fusedops.get_num_threads(),
+        "versions": names | versions(),
+    }
+
+
+def rates_in_words(rates: floors.Rates) -> dict[str, Any]:
+    return {
+        "copy_GB_s": rates.bytes / 1e9,
+        "product_GFLOP_s": {dtype: rate / 1e9 for dtype, rate in sorted(rates.flops.items())},
+        "exponentials_G_s": rates.exps / 1e9,
+    }
+
+
+def _processor() -> str:
+    """Return the processor's name and the instruction set that the kernels use on it."""
+    level = fusedops.info().instruction_set
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {level or 'no compiled kernels'}"
+
+
+def _speaks(name: str) -> str:
+    return next(backend.speaks for backend in _registry.BACKENDS if backend.name == name)
+
+
+def _ours(backend: str, problem: Problem, cotangent: Any) -> Steps:
+    return steps_of(problem, backend, cotangent)
+
+
+def _refusal(workload: Workload, found: dict[str, float] | str) -> str | None:
+    """Return why a kernel isn't timed: what it raised, or by how much it is off."""
+    if isinstance(found, str):
+        return found
+    off = [
+        f"{name} off by {error:.1e}, {allowed:.1e} allowed"
+        for name, error in found.items()
+        if not error <= (allowed := workload.tolerance(name == "gradient"))
+    ]
+    return "; ".join(off) or None
+
+
+def _word(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"[:200]
+
+
+def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
+    empty = {"refused": None, "error": None, "error_of": None, "ours": False, "work": None}
+    empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "peak_MB": None}
+    empty |= {"floors_ms": {}, "over_floor": None}
+    return {"who": who, "how": how, "pass": what, **empty, **values}
+
+
+def _times(timing: Timing) -> dict[str, Any]:
+    return {"ms": timing.ms, "quartiles_ms": list(timing.quartiles_ms), "rounds": timing.rounds}

@@ -1,0 +1,92 @@
+"""Times of runs that are taken in turns in one process, in CUDA graphs too."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Steps in one CUDA graph, whose own launch then counts for little.
+COPIES = 10
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median and the quartiles of rounds, in ms."""
+
+    ms: float
+    quartiles_ms: tuple[float, float]
+    rounds: int
+
+
+def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
+    """Return the mean time of a run, in ms."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    wait()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+def interleaved(
+    runs: dict[str, Callable[[], Any]],
+    wait: Callable[[], None],
+    seconds: float,
+    rounds: int = 25,
+) -> dict[str, Timing]:
+    """Return the times of every run, taken in turns; so many seconds for each in all.
+
+    Runs that are too long for so many rounds get fewer, five at least.
+    """
+    once = {}
+    for name, run in runs.items():
+        run()
+        wait()
+        once[name] = timed(run, wait, 1) / 1e3
+    if once:
+        rounds = max(5, min(rounds, int(seconds * len(runs) / sum(once.values()))))
+    repeats = {n: max(1, min(100, int(seconds / rounds / each))) for n, each in once.items()}
+    for name, run in runs.items():
+        if repeats[name] > 1:
+            timed(run, wait, min(3, repeats[name]))
+    taken = [
+        {name: timed(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(rounds)
+    ]
+    found = {}
+    for name in runs:
+        low, middle, high = statistics.quantiles([each[name] for each in taken], n=4)
+        found[name] = Timing(middle, (low, high), rounds)
+    return found
+
+
+def waiting(device: str) -> Callable[[], None]:
+    """Return what waits for a device's work."""
+    if device == "cpu":
+        return lambda: None
+    import torch
+
+    return torch.cuda.synchronize
+
+
+def graphed(step: Callable[[], Any], copies: int = COPIES) -> Callable[[], None]:
+    """Return the replay of a CUDA graph that holds several steps, one after the other."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(copies):
+            step()
+    return graph.replay
+
+
+def scaled(timing: Timing, by: float) -> Timing:
+    """Return the times of a part of a run."""
+    low, high = timing.quartiles_ms
+    return Timing(timing.ms * by, (low * by, high * by), timing.rounds)
