@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_info(commands)
+    _add_check(commands)
+    _add_bench(commands)
     _add_planarity(commands)
     _add_density(commands)
     args = parser.parse_args(argv)
@@ -159,6 +161,157 @@ def _info(args: argparse.Namespace) -> int:
     found = fusedops.info()
     print(json.dumps(asdict(found), indent=1) if args.json else found)
     return 0
+
+
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="check every op on every backend that works here",
+        description="The self-test after an installation: every op, forward and gradient, on every "
+        "backend that works here, against the NumPy reference. Exit code 1 if one is wrong.",
+    )
+    parser.set_defaults(run=_check)
+    _add_choice(parser)
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the commands that run ops on backends of a device."""
+    names = [backend.name for backend in BACKENDS]
+    parser.add_argument(
+        "--backend", nargs="+", action="extend", choices=names, metavar="NAME", help="only these"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="the device (default: %(default)s)"
+    )
+
+
+def _check(args: argparse.Namespace) -> int:
+    from fusedops import selfcheck
+
+    devices = (args.device,) if args.device else ("cpu", "cuda")
+    if args.device == "cuda":
+        _needs_gpu()
+    rows = []
+    with _progress("checking", selfcheck.steps(devices, args.backend)) as advance:
+        for row in selfcheck.run(devices, args.backend):
+            rows.append(row)
+            advance()
+    selfcheck.show(rows)
+    failed = [row for row in rows if row.failed]
+    checked = [row for row in rows if row.errors]
+    if failed:
+        print(f"{len(failed)} OF {len(failed) + len(checked)} CHECKS FAILED.")
+    elif not checked:
+        raise CommandError("nothing could be checked: see the reasons above")
+    else:
+        print(f"All {len(checked)} checks passed.")
+    return 1 if failed else 0
+
+
+def _needs_gpu() -> None:
+    _needs("torch", "gpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CommandError("torch sees no GPU")
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="time every op beside its peers and the floors of the machine",
+        description="Time calls as real programs make them, on every backend with kernels, beside "
+        "peers that are installed, and beside the least time that bytes, products and exponentials "
+        "take on this machine. A kernel that is wrong is not timed. Exit code 1 if one is, or if "
+        "something got slower than before.",
+    )
+    parser.set_defaults(run=_bench)
+    _add_choice(parser)
+    parser.set_defaults(device="cpu")
+    parser.add_argument(
+        "--op", nargs="+", action="extend", metavar="NAME", help="only these ops, or modules"
+    )
+    parser.add_argument("--quick", action="store_true", help="small cases, about a minute")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the results, in a file that is there in place of those of the same ops",
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD.json", help="say what got slower since then"
+    )
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results as SVG there")
+    parser.add_argument(
+        "--from",
+        dest="files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing, but compare and draw the results in these files",
+    )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from fusedops.bench import report
+
+    if args.plot:
+        _needs("matplotlib", "cli")
+    try:
+        old = report.read(args.compare) if args.compare else None
+        if args.files:
+            reports = [report.read(path) for path in args.files]
+        else:
+            reports = [_measure(args, report)]
+    except report.ReportError as error:
+        raise CommandError(str(error)) from None
+    wrong = [row for each in reports for row in report.refused(each)]
+    slower = []
+    if old:
+        changes = [change for each in reports for change in report.compared(each, old)]
+        report.show_changes(changes)
+        slower = [change for change in changes if change.slower]
+        print(f"{len(slower)} of {len(changes)} cases are slower than their spreads explain.")
+    if args.plot:
+        from fusedops.bench import plot
+
+        try:
+            for path in plot.draw(reports, args.plot):
+                print(f"Picture: {path}")
+        except OSError as error:
+            raise CommandError(f"{args.plot}: {error.strerror or error}") from None
+    if wrong:
+        who = sorted({f"{row['op']} by {row['who']}" for row in wrong})
+        print(f"NOT TIMED, because wrong: {', '.join(who)}.")
+    return 1 if wrong or slower else 0
+
+
+def _measure(args: argparse.Namespace, report: Any) -> dict[str, Any]:
+    """Return what was measured now, which is in the file with all that the file had."""
+    from fusedops.bench import measure
+
+    for name in args.op or []:
+        if name not in measure.op_names():
+            raise CommandError(f"--op {name}: it should be one of {', '.join(measure.op_names())}")
+    if args.device == "cuda":
+        _needs_gpu()
+    plan = measure.Plan(args.device, tuple(args.op or ()), tuple(args.backend or ()), args.quick)
+    # A file that can't be added to is known before the work, not after it.
+    kept, found = report.start(args.json, args.device), report.new(args.device)
+    blocks = {}
+    with _progress("measuring", plan.steps) as advance:
+        bench = measure.Bench(plan, advance)
+        for op, block in bench.run():
+            blocks[op] = found["ops"][op] = block
+            if args.json:
+                kept["ops"] |= blocks
+                try:
+                    report.save(args.json, kept)
+                except OSError as error:
+                    raise CommandError(f"{args.json}: {error.strerror or error}") from None
+    for op, block in blocks.items():
+        report.show(op, block)
+    return found
 
 
 def _add_planarity(commands: Any) -> None:
@@ -587,18 +740,20 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yield what to call after each of `total` steps; a bar on stderr shows it to a person."""
-    if not sys.stderr.isatty():
-        yield lambda: None
+def _progress(title: str, total: int) -> Iterator[Callable[..., None]]:
+    """Yield what to call after each of `total` steps; a bar on stderr shows it to a person.
+
+    It may be told what comes next. Without rich there is none.
+    """
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda what="": None
         return
-    _needs("rich", "cli")
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda what=title: bar.update(task, advance=1, description=what)
 
 
 def _forced(backend: str | None) -> str | None:

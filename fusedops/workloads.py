@@ -689,7 +689,7 @@ def _wigner_workloads() -> Iterator[Workload]:
     for op in (forth, back):
         # An element is a sum over channels, or over the rows of a degree of a node's edges.
         uma = Workload(
-            op, "UMA", partial(_edges, op), 60_000, "edges", 600, "cpu", terms=(600, 1200)
+            op, "UMA", partial(_edges, op), 60_000, "edges", 120, "cpu", terms=(600, 1200)
         )
         yield replace(uma, prepares=op is forth)
         yield replace(uma, size=3_000, quick=True)
@@ -706,7 +706,7 @@ def _wigner_workloads() -> Iterator[Workload]:
     for op in (fusedops.permute_wigner_inv, fusedops.edge_degree_scatter):
         for device in ("cpu", "cuda"):
             make = partial(_edges, op)
-            yield Workload(op, "UMA", make, 60_000, "edges", 600, device, terms=(600, 1200))
+            yield Workload(op, "UMA", make, 60_000, "edges", 120, device, terms=(600, 1200))
     for device in ("cpu", "cuda"):
         make = partial(_directions, lmax=2)
         yield Workload(wigner_d, "UMA", make, 60_000, "edges", 600, device, terms=(256, 1024))

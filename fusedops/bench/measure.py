@@ -64,6 +64,11 @@ class Plan:
         step, count = (2, 7) if self.quick else (1, None)
         return [(w, sizes[:count:step]) for w, sizes in GROWTH[self.device] if self._of(w)]
 
+    @property
+    def steps(self) -> int:
+        """How often a bench says what comes next."""
+        return 1 + len(self.workloads()) + sum(len(sizes) for _, sizes in self.growing())
+
     def _of(self, workload: Workload) -> bool:
         return not self.ops or bool({*names_of(workload.op)} & {*self.ops})
 
@@ -145,11 +150,6 @@ class Bench:
             peers = {peer.name for peer in PEERS if op.__name__ in peer.ops}
             skipped = {name: why for name, why in self.skipped.items() if name in peers}
             yield op.__name__, {**about, "cases": cases, "growth": growth, "skipped": skipped}
-
-    @property
-    def steps(self) -> int:
-        """How often `advance` is called."""
-        return 1 + len(self.plan.workloads()) + sum(len(s) for _, s in self.plan.growing())
 
     def cases(self, workload: Workload) -> list[dict[str, Any]]:
         """Return the rows of one workload."""

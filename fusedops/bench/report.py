@@ -1,0 +1,175 @@
+"""Results in files, in tables, and beside those of an earlier run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedops import _tables
+
+#: The form of the files, in which this is a number that changes with it.
+SCHEMA = 1
+
+#: Two runs differ by so much in any case: by what else the machine does, and where memory lies.
+ALWAYS = 1.05
+
+
+class ReportError(Exception):
+    """A file is no result of ``fusedops bench``, or not of the same kind; the message says why."""
+
+
+def new(device: str) -> dict[str, Any]:
+    """Return a report of a device without results: one block for each op will be in `ops`."""
+    return {"schema": SCHEMA, "device": device, "ops": {}}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the report in a file.
+
+    Raises
+    ------
+    ReportError
+        If it isn't there, or isn't one.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ReportError(f"{path}: no JSON: {error}") from None
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA or "ops" not in report:
+        raise ReportError(f"{path}: no result of fusedops bench, schema {SCHEMA}")
+    return report
+
+
+def start(path: Path | None, device: str) -> dict[str, Any]:
+    """Return the report that a run adds to: that of the file, whose other ops stay, or a new one.
+
+    Raises
+    ------
+    ReportError
+        If the file is no report of the same device.
+    """
+    if path is None or not path.exists():
+        return new(device)
+    report = read(path)
+    if report["device"] != device:
+        raise ReportError(f"{path}: has results of {report['device']}, not of {device}")
+    return report
+
+
+def save(path: Path, report: dict[str, Any]) -> None:
+    """Write a report; what can't be measured is null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def cases(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for block in report["ops"].values() for row in block["cases"]]
+
+
+def refused(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of our own kernels that weren't timed."""
+    return [row for row in cases(report) if row["ours"] and row["refused"]]
+
+
+def sizes(row: dict[str, Any]) -> str:
+    """Return a row's sizes in a few words."""
+    return ", ".join(f"{name} {value}" for name, value in row["shape"].items())
+
+
+def digits(value: float | None) -> str:
+    """Return three digits of a number, without an exponent."""
+    if value is None:
+        return ""
+    if value == 0:
+        return "0"
+    places = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{places}f}"
+
+
+def show(op: str, block: dict[str, Any]) -> None:
+    """Print an op's results."""
+    headings = ("workload", "dtype", "pass", "who", "how")
+    numbers = ("ms", "quartiles", "over floor", "MB", "error")
+    rows: list[_tables.Row] = []
+    last = None
+    for row in block["cases"]:
+        what = f"{row['workload']}: {sizes(row)}"
+        if last not in (None, what):
+            rows.append(None)
+        cells = [what if what != last else "", row["dtype"], row["pass"], row["who"], row["how"]]
+        last = what
+        if row["refused"]:
+            cells[2] = f"refused: {row['refused']}" if row["ours"] else f"not run: {row['refused']}"
+            rows.append(([*cells, *[""] * len(numbers)], "red" if row["ours"] else "dim"))
+            continue
+        low, high = row["quartiles_ms"]
+        error = max(row["error"].values()) if row["error"] else None
+        cells += [digits(row["ms"]), f"{digits(low)} – {digits(high)}", digits(row["over_floor"])]
+        cells += [
+            "" if row["peak_MB"] is None else f"{row['peak_MB']:,.1f}",
+            "" if error is None else f"{error:.0e}",
+        ]
+        rows.append((cells, None if row["ours"] else "dim"))
+    _tables.show(op, (*headings, *numbers), rows, right=len(numbers))
+    for row in block["growth"]:
+        first, last_size = row["sizes"][0], row["sizes"][-1]
+        print(
+            f"{row['who']}, {row['how']}, {row['pass']}: {digits(row['ms'][0])} ms at {first:,} "
+            f"{row['unit']}, {digits(row['ms'][-1])} ms at {last_size:,}; it grows with the power "
+            f"{row['exponent']:.2f}"
+        )
+    for name, why in block["skipped"].items():
+        print(f"{name} is left out: {why}")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row's time over that of an earlier run, and whether it is slower than spreads explain."""
+
+    row: dict[str, Any]
+    before_ms: float
+    ratio: float
+    slower: bool
+
+
+def compared(new: dict[str, Any], old: dict[str, Any]) -> list[Change]:
+    """Return what became of every row of an older report that was measured again.
+
+    Slower is what takes over `ALWAYS` times as long, with three quarters of its rounds above three
+    quarters of the earlier ones.
+    """
+    before = {_key(row): row for row in cases(old) if row["ms"]}
+    changes = []
+    for row in cases(new):
+        was = before.get(_key(row))
+        if was is None or not row["ms"]:
+            continue
+        ratio = row["ms"] / was["ms"]
+        apart = row["quartiles_ms"][0] > was["quartiles_ms"][1]
+        changes.append(Change(row, was["ms"], ratio, apart and ratio > ALWAYS))
+    return changes
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("op", "workload", "size", "dtype", "pass", "who", "how")
+    return (*(row[name] for name in names), *sorted(row["shape"].items()))
+
+
+def show_changes(changes: Iterable[Change]) -> None:
+    """Print the ratios to an older run."""
+    rows: list[_tables.Row] = []
+    for change in changes:
+        row = change.row
+        what = f"{row['op']}, {row['workload']}: {sizes(row)}"
+        cells = [what, row["dtype"], row["pass"], row["who"], row["how"]]
+        numbers = [digits(change.before_ms), digits(row["ms"]), f"{change.ratio:.2f}"]
+        verdict = "SLOWER" if change.slower else ""
+        rows.append(([*cells, verdict, *numbers], "red" if change.slower else None))
+    headings = ("case", "dtype", "pass", "who", "how", "", "ms before", "ms", "ratio")
+    _tables.show("Compared to before", headings, rows, right=3)

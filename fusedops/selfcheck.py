@@ -1,0 +1,170 @@
+"""``fusedops check``: every op on every backend that works here, against the reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fusedops import _registry, _tables
+from fusedops.workloads import WORKLOADS, Workload, errors, steps_of
+
+
+@dataclass
+class Row:
+    """What a check of an op on a backend found, or `why` it wasn't made.
+
+    `errors` are the largest of all that was run, and `share` the largest as a part of what is
+    allowed.
+    """
+
+    op: str
+    backend: str
+    device: str
+    why: str = ""
+    where: list[tuple[str, str]] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    share: float = 0.0
+    failed: bool = False
+    seconds: float = 0.0
+
+
+def steps(devices: Sequence[str], backends: Sequence[str] | None) -> int:
+    """Return how many rows `run` yields."""
+    return len(list(_pairs(devices, backends)))
+
+
+def run(devices: Sequence[str], backends: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield a row for every op on every backend, of those named or all, on some devices.
+
+    An op is run on small problems of the kinds that `fusedops bench` times, forward and with its
+    gradient: through NumPy arrays, and through torch tensors where torch is. Float64 too, where
+    nothing has to be compiled for it.
+    """
+    for workloads, backend in _pairs(devices, backends):
+        start = time.perf_counter()
+        row = _checked(workloads, backend)
+        row.seconds = time.perf_counter() - start
+        yield row
+
+
+def _pairs(
+    devices: Sequence[str], backends: Sequence[str] | None
+) -> Iterator[tuple[list[Workload], _registry.Backend]]:
+    for device in devices:
+        kinds = _kinds(device)
+        for name in dict.fromkeys(w.op.__name__ for w in kinds):
+            for backend in _registry.BACKENDS:
+                asked = backends is None or backend.name in backends
+                # What runs on one device is a row there alone.
+                here = (backend.name == "triton") == (device == "cuda")
+                if asked and here:
+                    yield [w for w in kinds if w.op.__name__ == name], backend
+
+
+def _kinds(device: str) -> list[Workload]:
+    """Return a small workload of every kind that needs no other package."""
+    kinds: dict[Any, Workload] = {}
+    for workload in WORKLOADS:
+        if workload.device == device and not workload.needs:
+            key = workload.op.__name__, workload.name, workload.dtype
+            kinds.setdefault(key, workload.at(workload.small))
+    return list(kinds.values())
+
+
+def _checked(workloads: list[Workload], backend: _registry.Backend) -> Row:
+    first = workloads[0]
+    row = Row(first.op.__name__, backend.name, first.device)
+    if why := _why_not(first, backend):
+        row.why = why
+        return row
+    for workload in workloads:
+        for framework, dtype in _ways(workload, backend):
+            row.where.append((framework, dtype))
+            try:
+                # What divides by zero says so by its result.
+                with np.errstate(all="ignore"):
+                    found = errors(
+                        workload,
+                        lambda problem, cotangent: steps_of(problem, backend.name, cotangent),
+                        framework,
+                        dtype,
+                    )
+            except Exception as error:  # whatever goes wrong is what the table is for
+                row.failed = True
+                row.why = f"{workload.name}: {type(error).__name__}: {error}".partition("\n")[0]
+                return row
+            for name, off in found.items():
+                share = off / workload.tolerance(name == "gradient", dtype)
+                row.errors[name] = max(off, row.errors.get(name, 0.0))
+                row.share = max(share, row.share)
+                if not share <= 1:
+                    row.failed = True
+                    row.why = f"{workload.name}, {framework} {dtype}: {name} off by {off:.1e}"
+    return row
+
+
+def _why_not(workload: Workload, backend: _registry.Backend) -> str | None:
+    if backend.speaks == "torch" and (missing := _registry.import_error("torch")):
+        return missing
+    if workload.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "torch sees no GPU"
+    request = _registry.Request(
+        workload.op.primitive.name,
+        backend.speaks,
+        workload.device,
+        np.dtype(np.float32),
+        backend.name,
+    )
+    return _registry.why_not(backend, request)
+
+
+def _ways(workload: Workload, backend: _registry.Backend) -> list[tuple[str, str]]:
+    """Return the frameworks and dtypes to check a backend with."""
+    if workload.dtype in ("bfloat16", "float16"):
+        has_torch = _registry.import_error("torch") is None
+        return [("torch", workload.dtype)] if has_torch and backend.name != "numba" else []
+    compiles = backend.name in ("numba", "triton")
+    dtypes = ["float32"] if compiles or workload.rounds_to else ["float32", "float64"]
+    frameworks = []
+    if backend.speaks == "numpy":
+        frameworks.append("numpy")
+    if _registry.import_error("torch") is None:
+        frameworks.append("torch")
+    return [(framework, dtype) for framework in frameworks for dtype in dtypes]
+
+
+def show(rows: list[Row]) -> None:
+    """Print a table; a backend that serves nothing has one line."""
+    headings = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
+    lines: list[_tables.Row] = []
+    absent = {}
+    for row in rows:
+        if row.why and not row.failed:
+            absent.setdefault((row.backend, row.why), []).append(row.op)
+            continue
+        cells = [row.op, row.backend, _arrays(row.where), row.why]
+        for name in ("value", "gradient"):
+            cells.append(f"{row.errors[name]:.0e}" if name in row.errors else "")
+        cells += [f"{row.share:.0%}", f"{row.seconds:.1f}", "FAILED" if row.failed else "ok"]
+        lines.append((cells, "red" if row.failed else None))
+    for (backend, why), ops in absent.items():
+        every = len(ops) == len({row.op for row in rows if row.backend == backend})
+        cells = ["every op" if every else ", ".join(ops), backend, "", why, "", "", "", "", "-"]
+        lines.append((cells, "dim"))
+    _tables.show("Errors against the reference, relative", headings, lines, right=5)
+
+
+def _arrays(where: list[tuple[str, str]]) -> str:
+    """Return in few words whose arrays of which floats were taken."""
+    widths: dict[str, list[str]] = {}
+    for framework, dtype in dict.fromkeys(where):
+        name = "NumPy" if framework == "numpy" else framework
+        widths.setdefault(name, []).append(dtype.replace("float", "f"))
+    return "; ".join(f"{name} {' '.join(dtypes)}" for name, dtypes in widths.items())
