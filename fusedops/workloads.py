@@ -102,9 +102,14 @@ class Problem:
         return self._with(convert)
 
     def rounded(self) -> Problem:
-        """Return the problem with copies of its arrays and tensors in NumPy's float64."""
+        """Return the problem with copies of its arrays and tensors in NumPy's float64.
+
+        Products are those of float64, too.
+        """
 
         def convert(name: str, value: Any) -> Any:
+            if name == "precision":
+                return None
             if isinstance(value, Packed):
                 return value.to("cpu")
             if is_tensor(value) and not value.is_floating_point():
@@ -302,7 +307,7 @@ def errors(
         In place of that of the workload.
     """
     exact = workload.make(Source(), workload.size)
-    cotangent = exact.cotangent() if exact.leaves else None
+    cotangent = exact.rounded().cotangent() if exact.leaves else None
     dtype = dtype or workload.dtype
     if framework == "numpy":
         given = exact.astype(dtype)

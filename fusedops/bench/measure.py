@@ -94,7 +94,8 @@ def backends_of(workload: Workload, asked: Sequence[str]) -> list[_registry.Back
             continue
         name, device = workload.op.primitive.name, workload.device
         dtype = np.dtype(np.float32)
-        request = _registry.Request(name, backend.speaks, device, dtype, backend.name)
+        # Not by name, which has Triton's kernels interpreted on a CPU.
+        request = _registry.Request(name, backend.speaks, device, dtype, None)
         if (not asked or backend.name in asked) and _registry.why_not(backend, request) is None:
             able.append(backend)
     kernels = [backend for backend in able if backend.module is not None]
@@ -284,7 +285,10 @@ class Bench:
             found = None
             if peer.computes:
                 found = self._errors(workload, peer.name, TORCH, peer.prepare)
-                found = None if isinstance(found, str) else found
+                kept = ("value",) if peer.dense else ("value", "gradient")
+                found = (
+                    None if isinstance(found, str) else {n: found[n] for n in kept if n in found}
+                )
         except Unsuited as reason:
             if str(reason):
                 rows.append(_row(peer.name, TORCH, FORWARD, refused=str(reason)))

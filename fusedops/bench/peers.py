@@ -26,7 +26,8 @@ class Peer:
     """A peer of some ops: `prepare` returns its steps from a problem of tensors and a cotangent.
 
     It needs `package`, is there on `devices`, and may be left out of a quick look. Its steps can be
-    `captured` in a CUDA graph or not. One that computes nothing has no error.
+    `captured` in a CUDA graph or not. One that computes nothing has no error; a `dense` one has
+    gradients outside of the blocks of matrices, where ours have none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Peer:
     quick: bool = True
     captured: bool = True
     computes: bool = True
+    dense: bool = False
 
     def why_not(self) -> str | None:
         """Return why the peer can't be timed here, or None."""
@@ -251,7 +253,7 @@ def _dense(problem: Problem) -> tuple[Any, Any]:
     return torch.tensor(problem.raw["index"], device=features.device), order
 
 
-@peer("torch eager", "node_to_edge_wigner_permute")
+@peer("torch eager", "node_to_edge_wigner_permute", dense=True)
 def gathered(problem: Problem, cotangent: Any) -> Steps:
     """Gather, cat and bmm, as in fairchem's general backend."""
     import torch
@@ -265,7 +267,7 @@ def gathered(problem: Problem, cotangent: Any) -> Steps:
     return _steps(turn, problem, cotangent)
 
 
-@peer("torch eager", "permute_wigner_inv_edge_to_node")
+@peer("torch eager", "permute_wigner_inv_edge_to_node", dense=True)
 def summed(problem: Problem, cotangent: Any) -> Steps:
     """The bmm and index_add of the same."""
     import torch

@@ -1,0 +1,242 @@
+"""Pictures of reports: where kernels are under the roof, beside peers, and as problems grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fusedops._registry import BACKENDS
+from fusedops.bench import report as reports
+from fusedops.workloads import BOTH, FORWARD
+
+#: Neither dark nor light, so that text is read on a page of either; the background is clear.
+INK = "#7f8792"
+#: Of ops, in their order: told apart by readers who see no red or green, too.
+COLOURS = (
+    *("#3b82c4", "#e08a1e", "#1f9e77", "#c75d8e", "#8a6fd1"),
+    *("#b0872a", "#38a3b5", "#d1603d", "#6d8f3c", "#9a7b6c"),
+)
+MARKERS = "osD^vP*Xhd"
+
+
+def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw a roofline, ratios to peers and growth, with a panel for every report, as SVG.
+
+    Parameters
+    ----------
+    found : sequence of dict
+        Reports.
+    folder : Path
+        Where to draw; made if it isn't there.
+
+    Returns
+    -------
+    list of Path
+        Of the pictures.
+
+    Raises
+    ------
+    OSError
+        If nothing can be written there.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    style = {
+        "svg.fonttype": "path",
+        "svg.hashsalt": "fusedops",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
+        **dict.fromkeys(("xtick.color", "ytick.color", "axes.titlecolor"), INK),
+        **dict.fromkeys(("grid.color", "legend.edgecolor"), INK),
+        "grid.alpha": 0.25,
+        "savefig.transparent": True,
+    }
+    paths = []
+    with matplotlib.rc_context(style):
+        for name, panel, height in (
+            ("roofline", _roofline, 4.8),
+            ("peers", _peers, max(3.0, 0.19 * max(len(_ratios(each)) for each in found) + 1.2)),
+            ("growth", _growth, 4.8),
+        ):
+            figure = Figure(figsize=(6.2 * len(found), height), layout="constrained")
+            axes = figure.subplots(1, len(found), squeeze=False)[0]
+            for axis, each in zip(axes, found, strict=True):
+                panel(axis, each)
+            paths.append(folder / f"{name}.svg")
+            figure.savefig(paths[-1], metadata={"Date": None})
+    return paths
+
+
+def _where(report: dict[str, Any]) -> str:
+    """Return the machine of a report in a few words."""
+    for block in report["ops"].values():
+        machine = block["machine"]
+        name = machine["name"].partition(",")[0].replace("(R)", "")
+        return name if machine["device"] == "cuda" else f"{name}, {machine['threads']} threads"
+    return report["device"]
+
+
+def _style(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return every op's colour and marker."""
+    return {
+        op: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
+        for i, op in enumerate(report["ops"])
+    }
+
+
+def _best(report: dict[str, Any], key: Any) -> dict[Any, dict[str, Any]]:
+    """Return our fastest row of each key; rows whose key is None don't count."""
+    kernels = {backend.name for backend in BACKENDS}
+    best: dict[Any, dict[str, Any]] = {}
+    for row in reports.cases(report):
+        at = key(row) if row["ms"] and row["who"] in kernels else None
+        if at is not None and (at not in best or row["ms"] < best[at]["ms"]):
+            best[at] = row
+    return best
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (row["op"], row["workload"], row["dtype"], row["pass"], *row["shape"].items())
+
+
+def _roofline(axis: Any, report: dict[str, Any]) -> None:
+    """Draw rates of operations by operations a byte, and what memory and products allow."""
+    styles = _style(report)
+    rows = [
+        row
+        for row in _best(report, _case).values()
+        if row["work"] and row["work"]["flops"] and row["pass"] in (FORWARD, BOTH)
+    ]
+    intensity = [row["work"]["flops"] / row["work"]["bytes"] for row in rows]
+    low, high = min(intensity, default=0.1) / 2, max(intensity, default=100) * 4
+    rates = next((block["rates"] for block in report["ops"].values()), None)
+    if rates:
+        bandwidth = rates["copy_GB_s"]
+        for dtype, top in sorted(rates["product_GFLOP_s"].items(), key=lambda item: item[1]):
+            ridge = max(low, top / bandwidth)
+            axis.plot([low, ridge, max(high, 2 * ridge)], [low * bandwidth, top, top], color=INK)
+            axis.annotate(
+                f"{dtype} products",
+                (max(high, 2 * ridge), top),
+                ha="right",
+                va="bottom",
+                fontsize=7,
+            )
+        axis.text(
+            3 * low,
+            4 * low * bandwidth,
+            f"copy, {bandwidth:,.0f} GB/s",
+            fontsize=7,
+            ha="center",
+            va="bottom",
+            rotation=math.degrees(math.atan(4 / 3 * bandwidth)),
+            rotation_mode="anchor",
+            transform_rotates_text=True,
+        )
+    seen = set()
+    for row, x in zip(rows, intensity, strict=True):
+        colour, marker = styles[row["op"]]
+        rate = row["work"]["flops"] / row["ms"] / 1e6
+        label = None if row["op"] in seen else row["op"]
+        seen.add(row["op"])
+        full = row["pass"] == BOTH
+        axis.plot(
+            x,
+            rate,
+            marker,
+            label=label,
+            markersize=5,
+            color=colour,
+            markerfacecolor=colour if full else "none",
+        )
+    axis.set(xscale="log", yscale="log", title=_where(report))
+    axis.set_xlabel("operations a byte that must move (full: with the gradient)")
+    axis.set_ylabel("GFLOP/s")
+    axis.grid(which="major")
+    _legend(axis, 2)
+
+
+def _ratios(report: dict[str, Any]) -> list[tuple[str, str, float, float]]:
+    """Return op, label, how many times as long a peer takes, and by what that is uncertain.
+
+    On the largest problem of each kind, beside our fastest way to do the same: in CUDA graphs both,
+    or neither.
+    """
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return (*_case(row), row["how"] == "CUDA graph")
+
+    best, known = _best(report, key), {backend.name for backend in BACKENDS}
+    largest: dict[tuple[str, ...], tuple[int, tuple[str, str, float, float]]] = {}
+    for row in reports.cases(report):
+        ours = best.get(key(row))
+        timed = row["ms"] and row["error"] and row["pass"] in (FORWARD, BOTH)
+        if row["who"] in known or not timed or ours is None:
+            continue
+        kind = tuple(row[name] for name in ("op", "who", "pass", "workload", "dtype"))
+        if row["size"] < largest.get(kind, (0,))[0]:
+            continue
+        ratio = row["ms"] / ours["ms"]
+        quartiles = ours["quartiles_ms"][0], row["quartiles_ms"][1]
+        most = quartiles[1] / quartiles[0] / ratio
+        what = "" if row["pass"] == FORWARD else ", with gradient"
+        label = f"{row['who']}: {row['op']}, {row['workload']} {row['size']:,}, {row['dtype']}"
+        largest[kind] = row["size"], (row["op"], f"{label}{what}", ratio, most)
+    return [values for _, values in largest.values()]
+
+
+def _peers(axis: Any, report: dict[str, Any]) -> None:
+    """Draw how many times as long peers take."""
+    styles, ratios = _style(report), _ratios(report)[::-1]
+    for at, (op, _, ratio, most) in enumerate(ratios):
+        # A bar begins at one, which is where both are equally fast.
+        axis.barh(at, ratio - 1, left=1, color=styles[op][0])
+        axis.plot([ratio / most, ratio * most], [at, at], color=INK, linewidth=0.8)
+        axis.annotate(f" {ratio:.1f}", (max(1, ratio * most), at), va="center", fontsize=7)
+    axis.axvline(1, color=INK, linewidth=0.8)
+    axis.set_yticks(range(len(ratios)), [label for _, label, *_ in ratios])
+    axis.tick_params(axis="y", labelsize=6.5, length=0)
+    axis.set(xscale="log", title=_where(report))
+    axis.margins(x=0.12, y=0.01)
+    axis.set_xlabel("times as long as the fastest of ours")
+
+
+def _growth(axis: Any, report: dict[str, Any]) -> None:
+    """Draw times by size, with the fitted exponents."""
+    styles = _style(report)
+    for op, block in report["ops"].items():
+        # The first backend is the one that is chosen.
+        for row in block["growth"][:1]:
+            colour, marker = styles[op]
+            axis.plot(
+                row["sizes"],
+                row["ms"],
+                f"-{marker}",
+                color=colour,
+                markersize=3.5,
+                linewidth=1,
+                label=f"{op}, {row['unit']}: {row['exponent']:.2f}",
+            )
+    axis.set(xscale="log", yscale="log", title=_where(report), xlabel="N")
+    axis.set_ylabel("ms, with the gradient where there is one")
+    axis.grid(which="major")
+    _legend(axis, 2, title="op, N: exponent")
+
+
+def _legend(axis: Any, columns: int, **options: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(
+            ncols=columns,
+            fontsize=6.5,
+            title_fontsize=6.5,
+            frameon=False,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.13),
+            **options,
+        )

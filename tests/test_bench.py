@@ -1,0 +1,395 @@
+"""`fusedops bench`: that it measures what it says, refuses what is wrong, and sees what slows."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import fusedops
+from fusedops import _registry, cli
+from fusedops.bench import measure, memory, report
+from fusedops.bench.floors import Rates
+from fusedops.bench.measure import Bench, Plan, fitted
+from fusedops.bench.timing import interleaved
+from fusedops.wigner import wigner_d
+from fusedops.workloads import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    GROWTH,
+    WORKLOADS,
+    Source,
+    Work,
+    errors,
+    steps_of,
+)
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+RATES = Rates(1e10, dict.fromkeys(("float32", "bfloat16"), 1e11), 1e9)
+OPS = [getattr(fusedops, name) for name in fusedops.__all__]
+OPS = [wigner_d, *(op for op in OPS if hasattr(op, "explain"))]
+SMALL = list({(w.op.__name__, w.name): w for w in WORKLOADS if not w.needs}.values())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Time for a moment, at rates that nobody has to measure."""
+    monkeypatch.setattr(Plan, "seconds", 0.001)
+    monkeypatch.setattr(measure.floors, "measured", lambda *args: RATES)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_op_has_a_workload_and_grows(device):
+    ops = {op.__name__ for op in OPS}
+    assert len(ops) == 12
+    assert {w.op.__name__ for w in WORKLOADS if w.device == device} == ops
+    assert {w.op.__name__ for w, _ in GROWTH[device]} == ops
+    for _, sizes in GROWTH[device]:
+        assert sizes[-1] / sizes[0] >= 999
+        assert list(sizes) == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op.__name__}-{w.name}")
+def test_a_workload_says_what_it_is(workload):
+    problem = workload.make(Source("float32"), workload.small)
+    assert problem.op is workload.op
+    assert list(problem.work) == ([FORWARD, BACKWARD, BOTH] if problem.leaves else [FORWARD])
+    assert all(work.bytes > 0 for work in problem.work.values())
+    (value,) = problem.forward(None)()
+    # The least that a forward pass moves is what it is about, and its value.
+    first = next(a for a in problem.arguments.values() if isinstance(a, np.ndarray))
+    assert problem.work[FORWARD].bytes >= 0.99 * (first.nbytes + np.asarray(value).nbytes)
+
+
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=needs_torch)])
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.op.__name__}-{w.name}")
+def test_backward_alone_is_the_gradient(workload, framework):
+    small = workload.make(Source("float32"), min(workload.small, 40))
+    if not small.leaves:
+        pytest.skip("it has no gradient")
+    if framework == "torch":
+        small = small.to("cpu", "float32")
+    cotangent = small.cotangent()
+    _, *gradients = small.both(None, cotangent)()
+    alone = small.backward(None, cotangent)()
+    assert len(alone) == len(gradients) == len(small.leaves)
+    for name, one, other in zip(small.leaves, alone, gradients, strict=True):
+        assert tuple(one.shape) == tuple(small.arguments[name].shape)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_interleaved_runs_take_turns():
+    taken = []
+    runs = {name: lambda name=name: taken.append(name) for name in "ab"}
+    times = interleaved(runs, lambda: None, seconds=1e-9, rounds=7)
+    rounds = "".join(taken).replace("aaaa", "").replace("bbbb", "")
+    assert rounds.endswith("ab" * 5)
+    for timing in times.values():
+        low, high = timing.quartiles_ms
+        assert 0 < low <= timing.ms <= high
+        assert timing.rounds >= 5
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.37])
+@pytest.mark.parametrize("overhead", [0.0, 3.0])
+def test_the_exponent_of_known_growth(exponent, overhead):
+    sizes = [10, 31, 100, 316, 1000, 3162, 10000]
+    rng = np.random.default_rng(0)
+    exact = [overhead + 1e-3 * n**exponent for n in sizes]
+    got = fitted(sizes, exact)
+    assert got[1] == pytest.approx(exponent, abs=0.02)
+    assert got[0] == pytest.approx(overhead, abs=0.05 + 0.05 * overhead)
+    noisy = [t * f for t, f in zip(exact, rng.uniform(0.95, 1.05, len(sizes)), strict=True)]
+    assert fitted(sizes, noisy)[1] == pytest.approx(exponent, abs=0.15)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the peak of a step")
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=needs_torch)])
+def test_peak_memory_counts_results_and_temporaries(framework):
+    # Of 64 MB, more than the C library keeps for the next ones.
+    x, live = np.ones(2**24, np.float32), 2
+    if framework == "torch":
+        import torch
+
+        # Which doesn't reuse the memory of temporaries, as NumPy does.
+        x, live = torch.from_numpy(x), 3
+    assert memory.peak_MB(lambda: x + 1, "cpu") == pytest.approx(64, rel=0.1)
+    peak = memory.peak_MB(lambda: (x + 1) * (x - 1) + 2 * x, "cpu")
+    assert peak == pytest.approx(64 * live, rel=0.1)
+    assert memory.peak_MB(lambda: None, "cpu") == pytest.approx(0, abs=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the peak of a step")
+def test_peak_memory_counts_what_the_pool_hands_out():
+    x, kernels = np.ones((1, 16384, 1024), np.float32), np.ones((1024, 4), np.float32)
+    peak = memory.peak_MB(lambda: fusedops.dynamic_conv(x, kernels), "cpu")
+    assert peak == pytest.approx(64, rel=0.1)
+
+
+def test_the_floor_is_the_longest_of_what_must_be_done():
+    floors = RATES.floors_ms(Work(1e7, 2e8, 4e6), "float32", share=0.5)
+    assert floors == pytest.approx({"bytes": 1.0, "FLOP": 4.0, "exponentials": 8.0})
+    assert list(RATES.floors_ms(Work(1e7), "float32")) == ["bytes"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_has_its_json_and_its_table(tmp_path, capsys):
+    path = tmp_path / "new" / "cpu.json"
+    arguments = ["bench", "--quick", "--op", "planarity", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "planarity_nll" in out
+    assert "over floor" in out
+    assert "it grows with the power" in out
+    found = report.read(path)
+    (block,) = found["ops"].values()
+    assert found["device"] == block["machine"]["device"] == "cpu"
+    assert block["machine"]["threads"] == fusedops.get_num_threads()
+    assert {"fusedops", "numpy", "python"} <= block["machine"]["versions"].keys()
+    assert set(block["rates"]) == {"copy_GB_s", "product_GFLOP_s", "exponentials_G_s"}
+    ours = [row for row in block["cases"] if row["ours"]]
+    assert {row["pass"] for row in ours} == {FORWARD, BOTH}
+    for row in block["cases"]:
+        low, high = row["quartiles_ms"]
+        assert 0 < low <= row["ms"] <= high
+        assert row["rounds"] >= 5
+        assert row["over_floor"] == pytest.approx(row["ms"] / max(row["floors_ms"].values()))
+    for row in ours:
+        assert set(row["error"]) == {"value", "gradient"}
+        assert row["error_of"] == 100
+        assert (row["peak_MB"] is None) == (sys.platform != "linux")
+    for row in block["growth"]:
+        assert len(row["sizes"]) == len(row["ms"]) == 4
+        assert row["sizes"][-1] >= 99 * row["sizes"][0]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_of_one_op_leaves_the_others_in_the_file(tmp_path, capsys):
+    path = tmp_path / "cpu.json"
+    given = report.new("cpu")
+    given["ops"] = {"another": {"cases": [], "growth": []}, "dynamic_conv_step": "old"}
+    report.save(path, given)
+    command = ["bench", "--quick", "--op", "dynamic_conv_step", "--backend", "numpy"]
+    assert cli.main([*command, "--json", str(path)]) == 0
+    after = report.read(path)["ops"]
+    assert after["another"] == given["ops"]["another"]
+    rows = after["dynamic_conv_step"]["cases"]
+    assert {row["who"] for row in rows if row["ours"]} == {"numpy"}
+    assert "another" not in capsys.readouterr().out
+
+
+def wrong_kernel(monkeypatch, primitive, backend, output):
+    """Let a kernel be off in one element by a hundred-thousandth of the largest."""
+    request = _registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), backend)
+    genuine = _registry.choose(request)[1]
+
+    def wrong(*args):
+        genuine(*args)
+        if args[output] is not None:
+            args[output].flat[args[output].size // 2] += 1e-5 * np.abs(args[output]).max()
+
+    monkeypatch.setitem(_registry._kernels, (primitive, backend), wrong)
+    monkeypatch.setattr(_registry, "_chosen", {})
+
+
+needs_numba = pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None, reason="numba is not installed"
+)
+
+
+@needs_numba
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("primitive", ["structured_scatter_add", "structured_gather"])
+def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, monkeypatch, primitive):
+    """One in the forward pass, and one that only the gradient meets."""
+    wrong_kernel(monkeypatch, primitive, "numba", -1)
+    path = tmp_path / "cpu.json"
+    command = ["bench", "--quick", "--op", "structured_gather", "--json", str(path)]
+    assert cli.main([*command, "--backend", "numba", "numpy"]) == 1
+    out = capsys.readouterr().out
+    assert "NOT TIMED, because wrong: structured_gather by numba." in out
+    assert "refused" in out
+    (block,) = report.read(path)["ops"].values()
+    off = [row for row in block["cases"] if row["who"] == "numba"]
+    assert {row["how"] for row in off} == {"NumPy", *(["torch"] if HAS_TORCH else [])}
+    for row in off:
+        assert row["ms"] is None
+        assert "off by" in row["refused"]
+        assert max(row["error"].values()) > 1e-6
+    good = [row for row in block["cases"] if row["who"] == "numpy"]
+    assert all(row["ms"] and not row["refused"] for row in good)
+    assert {row["who"] for row in block["growth"]} == {"numpy"}
+
+
+@needs_numba
+@pytest.mark.usefixtures("quick")
+def test_a_kernel_that_fails_is_not_timed(capsys, monkeypatch):
+    def fails(*args):
+        raise ZeroDivisionError("no")
+
+    monkeypatch.setitem(_registry._kernels, ("dynamic_conv_step", "numba"), fails)
+    monkeypatch.setattr(_registry, "_chosen", {})
+    command = ["bench", "--quick", "--op", "dynamic_conv_step", "--backend", "numba"]
+    assert cli.main(command) == 1
+    assert "ZeroDivisionError: no" in capsys.readouterr().out
+
+
+def rows_of(*times):
+    """A report of one op with a case for every (who, q1, median, q3)."""
+    cases = [
+        {
+            **{"op": "dynamic_conv", "workload": "Jet", "size": 7, "shape": {"T": 7}},
+            **{"dtype": "float32", "pass": FORWARD, "who": who, "how": "NumPy", "ours": True},
+            **{"ms": ms, "quartiles_ms": [low, high], "refused": None},
+        }
+        for who, low, ms, high in times
+    ]
+    return {**report.new("cpu"), "ops": {"dynamic_conv": {"cases": cases, "growth": []}}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "slower"),
+    [
+        ((0.9, 1.0, 1.1), (0.9, 1.0, 1.1), False),
+        ((0.9, 1.0, 1.1), (1.0, 1.2, 1.4), False),  # spreads overlap
+        ((0.99, 1.0, 1.01), (1.02, 1.03, 1.04), False),  # apart, but by as little as any two runs
+        ((0.9, 1.0, 1.1), (1.2, 1.3, 1.4), True),
+        ((1.2, 1.3, 1.4), (0.9, 1.0, 1.1), False),  # faster
+    ],
+)
+def test_what_is_slower(before, after, slower):
+    (change,) = report.compared(rows_of(("cython", *after)), rows_of(("cython", *before)))
+    assert change.slower == slower
+    assert change.ratio == pytest.approx(after[1] / before[1])
+
+
+def test_comparing_files(tmp_path, capsys):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    report.save(old, rows_of(("cython", 0.9, 1.0, 1.1), ("numba", 1.9, 2.0, 2.1)))
+    report.save(new, rows_of(("numba", 2.9, 3.0, 3.1), ("cython", 0.8, 0.9, 1.0), ("x", 1, 2, 3)))
+    command = ["bench", "--from", str(new), "--compare"]
+    assert cli.main([*command, str(old)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("SLOWER") == 1
+    assert "1.50" in out
+    assert "1 of 2 cases" in out
+    assert cli.main([*command, str(new)]) == 0
+    assert "0 of 3 cases" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "No such file"),
+        ("{", "no JSON"),
+        ("[]", "no result of fusedops bench"),
+        ('{"schema": 0, "ops": {}}', "no result of fusedops bench"),
+    ],
+)
+def test_what_is_no_report(tmp_path, capsys, content, problem):
+    path = tmp_path / "old.json"
+    if content:
+        path.write_text(content)
+    assert cli.main(["bench", "--from", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert problem in line
+    assert "old.json" in line
+
+
+def test_a_file_of_another_device_is_left_alone(tmp_path, capsys):
+    path = tmp_path / "h200.json"
+    report.save(path, report.new("cuda"))
+    before = path.read_bytes()
+    assert cli.main(["bench", "--quick", "--op", "planarity", "--json", str(path)]) == 2
+    assert "of cuda, not of cpu" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_an_op_that_there_is_not(capsys):
+    assert cli.main(["bench", "--op", "convolution"]) == 2
+    assert "dynamic_conv" in capsys.readouterr().err
+
+
+def test_a_row_of_one_device_and_dtype_is_one_row():
+    """Rows of different cases have different keys, so that none is compared to another."""
+    for device in ("cpu", "cuda"):
+        keys = []
+        for w in WORKLOADS:
+            if w.device == device and not w.needs:
+                make = getattr(w.make, "keywords", {})
+                keys.append((w.op.__name__, w.name, w.size, w.dtype, str(make)))
+        assert len(keys) == len(set(keys))
+
+
+def test_a_table_without_rich(capsys, monkeypatch):
+    found = importlib.util.find_spec
+    missing = lambda name, *rest: None if name == "rich" else found(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    given = copy.deepcopy(rows_of(("cython", 0.9, 1.0, 1.1)))
+    report.show_changes(report.compared(given, given))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Compared to before"
+    assert lines[1].split()[:2] == ["case", "dtype"]
+    assert lines[2].endswith("1.00")
+
+
+def test_pictures_of_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    bench = Bench(Plan(ops=("dynamic_conv_step",), quick=True))
+    bench.rates = RATES
+    (workload,) = bench.plan.workloads()
+    rows = bench.cases(workload)
+    growth = bench.growth(*bench.plan.growing()[0], set())
+    about = {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(RATES)}
+    given = report.new("cpu")
+    given["ops"]["dynamic_conv_step"] = {**about, "cases": rows, "growth": growth, "skipped": {}}
+    path = tmp_path / "cpu.json"
+    report.save(path, given)
+    folder = tmp_path / "pictures"
+    command = ["bench", "--from", str(path), str(path), "--plot", str(folder)]
+    assert cli.main(command) == 0
+    assert {p.name for p in folder.iterdir()} == {"roofline.svg", "peers.svg", "growth.svg"}
+    for picture in folder.iterdir():
+        assert picture.read_text().startswith("<?xml")
+
+
+@needs_torch
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_peers_compute_the_same(device):
+    """All that need no other package, on the CPU, whatever device they are for."""
+    from fusedops.bench.peers import PEERS, Unsuited
+
+    seen = set()
+    for workload in SMALL:
+        for peer in PEERS:
+            suits = workload.op.__name__ in peer.ops and device in peer.devices
+            if not suits or peer.package or not peer.computes or not peer.quick:
+                continue
+            small = replace(workload, size=min(workload.small, 40), device="cpu")
+            try:
+                found = errors(small, peer.prepare, "torch", "float32")
+            except Unsuited:
+                continue
+            seen.add((peer.name, workload.op.__name__))
+            # eigh in float32 is good to half of its digits.
+            assert found["value"] < 1e-5, (peer.name, workload.name)
+            assert peer.dense or found["gradient"] < 1e-4, (peer.name, workload.name)
+    assert len(seen) == 7
+
+
+def test_json_has_no_nan():
+    with pytest.raises(ValueError, match="Out of range"):
+        json.dumps({"ms": float("nan")}, allow_nan=False)
+
+
+def test_steps_of_a_problem_without_a_gradient():
+    workload = next(w for w in WORKLOADS if w.op is fusedops.dynamic_conv_step)
+    problem = workload.make(Source("float32"), 2)
+    assert list(steps_of(problem, "numpy", None)) == [FORWARD]
