@@ -393,3 +393,68 @@ def test_steps_of_a_problem_without_a_gradient():
     workload = next(w for w in WORKLOADS if w.op is fusedops.dynamic_conv_step)
     problem = workload.make(Source("float32"), 2)
     assert list(steps_of(problem, "numpy", None)) == [FORWARD]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let the CPU pass for a GPU, whose graphs are their steps; small problems, in plain torch."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Elsewhere(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            args = tuple("cpu" if isinstance(a, str) and a == "cuda" else a for a in args)
+            kwargs = dict(kwargs or {})
+            if kwargs.get("device") == "cuda":
+                kwargs["device"] = "cpu"
+            return func(*args, **kwargs)
+
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
+    monkeypatch.setattr(_registry.Packed, "to", lambda self, device: self)
+    monkeypatch.setattr(fusedops.ScatterPlan, "to", lambda self, device: self)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    captured = []
+
+    def graphed(step, copies=10):
+        captured.append(step)
+        return step
+
+    monkeypatch.setattr(measure, "graphed", graphed)
+    kinds = {(w.op.__name__, w.name, w.dtype): w for w in WORKLOADS if w.device == "cuda"}
+    small = [replace(w, size=min(w.small, 4), quick=True) for w in kinds.values()]
+    monkeypatch.setattr(measure, "WORKLOADS", small)
+    growing = [(w, [2, 4, 8]) for w, _ in GROWTH["cuda"]]
+    monkeypatch.setattr(measure, "GROWTH", {"cuda": growing})
+    with Elsewhere():
+        yield captured
+
+
+@needs_torch
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("module", ["planarity", "conv", "wigner", "scatter", "density", "trimul"])
+def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
+    dtypes = ("float32", "float16", "bfloat16")
+    rates = Rates(1e12, dict.fromkeys(dtypes, 1e14), 1e12)
+    monkeypatch.setattr(measure.floors, "measured", lambda *args: rates)
+    plan = Plan("cuda", (module,), ("torch",), quick=True)
+    said = []
+    for op, block in Bench(plan, said.append).run():
+        ours = [row for row in block["cases"] if row["ours"]]
+        assert not [row["refused"] for row in block["cases"] if row["ours"] and row["refused"]]
+        assert all(row["ms"] > 0 and row["peak_MB"] == 0 for row in ours)
+        passes = {(row["how"], row["pass"]) for row in ours if row["pass"] != "preparation"}
+        if op == "dynamic_conv_step":
+            assert passes == {("CUDA graph", FORWARD), ("torch", FORWARD)}
+        else:
+            graphs = {("CUDA graph", what) for what in (FORWARD, BACKWARD, BOTH)}
+            assert passes == graphs | {("torch", BOTH)}
+        assert [row["how"] for row in block["growth"]] == ["CUDA graph"]
+        json.dumps(block, allow_nan=False)
+    assert len(said) == plan.steps
+    assert on_a_gpu

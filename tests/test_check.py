@@ -1,0 +1,136 @@
+"""`fusedops check`: that it runs everything that works, and sees what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import fusedops
+from fusedops import _registry, cli, selfcheck
+from fusedops.wigner import wigner_d
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+OPS = [wigner_d.__name__]
+OPS += [name for name in fusedops.__all__ if hasattr(getattr(fusedops, name), "explain")]
+
+WITHOUT = """
+import importlib.util, sys
+hidden = {hidden!r}
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Finder())
+genuine = importlib.util.find_spec
+importlib.util.find_spec = lambda n, *a: None if n.partition(".")[0] in hidden else genuine(n, *a)
+from fusedops import cli
+sys.exit(cli.main({command!r}))
+"""
+
+
+def run_without(hidden, command):
+    code = WITHOUT.format(hidden=hidden, command=command)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_every_op_is_checked_on_numpy(capsys):
+    assert cli.main(["check", "--device", "cpu", "--backend", "numpy"]) == 0
+    out = capsys.readouterr().out
+    for name in OPS:
+        assert name in out
+    assert f"All {len(OPS)} checks passed." in out
+    assert "FAILED" not in out
+
+
+def test_with_numpy_alone():
+    """And the compiled kernels, where there are any; the table is plain then."""
+    hidden = ["torch", "triton", "numba", "rich", "gemmi", "matplotlib", "scipy", "threadpoolctl"]
+    done = run_without(hidden, ["check"])
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Errors against the reference")
+    assert lines[-1].endswith("checks passed.")
+    for backend in ("numba", "triton", "torch"):
+        (line,) = [line for line in lines if line.startswith("every op") and backend in line]
+        assert "is not installed" in line
+    served = [line.split()[1] for line in lines[2:-1] if line.split()[0] in OPS]
+    assert served.count("numpy") == len(OPS)
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_a_gpu_that_there_is_not(command):
+    done = run_without(["torch"], [command, "--device", "cuda"])
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        'fusedops: torch is not installed: pip install "fusedops[gpu]"'
+    ]
+
+
+def test_nothing_to_check(capsys):
+    done = run_without(["torch"], ["check", "--backend", "torch"])
+    assert done.returncode == 2
+    assert "nothing could be checked" in done.stderr
+
+
+BROKEN = [
+    ("planarity_nll", "planarity_nll", -1),
+    ("dynamic_conv", "dynamic_conv", -2),
+    ("dynamic_conv_vjp", "dynamic_conv", -4),
+    ("dynamic_conv_step", "dynamic_conv_step", -1),
+    ("structured_gather", "structured_scatter_add", -1),
+    ("gaussian_density_vjp", "gaussian_density", -1),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+@pytest.mark.parametrize(("primitive", "op", "output"), BROKEN)
+def test_a_wrong_kernel_fails_the_check(monkeypatch, primitive, op, output):
+    """In the forward pass, or in the gradient alone; others are right as before."""
+    request = _registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), "numba")
+    genuine = _registry.choose(request)[1]
+
+    def wrong(*args):
+        genuine(*args)
+        if args[output] is not None:
+            args[output].flat[args[output].size // 2] += 1e-5 * np.abs(args[output]).max()
+
+    kinds = [w for w in selfcheck.WORKLOADS if w.op.__name__ in (op, "wigner_d")]
+    monkeypatch.setattr(selfcheck, "WORKLOADS", kinds)
+    monkeypatch.setitem(_registry._kernels, (primitive, "numba"), wrong)
+    monkeypatch.setattr(_registry, "_chosen", {})
+    rows = {(row.op, row.backend): row for row in selfcheck.run(["cpu"], ["numba", "numpy"])}
+    failed = rows.pop((op, "numba"))
+    assert failed.failed
+    assert "off by" in failed.why
+    assert failed.share > 1
+    assert not any(row.failed for row in rows.values())
+
+
+def test_a_failure_is_the_exit_code(capsys, monkeypatch):
+    """Shown in its row, and in the last line."""
+
+    def fails(*args):
+        raise ZeroDivisionError("no\nmore")
+
+    kinds = [w for w in selfcheck.WORKLOADS if w.op is fusedops.dynamic_conv_step]
+    monkeypatch.setattr(selfcheck, "WORKLOADS", kinds)
+    monkeypatch.setattr(fusedops.dynamic_conv_step.primitive, "formula", fails)
+    monkeypatch.setattr(_registry, "_chosen", {})
+    assert cli.main(["check", "--device", "cpu", "--backend", "numpy"]) == 1
+    out = capsys.readouterr().out
+    assert "ZeroDivisionError: no" in out
+    assert "1 OF 1 CHECKS FAILED." in out
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+def test_tensors_are_checked_too():
+    (row,) = [r for r in selfcheck.run(["cpu"], ["numpy"]) if r.op == "dynamic_conv"]
+    assert {framework for framework, _ in row.where} == {"numpy", "torch"}
+    assert {dtype for _, dtype in row.where} == {"float32", "float64", "bfloat16"}
