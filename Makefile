@@ -11,9 +11,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
-	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/data/* gpukern/*.py)
+	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/data/* gpukern/*.py)
 
-.PHONY: help demo test lint wheel clean
+.PHONY: help demo bench test lint wheel clean
 .NOTPARALLEL:
 
 help:
@@ -21,6 +21,9 @@ help:
 
 demo: .venv/demo ## show every op on every backend that works here
 	$(BIN)/fusedops demo
+
+bench: .venv/bench ## time every op beside its peers and floors (BENCH="--quick --plot out")
+	$(BIN)/fusedops bench $(BENCH)
 
 # From another folder, where a test and its `python -c` can't import the source tree.
 test: .venv/test ## test the installed package, on CPU
@@ -58,9 +61,16 @@ clean: ## remove .venv, dist and caches
 	touch $@
 
 # torch first: a build of it with CUDA brings the Triton that it goes with.
-.venv/test: .venv/demo
+.venv/torch: .venv/demo
 	$(PIP) install '$(TORCH)'
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	touch $@
+
+.venv/bench: .venv/torch
+	$(PIP) install "$(WHEEL)[bench]"
+	touch $@
+
+.venv/test: .venv/torch
 	$(PIP) install "$(WHEEL)[test]"
 	touch $@
 

@@ -111,7 +111,7 @@ class Problem:
             if name == "precision":
                 return None
             if isinstance(value, Packed):
-                return value.to("cpu")
+                return value if value.device == "cpu" else value.to("cpu")
             if is_tensor(value) and not value.is_floating_point():
                 return value.cpu().numpy()
             floats = is_tensor(value) or (isinstance(value, np.ndarray) and value.dtype.kind == "f")

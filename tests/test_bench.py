@@ -40,9 +40,15 @@ SMALL = list({(w.op.__name__, w.name): w for w in WORKLOADS if not w.needs}.valu
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Time for a moment, at rates that nobody has to measure."""
+    """Time for a moment with one thread, at rates that nobody has to measure."""
     monkeypatch.setattr(Plan, "seconds", 0.001)
     monkeypatch.setattr(measure.floors, "measured", lambda *args: RATES)
+    threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+    fusedops.set_num_threads(1)
+    yield
+    fusedops.set_num_threads(None)
+    if threads:
+        sys.modules["torch"].set_num_threads(threads)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
