@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -464,3 +465,29 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
         json.dumps(block, allow_nan=False)
     assert len(said) == plan.steps
     assert on_a_gpu
+
+
+def test_the_tables_of_the_readme(tmp_path):
+    root = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("tables", root / "bench/tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = (root / "README.md").read_text()
+    places = {match[1:3] for match in tables.PART.findall(text)}
+    assert places == {(m, d) for m in set(tables.MODULES.values()) for d in ("cpu", "h200")}
+
+    given = rows_of(("cython", 0.9, 1.0, 1.1), ("numba", 1.9, 2.0, 2.1))
+    block = given["ops"]["dynamic_conv"]
+    block |= {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(RATES)}
+    for row in block["cases"]:
+        row |= {"floors_ms": {"bytes": 0.5, "FLOP": 0.25}, "peak_MB": 3.0}
+    report.save(tmp_path / "cpu.json", given)
+    told = "before\n<!-- measured: {} {} -->\nold\n<!-- end of measured -->\nafter\n"
+    written = tables.tables(told.format("conv", "cpu"), tmp_path)
+    assert "| workload | dtype | pass | Cython | Numba | floor | MB |\n" in written
+    assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in written
+    assert "old" not in written
+    assert tables.tables(written, tmp_path) == written
+    # Of what was not measured, the old is kept.
+    for other in (("planarity", "cpu"), ("conv", "h200")):
+        assert tables.tables(told.format(*other), tmp_path) == told.format(*other)

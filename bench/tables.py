@@ -1,0 +1,104 @@
+"""Writes the tables of README.md's "Measured" from the results of `fusedops bench`.
+
+    python bench/tables.py
+
+Between the lines `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` goes what
+bench/results/NAME.json has of the ops of fusedops/MODULE.py. Where it has nothing, what is there
+stays.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fusedops.bench import report
+from fusedops.bench.measure import names_of
+from fusedops.workloads import WORKLOADS
+
+ROOT = Path(__file__).parents[1]
+MODULES = dict(names_of(workload.op) for workload in WORKLOADS)
+PART = re.compile(r"(<!-- measured: (\w+) (\w+) -->\n).*?(<!-- end of measured -->\n)", re.DOTALL)
+NAMES = {"cython": "Cython", "numba": "Numba", "triton": "Triton", "numpy": "NumPy"}
+HOWS = {"NumPy": "", "torch": ", tensors", "CUDA graph": ", graph"}
+
+
+def tables(text: str, results: Path) -> str:
+    """Return a text with its tables written anew, from the files in a folder."""
+
+    def part(match: re.Match[str]) -> str:
+        begin, module, name, end = match.groups()
+        path = results / f"{name}.json"
+        if not path.exists():
+            return match[0]
+        ops = report.read(path)["ops"]
+        blocks = {op: block for op, block in ops.items() if MODULES.get(op) == module}
+        return f"{begin}{table(blocks)}{end}" if blocks else match[0]
+
+    return PART.sub(part, text)
+
+
+def table(blocks: dict[str, dict[str, Any]]) -> str:
+    """Return the Markdown of some ops' results: machine, times by case, preparations, growth."""
+    rows = [row for block in blocks.values() for row in block["cases"]]
+    timed = [row for row in rows if row["ms"] and row["pass"] != "preparation"]
+    columns = list(dict.fromkeys((row["who"], row["how"]) for row in timed))
+    on_gpu = any(how == "CUDA graph" for _, how in columns)
+    cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in timed:
+        what = row["op"], f"{row['workload']}: {report.sizes(row)}", row["dtype"], row["pass"]
+        cases.setdefault(what, {})[row["who"], row["how"]] = row
+    leading = ["op", "workload", "dtype", "pass"][len(blocks) == 1 :]
+    headings = [
+        f"{NAMES.get(who, who)}{'' if on_gpu and how == 'torch' else HOWS[how]}"
+        for who, how in columns
+    ]
+    lines = [
+        _line([*leading, *headings, "floor", "MB"]),
+        "|" + "---|" * len(leading) + "---:|" * (len(columns) + 2),
+    ]
+    for what, found in cases.items():
+        times = [report.digits(found[c]["ms"]) if c in found else "" for c in columns]
+        ours = [row for row in found.values() if row["ours"]]
+        floors = next(iter(found.values()))["floors_ms"].values()
+        peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
+        ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
+        lines.append(_line([*what[len(blocks) == 1 :], *times, *ends]))
+    after = [
+        f"{row['who']} of {report.sizes(row)}: {report.digits(row['ms'])} ms."
+        for row in rows
+        if row["ms"] and row["pass"] == "preparation"
+    ]
+    after += [
+        f"{NAMES.get(row['who'], row['who'])}, {row['op']}: time grows with the power "
+        f"{row['exponent']:.2f} of the {row['unit']}, {row['sizes'][0]:,} to {row['sizes'][-1]:,}."
+        for block in blocks.values()
+        for row in block["growth"][:1]
+    ]
+    about = dict.fromkeys(_about(block) for block in blocks.values())
+    return "\n\n".join([*about, "\n".join(lines), "\n".join(after)]).strip() + "\n"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _about(block: dict[str, Any]) -> str:
+    machine, rates = block["machine"], block["rates"]
+    kind = "GPU" if machine["device"] == "cuda" else "CPU"
+    threads = "" if kind == "GPU" else f" {machine['threads']} threads,"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    products = ", ".join(
+        f"{rate / 1e3:,.2f} TFLOP/s in {dtype}" for dtype, rate in rates["product_GFLOP_s"].items()
+    )
+    return (
+        f"**{kind}**: {machine['name']},{threads} {versions}; ms. Measured beside it: a copy "
+        f"{rates['copy_GB_s']:,.0f} GB/s, a product {products}, exponentials "
+        f"{rates['exponentials_G_s']:,.1f} G/s."
+    )
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(tables(readme.read_text(), ROOT / "bench/results"))
