@@ -13,7 +13,7 @@ import numpy as np
 
 import fusedops
 from fusedops import testing
-from fusedops._check import is_tensor
+from fusedops._check import dtype_name, is_tensor, reference
 from fusedops._registry import Call, Op, Packed
 from fusedops.density import atom_radius
 from fusedops.trimul import ARRAYS
@@ -120,15 +120,18 @@ class Problem:
         return self._with(convert)
 
     def cotangent(self) -> Any:
-        """Return random numbers like the value."""
-        value = self.op(**self.arguments)
-        if is_tensor(value):
+        """Return random numbers like the value, which is not computed for that."""
+        primitive = self.op.primitive
+        arrays, static, shown = self.op.__wrapped__(**self.arguments)
+        shape, dtype = primitive.describe(arrays, static)[primitive.outputs.index(shown)]
+        first = reference(arrays)
+        dtype = dtype or dtype_name(first.dtype)
+        if is_tensor(first):
             import torch
 
             torch.manual_seed(1)
-            return torch.randn_like(value)
-        rng = np.random.default_rng(1)
-        return rng.standard_normal(np.shape(value)).astype(value.dtype)[()]
+            return torch.randn(tuple(shape), device=first.device, dtype=getattr(torch, dtype))
+        return np.random.default_rng(1).standard_normal(shape).astype(dtype)[()]
 
     def forward(self, backend: str | None) -> Callable[[], tuple[Any, ...]]:
         """Return what computes the value."""
@@ -317,15 +320,14 @@ def errors(
 
         given, seed = exact.to(workload.device, dtype), None
         if cotangent is not None:
-            like = given.forward("torch")()[0]
-            seed = torch.tensor(cotangent).to(like)
+            seed = torch.tensor(cotangent).to(given.cotangent())
     rounded = given.rounded()
     back = _float64(seed) if exact.leaves else None
-    reference = steps_of(rounded, "numpy", back)
+    truth = steps_of(rounded, "numpy", back)
     made = steps(given, seed)
     with testing.poisoned_outputs():
         got = {name: made[name]() for name in (FORWARD, BOTH) if name in made}
-    expected = reference[BOTH if BOTH in reference else FORWARD]()
+    expected = truth[BOTH if BOTH in truth else FORWARD]()
     mutated = exact.op.primitive.mutates
     values = [(got[name][0], expected[0]) for name in got]
     values += [(given.arguments[name], rounded.arguments[name]) for name in mutated]

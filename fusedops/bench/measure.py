@@ -50,7 +50,7 @@ class Plan:
     def seconds(self) -> float:
         if self.quick:
             return 0.05
-        return 1.5 if self.device == "cpu" else 0.2
+        return 1.5 if self.device == "cpu" else 0.12
 
     def workloads(self) -> list[Workload]:
         return [
@@ -110,7 +110,7 @@ class Contestant:
     how: str
     steps: Steps
     backend: str | None = None
-    captured: bool = True
+    computes: bool = True
     error: dict[str, float] | None = None
 
 
@@ -149,7 +149,7 @@ class Bench:
                 row for w, sizes in growing if w.op is op for row in self.growth(w, sizes, wrong)
             ]
             peers = {peer.name for peer in PEERS if op.__name__ in peer.ops}
-            skipped = {name: why for name, why in self.skipped.items() if name in peers}
+            skipped = {n: why for n, why in self.skipped.items() if n in peers or op.__name__ in n}
             yield op.__name__, {**about, "cases": cases, "growth": growth, "skipped": skipped}
 
     def cases(self, workload: Workload) -> list[dict[str, Any]]:
@@ -157,12 +157,15 @@ class Bench:
         self.advance(f"{workload.op.__name__}, {workload.name}, {workload.size} {workload.unit}")
         missing = [package for package in workload.needs if _registry.import_error(package)]
         if missing:
-            self.skipped |= {f"{workload.name}": f"{missing[0]} not installed"}
+            self.skipped[f"{workload.op.__name__}, {workload.name}"] = f"{missing[0]} not installed"
             return []
         threads = fusedops.get_num_threads()
         try:
             self._set_threads(workload.threads)
             return self._cases(workload, (workload.threads or threads) / threads)
+        except Exception as error:  # out of memory, say: the other cases are worth having
+            about = self._about(workload, {workload.unit: workload.size})
+            return [_row("every backend", "", "", refused=_word(error), ours=True) | about]
         finally:
             self._set_threads(threads if workload.threads else None)
             gc.collect()
@@ -184,13 +187,13 @@ class Bench:
         problem = workload.problem()
         contestants, rows = self._contestants(workload, problem)
         for row in rows:
-            row.update(self._about(workload, problem))
+            row.update(self._about(workload, problem.shape))
         passes: dict[str, dict[tuple[str, str], Contestant]] = {}
         for each in contestants:
             for what in each.steps:
                 passes.setdefault(what, {})[each.who, each.how] = each
         for what, entries in passes.items():
-            about, floor = self._about(workload, problem), {}
+            about, floor = self._about(workload, problem.shape), {}
             if work := problem.work.get(what):
                 floor = self.rates.floors_ms(work, workload.rounds_to or workload.dtype, share)
                 about |= {"work": asdict(work), "floors_ms": floor}
@@ -200,12 +203,12 @@ class Bench:
                 rows.append(row | about)
         return rows
 
-    def _about(self, workload: Workload, problem: Problem) -> dict[str, Any]:
+    def _about(self, workload: Workload, shape: dict[str, int]) -> dict[str, Any]:
         return {
             "op": workload.op.__name__,
             "workload": workload.name,
             "size": workload.size,
-            "shape": problem.shape,
+            "shape": shape,
             "dtype": workload.dtype,
             "threads": workload.threads or fusedops.get_num_threads(),
         }
@@ -218,12 +221,8 @@ class Bench:
         cotangent = problem.cotangent() if problem.leaves else None
         tensors, seed = problem, cotangent
         if self.has_torch and problem.framework == "numpy":
-            import torch
-
             tensors = problem.to(workload.device, workload.dtype)
-            if cotangent is not None:
-                like = next(a for a in tensors.arguments.values() if hasattr(a, "new_tensor"))
-                seed = torch.from_numpy(np.asarray(cotangent)).to(like.dtype)
+            seed = tensors.cotangent() if problem.leaves else None
         backends = backends_of(workload, self.plan.backends)
         narrow = workload.dtype in ("bfloat16", "float16")
         for at, backend in enumerate(backends):
@@ -259,7 +258,7 @@ class Bench:
         if workload.prepares:
             how = NUMPY if problem.framework == "numpy" else TORCH
             for name, prepare in problem.preparations.items():
-                chosen.append(Contestant(name, how, {"preparation": prepare}, "", False))
+                chosen.append(Contestant(name, how, {"preparation": prepare}, ""))
         return chosen, rows
 
     def _add_peer(
@@ -283,7 +282,7 @@ class Bench:
         try:
             steps = peer.prepare(tensors, seed)
             found = None
-            if peer.computes:
+            if peer.computes and peer.checked:
                 found = self._errors(workload, peer.name, TORCH, peer.prepare)
                 kept = ("value",) if peer.dense else ("value", "gradient")
                 found = (
@@ -296,7 +295,7 @@ class Bench:
         except Exception as error:  # whatever other people's code raises is a word in the table
             rows.append(_row(peer.name, TORCH, FORWARD, refused=_word(error)))
             return
-        contest = partial(Contestant, peer.name, error=found)
+        contest = partial(Contestant, peer.name, computes=peer.computes, error=found)
         if device == "cpu":
             chosen.append(contest(TORCH, steps))
             return
@@ -331,6 +330,7 @@ class Bench:
         rows, runs = {}, {}
         for key, each in entries.items():
             row = _row(each.who, each.how, what, ours=each.backend is not None, error=each.error)
+            row["computes"] = each.computes
             row["error_of"] = min(workload.size, workload.small)
             rows[key] = row
             try:
@@ -354,28 +354,21 @@ class Bench:
         ]
         on_gpu = self.plan.device == "cuda"
         points: dict[str, list[tuple[int, Timing]]] = {name: [] for name in backends}
+        what = FORWARD
         for size in sizes:
             self.advance(f"{workload.op.__name__}, growth, {size} {workload.unit}")
-            problem = workload.at(size).problem()
-            cotangent = problem.cotangent() if problem.leaves else None
-            runs = {}
-            for name in backends:
-                given, seed = problem, cotangent
-                if _speaks(name) == "torch" and problem.framework == "numpy":
-                    import torch
-
-                    given = problem.to(self.plan.device, workload.dtype)
-                    seed = None if seed is None else torch.tensor(seed)
-                steps = steps_of(given, name, seed)
-                step = steps.get(BOTH) or steps[FORWARD]
-                runs[name] = graphed(step) if on_gpu else step
-            for name, timing in interleaved(runs, self.wait, self.plan.seconds / 5, 9).items():
-                points[name].append((size, scaled(timing, 1 / COPIES) if on_gpu else timing))
-            del runs
+            try:
+                what, times = self._at(workload.at(size), backends)
+            except Exception as error:  # it grows no further here
+                self.skipped[f"growth of {workload.op.__name__} beyond {size}"] = _word(error)
+                break
+            for name, timing in times.items():
+                points[name].append((size, timing))
             gc.collect()
-        what = BOTH if problem.leaves else FORWARD
         rows = []
         for name, measured in points.items():
+            if len(measured) < 3:
+                continue
             at, times = [size for size, _ in measured], [timing.ms for _, timing in measured]
             overhead, exponent = fitted(at, times)
             rows.append(
@@ -395,6 +388,23 @@ class Bench:
                 }
             )
         return rows
+
+    def _at(self, workload: Workload, backends: list[str]) -> tuple[str, dict[str, Timing]]:
+        """Return the longest pass of a problem, and its times by backend."""
+        problem = workload.problem()
+        tensors = problem
+        if self.has_torch and problem.framework == "numpy":
+            tensors = problem.to(self.plan.device, workload.dtype)
+        what = BOTH if problem.leaves else FORWARD
+        runs = {}
+        for name in backends:
+            given = problem if _speaks(name) == "numpy" else tensors
+            step = steps_of(given, name, given.cotangent() if given.leaves else None)[what]
+            runs[name] = graphed(step) if self.plan.device == "cuda" else step
+        times = interleaved(runs, self.wait, self.plan.seconds / 5, 9)
+        if self.plan.device == "cuda":
+            times = {name: scaled(timing, 1 / COPIES) for name, timing in times.items()}
+        return what, times
 
 
 def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
@@ -479,6 +489,7 @@ def _word(error: Exception) -> str:
 
 def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
     empty = {"refused": None, "error": None, "error_of": None, "ours": False, "work": None}
+    empty["computes"] = True
     empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "peak_MB": None}
     empty |= {"floors_ms": {}, "over_floor": None}
     return {"who": who, "how": how, "pass": what, **empty, **values}

@@ -26,8 +26,9 @@ class Peer:
     """A peer of some ops: `prepare` returns its steps from a problem of tensors and a cotangent.
 
     It needs `package`, is there on `devices`, and may be left out of a quick look. Its steps can be
-    `captured` in a CUDA graph or not. One that computes nothing has no error; a `dense` one has
-    gradients outside of the blocks of matrices, where ours have none.
+    `captured` in a CUDA graph or not. One that computes nothing has no error, nor has one that is
+    not `checked`; a `dense` one has gradients outside of the blocks of matrices, where ours have
+    none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Peer:
     quick: bool = True
     captured: bool = True
     computes: bool = True
+    checked: bool = True
     dense: bool = False
 
     def why_not(self) -> str | None:
@@ -178,9 +180,9 @@ def _empty_kernel() -> Any:
     return empty
 
 
-@peer("torch.compile", "dynamic_conv", quick=False)
+@peer("torch.compile", "dynamic_conv", quick=False, checked=False)
 def shifted(problem: Problem, cotangent: Any) -> Steps:
-    """W shifted products, compiled."""
+    """W shifted products, compiled, which takes too long to do for a small problem too."""
     import torch
 
     if problem.arguments["activation"]:

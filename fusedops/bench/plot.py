@@ -176,7 +176,7 @@ def _ratios(report: dict[str, Any]) -> list[tuple[str, str, float, float]]:
     largest: dict[tuple[str, ...], tuple[int, tuple[str, str, float, float]]] = {}
     for row in reports.cases(report):
         ours = best.get(key(row))
-        timed = row["ms"] and row["error"] and row["pass"] in (FORWARD, BOTH)
+        timed = row["ms"] and row["computes"] and row["pass"] in (FORWARD, BOTH)
         if row["who"] in known or not timed or ours is None:
             continue
         kind = tuple(row[name] for name in ("op", "who", "pass", "workload", "dtype"))
