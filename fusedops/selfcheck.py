@@ -69,7 +69,7 @@ def _kinds(device: str) -> list[Workload]:
     """Return a small workload of every kind that needs no other package."""
     kinds: dict[Any, Workload] = {}
     for workload in WORKLOADS:
-        if workload.device == device and not workload.needs:
+        if workload.device == device and workload.self_check and not workload.needs:
             key = workload.op.__name__, workload.name, workload.dtype
             kinds.setdefault(key, workload.at(workload.small))
     return list(kinds.values())
@@ -144,7 +144,7 @@ def show(rows: list[Row]) -> None:
     """Print a table; a backend that serves nothing has one line."""
     headings = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
     lines: list[_tables.Row] = []
-    absent = {}
+    absent: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.why and not row.failed:
             absent.setdefault((row.backend, row.why), []).append(row.op)

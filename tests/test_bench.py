@@ -237,15 +237,23 @@ def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, monkeypatch, primitive):
 
 @needs_numba
 @pytest.mark.usefixtures("quick")
-def test_a_kernel_that_fails_is_not_timed(capsys, monkeypatch):
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises):
+    """Or one that leaves its outputs as they are."""
+
     def fails(*args):
-        raise ZeroDivisionError("no")
+        if raises:
+            raise ZeroDivisionError("no")
 
     monkeypatch.setitem(_registry._kernels, ("dynamic_conv_step", "numba"), fails)
     monkeypatch.setattr(_registry, "_chosen", {})
-    command = ["bench", "--quick", "--op", "dynamic_conv_step", "--backend", "numba"]
-    assert cli.main(command) == 1
-    assert "ZeroDivisionError: no" in capsys.readouterr().out
+    path = tmp_path / "cpu.json"
+    command = ["bench", "--quick", "--op", "dynamic_conv_step", "--json", str(path)]
+    assert cli.main([*command, "--backend", "numba"]) == 1
+    word = "ZeroDivisionError: no" if raises else "value off by inf"
+    assert word in capsys.readouterr().out
+    (block,) = report.read(path)["ops"].values()
+    assert all(word in row["refused"] for row in block["cases"])
 
 
 def rows_of(*times):
@@ -491,3 +499,14 @@ def test_the_tables_of_the_readme(tmp_path):
     # Of what was not measured, the old is kept.
     for other in (("planarity", "cpu"), ("conv", "h200")):
         assert tables.tables(told.format(*other), tmp_path) == told.format(*other)
+
+
+@pytest.mark.gpu
+def test_both_commands_on_a_gpu(tmp_path, capsys):
+    assert cli.main(["check", "--device", "cuda"]) == 0
+    path = tmp_path / "gpu.json"
+    assert cli.main(["bench", "--quick", "--device", "cuda", "--json", str(path)]) == 0
+    found = report.read(path)
+    assert set(found["ops"]) == {op.__name__ for op in OPS}
+    for row in report.cases(found):
+        assert row["ms"] or not row["ours"], row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -132,7 +133,7 @@ class Bench:
     def _why_not(self, peer: Peer) -> str | None:
         if self.plan.device not in peer.devices:
             return None
-        return peer.why_not() if self.has_torch else "needs torch"
+        return peer.why_not() if self.has_torch or not peer.tensors else "needs torch"
 
     def run(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name of every op with what was measured of it."""
@@ -239,7 +240,9 @@ class Bench:
                 if reason := _refusal(workload, found):
                     rows.append(_row(backend.name, how, FORWARD, refused=reason, ours=True))
                     if not isinstance(found, str):
-                        rows[-1]["error"] = found
+                        # JSON has no number for what isn't finite.
+                        finite = {n: e if math.isfinite(e) else None for n, e in found.items()}
+                        rows[-1]["error"] = finite
                     continue
                 steps = steps_of(given, backend.name, own)
                 contest = partial(Contestant, backend=backend.name, error=found)
@@ -252,9 +255,11 @@ class Bench:
                 else:
                     chosen.append(contest(backend.name, how, steps))
                 chosen.append(contest(backend.name, GRAPH, steps))
-        if self.has_torch:
-            for peer in PEERS:
+        for peer in PEERS:
+            if peer.tensors:
                 self._add_peer(peer, workload, tensors, seed, chosen, rows)
+            else:
+                self._add_peer(peer, workload, problem, cotangent, chosen, rows)
         if workload.prepares:
             how = NUMPY if problem.framework == "numpy" else TORCH
             for name, prepare in problem.preparations.items():
@@ -265,12 +270,12 @@ class Bench:
         self,
         peer: Peer,
         workload: Workload,
-        tensors: Problem,
+        problem: Problem,
         seed: Any,
         chosen: list[Contestant],
         rows: list[dict[str, Any]],
     ) -> None:
-        device = self.plan.device
+        device, how = self.plan.device, TORCH if peer.tensors else NUMPY
         if (
             workload.op.__name__ not in peer.ops
             or device not in peer.devices
@@ -280,30 +285,30 @@ class Bench:
         ):
             return
         try:
-            steps = peer.prepare(tensors, seed)
+            steps = peer.prepare(problem, seed)
             found = None
             if peer.computes and peer.checked:
-                found = self._errors(workload, peer.name, TORCH, peer.prepare)
+                found = self._errors(workload, peer.name, how, peer.prepare)
                 kept = ("value",) if peer.dense else ("value", "gradient")
                 found = (
                     None if isinstance(found, str) else {n: found[n] for n in kept if n in found}
                 )
         except Unsuited as reason:
             if str(reason):
-                rows.append(_row(peer.name, TORCH, FORWARD, refused=str(reason)))
+                rows.append(_row(peer.name, how, FORWARD, refused=str(reason)))
             return
         except Exception as error:  # whatever other people's code raises is a word in the table
-            rows.append(_row(peer.name, TORCH, FORWARD, refused=_word(error)))
+            rows.append(_row(peer.name, how, FORWARD, refused=_word(error)))
             return
         contest = partial(Contestant, peer.name, computes=peer.computes, error=found)
         if device == "cpu":
-            chosen.append(contest(TORCH, steps))
+            chosen.append(contest(how, steps))
             return
         eager = {what: step for what, step in steps.items() if what == BOTH or not peer.captured}
         if peer.captured:
             chosen.append(contest(GRAPH, {FORWARD: steps[FORWARD]}))
         if eager:
-            chosen.append(contest(TORCH, eager))
+            chosen.append(contest(how, eager))
 
     def _errors(self, workload: Workload, who: str, how: str, steps: Any) -> dict[str, float] | str:
         """Return the errors of a small problem of the same kind, or of this one if it is smaller.

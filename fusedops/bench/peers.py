@@ -23,7 +23,9 @@ class Unsuited(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer of some ops: `prepare` returns its steps from a problem of tensors and a cotangent.
+    """A peer of some ops: `prepare` returns its steps from a problem and a cotangent.
+
+    They are of `tensors`, or of NumPy arrays.
 
     It needs `package`, is there on `devices`, and may be left out of a quick look. Its steps can be
     `captured` in a CUDA graph or not. One that computes nothing has no error, nor has one that is
@@ -40,6 +42,7 @@ class Peer:
     captured: bool = True
     computes: bool = True
     checked: bool = True
+    tensors: bool = True
     dense: bool = False
 
     def why_not(self) -> str | None:
@@ -402,7 +405,7 @@ def torchref_float64(problem: Problem, cotangent: Any) -> Steps:
     return _torchref_density(problem, cotangent, 64)
 
 
-@peer("gemmi", "gaussian_density", package="gemmi", devices=("cpu",))
+@peer("gemmi", "gaussian_density", package="gemmi", devices=("cpu",), tensors=False)
 def gemmi(problem: Problem, cotangent: Any) -> Steps:
     """Its calculator of densities, on the atoms of a structure, without a gradient."""
     if "calculator" not in problem.raw:
