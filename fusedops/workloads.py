@@ -718,8 +718,10 @@ def _wigner_workloads() -> Iterator[Workload]:
             make = partial(_edges, op)
             yield Workload(op, "UMA", make, 60_000, "edges", 120, device, terms=(600, 1200))
     for device in ("cpu", "cuda"):
-        make = partial(_directions, lmax=2)
-        yield Workload(wigner_d, "UMA", make, 60_000, "edges", 600, device, terms=(256, 1024))
+        for packed in (False, True):
+            make = partial(_directions, lmax=2, packed=packed)
+            name = "UMA, packed" if packed else "UMA"
+            yield Workload(wigner_d, name, make, 60_000, "edges", 600, device, terms=(256, 1024))
 
 
 def _scatter_workloads() -> Iterator[Workload]:
