@@ -18,8 +18,7 @@ from fusedops.bench.measure import names_of
 from fusedops.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
-# What makes matrices is shown with what takes them.
-MODULES = dict(names_of(workload.op) for workload in WORKLOADS) | {"wigner_d": "wigner"}
+MODULES = dict(names_of(workload.op) for workload in WORKLOADS)
 PART = re.compile(r"(<!-- measured: (\w+) (\w+) -->\n).*?(<!-- end of measured -->\n)", re.DOTALL)
 NAMES = {"cython": "Cython", "numba": "Numba", "triton": "Triton", "numpy": "NumPy"}
 HOWS = {"NumPy": "", "torch": ", tensors", "CUDA graph": ", graph"}

@@ -17,9 +17,9 @@ from fusedops.workloads import Work
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes read and written, floating-point operations of a product by dtype, exponentials.
+    """Bytes read and written, operations of a product by dtype, and exponentials, in a second.
 
-    A second, with all threads.
+    By all threads of a CPU, whose kernels compute in float32 whatever the width of what they read.
     """
 
     bytes: float
@@ -30,17 +30,17 @@ class Rates:
         """Return the least times that a pass's work takes with a share of the machine, in ms."""
         rates = {
             "bytes": (work.bytes, self.bytes),
-            "FLOP": (work.flops, self.flops[dtype] * share),
+            "FLOP": (work.flops, self.flops.get(dtype, self.flops["float32"]) * share),
             "exponentials": (work.exps, self.exps * share),
         }
         return {name: 1e3 * count / rate for name, (count, rate) in rates.items() if count}
 
 
 def measured(device: str, dtypes: set[str], seconds: float, has_torch: bool) -> Rates:
-    """Return the rates of a device; products of every dtype, of float32 where NumPy lacks it."""
+    """Return the rates of a device, on a GPU with those of products in some dtypes."""
     if device == "cuda":
-        return _on_gpu(dtypes, seconds)
-    return _on_cpu(dtypes, seconds, has_torch)
+        return _on_gpu(dtypes | {"float32"}, seconds)
+    return _on_cpu(seconds, has_torch)
 
 
 def _best(runs: dict[str, Callable[[], Any]], device: str, seconds: float) -> float:
@@ -49,7 +49,7 @@ def _best(runs: dict[str, Callable[[], Any]], device: str, seconds: float) -> fl
     return min(timing.ms for timing in times.values()) / 1e3
 
 
-def _on_cpu(dtypes: set[str], seconds: float, has_torch: bool) -> Rates:
+def _on_cpu(seconds: float, has_torch: bool) -> Rates:
     threads = fusedops.get_num_threads()
     rng = np.random.default_rng(0)
     # Far larger than a cache, and in one.
@@ -80,8 +80,7 @@ def _on_cpu(dtypes: set[str], seconds: float, has_torch: bool) -> Rates:
         bandwidth = 2 * source.nbytes / _best(copies, "cpu", seconds)
         rate = 2 * n**3 / _best(products, "cpu", seconds)
         exponentials = x.size / _best(exps, "cpu", seconds)
-    # CPU kernels compute in float32 whatever the width of what they read.
-    return Rates(bandwidth, dict.fromkeys(dtypes, rate), exponentials)
+    return Rates(bandwidth, {"float32": rate}, exponentials)
 
 
 def _on_gpu(dtypes: set[str], seconds: float) -> Rates:

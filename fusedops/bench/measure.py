@@ -76,7 +76,9 @@ class Plan:
 
 def names_of(op: Any) -> tuple[str, str]:
     """Return by which names an op can be asked for: its own, and that of its module."""
-    return op.__name__, op.__module__.rpartition(".")[2]
+    module = op.__module__.rpartition(".")[2]
+    # What makes matrices goes with what takes them, as in the imports of who uses it.
+    return op.__name__, "wigner" if module == "harmonics" else module
 
 
 def op_names() -> list[str]:

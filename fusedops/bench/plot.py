@@ -18,7 +18,7 @@ COLOURS = (
     *("#3b82c4", "#e08a1e", "#1f9e77", "#c75d8e", "#8a6fd1"),
     *("#b0872a", "#38a3b5", "#d1603d", "#6d8f3c", "#9a7b6c"),
 )
-MARKERS = "osD^vP*Xhd"
+MARKERS = "osD^vP*Xhd<>p"
 
 
 def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -118,16 +118,19 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
     rates = next((block["rates"] for block in report["ops"].values()), None)
     if rates:
         bandwidth = rates["copy_GB_s"]
+        roofs: list[tuple[float, list[str]]] = []
         for dtype, top in sorted(rates["product_GFLOP_s"].items(), key=lambda item: item[1]):
+            # What is about as high has one line.
+            if roofs and top < 1.15 * roofs[-1][0]:
+                roofs[-1][1].append(dtype)
+            else:
+                roofs.append((top, [dtype]))
+        right = max(high, *(4 * top / bandwidth for top, _ in roofs))
+        for top, dtypes in roofs:
             ridge = max(low, top / bandwidth)
-            axis.plot([low, ridge, max(high, 2 * ridge)], [low * bandwidth, top, top], color=INK)
-            axis.annotate(
-                f"{dtype} products",
-                (max(high, 2 * ridge), top),
-                ha="right",
-                va="bottom",
-                fontsize=7,
-            )
+            axis.plot([low, ridge, right], [low * bandwidth, top, top], color=INK)
+            what = f"products in {', '.join(dtypes)}"
+            axis.annotate(what, (right, top), ha="right", va="bottom", fontsize=7)
         axis.text(
             3 * low,
             4 * low * bandwidth,
