@@ -146,7 +146,7 @@ def triangle_multiplicative_update(figure: Any) -> Iterator[Row]:
     a distance is learnt from pairs whose distance is known. The gradient is that of half the
     squared difference from the representation of all distances.
     """
-    structure = _ubiquitin()
+    structure = ubiquitin()
     xyz = structure.xyz[[label.split()[2] == "CA" for label in structure.labels]]
     distances = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
     hidden = np.triu(np.random.default_rng(3).uniform(size=distances.shape) < 0.5, 2)

@@ -713,15 +713,18 @@ def _wigner_workloads() -> Iterator[Workload]:
         yield replace(gpu, name="MACE, lmax 1", make=partial(_edges, op, lmax=1))
         make = partial(_edges, op, lmax=4, per_node=15)
         yield replace(gpu, name="eSCN, lmax 4", make=make, size=30_000, self_check=False)
-    for op in (fusedops.permute_wigner_inv, fusedops.edge_degree_scatter):
-        for device in ("cpu", "cuda"):
-            make = partial(_edges, op)
-            yield Workload(op, "UMA", make, 60_000, "edges", 120, device, terms=(600, 1200))
-    for device in ("cpu", "cuda"):
-        for packed in (False, True):
-            make = partial(_directions, lmax=2, packed=packed)
-            name = "UMA, packed" if packed else "UMA"
-            yield Workload(wigner_d, name, make, 60_000, "edges", 600, device, terms=(256, 1024))
+    others: list[tuple[Op, str, Callable[[Source, int], Problem]]] = [
+        (op, "UMA", partial(_edges, op))
+        for op in (fusedops.permute_wigner_inv, fusedops.edge_degree_scatter)
+    ]
+    for packed in (False, True):
+        name = "UMA, packed" if packed else "UMA"
+        others.append((wigner_d, name, partial(_directions, lmax=2, packed=packed)))
+    for op, name, make in others:
+        cpu = Workload(op, name, make, 60_000, "edges", 120, "cpu", terms=(600, 1200))
+        yield cpu
+        yield replace(cpu, size=3_000, quick=True)
+        yield replace(cpu, device="cuda", quick=True)
 
 
 def _scatter_workloads() -> Iterator[Workload]:

@@ -58,6 +58,7 @@ def test_every_op_has_a_workload_and_grows(device):
     assert len(ops) == 12
     assert {w.op.__name__ for w in WORKLOADS if w.device == device} == ops
     assert {w.op.__name__ for w, _ in GROWTH[device]} == ops
+    assert {w.op.__name__ for w in WORKLOADS if w.device == device and w.quick} == ops
     for _, sizes in GROWTH[device]:
         assert sizes[-1] / sizes[0] >= 999
         assert list(sizes) == sorted(set(sizes))
