@@ -180,8 +180,9 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
     order = structure._order
     count = len(order)
     numbers, charges = np.empty((2, count), dtype=np.int64)
-    b, occupancy, U = np.empty(count), np.empty(count), np.empty((count, 6))
-    elements = {}
+    occupancy, U = np.empty(count), np.empty((count, 6))
+    b: np.ndarray = np.empty(count)
+    elements: dict[int, tuple[Any, int]] = {}
     listed = (atom for chain in structure.gemmi[0] for residue in chain for atom in residue)
     for k, atom in zip(order.tolist(), listed, strict=True):
         numbers[k] = atom.element.atomic_number
@@ -374,7 +375,8 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
     shape = np.ceil((xyz.max(0) + margin) / spacing) - low + 1
     check_memory(shape.prod())
     cell = gemmi.UnitCell(*(shape * spacing), 90, 90, 90)
-    return MapGrid(cell, None, tuple(map(int, shape)), tuple(map(int, low)))
+    (nx, ny, nz), (x, y, z) = shape.astype(int).tolist(), low.astype(int).tolist()
+    return MapGrid(cell, None, (nx, ny, nz), (x, y, z))
 
 
 def density_map(
@@ -442,8 +444,13 @@ def density_map(
     wide = np.multiply(shape, cells).tolist()
     part = total if parts == 1 and wide == list(shape) else np.empty(wide, np.float32)
     for share in np.array_split(np.arange(len(atoms.xyz)), parts):
+        xyz, b, occupancy, amplitudes, widths = (array[share] for array in arrays)
         fusedops.gaussian_density(
-            *(array[share] for array in arrays),
+            xyz,
+            b,
+            occupancy,
+            amplitudes,
+            widths,
             cell * cells,
             wide,
             radius=radius,
@@ -478,7 +485,7 @@ def _arguments(atoms: ScatteringAtoms, grid: MapGrid) -> tuple[Any, ...]:
     return *(array.astype(np.float32) for array in arrays), cell, grid.shape[::-1]
 
 
-def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None) -> str:
+def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None) -> str | None:
     """Return the name of the backend that serves `density_map`.
 
     Parameters

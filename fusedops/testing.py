@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,7 @@ def run(
     *,
     wanted: tuple[bool, ...] | None = None,
     device: str = "cpu",
-) -> tuple[list[Any], list[np.ndarray]]:
+) -> tuple[list[Any], list[np.ndarray | None]]:
     """Evaluate a case on a backend, into outputs poisoned with NaN.
 
     Returns
@@ -91,6 +92,8 @@ def run(
         The case's arrays as the kernel saw them, rounded to `dtype`, in float64.
     """
     primitive = case.primitive
+    arrays: list[Any]
+    static: Sequence[Any]
     given, static = case.make()
     if framework == "numpy":
         arrays = [None if a is None else a.astype(dtype) for a in given]
@@ -194,7 +197,7 @@ def protein(
     alpha = np.concatenate([np.zeros((1, 3)), np.cumsum(3.8 * along, axis=0)])
     backbone = alpha[:-1, None] + np.einsum("ak,kpi->pai", peptide, np.stack([along, across]))
     atoms = [backbone.reshape(-1, 3), alpha[-1:]]
-    indices = [4 * np.arange(residues)[:, None] + [0, 1, 2, 3, 4]]
+    indices: list[np.ndarray] = [4 * np.arange(residues)[:, None] + [0, 1, 2, 3, 4]]
     at = 4 * residues + 1
     for shape, period in ((carboxylate, 4), (ring, 8), (indole, 16)):
         side = placed(alpha[:-1:period], shape)
@@ -327,7 +330,7 @@ def _conv_cases() -> list[Case]:
         cases += _conv_case(f"w{width}", shape, silu=odd, bias=not odd, state=odd)
     for static in (False, True):
         kind = "static" if static else "dynamic"
-        every = {"static": static, "state": True, "bias": True, "final": True}
+        every: dict[str, Any] = {"static": static, "state": True, "bias": True, "final": True}
         cases += _conv_case(f"{kind}-mamba", (2, 70, 40, 4), static=static, bias=True, silu=True)
         cases += _conv_case(f"{kind}-short", (3, 2, 4, 7), silu=True, **every)
         cases += _conv_case(f"{kind}-packed", (1, 136, 9, 4), cu_seqlens=packed, silu=True, **every)
@@ -424,7 +427,7 @@ def _matrix_cases() -> list[Case]:
 
 
 def _cubes(
-    rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: tuple[int, int, int]
+    rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return offsets of cubes around points of a periodic grid, as TorchRef makes them."""
     sizes = np.array(grid)[:, None]
@@ -453,7 +456,7 @@ def _scatter_cases() -> list[Case]:
                 wbwc = rng.integers(0, grid - grid // 2, (count, *cube[1:]))
                 elements = grid
             else:
-                wa, wbwc = _cubes(rng, count, grid, tuple(cube))
+                wa, wbwc = _cubes(rng, count, grid, cube)
                 elements = int(np.prod(grid))
             plan = ScatterPlan(wa.astype(index), wbwc.astype(index), elements)
             return (rng.normal(size=elements if back else shape),), (plan,)
@@ -522,9 +525,10 @@ def _density_cases() -> list[Case]:
             return arrays if back else arrays[:3], static
 
         for kind in ("iso", "aniso"):
-            an = kind == "aniso"
-            cases.append(Case(f"{name}-{kind}", density, lambda an=an: make(an, False), terms // 8))
-            cases.append(Case(f"{name}-{kind}", density_vjp, lambda an=an: make(an, True), terms))
+            forward = functools.partial(make, kind == "aniso", False)
+            backward = functools.partial(make, kind == "aniso", True)
+            cases.append(Case(f"{name}-{kind}", density, forward, terms // 8))
+            cases.append(Case(f"{name}-{kind}", density_vjp, backward, terms))
 
     cases: list[Case] = []
     orthogonal = np.diag([9.0, 11.0, 13.0])
@@ -578,16 +582,17 @@ def pair(
         if biases:
             shapes[f"{name}_bias"] = shape[:1]
     arrays: dict[str, np.ndarray | None] = dict.fromkeys(ARRAYS)
-    for name, shape in shapes.items():
-        values = rng.normal(size=shape)
+    for name, sizes in shapes.items():
+        values = rng.normal(size=sizes)
         if name.startswith("norm"):
             values = 0.3 * values + name.endswith("weight")
-        arrays[name] = _exact(values / (np.sqrt(shape[1]) if len(shape) == 2 else 1.0))
+        arrays[name] = _exact(values / (np.sqrt(sizes[1]) if len(sizes) == 2 else 1.0))
     if mask is not None:
         values = rng.uniform(size=(B, N, N))
-        arrays["mask"] = np.round(0.3 + values) if mask else _exact(2 * values)
+        values = np.round(0.3 + values) if mask else _exact(2 * values)
         if mask and N > 1:
-            arrays["mask"][:, -1] = arrays["mask"][:, :, -1] = 0.0
+            values[:, -1] = values[:, :, -1] = 0.0
+        arrays["mask"] = values
     return arrays
 
 
@@ -611,7 +616,7 @@ def _trimul_cases() -> list[Case]:
 
         def make(gradient: bool) -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
             rng = np.random.default_rng(shape[2])
-            arrays = tuple(pair(*shape, rng, gate=gate, **options).values())
+            arrays: tuple[Any, ...] = tuple(pair(*shape, rng, gate=gate, **options).values())
             static = (direction, gate, "ieee", 1e-5, 0)
             if gradient:
                 o = trimul.formula(*arrays, *static)[1] if hidden else None
