@@ -199,6 +199,11 @@ def use_backend(name: str) -> Iterator[None]:
     name : str
         ``"triton"``, ``"cython"``, ``"numba"``, ``"torch"`` or ``"numpy"``.
 
+    Returns
+    -------
+    context manager
+        For a ``with`` statement; blocks may be nested, and the innermost counts.
+
     Raises
     ------
     ValueError
@@ -311,7 +316,25 @@ class Packed:
         return self.tensors
 
     def to(self, device: Any) -> Self:
-        """Return the same object on a torch device; this one where it is there already."""
+        """Return the same object on a torch device; this one where it is there already.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            Such as ``"cuda"``.
+
+        Returns
+        -------
+        Packed
+            Of the same class.
+
+        Examples
+        --------
+        >>> import fusedops
+        >>> edges = fusedops.Edges([[0, 1], [1, 0]], num_nodes=2)
+        >>> edges.to("cpu") is edges
+        True
+        """
         return bridge().move(self, device)
 
     @classmethod

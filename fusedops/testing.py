@@ -19,6 +19,18 @@ from fusedops.scatter import ScatterPlan, gather, scatter
 from fusedops.trimul import ARRAYS, trimul, trimul_vjp
 from fusedops.wigner import Edges, edge_wigner, m_major_order
 
+__all__ = [
+    "CASES",
+    "TOLERANCE",
+    "Case",
+    "check",
+    "error",
+    "pair",
+    "poisoned_outputs",
+    "protein",
+    "run",
+]
+
 #: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
 #: terms. Planarity accumulates in float64 and rounds once, so that the length of a sum doesn't
 #: enter: narrower floats are good to one or two roundings of the output. Its second derivative
@@ -32,8 +44,22 @@ TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-
 class Case:
     """A primitive with arguments that a real program would pass.
 
-    `make` returns the float64 arrays and the static arguments, the same every time. `terms` is how
-    many products an element of an output adds up, where these are many.
+    Attributes
+    ----------
+    name : str
+        Of the workload; the primitive's is before it in ``str``.
+    primitive : Primitive
+        What is called.
+    make : callable
+        Returns the float64 arrays and the static arguments, the same every time.
+    terms : int
+        How many products an element of an output adds up, where these are many.
+
+    Examples
+    --------
+    >>> from fusedops.testing import CASES
+    >>> str(CASES[0]), CASES[0].make()[0][0].shape
+    ('planarity_nll-chain-uniform', (157, 3))
     """
 
     name: str
@@ -42,7 +68,24 @@ class Case:
     terms: int = 0
 
     def tolerance(self, dtype: str) -> float:
-        """Return the largest error allowed; roundings grow with the root of the terms."""
+        """Return the largest error allowed; roundings grow with the root of the terms.
+
+        Parameters
+        ----------
+        dtype : str
+            ``"float64"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+        Returns
+        -------
+        float
+            Relative to the largest element of the reference.
+
+        Examples
+        --------
+        >>> from fusedops.testing import CASES
+        >>> CASES[0].tolerance("float32")
+        3e-07
+        """
         return TOLERANCE[dtype] * max(1.0, self.terms**0.5 / 8)
 
     @property
@@ -56,7 +99,20 @@ class Case:
 
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Fill every output with NaN before a kernel runs, so that what it doesn't write shows."""
+    """Fill every output with NaN before a kernel runs, so that what it doesn't write shows.
+
+    Returns
+    -------
+    context manager
+        For a ``with`` statement. All threads of the process see it.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> with poisoned_outputs():
+    ...     float(fusedops.dynamic_conv(np.ones((1, 2, 1)), np.ones((1, 1))).sum())
+    2.0
+    """
     _registry.poison = True
     try:
         yield
@@ -65,7 +121,23 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 def error(value: Any, reference: Any) -> float:
-    """Return the largest difference, relative to the largest element of the reference."""
+    """Return the largest difference, relative to the largest element of the reference.
+
+    Parameters
+    ----------
+    value, reference : array
+        Of any dtype; they are compared in float64.
+
+    Returns
+    -------
+    float
+        Infinite where shapes differ, or where an element of `value` isn't finite.
+
+    Examples
+    --------
+    >>> error([1.0, 2.5], [1.0, 2.0])
+    0.25
+    """
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
     if value.shape != reference.shape or not np.isfinite(value).all():
         return np.inf
@@ -84,12 +156,39 @@ def run(
 ) -> tuple[list[Any], list[np.ndarray | None]]:
     """Evaluate a case on a backend, into outputs poisoned with NaN.
 
+    Parameters
+    ----------
+    case : Case
+        One of `CASES`.
+    framework : {"numpy", "torch"}
+        That of the arrays.
+    backend : str or None
+        The backend that must serve the call; None for the first that can.
+    dtype : str
+        ``"float64"``, ``"float32"``; in torch ``"bfloat16"`` and ``"float16"`` too.
+    wanted : tuple of bool, optional
+        Which outputs to compute; all by default.
+    device : str
+        A torch device.
+
     Returns
     -------
     outputs : list of array
         In float64; None for one that isn't wanted. After them, arrays that were updated in place.
     arrays : list of array
         The case's arrays as the kernel saw them, rounded to `dtype`, in float64.
+
+    Raises
+    ------
+    BackendUnavailable
+        If the backend can't serve the call.
+
+    Examples
+    --------
+    >>> from fusedops.testing import CASES
+    >>> outputs, arrays = run(CASES[0], "numpy", "numpy", "float64")
+    >>> [output.shape for output in outputs]
+    [(), (157, 3)]
     """
     primitive = case.primitive
     arrays: list[Any]
@@ -119,6 +218,23 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
 
     In float32, every output that is wanted alone, or with every other of very many, must be what it
     is among all; on the CPU bit for bit.
+
+    Parameters
+    ----------
+    case, framework, backend, dtype, device
+        See `run`.
+
+    Raises
+    ------
+    AssertionError
+        With the case and the error of every output.
+    BackendUnavailable
+        If the backend can't serve the call.
+
+    Examples
+    --------
+    >>> from fusedops.testing import CASES
+    >>> check(CASES[0], "numpy", "numpy", "float32")
     """
     primitive = case.primitive
     outputs, rounded = run(case, framework, backend, dtype, device=device)
@@ -175,6 +291,13 @@ def protein(
         Coordinates in Å.
     indices : list of array (P, n), int64
         The atoms of the planes, an array for every size n. Neighbouring peptides share a Cα.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> xyz, indices = protein(16, np.random.default_rng(0))
+    >>> xyz.shape, [index.shape for index in indices]
+    ((102, 3), [(16, 5), (4, 4), (2, 6), (1, 9)])
     """
 
     def frames(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -564,8 +687,31 @@ def pair(
 ) -> dict[str, np.ndarray | None]:
     """Return a pair representation (B, N, N, C) and the weights of a triangle's update, by name.
 
-    `mask` is True for one of zeros and ones, which hides the last row and column, and False for any
-    numbers; `norms` are the weights of the LayerNorms, `biases` those of projections and gates.
+    Parameters
+    ----------
+    B, N, C, H : int
+        Batch, residues, channels of the pair representation, and of left and right.
+    rng : numpy.random.Generator
+        Where the numbers come from. Every dtype holds them.
+    gate : {"output", "hidden"}
+        As in `fusedops.triangle_multiplicative_update`.
+    mask : bool, optional
+        True for one of zeros and ones, which hides the last row and column; False for one of any
+        numbers; None for none.
+    norms, biases : bool
+        Whether there are weights and biases of the LayerNorms; and biases of projections and gates.
+
+    Returns
+    -------
+    dict of str to array or None, float64
+        In the order of the arrays of the update.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> arrays = pair(1, 5, 4, 3, np.random.default_rng(0))
+    >>> arrays["x"].shape, arrays["p_in_weight"].shape, arrays["mask"]
+    ((1, 5, 5, 4), (6, 4), None)
     """
     gated = C if gate == "output" else H
     shapes: dict[str, tuple[int, ...]] = {"x": (B, N, N, C)}

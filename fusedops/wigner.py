@@ -731,7 +731,7 @@ def edge_degree_scatter(
     Examples
     --------
     >>> import numpy as np, fusedops
-    >>> x, radial = np.ones((1, 4, 1)), np.array([[5.0, 7.0]])
+    >>> x, radial = np.ones((1, 4, 1)), np.array([[[5.0], [7.0]]])
     >>> edges = fusedops.Edges([[0], [0]], num_nodes=1)
     >>> fusedops.edge_degree_scatter(x, radial, edges, np.eye(4)[None]).ravel().tolist()
     [6.0, 1.0, 8.0, 1.0]
@@ -755,4 +755,4 @@ def edge_degree_scatter(
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", count)
     static = edges, 0, _way_back(name, transpose), float(1 / rescale_factor)
-    return (x, None, radial, wigner_inv), static, "on_x"
+    return to_run((x, None, radial, wigner_inv), static, "on_x")
