@@ -330,9 +330,9 @@ class Packed:
 
         Examples
         --------
-        >>> import fusedops
+        >>> import fusedops, torch
         >>> edges = fusedops.Edges([[0, 1], [1, 0]], num_nodes=2)
-        >>> edges.to("cpu") is edges
+        >>> edges.to(torch.device("cpu")) is edges
         True
         """
         return bridge().move(self, device)
