@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build meson.options cpukern/meson.build \
-	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/py.typed fusedops/data/* gpukern/*.py)
+	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/py.typed fusedops/data/* gpukern/*.py)
 
 .PHONY: help demo test lint wheel clean
 .NOTPARALLEL:
