@@ -146,9 +146,9 @@ class ScatterPlan(Packed):
                 given = (wa.contiguous(), wbwc.contiguous())
                 self.tensors = [array.clone() if copy else array for array in given]
             return
+        array = np.array if copy else np.asarray
         self.wa, self.wbwc = (
-            np.array(a.numpy() if is_tensor(a) else a, order="C", copy=copy or None)
-            for a in (wa, wbwc)
+            array(a.numpy() if is_tensor(a) else a, order="C") for a in (wa, wbwc)
         )
         if "torch" in sys.modules:
             # A tensor can't say that it is read-only.
