@@ -579,6 +579,7 @@ class Op(Generic[F_co]):
 
     __name__: str
     __call__: F_co
+    primitive: Primitive
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
         """Return the value and its pullback, from a cotangent to gradients."""
@@ -770,6 +771,7 @@ def op(
                 Request(primitive.name, framework, device, promoted(arrays), bound.forced)
             )
 
+        call.primitive = primitive
         call.vjp = vjp
         call.explain = explain_call
         return call
