@@ -578,7 +578,9 @@ class Op(Generic[F_co]):
     """What `op` returns, for type checkers: a function with more attributes."""
 
     __name__: str
+    __doc__: str
     __call__: F_co
+    __wrapped__: Callable[..., Any]
     primitive: Primitive
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
