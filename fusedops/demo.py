@@ -594,7 +594,7 @@ def _gaussians(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
     return np.exp(-0.5 * ((values[..., None] - centres) / centres[1]) ** 2)
 
 
-def _counting_weights(ranges: np.ndarray) -> dict[str, np.ndarray]:
+def _counting_weights(ranges: np.ndarray) -> dict[str, Any]:
     """Return weights of an update that counts, by normalized o / 2, in its first H channels.
 
     `ranges` (A, C - 1) are those of distances, in channels after the first. A hidden channel counts
@@ -623,8 +623,9 @@ def _block_of(update: Any) -> Any:
 
         return x + out, back
 
-    triangle_block.vjp, triangle_block.explain = vjp, update.explain
-    return triangle_block
+    op: Any = triangle_block
+    op.vjp, op.explain = vjp, update.explain
+    return op
 
 
 def _draw_distances(
