@@ -6,12 +6,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0; platform_system == "Linux" and platform_machine in "x86_64 aarch64"
 RUFF ?= ruff==0.17.5
+MYPY ?= mypy==2.4.1
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
-SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
-	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/data/* gpukern/*.py)
+SOURCES := Makefile pyproject.toml README.md LICENSE meson.build meson.options cpukern/meson.build \
+	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/py.typed fusedops/data/* gpukern/*.py)
 
 .PHONY: help demo bench test lint wheel clean
 .NOTPARALLEL:
@@ -29,16 +30,17 @@ bench: .venv/bench ## time every op beside its peers and floors (BENCH="--quick 
 test: .venv/test ## test the installed package, on CPU
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml ../tests
 
-lint: .venv/lint ## check style and format
+lint: .venv/lint ## check style, format and types
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
 
 wheel: .venv/package ## build a wheel into dist
 	mkdir -p dist
 	cp .venv/dist/*.whl dist
 
 clean: ## remove .venv, dist and caches
-	rm -rf .venv dist .pytest_cache .ruff_cache
+	rm -rf .venv dist .pytest_cache .ruff_cache .mypy_cache
 
 # The demo installs no torch, but uses one that $(PYTHON) has. Tools to build with are installed in
 # any case, so that their commands are in $(BIN).
@@ -74,6 +76,8 @@ clean: ## remove .venv, dist and caches
 	$(PIP) install "$(WHEEL)[test]"
 	touch $@
 
+# NumPy and torch for their types.
 .venv/lint: Makefile | .venv/new
-	$(PIP) install '$(RUFF)'
+	$(PIP) install '$(TORCH)' 'numpy>=1.26'
+	$(PIP) install '$(RUFF)' '$(MYPY)'
 	touch $@

@@ -156,7 +156,8 @@ def dynamic_conv(
     arguments, count = _arguments(x, kernels, state, bias, sequences, activation)
     if count and kernels.size:
         threads = threads_for(count, _CHUNK_GRAIN)
-        scratch = _scratch(threads, *kernels.shape[-2:], x.dtype)
+        channels, width = kernels.shape[-2:]
+        scratch = _scratch(threads, channels, width, x.dtype)
         _conv.forward[_conv_name[x.dtype]](*arguments, out, final, scratch)
 
 

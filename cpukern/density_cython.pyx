@@ -132,6 +132,7 @@ cdef extern from *:
        contract: sums over rows of one Gaussian's weights, weights times y and weights times the
        square of the distance from the z axis, times values there; and of these, times the curve
        along z, all that gradients need, added to five vectors. */
+    #define SUM(vector, i) (*(vector *)(sums + (i) * (64 / sizeof(*sums))))
     #define DEFINE_CURVES(real, vector, integers) \\
     static void fusedops_curve_##real( \\
         real *out, Py_ssize_t n, real start, real a, real b, real c, real scale) { \\
@@ -207,7 +208,6 @@ cdef extern from *:
         const real *y, const real *square, const real *curve, Py_ssize_t n, real x, real start, \\
         real c, real *sums) { \\
         vector lane = *(const vector *)fusedops_lanes_##real; \\
-        vector *s = (vector *)sums; \\
         for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
             vector one = lane - lane, by_y = one, by_square = one; \\
             for (Py_ssize_t r = 0; r < rows; r++) { \\
@@ -216,8 +216,9 @@ cdef extern from *:
             } \\
             vector z = lane + (start + (real)k), e = *(const vector *)(curve + k); \\
             vector all = e * one; \\
-            s[0] += all; s[1] += x * all; s[2] += e * by_y; s[3] += z * all; \\
-            s[4] += e * by_square + c * z * z * all; \\
+            SUM(vector, 0) += all; SUM(vector, 1) += x * all; SUM(vector, 2) += e * by_y; \\
+            SUM(vector, 3) += z * all; \\
+            SUM(vector, 4) += e * by_square + c * z * z * all; \\
         } \\
     }
     DEFINE_CURVES(float, fusedops_floats, fusedops_ints)

@@ -298,6 +298,7 @@ class _Gradients(_Update):
 
         def work(room: _Room, g: int, m: slice, p: slice) -> None:
             sums, rows = self.sums[g], cotangent[m, p].reshape(-1, self.C)
+            gated: tuple[np.ndarray, ...]
             gate, norm = sums.gate, sums.norm_out
             if not first:
                 gate, norm = np.zeros_like(gate), np.zeros_like(norm)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from fusedops._check import is_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: A NumPy array or a torch tensor; in a signature, the same of both throughout.
+ArrayT = TypeVar("ArrayT", np.ndarray, "Tensor")
 
 
 def namespace(array: Any) -> Any:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import TypeIs
 
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 # NumPy takes microseconds to name a dtype.
 _NAMES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64")}
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> TypeIs[Tensor]:
     """Return whether `value` is a torch tensor, without importing torch."""
     # Another thread may be importing torch just now.
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)

@@ -86,6 +86,7 @@ def info() -> Info:
     gpus = _gpus()
     no_torch = _registry.import_error("torch")
     backends = {}
+    reason: str | None
     for backend in _registry.BACKENDS:
         device = "cuda" if backend.name == "triton" else "cpu"
         request = _registry.Request(

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from fusedops._check import (
     reference,
     same_device,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class BackendUnavailable(RuntimeError):
@@ -196,6 +199,11 @@ def use_backend(name: str) -> Iterator[None]:
     name : str
         ``"triton"``, ``"cython"``, ``"numba"``, ``"torch"`` or ``"numpy"``.
 
+    Returns
+    -------
+    context manager
+        For a ``with`` statement; blocks may be nested, and the innermost counts.
+
     Raises
     ------
     ValueError
@@ -241,9 +249,10 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
                 RuntimeWarning,
                 stacklevel=4,
             )
-    found = backend, _kernel(backend, request.op)
-    _chosen[request] = found
-    return found
+    kernel = _kernel(backend, request.op)
+    assert kernel is not None  # or the backend had been asked why
+    _chosen[request] = backend, kernel
+    return backend, kernel
 
 
 @dataclass(frozen=True)
@@ -298,7 +307,7 @@ class Packed:
     _fields: tuple[str, ...]
     _sizes: tuple[str, ...]
     device = "cpu"
-    tensors: list[Any] | None = None
+    tensors: Any = None
 
     def tensors_here(self) -> list[Any]:
         """Return the arrays as torch tensors on this object's device."""
@@ -306,12 +315,30 @@ class Packed:
             self.tensors = bridge().as_tensors([getattr(self, name) for name in self._fields])
         return self.tensors
 
-    def to(self, device: Any) -> Packed:
-        """Return the same object on a torch device; this one where it is there already."""
+    def to(self, device: Any) -> Self:
+        """Return the same object on a torch device; this one where it is there already.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            Such as ``"cuda"``.
+
+        Returns
+        -------
+        Packed
+            Of the same class.
+
+        Examples
+        --------
+        >>> import fusedops, torch
+        >>> edges = fusedops.Edges([[0, 1], [1, 0]], num_nodes=2)
+        >>> edges.to(torch.device("cpu")) is edges
+        True
+        """
         return bridge().move(self, device)
 
     @classmethod
-    def read(cls, op: str, argument: str, *tensors: Any, **options: Any) -> Packed:
+    def read(cls, op: str, argument: str, *tensors: Any, **options: Any) -> Self:
         """Return the object that tensors describe, the first of which is called `argument`.
 
         Reading from a GPU waits for it: what is there is read once, until it is written to.
@@ -335,7 +362,7 @@ class Packed:
         return cls._read(tensors, outside, options)
 
     @classmethod
-    def _read(cls, tensors: Sequence[Any], outside: str, options: dict[str, Any]) -> Packed:
+    def _read(cls, tensors: Sequence[Any], outside: str, options: dict[str, Any]) -> Self:
         first, *others = tensors
         if first.is_cpu:
             return cls.unchecked(*tensors, **options)
@@ -357,7 +384,7 @@ class Packed:
         return read[2]
 
     @classmethod
-    def unchecked(cls, *tensors: Any, **options: Any) -> Packed:
+    def unchecked(cls, *tensors: Any, **options: Any) -> Self:
         """Return the object that tensors on the CPU describe, for one call."""
         return cls(*tensors, **options)
 
@@ -366,7 +393,7 @@ class Packed:
         return [getattr(self, name) for name in self._sizes]
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Packed:
+    def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
         """Return an object around tensors that another one was taken apart into."""
         self = cls.__new__(cls)
         self.tensors = list(tensors)
@@ -421,7 +448,7 @@ class Call(NamedTuple):
         self,
         backend: Backend,
         kernel: Callable[..., Any],
-        given: Sequence[np.ndarray | None],
+        given: Sequence[Any],
         wanted: tuple[bool, ...],
         out: np.ndarray | None = None,
     ) -> tuple[Any, ...]:
@@ -512,7 +539,7 @@ class Primitive:
         arrays: tuple[str, ...],
         static: dict[str, type],
         outputs: tuple[str, ...],
-        describe: Callable[..., tuple[tuple[Any, str | None] | None, ...]],
+        describe: Callable[..., Sequence[Any]],
         formula: Callable[..., tuple[Any, ...]],
         pullback: Callable[..., tuple[Any, ...]] | None = None,
         residual: slice = slice(0),
@@ -543,20 +570,31 @@ def primitives() -> dict[str, Primitive]:
     return _primitives
 
 
-class Op(Protocol):
-    """What `op` returns: a function with these attributes."""
+F = TypeVar("F", bound=Callable[..., Any])
+F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
+
+
+class Op(Generic[F_co]):
+    """What `op` returns, for type checkers: a function with more attributes."""
 
     __name__: str
     __doc__: str
+    __call__: F_co
+    __wrapped__: Callable[..., Any]
     primitive: Primitive
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
         """Return the value and its pullback, from a cotangent to gradients."""
+        raise NotImplementedError
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Return which backend serves the call, and why."""
+        raise NotImplementedError
+
+
+def to_run(arrays: tuple[Any, ...], static: tuple[Any, ...], shown: str | tuple[str, ...]) -> Any:
+    """Return what a function under `op` returns; its annotation is that of the op's result."""
+    return arrays, static, shown
 
 
 def _traced() -> bool:
@@ -613,27 +651,47 @@ def _no_gradient(name: str, primitive: Primitive) -> str:
     )
 
 
+@overload
 def op(
     primitive: Primitive,
     *,
-    takes_out: bool = True,
     names: Mapping[str, str] | None = None,
     broadcasts: tuple[str, ...] = (),
-) -> Callable[[Callable[..., Any]], Op]:
+) -> Callable[[F], Op[F]]: ...
+@overload
+def op(
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    broadcasts: tuple[str, ...] = (),
+    overloads: type[F],
+) -> Callable[[Callable[..., Any]], Op[F]]: ...
+def op(
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    broadcasts: tuple[str, ...] = (),
+    overloads: Any = None,
+) -> Any:
     """Make a public op of a function that checks its arguments.
 
-    The decorated function returns (arrays, static arguments) for `primitive`, and the name of the
-    output that the op returns, or a tuple of names. Keywords are added to its signature:
-    ``backend``, and ``out``, an array for the output shown first, unless `takes_out` is false.
-    `names` says what the primitive's arrays are called in that signature, where that differs, and
-    `broadcasts` which of them the function broadcasts: their gradients have the shapes given.
+    The decorated function returns `to_run`: the arrays and the static arguments of `primitive`, and
+    the name of the output that the op returns, or a tuple of names. Its signature, which is the
+    op's, ends in ``backend`` and, unless a number is returned, ``out``, an array for the output
+    shown first: these two are served here. `names` says what the primitive's arrays are called in
+    that signature, where that differs, and `broadcasts` which of them the function broadcasts:
+    their gradients have the shapes given. `overloads` is a protocol for type checkers, where one
+    signature doesn't say what is returned.
     """
 
     outputs = primitive.outputs
     arguments = [(names or {}).get(name, name) for name in primitive.arrays]
     alone = {shown: tuple([name == shown for name in outputs]) for shown in outputs}
 
-    def declare(check: Callable[..., Any]) -> Op:
+    def declare(check: Callable[..., Any]) -> Any:
+        signature = inspect.signature(check)
+        takes_out = "out" in signature.parameters
+
         def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[Any, Call, Any]:
             arrays, static, shown = check(*args, **kwargs)
             if is_tensor(reference(arrays)) and _traced():
@@ -654,7 +712,10 @@ def op(
             # A NumPy scalar, not an array of no dimensions.
             return value if is_tensor(value) or value.ndim else value[()]
 
-        @functools.wraps(check)
+        # Any, because functions have attributes that checkers don't know of.
+        wrapped: Any = functools.wraps(check)
+
+        @wrapped
         def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
             arrays, bound, shown = bind(args, kwargs, backend)
             if out is not None:
@@ -667,6 +728,8 @@ def op(
         def vjp(
             *args: Any, backend: str | None = None, **kwargs: Any
         ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+            if "out" in kwargs:
+                raise TypeError(f"{call.__name__}.vjp: it takes no out")
             arrays, bound, shown = bind(args, kwargs, backend)
             for name, array in zip(arguments, arrays, strict=True):
                 if is_tensor(array):
@@ -674,12 +737,14 @@ def op(
                         f"{call.__name__}.vjp: {name} is a torch tensor; it should be a NumPy "
                         "array, tensors have autograd"
                     )
+            pull_back = primitive.pullback
             if primitive.mutates:
                 raise TypeError(_no_gradient(call.__name__, primitive))
+            assert pull_back is not None  # what has no derivative was sent away
             results = bound(arrays, primitive.with_saved(wanted(shown)))
             needed = tuple(array is not None for array in arrays)
             bound_to = signature.bind(*args, **kwargs).arguments if broadcasts else {}
-            shapes = {name: np.shape(bound_to.get(name)) for name in broadcasts}
+            shapes = {name: np.shape(bound_to[name]) for name in broadcasts if name in bound_to}
 
             def pullback(*given: Any) -> tuple[Any, ...]:
                 cotangents: list[Any] = [None] * len(outputs)
@@ -690,7 +755,7 @@ def op(
                         of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, like.shape)
                         cotangents[outputs.index(name)] = cotangent
                 saved = results[primitive.residual]
-                gradients = primitive.pullback(bound, arrays, saved, cotangents, needed)
+                gradients: Sequence[Any] = pull_back(bound, arrays, saved, cotangents, needed)
                 gradients = [
                     _summed(g, shapes[name]) if g is not None and name in shapes else g
                     for name, g in zip(arguments, gradients, strict=True)
@@ -708,16 +773,6 @@ def op(
                 Request(primitive.name, framework, device, promoted(arrays), bound.forced)
             )
 
-        signature = inspect.signature(check)
-        added = {"out": "Any", "backend": "str | None"}
-        keywords = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-            for name, kind in added.items()
-            if takes_out or name != "out"
-        ]
-        call.__signature__ = signature.replace(
-            parameters=[*signature.parameters.values(), *keywords]
-        )
         call.primitive = primitive
         call.vjp = vjp
         call.explain = explain_call

@@ -236,7 +236,9 @@ class _Transformed(_Differentiable):
     """The same under torch.func, whose protocol costs a plain eager call several microseconds."""
 
     @staticmethod
-    def forward(call: Call, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, ...]:
+    def forward(  # type: ignore[override]
+        call: Call, wanted: tuple[bool, ...], *arrays: Any
+    ) -> tuple[Any, ...]:
         return evaluate(call, arrays, wanted)
 
     @staticmethod
@@ -432,12 +434,12 @@ def _register(primitive: Primitive) -> None:
             raise RuntimeError(f"torch.ops.{qualified}: its gradient needs more outputs wanted")
         bound = Call(primitive, _put_together(primitive, flat), backend or None, registered=True)
         described = primitive.describe(ctx.saved_tensors[:count], bound.static)
-        cotangents = [
+        asked = [
             cotangent if want and output is not None else None
             for cotangent, want, output in zip(cotangents, wanted, described, strict=True)
         ]
         needed = ctx.needs_input_grad[:count]
-        gradients = _pull_back(bound, ctx.saved_tensors, cotangents, needed)
+        gradients = _pull_back(bound, ctx.saved_tensors, asked, needed)
         nothing = [
             # An empty list of sizes has a list for its gradient too.
             [None] * len(value) if tensors or value == [] else None

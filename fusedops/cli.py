@@ -377,7 +377,7 @@ def _planarity(args: argparse.Namespace) -> int:
         _needs("rich", "cli")
     if args.flatten:
         _needs("scipy", "cli")
-    seconds = {}
+    seconds: dict[str, float] = {}
     with _timed(seconds, "read"):
         structure = read_structure(args.file)
     if args.flatten:
@@ -447,7 +447,7 @@ class _Restraint:
         value, pullback = fusedops.planarity_nll.vjp(xyz, self.planes, **self.options)
         return float(value), pullback(1.0)[0]
 
-    def backend(self, xyz: np.ndarray) -> str:
+    def backend(self, xyz: np.ndarray) -> str | None:
         return fusedops.planarity_nll.explain(xyz, self.planes, **self.options).backend
 
 
@@ -492,7 +492,7 @@ def _flatten(
         value += 0.5 * args.tether * np.vdot(shift, shift)
         return value, (gradient + args.tether * shift).ravel()
 
-    seconds = {}
+    seconds: dict[str, float] = {}
     with _progress("flattening", args.steps) as advance, _timed(seconds, "minimise"):
         result = minimize(
             energy,

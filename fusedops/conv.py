@@ -8,11 +8,11 @@ all further derivatives, and the public ops. The kernels are in ``cpukern/conv_*
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 
-from fusedops._arrays import added, cast, namespace, sigmoid, wide, zeros
+from fusedops._arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -25,7 +25,7 @@ from fusedops._check import (
     promoted,
     same_device,
 )
-from fusedops._registry import Call, Packed, Primitive, op
+from fusedops._registry import Call, Packed, Primitive, op, to_run
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -186,6 +186,9 @@ def _vjp_formula(
     inputs, k, state, b, g, g_final = map(
         wide, (x, kernels, initial_state, bias, cotangent, final_cotangent)
     )
+    dx: Any
+    dk: Any
+    dstate: Any
     dx, dk, dstate, db = (
         None if array is None else zeros(array, array.shape) for array in (inputs, k, state, b)
     )
@@ -405,7 +408,52 @@ def _width(name: str, kernels: Any) -> int:
     return width
 
 
-@op(conv)
+class _Conv(Protocol):
+    @overload
+    def __call__(
+        self,
+        x: ArrayT,
+        kernels: ArrayT,
+        *,
+        bias: ArrayT | None = ...,
+        initial_state: ArrayT | None = ...,
+        output_final_state: Literal[False] = ...,
+        cu_seqlens: Sequences | ArrayT | None = ...,
+        activation: str | None = ...,
+        out: ArrayT | None = ...,
+        backend: str | None = ...,
+    ) -> ArrayT: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayT,
+        kernels: ArrayT,
+        *,
+        bias: ArrayT | None = ...,
+        initial_state: ArrayT | None = ...,
+        output_final_state: Literal[True],
+        cu_seqlens: Sequences | ArrayT | None = ...,
+        activation: str | None = ...,
+        out: ArrayT | None = ...,
+        backend: str | None = ...,
+    ) -> tuple[ArrayT, ArrayT]: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayT,
+        kernels: ArrayT,
+        *,
+        bias: ArrayT | None = ...,
+        initial_state: ArrayT | None = ...,
+        output_final_state: bool,
+        cu_seqlens: Sequences | ArrayT | None = ...,
+        activation: str | None = ...,
+        out: ArrayT | None = ...,
+        backend: str | None = ...,
+    ) -> Any: ...
+
+
+@op(conv, overloads=_Conv)  # type: ignore[type-abstract]
 def dynamic_conv(
     x: Any,
     kernels: Any,
@@ -415,6 +463,8 @@ def dynamic_conv(
     output_final_state: bool = False,
     cu_seqlens: Any = None,
     activation: str | None = None,
+    out: Any = None,
+    backend: str | None = None,
 ) -> Any:
     r"""Return the causal convolution of tokens with a kernel for every token and channel.
 
@@ -511,7 +561,7 @@ def dynamic_conv(
         name, x, initial_state=(initial_state, (count, D, width)), bias=(bias, (D,))
     )
     one_of(name, "activation", activation, ACTIVATIONS)
-    return (
+    return to_run(
         (x, kernels, initial_state, bias),
         (sequences, "none" if activation is None else "silu"),
         ("out", "final_state") if output_final_state else "out",
@@ -520,8 +570,15 @@ def dynamic_conv(
 
 @op(conv_step)
 def dynamic_conv_step(
-    x: Any, state: Any, kernels: Any, *, bias: Any = None, activation: str | None = None
-) -> Any:
+    x: ArrayT,
+    state: ArrayT,
+    kernels: ArrayT,
+    *,
+    bias: ArrayT | None = None,
+    activation: str | None = None,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Move one token of every sequence into its state, in place, and return their convolution.
 
     .. math:: s_{bdw} \leftarrow s_{bd,w+1}, \quad s_{bd,W-1} \leftarrow x_{bd}, \quad
@@ -599,4 +656,4 @@ def dynamic_conv_step(
     if not is_tensor(state) and not state.flags.writeable:
         raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
     one_of(name, "activation", activation, ACTIVATIONS)
-    return (x, state, kernels, bias), ("none" if activation is None else "silu",), "out"
+    return to_run((x, state, kernels, bias), ("none" if activation is None else "silu",), "out")

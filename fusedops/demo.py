@@ -61,7 +61,8 @@ def dynamic_conv(figure: Any) -> Iterator[Row]:
     """
     starts = [0, 40, 64]
     clean, x, kernels = _noisy_steps()
-    arrays, packed = {"x": x, "kernels": kernels}, {"cu_seqlens": fusedops.Sequences(starts)}
+    arrays: dict[str, Any] = {"x": x, "kernels": kernels}
+    packed: dict[str, Any] = {"cu_seqlens": fusedops.Sequences(starts)}
     out = fusedops.dynamic_conv(**arrays, **packed, backend="numpy")
 
     def decode(x: Any, kernels: Any, cu_seqlens: Any, backend: str) -> list[list[Any]]:
@@ -208,7 +209,7 @@ def _places(
     info = fusedops.info()
     gpu = "cuda" if info.gpus and not info.backends["triton"].why_not else None
 
-    def tensors(device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def tensors(device: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
         import torch
 
         return (
@@ -285,7 +286,9 @@ def _draw_planes(figure: Any, xyz: np.ndarray, found: Any) -> None:
 
     space = figure.add_subplot(1, 2, 1, projection="3d")
     space.add_collection3d(
-        Poly3DCollection(corners, facecolors=colours.to_rgba(z), edgecolors="0.3", linewidths=0.4),
+        Poly3DCollection(
+            corners, facecolors=colours.to_rgba(np.array(z)), edgecolors="0.3", linewidths=0.4
+        ),
         autolim=False,  # it would read Matplotlib's uninitialised padding of short polygons
     )
     atoms = np.concatenate(corners)
@@ -298,7 +301,7 @@ def _draw_planes(figure: Any, xyz: np.ndarray, found: Any) -> None:
     bars = figure.add_subplot(1, 2, 2)
     worst = np.argsort(z)[::-1][:12][::-1]
     values = [z[i] for i in worst]
-    bars.barh([labels[i] for i in worst], values, color=colours.to_rgba(values))
+    bars.barh([labels[i] for i in worst], values, color=colours.to_rgba(np.array(values)))
     bars.set_xlabel("Z = largest distance from the plane / 0.02 Å")
     bars.set_title("The dozen that are least flat")
     bars.spines[["top", "right"]].set_visible(False)
@@ -433,8 +436,9 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
         # One primitive is behind all three ops that have kernels.
         return fusedops.permute_wigner_inv.explain(xyz[:, :1, None], xyz[:, :1])
 
-    edge_energy.vjp, edge_energy.explain = evaluate, explain
-    return edge_energy, rng.uniform(0.2, 1, (lmax + 1, 2 * channels))
+    op: Any = edge_energy
+    op.vjp, op.explain = evaluate, explain
+    return op, rng.uniform(0.2, 1, (lmax + 1, 2 * channels))
 
 
 def _train(
@@ -446,7 +450,7 @@ def _train(
     xyz, goal = arrays["xyz"].requires_grad_(), _like(arrays["xyz"], target)
     weights, steps = torch.full_like(arrays["weights"], 0.6), 3
 
-    def forces(weights: Any, **options: bool) -> Any:
+    def forces(weights: Any, **options: Any) -> Any:
         energy = op(xyz, weights, **packed, backend=backend)
         return -torch.autograd.grad(energy, xyz, **options)[0]
 
@@ -519,7 +523,7 @@ def _density_of(amplitudes: np.ndarray, widths: np.ndarray, radius: float) -> An
 
         return run
 
-    op = bound(fusedops.gaussian_density)
+    op: Any = bound(fusedops.gaussian_density)
     op.__name__ = "gaussian_density"
     op.vjp = bound(fusedops.gaussian_density.vjp)
     op.explain = bound(fusedops.gaussian_density.explain)
@@ -582,7 +586,7 @@ def _gaussians(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
     return np.exp(-0.5 * ((values[..., None] - centres) / centres[1]) ** 2)
 
 
-def _counting_weights(ranges: np.ndarray) -> dict[str, np.ndarray]:
+def _counting_weights(ranges: np.ndarray) -> dict[str, Any]:
     """Return weights of an update that counts, by normalized o / 2, in its first H channels.
 
     `ranges` (A, C - 1) are those of distances, in channels after the first. A hidden channel counts
@@ -611,8 +615,9 @@ def _block_of(update: Any) -> Any:
 
         return x + out, back
 
-    triangle_block.vjp, triangle_block.explain = vjp, update.explain
-    return triangle_block
+    op: Any = triangle_block
+    op.vjp, op.explain = vjp, update.explain
+    return op
 
 
 def _draw_distances(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import cast, double, grouped, namespace, zeros
+from fusedops._arrays import ArrayT, cast, double, grouped, namespace, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -29,7 +29,7 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, _traced, op
+from fusedops._registry import Call, Packed, Primitive, _traced, op, to_run
 
 __all__ = ["Lattice", "atom_radius", "bad_atoms"]
 
@@ -168,6 +168,9 @@ class Scatterers(Packed):
 
     _fields = ("amplitudes", "widths", "radius")
     _sizes = ()
+    amplitudes: np.ndarray
+    widths: np.ndarray
+    radius: np.ndarray
     # The atoms in an order that suits a kernel.
     order: Any = None
 
@@ -201,7 +204,7 @@ def _largest(U: Any) -> Any:
     return mean + 2 * p * xp.cos(arccos(xp.clip(half, -1, 1)) / 3)
 
 
-def atom_radius(b: Any, widths: Any, *, n_sigma: float = 4.0) -> Any:
+def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
     r"""Return how far from its centre an atom's density is worth computing.
 
     .. math:: r_i = n_\sigma \sqrt{\max_g (B_{ig} + b_i) / 8 \pi^2}
@@ -349,12 +352,13 @@ def _matrices(U: Any, widths: Any) -> Any:
 def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
     """Return of every atom's box the flat voxels, vectors from the atom, and which are inside."""
     xp = namespace(xyz)
+    images: Any
     step, to_grid, images = (
         [cast(a, xyz) for a in lattice.tensors_here()[:3]]
         if is_tensor(xyz)
         else (lattice.step, lattice.to_grid, lattice.images)
     )
-    n = images.new_tensor(lattice.shape) if is_tensor(xyz) else np.array(lattice.shape, xyz.dtype)
+    n = np.array(lattice.shape, xyz.dtype) if xp is np else images.new_tensor(lattice.shape)
     at = xyz @ to_grid.T
     whole = xp.floor(at / n) * n
     at = at - (whole.detach() if is_tensor(xyz) else whole)
@@ -365,7 +369,7 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
         low[:, d, None] + (xp.arange(m, device=xyz.device) if is_tensor(xyz) else np.arange(m))
         for d, m in enumerate(extent)
     ]
-    flat = 0
+    flat: Any = 0
     place = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
     for d, axis in enumerate(axes):
         flat = flat * lattice.shape[d] + (axis % n[d])[place[d]]
@@ -580,18 +584,20 @@ def _raise_or_warn(name: str, on_bad: str, arrays: Sequence[Any]) -> None:
 
 @op(density)
 def gaussian_density(
-    xyz: Any,
-    b: Any,
-    occupancy: Any,
-    amplitudes: Any,
-    widths: Any,
+    xyz: ArrayT,
+    b: ArrayT,
+    occupancy: ArrayT,
+    amplitudes: ArrayT,
+    widths: ArrayT,
     cell: Any,
     grid_shape: Sequence[int] | None = None,
     *,
-    radius: Any = None,
+    radius: ArrayT | float | None = None,
     n_sigma: float = 4.0,
     on_bad: str = "raise",
-) -> Any:
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return the density of atoms on the grid of a crystal's unit cell.
 
     .. math:: \rho(v) = \sum_i o_i \sum_g A_{ig} \Bigl(\frac{4\pi}{B_{ig} + b_i}\Bigr)^{3/2}
@@ -710,7 +716,7 @@ def gaussian_density(
         lattice = _read_lattice(name, cell, grid_shape, xyz)
     _raise_or_warn(name, on_bad, (xyz, b, occupancy, amplitudes, widths, radius))
     scatterers = Scatterers.of(amplitudes, widths, radius)
-    return (xyz, b, occupancy), (lattice, scatterers), "map"
+    return to_run((xyz, b, occupancy), (lattice, scatterers), "map")
 
 
 def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: Any) -> Lattice:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import cast, namespace, wide, zeros
+from fusedops._arrays import ArrayT, cast, namespace, wide, zeros
 from fusedops._check import flag, floats, is_tensor, size
-from fusedops._registry import Call, Primitive, op
+from fusedops._registry import Call, Primitive, op, to_run
 
 
 def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
@@ -220,7 +220,14 @@ matrices = Primitive(
 
 
 @op(matrices)
-def wigner_d(edge_vec: Any, lmax: int, *, packed: bool = False) -> Any:
+def wigner_d(
+    edge_vec: ArrayT,
+    lmax: int,
+    *,
+    packed: bool = False,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return the real Wigner D matrices of rotations that turn edge vectors to the axis +y.
 
     .. math:: D^l(R)\, Y_l(v) = Y_l(R v), \quad R\, \hat r = \hat y
@@ -285,4 +292,4 @@ def wigner_d(edge_vec: Any, lmax: int, *, packed: bool = False) -> Any:
     edge_vec = floats("wigner_d", "edge_vec", edge_vec, ("E", 3))
     degree = size("wigner_d", "lmax", lmax)
     flag("wigner_d", "packed", packed)
-    return (edge_vec,), (degree, "packed" if packed else "dense"), "matrices"
+    return to_run((edge_vec,), (degree, "packed" if packed else "dense"), "matrices")

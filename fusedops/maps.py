@@ -54,6 +54,14 @@ class ScatteringAtoms:
         As those of `fusedops.structure.Structure`.
     charged : int
         Atoms that have a charge in the file, which counts for nothing here.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> atoms = scattering_atoms(read_structure(files("fusedops") / "data/1ubi.pdb"))
+    >>> atoms.xyz.shape, round(float(atoms.b.max()), 2)
+    ((683, 3), 40.0)
     """
 
     xyz: np.ndarray
@@ -72,9 +80,24 @@ class ScatteringAtoms:
         return 8 * math.pi**2 * float(np.linalg.eigvalsh(_matrices(self.b)).min())
 
     def blurred(self, b: float) -> ScatteringAtoms:
-        """Return the atoms with all B larger by `b`, Å².
+        """Return the atoms with all B larger, as if the map were blurred.
 
-        Structure factors are then multiplied by exp(-b s²), s = sin θ/λ.
+        Parameters
+        ----------
+        b : float
+            What is added to B, Å². Structure factors are multiplied by exp(-b s²), s = sin θ/λ.
+
+        Returns
+        -------
+        ScatteringAtoms
+
+        Examples
+        --------
+        >>> from importlib.resources import files
+        >>> from fusedops.structure import read_structure
+        >>> atoms = scattering_atoms(read_structure(files("fusedops") / "data/1ubi.pdb"))
+        >>> atoms.blurred(10.0).least_b - atoms.least_b
+        10.0
         """
         more = b if self.b.ndim == 1 else b / (8 * math.pi**2) * np.array([1, 1, 1, 0, 0, 0])
         return replace(self, b=self.b + more)
@@ -95,6 +118,14 @@ class ScatteringAtoms:
         Notes
         -----
         That every B be 8π² spacing² / 1.1 is the rule of REFMAC5 and gemmi.
+
+        Examples
+        --------
+        >>> from importlib.resources import files
+        >>> from fusedops.structure import read_structure
+        >>> atoms = scattering_atoms(read_structure(files("fusedops") / "data/1ubi.pdb"))
+        >>> atoms.least_b, round(atoms.needed_blur(0.5), 2)
+        (0.0, 17.94)
         """
         return max(0.0, 8 * math.pi**2 * spacing**2 / 1.1 - self.least_b)
 
@@ -114,6 +145,14 @@ class ScatteringAtoms:
         ------
         StructureError
             An atom's B or occupancy isn't finite, or B isn't positive.
+
+        Examples
+        --------
+        >>> from importlib.resources import files
+        >>> from fusedops.structure import read_structure
+        >>> atoms = scattering_atoms(read_structure(files("fusedops") / "data/1ubi.pdb"))
+        >>> atoms.blurred(20.0).radius()[:3].tolist()
+        [3.75, 4.25, 4.0]
         """
         with np.errstate(invalid="ignore"):
             radius = atom_radius(self.b, self.widths, n_sigma=n_sigma)
@@ -180,8 +219,9 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
     order = structure._order
     count = len(order)
     numbers, charges = np.empty((2, count), dtype=np.int64)
-    b, occupancy, U = np.empty(count), np.empty(count), np.empty((count, 6))
-    elements = {}
+    occupancy, U = np.empty(count), np.empty((count, 6))
+    b: np.ndarray = np.empty(count)
+    elements: dict[int, tuple[Any, int]] = {}
     listed = (atom for chain in structure.gemmi[0] for residue in chain for atom in residue)
     for k, atom in zip(order.tolist(), listed, strict=True):
         numbers[k] = atom.element.atomic_number
@@ -267,6 +307,12 @@ class MapGrid:
         Voxels along each edge of the cell.
     start : tuple of int
         The first voxel, counted from the origin of the coordinates.
+
+    Examples
+    --------
+    >>> grid = box_grid(np.array([[0.0, 0.0, 0.0]]), spacing=0.5, margin=2.0)
+    >>> grid.shape, grid.origin.tolist(), grid.memory
+    ((9, 9, 9), [-2.0, -2.0, -2.0], 5832)
     """
 
     cell: Any
@@ -374,7 +420,8 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
     shape = np.ceil((xyz.max(0) + margin) / spacing) - low + 1
     check_memory(shape.prod())
     cell = gemmi.UnitCell(*(shape * spacing), 90, 90, 90)
-    return MapGrid(cell, None, tuple(map(int, shape)), tuple(map(int, low)))
+    (nx, ny, nz), (x, y, z) = shape.astype(int).tolist(), low.astype(int).tolist()
+    return MapGrid(cell, None, (nx, ny, nz), (x, y, z))
 
 
 def density_map(
@@ -396,7 +443,11 @@ def density_map(
     grid : MapGrid
         Of `crystal_grid` or `box_grid`.
     radius : float, optional
-        The same for all atoms; n_sigma and backend, see `fusedops.gaussian_density`.
+        The same for all atoms, Å.
+    n_sigma : float
+        See `fusedops.gaussian_density`.
+    backend : str, optional
+        The backend that must serve the call.
     parts : int
         Work in so many shares of the atoms, each of which costs an addition of two maps.
     advance : function
@@ -442,8 +493,13 @@ def density_map(
     wide = np.multiply(shape, cells).tolist()
     part = total if parts == 1 and wide == list(shape) else np.empty(wide, np.float32)
     for share in np.array_split(np.arange(len(atoms.xyz)), parts):
+        xyz, b, occupancy, amplitudes, widths = (array[share] for array in arrays)
         fusedops.gaussian_density(
-            *(array[share] for array in arrays),
+            xyz,
+            b,
+            occupancy,
+            amplitudes,
+            widths,
             cell * cells,
             wide,
             radius=radius,
@@ -478,7 +534,7 @@ def _arguments(atoms: ScatteringAtoms, grid: MapGrid) -> tuple[Any, ...]:
     return *(array.astype(np.float32) for array in arrays), cell, grid.shape[::-1]
 
 
-def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None) -> str:
+def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None) -> str | None:
     """Return the name of the backend that serves `density_map`.
 
     Parameters
@@ -497,7 +553,11 @@ def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None
 
     Examples
     --------
-    >>> backend_of(atoms, grid, "numpy")  # doctest: +SKIP
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> atoms = scattering_atoms(ubiquitin).blurred(30.0)
+    >>> backend_of(atoms, crystal_grid(ubiquitin, 1.0), "numpy")
     'numpy'
     """
     return fusedops.gaussian_density.explain(*_arguments(atoms, grid), backend=backend).backend
@@ -546,7 +606,11 @@ def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: s
 
     Examples
     --------
-    >>> draw_slices("density.png", grid, ccp4.grid.array, "e/Å³")  # doctest: +SKIP
+    >>> import tempfile
+    >>> grid = box_grid(np.zeros((1, 3)), spacing=0.5, margin=2.0)
+    >>> rho = np.random.default_rng(0).random(grid.shape)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     draw_slices(f"{folder}/density.png", grid, rho, "e/Å³")
     """
     from matplotlib.figure import Figure
     from matplotlib.transforms import Affine2D
@@ -626,7 +690,16 @@ def write_map(path: str | os.PathLike, ccp4: Any) -> None:
 
     Examples
     --------
-    >>> write_map("density.ccp4", ccp4)  # doctest: +SKIP
+    >>> import tempfile
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> atoms = scattering_atoms(ubiquitin).blurred(30.0)
+    >>> ccp4 = density_map(atoms, crystal_grid(ubiquitin, 1.0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_map(f"{folder}/density.ccp4", ccp4)
+    ...     Path(f"{folder}/density.ccp4").stat().st_size  # 54 × 48 × 30 voxels and a header
+    312384
     """
     check_map_name(path)
     with replacing(path) as draft:
@@ -642,6 +715,12 @@ def check_memory(voxels: float) -> None:
     Parameters
     ----------
     voxels : float
+        Their number.
+
+    Raises
+    ------
+    MemoryError
+        What they need, and what there is.
 
     Examples
     --------

@@ -293,7 +293,7 @@ class DynamicShortConvolution(torch.nn.Module):
             # The backward reads what the cache held before it was updated, and can't keep a tensor
             # that was made in inference mode.
             state = None if cache is None else cache.clone()
-        elif decoding:
+        elif cache is not None and decoding:
             y = dynamic_conv_step(x, cache, kernels[:, 0], activation=activation, backend=backend)
             return y.to(x.dtype), cache
         result = dynamic_conv(
@@ -305,9 +305,10 @@ class DynamicShortConvolution(torch.nn.Module):
             activation=activation,
             backend=backend,
         )
-        y, final = result if update else (result, None)
-        if update:
-            cache = final.detach() if cache is None else cache.copy_(final.detach())
+        if not update:
+            return result.to(x.dtype), cache
+        y, final = result
+        cache = final.detach() if cache is None else cache.copy_(final.detach())
         return y.to(x.dtype), cache
 
     def extra_repr(self) -> str:
@@ -320,7 +321,7 @@ class DynamicShortConvolution(torch.nn.Module):
 
 #: What other programs call the layers of a triangle's update, and its gate there. Two names are
 #: left and right.
-_LAYERS = {
+_LAYERS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "output": {
         "norm_in": (("layer_norm_in",),),
         "p_in": (("linear_ab_p",), ("linear_a_p", "linear_b_p")),

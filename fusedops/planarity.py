@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
@@ -26,7 +26,14 @@ from fusedops._check import (
     one_of,
     same_device,
 )
-from fusedops._registry import Call, Packed, Primitive, op
+from fusedops._registry import Call, Packed, Primitive, op, to_run
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    PlaneGroups: TypeAlias = "Planes | Sequence[tuple[Any, Any]]"
 
 FITS = ("uniform", "weighted")
 
@@ -427,7 +434,23 @@ nll = Primitive(
 )
 
 
-def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> tuple[Any, ...]:
+class _Nll(Protocol):
+    @overload
+    def __call__(
+        self,
+        xyz: np.ndarray,
+        plane_groups: PlaneGroups,
+        *,
+        fit: str = ...,
+        backend: str | None = ...,
+    ) -> np.floating[Any]: ...
+    @overload
+    def __call__(
+        self, xyz: Tensor, plane_groups: PlaneGroups, *, fit: str = ..., backend: str | None = ...
+    ) -> Tensor: ...
+
+
+def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
     xyz = floats(name, "xyz", xyz, ("N", 3))
     planes = plane_groups
     if not isinstance(planes, Planes):
@@ -444,11 +467,17 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> tuple[Any, ...]:
             f"{xyz.shape[0]}, the number of atoms in xyz"
         )
     one_of(name, "fit", fit, FITS)
-    return (xyz,), (planes, fit), "nll"
+    return to_run((xyz,), (planes, fit), "nll")
 
 
-@op(nll, takes_out=False)
-def planarity_nll(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> Any:
+@op(nll, overloads=_Nll)  # type: ignore[type-abstract]
+def planarity_nll(
+    xyz: Any,
+    plane_groups: PlaneGroups,
+    *,
+    fit: str = "uniform",
+    backend: str | None = None,
+) -> Any:
     r"""Return the negative log-likelihood that groups of atoms lie in planes.
 
     .. math:: \mathrm{NLL} = \sum_p \sum_{a \in p} \left[ \tfrac12 (d_{pa}/\sigma_{pa})^2
@@ -508,7 +537,9 @@ def planarity_nll(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> Any:
     return _check("planarity_nll", xyz, plane_groups, fit)
 
 
-def plane_deviations(xyz: Any, plane_groups: Any, *, fit: str = "uniform") -> list[np.ndarray]:
+def plane_deviations(
+    xyz: np.ndarray, plane_groups: Sequence[tuple[Any, Any]], *, fit: str = "uniform"
+) -> list[np.ndarray]:
     r"""Return the signed distance of every atom from its plane, :math:`(x_a - c) \cdot n`.
 
     Parameters

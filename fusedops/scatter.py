@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cpukern.threads import in_parallel
-from fusedops._arrays import cast, grouped, wide, zeros
+from fusedops._arrays import ArrayT, cast, grouped, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -26,7 +26,10 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, op
+from fusedops._registry import Call, Packed, Primitive, op, to_run
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Elements of the map that are one owner's, 2 to this: half of a second-level cache in float32.
 PART_BITS = 18
@@ -91,11 +94,11 @@ class ScatterPlan(Packed):
     # Of the grid, where all cubes are boxes of a periodic one.
     planes = rows = columns = 0
     # The smallest and the largest offset of every cube, where the plan is checked.
-    reach: tuple[Any, Any] | None = None
+    reach: Any = None
     # What `bins` returns, where somebody knows.
     lists: tuple[np.ndarray, np.ndarray, int] | None = None
     # What a kernel has found out about the rows.
-    runs: tuple[np.ndarray, ...] | None = None
+    runs: Any = None
 
     def __init__(self, wa: Any, wbwc: Any, map_size: int, *, copy: bool = True) -> None:
         flag("ScatterPlan", "copy", copy)
@@ -104,7 +107,7 @@ class ScatterPlan(Packed):
         if self.device.startswith(_GPUS):
             self.sorted_here()
 
-    def to(self, device: Any) -> ScatterPlan:
+    def to(self, device: Any) -> Self:
         """Return the same plan on a torch device; this one where it is there already."""
         moved = super().to(device)
         if moved.device.startswith(_GPUS):
@@ -143,9 +146,9 @@ class ScatterPlan(Packed):
                 given = (wa.contiguous(), wbwc.contiguous())
                 self.tensors = [array.clone() if copy else array for array in given]
             return
+        array = np.array if copy else np.asarray
         self.wa, self.wbwc = (
-            np.array(a.numpy() if is_tensor(a) else a, order="C", copy=copy or None)
-            for a in (wa, wbwc)
+            array(a.numpy() if is_tensor(a) else a, order="C") for a in (wa, wbwc)
         )
         if "torch" in sys.modules:
             # A tensor can't say that it is read-only.
@@ -156,13 +159,13 @@ class ScatterPlan(Packed):
             self.tensors_here()
 
     @classmethod
-    def unchecked(cls, wa: Any, wbwc: Any, map_size: int) -> ScatterPlan:
+    def unchecked(cls, wa: Any, wbwc: Any, map_size: int) -> Self:
         """Return a plan around arrays on the CPU, whose values the one who reads them checks."""
         self = cls.__new__(cls)
         self._lay_out(wa, wbwc, map_size, copy=False)
         return self
 
-    def checked(self) -> ScatterPlan:
+    def checked(self) -> Self:
         """Return this plan, or raise IndexError where an element lies outside of the map."""
         if self.reach is None:
             here = self.device == "cpu"
@@ -327,7 +330,7 @@ def _pairs(origins: Any, shape: Sequence[int], grid: Sequence[int]) -> tuple[Any
     many = counts.prod(1)
     cube = torch.arange(len(origins), device=origins.device).repeat_interleave(many)
     at = torch.arange(len(cube), device=cube.device) - (many.cumsum(0) - many)[cube]
-    key, pair, stride = 0, cube, 1
+    key, pair, stride = torch.zeros_like(cube), cube, 1
     tiles = [-(-size // width) for size, width in zip(grid, TILE, strict=True)]
     for d in (2, 1, 0):
         step = at % counts[cube, d]
@@ -426,8 +429,14 @@ def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, li
 
 @op(scatter)
 def structured_scatter_add(
-    density_cube: Any, wa: Any, wbwc: Any = None, map_size: int | None = None
-) -> Any:
+    density_cube: ArrayT,
+    wa: ScatterPlan | ArrayT,
+    wbwc: ArrayT | None = None,
+    map_size: int | None = None,
+    *,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return a map to which the elements of cubes are added, each at its place.
 
     .. math:: \mathrm{out}[\mathrm{wa}_{ci} + \mathrm{wbwc}_{cjk}] \mathrel{+}=
@@ -489,11 +498,18 @@ def structured_scatter_add(
     density_cube = floats(name, "density_cube", density_cube, ("C", "nx", "ny", "nz"))
     plan = _plan(name, wa, wbwc, map_size, "density_cube", density_cube)
     of_shape(name, "density_cube", density_cube, plan.shape)
-    return (density_cube,), (plan,), "map"
+    return to_run((density_cube,), (plan,), "map")
 
 
 @op(gather)
-def structured_gather(grid: Any, wa: Any, wbwc: Any = None) -> Any:
+def structured_gather(
+    grid: ArrayT,
+    wa: ScatterPlan | ArrayT,
+    wbwc: ArrayT | None = None,
+    *,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return cubes of the elements of a map.
 
     .. math:: \mathrm{out}_{cijk} = \mathrm{grid}[\mathrm{wa}_{ci} + \mathrm{wbwc}_{cjk}]
@@ -541,4 +557,4 @@ def structured_gather(grid: Any, wa: Any, wbwc: Any = None) -> Any:
     given = isinstance(wa, ScatterPlan)
     plan = _plan(name, wa, wbwc, None if given else grid.shape[0], "grid", grid)
     of_shape(name, "grid", grid, (plan.map_size,))
-    return (grid,), (plan,), "density_cube"
+    return to_run((grid,), (plan,), "density_cube")

@@ -85,6 +85,13 @@ class Structure:
         label of the alternative conformation after a dot: ``"A/LEU 8A CD1.B"``.
     gemmi : gemmi.Structure
         What gemmi read, every model of it.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> ubiquitin = read_structure(files("fusedops") / "data/1ubi.pdb")
+    >>> ubiquitin.labels[0], ubiquitin.xyz[0].tolist()
+    ('A/MET 1 N', [27.343, 24.294, 2.683])
     """
 
     path: str
@@ -262,6 +269,13 @@ class PlanarGroups:
         Water molecules, which have no planes.
     skipped : collections.Counter
         Residues of which no planes are known, counted by name.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> planes = planar_groups(read_structure(files("fusedops") / "data/1ubi.pdb"))
+    >>> planes.count, planes.labels[0][0]
+    (103, 'A/GLN 2 amide')
     """
 
     groups: list[tuple[np.ndarray, np.ndarray]]
@@ -613,8 +627,12 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
 
     Examples
     --------
-    >>> with replacing("map.ccp4") as draft:  # doctest: +SKIP
-    ...     Path(draft).write_bytes(content)
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with replacing(f"{folder}/map.ccp4") as draft:
+    ...         _ = Path(draft).write_bytes(b"all of it")
+    ...     os.listdir(folder)
+    ['map.ccp4']
     """
     target = os.path.realpath(path)
     draft = f"{target}.{secrets.token_hex(4)}.tmp"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.resources
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,18 @@ from fusedops.scatter import ScatterPlan, gather, scatter
 from fusedops.trimul import ARRAYS, trimul, trimul_vjp
 from fusedops.wigner import Edges, edge_wigner, m_major_order
 
+__all__ = [
+    "CASES",
+    "TOLERANCE",
+    "Case",
+    "check",
+    "error",
+    "pair",
+    "poisoned_outputs",
+    "protein",
+    "run",
+]
+
 #: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
 #: terms. Planarity accumulates in float64 and rounds once, so that the length of a sum doesn't
 #: enter: narrower floats are good to one or two roundings of the output. Its second derivative
@@ -32,8 +45,22 @@ TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-
 class Case:
     """A primitive with arguments that a real program would pass.
 
-    `make` returns the float64 arrays and the static arguments, the same every time. `terms` is how
-    many products an element of an output adds up, where these are many.
+    Attributes
+    ----------
+    name : str
+        Of the workload; the primitive's is before it in ``str``.
+    primitive : Primitive
+        What is called.
+    make : callable
+        Returns the float64 arrays and the static arguments, the same every time.
+    terms : int
+        How many products an element of an output adds up, where these are many.
+
+    Examples
+    --------
+    >>> from fusedops.testing import CASES
+    >>> str(CASES[0]), CASES[0].make()[0][0].shape
+    ('planarity_nll-chain-uniform', (157, 3))
     """
 
     name: str
@@ -42,7 +69,24 @@ class Case:
     terms: int = 0
 
     def tolerance(self, dtype: str) -> float:
-        """Return the largest error allowed; roundings grow with the root of the terms."""
+        """Return the largest error allowed; roundings grow with the root of the terms.
+
+        Parameters
+        ----------
+        dtype : str
+            ``"float64"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+        Returns
+        -------
+        float
+            Relative to the largest element of the reference.
+
+        Examples
+        --------
+        >>> from fusedops.testing import CASES
+        >>> CASES[0].tolerance("float32")
+        3e-07
+        """
         return TOLERANCE[dtype] * max(1.0, self.terms**0.5 / 8)
 
     @property
@@ -56,7 +100,20 @@ class Case:
 
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Fill every output with NaN before a kernel runs, so that what it doesn't write shows."""
+    """Fill every output with NaN before a kernel runs, so that what it doesn't write shows.
+
+    Returns
+    -------
+    context manager
+        For a ``with`` statement. All threads of the process see it.
+
+    Examples
+    --------
+    >>> import numpy as np, fusedops
+    >>> with poisoned_outputs():
+    ...     float(fusedops.dynamic_conv(np.ones((1, 2, 1)), np.ones((1, 1))).sum())
+    2.0
+    """
     _registry.poison = True
     try:
         yield
@@ -65,7 +122,23 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 def error(value: Any, reference: Any) -> float:
-    """Return the largest difference, relative to the largest element of the reference."""
+    """Return the largest difference, relative to the largest element of the reference.
+
+    Parameters
+    ----------
+    value, reference : array
+        Of any dtype; they are compared in float64.
+
+    Returns
+    -------
+    float
+        Infinite where shapes differ, or where an element of `value` isn't finite.
+
+    Examples
+    --------
+    >>> error([1.0, 2.5], [1.0, 2.0])
+    0.25
+    """
     value, reference = np.asarray(value, np.float64), np.asarray(reference, np.float64)
     if value.shape != reference.shape or not np.isfinite(value).all():
         return np.inf
@@ -81,8 +154,23 @@ def run(
     *,
     wanted: tuple[bool, ...] | None = None,
     device: str = "cpu",
-) -> tuple[list[Any], list[np.ndarray]]:
+) -> tuple[list[Any], list[np.ndarray | None]]:
     """Evaluate a case on a backend, into outputs poisoned with NaN.
+
+    Parameters
+    ----------
+    case : Case
+        One of `CASES`.
+    framework : {"numpy", "torch"}
+        That of the arrays.
+    backend : str or None
+        The backend that must serve the call; None for the first that can.
+    dtype : str
+        ``"float64"``, ``"float32"``; in torch ``"bfloat16"`` and ``"float16"`` too.
+    wanted : tuple of bool, optional
+        Which outputs to compute; all by default.
+    device : str
+        A torch device.
 
     Returns
     -------
@@ -90,8 +178,22 @@ def run(
         In float64; None for one that isn't wanted. After them, arrays that were updated in place.
     arrays : list of array
         The case's arrays as the kernel saw them, rounded to `dtype`, in float64.
+
+    Raises
+    ------
+    BackendUnavailable
+        If the backend can't serve the call.
+
+    Examples
+    --------
+    >>> from fusedops.testing import CASES
+    >>> outputs, arrays = run(CASES[0], "numpy", "numpy", "float64")
+    >>> [output.shape for output in outputs]
+    [(), (157, 3)]
     """
     primitive = case.primitive
+    arrays: list[Any]
+    static: Sequence[Any]
     given, static = case.make()
     if framework == "numpy":
         arrays = [None if a is None else a.astype(dtype) for a in given]
@@ -117,6 +219,23 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
 
     In float32, every output that is wanted alone, or with every other of very many, must be what it
     is among all; on the CPU bit for bit.
+
+    Parameters
+    ----------
+    case, framework, backend, dtype, device
+        See `run`.
+
+    Raises
+    ------
+    AssertionError
+        With the case and the error of every output.
+    BackendUnavailable
+        If the backend can't serve the call.
+
+    Examples
+    --------
+    >>> from fusedops.testing import CASES
+    >>> check(CASES[0], "numpy", "numpy", "float32")
     """
     primitive = case.primitive
     outputs, rounded = run(case, framework, backend, dtype, device=device)
@@ -173,6 +292,13 @@ def protein(
         Coordinates in Å.
     indices : list of array (P, n), int64
         The atoms of the planes, an array for every size n. Neighbouring peptides share a Cα.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> xyz, indices = protein(16, np.random.default_rng(0))
+    >>> xyz.shape, [index.shape for index in indices]
+    ((102, 3), [(16, 5), (4, 4), (2, 6), (1, 9)])
     """
 
     def frames(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,7 +321,7 @@ def protein(
     alpha = np.concatenate([np.zeros((1, 3)), np.cumsum(3.8 * along, axis=0)])
     backbone = alpha[:-1, None] + np.einsum("ak,kpi->pai", peptide, np.stack([along, across]))
     atoms = [backbone.reshape(-1, 3), alpha[-1:]]
-    indices = [4 * np.arange(residues)[:, None] + [0, 1, 2, 3, 4]]
+    indices: list[np.ndarray] = [4 * np.arange(residues)[:, None] + [0, 1, 2, 3, 4]]
     at = 4 * residues + 1
     for shape, period in ((carboxylate, 4), (ring, 8), (indole, 16)):
         side = placed(alpha[:-1:period], shape)
@@ -328,7 +454,7 @@ def _conv_cases() -> list[Case]:
         cases += _conv_case(f"w{width}", shape, silu=odd, bias=not odd, state=odd)
     for static in (False, True):
         kind = "static" if static else "dynamic"
-        every = {"static": static, "state": True, "bias": True, "final": True}
+        every: dict[str, Any] = {"static": static, "state": True, "bias": True, "final": True}
         cases += _conv_case(f"{kind}-mamba", (2, 70, 40, 4), static=static, bias=True, silu=True)
         cases += _conv_case(f"{kind}-short", (3, 2, 4, 7), silu=True, **every)
         cases += _conv_case(f"{kind}-packed", (1, 136, 9, 4), cu_seqlens=packed, silu=True, **every)
@@ -425,7 +551,7 @@ def _matrix_cases() -> list[Case]:
 
 
 def cubes(
-    rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: tuple[int, int, int]
+    rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return offsets of cubes around points of a periodic grid, as TorchRef makes them."""
     sizes = np.array(grid)[:, None]
@@ -454,7 +580,7 @@ def _scatter_cases() -> list[Case]:
                 wbwc = rng.integers(0, grid - grid // 2, (count, *cube[1:]))
                 elements = grid
             else:
-                wa, wbwc = cubes(rng, count, grid, tuple(cube))
+                wa, wbwc = cubes(rng, count, grid, cube)
                 elements = int(np.prod(grid))
             plan = ScatterPlan(wa.astype(index), wbwc.astype(index), elements)
             return (rng.normal(size=elements if back else shape),), (plan,)
@@ -523,9 +649,10 @@ def _density_cases() -> list[Case]:
             return arrays if back else arrays[:3], static
 
         for kind in ("iso", "aniso"):
-            an = kind == "aniso"
-            cases.append(Case(f"{name}-{kind}", density, lambda an=an: make(an, False), terms // 8))
-            cases.append(Case(f"{name}-{kind}", density_vjp, lambda an=an: make(an, True), terms))
+            forward = functools.partial(make, kind == "aniso", False)
+            backward = functools.partial(make, kind == "aniso", True)
+            cases.append(Case(f"{name}-{kind}", density, forward, terms // 8))
+            cases.append(Case(f"{name}-{kind}", density_vjp, backward, terms))
 
     cases: list[Case] = []
     orthogonal = np.diag([9.0, 11.0, 13.0])
@@ -570,8 +697,31 @@ def pair(
 ) -> dict[str, np.ndarray | None]:
     """Return a pair representation (B, N, N, C) and the weights of a triangle's update, by name.
 
-    `mask` is True for one of zeros and ones, which hides the last row and column, and False for any
-    numbers; `norms` are the weights of the LayerNorms, `biases` those of projections and gates.
+    Parameters
+    ----------
+    B, N, C, H : int
+        Batch, residues, channels of the pair representation, and of left and right.
+    rng : numpy.random.Generator
+        Where the numbers come from. Every dtype holds them.
+    gate : {"output", "hidden"}
+        As in `fusedops.triangle_multiplicative_update`.
+    mask : bool, optional
+        True for one of zeros and ones, which hides the last row and column; False for one of any
+        numbers; None for none.
+    norms, biases : bool
+        Whether there are weights and biases of the LayerNorms; and biases of projections and gates.
+
+    Returns
+    -------
+    dict of str to array or None, float64
+        In the order of the arrays of the update.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> arrays = pair(1, 5, 4, 3, np.random.default_rng(0))
+    >>> arrays["x"].shape, arrays["p_in_weight"].shape, arrays["mask"]
+    ((1, 5, 5, 4), (6, 4), None)
     """
     gated = C if gate == "output" else H
     shapes: dict[str, tuple[int, ...]] = {"x": (B, N, N, C)}
@@ -588,16 +738,17 @@ def pair(
         if biases:
             shapes[f"{name}_bias"] = shape[:1]
     arrays: dict[str, np.ndarray | None] = dict.fromkeys(ARRAYS)
-    for name, shape in shapes.items():
-        values = rng.normal(size=shape)
+    for name, sizes in shapes.items():
+        values = rng.normal(size=sizes)
         if name.startswith("norm"):
             values = 0.3 * values + name.endswith("weight")
-        arrays[name] = _exact(values / (np.sqrt(shape[1]) if len(shape) == 2 else 1.0))
+        arrays[name] = _exact(values / (np.sqrt(sizes[1]) if len(sizes) == 2 else 1.0))
     if mask is not None:
         values = rng.uniform(size=(B, N, N))
-        arrays["mask"] = np.round(0.3 + values) if mask else _exact(2 * values)
+        values = np.round(0.3 + values) if mask else _exact(2 * values)
         if mask and N > 1:
-            arrays["mask"][:, -1] = arrays["mask"][:, :, -1] = 0.0
+            values[:, -1] = values[:, :, -1] = 0.0
+        arrays["mask"] = values
     return arrays
 
 
@@ -621,7 +772,7 @@ def _trimul_cases() -> list[Case]:
 
         def make(gradient: bool) -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
             rng = np.random.default_rng(shape[2])
-            arrays = tuple(pair(*shape, rng, gate=gate, **options).values())
+            arrays: tuple[Any, ...] = tuple(pair(*shape, rng, gate=gate, **options).values())
             static = (direction, gate, "ieee", 1e-5, 0)
             if gradient:
                 o = trimul.formula(*arrays, *static)[1] if hidden else None

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import cast, namespace, sigmoid, wide
+from fusedops._arrays import ArrayT, cast, namespace, sigmoid, wide
 from fusedops._check import alike, dtype_name, floats, is_tensor, one_of, promoted, size
-from fusedops._registry import Call, Primitive, op
+from fusedops._registry import Call, Primitive, op, to_run
 
 DIRECTIONS = ("outgoing", "incoming")
 GATES = ("output", "hidden")
@@ -217,8 +217,8 @@ def _formula(*args: Any) -> tuple[Any, Any]:
     arrays, (direction, gate, _, eps, _) = args[:14], args[14:]
     x = arrays[0]
     w = _widened(arrays)
-    o = _product(*_sides(*w[:8], eps), direction)
-    out = _end(w[0], o, *w[2:4], *w[8:], eps, gate)
+    o = _product(*_sides(*[*w[:8], eps]), direction)
+    out = _end(*[w[0], o, *w[2:4], *w[8:], eps, gate])
     return cast(out, x), cast(o, x)
 
 
@@ -367,27 +367,29 @@ def _mask(name: str, mask: Any, x: Any) -> Any:
 
 @op(trimul, broadcasts=("mask",))
 def triangle_multiplicative_update(
-    x: Any,
+    x: ArrayT,
     direction: str = "outgoing",
-    mask: Any = None,
-    norm_in_weight: Any = None,
-    norm_in_bias: Any = None,
-    p_in_weight: Any = None,
-    p_in_bias: Any = None,
-    g_in_weight: Any = None,
-    g_in_bias: Any = None,
-    norm_out_weight: Any = None,
-    norm_out_bias: Any = None,
-    p_out_weight: Any = None,
-    p_out_bias: Any = None,
-    g_out_weight: Any = None,
-    g_out_bias: Any = None,
+    mask: ArrayT | None = None,
+    norm_in_weight: ArrayT | None = None,
+    norm_in_bias: ArrayT | None = None,
+    p_in_weight: ArrayT | None = None,
+    p_in_bias: ArrayT | None = None,
+    g_in_weight: ArrayT | None = None,
+    g_in_bias: ArrayT | None = None,
+    norm_out_weight: ArrayT | None = None,
+    norm_out_bias: ArrayT | None = None,
+    p_out_weight: ArrayT | None = None,
+    p_out_bias: ArrayT | None = None,
+    g_out_weight: ArrayT | None = None,
+    g_out_bias: ArrayT | None = None,
     eps: float = 1e-5,
     precision: str | None = None,
     gate: str = "output",
     *,
     max_memory: int | None = None,
-) -> Any:
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return the triangle multiplicative update of a pair representation.
 
     .. math:: n = \mathrm{LN}(x), \quad (l, r)_{ij}
@@ -554,4 +556,4 @@ def triangle_multiplicative_update(
         precision = "ieee"
     elif precision is None:
         precision = _OWN.get(dtype_name(x.dtype), "ieee")
-    return tuple(arrays), (direction, gate, precision, float(eps), limit), "out"
+    return to_run(tuple(arrays), (direction, gate, precision, float(eps), limit), "out")

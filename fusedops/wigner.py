@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import added, cast, grouped, wide, zeros
+from fusedops._arrays import ArrayT, added, cast, grouped, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -27,7 +27,7 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, op
+from fusedops._registry import Call, Packed, Primitive, op, to_run
 from fusedops.harmonics import matrix_size, wigner_d
 
 __all__ = ["Edges", "m_major_order", "wigner_d"]
@@ -158,7 +158,7 @@ class Edges(Packed):
     _sizes = ("num_nodes", "num_edges")
 
     def __init__(self, edge_index: Any, num_nodes: int) -> None:
-        given = edge_index if is_tensor(edge_index) else np.asarray(edge_index)
+        given: Any = edge_index if is_tensor(edge_index) else np.asarray(edge_index)
         if is_tensor(given) and (given.is_meta or given.layout != sys.modules["torch"].strided):
             raise TypeError("Edges: edge_index is a meta or sparse tensor; it should be dense")
         if dtype_name(given.dtype) not in ("int32", "int64"):
@@ -256,6 +256,13 @@ def _formula(
     """
     arrays = [wide(array) for array in (base, x, message, wigner)]
     dtype = promoted(arrays)
+    on_x: Any
+    on_message: Any
+    on_wigner: Any
+    nodes: Any
+    messages: Any
+    matrices: Any
+    described: Any
     shift, nodes, messages, matrices = (a if a is None else cast(a, dtype) for a in arrays)
     ends = ends_of(edges, way, wigner)
     described = _outputs((base, x, message, wigner), (edges, mmax, way, scale))
@@ -414,8 +421,14 @@ def _graph(
 
 @op(edge_wigner)
 def node_to_edge_wigner_permute(
-    x: Any, edge_index: Any, wigner: Any, *, mmax: int | None = None
-) -> Any:
+    x: ArrayT,
+    edge_index: Edges | ArrayT,
+    wigner: ArrayT,
+    *,
+    mmax: int | None = None,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return the features of both ends of every edge, rotated into the edge's frame, m-major.
 
     .. math:: \mathrm{out}_{e, r} = \Bigl( \sum_j W_{e, P(r), j} \, x_{s(e), j} \;\Big\|\;
@@ -484,7 +497,7 @@ def node_to_edge_wigner_permute(
     _rows(name, "x", x, (lmax + 1) ** 2, f"(lmax + 1)² for the lmax = {lmax} of wigner")
     limit = _order_limit(name, mmax, lmax)
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner.shape[0])
-    return (None, x, None, wigner), (edges, limit, "forth", 1.0), "on_message"
+    return to_run((None, x, None, wigner), (edges, limit, "forth", 1.0), "on_message")
 
 
 def _rows(name: str, argument: str, array: Any, rows: int, what: str) -> None:
@@ -513,14 +526,16 @@ def _way_back(name: str, transpose: bool) -> str:
 
 @op(edge_wigner, names={"wigner": "wigner_inv"})
 def permute_wigner_inv_edge_to_node(
-    message: Any,
-    edge_index: Any,
-    wigner_inv: Any,
+    message: ArrayT,
+    edge_index: Edges | ArrayT,
+    wigner_inv: ArrayT,
     num_nodes: int | None = None,
     *,
     mmax: int | None = None,
     transpose: bool = False,
-) -> Any:
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return messages rotated out of the frames of their edges, l-major, summed by target.
 
     .. math:: \mathrm{out}_{n, i} = \sum_{e: t(e) = n} \sum_r V_{e, i, P(r)} \,
@@ -583,7 +598,7 @@ def permute_wigner_inv_edge_to_node(
     limit = _order_limit(name, mmax, lmax)
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
     edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
-    return (
+    return to_run(
         (None, None, message, wigner_inv),
         (edges, limit, _way_back(name, transpose), 1.0),
         "on_x",
@@ -592,8 +607,14 @@ def permute_wigner_inv_edge_to_node(
 
 @op(edge_wigner, names={"wigner": "wigner_inv"})
 def permute_wigner_inv(
-    message: Any, wigner_inv: Any, *, mmax: int | None = None, transpose: bool = False
-) -> Any:
+    message: ArrayT,
+    wigner_inv: ArrayT,
+    *,
+    mmax: int | None = None,
+    transpose: bool = False,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return messages rotated out of the frames of their edges, l-major, edge by edge.
 
     .. math:: \mathrm{out}_{e, i} = \sum_r V_{e, i, P(r)} \, \mathrm{message}_{e, r}
@@ -644,19 +665,23 @@ def permute_wigner_inv(
     wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "message", message)
     limit = _order_limit(name, mmax, lmax)
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
-    return (None, None, message, wigner_inv), (None, limit, _way_back(name, transpose), 1.0), "on_x"
+    return to_run(
+        (None, None, message, wigner_inv), (None, limit, _way_back(name, transpose), 1.0), "on_x"
+    )
 
 
 @op(edge_wigner, names={"base": "x", "message": "radial", "wigner": "wigner_inv"})
 def edge_degree_scatter(
-    x: Any,
-    radial: Any,
-    edge_index: Any,
-    wigner_inv: Any,
+    x: ArrayT,
+    radial: ArrayT,
+    edge_index: Edges | ArrayT,
+    wigner_inv: ArrayT,
     *,
     rescale_factor: float = 1.0,
     transpose: bool = False,
-) -> Any:
+    out: ArrayT | None = None,
+    backend: str | None = None,
+) -> ArrayT:
     r"""Return node features plus what edges say by their lengths: the edge-degree embedding.
 
     .. math:: \mathrm{out}_{n, i} = x_{n, i} + \frac{1}{\mathrm{rescale\_factor}}
@@ -706,7 +731,7 @@ def edge_degree_scatter(
     Examples
     --------
     >>> import numpy as np, fusedops
-    >>> x, radial = np.ones((1, 4, 1)), np.array([[5.0, 7.0]])
+    >>> x, radial = np.ones((1, 4, 1)), np.array([[[5.0], [7.0]]])
     >>> edges = fusedops.Edges([[0], [0]], num_nodes=1)
     >>> fusedops.edge_degree_scatter(x, radial, edges, np.eye(4)[None]).ravel().tolist()
     [6.0, 1.0, 8.0, 1.0]
@@ -730,4 +755,4 @@ def edge_degree_scatter(
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", count)
     static = edges, 0, _way_back(name, transpose), float(1 / rescale_factor)
-    return (x, None, radial, wigner_inv), static, "on_x"
+    return to_run((x, None, radial, wigner_inv), static, "on_x")

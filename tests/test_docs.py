@@ -1,0 +1,146 @@
+"""Examples run, those of docstrings and README's; and docstrings say all that they should."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import fusedops
+from cpukern import isa, threads
+from fusedops._registry import Packed
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+README = Path(__file__).parents[1] / "README.md"
+MODULES = [
+    "fusedops",
+    *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
+    "cpukern.threads",
+]
+NEED_TORCH = ("fusedops.nn", "fusedops._torch")
+# Of other modules what users call is in the first.
+PUBLIC = [
+    "fusedops",
+    "fusedops.density",
+    "fusedops.maps",
+    "fusedops.nn",
+    "fusedops.structure",
+    "fusedops.testing",
+    "fusedops.wigner",
+]
+
+
+def imported(name):
+    if name in NEED_TORCH:
+        pytest.importorskip("torch")
+    return importlib.import_module(name)
+
+
+def own(module):
+    """The functions and classes of a module, and those that its ops are made of."""
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) == module.__name__ and (
+            inspect.isclass(value) or inspect.isfunction(value)
+        ):
+            yield name, inspect.unwrap(value)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "fusedops.__main__"])
+def test_docstring_examples(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    module = imported(name)
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    for what, value in own(module):
+        for found in finder.find(value, f"{name}.{what}", module):
+            if HAS_TORCH or "torch" not in "".join(line.source for line in found.examples):
+                runner.run(found)
+    threads.set_num_threads(None)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_an_op_has_examples_that_run():
+    """Not those of the function that serves all ops."""
+    (example,) = doctest.DocTestFinder().find(
+        dict(own(imported("fusedops.planarity")))["planarity_nll"]
+    )
+    assert len(example.examples) > 3
+
+
+def public():
+    yield "fusedops.Planes.to", Packed.to
+    for module in PUBLIC:
+        if module in NEED_TORCH and not HAS_TORCH:
+            continue
+        found = importlib.import_module(module)
+        for name in found.__all__:
+            value = getattr(found, name)
+            if callable(value):
+                yield f"{module}.{name}", value
+            # Those of packed arguments are for kernels, but for `to`.
+            if inspect.isclass(value) and not issubclass(value, Packed):
+                for method, function in vars(value).items():
+                    function = getattr(function, "__func__", function)
+                    hidden = method.startswith("_") or method == "extra_repr"
+                    if inspect.isfunction(function) and not hidden:
+                        yield f"{module}.{name}.{method}", function
+
+
+@pytest.mark.parametrize("value", [pytest.param(value, id=name) for name, value in public()])
+def test_a_docstring_says_all(value):
+    doc = inspect.getdoc(value) or ""
+    sections = re.findall(r"^(\w[\w ]+)\n-+$", doc, re.MULTILINE)
+    first = doc.split("\n\n")[0]
+    assert first.endswith(".")
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return
+    needed = ["Examples"]
+    parameters = [] if is_dataclass_made_here(value) else list(signature(value))
+    needed += ["Parameters"] if parameters else []
+    needed += ["Attributes"] if inspect.isclass(value) else []
+    returns = inspect.isfunction(value) and value.__annotations__.get("return") != "None"
+    assert set(needed) <= set(sections)
+    assert not returns or {"Returns", "Yields"} & set(sections)
+    described = doc[doc.find("Parameters\n") :]
+    for parameter in parameters:
+        assert re.search(rf"^(\w+, )*\**{parameter}\b", described, re.MULTILINE), parameter
+    if hasattr(value, "vjp"):
+        assert {"Returns", "Raises", "References"} <= set(sections)
+        assert ".. math::" in doc
+
+
+def signature(value):
+    return [name for name in inspect.signature(value).parameters if name not in ("self", "cls")]
+
+
+def is_dataclass_made_here(value):
+    """What a function returns, and nobody makes: its fields are attributes."""
+    return hasattr(value, "__dataclass_fields__")
+
+
+def blocks(language):
+    text = README.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("gemmi"), reason="gemmi is not installed")
+def test_readme(monkeypatch, tmp_path):
+    """Every block continues those before it, and those of NumPy need none of torch."""
+    shutil.copy(str(files("fusedops") / "data/1ubi.pdb"), tmp_path / "model.pdb")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    assert len(blocks("python")) > 5
+    for block in blocks("python"):
+        if HAS_TORCH or not re.search("torch|fusedops.nn", block):
+            exec(compile(block, "README.md", "exec"), names)
+    if isa.why_not() is None and importlib.util.find_spec("numba"):
+        (shown,) = blocks("pycon")
+        example = doctest.DocTestParser().get_doctest(shown, names, "README.md", None, 0)
+        assert doctest.DocTestRunner().run(example).failed == 0
