@@ -216,7 +216,7 @@ class Source:
         """Return normal numbers, in float32 at least if `wide`."""
         dtype = self.wide if wide or self.device == "cpu" else self.dtype
         if self.device == "cpu":
-            numbers = self.rng.standard_normal(shape, dtype)
+            numbers = self.rng.standard_normal(shape, np.dtype(dtype))  # type: ignore[call-overload]
             numbers *= scale
             return numbers
         import torch
@@ -310,7 +310,8 @@ def errors(
         In place of that of the workload.
     """
     exact = workload.make(Source(), workload.size)
-    cotangent = exact.rounded().cotangent() if exact.leaves else None
+    cotangent: Any = exact.rounded().cotangent() if exact.leaves else None
+    seed: Any
     dtype = dtype or workload.dtype
     if framework == "numpy":
         given = exact.astype(dtype)
@@ -426,7 +427,7 @@ def _edges(
     back = {"wigner_inv": wigner, "transpose": True}
     if op is fusedops.node_to_edge_wigner_permute:
         arguments = {"x": x, "edge_index": edges, "wigner": wigner}
-        leaves = "x", "wigner"
+        leaves: tuple[str, ...] = ("x", "wigner")
         work = _work(
             Work(2 * turned + matrices + features, 2 * products),
             Work(2 * turned + 2 * (matrices + features), 4 * products),
@@ -455,7 +456,9 @@ def _edges(
         )
     shape = {"lmax": lmax, "N": nodes, "E": count, "C": channels}
     raw = {"index": index, "lmax": lmax, "nodes": nodes, "packed": packed}
-    prepare = {"Edges": partial(fusedops.Edges, _tensor_like(index, x), nodes)}
+    prepare: dict[str, Callable[[], Any]] = {
+        "Edges": partial(fusedops.Edges, _tensor_like(index, x), nodes)
+    }
     return Problem(
         op, arguments, leaves, shape, work, frozenset({"wigner", "wigner_inv"}), raw, prepare
     )
@@ -503,7 +506,7 @@ def _cubes(
     # A scatter clears the map and writes it.
     add, take = Work(inner + 2 * whole, count * edge**3), Work(inner + whole)
     here = [_tensor_like(array, values) for array in (wa, wbwc)]
-    plan = partial(fusedops.ScatterPlan, *here, size, copy=False)
+    plan = partial(fusedops.ScatterPlan, *here, size, copy=False)  # type: ignore[misc]
 
     def planned_and_used() -> None:
         made = plan()

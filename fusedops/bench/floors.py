@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ def measured(device: str, dtypes: set[str], seconds: float, has_torch: bool) -> 
     return _on_cpu(seconds, has_torch)
 
 
-def _best(runs: dict[str, Callable[[], Any]], device: str, seconds: float) -> float:
+def _best(runs: Mapping[str, Callable[[], Any]], device: str, seconds: float) -> float:
     """Return the time in seconds of the fastest of several ways to do the same."""
     times = interleaved(runs, waiting(device), seconds)
     return min(timing.ms for timing in times.values()) / 1e3
@@ -107,7 +107,7 @@ def _exponentials_on_gpu(seconds: float) -> float:
     import triton.language as tl
 
     @triton.jit
-    def repeated(x, ROUNDS: tl.constexpr):
+    def repeated(x, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
         i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
         value = tl.load(x + i)
         for _ in range(ROUNDS):

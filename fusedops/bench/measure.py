@@ -238,7 +238,7 @@ class Bench:
             for how in hows:
                 given, own = (problem, cotangent) if how == NUMPY else (tensors, seed)
                 make = partial(_ours, backend.name)
-                found = self._errors(workload, backend.name, how, make)
+                found: Any = self._errors(workload, backend.name, how, make)
                 if reason := _refusal(workload, found):
                     rows.append(_row(backend.name, how, FORWARD, refused=reason, ours=True))
                     if not isinstance(found, str):
@@ -288,7 +288,7 @@ class Bench:
             return
         try:
             steps = peer.prepare(problem, seed)
-            found = None
+            found: Any = None
             if peer.computes and peer.checked:
                 found = self._errors(workload, peer.name, how, peer.prepare)
                 kept = ("value",) if peer.dense else ("value", "gradient")
@@ -334,7 +334,8 @@ class Bench:
         self, workload: Workload, what: str, entries: dict[tuple[str, str], Contestant]
     ) -> list[dict[str, Any]]:
         """Return a row for every run of one pass, timed in turns."""
-        rows, runs = {}, {}
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        runs: dict[tuple[str, str], Callable[[], Any]] = {}
         for key, each in entries.items():
             row = _row(each.who, each.how, what, ours=each.backend is not None, error=each.error)
             row["computes"] = each.computes
@@ -347,9 +348,9 @@ class Bench:
             except Exception as error:  # what can't be captured or runs out of memory
                 row["refused"] = _word(error)
         # Where a round is seconds long, some rounds must do.
-        for key, timing in interleaved(runs, self.wait, self.plan.seconds).items():
-            timing = scaled(timing, 1 / COPIES) if key[1] == GRAPH else timing
-            rows[key] |= _times(timing)
+        for run, timing in interleaved(runs, self.wait, self.plan.seconds).items():
+            timing = scaled(timing, 1 / COPIES) if run[1] == GRAPH else timing
+            rows[run] |= _times(timing)
         return list(rows.values())
 
     def growth(
@@ -376,8 +377,8 @@ class Bench:
         for name, measured in points.items():
             if len(measured) < 3:
                 continue
-            at, times = [size for size, _ in measured], [timing.ms for _, timing in measured]
-            overhead, exponent = fitted(at, times)
+            at, medians = [size for size, _ in measured], [timing.ms for _, timing in measured]
+            overhead, exponent = fitted(at, medians)
             rows.append(
                 {
                     "op": workload.op.__name__,
@@ -388,7 +389,7 @@ class Bench:
                     "pass": what,
                     "unit": workload.unit,
                     "sizes": at,
-                    "ms": times,
+                    "ms": medians,
                     "quartiles_ms": [timing.quartiles_ms for _, timing in measured],
                     "overhead_ms": overhead,
                     "exponent": exponent,
@@ -495,7 +496,13 @@ def _word(error: Exception) -> str:
 
 
 def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
-    empty = {"refused": None, "error": None, "error_of": None, "ours": False, "work": None}
+    empty: dict[str, Any] = {
+        "refused": None,
+        "error": None,
+        "error_of": None,
+        "ours": False,
+        "work": None,
+    }
     empty["computes"] = True
     empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "peak_MB": None}
     empty |= {"floors_ms": {}, "over_floor": None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,11 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
 
 
 def interleaved(
-    runs: dict[str, Callable[[], Any]],
+    runs: Mapping[Any, Callable[[], Any]],
     wait: Callable[[], None],
     seconds: float,
     rounds: int = 25,
-) -> dict[str, Timing]:
+) -> dict[Any, Timing]:
     """Return the times of every run, taken in turns; so many seconds for each in all.
 
     Runs that are too long for so many rounds get fewer, five at least.
