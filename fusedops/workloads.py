@@ -164,6 +164,7 @@ class Problem:
     def backward(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
         """Return what computes the gradients alone, of what a forward pass has left behind."""
         primitive = self.op.primitive
+        pull: Any = primitive.pullback
         arrays, static, shown = self.op.__wrapped__(**self.arguments)
         call = Call(primitive, static, backend)
         needed = tuple(array is not None for array in arrays)
@@ -174,7 +175,7 @@ class Problem:
             return call(arrays, primitive.with_saved(wanted))
 
         def step() -> tuple[Any, ...]:
-            gradients = primitive.pullback(call, arrays, saved, cotangents, needed)
+            gradients = pull(call, arrays, saved, cotangents, needed)
             return tuple(g for g, need in zip(gradients, needed, strict=True) if need)
 
         if self.framework == "torch":
@@ -215,8 +216,9 @@ class Source:
     def normal(self, *shape: int, scale: float = 1.0, wide: bool = False) -> Any:
         """Return normal numbers, in float32 at least if `wide`."""
         dtype = self.wide if wide or self.device == "cpu" else self.dtype
+        numbers: Any
         if self.device == "cpu":
-            numbers = self.rng.standard_normal(shape, np.dtype(dtype))  # type: ignore[call-overload]
+            numbers = self.rng.standard_normal(shape, np.dtype(dtype))
             numbers *= scale
             return numbers
         import torch
@@ -642,13 +644,13 @@ def _update(
     for name, n in (("norm_in", C), ("norm_out", H)):
         arguments[f"{name}_weight"] = source.normal(n, scale=0.3) + 1
         arguments[f"{name}_bias"] = source.normal(n, scale=0.3)
-    for name, shape in (
+    for name, sides in (
         ("p_in", (2 * H, C)),
         ("g_in", (2 * H, C)),
         ("p_out", (C, H)),
         ("g_out", (G, C)),
     ):
-        arguments[f"{name}_weight"] = source.normal(*shape, scale=shape[1] ** -0.5)
+        arguments[f"{name}_weight"] = source.normal(*sides, scale=sides[1] ** -0.5)
     rows, leaves = B * N * N, tuple(sorted(arguments, key=ARRAYS.index))
     # x and the output once; left, right, o and the gate written and read, as wide as factors are.
     # A backward pass counts twice.
@@ -723,8 +725,8 @@ def _wigner_workloads() -> Iterator[Workload]:
     for packed in (False, True):
         name = "UMA, packed" if packed else "UMA"
         others.append((wigner_d, name, partial(_directions, lmax=2, packed=packed)))
-    for op, name, make in others:
-        cpu = Workload(op, name, make, 60_000, "edges", 120, "cpu", terms=(600, 1200))
+    for op, name, kind in others:
+        cpu = Workload(op, name, kind, 60_000, "edges", 120, "cpu", terms=(600, 1200))
         yield cpu
         yield replace(cpu, size=3_000, quick=True)
         yield replace(cpu, device="cuda", quick=True)
@@ -827,15 +829,18 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
     ):
         yield of(op, "UMA", partial(_edges, op), "edges"), sizes(300 if gpu else 60)
     yield of(wigner_d, "UMA", partial(_directions, lmax=2), "edges"), sizes(300 if gpu else 60)
-    for op in (fusedops.structured_scatter_add, fusedops.structured_gather):
-        yield of(op, "TorchRef", partial(_cubes, op), "cubes"), sizes(50 if gpu else 20)
+    for way in (fusedops.structured_scatter_add, fusedops.structured_gather):
+        yield of(way, "TorchRef", partial(_cubes, way), "cubes"), sizes(50 if gpu else 20)
     atoms = partial(_atoms, spacing=0.52, volume=92.2, radius=4.0) if gpu else _atoms
-    op = fusedops.gaussian_density
-    yield of(op, "isotropic", atoms, "atoms"), sizes(50 if gpu else 20)
-    op, width = fusedops.triangle_multiplicative_update, 128 if gpu else 32
+    density = fusedops.gaussian_density
+    yield of(density, "isotropic", atoms, "atoms"), sizes(50 if gpu else 20)
+    width = 128 if gpu else 32
     update = partial(_update, channels=width, hidden=width)
     powers = tuple(2**k for k in range(11))
-    yield of(op, "Boltz", update, "residues", dtype=dtype), powers
+    yield (
+        of(fusedops.triangle_multiplicative_update, "Boltz", update, "residues", dtype=dtype),
+        powers,
+    )
 
 
 #: By device, a kind of problem of every op with sizes over three decades.
