@@ -446,8 +446,9 @@ def gaussian_density(
         *listed(low[:, 0], high[:, 0], lattice.nx, slab),
         slab,
         out,
-        np.empty((threads, scratch), xyz.dtype),
-        np.empty((threads, 2 * most)),
+        # Lanes without a voxel are computed too, where what was left there may be denormal and slow.
+        np.zeros((threads, scratch), xyz.dtype),
+        np.zeros((threads, 2 * most)),
         most,
         pitch,
     )
@@ -483,8 +484,8 @@ def gaussian_density_vjp(
         *arrays[1:],
         np.ascontiguousarray(cotangent),
         *outputs,
-        np.empty((threads, scratch), xyz.dtype),
-        np.empty((threads, 2 * most)),
+        np.zeros((threads, scratch), xyz.dtype),
+        np.zeros((threads, 2 * most)),
         np.empty((threads, most), np.intp),
         np.empty((threads, -(-10 * G // 8) * 8)),
         most,
