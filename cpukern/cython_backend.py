@@ -446,7 +446,7 @@ def gaussian_density(
         *listed(low[:, 0], high[:, 0], lattice.nx, slab),
         slab,
         out,
-        # Lanes without a voxel are computed too, where what was left there may be denormal and slow.
+        # Lanes without a voxel are computed too: what was left there may be denormal, and slow.
         np.zeros((threads, scratch), xyz.dtype),
         np.zeros((threads, 2 * most)),
         most,
