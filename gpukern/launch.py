@@ -10,17 +10,17 @@ import torch
 import triton
 
 
-def kernel_of_any_size(function: Any, aligned: Sequence[str] = ()) -> Any:
+def kernel_of_any_size(function: Any, aligned: Sequence[str] = (), jit: Any = triton.jit) -> Any:
     """Compile for any sizes and any alignment, which change from call to call.
 
-    The pointers named in `aligned` are to 16 bytes, in every call.
+    The pointers named in `aligned` are to 16 bytes, in every call. `jit` may be Gluon's.
     """
     names = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.annotation is inspect.Parameter.empty and name not in aligned
     ]
-    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
+    return jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
 
 
 def wide(*integers: int) -> tuple[bool, ...]:

@@ -32,6 +32,11 @@ from fusedops._registry import register
 from fusedops.trimul import in_parts, slices
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
+# Gluon is experimental: another version may have another.
+hopper: Any = None
+if triton.__version__.startswith("3.6."):
+    from gpukern import trimul_hopper as hopper
+
 # Rows from which on it pays to write the normalized x of many channels, and to round weights once.
 _MANY = 1 << 16
 # Channels that a program normalizes at once.
@@ -568,6 +573,8 @@ _POINTERS = {
 
 @functools.cache
 def _launcher(kernel: Any, warps: int, stages: int) -> Launcher:
+    if hopper is not None and kernel in hopper.POINTERS:
+        return Launcher(kernel_of_any_size(kernel, hopper.POINTERS[kernel], hopper.jit), warps)
     # So that a multiprocessor has room for two programs of eight warps, or three of four.
     registers = 128 if warps == 8 else 168 if kernel is _finish else None
     return Launcher(kernel_of_any_size(kernel, _POINTERS[kernel]), warps, registers, stages)
@@ -602,6 +609,13 @@ def _processors(device: Any) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _is_hopper(device: Any) -> bool:
+    if hopper is None or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _is_aligned(array: Any) -> bool:
@@ -651,6 +665,8 @@ class _Update:
         size = self.B * self.N * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0
+        # What has planes without gaps, and products of 16 bits.
+        self.hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
 
     def new(self, *shape: int, dtype: Any = None) -> Any:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
@@ -718,6 +734,9 @@ class _Update:
         p_w, p_b, g_w, g_b = weights
         o_w, o_b = self.g_out
         H, G = 0 if sides is None else p_w.shape[0] // 2, 0 if gate is None else self.G
+        numbers: tuple[int, ...]
+        half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
+        strides = (0, 0, 0) if mask is None else mask.stride()
         ready = many and C > _CHANNELS
         if ready and kept is None:
             kept = self.new(B, L, self.pitch, self.width)
@@ -727,6 +746,15 @@ class _Update:
             return
         if many:
             p_w, g_w, o_w = (None if a is None else a.to(self.dtype) for a in (p_w, g_w, o_w))
+        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept
+        way = self.hopper and many and hopper.way_to_project(C, H, G, logits is not None)
+        if way:
+            numbers = B, L * N, N, half, plane, *strides
+            constants = self.eps, C, H, G, self.output, self.width, 16 // x.dtype.itemsize, *way
+            constants += self.types[0], self.long
+            programs = _processors(x.device)
+            _launch(hopper.project, (way[0], 1), programs, tensors, numbers, constants)
+            return
         BM, BH, BG, chunk, how = 32, 32, 32, 64 if self.dtype.itemsize < 8 else 32, (4, 1)
         if self.fast:
             BM, BH, BG, chunk, how = (
@@ -744,11 +772,9 @@ class _Update:
         parts = max(1, min(blocks, _ceil(2 * _processors(x.device), programs)))
         if ready:
             parts = blocks + _ceil(G, BG)
-        half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
-        numbers = L, N, self.pitch, half, plane, *((0, 0, 0) if mask is None else mask.stride())
+        numbers = L, N, self.pitch, half, plane, *strides
         constants = self.eps, C, H, G, ready, self.output, self.width, parts, BM, chunk, BH, BG
         constants += *self.types, self.asm, *self.place
-        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept
         _launch(_project, how, programs * parts, tensors, numbers, constants)
 
     def normalize(self, x: Any, kept: Any) -> None:
@@ -829,12 +855,23 @@ class _Update:
     def finish(self, o: Any, gate: Any, out: Any, shift: int) -> None:
         """Write the output: o, given times a power of two, normalized, gated and projected."""
         B, L, N, C = out.shape
+        result = out if _is_aligned(out) else torch.empty_like(out)
+        tensors = o, gate, *self.norm_out, *self.p_out, result
+        many = B * L * N >= _MANY
+        way = self.hopper and many and hopper.way_to_finish(C, self.H, out.dtype.itemsize)
+        if way:
+            numbers = B, L * N, o.stride(1), shift
+            vector = 16 // out.dtype.itemsize
+            constants = self.eps, C, self.H, self.output, vector, *way, self.types[0], self.long
+            programs = _processors(out.device) * (16 // way[0])
+            _launch(hopper.finish, (way[0], 1), programs, tensors, numbers, constants)
+            if result is not out:
+                out.copy_(result)
+            return
         BH = power(self.H, 16)
         BM = min(max(16, 8192 // BH) if self.fast else 16, power(N, 16))
         BN = min(128 if self.fast else 32, power(C, 16))
-        result = out if _is_aligned(out) else torch.empty_like(out)
         constants = self.eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
-        tensors = o, gate, *self.norm_out, *self.p_out, result
         numbers = L, N, self.pitch, o.stride(1), shift
         _launch(_finish, (4, 1), B * L * _ceil(N, BM), tensors, numbers, constants)
         if result is not out:

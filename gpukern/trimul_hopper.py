@@ -1,0 +1,402 @@
+"""Projections and the end of the triangle multiplicative update, for Hopper's tensor cores.
+
+What `gpukern.trimul` computes for any device, with weights that stay in shared memory while the
+warps of a program go through rows by themselves, without a barrier. Rows are the first operand, in
+registers: a thread reads vectors of channels of its own, and the weights' columns are in the order
+in which the tensor cores then meet them. What goes to planes is turned within a warp, in blocks of
+8 × 8 (`movmatrix`), so that every thread writes four edges of a channel at once.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+jit = gluon.jit
+
+# Bytes of shared memory that a program can have.
+_SHARED = 232448
+
+
+def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | None:
+    """Return the warps of `project` and the channels of a block, or None where it can't serve."""
+    # More warps wait less, and have fewer registers each.
+    warps, block = (8, 64) if logits else (16, 32)
+    fits = C in (64, 128) and H > 0 and H % block == 0 and G % (2 * block) == 0
+    return (warps, block) if fits and 2 * C * (4 * H + G) <= _SHARED else None
+
+
+def way_to_finish(C: int, H: int, itemsize: int) -> tuple[int, int] | None:
+    """Return the warps of `finish` and the channels of a block, or None where it can't serve."""
+    warps, block = (16, 64) if C <= 128 else (8, 256 // itemsize)
+    fits = H in (64, 128) and C % block == 0 and 2 * C * H <= _SHARED
+    return (warps, block) if fits else None
+
+
+_LOGISTIC = gl.constexpr(
+    """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
+    add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"""
+)
+_PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+_TURN = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+
+
+@gluon.jit
+def _sigmoid(x):
+    return gl.inline_asm_elementwise(_LOGISTIC, "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.constexpr_function
+def _powers(first, count):
+    return [first << n for n in range(count)]
+
+
+@gluon.constexpr_function
+def _log2(n):
+    return int(n).bit_length() - 1
+
+
+@gluon.constexpr_function
+def _rows_layout(W, C, V):
+    """Return whose edges and channels a thread reads: V channels at once, four threads a row.
+
+    Edges of a warp are numbered such that, once turned, a thread has four that follow each other.
+    """
+    v, m = _log2(V), _log2(C // (4 * V))
+    registers = [[0, c] for c in _powers(1, v)] + [[2, 0]] + [[0, c] for c in _powers(4 * V, m)]
+    lanes = [[0, V], [0, 2 * V], [1, 0], [4, 0], [8, 0]]
+    warps = [[r, 0] for r in _powers(16, _log2(W))]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [16 * W, C])
+
+
+@gluon.constexpr_function
+def _planes_layout(W, H):
+    """Return whose channels and edges a thread reads: four edges at once, of every eighth."""
+    registers = [[0, 1], [0, 2]] + [[h, 0] for h in _powers(8, _log2(H // 8))]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    warps = [[0, r] for r in _powers(16, _log2(W))]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [H, 16 * W])
+
+
+@gluon.constexpr_function
+def _products_layout(W, columns):
+    return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _columns_met(w, ROWS: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
+    """Return columns in the order in which rows of `_rows_layout` meet them."""
+    w = gl.reshape(w, (ROWS, C // (4 * V), 4, V // 2, 2))
+    return gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), (ROWS, C))
+
+
+@gluon.jit
+def _as_operand(x, W: gl.constexpr, BN: gl.constexpr):
+    """Return what is where a first operand is as one."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, _products_layout(W, BN), 2)
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _as_met(x, W: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
+    """Return rows of `_rows_layout` where a first operand is, without moving anything."""
+    x = gl.reshape(x, (W, 4, 2, 2, C // (4 * V), 4, V // 2, 2))
+    return gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, C))
+
+
+@gluon.jit
+def _turned(x):
+    """Return every block of 8 × 8 numbers of 16 bits, which a warp has, transposed."""
+    # Not pure, as all threads must take part.
+    return gl.inline_asm_elementwise(_TURN, "=r,r", [x], x.dtype, False, 2)
+
+
+@gluon.jit
+def _as_planes(x, W: gl.constexpr, H: gl.constexpr):
+    """Return what products gave (edges, H) in 16 bits, as (H, edges)."""
+    x = gl.reshape(_turned(x), (W, 2, 8, H // 8, 4, 2))
+    return gl.reshape(gl.permute(x, (3, 2, 0, 4, 1, 5)), (H, 16 * W))
+
+
+@gluon.jit
+def _from_planes(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
+    """Return (edges, H) of planes where a first operand is."""
+    layout: gl.constexpr = _planes_layout(W, H)
+    edge = first + gl.arange(0, 16 * W, gl.SliceLayout(0, layout))
+    h = gl.arange(0, H, gl.SliceLayout(1, layout)).to(plane.dtype)
+    x = gl.load(at + (h * plane)[:, None] + edge[None, :], mask=(edge < rows)[None, :], other=0.0)
+    x = gl.permute(gl.reshape(x, (H // 8, 8, W, 4, 2, 2)), (2, 4, 1, 0, 3, 5))
+    return _turned(gl.reshape(x, (16 * W, H)))
+
+
+@gluon.jit
+def _as_rows(x, W: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
+    """Return what products gave, with rows of the weight as `_columns_met` orders columns."""
+    x = gl.reshape(x, (W, 2, 4, 2, C // (4 * V), V // 2, 4, 2))
+    x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, C))
+    return gl.convert_layout(x, _rows_layout(W, C, V), assert_trivial=True)
+
+
+@gluon.jit
+def _edge_met(row):
+    """Return which edge is where a row of a first operand is."""
+    return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
+
+
+@gluon.jit
+def _row_met(n, V: gl.constexpr):
+    """Return which row of a weight to take, that a thread has V elements of a row in sequence."""
+    return n // (4 * V) * (4 * V) + n // 2 % 4 * V + n // 8 % (V // 2) * 2 + n % 2
+
+
+@gluon.jit
+def _normalized(x, w, b, eps, C: gl.constexpr):
+    """Return rows, normalized."""
+    x -= (gl.sum(x, 1) / C)[:, None]
+    x *= gl.rsqrt(gl.sum(x * x, 1) / C + eps)[:, None]
+    c = gl.arange(0, C, gl.SliceLayout(0, x.type.layout))
+    if w is not None:
+        x *= gl.load(w + c).to(gl.float32)[None, :]
+    if b is not None:
+        x += gl.load(b + c).to(gl.float32)[None, :]
+    return x
+
+
+@gluon.jit
+def _write_planes(to, value, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
+    """Write what products gave (edges, H) in 16 bits to planes."""
+    value = _as_planes(value, W, H)
+    layout: gl.constexpr = value.type.layout
+    edge = first + gl.arange(0, 16 * W, gl.SliceLayout(0, layout))
+    h = gl.arange(0, H, gl.SliceLayout(1, layout)).to(plane.dtype)
+    gl.store(to + (h * plane)[:, None] + edge[None, :], value, mask=(edge < rows)[None, :])
+
+
+@gluon.jit
+def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, C: gl.constexpr):
+    """Write what products gave to rows (rows, G)."""
+    value = _as_rows(value, W, C, 8)
+    layout: gl.constexpr = value.type.layout
+    edge = gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
+    c = gl.arange(0, C, gl.SliceLayout(0, layout))
+    inside = (first + edge < rows)[:, None]
+    gl.store(to + edge[:, None] * G + c[None, :], value, mask=inside)
+
+
+@gluon.jit
+def _fill(
+    weights, p_w, g_w, o_w,
+    SIDES: gl.constexpr, GATES: gl.constexpr, OUTPUT: gl.constexpr, V: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Bring blocks of weights, each of a projection and of its gate, or of the last gate."""
+    BN: gl.constexpr = weights.shape[1]
+    C: gl.constexpr = weights.shape[2]
+    BH: gl.constexpr = BN // 2
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
+    n = gl.arange(0, BN, gl.SliceLayout(1, blocked))
+    c = gl.arange(0, C, gl.SliceLayout(0, blocked))[None, :]
+    # All of them are on their way before the first is there.
+    read = ()
+    for k in gl.static_range(SIDES):
+        at = (k * BH + n % BH)[:, None] * C + c
+        read = read + (gl.load(gl.where((n < BH)[:, None], p_w + at, g_w + at)),)
+    for k in gl.static_range(GATES):
+        # Eight channels of a row follow each other in a thread.
+        row = k * BN + (_row_met(n, 8) if OUTPUT else n)
+        read = read + (gl.load(o_w + row[:, None] * C + c),)
+    for k in gl.static_range(SIDES + GATES):
+        weights.index(k).store(_columns_met(read[k].to(weights.dtype), BN, C, V))
+    hopper.fence_async_shared()
+    # Here, or there is one before every product.
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _write_sides(
+    both, m, p_b, g_b, sides, logits, block, member, first, rows, half, plane,
+    H: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr,
+):  # fmt: skip
+    """Write a block of left or right, and the logits of its gate, from both products."""
+    p, g = gl.split(gl.permute(gl.reshape(both, (16 * W, 2, BH)), (0, 2, 1)))
+    h = block * BH + gl.arange(0, BH, gl.SliceLayout(0, p.type.layout))
+    if p_b is not None:
+        p += gl.load(p_b + h).to(gl.float32)[None, :]
+    if g_b is not None:
+        g += gl.load(g_b + h).to(gl.float32)[None, :]
+    side = p * _sigmoid(g)
+    if m is not None:
+        side *= gl.convert_layout(m, side.type.layout, assert_trivial=True)
+    at = block * BH // H * half + (member * H + block * BH % H) * plane
+    _write_planes(sides + at, side.to(DOT), first, rows, plane, W, BH)
+    if logits is not None:
+        _write_planes(logits + at, g.to(DOT), first, rows, plane, W, BH)
+
+
+@gluon.jit
+def _write_gate(
+    value, o_b, gate, column, block, member, first, rows,
+    OUTPUT: gl.constexpr, G: gl.constexpr, W: gl.constexpr, DOT: gl.constexpr,
+):  # fmt: skip
+    """Write a block of the last gate from a product."""
+    BN: gl.constexpr = value.type.shape[1]
+    if o_b is not None:
+        value += gl.load(o_b + block * BN + column).to(gl.float32)[None, :]
+    value = _sigmoid(value).to(DOT)
+    if OUTPUT:
+        to = gate + (member * rows + first) * G + block * BN
+        _write_rows(to, value, first, rows, G, W, BN)
+    else:
+        to = gate + (member * G + block * BN) * rows
+        _write_planes(to, value, first, rows, rows.to(member.dtype), W, BN)
+
+
+@gluon.jit
+def _prefetch(x, tile, tiles, rows, C: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr):
+    """Have rows of a tile brought to the second-level cache."""
+    LINE: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+    LINES: gl.constexpr = C // LINE
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [W, 1], [1, 0])
+    row = tile % tiles * (16 * W) + gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
+    here = (tile // tiles).to(LONG) * rows + gl.minimum(row, rows - 1)
+    line = gl.arange(0, LINES, gl.SliceLayout(0, layout))
+    at = x + here[:, None] * C + (line * LINE)[None, :]
+    gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)
+
+
+def project(
+    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
+    members, rows, N, half, plane, mask_b, mask_i, mask_j,
+    EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, OUTPUT: gl.constexpr,
+    KEPT: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr,
+    LONG: gl.constexpr,
+):  # fmt: skip
+    """Write left and right, the last gate, and for a backward pass the logits of theirs.
+
+    And `kept`, the normalized x, with a column of ones.
+    """
+    BM: gl.constexpr = 16 * W
+    BN: gl.constexpr = 2 * BH
+    SIDES: gl.constexpr = 2 * H // BH
+    GATES: gl.constexpr = 0 if gate is None else G // BN
+    shape: gl.constexpr = [SIDES + GATES, BN, C]
+    weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
+    _fill(weights, p_w, g_w, o_w, SIDES, GATES, OUTPUT, V, W)
+
+    layout: gl.constexpr = _rows_layout(W, C, V)
+    mma: gl.constexpr = _products_layout(W, BN)
+    ones: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
+    edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, C, gl.SliceLayout(0, layout))
+    met = _edge_met(gl.arange(0, BM, gl.SliceLayout(1, mma)))
+    column = gl.arange(0, BN, gl.SliceLayout(0, mma))
+    if OUTPUT:
+        column = _row_met(column, 8)
+    zeros = gl.zeros((BM, BN), gl.float32, mma)
+    plane = plane.to(LONG) // 8 * 8
+    half = half.to(LONG) // 8 * 8
+    rows = rows // 8 * 8
+    tiles = (rows + BM - 1) // BM
+    for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
+        member = (tile // tiles).to(LONG)
+        first = tile % tiles * BM
+        here = member * rows + first
+        live = (first + edge < rows)[:, None]
+        y = gl.load(x + here * C + edge[:, None] * C + channel[None, :], mask=live, other=0.0)
+        y = _normalized(y.to(gl.float32), w, b, EPS, C).to(DOT)
+        # The last tile once more, where no other follows.
+        following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
+        _prefetch(x, following, tiles, rows, C, W, LONG)
+        if kept is not None:
+            to = kept + here * KEPT + edge[:, None] * KEPT
+            gl.store(to + channel[None, :], y, mask=live)
+            # Behind it a one, and seven zeros.
+            behind = gl.arange(0, 8, gl.SliceLayout(0, ones))
+            below = gl.arange(0, BM, gl.SliceLayout(1, ones))
+            one = gl.where((behind == 0)[None, :] & (below >= 0)[:, None], 1.0, 0.0).to(DOT)
+            to_one = kept + here * KEPT + C + below[:, None] * KEPT
+            gl.store(to_one + behind[None, :], one, mask=(first + below < rows)[:, None])
+        operand = _as_operand(_as_met(y, W, C, V), W, BN)
+        m = None
+        if mask is not None:
+            i, j = (first + met) // N, (first + met) % N
+            at_mask = mask + member * mask_b + i * mask_i + j * mask_j
+            m = gl.load(at_mask, mask=first + met < rows, other=0.0).to(gl.float32)[:, None]
+        for s in range(SIDES):
+            pair = weights.index(s).permute((1, 0))
+            both = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False)
+            _write_sides(
+                both, m, p_b, g_b, sides, logits, s, member, first, rows, half, plane,
+                H, W, BH, DOT,
+            )  # fmt: skip
+        if gate is not None:
+            for s in range(GATES):
+                weight = weights.index(SIDES + s).permute((1, 0))
+                value = hopper.warpgroup_mma(operand, weight, zeros, use_acc=False)
+                _write_gate(value, o_b, gate, column, s, member, first, rows, OUTPUT, G, W, DOT)
+
+
+def finish(
+    o, gate, w, b, p_w, p_b, out, members, rows, plane, shift,
+    EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, OUTPUT: gl.constexpr,
+    V: gl.constexpr, W: gl.constexpr, BN: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
+):  # fmt: skip
+    """Write the output: o, given times a power of two, normalized, gated and projected."""
+    BM: gl.constexpr = 16 * W
+    BLOCKS: gl.constexpr = C // BN
+    weights = gl.allocate_shared_memory(DOT, [BLOCKS, BN, H], gl.NVMMASharedLayout(128, 16))
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
+    n = _row_met(gl.arange(0, BN, gl.SliceLayout(1, blocked)), V)
+    h = gl.arange(0, H, gl.SliceLayout(0, blocked))
+    read = ()
+    for k in gl.static_range(BLOCKS):
+        read = read + (gl.load(p_w + (k * BN + n)[:, None] * H + h[None, :]),)
+    for k in gl.static_range(BLOCKS):
+        weights.index(k).store(read[k].to(DOT))
+    hopper.fence_async_shared()
+    gl.thread_barrier()
+
+    plane = plane.to(LONG) // 8 * 8
+    rows = rows // 8 * 8
+    layout: gl.constexpr = _rows_layout(W, BN, V)
+    edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, BN, gl.SliceLayout(0, layout))
+    zeros = gl.zeros((BM, BN), gl.float32, _products_layout(W, BN))
+    # The norm of o times a number is that of o with another eps.
+    eps = gl.exp2((2 * shift).to(gl.float32)) * EPS
+    tiles = (rows + BM - 1) // BM
+    for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
+        member = (tile // tiles).to(LONG)
+        first = tile % tiles * BM
+        here = member * rows + first
+        live = (first + edge < rows)[:, None]
+        y = _from_planes(o + member * H * plane, first, rows, plane, W, H).to(gl.float32)
+        if OUTPUT:
+            y = _normalized(y, w, b, eps, H)
+        else:
+            opened = _from_planes(gate + member * H * rows, first, rows, rows.to(LONG), W, H)
+            y = _normalized(y, w, b, eps, H) * opened.to(gl.float32)
+        operand = _as_operand(y.to(DOT), W, BN)
+        for s in range(BLOCKS):
+            at = here * C + edge[:, None] * C + (s * BN + channel)[None, :]
+            if OUTPUT:
+                opened_rows = gl.load(gate + at, mask=live, other=0.0)
+            weight = weights.index(s).permute((1, 0))
+            value = hopper.warpgroup_mma(operand, weight, zeros, use_acc=False)
+            value = _as_rows(value, W, BN, V)
+            if p_b is not None:
+                value += gl.load(p_b + s * BN + channel).to(gl.float32)[None, :]
+            if OUTPUT:
+                value *= opened_rows.to(gl.float32)
+            gl.store(out + at, value.to(out.dtype.element_ty), mask=live)
+
+
+# Of pointers to 16 bytes, `gpukern.trimul` makes sure.
+POINTERS = {
+    project: (
+        *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b"),
+        *("sides", "logits", "gate", "kept"),
+    ),
+    finish: ("o", "gate", "w", "b", "p_w", "p_b", "out"),
+}
