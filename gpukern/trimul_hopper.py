@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 jit = gluon.jit
 
 # Bytes of shared memory that a program can have.
-_SHARED = 232448
+SHARED = 232448
 
 
 def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | None:
@@ -24,13 +24,13 @@ def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | No
     # More warps wait less, and have fewer registers each.
     warps, block = (8, 64) if logits else (16, 32)
     fits = C in (64, 128) and H > 0 and H % block == 0 and G % (2 * block) == 0
-    return (warps, block) if fits and 2 * C * (4 * H + G) <= _SHARED else None
+    return (warps, block) if fits and 2 * C * (4 * H + G) <= SHARED else None
 
 
 def way_to_finish(C: int, H: int, itemsize: int) -> tuple[int, int] | None:
     """Return the warps of `finish` and the channels of a block, or None where it can't serve."""
     warps, block = (16, 64) if C <= 128 else (8, 256 // itemsize)
-    fits = H in (64, 128) and C % block == 0 and 2 * C * H <= _SHARED
+    fits = H in (64, 128) and C % block == 0 and 2 * C * H <= SHARED
     return (warps, block) if fits else None
 
 

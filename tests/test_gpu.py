@@ -626,6 +626,67 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
     torch.cuda.empty_cache()
 
 
+# As TRIANGLES, of so many rows that Hopper's own kernels serve, and how many of them forward.
+MANY_TRIANGLES = {
+    "fp16-hidden": (2, ("float32", "fp16", "hidden", "outgoing", (1, 264, 128, 128))),
+    "fp16-output": (1, ("float32", "fp16", "output", "incoming", (1, 264, 384, 128))),
+    "bfloat16-output": (2, ("bfloat16", None, "output", "outgoing", (2, 200, 128, 128))),
+    "bfloat16-hidden": (2, ("bfloat16", None, "hidden", "incoming", (1, 272, 64, 64))),
+    "bfloat16-narrow": (1, ("bfloat16", None, "hidden", "outgoing", (1, 264, 384, 64))),
+    "float16-output": (2, ("float16", None, "output", "incoming", (1, 264, 64, 64))),
+    "in-parts": (20, ("float16", None, "output", "outgoing", (1, 768, 64, 128), 1 << 29)),
+}
+
+
+@pytest.mark.parametrize("inputs", ["normal", "large mean", "Cauchy"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("variant", MANY_TRIANGLES)
+def test_triangles_of_many_rows(monkeypatch, variant, masked, inputs):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for Hopper")
+    from gpukern import trimul, trimul_hopper
+
+    launched = []
+    launch = trimul._launch
+    monkeypatch.setattr(trimul, "_launch", lambda *args: (launched.append(args[0]), launch(*args)))
+    least, (dtype, precision, gate, direction, shape, *limits) = MANY_TRIANGLES[variant]
+    rng = np.random.default_rng(shape[1])
+    # With a mask of gaps also biases, and without one norms of one.
+    arrays = pair(*shape, rng, gate=gate, mask=masked or None, norms=masked, biases=masked)
+    shifted = arrays["x"] + 1e3 * (inputs == "large mean")
+    if inputs == "Cauchy":
+        shifted = np.clip(2 * rng.standard_cauchy(shifted.shape), -6e4, 6e4)
+    arrays["x"] = shifted
+    kind = getattr(torch, dtype)
+    leaves = {
+        name: torch.tensor(a, device="cuda", dtype=kind).requires_grad_()
+        for name, a in arrays.items()
+        if a is not None
+    }
+    cotangent = torch.randn(leaves["x"].shape, device="cuda", dtype=kind)
+    options = {"gate": gate, "direction": direction}
+
+    def update(**arrays):
+        return fusedops.triangle_multiplicative_update(
+            **arrays, **options, precision=precision, max_memory=limits[0] if limits else None
+        )
+
+    got = triangle_and_gradients(update, leaves, cotangent)
+    served = [kernel for kernel in launched if kernel in trimul_hopper.POINTERS]
+    assert len(served) >= least, launched
+    exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+
+    def reference(**arrays):
+        return fusedops.triangle_multiplicative_update(**arrays, **options, backend="torch")
+
+    want = triangle_and_gradients(reference, exact, cotangent.double())
+    limit = 5e-3 if dtype == "bfloat16" else 1e-3
+    for at, (one, other) in enumerate(zip(got, want, strict=True)):
+        assert one.isfinite().all()
+        off = (one.double() - other).norm() / other.norm()
+        assert off < (2 * limit if at else limit), (at, off)
+
+
 def planarity_step():
     xyz, planes = example(2000)
     direction = torch.randn_like(xyz)
@@ -809,8 +870,9 @@ def rotation_of_size(nodes, count, skip):
         assert error(a.cpu(), b.cpu()) < 1e-6
 
 
-def triangle_of_size(dtype, precision, B, N, skip):
-    update, leaves, cotangent = triangle(dtype, precision, "hidden", "outgoing", (B, N, 16, 16))
+def triangle_of_size(dtype, precision, channels, B, N, skip):
+    shape = B, N, channels, channels
+    update, leaves, cotangent = triangle(dtype, precision, "hidden", "outgoing", shape)
     want = triangle_and_gradients(update, leaves, cotangent)
     x = leaves["x"]
     padded = torch.zeros(x.numel() + skip, dtype=x.dtype, device="cuda")
@@ -855,11 +917,19 @@ TRIANGLE_SIZES = [
                 for skip in (0, 1, 2)
             ],
         ),
-        (partial(triangle_of_size, "float32", None), *TRIANGLE_SIZES),
-        (partial(triangle_of_size, "float32", "fp16"), *TRIANGLE_SIZES),
-        (partial(triangle_of_size, "bfloat16", None), *TRIANGLE_SIZES),
+        (partial(triangle_of_size, "float32", None, 16), *TRIANGLE_SIZES),
+        (partial(triangle_of_size, "float32", "fp16", 16), *TRIANGLE_SIZES),
+        (partial(triangle_of_size, "bfloat16", None, 16), *TRIANGLE_SIZES),
+        (
+            partial(triangle_of_size, "bfloat16", None, 64),
+            [(1, 256, 0)],
+            [(1, 264, 0), (2, 192, 1), (1, 272, 8)],
+        ),
     ],
-    ids=["planarity", "convolution", "rotations", "triangle", "triangle-fp16", "triangle-bfloat16"],
+    ids=[
+        *("planarity", "convolution", "rotations"),
+        *("triangle", "triangle-fp16", "triangle-bfloat16", "triangle-many"),
+    ],
 )
 def test_other_sizes_and_alignments_compile_nothing_new(run, known, others, compilations):
     for size in known:
