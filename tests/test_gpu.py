@@ -681,6 +681,9 @@ def test_triangles_of_many_rows(monkeypatch, variant, masked, inputs):
 
     want = triangle_and_gradients(reference, exact, cotangent.double())
     limit = 5e-3 if dtype == "bfloat16" else 1e-3
+    if inputs == "large mean":
+        # About 1000, numbers of bfloat16 are four apart: few are left, and errors don't cancel.
+        limit *= 1.2
     for at, (one, other) in enumerate(zip(got, want, strict=True)):
         assert one.isfinite().all()
         off = (one.double() - other).norm() / other.norm()
