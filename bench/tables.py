@@ -34,29 +34,35 @@ def tables(text: str, results: Path) -> str:
             return match[0]
         ops = report.read(path)["ops"]
         blocks = {op: block for op, block in ops.items() if MODULES.get(op) == module}
-        return f"{begin}{table(blocks)}{end}" if blocks else match[0]
+        return f"{begin}{section(blocks)}{end}" if blocks else match[0]
 
     return PART.sub(part, text)
 
 
-def table(blocks: dict[str, dict[str, Any]]) -> str:
-    """Return the Markdown of some ops' results: machine, times by case, preparations, growth."""
-    rows = [row for block in blocks.values() for row in block["cases"]]
+def section(blocks: dict[str, dict[str, Any]]) -> str:
+    """Return the Markdown of some ops' results: machine, then a table of each op."""
+    parts = list(dict.fromkeys(_about(block) for block in blocks.values()))
+    for op, block in blocks.items():
+        parts += [f"`{op}`:"] if len(blocks) > 1 else []
+        parts += [_table(block["cases"]), _after(block)]
+    return "\n\n".join(parts).strip() + "\n"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
     timed = [row for row in rows if row["ms"] and row["pass"] != "preparation"]
     columns = list(dict.fromkeys((row["who"], row["how"]) for row in timed))
     on_gpu = any(how == "CUDA graph" for _, how in columns)
     cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     for row in timed:
-        what = row["op"], f"{row['workload']}: {report.sizes(row)}", row["dtype"], row["pass"]
+        what = f"{row['workload']}: {report.sizes(row)}", row["dtype"], row["pass"]
         cases.setdefault(what, {})[row["who"], row["how"]] = row
-    leading = ["op", "workload", "dtype", "pass"][len(blocks) == 1 :]
     headings = [
         f"{NAMES.get(who, who)}{'' if on_gpu and how == 'torch' else HOWS[how]}"
         for who, how in columns
     ]
     lines = [
-        _line([*leading, *headings, "floor", "MB"]),
-        "|" + "---|" * len(leading) + "---:|" * (len(columns) + 2),
+        _line(["workload", "dtype", "pass", *headings, "floor", "MB"]),
+        "|---|---|---|" + "---:|" * (len(columns) + 2),
     ]
     for what, found in cases.items():
         times = [report.digits(found[c]["ms"]) if c in found else "" for c in columns]
@@ -64,20 +70,23 @@ def table(blocks: dict[str, dict[str, Any]]) -> str:
         floors = next(iter(found.values()))["floors_ms"].values()
         peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
         ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
-        lines.append(_line([*what[len(blocks) == 1 :], *times, *ends]))
-    after = [
+        lines.append(_line([*what, *times, *ends]))
+    return "\n".join(lines)
+
+
+def _after(block: dict[str, Any]) -> str:
+    """Return what is said below a table: of preparations, and how the first backend grows."""
+    said = [
         f"{row['who']} of {report.sizes(row)}: {report.digits(row['ms'])} ms."
-        for row in rows
+        for row in block["cases"]
         if row["ms"] and row["pass"] == "preparation"
     ]
-    after += [
-        f"{NAMES.get(row['who'], row['who'])}, {row['op']}: time grows with the power "
-        f"{row['exponent']:.2f} of the {row['unit']}, {row['sizes'][0]:,} to {row['sizes'][-1]:,}."
-        for block in blocks.values()
+    said += [
+        f"{NAMES.get(row['who'], row['who'])}: time grows with the power {row['exponent']:.2f} of "
+        f"the {row['unit']}, {row['sizes'][0]:,} to {row['sizes'][-1]:,}."
         for row in block["growth"][:1]
     ]
-    about = dict.fromkeys(_about(block) for block in blocks.values())
-    return "\n\n".join([*about, "\n".join(lines), "\n".join(after)]).strip() + "\n"
+    return "\n".join(said)
 
 
 def _line(cells: list[str]) -> str:

@@ -207,7 +207,7 @@ def _peers(axis: Any, report: dict[str, Any]) -> None:
     axis.tick_params(axis="y", labelsize=6.5, length=0)
     axis.set(xscale="log", title=_where(report))
     axis.margins(x=0.12, y=0.01)
-    axis.set_xlabel("times as long as the fastest of ours")
+    axis.set_xlabel("time over our fastest")
 
 
 def _growth(axis: Any, report: dict[str, Any]) -> None:
