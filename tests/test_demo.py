@@ -62,7 +62,8 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
 def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, name, primitive, output):
     monkeypatch.setattr(demo, "DEMOS", {name: demo.DEMOS[name]})
     monkeypatch.setattr(demo, "_median_ms", lambda step: 0.0)
-    kernel = _registry._kernels[primitive, "numba"]
+    (numba,) = (backend for backend in _registry.BACKENDS if backend.name == "numba")
+    kernel = _registry._kernel(numba, primitive)
 
     def wrong(*args):
         kernel(*args)
