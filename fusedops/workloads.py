@@ -712,12 +712,13 @@ def _wigner_workloads() -> Iterator[Workload]:
         yield replace(uma, size=3_000, quick=True)
         yield replace(uma, name="UMA, packed", make=partial(_edges, op, packed=True))
         gpu = replace(uma, device="cuda")
-        dense = replace(gpu, make=partial(_edges, op, per_node=160), size=320_000)
+        dense = partial(_edges, op, per_node=160)
         for dtype in ("float32", "bfloat16"):
-            first = op is forth and dtype == "float32"
-            yield replace(gpu, dtype=dtype, prepares=first, quick=dtype == "float32")
-            yield replace(dense, dtype=dtype)
-        # Kernels of their own, too.
+            # In bfloat16 other kernels, which take seconds to compile.
+            single = dtype == "float32"
+            w = replace(gpu, dtype=dtype, quick=single, self_check=single)
+            yield replace(w, prepares=op is forth and single)
+            yield replace(w, make=dense, size=320_000, quick=False)
         other = replace(gpu, self_check=False)
         yield replace(other, name="MACE, lmax 1", make=partial(_edges, op, lmax=1))
         make = partial(_edges, op, lmax=4, per_node=15)
