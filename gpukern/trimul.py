@@ -666,7 +666,8 @@ class _Update:
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0
         # What has planes without gaps, and products of 16 bits.
-        self.hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
+        taken = self.dtype.itemsize == 2 and x.dtype.itemsize <= 4
+        self.hopper = _is_hopper(x.device) and self.N % 8 == 0 and taken
 
     def new(self, *shape: int, dtype: Any = None) -> Any:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
