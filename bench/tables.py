@@ -40,18 +40,21 @@ def tables(text: str, results: Path) -> str:
 
 
 def section(blocks: dict[str, dict[str, Any]]) -> str:
-    """Return the Markdown of some ops' results: machine, then a table of each op."""
-    parts = list(dict.fromkeys(_about(block) for block in blocks.values()))
+    """Return the Markdown of some ops' results: a table of each, and of what machine."""
+    parts, before = [], ""
     for op, block in blocks.items():
+        about = _about(block)
+        parts += [about] if about != before else []
         parts += [f"`{op}`:"] if len(blocks) > 1 else []
-        parts += [_table(block["cases"]), _after(block)]
-    return "\n\n".join(parts).strip() + "\n"
+        parts += [_table(block), _after(block)]
+        before = about
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    timed = [row for row in rows if row["ms"] and row["pass"] != "preparation"]
+def _table(block: dict[str, Any]) -> str:
+    timed = [row for row in block["cases"] if row["ms"] and row["pass"] != "preparation"]
     columns = list(dict.fromkeys((row["who"], row["how"]) for row in timed))
-    on_gpu = any(how == "CUDA graph" for _, how in columns)
+    on_gpu = block["machine"]["device"] == "cuda"
     cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     for row in timed:
         what = f"{row['workload']}: {report.sizes(row)}", row["dtype"], row["pass"]

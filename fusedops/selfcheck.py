@@ -42,7 +42,8 @@ def run(devices: Sequence[str], backends: Sequence[str] | None = None) -> Iterat
 
     An op is run on small problems of the kinds that `fusedops bench` times, forward and with its
     gradient: through NumPy arrays, and through torch tensors where torch is. Float64 too, where
-    nothing has to be compiled for it; on a GPU, not what has more kernels that compile for seconds.
+    nothing has to be compiled for it. On a GPU, kinds are left out whose kernels differ from those
+    that are checked, and compile for seconds.
     """
     for workloads, backend in _pairs(devices, backends):
         start = time.perf_counter()

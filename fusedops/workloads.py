@@ -719,6 +719,7 @@ def _wigner_workloads() -> Iterator[Workload]:
             w = replace(gpu, dtype=dtype, quick=single, self_check=single)
             yield replace(w, prepares=op is forth and single)
             yield replace(w, make=dense, size=320_000, quick=False)
+        # So do these.
         other = replace(gpu, self_check=False)
         yield replace(other, name="MACE, lmax 1", make=partial(_edges, op, lmax=1))
         make = partial(_edges, op, lmax=4, per_node=15)

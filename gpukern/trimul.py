@@ -19,6 +19,7 @@ float64 are torch's; those of float32 are ours, as torch's follow a global switc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -31,11 +32,13 @@ import triton.language as tl
 from fusedops._registry import register
 from fusedops.trimul import in_parts, slices
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.ptx import LOGISTIC
 
-# Gluon is experimental: another version may have another.
+# Gluon is experimental: another version may have another, or none.
 hopper: Any = None
 if triton.__version__.startswith("3.6."):
-    from gpukern import trimul_hopper as hopper
+    with contextlib.suppress(ImportError, AttributeError):
+        from gpukern import trimul_hopper as hopper
 
 # Rows from which on it pays to write the normalized x of many channels, and to round weights once.
 _MANY = 1 << 16
@@ -66,11 +69,7 @@ _TYPES = {
 def _sigmoid(x, ASM: tl.constexpr):
     if ASM:
         # Four instructions, and an error of two roundings.
-        return tl.inline_asm_elementwise(
-            """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
-            add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }""",
-            "=f,f", [x], tl.float32, True, 1,
-        )  # fmt: skip
+        return tl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], tl.float32, True, 1)
     else:
         return 1 / (1 + tl.exp(-x))
 
@@ -574,6 +573,7 @@ _POINTERS = {
 @functools.cache
 def _launcher(kernel: Any, warps: int, stages: int) -> Launcher:
     if hopper is not None and kernel in hopper.POINTERS:
+        # A multiprocessor has one of these programs, of as many registers as there are.
         return Launcher(kernel_of_any_size(kernel, hopper.POINTERS[kernel], hopper.jit), warps)
     # So that a multiprocessor has room for two programs of eight warps, or three of four.
     registers = 128 if warps == 8 else 168 if kernel is _finish else None
@@ -653,6 +653,11 @@ class _Update:
         self.accumulator = torch.promote_types(self.dtype, torch.float32)
         self.fast = self.dtype.itemsize == 2 or precision == "tf32"
         self.precision = "tf32" if precision == "tf32" else "ieee"
+        if self.mask is not None:
+            # Kernels find a place within a mask's memory in 32 bits.
+            steps = zip(self.mask.shape, self.mask.stride(), strict=True)
+            if sum((n - 1) * step for n, step in steps) >> 31:
+                self.mask = self.mask.contiguous()
         # What rounding a mean to float32 leaves counts.
         exact = self.dtype.itemsize > 2
         # The interpreter's products know no bfloat16.
@@ -666,8 +671,7 @@ class _Update:
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0
         # What has planes without gaps, and products of 16 bits.
-        taken = self.dtype.itemsize == 2 and x.dtype.itemsize <= 4
-        self.hopper = _is_hopper(x.device) and self.N % 8 == 0 and taken
+        self.on_hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
 
     def new(self, *shape: int, dtype: Any = None) -> Any:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
@@ -748,7 +752,7 @@ class _Update:
         if many:
             p_w, g_w, o_w = (None if a is None else a.to(self.dtype) for a in (p_w, g_w, o_w))
         tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept
-        way = self.hopper and many and hopper.way_to_project(C, H, G, logits is not None)
+        way = self.on_hopper and many and hopper.way_to_project(C, H, G, logits is not None)
         if way:
             numbers = B, L * N, N, half, plane, *strides
             constants = self.eps, C, H, G, self.output, self.width, 16 // x.dtype.itemsize, *way
@@ -859,12 +863,12 @@ class _Update:
         result = out if _is_aligned(out) else torch.empty_like(out)
         tensors = o, gate, *self.norm_out, *self.p_out, result
         many = B * L * N >= _MANY
-        way = self.hopper and many and hopper.way_to_finish(C, self.H, out.dtype.itemsize)
+        way = self.on_hopper and many and hopper.way_to_finish(C, self.H, out.dtype.itemsize)
         if way:
             numbers = B, L * N, o.stride(1), shift
             vector = 16 // out.dtype.itemsize
             constants = self.eps, C, self.H, self.output, vector, *way, self.types[0], self.long
-            programs = _processors(out.device) * (16 // way[0])
+            programs = _processors(out.device)
             _launch(hopper.finish, (way[0], 1), programs, tensors, numbers, constants)
             if result is not out:
                 out.copy_(result)

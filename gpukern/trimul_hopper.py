@@ -13,6 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from gpukern.ptx import LOGISTIC
+
 jit = gluon.jit
 
 # Bytes of shared memory that a program can have.
@@ -34,17 +36,13 @@ def way_to_finish(C: int, H: int, itemsize: int) -> tuple[int, int] | None:
     return (warps, block) if fits else None
 
 
-_LOGISTIC = gl.constexpr(
-    """{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
-    add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"""
-)
 _PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 _TURN = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
 @gluon.jit
 def _sigmoid(x):
-    return gl.inline_asm_elementwise(_LOGISTIC, "=f,f", [x], gl.float32, True, 1)
+    return gl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.constexpr_function
@@ -59,7 +57,7 @@ def _log2(n):
 
 @gluon.constexpr_function
 def _rows_layout(W, C, V):
-    """Return whose edges and channels a thread reads: V channels at once, four threads a row.
+    """Return which edges and channels a thread reads: V channels at once, four threads a row.
 
     Edges of a warp are numbered such that, once turned, a thread has four that follow each other.
     """
@@ -72,7 +70,7 @@ def _rows_layout(W, C, V):
 
 @gluon.constexpr_function
 def _planes_layout(W, H):
-    """Return whose channels and edges a thread reads: four edges at once, of every eighth."""
+    """Return which channels and edges a thread reads: four edges of every eighth channel."""
     registers = [[0, 1], [0, 2]] + [[h, 0] for h in _powers(8, _log2(H // 8))]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     warps = [[0, r] for r in _powers(16, _log2(W))]
@@ -131,11 +129,11 @@ def _from_planes(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
 
 
 @gluon.jit
-def _as_rows(x, W: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
-    """Return what products gave, with rows of the weight as `_columns_met` orders columns."""
-    x = gl.reshape(x, (W, 2, 4, 2, C // (4 * V), V // 2, 4, 2))
-    x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, C))
-    return gl.convert_layout(x, _rows_layout(W, C, V), assert_trivial=True)
+def _as_rows(x, W: gl.constexpr, BN: gl.constexpr, V: gl.constexpr):
+    """Return what products gave (edges, BN), with the weight's rows as `_row_met` orders them."""
+    x = gl.reshape(x, (W, 2, 4, 2, BN // (4 * V), V // 2, 4, 2))
+    x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, BN))
+    return gl.convert_layout(x, _rows_layout(W, BN, V), assert_trivial=True)
 
 
 @gluon.jit
@@ -174,14 +172,21 @@ def _write_planes(to, value, first, rows, plane, W: gl.constexpr, H: gl.constexp
 
 
 @gluon.jit
-def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, C: gl.constexpr):
-    """Write what products gave to rows (rows, G)."""
-    value = _as_rows(value, W, C, 8)
+def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl.constexpr):
+    """Write what products gave (edges, BN) to rows (rows, G)."""
+    value = _as_rows(value, W, BN, 8)
     layout: gl.constexpr = value.type.layout
     edge = gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
-    c = gl.arange(0, C, gl.SliceLayout(0, layout))
+    c = gl.arange(0, BN, gl.SliceLayout(0, layout))
     inside = (first + edge < rows)[:, None]
     gl.store(to + edge[:, None] * G + c[None, :], value, mask=inside)
+
+
+@gluon.jit
+def _weights_are_there():
+    hopper.fence_async_shared()
+    # Without a barrier here, the compiler puts one before every product.
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -208,9 +213,7 @@ def _fill(
         read = read + (gl.load(o_w + row[:, None] * C + c),)
     for k in gl.static_range(SIDES + GATES):
         weights.index(k).store(_columns_met(read[k].to(weights.dtype), BN, C, V))
-    hopper.fence_async_shared()
-    # Here, or there is one before every product.
-    gl.thread_barrier()
+    _weights_are_there()
 
 
 @gluon.jit
@@ -314,7 +317,7 @@ def project(
             # Behind it a one, and seven zeros.
             behind = gl.arange(0, 8, gl.SliceLayout(0, ones))
             below = gl.arange(0, BM, gl.SliceLayout(1, ones))
-            one = gl.where((behind == 0)[None, :] & (below >= 0)[:, None], 1.0, 0.0).to(DOT)
+            one = gl.where((behind == 0)[None, :], 1.0, 0.0).to(DOT)
             to_one = kept + here * KEPT + C + below[:, None] * KEPT
             gl.store(to_one + behind[None, :], one, mask=(first + below < rows)[:, None])
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
@@ -354,8 +357,7 @@ def finish(
         read = read + (gl.load(p_w + (k * BN + n)[:, None] * H + h[None, :]),)
     for k in gl.static_range(BLOCKS):
         weights.index(k).store(read[k].to(DOT))
-    hopper.fence_async_shared()
-    gl.thread_barrier()
+    _weights_are_there()
 
     plane = plane.to(LONG) // 8 * 8
     rows = rows // 8 * 8

@@ -586,7 +586,8 @@ def test_a_small_triangle_takes_three_launches(dtype, precision, gate, N):
     ("dtype", "precision", "gate", "direction", "shape"),
     [
         ("bfloat16", None, "output", "outgoing", (4100, 64, 128, 32)),
-        ("bfloat16", None, "hidden", "incoming", (1, 2904, 16, 128)),
+        ("bfloat16", None, "hidden", "incoming", (1, 2904, 64, 128)),
+        ("bfloat16", None, "output", "outgoing", (1, 2904, 128, 128)),
         ("float32", "fp16", "hidden", "outgoing", (2060, 64, 16, 128)),
         ("float32", None, "output", "incoming", (1, 2904, 16, 128)),
     ],
@@ -626,15 +627,20 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
     torch.cuda.empty_cache()
 
 
-# As TRIANGLES, of so many rows that Hopper's own kernels serve, and how many of them forward.
+# As TRIANGLES, of so many rows that Hopper's own kernels serve: how often each of the two does
+# forward, and whether the backward has the logits from one of them, too.
 MANY_TRIANGLES = {
-    "fp16-hidden": (2, ("float32", "fp16", "hidden", "outgoing", (1, 264, 128, 128))),
-    "fp16-output": (1, ("float32", "fp16", "output", "incoming", (1, 264, 384, 128))),
-    "bfloat16-output": (2, ("bfloat16", None, "output", "outgoing", (2, 200, 128, 128))),
-    "bfloat16-hidden": (2, ("bfloat16", None, "hidden", "incoming", (1, 272, 64, 64))),
-    "bfloat16-narrow": (1, ("bfloat16", None, "hidden", "outgoing", (1, 264, 384, 64))),
-    "float16-output": (2, ("float16", None, "output", "incoming", (1, 264, 64, 64))),
-    "in-parts": (6, ("float16", None, "output", "outgoing", (1, 768, 64, 128), 1 << 29)),
+    "fp16-hidden": (1, 1, True, ("float32", "fp16", "hidden", "outgoing", (1, 264, 128, 128))),
+    "fp16-output": (0, 1, False, ("float32", "fp16", "output", "incoming", (1, 264, 384, 128))),
+    "logits": (1, 1, True, ("bfloat16", None, "output", "incoming", (1, 256, 128, 128))),
+    "bfloat16-output": (1, 1, False, ("bfloat16", None, "output", "outgoing", (2, 200, 128, 128))),
+    "bfloat16-hidden": (1, 1, False, ("bfloat16", None, "hidden", "incoming", (1, 272, 64, 64))),
+    "bfloat16-narrow": (0, 1, False, ("bfloat16", None, "hidden", "outgoing", (1, 264, 384, 64))),
+    "float16-output": (1, 1, False, ("float16", None, "output", "incoming", (1, 264, 64, 64))),
+    "in-parts": (
+        *(4, 2, False),
+        ("float16", None, "output", "outgoing", (1, 768, 64, 128), 1 << 29),
+    ),
 }
 
 
@@ -648,15 +654,22 @@ def test_triangles_of_many_rows(monkeypatch, variant, masked, inputs):
 
     launched = []
     launch = trimul._launch
-    monkeypatch.setattr(trimul, "_launch", lambda *args: (launched.append(args[0]), launch(*args)))
-    least, (dtype, precision, gate, direction, shape, *limits) = MANY_TRIANGLES[variant]
+
+    def note(kernel, how, programs, tensors, *rest):
+        with_logits = kernel is trimul_hopper.project and tensors[11] is not None
+        launched.append((kernel, with_logits))
+        launch(kernel, how, programs, tensors, *rest)
+
+    monkeypatch.setattr(trimul, "_launch", note)
+    projections, ends, by_logits, given = MANY_TRIANGLES[variant]
+    dtype, precision, gate, direction, shape, *limits = given
     rng = np.random.default_rng(shape[1])
     # With a mask of gaps also biases, and without one norms of one.
     arrays = pair(*shape, rng, gate=gate, mask=masked or None, norms=masked, biases=masked)
-    shifted = arrays["x"] + 1e3 * (inputs == "large mean")
-    if inputs == "Cauchy":
-        shifted = np.clip(2 * rng.standard_cauchy(shifted.shape), -6e4, 6e4)
-    arrays["x"] = shifted
+    if inputs == "large mean":
+        arrays["x"] = arrays["x"] + 1e3
+    elif inputs == "Cauchy":
+        arrays["x"] = np.clip(2 * rng.standard_cauchy(arrays["x"].shape), -6e4, 6e4)
     kind = getattr(torch, dtype)
     leaves = {
         name: torch.tensor(a, device="cuda", dtype=kind).requires_grad_()
@@ -665,15 +678,13 @@ def test_triangles_of_many_rows(monkeypatch, variant, masked, inputs):
     }
     cotangent = torch.randn(leaves["x"].shape, device="cuda", dtype=kind)
     options = {"gate": gate, "direction": direction}
-
-    def update(**arrays):
-        return fusedops.triangle_multiplicative_update(
-            **arrays, **options, precision=precision, max_memory=limits[0] if limits else None
-        )
-
-    got = triangle_and_gradients(update, leaves, cotangent)
-    served = [kernel for kernel in launched if kernel in trimul_hopper.POINTERS]
-    assert len(served) >= least, launched
+    limited = {"precision": precision, "max_memory": limits[0] if limits else None}
+    out = fusedops.triangle_multiplicative_update(**leaves, **options, **limited)
+    kernels = [kernel for kernel, _ in launched]
+    assert kernels.count(trimul_hopper.project) == projections, kernels
+    assert kernels.count(trimul_hopper.finish) == ends, kernels
+    got = out.detach(), *torch.autograd.grad(out, [*leaves.values()], cotangent)
+    assert any(with_logits for _, with_logits in launched) == by_logits
     exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
 
     def reference(**arrays):

@@ -17,37 +17,41 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from gpukern import trimul_hopper as hopper
 
-H = 128
-for backward, biases, output in itertools.product((False, True), repeat=3):
+sizes = (hopper.project, 128), (hopper.project, 64), (hopper.finish, 128), (hopper.finish, 384)
+for (kernel, C), logits, biases, output in itertools.product(sizes, *[(False, True)] * 3):
     given, dot = ("*bf16", tl.bfloat16) if output else ("*fp32", tl.float16)
     vector = 8 if output else 4
-    for kernel, C in ((hopper.project, 128), (hopper.finish, 128), (hopper.finish, 384)):
-        constants = dict(EPS=1e-5, C=C, H=H, OUTPUT=output, V=vector, DOT=dot, LONG=tl.int64)
-        if kernel is hopper.project:
-            W, BH = hopper.way_to_project(C, H, H, backward)
-            constants |= dict(G=H, KEPT=C + 8, W=W, BH=BH)
+    long = tl.int64 if biases else tl.int32
+    constants = dict(EPS=1e-5, C=C, H=128, OUTPUT=output, V=vector, DOT=dot, LONG=long)
+    if kernel is hopper.project:
+        W, BH = hopper.way_to_project(C, 128, 128, logits)
+        constants |= dict(G=128, KEPT=C + 8, W=W, BH=BH)
+    elif logits:
+        continue
+    else:
+        W, BN = hopper.way_to_finish(C, 128, 16 // vector)
+        constants |= dict(W=W, BN=BN)
+    none = [] if biases else ["mask", "w", "b", "p_b", "g_b", "o_b"]
+    none += [] if logits else ["logits", "kept"]
+    signature, values, aligned = {}, {}, {}
+    for at, name in enumerate(inspect.signature(kernel).parameters):
+        if name in constants or name in none:
+            signature[name], values[at,] = "constexpr", constants.get(name)
+        elif name in (*hopper.POINTERS[kernel], "mask"):
+            # Weights of the projections are rounded before.
+            own = name in ("x", "w", "b", "p_b", "g_b", "o_b", "out", "mask")
+            own |= name == "p_w" and kernel is hopper.finish
+            signature[name] = given if own else "*bf16" if output else "*fp16"
+            if name != "mask":
+                aligned[at,] = [["tt.divisibility", 16]]
         else:
-            W, BN = hopper.way_to_finish(C, H, 16 // vector)
-            constants |= dict(W=W, BN=BN)
-        none = [] if biases else ["mask", "w", "b", "p_b", "g_b", "o_b"]
-        none += [] if backward else ["logits", "kept"]
-        signature, values, aligned = {}, {}, {}
-        for at, name in enumerate(inspect.signature(kernel).parameters):
-            if name in constants or name in none:
-                signature[name], values[at,] = "constexpr", constants.get(name)
-            elif name in (*hopper.POINTERS[kernel], "mask"):
-                own = name in ("x", "w", "b", "p_b", "g_b", "o_b", "out", "mask")
-                signature[name] = given if own else "*bf16" if output else "*fp16"
-                if name != "mask":
-                    aligned[at,] = [["tt.divisibility", 16]]
-            else:
-                signature[name] = "i32"
-        source = GluonASTSource(hopper.jit(kernel), signature, values, aligned)
-        made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": W})
-        assert "wgmma" in made.asm["ptx"] and "movmatrix" in made.asm["ptx"]
-        assert made.metadata.shared <= hopper.SHARED, made.metadata.shared
-        # What one thread reads or writes at once of planes: four edges.
-        assert "st.global.v2.b32" in made.asm["ptx"] or kernel is hopper.finish
+            signature[name] = "i32"
+    source = GluonASTSource(hopper.jit(kernel), signature, values, aligned)
+    made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": W})
+    assert "wgmma" in made.asm["ptx"] and "movmatrix" in made.asm["ptx"]
+    assert made.metadata.shared <= hopper.SHARED, made.metadata.shared
+    # Four edges of a plane are written at once.
+    assert "st.global.v2.b32" in made.asm["ptx"] or kernel is hopper.finish
 print("compiled")
 """
 
