@@ -256,6 +256,14 @@ def _write_gate(
 
 
 @gluon.jit
+def _place(tile, tiles, rows, BM: gl.constexpr, LONG: gl.constexpr):
+    """Return the member of the batch that a tile is of, its first row there, and in all."""
+    member = (tile // tiles).to(LONG)
+    first = tile % tiles * BM
+    return member, first, member * rows + first
+
+
+@gluon.jit
 def _prefetch(x, tile, tiles, rows, C: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr):
     """Have rows of a tile brought to the second-level cache."""
     LINE: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
@@ -302,9 +310,7 @@ def project(
     rows = rows // 8 * 8
     tiles = (rows + BM - 1) // BM
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
-        member = (tile // tiles).to(LONG)
-        first = tile % tiles * BM
-        here = member * rows + first
+        member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         y = gl.load(x + here * C + edge[:, None] * C + channel[None, :], mask=live, other=0.0)
         y = _normalized(y.to(gl.float32), w, b, EPS, C).to(DOT)
@@ -369,9 +375,7 @@ def finish(
     eps = gl.exp2((2 * shift).to(gl.float32)) * EPS
     tiles = (rows + BM - 1) // BM
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
-        member = (tile // tiles).to(LONG)
-        first = tile % tiles * BM
-        here = member * rows + first
+        member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         y = _from_planes(o + member * H * plane, first, rows, plane, W, H).to(gl.float32)
         if OUTPUT:
