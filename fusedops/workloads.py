@@ -794,7 +794,8 @@ def _trimul_workloads() -> Iterator[Workload]:
         make = partial(_update, batch=B, channels=C)
         gpu = replace(boltz, size=N, device="cuda", quick=N == 128)
         half = partial(make, gate="hidden", precision="fp16")
-        yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16")
+        # Kernels that take seconds to compile, as of the rotations.
+        yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16", self_check=False)
         yield replace(gpu, make=make, dtype="bfloat16")
 
 
