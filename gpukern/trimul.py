@@ -68,7 +68,6 @@ _TYPES = {
 @triton.jit
 def _sigmoid(x, ASM: tl.constexpr):
     if ASM:
-        # Four instructions, and an error of two roundings.
         return tl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], tl.float32, True, 1)
     else:
         return 1 / (1 + tl.exp(-x))
@@ -864,21 +863,20 @@ class _Update:
         tensors = o, gate, *self.norm_out, *self.p_out, result
         many = B * L * N >= _MANY
         way = self.on_hopper and many and hopper.way_to_finish(C, self.H, out.dtype.itemsize)
+        numbers: tuple[int, ...]
         if way:
             numbers = B, L * N, o.stride(1), shift
             vector = 16 // out.dtype.itemsize
             constants = self.eps, C, self.H, self.output, vector, *way, self.types[0], self.long
             programs = _processors(out.device)
             _launch(hopper.finish, (way[0], 1), programs, tensors, numbers, constants)
-            if result is not out:
-                out.copy_(result)
-            return
-        BH = power(self.H, 16)
-        BM = min(max(16, 8192 // BH) if self.fast else 16, power(N, 16))
-        BN = min(128 if self.fast else 32, power(C, 16))
-        constants = self.eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
-        numbers = L, N, self.pitch, o.stride(1), shift
-        _launch(_finish, (4, 1), B * L * _ceil(N, BM), tensors, numbers, constants)
+        else:
+            BH = power(self.H, 16)
+            BM = min(max(16, 8192 // BH) if self.fast else 16, power(N, 16))
+            BN = min(128 if self.fast else 32, power(C, 16))
+            constants = self.eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
+            numbers = L, N, self.pitch, o.stride(1), shift
+            _launch(_finish, (4, 1), B * L * _ceil(N, BM), tensors, numbers, constants)
         if result is not out:
             out.copy_(result)
 

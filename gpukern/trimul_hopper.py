@@ -269,8 +269,9 @@ def _prefetch(x, tile, tiles, rows, C: gl.constexpr, W: gl.constexpr, LONG: gl.c
     LINE: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
     LINES: gl.constexpr = C // LINE
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [W, 1], [1, 0])
-    row = tile % tiles * (16 * W) + gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
-    here = (tile // tiles).to(LONG) * rows + gl.minimum(row, rows - 1)
+    member, first, _ = _place(tile, tiles, rows, 16 * W, LONG)
+    row = first + gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
+    here = member * rows + gl.minimum(row, rows - 1)
     line = gl.arange(0, LINES, gl.SliceLayout(0, layout))
     at = x + here[:, None] * C + (line * LINE)[None, :]
     gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)

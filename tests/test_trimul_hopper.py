@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 COMPILE = """
-import inspect, itertools, sys
+import inspect, itertools
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
