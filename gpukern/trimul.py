@@ -39,6 +39,7 @@ hopper: Any = None
 if triton.__version__.startswith("3.6."):
     with contextlib.suppress(ImportError, AttributeError):
         from gpukern import trimul_hopper as hopper
+        from gpukern import trimul_hopper_back as hopper_back
 
 # Rows from which on it pays to write the normalized x of many channels, and to round weights once.
 _MANY = 1 << 16
@@ -567,13 +568,14 @@ _POINTERS = {
     _norm_back: ("x", "on_xn", "on_x"),
     _product: (),
 }
+_ON_HOPPER = {} if hopper is None else {**hopper.POINTERS, **hopper_back.POINTERS}
 
 
 @functools.cache
 def _launcher(kernel: Any, warps: int, stages: int) -> Launcher:
-    if hopper is not None and kernel in hopper.POINTERS:
+    if kernel in _ON_HOPPER:
         # A multiprocessor has one of these programs, of as many registers as there are.
-        return Launcher(kernel_of_any_size(kernel, hopper.POINTERS[kernel], hopper.jit), warps)
+        return Launcher(kernel_of_any_size(kernel, _ON_HOPPER[kernel], hopper.jit), warps)
     # So that a multiprocessor has room for two programs of eight warps, or three of four.
     registers = 128 if warps == 8 else 168 if kernel is _finish else None
     return Launcher(kernel_of_any_size(kernel, _POINTERS[kernel]), warps, registers, stages)
@@ -692,6 +694,13 @@ class _Update:
         self.batches, self.channels, lines = parts
         self.lines = [slice(8 * eight.start, min(8 * eight.stop, self.N)) for eight in lines]
         self.whole = len(self.channels) == len(self.lines) == 1
+
+    def back_on_hopper(self, members: int, on_mask: Any) -> bool:
+        """Return whether Hopper's kernels do a backward pass of some of the batch."""
+        if not self.on_hopper or not self.whole or members * self.N**2 < _MANY:
+            return False
+        fits = hopper_back.way_to_project_back(self.C, self.H, self.G) is not None
+        return fits and on_mask is None
 
     def gate(self, members: int, lines: slice) -> Any:
         """Return memory for the last gate: rows of the output's, planes of the other."""
@@ -921,6 +930,32 @@ class _Update:
         weight = weight.to(self.dtype)[None].expand(len(rows), -1, -1)
         self.products(rows, weight, on_xn.flatten(1, 2), add=add)
 
+    def project_back(
+        self, x: Any, mask: Any, on_sides: Any, on_p: Any, on_gate: Any, scaling: Any, on_x: Any
+    ) -> Any:
+        """Write cotangents of x and of projections, and those of logits for `on_sides`.
+
+        Return the standardized x, with a column of ones.
+        """
+        B, L, N, C = x.shape
+        H = on_p.shape[1] // B
+        kept = self.kept(B, ALL)
+        result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
+        p_w, p_b, g_w, g_b = self.sides
+        p_w, g_w, o_w = (a.to(self.dtype) for a in (p_w, g_w, self.g_out[0]))
+        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w
+        tensors += on_sides, on_p, on_gate, scaling, result, kept
+        strides = (0, 0, 0) if mask is None else mask.stride()
+        numbers = B, L * N, N, on_p.stride(0), on_p.stride(1), *strides
+        way = hopper_back.way_to_project_back(C, H, self.G)
+        constants = self.eps, C, H, self.G, self.width, 16 // x.dtype.itemsize, *way
+        constants += self.types[0], self.long
+        programs = _processors(x.device)
+        _launch(hopper_back.project_back, (way[0], 1), programs, tensors, numbers, constants)
+        if on_x is not None and result is not on_x:
+            on_x.copy_(result)
+        return kept
+
     def norm_back(self, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
         """Write the cotangent of x; return those of the norm's weight and bias."""
         C, rows = self.C, x.numel() // self.C
@@ -1010,6 +1045,14 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
     on_ends, on_norm = 0, 0
     for b in slices(update.B, 1) if N >= _ALONE else update.batches:
         members = b.stop - b.start
+        on_some_x = None if on_x is None else on_x[b]
+        if update.back_on_hopper(members, on_mask):
+            o = None if hidden is None else hidden[b]
+            pairs, ends, by_norm = _back_on_hopper(update, b, o, cotangent, scaling, on_some_x)
+            on_pairs += pairs
+            on_ends = [a + b for a, b in zip(on_ends, ends, strict=True)] if on_ends else ends
+            on_norm += by_norm
+            continue
         on_o = update.new(members * H, N, pitch)
         # What many parts are added to is rounded once.
         kind = update.dtype if update.whole else update.accumulator
@@ -1038,7 +1081,7 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
                 by_mask = by_mask if scaling is None else by_mask / scaling
                 on_mask[b] = by_mask if h.start == 0 else on_mask[b] + by_mask
         del both, on_o, on_some, kept_x
-        on_norm += update.norm_back(x[b], on_xn, scaling, None if on_x is None else on_x[b])
+        on_norm += update.norm_back(x[b], on_xn, scaling, on_some_x)
     on_end, on_norm_out, on_open = on_ends
     if scaling is not None:
         on_pairs, on_end, on_norm_out, on_open = (
@@ -1053,6 +1096,54 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
     for to, value in zip(on_weights, found, strict=True):
         if to is not None:
             to.copy_(value)
+
+
+def _back_on_hopper(
+    update: _Update, b: slice, o: Any, cotangent: Any, scaling: Any, on_x: Any
+) -> tuple[Any, list[Any], Any]:
+    """Write the cotangent of x of some of the batch.
+
+    Return those of projections and gates (2, 2, channels, C + ...), of the last projection, of the
+    norm of o, and of the last gate, and of the norm of x.
+    """
+    members, N, pitch, H = b.stop - b.start, update.N, update.pitch, update.H
+    x, mask = update.edges(b, ALL)
+    gate, both = update.gate(members, ALL), update.new(2, 2, members * H, N, pitch)
+    update.project(x, mask, update.sides, sides=both[0], gate=gate)
+    if o is None:
+        o = update.new(members, H, N, N)
+        update.multiply(both[0], o, ALL)
+    on_o, on_gate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
+    ends = update.finish_back(o, gate, cotangent[b], scaling, on_o, on_gate)
+    del o, gate
+    update.multiply_back(both[0], on_o, both[1])
+    del on_o
+    kept = update.project_back(x, mask, both[1], both[0], on_gate, scaling, on_x)
+    kept = kept.flatten(1, 2)
+    z = both.view(4, members, H, N * pitch).transpose(0, 1)
+    many = [z.flatten(1, 2)] if members == 1 else z.unbind(1)
+    sums = [update.over_rows(planes, kept) for planes in many]
+    sums.append(update.over_rows(on_gate.flatten(1, 2).mT, kept))
+    weights = torch.cat([*update.sides[::2], update.g_out[0]])
+    on_weights, on_norm = _through_norm(torch.cat(sums), weights, *update.norm)
+    if scaling is not None:
+        on_norm = on_norm / scaling
+    return on_weights[: 4 * H].view(2, 2, H, -1), [*ends, on_weights[4 * H :]], on_norm
+
+
+def _through_norm(sums: Any, weight: Any, w: Any, b: Any) -> tuple[Any, Any]:
+    """Return the cotangents of a weight and its bias, and of the weight and bias of a norm.
+
+    `sums` are, over rows, of z y and of z: y was standardized, then given the norm's weight w and
+    bias b, then projected by `weight`, and z is the cotangent of that.
+    """
+    C = weight.shape[1]
+    by_y, by_one = sums[:, :C], sums[:, C : C + 1]
+    on_norm = torch.stack([(weight * by_y).sum(0), (weight * by_one).sum(0)])
+    on_weight = by_y if w is None else by_y * w
+    if b is not None:
+        on_weight = on_weight + by_one * b
+    return torch.cat([on_weight, sums[:, C:]], 1), on_norm
 
 
 def _end_back(
