@@ -530,6 +530,53 @@ def _norm_back(
     tl.store(to + C, tl.sum(by_bias, 0), mask=c < C)
 
 
+def _through_norm(
+    parts, weight, w, b, scaling, on_weight, on_bias, on_norm, many, total, first,
+    C: tl.constexpr, KEPT: tl.constexpr, ONES: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Write the cotangents of rows of a weight and its bias, and what they add to a norm's.
+
+    The parts of sums over rows are of z y, and of z e from column ONES on, which is one column
+    where e is one: y was standardized and times e, given the norm's weight w and bias b, and
+    projected, and z is the cotangent of that.
+    """
+    row = tl.program_id(0)
+    c = tl.arange(0, BC)
+    inside = c < C
+    by_y = tl.zeros((BP, BC), tl.float32)
+    by_one = tl.zeros((BP, BC), tl.float32)
+    by_bias = tl.zeros((BP,), tl.float32)
+    begin = 0
+    while begin < many:
+        part = begin + tl.arange(0, BP)
+        at = parts + (part.to(tl.int64) * total + first + row) * KEPT
+        there = (part < many)[:, None] & inside[None, :]
+        by_y += tl.load(at[:, None] + c[None, :], mask=there, other=0.0)
+        if ONES > C:
+            by_one += tl.load(at[:, None] + C + c[None, :], mask=there, other=0.0)
+        by_bias += tl.load(at + ONES, mask=part < many, other=0.0)
+        begin += BP
+    by_y, by_one, by_bias = tl.sum(by_y, 0), tl.sum(by_one, 0), tl.sum(by_bias, 0)
+    if ONES == C:
+        by_one += by_bias
+    if scaling is not None:
+        by_y /= tl.load(scaling)
+        by_one /= tl.load(scaling)
+        by_bias /= tl.load(scaling)
+    of = tl.load(weight + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    to = on_norm + row * 2 * C + c
+    tl.store(to, of * by_y, mask=inside)
+    tl.store(to + C, of * by_one, mask=inside)
+    if w is not None:
+        by_y *= tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
+    if b is not None:
+        by_y += by_one * tl.load(b + c, mask=inside, other=0.0).to(tl.float32)
+    if on_weight is not None:
+        tl.store(on_weight + row * C + c, by_y, mask=inside)
+    if on_bias is not None:
+        tl.store(on_bias + row, by_bias)
+
+
 def _product(
     a, b, c, M, N, K, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row, c_column,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -566,6 +613,7 @@ _POINTERS = {
     _finish_back: ("o", "gate", "cotangent", "p_w", "on_o", "on_gate", "on_p", "kept"),
     _sides_back: ("on_sides", "sides", "logits"),
     _norm_back: ("x", "on_xn", "on_x"),
+    _through_norm: (),
     _product: (),
 }
 _ON_HOPPER = {} if hopper is None else {**hopper.POINTERS, **hopper_back.POINTERS}
@@ -659,6 +707,8 @@ class _Update:
             steps = zip(self.mask.shape, self.mask.stride(), strict=True)
             if sum((n - 1) * step for n, step in steps) >> 31:
                 self.mask = self.mask.contiguous()
+        # A mean over edges is in the range of float16 where the factors are, if their sum isn't.
+        self.shift = -round(math.log2(self.N)) if self.dtype == torch.float16 else 0
         # What rounding a mean to float32 leaves counts.
         exact = self.dtype.itemsize > 2
         # The interpreter's products know no bfloat16.
@@ -695,12 +745,15 @@ class _Update:
         self.lines = [slice(8 * eight.start, min(8 * eight.stop, self.N)) for eight in lines]
         self.whole = len(self.channels) == len(self.lines) == 1
 
-    def back_on_hopper(self, members: int, on_mask: Any) -> bool:
-        """Return whether Hopper's kernels do a backward pass of some of the batch."""
-        if not self.on_hopper or not self.whole or members * self.N**2 < _MANY:
+    def back_on_hopper(self, on_mask: Any) -> bool:
+        """Return whether Hopper's kernels do a backward pass."""
+        if not self.on_hopper or not self.whole or self.N**2 < _MANY or on_mask is not None:
             return False
-        fits = hopper_back.way_to_project_back(self.C, self.H, self.G) is not None
-        return fits and on_mask is None
+        ways = (
+            hopper_back.way_to_project_back(self.C, self.H, self.G),
+            hopper_back.way_to_finish_back(self.C, self.H),
+        )
+        return None not in ways
 
     def gate(self, members: int, lines: slice) -> Any:
         """Return memory for the last gate: rows of the output's, planes of the other."""
@@ -818,6 +871,10 @@ class _Update:
 
     def over_rows(self, a: Any, b: Any) -> Any:
         """Return Σ a b of matrices (K, R) and (R, M), of very many R, in float32 or better."""
+        return functools.reduce(torch.add, [part.sum(0) for part in self.parts_over_rows(a, b)])
+
+    def parts_over_rows(self, a: Any, b: Any) -> list[Any]:
+        """Return parts of that (..., K, M), for each of the matrices."""
         rows = a.shape[2]
         least = 1 if rows % 8 else 8
         split = max(n for n in range(1, min(_SPLIT, rows // _LONG) + 2) if rows % (least * n) == 0)
@@ -827,7 +884,7 @@ class _Update:
                 (m.unflatten(1, (split, -1)).transpose(0, 1), n.unflatten(0, (split, -1)))
                 for m, n in zip(a, b, strict=True)
             ]
-        return functools.reduce(torch.add, [self._widened(m, n).sum(0) for m, n in pairs])
+        return [self._widened(m, n) for m, n in pairs]
 
     def _widened(self, a: Any, b: Any) -> Any:
         if self.dtype == torch.float32:
@@ -930,6 +987,25 @@ class _Update:
         weight = weight.to(self.dtype)[None].expand(len(rows), -1, -1)
         self.products(rows, weight, on_xn.flatten(1, 2), add=add)
 
+    def finish_back_on_hopper(
+        self, o: Any, gate: Any, cotangent: Any, scaling: Any, on_o: Any, on_gate: Any, shift: int
+    ) -> Any:
+        """Write the cotangents of o, given times a power of two, and of the gate's logits.
+
+        Return the parts of what gives those of the end's weights.
+        """
+        B, L, N, C = cotangent.shape
+        offset = not self.output and self.norm_out[1] is not None
+        programs = _processors(cotangent.device)
+        sums = self.new(programs, C, (2 if offset else 1) * self.H + 8, dtype=torch.float32)
+        tensors = o, gate, cotangent, scaling, *self.norm_out, *self.p_out, on_o, on_gate, sums
+        numbers = B, L * N, o.stride(1), on_o.stride(0), shift
+        way = hopper_back.way_to_finish_back(C, self.H)
+        vector = 16 // cotangent.dtype.itemsize
+        constants = self.eps, C, self.H, self.output, vector, way, self.types[0], self.long
+        _launch(hopper_back.finish_back, (way, 1), programs, tensors, numbers, constants)
+        return sums
+
     def project_back(
         self, x: Any, mask: Any, on_sides: Any, on_p: Any, on_gate: Any, scaling: Any, on_x: Any
     ) -> Any:
@@ -955,6 +1031,31 @@ class _Update:
         if on_x is not None and result is not on_x:
             on_x.copy_(result)
         return kept
+
+    def through_norm(
+        self,
+        parts: Any,
+        first: int,
+        weight: Any,
+        norm: Sequence[Any],
+        scaling: Any,
+        on_norm: Any,
+        on_weight: Any,
+        on_bias: Any,
+    ) -> None:
+        """Write the cotangents of a weight and its bias, and in `on_norm` what are a norm's."""
+        rows, C = weight.shape
+        results = [
+            to if to is None or to.is_contiguous() else torch.empty_like(to).contiguous()
+            for to in (on_weight, on_bias)
+        ]
+        many, total, kept = parts.shape
+        constants = C, kept, C if kept < 2 * C else 2 * C, 16, power(C)
+        tensors = parts, weight, *norm, scaling, *results, on_norm
+        _launch(_through_norm, (4, 1), rows, tensors, (many, total, first), constants)
+        for to, result in zip((on_weight, on_bias), results, strict=True):
+            if result is not to:
+                to.copy_(result)
 
     def norm_back(self, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
         """Write the cotangent of x; return those of the norm's weight and bias."""
@@ -988,10 +1089,7 @@ def triangle_multiplicative_update(*args: Any) -> None:
             b * (N * N * H * own + 2 * h * square + n * update.pitch * (update.G + update.width))
         )
     )
-    shift = 0
-    if own and update.dtype == torch.float16:
-        # A mean over edges is in range where the factors are, if their sum isn't.
-        shift = -round(math.log2(N))
+    shift = update.shift if own else 0
     for b in update.batches:
         members = b.stop - b.start
         o = update.new(members, H, N, N) if own else hidden[b]
@@ -1040,19 +1138,14 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
         most = cotangent.abs().amax().float()
         most = torch.where((most > 0) & most.isfinite(), most, 1.0)
         scaling = torch.exp2(-torch.log2(most).floor())
+    if update.back_on_hopper(on_mask):
+        _back_on_hopper(update, hidden, cotangent, scaling, on_x, on_weights)
+        return
     # By projections and by gates, of left and of right.
     on_pairs = x.new_zeros(2, 2, H, width, dtype=update.accumulator)
     on_ends, on_norm = 0, 0
     for b in slices(update.B, 1) if N >= _ALONE else update.batches:
         members = b.stop - b.start
-        on_some_x = None if on_x is None else on_x[b]
-        if update.back_on_hopper(members, on_mask):
-            o = None if hidden is None else hidden[b]
-            pairs, ends, by_norm = _back_on_hopper(update, b, o, cotangent, scaling, on_some_x)
-            on_pairs += pairs
-            on_ends = [a + b for a, b in zip(on_ends, ends, strict=True)] if on_ends else ends
-            on_norm += by_norm
-            continue
         on_o = update.new(members * H, N, pitch)
         # What many parts are added to is rounded once.
         kind = update.dtype if update.whole else update.accumulator
@@ -1081,7 +1174,7 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
                 by_mask = by_mask if scaling is None else by_mask / scaling
                 on_mask[b] = by_mask if h.start == 0 else on_mask[b] + by_mask
         del both, on_o, on_some, kept_x
-        on_norm += update.norm_back(x[b], on_xn, scaling, on_some_x)
+        on_norm += update.norm_back(x[b], on_xn, scaling, None if on_x is None else on_x[b])
     on_end, on_norm_out, on_open = on_ends
     if scaling is not None:
         on_pairs, on_end, on_norm_out, on_open = (
@@ -1099,51 +1192,55 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
 
 
 def _back_on_hopper(
-    update: _Update, b: slice, o: Any, cotangent: Any, scaling: Any, on_x: Any
-) -> tuple[Any, list[Any], Any]:
-    """Write the cotangent of x of some of the batch.
+    update: _Update, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_weights: Sequence[Any]
+) -> None:
+    """Write all cotangents, member by member of the batch."""
+    N, pitch, H = update.N, update.pitch, update.H
+    by_sides, by_gate, by_end = [], [], []
+    for b in slices(update.B, 1):
+        x, mask = update.edges(b, ALL)
+        gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
+        update.project(x, mask, update.sides, sides=both[0], gate=gate)
+        o, shift = None if hidden is None else hidden[b], 0
+        if o is None or o.dtype != update.dtype:
+            shift = update.shift
+            o = update.new(1, H, N, N)
+            if hidden is None:
+                update.multiply(both[0], o, ALL, 2.0**shift)
+            else:
+                torch.mul(hidden[b], 2.0**shift, out=o)
+        on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
+        some = o, gate, cotangent[b], scaling, on_o, on_gate
+        by_end.append(update.finish_back_on_hopper(*some, shift))
+        del o, gate, some
+        update.multiply_back(both[0], on_o, both[1])
+        del on_o
+        on_some = None if on_x is None else on_x[b]
+        kept = update.project_back(x, mask, both[1], both[0], on_gate, scaling, on_some)
+        kept = kept.flatten(1, 2)
+        by_sides += update.parts_over_rows(both.view(1, 4 * H, N * pitch), kept)
+        by_gate += update.parts_over_rows(on_gate.flatten(1, 2).mT, kept)
+    on_w, on_b, on_p, on_p_b, on_g, on_g_b, *on_ends = on_weights
+    p_w, _, g_w, _ = update.sides
+    o_w = update.g_out[0]
+    on_norm = update.new(4 * H + update.G, 2, update.C, dtype=torch.float32)
+    by_sides, by_gate = _joined(by_sides), _joined(by_gate)
+    given = update.norm, scaling
+    update.through_norm(by_sides, 0, p_w, *given, on_norm, on_p, on_p_b)
+    update.through_norm(by_sides, 2 * H, g_w, *given, on_norm[2 * H :], on_g, on_g_b)
+    update.through_norm(by_gate, 0, o_w, *given, on_norm[4 * H :], *on_ends[4:])
+    on_norm_out = update.new(update.C, 2, H, dtype=torch.float32)
+    update.through_norm(
+        _joined(by_end), 0, update.p_out[0], update.norm_out, scaling, on_norm_out, *on_ends[2:4]
+    )
+    for ends, found in (((on_w, on_b), on_norm), (on_ends[:2], on_norm_out)):
+        for to, value in zip(ends, found.sum(0), strict=True):
+            if to is not None:
+                to.copy_(value)
 
-    Return those of projections and gates (2, 2, channels, C + ...), of the last projection, of the
-    norm of o, and of the last gate, and of the norm of x.
-    """
-    members, N, pitch, H = b.stop - b.start, update.N, update.pitch, update.H
-    x, mask = update.edges(b, ALL)
-    gate, both = update.gate(members, ALL), update.new(2, 2, members * H, N, pitch)
-    update.project(x, mask, update.sides, sides=both[0], gate=gate)
-    if o is None:
-        o = update.new(members, H, N, N)
-        update.multiply(both[0], o, ALL)
-    on_o, on_gate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
-    ends = update.finish_back(o, gate, cotangent[b], scaling, on_o, on_gate)
-    del o, gate
-    update.multiply_back(both[0], on_o, both[1])
-    del on_o
-    kept = update.project_back(x, mask, both[1], both[0], on_gate, scaling, on_x)
-    kept = kept.flatten(1, 2)
-    z = both.view(4, members, H, N * pitch).transpose(0, 1)
-    many = [z.flatten(1, 2)] if members == 1 else z.unbind(1)
-    sums = [update.over_rows(planes, kept) for planes in many]
-    sums.append(update.over_rows(on_gate.flatten(1, 2).mT, kept))
-    weights = torch.cat([*update.sides[::2], update.g_out[0]])
-    on_weights, on_norm = _through_norm(torch.cat(sums), weights, *update.norm)
-    if scaling is not None:
-        on_norm = on_norm / scaling
-    return on_weights[: 4 * H].view(2, 2, H, -1), [*ends, on_weights[4 * H :]], on_norm
 
-
-def _through_norm(sums: Any, weight: Any, w: Any, b: Any) -> tuple[Any, Any]:
-    """Return the cotangents of a weight and its bias, and of the weight and bias of a norm.
-
-    `sums` are, over rows, of z y and of z: y was standardized, then given the norm's weight w and
-    bias b, then projected by `weight`, and z is the cotangent of that.
-    """
-    C = weight.shape[1]
-    by_y, by_one = sums[:, :C], sums[:, C : C + 1]
-    on_norm = torch.stack([(weight * by_y).sum(0), (weight * by_one).sum(0)])
-    on_weight = by_y if w is None else by_y * w
-    if b is not None:
-        on_weight = on_weight + by_one * b
-    return torch.cat([on_weight, sums[:, C:]], 1), on_norm
+def _joined(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _end_back(

@@ -118,12 +118,26 @@ def _as_planes(x, W: gl.constexpr, H: gl.constexpr):
 
 
 @gluon.jit
-def _from_planes(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
-    """Return (edges, H) of planes where a first operand is."""
+def _planes_of(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr):
+    """Return where edges of planes are, in the order of `_row_met`, and which there are."""
     layout: gl.constexpr = _planes_layout(W, H)
     edge = first + gl.arange(0, 16 * W, gl.SliceLayout(0, layout))
-    h = gl.arange(0, H, gl.SliceLayout(1, layout)).to(plane.dtype)
-    x = gl.load(at + (h * plane)[:, None] + edge[None, :], mask=(edge < rows)[None, :], other=0.0)
+    h = _row_met(gl.arange(0, H, gl.SliceLayout(1, layout)), V).to(plane.dtype)
+    return at + (h * plane)[:, None] + edge[None, :], (edge < rows)[None, :]
+
+
+@gluon.jit
+def _read_planes(
+    at, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr = 2
+):  # fmt: skip
+    """Return (H, edges) of planes."""
+    place, inside = _planes_of(at, first, rows, plane, W, H, V)
+    return gl.load(place, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _turned_planes(x, W: gl.constexpr, H: gl.constexpr):
+    """Return (H, edges) of `_planes_layout` as (edges, H) where a first operand is."""
     x = gl.permute(gl.reshape(x, (H // 8, 8, W, 4, 2, 2)), (2, 4, 1, 0, 3, 5))
     return _turned(gl.reshape(x, (16 * W, H)))
 
@@ -134,6 +148,12 @@ def _as_rows(x, W: gl.constexpr, BN: gl.constexpr, V: gl.constexpr):
     x = gl.reshape(x, (W, 2, 4, 2, BN // (4 * V), V // 2, 4, 2))
     x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, BN))
     return gl.convert_layout(x, _rows_layout(W, BN, V), assert_trivial=True)
+
+
+@gluon.jit
+def _from_planes(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
+    """Return (edges, H) of planes where a first operand is."""
+    return _turned_planes(_read_planes(at, first, rows, plane, W, H), W, H)
 
 
 @gluon.jit
@@ -149,26 +169,46 @@ def _row_met(n, V: gl.constexpr):
 
 
 @gluon.jit
-def _normalized(x, w, b, eps, C: gl.constexpr):
-    """Return rows, normalized."""
-    x -= (gl.sum(x, 1) / C)[:, None]
-    x *= gl.rsqrt(gl.sum(x * x, 1) / C + eps)[:, None]
-    c = gl.arange(0, C, gl.SliceLayout(0, x.type.layout))
+def _norm_at_hand(w, b, C: gl.constexpr, W: gl.constexpr, V: gl.constexpr = 2):
+    """Bring a norm's weight and bias to shared memory, in the order of `_row_met`."""
+    # From the first-level cache, all else that goes through it drives them out.
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    norm = gl.allocate_shared_memory(gl.float32, [2, C], shared)
+    c = _row_met(gl.arange(0, C, gl.BlockedLayout([C // 32], [32], [W], [0])), V)
     if w is not None:
-        x *= gl.load(w + c).to(gl.float32)[None, :]
+        norm.index(0).store(gl.load(w + c).to(gl.float32))
     if b is not None:
-        x += gl.load(b + c).to(gl.float32)[None, :]
-    return x
+        norm.index(1).store(gl.load(b + c).to(gl.float32))
+    return norm
 
 
 @gluon.jit
-def _write_planes(to, value, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
+def _standardized(x, eps, C: gl.constexpr):
+    """Return rows less their means over their deviations, and one over these."""
+    x -= (gl.sum(x, 1) / C)[:, None]
+    scale = gl.rsqrt(gl.sum(x * x, 1) / C + eps)[:, None]
+    return x * scale, scale
+
+
+@gluon.jit
+def _normed(y, norm, w, b):
+    """Return standardized rows times a norm's weight, and with its bias."""
+    layout: gl.constexpr = gl.SliceLayout(0, y.type.layout)
+    if w is not None:
+        y *= norm.index(0).load(layout)[None, :]
+    if b is not None:
+        y += norm.index(1).load(layout)[None, :]
+    return y
+
+
+@gluon.jit
+def _write_planes(
+    to, value, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr = 2
+):  # fmt: skip
     """Write what products gave (edges, H) in 16 bits to planes."""
-    value = _as_planes(value, W, H)
-    layout: gl.constexpr = value.type.layout
-    edge = first + gl.arange(0, 16 * W, gl.SliceLayout(0, layout))
-    h = gl.arange(0, H, gl.SliceLayout(1, layout)).to(plane.dtype)
-    gl.store(to + (h * plane)[:, None] + edge[None, :], value, mask=(edge < rows)[None, :])
+    place, inside = _planes_of(to, first, rows, plane, W, H, V)
+    value = gl.convert_layout(_as_planes(value, W, H), _planes_layout(W, H), assert_trivial=True)
+    gl.store(place, value, mask=inside)
 
 
 @gluon.jit
@@ -294,6 +334,7 @@ def project(
     GATES: gl.constexpr = 0 if gate is None else G // BN
     shape: gl.constexpr = [SIDES + GATES, BN, C]
     weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
+    norm = _norm_at_hand(w, b, C, W)
     _fill(weights, p_w, g_w, o_w, SIDES, GATES, OUTPUT, V, W)
 
     layout: gl.constexpr = _rows_layout(W, C, V)
@@ -314,7 +355,8 @@ def project(
         member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         y = gl.load(x + here * C + edge[:, None] * C + channel[None, :], mask=live, other=0.0)
-        y = _normalized(y.to(gl.float32), w, b, EPS, C).to(DOT)
+        y, _ = _standardized(y.to(gl.float32), EPS, C)
+        y = _normed(y, norm, w, b).to(DOT)
         # The last tile once more, where no other follows.
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         _prefetch(x, following, tiles, rows, C, W, LONG)
@@ -356,6 +398,7 @@ def finish(
     BM: gl.constexpr = 16 * W
     BLOCKS: gl.constexpr = C // BN
     weights = gl.allocate_shared_memory(DOT, [BLOCKS, BN, H], gl.NVMMASharedLayout(128, 16))
+    norm = _norm_at_hand(w, b, H, W)
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     n = _row_met(gl.arange(0, BN, gl.SliceLayout(1, blocked)), V)
     h = gl.arange(0, H, gl.SliceLayout(0, blocked))
@@ -378,12 +421,12 @@ def finish(
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
         member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
-        y = _from_planes(o + member * H * plane, first, rows, plane, W, H).to(gl.float32)
-        if OUTPUT:
-            y = _normalized(y, w, b, eps, H)
-        else:
+        y = _from_planes(o + member * H * plane, first, rows, plane, W, H)
+        y, _ = _standardized(y.to(gl.float32), eps, H)
+        y = _normed(y, norm, w, b)
+        if not OUTPUT:
             opened = _from_planes(gate + member * H * rows, first, rows, rows.to(LONG), W, H)
-            y = _normalized(y, w, b, eps, H) * opened.to(gl.float32)
+            y *= opened.to(gl.float32)
         operand = _as_operand(y.to(DOT), W, BN)
         for s in range(BLOCKS):
             at = here * C + edge[:, None] * C + (s * BN + channel)[None, :]

@@ -6,24 +6,40 @@ every warp goes through rows by itself.
 
 from __future__ import annotations
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from gpukern.trimul_hopper import (
+    _PREFETCH,
     SHARED,
     _as_met,
     _as_operand,
     _as_rows,
     _edge_met,
     _fill,
-    _from_planes,
+    _norm_at_hand,
+    _normed,
     _place,
+    _planes_layout,
     _prefetch,
     _products_layout,
+    _read_planes,
+    _row_met,
     _rows_layout,
     _sigmoid,
+    _standardized,
+    _turned_planes,
+    _weights_are_there,
     _write_planes,
+    _write_rows,
 )
+
+
+def way_to_finish_back(C: int, H: int) -> int | None:
+    """Return the warps of `finish_back`, or None where it can't serve."""
+    return 8 if C in (64, 128) and H in (64, 128) else None
 
 
 def way_to_project_back(C: int, H: int, G: int) -> tuple[int, int] | None:
@@ -31,6 +47,299 @@ def way_to_project_back(C: int, H: int, G: int) -> tuple[int, int] | None:
     warps, block = 8, 32
     fits = C in (64, 128) and H % block == 0 and G % (2 * block) == 0
     return (warps, block) if fits and 2 * C * (4 * H + G) <= SHARED else None
+
+
+@gluon.jit
+def _anew(x):
+    """Return a number that the compiler doesn't know, to compute with it just where it is used."""
+    if x.dtype == gl.int64:
+        return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], x.dtype, False, 1)
+    else:
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 1)
+
+
+@gluon.constexpr_function
+def _weight_layout(W, C, N):
+    """Return where the cotangent of a weight (C, N) is."""
+    return gl.NVMMADistributedLayout([3, 0], [C // 16, W * 16 // C], [16, N * C // 16 // W, 16])
+
+
+@gluon.constexpr_function
+def _beside(W, C):
+    """Return the least columns of such a product."""
+    return W * 128 // C
+
+
+@gluon.jit
+def _prefetch_planes(
+    x, tile, tiles, rows, stride, plane, H: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr
+):
+    """Have planes of a tile brought to the second-level cache."""
+    LINES: gl.constexpr = W // 4
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [W, 1], [1, 0])
+    member, first, _ = _place(tile, tiles, rows, 16 * W, LONG)
+    h = gl.arange(0, H, gl.SliceLayout(1, layout)).to(LONG)
+    edge = first + 64 * gl.arange(0, LINES, gl.SliceLayout(0, layout))
+    edge = gl.minimum(edge, rows - 1)
+    at = x + member * stride + (h * plane)[:, None] + edge[None, :]
+    gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)
+
+
+@gluon.jit
+def _beside_it(a, b):
+    """Return the columns of a before those of b."""
+    BM: gl.constexpr = a.type.shape[0]
+    BN: gl.constexpr = a.type.shape[1]
+    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (BM, 2 * BN))
+
+
+@gluon.jit
+def _part(tile, layout: gl.constexpr, t: gl.constexpr, BN: gl.constexpr):
+    """Return a block of a vector in shared memory."""
+    return tile.index(_anew(gl.to_tensor(0))).slice(t * BN, BN).load(layout)
+
+
+@gluon.jit
+def _normed_part(y, norm, w, b, t: gl.constexpr):
+    """Return a block of columns times a norm's weight, and with its bias."""
+    BN: gl.constexpr = y.type.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(0, y.type.layout)
+    if w is not None:
+        y *= norm.index(_anew(gl.to_tensor(0))).slice(t * BN, BN).load(layout)[None, :]
+    if b is not None:
+        y += norm.index(_anew(gl.to_tensor(1))).slice(t * BN, BN).load(layout)[None, :]
+    return y
+
+
+@gluon.jit
+def _back(g_tile, weights, zeros, t: gl.constexpr, LATER: gl.constexpr):
+    """Return a block of columns of the cotangent of the normalized (and gated) o."""
+    BN: gl.constexpr = zeros.type.shape[1]
+    zero = _anew(gl.to_tensor(0))
+    weight = weights.index(zero).slice(t * BN, BN, 1)
+    g = g_tile.index(zero)
+    return hopper.warpgroup_mma(g, weight, zeros, use_acc=False, is_async=LATER)
+
+
+@gluon.jit
+def _of_tile(tile, like, t: gl.constexpr):
+    """Return a block of columns of what is kept in shared memory, where products are."""
+    BN: gl.constexpr = like.type.shape[1]
+    tile = tile.index(_anew(gl.to_tensor(0))).slice(t * BN, BN, 1)
+    return tile.load(like.type.layout).to(gl.float32)
+
+
+@gluon.jit
+def _write_sums(to, value, first, V: gl.constexpr, VH: gl.constexpr, KEPT: gl.constexpr):
+    """Write a cotangent of a weight, some columns of it, or just the first eight."""
+    layout: gl.constexpr = value.type.layout
+    row = _row_met(gl.arange(0, value.type.shape[0], gl.SliceLayout(1, layout)), V)
+    column = gl.arange(0, value.type.shape[1], gl.SliceLayout(0, layout))
+    at = to + row[:, None] * KEPT + first + _row_met(column, VH)[None, :]
+    gl.store(at, value, mask=(first + column < KEPT)[None, :])
+
+
+def finish_back(
+    o, gate, cotangent, scaling, w, b, p_w, p_b, on_o, on_gate, sums,
+    members, rows, plane, on_plane, shift,
+    EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, OUTPUT: gl.constexpr,
+    V: gl.constexpr, W: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
+):  # fmt: skip
+    """Write the cotangents of o, given times a power of two, and of the last gate's logits.
+
+    And sums over rows of every program: of g y, g the cotangent of what was projected, y the
+    standardized o, times the gate e if that is not of the output; then of g e, where b is given;
+    and of g, eight times.
+    """
+    BM: gl.constexpr = 16 * W
+    BN: gl.constexpr = 64
+    BLOCKS: gl.constexpr = C // BN
+    # Channels of o are in an order that has a thread write vectors of the gate's cotangent.
+    VH: gl.constexpr = 2 if OUTPUT else 8
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    ONES: gl.constexpr = _beside(W, C)
+    weights = gl.allocate_shared_memory(DOT, [1, C, H], shared)
+    g_tile = gl.allocate_shared_memory(DOT, [1, BM, C], shared)
+    # The standardized o; the gate; their product.
+    y_tile = gl.allocate_shared_memory(DOT, [1, BM, H], shared)
+    e_tile = y_tile if OUTPUT else gl.allocate_shared_memory(DOT, [1, BM, H], shared)
+    p_tile = y_tile if OUTPUT else gl.allocate_shared_memory(DOT, [1, BM, H], shared)
+    ones = gl.allocate_shared_memory(DOT, [1, ONES, BM], shared)
+
+    # With an output's gate, the norm of o becomes a part of what follows it.
+    norm = _norm_at_hand(None if OUTPUT else w, None if OUTPUT else b, H, W, VH)
+    OFFSET: gl.constexpr = b is not None and not OUTPUT
+    ADDED: gl.constexpr = OUTPUT and (p_b is not None or b is not None)
+    behind = gl.allocate_shared_memory(gl.float32, [1, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
+    c = gl.arange(0, C, gl.SliceLayout(1, blocked))
+    h = gl.arange(0, H, gl.SliceLayout(0, blocked))
+    n, k = _row_met(c, V), _row_met(h, VH)
+    by_w = gl.load(p_w + n[:, None] * H + k[None, :]).to(gl.float32)
+    if OUTPUT and w is not None:
+        by_w *= gl.load(w + k).to(gl.float32)[None, :]
+    weights.index(0).store(by_w.to(DOT))
+    if ADDED:
+        added = gl.zeros((C,), gl.float32, gl.SliceLayout(1, blocked))
+        if b is not None:
+            by_b = gl.load(p_w + c[:, None] * H + h[None, :]).to(gl.float32)
+            added += gl.sum(by_b * gl.load(b + h).to(gl.float32)[None, :], 1)
+        if p_b is not None:
+            added += gl.load(p_b + c).to(gl.float32)
+        behind.index(0).store(added)
+    ones.index(0).store(gl.full((ONES, BM), 1.0, DOT, blocked))
+    _weights_are_there()
+
+    products: gl.constexpr = _products_layout(W, BN)
+    layout: gl.constexpr = _rows_layout(W, BN, V)
+    edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, BN, gl.SliceLayout(0, layout))
+    zeros = gl.zeros((BM, BN), gl.float32, products)
+    on_p = gl.zeros((C, H), gl.float32, _weight_layout(W, C, H))
+    on_e = gl.zeros((C, H), gl.float32, _weight_layout(W, C, H))
+    on_b = gl.zeros((C, ONES), gl.float32, _weight_layout(W, C, ONES))
+    plane = plane.to(LONG) // 8 * 8
+    on_plane = on_plane.to(LONG) // 8 * 8
+    rows = rows // 8 * 8
+    flat = rows.to(LONG)
+    power = shift.to(gl.float32)
+    # The norm of o times a number is that of o with another eps.
+    eps = gl.exp2(2 * power) * EPS
+    tiles = (rows + BM - 1) // BM
+    last = members * tiles - 1
+    for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
+        member, first, here = _place(tile, tiles, rows, BM, LONG)
+        live = (first + edge < rows)[:, None]
+        at = here * C + edge[:, None] * C + channel[None, :]
+        # Addresses of so many planes are not to be kept from tile to tile.
+        y = _read_planes(o + member * H * plane, first, rows, _anew(plane) // 8 * 8, W, H, VH)
+        if OUTPUT:
+            opened = gl.load(gate + at, mask=live, other=0.0)
+            g = gl.load(cotangent + at, mask=live, other=0.0)
+        # The last tile once more, where no other follows.
+        following = gl.minimum(tile + gl.num_programs(0), last)
+        _prefetch_planes(o, following, tiles, rows, H * plane, plane, H, W, LONG)
+        _prefetch(cotangent, following, tiles, rows, C, W, LONG)
+        if OUTPUT:
+            _prefetch(gate, following, tiles, rows, C, W, LONG)
+        else:
+            _prefetch_planes(gate, following, tiles, rows, H * flat, flat, H, W, LONG)
+        y, scale = _standardized(_turned_planes(y, W, H).to(gl.float32), eps, H)
+        y = y.to(DOT)
+        if not OUTPUT:
+            # There are no registers for it before.
+            to_gate = gate + member * H * flat
+            opened = _read_planes(to_gate, first, rows, _anew(flat) // 8 * 8, W, H, VH)
+        # Until all products of the last tile are done.
+        gl.thread_barrier()
+        # Nor are addresses in shared memory.
+        zero = _anew(gl.to_tensor(0))
+        y_tile.index(zero).store(y)
+        if OUTPUT:
+            operand = _as_operand(y, W, BN)
+        else:
+            e = _turned_planes(opened, W, H)
+            e_tile.index(zero).store(e)
+            p_tile.index(zero).store((y.to(gl.float32) * e.to(gl.float32)).to(DOT))
+        for s in gl.static_range(BLOCKS):
+            if not OUTPUT:
+                g = gl.load(cotangent + s * BN + at, mask=live, other=0.0)
+            g_now = g.to(gl.float32)
+            if scaling is not None:
+                g_now *= gl.load(scaling)
+            if OUTPUT and s < BLOCKS - 1:
+                g = gl.load(cotangent + (s + 1) * BN + at, mask=live, other=0.0)
+            if OUTPUT:
+                s_now = opened.to(gl.float32)
+                if s < BLOCKS - 1:
+                    opened = gl.load(gate + (s + 1) * BN + at, mask=live, other=0.0)
+                weight = weights.index(zero).slice(s * BN, BN).permute((1, 0))
+                value = hopper.warpgroup_mma(operand, weight, zeros, use_acc=False)
+                value = _as_rows(value, W, BN, V)
+                if ADDED:
+                    value += _part(behind, gl.SliceLayout(0, layout), s, BN)[None, :]
+                g_now *= s_now
+                to = on_gate + s * BN + at
+                gl.store(to, (g_now * value * (1 - s_now)).to(DOT), mask=live)
+            g_met = _as_operand(_as_met(g_now.to(DOT), W, BN, V), W, BN)
+            if s == 0:
+                g_all = g_met
+            else:
+                g_all = _beside_it(g_all, g_met)
+        # At once, as the compiler would put a barrier between two.
+        g_tile.index(zero).store(g_all)
+        hopper.fence_async_shared()
+        gl.thread_barrier()
+        kept = ()
+        if OUTPUT:
+            for t in gl.static_range(H // BN):
+                kept = kept + (_back(g_tile, weights, zeros, t, True),)
+        turned = g_tile.index(zero).permute((1, 0))
+        on_p = hopper.warpgroup_mma(turned, p_tile.index(zero), on_p, is_async=OUTPUT)
+        if OFFSET:
+            on_e = hopper.warpgroup_mma(turned, e_tile.index(zero), on_e)
+        every = ones.index(zero).permute((1, 0))
+        on_b = hopper.warpgroup_mma(turned, every, on_b, is_async=OUTPUT)
+        if OUTPUT:
+            # The last two go on.
+            if H > BN:
+                kept = hopper.warpgroup_mma_wait(2, deps=kept)
+            else:
+                kept = (hopper.warpgroup_mma_wait(2, deps=kept),)
+        total = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, products))
+        along = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, products))
+        for t in gl.static_range(H // BN):
+            v = kept[t] if OUTPUT else _back(g_tile, weights, zeros, t, False)
+            y_met = _of_tile(y_tile, zeros, t)
+            if not OUTPUT:
+                e_met = _of_tile(e_tile, zeros, t)
+                v *= e_met
+                on = _normed_part(y_met, norm, w, b, t)
+                on_open = (v * on * (1 - e_met)).to(DOT)
+                _write_rows(on_gate + here * H + t * BN, on_open, first, rows, H, W, BN)
+                v = _normed_part(v, norm, w, None, t)
+            total += gl.sum(v, 1)
+            along += gl.sum(v * y_met, 1)
+        scale = gl.convert_layout(scale, zeros.type.layout, assert_trivial=True) * gl.exp2(power)
+        total = total[:, None] / H * scale
+        along = along[:, None] / H * scale
+        for t in gl.static_range(H // BN):
+            if OUTPUT:
+                u = kept[t]
+            else:
+                # Once more, as registers are few.
+                u = _back(g_tile, weights, zeros, t, False) * _of_tile(e_tile, zeros, t)
+                u = _normed_part(u, norm, w, None, t)
+            u = u * scale - total - _of_tile(y_tile, zeros, t) * along
+            to_o = on_o + (member * H + t * BN) * on_plane
+            _write_planes(to_o, u.to(DOT), first, rows, _anew(on_plane) // 8 * 8, W, BN, VH)
+        if OUTPUT:
+            on_p = hopper.warpgroup_mma_wait(0, deps=[on_p])
+            on_b = hopper.warpgroup_mma_wait(0, deps=[on_b])
+
+    KEPT: gl.constexpr = 2 * H + 8 if OFFSET else H + 8
+    to = sums + gl.program_id(0) * C * KEPT
+    _write_sums(to, on_p, 0, V, VH, KEPT)
+    if OFFSET:
+        _write_sums(to, on_e, H, V, VH, KEPT)
+    _write_sums(to, on_b, KEPT - 8, V, 2, KEPT)
+
+
+@gluon.jit
+def _copy_planes(
+    buffer, on_sides, tile, tiles, rows, half, plane,
+    H: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr,
+):  # fmt: skip
+    """Have a tile of both sides' planes brought to shared memory."""
+    BM: gl.constexpr = 16 * W
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BM, BM // 8], [W, 1], [1, 0])
+    member, first, _ = _place(tile, tiles, rows, BM, LONG)
+    edge = first + gl.arange(0, BM, gl.SliceLayout(0, layout))
+    h = gl.arange(0, 2 * H, gl.SliceLayout(1, layout)).to(LONG)
+    line = h // H * half + (member * H + h % H) * plane
+    to = on_sides + line[:, None] + edge[None, :]
+    async_copy.async_copy_global_to_shared(buffer, to, mask=(edge < rows)[None, :])
+    async_copy.commit_group()
 
 
 def project_back(
@@ -49,7 +358,11 @@ def project_back(
     GATES: gl.constexpr = G // BN
     shape: gl.constexpr = [SIDES + GATES, BN, C]
     weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
+    norm = _norm_at_hand(w, b, C, W)
     _fill(weights, p_w, g_w, o_w, SIDES, GATES, True, V, W)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 4, [1, 0])
+    buffer = gl.allocate_shared_memory(DOT, [2 * H, BM], swizzled)
+    blocks = buffer._reinterpret(DOT, [SIDES, BH, BM], swizzled)
 
     layout: gl.constexpr = _rows_layout(W, C, V)
     across: gl.constexpr = _rows_layout(W, BN, 8)
@@ -65,17 +378,22 @@ def project_back(
     half = half.to(LONG) // 8 * 8
     rows = rows // 8 * 8
     tiles = (rows + BM - 1) // BM
+    if gl.program_id(0) < members * tiles:
+        _copy_planes(buffer, on_sides, gl.program_id(0), tiles, rows, half, plane, H, W, LONG)
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
         member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         at_x = here * C + edge[:, None] * C + channel[None, :]
         y = gl.load(x + at_x, mask=live, other=0.0).to(gl.float32)
-        y -= (gl.sum(y, 1) / C)[:, None]
-        scale = gl.rsqrt(gl.sum(y * y, 1) / C + EPS)[:, None]
-        y *= scale
+        opens = ()
+        for k in gl.static_range(GATES):
+            at_gate = on_gate + (here + opening) * G + k * BN + column
+            opens = opens + (gl.load(at_gate, mask=first + opening < rows, other=0.0),)
+        y, scale = _standardized(y, EPS, C)
         standard = y.to(DOT)
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         _prefetch(x, following, tiles, rows, C, W, LONG)
+        _prefetch(on_gate, following, tiles, rows, G, W, LONG)
         to = kept + here * KEPT + edge[:, None] * KEPT
         gl.store(to + channel[None, :], standard, mask=live)
         behind = gl.arange(0, 8, gl.SliceLayout(0, ones))
@@ -83,11 +401,8 @@ def project_back(
         one = gl.where((behind == 0)[None, :], 1.0, 0.0).to(DOT)
         to_one = kept + here * KEPT + C + below[:, None] * KEPT
         gl.store(to_one + behind[None, :], one, mask=(first + below < rows)[:, None])
-        if w is not None:
-            y *= gl.load(w + channel).to(gl.float32)[None, :]
-        if b is not None:
-            y += gl.load(b + channel).to(gl.float32)[None, :]
-        operand = _as_operand(_as_met(y.to(DOT), W, C, V), W, BN)
+        y = _normed(y, norm, w, b).to(DOT)
+        operand = _as_operand(_as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:
             i, j = (first + met) // N, (first + met) % N
@@ -95,14 +410,14 @@ def project_back(
             m = gl.load(at_mask, mask=first + met < rows, other=0.0).to(gl.float32)[:, None]
         on_xn = gl.zeros((BM, C), gl.float32, _products_layout(W, C))
         for k in gl.static_range(GATES):
-            at_gate = (here + opening) * G + k * BN + column
-            on_open = gl.load(on_gate + at_gate, mask=first + opening < rows, other=0.0)
             on_xn = hopper.warpgroup_mma(
-                _as_operand(_as_met(on_open, W, BN, 8), W, C), weights.index(SIDES + k), on_xn
+                _as_operand(_as_met(opens[k], W, BN, 8), W, C), weights.index(SIDES + k), on_xn
             )
+        async_copy.wait_group(0)
+        gl.thread_barrier()
         for s in range(SIDES):
             at = s * BH // H * half + (member * H + s * BH % H) * plane
-            d = _from_planes(on_sides + at, first, rows, plane, W, BH)
+            d = _turned_planes(blocks.index(s).load(_planes_layout(W, BH)), W, BH)
             pair = weights.index(s).permute((1, 0))
             both = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False)
             p, g = gl.split(gl.permute(gl.reshape(both, (BM, 2, BH)), (0, 2, 1)))
@@ -121,10 +436,13 @@ def project_back(
             _write_planes(on_sides + at, d_g, first, rows, plane, W, BH)
             d_both = gl.reshape(gl.permute(gl.join(d_p16, d_g), (0, 2, 1)), (BM, BN))
             on_xn = hopper.warpgroup_mma(_as_operand(d_both, W, C), weights.index(s), on_xn)
+        gl.thread_barrier()
+        if tile + gl.num_programs(0) < members * tiles:
+            _copy_planes(buffer, on_sides, following, tiles, rows, half, plane, H, W, LONG)
         v = _as_rows(on_xn, W, C, V)
-        if w is not None:
-            v *= gl.load(w + channel).to(gl.float32)[None, :]
-        y_again = standard.to(gl.float32)
+        v = _normed(v, norm, w, None)
+        # Registers are few.
+        y_again = gl.load(to + channel[None, :], mask=live, other=0.0).to(gl.float32)
         along = gl.sum(v * y_again, 1) / C
         v = (v - (gl.sum(v, 1) / C)[:, None] - y_again * along[:, None]) * scale
         if scaling is not None:
@@ -134,6 +452,7 @@ def project_back(
 
 # Of pointers to 16 bytes, `gpukern.trimul` makes sure.
 POINTERS = {
+    finish_back: (*("o", "gate", "cotangent", "w", "b", "p_w", "p_b", "on_o", "on_gate", "sums"),),
     project_back: (
         *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w"),
         *("on_sides", "on_p", "on_gate", "on_x", "kept"),

@@ -639,7 +639,7 @@ MANY_TRIANGLES = {
     "float16-output": (1, 1, False, ("float16", None, "output", "incoming", (1, 264, 64, 64))),
     "in-parts": (
         *(4, 2, False),
-        ("float16", None, "output", "outgoing", (1, 512, 64, 128), 1 << 27),
+        ("float32", "fp16", "output", "outgoing", (1, 512, 64, 128), 3 << 26),
     ),
 }
 
