@@ -810,17 +810,19 @@ class _Update:
             self.normalize(x, kept)
         if not (H or G):
             return
-        if many:
-            p_w, g_w, o_w = (None if a is None else a.to(self.dtype) for a in (p_w, g_w, o_w))
-        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept
         way = self.on_hopper and many and hopper.way_to_project(C, H, G, logits is not None)
+        results = sides, logits, gate, kept
         if way:
+            tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, *results
             numbers = B, L * N, N, half, plane, *strides
             constants = self.eps, C, H, G, self.output, self.width, 16 // x.dtype.itemsize, *way
             constants += self.types[0], self.long
             programs = _processors(x.device)
             _launch(hopper.project, (way[0], 1), programs, tensors, numbers, constants)
             return
+        if many:
+            p_w, g_w, o_w = (None if a is None else a.to(self.dtype) for a in (p_w, g_w, o_w))
+        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, *results
         BM, BH, BG, chunk, how = 32, 32, 32, 64 if self.dtype.itemsize < 8 else 32, (4, 1)
         if self.fast:
             BM, BH, BG, chunk, how = (
@@ -1017,9 +1019,7 @@ class _Update:
         H = on_p.shape[1] // B
         kept = self.kept(B, ALL)
         result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
-        p_w, p_b, g_w, g_b = self.sides
-        p_w, g_w, o_w = (a.to(self.dtype) for a in (p_w, g_w, self.g_out[0]))
-        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w
+        tensors = x, mask, *self.norm, *self.sides, self.g_out[0]
         tensors += on_sides, on_p, on_gate, scaling, result, kept
         strides = (0, 0, 0) if mask is None else mask.stride()
         numbers = B, L * N, N, on_p.stride(0), on_p.stride(1), *strides
@@ -1050,7 +1050,7 @@ class _Update:
             for to in (on_weight, on_bias)
         ]
         many, total, kept = parts.shape
-        constants = C, kept, C if kept < 2 * C else 2 * C, 16, power(C)
+        constants = C, kept, kept - 8, 64, power(C)
         tensors = parts, weight, *norm, scaling, *results, on_norm
         _launch(_through_norm, (4, 1), rows, tensors, (many, total, first), constants)
         for to, result in zip((on_weight, on_bias), results, strict=True):

@@ -26,13 +26,13 @@ def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | No
     # More warps wait less, and have fewer registers each.
     warps, block = (8, 64) if logits else (16, 32)
     fits = C in (64, 128) and H > 0 and H % block == 0 and G % (2 * block) == 0
-    return (warps, block) if fits and 2 * C * (4 * H + G) <= SHARED else None
+    return (warps, block) if fits and 2 * C * (4 * H + G) + 8 * C <= SHARED else None
 
 
 def way_to_finish(C: int, H: int, itemsize: int) -> tuple[int, int] | None:
     """Return the warps of `finish` and the channels of a block, or None where it can't serve."""
     warps, block = (16, 64) if C <= 128 else (8, 256 // itemsize)
-    fits = H in (64, 128) and C % block == 0 and 2 * C * H <= SHARED
+    fits = H in (64, 128) and C % block == 0 and 2 * C * H + 8 * H <= SHARED
     return (warps, block) if fits else None
 
 
@@ -223,6 +223,23 @@ def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl
 
 
 @gluon.jit
+def _keep(to, y, first, rows, KEPT: gl.constexpr, W: gl.constexpr):
+    """Write rows, and behind each a one, and seven zeros."""
+    C: gl.constexpr = y.type.shape[1]
+    layout: gl.constexpr = y.type.layout
+    edge = gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
+    channel = gl.arange(0, C, gl.SliceLayout(0, layout))
+    at = to + edge[:, None] * KEPT + channel[None, :]
+    gl.store(at, y, mask=(first + edge < rows)[:, None])
+    ones: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
+    below = gl.arange(0, 16 * W, gl.SliceLayout(1, ones))
+    behind = gl.arange(0, 8, gl.SliceLayout(0, ones))
+    one = gl.where((behind == 0)[None, :], 1.0, 0.0).to(y.dtype)
+    at_one = to + C + below[:, None] * KEPT + behind[None, :]
+    gl.store(at_one, one, mask=(first + below < rows)[:, None])
+
+
+@gluon.jit
 def _weights_are_there():
     hopper.fence_async_shared()
     # Without a barrier here, the compiler puts one before every product.
@@ -339,7 +356,6 @@ def project(
 
     layout: gl.constexpr = _rows_layout(W, C, V)
     mma: gl.constexpr = _products_layout(W, BN)
-    ones: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, C, gl.SliceLayout(0, layout))
     met = _edge_met(gl.arange(0, BM, gl.SliceLayout(1, mma)))
@@ -361,14 +377,7 @@ def project(
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         _prefetch(x, following, tiles, rows, C, W, LONG)
         if kept is not None:
-            to = kept + here * KEPT + edge[:, None] * KEPT
-            gl.store(to + channel[None, :], y, mask=live)
-            # Behind it a one, and seven zeros.
-            behind = gl.arange(0, 8, gl.SliceLayout(0, ones))
-            below = gl.arange(0, BM, gl.SliceLayout(1, ones))
-            one = gl.where((behind == 0)[None, :], 1.0, 0.0).to(DOT)
-            to_one = kept + here * KEPT + C + below[:, None] * KEPT
-            gl.store(to_one + behind[None, :], one, mask=(first + below < rows)[:, None])
+            _keep(kept + here * KEPT, y, first, rows, KEPT, W)
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:

@@ -1,7 +1,8 @@
 """The backward of the triangle multiplicative update, for Hopper's tensor cores.
 
-As `gpukern.trimul_hopper`, whose layouts these kernels use: weights stay in shared memory, and
-every warp goes through rows by itself.
+As `gpukern.trimul_hopper`, whose layouts these kernels use, with weights that stay in shared
+memory. What is summed over rows is standardized, not normalized: the cotangents of a norm's weight
+and bias follow from the same sums as those of the weights behind it (`_through_norm`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gpukern.trimul_hopper import (
     _as_rows,
     _edge_met,
     _fill,
+    _keep,
     _norm_at_hand,
     _normed,
     _place,
@@ -45,8 +47,10 @@ def way_to_finish_back(C: int, H: int) -> int | None:
 def way_to_project_back(C: int, H: int, G: int) -> tuple[int, int] | None:
     """Return the warps of `project_back` and the channels of a block, or None."""
     warps, block = 8, 32
-    fits = C in (64, 128) and H % block == 0 and G % (2 * block) == 0
-    return (warps, block) if fits and 2 * C * (4 * H + G) <= SHARED else None
+    # Weights, a tile of the sides' cotangents, and a norm.
+    shared = 2 * C * (4 * H + G) + 64 * H * warps + 8 * C
+    fits = C in (64, 128) and H in (64, 128) and shared <= SHARED
+    return (warps, block) if fits else None
 
 
 @gluon.jit
@@ -367,7 +371,6 @@ def project_back(
     layout: gl.constexpr = _rows_layout(W, C, V)
     across: gl.constexpr = _rows_layout(W, BN, 8)
     mma: gl.constexpr = _products_layout(W, BN)
-    ones: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, C, gl.SliceLayout(0, layout))
     opening = gl.arange(0, BM, gl.SliceLayout(1, across))[:, None]
@@ -394,13 +397,7 @@ def project_back(
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         _prefetch(x, following, tiles, rows, C, W, LONG)
         _prefetch(on_gate, following, tiles, rows, G, W, LONG)
-        to = kept + here * KEPT + edge[:, None] * KEPT
-        gl.store(to + channel[None, :], standard, mask=live)
-        behind = gl.arange(0, 8, gl.SliceLayout(0, ones))
-        below = gl.arange(0, BM, gl.SliceLayout(1, ones))
-        one = gl.where((behind == 0)[None, :], 1.0, 0.0).to(DOT)
-        to_one = kept + here * KEPT + C + below[:, None] * KEPT
-        gl.store(to_one + behind[None, :], one, mask=(first + below < rows)[:, None])
+        _keep(kept + here * KEPT, standard, first, rows, KEPT, W)
         y = _normed(y, norm, w, b).to(DOT)
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
         m = None
@@ -415,11 +412,14 @@ def project_back(
             )
         async_copy.wait_group(0)
         gl.thread_barrier()
+        on_acc = hopper.warpgroup_mma_init(on_xn)
+        coming = hopper.warpgroup_mma(
+            operand, weights.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         for s in range(SIDES):
             at = s * BH // H * half + (member * H + s * BH % H) * plane
             d = _turned_planes(blocks.index(s).load(_planes_layout(W, BH)), W, BH)
-            pair = weights.index(s).permute((1, 0))
-            both = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False)
+            both, on_there = hopper.warpgroup_mma_wait(0, deps=[coming, on_acc])
             p, g = gl.split(gl.permute(gl.reshape(both, (BM, 2, BH)), (0, 2, 1)))
             h = s * BH + gl.arange(0, BH, gl.SliceLayout(0, p.type.layout))
             if p_b is not None:
@@ -432,17 +432,24 @@ def project_back(
                 d_p *= gl.convert_layout(m, p.type.layout, assert_trivial=True)
             d_g = (d_p * p * (1 - opened)).to(DOT)
             d_p16 = d_p.to(DOT)
+            d_both = gl.reshape(gl.permute(gl.join(d_p16, d_g), (0, 2, 1)), (BM, BN))
+            on_acc = hopper.warpgroup_mma(
+                _as_operand(d_both, W, C), weights.index(s), on_there, is_async=True
+            )
+            # What the next block begins with; nothing asks for the last.
+            pair = weights.index(gl.minimum(s + 1, SIDES - 1)).permute((1, 0))
+            coming = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False, is_async=True)
             _write_planes(on_p + at, d_p16, first, rows, plane, W, BH)
             _write_planes(on_sides + at, d_g, first, rows, plane, W, BH)
-            d_both = gl.reshape(gl.permute(gl.join(d_p16, d_g), (0, 2, 1)), (BM, BN))
-            on_xn = hopper.warpgroup_mma(_as_operand(d_both, W, C), weights.index(s), on_xn)
+        _, on_all = hopper.warpgroup_mma_wait(0, deps=[coming, on_acc])
         gl.thread_barrier()
         if tile + gl.num_programs(0) < members * tiles:
             _copy_planes(buffer, on_sides, following, tiles, rows, half, plane, H, W, LONG)
-        v = _as_rows(on_xn, W, C, V)
+        v = _as_rows(on_all, W, C, V)
         v = _normed(v, norm, w, None)
-        # Registers are few.
-        y_again = gl.load(to + channel[None, :], mask=live, other=0.0).to(gl.float32)
+        # From memory, as registers are few.
+        at_kept = here * KEPT + edge[:, None] * KEPT + channel[None, :]
+        y_again = gl.load(kept + at_kept, mask=live, other=0.0).to(gl.float32)
         along = gl.sum(v * y_again, 1) / C
         v = (v - (gl.sum(v, 1) / C)[:, None] - y_again * along[:, None]) * scale
         if scaling is not None:

@@ -15,43 +15,57 @@ import inspect, itertools
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from gpukern import trimul_hopper as hopper
+from gpukern import trimul_hopper as hopper, trimul_hopper_back as back
 
-sizes = (hopper.project, 128), (hopper.project, 64), (hopper.finish, 128), (hopper.finish, 384)
-for (kernel, C), logits, biases, output in itertools.product(sizes, *[(False, True)] * 3):
+POINTERS = hopper.POINTERS | back.POINTERS
+# What has the dtype of x; all other pointers are to factors.
+OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "cotangent", "on_x"
+
+
+def compile(kernel, warps, output, none, **constants):
     given, dot = ("*bf16", tl.bfloat16) if output else ("*fp32", tl.float16)
-    vector = 8 if output else 4
-    long = tl.int64 if biases else tl.int32
-    constants = dict(EPS=1e-5, C=C, H=128, OUTPUT=output, V=vector, DOT=dot, LONG=long)
-    if kernel is hopper.project:
-        W, BH = hopper.way_to_project(C, 128, 128, logits)
-        constants |= dict(G=128, KEPT=C + 8, W=W, BH=BH)
-    elif logits:
-        continue
-    else:
-        W, BN = hopper.way_to_finish(C, 128, 16 // vector)
-        constants |= dict(W=W, BN=BN)
-    none = [] if biases else ["mask", "w", "b", "p_b", "g_b", "o_b"]
-    none += [] if logits else ["logits", "kept"]
+    constants |= dict(EPS=1e-5, H=128, DOT=dot, V=8 if output else 4)
     signature, values, aligned = {}, {}, {}
     for at, name in enumerate(inspect.signature(kernel).parameters):
         if name in constants or name in none:
             signature[name], values[at,] = "constexpr", constants.get(name)
-        elif name in (*hopper.POINTERS[kernel], "mask"):
-            # Weights of the projections are rounded before.
-            own = name in ("x", "w", "b", "p_b", "g_b", "o_b", "out", "mask")
-            own |= name == "p_w" and kernel is hopper.finish
-            signature[name] = given if own else "*bf16" if output else "*fp16"
-            if name != "mask":
+        elif name in (*POINTERS[kernel], "mask", "scaling"):
+            own = given if name in OWN else "*bf16" if output else "*fp16"
+            signature[name] = "*fp32" if name in ("scaling", "sums") else own
+            if name in POINTERS[kernel]:
                 aligned[at,] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"
     source = GluonASTSource(hopper.jit(kernel), signature, values, aligned)
-    made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": W})
+    made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
     assert "wgmma" in made.asm["ptx"] and "movmatrix" in made.asm["ptx"]
     assert made.metadata.shared <= hopper.SHARED, made.metadata.shared
     # Four edges of a plane are written at once.
     assert "st.global.v2.b32" in made.asm["ptx"] or kernel is hopper.finish
+
+
+for C, biases, output in itertools.product((64, 128, 384), *[(False, True)] * 2):
+    if C != 128 and biases == output:
+        continue
+    none = [] if biases else ["mask", "w", "b", "p_b", "g_b", "o_b"]
+    none += ["scaling"] if output else []
+    common = dict(C=C, LONG=tl.int64 if biases else tl.int32)
+    G = C if output else 128
+    W, BN = hopper.way_to_finish(C, 128, 2 if output else 4)
+    compile(hopper.finish, W, output, none, OUTPUT=output, W=W, BN=BN, **common)
+    for logits in (False, True):
+        way = hopper.way_to_project(C, 128, G, logits)
+        if way:
+            without = none + ([] if logits else ["logits", "kept"])
+            rest = dict(G=G, OUTPUT=output, KEPT=C + 8, W=way[0], BH=way[1])
+            compile(hopper.project, way[0], output, without, **rest, **common)
+    W = back.way_to_finish_back(C, 128)
+    if W:
+        compile(back.finish_back, W, output, none, OUTPUT=output, W=W, **common)
+    way = back.way_to_project_back(C, 128, G)
+    if way:
+        rest = dict(G=G, KEPT=C + 8, W=way[0], BH=way[1])
+        compile(back.project_back, way[0], output, none, **rest, **common)
 print("compiled")
 """
 
@@ -67,3 +81,39 @@ def test_kernels_compile(tmp_path):
         [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True
     )
     assert done.stdout == "compiled\n", done.stderr
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_cotangents_through_a_norm(norm, gated, scaled):
+    """What kernels for Hopper sum over rows, in parts, against autograd of the formula."""
+    torch = pytest.importorskip("torch")
+    from gpukern.trimul import _Update
+
+    few, rows, K, C = 3, 7, 5, 6
+    make = torch.Generator().manual_seed(1)
+
+    def some(*shape):
+        return torch.randn(shape, generator=make)
+
+    y, z = some(few, rows, C), some(few, rows, K)
+    e = some(few, rows, C) if gated else torch.ones(few, rows, C)
+    weight, bias, w, b = some(K, C), some(K), some(C), some(C)
+    asked = [a.requires_grad_() for a in (weight, bias, w, b)]
+    normed = (y * w + b) if norm else y + 0 * (w + b)
+    want = torch.autograd.grad((normed * e) @ weight.T + bias, asked, z)
+    scaling = torch.tensor(8.0) if scaled else None
+    z = z if scaling is None else z * scaling
+    ones = torch.eye(8)[:1].expand(few, rows, 8)
+    kept = torch.cat([y * e, e, ones] if gated else [y, ones], 2)
+    results = torch.zeros(K, 2, C), torch.zeros(K, C), torch.zeros(K)
+    given = (w.detach(), b.detach()) if norm else (None, None)
+    parts = (z.mT @ kept).contiguous()
+    # Its method needs none of what an update is made of.
+    update = object.__new__(_Update)
+    update.through_norm(parts, 0, weight.detach(), given, scaling, *results)
+    by_norm, on_weight, on_bias = results
+    found = on_weight, on_bias, *by_norm.sum(0)
+    for one, other in list(zip(found, want, strict=True))[: 4 if norm else 2]:
+        torch.testing.assert_close(one, other)
