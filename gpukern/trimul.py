@@ -40,6 +40,7 @@ if triton.__version__.startswith("3.6."):
     with contextlib.suppress(ImportError, AttributeError):
         from gpukern import trimul_hopper as hopper
         from gpukern import trimul_hopper_back as hopper_back
+        from gpukern import trimul_hopper_wide as hopper_wide
 
 # Rows from which on it pays to write the normalized x of many channels, and to round weights once.
 _MANY = 1 << 16
@@ -616,7 +617,9 @@ _POINTERS = {
     _through_norm: (),
     _product: (),
 }
-_ON_HOPPER = {} if hopper is None else {**hopper.POINTERS, **hopper_back.POINTERS}
+_ON_HOPPER = {}
+if hopper is not None:
+    _ON_HOPPER = {**hopper.POINTERS, **hopper_back.POINTERS, **hopper_wide.POINTERS}
 
 
 @functools.cache
@@ -638,7 +641,8 @@ def _launch(
     constants: tuple[Any, ...],
 ) -> None:
     """Launch with (warps, stages) of how."""
-    kinds = tuple([tensor if tensor is None else tensor.dtype for tensor in tensors])
+    # A descriptor has no dtype: it follows from the other tensors', and its block from constants.
+    kinds = tuple([getattr(tensor, "dtype", None) for tensor in tensors])
     key = tensors[0].device, kinds, wide(*numbers), constants
     _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
 
@@ -800,6 +804,10 @@ class _Update:
         p_w, p_b, g_w, g_b = weights
         o_w, o_b = self.g_out
         H, G = 0 if sides is None else p_w.shape[0] // 2, 0 if gate is None else self.G
+        alone = logits is None and kept is None
+        if self.on_hopper and many and alone and hopper_wide.way_to_project_wide(C, H, G):
+            self.project_wide(x, mask, weights, sides, gate)
+            return
         numbers: tuple[int, ...]
         half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
         strides = (0, 0, 0) if mask is None else mask.stride()
@@ -844,6 +852,30 @@ class _Update:
         constants = self.eps, C, H, G, ready, self.output, self.width, parts, BM, chunk, BH, BG
         constants += *self.types, self.asm, *self.place
         _launch(_project, how, programs * parts, tensors, numbers, constants)
+
+    def project_wide(
+        self, x: Any, mask: Any, weights: Sequence[Any], sides: Any, gate: Any
+    ) -> None:
+        """Fill planes of left and right, and the last gate if given, for many channels of x."""
+        B, L, N, C = x.shape
+        o_w, o_b = (None, None) if gate is None else self.g_out
+        p_w, p_b, g_w, g_b = weights
+        H, G = p_w.shape[0] // 2, 0 if gate is None else self.G
+        block, slots = hopper_wide.way_to_project_wide(C, H, G)
+        vector = 16 // x.dtype.itemsize
+        packed, biases = self.new(4 * H + G, C), None
+        if any(bias is not None for bias in (p_b, g_b, o_b, self.norm[1])):
+            biases = self.new(4 * H + G, dtype=torch.float32)
+        tensors = p_w, p_b, g_w, g_b, o_w, o_b, *self.norm, packed, biases
+        constants = C, H, self.output, vector, block
+        _launch(hopper_wide.pack, (4, 1), (4 * H + G) // 16, tensors, (), constants)
+        half, plane = sides.stride(0), sides.stride(1)
+        strides = (0, 0, 0) if mask is None else mask.stride()
+        tensors = x, mask, hopper_wide.blocks_of(packed, block), biases, sides, gate
+        numbers = B, L * N, N, half, plane, *strides
+        constants = self.eps, C, H, G, self.output, vector, block, slots, self.long
+        programs = _processors(x.device)
+        _launch(hopper_wide.project_wide, (4, 1), programs, tensors, numbers, constants)
 
     def normalize(self, x: Any, kept: Any) -> None:
         B, L, N, C = x.shape

@@ -656,7 +656,7 @@ MANY_TRIANGLES = {
         ("bfloat16", None, "hidden", "incoming", (1, 272, 64, 64)),
     ),
     "bfloat16-narrow": (
-        (["finish"], [], []),
+        (["project_wide", "finish"], ["project_wide"], []),
         ("bfloat16", None, "hidden", "outgoing", (1, 264, 384, 64)),
     ),
     "float16-output": (

@@ -1,0 +1,350 @@
+"""Projections of the triangle multiplicative update for many channels, for Hopper's tensor cores.
+
+As `gpukern.trimul_hopper`, whose layouts these kernels use, where weights don't fit in shared
+memory: they come by there, block by block in a ring, which one warp of a program fills over and
+over. Two consumers of four warps each have rows, normalized, in registers, and take every block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gpukern.trimul_hopper import (
+    SHARED,
+    _as_met,
+    _as_operand,
+    _edge_met,
+    _log2,
+    _place,
+    _powers,
+    _products_layout,
+    _row_met,
+    _rows_layout,
+    _write_gate,
+    _write_sides,
+)
+from gpukern.trimul_hopper_back import _anew
+
+# Warps and rows of a consumer, and channels of a first operand.
+_WARPS = gl.constexpr(4)
+_ROWS = gl.constexpr(64)
+_CHUNK = gl.constexpr(64)
+# Registers of a thread of a consumer, and of the warp that fills the ring.
+_REGISTERS = gl.constexpr((240, 24))
+
+_TILE = gl.NVMMASharedLayout(128, 16)
+
+
+def way_to_project_wide(C: int, H: int, G: int) -> tuple[int, int] | None:
+    """Return the channels of a block and the blocks of the ring, or None where it can't serve."""
+    # For more channels there are too few registers.
+    if C % 64 or not 128 < C <= 384 or H == 0:
+        return None
+    for block in (64, 32):
+        # The rest is for barriers.
+        slots = (SHARED - 1024) // (4 * C * block)
+        if slots >= 2 and H % block == 0 and G % (2 * block) == 0:
+            return block, slots
+    return None
+
+
+def blocks_of(packed: Any, block: int) -> Any:
+    """Return what `project_wide` takes for the weights that `pack` wrote."""
+    shape = [2 * block, _CHUNK.value]
+    return TensorDescriptor(packed, [*packed.shape], [*packed.stride()], shape, _TILE)
+
+
+_SAME = gl.constexpr("mov.b32 $0, $1;")
+_TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+
+
+@gluon.jit
+def _rounded(x, DOT: gl.constexpr):
+    """Return numbers of 16 bits, in pairs from here on, so that they take half the registers."""
+    if DOT == gl.bfloat16:
+        return gl.inline_asm_elementwise(_TO_BF16, "=r,r,r", [x], gl.bfloat16, False, 2)
+    else:
+        return gl.inline_asm_elementwise(_TO_FP16, "=r,r,r", [x], gl.float16, False, 2)
+
+
+@gluon.jit
+def _as_held(x):
+    """Return numbers in float32, which are held as they are until here."""
+    if x.dtype == gl.float32:
+        return x
+    else:
+        return gl.inline_asm_elementwise(_SAME, "=r,r", [x], x.dtype, False, 2).to(gl.float32)
+
+
+@gluon.constexpr_function
+def _half_layout(V):
+    """Return what a thread reads of every other row of `_rows_layout`: one of its two."""
+    registers = [[0, c] for c in _powers(1, _log2(V)) + _powers(4 * V, _log2(16 // V))]
+    lanes = [[0, V], [0, 2 * V], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [_ROWS // 2, _CHUNK])
+
+
+@gluon.jit
+def _half(V: gl.constexpr):
+    """Return which rows of a tile are in its first half, and the channels of a chunk."""
+    layout: gl.constexpr = _half_layout(V)
+    n = gl.arange(0, _ROWS // 2, gl.SliceLayout(1, layout))
+    c = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))
+    return n // 2 * 4 + n % 2, c
+
+
+@gluon.jit
+def _standardized_chunks(x, edge, c, live, eps, C: gl.constexpr, DOT: gl.constexpr):
+    """Return chunks of rows less their means over their deviations."""
+    at = x + _anew(edge)[:, None] * C + c[None, :]
+    xs = ()
+    for k in gl.static_range(C // _CHUNK):
+        given = gl.load(at + k * _CHUNK, mask=live[:, None], other=0.0)
+        xs = xs + (given,)
+        part = given.to(gl.float32)
+        middle = gl.sum(part, 1) * (1 / _CHUNK)
+        part -= middle[:, None]
+        if k == 0:
+            mean = middle
+            square = gl.sum(part * part, 1)
+        else:
+            # Chan, Golub and LeVeque's update.
+            step = middle - mean
+            mean += step * (1 / (k + 1))
+            square += gl.sum(part * part, 1) + step * step * (k * _CHUNK / (k + 1))
+    scale = gl.rsqrt(square * (1 / C) + eps)
+    ys = ()
+    for k in gl.static_range(C // _CHUNK):
+        y = (_as_held(xs[k]) - mean[:, None]) * scale[:, None]
+        ys = ys + (_rounded(y, DOT),)
+    return ys
+
+
+@gluon.jit
+def _whole(even, odd, V: gl.constexpr):
+    """Return a chunk of a tile's rows from its halves."""
+    x = gl.reshape(gl.join(even, odd), (_ROWS // 4, 2, _CHUNK, 2))
+    x = gl.reshape(gl.permute(x, (0, 3, 1, 2)), (_ROWS, _CHUNK))
+    return gl.convert_layout(x, _rows_layout(_WARPS, _CHUNK, V), assert_trivial=True)
+
+
+@gluon.jit
+def _product(
+    operands, ring, full, empty, biases, block, n, CHUNKS: gl.constexpr, SLOTS: gl.constexpr
+):  # fmt: skip
+    """Return the product with a block of weights, the n-th of all, and give its slot back."""
+    BN: gl.constexpr = ring.shape[1]
+    layout: gl.constexpr = _products_layout(_WARPS, BN)
+    value = gl.zeros((_ROWS, BN), gl.float32, layout)
+    if biases is not None:
+        # They are on their way while the weights are waited for.
+        column = gl.arange(0, BN, gl.SliceLayout(0, layout))
+        value += gl.load(biases + block * BN + column)[None, :]
+    slot = n % SLOTS
+    hopper.mbarrier.wait(full.index(slot), n // SLOTS & 1)
+    for k in gl.static_range(CHUNKS):
+        weight = ring.index(slot * CHUNKS + k).permute((1, 0))
+        value = hopper.warpgroup_mma(
+            operands[k], weight, value, use_acc=k > 0 or biases is not None, is_async=True
+        )
+    done = hopper.warpgroup_mma_wait(0, deps=[value])
+    hopper.mbarrier.arrive(empty.index(slot), count=1)
+    return done
+
+
+@gluon.jit
+def _pass_by(full, empty, n, SLOTS: gl.constexpr):
+    """Give a slot back unused."""
+    hopper.mbarrier.wait(full.index(n % SLOTS), n // SLOTS & 1)
+    hopper.mbarrier.arrive(empty.index(n % SLOTS), count=1)
+
+
+@gluon.jit
+def _consume(
+    given,
+    CONSUMER: gl.constexpr, EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr,
+    OUTPUT: gl.constexpr, V: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Write what is wanted of every second tile of a program."""
+    x, mask, biases, sides, gate, ring, full, empty = given[:8]
+    members, rows, N, half, plane, mask_b, mask_i, mask_j = given[8:]
+    DOT: gl.constexpr = ring.dtype
+    LONG: gl.constexpr = plane.dtype
+    BN: gl.constexpr = ring.shape[1]
+    BH: gl.constexpr = BN // 2
+    SIDES: gl.constexpr = 2 * H // BH
+    G: gl.constexpr = (BLOCKS - SIDES) * BN
+    CHUNKS: gl.constexpr = C // _CHUNK
+    even, channel = _half(V)
+    odd = even + 2
+    met = _edge_met(gl.arange(0, _ROWS, gl.SliceLayout(1, _products_layout(_WARPS, BN))))
+    plane = plane // 8 * 8
+    half = half // 8 * 8
+    rows = rows // 8 * 8
+    tiles = (rows + _ROWS - 1) // _ROWS
+    last = members * tiles - 1
+    # One consumer reads rows while the other is at work, half of the blocks ahead.
+    BEHIND: gl.constexpr = CONSUMER * (BLOCKS // 2)
+    for before in range(BEHIND):
+        _pass_by(full, empty, before, SLOTS)
+    n = BEHIND
+    # As many steps for either, as both take every block of the ring.
+    for step in range(gl.program_id(0), last // 2 + 1, gl.num_programs(0)):
+        tile = 2 * step + CONSUMER
+        member, first, _ = _place(gl.minimum(tile, last), tiles, rows, _ROWS, LONG)
+        # No row is there of a tile behind the last.
+        first = gl.where(tile > last, rows, first)
+        here = x + (member * rows + first) * C
+        evens = _standardized_chunks(here, even, channel, first + even < rows, EPS, C, DOT)
+        odds = _standardized_chunks(here, odd, channel, first + odd < rows, EPS, C, DOT)
+        operands = ()
+        for k in gl.static_range(CHUNKS):
+            y = _as_met(_whole(evens[k], odds[k], V), _WARPS, _CHUNK, V)
+            operands = operands + (_as_operand(y, _WARPS, BN),)
+        m = None
+        if mask is not None:
+            i, j = (first + met) // N, (first + met) % N
+            at_mask = mask + member * mask_b + i * mask_i + j * mask_j
+            m = gl.load(at_mask, mask=first + met < rows, other=0.0).to(gl.float32)[:, None]
+        for begun in range(BLOCKS):
+            s = (BEHIND + begun) % BLOCKS
+            value = _product(operands, ring, full, empty, biases, s, n + begun, CHUNKS, SLOTS)
+            # Biases are in it.
+            if s < SIDES:
+                _write_sides(
+                    value, m, None, None, sides, None, s, member, first, rows, half,
+                    _anew(plane) // 8 * 8, H, _WARPS, BH, DOT,
+                )  # fmt: skip
+            else:
+                if gate is not None:
+                    _write_gate(
+                        value, None, gate, None, s - SIDES, member, first,
+                        _anew(rows) // 8 * 8, OUTPUT, G, _WARPS, DOT,
+                    )  # fmt: skip
+        n += BLOCKS
+    for after in range(BLOCKS // 2 - BEHIND):
+        _pass_by(full, empty, n + after, SLOTS)
+
+
+@gluon.jit
+def _produce(
+    weights, ring, full, empty, members, rows,
+    C: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Bring all blocks of weights, for every tile of a consumer again."""
+    BN: gl.constexpr = ring.shape[1]
+    CHUNKS: gl.constexpr = C // _CHUNK
+    rows = rows // 8 * 8
+    tiles = (rows + _ROWS - 1) // _ROWS
+    last = members * tiles - 1
+    steps = (last // 2 + gl.num_programs(0) - gl.program_id(0)) // gl.num_programs(0)
+    for n in range(steps * BLOCKS + BLOCKS // 2):
+        slot = n % SLOTS
+        ready = full.index(slot)
+        # At first, slots are empty.
+        hopper.mbarrier.wait(empty.index(slot), (n // SLOTS & 1) ^ 1)
+        hopper.mbarrier.expect(ready, 2 * BN * C)
+        for k in gl.static_range(CHUNKS):
+            to = ring.index(slot * CHUNKS + k)
+            at = [n % BLOCKS * BN, k * _CHUNK]
+            hopper.tma.async_copy_global_to_shared(weights, at, ready, to)
+
+
+def project_wide(
+    x, mask, weights, biases, sides, gate,
+    members, rows, N, half, plane, mask_b, mask_i, mask_j,
+    EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, OUTPUT: gl.constexpr,
+    V: gl.constexpr, BH: gl.constexpr, SLOTS: gl.constexpr, LONG: gl.constexpr,
+):  # fmt: skip
+    """Write left and right, and the last gate, from weights as `pack` puts them."""
+    BN: gl.constexpr = 2 * BH
+    BLOCKS: gl.constexpr = (4 * H + G) // BN
+    shape: gl.constexpr = [SLOTS * (C // _CHUNK), BN, _CHUNK]
+    ring = gl.allocate_shared_memory(weights.dtype, shape, weights.layout)
+    barrier: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    for k in gl.static_range(SLOTS):
+        hopper.mbarrier.init(full.index(k), count=1)
+        hopper.mbarrier.init(empty.index(k), count=2)
+    hopper.fence_async_shared()
+    half = half.to(LONG)
+    plane = plane.to(LONG)
+    given = (
+        x, mask, biases, sides, gate, ring, full, empty,
+        members, rows, N, half, plane, mask_b, mask_i, mask_j,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (given, 0, EPS, C, H, OUTPUT, V, BLOCKS, SLOTS)),
+            (_consume, (given, 1, EPS, C, H, OUTPUT, V, BLOCKS, SLOTS)),
+            (_produce, (weights, ring, full, empty, members, rows, C, BLOCKS, SLOTS)),
+        ],
+        [_WARPS, 1],
+        _REGISTERS,
+    )
+
+
+@gluon.jit
+def _pack_rows(at, bias, w, b, to, biases, row, q, c, C: gl.constexpr):
+    """Write rows of a weight, times the norm's, and biases, with what that of the norm gives."""
+    read = ()
+    for k in gl.static_range(C // _CHUNK):
+        read = read + (gl.load(at + k * _CHUNK).to(gl.float32),)
+    for k in gl.static_range(C // _CHUNK):
+        value = read[k]
+        if b is not None:
+            bias += gl.sum(value * gl.load(b + k * _CHUNK + c).to(gl.float32)[None, :], 1)
+        if w is not None:
+            value *= gl.load(w + k * _CHUNK + c).to(gl.float32)[None, :]
+        there = to + row[:, None] * C + (k * _CHUNK + q)[None, :]
+        gl.store(there, value.to(to.dtype.element_ty))
+    if biases is not None:
+        gl.store(biases + row, bias)
+
+
+def pack(
+    p_w, p_b, g_w, g_b, o_w, o_b, w, b, to, biases,
+    C: gl.constexpr, H: gl.constexpr, OUTPUT: gl.constexpr, V: gl.constexpr, BH: gl.constexpr,
+):  # fmt: skip
+    """Write weights in blocks, each of a projection and of its gate, or of the last gate.
+
+    And biases of their rows, with the norm's in both. A program writes sixteen rows.
+    """
+    BN: gl.constexpr = 2 * BH
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    q = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))
+    # In the order in which rows meet them.
+    c = _row_met(q, V)
+    row = gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+    bias = gl.zeros((16,), gl.float32, gl.SliceLayout(1, layout))
+    if gl.program_id(0) * 16 < 4 * H:
+        n = row % BN
+        h = row // BN * BH + n % BH
+        at = h[:, None] * C + c[None, :]
+        place = gl.where((n < BH)[:, None], p_w + at, g_w + at)
+        if p_b is not None:
+            bias += gl.load(p_b + h, mask=n < BH, other=0.0).to(gl.float32)
+        if g_b is not None:
+            bias += gl.load(g_b + h, mask=n >= BH, other=0.0).to(gl.float32)
+        _pack_rows(place, bias, w, b, to, biases, row, q, c, C)
+    else:
+        if o_w is not None:
+            # Eight channels of a row follow each other in a thread.
+            o = _row_met(row - 4 * H, 8) if OUTPUT else row - 4 * H
+            if o_b is not None:
+                bias += gl.load(o_b + o).to(gl.float32)
+            _pack_rows(o_w + o[:, None] * C + c[None, :], bias, w, b, to, biases, row, q, c, C)
+
+
+# Of pointers to 16 bytes, `gpukern.trimul` makes sure.
+POINTERS = {
+    project_wide: ("x", "biases", "sides", "gate"),
+    pack: ("p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "w", "b", "to", "biases"),
+}
