@@ -759,12 +759,17 @@ class _Update:
         )
         return None not in ways
 
-    def gate(self, members: int, lines: slice) -> Any:
-        """Return memory for the last gate: rows of the output's, planes of the other."""
+    def gate(self, members: int, lines: slice, out: Any = None) -> Any:
+        """Return memory for the last gate: rows of the output's, planes of the other.
+
+        The output's has the place of `out` where it fits: it is read just before that is written.
+        """
         n = len(range(*lines.indices(self.N)))
-        if self.output:
-            return self.new(members, n, self.pitch, self.G)
-        return self.new(members, self.G, n, self.pitch)
+        if not self.output:
+            return self.new(members, self.G, n, self.pitch)
+        if out is not None and out.dtype == self.dtype and self.N % 8 == 0 and _is_aligned(out):
+            return out
+        return self.new(members, n, self.pitch, self.G)
 
     def kept(self, members: int, lines: slice) -> Any:
         """Return memory for rows of the normalized x, with a column of ones."""
@@ -1128,7 +1133,10 @@ def triangle_multiplicative_update(*args: Any) -> None:
         gate = None
         if update.whole and out is not None:
             # Left, right and the gate at once.
-            gate, sides = update.gate(members, ALL), update.new(2, members * H, N, update.pitch)
+            gate, sides = (
+                update.gate(members, ALL, out[b]),
+                update.new(2, members * H, N, update.pitch),
+            )
             update.project(*update.edges(b, ALL), update.sides, sides=sides, gate=gate)
             update.multiply(sides, o, ALL, 2.0**shift)
             del sides
@@ -1140,7 +1148,7 @@ def triangle_multiplicative_update(*args: Any) -> None:
             continue
         for lines in update.lines:
             if not update.whole:
-                gate = update.gate(members, lines)
+                gate = update.gate(members, lines, out[b, lines])
                 update.project(*update.edges(b, lines), gate=gate)
             update.finish(o[:, :, lines], gate, out[b, lines], shift)
 
