@@ -12,6 +12,11 @@ and logits were; plain products, which give the cotangents of the normalized x a
 column of ones those of the biases; and `_norm_back`. Where memory is short, all this goes member by
 member of the batch, and by some channels of left and right or some lines of o at a time.
 
+On Hopper, many rows with products of 16 bits have kernels of their own: `trimul_hopper` and
+`trimul_hopper_wide` for the forward, `trimul_hopper_back` for a backward in which the logits aren't
+kept, `project_back` does all between the cotangents of left and right and that of x, and those of
+norms and weights come from the same sums over rows (`_through_norm`).
+
 The programs of a kernel take blocks of a line, so that they lie within planes, whose lines have
 places for a multiple of eight edges and are read and written in vectors. Products of 16 bits and of
 float64 are torch's; those of float32 are ours, as torch's follow a global switch.

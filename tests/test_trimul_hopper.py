@@ -16,32 +16,39 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from gpukern import trimul_hopper as hopper, trimul_hopper_back as back
+from gpukern import trimul_hopper_wide as wide
 
-POINTERS = hopper.POINTERS | back.POINTERS
+POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
 # What has the dtype of x; all other pointers are to factors.
 OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "cotangent", "on_x"
 
 
 def compile(kernel, warps, output, none, **constants):
     given, dot = ("*bf16", tl.bfloat16) if output else ("*fp32", tl.float16)
-    constants |= dict(EPS=1e-5, H=128, DOT=dot, V=8 if output else 4)
+    constants |= dict(H=128, V=8 if output else 4)
+    constants |= {} if kernel is wide.pack else dict(EPS=1e-5)
+    constants |= {} if kernel in wide.POINTERS else dict(DOT=dot)
     signature, values, aligned = {}, {}, {}
     for at, name in enumerate(inspect.signature(kernel).parameters):
         if name in constants or name in none:
             signature[name], values[at,] = "constexpr", constants.get(name)
         elif name in (*POINTERS[kernel], "mask", "scaling"):
             own = given if name in OWN else "*bf16" if output else "*fp16"
-            signature[name] = "*fp32" if name in ("scaling", "sums") else own
+            signature[name] = "*fp32" if name in ("scaling", "sums", "biases") else own
             if name in POINTERS[kernel]:
                 aligned[at,] = [["tt.divisibility", 16]]
+        elif name == "weights":
+            shape = [2 * constants["BH"], wide._CHUNK.value]
+            signature[name] = f"tensordesc<{'bf16' if output else 'fp16'}{shape},{wide._TILE!r}>"
         else:
             signature[name] = "i32"
     source = GluonASTSource(hopper.jit(kernel), signature, values, aligned)
     made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
-    assert "wgmma" in made.asm["ptx"] and "movmatrix" in made.asm["ptx"]
     assert made.metadata.shared <= hopper.SHARED, made.metadata.shared
-    # Four edges of a plane are written at once.
-    assert "st.global.v2.b32" in made.asm["ptx"] or kernel is hopper.finish
+    if kernel is not wide.pack:
+        assert "wgmma" in made.asm["ptx"] and "movmatrix" in made.asm["ptx"]
+        # Four edges of a plane are written at once.
+        assert "st.global.v2.b32" in made.asm["ptx"] or kernel is hopper.finish
 
 
 for C, biases, output in itertools.product((64, 128, 384), *[(False, True)] * 2):
@@ -59,6 +66,12 @@ for C, biases, output in itertools.product((64, 128, 384), *[(False, True)] * 2)
             without = none + ([] if logits else ["logits", "kept"])
             rest = dict(G=G, OUTPUT=output, KEPT=C + 8, W=way[0], BH=way[1])
             compile(hopper.project, way[0], output, without, **rest, **common)
+    way = wide.way_to_project_wide(C, 128, G)
+    if way:
+        without = none + ([] if biases else ["biases"])
+        rest = dict(OUTPUT=output, BH=way[0])
+        compile(wide.pack, 4, output, without, C=C, **rest)
+        compile(wide.project_wide, 4, output, without, G=G, SLOTS=way[1], **rest, **common)
     W = back.way_to_finish_back(C, 128)
     if W:
         compile(back.finish_back, W, output, none, OUTPUT=output, W=W, **common)
