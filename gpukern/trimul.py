@@ -4,7 +4,7 @@ A row is an edge (b, i, j), a line all edges of (b, i). Forward: `_project` norm
 writes left and right, plane by plane as products want them, and the last gate; a batched product
 makes o; `_finish` normalizes that and projects it. Bytes per row: x and the output once; left,
 right, o and the gate, written and read, in the dtype of the factors. Where x has many channels and
-rows, `_normalize` writes it first, so that `_project` can read it in parts.
+rows, `_normalize` writes it first, so that `_project` can read it in parts (but see Hopper).
 
 Backward: `_project` again, which keeps the logits of the gates too; `_finish_back`; two batched
 products; `_sides_back`, which puts the cotangents of projections and of logits where left, right
@@ -43,11 +43,12 @@ from gpukern.ptx import LOGISTIC
 hopper: Any = None
 if triton.__version__.startswith("3.6."):
     with contextlib.suppress(ImportError, AttributeError):
-        from gpukern import trimul_hopper as hopper
-        from gpukern import trimul_hopper_back as hopper_back
-        from gpukern import trimul_hopper_wide as hopper_wide
+        from gpukern import trimul_hopper, trimul_hopper_back, trimul_hopper_wide
 
-# Rows from which on it pays to write the normalized x of many channels, and to round weights once.
+        hopper, hopper_back, hopper_wide = trimul_hopper, trimul_hopper_back, trimul_hopper_wide
+
+# Rows from which on it pays to write the normalized x of many channels, to round weights once, or,
+# on Hopper, to have weights in shared memory for many tiles of rows.
 _MANY = 1 << 16
 # Channels that a program normalizes at once.
 _CHANNELS = 128
@@ -699,6 +700,11 @@ class _Update:
         arrays = [array if at == 1 else _aligned(array) for at, array in enumerate(arrays)]
         self.x, self.mask, *self.norm = arrays[:4]
         self.sides, self.norm_out = arrays[4:8], arrays[8:10]
+        p_w, _, g_w, _ = self.sides
+        if p_w.dtype != g_w.dtype:
+            # Kernels read either from one place or from the other.
+            kind = torch.promote_types(p_w.dtype, g_w.dtype)
+            self.sides[::2] = p_w.to(kind), g_w.to(kind)
         self.p_out, self.g_out = arrays[10:12], arrays[12:]
         self.direction, gate, precision, self.eps, self.limit = static
         self.output = gate == "output"
@@ -717,7 +723,7 @@ class _Update:
             if sum((n - 1) * step for n, step in steps) >> 31:
                 self.mask = self.mask.contiguous()
         # A mean over edges is in the range of float16 where the factors are, if their sum isn't.
-        self.shift = -round(math.log2(self.N)) if self.dtype == torch.float16 else 0
+        self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
         # What rounding a mean to float32 leaves counts.
         exact = self.dtype.itemsize > 2
         # The interpreter's products know no bfloat16.
@@ -814,8 +820,8 @@ class _Update:
         p_w, p_b, g_w, g_b = weights
         o_w, o_b = self.g_out
         H, G = 0 if sides is None else p_w.shape[0] // 2, 0 if gate is None else self.G
-        alone = logits is None and kept is None
-        if self.on_hopper and many and alone and hopper_wide.way_to_project_wide(C, H, G):
+        forward = logits is None and kept is None
+        if self.on_hopper and many and forward and hopper_wide.way_to_project_wide(C, H, G):
             self.project_wide(x, mask, weights, sides, gate)
             return
         numbers: tuple[int, ...]
@@ -1058,15 +1064,14 @@ class _Update:
         Return the standardized x, with a column of ones.
         """
         B, L, N, C = x.shape
-        H = on_p.shape[1] // B
         kept = self.kept(B, ALL)
         result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
         tensors = x, mask, *self.norm, *self.sides, self.g_out[0]
         tensors += on_sides, on_p, on_gate, scaling, result, kept
         strides = (0, 0, 0) if mask is None else mask.stride()
         numbers = B, L * N, N, on_p.stride(0), on_p.stride(1), *strides
-        way = hopper_back.way_to_project_back(C, H, self.G)
-        constants = self.eps, C, H, self.G, self.width, 16 // x.dtype.itemsize, *way
+        way = hopper_back.way_to_project_back(C, self.H, self.G)
+        constants = self.eps, C, self.H, self.G, self.width, 16 // x.dtype.itemsize, *way
         constants += self.types[0], self.long
         programs = _processors(x.device)
         _launch(hopper_back.project_back, (way[0], 1), programs, tensors, numbers, constants)
@@ -1087,17 +1092,10 @@ class _Update:
     ) -> None:
         """Write the cotangents of a weight and its bias, and in `on_norm` what are a norm's."""
         rows, C = weight.shape
-        results = [
-            to if to is None or to.is_contiguous() else torch.empty_like(to).contiguous()
-            for to in (on_weight, on_bias)
-        ]
         many, total, kept = parts.shape
         constants = C, kept, kept - 8, 64, power(C)
-        tensors = parts, weight, *norm, scaling, *results, on_norm
+        tensors = parts, weight, *norm, scaling, on_weight, on_bias, on_norm
         _launch(_through_norm, (4, 1), rows, tensors, (many, total, first), constants)
-        for to, result in zip((on_weight, on_bias), results, strict=True):
-            if result is not to:
-                to.copy_(result)
 
     def norm_back(self, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
         """Write the cotangent of x; return those of the norm's weight and bias."""
@@ -1126,9 +1124,11 @@ def triangle_multiplicative_update(*args: Any) -> None:
     N, H = update.N, update.H
     own = hidden is None or hidden.dtype != update.dtype
     square = N * update.pitch
+    # Of the gate's rows, the output has those that fit there.
+    G = 0 if update.output and update.x.dtype == update.dtype and N % 8 == 0 else update.G
     update.divide(
         lambda b, h, n: (
-            b * (N * N * H * own + 2 * h * square + n * update.pitch * (update.G + update.width))
+            b * (N * N * H * own + 2 * h * square + n * update.pitch * (G + update.width))
         )
     )
     shift = update.shift if own else 0
@@ -1239,11 +1239,12 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
 def _back_on_hopper(
     update: _Update, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_weights: Sequence[Any]
 ) -> None:
-    """Write all cotangents, member by member of the batch."""
+    """Write all cotangents but the mask's, member by member of the batch."""
     N, pitch, H = update.N, update.pitch, update.H
-    by_sides, by_gate, by_end = [], [], []
+    sums: list[Any] = []
     for b in slices(update.B, 1):
         x, mask = update.edges(b, ALL)
+        # Left and right, then cotangents of projections; those of left and right, then of logits.
         gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
         update.project(x, mask, update.sides, sides=both[0], gate=gate)
         o, shift = None if hidden is None else hidden[b], 0
@@ -1256,36 +1257,33 @@ def _back_on_hopper(
                 torch.mul(hidden[b], 2.0**shift, out=o)
         on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
         some = o, gate, cotangent[b], scaling, on_o, on_gate
-        by_end.append(update.finish_back_on_hopper(*some, shift))
+        by_end = update.finish_back_on_hopper(*some, shift)
         del o, gate, some
         update.multiply_back(both[0], on_o, both[1])
         del on_o
         on_some = None if on_x is None else on_x[b]
         kept = update.project_back(x, mask, both[1], both[0], on_gate, scaling, on_some)
         kept = kept.flatten(1, 2)
-        by_sides += update.parts_over_rows(both.view(1, 4 * H, N * pitch), kept)
-        by_gate += update.parts_over_rows(on_gate.flatten(1, 2).mT, kept)
+        (by_sides,) = update.parts_over_rows(both.view(1, 4 * H, N * pitch), kept)
+        (by_gate,) = update.parts_over_rows(on_gate.flatten(1, 2).mT, kept)
+        found = by_sides, by_gate, by_end
+        sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else [*found]
     on_w, on_b, on_p, on_p_b, on_g, on_g_b, *on_ends = on_weights
     p_w, _, g_w, _ = update.sides
     o_w = update.g_out[0]
     on_norm = update.new(4 * H + update.G, 2, update.C, dtype=torch.float32)
-    by_sides, by_gate = _joined(by_sides), _joined(by_gate)
+    by_sides, by_gate, by_end = sums
     given = update.norm, scaling
     update.through_norm(by_sides, 0, p_w, *given, on_norm, on_p, on_p_b)
     update.through_norm(by_sides, 2 * H, g_w, *given, on_norm[2 * H :], on_g, on_g_b)
     update.through_norm(by_gate, 0, o_w, *given, on_norm[4 * H :], *on_ends[4:])
     on_norm_out = update.new(update.C, 2, H, dtype=torch.float32)
-    update.through_norm(
-        _joined(by_end), 0, update.p_out[0], update.norm_out, scaling, on_norm_out, *on_ends[2:4]
-    )
+    given = update.norm_out, scaling
+    update.through_norm(by_end, 0, update.p_out[0], *given, on_norm_out, *on_ends[2:4])
     for ends, found in (((on_w, on_b), on_norm), (on_ends[:2], on_norm_out)):
         for to, value in zip(ends, found.sum(0), strict=True):
             if to is not None:
                 to.copy_(value)
-
-
-def _joined(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _end_back(

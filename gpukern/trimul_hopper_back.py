@@ -98,9 +98,9 @@ def _beside_it(a, b):
 
 
 @gluon.jit
-def _part(tile, layout: gl.constexpr, t: gl.constexpr, BN: gl.constexpr):
+def _part(tile, at: gl.constexpr, layout: gl.constexpr, t: gl.constexpr, BN: gl.constexpr):
     """Return a block of a vector in shared memory."""
-    return tile.index(_anew(gl.to_tensor(0))).slice(t * BN, BN).load(layout)
+    return tile.index(_anew(gl.to_tensor(at))).slice(t * BN, BN).load(layout)[None, :]
 
 
 @gluon.jit
@@ -109,9 +109,9 @@ def _normed_part(y, norm, w, b, t: gl.constexpr):
     BN: gl.constexpr = y.type.shape[1]
     layout: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     if w is not None:
-        y *= norm.index(_anew(gl.to_tensor(0))).slice(t * BN, BN).load(layout)[None, :]
+        y *= _part(norm, 0, layout, t, BN)
     if b is not None:
-        y += norm.index(_anew(gl.to_tensor(1))).slice(t * BN, BN).load(layout)[None, :]
+        y += _part(norm, 1, layout, t, BN)
     return y
 
 
@@ -261,7 +261,7 @@ def finish_back(
                 value = hopper.warpgroup_mma(operand, weight, zeros, use_acc=False)
                 value = _as_rows(value, W, BN, V)
                 if ADDED:
-                    value += _part(behind, gl.SliceLayout(0, layout), s, BN)[None, :]
+                    value += _part(behind, 0, gl.SliceLayout(0, layout), s, BN)
                 g_now *= s_now
                 to = on_gate + s * BN + at
                 gl.store(to, (g_now * value * (1 - s_now)).to(DOT), mask=live)

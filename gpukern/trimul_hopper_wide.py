@@ -2,7 +2,8 @@
 
 As `gpukern.trimul_hopper`, whose layouts these kernels use, where weights don't fit in shared
 memory: they come by there, block by block in a ring, which one warp of a program fills over and
-over. Two consumers of four warps each have rows, normalized, in registers, and take every block.
+over. Two consumers of four warps each have rows, standardized, in registers, and take every block.
+`pack` puts the blocks in order before, with the norm's weight in them and its bias in theirs.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ def way_to_project_wide(C: int, H: int, G: int) -> tuple[int, int] | None:
 
 def blocks_of(packed: Any, block: int) -> Any:
     """Return what `project_wide` takes for the weights that `pack` wrote."""
-    shape = [2 * block, _CHUNK.value]
-    return TensorDescriptor(packed, [*packed.shape], [*packed.stride()], shape, _TILE)
+    return TensorDescriptor.from_tensor(packed, [2 * block, _CHUNK.value], _TILE)
 
 
 _SAME = gl.constexpr("mov.b32 $0, $1;")
