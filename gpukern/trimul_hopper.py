@@ -321,6 +321,14 @@ def _place(tile, tiles, rows, BM: gl.constexpr, LONG: gl.constexpr):
 
 
 @gluon.jit
+def _mask_of(mask, member, edge, rows, N, mask_b, mask_i, mask_j):
+    """Return the mask of edges, zero where there are none."""
+    i, j = edge // N, edge % N
+    at = mask + member * mask_b + i * mask_i + j * mask_j
+    return gl.load(at, mask=edge < rows, other=0.0).to(gl.float32)[:, None]
+
+
+@gluon.jit
 def _prefetch(x, tile, tiles, rows, C: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr):
     """Have rows of a tile brought to the second-level cache."""
     LINE: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
@@ -381,9 +389,7 @@ def project(
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:
-            i, j = (first + met) // N, (first + met) % N
-            at_mask = mask + member * mask_b + i * mask_i + j * mask_j
-            m = gl.load(at_mask, mask=first + met < rows, other=0.0).to(gl.float32)[:, None]
+            m = _mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
         for s in range(SIDES):
             pair = weights.index(s).permute((1, 0))
             both = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False)

@@ -21,6 +21,7 @@ from gpukern.trimul_hopper import (
     _edge_met,
     _fill,
     _keep,
+    _mask_of,
     _norm_at_hand,
     _normed,
     _place,
@@ -402,9 +403,7 @@ def project_back(
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:
-            i, j = (first + met) // N, (first + met) % N
-            at_mask = mask + member * mask_b + i * mask_i + j * mask_j
-            m = gl.load(at_mask, mask=first + met < rows, other=0.0).to(gl.float32)[:, None]
+            m = _mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
         on_xn = gl.zeros((BM, C), gl.float32, _products_layout(W, C))
         for k in gl.static_range(GATES):
             on_xn = hopper.warpgroup_mma(

@@ -21,6 +21,7 @@ from gpukern.trimul_hopper import (
     _as_operand,
     _edge_met,
     _log2,
+    _mask_of,
     _place,
     _powers,
     _products_layout,
@@ -209,9 +210,7 @@ def _consume(
             operands = operands + (_as_operand(y, _WARPS, BN),)
         m = None
         if mask is not None:
-            i, j = (first + met) // N, (first + met) % N
-            at_mask = mask + member * mask_b + i * mask_i + j * mask_j
-            m = gl.load(at_mask, mask=first + met < rows, other=0.0).to(gl.float32)[:, None]
+            m = _mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
         for begun in range(BLOCKS):
             s = (BEHIND + begun) % BLOCKS
             value = _product(operands, ring, full, empty, biases, s, n + begun, CHUNKS, SLOTS)
