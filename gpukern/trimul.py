@@ -653,6 +653,10 @@ def _launch(
     _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
 
 
+def _strides(mask: Any) -> tuple[int, ...]:
+    return (0, 0, 0) if mask is None else mask.stride()
+
+
 def _ceil(n: int, by: int) -> int:
     return -(-n // by)
 
@@ -736,6 +740,8 @@ class _Update:
         size = self.B * self.N * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0
+        # The output's gate fits in the output's place: it is read just before that is written.
+        self.in_out = self.output and x.dtype == self.dtype and self.N % 8 == 0
         # What has planes without gaps, and products of 16 bits.
         self.on_hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
 
@@ -771,14 +777,11 @@ class _Update:
         return None not in ways
 
     def gate(self, members: int, lines: slice, out: Any = None) -> Any:
-        """Return memory for the last gate: rows of the output's, planes of the other.
-
-        The output's has the place of `out` where it fits: it is read just before that is written.
-        """
+        """Return memory for the last gate: rows of the output's, planes of the other."""
         n = len(range(*lines.indices(self.N)))
         if not self.output:
             return self.new(members, self.G, n, self.pitch)
-        if out is not None and out.dtype == self.dtype and self.N % 8 == 0 and _is_aligned(out):
+        if self.in_out and out is not None and _is_aligned(out):
             return out
         return self.new(members, n, self.pitch, self.G)
 
@@ -826,7 +829,6 @@ class _Update:
             return
         numbers: tuple[int, ...]
         half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
-        strides = (0, 0, 0) if mask is None else mask.stride()
         ready = many and C > _CHANNELS
         if ready and kept is None:
             kept = self.new(B, L, self.pitch, self.width)
@@ -838,7 +840,7 @@ class _Update:
         results = sides, logits, gate, kept
         if way:
             tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, *results
-            numbers = B, L * N, N, half, plane, *strides
+            numbers = B, L * N, N, half, plane, *_strides(mask)
             constants = self.eps, C, H, G, self.output, self.width, 16 // x.dtype.itemsize, *way
             constants += self.types[0], self.long
             programs = _processors(x.device)
@@ -864,7 +866,7 @@ class _Update:
         parts = max(1, min(blocks, _ceil(2 * _processors(x.device), programs)))
         if ready:
             parts = blocks + _ceil(G, BG)
-        numbers = L, N, self.pitch, half, plane, *strides
+        numbers = L, N, self.pitch, half, plane, *_strides(mask)
         constants = self.eps, C, H, G, ready, self.output, self.width, parts, BM, chunk, BH, BG
         constants += *self.types, self.asm, *self.place
         _launch(_project, how, programs * parts, tensors, numbers, constants)
@@ -886,9 +888,8 @@ class _Update:
         constants = C, H, self.output, vector, block
         _launch(hopper_wide.pack, (4, 1), (4 * H + G) // 16, tensors, (), constants)
         half, plane = sides.stride(0), sides.stride(1)
-        strides = (0, 0, 0) if mask is None else mask.stride()
         tensors = x, mask, hopper_wide.blocks_of(packed, block), biases, sides, gate
-        numbers = B, L * N, N, half, plane, *strides
+        numbers = B, L * N, N, half, plane, *_strides(mask)
         constants = self.eps, C, H, G, self.output, vector, block, slots, self.long
         programs = _processors(x.device)
         _launch(hopper_wide.project_wide, (4, 1), programs, tensors, numbers, constants)
@@ -1025,8 +1026,7 @@ class _Update:
         N, H = self.N, sides.shape[1] // members
         BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
         parts = 1 if on_mask is not None else _ceil(2 * H, BH)
-        strides = (0, 0, 0) if mask is None else mask.stride()
-        numbers = N, self.pitch, sides.stride(0), sides.stride(1), *strides
+        numbers = N, self.pitch, sides.stride(0), sides.stride(1), *_strides(mask)
         constants = H, parts, BM, BH, *self.types[:2], self.asm, *self.place
         programs = members * N * _ceil(N, BM) * parts
         tensors = on_sides, sides, logits, mask, on_mask
@@ -1068,8 +1068,7 @@ class _Update:
         result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
         tensors = x, mask, *self.norm, *self.sides, self.g_out[0]
         tensors += on_sides, on_p, on_gate, scaling, result, kept
-        strides = (0, 0, 0) if mask is None else mask.stride()
-        numbers = B, L * N, N, on_p.stride(0), on_p.stride(1), *strides
+        numbers = B, L * N, N, on_p.stride(0), on_p.stride(1), *_strides(mask)
         way = hopper_back.way_to_project_back(C, self.H, self.G)
         constants = self.eps, C, self.H, self.G, self.width, 16 // x.dtype.itemsize, *way
         constants += self.types[0], self.long
@@ -1124,8 +1123,7 @@ def triangle_multiplicative_update(*args: Any) -> None:
     N, H = update.N, update.H
     own = hidden is None or hidden.dtype != update.dtype
     square = N * update.pitch
-    # Of the gate's rows, the output has those that fit there.
-    G = 0 if update.output and update.x.dtype == update.dtype and N % 8 == 0 else update.G
+    G = 0 if update.in_out else update.G
     update.divide(
         lambda b, h, n: (
             b * (N * N * H * own + 2 * h * square + n * update.pitch * (G + update.width))
@@ -1138,10 +1136,8 @@ def triangle_multiplicative_update(*args: Any) -> None:
         gate = None
         if update.whole and out is not None:
             # Left, right and the gate at once.
-            gate, sides = (
-                update.gate(members, ALL, out[b]),
-                update.new(2, members * H, N, update.pitch),
-            )
+            gate = update.gate(members, ALL, out[b])
+            sides = update.new(2, members * H, N, update.pitch)
             update.project(*update.edges(b, ALL), update.sides, sides=sides, gate=gate)
             update.multiply(sides, o, ALL, 2.0**shift)
             del sides

@@ -77,7 +77,7 @@ def _beside(W, C):
 
 @gluon.jit
 def _prefetch_planes(
-    x, tile, tiles, rows, stride, plane, H: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr
+    x, tile, tiles, rows, plane, H: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr
 ):
     """Have planes of a tile brought to the second-level cache."""
     LINES: gl.constexpr = W // 4
@@ -86,7 +86,7 @@ def _prefetch_planes(
     h = gl.arange(0, H, gl.SliceLayout(1, layout)).to(LONG)
     edge = first + 64 * gl.arange(0, LINES, gl.SliceLayout(0, layout))
     edge = gl.minimum(edge, rows - 1)
-    at = x + member * stride + (h * plane)[:, None] + edge[None, :]
+    at = x + member * (H * plane) + (h * plane)[:, None] + edge[None, :]
     gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)
 
 
@@ -223,12 +223,12 @@ def finish_back(
             g = gl.load(cotangent + at, mask=live, other=0.0)
         # The last tile once more, where no other follows.
         following = gl.minimum(tile + gl.num_programs(0), last)
-        _prefetch_planes(o, following, tiles, rows, H * plane, plane, H, W, LONG)
+        _prefetch_planes(o, following, tiles, rows, plane, H, W, LONG)
         _prefetch(cotangent, following, tiles, rows, C, W, LONG)
         if OUTPUT:
             _prefetch(gate, following, tiles, rows, C, W, LONG)
         else:
-            _prefetch_planes(gate, following, tiles, rows, H * flat, flat, H, W, LONG)
+            _prefetch_planes(gate, following, tiles, rows, flat, H, W, LONG)
         y, scale = _standardized(_turned_planes(y, W, H).to(gl.float32), eps, H)
         y = y.to(DOT)
         if not OUTPUT:
