@@ -37,7 +37,7 @@ import triton.language as tl
 from fusedops._registry import register
 from fusedops.trimul import in_parts, slices
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
-from gpukern.ptx import LOGISTIC
+from gpukern.ptx import LOGISTIC, ONE
 
 # Gluon is experimental: another version may have another, or none.
 hopper: Any = None
@@ -79,6 +79,20 @@ def _sigmoid(x, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], tl.float32, True, 1)
     else:
         return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _as_kept(s, gate, DOT: tl.constexpr):
+    """Return a gate as the memory for it has it."""
+    if gate.dtype.element_ty != DOT:
+        s = s * ONE
+    return s.to(gate.dtype.element_ty)
+
+
+@triton.jit
+def _opened(s, FLOAT: tl.constexpr, DOT: tl.constexpr):
+    """Return a gate from what `_as_kept` made of it."""
+    return s.to(FLOAT) if s.dtype == DOT else s.to(FLOAT) * (1 / ONE)
 
 
 @triton.jit
@@ -334,7 +348,7 @@ def _project(
                             )
                     if o_b is not None:
                         opened += _bias(o_b, begin, G, BG, FLOAT)[None, :]
-                    value = _sigmoid(opened, ASM).to(DOT)
+                    value = _as_kept(_sigmoid(opened, ASM), gate, DOT)
                     of = begin + tl.arange(0, BG)
                     if OUTPUT:
                         at = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
@@ -379,7 +393,7 @@ def _finish(
     eps = tl.exp2((2 * shift).to(tl.float32)).to(FLOAT) * EPS
     _, _, on = _normalized(o, w, b, at, live, eps, H, BH, FLOAT, EXACT)
     if not OUTPUT:
-        on = on * opened.to(FLOAT)
+        on = on * _opened(opened, FLOAT, DOT)
     left = tl.trans(on.to(DOT))
     for block in range((C + BN - 1) // BN):
         c = block * BN + tl.arange(0, BN)
@@ -388,10 +402,14 @@ def _finish(
             s = s_first if C <= BN else tl.load(to_gate + c[None, :], mask=inside, other=0.0)
         weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
+        if DOT == tl.bfloat16 and p_w.dtype.element_ty == tl.float32:
+            # What rounding the weight left.
+            rest = _weight(p_w, block * BN, C, 0, H, BN, BH, FLOAT) - weight.to(FLOAT)
+            value = tl.dot(left, tl.trans(rest.to(DOT)), value, PRECISION, out_dtype=FLOAT)
         if p_b is not None:
             value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
         if OUTPUT:
-            value = value * s.to(FLOAT)
+            value = value * _opened(s, FLOAT, DOT)
         to = out + (row + j)[:, None] * C + c[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=inside)
 
@@ -424,7 +442,8 @@ def _finish_back(
         if scaling is not None:
             g = g * tl.load(scaling)
         if OUTPUT:
-            s = tl.load(gate + place + c[None, :], mask=within, other=0.0).to(FLOAT)
+            s = tl.load(gate + place + c[None, :], mask=within, other=0.0)
+            s = _opened(s, FLOAT, DOT)
         weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         if OUTPUT:
             value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
@@ -439,7 +458,7 @@ def _finish_back(
     projected = on
     if not OUTPUT:
         at_gate = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
-        opened = tl.load(gate + at_gate, mask=inside, other=0.0).to(FLOAT)
+        opened = _opened(tl.load(gate + at_gate, mask=inside, other=0.0), FLOAT, DOT)
         on_open = tl.trans((on_on * on * opened * (1 - opened)).to(DOT))
         across = there[:, None] & (h < H)[None, :]
         tl.store(on_gate + place + h[None, :], on_open, mask=across)
@@ -718,6 +737,8 @@ class _Update:
         self.pitch, self.width = _up(self.N), _up(self.C + 1)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self.dtype = dtype or torch.promote_types(x.dtype, torch.float32)
+        # A gate is between zero and one, where fp16 has three binary digits more.
+        self.opened = torch.float16 if self.dtype == torch.bfloat16 else self.dtype
         self.accumulator = torch.promote_types(self.dtype, torch.float32)
         self.fast = self.dtype.itemsize == 2 or precision == "tf32"
         self.precision = "tf32" if precision == "tf32" else "ieee"
@@ -780,10 +801,10 @@ class _Update:
         """Return memory for the last gate: rows of the output's, planes of the other."""
         n = len(range(*lines.indices(self.N)))
         if not self.output:
-            return self.new(members, self.G, n, self.pitch)
+            return self.new(members, self.G, n, self.pitch, dtype=self.opened)
         if self.in_out and out is not None and _is_aligned(out):
-            return out
-        return self.new(members, n, self.pitch, self.G)
+            return out.view(self.opened)
+        return self.new(members, n, self.pitch, self.G, dtype=self.opened)
 
     def kept(self, members: int, lines: slice) -> Any:
         """Return memory for rows of the normalized x, with a column of ones."""
@@ -979,7 +1000,9 @@ class _Update:
         result = out if _is_aligned(out) else torch.empty_like(out)
         tensors = o, gate, *self.norm_out, *self.p_out, result
         many = B * L * N >= _MANY
-        way = self.on_hopper and many and hopper.way_to_finish(C, self.H, out.dtype.itemsize)
+        split = self.dtype == torch.bfloat16 and self.p_out[0].dtype == torch.float32
+        sizes = C, self.H, out.dtype.itemsize
+        way = self.on_hopper and many and hopper.way_to_finish(*sizes, split)
         numbers: tuple[int, ...]
         if way:
             numbers = B, L * N, o.stride(1), shift

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from gpukern.ptx import LOGISTIC
+from gpukern.ptx import LOGISTIC, ONE
 
 jit = gluon.jit
 
@@ -29,10 +29,14 @@ def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | No
     return (warps, block) if fits and 2 * C * (4 * H + G) + 8 * C <= SHARED else None
 
 
-def way_to_finish(C: int, H: int, itemsize: int) -> tuple[int, int] | None:
-    """Return the warps of `finish` and the channels of a block, or None where it can't serve."""
+def way_to_finish(C: int, H: int, itemsize: int, split: bool) -> tuple[int, int] | None:
+    """Return the warps of `finish` and the channels of a block, or None where it can't serve.
+
+    Of a weight that is split there are two parts.
+    """
     warps, block = (16, 64) if C <= 128 else (8, 256 // itemsize)
-    fits = H in (64, 128) and C % block == 0 and 2 * C * H + 8 * H <= SHARED
+    shared = 2 * C * H * (2 if split else 1) + 8 * H
+    fits = H in (64, 128) and C % block == 0 and shared <= SHARED
     return (warps, block) if fits else None
 
 
@@ -43,6 +47,15 @@ _TURN = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 @gluon.jit
 def _sigmoid(x):
     return gl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def _opened(s, DOT: gl.constexpr):
+    """Return a gate from what `_write_gate` made of it."""
+    if s.dtype == DOT:
+        return s.to(gl.float32)
+    else:
+        return s.to(gl.float32) * (1 / ONE)
 
 
 @gluon.constexpr_function
@@ -303,7 +316,10 @@ def _write_gate(
     BN: gl.constexpr = value.type.shape[1]
     if o_b is not None:
         value += gl.load(o_b + block * BN + column).to(gl.float32)[None, :]
-    value = _sigmoid(value).to(DOT)
+    value = _sigmoid(value)
+    if gate.dtype.element_ty != DOT:
+        value *= ONE
+    value = value.to(gate.dtype.element_ty)
     if OUTPUT:
         to = gate + (member * rows + first) * G + block * BN
         _write_rows(to, value, first, rows, G, W, BN)
@@ -412,7 +428,10 @@ def finish(
     """Write the output: o, given times a power of two, normalized, gated and projected."""
     BM: gl.constexpr = 16 * W
     BLOCKS: gl.constexpr = C // BN
-    weights = gl.allocate_shared_memory(DOT, [BLOCKS, BN, H], gl.NVMMASharedLayout(128, 16))
+    # A weight of 32 bits in two parts, the second of what rounding left.
+    SPLIT: gl.constexpr = DOT == gl.bfloat16 and p_w.dtype.element_ty == gl.float32
+    shape: gl.constexpr = [2 * BLOCKS if SPLIT else BLOCKS, BN, H]
+    weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
     norm = _norm_at_hand(w, b, H, W)
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     n = _row_met(gl.arange(0, BN, gl.SliceLayout(1, blocked)), V)
@@ -421,7 +440,10 @@ def finish(
     for k in gl.static_range(BLOCKS):
         read = read + (gl.load(p_w + (k * BN + n)[:, None] * H + h[None, :]),)
     for k in gl.static_range(BLOCKS):
-        weights.index(k).store(read[k].to(DOT))
+        rounded = read[k].to(DOT)
+        weights.index(k).store(rounded)
+        if SPLIT:
+            weights.index(BLOCKS + k).store((read[k] - rounded.to(gl.float32)).to(DOT))
     _weights_are_there()
 
     plane = plane.to(LONG) // 8 * 8
@@ -441,7 +463,7 @@ def finish(
         y = _normed(y, norm, w, b)
         if not OUTPUT:
             opened = _from_planes(gate + member * H * rows, first, rows, rows.to(LONG), W, H)
-            y *= opened.to(gl.float32)
+            y *= _opened(opened, DOT)
         operand = _as_operand(y.to(DOT), W, BN)
         for s in range(BLOCKS):
             at = here * C + edge[:, None] * C + (s * BN + channel)[None, :]
@@ -449,11 +471,14 @@ def finish(
                 opened_rows = gl.load(gate + at, mask=live, other=0.0)
             weight = weights.index(s).permute((1, 0))
             value = hopper.warpgroup_mma(operand, weight, zeros, use_acc=False)
+            if SPLIT:
+                rest = weights.index(BLOCKS + s).permute((1, 0))
+                value = hopper.warpgroup_mma(operand, rest, value)
             value = _as_rows(value, W, BN, V)
             if p_b is not None:
                 value += gl.load(p_b + s * BN + channel).to(gl.float32)[None, :]
             if OUTPUT:
-                value *= opened_rows.to(gl.float32)
+                value *= _opened(opened_rows, DOT)
             gl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 

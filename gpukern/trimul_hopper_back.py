@@ -24,6 +24,7 @@ from gpukern.trimul_hopper import (
     _mask_of,
     _norm_at_hand,
     _normed,
+    _opened,
     _place,
     _planes_layout,
     _prefetch,
@@ -243,9 +244,9 @@ def finish_back(
         if OUTPUT:
             operand = _as_operand(y, W, BN)
         else:
-            e = _turned_planes(opened, W, H)
-            e_tile.index(zero).store(e)
-            p_tile.index(zero).store((y.to(gl.float32) * e.to(gl.float32)).to(DOT))
+            e = _opened(_turned_planes(opened, W, H), DOT)
+            e_tile.index(zero).store(e.to(DOT))
+            p_tile.index(zero).store((y.to(gl.float32) * e).to(DOT))
         for s in gl.static_range(BLOCKS):
             if not OUTPUT:
                 g = gl.load(cotangent + s * BN + at, mask=live, other=0.0)
@@ -255,7 +256,7 @@ def finish_back(
             if OUTPUT and s < BLOCKS - 1:
                 g = gl.load(cotangent + (s + 1) * BN + at, mask=live, other=0.0)
             if OUTPUT:
-                s_now = opened.to(gl.float32)
+                s_now = _opened(opened, DOT)
                 if s < BLOCKS - 1:
                     opened = gl.load(gate + (s + 1) * BN + at, mask=live, other=0.0)
                 weight = weights.index(zero).slice(s * BN, BN).permute((1, 0))

@@ -23,7 +23,7 @@ POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
 OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "cotangent", "on_x"
 
 
-def compile(kernel, warps, output, none, **constants):
+def compile(kernel, warps, output, none, kinds={}, **constants):
     given, dot = ("*bf16", tl.bfloat16) if output else ("*fp32", tl.float16)
     constants |= dict(H=128, V=8 if output else 4)
     constants |= {} if kernel is wide.pack else dict(EPS=1e-5)
@@ -34,7 +34,8 @@ def compile(kernel, warps, output, none, **constants):
             signature[name], values[at,] = "constexpr", constants.get(name)
         elif name in (*POINTERS[kernel], "mask", "scaling"):
             own = given if name in OWN else "*bf16" if output else "*fp16"
-            signature[name] = "*fp32" if name in ("scaling", "sums", "biases") else own
+            own = "*fp32" if name in ("scaling", "sums", "biases") else own
+            signature[name] = "*fp16" if name == "gate" else kinds.get(name, own)
             if name in POINTERS[kernel]:
                 aligned[at,] = [["tt.divisibility", 16]]
         elif name == "weights":
@@ -58,8 +59,10 @@ for C, biases, output in itertools.product((64, 128, 384), *[(False, True)] * 2)
     none += ["scaling"] if output else []
     common = dict(C=C, LONG=tl.int64 if biases else tl.int32)
     G = C if output else 128
-    W, BN = hopper.way_to_finish(C, 128, 2 if output else 4)
-    compile(hopper.finish, W, output, none, OUTPUT=output, W=W, BN=BN, **common)
+    split = output and biases != (C == 384)
+    kinds = dict(p_w="*fp32") if split else {}
+    W, BN = hopper.way_to_finish(C, 128, 2 if output else 4, split)
+    compile(hopper.finish, W, output, none, kinds, OUTPUT=output, W=W, BN=BN, **common)
     for logits in (False, True):
         way = hopper.way_to_project(C, 128, G, logits)
         if way:
