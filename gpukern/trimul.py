@@ -8,9 +8,10 @@ rows, `_normalize` writes it first, so that `_project` can read it in parts (but
 
 Backward: `_project` again, which keeps the logits of the gates too; `_finish_back`; two batched
 products; `_sides_back`, which puts the cotangents of projections and of logits where left, right
-and logits were; plain products, which give the cotangents of the normalized x and of the weights, a
-column of ones those of the biases; and `_norm_back`. Where memory is short, all this goes member by
-member of the batch, and by some channels of left and right or some lines of o at a time.
+and logits were; plain products with the x that `_normalize` writes, which give its cotangent and
+those of the weights, a column of ones those of the biases; and `_norm_back`. Where memory is short,
+all this goes member by member of the batch, and by some channels of left and right or some lines of
+o at a time.
 
 On Hopper, many rows with products of 16 bits have kernels of their own: `trimul_hopper` and
 `trimul_hopper_wide` for the forward, `trimul_hopper_back` for a backward in which the logits aren't
@@ -256,36 +257,29 @@ def _normalize(
 def _project(
     x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
     L, N, pitch, half, plane, mask_b, mask_i, mask_j,
-    EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, READY: tl.constexpr,
-    OUTPUT: tl.constexpr, KEPT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
-    BC: tl.constexpr, BH: tl.constexpr, BG: tl.constexpr,
+    EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
+    KEPT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    BH: tl.constexpr, BG: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr, ASM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write left and right, the last gate, and for a backward pass the logits of theirs.
 
-    From what `_normalize` wrote (READY), or with its work done here. A program takes one of PARTS
+    From what `_normalize` wrote (`kept`), or with its work done here. A program takes one of PARTS
     shares of the channels. None are sides where H is zero, and gates where G is.
     """
+    READY: tl.constexpr = kept is not None
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
     batch, i, row, j, live, there = _place(program, L, N, pitch, BM, LONG, ALIGNED)
     CHUNKS: tl.constexpr = (C + BC - 1) // BC
-    to = kept
-    if READY or kept is not None:
-        to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
     xs = ()
-    if not READY:
+    if READY:
+        to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
+    else:
         near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
         for k in tl.static_range(CHUNKS):
             xs = xs + (_chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT).to(DOT),)
-        if kept is not None:
-            if part == 0:
-                for k in tl.static_range(CHUNKS):
-                    c = k * BC + tl.arange(0, BC)
-                    inside = there[:, None] & (c < C)[None, :]
-                    tl.store(to + c[None, :], xs[k].to(kept.dtype.element_ty), mask=inside)
-                _add_one(to, live, there, C, KEPT, BM)
     if mask is not None:
         m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)
         m = m.to(FLOAT)
@@ -351,9 +345,8 @@ def _project(
                     value = _as_kept(_sigmoid(opened, ASM), gate, DOT)
                     of = begin + tl.arange(0, BG)
                     if OUTPUT:
-                        at = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
-                        inside = there[:, None] & (of < G)[None, :]
-                        tl.store(gate + at + of[None, :], value, mask=inside)
+                        at = (row + j)[:, None] * G + of[None, :]
+                        tl.store(gate + at, value, mask=live[:, None] & (of < G)[None, :])
                     else:
                         at = _plane(of, batch, i, G, L * pitch, pitch, LONG)[:, None] + j[None, :]
                         inside = (of < G)[:, None] & there[None, :]
@@ -379,7 +372,7 @@ def _finish(
     """Write the output: o, given times a power of two, normalized, gated and projected."""
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
-    to_gate = gate + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * C
+    to_gate = gate + (row + j)[:, None] * C
     # What is on its way while others are summed costs no time.
     if not OUTPUT:
         at = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
@@ -442,7 +435,7 @@ def _finish_back(
         if scaling is not None:
             g = g * tl.load(scaling)
         if OUTPUT:
-            s = tl.load(gate + place + c[None, :], mask=within, other=0.0)
+            s = tl.load(gate + at_c, mask=within, other=0.0)
             s = _opened(s, FLOAT, DOT)
         weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         if OUTPUT:
@@ -762,7 +755,7 @@ class _Update:
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0
         # The output's gate fits in the output's place: it is read just before that is written.
-        self.in_out = self.output and x.dtype == self.dtype and self.N % 8 == 0
+        self.in_out = self.output and x.dtype == self.dtype
         # What has planes without gaps, and products of 16 bits.
         self.on_hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
 
@@ -804,7 +797,7 @@ class _Update:
             return self.new(members, self.G, n, self.pitch, dtype=self.opened)
         if self.in_out and out is not None and _is_aligned(out):
             return out.view(self.opened)
-        return self.new(members, n, self.pitch, self.G, dtype=self.opened)
+        return self.new(members, n, self.N, self.G, dtype=self.opened)
 
     def kept(self, members: int, lines: slice) -> Any:
         """Return memory for rows of the normalized x, with a column of ones."""
@@ -832,49 +825,38 @@ class _Update:
         sides: Any = None,
         logits: Any = None,
         gate: Any = None,
-        kept: Any = None,
     ) -> None:
-        """Fill what is given: planes of left and right, the logits of their gates, the last gate.
-
-        And `kept`, the normalized x, with a column of ones.
-        """
+        """Fill what is given: planes of sides, the logits of their gates, the last gate."""
         B, L, N, C = x.shape
         rows, lines = B * L * N, B * L
         many = rows >= _MANY
         p_w, p_b, g_w, g_b = weights
         o_w, o_b = self.g_out
         H, G = 0 if sides is None else p_w.shape[0] // 2, 0 if gate is None else self.G
-        forward = logits is None and kept is None
-        if self.on_hopper and many and forward and hopper_wide.way_to_project_wide(C, H, G):
+        logging = logits is not None
+        if self.on_hopper and many and not logging and hopper_wide.way_to_project_wide(C, H, G):
             self.project_wide(x, mask, weights, sides, gate)
             return
         numbers: tuple[int, ...]
         half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
-        ready = many and C > _CHANNELS
-        if ready and kept is None:
-            kept = self.new(B, L, self.pitch, self.width)
-        if ready or not (H or G):
-            self.normalize(x, kept)
-        if not (H or G):
-            return
-        way = self.on_hopper and many and hopper.way_to_project(C, H, G, logits is not None)
-        results = sides, logits, gate, kept
+        way = self.on_hopper and many and hopper.way_to_project(C, H, G, logging)
+        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate
         if way:
-            tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, *results
             numbers = B, L * N, N, half, plane, *_strides(mask)
-            constants = self.eps, C, H, G, self.output, self.width, 16 // x.dtype.itemsize, *way
+            constants = self.eps, C, H, G, self.output, 16 // x.dtype.itemsize, *way
             constants += self.types[0], self.long
             programs = _processors(x.device)
             _launch(hopper.project, (way[0], 1), programs, tensors, numbers, constants)
             return
         if many:
             p_w, g_w, o_w = (None if a is None else a.to(self.dtype) for a in (p_w, g_w, o_w))
-        tensors = x, mask, *self.norm, p_w, p_b, g_w, g_b, o_w, o_b, *results
+        ready, kept = many and C > _CHANNELS, None
+        if ready:
+            kept = self.kept(B, slice(0, L))
+            self.normalize(x, kept)
         BM, BH, BG, chunk, how = 32, 32, 32, 64 if self.dtype.itemsize < 8 else 32, (4, 1)
         if self.fast:
-            BM, BH, BG, chunk, how = (
-                _READY if ready else _PROJECT if logits is None else _WITH_LOGITS
-            )
+            BM, BH, BG, chunk, how = _READY if ready else _WITH_LOGITS if logging else _PROJECT
         chunk = min(chunk, power(C, 16))
         if C > chunk and not ready:
             how = how[0], 1
@@ -888,9 +870,9 @@ class _Update:
         if ready:
             parts = blocks + _ceil(G, BG)
         numbers = L, N, self.pitch, half, plane, *_strides(mask)
-        constants = self.eps, C, H, G, ready, self.output, self.width, parts, BM, chunk, BH, BG
+        constants = self.eps, C, H, G, self.output, self.width, parts, BM, chunk, BH, BG
         constants += *self.types, self.asm, *self.place
-        _launch(_project, how, programs * parts, tensors, numbers, constants)
+        _launch(_project, how, programs * parts, (*tensors, kept), numbers, constants)
 
     def project_wide(
         self, x: Any, mask: Any, weights: Sequence[Any], sides: Any, gate: Any
@@ -916,6 +898,7 @@ class _Update:
         _launch(hopper_wide.project_wide, (4, 1), programs, tensors, numbers, constants)
 
     def normalize(self, x: Any, kept: Any) -> None:
+        """Write rows of the normalized x, with a column of ones."""
         B, L, N, C = x.shape
         chunk = min(_CHANNELS if self.fast else 64, power(C, 16))
         constants = self.eps, C, self.width, 16, chunk, self.float, self.exact, *self.place
@@ -1013,7 +996,8 @@ class _Update:
         else:
             BH = power(self.H, 16)
             BM = min(max(16, 8192 // BH) if self.fast else 16, power(N, 16))
-            BN = min(128 if self.fast else 32, power(C, 16))
+            # A block of the weight is no larger than it is where H is 128.
+            BN = max(16, min(128 if self.fast else 32, (1 << 14) // BH, power(C, 16)))
             constants = self.eps, C, self.H, self.output, BM, BH, BN, *self.types, *self.place
             numbers = L, N, self.pitch, o.stride(1), shift
             _launch(_finish, (4, 1), B * L * _ceil(N, BM), tensors, numbers, constants)
@@ -1021,17 +1005,29 @@ class _Update:
             out.copy_(result)
 
     def finish_back(
-        self, o: Any, gate: Any, cotangent: Any, scaling: Any, on_o: Any, on_gate: Any
+        self,
+        o: Any,
+        gate: Any,
+        cotangent: Any,
+        scaling: Any,
+        on_o: Any,
+        on_gate: Any,
+        scratch: Any = None,
     ) -> tuple[Any, Any]:
-        """Write the cotangents of o and of the gate's logits; return those of the end's weights."""
+        """Write the cotangents of o and of the gate's logits; return those of the end's weights.
+
+        What is in `scratch`, an array like x, may be overwritten.
+        """
         B, L, N, C = cotangent.shape
         H, width = self.H, _up(self.H + 1)
         kept = self.new(B, L * N, width)
         as_given = not self.output and scaling is None and cotangent.dtype == self.dtype
-        on_p = cotangent.view(B, L * N, C) if as_given else self.new(B, L * N, C)
+        fits = scratch is not None and scratch.dtype == self.dtype and _is_aligned(scratch)
+        on_p = cotangent if as_given else scratch if fits else self.new(B, L, N, C)
+        on_p = on_p.view(B, L * N, C)
         BH = power(H, 16)
         BM = min(max(16, 4096 // BH) if self.fast else 16, power(N, 16))
-        BN = min(64 if self.fast else 16, power(C, 16))
+        BN = max(16, min(64 if self.fast else 16, (1 << 13) // BH, power(C, 16)))
         programs = B * L * _ceil(N, BM)
         sums = self.new(programs, 2, H, dtype=self.accumulator)
         constants = self.eps, C, H, self.G, self.output, width, BM, BH, BN
@@ -1100,6 +1096,14 @@ class _Update:
         if on_x is not None and result is not on_x:
             on_x.copy_(result)
         return kept
+
+    def hidden_of(self, b: slice, hidden: Any) -> Any:
+        """Return o of some of the batch, computed where it was not kept."""
+        if hidden is not None:
+            return hidden[b]
+        o = self.new(b.stop - b.start, self.H, self.N, self.N)
+        self.triangles(b, o)
+        return o
 
     def through_norm(
         self,
@@ -1205,41 +1209,17 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
     if update.back_on_hopper(on_mask):
         _back_on_hopper(update, hidden, cotangent, scaling, on_x, on_weights)
         return
-    # By projections and by gates, of left and of right.
-    on_pairs = x.new_zeros(2, 2, H, width, dtype=update.accumulator)
-    on_ends, on_norm = 0, 0
+    back = _back_at_once if update.whole else _back_in_parts
+    if on_mask is not None:
+        on_mask.zero_()
+    sums: list[Any] = []
     for b in slices(update.B, 1) if N >= _ALONE else update.batches:
-        members = b.stop - b.start
-        on_o = update.new(members * H, N, pitch)
-        # What many parts are added to is rounded once.
-        kind = update.dtype if update.whole else update.accumulator
-        on_xn = update.new(members, N, pitch, C, dtype=kind)
-        kept_x = gate = both = None
-        if update.whole:
-            kept_x, gate = update.kept(members, ALL), update.gate(members, ALL)
-            both = update.new(2, 2, members * H, N, pitch)
-            some = {"sides": both[0], "logits": both[1], "gate": gate, "kept": kept_x}
-            update.project(*update.edges(b, ALL), update.sides, **some)
-        if hidden is None:
-            o = update.new(members, H, N, N)
-            update.triangles(b, o)
-        else:
-            o = hidden[b]
-        found = _end_back(update, b, o, cotangent, scaling, kept_x, gate, on_o, on_xn)
-        on_ends = [a + b for a, b in zip(on_ends, found, strict=True)] if on_ends else found
-        del o, gate
-        for h in update.channels:
-            by_mask = None
-            if on_mask is not None:
-                by_mask = update.new(members, N, N, dtype=update.accumulator)
-            on_some = on_o.unflatten(0, (members, H))[:, h, :, :N].flatten(0, 1)
-            on_pairs[:, :, h] += _sides_back_of(update, b, h, both, on_some, by_mask, kept_x, on_xn)
-            if by_mask is not None:
-                by_mask = by_mask if scaling is None else by_mask / scaling
-                on_mask[b] = by_mask if h.start == 0 else on_mask[b] + by_mask
-        del both, on_o, on_some, kept_x
-        on_norm += update.norm_back(x[b], on_xn, scaling, None if on_x is None else on_x[b])
-    on_end, on_norm_out, on_open = on_ends
+        to_x, to_mask = (None if to is None else to[b] for to in (on_x, on_mask))
+        on_xn, *found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
+        found.append(update.norm_back(x[b], on_xn, scaling, to_x))
+        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+        del on_xn
+    on_pairs, on_end, on_norm_out, on_open, on_norm = sums
     if scaling is not None:
         on_pairs, on_end, on_norm_out, on_open = (
             a / scaling for a in (on_pairs, on_end, on_norm_out, on_open)
@@ -1253,6 +1233,72 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
     for to, value in zip(on_weights, found, strict=True):
         if to is not None:
             to.copy_(value)
+
+
+def _back_at_once(
+    update: _Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
+) -> tuple[Any, ...]:
+    """Return the cotangents of the normalized x, of projections and gates, and of the end.
+
+    Those of the end are of the last projection, of the norm of o, and of the gate. That of the mask
+    is written, and that of x used before it is.
+    """
+    members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
+    x, mask = update.edges(b, ALL)
+    both, gate = update.new(2, 2, members * H, N, pitch), update.gate(members, ALL)
+    update.project(x, mask, update.sides, sides=both[0], logits=both[1], gate=gate)
+    on_o, on_gate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
+    o = update.hidden_of(b, hidden)
+    ends = update.finish_back(o, gate, cotangent, scaling, on_o, on_gate, on_x)
+    del o, gate
+    h = slice(0, H)
+    _sides_back_of(update, b, h, both, on_o[..., :N], scaling, on_mask)
+    # The normalized x, and its cotangent, have room where others have gone.
+    del on_o
+    on_xn, kept = update.new(members, N, pitch, update.C), update.kept(members, ALL)
+    update.normalize(x, kept)
+    on_open = _gate_back(update, on_gate, kept, on_xn)
+    del on_gate
+    on_pairs = _pairs_back(update, h, both, on_xn, lambda _: kept)
+    return on_xn, on_pairs, *ends, on_open
+
+
+def _back_in_parts(
+    update: _Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
+) -> tuple[Any, ...]:
+    """Do so by some channels of left and right, or some lines of o, at a time."""
+    members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
+    x = update.x[b]
+    on_o = update.new(members * H, N, pitch)
+    # What many parts are added to is rounded once.
+    on_xn = update.new(members, N, pitch, update.C, dtype=update.accumulator)
+
+    def kept_of(lines: slice) -> Any:
+        kept = update.kept(members, lines)
+        update.normalize(x[:, lines], kept)
+        return kept
+
+    o = update.hidden_of(b, hidden)
+    found = []
+    for lines in update.lines:
+        kept, gate = kept_of(lines), update.gate(members, lines)
+        update.project(*update.edges(b, lines), gate=gate)
+        on_gate = update.new(members, lines.stop - lines.start, pitch, update.G)
+        given = cotangent[:, lines], scaling
+        ends = update.finish_back(o[:, :, lines], gate, *given, on_o[:, lines], on_gate)
+        found.append((*ends, _gate_back(update, on_gate, kept, on_xn[:, lines])))
+    del o, kept, gate, on_gate
+    on_pairs = update.new(2, 2, H, update.width, dtype=update.accumulator)
+    for h in update.channels:
+        both = update.new(2, 2, members * (h.stop - h.start), N, pitch)
+        for lines in update.lines:
+            sides, logits = both[:, :, :, lines]
+            update.project(*update.edges(b, lines), update.of(h), sides=sides, logits=logits)
+        on_some = on_o.unflatten(0, (members, H))[:, h, :, :N].flatten(0, 1)
+        _sides_back_of(update, b, h, both, on_some, scaling, on_mask)
+        on_pairs[:, :, h] = _pairs_back(update, h, both, on_xn, kept_of)
+    ends = [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
+    return on_xn, on_pairs, *ends
 
 
 def _back_on_hopper(
@@ -1305,61 +1351,40 @@ def _back_on_hopper(
                 to.copy_(value)
 
 
-def _end_back(
-    update: _Update,
-    b: slice,
-    o: Any,
-    cotangent: Any,
-    scaling: Any,
-    kept_x: Any,
-    gate: Any,
-    on_o: Any,
-    on_xn: Any,
-) -> list[Any]:
-    """Write cotangents of o and of the normalized x, some lines at a time.
-
-    Return those of the last projection, of the norm of o, and of the gate. What is None of the
-    normalized x and the gate is computed.
-    """
-    found = []
-    for lines in update.lines:
-        kept, opened = kept_x, gate
-        if kept is None:
-            kept, opened = update.kept(len(o), lines), update.gate(len(o), lines)
-            update.project(*update.edges(b, lines), gate=opened, kept=kept)
-        on_gate = update.new(len(o), lines.stop - lines.start, update.pitch, update.G)
-        ends = update.finish_back(
-            o[:, :, lines], opened, cotangent[b, lines], scaling, on_o[:, lines], on_gate
-        )
-        on_gate = on_gate.flatten(1, 2)
-        update.through(on_gate, update.g_out[0], on_xn[:, lines], add=False)
-        found.append((*ends, update.over_rows(on_gate.mT, kept.flatten(1, 2))))
-    return [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
+def _gate_back(update: _Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
+    """Write the cotangent of the normalized x by the last gate; return its weight's."""
+    on_gate = on_gate.flatten(1, 2)
+    update.through(on_gate, update.g_out[0], on_xn, add=False)
+    return update.over_rows(on_gate.mT, kept.flatten(1, 2))
 
 
 def _sides_back_of(
-    update: _Update, b: slice, h: slice, both: Any, on_o: Any, by_mask: Any, kept_x: Any, on_xn: Any
-) -> Any:
-    """Write the cotangent of the mask by some channels, and add that of the normalized x.
-
-    Return those of projections and gates (2, 2, channels, C + ...). `both`, sides and logits, are
-    overwritten, and computed if None.
-    """
-    members, weights, (x, mask) = b.stop - b.start, update.of(h), update.edges(b, ALL)
-    if both is None:
-        both = update.new(2, 2, len(on_o), update.N, update.pitch)
-        for lines in update.lines:
-            sides, logits = both[:, :, :, lines]
-            update.project(*update.edges(b, lines), weights, sides=sides, logits=logits)
-    sides, logits = both
+    update: _Update, b: slice, h: slice, both: Any, on_o: Any, scaling: Any, on_mask: Any
+) -> None:
+    """Overwrite sides and logits (`both`) by cotangents, and add that of the mask."""
+    (x, mask), (sides, logits) = update.edges(b, ALL), both
     on_sides = torch.empty_like(sides)
     update.multiply_back(sides, on_o, on_sides)
-    if by_mask is not None:
+    by_mask = None
+    if on_mask is not None:
+        by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
         # What factors are without it.
         for lines in update.lines:
-            update.project(x[:, lines], None, weights, sides=sides[:, :, lines])
-    update.sides_back(members, on_sides, sides, logits, mask, by_mask)
-    del on_sides
+            update.project(x[:, lines], None, update.of(h), sides=sides[:, :, lines])
+    update.sides_back(len(x), on_sides, sides, logits, mask, by_mask)
+    if by_mask is not None:
+        on_mask += by_mask if scaling is None else by_mask / scaling
+
+
+def _pairs_back(
+    update: _Update, h: slice, both: Any, on_xn: Any, kept_of: Callable[[slice], Any]
+) -> Any:
+    """Add the cotangent of the normalized x by some channels of projections and gates.
+
+    Return those of their weights (2, 2, channels, C + ...), by the normalized x that `kept_of`
+    lines.
+    """
+    members, weights = len(on_xn), update.of(h)
     # Projections and gates of left and right: one matrix, where one of the batch goes alone.
     weights = torch.stack([weights[0], weights[2]]).view(4, -1, update.C)
     z = both.view(4, members, -1, update.N * update.pitch).transpose(0, 1)
@@ -1369,11 +1394,7 @@ def _sides_back_of(
         update.through(planes.mT, weight, on_xn)
     total: Any = 0
     for lines in update.lines:
-        kept = kept_x
-        if kept is None:
-            kept = update.kept(members, lines)
-            update.project(x[:, lines], None, kept=kept)
         here = slice(lines.start * update.pitch, lines.stop * update.pitch)
-        parts = [update.over_rows(planes[..., here], kept.flatten(1, 2)) for planes in many]
-        total = total + torch.cat(parts)
+        kept = kept_of(lines).flatten(1, 2)
+        total = total + torch.cat([update.over_rows(planes[..., here], kept) for planes in many])
     return total.view(2, 2, -1, update.width)

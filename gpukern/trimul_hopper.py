@@ -236,23 +236,6 @@ def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl
 
 
 @gluon.jit
-def _keep(to, y, first, rows, KEPT: gl.constexpr, W: gl.constexpr):
-    """Write rows, and behind each a one, and seven zeros."""
-    C: gl.constexpr = y.type.shape[1]
-    layout: gl.constexpr = y.type.layout
-    edge = gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
-    channel = gl.arange(0, C, gl.SliceLayout(0, layout))
-    at = to + edge[:, None] * KEPT + channel[None, :]
-    gl.store(at, y, mask=(first + edge < rows)[:, None])
-    ones: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W, 1], [1, 0])
-    below = gl.arange(0, 16 * W, gl.SliceLayout(1, ones))
-    behind = gl.arange(0, 8, gl.SliceLayout(0, ones))
-    one = gl.where((behind == 0)[None, :], 1.0, 0.0).to(y.dtype)
-    at_one = to + C + below[:, None] * KEPT + behind[None, :]
-    gl.store(at_one, one, mask=(first + below < rows)[:, None])
-
-
-@gluon.jit
 def _weights_are_there():
     hopper.fence_async_shared()
     # Without a barrier here, the compiler puts one before every product.
@@ -359,16 +342,12 @@ def _prefetch(x, tile, tiles, rows, C: gl.constexpr, W: gl.constexpr, LONG: gl.c
 
 
 def project(
-    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
+    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate,
     members, rows, N, half, plane, mask_b, mask_i, mask_j,
     EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, OUTPUT: gl.constexpr,
-    KEPT: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr,
-    LONG: gl.constexpr,
+    V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
-    """Write left and right, the last gate, and for a backward pass the logits of theirs.
-
-    And `kept`, the normalized x, with a column of ones.
-    """
+    """Write left and right, the last gate, and for a backward pass the logits of theirs."""
     BM: gl.constexpr = 16 * W
     BN: gl.constexpr = 2 * BH
     SIDES: gl.constexpr = 2 * H // BH
@@ -400,8 +379,6 @@ def project(
         # The last tile once more, where no other follows.
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         _prefetch(x, following, tiles, rows, C, W, LONG)
-        if kept is not None:
-            _keep(kept + here * KEPT, y, first, rows, KEPT, W)
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:
@@ -485,8 +462,7 @@ def finish(
 # Of pointers to 16 bytes, `gpukern.trimul` makes sure.
 POINTERS = {
     project: (
-        *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b"),
-        *("sides", "logits", "gate", "kept"),
+        *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "sides", "logits", "gate"),
     ),
     finish: ("o", "gate", "w", "b", "p_w", "p_b", "out"),
 }

@@ -66,8 +66,8 @@ for C, biases, output in itertools.product((64, 128, 384), *[(False, True)] * 2)
     for logits in (False, True):
         way = hopper.way_to_project(C, 128, G, logits)
         if way:
-            without = none + ([] if logits else ["logits", "kept"])
-            rest = dict(G=G, OUTPUT=output, KEPT=C + 8, W=way[0], BH=way[1])
+            without = none + ([] if logits else ["logits"])
+            rest = dict(G=G, OUTPUT=output, W=way[0], BH=way[1])
             compile(hopper.project, way[0], output, without, **rest, **common)
     way = wide.way_to_project_wide(C, 128, G)
     if way:
