@@ -37,8 +37,8 @@ import triton.language as tl
 
 from fusedops._registry import register
 from fusedops.trimul import in_parts, slices
+from gpukern.constants import LOGISTIC, ONE
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
-from gpukern.ptx import LOGISTIC, ONE
 
 # Gluon is experimental: another version may have another, or none.
 hopper: Any = None
@@ -242,7 +242,7 @@ def _normalize(
     EPS: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the normalized rows of x, and behind each a one; zeros in the places of none."""
+    """Write the normalized rows of x, and behind each a one, but in the places of none a zero."""
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
     to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
@@ -1194,11 +1194,14 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
         return
     N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
     square, wider = N * pitch, update.accumulator.itemsize // update.dtype.itemsize
-    update.divide(
-        lambda b, h, n: (
-            b * (square * (H + wider * C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
-        )
-    )
+
+    def need(b: int, h: int, n: int) -> int:
+        if h == H and n >= N:
+            after = max(H + G + max(3 * H, _up(H + 1) + C), C + width)
+            return b * square * (4 * H + G + after)
+        return b * (square * (H + wider * C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
+
+    update.divide(need)
     hidden, cotangent = _aligned(hidden), _aligned(cotangent)
     scaling = None
     if update.dtype == torch.float16:
@@ -1241,7 +1244,7 @@ def _back_at_once(
     """Return the cotangents of the normalized x, of projections and gates, and of the end.
 
     Those of the end are of the last projection, of the norm of o, and of the gate. That of the mask
-    is written, and that of x used before it is.
+    is written. The memory for that of x is used for others before.
     """
     members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
     x, mask = update.edges(b, ALL)
@@ -1259,44 +1262,49 @@ def _back_at_once(
     update.normalize(x, kept)
     on_open = _gate_back(update, on_gate, kept, on_xn)
     del on_gate
-    on_pairs = _pairs_back(update, h, both, on_xn, lambda _: kept)
-    return on_xn, on_pairs, *ends, on_open
+    planes = _pairs_back(update, h, both, on_xn)
+    return on_xn, _by_pairs(update, planes, kept), *ends, on_open
 
 
 def _back_in_parts(
     update: _Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
 ) -> tuple[Any, ...]:
-    """Do so by some channels of left and right, or some lines of o, at a time."""
-    members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
+    """Do so for one of the batch, by some channels of left and right, or some lines of o."""
+    N, H, pitch = update.N, update.H, update.pitch
     x = update.x[b]
-    on_o = update.new(members * H, N, pitch)
+    on_o = update.new(H, N, pitch)
     # What many parts are added to is rounded once.
-    on_xn = update.new(members, N, pitch, update.C, dtype=update.accumulator)
+    on_xn = update.new(1, N, pitch, update.C, dtype=update.accumulator)
 
     def kept_of(lines: slice) -> Any:
-        kept = update.kept(members, lines)
+        kept = update.kept(1, lines)
         update.normalize(x[:, lines], kept)
         return kept
 
     o = update.hidden_of(b, hidden)
     found = []
     for lines in update.lines:
-        kept, gate = kept_of(lines), update.gate(members, lines)
+        kept, gate = kept_of(lines), update.gate(1, lines)
         update.project(*update.edges(b, lines), gate=gate)
-        on_gate = update.new(members, lines.stop - lines.start, pitch, update.G)
-        given = cotangent[:, lines], scaling
-        ends = update.finish_back(o[:, :, lines], gate, *given, on_o[:, lines], on_gate)
+        on_gate = update.new(1, lines.stop - lines.start, pitch, update.G)
+        given = cotangent[:, lines], scaling, on_o[:, lines], on_gate
+        scratch = None if on_x is None else on_x[:, lines]
+        ends = update.finish_back(o[:, :, lines], gate, *given, scratch)
         found.append((*ends, _gate_back(update, on_gate, kept, on_xn[:, lines])))
-    del o, kept, gate, on_gate
+    del o, kept, gate, on_gate, given
     on_pairs = update.new(2, 2, H, update.width, dtype=update.accumulator)
     for h in update.channels:
-        both = update.new(2, 2, members * (h.stop - h.start), N, pitch)
+        both = update.new(2, 2, h.stop - h.start, N, pitch)
         for lines in update.lines:
             sides, logits = both[:, :, :, lines]
             update.project(*update.edges(b, lines), update.of(h), sides=sides, logits=logits)
-        on_some = on_o.unflatten(0, (members, H))[:, h, :, :N].flatten(0, 1)
-        _sides_back_of(update, b, h, both, on_some, scaling, on_mask)
-        on_pairs[:, :, h] = _pairs_back(update, h, both, on_xn, kept_of)
+        _sides_back_of(update, b, h, both, on_o[h, :, :N], scaling, on_mask)
+        (planes,) = _pairs_back(update, h, both, on_xn)
+        total: Any = 0
+        for lines in update.lines:
+            some = planes[..., lines.start * pitch : lines.stop * pitch]
+            total = total + _by_pairs(update, [some], kept_of(lines))
+        on_pairs[:, :, h] = total
     ends = [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
     return on_xn, on_pairs, *ends
 
@@ -1376,25 +1384,22 @@ def _sides_back_of(
         on_mask += by_mask if scaling is None else by_mask / scaling
 
 
-def _pairs_back(
-    update: _Update, h: slice, both: Any, on_xn: Any, kept_of: Callable[[slice], Any]
-) -> Any:
+def _pairs_back(update: _Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any]:
     """Add the cotangent of the normalized x by some channels of projections and gates.
 
-    Return those of their weights (2, 2, channels, C + ...), by the normalized x that `kept_of`
-    lines.
+    Return theirs, all in one matrix, where one of the batch goes alone.
     """
     members, weights = len(on_xn), update.of(h)
-    # Projections and gates of left and right: one matrix, where one of the batch goes alone.
     weights = torch.stack([weights[0], weights[2]]).view(4, -1, update.C)
     z = both.view(4, members, -1, update.N * update.pitch).transpose(0, 1)
     many = [z.flatten(1, 2)] if members == 1 else z.unbind(1)
     weights = [weights.flatten(0, 1)] if members == 1 else weights
     for planes, weight in zip(many, weights, strict=True):
         update.through(planes.mT, weight, on_xn)
-    total: Any = 0
-    for lines in update.lines:
-        here = slice(lines.start * update.pitch, lines.stop * update.pitch)
-        kept = kept_of(lines).flatten(1, 2)
-        total = total + torch.cat([update.over_rows(planes[..., here], kept) for planes in many])
-    return total.view(2, 2, -1, update.width)
+    return many
+
+
+def _by_pairs(update: _Update, many: Sequence[Any], kept: Any) -> Any:
+    """Return what these and the normalized x give weights (2, 2, channels, C + ...)."""
+    parts = [update.over_rows(planes, kept.flatten(1, 2)) for planes in many]
+    return torch.cat(parts).view(2, 2, -1, update.width)

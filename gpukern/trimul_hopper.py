@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from gpukern.ptx import LOGISTIC, ONE
+from gpukern.constants import LOGISTIC, ONE
 
 jit = gluon.jit
 

@@ -533,6 +533,7 @@ TRIANGLES = {
     "float32-hidden": ("float32", None, "hidden", "incoming", (1, 64, 32, 32)),
     "fp16-output": ("float32", "fp16", "output", "incoming", (1, 72, 128, 128)),
     "fp16-hidden": ("float32", "fp16", "hidden", "outgoing", (2, 131, 9, 11)),
+    "bf16-output": ("float32", "bf16", "output", "incoming", (2, 45, 40, 136)),
     "bfloat16-output": ("bfloat16", None, "output", "outgoing", (1, 64, 128, 128)),
     "bfloat16-hidden": ("bfloat16", None, "hidden", "incoming", (1, 257, 136, 24)),
     "in-parts": ("bfloat16", None, "output", "incoming", (2, 72, 32, 32), 2**20),
@@ -578,6 +579,44 @@ def test_a_small_triangle_takes_three_launches(dtype, precision, gate, N):
     on_gpu = torch.autograd.DeviceType.CUDA
     launched = [event.name for event in profiler.events() if event.device_type == on_gpu]
     assert 1 <= len(launched) <= 3, launched
+
+
+@pytest.mark.parametrize("N", [32, 264])
+def test_the_last_gate_and_weight_keep_their_digits(N):
+    """Beside factors in bfloat16: rounded to that, either errs by 1.6e-3."""
+    update, leaves, _ = triangle("float32", "bf16", "output", "outgoing", (1, N, 128, 128))
+    with torch.no_grad():
+        # Nothing else is rounded then that matters: o is one, and the gate its bias's.
+        leaves["norm_out_weight"].zero_()
+        leaves["norm_out_bias"].fill_(1.0)
+        leaves["g_out_weight"].zero_()
+        exact = {name: leaf.double() for name, leaf in leaves.items()}
+        got = update(**leaves)
+        want = fusedops.triangle_multiplicative_update(**exact, backend="torch")
+    assert (got - want).norm() < 5e-4 * want.norm()
+
+
+@pytest.mark.parametrize("N", [250, 256])
+def test_memory_of_triangles(N):
+    """Beside its arguments, in arrays of the size of x: the result, left, right and o.
+
+    With the backward, among what is there at once, sides and logits, o and the end's cotangents.
+    """
+    update, leaves, cotangent = triangle("bfloat16", None, "output", "outgoing", (1, N, 128, 128))
+    del leaves["mask"]
+    size = leaves["x"].nbytes
+
+    def peak(run):
+        run()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / size
+
+    with torch.no_grad():
+        assert peak(lambda: update(**leaves)) < 4.2
+    assert peak(lambda: triangle_and_gradients(update, leaves, cotangent)) < 12
 
 
 # A tensor of more than 2**31 elements by the number of batches or of residues, in channels of x or

@@ -447,6 +447,21 @@ def test_errors_are_as_small_as_they_should_be(
         assert relative(got, gradient) < 2 * limit, name
 
 
+@needs_torch
+def test_a_gate_keeps_its_digits(any_torch_backend, gate):
+    """Beside factors in bfloat16, which has eight binary ones, it has eleven, near zero too."""
+    rng = np.random.default_rng(0)
+    N, C, H = 4, 16, 16
+    p = problem((1, N, C, H), gate=gate, dtype="float32")
+    ends = {"norm_out_weight": np.zeros(H), "norm_out_bias": np.ones(H)}
+    ends |= {"p_out_weight": np.eye(C, H), "p_out_bias": np.zeros(C)}
+    ends |= {"g_out_weight": np.zeros((C, C)), "g_out_bias": rng.uniform(-18, 4, C)}
+    p = p.but(**{name: end.astype("f4") for name, end in ends.items()})
+    out = function_of(p, any_torch_backend, precision="bf16")(*leaves_of(p)).detach().numpy()
+    want = 1 / (1 + np.exp(-p.arrays["g_out_bias"].astype("f8")))
+    np.testing.assert_allclose(out, np.broadcast_to(want, out.shape), rtol=5e-4)
+
+
 def test_numbers_of_any_size(quick):
     """Heavy tails, constants, zeros: finite wherever float64 is."""
     p = problem((1, 5, 6, 8), dtype="float32")

@@ -23,8 +23,9 @@ POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
 OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "cotangent", "on_x"
 
 
-def compile(kernel, warps, output, none, kinds={}, **constants):
-    given, dot = ("*bf16", tl.bfloat16) if output else ("*fp32", tl.float16)
+def compile(kernel, warps, output, bf16, none, kinds={}, **constants):
+    given, factor = "*bf16" if output else "*fp32", "bf16" if bf16 else "fp16"
+    dot = tl.bfloat16 if bf16 else tl.float16
     constants |= dict(H=128, V=8 if output else 4)
     constants |= {} if kernel is wide.pack else dict(EPS=1e-5)
     constants |= {} if kernel in wide.POINTERS else dict(DOT=dot)
@@ -33,14 +34,14 @@ def compile(kernel, warps, output, none, kinds={}, **constants):
         if name in constants or name in none:
             signature[name], values[at,] = "constexpr", constants.get(name)
         elif name in (*POINTERS[kernel], "mask", "scaling"):
-            own = given if name in OWN else "*bf16" if output else "*fp16"
+            own = given if name in OWN else f"*{factor}"
             own = "*fp32" if name in ("scaling", "sums", "biases") else own
             signature[name] = "*fp16" if name == "gate" else kinds.get(name, own)
             if name in POINTERS[kernel]:
                 aligned[at,] = [["tt.divisibility", 16]]
         elif name == "weights":
             shape = [2 * constants["BH"], wide._CHUNK.value]
-            signature[name] = f"tensordesc<{'bf16' if output else 'fp16'}{shape},{wide._TILE!r}>"
+            signature[name] = f"tensordesc<{factor}{shape},{wide._TILE!r}>"
         else:
             signature[name] = "i32"
     source = GluonASTSource(hopper.jit(kernel), signature, values, aligned)
@@ -59,29 +60,30 @@ for C, biases, output in itertools.product((64, 128, 384), *[(False, True)] * 2)
     none += ["scaling"] if output else []
     common = dict(C=C, LONG=tl.int64 if biases else tl.int32)
     G = C if output else 128
-    split = output and biases != (C == 384)
+    bf16 = output or (biases and C == 128)
+    split = bf16 and (not output or biases != (C == 384))
     kinds = dict(p_w="*fp32") if split else {}
     W, BN = hopper.way_to_finish(C, 128, 2 if output else 4, split)
-    compile(hopper.finish, W, output, none, kinds, OUTPUT=output, W=W, BN=BN, **common)
+    compile(hopper.finish, W, output, bf16, none, kinds, OUTPUT=output, W=W, BN=BN, **common)
     for logits in (False, True):
         way = hopper.way_to_project(C, 128, G, logits)
         if way:
             without = none + ([] if logits else ["logits"])
             rest = dict(G=G, OUTPUT=output, W=way[0], BH=way[1])
-            compile(hopper.project, way[0], output, without, **rest, **common)
+            compile(hopper.project, way[0], output, bf16, without, **rest, **common)
     way = wide.way_to_project_wide(C, 128, G)
     if way:
         without = none + ([] if biases else ["biases"])
         rest = dict(OUTPUT=output, BH=way[0])
-        compile(wide.pack, 4, output, without, C=C, **rest)
-        compile(wide.project_wide, 4, output, without, G=G, SLOTS=way[1], **rest, **common)
+        compile(wide.pack, 4, output, bf16, without, C=C, **rest)
+        compile(wide.project_wide, 4, output, bf16, without, G=G, SLOTS=way[1], **rest, **common)
     W = back.way_to_finish_back(C, 128)
     if W:
-        compile(back.finish_back, W, output, none, OUTPUT=output, W=W, **common)
+        compile(back.finish_back, W, output, bf16, none, OUTPUT=output, W=W, **common)
     way = back.way_to_project_back(C, 128, G)
     if way:
         rest = dict(G=G, KEPT=C + 8, W=way[0], BH=way[1])
-        compile(back.project_back, way[0], output, none, **rest, **common)
+        compile(back.project_back, way[0], output, bf16, none, **rest, **common)
 print("compiled")
 """
 
