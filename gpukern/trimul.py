@@ -799,9 +799,9 @@ class _Update:
             return out.view(self.opened)
         return self.new(members, n, self.N, self.G, dtype=self.opened)
 
-    def kept(self, members: int, lines: slice) -> Any:
+    def kept(self, members: int, lines: int) -> Any:
         """Return memory for rows of the normalized x, with a column of ones."""
-        return self.new(members, len(range(*lines.indices(self.N))), self.pitch, self.width)
+        return self.new(members, lines, self.pitch, self.width)
 
     def edges(self, b: slice, lines: slice) -> tuple[Any, Any]:
         """Return some edges of x and of the mask."""
@@ -852,8 +852,7 @@ class _Update:
             p_w, g_w, o_w = (None if a is None else a.to(self.dtype) for a in (p_w, g_w, o_w))
         ready, kept = many and C > _CHANNELS, None
         if ready:
-            kept = self.kept(B, slice(0, L))
-            self.normalize(x, kept)
+            kept = self.normalized(x)
         BM, BH, BG, chunk, how = 32, 32, 32, 64 if self.dtype.itemsize < 8 else 32, (4, 1)
         if self.fast:
             BM, BH, BG, chunk, how = _READY if ready else _WITH_LOGITS if logging else _PROJECT
@@ -897,14 +896,16 @@ class _Update:
         programs = _processors(x.device)
         _launch(hopper_wide.project_wide, (4, 1), programs, tensors, numbers, constants)
 
-    def normalize(self, x: Any, kept: Any) -> None:
-        """Write rows of the normalized x, with a column of ones."""
+    def normalized(self, x: Any) -> Any:
+        """Return rows of the normalized x, with a column of ones."""
         B, L, N, C = x.shape
+        kept = self.kept(B, L)
         chunk = min(_CHANNELS if self.fast else 64, power(C, 16))
         constants = self.eps, C, self.width, 16, chunk, self.float, self.exact, *self.place
         tensors = x, *self.norm, kept
         numbers = L, N, self.pitch
         _launch(_normalize, (4, 1), B * L * _ceil(N, 16), tensors, numbers, constants)
+        return kept
 
     def products(self, a: Any, b: Any, out: Any, *, scale: float = 1.0, add: bool = False) -> None:
         """Write products of batches of matrices, or add them to what is there."""
@@ -1083,7 +1084,7 @@ class _Update:
         Return the standardized x, with a column of ones.
         """
         B, L, N, C = x.shape
-        kept = self.kept(B, ALL)
+        kept = self.kept(B, L)
         result = on_x if on_x is not None and _is_aligned(on_x) else torch.empty_like(x)
         tensors = x, mask, *self.norm, *self.sides, self.g_out[0]
         tensors += on_sides, on_p, on_gate, scaling, result, kept
@@ -1258,8 +1259,7 @@ def _back_at_once(
     _sides_back_of(update, b, h, both, on_o[..., :N], scaling, on_mask)
     # The normalized x, and its cotangent, have room where others have gone.
     del on_o
-    on_xn, kept = update.new(members, N, pitch, update.C), update.kept(members, ALL)
-    update.normalize(x, kept)
+    on_xn, kept = update.new(members, N, pitch, update.C), update.normalized(x)
     on_open = _gate_back(update, on_gate, kept, on_xn)
     del on_gate
     planes = _pairs_back(update, h, both, on_xn)
@@ -1271,42 +1271,61 @@ def _back_in_parts(
 ) -> tuple[Any, ...]:
     """Do so for one of the batch, by some channels of left and right, or some lines of o."""
     N, H, pitch = update.N, update.H, update.pitch
-    x = update.x[b]
     on_o = update.new(H, N, pitch)
     # What many parts are added to is rounded once.
     on_xn = update.new(1, N, pitch, update.C, dtype=update.accumulator)
-
-    def kept_of(lines: slice) -> Any:
-        kept = update.kept(1, lines)
-        update.normalize(x[:, lines], kept)
-        return kept
-
     o = update.hidden_of(b, hidden)
     found = []
     for lines in update.lines:
-        kept, gate = kept_of(lines), update.gate(1, lines)
-        update.project(*update.edges(b, lines), gate=gate)
-        on_gate = update.new(1, lines.stop - lines.start, pitch, update.G)
-        given = cotangent[:, lines], scaling, on_o[:, lines], on_gate
-        scratch = None if on_x is None else on_x[:, lines]
-        ends = update.finish_back(o[:, :, lines], gate, *given, scratch)
-        found.append((*ends, _gate_back(update, on_gate, kept, on_xn[:, lines])))
-    del o, kept, gate, on_gate, given
+        to_x = None if on_x is None else on_x[:, lines]
+        some = o[:, :, lines], cotangent[:, lines], scaling, on_o[:, lines], on_xn[:, lines], to_x
+        found.append(_lines_back(update, b, lines, *some))
+    del o, some
     on_pairs = update.new(2, 2, H, update.width, dtype=update.accumulator)
     for h in update.channels:
-        both = update.new(2, 2, h.stop - h.start, N, pitch)
-        for lines in update.lines:
-            sides, logits = both[:, :, :, lines]
-            update.project(*update.edges(b, lines), update.of(h), sides=sides, logits=logits)
-        _sides_back_of(update, b, h, both, on_o[h, :, :N], scaling, on_mask)
-        (planes,) = _pairs_back(update, h, both, on_xn)
-        total: Any = 0
-        for lines in update.lines:
-            some = planes[..., lines.start * pitch : lines.stop * pitch]
-            total = total + _by_pairs(update, [some], kept_of(lines))
-        on_pairs[:, :, h] = total
+        some = on_o[h, :, :N], scaling, on_xn, on_mask
+        on_pairs[:, :, h] = _channels_back(update, b, h, *some)
     ends = [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
     return on_xn, on_pairs, *ends
+
+
+def _lines_back(
+    update: _Update,
+    b: slice,
+    lines: slice,
+    o: Any,
+    cotangent: Any,
+    scaling: Any,
+    on_o: Any,
+    on_xn: Any,
+    on_x: Any,
+) -> tuple[Any, ...]:
+    """Write cotangents of some lines of o, and of the normalized x; return the end's."""
+    x, mask = update.edges(b, lines)
+    gate = update.gate(1, lines)
+    update.project(x, mask, gate=gate)
+    on_gate = update.new(1, lines.stop - lines.start, update.pitch, update.G)
+    ends = update.finish_back(o, gate, cotangent, scaling, on_o, on_gate, on_x)
+    del gate
+    return *ends, _gate_back(update, on_gate, update.normalized(x), on_xn)
+
+
+def _channels_back(
+    update: _Update, b: slice, h: slice, on_o: Any, scaling: Any, on_xn: Any, on_mask: Any
+) -> Any:
+    """Add cotangents by some channels; return those of their projections and gates."""
+    x, pitch = update.x[b], update.pitch
+    both = update.new(2, 2, h.stop - h.start, update.N, pitch)
+    for lines in update.lines:
+        sides, logits = both[:, :, :, lines]
+        update.project(*update.edges(b, lines), update.of(h), sides=sides, logits=logits)
+    _sides_back_of(update, b, h, both, on_o, scaling, on_mask)
+    (planes,) = _pairs_back(update, h, both, on_xn)
+    total: Any = 0
+    for lines in update.lines:
+        some = planes[..., lines.start * pitch : lines.stop * pitch]
+        total = total + _by_pairs(update, [some], update.normalized(x[:, lines]))
+    return total
 
 
 def _back_on_hopper(
