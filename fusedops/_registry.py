@@ -405,7 +405,7 @@ class Packed:
     def __getattr__(self, name: str) -> Any:
         # Only reached by an array that exists as a tensor so far.
         if name in type(self)._fields and self.device == "cpu" and self.tensors is not None:
-            array = self.tensors[self._fields.index(name)].numpy()
+            array = bridge().as_numpy(self.tensors[self._fields.index(name)])
             setattr(self, name, array)
             return array
         raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")

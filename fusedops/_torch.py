@@ -183,8 +183,8 @@ def _on_numpy(
         dtype = torch.float32
     alike = all([array is None or array.dtype == dtype for array in arrays])
     cast = arrays if alike else [a if a is None else a.to(dtype) for a in arrays]
-    views = [array if array is None else _as_numpy(array.detach()) for array in cast]
-    there = None if out is None or out.dtype != dtype else _as_numpy(out)
+    views = [array if array is None else as_numpy(array) for array in cast]
+    there = None if out is None or out.dtype != dtype else as_numpy(out)
     results = call.on_numpy(backend, kernel, views, wanted, there)
     outputs = [array if array is None else torch.from_numpy(array) for array in results]
     if bits:
@@ -206,9 +206,42 @@ def _on_numpy(
     return tuple(outputs)
 
 
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a view; of bfloat16, the uint16 of its bits."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def _dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+class _Memory:
+    """A CPU tensor's memory, as NumPy's array interface describes it."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        size = tensor.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": _TYPES[tensor.dtype],
+            "shape": tuple(tensor.shape),
+            "strides": None
+            if tensor.is_contiguous()
+            else tuple([size * stride for stride in tensor.stride()]),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+_TYPES = {
+    getattr(torch, name): np.dtype(name).str
+    for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+} | {torch.bfloat16: np.dtype(np.uint16).str}
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return a view of a CPU tensor, whatever asks for its gradient; of bfloat16, of its bits.
+
+    `Tensor.numpy` would fix the size of the tensor's storage for good, which FSDP sets to zero
+    and back.
+    """
+    return np.asarray(_Memory(tensor))
 
 
 class _Differentiable(torch.autograd.Function):

@@ -655,7 +655,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
             max_memory=self.max_memory,
             backend=self.backend,
         )
-        return out.reshape(x.shape)
+        # No view: FSDP can't follow what is done to one in place.
+        return torch.ops.aten._unsafe_view(out, x.shape)
 
     def extra_repr(self) -> str:
         """Return what ``repr`` shows besides the layers."""
