@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,6 +62,24 @@ def added(one: Any, two: Any) -> Any:
     if one is None or two is None:
         return two if one is None else one
     return one + two
+
+
+def recomputed(stage: Any, like: Any) -> Any:
+    """Return a stage of a definition that keeps nothing for a derivative of torch's.
+
+    The derivative computes the stage again. Under torch.func it keeps all, as that has no hooks for
+    what is saved.
+    """
+    torch = sys.modules.get("torch")
+    if (
+        torch is None
+        or not is_tensor(like)
+        or not torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return stage
+    checkpoint = torch.utils.checkpoint.checkpoint
+    return functools.partial(checkpoint, stage, use_reentrant=False, preserve_rng_state=False)
 
 
 def grouped(keys: Any, count: int) -> tuple[Any, Any]:

@@ -229,12 +229,6 @@ class _Memory:
         }
 
 
-_TYPES = {
-    getattr(torch, name): np.dtype(name).str
-    for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-} | {torch.bfloat16: np.dtype(np.uint16).str}
-
-
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return a view of a CPU tensor, whatever asks for its gradient; of bfloat16, of its bits.
 
@@ -272,6 +266,11 @@ class _Transformed(_Differentiable):
     def forward(  # type: ignore[override]
         call: Call, wanted: tuple[bool, ...], *arrays: Any
     ) -> tuple[Any, ...]:
+_FLOATS, _INTEGERS = ("float64", "float32", "float16"), ("int64", "int32", "int16", "int8", "uint8")
+_TYPES = {getattr(torch, name): np.dtype(name).str for name in (*_FLOATS, *_INTEGERS, "bool")}
+_TYPES[torch.bfloat16] = np.dtype(np.uint16).str
+
+
         return evaluate(call, arrays, wanted)
 
     @staticmethod
@@ -296,7 +295,7 @@ class _Transformed(_Differentiable):
             for b in range(info.batch_size)
         ]
         if not rows:
-            raise ValueError(f"{call.primitive.name}: torch.vmap has a batch of no arrays")
+            return _Transformed._of_no_rows(in_dims[2:], call, arrays)
         stacked = tuple(
             None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
         )
@@ -337,10 +336,6 @@ def _differentiate_formula(
     call: Call, arrays: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> tuple[Any, ...]:
     """Pull back through the formula: for the orders of derivative that no kernel has."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"{call.primitive.name} has no derivative under torch.func; torch.autograd has them all"
-        )
     with torch.enable_grad(), _as_written(reference(arrays)):
         # Views, because a cotangent may depend on the arrays: that path is autograd's, not ours.
         differentiated = [array is not None and array.requires_grad for array in arrays]
@@ -364,6 +359,21 @@ def _differentiate_formula(
             needed,
             [cotangent for _, cotangent in used],
             create_graph=torch.is_grad_enabled(),
+    @staticmethod
+    def _of_no_rows(in_dims: tuple[Any, ...], call: Call, arrays: Sequence[Any]) -> Any:
+        """Return the outputs of a batch of no arrays."""
+        row = [
+            array if dim is None else array.new_empty([*array.shape[:dim], *array.shape[dim + 1 :]])
+            for array, dim in zip(arrays, in_dims, strict=True)
+        ]
+        outputs = tuple(
+            None
+            if output is None
+            else reference(arrays).new_empty((0, *output[0]), dtype=_dtype(output[1]))
+            for output in call.primitive.describe(row, call.static)
+        )
+        return outputs, tuple(None if output is None else 0 for output in outputs)
+
             allow_unused=True,
         )
     )
@@ -390,6 +400,8 @@ def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
             sizes = next(values)
             value = kind.from_tensors(value, sizes) if value else None
         static.append(value)
+        if torch._C._are_functorch_transforms_active():
+            return _transform_formula(call, saved[:count], cotangents, needed)
     return tuple(static)
 
 
@@ -432,6 +444,28 @@ def _register(primitive: Primitive) -> None:
     def implementation(*args: Any) -> Any:
         arrays, (*flat, wanted, backend) = args[:count], args[count:]
         forced = _registry.forced(backend or None)
+def _transform_formula(
+    call: Call,
+    arrays: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+) -> tuple[Any, ...]:
+    """Pull back through the formula by torch.func, for other transforms to go through."""
+    asked = [cotangent is not None for cotangent in cotangents]
+
+    def formula(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        by = iter(values)
+        mixed = [next(by) if need else array for array, need in zip(arrays, needed, strict=True)]
+        outputs = call.primitive.formula(*mixed, *call.static)
+        return tuple([output for output, ask in zip(outputs, asked, strict=True) if ask])
+
+    by = [array for array, need in zip(arrays, needed, strict=True) if need]
+    with _as_written(reference(arrays)):
+        _, pull_back = torch.func.vjp(formula, *by)
+        gradients = iter(pull_back(tuple([c for c in cotangents if c is not None])))
+    return tuple(next(gradients) if need else None for need in needed)
+
+
         bound = Call(primitive, _put_together(primitive, flat), forced)
         outputs = evaluate(bound, arrays, tuple(wanted))
         return returned(

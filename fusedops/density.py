@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import ArrayT, cast, double, grouped, namespace, zeros
+from fusedops._arrays import ArrayT, cast, double, grouped, namespace, recomputed, zeros
 from fusedops._check import (
     alike,
     device_of,
@@ -474,11 +474,7 @@ def _vjp_formula(
             on_b = xp.stack(twice, -1)
         return on_x, on_b, ge.sum((-1, -2))
 
-    run = some
-    if is_tensor(g) and sys.modules["torch"].is_grad_enabled():
-        # What a second derivative needs of a box's voxels is computed again when it is needed.
-        checkpoint = sys.modules["torch"].utils.checkpoint.checkpoint
-        run = functools.partial(checkpoint, some, use_reentrant=False)
+    run = recomputed(some, g)
     for rows, (x, width, occ), constants in _chunks(arrays, lattice, scatterers):
         numbers.append(rows)
         for found, part in zip(rows_of, run(x, width, occ, g, *constants), strict=True):

@@ -261,7 +261,7 @@ def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
     if is_tensor(like):
         index, weight, ptr = planes.tensors_here()[:3]
         index = index.long()
-        ptr = ptr.cpu().numpy()
+        ptr = planes.plane_ptr if planes.device == "cpu" else ptr.cpu().numpy()
     else:
         index, weight, ptr = planes.index, planes.weight, planes.plane_ptr
     size = np.diff(ptr)
@@ -401,7 +401,8 @@ def _nll_pullback(
     needed: Sequence[bool],
 ) -> tuple[Any, ...]:
     scale, direction = cotangents
-    dxyz = None if scale is None else scale * residuals[0]
+    # Of one element, not of none: torch.vmap can't multiply by a batch of no numbers.
+    dxyz = None if scale is None else scale.reshape(1, 1) * residuals[0]
     if direction is not None:
         (turned,) = call.other(gradient_vjp, (arrays[0], direction))
         dxyz = turned if dxyz is None else dxyz + turned

@@ -6,16 +6,14 @@ are in ``cpukern/trimul_*`` and ``gpukern/trimul.py``.
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import ArrayT, cast, namespace, sigmoid, wide
+from fusedops._arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide
 from fusedops._check import alike, dtype_name, floats, is_tensor, one_of, promoted, size
 from fusedops._registry import Call, Primitive, op, to_run
 
@@ -78,8 +76,14 @@ def _linear_back(on_y: Any, x: Any) -> tuple[Any, Any]:
 
 def _planes(a: Any) -> Any:
     """Return (B, N, N, H) as (B, H, N, N), in memory too, as products want it."""
-    a = namespace(a).moveaxis(a, -1, 1)
+    # Not by moveaxis, for which torch.vmap has no rule.
+    a = a.swapaxes(2, 3).swapaxes(1, 2)
     return a.contiguous() if is_tensor(a) else np.ascontiguousarray(a)
+
+
+def _pairs(o: Any) -> Any:
+    """Return (B, H, N, N) as (B, N, N, H), the inverse of `_planes`."""
+    return o.swapaxes(1, 2).swapaxes(2, 3)
 
 
 def _sides(
@@ -112,7 +116,7 @@ def _sides_back(
     y, scale = _standardized(x, eps)
     xn = _affine(y, w, b)
     p, s = _linear(xn, p_w, p_b), sigmoid(_linear(xn, g_w, g_b))
-    on_a = xp.concatenate([xp.moveaxis(side, 1, -1) for side in (on_left, on_right)], axis=-1)
+    on_a = xp.concatenate([_pairs(side) for side in (on_left, on_right)], axis=-1)
     on_mask = (on_a * p * s).sum(-1)
     on_a = on_a if mask is None else on_a * mask[..., None]
     on_p, on_g = on_a * s, on_a * p * s * (1 - s)
@@ -158,7 +162,7 @@ def _end(
 ) -> Any:
     """Return the output, from x and o."""
     xn = _affine(_standardized(x, eps)[0], w_in, b_in)
-    on = _affine(_standardized(namespace(o).moveaxis(o, 1, -1), eps)[0], w, b)
+    on = _affine(_standardized(_pairs(o), eps)[0], w, b)
     s = sigmoid(_linear(xn, g_w, g_b))
     if gate == "output":
         return _linear(on, p_w, p_b) * s
@@ -182,7 +186,7 @@ def _end_back(
 ) -> tuple[Any, ...]:
     """Return the cotangents of the normalized x, of o, and of w to g_b."""
     xn = _affine(_standardized(x, eps)[0], w_in, b_in)
-    y, scale = _standardized(namespace(o).moveaxis(o, 1, -1), eps)
+    y, scale = _standardized(_pairs(o), eps)
     on = _affine(y, w, b)
     s = sigmoid(_linear(xn, g_w, g_b))
     if gate == "output":
@@ -258,14 +262,8 @@ def _gradients(
     direction, gate, _, eps, _ = static
     *w, g, on_o_too = _widened((*arrays, cotangent, on_hidden))
 
-    def run(some: Any, *args: Any) -> Any:
-        if is_tensor(w[0]) and sys.modules["torch"].is_grad_enabled():
-            # What a second derivative needs of a stage is computed again when it is needed.
-            checkpoint = sys.modules["torch"].utils.checkpoint.checkpoint
-            some = functools.partial(
-                checkpoint, some, use_reentrant=False, preserve_rng_state=False
-            )
-        return some(*args)
+    def run(stage: Any, *args: Any) -> Any:
+        return recomputed(stage, w[0])(*args)
 
     left, right = run(_sides, *w[:8], eps)
     o = _product(left, right, direction)
