@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 # NumPy takes microseconds to name a dtype.
+# Tensors by which torch traces, while a mode of its does.
+_TRACED = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
+_UNWRAPPED = {
+    "DTensor": "a plain tensor, such as {}.to_local()",
+    "AsyncCollectiveTensor": "a plain tensor, such as {}.wait()",
+    "FakeTensor": "a tensor with memory, outside of FakeTensorMode",
+    "NestedTensor": "a dense tensor, such as {}.to_padded_tensor(0)",
+    "MaskedTensor": "a plain tensor, such as {}.to_tensor(0)",
+}
 _NAMES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64")}
 
 
@@ -60,6 +69,38 @@ def promoted(arrays: Sequence[Any]) -> Any:
             promote = sys.modules["torch"].promote_types if is_tensor(array) else np.promote_types
             dtype = promote(dtype, array.dtype)
     return dtype
+
+
+def own_memory(op: str, name: str, tensor: Any) -> None:
+    """Raise TypeError unless a tensor has memory of its own, which kernels could work on.
+
+    One that torch traces or that is on the meta device has none, and reaches no kernel.
+    """
+    torch = sys.modules["torch"]
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        functorch = torch._C._functorch
+        if tensor.is_quantized or tensor.is_nested:
+            was, advice = "quantized" if tensor.is_quantized else "nested", "a dense tensor"
+        elif tensor._is_zerotensor():
+            was, advice = "a tensor of zeros without memory", "a dense tensor"
+        elif (
+            not torch._C._are_functorch_transforms_active()
+            and functorch.is_functorch_wrapped_tensor(tensor)
+        ):
+            was, advice = "from inside a torch.func transform that has ended", "a result of it"
+        else:
+            return
+    elif torch.nn.parameter.is_lazy(tensor):
+        was, advice = "an uninitialized parameter", "initialized"
+    elif kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or (
+        torch._C._len_torch_dispatch_stack() and kind.__name__ in _TRACED
+    ):
+        return
+    else:
+        was, advice = f"a {kind.__name__}", _UNWRAPPED.get(kind.__name__, "a plain torch.Tensor")
+        advice = advice.format(name)
+    raise TypeError(f"{op}: {name} is {was}; it should be {advice}")
 
 
 def overlap(one: Any, other: Any) -> bool:
@@ -116,6 +157,7 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     A string in `shape` stands for any size. Raises TypeError or ValueError.
     """
     if is_tensor(value):
+        own_memory(op, name, value)
         # Floats of one byte are for storage.
         if (
             not value.is_floating_point()

@@ -16,7 +16,7 @@ import torch.utils.weak
 from torch.autograd import forward_ad
 
 from fusedops import _registry
-from fusedops._check import promoted, reference
+from fusedops._check import own_memory, promoted, reference
 from fusedops._registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -170,6 +170,9 @@ def _resolved(
 def _on_numpy(
     call: Call,
     backend: _registry.Backend,
+    for name, array in zip(primitive.arrays, arrays, strict=True):
+        if array is not None and type(array) is not torch.Tensor:
+            own_memory(primitive.name, name, array)
     kernel: Any,
     arrays: Sequence[Any],
     dtype: torch.dtype,
