@@ -202,6 +202,9 @@ def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> N
 
 def size(op: str, name: str, value: Any) -> int:
     """Return `value` as an int that a size may be. Raises TypeError or ValueError."""
+    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].SymInt):
+        # To look at it would make the size of a compiled graph a constant.
+        return value  # type: ignore[return-value]
     try:
         number = operator.index(value)
     except TypeError:

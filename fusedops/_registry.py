@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast, overload
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from fusedops._check import (
     is_tensor,
     of_shape,
     overlap,
+    own_memory,
     promoted,
     reference,
     same_device,
@@ -37,6 +38,10 @@ from fusedops._check import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
 
 
 class BackendUnavailable(RuntimeError):
@@ -125,6 +130,9 @@ BACKENDS = (
 )
 _NAMES = tuple(backend.name for backend in BACKENDS)
 
+#: Public ops, and classes of packed arguments, by name: graphs hold nothing but names.
+ops: dict[str, Callable[..., Any]] = {}
+packed: dict[str, type[Packed]] = {}
 _primitives: dict[str, Primitive] = {}
 _kernels: dict[tuple[str, str], Callable[..., None]] = {}
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
@@ -301,13 +309,22 @@ class Packed:
     """An argument that is checked and laid out once and used in many calls.
 
     A subclass names its arrays in `_fields`. Their NumPy form serves the CPU; a copy on another
-    device is made by `to`, never by a call.
+    device is made by `to`, never by a call. `_given` and `_options` name the constructor's arrays
+    and its other arguments.
     """
 
     _fields: tuple[str, ...]
     _sizes: tuple[str, ...]
+    _given: tuple[str, ...] = ()
+    _options: tuple[str, ...] = ()
     device = "cpu"
     tensors: Any = None
+    # The constructor's other arguments, where `tensors` are its arrays, for a graph to read.
+    unread: dict[str, Any] | None = None
+
+    def __init_subclass__(cls) -> None:
+        packed[cls.__name__] = cls
+        cls.__init__ = outside_of_graphs(cls.__init__)  # type: ignore[method-assign]
 
     def tensors_here(self) -> list[Any]:
         """Return the arrays as torch tensors on this object's device."""
@@ -338,18 +355,18 @@ class Packed:
         return bridge().move(self, device)
 
     @classmethod
-    def read(cls, op: str, argument: str, *tensors: Any, **options: Any) -> Self:
-        """Return the object that tensors describe, the first of which is called `argument`.
+    def read(cls, op: str, *tensors: Any, **options: Any) -> Self:
+        """Return the object that tensors describe, which an op was given in its place.
 
-        Reading from a GPU waits for it: what is there is read once, until it is written to.
+        Reading from a GPU waits for it: what is there is read once, until it is written to. A graph
+        reads whenever it runs.
         """
-        torch = sys.modules["torch"]
-        outside = (
-            f"{op}: {argument} is a tensor; inside torch.compile or a CUDA graph it should be "
-            f"{cls.__name__}, made outside"
-        )
         if _traced():
-            raise TypeError(outside)
+            return cls._unread(tensors, options)
+        argument = cls._given[0]
+        for tensor in tensors:
+            own_memory(op, argument, tensor)
+        torch = sys.modules["torch"]
         if torch._C._are_functorch_transforms_active():
             if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
                 raise TypeError(
@@ -358,16 +375,16 @@ class Packed:
                 )
             # What is made in here is not torch.func's to keep track of.
             with torch._C._DisableFuncTorch():
-                return cls._read(tensors, outside, options)
-        return cls._read(tensors, outside, options)
+                return cls._read(op, tensors, options)
+        return cls._read(op, tensors, options)
 
     @classmethod
-    def _read(cls, tensors: Sequence[Any], outside: str, options: dict[str, Any]) -> Self:
+    def _read(cls, op: str, tensors: Sequence[Any], options: dict[str, Any]) -> Self:
         first, *others = tensors
         if first.is_cpu:
             return cls.unchecked(*tensors, **options)
         if any(tensor.is_inference() for tensor in tensors):
-            return cls(*tensors, **options)
+            return cls.made_of(*tensors, **options)
         where = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
         stamp = cls, where, options
         read = bridge().packed_read.get(first)
@@ -377,19 +394,54 @@ class Packed:
             or read[0] != stamp
             or any(r() is not t for r, t in zip(read[1], others, strict=False))
         ):
-            if sys.modules["torch"].cuda.is_current_stream_capturing():
-                raise TypeError(outside)
-            read = stamp, [weakref.ref(t) for t in others], cls(*tensors, **options)
+            cls._refuse_capture(op)
+            read = stamp, [weakref.ref(t) for t in others], cls.made_of(*tensors, **options)
             bridge().packed_read[first] = read
         return read[2]
 
     @classmethod
+    def _refuse_capture(cls, op: str) -> None:
+        if sys.modules["torch"].cuda.is_current_stream_capturing():
+            raise TypeError(
+                f"{op}: {cls._given[0]} is a tensor; inside a CUDA graph it should be "
+                f"{cls.__name__}, made outside"
+            )
+
+    @classmethod
+    def made_of(cls, *tensors: Any, **options: Any) -> Self:
+        """Return the object that tensors describe."""
+        return cls(*tensors, **options)
+
+    @classmethod
     def unchecked(cls, *tensors: Any, **options: Any) -> Self:
         """Return the object that tensors on the CPU describe, for one call."""
-        return cls(*tensors, **options)
+        return cls.made_of(*tensors, **options)
+
+    @classmethod
+    def _unread(cls, tensors: Sequence[Any], options: dict[str, Any]) -> Self:
+        """Return an object for a graph, with the sizes that follow from those of its tensors."""
+        self = cls.__new__(cls)
+        self.tensors = list(tensors)
+        self.device = device_of(tensors[0])
+        self.unread = options
+        self.foresee(*tensors, **options)
+        return self
+
+    @classmethod
+    def read_in_graph(cls, op: str, tensors: Sequence[Any], options: Sequence[int]) -> Self:
+        """Return the object that a graph's tensors describe."""
+        if not _traced() and tensors[0].is_cuda:
+            # A recording would keep the object of the tensors that it was made with.
+            cls._refuse_capture(op)
+        return cls.read(op, *tensors, **dict(zip(cls._options, options, strict=True)))
+
+    def foresee(self, *tensors: Any, **options: Any) -> None:
+        """Set the sizes that are known before the tensors' values are."""
 
     def sizes(self) -> list[int]:
         """Return the numbers that go with the arrays."""
+        if self.unread is not None:
+            return [self.unread[name] for name in self._options]
         return [getattr(self, name) for name in self._sizes]
 
     @classmethod
@@ -570,10 +622,6 @@ def primitives() -> dict[str, Primitive]:
     return _primitives
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
-
-
 class Op(Generic[F_co]):
     """What `op` returns, for type checkers: a function with more attributes."""
 
@@ -590,6 +638,26 @@ class Op(Generic[F_co]):
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Return which backend serves the call, and why."""
         raise NotImplementedError
+
+
+def _compiling() -> bool:
+    """Return whether torch.compile traces this frame, or would trace the ones that it calls."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def outside_of_graphs(function: F) -> F:
+    """Return a function that torch.compile doesn't trace: its graph ends where it is called."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (bridge().uncompiled(function) if _compiling() else function)(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def to_run(arrays: tuple[Any, ...], static: tuple[Any, ...], shown: str | tuple[str, ...]) -> Any:
@@ -717,6 +785,9 @@ def op(
 
         @wrapped
         def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
+            if _compiling():
+                options = {"out": out, "backend": backend, **kwargs}
+                return bridge().compiled(call, args, options)
             arrays, bound, shown = bind(args, kwargs, backend)
             if out is not None:
                 if not takes_out:
@@ -774,8 +845,9 @@ def op(
             )
 
         call.primitive = primitive
-        call.vjp = vjp
-        call.explain = explain_call
+        call.vjp = outside_of_graphs(vjp)
+        call.explain = outside_of_graphs(explain_call)
+        ops[call.__name__] = call
         return call
 
     return declare

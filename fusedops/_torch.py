@@ -47,6 +47,65 @@ def move(packed: Packed, device: Any) -> Packed:
     return type(packed).from_tensors(tensors, packed.sizes())
 
 
+def uncompiled(function: Any) -> Any:
+    """Return a function that ends the graph of torch.compile where it is called."""
+    return torch.compiler.disable(function)
+
+
+def compiled(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call an op in code that torch.compile traces: as one node of the graph, where it can be."""
+    if torch.compiler.is_dynamo_compiling() and _fits((args, options)):
+        return _node(op.__name__, _apart(args), _apart(options))
+    return uncompiled(op)(*args, **options)
+
+
+def _fits(argument: Any) -> bool:
+    """Return whether a graph can hold an argument: it can't hold NumPy arrays."""
+    if isinstance(argument, dict):
+        return _fits(list(argument.values()))
+    if isinstance(argument, (list, tuple)):
+        return all([_fits(value) for value in argument])
+    kinds = (torch.Tensor, Packed, bool, int, float, str)
+    return argument is None or isinstance(argument, kinds)
+
+
+def _apart(argument: Any) -> Any:
+    """Return an argument with every `Packed` taken apart into what a graph can hold."""
+    if isinstance(argument, dict):
+        return {name: _apart(value) for name, value in argument.items()}
+    if isinstance(argument, (list, tuple)):
+        return [_apart(value) for value in argument]
+    if isinstance(argument, Packed):
+        return [_PACKED, type(argument).__name__, argument.tensors_here(), argument.sizes()]
+    return argument
+
+
+def _together(argument: Any) -> Any:
+    if isinstance(argument, dict):
+        return {name: _together(value) for name, value in argument.items()}
+    if not isinstance(argument, (list, tuple)):
+        return argument
+    if len(argument) == 4 and isinstance(argument[0], str) and argument[0] == _PACKED:
+        return _registry.packed[argument[1]].from_tensors(*argument[2:])
+    return [_together(value) for value in argument]
+
+
+_PACKED = "fusedops.Packed"
+
+
+@torch.compiler.allow_in_graph
+@torch.compiler.disable
+def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
+    """Call an op: all of this library that torch.compile sees.
+
+    The graph ends where an argument is bad, so that the call raises its own error outside of it.
+    """
+    try:
+        return _registry.ops[name](*_together(args), **_together(options))
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise NotImplementedError(str(error)) from error
+
+
 def run(
     call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...], out: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
@@ -111,6 +170,9 @@ def evaluate(
 ) -> tuple[Any, ...]:
     """Evaluate a primitive on the backend chosen, without a derivative."""
     primitive, static, forced, _ = call
+    for name, array in zip(primitive.arrays, arrays, strict=True):
+        if array is not None and type(array) is not torch.Tensor:
+            own_memory(primitive.name, name, array)
     if any([array is not None and array.is_neg() for array in (*arrays, out)]):
         arrays = _resolved(primitive, arrays, out)
     first = reference(arrays)
@@ -170,9 +232,6 @@ def _resolved(
 def _on_numpy(
     call: Call,
     backend: _registry.Backend,
-    for name, array in zip(primitive.arrays, arrays, strict=True):
-        if array is not None and type(array) is not torch.Tensor:
-            own_memory(primitive.name, name, array)
     kernel: Any,
     arrays: Sequence[Any],
     dtype: torch.dtype,
@@ -211,6 +270,11 @@ def _on_numpy(
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
+
+
+_FLOATS, _INTEGERS = ("float64", "float32", "float16"), ("int64", "int32", "int16", "int8", "uint8")
+_TYPES = {getattr(torch, name): np.dtype(name).str for name in (*_FLOATS, *_INTEGERS, "bool")}
+_TYPES[torch.bfloat16] = np.dtype(np.uint16).str
 
 
 class _Memory:
@@ -269,11 +333,6 @@ class _Transformed(_Differentiable):
     def forward(  # type: ignore[override]
         call: Call, wanted: tuple[bool, ...], *arrays: Any
     ) -> tuple[Any, ...]:
-_FLOATS, _INTEGERS = ("float64", "float32", "float16"), ("int64", "int32", "int16", "int8", "uint8")
-_TYPES = {getattr(torch, name): np.dtype(name).str for name in (*_FLOATS, *_INTEGERS, "bool")}
-_TYPES[torch.bfloat16] = np.dtype(np.uint16).str
-
-
         return evaluate(call, arrays, wanted)
 
     @staticmethod
@@ -304,6 +363,21 @@ _TYPES[torch.bfloat16] = np.dtype(np.uint16).str
         )
         return stacked, tuple(None if column is None else 0 for column in stacked)
 
+    @staticmethod
+    def _of_no_rows(in_dims: tuple[Any, ...], call: Call, arrays: Sequence[Any]) -> Any:
+        """Return the outputs of a batch of no arrays."""
+        row = [
+            array if dim is None else array.new_empty([*array.shape[:dim], *array.shape[dim + 1 :]])
+            for array, dim in zip(arrays, in_dims, strict=True)
+        ]
+        outputs = tuple(
+            None
+            if output is None
+            else reference(arrays).new_empty((0, *output[0]), dtype=_dtype(output[1]))
+            for output in call.primitive.describe(row, call.static)
+        )
+        return outputs, tuple(None if output is None else 0 for output in outputs)
+
 
 def _transformed(call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
     levels = torch._C._functorch.get_interpreter_stack()
@@ -330,6 +404,8 @@ def _pull_back(
     if not any([cotangent is not None for cotangent in cotangents]):
         return (None,) * count
     if primitive.pullback is None:
+        if torch._C._are_functorch_transforms_active():
+            return _transform_formula(call, saved[:count], cotangents, needed)
         return _differentiate_formula(call, saved[:count], cotangents)
     gradients = primitive.pullback(call, saved[:count], saved[count:], cotangents, needed)
     return tuple(g if need else None for g, need in zip(gradients, needed, strict=True))
@@ -362,91 +438,12 @@ def _differentiate_formula(
             needed,
             [cotangent for _, cotangent in used],
             create_graph=torch.is_grad_enabled(),
-    @staticmethod
-    def _of_no_rows(in_dims: tuple[Any, ...], call: Call, arrays: Sequence[Any]) -> Any:
-        """Return the outputs of a batch of no arrays."""
-        row = [
-            array if dim is None else array.new_empty([*array.shape[:dim], *array.shape[dim + 1 :]])
-            for array, dim in zip(arrays, in_dims, strict=True)
-        ]
-        outputs = tuple(
-            None
-            if output is None
-            else reference(arrays).new_empty((0, *output[0]), dtype=_dtype(output[1]))
-            for output in call.primitive.describe(row, call.static)
-        )
-        return outputs, tuple(None if output is None else 0 for output in outputs)
-
             allow_unused=True,
         )
     )
     return tuple(next(gradients) if by else None for by in differentiated)
 
 
-def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:
-    """Return static arguments as what a registered op's schema can hold."""
-    flat: list[Any] = []
-    for kind, value in zip(primitive.static.values(), static, strict=True):
-        if not issubclass(kind, Packed):
-            flat.append(value)
-        else:
-            flat += [[], []] if value is None else [value.tensors_here(), value.sizes()]
-    return flat
-
-
-def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
-    values = iter(flat)
-    static: list[Any] = []
-    for kind in primitive.static.values():
-        value = next(values)
-        if issubclass(kind, Packed):
-            sizes = next(values)
-            value = kind.from_tensors(value, sizes) if value else None
-        static.append(value)
-        if torch._C._are_functorch_transforms_active():
-            return _transform_formula(call, saved[:count], cotangents, needed)
-    return tuple(static)
-
-
-def _call_registered(call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> Any:
-    primitive = call.primitive
-    if any(array is not None and array.requires_grad for array in arrays):
-        wanted = primitive.with_saved(wanted)
-    operator = getattr(torch.ops.fusedops, primitive.name)
-    flat = _take_apart(primitive, call.static)
-    outputs = operator(*arrays, *flat, list(wanted), call.forced or "")
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple([out if want else None for out, want in zip(outputs, wanted, strict=True)])
-
-
-_library = torch.library.Library("fusedops", "DEF")
-
-
-def _register(primitive: Primitive) -> None:
-    kinds = []
-    for name, kind in primitive.static.items():
-        packed = issubclass(kind, Packed)
-        plain = [f"{kind.__name__} {name}"]
-        kinds += [f"Tensor[] {name}", f"SymInt[] {name}_sizes"] if packed else plain
-    count = len(primitive.arrays)
-    takes_tensors = [*(kind.startswith("Tensor[]") for kind in kinds), False, False]
-    arguments = [*(f"Tensor? {name}" for name in primitive.arrays), *kinds]
-    for at, name in enumerate(primitive.arrays):
-        if name in primitive.mutates:
-            arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
-    returns = ", ".join(["Tensor"] * len(primitive.outputs))
-    qualified = f"fusedops::{primitive.name}"
-    _library.define(
-        f"{primitive.name}({', '.join(arguments)}, bool[] wanted, str backend) -> ({returns})"
-    )
-
-    def returned(outputs: Sequence[torch.Tensor]) -> Any:
-        """A schema with one result wants it bare."""
-        return tuple(outputs) if len(outputs) > 1 else outputs[0]
-
-    def implementation(*args: Any) -> Any:
-        arrays, (*flat, wanted, backend) = args[:count], args[count:]
-        forced = _registry.forced(backend or None)
 def _transform_formula(
     call: Call,
     arrays: Sequence[torch.Tensor],
@@ -469,6 +466,74 @@ def _transform_formula(
     return tuple(next(gradients) if need else None for need in needed)
 
 
+def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:
+    """Return static arguments as what a registered op's schema can hold."""
+    flat: list[Any] = []
+    for kind, value in zip(primitive.static.values(), static, strict=True):
+        if not issubclass(kind, Packed):
+            flat.append(value)
+        elif value is None:
+            flat += [[], [], False]
+        else:
+            flat += [value.tensors_here(), value.sizes(), value.unread is not None]
+    return flat
+
+
+def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
+    values = iter(flat)
+    static: list[Any] = []
+    for kind in primitive.static.values():
+        value = next(values)
+        if issubclass(kind, Packed):
+            sizes, unread = next(values), next(values)
+            if unread:
+                value = kind.read_in_graph(primitive.name, value, sizes)
+            else:
+                value = kind.from_tensors(value, sizes) if value else None
+        static.append(value)
+    return tuple(static)
+
+
+def _call_registered(call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> Any:
+    primitive = call.primitive
+    if any(array is not None and array.requires_grad for array in arrays):
+        wanted = primitive.with_saved(wanted)
+    operator = getattr(torch.ops.fusedops, primitive.name)
+    flat = _take_apart(primitive, call.static)
+    outputs = operator(*arrays, *flat, list(wanted), call.forced or "")
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple([out if want else None for out, want in zip(outputs, wanted, strict=True)])
+
+
+_library = torch.library.Library("fusedops", "DEF")
+
+
+def _register(primitive: Primitive) -> None:
+    kinds = []
+    for name, kind in primitive.static.items():
+        packed = issubclass(kind, Packed)
+        plain = [f"{kind.__name__} {name}"]
+        taken_apart = [f"Tensor[] {name}", f"SymInt[] {name}_sizes", f"bool {name}_unread"]
+        kinds += taken_apart if packed else plain
+    count = len(primitive.arrays)
+    takes_tensors = [*(kind.startswith("Tensor[]") for kind in kinds), False, False]
+    arguments = [*(f"Tensor? {name}" for name in primitive.arrays), *kinds]
+    for at, name in enumerate(primitive.arrays):
+        if name in primitive.mutates:
+            arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
+    returns = ", ".join(["Tensor"] * len(primitive.outputs))
+    qualified = f"fusedops::{primitive.name}"
+    _library.define(
+        f"{primitive.name}({', '.join(arguments)}, bool[] wanted, str backend) -> ({returns})"
+    )
+
+    def returned(outputs: Sequence[torch.Tensor]) -> Any:
+        """A schema with one result wants it bare."""
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def implementation(*args: Any) -> Any:
+        arrays, (*flat, wanted, backend) = args[:count], args[count:]
+        forced = _registry.forced(backend or None)
         bound = Call(primitive, _put_together(primitive, flat), forced)
         outputs = evaluate(bound, arrays, tuple(wanted))
         return returned(

@@ -76,6 +76,8 @@ class Sequences(Packed):
     # chunks (n, 2): the sequence of every run of up to CHUNK tokens, and its first token.
     _fields = ("cu_seqlens", "chunks")
     _sizes = ("num_sequences", "num_tokens")
+    _given = ("cu_seqlens",)
+    _options = ("num_tokens",)
 
     def __init__(self, cu_seqlens: Any, *, num_tokens: int | None = None) -> None:
         given = cu_seqlens if is_tensor(cu_seqlens) else np.asarray(cu_seqlens)
@@ -116,6 +118,10 @@ class Sequences(Packed):
         self.chunks = np.stack([which, starts[which] + CHUNK * within], axis=1)
         if device != "cpu":
             self.__dict__ = self.to(device).__dict__
+
+    def foresee(self, cu_seqlens: Any, *, num_tokens: int) -> None:
+        """Set the sizes that are known before the tensor's values are."""
+        self.num_sequences, self.num_tokens = cu_seqlens.shape[0] - 1, num_tokens
 
 
 def _spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, slice]]:
@@ -373,7 +379,7 @@ def _sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
         return cu_seqlens
     if not is_tensor(cu_seqlens):
         return Sequences(cu_seqlens, num_tokens=tokens)
-    return Sequences.read(name, "cu_seqlens", cu_seqlens, num_tokens=tokens)
+    return Sequences.read(name, cu_seqlens, num_tokens=tokens)
 
 
 def _of_rank(name: str, argument: str, array: Any, *shapes: tuple[Any, ...]) -> tuple[Any, ...]:

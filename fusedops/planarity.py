@@ -26,7 +26,7 @@ from fusedops._check import (
     one_of,
     same_device,
 )
-from fusedops._registry import Call, Packed, Primitive, op, to_run
+from fusedops._registry import Call, Packed, Primitive, _traced, op, outside_of_graphs, to_run
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -104,6 +104,8 @@ class Planes(Packed):
         "constant",
     )
     _sizes = ("bound", "largest", "rows", "spill", "per_atom", "num_planes", "num_entries")
+    _given = ("plane_groups",)
+    _options = ("num_atoms",)
 
     def __init__(
         self, plane_groups: Sequence[tuple[Any, Any]], *, num_atoms: int = _MOST_ATOMS
@@ -112,6 +114,17 @@ class Planes(Packed):
         self._lay_out(groups, num_atoms)
         if device != "cpu":
             self.__dict__ = self.to(device).__dict__
+
+    @classmethod
+    def made_of(cls, *tensors: Any, num_atoms: int) -> Planes:
+        """Return the object that index and sigma tensors describe, group after group."""
+        return cls(list(zip(tensors[::2], tensors[1::2], strict=True)), num_atoms=num_atoms)
+
+    def foresee(self, *tensors: Any, num_atoms: int) -> None:
+        """Set the sizes that are known before the tensors' values are."""
+        self.bound = 0
+        self.num_planes = sum(len(index) for index in tensors[::2])
+        self.num_entries = sum(index.numel() for index in tensors[::2])
 
     def _lay_out(self, given: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> None:
         groups = sorted(given, key=lambda group: group[0].shape[1])
@@ -177,6 +190,16 @@ class Planes(Packed):
 
     def __repr__(self) -> str:
         return f"Planes({self.num_planes} planes, {self.num_entries} atoms, on {self.device})"
+
+
+def _flat(plane_groups: Any) -> list[Any]:
+    """Return the indices and sigmas of all groups as tensors, for a graph."""
+    torch = sys.modules["torch"]
+    return [
+        torch.as_tensor(array, dtype=None if is_tensor(array) else dtype)
+        for group in plane_groups
+        for array, dtype in zip(group, (torch.int64, torch.float64), strict=True)
+    ]
 
 
 def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
@@ -455,12 +478,10 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
     xyz = floats(name, "xyz", xyz, ("N", 3))
     planes = plane_groups
     if not isinstance(planes, Planes):
-        if is_tensor(xyz) and sys.modules["torch"].compiler.is_dynamo_compiling():
-            raise TypeError(
-                f"{name}: plane_groups is a {type(planes).__name__}; inside torch.compile it "
-                "should be Planes, made outside"
-            )
-        planes = Planes(planes, num_atoms=xyz.shape[0])
+        if is_tensor(xyz) and _traced():
+            planes = Planes.read(name, *_flat(planes), num_atoms=xyz.shape[0])
+        else:
+            planes = Planes(planes, num_atoms=xyz.shape[0])
     same_device(name, "plane_groups", planes.device, "xyz", device_of(xyz))
     if planes.bound > xyz.shape[0]:
         raise IndexError(
@@ -538,6 +559,7 @@ def planarity_nll(
     return _check("planarity_nll", xyz, plane_groups, fit)
 
 
+@outside_of_graphs
 def plane_deviations(
     xyz: np.ndarray, plane_groups: Sequence[tuple[Any, Any]], *, fit: str = "uniform"
 ) -> list[np.ndarray]:

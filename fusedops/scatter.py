@@ -91,6 +91,8 @@ class ScatterPlan(Packed):
 
     _fields = ("wa", "wbwc")
     _sizes = ("map_size", "planes", "rows", "columns")
+    _given = ("wa", "wbwc")
+    _options = ("map_size",)
     # Of the grid, where all cubes are boxes of a periodic one.
     planes = rows = columns = 0
     # The smallest and the largest offset of every cube, where the plan is checked.
@@ -135,6 +137,10 @@ class ScatterPlan(Packed):
         if grid := _grid(wa, wbwc, self.map_size):
             (self.planes, self.rows, self.columns), origins = grid
             self.tensors += [origins, *_pairs(origins, self.shape[1:], grid[0])]
+
+    def foresee(self, wa: Any, wbwc: Any, *, map_size: int) -> None:
+        """Set the sizes that are known before the tensors' values are."""
+        self.map_size = map_size
 
     def _lay_out(self, wa: Any, wbwc: Any, map_size: int, copy: bool) -> None:
         wa, wbwc = _indices(wa, wbwc)
@@ -423,7 +429,7 @@ def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, li
             raise TypeError(f"{name}: {other} is no tensor; it should be one, as {argument} is")
     map_size = size(name, "map_size", map_size)
     if is_tensor(wa) and is_tensor(wbwc):
-        return ScatterPlan.read(name, "wa", wa, wbwc, map_size=map_size)
+        return ScatterPlan.read(name, wa, wbwc, map_size=map_size)
     return ScatterPlan.unchecked(wa, wbwc, map_size)
 
 

@@ -156,6 +156,8 @@ class Edges(Packed):
     # by_target: the edges, those into node 0 first; target_ptr (N + 1,): where each node's begin.
     _fields = ("source", "target", "by_source", "source_ptr", "by_target", "target_ptr")
     _sizes = ("num_nodes", "num_edges")
+    _given = ("edge_index",)
+    _options = ("num_nodes",)
 
     def __init__(self, edge_index: Any, num_nodes: int) -> None:
         given: Any = edge_index if is_tensor(edge_index) else np.asarray(edge_index)
@@ -204,6 +206,10 @@ class Edges(Packed):
         if "torch" in sys.modules:
             # A compiled function would be compiled again where they are first made inside of it.
             self.tensors_here()
+
+    def foresee(self, edge_index: Any, *, num_nodes: int) -> None:
+        """Set the sizes that are known before the tensor's values are."""
+        self.num_nodes, self.num_edges = num_nodes, edge_index.shape[1]
 
 
 def ends_of(edges: Edges | None, way: str, like: Any) -> list[Any]:
@@ -402,12 +408,10 @@ def _graph(
             )
         if is_tensor(edge_index):
             nodes = size(name, "num_nodes", num_nodes)
-            edge_index = Edges.read(name, "edge_index", edge_index, num_nodes=nodes)
+            edge_index = Edges.read(name, edge_index, num_nodes=nodes)
         else:
             edge_index = Edges(edge_index, num_nodes)
-    elif num_nodes is not None and not isinstance(num_nodes, numbers.Integral):
-        raise TypeError(f"{name}: num_nodes is a {type(num_nodes).__name__}; it should be an int")
-    elif num_nodes is not None and edge_index.num_nodes != num_nodes:
+    elif num_nodes is not None and edge_index.num_nodes != size(name, "num_nodes", num_nodes):
         raise ValueError(
             f"{name}: edge_index has {edge_index.num_nodes} nodes; it should have {num_nodes}"
         )

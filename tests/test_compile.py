@@ -1,0 +1,215 @@
+"""torch.compile sees one node for every call of an op, and nothing behind it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+from fusedops.wigner import wigner_d  # noqa: E402
+
+MODES = {
+    "default": {},
+    "fullgraph": {"fullgraph": True},
+    "dynamic": {"dynamic": True},
+    "dynamic-fullgraph": {"dynamic": True, "fullgraph": True},
+}
+
+
+def random(*shape):
+    # Sizes are the seed: the same call gives the same tensors.
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator)
+
+
+def integers(high, *shape):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high))
+
+
+def tokens(n):
+    return random(1, 7 + n, 3), random(1, 7 + n, 3, 4), torch.tensor([0, 2 + n, 7 + n])
+
+
+def convolve(x, kernels, cu_seqlens):
+    return fusedops.dynamic_conv(x.sin(), kernels, cu_seqlens=cu_seqlens, activation="silu").cos()
+
+
+def last_inputs(x, kernels, cu_seqlens):
+    options = {"cu_seqlens": cu_seqlens, "output_final_state": True}
+    return fusedops.dynamic_conv(x, kernels, **options)[1].cos()
+
+
+def graph(n):
+    return random(6 + n, 9, 4), random(9 + 2 * n, 3), integers(6 + n, 2, 9 + 2 * n)
+
+
+def rotate(x, vectors, edges):
+    return fusedops.node_to_edge_wigner_permute(x.sin(), edges, wigner_d(vectors, 2)).cos()
+
+
+def rotate_back(message, vectors, edges):
+    inverse = wigner_d(vectors, 2).mT
+    nodes = message.shape[0] // 2
+    return fusedops.permute_wigner_inv_edge_to_node(message.sin(), edges, inverse, nodes).cos()
+
+
+def own_frames(message, vectors):
+    return fusedops.permute_wigner_inv(message.sin(), wigner_d(vectors, 2).mT).cos()
+
+
+def embed(radial, vectors, edges):
+    x = radial.new_zeros(radial.shape[0] // 2, 9, 4)
+    inverse = wigner_d(vectors, 2).mT
+    return fusedops.edge_degree_scatter(x, radial.sin(), edges, inverse, rescale_factor=2.0).cos()
+
+
+def messages(n, rows):
+    nodes = 6 + n
+    edges = integers(nodes, 2, 2 * nodes)
+    return random(2 * nodes, rows, 4), random(2 * nodes, 3), edges
+
+
+def cubes(n):
+    return random(3 + n, 2, 3, 4), integers(20, 3 + n, 2), integers(20, 3 + n, 3, 4)
+
+
+def scatter(cube, wa, wbwc):
+    return fusedops.structured_scatter_add(cube.sin(), wa, wbwc, 40 + 2 * cube.shape[0]).cos()
+
+
+def scatter_by_plan(cube, plan):
+    return fusedops.structured_scatter_add(cube.sin(), plan).cos()
+
+
+def gather(grid, wa, wbwc):
+    return fusedops.structured_gather(grid.sin(), wa, wbwc).cos()
+
+
+INDEX, SIGMA = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5]]), torch.tensor([0.1, 0.2])
+
+
+def restrain(xyz, index, sigma):
+    return fusedops.planarity_nll(2 * xyz, [(index, sigma)]).cos()
+
+
+def restrain_lists(xyz):
+    return fusedops.planarity_nll(2 * xyz, [([[0, 1, 2, 3]], [0.1])]).cos()
+
+
+def restrain_packed(xyz, planes):
+    return fusedops.planarity_nll(2 * xyz, planes).cos()
+
+
+CELL = torch.diag(torch.tensor([10.0, 11.0, 12.0]))
+
+
+def atoms(n):
+    count = 8 + n
+    constants = 1 + random(count, 2).abs(), 5 + random(count, 2).abs()
+    return random(count, 3), 10 + random(count).abs(), torch.ones(count), *constants
+
+
+def draw(xyz, b, occupancy, amplitudes, widths, cell):
+    shape = None if isinstance(cell, fusedops.Lattice) else (6, 7, 8)
+    return fusedops.gaussian_density(
+        1.5 * xyz, b, occupancy, amplitudes, widths, cell, shape, on_bad="skip"
+    ).cos()
+
+
+NORMS, PROJECTIONS, LAST = (random(4), random(4)), (random(6, 4), random(6, 4)), random(4, 3)
+
+
+def update(x, mask):
+    weights = (*NORMS, PROJECTIONS[0], None, PROJECTIONS[1], None, random(3), random(3), LAST, None)
+    return fusedops.triangle_multiplicative_update(
+        x.sin(), "outgoing", mask, *weights, random(4, 4), None
+    ).cos()
+
+
+# Function, arguments for a size, and how many of these are differentiated by.
+CALLS = {
+    "convolution": (convolve, lambda n: tokens(n), 2),
+    "convolution-packed": (convolve, lambda n: (*tokens(n)[:2], packed_tokens(n)), 2),
+    "final-state": (last_inputs, lambda n: tokens(n), 2),
+    "forth": (rotate, lambda n: graph(n), 2),
+    "forth-packed": (rotate, lambda n: (*graph(n)[:2], packed_graph(graph(n)[2], 6 + n)), 2),
+    "back": (rotate_back, lambda n: messages(n, 9), 2),
+    "own": (own_frames, lambda n: messages(n, 9)[:2], 2),
+    "degree": (embed, lambda n: messages(n, 3), 2),
+    "scatter": (scatter, lambda n: cubes(n), 1),
+    "scatter-packed": (scatter_by_plan, lambda n: (cubes(n)[0], plan(n)), 1),
+    "gather": (gather, lambda n: (random(41 + n), *cubes(n)[1:]), 1),
+    "planes": (restrain, lambda n: (random(8 + n, 3), INDEX, SIGMA), 1),
+    "planes-lists": (restrain_lists, lambda n: (random(8 + n, 3),), 1),
+    "planes-packed": (restrain_packed, lambda n: (random(8 + n, 3), packed_planes()), 1),
+    "density": (draw, lambda n: (*atoms(n), CELL), 3),
+    "density-packed": (draw, lambda n: (*atoms(n), fusedops.Lattice(CELL, (6, 7, 8))), 3),
+    "triangle": (update, lambda n: (random(1, 5 + n, 5 + n, 4), torch.ones(1, 5 + n, 5 + n)), 1),
+}
+
+
+def packed_tokens(n):
+    return fusedops.Sequences(tokens(n)[2])
+
+
+def packed_graph(edge_index, nodes):
+    return fusedops.Edges(edge_index, nodes)
+
+
+def plan(n):
+    return fusedops.ScatterPlan(*cubes(n)[1:], 40)
+
+
+def packed_planes():
+    return fusedops.Planes([(INDEX, SIGMA)])
+
+
+def agree(fast, function, arguments, differentiated):
+    found = []
+    for f in (fast, function):
+        leaves = [a.clone().requires_grad_() for a in arguments[:differentiated]]
+        out = f(*leaves, *arguments[differentiated:])
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*arguments), function(*arguments))
+
+
+@pytest.fixture(autouse=True)
+def graphs():
+    """Count the graphs and their ends from nothing, and show no warning of ours or of torch's."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        yield counters
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_one_graph(name, mode, graphs):
+    """With arrays and with packed arguments, of several sizes, forward and backward."""
+    function, make, differentiated = CALLS[name]
+    fast = torch.compile(function, backend="aot_eager", **MODES[mode])
+    for n in (0, 3, 5):
+        agree(fast, function, make(n), differentiated)
+    assert not graphs["graph_break"]
+    if mode.startswith("dynamic"):
+        # With and without gradients, each perhaps once more for tensors that share a size.
+        assert graphs["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.parametrize("name", ["convolution", "degree", "scatter", "planes", "density"])
+def test_inductor_takes_index_tensors(name, graphs):
+    function, make, differentiated = CALLS[name]
+    fast = torch.compile(function)
+    for n in (0, 3):
+        agree(fast, function, make(n), differentiated)
+    assert not graphs["graph_break"]
