@@ -196,10 +196,10 @@ cdef void fit_block(
     Atom a has `scratch[ROW * a:]` to itself: LANES values each of x, y, z, 1/σ² and one to spare.
     """
     cdef int n = <int>(plane_ptr[first + 1] - plane_ptr[first])
-    cdef double[LANES] ox, oy, oz, total, sx, sy, sz, xx, xy, xz, yy, yz, zz, nx, ny, nz, value
+    cdef double[LANES] total, sx, sy, sz, xx, xy, xz, yy, yz, zz, nx, ny, nz, value
     cdef double[LANES] scale
     cdef bint[LANES] found
-    cdef double share, trace
+    cdef double share, trace, ox, oy, oz
     cdef double* row
     cdef Eigenpair pair
     cdef Py_ssize_t plane, i
@@ -210,20 +210,24 @@ cdef void fit_block(
         # A short block repeats its last plane in the lanes left over.
         plane = first + (l if l < planes else planes - 1)
         block.start[l] = plane_ptr[plane]
+        # From the plane's first atom on, since the distance to the origin would cost digits.
+        ox = oy = oz = NAN
+        i = index[block.start[l]]
+        if 0 <= i < atoms:
+            ox = xyz[3 * i]
+            oy = xyz[3 * i + 1]
+            oz = xyz[3 * i + 2]
         for a in range(n):
             row = scratch + ROW * a + l
             i = index[block.start[l] + a]
             if 0 <= i < atoms:
-                row[X] = xyz[3 * i]
-                row[Y] = xyz[3 * i + 1]
-                row[Z] = xyz[3 * i + 2]
+                row[X] = xyz[3 * i] - ox
+                row[Y] = xyz[3 * i + 1] - oy
+                row[Z] = xyz[3 * i + 2] - oz
             else:
                 row[X] = row[Y] = row[Z] = NAN
             row[W] = weight[block.start[l] + a] if per_atom else weight[plane]
     for l in range(LANES):
-        ox[l] = scratch[X + l]
-        oy[l] = scratch[Y + l]
-        oz[l] = scratch[Z + l]
         total[l] = sx[l] = sy[l] = sz[l] = 0
         xx[l] = xy[l] = xz[l] = yy[l] = yz[l] = zz[l] = 0
     for a in range(n):
@@ -231,13 +235,13 @@ cdef void fit_block(
         for l in range(LANES):
             share = row[W + l] if weighted else 1
             total[l] += share
-            sx[l] += share * (row[X + l] - ox[l])
-            sy[l] += share * (row[Y + l] - oy[l])
-            sz[l] += share * (row[Z + l] - oz[l])
+            sx[l] += share * row[X + l]
+            sy[l] += share * row[Y + l]
+            sz[l] += share * row[Z + l]
     for l in range(LANES):
-        sx[l] = sx[l] / total[l] + ox[l]
-        sy[l] = sy[l] / total[l] + oy[l]
-        sz[l] = sz[l] / total[l] + oz[l]
+        sx[l] = sx[l] / total[l]
+        sy[l] = sy[l] / total[l]
+        sz[l] = sz[l] / total[l]
     for a in range(n):
         row = scratch + ROW * a
         for l in range(LANES):

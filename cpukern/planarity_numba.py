@@ -101,6 +101,14 @@ def _jacobi_eigenpair(C):
 
 
 @jit
+def _coordinates(xyz, i):
+    """Return the coordinates of atom i in float64, NaN if it doesn't exist."""
+    if 0 <= i < len(xyz):
+        return float(xyz[i, 0]), float(xyz[i, 1]), float(xyz[i, 2])
+    return math.nan, math.nan, math.nan
+
+
+@jit
 def _fit(xyz, index, plane_ptr, p, weight, per_atom, weighted, r, w):
     """Gather plane p's atoms into r, from the centroid, and 1/σ² into w; return the fit.
 
@@ -109,18 +117,19 @@ def _fit(xyz, index, plane_ptr, p, weight, per_atom, weighted, r, w):
     """
     start = plane_ptr[p]
     n = plane_ptr[p + 1] - start
+    # From the plane's first atom on, since the distance to the origin would cost digits.
+    ox, oy, oz = _coordinates(xyz, index[start])
     cx = cy = cz = total = 0.0
     for a in range(n):
-        i = index[start + a]
         w[a] = weight[start + a] if per_atom else weight[p]
         share = w[a] if weighted else 1.0
-        for k in range(3):
-            r[a, k] = xyz[i, k] if 0 <= i < len(xyz) else math.nan
-        cx += share * (r[a, 0] - r[0, 0])
-        cy += share * (r[a, 1] - r[0, 1])
-        cz += share * (r[a, 2] - r[0, 2])
+        x, y, z = _coordinates(xyz, index[start + a])
+        r[a, 0], r[a, 1], r[a, 2] = x - ox, y - oy, z - oz
+        cx += share * r[a, 0]
+        cy += share * r[a, 1]
+        cz += share * r[a, 2]
         total += share
-    cx, cy, cz = cx / total + r[0, 0], cy / total + r[0, 1], cz / total + r[0, 2]
+    cx, cy, cz = cx / total, cy / total, cz / total
     xx = xy = xz = yy = yz = zz = 0.0
     for a in range(n):
         share = w[a] if weighted else 1.0

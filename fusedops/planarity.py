@@ -310,6 +310,8 @@ class _Fit:
     def __init__(self, xyz: Any, index: Any, weight: Any, fit: str) -> None:
         xp = _namespace(xyz)
         x = double(xyz[index])
+        # From the plane's first atom on, since the distance to the origin would cost digits.
+        x = x - x[:, :1]
         self.share = xp.ones_like(x[..., 0])
         if fit == "weighted":
             self.share = self.share * weight

@@ -170,9 +170,23 @@ def _fit(
     xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
     WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Gather the atoms and fit: centroid from there, normal, covariance scaled to trace 1."""
+    """Gather the atoms and fit: an atom, the centroid from there, normal, covariance of trace 1.
+
+    Distances from an atom, since the one to the origin would cost digits, and from the heaviest:
+    its own share of the trace bounds the terms that cancel when the moments are centred.
+    """
     live = n > 0
-    i, inside = _atom(index, start, live, atoms)
+    first = start
+    if WEIGHTED and PER_ATOM:
+        heaviest = tl.zeros(n.shape, tl.float64)
+        a = 0
+        while a < most:
+            for _repeat in tl.static_range(UNROLL):
+                w = _weight(weight, heaviest, start + a, a < n, PER_ATOM)
+                first = tl.where(w > heaviest, start + a, first)
+                heaviest = tl.maximum(heaviest, w)
+                a += 1
+    i, inside = _atom(index, first, live, atoms)
     ox, oy, oz = _coordinates(xyz, i, inside, row_stride, column_stride)
     zero = tl.zeros_like(ox)
     ox = tl.where(live, ox, 0.0)
@@ -257,7 +271,7 @@ def _fit(
         mz = wz - sum_w * cz
         mean = tl.where(usable, mx * nx + my * ny + mz * nz, 0.0) / total
     return (
-        ox + cx, oy + cy, oz + cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz,
+        ox, oy, oz, cx, cy, cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz,
         scale, total, own, mean, usable,
     )  # fmt: skip
 
@@ -290,7 +304,7 @@ def _nll_kernel(
     start = tl.load(plane_ptr + plane, mask=there, other=0)
     n = tl.load(plane_ptr + plane + 1, mask=there, other=0) - start
     most = tl.max(n)
-    cx, cy, cz, nx, ny, nz, _, _, _, _, _, _, _, _, _, own, mean, usable = _fit(
+    ox, oy, oz, cx, cy, cz, nx, ny, nz, _, _, _, _, _, _, _, _, _, own, mean, usable = _fit(
         xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
         WEIGHTED, PER_ATOM, UNROLL,
     )  # fmt: skip
@@ -302,7 +316,7 @@ def _nll_kernel(
             active = a < n
             i, inside = _atom(index, start + a, active, atoms)
             x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
-            d = (x - cx) * nx + (y - cy) * ny + (z - cz) * nz
+            d = (x - ox - cx) * nx + (y - oy - cy) * ny + (z - oz - cz) * nz
             d = tl.where(active & usable, d, 0.0)
             w = _weight(weight, own, start + a, active, PER_ATOM)
             total += 0.5 * w * d * d
@@ -325,7 +339,10 @@ def _gradient_vjp_kernel(
     start = tl.load(plane_ptr + plane, mask=there, other=0)
     n = tl.load(plane_ptr + plane + 1, mask=there, other=0) - start
     most = tl.max(n)
-    cx, cy, cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz, scale, total, own, mean, usable = _fit(
+    (
+        ox, oy, oz, cx, cy, cz, nx, ny, nz, value, xx, xy, xz, yy, yz, zz,
+        scale, total, own, mean, usable,
+    ) = _fit(
         xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
         WEIGHTED, PER_ATOM, UNROLL,
     )  # fmt: skip
@@ -351,9 +368,9 @@ def _gradient_vjp_kernel(
             i, inside = _atom(index, start + a, active, atoms)
             x, y, z = _coordinates(xyz, i, inside, row_stride, column_stride)
             vx, vy, vz = _coordinates(vector, i, inside, vector_row, vector_column)
-            x = tl.where(inside, x - cx, 0.0)
-            y = tl.where(inside, y - cy, 0.0)
-            z = tl.where(inside, z - cz, 0.0)
+            x = tl.where(inside, x - ox - cx, 0.0)
+            y = tl.where(inside, y - oy - cy, 0.0)
+            z = tl.where(inside, z - oz - cz, 0.0)
             vx = tl.where(inside, vx, 0.0)
             vy = tl.where(inside, vy, 0.0)
             vz = tl.where(inside, vz, 0.0)
@@ -393,9 +410,9 @@ def _gradient_vjp_kernel(
             read = inside & planar
             x, y, z = _coordinates(xyz, i, read, row_stride, column_stride)
             vx, vy, vz = _coordinates(vector, i, read, vector_row, vector_column)
-            x = tl.where(read, x - cx, 0.0)
-            y = tl.where(read, y - cy, 0.0)
-            z = tl.where(read, z - cz, 0.0)
+            x = tl.where(read, x - ox - cx, 0.0)
+            y = tl.where(read, y - oy - cy, 0.0)
+            z = tl.where(read, z - oz - cz, 0.0)
             w = _weight(weight, own, start + a, active, PER_ATOM)
             share = tl.full(mean.shape, 1.0, tl.float64)
             if WEIGHTED:

@@ -91,6 +91,29 @@ def test_moving_and_turning_everything_changes_nothing(seed, fit):
         assert error(other_pullback(1.0)[0] @ rotation, pullback(1.0)[0]) < 1e-7
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "torch", "triton"])
+@pytest.mark.parametrize("fit", ["uniform", "weighted"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_the_distance_to_the_origin_costs_no_digits(backend, fit):
+    """Coordinates are such that float64 moves them without rounding."""
+    rng = np.random.default_rng(2)
+    xyz = np.round(rng.normal(size=(40, 3)) * [2, 2, 0.1] * 2**20) / 2**20
+    planes = fusedops.Planes([(np.arange(40).reshape(8, 5), rng.uniform(0.01, 1, (8, 5)))])
+    results = []
+    for x in (xyz, xyz + [2.0**26, -(2.0**25), 2.0**26]):
+        arrays = x, xyz
+        if backend in ("torch", "triton"):
+            torch = pytest.importorskip("torch")
+            pytest.importorskip(backend)
+            arrays = tuple(torch.from_numpy(array) for array in arrays)
+        for primitive in (nll, gradient_vjp):
+            call = fusedops._registry.Call(primitive, (planes, fit), backend)
+            given = arrays[: len(primitive.arrays)]
+            results += [np.asarray(out) for out in call(given, primitive.all_wanted)]
+    for here, there in zip(results[:3], results[3:], strict=True):
+        np.testing.assert_array_equal(there, here)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32 - 1))
 def test_order_of_planes_and_atoms_changes_nothing_but_rounding(seed):
