@@ -52,7 +52,14 @@ cdef struct Block:
 cdef inline Eigenpair newton_eigenpair(
     double xx, double xy, double xz, double yy, double yz, double zz
 ) noexcept nogil:
-    """Smallest eigenpair of a covariance of trace 1; not `found` where that is hard."""
+    """Smallest eigenpair of a covariance of trace 1; not `found` where that is hard.
+
+    With r = C n - rho n, C - rho is [0 rᵀ; r B] in a basis of n and its plane, tr B = `trace` and
+    det B = `product` + |r|². Where both are positive B's eigenvalues are, g ≥ product / trace the
+    least of them, and those of C interlace: λ₁ ≤ rho and λ₂ ≥ rho + g, so that n is the smallest
+    one's (n of the largest has a positive `product` too, but no positive `trace`). As |r| ≤ |d|,
+    |d|² < 1e-12 product leaves the step an error of |r| |d|² / g < 1e-18; rounding adds ε / g.
+    """
     cdef Eigenpair pair
     cdef double minors, determinant, value, ax, ay, az, pxx, pyy, pzz, pxy, pxz, pyz
     cdef double x, y, z, scale, cx, cy, cz, rho, rx, ry, rz, trace, product, dx, dy, dz, moved
@@ -106,12 +113,15 @@ cdef inline Eigenpair newton_eigenpair(
     dy = ((trace + rho - yy) * ry - xy * rx - yz * rz) * scale
     dz = ((trace + rho - zz) * rz - xz * rx - yz * ry) * scale
     moved = dx * dx + dy * dy + dz * dz
-    scale = 1 - 0.5 * moved
-    pair.x = (x - dx) * scale
-    pair.y = (y - dy) * scale
-    pair.z = (z - dz) * scale
+    x = x - dx
+    y = y - dy
+    z = z - dz
+    scale = 1.5 - 0.5 * (x * x + y * y + z * z)
+    pair.x = x * scale
+    pair.y = y * scale
+    pair.z = z * scale
     pair.value = rho - (rx * dx + ry * dy + rz * dz)
-    pair.found = (moved < 1e-14) & (product > 1e-9)
+    pair.found = (moved < 1e-12 * product) & (product > 1e-9) & (trace > 0)
     return pair
 
 

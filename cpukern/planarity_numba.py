@@ -22,7 +22,10 @@ _GRAIN = 1024
 
 @jit
 def _newton_eigenpair(C):
-    """Smallest eigenpair of a covariance of trace 1, as (x, y, z, value, found)."""
+    """Smallest eigenpair of a covariance of trace 1, as (x, y, z, value, found).
+
+    The Cython kernel's `newton_eigenpair` proves that one `found` is the smallest.
+    """
     xx, xy, xz, yy, yz, zz = C
     minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
     determinant = xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
@@ -50,15 +53,17 @@ def _newton_eigenpair(C):
     rho = cx * x + cy * y + cz * z
     rx, ry, rz = cx - rho * x, cy - rho * y, cz - rho * z
     product = minors - 2 * rho + 3 * rho * rho
-    spread = 1 - 2 * rho
+    trace = 1 - 3 * rho
+    spread = trace + rho
     dx = ((spread - xx) * rx - xy * ry - xz * rz) / product
     dy = ((spread - yy) * ry - xy * rx - yz * rz) / product
     dz = ((spread - zz) * rz - xz * rx - yz * ry) / product
     moved = dx * dx + dy * dy + dz * dz
-    scale = 1 - 0.5 * moved
     value = rho - (rx * dx + ry * dy + rz * dz)
-    found = moved < 1e-14 and product > 1e-9
-    return (x - dx) * scale, (y - dy) * scale, (z - dz) * scale, value, found
+    found = moved < 1e-12 * product and product > 1e-9 and trace > 0
+    x, y, z = x - dx, y - dy, z - dz
+    scale = 1.5 - 0.5 * (x * x + y * y + z * z)
+    return x * scale, y * scale, z * scale, value, found
 
 
 @jit

@@ -540,7 +540,8 @@ def planarity_nll(
     held fixed, as in TorchRef, SHELXL, Phenix and Refmac. It is exact where σ is uniform in a plane
     or `fit` is ``"weighted"``. Second derivatives differentiate that gradient, with the turning of
     the normal. A group with a coordinate that isn't finite, or whose atoms lie on a line or in a
-    point, has no plane: its distances count as zero and it adds nothing to the gradient.
+    point, has no plane: its distances count as zero and it adds nothing to the gradient. Atoms lie
+    on a line where their second largest variance is at most 1e-12 of the largest.
 
     References
     ----------

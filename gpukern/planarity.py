@@ -67,7 +67,10 @@ def _inverse(x):
 
 @triton.jit
 def _newton(xx, xy, xz, yy, yz, zz):
-    """Smallest eigenpair of covariances of trace 1, and whether it was found."""
+    """Smallest eigenpair of covariances of trace 1, and whether it was found.
+
+    `newton_eigenpair` of cpukern/planarity_cython.pyx proves that one found is the smallest.
+    """
     minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
     determinant = xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
     safe = tl.where(minors > 1e-9, minors, 1.0)
@@ -94,7 +97,8 @@ def _newton(xx, xy, xz, yy, yz, zz):
     y = tl.where(first, pxy, tl.where(second, pyy, pyz))
     z = tl.where(first, pxz, tl.where(second, pyz, pzz))
     square = x * x + y * y + z * z
-    square = tl.where(square > 1e-30, square, 1.0)
+    known = square > 1e-30
+    square = tl.where(known, square, 1.0)
     scale = tl.rsqrt(square.to(tl.float32)).to(tl.float64)
     scale *= 1.5 - 0.5 * square * scale * scale
     scale *= 1.5 - 0.5 * square * scale * scale
@@ -110,17 +114,21 @@ def _newton(xx, xy, xz, yy, yz, zz):
     ry = cy - rho * y
     rz = cz - rho * z
     product = minors - 2 * rho + 3 * rho * rho
-    usable = product > 1e-9
+    trace = 1 - 3 * rho
+    usable = known & (product > 1e-9) & (trace > 0)
     scale = _inverse(tl.where(usable, product, 1.0))
-    spread = 1 - 2 * rho
+    spread = trace + rho
     dx = ((spread - xx) * rx - xy * ry - xz * rz) * scale
     dy = ((spread - yy) * ry - xy * rx - yz * rz) * scale
     dz = ((spread - zz) * rz - xz * rx - yz * ry) * scale
     moved = dx * dx + dy * dy + dz * dz
-    scale = 1 - 0.5 * moved
     value = rho - (rx * dx + ry * dy + rz * dz)
-    found = usable & (moved < 1e-14)
-    return (x - dx) * scale, (y - dy) * scale, (z - dz) * scale, value, found
+    found = usable & (moved < 1e-12 * product)
+    x -= dx
+    y -= dy
+    z -= dz
+    scale = 1.5 - 0.5 * (x * x + y * y + z * z)
+    return x * scale, y * scale, z * scale, value, found
 
 
 @triton.jit
