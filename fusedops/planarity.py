@@ -25,6 +25,7 @@ from fusedops._check import (
     of_shape,
     one_of,
     same_device,
+    size,
 )
 from fusedops._registry import Call, Packed, Primitive, _traced, op, outside_of_graphs, to_run
 
@@ -110,6 +111,7 @@ class Planes(Packed):
     def __init__(
         self, plane_groups: Sequence[tuple[Any, Any]], *, num_atoms: int = _MOST_ATOMS
     ) -> None:
+        num_atoms = min(size("Planes", "num_atoms", num_atoms), _MOST_ATOMS)
         groups, device = _checked_groups(plane_groups)
         self._lay_out(groups, num_atoms)
         if device != "cpu":

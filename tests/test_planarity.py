@@ -331,6 +331,26 @@ def test_bad_input_names_the_argument(name):
     np.testing.assert_array_equal(xyz, before)
 
 
+@pytest.mark.parametrize(
+    ("num_atoms", "kind", "message"),
+    [
+        ("a", TypeError, "num_atoms is a str; it should be an int"),
+        (None, TypeError, "num_atoms is a NoneType"),
+        (2.5, TypeError, "num_atoms is a float"),
+        (-1, ValueError, "num_atoms is -1; it should be at least 0"),
+        (10**400, ValueError, "num_atoms is 1000"),
+    ],
+)
+def test_a_number_of_atoms_that_is_none(num_atoms, kind, message):
+    with pytest.raises(kind, match=f"^Planes: {message}"):
+        fusedops.Planes(GOOD, num_atoms=num_atoms)
+
+
+def test_no_number_of_atoms_lets_an_index_overflow():
+    with pytest.raises(IndexError, match="is 34359738368; it should be from 0 to 2147483646"):
+        fusedops.Planes([([[0, 1, 2**35]], [1])], num_atoms=2**40)
+
+
 def test_planes_of_more_atoms_than_there_are():
     planes = fusedops.Planes([([[0, 1, 4]], [1])])
     with pytest.raises(IndexError, match="plane_groups has index 4; it should be below 4"):
