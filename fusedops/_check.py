@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 import sys
 from collections.abc import Sequence
@@ -211,6 +213,24 @@ def size(op: str, name: str, value: Any) -> int:
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int") from None
     if not 0 <= number < 2**63:
         raise ValueError(f"{op}: {name} is {number}; it should be at least 0, and below 2**63")
+    return number
+
+
+def real(op: str, name: str, value: Any) -> float:
+    """Return a real number as a float. Raises ValueError where there is none so large."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{op}: {name} is beyond the largest float; it should be a finite number"
+        ) from None
+
+
+def positive(op: str, name: str, value: Any) -> float:
+    """Return a positive number as a float. Raises ValueError."""
+    number = real(op, name, value) if isinstance(value, numbers.Real) else math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{op}: {name} is {value!r}; it should be a positive number")
     return number
 
 

@@ -25,7 +25,9 @@ from fusedops._check import (
     floats,
     is_tensor,
     one_of,
+    positive,
     promoted,
+    real,
     same_device,
     size,
 )
@@ -237,6 +239,7 @@ def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
     >>> atom_radius(np.array([20.0, 200.0]), np.array([[10.0, 50.0], [10.0, 50.0]])).tolist()
     [4.0, 7.0]
     """
+    n_sigma = positive("atom_radius", "n_sigma", n_sigma)
     if is_tensor(b):
         return _radius(b.detach(), widths.detach(), n_sigma)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -696,11 +699,11 @@ def gaussian_density(
         raise ValueError(f"{name}: amplitudes has shape {tuple(amplitudes.shape)}; G should be > 0")
     one_of(name, "on_bad", on_bad, ("raise", "skip"))
     if radius is None:
-        if not isinstance(n_sigma, numbers.Real) or not 0 < n_sigma < math.inf:
-            raise ValueError(f"{name}: n_sigma is {n_sigma!r}; it should be a positive number")
+        n_sigma = positive(name, "n_sigma", n_sigma)
         radius = atom_radius(cast(b, dtype), widths, n_sigma=n_sigma)
     elif isinstance(radius, numbers.Real):
-        full = xyz.new_full((count,), float(radius), dtype=dtype) if is_tensor(xyz) else None
+        radius = real(name, "radius", radius)
+        full = xyz.new_full((count,), radius, dtype=dtype) if is_tensor(xyz) else None
         radius = np.full(count, radius, dtype) if full is None else full
     radius = _constant(name, "radius", radius, (count,), xyz, dtype)
     if isinstance(cell, Lattice):

@@ -6,15 +6,13 @@ are in ``cpukern/trimul_*`` and ``gpukern/trimul.py``.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fusedops._arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide
-from fusedops._check import alike, dtype_name, floats, is_tensor, one_of, promoted, size
+from fusedops._check import alike, dtype_name, floats, is_tensor, one_of, positive, promoted, size
 from fusedops._registry import Call, Primitive, op, to_run
 
 DIRECTIONS = ("outgoing", "incoming")
@@ -538,8 +536,7 @@ def triangle_multiplicative_update(
             value = floats(name, argument, value, shape)
             alike(name, argument, value, "x", x)
         arrays.append(value)
-    if not isinstance(eps, numbers.Real) or not 0 < eps < math.inf:
-        raise ValueError(f"{name}: eps is {eps!r}; it should be a positive number")
+    eps = positive(name, "eps", eps)
     if max_memory is None:
         limit = 0
     else:
@@ -554,4 +551,4 @@ def triangle_multiplicative_update(
         precision = "ieee"
     elif precision is None:
         precision = _OWN.get(dtype_name(x.dtype), "ieee")
-    return to_run(tuple(arrays), (direction, gate, precision, float(eps), limit), "out")
+    return to_run(tuple(arrays), (direction, gate, precision, eps, limit), "out")

@@ -758,6 +758,12 @@ def test_bad_lattices_name_the_argument(name):
         gaussian_density(*p.atoms, cell, shape)
 
 
+def test_a_radius_by_the_rule_has_a_positive_n_sigma():
+    for wrong in (0, -1.0, math.nan, math.inf, "4", 10**400):
+        with pytest.raises(ValueError, match=r"atom_radius: n_sigma is .*should be a "):
+            atom_radius(np.ones(2), np.ones((2, 1)), n_sigma=wrong)
+
+
 def arguments():
     p = problem()
     return {
@@ -840,6 +846,17 @@ BAD = {
         r"radius\[0\] is -2\.0; it should be at leas",
     ),
     "radius NaN": ({"radius": math.nan}, ValueError, r"radius\[0\] is nan; it should be finite"),
+    "radius infinite": ({"radius": math.inf}, ValueError, r"radius\[0\] is inf; it should be fi"),
+    "radius beyond floats": (
+        {"radius": 10**400},
+        ValueError,
+        "density: radius is beyond the large",
+    ),
+    "n_sigma beyond floats": (
+        {"n_sigma": 10**400},
+        ValueError,
+        "density: n_sigma is beyond the la",
+    ),
     "n_sigma of none": ({"n_sigma": 0}, ValueError, "n_sigma is 0; it should be a positive number"),
     "n_sigma negative": ({"n_sigma": -4.0}, ValueError, r"n_sigma is -4\.0; it should be a positi"),
     "n_sigma infinite": (

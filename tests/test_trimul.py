@@ -857,6 +857,11 @@ BAD = {
     "eps negative": ({"eps": -1e-5}, ValueError, "eps is -1e-05; it should be a positive number"),
     "eps NaN": ({"eps": math.nan}, ValueError, "eps is nan; it should be a positive number"),
     "eps infinite": ({"eps": math.inf}, ValueError, "eps is inf; it should be a positive number"),
+    "eps beyond floats": (
+        {"eps": 10**400},
+        ValueError,
+        "update: eps is beyond the largest float; ",
+    ),
     "eps a text": ({"eps": "1e-5"}, ValueError, "eps is '1e-5'; it should be a positive number"),
     "no memory": ({"max_memory": 0}, ValueError, "max_memory is 0; it should be positive, or None"),
     "memory owed": ({"max_memory": -1}, ValueError, "max_memory is -1; it should be at least 0"),
