@@ -405,6 +405,7 @@ def _set_up(
         lattice.shape,
         lattice.step,
         lattice.to_grid,
+        lattice.measures[9:12],
         lattice.images,
         *arrays,
         amplitudes,

@@ -124,7 +124,7 @@ cdef extern from *:
     DEFINE(double, fusedops_doubles)
 
     /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., up to the next vector.
-       inside: of the rows of a plane where the sphere begins, how many voxels of it there are, and
+       inside: of the rows of a plane where the sphere begins, how many voxels of it the box has, and
        the square of the distance from the z axis; of some more too, up to whole vectors.
        add_rows: a row of the map, where there is room for some, gets the sum of all Gaussians,
        weights times curves. Whole vectors are added, of zeros beyond the sphere. add_plane: all
@@ -192,14 +192,15 @@ cdef extern from *:
     } \\
     static void fusedops_inside_##real( \\
         Py_ssize_t rows, double y, double dx, double z, const double *m, double square, \\
-        double *first, double *length, real *squares) { \\
+        double low, double high, double *first, double *length, real *squares) { \\
         double over = 1 / m[1]; \\
         for (Py_ssize_t r = 0; r < (rows + 7) / 8 * 8; r++) { \\
             double dy = y + (double)r, along = m[2] * dx * dx + dy * (2 * m[3] * dx + m[4] * dy); \\
             double left = square - along, half = sqrt((left > 0 ? left : 0) * over); \\
             double middle = z - m[5] * dx - m[6] * dy; \\
-            first[r] = ceil(middle - half); \\
-            length[r] = left < 0 ? 0 : floor(middle + half) - first[r] + 1; \\
+            double begin = ceil(middle - half), end = floor(middle + half); \\
+            first[r] = begin > low ? begin : low; \\
+            length[r] = left < 0 ? 0 : (end < high ? end : high) - first[r] + 1; \\
             squares[r] = (real)along; \\
         } \\
     } \\
@@ -246,7 +247,7 @@ cdef extern from *:
     ) noexcept nogil
     void inside_float "fusedops_inside_float"(
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
-        double* first, double* length, float* squares,
+        double low, double high, double* first, double* length, float* squares,
     ) noexcept nogil
     void add_rows_double "fusedops_add_rows_double"(
         double* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const double* weights,
@@ -254,7 +255,7 @@ cdef extern from *:
     ) noexcept nogil
     void inside_double "fusedops_inside_double"(
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
-        double* first, double* length, double* squares,
+        double low, double high, double* first, double* length, double* squares,
     ) noexcept nogil
     void contract_float "fusedops_contract_float"(
         Py_ssize_t rows, const float* values, Py_ssize_t pitch, const float* weights,
@@ -407,9 +408,9 @@ cdef bint positive(const real* b, bint anisotropic, double least) noexcept nogil
 
 
 cdef void set_atom(
-    const Grid* grid, const double* to_grid, const real* x, const real* b, bint anisotropic,
-    double occupancy, const double* amplitudes, const double* widths, Py_ssize_t G, double radius,
-    double slack, Atom* atom, real* numbers,
+    const Grid* grid, const double* to_grid, const double* most, const real* x, const real* b,
+    bint anisotropic, double occupancy, const double* amplitudes, const double* widths,
+    Py_ssize_t G, double radius, double slack, Atom* atom, real* numbers,
 ) noexcept nogil:
     """Write what the loops over voxels need to know of an atom; no box for one without density."""
     cdef double total = occupancy + x[0] + x[1] + x[2] + radius, least = widths[0], reach, norm
@@ -440,7 +441,7 @@ cdef void set_atom(
         # One so far away that no digit says where in the cell it is may be anywhere in it.
         if not 0 <= atom.at[d] <= size:
             atom.at[d] = 0
-        reach = radius * sqrt(reach) * (1 + slack)
+        reach = min(radius * sqrt(reach) * (1 + slack), most[d])
         atom.low[d] = <Py_ssize_t>ceil(atom.at[d] - reach)
         atom.high[d] = <Py_ssize_t>floor(atom.at[d] + reach)
         atom.crowded |= atom.high[d] - atom.low[d] + 1 > size
@@ -485,11 +486,11 @@ cdef bint nearest(
 
 cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
     # Boxes are seldom larger than the grid, and a division takes longer than a row.
-    while at < 0:
+    if at < 0:
         at = at + size
-    while at >= size:
+    elif at >= size:
         at = at - size
-    return at
+    return at if 0 <= at < size else (at % size + size) % size
 
 
 cdef inline Py_ssize_t rows_inside(
@@ -500,11 +501,13 @@ cdef inline Py_ssize_t rows_inside(
     cdef double y = atom.low[1] - atom.at[1]
     if real is float:
         inside_float(
-            rows, y, dx, atom.at[2], grid.metric, atom.square, first, length, squares
+            rows, y, dx, atom.at[2], grid.metric, atom.square, atom.low[2], atom.high[2], first,
+            length, squares,
         )
     else:
         inside_double(
-            rows, y, dx, atom.at[2], grid.metric, atom.square, first, length, squares
+            rows, y, dx, atom.at[2], grid.metric, atom.square, atom.low[2], atom.high[2], first,
+            length, squares,
         )
     return rows
 
@@ -913,6 +916,7 @@ def set_up(
     shape,
     const double[:, ::1] step,
     const double[:, ::1] to_grid,
+    const double[::1] most,
     const double[:, ::1] images,
     const real[:, ::1] xyz,
     const real[:, ::1] b,
@@ -934,7 +938,7 @@ def set_up(
     for n in prange(count, num_threads=threads, schedule="static", nogil=True):
         atom = <Atom*>&atoms[n, 0]
         set_atom(
-            &grid, &to_grid[0, 0], &xyz[n, 0], &b[n, 0], b.shape[1] == 6, occupancy[n],
+            &grid, &to_grid[0, 0], &most[0], &xyz[n, 0], &b[n, 0], b.shape[1] == 6, occupancy[n],
             &amplitudes[n, 0], &widths[n, 0], G, radius[n], slack, atom, &numbers[n, 0, 0],
         )
         for d in range(3):

@@ -114,6 +114,7 @@ def _set_up(
     widths,
     radius,
     to_grid,
+    measures,
     shape,
     at,
     box,
@@ -129,15 +130,16 @@ def _set_up(
     for a in range(low, high):
         reach, share[a] = np.float64(radius[a]), occupancy[a]
         at[a], box[a, :, 0], box[a, :, 1], sizes[a], forms[a] = 0, 0, -1, 0, 0
-        square[a] = reach * reach * (1 + SLACK)
+        square[a] = 0
         if not _is_good(xyz[a], b[a], share[a], amplitudes[a], widths[a], reach):
             share[a] = 0
             continue
+        reach = min(reach, measures[12])
+        square[a] = reach * reach * (1 + SLACK)
         for d in range(3):
             x = to_grid[d, 0] * xyz[a, 0] + to_grid[d, 1] * xyz[a, 1] + to_grid[d, 2] * xyz[a, 2]
             x -= math.floor(x / shape[d]) * shape[d]
-            norm = to_grid[d, 0] ** 2 + to_grid[d, 1] ** 2 + to_grid[d, 2] ** 2
-            far = reach * math.sqrt(norm) * (1 + SLACK)
+            far = min(reach * measures[6 + d] * (1 + SLACK), measures[9 + d])
             at[a, d] = x
             box[a, d, 0], box[a, d, 1] = math.ceil(x - far), math.floor(x + far)
         sizes[a, 0] = (box[a, 1, 1] - box[a, 1, 0] + 1) * (box[a, 2, 1] - box[a, 2, 0] + 1)
@@ -511,7 +513,8 @@ def _prepare(
     at, box, sizes = np.empty((count, 3)), np.empty((count, 3, 2), np.int64), np.empty((count, 2))
     square, share = np.empty((2, count))
     forms = np.empty((count, gaussians, 1 + b.shape[1]))
-    arguments = *given, lattice.to_grid, lattice.shape, at, box, sizes, square, share, forms
+    lattice_of = lattice.to_grid, lattice.measures, lattice.shape
+    arguments = *given, *lattice_of, at, box, sizes, square, share, forms
     in_parallel(lambda low, high: _set_up(low, high, *arguments), count, _ATOMS)
     most = int(_BATCH + sizes[:, 0].max(initial=0) + _BLOCK)
     images = lattice.images @ lattice.step.T

@@ -12,8 +12,9 @@ import numbers
 import sys
 import warnings
 from collections.abc import Sequence
-from itertools import combinations
-from typing import Any
+from fractions import Fraction
+from itertools import combinations, permutations, product
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from fusedops._check import (
     dtype_name,
     floats,
     is_tensor,
+    of_shape,
     one_of,
     positive,
     promoted,
@@ -41,6 +43,13 @@ SLACK = 1e-5
 
 #: Where component (i, j) of a symmetric matrix is in [11, 22, 33, 12, 13, 23].
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
+
+# The most cells in the box around a Voronoi cell: reduced cells have below five, and every atom's
+# box takes as many times the grid's voxels, if it is large.
+_SKEWED = 64
+
+# Edges whose squares are numbers of float32, whatever the grid, Å.
+_SHORTEST, _LONGEST = 1e-9, 1e9
 
 # Numbers that the definition works on at a time.
 _CHUNK = 1 << 22
@@ -67,7 +76,10 @@ class Lattice(Packed):
     Raises
     ------
     TypeError, ValueError
-        If the cell has no volume, or the shape has not three positive sizes.
+        If the shape has not three positive sizes, or the cell is not of real numbers, has no
+        volume, an edge that is not from 1e-9 to 1e9 Å, or is skewed as that of no crystal: if
+        the points that are nearer to a corner of it than to any other, its Voronoi cell, need
+        a box of more than 64 cells. Those of a reduced cell need less than five.
 
     Examples
     --------
@@ -78,23 +90,17 @@ class Lattice(Packed):
 
     # step (3, 3): columns from a voxel to the next; to_grid, its inverse; images (7, 3): lattice
     # vectors in voxels. A vector is the shortest of all its images if none of these, added or
-    # subtracted, makes it shorter. measures (10,): c, yy, yz, zz, u, v of the squared length
-    # c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; along each axis, how many voxels 1 Å may reach;
-    # and a distance beyond which every voxel has an image that is nearer. oblique: whether the
-    # steps along y and z are not at right angles; skewed: whether any two are not.
+    # subtracted, makes it shorter. measures (13,): c, yy, yz, zz, u, v of the squared length
+    # c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; along each axis, how many voxels 1 Å may reach,
+    # and beyond how many every voxel has an image that is nearer; and the distance beyond which
+    # every voxel has. oblique: whether the steps along y and z are not at right angles; skewed:
+    # whether any two are not.
     _fields = ("step", "to_grid", "images", "measures")
     _sizes = ("nx", "ny", "nz", "oblique", "skewed")
 
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
-        if is_tensor(cell):
-            cell = cell.detach().cpu().numpy()
-        cell = np.array(cell, dtype=np.float64, order="C")
-        if cell.shape != (3, 3):
-            raise ValueError(f"Lattice: cell has shape {cell.shape}; it should be (3, 3)")
-        if not np.isfinite(cell).all() or not abs(np.linalg.det(cell)) > 0:
-            raise ValueError(
-                f"Lattice: cell is {cell.tolist()}; it should be finite, with a volume"
-            )
+        cell = _read_cell("Lattice", cell)
+        voronoi = _voronoi("Lattice", cell)
         self.nx, self.ny, self.nz = _grid_sizes("Lattice", grid_shape)
         self.step = cell / self.shape
         self.to_grid = np.linalg.inv(self.step)
@@ -102,14 +108,16 @@ class Lattice(Packed):
         along = metric[0, 1:] / metric[0, 0]
         rest = metric[1:, 1:] - np.outer(along, metric[0, 1:])
         reach = np.linalg.norm(self.to_grid, axis=1)
-        farthest = np.linalg.norm(cell, axis=0).sum()
+        # What lies on the border is not lost to rounding.
+        extents = voronoi.extents * self.shape * (1 + SLACK)
+        farthest = voronoi.farthest * (1 + SLACK)
         self.measures = np.array(
-            [metric[0, 0], rest[0, 0], rest[0, 1], rest[1, 1], *along, *reach, farthest]
+            [metric[0, 0], rest[0, 0], rest[0, 1], rest[1, 1], *along, *reach, *extents, farthest]
         )
         edges = self.step / np.linalg.norm(self.step, axis=0)
         xy, xz, yz = np.abs((edges.T @ edges)[[0, 0, 1], [1, 2, 2]]) > 1e-12
         self.oblique, self.skewed = int(yz), int(xy or xz or yz)
-        self.images = _shortest_images(cell) * np.array(self.shape, np.float64)
+        self.images = voronoi.images * np.array(self.shape, np.float64)
         if "torch" in sys.modules:
             # A compiled function would be compiled again where they are first made inside of it.
             self.tensors_here()
@@ -135,28 +143,124 @@ def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
     return shape
 
 
-def _shortest_images(cell: np.ndarray) -> np.ndarray:
-    """Return the lattice vectors (7, 3), up to sign, that bound the Voronoi cell, fractional.
+def _read_cell(op: str, cell: Any) -> np.ndarray:
+    """Return a cell as a new array (3, 3) of finite numbers."""
+    if is_tensor(cell):
+        cell = cell.detach().cpu()
+        cell = (cell.double() if cell.is_floating_point() else cell).numpy()
+    try:
+        given = np.asarray(cell)
+    except ValueError:
+        raise ValueError(f"{op}: cell has rows of several lengths; it should be (3, 3)") from None
+    of_shape(op, "cell", given, (3, 3))
+    if given.dtype.kind not in "biufO":
+        raise TypeError(f"{op}: cell has dtype {given.dtype}; it should be of real numbers")
+    try:
+        array = given.astype(np.float64, order="C")
+    except TypeError:
+        raise TypeError(f"{op}: cell is {cell}; it should be of real numbers") from None
+    except OverflowError:
+        raise ValueError(
+            f"{op}: cell has a number beyond the largest float; it should be finite, with a volume"
+        ) from None
+    if not np.isfinite(array).all():
+        raise ValueError(f"{op}: cell is {array.tolist()}; it should be finite, with a volume")
+    return array
 
-    These are sums of an obtuse superbase (Selling's reduction): four vectors that sum to zero, no
-    two of which have an angle below 90°.
+
+class _Voronoi(NamedTuple):
+    """The points that are nearer to a corner of a cell than to any other; in units of its edges."""
+
+    # The lattice vectors (7, 3), up to sign, that bound it.
+    images: np.ndarray
+    # How far it reaches along each axis.
+    extents: np.ndarray
+    # And from the corner, Å.
+    farthest: float
+
+
+def _voronoi(op: str, cell: np.ndarray) -> _Voronoi:
+    """Return the Voronoi cell of a lattice, or raise if it is unlike any crystal's.
+
+    All is exact, in the integers that the cell's numbers are of some unit. It comes from an obtuse
+    superbase: its vectors and their sums bound the Voronoi cell, and every order of them has a
+    corner c, with c·v = v·v/2 for the sums v of the first, the first two and the first three.
     """
-    base = np.concatenate([np.eye(3), [[-1.0, -1.0, -1.0]]])
-    metric = cell.T @ cell
-    least = 1e-12 * np.trace(metric)
+    ratios = [number.as_integer_ratio() for number in cell.T.ravel().tolist()]
+    unit = max(below for _, below in ratios)
+    edges = np.array([above * (unit // below) for above, below in ratios], object).reshape(3, 3)
+    metric = edges @ edges.T
+    if not _cofactors(edges)[1]:
+        raise ValueError(f"{op}: cell is {cell.tolist()}; it should be finite, with a volume")
+    squares = [Fraction(square, unit**2) for square in metric.diagonal()]
+    if min(squares) < _SHORTEST**2 or max(squares) > _LONGEST**2:
+        raise ValueError(
+            f"{op}: cell is {cell.tolist()}; its edges should be from {_SHORTEST} to {_LONGEST} Å"
+        )
+    base = _superbase(metric)
+    gram = base @ metric @ base.T
+    ranks = np.array(list(permutations(range(4))))
+    before = (ranks[:, None, :] < ranks[:, :, None]).astype(object)
+    # Twice the products of corners with the superbase, and twice `whole` times what they are in it.
+    products = (gram.diagonal() + 2 * (before * gram).sum(2))[:, :3]
+    inverse, whole = _cofactors(gram[:3, :3])
+    corners = products @ inverse
+    extents = [Fraction(far, 2 * whole) for far in abs(corners @ base[:3]).max(0)]
+    skewed = 8 * math.prod(extents)
+    if skewed > _SKEWED:
+        raise ValueError(
+            f"{op}: cell is {cell.tolist()}; it should be less skewed: its nearest points fill a "
+            f"box of more than {_SKEWED} cells, as those of no crystal do"
+        )
+    square = Fraction((corners * products).sum(1).max(), 4 * whole * unit**2)
+    vectors = np.concatenate([base, base[0] + base[1:]]).astype(np.float64)
+    # One of two that are equally long counts: that towards which the first component grows.
+    first = vectors[np.arange(7), (vectors != 0).argmax(1)]
+    images = vectors * np.sign(first)[:, None]
+    return _Voronoi(images, np.array(extents, np.float64), math.sqrt(square))
+
+
+def _cofactors(m: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return the inverse of a matrix of integers times its determinant, turned, and that."""
+    rows = np.array([np.cross(m[1], m[2]), np.cross(m[2], m[0]), np.cross(m[0], m[1])])
+    return rows, m[0] @ rows[0]
+
+
+def _superbase(metric: np.ndarray) -> np.ndarray:
+    """Return four integer vectors that sum to zero, no two of which have an angle below 90°.
+
+    Any three of them are a basis. In the metric (3, 3), of Python's integers, the shortest basis is
+    found first: Semaev's reduction takes the multiples off a vector that make it shortest, and the
+    longer vectors are the fewer are its steps. Few of Selling's then lead to the superbase.
+    """
+    base = np.eye(3, dtype=int).astype(object)
+    while True:
+        base = base[np.argsort((base @ metric * base).sum(1), kind="stable")]
+        (aa, ab, ac), (_, bb, bc), _ = (base @ metric @ base.T).tolist()
+        area = aa * bb - ab * ab
+        less_a, less_b = (ac * bb - bc * ab) // area, (bc * aa - ac * ab) // area
+        moves = {
+            1: [(ab // aa + i, 0) for i in (0, 1)],
+            2: [(less_a + i, less_b + j) for i, j in product((0, 1), repeat=2)],
+        }
+        for at, multiples in moves.items():
+            vectors = base[at] - np.array(multiples, object) @ base[:2]
+            squares = (vectors @ metric * vectors).sum(1)
+            if squares.min() < base[at] @ metric @ base[at]:
+                base[at] = vectors[squares.argmin()]
+                break
+        else:
+            break
+    base = np.concatenate([base, -base.sum(0)[None]])
     while True:
         products = base @ metric @ base.T
-        acute = [(i, j) for i, j in combinations(range(4), 2) if products[i, j] > least]
+        acute = [(i, j) for i, j in combinations(range(4), 2) if products[i, j] > 0]
         if not acute:
-            break
+            return base
         i, j = acute[0]
         others = [k for k in range(4) if k not in (i, j)]
         base[others] += base[i]
         base[i] = -base[i]
-    vectors = np.concatenate([base, base[0] + base[1:]])
-    # One of two that are equally long counts: that towards which the first component grows.
-    first = vectors[np.arange(7), (vectors != 0).argmax(1)]
-    return vectors * np.sign(first)[:, None]
 
 
 @functools.lru_cache(maxsize=64)
@@ -361,11 +465,12 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
         if is_tensor(xyz)
         else (lattice.step, lattice.to_grid, lattice.images)
     )
+    measures = cast(lattice.tensors_here()[3], xyz) if is_tensor(xyz) else lattice.measures
     n = np.array(lattice.shape, xyz.dtype) if xp is np else images.new_tensor(lattice.shape)
     at = xyz @ to_grid.T
     whole = xp.floor(at / n) * n
     at = at - (whole.detach() if is_tensor(xyz) else whole)
-    reach = radius[:, None] * xp.sqrt((to_grid**2).sum(1)) * (1 + SLACK)
+    reach = xp.minimum(radius[:, None] * measures[6:9] * (1 + SLACK), measures[9:12])
     low, high = xp.ceil(at - reach), xp.floor(at + reach)
     extent = [int(m) for m in (xp.amax(high - low, 0) + 1 if len(at) else n)]
     axes = [
@@ -407,7 +512,8 @@ def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> 
     measures = lattice.tensors_here()[3] if is_tensor(arrays[0]) else lattice.measures
     constants[2] = xp.minimum(constants[2], cast(measures[-1], constants[2]))
     reach = float(xp.amax(constants[2][good]))
-    voxels = math.prod(2 * reach * float(scale) + 2 for scale in measures[6:9])
+    sizes = zip(measures[6:9].tolist(), measures[9:12].tolist(), strict=True)
+    voxels = math.prod(2 * min(reach * scale, most) + 2 for scale, most in sizes)
     many = max(1, int(_CHUNK / (voxels * constants[0].shape[1])))
     for begin in range(0, len(good), many):
         rows = good[begin : begin + many]
@@ -723,12 +829,8 @@ def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: A
         raise TypeError(f"{name}: grid_shape is None; it should be given, unless cell is a Lattice")
     if is_tensor(xyz) and _traced():
         raise TypeError(f"{name}: inside torch.compile cell should be a Lattice, made outside")
-    if is_tensor(cell):
-        if cell.requires_grad:
-            raise ValueError(f"{name}: cell requires grad; it is a constant, pass x.detach()")
-        cell = cell.detach().cpu().numpy()
-    cell = np.asarray(cell, dtype=np.float64)
-    if cell.shape != (3, 3):
-        raise ValueError(f"{name}: cell has shape {cell.shape}; it should be (3, 3), or a Lattice")
+    if is_tensor(cell) and cell.requires_grad:
+        raise ValueError(f"{name}: cell requires grad; it is a constant, pass x.detach()")
+    cell = _read_cell(name, cell)
     shape = _grid_sizes(name, grid_shape)
     return _lattice(tuple(cell.ravel().tolist()), shape, device_of(xyz))

@@ -119,24 +119,22 @@ def _atom(
         total += own
         usable = least + own > 0
     usable = usable & _finite(total) & (r >= 0)
-    r = tl.where(usable, tl.minimum(r, tl.load(measures + 9)), -1.0)
+    r = tl.where(usable, tl.minimum(r, tl.load(measures + 12)), -1.0)
     t = _nine(to_grid)
-    ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r * tl.load(measures + 6), nx, usable)
-    ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r * tl.load(measures + 7), ny, usable)
-    az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r * tl.load(measures + 8), nz, usable)
+    ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r, measures + 6, nx, usable)
+    ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r, measures + 7, ny, usable)
+    az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r, measures + 8, nz, usable)
     crowded = (high_x - low_x + 1 > nx) | (high_y - low_y + 1 > ny) | (high_z - low_z + 1 > nz)
-    # The first four that the box meets.
-    fours = _fours_up_to(low_z, QUAD)
     square = r * r * (1 + _SLACK)
-    return usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z
+    return usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z
 
 
 @triton.jit
-def _axis(x, y, z, a, b, c, reach, size, usable):
+def _axis(x, y, z, a, b, c, r, scale, size, usable):
     """Return an atom's place along an axis, in voxels of the grid, and those that it reaches."""
     at = tl.where(usable, a * x + b * y + c * z, 0.0)
     at = at - tl.floor(at / size) * size
-    reach = reach * (1 + _SLACK)
+    reach = tl.minimum(r * tl.load(scale) * (1 + _SLACK), tl.load(scale + 3))
     low = tl.where(usable, tl.ceil(at - reach), 0.0).to(tl.int32)
     high = tl.where(usable, tl.floor(at + reach), -1.0).to(tl.int32)
     return at, low, high
@@ -222,17 +220,19 @@ def _rest(form, y, z):
 
 @triton.jit
 def _pairs(
-    first, ay, az, low_y, high_y, fours, high_z, ny, nz,
+    first, ay, az, low_y, high_y, low_z, high_z, ny, nz,
     QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Return voxels of pairs from the first on: indices, whether in the box, vectors, and place."""
+    fours = _fours_up_to(low_z, QUAD)
     count = tl.maximum(_fours_up_to(high_z, QUAD) - fours + 1, 1)
     pair = first + tl.arange(0, PAIRS)[:, None]
     row = pair // count
     y = low_y + row
     four = fours + pair - row * count
     z = four * QUAD + tl.arange(0, QUAD)[None, :]
-    live = y <= high_y
+    # The box may end before the sphere does.
+    live = (y <= high_y) & (z >= low_z) & (z <= high_z)
     dy = (low_y - ay).to(FLOAT) + row.to(FLOAT)
     dz = (fours * QUAD - az).to(FLOAT) + (z - fours * QUAD).to(FLOAT)
     at = _wrapped(y, ny).to(tl.int64) * (nz // QUAD) + _wrapped(four, nz // QUAD)
@@ -297,7 +297,7 @@ def _splat(
     if CROWDED:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return
-    _usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z = _atom(
+    _usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
@@ -314,13 +314,13 @@ def _splat(
         forms = forms + (_floats(form, FLOAT),)
     limit = square.to(FLOAT)
     begin_x = (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - fours + 1)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
     first = 0
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
     while first < pairs:
         y, z, live, dy, dz, at = _pairs(
-            first, ay, az, low_y, high_y, fours, high_z, ny, nz, QUAD, PAIRS, FLOAT
+            first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
         )
         shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
@@ -359,7 +359,7 @@ def _splat_vjp(
     if CROWDED:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return
-    usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, fours, high_z = _atom(
+    usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
@@ -370,7 +370,7 @@ def _splat_vjp(
     metric = _six(measures, FLOAT)
     limit = square.to(FLOAT)
     begin_x = (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - fours + 1)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
     zero = square * 0.0
@@ -391,7 +391,7 @@ def _splat_vjp(
         first = 0
         while first < pairs:
             y, z, live, dy, dz, at = _pairs(
-                first, ay, az, low_y, high_y, fours, high_z, ny, nz, QUAD, PAIRS, FLOAT
+                first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
             )
             shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
             parts, shifts = _parts(
