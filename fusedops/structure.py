@@ -35,6 +35,13 @@ bonded more than 3 Å, so this accepts any distorted model and never bridges a g
 gemmi draws the line at 1.5 * 1.341 = 2.01 Å.
 """
 
+CELL_NAMES = ("a", "b", "c", "alpha", "beta", "gamma")
+"""What the numbers of a unit cell are called."""
+
+FARTHEST = 1e6
+"""Largest coordinate, Å: in a tenth of a millimetre there is no structure, and 32 bits resolve
+0.06 Å of it."""
+
 _SIDE_CHAINS = {
     "ARG": ("guanidinium", "CD NE CZ NH1 NH2"),
     "ASN": ("amide", "CB CG OD1 ND2"),
@@ -177,7 +184,13 @@ class Structure:
             moved = _moved_pdb if kind == "PDB" else _moved_mmcif
             content = moved(self._source, self.xyz, xyz)
         else:
-            content = _converted(self.gemmi.clone(), xyz[self._order], kind)
+            try:
+                content = _converted(self.gemmi.clone(), xyz[self._order], kind)
+            except UnicodeDecodeError as error:
+                raise StructureError(
+                    f"{path}: can't be written as {kind}: {self.path} holds the byte "
+                    f"{error.object[error.start]:#x}, which should be UTF-8"
+                ) from None
         if str(path).lower().endswith(".gz"):
             content = gzip.compress(content, mtime=0)
         with replacing(path) as draft, open(draft, "xb") as file:
@@ -202,7 +215,8 @@ def read_structure(path: str | os.PathLike) -> Structure:
     ------
     StructureError
         The file is missing, empty, truncated, neither PDB nor mmCIF, holds no atoms or a
-        coordinate that is no finite number: one line that names the file and what is wrong.
+        coordinate that is no finite number, or beyond 1,000,000 Å: one line that names the file
+        and what is wrong.
     ImportError
         gemmi isn't installed.
 
@@ -231,6 +245,7 @@ def read_structure(path: str | os.PathLike) -> Structure:
             model = gemmi.read_pdb_string(source)
         else:
             block = _atom_block(gemmi.cif.read_string(source))
+            _check_columns(block)
             _, serials, rows = _mmcif_rows(block)
             model = gemmi.make_structure_from_block(block)
         if len(rows) == 0:
@@ -250,6 +265,12 @@ def read_structure(path: str | os.PathLike) -> Structure:
     if not np.isfinite(xyz).all():
         bad = labels[int(np.argmin(np.isfinite(xyz).all(axis=1)))]
         raise StructureError(f"{path}: the coordinates of {bad} are not finite numbers")
+    if np.abs(xyz).max() > FARTHEST:
+        bad = int(np.abs(xyz).max(axis=1).argmax())
+        raise StructureError(
+            f"{path}: the coordinates of {labels[bad]} are {xyz[bad].tolist()}; they should be "
+            f"within {FARTHEST:,.0f} Å"
+        )
     return Structure(os.fspath(path), xyz, labels, model, order, source, kind)
 
 
@@ -473,6 +494,8 @@ def _file_order(gemmi_serials: list[int], file_serials: list[int]) -> np.ndarray
 
 def _read_source(path: str | os.PathLike) -> bytes:
     try:
+        if Path(path).is_char_device():  # /dev/zero never ends
+            raise StructureError(f"{path}: is a device")
         source = Path(path).read_bytes()
         if source.startswith(b"\x1f\x8b"):
             source = gzip.decompress(source)
@@ -512,8 +535,17 @@ def _hybrid36(text: bytes) -> int:
 
 
 def _atom_block(document: Any) -> Any:
-    with_atoms = (block for block in document if block.find_values("_atom_site.Cartn_x"))
+    with_atoms = (block for block in document if block.find_values("_atom_site.id"))
     return next(with_atoms, document[0])
+
+
+def _check_columns(block: Any) -> None:
+    """Raise ValueError if a table of atoms lacks a column without which gemmi reads none."""
+    required = "id type_symbol label_alt_id label_asym_id Cartn_x Cartn_y Cartn_z"
+    names = [f"_atom_site.{name}" for name in required.split()]
+    missing = [name for name in names if not block.find_values(name)]
+    if 0 < len(missing) < len(names):
+        raise ValueError(f"its atoms lack {', '.join(missing)}")
 
 
 def _mmcif_rows(block: Any) -> tuple[np.ndarray, list[int], np.ndarray]:
@@ -529,6 +561,69 @@ def _mmcif_rows(block: Any) -> tuple[np.ndarray, list[int], np.ndarray]:
     return rows, [serials[row] for row in rows], xyz[rows]
 
 
+def cell_texts(structure: Structure) -> tuple[str, list[str]]:
+    """Return where a structure's file has its unit cell, and the text of its six numbers there.
+
+    gemmi takes a cell that lacks a number for none, without a word.
+
+    Parameters
+    ----------
+    structure : Structure
+
+    Returns
+    -------
+    str
+        The record, or the category.
+    list of str
+        As `CELL_NAMES`; empty where there is no number.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> cell_texts(read_structure(files("fusedops") / "data/1ubi.pdb"))
+    ('CRYST1', ['50.840', '42.770', '28.950', '90.00', '90.00', '90.00'])
+    """
+    if structure._kind == "PDB":
+        found = re.findall(rb"^CRYST1.*", structure._source, re.MULTILINE | re.IGNORECASE)
+        line = found[-1].decode("latin-1") if found else ""
+        ends = (6, 15, 24, 33, 40, 47, 54)
+        return "CRYST1", [line[start:end].strip() for start, end in pairwise(ends)]
+    block = _atom_block(_gemmi().cif.read_string(structure._source.decode("latin-1")))
+    names = [f"length_{edge}" for edge in "abc"] + [f"angle_{angle}" for angle in CELL_NAMES[3:]]
+    values = [block.find_value(f"_cell.{name}") or "?" for name in names]
+    return "_cell", ["" if value in ("?", ".") else value.strip("'\"") for value in values]
+
+
+def check_numbers(structure: Structure) -> None:
+    """Raise `StructureError` if a PDB file has an atom whose occupancy or B is no number.
+
+    gemmi reads it as zero, without a word.
+
+    Parameters
+    ----------
+    structure : Structure
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> check_numbers(read_structure(files("fusedops") / "data/1ubi.pdb"))
+    """
+    if structure._kind != "PDB":
+        return
+    lines = structure._source.splitlines()
+    for number in _pdb_rows(structure._source)[0]:
+        line = lines[number]
+        for name, text in (("occupancy", line[54:60]), ("B", line[60:66])):
+            # A line that ends before a column has what gemmi takes where nothing is said.
+            try:
+                float(text or b"1")
+            except ValueError:
+                raise StructureError(
+                    f"{structure.path}: line {number + 1} has {text.decode('latin-1')!r} for "
+                    f"{name}; it should be a number"
+                ) from None
+
+
 def _moved_pdb(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:
     lines = source.splitlines(keepends=True)
     numbers, _, _ = _pdb_rows(source)
@@ -539,14 +634,15 @@ def _moved_pdb(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:
 
 
 def _moved_mmcif(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:
-    document = _gemmi().cif.read_string(source)
+    # gemmi's strings are UTF-8, and files needn't be: bytes come back as they were.
+    document = _gemmi().cif.read_string(source.decode("latin-1"))
     block = _atom_block(document)
     rows, _, _ = _mmcif_rows(block)
     for axis, name in enumerate("xyz"):
         column = block.find_values(f"_atom_site.Cartn_{name}")
         for k in np.flatnonzero(new[:, axis] != old[:, axis]).tolist():
             column[int(rows[k])] = f"{new[k, axis]:.3f}"
-    return document.as_string(_gemmi().cif.Style.Pdbx).encode()
+    return document.as_string(_gemmi().cif.Style.Pdbx).encode("latin-1")
 
 
 def _converted(structure: Any, xyz: np.ndarray, kind: str) -> bytes:
@@ -599,13 +695,21 @@ def check_target(path: str | os.PathLike) -> None:
     Traceback (most recent call last):
     fusedops.structure.StructureError: .: is a folder
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    if os.path.isdir(target):
         raise StructureError(f"{path}: is a folder")
-    if not target.parent.is_dir():
-        raise StructureError(f"{path}: there is no folder {target.parent}")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise StructureError(f"{path}: no permission to write in {target.parent}")
+    if not os.path.isdir(folder):
+        raise StructureError(f"{path}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StructureError(f"{path}: no permission to write in {folder}")
+    if not os.path.exists(target):
+        return
+    # What is written takes the place of what was there: a device must not be lost by that.
+    if not os.path.isfile(target):
+        raise StructureError(f"{path}: is no regular file")
+    if not os.access(target, os.W_OK):
+        raise StructureError(f"{path}: no permission to write it")
 
 
 @contextlib.contextmanager
