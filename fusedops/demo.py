@@ -656,5 +656,5 @@ def run(picture: Path, show: Callable[[list[Row]], None]) -> bool:
     panels = figure.subfigures(len(DEMOS), 1, squeeze=False)[:, 0]
     rows = [row for demo, panel in zip(DEMOS.values(), panels, strict=True) for row in demo(panel)]
     show(rows)
-    figure.savefig(picture, dpi=150)
+    maps.save_picture(picture, figure)
     return not any(row.failed for row in rows)

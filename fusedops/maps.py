@@ -13,7 +13,16 @@ import numpy as np
 
 import fusedops
 from fusedops.density import COMPONENTS, atom_radius, bad_atoms
-from fusedops.structure import Structure, StructureError, _gemmi, check_target, replacing
+from fusedops.structure import (
+    CELL_NAMES,
+    Structure,
+    StructureError,
+    _gemmi,
+    cell_texts,
+    check_numbers,
+    check_target,
+    replacing,
+)
 
 __all__ = [
     "MapGrid",
@@ -27,7 +36,9 @@ __all__ = [
     "crystal_grid",
     "density_map",
     "draw_slices",
+    "save_picture",
     "scattering_atoms",
+    "unit_cell",
     "write_map",
 ]
 
@@ -78,6 +89,12 @@ class ScatteringAtoms:
         if self.b.ndim == 1 or not np.isfinite(self.b).all():
             return float(self.b.min())
         return 8 * math.pi**2 * float(np.linalg.eigvalsh(_matrices(self.b)).min())
+
+    @property
+    def median_b(self) -> float:
+        """The B that half of the atoms have at least, an anisotropic one on average, Å²."""
+        b = self.b if self.b.ndim == 1 else 8 * math.pi**2 * self.b[:, :3].mean(axis=1)
+        return float(np.median(b))
 
     def blurred(self, b: float) -> ScatteringAtoms:
         """Return the atoms with all B larger, as if the map were blurred.
@@ -192,7 +209,8 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
     Raises
     ------
     StructureError
-        An atom's element is unknown, or has no form factor in the table.
+        An atom's element is unknown, or has no form factor in the table; or its B, U or occupancy
+        is no finite number.
 
     Notes
     -----
@@ -216,6 +234,7 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
     [7, 6, 6, 8]
     """
     _gemmi()
+    check_numbers(structure)
     order = structure._order
     count = len(order)
     numbers, charges = np.empty((2, count), dtype=np.int64)
@@ -228,6 +247,14 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
         elements.setdefault(atom.element.atomic_number, (atom.element, k))
         b[k], occupancy[k], charges[k] = atom.b_iso, atom.occ, atom.charge
         U[k] = atom.aniso.elements_pdb()
+    for name, values in (("occupancy", occupancy), ("B", b), ("U", U)):
+        finite = np.isfinite(values.reshape(count, -1)).all(axis=1)
+        if not finite.all():
+            bad = int(finite.argmin())
+            raise StructureError(
+                f"{structure.path}: the {name} of {structure.labels[bad]} is "
+                f"{values[bad].tolist()}; it should be finite"
+            )
     # gemmi's numbers have 32 bits, and those in the file a few digits.
     b, occupancy, U = np.round(b, 6), np.round(occupancy, 6), np.round(U, 6)
     anisotropic = (U != 0).any(axis=1)
@@ -336,6 +363,61 @@ class MapGrid:
         return BYTES_PER_VOXEL * math.prod(self.shape)
 
 
+def unit_cell(structure: Structure) -> Any:
+    """Return the unit cell that a structure's file gives, whatever the file says of matrices.
+
+    Parameters
+    ----------
+    structure : Structure
+        As `fusedops.structure.read_structure` returns it.
+
+    Returns
+    -------
+    gemmi.UnitCell or None
+        None where there is no cell, or one that stands for none: all edges are 0, or 1 Å.
+
+    Raises
+    ------
+    StructureError
+        A number is missing, an edge is shorter than 1 Å, or no cell has such angles.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from fusedops.structure import read_structure
+    >>> unit_cell(read_structure(files("fusedops") / "data/1ubi.pdb")).parameters
+    (50.84, 42.77, 28.95, 90.0, 90.0, 90.0)
+    """
+    where, texts = cell_texts(structure)
+    numbers = [_float(text) for text in texts]
+    if not any(texts) or numbers[:3] in ([0.0] * 3, [1.0] * 3):
+        return None
+    for name, text, number in zip(CELL_NAMES, texts, numbers, strict=True):
+        edge = name in "abc"
+        if not (1 <= number < math.inf if edge else 0 < number < 180):
+            should = "a number of at least 1, in Å" if edge else "between 0° and 180°"
+            raise StructureError(
+                f"{structure.path}: {name} of the unit cell ({where}) is {text!r}; it should be "
+                f"{should}"
+            )
+    cell = _gemmi().UnitCell(*numbers)
+    a, b, c, *angles = numbers
+    if not cell.volume > 1e-3 * a * b * c:
+        raise StructureError(
+            f"{structure.path}: the angles of the unit cell ({where}) are {_list(angles)}; they "
+            "should be those of a cell with a volume: below 360° together, and each below the sum "
+            "of the others"
+        )
+    return cell
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     """Return a grid for the unit cell of a structure.
 
@@ -354,7 +436,8 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     Raises
     ------
     StructureError
-        The file has no unit cell, or its space group is unknown or doesn't go with the cell.
+        The file has no unit cell, or one that no crystal has, or matrices (SCALE) of another; or
+        its space group is unknown or doesn't go with the cell.
     MemoryError
         The map doesn't fit into memory.
 
@@ -367,24 +450,57 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     """
     gemmi = _gemmi()
     model, path = structure.gemmi, structure.path
-    if not model.cell.is_crystal():
+    cell = unit_cell(structure)
+    if cell is None:
         raise StructureError(f"{path}: it has no unit cell")
+    _check_matrices(structure, cell)
     spacegroup = model.find_spacegroup() if model.spacegroup_hm else gemmi.SpaceGroup("P 1")
     if spacegroup is None:
         raise StructureError(f"{path}: the space group {model.spacegroup_hm!r} is unknown")
-    if not model.cell.is_compatible_with_spacegroup(spacegroup):
-        cell = ", ".join(f"{value:g}" for value in model.cell.parameters)
+    if not cell.is_compatible_with_spacegroup(spacegroup):
         raise StructureError(
-            f"{path}: the space group {spacegroup.xhm()} doesn't go with the unit cell {cell}"
+            f"{path}: the space group {spacegroup.xhm()} doesn't go with the unit cell "
+            f"{_list(cell.parameters)}"
         )
     # gemmi finds the size by making a grid, of which that of single bytes is the smallest.
-    check_memory(model.cell.volume / spacing**3)
+    check_memory(cell.volume / spacing**3)
     grid = gemmi.Int8Grid()
-    grid.set_unit_cell(model.cell)
+    grid.set_unit_cell(cell)
     grid.spacegroup = spacegroup
     grid.set_size_from_spacing(spacing, gemmi.GridSizeRounding.Up)
     check_memory(grid.point_count)
-    return MapGrid(model.cell, spacegroup, tuple(grid.shape))
+    return MapGrid(cell, spacegroup, tuple(grid.shape))
+
+
+def _check_matrices(structure: Structure, cell: Any) -> None:
+    """Raise StructureError if the file has a matrix that isn't that of its unit cell.
+
+    Maps have no such matrix, and gemmi says of a cell with one that no space group goes with it.
+    """
+    told = structure.gemmi.cell
+    # gemmi takes the matrix of the file for its own only where they differ by more than this.
+    if not told.explicit_matrices or (
+        told.frac.mat.approx(cell.frac.mat, 1e-4) and told.frac.vec.approx(cell.frac.vec, 1e-6)
+    ):
+        return
+    records, of = "SCALE records", "CRYST1"
+    if structure._kind == "mmCIF":
+        records, of = "_atom_sites.fract_transf_matrix", "_cell"
+    ours, theirs = (np.array(each.orth.mat.tolist()) for each in (cell, told))
+    if np.allclose(ours.T @ ours, theirs.T @ theirs, rtol=1e-2, atol=1):
+        raise StructureError(
+            f"{structure.path}: the {records} turn or shift the unit cell; a map has its first "
+            "voxel at the origin, a along x and b in the plane of x and y"
+        )
+    raise StructureError(
+        f"{structure.path}: the {records} disagree with {of}: they are those of edges of "
+        f"{_list(np.linalg.norm(theirs, axis=0))} Å, and the unit cell has "
+        f"{_list(np.linalg.norm(ours, axis=0))} Å; correct either, or delete the {records}"
+    )
+
+
+def _list(values: Any) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)
 
 
 def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
@@ -491,6 +607,7 @@ def density_map(
     reach = atoms.radius(n_sigma).max() if radius is None else radius
     cells = np.ceil(2 * reach * np.linalg.norm(np.linalg.inv(cell), axis=1)).astype(int)
     wide = np.multiply(shape, cells).tolist()
+    check_memory(math.prod(wide))
     part = total if parts == 1 and wide == list(shape) else np.empty(wide, np.float32)
     for share in np.array_split(np.arange(len(atoms.xyz)), parts):
         xyz, b, occupancy, amplitudes, widths = (array[share] for array in arrays)
@@ -648,10 +765,34 @@ def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: s
         at = (grid.start[axis] + middle[axis]) / grid.shape[axis] * lengths[axis]
         panel.set_title(f"{names[axis]} = {at:.1f} Å")
     figure.colorbar(image, ax=panels, label=unit, extend="max", shrink=0.7)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise StructureError(f"{path}: {error.strerror or error}") from None
+    save_picture(path, figure)
+
+
+def save_picture(path: str | os.PathLike, figure: Any) -> None:
+    """Write a figure; the file appears whole or not at all.
+
+    Parameters
+    ----------
+    path : str or path-like
+        See `check_picture_name`.
+    figure : matplotlib.figure.Figure
+
+    Raises
+    ------
+    StructureError
+        The file can't be written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from matplotlib.figure import Figure
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_picture(f"{folder}/nothing.svg", Figure())
+    ...     os.listdir(folder)
+    ['nothing.svg']
+    """
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150, format=Path(path).suffix.lower().lstrip("."))
 
 
 def check_map_name(path: str | os.PathLike) -> None:
@@ -670,6 +811,10 @@ def check_map_name(path: str | os.PathLike) -> None:
     """
     if not os.fspath(path).lower().endswith(_ENDINGS):
         raise StructureError(f"{path}: name it .ccp4, .map or .mrc")
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise StructureError(f"{path}: gemmi takes names in UTF-8") from None
     check_target(path)
 
 
