@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import errno
 import functools
 import importlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -27,6 +29,7 @@ from fusedops.structure import (
     PlanarGroups,
     Structure,
     StructureError,
+    check_target,
     planar_groups,
     read_structure,
 )
@@ -73,21 +76,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     _add_planarity(commands)
     _add_density(commands)
-    args = parser.parse_args(argv)
-    try:
-        code = args.run(args)
-        sys.stdout.flush()
-        return code
-    except (CommandError, StructureError, fusedops.BackendUnavailable) as error:
-        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
-        print("fusedops:", reason, file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # Whoever read the output has seen enough; Python must not complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    with contextlib.ExitStack() as streams:
+        if sys.stderr is None:  # closed by whoever started the process, as stdout may be
+            nowhere = streams.enter_context(open(os.devnull, "w"))
+            streams.enter_context(contextlib.redirect_stderr(nowhere))
+        stdout: Any = _Stdout(sys.stdout)
+        streams.enter_context(contextlib.redirect_stdout(stdout))
+        try:
+            try:
+                args = parser.parse_args(argv)
+                return args.run(args)
+            finally:
+                sys.stdout.flush()
+        except (CommandError, StructureError, fusedops.BackendUnavailable, MemoryError) as error:
+            reason = str(error) or "out of memory"
+            reason = "; ".join(" ".join(line.split()) for line in reason.splitlines())
+            print("fusedops:", reason, file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+
+
+class _Stdout:
+    """The stdout of a command, whose errors name it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            # The name of a file, or an Å, may be what the encoding of the terminal lacks.
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            if self._stream is None:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._named():
+            if self._stream is not None:
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._stream is not None:
+                # Python must not try again, and complain, when it ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            # Who closed a pipe has seen enough, and still wants the files that are to be written.
+            if not isinstance(error, BrokenPipeError):
+                raise CommandError(f"stdout: {error.strerror}") from None
 
 
 def _add_demo(commands: Any) -> None:
@@ -112,12 +156,10 @@ def _demo(args: argparse.Namespace) -> int:
     _needs("rich", "cli")
     _needs("matplotlib", "cli")
     _needs("scipy", "cli")
-    from fusedops import demo
+    from fusedops import demo, maps
 
-    try:
-        passed = demo.run(Path(args.picture), _print_demo)
-    except OSError as error:
-        raise CommandError(f"{args.picture}: {error.strerror or error}") from None
+    maps.check_picture_name(args.picture)
+    passed = demo.run(Path(args.picture), _print_demo)
     print(f"Picture: {args.picture}")
     print("Every result agrees with the reference." if passed else "A CHECK FAILED.")
     return 0 if passed else 1
@@ -257,6 +299,8 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.plot:
         _needs("matplotlib", "cli")
+    if args.files and args.json:
+        raise CommandError(f"--json {args.json}: --from measures nothing that could be written")
     try:
         old = report.read(args.compare) if args.compare else None
         if args.files:
@@ -297,6 +341,12 @@ def _measure(args: argparse.Namespace, report: Any) -> dict[str, Any]:
         _needs_gpu()
     plan = measure.Plan(args.device, tuple(args.op or ()), tuple(args.backend or ()), args.quick)
     # A file that can't be added to is known before the work, not after it.
+    if args.json:
+        try:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandError(f"{args.json.parent}: {error.strerror}") from None
+        check_target(args.json)
     kept, found = report.start(args.json, args.device), report.new(args.device)
     blocks = {}
     with _progress("measuring", plan.steps) as advance:
@@ -305,10 +355,7 @@ def _measure(args: argparse.Namespace, report: Any) -> dict[str, Any]:
             blocks[op] = found["ops"][op] = block
             if args.json:
                 kept["ops"] |= blocks
-                try:
-                    report.save(args.json, kept)
-                except OSError as error:
-                    raise CommandError(f"{args.json}: {error.strerror or error}") from None
+                report.save(args.json, kept)
     for op, block in blocks.items():
         report.show(op, block)
     return found
@@ -351,7 +398,7 @@ def _add_planarity(commands: Any) -> None:
     )
     parser.add_argument(
         "--tether",
-        type=_number(float, 0),
+        type=_number(float, 0, unit="1/Å²"),
         default=25.0,
         metavar="K",
         help="strength of the tether K/2 |x - x0|² in 1/Å² (default: %(default)s, which lets an "
@@ -359,15 +406,30 @@ def _add_planarity(commands: Any) -> None:
     )
 
 
-def _number(kind: type, least: float) -> Callable[[str], float]:
+def _number(
+    kind: type, least: float, most: float = math.inf, unit: str = ""
+) -> Callable[[str], float]:
+    """Return what argparse reads a finite number with, `unit` included in what it says."""
+    what = f"a {'whole ' if kind is int else ''}number of "
+    what += f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
+    what += f", in {unit}" if unit else ""
+
     def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value < np.inf:
-            raise ValueError
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most and value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text!r} should be {what}")
         return value
 
-    parse.__name__ = f"{kind.__name__} of at least {least}"
     return parse
+
+
+def _check_other(option: str, path: str, source: str) -> None:
+    """Raise CommandError if an output is the input, by whatever name."""
+    if os.path.exists(path) and os.path.samefile(path, source):
+        raise CommandError(f"{option} {path}: it is the input {source}; it should be another file")
 
 
 def _planarity(args: argparse.Namespace) -> int:
@@ -382,6 +444,7 @@ def _planarity(args: argparse.Namespace) -> int:
         structure = read_structure(args.file)
     if args.flatten:
         structure.check_writable(args.flatten)
+        _check_other("--flatten", args.flatten, args.file)
     with _timed(seconds, "find_planes"):
         found = planar_groups(structure)
     restraint = _Restraint(found, args.fit, args.backend)
@@ -581,7 +644,7 @@ def _add_density(commands: Any) -> None:
     )
     parser.add_argument(
         "--spacing",
-        type=_number(float, 0.01),
+        type=_number(float, 0.01, 100, "Å"),
         default=0.5,
         metavar="Å",
         help="largest distance of voxels (default: %(default)s)",
@@ -593,11 +656,11 @@ def _add_density(commands: Any) -> None:
     )
     reach = parser.add_mutually_exclusive_group()
     reach.add_argument(
-        "--radius", type=_number(float, 0.1), metavar="Å", help="how far atoms reach"
+        "--radius", type=_number(float, 0.1, 100, "Å"), metavar="Å", help="how far atoms reach"
     )
     reach.add_argument(
         "--n-sigma",
-        type=_number(float, 0.1),
+        type=_number(float, 0.1, 100),
         default=4.0,
         metavar="S",
         help="the same in standard deviations of an atom's widest Gaussian, within 2 to 7 Å "
@@ -605,14 +668,14 @@ def _add_density(commands: Any) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=_number(float, 0),
+        type=_number(float, 0, 1e6, "Å"),
         metavar="Å",
         help="make a box that ends so far from the outermost atoms, whether or not the file has a "
         "cell (default where it has none: as far as atoms reach, which is also the least)",
     )
     parser.add_argument(
         "--blur",
-        type=_number(float, 0),
+        type=_number(float, 0, 1e6, "Å²"),
         metavar="Å²",
         help="add to all B (default: what the sharpest atom lacks to be seen by the voxels, "
         "B = 72 spacing²)",
@@ -632,10 +695,7 @@ def _density(args: argparse.Namespace) -> int:
     if args.picture:
         _needs("matplotlib", "cli")
         maps.check_picture_name(args.picture)
-    try:
-        report = _make_map(args, maps)
-    except MemoryError as error:
-        raise CommandError(str(error) or "out of memory") from None
+    report = _make_map(args, maps)
     if args.json:
         print(json.dumps(report, indent=1, allow_nan=False))
     return 0
@@ -652,11 +712,34 @@ def _margin(asked: float | None, reach: float) -> float:
     return asked
 
 
+def _check_reach(args: argparse.Namespace, atoms: Any, blur: float, radius: np.ndarray) -> None:
+    """Raise CommandError where atoms end before voxels see them, or where most of them do."""
+    least = args.radius or float(radius.min())
+    if args.spacing > least / 3:
+        raise CommandError(
+            f"--spacing {args.spacing:g}: voxels so far apart don't sample atoms, which reach "
+            f"{least:g} Å; it should be at most {math.floor(100 * least / 3) / 100:g}, a third of "
+            "that, or --radius larger"
+        )
+    b = atoms.median_b
+    # Of a Gaussian, 2.5 standard deviations hold nine tenths.
+    needed = min(2.5, args.n_sigma) * math.sqrt(b / (8 * math.pi**2))
+    if args.radius is None and radius.max() < needed:
+        raise CommandError(
+            f"{args.file}: half of its atoms have a B of {b:.4g} Å² or more, and reach "
+            f"{radius.max():g} Å; it should be smaller, or --radius at least {math.ceil(needed)} "
+            f"(a blur adds {blur:.4g} Å² to the sharpest atom's {atoms.least_b - blur:.4g} Å²)"
+        )
+
+
 def _make_map(args: argparse.Namespace, maps: Any) -> dict[str, Any]:
     show = (lambda line: None) if args.json else functools.partial(print, flush=True)
     seconds: dict[str, float] = {}
     with _timed(seconds, "read"):
         structure = read_structure(args.file)
+        _check_other("--out", args.out, args.file)
+        if args.picture:
+            _check_other("--picture", args.picture, args.file)
         atoms = maps.scattering_atoms(structure, electron=args.electron)
     blur = args.blur
     if blur is None:
@@ -664,7 +747,8 @@ def _make_map(args: argparse.Namespace, maps: Any) -> dict[str, Any]:
     atoms = atoms.blurred(blur)
     radius = atoms.radius(args.n_sigma)
     reach = args.radius or float(radius.max())
-    if args.margin is None and structure.gemmi.cell.is_crystal():
+    _check_reach(args, atoms, blur, radius)
+    if args.margin is None and maps.unit_cell(structure):
         grid = maps.crystal_grid(structure, args.spacing)
     else:
         grid = maps.box_grid(atoms.xyz, args.spacing, _margin(args.margin, reach))
@@ -706,14 +790,17 @@ def _make_map(args: argparse.Namespace, maps: Any) -> dict[str, Any]:
             parts=parts,
             advance=advance,
         )
+    rho = ccp4.grid.array
+    least, largest = float(rho.min()), float(rho.max())
+    if not math.isfinite(largest - least):
+        raise CommandError(f"{args.file}: the density of its occupancies is too large for 32 bits")
     with _timed(seconds, "write"):
         maps.write_map(args.out, ccp4)
     unit, sum_unit = ("1/Å²", "Å") if args.electron else ("e/Å³", "electrons")
-    rho = ccp4.grid.array
     volume = grid.cell.volume / rho.size
     report |= {
-        "least": float(rho.min()),
-        "largest": float(rho.max()),
+        "least": least,
+        "largest": largest,
         "integral": float(rho.sum(dtype=np.float64)) * volume,
         "backend": maps.backend_of(atoms, grid, backend),
         "map": args.out,

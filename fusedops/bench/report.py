@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops import _tables
+from fusedops.structure import replacing
 
 #: The form of the files, in which this is a number that changes with it.
 SCHEMA = 1
@@ -41,7 +42,16 @@ def read(path: Path) -> dict[str, Any]:
         raise ReportError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ReportError(f"{path}: no JSON: {error}") from None
-    if not isinstance(report, dict) or report.get("schema") != SCHEMA or "ops" not in report:
+    if not (
+        isinstance(report, dict)
+        and report.get("schema") == SCHEMA
+        and {"device", "ops"} <= report.keys()
+        and isinstance(report["ops"], dict)
+        and all(
+            isinstance(block, dict) and {"cases", "growth", "skipped"} <= block.keys()
+            for block in report["ops"].values()
+        )
+    ):
         raise ReportError(f"{path}: no result of fusedops bench, schema {SCHEMA}")
     return report
 
@@ -65,7 +75,8 @@ def start(path: Path | None, device: str) -> dict[str, Any]:
 def save(path: Path, report: dict[str, Any]) -> None:
     """Write a report; what can't be measured is null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    with replacing(path) as draft:
+        Path(draft).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def cases(report: dict[str, Any]) -> list[dict[str, Any]]:

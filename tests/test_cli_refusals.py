@@ -1,0 +1,531 @@
+"""Bad inputs to every command: one line that names the thing, and no file is changed."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusedops import cli, maps
+from fusedops.bench import report
+from fusedops.structure import read_structure
+
+gemmi = pytest.importorskip("gemmi")
+for package in ("matplotlib", "rich", "scipy"):
+    pytest.importorskip(package)
+
+UBIQUITIN = (files("fusedops") / "data/1ubi.pdb").read_bytes()
+WITHOUT_SCALE = re.sub(rb"(?m)^SCALE.*\n", b"", UBIQUITIN)
+ATOM = b"ATOM      1  N   MET A   1      27.343  24.294   2.683  1.00 14.70           N"
+MMCIF = b"""data_x
+_cell.length_a 20
+_cell.length_b 30
+_cell.length_c 40
+_cell.angle_alpha 90
+_cell.angle_beta 90
+_cell.angle_gamma 90
+loop_
+_atom_site.id
+_atom_site.type_symbol
+_atom_site.label_atom_id
+_atom_site.label_alt_id
+_atom_site.label_comp_id
+_atom_site.label_asym_id
+_atom_site.label_seq_id
+_atom_site.Cartn_x
+_atom_site.Cartn_y
+_atom_site.Cartn_z
+_atom_site.occupancy
+_atom_site.B_iso_or_equiv
+1 C CA . ALA A 1 1.0 2.0 3.0 1.0 20.0
+2 C CB . ALA A 1 2.0 2.0 3.5 1.0 20.0
+"""
+
+
+def crystal(numbers, group="P 1", source=WITHOUT_SCALE):
+    """Return ubiquitin with other numbers in its CRYST1."""
+    columns = (9, 9, 9, 7, 7, 7)
+    texts = zip(numbers.split(), columns, strict=True)
+    cell = "".join(f"{text:>{width}}" for text, width in texts)
+    return re.sub(rb"(?m)^CRYST1.*", f"CRYST1{cell} {group:11s}   1".encode(), source)
+
+
+def atom(column, text):
+    """Return ubiquitin with another text in its first atom."""
+    assert UBIQUITIN.count(ATOM) == 1
+    line = ATOM[:column] + text.encode() + ATOM[column + len(text) :]
+    return UBIQUITIN.replace(ATOM, line)
+
+
+def scaled(a="0.019670", shift="0.00000"):
+    """Return ubiquitin with another SCALE1."""
+    line = b"SCALE1      0.019670  0.000000  0.000000        0.00000"
+    assert UBIQUITIN.count(line) == 1
+    return UBIQUITIN.replace(
+        line, f"SCALE1    {a:>10}  0.000000  0.000000     {shift:>10}".encode()
+    )
+
+
+# Files that no command can read: with what is said of them.
+UNREADABLE = {
+    "empty.pdb": (b"", "the file is empty"),
+    "binary.pdb": (bytes(range(256)) * 20, "neither PDB nor mmCIF"),
+    "atom.pdb": (b"ATOM  " + bytes(range(256)) * 20, "line 1 holds no coordinates"),
+    "plain.pdb.gz": (b"not gzipped", "neither PDB nor mmCIF"),
+    "cut.pdb.gz": (gzip.compress(UBIQUITIN)[:3000], "broken gzip data"),
+    "more.pdb.gz": (gzip.compress(UBIQUITIN) + b"garbage", "broken gzip data"),
+    "twice.pdb.gz": (gzip.compress(gzip.compress(UBIQUITIN)), "neither PDB nor mmCIF"),
+    "utf16.pdb": (UBIQUITIN.decode().encode("utf-16"), "neither PDB nor mmCIF"),
+    "header.pdb": (b"HEADER    NOTHING\n", "it holds no atoms"),
+    "model.pdb": (b"MODEL        1\nENDMDL\n" + UBIQUITIN, "it holds no atoms"),
+    "nan.pdb": (atom(30, "     nan"), "the coordinates of A/MET 1 N are not finite numbers"),
+    "far.pdb": (
+        atom(30, "   1e300"),
+        "the coordinates of A/MET 1 N are [1e+300, 24.294, 2.683]; they should be within 1,000,000",
+    ),
+    "blank.pdb": (atom(30, " " * 8), "holds no coordinates"),
+    "zero_angle.pdb": (crystal("50 50 50 0 90 90"), "Impossible angle"),
+    "long.pdb": (b"ATOM  " + b"x" * 1_000_000, "line 1 holds no coordinates"),
+    "data.cif": (b"data_\n", "it holds no atoms"),
+    **{
+        f"no_{name}.cif": (
+            MMCIF.replace(f"_atom_site.{name}\n".encode(), b"_atom_site.other\n"),
+            f"its atoms lack _atom_site.{name}",
+        )
+        for name in (
+            "id",
+            "type_symbol",
+            "label_alt_id",
+            "label_asym_id",
+            "Cartn_x",
+            "Cartn_y",
+            "Cartn_z",
+        )
+    },
+    "cut.cif": (MMCIF[:-9], "Wrong number of values"),
+    "far.cif": (MMCIF.replace(b"2.0 3.5", b"2e7 3.5"), "A/ALA 1 CB are [2.0, 20000000.0, 3.5]"),
+}
+
+# Files of which no density can be calculated, and planes can.
+NO_DENSITY = {
+    "angles.pdb": (crystal("50 50 50 179 179 179"), "(CRYST1) are 179, 179, 179; they should be"),
+    "flat.pdb": (crystal("50 50 50 60 60 120"), "(CRYST1) are 60, 60, 120; they should be"),
+    "nan.pdb": (crystal("nan 50 50 90 90 90"), "a of the unit cell (CRYST1) is 'nan'; it should"),
+    "inf.pdb": (crystal("50 inf 50 90 90 90"), "b of the unit cell (CRYST1) is 'inf'; it should"),
+    "negative.pdb": (crystal("50 50 -50 90 90 90"), "c of the unit cell (CRYST1) is '-50'"),
+    "zero.pdb": (crystal("0 50 50 90 90 90"), "a of the unit cell (CRYST1) is '0'"),
+    "tiny.pdb": (crystal("0.001 50 50 90 90 90"), "a of the unit cell (CRYST1) is '0.001'"),
+    "letters.pdb": (crystal("abc 50 50 90 90 90"), "a of the unit cell (CRYST1) is 'abc'"),
+    "alpha.pdb": (crystal("50 50 50 180.5 90 90"), "alpha of the unit cell (CRYST1) is '180.5'"),
+    "beta.pdb": (crystal("50 50 50 90 -90 90"), "beta of the unit cell (CRYST1) is '-90'"),
+    "gamma.pdb": (crystal("50 50 50 90 90 0"), "gamma of the unit cell (CRYST1) is '0'"),
+    "huge.pdb": (crystal("99999999 5000 5000 90 90 90"), "GB of memory"),
+    "cut_cell.pdb": (
+        re.sub(rb"(?m)^(CRYST1.{27}).*", rb"\1", UBIQUITIN), "alpha of the unit cell (CRYST1) is ''"
+    ),
+    "group.pdb": (crystal("50 60 70 90 90 90", "P 4"), "P 4 doesn't go with the unit cell 50, 60"),
+    "stale.pdb": (
+        crystal("60.84 42.77 28.95 90 90 90", "P 21 21 21", UBIQUITIN),
+        "the SCALE records disagree with CRYST1: they are those of edges of 50.8388, 42.7698, "
+        "28.9503 Å, and the unit cell has 60.84, 42.77, 28.95 Å",
+    ),
+    "flat_scale.pdb": (scaled("0.000000"), "the SCALE records disagree with CRYST1"),
+    "shifted.pdb": (scaled(shift="0.25000"), "the SCALE records turn or shift the unit cell"),
+    "unknown_edge.cif": (
+        MMCIF.replace(b"_a 20", b"_a ?"), "a of the unit cell (_cell) is ''; it should be a number"
+    ),
+    "letters.cif": (MMCIF.replace(b"_a 20", b"_a abc"), "a of the unit cell (_cell) is 'abc'"),
+    "no_occupancy.pdb": (atom(54, "   abc"), "line 270 has '   abc' for occupancy; it should"),
+    "blank_occupancy.pdb": (atom(54, " " * 6), "line 270 has '      ' for occupancy"),
+    "nan_occupancy.pdb": (atom(54, "   nan"), "the occupancy of A/MET 1 N is nan; it should"),
+    "huge_occupancy.cif": (MMCIF.replace(b"3.0 1.0", b"3.0 1e300"), "A/ALA 1 CA is inf"),
+    "large_occupancy.cif": (MMCIF.replace(b"3.0 1.0", b"3.0 3e38"), "too large for 32 bits"),
+    "no_b.pdb": (atom(60, "   abc"), "line 270 has '   abc' for B"),
+    "nan_b.pdb": (atom(60, "   nan"), "the B of A/MET 1 N is nan"),
+    "negative_b.pdb": (atom(60, "-99999"), "half of its atoms have a B of 1e+05 Å² or more"),
+    "wild_u.pdb": (
+        UBIQUITIN.replace(ATOM, ATOM + b"\nANISOU    1  N   MET A   1  -500000" + b"      1" * 5),
+        "sharpest atom's -3948 Å²)",
+    ),
+    "element.pdb": (atom(76, " X"), "A/MET 1 N is of an unknown element"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(folder, capsys):
+    """Return a function that runs a command, which must end in one line and change no file."""
+
+    def contents():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def run(*args, reason):
+        before = contents()
+        try:
+            code = cli.main([str(arg) for arg in args])
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        assert code == 2
+        assert "Traceback" not in err
+        *usage, line = err.splitlines()
+        assert usage == [] or usage[0].startswith("usage: ")
+        assert line.startswith("fusedops")
+        assert " ".join(reason.split()) in line
+        assert contents() == before
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("command", ["planarity", "density"])
+def test_unreadable_files(refused, folder, command, name):
+    content, reason = UNREADABLE[name]
+    (folder / name).write_bytes(content)
+    out = {"planarity": ["--flatten", "out.cif"], "density": ["--out", "out.map"]}[command]
+    refused(command, name, *out, reason=f"{name}: ")
+    assert refused(command, name, *out, reason=reason) == ""
+
+
+@pytest.mark.parametrize("name", NO_DENSITY)
+def test_files_without_a_density(refused, folder, name):
+    content, reason = NO_DENSITY[name]
+    (folder / name).write_bytes(content)
+    if "memory" not in reason:
+        refused("density", name, "--out", "out.map", reason=f"{name}: ")
+    refused("density", name, "--out", "out.map", "--picture", "x.png", reason=reason)
+    assert cli.main(["planarity", name, "--flatten", "out.cif"]) == 0
+    # Where there is no cell, or none is used, it doesn't matter.
+    if "unit cell" in reason and name.endswith(".pdb"):
+        args = ["--spacing", "2", "--margin", "9"]
+        assert cli.main(["density", name, "--out", "out.map", *args]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--spacing", "1e9"], "--spacing: '1e9' should be a number of 0.01 to 100, in Å"),
+        (["--spacing", "abc"], "--spacing: 'abc' should be a number of 0.01 to 100, in Å"),
+        (["--spacing", "nan"], "--spacing: 'nan' should be"),
+        (["--spacing", "inf"], "--spacing: 'inf' should be"),
+        (["--spacing", "0"], "--spacing: '0' should be"),
+        (["--spacing", "1e-300"], "--spacing: '1e-300' should be"),
+        (
+            ["--spacing", "99"],
+            "--spacing 99: voxels so far apart don't sample atoms, which reach 7",
+        ),
+        (["--spacing", "2.4"], "it should be at most 2.33, a third of that, or --radius larger"),
+        (["--spacing", "2.4", "--margin", "9"], "it should be at most 2.33"),
+        (["--spacing", "1.1", "--radius", "3"], "it should be at most 1, a third of that"),
+        (["--spacing", "1.5", "--blur", "0.1"], "--spacing 1.5: voxels so far apart"),
+        (["--spacing", "0.01"], "GB of memory"),
+        (["--spacing", "0.01", "--margin", "1e5"], "GB of memory"),
+        (["--blur", "9999"], "half of its atoms have a B of 1.001e+04 Å² or more"),
+        (["--blur", "1e300"], "--blur: '1e300' should be a number of 0 to 1,000,000, in Å²"),
+        (["--radius", "1e300"], "--radius: '1e300' should be a number of 0.1 to 100, in Å"),
+        (["--n-sigma", "many"], "--n-sigma: 'many' should be a number of 0.1 to 100"),
+        (["--margin", "-1"], "--margin: '-1' should be a number of 0 to 1,000,000, in Å"),
+        (["--backend", "abacus"], "--backend: invalid choice: 'abacus'"),
+        (["--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--out", "map.png"], "map.png: name it .ccp4, .map or .mrc"),
+        (["--out", "none/x.map"], "none/x.map: there is no folder"),
+        (["--out", "taken.map"], "taken.map: is a folder"),
+        (["--out", "x" * 300 + ".map"], "File name too long"),
+        (["--picture", "none/x.png"], "none/x.png: there is no folder"),
+        (["--picture", "x.abc"], "x.abc: Matplotlib can't draw"),
+    ],
+)
+def test_options_of_density(refused, folder, monkeypatch, options, reason):
+    monkeypatch.setattr(maps, "available_memory", lambda: 10**9)
+    (folder / "x.pdb").write_bytes(UBIQUITIN)
+    (folder / "taken.map").mkdir()
+    refused("density", "x.pdb", "--out", "out.map", *options, reason=reason)
+
+
+def test_atoms_that_reach_across_many_cells_need_memory(refused, folder, monkeypatch):
+    monkeypatch.setattr(maps, "available_memory", lambda: 10**8)
+    (folder / "x.pdb").write_bytes(crystal("5 5 5 90 90 90"))
+    refused("density", "x.pdb", "--out", "x.map", "--radius", 99, reason="GB of memory")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--top", "abc"], "--top: 'abc' should be a whole number of at least 1"),
+        (["--top", "1.5"], "--top: '1.5' should be a whole number of at least 1"),
+        (["--top", "0"], "--top: '0' should be"),
+        (["--steps", "-3"], "--steps: '-3' should be a whole number of at least 1"),
+        (["--tether", "inf"], "--tether: 'inf' should be a number of at least 0, in 1/Å²"),
+        (["--fit", "best"], "--fit: invalid choice: 'best'"),
+        (["--json", "--csv"], "not allowed with argument"),
+        (["--flatten", "x.xyz"], "x.xyz: name it .pdb"),
+        (["--flatten", "none/x.pdb"], "none/x.pdb: there is no folder"),
+        (["--flatten", "taken.pdb"], "taken.pdb: is a folder"),
+        (["--flatten", "x" * 300 + ".pdb"], "File name too long"),
+    ],
+)
+def test_options_of_planarity(refused, folder, options, reason):
+    (folder / "x.pdb").write_bytes(UBIQUITIN)
+    (folder / "taken.pdb").mkdir()
+    refused("planarity", "x.pdb", *options, reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ([], "required: COMMAND"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["planarity"], "required: FILE"),
+        (["density", "x.pdb"], "required: --out"),
+        (["planarity", "none.pdb"], "none.pdb: No such file or directory"),
+        (["planarity", "-"], "-: No such file or directory"),
+        (["density", "none/x.pdb", "--out", "x.map"], "none/x.pdb: No such file or directory"),
+        (["planarity", "taken.pdb"], "taken.pdb: Is a directory"),
+        (["planarity", "/dev/zero"], "/dev/zero: is a device"),
+        (["info", "--jsom"], "unrecognized arguments: --jsom"),
+        (["demo", "--picture", "x.abc"], "x.abc: Matplotlib can't draw into such a file"),
+        (["demo", "--picture", "x"], "x: Matplotlib can't draw into such a file"),
+        (["demo", "--picture", "none/x.png"], "none/x.png: there is no folder"),
+        (["demo", "--picture", "taken.pdb/"], "taken.pdb/"),
+        (["check", "--backend", "abacus"], "--backend: invalid choice: 'abacus'"),
+        (["check", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
+        (["bench", "--op", "abc"], "--op abc: it should be one of"),
+        (["bench", "--json", "taken.pdb"], "taken.pdb: is a folder"),
+        (["bench", "--json", "taken.pdb/text/x.json"], "taken.pdb/text: File exists"),
+        (["bench", "--json", "/dev/full"], "/dev/full: is no regular file"),
+        (["bench", "--json", "text.json"], "text.json: no JSON"),
+        (["bench", "--from", "text.json"], "text.json: no JSON"),
+        (["bench", "--from", "latin.json"], "latin.json: no JSON"),
+        (["bench", "--from", "list.json"], "list.json: no result of fusedops bench"),
+        (["bench", "--from", "ops.json"], "ops.json: no result of fusedops bench"),
+        (["bench", "--from", "block.json"], "block.json: no result of fusedops bench"),
+        (["bench", "--from", "none.json"], "none.json: No such file or directory"),
+        (["bench", "--from", "good.json", "--compare", "taken.pdb"], "taken.pdb: Is a directory"),
+        (["bench", "--from", "good.json", "--json", "x.json"], "--json x.json: --from measures"),
+        (["bench", "--from", "good.json", "--plot", "text.json"], "text.json: File exists"),
+    ],
+)
+def test_the_other_commands(refused, folder, args, reason):
+    (folder / "taken.pdb").mkdir()
+    (folder / "taken.pdb/text").write_text("x")
+    (folder / "text.json").write_text("nothing")
+    (folder / "latin.json").write_bytes(b'{"caf\xe9": 1}')
+    (folder / "list.json").write_text("[]")
+    for name, ops in (("ops", []), ("block", {"planarity_nll": 3}), ("good", {})):
+        (folder / f"{name}.json").write_text(json.dumps(report.new("cpu") | {"ops": ops}))
+    refused(*args, reason=reason)
+
+
+class TestTheInputStays:
+    @pytest.fixture(autouse=True)
+    def _names(self, folder):
+        (folder / "x.pdb").write_bytes(UBIQUITIN)
+        (folder / "soft.pdb").symlink_to("x.pdb")
+        os.link("x.pdb", "hard.pdb")
+        (folder / "folder").mkdir()
+
+    @pytest.mark.parametrize("source", ["x.pdb", "soft.pdb"])
+    @pytest.mark.parametrize("out", ["x.pdb", "./folder/../x.pdb", "soft.pdb", "hard.pdb"])
+    def test_flatten(self, refused, source, out):
+        reason = f"--flatten {out}: it is the input {source}; it should be another file"
+        refused("planarity", source, "--flatten", out, reason=reason)
+
+    @pytest.mark.parametrize("option", ["--out", "--picture"])
+    def test_density(self, refused, folder, option):
+        name = "x.map" if option == "--out" else "x.png"
+        (folder / name).symlink_to("x.pdb")
+        reason = f"{option} {name}: it is the input x.pdb; it should be another file"
+        refused("density", "x.pdb", "--out", "y.map", option, name, reason=reason)
+
+    def test_another_file_is_replaced(self, folder):
+        (folder / "old.pdb").write_text("old")
+        assert cli.main(["planarity", "x.pdb", "--flatten", "old.pdb"]) == 0
+        assert read_structure("old.pdb").xyz.shape == (683, 3)
+        assert (folder / "x.pdb").read_bytes() == UBIQUITIN
+
+
+class TestOutputs:
+    """What can't be written is told before any work, or leaves what was there."""
+
+    @pytest.fixture(autouse=True)
+    def _input(self, folder):
+        (folder / "x.pdb").write_bytes(UBIQUITIN)
+
+    @pytest.mark.parametrize("name", ["pipe", "socket"])
+    def test_only_regular_files_are_replaced(self, refused, folder, name):
+        target = folder / f"{name}.pdb"
+        if name == "pipe":
+            os.mkfifo(target)
+        else:
+            target.symlink_to("/dev/full")
+        reason = f"{name}.pdb: is no regular file"
+        refused("planarity", "x.pdb", "--flatten", target.name, reason=reason)
+        assert not Path("/dev/full").is_file()
+
+    def test_a_read_only_file(self, refused, folder, monkeypatch):
+        (folder / "old.pdb").write_text("old")
+        allowed = os.access
+        monkeypatch.setattr(
+            os,
+            "access",
+            lambda path, mode: not str(path).endswith("old.pdb") and allowed(path, mode),
+        )
+        refused("planarity", "x.pdb", "--flatten", "old.pdb", reason="old.pdb: no permission")
+
+    @pytest.mark.parametrize(
+        ("args", "old"),
+        [
+            ("planarity x.pdb --flatten old.pdb", "old.pdb"),
+            ("density x.pdb --out old.map", "old.map"),
+            ("density x.pdb --spacing 2 --out old.map", "old.map"),
+        ],
+    )
+    def test_a_full_disk(self, folder, args, old):
+        (folder / old).write_text("old")
+        # The largest file that this process may write has as many bytes.
+        script = (
+            "import resource, sys; from fusedops import cli; "
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); sys.exit(cli.main())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, *args.split()], capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert old in done.stderr
+        assert (folder / old).read_text() == "old"
+        assert {path.name for path in folder.iterdir()} == {"x.pdb", old}
+
+    def test_a_full_disk_leaves_an_old_picture(self, folder, monkeypatch):
+        (folder / "old.png").write_text("old")
+
+        def full(self, path, **options):
+            Path(path).write_text("half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+        monkeypatch.setattr("fusedops.demo.DEMOS", {"a": lambda panel: []})
+        args = ["density", "x.pdb", "--spacing", "2", "--out", "x.map"]
+        for command in (["demo"], args):
+            assert cli.main([*command, "--picture", "old.png"]) == 2
+        assert {path.name for path in folder.iterdir()} == {"x.pdb", "x.map", "old.png"}
+        assert (folder / "old.png").read_text() == "old"
+
+    def test_a_full_disk_leaves_the_results_of_an_earlier_bench(self, folder, monkeypatch):
+        path = folder / "old.json"
+        path.write_text("old")
+
+        def full(self, text):
+            self.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+        with pytest.raises(ValueError, match=r"old\.json: No space left"):
+            report.save(path, report.new("cpu"))
+        assert [p.read_bytes() for p in folder.glob("old*")] == [b"old"]
+
+    def test_text_that_is_not_utf8_comes_back(self, folder, refused):
+        text = MMCIF.replace(b"data_x\n", b"data_x\n_citation.title 'caf\xe9'\n")
+        (folder / "x.cif").write_bytes(text)
+        structure = read_structure("x.cif")
+        structure.write("moved.cif", structure.xyz + 1)
+        assert b"'caf\xe9'" in (folder / "moved.cif").read_bytes()
+        np.testing.assert_allclose(read_structure("moved.cif").xyz, structure.xyz + 1)
+        (folder / "y.pdb").write_bytes(b"TITLE     CAF\xe9\n" + UBIQUITIN)
+        reason = "out.cif: can't be written as mmCIF: y.pdb holds the byte 0xe9"
+        refused("planarity", "y.pdb", "--flatten", "out.cif", reason=reason)
+
+
+class TestStdout:
+    @pytest.fixture(autouse=True)
+    def _input(self, folder):
+        (folder / "x.pdb").write_bytes(UBIQUITIN)
+
+    def run(self, command, redirection, **environment):
+        done = subprocess.run(
+            ["bash", "-c", f'"$0" -m fusedops {command} {redirection}', sys.executable],
+            capture_output=True,
+            env=os.environ | environment,
+        )
+        return done.returncode, done.stdout, done.stderr.decode()
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "info",
+            "info --json",
+            "planarity x.pdb",
+            "planarity x.pdb --json",
+            "planarity x.pdb --csv",
+            "density x.pdb --spacing 2 --out x.map --json",
+            "density x.pdb --spacing 2 --out x.map",
+            "--help",
+        ],
+    )
+    def test_a_full_disk(self, command, unbuffered):
+        code, _, err = self.run(command, "> /dev/full", PYTHONUNBUFFERED=unbuffered)
+        lines = [line for line in err.splitlines() if not line.startswith("NLL")]
+        assert (code, lines[-1:]) == (2, ["fusedops: stdout: No space left on device"])
+        assert "Traceback" not in err
+        assert len(lines) <= (3 if "--csv" in command else 1)
+
+    @pytest.mark.parametrize("command", ["info", "planarity x.pdb", "planarity x.pdb --json"])
+    def test_one_that_is_closed(self, command):
+        assert self.run(command, ">&-") == (2, b"", "fusedops: stdout: Bad file descriptor\n")
+
+    def test_a_closed_stderr(self, folder):
+        assert self.run("planarity x.pdb --flatten y.pdb", "2>&-")[0] == 0
+        assert len(read_structure("y.pdb").xyz) == 683
+        assert self.run("planarity none.pdb", "2>&-") == (2, b"", "")
+
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
+    @pytest.mark.parametrize(
+        "command",
+        ["info", "planarity x.pdb", "planarity x.pdb --csv 2> /dev/null", "--help"],
+    )
+    def test_a_reader_that_has_seen_enough(self, command, unbuffered):
+        pipe = "| head -c 1; exit ${PIPESTATUS[0]}"
+        code, out, err = self.run(command, pipe, PYTHONUNBUFFERED=unbuffered)
+        assert (code, len(out), err) == (0, 1, "")
+
+    def test_a_reader_that_has_seen_enough_still_gets_the_map(self, folder):
+        done = self.run("density x.pdb --spacing 1 --out x.map", "| true; exit ${PIPESTATUS[0]}")
+        assert done == (0, b"", "")
+        assert gemmi.read_ccp4_map("x.map").grid.point_count > 10_000
+
+    def test_names_that_are_not_utf8(self, folder):
+        assert self.run(r"planarity x.pdb --flatten $'n\xe9.pdb'", "> out")[::2] == (0, "")
+        assert os.fsdecode(b"n\xe9.pdb") in os.listdir(folder)
+        out = self.run(r"planarity $'n\xe9.pdb' --json", "")
+        assert json.loads(out[1])["file"] == os.fsdecode(b"n\xe9.pdb")
+        out = self.run(r"planarity $'m\xe9.pdb'", "")
+        assert out[2] == "fusedops: m\\udce9.pdb: No such file or directory\n"
+        out = self.run(r"density x.pdb --out $'m\xe9.map'", "")
+        assert out == (2, b"", "fusedops: m\\udce9.map: gemmi takes names in UTF-8\n")
+
+    def test_an_encoding_without_an_angstrom(self):
+        code, out, err = self.run("planarity x.pdb", "", PYTHONIOENCODING="ascii")
+        assert (code, err) == (0, "")
+        assert rb"rms \xc5" in out
+
+    def test_a_defect_of_ours_shows_its_traceback(self, monkeypatch):
+        def defect(args):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(cli, "_info", defect)
+        with pytest.raises(OSError, match="No space left"):
+            cli.main(["info"])
