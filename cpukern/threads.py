@@ -12,6 +12,7 @@ import importlib.util
 import math
 import operator
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,15 +104,18 @@ def get_num_threads() -> int:
 def _default() -> int:
     own = os.environ.get("FUSEDOPS_NUM_THREADS")
     if own:
-        if not own.strip().isdigit() or int(own) < 1:
+        if not (threads := _positive(own)):
             raise ValueError(f"FUSEDOPS_NUM_THREADS is {own!r}; it should be a positive integer")
-        return int(own)
+        return threads
     # OMP_NUM_THREADS may list one number per nesting level; ours is the outermost. OpenMP
     # runtimes ignore a malformed value, and so does this.
-    outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if outermost.isdigit() and int(outermost) > 0:
-        return int(outermost)
-    return _available_cores()
+    return _positive(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or _available_cores()
+
+
+def _positive(text: str) -> int:
+    """Return the number that a text is, or 0 where it is none of those that a number may be."""
+    # Not str.isdigit, to which a superscript is a digit, nor more digits than int takes.
+    return int(text) if re.fullmatch(r"\s*[0-9]{1,18}\s*", text) else 0
 
 
 def threads_for(work: int, grain: int) -> int:
