@@ -11,7 +11,7 @@ MYPY ?= mypy==2.4.1
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
-SOURCES := Makefile pyproject.toml README.md LICENSE meson.build meson.options cpukern/meson.build \
+SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/py.typed fusedops/data/* gpukern/*.py)
 
 .PHONY: help demo bench test lint wheel clean

@@ -1,1 +1,1 @@
-"""CPU kernels: the Cython/OpenMP and the Numba ones, one file an op, and the rules they share."""
+"""CPU kernels: the Cython and the Numba ones, one file an op, and the rules they share."""

@@ -1,11 +1,24 @@
 # cython: language_level=3
-"""Asks the CPU which instruction set level it, and its operating system, support."""
+"""What the compiled kernels ask of the machine: its instruction sets, and threads to share work with.
+
+Whoever calls takes shares until none is left, and waits only for threads that are at work on one by
+then: one that sleeps, because other processes have the cores, is not waited for. OpenMP waits for
+all of its threads, and has them spin meanwhile.
+"""
+
+from cpython.pythread cimport (
+    NOWAIT_LOCK,
+    PyThread_acquire_lock,
+    PyThread_allocate_lock,
+    PyThread_free_lock,
+    PyThread_release_lock,
+    PyThread_start_new_thread,
+    PyThread_type_lock,
+    WAIT_LOCK,
+)
 
 cdef extern from *:
     """
-    #ifdef _OPENMP
-    #include <omp.h>
-    #endif
     static int fusedops_level(void) {
     #ifdef FUSEDOPS_X86_64_LEVELS
         __builtin_cpu_init();
@@ -17,23 +30,169 @@ cdef extern from *:
         return 0;
     #endif
     }
-    static int fusedops_openmp(void) {
-    #ifdef _OPENMP
-        return omp_get_num_procs() > 0;
-    #else
-        return 0;
-    #endif
+    #if defined(__GNUC__)
+    #define fusedops_seen(at) __atomic_load_n(at, __ATOMIC_SEQ_CST)
+    static inline long long fusedops_added(long long *at, long long n) {
+        return __atomic_fetch_add(at, n, __ATOMIC_SEQ_CST);
     }
+    static inline int fusedops_turned(long long *at, long long from, long long to) {
+        return __atomic_compare_exchange_n(at, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    }
+    #else
+    #include <intrin.h>
+    #define fusedops_seen(at) _InterlockedOr64(at, 0)
+    #define fusedops_added(at, n) _InterlockedExchangeAdd64(at, n)
+    #define fusedops_turned(at, from, to) (_InterlockedCompareExchange64(at, to, from) == (from))
+    #endif
+    #if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
+    #define fusedops_pause() __builtin_ia32_pause()
+    #else
+    #define fusedops_pause() ((void)0)
+    #endif
     """
     int fusedops_level()
-    int fusedops_openmp()
+    long long seen "fusedops_seen"(long long* at) nogil
+    # Add to a number, and return what it was.
+    long long added "fusedops_added"(long long* at, long long n) nogil
+    # Set a number that is `before`, and return whether it was.
+    bint turned "fusedops_turned"(long long* at, long long before, long long after) nogil
+    void pause "fusedops_pause"() nogil
+
+cdef enum:
+    MOST = 256
+    # Shares for every thread: the last one to end is waited for.
+    SHARES = 16
+    # Looks at what another thread does, some 50 microseconds of them, before going to sleep: as long
+    # as waking up may take.
+    LOOKS = 1000
+
+# A worker's state. Nobody turns one that isn't NONE or IDLE but the call that claimed it and, from
+# OFFERED to RUNNING to DONE, the worker itself.
+cdef enum:
+    NONE
+    IDLE
+    CLAIMED
+    OFFERED
+    RUNNING
+    AWAITED
+    DONE
+
+cdef struct Job:
+    Share work
+    const void* call
+    Py_ssize_t items
+    Py_ssize_t size
+    long long taken
+    long long threads
+
+cdef struct Worker:
+    long long state
+    Job* job
+    PyThread_type_lock offered
+    PyThread_type_lock done
+    # One to a cache line.
+    char[32] apart
+
+cdef Worker[MOST] workers
+
+
+cdef void take_shares(Job* job) noexcept nogil:
+    cdef int thread = <int>added(&job.threads, 1)
+    cdef Py_ssize_t begin = <Py_ssize_t>added(&job.taken, job.size)
+    while begin < job.items:
+        job.work(job.call, begin, min(begin + job.size, job.items), thread)
+        begin = <Py_ssize_t>added(&job.taken, job.size)
+
+
+cdef void wait_while(Worker* worker, long long state) noexcept nogil:
+    cdef int look
+    for look in range(LOOKS):
+        if seen(&worker.state) != state:
+            return
+        pause()
+
+
+cdef void serve(void* given) noexcept nogil:
+    cdef Worker* worker = <Worker*>given
+    while True:
+        wait_while(worker, DONE)
+        wait_while(worker, IDLE)
+        # Open already after an offer that was seen above, once more than there are offers.
+        if seen(&worker.state) != OFFERED:
+            PyThread_acquire_lock(worker.offered, WAIT_LOCK)
+        # An offer may have been withdrawn.
+        if turned(&worker.state, OFFERED, RUNNING):
+            take_shares(worker.job)
+            if not turned(&worker.state, RUNNING, DONE):
+                PyThread_release_lock(worker.done)
+
+
+cdef bint start(Worker* worker) noexcept with gil:
+    """Start a thread that waits for offers; return whether there is one more."""
+    worker.offered = PyThread_allocate_lock()
+    worker.done = PyThread_allocate_lock()
+    if worker.offered != NULL and worker.done != NULL:
+        PyThread_acquire_lock(worker.offered, NOWAIT_LOCK)
+        PyThread_acquire_lock(worker.done, NOWAIT_LOCK)
+        if PyThread_start_new_thread(&serve, worker) != -1:
+            return True
+    if worker.offered != NULL:
+        PyThread_free_lock(worker.offered)
+    if worker.done != NULL:
+        PyThread_free_lock(worker.done)
+    return False
+
+
+cdef bint claim(Worker* worker) noexcept nogil:
+    if turned(&worker.state, NONE, CLAIMED):
+        if start(worker):
+            return True
+        turned(&worker.state, CLAIMED, NONE)
+        return False
+    return turned(&worker.state, IDLE, CLAIMED)
+
+
+cdef void collect(Worker* worker) noexcept nogil:
+    """Take an offer back, or wait for its end."""
+    if turned(&worker.state, OFFERED, IDLE):
+        return
+    wait_while(worker, RUNNING)
+    if turned(&worker.state, RUNNING, AWAITED):
+        PyThread_acquire_lock(worker.done, WAIT_LOCK)
+        turned(&worker.state, AWAITED, IDLE)
+    else:
+        turned(&worker.state, DONE, IDLE)
+
+
+cdef void in_shares(
+    Share work, const void* call, Py_ssize_t items, int threads
+) noexcept nogil:
+    """Have items worked on by this thread, and by so many less one others that join in time."""
+    cdef Job job
+    cdef Worker* asked[MOST]
+    cdef int count = 0, i
+    if threads <= 1:
+        work(call, 0, items, 0)
+        return
+    job.work = work
+    job.call = call
+    job.items = items
+    job.size = max(items // (SHARES * <Py_ssize_t>threads), <Py_ssize_t>1)
+    job.taken = job.threads = 0
+    for i in range(MOST):
+        if count == threads - 1:
+            break
+        if claim(&workers[i]):
+            asked[count] = &workers[i]
+            count += 1
+            workers[i].job = &job
+            turned(&workers[i].state, CLAIMED, OFFERED)
+            PyThread_release_lock(workers[i].offered)
+    take_shares(&job)
+    for i in range(count):
+        collect(asked[i])
 
 
 def x86_64_level():
     """Return N for x86-64-vN, or 0 where this build has a single, baseline module."""
     return fusedops_level()
-
-
-def has_openmp():
-    """Return whether the kernels were built with OpenMP; its runtime loads with this module."""
-    return bool(fusedops_openmp())

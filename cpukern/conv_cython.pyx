@@ -10,9 +10,9 @@ float64 and added up by the caller, so the thread count changes no bit. bfloat16
 and is computed on in float32.
 """
 
-from cython.parallel cimport prange
 from libc.string cimport memcpy
 
+from cpukern._cpu cimport Share, in_shares
 from cpukern.vectors cimport exponential, real
 
 cdef enum:
@@ -472,6 +472,134 @@ cdef void set_layout(
         layout.sequences = starts.shape[0] - 1
 
 
+# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# for every type. Scratch has a row for every thread.
+cdef struct Pass:
+    Layout layout
+    Py_ssize_t count
+    Py_ssize_t group
+    Py_ssize_t row
+    const void* x
+    const void* kernels
+    const void* state
+    const void* bias
+    const void* cotangent
+    const void* final_cotangent
+    void* out
+    void* final_state
+    void* dkernels
+    void* dstate
+    double* dkernels_sum
+    double* dbias_sum
+    char* scratch
+
+cdef struct Step:
+    const void* x
+    void* state
+    const void* kernels
+    const void* bias
+    void* out
+    char* scratch
+    Py_ssize_t row
+    Py_ssize_t channels
+    Py_ssize_t width
+    Py_ssize_t k_batch
+    Py_ssize_t s_batch
+    Py_ssize_t s_channel
+    Py_ssize_t s_tap
+    bint silu
+
+
+cdef void set_pass(
+    Pass* call, const scalar[:, :, :] x, const scalar[:, :, :, :] kernels,
+    const scalar[:, :, ::1] state, const scalar[::1] bias, bint static_kernels, bint silu,
+    const long long[:, ::1] chunks, const long long[::1] starts, Py_ssize_t count,
+    Py_ssize_t chunk, char[:, ::1] scratch,
+) noexcept:
+    set_layout(&call.layout, x, kernels, static_kernels, chunks, starts, chunk, silu)
+    call.count = count
+    call.x = &x[0, 0, 0]
+    call.kernels = &kernels[0, 0, 0, 0]
+    call.state = &state[0, 0, 0] if state is not None else NULL
+    call.bias = &bias[0] if bias is not None else NULL
+    call.scratch = &scratch[0, 0]
+    call.row = scratch.shape[1]
+
+
+cdef void some_forward(
+    const scalar* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Pass* call = <const Pass*>given
+    cdef const Layout* layout = &call.layout
+    cdef char* scratch = call.scratch + thread * call.row
+    cdef Py_ssize_t c
+    for c in range(begin, end):
+        if scalar is double:
+            forward_chunk(
+                layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
+                <const scalar*>call.state, <const scalar*>call.bias, <scalar*>call.out,
+                <scalar*>call.final_state, <double*>scratch)
+        else:
+            forward_chunk(
+                layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
+                <const scalar*>call.state, <const scalar*>call.bias, <scalar*>call.out,
+                <scalar*>call.final_state, <float*>scratch)
+
+
+cdef void some_backward(
+    const scalar* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    """Pull back groups of chunks."""
+    cdef const Pass* call = <const Pass*>given
+    cdef const Layout* layout = &call.layout
+    cdef char* scratch = call.scratch + thread * call.row
+    cdef double* dk_sum = NULL
+    cdef double* db_sum = NULL
+    cdef Py_ssize_t c, g
+    for c in range(begin * call.group, min(end * call.group, call.count)):
+        g = c // call.group * layout.channels
+        if call.dkernels_sum != NULL:
+            dk_sum = call.dkernels_sum + g * layout.width
+        if call.dbias_sum != NULL:
+            db_sum = call.dbias_sum + g
+        if scalar is double:
+            backward_chunk(
+                layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
+                <const scalar*>call.state, <const scalar*>call.bias,
+                <const scalar*>call.cotangent, <const scalar*>call.final_cotangent,
+                <scalar*>call.out, <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
+                <double*>scratch)
+        else:
+            backward_chunk(
+                layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
+                <const scalar*>call.state, <const scalar*>call.bias,
+                <const scalar*>call.cotangent, <const scalar*>call.final_cotangent,
+                <scalar*>call.out, <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
+                <float*>scratch)
+
+
+cdef void some_steps(
+    const scalar* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Step* call = <const Step*>given
+    cdef const scalar* x = <const scalar*>call.x
+    cdef scalar* state = <scalar*>call.state
+    cdef const scalar* kernels = <const scalar*>call.kernels
+    cdef const scalar* bias = <const scalar*>call.bias
+    cdef scalar* out = <scalar*>call.out
+    cdef char* scratch = call.scratch + thread * call.row
+    cdef Py_ssize_t b
+    for b in range(begin, end):
+        if scalar is double:
+            step_row(x + b * call.channels, state + b * call.s_batch, call.s_channel, call.s_tap,
+                     kernels + b * call.k_batch, bias, call.silu, call.channels, call.width,
+                     out + b * call.channels, <double*>scratch)
+        else:
+            step_row(x + b * call.channels, state + b * call.s_batch, call.s_channel, call.s_tap,
+                     kernels + b * call.k_batch, bias, call.silu, call.channels, call.width,
+                     out + b * call.channels, <float*>scratch)
+
+
 def forward(
     const scalar[:, :, :] x,             # IN   (B, T, D) of contiguous rows
     const scalar[:, :, :, :] kernels,    # IN   (B, T, D, W) of these, or static ones (1, 1, D, W)
@@ -488,26 +616,13 @@ def forward(
     char[:, ::1] scratch,                # SCRATCH (threads, scratch_size)
 ):
     """Convolve, and keep every sequence's last W inputs."""
-    cdef Layout layout
-    cdef Py_ssize_t c, thread, threads = scratch.shape[0]
-    cdef const scalar* xs = &x[0, 0, 0]
-    cdef const scalar* ks = &kernels[0, 0, 0, 0]
-    cdef const scalar* states = &state[0, 0, 0] if state is not None else NULL
-    cdef const scalar* biases = &bias[0] if bias is not None else NULL
-    cdef scalar* outs = &out[0, 0, 0] if out is not None else NULL
-    cdef scalar* finals = &final_state[0, 0, 0] if final_state is not None else NULL
-    set_layout(&layout, x, kernels, static_kernels, chunks, starts, chunk, silu)
+    cdef Pass call
+    set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk,
+             scratch)
+    call.out = &out[0, 0, 0] if out is not None else NULL
+    call.final_state = &final_state[0, 0, 0] if final_state is not None else NULL
     with nogil:
-        for thread in prange(
-            threads, num_threads=threads, schedule="static", use_threads_if=threads > 1
-        ):
-            for c in range(count * thread // threads, count * (thread + 1) // threads):
-                if scalar is double:
-                    forward_chunk(&layout, find_chunk(&layout, c), xs, ks, states, biases, outs,
-                                  finals, <double*>&scratch[thread, 0])
-                else:
-                    forward_chunk(&layout, find_chunk(&layout, c), xs, ks, states, biases, outs,
-                                  finals, <float*>&scratch[thread, 0])
+        in_shares(<Share>some_forward[scalar], &call, count, <int>scratch.shape[0])
 
 
 def backward(
@@ -532,42 +647,22 @@ def backward(
     char[:, ::1] scratch,                     # SCRATCH (threads, scratch_size)
 ):
     """Pull cotangents back; sums over all tokens are left in parts, a part to a group of chunks."""
-    cdef Layout layout
-    cdef Py_ssize_t c, g, groups, thread, threads = scratch.shape[0]
-    cdef const scalar* xs = &x[0, 0, 0]
-    cdef const scalar* ks = &kernels[0, 0, 0, 0]
-    cdef const scalar* cs = &cotangent[0, 0, 0]
-    cdef const scalar* states = &state[0, 0, 0] if state is not None else NULL
-    cdef const scalar* biases = &bias[0] if bias is not None else NULL
-    cdef const scalar* finals = (
-        &final_cotangent[0, 0, 0] if final_cotangent is not None else NULL
-    )
-    cdef scalar* dxs = &dx[0, 0, 0] if dx is not None else NULL
-    cdef scalar* dks = &dkernels[0, 0, 0, 0] if dkernels is not None else NULL
-    cdef scalar* dstates = &dstate[0, 0, 0] if dstate is not None else NULL
-    cdef double* dk_sum = &dkernels_sum[0, 0, 0] if dkernels_sum is not None else NULL
-    cdef double* db_sum = &dbias_sum[0, 0] if dbias_sum is not None else NULL
-    set_layout(&layout, x, kernels, static_kernels, chunks, starts, chunk, silu)
-    layout.c_batch = cotangent.strides[0] // <Py_ssize_t>sizeof(scalar)
-    layout.c_token = cotangent.strides[1] // <Py_ssize_t>sizeof(scalar)
-    groups = (count + group - 1) // group
+    cdef Pass call
+    set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk,
+             scratch)
+    call.layout.c_batch = cotangent.strides[0] // <Py_ssize_t>sizeof(scalar)
+    call.layout.c_token = cotangent.strides[1] // <Py_ssize_t>sizeof(scalar)
+    call.cotangent = &cotangent[0, 0, 0]
+    call.final_cotangent = &final_cotangent[0, 0, 0] if final_cotangent is not None else NULL
+    call.out = &dx[0, 0, 0] if dx is not None else NULL
+    call.dkernels = &dkernels[0, 0, 0, 0] if dkernels is not None else NULL
+    call.dstate = &dstate[0, 0, 0] if dstate is not None else NULL
+    call.dkernels_sum = &dkernels_sum[0, 0, 0] if dkernels_sum is not None else NULL
+    call.dbias_sum = &dbias_sum[0, 0] if dbias_sum is not None else NULL
+    call.group = group
     with nogil:
-        for thread in prange(
-            threads, num_threads=threads, schedule="static", use_threads_if=threads > 1
-        ):
-            for c in range(group * (groups * thread // threads),
-                           min(count, group * (groups * (thread + 1) // threads))):
-                g = (c // group) * layout.channels
-                if scalar is double:
-                    backward_chunk(
-                        &layout, find_chunk(&layout, c), xs, ks, states, biases, cs, finals, dxs,
-                        dks, dstates, NULL if dk_sum == NULL else dk_sum + g * layout.width,
-                        NULL if db_sum == NULL else db_sum + g, <double*>&scratch[thread, 0])
-                else:
-                    backward_chunk(
-                        &layout, find_chunk(&layout, c), xs, ks, states, biases, cs, finals, dxs,
-                        dks, dstates, NULL if dk_sum == NULL else dk_sum + g * layout.width,
-                        NULL if db_sum == NULL else db_sum + g, <float*>&scratch[thread, 0])
+        in_shares(<Share>some_backward[scalar], &call, (count + group - 1) // group,
+                  <int>scratch.shape[0])
 
 
 def step(
@@ -581,29 +676,24 @@ def step(
     char[:, ::1] scratch,            # SCRATCH (threads, scratch_size)
 ):
     """Shift a token into every state and convolve what it holds."""
-    cdef Py_ssize_t item = sizeof(scalar), b, thread, threads = scratch.shape[0]
-    cdef Py_ssize_t batch = state.shape[0], channels = state.shape[1], width = state.shape[2]
-    cdef Py_ssize_t k_batch = 0 if static_kernels else channels * width
-    cdef Py_ssize_t s_batch = state.strides[0] // item, s_channel = state.strides[1] // item
-    cdef Py_ssize_t s_tap = state.strides[2] // item
-    cdef const scalar* biases = &bias[0] if bias is not None else NULL
-    cdef const scalar* xs = &x[0, 0]
-    cdef const scalar* ks = &kernels[0, 0, 0]
-    cdef scalar* states = &state[0, 0, 0]
-    cdef scalar* outs = &out[0, 0]
+    cdef Py_ssize_t item = sizeof(scalar)
+    cdef Step call
+    call.x = &x[0, 0]
+    call.state = &state[0, 0, 0]
+    call.kernels = &kernels[0, 0, 0]
+    call.bias = &bias[0] if bias is not None else NULL
+    call.out = &out[0, 0]
+    call.scratch = &scratch[0, 0]
+    call.row = scratch.shape[1]
+    call.channels = state.shape[1]
+    call.width = state.shape[2]
+    call.k_batch = 0 if static_kernels else call.channels * call.width
+    call.s_batch = state.strides[0] // item
+    call.s_channel = state.strides[1] // item
+    call.s_tap = state.strides[2] // item
+    call.silu = silu
     with nogil:
-        for thread in prange(
-            threads, num_threads=threads, schedule="static", use_threads_if=threads > 1
-        ):
-            for b in range(batch * thread // threads, batch * (thread + 1) // threads):
-                if scalar is double:
-                    step_row(xs + b * channels, states + b * s_batch, s_channel, s_tap,
-                             ks + b * k_batch, biases, silu, channels, width, outs + b * channels,
-                             <double*>&scratch[thread, 0])
-                else:
-                    step_row(xs + b * channels, states + b * s_batch, s_channel, s_tap,
-                             ks + b * k_batch, biases, silu, channels, width, outs + b * channels,
-                             <float*>&scratch[thread, 0])
+        in_shares(<Share>some_steps[scalar], &call, state.shape[0], <int>scratch.shape[0])
 
 
 cpdef Py_ssize_t ring_rows(Py_ssize_t width) noexcept:

@@ -340,8 +340,8 @@ def _survey(plan: ScatterPlan) -> None:
     ends = np.zeros((threads, 2, (plan.map_size - 1 >> PART_BITS) + 1), np.int64)
     found = first, second, split, low, high, spans, ends
     survey = _scatter.survey[_INDEX[plan.wa.dtype]]
-    inside = survey(plan.wa, plan.wbwc, plan.map_size, PART_BITS, *found)
-    plan.reach = (low, high) if inside else None
+    survey(plan.wa, plan.wbwc, plan.map_size, PART_BITS, *found)
+    plan.reach = (low, high) if ends[:, 0].sum() == plan.wa.size else None
     plan.checked()
     plan.lists = _lists(spans, ends)
     plan.runs = first, second, split

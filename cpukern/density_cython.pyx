@@ -11,9 +11,10 @@ is left in the inner loop. Map and gradient are summed in an order that doesn't 
 of threads.
 """
 
-from cython.parallel cimport prange, threadid
 from libc.math cimport ceil, floor, isfinite, sqrt
 from libc.string cimport memset
+
+from cpukern._cpu cimport Share, in_shares
 
 # Explicit vectors, which are one number each where there is no GNU C.
 cdef extern from *:
@@ -911,6 +912,137 @@ cdef Grid grid_of(shape, const double[:, ::1] step, const double[:, ::1] images)
     return grid
 
 
+# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# for every type. Scratch has a row for every thread.
+cdef struct SetUp:
+    const Grid* grid
+    const double* to_grid
+    const double* most
+    const void* xyz
+    const void* b
+    Py_ssize_t bs
+    const void* occupancy
+    const double* amplitudes
+    const double* widths
+    Py_ssize_t gaussians
+    const double* radius
+    double slack
+    char* atoms
+    void* numbers
+    long long* boxes
+
+cdef struct Scratch:
+    void* numbers
+    Py_ssize_t row
+    double* extents
+    Py_ssize_t* lengths
+    double* moments
+    Py_ssize_t moments_row
+    Py_ssize_t most
+    Py_ssize_t pitch
+
+cdef struct Splat:
+    const Grid* grid
+    const Atom* atoms
+    const void* numbers
+    Py_ssize_t gaussians
+    bint separable
+    const void* occupancy
+    const long long* listed
+    const long long* pointers
+    Py_ssize_t thickness
+    void* out
+    Scratch scratch
+
+cdef struct SplatVjp:
+    const Grid* grid
+    const Atom* atoms
+    const void* numbers
+    Py_ssize_t gaussians
+    bint separable
+    const void* b
+    Py_ssize_t bs
+    const void* occupancy
+    const double* amplitudes
+    const double* widths
+    const void* cotangent
+    void* on_xyz
+    void* on_b
+    void* on_occupancy
+    Scratch scratch
+
+
+cdef void some_atoms(
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const SetUp* call = <const SetUp*>given
+    cdef Py_ssize_t G = call.gaussians, n
+    cdef Atom* atom
+    cdef int d
+    for n in range(begin, end):
+        atom = <Atom*>call.atoms + n
+        set_atom(
+            call.grid, call.to_grid, call.most, <const real*>call.xyz + 3 * n,
+            <const real*>call.b + call.bs * n, call.bs == 6, (<const real*>call.occupancy)[n],
+            call.amplitudes + G * n, call.widths + G * n, G, call.radius[n], call.slack, atom,
+            <real*>call.numbers + NUMBERS * G * n,
+        )
+        for d in range(3):
+            call.boxes[6 * n + 2 * d] = atom.low[d]
+            call.boxes[6 * n + 2 * d + 1] = atom.high[d]
+
+
+cdef void some_slabs(
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Splat* call = <const Splat*>given
+    cdef const Scratch* own = &call.scratch
+    cdef Py_ssize_t s
+    for s in range(begin, end):
+        some_planes(
+            call.grid, s * call.thickness, min((s + 1) * call.thickness, call.grid.nx),
+            call.listed + call.pointers[s], call.pointers[s + 1] - call.pointers[s], call.atoms,
+            <const real*>call.numbers, call.separable, <const real*>call.occupancy,
+            call.gaussians, <real*>call.out, <real*>own.numbers + thread * own.row,
+            own.extents + 2 * thread * own.most, own.most, own.pitch,
+        )
+
+
+cdef void some_pull_backs(
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const SplatVjp* call = <const SplatVjp*>given
+    cdef const Scratch* own = &call.scratch
+    cdef Py_ssize_t G = call.gaussians, n
+    cdef const real* numbers
+    cdef const real* b
+    cdef real* on_x
+    cdef real* on_b
+    cdef real* on_occupancy
+    cdef real* scratch = <real*>own.numbers + thread * own.row
+    cdef double* extents = own.extents + 2 * thread * own.most
+    for n in range(begin, end):
+        numbers = <const real*>call.numbers + NUMBERS * G * n
+        b = <const real*>call.b + call.bs * n
+        on_x = <real*>call.on_xyz + 3 * n
+        on_b = <real*>call.on_b + call.bs * n
+        on_occupancy = <real*>call.on_occupancy + n
+        if call.separable:
+            pull_back_separable(
+                call.grid, call.atoms + n, numbers, b[0], (<const real*>call.occupancy)[n],
+                call.widths + G * n, G, <const real*>call.cotangent, on_x, on_b, on_occupancy,
+                scratch, extents, own.most, own.pitch,
+            )
+        else:
+            pull_back(
+                call.grid, call.atoms + n, numbers, b, call.bs == 6,
+                (<const real*>call.occupancy)[n], call.amplitudes + G * n, call.widths + G * n, G,
+                <const real*>call.cotangent, on_x, on_b, on_occupancy, scratch, extents,
+                own.lengths + thread * own.most, own.most, own.pitch,
+                own.moments + thread * own.moments_row,
+            )
+
+
 def set_up(
     # IN
     shape,
@@ -932,18 +1064,24 @@ def set_up(
     long long[:, :, ::1] boxes,
 ):
     cdef Grid grid = grid_of(shape, step, images)
-    cdef Py_ssize_t count = xyz.shape[0], G = widths.shape[1], n
-    cdef Atom* atom
-    cdef int d
-    for n in prange(count, num_threads=threads, schedule="static", nogil=True):
-        atom = <Atom*>&atoms[n, 0]
-        set_atom(
-            &grid, &to_grid[0, 0], &most[0], &xyz[n, 0], &b[n, 0], b.shape[1] == 6, occupancy[n],
-            &amplitudes[n, 0], &widths[n, 0], G, radius[n], slack, atom, &numbers[n, 0, 0],
-        )
-        for d in range(3):
-            boxes[n, d, 0] = atom.low[d]
-            boxes[n, d, 1] = atom.high[d]
+    cdef SetUp call
+    call.grid = &grid
+    call.to_grid = &to_grid[0, 0]
+    call.most = &most[0]
+    call.xyz = &xyz[0, 0]
+    call.b = &b[0, 0]
+    call.bs = b.shape[1]
+    call.occupancy = &occupancy[0]
+    call.amplitudes = &amplitudes[0, 0]
+    call.widths = &widths[0, 0]
+    call.gaussians = widths.shape[1]
+    call.radius = &radius[0]
+    call.slack = slack
+    call.atoms = &atoms[0, 0]
+    call.numbers = &numbers[0, 0, 0]
+    call.boxes = &boxes[0, 0, 0]
+    with nogil:
+        in_shares(<Share>some_atoms[real], &call, xyz.shape[0], threads)
 
 
 def splat(
@@ -967,14 +1105,25 @@ def splat(
     Py_ssize_t pitch,
 ):
     cdef Grid grid = grid_of(shape, step, images)
-    cdef Py_ssize_t slabs = pointers.shape[0] - 1, G = numbers.shape[2], s
-    cdef int threads = scratch.shape[0]
-    for s in prange(slabs, num_threads=threads, schedule="dynamic", nogil=True):
-        some_planes(
-            &grid, s * thickness, min((s + 1) * thickness, grid.nx), &listed[0] + pointers[s],
-            pointers[s + 1] - pointers[s], <const Atom*>&atoms[0, 0], &numbers[0, 0, 0],
-            separable, &occupancy[0], G, &out[0, 0, 0],
-            &scratch[threadid(), 0], &extents[threadid(), 0], most, pitch,
+    cdef Splat call
+    call.grid = &grid
+    call.atoms = <const Atom*>&atoms[0, 0]
+    call.numbers = &numbers[0, 0, 0]
+    call.gaussians = numbers.shape[2]
+    call.separable = separable
+    call.occupancy = &occupancy[0]
+    call.listed = &listed[0] if listed.shape[0] else NULL
+    call.pointers = &pointers[0]
+    call.thickness = thickness
+    call.out = &out[0, 0, 0]
+    call.scratch.numbers = &scratch[0, 0]
+    call.scratch.row = scratch.shape[1]
+    call.scratch.extents = &extents[0, 0]
+    call.scratch.most = most
+    call.scratch.pitch = pitch
+    with nogil:
+        in_shares(
+            <Share>some_slabs[real], &call, pointers.shape[0] - 1, <int>scratch.shape[0]
         )
 
 
@@ -1004,19 +1153,28 @@ def splat_vjp(
     Py_ssize_t pitch,
 ):
     cdef Grid grid = grid_of(shape, step, images)
-    cdef Py_ssize_t count = on_xyz.shape[0], G = numbers.shape[2], n
-    cdef int threads = scratch.shape[0]
-    for n in prange(count, num_threads=threads, schedule="dynamic", chunksize=16, nogil=True):
-        if separable:
-            pull_back_separable(
-                &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], b[n, 0], occupancy[n],
-                &widths[n, 0], G, &cotangent[0, 0, 0], &on_xyz[n, 0], &on_b[n, 0],
-                &on_occupancy[n], &scratch[threadid(), 0], &extents[threadid(), 0], most, pitch,
-            )
-            continue
-        pull_back(
-            &grid, <const Atom*>&atoms[n, 0], &numbers[n, 0, 0], &b[n, 0], b.shape[1] == 6,
-            occupancy[n], &amplitudes[n, 0], &widths[n, 0], G, &cotangent[0, 0, 0],
-            &on_xyz[n, 0], &on_b[n, 0], &on_occupancy[n], &scratch[threadid(), 0],
-            &extents[threadid(), 0], &lengths[threadid(), 0], most, pitch, &moments[threadid(), 0],
-        )
+    cdef SplatVjp call
+    call.grid = &grid
+    call.atoms = <const Atom*>&atoms[0, 0]
+    call.numbers = &numbers[0, 0, 0]
+    call.gaussians = numbers.shape[2]
+    call.separable = separable
+    call.b = &b[0, 0]
+    call.bs = b.shape[1]
+    call.occupancy = &occupancy[0]
+    call.amplitudes = &amplitudes[0, 0]
+    call.widths = &widths[0, 0]
+    call.cotangent = &cotangent[0, 0, 0]
+    call.on_xyz = &on_xyz[0, 0]
+    call.on_b = &on_b[0, 0]
+    call.on_occupancy = &on_occupancy[0]
+    call.scratch.numbers = &scratch[0, 0]
+    call.scratch.row = scratch.shape[1]
+    call.scratch.extents = &extents[0, 0]
+    call.scratch.lengths = &lengths[0, 0]
+    call.scratch.moments = &moments[0, 0]
+    call.scratch.moments_row = moments.shape[1]
+    call.scratch.most = most
+    call.scratch.pitch = pitch
+    with nogil:
+        in_shares(<Share>some_pull_backs[real], &call, on_xyz.shape[0], <int>scratch.shape[0])

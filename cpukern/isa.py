@@ -43,11 +43,6 @@ def level() -> str:
     return _find()[0]
 
 
-def has_openmp() -> bool:
-    """Return whether the compiled kernels can use several threads."""
-    return importlib.import_module("cpukern._cpu").has_openmp()
-
-
 def load(kernel: str) -> ModuleType:
     """Return the compiled module of `kernel` for the instruction set chosen."""
     return importlib.import_module(f"cpukern.{kernel}_{level()}")

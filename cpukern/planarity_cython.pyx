@@ -7,8 +7,9 @@ in exactly one plane gets its gradient from that plane, any other from the sum o
 of `spill`. Nothing is added by two threads, so the thread count changes no bit.
 """
 
-from cython.parallel cimport prange, threadid
 from libc.math cimport NAN, fabs, sqrt
+
+from cpukern._cpu cimport Share, in_shares
 
 cdef enum:
     LANES = 16
@@ -441,29 +442,51 @@ cdef void block_gradient_vjp(
                       direct * nx - s * d * px, direct * ny - s * d * py, direct * nz - s * d * pz)
 
 
+# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# for every type. Scratch has a row for every thread.
+cdef struct Call:
+    const void* xyz
+    const void* cotangent
+    Py_ssize_t atoms
+    const int* index
+    const double* weight
+    bint per_atom
+    bint weighted
+    const long long* plane_ptr
+    const long long* block_ptr
+    const int* slot
+    void* out
+    void* spill
+    double* scratch
+    Py_ssize_t scratch_row
+    double no_plane
+    double* partial
+    const int* reduced
+    const long long* reduced_ptr
+
+
 cdef void reduce_rows(
-    real* out, Py_ssize_t atoms, const real* spill,
-    const int* reduced, const long long* reduced_ptr, Py_ssize_t rows, Py_ssize_t bound,
-    int threads,
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
 ) noexcept nogil:
     """Sum every other atom's rows: several, or none for an atom that lies in no plane."""
+    cdef const Call* call = <const Call*>given
+    cdef const real* spill = <const real*>call.spill
+    cdef real* out = <real*>call.out
     cdef Py_ssize_t r, j, i
     cdef real x, y, z
-    for r in prange(rows, num_threads=threads, schedule="static", use_threads_if=threads > 1):
-        i = reduced[r]
-        if i < atoms:
+    for r in range(begin, end):
+        i = call.reduced[r]
+        if i < call.atoms:
             x = 0
             y = 0
             z = 0
-            for j in range(reduced_ptr[r], reduced_ptr[r + 1]):
+            for j in range(call.reduced_ptr[r], call.reduced_ptr[r + 1]):
                 x = x + spill[3 * j]
                 y = y + spill[3 * j + 1]
                 z = z + spill[3 * j + 2]
             out[3 * i] = x
             out[3 * i + 1] = y
             out[3 * i + 2] = z
-    for r in range(3 * bound, 3 * atoms):
-        out[r] = 0
 
 
 cdef double one_block(
@@ -479,6 +502,19 @@ cdef double one_block(
         return block_nll(&block, scratch, weighted, index, slot, atoms, out, spill)
     block_gradient_vjp(&block, scratch, weighted, no_plane, cotangent, index, slot, atoms, out, spill)
     return 0
+
+
+cdef void some_blocks(
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Call* call = <const Call*>given
+    cdef Py_ssize_t b
+    for b in range(begin, end):
+        call.partial[b] = one_block(
+            <const real*>call.xyz, <const real*>call.cotangent, call.atoms, call.index,
+            call.weight, call.per_atom, call.weighted, call.plane_ptr, call.block_ptr[b],
+            <int>(call.block_ptr[b + 1] - call.block_ptr[b]), call.slot, <real*>call.out,
+            <real*>call.spill, call.scratch + thread * call.scratch_row, call.no_plane)
 
 
 def planarity(
@@ -502,25 +538,36 @@ def planarity(
     int threads,
 ):
     """Return Σ ½ (d/σ)² and write its gradient, or that gradient's vector-Jacobian product."""
-    cdef Py_ssize_t b, blocks = block_ptr.shape[0] - 1, atoms = xyz.shape[0]
-    cdef const real* coordinates = &xyz[0, 0] if atoms else NULL
-    cdef const real* v = &cotangent[0, 0] if cotangent is not None and atoms else NULL
+    cdef Py_ssize_t i, blocks = block_ptr.shape[0] - 1, atoms = xyz.shape[0]
     cdef real* rows = &out[0, 0] if out is not None and atoms else NULL
-    cdef real* spilled = &spill[0, 0] if spill.shape[0] else NULL
     cdef double total = 0
+    cdef Call call
+    call.xyz = &xyz[0, 0] if atoms else NULL
+    call.cotangent = &cotangent[0, 0] if cotangent is not None and atoms else NULL
+    call.atoms = atoms
+    call.index = &index[0]
+    call.weight = &weight[0]
+    call.per_atom = per_atom
+    call.weighted = weighted
+    call.plane_ptr = &plane_ptr[0]
+    call.block_ptr = &block_ptr[0]
+    call.slot = &slot[0]
+    call.out = rows
+    call.spill = &spill[0, 0] if spill.shape[0] else NULL
+    call.scratch = &scratch[0, 0]
+    call.scratch_row = scratch.shape[1]
+    call.no_plane = no_plane
+    call.partial = &partial[0]
+    call.reduced = &reduced[0]
+    call.reduced_ptr = &reduced_ptr[0]
     with nogil:
-        for b in prange(
-            blocks, num_threads=threads, schedule="static", use_threads_if=threads > 1
-        ):
-            partial[b] = one_block(
-                coordinates, v, atoms, &index[0], &weight[0], per_atom, weighted, &plane_ptr[0],
-                block_ptr[b], <int>(block_ptr[b + 1] - block_ptr[b]), &slot[0], rows, spilled,
-                &scratch[threadid(), 0], no_plane)
+        in_shares(<Share>some_blocks[real], &call, blocks, threads)
         if rows != NULL:
-            reduce_rows(rows, atoms, spilled, &reduced[0], &reduced_ptr[0], reduced.shape[0],
-                        bound, threads)
-        for b in range(blocks):
-            total += partial[b]
+            in_shares(<Share>reduce_rows[real], &call, reduced.shape[0], threads)
+            for i in range(3 * bound, 3 * atoms):
+                rows[i] = 0
+        for i in range(blocks):
+            total += partial[i]
     return total
 
 

@@ -7,8 +7,9 @@ every element is summed, whatever the parts and the threads. What an index says 
 left alone, so that no index can lead out of the map.
 """
 
-from cython.parallel cimport prange
 from libc.string cimport memset
+
+from cpukern._cpu cimport Share, in_shares
 
 # Vectors, where the compiler is told that cubes and map don't overlap.
 cdef extern from *:
@@ -118,7 +119,7 @@ cdef void one_cube(
         begin = length
         if not is_run(at, length):
             begin = 1
-            while at[begin] == at[begin - 1] + 1:
+            while is_run(at + begin - 1, 2):
                 begin = begin + 1
             if not is_run(at + begin, length - begin):
                 begin = 0
@@ -139,9 +140,9 @@ cdef void one_cube(
 cdef inline bint one_span(
     long long start, long long low, long long high, unsigned long long size, int bits, int* span
 ) noexcept nogil:
-    """Find the first and the last part that a plane reaches; return whether it leaves the map.
+    """Find the first and the last part that a plane reaches; return whether it lies in the map.
 
-    Such a plane reaches no part, so that what comes of its numbers is none.
+    One that leaves it reaches no part, so that what comes of its numbers is none.
     """
     cdef unsigned long long begin = <unsigned long long>start + <unsigned long long>low
     cdef unsigned long long end = <unsigned long long>start + <unsigned long long>high
@@ -149,7 +150,81 @@ cdef inline bint one_span(
     cdef bint leaves = (start < 0 and low < 0) or begin >= size or end >= size
     span[0] = 0 if leaves else <int>(begin >> bits)
     span[1] = -1 if leaves else <int>(end >> bits)
-    return leaves
+    return not leaves
+
+
+# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# for every type.
+cdef struct Survey:
+    const void* wa
+    const void* wbwc
+    unsigned long long size
+    int bits
+    Py_ssize_t cubes
+    Py_ssize_t nx
+    Py_ssize_t ny
+    Py_ssize_t nz
+    long long* first
+    long long* second
+    int* split
+    long long* low
+    long long* high
+    int* spans
+    long long* ends
+    Py_ssize_t shares
+    Py_ssize_t parts
+
+cdef struct Fill:
+    const int* spans
+    int bits
+    Py_ssize_t cubes
+    Py_ssize_t nx
+    long long* at
+    Py_ssize_t shares
+    Py_ssize_t parts
+    long long* planes
+
+cdef struct Move:
+    bint back
+    bint wide
+    const void* wa
+    const void* wbwc
+    const long long* planes
+    const long long* pointers
+    Py_ssize_t part
+    const long long* first
+    const long long* second
+    const int* split
+    Py_ssize_t nx
+    Py_ssize_t ny
+    Py_ssize_t nz
+    void* cubes
+    void* grid
+    Py_ssize_t size
+
+
+cdef void some_surveys(
+    const integer* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef Survey* call = <Survey*>given
+    cdef const integer* wa = <const integer*>call.wa
+    cdef Py_ssize_t cubes = call.cubes, nx = call.nx, ny = call.ny, s, c, i
+    cdef long long* ends
+    cdef int* span
+    for s in range(begin, end):
+        ends = call.ends + 2 * s * call.parts
+        for c in range(cubes * s // call.shares, cubes * (s + 1) // call.shares):
+            one_cube(
+                <const integer*>call.wbwc + c * ny * call.nz, ny, call.nz, call.first + c * ny,
+                call.second + c * ny, call.split + c * ny, call.low + c, call.high + c,
+            )
+            for i in range(nx):
+                span = call.spans + 2 * (c * nx + i)
+                if one_span(
+                    wa[c * nx + i], call.low[c], call.high[c], call.size, call.bits, span
+                ):
+                    ends[span[0]] += 1
+                    ends[call.parts + span[1]] += 1
 
 
 def survey(
@@ -158,31 +233,53 @@ def survey(
     const integer[:, :, ::1] wbwc,
     unsigned long long size,
     int bits,
-    # OUT: and whether all elements lie in the map
+    # OUT
     long long[:, ::1] first,
     long long[:, ::1] second,
     int[:, ::1] split,
     long long[::1] low,
     long long[::1] high,
     int[:, :, ::1] spans,
-    # OUT, of zeros: of how many planes of a share a part is the first, and the last
+    # OUT, of zeros: of how many planes of a share that lie in the map a part is the first, and the last
     long long[:, :, ::1] ends,
 ):
-    cdef Py_ssize_t cubes = wbwc.shape[0], ny = wbwc.shape[1], nz = wbwc.shape[2]
-    cdef Py_ssize_t nx = wa.shape[1], shares = ends.shape[0], leaving = 0, s, c, i
-    for s in prange(shares, num_threads=shares, schedule="static", nogil=True):
-        for c in range(cubes * s // shares, cubes * (s + 1) // shares):
-            one_cube(
-                &wbwc[c, 0, 0], ny, nz, &first[c, 0], &second[c, 0], &split[c, 0], &low[c],
-                &high[c],
-            )
+    cdef Survey call
+    call.wa = &wa[0, 0]
+    call.wbwc = &wbwc[0, 0, 0]
+    call.size = size
+    call.bits = bits
+    call.cubes = wbwc.shape[0]
+    call.nx = wa.shape[1]
+    call.ny = wbwc.shape[1]
+    call.nz = wbwc.shape[2]
+    call.first = &first[0, 0]
+    call.second = &second[0, 0]
+    call.split = &split[0, 0]
+    call.low = &low[0]
+    call.high = &high[0]
+    call.spans = &spans[0, 0, 0]
+    call.ends = &ends[0, 0, 0]
+    call.shares = ends.shape[0]
+    call.parts = ends.shape[2]
+    with nogil:
+        in_shares(<Share>some_surveys[integer], &call, call.shares, <int>call.shares)
+
+
+cdef void some_fills(
+    const void* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Fill* call = <const Fill*>given
+    cdef Py_ssize_t cubes = call.cubes, nx = call.nx, s, c, i, p
+    cdef const int* span
+    cdef long long* at
+    for s in range(begin, end):
+        at = call.at + s * call.parts
+        for c in range(cubes * s // call.shares, cubes * (s + 1) // call.shares):
             for i in range(nx):
-                if one_span(wa[c, i], low[c], high[c], size, bits, &spans[c, i, 0]):
-                    leaving += 1
-                else:
-                    ends[s, 0, spans[c, i, 0]] += 1
-                    ends[s, 1, spans[c, i, 1]] += 1
-    return leaving == 0
+                span = call.spans + 2 * (c * nx + i)
+                for p in range(span[0] >> call.bits, (span[1] >> call.bits) + 1):
+                    call.planes[at[p]] = c * nx + i
+                    at[p] += 1
 
 
 def fill(
@@ -194,13 +291,17 @@ def fill(
     # OUT
     long long[::1] planes,
 ):
-    cdef Py_ssize_t cubes = spans.shape[0], nx = spans.shape[1], shares = at.shape[0], s, c, i, p
-    for s in prange(shares, num_threads=shares, schedule="static", nogil=True):
-        for c in range(cubes * s // shares, cubes * (s + 1) // shares):
-            for i in range(nx):
-                for p in range(spans[c, i, 0] >> bits, (spans[c, i, 1] >> bits) + 1):
-                    planes[at[s, p]] = c * nx + i
-                    at[s, p] += 1
+    cdef Fill call
+    call.spans = &spans[0, 0, 0]
+    call.bits = bits
+    call.cubes = spans.shape[0]
+    call.nx = spans.shape[1]
+    call.at = &at[0, 0]
+    call.shares = at.shape[0]
+    call.parts = at.shape[1]
+    call.planes = &planes[0] if planes.shape[0] else NULL
+    with nogil:
+        in_shares(&some_fills, &call, call.shares, <int>call.shares)
 
 
 cdef inline void one_run(
@@ -251,6 +352,31 @@ cdef void one_part(
             elements = elements + nz
 
 
+cdef void some_parts(
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Move* call = <const Move*>given
+    cdef Py_ssize_t p, low, high, count
+    cdef const long long* planes
+    for p in range(begin, end):
+        low = p * call.part
+        high = min(low + call.part, call.size)
+        planes = call.planes + call.pointers[p]
+        count = call.pointers[p + 1] - call.pointers[p]
+        if call.wide:
+            one_part(
+                call.back, low, high, planes, count, <const long long*>call.wa,
+                <const long long*>call.wbwc, call.first, call.second, call.split, call.nx, call.ny,
+                call.nz, <real*>call.cubes, <real*>call.grid,
+            )
+        else:
+            one_part(
+                call.back, low, high, planes, count, <const int*>call.wa, <const int*>call.wbwc,
+                call.first, call.second, call.split, call.nx, call.ny, call.nz, <real*>call.cubes,
+                <real*>call.grid,
+            )
+
+
 def move(
     # IN: whether cubes are written and the map is read; the planes that reach every part; and runs
     bint back,
@@ -267,11 +393,22 @@ def move(
     const real[::1] grid,
     int threads,
 ):
-    cdef Py_ssize_t parts = pointers.shape[0] - 1, p, size = grid.shape[0]
-    cdef Py_ssize_t nx = cubes.shape[1], ny = cubes.shape[2], nz = cubes.shape[3]
-    for p in prange(parts, num_threads=threads, schedule="dynamic", nogil=True):
-        one_part(
-            back, p * part, min((p + 1) * part, size), &planes[pointers[p]],
-            pointers[p + 1] - pointers[p], &wa[0, 0], &wbwc[0, 0, 0], &first[0, 0],
-            &second[0, 0], &split[0, 0], nx, ny, nz, <real*>&cubes[0, 0, 0, 0], <real*>&grid[0],
-        )
+    cdef Move call
+    call.back = back
+    call.wide = integer is not int
+    call.wa = &wa[0, 0]
+    call.wbwc = &wbwc[0, 0, 0]
+    call.planes = &planes[0] if planes.shape[0] else NULL
+    call.pointers = &pointers[0]
+    call.part = part
+    call.first = &first[0, 0]
+    call.second = &second[0, 0]
+    call.split = &split[0, 0]
+    call.nx = cubes.shape[1]
+    call.ny = cubes.shape[2]
+    call.nz = cubes.shape[3]
+    call.cubes = <void*>&cubes[0, 0, 0, 0]
+    call.grid = <void*>&grid[0]
+    call.size = grid.shape[0]
+    with nogil:
+        in_shares(<Share>some_parts[real], &call, pointers.shape[0] - 1, threads)

@@ -1,4 +1,4 @@
-"""How many threads a parallel region gets: one rule for OpenMP and for Numba.
+"""How many threads a parallel region gets: one rule for compiled kernels and for Numba.
 
 ``set_num_threads`` > ``FUSEDOPS_NUM_THREADS`` > ``OMP_NUM_THREADS`` > the cores that this process
 may use. The environment is read once, at first use.
@@ -127,15 +127,25 @@ def threads_for(work: int, grain: int) -> int:
 
 
 def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> None:
-    """Call ``work(low, high)``, which releases the GIL, on shares of ``range(items)``."""
+    """Call ``work(low, high)``, which releases the GIL, on shares of ``range(items)``.
+
+    A share that no thread has begun with, because other processes have the cores, is done here.
+    """
     threads = threads_for(items, grain)
     if threads == 1:
         work(0, items)
         return
-    edges = [items * t // threads for t in range(threads + 1)]
-    rest = [_pool().submit(work, *span) for span in pairwise(edges[1:])]
-    work(*edges[:2])
-    for share in rest:
+    first, *others = pairwise(items * t // threads for t in range(threads + 1))
+    rest = [(span, _pool().submit(work, *span)) for span in others]
+    work(*first)
+    begun = []
+    # The last is begun with last.
+    for span, share in reversed(rest):
+        if share.cancel():
+            work(*span)
+        else:
+            begun.append(share)
+    for share in begun:
         share.result()
 
 

@@ -8,8 +8,9 @@ all sources. Otherwise they are taken by edge, in short runs of targets and then
 cuts both into shares that don't depend on the number of threads, which so changes no bit.
 """
 
-from cython.parallel cimport prange, threadid
 from libc.string cimport memcpy, memset
+
+from cpukern._cpu cimport Share, in_shares
 
 # Explicit vectors, because the loops that keep several sums in registers are none that a compiler
 # finds by itself. Elsewhere than in GNU C a vector is one number.
@@ -350,6 +351,60 @@ cdef inline void some_edges(
         first = last
 
 
+# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# for every type. Scratch has a row for every thread; the lists of nodes are those of one end.
+cdef struct Call:
+    Layout layout
+    double scale
+    const long long* shares
+    const long long* target
+    const long long* source
+    Py_ssize_t end
+    const long long* pointers
+    Py_ssize_t listed
+    const long long* order
+    const void* base
+    const void* x
+    const void* message
+    const void* wigner
+    void* on_x
+    void* on_message
+    void* on_wigner
+    void* factors
+    Py_ssize_t factors_row
+    Py_ssize_t* offsets
+    Py_ssize_t offsets_row
+
+
+cdef void edge_shares(
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Call* call = <const Call*>given
+    some_edges(
+        &call.layout, call.shares[begin], call.shares[end], <real>call.scale, call.target,
+        call.source, <const real*>call.x, <const real*>call.message, <const real*>call.wigner,
+        <real*>call.on_message, <real*>call.on_wigner,
+        <real*>call.factors + thread * call.factors_row,
+        call.offsets + thread * call.offsets_row,
+    )
+    fence()
+
+
+cdef void node_shares(
+    const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    cdef const Call* call = <const Call*>given
+    some_nodes(
+        &call.layout, call.shares[begin], call.shares[end], call.end, <real>call.scale,
+        call.pointers, call.listed, call.order, <const real*>call.base, <const real*>call.x,
+        <const real*>call.message, <const real*>call.wigner, <real*>call.on_x,
+        <real*>call.on_message, <real*>call.on_wigner,
+        <real*>call.factors + thread * call.factors_row,
+        call.offsets + thread * call.offsets_row,
+    )
+    fence()
+
+
 def rotate(
     # IN: None where there is nothing; shares of nodes, of targets and of sources, or of edges
     const real[:, :, ::1] base,
@@ -378,19 +433,27 @@ def rotate(
     real[:, ::1] factors,
     Py_ssize_t[:, ::1] offsets,
 ):
-    cdef Layout layout
-    cdef const real* bases = &base[0, 0, 0] if base is not None else NULL
-    cdef const real* inputs = &x[0, 0, 0] if x is not None else NULL
-    cdef const real* messages = &message[0, 0, 0] if message is not None else NULL
-    cdef const real* matrices = &wigner[0, 0, 0]
-    cdef real* sums = &on_x[0, 0, 0] if on_x is not None else NULL
-    cdef real* sent = &on_message[0, 0, 0] if on_message is not None else NULL
-    cdef real* on_matrices = &on_wigner[0, 0] if on_wigner is not None else NULL
-    cdef const long long* targets = &target[0] if target is not None else NULL
-    cdef const long long* sources = &source[0] if source is not None else NULL
-    cdef const long long* pointers
-    cdef const long long* order
-    cdef Py_ssize_t threads = factors.shape[0], part, parts = shares.shape[1] - 1, h, listed
+    cdef Call call
+    cdef Layout* layout = &call.layout
+    cdef Py_ssize_t parts = shares.shape[1] - 1, h
+    cdef int threads = factors.shape[0]
+    call.scale = scale
+    call.shares = &shares[0, 0]
+    call.target = &target[0] if target is not None else NULL
+    call.source = &source[0] if source is not None else NULL
+    call.pointers = call.order = NULL
+    call.listed = 0
+    call.base = &base[0, 0, 0] if base is not None else NULL
+    call.x = &x[0, 0, 0] if x is not None else NULL
+    call.message = &message[0, 0, 0] if message is not None else NULL
+    call.wigner = &wigner[0, 0, 0]
+    call.on_x = &on_x[0, 0, 0] if on_x is not None else NULL
+    call.on_message = &on_message[0, 0, 0] if on_message is not None else NULL
+    call.on_wigner = &on_wigner[0, 0] if on_wigner is not None else NULL
+    call.factors = &factors[0, 0]
+    call.factors_row = factors.shape[1]
+    call.offsets = &offsets[0, 0]
+    call.offsets_row = offsets.shape[1]
     layout.edges = edges
     layout.nodes = x.shape[0] if x is not None else on_x.shape[0]
     layout.channels = channels
@@ -402,39 +465,28 @@ def rotate(
     layout.matrix = wigner.shape[1] * wigner.shape[2]
     # What is large, and aligned, is written past the cache, which it would only empty.
     layout.past = (
-        sent != NULL
+        on_message is not None
         and on_message.shape[0] * on_message.shape[1] * on_message.shape[2] >= LARGE
-        and <size_t>sent % LINE == 0
+        and <size_t>call.on_message % LINE == 0
         and channels * sizeof(real) % LINE == 0
     )
     layout.places = &places[0, 0, 0]
     layout.own = &own[0, 0]
-    with nogil:
-        if sums == NULL:
-            for part in prange(parts, num_threads=threads, schedule="dynamic"):
-                some_edges(
-                    &layout, shares[0, part], shares[0, part + 1], <real>scale, targets, sources,
-                    inputs, messages, matrices, sent, on_matrices,
-                    &factors[threadid(), 0], &offsets[threadid(), 0],
-                )
-                fence()
-        else:
-            for h in range(ends):
-                pointers = order = NULL
-                listed = 0
-                if targets != NULL:
-                    if h == 0:
-                        pointers = &target_pointers[0]
-                        order = &by_target[0]
-                        listed = target_pointers.shape[0] - 1
-                    else:
-                        pointers = &source_pointers[0]
-                        order = &by_source[0]
-                        listed = source_pointers.shape[0] - 1
-                for part in prange(parts, num_threads=threads, schedule="dynamic"):
-                    some_nodes(
-                        &layout, shares[h, part], shares[h, part + 1], h, <real>scale, pointers,
-                        listed, order, bases, inputs, messages, matrices, sums, sent, on_matrices,
-                        &factors[threadid(), 0], &offsets[threadid(), 0],
-                    )
-                    fence()
+    if on_x is None:
+        with nogil:
+            in_shares(<Share>edge_shares[real], &call, parts, threads)
+        return
+    for h in range(ends):
+        call.end = h
+        call.shares = &shares[h, 0]
+        if target is not None:
+            if h == 0:
+                call.pointers = &target_pointers[0]
+                call.order = &by_target[0]
+                call.listed = target_pointers.shape[0] - 1
+            else:
+                call.pointers = &source_pointers[0]
+                call.order = &by_source[0]
+                call.listed = source_pointers.shape[0] - 1
+        with nogil:
+            in_shares(<Share>node_shares[real], &call, parts, threads)

@@ -28,7 +28,6 @@ class Info:
     python: str
     numpy: str
     instruction_set: str | None
-    openmp: bool
     threads: int
     gpus: tuple[str, ...]
     backends: dict[str, BackendInfo]
@@ -36,8 +35,7 @@ class Info:
     def __str__(self) -> str:
         compiled = "no compiled kernels"
         if self.instruction_set:
-            openmp = f"with{'' if self.openmp else 'out'} OpenMP"
-            compiled = f"kernels compiled for {self.instruction_set} {openmp}"
+            compiled = f"kernels compiled for {self.instruction_set}"
         lines = [
             f"fusedops {self.fusedops}, Python {self.python}, NumPy {self.numpy}",
             f"{compiled}; {self.threads} threads",
@@ -108,7 +106,6 @@ def info() -> Info:
         python=platform.python_version(),
         numpy=np.__version__,
         instruction_set=f"x86-64-{level}" if level and level != "baseline" else level,
-        openmp=compiled and isa.has_openmp(),
         threads=threads.get_num_threads(),
         gpus=gpus,
         backends=backends,

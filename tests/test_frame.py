@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -271,6 +272,76 @@ fusedops.set_num_threads(4)
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to hold a thread up")
+@pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
+def test_nobody_waits_for_a_thread_that_does_not_run():
+    """As on a busy machine: the other thread has a core that another process keeps for itself."""
+    code = """
+    import statistics, subprocess, time
+    import cpukern.cython_backend
+    cpukern.cython_backend._GRAIN = 1
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        fusedops.set_num_threads(2)
+        before = set(os.listdir("/proc/self/task"))
+        step("cython")
+        (worker,) = map(int, set(os.listdir("/proc/self/task")) - before)
+        alone = f"import os; os.sched_setaffinity(0, {{{cores[1]}}})\\nwhile True: pass"
+        other = subprocess.Popen([sys.executable, "-c", alone])
+        os.sched_setaffinity(0, {cores[0]})
+        os.sched_setaffinity(worker, {cores[1]})
+        os.sched_setscheduler(worker, os.SCHED_IDLE, os.sched_param(0))
+        times = []
+        try:
+            for _ in range(5):
+                time.sleep(0.3)
+                start = time.perf_counter()
+                step("cython")
+                times.append(time.perf_counter() - start)
+        finally:
+            other.kill()
+            other.wait()
+        assert statistics.median(times) < 0.2, times
+    """
+    python(LARGE + textwrap.dedent(code))
+
+
+def test_shares_that_no_thread_begins_with_are_done_by_the_caller(monkeypatch):
+    pool, ends = ThreadPoolExecutor(1), threading.Event()
+    held = pool.submit(ends.wait)
+    monkeypatch.setattr(threads, "_pool", lambda: pool)
+    monkeypatch.setattr(threads, "_chosen", 4)
+    done = []
+    caller = threading.Thread(
+        target=threads.in_parallel, args=(lambda *span: done.append(span), 10, 1), daemon=True
+    )
+    try:
+        caller.start()
+        caller.join(10)
+        assert not caller.is_alive()
+        assert sorted(done) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    finally:
+        ends.set()
+        held.result()
+        pool.shutdown()
+
+
+@pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
+def test_calls_at_once_share_the_threads():
+    code = """
+    from concurrent.futures import ThreadPoolExecutor
+    import cpukern.cython_backend
+    cpukern.cython_backend._GRAIN = 1
+    want = step("cython")
+    def same(_):
+        value, gradient = step("cython")
+        return value == want[0] and (gradient == want[1]).all()
+    with ThreadPoolExecutor(5) as pool:
+        assert all(pool.map(same, range(500)))
+    """
+    python(LARGE + textwrap.dedent(code))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["cython", "numba"])
@@ -372,7 +443,7 @@ print({pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == 
 @pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
 @pytest.mark.parametrize("first", ["torch", "fusedops"])
 def test_torch_and_fusedops_both_keep_their_threads(first):
-    """Whichever comes first, and whether they share a copy of OpenMP's runtime or not."""
+    """Whichever comes first."""
     order = ["import torch\ntorch.rand(10**6).sin()", "import numpy\n" + LARGE + "step('cython')"]
     code = f"first = {first!r}\n" + "\n".join(order if first == "torch" else order[::-1])
     assert python(code + BOTH).split("\n")[:2] == ["2 2 2 2 2 2", "{2}"]
