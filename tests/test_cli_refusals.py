@@ -310,7 +310,6 @@ def test_options_of_planarity(refused, folder, options, reason):
         (["bench", "--from", "latin.json"], "latin.json: no JSON"),
         (["bench", "--from", "list.json"], "list.json: no result of fusedops bench"),
         (["bench", "--from", "ops.json"], "ops.json: no result of fusedops bench"),
-        (["bench", "--from", "block.json"], "block.json: no result of fusedops bench"),
         (["bench", "--from", "none.json"], "none.json: No such file or directory"),
         (["bench", "--from", "good.json", "--compare", "taken.pdb"], "taken.pdb: Is a directory"),
         (["bench", "--from", "good.json", "--json", "x.json"], "--json x.json: --from measures"),
@@ -323,7 +322,7 @@ def test_the_other_commands(refused, folder, args, reason):
     (folder / "text.json").write_text("nothing")
     (folder / "latin.json").write_bytes(b'{"caf\xe9": 1}')
     (folder / "list.json").write_text("[]")
-    for name, ops in (("ops", []), ("block", {"planarity_nll": 3}), ("good", {})):
+    for name, ops in (("ops", []), ("good", {})):
         (folder / f"{name}.json").write_text(json.dumps(report.new("cpu") | {"ops": ops}))
     refused(*args, reason=reason)
 
