@@ -19,7 +19,7 @@ import numpy as np
 
 from cpukern.threads import blas_on_one_thread, in_parallel
 from fusedops import _memory
-from fusedops.trimul import ARRAYS, in_parts, slices
+from fusedops.trimul import ARRAYS, in_parts, slices, warn_of_parts
 
 #: What a backend provides.
 KERNELS = (
@@ -35,6 +35,12 @@ KERNELS = (
 
 # Positions of a block, and of one where memory is short: products want many, the cache few.
 _BLOCK, _FEW = 1024, 64
+# Lines and columns of a tile of o, terms of its products in a strip, and the least of both. Strips
+# cost little, but tiles more the smaller they are: left and right are made again for every row and
+# column of them.
+_TILE, _STRIP, _SMALLEST = 64, 16, 16
+# Channels that a backward pass does at once: for every part that is after products is done again.
+_CHANNELS = 4
 # Groups of blocks that share sums.
 _GROUPS = 16
 # Multiplications that pay for waking a thread.
@@ -58,8 +64,7 @@ def _given(array: Any, n: int, value: float, dtype: np.dtype) -> np.ndarray:
 class _Update:
     """An update's arguments as kernels take them, and the parts that it is done in.
 
-    `batches`, `channels` and `lines` are slices of the batch, of the channels of left and right,
-    and of the first index of o, that are done one after the other.
+    `parts` are how much is done at once of the batch and of what else an update divides.
     """
 
     def __init__(self, kernels: Any, arrays: Any, static: Any) -> None:
@@ -89,25 +94,36 @@ class _Update:
     def _norm(self, weight: Any, bias: Any, n: int) -> tuple[np.ndarray, np.ndarray]:
         return _given(weight, n, 1, self.dtype), _given(bias, n, 0, self.dtype)
 
-    def divide(self, row: int, need: Callable[[int, int, int], int], *, lines: bool) -> None:
-        """Find parts that need no more memory than there may be, if there are such.
+    def divide(
+        self, row: int, sizes: tuple[int, ...], need: Callable[..., int], *stages: tuple[int, ...]
+    ) -> list[list[slice]]:
+        """Return slices of sizes, of parts that need no more memory than there may be.
 
-        A position of a block takes `row` numbers, and parts of so many members of the batch,
-        channels and lines `need` numbers; `lines` says whether to divide the last.
+        A position of a block takes `row` numbers, and parts `need` numbers for so many threads. The
+        last stage has the smallest parts, and the one before those that are of a sensible size.
         """
-        size, limit = self.dtype.itemsize, self.limit
-        self.block, self.threads = _BLOCK, None
-        if limit:
-            # A quarter of it is for blocks, of several threads where they are small enough.
-            room = limit // (4 * row * size)
-            self.block = min(max(room // 4, _FEW), _BLOCK)
-            self.threads = max(room // self.block, 1)
-            limit -= self.mask.nbytes + size * row * self.block * self.threads
-            limit = max(limit, 1)
-        sizes = (self.B, self.H, self.N)[: 2 + lines]
-        whole = () if lines else (self.N,)
-        parts = in_parts(sizes, lambda *some: size * need(*some, *whole), limit)
-        self.batches, self.channels, self.lines = [*parts, [slice(0, self.N)]][:3]
+        size, self.block, self.threads = self.dtype.itemsize, _BLOCK, None
+        parts = list(sizes)
+        if self.limit:
+            stages = tuple(tuple(map(min, stage, sizes)) for stage in stages)
+
+            def room(limit: int) -> int:
+                # A quarter is for blocks, of several threads where they are small enough.
+                room = limit // (4 * row * size)
+                self.block = min(max(room // 4, _FEW), _BLOCK)
+                self.threads = max(room // self.block, 1)
+                return limit - self.mask.nbytes - size * row * self.block * self.threads
+
+            def bytes_of(*some: int) -> int:
+                return size * need(*some, self.threads or 1)
+
+            if room(self.limit) < bytes_of(*stages[-2]):
+                enough = 1
+                while room(enough) < bytes_of(*stages[-2]):
+                    enough += -(-enough // 16)
+                warn_of_parts(self.limit, enough)
+            parts = in_parts(sizes, bytes_of, max(room(self.limit), 1), *stages)
+        return [slices(n, step) for n, step in zip(sizes, parts, strict=True)]
 
     def halves(self, b: slice, h: slice) -> list[slice]:
         """Return which of some channels of left and right are there at once: half, if many bytes.
@@ -167,61 +183,77 @@ class _Update:
         half = len(w) // 2
         return both[:half], b[0], both[half:], b[1]
 
+    def places(self, rows: slice, columns: slice, p: slice) -> Any:
+        """Return where in a plane are positions of a part of it."""
+        width = columns.stop - columns.start
+        if width == self.N:
+            return slice(rows.start * width + p.start, rows.start * width + p.stop)
+        at = np.arange(p.start, p.stop)
+        return (rows.start + at // width) * self.N + columns.start + at % width
+
     def project(
-        self, x: np.ndarray, mask: np.ndarray, sides: slice, h: slice, out: np.ndarray
+        self, b: slice, sides: slice, h: slice, i: slice, k: slice, out: np.ndarray
     ) -> None:
-        """Fill planes (B, sides, channels, positions)."""
+        """Fill planes (B, sides, channels, positions) of lines i and their places k.
 
-        def work(room: _Room, _: int, b: slice, p: slice) -> None:
-            xn = self.normalized(room, x[b, p].reshape(-1, self.C))
+        Those are rows where the update is outgoing, and columns where it is incoming.
+        """
+        x, mask = self.x[b], self.mask[b]
+        part = (i, k) if self.direction == "outgoing" else (k, i)
+
+        def work(room: _Room, _: int, m: slice, p: slice) -> None:
+            at = self.places(*part, p)
+            xn = self.normalized(room, x[m, at].reshape(-1, self.C))
             given = self.projected(room, xn, sides, h)
-            self.kernels.gate_planes(*given, mask[b, p].reshape(-1), out[b, ..., p])
+            self.kernels.gate_planes(*given, mask[m, at].reshape(-1), out[m, ..., p])
 
-        self.over_blocks(mask.shape, None, work)
+        self.over_blocks((len(x), out.shape[-1]), None, work)
 
-    def matrices(self, planes: np.ndarray) -> np.ndarray:
-        """Return planes of left or right as matrices, of which o is one times another, turned."""
-        lines = planes.shape[-1] // self.N if self.N else 0
-        if self.direction == "outgoing":
-            return planes.reshape(*planes.shape[:-1], lines, self.N)
-        return planes.reshape(*planes.shape[:-1], self.N, lines).swapaxes(-1, -2)
-
-    def lines_of(self, rows: np.ndarray, i: slice) -> np.ndarray:
-        """Return what left is made from for some lines of o, of rows (B, positions, ...)."""
-        square = rows.reshape(len(rows), self.N, self.N, *rows.shape[2:])
-        some = square[:, i] if self.direction == "outgoing" else square[:, :, i]
-        return np.ascontiguousarray(some).reshape(len(rows), -1, *rows.shape[2:])
-
-    def sides(self, b: slice, h: slice) -> np.ndarray:
+    def sides(self, b: slice, h: slice, i: slice, k: slice) -> np.ndarray:
         """Return channels of left and right (B, 2, channels, positions)."""
-        shape = b.stop - b.start, 2, h.stop - h.start, self.N**2
+        positions = (i.stop - i.start) * (k.stop - k.start)
+        shape = b.stop - b.start, 2, h.stop - h.start, positions
         out = self.room("sides", shape, self.dtype)
-        self.project(self.x[b], self.mask[b], slice(2), h, out)
+        self.project(b, slice(2), h, i, k, out)
         return out
 
-    def products(self, b: slice, i: slice, out: np.ndarray) -> None:
-        """Fill lines of o (B, H, positions), for which left and right are made part by part."""
-        x, mask = self.x[b], self.mask[b]
-        lines = i.stop - i.start
-        for h in itertools.chain.from_iterable(self.halves(b, h) for h in self.channels):
-            if lines == self.N:
-                left, right = np.moveaxis(self.sides(b, h), 1, 0)
-            else:
-                shape = len(x), 1, h.stop - h.start
-                left = self.room("left", (*shape, lines * self.N), self.dtype)
-                right = self.room("right", (*shape, self.N**2), self.dtype)
-                some = self.lines_of(x, i), self.lines_of(mask, i)
-                self.project(*some, slice(1), h, left)
-                self.project(x, mask, slice(1, 2), h, right)
-                left, right = left[:, 0], right[:, 0]
-            o = out.reshape(len(out), self.H, lines, self.N)[:, h]
-            left, right = self.matrices(left), self.matrices(right).swapaxes(-1, -2)
+    def matrices(self, planes: np.ndarray, i: slice, k: slice) -> np.ndarray:
+        """Return planes of left or right as matrices, of which o is one times another, turned."""
+        lines, places = i.stop - i.start, k.stop - k.start
+        if self.direction == "outgoing":
+            return planes.reshape(*planes.shape[:-1], lines, places)
+        return planes.reshape(*planes.shape[:-1], places, lines).swapaxes(-1, -2)
 
-            def work(low: int, high: int, left: Any = left, right: Any = right, o: Any = o) -> None:
-                some = slice(low, high)
+    def products(self, b: slice, h: slice, i: slice, j: slice, k: slice, o: np.ndarray) -> None:
+        """Fill channels of a tile of o (B, channels, lines, columns) with a strip of its products.
+
+        With the first strip; others are added.
+        """
+        if i == j:
+            left, right = np.moveaxis(self.sides(b, h, i, k), 1, 0)
+        else:
+            shape = len(o), 1, o.shape[1]
+            sizes = [(lines.stop - lines.start) * (k.stop - k.start) for lines in (i, j)]
+            both = self.room("sides", (math.prod(shape) * sum(sizes),), self.dtype)
+            left, right = (
+                part.reshape(*shape, -1) for part in np.split(both, [math.prod(shape) * sizes[0]])
+            )
+            self.project(b, slice(1), h, i, k, left)
+            self.project(b, slice(1, 2), h, j, k, right)
+            left, right = left[:, 0], right[:, 0]
+        left, right = self.matrices(left, i, k), self.matrices(right, j, k).swapaxes(-1, -2)
+
+        def work(low: int, high: int) -> None:
+            some = slice(low, high)
+            if k.start == 0:
                 np.matmul(left[:, some], right[:, some], out=o[:, some])
+                return
+            spare = _memory.empty(o.shape[2:], self.dtype)
+            for at in np.ndindex(len(o), high - low):
+                at = at[0], low + at[1]
+                o[at] += np.matmul(left[at], right[at], out=spare)
 
-            self.over_channels(o.shape[1], work)
+        self.over_channels(o.shape[1], work)
 
     def ended(self, room: _Room, xn: np.ndarray, o: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a block of the normalized o, and of the last gate."""
@@ -238,14 +270,14 @@ class _Update:
         bias = np.zeros_like(self.g_out_bias)
         return on, bias, gates, self.g_out_bias, np.ones(on.shape[1], self.dtype)
 
-    def end(self, b: slice, i: slice, o: np.ndarray, out: np.ndarray) -> None:
-        """Fill lines of the output from those of o (B, H, positions)."""
-        where = slice(i.start * self.N, i.stop * self.N)
-        x, out = self.x[b, where], out.reshape(self.x.shape)[b, where]
+    def end(self, b: slice, i: slice, j: slice, o: np.ndarray, out: np.ndarray) -> None:
+        """Fill a tile of the output from that of o (B, H, positions)."""
+        x, out = self.x[b], out.reshape(self.x.shape)[b]
 
         def work(room: _Room, _: int, m: slice, p: slice) -> None:
-            rows = out[m, p].reshape(-1, self.C)
-            xn = self.normalized(room, x[m, p].reshape(-1, self.C))
+            at = self.places(i, j, p)
+            xn = self.normalized(room, x[m, at].reshape(-1, self.C))
+            rows = out[m, at].reshape(-1, self.C)
             on, gates = self.ended(room, xn, o[m, :, p])
             if self.gate == "hidden":
                 self.kernels.gate_planes(*self.gated(on, gates), on[None, None])
@@ -254,8 +286,11 @@ class _Update:
                 rows += self.p_out_bias
             else:
                 self.kernels.gate_rows(rows, self.p_out_bias, gates, self.g_out_bias)
+            if j.stop - j.start < self.N:
+                # These are a copy.
+                out[m, at] = rows.reshape(len(o[m]), -1, self.C)
 
-        self.over_blocks(x.shape[:2], None, work)
+        self.over_blocks((len(x), o.shape[2]), None, work)
 
 
 class _Gradients(_Update):
@@ -333,7 +368,8 @@ class _Gradients(_Update):
 
     def products_back(self, sides: np.ndarray, on_o: np.ndarray) -> None:
         """Overwrite left and right (B, 2, channels, positions) by their cotangents."""
-        left, right = self.matrices(sides[:, 0]), self.matrices(sides[:, 1])
+        whole = slice(0, self.N)
+        left, right = (self.matrices(sides[:, side], whole, whole) for side in (0, 1))
         on_o = on_o.reshape(left.shape)
 
         def work(low: int, high: int) -> None:
@@ -341,7 +377,8 @@ class _Gradients(_Update):
             for b in range(len(left)):
                 for c in slices(high - low, max(1, _BLOCK // max(self.N**2, 1))):
                     l, r, o = (a[b, low:high][c] for a in (left, right, on_o))
-                    spare = self.matrices(room("spare", (len(l), self.N**2), self.dtype))
+                    spare = room("spare", (len(l), self.N**2), self.dtype)
+                    spare = self.matrices(spare, whole, whole)
                     np.matmul(o, r, out=spare)
                     np.matmul(o.swapaxes(-1, -2), l, out=r)
                     l[...] = spare
@@ -406,65 +443,72 @@ class _Gradients(_Update):
 def forward(kernels: Any, *args: Any) -> None:
     """Fill the update, and o where it is wanted.
 
-    The least memory is that of a block and, where o is wanted, of one channel of left and right;
-    otherwise of one of right, and of one line of x, of left and of all channels of o.
+    That is made in tiles, where it isn't wanted itself, and what it is made from in strips.
     """
     out, hidden = args[19:]
     u = _Update(kernels, args[:14], args[14:19])
-    N, own = u.N, hidden is None
+    N, H, own = u.N, u.H, hidden is None
 
-    def need(b: int, c: int, i: int) -> int:
-        at_once = -(-c // 2)
-        left = i * (at_once if i == N else at_once + u.C + 1)
-        return b * N * (at_once * N + left + own * i * u.H)
+    def need(b: int, i: int, j: int, k: int, threads: int) -> int:
+        spare = i * j * min(threads, H) if k < N else 0
+        return b * H * (own * i * j + (i + j) * k) + spare
 
-    u.divide(u.C + max(4 * u.H, u.H + len(u.g_out)), need, lines=own)
+    batches, rows, columns, strips = u.divide(
+        2 * u.C + max(4 * H, H + len(u.g_out)),
+        (u.B, N, N, N),
+        need,
+        (1, N, N, _TILE),
+        (1, _TILE, _TILE, _TILE) if own else (1, N, N, _STRIP),
+        (1, _TILE, _TILE, _STRIP),
+        (1, _SMALLEST, _SMALLEST, _SMALLEST),
+    )
     with blas_on_one_thread():
-        for b in u.batches:
-            for i in u.lines:
-                shape = b.stop - b.start, u.H, (i.stop - i.start) * N
-                o = u.room("o", shape, u.dtype) if own else hidden[b].reshape(shape)
-                u.products(b, i, o)
-                if out is not None:
-                    u.end(b, i, o, out)
+        for b, i, j in itertools.product(batches, rows, columns):
+            lines, places, members = i.stop - i.start, j.stop - j.start, b.stop - b.start
+            shape = members, H, lines, places
+            o = u.room("o", shape, u.dtype) if own else hidden[b, :, i, j]
+            channels = [slice(0, H)] if u.limit else u.halves(b, slice(0, H))
+            for h, k in itertools.product(channels, strips):
+                u.products(b, h, i, j, k, o[:, h])
+            if out is not None:
+                u.end(b, i, j, o.reshape(members, H, -1), out)
 
 
 def backward(kernels: Any, *args: Any) -> None:
-    """Fill the cotangents that are wanted.
-
-    The least memory is that of a block, of four channels of o, and of x and all of o where these
-    aren't given.
-    """
+    """Fill the cotangents that are wanted, by members of the batch and some channels."""
     hidden, cotangent = args[14:16]
     u = _Gradients(kernels, args[:14], args[16:21], args[21:])
-    shape = u.B, u.H, u.N**2
+    shape, whole = (u.B, u.H, u.N**2), slice(0, u.N)
     inner = any(output is not None for output in args[21:29])
 
-    def need(b: int, c: int, _: int) -> int:
+    def need(b: int, c: int, threads: int) -> int:
         rows = u.C * (u.on.x is None) + u.H * (hidden is None)
         at_once = -(-c // 2)
-        return u.N**2 * (b * (c + 2 * at_once + rows) + min(at_once, u.threads or c))
+        return u.N**2 * (b * (c + 2 * at_once + rows) + min(at_once, threads))
 
     ends = u.C + 3 * u.H + len(u.g_out) + max(u.C, u.H)
-    u.divide(max(ends, 2 * u.C + 4 * u.H) + 2, need, lines=False)
+    row = max(ends, 2 * u.C + 4 * u.H) + 2
+    batches, channels = u.divide(row, (u.B, u.H), need, (1, _CHANNELS), (1, 1))
     cotangent = np.ascontiguousarray(cotangent).reshape(u.x.shape)
     if hidden is not None:
         hidden = np.ascontiguousarray(hidden).reshape(shape)
     with blas_on_one_thread():
-        for b in u.batches:
+        for b in batches:
             if hidden is None:
                 o = u.room("o", (b.stop - b.start, *shape[1:]), u.dtype)
-                u.products(b, slice(0, u.N), o)
+                square = o.reshape(*o.shape[:2], u.N, u.N)
+                for h in itertools.chain.from_iterable(u.halves(b, h) for h in channels):
+                    u.products(b, h, whole, whole, whole, square[:, h])
             else:
                 o = hidden[b]
             if u.on.x is None:
                 on_x = u.room("on_x", (b.stop - b.start, *u.x.shape[1:]), u.dtype)
             else:
                 on_x = u.on.x.reshape(u.x.shape)[b]
-            for h in u.channels:
+            for h in channels:
                 on_o = u.end_back(b, h, o, cotangent, on_x)
                 for k in u.halves(b, h) if inner else ():
-                    sides = u.sides(b, k)
+                    sides = u.sides(b, k, whole, whole)
                     u.products_back(sides, on_o[:, k.start - h.start : k.stop - h.start])
                     u.sides_back(b, k, sides, on_x)
     u.finish()

@@ -385,7 +385,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     precision : {None, "ieee", "tf32", "bf16", "fp16"}
         The least precision that factors of a product are rounded to; None is that of x.
     max_memory : int, optional
-        The most bytes that forward or backward may use besides arguments and results.
+        The most bytes that forward or backward may use besides arguments and results; see
+        `fusedops.triangle_multiplicative_update`.
     backend : str, optional
         The backend that must serve every call.
 

@@ -6,6 +6,7 @@ are in ``cpukern/trimul_*`` and ``gpukern/trimul.py``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -224,18 +225,43 @@ def _formula(*args: Any) -> tuple[Any, Any]:
     return cast(out, x), cast(o, x)
 
 
-def in_parts(sizes: Sequence[int], need: Callable[..., int], limit: int) -> list[list[slice]]:
-    """Divide every size, so that parts `need` no more than a limit, if there are such.
+def in_parts(
+    sizes: Sequence[int], need: Callable[..., int], limit: int, *stages: Sequence[int]
+) -> list[int]:
+    """Return parts of every size that `need` no more than a limit, or the smallest that there are.
 
-    The first size is divided first, which costs nothing, then what makes the most room.
+    The first size is divided first, which costs nothing, then what makes the most room. A stage is
+    of parts that are not divided before all others are as small as it says; the last are the
+    smallest.
     """
     parts = list(sizes)
-    while limit and need(*parts) > limit and max(parts) > 1:
-        halves = [
-            [*parts[:at], -(-n // 2), *parts[at + 1 :]] for at, n in enumerate(parts) if n > 1
-        ]
-        parts = halves[0] if parts[0] > 1 else min(halves, key=lambda half: need(*half))
-    return [slices(n, step) for n, step in zip(sizes, parts, strict=True)]
+    for least in stages:
+        while limit and need(*parts) > limit:
+            halves = [
+                [*parts[:at], max(-(-n // 2), least[at]), *parts[at + 1 :]]
+                for at, n in enumerate(parts)
+                if n > least[at]
+            ]
+            if not halves:
+                break
+            free = parts[0] > least[0]
+            parts = halves[0] if free else min(halves, key=lambda half: need(*half))
+    return parts
+
+
+@functools.lru_cache(maxsize=256)
+def warn_of_parts(limit: int, enough: int) -> None:
+    """Say once that a limit leaves room for small parts alone, and what would leave enough."""
+    ours = ("fusedops", "cpukern", "gpukern", "torch", "functools")
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"triangle_multiplicative_update: max_memory is {limit}, which leaves room for small parts "
+        f"alone, that take long; it should be at least {enough}",
+        RuntimeWarning,
+        stacklevel=level,
+    )
 
 
 def slices(n: int, step: int) -> list[slice]:
@@ -437,8 +463,12 @@ def triangle_multiplicative_update(
         What the last gate multiplies: the output, as in AlphaFold, OpenFold, Boltz and
         cuEquivariance; or the normalized o, as in the gpu-mode TriMul problem.
     max_memory : int, optional
-        The most bytes that forward or backward may use besides arguments and results, for which
-        they are done in parts; with less than the smallest parts need, these are used.
+        The most bytes that forward or backward may use besides arguments, results and the memory
+        of x, mask and weights in the dtype and layout that kernels take, for which they are done
+        in parts: what is kept between products, and on the CPU the blocks that are between two.
+        With less than parts of a sensible size need, smaller ones are used that take longer, of
+        which a RuntimeWarning tells once with the number that would do; with less than the
+        smallest need, these. NumPy and plain torch have no parts.
     out : array or tensor (B, N, N, C), optional
         Where to write the result: contiguous, of its dtype, and apart from the arguments.
     backend : str, optional

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from fusedops._registry import register
-from fusedops.trimul import in_parts, slices
+from fusedops.trimul import in_parts, slices, warn_of_parts
 from gpukern.constants import LOGISTIC, ONE
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
@@ -53,6 +53,8 @@ if triton.__version__.startswith("3.6."):
 _MANY = 1 << 16
 # Channels that a program normalizes at once.
 _CHANNELS = 128
+# Channels, and eights of lines, that are worth a part of an update.
+_PART = 16, 8
 # Edges of a line from which on one of the batch goes alone through a backward pass.
 _ALONE = 128
 # Batches that a product over all rows is split into at most, and rows that make one more.
@@ -773,10 +775,15 @@ class _Update:
         def size(b: int, h: int, lines: int) -> int:
             return self.dtype.itemsize * need(b, h, 8 * lines)
 
-        # Much smaller parts than these would save little.
+        # Smaller parts take long, and much smaller ones would save little.
+        sensible = tuple(map(min, (1, *_PART), sizes))
         limit = self.limit and max(self.limit, 5 * size(1, 1, 1) // 4)
-        parts = in_parts(sizes, size, limit)
-        self.batches, self.channels, lines = parts
+        parts = in_parts(sizes, size, limit, sensible, (1, 1, 1))
+        if self.limit and self.limit < size(*sensible):
+            warn_of_parts(self.limit, size(*sensible))
+        self.batches, self.channels, lines = (
+            slices(n, step) for n, step in zip(sizes, parts, strict=True)
+        )
         self.lines = [slice(8 * eight.start, min(8 * eight.stop, self.N)) for eight in lines]
         self.whole = len(self.channels) == len(self.lines) == 1
 

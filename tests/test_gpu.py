@@ -17,7 +17,10 @@ from fusedops.testing import CASES, atoms_in, check, error, pair, protein  # noq
 from fusedops.trimul import ARRAYS  # noqa: E402
 from fusedops.wigner import edge_wigner, wigner_d  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:triangle_multiplicative_update. max_memory:RuntimeWarning"),
+]
 
 
 def example(residues, dtype=torch.float32, device="cuda"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import subprocess
 import sys
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 import fusedops
 from fusedops import _registry, triangle_multiplicative_update
 from fusedops.testing import CASES, TOLERANCE, error, pair
-from fusedops.trimul import ARRAYS, trimul, trimul_vjp
+from fusedops.trimul import ARRAYS, trimul, trimul_vjp, warn_of_parts
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
@@ -565,8 +567,10 @@ def test_a_mask_is_used_in_the_dtype_of_x(quick):
 
 
 LIMITS = (1, 3000, 20_000, 10**12)
+SMALL_PARTS = "ignore:triangle_multiplicative_update. max_memory is:RuntimeWarning"
 
 
+@pytest.mark.filterwarnings(SMALL_PARTS)
 def test_parts_are_equal_to_the_whole(place, direction, gate):
     """To rounding: `max_memory` changes in how many steps an update is computed."""
     shape = (2, 5, 6, 7) if place[1] == "triton" else (2, 21, 6, 7)
@@ -576,6 +580,30 @@ def test_parts_are_equal_to_the_whole(place, direction, gate):
         for got, want in zip(solve(place, p, max_memory=limit), whole, strict=True):
             assert got.dtype == want.dtype
             close(got, want)
+
+
+def test_small_parts_are_warned_of_once_with_what_would_do(place, direction):
+    """Of what takes long nobody should be left to guess the cause."""
+    if place[1] in ("numpy", "torch"):
+        pytest.skip("has no parts")
+    shape = (1, 9, 3, 18) if place[1] == "triton" else (1, 70, 3, 20)
+    p = problem(shape, direction=direction, dtype="float32")
+    warn_of_parts.cache_clear()
+
+    def numbers(limit):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            solve(place, p, max_memory=limit)
+        own = [w for w in found if "max_memory" in str(w.message)]
+        assert all(w.category is RuntimeWarning and str(limit) in str(w.message) for w in own)
+        return [int(re.search(r"at least (\d+)$", str(w.message))[1]) for w in own]
+
+    enough = numbers(100)
+    # Of forward and backward.
+    assert len(enough) == len(set(enough)) == 2
+    assert numbers(100) == []
+    assert numbers(max(enough)) == []
+    assert len(numbers(min(enough) * 7 // 8)) == 2
 
 
 EMPTY = [(0, 3, 4, 5), (1, 0, 4, 5), (0, 0, 1, 1), (2, 1, 1, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +53,10 @@ def blas(request, monkeypatch):
         pytest.importorskip("threadpoolctl")
 
 
+SMALL_PARTS = "ignore:triangle_multiplicative_update. max_memory is:RuntimeWarning"
+
+
+@pytest.mark.filterwarnings(SMALL_PARTS)
 @pytest.mark.parametrize("shape", [(2, 33, 17, 16), (1, 65, 8, 5), (300, 2, 4, 3)], ids=str)
 @pytest.mark.parametrize("limit", [None, 300_000])
 @pytest.mark.parametrize("gate", ["output", "hidden"])
@@ -120,6 +125,7 @@ def most(monkeypatch):
     return most
 
 
+@pytest.mark.filterwarnings(SMALL_PARTS)
 @pytest.mark.parametrize("share", [2, 4, 8])
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @pytest.mark.parametrize("gate", ["output", "hidden"])
@@ -144,3 +150,37 @@ def test_temporaries_stay_below_the_limit(backend, most, monkeypatch, gate, dire
                 )
             peaks.append(most())
         assert peaks[1] <= limit < peaks[0]
+
+
+@pytest.mark.filterwarnings(SMALL_PARTS)
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_less_memory_takes_a_little_longer(backend, monkeypatch, direction):
+    """Parts are tiles and strips: half of the memory takes at most three times the work."""
+    rows = [0]
+
+    def counted(self, room, xn, *rest, real=trimul._Update.projected):
+        rows[0] += len(xn)
+        return real(self, room, xn, *rest)
+
+    monkeypatch.setattr(trimul._Update, "projected", counted)
+    N = 128
+    arrays = update((1, N, 4, 8))
+    cotangent = np.random.default_rng(1).normal(size=arrays["x"].shape).astype("f4")
+    forwards, backwards = [], []
+    for limit in (None, *(1 << power for power in range(22, 9, -1))):
+        options = {"direction": direction, "max_memory": limit, "backend": backend}
+        rows[0] = 0
+        triangle_multiplicative_update(**arrays, **options)
+        forwards.append(rows[0] / N**2)
+        _, back = triangle_multiplicative_update.vjp(**arrays, **options)
+        rows[0] = 0
+        back(cotangent)
+        backwards.append(rows[0] / N**2)
+    # Of large planes that there is no limit for, left and right are made in two halves.
+    assert forwards[0] <= 2
+    assert backwards[0] <= 4
+    for counts in (forwards, backwards):
+        assert all(after <= 3 * max(before, 1) for before, after in pairwise(counts))
+    # Left and right for every row and column of the smallest tiles; or for every channel.
+    assert forwards[-1] <= 2 * N / 16
+    assert backwards[-1] <= 2 * 8
