@@ -20,7 +20,7 @@ from fusedops.planarity import NO_PLANE, gradient_vjp, nll
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 #: Roundings that an atom adds to a sum, with room for what bounds of first order leave out.
-ROUNDINGS = 4
+ROUNDINGS = 2
 
 
 def _along(axis, rows):
@@ -134,8 +134,10 @@ class Expected:
             + pulled * self.d_error * steepness[:, None]
             + pulled * abs(self.d) * sum(errors)[:, None]
         )
-        # Where the normal is undetermined first-order bounds say nothing of its derivative.
-        self.determined = ~self.undecided & (tilt[:, 0] < 0.01)
+        # First-order bounds say nothing where the normal is undetermined, and the second derivative
+        # has a rule of its own where the gap itself counts as zero.
+        close = gaps[0] * gaps[1] < 2 * NO_PLANE * (gaps[0] + gaps[1]) ** 2
+        self.determined = ~self.undecided & ~(self.planar & ((tilt[:, 0] > 0.01) | close))
 
 
 def _lines(rng, planes, n):
@@ -174,7 +176,7 @@ KINDS = {
     "points": lambda rng, planes, n: np.broadcast_to(_lines(rng, planes, 1), (planes, n, 3)),
 }
 # Planes of every kind and size, a backend: the interpreter is slow.
-COUNT = {"numpy": 2000, "cython": 2000, "numba": 2000, "torch": 2000, "triton": 32}
+COUNT = {"numpy": 1000, "cython": 1000, "numba": 1000, "torch": 1000, "triton": 32}
 
 
 @functools.lru_cache(maxsize=32)
