@@ -241,23 +241,22 @@ def dynamic_conv_step(
         state[...] = own
 
 
-@functools.cache
-def _places(
-    lmax: int, mmax: int, way: str, steps: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=64)
+def _places(lmax: int, mmax: int, way: str, dense: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return of every degree where its matrix begins, and its m-major rows.
 
     The former is the first element that is kept, and the steps to those of the next row of the
-    message and of the node; `steps` are those of dense matrices, or of a packed one's elements.
+    message and of the node, all to be multiplied by the steps of a dense matrix's rows and columns,
+    or of a packed one's elements.
     """
-    places = np.empty((lmax + 1, 3), np.int64)
+    places = np.empty((lmax + 1, 3, 2 if dense else 1), np.int64)
     own_rows = np.zeros((lmax + 1, 2 * mmax + 1), np.int64)
     packed = 0
     for l, (rows, kept, own) in enumerate(degrees(lmax, mmax)):
         size = 2 * l + 1
-        row, column = steps if len(steps) == 2 else (size * steps[0], steps[0])
-        corner = rows.start * (row + column) if len(steps) == 2 else packed * steps[0]
-        own_step, step = (column, row) if way == "back" else (row, column)
+        row, column = np.eye(2, dtype=int) if dense else ([size], [1])
+        own_step, step = np.array((column, row) if way == "back" else (row, column))
+        corner = rows.start if dense else packed
         places[l] = corner + kept[0] * own_step, own_step, step
         own_rows[l, : len(own)] = own
         packed += size * size
@@ -298,11 +297,12 @@ def edge_wigner(
         shares = np.stack([_shares(p, len(on_x)) for p in pointers])
     else:
         shares = count * np.arange(_SHARES + 1)[None] // _SHARES
-    steps = tuple(step // wigner.itemsize for step in wigner.strides[1:])
-    places, own = _places(lmax, mmax, way, steps)
+    places, own = _places(lmax, mmax, way, wigner.ndim == 3)
     width = (lmax + 1) ** 2
     size = width * width if wigner.ndim == 3 else wigner.shape[1]
-    summed, _ = _places(lmax, mmax, way, (width, 1) if wigner.ndim == 3 else (1,))
+    steps = np.array(wigner.strides[1:]) // wigner.itemsize
+    # Gradients of the matrices are contiguous.
+    summed = (width, 1) if wigner.ndim == 3 else (1,)
     threads = threads_for(count * width * channels * ends, _ROTATION_GRAIN)
     # Whole cache lines for every thread.
     factors = np.empty((threads, -(-((2 * lmax + 1) ** 2) // 16) * 16), wigner.dtype)
@@ -314,7 +314,7 @@ def edge_wigner(
         wigner if wigner.ndim == 3 else wigner[:, None],
         *lists,
         shares,
-        np.stack([places, summed]),
+        np.stack([places @ steps, places @ summed]),
         own,
         ends,
         count,

@@ -166,7 +166,7 @@ def _ends(
                                 on_wigner[e, i + (j + 1) * step_j] += scale * b
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _places(lmax: int, mmax: int, way: str, dense: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return of every degree where its matrix begins, and its m-major rows.
 

@@ -21,7 +21,8 @@ from fusedops._registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
 
-#: Packed arguments that were read from a GPU, by the tensor that they were read from.
+#: Packed arguments that were read from a GPU, by the tensor that they were read from, with which
+#: they go.
 packed_read = torch.utils.weak.WeakTensorKeyDictionary()
 
 

@@ -24,6 +24,8 @@ def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
     return (lmax + 1) ** 2, (lmax + 1) ** 2
 
 
+# Once a degree, as all that is kept below: together that is less than one edge's matrix of the
+# highest degree.
 @functools.cache
 def _real_basis(l: int) -> np.ndarray:
     """Return the unitary matrix from complex spherical harmonics (Condon-Shortley) to real ones."""

@@ -77,13 +77,13 @@ def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:
     return _m_major_order(lmax, _order_limit("m_major_order", mmax, lmax)).copy()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _m_major_order(lmax: int, mmax: int) -> np.ndarray:
     signed = [0, *(sign * m for m in range(1, mmax + 1) for sign in (1, -1))]
     return np.array([l * l + l + m for m in signed for l in range(abs(m), lmax + 1)])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def degrees(lmax: int, mmax: int) -> list[tuple[slice, np.ndarray, np.ndarray]]:
     """Return of every degree its l-major rows, which of them are kept, and their m-major rows."""
     order = _m_major_order(lmax, mmax)

@@ -54,6 +54,8 @@ class Launcher:
         # Only NVIDIA's compiler takes a limit.
         if registers is not None and torch.version.cuda is not None:
             self.options["maxnreg"] = registers
+        # As many as kernels are compiled, all of which Triton keeps too: keys hold what a model
+        # fixes, such as channels and degrees, and no size that changes from call to call.
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, programs: int, key: tuple[Any, ...], *args: Any) -> None:

@@ -429,7 +429,7 @@ def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int,
     return width, tiles, elements // width, elements // 32 if vector else 1
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _positions(lmax: int, mmax: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the m-major rows, in the order of the l-major ones.
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,6 +20,7 @@ import fusedops
 from cpukern import isa, threads
 from fusedops import _registry
 from fusedops.testing import protein
+from fusedops.workloads import WORKLOADS, Source
 
 HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
 
@@ -263,6 +265,7 @@ import os, sys
 import numpy as np
 import fusedops
 from fusedops.testing import protein
+from fusedops.workloads import WORKLOADS, Source
 xyz, indices = protein(6000, np.random.default_rng(0))
 planes = fusedops.Planes([(i, np.full(len(i), 0.02)) for i in indices])
 def step(backend):
@@ -474,3 +477,53 @@ def test_numba_leaves_the_users_settings_alone():
     code = "import numba; before = numba.get_num_threads(), numba.config.CACHE_DIR\n"
     after = "assert before == (numba.get_num_threads(), numba.config.CACHE_DIR)"
     python(code + without("cpukern._cpu") + SQUARE + after)
+
+
+def kept():
+    """Return how much every cache of ours holds that says no bound by itself."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("cpukern", "fusedops", "gpukern"):
+            continue
+        for key, value in list(vars(module).items()):
+            if key.startswith("__"):
+                continue
+            if hasattr(value, "cache_info"):
+                info = value.cache_info()
+                found[name, key] = info.currsize if info.maxsize is None else 0
+            elif hasattr(value, "py_func"):
+                found[name, key] = len(value.signatures)
+            elif isinstance(value, (dict, list, set, deque)):
+                found[name, key] = len(value)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_no_cache_grows_with_sizes_and_strides(backend):
+    importlib.import_module(f"cpukern.{backend}_backend")
+    kinds = {(w.op.__name__, w.name): w for w in WORKLOADS if w.device == "cpu" and not w.needs}
+
+    def work(size):
+        for workload in kinds.values():
+            problem = workload.make(Source("float32"), size)
+            primitive = workload.op.primitive.name
+            serves = backend if (primitive, backend) in _registry._kernels else "numpy"
+            if problem.leaves:
+                problem.both(serves, problem.cotangent())()
+            else:
+                problem.forward(serves)()
+        # Matrices whose edges are last in memory have strides that depend on how many there are.
+        x, ends = np.ones((3, 9, 2), np.float32), np.arange(2 * size).reshape(2, -1) % 3
+        matrices = np.ones((9, 9, size), np.float32).transpose(2, 0, 1)
+        fusedops.node_to_edge_wigner_permute(x, ends, matrices, backend=backend)
+        packed = np.ones((35, size), np.float32).T
+        fusedops.node_to_edge_wigner_permute(x, ends, packed, backend=backend)
+
+    for size in range(11, 15):
+        work(size)
+    before = kept()
+    # A cache that sizes are a key of would keep something of each.
+    for size in range(15, 25):
+        work(size)
+    grown = {at: (before.get(at), n) for at, n in kept().items() if n > before.get(at, 0)}
+    assert not grown
