@@ -135,6 +135,7 @@ ops: dict[str, Callable[..., Any]] = {}
 packed: dict[str, type[Packed]] = {}
 _primitives: dict[str, Primitive] = {}
 _kernels: dict[tuple[str, str], Callable[..., None]] = {}
+# By op, framework, kind of device, dtype and name asked for, of which there are few.
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
 takes_bfloat16: set[Callable[..., None]] = set()
 _override: ContextVar[str | None] = ContextVar("fusedops_backend", default=None)
@@ -504,13 +505,15 @@ class Call(NamedTuple):
         wanted: tuple[bool, ...],
         out: np.ndarray | None = None,
     ) -> tuple[Any, ...]:
-        """Run a NumPy-speaking kernel on arrays of one dtype, with new arrays for its outputs."""
+        """Run a NumPy-speaking kernel on aligned arrays of one dtype, and make its outputs."""
         primitive = self.primitive
         dtype = promoted(given)
-        mixed = any([array is not None and array.dtype != dtype for array in given])
-        arrays = (
-            [a if a is None else a.astype(dtype, copy=False) for a in given] if mixed else given
-        )
+        fit = [a is None or (a.dtype == dtype and a.flags.aligned) for a in given]
+        # Compiled code may fault where a number's address is no multiple of its size.
+        arrays = [
+            array if fits else np.array(array, dtype)
+            for array, fits in zip(given, fit, strict=True)
+        ]
         described = primitive.describe(given, self.static)
         if backend.module is None:
             outputs = list(kernel(*arrays, *self.static))
@@ -519,10 +522,10 @@ class Call(NamedTuple):
                 allocate(_memory.empty, output[0], dtype) if want and output else None
                 for want, output in zip(wanted, described, strict=True)
             ]
-            if out is not None and out.dtype == dtype:
+            if out is not None and out.dtype == dtype and out.flags.aligned:
                 outputs[wanted.index(True)] = out
             kernel(*arrays, *self.static, *outputs)
-        if mixed:
+        if not all(fit):
             for at, name in enumerate(primitive.arrays):
                 if name in primitive.mutates and arrays[at] is not given[at]:
                     given[at][...] = arrays[at]

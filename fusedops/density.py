@@ -286,7 +286,7 @@ class Scatterers(Packed):
         if is_tensor(arrays[0]):
             return cls.from_tensors(arrays, [])
         self = cls.__new__(cls)
-        self.amplitudes, self.widths, self.radius = arrays
+        self.amplitudes, self.widths, self.radius = (np.require(a, None, "A") for a in arrays)
         return self
 
     def arrays(self, like: Any) -> Sequence[Any]:

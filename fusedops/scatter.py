@@ -152,9 +152,11 @@ class ScatterPlan(Packed):
                 given = (wa.contiguous(), wbwc.contiguous())
                 self.tensors = [array.clone() if copy else array for array in given]
             return
-        array = np.array if copy else np.asarray
+        arrays = (a.numpy() if is_tensor(a) else a for a in (wa, wbwc))
         self.wa, self.wbwc = (
-            array(a.numpy() if is_tensor(a) else a, order="C") for a in (wa, wbwc)
+            # As kernels take them: contiguous and aligned.
+            np.array(a, order="C") if copy else np.require(a, requirements="CA")
+            for a in arrays
         )
         if "torch" in sys.modules:
             # A tensor can't say that it is read-only.

@@ -527,3 +527,71 @@ def test_no_cache_grows_with_sizes_and_strides(backend):
         work(size)
     grown = {at: (before.get(at), n) for at, n in kept().items() if n > before.get(at, 0)}
     assert not grown
+
+
+def unaligned(value):
+    """Return a copy of an array whose numbers lie at odd addresses; anything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    copy = np.empty(value.nbytes + 1, np.uint8)[1:].view(value.dtype).reshape(value.shape)
+    copy[...] = value
+    assert not copy.flags.aligned
+    return copy
+
+
+@pytest.fixture
+def aligned(monkeypatch):
+    """Let every kernel assert that all it is given is aligned; returns how many were called."""
+    calls = []
+    genuine = _registry.choose
+
+    def choose(request):
+        backend, kernel = genuine(request)
+
+        def spy(*given):
+            calls.append(request)
+            packed = [p for p in given if isinstance(p, _registry.Packed)]
+            fields = [getattr(p, name) for p in packed for name in p._fields]
+            for array in (*given, *fields):
+                assert not isinstance(array, np.ndarray) or array.flags.aligned
+            return kernel(*given)
+
+        return backend, spy
+
+    monkeypatch.setattr(_registry, "choose", choose)
+    return calls
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+@pytest.mark.parametrize(
+    "op", list({w.op.__name__: w.op for w in WORKLOADS}.values()), ids=lambda op: op.__name__
+)
+def test_kernels_are_given_aligned_arrays(aligned, op, backend):
+    workload = next(w for w in WORKLOADS if w.op is op and w.device == "cpu" and not w.needs)
+    importlib.import_module(f"cpukern.{backend}_backend")
+    if (op.primitive.name, backend) not in _registry._kernels:
+        backend = "numpy"
+    arguments = workload.make(Source("float32"), 11).arguments
+    plan = arguments.get("wa")
+    if isinstance(plan, fusedops.ScatterPlan):
+        arguments |= {"wa": plan.wa, "wbwc": plan.wbwc}
+        if "map_size" in inspect.signature(op).parameters:
+            arguments["map_size"] = plan.map_size
+    odd = {name: unaligned(value) for name, value in arguments.items()}
+    want = op(**arguments, backend=backend)
+    np.testing.assert_array_equal(op(**odd, backend=backend), want)
+    for name in op.primitive.mutates:
+        np.testing.assert_array_equal(odd[name], arguments[name])
+    if "out" in inspect.signature(op).parameters and not op.primitive.mutates:
+        out = unaligned(np.zeros_like(want))
+        assert op(**odd, out=out, backend=backend) is out
+        np.testing.assert_array_equal(out, want)
+    if op.primitive.pullback:
+        _, pullback = op.vjp(**arguments, backend=backend)
+        _, odd_pullback = op.vjp(**odd, backend=backend)
+        cotangent = np.ones_like(want)
+        for got, gradient in zip(
+            odd_pullback(unaligned(cotangent)), pullback(cotangent), strict=True
+        ):
+            np.testing.assert_array_equal(got, gradient)
+    assert aligned
