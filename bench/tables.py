@@ -88,6 +88,7 @@ def _after(block: dict[str, Any]) -> str:
         f"{NAMES.get(row['who'], row['who'])}: time grows with the power {row['exponent']:.2f} of "
         f"the {row['unit']}, {row['sizes'][0]:,} to {row['sizes'][-1]:,}."
         for row in block["growth"][:1]
+        if row["exponent"] is not None
     ]
     return "\n".join(said)
 

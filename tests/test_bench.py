@@ -17,7 +17,7 @@ from fusedops import _registry, cli
 from fusedops.bench import measure, memory, report
 from fusedops.bench.floors import Rates
 from fusedops.bench.measure import Bench, Plan, fitted
-from fusedops.bench.timing import interleaved
+from fusedops.bench.timing import Timing, interleaved
 from fusedops.wigner import wigner_d
 from fusedops.workloads import (
     BACKWARD,
@@ -118,6 +118,52 @@ def test_the_exponent_of_known_growth(exponent, overhead):
     assert fitted(sizes, noisy)[1] == pytest.approx(exponent, abs=0.15)
 
 
+SIZES = [100, 316, 1000, 3162, 10000, 31623]
+
+
+def grown_at(spoilt):
+    """Return what is said of times that grow linearly, and are late where they are spoilt."""
+    times = [1e-3 * n * (1 if n not in spoilt else 20) for n in SIZES]
+    spread = [(t * (1 - 0.9 * (n in spoilt)), 1.1 * t) for n, t in zip(SIZES, times, strict=True)]
+    overhead, exponent, noisy = measure.grown(SIZES, times, spread)
+    row = {"who": "cython", "how": "NumPy", "pass": BOTH, "unit": "planes", "sizes": SIZES}
+    row |= {"ms": times, "overhead_ms": overhead, "exponent": exponent, "noisy": noisy}
+    return row
+
+
+@pytest.mark.parametrize("spoilt", [[], [100], [31623]])
+def test_a_noisy_size_is_no_growth(spoilt, capsys):
+    row = grown_at(spoilt)
+    assert row["noisy"] == spoilt
+    assert row["exponent"] == pytest.approx(1, abs=0.011)
+    report.show("op", {"cases": [], "growth": [row], "skipped": {}})
+    assert ("without 1 noisy sizes" in capsys.readouterr().out) == bool(spoilt)
+
+
+def test_growth_through_noise_has_no_power(capsys):
+    row = grown_at([1000, 31623])
+    assert row["exponent"] is row["overhead_ms"] is None
+    report.show("op", {"cases": [], "growth": [row], "skipped": {}})
+    out = capsys.readouterr().out
+    assert "noisy at 2 of 6 sizes" in out
+    assert "it grows" not in out
+
+
+def test_noise_is_told(capsys):
+    quiet = rows_of(("a", 0.9, 1.0, 1.1), ("b", 9.0, 10.0, 11.0))
+    noisy = rows_of(("a", 0.9, 1.0, 1.1), ("b", 7.0, 10.0, 31.0))
+    for given, count in ((quiet, 0), (noisy, 1)):
+        cases = [
+            row | {"over_floor": 1.0, "peak_MB": None, "error": None} for row in report.cases(given)
+        ]
+        report.show("op", {"cases": cases, "growth": [], "skipped": {}})
+        out = capsys.readouterr().out
+        assert out.count("noisy, ") == count
+        assert ("1 of 2 rows are noisy" in out) == bool(count)
+    assert measure._times(Timing(10.0, (7.0, 31.0), 9))["noisy"]
+    assert not measure._times(Timing(10.0, (9.0, 11.0), 9))["noisy"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the peak of a step")
 @pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=needs_torch)])
 def test_peak_memory_counts_results_and_temporaries(framework):
@@ -155,7 +201,7 @@ def test_a_run_has_its_json_and_its_table(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "planarity_nll" in out
     assert "over floor" in out
-    assert "it grows with the power" in out
+    assert "it grows with the power" in out or "growth has no power" in out
     found = report.read(path)
     (block,) = found["ops"].values()
     assert found["device"] == block["machine"]["device"] == "cpu"

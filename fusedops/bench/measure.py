@@ -18,7 +18,7 @@ import fusedops
 from fusedops import _registry
 from fusedops.bench import floors, memory
 from fusedops.bench.peers import PEERS, Peer, Unsuited, versions
-from fusedops.bench.timing import COPIES, Timing, graphed, interleaved, scaled, waiting
+from fusedops.bench.timing import COPIES, Timing, graphed, interleaved, noisy, scaled, waiting
 from fusedops.workloads import (
     BACKWARD,
     BOTH,
@@ -378,7 +378,8 @@ class Bench:
             if len(measured) < 3:
                 continue
             at, medians = [size for size, _ in measured], [timing.ms for _, timing in measured]
-            overhead, exponent = fitted(at, medians)
+            quartiles = [timing.quartiles_ms for _, timing in measured]
+            overhead, exponent, left_out = grown(at, medians, quartiles)
             rows.append(
                 {
                     "op": workload.op.__name__,
@@ -390,7 +391,8 @@ class Bench:
                     "unit": workload.unit,
                     "sizes": at,
                     "ms": medians,
-                    "quartiles_ms": [timing.quartiles_ms for _, timing in measured],
+                    "quartiles_ms": quartiles,
+                    "noisy": left_out,
                     "overhead_ms": overhead,
                     "exponent": exponent,
                 }
@@ -413,6 +415,21 @@ class Bench:
         if self.plan.device == "cuda":
             times = {name: scaled(timing, 1 / COPIES) for name, timing in times.items()}
         return what, times
+
+
+def grown(
+    sizes: Sequence[int], times: Sequence[float], quartiles: Sequence[Sequence[float]]
+) -> tuple[float | None, float | None, list[int]]:
+    """Return what `fitted` does, of the sizes whose times aren't noisy, and the other sizes.
+
+    None where more than a quarter is left out.
+    """
+    points = list(zip(sizes, times, quartiles, strict=True))
+    left_out = [size for size, ms, spread in points if noisy(ms, spread)]
+    quiet = [(size, ms) for size, ms, spread in points if not noisy(ms, spread)]
+    if 4 * len(left_out) > len(points):
+        return None, None, left_out
+    return *fitted(*zip(*quiet, strict=True)), left_out
 
 
 def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
@@ -504,10 +521,15 @@ def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
         "work": None,
     }
     empty["computes"] = True
-    empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "peak_MB": None}
+    empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "noisy": False, "peak_MB": None}
     empty |= {"floors_ms": {}, "over_floor": None}
     return {"who": who, "how": how, "pass": what, **empty, **values}
 
 
 def _times(timing: Timing) -> dict[str, Any]:
-    return {"ms": timing.ms, "quartiles_ms": list(timing.quartiles_ms), "rounds": timing.rounds}
+    return {
+        "ms": timing.ms,
+        "quartiles_ms": list(timing.quartiles_ms),
+        "rounds": timing.rounds,
+        "noisy": noisy(timing.ms, timing.quartiles_ms),
+    }

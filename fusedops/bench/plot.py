@@ -217,6 +217,7 @@ def _growth(axis: Any, report: dict[str, Any]) -> None:
         # The first backend is the one that is chosen.
         for row in block["growth"][:1]:
             colour, marker = styles[op]
+            power = row["exponent"]
             axis.plot(
                 row["sizes"],
                 row["ms"],
@@ -224,7 +225,7 @@ def _growth(axis: Any, report: dict[str, Any]) -> None:
                 color=colour,
                 markersize=3.5,
                 linewidth=1,
-                label=f"{op}, {row['unit']}: {row['exponent']:.2f}",
+                label=f"{op}, {row['unit']}: {'noisy' if power is None else f'{power:.2f}'}",
             )
     axis.set(xscale="log", yscale="log", title=_where(report), xlabel="N")
     axis.set_ylabel("ms, with the gradient where there is one")

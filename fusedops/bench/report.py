@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops import _tables
+from fusedops.bench.timing import NOISY, noisy
 from fusedops.structure import replacing
 
 #: The form of the files, in which this is a number that changes with it.
@@ -99,6 +100,20 @@ def digits(value: float | None) -> str:
     return f"{value:,.{places}f}"
 
 
+def is_noisy(row: dict[str, Any]) -> bool:
+    """Return whether a row's median is worth little; of older reports too, which don't say so."""
+    return row["ms"] is not None and noisy(row["ms"], row["quartiles_ms"])
+
+
+def growth_of(row: dict[str, Any]) -> str:
+    """Return in words how times grow, or why that can't be said."""
+    left_out = row.get("noisy", [])
+    if row["exponent"] is None:
+        return f"noisy at {len(left_out)} of {len(row['sizes'])} sizes, so that growth has no power"
+    without = f", without {len(left_out)} noisy sizes" if left_out else ""
+    return f"it grows with the power {row['exponent']:.2f}{without}"
+
+
 def show(op: str, block: dict[str, Any]) -> None:
     """Print an op's results."""
     headings = ("workload", "dtype", "pass", "who", "how")
@@ -117,7 +132,8 @@ def show(op: str, block: dict[str, Any]) -> None:
             continue
         low, high = row["quartiles_ms"]
         error = max(row["error"].values()) if row["error"] else None
-        cells += [digits(row["ms"]), f"{digits(low)} – {digits(high)}", digits(row["over_floor"])]
+        spread = f"{'noisy, ' * is_noisy(row)}{digits(low)} – {digits(high)}"
+        cells += [digits(row["ms"]), spread, digits(row["over_floor"])]
         cells += [
             "" if row["peak_MB"] is None else f"{row['peak_MB']:,.1f}",
             "" if error is None else f"{error:.0e}",
@@ -128,8 +144,12 @@ def show(op: str, block: dict[str, Any]) -> None:
         first, last_size = row["sizes"][0], row["sizes"][-1]
         print(
             f"{row['who']}, {row['how']}, {row['pass']}: {digits(row['ms'][0])} ms at {first:,} "
-            f"{row['unit']}, {digits(row['ms'][-1])} ms at {last_size:,}; it grows with the power "
-            f"{row['exponent']:.2f}"
+            f"{row['unit']}, {digits(row['ms'][-1])} ms at {last_size:,}; {growth_of(row)}"
+        )
+    if unsure := sum(map(is_noisy, block["cases"])):
+        print(
+            f"{unsure} of {len(block['cases'])} rows are noisy: half of their rounds differ by "
+            f"over {NOISY:.0%} of the median, as where other processes use the machine"
         )
     for name, why in block["skipped"].items():
         print(f"{name} is left out: {why}")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 #: Steps in one CUDA graph, whose own launch then counts for little.
 COPIES = 10
+
+#: Quartiles that are so far apart, as a share of the median, say more of the machine than of a run.
+NOISY = 0.3
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,12 @@ class Timing:
     ms: float
     quartiles_ms: tuple[float, float]
     rounds: int
+
+
+def noisy(ms: float, quartiles_ms: Sequence[float]) -> bool:
+    """Return whether a median is worth little, because the machine did something else too."""
+    low, high = quartiles_ms
+    return high - low > NOISY * ms
 
 
 def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
