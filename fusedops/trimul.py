@@ -6,6 +6,8 @@ are in ``cpukern/trimul_*`` and ``gpukern/trimul.py``.
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
