@@ -26,7 +26,7 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, op, to_run
+from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -152,12 +152,12 @@ class ScatterPlan(Packed):
                 given = (wa.contiguous(), wbwc.contiguous())
                 self.tensors = [array.clone() if copy else array for array in given]
             return
-        arrays = (a.numpy() if is_tensor(a) else a for a in (wa, wbwc))
-        self.wa, self.wbwc = (
+        for name, given in zip(self._fields, (wa, wbwc), strict=True):
+            values = bridge().as_numpy(given) if is_tensor(given) else given
             # As kernels take them: contiguous and aligned.
-            np.array(a, order="C") if copy else np.require(a, requirements="CA")
-            for a in arrays
-        )
+            dense = np.array(values, order="C") if copy else np.require(values, requirements="CA")
+            # NumPy minds no stride in an axis of one element, or of an empty array; torch does.
+            setattr(self, name, np.ndarray(dense.shape, dense.dtype, dense))
         if "torch" in sys.modules:
             # A tensor can't say that it is read-only.
             for name in self._fields:

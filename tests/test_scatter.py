@@ -778,6 +778,31 @@ def test_a_map_that_is_too_small():
             function(**{**gather_arguments(), "grid": np.ones(19)})
 
 
+def odd_indices():
+    """Return offsets whose strides, where an axis has one element or none, are no tensor's."""
+    for shape in ((2, 1), (1, 1), (0, 1), (1, 0)):
+        wa = np.zeros(shape, np.int64)
+        yield wa[:, ::-1], wa[:, None, ::-1]
+    field = np.zeros((1, 1), [("offset", np.int64), ("flag", np.int8)])["offset"]
+    yield field, field[:, None]
+
+
+@needs_torch
+@pytest.mark.parametrize(("wa", "wbwc"), list(odd_indices()))
+def test_strides_of_axes_of_one_element(quick, wa, wbwc):
+    shape = *wa.shape, *wbwc.shape[1:]
+    plans = [(wa, wbwc)] + [(ScatterPlan(wa, wbwc, 1, copy=copy),) for copy in (False, True)]
+    framework, backend = quick
+    one = np.ones if framework == "numpy" else torch.ones
+    for where in plans:
+        size = (1,) if len(where) == 2 else ()
+        out = structured_scatter_add(one(shape), *where, *size, backend=backend)
+        assert out.tolist() == [np.prod(shape)]
+        cubes = structured_gather(one(1), *where, backend=backend)
+        assert tuple(cubes.shape) == shape
+        assert (cubes == 1).all()
+
+
 def test_what_a_plan_refuses():
     wa, wbwc = offsets()
     for size, kind, message in (
