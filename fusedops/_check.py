@@ -107,22 +107,26 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
 
 def overlap(one: Any, other: Any) -> bool:
     """Return whether the memory of two arrays may overlap; some tensors have none."""
-    if isinstance(one, np.ndarray):
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.may_share_memory(one, other)
     torch = sys.modules["torch"]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
 
-    def extent(tensor: Any) -> tuple[int, int]:
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.data_ptr()
-        return start, start + (last + 1) * tensor.itemsize
+    def extent(array: Any) -> tuple[int, int]:
+        if is_tensor(array):
+            start, strides = array.data_ptr(), [s * array.itemsize for s in array.stride()]
+        else:
+            start, strides = array.ctypes.data, array.strides
+        last = [(n - 1) * s for n, s in zip(array.shape, strides, strict=True)]
+        high = start + sum([max(at, 0) for at in last]) + array.itemsize
+        return start + sum([min(at, 0) for at in last]), high
 
     plain = (torch.Tensor, torch.nn.Parameter)
-    for tensor in (one, other):
-        if type(tensor) not in plain or tensor.is_meta or not tensor.numel():
+    for array in (one, other):
+        if 0 in array.shape or (is_tensor(array) and (type(array) not in plain or array.is_meta)):
             return False
-    if one.device != other.device:
+    if device_of(one) != device_of(other):
         return False
     (low, high), (other_low, other_high) = extent(one), extent(other)
     return low < other_high and other_low < high

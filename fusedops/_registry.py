@@ -674,8 +674,24 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
+    """Return the arrays of an argument under its name; None for the names of a packed one's."""
+    if isinstance(value, np.ndarray) or is_tensor(value):
+        return [(name, value)]
+    if not isinstance(value, Packed):
+        return []
+    parts = value.tensors or [getattr(value, field) for field in value._fields]
+    return [(name or field, part) for field, part in zip(value._fields, parts, strict=False)]
+
+
 def _check_out(
-    name: str, call: Call, arrays: Sequence[Any], names: Sequence[str], output: int, out: Any
+    name: str,
+    call: Call,
+    given: Mapping[str, Any],
+    arrays: Sequence[Any],
+    names: Sequence[str],
+    output: int,
+    out: Any,
 ) -> None:
     """Raise unless `out` can be filled with an output."""
     first = reference(arrays)
@@ -703,9 +719,13 @@ def _check_out(
     if not contiguous or not writable:
         what = "read-only" if contiguous else "not contiguous"
         raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
-    for argument, array in zip(names, arrays, strict=True):
-        if array is not None and overlap(out, array):
-            raise ValueError(f"{name}: out shares memory with {argument}; it should not")
+    # An argument may have been converted, to an array of its own or to a view.
+    held = (*((None, value) for value in call.static), *zip(names, arrays, strict=True))
+    once = {id(value): (argument, value) for argument, value in (*held, *given.items())}
+    for argument, value in once.values():
+        for part, array in _named_arrays(argument, value):
+            if overlap(out, array):
+                raise ValueError(f"{name}: out shares memory with {part}; it should not")
 
 
 def _summed(array: Any, shape: tuple[int, ...]) -> Any:
@@ -796,7 +816,8 @@ def op(
                 if not takes_out:
                     raise TypeError(f"{call.__name__}: it returns a number and takes no out")
                 filled = outputs.index(names_of(shown)[0])
-                _check_out(call.__name__, bound, arrays, arguments, filled, out)
+                given = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+                _check_out(call.__name__, bound, given, arrays, arguments, filled, out)
             return shown_of(bound(arrays, wanted(shown), out), shown)
 
         def vjp(
