@@ -157,13 +157,48 @@ def alike(op: str, name: str, value: Any, other: str, like: Any) -> None:
     same_device(op, name, device_of(value), other, device_of(like))
 
 
+def as_array(op: str, name: str, value: Any) -> Any:
+    """Return `value` as a NumPy array, or the tensor that it is. Raises TypeError or ValueError."""
+    if type(value) is np.ndarray:
+        return value
+    if is_tensor(value):
+        own_memory(op, name, value)
+        return value
+    if value is None:
+        raise TypeError(f"{op}: {name} is None; it should be an array")
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{op}: {name} is a masked array, whose mask would be ignored; it should be a plain "
+            "array, made by .filled(...)"
+        )
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{op}: {name} is ragged; it should be an array") from None
+    except (TypeError, RuntimeError) as error:  # from elements, such as tensors on a GPU
+        kind = type(value).__name__
+        raise TypeError(f"{op}: {name} is a {kind}; it should be an array: {error}") from None
+
+
+def indices(op: str, name: str, value: Any) -> Any:
+    """Return `value` as an array or tensor of int32 or int64. Raises TypeError or ValueError."""
+    value = as_array(op, name, value)
+    if is_tensor(value) and (value.is_meta or value.layout != sys.modules["torch"].strided):
+        raise TypeError(f"{op}: {name} is a meta or sparse tensor; it should be dense")
+    if dtype_name(value.dtype) not in ("int32", "int64"):
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be int32 or int64"
+        )
+    return value
+
+
 def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     """Return `value` as a floating-point array or tensor of `shape`.
 
     A string in `shape` stands for any size. Raises TypeError or ValueError.
     """
+    value = as_array(op, name, value)
     if is_tensor(value):
-        own_memory(op, name, value)
         # Floats of one byte are for storage.
         if (
             not value.is_floating_point()
@@ -174,13 +209,11 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
                 f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "
                 "of float32, float64, bfloat16 or float16"
             )
-    else:
-        value = np.asarray(value)
-        if value.dtype not in _FLOATS:
-            raise TypeError(
-                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32 or "
-                "float64, in native byte order"
-            )
+    elif value.dtype not in _FLOATS:
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32 or "
+            "float64, in native byte order"
+        )
     of_shape(op, name, value, shape)
     return value
 
@@ -199,24 +232,31 @@ def of_shape(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> No
 
 
 def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(
-            f"{op}: {name} is {value!r}; it should be one of {', '.join(map(str, choices))}"
-        )
+    """Raise TypeError or ValueError unless `value` is one of `choices`."""
+    named = value is None or isinstance(value, str)
+    if named and value in choices:
+        return
+    shown = repr(value) if named else f"a {type(value).__name__}"
+    should = f"it should be one of {', '.join(map(str, choices))}"
+    raise (ValueError if named else TypeError)(f"{op}: {name} is {shown}; {should}")
 
 
-def size(op: str, name: str, value: Any) -> int:
-    """Return `value` as an int that a size may be. Raises TypeError or ValueError."""
+def size(op: str, name: str, value: Any, *, bits: int = 63) -> int:
+    """Return `value` as an int of so many bits that a size may be. Raises TypeError or ValueError.
+
+    Of elements of eight bytes, 60 bits count no more than memory has addresses for.
+    """
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].SymInt):
         # To look at it would make the size of a compiled graph a constant.
         return value  # type: ignore[return-value]
     try:
         number = operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter from a meta tensor
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int") from None
-    if not 0 <= number < 2**63:
-        raise ValueError(f"{op}: {name} is {number}; it should be at least 0, and below 2**63")
+    if not 0 <= number < 1 << bits:
+        # Python writes no more than 4300 digits, and nobody reads as many.
+        shown = number if -(1 << 64) < number < 1 << 64 else f"of {number.bit_length()} bits"
+        raise ValueError(f"{op}: {name} is {shown}; it should be at least 0, and below 2**{bits}")
     return number
 
 

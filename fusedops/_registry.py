@@ -25,10 +25,12 @@ import numpy as np
 
 from fusedops import _memory
 from fusedops._check import (
+    as_array,
     device_of,
     dtype_name,
     is_tensor,
     of_shape,
+    one_of,
     overlap,
     own_memory,
     promoted,
@@ -175,26 +177,24 @@ def why_not(backend: Backend, request: Request) -> str | None:
     return reason
 
 
-def _named(name: str, source: str) -> str:
-    if name not in _NAMES:
-        raise ValueError(f"{source} is {name!r}; it should be one of {', '.join(_NAMES)}")
-    return name
-
-
-def forced(backend: str | None) -> str | None:
+def forced(backend: str | None, op: str = "fusedops") -> str | None:
     """Return the backend asked for: by argument, by `use_backend`, or by environment.
 
     The environment is read once, at first use.
     """
     if backend is not None:
-        return _named(backend, "backend")
+        one_of(op, "backend", backend, _NAMES)
+        return backend
     return _override.get() or _from_environment()
 
 
 @functools.cache
 def _from_environment() -> str | None:
     name = os.environ.get("FUSEDOPS_BACKEND")
-    return _named(name, "FUSEDOPS_BACKEND") if name else None
+    if name and name not in _NAMES:
+        should = f"it should be one of {', '.join(_NAMES)}"
+        raise ValueError(f"FUSEDOPS_BACKEND is {name!r}; {should}")
+    return name or None
 
 
 @contextlib.contextmanager
@@ -215,7 +215,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If there is no such backend. A backend that can't serve a call raises
         `BackendUnavailable` there.
 
@@ -227,7 +227,8 @@ def use_backend(name: str) -> Iterator[None]:
     ...     fusedops.planarity_nll.explain(square, [([[0, 1, 2, 3]], [0.02])]).backend
     'numpy'
     """
-    token = _override.set(_named(name, "backend"))
+    one_of("use_backend", "name", name, _NAMES)
+    token = _override.set(name)
     try:
         yield
     finally:
@@ -697,7 +698,8 @@ def _check_out(
     first = reference(arrays)
     shape, dtype = call.primitive.describe(arrays, call.static)[output]
     dtype = dtype or dtype_name(first.dtype)
-    if is_tensor(out) != is_tensor(first) or not hasattr(out, "dtype"):
+    plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
+    if not (is_tensor(out) if is_tensor(first) else plain):
         kind = "torch tensor" if is_tensor(first) else "NumPy array"
         raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
     at = next(at for at, array in enumerate(arrays) if array is first)
@@ -733,6 +735,17 @@ def _summed(array: Any, shape: tuple[int, ...]) -> Any:
     more = array.ndim - len(shape)
     axes = (*range(more), *(more + i for i, n in enumerate(shape) if n == 1))
     return array.sum(axes).reshape(shape)
+
+
+def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
+    """Return a checked cotangent of a NumPy output, in its dtype."""
+    if is_tensor(value):
+        raise TypeError(f"{op}: the cotangent is a torch tensor; it should be a NumPy array")
+    value = as_array(op, "the cotangent", value)
+    if value.dtype.kind not in "fiu":
+        raise TypeError(f"{op}: the cotangent has dtype {value.dtype}; it should be float or int")
+    of_shape(op, "the cotangent", value, like.shape)
+    return value.astype(like.dtype, copy=False)
 
 
 def _no_gradient(name: str, primitive: Primitive) -> str:
@@ -788,7 +801,7 @@ def op(
             if is_tensor(reference(arrays)) and _traced():
                 # A compiled graph looks for a backend when it runs, not when it is traced.
                 return arrays, Call(primitive, static, backend, True), shown
-            return arrays, Call(primitive, static, forced(backend)), shown
+            return arrays, Call(primitive, static, forced(backend, call.__name__)), shown
 
         def names_of(shown: Any) -> tuple[str, ...]:
             return (shown,) if isinstance(shown, str) else shown
@@ -842,13 +855,17 @@ def op(
             shapes = {name: np.shape(bound_to[name]) for name in broadcasts if name in bound_to}
 
             def pullback(*given: Any) -> tuple[Any, ...]:
+                op, shown_names = f"{call.__name__}.vjp", names_of(shown)
+                if len(given) != len(shown_names):
+                    raise TypeError(
+                        f"{op}: the pullback got {len(given)} cotangents; it should get "
+                        f"{len(shown_names)}, of {' and '.join(shown_names)}"
+                    )
                 cotangents: list[Any] = [None] * len(outputs)
-                for name, cotangent in zip(names_of(shown), given, strict=True):
-                    like = results[outputs.index(name)]
-                    if cotangent is not None:
-                        cotangent = np.asarray(cotangent, dtype=like.dtype)
-                        of_shape(f"{call.__name__}.vjp", "the cotangent", cotangent, like.shape)
-                        cotangents[outputs.index(name)] = cotangent
+                for name, value in zip(shown_names, given, strict=True):
+                    if value is not None:
+                        like = results[outputs.index(name)]
+                        cotangents[outputs.index(name)] = _cotangent(op, value, like)
                 saved = results[primitive.residual]
                 gradients: Sequence[Any] = pull_back(bound, arrays, saved, cotangents, needed)
                 gradients = [

@@ -534,7 +534,7 @@ def _register(primitive: Primitive) -> None:
 
     def implementation(*args: Any) -> Any:
         arrays, (*flat, wanted, backend) = args[:count], args[count:]
-        forced = _registry.forced(backend or None)
+        forced = _registry.forced(backend or None, primitive.name)
         bound = Call(primitive, _put_together(primitive, flat), forced)
         outputs = evaluate(bound, arrays, tuple(wanted))
         return returned(

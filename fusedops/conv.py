@@ -15,15 +15,19 @@ import numpy as np
 from fusedops._arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
 from fusedops._check import (
     alike,
+    as_array,
     device_of,
     dtype_name,
+    flag,
     floats,
+    indices,
     is_tensor,
     one_of,
     overlap,
     overlaps_itself,
     promoted,
     same_device,
+    size,
 )
 from fusedops._registry import Call, Packed, Primitive, op, to_run
 
@@ -80,12 +84,9 @@ class Sequences(Packed):
     _options = ("num_tokens",)
 
     def __init__(self, cu_seqlens: Any, *, num_tokens: int | None = None) -> None:
-        given = cu_seqlens if is_tensor(cu_seqlens) else np.asarray(cu_seqlens)
-        if dtype_name(given.dtype) not in ("int32", "int64"):
-            raise TypeError(
-                f"Sequences: cu_seqlens has dtype {dtype_name(given.dtype)}; it should be int32 or "
-                "int64"
-            )
+        given = indices("Sequences", "cu_seqlens", cu_seqlens)
+        if num_tokens is not None:
+            num_tokens = size("Sequences", "num_tokens", num_tokens, bits=60)
         device = device_of(given)
         if is_tensor(given):
             given = given.cpu().numpy()
@@ -108,6 +109,7 @@ class Sequences(Packed):
                 f"Sequences: cu_seqlens ends at {starts[-1]}; it should end at {num_tokens}, the "
                 "number of tokens"
             )
+        size("Sequences", "cu_seqlens[-1]", starts[-1], bits=60)
         lengths = np.diff(starts)
         self.cu_seqlens = starts
         self.num_sequences = len(lengths)
@@ -384,15 +386,13 @@ def _sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
 
 def _of_rank(name: str, argument: str, array: Any, *shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return which of `shapes` has as many sizes as an array."""
-    rank = getattr(array, "ndim", None)
-    rank = np.ndim(array) if rank is None else rank
+    array = as_array(name, argument, array)
     for shape in shapes:
-        if len(shape) == rank:
+        if len(shape) == array.ndim:
             return shape
     # Nothing is formatted until it is wrong: to torch.compile that would make sizes constants.
-    got = tuple(getattr(array, "shape", np.shape(array)))
     should = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
-    raise ValueError(f"{name}: {argument} has shape {got}; it should be {should}")
+    raise ValueError(f"{name}: {argument} has shape {tuple(array.shape)}; it should be {should}")
 
 
 def _arrays(name: str, reference: Any, **arguments: tuple[Any, tuple[Any, ...]]) -> list[Any]:
@@ -567,6 +567,7 @@ def dynamic_conv(
         name, x, initial_state=(initial_state, (count, D, width)), bias=(bias, (D,))
     )
     one_of(name, "activation", activation, ACTIVATIONS)
+    flag(name, "output_final_state", output_final_state)
     return to_run(
         (x, kernels, initial_state, bias),
         (sequences, "none" if activation is None else "silu"),

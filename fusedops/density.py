@@ -21,6 +21,7 @@ import numpy as np
 from fusedops._arrays import ArrayT, cast, double, grouped, namespace, recomputed, zeros
 from fusedops._check import (
     alike,
+    as_array,
     device_of,
     dtype_name,
     floats,
@@ -789,10 +790,9 @@ def gaussian_density(
     """
     name = "gaussian_density"
     xyz = floats(name, "xyz", xyz, ("N", 3))
-    rank = getattr(b, "ndim", None)
-    rank = np.ndim(b) if rank is None else rank
     count = xyz.shape[0]
-    b = floats(name, "b", b, (count, 6) if rank == 2 else (count,))
+    b = as_array(name, "b", b)
+    b = floats(name, "b", b, (count, 6) if b.ndim == 2 else (count,))
     occupancy = floats(name, "occupancy", occupancy, (count,))
     for argument, array in (("b", b), ("occupancy", occupancy)):
         alike(name, argument, array, "xyz", xyz)

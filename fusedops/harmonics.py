@@ -292,6 +292,7 @@ def wigner_d(
     [0.0, 1.0, 0.0]
     """
     edge_vec = floats("wigner_d", "edge_vec", edge_vec, ("E", 3))
-    degree = size("wigner_d", "lmax", lmax)
+    # A matrix has its fourth power of elements.
+    degree = size("wigner_d", "lmax", lmax, bits=15)
     flag("wigner_d", "packed", packed)
     return to_run((edge_vec,), (degree, "packed" if packed else "dense"), "matrices")

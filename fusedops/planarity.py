@@ -18,6 +18,7 @@ import numpy as np
 from fusedops._arrays import double
 from fusedops._check import (
     accumulator,
+    as_array,
     device_of,
     dtype_name,
     floats,
@@ -206,7 +207,8 @@ def _flat(plane_groups: Any) -> list[Any]:
 
 def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
     """Return the groups as NumPy arrays and the device that they came from."""
-    if isinstance(plane_groups, Planes) or not isinstance(plane_groups, Iterable):
+    scalar = getattr(plane_groups, "ndim", 1) == 0
+    if isinstance(plane_groups, Planes) or not isinstance(plane_groups, Iterable) or scalar:
         raise TypeError(
             f"Planes: plane_groups is a {type(plane_groups).__name__}; it should be a sequence of "
             "pairs (indices, sigmas)"
@@ -252,10 +254,8 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
 def _as_array(name: str, value: Any) -> np.ndarray:
     if is_tensor(value):
         return (value.double() if value.is_floating_point() else value).cpu().numpy()
-    try:
-        return np.asarray(value)
-    except ValueError:
-        raise ValueError(f"Planes: {name} is ragged; it should be an array") from None
+    array: np.ndarray = as_array("Planes", name, value)
+    return array
 
 
 def _refuse(

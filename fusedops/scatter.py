@@ -7,6 +7,7 @@ other's adjoint, and the public ops. The kernels are in ``cpukern/scatter_*`` an
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,9 @@ from fusedops._arrays import ArrayT, cast, grouped, wide, zeros
 from fusedops._check import (
     alike,
     device_of,
-    dtype_name,
     flag,
     floats,
+    indices,
     is_tensor,
     of_shape,
     same_device,
@@ -144,7 +145,7 @@ class ScatterPlan(Packed):
 
     def _lay_out(self, wa: Any, wbwc: Any, map_size: int, copy: bool) -> None:
         wa, wbwc = _indices(wa, wbwc)
-        self.map_size = size("ScatterPlan", "map_size", map_size)
+        self.map_size = size("ScatterPlan", "map_size", map_size, bits=60)
         self.device = device_of(wa)
         if self.device != "cpu":
             torch = sys.modules["torch"]
@@ -225,14 +226,7 @@ def _indices(wa: Any, wbwc: Any) -> tuple[Any, Any]:
     """Return checked index arrays of one dtype and device."""
     given = []
     for name, array, rank in (("wa", wa, ("C", "nx")), ("wbwc", wbwc, ("C", "ny", "nz"))):
-        array = array if is_tensor(array) else np.asarray(array)
-        if dtype_name(array.dtype) not in ("int32", "int64") or (
-            is_tensor(array) and (array.is_meta or array.layout != sys.modules["torch"].strided)
-        ):
-            raise TypeError(
-                f"ScatterPlan: {name} has dtype {dtype_name(array.dtype)}; it should be dense, of "
-                "int32 or int64"
-            )
+        array = indices("ScatterPlan", name, array)
         of_shape("ScatterPlan", name, array, rank)
         given.append(array)
     wa, wbwc = given
@@ -415,7 +409,8 @@ def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, li
     """Return a checked plan on the device of `like`."""
     if isinstance(wa, ScatterPlan):
         for other, value in (("wbwc", wbwc), ("map_size", map_size)):
-            if value is not None and not (other == "map_size" and value == wa.map_size):
+            same = isinstance(value, numbers.Integral) and value == wa.map_size
+            if value is not None and not (other == "map_size" and same):
                 raise TypeError(f"{name}: {other} is given; a ScatterPlan for wa has it already")
         same_device(name, "wa", wa.device, argument, device_of(like))
         return wa
@@ -429,7 +424,7 @@ def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, li
             same_device(name, other, device_of(value), argument, device_of(like))
         elif device_of(like) != "cpu":
             raise TypeError(f"{name}: {other} is no tensor; it should be one, as {argument} is")
-    map_size = size(name, "map_size", map_size)
+    map_size = size(name, "map_size", map_size, bits=60)
     if is_tensor(wa) and is_tensor(wbwc):
         return ScatterPlan.read(name, wa, wbwc, map_size=map_size)
     return ScatterPlan.unchecked(wa, wbwc, map_size)

@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 
 from fusedops._arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide
-from fusedops._check import alike, dtype_name, floats, is_tensor, one_of, positive, promoted, size
+from fusedops._check import (
+    alike,
+    as_array,
+    dtype_name,
+    floats,
+    is_tensor,
+    one_of,
+    positive,
+    promoted,
+    size,
+)
 from fusedops._registry import Call, Primitive, op, to_run
 
 DIRECTIONS = ("outgoing", "incoming")
@@ -362,8 +372,7 @@ trimul_vjp = Primitive(
 
 def _mask(name: str, mask: Any, x: Any) -> Any:
     """Return a checked mask in the dtype of x, as a view (B, N, N)."""
-    if not is_tensor(mask):
-        mask = np.asarray(mask)
+    mask = as_array(name, "mask", mask)
     if dtype_name(mask.dtype) != "bool":
         kinds = (
             ("float32", "float64", "bfloat16", "float16")

@@ -18,12 +18,15 @@ import numpy as np
 from fusedops._arrays import ArrayT, added, cast, grouped, wide, zeros
 from fusedops._check import (
     alike,
+    as_array,
     device_of,
     dtype_name,
     flag,
     floats,
+    indices,
     is_tensor,
     promoted,
+    real,
     same_device,
     size,
 )
@@ -73,7 +76,8 @@ def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:
     >>> m_major_order(2, mmax=1).tolist()
     [0, 2, 6, 3, 7, 1, 5]
     """
-    lmax = size("m_major_order", "lmax", lmax)
+    # Of which the rows are the square.
+    lmax = size("m_major_order", "lmax", lmax, bits=30)
     return _m_major_order(lmax, _order_limit("m_major_order", mmax, lmax)).copy()
 
 
@@ -160,19 +164,12 @@ class Edges(Packed):
     _options = ("num_nodes",)
 
     def __init__(self, edge_index: Any, num_nodes: int) -> None:
-        given: Any = edge_index if is_tensor(edge_index) else np.asarray(edge_index)
-        if is_tensor(given) and (given.is_meta or given.layout != sys.modules["torch"].strided):
-            raise TypeError("Edges: edge_index is a meta or sparse tensor; it should be dense")
-        if dtype_name(given.dtype) not in ("int32", "int64"):
-            raise TypeError(
-                f"Edges: edge_index has dtype {dtype_name(given.dtype)}; it should be int32 or "
-                "int64"
-            )
+        given = indices("Edges", "edge_index", edge_index)
         if given.ndim != 2 or given.shape[0] != 2:
             raise ValueError(
                 f"Edges: edge_index has shape {tuple(given.shape)}; it should be (2, E)"
             )
-        self.num_nodes = size("Edges", "num_nodes", num_nodes)
+        self.num_nodes = size("Edges", "num_nodes", num_nodes, bits=60)
         self.num_edges = int(given.shape[1])
         self.device = device_of(given)
         if self.device == "cpu":
@@ -380,8 +377,8 @@ def _order_limit(name: str, mmax: int | None, lmax: int) -> int:
 
 def _matrices(name: str, argument: str, wigner: Any, other: str, like: Any) -> tuple[Any, int]:
     """Return checked matrices, dense or packed, and their lmax."""
-    rank = getattr(wigner, "ndim", None)
-    rank = np.ndim(wigner) if rank is None else rank
+    wigner = as_array(name, argument, wigner)
+    rank = wigner.ndim
     wigner = floats(name, argument, wigner, ("E", "n", "n") if rank == 3 else ("E", "blocks"))
     alike(name, argument, wigner, other, like)
     lmax = degree_of(wigner)
@@ -407,7 +404,7 @@ def _graph(
                 f"{name}: num_nodes is None; it should be an int, unless edge_index is Edges"
             )
         if is_tensor(edge_index):
-            nodes = size(name, "num_nodes", num_nodes)
+            nodes = size(name, "num_nodes", num_nodes, bits=60)
             edge_index = Edges.read(name, edge_index, num_nodes=nodes)
         else:
             edge_index = Edges(edge_index, num_nodes)
@@ -750,13 +747,14 @@ def edge_degree_scatter(
     if not isinstance(rescale_factor, numbers.Real):
         kind = type(rescale_factor).__name__
         raise TypeError(f"{name}: rescale_factor is a {kind}; it should be a number")
+    factor = real(name, "rescale_factor", rescale_factor)
     wide = "float64" in [dtype_name(array.dtype) for array in (x, radial, wigner_inv)]
     range_of = np.finfo(np.float64 if wide else np.float32)
-    magnitude = abs(rescale_factor)
+    magnitude = abs(factor)
     if not magnitude > 0 or not float(range_of.tiny) <= 1 / magnitude <= float(range_of.max):
         raise ValueError(
             f"{name}: rescale_factor is {rescale_factor}; it should be finite, as its inverse"
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", count)
-    static = edges, 0, _way_back(name, transpose), float(1 / rescale_factor)
+    static = edges, 0, _way_back(name, transpose), 1 / factor
     return to_run((x, None, radial, wigner_inv), static, "on_x")

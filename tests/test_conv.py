@@ -917,11 +917,11 @@ BAD = {
     "x of half": ({"x": X.astype("f2")}, TypeError, "x has dtype float16"),
     "x of text": ({"x": "tokens"}, TypeError, "x has dtype <U6"),
     "x big endian": ({"x": X.astype(">f8")}, TypeError, "native byte order"),
-    "x missing": ({"x": None}, TypeError, "x has dtype object"),
+    "x missing": ({"x": None}, TypeError, "x is None; it should be an array"),
     "x of rank 2": ({"x": X[0]}, ValueError, r"x has shape \(5, 3\); it should be \(B, T, D\)"),
     "x of rank 4": ({"x": X[None]}, ValueError, r"x has shape \(1, 2, 5, 3\)"),
     "kernels of integers": ({"kernels": KERNELS.astype(int)}, TypeError, "kernels has dtype int64"),
-    "kernels missing": ({"kernels": None}, ValueError, r"kernels has shape \(\); it should be"),
+    "kernels missing": ({"kernels": None}, TypeError, "kernels is None; it should be an array"),
     "kernels of rank 1": ({"kernels": KERNELS[0, 0, 0]}, ValueError, r"kernels has shape \(4,\)"),
     "kernels of rank 3": (
         {"kernels": KERNELS[0]},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -143,6 +146,166 @@ RIGHT = {
 }
 FRAMEWORKS = ("numpy", "torch") if HAS_TORCH else ("numpy",)
 OPS = [function for function in RIGHT if hasattr(function, "explain")]
+PACKED = ("Edges", "Lattice", "Planes", "ScatterPlan", "Sequences")
+
+#: What to pass instead, made anew for every call.
+JUNK = {
+    "None": lambda: None,
+    "string": lambda: "abc",
+    "bytes": lambda: b"ab",
+    "negative": lambda: -1,
+    "fraction": lambda: 2.5,
+    "NaN": lambda: float("nan"),
+    "2**62": lambda: 2**62,
+    "10**400": lambda: 10**400,
+    "10**5000": lambda: 10**5000,
+    "complex": lambda: 1 + 2j,
+    "set": lambda: {1, 2},
+    "dict": lambda: {"a": 1},
+    "generator": lambda: (i for i in (1, 2)),
+    "object": object,
+    "type": lambda: int,
+    "ragged lists": lambda: [[1], [1, 2]],
+    "ragged arrays": lambda: [ones(2), ones(3)],
+    "masked array": lambda: np.ma.array([1.0, 2.0], mask=[False, True]),
+    "array of objects": lambda: np.array([1, None], object),
+    "array of strings": lambda: np.array(["a", "b"]),
+    "array of bools": lambda: np.ones((2, 2), bool),
+    "array of complex": lambda: np.ones((2, 2), complex),
+    "array of uint64": lambda: np.ones((2, 2), np.uint64),
+    "array of dates": lambda: np.zeros(2, "M8[s]"),
+    "array of records": lambda: np.zeros(2, [("a", "f8")]),
+    "array of big-endian": lambda: np.zeros((2, 3), ">f8"),
+    "array of longdouble": lambda: np.ones((2, 2), np.longdouble),
+    "array of rank 7": lambda: np.ones((1,) * 7),
+    "another's plan": lambda: fusedops.Lattice(CELL, (1, 1, 1)),
+}
+if HAS_TORCH:
+    JUNK |= {
+        "list of leaves": lambda: [torch.ones(2, requires_grad=True)],
+        "tensor of complex": lambda: torch.ones(2, 2, dtype=torch.complex64),
+        "tensor of rank 7": lambda: torch.ones((1,) * 7),
+        "sparse tensor": lambda: torch.ones(2, 2).to_sparse(),
+        "meta tensor": lambda: torch.ones(2, 2, device="meta"),
+        "meta scalar": lambda: torch.ones((), device="meta", dtype=torch.int64),
+    }
+
+#: What is none, besides the default.
+FINE = {
+    "cell": {"another's plan"},
+    "eps": {"fraction", "2**62"},
+    "mask": {"fraction", "NaN"},
+    "max_memory": {"2**62"},
+    "n_sigma": {"fraction", "2**62"},
+    "num_atoms": {"2**62"},
+    "radius": {"fraction", "2**62"},
+    "rescale_factor": {"negative", "fraction", "2**62"},
+}
+
+
+def of_framework(framework, value):
+    """Return a copy of an argument; in torch, its floats as a tensor."""
+    if isinstance(value, list):
+        return [tuple(map(np.copy, group)) for group in value]
+    if not isinstance(value, np.ndarray):
+        return value
+    as_tensor = framework == "torch" and value.dtype == np.float64
+    return torch.from_numpy(value.copy()) if as_tensor else value.copy()
+
+
+def memory(value):
+    """Return an argument as what can be compared."""
+    if isinstance(value, (list, tuple)):
+        return [memory(part) for part in value]
+    return value.tobytes() if isinstance(value, np.ndarray) else repr(value)
+
+
+# Whose errors are mended elsewhere.
+OPEN = ("cell", "eps", "n_sigma", "num_atoms", "radius")
+ARGUMENTS = [
+    pytest.param(
+        *(function, name, framework),
+        marks=[pytest.mark.xfail] if name in OPEN else [],
+        id=f"{function.__name__}-{name}-{framework}",
+    )
+    for function, given in RIGHT.items()
+    for name in [*given, *(["backend"] if function in OPS else [])]
+    for framework in (FRAMEWORKS if function in OPS else FRAMEWORKS[:1])
+]
+
+
+def raised_by(function, given):
+    """Return the error, or the warning, of a call; None if it has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            result = function(**given)
+            if function is fusedops.use_backend:
+                result.__enter__()
+        except Exception as error:
+            return error
+
+
+@pytest.mark.parametrize(("function", "argument", "framework"), ARGUMENTS)
+def test_junk(function, argument, framework):
+    given = {name: of_framework(framework, value) for name, value in RIGHT[function].items()}
+    if argument == "n_sigma":
+        given["radius"] = None
+    assert raised_by(function, given) is None
+    if argument != "out":
+        given.pop("out", None)
+    before = memory(list(given.values()))
+    default = inspect.signature(function).parameters[argument].default
+    names = "|".join((function.__name__, *PACKED))
+    for kind, make in JUNK.items():
+        if kind in FINE.get(argument, ()) or (default is None and kind == "None"):
+            continue
+        error = raised_by(function, {**given, argument: make()})
+        assert type(error) in (TypeError, ValueError, IndexError), (kind, error)
+        message = str(error)
+        assert re.match(rf"({names}): .*\b{argument}\b", message), (kind, message)
+        assert len(message) < 300, kind
+        assert memory(list(given.values())) == before, kind
+
+
+COTANGENT = ones(1, 4, 2)
+BAD_COTANGENTS = {
+    "none": ((), TypeError, "the pullback got 0 cotangents; it should get 2, of out and final_s"),
+    "one": ((COTANGENT,), TypeError, "the pullback got 1 cotangents; it should get 2"),
+    "three": ((COTANGENT, None, None), TypeError, "the pullback got 3 cotangents; it should get"),
+    "shape": (
+        (ones(4, 2), None),
+        ValueError,
+        r"the cotangent has shape \(4, 2\); it should be \(1",
+    ),
+    "scalar": ((1.0, None), ValueError, r"the cotangent has shape \(\); it should be \(1, 4, 2\)"),
+    "string": (("a", None), TypeError, "the cotangent has dtype <U1; it should be float or int"),
+    "complex": ((1j * COTANGENT, None), TypeError, "the cotangent has dtype complex128; it shou"),
+    "bool": ((COTANGENT > 0, None), TypeError, "the cotangent has dtype bool; it should be float"),
+    "objects": ((COTANGENT.astype(object), None), TypeError, "the cotangent has dtype object"),
+    "ragged": (([[1], [1, 2]], None), ValueError, "the cotangent is ragged; it should be an array"),
+    "masked": ((np.ma.array(COTANGENT), None), TypeError, "the cotangent is a masked array"),
+}
+if HAS_TORCH:
+    tensor = torch.from_numpy(COTANGENT)
+    BAD_COTANGENTS["tensor"] = (tensor, None), TypeError, "the cotangent is a torch tensor; it shou"
+
+
+@pytest.mark.parametrize(
+    ("cotangents", "error", "message"), BAD_COTANGENTS.values(), ids=BAD_COTANGENTS
+)
+def test_what_a_pullback_refuses(cotangents, error, message):
+    given = {key: v for key, v in RIGHT[fusedops.dynamic_conv].items() if key != "out"}
+    _, pullback = fusedops.dynamic_conv.vjp(**given)
+    with pytest.raises(error, match=f"dynamic_conv.vjp: {message}"):
+        pullback(*cotangents)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", "longdouble"])
+def test_a_cotangent_may_have_any_real_dtype(dtype):
+    _, pullback = fusedops.structured_gather.vjp(ones(2), WA, WBWC)
+    assert pullback(np.full((2, 1, 1, 3), 2, dtype))[0].tolist() == [12, 0]
+
 
 SHARING = [
     (op, name)

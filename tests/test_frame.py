@@ -134,7 +134,7 @@ def test_another_thread_keeps_its_own_choice(square):
 
 
 def test_unknown_backends():
-    with pytest.raises(ValueError, match="backend is 'cude'; it should be one of triton, cython"):
+    with pytest.raises(ValueError, match="use_backend: name is 'cude'; it should be one of triton"):
         fusedops.use_backend("cude").__enter__()
     code = "import fusedops, numpy as np\ntry: fusedops.planarity_nll(np.zeros((3, 3)), [])\n"
     told = python(code + "except ValueError as e: print(e)", FUSEDOPS_BACKEND="cude")

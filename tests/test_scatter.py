@@ -658,14 +658,14 @@ def gather_arguments():
 
 
 FLOATS = "it should be float32 or float64, in native byte order"
-INTS = "it should be dense, of int32 or int64"
+INTS = "it should be int32 or int64"
 BAD_INDICES = {
     "wa of floats": ({"wa": np.ones((2, 3))}, TypeError, f"wa has dtype float64; {INTS}"),
     "wa of bool": ({"wa": np.ones((2, 3), bool)}, TypeError, f"wa has dtype bool; {INTS}"),
     "wa of bytes": ({"wa": np.ones((2, 3), "u1")}, TypeError, f"wa has dtype uint8; {INTS}"),
     "wa unsigned": ({"wa": np.ones((2, 3), "u8")}, TypeError, f"wa has dtype uint64; {INTS}"),
     "wa big endian": ({"wa": np.ones((2, 3), ">i4")}, TypeError, f"wa has dtype >i4; {INTS}"),
-    "wa missing": ({"wa": None}, TypeError, "wa has dtype object"),
+    "wa missing": ({"wa": None}, TypeError, "wa is None; it should be an array"),
     "wa text": ({"wa": "plan"}, TypeError, "wa has dtype <U4"),
     "wbwc of floats": ({"wbwc": np.ones((2, 4, 5))}, TypeError, "wbwc has dtype float64"),
     "wbwc missing": ({"wbwc": None}, TypeError, "wbwc is None; it should be given, unless wa is a"),
@@ -698,7 +698,7 @@ BAD_SCATTER = {
     "half": ({"density_cube": np.ones(SHAPE, "f2")}, TypeError, f"has dtype float16; {FLOATS}"),
     "complex": ({"density_cube": np.ones(SHAPE, complex)}, TypeError, "has dtype complex128"),
     "big endian": ({"density_cube": np.ones(SHAPE, ">f8")}, TypeError, f"has dtype >f8; {FLOATS}"),
-    "missing": ({"density_cube": None}, TypeError, "density_cube has dtype object"),
+    "missing": ({"density_cube": None}, TypeError, "density_cube is None; it should be an array"),
     "of rank 3": (
         {"density_cube": np.ones(SHAPE[1:])},
         ValueError,
@@ -742,7 +742,7 @@ BAD_GATHER = {
     **BAD_INDICES,
     "integers": ({"grid": np.ones(SIZE, int)}, TypeError, f"grid has dtype int64; {FLOATS}"),
     "half": ({"grid": np.ones(SIZE, "f2")}, TypeError, f"grid has dtype float16; {FLOATS}"),
-    "missing": ({"grid": None}, TypeError, "grid has dtype object"),
+    "missing": ({"grid": None}, TypeError, "grid is None; it should be an array"),
     "not flat": (
         {"grid": np.ones((4, 5))},
         ValueError,
@@ -829,7 +829,7 @@ def test_bad_tensors_name_the_argument():
         ((cube, wa, wbwc.to("meta"), SIZE), ValueError, "wbwc is on meta; it should be on cpu"),
         ((cube.to("meta"), wa.numpy(), wbwc, SIZE), TypeError, "wa is no tensor; it should be one"),
         ((cube, wa.float(), wbwc, SIZE), TypeError, "wa has dtype float32"),
-        ((cube, wa, wbwc.to_sparse(), SIZE), TypeError, "wbwc has dtype int64; it should be dens"),
+        ((cube, wa, wbwc.to_sparse(), SIZE), TypeError, "wbwc is a meta or sparse tensor"),
         ((cube, wa, wbwc.numpy(), SIZE), TypeError, "wbwc is a NumPy array; it should be a torch"),
         ((cube, ScatterPlan(wa, wbwc, SIZE).to("meta")), ValueError, "wa is on meta; it should be"),
     ):

@@ -812,7 +812,7 @@ BAD = {
     "x of integers": ({"x": np.ones((2, 5, 5, 6), int)}, TypeError, "x has dtype int64; it should"),
     "x of half": ({"x": np.ones((2, 5, 5, 6), "f2")}, TypeError, "x has dtype float16; it should "),
     "x big endian": ({"x": np.ones((2, 5, 5, 6), ">f8")}, TypeError, "x has dtype >f8; it should "),
-    "no x": ({"x": None}, TypeError, "x has dtype object"),
+    "no x": ({"x": None}, TypeError, "x is None; it should be an array"),
     "x of rank 3": (
         {"x": shaped(5, 5, 6)},
         ValueError,
