@@ -73,6 +73,12 @@ def promoted(arrays: Sequence[Any]) -> Any:
     return dtype
 
 
+def traced() -> bool:
+    """Return whether torch records a call, or works on tensors without memory."""
+    torch = sys.modules["torch"]
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def own_memory(op: str, name: str, tensor: Any) -> None:
     """Raise TypeError unless a tensor has memory of its own, which kernels could work on.
 
@@ -134,7 +140,7 @@ def overlap(one: Any, other: Any) -> bool:
 
 def overlaps_itself(array: Any) -> bool:
     """Return whether two elements of an array may have the same memory."""
-    if 0 in array.shape or (is_tensor(array) and sys.modules["torch"].compiler.is_compiling()):
+    if (is_tensor(array) and traced()) or 0 in array.shape:
         return False
     strides = array.stride() if is_tensor(array) else array.strides
     extent = 1 if is_tensor(array) else array.itemsize

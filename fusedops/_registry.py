@@ -36,6 +36,7 @@ from fusedops._check import (
     promoted,
     reference,
     same_device,
+    traced,
 )
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ class Packed:
         Reading from a GPU waits for it: what is there is read once, until it is written to. A graph
         reads whenever it runs.
         """
-        if _traced():
+        if traced():
             return cls._unread(tensors, options)
         argument = cls._given[0]
         for tensor in tensors:
@@ -432,7 +433,7 @@ class Packed:
     @classmethod
     def read_in_graph(cls, op: str, tensors: Sequence[Any], options: Sequence[int]) -> Self:
         """Return the object that a graph's tensors describe."""
-        if not _traced() and tensors[0].is_cuda:
+        if not traced() and tensors[0].is_cuda:
             # A recording would keep the object of the tensors that it was made with.
             cls._refuse_capture(op)
         return cls.read(op, *tensors, **dict(zip(cls._options, options, strict=True)))
@@ -519,12 +520,16 @@ class Call(NamedTuple):
         if backend.module is None:
             outputs = list(kernel(*arrays, *self.static))
         else:
+            given_out = out is not None and out.dtype == dtype and out.flags.aligned
+            filled = wanted.index(True) if given_out else None
             outputs = [
-                allocate(_memory.empty, output[0], dtype) if want and output else None
-                for want, output in zip(wanted, described, strict=True)
+                None
+                if not want or not output
+                else out
+                if i == filled
+                else allocate(_memory.empty, output[0], dtype)
+                for i, (want, output) in enumerate(zip(wanted, described, strict=True))
             ]
-            if out is not None and out.dtype == dtype and out.flags.aligned:
-                outputs[wanted.index(True)] = out
             kernel(*arrays, *self.static, *outputs)
         if not all(fit):
             for at, name in enumerate(primitive.arrays):
@@ -669,12 +674,6 @@ def to_run(arrays: tuple[Any, ...], static: tuple[Any, ...], shown: str | tuple[
     return arrays, static, shown
 
 
-def _traced() -> bool:
-    """Return whether torch records a call, or works on tensors without memory."""
-    torch = sys.modules["torch"]
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
 def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
     """Return the arrays of an argument under its name; None for the names of a packed one's."""
     if isinstance(value, np.ndarray) or is_tensor(value):
@@ -798,7 +797,7 @@ def op(
 
         def bind(args: Any, kwargs: Any, backend: str | None) -> tuple[Any, Call, Any]:
             arrays, static, shown = check(*args, **kwargs)
-            if is_tensor(reference(arrays)) and _traced():
+            if is_tensor(reference(arrays)) and traced():
                 # A compiled graph looks for a backend when it runs, not when it is traced.
                 return arrays, Call(primitive, static, backend, True), shown
             return arrays, Call(primitive, static, forced(backend, call.__name__)), shown

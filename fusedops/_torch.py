@@ -16,7 +16,7 @@ import torch.utils.weak
 from torch.autograd import forward_ad
 
 from fusedops import _registry
-from fusedops._check import own_memory, promoted, reference
+from fusedops._check import own_memory, promoted, reference, traced
 from fusedops._registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -46,6 +46,19 @@ def move(packed: Packed, device: Any) -> Packed:
             for tensor in packed.tensors_here()
         ]
     return type(packed).from_tensors(tensors, packed.sizes())
+
+
+def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside torch.func's wrappers, which follow no derivative by a constant."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            raise TypeError(
+                f"{op}: {argument} is what torch.vmap maps over; it should be one for all, from "
+                "outside"
+            )
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def uncompiled(function: Any) -> Any:
@@ -104,6 +117,8 @@ def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
     try:
         return _registry.ops[name](*_together(args), **_together(options))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        if not traced():
+            raise
         raise NotImplementedError(str(error)) from error
 
 
@@ -602,15 +617,19 @@ class _SmallestEigenvector(torch.autograd.Function):
     way through it again.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, C: torch.Tensor, no_plane: float) -> torch.Tensor:
+    def forward(C: torch.Tensor, no_plane: float) -> torch.Tensor:
         values, vectors = _jacobi(C)
         order = values.argsort(1)
         least = vectors.gather(2, order[:, None, :1].expand(-1, 3, 1))[..., 0]
         middle, most = values.gather(1, order[:, 1:]).unbind(1)
-        normal = torch.where((middle > no_plane * most)[:, None], least, 0.0)
-        ctx.save_for_backward(C, normal)
-        return normal
+        return torch.where((middle > no_plane * most)[:, None], least, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:

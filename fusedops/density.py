@@ -33,8 +33,9 @@ from fusedops._check import (
     real,
     same_device,
     size,
+    traced,
 )
-from fusedops._registry import Call, Packed, Primitive, _traced, op, to_run
+from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
 
 __all__ = ["Lattice", "atom_radius", "bad_atoms"]
 
@@ -98,6 +99,8 @@ class Lattice(Packed):
     # whether any two are not.
     _fields = ("step", "to_grid", "images", "measures")
     _sizes = ("nx", "ny", "nz", "oblique", "skewed")
+    _given = ("cell",)
+    _options = ("nx", "ny", "nz")
 
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
         cell = _read_cell("Lattice", cell)
@@ -122,6 +125,15 @@ class Lattice(Packed):
         if "torch" in sys.modules:
             # A compiled function would be compiled again where they are first made inside of it.
             self.tensors_here()
+
+    @classmethod
+    def made_of(cls, cell: Any, *, nx: int, ny: int, nz: int) -> Lattice:
+        """Return the object that a tensor and a grid's sizes describe."""
+        return cls(cell, (nx, ny, nz))
+
+    def foresee(self, cell: Any, *, nx: int, ny: int, nz: int) -> None:
+        """Set the sizes that are known before the tensor's values are."""
+        self.nx, self.ny, self.nz = nx, ny, nz
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -639,7 +651,8 @@ def _constant(
     alike(name, argument, value, "xyz", like)
     if is_tensor(value) and value.requires_grad:
         raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
-    return value if value.dtype == dtype else cast(value, dtype)
+    value = value if value.dtype == dtype else cast(value, dtype)
+    return bridge().unwrapped(name, argument, value) if is_tensor(value) else value
 
 
 def _mapped() -> bool:
@@ -659,7 +672,7 @@ def _raise_or_warn(name: str, on_bad: str, arrays: Sequence[Any]) -> None:
     if is_tensor(xyz):
         torch = sys.modules["torch"]
         captured = xyz.is_cuda and torch.cuda.is_current_stream_capturing()
-        if _traced() or _mapped() or captured:
+        if traced() or _mapped() or captured:
             if on_bad == "skip":
                 return
             raise TypeError(
@@ -809,8 +822,12 @@ def gaussian_density(
         radius = atom_radius(cast(b, dtype), widths, n_sigma=n_sigma)
     elif isinstance(radius, numbers.Real):
         radius = real(name, "radius", radius)
-        full = xyz.new_full((count,), radius, dtype=dtype) if is_tensor(xyz) else None
-        radius = np.full(count, radius, dtype) if full is None else full
+        if is_tensor(xyz):
+            # Not of xyz, which torch.vmap may map over.
+            full = sys.modules["torch"].full
+            radius = full((count,), radius, dtype=dtype, device=xyz.device)
+        else:
+            radius = np.full(count, radius, dtype)
     radius = _constant(name, "radius", radius, (count,), xyz, dtype)
     if isinstance(cell, Lattice):
         if grid_shape is not None and tuple(grid_shape) != cell.shape:
@@ -827,10 +844,12 @@ def gaussian_density(
 def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: Any) -> Lattice:
     if grid_shape is None:
         raise TypeError(f"{name}: grid_shape is None; it should be given, unless cell is a Lattice")
-    if is_tensor(xyz) and _traced():
-        raise TypeError(f"{name}: inside torch.compile cell should be a Lattice, made outside")
     if is_tensor(cell) and cell.requires_grad:
         raise ValueError(f"{name}: cell requires grad; it is a constant, pass x.detach()")
+    if is_tensor(xyz) and traced():
+        nx, ny, nz = _grid_sizes(name, grid_shape)
+        tensor = sys.modules["torch"].as_tensor(cell, dtype=None if is_tensor(cell) else float)
+        return Lattice.read(name, tensor, nx=nx, ny=ny, nz=nz)
     cell = _read_cell(name, cell)
     shape = _grid_sizes(name, grid_shape)
     return _lattice(tuple(cell.ravel().tolist()), shape, device_of(xyz))

@@ -27,8 +27,9 @@ from fusedops._check import (
     one_of,
     same_device,
     size,
+    traced,
 )
-from fusedops._registry import Call, Packed, Primitive, _traced, op, outside_of_graphs, to_run
+from fusedops._registry import Call, Packed, Primitive, op, outside_of_graphs, to_run
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -482,7 +483,7 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
     xyz = floats(name, "xyz", xyz, ("N", 3))
     planes = plane_groups
     if not isinstance(planes, Planes):
-        if is_tensor(xyz) and _traced():
+        if is_tensor(xyz) and traced():
             planes = Planes.read(name, *_flat(planes), num_atoms=xyz.shape[0])
         else:
             planes = Planes(planes, num_atoms=xyz.shape[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,12 +12,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 from fusedops.wigner import wigner_d  # noqa: E402
 
-MODES = {
-    "default": {},
-    "fullgraph": {"fullgraph": True},
-    "dynamic": {"dynamic": True},
-    "dynamic-fullgraph": {"dynamic": True, "fullgraph": True},
-}
+MODES = {"default": {}, "dynamic-fullgraph": {"dynamic": True, "fullgraph": True}}
 
 
 def random(*shape):
@@ -206,10 +202,63 @@ def test_a_call_is_one_graph(name, mode, graphs):
         assert graphs["stats"]["unique_graphs"] <= 4
 
 
-@pytest.mark.parametrize("name", ["convolution", "degree", "scatter", "planes", "density"])
-def test_inductor_takes_index_tensors(name, graphs):
-    function, make, differentiated = CALLS[name]
-    fast = torch.compile(function)
+def test_inductor_takes_every_call(graphs):
+    """In its default mode, all calls in one graph."""
+
+    def functions(*groups):
+        return [CALLS[name][0](*group) for name, group in zip(CALLS, groups, strict=True)]
+
+    fast = torch.compile(functions)
     for n in (0, 3):
-        agree(fast, function, make(n), differentiated)
+        groups = [make(n) for _, make, _ in CALLS.values()]
+        leaves = [
+            tuple(a.clone().requires_grad_() if i < count else a for i, a in enumerate(group))
+            for group, (_, _, count) in zip(groups, CALLS.values(), strict=True)
+        ]
+        every = [a for g, (_, _, n) in zip(leaves, CALLS.values(), strict=True) for a in g[:n]]
+        found = []
+        for f in (fast, functions):
+            outputs = f(*leaves)
+            total = torch.stack([out.sum() for out in outputs]).sum()
+            found.append([*outputs, *torch.autograd.grad(total, every)])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
     assert not graphs["graph_break"]
+
+
+CROSSED = {
+    "planes": (
+        lambda x: fusedops.planarity_nll(x, [(np.array([[0, 1, 2, 3]]), np.array([0.1]))]),
+        1,
+    ),
+    "edges": (lambda *a: rotate(*a[:2], fusedops.Edges(a[2], 6)), 2),
+    "density": (lambda *a: fusedops.gaussian_density(*a[:5], a[5], (6, 7, 8)), 3),
+}
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_what_no_graph_holds_ends_it(name, graphs):
+    """Lists and NumPy arrays, a constructor, and a look at the atoms: outside, and nothing more."""
+    function, differentiated = CROSSED[name]
+    other = {"edges": "forth"}.get(name, name)
+    arguments = CALLS[other][1](0)[: 1 if name == "planes" else 6]
+    seen = []
+
+    def graph(module, inputs):
+        seen.append(module)
+        return module.forward
+
+    agree(torch.compile(function, backend=graph), function, arguments, differentiated)
+    assert graphs["graph_break"]
+    nodes = [node for module in seen for node in module.graph.nodes]
+    ours = [node for node in nodes if "/fusedops/" in (node.stack_trace or "")]
+    assert all("_node" in str(node.target) for node in ours)
+
+
+def test_bad_arguments_raise_their_own_errors():
+    x, kernels, cu_seqlens = tokens(0)
+    fast = torch.compile(convolve, backend="aot_eager")
+    with pytest.raises(ValueError, match="cu_seqlens ends at 7; it should end at 6"):
+        fast(x[:, :6], kernels[:, :6], cu_seqlens)
+    with pytest.raises(ValueError, match="dynamic_conv: kernels has shape"):
+        fast(x, kernels[:, :5], cu_seqlens)

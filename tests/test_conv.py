@@ -1317,15 +1317,6 @@ def test_compile_with_sequences_made_outside():
 
 
 @needs_torch
-def test_compiling_a_raw_cu_seqlens_says_what_to_do():
-    fast, _ = compiled(lambda x, kernels, cu: fusedops.dynamic_conv(x, kernels, cu_seqlens=cu))
-    p = problem(lengths=[4, 5])
-    # Dynamo wraps the TypeError in one of its own.
-    with pytest.raises((TypeError, RuntimeError), match="it should be Sequences, made outside"):
-        fast(tensor(p.x), tensor(p.kernels), tensor(p.cu_seqlens))
-
-
-@needs_torch
 @pytest.mark.parametrize("fill", [False, True])
 def test_a_compiled_step_updates_the_state(fill):
     def function(x, state, kernels, bias, out):

@@ -1091,15 +1091,6 @@ def test_compile_without_breaks_or_recompiling():
 
 
 @needs_torch
-def test_compiling_raw_indices_says_what_to_do():
-    fast, _ = compiled(structured_scatter_add)
-    p = problem()
-    # Dynamo wraps the TypeError in one of its own.
-    with pytest.raises((TypeError, RuntimeError), match="it should be ScatterPlan, made outside"):
-        fast(*map(tensor, (p.cube, p.wa, p.wbwc)), p.size)
-
-
-@needs_torch
 def test_out_inside_compiled_code():
     p = problem()
     fast, _ = compiled(structured_scatter_add)

@@ -221,16 +221,6 @@ def test_dual_tensors_say_that_forward_mode_is_missing(backend):
             fusedops.planarity_nll(dual, planes, backend=backend)
 
 
-def test_third_derivatives_under_transforms_say_that_they_are_missing():
-    xyz, planes = example(residues=1)
-
-    def square(x):
-        return torch.func.grad(lambda y: fusedops.planarity_nll(y, planes))(x).square().sum()
-
-    with pytest.raises(NotImplementedError, match=r"has no derivative under torch\.func"):
-        torch.func.grad(lambda x: torch.func.grad(square)(x).square().sum())(xyz.detach())
-
-
 def test_first_use_in_inference_mode_leaves_planes_usable():
     xyz, planes = example(residues=1)
     with torch.inference_mode():

@@ -1150,8 +1150,6 @@ def test_transforms(torch_backend, gate):
     want = torch.autograd.grad(loss(*leaves), leaves)
     for got, gradient in zip(torch.func.grad(loss, argnums=every)(*arrays), want, strict=True):
         close(got.numpy(), gradient.numpy(), terms=64)
-    with pytest.raises(NotImplementedError, match=r"no derivative under torch\.func; torch\.auto"):
-        torch.func.jacrev(torch.func.grad(loss))(*arrays)
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jvp(function, tuple(arrays), tuple(arrays))
     # An ensemble of weights for one representation.
