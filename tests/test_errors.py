@@ -220,14 +220,8 @@ def memory(value):
     return value.tobytes() if isinstance(value, np.ndarray) else repr(value)
 
 
-# Whose errors are mended elsewhere.
-OPEN = ("cell", "eps", "n_sigma", "num_atoms", "radius")
 ARGUMENTS = [
-    pytest.param(
-        *(function, name, framework),
-        marks=[pytest.mark.xfail] if name in OPEN else [],
-        id=f"{function.__name__}-{name}-{framework}",
-    )
+    pytest.param(function, name, framework, id=f"{function.__name__}-{name}-{framework}")
     for function, given in RIGHT.items()
     for name in [*given, *(["backend"] if function in OPS else [])]
     for framework in (FRAMEWORKS if function in OPS else FRAMEWORKS[:1])
