@@ -14,7 +14,7 @@ WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/py.typed fusedops/data/* gpukern/*.py)
 
-.PHONY: help demo bench test lint wheel clean
+.PHONY: help demo bench test fuzz lint wheel clean
 .NOTPARALLEL:
 
 help:
@@ -29,6 +29,9 @@ bench: .venv/bench ## time every op beside its peers and floors (BENCH="--quick 
 # From another folder, where a test and its `python -c` can't import the source tree.
 test: .venv/test ## test the installed package, on CPU
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml ../tests
+
+fuzz: .venv/test ## call every op at random (FUZZ="--calls 1000000 --seed 1")
+	cd .venv && PYTHONPATH=../tests bin/python -m fuzz $(FUZZ)
 
 lint: .venv/lint ## check style, format and types
 	$(BIN)/python -m ruff check

@@ -1,0 +1,1 @@
+"""A fuzzing campaign: random calls of every op, held to independent references."""

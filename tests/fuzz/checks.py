@@ -1,0 +1,780 @@
+"""The checks of one call: values, gradients, layouts, bad arguments, shared memory, writes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+import fusedops
+from cpukern import threads
+from fusedops.testing import TOLERANCE
+
+from .arrays import NUMPY_DTYPES, laid_out, repeated, tensor
+from .ledger import Finding, Ledger, Place
+from .problem import Problem
+
+#: What must never be taken for an array, a number or a name without a word.
+JUNK: tuple[Any, ...] = (
+    "a",
+    b"a",
+    None,
+    2.5,
+    -1,
+    10**400,
+    2**62,
+    math.nan,
+    math.inf,
+    1j,
+    [[1], [1, 2]],
+    {},
+    object,
+    np.zeros(3),
+    np.array(["a"]),
+    np.array([None]),
+    np.ma.masked_array(np.zeros((2, 3)), True),
+)
+REFUSALS = (TypeError, ValueError, IndexError)
+PACKED = ("Planes", "Edges", "Sequences", "ScatterPlan", "Lattice", "Scatterers")
+
+
+class Truth:
+    """What should come out, in float64, computed when it is first asked for.
+
+    On the CPU from the oracle and the NumPy reference, on a GPU from torch's formula there.
+    """
+
+    def __init__(self, problem: Problem, rounded: dict[str, np.ndarray], device: str) -> None:
+        self.problem, self.rounded, self.device = problem, rounded, device
+        rng = np.random.default_rng(1)
+        with np.errstate(all="ignore"):
+            described = self._run(rounded, "value")
+        # Every dtype holds these.
+        self.cotangents = [rng.integers(-8, 9, np.shape(v)) / 8 for v in described]
+        self.described = described
+
+    def _run(self, arrays: dict[str, np.ndarray], what: str, **changed: Any) -> list[Any]:
+        """Return outputs, or gradients, of the reference, as lists."""
+        p = self.problem
+        options = {**p.options, **changed}
+        if self.device == "cpu":
+            given = {name: array.copy() for name, array in arrays.items()}
+            if what == "value" or not p.differentiable:
+                outputs = _several(p.op(**given, **p.constants, **options, backend="numpy"))
+                return [*outputs, *(given[name] for name in p.mutated)]
+            outputs, pullback = p.op.vjp(**given, **p.constants, **options, backend="numpy")
+            cotangents = self.cotangents if what == "gradient" else map(np.abs, self.cotangents)
+            return list(pullback(*cotangents))
+        torch = sys.modules["torch"]
+        given = {
+            name: torch.tensor(array, device=self.device, requires_grad=what != "value")
+            for name, array in arrays.items()
+        }
+        constants = on_device(p.constants, self.device)
+        outputs = _several(p.op(**given, **constants, **options, backend="torch"))
+        if what == "value" or not p.differentiable:
+            return [*outputs, *(given[name] for name in p.mutated)]
+        cotangents = [torch.tensor(c, device=self.device) for c in self.cotangents]
+        if what != "gradient":
+            cotangents = [c.abs() for c in cotangents]
+        return list(
+            torch.autograd.grad(outputs, list(given.values()), cotangents, materialize_grads=True)
+        )
+
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        if self.device != "cpu" or self.problem.oracle is None:
+            return self.described
+        with np.errstate(all="ignore"):
+            return _several(self.problem.oracle(**self.rounded))
+
+    @functools.cached_property
+    def gradients(self) -> list[Any]:
+        with np.errstate(all="ignore"):
+            return self._run(self.rounded, "gradient")
+
+    @functools.cached_property
+    def margin(self) -> dict[str, Any]:
+        with np.errstate(all="ignore"):
+            found = self.problem.margin(self.rounded) if self.problem.margin else {}
+        if self.device != "cpu":
+            found = on_device(found, self.device)
+        return found
+
+    @functools.cached_property
+    def bounds(self) -> tuple[list[Any], list[Any]]:
+        """What errors of outputs and of gradients are relative to."""
+        p = self.problem
+        if p.absolute is None:
+            values = [_largest(output) for output in self.outputs]
+            gradients = [_largest(g) for g in self.gradients] if p.differentiable else []
+            return values, gradients
+        arrays = {name: np.abs(array) for name, array in self.rounded.items()}
+        with np.errstate(all="ignore"):
+            values = self._run(arrays, "value", **p.absolute)
+            gradients = self._run(arrays, "absolute", **p.absolute) if p.differentiable else []
+            more = 1.0 + (_largest(values[0]) if p.bends else 0.0)
+            return [more * abs(v) for v in values], [more * abs(g) for g in gradients]
+
+
+def _several(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def _largest(array: Any) -> Any:
+    if isinstance(array, (int, float, np.generic, np.ndarray)):
+        return float(np.abs(array).max(initial=0.0))
+    largest = array.detach().abs().max() if array.numel() else 0.0
+    return float(largest) if array.is_cpu else largest
+
+
+def each(function: Callable[[np.ndarray], Any], value: Any) -> Any:
+    """Return the same lists and tuples of what a function makes of their arrays."""
+    if isinstance(value, np.ndarray):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([each(function, part) for part in value])
+    if isinstance(value, dict):
+        return {name: each(function, part) for name, part in value.items()}
+    return value
+
+
+def on_device(values: Any, device: str) -> Any:
+    torch = sys.modules["torch"]
+    return each(lambda array: torch.tensor(array, device=device), values)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield all arrays and tensors of lists, tuples and dicts."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        if hasattr(value, "dtype"):
+            yield value
+        return
+    for part in value:
+        yield from leaves(part)
+
+
+def contents(values: Any) -> list[Any]:
+    """Return what is in arrays now, to compare it with later."""
+    found = []
+    for array in leaves(values):
+        if isinstance(array, (np.ndarray, np.generic)):
+            found.append(array.tobytes())
+        elif array.is_cpu and array.layout == sys.modules["torch"].strided:
+            plain = array.detach().resolve_neg()
+            plain = plain.float() if plain.itemsize < 4 else plain
+            found.append(plain.numpy().tobytes())
+    return found
+
+
+@contextlib.contextmanager
+def threaded(count: int) -> Iterator[None]:
+    """Let kernels use so many threads however small the work is; one thread is left as it is."""
+    if count == 1:
+        yield
+        return
+    modules = [
+        sys.modules[name]
+        for name in ("cpukern.threads", "cpukern.cython_backend", "cpukern.scatter_numba")
+        if name in sys.modules
+    ]
+    genuine, before = threads.threads_for, threads._chosen
+    fusedops.set_num_threads(count)
+    for module in modules:
+        module.threads_for = lambda work, grain: count
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.threads_for = genuine
+        threads._chosen = before
+
+
+class Trial:
+    """All checks of one description on some places."""
+
+    def __init__(
+        self, problem: Problem, description: dict[str, Any], ledger: Ledger, places: list[Place]
+    ) -> None:
+        self.problem, self.description, self.ledger = problem, description, ledger
+        self.op = getattr(problem.op, "__name__", description["op"])
+        self.rng = np.random.default_rng(description["seed"])
+        self.dtypes = self._dtypes()
+        numpys = set(self.dtypes.values()) <= set(NUMPY_DTYPES)
+        self.places = [place for place in places if place.framework == "torch" or numpys]
+        #: Comparisons on a GPU, which nobody waits for yet.
+        self.pending: list[tuple[Any, Finding]] = []
+        self._truths: dict[bool, Truth] = {}
+
+    def _dtypes(self) -> dict[str, str]:
+        asked = self.description["dtype"]
+        names = list(self.problem.arrays)
+        if asked != "mixed":
+            return dict.fromkeys(names, asked)
+        some = NUMPY_DTYPES if self.rng.integers(2) else ("float32", "bfloat16", "float16")
+        dtypes = {name: str(self.rng.choice(some)) for name in names}
+        # What is updated must hold what it is updated with.
+        return dtypes | dict.fromkeys(
+            self.problem.mutated, "float64" if "float64" in some else "float32"
+        )
+
+    @property
+    def narrowest(self) -> str:
+        return max(self.dtypes.values(), key=TOLERANCE.__getitem__)
+
+    def layout(self, place: Place) -> str:
+        found = self.description["layout" if place.framework == "numpy" else "tensor_layout"]
+        updated = found in ("repeated", "readonly") and self.problem.mutated
+        return "plain" if updated else found
+
+    def truth(self, place: Place) -> Truth:
+        again = self.layout(place) == "repeated"
+        if again not in self._truths:
+            rounded = {}
+            for name, array in self.problem.arrays.items():
+                array = repeated(array) if again else array
+                rounded[name] = _rounded(array, self.dtypes[name])
+            device = "cpu" if place.device == "cpu" else place.device
+            self._truths[again] = Truth(self.problem, rounded, device)
+        return self._truths[again]
+
+    def arrays(self, place: Place) -> dict[str, Any]:
+        """Return new arrays in the layout of the description."""
+        return self.made(place, self.truth(place).rounded)
+
+    def made(self, place: Place, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return arrays of their dtypes, in the layout of the description."""
+        layout = self.layout(place)
+        if place.framework == "numpy":
+            return {n: laid_out(a.astype(self.dtypes[n]), layout) for n, a in arrays.items()}
+        torch = sys.modules["torch"]
+        if self.problem.mutated and layout == "negative":
+            layout = "plain"
+        return {
+            n: tensor(a, getattr(torch, self.dtypes[n]), layout, place.device)
+            for n, a in arrays.items()
+        }
+
+    def constants(self, place: Place, packed: bool | None = None) -> dict[str, Any]:
+        """Return new constants in the layout of the description, or what is packed of them."""
+        layout = self.layout(place).replace("repeated", "strided")
+        packed = self.description["packed"] if packed is None else packed
+        if place.framework == "torch":
+            made = each(
+                lambda array: tensor(array, None, layout, place.device), self.problem.constants
+            )
+        else:
+            made = each(lambda array: laid_out(array, layout), self.problem.constants)
+        if not packed or self.problem.pack is None:
+            return made
+        new = self.problem.pack(made)
+        used = {"wbwc"} if "wa" in new else set()
+        made = {n: v for n, v in made.items() if n not in used} | new
+        if place.device != "cpu":
+            made = {n: v.to(place.device) if hasattr(v, "to") else v for n, v in made.items()}
+        return made
+
+    def kwargs(self, place: Place, packed: bool | None = None) -> dict[str, Any]:
+        options = dict(self.problem.options)
+        return {**self.arrays(place), **options, **self.constants(place, packed)}
+
+    def call(self, place: Place, function: Callable[[], Any], check: str = "raised") -> Any:
+        """Return what a call does, and None where it raises, which is a finding."""
+        self.ledger.calls[self.op, str(place)] += 1
+        try:
+            return function()
+        except Exception as error:
+            self.found(place, f"{check}: {type(error).__name__}", f"{error}")
+            return None
+
+    def found(self, place: Place, check: str, message: str = "") -> None:
+        self.ledger.add(self.finding(place, check, message))
+
+    def finding(self, place: Place, check: str, message: str) -> Finding:
+        return Finding(self.op, place, check, message[:500], self.description)
+
+    def expect(self, place: Place, check: str, good: Any, message: str = "") -> None:
+        self.ledger.checks[self.op, str(place)] += 1
+        if not good:
+            self.found(place, check, message)
+
+    def agree(
+        self, place: Place, check: str, value: Any, wanted: Any, allowed: Any, dtype: str
+    ) -> None:
+        """Compare an output with what it should be, element by element."""
+        if tuple(np.shape(value)) != tuple(np.shape(wanted)):
+            self.expect(place, check, False, f"shape {np.shape(value)}, not {np.shape(wanted)}")
+            return
+        slack = _SLACK[dtype]
+        if place.device != "cpu":
+            torch = sys.modules["torch"]
+            good = (value.detach().double() - wanted).abs() <= allowed + slack
+            good = (good | (wanted.abs() > _MOST[dtype])).all()
+            self.ledger.checks[self.op, str(place)] += 1
+            self.pending.append((torch.logical_not(good), self.finding(place, check, "differs")))
+            return
+        if place.framework == "torch" and not isinstance(value, np.ndarray):
+            value = value.detach().double().numpy()
+        with np.errstate(all="ignore"):
+            off = np.abs(np.asarray(value, np.float64) - wanted)
+            good = (off <= allowed + slack) | (np.abs(wanted) > _MOST[dtype])
+        if good.all():
+            self.expect(place, check, True)
+            return
+        at = np.unravel_index(np.argmin(good), good.shape)
+        most = np.broadcast_to(allowed, good.shape)[at]
+        self.expect(
+            place,
+            check,
+            False,
+            f"{np.asarray(value)[at]} at {list(map(int, at))} should be {np.asarray(wanted)[at]}, "
+            f"within {most:.3g}",
+        )
+
+    def run(self, aspect: str) -> None:
+        with threaded(self.description["threads"]):
+            for place in self.places:
+                if self.problem.own is not None:
+                    self.given = self.arrays(place) if self.problem.arrays else {}
+                    self.rounded = self.truth(place).rounded if self.problem.arrays else {}
+                    self.problem.own(self, place)
+                if self.problem.op is not None:
+                    self.values(place)
+                    if aspect != "values":
+                        getattr(self, aspect)(place)
+        if self.problem.op is not None and self.places:
+            self.reference()
+
+    # What every example checks.
+
+    def values(self, place: Place) -> None:
+        p, truth = self.problem, self.truth(place)
+        kwargs = self.kwargs(place)
+        before = contents(kwargs)
+        outputs = self.call(place, lambda: p.op(**kwargs, backend=place.backend))
+        if outputs is None:
+            return
+        outputs = _several(outputs)
+        if not p.mutated:
+            self.expect(place, "arguments changed", contents(kwargs) == before)
+        outputs += [kwargs[name] for name in p.mutated]
+        self._compare(place, "value", outputs, truth.outputs, truth.bounds[0], False)
+        if p.differentiable:
+            found = self.gradients(place, kwargs)
+            if found is not None:
+                self.expect(place, "arguments changed by a gradient", contents(kwargs) == before)
+                value, gradients = found
+                if place.device == "cpu":
+                    same = all(map(_same_bits, value, outputs))
+                    self.expect(place, "value beside a gradient", same)
+                self._compare(place, "gradient", gradients, truth.gradients, truth.bounds[1], True)
+
+    def _compare(
+        self,
+        place: Place,
+        what: str,
+        values: list[Any],
+        wanted: list[Any],
+        bounds: list[Any],
+        gradient: bool,
+    ) -> None:
+        p, margin = self.problem, self.truth(place).margin
+        names = list(p.arrays) if gradient else [str(at) for at in range(len(wanted))]
+        narrowest = self.narrowest
+        tolerance = p.tolerance(narrowest, gradient)
+        for name, value, want, bound in zip(names, values, wanted, bounds, strict=True):
+            more = margin.get(name if gradient else "value", 0.0)
+            dtype = str(value.dtype).removeprefix("torch.")
+            check = what if len(names) == 1 else f"{what} {name}"
+            self.agree(place, check, value, want, tolerance * bound + more, dtype)
+            if gradient:
+                self.expect(place, f"dtype of {check}", dtype == self.dtypes[name], dtype)
+
+    def gradients(self, place: Place, kwargs: dict[str, Any]) -> Any:
+        """Return outputs and gradients, each once more."""
+        p, truth = self.problem, self.truth(place)
+        if place.framework == "numpy":
+            found = self.call(place, lambda: p.op.vjp(**kwargs, backend=place.backend))
+            if found is None:
+                return None
+            outputs, pullback = _several(found[0]), found[1]
+            cotangents = [
+                laid_out(c, "strided" if at % 2 else "reversed").astype(o.dtype)
+                for at, (c, o) in enumerate(zip(truth.cotangents, outputs, strict=True))
+            ]
+            gradients = self.call(place, lambda: pullback(*cotangents))
+            return None if gradients is None else (outputs, gradients)
+        graph = self._graph(place, kwargs)
+        if graph is None:
+            return None
+        outputs, needed, cotangents = graph
+        gradients = self.call(
+            place,
+            lambda: sys.modules["torch"].autograd.grad(
+                outputs, needed, cotangents, materialize_grads=True
+            ),
+        )
+        return None if gradients is None else (outputs, gradients)
+
+    def _graph(self, place: Place, kwargs: dict[str, Any]) -> Any:
+        """Return outputs that require grad, by which tensors, and cotangents."""
+        p, truth, torch = self.problem, self.truth(place), sys.modules["torch"]
+        kwargs = {n: v.detach().requires_grad_() if n in p.arrays else v for n, v in kwargs.items()}
+        outputs = self.call(place, lambda: p.op(**kwargs, backend=place.backend))
+        if outputs is None:
+            return None
+        outputs = _several(outputs)
+        cotangents = [
+            torch.tensor(c, dtype=o.dtype, device=place.device)
+            for c, o in zip(truth.cotangents, outputs, strict=True)
+        ]
+        return outputs, [kwargs[name] for name in p.arrays], cotangents
+
+    # Checks of the reference, which all else is held to.
+
+    def reference(self) -> None:
+        """Hold the reference's gradient to properties and to differences of the oracle."""
+        p, place = self.problem, Place("numpy", "numpy")
+        truth = next(iter(self._truths.values()))
+        if truth.device != "cpu" or not p.differentiable or not truth.gradients:
+            return
+        self._compare_reference(place, truth)
+        for name, gradient in zip(p.arrays, truth.gradients, strict=True):
+            if name not in p.linear:
+                continue
+            # Of a function that is linear in x, <dx, x> is the cotangent times the value.
+            one = float(np.sum(gradient * truth.rounded[name]))
+            other = sum(
+                float(np.sum(c * o)) for c, o in zip(truth.cotangents, truth.outputs, strict=True)
+            )
+            scale = sum(
+                float(np.sum(np.abs(c) * b))
+                for c, b in zip(truth.cotangents, truth.bounds[0], strict=True)
+            )
+            tolerance = 10 * p.tolerance("float64", True)
+            good = abs(one - other) <= tolerance * scale + 1e-300
+            self.expect(place, f"adjoint of {name}", good, f"{one} and {other}")
+        if p.smooth and p.oracle is not None and self.description["values"] != "big":
+            self._differences(place, truth)
+
+    def _compare_reference(self, place: Place, truth: Truth) -> None:
+        p = self.problem
+        more = truth.margin.get("value", 0.0)
+        for value, want, bound in zip(truth.described, truth.outputs, truth.bounds[0], strict=True):
+            allowed = p.tolerance("float64") * bound + more
+            self.agree(place, "reference and oracle", value, want, allowed, "float64")
+
+    def _differences(self, place: Place, truth: Truth) -> None:
+        p = self.problem
+
+        directions = {
+            name: np.random.default_rng(2).normal(size=array.shape)
+            for name, array in truth.rounded.items()
+        }
+
+        def along(step: float) -> float:
+            arrays = {name: a + step * directions[name] for name, a in truth.rounded.items()}
+            outputs = _several(p.oracle(**arrays))
+            return sum(float(np.sum(c * o)) for c, o in zip(truth.cotangents, outputs, strict=True))
+
+        parts = [g * directions[name] for name, g in zip(p.arrays, truth.gradients, strict=True)]
+        exact = sum(float(np.sum(part)) for part in parts)
+        size = sum(float(np.sum(np.abs(part))) for part in parts)
+        largest = max([_largest(array) for array in truth.rounded.values()] + [1e-30])
+        told = ""
+        for share in (1e-4, 1e-5, 1e-6):
+            step = share * min(largest, 1.0)
+            with np.errstate(all="ignore"):
+                points = [along(m * step) for m in (-2, -1, 1, 2)]
+            slope = (8 * (points[2] - points[1]) - (points[3] - points[0])) / (12 * step)
+            noise = 1e-11 * max(map(abs, points)) / step
+            if abs(slope - exact) <= 1e-4 * size + noise:
+                break
+            told += f"{slope} "
+        else:
+            self.expect(place, "differences", False, f"{told}, and the gradient {exact}")
+            return
+        self.expect(place, "differences", True)
+
+    # One of these for every example.
+
+    def second(self, place: Place) -> None:
+        """Hold second derivatives to those of plain torch."""
+        p = self.problem
+        wide = set(self.dtypes.values()) <= set(NUMPY_DTYPES)
+        if place.framework != "torch" or not (p.differentiable and p.second and wide):
+            return
+        torch, truth = sys.modules["torch"], self.truth(place)
+        turned = [
+            np.random.default_rng(3).integers(-8, 9, a.shape) / 8 for a in truth.rounded.values()
+        ]
+
+        def derivatives(place: Place, kwargs: dict[str, Any]) -> Any:
+            graph = self._graph(place, kwargs)
+            if graph is None:
+                return None
+            outputs, needed, cotangents = graph
+            cotangents = [c.requires_grad_() for c in cotangents]
+
+            def run() -> Any:
+                first = torch.autograd.grad(
+                    outputs, needed, cotangents, create_graph=True, materialize_grads=True
+                )
+                along = [
+                    torch.tensor(t, dtype=g.dtype, device=place.device)
+                    for t, g in zip(turned, first, strict=True)
+                ]
+                used = [(f, a) for f, a in zip(first, along, strict=True) if f.requires_grad]
+                if not used:
+                    return []
+                return torch.autograd.grad(
+                    [f for f, _ in used],
+                    [*needed, *cotangents],
+                    [a for _, a in used],
+                    materialize_grads=True,
+                )
+
+            return self.call(place, run, "second derivative raised")
+
+        kwargs = self.kwargs(place)
+        exact = {n: torch.tensor(a, device=place.device) for n, a in truth.rounded.items()}
+        constants = on_device(p.constants, place.device)
+        plain = place._replace(backend="torch")
+        found = derivatives(place, kwargs)
+        wanted = derivatives(plain, {**p.options, **constants, **exact})
+        if found is None or wanted is None:
+            return
+        if len(found) != len(wanted):
+            self.expect(place, "second derivatives", False, f"{len(found)}, not {len(wanted)}")
+            return
+        names = [*p.arrays, *(f"cotangent {at}" for at in range(len(truth.cotangents)))]
+        tolerance = 64 * p.tolerance(self.narrowest, True)
+        sizes = [_largest(want) for want in wanted]
+        for name, value, want, size in zip(names, found, wanted, sizes, strict=True):
+            dtype = str(value.dtype).removeprefix("torch.")
+            # Of sums that cancel to nothing, roundings of the others are left.
+            allowed = tolerance * (size + (1e-3 * max(sizes) if place.device == "cpu" else size))
+            want = want if place.device != "cpu" else want.numpy()
+            self.agree(place, f"second derivative {name}", value, want, allowed, dtype)
+
+    def out(self, place: Place) -> None:
+        """Hold what is written to `out` to what is returned."""
+        p = self.problem
+        if "out" not in inspect.signature(p.op).parameters:
+            return
+        kwargs = self.kwargs(place)
+        again = {n: v.clone() if hasattr(v, "clone") else v for n, v in kwargs.items()}
+        if place.framework == "numpy":
+            again = {n: v.copy() if n in p.mutated else v for n, v in kwargs.items()}
+        first = self.call(place, lambda: p.op(**again, backend=place.backend))
+        if first is None:
+            return
+        first = _several(first)[0]
+        if place.framework == "numpy":
+            buffer = laid_out(np.full(first.shape, np.nan, first.dtype), "plain")
+        else:
+            buffer = sys.modules["torch"].full_like(
+                first, math.nan, memory_format=sys.modules["torch"].contiguous_format
+            )
+        found = self.call(place, lambda: p.op(**kwargs, out=buffer, backend=place.backend))
+        if found is None:
+            return
+        self.expect(place, "out is returned", _several(found)[0] is buffer)
+        if place.device == "cpu":
+            self.expect(place, "out has the same bits", _same_bits(buffer, first))
+
+    def refuse(
+        self,
+        place: Place,
+        argument: str,
+        kwargs: dict[str, Any],
+        check: str,
+        *,
+        must: bool = True,
+        known: Iterable[str] = (),
+    ) -> None:
+        """Expect a documented error that names the argument, and that nothing has changed."""
+        self.ledger.calls[self.op, str(place)] += 1
+        before = contents(kwargs)
+        try:
+            self.problem.op(**kwargs, backend=place.backend)
+        except REFUSALS as error:
+            first = str(error).split(":")[0].removesuffix(".vjp")
+            named = first in (self.op, *PACKED)
+            # Where sizes disagree, either of two arguments is named.
+            named = named and any(name in str(error) for name in (argument, *known))
+            self.expect(place, f"error for {check}", named, f"{type(error).__name__}: {error}")
+        except fusedops.BackendUnavailable:
+            return
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            self.expect(place, f"error for {check}", False, message)
+            return
+        else:
+            if must:
+                self.expect(place, f"no error for {check}", False, "nothing was raised")
+            return
+        self.expect(place, f"{check} changed arguments", contents(kwargs) == before)
+
+    def bad(self, place: Place) -> None:
+        """Give what is wrong in one argument."""
+        p = self.problem
+        for argument, value in p.bad:
+            kwargs = self.kwargs(place, packed=False)
+            if place.framework == "torch":
+                value = each(lambda array: tensor(array, None, "plain", place.device), value)
+            self.refuse(place, argument, {**kwargs, argument: value}, f"bad {argument}")
+        for name in p.arrays:
+            kwargs = self.kwargs(place, packed=False)
+            for check, value in wrong_arrays(kwargs[name], self.rng):
+                self.refuse(
+                    place,
+                    name,
+                    {**kwargs, name: value},
+                    f"{name} {check}",
+                    # It may go with shorter others; a mask broadcasts.
+                    must=check != "that is too short" and (name != "mask" or "axis" not in check),
+                    known=inspect.signature(p.op).parameters,
+                )
+        kwargs = self.kwargs(place, packed=False)
+        for name in [*p.arrays, *p.constants, *p.options]:
+            junk = JUNK[self.rng.integers(len(JUNK))]
+            kind = "array" if isinstance(junk, np.ndarray) else type(junk).__name__
+            kind = f"{kind} for {name}"
+            self.refuse(place, name, {**kwargs, name: junk}, kind, must=False, known=[name])
+
+    def alias(self, place: Place) -> None:
+        """Give an `out` that has the memory of an argument."""
+        p = self.problem
+        if "out" not in inspect.signature(p.op).parameters:
+            return
+        first = self.call(place, lambda: p.op(**self.kwargs(place), backend=place.backend))
+        if first is None:
+            return
+        first = _several(first)[0]
+        for name in [*p.arrays, *p.constants]:
+            kwargs = self.kwargs(place, packed=False)
+            array = kwargs[name]
+            if not hasattr(array, "dtype") or 0 in first.shape or 0 in array.shape:
+                continue
+            kwargs[name], out = _sharing(array, first)
+            self.refuse(place, "out", {**kwargs, "out": out}, f"out that is {name}")
+
+    def write(self, place: Place) -> None:
+        """Write to an argument between forward and backward."""
+        p = self.problem
+        if place.framework != "torch" or not p.differentiable or place.device != "cpu":
+            return
+        torch, truth = sys.modules["torch"], self.truth(place)
+        for name in [*p.arrays, *p.constants]:
+            if name in ("wa", "wbwc"):
+                continue  # They must not change before the backward pass, says the documentation.
+            kwargs = self.kwargs(place)
+            if not isinstance(kwargs.get(name), torch.Tensor) or not kwargs[name].numel():
+                continue
+            if self.layout(place) == "repeated" and name in p.arrays:
+                continue  # No write to many elements in one place.
+            graph = self._graph(place, kwargs)
+            if graph is None:
+                return
+            outputs, needed, cotangents = graph
+            kwargs = {**kwargs, **dict(zip(p.arrays, needed, strict=True))}
+            with torch.no_grad():
+                written = kwargs[name]
+                if written.is_floating_point():
+                    written.mul_(0.5)
+                else:
+                    written.copy_(written.flip(-1))
+            self.ledger.calls[self.op, str(place)] += 1
+            try:
+                gradients = torch.autograd.grad(outputs, needed, cotangents, materialize_grads=True)
+            except RuntimeError as error:
+                told = "modified by an inplace operation" in str(error)
+                self.expect(place, f"error for {name} written to", told, str(error))
+                continue
+            check = f"after {name} was written to, gradient"
+            self._compare(place, check, list(gradients), truth.gradients, truth.bounds[1], True)
+
+
+def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        if dtype in NUMPY_DTYPES:
+            return array.astype(dtype).astype(np.float64)
+    torch = sys.modules["torch"]
+    found = torch.tensor(array).to(getattr(torch, dtype)).double().numpy()
+    # Nothing infinite that wasn't.
+    return np.where(np.isfinite(found) | ~np.isfinite(array), found, np.sign(array))
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if isinstance(one, (np.ndarray, np.generic)):
+        return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    equal = sys.modules["torch"].equal
+    one, other = one.detach(), other.detach()
+    return equal(one, other) or equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _sharing(array: Any, out: Any) -> tuple[Any, Any]:
+    """Return an equal array and something like `out` that begins in the same memory."""
+    if isinstance(array, np.ndarray):
+        memory = np.zeros(max(array.nbytes, out.nbytes), np.uint8)
+        same = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
+        same[...] = array
+        return same, memory[: out.nbytes].view(out.dtype).reshape(out.shape)
+    torch = sys.modules["torch"]
+    sizes = [a.numel() * a.itemsize for a in (array, out)]
+    memory = torch.zeros(max(sizes), dtype=torch.uint8, device=array.device)
+    same, other = (
+        memory[:size].view(a.dtype).reshape(a.shape)
+        for a, size in zip((array, out), sizes, strict=True)
+    )
+    same.copy_(array)
+    return same, other
+
+
+def wrong_arrays(array: Any, rng: np.random.Generator) -> list[tuple[str, Any]]:
+    """Return a few arrays that are wrong in dtype, shape or kind."""
+    found: list[tuple[str, Any]] = []
+    if isinstance(array, np.ndarray):
+        found = [
+            ("of int64", array.astype(np.int64)),
+            ("of complex128", array.astype(np.complex128)),
+            ("of float16", array.astype(np.float16)),
+            ("in foreign byte order", array.astype(array.dtype.newbyteorder())),
+            ("of one more axis", array[..., None, None]),
+            ("of no axis", np.float64(1.0).astype(array.dtype)),
+            ("of objects", array.astype(object)),
+            ("that is masked", np.ma.masked_array(array, np.ones(array.shape, bool))),
+        ]
+        if "torch" in sys.modules:
+            torch = sys.modules["torch"]
+            # The first array says what the others should be.
+            found.append(("in torch on meta", torch.empty(array.shape, device="meta")))
+    else:
+        torch = sys.modules["torch"]
+        found = [
+            ("of int64", array.long()),
+            ("of complex128", array.detach().to(torch.complex128)),
+            ("of float8", array.detach().float().to(torch.float8_e4m3fn)),
+            ("of one more axis", array[..., None, None]),
+            ("of no axis", array.new_ones(())),
+            ("on meta", torch.empty(array.shape, dtype=array.dtype, device="meta")),
+        ]
+        if array.ndim > 1:
+            found.append(("that is sparse", array.detach().to_sparse()))
+    if array.ndim and array.shape[-1] > 1:
+        found.append(("that is too short", array[..., :-1]))
+    return [found[at] for at in rng.choice(len(found), 2, replace=False)]
+
+
+_SLACK = {"float64": 1e-307, "float32": 1.2e-38, "bfloat16": 1.2e-38, "float16": 2.4e-7}
+_MOST = {"float64": 1e307, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
+ASPECTS = ("values", "values", "second", "out", "bad", "alias", "write")

@@ -1,0 +1,157 @@
+"""The density of atoms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+import fusedops
+from fusedops.density import SLACK, atom_radius, bad_atoms
+from fusedops.testing import atoms_in
+
+from .arrays import common
+from .problem import Family, Problem
+
+CELLS = {
+    "orthogonal": [[7.0, 0.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 11.0]],
+    "triclinic": [[9.0, 3.0, -4.0], [0.0, 8.0, 3.0], [0.0, 0.0, 7.0]],
+    "small": [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]],
+    "long": [[5.0, 0.0, 0.0], [0.0, 6.0, 0.0], [1.0, 0.0, 30.0]],
+    "left-handed": [[0.0, 8.0, 0.0], [7.0, 0.0, 0.0], [0.0, 0.0, 6.0]],
+    "sheared": [[6.0, 14.0, 0.0], [0.0, 6.0, -13.0], [0.0, 0.0, 6.0]],
+}
+
+
+def strategy(compiled: bool) -> dict[str, Any]:
+    return common() | {
+        "N": st.sampled_from((0, 1, 2, 3, 4)),
+        "cell": st.sampled_from(tuple(CELLS)),
+        "grid": st.tuples(*[st.sampled_from((1, 2, 3, 5, 6, 8))] * 3),
+        "aniso": st.booleans(),
+        "radius": st.sampled_from((None, "array", 0.0, 1.5, 2.7, 5.0)),
+        "place": st.sampled_from(("any", "any", "grid", "same", "far")),
+        "wrong": st.sampled_from((None, None, None, "xyz", "b", "occupancy")),
+    }
+
+
+def build(d: dict[str, Any]) -> Problem:
+    rng = np.random.default_rng(d["seed"])
+    N, grid = d["N"], tuple(d["grid"])
+    cell = np.array(CELLS[d["cell"]])
+    xyz, b, occupancy, *table = atoms_in(cell, N, rng, anisotropic=d["aniso"])
+    if d["place"] == "grid":
+        xyz = (rng.integers(-3, 9, (N, 3)) / grid) @ cell.T
+    elif d["place"] == "same":
+        xyz[:] = xyz[:1]
+    elif d["place"] == "far":
+        xyz += cell @ rng.integers(-50, 50, 3)
+    if N and d["wrong"]:
+        {"xyz": xyz, "b": b, "occupancy": occupancy}[d["wrong"]][-1] = math.nan
+    amplitudes, widths = (t.astype(np.float32).astype(np.float64) for t in table)
+    constants: dict[str, Any] = {"amplitudes": amplitudes, "widths": widths}
+    options: dict[str, Any] = {"on_bad": "skip" if d["wrong"] else "raise"}
+    if d["radius"] == "array":
+        constants["radius"] = rng.uniform(0.5, 4.0, N).astype(np.float32).astype(np.float64)
+    elif d["radius"] is not None:
+        options["radius"] = d["radius"]
+    constants["cell"] = cell
+    options["grid_shape"] = grid
+
+    def radius_of(b: np.ndarray) -> np.ndarray:
+        if d["radius"] == "array":
+            return constants["radius"]
+        # A rule of steps, which a rounding may climb: that of the dtype that it is applied in.
+        narrow = b.astype(np.float32) if d["dtype"] != "float64" else b
+        if d["radius"] is None:
+            return atom_radius(narrow, widths.astype(narrow.dtype)).astype(np.float64)
+        return np.full(N, float(d["radius"]))
+
+    def terms(xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray) -> Any:
+        """Yield of every good atom its density and squared distance in every voxel, and radius."""
+        radius = radius_of(b)
+        good = ~bad_atoms(xyz, b, occupancy, amplitudes, widths, radius)
+        voxels = np.stack(np.meshgrid(*[np.arange(n) / n for n in grid], indexing="ij"), -1)
+        k = 4 if d["cell"] == "sheared" else 2
+        images = np.stack(np.meshgrid(*[np.arange(-k, k + 1)] * 3, indexing="ij"), -1).reshape(
+            -1, 3
+        )
+        for i in np.flatnonzero(good):
+            apart = voxels - np.linalg.solve(cell, xyz[i])
+            apart = (apart - np.round(apart)).reshape(-1, 1, 3) + images
+            w = apart @ cell.T
+            square = (w**2).sum(-1)
+            nearest = square.argmin(1)
+            w, square = w[np.arange(len(w)), nearest], square.min(1)
+            value = np.zeros(len(w))
+            for A, B in zip(amplitudes[i], widths[i], strict=True):
+                if b.ndim == 1:
+                    total = B + b[i]
+                    value += (
+                        A * (4 * math.pi / total) ** 1.5 * np.exp(-4 * math.pi**2 * square / total)
+                    )
+                    continue
+                u = b[i]
+                U = np.array([[u[0], u[3], u[4]], [u[3], u[1], u[5]], [u[4], u[5], u[2]]])
+                M = (B * np.eye(3) + 8 * math.pi**2 * U) / 4
+                power = math.pi**2 * np.einsum("vi,vi->v", w, np.linalg.solve(M, w.T).T)
+                value += A * math.pi**1.5 / math.sqrt(np.linalg.det(M)) * np.exp(-power)
+            # Where two images are equally near, gradients and the anisotropic value tell which.
+            second = np.partition(((apart @ cell.T) ** 2).sum(-1), 1, axis=1)[:, 1]
+            ties = second - square < 1e-5 * (1 + square)
+            yield i, occupancy[i] * value, square, radius[i], ties
+
+    def oracle(xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray) -> np.ndarray:
+        out = np.zeros(math.prod(grid))
+        for _, value, square, r, _ in terms(xyz, b, occupancy):
+            out += np.where(square <= r * r * (1 + SLACK), value, 0.0)
+        return out.reshape(grid)
+
+    def margin(arrays: Any) -> dict[str, Any]:
+        """Where a voxel lies on the surface of a sphere, or two images are equally near."""
+        value = np.zeros(math.prod(grid))
+        rows = {name: np.zeros_like(array) for name, array in arrays.items()}
+        for i, own, square, r, ties in terms(**arrays):
+            reach = 1e-5 * (square + np.abs(arrays["xyz"][i]).max() * 1e-2)
+            edge = np.abs(square - r * r * (1 + SLACK)) <= reach
+            inside = square <= r * r * (1 + SLACK)
+            if b.ndim == 2:
+                edge |= ties & inside
+            value += np.where(edge, 4 * np.abs(own) + 1e-3, 0.0)
+            if edge.any() or (ties & inside).any():
+                for name in rows:
+                    rows[name][i] = math.inf
+        return {"value": value.reshape(grid), **rows}
+
+    bad: list[tuple[str, Any]] = [
+        ("cell", 0 * cell),
+        ("cell", cell[:2]),
+        ("cell", math.nan * cell),
+        ("grid_shape", (0, 1, 1)),
+        ("grid_shape", (4, 4)),
+        ("grid_shape", None),
+        ("on_bad", "warn"),
+        ("n_sigma", -1.0),
+    ]
+    if d["radius"] is not None:
+        bad = bad[:-1]
+    return Problem(
+        op=fusedops.gaussian_density,
+        arrays={"xyz": xyz, "b": b, "occupancy": occupancy},
+        constants=constants,
+        options=options,
+        oracle=oracle,
+        pack=lambda c: {"cell": fusedops.Lattice(c["cell"], grid), "grid_shape": None},
+        linear=("occupancy",) if not d["wrong"] else (),
+        terms=32000,
+        gradient_terms=128000,
+        margin=margin,
+        # Differences move voxels over the edge of a sphere.
+        smooth=False,
+        bad=bad,
+    )
+
+
+FAMILY = Family("gaussian_density", strategy, build, ("N", 40), {"grid": (3, 4, 5), "radius": 1.5})

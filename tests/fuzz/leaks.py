@@ -1,0 +1,106 @@
+"""Leak loops: many calls of every op with sizes that change, and memory that must not grow."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+
+from . import campaign
+from .arrays import LAYOUTS, TENSOR_LAYOUTS
+from .checks import Trial, _several
+from .ledger import Ledger, Place
+from .problem import Family
+
+ROUNDS = 5
+#: Bytes that may be taken in all rounds but the first. What leaks takes them in every round;
+#: an allocator that has another idea of a heap takes them in one.
+BOUND = 2 << 20
+
+
+def resident() -> int:
+    """Return the resident memory of this process in bytes, less what the allocator keeps."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def plain(family: Family) -> dict[str, Any]:
+    """Return the simplest description, with what leak loops keep."""
+    settings = hypothesis.settings(database=None, max_examples=1000, derandomize=True)
+    simplest = hypothesis.find(campaign.strategy(family, False), lambda _: True, settings=settings)
+    return simplest | family.steady
+
+
+def grown(family: Family, place: Place, calls: int, ledger: Ledger) -> list[int]:
+    """Return by how much memory grew in every round but the first."""
+    base = plain(family)
+    field, limit = family.growing
+    sizes = np.random.default_rng(0).permutation(calls) % limit + 1
+    memory = []
+    for number, size in enumerate(sizes.tolist()):
+        if number % (calls // ROUNDS) == 0:
+            memory.append(resident())
+        value = family.sized(size) if family.sized else size
+        description = base | {
+            field: value,
+            "layout": LAYOUTS[number % len(LAYOUTS)],
+            "tensor_layout": TENSOR_LAYOUTS[number % len(TENSOR_LAYOUTS)],
+            "packed": bool(number % 3),
+        }
+        trial = Trial(family.build(description), description, ledger, [place])
+        _call(trial, place)
+    memory.append(resident())
+    return np.diff(memory)[1:].tolist()
+
+
+def _call(trial: Trial, place: Place) -> None:
+    """Make one call, and its gradient, without a look at their values."""
+    p = trial.problem
+    kwargs = {
+        **trial.made(place, p.arrays),
+        **p.options,
+        **trial.constants(place),
+        "backend": place.backend,
+    }
+    trial.ledger.calls[trial.op, str(place)] += 1 + p.differentiable
+    if not p.differentiable:
+        p.op(**kwargs)
+    elif place.framework == "numpy":
+        outputs, pullback = p.op.vjp(**kwargs)
+        pullback(*map(np.ones_like, _several(outputs)))
+    else:
+        torch = sys.modules["torch"]
+        needed = [kwargs[name].detach().requires_grad_() for name in p.arrays]
+        outputs = _several(p.op(**{**kwargs, **dict(zip(p.arrays, needed, strict=True))}))
+        torch.autograd.grad([o.sum() for o in outputs], needed, materialize_grads=True)
+
+
+def leaks(names: list[str], backends: list[str], calls: int, say: Callable[[str], None]) -> Ledger:
+    """Run the loops of ops on their backends, on one thread."""
+    ledger = Ledger()
+    for name in names:
+        family = campaign.FAMILIES[name]
+        if not family.growing:
+            continue
+        for place in campaign.places(family, backends):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                growth = grown(family, place, calls, ledger)
+            say(f"{name} on {place}: {' '.join(f'{n / 1024:+.0f}' for n in growth)} KiB")
+            ledger.checks[name, str(place)] += 1
+            # Every round has taken its share, or it is no leak.
+            if min(growth) > BOUND / (ROUNDS - 1):
+                trial = Trial(family.build(plain(family)), plain(family), ledger, [place])
+                trial.found(place, "leak", f"{growth} bytes, {calls // ROUNDS} calls each")
+    return ledger

@@ -1,0 +1,94 @@
+"""Counts of calls and checks, and what was found."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a call runs."""
+
+    framework: str
+    backend: str
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.framework}, {self.backend}"
+
+
+@dataclass
+class Finding:
+    """What failed, the smallest description that it failed for, and how often it did."""
+
+    op: str
+    place: Place
+    check: str
+    message: str
+    description: dict[str, Any]
+    count: int = 1
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.op, str(self.place), self.check
+
+    def __str__(self) -> str:
+        again = f"PYTHONPATH=tests python -m fuzz --repeat '{json.dumps(self.description)}'"
+        return (
+            f"{self.op} on {self.place}: {self.check}: {self.message}\n  seen {self.count} times; "
+            f"again by\n  {again} --device {self.place.device}"
+        )
+
+
+def size(description: dict[str, Any]) -> tuple[float, int]:
+    """Return how large a description is, for the smaller of two."""
+    numbers = [v for k, v in description.items() if k != "seed" and isinstance(v, (int, float))]
+    return sum(abs(v) for v in numbers), len(json.dumps(description))
+
+
+@dataclass
+class Ledger:
+    """What a campaign has done so far."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    checks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    findings: dict[tuple[str, str, str], Finding] = field(default_factory=dict)
+    examples: int = 0
+
+    def add(self, finding: Finding) -> None:
+        known = self.findings.get(finding.key)
+        if known is None:
+            self.findings[finding.key] = finding
+            return
+        if size(finding.description) < size(known.description):
+            known.description, known.message = finding.description, finding.message
+        known.count += finding.count
+
+    def merge(self, other: Ledger) -> None:
+        self.calls += other.calls
+        self.checks += other.checks
+        self.examples += other.examples
+        for finding in other.findings.values():
+            self.add(finding)
+
+    def table(self, seconds: float) -> str:
+        """Return calls, checks and findings by op and backend, as text."""
+        found = Counter((f.op, str(f.place)) for f in self.findings.values())
+        rows = [("op", "arrays, backend", "calls", "checks", "findings")]
+        for key in sorted({*self.calls, *self.checks}):
+            counts = self.calls[key], self.checks[key], found[key]
+            rows.append((*key, *(f"{n:,}" for n in counts)))
+        counts = self.calls.total(), self.checks.total(), len(self.findings)
+        rows.append(("all", f"{self.examples:,} examples", *(f"{n:,}" for n in counts)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if at < 2 else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        rate = self.calls.total() / max(seconds, 1e-9)
+        return "\n".join([*lines, f"{seconds:.0f} s, {rate:,.0f} calls a second"])

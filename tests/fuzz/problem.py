@@ -1,0 +1,112 @@
+"""What an op's strategy makes of a description: a call with everything that is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fusedops.testing import Case
+
+
+@dataclass
+class Problem:
+    """A call of an op.
+
+    Attributes
+    ----------
+    op : callable
+        Public.
+    arrays : dict
+        What has gradients, float64, in their order; an array that isn't given isn't there.
+    constants : dict
+        Other arrays, or lists and tuples of them. Floats among them are exact in float32.
+    options : dict
+        The other arguments.
+    oracle : callable, optional
+        From `arrays` to the outputs in float64, by another way than the reference's.
+    pack : callable, optional
+        From `constants` to the same as packed arguments.
+    linear : tuple of str
+        The arrays that outputs are linear in, all others held fixed.
+    absolute : dict, optional
+        Where outputs are sums of products: options with which absolute values of all arrays give
+        the sums of their absolute values, which errors are relative to, element by element. None
+        where they are relative to the largest element.
+    bends : bool
+        Whether an activation follows on these sums, whose slope is off by as much as they are.
+    terms, gradient_terms : int
+        How many products an element of output or gradient adds up; see `fusedops.testing.Case`.
+    smooth : bool
+        Whether derivatives exist, so that differences of the oracle are near them.
+    second : bool
+        Whether second derivatives are well conditioned.
+    differentiable : bool
+        Whether there is a gradient at all.
+    mutated : tuple of str
+        The arrays that the call updates, as outputs of the oracle after the others.
+    margin : callable, optional
+        From `arrays` to what "value" and gradients, by name, may be off by besides roundings.
+    own : callable, optional
+        Further checks, which are told (trial, place).
+    bad : list of (str, value)
+        Arguments that must be refused, besides those that every op must refuse.
+    """
+
+    op: Any
+    arrays: dict[str, np.ndarray]
+    constants: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    oracle: Callable[..., Any] | None = None
+    pack: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    linear: tuple[str, ...] = ()
+    absolute: dict[str, Any] | None = None
+    bends: bool = False
+    terms: int = 0
+    gradient_terms: int = 0
+    smooth: bool = True
+    second: bool = True
+    differentiable: bool = True
+    mutated: tuple[str, ...] = ()
+    margin: Callable[[Mapping[str, Any]], Any] | None = None
+    own: Callable[..., None] | None = None
+    bad: list[tuple[str, Any]] = field(default_factory=list)
+
+    def tolerance(self, dtype: str, gradient: bool = False) -> float:
+        """Return the project's tolerance, for arrays of a dtype, or the narrowest of many."""
+        terms = max(self.terms, self.gradient_terms) if gradient else self.terms
+        return Case("", self.op.primitive, tuple, terms).tolerance(dtype)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Descriptions of the calls of an op, and what makes problems of them.
+
+    Attributes
+    ----------
+    name : str
+        That of the op, or of ops that go together.
+    strategy : callable
+        From whether the calls are for a GPU, or its interpreter, where kernels are compiled for
+        some sizes anew, to a dict of strategies of what JSON can hold, by field.
+    build : callable
+        From a description to a Problem.
+    growing : (str, int), optional
+        The field that is a size, and how far it grows in leak loops.
+    steady : dict
+        Other fields in these loops, where the simplest description is too simple.
+    sized : callable, optional
+        From a size to the value of the field.
+    backends : tuple of str
+        Those that can serve.
+    """
+
+    name: str
+    strategy: Callable[[bool], dict[str, Any]]
+    build: Callable[[dict[str, Any]], Problem]
+    growing: tuple[str, int] | None = None
+    steady: dict[str, Any] = field(default_factory=dict)
+    sized: Callable[[int], Any] | None = None
+    backends: tuple[str, ...] = ("cython", "numba", "triton", "torch", "numpy")
