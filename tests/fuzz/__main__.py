@@ -49,8 +49,8 @@ def main() -> int:
             workers=asked.workers,
             say=_say,
         )
-    for finding in ledger.findings.values():
-        print(finding, end="\n\n")
+    if ledger.findings:
+        print(ledger.report(), end="\n\n")
     print(ledger.table(seconds))
     return 1 if ledger.findings else 0
 

@@ -21,7 +21,7 @@ from fusedops import _registry
 from fusedops.testing import poisoned_outputs
 
 from . import conv, density, packed, planarity, scatter, trimul, wigner
-from .arrays import NUMPY_DTYPES
+from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
 from .problem import Family
@@ -43,7 +43,9 @@ FAMILIES = {
 #: Seconds that hypothesis may take to make a finding's example smaller.
 SHRINKING = 2.0
 #: Seconds that an example may take before it counts as one that hangs.
-PATIENCE = 120.0
+PATIENCE = 60.0
+#: And where kernels are compiled first, or interpreted.
+COMPILING = 300.0
 BATCH = 100
 
 
@@ -80,6 +82,9 @@ def _works(framework: str, backend: str) -> bool:
 def strategy(family: Family, compiled: bool) -> st.SearchStrategy[dict[str, Any]]:
     """Return descriptions of calls, of what JSON can hold."""
     fields = family.strategy(compiled)
+    if compiled:
+        # A kernel for every combination would be compiled.
+        fields |= {"dtype": st.sampled_from([name for name in DTYPES if name != "mixed"])}
     if _registry.import_error("torch"):
         fields |= {"dtype": st.sampled_from(NUMPY_DTYPES)}
     return st.fixed_dictionaries(
@@ -115,12 +120,13 @@ def examine(description: dict[str, Any], where: list[Place], ledger: Ledger) -> 
     """Run all checks of one description."""
     problem = FAMILIES[description["op"]].build(description)
     trial = Trial(problem, description, ledger, where)
-    with warnings.catch_warnings(), alarm(PATIENCE / 2):
+    patience = COMPILING if any(place.deferred for place in where) else PATIENCE
+    with warnings.catch_warnings(), alarm(patience):
         warnings.simplefilter("ignore")
         try:
             trial.run(description["aspect"])
         except Hung:
-            trial.found(Place("?", "?"), "hangs", f"no end after {PATIENCE / 2:.0f} s")
+            trial.found(Place("?", "?"), "hangs", f"no end after {patience:.0f} s")
             raise
         except Exception as error:
             # Where a reference or a check of ours fails, there is something to look at too.
@@ -259,10 +265,11 @@ class _Worker:
         code = self.process.exitcode
         if code is not None:
             return None if code == 0 else f"the process ended with exit code {code}"
-        if time.monotonic() - self.since.value > PATIENCE:
+        # A loop in C hears no alarm.
+        if time.monotonic() - self.since.value > 2 * COMPILING:
             self.process.kill()
             self.process.join()
-            return f"no end after {PATIENCE:.0f} s"
+            return f"no end after {2 * COMPILING:.0f} s"
         return None
 
     def finding(self, message: str, device: str) -> Finding:

@@ -15,6 +15,11 @@ class Place(NamedTuple):
     backend: str
     device: str = "cpu"
 
+    @property
+    def deferred(self) -> bool:
+        """Whether torch's formula is the reference, and nobody waits for a comparison."""
+        return self.backend == "triton" or self.device != "cpu"
+
     def __str__(self) -> str:
         return f"{self.framework}, {self.backend}"
 
@@ -35,11 +40,8 @@ class Finding:
         return self.op, str(self.place), self.check
 
     def __str__(self) -> str:
-        again = f"PYTHONPATH=tests python -m fuzz --repeat '{json.dumps(self.description)}'"
-        return (
-            f"{self.op} on {self.place}: {self.check}: {self.message}\n  seen {self.count} times; "
-            f"again by\n  {again} --device {self.place.device}"
-        )
+        again = f"--device {self.place.device} --repeat '{json.dumps(self.description)}'"
+        return f"{self.message}\n  python -m fuzz {again}"
 
 
 def size(description: dict[str, Any]) -> tuple[float, int]:
@@ -72,6 +74,17 @@ class Ledger:
         self.examples += other.examples
         for finding in other.findings.values():
             self.add(finding)
+
+    def report(self) -> str:
+        """Return all findings, those of one check on many backends together."""
+        together: dict[tuple[str, str], list[Finding]] = {}
+        for finding in self.findings.values():
+            together.setdefault((finding.op, finding.check), []).append(finding)
+        return "\n\n".join(
+            f"{op}: {check}: {min(some, key=lambda f: size(f.description))}\n  "
+            + "; ".join(f"{f.place} ({f.count})" for f in some)
+            for (op, check), some in sorted(together.items())
+        )
 
     def table(self, seconds: float) -> str:
         """Return calls, checks and findings by op and backend, as text."""

@@ -37,6 +37,12 @@ class Problem:
         where they are relative to the largest element.
     bends : bool
         Whether an activation follows on these sums, whose slope is off by as much as they are.
+    natural : float
+        The least size that errors are relative to: that of sums which may cancel to nothing.
+    condition : callable, optional
+        From `arrays` to a number that errors are multiplied by; by its square in gradients.
+    exact : bool
+        Whether a result has the same bits wherever it is written and beside whatever else.
     terms, gradient_terms : int
         How many products an element of output or gradient adds up; see `fusedops.testing.Case`.
     smooth : bool
@@ -64,6 +70,9 @@ class Problem:
     linear: tuple[str, ...] = ()
     absolute: dict[str, Any] | None = None
     bends: bool = False
+    natural: float = 0.0
+    condition: Callable[[Mapping[str, Any]], float] | None = None
+    exact: bool = True
     terms: int = 0
     gradient_terms: int = 0
     smooth: bool = True

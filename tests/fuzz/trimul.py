@@ -19,11 +19,11 @@ def strategy(compiled: bool) -> dict[str, Any]:
     return common() | {
         "B": st.sampled_from((0, 1, 1, 2)),
         "N": st.sampled_from((0, 1, 2, 3, 5, 7, 8, 11, 17)),
-        "C": st.sampled_from((1, 5, 16) if compiled else (1, 2, 3, 5, 8, 16, 31, 33)),
-        "H": st.sampled_from((1, 7, 16) if compiled else (1, 2, 3, 5, 8, 16, 31, 33)),
+        "C": st.sampled_from((5, 16) if compiled else (1, 2, 3, 5, 8, 16, 31, 33)),
+        "H": st.sampled_from((1, 16) if compiled else (1, 2, 3, 5, 8, 16, 31, 33)),
         "direction": st.sampled_from(("outgoing", "incoming")),
         "gate": st.sampled_from(("output", "hidden")),
-        "mask": st.sampled_from((None, True, False)),
+        "mask": st.sampled_from((None, True) if compiled else (None, True, False)),
         "mask_shape": st.sampled_from(("whole", "rows")),
         "norms": st.booleans(),
         "biases": st.booleans(),
@@ -56,15 +56,25 @@ def build(d: dict[str, Any]) -> Problem:
     def sigmoid(h: np.ndarray) -> np.ndarray:
         return 0.5 * (1 + np.tanh(0.5 * h))
 
-    def oracle(**given: np.ndarray) -> np.ndarray:
-        norm_in = given.get("norm_in_weight"), given.get("norm_in_bias")
-        norm_out = given.get("norm_out_weight"), given.get("norm_out_bias")
-        xn = _normalized(given["x"], *norm_in, d["eps"])
+    def hidden(given: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the normalized x, and the sum over triangles."""
+        norm = given.get("norm_in_weight"), given.get("norm_in_bias")
+        xn = _normalized(given["x"], *norm, d["eps"])
         sides = linear("p_in", xn, given) * sigmoid(linear("g_in", xn, given))
         sides *= np.broadcast_to(given.get("mask", 1.0), (B, N, N))[..., None]
         left, right = sides[..., :H], sides[..., H:]
         spec = "bikh,bjkh->bijh" if d["direction"] == "outgoing" else "bkih,bkjh->bijh"
-        o = _normalized(np.einsum(spec, left, right), *norm_out, d["eps"])
+        return xn, np.einsum(spec, left, right)
+
+    def condition(given: Any) -> float:
+        """How large the numbers are that a LayerNorm takes the mean from, and divides the rest."""
+        sizes = [np.abs(y) / np.sqrt(y.var(-1, keepdims=True) + d["eps"]) for y in hidden(given)]
+        return 1 + max(float(size.max(initial=0.0)) for size in sizes)
+
+    def oracle(**given: np.ndarray) -> np.ndarray:
+        norm_out = given.get("norm_out_weight"), given.get("norm_out_bias")
+        xn, o = hidden(given)
+        o = _normalized(o, *norm_out, d["eps"])
         last = sigmoid(linear("g_out", xn, given))
         if d["gate"] == "output":
             return linear("p_out", o, given) * last
@@ -82,6 +92,11 @@ def build(d: dict[str, Any]) -> Problem:
             "max_memory": d["max_memory"],
         },
         oracle=oracle,
+        condition=condition,
+        # Its products are those of a BLAS.
+        exact=False,
+        # Channels and planes that a LayerNorm makes alike cancel to nothing.
+        natural=1.0,
         terms=terms,
         gradient_terms=(8 if few else 4) * terms,
         bad=[

@@ -207,6 +207,8 @@ def matrices_build(d: dict[str, Any]) -> Problem:
         options={"lmax": lmax, "packed": d["blocks"]},
         oracle=oracle,
         terms=64 * (lmax + 1) ** 2,
+        # Each degree's are made of those of the one before.
+        gradient_terms=64 * (lmax + 1) ** 4,
         # Differences step over the jump, and see no length of zero.
         smooth=d["vectors"] == "any",
         bad=[("lmax", -1), ("packed", 2)],
