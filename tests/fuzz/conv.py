@@ -99,7 +99,7 @@ def build(d: dict[str, Any]) -> Problem:
 
 
 FAMILY = Family(
-    "dynamic_conv", strategy, build, ("T", 1500), {"B": 1, "D": 1, "W": 4, "sequences": 2}
+    "dynamic_conv", strategy, build, ("T", 5000), {"B": 1, "D": 1, "W": 2, "sequences": 2}
 )
 
 
@@ -145,4 +145,4 @@ def step_build(d: dict[str, Any]) -> Problem:
     )
 
 
-STEP = Family("dynamic_conv_step", step_strategy, step_build, ("B", 1000), {"D": 2, "W": 4})
+STEP = Family("dynamic_conv_step", step_strategy, step_build, ("B", 5000), {"D": 1, "W": 4})

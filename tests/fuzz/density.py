@@ -154,4 +154,4 @@ def build(d: dict[str, Any]) -> Problem:
     )
 
 
-FAMILY = Family("gaussian_density", strategy, build, ("N", 40), {"grid": (3, 4, 5), "radius": 1.5})
+FAMILY = Family("gaussian_density", strategy, build, ("N", 200), {"grid": (3, 4, 5), "radius": 1.5})

@@ -59,8 +59,8 @@ def grown(family: Family, place: Place, calls: int, ledger: Ledger) -> list[int]
         value = family.sized(size) if family.sized else size
         description = base | {
             field: value,
-            "layout": LAYOUTS[number % len(LAYOUTS)],
-            "tensor_layout": TENSOR_LAYOUTS[number % len(TENSOR_LAYOUTS)],
+            "layout": LAYOUTS[number % 3],
+            "tensor_layout": TENSOR_LAYOUTS[number % 3],
             "packed": bool(number % 3),
         }
         trial = Trial(family.build(description), description, ledger, [place])

@@ -90,4 +90,4 @@ def outside(index: np.ndarray, shift: int) -> np.ndarray:
     return moved
 
 
-FAMILY = Family("scatter", strategy, build, ("C", 2000), {"cube": (2, 3, 2), "grid": (7, 7, 7)})
+FAMILY = Family("scatter", strategy, build, ("C", 5000), {"cube": (1, 3, 2), "grid": (7, 7, 7)})

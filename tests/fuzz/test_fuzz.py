@@ -20,7 +20,7 @@ INTERPRETED = 3
 def test_the_campaign_finds_nothing(name):
     ledger, family = Ledger(), campaign.FAMILIES[name]
     campaign.batch(family, campaign.places(family), ledger, seed=None, examples=EXAMPLES)
-    assert ledger.calls.total() > EXAMPLES
+    assert ledger.calls.total() >= EXAMPLES
     assert not ledger.findings, ledger.report()
 
 

@@ -131,7 +131,7 @@ def build(d: dict[str, Any]) -> Problem:
     )
 
 
-FAMILY = Family("wigner", strategy, build, ("E", 2000), {"N": 5, "C": 1, "lmax": 1})
+FAMILY = Family("wigner", strategy, build, ("E", 10000), {"N": 5, "C": 1, "lmax": 1})
 
 
 def matrices_strategy(compiled: bool) -> dict[str, Any]:
@@ -219,7 +219,7 @@ MATRICES = Family(
     "wigner_d",
     matrices_strategy,
     matrices_build,
-    ("E", 1000),
-    {"lmax": 2},
+    ("E", 3000),
+    {"lmax": 1},
     backends=("torch", "numpy"),
 )
