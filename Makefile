@@ -14,7 +14,16 @@ WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/py.typed fusedops/data/* gpukern/*.py)
 
-.PHONY: help demo bench test fuzz lint wheel clean
+# For how long `make sanitize` makes up calls, and what stops at an error of memory or arithmetic.
+SANITIZE_SECONDS ?= 60
+SANITIZED := $(CURDIR)/.venv/sanitized
+# gcc's runtime comes before all libraries; torch's needs that of C++ to have been found by then.
+RUN_SANITIZED = cd .venv && PYTHONPATH="$(SANITIZED):../tests" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	UBSAN_OPTIONS=print_stacktrace=1 FUSEDOPS_NUM_THREADS=3 \
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
+	bin/python
+
+.PHONY: help demo bench test fuzz sanitize lint wheel clean
 .NOTPARALLEL:
 
 help:
@@ -32,6 +41,11 @@ test: .venv/test ## test the installed package, on CPU
 
 fuzz: .venv/test ## call every op at random (FUZZ="--calls 1000000 --seed 1")
 	cd .venv && PYTHONPATH=../tests bin/python -m fuzz $(FUZZ)
+
+sanitize: $(SANITIZED)/built ## run kernels built with ASan and UBSan: matrix and campaign; needs gcc
+	$(RUN_SANITIZED) -m pytest -c ../pyproject.toml ../tests/test_matrix.py ../tests/test_conv.py \
+		../tests/test_scatter.py -k "cython and not interpret"
+	$(RUN_SANITIZED) -m fuzz --seconds $(SANITIZE_SECONDS) --backend cython
 
 lint: .venv/lint ## check style, format and types
 	$(BIN)/python -m ruff check
@@ -77,6 +91,23 @@ clean: ## remove .venv, dist and caches
 
 .venv/test: .venv/torch
 	$(PIP) install "$(WHEEL)[test]"
+	touch $@
+
+# For this machine's instruction set alone, beside the installed package, which stays as it is.
+$(SANITIZED)/built: $(SOURCES) | .venv/test
+	rm -rf $(SANITIZED)
+	mkdir $(SANITIZED)
+	cp -r fusedops gpukern $(SANITIZED)
+	mkdir $(SANITIZED)/cpukern
+	cp cpukern/*.py $(SANITIZED)/cpukern
+	[ -d .venv/build-sanitized ] || PATH="$(CURDIR)/$(BIN):$$PATH" meson setup .venv/build-sanitized \
+		-Doptimization=1 -Ddebug=true -Db_sanitize=address,undefined -Db_lundef=false \
+		-Dc_args=-fno-sanitize-recover=undefined
+	level=$$(cd .venv && bin/python -c 'from cpukern import isa; print(isa.level())') && \
+	cd .venv/build-sanitized && \
+	modules=$$(../bin/ninja -t targets all | sed -n 's/^\(cpukern\/[^ /:]*\.[a-z]*\): c_LINKER.*/\1/p' \
+		| grep -e /_cpu -e "_$$level\.") && \
+	../bin/ninja $$modules && cp $$modules $(SANITIZED)/cpukern
 	touch $@
 
 # NumPy and torch for their types.

@@ -29,7 +29,8 @@ cdef inline real exponential(real x) noexcept nogil:
         value = value * r + <float>0.5
         value = value * r + <float>1.0
         value = value * r + <float>1.0
-        single = (<int>n + 127) << 23
+        # A NaN, which is no int, is left to `value`.
+        single = (<int>(n if n > <float>-127.0 else <float>-127.0) + 127) << 23
         memcpy(&scale, &single, 4)
     else:
         fits = not x > 709.0
@@ -50,6 +51,6 @@ cdef inline real exponential(real x) noexcept nogil:
         value = value * r + 0.5
         value = value * r + 1
         value = value * r + 1
-        wide = <long long>(<int>n + 1023) << 52
+        wide = <long long>(<int>(n if n > -1023.0 else -1023.0) + 1023) << 52
         memcpy(&scale, &wide, 8)
     return value * scale if fits else <real>INFINITY

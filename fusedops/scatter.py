@@ -156,7 +156,8 @@ class ScatterPlan(Packed):
         for name, given in zip(self._fields, (wa, wbwc), strict=True):
             values = bridge().as_numpy(given) if is_tensor(given) else given
             # As kernels take them: contiguous and aligned.
-            dense = np.array(values, order="C") if copy else np.require(values, requirements="CA")
+            required = ("C", "A")
+            dense = np.array(values, order="C") if copy else np.require(values, None, required)
             # NumPy minds no stride in an axis of one element, or of an empty array; torch does.
             setattr(self, name, np.ndarray(dense.shape, dense.dtype, dense))
         if "torch" in sys.modules:
