@@ -20,8 +20,7 @@ from cpukern.jit import jit
 from cpukern.scatter_numba import in_shares
 from cpukern.threads import get_num_threads, in_parallel
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
-from fusedops._arrays import double
-from fusedops._registry import register
+from fusedops._registry import bridge, register
 from fusedops.density import SLACK, Lattice, Scatterers
 
 # Exponentials that pay for handing a share to another thread.
@@ -505,8 +504,7 @@ def _prepare(
     if scatterers.tensors is None:
         constants = scatterers.arrays(xyz)
     else:
-        # Of 16 bits NumPy does not know all kinds.
-        constants = [double(tensor).numpy() for tensor in scatterers.tensors]
+        constants = [bridge().values(tensor) for tensor in scatterers.tensors]
     b = b if b.ndim == 2 else b[:, None]
     given = [np.ascontiguousarray(array) for array in (xyz, b, occupancy, *constants)]
     count, gaussians = given[4].shape

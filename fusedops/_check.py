@@ -90,6 +90,9 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
         functorch = torch._C._functorch
         if tensor.is_quantized or tensor.is_nested:
             was, advice = "quantized" if tensor.is_quantized else "nested", "a dense tensor"
+        elif tensor.layout != torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            was, advice = f"of layout {layout}", f"a dense tensor, such as {name}.to_dense()"
         elif tensor._is_zerotensor():
             was, advice = "a tensor of zeros without memory", "a dense tensor"
         elif (
@@ -186,11 +189,24 @@ def as_array(op: str, name: str, value: Any) -> Any:
         raise TypeError(f"{op}: {name} is a {kind}; it should be an array: {error}") from None
 
 
+def values(op: str, name: str, value: Any) -> np.ndarray:
+    """Return a constant, an array or a tensor, as a NumPy array. Raises TypeError or ValueError."""
+    value = as_array(op, name, value)
+    if not is_tensor(value):
+        array: np.ndarray = value
+        return array
+    if value.is_meta:
+        raise TypeError(f"{op}: {name} is on meta; it should be a tensor with values")
+    from fusedops import _torch
+
+    return _torch.values(value)
+
+
 def indices(op: str, name: str, value: Any) -> Any:
     """Return `value` as an array or tensor of int32 or int64. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
-    if is_tensor(value) and (value.is_meta or value.layout != sys.modules["torch"].strided):
-        raise TypeError(f"{op}: {name} is a meta or sparse tensor; it should be dense")
+    if is_tensor(value) and value.is_meta:
+        raise TypeError(f"{op}: {name} is on meta; it should be a tensor with values")
     if dtype_name(value.dtype) not in ("int32", "int64"):
         raise TypeError(
             f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be int32 or int64"
@@ -206,11 +222,7 @@ def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     value = as_array(op, name, value)
     if is_tensor(value):
         # Floats of one byte are for storage.
-        if (
-            not value.is_floating_point()
-            or value.itemsize == 1
-            or value.layout != sys.modules["torch"].strided
-        ):
+        if not value.is_floating_point() or value.itemsize == 1:
             raise TypeError(
                 f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "
                 "of float32, float64, bfloat16 or float16"

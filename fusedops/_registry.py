@@ -729,11 +729,13 @@ def _check_out(
                 raise ValueError(f"{name}: out shares memory with {part}; it should not")
 
 
-def _summed(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return the transpose of a broadcast from `shape`."""
-    more = array.ndim - len(shape)
-    axes = (*range(more), *(more + i for i, n in enumerate(shape) if n == 1))
-    return array.sum(axes).reshape(shape)
+def _summed(array: Any, given: Any) -> Any:
+    """Return the transpose of a broadcast of `given`, in its dtype if it has floats."""
+    given = np.asarray(given)
+    more = array.ndim - given.ndim
+    axes = (*range(more), *(more + i for i, n in enumerate(given.shape) if n == 1))
+    summed = array.sum(axes).reshape(given.shape)
+    return summed.astype(given.dtype, copy=False) if given.dtype.kind == "f" else summed
 
 
 def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
@@ -783,7 +785,7 @@ def op(
     op's, ends in ``backend`` and, unless a number is returned, ``out``, an array for the output
     shown first: these two are served here. `names` says what the primitive's arrays are called in
     that signature, where that differs, and `broadcasts` which of them the function broadcasts:
-    their gradients have the shapes given. `overloads` is a protocol for type checkers, where one
+    their gradients have the shapes and dtypes given. `overloads` is a protocol for type checkers, where one
     signature doesn't say what is returned.
     """
 
@@ -851,7 +853,7 @@ def op(
             results = bound(arrays, primitive.with_saved(wanted(shown)))
             needed = tuple(array is not None for array in arrays)
             bound_to = signature.bind(*args, **kwargs).arguments if broadcasts else {}
-            shapes = {name: np.shape(bound_to[name]) for name in broadcasts if name in bound_to}
+            broadcast = {name: bound_to[name] for name in broadcasts if name in bound_to}
 
             def pullback(*given: Any) -> tuple[Any, ...]:
                 op, shown_names = f"{call.__name__}.vjp", names_of(shown)
@@ -868,7 +870,7 @@ def op(
                 saved = results[primitive.residual]
                 gradients: Sequence[Any] = pull_back(bound, arrays, saved, cotangents, needed)
                 gradients = [
-                    _summed(g, shapes[name]) if g is not None and name in shapes else g
+                    _summed(g, broadcast[name]) if g is not None and name in broadcast else g
                     for name, g in zip(arguments, gradients, strict=True)
                 ]
                 return tuple([g for g, need in zip(gradients, needed, strict=True) if need])

@@ -321,6 +321,12 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return np.asarray(_Memory(tensor))
 
 
+def values(tensor: torch.Tensor) -> np.ndarray:
+    """Return the values of a constant as a NumPy array, a view where that can be; no bfloat16."""
+    tensor = tensor.detach().cpu().resolve_neg()
+    return as_numpy(tensor.double() if tensor.is_floating_point() else tensor)
+
+
 class _Differentiable(torch.autograd.Function):
     """Any primitive. What the pullback needs is computed beside what is wanted."""
 

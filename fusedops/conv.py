@@ -29,7 +29,7 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, op, to_run
+from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -89,7 +89,7 @@ class Sequences(Packed):
             num_tokens = size("Sequences", "num_tokens", num_tokens, bits=60)
         device = device_of(given)
         if is_tensor(given):
-            given = given.cpu().numpy()
+            given = bridge().values(given)
         if given.ndim != 1 or not len(given):
             raise ValueError(
                 f"Sequences: cu_seqlens has shape {given.shape}; it should be (S + 1,)"

@@ -34,6 +34,7 @@ from fusedops._check import (
     same_device,
     size,
     traced,
+    values,
 )
 from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
 
@@ -158,13 +159,7 @@ def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
 
 def _read_cell(op: str, cell: Any) -> np.ndarray:
     """Return a cell as a new array (3, 3) of finite numbers."""
-    if is_tensor(cell):
-        cell = cell.detach().cpu()
-        cell = (cell.double() if cell.is_floating_point() else cell).numpy()
-    try:
-        given = np.asarray(cell)
-    except ValueError:
-        raise ValueError(f"{op}: cell has rows of several lengths; it should be (3, 3)") from None
+    given = values(op, "cell", cell)
     of_shape(op, "cell", given, (3, 3))
     if given.dtype.kind not in "biufO":
         raise TypeError(f"{op}: cell has dtype {given.dtype}; it should be of real numbers")

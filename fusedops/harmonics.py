@@ -243,7 +243,7 @@ def wigner_d(
     edge_vec : array or tensor (E, 3), float32 or float64; in torch bfloat16 and float16 too
         Vectors of any length, in any unit, x, y, z.
     lmax : int
-        The largest degree, at least 0.
+        The largest degree, from 0 to 63.
     packed : bool
         Whether to return the blocks of 2l + 1 rows alone, one after the other.
     out : array or tensor, optional
@@ -293,6 +293,6 @@ def wigner_d(
     """
     edge_vec = floats("wigner_d", "edge_vec", edge_vec, ("E", 3))
     # A matrix has its fourth power of elements.
-    degree = size("wigner_d", "lmax", lmax, bits=15)
+    degree = size("wigner_d", "lmax", lmax, bits=6)
     flag("wigner_d", "packed", packed)
     return to_run((edge_vec,), (degree, "packed" if packed else "dense"), "matrices")

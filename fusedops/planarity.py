@@ -18,7 +18,6 @@ import numpy as np
 from fusedops._arrays import double
 from fusedops._check import (
     accumulator,
-    as_array,
     device_of,
     dtype_name,
     floats,
@@ -28,8 +27,9 @@ from fusedops._check import (
     same_device,
     size,
     traced,
+    values,
 )
-from fusedops._registry import Call, Packed, Primitive, op, outside_of_graphs, to_run
+from fusedops._registry import Call, Packed, Primitive, bridge, op, outside_of_graphs, to_run
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -230,7 +230,7 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
                     raise ValueError(
                         f"Planes: {name} requires grad; planes are constants, pass x.detach()"
                     )
-        index, sigma = map(_as_array, names, entry)
+        index, sigma = (values("Planes", *pair) for pair in zip(names, entry, strict=True))
         if index.dtype.kind != "i":
             raise TypeError(
                 f"Planes: {names[0]} has dtype {index.dtype}; it should be int32 or int64"
@@ -250,13 +250,6 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
             )
         groups.append((index, sigma))
     return groups, device or "cpu"
-
-
-def _as_array(name: str, value: Any) -> np.ndarray:
-    if is_tensor(value):
-        return (value.double() if value.is_floating_point() else value).cpu().numpy()
-    array: np.ndarray = as_array("Planes", name, value)
-    return array
 
 
 def _refuse(
@@ -287,7 +280,7 @@ def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
     if is_tensor(like):
         index, weight, ptr = planes.tensors_here()[:3]
         index = index.long()
-        ptr = planes.plane_ptr if planes.device == "cpu" else ptr.cpu().numpy()
+        ptr = planes.plane_ptr if planes.device == "cpu" else bridge().values(ptr)
     else:
         index, weight, ptr = planes.index, planes.weight, planes.plane_ptr
     size = np.diff(ptr)

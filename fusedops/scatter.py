@@ -154,7 +154,7 @@ class ScatterPlan(Packed):
                 self.tensors = [array.clone() if copy else array for array in given]
             return
         for name, given in zip(self._fields, (wa, wbwc), strict=True):
-            values = bridge().as_numpy(given) if is_tensor(given) else given
+            values = bridge().values(given) if is_tensor(given) else given
             # As kernels take them: contiguous and aligned.
             required = ("C", "A")
             dense = np.array(values, order="C") if copy else np.require(values, None, required)
@@ -194,7 +194,7 @@ class ScatterPlan(Packed):
         if not bad.any():
             return
         c, i = (int(at[0]) for at in (bad.nonzero() if not is_tensor(bad) else bad.nonzero().T))
-        row = wbwc[c].cpu().numpy() if is_tensor(wbwc) else wbwc[c]
+        row = bridge().values(wbwc[c]) if is_tensor(wbwc) else wbwc[c]
         at = int(wa[c, i]) + row.astype(object)
         j, k = (int(n[0]) for n in ((at < 0) | (at >= self.map_size)).nonzero())
         raise IndexError(

@@ -30,7 +30,7 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, op, to_run
+from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
 from fusedops.harmonics import matrix_size, wigner_d
 
 __all__ = ["Edges", "m_major_order", "wigner_d"]
@@ -173,7 +173,8 @@ class Edges(Packed):
         self.num_edges = int(given.shape[1])
         self.device = device_of(given)
         if self.device == "cpu":
-            self._sort(np.array(given.numpy() if is_tensor(given) else given, dtype=np.int64))
+            given = bridge().values(given) if is_tensor(given) else given
+            self._sort(np.array(given, dtype=np.int64))
         else:
             torch = sys.modules["torch"]
             with torch.inference_mode(False):
