@@ -136,7 +136,9 @@ def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> Non
         work(0, items)
         return
     first, *others = pairwise(items * t // threads for t in range(threads + 1))
-    rest = [(span, _pool().submit(work, *span)) for span in others]
+    # A share that is taken back stays in the pool's queue, where it should keep no arrays.
+    given = [work]
+    rest = [(span, _pool().submit(lambda *span: given[0](*span), *span)) for span in others]
     work(*first)
     begun = []
     # The last is begun with last.
@@ -147,6 +149,7 @@ def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> Non
             begun.append(share)
     for share in begun:
         share.result()
+    given.clear()
 
 
 @contextlib.contextmanager
