@@ -207,6 +207,8 @@ def indices(op: str, name: str, value: Any) -> Any:
     value = as_array(op, name, value)
     if is_tensor(value) and value.is_meta:
         raise TypeError(f"{op}: {name} is on meta; it should be a tensor with values")
+    if is_tensor(value):
+        value = value.resolve_neg()
     if dtype_name(value.dtype) not in ("int32", "int64"):
         raise TypeError(
             f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be int32 or int64"
@@ -266,7 +268,7 @@ def size(op: str, name: str, value: Any, *, bits: int = 63) -> int:
     """
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].SymInt):
         # To look at it would make the size of a compiled graph a constant.
-        return value  # type: ignore[return-value]
+        return value
     try:
         number = operator.index(value)
     except (TypeError, RuntimeError):  # the latter from a meta tensor

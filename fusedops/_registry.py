@@ -322,6 +322,8 @@ class Packed:
     _options: tuple[str, ...] = ()
     device = "cpu"
     tensors: Any = None
+    # Tensors of the caller's that a backward pass reads.
+    borrowed: tuple[Any, ...] = ()
     # The constructor's other arguments, where `tensors` are its arrays, for a graph to read.
     unread: dict[str, Any] | None = None
 
@@ -785,8 +787,8 @@ def op(
     op's, ends in ``backend`` and, unless a number is returned, ``out``, an array for the output
     shown first: these two are served here. `names` says what the primitive's arrays are called in
     that signature, where that differs, and `broadcasts` which of them the function broadcasts:
-    their gradients have the shapes and dtypes given. `overloads` is a protocol for type checkers, where one
-    signature doesn't say what is returned.
+    their gradients have the shapes and dtypes given. `overloads` is a protocol for type checkers,
+    where one signature doesn't say what is returned.
     """
 
     outputs = primitive.outputs

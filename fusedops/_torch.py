@@ -58,7 +58,7 @@ def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
                 "outside"
             )
         tensor = functorch.get_unwrapped(tensor)
-    return tensor
+    return tensor.resolve_neg()
 
 
 def uncompiled(function: Any) -> Any:
@@ -334,14 +334,18 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, call: Call, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, ...]:
         outputs = evaluate(call, arrays, call.primitive.with_saved(wanted))
         ctx.call = call
-        ctx.save_for_backward(*arrays, *outputs[call.primitive.residual])
+        # Borrowed tensors are saved too, so that autograd sees who writes to them.
+        packed = [argument for argument in call.static if isinstance(argument, Packed)]
+        borrowed = [tensor for argument in packed for tensor in argument.borrowed]
+        ctx.save_for_backward(*borrowed, *arrays, *outputs[call.primitive.residual])
+        ctx.borrowed = len(borrowed)
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[2:]
-        return None, None, *_pull_back(ctx.call, ctx.saved_tensors, cotangents, needed)
+        needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors[ctx.borrowed :]
+        return None, None, *_pull_back(ctx.call, saved, cotangents, needed)
 
 
 # Function.apply less its own look at torch.func's transforms, which `run` has looked for already.
@@ -360,6 +364,7 @@ class _Transformed(_Differentiable):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.call, _, *arrays = inputs
+        ctx.borrowed = 0
         ctx.save_for_backward(*arrays, *output[ctx.call.primitive.residual])
         ctx.set_materialize_grads(False)
 
@@ -483,7 +488,7 @@ def _transform_formula(
 
     by = [array for array, need in zip(arrays, needed, strict=True) if need]
     with _as_written(reference(arrays)):
-        _, pull_back = torch.func.vjp(formula, *by)
+        pull_back = torch.func.vjp(formula, *by)[1]
         gradients = iter(pull_back(tuple([c for c in cotangents if c is not None])))
     return tuple(next(gradients) if need else None for need in needed)
 

@@ -292,7 +292,9 @@ class Scatterers(Packed):
     def of(cls, *arrays: Any) -> Scatterers:
         """Return an object around arrays or tensors."""
         if is_tensor(arrays[0]):
-            return cls.from_tensors(arrays, [])
+            self = cls.from_tensors(arrays, [])
+            self.borrowed = arrays
+            return self
         self = cls.__new__(cls)
         self.amplitudes, self.widths, self.radius = (np.require(a, None, "A") for a in arrays)
         return self

@@ -156,8 +156,7 @@ class ScatterPlan(Packed):
         for name, given in zip(self._fields, (wa, wbwc), strict=True):
             values = bridge().values(given) if is_tensor(given) else given
             # As kernels take them: contiguous and aligned.
-            required = ("C", "A")
-            dense = np.array(values, order="C") if copy else np.require(values, None, required)
+            dense = np.array(values, order="C") if copy else np.require(values, None, ["C", "A"])
             # NumPy minds no stride in an axis of one element, or of an empty array; torch does.
             setattr(self, name, np.ndarray(dense.shape, dense.dtype, dense))
         if "torch" in sys.modules:
@@ -173,6 +172,7 @@ class ScatterPlan(Packed):
         """Return a plan around arrays on the CPU, whose values the one who reads them checks."""
         self = cls.__new__(cls)
         self._lay_out(wa, wbwc, map_size, copy=False)
+        self.borrowed = tuple(array for array in (wa, wbwc) if is_tensor(array))
         return self
 
     def checked(self) -> Self:
@@ -483,8 +483,8 @@ def structured_scatter_add(
     boxes of one periodic grid, whose last axis lies together in the map; otherwise the order
     changes from run to run, unless `torch.use_deterministic_algorithms` asks for one. Index tensors
     on a GPU are checked, which waits for it, when they are first used and after they were written
-    to; inside of torch.compile or a CUDA graph wa should be a `ScatterPlan`. Without a plan the
-    index arrays must not change before the backward pass.
+    to; inside of a CUDA graph wa should be a `ScatterPlan`. Without a plan, NumPy's index arrays must
+    not change before the backward pass; of tensors, autograd tells.
 
     References
     ----------

@@ -485,10 +485,12 @@ class Trial:
             for name, array in truth.rounded.items()
         }
 
-        def along(step: float) -> float:
+        def along(step: float) -> tuple[float, float]:
+            """Return the sum of outputs by cotangents, and that of its terms' sizes."""
             arrays = {name: a + step * directions[name] for name, a in truth.rounded.items()}
             outputs = _several(p.oracle(**arrays))
-            return sum(float(np.sum(c * o)) for c, o in zip(truth.cotangents, outputs, strict=True))
+            terms = [c * o for c, o in zip(truth.cotangents, outputs, strict=True)]
+            return sum(float(t.sum()) for t in terms), sum(float(np.abs(t).sum()) for t in terms)
 
         parts = [g * directions[name] for name, g in zip(p.arrays, truth.gradients, strict=True)]
         exact = sum(float(np.sum(part)) for part in parts)
@@ -498,9 +500,9 @@ class Trial:
         for share in (1e-4, 1e-5, 1e-6):
             step = share * min(largest, 1.0)
             with np.errstate(all="ignore"):
-                points = [along(m * step) for m in (-2, -1, 1, 2)]
+                points, sizes = zip(*(along(m * step) for m in (-2, -1, 1, 2)), strict=True)
             slope = (8 * (points[2] - points[1]) - (points[3] - points[0])) / (12 * step)
-            noise = 1e-11 * max(map(abs, points)) / step
+            noise = (1e-11 * max(map(abs, points)) + 1e-14 * max(sizes)) / step
             if abs(slope - exact) <= 1e-4 * size + noise:
                 break
             told += f"{slope} "
@@ -645,8 +647,11 @@ class Trial:
                     name,
                     {**kwargs, name: value},
                     f"{name} {check}",
-                    # It may go with shorter others; a mask broadcasts.
-                    must=check != "that is too short" and (name != "mask" or "axis" not in check),
+                    # It may go with shorter others; a mask broadcasts; and where all tensors are on
+                    # meta, so is the result.
+                    must=check != "that is too short"
+                    and (name != "mask" or "axis" not in check)
+                    and (check != "on meta" or len(p.arrays) + len(p.constants) > 1),
                     known=inspect.signature(p.op).parameters,
                 )
         kwargs = self.kwargs(place, packed=False)
@@ -654,8 +659,9 @@ class Trial:
             junk = JUNK[self.rng.integers(len(JUNK))]
             kind = "array" if isinstance(junk, np.ndarray) else type(junk).__name__
             kind = f"{kind} for {name}"
-            # With nothing in one place, another may be too much.
-            known = inspect.signature(p.op).parameters if junk is None else ()
+            # With nothing in one place, another may be too much; an array's size may go with none.
+            whole = junk is None or isinstance(junk, np.ndarray)
+            known = inspect.signature(p.op).parameters if whole else ()
             self.refuse(place, name, {**kwargs, name: junk}, kind, must=False, known=known)
 
     def alias(self, place: Place) -> None:
@@ -682,8 +688,6 @@ class Trial:
             return
         torch, truth = sys.modules["torch"], self.truth(place)
         for name in [*p.arrays, *p.constants]:
-            if name in ("wa", "wbwc"):
-                continue  # They must not change before the backward pass, says the documentation.
             kwargs = self.kwargs(place)
             if not isinstance(kwargs.get(name), torch.Tensor) or not kwargs[name].numel():
                 continue
