@@ -175,15 +175,28 @@ def _square(x, y, z):
     return x * x + y * y + z * z
 
 
+@_inlined()
+def _distance(at, x, y, z, step):
+    """Return the squared distance of a voxel from an atom."""
+    dx, dy, dz = x - at[0], y - at[1], z - at[2]
+    return _square(
+        step[0, 0] * dx + step[0, 1] * dy + step[0, 2] * dz,
+        step[1, 0] * dx + step[1, 1] * dy + step[1, 2] * dz,
+        step[2, 0] * dx + step[2, 1] * dy + step[2, 2] * dz,
+    )
+
+
 @jit
-def _nearest(w, images):
-    """Return whether a vector is the shortest of its images."""
-    x, y, z = w
-    own = _square(x, y, z)
+def _nearest(at, x, y, z, images, step):
+    """Return whether no image of a voxel is nearer to an atom; of two alike, the first counts.
+
+    From places, not from vectors, so that two images are compared the same way from both.
+    """
+    own = _distance(at, x, y, z, step)
     for t in images:
-        if not _square(x + t[0], y + t[1], z + t[2]) >= own:
+        if not _distance(at, x + t[0], y + t[1], z + t[2], step) >= own:
             return False
-        if not _square(x - t[0], y - t[1], z - t[2]) > own:
+        if not _distance(at, x - t[0], y - t[1], z - t[2], step) > own:
             return False
     return True
 
@@ -236,9 +249,9 @@ def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, vox
         low, high = lows[j], highs[j]
         line = _along(corner, j, across)
         if folded:
-            while low <= high and not _nearest(_along(line, low - at[2], along), images):
+            while low <= high and not _nearest(at, plane, first + j, low, images, step):
                 low += 1
-            while low <= high and not _nearest(_along(line, high - at[2], along), images):
+            while low <= high and not _nearest(at, plane, first + j, high, images, step):
                 high -= 1
         if low <= high:
             for k in range(low, high + 1, RAMP):
@@ -515,10 +528,9 @@ def _prepare(
     arguments = *given, *lattice_of, at, box, sizes, square, share, forms
     in_parallel(lambda low, high: _set_up(low, high, *arguments), count, _ATOMS)
     most = int(_BATCH + sizes[:, 0].max(initial=0) + _BLOCK)
-    images = lattice.images @ lattice.step.T
     # A sphere is half of its box.
     costs = 0.5 * gaussians * sizes[:, 1]
-    return (at, box, square, share, forms), (lattice.step, images, lattice.shape, most), costs
+    return (at, box, square, share, forms), (lattice.step, lattice.images, lattice.shape, most), costs
 
 
 @register("gaussian_density", "numba")

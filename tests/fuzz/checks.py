@@ -395,6 +395,9 @@ class Trial:
         narrowest = self.narrowest
         tolerance = p.tolerance(narrowest, gradient)
         tolerance *= self.truth(place).condition ** (2 if gradient else 1)
+        if self.layout(place) == "repeated":
+            # Roundings of equal terms add up, instead of as the root of their number.
+            tolerance *= max(1.0, max(p.terms, gradient * p.gradient_terms) ** 0.5 / 8)
         for name, value, want, bound in zip(names, values, wanted, bounds, strict=True):
             more = margin.get(name if gradient else "value", 0.0)
             dtype = str(value.dtype).removeprefix("torch.")
@@ -496,13 +499,15 @@ class Trial:
         exact = sum(float(np.sum(part)) for part in parts)
         size = sum(float(np.sum(np.abs(part))) for part in parts)
         largest = max([_largest(array) for array in truth.rounded.values()] + [1e-30])
+        # What is zero but for rounding, such as a normalized constant, has slopes of that size.
+        floor = 1e-11 * sum(float(np.abs(c).sum()) for c in truth.cotangents)
         told = ""
         for share in (1e-4, 1e-5, 1e-6):
             step = share * min(largest, 1.0)
             with np.errstate(all="ignore"):
                 points, sizes = zip(*(along(m * step) for m in (-2, -1, 1, 2)), strict=True)
             slope = (8 * (points[2] - points[1]) - (points[3] - points[0])) / (12 * step)
-            noise = (1e-11 * max(map(abs, points)) + 1e-14 * max(sizes)) / step
+            noise = (1e-11 * max(map(abs, points)) + 1e-14 * max(sizes)) / step + floor
             if abs(slope - exact) <= 1e-4 * size + noise:
                 break
             told += f"{slope} "

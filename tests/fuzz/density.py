@@ -114,6 +114,8 @@ def build(d: dict[str, Any]) -> Problem:
         value = np.zeros(math.prod(grid))
         rows = {name: np.zeros_like(array) for name, array in arrays.items()}
         for i, own, square, r, ties in terms(**arrays):
+            # An atom on a voxel is as far from it as coordinates are rounded.
+            rows["xyz"][i] = 1e-13 * np.abs(own).sum() * np.abs(arrays["xyz"][i]).max()
             reach = 1e-5 * (square + np.abs(arrays["xyz"][i]).max() * 1e-2)
             edge = np.abs(square - r * r * (1 + SLACK)) <= reach
             inside = square <= r * r * (1 + SLACK)
