@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast, overload
 
 import numpy as np
@@ -369,8 +370,8 @@ class Packed:
         if traced():
             return cls._unread(tensors, options)
         argument = cls._given[0]
-        for tensor in tensors:
-            own_memory(op, argument, tensor)
+        for name, tensor in zip(cycle(cls._given), tensors, strict=False):
+            own_memory(op, name, tensor)
         torch = sys.modules["torch"]
         if torch._C._are_functorch_transforms_active():
             if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):

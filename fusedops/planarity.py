@@ -24,6 +24,7 @@ from fusedops._check import (
     is_tensor,
     of_shape,
     one_of,
+    own_memory,
     same_device,
     size,
     traced,
@@ -224,6 +225,7 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
         names = f"plane_groups[{g}] indices", f"plane_groups[{g}] sigmas"
         for name, array in zip(names, entry, strict=True):
             if is_tensor(array):
+                own_memory("Planes", name, array)
                 device, first = device or device_of(array), first or name
                 same_device("Planes", name, device_of(array), first, device)
                 if array.requires_grad:

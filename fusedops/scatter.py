@@ -483,8 +483,8 @@ def structured_scatter_add(
     boxes of one periodic grid, whose last axis lies together in the map; otherwise the order
     changes from run to run, unless `torch.use_deterministic_algorithms` asks for one. Index tensors
     on a GPU are checked, which waits for it, when they are first used and after they were written
-    to; inside of a CUDA graph wa should be a `ScatterPlan`. Without a plan, NumPy's index arrays must
-    not change before the backward pass; of tensors, autograd tells.
+    to; inside of a CUDA graph wa should be a `ScatterPlan`. Without a plan, NumPy's index arrays
+    must not change before the backward pass; of tensors, autograd tells.
 
     References
     ----------
