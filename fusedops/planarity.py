@@ -482,6 +482,8 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
             planes = Planes.read(name, *_flat(planes), num_atoms=xyz.shape[0])
         else:
             planes = Planes(planes, num_atoms=xyz.shape[0])
+            if not planes.num_planes and is_tensor(xyz) and not xyz.is_meta:
+                planes = planes.to(xyz.device)
     same_device(name, "plane_groups", planes.device, "xyz", device_of(xyz))
     if planes.bound > xyz.shape[0]:
         raise IndexError(

@@ -177,10 +177,12 @@ def _wrapped(at, size):
 
 @triton.jit
 def _distance(x, y, z, step):
-    wx = x * step[0] + y * step[1] + z * step[2]
-    wy = x * step[3] + y * step[4] + z * step[5]
-    wz = x * step[6] + y * step[7] + z * step[8]
-    return wx * wx + wy * wy + wz * wz
+    # Fused by hand: a compiler fuses copies of this differently, and both of two equally near
+    # images would be lost.
+    wx = tl.fma(x, step[0], tl.fma(y, step[1], z * step[2]))
+    wy = tl.fma(x, step[3], tl.fma(y, step[4], z * step[5]))
+    wz = tl.fma(x, step[6], tl.fma(y, step[7], z * step[8]))
+    return tl.fma(wx, wx, tl.fma(wy, wy, wz * wz))
 
 
 @triton.jit

@@ -40,6 +40,8 @@ FAMILIES = {
         packed.FAMILY,
     )
 }
+#: Values for every call on a GPU, where compiling takes longer than calling.
+SEEDS = 8
 #: Seconds that hypothesis may take to make a finding's example smaller.
 SHRINKING = 2.0
 #: Seconds that an example may take before it counts as one that hangs.
@@ -182,15 +184,17 @@ def batch(
             raise Enough
         before(description)
         own = Ledger()
+        again = range(SEEDS if any(place.device != "cpu" for place in where) else 1)
+        seeds = [(description["seed"] + step) % 2**32 for step in again]
         try:
-            trial = examine(description, where, own)
+            trials = [examine({**description, "seed": one}, where, own) for one in seeds]
         except Hung:
             ledger.merge(own)
             raise
         known = set(ledger.findings)
         ledger.merge(own)
-        if trial.pending:
-            unresolved.append(trial)
+        if trials[0].pending:
+            unresolved.extend(trials)
             return
         if pursued:
             if pursued[0] in own.findings:

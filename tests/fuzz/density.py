@@ -115,7 +115,8 @@ def build(d: dict[str, Any]) -> Problem:
         rows = {name: np.zeros_like(array) for name, array in arrays.items()}
         for i, own, square, r, ties in terms(**arrays):
             # An atom on a voxel is as far from it as coordinates are rounded.
-            rows["xyz"][i] = 1e-13 * np.abs(own).sum() * np.abs(arrays["xyz"][i]).max()
+            rounding = 1e-13 if d["dtype"] == "float64" else 5e-5
+            rows["xyz"][i] = rounding * np.abs(own).sum() * np.abs(arrays["xyz"][i]).max()
             reach = 1e-5 * (square + np.abs(arrays["xyz"][i]).max() * 1e-2)
             edge = np.abs(square - r * r * (1 + SLACK)) <= reach
             inside = square <= r * r * (1 + SLACK)
