@@ -51,6 +51,8 @@ def move(packed: Packed, device: Any) -> Packed:
 def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside torch.func's wrappers, which follow no derivative by a constant."""
     functorch = torch._C._functorch
+    # First, because it is an operation, whose result the transforms wrap.
+    tensor = tensor.resolve_neg()
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
             raise TypeError(
@@ -58,7 +60,7 @@ def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
                 "outside"
             )
         tensor = functorch.get_unwrapped(tensor)
-    return tensor.resolve_neg()
+    return tensor
 
 
 def uncompiled(function: Any) -> Any:
@@ -97,6 +99,9 @@ def _apart(argument: Any) -> Any:
 def _together(argument: Any) -> Any:
     if isinstance(argument, dict):
         return {name: _together(value) for name, value in argument.items()}
+    if isinstance(argument, torch.SymFloat):
+        # Floats are options, and constants of a graph.
+        return float(argument)
     if not isinstance(argument, (list, tuple)):
         return argument
     if len(argument) == 4 and isinstance(argument[0], str) and argument[0] == _PACKED:
@@ -288,8 +293,13 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-_FLOATS, _INTEGERS = ("float64", "float32", "float16"), ("int64", "int32", "int16", "int8", "uint8")
-_TYPES = {getattr(torch, name): np.dtype(name).str for name in (*_FLOATS, *_INTEGERS, "bool")}
+_TYPES = {
+    getattr(torch, name): np.dtype(name).str
+    for name in (
+        *("float64", "float32", "float16", "complex128", "complex64"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    )
+}
 _TYPES[torch.bfloat16] = np.dtype(np.uint16).str
 
 

@@ -1640,8 +1640,11 @@ def test_opcheck_of_strided_arrays(backend):
     kernels = torch.rand(2, 6, 4, 3).mT.requires_grad_()
     cotangent = torch.rand(3, 6, 2).permute(2, 1, 0)
     wanted = [True, True, False, False]
+    unpacked = [], [], False
     conv_op = torch.ops.fusedops.dynamic_conv.default
-    torch.library.opcheck(conv_op, (x, kernels, None, None, [], [], "silu", [True, True], backend))
+    torch.library.opcheck(
+        conv_op, (x, kernels, None, None, *unpacked, "silu", [True, True], backend)
+    )
     vjp_op = torch.ops.fusedops.dynamic_conv_vjp.default
     arrays = (x, kernels, None, None, cotangent, None)
-    torch.library.opcheck(vjp_op, (*arrays, [], [], "silu", wanted, backend))
+    torch.library.opcheck(vjp_op, (*arrays, *unpacked, "silu", wanted, backend))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -55,7 +57,7 @@ def train(module: torch.nn.Module, steps: torch.Tensor) -> None:
         optimizer.step()
 
 
-def work(rank: int, folder: str) -> None:
+def work(folder: str, rank: int) -> None:
     """Train every module in every wrapper, and leave its parameters in `folder`."""
     torch.set_num_threads(1)
     # Nothing of torch's own is at stake here but its warning of views.
@@ -79,7 +81,13 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    command = [sys.executable, __file__, str(folder)]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(PROCESSES)]
+    try:
+        assert [process.wait(timeout=300) for process in processes] == [0] * PROCESSES
+    finally:
+        for process in processes:
+            process.kill()
     return folder
 
 
@@ -109,3 +117,7 @@ def test_results_are_no_views_and_storages_keep_their_freedom(name, dtype):
     assert out.is_contiguous()
     for tensor in (x, *module.parameters()):
         assert tensor.untyped_storage().resizable()
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], int(sys.argv[2]))

@@ -72,7 +72,10 @@ KINDS = {
     "jagged": (jagged, r"{name}\.to_padded_tensor\(0\)"),
     "sparse": (lambda tensor: tensor.to_sparse(), r"{name}\.to_dense\(\)"),
     "masked": (masked, r"{name}\.to_tensor\(0\)"),
-    "lazy": (lambda _: torch.nn.parameter.UninitializedParameter(), "initialized"),
+    "lazy": (
+        lambda tensor: torch.nn.parameter.UninitializedParameter(device=tensor.device),
+        "initialized",
+    ),
     "meta": (lambda tensor: tensor.to("meta"), "meta"),
 }
 OF_FLOATS = {

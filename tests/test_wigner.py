@@ -1192,7 +1192,7 @@ def bad_tensors():
     return {
         "x of integers": ({"x": given["x"].int()}, TypeError, "x has dtype int32; it should be"),
         "radial complex": ({"radial": given["radial"].cfloat()}, TypeError, "radial has dtype c"),
-        "x sparse": ({"x": given["x"].to_sparse()}, TypeError, "x has .* it should be a dense"),
+        "x sparse": ({"x": given["x"].to_sparse()}, TypeError, "x is of layout .* a dense tensor"),
         "x of float8": ({"x": given["x"].to(torch.float8_e4m3fn)}, TypeError, "x has dtype float8"),
         "matrices of integers": (
             {"wigner_inv": given["wigner_inv"].long()},
@@ -2189,7 +2189,7 @@ def test_a_gradient_is_an_array_of_its_own():
 
 @needs_torch
 def test_a_raw_edge_index_under_torch_func():
-    x, wigner, index = torch.ones(2, 4, 1), torch.ones(1, 4, 4), torch.tensor([[0], [1]])
+    x, wigner, index = torch.rand(2, 4, 1), torch.ones(1, 4, 4), torch.tensor([[0], [1]])
 
     def total(x, index):
         return fusedops.node_to_edge_wigner_permute(x, index, wigner).sum()
@@ -2204,21 +2204,21 @@ def test_a_raw_edge_index_under_torch_func():
 def test_a_raw_edge_index_is_recorded_as_it_is():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    x, wigner, index = torch.ones(2, 4, 1), torch.ones(1, 4, 4), torch.tensor([[0], [1]])
+    x, wigner, index = torch.rand(2, 4, 1), torch.ones(1, 4, 4), torch.tensor([[0], [1]])
 
     def function(x, index):
         return fusedops.node_to_edge_wigner_permute(x, index, wigner)
 
     recorded = make_fx(function)(x, index)
     for other in (index, index.flip(0), index * 0):
-        assert torch.equal(recorded(x + other, other), function(x + other, other))
+        assert torch.equal(recorded(x, other), function(x, other))
 
 
 @pytest.mark.parametrize("factor", [1e-39, 10**400, -1e-320])
 def test_a_factor_whose_inverse_is_no_number_in_float32(factor):
     x, radial = np.ones((2, 4, 1), np.float32), np.ones((1, 2, 1), np.float32)
     wigner = np.ones((1, 4, 4), np.float32)
-    with pytest.raises(ValueError, match=r"rescale_factor is .*; it should be finite"):
+    with pytest.raises(ValueError, match=r"rescale_factor is .*; it should be (a )?finite"):
         fusedops.edge_degree_scatter(x, radial, LINE, wigner, rescale_factor=factor)
 
 
