@@ -530,7 +530,11 @@ def _prepare(
     most = int(_BATCH + sizes[:, 0].max(initial=0) + _BLOCK)
     # A sphere is half of its box.
     costs = 0.5 * gaussians * sizes[:, 1]
-    return (at, box, square, share, forms), (lattice.step, lattice.images, lattice.shape, most), costs
+    return (
+        (at, box, square, share, forms),
+        (lattice.step, lattice.images, lattice.shape, most),
+        costs,
+    )
 
 
 @register("gaussian_density", "numba")
