@@ -148,7 +148,7 @@ def resolve(trials: list[Trial], ledger: Ledger) -> None:
         wrong = torch.stack([flag for flag, _ in pending]).cpu().tolist()
         for bad, (_, finding) in zip(wrong, pending, strict=True):
             if bad:
-                ledger.add(finding)
+                ledger.add(finding())
     trials.clear()
 
 

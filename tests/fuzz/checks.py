@@ -216,7 +216,8 @@ class Trial:
         numpys = set(self.dtypes.values()) <= set(NUMPY_DTYPES)
         self.places = [place for place in places if place.framework == "torch" or numpys]
         #: Comparisons on a GPU, which nobody waits for yet.
-        self.pending: list[tuple[Any, Finding]] = []
+        # A flag of a GPU, and what is found if it is set.
+        self.pending: list[tuple[Any, Callable[[], Finding]]] = []
         self._truths: dict[bool, Truth] = {}
 
     def _dtypes(self) -> dict[str, str]:
@@ -323,24 +324,32 @@ class Trial:
             good = (value.detach().double() - wanted).abs() <= allowed + slack
             good = (good | (wanted.abs() > _MOST[dtype])).all()
             self.ledger.checks[self.op, str(place)] += 1
-            self.pending.append((torch.logical_not(good), self.finding(place, check, "differs")))
+
+            def finding() -> Finding:
+                here = (part.cpu().numpy() for part in (value.detach().double(), wanted))
+                allows = allowed.cpu().numpy() if isinstance(allowed, torch.Tensor) else allowed
+                return self.finding(place, check, self.difference(*here, allows, slack, dtype))
+
+            self.pending.append((torch.logical_not(good), finding))
             return
         if place.framework == "torch" and not isinstance(value, np.ndarray):
             value = value.detach().double().numpy()
+        told = self.difference(value, wanted, allowed, slack, dtype)
+        self.expect(place, check, not told, told)
+
+    @staticmethod
+    def difference(value: Any, wanted: Any, allowed: Any, slack: float, dtype: str) -> str:
+        """Return where two arrays differ by more than is allowed; nothing where they agree."""
         with np.errstate(all="ignore"):
             off = np.abs(np.asarray(value, np.float64) - wanted)
             good = (off <= allowed + slack) | (np.abs(wanted) > _MOST[dtype])
         if good.all():
-            self.expect(place, check, True)
-            return
+            return ""
         at = np.unravel_index(np.argmin(good), good.shape)
         most = np.broadcast_to(allowed, good.shape)[at]
-        self.expect(
-            place,
-            check,
-            False,
+        return (
             f"{np.asarray(value)[at]} at {list(map(int, at))} should be {np.asarray(wanted)[at]}, "
-            f"within {most:.3g}",
+            f"within {most:.3g}"
         )
 
     def run(self, aspect: str) -> None:
