@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from fusedops._arrays import double
+from fusedops._arrays import cast, double
 from fusedops._check import (
     accumulator,
     device_of,
@@ -365,7 +365,7 @@ def _nll_formula(xyz: Any, planes: Planes, fit: str) -> tuple[Any, Any]:
         rows.append((index, g[..., None] * plane.normal[:, None]))
     if is_tensor(xyz):
         dtype = getattr(_namespace(xyz), accumulator(xyz) or dtype_name(xyz.dtype))
-        return total.to(dtype), _scatter(rows, xyz)
+        return total.to(dtype), _scatter(rows, xyz.to(dtype))
     return np.asarray(total, xyz.dtype), _scatter(rows, xyz)
 
 
@@ -429,7 +429,7 @@ def _nll_pullback(
     if direction is not None:
         (turned,) = call.other(gradient_vjp, (arrays[0], direction))
         dxyz = turned if dxyz is None else dxyz + turned
-    return (dxyz,)
+    return (None if dxyz is None else cast(dxyz, arrays[0]),)
 
 
 def _gradient_vjp_outputs(arrays: Sequence[Any], static: Any) -> tuple[tuple[Any, None], ...]:
@@ -451,7 +451,11 @@ nll = Primitive(
     arrays=("xyz",),
     static={"planes": Planes, "fit": str},
     outputs=("nll", "gradient"),
-    describe=lambda arrays, _: (((), accumulator(arrays[0])), (arrays[0].shape, None)),
+    # The gradient waits for its cotangent in float32: in 16 bits it may be beyond all numbers.
+    describe=lambda arrays, _: (
+        ((), accumulator(arrays[0])),
+        (arrays[0].shape, accumulator(arrays[0])),
+    ),
     formula=_nll_formula,
     pullback=_nll_pullback,
     residual=slice(1, 2),

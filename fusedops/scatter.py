@@ -125,6 +125,8 @@ class ScatterPlan(Packed):
         meet: where those of each tile begin, and the pairs, see `_pairs`.
         """
         if len(self.tensors_here()) == len(self._fields):
+            if self.device == "cpu":
+                self.checked()
             with sys.modules["torch"].inference_mode(False):
                 self._sort(*self.tensors)
         return self.tensors
