@@ -107,7 +107,7 @@ $(SANITIZED)/built: $(SOURCES) | .venv/test
 	cd .venv/build-sanitized && \
 	modules=$$(../bin/ninja -t targets all | sed -n 's/^\(cpukern\/[^ /:]*\.[a-z]*\): c_LINKER.*/\1/p' \
 		| grep -e /_cpu -e "_$$level\.") && \
-	../bin/ninja $$modules && cp $$modules $(SANITIZED)/cpukern
+	PATH="$(CURDIR)/$(BIN):$$PATH" ninja $$modules && cp $$modules $(SANITIZED)/cpukern
 	touch $@
 
 # NumPy and torch for their types.
