@@ -36,6 +36,25 @@ cdef extern from *:
     #define MASK(integer, condition) (-(integer)(condition))
     #define AS(type, v) type##_of(v)
     #endif
+    #if defined(__clang__)
+    #define APART __attribute__((noinline))
+    #elif defined(__GNUC__)
+    #define APART __attribute__((noinline, noclone))
+    #else
+    #define APART __declspec(noinline)
+    #endif
+    /* The squared distance of a voxel from an atom, in one piece of code: copies of it may be fused
+       in different ways, and of two images that are equally near both would count, or none. */
+    static APART double fusedops_distance(
+        const double *step, const double *at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
+    ) {
+        double dx = x - at[0], dy = y - at[1], dz = z - at[2], total = 0;
+        for (int i = 0; i < 3; i++) {
+            double w = dx * step[3 * i] + dy * step[3 * i + 1] + dz * step[3 * i + 2];
+            total += w * w;
+        }
+        return total;
+    }
     typedef float fusedops_floats VECTOR(float);
     typedef double fusedops_doubles VECTOR(double);
     typedef unsigned int fusedops_ints VECTOR(unsigned int);
@@ -226,6 +245,9 @@ cdef extern from *:
     DEFINE_CURVES(float, fusedops_floats, fusedops_ints)
     DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
     """
+    double distance "fusedops_distance"(
+        const double* step, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
+    ) noexcept nogil
     void curve_float "fusedops_curve_float"(
         float* out, Py_ssize_t n, float start, float a, float b, float c, float scale
     ) noexcept nogil
@@ -457,30 +479,20 @@ cdef void set_atom(
             numbers[n * G + g] = <real>found[n]
 
 
-cdef double distance(
-    const Grid* grid, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
-) noexcept nogil:
-    cdef double dx = x - at[0], dy = y - at[1], dz = z - at[2], total = 0, w
-    cdef int i
-    for i in range(3):
-        w = dx * grid.step[3 * i] + dy * grid.step[3 * i + 1] + dz * grid.step[3 * i + 2]
-        total = total + w * w
-    return total
-
-
 cdef bint nearest(
     const Grid* grid, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
 ) noexcept nogil:
     """Whether no image of a voxel is nearer; of two alike, the first counts."""
-    cdef double own = distance(grid, at, x, y, z)
+    cdef const double* step = grid.step
+    cdef double own = distance(step, at, x, y, z)
     cdef Py_ssize_t i, a, b, c
     for i in range(7):
         a = <Py_ssize_t>grid.images[3 * i]
         b = <Py_ssize_t>grid.images[3 * i + 1]
         c = <Py_ssize_t>grid.images[3 * i + 2]
-        if distance(grid, at, x + a, y + b, z + c) < own:
+        if distance(step, at, x + a, y + b, z + c) < own:
             return False
-        if distance(grid, at, x - a, y - b, z - c) <= own:
+        if distance(step, at, x - a, y - b, z - c) <= own:
             return False
     return True
 

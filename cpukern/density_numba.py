@@ -190,13 +190,15 @@ def _distance(at, x, y, z, step):
 def _nearest(at, x, y, z, images, step):
     """Return whether no image of a voxel is nearer to an atom; of two alike, the first counts.
 
-    From places, not from vectors, so that two images are compared the same way from both.
+    Alike but for rounding, since the compiler may fuse copies of a distance in different ways: from
+    either of two both would seem nearer, or none.
     """
     own = _distance(at, x, y, z, step)
+    slack = 1e-11 * own
     for t in images:
-        if not _distance(at, x + t[0], y + t[1], z + t[2], step) >= own:
+        if not _distance(at, x + t[0], y + t[1], z + t[2], step) >= own - slack:
             return False
-        if not _distance(at, x - t[0], y - t[1], z - t[2], step) > own:
+        if not _distance(at, x - t[0], y - t[1], z - t[2], step) > own + slack:
             return False
     return True
 

@@ -426,6 +426,30 @@ def test_no_radius_reaches_a_voxel_that_is_met(quick):
     close(got, brute(p))
 
 
+# Cells, shapes and radii in which atoms on voxels, and between two, have voxels with two images
+# that are equally near; none of these is on a sphere.
+TIES = {
+    "small": ([[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (6, 8, 8), 4.03),
+    "sheared": ([[6.0, 14.0, 0.0], [0.0, 6.0, -13.0], [0.0, 0.0, 6.0]], (3, 3, 2), 5.03),
+    "left-handed": ([[0.0, 5.0, -2.0], [6.0, -1.0, 0.0], [1.0, 2.0, 5.0]], (5, 4, 6), 4.03),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_one_of_two_images_that_are_equally_near_counts(place, name):
+    """Not both, and not none: roundings are the same from either."""
+    cell, shape, radius = TIES[name]
+    count = 8 if place[1] == "triton" else 80
+    rng = np.random.default_rng(3)
+    places = rng.integers(-7, 20, (count, 3)) / (2 * np.array(shape))
+    atoms = atoms_in(np.array(cell), count, rng, anisotropic=False)
+    arrays = (places @ np.transpose(cell), *atoms[1:], np.full(count, radius))
+    p = Problem(*arrays, np.array(cell), shape, None)
+    # One by one: what is a tenth of an atom's density is little of all.
+    for row in range(count):
+        close(evaluate(place, p.of([row])), brute(p.of([row])))
+
+
 @pytest.mark.parametrize("name", ["orthogonal", "triclinic"])
 def test_the_integral_is_the_number_of_electrons(quick, name, anisotropic):
     cell = 2.0 * np.array(CELLS[name][0])

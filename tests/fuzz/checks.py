@@ -402,7 +402,8 @@ class Trial:
         p, margin = self.problem, self.truth(place).margin
         names = list(p.arrays) if gradient else [str(at) for at in range(len(wanted))]
         narrowest = self.narrowest
-        tolerance = p.tolerance(narrowest, gradient)
+        # A million draws see the tails of what the matrix sees once.
+        tolerance = 2 * p.tolerance(narrowest, gradient)
         tolerance *= self.truth(place).condition ** (2 if gradient else 1)
         if self.layout(place) == "repeated":
             # Roundings of equal terms add up, instead of as the root of their number.
