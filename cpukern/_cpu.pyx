@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What the compiled kernels ask of the machine: its instruction sets, and threads to share work with.
+"""Instruction sets of this machine, and threads for the compiled kernels to share work with.
 
 Whoever calls takes shares until none is left, and waits only for threads that are at work on one by
 then: one that sleeps, because other processes have the cores, is not waited for. OpenMP waits for

@@ -472,7 +472,7 @@ cdef void set_layout(
         layout.sequences = starts.shape[0] - 1
 
 
-# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
 # for every type. Scratch has a row for every thread.
 cdef struct Pass:
     Layout layout

@@ -924,7 +924,7 @@ cdef Grid grid_of(shape, const double[:, ::1] step, const double[:, ::1] images)
     return grid
 
 
-# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
 # for every type. Scratch has a row for every thread.
 cdef struct SetUp:
     const Grid* grid

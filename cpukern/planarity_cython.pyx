@@ -442,7 +442,7 @@ cdef void block_gradient_vjp(
                       direct * nx - s * d * px, direct * ny - s * d * py, direct * nz - s * d * pz)
 
 
-# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
 # for every type. Scratch has a row for every thread.
 cdef struct Call:
     const void* xyz

@@ -153,7 +153,7 @@ cdef inline bint one_span(
     return not leaves
 
 
-# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
 # for every type.
 cdef struct Survey:
     const void* wa

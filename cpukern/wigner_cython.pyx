@@ -351,7 +351,7 @@ cdef inline void some_edges(
         first = last
 
 
-# What shares of a call are given, by a pointer to what its arrays hold, so that there is a function
+# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
 # for every type. Scratch has a row for every thread; the lists of nodes are those of one end.
 cdef struct Call:
     Layout layout

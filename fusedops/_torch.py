@@ -588,10 +588,7 @@ def _register(primitive: Primitive) -> None:
             for want, output in zip(wanted, described, strict=True)
         ]
         return returned(
-            [
-                reference(arrays).new_empty(shape, dtype=getattr(torch, dtype) if dtype else None)
-                for shape, dtype in shapes
-            ]
+            [reference(arrays).new_empty(shape, dtype=_dtype(dtype)) for shape, dtype in shapes]
         )
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

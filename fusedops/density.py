@@ -82,7 +82,7 @@ class Lattice(Packed):
         If the shape has not three positive sizes, or the cell is not of real numbers, has no
         volume, an edge that is not from 1e-9 to 1e9 Å, or is skewed as that of no crystal: if
         the points that are nearer to a corner of it than to any other, its Voronoi cell, need
-        a box of more than 64 cells. Those of a reduced cell need less than five.
+        a box of more than 64 cells. A reduced cell needs less than five.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class Lattice(Packed):
         along = metric[0, 1:] / metric[0, 0]
         rest = metric[1:, 1:] - np.outer(along, metric[0, 1:])
         reach = np.linalg.norm(self.to_grid, axis=1)
-        # What lies on the border is not lost to rounding.
+        # A voxel on the border is not lost to rounding.
         extents = voronoi.extents * self.shape * (1 + SLACK)
         farthest = voronoi.farthest * (1 + SLACK)
         self.measures = np.array(
