@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
-from cpukern.threads import in_parallel
 from cpukern.vectors_numba import sigmoid
-from fusedops._registry import register
+from fusedops._frame.registry import register
+from fusedops._frame.threads import in_parallel
 from fusedops.conv import CHUNK, Sequences
 
 # Products of a tap and an input that pay for handing a share to another thread.

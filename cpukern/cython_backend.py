@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from cpukern import isa, trimul
-from cpukern.threads import threads_for
-from fusedops import _memory
-from fusedops._registry import register
+from fusedops._frame import memory
+from fusedops._frame.registry import register
+from fusedops._frame.threads import threads_for
 from fusedops.conv import CHUNK
 from fusedops.density import SLACK, Lattice, Scatterers, listed
 from fusedops.planarity import LANES, NO_PLANE
@@ -332,7 +332,7 @@ def edge_wigner(
 def _survey(plan: ScatterPlan) -> None:
     """Find the runs of the cubes' rows and the planes of every part, and check the plan."""
     cubes, nx, rows, _ = plan.shape
-    first, second = _memory.empty((2, cubes, rows), np.dtype(np.int64))
+    first, second = memory.empty((2, cubes, rows), np.dtype(np.int64))
     split = np.empty((cubes, rows), np.int32)
     low, high = np.empty((2, cubes), np.int64)
     spans = np.empty((cubes, nx, 2), np.int32)

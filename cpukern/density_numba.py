@@ -18,9 +18,9 @@ from numba.extending import overload
 
 from cpukern.jit import jit
 from cpukern.scatter_numba import in_shares
-from cpukern.threads import get_num_threads, in_parallel
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
-from fusedops._registry import bridge, register
+from fusedops._frame.registry import bridge, register
+from fusedops._frame.threads import get_num_threads, in_parallel
 from fusedops.density import SLACK, Lattice, Scatterers
 
 # Exponentials that pay for handing a share to another thread.

@@ -21,7 +21,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for this CPU, to run without the GIL.
 
     Numba's cache is keyed by CPU, so that hosts may share one. Threads come from
-    `cpukern.threads.in_parallel`, not from Numba's threading layers, which abort a forked child
+    the frame's `in_parallel`, not from Numba's threading layers, which abort a forked child
     or a second Python thread.
     """
     compiled = numba.njit(nogil=True, error_model="numpy")(function)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
-from cpukern.threads import in_parallel
-from fusedops._registry import register
+from fusedops._frame.registry import register
+from fusedops._frame.threads import in_parallel
 from fusedops.planarity import NO_PLANE
 
 # Blocks of planes that pay for handing a share to another thread.

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
-from cpukern.threads import in_parallel, threads_for
 from cpukern.vectors_numba import add_run, copy_run, fetch
-from fusedops._registry import register
+from fusedops._frame.registry import register
+from fusedops._frame.threads import in_parallel, threads_for
 from fusedops.scatter import ScatterPlan
 
 # Planes that are read ahead: of a cube there are few in a part, and what is next is elsewhere.

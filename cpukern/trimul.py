@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from cpukern.threads import blas_on_one_thread, in_parallel
-from fusedops import _memory
+from fusedops._frame import memory
+from fusedops._frame.threads import blas_on_one_thread, in_parallel
 from fusedops.trimul import ARRAYS, in_parts, slices, warn_of_parts
 
 #: What a backend provides.
@@ -53,7 +53,7 @@ class _Room(dict):
     def __call__(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         size = math.prod(shape)
         if name not in self or self[name].size < size:
-            self[name] = _memory.empty((size,), np.dtype(dtype))
+            self[name] = memory.empty((size,), np.dtype(dtype))
         return self[name][:size].reshape(shape)
 
 
@@ -132,7 +132,7 @@ class _Update:
         """
         n = h.stop - h.start
         planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
-        step = -(-n // 2) if planes > _memory.SMALL or self.limit else n
+        step = -(-n // 2) if planes > memory.SMALL or self.limit else n
         return [slice(h.start + k.start, h.start + k.stop) for k in slices(n, step)]
 
     def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
@@ -248,7 +248,7 @@ class _Update:
             if k.start == 0:
                 np.matmul(left[:, some], right[:, some], out=o[:, some])
                 return
-            spare = _memory.empty(o.shape[2:], self.dtype)
+            spare = memory.empty(o.shape[2:], self.dtype)
             for at in np.ndindex(len(o), high - low):
                 at = at[0], low + at[1]
                 o[at] += np.matmul(left[at], right[at], out=spare)

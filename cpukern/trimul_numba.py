@@ -15,7 +15,7 @@ import numpy as np
 from cpukern import trimul
 from cpukern.jit import jit
 from cpukern.vectors_numba import sigmoid
-from fusedops._registry import register
+from fusedops._frame.registry import register
 
 
 @jit

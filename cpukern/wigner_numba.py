@@ -15,9 +15,9 @@ import numba
 import numpy as np
 
 from cpukern.jit import jit
-from cpukern.threads import in_parallel
 from cpukern.vectors_numba import fetch
-from fusedops._registry import register
+from fusedops._frame.registry import register
+from fusedops._frame.threads import in_parallel
 from fusedops.wigner import degree_of, degrees
 
 # Edges whose sources follow their targets, where no nodes are summed into.

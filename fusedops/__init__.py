@@ -1,8 +1,8 @@
 """Fused, differentiable operations for structures, potentials, folding and linear attention."""
 
-from cpukern.threads import get_num_threads, set_num_threads
+from fusedops._frame.registry import BackendUnavailable, use_backend
+from fusedops._frame.threads import get_num_threads, set_num_threads
 from fusedops._info import info
-from fusedops._registry import BackendUnavailable, use_backend
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.density import Lattice, gaussian_density
 from fusedops.planarity import Planes, planarity_nll, plane_deviations

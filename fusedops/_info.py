@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpukern import isa, threads
-from fusedops import _registry
+from cpukern import isa
+from fusedops._frame import registry, threads
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _version(package: str) -> str | None:
 
 
 def _gpus() -> tuple[str, ...]:
-    if _registry.import_error("torch"):
+    if registry.import_error("torch"):
         return ()
     import torch
 
@@ -82,20 +82,20 @@ def info() -> Info:
     from fusedops import __version__
 
     gpus = _gpus()
-    no_torch = _registry.import_error("torch")
+    no_torch = registry.import_error("torch")
     backends = {}
     reason: str | None
-    for backend in _registry.BACKENDS:
+    for backend in registry.BACKENDS:
         device = "cuda" if backend.name == "triton" else "cpu"
-        request = _registry.Request(
-            next(iter(_registry.primitives())), backend.speaks, device, np.dtype(np.float32), None
+        request = registry.Request(
+            next(iter(registry.primitives())), backend.speaks, device, np.dtype(np.float32), None
         )
         if backend.speaks == "torch" and no_torch:
             reason = no_torch
         elif device == "cuda" and not gpus:
             reason = "torch sees no GPU"
         else:
-            reason = _registry.why_not(backend, request)
+            reason = registry.why_not(backend, request)
         package = "fusedops" if backend.name == "cython" else backend.name
         version = __version__ if package == "fusedops" else _version(package)
         backends[backend.name] = BackendInfo(version, reason)

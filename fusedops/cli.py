@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops._registry import BACKENDS, forced
+from fusedops._frame.registry import BACKENDS, forced
 from fusedops.planarity import FITS
 from fusedops.structure import (
     PlanarGroups,

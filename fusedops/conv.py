@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 
-from fusedops._arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
-from fusedops._check import (
+from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
+from fusedops._frame.check import (
     alike,
     as_array,
     device_of,
@@ -29,7 +29,7 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
 
 ACTIVATIONS = (None, "silu", "swish")
 

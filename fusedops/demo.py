@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops import _registry, maps
-from fusedops._arrays import namespace
-from fusedops._check import is_tensor
+from fusedops import maps
+from fusedops._frame import registry
+from fusedops._frame.arrays import namespace
+from fusedops._frame.check import is_tensor
 from fusedops.density import Lattice
 from fusedops.structure import planar_groups
 from fusedops.testing import TOLERANCE, error, ubiquitin
@@ -219,7 +220,7 @@ def _places(
 
     fastest_on = tensors(gpu) if gpu else (arrays, packed)
     fastest = op.explain(**fastest_on[0], **fastest_on[1]).backend
-    for backend in _registry.BACKENDS:
+    for backend in registry.BACKENDS:
         reason = info.backends[backend.name].why_not
         if reason:
             yield backend.name, reason, False, None

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusedops._arrays import ArrayT, cast, double, grouped, namespace, recomputed, zeros
-from fusedops._check import (
+from fusedops._frame.arrays import ArrayT, cast, double, grouped, namespace, recomputed, zeros
+from fusedops._frame.check import (
     alike,
     as_array,
     device_of,
@@ -36,7 +36,7 @@ from fusedops._check import (
     traced,
     values,
 )
-from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
 
 __all__ = ["Lattice", "atom_radius", "bad_atoms"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import ArrayT, cast, namespace, wide, zeros
-from fusedops._check import flag, floats, is_tensor, size
-from fusedops._registry import Call, Primitive, op, to_run
+from fusedops._frame.arrays import ArrayT, cast, namespace, wide, zeros
+from fusedops._frame.check import flag, floats, is_tensor, size
+from fusedops._frame.registry import Call, Primitive, op, to_run
 
 
 def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:

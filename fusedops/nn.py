@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 # The bridge: torch.compile can't import it while it traces a call.
-import fusedops._torch  # noqa: F401
-from fusedops._check import dtype_name, of_shape, one_of, promoted
-from fusedops._registry import BACKENDS
+import fusedops._frame.bridge  # noqa: F401
+from fusedops._frame.check import dtype_name, of_shape, one_of, promoted
+from fusedops._frame.registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from fusedops._arrays import cast, double
-from fusedops._check import (
+from fusedops._frame.arrays import cast, double
+from fusedops._frame.check import (
     accumulator,
     device_of,
     dtype_name,
@@ -30,7 +30,7 @@ from fusedops._check import (
     traced,
     values,
 )
-from fusedops._registry import Call, Packed, Primitive, bridge, op, outside_of_graphs, to_run
+from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, outside_of_graphs, to_run
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -333,9 +333,9 @@ class _Fit:
 
 def _normals(C: Any) -> Any:
     if is_tensor(C):
-        from fusedops import _torch
+        from fusedops._frame import bridge
 
-        return _torch.smallest_eigenvector(C, NO_PLANE)
+        return bridge.smallest_eigenvector(C, NO_PLANE)
     values, vectors = np.linalg.eigh(C)
     return np.where((values[:, 1] > NO_PLANE * values[:, 2])[:, None], vectors[:, :, 0], 0.0)
 

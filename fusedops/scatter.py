@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpukern.threads import in_parallel
-from fusedops._arrays import ArrayT, cast, grouped, wide, zeros
-from fusedops._check import (
+from fusedops._frame.arrays import ArrayT, cast, grouped, wide, zeros
+from fusedops._frame.check import (
     alike,
     device_of,
     flag,
@@ -27,7 +26,8 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.threads import in_parallel
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fusedops import _registry, _tables
+from fusedops import _tables
+from fusedops._frame import registry
 from fusedops.workloads import WORKLOADS, Workload, errors, steps_of
 
 
@@ -54,11 +55,11 @@ def run(devices: Sequence[str], backends: Sequence[str] | None = None) -> Iterat
 
 def _pairs(
     devices: Sequence[str], backends: Sequence[str] | None
-) -> Iterator[tuple[list[Workload], _registry.Backend]]:
+) -> Iterator[tuple[list[Workload], registry.Backend]]:
     for device in devices:
         kinds = _kinds(device)
         for name in dict.fromkeys(w.op.__name__ for w in kinds):
-            for backend in _registry.BACKENDS:
+            for backend in registry.BACKENDS:
                 asked = backends is None or backend.name in backends
                 # What runs on one device is a row there alone.
                 here = (backend.name == "triton") == (device == "cuda")
@@ -76,7 +77,7 @@ def _kinds(device: str) -> list[Workload]:
     return list(kinds.values())
 
 
-def _checked(workloads: list[Workload], backend: _registry.Backend) -> Row:
+def _checked(workloads: list[Workload], backend: registry.Backend) -> Row:
     first = workloads[0]
     row = Row(first.op.__name__, backend.name, first.device)
     if why := _why_not(first, backend):
@@ -108,35 +109,35 @@ def _checked(workloads: list[Workload], backend: _registry.Backend) -> Row:
     return row
 
 
-def _why_not(workload: Workload, backend: _registry.Backend) -> str | None:
-    if backend.speaks == "torch" and (missing := _registry.import_error("torch")):
+def _why_not(workload: Workload, backend: registry.Backend) -> str | None:
+    if backend.speaks == "torch" and (missing := registry.import_error("torch")):
         return missing
     if workload.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
             return "torch sees no GPU"
-    request = _registry.Request(
+    request = registry.Request(
         workload.op.primitive.name,
         backend.speaks,
         workload.device,
         np.dtype(np.float32),
         backend.name,
     )
-    return _registry.why_not(backend, request)
+    return registry.why_not(backend, request)
 
 
-def _ways(workload: Workload, backend: _registry.Backend) -> list[tuple[str, str]]:
+def _ways(workload: Workload, backend: registry.Backend) -> list[tuple[str, str]]:
     """Return the frameworks and dtypes to check a backend with."""
     if workload.dtype in ("bfloat16", "float16"):
-        has_torch = _registry.import_error("torch") is None
+        has_torch = registry.import_error("torch") is None
         return [("torch", workload.dtype)] if has_torch and backend.name != "numba" else []
     compiles = backend.name in ("numba", "triton")
     dtypes = ["float32"] if compiles or workload.rounds_to else ["float32", "float64"]
     frameworks = []
     if backend.speaks == "numpy":
         frameworks.append("numpy")
-    if _registry.import_error("torch") is None:
+    if registry.import_error("torch") is None:
         frameworks.append("torch")
     return [(framework, dtype) for framework in frameworks for dtype in dtypes]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops import _registry
+from fusedops._frame import registry
 from fusedops.conv import Sequences, conv, conv_step, conv_vjp
 from fusedops.density import COMPONENTS, Lattice, Scatterers, density, density_vjp
 from fusedops.harmonics import matrices, matrices_vjp, matrix_size
@@ -64,7 +64,7 @@ class Case:
     """
 
     name: str
-    primitive: _registry.Primitive
+    primitive: registry.Primitive
     make: Callable[[], tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]]
     terms: int = 0
 
@@ -114,11 +114,11 @@ def poisoned_outputs() -> Iterator[None]:
     ...     float(fusedops.dynamic_conv(np.ones((1, 2, 1)), np.ones((1, 1))).sum())
     2.0
     """
-    _registry.poison = True
+    registry.poison = True
     try:
         yield
     finally:
-        _registry.poison = False
+        registry.poison = False
 
 
 def error(value: Any, reference: Any) -> float:
@@ -204,8 +204,8 @@ def run(
         kind = getattr(torch, dtype)
         arrays = [None if a is None else torch.tensor(a, device=device, dtype=kind) for a in given]
         rounded = [None if a is None else a.double().cpu().numpy().copy() for a in arrays]
-        static = [s.to(device) if isinstance(s, _registry.Packed) else s for s in static]
-    call = _registry.Call(primitive, tuple(static), backend)
+        static = [s.to(device) if isinstance(s, registry.Packed) else s for s in static]
+    call = registry.Call(primitive, tuple(static), backend)
     with poisoned_outputs():
         outputs = [*call(arrays, wanted or primitive.all_wanted)]
     outputs += [a for n, a in zip(primitive.arrays, arrays, strict=True) if n in primitive.mutates]

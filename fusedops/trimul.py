@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide
-from fusedops._check import (
+from fusedops._frame.arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide
+from fusedops._frame.check import (
     alike,
     as_array,
     dtype_name,
@@ -26,7 +26,7 @@ from fusedops._check import (
     promoted,
     size,
 )
-from fusedops._registry import Call, Primitive, op, to_run
+from fusedops._frame.registry import Call, Primitive, op, to_run
 
 DIRECTIONS = ("outgoing", "incoming")
 GATES = ("output", "hidden")

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._arrays import ArrayT, added, cast, grouped, wide, zeros
-from fusedops._check import (
+from fusedops._frame.arrays import ArrayT, added, cast, grouped, wide, zeros
+from fusedops._frame.check import (
     alike,
     as_array,
     device_of,
@@ -30,7 +30,7 @@ from fusedops._check import (
     same_device,
     size,
 )
-from fusedops._registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
 from fusedops.harmonics import matrix_size, wigner_d
 
 __all__ = ["Edges", "m_major_order", "wigner_d"]

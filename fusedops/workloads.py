@@ -13,8 +13,8 @@ import numpy as np
 
 import fusedops
 from fusedops import testing
-from fusedops._check import dtype_name, is_tensor, reference
-from fusedops._registry import Call, Op, Packed
+from fusedops._frame.check import dtype_name, is_tensor, reference
+from fusedops._frame.registry import Call, Op, Packed
 from fusedops.density import atom_radius
 from fusedops.trimul import ARRAYS
 from fusedops.wigner import message_rows, wigner_d

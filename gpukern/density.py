@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops._check import promoted
-from fusedops._registry import register
+from fusedops._frame.check import promoted
+from fusedops._frame.registry import register
 from fusedops.density import SLACK, Lattice, Scatterers
 from fusedops.density import density as definition
 from gpukern.launch import Launcher, kernel_of_any_size, wide

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops._registry import register
+from fusedops._frame.registry import register
 from fusedops.planarity import NO_PLANE
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 

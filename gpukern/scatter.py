@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fusedops._registry import register
+from fusedops._frame.registry import register
 from fusedops.scatter import FIELD, TILE, ScatterPlan
 from fusedops.scatter import scatter as definition
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide

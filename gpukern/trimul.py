@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops._registry import register
+from fusedops._frame.registry import register
 from fusedops.trimul import in_parts, slices, warn_of_parts
 from gpukern.constants import LOGISTIC, ONE
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops._check import promoted
-from fusedops._registry import register
+from fusedops._frame.check import promoted
+from fusedops._frame.registry import register
 from fusedops.wigner import degree_of, degrees, m_major_order
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 

@@ -64,7 +64,8 @@ def square():
 @pytest.fixture
 def several_threads(monkeypatch):
     """Let kernels use all threads on small work, and list how many each parallel region gets."""
-    from cpukern import cython_backend, threads
+    from cpukern import cython_backend
+    from fusedops._frame import threads
 
     used = []
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry, cli
+from fusedops import cli
+from fusedops._frame import registry
 from fusedops.bench import measure, memory, report
 from fusedops.bench.floors import Rates
 from fusedops.bench.measure import Bench, Plan, fitted
@@ -241,16 +242,16 @@ def test_a_run_of_one_op_leaves_the_others_in_the_file(tmp_path, capsys):
 
 def wrong_kernel(monkeypatch, primitive, backend, output):
     """Let a kernel be off in one element by a hundred-thousandth of the largest."""
-    request = _registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), backend)
-    genuine = _registry.choose(request)[1]
+    request = registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), backend)
+    genuine = registry.choose(request)[1]
 
     def wrong(*args):
         genuine(*args)
         if args[output] is not None:
             args[output].flat[args[output].size // 2] += 1e-5 * np.abs(args[output]).max()
 
-    monkeypatch.setitem(_registry._kernels, (primitive, backend), wrong)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setitem(registry._kernels, (primitive, backend), wrong)
+    monkeypatch.setattr(registry, "_chosen", {})
 
 
 needs_numba = pytest.mark.skipif(
@@ -292,8 +293,8 @@ def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises)
         if raises:
             raise ZeroDivisionError("no")
 
-    monkeypatch.setitem(_registry._kernels, ("dynamic_conv_step", "numba"), fails)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setitem(registry._kernels, ("dynamic_conv_step", "numba"), fails)
+    monkeypatch.setattr(registry, "_chosen", {})
     path = tmp_path / "cpu.json"
     command = ["bench", "--quick", "--op", "dynamic_conv_step", "--json", str(path)]
     assert cli.main([*command, "--backend", "numba"]) == 1
@@ -473,7 +474,7 @@ def on_a_gpu(monkeypatch):
 
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
-    monkeypatch.setattr(_registry.Packed, "to", lambda self, device: self)
+    monkeypatch.setattr(registry.Packed, "to", lambda self, device: self)
     monkeypatch.setattr(fusedops.ScatterPlan, "to", lambda self, device: self)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name in ("empty_cache", "reset_peak_memory_stats"):

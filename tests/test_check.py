@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry, cli, selfcheck
+from fusedops import cli, selfcheck
+from fusedops._frame import registry
 from fusedops.wigner import wigner_d
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -93,8 +94,8 @@ BROKEN = [
 @pytest.mark.parametrize(("primitive", "op", "output"), BROKEN)
 def test_a_wrong_kernel_fails_the_check(monkeypatch, primitive, op, output):
     """In the forward pass, or in the gradient alone; others are right as before."""
-    request = _registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), "numba")
-    genuine = _registry.choose(request)[1]
+    request = registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), "numba")
+    genuine = registry.choose(request)[1]
 
     def wrong(*args):
         genuine(*args)
@@ -103,8 +104,8 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch, primitive, op, output):
 
     kinds = [w for w in selfcheck.WORKLOADS if w.op.__name__ in (op, "wigner_d")]
     monkeypatch.setattr(selfcheck, "WORKLOADS", kinds)
-    monkeypatch.setitem(_registry._kernels, (primitive, "numba"), wrong)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setitem(registry._kernels, (primitive, "numba"), wrong)
+    monkeypatch.setattr(registry, "_chosen", {})
     rows = {(row.op, row.backend): row for row in selfcheck.run(["cpu"], ["numba", "numpy"])}
     failed = rows.pop((op, "numba"))
     assert failed.failed
@@ -122,7 +123,7 @@ def test_a_failure_is_the_exit_code(capsys, monkeypatch):
     kinds = [w for w in selfcheck.WORKLOADS if w.op is fusedops.dynamic_conv_step]
     monkeypatch.setattr(selfcheck, "WORKLOADS", kinds)
     monkeypatch.setattr(fusedops.dynamic_conv_step.primitive, "formula", fails)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setattr(registry, "_chosen", {})
     assert cli.main(["check", "--device", "cpu", "--backend", "numpy"]) == 1
     out = capsys.readouterr().out
     assert "ZeroDivisionError: no" in out

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry, cli, maps
+from fusedops import cli, maps
+from fusedops._frame import registry
 from fusedops.structure import StructureError, read_structure
 
 gemmi = pytest.importorskip("gemmi")
@@ -402,7 +403,7 @@ class TestRefusals:
 
     def test_an_unknown_backend_in_the_environment(self, run, load, tmp_path, monkeypatch):
         load(pdb())
-        monkeypatch.setattr(_registry, "_from_environment", _registry._from_environment.__wrapped__)
+        monkeypatch.setattr(registry, "_from_environment", registry._from_environment.__wrapped__)
         monkeypatch.setenv("FUSEDOPS_BACKEND", "abacus")
         code, _, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
         assert code == 2

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry, cli
+from fusedops import cli
+from fusedops._frame import registry
 from fusedops.structure import planar_groups, read_structure
 
 pytest.importorskip("gemmi")
@@ -257,7 +258,7 @@ class TestRefusals:
 
     def test_an_unknown_backend_in_the_environment(self, run, monkeypatch):
         # The environment is read once a process, so this process must read it again.
-        monkeypatch.setattr(_registry, "_from_environment", _registry._from_environment.__wrapped__)
+        monkeypatch.setattr(registry, "_from_environment", registry._from_environment.__wrapped__)
         monkeypatch.setenv("FUSEDOPS_BACKEND", "abacus")
         refused(run(UBIQUITIN), "abacus")
 

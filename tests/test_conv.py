@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops import _registry
+from fusedops._frame import registry
 from fusedops.conv import conv, conv_step, conv_vjp
 from fusedops.testing import CASES, TOLERANCE, error
 
@@ -26,7 +26,7 @@ HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
 if HAS_TORCH:
     import torch
 
-    from fusedops._torch import _take_apart
+    from fusedops._frame.bridge import _take_apart
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 # Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
@@ -1344,9 +1344,9 @@ def test_a_compiled_step_asks_for_its_backend_when_it_runs():
     p = problem(T=1)
     x, kernels, state = (tensor(a) for a in p[:3])
     asked = []
-    genuine = _registry.choose
+    genuine = registry.choose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registry, "choose", lambda r: asked.append(r.forced) or genuine(r))
+        patch.setattr(registry, "choose", lambda r: asked.append(r.forced) or genuine(r))
         fast(x[:, 0], state, kernels[:, 0])
         with fusedops.use_backend("numpy"):
             fast(x[:, 0], state, kernels[:, 0])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry, cli, demo
+from fusedops import cli, demo
+from fusedops._frame import registry
 
 pytest.importorskip("gemmi")
 pytest.importorskip("rich")
@@ -31,7 +32,7 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
         "gaussian_density",
         "triangle_block",
     ):
-        assert {(op, backend.name) for backend in _registry.BACKENDS} <= rows
+        assert {(op, backend.name) for backend in registry.BACKENDS} <= rows
     assert "central differences" in out
     assert ("a training step" in out) == (not fusedops.info().backends["torch"].why_not)
     assert "chosen" in out
@@ -62,16 +63,16 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
 def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, name, primitive, output):
     monkeypatch.setattr(demo, "DEMOS", {name: demo.DEMOS[name]})
     monkeypatch.setattr(demo, "_median_ms", lambda step: 0.0)
-    (numba,) = (backend for backend in _registry.BACKENDS if backend.name == "numba")
-    kernel = _registry._kernel(numba, primitive)
+    (numba,) = (backend for backend in registry.BACKENDS if backend.name == "numba")
+    kernel = registry._kernel(numba, primitive)
 
     def wrong(*args):
         kernel(*args)
         if args[output] is not None:
             args[output].flat[100 % args[output].size] += 1e-6 * np.abs(args[output]).max()
 
-    monkeypatch.setitem(_registry._kernels, (primitive, "numba"), wrong)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setitem(registry._kernels, (primitive, "numba"), wrong)
+    monkeypatch.setattr(registry, "_chosen", {})
     assert cli.main(["demo", "--picture", str(tmp_path / "p.png")]) == 1
     out = capsys.readouterr().out
     assert out.count("FAILED") == 2

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops import Lattice, _registry, gaussian_density
+from fusedops import Lattice, gaussian_density
+from fusedops._frame import registry
 from fusedops.density import (
     COMPONENTS,
     _superbase,
@@ -38,7 +39,7 @@ HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
 if HAS_TORCH:
     import torch
 
-    from fusedops._torch import _take_apart
+    from fusedops._frame.bridge import _take_apart
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 # Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
@@ -57,8 +58,8 @@ def available(framework, backend):
     """Return the place; skip where its backend isn't built, or has no kernel."""
     for primitive in (density, density_vjp):
         dtype = np.dtype(np.float64)
-        request = _registry.Request(primitive.name, framework, "cpu", dtype, backend)
-        if reason := _registry.explain(request).reasons[backend]:
+        request = registry.Request(primitive.name, framework, "cpu", dtype, backend)
+        if reason := registry.explain(request).reasons[backend]:
             pytest.skip(f"{backend}: {reason}")
     return framework, backend
 
@@ -104,7 +105,7 @@ def anisotropic(request):
 
 @pytest.fixture(autouse=True)
 def unwritten_outputs_are_nan(monkeypatch):
-    monkeypatch.setattr(_registry, "poison", True)
+    monkeypatch.setattr(registry, "poison", True)
 
 
 class Problem(NamedTuple):
@@ -1532,7 +1533,8 @@ FILLING = [p for p in PLACES if p in (("numpy", "cython"), ("numpy", "numba"), (
 GUARDED = """
 import ctypes, mmap
 import numpy as np
-from fusedops import Lattice, _registry
+from fusedops import Lattice
+from fusedops._frame import registry
 from fusedops.density import Scatterers, density, density_vjp
 from fusedops.testing import atoms_in
 
@@ -1573,8 +1575,8 @@ for at_the_end in (True, False):
                 described = primitive.describe(given, static)
                 outputs = [guarded(np.full(s, np.nan, dtype), at_the_end) for s, _ in described]
                 dtypes = np.dtype(dtype)
-                request = _registry.Request(primitive.name, FRAMEWORK, "cpu", dtypes, BACKEND)
-                kernel = _registry.choose(request)[1]
+                request = registry.Request(primitive.name, FRAMEWORK, "cpu", dtypes, BACKEND)
+                kernel = registry.choose(request)[1]
                 filled = map(torch.from_numpy, outputs) if FRAMEWORK == "torch" else outputs
                 kernel(*given, *static, *filled)
                 for out in outputs:

@@ -15,17 +15,18 @@ from pathlib import Path
 import pytest
 
 import fusedops
-from cpukern import isa, threads
-from fusedops._registry import Packed
+from cpukern import isa
+from fusedops._frame import threads
+from fusedops._frame.registry import Packed
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 README = Path(__file__).parents[1] / "README.md"
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
-    "cpukern.threads",
+    "fusedops._frame.threads",
 ]
-NEED_TORCH = ("fusedops.nn", "fusedops._torch")
+NEED_TORCH = ("fusedops.nn", "fusedops._frame.bridge")
 # Of other modules what users call is in the first.
 PUBLIC = [
     "fusedops",

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern import isa, threads
-from fusedops import _registry
+from cpukern import isa
+from fusedops._frame import registry, threads
 from fusedops.testing import protein
 from fusedops.workloads import WORKLOADS, Source
 
@@ -158,10 +158,10 @@ def test_the_explanation_is_of_the_call(square, monkeypatch):
     """Whatever the resolver picks is what runs."""
     for name in ("cython", "numba", "numpy"):
         chosen = []
-        genuine = _registry.choose
+        genuine = registry.choose
         with monkeypatch.context() as patch:
             patch.setattr(
-                _registry, "choose", lambda r, g=genuine, c=chosen: c.append(g(r)) or c[-1]
+                registry, "choose", lambda r, g=genuine, c=chosen: c.append(g(r)) or c[-1]
             )
             fusedops.planarity_nll(*square, backend=name)
         assert chosen[0][0].name == name
@@ -172,10 +172,10 @@ def test_the_explanation_is_of_the_call(square, monkeypatch):
 
 
 def test_a_missing_kernel_is_a_reason(square, monkeypatch):
-    monkeypatch.delitem(_registry._kernels, ("planarity_nll", "numba"), raising=False)
+    monkeypatch.delitem(registry._kernels, ("planarity_nll", "numba"), raising=False)
     importlib.import_module("cpukern.numba_backend")
-    monkeypatch.delitem(_registry._kernels, ("planarity_nll", "numba"), raising=False)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.delitem(registry._kernels, ("planarity_nll", "numba"), raising=False)
+    monkeypatch.setattr(registry, "_chosen", {})
     reasons = fusedops.planarity_nll.explain(*square).reasons
     assert reasons["numba"] == "it has no kernel for planarity_nll"
 
@@ -194,7 +194,7 @@ def test_public_functions_look_like_functions():
 def test_info():
     found = fusedops.info()
     assert found.backends["numpy"].why_not is None
-    assert set(found.backends) == {backend.name for backend in _registry.BACKENDS}
+    assert set(found.backends) == {backend.name for backend in registry.BACKENDS}
     assert found.threads == fusedops.get_num_threads()
     assert fusedops.__version__ in str(found)
     if isa.why_not() is None:
@@ -507,7 +507,7 @@ def test_no_cache_grows_with_sizes_and_strides(backend):
         for workload in kinds.values():
             problem = workload.make(Source("float32"), size)
             primitive = workload.op.primitive.name
-            serves = backend if (primitive, backend) in _registry._kernels else "numpy"
+            serves = backend if (primitive, backend) in registry._kernels else "numpy"
             if problem.leaves:
                 problem.both(serves, problem.cotangent())()
             else:
@@ -543,14 +543,14 @@ def unaligned(value):
 def aligned(monkeypatch):
     """Let every kernel assert that all it is given is aligned; returns how many were called."""
     calls = []
-    genuine = _registry.choose
+    genuine = registry.choose
 
     def choose(request):
         backend, kernel = genuine(request)
 
         def spy(*given):
             calls.append(request)
-            packed = [p for p in given if isinstance(p, _registry.Packed)]
+            packed = [p for p in given if isinstance(p, registry.Packed)]
             fields = [getattr(p, name) for p in packed for name in p._fields]
             for array in (*given, *fields):
                 assert not isinstance(array, np.ndarray) or array.flags.aligned
@@ -558,7 +558,7 @@ def aligned(monkeypatch):
 
         return backend, spy
 
-    monkeypatch.setattr(_registry, "choose", choose)
+    monkeypatch.setattr(registry, "choose", choose)
     return calls
 
 
@@ -569,7 +569,7 @@ def aligned(monkeypatch):
 def test_kernels_are_given_aligned_arrays(aligned, op, backend):
     workload = next(w for w in WORKLOADS if w.op is op and w.device == "cpu" and not w.needs)
     importlib.import_module(f"cpukern.{backend}_backend")
-    if (op.primitive.name, backend) not in _registry._kernels:
+    if (op.primitive.name, backend) not in registry._kernels:
         backend = "numpy"
     arguments = workload.make(Source("float32"), 11).arguments
     plan = arguments.get("wa")

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops import _registry  # noqa: E402
+from fusedops._frame import registry  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
 from fusedops.testing import CASES, atoms_in, check, error, pair, protein  # noqa: E402
@@ -85,7 +85,7 @@ def test_six_hundred_thousand_planes_over_three_million_atoms():
     loss = fusedops.planarity_nll(xyz, planes)
     loss.backward()
     assert torch.cuda.max_memory_allocated() - before < 2**28
-    call = _registry.Call(nll, (planes.to("cpu"), "uniform"), None)
+    call = registry.Call(nll, (planes.to("cpu"), "uniform"), None)
     value, gradient = call((xyz.detach().cpu().numpy(),), (True, True))
     assert error(loss.item(), value) < 1e-6
     assert error(xyz.grad.cpu(), gradient) < 1e-6
@@ -98,7 +98,7 @@ def test_a_kernel_touches_no_memory_of_others():
     short = guard[len(xyz) : len(xyz) + 20]
     short.copy_(xyz.detach()[:20])
     for primitive, arrays in ((nll, (short,)), (gradient_vjp, (short, short))):
-        call = _registry.Call(primitive, (planes, "uniform"), "triton")
+        call = registry.Call(primitive, (planes, "uniform"), "triton")
         outputs = call(arrays, primitive.all_wanted)
         assert all(torch.isfinite(output).all() for output in outputs)
     torch.cuda.synchronize()
@@ -294,7 +294,7 @@ def test_sequences_that_lie_lead_nowhere_on_a_gpu():
     sequences = fusedops.Sequences([0, 2, 75, 80]).to("cuda")
     x, kernels = (a.detach() for a in convolution(20, channels=8))
     state = torch.randn(3, 8, 4, device="cuda")
-    call = _registry.Call(conv, (sequences, "silu"), "triton")
+    call = registry.Call(conv, (sequences, "silu"), "triton")
     out, final = call((x, kernels, state, None), (True, True))
     gradients = call.other(conv_vjp, (x, kernels, state, None, out, final), (True,) * 3 + (False,))
     torch.cuda.synchronize()
@@ -405,7 +405,7 @@ def test_edges_are_sorted_where_they_are_and_read_again_when_they_change():
 def test_edges_are_copies_and_leave_nothing_behind():
     import gc
 
-    from fusedops._torch import packed_read
+    from fusedops._frame.bridge import packed_read
 
     x, edges, wigner = graph_on_gpu()
     index = torch.stack(edges.tensors_here()[:2])
@@ -434,7 +434,7 @@ def test_edges_that_lie_lead_nowhere_on_a_gpu():
     x, edges, wigner = (a if isinstance(a, fusedops.Edges) else a.detach() for a in graph_on_gpu())
     few = x[:3].contiguous()
     message = torch.randn(300, 9, 64, device="cuda")
-    call = _registry.Call(edge_wigner, (edges, 2, "forth", 1.0), "triton")
+    call = registry.Call(edge_wigner, (edges, 2, "forth", 1.0), "triton")
     (_, on_message, _) = call((None, few, None, wigner), (False, True, False))
     on_x, _, on_wigner = call((None, few, message, wigner), (True, False, True))
     torch.cuda.synchronize()

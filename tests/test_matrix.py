@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from fusedops import Sequences, _registry
+from fusedops import Sequences
+from fusedops._frame import registry
 from fusedops.conv import conv, conv_vjp
 from fusedops.planarity import gradient_vjp, nll
 from fusedops.testing import CASES, check, run
@@ -76,7 +77,7 @@ OUTPUTS = [
 @pytest.mark.parametrize(("case", "output", "place"), OUTPUTS, ids=str)
 def test_the_matrix_sees_a_broken_kernel(case, output, place, monkeypatch):
     """One element that is off by a millionth of the largest fails the matrix, on every backend."""
-    genuine = _registry.choose
+    genuine = registry.choose
 
     def broken(request):
         backend, kernel = genuine(request)
@@ -91,15 +92,15 @@ def test_the_matrix_sees_a_broken_kernel(case, output, place, monkeypatch):
 
         return backend, wrong
 
-    monkeypatch.setattr(_registry, "choose", broken)
+    monkeypatch.setattr(registry, "choose", broken)
     with pytest.raises(AssertionError, match=case.primitive.outputs[output]):
         check(case, *place, "float32")
 
 
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_an_unwritten_output_shows(backend, monkeypatch):
-    monkeypatch.setitem(_registry._kernels, ("planarity_nll", backend), lambda *args: None)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setitem(registry._kernels, ("planarity_nll", backend), lambda *args: None)
+    monkeypatch.setattr(registry, "_chosen", {})
     outputs, _ = run(CASES[0], "numpy", backend, "float64")
     assert np.isnan(outputs[0])
     assert np.isnan(outputs[1]).all()
@@ -125,8 +126,8 @@ def test_a_kernel_touches_no_memory_of_others(place, primitive):
             (around, around[planes.bound : planes.bound + 20] if shape else around[0, 0:1])
         )
     inner = [out if out.ndim == 2 else out.reshape(()) for _, out in outputs]
-    request = _registry.Request(primitive.name, framework, "cpu", np.dtype(np.float64), backend)
-    kernel = _registry.choose(request)[1]
+    request = registry.Request(primitive.name, framework, "cpu", np.dtype(np.float64), backend)
+    kernel = registry.choose(request)[1]
     if place == ("torch", "triton"):
         import torch
 
@@ -162,8 +163,8 @@ def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
         guard = np.full((3, *shape), 5.0)
         outputs.append(guard[1])
         guards.append(guard)
-    request = _registry.Request(primitive.name, framework, "cpu", np.dtype(np.float64), backend)
-    kernel = _registry.choose(request)[1]
+    request = registry.Request(primitive.name, framework, "cpu", np.dtype(np.float64), backend)
+    kernel = registry.choose(request)[1]
     if framework == "torch":
         import torch
 
@@ -177,7 +178,8 @@ def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
 GUARDED = """
 import ctypes, mmap
 import numpy as np
-from fusedops import Sequences, _registry
+from fusedops import Sequences
+from fusedops._frame import registry
 from fusedops.conv import conv, conv_vjp
 
 PAGE = mmap.PAGESIZE
@@ -211,8 +213,8 @@ for cu_seqlens in ([0, 3, 8], [0, 0, 1, 70, 71]):
             described = primitive.describe(arrays, (sequences, "silu"))
             outputs = [guarded(np.full(shape, np.nan), at_the_end) for shape, _ in described]
             want = primitive.formula(*arrays, sequences, "silu")
-            request = _registry.Request(primitive.name, FRAMEWORK, "cpu", arrays[0].dtype, BACKEND)
-            kernel = _registry.choose(request)[1]
+            request = registry.Request(primitive.name, FRAMEWORK, "cpu", arrays[0].dtype, BACKEND)
+            kernel = registry.choose(request)[1]
             if FRAMEWORK == "torch":
                 import torch
                 kernel(*map(torch.from_numpy, arrays), sequences, "silu",

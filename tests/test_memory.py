@@ -12,15 +12,15 @@ from collections import deque
 import numpy as np
 import pytest
 
-from fusedops import _memory
+from fusedops._frame import memory
 
-LARGE = (_memory.SMALL // 8 + 3,)
+LARGE = (memory.SMALL // 8 + 3,)
 
 
 @pytest.fixture(autouse=True)
 def empty_pool(monkeypatch):
-    monkeypatch.setattr(_memory, "_free", [])
-    monkeypatch.setattr(_memory, "_returned", deque())
+    monkeypatch.setattr(memory, "_free", [])
+    monkeypatch.setattr(memory, "_returned", deque())
 
 
 def address(array):
@@ -28,8 +28,8 @@ def address(array):
 
 
 def test_arrays_are_like_numpys():
-    array = _memory.empty((3, 5, _memory.SMALL // 32), np.dtype(np.float32))
-    assert array.shape == (3, 5, _memory.SMALL // 32)
+    array = memory.empty((3, 5, memory.SMALL // 32), np.dtype(np.float32))
+    assert array.shape == (3, 5, memory.SMALL // 32)
     assert array.dtype == np.float32
     assert array.flags.c_contiguous
     assert array.flags.writeable
@@ -37,16 +37,16 @@ def test_arrays_are_like_numpys():
     array[:] = 2
     assert (pickle.loads(pickle.dumps(array)) == 2).all()
     for shape in ((), (0, 3), (2, 2)):
-        assert _memory.empty(shape, np.dtype(np.float64)).shape == shape
+        assert memory.empty(shape, np.dtype(np.float64)).shape == shape
 
 
 def test_memory_is_used_again():
-    array = _memory.empty(LARGE, np.dtype(np.float64))
+    array = memory.empty(LARGE, np.dtype(np.float64))
     first = address(array)
     del array
-    again = _memory.empty(LARGE, np.dtype(np.float64))
+    again = memory.empty(LARGE, np.dtype(np.float64))
     assert address(again) == first
-    assert address(_memory.empty(LARGE, np.dtype(np.float64))) != first
+    assert address(memory.empty(LARGE, np.dtype(np.float64))) != first
 
 
 @pytest.mark.parametrize(
@@ -61,55 +61,55 @@ def test_memory_is_used_again():
     ],
 )
 def test_a_view_keeps_the_memory(view):
-    array = _memory.empty(LARGE, np.dtype(np.float64))
+    array = memory.empty(LARGE, np.dtype(np.float64))
     array[:] = 1
     first = address(array)
     held = view(array)
     before = bytes(held)
     del array
     gc.collect()
-    other = _memory.empty(LARGE, np.dtype(np.float64))
+    other = memory.empty(LARGE, np.dtype(np.float64))
     other[:] = 7
     assert address(other) != first
     assert bytes(held) == before
     del held
     gc.collect()
-    assert address(_memory.empty(LARGE, np.dtype(np.float64))) == first
+    assert address(memory.empty(LARGE, np.dtype(np.float64))) == first
 
 
 def test_a_tensor_keeps_the_memory():
     torch = pytest.importorskip("torch")
-    array = _memory.empty(LARGE, np.dtype(np.float64))
+    array = memory.empty(LARGE, np.dtype(np.float64))
     first = address(array)
     tensor = torch.from_numpy(array).view(-1, 1)[1:]
     del array
-    other = _memory.empty(LARGE, np.dtype(np.float64))
+    other = memory.empty(LARGE, np.dtype(np.float64))
     assert address(other) != first
     del tensor
-    assert address(_memory.empty(LARGE, np.dtype(np.float64))) == first
+    assert address(memory.empty(LARGE, np.dtype(np.float64))) == first
 
 
 def test_a_block_serves_arrays_of_about_its_size():
-    size = _memory.SMALL
-    array = _memory.empty((8 * size,), np.dtype(np.uint8))
+    size = memory.SMALL
+    array = memory.empty((8 * size,), np.dtype(np.uint8))
     first = address(array)
     del array
-    assert address(_memory.empty((4 * size,), np.dtype(np.uint8))) != first
-    assert address(_memory.empty((7 * size,), np.dtype(np.uint8))) == first
+    assert address(memory.empty((4 * size,), np.dtype(np.uint8))) != first
+    assert address(memory.empty((7 * size,), np.dtype(np.uint8))) == first
 
 
 def test_no_more_is_kept_than_allowed(monkeypatch):
-    monkeypatch.setattr(_memory, "KEPT", 5 * _memory.SMALL)
-    arrays = [_memory.empty((2 * _memory.SMALL,), np.dtype(np.uint8)) for _ in range(4)]
-    arrays.append(_memory.empty((6 * _memory.SMALL,), np.dtype(np.uint8)))
+    monkeypatch.setattr(memory, "KEPT", 5 * memory.SMALL)
+    arrays = [memory.empty((2 * memory.SMALL,), np.dtype(np.uint8)) for _ in range(4)]
+    arrays.append(memory.empty((6 * memory.SMALL,), np.dtype(np.uint8)))
     arrays.clear()
-    assert 0 < sum(block.size for block in _memory._free) <= _memory.KEPT
+    assert 0 < sum(block.size for block in memory._free) <= memory.KEPT
 
 
 def test_threads_never_share_an_array():
     def work(number):
         for _ in range(200):
-            array = _memory.empty(LARGE, np.dtype(np.float64))
+            array = memory.empty(LARGE, np.dtype(np.float64))
             array[::4096] = number
             if not (array[::4096] == number).all():
                 wrong.append(number)
@@ -126,38 +126,38 @@ def test_threads_never_share_an_array():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_child_forked_in_the_middle_of_it_goes_on():
-    with _memory._lock:
+    with memory._lock:
         child = os.fork()
         if child == 0:
             signal.alarm(10)
-            array = _memory.empty(LARGE, np.dtype(np.float64))
+            array = memory.empty(LARGE, np.dtype(np.float64))
             del array
-            _memory.empty(LARGE, np.dtype(np.float64))
+            memory.empty(LARGE, np.dtype(np.float64))
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_array_may_die_while_another_is_made():
     """In a finalizer, or a handler of a signal, that runs just then."""
-    array = _memory.empty(LARGE, np.dtype(np.float64))
-    with _memory._lock:
+    array = memory.empty(LARGE, np.dtype(np.float64))
+    with memory._lock:
         del array
-    assert len(_memory._returned) == 1
-    _memory.empty(LARGE, np.dtype(np.float64))
-    assert not _memory._returned
+    assert len(memory._returned) == 1
+    memory.empty(LARGE, np.dtype(np.float64))
+    assert not memory._returned
 
 
 def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch):
-    array = _memory.empty(LARGE, np.dtype(np.float64))
+    array = memory.empty(LARGE, np.dtype(np.float64))
     del array
     genuine, failed = np.empty, []
 
     def short_of_memory(shape, dtype):
-        if _memory._free:
+        if memory._free:
             failed.append(shape)
             raise MemoryError
         return genuine(shape, dtype)
 
     monkeypatch.setattr(np, "empty", short_of_memory)
-    _memory.empty((8 * LARGE[0],), np.dtype(np.float64))
+    memory.empty((8 * LARGE[0],), np.dtype(np.float64))
     assert failed

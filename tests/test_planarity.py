@@ -107,7 +107,7 @@ def test_the_distance_to_the_origin_costs_no_digits(backend, fit):
             pytest.importorskip(backend)
             arrays = tuple(torch.from_numpy(array) for array in arrays)
         for primitive in (nll, gradient_vjp):
-            call = fusedops._registry.Call(primitive, (planes, fit), backend)
+            call = fusedops._frame.registry.Call(primitive, (planes, fit), backend)
             given = arrays[: len(primitive.arrays)]
             results += [np.asarray(out) for out in call(given, primitive.all_wanted)]
     for here, there in zip(results[:3], results[3:], strict=True):
@@ -184,7 +184,7 @@ def test_no_shape_gives_nan(backend, shape, dtype):
             arrays = tuple(torch.from_numpy(array) for array in arrays)
         outputs = []
         for primitive in (nll, gradient_vjp):
-            call = fusedops._registry.Call(primitive, (planes, "uniform"), backend)
+            call = fusedops._frame.registry.Call(primitive, (planes, "uniform"), backend)
             given = arrays[: len(primitive.arrays)]
             outputs += [np.asarray(out) for out in call(given, primitive.all_wanted)]
     assert all(np.isfinite(out).all() for out in outputs)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops._registry import Call
+from fusedops._frame.registry import Call
 from fusedops.planarity import NO_PLANE, gradient_vjp, nll
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

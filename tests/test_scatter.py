@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops import ScatterPlan, _registry, structured_gather, structured_scatter_add
+from fusedops import ScatterPlan, structured_gather, structured_scatter_add
+from fusedops._frame import registry
 from fusedops.scatter import gather, scatter
 from fusedops.testing import CASES, TOLERANCE, error
 
@@ -25,7 +26,7 @@ HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
 if HAS_TORCH:
     import torch
 
-    from fusedops._torch import _take_apart
+    from fusedops._frame.bridge import _take_apart
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 # Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
@@ -44,8 +45,8 @@ def available(framework, backend):
     """Return the place; skip where its backend isn't built, or has no kernel."""
     for primitive in (scatter, gather):
         dtype = np.dtype(np.float64)
-        request = _registry.Request(primitive.name, framework, "cpu", dtype, backend)
-        if reason := _registry.explain(request).reasons[backend]:
+        request = registry.Request(primitive.name, framework, "cpu", dtype, backend)
+        if reason := registry.explain(request).reasons[backend]:
             pytest.skip(f"{backend}: {reason}")
     return framework, backend
 
@@ -88,7 +89,7 @@ def any_torch_backend(request):
 @pytest.fixture(autouse=True, scope="module")
 def unwritten_outputs_are_nan():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registry, "poison", True)
+        patch.setattr(registry, "poison", True)
         yield
 
 
@@ -1178,8 +1179,8 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
         room_out = -(-4 * size // int(np.prod(outputs))) + 1
         around = np.full((2 * room_out + 1, *outputs), 5.0)
         array, out = given[room], around[room_out]
-        request = _registry.Request(primitive.name, framework, "cpu", array.dtype, backend)
-        kernel = _registry.choose(request)[1]
+        request = registry.Request(primitive.name, framework, "cpu", array.dtype, backend)
+        kernel = registry.choose(request)[1]
         raised = True
         # A kernel may notice.
         with contextlib.suppress(ValueError, IndexError):
@@ -1196,7 +1197,8 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
 GUARDED = """
 import ctypes, mmap
 import numpy as np
-from fusedops import ScatterPlan, _registry
+from fusedops import ScatterPlan
+from fusedops._frame import registry
 from fusedops.scatter import gather, scatter
 
 PAGE = mmap.PAGESIZE
@@ -1230,8 +1232,8 @@ for at_the_end in (True, False):
             inputs, outputs = (shape, (size,)) if primitive is scatter else ((size,), shape)
             given = guarded(rng.normal(size=inputs).astype(dtype), at_the_end)
             out = guarded(np.full(outputs, np.nan, dtype), at_the_end)
-            request = _registry.Request(primitive.name, FRAMEWORK, "cpu", given.dtype, BACKEND)
-            kernel = _registry.choose(request)[1]
+            request = registry.Request(primitive.name, FRAMEWORK, "cpu", given.dtype, BACKEND)
+            kernel = registry.choose(request)[1]
             if FRAMEWORK == "torch":
                 import torch
                 where = [torch.from_numpy(a) for a in (wa, wbwc)]

@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops import _registry  # noqa: E402
-from fusedops._torch import _take_apart  # noqa: E402
+from fusedops._frame import registry  # noqa: E402
+from fusedops._frame.bridge import _take_apart  # noqa: E402
 from fusedops.planarity import nll  # noqa: E402
 from fusedops.testing import CASES, error, protein  # noqa: E402
 
@@ -170,14 +170,14 @@ def test_compiled_code_asks_for_its_backend_when_it_runs():
     xyz, planes = example()
     _, loss, _ = compiled(None)
     asked = []
-    genuine = _registry.choose
+    genuine = registry.choose
 
     def watched(request):
         asked.append(request.forced)
         return genuine(request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registry, "choose", watched)
+        patch.setattr(registry, "choose", watched)
         loss(xyz, planes)
         with fusedops.use_backend("numba"):
             loss(xyz, planes)
@@ -290,14 +290,14 @@ def test_planes_from_tensors():
 def test_the_backward_uses_the_backend_of_the_forward():
     xyz, planes = example()
     asked = []
-    genuine = _registry.choose
+    genuine = registry.choose
 
     def watched(request):
         asked.append((request.op, request.forced))
         return genuine(request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registry, "choose", watched)
+        patch.setattr(registry, "choose", watched)
         with fusedops.use_backend("numba"):
             loss = fusedops.planarity_nll(xyz, planes)
         (gradient,) = torch.autograd.grad(loss, xyz, create_graph=True)
@@ -348,16 +348,16 @@ def test_vjp_is_for_numpy(square):
 
 def test_the_gpu_fallback_warns_once(square, monkeypatch):
     """A CUDA tensor that plain torch serves for want of Triton is no silent matter."""
-    monkeypatch.setattr(_registry, "_chosen", {})
-    monkeypatch.setattr(_registry, "import_error", lambda _: "absent")
-    request = _registry.Request("planarity_nll", "torch", "cuda", torch.float32, None)
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "import_error", lambda _: "absent")
+    request = registry.Request("planarity_nll", "torch", "cuda", torch.float32, None)
     with pytest.warns(RuntimeWarning, match="plain torch serves this CUDA tensor.*absent"):
-        assert _registry.choose(request)[0].name == "torch"
-    assert _registry.choose(request)[0].name == "torch"
+        assert registry.choose(request)[0].name == "torch"
+    assert registry.choose(request)[0].name == "torch"
 
 
 def test_eigenvectors_of_plain_torch():
-    from fusedops._torch import smallest_eigenvector
+    from fusedops._frame.bridge import smallest_eigenvector
 
     points = np.random.default_rng(2).normal(size=(200, 5, 3)) * [1, 0.3, 0.05]
     C = np.einsum("pai,paj->pij", points, points)

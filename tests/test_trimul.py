@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry, triangle_multiplicative_update
+from fusedops import triangle_multiplicative_update
+from fusedops._frame import registry
 from fusedops.testing import CASES, TOLERANCE, error, pair
 from fusedops.trimul import ARRAYS, trimul, trimul_vjp, warn_of_parts
 
@@ -23,7 +24,7 @@ HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
 if HAS_TORCH:
     import torch
 
-    from fusedops._torch import _take_apart
+    from fusedops._frame.bridge import _take_apart
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 # Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
@@ -45,8 +46,8 @@ def available(framework, backend):
     """Return the place; skip where its backend isn't built, or has no kernel."""
     for primitive in (trimul, trimul_vjp):
         dtype = np.dtype(np.float64)
-        request = _registry.Request(primitive.name, framework, "cpu", dtype, backend)
-        if reason := _registry.explain(request).reasons[backend]:
+        request = registry.Request(primitive.name, framework, "cpu", dtype, backend)
+        if reason := registry.explain(request).reasons[backend]:
             pytest.skip(f"{backend}: {reason}")
     return framework, backend
 
@@ -92,7 +93,7 @@ def gate(request):
 
 @pytest.fixture(autouse=True)
 def unwritten_outputs_are_nan(monkeypatch):
-    monkeypatch.setattr(_registry, "poison", True)
+    monkeypatch.setattr(registry, "poison", True)
 
 
 class Problem(NamedTuple):
@@ -983,8 +984,8 @@ def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
         if args[-1] is not None:
             args[-1][...] = 4.0
 
-    monkeypatch.setitem(_registry._kernels, (trimul.name, "numba"), kernel)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setitem(registry._kernels, (trimul.name, "numba"), kernel)
+    monkeypatch.setattr(registry, "_chosen", {})
     p = problem(mask=True, dtype="float32")
     arrays = {**p.arrays, "mask": p.arrays["mask"][0, :1].astype(bool)}
     options = {"precision": given, "max_memory": 77, "backend": "numba"}
@@ -1021,7 +1022,7 @@ def test_the_precision_of_a_call_that_names_none(x, weights, resolved, monkeypat
 
     genuine = trimul.formula
     monkeypatch.setattr(trimul, "formula", formula)
-    monkeypatch.setattr(_registry, "_chosen", {})
+    monkeypatch.setattr(registry, "_chosen", {})
     p = problem((1, 2, 3, 4))
     tensors = {
         n: tensor(a).to(getattr(torch, x if n == "x" else weights)) for n, a in p.arrays.items()
@@ -1103,7 +1104,7 @@ def test_kernels_may_be_told_o_or_not(any_torch_backend, direction, gate):
     arrays = [tensor(a) for a in p.arrays.values()]
     cotangent = tensor(p.cotangent)
     _, o = trimul.formula(*arrays, *static)
-    call = _registry.Call(trimul_vjp, static, any_torch_backend)
+    call = registry.Call(trimul_vjp, static, any_torch_backend)
     told = call((*arrays, o, cotangent), trimul_vjp.all_wanted)
     found = call((*arrays, None, cotangent), trimul_vjp.all_wanted)
     for got, want in zip(found, told, strict=True):
@@ -1251,7 +1252,7 @@ def test_explain_says_who_serves(place):
 GUARDED = """
 import ctypes, itertools, mmap
 import numpy as np
-from fusedops import _registry
+from fusedops._frame import registry
 from fusedops.testing import pair
 from fusedops.trimul import trimul, trimul_vjp
 
@@ -1274,8 +1275,8 @@ def guarded(values, at_the_end):
 
 
 def kernel(primitive, arrays, static, outputs, dtype):
-    request = _registry.Request(primitive.name, FRAMEWORK, "cpu", np.dtype(dtype), BACKEND)
-    run = _registry.choose(request)[1]
+    request = registry.Request(primitive.name, FRAMEWORK, "cpu", np.dtype(dtype), BACKEND)
+    run = registry.choose(request)[1]
     if FRAMEWORK == "torch":
         import torch
         arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern import isa, threads, trimul
-from fusedops import _memory, triangle_multiplicative_update
+from cpukern import isa, trimul
+from fusedops import triangle_multiplicative_update
+from fusedops._frame import memory, threads
 from fusedops.testing import pair
 
 BACKENDS = [
@@ -121,7 +122,7 @@ def most(monkeypatch):
         peak, now[1] = now[1], now[0]
         return peak
 
-    monkeypatch.setattr(trimul, "_memory", SimpleNamespace(empty=empty, SMALL=_memory.SMALL))
+    monkeypatch.setattr(trimul, "_memory", SimpleNamespace(empty=empty, SMALL=memory.SMALL))
     return most
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import _registry
+from fusedops._frame import registry
 from fusedops.testing import CASES, TOLERANCE, error
 from fusedops.wigner import edge_wigner, m_major_order, wigner_d
 
@@ -23,7 +23,7 @@ HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
 if HAS_TORCH:
     import torch
 
-    from fusedops._torch import _take_apart
+    from fusedops._frame.bridge import _take_apart
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 # Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
@@ -63,7 +63,7 @@ def torch_backend(request):
 
 @pytest.fixture(autouse=True)
 def unwritten_outputs_are_nan(monkeypatch):
-    monkeypatch.setattr(_registry, "poison", True)
+    monkeypatch.setattr(registry, "poison", True)
 
 
 OPS = {
@@ -1595,7 +1595,7 @@ def test_some_outputs_are_what_they_are_among_all(place, way, packed):
     base, x = np.random.default_rng(1).normal(size=(2, p.nodes, (lmax + 1) ** 2, 3))
     message = p.cotangent if way == "forth" else p.arrays[0]
     static = p.options.get("edge_index"), mmax, "back" if way == "own" else way, 0.5
-    call = _registry.Call(edge_wigner, static, place[1])
+    call = registry.Call(edge_wigner, static, place[1])
     for first in [base] if interpreted else [None, base]:
         arrays = [first, x, message, p.arrays[-1]]
         if place[0] == "torch":
@@ -1617,7 +1617,7 @@ def test_outputs_are_there_where_their_factors_are(place, way):
     rng = np.random.default_rng(1)
     x = rng.normal(size=(NODES, 4, 3))
     message = p.cotangent if way == "forth" else p.arrays[0]
-    call = _registry.Call(edge_wigner, (fusedops.Edges(ENDS, NODES), 1, way, 1.0), place[1])
+    call = registry.Call(edge_wigner, (fusedops.Edges(ENDS, NODES), 1, way, 1.0), place[1])
 
     def outputs(*arrays):
         if place[0] == "torch":
@@ -1738,9 +1738,9 @@ def test_compiled_code_asks_for_its_backend_when_it_runs():
     fast, counter = compiled(fusedops.permute_wigner_inv)
     arrays = [tensor(array) for array in problem("own").arrays]
     asked = []
-    genuine = _registry.choose
+    genuine = registry.choose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registry, "choose", lambda r: asked.append(r.forced) or genuine(r))
+        patch.setattr(registry, "choose", lambda r: asked.append(r.forced) or genuine(r))
         fast(*arrays)
         with fusedops.use_backend("numpy"):
             fast(*arrays)
@@ -2269,8 +2269,8 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
         guard, array = around(shapes[name], 5.0)
         outputs.append(array)
         guards.append(guard)
-    request = _registry.Request("edge_wigner", framework, "cpu", np.dtype(np.float64), backend)
-    kernel = _registry.choose(request)[1]
+    request = registry.Request("edge_wigner", framework, "cpu", np.dtype(np.float64), backend)
+    kernel = registry.choose(request)[1]
     if framework == "torch":
         arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))
     kernel(*arrays, edges, 1, way, 1.0, *outputs)
@@ -2283,7 +2283,8 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
 GUARDED = """
 import ctypes, mmap
 import numpy as np
-from fusedops import Edges, _registry
+from fusedops import Edges
+from fusedops._frame import registry
 from fusedops.harmonics import matrix_size
 from fusedops.wigner import edge_wigner, m_major_order
 
@@ -2332,8 +2333,8 @@ def check(lmax, mmax, way, channels, packed, own, dtype, absent, at_the_end):
         for d in edge_wigner.describe(arrays, static)
     ]
     want = edge_wigner.formula(*arrays, None if own else Edges(ends, nodes), *static[1:])
-    request = _registry.Request("edge_wigner", FRAMEWORK, "cpu", arrays[-1].dtype, BACKEND)
-    kernel = _registry.choose(request)[1]
+    request = registry.Request("edge_wigner", FRAMEWORK, "cpu", arrays[-1].dtype, BACKEND)
+    kernel = registry.choose(request)[1]
     given, filled = arrays, outputs
     if FRAMEWORK == "torch":
         import torch

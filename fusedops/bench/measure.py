@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops import _registry
+from fusedops._frame import registry
 from fusedops.bench import floors, memory
 from fusedops.bench.peers import PEERS, Peer, Unsuited, versions
 from fusedops.bench.timing import COPIES, Timing, graphed, interleaved, noisy, scaled, waiting
@@ -86,20 +86,20 @@ def op_names() -> list[str]:
     return list(dict.fromkeys(name for w in WORKLOADS for name in sorted(names_of(w.op))))
 
 
-def backends_of(workload: Workload, asked: Sequence[str]) -> list[_registry.Backend]:
+def backends_of(workload: Workload, asked: Sequence[str]) -> list[registry.Backend]:
     """Return the backends to time: those asked for that can serve, or those with kernels.
 
     Where there are no kernels, the plain formula that is chosen.
     """
     able = []
-    for backend in _registry.BACKENDS:
-        if backend.speaks == "torch" and _registry.import_error("torch"):
+    for backend in registry.BACKENDS:
+        if backend.speaks == "torch" and registry.import_error("torch"):
             continue
         name, device = workload.op.primitive.name, workload.device
         dtype = np.dtype(np.float32)
         # Not by name, which has Triton's kernels interpreted on a CPU.
-        request = _registry.Request(name, backend.speaks, device, dtype, None)
-        if (not asked or backend.name in asked) and _registry.why_not(backend, request) is None:
+        request = registry.Request(name, backend.speaks, device, dtype, None)
+        if (not asked or backend.name in asked) and registry.why_not(backend, request) is None:
             able.append(backend)
     kernels = [backend for backend in able if backend.module is not None]
     return able if asked else kernels or able[:1]
@@ -122,7 +122,7 @@ class Bench:
 
     def __init__(self, plan: Plan, advance: Callable[[str], None] = lambda what: None) -> None:
         self.plan, self.advance = plan, advance
-        self.has_torch = _registry.import_error("torch") is None
+        self.has_torch = registry.import_error("torch") is None
         self.wait = waiting(plan.device)
         # Of a kind of workload, for one of its runs: its errors, or why there are none.
         self.checked: dict[Any, dict[str, float] | str] = {}
@@ -158,7 +158,7 @@ class Bench:
     def cases(self, workload: Workload) -> list[dict[str, Any]]:
         """Return the rows of one workload."""
         self.advance(f"{workload.op.__name__}, {workload.name}, {workload.size} {workload.unit}")
-        missing = [package for package in workload.needs if _registry.import_error(package)]
+        missing = [package for package in workload.needs if registry.import_error(package)]
         if missing:
             self.skipped[f"{workload.op.__name__}, {workload.name}"] = f"{missing[0]} not installed"
             return []
@@ -455,7 +455,7 @@ def machine(device: str) -> dict[str, Any]:
     """Return where and with which versions something is measured."""
     names = {"fusedops": fusedops.__version__, "python": platform.python_version()}
     for package in ("numpy", "numba", "torch", "triton"):
-        if _registry.import_error(package) is None:
+        if registry.import_error(package) is None:
             names[package] = importlib.metadata.version(package)
     name = _processor()
     if device == "cuda":
@@ -488,7 +488,7 @@ def _processor() -> str:
 
 
 def _speaks(name: str) -> str:
-    return next(backend.speaks for backend in _registry.BACKENDS if backend.name == name)
+    return next(backend.speaks for backend in registry.BACKENDS if backend.name == name)
 
 
 def _ours(backend: str, problem: Problem, cotangent: Any) -> Steps:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fusedops import _memory
+from fusedops._frame import memory
 
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
@@ -23,7 +23,7 @@ def peak_MB(step: Callable[[], Any], device: str) -> float | None:
     step()
     if device != "cpu":
         return _on_gpu(step)
-    _memory.release()
+    memory.release()
     gc.collect()
     try:
         _trim()

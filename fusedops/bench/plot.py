@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedops._registry import BACKENDS
+from fusedops._frame.registry import BACKENDS
 from fusedops.bench import report as reports
 from fusedops.workloads import BOTH, FORWARD
 

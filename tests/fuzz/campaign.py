@@ -17,7 +17,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from fusedops import _registry
+from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
 from . import conv, density, packed, planarity, scatter, trimul, wigner
@@ -67,17 +67,17 @@ def places(family: Family, backends: Sequence[str] = (), device: str = "cpu") ->
         if "triton" not in family.backends:
             kinds = [("torch", "torch")]
     else:
-        names = backends or tuple(b.name for b in _registry.BACKENDS if b.name != "triton")
+        names = backends or tuple(b.name for b in registry.BACKENDS if b.name != "triton")
         kinds = [("numpy", n) for n in names if n not in ("torch", "triton")]
         kinds += [("torch", n) for n in names if n != "numpy"]
     return [Place(*kind, device) for kind in kinds if kind[1] in family.backends and _works(*kind)]
 
 
 def _works(framework: str, backend: str) -> bool:
-    if framework == "torch" and _registry.import_error("torch"):
+    if framework == "torch" and registry.import_error("torch"):
         return False
-    row = next(b for b in _registry.BACKENDS if b.name == backend)
-    request = _registry.Request("", framework, "cpu", np.dtype(np.float64), backend)
+    row = next(b for b in registry.BACKENDS if b.name == backend)
+    request = registry.Request("", framework, "cpu", np.dtype(np.float64), backend)
     return backend == "triton" or row.why_not(request) is None
 
 
@@ -87,7 +87,7 @@ def strategy(family: Family, compiled: bool) -> st.SearchStrategy[dict[str, Any]
     if compiled:
         # A kernel for every combination would be compiled.
         fields |= {"dtype": st.sampled_from([name for name in DTYPES if name != "mixed"])}
-    if _registry.import_error("torch"):
+    if registry.import_error("torch"):
         fields |= {"dtype": st.sampled_from(NUMPY_DTYPES)}
     return st.fixed_dictionaries(
         {"op": st.just(family.name), "aspect": st.sampled_from(ASPECTS), **fields}
@@ -228,7 +228,7 @@ def work(
     import faulthandler
 
     faulthandler.enable()
-    if not _registry.import_error("torch"):
+    if not registry.import_error("torch"):
         import torch
 
         torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from cpukern import threads
+from fusedops._frame import threads
 from fusedops.testing import TOLERANCE
 
 from .arrays import NUMPY_DTYPES, laid_out, repeated, tensor
@@ -188,7 +188,7 @@ def threaded(count: int) -> Iterator[None]:
         return
     modules = [
         sys.modules[name]
-        for name in ("cpukern.threads", "cpukern.cython_backend", "cpukern.scatter_numba")
+        for name in ("fusedops._frame.threads", "cpukern.cython_backend", "cpukern.scatter_numba")
         if name in sys.modules
     ]
     genuine, before = threads.threads_for, threads._chosen

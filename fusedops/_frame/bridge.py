@@ -15,9 +15,9 @@ import torch
 import torch.utils.weak
 from torch.autograd import forward_ad
 
-from fusedops import _registry
-from fusedops._check import own_memory, promoted, reference, traced
-from fusedops._registry import Call, Packed, Primitive, Request
+from fusedops._frame import registry
+from fusedops._frame.check import own_memory, promoted, reference, traced
+from fusedops._frame.registry import Call, Packed, Primitive, Request
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -105,7 +105,7 @@ def _together(argument: Any) -> Any:
     if not isinstance(argument, (list, tuple)):
         return argument
     if len(argument) == 4 and isinstance(argument[0], str) and argument[0] == _PACKED:
-        return _registry.packed[argument[1]].from_tensors(*argument[2:])
+        return registry.packed[argument[1]].from_tensors(*argument[2:])
     return [_together(value) for value in argument]
 
 
@@ -120,7 +120,7 @@ def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
     The graph ends where an argument is bad, so that the call raises its own error outside of it.
     """
     try:
-        return _registry.ops[name](*_together(args), **_together(options))
+        return registry.ops[name](*_together(args), **_together(options))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         if not traced():
             raise
@@ -183,7 +183,7 @@ def _refuse_gradient(call: Call, arrays: Sequence[Any], transformed: bool) -> No
     """Raise where a derivative is asked of a primitive that works in place."""
     needed = any(array is not None and array.requires_grad for array in arrays)
     if transformed or (needed and torch.is_grad_enabled()):
-        raise RuntimeError(_registry._no_gradient(call.primitive.name, call.primitive))
+        raise RuntimeError(registry._no_gradient(call.primitive.name, call.primitive))
 
 
 def evaluate(
@@ -198,7 +198,7 @@ def evaluate(
         arrays = _resolved(primitive, arrays, out)
     first = reference(arrays)
     dtype = promoted(arrays)
-    backend, kernel = _registry.choose(
+    backend, kernel = registry.choose(
         Request(primitive.name, "torch", first.device.type, dtype, forced)
     )
     if backend.speaks == "numpy":
@@ -209,7 +209,7 @@ def evaluate(
             outputs = kernel(*arrays, *static)
         return _into(out, wanted, outputs)
     outputs = [
-        _registry.allocate(
+        registry.allocate(
             first.new_empty, output[0], getattr(torch, output[1]) if output[1] else first.dtype
         )
         if want and output is not None
@@ -252,7 +252,7 @@ def _resolved(
 
 def _on_numpy(
     call: Call,
-    backend: _registry.Backend,
+    backend: registry.Backend,
     kernel: Any,
     arrays: Sequence[Any],
     dtype: torch.dtype,
@@ -261,7 +261,7 @@ def _on_numpy(
 ) -> tuple[Any, ...]:
     """Evaluate on views of CPU tensors; 16-bit floats that a kernel doesn't take, in float32."""
     primitive = call.primitive
-    bits = dtype == torch.bfloat16 and kernel in _registry.takes_bfloat16
+    bits = dtype == torch.bfloat16 and kernel in registry.takes_bfloat16
     if dtype in _HALF and not bits:
         dtype = torch.float32
     alike = all([array is None or array.dtype == dtype for array in arrays])
@@ -570,7 +570,7 @@ def _register(primitive: Primitive) -> None:
 
     def implementation(*args: Any) -> Any:
         arrays, (*flat, wanted, backend) = args[:count], args[count:]
-        forced = _registry.forced(backend or None, primitive.name)
+        forced = registry.forced(backend or None, primitive.name)
         bound = Call(primitive, _put_together(primitive, flat), forced)
         outputs = evaluate(bound, arrays, tuple(wanted))
         return returned(
@@ -624,7 +624,7 @@ def _register(primitive: Primitive) -> None:
         )
 
 
-for _primitive in _registry.primitives().values():
+for _primitive in registry.primitives().values():
     _register(_primitive)
 
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast, overl
 
 import numpy as np
 
-from fusedops import _memory
-from fusedops._check import (
+from fusedops._frame import memory
+from fusedops._frame.check import (
     as_array,
     device_of,
     dtype_name,
@@ -302,11 +302,11 @@ def explain(request: Request) -> Explanation:
 
 
 def bridge() -> Any:
-    """Return ``fusedops._torch``, which is imported where tensors are met and not before."""
+    """Return ``fusedops._frame.bridge``, which is imported where tensors are met and not before."""
     # A statement, because torch.compile traces it before and after the first time.
-    from fusedops import _torch
+    from fusedops._frame import bridge as torch_bridge
 
-    return _torch
+    return torch_bridge
 
 
 class Packed:
@@ -530,7 +530,7 @@ class Call(NamedTuple):
                 if not want or not output
                 else out
                 if i == filled
-                else allocate(_memory.empty, output[0], dtype)
+                else allocate(memory.empty, output[0], dtype)
                 for i, (want, output) in enumerate(zip(wanted, described, strict=True))
             ]
             kernel(*arrays, *self.static, *outputs)

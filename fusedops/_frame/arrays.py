@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fusedops._check import is_tensor
+from fusedops._frame.check import is_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

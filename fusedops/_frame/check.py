@@ -197,9 +197,9 @@ def values(op: str, name: str, value: Any) -> np.ndarray:
         return array
     if value.is_meta:
         raise TypeError(f"{op}: {name} is on meta; it should be a tensor with values")
-    from fusedops import _torch
+    from fusedops._frame import bridge
 
-    return _torch.values(value)
+    return bridge.values(value)
 
 
 def indices(op: str, name: str, value: Any) -> Any:
