@@ -210,16 +210,9 @@ def _in_parallel(work: Callable[[int, int], None], items: int, products: int) ->
 
 
 @register("dynamic_conv", "numba")
-def dynamic_conv(
-    x: Any,
-    kernels: Any,
-    initial_state: Any,
-    bias: Any,
-    sequences: Any,
-    activation: str,
-    out: Any,
-    final_state: Any,
-) -> None:
+def dynamic_conv(a: Any, y: Any) -> None:
+    x, kernels, initial_state, bias, sequences, activation = a
+    out, final_state = y
     row = kernels.shape[-2:]
     arguments = _arguments(x, kernels, initial_state, bias, sequences)
     outputs = _rows(out, row[:1], x.dtype), _rows(final_state, row, x.dtype)
@@ -231,20 +224,9 @@ def dynamic_conv(
 
 
 @register("dynamic_conv_vjp", "numba")
-def dynamic_conv_vjp(
-    x: Any,
-    kernels: Any,
-    initial_state: Any,
-    bias: Any,
-    cotangent: Any,
-    final_cotangent: Any,
-    sequences: Any,
-    activation: str,
-    dx: Any,
-    dkernels: Any,
-    dinitial_state: Any,
-    dbias: Any,
-) -> None:
+def dynamic_conv_vjp(a: Any, y: Any) -> None:
+    x, kernels, initial_state, bias, cotangent, final_cotangent, sequences, activation = a
+    dx, dkernels, dinitial_state, dbias = y
     D, W = kernels.shape[-2:]
     arguments = _arguments(x, kernels, initial_state, bias, sequences)
     blocks = min(len(arguments[0]), _BLOCKS)
@@ -274,9 +256,9 @@ def dynamic_conv_vjp(
 
 
 @register("dynamic_conv_step", "numba")
-def dynamic_conv_step(
-    x: Any, state: Any, kernels: Any, bias: Any, activation: str, out: Any
-) -> None:
+def dynamic_conv_step(a: Any, y: Any) -> None:
+    x, state, kernels, bias, activation = a
+    out = y.out
     D, W = kernels.shape[-2:]
     arrays = _rows(x, (D,), x.dtype), state, _rows(kernels, (D, W), x.dtype)
     outputs = _rows(bias, (D,), x.dtype), activation == "silu", _rows(out, (D,), x.dtype)

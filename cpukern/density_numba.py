@@ -19,9 +19,9 @@ from numba.extending import overload
 from cpukern.jit import jit
 from cpukern.scatter_numba import in_shares
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
-from fusedops._frame.registry import bridge, register
+from fusedops._frame.registry import register
 from fusedops._frame.threads import get_num_threads, in_parallel
-from fusedops.density import SLACK, Lattice, Scatterers
+from fusedops.density import SLACK
 
 # Exponentials that pay for handing a share to another thread.
 _GRAIN = 1 << 14
@@ -512,16 +512,11 @@ def _bin(box, planes, slab, ends, atoms):
             ends[s] += 1
 
 
-def _prepare(
-    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers
-) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
+def _prepare(a: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
     """Return atoms, the lattice with the size of a thread's buffers, and how much atoms cost."""
-    if scatterers.tensors is None:
-        constants = scatterers.arrays(xyz)
-    else:
-        constants = [bridge().values(tensor) for tensor in scatterers.tensors]
-    b = b if b.ndim == 2 else b[:, None]
-    given = [np.ascontiguousarray(array) for array in (xyz, b, occupancy, *constants)]
+    lattice, b = a.lattice, a.b if a.b.ndim == 2 else a.b[:, None]
+    arrays = a.xyz, b, a.occupancy, a.amplitudes, a.widths, a.radius
+    given = [np.ascontiguousarray(array) for array in arrays]
     count, gaussians = given[4].shape
     at, box, sizes = np.empty((count, 3)), np.empty((count, 3, 2), np.int64), np.empty((count, 2))
     square, share = np.empty((2, count))
@@ -540,11 +535,12 @@ def _prepare(
 
 
 @register("gaussian_density", "numba")
-def gaussian_density(
-    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers, out: Any
-) -> None:
-    atoms, space, costs = _prepare(xyz, b, occupancy, lattice, scatterers)
-    box, planes = atoms[1], lattice.nx
+def gaussian_density(a: Any, y: Any) -> None:
+    out = y.map
+    if out is None:
+        return
+    atoms, space, costs = _prepare(a)
+    box, planes = atoms[1], a.lattice.nx
     slab = max(1, min(_SLAB // out[0].nbytes, planes // (_SLABS * get_num_threads())))
     slabs = -(-planes // slab)
     counts = np.zeros(slabs, np.int64)
@@ -560,19 +556,10 @@ def gaussian_density(
 
 
 @register("gaussian_density_vjp", "numba")
-def gaussian_density_vjp(
-    xyz: Any,
-    b: Any,
-    occupancy: Any,
-    cotangent: Any,
-    lattice: Lattice,
-    scatterers: Scatterers,
-    on_xyz: Any,
-    on_b: Any,
-    on_occupancy: Any,
-) -> None:
-    atoms, space, costs = _prepare(xyz, b, occupancy, lattice, scatterers)
-    dtype = cotangent.dtype
+def gaussian_density_vjp(a: Any, y: Any) -> None:
+    b, cotangent, dtype = a.b, a.dmap, a.dmap.dtype
+    on_xyz, on_b, on_occupancy = y
+    atoms, space, costs = _prepare(a)
     on_xyz = np.empty((0, 3), dtype) if on_xyz is None else on_xyz
     on_b = np.empty((0, 1), dtype) if on_b is None else on_b.reshape(len(b), -1 if len(b) else 1)
     on_occupancy = np.empty(0, dtype) if on_occupancy is None else on_occupancy

@@ -321,7 +321,9 @@ def _reduce_rows(planes: Any, spill: np.ndarray, out: np.ndarray) -> None:
 
 
 @register("planarity_nll", "numba")
-def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> None:
+def planarity_nll(a: Any, y: Any) -> None:
+    xyz, planes, fit = a
+    nll, gradient = y
     wanted = gradient is not None
     partial = np.empty(len(planes.block_ptr) - 1)
     out = gradient if wanted else np.empty((0, 3), xyz.dtype)
@@ -354,7 +356,9 @@ def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> N
 
 
 @register("planarity_gradient_vjp", "numba")
-def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> None:
+def planarity_gradient_vjp(a: Any, y: Any) -> None:
+    xyz, cotangent, planes, fit = a
+    out = y.dxyz
     spill = np.empty((planes.spill, 3), xyz.dtype)
     in_parallel(
         lambda low, high: _vjp_blocks(

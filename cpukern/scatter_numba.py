@@ -96,10 +96,14 @@ def _run(plan: ScatterPlan, cube: np.ndarray, grid: np.ndarray, back: bool) -> N
 
 
 @register("structured_scatter_add", "numba")
-def structured_scatter_add(density_cube: Any, plan: ScatterPlan, out: Any) -> None:
+def structured_scatter_add(a: Any, y: Any) -> None:
+    density_cube, plan = a
+    out = y.map
     _run(plan, np.ascontiguousarray(density_cube), out, False)
 
 
 @register("structured_gather", "numba")
-def structured_gather(grid: Any, plan: ScatterPlan, density_cube: Any) -> None:
+def structured_gather(a: Any, y: Any) -> None:
+    grid, plan = a
+    density_cube = y.density_cube
     _run(plan, density_cube, np.ascontiguousarray(grid), True)

@@ -170,10 +170,10 @@ def normalize_rows_back(x, weight, eps, cotangent, on_x, sums):
 
 
 @register("triangle_multiplicative_update", "numba")
-def triangle_multiplicative_update(*args: Any) -> None:
-    trimul.forward(sys.modules[__name__], *args)
+def triangle_multiplicative_update(a: Any, y: Any) -> None:
+    trimul.forward(sys.modules[__name__], *a, *y)
 
 
 @register("triangle_multiplicative_update_vjp", "numba")
-def triangle_multiplicative_update_vjp(*args: Any) -> None:
-    trimul.backward(sys.modules[__name__], *args)
+def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
+    trimul.backward(sys.modules[__name__], *a, *y)

@@ -204,19 +204,9 @@ def _rows(array: Any, width: int, dtype: Any, ends: int = 1) -> np.ndarray:
 
 
 @register("edge_wigner", "numba")
-def edge_wigner(
-    base: Any,
-    x: Any,
-    message: Any,
-    wigner: Any,
-    edges: Any,
-    mmax: int,
-    way: str,
-    scale: float,
-    on_x: Any,
-    on_message: Any,
-    on_wigner: Any,
-) -> None:
+def edge_wigner(a: Any, y: Any) -> None:
+    base, x, message, wigner, edges, mmax, way, scale = a
+    on_x, on_message, on_wigner = y
     dtype = wigner.dtype
     places, own = _places(degree_of(wigner), mmax, way, wigner.ndim == 3)
     ends = 2 if way == "forth" else 1

@@ -10,6 +10,7 @@ import numpy as np
 
 from cpukern import isa
 from fusedops._frame import registry, threads
+from fusedops._frame.primitive import primitives
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def info() -> Info:
     for backend in registry.BACKENDS:
         device = "cuda" if backend.name == "triton" else "cpu"
         request = registry.Request(
-            next(iter(registry.primitives())), backend.speaks, device, np.dtype(np.float32), None
+            next(iter(primitives())), backend.speaks, device, np.dtype(np.float32), None
         )
         if backend.speaks == "torch" and no_torch:
             reason = no_torch

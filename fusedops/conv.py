@@ -29,7 +29,9 @@ from fusedops._frame.check import (
     same_device,
     size,
 )
-from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.op import op, to_run
+from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.primitive import Primitive
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -157,10 +159,9 @@ class _Window:
         return total if bias is None else total + bias
 
 
-def _formula(
-    x: Any, kernels: Any, initial_state: Any, bias: Any, sequences: Any, activation: str
-) -> tuple[Any, Any]:
+def _formula(a: Any) -> tuple[Any, Any]:
     """Return the convolution and the last W inputs of every sequence, the definition of both."""
+    x, kernels, initial_state, bias, sequences, activation = a
     xp = namespace(x)
     dtype, state_dtype = promoted((x, kernels, initial_state, bias)), promoted((x, initial_state))
     inputs, k, state, b = map(wide, (x, kernels, initial_state, bias))
@@ -175,25 +176,15 @@ def _formula(
     return cast(out, dtype), cast(final, state_dtype)
 
 
-def _vjp_formula(
-    x: Any,
-    kernels: Any,
-    initial_state: Any,
-    bias: Any,
-    cotangent: Any,
-    final_cotangent: Any,
-    sequences: Any,
-    activation: str,
-) -> tuple[Any, ...]:
+def _vjp_formula(a: Any) -> tuple[Any, ...]:
     r"""Return the cotangents of x, kernels, initial_state and bias.
 
     With h the convolution before its activation, c the cotangent of the output and
     :math:`v = c \cdot a'(h)`, tap w gets :math:`\bar k_{tdw} = v_{td} x_{t+w-W+1,d}` and
     :math:`\bar x_{t+w-W+1,d} \mathrel{+}= v_{td} k_{tdw}`.
     """
-    inputs, k, state, b, g, g_final = map(
-        wide, (x, kernels, initial_state, bias, cotangent, final_cotangent)
-    )
+    x, kernels, initial_state, bias, *_, sequences, activation = a
+    inputs, k, state, b, g, g_final = map(wide, a[:6])
     dx: Any
     dk: Any
     dstate: Any
@@ -227,77 +218,64 @@ def _vjp_formula(
     )
 
 
-def _pullback(
-    call: Call,
-    arrays: Sequence[Any],
-    residuals: Sequence[Any],
-    cotangents: Sequence[Any],
-    needed: Sequence[bool],
-) -> tuple[Any, ...]:
-    cotangent, final_cotangent = cotangents
-    if cotangent is None:
-        cotangent = cast(namespace(arrays[0]).zeros_like(arrays[0]), promoted(arrays))
-    return call.other(conv_vjp, (*arrays, cotangent, final_cotangent), needed)
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+    dout = dy.out
+    if dout is None:
+        dout = cast(namespace(a.x).zeros_like(a.x), promoted(a[:4]))
+    return conv_vjp(*a[:4], dout, dy.final_state, *a[4:], out=wanted)
 
 
-def _vjp_pullback(
-    call: Call,
-    arrays: Sequence[Any],
-    residuals: Sequence[Any],
-    cotangents: Sequence[Any],
-    needed: Sequence[bool],
-) -> tuple[Any, ...]:
+def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     """Pull back through the gradient, which is bilinear but for the activation.
 
     Without one, the pair (x, state) and the kernels enter the convolution f(x, k) bilinearly, and
-    p(v, x, k) = (dx, dk) is its pullback. Given the cotangents (u, m) of (dx, dk), that of v is
-    f(u, k) + f(x, m), and those of (x, k) are p(v, u, m). With the activation a, v = c a'(h) of
-    c, the op's own cotangent, and h = f(x, k) + bias, which adds p(ḣ, x, k) for ḣ = v̄ c a''(h).
+    p(v, x, k) = (dx, dk) is its pullback. Given the cotangents (ddx, ddk) of (dx, dk), the
+    cotangent of v is f(ddx, k) + f(x, ddk), and those of (x, k) are p(v, ddx, ddk). With the
+    activation φ, v = c φ'(h) of c, the op's own cotangent, and h = f(x, k) + bias, which adds
+    p(dh, x, k) for dh = dv c φ''(h).
     """
     # In float32 or better: what is between two roundings isn't rounded itself.
-    x, kernels, state, bias, c, _ = map(wide, arrays)
-    on_x, on_kernels, on_state, on_bias = map(wide, cotangents)
-    sequences, activation = call.static
-    plain = call._replace(static=(sequences, "none"))
+    x, kernels, state, bias, c, _ = map(wide, a[:6])
+    ddx, ddk, ddstate, ddbias = map(wide, ddy)
+    sequences = a.sequences
 
-    def convolve(x: Any, kernels: Any, state: Any, bias: Any, final: bool) -> tuple[Any, Any]:
-        return plain.other(conv, (x, kernels, state, bias), (True, final))
+    def convolve(x: Any, kernels: Any, state: Any, bias: Any, final: Any = None) -> tuple[Any, Any]:
+        return conv(x, kernels, state, bias, sequences, "none", out=(True, final))
 
-    def pull_back(wanted: Sequence[bool], *arrays: Any) -> tuple[Any, ...]:
-        return plain.other(conv_vjp, (*arrays, None), wanted)
+    def pull_back(wanted: Sequence[Any], *arrays: Any) -> tuple[Any, ...]:
+        return conv_vjp(*arrays, None, sequences, "none", out=wanted)
 
-    if on_state is not None and on_x is None:
-        on_x = namespace(x).zeros_like(x)
-    v_bar = final_bar = None
-    if on_x is not None:
-        v_bar, final_bar = convolve(on_x, kernels, on_state, None, needed[5])
-    if on_kernels is not None:
-        v_bar = added(v_bar, convolve(x, on_kernels, state, None, False)[0])
-    if on_bias is not None:
-        v_bar = added(v_bar, namespace(x).zeros_like(c) + on_bias)
-    if v_bar is None:
+    if ddstate is not None and ddx is None:
+        ddx = namespace(x).zeros_like(x)
+    dv = dfinal_state = None
+    if ddx is not None:
+        dv, dfinal_state = convolve(ddx, kernels, ddstate, None, wanted.dfinal_state)
+    if ddk is not None:
+        dv = added(dv, convolve(x, ddk, state, None)[0])
+    if ddbias is not None:
+        dv = added(dv, namespace(x).zeros_like(c) + ddbias)
+    if dv is None:
         return (None,) * 6
-    v, c_bar, through_h = c, v_bar, (None,) * 4
-    if activation == "silu":
-        h, _ = convolve(x, kernels, state, bias, False)
+    v, dc, through_h = c, dv, (None,) * 4
+    if a.activation == "silu":
+        h, _ = convolve(x, kernels, state, bias)
         s = sigmoid(h)
         slope = s * (1 + h * (1 - s))
         bend = s * (1 - s) * (2 + h * (1 - 2 * s))
-        v, c_bar = c * slope, v_bar * slope
-        if any(needed[:4]):
-            through_h = pull_back(needed[:4], x, kernels, state, bias, v_bar * c * bend)
-    x_bar = kernels_bar = state_bar = None
-    if on_kernels is not None and (needed[0] or needed[2]):
-        wanted = (needed[0], False, needed[2], False)
-        x_bar, _, state_bar, _ = pull_back(wanted, x, on_kernels, state, None, v)
-    if on_x is not None and needed[1]:
-        wanted = (False, True, False, False)
-        _, kernels_bar, _, _ = pull_back(wanted, on_x, kernels, on_state, None, v)
-    direct = (x_bar, kernels_bar, state_bar, None)
-    bars = [added(one, two) for one, two in zip(direct, through_h, strict=True)]
+        v, dc = c * slope, dv * slope
+        if any(wanted[:4]):
+            through_h = pull_back(wanted[:4], x, kernels, state, bias, dv * c * bend)
+    dx = dk = dstate = None
+    if ddk is not None and (wanted.x or wanted.initial_state):
+        some = (wanted.x, None, wanted.initial_state, None)
+        dx, _, dstate, _ = pull_back(some, x, ddk, state, None, v)
+    if ddx is not None and wanted.kernels:
+        _, dk, _, _ = pull_back((None, True, None, None), ddx, kernels, ddstate, None, v)
+    direct = (dx, dk, dstate, None)
+    found = [added(one, two) for one, two in zip(direct, through_h, strict=True)]
     return tuple(
-        None if bar is None else cast(bar, array)
-        for bar, array in zip((*bars, c_bar, final_bar), arrays, strict=True)
+        None if cotangent is None else cast(cotangent, array)
+        for cotangent, array in zip((*found, dc, dfinal_state), a, strict=False)
     )
 
 
@@ -307,24 +285,23 @@ def _dtype(x: Any, *arrays: Any) -> str | None:
     return None if dtype == x.dtype else dtype_name(dtype)
 
 
-def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
-    x, kernels, state, _ = arrays
-    sequences = static[0]
-    count = x.shape[0] if sequences is None else sequences.num_sequences
+def _outputs(a: Any) -> tuple[Any, ...]:
+    x, kernels, state = a[:3]
+    count = x.shape[0] if a.sequences is None else a.sequences.num_sequences
     final = (count, x.shape[2], kernels.shape[-1])
-    return (x.shape, _dtype(x, *arrays)), (final, _dtype(x, x, state))
+    return (x.shape, _dtype(x, *a[:4])), (final, _dtype(x, x, state))
 
 
-def _vjp_outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
-    x = arrays[0]
-    return tuple([None if a is None else (a.shape, _dtype(x, a)) for a in arrays[:4]])
+def _vjp_outputs(a: Any) -> tuple[Any, ...]:
+    return tuple([None if b is None else (b.shape, _dtype(a.x, b)) for b in a[:4]])
 
 
 conv_vjp = Primitive(
     "dynamic_conv_vjp",
-    arrays=("x", "kernels", "initial_state", "bias", "cotangent", "final_cotangent"),
+    family="conv",
+    arrays=("x", "kernels", "initial_state", "bias", "dout", "dfinal_state"),
     static={"sequences": Sequences, "activation": str},
-    outputs=("x_cotangent", "kernels_cotangent", "initial_state_cotangent", "bias_cotangent"),
+    outputs=("dx", "dkernels", "dinitial_state", "dbias"),
     describe=_vjp_outputs,
     formula=_vjp_formula,
     pullback=_vjp_pullback,
@@ -332,6 +309,7 @@ conv_vjp = Primitive(
 )
 conv = Primitive(
     "dynamic_conv",
+    family="conv",
     arrays=("x", "kernels", "initial_state", "bias"),
     static={"sequences": Sequences, "activation": str},
     outputs=("out", "final_state"),
@@ -342,8 +320,9 @@ conv = Primitive(
 )
 
 
-def _step_formula(x: Any, state: Any, kernels: Any, bias: Any, activation: str) -> tuple[Any]:
+def _step_formula(a: Any) -> tuple[Any]:
     """Shift x into the state, in place, and return the convolution of what it holds."""
+    x, state, kernels, bias, activation = a
     dtype = promoted((x, state, kernels, bias))
     latest = cast(x, state).reshape(*state.shape[:2], 1)
     state[...] = namespace(x).concatenate([state[..., 1:], latest], axis=-1)
@@ -356,10 +335,11 @@ def _step_formula(x: Any, state: Any, kernels: Any, bias: Any, activation: str) 
 
 conv_step = Primitive(
     "dynamic_conv_step",
+    family="conv",
     arrays=("x", "state", "kernels", "bias"),
     static={"activation": str},
     outputs=("out",),
-    describe=lambda arrays, _: ((arrays[0].shape, _dtype(arrays[0], *arrays)),),
+    describe=lambda a: ((a.x.shape, _dtype(a.x, *a[:4])),),
     formula=_step_formula,
     mutates=("state",),
     sixteen_bits=True,
@@ -569,8 +549,7 @@ def dynamic_conv(
     one_of(name, "activation", activation, ACTIVATIONS)
     flag(name, "output_final_state", output_final_state)
     return to_run(
-        (x, kernels, initial_state, bias),
-        (sequences, "none" if activation is None else "silu"),
+        (x, kernels, initial_state, bias, sequences, "none" if activation is None else "silu"),
         ("out", "final_state") if output_final_state else "out",
     )
 
@@ -657,10 +636,20 @@ def dynamic_conv_step(
         )
     if overlaps_itself(state):
         raise ValueError(f"{name}: state overlaps itself; it should have memory for every element")
-    for argument, array in (("x", x), ("kernels", kernels), ("bias", bias)):
-        if array is not None and overlap(state, array):
-            raise ValueError(f"{name}: {argument} shares memory with state; it should not")
-    if not is_tensor(state) and not state.flags.writeable:
-        raise ValueError(f"{name}: state is read-only; it should be writable, to be updated")
     one_of(name, "activation", activation, ACTIVATIONS)
-    return to_run((x, state, kernels, bias), ("none" if activation is None else "silu",), "out")
+    activation = "none" if activation is None else "silu"
+    return to_run((x, state, kernels, bias, activation), "out", _apart_from_state)
+
+
+def _apart_from_state(a: Any) -> None:
+    """Raise where writing to the state would change another argument."""
+    for argument in ("x", "kernels", "bias"):
+        array = getattr(a, argument)
+        if array is not None and overlap(a.state, array):
+            raise ValueError(
+                f"dynamic_conv_step: {argument} shares memory with state; it should not"
+            )
+    if not is_tensor(a.state) and not a.state.flags.writeable:
+        raise ValueError(
+            "dynamic_conv_step: state is read-only; it should be writable, to be updated"
+        )

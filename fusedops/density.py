@@ -36,7 +36,9 @@ from fusedops._frame.check import (
     traced,
     values,
 )
-from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.op import Made, op, to_run
+from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.primitive import Primitive
 
 __all__ = ["Lattice", "atom_radius", "bad_atoms"]
 
@@ -277,35 +279,6 @@ def _lattice(cell: tuple[float, ...], shape: tuple[int, ...], device: str) -> La
     return lattice if device == "cpu" else lattice.to(device)
 
 
-class Scatterers(Packed):
-    """What is constant of atoms: amplitudes and widths (N, G), radius (N,)."""
-
-    _fields = ("amplitudes", "widths", "radius")
-    _sizes = ()
-    amplitudes: np.ndarray
-    widths: np.ndarray
-    radius: np.ndarray
-    # The atoms in an order that suits a kernel.
-    order: Any = None
-
-    @classmethod
-    def of(cls, *arrays: Any) -> Scatterers:
-        """Return an object around arrays or tensors."""
-        if is_tensor(arrays[0]):
-            self = cls.from_tensors(arrays, [])
-            self.borrowed = arrays
-            return self
-        self = cls.__new__(cls)
-        self.amplitudes, self.widths, self.radius = (np.require(a, None, "A") for a in arrays)
-        return self
-
-    def arrays(self, like: Any) -> Sequence[Any]:
-        """Return the arrays in the framework of another."""
-        return (
-            self.tensors_here() if is_tensor(like) else (self.amplitudes, self.widths, self.radius)
-        )
-
-
 def _largest(U: Any) -> Any:
     """Return the largest eigenvalues of symmetric matrices (N, 6), in closed form (Smith, 1961)."""
     xp = namespace(U)
@@ -511,10 +484,10 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
     return flat.reshape(count, -1), w.reshape(count, -1, 3), inside.reshape(count, -1)
 
 
-def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> Any:
+def _chunks(arrays: Sequence[Any], constants: Sequence[Any], lattice: Lattice) -> Any:
     """Yield slices of the atoms that have a density, with their arrays, a few at a time."""
     xp = namespace(arrays[0])
-    constants = [cast(a, arrays[0]) for a in scatterers.arrays(arrays[0])]
+    constants = [cast(a, arrays[0]) for a in constants]
     good = ~bad_atoms(*arrays, *constants)
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     if not len(good):
@@ -530,13 +503,11 @@ def _chunks(arrays: Sequence[Any], lattice: Lattice, scatterers: Scatterers) -> 
         yield rows, [array[rows] for array in arrays], [array[rows] for array in constants]
 
 
-def _density_formula(
-    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers
-) -> tuple[Any]:
-    dtype = promoted((xyz, b, occupancy))
-    arrays = [double(array) for array in (xyz, b, occupancy)]
+def _density_formula(a: Any) -> tuple[Any, Any]:
+    dtype, lattice = promoted(a[:3]), a.lattice
+    arrays = [double(array) for array in a[:3]]
     out = zeros(arrays[0], (math.prod(lattice.shape),))
-    for _, (x, width, occ), (amplitudes, widths, radius) in _chunks(arrays, lattice, scatterers):
+    for _, (x, width, occ), (amplitudes, widths, radius) in _chunks(arrays, a[3:6], lattice):
         norm, P = _gaussians(width, amplitudes, widths)
         flat, w, inside = _ball(x, radius, lattice)
         value = occ[:, None] * _sum(w, inside, norm, P)[1].sum(-1)
@@ -544,7 +515,10 @@ def _density_formula(
             out.index_add_(0, flat.reshape(-1).long(), value.reshape(-1))
         else:
             np.add.at(out, flat.reshape(-1).astype(np.int64), value.reshape(-1))
-    return (cast(out, dtype).reshape(lattice.shape),)
+    order = None
+    if is_tensor(a.xyz) and not a.xyz.is_cpu:
+        order = sys.modules["torch"].arange(len(a.xyz), device=a.xyz.device)
+    return cast(out, dtype).reshape(lattice.shape), order
 
 
 def _sum(w: Any, inside: Any, norm: Any, P: Any) -> tuple[Any, Any]:
@@ -557,9 +531,7 @@ def _sum(w: Any, inside: Any, norm: Any, P: Any) -> tuple[Any, Any]:
     return Pw, xp.where(inside[..., None], norm[:, None] * xp.exp(-q), xp.zeros_like(q))
 
 
-def _vjp_formula(
-    xyz: Any, b: Any, occupancy: Any, cotangent: Any, lattice: Lattice, scatterers: Scatterers
-) -> tuple[Any, Any, Any]:
+def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
     r"""Return the gradients of Σ_v g_v ρ(v).
 
     With e a Gaussian's density for occupancy 1, c = 4π²/(B + b) and M = (B + 8π² U)/4, they are
@@ -567,7 +539,8 @@ def _vjp_formula(
     occ e (c w² - 3/2)/(B + b); by U, occ e 2π² (π² M⁻¹ w (M⁻¹ w)ᵀ - M⁻¹/2), of which an element
     off the diagonal is met twice.
     """
-    *arrays, g = (double(array) for array in (xyz, b, occupancy, cotangent))
+    lattice = a.lattice
+    *arrays, g = (double(array) for array in a[:4])
     xp = namespace(g)
     g = g.reshape(-1)
     rows_of: list[list[Any]] = [[], [], []]
@@ -594,12 +567,12 @@ def _vjp_formula(
         return on_x, on_b, ge.sum((-1, -2))
 
     run = recomputed(some, g)
-    for rows, (x, width, occ), constants in _chunks(arrays, lattice, scatterers):
+    for rows, (x, width, occ), constants in _chunks(arrays, a[4:7], lattice):
         numbers.append(rows)
         for found, part in zip(rows_of, run(x, width, occ, g, *constants), strict=True):
             found.append(part)
     results = []
-    for array, found in zip((xyz, b, occupancy), rows_of, strict=True):
+    for array, found in zip(a[:3], rows_of, strict=True):
         total = zeros(g, tuple(array.shape))
         if numbers:
             at, values = xp.concatenate(numbers), xp.concatenate(found)
@@ -611,30 +584,42 @@ def _vjp_formula(
     return tuple(results)
 
 
-def _density_pullback(
-    call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
-) -> tuple[Any, ...]:
-    if cotangents[0] is None:
+def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+    if dy.map is None:
         return None, None, None
-    return call.other(density_vjp, (*arrays, cotangents[0]), needed)
+    return density_vjp(*a[:3], dy.map, *a[3:6], y.order, a.lattice, out=wanted)
 
+
+def _outputs(a: Any) -> tuple[Any, ...]:
+    # On a GPU, the order of the atoms in which the map was made serves the gradient too.
+    on_gpu = is_tensor(a.xyz) and not (a.xyz.is_cpu or a.xyz.is_meta)
+    order = ((a.xyz.shape[0],), "int64") if on_gpu else None
+    return (a.lattice.shape, dtype_name(promoted(a[:3]))), order
+
+
+_CONSTANTS = ("amplitudes", "widths", "radius")
 
 density = Primitive(
     "gaussian_density",
+    family="density",
     arrays=("xyz", "b", "occupancy"),
-    static={"lattice": Lattice, "scatterers": Scatterers},
-    outputs=("map",),
-    describe=lambda arrays, static: ((static[0].shape, dtype_name(promoted(arrays))),),
+    constants=_CONSTANTS,
+    static={"lattice": Lattice},
+    outputs=("map", "order"),
+    describe=_outputs,
     formula=_density_formula,
     pullback=_density_pullback,
+    saves=("order",),
     sixteen_bits=True,
 )
 density_vjp = Primitive(
     "gaussian_density_vjp",
-    arrays=("xyz", "b", "occupancy", "cotangent"),
-    static={"lattice": Lattice, "scatterers": Scatterers},
-    outputs=("xyz_cotangent", "b_cotangent", "occupancy_cotangent"),
-    describe=lambda arrays, _: tuple((a.shape, dtype_name(a.dtype)) for a in arrays[:3]),
+    family="density",
+    arrays=("xyz", "b", "occupancy", "dmap"),
+    constants=(*_CONSTANTS, "order"),
+    static={"lattice": Lattice},
+    outputs=("dxyz", "db", "doccupancy"),
+    describe=lambda a: tuple((b.shape, dtype_name(b.dtype)) for b in a[:3]),
     formula=_vjp_formula,
     sixteen_bits=True,
 )
@@ -642,14 +627,15 @@ density_vjp = Primitive(
 
 def _constant(
     name: str, argument: str, value: Any, shape: tuple[Any, ...], like: Any, dtype: Any
-) -> Any:
-    """Return a checked array that has no gradient, in `dtype`."""
+) -> tuple[Any, Any]:
+    """Return a checked array that has no gradient, and how it is made in `dtype`."""
     value = floats(name, argument, value, shape)
     alike(name, argument, value, "xyz", like)
     if is_tensor(value) and value.requires_grad:
         raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
-    value = value if value.dtype == dtype else cast(value, dtype)
-    return bridge().unwrapped(name, argument, value) if is_tensor(value) else value
+    if is_tensor(value) and sys.modules["torch"]._C._are_functorch_transforms_active():
+        value = bridge().unwrapped(name, argument, value)
+    return value, value if value.dtype == dtype else Made(lambda value: cast(value, dtype), value)
 
 
 def _mapped() -> bool:
@@ -661,9 +647,9 @@ def _mapped() -> bool:
     return any(level.key() == vmap for level in torch._C._functorch.get_interpreter_stack())
 
 
-def _raise_or_warn(name: str, on_bad: str, arrays: Sequence[Any]) -> None:
+def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     """Raise where an atom has no density, or warn that it is left out."""
-    xyz = arrays[0]
+    arrays, xyz = a[:6], a.xyz
     if is_tensor(xyz) and (on_bad == "skip" and not xyz.is_cpu):
         return
     if is_tensor(xyz):
@@ -809,23 +795,25 @@ def gaussian_density(
     # Constants of 16-bit atoms keep their digits; NumPy has no bfloat16, besides.
     dtype = promoted((xyz, b, occupancy))
     dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
-    amplitudes = _constant(name, "amplitudes", amplitudes, (count, "G"), xyz, dtype)
-    widths = _constant(name, "widths", widths, (count, amplitudes.shape[1]), xyz, dtype)
+    amplitudes, in_amplitudes = _constant(name, "amplitudes", amplitudes, (count, "G"), xyz, dtype)
+    widths, in_widths = _constant(name, "widths", widths, (count, amplitudes.shape[1]), xyz, dtype)
     if not amplitudes.shape[1]:
         raise ValueError(f"{name}: amplitudes has shape {tuple(amplitudes.shape)}; G should be > 0")
     one_of(name, "on_bad", on_bad, ("raise", "skip"))
     if radius is None:
         n_sigma = positive(name, "n_sigma", n_sigma)
-        radius = atom_radius(cast(b, dtype), widths, n_sigma=n_sigma)
+
+        def reach(b: Any, widths: Any) -> Any:
+            found = atom_radius(cast(b, dtype), cast(widths, dtype), n_sigma=n_sigma)
+            return _outside_of_transforms(name, "b", found)
+
+        in_radius: Any = Made(reach, b, widths)
     elif isinstance(radius, numbers.Real):
-        radius = real(name, "radius", radius)
-        if is_tensor(xyz):
-            # Not of xyz, which torch.vmap may map over.
-            full = sys.modules["torch"].full
-            radius = full((count,), radius, dtype=dtype, device=xyz.device)
-        else:
-            radius = np.full(count, radius, dtype)
-    radius = _constant(name, "radius", radius, (count,), xyz, dtype)
+        number = real(name, "radius", radius)
+        # Of widths, not of xyz, which torch.vmap may map over.
+        in_radius = Made(lambda widths: _full(number, dtype, widths), widths)
+    else:
+        in_radius = _constant(name, "radius", radius, (count,), xyz, dtype)[1]
     if isinstance(cell, Lattice):
         if grid_shape is not None and tuple(grid_shape) != cell.shape:
             raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.shape}")
@@ -833,9 +821,24 @@ def gaussian_density(
         same_device(name, "cell", lattice.device, "xyz", device_of(xyz))
     else:
         lattice = _read_lattice(name, cell, grid_shape, xyz)
-    _raise_or_warn(name, on_bad, (xyz, b, occupancy, amplitudes, widths, radius))
-    scatterers = Scatterers.of(amplitudes, widths, radius)
-    return to_run((xyz, b, occupancy), (lattice, scatterers), "map")
+    return to_run(
+        (xyz, b, occupancy, in_amplitudes, in_widths, in_radius, lattice),
+        "map",
+        functools.partial(_raise_or_warn, name, on_bad),
+    )
+
+
+def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
+    """Return a constant without the wrappers of torch.func."""
+    if is_tensor(value) and sys.modules["torch"]._C._are_functorch_transforms_active():
+        return bridge().unwrapped(name, argument, value.detach())
+    return value.detach() if is_tensor(value) else value
+
+
+def _full(number: float, dtype: Any, like: Any) -> Any:
+    if is_tensor(like):
+        return sys.modules["torch"].full((len(like),), number, dtype=dtype, device=like.device)
+    return np.full(len(like), number, dtype)
 
 
 def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: Any) -> Lattice:

@@ -7,14 +7,14 @@ gradient, and the public op. There are no kernels: this is a few products of sma
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, cast, namespace, wide, zeros
 from fusedops._frame.check import flag, floats, is_tensor, size
-from fusedops._frame.registry import Call, Primitive, op, to_run
+from fusedops._frame.op import op, to_run
+from fusedops._frame.primitive import Primitive
 
 
 def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
@@ -142,8 +142,9 @@ def _degrees(R: Any, lmax: int) -> list[Any]:
     return matrices
 
 
-def _formula(edge_vec: Any, lmax: int, layout: str) -> tuple[Any]:
+def _formula(a: Any) -> tuple[Any]:
     r"""Return :math:`D^0, D^1, …`, with :math:`D^1 = R` and :math:`R \hat v = \hat y`."""
+    edge_vec, lmax, layout = a
     xp = namespace(edge_vec)
     u, _ = _unit(wide(edge_vec))
     matrices = _degrees(_rotation(u), lmax)
@@ -158,11 +159,12 @@ def _formula(edge_vec: Any, lmax: int, layout: str) -> tuple[Any]:
     return (cast(xp.concatenate(padded, axis=1), edge_vec),)
 
 
-def _vjp_formula(edge_vec: Any, cotangent: Any, lmax: int, layout: str) -> tuple[Any]:
+def _vjp_formula(a: Any) -> tuple[Any]:
     """Return the cotangent of edge_vec, degree by degree from the highest."""
+    edge_vec, dmatrices, lmax, layout = a
     xp = namespace(edge_vec)
     u, length = _unit(wide(edge_vec))
-    g = wide(cotangent)
+    g = wide(dmatrices)
     R = _rotation(u)
     matrices = _degrees(R, lmax)
     on_R = xp.zeros_like(R)
@@ -186,35 +188,29 @@ def _vjp_formula(edge_vec: Any, cotangent: Any, lmax: int, layout: str) -> tuple
     return (cast(across / length, edge_vec),)
 
 
-def _pullback(
-    call: Call,
-    arrays: Sequence[Any],
-    residuals: Sequence[Any],
-    cotangents: Sequence[Any],
-    needed: Sequence[bool],
-) -> tuple[Any, ...]:
-    if cotangents[0] is None:
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+    if dy.matrices is None:
         return (None,)
-    return call.other(matrices_vjp, (arrays[0], cotangents[0]))
+    return matrices_vjp(a.edge_vec, dy.matrices, a.lmax, a.layout)
 
 
 matrices_vjp = Primitive(
     "wigner_d_vjp",
-    arrays=("edge_vec", "cotangent"),
+    family="harmonics",
+    arrays=("edge_vec", "dmatrices"),
     static={"lmax": int, "layout": str},
-    outputs=("edge_vec_cotangent",),
-    describe=lambda arrays, _: ((arrays[0].shape, None),),
+    outputs=("dedge_vec",),
+    describe=lambda a: ((a.edge_vec.shape, None),),
     formula=_vjp_formula,
     sixteen_bits=True,
 )
 matrices = Primitive(
     "wigner_d",
+    family="harmonics",
     arrays=("edge_vec",),
     static={"lmax": int, "layout": str},
     outputs=("matrices",),
-    describe=lambda arrays, static: (
-        ((arrays[0].shape[0], *matrix_size(static[0], static[1] == "packed")), None),
-    ),
+    describe=lambda a: (((a.edge_vec.shape[0], *matrix_size(a.lmax, a.layout == "packed")), None),),
     formula=_formula,
     pullback=_pullback,
     sixteen_bits=True,
@@ -295,4 +291,4 @@ def wigner_d(
     # A matrix has its fourth power of elements.
     degree = size("wigner_d", "lmax", lmax, bits=6)
     flag("wigner_d", "packed", packed)
-    return to_run((edge_vec,), (degree, "packed" if packed else "dense"), "matrices")
+    return to_run((edge_vec, degree, "packed" if packed else "dense"), "matrices")

@@ -30,7 +30,9 @@ from fusedops._frame.check import (
     traced,
     values,
 )
-from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, outside_of_graphs, to_run
+from fusedops._frame.op import op, to_run
+from fusedops._frame.packed import Packed, bridge, outside_of_graphs
+from fusedops._frame.primitive import Primitive
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -354,8 +356,9 @@ def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
     return out.astype(like.dtype)
 
 
-def _nll_formula(xyz: Any, planes: Planes, fit: str) -> tuple[Any, Any]:
+def _nll_formula(a: Any) -> tuple[Any, Any]:
     """Return the restraint and its gradient, the definition of both."""
+    xyz, planes, fit = a
     total = planes.tensors_here()[-1].sum() if is_tensor(xyz) else planes.constant[0]
     rows = []
     for index, weight in _runs(xyz, planes):
@@ -369,7 +372,7 @@ def _nll_formula(xyz: Any, planes: Planes, fit: str) -> tuple[Any, Any]:
     return np.asarray(total, xyz.dtype), _scatter(rows, xyz)
 
 
-def _gradient_vjp_formula(xyz: Any, cotangent: Any, planes: Planes, fit: str) -> tuple[Any]:
+def _gradient_vjp_formula(a: Any) -> tuple[Any]:
     r"""Return Σ_c v_c · ∂G_c/∂xyz for the gradient G and a cotangent v (N, 3).
 
     In a plane G_c = g_c n with g = w d - mean(w d), so that Σ v·G = Σ t d with s = v·n and
@@ -377,6 +380,7 @@ def _gradient_vjp_formula(xyz: Any, cotangent: Any, planes: Planes, fit: str) ->
     q = Σ t r + g v, and with p = (C - λ)⁺ q the pulled-back row is
     [t - mean t - share (p·r)] n - share d p.
     """
+    xyz, cotangent, planes, fit = a
     xp = _namespace(xyz)
     rows = []
     for index, weight in _runs(xyz, planes):
@@ -416,49 +420,40 @@ def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
     return xp.where(regular[:, None], full, xp.where(single[:, None], half, 0.0 * q))
 
 
-def _nll_pullback(
-    call: Call,
-    arrays: Sequence[Any],
-    residuals: Sequence[Any],
-    cotangents: Sequence[Any],
-    needed: Sequence[bool],
-) -> tuple[Any, ...]:
-    scale, direction = cotangents
+def _nll_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     # Of one element, not of none: torch.vmap can't multiply by a batch of no numbers.
-    dxyz = None if scale is None else scale.reshape(1, 1) * residuals[0]
-    if direction is not None:
-        (turned,) = call.other(gradient_vjp, (arrays[0], direction))
+    dxyz = None if dy.nll is None else dy.nll.reshape(1, 1) * y.gradient
+    if dy.gradient is not None:
+        (turned,) = gradient_vjp(a.xyz, dy.gradient, a.planes, a.fit)
         dxyz = turned if dxyz is None else dxyz + turned
-    return (None if dxyz is None else cast(dxyz, arrays[0]),)
+    return (None if dxyz is None else cast(dxyz, a.xyz),)
 
 
-def _gradient_vjp_outputs(arrays: Sequence[Any], static: Any) -> tuple[tuple[Any, None], ...]:
-    xyz, cotangent = arrays
-    of_shape("planarity_gradient_vjp", "cotangent", cotangent, xyz.shape)
-    return ((xyz.shape, None),)
+def _gradient_vjp_outputs(a: Any) -> tuple[tuple[Any, None], ...]:
+    of_shape("planarity_gradient_vjp", "dgradient", a.dgradient, a.xyz.shape)
+    return ((a.xyz.shape, None),)
 
 
 gradient_vjp = Primitive(
     "planarity_gradient_vjp",
-    arrays=("xyz", "cotangent"),
+    family="planarity",
+    arrays=("xyz", "dgradient"),
     static={"planes": Planes, "fit": str},
-    outputs=("xyz_cotangent",),
+    outputs=("dxyz",),
     describe=_gradient_vjp_outputs,
     formula=_gradient_vjp_formula,
 )
 nll = Primitive(
     "planarity_nll",
+    family="planarity",
     arrays=("xyz",),
     static={"planes": Planes, "fit": str},
     outputs=("nll", "gradient"),
     # The gradient waits for its cotangent in float32: in 16 bits it may be beyond all numbers.
-    describe=lambda arrays, _: (
-        ((), accumulator(arrays[0])),
-        (arrays[0].shape, accumulator(arrays[0])),
-    ),
+    describe=lambda a: (((), accumulator(a.xyz)), (a.xyz.shape, accumulator(a.xyz))),
     formula=_nll_formula,
     pullback=_nll_pullback,
-    residual=slice(1, 2),
+    saves=("gradient",),
 )
 
 
@@ -495,7 +490,7 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
             f"{xyz.shape[0]}, the number of atoms in xyz"
         )
     one_of(name, "fit", fit, FITS)
-    return to_run((xyz,), (planes, fit), "nll")
+    return to_run((xyz, planes, fit), "nll")
 
 
 @op(nll, overloads=_Nll)  # type: ignore[type-abstract]

@@ -26,7 +26,9 @@ from fusedops._frame.check import (
     same_device,
     size,
 )
-from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.op import op, to_run
+from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.primitive import Primitive
 from fusedops._frame.threads import in_parallel
 
 if TYPE_CHECKING:
@@ -360,48 +362,46 @@ def _places(plan: ScatterPlan, like: Any) -> Any:
     return (wa[:, :, None, None] + wbwc[:, None]).reshape(-1)
 
 
-def _scatter_formula(density_cube: Any, plan: ScatterPlan) -> tuple[Any]:
-    values = wide(density_cube).reshape(-1)
+def _scatter_formula(a: Any) -> tuple[Any]:
+    plan, values = a.plan, wide(a.density_cube).reshape(-1)
     out = zeros(values, (plan.map_size,))
     if is_tensor(values):
         out = out.index_add(0, _places(plan, values), values)
     else:
         np.add.at(out, _places(plan, values), values)
-    return (cast(out, density_cube),)
+    return (cast(out, a.density_cube),)
 
 
-def _gather_formula(grid: Any, plan: ScatterPlan) -> tuple[Any]:
-    return (grid[_places(plan, grid)].reshape(plan.shape),)
+def _gather_formula(a: Any) -> tuple[Any]:
+    return (a.grid[_places(a.plan, a.grid)].reshape(a.plan.shape),)
 
 
-def _scatter_pullback(
-    call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
-) -> tuple[Any]:
-    return (None,) if cotangents[0] is None else call.other(gather, (cotangents[0],))
+def _scatter_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any]:
+    return (None,) if dy.map is None else gather(dy.map, a.plan)
 
 
-def _gather_pullback(
-    call: Call, arrays: Sequence[Any], residuals: Any, cotangents: Sequence[Any], needed: Any
-) -> tuple[Any]:
-    return (None,) if cotangents[0] is None else call.other(scatter, (cotangents[0],))
+def _gather_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any]:
+    return (None,) if dy.density_cube is None else scatter(dy.density_cube, a.plan)
 
 
 scatter = Primitive(
     "structured_scatter_add",
+    family="scatter",
     arrays=("density_cube",),
     static={"plan": ScatterPlan},
     outputs=("map",),
-    describe=lambda arrays, static: (((static[0].map_size,), None),),
+    describe=lambda a: (((a.plan.map_size,), None),),
     formula=_scatter_formula,
     pullback=_scatter_pullback,
     sixteen_bits=True,
 )
 gather = Primitive(
     "structured_gather",
+    family="scatter",
     arrays=("grid",),
     static={"plan": ScatterPlan},
     outputs=("density_cube",),
-    describe=lambda arrays, static: ((static[0].shape, None),),
+    describe=lambda a: ((a.plan.shape, None),),
     formula=_gather_formula,
     pullback=_gather_pullback,
     sixteen_bits=True,
@@ -504,7 +504,7 @@ def structured_scatter_add(
     density_cube = floats(name, "density_cube", density_cube, ("C", "nx", "ny", "nz"))
     plan = _plan(name, wa, wbwc, map_size, "density_cube", density_cube)
     of_shape(name, "density_cube", density_cube, plan.shape)
-    return to_run((density_cube,), (plan,), "map")
+    return to_run((density_cube, plan), "map")
 
 
 @op(gather)
@@ -563,4 +563,4 @@ def structured_gather(
     given = isinstance(wa, ScatterPlan)
     plan = _plan(name, wa, wbwc, None if given else grid.shape[0], "grid", grid)
     of_shape(name, "grid", grid, (plan.map_size,))
-    return to_run((grid,), (plan,), "density_cube")
+    return to_run((grid, plan), "density_cube")

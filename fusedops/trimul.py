@@ -26,7 +26,8 @@ from fusedops._frame.check import (
     promoted,
     size,
 )
-from fusedops._frame.registry import Call, Primitive, op, to_run
+from fusedops._frame.op import Made, op, to_run
+from fusedops._frame.primitive import Primitive
 
 DIRECTIONS = ("outgoing", "incoming")
 GATES = ("output", "hidden")
@@ -227,14 +228,12 @@ def _widened(arrays: Sequence[Any]) -> list[Any]:
     return [array if array is None else cast(array, dtype) for array in arrays]
 
 
-def _formula(*args: Any) -> tuple[Any, Any]:
+def _formula(a: Any) -> tuple[Any, Any]:
     """Return the update and o, the definition of both."""
-    arrays, (direction, gate, _, eps, _) = args[:14], args[14:]
-    x = arrays[0]
-    w = _widened(arrays)
-    o = _product(*_sides(*[*w[:8], eps]), direction)
-    out = _end(*[w[0], o, *w[2:4], *w[8:], eps, gate])
-    return cast(out, x), cast(o, x)
+    w = _widened(a[:14])
+    o = _product(*_sides(*[*w[:8], a.eps]), a.direction)
+    out = _end(*[w[0], o, *w[2:4], *w[8:], a.eps, a.gate])
+    return cast(out, a.x), cast(o, a.x)
 
 
 def in_parts(
@@ -281,22 +280,19 @@ def slices(n: int, step: int) -> list[slice]:
     return [slice(low, min(low + step, n)) for low in range(0, n, max(step, 1))]
 
 
-def _vjp_formula(*args: Any) -> tuple[Any, ...]:
+def _vjp_formula(a: Any) -> tuple[Any, ...]:
     r"""Return the cotangents of all arrays.
 
     A normalized vector :math:`\hat y = (y - \mathrm{mean}\, y) r` with the cotangent v gives y the
     cotangent :math:`r (v - \mathrm{mean}\, v - \hat y \, \mathrm{mean}(v \hat y))`. That o is
     computed anew, whatever `hidden` is, lets derivatives find the way through it.
     """
-    arrays, (_, cotangent), static = args[:14], args[14:16], args[16:]
-    return _gradients(arrays, cotangent, None, static)
+    return _gradients(a, a.dout, None)
 
 
-def _gradients(
-    arrays: Sequence[Any], cotangent: Any, on_hidden: Any, static: Sequence[Any]
-) -> tuple[Any, ...]:
-    direction, gate, _, eps, _ = static
-    *w, g, on_o_too = _widened((*arrays, cotangent, on_hidden))
+def _gradients(a: Any, dout: Any, dhidden: Any) -> tuple[Any, ...]:
+    arrays, direction, gate, eps = a[:14], a.direction, a.gate, a.eps
+    *w, g, on_o_too = _widened((*arrays, dout, dhidden))
 
     def run(stage: Any, *args: Any) -> Any:
         return recomputed(stage, w[0])(*args)
@@ -312,36 +308,25 @@ def _gradients(
     )
 
 
-def _pullback(
-    call: Call,
-    arrays: Sequence[Any],
-    residuals: Sequence[Any],
-    cotangents: Sequence[Any],
-    needed: Sequence[bool],
-) -> tuple[Any, ...]:
-    cotangent, on_hidden = cotangents
-    if cotangent is None and on_hidden is None:
-        return (None,) * len(arrays)
-    if cotangent is None:
-        cotangent = namespace(arrays[0]).zeros_like(arrays[0])
-    if on_hidden is not None:
-        # No op shows it; only who calls the primitive itself can ask.
-        return _gradients(arrays, cotangent, on_hidden, call.static)
-    return call.other(trimul_vjp, (*arrays, *residuals, cotangent), needed)
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+    dout = namespace(a.x).zeros_like(a.x) if dy.out is None else dy.out
+    if dy.hidden is not None:
+        # `hidden` is internal: only direct calls of the primitive reach here.
+        return _gradients(a, dout, dy.hidden)
+    return trimul_vjp(*a[:14], y.hidden, dout, *a[14:], out=wanted)
 
 
-def _outputs(arrays: Sequence[Any], _: Any) -> tuple[Any, ...]:
-    x, p_in_weight = arrays[0], arrays[4]
-    B, N = x.shape[:2]
-    return (x.shape, None), ((B, p_in_weight.shape[0] // 2, N, N), None)
+def _outputs(a: Any) -> tuple[Any, ...]:
+    B, N = a.x.shape[:2]
+    return (a.x.shape, None), ((B, a.p_in_weight.shape[0] // 2, N, N), None)
 
 
-def _vjp_outputs(arrays: Sequence[Any], _: Any) -> tuple[Any, ...]:
-    own = arrays[0].dtype
+def _vjp_outputs(a: Any) -> tuple[Any, ...]:
+    own = a.x.dtype
     return tuple(
         [
-            None if a is None else (a.shape, None if a.dtype == own else dtype_name(a.dtype))
-            for a in arrays[:14]
+            None if b is None else (b.shape, None if b.dtype == own else dtype_name(b.dtype))
+            for b in a[:14]
         ]
     )
 
@@ -350,20 +335,22 @@ STATIC = {"direction": str, "gate": str, "precision": str, "eps": float, "max_me
 
 trimul = Primitive(
     "triangle_multiplicative_update",
+    family="trimul",
     arrays=ARRAYS,
     static=STATIC,
     outputs=("out", "hidden"),
     describe=_outputs,
     formula=_formula,
     pullback=_pullback,
-    residual=slice(1, 2),
+    saves=("hidden",),
     sixteen_bits=True,
 )
 trimul_vjp = Primitive(
     "triangle_multiplicative_update_vjp",
-    arrays=(*ARRAYS, "hidden", "cotangent"),
+    family="trimul",
+    arrays=(*ARRAYS, "hidden", "dout"),
     static=STATIC,
-    outputs=tuple(f"{name}_cotangent" for name in ARRAYS),
+    outputs=tuple(f"d{name}" for name in ARRAYS),
     describe=_vjp_outputs,
     formula=_vjp_formula,
     sixteen_bits=True,
@@ -371,7 +358,7 @@ trimul_vjp = Primitive(
 
 
 def _mask(name: str, mask: Any, x: Any) -> Any:
-    """Return a checked mask in the dtype of x, as a view (B, N, N)."""
+    """Return a checked mask, or how to make it: in the dtype of x, as a view (B, N, N)."""
     mask = as_array(name, "mask", mask)
     if dtype_name(mask.dtype) != "bool":
         kinds = (
@@ -394,8 +381,15 @@ def _mask(name: str, mask: Any, x: Any) -> Any:
             f"{name}: mask has shape {tuple(mask.shape)}; it should broadcast to {shape}, "
             "(B, N, N) of x"
         )
-    mask = cast(mask, x)
-    return mask.expand(shape) if is_tensor(mask) else np.broadcast_to(mask, shape)
+    if tuple(mask.shape) == shape and mask.dtype == x.dtype:
+        return mask
+    dtype = x.dtype
+
+    def converted(mask: Any) -> Any:
+        mask = cast(mask, dtype)
+        return mask.expand(shape) if is_tensor(mask) else np.broadcast_to(mask, shape)
+
+    return Made(converted, mask)
 
 
 @op(trimul, broadcasts=("mask",))
@@ -558,7 +552,7 @@ def triangle_multiplicative_update(
         )
     H = rows // 2
     gated = C if gate == "output" else H
-    arrays = [x, None if mask is None else _mask(name, mask, x)]
+    arrays: list[Any] = [x, None if mask is None else _mask(name, mask, x)]
     for argument, value, shape in (
         ("norm_in_weight", norm_in_weight, (C,)),
         ("norm_in_bias", norm_in_bias, (C,)),
@@ -584,7 +578,7 @@ def triangle_multiplicative_update(
         limit = size(name, "max_memory", max_memory)
         if limit == 0:
             raise ValueError(f"{name}: max_memory is 0; it should be positive, or None")
-    if dtype_name(promoted(arrays)) == "float64":
+    if dtype_name(promoted([x, *arrays[2:]])) == "float64":
         if precision not in (None, "ieee"):
             raise ValueError(
                 f"{name}: precision is {precision!r}; with float64 it should be None or 'ieee'"
@@ -592,4 +586,4 @@ def triangle_multiplicative_update(
         precision = "ieee"
     elif precision is None:
         precision = _OWN.get(dtype_name(x.dtype), "ieee")
-    return to_run(tuple(arrays), (direction, gate, precision, eps, limit), "out")
+    return to_run((*arrays, direction, gate, precision, eps, limit), "out")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,9 @@ from fusedops._frame.check import (
     same_device,
     size,
 )
-from fusedops._frame.registry import Call, Packed, Primitive, bridge, op, to_run
+from fusedops._frame.op import op, to_run
+from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.primitive import Primitive
 from fusedops.harmonics import matrix_size, wigner_d
 
 __all__ = ["Edges", "m_major_order", "wigner_d"]
@@ -239,16 +241,7 @@ def _blocks(
         at += width * width
 
 
-def _formula(
-    base: Any,
-    x: Any,
-    message: Any,
-    wigner: Any,
-    edges: Edges | None,
-    mmax: int,
-    way: str,
-    scale: float,
-) -> tuple[Any, ...]:
+def _formula(a: Any) -> tuple[Any, ...]:
     r"""Return the partial derivatives of the form T by x (plus base), message and wigner.
 
     .. math:: T = s \sum_e \sum_h \sum_{r, j} W_{erj} \, x_{n_h(e), j} \cdot y_{ehr}
@@ -258,19 +251,20 @@ def _formula(
     are read, source and target; on the way "back" the target alone, with transposed matrices; and
     "undo" goes back with those of the way forth.
     """
-    arrays = [wide(array) for array in (base, x, message, wigner)]
+    x, message, wigner, edges, mmax, way, scale = a[1:]
+    arrays = [wide(array) for array in a[:4]]
     dtype = promoted(arrays)
-    on_x: Any
-    on_message: Any
-    on_wigner: Any
+    dx: Any
+    dmessage: Any
+    dwigner: Any
     nodes: Any
     messages: Any
     matrices: Any
     described: Any
     shift, nodes, messages, matrices = (a if a is None else cast(a, dtype) for a in arrays)
     ends = ends_of(edges, way, wigner)
-    described = _outputs((base, x, message, wigner), (edges, mmax, way, scale))
-    on_x, on_message, on_wigner = (
+    described = _outputs(a)
+    dx, dmessage, dwigner = (
         None if output is None else zeros(matrices, output[0]) for output in described
     )
     for rows, own, where in _blocks(wigner, mmax, way):
@@ -279,18 +273,18 @@ def _formula(
             if x is not None:
                 inputs = nodes[:, rows] if index is None else nodes[index][:, rows]
                 channels = slice(h * x.shape[2], (h + 1) * x.shape[2])
-                on_message[:, own, channels] = blocks @ inputs
+                dmessage[:, own, channels] = blocks @ inputs
             if message is not None:
                 C = message.shape[2] // len(ends)
                 part = messages[:, own, h * C : (h + 1) * C]
-                _add_at(on_x[:, rows], index, blocks.swapaxes(1, 2) @ part)
+                _add_at(dx[:, rows], index, blocks.swapaxes(1, 2) @ part)
             if x is not None and message is not None:
-                on_wigner[where] += scale * (part @ inputs.swapaxes(1, 2))
+                dwigner[where] += scale * (part @ inputs.swapaxes(1, 2))
     if shift is not None:
-        on_x = on_x + shift
+        dx = dx + shift
     return tuple(
         None if result is None else cast(result, _dtype_of(output[1], wigner))
-        for result, output in zip((on_x, on_message, on_wigner), described, strict=True)
+        for result, output in zip((dx, dmessage, dwigner), described, strict=True)
     )
 
 
@@ -307,59 +301,52 @@ def _add_at(total: Any, index: Any, values: Any) -> None:
         np.add.at(total, index, values)
 
 
-def _pullback(
-    call: Call,
-    arrays: Sequence[Any],
-    residuals: Sequence[Any],
-    cotangents: Sequence[Any],
-    needed: Sequence[bool],
-) -> tuple[Any, ...]:
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     """Pull back through the partial derivatives of T, which is linear in each of its arguments.
 
     An output's cotangent takes the place of the argument that the output is the derivative by;
     the cotangents of the two others are then the form's derivatives by them.
     """
-    factors = arrays[1:]
-    bars: list[Any] = [None, None, None]
-    for slot, cotangent in enumerate(cotangents):
-        wanted = tuple(needed[1 + other] and other != slot for other in range(3))
-        if cotangent is None or not any(wanted):
+    found: list[Any] = [None, None, None]
+    for slot, cotangent in enumerate(dy):
+        out = [want if other != slot else None for other, want in enumerate(wanted[1:])]
+        if cotangent is None or not any(out):
             continue
-        given = [cotangent if other == slot else factor for other, factor in enumerate(factors)]
-        pulled = call.other(edge_wigner, (None, *given), wanted)
-        bars = [
-            added(bar, more) if want else bar
-            for bar, more, want in zip(bars, pulled, wanted, strict=True)
+        given = [cotangent if other == slot else factor for other, factor in enumerate(a[1:4])]
+        pulled = edge_wigner(None, *given, *a[4:], out=out)
+        found = [
+            added(dx, more) if want else dx
+            for dx, more, want in zip(found, pulled, out, strict=True)
         ]
-    shift = cotangents[0] if needed[0] else None
+    dbase = dy.dx if wanted.base else None
     # A copy in NumPy, whose users may write to it.
-    return shift if shift is None else cast(shift, shift), *bars
+    return dbase if dbase is None else cast(dbase, dbase), *found
 
 
-def _outputs(arrays: Sequence[Any], static: Sequence[Any]) -> tuple[Any, ...]:
-    base, x, message, wigner = arrays
-    edges, mmax, way, _ = static
+def _outputs(a: Any) -> tuple[Any, ...]:
+    base, x, message, wigner, edges, mmax, way, _ = a
     lmax = degree_of(wigner)
     ends = 2 if way == "forth" else 1
-    on_x = on_message = on_wigner = None
+    dx = dmessage = dwigner = None
     if message is not None:
         count = wigner.shape[0] if edges is None else edges.num_nodes
         like = next(array for array in (base, x, message) if array is not None)
-        on_x = (count, (lmax + 1) ** 2, message.shape[2] // ends), dtype_name(like.dtype)
+        dx = (count, (lmax + 1) ** 2, message.shape[2] // ends), dtype_name(like.dtype)
     if x is not None:
         rows = message_rows(lmax, mmax)
         like = x if message is None else message
-        on_message = (wigner.shape[0], rows, ends * x.shape[2]), dtype_name(like.dtype)
+        dmessage = (wigner.shape[0], rows, ends * x.shape[2]), dtype_name(like.dtype)
     if x is not None and message is not None:
-        on_wigner = tuple(wigner.shape), dtype_name(wigner.dtype)
-    return on_x, on_message, on_wigner
+        dwigner = tuple(wigner.shape), dtype_name(wigner.dtype)
+    return dx, dmessage, dwigner
 
 
 edge_wigner = Primitive(
     "edge_wigner",
+    family="wigner",
     arrays=("base", "x", "message", "wigner"),
     static={"edges": Edges, "mmax": int, "way": str, "scale": float},
-    outputs=("on_x", "on_message", "on_wigner"),
+    outputs=("dx", "dmessage", "dwigner"),
     describe=_outputs,
     formula=_formula,
     pullback=_pullback,
@@ -499,7 +486,7 @@ def node_to_edge_wigner_permute(
     _rows(name, "x", x, (lmax + 1) ** 2, f"(lmax + 1)² for the lmax = {lmax} of wigner")
     limit = _order_limit(name, mmax, lmax)
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner.shape[0])
-    return to_run((None, x, None, wigner), (edges, limit, "forth", 1.0), "on_message")
+    return to_run((None, x, None, wigner, edges, limit, "forth", 1.0), "dmessage")
 
 
 def _rows(name: str, argument: str, array: Any, rows: int, what: str) -> None:
@@ -601,9 +588,7 @@ def permute_wigner_inv_edge_to_node(
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
     edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
     return to_run(
-        (None, None, message, wigner_inv),
-        (edges, limit, _way_back(name, transpose), 1.0),
-        "on_x",
+        (None, None, message, wigner_inv, edges, limit, _way_back(name, transpose), 1.0), "dx"
     )
 
 
@@ -668,7 +653,7 @@ def permute_wigner_inv(
     limit = _order_limit(name, mmax, lmax)
     _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
     return to_run(
-        (None, None, message, wigner_inv), (None, limit, _way_back(name, transpose), 1.0), "on_x"
+        (None, None, message, wigner_inv, None, limit, _way_back(name, transpose), 1.0), "dx"
     )
 
 
@@ -758,4 +743,4 @@ def edge_degree_scatter(
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", count)
     static = edges, 0, _way_back(name, transpose), 1 / factor
-    return to_run((x, None, radial, wigner_inv), static, "on_x")
+    return to_run((x, None, radial, wigner_inv, *static), "dx")

@@ -13,8 +13,10 @@ import numpy as np
 
 import fusedops
 from fusedops import testing
+from fusedops._frame import registry
 from fusedops._frame.check import dtype_name, is_tensor, reference
-from fusedops._frame.registry import Call, Op, Packed
+from fusedops._frame.op import Op, names_of
+from fusedops._frame.packed import Packed
 from fusedops.density import atom_radius
 from fusedops.trimul import ARRAYS
 from fusedops.wigner import message_rows, wigner_d
@@ -120,9 +122,9 @@ class Problem:
     def cotangent(self) -> Any:
         """Return random numbers like the value, which is not computed for that."""
         primitive = self.op.primitive
-        arrays, static, shown = self.op.__wrapped__(**self.arguments)
-        shape, dtype = primitive.describe(arrays, static)[primitive.outputs.index(shown)]
-        first = reference(arrays)
+        a, shown = self._bound()
+        shape, dtype = primitive.describe(a)[primitive.outputs.index(shown)]
+        first = reference(a)
         dtype = dtype or dtype_name(first.dtype)
         if is_tensor(first):
             import torch
@@ -164,26 +166,31 @@ class Problem:
     def backward(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
         """Return what computes the gradients alone, of what a forward pass has left behind."""
         primitive = self.op.primitive
-        pull: Any = primitive.pullback
-        arrays, static, shown = self.op.__wrapped__(**self.arguments)
-        call = Call(primitive, static, backend)
-        needed = tuple(array is not None for array in arrays)
-        cotangents = tuple(cotangent if n == shown else None for n in primitive.outputs)
-        wanted = tuple(name == shown for name in primitive.outputs)
+        a, shown = self._bound()
+        wanted = [None if array is None else True for array in a[: len(primitive.arrays)]]
+        dy = [cotangent if name == shown else None for name in primitive.outputs]
+        out = [True if name == shown else None for name in primitive.outputs]
 
-        def results() -> tuple[Any, ...]:
-            return call(arrays, primitive.with_saved(wanted))
+        def results() -> Any:
+            with registry.asking(backend):
+                return primitive(*a, out=primitive.with_saved(out))
 
         def step() -> tuple[Any, ...]:
-            gradients = pull(call, arrays, saved, cotangents, needed)
-            return tuple(g for g, need in zip(gradients, needed, strict=True) if need)
+            with registry.asking(backend):
+                found = primitive.pulled_back(a, y, dy, wanted)
+            return tuple(dx for dx, want in zip(found, wanted, strict=True) if want)
 
         if self.framework == "torch":
             import torch
 
             results, step = torch.no_grad()(results), torch.no_grad()(step)
-        saved = results()[primitive.residual]
+        y = results()
         return step
+
+    def _bound(self) -> tuple[Any, str]:
+        """Return the primitive's arguments, and the output that is shown."""
+        bound = self.op.bound(**self.arguments)
+        return bound.a, names_of(bound)[0]
 
 
 def by_autograd(

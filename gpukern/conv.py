@@ -454,16 +454,9 @@ def _launch(
 
 
 @register("dynamic_conv", "triton")
-def dynamic_conv(
-    x: Any,
-    kernels: Any,
-    state: Any,
-    bias: Any,
-    sequences: Any,
-    activation: str,
-    out: Any,
-    final: Any,
-) -> None:
+def dynamic_conv(a: Any, y: Any) -> None:
+    x, kernels, state, bias, sequences, activation = a
+    out, final = y
     _fill_tokenless(final, state, x, sequences)
     x, kernels = _rows(x, 1), _rows(kernels, 2)
     state, bias = _rows(state, 3), _rows(bias, 1)
@@ -480,20 +473,9 @@ def dynamic_conv(
 
 
 @register("dynamic_conv_vjp", "triton")
-def dynamic_conv_vjp(
-    x: Any,
-    kernels: Any,
-    state: Any,
-    bias: Any,
-    cotangent: Any,
-    final_cotangent: Any,
-    sequences: Any,
-    activation: str,
-    dx: Any,
-    dkernels: Any,
-    dstate: Any,
-    dbias: Any,
-) -> None:
+def dynamic_conv_vjp(a: Any, y: Any) -> None:
+    x, kernels, state, bias, cotangent, final_cotangent, sequences, activation = a
+    dx, dkernels, dstate, dbias = y
     _fill_tokenless(dstate, final_cotangent, x, sequences)
     x, kernels, cotangent = _rows(x, 1), _rows(kernels, 2), _rows(cotangent, 1)
     state, bias, final_cotangent = _rows(state, 3), _rows(bias, 1), _rows(final_cotangent, 3)
@@ -529,9 +511,9 @@ def dynamic_conv_vjp(
 
 
 @register("dynamic_conv_step", "triton")
-def dynamic_conv_step(
-    x: Any, state: Any, kernels: Any, bias: Any, activation: str, out: Any
-) -> None:
+def dynamic_conv_step(a: Any, y: Any) -> None:
+    x, state, kernels, bias, activation = a
+    out = y.out
     own = _rows(state, 3)
     batch, channels, width = state.shape
     x = _rows(x if x.ndim == 2 else x[:, 0], 1)

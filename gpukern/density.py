@@ -22,7 +22,7 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.density import SLACK, Lattice, Scatterers
+from fusedops.density import SLACK, Lattice
 from fusedops.density import density as definition
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
@@ -515,45 +515,44 @@ _forward, _backward, _backward_anisotropic = (
 )
 
 
-def _order(xyz: Any, lattice: Lattice, scatterers: Scatterers) -> Any:
-    """Return the atoms by the plane that they are on: what they reach then stays in cache."""
-    # The gradient finds that of the map.
-    if scatterers.order is None:
-        if len(xyz) < _SORTED:
-            scatterers.order = torch.arange(len(xyz), device=xyz.device)
-        else:
-            to_plane = lattice.tensors_here()[1][0].to(torch.float32)
-            plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
-            kind = torch.int16 if lattice.nx < 2**15 else torch.int32
-            scatterers.order = plane.nan_to_num(0).to(kind).argsort()
-    return scatterers.order
+def _order(xyz: Any, lattice: Lattice) -> Any:
+    """Return the atoms by the plane that they are on: the map there then stays in cache."""
+    if len(xyz) < _SORTED:
+        return torch.arange(len(xyz), device=xyz.device)
+    to_plane = lattice.tensors_here()[1][0].to(torch.float32)
+    plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
+    kind = torch.int16 if lattice.nx < 2**15 else torch.int32
+    return plane.nan_to_num(0).to(kind).argsort()
 
 
-def _layout(arrays: Any, lattice: Lattice, scatterers: Scatterers, grid: Any, voxels: int) -> Any:
+def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
     """Return contiguous arrays, sizes and constants that both kernels take, and how z is cut."""
-    xyz, b, occupancy = (array.contiguous() for array in arrays)
-    constants = [array.contiguous() for array in scatterers.tensors_here()]
+    lattice = a.lattice
+    xyz, b, occupancy = (array.contiguous() for array in a[:3])
+    constants = [array.contiguous() for array in (a.amplitudes, a.widths, a.radius)]
     quad = 4 if lattice.nz % 4 == 0 and grid.data_ptr() % 16 == 0 else 1
     anisotropic = b.ndim == 2
-    kind = tl.float64 if promoted(arrays) == torch.float64 else tl.float32
-    given = _order(xyz, lattice, scatterers), xyz, b, occupancy, *constants, *lattice.tensors_here()
+    kind = tl.float64 if promoted(a[:3]) == torch.float64 else tl.float32
+    given = order, xyz, b, occupancy, *constants, *lattice.tensors_here()
     shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.skewed), quad
     return given, lattice.shape, (*shape, voxels // quad, kind), quad
 
 
 @register("gaussian_density", "triton")
-def gaussian_density(
-    xyz: Any, b: Any, occupancy: Any, lattice: Lattice, scatterers: Scatterers, out: Any
-) -> None:
+def gaussian_density(a: Any, y: Any) -> None:
+    xyz, out = a.xyz, y.map
+    order = _order(xyz, a.lattice)
+    if y.order is not None:
+        y.order.copy_(order)
+    if out is None:
+        return
     if torch.are_deterministic_algorithms_enabled():
-        out.copy_(definition.formula(xyz, b, occupancy, lattice, scatterers)[0])
+        out.copy_(definition.formula(a)[0])
         return
     # Atomic sums of 16 bits would lose what float32 keeps.
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     if len(xyz):
-        given, sizes, constants, quad = _layout(
-            (xyz, b, occupancy), lattice, scatterers, total, _VOXELS
-        )
+        given, sizes, constants, quad = _layout(a, order, total, _VOXELS)
         arrays = *given, total
         # First atoms that are apart from their images, then the others.
         for crowded in (False, True):
@@ -565,23 +564,14 @@ def gaussian_density(
 
 
 @register("gaussian_density_vjp", "triton")
-def gaussian_density_vjp(
-    xyz: Any,
-    b: Any,
-    occupancy: Any,
-    cotangent: Any,
-    lattice: Lattice,
-    scatterers: Scatterers,
-    on_xyz: Any,
-    on_b: Any,
-    on_occupancy: Any,
-) -> None:
+def gaussian_density_vjp(a: Any, y: Any) -> None:
+    xyz, b = a.xyz, a.b
+    on_xyz, on_b, on_occupancy = y
     if not len(xyz):
         return
-    cotangent = cotangent.contiguous()
-    given, sizes, constants, quad = _layout(
-        (xyz, b, occupancy), lattice, scatterers, cotangent, _VOXELS_BACK
-    )
+    cotangent = a.dmap.contiguous()
+    order = a.order if a.order is not None else _order(xyz, a.lattice)
+    given, sizes, constants, quad = _layout(a, order, cotangent, _VOXELS_BACK)
     outputs = on_xyz, on_b, on_occupancy
     wanted = tuple([out is not None for out in outputs])
     arrays = (*given, cotangent, *(xyz if out is None else out for out in outputs))

@@ -489,7 +489,9 @@ def _key(xyz: Any, strides: tuple[int, ...], *flags: Any) -> tuple[Any, ...]:
 
 
 @register("planarity_nll", "triton")
-def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> None:
+def planarity_nll(a: Any, y: Any) -> None:
+    xyz, planes, fit = a
+    nll, gradient = y
     index, weight, plane_ptr, _, slot, reduced, reduced_ptr, constant = planes.tensors_here()
     atoms, strides = xyz.shape[0], xyz.stride()
     weighted, per_atom = fit == "weighted", bool(planes.per_atom)
@@ -515,7 +517,9 @@ def planarity_nll(xyz: Any, planes: Any, fit: str, nll: Any, gradient: Any) -> N
 
 
 @register("planarity_gradient_vjp", "triton")
-def planarity_gradient_vjp(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> None:
+def planarity_gradient_vjp(a: Any, y: Any) -> None:
+    xyz, cotangent, planes, fit = a
+    out = y.dxyz
     index, weight, plane_ptr, _, slot, reduced, reduced_ptr, constant = planes.tensors_here()
     atoms, strides = xyz.shape[0], (*xyz.stride(), *cotangent.stride())
     weighted, per_atom = fit == "weighted", bool(planes.per_atom)

@@ -167,13 +167,15 @@ def _move(cubes: Any, grid: Any, plan: ScatterPlan, back: bool) -> None:
 
 
 @register("structured_scatter_add", "triton")
-def structured_scatter_add(density_cube: Any, plan: ScatterPlan, out: Any) -> None:
+def structured_scatter_add(a: Any, y: Any) -> None:
+    density_cube, plan = a
+    out = y.map
     plan.sorted_here()
     if plan.planes:
         _sum(density_cube.contiguous(), out, plan)
         return
     if torch.are_deterministic_algorithms_enabled():
-        out.copy_(definition.formula(density_cube, plan)[0])
+        out.copy_(definition.formula(a)[0])
         return
     # Atomic sums of 16 bits would lose what float32 keeps.
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
@@ -183,7 +185,9 @@ def structured_scatter_add(density_cube: Any, plan: ScatterPlan, out: Any) -> No
 
 
 @register("structured_gather", "triton")
-def structured_gather(grid: Any, plan: ScatterPlan, out: Any) -> None:
+def structured_gather(a: Any, y: Any) -> None:
+    grid, plan = a
+    out = y.density_cube
     plan.sorted_here()
     if plan.planes:
         _fetch(out, grid.contiguous(), plan)

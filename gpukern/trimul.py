@@ -714,18 +714,21 @@ class _Update:
     written; in the places of none are zeros.
     """
 
-    def __init__(self, arrays: Sequence[Any], static: Sequence[Any]) -> None:
-        arrays = [array if at == 1 else _aligned(array) for at, array in enumerate(arrays)]
-        self.x, self.mask, *self.norm = arrays[:4]
-        self.sides, self.norm_out = arrays[4:8], arrays[8:10]
+    def __init__(self, a: Any) -> None:
+        self.x, self.mask = _aligned(a.x), a.mask
+        self.norm = [_aligned(a.norm_in_weight), _aligned(a.norm_in_bias)]
+        given = a.p_in_weight, a.p_in_bias, a.g_in_weight, a.g_in_bias
+        self.sides = [_aligned(array) for array in given]
+        self.norm_out = [_aligned(a.norm_out_weight), _aligned(a.norm_out_bias)]
+        self.p_out = [_aligned(a.p_out_weight), _aligned(a.p_out_bias)]
+        self.g_out = [_aligned(a.g_out_weight), _aligned(a.g_out_bias)]
         p_w, _, g_w, _ = self.sides
         if p_w.dtype != g_w.dtype:
             # Kernels read either from one place or from the other.
             kind = torch.promote_types(p_w.dtype, g_w.dtype)
             self.sides[::2] = p_w.to(kind), g_w.to(kind)
-        self.p_out, self.g_out = arrays[10:12], arrays[12:]
-        self.direction, gate, precision, self.eps, self.limit = static
-        self.output = gate == "output"
+        self.direction, self.eps, self.limit = a.direction, a.eps, a.max_memory
+        self.output, precision = a.gate == "output", a.precision
         x = self.x
         self.B, self.N, _, self.C = x.shape
         self.H, self.G = self.sides[0].shape[0] // 2, self.g_out[0].shape[0]
@@ -1150,9 +1153,9 @@ class _Update:
 
 
 @register("triangle_multiplicative_update", "triton")
-def triangle_multiplicative_update(*args: Any) -> None:
-    *given, out, hidden = args
-    update = _Update(given[:14], given[14:])
+def triangle_multiplicative_update(a: Any, y: Any) -> None:
+    out, hidden = y
+    update = _Update(a)
     if not update.x.numel():
         return
     N, H = update.N, update.H
@@ -1190,13 +1193,12 @@ def triangle_multiplicative_update(*args: Any) -> None:
 
 
 @register("triangle_multiplicative_update_vjp", "triton")
-def triangle_multiplicative_update_vjp(*args: Any) -> None:
-    *arrays, hidden, cotangent = args[:16]
-    update = _Update(arrays, args[16:21])
-    on_x, on_mask, *on_weights = args[21:]
+def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
+    update = _Update(a)
+    on_x, on_mask, *on_weights = y
     x = update.x
     if not x.numel():
-        for output in args[21:]:
+        for output in y:
             if output is not None:
                 output.zero_()
         return
@@ -1210,7 +1212,7 @@ def triangle_multiplicative_update_vjp(*args: Any) -> None:
         return b * (square * (H + wider * C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
 
     update.divide(need)
-    hidden, cotangent = _aligned(hidden), _aligned(cotangent)
+    hidden, cotangent = _aligned(a.hidden), _aligned(a.dout)
     scaling = None
     if update.dtype == torch.float16:
         # What is small to fp16 is small to the largest cotangent then.

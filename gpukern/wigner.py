@@ -446,19 +446,9 @@ def _positions(lmax: int, mmax: int) -> tuple[tuple[int, ...], tuple[int, ...], 
 
 
 @register("edge_wigner", "triton")
-def edge_wigner(
-    base: Any,
-    x: Any,
-    message: Any,
-    wigner: Any,
-    edges: Any,
-    mmax: int,
-    way: str,
-    scale: float,
-    on_x: Any,
-    on_message: Any,
-    on_wigner: Any,
-) -> None:
+def edge_wigner(a: Any, y: Any) -> None:
+    base, x, message, wigner, edges, mmax, way, scale = a
+    on_x, on_message, on_wigner = y
     float64 = promoted((base, x, message, wigner)) == torch.float64
     base, x, message = (a if a is None else a.contiguous() for a in (base, x, message))
     packed, back = wigner.ndim == 2, way == "back"

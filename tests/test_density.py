@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import fusedops
 from fusedops import Lattice, gaussian_density
+from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops.density import (
     COMPONENTS,
@@ -105,7 +106,7 @@ def anisotropic(request):
 
 @pytest.fixture(autouse=True)
 def unwritten_outputs_are_nan(monkeypatch):
-    monkeypatch.setattr(registry, "poison", True)
+    monkeypatch.setattr(primitive_frame, "poison", True)
 
 
 class Problem(NamedTuple):

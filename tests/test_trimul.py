@@ -15,6 +15,7 @@ import pytest
 
 import fusedops
 from fusedops import triangle_multiplicative_update
+from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops.testing import CASES, TOLERANCE, error, pair
 from fusedops.trimul import ARRAYS, trimul, trimul_vjp, warn_of_parts
@@ -93,7 +94,7 @@ def gate(request):
 
 @pytest.fixture(autouse=True)
 def unwritten_outputs_are_nan(monkeypatch):
-    monkeypatch.setattr(registry, "poison", True)
+    monkeypatch.setattr(primitive_frame, "poison", True)
 
 
 class Problem(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fusedops
+from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops.testing import CASES, TOLERANCE, error
 from fusedops.wigner import edge_wigner, m_major_order, wigner_d
@@ -63,7 +64,7 @@ def torch_backend(request):
 
 @pytest.fixture(autouse=True)
 def unwritten_outputs_are_nan(monkeypatch):
-    monkeypatch.setattr(registry, "poison", True)
+    monkeypatch.setattr(primitive_frame, "poison", True)
 
 
 OPS = {

@@ -7,7 +7,9 @@ Eager calls take a direct autograd.Function. Under `torch.compile` the same call
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import ctypes
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,13 @@ from torch.autograd import forward_ad
 
 from fusedops._frame import registry
 from fusedops._frame.check import own_memory, promoted, reference, traced
-from fusedops._frame.registry import Call, Packed, Primitive, Request
+from fusedops._frame.kinds import kind_of
+from fusedops._frame.packed import Packed, packed
+from fusedops._frame.primitive import Primitive, allocate, numpy_plan, primitives
+from fusedops._frame.registry import Request
+
+#: Types of tensors that are nothing but tensors.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -33,19 +41,19 @@ def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
 
-def move(packed: Packed, device: Any) -> Packed:
+def move(argument: Packed, device: Any) -> Packed:
     """Return a packed argument on a device."""
     device = torch.empty(0, device=device).device
-    if str(device) == packed.device:
-        return packed
+    if str(device) == argument.device:
+        return argument
     with torch.inference_mode(False):
         tensors = [
             tensor.to(device, torch.float32)
             if device.type == "mps" and tensor.dtype == torch.float64
             else tensor.to(device)
-            for tensor in packed.tensors_here()
+            for tensor in argument.tensors_here()
         ]
-    return type(packed).from_tensors(tensors, packed.sizes())
+    return type(argument).from_tensors(tensors, argument.sizes())
 
 
 def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +113,7 @@ def _together(argument: Any) -> Any:
     if not isinstance(argument, (list, tuple)):
         return argument
     if len(argument) == 4 and isinstance(argument[0], str) and argument[0] == _PACKED:
-        return registry.packed[argument[1]].from_tensors(*argument[2:])
+        return packed[argument[1]].from_tensors(*argument[2:])
     return [_together(value) for value in argument]
 
 
@@ -127,107 +135,220 @@ def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
         raise NotImplementedError(str(error)) from error
 
 
-def run(
-    call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...], out: torch.Tensor | None = None
-) -> tuple[Any, ...]:
-    """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
-    primitive = call.primitive
-    first = reference(arrays)
+def modes() -> tuple[Any, ...] | None:
+    """Return the modes of torch that a plan depends on; None where torch does more than compute."""
     if (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    return (
+        torch.is_grad_enabled(),
+        torch._C._is_any_autocast_enabled() and (_autocast("cpu"), _autocast("cuda")),
+        torch._C._get_deterministic_algorithms(),
+    )
+
+
+_autocast = torch.is_autocast_enabled
+
+
+def run(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
+    """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
+    found = plan(primitive, a, slots)
+    return _traced_or_transformed(primitive, a, slots) if found is None else found(a, slots)
+
+
+def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any] | None:
+    """Return what computes outputs of tensors of these kinds; None under transforms of torch's."""
+    asked = registry.forced(None)
+    kind = kind_of((asked, *slots, *a))
+    if kind is None and modes() is None:
+        return None
+    found = primitive.plans.get(kind)
+    if found is None:
+        found = _eager(primitive, a, slots, asked)
+        if kind is not None:
+            primitive.plans.keep(kind, found)
+    return found
+
+
+def _eager(
+    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
+) -> Callable[[Any, Any], Any]:
+    """Return what evaluates a primitive on tensors of these kinds, and tells autograd."""
+    count = len(primitive.arrays)
+    narrow = _narrow(primitive, a)
+    a = _in_float32(primitive, a) if narrow else a
+    needed = torch.is_grad_enabled() and any(
+        [array is not None and array.requires_grad for array in a[:count]]
+    )
+    if needed and primitive.mutates:
+        raise RuntimeError(primitive.no_gradient(primitive.name))
+    run: Callable[[Any, Any], Any]
+    if needed:
+        saved = primitive.with_saved(slots)
+        with torch.no_grad():
+            evaluate = evaluation(primitive, a, saved, asked)
+
+        def run(a: Any, slots: Sequence[Any]) -> Any:
+            y = _apply(primitive, evaluate, asked, saved, a[count:], *a[:count])
+            return primitive.Outputs._make(y)
+
+    else:
+        run = evaluation(primitive, a, slots, asked)
+        if primitive.mutates or any([isinstance(slot, torch.Tensor) for slot in slots]):
+            run = _told(primitive, run)
+    if not narrow:
+        return run
+    return lambda a, slots: run(_in_float32(primitive, a), slots)
+
+
+def _narrow(primitive: Primitive, a: Any) -> bool:
+    """Return whether a primitive's 16-bit floats are to be cast.
+
+    NumPy has no bfloat16; under autocast such an op is among those that run in float32.
+    """
+    first = reference(a)
+    return (
         not primitive.sixteen_bits
         and first.dtype in _HALF
         and (first.is_cpu or torch.is_autocast_enabled(first.device.type))
+    )
+
+
+def _in_float32(primitive: Primitive, a: Any) -> Any:
+    count = len(primitive.arrays)
+    cast = [array if array is None else array.float() for array in a[:count]]
+    return primitive.Arguments._make([*cast, *a[count:]])
+
+
+def _told(primitive: Primitive, run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Count writes that autograd hasn't seen, so that it finds stale saved tensors."""
+
+    def told(a: Any, slots: Sequence[Any]) -> Any:
+        y = run(a, slots)
+        for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        return y
+
+    return told
+
+
+def _traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
+    """Evaluate a primitive where torch traces it, or transforms it."""
+    count = len(primitive.arrays)
+    if _narrow(primitive, a):
+        a = _in_float32(primitive, a)
+    arrays = a[:count]
+    transformed = torch._C._are_functorch_transforms_active() and not traced()
+    if primitive.mutates and (
+        transformed
+        or (torch.is_grad_enabled() and any(b is not None and b.requires_grad for b in arrays))
     ):
-        # NumPy has no bfloat16; under autocast such an op is among those that run in float32.
-        arrays = [None if array is None else array.float() for array in arrays]
-    transformed = torch._C._are_functorch_transforms_active() and not call.registered
-    if primitive.mutates:
-        _refuse_gradient(call, arrays, transformed)
-    if call.registered:
-        return _into(out, wanted, _call_registered(call, arrays, wanted))
-    if transformed:
-        return _into(out, wanted, _transformed(call, arrays, wanted))
-    if forward_ad._current_level >= 0 and any(
-        array is not None and forward_ad.unpack_dual(array).tangent is not None for array in arrays
-    ):
-        raise NotImplementedError(_no_forward_mode(call))
-    if torch.is_grad_enabled():
-        for array in arrays:
-            if array is not None and array.requires_grad:
-                return _apply(call, wanted, *arrays)
-    outputs = evaluate(call, arrays, wanted, out)
-    if primitive.mutates or out is not None:
-        names = zip(primitive.arrays, arrays, strict=True)
-        _tell_autograd([out, *(array for name, array in names if name in primitive.mutates)])
-    return outputs
+        raise RuntimeError(primitive.no_gradient(primitive.name))
+    if traced():
+        y = _call_registered(primitive, a, slots)
+    elif transformed:
+        y = _transformed(primitive, a, slots)
+    elif any(b is not None and forward_ad.unpack_dual(b).tangent is not None for b in arrays):
+        raise NotImplementedError(_no_forward_mode(primitive))
+    else:
+        return _eager(primitive, a, slots, registry.forced(None))(a, slots)
+    return primitive.Outputs._make(_into(slots, y))
 
 
-def _into(
-    out: torch.Tensor | None, wanted: tuple[bool, ...], outputs: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Return outputs, the first that is wanted copied into `out` where that is given."""
-    if out is None:
-        return tuple(outputs)
-    filled = wanted.index(True)
-    return tuple([out.copy_(o) if i == filled else o for i, o in enumerate(outputs)])
+def _into(slots: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return outputs, copied into the tensors given for them."""
+    return tuple(
+        [
+            slot.copy_(output) if isinstance(slot, torch.Tensor) else output
+            for slot, output in zip(slots, outputs, strict=True)
+        ]
+    )
 
 
-def _tell_autograd(written: Sequence[torch.Tensor | None]) -> None:
-    """Count writes that autograd hasn't seen, lest it use new values for old ones."""
-    for tensor in written:
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-
-
-def _refuse_gradient(call: Call, arrays: Sequence[Any], transformed: bool) -> None:
-    """Raise where a derivative is asked of a primitive that works in place."""
-    needed = any(array is not None and array.requires_grad for array in arrays)
-    if transformed or (needed and torch.is_grad_enabled()):
-        raise RuntimeError(registry._no_gradient(call.primitive.name, call.primitive))
-
-
-def evaluate(
-    call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...], out: torch.Tensor | None = None
-) -> tuple[Any, ...]:
-    """Evaluate a primitive on the backend chosen, without a derivative."""
-    primitive, static, forced, _ = call
-    for name, array in zip(primitive.arrays, arrays, strict=True):
+def evaluation(
+    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
+) -> Callable[[Any, Any], Any]:
+    """Return what evaluates a primitive on the backend chosen, without a derivative."""
+    count = len(primitive.arrays)
+    given = a[: count + len(primitive.constants)]
+    for name, array in zip(a._fields, given, strict=False):
         if array is not None and type(array) is not torch.Tensor:
             own_memory(primitive.name, name, array)
-    if any([array is not None and array.is_neg() for array in (*arrays, out)]):
-        arrays = _resolved(primitive, arrays, out)
-    first = reference(arrays)
-    dtype = promoted(arrays)
+    if any([t is not None and t is not True and t.is_neg() for t in (*given, *slots)]):
+        # No kernel knows of it.
+        _refuse_negative(primitive, a, slots)
+        resolved = _resolved(primitive, a)
+        run = evaluation(primitive, resolved, slots, asked)
+        return lambda a, slots: run(_resolved(primitive, a), slots)
+    first = reference(a)
+    dtype = promoted(a[:count])
     backend, kernel = registry.choose(
-        Request(primitive.name, "torch", first.device.type, dtype, forced)
+        Request(primitive.name, "torch", first.device.type, dtype, asked)
     )
     if backend.speaks == "numpy":
-        return _on_numpy(call, backend, kernel, arrays, dtype, wanted, out)
-    described = primitive.describe(arrays, static)
+        return _on_numpy(primitive, backend, kernel, a, slots, dtype)
     if backend.module is None:
-        with torch.no_grad(), _as_written(first):
-            outputs = kernel(*arrays, *static)
-        return _into(out, wanted, outputs)
-    outputs = [
-        registry.allocate(
-            first.new_empty, output[0], getattr(torch, output[1]) if output[1] else first.dtype
-        )
-        if want and output is not None
-        else None
-        for want, output in zip(wanted, described, strict=True)
+
+        def formula(a: Any, slots: Sequence[Any]) -> Any:
+            with torch.no_grad(), _as_written(first_of(a)):
+                return primitive.Outputs._make(_into(slots, kernel(a)))
+
+        first_of = reference
+        return formula
+    return _on_tensors(primitive, backend, kernel, a, slots)
+
+
+def _on_tensors(
+    primitive: Primitive,
+    backend: registry.Backend,
+    kernel: Callable[..., Any],
+    a: Any,
+    slots: Sequence[Any],
+) -> Callable[[Any, Any], Any]:
+    """Return what runs a kernel on tensors, and makes outputs."""
+    first = reference(a)
+    device = first.device
+    at_first = next(at for at, array in enumerate(a) if array is not None)
+    made = [
+        (at, tuple(output[0]), _dtype(output[1]) or first.dtype)
+        for at, (slot, output) in enumerate(zip(slots, primitive.describe(a), strict=True))
+        if slot is True and output is not None
     ]
-    if out is not None:
-        outputs[wanted.index(True)] = out
-    if torch.is_autocast_enabled(first.device.type):
+    filled = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
+    count, Outputs = len(slots), primitive.Outputs
+    room = importlib.import_module(str(backend.module).partition(".")[0])
+    per_plan = getattr(room, "per_plan", None)
+    work = kernel if per_plan is None else per_plan(kernel, device)
+    if torch.is_autocast_enabled(device.type):
         # A kernel may use products of torch's.
-        kernel = torch.autocast(first.device.type, enabled=False)(kernel)
-    if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        work = torch.autocast(device.type, enabled=False)(work)
+
+    def run(a: Any, slots: Sequence[Any]) -> Any:
+        outputs: list[Any] = [None] * count
+        empty = a[at_first].new_empty
+        for at, shape, dtype in made:
+            outputs[at] = allocate(empty, shape, dtype)
+        for at in filled:
+            outputs[at] = slots[at]
+        y = Outputs._make(outputs)
+        work(a, y)
+        return y
+
+    if device.type != "cuda":
+        return run
+
+    def on_its_device(a: Any, slots: Sequence[Any]) -> Any:
+        if torch._C._cuda_getDevice() == device.index:
+            return run(a, slots)
         # Triton launches on the current device.
-        with torch.cuda.device(first.device):
-            kernel(*arrays, *static, *outputs)
-    else:
-        kernel(*arrays, *static, *outputs)
-    return tuple(outputs)
+        with torch.cuda.device(device):
+            return run(a, slots)
+
+    return on_its_device
 
 
 def _as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -237,56 +358,123 @@ def _as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(array.device.type, enabled=False)
 
 
-def _resolved(
-    primitive: Primitive, arrays: Sequence[Any], out: torch.Tensor | None
-) -> list[torch.Tensor | None]:
-    """Return tensors that mean what is in their memory, not its negative, which no kernel knows."""
-    written = [a for a, n in zip(arrays, primitive.arrays, strict=True) if n in primitive.mutates]
-    if any(array is not None and array.is_neg() for array in (*written, out)):
-        raise ValueError(
-            f"{primitive.name}: a tensor to write to is a negative view; it should be resolved, "
-            "by resolve_neg"
-        )
-    return [array if array is None else array.resolve_neg() for array in arrays]
+def _refuse_negative(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
+    """Raise where a tensor to write to is a view that means its memory's negative."""
+    for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
+        if isinstance(tensor, torch.Tensor) and tensor.is_neg():
+            raise ValueError(
+                f"{primitive.name}: a tensor to write to is a negative view; it should be "
+                "resolved, by resolve_neg"
+            )
+
+
+def _resolved(primitive: Primitive, a: Any) -> Any:
+    """Return arguments whose tensors mean the numbers in their memory, not their negatives."""
+    tensors = [t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in a]
+    return primitive.Arguments._make(tensors)
 
 
 def _on_numpy(
-    call: Call,
+    primitive: Primitive,
     backend: registry.Backend,
     kernel: Any,
-    arrays: Sequence[Any],
+    a: Any,
+    slots: Sequence[Any],
     dtype: torch.dtype,
-    wanted: tuple[bool, ...],
-    out: torch.Tensor | None,
-) -> tuple[Any, ...]:
-    """Evaluate on views of CPU tensors; 16-bit floats that a kernel doesn't take, in float32."""
-    primitive = call.primitive
+) -> Callable[[Any, Any], Any]:
+    """Return what evaluates on views of CPU tensors.
+
+    Floats of 16 bits that a kernel doesn't take are cast to float32.
+    """
+    count = len(primitive.arrays)
+    own = reference(a).dtype
+    dtypes = [output and (_dtype(output[1]) or own) for output in primitive.describe(a)]
     bits = dtype == torch.bfloat16 and kernel in registry.takes_bfloat16
     if dtype in _HALF and not bits:
         dtype = torch.float32
-    alike = all([array is None or array.dtype == dtype for array in arrays])
-    cast = arrays if alike else [a if a is None else a.to(dtype) for a in arrays]
-    views = [array if array is None else as_numpy(array) for array in cast]
-    there = None if out is None or out.dtype != dtype else as_numpy(out)
-    results = call.on_numpy(backend, kernel, views, wanted, there)
-    outputs = [array if array is None else torch.from_numpy(array) for array in results]
-    if bits:
-        outputs = [tensor if tensor is None else tensor.view(torch.bfloat16) for tensor in outputs]
-    if not alike:
-        for name, array, used in zip(primitive.arrays, arrays, cast, strict=True):
-            if name in primitive.mutates and used.dtype != array.dtype:
-                array.copy_(used)
-        described = primitive.describe(arrays, call.static)
-        outputs = [
-            tensor
-            if tensor is None
-            else tensor.to(getattr(torch, output[1]) if output[1] else reference(arrays).dtype)
-            for tensor, output in zip(outputs, described, strict=True)
+    converted = [
+        at for at, array in enumerate(a[:count]) if array is not None and array.dtype != dtype
+    ]
+    plain = not converted and not any([output is not None and output != dtype for output in dtypes])
+    given = [
+        at for at, array in enumerate(a[: count + len(primitive.constants)]) if array is not None
+    ]
+    # A tensor of the dtype that kernels write is filled by them; another is copied to.
+    filled = [at for at, slot in enumerate(slots) if getattr(slot, "dtype", None) == dtype]
+    others = not filled and any([isinstance(slot, torch.Tensor) for slot in slots])
+    cast = list(a)
+    for at in converted:
+        cast[at] = torch.empty_like(a[at], dtype=dtype)
+    views = [(at, _View(cast[at])) for at in given]
+    on_slots = [(at, _View(slots[at])) for at in filled]
+    written = [at for at in converted if primitive.arrays[at] in primitive.mutates]
+    record, numpy_slots = (
+        primitive.Arguments._make,
+        [True if isinstance(slot, torch.Tensor) else slot for slot in slots],
+    )
+    wrap, Outputs = torch.from_numpy, primitive.Outputs
+
+    def arguments(a: Any) -> Any:
+        arrays = list(a)
+        for at, view in views:
+            arrays[at] = view(arrays[at])
+        return record(arrays)
+
+    def seen(slots: Sequence[Any]) -> list[Any]:
+        found = list(numpy_slots)
+        for at, view in on_slots:
+            found[at] = view(slots[at])
+        return found
+
+    work = numpy_plan(primitive, backend, kernel, arguments(cast), seen(slots))
+
+    def direct(a: Any, slots: Sequence[Any]) -> Any:
+        y = work(arguments(a), numpy_slots)
+        return Outputs._make([array if array is None else wrap(array) for array in y])
+
+    if plain and not bits and not filled and not others:
+        return direct
+
+    def run(a: Any, slots: Sequence[Any]) -> Any:
+        cast = list(a)
+        for at in converted:
+            cast[at] = cast[at].to(dtype)
+        y = [None if array is None else wrap(array) for array in work(arguments(cast), seen(slots))]
+        if bits:
+            y = [tensor if tensor is None else tensor.view(torch.bfloat16) for tensor in y]
+        for at in written:
+            a[at].copy_(cast[at])
+        y = [
+            tensor if tensor is None else tensor.to(to)
+            for tensor, to in zip(y, dtypes, strict=True)
         ]
-    if there is None:
-        return _into(out, wanted, outputs)
-    outputs[wanted.index(True)] = out
-    return tuple(outputs)
+        for at in filled:
+            y[at] = slots[at]
+        return Outputs._make(y if not others else _into(slots, y))
+
+    return run
+
+
+class _View:
+    """Makes NumPy arrays on the memory of CPU tensors of one kind; of bfloat16, of its bits.
+
+    `Tensor.numpy` would fix the size of a tensor's storage for good, which FSDP sets to zero and
+    back. The array doesn't keep the tensor: whoever has the one must hold the other.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.itemsize
+        self.shape = tuple(tensor.shape)
+        self.dtype = np.dtype(_TYPES[tensor.dtype])
+        self.strides = tuple([size * stride for stride in tensor.stride()])
+        extent = sum([(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]) + size
+        self.memory = ctypes.c_char * extent if tensor.numel() else None
+
+    def __call__(self, tensor: torch.Tensor) -> np.ndarray:
+        if self.memory is None:
+            return np.empty(self.shape, self.dtype)
+        memory = self.memory.from_address(tensor.data_ptr())
+        return np.ndarray(self.shape, self.dtype, memory, 0, self.strides)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -341,24 +529,45 @@ class _Differentiable(torch.autograd.Function):
     """Any primitive. What the pullback needs is computed beside what is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, ...]:
-        outputs = evaluate(call, arrays, call.primitive.with_saved(wanted))
-        ctx.call = call
+    def forward(
+        ctx: Any,
+        primitive: Primitive,
+        evaluate: Callable[[Any, Any], Any],
+        asked: str | None,
+        slots: Sequence[Any],
+        others: tuple[Any, ...],
+        *arrays: Any,
+    ) -> tuple[Any, ...]:
+        y = evaluate(primitive.Arguments._make((*arrays, *others)), slots)
+        ctx.primitive, ctx.asked, ctx.others = primitive, asked, others
         # Borrowed tensors are saved too, so that autograd sees who writes to them.
-        packed = [argument for argument in call.static if isinstance(argument, Packed)]
-        borrowed = [tensor for argument in packed for tensor in argument.borrowed]
-        ctx.save_for_backward(*borrowed, *arrays, *outputs[call.primitive.residual])
+        borrowed = _borrowed(others)
+        saved = [getattr(y, name) for name in primitive.saves]
+        ctx.save_for_backward(*borrowed, *arrays, *saved)
         ctx.borrowed = len(borrowed)
         ctx.set_materialize_grads(False)
-        return outputs
+        return tuple(y)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors[ctx.borrowed :]
-        return None, None, *_pull_back(ctx.call, saved, cotangents, needed)
+    def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors[ctx.borrowed :]
+        found = _pull_back(
+            ctx.primitive, ctx.asked, ctx.others, saved, dy, ctx.needs_input_grad[5:]
+        )
+        return None, None, None, None, None, *found
 
 
-# Function.apply less its own look at torch.func's transforms, which `run` has looked for already.
+def _borrowed(others: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in others:
+        if isinstance(value, Packed):
+            found += value.borrowed
+        elif isinstance(value, torch.Tensor):
+            found.append(value)
+    return found
+
+
+# Function.apply less its own look at torch.func's transforms, which `plan` has looked for already.
 _apply = super(torch.autograd.Function, _Differentiable).apply
 
 
@@ -367,41 +576,57 @@ class _Transformed(_Differentiable):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        call: Call, wanted: tuple[bool, ...], *arrays: Any
+        primitive: Primitive,
+        evaluate: None,
+        asked: str | None,
+        slots: Sequence[Any],
+        others: tuple[Any, ...],
+        *arrays: Any,
     ) -> tuple[Any, ...]:
-        return evaluate(call, arrays, wanted)
+        a = primitive.Arguments._make((*arrays, *others))
+        return tuple(evaluation(primitive, a, slots, asked)(a, slots))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.call, _, *arrays = inputs
+        ctx.primitive, _, ctx.asked, _, ctx.others, *arrays = inputs
         ctx.borrowed = 0
-        ctx.save_for_backward(*arrays, *output[ctx.call.primitive.residual])
+        y = ctx.primitive.Outputs._make(output)
+        ctx.save_for_backward(*arrays, *[getattr(y, name) for name in ctx.primitive.saves])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[bool, ...], *arrays: Any
+        info: Any,
+        in_dims: tuple[Any, ...],
+        primitive: Primitive,
+        evaluate: None,
+        asked: str | None,
+        slots: Sequence[Any],
+        others: tuple[Any, ...],
+        *arrays: Any,
     ) -> Any:
+        given, dims = (primitive, evaluate, asked, slots, others), in_dims[5:]
         rows = [
             _Transformed.apply(
-                call,
-                wanted,
+                *given,
                 *(
                     array if dim is None else array.select(dim, b)
-                    for array, dim in zip(arrays, in_dims[2:], strict=True)
+                    for array, dim in zip(arrays, dims, strict=True)
                 ),
             )
             for b in range(info.batch_size)
         ]
         if not rows:
-            return _Transformed._of_no_rows(in_dims[2:], call, arrays)
+            return _Transformed._of_no_rows(dims, primitive, others, arrays)
         stacked = tuple(
             None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
         )
         return stacked, tuple(None if column is None else 0 for column in stacked)
 
     @staticmethod
-    def _of_no_rows(in_dims: tuple[Any, ...], call: Call, arrays: Sequence[Any]) -> Any:
+    def _of_no_rows(
+        in_dims: tuple[Any, ...], primitive: Primitive, others: tuple[Any, ...], arrays: Any
+    ) -> Any:
         """Return the outputs of a batch of no arrays."""
         row = [
             array if dim is None else array.new_empty([*array.shape[:dim], *array.shape[dim + 1 :]])
@@ -411,64 +636,76 @@ class _Transformed(_Differentiable):
             None
             if output is None
             else reference(arrays).new_empty((0, *output[0]), dtype=_dtype(output[1]))
-            for output in call.primitive.describe(row, call.static)
+            for output in primitive.describe(primitive.Arguments._make((*row, *others)))
         )
         return outputs, tuple(None if output is None else 0 for output in outputs)
 
 
-def _transformed(call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+def _transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any, ...]:
     levels = torch._C._functorch.get_interpreter_stack()
     if any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
-        raise NotImplementedError(_no_forward_mode(call))
-    return _Transformed.apply(call, call.primitive.with_saved(wanted), *arrays)
+        raise NotImplementedError(_no_forward_mode(primitive))
+    count = len(primitive.arrays)
+    wanted = tuple([slot if slot is None else True for slot in slots])
+    slots, asked = primitive.with_saved(wanted), registry.forced(None)
+    return _Transformed.apply(primitive, None, asked, slots, a[count:], *a[:count])
 
 
-def _no_forward_mode(call: Call) -> str:
+def _no_forward_mode(primitive: Primitive) -> str:
     return (
-        f"{call.primitive.name} has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); "
+        f"{primitive.name} has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); "
         "use the reverse mode (grad, vjp, jacrev)"
     )
 
 
 def _pull_back(
-    call: Call,
+    primitive: Primitive,
+    asked: str | None,
+    others: tuple[Any, ...],
     saved: Sequence[Any],
-    cotangents: Sequence[torch.Tensor | None],
+    dy: Sequence[torch.Tensor | None],
     needed: Sequence[bool],
 ) -> tuple[Any, ...]:
-    primitive = call.primitive
     count = len(primitive.arrays)
-    if not any([cotangent is not None for cotangent in cotangents]):
+    if not any([cotangent is not None for cotangent in dy]):
         return (None,) * count
+    a = primitive.Arguments._make((*saved[:count], *others))
     if primitive.pullback is None:
         if torch._C._are_functorch_transforms_active():
-            return _transform_formula(call, saved[:count], cotangents, needed)
-        return _differentiate_formula(call, saved[:count], cotangents)
-    gradients = primitive.pullback(call, saved[:count], saved[count:], cotangents, needed)
-    return tuple(g if need else None for g, need in zip(gradients, needed, strict=True))
+            return _transform_formula(primitive, a, dy, needed)
+        return _differentiate_formula(primitive, a, dy)
+    kept = dict.fromkeys(primitive.outputs)
+    kept.update(zip(primitive.saves, saved[count:], strict=True))
+    y = primitive.Outputs._make(kept.values())
+    wanted = [True if need else None for need in needed]
+    if asked is None:
+        return primitive.pulled_back(a, y, dy, wanted)
+    with registry.asking(asked):
+        return primitive.pulled_back(a, y, dy, wanted)
 
 
 def _differentiate_formula(
-    call: Call, arrays: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+    primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None]
 ) -> tuple[Any, ...]:
     """Pull back through the formula: for the orders of derivative that no kernel has."""
-    with torch.enable_grad(), _as_written(reference(arrays)):
+    count = len(primitive.arrays)
+    with torch.enable_grad(), _as_written(reference(a)):
         # Views, because a cotangent may depend on the arrays: that path is autograd's, not ours.
-        differentiated = [array is not None and array.requires_grad for array in arrays]
+        differentiated = [array is not None and array.requires_grad for array in a[:count]]
         arrays = [
             array.view_as(array) if by else array
-            for array, by in zip(arrays, differentiated, strict=True)
+            for array, by in zip(a, differentiated, strict=False)
         ]
         needed = [array for array, by in zip(arrays, differentiated, strict=True) if by]
-        outputs = call.primitive.formula(*arrays, *call.static)
+        y = primitive.formula(primitive.Arguments._make((*arrays, *a[count:])))
     # An output may depend on no array that is differentiated by.
     used = [
         (output, cotangent)
-        for output, cotangent in zip(outputs, cotangents, strict=True)
+        for output, cotangent in zip(y, dy, strict=True)
         if cotangent is not None and output.requires_grad
     ]
     if not used:
-        return (None,) * len(arrays)
+        return (None,) * count
     gradients = iter(
         torch.autograd.grad(
             [output for output, _ in used],
@@ -482,24 +719,21 @@ def _differentiate_formula(
 
 
 def _transform_formula(
-    call: Call,
-    arrays: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor | None],
-    needed: Sequence[bool],
+    primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None], needed: Sequence[bool]
 ) -> tuple[Any, ...]:
     """Pull back through the formula by torch.func, for other transforms to go through."""
-    asked = [cotangent is not None for cotangent in cotangents]
+    asked = [cotangent is not None for cotangent in dy]
 
     def formula(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         by = iter(values)
-        mixed = [next(by) if need else array for array, need in zip(arrays, needed, strict=True)]
-        outputs = call.primitive.formula(*mixed, *call.static)
-        return tuple([output for output, ask in zip(outputs, asked, strict=True) if ask])
+        arrays = [next(by) if need else array for array, need in zip(a, needed, strict=False)]
+        y = primitive.formula(primitive.Arguments._make((*arrays, *a[len(needed) :])))
+        return tuple([output for output, ask in zip(y, asked, strict=True) if ask])
 
-    by = [array for array, need in zip(arrays, needed, strict=True) if need]
-    with _as_written(reference(arrays)):
+    by = [array for array, need in zip(a, needed, strict=False) if need]
+    with _as_written(reference(a)):
         pull_back = torch.func.vjp(formula, *by)[1]
-        gradients = iter(pull_back(tuple([c for c in cotangents if c is not None])))
+        gradients = iter(pull_back(tuple([c for c in dy if c is not None])))
     return tuple(next(gradients) if need else None for need in needed)
 
 
@@ -531,13 +765,14 @@ def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(static)
 
 
-def _call_registered(call: Call, arrays: Sequence[Any], wanted: tuple[bool, ...]) -> Any:
-    primitive = call.primitive
-    if any(array is not None and array.requires_grad for array in arrays):
-        wanted = primitive.with_saved(wanted)
+def _call_registered(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
+    given = len(primitive.arrays) + len(primitive.constants)
+    wanted = [slot is not None for slot in slots]
+    if any(isinstance(array, torch.Tensor) and array.requires_grad for array in a[:given]):
+        wanted = [slot is not None for slot in primitive.with_saved([w or None for w in wanted])]
     operator = getattr(torch.ops.fusedops, primitive.name)
-    flat = _take_apart(primitive, call.static)
-    outputs = operator(*arrays, *flat, list(wanted), call.forced or "")
+    flat = _take_apart(primitive, a[given:])
+    outputs = operator(*a[:given], *flat, wanted, registry.asked() or "")
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple([out if want else None for out, want in zip(outputs, wanted, strict=True)])
 
@@ -548,13 +783,13 @@ _library = torch.library.Library("fusedops", "DEF")
 def _register(primitive: Primitive) -> None:
     kinds = []
     for name, kind in primitive.static.items():
-        packed = issubclass(kind, Packed)
+        is_packed = issubclass(kind, Packed)
         plain = [f"{kind.__name__} {name}"]
         taken_apart = [f"Tensor[] {name}", f"SymInt[] {name}_sizes", f"bool {name}_unread"]
-        kinds += taken_apart if packed else plain
-    count = len(primitive.arrays)
+        kinds += taken_apart if is_packed else plain
+    given = len(primitive.arrays) + len(primitive.constants)
     takes_tensors = [*(kind.startswith("Tensor[]") for kind in kinds), False, False]
-    arguments = [*(f"Tensor? {name}" for name in primitive.arrays), *kinds]
+    arguments = [*(f"Tensor? {name}" for name in primitive.Arguments._fields[:given]), *kinds]
     for at, name in enumerate(primitive.arrays):
         if name in primitive.mutates:
             arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
@@ -568,53 +803,63 @@ def _register(primitive: Primitive) -> None:
         """A schema with one result wants it bare."""
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
+    def record(args: Sequence[Any]) -> tuple[Any, list[Any], str]:
+        """Return the arguments, the outputs wanted, and the backend asked for."""
+        arrays, (*flat, wanted, backend) = args[:given], args[given:]
+        a = primitive.Arguments._make((*arrays, *_put_together(primitive, flat)))
+        return a, [want or None for want in wanted], backend
+
     def implementation(*args: Any) -> Any:
-        arrays, (*flat, wanted, backend) = args[:count], args[count:]
-        forced = registry.forced(backend or None, primitive.name)
-        bound = Call(primitive, _put_together(primitive, flat), forced)
-        outputs = evaluate(bound, arrays, tuple(wanted))
+        a, slots, backend = record(args)
+        asked = registry.forced(backend or None, primitive.name)
+        outputs = evaluation(primitive, a, slots, asked)(a, slots)
         return returned(
             [
-                output if want and output is not None else reference(arrays).new_empty(0)
-                for want, output in zip(wanted, outputs, strict=True)
+                output if want and output is not None else reference(a).new_empty(0)
+                for want, output in zip(slots, outputs, strict=True)
             ]
         )
 
     def fake(*args: Any) -> Any:
-        arrays, (*flat, wanted, _) = args[:count], args[count:]
-        described = primitive.describe(arrays, _put_together(primitive, flat))
+        a, slots, _ = record(args)
         shapes = [
             output if want and output is not None else (0, None)
-            for want, output in zip(wanted, described, strict=True)
+            for want, output in zip(slots, primitive.describe(a), strict=True)
         ]
         return returned(
-            [reference(arrays).new_empty(shape, dtype=_dtype(dtype)) for shape, dtype in shapes]
+            [reference(a).new_empty(shape, dtype=_dtype(dtype)) for shape, dtype in shapes]
         )
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        ctx.flat = inputs[count:]
-        ctx.save_for_backward(*inputs[:count], *outputs[primitive.residual])
+        outputs = primitive.Outputs._make(output if isinstance(output, tuple) else (output,))
+        ctx.flat = inputs[given:]
+        saved = [getattr(outputs, name) for name in primitive.saves]
+        ctx.save_for_backward(*inputs[:given], *saved)
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        *flat, wanted, backend = ctx.flat
-        if tuple(wanted) != primitive.with_saved(wanted):
+        count = len(primitive.arrays)
+        a, slots, backend = record((*ctx.saved_tensors[:given], *ctx.flat))
+        if any(
+            [slot is None and saved for slot, saved in zip(slots, primitive._saved, strict=True)]
+        ):
             raise RuntimeError(f"torch.ops.{qualified}: its gradient needs more outputs wanted")
-        bound = Call(primitive, _put_together(primitive, flat), backend or None, registered=True)
-        described = primitive.describe(ctx.saved_tensors[:count], bound.static)
         asked = [
             cotangent if want and output is not None else None
-            for cotangent, want, output in zip(cotangents, wanted, described, strict=True)
+            for cotangent, want, output in zip(
+                cotangents, slots, primitive.describe(a), strict=True
+            )
         ]
+        saved = (*a[:count], *ctx.saved_tensors[given:])
         needed = ctx.needs_input_grad[:count]
-        gradients = _pull_back(bound, ctx.saved_tensors, asked, needed)
+        with registry.asking(backend or None):
+            gradients = _pull_back(primitive, None, a[count:], saved, asked, needed)
         nothing = [
             # An empty list of sizes has a list for its gradient too.
             [None] * len(value) if tensors or value == [] else None
             for tensors, value in zip(takes_tensors, ctx.flat, strict=True)
         ]
-        return (*gradients, *nothing)
+        return (*gradients, *[None] * len(primitive.constants), *nothing)
 
     _library.impl(primitive.name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
@@ -624,7 +869,7 @@ def _register(primitive: Primitive) -> None:
         )
 
 
-for _primitive in registry.primitives().values():
+for _primitive in primitives().values():
     _register(_primitive)
 
 

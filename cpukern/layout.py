@@ -1,0 +1,18 @@
+"""Layouts that compiled kernels of several ops take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def laid_out(array: Any, contiguous: int) -> Any:
+    """Return an array that is contiguous in its last axes, a copy where it isn't."""
+    if array is None:
+        return None
+    step = array.itemsize
+    for axis in range(array.ndim - 1, -1, -1):
+        inner = array.ndim - axis <= contiguous
+        if array.strides[axis] != step if inner else array.strides[axis] % array.itemsize:
+            return array.copy(order="C")
+        step *= array.shape[axis]
+    return array

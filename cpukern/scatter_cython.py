@@ -1,0 +1,83 @@
+"""Structured scatter and gather by the compiled kernels: NumPy lays out, Cython works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cpukern import isa
+from fusedops._frame import memory
+from fusedops._frame.registry import register
+from fusedops._frame.threads import threads_for
+from fusedops.scatter import PART_BITS, ScatterPlan
+
+_scatter = isa.load("scatter_cython")
+_INDEX = {np.dtype(np.int32): "int", np.dtype(np.int64): "long long"}
+_REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+# Elements of cubes that pay for waking a thread.
+_CUBE_GRAIN = 1 << 16
+
+
+def _survey(plan: ScatterPlan) -> None:
+    """Find the runs of the cubes' rows and the planes of every part, and check the plan."""
+    cubes, nx, rows, _ = plan.shape
+    first, second = memory.empty((2, cubes, rows), np.dtype(np.int64))
+    split = np.empty((cubes, rows), np.int32)
+    low, high = np.empty((2, cubes), np.int64)
+    spans = np.empty((cubes, nx, 2), np.int32)
+    threads = threads_for(plan.wbwc.size, _CUBE_GRAIN)
+    ends = np.zeros((threads, 2, (plan.map_size - 1 >> PART_BITS) + 1), np.int64)
+    found = first, second, split, low, high, spans, ends
+    survey = _scatter.survey[_INDEX[plan.wa.dtype]]
+    survey(plan.wa, plan.wbwc, plan.map_size, PART_BITS, *found)
+    plan.reach = (low, high) if ends[:, 0].sum() == plan.wa.size else None
+    plan.checked()
+    plan.lists = _lists(spans, ends)
+    plan.runs = first, second, split
+
+
+def _lists(spans: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return what `ScatterPlan.bins` does, of what a survey has found.
+
+    What a part has of every share comes one after the other, so that their number changes nothing.
+    """
+    bits = PART_BITS
+    while True:
+        counts = (ends[:, 0] - ends[:, 1]).cumsum(1) + ends[:, 1]
+        # Planes that reach over many parts are better off in larger ones.
+        if counts.sum() <= spans.size:
+            break
+        ends = np.add.reduceat(ends, np.arange(0, ends.shape[2], 2), axis=2)
+        bits += 1
+    stops = counts.T.cumsum().reshape(-1, len(counts))
+    pointers = np.append(0, stops[:, -1])
+    planes = np.empty(pointers[-1], np.int64)
+    _scatter.fill(spans, bits - PART_BITS, np.subtract(stops.T, counts, order="C"), planes)
+    return planes, pointers, 1 << bits
+
+
+def _move(back: bool, cubes: np.ndarray, grid: np.ndarray, plan: ScatterPlan) -> None:
+    if 0 in cubes.shape:
+        if not back:
+            grid[...] = 0
+        return
+    if plan.runs is None:
+        _survey(plan)
+    threads = threads_for(cubes.size, _CUBE_GRAIN)
+    move = _scatter.move[_INDEX[plan.wa.dtype], _REAL[cubes.dtype]]
+    move(back, plan.wa, plan.wbwc, *plan.bins(), *plan.runs, cubes, grid, threads)
+
+
+@register("structured_scatter_add", "cython")
+def structured_scatter_add(a: Any, y: Any) -> None:
+    density_cube, plan = a
+    out = y.map
+    _move(False, np.ascontiguousarray(density_cube), out, plan)
+
+
+@register("structured_gather", "cython")
+def structured_gather(a: Any, y: Any) -> None:
+    grid, plan = a
+    out = y.density_cube
+    _move(True, out, np.ascontiguousarray(grid), plan)

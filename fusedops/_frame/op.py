@@ -1,0 +1,383 @@
+"""Public ops: a primitive behind a function that checks its arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+import numpy as np
+
+from fusedops._frame import registry
+from fusedops._frame.check import (
+    as_array,
+    device_of,
+    dtype_name,
+    is_tensor,
+    of_shape,
+    overlap,
+    promoted,
+    reference,
+    same_device,
+    traced,
+)
+from fusedops._frame.kinds import CONSTANTS, Plans, kind_of
+from fusedops._frame.packed import Packed, bridge, compiling, outside_of_graphs
+from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import Explanation, Request
+
+F = TypeVar("F", bound=Callable[..., Any])
+F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
+
+
+class Op(Generic[F_co]):
+    """What `op` returns, for type checkers: a function with more attributes."""
+
+    __name__: str
+    __doc__: str
+    __call__: F_co
+    __wrapped__: Callable[..., Any]
+    primitive: Primitive
+
+    def bound(self, *args: Any, **kwargs: Any) -> Bound:
+        """Return what a checked call comes to."""
+        raise NotImplementedError
+
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
+        """Return the value and its pullback, from a cotangent to gradients."""
+        raise NotImplementedError
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Return which backend serves the call, and why."""
+        raise NotImplementedError
+
+
+class Made:
+    """An argument of a primitive that is made of some of the op's, anew in every call."""
+
+    def __init__(self, function: Callable[..., Any], *of: Any) -> None:
+        self.function, self.of = function, of
+
+
+class Bound(NamedTuple):
+    """What a checked call comes to: the primitive's arguments, and the outputs that are shown."""
+
+    a: Any
+    shown: str | tuple[str, ...]
+    # Raises where the values of the arguments are bad, of which their kinds tell nothing.
+    values: Callable[[Any], None] | None = None
+
+
+def to_run(
+    arguments: Sequence[Any],
+    shown: str | tuple[str, ...],
+    values: Callable[[Any], None] | None = None,
+) -> Any:
+    """Return what a function under `op` returns; its annotation is that of the op's result.
+
+    `arguments` are the primitive's: an argument of the op as it is, a constant, or `Made`. All else
+    that the function does must follow from the kinds of its arguments, but for `values`, which
+    looks at the record of arguments in every call.
+    """
+    return Bound(arguments, shown, values)
+
+
+def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
+    """Return the arrays of an argument under its name; None for the names of a packed one's."""
+    if isinstance(value, np.ndarray) or is_tensor(value):
+        return [(name, value)]
+    if not isinstance(value, Packed):
+        return []
+    parts = value.tensors or [getattr(value, field) for field in value._fields]
+    return [(name or field, part) for field, part in zip(value._fields, parts, strict=False)]
+
+
+def _check_out(
+    name: str,
+    primitive: Primitive,
+    bound: Bound,
+    given: Mapping[str, Any],
+    names: Sequence[str],
+    out: Any,
+) -> None:
+    """Raise unless `out` can be filled with the output that is shown first."""
+    arrays, others = bound.a[: len(names)], bound.a[len(names) :]
+    first = reference(arrays)
+    shape, dtype = primitive.describe(bound.a)[primitive.outputs.index(names_of(bound)[0])]
+    dtype = dtype or dtype_name(first.dtype)
+    plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
+    if not (is_tensor(out) if is_tensor(first) else plain):
+        kind = "torch tensor" if is_tensor(first) else "NumPy array"
+        raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
+    at = next(at for at, array in enumerate(arrays) if array is first)
+    same_device(name, "out", device_of(out), names[at], device_of(first))
+    of_shape(name, "out", out, tuple(shape))
+    if dtype_name(out.dtype) != dtype:
+        raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
+    if is_tensor(out):
+        torch = sys.modules["torch"]
+        contiguous, writable = out.is_contiguous(), True
+        inputs = [*arrays, out]
+        if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
+            raise RuntimeError(
+                f"{name}: out is given and an argument requires grad; it should be called without "
+                "out, or under torch.no_grad"
+            )
+    else:
+        contiguous, writable = out.flags.c_contiguous, out.flags.writeable
+    if not contiguous or not writable:
+        what = "read-only" if contiguous else "not contiguous"
+        raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
+    # An argument may have been converted, to an array of its own or to a view.
+    held = (*((None, value) for value in others), *zip(names, arrays, strict=True))
+    once = {id(value): (argument, value) for argument, value in (*held, *given.items())}
+    for argument, value in once.values():
+        for part, array in _named_arrays(argument, value):
+            if overlap(out, array):
+                raise ValueError(f"{name}: out shares memory with {part}; it should not")
+
+
+def _summed(array: Any, given: Any) -> Any:
+    """Return the transpose of a broadcast of `given`, in its dtype if it has floats."""
+    given = np.asarray(given)
+    more = array.ndim - given.ndim
+    axes = (*range(more), *(more + i for i, n in enumerate(given.shape) if n == 1))
+    summed = array.sum(axes).reshape(given.shape)
+    return summed.astype(given.dtype, copy=False) if given.dtype.kind == "f" else summed
+
+
+def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
+    """Return a checked cotangent of a NumPy output, in its dtype."""
+    if is_tensor(value):
+        raise TypeError(f"{op}: the cotangent is a torch tensor; it should be a NumPy array")
+    value = as_array(op, "the cotangent", value)
+    if value.dtype.kind not in "fiu":
+        raise TypeError(f"{op}: the cotangent has dtype {value.dtype}; it should be float or int")
+    of_shape(op, "the cotangent", value, like.shape)
+    return value.astype(like.dtype, copy=False)
+
+
+@overload
+def op(
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    broadcasts: tuple[str, ...] = (),
+) -> Callable[[F], Op[F]]: ...
+@overload
+def op(
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    broadcasts: tuple[str, ...] = (),
+    overloads: type[F],
+) -> Callable[[Callable[..., Any]], Op[F]]: ...
+def op(
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    broadcasts: tuple[str, ...] = (),
+    overloads: Any = None,
+) -> Any:
+    """Make a public op of a function that checks its arguments.
+
+    The decorated function returns `to_run`. Its signature, which is the op's, ends in ``backend``
+    and, unless a number is returned, ``out``, an array for the output shown first: these two are
+    served here. `names` says what the primitive's arrays are called in that signature, where that
+    differs, and `broadcasts` which of them the function broadcasts: their gradients have the shapes
+    and dtypes given. `overloads` is a protocol for type checkers, where one signature doesn't say
+    what is returned.
+    """
+    arguments = [(names or {}).get(name, name) for name in primitive.arrays]
+
+    def declare(check: Callable[..., Any]) -> Any:
+        # Any, because functions have attributes that checkers don't know of.
+        wrapped: Any = functools.wraps(check)
+        name = check.__name__
+        signature = inspect.signature(check)
+        takes_out = "out" in signature.parameters
+        plans: Plans[Callable[..., Any]] = Plans()
+
+        def bind(args: Any, kwargs: Any) -> tuple[Bound, Bound]:
+            """Return a call as its check returned it, and with what is made of arguments made."""
+            given: Bound = check(*args, **kwargs)
+            made = [part.function(*part.of) if isinstance(part, Made) else part for part in given.a]
+            return given, given._replace(a=primitive.Arguments._make(made))
+
+        def slots_of(bound: Bound, out: Any = None) -> list[Any]:
+            shown = names_of(bound)
+            slots = [True if output in shown else None for output in primitive.outputs]
+            if out is not None:
+                slots[primitive.outputs.index(shown[0])] = out
+            return slots
+
+        @wrapped
+        def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
+            if compiling():
+                options = {"out": out, "backend": backend, **kwargs}
+                return bridge().compiled(call, args, options)
+            asked, kind = registry.forced(backend, name), None
+            if out is None:
+                values = (*args, *kwargs.values())
+                kind = kind_of((asked, len(args), *values))
+                if kind is not None:
+                    kind = kind, *kwargs
+                    found = plans.get(kind)
+                    if found is not None:
+                        return found(values)
+            given, bound = bind(args, kwargs)
+            if out is not None:
+                if not takes_out:
+                    raise TypeError(f"{name}: it returns a number and takes no out")
+                by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+                _check_out(name, primitive, bound, by_name, arguments, out)
+            if bound.values is not None:
+                bound.values(bound.a)
+            slots = slots_of(bound, out)
+            if is_tensor(reference(bound.a)) and traced():
+                # A compiled graph looks for a backend when it runs, not when it is traced.
+                asked = backend
+            with registry.asking(asked):
+                y = primitive(*bound.a, out=slots)
+                if kind is not None:
+                    found = _planned(primitive, given, bound, slots, values)
+                    if found is not None:
+                        plans.keep(kind, found)
+            return _shown(primitive, bound.shown, y)
+
+        def vjp(
+            *args: Any, backend: str | None = None, **kwargs: Any
+        ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+            if "out" in kwargs:
+                raise TypeError(f"{name}.vjp: it takes no out")
+            asked = registry.forced(backend, name)
+            _, bound = bind(args, kwargs)
+            arrays = bound.a[: len(arguments)]
+            for argument, array in zip(arguments, arrays, strict=True):
+                if is_tensor(array):
+                    raise TypeError(
+                        f"{name}.vjp: {argument} is a torch tensor; it should be a NumPy "
+                        "array, tensors have autograd"
+                    )
+            if primitive.mutates:
+                raise TypeError(primitive.no_gradient(name))
+            if bound.values is not None:
+                bound.values(bound.a)
+            with registry.asking(asked):
+                y = primitive(*bound.a, out=primitive.with_saved(slots_of(bound)))
+            wanted = [True if array is not None else None for array in arrays]
+            bound_to = signature.bind(*args, **kwargs).arguments if broadcasts else {}
+            broadcast = {name: bound_to[name] for name in broadcasts if name in bound_to}
+
+            def pullback(*cotangents: Any) -> tuple[Any, ...]:
+                shown = names_of(bound)
+                if len(cotangents) != len(shown):
+                    raise TypeError(
+                        f"{name}.vjp: the pullback got {len(cotangents)} cotangents; it should get "
+                        f"{len(shown)}, of {' and '.join(shown)}"
+                    )
+                dy = dict.fromkeys(primitive.outputs)
+                for output, value in zip(shown, cotangents, strict=True):
+                    if value is not None:
+                        dy[output] = _cotangent(f"{name}.vjp", value, getattr(y, output))
+                with registry.asking(asked):
+                    found = primitive.pulled_back(bound.a, y, tuple(dy.values()), wanted)
+                gradients = [
+                    _summed(dx, broadcast[argument])
+                    if dx is not None and argument in broadcast
+                    else dx
+                    for argument, dx in zip(arguments, found, strict=True)
+                ]
+                return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
+
+            return _shown(primitive, bound.shown, y), pullback
+
+        def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+            asked = registry.forced(backend, name)
+            arrays = bind(args, kwargs)[1].a[: len(arguments)]
+            first = reference(arrays)
+            framework = "torch" if is_tensor(first) else "numpy"
+            device = first.device.type if framework == "torch" else "cpu"
+            request = Request(primitive.name, framework, device, promoted(arrays), asked)
+            return registry.explain(request)
+
+        call.primitive = primitive
+        call.bound = lambda *args, **kwargs: bind(args, kwargs)[1]
+        call.vjp = outside_of_graphs(vjp)
+        call.explain = outside_of_graphs(explain)
+        registry.ops[name] = call
+        return call
+
+    return declare
+
+
+def names_of(bound: Bound) -> tuple[str, ...]:
+    """Return the names of the outputs that a call shows."""
+    return (bound.shown,) if isinstance(bound.shown, str) else bound.shown
+
+
+def _shown(primitive: Primitive, shown: str | tuple[str, ...], y: Any) -> Any:
+    if not isinstance(shown, str):
+        return tuple([getattr(y, name) for name in shown])
+    value = getattr(y, shown)
+    # A NumPy scalar, not an array of no dimensions.
+    return value if is_tensor(value) or value.ndim else value[()]
+
+
+def _planned(
+    primitive: Primitive, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
+) -> Callable[[tuple[Any, ...]], Any] | None:
+    """Return what serves calls of one kind without a check; None where there is no such thing.
+
+    It takes the values of the op's arguments. Every argument of the primitive must be one of them,
+    or be made of one, or a constant.
+    """
+    place_of = {id(value): at for at, value in enumerate(values)}
+    arrays = [id(value) for value in values if type(value) not in CONSTANTS]
+    if len(set(arrays)) < len(arrays):
+        # Which of two arguments that are one object is meant can't be told.
+        return None
+    template: list[Any] = []
+    moved, made = [], []
+    for at, part in enumerate(given.a):
+        constant = type(part) in CONSTANTS
+        template.append(part if constant else None)
+        if constant:
+            continue
+        of = part.of if isinstance(part, Made) else (part,)
+        if any([id(whole) not in place_of for whole in of]):
+            return None
+        at_call = [place_of[id(whole)] for whole in of]
+        if isinstance(part, Made):
+            made.append((at, at_call, part.function))
+        else:
+            moved.append((at, *at_call))
+    plan = (
+        bridge().plan(primitive, bound.a, slots)
+        if is_tensor(reference(bound.a))
+        else primitive.plan(bound.a, slots)
+    )
+    if plan is None:
+        return None
+    record, look = primitive.Arguments._make, bound.values
+    shown = [primitive.outputs.index(name) for name in names_of(bound)]
+    alone = shown[0] if isinstance(bound.shown, str) else None
+
+    def run(values: tuple[Any, ...]) -> Any:
+        arguments = template.copy()
+        for at, place in moved:
+            arguments[at] = values[place]
+        for at, places, function in made:
+            arguments[at] = function(*[values[place] for place in places])
+        a = record(arguments)
+        if look is not None:
+            look(a)
+        y = plan(a, slots)
+        if alone is None:
+            return tuple([y[at] for at in shown])
+        value = y[alone]
+        return value if value.ndim or type(value) is not np.ndarray else value[()]
+
+    return run

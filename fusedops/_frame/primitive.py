@@ -1,0 +1,248 @@
+"""Primitives: functions of arrays that kernels implement, with pullbacks made of primitives.
+
+A gradient is a primitive, so that it has kernels and a gradient of its own.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from fusedops._frame import memory, registry
+from fusedops._frame.check import is_tensor, promoted, reference
+from fusedops._frame.kinds import Plans, kind_of
+from fusedops._frame.packed import bridge
+from fusedops._frame.registry import Request
+
+#: Tests set this, so that an output element which no kernel writes shows.
+poison = False
+
+
+def allocate(empty: Callable[..., Any], shape: Any, dtype: Any) -> Any:
+    """Return a new output array; the only place where the frame makes one."""
+    array = empty(shape, dtype=dtype)
+    if poison:
+        # The bits of bfloat16 are uint16; these are its NaN.
+        array[...] = 0x7FC0 if dtype == np.uint16 else float("nan")
+    return array
+
+
+def _record(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)
+
+
+class Primitive:
+    """A function of arrays that kernels implement.
+
+    Kernels, formula and pullback get the arguments of a call as one record with their names, and
+    so with outputs. Of the outputs wanted, and of the cotangents that a pullback is to return, a
+    record or tuple says for each: an array to fill, True to make one, or None.
+
+    Parameters
+    ----------
+    name : str
+        What kernels register under.
+    family : str
+        The name of the modules that have its kernels, such as ``gpukern.conv``.
+    arrays, outputs : tuple of str
+        The names of the differentiable arrays, and of the outputs. Arrays may be None in a call,
+        but not all.
+    constants : tuple of str
+        The names of arrays that have no derivative, and keep their dtypes.
+    static : dict of str to type
+        The other arguments: subclasses of `Packed`, which may be None, `str`, `int` or `float`.
+    describe : callable
+        From the arguments to a (shape, dtype name) for every output; None for the dtype of the
+        first array given. None for an output that there isn't without some array.
+    formula : callable
+        From the arguments to a tuple of all outputs, in code that NumPy and torch both run: the
+        definition, which every kernel is held to.
+    pullback : callable, optional
+        From arguments `a`, the outputs `y` that `saves` names, cotangents `dy` of the outputs, of
+        which None is zero, and which cotangents of the arrays are wanted, to a cotangent for every
+        array. Without one, torch differentiates the formula.
+    saves : tuple of str
+        The outputs that the pullback needs.
+    mutates : tuple of str
+        The arrays that are updated in place; such a primitive has no derivative.
+    sixteen_bits : bool
+        Whether it computes on 16-bit floats as they are. Otherwise they are cast to float32 on the
+        CPU and under autocast, which leaves the dtypes of one that does alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        family: str,
+        arrays: tuple[str, ...],
+        static: dict[str, type],
+        outputs: tuple[str, ...],
+        describe: Callable[[Any], Sequence[Any]],
+        formula: Callable[[Any], tuple[Any, ...]],
+        pullback: Callable[..., tuple[Any, ...]] | None = None,
+        constants: tuple[str, ...] = (),
+        saves: tuple[str, ...] = (),
+        mutates: tuple[str, ...] = (),
+        sixteen_bits: bool = False,
+    ) -> None:
+        self.name = name
+        self.family = family
+        self.arrays = arrays
+        self.constants = constants
+        self.static = static
+        self.outputs = outputs
+        self.describe = describe
+        self.formula = formula
+        self.pullback = pullback
+        self.saves = saves
+        self.mutates = mutates
+        self.sixteen_bits = sixteen_bits
+        #: The record types of a call's arguments, outputs, and arrays alone.
+        self.Arguments = _record("Arguments", (*arrays, *constants, *static))
+        self.Outputs = _record("Outputs", outputs)
+        self.Arrays = _record("Arrays", arrays)
+        self.all: tuple[bool, ...] = (True,) * len(outputs)
+        self._saved = tuple([output in saves for output in outputs])
+        self.plans: Plans[Callable[[Any, Any], Any]] = Plans()
+        registry._primitives[name] = self
+
+    def __call__(self, *arguments: Any, out: Sequence[Any] | None = None) -> Any:
+        """Return a record of outputs, differentiably in torch; one that isn't wanted may be None.
+
+        `arguments` are arrays, constants and the others, in their order; `out` says which outputs
+        to make, and which to fill, and is all if not given.
+        """
+        a = self.Arguments._make(arguments)
+        slots = self.all if out is None else tuple(out)
+        if is_tensor(reference(a)):
+            return bridge().run(self, a, slots)
+        return self.plan(a, slots)(a, slots)
+
+    def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
+        """Return what computes outputs of NumPy arrays of these kinds."""
+        asked = registry.forced(None)
+        kind = kind_of((asked, *slots, *a))
+        found = self.plans.get(kind)
+        if found is None:
+            found = _on_numpy(self, a, slots, asked)
+            if kind is not None:
+                self.plans.keep(kind, found)
+        return found
+
+    def with_saved(self, slots: Sequence[Any]) -> tuple[Any, ...]:
+        """Return which outputs to compute for those that are wanted and for their pullback."""
+        return tuple(
+            [
+                (saved or None) if slot is None else slot
+                for slot, saved in zip(slots, self._saved, strict=True)
+            ]
+        )
+
+    def pulled_back(self, a: Any, y: Any, dy: Sequence[Any], wanted: Sequence[Any]) -> Any:
+        """Return a cotangent for every array; None where that isn't wanted, or zero."""
+        cotangents = self.Outputs._make(dy)
+        pullback = cast("Callable[..., tuple[Any, ...]]", self.pullback)
+        found = pullback(a, y, cotangents, self.Arrays._make(wanted))
+        return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])
+
+    def no_gradient(self, op: str) -> str:
+        """Return a sentence for one who asks for a derivative of what works in place."""
+        return (
+            f"{op} has no gradient: it updates {', '.join(self.mutates)} in place; "
+            "call it under torch.no_grad, or on arrays that don't require grad"
+        )
+
+
+def primitives() -> dict[str, Primitive]:
+    """Return every declared primitive by name."""
+    return registry._primitives
+
+
+def _on_numpy(
+    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
+) -> Callable[[Any, Any], Any]:
+    dtype = promoted(a[: len(primitive.arrays)])
+    backend, kernel = registry.choose(Request(primitive.name, "numpy", "cpu", dtype, asked))
+    return numpy_plan(primitive, backend, kernel, a, slots)
+
+
+def numpy_plan(
+    primitive: Primitive,
+    backend: registry.Backend,
+    kernel: Callable[..., Any],
+    a: Any,
+    slots: Sequence[Any],
+) -> Callable[[Any, Any], Any]:
+    """Return what runs a NumPy-speaking kernel on arguments of these kinds, and makes outputs.
+
+    The kernel gets aligned arrays of one dtype.
+    """
+    count = len(primitive.arrays)
+    dtype = promoted(a[:count])
+    described = primitive.describe(a)
+    given = a[: count + len(primitive.constants)]
+    # Compiled code may fault where a number's address is no multiple of its size.
+    unfit = [
+        at
+        for at, array in enumerate(given)
+        if array is not None and not (array.flags.aligned and (array.dtype == dtype or at >= count))
+    ]
+    own = reference(given).dtype
+    dtypes = [output and (output[1] or own) for output in described]
+    rounded = any([output is not None and output != dtype for output in dtypes])
+    made = [
+        (at, tuple(output[0]))
+        for at, (slot, output) in enumerate(zip(slots, described, strict=True))
+        if output is not None and slot is not None
+    ]
+    filled = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
+    fits = [slot.dtype == dtype and slot.flags.aligned for _, slot in filled]
+    formula = backend.module is None
+    size, Outputs = len(slots), primitive.Outputs
+
+    def plain(a: Any, slots: Sequence[Any]) -> Any:
+        outputs: list[Any] = [None] * size
+        for at, shape in made:
+            outputs[at] = allocate(memory.empty, shape, dtype)
+        outputs = Outputs._make(outputs)
+        kernel(a, outputs)
+        return outputs
+
+    if not (unfit or rounded or filled or formula):
+        return plain
+    written = [(at, name) for at, name in enumerate(primitive.arrays) if name in primitive.mutates]
+
+    def run(given: Any, slots: Sequence[Any]) -> Any:
+        a = list(given)
+        for at in unfit:
+            a[at] = np.array(a[at], dtype if at < count else a[at].dtype)
+        a = primitive.Arguments._make(a)
+        if formula:
+            outputs = list(kernel(a))
+        else:
+            outputs = [None] * size
+            for at, shape in made:
+                outputs[at] = allocate(memory.empty, shape, dtype)
+            for (at, _), fit in zip(filled, fits, strict=True):
+                if fit:
+                    outputs[at] = slots[at]
+            outputs = Outputs._make(outputs)
+            kernel(a, outputs)
+        for at, _ in written:
+            if at in unfit:
+                given[at][...] = a[at]
+        outputs = [
+            array if array is None else array.astype(to, copy=False)
+            for array, to in zip(outputs, dtypes, strict=True)
+        ]
+        for at, _ in filled:
+            if outputs[at] is not slots[at]:
+                slots[at][...] = outputs[at]
+                outputs[at] = slots[at]
+        return Outputs._make(outputs)
+
+    return run
