@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import triton
 
+from gpukern import tape
+
 
 def kernel_of_any_size(function: Any, aligned: Sequence[str] = (), jit: Any = triton.jit) -> Any:
     """Compile for any sizes and any alignment, which change from call to call.
@@ -63,6 +65,9 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is None:
             # None again under TRITON_INTERPRET=1, where there is nothing to compile.
-            self._compiled[key] = self.kernel[(programs,)](*args, **self.options)
+            compiled = self._compiled[key] = self.kernel[(programs,)](*args, **self.options)
         else:
             compiled[(programs, 1, 1)](*args)
+        recorder = tape.recording()
+        if recorder is not None:
+            recorder.launch(compiled, programs, args)

@@ -1,0 +1,328 @@
+"""Replays the work of a kernel's Python for further arguments of the same kind.
+
+All that a kernel here does on the host follows from the kinds of its arguments: which compiled
+forms are launched with which integers, and what torch is asked for in between. So the first call of
+a kind is recorded, launch by launch, and later ones launch the same on other addresses, in a tenth
+of the time. A kernel that asks torch for a value, whose work might change with it, is not replayed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+
+from fusedops._frame.packed import Packed
+
+#: More steps than this are as long on a GPU as on the host.
+_LONGEST = 256
+
+# Triton's launcher is no public interface: that of another version may differ.
+_DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not None
+
+_here = threading.local()
+
+
+class _Refused(Exception):
+    """A step can't be replayed."""
+
+
+class _Ref(NamedTuple):
+    """A tensor of a tape, by its number."""
+
+    number: int
+
+
+class _Value(NamedTuple):
+    """A tensor that has been met: whose memory it lies in, and how many bytes from its start."""
+
+    root: int
+    offset: int
+
+
+class _Call(NamedTuple):
+    """A call of torch, and the numbers of what it makes."""
+
+    function: Callable[..., Any]
+    args: list[Any]
+    options: dict[str, Any]
+    made: list[int]
+    view: bool
+
+
+class _Launch(NamedTuple):
+    """A launch of a compiled kernel, with (position, root, bytes) of its pointers."""
+
+    launch: Callable[..., Any]
+    head: tuple[Any, ...]
+    function: Any
+    tail: tuple[Any, ...]
+    args: list[Any]
+    pointers: list[tuple[int, int, int]]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is done to tensors whose numbers are known."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.values: list[_Value] = []
+        self.numbers: dict[int, int] = {}
+        # Weak, so that memory comes free when it does without a record.
+        self.alive: list[Any] = []
+        for at, tensor in enumerate(known):
+            self._met(tensor, _Value(at, 0))
+        self.steps: list[_Call | _Launch] = []
+        self.refused = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        result = function(*args, **options)
+        if not self.refused:
+            try:
+                self._note(function, args, options, result)
+            except _Refused:
+                self.refused = True
+        return result
+
+    def _note(self, function: Any, args: Any, options: dict[str, Any], result: Any) -> None:
+        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        if any(tag in function.tags for tag in tags) or len(self.steps) >= _LONGEST:
+            raise _Refused
+        made = result if isinstance(result, (tuple, list)) else [result]
+        given = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
+        numbers, view = [], False
+        for tensor in made:
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
+                raise _Refused
+            if id(tensor) in self.numbers:
+                numbers.append(self.numbers[id(tensor)])
+                continue
+            memory = tensor.untyped_storage().data_ptr()
+            bases = [v for v in given if v.untyped_storage().data_ptr() == memory and memory]
+            number = root = len(self.values)
+            offset = 0
+            if bases:
+                base = self.values[self._number(bases[0])]
+                root = base.root
+                offset = base.offset + tensor.data_ptr() - bases[0].data_ptr()
+                view = True
+            self._met(tensor, _Value(root, offset))
+            numbers.append(number)
+        refs = [self._refs(value) for value in args]
+        named = {name: self._refs(value) for name, value in options.items()}
+        self.steps.append(_Call(function, refs, named, numbers, view))
+
+    def _met(self, tensor: torch.Tensor, value: _Value) -> None:
+        name, numbers = id(tensor), self.numbers
+        numbers[name] = len(self.values)
+        self.values.append(value)
+        self.alive.append(weakref.ref(tensor, lambda _: numbers.pop(name, None)))
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        if id(tensor) not in self.numbers:
+            raise _Refused
+        return self.numbers[id(tensor)]
+
+    def _refs(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _Ref(self._number(value))
+        if isinstance(value, (list, tuple)):
+            return [self._refs(part) for part in value]
+        return value
+
+    def launch(self, compiled: Any, programs: int, args: Sequence[Any]) -> None:
+        """Note a launch of a compiled kernel."""
+        runner = compiled.run
+        if self.refused or runner.global_scratch_size or runner.profile_scratch_size:
+            self.refused = True
+            return
+        pointers, others = [], list(args)
+        for at, value in enumerate(args):
+            if isinstance(value, torch.Tensor):
+                if id(value) not in self.numbers:
+                    self.refused = True
+                    return
+                found = self.values[self.numbers[id(value)]]
+                pointers.append((at, found.root, found.offset))
+                others[at] = None
+            elif hasattr(value, "base"):
+                # A descriptor has an address in it.
+                self.refused = True
+                return
+        head = (programs, 1, 1)
+        flags = runner.launch_cooperative_grid, runner.launch_pdl, None, None
+        tail = (*flags, compiled.packed_metadata, None, None, None)
+        step = _Launch(runner.launch, head, compiled.function, tail, others, pointers)
+        self.steps.append(step)
+
+
+def recording() -> _Recorder | None:
+    """Return what records this thread's launches, if anything does."""
+    return getattr(_here, "recorder", None)
+
+
+def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, Any], None]:
+    """Return what does a kernel's work for arguments of one kind."""
+    if not _DIRECT or device.type != "cuda":
+        return kernel
+    found: list[Callable[[Any, Any], None] | None] = []
+
+    def run(a: Any, y: Any) -> None:
+        if not found:
+            found.append(_recorded(kernel, a, y)) if _is_clear(a, y) else kernel(a, y)
+            return
+        replay = found[0]
+        if replay is None or knobs.runtime.launch_enter_hook.calls:
+            kernel(a, y)
+        else:
+            replay(a, y)
+
+    return run
+
+
+def _sources(a: Any, y: Any) -> list[tuple[bool, int, int | None]]:
+    """Return for tensors of a call whether in its outputs, at which place, which packed part."""
+    found: list[tuple[bool, int, int | None]] = []
+    for output, record in ((False, a), (True, y)):
+        for at, value in enumerate(record):
+            if isinstance(value, torch.Tensor):
+                found.append((output, at, None))
+            elif isinstance(value, Packed):
+                found += [(output, at, part) for part in range(len(value.tensors_here()))]
+    return found
+
+
+def _fetch(a: Any, y: Any, sources: Sequence[tuple[bool, int, int | None]]) -> list[Any]:
+    values = []
+    for output, at, part in sources:
+        value = y[at] if output else a[at]
+        values.append(value if part is None else value.tensors_here()[part])
+    return values
+
+
+def _is_clear(a: Any, y: Any) -> bool:
+    """Return whether every tensor of a call is an argument once."""
+    known = [id(tensor) for tensor in _fetch(a, y, _sources(a, y))]
+    return len(set(known)) == len(known) and recording() is None
+
+
+def _recorded(kernel: Any, a: Any, y: Any) -> Callable[[Any, Any], None] | None:
+    """Run a kernel, and return what does the same again; None where nothing does."""
+    sources = _sources(a, y)
+    recorder = _Recorder(_fetch(a, y, sources))
+    _here.recorder = recorder
+    try:
+        with recorder:
+            kernel(a, y)
+    finally:
+        del _here.recorder
+    if recorder.refused:
+        return None
+    return _compiled(recorder.steps, [v.root for v in recorder.values], sources)
+
+
+def _compiled(
+    steps: list[_Call | _Launch], roots: list[int], sources: list[tuple[bool, int, int | None]]
+) -> Callable[[Any, Any], None]:
+    """Return a function that takes the steps: Python, written out, since a loop takes as long."""
+    used: set[int] = set()
+    kept: list[_Call | _Launch] = []
+    for step in reversed(steps):
+        if isinstance(step, _Launch):
+            used.update(root for _, root, _ in step.pointers)
+        elif step.view and not used.intersection(step.made):
+            # Its address is known without it.
+            continue
+        else:
+            used.update(_numbers((step.args, list(step.options.values()))))
+            used.update(roots[number] for number in step.made if number in used)
+        kept.append(step)
+    kept.reverse()
+    names: dict[str, Any] = {"stream": torch._C._cuda_getCurrentRawStream}
+    lines = []
+    addressed = {root for s in kept if isinstance(s, _Launch) for _, root, _ in s.pointers}
+    for number, (output, at, part) in enumerate(sources):
+        if number in used:
+            of = f"{'y' if output else 'a'}[{at}]"
+            lines.append(f"v{number} = {of if part is None else f'{of}.tensors_here()[{part}]'}")
+            if number in addressed:
+                lines.append(f"p{number} = v{number}.data_ptr()")
+    last: dict[int, int] = {}
+    for at, step in enumerate(kept):
+        if isinstance(step, _Launch):
+            last.update(dict.fromkeys((root for _, root, _ in step.pointers), at))
+        else:
+            for number in (*_numbers((step.args, list(step.options.values()))), *step.made):
+                last[number] = at
+                last[roots[number]] = at
+    given = len(sources)
+    for at, step in enumerate(kept):
+        if isinstance(step, _Launch):
+            names |= {f"f{at}": step.launch, f"h{at}": step.function, f"t{at}": step.tail}
+            args = [f"c{at}[{i}]" for i in range(len(step.args))]
+            for i, root, offset in step.pointers:
+                args[i] = f"p{root} + {offset}" if offset else f"p{root}"
+            rest = max((i for i, *_ in step.pointers), default=-1) + 1
+            names[f"c{at}"] = tuple(step.args[rest:])
+            fixed = [arg if arg.startswith("p") else f"c{at}x{i}" for i, arg in enumerate(args)]
+            names |= {f"c{at}x{i}": step.args[i] for i in range(rest)}
+            grid = ", ".join(map(str, step.head))
+            shown = ", ".join([*fixed[:rest], f"*c{at}"])
+            lines.append(f"f{at}({grid}, s, h{at}, *t{at}, {shown})")
+        else:
+            names[f"f{at}"] = _FASTER.get(step.function, step.function)
+            args = [_written(value, names, f"c{at}_{i}") for i, value in enumerate(step.args)]
+            args += [
+                f"{name}={_written(value, names, f'c{at}_{name}')}"
+                for name, value in step.options.items()
+            ]
+            fresh = [number for number in step.made if number >= given and number in used]
+            call = f"f{at}({', '.join(args)})"
+            several = len(step.made) > 1
+            lines.append(f"r = {call}" if several else (f"v{fresh[0]} = {call}" if fresh else call))
+            if several:
+                lines += [f"v{n} = r[{step.made.index(n)}]" for n in fresh]
+            lines += [f"p{n} = v{n}.data_ptr()" for n in fresh if n in addressed]
+        gone = [n for n, when in last.items() if when == at and n >= given and n in used]
+        lines += [f"v{number} = None" for number in gone]
+    body = "\n    ".join(["s = stream(device)", *lines])
+    names["device"] = torch.cuda.current_device()
+    exec(f"def replay(a, y):\n    {body}", names)
+    replay: Callable[[Any, Any], None] = names["replay"]
+    return replay
+
+
+#: Functions of torch that take what operators take, with less ado.
+_FASTER = {
+    torch.ops.aten.empty.memory_format: torch.empty,
+    torch.ops.aten.bmm.default: torch.bmm,
+    torch.ops.aten.mm.default: torch.mm,
+}
+
+
+def _numbers(value: Any) -> list[int]:
+    if isinstance(value, _Ref):
+        return [value.number]
+    if isinstance(value, (list, tuple)):
+        return [number for part in value for number in _numbers(part)]
+    return []
+
+
+def _written(value: Any, names: dict[str, Any], name: str) -> str:
+    """Return a value as Python, under a name where it has no such form."""
+    if isinstance(value, _Ref):
+        return f"v{value.number}"
+    if isinstance(value, list) and _numbers(value):
+        parts = [_written(part, names, f"{name}_{i}") for i, part in enumerate(value)]
+        return f"[{', '.join(parts)}]"
+    names[name] = value
+    return name
