@@ -515,14 +515,15 @@ _forward, _backward, _backward_anisotropic = (
 )
 
 
-def _order(xyz: Any, lattice: Lattice) -> Any:
+def _order(xyz: Any, lattice: Lattice, out: Any) -> Any:
     """Return the atoms by the plane that they are on: the map there then stays in cache."""
+    out = xyz.new_empty(len(xyz), dtype=torch.int64) if out is None else out
     if len(xyz) < _SORTED:
-        return torch.arange(len(xyz), device=xyz.device)
+        return torch.arange(len(xyz), out=out)
     to_plane = lattice.tensors_here()[1][0].to(torch.float32)
     plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
     kind = torch.int16 if lattice.nx < 2**15 else torch.int32
-    return plane.nan_to_num(0).to(kind).argsort()
+    return out.copy_(plane.nan_to_num(0).to(kind).argsort())
 
 
 def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
@@ -541,9 +542,7 @@ def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
 @register("gaussian_density", "triton")
 def gaussian_density(a: Any, y: Any) -> None:
     xyz, out = a.xyz, y.map
-    order = _order(xyz, a.lattice)
-    if y.order is not None:
-        y.order.copy_(order)
+    order = _order(xyz, a.lattice, y.order)
     if out is None:
         return
     if torch.are_deterministic_algorithms_enabled():
@@ -570,7 +569,7 @@ def gaussian_density_vjp(a: Any, y: Any) -> None:
     if not len(xyz):
         return
     cotangent = a.dmap.contiguous()
-    order = a.order if a.order is not None else _order(xyz, a.lattice)
+    order = _order(xyz, a.lattice, None) if a.order is None else a.order
     given, sizes, constants, quad = _layout(a, order, cotangent, _VOXELS_BACK)
     outputs = on_xyz, on_b, on_occupancy
     wanted = tuple([out is not None for out in outputs])

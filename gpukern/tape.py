@@ -28,9 +28,17 @@ _DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not No
 
 _here = threading.local()
 
+aten = torch.ops.aten
+_EMPTY = {
+    aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default,
+    aten.empty_strided.default, aten.new_empty_strided.default,
+}  # fmt: skip
+#: Functions of torch that take what operators take, with less ado.
+_FASTER = {aten.bmm.default: torch.bmm, aten.mm.default: torch.mm}
+
 
 class _Refused(Exception):
-    """A step can't be replayed."""
+    """A step can't be replayed; the message says why."""
 
 
 class _Ref(NamedTuple):
@@ -54,6 +62,8 @@ class _Call(NamedTuple):
     options: dict[str, Any]
     made: list[int]
     view: bool
+    # Shape, strides and dtype of new memory, where it asks for no more.
+    memory: tuple[Any, ...] | None
 
 
 class _Launch(NamedTuple):
@@ -79,30 +89,32 @@ class _Recorder(TorchDispatchMode):
         for at, tensor in enumerate(known):
             self._met(tensor, _Value(at, 0))
         self.steps: list[_Call | _Launch] = []
-        self.refused = False
+        self.refused: str | None = None
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
         result = function(*args, **options)
-        if not self.refused:
+        if self.refused is None:
             try:
                 self._note(function, args, options, result)
-            except _Refused:
-                self.refused = True
+            except _Refused as refusal:
+                self.refused = f"{function}: {refusal}"
         return result
 
     def _note(self, function: Any, args: Any, options: dict[str, Any], result: Any) -> None:
         tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-        if any(tag in function.tags for tag in tags) or len(self.steps) >= _LONGEST:
-            raise _Refused
+        if any(tag in function.tags for tag in tags):
+            raise _Refused("it depends on values")
+        if len(self.steps) >= _LONGEST:
+            raise _Refused("there are too many steps")
         made = result if isinstance(result, (tuple, list)) else [result]
         given = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
         numbers, view = [], False
         for tensor in made:
             if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
-                raise _Refused
+                raise _Refused("it leaves the GPU")
             if id(tensor) in self.numbers:
                 numbers.append(self.numbers[id(tensor)])
                 continue
@@ -119,7 +131,10 @@ class _Recorder(TorchDispatchMode):
             numbers.append(number)
         refs = [self._refs(value) for value in args]
         named = {name: self._refs(value) for name, value in options.items()}
-        self.steps.append(_Call(function, refs, named, numbers, view))
+        memory = None
+        if function in _EMPTY:
+            memory = tuple(result.shape), result.stride(), result.dtype
+        self.steps.append(_Call(function, refs, named, numbers, view, memory))
 
     def _met(self, tensor: torch.Tensor, value: _Value) -> None:
         name, numbers = id(tensor), self.numbers
@@ -129,7 +144,7 @@ class _Recorder(TorchDispatchMode):
 
     def _number(self, tensor: torch.Tensor) -> int:
         if id(tensor) not in self.numbers:
-            raise _Refused
+            raise _Refused("a tensor comes from elsewhere")
         return self.numbers[id(tensor)]
 
     def _refs(self, value: Any) -> Any:
@@ -141,23 +156,24 @@ class _Recorder(TorchDispatchMode):
 
     def launch(self, compiled: Any, programs: int, args: Sequence[Any]) -> None:
         """Note a launch of a compiled kernel."""
+        if self.refused is None:
+            try:
+                self._note_launch(compiled, programs, args)
+            except _Refused as refusal:
+                self.refused = f"{compiled.name}: {refusal}"
+
+    def _note_launch(self, compiled: Any, programs: int, args: Sequence[Any]) -> None:
         runner = compiled.run
-        if self.refused or runner.global_scratch_size or runner.profile_scratch_size:
-            self.refused = True
-            return
+        if runner.global_scratch_size or runner.profile_scratch_size:
+            raise _Refused("it takes memory of Triton's")
         pointers, others = [], list(args)
         for at, value in enumerate(args):
             if isinstance(value, torch.Tensor):
-                if id(value) not in self.numbers:
-                    self.refused = True
-                    return
-                found = self.values[self.numbers[id(value)]]
+                found = self.values[self._number(value)]
                 pointers.append((at, found.root, found.offset))
                 others[at] = None
             elif hasattr(value, "base"):
-                # A descriptor has an address in it.
-                self.refused = True
-                return
+                raise _Refused("a descriptor has an address in it")
         head = (programs, 1, 1)
         flags = runner.launch_cooperative_grid, runner.launch_pdl, None, None
         tail = (*flags, compiled.packed_metadata, None, None, None)
@@ -225,7 +241,7 @@ def _recorded(kernel: Any, a: Any, y: Any) -> Callable[[Any, Any], None] | None:
             kernel(a, y)
     finally:
         del _here.recorder
-    if recorder.refused:
+    if recorder.refused is not None:
         return None
     return _compiled(recorder.steps, [v.root for v in recorder.values], sources)
 
@@ -243,17 +259,26 @@ def _compiled(
             # Its address is known without it.
             continue
         else:
-            used.update(_numbers((step.args, list(step.options.values()))))
+            if step.memory is None:
+                used.update(_numbers((step.args, list(step.options.values()))))
             used.update(roots[number] for number in step.made if number in used)
         kept.append(step)
     kept.reverse()
-    names: dict[str, Any] = {"stream": torch._C._cuda_getCurrentRawStream}
-    lines = []
+    names: dict[str, Any] = {
+        "stream": torch._C._cuda_getCurrentRawStream,
+        "empty": torch._C._dynamo.guards._empty_strided_cuda,
+    }
+    lines = [
+        f"q{output:d}{at} = {'y' if output else 'a'}[{at}].tensors_here()"
+        for output, at, part in sources
+        if part == 0
+    ]
     addressed = {root for s in kept if isinstance(s, _Launch) for _, root, _ in s.pointers}
     for number, (output, at, part) in enumerate(sources):
         if number in used:
-            of = f"{'y' if output else 'a'}[{at}]"
-            lines.append(f"v{number} = {of if part is None else f'{of}.tensors_here()[{part}]'}")
+            whole = f"{'y' if output else 'a'}[{at}]"
+            of = whole if part is None else f"q{output:d}{at}[{part}]"
+            lines.append(f"v{number} = {of}")
             if number in addressed:
                 lines.append(f"p{number} = v{number}.data_ptr()")
     last: dict[int, int] = {}
@@ -278,6 +303,11 @@ def _compiled(
             grid = ", ".join(map(str, step.head))
             shown = ", ".join([*fixed[:rest], f"*c{at}"])
             lines.append(f"f{at}({grid}, s, h{at}, *t{at}, {shown})")
+        elif step.memory is not None:
+            names[f"m{at}"], (number,) = step.memory, step.made
+            if number in used:
+                lines.append(f"v{number} = empty(*m{at})")
+                lines += [f"p{number} = v{number}.data_ptr()"] if number in addressed else []
         else:
             names[f"f{at}"] = _FASTER.get(step.function, step.function)
             args = [_written(value, names, f"c{at}_{i}") for i, value in enumerate(step.args)]
@@ -299,14 +329,6 @@ def _compiled(
     exec(f"def replay(a, y):\n    {body}", names)
     replay: Callable[[Any, Any], None] = names["replay"]
     return replay
-
-
-#: Functions of torch that take what operators take, with less ado.
-_FASTER = {
-    torch.ops.aten.empty.memory_format: torch.empty,
-    torch.ops.aten.bmm.default: torch.bmm,
-    torch.ops.aten.mm.default: torch.mm,
-}
 
 
 def _numbers(value: Any) -> list[int]:

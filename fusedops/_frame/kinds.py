@@ -1,19 +1,18 @@
 """The kind of a call: all that its plan may depend on.
 
 A plan is worked out once for a kind and kept. The kind of an array is its dtype, shape, strides and
-alignment; that of a packed argument is its class, device and sizes; and of tensors it holds the
-modes that torch is in. No kind holds an array.
+alignment; that of a packed argument is its class, device and sizes. That of tensors is what a guard
+of torch's compares in one step, the modes that torch is in included. No kind holds an array.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from fusedops._frame.check import is_tensor
 from fusedops._frame.packed import Packed, bridge
 
 PlanT = TypeVar("PlanT")
@@ -21,32 +20,89 @@ PlanT = TypeVar("PlanT")
 #: Types of arguments that a kind holds as they are.
 CONSTANTS = frozenset((type(None), bool, int, float, str))
 
+#: Types of tensors that are nothing but tensors; the bridge adds them.
+TENSORS: set[type] = set()
+
+
+class Kind(NamedTuple):
+    """The kind of a call: a key, and the tensors of the call, for guards to look at."""
+
+    key: tuple[Any, ...]
+    tensors: list[Any]
+
+
+def kind_of(values: Iterable[Any]) -> Kind | None:
+    """Return the kind of arguments; None where there is an argument without one."""
+    key: list[Any] = []
+    tensors: list[Any] = []
+    for value in values:
+        of = type(value)
+        if value is None or value is True or of is str:
+            key.append(value)
+        elif of in TENSORS:
+            if not tensors:
+                key.append(value.shape)
+            key.append(of)
+            tensors.append(value)
+        elif of is np.ndarray:
+            key += (value.dtype, value.shape, value.strides, value.flags.aligned)
+        elif of in CONSTANTS:
+            # Numbers of different types are equal.
+            key += (of, value)
+        elif isinstance(value, Packed):
+            key.append(value.kind)
+        else:
+            return None
+    return Kind(tuple(key), tensors)
+
 
 class Plans(Generic[PlanT]):
-    """Plans by kind; of more than `limit`, those made first are forgotten."""
+    """Plans by kind; of more than `limit` keys, those met first are forgotten."""
 
     limit = 512
+    #: Plans that one key may have, for tensors of different layouts and modes.
+    most = 16
 
     def __init__(self) -> None:
-        self._plans: dict[Any, PlanT] = {}
+        self._alone: dict[Any, PlanT] = {}
+        # Plans for calls with tensors, each with what lets tensors of its kind pass.
+        self._guarded: dict[Any, tuple[tuple[Callable[[list[Any]], bool], PlanT], ...]] = {}
         self._lock = threading.Lock()
-        self.get = self._plans.get
         _all.append(self)
 
-    def keep(self, kind: Any, plan: PlanT) -> None:
+    def get(self, kind: Kind | None) -> PlanT | None:
+        """Return the plan of a kind, if there is one."""
+        if kind is None:
+            return None
+        key, tensors = kind
+        if not tensors:
+            return self._alone.get(key)
+        for passes, plan in self._guarded.get(key, ()):
+            if passes(tensors):
+                return plan
+        return None
+
+    def keep(self, kind: Kind, plan: PlanT) -> None:
         """Keep a plan; of two threads that make one at once, either's serves."""
+        key, tensors = kind
         with self._lock:
-            while len(self._plans) >= self.limit:
-                del self._plans[next(iter(self._plans))]
-            self._plans[kind] = plan
+            plans: dict[Any, Any] = self._guarded if tensors else self._alone
+            while len(plans) >= self.limit:
+                del plans[next(iter(plans))]
+            if not tensors:
+                plans[key] = plan
+                return
+            found = bridge().guard(tensors), plan
+            plans[key] = (found, *plans.get(key, ())[: self.most - 1])
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._alone) + sum([len(plans) for plans in self._guarded.values()])
 
     def clear(self) -> None:
         """Forget all plans."""
         with self._lock:
-            self._plans.clear()
+            self._alone.clear()
+            self._guarded.clear()
 
 
 _all: list[Plans[Any]] = []
@@ -58,37 +114,7 @@ def forget_plans() -> None:
         plans.clear()
 
 
-def kind_of(values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return the kind of arguments, for a key; None where there is an argument without one."""
-    kind: list[Any] = []
-    torch_bridge: Any = None
-    for value in values:
-        of = type(value)
-        if of is np.ndarray:
-            kind += (value.dtype, value.shape, value.strides, value.flags.aligned)
-        elif of in CONSTANTS:
-            # Numbers of different types are equal.
-            kind += (of, value)
-        elif isinstance(value, Packed):
-            kind.append(value.kind)
-        else:
-            if torch_bridge is None:
-                if not is_tensor(value):
-                    return None
-                torch_bridge = bridge()
-                modes = torch_bridge.modes()
-                if modes is None:
-                    return None
-                kind += modes
-            if of not in torch_bridge.PLAIN:
-                return None
-            try:
-                address = value.data_ptr()
-                if not address or value.is_neg():
-                    return None
-                kind += (value.dtype, value.shape, value.stride(), value.device)
-            except RuntimeError:
-                # It has no memory of its own.
-                return None
-            kind += (address & 15, value.requires_grad)
-    return tuple(kind)
+def are_one(values: Sequence[Any]) -> bool:
+    """Return whether two arguments are one object, so that it can't be told which is meant."""
+    arrays = [id(value) for value in values if type(value) not in CONSTANTS]
+    return len(set(arrays)) < len(arrays)

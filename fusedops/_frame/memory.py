@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,11 @@ class _Lease:
         if _lock.acquire(blocking=False):
             _collect()
             _lock.release()
+
+
+def empty_of(shape: Any, dtype: np.dtype) -> Callable[..., np.ndarray]:
+    """Return what makes arrays of a shape."""
+    return empty if math.prod(shape) * dtype.itemsize >= SMALL else np.empty
 
 
 def empty(shape: Any, dtype: np.dtype) -> np.ndarray:

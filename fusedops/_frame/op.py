@@ -23,7 +23,7 @@ from fusedops._frame.check import (
     same_device,
     traced,
 )
-from fusedops._frame.kinds import CONSTANTS, Plans, kind_of
+from fusedops._frame.kinds import CONSTANTS, Plans, are_one, kind_of
 from fusedops._frame.packed import Packed, bridge, compiling, outside_of_graphs
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import Explanation, Request
@@ -221,12 +221,10 @@ def op(
             asked, kind = registry.forced(backend, name), None
             if out is None:
                 values = (*args, *kwargs.values())
-                kind = kind_of((asked, len(args), *values))
-                if kind is not None:
-                    kind = kind, *kwargs
-                    found = plans.get(kind)
-                    if found is not None:
-                        return found(values)
+                kind = kind_of((asked, len(args), *kwargs, *values))
+                found = plans.get(kind)
+                if found is not None:
+                    return found(values)
             given, bound = bind(args, kwargs)
             if out is not None:
                 if not takes_out:
@@ -335,9 +333,7 @@ def _planned(
     or be made of one, or a constant.
     """
     place_of = {id(value): at for at, value in enumerate(values)}
-    arrays = [id(value) for value in values if type(value) not in CONSTANTS]
-    if len(set(arrays)) < len(arrays):
-        # Which of two arguments that are one object is meant can't be told.
+    if are_one(values):
         return None
     template: list[Any] = []
     moved, made = [], []

@@ -21,13 +21,12 @@ from fusedops._frame.registry import Request
 poison = False
 
 
-def allocate(empty: Callable[..., Any], shape: Any, dtype: Any) -> Any:
-    """Return a new output array; the only place where the frame makes one."""
-    array = empty(shape, dtype=dtype)
-    if poison:
-        # The bits of bfloat16 are uint16; these are its NaN.
-        array[...] = 0x7FC0 if dtype == np.uint16 else float("nan")
-    return array
+def poisoned(arrays: Sequence[Any]) -> None:
+    """Fill new outputs with NaN."""
+    for array in arrays:
+        if array is not None:
+            # The bits of bfloat16 are uint16; these are its NaN.
+            array[...] = 0x7FC0 if array.dtype == np.uint16 else float("nan")
 
 
 def _record(name: str, fields: tuple[str, ...]) -> Any:
@@ -194,23 +193,26 @@ def numpy_plan(
     own = reference(given).dtype
     dtypes = [output and (output[1] or own) for output in described]
     rounded = any([output is not None and output != dtype for output in dtypes])
-    made = [
-        (at, tuple(output[0]))
-        for at, (slot, output) in enumerate(zip(slots, described, strict=True))
-        if output is not None and slot is not None
-    ]
     filled = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
     fits = [slot.dtype == dtype and slot.flags.aligned for _, slot in filled]
+    fit = [at for (at, _), fits_it in zip(filled, fits, strict=True) if fits_it]
+    made = [
+        (at, tuple(output[0]), memory.empty_of(output[0], dtype))
+        for at, (slot, output) in enumerate(zip(slots, described, strict=True))
+        if output is not None and slot is not None and at not in fit
+    ]
     formula = backend.module is None
     size, Outputs = len(slots), primitive.Outputs
 
     def plain(a: Any, slots: Sequence[Any]) -> Any:
         outputs: list[Any] = [None] * size
-        for at, shape in made:
-            outputs[at] = allocate(memory.empty, shape, dtype)
-        outputs = Outputs._make(outputs)
-        kernel(a, outputs)
-        return outputs
+        for at, shape, empty in made:
+            outputs[at] = empty(shape, dtype)
+        if poison:
+            poisoned(outputs)
+        y = Outputs._make(outputs)
+        kernel(a, y)
+        return y
 
     if not (unfit or rounded or filled or formula):
         return plain
@@ -225,13 +227,13 @@ def numpy_plan(
             outputs = list(kernel(a))
         else:
             outputs = [None] * size
-            for at, shape in made:
-                outputs[at] = allocate(memory.empty, shape, dtype)
-            for (at, _), fit in zip(filled, fits, strict=True):
-                if fit:
-                    outputs[at] = slots[at]
-            outputs = Outputs._make(outputs)
-            kernel(a, outputs)
+            for at, shape, empty in made:
+                outputs[at] = empty(shape, dtype)
+            if poison:
+                poisoned(outputs)
+            for at in fit:
+                outputs[at] = slots[at]
+            kernel(a, Outputs._make(outputs))
         for at, _ in written:
             if at in unfit:
                 given[at][...] = a[at]
