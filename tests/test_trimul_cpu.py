@@ -122,7 +122,7 @@ def most(monkeypatch):
         peak, now[1] = now[1], now[0]
         return peak
 
-    monkeypatch.setattr(trimul, "_memory", SimpleNamespace(empty=empty, SMALL=memory.SMALL))
+    monkeypatch.setattr(trimul, "memory", SimpleNamespace(empty=empty, SMALL=memory.SMALL))
     return most
 
 
