@@ -6,7 +6,6 @@ may use. The environment is read once, at first use.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import math
@@ -14,7 +13,7 @@ import operator
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +23,16 @@ _chosen: int | None = None
 _pooled = False
 _forked = False
 _blas_lock = threading.Lock()
-# How many calls have BLAS on one thread, and what gives it its own number back.
+# How many calls have BLAS on one thread, and libraries with the number of threads they had before.
 _blas_users = 0
-_blas_limit: Any = None
+_blas_before: list[tuple[Any, int]] = []
 
 
 def _mark_forked() -> None:
-    global _forked, _blas_lock, _blas_users, _blas_limit
+    global _forked, _blas_lock, _blas_users
     _forked = _pooled
-    _blas_lock, _blas_users, _blas_limit = threading.Lock(), 0, None
+    _blas_lock, _blas_users = threading.Lock(), 0
+    _blas_before.clear()
 
 
 # Pools of threads don't survive a fork: a child forked from a process that has any works serially.
@@ -152,27 +152,33 @@ def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> Non
     given.clear()
 
 
-@contextlib.contextmanager
-def blas_on_one_thread() -> Iterator[None]:
+class blas_on_one_thread:
     """Have BLAS do every product on the thread that asks for it, where threadpoolctl is installed.
 
     Its number of threads is the process's: the first call that is inside sets it, and the last one
     gives back what was there.
     """
-    global _blas_users, _blas_limit
-    blas = _blas()
-    with _blas_lock:
-        if _blas_users == 0 and blas is not None:
-            _blas_limit = blas.limit(limits=1)
-        _blas_users += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _blas_users
+        blas = _blas()
+        with _blas_lock:
+            if _blas_users == 0 and blas is not None:
+                # Not by its `limit`, which asks every library for all that it can tell first.
+                for library in blas.lib_controllers:
+                    if (threads := library.get_num_threads()) != 1:
+                        library.set_num_threads(1)
+                        _blas_before.append((library, threads))
+            _blas_users += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _blas_users
         with _blas_lock:
             _blas_users -= 1
-            if _blas_users == 0 and _blas_limit is not None:
-                _blas_limit.restore_original_limits()
-                _blas_limit = None
+            if _blas_users == 0:
+                while _blas_before:
+                    library, threads = _blas_before.pop()
+                    library.set_num_threads(threads)
 
 
 @functools.cache
