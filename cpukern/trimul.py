@@ -9,19 +9,20 @@ changes no bit.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections import namedtuple
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_on_one_thread, in_parallel
-from fusedops.trimul import ARRAYS, in_parts, slices, warn_of_parts
+from fusedops.trimul import ARRAYS, STATIC, in_parts, slices, warn_of_parts
 
-#: What a backend provides.
+#: The kernels of a backend.
 KERNELS = (
     "normalize_rows",
     "normalize_planes",
@@ -46,142 +47,279 @@ _GROUPS = 16
 # Multiplications that pay for waking a thread.
 _GRAIN = 1 << 20
 
+_FLOAT64 = np.dtype(np.float64)
+
 
 class _Room(dict):
     """Arrays by name, each overwritten by the next one of its name."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        size = math.prod(shape)
-        if name not in self or self[name].size < size:
-            self[name] = memory.empty((size,), np.dtype(dtype))
-        return self[name][:size].reshape(shape)
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array = self.get(name)
+        if array is None or array.size < (size := math.prod(shape)):
+            array = self[name] = memory.empty(shape, dtype)
+        elif array.shape != shape:
+            array = array.reshape(-1)[:size].reshape(shape)
+        return array
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(n: int, value: float, dtype: np.dtype) -> np.ndarray:
+    """Return an array that stands for an argument that isn't given, for kernels to read alone.
+
+    It isn't marked read-only: for such arrays Numba would compile each kernel again.
+    """
+    return np.full(n, value, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _no_mask(batch: int, positions: int, dtype: np.dtype) -> np.ndarray:
+    """Return a mask that hides nothing, of which there is a single number in memory."""
+    return np.ndarray((batch, positions), dtype, _constant(1, 1, dtype), strides=(0, 0))
 
 
 def _given(array: Any, n: int, value: float, dtype: np.dtype) -> np.ndarray:
-    return np.full(n, value, dtype) if array is None else np.ascontiguousarray(array)
+    return _constant(n, value, dtype) if array is None else np.ascontiguousarray(array)
+
+
+class _Shape(NamedTuple):
+    """The sizes of an update, and the bytes of a number and of what it may use (0: any)."""
+
+    B: int
+    N: int
+    C: int
+    H: int
+    gates: int
+    itemsize: int
+    limit: int
+
+
+class _Parts(NamedTuple):
+    """How an update is divided: all that follows from its shape."""
+
+    slices: tuple[list[slice], ...]
+    # Positions of a block, and threads that there is memory for, or None for any number.
+    block: int
+    threads: int | None
+    # Groups of blocks that share sums.
+    groups: int
+    # The limit that parts of a sensible size need, where there is less.
+    enough: int | None
+
+
+def _divide(
+    shape: _Shape,
+    row: int,
+    sizes: tuple[int, ...],
+    need: Callable[..., int],
+    *stages: tuple[int, ...],
+    sums: int = 0,
+) -> _Parts:
+    """Return parts of sizes that need no more memory than there may be.
+
+    A position of a block takes `row` numbers, parts `need` numbers for so many threads, and a group
+    `sums`. The last stage has the smallest parts, and the one before those that are of a sensible
+    size.
+    """
+    size, limit = shape.itemsize, shape.limit
+    block, threads, groups, enough = _BLOCK, None, _GROUPS, None
+    parts = list(sizes)
+    if limit:
+        stages = tuple(tuple(map(min, stage, sizes)) for stage in stages)
+        groups = min(max(limit // (64 * max(sums, 1)), 1), _GROUPS)
+
+        def blocks(limit: int) -> tuple[int, int, int]:
+            """Return positions of a block, threads, and the bytes that they leave."""
+            # A quarter is for blocks, of several threads where they are small enough.
+            room = limit // (4 * row * size)
+            block = min(max(room // 4, _FEW), _BLOCK)
+            threads = max(room // block, 1)
+            return block, threads, limit - size * (shape.B * shape.N**2 + row * block * threads)
+
+        def fits(limit: int) -> bool:
+            _, threads, room = blocks(limit)
+            return room >= size * need(*stages[-2], threads)
+
+        block, threads, room = blocks(limit)
+        if not fits(limit):
+            enough = 1
+            while not fits(enough):
+                enough += -(-enough // 16)
+        parts = in_parts(sizes, lambda *some: size * need(*some, threads), max(room, 1), *stages)
+    divided = tuple(slices(n, step) for n, step in zip(sizes, parts, strict=True))
+    return _Parts(divided, block, threads, groups, enough)
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_parts(shape: _Shape, own: bool) -> _Parts:
+    """Return parts of the batch, of lines and columns of o, `own` or kept, and of its terms."""
+    _, N, C, H, gates, *_ = shape
+
+    def need(b: int, i: int, j: int, k: int, threads: int) -> int:
+        spare = i * j * min(threads, H) if k < N else 0
+        return b * H * (own * i * j + (i + j) * k) + spare
+
+    return _divide(
+        shape,
+        2 * C + max(4 * H, H + gates),
+        (shape.B, N, N, N),
+        need,
+        (1, N, N, _TILE),
+        (1, _TILE, _TILE, _TILE) if own else (1, N, N, _STRIP),
+        (1, _TILE, _TILE, _STRIP),
+        (1, _SMALLEST, _SMALLEST, _SMALLEST),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _backward_parts(shape: _Shape, own: bool, own_dx: bool) -> _Parts:
+    """Return parts of the batch and of the channels; o and dx are `own` or given."""
+    B, N, C, H, gates, *_ = shape
+
+    def need(b: int, c: int, threads: int) -> int:
+        at_once = -(-c // 2)
+        return N**2 * (b * (c + 2 * at_once + C * own_dx + H * own) + min(at_once, threads))
+
+    ends = C + 3 * H + gates + max(C, H)
+    row = max(ends, 2 * C + 4 * H) + 2
+    sums = sum(map(math.prod, _sums_shapes(C, H, gates)))
+    return _divide(shape, row, (B, H), need, (1, _CHANNELS), (1, 1), sums=sums)
 
 
 class _Update:
-    """An update's arguments as kernels take them, and the parts that it is done in.
+    """An update's arguments as kernels take them."""
 
-    `parts` are how much is done at once of the batch and of what else an update divides.
-    """
-
-    def __init__(self, kernels: Any, arrays: Any, static: Any) -> None:
-        a = SimpleNamespace(**dict(zip(ARRAYS, arrays, strict=True)))
+    def __init__(self, kernels: Any, a: Any) -> None:
         self.kernels = kernels
-        self.direction, self.gate, _, self.eps, self.limit = static
-        self.dtype = a.x.dtype
-        self.B, self.N, _, self.C = a.x.shape
-        self.H = a.p_in_weight.shape[0] // 2
-        self.x = np.ascontiguousarray(a.x).reshape(self.B, self.N**2, self.C)
-        self.mask = np.ones(self.x.shape[:2], self.dtype)
-        if a.mask is not None:
-            self.mask.reshape(a.mask.shape)[...] = a.mask
+        self.direction, self.gate, self.eps = a.direction, a.gate, a.eps
+        self.dtype = dtype = a.x.dtype
+        self.B, self.N, _, self.C = B, N, _, C = a.x.shape
+        self.H = H = len(a.p_in_weight) // 2
+        self.limit = a.max_memory
+        self.x = np.ascontiguousarray(a.x).reshape(B, N * N, C)
+        if a.mask is None:
+            self.mask = _no_mask(B, N * N, dtype)
+        else:
+            self.mask = np.ascontiguousarray(a.mask).reshape(B, N * N)
         # Projections before gates, left before right.
-        shape = 2, 2, self.H
-        self.w_in = np.concatenate([a.p_in_weight, a.g_in_weight]).reshape(*shape, self.C)
-        biases = [_given(b, 2 * self.H, 0, self.dtype) for b in (a.p_in_bias, a.g_in_bias)]
-        self.b_in = np.concatenate(biases).reshape(shape)
-        self.norm_in = self._norm(a.norm_in_weight, a.norm_in_bias, self.C)
-        self.norm_out = self._norm(a.norm_out_weight, a.norm_out_bias, self.H)
-        self.p_out = np.ascontiguousarray(a.p_out_weight)
-        self.g_out = np.ascontiguousarray(a.g_out_weight)
-        self.p_out_bias = _given(a.p_out_bias, self.C, 0, self.dtype)
-        self.g_out_bias = _given(a.g_out_bias, len(self.g_out), 0, self.dtype)
+        self.w_in = np.concatenate((a.p_in_weight, a.g_in_weight)).reshape(2, 2, H, C)
+        self.p_in_bias = _given(a.p_in_bias, 2 * H, 0, dtype).reshape(2, H)
+        self.g_in_bias = _given(a.g_in_bias, 2 * H, 0, dtype).reshape(2, H)
+        self.norm_in_weight = _given(a.norm_in_weight, C, 1, dtype)
+        self.norm_in_bias = _given(a.norm_in_bias, C, 0, dtype)
+        self.norm_out_weight = _given(a.norm_out_weight, H, 1, dtype)
+        self.norm_out_bias = _given(a.norm_out_bias, H, 0, dtype)
+        self.p_out_weight = np.ascontiguousarray(a.p_out_weight)
+        self.p_out_bias = _given(a.p_out_bias, C, 0, dtype)
+        self.g_out_weight = np.ascontiguousarray(a.g_out_weight)
+        self.g_out_bias = _given(a.g_out_bias, len(a.g_out_weight), 0, dtype)
         self.room = _Room()
-
-    def _norm(self, weight: Any, bias: Any, n: int) -> tuple[np.ndarray, np.ndarray]:
-        return _given(weight, n, 1, self.dtype), _given(bias, n, 0, self.dtype)
-
-    def divide(
-        self, row: int, sizes: tuple[int, ...], need: Callable[..., int], *stages: tuple[int, ...]
-    ) -> list[list[slice]]:
-        """Return slices of sizes, of parts that need no more memory than there may be.
-
-        A position of a block takes `row` numbers, and parts `need` numbers for so many threads. The
-        last stage has the smallest parts, and the one before those that are of a sensible size.
-        """
-        size, self.block, self.threads = self.dtype.itemsize, _BLOCK, None
-        parts = list(sizes)
-        if self.limit:
-            stages = tuple(tuple(map(min, stage, sizes)) for stage in stages)
-
-            def room(limit: int) -> int:
-                # A quarter is for blocks, of several threads where they are small enough.
-                room = limit // (4 * row * size)
-                self.block = min(max(room // 4, _FEW), _BLOCK)
-                self.threads = max(room // self.block, 1)
-                return limit - self.mask.nbytes - size * row * self.block * self.threads
-
-            def bytes_of(*some: int) -> int:
-                return size * need(*some, self.threads or 1)
-
-            if room(self.limit) < bytes_of(*stages[-2]):
-                enough = 1
-                while room(enough) < bytes_of(*stages[-2]):
-                    enough += -(-enough // 16)
-                warn_of_parts(self.limit, enough)
-            parts = in_parts(sizes, bytes_of, max(room(self.limit), 1), *stages)
-        return [slices(n, step) for n, step in zip(sizes, parts, strict=True)]
-
-    def halves(self, b: slice, h: slice) -> list[slice]:
-        """Return which of some channels of left and right are there at once: half, if many bytes.
-
-        What that costs is to normalize x again.
-        """
-        n = h.stop - h.start
-        planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
-        step = -(-n // 2) if planes > memory.SMALL or self.limit else n
-        return [slice(h.start + k.start, h.start + k.stop) for k in slices(n, step)]
-
-    def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
-        """Return members of the batch, and positions of their planes, of every block."""
-        together = max(1, self.block // max(size, 1))
-        step = self.block if together == 1 else size
-        return [(b, p) for b in slices(batch, together) for p in slices(size, step)]
-
-    def over_blocks(
-        self, where: tuple[int, int], groups: int | None, work: Callable[..., None]
-    ) -> None:
-        """Call ``work(room, group, members, positions)`` on all blocks, of a group in order."""
-        blocks = self.blocks(*where)
-        groups = len(blocks) if groups is None else groups
-
-        def share(low: int, high: int) -> None:
-            room = _Room()
-            with np.errstate(all="ignore"):
-                for g in range(low, high):
-                    for block in blocks[
-                        len(blocks) * g // groups : len(blocks) * (g + 1) // groups
-                    ]:
-                        work(room, g, *block)
-
-        in_parallel(share, groups, self.grain(groups))
-
-    def over_channels(self, channels: int, work: Callable[[int, int], None]) -> None:
-        def share(low: int, high: int) -> None:
-            with np.errstate(all="ignore"):
-                work(low, high)
-
-        in_parallel(share, channels, max(self.grain(channels), _GRAIN // (1 + self.N**3)))
-
-    def grain(self, items: int) -> int:
-        """Return how many items a thread takes at least, for which there is memory."""
-        return 1 if self.threads is None else max(1, -(-items // self.threads))
 
     def normalized(self, room: _Room, x: np.ndarray) -> np.ndarray:
         out = room("normalized", x.shape, self.dtype)
-        self.kernels.normalize_rows(x, *self.norm_in, self.eps, out)
+        self.kernels.normalize_rows(x, self.norm_in_weight, self.norm_in_bias, self.eps, out)
         return out
 
     def projected(self, room: _Room, xn: np.ndarray, sides: slice, h: slice) -> tuple[Any, ...]:
-        """Return projections and gates of some channels, each with its biases."""
+        """Return projections and gates of some channels of a block, each with its biases."""
         w = self.w_in[:, sides, h].reshape(-1, self.C)
-        b = np.ascontiguousarray(self.b_in[:, sides, h]).reshape(2, -1)
-        both = np.matmul(w, xn.T, out=room("projected", (len(w), len(xn)), self.dtype))
+        both = w.dot(xn.T, out=room("projected", (len(w), len(xn)), self.dtype))
         half = len(w) // 2
-        return both[:half], b[0], both[half:], b[1]
+        p_bias = np.ascontiguousarray(self.p_in_bias[sides, h]).reshape(-1)
+        g_bias = np.ascontiguousarray(self.g_in_bias[sides, h]).reshape(-1)
+        return both[:half], p_bias, both[half:], g_bias
+
+    def ended(self, room: _Room, xn: np.ndarray, o: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return a block of the normalized o, and of the last gate."""
+        on = room("on", (self.H, len(xn)), self.dtype)
+        self.kernels.normalize_planes(o, self.norm_out_weight, self.norm_out_bias, self.eps, on)
+        if self.gate == "output":
+            gates = xn.dot(self.g_out_weight.T, out=room("gates", xn.shape, self.dtype))
+        else:
+            gates = self.g_out_weight.dot(xn.T, out=room("gates", on.shape, self.dtype))
+        return on, gates
+
+    def ones(self, on: np.ndarray) -> np.ndarray:
+        """Return a one for every position of a block."""
+        return _constant(_BLOCK, 1, self.dtype)[: on.shape[1]]
+
+    def gated(self, on: np.ndarray, gates: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the arguments of the kernels of a gate, of the normalized o as its values."""
+        no_bias = _constant(self.H, 0, self.dtype)
+        return on, no_bias, gates, self.g_out_bias, self.ones(on)
+
+    def end_block(self, room: _Room, xn: np.ndarray, o: np.ndarray, rows: np.ndarray) -> None:
+        """Fill rows of the output from planes of o."""
+        on, gates = self.ended(room, xn, o)
+        if self.gate == "hidden":
+            self.kernels.gate_planes(*self.gated(on, gates), on[None, None])
+        on.T.dot(self.p_out_weight.T, out=rows)
+        if self.gate == "hidden":
+            rows += self.p_out_bias
+        else:
+            self.kernels.gate_rows(rows, self.p_out_bias, gates, self.g_out_bias)
+
+    def divide(self, find: Callable[..., _Parts], *own: bool) -> tuple[list[slice], ...]:
+        """Return slices of all that is divided; warn where they are small."""
+        gates, itemsize = len(self.g_out_weight), self.dtype.itemsize
+        shape = _Shape(self.B, self.N, self.C, self.H, gates, itemsize, self.limit)
+        self.parts = find(shape, *own)
+        if self.parts.enough:
+            warn_of_parts(self.limit, self.parts.enough)
+        return self.parts.slices
+
+    def halves(self, b: slice, h: slice) -> list[slice]:
+        """Return the parts of some channels that are made at once: halves, if they are many bytes.
+
+        For the second half x is normalized again.
+        """
+        n = h.stop - h.start
+        planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
+        if planes <= memory.SMALL and not self.limit:
+            return [h]
+        return [slice(h.start + k.start, h.start + k.stop) for k in slices(n, -(-n // 2))]
+
+    def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
+        """Return members of the batch, and positions of their planes, of every block."""
+        together = max(1, self.parts.block // max(size, 1))
+        step = self.parts.block if together == 1 else size
+        return [(b, p) for b in slices(batch, together) for p in slices(size, step)]
+
+    def share(self, work: Callable[[int, int], None], items: int, grain: int) -> None:
+        """Call ``work(low, high)`` on shares of items, on several threads if they are many."""
+        if items <= grain:
+            work(0, items)
+            return
+
+        def quietly(low: int, high: int) -> None:
+            # NumPy's error state is every thread's own.
+            with np.errstate(all="ignore"):
+                work(low, high)
+
+        in_parallel(quietly, items, grain)
+
+    def over_blocks(
+        self, batch: int, size: int, groups: int | None, work: Callable[..., None]
+    ) -> None:
+        """Call ``work(room, group, members, positions)`` on all blocks, of a group in order."""
+        blocks = self.blocks(batch, size)
+        count = len(blocks)
+        groups = count if groups is None else min(groups, count)
+
+        def share(low: int, high: int) -> None:
+            room = _Room()
+            for g in range(low, high):
+                for block in blocks[count * g // groups : count * (g + 1) // groups]:
+                    work(room, g, *block)
+
+        self.share(share, groups, self.grain(groups))
+
+    def over_channels(self, channels: int, work: Callable[[int, int], None]) -> None:
+        self.share(work, channels, max(self.grain(channels), _GRAIN // (1 + self.N**3)))
+
+    def grain(self, items: int) -> int:
+        """Return how many items a thread takes at least, for which there is memory."""
+        threads = self.parts.threads
+        return 1 if threads is None else max(1, -(-items // threads))
 
     def places(self, rows: slice, columns: slice, p: slice) -> Any:
         """Return where in a plane are positions of a part of it."""
@@ -196,7 +334,7 @@ class _Update:
     ) -> None:
         """Fill planes (B, sides, channels, positions) of lines i and their places k.
 
-        Those are rows where the update is outgoing, and columns where it is incoming.
+        Lines are rows where the update is outgoing, and columns where it is incoming.
         """
         x, mask = self.x[b], self.mask[b]
         part = (i, k) if self.direction == "outgoing" else (k, i)
@@ -205,9 +343,9 @@ class _Update:
             at = self.places(*part, p)
             xn = self.normalized(room, x[m, at].reshape(-1, self.C))
             given = self.projected(room, xn, sides, h)
-            self.kernels.gate_planes(*given, mask[m, at].reshape(-1), out[m, ..., p])
+            self.kernels.gate_planes(*given, mask[m, at].ravel(), out[m, ..., p])
 
-        self.over_blocks((len(x), out.shape[-1]), None, work)
+        self.over_blocks(len(x), out.shape[-1], None, work)
 
     def sides(self, b: slice, h: slice, i: slice, k: slice) -> np.ndarray:
         """Return channels of left and right (B, 2, channels, positions)."""
@@ -230,7 +368,8 @@ class _Update:
         With the first strip; others are added.
         """
         if i == j:
-            left, right = np.moveaxis(self.sides(b, h, i, k), 1, 0)
+            sides = self.sides(b, h, i, k)
+            left, right = sides[:, 0], sides[:, 1]
         else:
             shape = len(o), 1, o.shape[1]
             sizes = [(lines.stop - lines.start) * (k.stop - k.start) for lines in (i, j)]
@@ -255,21 +394,6 @@ class _Update:
 
         self.over_channels(o.shape[1], work)
 
-    def ended(self, room: _Room, xn: np.ndarray, o: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a block of the normalized o, and of the last gate."""
-        on = room("on", (self.H, len(xn)), self.dtype)
-        self.kernels.normalize_planes(o, *self.norm_out, self.eps, on)
-        if self.gate == "output":
-            gates = np.matmul(xn, self.g_out.T, out=room("gates", xn.shape, self.dtype))
-        else:
-            gates = np.matmul(self.g_out, xn.T, out=room("gates", on.shape, self.dtype))
-        return on, gates
-
-    def gated(self, on: np.ndarray, gates: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return what the kernels of a gate take where the normalized o is what is gated."""
-        bias = np.zeros_like(self.g_out_bias)
-        return on, bias, gates, self.g_out_bias, np.ones(on.shape[1], self.dtype)
-
     def end(self, b: slice, i: slice, j: slice, o: np.ndarray, out: np.ndarray) -> None:
         """Fill a tile of the output from that of o (B, H, positions)."""
         x, out = self.x[b], out.reshape(self.x.shape)[b]
@@ -278,237 +402,293 @@ class _Update:
             at = self.places(i, j, p)
             xn = self.normalized(room, x[m, at].reshape(-1, self.C))
             rows = out[m, at].reshape(-1, self.C)
-            on, gates = self.ended(room, xn, o[m, :, p])
-            if self.gate == "hidden":
-                self.kernels.gate_planes(*self.gated(on, gates), on[None, None])
-            np.matmul(on.T, self.p_out.T, out=rows)
-            if self.gate == "hidden":
-                rows += self.p_out_bias
-            else:
-                self.kernels.gate_rows(rows, self.p_out_bias, gates, self.g_out_bias)
+            self.end_block(room, xn, o[m, :, p], rows)
             if j.stop - j.start < self.N:
-                # These are a copy.
+                # Rows that are taken by number are a copy.
                 out[m, at] = rows.reshape(len(o[m]), -1, self.C)
 
-        self.over_blocks((len(x), o.shape[2]), None, work)
+        self.over_blocks(len(x), o.shape[2], None, work)
+
+    def fill_in_parts(self, out: Any) -> None:
+        """Make o in tiles, where it isn't wanted itself, and what it is made from in strips."""
+        H, own = self.H, out.hidden is None
+        batches, rows, columns, strips = self.divide(_forward_parts, own)
+        for b, i, j in itertools.product(batches, rows, columns):
+            members = b.stop - b.start
+            shape = members, H, i.stop - i.start, j.stop - j.start
+            o = self.room("o", shape, self.dtype) if own else out.hidden[b, :, i, j]
+            channels = [slice(0, H)] if self.limit else self.halves(b, slice(0, H))
+            for h, k in itertools.product(channels, strips):
+                self.products(b, h, i, j, k, o[:, h])
+            if out.out is not None:
+                self.end(b, i, j, o.reshape(members, H, -1), out.out)
+
+
+class _Sums(NamedTuple):
+    """Sums over positions, each of several groups of blocks, in float64."""
+
+    norm_in: Any
+    w_in: Any
+    b_in: Any
+    norm_out: Any
+    p_out: Any
+    p_out_bias: Any
+    g_out: Any
+    gate: Any
+
+
+@functools.lru_cache(maxsize=64)
+def _sums_shapes(C: int, H: int, gates: int) -> _Sums:
+    return _Sums(
+        norm_in=(2, C),
+        w_in=(2, 2, H, C),
+        b_in=(2, 2, H),
+        norm_out=(2, H),
+        p_out=(C, H),
+        p_out_bias=(C,),
+        g_out=(gates, C),
+        gate=(2, gates),
+    )
+
+
+def _add(total: np.ndarray, values: np.ndarray) -> None:
+    total += values
 
 
 class _Gradients(_Update):
-    """The cotangents of an update's arrays; sums over positions are in float64."""
+    """The cotangents of an update's arrays."""
 
-    def __init__(self, kernels: Any, arrays: Any, static: Any, outputs: Any) -> None:
-        super().__init__(kernels, arrays, static)
-        self.on = SimpleNamespace(**dict(zip(ARRAYS, outputs, strict=True)))
-        shapes = {
-            "norm_in": (2, self.C),
-            "w_in": self.w_in.shape,
-            "b_in": self.b_in.shape,
-            "norm_out": (2, self.H),
-            "p_out": self.p_out.shape,
-            "p_out_bias": self.p_out_bias.shape,
-            "g_out": self.g_out.shape,
-            "gate": (2, len(self.g_out)),
-        }
-        self.sums_size = 8 * sum(map(math.prod, shapes.values()))
-        groups = self.limit // (8 * self.sums_size) if self.limit else _GROUPS
-        self.sums = [
-            SimpleNamespace(**{name: np.zeros(shape) for name, shape in shapes.items()})
-            for _ in range(min(max(groups, 1), _GROUPS))
-        ]
-        self.on_mask = None
-        if self.on.mask is not None:
-            self.on.mask[...] = 0
-            self.on_mask = self.on.mask.reshape(self.mask.shape)
+    def __init__(self, kernels: Any, a: Any, out: Any) -> None:
+        super().__init__(kernels, a)
+        self.a, self.out = a, out
+        self.dout = np.ascontiguousarray(a.dout).reshape(self.x.shape)
+        self.dmask = None
+        if out.dmask is not None:
+            out.dmask[...] = 0
+            self.dmask = out.dmask.reshape(self.x.shape[:2])
+        # Whether anything is wanted that lies before the products.
+        self.inner = any(
+            slot is not None
+            for slot in (
+                out.dx,
+                out.dmask,
+                out.dnorm_in_weight,
+                out.dnorm_in_bias,
+                out.dp_in_weight,
+                out.dp_in_bias,
+                out.dg_in_weight,
+                out.dg_in_bias,
+            )
+        )
 
-    def over_groups(self, where: tuple[int, int], work: Callable[..., None]) -> None:
-        self.over_blocks(where, min(len(self.sums), len(self.blocks(*where))), work)
+    def make_sums(self, groups: int) -> None:
+        shapes = _sums_shapes(self.C, self.H, len(self.g_out_weight))
+        self.sums = _Sums(*[np.zeros((groups, *shape)) for shape in shapes])
+        self.groups = groups
 
-    def end_back(
-        self, b: slice, h: slice, o: np.ndarray, cotangent: np.ndarray, on_x: np.ndarray
-    ) -> np.ndarray:
-        """Return the cotangent of channels of o; with the first of them, find all others."""
-        x, cotangent = self.x[b], cotangent[b]
-        on_o = self.room("on_o", (len(x), h.stop - h.start, self.N**2), self.dtype)
-        output, first = self.gate == "output", h.start == 0
+    def end_back_block(
+        self,
+        room: _Room,
+        g: int,
+        xn: np.ndarray,
+        o: np.ndarray,
+        dout: np.ndarray,
+        dx: np.ndarray,
+        channel: int,
+        do: np.ndarray,
+    ) -> None:
+        """Fill the cotangent of channels of o; with the first of them, find all others."""
+        output, first = self.gate == "output", channel == 0
+        gated: tuple[np.ndarray, ...]
+        gate, norm = self.sums.gate[g], self.sums.norm_out[g]
+        if not first:
+            gate, norm = np.zeros_like(gate), np.zeros_like(norm)
+        on, gates = self.ended(room, xn, o)
+        don = room("don", on.shape, self.dtype)
+        if output:
+            dp, end = room("values", dout.shape, self.dtype), on.T
+            end.dot(self.p_out_weight.T, out=dp)
+            gated = dp, self.p_out_bias, gates, self.g_out_bias
+            self.kernels.gate_rows_back(dout, *gated, gate)
+            dgates = gates
+            self.p_out_weight.T.dot(dp.T, out=don)
+        else:
+            dp, end = dout, room("values", on.shape, self.dtype)
+            gated = self.gated(on, gates)
+            self.kernels.gate_planes(*gated, end[None, None])
+            self.p_out_weight.T.dot(dp.T, out=don)
+            unused = room("dmask", (len(dout),), _FLOAT64)
+            self.kernels.gate_planes_back(don[None, None], *gated, unused, gate[:, None])
+            don, dgates, end = on, gates.T, end.T
+        if first:
+            _add(self.sums.p_out[g], dp.T.dot(end))
+            _add(self.sums.g_out[g], dgates.T.dot(xn))
+            if not output:
+                _add(self.sums.p_out_bias[g], self.ones(on).dot(dp))
+            dgates.dot(self.g_out_weight, out=dx)
+        self.kernels.normalize_planes_back(
+            o, self.norm_out_weight, self.eps, don, channel, do, norm
+        )
+
+    def products_back_block(
+        self, room: _Room, left: np.ndarray, right: np.ndarray, do: np.ndarray
+    ) -> None:
+        """Overwrite matrices of left and right by their cotangents."""
+        whole = slice(0, self.N)
+        spare = room("spare", (*left.shape[:-2], self.N**2), self.dtype)
+        spare = self.matrices(spare, whole, whole)
+        np.matmul(do, right, out=spare)
+        np.matmul(do.swapaxes(-1, -2), left, out=right)
+        left[...] = spare
+
+    def sides_back_block(
+        self,
+        room: _Room,
+        g: int,
+        rows: np.ndarray,
+        xn: np.ndarray,
+        mask: np.ndarray,
+        h: slice,
+        dsides: np.ndarray,
+        dmask: np.ndarray | None,
+        dx: np.ndarray,
+    ) -> None:
+        """Pull the cotangent of channels of left and right back; with the last of them, to x."""
+        given = self.projected(room, xn, slice(2), h)
+        sums = room("dmask", (len(rows),), _FLOAT64)
+        self.kernels.gate_planes_back(dsides, *given, mask, sums, self.sums.b_in[g, :, :, h])
+        if dmask is not None:
+            _add(dmask, sums.reshape(dmask.shape))
+        w = self.w_in[:, :, h].reshape(-1, self.C)
+        both = room("projected", (len(w), len(rows)), self.dtype)
+        _add(self.sums.w_in[g, :, :, h], both.dot(xn).reshape(2, 2, -1, self.C))
+        dxn = both.T.dot(w, out=room("dxn", xn.shape, self.dtype))
+        if h.stop < self.H:
+            _add(dx, dxn)
+        else:
+            norm = self.sums.norm_in[g]
+            self.kernels.normalize_rows_back(rows, self.norm_in_weight, self.eps, dxn, dx, norm)
+
+    def end_back(self, b: slice, h: slice, o: np.ndarray, dx: np.ndarray) -> np.ndarray:
+        """Return the cotangent of channels of o."""
+        x, dout = self.x[b], self.dout[b]
+        do = self.room("do", (len(x), h.stop - h.start, self.N**2), self.dtype)
 
         def work(room: _Room, g: int, m: slice, p: slice) -> None:
-            sums, rows = self.sums[g], cotangent[m, p].reshape(-1, self.C)
-            gated: tuple[np.ndarray, ...]
-            gate, norm = sums.gate, sums.norm_out
-            if not first:
-                gate, norm = np.zeros_like(gate), np.zeros_like(norm)
-            xn = self.normalized(room, x[m, p].reshape(-1, self.C))
-            on, gates = self.ended(room, xn, o[m, :, p])
-            on_on = room("on_on", on.shape, self.dtype)
-            if output:
-                by, end = room("values", rows.shape, self.dtype), on.T
-                np.matmul(end, self.p_out.T, out=by)
-                gated = by, self.p_out_bias, gates, self.g_out_bias
-                self.kernels.gate_rows_back(rows, *gated, gate)
-                on_gates = gates
-                np.matmul(self.p_out.T, by.T, out=on_on)
-            else:
-                by, end = rows, room("values", on.shape, self.dtype)
-                gated = self.gated(on, gates)
-                self.kernels.gate_planes(*gated, end[None, None])
-                np.matmul(self.p_out.T, by.T, out=on_on)
-                on_mask = room("on_mask", (len(rows),), np.float64)
-                self.kernels.gate_planes_back(on_on[None, None], *gated, on_mask, gate)
-                on_on, on_gates, end = on, gates.T, end.T
-            if first:
-                sums.p_out += by.T @ end
-                sums.g_out += on_gates.T @ xn
-                sums.p_out_bias += np.ones(len(rows), self.dtype) @ by
-                np.matmul(on_gates, self.g_out, out=on_x[m, p].reshape(-1, self.C))
-            arguments = o[m, :, p], self.norm_out[0], self.eps, on_on, h.start
-            self.kernels.normalize_planes_back(*arguments, on_o[m, :, p], norm)
+            rows, drows, by = (a[m, p].reshape(-1, self.C) for a in (x, dx, dout))
+            xn = self.normalized(room, rows)
+            self.end_back_block(room, g, xn, o[m, :, p], by, drows, h.start, do[m, :, p])
 
-        self.over_groups(x.shape[:2], work)
-        return on_o
+        self.over_blocks(len(x), self.N**2, self.groups, work)
+        return do
 
-    def products_back(self, sides: np.ndarray, on_o: np.ndarray) -> None:
+    def products_back(self, sides: np.ndarray, do: np.ndarray) -> None:
         """Overwrite left and right (B, 2, channels, positions) by their cotangents."""
         whole = slice(0, self.N)
         left, right = (self.matrices(sides[:, side], whole, whole) for side in (0, 1))
-        on_o = on_o.reshape(left.shape)
+        do = do.reshape(left.shape)
 
         def work(low: int, high: int) -> None:
             room = _Room()
             for b in range(len(left)):
                 for c in slices(high - low, max(1, _BLOCK // max(self.N**2, 1))):
-                    l, r, o = (a[b, low:high][c] for a in (left, right, on_o))
-                    spare = room("spare", (len(l), self.N**2), self.dtype)
-                    spare = self.matrices(spare, whole, whole)
-                    np.matmul(o, r, out=spare)
-                    np.matmul(o.swapaxes(-1, -2), l, out=r)
-                    l[...] = spare
+                    some = (a[b, low:high][c] for a in (left, right, do))
+                    self.products_back_block(room, *some)
 
         self.over_channels(left.shape[1], work)
 
-    def sides_back(self, b: slice, h: slice, on_sides: np.ndarray, on_x: np.ndarray) -> None:
-        """Pull the cotangent of channels of left and right back; with the last of them, to x."""
-        x, mask = self.x[b], self.mask[b]
-        w = self.w_in[:, :, h].reshape(-1, self.C)
+    def sides_back(self, b: slice, h: slice, dsides: np.ndarray, dx: np.ndarray) -> None:
+        """Pull the cotangent of channels of left and right back."""
+        x = self.x[b]
+        mask, dmask = self.mask[b], None if self.dmask is None else self.dmask[b]
 
         def work(room: _Room, g: int, m: slice, p: slice) -> None:
-            sums, rows = self.sums[g], x[m, p].reshape(-1, self.C)
+            rows, drows = (a[m, p].reshape(-1, self.C) for a in (x, dx))
             xn = self.normalized(room, rows)
-            given = self.projected(room, xn, slice(2), h)
-            both = room("projected", (len(w), len(rows)), self.dtype)
-            on_mask = room("on_mask", (len(rows),), np.float64)
-            bias = np.zeros((2, len(w) // 2))
-            by = on_sides[m, ..., p]
-            self.kernels.gate_planes_back(by, *given, mask[m, p].reshape(-1), on_mask, bias)
-            if self.on_mask is not None:
-                self.on_mask[b][m, p] += on_mask.reshape(len(by), -1)
-            sums.w_in[:, :, h] += (both @ xn).reshape(2, 2, -1, self.C)
-            sums.b_in[:, :, h] += bias.reshape(2, 2, -1)
-            on_xn = np.matmul(both.T, w, out=room("on_xn", xn.shape, self.dtype))
-            on_rows = on_x[m, p].reshape(-1, self.C)
-            if h.stop < self.H:
-                on_rows += on_xn
-            else:
-                weight = self.norm_in[0]
-                self.kernels.normalize_rows_back(
-                    rows, weight, self.eps, on_xn, on_rows, sums.norm_in
-                )
+            some, dsome = mask[m, p].ravel(), None if dmask is None else dmask[m, p]
+            self.sides_back_block(room, g, rows, xn, some, h, dsides[m, ..., p], dsome, drows)
 
-        self.over_groups(x.shape[:2], work)
+        self.over_blocks(len(x), self.N**2, self.groups, work)
 
     def finish(self) -> None:
         """Fill the cotangents that are sums over positions."""
-        on, H = self.on, self.H
-        total = SimpleNamespace(
-            **{name: sum(getattr(s, name) for s in self.sums) for name in vars(self.sums[0])}
-        )
-        for out, value in (
-            (on.norm_in_weight, total.norm_in[0]),
-            (on.norm_in_bias, total.norm_in[1]),
-            (on.p_in_weight, total.w_in[0].reshape(2 * H, self.C)),
-            (on.p_in_bias, total.b_in[0].reshape(2 * H)),
-            (on.g_in_weight, total.w_in[1].reshape(2 * H, self.C)),
-            (on.g_in_bias, total.b_in[1].reshape(2 * H)),
-            (on.norm_out_weight, total.norm_out[0]),
-            (on.norm_out_bias, total.norm_out[1]),
-            (on.p_out_weight, total.p_out),
-            (on.p_out_bias, total.p_out_bias),
-            (on.g_out_weight, total.g_out),
-            (on.g_out_bias, total.gate[1]),
+        out, shape = self.out, (2 * self.H, self.C)
+        total = _Sums(*[s[0] if self.groups == 1 else s.sum(0) for s in self.sums])
+        # Where the output is gated, its gate's values have that bias.
+        p_out_bias = total.gate[0] if self.gate == "output" else total.p_out_bias
+        for slot, value in (
+            (out.dnorm_in_weight, total.norm_in[0]),
+            (out.dnorm_in_bias, total.norm_in[1]),
+            (out.dp_in_weight, total.w_in[0].reshape(shape)),
+            (out.dp_in_bias, total.b_in[0].reshape(-1)),
+            (out.dg_in_weight, total.w_in[1].reshape(shape)),
+            (out.dg_in_bias, total.b_in[1].reshape(-1)),
+            (out.dnorm_out_weight, total.norm_out[0]),
+            (out.dnorm_out_bias, total.norm_out[1]),
+            (out.dp_out_weight, total.p_out),
+            (out.dp_out_bias, p_out_bias),
+            (out.dg_out_weight, total.g_out),
+            (out.dg_out_bias, total.gate[1]),
         ):
-            if out is not None:
-                with np.errstate(all="ignore"):
-                    out[...] = value
+            if slot is not None:
+                slot[...] = value
 
-
-def forward(kernels: Any, *args: Any) -> None:
-    """Fill the update, and o where it is wanted.
-
-    That is made in tiles, where it isn't wanted itself, and what it is made from in strips.
-    """
-    out, hidden = args[19:]
-    u = _Update(kernels, args[:14], args[14:19])
-    N, H, own = u.N, u.H, hidden is None
-
-    def need(b: int, i: int, j: int, k: int, threads: int) -> int:
-        spare = i * j * min(threads, H) if k < N else 0
-        return b * H * (own * i * j + (i + j) * k) + spare
-
-    batches, rows, columns, strips = u.divide(
-        2 * u.C + max(4 * H, H + len(u.g_out)),
-        (u.B, N, N, N),
-        need,
-        (1, N, N, _TILE),
-        (1, _TILE, _TILE, _TILE) if own else (1, N, N, _STRIP),
-        (1, _TILE, _TILE, _STRIP),
-        (1, _SMALLEST, _SMALLEST, _SMALLEST),
-    )
-    with blas_on_one_thread():
-        for b, i, j in itertools.product(batches, rows, columns):
-            lines, places, members = i.stop - i.start, j.stop - j.start, b.stop - b.start
-            shape = members, H, lines, places
-            o = u.room("o", shape, u.dtype) if own else hidden[b, :, i, j]
-            channels = [slice(0, H)] if u.limit else u.halves(b, slice(0, H))
-            for h, k in itertools.product(channels, strips):
-                u.products(b, h, i, j, k, o[:, h])
-            if out is not None:
-                u.end(b, i, j, o.reshape(members, H, -1), out)
-
-
-def backward(kernels: Any, *args: Any) -> None:
-    """Fill the cotangents that are wanted, by members of the batch and some channels."""
-    hidden, cotangent = args[14:16]
-    u = _Gradients(kernels, args[:14], args[16:21], args[21:])
-    shape, whole = (u.B, u.H, u.N**2), slice(0, u.N)
-    inner = any(output is not None for output in args[21:29])
-
-    def need(b: int, c: int, threads: int) -> int:
-        rows = u.C * (u.on.x is None) + u.H * (hidden is None)
-        at_once = -(-c // 2)
-        return u.N**2 * (b * (c + 2 * at_once + rows) + min(at_once, threads))
-
-    ends = u.C + 3 * u.H + len(u.g_out) + max(u.C, u.H)
-    row = max(ends, 2 * u.C + 4 * u.H) + 2
-    batches, channels = u.divide(row, (u.B, u.H), need, (1, _CHANNELS), (1, 1))
-    cotangent = np.ascontiguousarray(cotangent).reshape(u.x.shape)
-    if hidden is not None:
-        hidden = np.ascontiguousarray(hidden).reshape(shape)
-    with blas_on_one_thread():
+    def pull_in_parts(self) -> None:
+        """Pull the cotangent back, of members of the batch and some channels at once."""
+        out, hidden, N, H, whole = self.out, self.a.hidden, self.N, self.H, slice(0, self.N)
+        batches, channels = self.divide(_backward_parts, hidden is None, out.dx is None)
+        blocks = len(self.blocks(batches[0].stop, N**2)) if batches else 0
+        self.make_sums(max(min(self.parts.groups, blocks), 1))
+        if hidden is not None:
+            hidden = np.ascontiguousarray(hidden).reshape(self.B, H, N**2)
         for b in batches:
+            members = b.stop - b.start
             if hidden is None:
-                o = u.room("o", (b.stop - b.start, *shape[1:]), u.dtype)
-                square = o.reshape(*o.shape[:2], u.N, u.N)
-                for h in itertools.chain.from_iterable(u.halves(b, h) for h in channels):
-                    u.products(b, h, whole, whole, whole, square[:, h])
+                o = self.room("o", (members, H, N**2), self.dtype)
+                square = o.reshape(members, H, N, N)
+                for h in itertools.chain.from_iterable(self.halves(b, h) for h in channels):
+                    self.products(b, h, whole, whole, whole, square[:, h])
             else:
                 o = hidden[b]
-            if u.on.x is None:
-                on_x = u.room("on_x", (b.stop - b.start, *u.x.shape[1:]), u.dtype)
+            if out.dx is None:
+                dx = self.room("dx", (members, N**2, self.C), self.dtype)
             else:
-                on_x = u.on.x.reshape(u.x.shape)[b]
+                dx = out.dx.reshape(self.x.shape)[b]
             for h in channels:
-                on_o = u.end_back(b, h, o, cotangent, on_x)
-                for k in u.halves(b, h) if inner else ():
-                    sides = u.sides(b, k, whole, whole)
-                    u.products_back(sides, on_o[:, k.start - h.start : k.stop - h.start])
-                    u.sides_back(b, k, sides, on_x)
-    u.finish()
+                do = self.end_back(b, h, o, dx)
+                for k in self.halves(b, h) if self.inner else ():
+                    sides = self.sides(b, k, whole, whole)
+                    self.products_back(sides, do[:, k.start - h.start : k.stop - h.start])
+                    self.sides_back(b, k, sides, dx)
+
+
+def forward(kernels: Any, a: Any, out: Any) -> None:
+    """Fill the update, and o where it is wanted."""
+    u = _Update(kernels, a)
+    with blas_on_one_thread(), np.errstate(all="ignore"):
+        u.fill_in_parts(out)
+
+
+def backward(kernels: Any, a: Any, out: Any) -> None:
+    """Fill the cotangents that are wanted."""
+    u = _Gradients(kernels, a, out)
+    with blas_on_one_thread(), np.errstate(all="ignore"):
+        u.pull_in_parts()
+        u.finish()
+
+
+_FORWARD: Any = (
+    namedtuple("_", (*ARRAYS, *STATIC)),
+    namedtuple("_", ("out", "hidden")),
+)
+_BACKWARD: Any = (
+    namedtuple("_", (*ARRAYS, "hidden", "dout", *STATIC)),
+    namedtuple("_", [f"d{name}" for name in ARRAYS]),
+)
+
+
+def by_name(*args: Any) -> tuple[Any, Any]:
+    """Return the arguments and outputs of a primitive by name, until the frame passes them so."""
+    a, out = _FORWARD if len(args) == len(ARRAYS) + len(STATIC) + 2 else _BACKWARD
+    n = len(a._fields)
+    return a._make(args[:n]), out._make(args[n:])

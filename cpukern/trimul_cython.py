@@ -20,9 +20,9 @@ _trimul_of = {
 
 @register("triangle_multiplicative_update", "cython")
 def triangle_multiplicative_update(a: Any, y: Any) -> None:
-    trimul.forward(_trimul_of[a.x.dtype], *a, *y)
+    trimul.forward(_trimul_of[a.x.dtype], a, y)
 
 
 @register("triangle_multiplicative_update_vjp", "cython")
 def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
-    trimul.backward(_trimul_of[a.x.dtype], *a, *y)
+    trimul.backward(_trimul_of[a.x.dtype], a, y)

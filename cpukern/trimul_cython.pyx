@@ -76,11 +76,11 @@ cdef inline double squares_of(const real* x, Py_ssize_t n, double mean) noexcept
 
 
 def normalize_rows(
-    const real[:, ::1] x,      # IN   (n, C)
-    const real[::1] weight,    # IN   (C,)
-    const real[::1] bias,      # IN   (C,)
+    const real[:, ::1] x,            # IN   (n, C)
+    const real[::1] weight,          # IN   (C,)
+    const real[::1] bias,            # IN   (C,)
     double eps,
-    real[:, ::1] out,          # OUT  (n, C)
+    real[:, ::1] out,                # OUT  (n, C)
 ):
     cdef Py_ssize_t C = x.shape[1], r, c
     cdef const real* row
@@ -123,11 +123,11 @@ cdef inline void statistics(
 
 
 def normalize_planes(
-    const real[:, :, :] o,     # IN   (B, H, P)
-    const real[::1] weight,    # IN   (H,)
-    const real[::1] bias,      # IN   (H,)
+    const real[:, :, :] o,           # IN   (B, H, P)
+    const real[::1] weight,          # IN   (H,)
+    const real[::1] bias,            # IN   (H,)
     double eps,
-    real[:, ::1] out,          # OUT  (H, B P)
+    real[:, ::1] out,                # OUT  (H, B P)
 ):
     cdef Py_ssize_t step = o.strides[1] // <Py_ssize_t>sizeof(real), t, c, p
     cdef Tile tile
@@ -197,7 +197,7 @@ def gate_rows(
 
 
 def gate_rows_back(
-    const real[:, ::1] cotangent,    # IN   (n, C)
+    const real[:, ::1] dout,         # IN   (n, C)
     real[:, ::1] values,             # IN, OUT (n, C): what was gated; its cotangent
     const real[::1] value_bias,      # IN   (C,)
     real[:, ::1] gates,              # IN, OUT (n, C)
@@ -208,74 +208,74 @@ def gate_rows_back(
     cdef const real* by
     cdef real* v
     cdef real* g
-    cdef double* on_values = &sums[0, 0]
-    cdef double* on_gates = &sums[1, 0]
+    cdef double* dvalues = &sums[0, 0]
+    cdef double* dgates = &sums[1, 0]
     cdef const real* bv = &value_bias[0]
     cdef const real* bg = &gate_bias[0]
-    cdef real s, on_s
+    cdef real s, ds
     with nogil:
         for r in range(values.shape[0]):
-            by = &cotangent[r, 0]
+            by = &dout[r, 0]
             v = &values[r, 0]
             g = &gates[r, 0]
             for c in range(C):
                 s = logistic(g[c] + bg[c])
-                on_s = by[c] * (v[c] + bv[c])
+                ds = by[c] * (v[c] + bv[c])
                 v[c] = by[c] * s
-                g[c] = on_s * s * (<real>1.0 - s)
+                g[c] = ds * s * (<real>1.0 - s)
             for c in range(C):
-                on_values[c] += v[c]
-                on_gates[c] += g[c]
+                dvalues[c] += v[c]
+                dgates[c] += g[c]
 
 
 def gate_planes_back(
-    const real[:, :, :, :] cotangent,  # IN   (B, S, K / S, P)
+    const real[:, :, :, :] dout,     # IN   (B, S, K / S, P)
     real[:, ::1] values,             # IN, OUT (K, B P): what was gated; its cotangent
     const real[::1] value_bias,      # IN   (K,)
     real[:, ::1] gates,              # IN, OUT (K, B P)
     const real[::1] gate_bias,       # IN   (K,)
     const real[::1] mask,            # IN   (B P,)
-    double[::1] on_mask,             # OUT  (B P,)
-    double[:, ::1] sums,             # IN, OUT (2, K), to which are added those of both cotangents
+    double[::1] dmask,               # OUT  (B P,)
+    double[:, :, :] sums,            # IN, OUT (2, S, K / S), to which those of both cotangents are added
 ):
-    cdef Py_ssize_t sides = cotangent.shape[1], channels = cotangent.shape[2], t, c, p
+    cdef Py_ssize_t sides = dout.shape[1], channels = dout.shape[2], t, c, p
     cdef Tile tile
     cdef const real* by
     cdef const real* m
     cdef real* v
     cdef real* g
-    cdef double* on_m
-    cdef real bv, bg, s, on_s
+    cdef double* dm
+    cdef real bv, bg, s, ds
     with nogil:
-        for t in range(cotangent.shape[0] * tiles_of(cotangent.shape[3])):
-            tile = find_tile(t, cotangent.shape[3])
+        for t in range(dout.shape[0] * tiles_of(dout.shape[3])):
+            tile = find_tile(t, dout.shape[3])
             m = &mask[tile.row]
-            on_m = &on_mask[tile.row]
+            dm = &dmask[tile.row]
             for p in range(tile.n):
-                on_m[p] = 0
+                dm[p] = 0
             for c in range(sides * channels):
-                by = &cotangent[tile.batch, c // channels, c % channels, tile.plane]
+                by = &dout[tile.batch, c // channels, c % channels, tile.plane]
                 v = &values[c, tile.row]
                 g = &gates[c, tile.row]
                 bv = value_bias[c]
                 bg = gate_bias[c]
                 for p in range(tile.n):
                     s = logistic(g[p] + bg)
-                    on_s = by[p] * (v[p] + bv)
-                    on_m[p] += on_s * s
+                    ds = by[p] * (v[p] + bv)
+                    dm[p] += ds * s
                     v[p] = by[p] * m[p] * s
-                    g[p] = on_s * m[p] * s * (<real>1.0 - s)
-                sums[0, c] += sum_of(v, tile.n)
-                sums[1, c] += sum_of(g, tile.n)
+                    g[p] = ds * m[p] * s * (<real>1.0 - s)
+                sums[0, c // channels, c % channels] += sum_of(v, tile.n)
+                sums[1, c // channels, c % channels] += sum_of(g, tile.n)
 
 
 def normalize_planes_back(
     const real[:, :, :] o,           # IN   (B, H, P)
     const real[::1] weight,          # IN   (H,)
     double eps,
-    const real[:, ::1] cotangent,    # IN   (H, B P)
-    Py_ssize_t first,                # IN   the first of the channels in on_o
-    real[:, :, :] on_o,              # OUT  (B, K, P)
+    const real[:, ::1] dout,         # IN   (H, B P)
+    Py_ssize_t first,                # IN   the first of the channels in do
+    real[:, :, :] do,                # OUT  (B, K, P)
     double[:, ::1] sums,             # IN, OUT (2, H), to which are added those of the cotangents of weight and bias
 ):
     cdef Py_ssize_t step = o.strides[1] // <Py_ssize_t>sizeof(real), t, c, p
@@ -300,7 +300,7 @@ def normalize_planes_back(
                 along[p] = 0
             for c in range(o.shape[1]):
                 plane = planes + c * step
-                by = &cotangent[c, tile.row]
+                by = &dout[c, tile.row]
                 w = weight[c]
                 for p in range(tile.n):
                     product[p] = by[p] * ((plane[p] - mean[p]) * scale[p])
@@ -311,10 +311,10 @@ def normalize_planes_back(
             for p in range(tile.n):
                 total[p] /= o.shape[1]
                 along[p] *= scale[p] / o.shape[1]
-            for c in range(on_o.shape[1]):
+            for c in range(do.shape[1]):
                 plane = planes + (first + c) * step
-                by = &cotangent[first + c, tile.row]
-                to = &on_o[tile.batch, c, tile.plane]
+                by = &dout[first + c, tile.row]
+                to = &do[tile.batch, c, tile.plane]
                 w = weight[first + c]
                 for p in range(tile.n):
                     to[p] = <real>(
@@ -326,8 +326,8 @@ def normalize_rows_back(
     const real[:, ::1] x,            # IN   (n, C)
     const real[::1] weight,          # IN   (C,)
     double eps,
-    const real[:, ::1] cotangent,    # IN   (n, C), the one part of it
-    real[:, ::1] on_x,               # IN, OUT (n, C): the other part; the cotangent of x
+    const real[:, ::1] dout,         # IN   (n, C), the one part of it
+    real[:, ::1] dx,                 # IN, OUT (n, C): the other part; the cotangent of x
     double[:, ::1] sums,             # IN, OUT (2, C), to which are added those of the cotangents of weight and bias
 ):
     cdef Py_ssize_t C = x.shape[1], r, c, k, l
@@ -335,16 +335,16 @@ def normalize_rows_back(
     cdef const real* one
     cdef const real* w = &weight[0]
     cdef real* to
-    cdef double* on_weight = &sums[0, 0]
-    cdef double* on_bias = &sums[1, 0]
+    cdef double* dweight = &sums[0, 0]
+    cdef double* dbias = &sums[1, 0]
     cdef double mean, scale, y, v, total, along
     cdef double totals[LANES]
     cdef double alongs[LANES]
     with nogil:
         for r in range(x.shape[0]):
             row = &x[r, 0]
-            one = &cotangent[r, 0]
-            to = &on_x[r, 0]
+            one = &dout[r, 0]
+            to = &dx[r, 0]
             mean = sum_of(row, C) / C
             scale = 1 / sqrt(squares_of(row, C, mean) / C + eps)
             for k in range(LANES):
@@ -354,8 +354,8 @@ def normalize_rows_back(
                 to[c] += one[c]
             for c in range(C):
                 y = (row[c] - mean) * scale
-                on_weight[c] += to[c] * y
-                on_bias[c] += to[c]
+                dweight[c] += to[c] * y
+                dbias[c] += to[c]
             for k in range(C // LANES):
                 for l in range(LANES):
                     c = k * LANES + l

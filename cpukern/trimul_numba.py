@@ -86,9 +86,9 @@ def gate_rows(values, value_bias, gates, gate_bias):
 
 
 @jit
-def gate_rows_back(cotangent, values, value_bias, gates, gate_bias, sums):
+def gate_rows_back(dout, values, value_bias, gates, gate_bias, sums):
     for r in range(len(values)):
-        by, v, g = cotangent[r], values[r], gates[r]
+        by, v, g = dout[r], values[r], gates[r]
         for c in range(len(v)):
             s = sigmoid(g[c] + gate_bias[c])
             g[c] = by[c] * (v[c] + value_bias[c]) * s * (1 - s)
@@ -98,65 +98,65 @@ def gate_rows_back(cotangent, values, value_bias, gates, gate_bias, sums):
 
 
 @jit
-def gate_planes_back(cotangent, values, value_bias, gates, gate_bias, mask, on_mask, sums):
-    batch, _, channels, size = cotangent.shape
-    on_mask[:] = 0
+def gate_planes_back(dout, values, value_bias, gates, gate_bias, mask, dmask, sums):
+    batch, _, channels, size = dout.shape
+    dmask[:] = 0
     for b in range(batch):
         where = slice(b * size, (b + 1) * size)
-        m, on_m = mask[where], on_mask[where]
+        m, dm = mask[where], dmask[where]
         for c in range(len(values)):
-            by = cotangent[b, c // channels, c % channels]
+            by = dout[b, c // channels, c % channels]
             v, g = values[c, where], gates[c, where]
-            on_value = on_gate = 0.0
+            dvalue = dgate = 0.0
             for p in range(size):
                 s = sigmoid(g[p] + gate_bias[c])
-                on_s = by[p] * (v[p] + value_bias[c])
-                on_m[p] += on_s * s
+                ds = by[p] * (v[p] + value_bias[c])
+                dm[p] += ds * s
                 v[p] = by[p] * m[p] * s
-                g[p] = on_s * m[p] * s * (1 - s)
-                on_value += v[p]
-                on_gate += g[p]
-            sums[0, c] += on_value
-            sums[1, c] += on_gate
+                g[p] = ds * m[p] * s * (1 - s)
+                dvalue += v[p]
+                dgate += g[p]
+            sums[0, c // channels, c % channels] += dvalue
+            sums[1, c // channels, c % channels] += dgate
 
 
 @jit
-def normalize_planes_back(o, weight, eps, cotangent, first, on_o, sums):
+def normalize_planes_back(o, weight, eps, dout, first, do, sums):
     _, channels, size = o.shape
     for b in range(len(o)):
         mean, scale = _plane_statistics(o[b], eps)
         total, along = np.zeros(size), np.zeros(size)
         for c in range(channels):
-            plane, by = o[b, c], cotangent[c, b * size : (b + 1) * size]
-            on_weight = on_bias = 0.0
+            plane, by = o[b, c], dout[c, b * size : (b + 1) * size]
+            dweight = dbias = 0.0
             for p in range(size):
                 product = by[p] * ((plane[p] - mean[p]) * scale[p])
                 total[p] += weight[c] * by[p]
                 along[p] += weight[c] * product
-                on_weight += product
-                on_bias += by[p]
-            sums[0, c] += on_weight
-            sums[1, c] += on_bias
+                dweight += product
+                dbias += by[p]
+            sums[0, c] += dweight
+            sums[1, c] += dbias
         for p in range(size):
             total[p] /= channels
             along[p] *= scale[p] / channels
-        for c in range(first, first + on_o.shape[1]):
-            plane, by = o[b, c], cotangent[c, b * size : (b + 1) * size]
-            to = on_o[b, c - first]
+        for c in range(first, first + do.shape[1]):
+            plane, by = o[b, c], dout[c, b * size : (b + 1) * size]
+            to = do[b, c - first]
             for p in range(size):
                 left = weight[c] * by[p] - total[p]
                 to[p] = scale[p] * (left - (plane[p] - mean[p]) * along[p])
 
 
 @jit
-def normalize_rows_back(x, weight, eps, cotangent, on_x, sums):
+def normalize_rows_back(x, weight, eps, dout, dx, sums):
     channels = x.shape[1]
     for r in range(len(x)):
-        row, to = x[r], on_x[r]
+        row, to = x[r], dx[r]
         mean, scale = _statistics(row, eps)
         total = along = 0.0
         for c in range(channels):
-            to[c] += cotangent[r, c]
+            to[c] += dout[r, c]
             y = (row[c] - mean) * scale
             sums[0, c] += to[c] * y
             sums[1, c] += to[c]
@@ -171,9 +171,9 @@ def normalize_rows_back(x, weight, eps, cotangent, on_x, sums):
 
 @register("triangle_multiplicative_update", "numba")
 def triangle_multiplicative_update(a: Any, y: Any) -> None:
-    trimul.forward(sys.modules[__name__], *a, *y)
+    trimul.forward(sys.modules[__name__], a, y)
 
 
 @register("triangle_multiplicative_update_vjp", "numba")
 def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
-    trimul.backward(sys.modules[__name__], *a, *y)
+    trimul.backward(sys.modules[__name__], a, y)
