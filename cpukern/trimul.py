@@ -4,7 +4,7 @@ A block of positions at a time goes from x through one product, with projections
 to planes (channels first), of which the products over triangles are made, and from planes of o to
 the output. What is between two products stays in the cache. Threads share blocks and channels, and
 sums over positions are formed in a fixed number of groups of blocks, so that the thread count
-changes no bit.
+changes no bit. A small update is one block, for which the same steps are taken without the loops.
 """
 
 from __future__ import annotations
@@ -214,6 +214,11 @@ class _Update:
         self.g_out_bias = _given(a.g_out_bias, len(a.g_out_weight), 0, dtype)
         self.room = _Room()
 
+    def is_small(self) -> bool:
+        """Whether all of an update is one block, with too little to do for a second thread."""
+        n = self.B * self.N**2
+        return not self.limit and n <= _BLOCK and n * self.N * self.H <= _GRAIN
+
     def normalized(self, room: _Room, x: np.ndarray) -> np.ndarray:
         out = room("normalized", x.shape, self.dtype)
         self.kernels.normalize_rows(x, self.norm_in_weight, self.norm_in_bias, self.eps, out)
@@ -422,6 +427,26 @@ class _Update:
                 self.products(b, h, i, j, k, o[:, h])
             if out.out is not None:
                 self.end(b, i, j, o.reshape(members, H, -1), out.out)
+
+    def small_sides(self, xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the channels of left and right of an update of one block, and their matrices."""
+        whole = slice(0, self.N)
+        sides = self.room("sides", (self.B, 2, self.H, self.N**2), self.dtype)
+        given = self.projected(self.room, xn, slice(2), slice(0, self.H))
+        self.kernels.gate_planes(*given, self.mask.ravel(), sides)
+        matrices = self.matrices(sides, whole, whole)
+        return sides, matrices[:, 0], matrices[:, 1]
+
+    def fill_in_one_block(self, out: Any) -> None:
+        """Do a small update without a loop."""
+        room, B, H, N = self.room, self.B, self.H, self.N
+        xn = self.normalized(room, self.x.reshape(-1, self.C))
+        _, left, right = self.small_sides(xn)
+        o = room("o", (B, H, N, N), self.dtype) if out.hidden is None else out.hidden
+        np.matmul(left, right.swapaxes(-1, -2), out=o)
+        if out.out is not None:
+            rows = out.out.reshape(-1, self.C)
+            self.end_block(room, xn, o.reshape(B, H, N * N), rows)
 
 
 class _Sums(NamedTuple):
@@ -661,19 +686,48 @@ class _Gradients(_Update):
                     self.products_back(sides, do[:, k.start - h.start : k.stop - h.start])
                     self.sides_back(b, k, sides, dx)
 
+    def pull_in_one_block(self) -> None:
+        """Pull the cotangent of a small update back without a loop."""
+        room, B, H, N, C = self.room, self.B, self.H, self.N, self.C
+        out, hidden = self.out, self.a.hidden
+        self.make_sums(1)
+        rows = self.x.reshape(-1, C)
+        dx = room("dx", rows.shape, self.dtype) if out.dx is None else out.dx.reshape(-1, C)
+        xn = self.normalized(room, rows)
+        if hidden is None or self.inner:
+            sides, left, right = self.small_sides(xn)
+        if hidden is None:
+            o = np.matmul(left, right.swapaxes(-1, -2), out=room("o", (B, H, N, N), self.dtype))
+        else:
+            o = np.ascontiguousarray(hidden)
+        do = room("do", (B, H, N * N), self.dtype)
+        dout = self.dout.reshape(-1, C)
+        self.end_back_block(room, 0, xn, o.reshape(do.shape), dout, dx, 0, do)
+        if self.inner:
+            mask = self.mask.ravel()
+            dmask = None if self.dmask is None else self.dmask.reshape(-1)
+            self.products_back_block(room, left, right, do.reshape(left.shape))
+            self.sides_back_block(room, 0, rows, xn, mask, slice(0, H), sides, dmask, dx)
+
 
 def forward(kernels: Any, a: Any, out: Any) -> None:
     """Fill the update, and o where it is wanted."""
     u = _Update(kernels, a)
     with blas_on_one_thread(), np.errstate(all="ignore"):
-        u.fill_in_parts(out)
+        if u.is_small():
+            u.fill_in_one_block(out)
+        else:
+            u.fill_in_parts(out)
 
 
 def backward(kernels: Any, a: Any, out: Any) -> None:
     """Fill the cotangents that are wanted."""
     u = _Gradients(kernels, a, out)
     with blas_on_one_thread(), np.errstate(all="ignore"):
-        u.pull_in_parts()
+        if u.is_small():
+            u.pull_in_one_block()
+        else:
+            u.pull_in_parts()
         u.finish()
 
 

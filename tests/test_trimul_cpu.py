@@ -41,6 +41,25 @@ def update(shape, dtype="float32", gate="output", **options):
     return {name: None if a is None else a.astype(dtype) for name, a in arrays.items()}
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 4, 6), (1, 2, 8, 8), (0, 3, 4, 5), (1, 0, 4, 5)], ids=str)
+@pytest.mark.parametrize("mask", [None, False])
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_one_block_equals_the_loops(backend, monkeypatch, direction, gate, mask, shape):
+    arrays = update(shape, gate=gate, mask=mask)
+    asked, one_block = [], trimul._Update.is_small
+
+    def small(u):
+        asked.append(one_block(u))
+        return asked[-1]
+
+    monkeypatch.setattr(trimul._Update, "is_small", small)
+    results = solve(arrays, backend, direction=direction, gate=gate)
+    assert asked == [True] * 3
+    monkeypatch.setattr(trimul._Update, "is_small", lambda _: False)
+    same(results, solve(arrays, backend, direction=direction, gate=gate))
+
+
 def same(results, others):
     for got, want in zip(results, others, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -76,7 +95,8 @@ def test_the_thread_count_changes_no_bit(backend, blas, direction, gate, limit, 
         same(result, results[0])
 
 
-def test_blas_gets_its_threads_back(backend, monkeypatch):
+@pytest.mark.parametrize("shape", [(1, 9, 4, 4), (1, 33, 4, 4)], ids=str)
+def test_blas_gets_its_threads_back(backend, monkeypatch, shape):
     pytest.importorskip("threadpoolctl")
 
     def counts():
@@ -84,12 +104,12 @@ def test_blas_gets_its_threads_back(backend, monkeypatch):
 
     inside = []
 
-    def watched(*args, real=trimul._Update.products):
+    def watched(*args, real=trimul._Update.projected):
         inside.extend(counts())
         return real(*args)
 
-    monkeypatch.setattr(trimul._Update, "products", watched)
-    before, arrays = counts(), update((1, 9, 4, 4))
+    monkeypatch.setattr(trimul._Update, "projected", watched)
+    before, arrays = counts(), update(shape)
     solve(arrays, backend)
     assert set(inside) == {1}
     assert counts() == before
@@ -97,7 +117,7 @@ def test_blas_gets_its_threads_back(backend, monkeypatch):
     def broken(*args):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(trimul._Update, "products", broken)
+    monkeypatch.setattr(trimul._Update, "projected", broken)
     with pytest.raises(RuntimeError, match="broken"):
         solve(arrays, backend)
     assert counts() == before
