@@ -202,7 +202,7 @@ def gate_rows_back(
     const real[::1] value_bias,      # IN   (C,)
     real[:, ::1] gates,              # IN, OUT (n, C)
     const real[::1] gate_bias,       # IN   (C,)
-    double[:, ::1] sums,             # IN, OUT (2, C), to which are added those of both cotangents
+    double[:, ::1] sums,             # IN, OUT (2, C), of both cotangents
 ):
     cdef Py_ssize_t C = values.shape[1], r, c
     cdef const real* by
@@ -236,7 +236,7 @@ def gate_planes_back(
     const real[::1] gate_bias,       # IN   (K,)
     const real[::1] mask,            # IN   (B P,)
     double[::1] dmask,               # OUT  (B P,)
-    double[:, :, :] sums,            # IN, OUT (2, S, K / S), to which those of both cotangents are added
+    double[:, :, :] sums,            # IN, OUT (2, S, K / S), of both cotangents
 ):
     cdef Py_ssize_t sides = dout.shape[1], channels = dout.shape[2], t, c, p
     cdef Tile tile
@@ -276,7 +276,7 @@ def normalize_planes_back(
     const real[:, ::1] dout,         # IN   (H, B P)
     Py_ssize_t first,                # IN   the first of the channels in do
     real[:, :, :] do,                # OUT  (B, K, P)
-    double[:, ::1] sums,             # IN, OUT (2, H), to which are added those of the cotangents of weight and bias
+    double[:, ::1] sums,             # IN, OUT (2, H), of the cotangents of weight and bias
 ):
     cdef Py_ssize_t step = o.strides[1] // <Py_ssize_t>sizeof(real), t, c, p
     cdef Tile tile
@@ -328,7 +328,7 @@ def normalize_rows_back(
     double eps,
     const real[:, ::1] dout,         # IN   (n, C), the one part of it
     real[:, ::1] dx,                 # IN, OUT (n, C): the other part; the cotangent of x
-    double[:, ::1] sums,             # IN, OUT (2, C), to which are added those of the cotangents of weight and bias
+    double[:, ::1] sums,             # IN, OUT (2, C), of the cotangents of weight and bias
 ):
     cdef Py_ssize_t C = x.shape[1], r, c, k, l
     cdef const real* row
