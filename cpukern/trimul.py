@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_on_one_thread, in_parallel
-from fusedops.trimul import ARRAYS, STATIC, in_parts, slices, warn_of_parts
+from fusedops.trimul import in_parts, slices, warn_of_parts
 
 #: The kernels of a backend.
 KERNELS = (
@@ -729,20 +728,3 @@ def backward(kernels: Any, a: Any, out: Any) -> None:
         else:
             u.pull_in_parts()
         u.finish()
-
-
-_FORWARD: Any = (
-    namedtuple("_", (*ARRAYS, *STATIC)),
-    namedtuple("_", ("out", "hidden")),
-)
-_BACKWARD: Any = (
-    namedtuple("_", (*ARRAYS, "hidden", "dout", *STATIC)),
-    namedtuple("_", [f"d{name}" for name in ARRAYS]),
-)
-
-
-def by_name(*args: Any) -> tuple[Any, Any]:
-    """Return the arguments and outputs of a primitive by name, until the frame passes them so."""
-    a, out = _FORWARD if len(args) == len(ARRAYS) + len(STATIC) + 2 else _BACKWARD
-    n = len(a._fields)
-    return a._make(args[:n]), out._make(args[n:])
