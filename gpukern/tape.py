@@ -111,6 +111,9 @@ class _Recorder(TorchDispatchMode):
             raise _Refused("there are too many steps")
         made = result if isinstance(result, (tuple, list)) else [result]
         given = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
+        if not given and not any(isinstance(value, torch.Tensor) for value in made):
+            # Of dtypes alone.
+            return
         numbers, view = [], False
         for tensor in made:
             if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:

@@ -148,22 +148,23 @@ def transforms() -> bool:
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
     """Return what tells whether other tensors, and the modes that torch is in, are of one kind.
 
-    One step of torch's compares types, dtypes, devices, shapes, strides, whether autograd records,
-    and the dispatch keys of tensors and thread, in which are lazy negation, autocast, inference
-    mode and transforms.
+    One step of torch's compares types, dtypes, devices, shapes, strides, whether a tensor requires
+    grad, and the dispatch keys of tensors and thread, in which are lazy negation, autocast,
+    inference mode and transforms.
     """
     check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    begin, deterministic = _alignment(tensors), torch._C._get_deterministic_algorithms()
+    begin, modes = _alignment(tensors), _modes()
 
     def passes(tensors: Sequence[torch.Tensor]) -> bool:
-        return (
-            check(*tensors)
-            and _alignment(tensors) == begin
-            and torch._C._get_deterministic_algorithms() == deterministic
-            and forward_ad._current_level < 0
-        )
+        return check(*tensors) and _alignment(tensors) == begin and _modes() == modes
 
     return passes
+
+
+def _modes() -> tuple[bool, bool, int]:
+    """Return the modes of torch that are in no dispatch key."""
+    deterministic = torch._C._get_deterministic_algorithms()
+    return torch.is_grad_enabled(), deterministic, forward_ad._current_level
 
 
 def _alignment(tensors: Sequence[torch.Tensor]) -> int | tuple[int, ...]:
