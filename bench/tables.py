@@ -15,7 +15,7 @@ from typing import Any
 
 from fusedops.bench import report
 from fusedops.bench.measure import names_of
-from fusedops.workloads import WORKLOADS
+from fusedops.bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 MODULES = dict(names_of(workload.op) for workload in WORKLOADS)

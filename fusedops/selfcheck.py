@@ -11,7 +11,7 @@ import numpy as np
 
 from fusedops import _tables
 from fusedops._frame import registry
-from fusedops.workloads import WORKLOADS, Workload, errors, steps_of
+from fusedops.bench.workloads import WORKLOADS, Workload, errors, steps_of
 
 
 @dataclass

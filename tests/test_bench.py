@@ -19,8 +19,7 @@ from fusedops.bench import measure, memory, report
 from fusedops.bench.floors import Rates
 from fusedops.bench.measure import Bench, Plan, fitted
 from fusedops.bench.timing import Timing, interleaved
-from fusedops.wigner import wigner_d
-from fusedops.workloads import (
+from fusedops.bench.workloads import (
     BACKWARD,
     BOTH,
     FORWARD,
@@ -31,6 +30,7 @@ from fusedops.workloads import (
     errors,
     steps_of,
 )
+from fusedops.wigner import wigner_d
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")

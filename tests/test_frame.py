@@ -19,8 +19,8 @@ import pytest
 import fusedops
 from cpukern import isa
 from fusedops._frame import registry, threads
+from fusedops.bench.workloads import WORKLOADS, Source
 from fusedops.testing import protein
-from fusedops.workloads import WORKLOADS, Source
 
 HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
 
@@ -265,7 +265,7 @@ import os, sys
 import numpy as np
 import fusedops
 from fusedops.testing import protein
-from fusedops.workloads import WORKLOADS, Source
+from fusedops.bench.workloads import WORKLOADS, Source
 xyz, indices = protein(6000, np.random.default_rng(0))
 planes = fusedops.Planes([(i, np.full(len(i), 0.02)) for i in indices])
 def step(backend):

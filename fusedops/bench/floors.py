@@ -12,7 +12,7 @@ import numpy as np
 
 import fusedops
 from fusedops.bench.timing import interleaved, waiting
-from fusedops.workloads import Work
+from fusedops.bench.workloads import Work
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fusedops._frame import registry
 from fusedops.bench import floors, memory
 from fusedops.bench.peers import PEERS, Peer, Unsuited, versions
 from fusedops.bench.timing import COPIES, Timing, graphed, interleaved, noisy, scaled, waiting
-from fusedops.workloads import (
+from fusedops.bench.workloads import (
     BACKWARD,
     BOTH,
     FORWARD,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from fusedops.bench.workloads import BOTH, FORWARD, Problem, Steps, by_autograd
 from fusedops.wigner import m_major_order
-from fusedops.workloads import BOTH, FORWARD, Problem, Steps, by_autograd
 
 
 class Unsuited(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusedops._frame.registry import BACKENDS
 from fusedops.bench import report as reports
-from fusedops.workloads import BOTH, FORWARD
+from fusedops.bench.workloads import BOTH, FORWARD
 
 #: Neither dark nor light, so that text is read on a page of either; the background is clear.
 INK = "#7f8792"
