@@ -23,8 +23,9 @@ from fusedops._frame import registry
 from fusedops._frame.arrays import namespace
 from fusedops._frame.check import is_tensor
 from fusedops.density import Lattice
+from fusedops.samples import ubiquitin
 from fusedops.structure import planar_groups
-from fusedops.testing import TOLERANCE, error, ubiquitin
+from fusedops.testing import TOLERANCE, error
 from fusedops.wigner import ends_of, m_major_order, wigner_d
 
 

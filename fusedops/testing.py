@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.resources
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,12 @@ from fusedops._frame import primitive, registry
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 from fusedops.conv import Sequences, conv, conv_step, conv_vjp
-from fusedops.density import COMPONENTS, Lattice, density, density_vjp
+from fusedops.density import Lattice, density, density_vjp
 from fusedops.harmonics import matrices, matrices_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
+from fusedops.samples import _exact, atoms_in, cubes, pair, protein
 from fusedops.scatter import ScatterPlan, gather, scatter
-from fusedops.trimul import ARRAYS, trimul, trimul_vjp
+from fusedops.trimul import trimul, trimul_vjp
 from fusedops.wigner import Edges, edge_wigner, m_major_order
 
 __all__ = [
@@ -28,9 +28,7 @@ __all__ = [
     "Case",
     "check",
     "error",
-    "pair",
     "poisoned_outputs",
-    "protein",
     "run",
 ]
 
@@ -283,67 +281,6 @@ def check(case: Case, framework: str, backend: str | None, dtype: str, device: s
                 )
 
 
-def protein(
-    residues: int, rng: np.random.Generator, *, noise: float = 0.02
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return a chain of `residues` flat peptides with side chains, as planarity meets it.
-
-    Parameters
-    ----------
-    residues : int
-        Peptide planes; every fourth residue carries a carboxylate, every eighth a six-membered
-        ring, every sixteenth an indole.
-    rng : numpy.random.Generator
-        Where directions and noise come from.
-    noise : float
-        Standard deviation in Å of every coordinate.
-
-    Returns
-    -------
-    xyz : array (N, 3), float64
-        Coordinates in Å.
-    indices : list of array (P, n), int64
-        The atoms of the planes, an array for every size n. Neighbouring peptides share a Cα.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> xyz, indices = protein(16, np.random.default_rng(0))
-    >>> xyz.shape, [index.shape for index in indices]
-    ((102, 3), [(16, 5), (4, 4), (2, 6), (1, 9)])
-    """
-
-    def frames(count: int) -> tuple[np.ndarray, np.ndarray]:
-        along, across = rng.normal(size=(2, count, 3))
-        along /= np.linalg.norm(along, axis=1, keepdims=True)
-        across -= (along * across).sum(1, keepdims=True) * along
-        return along, across / np.linalg.norm(across, axis=1, keepdims=True)
-
-    def placed(origin: np.ndarray, shape: np.ndarray) -> np.ndarray:
-        along, across = frames(len(origin))
-        return origin[:, None] + np.einsum("ak,kpi->pai", shape, np.stack([along, across]))
-
-    angle = np.deg2rad(60.0 * np.arange(6))
-    ring = 1.39 * np.stack([np.cos(angle), np.sin(angle)], 1) + [2.9, 0.0]
-    indole = np.concatenate([ring, [[0.9, 1.9], [-0.3, 1.2], [0.2, 0.0]]])
-    carboxylate = np.array([[0.0, 0.0], [1.52, 0.0], [2.1, 1.06], [2.1, -1.06]])
-    peptide = np.array([[0.0, 0.0], [1.42, 0.58], [1.6, 1.8], [2.43, -0.33]])
-
-    along, across = frames(residues)
-    alpha = np.concatenate([np.zeros((1, 3)), np.cumsum(3.8 * along, axis=0)])
-    backbone = alpha[:-1, None] + np.einsum("ak,kpi->pai", peptide, np.stack([along, across]))
-    atoms = [backbone.reshape(-1, 3), alpha[-1:]]
-    indices: list[np.ndarray] = [4 * np.arange(residues)[:, None] + [0, 1, 2, 3, 4]]
-    at = 4 * residues + 1
-    for shape, period in ((carboxylate, 4), (ring, 8), (indole, 16)):
-        side = placed(alpha[:-1:period], shape)
-        atoms.append(side.reshape(-1, 3))
-        indices.append(at + np.arange(side[..., 0].size).reshape(side.shape[:2]))
-        at += side[..., 0].size
-    xyz = np.concatenate(atoms)
-    return xyz + noise * rng.normal(size=xyz.shape), indices
-
-
 def _chain(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
     xyz, indices = protein(24, rng, noise=0.05)
     return xyz, [(index, np.full(len(index), 0.02)) for index in indices]
@@ -562,18 +499,6 @@ def _matrix_cases() -> list[Case]:
     return cases
 
 
-def cubes(
-    rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return offsets of cubes around points of a periodic grid, as TorchRef makes them."""
-    sizes = np.array(grid)[:, None]
-    centre = rng.integers(0, sizes, (3, count))
-    x, y, z = (
-        (c[:, None] + np.arange(m) - m // 2) % n for c, m, n in zip(centre, cube, grid, strict=True)
-    )
-    return x * (grid[1] * grid[2]), y[:, :, None] * grid[2] + z[:, None]
-
-
 def _scatter_cases() -> list[Case]:
     def add(
         name: str,
@@ -614,27 +539,6 @@ def _scatter_cases() -> list[Case]:
     add("no-planes", (3, 0, 3, 3), (5, 5, 5))
     add("no-rows", (3, 3, 3, 0), (5, 5, 5))
     return cases
-
-
-def atoms_in(
-    cell: np.ndarray, count: int, rng: np.random.Generator, *, anisotropic: bool = False
-) -> tuple[np.ndarray, ...]:
-    """Return xyz, b, occupancy, amplitudes and widths of atoms like those of a protein."""
-    xyz = rng.uniform(-0.5, 1.5, (count, 3)) @ cell.T
-    # Carbon, and a heavier scatterer with a constant below zero.
-    table = np.array(
-        [
-            [[2.31, 1.02, 1.5886, 0.865, 0.2156], [20.8439, 10.2075, 0.5687, 51.6512, 0.0]],
-            [[6.9053, 5.2034, 1.4379, 1.5863, -0.1], [1.4679, 22.2151, 0.2536, 56.172, 0.0]],
-        ]
-    )
-    amplitudes, widths = table[rng.integers(0, 2, count)].transpose(1, 0, 2)
-    b = rng.uniform(10, 40, count)
-    if anisotropic:
-        factor = 0.2 * rng.normal(size=(count, 3, 3))
-        U = factor @ factor.transpose(0, 2, 1) + 0.15 * np.eye(3)
-        b = np.stack([U[:, i, j] for i, j in COMPONENTS], 1)
-    return xyz, b, rng.uniform(0.3, 1, count), amplitudes, widths
 
 
 def _density_cases() -> list[Case]:
@@ -679,89 +583,6 @@ def _density_cases() -> list[Case]:
     add("one-voxel", 1, triclinic, (1, 1, 1), 9.0, terms=32000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
     return cases
-
-
-def ubiquitin() -> Any:
-    """Return the structure of ubiquitin, 1UBI, that comes with the package."""
-    from fusedops.structure import read_structure
-
-    data = importlib.resources.files("fusedops") / "data/1ubi.pdb"
-    with importlib.resources.as_file(data) as path:
-        return read_structure(path)
-
-
-def _exact(array: np.ndarray, step: float = 1 / 32) -> np.ndarray:
-    """Return numbers near those of an array that every dtype holds: of 8 bits."""
-    return step * np.clip(np.round(array / step), -255, 255)
-
-
-def pair(
-    B: int,
-    N: int,
-    C: int,
-    H: int,
-    rng: np.random.Generator,
-    *,
-    gate: str = "output",
-    mask: bool | None = None,
-    norms: bool = True,
-    biases: bool = False,
-) -> dict[str, np.ndarray | None]:
-    """Return a pair representation (B, N, N, C) and the weights of a triangle's update, by name.
-
-    Parameters
-    ----------
-    B, N, C, H : int
-        Batch, residues, channels of the pair representation, and of left and right.
-    rng : numpy.random.Generator
-        Where the numbers come from. Every dtype holds them.
-    gate : {"output", "hidden"}
-        As in `fusedops.triangle_multiplicative_update`.
-    mask : bool, optional
-        True for one of zeros and ones, which hides the last row and column; False for one of any
-        numbers; None for none.
-    norms, biases : bool
-        Whether there are weights and biases of the LayerNorms; and biases of projections and gates.
-
-    Returns
-    -------
-    dict of str to array or None, float64
-        In the order of the arrays of the update.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> arrays = pair(1, 5, 4, 3, np.random.default_rng(0))
-    >>> arrays["x"].shape, arrays["p_in_weight"].shape, arrays["mask"]
-    ((1, 5, 5, 4), (6, 4), None)
-    """
-    gated = C if gate == "output" else H
-    shapes: dict[str, tuple[int, ...]] = {"x": (B, N, N, C)}
-    if norms:
-        for name, n in (("norm_in", C), ("norm_out", H)):
-            shapes |= {f"{name}_weight": (n,), f"{name}_bias": (n,)}
-    for name, shape in (
-        ("p_in", (2 * H, C)),
-        ("g_in", (2 * H, C)),
-        ("p_out", (C, H)),
-        ("g_out", (gated, C)),
-    ):
-        shapes[f"{name}_weight"] = shape
-        if biases:
-            shapes[f"{name}_bias"] = shape[:1]
-    arrays: dict[str, np.ndarray | None] = dict.fromkeys(ARRAYS)
-    for name, sizes in shapes.items():
-        values = rng.normal(size=sizes)
-        if name.startswith("norm"):
-            values = 0.3 * values + name.endswith("weight")
-        arrays[name] = _exact(values / (np.sqrt(sizes[1]) if len(sizes) == 2 else 1.0))
-    if mask is not None:
-        values = rng.uniform(size=(B, N, N))
-        values = np.round(0.3 + values) if mask else _exact(2 * values)
-        if mask and N > 1:
-            values[:, -1] = values[:, :, -1] = 0.0
-        arrays["mask"] = values
-    return arrays
 
 
 def _trimul_cases() -> list[Case]:

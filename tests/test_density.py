@@ -33,7 +33,8 @@ from fusedops.density import (
     density,
     density_vjp,
 )
-from fusedops.testing import CASES, TOLERANCE, atoms_in, error
+from fusedops.samples import atoms_in
+from fusedops.testing import CASES, TOLERANCE, error
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
@@ -1537,7 +1538,7 @@ import numpy as np
 from fusedops import Lattice
 from fusedops._frame import registry
 from fusedops.density import Scatterers, density, density_vjp
-from fusedops.testing import atoms_in
+from fusedops.samples import atoms_in
 
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)

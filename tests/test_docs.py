@@ -33,6 +33,7 @@ PUBLIC = [
     "fusedops.density",
     "fusedops.maps",
     "fusedops.nn",
+    "fusedops.samples",
     "fusedops.structure",
     "fusedops.testing",
     "fusedops.wigner",

@@ -20,7 +20,7 @@ import fusedops
 from cpukern import isa
 from fusedops._frame import registry, threads
 from fusedops.bench.workloads import WORKLOADS, Source
-from fusedops.testing import protein
+from fusedops.samples import protein
 
 HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
 
@@ -264,7 +264,7 @@ LARGE = """
 import os, sys
 import numpy as np
 import fusedops
-from fusedops.testing import protein
+from fusedops.samples import protein
 from fusedops.bench.workloads import WORKLOADS, Source
 xyz, indices = protein(6000, np.random.default_rng(0))
 planes = fusedops.Planes([(i, np.full(len(i), 0.02)) for i in indices])

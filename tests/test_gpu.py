@@ -13,7 +13,8 @@ import fusedops  # noqa: E402
 from fusedops._frame import registry  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
-from fusedops.testing import CASES, atoms_in, check, error, pair, protein  # noqa: E402
+from fusedops.samples import atoms_in, pair, protein  # noqa: E402
+from fusedops.testing import CASES, check, error  # noqa: E402
 from fusedops.trimul import ARRAYS  # noqa: E402
 from fusedops.wigner import edge_wigner, wigner_d  # noqa: E402
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fusedops
 from fusedops.planarity import gradient_vjp, nll
-from fusedops.testing import CASES, error, protein
+from fusedops.samples import protein
+from fusedops.testing import CASES, error
 
 BACKENDS = ("cython", "numba", "numpy")
 EXACT = [

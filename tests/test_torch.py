@@ -11,7 +11,8 @@ import fusedops  # noqa: E402
 from fusedops._frame import registry  # noqa: E402
 from fusedops._frame.bridge import _take_apart  # noqa: E402
 from fusedops.planarity import nll  # noqa: E402
-from fusedops.testing import CASES, error, protein  # noqa: E402
+from fusedops.samples import protein  # noqa: E402
+from fusedops.testing import CASES, error  # noqa: E402
 
 BACKENDS = ("cython", "numba", "torch", "numpy")
 

@@ -17,7 +17,8 @@ import fusedops
 from fusedops import triangle_multiplicative_update
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
-from fusedops.testing import CASES, TOLERANCE, error, pair
+from fusedops.samples import pair
+from fusedops.testing import CASES, TOLERANCE, error
 from fusedops.trimul import ARRAYS, trimul, trimul_vjp, warn_of_parts
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -1254,7 +1255,7 @@ GUARDED = """
 import ctypes, itertools, mmap
 import numpy as np
 from fusedops._frame import registry
-from fusedops.testing import pair
+from fusedops.samples import pair
 from fusedops.trimul import trimul, trimul_vjp
 
 PAGE = mmap.PAGESIZE

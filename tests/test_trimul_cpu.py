@@ -14,7 +14,7 @@ import fusedops
 from cpukern import isa, trimul
 from fusedops import triangle_multiplicative_update
 from fusedops._frame import memory, threads
-from fusedops.testing import pair
+from fusedops.samples import pair
 
 BACKENDS = [
     pytest.param(

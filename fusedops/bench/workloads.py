@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops import testing
+from fusedops import samples, testing
 from fusedops._frame import registry
 from fusedops._frame.check import dtype_name, is_tensor, reference
 from fusedops._frame.op import Op, names_of
@@ -357,7 +357,7 @@ def _float64(array: Any) -> Any:
 
 def _planarity(source: Source, planes: int, *, listed: bool = False) -> Problem:
     """Peptides and side chains of a protein, all of sigma 0.02 Å."""
-    xyz, indices = testing.protein(max(1, round(planes / 1.4375)), np.random.default_rng(planes))
+    xyz, indices = samples.protein(max(1, round(planes / 1.4375)), np.random.default_rng(planes))
     groups = [(index, np.full(len(index), 0.02)) for index in indices]
     packed = fusedops.Planes(groups)
     entries, count = packed.num_entries, packed.num_planes
@@ -503,7 +503,7 @@ def _cubes(
     The grid has so many voxels for every cube.
     """
     grid = max(edge + 1, round((voxels * count) ** (1 / 3)))
-    wa, wbwc = testing.cubes(source.rng, count, (grid,) * 3, (edge,) * 3)
+    wa, wbwc = samples.cubes(source.rng, count, (grid,) * 3, (edge,) * 3)
     if ordered:
         order = np.argsort(wa[:, edge // 2] + wbwc[:, edge // 2, edge // 2])
         wa, wbwc = wa[order], wbwc[order]
@@ -548,7 +548,7 @@ def _atoms(
     """
     voxels = max(24, round((volume * count) ** (1 / 3) / spacing))
     cell = np.diag([spacing * voxels] * 3)
-    arrays = testing.atoms_in(cell, count, np.random.default_rng(0), anisotropic=anisotropic)
+    arrays = samples.atoms_in(cell, count, np.random.default_rng(0), anisotropic=anisotropic)
     far = atom_radius(arrays[1], arrays[4]) if radius is None else np.full(count, radius)
     return _density(source, arrays, far, cell, (voxels,) * 3, {})
 
@@ -593,7 +593,7 @@ def _crystal(source: Source, copies: int, *, spacing: float = 0.66) -> Problem:
 
     from fusedops.maps import scattering_atoms
 
-    structure = testing.ubiquitin()
+    structure = samples.ubiquitin()
     for cra in structure.gemmi[0].all():
         cra.atom.aniso = gemmi.SMat33f(0, 0, 0, 0, 0, 0)
     atoms = scattering_atoms(structure)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fusedops
 from fusedops.density import SLACK, atom_radius, bad_atoms
-from fusedops.testing import atoms_in
+from fusedops.samples import atoms_in
 
 from .arrays import common
 from .problem import Family, Problem

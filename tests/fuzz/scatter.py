@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops.testing import cubes
+from fusedops.samples import cubes
 
 from .arrays import MEDIUM, SMALL, common, values
 from .problem import Family, Problem

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops.testing import pair
+from fusedops.samples import pair
 
 from .arrays import common
 from .problem import Family, Problem

@@ -1,0 +1,251 @@
+"""Molecules, grids and pairs like those that programs have, for tests, benches and the demo."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fusedops.density import COMPONENTS
+from fusedops.trimul import ARRAYS
+
+if TYPE_CHECKING:
+    from fusedops.structure import Structure
+
+__all__ = ["atoms_in", "cubes", "pair", "protein", "ubiquitin"]
+
+
+def protein(
+    residues: int, rng: np.random.Generator, *, noise: float = 0.02
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return a chain of `residues` flat peptides with side chains, as planarity meets it.
+
+    Parameters
+    ----------
+    residues : int
+        Peptide planes; every fourth residue carries a carboxylate, every eighth a six-membered
+        ring, every sixteenth an indole.
+    rng : numpy.random.Generator
+        Where directions and noise come from.
+    noise : float
+        Standard deviation in Å of every coordinate.
+
+    Returns
+    -------
+    xyz : array (N, 3), float64
+        Coordinates in Å.
+    indices : list of array (P, n), int64
+        The atoms of the planes, an array for every size n. Neighbouring peptides share a Cα.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> xyz, indices = protein(16, np.random.default_rng(0))
+    >>> xyz.shape, [index.shape for index in indices]
+    ((102, 3), [(16, 5), (4, 4), (2, 6), (1, 9)])
+    """
+
+    def frames(count: int) -> tuple[np.ndarray, np.ndarray]:
+        along, across = rng.normal(size=(2, count, 3))
+        along /= np.linalg.norm(along, axis=1, keepdims=True)
+        across -= (along * across).sum(1, keepdims=True) * along
+        return along, across / np.linalg.norm(across, axis=1, keepdims=True)
+
+    def placed(origin: np.ndarray, shape: np.ndarray) -> np.ndarray:
+        along, across = frames(len(origin))
+        return origin[:, None] + np.einsum("ak,kpi->pai", shape, np.stack([along, across]))
+
+    angle = np.deg2rad(60.0 * np.arange(6))
+    ring = 1.39 * np.stack([np.cos(angle), np.sin(angle)], 1) + [2.9, 0.0]
+    indole = np.concatenate([ring, [[0.9, 1.9], [-0.3, 1.2], [0.2, 0.0]]])
+    carboxylate = np.array([[0.0, 0.0], [1.52, 0.0], [2.1, 1.06], [2.1, -1.06]])
+    peptide = np.array([[0.0, 0.0], [1.42, 0.58], [1.6, 1.8], [2.43, -0.33]])
+
+    along, across = frames(residues)
+    alpha = np.concatenate([np.zeros((1, 3)), np.cumsum(3.8 * along, axis=0)])
+    backbone = alpha[:-1, None] + np.einsum("ak,kpi->pai", peptide, np.stack([along, across]))
+    atoms = [backbone.reshape(-1, 3), alpha[-1:]]
+    indices: list[np.ndarray] = [4 * np.arange(residues)[:, None] + [0, 1, 2, 3, 4]]
+    at = 4 * residues + 1
+    for shape, period in ((carboxylate, 4), (ring, 8), (indole, 16)):
+        side = placed(alpha[:-1:period], shape)
+        atoms.append(side.reshape(-1, 3))
+        indices.append(at + np.arange(side[..., 0].size).reshape(side.shape[:2]))
+        at += side[..., 0].size
+    xyz = np.concatenate(atoms)
+    return xyz + noise * rng.normal(size=xyz.shape), indices
+
+
+def ubiquitin() -> Structure:
+    """Return the structure of ubiquitin, 1UBI, that comes with the package.
+
+    Returns
+    -------
+    fusedops.structure.Structure
+
+    Examples
+    --------
+    >>> ubiquitin().xyz.shape
+    (683, 3)
+    """
+    from fusedops.structure import read_structure
+
+    data = importlib.resources.files("fusedops") / "data/1ubi.pdb"
+    with importlib.resources.as_file(data) as path:
+        return read_structure(path)
+
+
+def atoms_in(
+    cell: np.ndarray, count: int, rng: np.random.Generator, *, anisotropic: bool = False
+) -> tuple[np.ndarray, ...]:
+    """Return atoms like those of a protein, as `fusedops.gaussian_density` takes them.
+
+    Parameters
+    ----------
+    cell : (3, 3) array
+        The cell, Å, in and around which they are.
+    count : int
+        Atoms.
+    rng : numpy.random.Generator
+        Where positions, B and elements come from.
+    anisotropic : bool
+        Whether `b` is U.
+
+    Returns
+    -------
+    xyz, b, occupancy, amplitudes, widths : array, float64
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> atoms = atoms_in(np.diag([9.0, 11.0, 13.0]), 4, np.random.default_rng(0))
+    >>> [array.shape for array in atoms]
+    [(4, 3), (4,), (4,), (4, 5), (4, 5)]
+    """
+    xyz = rng.uniform(-0.5, 1.5, (count, 3)) @ cell.T
+    # Carbon, and a heavier scatterer with a constant below zero.
+    table = np.array(
+        [
+            [[2.31, 1.02, 1.5886, 0.865, 0.2156], [20.8439, 10.2075, 0.5687, 51.6512, 0.0]],
+            [[6.9053, 5.2034, 1.4379, 1.5863, -0.1], [1.4679, 22.2151, 0.2536, 56.172, 0.0]],
+        ]
+    )
+    amplitudes, widths = table[rng.integers(0, 2, count)].transpose(1, 0, 2)
+    b = rng.uniform(10, 40, count)
+    if anisotropic:
+        factor = 0.2 * rng.normal(size=(count, 3, 3))
+        U = factor @ factor.transpose(0, 2, 1) + 0.15 * np.eye(3)
+        b = np.stack([U[:, i, j] for i, j in COMPONENTS], 1)
+    return xyz, b, rng.uniform(0.3, 1, count), amplitudes, widths
+
+
+def cubes(
+    rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return offsets of cubes around points of a periodic grid, as TorchRef makes them.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Where the points come from.
+    count : int
+        Cubes.
+    grid, cube : (int, int, int)
+        Voxels along each edge.
+
+    Returns
+    -------
+    wa : array (count, cube[0]), int64
+        Offsets of the planes of every cube.
+    wbwc : array (count, cube[1], cube[2]), int64
+        Offsets within a plane.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> wa, wbwc = cubes(np.random.default_rng(0), 5, (8, 9, 10), (3, 4, 2))
+    >>> wa.shape, wbwc.shape
+    ((5, 3), (5, 4, 2))
+    """
+    sizes = np.array(grid)[:, None]
+    centre = rng.integers(0, sizes, (3, count))
+    x, y, z = (
+        (c[:, None] + np.arange(m) - m // 2) % n for c, m, n in zip(centre, cube, grid, strict=True)
+    )
+    return x * (grid[1] * grid[2]), y[:, :, None] * grid[2] + z[:, None]
+
+
+def pair(
+    B: int,
+    N: int,
+    C: int,
+    H: int,
+    rng: np.random.Generator,
+    *,
+    gate: str = "output",
+    mask: bool | None = None,
+    norms: bool = True,
+    biases: bool = False,
+) -> dict[str, np.ndarray | None]:
+    """Return a pair representation (B, N, N, C) and the weights of a triangle's update, by name.
+
+    Parameters
+    ----------
+    B, N, C, H : int
+        Batch, residues, channels of the pair representation, and of left and right.
+    rng : numpy.random.Generator
+        Where the numbers come from. Every dtype holds them.
+    gate : {"output", "hidden"}
+        As in `fusedops.triangle_multiplicative_update`.
+    mask : bool, optional
+        True for one of zeros and ones, which hides the last row and column; False for one of any
+        numbers; None for none.
+    norms, biases : bool
+        Whether there are weights and biases of the LayerNorms; and biases of projections and gates.
+
+    Returns
+    -------
+    dict of str to array or None, float64
+        In the order of the arrays of the update.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> arrays = pair(1, 5, 4, 3, np.random.default_rng(0))
+    >>> arrays["x"].shape, arrays["p_in_weight"].shape, arrays["mask"]
+    ((1, 5, 5, 4), (6, 4), None)
+    """
+    gated = C if gate == "output" else H
+    shapes: dict[str, tuple[int, ...]] = {"x": (B, N, N, C)}
+    if norms:
+        for name, n in (("norm_in", C), ("norm_out", H)):
+            shapes |= {f"{name}_weight": (n,), f"{name}_bias": (n,)}
+    for name, shape in (
+        ("p_in", (2 * H, C)),
+        ("g_in", (2 * H, C)),
+        ("p_out", (C, H)),
+        ("g_out", (gated, C)),
+    ):
+        shapes[f"{name}_weight"] = shape
+        if biases:
+            shapes[f"{name}_bias"] = shape[:1]
+    arrays: dict[str, np.ndarray | None] = dict.fromkeys(ARRAYS)
+    for name, sizes in shapes.items():
+        values = rng.normal(size=sizes)
+        if name.startswith("norm"):
+            values = 0.3 * values + name.endswith("weight")
+        arrays[name] = _exact(values / (np.sqrt(sizes[1]) if len(sizes) == 2 else 1.0))
+    if mask is not None:
+        values = rng.uniform(size=(B, N, N))
+        values = np.round(0.3 + values) if mask else _exact(2 * values)
+        if mask and N > 1:
+            values[:, -1] = values[:, :, -1] = 0.0
+        arrays["mask"] = values
+    return arrays
+
+
+def _exact(array: np.ndarray, step: float = 1 / 32) -> np.ndarray:
+    """Return numbers near those of an array that every dtype holds: of 8 bits."""
+    return step * np.clip(np.round(array / step), -255, 255)
