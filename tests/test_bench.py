@@ -137,14 +137,14 @@ def test_a_noisy_size_is_no_growth(spoilt, capsys):
     row = grown_at(spoilt)
     assert row["noisy"] == spoilt
     assert row["exponent"] == pytest.approx(1, abs=0.011)
-    report.show("op", {"cases": [], "growth": [row], "skipped": {}})
+    cli.bench.show("op", {"cases": [], "growth": [row], "skipped": {}})
     assert ("without 1 noisy sizes" in capsys.readouterr().out) == bool(spoilt)
 
 
 def test_growth_through_noise_has_no_power(capsys):
     row = grown_at([1000, 31623])
     assert row["exponent"] is row["overhead_ms"] is None
-    report.show("op", {"cases": [], "growth": [row], "skipped": {}})
+    cli.bench.show("op", {"cases": [], "growth": [row], "skipped": {}})
     out = capsys.readouterr().out
     assert "noisy at 2 of 6 sizes" in out
     assert "it grows" not in out
@@ -157,7 +157,7 @@ def test_noise_is_told(capsys):
         cases = [
             row | {"over_floor": 1.0, "peak_MB": None, "error": None} for row in report.cases(given)
         ]
-        report.show("op", {"cases": cases, "growth": [], "skipped": {}})
+        cli.bench.show("op", {"cases": cases, "growth": [], "skipped": {}})
         out = capsys.readouterr().out
         assert out.count("noisy, ") == count
         assert ("1 of 2 rows are noisy" in out) == bool(count)
@@ -396,7 +396,7 @@ def test_a_table_without_rich(capsys, monkeypatch):
     missing = lambda name, *rest: None if name == "rich" else found(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     given = copy.deepcopy(rows_of(("cython", 0.9, 1.0, 1.1)))
-    report.show_changes(report.compared(given, given))
+    cli.bench.show_changes(report.compared(given, given))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Compared to before"
     assert lines[1].split()[:2] == ["case", "dtype"]

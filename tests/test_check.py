@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import cli, selfcheck
+from fusedops import cli
 from fusedops._frame import registry
+from fusedops.cli import check
 from fusedops.wigner import wigner_d
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -102,11 +103,11 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch, primitive, op, output):
         if args[output] is not None:
             args[output].flat[args[output].size // 2] += 1e-5 * np.abs(args[output]).max()
 
-    kinds = [w for w in selfcheck.WORKLOADS if w.op.__name__ in (op, "wigner_d")]
-    monkeypatch.setattr(selfcheck, "WORKLOADS", kinds)
+    kinds = [w for w in check.WORKLOADS if w.op.__name__ in (op, "wigner_d")]
+    monkeypatch.setattr(check, "WORKLOADS", kinds)
     monkeypatch.setitem(registry._kernels, (primitive, "numba"), wrong)
     monkeypatch.setattr(registry, "_chosen", {})
-    rows = {(row.op, row.backend): row for row in selfcheck.run(["cpu"], ["numba", "numpy"])}
+    rows = {(row.op, row.backend): row for row in check.run(["cpu"], ["numba", "numpy"])}
     failed = rows.pop((op, "numba"))
     assert failed.failed
     assert "off by" in failed.why
@@ -120,8 +121,8 @@ def test_a_failure_is_the_exit_code(capsys, monkeypatch):
     def fails(*args):
         raise ZeroDivisionError("no\nmore")
 
-    kinds = [w for w in selfcheck.WORKLOADS if w.op is fusedops.dynamic_conv_step]
-    monkeypatch.setattr(selfcheck, "WORKLOADS", kinds)
+    kinds = [w for w in check.WORKLOADS if w.op is fusedops.dynamic_conv_step]
+    monkeypatch.setattr(check, "WORKLOADS", kinds)
     monkeypatch.setattr(fusedops.dynamic_conv_step.primitive, "formula", fails)
     monkeypatch.setattr(registry, "_chosen", {})
     assert cli.main(["check", "--device", "cpu", "--backend", "numpy"]) == 1
@@ -132,6 +133,6 @@ def test_a_failure_is_the_exit_code(capsys, monkeypatch):
 
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 def test_tensors_are_checked_too():
-    (row,) = [r for r in selfcheck.run(["cpu"], ["numpy"]) if r.op == "dynamic_conv"]
+    (row,) = [r for r in check.run(["cpu"], ["numpy"]) if r.op == "dynamic_conv"]
     assert {framework for framework, _ in row.where} == {"numpy", "torch"}
     assert {dtype for _, dtype in row.where} == {"float32", "float64", "bfloat16"}

@@ -299,7 +299,7 @@ class TestTheCommand:
     def test_parts_add_up(self, run, load, tmp_path, monkeypatch):
         load(pdb("P 1 21 1", 101.0, ANISO))
         run(tmp_path / "x.pdb", "--out", tmp_path / "one.map")
-        monkeypatch.setattr(cli, "_STEP", 1)
+        monkeypatch.setattr(cli.density, "_STEP", 1)
         run(tmp_path / "x.pdb", "--out", tmp_path / "more.map")
         one, more = (read_map(tmp_path / name)[1] for name in ("one.map", "more.map"))
         np.testing.assert_allclose(more, one, atol=1e-6 * one.max())
@@ -357,7 +357,7 @@ class TestRefusals:
     def test_a_bad_name_is_told_before_any_work(self, run, tmp_path, monkeypatch, options, reason):
         pytest.importorskip("matplotlib")
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(cli, "read_structure", None)
+        monkeypatch.setattr(cli.density, "read_structure", None)
         refused(run(UBIQUITIN, *options), reason)
 
     def test_a_bad_file(self, run, tmp_path):

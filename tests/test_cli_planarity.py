@@ -232,7 +232,7 @@ class TestFlatten:
 
     @pytest.mark.parametrize("out", ["none/flat.pdb", "flat.xyz", "."])
     def test_a_bad_name_is_told_before_any_work(self, run, tmp_path, monkeypatch, out):
-        monkeypatch.setattr(cli, "planar_groups", None)
+        monkeypatch.setattr(cli.planarity, "planar_groups", None)
         refused(run(UBIQUITIN, "--flatten", tmp_path / out), str(tmp_path))
 
 

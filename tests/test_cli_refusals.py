@@ -415,7 +415,7 @@ class TestOutputs:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-        monkeypatch.setattr("fusedops.demo.DEMOS", {"a": lambda panel: []})
+        monkeypatch.setattr("fusedops.cli.demo.DEMOS", {"a": lambda panel: []})
         args = ["density", "x.pdb", "--spacing", "2", "--out", "x.map"]
         for command in (["demo"], args):
             assert cli.main([*command, "--picture", "old.png"]) == 2
@@ -525,6 +525,6 @@ class TestStdout:
         def defect(args):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(cli, "_info", defect)
+        monkeypatch.setattr(cli.info, "_command", defect)
         with pytest.raises(OSError, match="No space left"):
             cli.main(["info"])

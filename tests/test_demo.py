@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import cli, demo
+from fusedops import cli
 from fusedops._frame import registry
+from fusedops.cli import demo
 
 pytest.importorskip("gemmi")
 pytest.importorskip("rich")

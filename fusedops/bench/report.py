@@ -1,16 +1,14 @@
-"""Results in files, in tables, and beside those of an earlier run."""
+"""Results in files, in words, and beside those of an earlier run."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedops import _tables
-from fusedops.bench.timing import NOISY, noisy
+from fusedops.bench.timing import noisy
 from fusedops.structure import replacing
 
 #: The form of the files, in which this is a number that changes with it.
@@ -114,47 +112,6 @@ def growth_of(row: dict[str, Any]) -> str:
     return f"it grows with the power {row['exponent']:.2f}{without}"
 
 
-def show(op: str, block: dict[str, Any]) -> None:
-    """Print an op's results."""
-    headings = ("workload", "dtype", "pass", "who", "how")
-    numbers = ("ms", "quartiles", "over floor", "MB", "error")
-    rows: list[_tables.Row] = []
-    last = None
-    for row in block["cases"]:
-        what = f"{row['workload']}: {sizes(row)}"
-        if last not in (None, what):
-            rows.append(None)
-        cells = [what if what != last else "", row["dtype"], row["pass"], row["who"], row["how"]]
-        last = what
-        if row["refused"]:
-            cells[2] = f"refused: {row['refused']}" if row["ours"] else f"not run: {row['refused']}"
-            rows.append(([*cells, *[""] * len(numbers)], "red" if row["ours"] else "dim"))
-            continue
-        low, high = row["quartiles_ms"]
-        error = max(row["error"].values()) if row["error"] else None
-        spread = f"{'noisy, ' * is_noisy(row)}{digits(low)} – {digits(high)}"
-        cells += [digits(row["ms"]), spread, digits(row["over_floor"])]
-        cells += [
-            "" if row["peak_MB"] is None else f"{row['peak_MB']:,.1f}",
-            "" if error is None else f"{error:.0e}",
-        ]
-        rows.append((cells, None if row["ours"] else "dim"))
-    _tables.show(op, (*headings, *numbers), rows, right=len(numbers))
-    for row in block["growth"]:
-        first, last_size = row["sizes"][0], row["sizes"][-1]
-        print(
-            f"{row['who']}, {row['how']}, {row['pass']}: {digits(row['ms'][0])} ms at {first:,} "
-            f"{row['unit']}, {digits(row['ms'][-1])} ms at {last_size:,}; {growth_of(row)}"
-        )
-    if unsure := sum(map(is_noisy, block["cases"])):
-        print(
-            f"{unsure} of {len(block['cases'])} rows are noisy: half of their rounds differ by "
-            f"over {NOISY:.0%} of the median, as where other processes use the machine"
-        )
-    for name, why in block["skipped"].items():
-        print(f"{name} is left out: {why}")
-
-
 @dataclass(frozen=True)
 class Change:
     """A row's time over that of an earlier run, and whether it is slower than spreads explain."""
@@ -186,17 +143,3 @@ def compared(new: dict[str, Any], old: dict[str, Any]) -> list[Change]:
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     names = ("op", "workload", "size", "dtype", "pass", "who", "how")
     return (*(row[name] for name in names), *sorted(row["shape"].items()))
-
-
-def show_changes(changes: Iterable[Change]) -> None:
-    """Print the ratios to an older run."""
-    rows: list[_tables.Row] = []
-    for change in changes:
-        row = change.row
-        what = f"{row['op']}, {row['workload']}: {sizes(row)}"
-        cells = [what, row["dtype"], row["pass"], row["who"], row["how"]]
-        numbers = [digits(change.before_ms), digits(row["ms"]), f"{change.ratio:.2f}"]
-        verdict = "SLOWER" if change.slower else ""
-        rows.append(([*cells, verdict, *numbers], "red" if change.slower else None))
-    headings = ("case", "dtype", "pass", "who", "how", "", "ms before", "ms", "ratio")
-    _tables.show("Compared to before", headings, rows, right=3)

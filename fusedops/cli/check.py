@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,42 @@ from typing import Any
 
 import numpy as np
 
-from fusedops import _tables
 from fusedops._frame import registry
 from fusedops.bench.workloads import WORKLOADS, Workload, errors, steps_of
+from fusedops.cli import tables
+from fusedops.cli.common import CommandError, add_choice, needs_gpu, progress
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="check every op on every backend that works here",
+        description="The self-test after an installation: every op, forward and gradient, on every "
+        "backend that works here, against the NumPy reference. Exit code 1 if one is wrong.",
+    )
+    parser.set_defaults(run=_command)
+    add_choice(parser)
+
+
+def _command(args: argparse.Namespace) -> int:
+    devices = (args.device,) if args.device else ("cpu", "cuda")
+    if args.device == "cuda":
+        needs_gpu()
+    rows = []
+    with progress("checking", steps(devices, args.backend)) as advance:
+        for row in run(devices, args.backend):
+            rows.append(row)
+            advance()
+    show(rows)
+    failed = [row for row in rows if row.failed]
+    checked = [row for row in rows if row.errors]
+    if failed:
+        print(f"{len(failed)} OF {len(failed) + len(checked)} CHECKS FAILED.")
+    elif not checked:
+        raise CommandError("nothing could be checked: see the reasons above")
+    else:
+        print(f"All {len(checked)} checks passed.")
+    return 1 if failed else 0
 
 
 @dataclass
@@ -145,7 +179,7 @@ def _ways(workload: Workload, backend: registry.Backend) -> list[tuple[str, str]
 def show(rows: list[Row]) -> None:
     """Print a table; a backend that serves nothing has one line."""
     headings = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
-    lines: list[_tables.Row] = []
+    lines: list[tables.Row] = []
     absent: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.why and not row.failed:
@@ -160,7 +194,7 @@ def show(rows: list[Row]) -> None:
         every = len(ops) == len({row.op for row in rows if row.backend == backend})
         cells = ["every op" if every else ", ".join(ops), backend, "", why, "", "", "", "", "-"]
         lines.append((cells, "dim"))
-    _tables.show("Errors against the reference, relative", headings, lines, right=5)
+    tables.show("Errors against the reference, relative", headings, lines, right=5)
 
 
 def _arrays(where: list[tuple[str, str]]) -> str:

@@ -1,0 +1,104 @@
+"""The ``fusedops`` command; every sub-command is a file, whose `add` declares its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fusedops
+from fusedops.cli import bench, check, demo, density, info, planarity
+from fusedops.cli.common import CommandError
+from fusedops.structure import StructureError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``fusedops`` command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments, those of the process by default.
+
+    Returns
+    -------
+    int
+        The exit code: 0, 1 where a check of the command failed, 2 where it couldn't do its work,
+        which is then said in one line on stderr; 130 after Ctrl-C.
+
+    Raises
+    ------
+    SystemExit
+        With code 2 if the arguments are wrong, with 0 after ``--help``.
+
+    Examples
+    --------
+    >>> main(["planarity", "no-such-file.pdb"])
+    2
+    """
+    parser = argparse.ArgumentParser(prog="fusedops", description=fusedops.__doc__)
+    parser.add_argument("--version", action="version", version=fusedops.__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (demo, info, check, bench, planarity, density):
+        command.add(commands)
+    with contextlib.ExitStack() as streams:
+        if sys.stderr is None:  # closed by whoever started the process, as stdout may be
+            nowhere = streams.enter_context(open(os.devnull, "w"))
+            streams.enter_context(contextlib.redirect_stderr(nowhere))
+        stdout: Any = _Stdout(sys.stdout)
+        streams.enter_context(contextlib.redirect_stdout(stdout))
+        try:
+            try:
+                args = parser.parse_args(argv)
+                return args.run(args)
+            finally:
+                sys.stdout.flush()
+        except (CommandError, StructureError, fusedops.BackendUnavailable, MemoryError) as error:
+            reason = str(error) or "out of memory"
+            reason = "; ".join(" ".join(line.split()) for line in reason.splitlines())
+            print("fusedops:", reason, file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+
+
+class _Stdout:
+    """The stdout of a command, whose errors name it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            # The name of a file, or an Å, may be what the encoding of the terminal lacks.
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            if self._stream is None:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._named():
+            if self._stream is not None:
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._stream is not None:
+                # Python must not try again, and complain, when it ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            # Who closed a pipe has seen enough, and still wants the files that are to be written.
+            if not isinstance(error, BrokenPipeError):
+                raise CommandError(f"stdout: {error.strerror}") from None

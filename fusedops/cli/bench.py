@@ -1,0 +1,169 @@
+"""``fusedops bench``: time every op, show and draw the results, and compare them to older ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fusedops.bench import report
+from fusedops.bench.timing import NOISY
+from fusedops.cli import tables
+from fusedops.cli.common import CommandError, add_choice, needs, needs_gpu, progress
+from fusedops.structure import check_target
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="time every op beside its peers and the floors of the machine",
+        description="Time calls as real programs make them, on every backend with kernels, beside "
+        "peers that are installed, and beside the least time that bytes, products and exponentials "
+        "take on this machine. A kernel that is wrong is not timed. Exit code 1 if one is, or if "
+        "something got slower than before.",
+    )
+    parser.set_defaults(run=_command)
+    add_choice(parser)
+    parser.set_defaults(device="cpu")
+    parser.add_argument(
+        "--op", nargs="+", action="extend", metavar="NAME", help="only these ops, or modules"
+    )
+    parser.add_argument("--quick", action="store_true", help="small cases, about a minute")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the results, in a file that is there in place of those of the same ops",
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD.json", help="say what got slower since then"
+    )
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results as SVG there")
+    parser.add_argument(
+        "--from",
+        dest="files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing, but compare and draw the results in these files",
+    )
+
+
+def _command(args: argparse.Namespace) -> int:
+    if args.plot:
+        needs("matplotlib", "cli")
+    if args.files and args.json:
+        raise CommandError(f"--json {args.json}: --from measures nothing that could be written")
+    try:
+        old = report.read(args.compare) if args.compare else None
+        reports = [report.read(path) for path in args.files] if args.files else [_measure(args)]
+    except report.ReportError as error:
+        raise CommandError(str(error)) from None
+    wrong = [row for each in reports for row in report.refused(each)]
+    slower = []
+    if old:
+        changes = [change for each in reports for change in report.compared(each, old)]
+        show_changes(changes)
+        slower = [change for change in changes if change.slower]
+        print(f"{len(slower)} of {len(changes)} cases are slower than their spreads explain.")
+    if args.plot:
+        from fusedops.bench import plot
+
+        try:
+            for path in plot.draw(reports, args.plot):
+                print(f"Picture: {path}")
+        except OSError as error:
+            raise CommandError(f"{args.plot}: {error.strerror or error}") from None
+    if wrong:
+        who = sorted({f"{row['op']} by {row['who']}" for row in wrong})
+        print(f"NOT TIMED, because wrong: {', '.join(who)}.")
+    return 1 if wrong or slower else 0
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the bench, merge its results into the file of ``--json``, and return them."""
+    from fusedops.bench import measure
+
+    for name in args.op or []:
+        if name not in measure.op_names():
+            raise CommandError(f"--op {name}: it should be one of {', '.join(measure.op_names())}")
+    if args.device == "cuda":
+        needs_gpu()
+    plan = measure.Plan(args.device, tuple(args.op or ()), tuple(args.backend or ()), args.quick)
+    # A file that can't be added to is known before the work, not after it.
+    if args.json:
+        try:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandError(f"{args.json.parent}: {error.strerror}") from None
+        check_target(args.json)
+    kept, found = report.start(args.json, args.device), report.new(args.device)
+    blocks = {}
+    with progress("measuring", plan.steps) as advance:
+        bench = measure.Bench(plan, advance)
+        for op, block in bench.run():
+            blocks[op] = found["ops"][op] = block
+            if args.json:
+                kept["ops"] |= blocks
+                report.save(args.json, kept)
+    for op, block in blocks.items():
+        show(op, block)
+    return found
+
+
+def show(op: str, block: dict[str, Any]) -> None:
+    """Print an op's results."""
+    headings = ("workload", "dtype", "pass", "who", "how")
+    numbers = ("ms", "quartiles", "over floor", "MB", "error")
+    rows: list[tables.Row] = []
+    last = None
+    for row in block["cases"]:
+        what = f"{row['workload']}: {report.sizes(row)}"
+        if last not in (None, what):
+            rows.append(None)
+        cells = [what if what != last else "", row["dtype"], row["pass"], row["who"], row["how"]]
+        last = what
+        if row["refused"]:
+            cells[2] = f"refused: {row['refused']}" if row["ours"] else f"not run: {row['refused']}"
+            rows.append(([*cells, *[""] * len(numbers)], "red" if row["ours"] else "dim"))
+            continue
+        low, high = row["quartiles_ms"]
+        error = max(row["error"].values()) if row["error"] else None
+        spread = f"{'noisy, ' * report.is_noisy(row)}{report.digits(low)} – {report.digits(high)}"
+        cells += [report.digits(row["ms"]), spread, report.digits(row["over_floor"])]
+        cells += [
+            "" if row["peak_MB"] is None else f"{row['peak_MB']:,.1f}",
+            "" if error is None else f"{error:.0e}",
+        ]
+        rows.append((cells, None if row["ours"] else "dim"))
+    tables.show(op, (*headings, *numbers), rows, right=len(numbers))
+    for row in block["growth"]:
+        first, last = (
+            f"{report.digits(row['ms'][at])} ms at {row['sizes'][at]:,}" for at in (0, -1)
+        )
+        print(
+            f"{row['who']}, {row['how']}, {row['pass']}: {first} {row['unit']}, {last}; "
+            f"{report.growth_of(row)}"
+        )
+    if unsure := sum(map(report.is_noisy, block["cases"])):
+        print(
+            f"{unsure} of {len(block['cases'])} rows are noisy: half of their rounds differ by "
+            f"over {NOISY:.0%} of the median, as where other processes use the machine"
+        )
+    for name, why in block["skipped"].items():
+        print(f"{name} is left out: {why}")
+
+
+def show_changes(changes: Iterable[report.Change]) -> None:
+    """Print the ratios to an older run."""
+    rows: list[tables.Row] = []
+    for change in changes:
+        row = change.row
+        what = f"{row['op']}, {row['workload']}: {report.sizes(row)}"
+        cells = [what, row["dtype"], row["pass"], row["who"], row["how"]]
+        numbers = [report.digits(change.before_ms), report.digits(row["ms"]), f"{change.ratio:.2f}"]
+        verdict = "SLOWER" if change.slower else ""
+        rows.append(([*cells, verdict, *numbers], "red" if change.slower else None))
+    headings = ("case", "dtype", "pass", "who", "how", "", "ms before", "ms", "ratio")
+    tables.show("Compared to before", headings, rows, right=3)

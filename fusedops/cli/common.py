@@ -1,0 +1,99 @@
+"""What the commands share: reasons to end, checks and kinds of arguments, progress, times."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+from fusedops._frame.registry import BACKENDS, forced
+
+
+class CommandError(Exception):
+    """A reason to end a command with one line on stderr and exit code 2."""
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the commands that run ops on backends of a device."""
+    names = [backend.name for backend in BACKENDS]
+    parser.add_argument(
+        "--backend", nargs="+", action="extend", choices=names, metavar="NAME", help="only these"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="the device (default: %(default)s)"
+    )
+
+
+def number(
+    kind: type, least: float, most: float = math.inf, unit: str = ""
+) -> Callable[[str], float]:
+    """Return what argparse reads a finite number with, `unit` included in what it says."""
+    what = f"a {'whole ' if kind is int else ''}number of "
+    what += f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
+    what += f", in {unit}" if unit else ""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most and value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text!r} should be {what}")
+        return value
+
+    return parse
+
+
+def check_other(option: str, path: str, source: str) -> None:
+    """Raise CommandError if an output is the input, by whatever name."""
+    if os.path.exists(path) and os.path.samefile(path, source):
+        raise CommandError(f"{option} {path}: it is the input {source}; it should be another file")
+
+
+def forced_backend(backend: str | None) -> str | None:
+    try:
+        return forced(backend)
+    except ValueError as error:
+        raise CommandError(error) from None
+
+
+def needs(package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise CommandError(f'{package} is not installed: pip install "fusedops[{extra}]"')
+
+
+def needs_gpu() -> None:
+    needs("torch", "gpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CommandError("torch sees no GPU")
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = perf_counter()
+    yield
+    seconds[name] = perf_counter() - start
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
+    """Yield what to call after each of `total` steps; a bar on stderr shows it to a person.
+
+    It may be told what comes next. Without rich there is none.
+    """
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda what="": None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda what=title: bar.update(task, advance=1, description=what)

@@ -1,0 +1,24 @@
+"""``fusedops info``: `fusedops.info` on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+import fusedops
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info", help="what this machine offers: backends, instruction set, threads, GPUs"
+    )
+    parser.set_defaults(run=_command)
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _command(args: argparse.Namespace) -> int:
+    found = fusedops.info()
+    print(json.dumps(asdict(found), indent=1) if args.json else found)
+    return 0
