@@ -32,11 +32,8 @@ __all__ = [
     "box_grid",
     "check_map_name",
     "check_memory",
-    "check_picture_name",
     "crystal_grid",
     "density_map",
-    "draw_slices",
-    "save_picture",
     "scattering_atoms",
     "unit_cell",
     "write_map",
@@ -678,121 +675,6 @@ def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None
     'numpy'
     """
     return fusedops.gaussian_density.explain(*_arguments(atoms, grid), backend=backend).backend
-
-
-def check_picture_name(path: str | os.PathLike) -> None:
-    """Raise `StructureError` if no picture can be written to `path`.
-
-    Parameters
-    ----------
-    path : str or path-like
-        In a folder that is there, with the ending of a format that Matplotlib writes.
-
-    Examples
-    --------
-    >>> check_picture_name("density.ccp4")
-    Traceback (most recent call last):
-    fusedops.structure.StructureError: density.ccp4: Matplotlib can't draw into such a file
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    ending = Path(path).suffix.lower().lstrip(".")
-    if ending not in FigureCanvasBase.get_supported_filetypes():
-        raise StructureError(f"{path}: Matplotlib can't draw into such a file")
-    check_target(path)
-
-
-def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: str) -> None:
-    """Draw the three slices through the middle of a map.
-
-    Parameters
-    ----------
-    path : str or path-like
-        See `check_picture_name`.
-    grid : MapGrid
-        Where the voxels are.
-    rho : (nx, ny, nz) array
-        The map.
-    unit : str
-        Of its values.
-
-    Raises
-    ------
-    StructureError
-        The file can't be written.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> grid = box_grid(np.zeros((1, 3)), spacing=0.5, margin=2.0)
-    >>> rho = np.random.default_rng(0).random(grid.shape)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     draw_slices(f"{folder}/density.png", grid, rho, "e/Å³")
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import Affine2D
-
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    lengths, angles = grid.cell.parameters[:3], np.radians(grid.cell.parameters[3:])
-    names = "abc" if grid.spacegroup else "xyz"
-    middle = [n // 2 for n in grid.shape]
-    slices = [np.take(rho, at, axis) for axis, at in enumerate(middle)]
-    # A few sharp atoms would leave everything else dark.
-    top = max(float(np.quantile(piece, 0.998)) for piece in slices)
-    panels = figure.subplots(1, 3)
-    for axis, (panel, piece) in enumerate(zip(panels, slices, strict=True)):
-        u, v = (edge for edge in range(3) if edge != axis)
-        along = lengths[v] * np.cos(angles[axis]), lengths[v] * np.sin(angles[axis])
-        oblique = Affine2D.from_values(lengths[u], 0, *along, 0, 0)
-        # A voxel's value is that at its middle.
-        low, n = np.array(grid.start) - 0.5, np.array(grid.shape)
-        (left, bottom), (right, up) = ((e / n)[[u, v]] for e in (low, low + n))
-        image = panel.imshow(
-            piece.T,
-            origin="lower",
-            extent=(left, right, bottom, up),
-            transform=oblique + panel.transData,
-            cmap="magma",
-            vmin=0,
-            vmax=top or None,
-        )
-        corners = oblique.transform([(x, y) for x in (left, right) for y in (bottom, up)])
-        panel.set_xlim(corners[:, 0].min(), corners[:, 0].max())
-        panel.set_ylim(corners[:, 1].min(), corners[:, 1].max())
-        panel.set_aspect("equal")
-        panel.set_xlabel(f"{names[u]}, Å")
-        panel.set_ylabel(f"{names[v]}, Å")
-        at = (grid.start[axis] + middle[axis]) / grid.shape[axis] * lengths[axis]
-        panel.set_title(f"{names[axis]} = {at:.1f} Å")
-    figure.colorbar(image, ax=panels, label=unit, extend="max", shrink=0.7)
-    save_picture(path, figure)
-
-
-def save_picture(path: str | os.PathLike, figure: Any) -> None:
-    """Write a figure; the file appears whole or not at all.
-
-    Parameters
-    ----------
-    path : str or path-like
-        See `check_picture_name`.
-    figure : matplotlib.figure.Figure
-
-    Raises
-    ------
-    StructureError
-        The file can't be written.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from matplotlib.figure import Figure
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_picture(f"{folder}/nothing.svg", Figure())
-    ...     os.listdir(folder)
-    ['nothing.svg']
-    """
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=150, format=Path(path).suffix.lower().lstrip("."))
 
 
 def check_map_name(path: str | os.PathLike) -> None:

@@ -24,6 +24,7 @@ from fusedops._frame import registry
 from fusedops._frame.arrays import namespace
 from fusedops._frame.check import is_tensor
 from fusedops.cli.common import needs
+from fusedops.cli.pictures import check_picture_name, save_picture
 from fusedops.density import Lattice
 from fusedops.samples import ubiquitin
 from fusedops.structure import planar_groups
@@ -53,7 +54,7 @@ def _command(args: argparse.Namespace) -> int:
     needs("rich", "cli")
     needs("matplotlib", "cli")
     needs("scipy", "cli")
-    maps.check_picture_name(args.picture)
+    check_picture_name(args.picture)
     passed = run(Path(args.picture))
     print(f"Picture: {args.picture}")
     print("Every result agrees with the reference." if passed else "A CHECK FAILED.")
@@ -689,7 +690,7 @@ def run(picture: Path) -> bool:
     panels = figure.subfigures(len(DEMOS), 1, squeeze=False)[:, 0]
     rows = [row for demo, panel in zip(DEMOS.values(), panels, strict=True) for row in demo(panel)]
     _show(rows)
-    maps.save_picture(picture, figure)
+    save_picture(picture, figure)
     return not any(row.failed for row in rows)
 
 

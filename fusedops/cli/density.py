@@ -21,6 +21,7 @@ from fusedops.cli.common import (
     progress,
     timed,
 )
+from fusedops.cli.pictures import check_picture_name, draw_slices
 from fusedops.structure import read_structure
 
 #: Atoms for each step of the bar, of which there are ten at most: a step costs an addition of two
@@ -91,7 +92,7 @@ def _command(args: argparse.Namespace) -> int:
     maps.check_map_name(args.out)
     if args.picture:
         needs("matplotlib", "cli")
-        maps.check_picture_name(args.picture)
+        check_picture_name(args.picture)
     report = _make_map(args)
     if args.json:
         print(json.dumps(report, indent=1, allow_nan=False))
@@ -204,7 +205,7 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.picture:
         with timed(seconds, "picture"):
-            maps.draw_slices(args.picture, grid, rho, unit)
+            draw_slices(args.picture, grid, rho, unit)
         report["picture"] = args.picture
     report["seconds"] = seconds
     show(
