@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import fusedops
+from fusedops._frame.limits import available_memory
 from fusedops.density import COMPONENTS, atom_radius, bad_atoms
 from fusedops.structure import (
     CELL_NAMES,
@@ -725,7 +725,7 @@ def write_map(path: str | os.PathLike, ccp4: Any) -> None:
     >>> ccp4 = density_map(atoms, crystal_grid(ubiquitin, 1.0))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_map(f"{folder}/density.ccp4", ccp4)
-    ...     Path(f"{folder}/density.ccp4").stat().st_size  # 54 × 48 × 30 voxels and a header
+    ...     os.path.getsize(f"{folder}/density.ccp4")  # 54 × 48 × 30 voxels and a header
     312384
     """
     check_map_name(path)
@@ -759,38 +759,3 @@ def check_memory(voxels: float) -> None:
             f"a map of {voxels:,.0f} voxels needs {needed / 1e9:,.1f} GB of memory and "
             f"{there / 1e9:,.1f} GB are available; make the spacing larger"
         )
-
-
-def available_memory() -> int | None:
-    """Return how many bytes this process may still take, or None where nothing says so.
-
-    Returns
-    -------
-    int or None
-        What Linux calls available, or what is left to a container, if that is less.
-
-    Examples
-    --------
-    >>> available_memory() != 0
-    True
-    """
-    found = [memory for memory in (_system_memory(), _cgroup_memory()) if memory is not None]
-    return min(found, default=None)
-
-
-def _system_memory(path: Path = Path("/proc/meminfo")) -> int | None:
-    try:
-        rows = dict(line.split(":") for line in path.read_text().splitlines())
-        return 1024 * int(rows["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    try:
-        limit, used = (int((root / f"memory.{name}").read_text()) for name in ("max", "current"))
-        rows = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        # Linux gives up what it keeps of files before it runs out.
-        return max(0, limit - used + int(rows["inactive_file"]))
-    except (OSError, KeyError, ValueError):
-        return None

@@ -12,7 +12,7 @@ import pytest
 
 import fusedops
 from fusedops import cli, maps
-from fusedops._frame import registry
+from fusedops._frame import limits, registry
 from fusedops.structure import StructureError, read_structure
 
 gemmi = pytest.importorskip("gemmi")
@@ -442,18 +442,18 @@ class TestRefusals:
 class TestMemory:
     def test_what_linux_says(self, tmp_path):
         (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   5 kB\n")
-        assert maps._system_memory(tmp_path / "meminfo") == 5120
-        assert maps._system_memory(tmp_path / "none") is None
+        assert limits._system_memory(tmp_path / "meminfo") == 5120
+        assert limits._system_memory(tmp_path / "none") is None
 
     def test_what_a_container_has_left(self, tmp_path):
-        assert maps._cgroup_memory(tmp_path) is None
+        assert limits._cgroup_memory(tmp_path) is None
         for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "inactive_file 50\n")):
             (tmp_path / f"memory.{name}").write_text(text)
-        assert maps._cgroup_memory(tmp_path) == 350
+        assert limits._cgroup_memory(tmp_path) == 350
         (tmp_path / "memory.max").write_text("max\n")
-        assert maps._cgroup_memory(tmp_path) is None
+        assert limits._cgroup_memory(tmp_path) is None
 
     def test_unknown_memory_refuses_nothing(self, monkeypatch):
-        monkeypatch.setattr(maps, "_system_memory", lambda: None)
-        monkeypatch.setattr(maps, "_cgroup_memory", lambda: None)
+        monkeypatch.setattr(limits, "_system_memory", lambda: None)
+        monkeypatch.setattr(limits, "_cgroup_memory", lambda: None)
         maps.check_memory(1e15)

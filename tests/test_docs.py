@@ -24,6 +24,7 @@ README = Path(__file__).parents[1] / "README.md"
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
+    "fusedops._frame.limits",
     "fusedops._frame.threads",
 ]
 NEED_TORCH = ("fusedops.nn", "fusedops._frame.bridge")

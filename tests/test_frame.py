@@ -18,7 +18,7 @@ import pytest
 
 import fusedops
 from cpukern import isa
-from fusedops._frame import registry, threads
+from fusedops._frame import limits, registry, threads
 from fusedops.bench.workloads import WORKLOADS, Source
 from fusedops.samples import protein
 
@@ -231,7 +231,7 @@ def test_thread_rule(monkeypatch):
     assert python(count, FUSEDOPS_NUM_THREADS="3", OMP_NUM_THREADS="5").strip() == "3"
     assert python(count, OMP_NUM_THREADS="5,2").strip() == "5"
     for malformed in ("many", "²", "٣", "9" * 5000, "0"):
-        assert int(python(count, OMP_NUM_THREADS=malformed)) == threads._available_cores()
+        assert int(python(count, OMP_NUM_THREADS=malformed)) == limits.available_cores()
     first = "import fusedops; fusedops.set_num_threads(7); print(fusedops.get_num_threads())"
     assert python(first, FUSEDOPS_NUM_THREADS="3").strip() == "7"
     wrong = "import fusedops\ntry: fusedops.get_num_threads()\nexcept ValueError as e: print(e)"
@@ -246,18 +246,18 @@ def test_thread_rule(monkeypatch):
 
 
 def test_containers_limit_threads(tmp_path):
-    assert threads._cgroup_quota(tmp_path) is None
+    assert limits._cgroup_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert threads._cgroup_quota(tmp_path) == 1.5
+    assert limits._cgroup_quota(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert threads._cgroup_quota(tmp_path) is None
+    assert limits._cgroup_quota(tmp_path) is None
     (tmp_path / "cpu.max").unlink()
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert threads._cgroup_quota(tmp_path) is None
+    assert limits._cgroup_quota(tmp_path) is None
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("400000\n")
-    assert threads._cgroup_quota(tmp_path) == 4
+    assert limits._cgroup_quota(tmp_path) == 4
 
 
 LARGE = """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import operator
 import os
 import re
@@ -16,8 +15,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
+
+from fusedops._frame.limits import available_cores
 
 _chosen: int | None = None
 _pooled = False
@@ -109,7 +109,7 @@ def _default() -> int:
         return threads
     # OMP_NUM_THREADS may list one number per nesting level; ours is the outermost. OpenMP
     # runtimes ignore a malformed value, and so does this.
-    return _positive(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or _available_cores()
+    return _positive(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or available_cores()
 
 
 def _positive(text: str) -> int:
@@ -193,29 +193,4 @@ def _blas() -> Any:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(64, _available_cores()), thread_name_prefix="fusedops")
-
-
-@functools.cache
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
-
-
-def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the CPU quota of this container in cores, or None where there is none."""
-    try:
-        limit, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            limit = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if limit == "max" or int(limit) <= 0:
-        return None
-    return int(limit) / int(period)
+    return ThreadPoolExecutor(max(64, available_cores()), thread_name_prefix="fusedops")
