@@ -1,0 +1,94 @@
+"""Who imports whom: a room knows only the rooms below it, and no import goes round in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for package in ("fusedops", "cpukern", "gpukern")
+    for file in sorted((ROOT / package).rglob("*.py"))
+}
+#: The rooms of files at the top of fusedops; another one there is the definition of some ops.
+ROOMS = {
+    "": "package",
+    "_info": "package",
+    "__main__": "cli",
+    **dict.fromkeys(("maps", "nn", "samples", "structure", "testing"), "library"),
+}
+#: The rooms that each may import, besides itself.
+BELOW = {
+    "_frame": set(),
+    "definitions": {"_frame"},
+    "cpukern": {"_frame", "definitions"},
+    "gpukern": {"_frame", "definitions"},
+    "package": {"_frame", "definitions", "cpukern"},
+    "library": {"_frame", "definitions", "package"},
+    "bench": {"_frame", "definitions", "package", "library"},
+    "cli": {"_frame", "definitions", "package", "library", "bench"},
+}
+#: Rooms in which a function may close a circle: by the bridge, which imports torch; by the version.
+LATE = {"_frame", "package"}
+#: Imports that go up all the same, in functions.
+UP = {
+    ("fusedops._frame.bridge", "fusedops.planarity"),
+    ("fusedops._frame.registry", "cpukern.isa"),
+}
+
+
+def room(module):
+    package, _, rest = module.partition(".")
+    if package != "fusedops":
+        return package
+    first = rest.partition(".")[0]
+    return ROOMS.get(first) or (first if first in BELOW else "definitions")
+
+
+def imports(node, at_import=True):
+    """Yield the modules of ours that are imported, and whether they are when this one is."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0
+        whole = [f"{node.module}.{alias.name}" for alias in node.names]
+        names = [name if name in FILES else node.module for name in whole]
+    else:
+        names = []
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        later = for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for child in ast.iter_child_nodes(node):
+            yield from imports(child, at_import and not later)
+    yield from ((name, at_import) for name in names if name in FILES)
+
+
+IMPORTS = {
+    module: set(imports(ast.parse(file.read_text(encoding="utf-8"))))
+    for module, file in FILES.items()
+}
+
+
+def test_a_room_imports_only_rooms_below_it():
+    TopologicalSorter(BELOW).prepare()  # raises CycleError
+    assert {room(module) for module in FILES} == set(BELOW)
+    up = {
+        (module, other, at_import)
+        for module, others in IMPORTS.items()
+        for other, at_import in others
+        if room(other) not in {room(module), *BELOW[room(module)]}
+    }
+    assert up == {(*edge, False) for edge in UP}
+
+
+def test_modules_of_a_room_are_in_no_circle():
+    graph = {
+        module: [
+            other
+            for other, at_import in others
+            if room(other) == room(module) and (at_import or room(module) not in LATE)
+        ]
+        for module, others in IMPORTS.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
