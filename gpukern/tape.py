@@ -48,22 +48,25 @@ class _Ref(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A tensor that has been met: whose memory it lies in, and how many bytes from its start."""
+    """A tensor that has been met.
+
+    A view is found by its root, whose memory it lies in, bytes from the root's start, and its
+    layout; any other tensor is its own root.
+    """
 
     root: int
     offset: int
+    dtype: torch.dtype
+    layout: tuple[Any, ...]
 
 
 class _Call(NamedTuple):
-    """A call of torch, and the numbers of what it makes."""
+    """A call of torch, and the numbers of what it makes; no function stands for empty memory."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | None
     args: list[Any]
     options: dict[str, Any]
     made: list[int]
-    view: bool
-    # Shape, strides and dtype of new memory, where it asks for no more.
-    memory: tuple[Any, ...] | None
 
 
 class _Launch(NamedTuple):
@@ -87,7 +90,7 @@ class _Recorder(TorchDispatchMode):
         # Weak, so that memory comes free when it does without a record.
         self.alive: list[Any] = []
         for at, tensor in enumerate(known):
-            self._met(tensor, _Value(at, 0))
+            self._met(tensor, _Value(at, 0, tensor.dtype, ()))
         self.steps: list[_Call | _Launch] = []
         self.refused: str | None = None
 
@@ -110,34 +113,47 @@ class _Recorder(TorchDispatchMode):
         if len(self.steps) >= _LONGEST:
             raise _Refused("there are too many steps")
         made = result if isinstance(result, (tuple, list)) else [result]
+        made = [] if result is None else made
         given = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
         if not given and not any(isinstance(value, torch.Tensor) for value in made):
             # Of dtypes alone.
             return
-        numbers, view = [], False
+        views = bool(made) and not function._schema.is_mutable
+        numbers = []
         for tensor in made:
-            if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
-                raise _Refused("it leaves the GPU")
-            if id(tensor) in self.numbers:
-                numbers.append(self.numbers[id(tensor)])
-                continue
-            memory = tensor.untyped_storage().data_ptr()
-            bases = [v for v in given if v.untyped_storage().data_ptr() == memory and memory]
-            number = root = len(self.values)
-            offset = 0
-            if bases:
-                base = self.values[self._number(bases[0])]
-                root = base.root
-                offset = base.offset + tensor.data_ptr() - bases[0].data_ptr()
-                view = True
-            self._met(tensor, _Value(root, offset))
-            numbers.append(number)
+            value = self._value(tensor, given)
+            numbers.append(len(self.values) if value else self._number(tensor))
+            if value:
+                self._met(tensor, value)
+            views = views and value is not None and bool(value.layout)
+        if views:
+            # It is made of its root where it is used.
+            return
+        if function in _EMPTY:
+            memory = [tuple(result.shape), result.stride(), result.dtype]
+            self.steps.append(_Call(None, memory, {}, numbers))
+            return
         refs = [self._refs(value) for value in args]
         named = {name: self._refs(value) for name, value in options.items()}
-        memory = None
-        if function in _EMPTY:
-            memory = tuple(result.shape), result.stride(), result.dtype
-        self.steps.append(_Call(function, refs, named, numbers, view, memory))
+        self.steps.append(_Call(function, refs, named, numbers))
+
+    def _value(self, tensor: Any, given: Sequence[torch.Tensor]) -> _Value | None:
+        """Return what a call has made; None for a tensor that was there before."""
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
+            raise _Refused("it leaves the GPU")
+        if id(tensor) in self.numbers:
+            return None
+        memory = tensor.untyped_storage().data_ptr()
+        bases = [t for t in given if memory and t.untyped_storage().data_ptr() == memory]
+        own = _Value(len(self.values), 0, tensor.dtype, ())
+        if not bases:
+            return own
+        base = self.values[self._number(bases[0])]
+        if base.dtype != tensor.dtype:
+            return own
+        offset = base.offset + tensor.data_ptr() - bases[0].data_ptr()
+        steps = offset // tensor.itemsize
+        return base._replace(offset=offset, layout=(tuple(tensor.shape), tensor.stride(), steps))
 
     def _met(self, tensor: torch.Tensor, value: _Value) -> None:
         name, numbers = id(tensor), self.numbers
@@ -246,92 +262,91 @@ def _recorded(kernel: Any, a: Any, y: Any) -> Callable[[Any, Any], None] | None:
         del _here.recorder
     if recorder.refused is not None:
         return None
-    return _compiled(recorder.steps, [v.root for v in recorder.values], sources)
+    return _compiled(recorder.steps, recorder.values, sources)
 
 
 def _compiled(
-    steps: list[_Call | _Launch], roots: list[int], sources: list[tuple[bool, int, int | None]]
+    steps: list[_Call | _Launch], values: list[_Value], sources: list[tuple[bool, int, int | None]]
 ) -> Callable[[Any, Any], None]:
     """Return a function that takes the steps: Python, written out, since a loop takes as long."""
-    used: set[int] = set()
-    kept: list[_Call | _Launch] = []
-    for step in reversed(steps):
-        if isinstance(step, _Launch):
-            used.update(root for _, root, _ in step.pointers)
-        elif step.view and not used.intersection(step.made):
-            # Its address is known without it.
-            continue
-        else:
-            if step.memory is None:
-                used.update(_numbers((step.args, list(step.options.values()))))
-            used.update(roots[number] for number in step.made if number in used)
-        kept.append(step)
-    kept.reverse()
+    last: dict[int, int] = {}
+    for at, step in enumerate(steps):
+        for number in _used(step):
+            last[number] = last[values[number].root] = at
+    addressed = {
+        root for step in steps if isinstance(step, _Launch) for _, root, _ in step.pointers
+    }
     names: dict[str, Any] = {
         "stream": torch._C._cuda_getCurrentRawStream,
+        "device": torch.cuda.current_device(),
         "empty": torch._C._dynamo.guards._empty_strided_cuda,
+        "view": torch._C._dynamo.guards._reinterpret_tensor,
     }
-    lines = [
-        f"q{output:d}{at} = {'y' if output else 'a'}[{at}].tensors_here()"
-        for output, at, part in sources
-        if part == 0
-    ]
-    addressed = {root for s in kept if isinstance(s, _Launch) for _, root, _ in s.pointers}
+    lines = ["s = stream(device)"]
     for number, (output, at, part) in enumerate(sources):
-        if number in used:
-            whole = f"{'y' if output else 'a'}[{at}]"
-            of = whole if part is None else f"q{output:d}{at}[{part}]"
+        record = f"{'y' if output else 'a'}"
+        if part == 0:
+            lines.append(f"{record}{at} = {record}[{at}].tensors_here()")
+        if number in last:
+            of = f"{record}[{at}]" if part is None else f"{record}{at}[{part}]"
             lines.append(f"v{number} = {of}")
-            if number in addressed:
-                lines.append(f"p{number} = v{number}.data_ptr()")
-    last: dict[int, int] = {}
-    for at, step in enumerate(kept):
+            lines += [f"p{number} = v{number}.data_ptr()"] if number in addressed else []
+    there = set(range(len(sources)))
+    for at, step in enumerate(steps):
         if isinstance(step, _Launch):
-            last.update(dict.fromkeys((root for _, root, _ in step.pointers), at))
-        else:
-            for number in (*_numbers((step.args, list(step.options.values()))), *step.made):
-                last[number] = at
-                last[roots[number]] = at
-    given = len(sources)
-    for at, step in enumerate(kept):
-        if isinstance(step, _Launch):
-            names |= {f"f{at}": step.launch, f"h{at}": step.function, f"t{at}": step.tail}
-            args = [f"c{at}[{i}]" for i in range(len(step.args))]
-            for i, root, offset in step.pointers:
-                args[i] = f"p{root} + {offset}" if offset else f"p{root}"
-            rest = max((i for i, *_ in step.pointers), default=-1) + 1
-            names[f"c{at}"] = tuple(step.args[rest:])
-            fixed = [arg if arg.startswith("p") else f"c{at}x{i}" for i, arg in enumerate(args)]
-            names |= {f"c{at}x{i}": step.args[i] for i in range(rest)}
-            grid = ", ".join(map(str, step.head))
-            shown = ", ".join([*fixed[:rest], f"*c{at}"])
-            lines.append(f"f{at}({grid}, s, h{at}, *t{at}, {shown})")
-        elif step.memory is not None:
-            names[f"m{at}"], (number,) = step.memory, step.made
-            if number in used:
-                lines.append(f"v{number} = empty(*m{at})")
-                lines += [f"p{number} = v{number}.data_ptr()"] if number in addressed else []
-        else:
-            names[f"f{at}"] = _FASTER.get(step.function, step.function)
-            args = [_written(value, names, f"c{at}_{i}") for i, value in enumerate(step.args)]
-            args += [
-                f"{name}={_written(value, names, f'c{at}_{name}')}"
-                for name, value in step.options.items()
-            ]
-            fresh = [number for number in step.made if number >= given and number in used]
-            call = f"f{at}({', '.join(args)})"
-            several = len(step.made) > 1
-            lines.append(f"r = {call}" if several else (f"v{fresh[0]} = {call}" if fresh else call))
-            if several:
-                lines += [f"v{n} = r[{step.made.index(n)}]" for n in fresh]
+            lines.append(_launched(step, at, names))
+        elif step.function is not None or last.get(step.made[0], -1) > at:
+            for number in _used(step):
+                if number not in there and number not in step.made:
+                    root, _, _, (shape, strides, skipped) = values[number]
+                    names[f"l{number}"] = shape, strides, skipped
+                    lines.append(f"v{number} = view(v{root}, *l{number})")
+                    there.add(number)
+            lines += _called(step, at, names)
+            fresh = [number for number in step.made if number not in there]
             lines += [f"p{n} = v{n}.data_ptr()" for n in fresh if n in addressed]
-        gone = [n for n, when in last.items() if when == at and n >= given and n in used]
+            there.update(fresh)
+        gone = [n for n, when in last.items() if when == at and n >= len(sources) and n in there]
         lines += [f"v{number} = None" for number in gone]
-    body = "\n    ".join(["s = stream(device)", *lines])
-    names["device"] = torch.cuda.current_device()
-    exec(f"def replay(a, y):\n    {body}", names)
+    exec("def replay(a, y):\n    " + "\n    ".join(lines), names)
     replay: Callable[[Any, Any], None] = names["replay"]
     return replay
+
+
+def _used(step: _Call | _Launch) -> list[int]:
+    """Return the numbers of the tensors that a step reads, writes or makes."""
+    if isinstance(step, _Launch):
+        return [root for _, root, _ in step.pointers]
+    return [*_numbers((step.args, list(step.options.values()))), *step.made]
+
+
+def _launched(step: _Launch, at: int, names: dict[str, Any]) -> str:
+    """Return a launch as Python; pointers come first, and all after the last is one tuple."""
+    count = max((position for position, *_ in step.pointers), default=-1) + 1
+    first = [f"c{at}_{position}" for position in range(count)]
+    names |= dict(zip(first, step.args, strict=False))
+    for position, root, offset in step.pointers:
+        first[position] = f"p{root} + {offset}" if offset else f"p{root}"
+    names |= {f"f{at}": step.launch, f"h{at}": step.function, f"t{at}": step.tail}
+    names[f"c{at}"] = tuple(step.args[count:])
+    grid = ", ".join(map(str, step.head))
+    return f"f{at}({grid}, s, h{at}, *t{at}, {', '.join(first)}, *c{at})"
+
+
+def _called(step: _Call, at: int, names: dict[str, Any]) -> list[str]:
+    """Return a call of torch as Python."""
+    if step.function is None:
+        names[f"m{at}"] = step.args
+        return [f"v{step.made[0]} = empty(*m{at})"]
+    names[f"f{at}"] = _FASTER.get(step.function, step.function)
+    args = [_written(value, names, f"c{at}_{i}") for i, value in enumerate(step.args)]
+    args += [
+        f"{name}={_written(value, names, f'c{at}_{name}')}" for name, value in step.options.items()
+    ]
+    call = f"f{at}({', '.join(args)})"
+    if len(step.made) == 1:
+        return [f"v{step.made[0]} = {call}"]
+    return [f"r = {call}", *(f"v{n} = r[{i}]" for i, n in enumerate(step.made))]
 
 
 def _numbers(value: Any) -> list[int]:
