@@ -56,6 +56,9 @@ _SKEWED = 64
 # Edges whose squares are numbers of float32, whatever the grid, Å.
 _SHORTEST, _LONGEST = 1e-9, 1e9
 
+#: Atoms whose order pays on a GPU.
+ORDERED = 5000
+
 # Numbers that the definition works on at a time.
 _CHUNK = 1 << 22
 
@@ -516,7 +519,7 @@ def _density_formula(a: Any) -> tuple[Any, Any]:
         else:
             np.add.at(out, flat.reshape(-1).astype(np.int64), value.reshape(-1))
     order = None
-    if is_tensor(a.xyz) and not a.xyz.is_cpu:
+    if _is_ordered(a.xyz):
         order = sys.modules["torch"].arange(len(a.xyz), device=a.xyz.device)
     return cast(out, dtype).reshape(lattice.shape), order
 
@@ -591,10 +594,13 @@ def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
 
 
 def _outputs(a: Any) -> tuple[Any, ...]:
-    # On a GPU, the order of the atoms in which the map was made serves the gradient too.
-    on_gpu = is_tensor(a.xyz) and not (a.xyz.is_cpu or a.xyz.is_meta)
-    order = ((a.xyz.shape[0],), "int64") if on_gpu else None
+    order = ((a.xyz.shape[0],), "int64") if _is_ordered(a.xyz) else None
     return (a.lattice.shape, dtype_name(promoted(a[:3]))), order
+
+
+def _is_ordered(xyz: Any) -> bool:
+    """Return whether the map is made in an order of the atoms that serves the gradient too."""
+    return is_tensor(xyz) and not (xyz.is_cpu or xyz.is_meta) and xyz.shape[0] >= ORDERED
 
 
 _CONSTANTS = ("amplitudes", "widths", "radius")

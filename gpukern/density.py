@@ -28,8 +28,6 @@ from gpukern.launch import Launcher, kernel_of_any_size, wide
 
 # Voxels that a program takes at a time, in either kernel, and its warps.
 _VOXELS, _VOXELS_BACK, _WARPS = 128, 128, 1
-# Atoms that are worth being sorted.
-_SORTED = 5000
 
 _PI = tl.constexpr(3.141592653589793)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -294,8 +292,10 @@ def _splat(
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, CROWDED: tl.constexpr,
 ):  # fmt: skip
     """Add an atom to the map: one whose box meets images of it only where CROWDED."""
-    n = tl.load(order + tl.program_id(0)).to(tl.int64)
-    n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
+    n = tl.program_id(0).to(tl.int64)
+    if order is not None:
+        n = tl.load(order + tl.program_id(0)).to(tl.int64)
+        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
     if CROWDED:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return
@@ -356,8 +356,10 @@ def _splat_vjp(
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
-    n = tl.load(order + tl.program_id(0)).to(tl.int64)
-    n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
+    n = tl.program_id(0).to(tl.int64)
+    if order is not None:
+        n = tl.load(order + tl.program_id(0)).to(tl.int64)
+        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
     if CROWDED:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return
@@ -515,15 +517,12 @@ _forward, _backward, _backward_anisotropic = (
 )
 
 
-def _order(xyz: Any, lattice: Lattice, out: Any) -> Any:
+def _order(xyz: Any, lattice: Lattice) -> Any:
     """Return the atoms by the plane that they are on: the map there then stays in cache."""
-    out = xyz.new_empty(len(xyz), dtype=torch.int64) if out is None else out
-    if len(xyz) < _SORTED:
-        return torch.arange(len(xyz), out=out)
     to_plane = lattice.tensors_here()[1][0].to(torch.float32)
     plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
     kind = torch.int16 if lattice.nx < 2**15 else torch.int32
-    return out.copy_(plane.nan_to_num(0).to(kind).argsort())
+    return plane.nan_to_num(0).to(kind).argsort()
 
 
 def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
@@ -542,7 +541,7 @@ def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
 @register("gaussian_density", "triton")
 def gaussian_density(a: Any, y: Any) -> None:
     xyz, out = a.xyz, y.map
-    order = _order(xyz, a.lattice, y.order)
+    order = None if y.order is None else y.order.copy_(_order(xyz, a.lattice))
     if out is None:
         return
     if torch.are_deterministic_algorithms_enabled():
@@ -556,7 +555,7 @@ def gaussian_density(a: Any, y: Any) -> None:
         # First atoms that are apart from their images, then the others.
         for crowded in (False, True):
             last = *constants, crowded
-            key = xyz.device, *[a.dtype for a in arrays], wide(*sizes), *last
+            key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
             _forward[quad](len(xyz), key, *arrays, *sizes, *last)
     if total is not out:
         out.copy_(total)
@@ -569,13 +568,12 @@ def gaussian_density_vjp(a: Any, y: Any) -> None:
     if not len(xyz):
         return
     cotangent = a.dmap.contiguous()
-    order = _order(xyz, a.lattice, None) if a.order is None else a.order
-    given, sizes, constants, quad = _layout(a, order, cotangent, _VOXELS_BACK)
+    given, sizes, constants, quad = _layout(a, a.order, cotangent, _VOXELS_BACK)
     outputs = on_xyz, on_b, on_occupancy
     wanted = tuple([out is not None for out in outputs])
     arrays = (*given, cotangent, *(xyz if out is None else out for out in outputs))
     for crowded in (False, True):
         last = *constants, crowded, *wanted
-        key = xyz.device, *[a.dtype for a in arrays], wide(*sizes), *last
+        key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
         launch = _backward_anisotropic if b.ndim == 2 else _backward
         launch[quad](len(xyz), key, *arrays, *sizes, *last)

@@ -598,6 +598,42 @@ def _through_norm(
         tl.store(on_bias + row, by_bias)
 
 
+def _sum_parts(
+    parts, scaling, on_weight, on_bias, many, total, first,
+    C: tl.constexpr, KEPT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of parts: rows of a weight, with the bias after them, or both of a norm."""
+    row = tl.program_id(0)
+    c = tl.arange(0, BC)
+    inside = c < C
+    sums = tl.zeros((BP, BC), FLOAT)
+    by_bias = tl.zeros((BP,), FLOAT)
+    begin = 0
+    while begin < many:
+        part = begin + tl.arange(0, BP)
+        at = parts + (part.to(tl.int64) * total + first + row) * KEPT
+        there = (part < many)[:, None] & inside[None, :]
+        sums += tl.load(at[:, None] + c[None, :], mask=there, other=0.0)
+        if not NORM:
+            by_bias += tl.load(at + C, mask=part < many, other=0.0)
+        begin += BP
+    found, of_bias = tl.sum(sums, 0), tl.sum(by_bias, 0)
+    if scaling is not None:
+        found /= tl.load(scaling)
+        of_bias /= tl.load(scaling)
+    if NORM:
+        if on_weight is not None:
+            tl.store(on_weight + c, found, mask=inside & (row == 0))
+        if on_bias is not None:
+            tl.store(on_bias + c, found, mask=inside & (row == 1))
+    else:
+        if on_weight is not None:
+            tl.store(on_weight + row.to(tl.int64) * C + c, found, mask=inside)
+        if on_bias is not None:
+            tl.store(on_bias + row, of_bias)
+
+
 def _product(
     a, b, c, M, N, K, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row, c_column,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -635,6 +671,7 @@ _POINTERS = {
     _sides_back: ("on_sides", "sides", "logits"),
     _norm_back: ("x", "on_xn", "on_x"),
     _through_norm: (),
+    _sum_parts: (),
     _product: (),
 }
 _ON_HOPPER = {}
@@ -936,8 +973,30 @@ class _Update:
         _launch(_product, (8 if self.fast else 4, 2), programs, (a, b, out), numbers, constants)
 
     def over_rows(self, a: Any, b: Any) -> Any:
-        """Return Σ a b of matrices (K, R) and (R, M), of very many R, in float32 or better."""
-        return functools.reduce(torch.add, [part.sum(0) for part in self.parts_over_rows(a, b)])
+        """Return parts (n, K, M) of Σ a b of matrices, of very many rows, in float32 or better."""
+        parts = self.parts_over_rows(a, b)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def sum_parts(
+        self,
+        parts: Any,
+        first: int,
+        scaling: Any,
+        on_weight: Any,
+        on_bias: Any,
+        columns: int = 0,
+        norm: bool = False,
+    ) -> None:
+        """Write the sums of parts: to a weight of so many columns and its bias, or to a norm's."""
+        if on_weight is None and on_bias is None:
+            return
+        many, total, kept = parts.shape
+        C = kept if norm else columns
+        rows = 2 if norm else (on_bias if on_weight is None else on_weight).shape[0]
+        BC = power(C, 16)
+        constants = C, kept, max(1, 4096 // BC), BC, norm, self.float
+        tensors = parts, scaling, on_weight, on_bias
+        _launch(_sum_parts, (4, 1), rows, tensors, (many, total, first), constants)
 
     def parts_over_rows(self, a: Any, b: Any) -> list[Any]:
         """Return parts of that (..., K, M), for each of the matrices."""
@@ -1047,7 +1106,7 @@ class _Update:
         tensors += on_o, on_gate, None if as_given else on_p, kept, sums
         numbers = L, N, self.pitch, o.stride(1), on_o.stride(0)
         _launch(_finish_back, (4, 2), programs, tensors, numbers, constants)
-        return self.over_rows(on_p.mT, kept), sums.sum(0)
+        return self.over_rows(on_p.mT, kept), sums
 
     def sides_back(
         self, members: int, on_sides: Any, sides: Any, logits: Any, mask: Any, on_mask: Any
@@ -1135,7 +1194,7 @@ class _Update:
         _launch(_through_norm, (4, 1), rows, tensors, (many, total, first), constants)
 
     def norm_back(self, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
-        """Write the cotangent of x; return those of the norm's weight and bias."""
+        """Write the cotangent of x; return parts of those of the norm's weight and bias."""
         C, rows = self.C, x.numel() // self.C
         BC = power(C, 16)
         BM = max(1, 1024 // BC)
@@ -1149,7 +1208,7 @@ class _Update:
         _launch(_norm_back, (2, 1), programs, tensors, numbers, constants)
         if on_x is not None and result is not on_x:
             on_x.copy_(result)
-        return sums.sum(0)
+        return sums
 
 
 @register("triangle_multiplicative_update", "triton")
@@ -1226,26 +1285,22 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     if on_mask is not None:
         on_mask.zero_()
     sums: list[Any] = []
-    for b in slices(update.B, 1) if N >= _ALONE else update.batches:
+    batches = slices(update.B, 1) if N >= _ALONE else update.batches
+    for b in batches:
         to_x, to_mask = (None if to is None else to[b] for to in (on_x, on_mask))
         on_xn, *found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
         found.append(update.norm_back(x[b], on_xn, scaling, to_x))
+        if len(batches) > 1:
+            found = [parts.sum(0, keepdim=True) for parts in found]
         sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
         del on_xn
     on_pairs, on_end, on_norm_out, on_open, on_norm = sums
-    if scaling is not None:
-        on_pairs, on_end, on_norm_out, on_open = (
-            a / scaling for a in (on_pairs, on_end, on_norm_out, on_open)
-        )
-    on_p, on_g = on_pairs.flatten(1, 2)
-    found = (
-        *on_norm,
-        *(on_p[:, :C], on_p[:, C], on_g[:, :C], on_g[:, C]),
-        *(*on_norm_out, on_end[:, :H], on_end[:, H], on_open[:, :C], on_open[:, C]),
-    )
-    for to, value in zip(on_weights, found, strict=True):
-        if to is not None:
-            to.copy_(value)
+    update.sum_parts(on_norm, 0, None, y.dnorm_in_weight, y.dnorm_in_bias, norm=True)
+    update.sum_parts(on_pairs, 0, scaling, y.dp_in_weight, y.dp_in_bias, C)
+    update.sum_parts(on_pairs, 2 * H, scaling, y.dg_in_weight, y.dg_in_bias, C)
+    update.sum_parts(on_norm_out, 0, scaling, y.dnorm_out_weight, y.dnorm_out_bias, norm=True)
+    update.sum_parts(on_end, 0, scaling, y.dp_out_weight, y.dp_out_bias, H)
+    update.sum_parts(on_open, 0, scaling, y.dg_out_weight, y.dg_out_bias, C)
 
 
 def _back_at_once(
@@ -1295,7 +1350,7 @@ def _back_in_parts(
         some = on_o[h, :, :N], scaling, on_xn, on_mask
         on_pairs[:, :, h] = _channels_back(update, b, h, *some)
     ends = [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
-    return on_xn, on_pairs, *ends
+    return on_xn, on_pairs.view(1, 4 * H, -1), *ends
 
 
 def _lines_back(
@@ -1316,7 +1371,8 @@ def _lines_back(
     on_gate = update.new(1, lines.stop - lines.start, update.pitch, update.G)
     ends = update.finish_back(o, gate, cotangent, scaling, on_o, on_gate, on_x)
     del gate
-    return *ends, _gate_back(update, on_gate, update.normalized(x), on_xn)
+    ends = *ends, _gate_back(update, on_gate, update.normalized(x), on_xn)
+    return tuple([parts.sum(0, keepdim=True) for parts in ends])
 
 
 def _channels_back(
@@ -1333,8 +1389,8 @@ def _channels_back(
     total: Any = 0
     for lines in update.lines:
         some = planes[..., lines.start * pitch : lines.stop * pitch]
-        total = total + _by_pairs(update, [some], update.normalized(x[:, lines]))
-    return total
+        total = total + _by_pairs(update, [some], update.normalized(x[:, lines])).sum(0)
+    return total.view(2, 2, -1, update.width)
 
 
 def _back_on_hopper(
@@ -1381,10 +1437,8 @@ def _back_on_hopper(
     on_norm_out = update.new(update.C, 2, H, dtype=torch.float32)
     given = update.norm_out, scaling
     update.through_norm(by_end, 0, update.p_out[0], *given, on_norm_out, *on_ends[2:4])
-    for ends, found in (((on_w, on_b), on_norm), (on_ends[:2], on_norm_out)):
-        for to, value in zip(ends, found.sum(0), strict=True):
-            if to is not None:
-                to.copy_(value)
+    update.sum_parts(on_norm, 0, None, on_w, on_b, norm=True)
+    update.sum_parts(on_norm_out, 0, None, *on_ends[:2], norm=True)
 
 
 def _gate_back(update: _Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
@@ -1428,6 +1482,6 @@ def _pairs_back(update: _Update, h: slice, both: Any, on_xn: Any) -> Sequence[An
 
 
 def _by_pairs(update: _Update, many: Sequence[Any], kept: Any) -> Any:
-    """Return what these and the normalized x give weights (2, 2, channels, C + ...)."""
+    """Return parts (n, 4 channels, C + ...) of what these and the normalized x give weights."""
     parts = [update.over_rows(planes, kept.flatten(1, 2)) for planes in many]
-    return torch.cat(parts).view(2, 2, -1, update.width)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
