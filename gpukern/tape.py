@@ -296,8 +296,8 @@ def _compiled(
         if isinstance(step, _Launch):
             lines.append(_launched(step, at, names))
         elif step.function is not None or last.get(step.made[0], -1) > at:
-            for number in _used(step):
-                if number not in there and number not in step.made:
+            for number in _given(step):
+                if number not in there:
                     root, _, _, (shape, strides, skipped) = values[number]
                     names[f"l{number}"] = shape, strides, skipped
                     lines.append(f"v{number} = view(v{root}, *l{number})")
@@ -317,7 +317,11 @@ def _used(step: _Call | _Launch) -> list[int]:
     """Return the numbers of the tensors that a step reads, writes or makes."""
     if isinstance(step, _Launch):
         return [root for _, root, _ in step.pointers]
-    return [*_numbers((step.args, list(step.options.values()))), *step.made]
+    return [*_given(step), *step.made]
+
+
+def _given(step: _Call) -> list[int]:
+    return _numbers((step.args, list(step.options.values())))
 
 
 def _launched(step: _Launch, at: int, names: dict[str, Any]) -> str:
