@@ -1,6 +1,7 @@
 """Test set-up: Triton kernels are interpreted on the CPU unless the tests are for a real GPU."""
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 import sys
@@ -64,15 +65,28 @@ def square():
 @pytest.fixture
 def several_threads(monkeypatch):
     """Let kernels use all threads on small work, and list how many each parallel region gets."""
-    from cpukern import cython_backend
     from fusedops._frame import threads
+    from fusedops.testing import CASES
 
+    families = {case.primitive.family for case in CASES if case.has_kernels}
+    kernels = [importlib.import_module(f"cpukern.{family}_cython") for family in families]
     used = []
 
     def threads_for(work, grain):
         used.append(threads.get_num_threads())
         return used[-1]
 
-    for module in (threads, cython_backend):
-        monkeypatch.setattr(module, "threads_for", threads_for)
+    for module in (threads, *kernels):
+        if hasattr(module, "threads_for"):
+            monkeypatch.setattr(module, "threads_for", threads_for)
     return used
+
+
+@pytest.fixture
+def fresh_plans():
+    """Let a test change what plans are made of: none from before, and none of its own after."""
+    from fusedops._frame.kinds import forget_plans
+
+    forget_plans()
+    yield
+    forget_plans()
