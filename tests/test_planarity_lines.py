@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops._frame.registry import Call
 from fusedops.planarity import NO_PLANE, gradient_vjp, nll
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -205,8 +204,8 @@ def _compare(case, fit, backend, device="cpu"):
         arrays = tuple(torch.from_numpy(array).to(device) for array in arrays)
     results = []
     for primitive in (nll, gradient_vjp):
-        call = Call(primitive, (planes, fit), backend)
-        outputs = call(arrays[: len(primitive.arrays)], primitive.all_wanted)
+        with fusedops.use_backend(backend):
+            outputs = primitive(*arrays[: len(primitive.arrays)], planes, fit)
         results += [np.asarray(out.cpu() if planes.device != "cpu" else out) for out in outputs]
     value, gradient, turned = (result.astype(float) for result in results)
 
