@@ -17,7 +17,7 @@ import pytest
 import fusedops
 from cpukern import isa
 from fusedops._frame import threads
-from fusedops._frame.registry import Packed
+from fusedops._frame.packed import Packed
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 README = Path(__file__).parents[1] / "README.md"
