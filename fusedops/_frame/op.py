@@ -337,6 +337,7 @@ def _planned(
         return None
     template: list[Any] = []
     moved, made = [], []
+    placed: set[int] = set()
     for at, part in enumerate(given.a):
         constant = type(part) in CONSTANTS
         template.append(part if constant else None)
@@ -345,11 +346,15 @@ def _planned(
         of = part.of if isinstance(part, Made) else (part,)
         if any([id(whole) not in place_of for whole in of]):
             return None
+        placed.update([id(whole) for whole in of])
         at_call = [place_of[id(whole)] for whole in of]
         if isinstance(part, Made):
             made.append((at, at_call, part.function))
         else:
             moved.append((at, *at_call))
+    if placed != set(arrays):
+        # Of an array that isn't passed on, such as a degree in one, the value counts.
+        return None
     plan = (
         bridge().plan(primitive, bound.a, slots)
         if is_tensor(reference(bound.a))
