@@ -193,9 +193,8 @@ def numpy_plan(
     own = reference(given).dtype
     dtypes = [output and (output[1] or own) for output in described]
     rounded = any([output is not None and output != dtype for output in dtypes])
-    filled = [(at, slot) for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
-    fits = [slot.dtype == dtype and slot.flags.aligned for _, slot in filled]
-    fit = [at for (at, _), fits_it in zip(filled, fits, strict=True) if fits_it]
+    filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
+    fit = [at for at in filled if slots[at].dtype == dtype and slots[at].flags.aligned]
     made = [
         (at, tuple(output[0]), memory.empty_of(output[0], dtype))
         for at, (slot, output) in enumerate(zip(slots, described, strict=True))
@@ -216,7 +215,7 @@ def numpy_plan(
 
     if not (unfit or rounded or filled or formula):
         return plain
-    written = [(at, name) for at, name in enumerate(primitive.arrays) if name in primitive.mutates]
+    written = [at for at in unfit if a._fields[at] in primitive.mutates]
 
     def run(given: Any, slots: Sequence[Any]) -> Any:
         a = list(given)
@@ -234,14 +233,13 @@ def numpy_plan(
             for at in fit:
                 outputs[at] = slots[at]
             kernel(a, Outputs._make(outputs))
-        for at, _ in written:
-            if at in unfit:
-                given[at][...] = a[at]
+        for at in written:
+            given[at][...] = a[at]
         outputs = [
             array if array is None else array.astype(to, copy=False)
             for array, to in zip(outputs, dtypes, strict=True)
         ]
-        for at, _ in filled:
+        for at in filled:
             if outputs[at] is not slots[at]:
                 slots[at][...] = outputs[at]
                 outputs[at] = slots[at]
