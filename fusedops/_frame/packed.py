@@ -187,8 +187,8 @@ class Packed:
     def kind(self) -> tuple[Any, ...]:
         """What the plan of a call may depend on."""
         parts = self.tensors or [getattr(self, name) for name in self._fields]
-        shapes = [tuple(part.shape) for part in parts]
-        return type(self), self.device, *self.sizes(), *shapes
+        kinds = [(part.dtype, *part.shape) for part in parts]
+        return type(self), self.device, *self.sizes(), *kinds
 
     def sizes(self) -> list[int]:
         """Return the numbers that go with the arrays."""
