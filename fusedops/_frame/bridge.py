@@ -593,9 +593,12 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors[ctx.borrowed :]
-        found = _pull_back(
-            ctx.primitive, ctx.asked, ctx.others, saved, dy, ctx.needs_input_grad[5:]
-        )
+        given = ctx.primitive, ctx.others, saved, dy, ctx.needs_input_grad[5:]
+        if ctx.asked == registry.forced(None):
+            found = _pull_back(*given)
+        else:
+            with registry.asking(ctx.asked):
+                found = _pull_back(*given)
         return None, None, None, None, None, *found
 
 
@@ -702,7 +705,6 @@ def _no_forward_mode(primitive: Primitive) -> str:
 
 def _pull_back(
     primitive: Primitive,
-    asked: str | None,
     others: tuple[Any, ...],
     saved: Sequence[Any],
     dy: Sequence[torch.Tensor | None],
@@ -719,11 +721,7 @@ def _pull_back(
     kept = dict.fromkeys(primitive.outputs)
     kept.update(zip(primitive.saves, saved[count:], strict=True))
     y = primitive.Outputs._make(kept.values())
-    wanted = [True if need else None for need in needed]
-    if asked is None:
-        return primitive.pulled_back(a, y, dy, wanted)
-    with registry.asking(asked):
-        return primitive.pulled_back(a, y, dy, wanted)
+    return primitive.pulled_back(a, y, dy, [True if need else None for need in needed])
 
 
 def _differentiate_formula(
@@ -895,7 +893,7 @@ def _register(primitive: Primitive) -> None:
         saved = (*a[:count], *ctx.saved_tensors[given:])
         needed = ctx.needs_input_grad[:count]
         with registry.asking(backend or None):
-            gradients = _pull_back(primitive, None, a[count:], saved, asked, needed)
+            gradients = _pull_back(primitive, a[count:], saved, asked, needed)
         nothing = [
             # An empty list of sizes has a list for its gradient too.
             [None] * len(value) if tensors or value == [] else None
