@@ -300,9 +300,8 @@ def evaluation(
     for name, array in zip(a._fields, given, strict=False):
         if array is not None and type(array) is not torch.Tensor:
             own_memory(primitive.name, name, array)
-    if any([t is not None and t is not True and t.is_neg() for t in (*given, *slots)]):
-        # No kernel knows of it.
-        _refuse_negative(primitive, a, slots)
+    if any([isinstance(t, torch.Tensor) and _is_lazy(t) for t in (*given, *slots)]):
+        _refuse_lazy(primitive, a, slots)
         resolved = _resolved(primitive, a)
         run = evaluation(primitive, resolved, slots, asked)
         return lambda a, slots: run(_resolved(primitive, a), slots)
@@ -400,10 +399,21 @@ def _as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(array.device.type, enabled=False)
 
 
-def _refuse_negative(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
-    """Raise where a tensor to write to is a view that means its memory's negative."""
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor means other numbers than its memory holds, of which no kernel knows.
+
+    They are the negative of those, or zeros without memory, such as autograd may pull back.
+    """
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
+def _refuse_lazy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
+    """Raise where a tensor to write to means other numbers than its memory holds."""
     for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
-        if isinstance(tensor, torch.Tensor) and tensor.is_neg():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        own_memory(primitive.name, "a tensor to write to", tensor)
+        if tensor.is_neg():
             raise ValueError(
                 f"{primitive.name}: a tensor to write to is a negative view; it should be "
                 "resolved, by resolve_neg"
@@ -411,8 +421,8 @@ def _refuse_negative(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None
 
 
 def _resolved(primitive: Primitive, a: Any) -> Any:
-    """Return arguments whose tensors mean the numbers in their memory, not their negatives."""
-    tensors = [t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in a]
+    """Return arguments whose tensors mean the numbers in their memory."""
+    tensors = [t.clone() if isinstance(t, torch.Tensor) and _is_lazy(t) else t for t in a]
     return primitive.Arguments._make(tensors)
 
 
