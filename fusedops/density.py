@@ -10,7 +10,6 @@ import functools
 import math
 import numbers
 import sys
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, permutations, product
@@ -35,6 +34,7 @@ from fusedops._frame.check import (
     size,
     traced,
     values,
+    warn,
 )
 from fusedops._frame.op import Made, op, to_run
 from fusedops._frame.packed import Packed, bridge
@@ -683,11 +683,7 @@ def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     wrong = f"{argument}[{atom}] is {value.tolist()}; it should be {should}"
     if on_bad == "raise":
         raise ValueError(f"{name}: {wrong}")
-    warnings.warn(
-        f"{name}: {int(bad.sum())} of {len(bad)} atoms are left out; of the first, {wrong}",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+    warn(f"{name}: {int(bad.sum())} of {len(bad)} atoms are left out; of the first, {wrong}")
 
 
 @op(density)

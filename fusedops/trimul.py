@@ -7,8 +7,6 @@ are in ``cpukern/trimul_*`` and ``gpukern/trimul.py``.
 from __future__ import annotations
 
 import functools
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +23,7 @@ from fusedops._frame.check import (
     positive,
     promoted,
     size,
+    warn,
 )
 from fusedops._frame.op import Made, op, to_run
 from fusedops._frame.primitive import Primitive
@@ -263,15 +262,9 @@ def in_parts(
 @functools.lru_cache(maxsize=256)
 def warn_of_parts(limit: int, enough: int) -> None:
     """Say once that a limit leaves room for small parts alone, and what would leave enough."""
-    ours = ("fusedops", "cpukern", "gpukern", "torch", "functools")
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
+    warn(
         f"triangle_multiplicative_update: max_memory is {limit}, which leaves room for small parts "
-        f"alone, that take long; it should be at least {enough}",
-        RuntimeWarning,
-        stacklevel=level,
+        f"alone, that take long; it should be at least {enough}"
     )
 
 

@@ -6,6 +6,7 @@ import math
 import numbers
 import operator
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
+#: Packages whose frames lie between a user's call and the code of ours that warns of it.
+_BETWEEN = ("fusedops", "cpukern", "gpukern", "torch", "functools")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 # NumPy takes microseconds to name a dtype.
 # Tensors by which torch traces, while a mode of its does.
@@ -41,6 +44,14 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, np.dtype) and dtype in _NAMES:
         return _NAMES[dtype]
     return str(dtype).removeprefix("torch.")
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside of this library that made a call."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def accumulator(array: Any) -> str | None:

@@ -7,13 +7,12 @@ import functools
 import importlib
 import importlib.util
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fusedops._frame.check import dtype_name, one_of
+from fusedops._frame.check import dtype_name, one_of, warn
 
 if TYPE_CHECKING:
     from fusedops._frame.primitive import Primitive
@@ -242,11 +241,7 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
         # Where it is only that there is no kernel, nothing can be done about it.
         reason = BACKENDS[0].why_not(request)
         if reason:
-            warnings.warn(
-                f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn(f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}")
     kernel = _kernel(backend, request.op)
     assert kernel is not None  # or the backend had been asked why
     _chosen[request] = backend, kernel
