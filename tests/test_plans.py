@@ -1,0 +1,292 @@
+"""Plans: calls of a known kind, changes that make another kind, and what plans keep."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import inspect
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import fusedops
+from fusedops._frame import kinds
+from fusedops.wigner import wigner_d
+from fusedops.workloads import WORKLOADS, Source
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+if HAS_TORCH:
+    import torch
+
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+FRAMEWORKS = ["numpy", pytest.param("torch", marks=needs_torch)]
+OPS = {w.op.__name__: w for w in reversed(WORKLOADS) if w.device == "cpu" and not w.needs}
+
+pytestmark = pytest.mark.usefixtures("fresh_plans")
+
+
+@contextlib.contextmanager
+def checks(op):
+    """List every call of the function that checks an op's arguments."""
+    entered = []
+    code = op.__wrapped__.__code__
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code is code:
+            entered.append(event)
+
+    sys.setprofile(note)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(None)
+
+
+def arguments_of(name, framework="numpy", size=11):
+    """Return new arguments of a typical call, of the same kind every time."""
+    given = OPS[name].make(Source("float32"), size).arguments
+    if framework == "numpy":
+        return given
+    return {
+        n: torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for n, a in given.items()
+    }
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", OPS)
+def test_a_known_kind_is_not_checked_again(name, framework):
+    op = OPS[name].op
+    with checks(op) as entered:
+        want = op(**arguments_of(name, framework))
+        assert len(entered) == 1
+        got = op(**arguments_of(name, framework))
+        assert len(entered) == 1
+    np.testing.assert_array_equal(got, want)
+
+
+def convolved(**changes):
+    """Return a call's arguments, some of them changed."""
+    given = {
+        "x": np.ones((1, 8, 4)),
+        "kernels": np.ones((4, 3)),
+        "cu_seqlens": fusedops.Sequences([0, 3, 8]),
+    }
+    return {**given, **changes}
+
+
+unaligned = np.empty(8 * 32 + 1, np.uint8)[1:].view(np.float64).reshape(1, 8, 4)
+unaligned[...] = 1.0
+OTHERS = {
+    "dtype": {"x": np.ones((1, 8, 4), np.float32)},
+    "shape": {"kernels": np.ones((4, 2))},
+    "one more axis": {"kernels": np.ones((1, 8, 4, 3))},
+    "strides": {"x": np.ones((1, 4, 8)).swapaxes(1, 2)},
+    "alignment": {"x": unaligned},
+    "list": {"kernels": np.ones((4, 3)).tolist()},
+    "array that was none": {"bias": np.ones(4)},
+    "option": {"activation": "silu"},
+    "outputs": {"output_final_state": True},
+    "backend": {"backend": "numpy"},
+    "sizes of a packed argument": {"cu_seqlens": fusedops.Sequences([0, 3, 5, 8])},
+    "none for a packed argument": {"cu_seqlens": None},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_another_kind_is_checked(change):
+    with checks(fusedops.dynamic_conv) as entered:
+        fusedops.dynamic_conv(**convolved())
+        fusedops.dynamic_conv(**convolved(**OTHERS[change]))
+        assert len(entered) == 2
+        fusedops.dynamic_conv(**convolved())
+        assert len(entered) == 2
+
+
+def test_the_backend_of_a_context_makes_another_kind():
+    with checks(fusedops.dynamic_conv) as entered:
+        fusedops.dynamic_conv(**convolved())
+        with fusedops.use_backend("numpy"):
+            fusedops.dynamic_conv(**convolved())
+            assert len(entered) == 2
+        fusedops.dynamic_conv(**convolved())
+        assert len(entered) == 2
+
+
+def test_a_packed_argument_of_other_dtypes_is_of_another_kind():
+    cube, wa, wbwc = np.ones((1, 2, 1, 2)), np.array([[0, 2]]), np.array([[[0, 1]]])
+    with checks(fusedops.structured_scatter_add) as entered:
+        for dtype in (np.int64, np.int32):
+            plan = fusedops.ScatterPlan(wa.astype(dtype), wbwc.astype(dtype), 4)
+            fusedops.structured_scatter_add(cube, plan)
+    assert len(entered) == 2
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES = {
+    "no_grad": lambda: torch.no_grad(),
+    "inference_mode": lambda: torch.inference_mode(),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": deterministic,
+}
+
+
+def tensors(**changes):
+    given = convolved()
+    given = {n: torch.tensor(a) if isinstance(a, np.ndarray) else a for n, a in given.items()}
+    return {**given, **changes}
+
+
+@needs_torch
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_of_torch_makes_another_kind(mode):
+    x = torch.ones(1, 8, 4, dtype=torch.float64, requires_grad=True)
+    with checks(fusedops.dynamic_conv) as entered:
+        assert fusedops.dynamic_conv(**tensors(x=x)).requires_grad
+        with MODES[mode]():
+            out = fusedops.dynamic_conv(**tensors(x=x))
+        assert len(entered) == 2
+        assert out.requires_grad == (mode in ("autocast", "deterministic"))
+        assert fusedops.dynamic_conv(**tensors(x=x)).requires_grad
+        assert len(entered) == 2
+
+
+@needs_torch
+def test_tensors_of_other_kinds():
+    wide = torch.ones(200, dtype=torch.float64)
+    with checks(fusedops.dynamic_conv) as entered:
+        fusedops.dynamic_conv(**convolved())
+        # An array and a tensor, one that has a gradient, and one that is aligned to 8 bytes alone.
+        for number, x in enumerate(
+            (
+                wide[:32].view(1, 8, 4),
+                wide[:32].view(1, 8, 4).clone().requires_grad_(),
+                wide[1:33].view(1, 8, 4),
+                wide[:64:2].view(1, 8, 4),
+            )
+        ):
+            fusedops.dynamic_conv(**tensors(x=x))
+            assert len(entered) == number + 2
+
+
+@needs_torch
+def test_a_lazy_tensor_means_its_numbers():
+    """One whose memory is its negative is of no kind, and a cotangent without memory is zero."""
+    x = torch.ones(1, 8, 4, dtype=torch.float64)
+    want = fusedops.dynamic_conv(**tensors(x=x))
+    for _ in range(2):
+        got = fusedops.dynamic_conv(**tensors(x=torch._neg_view(x)))
+        assert torch.equal(got, -want)
+    leaf = x.clone().requires_grad_()
+    for backend in ("cython", "numba", "numpy", "torch"):
+        out = fusedops.dynamic_conv(**tensors(x=leaf, backend=backend))
+        zero = torch._efficientzerotensor(out.shape, dtype=out.dtype)
+        assert not torch.autograd.grad(out, leaf, zero)[0].any()
+
+
+@needs_torch
+def test_the_backward_asks_for_no_backend_where_the_forward_asked_for_none(monkeypatch):
+    from fusedops._frame import registry
+
+    asked = []
+    genuine = registry.choose
+    monkeypatch.setattr(registry, "choose", lambda r: asked.append(r.forced) or genuine(r))
+    x = torch.ones(1, 8, 4, dtype=torch.float64, requires_grad=True)
+    out = fusedops.dynamic_conv(**tensors(x=x))
+    with fusedops.use_backend("numpy"):
+        out.sum().backward()
+    assert asked == [None, None]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_sizes_in_arrays_are_read_in_every_call(framework):
+    array = np.array if framework == "numpy" else torch.tensor
+    for degree in (1, 2, 1):
+        matrices = wigner_d(array([[0.0, 1.0, 2.0]]), array(degree))
+        assert matrices.shape[1] == (degree + 1) ** 2
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_values_are_looked_at_in_every_call(framework):
+    given = arguments_of("gaussian_density", framework) | {"on_bad": "raise"}
+    fusedops.gaussian_density(**given)
+    given["b"][3] = np.nan
+    with pytest.raises(ValueError, match=r"gaussian_density: b\[3\] is nan"):
+        fusedops.gaussian_density(**given)
+    state = np.zeros((2, 4, 3))
+    token, kernels = np.ones((2, 4)), np.ones((4, 3))
+    fusedops.dynamic_conv_step(token, state, kernels)
+    with pytest.raises(ValueError, match="x shares memory with state"):
+        fusedops.dynamic_conv_step(state.reshape(-1)[:8].reshape(2, 4), state, kernels)
+    state.flags.writeable = False
+    with pytest.raises(ValueError, match="state is read-only"):
+        fusedops.dynamic_conv_step(token, state, kernels)
+
+
+def test_plans_stay_within_their_limit(monkeypatch):
+    monkeypatch.setattr(kinds.Plans, "limit", 4)
+    for tokens in [*range(1, 10)] * 2:
+        out = fusedops.dynamic_conv(np.ones((1, tokens, 2)), np.ones((2, 2)))
+        assert out.sum() == 2 * (2 * tokens - 1)
+        assert all(len(plans) <= 4 for plans in kinds._all)
+    # Those made last are there still.
+    with checks(fusedops.dynamic_conv) as entered:
+        fusedops.dynamic_conv(np.ones((1, 9, 2)), np.ones((2, 2)))
+        assert not entered
+        fusedops.dynamic_conv(np.ones((1, 1, 2)), np.ones((2, 2)))
+        assert entered
+
+
+@pytest.mark.parametrize("backend", [None, "numpy"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", OPS)
+def test_no_plan_keeps_an_array(name, framework, backend):
+    """Neither an argument, nor a result, nor what a result was written to."""
+    op = OPS[name].op
+    given = arguments_of(name, framework)
+    if framework == "torch":
+        for leaf in OPS[name].make(Source("float32"), 11).leaves:
+            given[leaf].requires_grad_()
+    leaves = [a for a in given.values() if getattr(a, "requires_grad", False)]
+    results = [op(**given, backend=backend) for _ in range(2)]
+    if leaves:
+        results += torch.autograd.grad(results[0].sum(), leaves)
+    elif framework == "numpy" and op.primitive.pullback:
+        value, pullback = op.vjp(**given, backend=backend)
+        results += [value, *pullback(np.ones_like(value))]
+        del pullback, value
+    if "out" in inspect.signature(op).parameters:
+        library, quietly = (
+            (np, contextlib.nullcontext()) if framework == "numpy" else (torch, torch.no_grad())
+        )
+        with quietly:
+            results.append(op(**given, out=library.empty_like(results[0]), backend=backend))
+    alive = [
+        weakref.ref(value)
+        for value in (*given.values(), *leaves, *results)
+        if not isinstance(value, (str, bool, int, float, np.generic, type(None)))
+    ]
+    assert alive
+    del given, leaves, results
+    gc.collect()
+    assert not [kept for ref in alive if (kept := ref()) is not None]
+
+
+def test_threads_share_plans():
+    def call(tokens):
+        return fusedops.dynamic_conv(np.ones((1, 1 + tokens % 7, 2)), np.ones((2, 2))).sum()
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(call, range(400)))
+    assert got == [2 * (2 * (1 + tokens % 7) - 1) for tokens in range(400)]
