@@ -204,7 +204,10 @@ def op(
             """Return a call as its check returned it, and with what is made of arguments made."""
             given: Bound = check(*args, **kwargs)
             made = [part.function(*part.of) if isinstance(part, Made) else part for part in given.a]
-            return given, given._replace(a=primitive.Arguments._make(made))
+            bound = given._replace(a=primitive.Arguments._make(made))
+            if bound.values is not None:
+                bound.values(bound.a)
+            return given, bound
 
         def slots_of(bound: Bound, out: Any = None) -> list[Any]:
             shown = names_of(bound)
@@ -231,8 +234,6 @@ def op(
                     raise TypeError(f"{name}: it returns a number and takes no out")
                 by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
                 _check_out(name, primitive, bound, by_name, arguments, out)
-            if bound.values is not None:
-                bound.values(bound.a)
             slots = slots_of(bound, out)
             if is_tensor(reference(bound.a)) and traced():
                 # A compiled graph looks for a backend when it runs, not when it is traced.
@@ -261,8 +262,6 @@ def op(
                     )
             if primitive.mutates:
                 raise TypeError(primitive.no_gradient(name))
-            if bound.values is not None:
-                bound.values(bound.a)
             with registry.asking(asked):
                 y = primitive(*bound.a, out=primitive.with_saved(slots_of(bound)))
             wanted = [True if array is not None else None for array in arrays]
