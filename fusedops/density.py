@@ -839,7 +839,9 @@ def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
 
 def _full(number: float, dtype: Any, like: Any) -> Any:
     if is_tensor(like):
-        return sys.modules["torch"].full((len(like),), number, dtype=dtype, device=like.device)
+        # Its length would be a constant of a compiled graph.
+        shape = like.shape[:1]
+        return sys.modules["torch"].full(shape, number, dtype=dtype, device=like.device)
     return np.full(len(like), number, dtype)
 
 
