@@ -351,7 +351,7 @@ def _planned(
             made.append((at, at_call, part.function))
         else:
             moved.append((at, *at_call))
-    if placed != set(arrays):
+    if placed != {id(value) for value in values if type(value) not in CONSTANTS}:
         # Of an array that isn't passed on, such as a degree in one, the value counts.
         return None
     plan = (
