@@ -19,6 +19,8 @@ import pytest
 import fusedops
 from cpukern import isa
 from fusedops._frame import limits, registry, threads
+from fusedops._frame.packed import Packed
+from fusedops._frame.primitive import primitives
 from fusedops.bench.workloads import WORKLOADS, Source
 from fusedops.samples import protein
 
@@ -103,7 +105,7 @@ def test_a_broken_package_is_a_reason_and_a_broken_module_of_ours_is_an_error(tm
     assert "numba is installed but does not import: libllvm.so: no such file" in told
     code = """
     import sys
-    sys.modules["cpukern.planarity_numba"] = None
+    sys.modules["cpukern.jit"] = None
     import fusedops, numpy as np
     try:
         fusedops.planarity_nll(np.zeros((3, 3)), [], backend="numba")
@@ -154,6 +156,7 @@ def test_a_backend_that_cannot_serve_says_why_and_why_not_the_others(square):
     assert str(explanation) == message
 
 
+@pytest.mark.usefixtures("fresh_plans")
 def test_the_explanation_is_of_the_call(square, monkeypatch):
     """Whatever the resolver picks is what runs."""
     for name in ("cython", "numba", "numpy"):
@@ -173,7 +176,7 @@ def test_the_explanation_is_of_the_call(square, monkeypatch):
 
 def test_a_missing_kernel_is_a_reason(square, monkeypatch):
     monkeypatch.delitem(registry._kernels, ("planarity_nll", "numba"), raising=False)
-    importlib.import_module("cpukern.numba_backend")
+    importlib.import_module("cpukern.planarity_numba")
     monkeypatch.delitem(registry._kernels, ("planarity_nll", "numba"), raising=False)
     monkeypatch.setattr(registry, "_chosen", {})
     reasons = fusedops.planarity_nll.explain(*square).reasons
@@ -281,8 +284,8 @@ def test_nobody_waits_for_a_thread_that_does_not_run():
     """As on a busy machine: the other thread has a core that another process keeps for itself."""
     code = """
     import statistics, subprocess, time
-    import cpukern.cython_backend
-    cpukern.cython_backend._GRAIN = 1
+    import cpukern.planarity_cython
+    cpukern.planarity_cython._GRAIN = 1
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         fusedops.set_num_threads(2)
@@ -333,8 +336,8 @@ def test_shares_that_no_thread_begins_with_are_done_by_the_caller(monkeypatch):
 def test_calls_at_once_share_the_threads():
     code = """
     from concurrent.futures import ThreadPoolExecutor
-    import cpukern.cython_backend
-    cpukern.cython_backend._GRAIN = 1
+    import cpukern.planarity_cython
+    cpukern.planarity_cython._GRAIN = 1
     want = step("cython")
     def same(_):
         value, gradient = step("cython")
@@ -350,8 +353,8 @@ def test_calls_at_once_share_the_threads():
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_a_forked_child_works_serially(backend):
     code = f"""
-    import cpukern.cython_backend, cpukern.planarity_numba
-    cpukern.cython_backend._GRAIN = cpukern.planarity_numba._GRAIN = 1
+    import cpukern.planarity_cython, cpukern.planarity_numba
+    cpukern.planarity_cython._GRAIN = cpukern.planarity_numba._GRAIN = 1
     want = step({backend!r})
     child = os.fork()
     if child == 0:
@@ -479,6 +482,12 @@ def test_numba_leaves_the_users_settings_alone():
     python(code + without("cpukern._cpu") + SQUARE + after)
 
 
+def load_kernels(backend):
+    """Import every kernel, of which calls import what they need."""
+    for name in list(primitives()):
+        registry._kernel(next(b for b in registry.BACKENDS if b.name == backend), name)
+
+
 def kept():
     """Return how much every cache of ours holds that says no bound by itself."""
     found = {}
@@ -500,7 +509,7 @@ def kept():
 
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_no_cache_grows_with_sizes_and_strides(backend):
-    importlib.import_module(f"cpukern.{backend}_backend")
+    load_kernels(backend)
     kinds = {(w.op.__name__, w.name): w for w in WORKLOADS if w.device == "cpu" and not w.needs}
 
     def work(size):
@@ -540,7 +549,7 @@ def unaligned(value):
 
 
 @pytest.fixture
-def aligned(monkeypatch):
+def aligned(monkeypatch, fresh_plans):
     """Let every kernel assert that all it is given is aligned; returns how many were called."""
     calls = []
     genuine = registry.choose
@@ -548,13 +557,14 @@ def aligned(monkeypatch):
     def choose(request):
         backend, kernel = genuine(request)
 
-        def spy(*given):
+        def spy(*records):
             calls.append(request)
-            packed = [p for p in given if isinstance(p, registry.Packed)]
+            given = [value for record in records for value in record]
+            packed = [p for p in given if isinstance(p, Packed)]
             fields = [getattr(p, name) for p in packed for name in p._fields]
             for array in (*given, *fields):
                 assert not isinstance(array, np.ndarray) or array.flags.aligned
-            return kernel(*given)
+            return kernel(*records)
 
         return backend, spy
 
@@ -568,7 +578,7 @@ def aligned(monkeypatch):
 )
 def test_kernels_are_given_aligned_arrays(aligned, op, backend):
     workload = next(w for w in WORKLOADS if w.op is op and w.device == "cpu" and not w.needs)
-    importlib.import_module(f"cpukern.{backend}_backend")
+    load_kernels(backend)
     if (op.primitive.name, backend) not in registry._kernels:
         backend = "numpy"
     arguments = workload.make(Source("float32"), 11).arguments
