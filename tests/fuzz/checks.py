@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import math
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from cpukern import isa
 from fusedops._frame import threads
-from fusedops.testing import TOLERANCE
+from fusedops.testing import CASES, TOLERANCE
 
 from .arrays import NUMPY_DTYPES, laid_out, repeated, tensor
 from .ledger import Finding, Ledger, Place
@@ -41,7 +43,7 @@ JUNK: tuple[Any, ...] = (
     np.ma.masked_array(np.zeros((2, 3)), True),
 )
 REFUSALS = (TypeError, ValueError, IndexError)
-PACKED = ("Planes", "Edges", "Sequences", "ScatterPlan", "Lattice", "Scatterers")
+PACKED = ("Planes", "Edges", "Sequences", "ScatterPlan", "Lattice")
 
 
 class Truth:
@@ -186,10 +188,14 @@ def threaded(count: int) -> Iterator[None]:
     if count == 1:
         yield
         return
+    # Kernels that are met here first would keep what they are given.
+    for case in CASES:
+        if case.has_kernels and isa.why_not() is None:
+            importlib.import_module(f"cpukern.{case.primitive.family}_cython")
     modules = [
-        sys.modules[name]
-        for name in ("fusedops._frame.threads", "cpukern.cython_backend", "cpukern.scatter_numba")
-        if name in sys.modules
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(("fusedops._frame.", "cpukern.")) and hasattr(module, "threads_for")
     ]
     genuine, before = threads.threads_for, threads._chosen
     fusedops.set_num_threads(count)
