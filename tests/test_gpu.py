@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops._frame import registry  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
 from fusedops.samples import atoms_in, pair, protein  # noqa: E402
@@ -86,8 +85,7 @@ def test_six_hundred_thousand_planes_over_three_million_atoms():
     loss = fusedops.planarity_nll(xyz, planes)
     loss.backward()
     assert torch.cuda.max_memory_allocated() - before < 2**28
-    call = registry.Call(nll, (planes.to("cpu"), "uniform"), None)
-    value, gradient = call((xyz.detach().cpu().numpy(),), (True, True))
+    value, gradient = nll(xyz.detach().cpu().numpy(), planes.to("cpu"), "uniform")
     assert error(loss.item(), value) < 1e-6
     assert error(xyz.grad.cpu(), gradient) < 1e-6
 
@@ -99,8 +97,8 @@ def test_a_kernel_touches_no_memory_of_others():
     short = guard[len(xyz) : len(xyz) + 20]
     short.copy_(xyz.detach()[:20])
     for primitive, arrays in ((nll, (short,)), (gradient_vjp, (short, short))):
-        call = registry.Call(primitive, (planes, "uniform"), "triton")
-        outputs = call(arrays, primitive.all_wanted)
+        with fusedops.use_backend("triton"):
+            outputs = primitive(*arrays, planes, "uniform")
         assert all(torch.isfinite(output).all() for output in outputs)
     torch.cuda.synchronize()
     assert (guard[: len(xyz)] == 7).all()
@@ -295,9 +293,10 @@ def test_sequences_that_lie_lead_nowhere_on_a_gpu():
     sequences = fusedops.Sequences([0, 2, 75, 80]).to("cuda")
     x, kernels = (a.detach() for a in convolution(20, channels=8))
     state = torch.randn(3, 8, 4, device="cuda")
-    call = registry.Call(conv, (sequences, "silu"), "triton")
-    out, final = call((x, kernels, state, None), (True, True))
-    gradients = call.other(conv_vjp, (x, kernels, state, None, out, final), (True,) * 3 + (False,))
+    arrays, static = (x, kernels, state, None), (sequences, "silu")
+    with fusedops.use_backend("triton"):
+        out, final = conv(*arrays, *static)
+        gradients = conv_vjp(*arrays, out, final, *static, out=(True, True, True, None))
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()
     assert torch.isfinite(gradients[0]).all()
@@ -435,11 +434,12 @@ def test_edges_that_lie_lead_nowhere_on_a_gpu():
     x, edges, wigner = (a if isinstance(a, fusedops.Edges) else a.detach() for a in graph_on_gpu())
     few = x[:3].contiguous()
     message = torch.randn(300, 9, 64, device="cuda")
-    call = registry.Call(edge_wigner, (edges, 2, "forth", 1.0), "triton")
-    (_, on_message, _) = call((None, few, None, wigner), (False, True, False))
-    on_x, _, on_wigner = call((None, few, message, wigner), (True, False, True))
+    static = edges, 2, "forth", 1.0
+    with fusedops.use_backend("triton"):
+        _, dmessage, _ = edge_wigner(None, few, None, wigner, *static, out=(None, True, None))
+        dx, _, dwigner = edge_wigner(None, few, message, wigner, *static, out=(True, None, True))
     torch.cuda.synchronize()
-    for result in (on_message, on_x, on_wigner):
+    for result in (dmessage, dx, dwigner):
         assert torch.isfinite(result).all()
 
 
