@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fusedops._frame.check import device_of, own_memory, traced
+from fusedops._frame.check import device_of, dtype_name, own_memory, traced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -187,7 +187,7 @@ class Packed:
     def kind(self) -> tuple[Any, ...]:
         """What the plan of a call may depend on."""
         parts = self.tensors or [getattr(self, name) for name in self._fields]
-        kinds = [(part.dtype, *part.shape) for part in parts]
+        kinds = [(dtype_name(part.dtype), *part.shape) for part in parts]
         return type(self), self.device, *self.sizes(), *kinds
 
     def sizes(self) -> list[int]:
