@@ -364,8 +364,7 @@ def _on_tensors(
     per_plan = getattr(room, "per_plan", None)
     work = kernel if per_plan is None else per_plan(kernel, device)
     if torch.is_autocast_enabled(device.type):
-        # A kernel may use products of torch's.
-        work = torch.autocast(device.type, enabled=False)(work)
+        work = _without_autocast(work, device.type)
 
     def run(a: Any, slots: Sequence[Any]) -> Any:
         outputs: list[Any] = [None] * count
@@ -390,6 +389,17 @@ def _on_tensors(
             return run(a, slots)
 
     return on_its_device
+
+
+def _without_autocast(work: Callable[[Any, Any], None], kind: str) -> Callable[[Any, Any], None]:
+    """Return a kernel whose products by torch are in its own dtypes."""
+
+    def run(a: Any, y: Any) -> None:
+        # A context of its own for every call: one keeps the state that it goes back to.
+        with torch.autocast(kind, enabled=False):
+            work(a, y)
+
+    return run
 
 
 def _as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
