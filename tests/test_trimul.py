@@ -975,16 +975,17 @@ def test_bad_tensors_name_the_argument():
 @pytest.mark.parametrize(
     ("given", "resolved"), [(None, "ieee"), ("ieee", "ieee"), ("tf32", "tf32"), ("bf16", "bf16")]
 )
+@pytest.mark.usefixtures("fresh_plans")
 def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
     """The arrays, the mask spread out and in the dtype of x, and precision and memory resolved."""
     pytest.importorskip("numba")
     told = []
 
-    def kernel(*args):
-        told.append(args)
-        args[-2][...] = 3.0
-        if args[-1] is not None:
-            args[-1][...] = 4.0
+    def kernel(a, y):
+        told.append((*a, *y))
+        y.out[...] = 3.0
+        if y.hidden is not None:
+            y.hidden[...] = 4.0
 
     monkeypatch.setitem(registry._kernels, (trimul.name, "numba"), kernel)
     monkeypatch.setattr(registry, "_chosen", {})
@@ -1015,12 +1016,13 @@ def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
         ("float16", "float64", "ieee"),
     ],
 )
+@pytest.mark.usefixtures("fresh_plans")
 def test_the_precision_of_a_call_that_names_none(x, weights, resolved, monkeypatch):
     seen = []
 
-    def formula(*args):
-        seen.append(args[16])
-        return genuine(*args)
+    def formula(a):
+        seen.append(a.precision)
+        return genuine(a)
 
     genuine = trimul.formula
     monkeypatch.setattr(trimul, "formula", formula)
@@ -1105,10 +1107,10 @@ def test_kernels_may_be_told_o_or_not(any_torch_backend, direction, gate):
     static = direction, gate, "ieee", 1e-5, 0
     arrays = [tensor(a) for a in p.arrays.values()]
     cotangent = tensor(p.cotangent)
-    _, o = trimul.formula(*arrays, *static)
-    call = registry.Call(trimul_vjp, static, any_torch_backend)
-    told = call((*arrays, o, cotangent), trimul_vjp.all_wanted)
-    found = call((*arrays, None, cotangent), trimul_vjp.all_wanted)
+    _, o = trimul.formula(trimul.Arguments(*arrays, *static))
+    with fusedops.use_backend(any_torch_backend):
+        told = trimul_vjp(*arrays, o, cotangent, *static)
+        found = trimul_vjp(*arrays, None, cotangent, *static)
     for got, want in zip(found, told, strict=True):
         close(got.numpy(), want.numpy())
 
@@ -1127,7 +1129,7 @@ def test_o_has_a_gradient_too(torch_backend, direction):
             if registered:
                 out, o = operator(*leaves, *static, [True, True], torch_backend)
             else:
-                out, o = trimul.formula(*leaves, *static)
+                out, o = trimul.formula(trimul.Arguments(*leaves, *static))
             outputs = [(o, cotangent), (out, tensor(p.cotangent))][: 1 + both]
             values, cotangents = zip(*outputs, strict=True)
             found.append(torch.autograd.grad(values, leaves, cotangents, allow_unused=True))
@@ -1221,7 +1223,7 @@ def test_opcheck(case):
         for array in arrays
     ]
     operator = getattr(torch.ops.fusedops, case.primitive.name).default
-    wanted = list(case.primitive.all_wanted)
+    wanted = list(case.primitive.all)
     torch.library.opcheck(operator, (*tensors, *_take_apart(case.primitive, static), wanted, ""))
 
 
@@ -1282,7 +1284,7 @@ def kernel(primitive, arrays, static, outputs, dtype):
     if FRAMEWORK == "torch":
         import torch
         arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))
-    run(*arrays, *static, *outputs)
+    run(primitive.Arguments(*arrays, *static), primitive.Outputs(*outputs))
 
 
 options = itertools.product(SHAPES, (True, False), ("f4", "f8"), ("output", "hidden"))
@@ -1292,12 +1294,12 @@ for shape, at_the_end, dtype, gate in options:
         arrays = pair(*shape, rng, gate=gate, mask=False, biases=True).values()
         arrays = [guarded(a.astype(dtype), at_the_end) for a in arrays]
         static = direction, gate, "ieee", 1e-5, 0
-        want = trimul.formula(*arrays, *static)
+        want = trimul.formula(trimul.Arguments(*arrays, *static))
         outputs = [guarded(np.full(w.shape, np.nan, dtype), at_the_end) for w in want]
         kernel(trimul, arrays, static, outputs, dtype)
         g = guarded(rng.normal(size=arrays[0].shape).astype(dtype), at_the_end)
         back = [*arrays, guarded(want[1], at_the_end), g]
-        want += trimul_vjp.formula(*back, *static)
+        want += trimul_vjp.formula(trimul_vjp.Arguments(*back, *static))
         outputs += [guarded(np.full(a.shape, np.nan, dtype), at_the_end) for a in arrays]
         kernel(trimul_vjp, back, static, outputs[2:], dtype)
         for got, value in zip(outputs, want, strict=True):
