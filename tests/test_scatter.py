@@ -1186,9 +1186,9 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
         # A kernel may notice.
         with contextlib.suppress(ValueError, IndexError):
             if framework == "torch":
-                kernel(tensor(array), plan, tensor(out))
+                kernel(primitive.Arguments(tensor(array), plan), primitive.Outputs(tensor(out)))
             else:
-                kernel(array, plan, out)
+                kernel(primitive.Arguments(array, plan), primitive.Outputs(out))
             raised = False
         assert raised or np.isfinite(out).all(), "what was read lies outside"
         out[...] = 5.0
@@ -1239,10 +1239,11 @@ for at_the_end in (True, False):
                 import torch
                 where = [torch.from_numpy(a) for a in (wa, wbwc)]
                 plan = ScatterPlan.from_tensors(where, [size, 0, 0, 0])
-                kernel(torch.from_numpy(given), plan, torch.from_numpy(out))
+                a, y = torch.from_numpy(given), torch.from_numpy(out)
+                kernel(primitive.Arguments(a, plan), primitive.Outputs(y))
             else:
-                kernel(given, plan, out)
-            (want,) = primitive.formula(given, plan)
+                kernel(primitive.Arguments(given, plan), primitive.Outputs(out))
+            (want,) = primitive.formula(primitive.Arguments(given, plan))
             np.testing.assert_allclose(out, want, atol=1e-12 if dtype == "f8" else 1e-5)
 """
 # Rows that fill no vector register, one, and some of the next.
