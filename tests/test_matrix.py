@@ -62,9 +62,14 @@ def test_sixteen_bits(case, place, dtype):
     check(case, *place, dtype)
 
 
+def arguments_of(case):
+    arrays, static = case.make()
+    return case.primitive.Arguments(*arrays, *static)
+
+
 def outputs_of(case):
     """The numbers of the outputs that a case has."""
-    described = case.primitive.describe(*case.make())
+    described = case.primitive.describe(arguments_of(case))
     return [number for number, output in enumerate(described) if output is not None]
 
 
@@ -75,6 +80,7 @@ OUTPUTS = [
 
 @interpreted
 @pytest.mark.parametrize(("case", "output", "place"), OUTPUTS, ids=str)
+@pytest.mark.usefixtures("fresh_plans")
 def test_the_matrix_sees_a_broken_kernel(case, output, place, monkeypatch):
     """One element that is off by a millionth of the largest fails the matrix, on every backend."""
     genuine = registry.choose
@@ -84,7 +90,7 @@ def test_the_matrix_sees_a_broken_kernel(case, output, place, monkeypatch):
 
         def wrong(*args):
             result = kernel(*args)
-            outputs = result if backend.module is None else args[-len(case.primitive.outputs) :]
+            outputs = result if backend.module is None else args[1]
             if outputs[output] is not None:
                 flat = outputs[output].reshape(-1)
                 flat[flat.shape[0] // 2] += 2e-6 * abs(flat).max()
@@ -98,6 +104,7 @@ def test_the_matrix_sees_a_broken_kernel(case, output, place, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["cython", "numba"])
+@pytest.mark.usefixtures("fresh_plans")
 def test_an_unwritten_output_shows(backend, monkeypatch):
     monkeypatch.setitem(registry._kernels, ("planarity_nll", backend), lambda *args: None)
     monkeypatch.setattr(registry, "_chosen", {})
@@ -120,7 +127,7 @@ def test_a_kernel_touches_no_memory_of_others(place, primitive):
     before = guard.copy()
     arrays = (short,) * len(primitive.arrays)
     outputs = []
-    for shape, _ in primitive.describe(arrays, static):
+    for shape, _ in primitive.describe(primitive.Arguments(*arrays, *static)):
         around = np.full((3 * planes.bound, 3), 5.0)
         outputs.append(
             (around, around[planes.bound : planes.bound + 20] if shape else around[0, 0:1])
@@ -132,7 +139,7 @@ def test_a_kernel_touches_no_memory_of_others(place, primitive):
         import torch
 
         arrays, inner = ([torch.from_numpy(a) for a in group] for group in (arrays, inner))
-    kernel(*arrays, *static, *inner)
+    kernel(primitive.Arguments(*arrays, *static), primitive.Outputs(*inner))
     np.testing.assert_array_equal(guard, before)
     for around, out in outputs:
         assert np.isfinite(out).all()
@@ -153,13 +160,13 @@ def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
     sequences = Sequences(np.array(cu_seqlens))
     count = sequences.num_sequences
     shapes = {"x": (1, T, D), "kernels": (1, T, D, W), "initial_state": (count, D, W), "bias": (D,)}
-    shapes |= {"cotangent": (1, T, D), "final_cotangent": (count, D, W)}
+    shapes |= {"dout": (1, T, D), "dfinal_state": (count, D, W)}
     arrays, outputs, guards = [], [], []
     for name in primitive.arrays:
         guard = np.full((3, *shapes[name]), np.nan)
         guard[1] = rng.normal(size=shapes[name])
         arrays.append(guard[1])
-    for shape, _ in primitive.describe(arrays, (sequences, "silu")):
+    for shape, _ in primitive.describe(primitive.Arguments(*arrays, sequences, "silu")):
         guard = np.full((3, *shape), 5.0)
         outputs.append(guard[1])
         guards.append(guard)
@@ -169,7 +176,7 @@ def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
         import torch
 
         arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))
-    kernel(*arrays, sequences, "silu", *outputs)
+    kernel(primitive.Arguments(*arrays, sequences, "silu"), primitive.Outputs(*outputs))
     for guard in guards:
         assert (guard[[0, 2]] == 5).all()
         assert np.isfinite(guard[1]).all()
@@ -210,17 +217,18 @@ for cu_seqlens in ([0, 3, 8], [0, 0, 1, 70, 71]):
             own = list(shapes)
             own[1] = (D, W) if static else own[1]
             arrays = [guarded(rng.normal(size=s), at_the_end) for s in own[: len(primitive.arrays)]]
-            described = primitive.describe(arrays, (sequences, "silu"))
+            given = primitive.Arguments(*arrays, sequences, "silu")
+            described = primitive.describe(given)
             outputs = [guarded(np.full(shape, np.nan), at_the_end) for shape, _ in described]
-            want = primitive.formula(*arrays, sequences, "silu")
+            want = primitive.formula(given)
             request = registry.Request(primitive.name, FRAMEWORK, "cpu", arrays[0].dtype, BACKEND)
             kernel = registry.choose(request)[1]
             if FRAMEWORK == "torch":
                 import torch
-                kernel(*map(torch.from_numpy, arrays), sequences, "silu",
-                       *map(torch.from_numpy, outputs))
+                given = primitive.Arguments(*map(torch.from_numpy, arrays), sequences, "silu")
+                kernel(given, primitive.Outputs(*map(torch.from_numpy, outputs)))
             else:
-                kernel(*arrays, sequences, "silu", *outputs)
+                kernel(given, primitive.Outputs(*outputs))
             for a, b in zip(outputs, want):
                 np.testing.assert_allclose(a, b, atol=1e-12)
 """
