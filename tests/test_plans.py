@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from fusedops.workloads import WORKLOADS, Source
 
 import fusedops
 from fusedops._frame import kinds
 from fusedops.wigner import wigner_d
-from fusedops.workloads import WORKLOADS, Source
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
