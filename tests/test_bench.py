@@ -14,7 +14,7 @@ import pytest
 
 import fusedops
 from fusedops import cli
-from fusedops._frame import registry
+from fusedops._frame import packed, registry
 from fusedops.bench import measure, memory, report
 from fusedops.bench.floors import Rates
 from fusedops.bench.measure import Bench, Plan, fitted
@@ -245,10 +245,10 @@ def wrong_kernel(monkeypatch, primitive, backend, output):
     request = registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), backend)
     genuine = registry.choose(request)[1]
 
-    def wrong(*args):
-        genuine(*args)
-        if args[output] is not None:
-            args[output].flat[args[output].size // 2] += 1e-5 * np.abs(args[output]).max()
+    def wrong(a, y):
+        genuine(a, y)
+        if y[output] is not None:
+            y[output].flat[y[output].size // 2] += 1e-5 * np.abs(y[output]).max()
 
     monkeypatch.setitem(registry._kernels, (primitive, backend), wrong)
     monkeypatch.setattr(registry, "_chosen", {})
@@ -260,7 +260,7 @@ needs_numba = pytest.mark.skipif(
 
 
 @needs_numba
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick", "fresh_plans")
 @pytest.mark.parametrize("primitive", ["structured_scatter_add", "structured_gather"])
 def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, monkeypatch, primitive):
     """One in the forward pass, and one that only the gradient meets."""
@@ -284,7 +284,7 @@ def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, monkeypatch, primitive):
 
 
 @needs_numba
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick", "fresh_plans")
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises):
     """Or one that leaves its outputs as they are."""
@@ -474,7 +474,7 @@ def on_a_gpu(monkeypatch):
 
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device: generator("cpu"))
-    monkeypatch.setattr(registry.Packed, "to", lambda self, device: self)
+    monkeypatch.setattr(packed.Packed, "to", lambda self, device: self)
     monkeypatch.setattr(fusedops.ScatterPlan, "to", lambda self, device: self)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name in ("empty_cache", "reset_peak_memory_stats"):
