@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fusedops.workloads import WORKLOADS, Source
+from fusedops.bench.workloads import WORKLOADS, Source
 
 import fusedops
 from fusedops._frame import kinds

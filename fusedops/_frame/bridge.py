@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -212,9 +212,11 @@ def _eager(
         saved = primitive.with_saved(slots)
         with torch.no_grad():
             evaluate = evaluation(primitive, a, saved, asked)
+        present = tuple([at for at, array in enumerate(a[:count]) if array is not None])
+        step = _Step(primitive, evaluate, asked, saved, present)
 
         def run(a: Any, slots: Sequence[Any]) -> Any:
-            y = _apply(primitive, evaluate, asked, saved, a[count:], *a[:count])
+            y = _apply(step, a[count:], *[a[at] for at in present])
             return primitive.Outputs._make(y)
 
     else:
@@ -587,39 +589,53 @@ def values(tensor: torch.Tensor) -> np.ndarray:
     return as_numpy(tensor.double() if tensor.is_floating_point() else tensor)
 
 
+class _Step(NamedTuple):
+    """What is the same in all differentiable calls of a kind."""
+
+    primitive: Primitive
+    evaluate: Callable[[Any, Any], Any] | None
+    asked: str | None
+    slots: tuple[Any, ...]
+    # Places of the arrays that are given: autograd takes its time for every other too.
+    present: tuple[int, ...]
+
+    def spread(self, values: Sequence[Any]) -> list[Any]:
+        """Return values of the arrays that are given, and None for the others."""
+        found = [None] * len(self.primitive.arrays)
+        for at, value in zip(self.present, values, strict=False):
+            found[at] = value
+        return found
+
+
 class _Differentiable(torch.autograd.Function):
     """Any primitive. What the pullback needs is computed beside what is wanted."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        primitive: Primitive,
-        evaluate: Callable[[Any, Any], Any],
-        asked: str | None,
-        slots: Sequence[Any],
-        others: tuple[Any, ...],
-        *arrays: Any,
-    ) -> tuple[Any, ...]:
-        y = evaluate(primitive.Arguments._make((*arrays, *others)), slots)
-        ctx.primitive, ctx.asked, ctx.others = primitive, asked, others
+    def forward(ctx: Any, step: _Step, others: tuple[Any, ...], *arrays: Any) -> tuple[Any, ...]:
+        primitive, evaluate, _, slots, _ = step
+        a = primitive.Arguments._make((*step.spread(arrays), *others))
+        y = evaluate(a, slots)  # type: ignore[misc]
+        ctx.step, ctx.others = step, others
         # Borrowed tensors are saved too, so that autograd sees who writes to them.
         borrowed = _borrowed(others)
         saved = [getattr(y, name) for name in primitive.saves]
-        ctx.save_for_backward(*borrowed, *arrays, *saved)
-        ctx.borrowed = len(borrowed)
+        ctx.save_for_backward(*arrays, *saved, *borrowed)
         ctx.set_materialize_grads(False)
         return tuple(y)
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors[ctx.borrowed :]
-        given = ctx.primitive, ctx.others, saved, dy, ctx.needs_input_grad[5:]
-        if ctx.asked == registry.forced(None):
+        step, saved = ctx.step, ctx.saved_tensors
+        wanted = step.spread([need or None for need in ctx.needs_input_grad[2:]])
+        given = (
+            step.primitive, step.spread(saved), ctx.others, saved[len(step.present) :], dy, wanted
+        )  # fmt: skip
+        if step.asked == registry.forced(None):
             found = _pull_back(*given)
         else:
-            with registry.asking(ctx.asked):
+            with registry.asking(step.asked):
                 found = _pull_back(*given)
-        return None, None, None, None, None, *found
+        return None, None, *[found[at] for at in step.present]
 
 
 def _borrowed(others: Sequence[Any]) -> list[torch.Tensor]:
@@ -641,39 +657,27 @@ class _Transformed(_Differentiable):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        primitive: Primitive,
-        evaluate: None,
-        asked: str | None,
-        slots: Sequence[Any],
-        others: tuple[Any, ...],
-        *arrays: Any,
+        step: _Step, others: tuple[Any, ...], *arrays: Any
     ) -> tuple[Any, ...]:
-        a = primitive.Arguments._make((*arrays, *others))
-        return tuple(evaluation(primitive, a, slots, asked)(a, slots))
+        a = step.primitive.Arguments._make((*arrays, *others))
+        return tuple(evaluation(step.primitive, a, step.slots, step.asked)(a, step.slots))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.primitive, _, ctx.asked, _, ctx.others, *arrays = inputs
-        ctx.borrowed = 0
-        y = ctx.primitive.Outputs._make(output)
-        ctx.save_for_backward(*arrays, *[getattr(y, name) for name in ctx.primitive.saves])
+        ctx.step, ctx.others, *arrays = inputs
+        y = ctx.step.primitive.Outputs._make(output)
+        ctx.save_for_backward(*arrays, *[getattr(y, name) for name in ctx.step.primitive.saves])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        primitive: Primitive,
-        evaluate: None,
-        asked: str | None,
-        slots: Sequence[Any],
-        others: tuple[Any, ...],
-        *arrays: Any,
+        info: Any, in_dims: tuple[Any, ...], step: _Step, others: tuple[Any, ...], *arrays: Any
     ) -> Any:
-        given, dims = (primitive, evaluate, asked, slots, others), in_dims[5:]
+        dims = in_dims[2:]
         rows = [
             _Transformed.apply(
-                *given,
+                step,
+                others,
                 *(
                     array if dim is None else array.select(dim, b)
                     for array, dim in zip(arrays, dims, strict=True)
@@ -682,7 +686,7 @@ class _Transformed(_Differentiable):
             for b in range(info.batch_size)
         ]
         if not rows:
-            return _Transformed._of_no_rows(dims, primitive, others, arrays)
+            return _Transformed._of_no_rows(dims, step.primitive, others, arrays)
         stacked = tuple(
             None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
         )
@@ -713,7 +717,8 @@ def _transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[An
     count = len(primitive.arrays)
     wanted = tuple([slot if slot is None else True for slot in slots])
     slots, asked = primitive.with_saved(wanted), registry.forced(None)
-    return _Transformed.apply(primitive, None, asked, slots, a[count:], *a[:count])
+    step = _Step(primitive, None, asked, slots, tuple(range(count)))
+    return _Transformed.apply(step, a[count:], *a[:count])
 
 
 def _no_forward_mode(primitive: Primitive) -> str:
@@ -725,23 +730,23 @@ def _no_forward_mode(primitive: Primitive) -> str:
 
 def _pull_back(
     primitive: Primitive,
+    arrays: Sequence[Any],
     others: tuple[Any, ...],
     saved: Sequence[Any],
     dy: Sequence[torch.Tensor | None],
-    needed: Sequence[bool],
-) -> tuple[Any, ...]:
-    count = len(primitive.arrays)
+    wanted: Sequence[Any],
+) -> Sequence[Any]:
+    """Return a cotangent for every array that wants one."""
     if not any([cotangent is not None for cotangent in dy]):
-        return (None,) * count
-    a = primitive.Arguments._make((*saved[:count], *others))
+        return [None] * len(wanted)
+    a = primitive.Arguments._make((*arrays, *others))
     if primitive.pullback is None:
         if torch._C._are_functorch_transforms_active():
-            return _transform_formula(primitive, a, dy, needed)
+            return _transform_formula(primitive, a, dy, wanted)
         return _differentiate_formula(primitive, a, dy)
-    kept = dict.fromkeys(primitive.outputs)
-    kept.update(zip(primitive.saves, saved[count:], strict=True))
-    y = primitive.Outputs._make(kept.values())
-    return primitive.pulled_back(a, y, dy, [True if need else None for need in needed])
+    kept = dict(zip(primitive.saves, saved, strict=False))
+    y = primitive.Outputs._make([kept.get(name) for name in primitive.outputs])
+    return primitive.pulled_back(a, y, dy, wanted)
 
 
 def _differentiate_formula(
@@ -910,10 +915,10 @@ def _register(primitive: Primitive) -> None:
                 cotangents, slots, primitive.describe(a), strict=True
             )
         ]
-        saved = (*a[:count], *ctx.saved_tensors[given:])
-        needed = ctx.needs_input_grad[:count]
+        saved = ctx.saved_tensors[given:]
+        wanted = [need or None for need in ctx.needs_input_grad[:count]]
         with registry.asking(backend or None):
-            gradients = _pull_back(primitive, a[count:], saved, asked, needed)
+            gradients = _pull_back(primitive, a[:count], a[count:], saved, asked, wanted)
         nothing = [
             # An empty list of sizes has a list for its gradient too.
             [None] * len(value) if tensors or value == [] else None
