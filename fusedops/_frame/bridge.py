@@ -161,10 +161,14 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]],
     return passes
 
 
-def _modes() -> tuple[bool, bool, int]:
+def _modes() -> tuple[Any, ...]:
     """Return the modes of torch that are in no dispatch key."""
-    deterministic = torch._C._get_deterministic_algorithms()
-    return torch.is_grad_enabled(), deterministic, forward_ad._current_level
+    return (
+        torch.is_grad_enabled(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._len_torch_dispatch_stack(),
+        forward_ad._current_level,
+    )
 
 
 def _alignment(tensors: Sequence[torch.Tensor]) -> int | tuple[int, ...]:
