@@ -277,7 +277,7 @@ def _vjp_blocks(
 
 @jit
 def _pseudo_solve(C, value, x, y, z, qx, qy, qz):
-    """Return (C - λ)⁺ q; the formula is at `fusedops.planarity.pseudo_solve`."""
+    """Return (C - λ)⁺ q; the formula is at `fusedops.eigenvector.pseudo_solve`."""
     xx, xy, xz, yy, yz, zz = C
     xx, yy, zz = xx - value, yy - value, zz - value
     along = qx * x + qy * y + qz * z

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import cast, double
+from fusedops._frame.arrays import cast, double, namespace
 from fusedops._frame.check import (
     accumulator,
     device_of,
@@ -33,6 +33,8 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.primitive import Primitive
+from fusedops.eigenvector import NO_PLANE as NO_PLANE
+from fusedops.eigenvector import pseudo_solve, smallest_eigenvector
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -45,10 +47,6 @@ FITS = ("uniform", "weighted")
 
 #: Planes that a CPU kernel fits at a time, one to a vector lane.
 LANES = 16
-
-#: Below this share of its largest variance a group's second one counts as zero: the group is a
-#: line or a point, has no plane, and gets a zero normal.
-NO_PLANE = 1e-12
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 _MOST_ATOMS = 2**31 - 1
@@ -275,10 +273,6 @@ def _inverse_square(sigma: np.ndarray) -> np.ndarray:
     return np.where((sigma > 0) & (weight < np.inf), weight, 0.0)
 
 
-def _namespace(array: Any) -> Any:
-    return sys.modules["torch"] if is_tensor(array) else np
-
-
 def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
     """Return, for every size n of plane, indices (P, n) and 1/σ² (P, n) or (P, 1)."""
     if is_tensor(like):
@@ -308,7 +302,7 @@ class _Fit:
     # Coordinates that aren't finite, or whose squares aren't, are met and left out below.
     @np.errstate(invalid="ignore", over="ignore")
     def __init__(self, xyz: Any, index: Any, weight: Any, fit: str) -> None:
-        xp = _namespace(xyz)
+        xp = namespace(xyz)
         x = double(xyz[index])
         # From the plane's first atom on, since the distance to the origin would cost digits.
         x = x - x[:, :1]
@@ -325,21 +319,12 @@ class _Fit:
         self.C = (
             xp.einsum("pa,pai,paj->pij", self.share, self.r, self.r) * self.scale[:, None, None]
         )
-        self.normal = _normals(self.C)
+        self.normal = smallest_eigenvector(self.C)
         self.d = xp.einsum("pai,pi->pa", self.r, self.normal)
 
     def centred(self, values: Any, fit: str) -> Any:
         """Return values (P, n) less their mean; a weighted centroid has that mean zero already."""
         return values if fit == "weighted" else values - values.mean(-1)[:, None]
-
-
-def _normals(C: Any) -> Any:
-    if is_tensor(C):
-        from fusedops._frame import bridge
-
-        return bridge.smallest_eigenvector(C, NO_PLANE)
-    values, vectors = np.linalg.eigh(C)
-    return np.where((values[:, 1] > NO_PLANE * values[:, 2])[:, None], vectors[:, :, 0], 0.0)
 
 
 def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
@@ -367,7 +352,7 @@ def _nll_formula(a: Any) -> tuple[Any, Any]:
         g = plane.centred(weight * plane.d, fit)
         rows.append((index, g[..., None] * plane.normal[:, None]))
     if is_tensor(xyz):
-        dtype = getattr(_namespace(xyz), accumulator(xyz) or dtype_name(xyz.dtype))
+        dtype = getattr(namespace(xyz), accumulator(xyz) or dtype_name(xyz.dtype))
         return total.to(dtype), _scatter(rows, xyz.to(dtype))
     return np.asarray(total, xyz.dtype), _scatter(rows, xyz)
 
@@ -381,7 +366,7 @@ def _gradient_vjp_formula(a: Any) -> tuple[Any]:
     [t - mean t - share (p·r)] n - share d p.
     """
     xyz, cotangent, planes, fit = a
-    xp = _namespace(xyz)
+    xp = namespace(xyz)
     rows = []
     for index, weight in _runs(xyz, planes):
         f = _Fit(xyz, index, weight, fit)
@@ -399,25 +384,6 @@ def _gradient_vjp_formula(a: Any) -> tuple[Any]:
         row = along[..., None] * f.normal[:, None] - (share * f.d)[..., None] * p[:, None]
         rows.append((index, row))
     return (_scatter(rows, xyz),)
-
-
-def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
-    """Return (C - λ)⁺ q, where λ is the eigenvalue of C at `normal`.
-
-    A = C - λ has a null vector, so that on the plane A⁺ = (tr A - A) / (½ (tr² A - tr A²)); where
-    the two lower eigenvalues meet too, A⁺ = A / tr² A.
-    """
-    xp = _namespace(C)
-    q = q - xp.einsum("pi,pi->p", q, normal)[:, None] * normal
-    value = xp.einsum("pi,pij,pj->p", normal, C, normal)
-    trace = xp.einsum("pii->p", C) - 3 * value
-    square = xp.einsum("pij,pij->p", C, C) - 2 * value * xp.einsum("pii->p", C) + 3 * value**2
-    product = 0.5 * (trace**2 - square)
-    Aq = xp.einsum("pij,pj->pi", C, q) - value[:, None] * q
-    regular, single = product > NO_PLANE * trace**2, trace > NO_PLANE
-    full = (trace[:, None] * q - Aq) / xp.where(regular, product, 1.0)[:, None]
-    half = Aq / xp.where(single, trace, 1.0)[:, None] ** 2
-    return xp.where(regular[:, None], full, xp.where(single[:, None], half, 0.0 * q))
 
 
 def _nll_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:

@@ -390,7 +390,7 @@ def _gradient_vjp_kernel(
             qy += t * y + g * vy
             qz += t * z + g * vz
             a += 1
-    # p = (C - λ)⁺ q; fusedops.planarity.pseudo_solve has the formula.
+    # p = (C - λ)⁺ q; fusedops.eigenvector.pseudo_solve has the formula.
     xx -= value
     yy -= value
     zz -= value
