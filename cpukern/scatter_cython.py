@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from cpukern import isa
+from cpukern.scatter import PART_BITS
 from fusedops._frame import memory
 from fusedops._frame.registry import register
 from fusedops._frame.threads import threads_for
-from fusedops.scatter import PART_BITS, ScatterPlan
+from fusedops.scatter import ScatterPlan
 
 _scatter = isa.load("scatter_cython")
 _INDEX = {np.dtype(np.int32): "int", np.dtype(np.int64): "long long"}
@@ -19,8 +20,8 @@ _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _CUBE_GRAIN = 1 << 16
 
 
-def _survey(plan: ScatterPlan) -> None:
-    """Find the runs of the cubes' rows and the planes of every part, and check the plan."""
+def survey(plan: ScatterPlan) -> tuple[Any, ...]:
+    """Return what `bins` does and the runs of the cubes' rows, in one pass that checks the plan."""
     cubes, nx, rows, _ = plan.shape
     first, second = memory.empty((2, cubes, rows), np.dtype(np.int64))
     split = np.empty((cubes, rows), np.int32)
@@ -29,16 +30,16 @@ def _survey(plan: ScatterPlan) -> None:
     threads = threads_for(plan.wbwc.size, _CUBE_GRAIN)
     ends = np.zeros((threads, 2, (plan.map_size - 1 >> PART_BITS) + 1), np.int64)
     found = first, second, split, low, high, spans, ends
-    survey = _scatter.survey[_INDEX[plan.wa.dtype]]
-    survey(plan.wa, plan.wbwc, plan.map_size, PART_BITS, *found)
-    plan.reach = (low, high) if ends[:, 0].sum() == plan.wa.size else None
-    plan.checked()
-    plan.lists = _lists(spans, ends)
-    plan.runs = first, second, split
+    look = _scatter.survey[_INDEX[plan.wa.dtype]]
+    look(plan.wa, plan.wbwc, plan.map_size, PART_BITS, *found)
+    if ends[:, 0].sum() != plan.wa.size:
+        # A plane leaves the map: a new plan says which.
+        ScatterPlan(plan.wa, plan.wbwc, plan.map_size, copy=False)
+    return *_lists(spans, ends), first, second, split
 
 
 def _lists(spans: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return what `ScatterPlan.bins` does, of what a survey has found.
+    """Return what `bins` does, of what a survey has found.
 
     What a part has of every share comes one after the other, so that their number changes nothing.
     """
@@ -62,11 +63,9 @@ def _move(back: bool, cubes: np.ndarray, grid: np.ndarray, plan: ScatterPlan) ->
         if not back:
             grid[...] = 0
         return
-    if plan.runs is None:
-        _survey(plan)
     threads = threads_for(cubes.size, _CUBE_GRAIN)
     move = _scatter.move[_INDEX[plan.wa.dtype], _REAL[cubes.dtype]]
-    move(back, plan.wa, plan.wbwc, *plan.bins(), *plan.runs, cubes, grid, threads)
+    move(back, plan.wa, plan.wbwc, *plan.derived(survey), cubes, grid, threads)
 
 
 @register("structured_scatter_add", "cython")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
+from cpukern.scatter import bins
 from cpukern.vectors_numba import add_run, copy_run, fetch
 from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel, threads_for
@@ -76,7 +77,7 @@ def in_shares(work: Callable[[int, int], None], ends: np.ndarray, grain: int) ->
 
 
 def _run(plan: ScatterPlan, cube: np.ndarray, grid: np.ndarray, back: bool) -> None:
-    rows, part_ptr, part_size = plan.bins()
+    rows, part_ptr, part_size = plan.derived(bins)
     count, *plane = plan.wbwc.shape
     offsets = plan.wbwc.reshape(count, plane[0] * plane[1])
     arguments = (

@@ -55,13 +55,18 @@ def edge_wigner(a: Any, y: Any) -> None:
     channels = x.shape[2] if x is not None else message.shape[2] // ends
     count = len(wigner)
     wigner = laid_out(wigner, 0)
+    lists: tuple[Any, ...] = (None,) * 6
+    pointers = [] if on_x is None else [np.arange(len(on_x) + 1)]
     if edges is not None:
-        lists = [getattr(edges, name) for name in edges._fields]
-        count = min(count, *[len(lists[i]) for i in (0, 1, 2, 4)])
-    else:
-        lists = [None] * 6
+        by_edge = edges.source, edges.target, edges.by_source, edges.by_target
+        count = min(count, *[len(nodes) for nodes in by_edge])
+        pointers = [edges.target_ptr, edges.source_ptr][:ends]
+        lists = (
+            *(edges.source, edges.target),
+            *(edges.by_source, edges.source_ptr),
+            *(edges.by_target, edges.target_ptr),
+        )
     if on_x is not None:
-        pointers = (lists[5], lists[3])[:ends] if edges else [np.arange(len(on_x) + 1)]
         shares = np.stack([_shares(p, len(on_x)) for p in pointers])
     else:
         shares = count * np.arange(_SHARES + 1)[None] // _SHARES

@@ -35,7 +35,8 @@ from fusedops._frame.primitive import Primitive
 
 ACTIVATIONS = (None, "silu", "swish")
 
-#: Tokens of one sequence that a kernel takes at a time.
+#: Tokens of one sequence that a kernel takes at a time. It is here, not with the kernels, as
+#: `Sequences` are cut so.
 CHUNK = 64
 
 
@@ -113,19 +114,25 @@ class Sequences(Packed):
             )
         size("Sequences", "cu_seqlens[-1]", starts[-1], bits=60)
         lengths = np.diff(starts)
-        self.cu_seqlens = starts
-        self.num_sequences = len(lengths)
-        self.num_tokens = int(starts[-1])
         counts = -(-lengths // CHUNK)
         which = np.repeat(np.arange(len(lengths)), counts)
         within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.chunks = np.stack([which, starts[which] + CHUNK * within], axis=1)
-        if device != "cpu":
-            self.__dict__ = self.to(device).__dict__
+        self._hold(
+            device,
+            cu_seqlens=starts,
+            chunks=np.stack([which, starts[which] + CHUNK * within], axis=1),
+            num_sequences=len(lengths),
+            num_tokens=int(starts[-1]),
+        )
 
-    def foresee(self, cu_seqlens: Any, *, num_tokens: int) -> None:
-        """Set the sizes that are known before the tensor's values are."""
-        self.num_sequences, self.num_tokens = cu_seqlens.shape[0] - 1, num_tokens
+    @classmethod
+    def foresee(cls, cu_seqlens: Any, *, num_tokens: int) -> dict[str, Any]:
+        """Return the sizes that are known before the tensor's values are."""
+        return {"num_sequences": cu_seqlens.shape[0] - 1, "num_tokens": num_tokens}
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_sequences} sequences, {self.num_tokens} tokens"
+        return f"Sequences({sizes}, on {self.device})"
 
 
 def _spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, slice]]:
@@ -133,7 +140,7 @@ def _spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, 
     if sequences is None:
         yield slice(None), slice(None), slice(None)
         return
-    starts = sequences.tensors_here()[0].tolist() if is_tensor(x) else sequences.cu_seqlens
+    starts = sequences.fields_like(x).cu_seqlens.tolist()
     for s in range(len(starts) - 1):
         yield slice(None), slice(starts[s], starts[s + 1]), slice(s, s + 1)
 

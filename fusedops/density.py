@@ -111,40 +111,48 @@ class Lattice(Packed):
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
         cell = _read_cell("Lattice", cell)
         voronoi = _voronoi("Lattice", cell)
-        self.nx, self.ny, self.nz = _grid_sizes("Lattice", grid_shape)
-        self.step = cell / self.shape
-        self.to_grid = np.linalg.inv(self.step)
-        metric = self.step.T @ self.step
+        nx, ny, nz = shape = _grid_sizes("Lattice", grid_shape)
+        step = cell / shape
+        to_grid = np.linalg.inv(step)
+        metric = step.T @ step
         along = metric[0, 1:] / metric[0, 0]
         rest = metric[1:, 1:] - np.outer(along, metric[0, 1:])
-        reach = np.linalg.norm(self.to_grid, axis=1)
+        reach = np.linalg.norm(to_grid, axis=1)
         # A voxel on the border is not lost to rounding.
-        extents = voronoi.extents * self.shape * (1 + SLACK)
+        extents = voronoi.extents * shape * (1 + SLACK)
         farthest = voronoi.farthest * (1 + SLACK)
-        self.measures = np.array(
-            [metric[0, 0], rest[0, 0], rest[0, 1], rest[1, 1], *along, *reach, *extents, farthest]
-        )
-        edges = self.step / np.linalg.norm(self.step, axis=0)
+        form = metric[0, 0], rest[0, 0], rest[0, 1], rest[1, 1], *along
+        edges = step / np.linalg.norm(step, axis=0)
         xy, xz, yz = np.abs((edges.T @ edges)[[0, 0, 1], [1, 2, 2]]) > 1e-12
-        self.oblique, self.skewed = int(yz), int(xy or xz or yz)
-        self.images = voronoi.images * np.array(self.shape, np.float64)
-        if "torch" in sys.modules:
-            # A compiled function would be compiled again where they are first made inside of it.
-            self.tensors_here()
+        self._hold(
+            step=step,
+            to_grid=to_grid,
+            images=voronoi.images * np.array(shape, np.float64),
+            measures=np.array([*form, *reach, *extents, farthest]),
+            nx=nx,
+            ny=ny,
+            nz=nz,
+            oblique=int(yz),
+            skewed=int(xy or xz or yz),
+        )
 
     @classmethod
     def made_of(cls, cell: Any, *, nx: int, ny: int, nz: int) -> Lattice:
         """Return the object that a tensor and a grid's sizes describe."""
         return cls(cell, (nx, ny, nz))
 
-    def foresee(self, cell: Any, *, nx: int, ny: int, nz: int) -> None:
-        """Set the sizes that are known before the tensor's values are."""
-        self.nx, self.ny, self.nz = nx, ny, nz
+    @classmethod
+    def foresee(cls, cell: Any, *, nx: int, ny: int, nz: int) -> dict[str, Any]:
+        """Return the sizes that are known before the tensor's values are."""
+        return {"nx": nx, "ny": ny, "nz": nz}
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The number of voxels along each edge."""
         return self.nx, self.ny, self.nz
+
+    def __repr__(self) -> str:
+        return f"Lattice({self.nx} × {self.ny} × {self.nz} voxels, on {self.device})"
 
 
 def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
@@ -445,13 +453,9 @@ def _matrices(U: Any, widths: Any) -> Any:
 def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
     """Return of every atom's box the flat voxels, vectors from the atom, and which are inside."""
     xp = namespace(xyz)
-    images: Any
-    step, to_grid, images = (
-        [cast(a, xyz) for a in lattice.tensors_here()[:3]]
-        if is_tensor(xyz)
-        else (lattice.step, lattice.to_grid, lattice.images)
-    )
-    measures = cast(lattice.tensors_here()[3], xyz) if is_tensor(xyz) else lattice.measures
+    fields = lattice.fields_like(xyz)
+    parts = fields.step, fields.to_grid, fields.images, fields.measures
+    step, to_grid, images, measures = (cast(array, xyz) for array in parts)
     n = np.array(lattice.shape, xyz.dtype) if xp is np else images.new_tensor(lattice.shape)
     at = xyz @ to_grid.T
     whole = xp.floor(at / n) * n
@@ -495,7 +499,7 @@ def _chunks(arrays: Sequence[Any], constants: Sequence[Any], lattice: Lattice) -
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     if not len(good):
         return
-    measures = lattice.tensors_here()[3] if is_tensor(arrays[0]) else lattice.measures
+    measures = lattice.fields_like(arrays[0]).measures
     constants[2] = xp.minimum(constants[2], cast(measures[-1], constants[2]))
     reach = float(xp.amax(constants[2][good]))
     sizes = zip(measures[6:9].tolist(), measures[9:12].tolist(), strict=True)

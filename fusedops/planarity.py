@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 FITS = ("uniform", "weighted")
 
-#: Planes that a CPU kernel fits at a time, one to a vector lane.
+#: Planes that a CPU kernel fits at a time, one to a vector lane. It is here, not with the kernels,
+#: as `Planes` are cut into such blocks.
 LANES = 16
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -116,56 +117,54 @@ class Planes(Packed):
     ) -> None:
         num_atoms = min(size("Planes", "num_atoms", num_atoms), _MOST_ATOMS)
         groups, device = _checked_groups(plane_groups)
-        self._lay_out(groups, num_atoms)
-        if device != "cpu":
-            self.__dict__ = self.to(device).__dict__
+        self._lay_out(groups, num_atoms, device)
 
     @classmethod
     def made_of(cls, *tensors: Any, num_atoms: int) -> Planes:
         """Return the object that index and sigma tensors describe, group after group."""
         return cls(list(zip(tensors[::2], tensors[1::2], strict=True)), num_atoms=num_atoms)
 
-    def foresee(self, *tensors: Any, num_atoms: int) -> None:
-        """Set the sizes that are known before the tensors' values are."""
-        self.bound = 0
-        self.num_planes = sum(len(index) for index in tensors[::2])
-        self.num_entries = sum(index.numel() for index in tensors[::2])
+    @classmethod
+    def foresee(cls, *tensors: Any, num_atoms: int) -> dict[str, Any]:
+        """Return the sizes that are known before the tensors' values are."""
+        num_planes = sum(len(index) for index in tensors[::2])
+        num_entries = sum(index.numel() for index in tensors[::2])
+        return {"bound": 0, "num_planes": num_planes, "num_entries": num_entries}
 
-    def _lay_out(self, given: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> None:
+    def _lay_out(
+        self, given: list[tuple[np.ndarray, np.ndarray]], num_atoms: int, device: str
+    ) -> None:
         groups = sorted(given, key=lambda group: group[0].shape[1])
         planes = [len(index) for index, _ in groups]
         atoms = [index.shape[1] for index, _ in groups]
-        self.num_planes = sum(planes)
-        self.largest = atoms[-1] if self.num_planes else 0
-        self.plane_ptr = np.zeros(self.num_planes + 1, np.int64)
-        np.cumsum(np.repeat(atoms, planes), out=self.plane_ptr[1:])
+        num_planes = sum(planes)
+        plane_ptr = np.zeros(num_planes + 1, np.int64)
+        np.cumsum(np.repeat(atoms, planes), out=plane_ptr[1:])
         blocks, low = [], 0
         for _, run in groupby(zip(atoms, planes, strict=True), key=lambda pair: pair[0]):
             high = low + sum(count for _, count in run)
             blocks.append(np.arange(low, high, LANES))
             low = high
-        self.block_ptr = np.concatenate([*blocks, [self.num_planes]], dtype=np.int64)
 
-        self.per_atom = int(any(sigma.ndim == 2 for _, sigma in groups))
+        per_atom = int(any(sigma.ndim == 2 for _, sigma in groups))
         sigma = np.concatenate(
             [np.empty(0)]
             + [
-                np.broadcast_to(_per_atom(sigma), index.shape).ravel() if self.per_atom else sigma
+                np.broadcast_to(_per_atom(sigma), index.shape).ravel() if per_atom else sigma
                 for index, sigma in groups
             ],
             dtype=np.float64,
             casting="same_kind",
         )
-        self.weight = _inverse_square(sigma)
-        if not self.weight.min(initial=1) > 0:
+        weight = _inverse_square(sigma)
+        if not weight.min(initial=1) > 0:
             _refuse(
                 [(sigma, _inverse_square(sigma.astype(np.float64)) == 0) for _, sigma in given],
                 "sigmas",
                 ValueError,
                 "positive, and neither σ nor 1/σ² infinite",
             )
-        copies = 1 if self.per_atom else np.diff(self.plane_ptr)
-        self.constant = np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)])
+        copies = 1 if per_atom else np.diff(plane_ptr)
 
         index = np.concatenate([np.empty(0, np.int32), *(index.ravel() for index, _ in groups)])
         if index.size and not (index.min() >= 0 and index.max() < num_atoms):
@@ -175,23 +174,35 @@ class Planes(Packed):
                 IndexError,
                 f"from 0 to {num_atoms - 1}",
             )
-        self.num_entries = len(index)
-        if self.num_entries >= _MOST_ATOMS:
+        num_entries = len(index)
+        if num_entries >= _MOST_ATOMS:
             raise ValueError(
-                f"Planes: plane_groups has {self.num_entries} indices; it should have fewer than "
+                f"Planes: plane_groups has {num_entries} indices; it should have fewer than "
                 f"{_MOST_ATOMS}"
             )
         count = np.bincount(index)
-        self.index = index.astype(np.int32)
-        self.bound = len(count)
-        self.reduced = np.flatnonzero(count != 1).astype(np.int32)
-        self.rows = len(self.reduced)
-        self.reduced_ptr = np.zeros(self.rows + 1, np.int64)
-        np.cumsum(count[self.reduced], out=self.reduced_ptr[1:])
-        shared = np.flatnonzero(count[self.index] > 1)
-        self.spill = len(shared)
-        self.slot = np.full(self.num_entries, -1, np.int32)
-        self.slot[shared[np.argsort(self.index[shared], kind="stable")]] = np.arange(self.spill)
+        reduced = np.flatnonzero(count != 1)
+        shared = np.flatnonzero(count[index] > 1)
+        slot = np.full(num_entries, -1, np.int32)
+        slot[shared[np.argsort(index[shared], kind="stable")]] = np.arange(len(shared))
+        self._hold(
+            device,
+            index=index.astype(np.int32),
+            weight=weight,
+            plane_ptr=plane_ptr,
+            block_ptr=np.concatenate([*blocks, [num_planes]], dtype=np.int64),
+            slot=slot,
+            reduced=reduced.astype(np.int32),
+            reduced_ptr=np.concatenate([[0], np.cumsum(count[reduced])], dtype=np.int64),
+            constant=np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)]),
+            bound=len(count),
+            largest=atoms[-1] if num_planes else 0,
+            rows=len(reduced),
+            spill=len(shared),
+            per_atom=per_atom,
+            num_planes=num_planes,
+            num_entries=num_entries,
+        )
 
     def __repr__(self) -> str:
         return f"Planes({self.num_planes} planes, {self.num_entries} atoms, on {self.device})"
@@ -275,12 +286,12 @@ def _inverse_square(sigma: np.ndarray) -> np.ndarray:
 
 def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
     """Return, for every size n of plane, indices (P, n) and 1/σ² (P, n) or (P, 1)."""
-    if is_tensor(like):
-        index, weight, ptr = planes.tensors_here()[:3]
+    fields = planes.fields_like(like)
+    index, weight, ptr = fields.index, fields.weight, planes.plane_ptr
+    if is_tensor(index):
         index = index.long()
-        ptr = planes.plane_ptr if planes.device == "cpu" else bridge().values(ptr)
-    else:
-        index, weight, ptr = planes.index, planes.weight, planes.plane_ptr
+    if is_tensor(ptr):
+        ptr = bridge().values(ptr)
     size = np.diff(ptr)
     edges = [0, *(np.flatnonzero(np.diff(size)) + 1).tolist(), len(size)] if len(size) else []
     runs = []
@@ -344,7 +355,7 @@ def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
 def _nll_formula(a: Any) -> tuple[Any, Any]:
     """Return the restraint and its gradient, the definition of both."""
     xyz, planes, fit = a
-    total = planes.tensors_here()[-1].sum() if is_tensor(xyz) else planes.constant[0]
+    total = planes.fields_like(xyz).constant.sum()
     rows = []
     for index, weight in _runs(xyz, planes):
         plane = _Fit(xyz, index, weight, fit)

@@ -7,14 +7,15 @@ other's adjoint, and the public ops. The kernels are in ``cpukern/scatter_*`` an
 
 from __future__ import annotations
 
+import functools
 import numbers
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, cast, grouped, wide, zeros
+from fusedops._frame.arrays import ArrayT, cast, wide, zeros
 from fusedops._frame.check import (
     alike,
     device_of,
@@ -34,17 +35,35 @@ from fusedops._frame.threads import in_parallel
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Elements of the map that are one owner's, 2 to this: half of a second-level cache in float32.
-PART_BITS = 18
 # Cubes whose extremes pay for waking a thread.
 _GRAIN = 1 << 10
 # Whose kernels want the cubes sorted.
 _GPUS = ("cuda", "xpu")
-#: Elements along the axes of a tile of a grid that one program on a GPU owns.
+#: Elements along the axes of a tile of a grid that one program on a GPU owns. It is here, not with
+#: the kernels, as a plan on a GPU lists the cubes of every tile.
 TILE = (4, 8, 16)
-#: Bits of an offset in a pair of a tile and a cube.
+#: Bits of an offset in such a list's pairs of a tile and a cube.
 FIELD = 10
 _LONGEST = 1 << FIELD - 1
+
+
+class Sorted(NamedTuple):
+    """The tensors of a plan that kernels on a GPU read.
+
+    Where all cubes are boxes of a periodic grid, programs own tiles of it; otherwise `origins`,
+    `begin` and `pairs` are empty.
+    """
+
+    wa: Any
+    wbwc: Any
+    #: The numbers of the cubes, by the places of their first elements (C,).
+    order: Any
+    #: The place of every cube's first element in the grid (C, 3).
+    origins: Any
+    #: Where the pairs of each tile begin (tiles + 1,).
+    begin: Any
+    #: The pairs of a tile and a cube that meet (P,), see `_pairs`.
+    pairs: Any
 
 
 class ScatterPlan(Packed):
@@ -93,104 +112,93 @@ class ScatterPlan(Packed):
     """
 
     _fields = ("wa", "wbwc")
-    _sizes = ("map_size", "planes", "rows", "columns")
+    _sizes = ("map_size",)
     _given = ("wa", "wbwc")
     _options = ("map_size",)
-    # Of the grid, where all cubes are boxes of a periodic one.
-    planes = rows = columns = 0
-    # The smallest and the largest offset of every cube, where the plan is checked.
-    reach: Any = None
-    # What `bins` returns, where somebody knows.
-    lists: tuple[np.ndarray, np.ndarray, int] | None = None
-    # What a kernel has found out about the rows.
-    runs: Any = None
 
     def __init__(self, wa: Any, wbwc: Any, map_size: int, *, copy: bool = True) -> None:
         flag("ScatterPlan", "copy", copy)
         self._lay_out(wa, wbwc, map_size, copy)
         self.checked()
-        if self.device.startswith(_GPUS):
-            self.sorted_here()
+        self._settled()
+
+    def _lay_out(self, wa: Any, wbwc: Any, map_size: int, copy: bool) -> None:
+        given = wa, wbwc
+        wa, wbwc = _indices(wa, wbwc)
+        map_size = size("ScatterPlan", "map_size", map_size, bits=60)
+        if device_of(wa) != "cpu":
+            with sys.modules["torch"].inference_mode(False):
+                dense = [array.contiguous() for array in (wa, wbwc)]
+                wa, wbwc = (array.clone() for array in dense) if copy else dense
+            self._hold(wa=wa, wbwc=wbwc, map_size=map_size)
+            return
+        wa, wbwc = (_dense(array, copy) for array in (wa, wbwc))
+        borrowed = () if copy else tuple([array for array in given if is_tensor(array)])
+        self._hold(wa=wa, wbwc=wbwc, map_size=map_size, borrowed=borrowed)
+
+    @classmethod
+    def made_of(cls, wa: Any, wbwc: Any, *, map_size: int) -> Self:
+        """Return a plan of index arrays; on the CPU for one call, in which a reader checks them."""
+        if is_tensor(wa) and not wa.is_cpu:
+            return cls(wa, wbwc, map_size)
+        self = cls.__new__(cls)
+        self._lay_out(wa, wbwc, map_size, copy=False)
+        return self
+
+    @classmethod
+    def foresee(cls, wa: Any, wbwc: Any, *, map_size: int) -> dict[str, Any]:
+        """Return the attributes that are known before the tensors' values are."""
+        return {"map_size": map_size}
 
     def to(self, device: Any) -> Self:
         """Return the same plan on a torch device; this one where it is there already."""
-        moved = super().to(device)
-        if moved.device.startswith(_GPUS):
-            moved.sorted_here()
-        return moved
+        return super().to(device)._settled()
 
-    def sorted_here(self) -> list[Any]:
-        """Return `wa`, `wbwc` and what kernels on a GPU want of them, as tensors.
-
-        The cubes in the order of their places. Where all are boxes of a periodic grid, also the
-        place of their first elements in the grid (C, 3), and the pairs of a tile and a cube that
-        meet: where those of each tile begin, and the pairs, see `_pairs`.
-        """
-        if len(self.tensors_here()) == len(self._fields):
-            if self.device == "cpu":
-                self.checked()
-            with sys.modules["torch"].inference_mode(False):
-                self._sort(*self.tensors)
-        return self.tensors
-
-    def _sort(self, wa: Any, wbwc: Any) -> None:
-        if 0 in self.shape:
-            order = wa.new_zeros(len(wa)).long()
-        else:
-            order = (wa[:, 0].long() + wbwc[:, 0, 0]).argsort()
-        self.tensors = [wa, wbwc, order]
-        if grid := _grid(wa, wbwc, self.map_size):
-            (self.planes, self.rows, self.columns), origins = grid
-            self.tensors += [origins, *_pairs(origins, self.shape[1:], grid[0])]
-
-    def foresee(self, wa: Any, wbwc: Any, *, map_size: int) -> None:
-        """Set the sizes that are known before the tensors' values are."""
-        self.map_size = map_size
-
-    def _lay_out(self, wa: Any, wbwc: Any, map_size: int, copy: bool) -> None:
-        wa, wbwc = _indices(wa, wbwc)
-        self.map_size = size("ScatterPlan", "map_size", map_size, bits=60)
-        self.device = device_of(wa)
-        if self.device != "cpu":
-            torch = sys.modules["torch"]
-            with torch.inference_mode(False):
-                given = (wa.contiguous(), wbwc.contiguous())
-                self.tensors = [array.clone() if copy else array for array in given]
-            return
-        for name, given in zip(self._fields, (wa, wbwc), strict=True):
-            values = bridge().values(given) if is_tensor(given) else given
-            # As kernels take them: contiguous and aligned.
-            dense = np.array(values, order="C") if copy else np.require(values, None, ["C", "A"])
-            # NumPy minds no stride in an axis of one element, or of an empty array; torch does.
-            setattr(self, name, np.ndarray(dense.shape, dense.dtype, dense))
-        if "torch" in sys.modules:
-            # A tensor can't say that it is read-only.
-            for name in self._fields:
-                if not getattr(self, name).flags.writeable:
-                    setattr(self, name, getattr(self, name).copy())
-            # A compiled function would be compiled again where they are first made inside.
-            self.tensors_here()
-
-    @classmethod
-    def unchecked(cls, wa: Any, wbwc: Any, map_size: int) -> Self:
-        """Return a plan around arrays on the CPU, whose values the one who reads them checks."""
-        self = cls.__new__(cls)
-        self._lay_out(wa, wbwc, map_size, copy=False)
-        self.borrowed = tuple(array for array in (wa, wbwc) if is_tensor(array))
+    def _settled(self) -> Self:
+        """Return this plan, on a GPU sorted: a call may be in a CUDA graph, which can't wait."""
+        if self._on_gpu():
+            _ = self._sorted
         return self
+
+    def _on_gpu(self) -> bool:
+        return self.unread is None and self.device.startswith(_GPUS)
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[Sorted, tuple[int, int, int]]:
+        if self.device == "cpu":
+            self.checked()
+        tensors = super().tensors_here()
+        with sys.modules["torch"].inference_mode(False):
+            return _sort(tensors.wa, tensors.wbwc, self.map_size)
+
+    @property
+    def sorted(self) -> Sorted:
+        """The tensors that kernels on a GPU read."""
+        return self._sorted[0]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The planes, rows and columns of the periodic grid; zeros where there is none."""
+        return self._sorted[1]
+
+    @functools.cached_property
+    def reach(self) -> tuple[Any, Any]:
+        """The smallest and the largest offset of every cube, none of which leads out of the map.
+
+        Raises IndexError where one does.
+        """
+        reach = _extremes(self.wbwc)
+        if 0 not in self.shape:
+            self._check(*reach)
+        return reach
 
     def checked(self) -> Self:
         """Return this plan, or raise IndexError where an element lies outside of the map."""
-        if self.reach is None:
-            here = self.device == "cpu"
-            wa, wbwc = (self.wa, self.wbwc) if here else self.tensors[:2]
-            reach = _extremes(wbwc)
-            if 0 not in self.shape:
-                self._check(wa, wbwc, *reach)
-            self.reach = reach
+        _ = self.reach
         return self
 
-    def _check(self, wa: Any, wbwc: Any, low: Any, high: Any) -> None:
+    def _check(self, low: Any, high: Any) -> None:
+        wa, wbwc = self.wa, self.wbwc
         low, high = low[:, None], high[:, None]
         bad = (wa + low < 0) | (wa + high >= self.map_size)
         # A sum may be no number of 64 bits: of two below zero, or one that seems to be below.
@@ -209,22 +217,41 @@ class ScatterPlan(Packed):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the cubes, (C, nx, ny, nz)."""
-        on_tensors = self.device != "cpu" or self.tensors
-        wa, wbwc = self.tensors[:2] if on_tensors else (self.wa, self.wbwc)
+        wa, wbwc = self.arrays()
         return *wa.shape, *wbwc.shape[1:]
 
-    def bins(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return the planes that reach each part of the map, for owners of parts on the CPU.
+    def tensors_here(self) -> Any:
+        """Return a record of the arrays as torch tensors, on a GPU with what is sorted."""
+        return self.sorted if self._on_gpu() else super().tensors_here()
 
-        Their numbers c · nx + i, part after part and in order; where each part's begin; and how
-        many elements a part has.
-        """
-        if self.lists is None:
-            low, high = self.checked().reach
-            # Where cubes have no elements, their planes are not checked, and reach nothing.
-            count = 0 if 0 in self.shape else len(self.wa)
-            self.lists = _bins(self.wa[:count], low[:count], high[:count], self.map_size)
-        return self.lists
+    def sizes(self) -> list[int]:
+        """Return the numbers that go with the arrays, on a GPU with the grid."""
+        return [*super().sizes(), *self.grid] if self._on_gpu() else super().sizes()
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
+        """Return the object that `flat` took apart."""
+        wa, wbwc, *more = tensors
+        map_size, *grid = sizes
+        parts = {"wa": wa, "wbwc": wbwc, "map_size": map_size}
+        if more:
+            parts["_sorted"] = Sorted._make(tensors), tuple(grid)
+        self = cls.__new__(cls)
+        self._hold(**parts)
+        return self
+
+    def __repr__(self) -> str:
+        count, *edges = self.shape
+        cubes = f"{count} cubes of {' × '.join(map(str, edges))}"
+        return f"ScatterPlan({cubes}, map of {self.map_size}, on {self.device})"
+
+
+def _dense(array: Any, copy: bool) -> np.ndarray:
+    """Return an index array as kernels on the CPU take it: contiguous and aligned."""
+    values = bridge().values(array) if is_tensor(array) else array
+    dense = np.array(values, order="C") if copy else np.require(values, None, ["C", "A"])
+    # NumPy minds no stride in an axis of one element, or of an empty array; torch does.
+    return np.ndarray(dense.shape, dense.dtype, dense)
 
 
 def _indices(wa: Any, wbwc: Any) -> tuple[Any, Any]:
@@ -265,26 +292,17 @@ def _extremes(wbwc: Any) -> tuple[Any, Any]:
     return low, high
 
 
-def _bins(
-    wa: np.ndarray, low: np.ndarray, high: np.ndarray, map_size: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    shift = PART_BITS
-    while True:
-        first = (wa + low[:, None]).ravel() >> shift
-        last = (wa + high[:, None]).ravel() >> shift
-        # Planes that reach over many parts are better off in larger ones.
-        if (last - first).sum() <= len(first) or (map_size >> shift) == 0:
-            break
-        shift += 1
-    parts = (max(map_size, 1) - 1 >> shift) + 1
-    rows = None
-    if (first != last).any():
-        further = last - first
-        rows = np.repeat(np.arange(len(first)), further + 1)
-        begin = np.cumsum(further + 1) - (further + 1)
-        first = first[rows] + np.arange(len(rows)) - begin[rows]
-    order, pointers = grouped(first, parts)
-    return order if rows is None else rows[order], pointers, 1 << shift
+def _sort(wa: Any, wbwc: Any, map_size: int) -> tuple[Sorted, tuple[int, int, int]]:
+    """Return the tensors that kernels on a GPU read, and the grid."""
+    first = wa[:, :1].long() + wbwc.flatten(1)[:, :1]
+    order = first[:, 0].argsort() if first.numel() else wa.new_zeros(len(wa)).long()
+    found = _grid(wa, wbwc, map_size)
+    if found is None:
+        # Each a tensor of its own, for what replays launches by their tensors.
+        return Sorted(wa, wbwc, order, *[order.new_empty(0) for _ in range(3)]), (0, 0, 0)
+    grid, origins = found
+    begin, pairs = _pairs(origins, (wa.shape[1], *wbwc.shape[1:]), grid)
+    return Sorted(wa, wbwc, order, origins, begin, pairs), grid
 
 
 def _grid(wa: Any, wbwc: Any, map_size: int) -> tuple[tuple[int, int, int], Any] | None:
@@ -355,11 +373,11 @@ def _pairs(origins: Any, shape: Sequence[int], grid: Sequence[int]) -> tuple[Any
 
 def _places(plan: ScatterPlan, like: Any) -> Any:
     """Return the place of every element, (C · nx · ny · nz,)."""
-    wa, wbwc = plan.tensors_here()[:2] if is_tensor(like) else (plan.wa, plan.wbwc)
     if plan.device == "cpu":
         plan.checked()
-    wa = wa.long() if is_tensor(wa) else wa.astype(np.int64, copy=False)
-    return (wa[:, :, None, None] + wbwc[:, None]).reshape(-1)
+    fields = plan.fields_like(like)
+    wa = fields.wa.long() if is_tensor(fields.wa) else fields.wa.astype(np.int64, copy=False)
+    return (wa[:, :, None, None] + fields.wbwc[:, None]).reshape(-1)
 
 
 def _scatter_formula(a: Any) -> tuple[Any]:
@@ -430,7 +448,7 @@ def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, li
     map_size = size(name, "map_size", map_size, bits=60)
     if is_tensor(wa) and is_tensor(wbwc):
         return ScatterPlan.read(name, wa, wbwc, map_size=map_size)
-    return ScatterPlan.unchecked(wa, wbwc, map_size)
+    return ScatterPlan.made_of(wa, wbwc, map_size=map_size)
 
 
 @op(scatter)

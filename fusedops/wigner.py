@@ -171,53 +171,57 @@ class Edges(Packed):
             raise ValueError(
                 f"Edges: edge_index has shape {tuple(given.shape)}; it should be (2, E)"
             )
-        self.num_nodes = size("Edges", "num_nodes", num_nodes, bits=60)
-        self.num_edges = int(given.shape[1])
-        self.device = device_of(given)
-        if self.device == "cpu":
+        num_nodes = size("Edges", "num_nodes", num_nodes, bits=60)
+        if device_of(given) == "cpu":
             given = bridge().values(given) if is_tensor(given) else given
-            self._sort(np.array(given, dtype=np.int64))
+            self._sort(np.array(given, dtype=np.int64, order="C"), num_nodes)
         else:
             torch = sys.modules["torch"]
             with torch.inference_mode(False):
-                self._sort(given.to(torch.int64, copy=True))
+                copied = given.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+                self._sort(copied, num_nodes)
 
-    def _sort(self, ends: Any) -> None:
-        bad = (ends < 0) | (ends >= self.num_nodes)
+    def _sort(self, ends: Any, num_nodes: int) -> None:
+        bad = (ends < 0) | (ends >= num_nodes)
         if bad.any():
             row, edge = (
-                (int(i[0]) for i in bad.nonzero())
-                if self.device == "cpu"
-                else (int(i) for i in bad.nonzero()[0])
+                (int(i) for i in bad.nonzero()[0])
+                if is_tensor(bad)
+                else (int(i[0]) for i in bad.nonzero())
             )
             raise IndexError(
                 f"Edges: edge_index[{row}, {edge}] is {int(ends[row, edge])}; it should be in "
-                f"[0, {self.num_nodes}), num_nodes"
+                f"[0, {num_nodes}), num_nodes"
             )
         source, target = ends
-        by_source, source_ptr = grouped(source, self.num_nodes)
-        by_target, target_ptr = grouped(target, self.num_nodes)
-        arrays = [source, target, by_source, source_ptr, by_target, target_ptr]
-        if self.device != "cpu":
-            self.tensors = [array.contiguous() for array in arrays]
-            return
-        for name, array in zip(self._fields, arrays, strict=True):
-            setattr(self, name, np.ascontiguousarray(array))
-        if "torch" in sys.modules:
-            # A compiled function would be compiled again where they are first made inside of it.
-            self.tensors_here()
+        by_source, source_ptr = grouped(source, num_nodes)
+        by_target, target_ptr = grouped(target, num_nodes)
+        self._hold(
+            source=source,
+            target=target,
+            by_source=by_source,
+            source_ptr=source_ptr,
+            by_target=by_target,
+            target_ptr=target_ptr,
+            num_nodes=num_nodes,
+            num_edges=int(ends.shape[1]),
+        )
 
-    def foresee(self, edge_index: Any, *, num_nodes: int) -> None:
-        """Set the sizes that are known before the tensor's values are."""
-        self.num_nodes, self.num_edges = num_nodes, edge_index.shape[1]
+    @classmethod
+    def foresee(cls, edge_index: Any, *, num_nodes: int) -> dict[str, Any]:
+        """Return the sizes that are known before the tensor's values are."""
+        return {"num_nodes": num_nodes, "num_edges": edge_index.shape[1]}
+
+    def __repr__(self) -> str:
+        return f"Edges({self.num_edges} edges, {self.num_nodes} nodes, on {self.device})"
 
 
 def ends_of(edges: Edges | None, way: str, like: Any) -> list[Any]:
     """Return for every end of an edge that is read its nodes; None where an edge is its own."""
     if edges is None:
         return [None]
-    arrays = edges.tensors_here() if is_tensor(like) else (edges.source, edges.target)
-    return list(arrays[:2]) if way == "forth" else [arrays[1]]
+    nodes = edges.fields_like(like)
+    return [nodes.source, nodes.target] if way == "forth" else [nodes.target]
 
 
 def _blocks(

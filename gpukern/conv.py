@@ -430,7 +430,7 @@ def _launch(
         runs, members = -(-x.shape[1] // length), x.shape[0]
         count = x.shape[0] * runs
     else:
-        starts, chunks = sequences.tensors_here()
+        starts, chunks = sequences.tensors_here().cu_seqlens, sequences.tensors_here().chunks
         runs, members = CHUNK // length, min(starts.numel() - 1, sequences.num_sequences)
         count = chunks.numel() // 2 * runs if members > 0 else 0
     if not count or not channels:
@@ -485,7 +485,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     length = _length(width, rows > 0)
     programs = x.shape[0] * -(-x.shape[1] // length)
     if sequences is not None:
-        programs = sequences.tensors_here()[1].numel() // 2 * (CHUNK // length)
+        programs = sequences.tensors_here().chunks.numel() // 2 * (CHUNK // length)
     arrays = x, kernels, state, bias, cotangent, final_cotangent
     float64 = promoted(arrays) == torch.float64
     sums = x.new_empty(

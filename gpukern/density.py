@@ -519,7 +519,7 @@ _forward, _backward, _backward_anisotropic = (
 
 def _order(xyz: Any, lattice: Lattice) -> Any:
     """Return the atoms by the plane that they are on: the map there then stays in cache."""
-    to_plane = lattice.tensors_here()[1][0].to(torch.float32)
+    to_plane = lattice.tensors_here().to_grid[0].to(torch.float32)
     plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
     kind = torch.int16 if lattice.nx < 2**15 else torch.int32
     return plane.nan_to_num(0).to(kind).argsort()
@@ -533,7 +533,9 @@ def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
     quad = 4 if lattice.nz % 4 == 0 and grid.data_ptr() % 16 == 0 else 1
     anisotropic = b.ndim == 2
     kind = tl.float64 if promoted(a[:3]) == torch.float64 else tl.float32
-    given = order, xyz, b, occupancy, *constants, *lattice.tensors_here()
+    cell = lattice.tensors_here()
+    cell = cell.step, cell.to_grid, cell.images, cell.measures
+    given = order, xyz, b, occupancy, *constants, *cell
     shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.skewed), quad
     return given, lattice.shape, (*shape, voxels // quad, kind), quad
 

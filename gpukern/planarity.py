@@ -492,7 +492,7 @@ def _key(xyz: Any, strides: tuple[int, ...], *flags: Any) -> tuple[Any, ...]:
 def planarity_nll(a: Any, y: Any) -> None:
     xyz, planes, fit = a
     nll, gradient = y
-    index, weight, plane_ptr, _, slot, reduced, reduced_ptr, constant = planes.tensors_here()
+    p = planes.tensors_here()
     atoms, strides = xyz.shape[0], xyz.stride()
     weighted, per_atom = fit == "weighted", bool(planes.per_atom)
     value, wanted = nll is not None, gradient is not None
@@ -505,13 +505,13 @@ def planarity_nll(a: Any, y: Any) -> None:
     if programs:
         _nll(
             programs, _key(xyz, strides, weighted, per_atom, wanted),
-            xyz, index, weight, plane_ptr, slot, out, scratch, planes.num_planes, atoms,
+            xyz, p.index, p.weight, p.plane_ptr, p.slot, out, scratch, planes.num_planes, atoms,
             *strides, weighted, per_atom, wanted, _BLOCK, _UNROLL,
         )  # fmt: skip
     if others or value:
         _reduce(
             -(-others // _ATOMS) + value, _key(xyz, strides, value, wanted),
-            out, scratch, reduced, reduced_ptr, nll if value else scratch, constant, atoms,
+            out, scratch, p.reduced, p.reduced_ptr, nll if value else scratch, p.constant, atoms,
             programs, rows, planes.bound, value, _ATOMS,
         )  # fmt: skip
 
@@ -520,7 +520,7 @@ def planarity_nll(a: Any, y: Any) -> None:
 def planarity_gradient_vjp(a: Any, y: Any) -> None:
     xyz, cotangent, planes, fit = a
     out = y.dxyz
-    index, weight, plane_ptr, _, slot, reduced, reduced_ptr, constant = planes.tensors_here()
+    p = planes.tensors_here()
     atoms, strides = xyz.shape[0], (*xyz.stride(), *cotangent.stride())
     weighted, per_atom = fit == "weighted", bool(planes.per_atom)
     programs = -(-planes.num_planes // _BLOCK)
@@ -529,12 +529,12 @@ def planarity_gradient_vjp(a: Any, y: Any) -> None:
     if programs:
         _gradient_vjp(
             programs, _key(xyz, strides, weighted, per_atom, cotangent.dtype),
-            xyz, cotangent, index, weight, plane_ptr, slot, out, spill, planes.num_planes, atoms,
-            *strides, weighted, per_atom, _BLOCK, _UNROLL,
+            xyz, cotangent, p.index, p.weight, p.plane_ptr, p.slot, out, spill, planes.num_planes,
+            atoms, *strides, weighted, per_atom, _BLOCK, _UNROLL,
         )  # fmt: skip
     if others:
         _reduce(
             -(-others // _ATOMS), _key(xyz, strides, False, True),
-            out, spill, reduced, reduced_ptr, spill, constant, atoms,
+            out, spill, p.reduced, p.reduced_ptr, spill, p.constant, atoms,
             0, planes.rows, planes.bound, False, _ATOMS,
         )  # fmt: skip

@@ -135,8 +135,7 @@ def _long(grid: Any) -> Any:
 
 def _sum(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
     """Write the sum of all boxes to the grid."""
-    *_, begin, pairs = plan.sorted_here()
-    integers = plan.planes, plan.rows, plan.columns
+    begin, pairs, integers = plan.sorted.begin, plan.sorted.pairs, plan.grid
     accumulator = tl.float64 if grid.dtype == torch.float64 else tl.float32
     constants = *cubes.shape[1:], *TILE, FIELD, _AHEAD, accumulator, _long(grid)
     key = cubes.device, cubes.dtype, wide(*integers), constants
@@ -145,8 +144,8 @@ def _sum(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
 
 def _fetch(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
     """Write what the grid has in all boxes to the cubes."""
-    order, origins = plan.sorted_here()[2:4]
-    integers = _SHARES, plan.planes, plan.rows, plan.columns
+    order, origins = plan.sorted.order, plan.sorted.origins
+    integers = _SHARES, *plan.grid
     constants = *cubes.shape[1:], _COPIED, _long(grid)
     key = cubes.device, cubes.dtype, wide(*integers), constants
     _copies(_SHARES * len(cubes), key, cubes, grid, order, origins, *integers, *constants)
@@ -155,23 +154,24 @@ def _fetch(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
 def _move(cubes: Any, grid: Any, plan: ScatterPlan, back: bool) -> None:
     if not cubes.numel():
         return
-    wa, wbwc, order = plan.sorted_here()[:3]
+    where = plan.sorted
     count, nx, ny, nz = cubes.shape
     elements = ny * nz
     block = min(_BLOCK, power(elements))
     blocks = -(-elements // block)
     integers = nx, elements, grid.numel(), blocks
     constants = block, back
-    key = cubes.device, cubes.dtype, grid.dtype, wa.dtype, wide(*integers), constants
-    _walks(count * blocks, key, cubes, grid, order, wa, wbwc, *integers, *constants)
+    key = cubes.device, cubes.dtype, grid.dtype, where.wa.dtype, wide(*integers), constants
+    _walks(
+        count * blocks, key, cubes, grid, where.order, where.wa, where.wbwc, *integers, *constants
+    )
 
 
 @register("structured_scatter_add", "triton")
 def structured_scatter_add(a: Any, y: Any) -> None:
     density_cube, plan = a
     out = y.map
-    plan.sorted_here()
-    if plan.planes:
+    if any(plan.grid):
         _sum(density_cube.contiguous(), out, plan)
         return
     if torch.are_deterministic_algorithms_enabled():
@@ -188,8 +188,7 @@ def structured_scatter_add(a: Any, y: Any) -> None:
 def structured_gather(a: Any, y: Any) -> None:
     grid, plan = a
     out = y.density_cube
-    plan.sorted_here()
-    if plan.planes:
+    if any(plan.grid):
         _fetch(out, grid.contiguous(), plan)
     else:
         _move(out, grid.contiguous(), plan, back=True)

@@ -465,12 +465,15 @@ def edge_wigner(a: Any, y: Any) -> None:
     ends = 2 if way == "forth" else 1
     channels = x.shape[2] if x is not None else message.shape[2] // ends
     nodes = 0 if x is None else x.shape[0]
-    lists = (wigner,) * 6 if edges is None else edges.tensors_here()
-    source, target, by_source, source_ptr, by_target, target_ptr = lists
-    # Whatever edges say of themselves, they are read within their arrays.
-    listed = 0 if edges is None else min(source_ptr.numel(), target_ptr.numel()) - 1
-    count = wigner.shape[0]
+    source = target = by_source = source_ptr = by_target = target_ptr = wigner
+    listed, count = 0, wigner.shape[0]
     if edges is not None:
+        lists = edges.tensors_here()
+        source, target = lists.source, lists.target
+        by_source, source_ptr = lists.by_source, lists.source_ptr
+        by_target, target_ptr = lists.by_target, lists.target_ptr
+        # Whatever edges say of themselves, they are read within their arrays.
+        listed = min(source_ptr.numel(), target_ptr.numel()) - 1
         count = min(count, *[a.numel() for a in (source, target, by_source, by_target)])
     by_edge = on_message is not None or (on_wigner is not None and on_x is None)
     dots_by_node = on_wigner is not None and not by_edge and nodes > 0

@@ -34,7 +34,6 @@ BELOW = {
 LATE = {"_frame", "package"}
 #: Imports that go up all the same, in functions.
 UP = {
-    ("fusedops._frame.bridge", "fusedops.planarity"),
     ("fusedops._frame.registry", "cpukern.isa"),
 }
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
+from cpukern.scatter import bins
 from fusedops import ScatterPlan, structured_gather, structured_scatter_add
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
@@ -266,8 +267,7 @@ def test_boxes_of_a_grid_are_summed_by_owners(shape, grid, index):
     place = available("torch", "triton")
     p = boxes(shape, grid, index=index)
     plan = ScatterPlan(*map(tensor, p.where[:2]), p.size)
-    plan.sorted_here()
-    assert (plan.planes, plan.rows, plan.columns) == grid
+    assert plan.grid == grid
     for got, want in zip(solve(place, whole(p)), expected(whole(p)), strict=True):
         same(got, want)
     ordered = structured_scatter_add(tensor(p.cube), plan, backend="triton")
@@ -280,8 +280,7 @@ def test_what_is_nearly_a_box_is_none(which):
     p = boxes((6, 3, 4, 5), (9, 8, 11))
     getattr(p, which)[-1, -1] = getattr(p, which)[-1, 0]
     plan = ScatterPlan(*map(tensor, p.where[:2]), p.size)
-    plan.sorted_here()
-    assert plan.planes == 0
+    assert plan.grid == (0, 0, 0)
     for got, want in zip(
         solve(available("torch", "triton"), whole(p)), expected(whole(p)), strict=True
     ):
@@ -474,7 +473,7 @@ def test_a_plan_travels():
     p = problem()
     plan = p.plan
     others = [pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)]
-    plan.bins()
+    plan.derived(bins)
     others += [pickle.loads(pickle.dumps(plan))]
     if HAS_TORCH:
         back = ScatterPlan.from_tensors(plan.tensors_here(), plan.sizes())
@@ -508,22 +507,24 @@ def test_a_plan_first_used_in_inference_mode_stays_usable():
 def test_bins_name_the_planes_that_reach_every_part(threads, wide, several_threads):
     """Part after part and in order, so that owners of parts sum in the order of the cubes.
 
-    With a number of threads, those that a kernel has found.
+    With a number of threads, those that the compiled survey finds.
     """
     rng = np.random.default_rng(0)
     size = 3_000_000
     wa, wbwc = rng.integers(0, size // 2, (40, 3)), rng.integers(0, size // 50, (40, 2, 5))
     wbwc[slice(None) if wide else 7] *= 20
     plan = ScatterPlan(wa, wbwc, size)
+    found = bins(plan)
     if threads:
-        _, backend = available("numpy", "cython")
+        available("numpy", "cython")
+        from cpukern.scatter_cython import survey
+
         try:
             fusedops.set_num_threads(threads)
-            structured_scatter_add(np.zeros((40, 3, 2, 5)), plan, backend=backend)
+            found = survey(plan)
         finally:
             fusedops.set_num_threads(None)
-        assert plan.lists is not None
-    rows, begin, part = plan.bins()
+    rows, begin, part = found[:3]
     at = (wa[:, :, None, None] + wbwc[:, None]).reshape(120, 10)
     assert (part > 2**18) == wide
     assert len(begin) == (size - 1) // part + 2
@@ -628,7 +629,7 @@ def test_offsets_of_nothing_are_wrong_in_no_way(place, shape):
     wa, wbwc = np.full(shape[:2], -50), np.full((shape[0], *shape[2:]), 10**9)
     for size in (0, 4):
         p = Problem(np.zeros(shape), np.ones(size), wa, wbwc)
-        assert not p.plan.bins()[1].any()
+        assert not p.plan.derived(bins)[1].any()
         results = solve(place, p, (p.plan,))
         same(results[0], np.zeros(size))
         assert results[1].shape == shape
@@ -1164,7 +1165,7 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
         wa, wbwc = p.wa.astype(index), p.wbwc.astype(index)
         plan = ScatterPlan(wa, wbwc, size, copy=False)
         if binned:
-            plan.bins()
+            plan.derived(bins)
         if which == "wa":
             wa[...] = rng.integers(-3 * size, 3 * size, wa.shape)
         elif which == "wbwc":

@@ -2324,8 +2324,7 @@ def check(lmax, mmax, way, channels, packed, own, dtype, absent, at_the_end):
         import torch
         edges = Edges.from_tensors([torch.from_numpy(a) for a in lists], edges.sizes())
     elif not own:
-        for name, array in zip(edges._fields, lists):
-            setattr(edges, name, array)
+        vars(edges).update(zip(edges._fields, lists))
     shapes = [(nodes, rows, channels)] * 2
     shapes += [(count, len(m_major_order(lmax, mmax)), halves * channels)]
     shapes += [(count, *matrix_size(lmax, packed))]

@@ -101,7 +101,7 @@ def _apart(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return [_apart(value) for value in argument]
     if isinstance(argument, Packed):
-        return [_PACKED, type(argument).__name__, argument.tensors_here(), argument.sizes()]
+        return [_PACKED, type(argument).__name__, *argument.flat()]
     return argument
 
 
@@ -815,7 +815,7 @@ def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:
         elif value is None:
             flat += [[], [], False]
         else:
-            flat += [value.tensors_here(), value.sizes(), value.unread is not None]
+            flat += [*value.flat(), value.unread is not None]
     return flat
 
 
@@ -827,7 +827,8 @@ def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
         if issubclass(kind, Packed):
             sizes, unread = next(values), next(values)
             if unread:
-                value = kind.read_in_graph(primitive.name, value, sizes)
+                options = dict(zip(kind._options, sizes, strict=True))
+                value = kind.read(primitive.name, *value, in_graph=True, **options)
             else:
                 value = kind.from_tensors(value, sizes) if value else None
         static.append(value)

@@ -90,8 +90,8 @@ def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
         return [(name, value)]
     if not isinstance(value, Packed):
         return []
-    parts = value.tensors or [getattr(value, field) for field in value._fields]
-    return [(name or field, part) for field, part in zip(value._fields, parts, strict=False)]
+    parts = zip(value._fields, value.arrays(), strict=False)
+    return [(name or field, part) for field, part in parts]
 
 
 def _check_out(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fusedops._frame.check import device_of, dtype_name, own_memory, traced
+import numpy as np
+
+from fusedops._frame.check import device_of, dtype_name, is_tensor, own_memory, traced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 #: Classes of packed arguments, by name: graphs hold nothing but names.
 packed: dict[str, type[Packed]] = {}
@@ -49,33 +53,86 @@ def outside_of_graphs(function: F) -> F:
 
 
 class Packed:
-    """An argument that is checked and laid out once and used in many calls.
+    """An argument that is checked and laid out once, and never changes after that.
 
-    A subclass names its arrays in `_fields`. Their NumPy form serves the CPU; a copy on another
-    device is made by `to`, never by a call. `_given` and `_options` name the constructor's arrays
-    and its other arguments.
+    A subclass names its arrays in `_fields` and its numbers in `_sizes`; its constructor ends in
+    `_hold`. The arrays are attributes: on the CPU NumPy arrays that are read-only, elsewhere
+    tensors. A copy on another device is made by `to`, never by a call. `_given` and `_options`
+    name the constructor's arrays and its other arguments, for `read`.
     """
 
     _fields: tuple[str, ...]
     _sizes: tuple[str, ...]
     _given: tuple[str, ...] = ()
     _options: tuple[str, ...] = ()
+    _record: Any
+    # As given, NumPy arrays that may be written to; and as tensors.
+    _arrays: Any = None
+    _tensors: Any = None
     device = "cpu"
-    tensors: Any = None
     # Tensors of the caller's that a backward pass reads.
     borrowed: tuple[Any, ...] = ()
-    # The constructor's other arguments, where `tensors` are its arrays, for a graph to read.
-    unread: dict[str, Any] | None = None
+    # Of an object in a graph that is traced: the tensors and options that a run reads it from.
+    unread: tuple[list[Any], list[int]] | None = None
 
     def __init_subclass__(cls) -> None:
         packed[cls.__name__] = cls
+        cls._record = namedtuple(cls.__name__, cls._fields)  # type: ignore[misc]
         cls.__init__ = outside_of_graphs(cls.__init__)  # type: ignore[method-assign]
 
-    def tensors_here(self) -> list[Any]:
-        """Return the arrays as torch tensors on this object's device."""
-        if self.tensors is None:
-            self.tensors = bridge().as_tensors([getattr(self, name) for name in self._fields])
-        return self.tensors
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(self._unchanging(name))
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(self._unchanging(name))
+
+    def _unchanging(self, name: str) -> str:
+        of = type(self).__name__
+        return f"{of}: {name} can't be changed; it should be given to a new {of}"
+
+    def _hold(self, device: str = "cpu", **parts: Any) -> None:
+        """Keep the arrays and numbers of a new object; those of NumPy are copied to a device."""
+        held = self.__dict__
+        arrays = [parts.pop(name) for name in self._fields]
+        held.update(parts)
+        if is_tensor(arrays[0]):
+            held["device"] = device_of(arrays[0])
+            held["_tensors"] = self._record(*arrays)
+            if self.device != "cpu":
+                held.update(zip(self._fields, arrays, strict=True))
+            return
+        held["_arrays"] = arrays
+        for name, array in zip(self._fields, arrays, strict=True):
+            held[name] = _read_only(array.view())
+        if device != "cpu":
+            moved = dict(self.to(device).__dict__)
+            held.clear()
+            held.update(moved)
+        elif "torch" in sys.modules:
+            # A compiled function would be compiled again where they are first made inside of it.
+            self.tensors_here()
+
+    def tensors_here(self) -> Any:
+        """Return a record of the arrays as torch tensors on this object's device."""
+        if self._tensors is None:
+            # Torch warns of read-only arrays, as a caller's may be.
+            arrays = [a if a.flags.writeable else a.copy() for a in self._arrays]
+            self.__dict__["_tensors"] = self._record(*bridge().as_tensors(arrays))
+        return self._tensors
+
+    def fields_like(self, array: Any) -> Any:
+        """Return what has the arrays as attributes, of the framework of another array."""
+        return self.tensors_here() if is_tensor(array) else self
+
+    def derived(self, function: Callable[[Self], T]) -> T:
+        """Return what a function makes of this object, and keep it for all later calls.
+
+        Of threads that ask at once several may run the function; all get the same result.
+        """
+        kept: dict[Any, T] = self.__dict__.setdefault("_derived", {})
+        if function not in kept:
+            kept.setdefault(function, function(self))
+        return kept[function]
 
     def to(self, device: Any) -> Self:
         """Return the same object on a torch device; this one where it is there already.
@@ -100,14 +157,19 @@ class Packed:
         return bridge().move(self, device)
 
     @classmethod
-    def read(cls, op: str, *tensors: Any, **options: Any) -> Self:
+    def read(cls, op: str, *tensors: Any, in_graph: bool = False, **options: Any) -> Self:
         """Return the object that tensors describe, which an op was given in its place.
 
-        Reading from a GPU waits for it: what is there is read once, until it is written to. A graph
-        reads whenever it runs.
+        Reading from a GPU waits for it: what is there is read once, until it is written to. Where
+        torch traces a graph, the object only has what `foresee` says; it is read `in_graph`
+        whenever the graph runs.
         """
         if traced():
-            return cls._unread(tensors, options)
+            self = cls.__new__(cls)
+            unread = list(tensors), [options[name] for name in cls._options]
+            self.__dict__.update(device=device_of(tensors[0]), unread=unread)
+            self.__dict__.update(cls.foresee(*tensors, **options))
+            return self
         argument = cls._given[0]
         for name, tensor in zip(cycle(cls._given), tensors, strict=False):
             own_memory(op, name, tensor)
@@ -120,20 +182,25 @@ class Packed:
                 )
             # What is made in here is not torch.func's to keep track of.
             with torch._C._DisableFuncTorch():
-                return cls._read(op, tensors, options)
-        return cls._read(op, tensors, options)
+                return cls._read_once(op, tensors, options, in_graph)
+        return cls._read_once(op, tensors, options, in_graph)
 
     @classmethod
-    def _read(cls, op: str, tensors: Sequence[Any], options: dict[str, Any]) -> Self:
+    def _read_once(
+        cls, op: str, tensors: Sequence[Any], options: dict[str, Any], in_graph: bool
+    ) -> Self:
         first, *others = tensors
         if first.is_cpu:
-            return cls.unchecked(*tensors, **options)
+            return cls.made_of(*tensors, **options)
+        if in_graph:
+            # A recording would keep the object of the tensors that it was made with.
+            cls._refuse_capture(op)
         if any(tensor.is_inference() for tensor in tensors):
             return cls.made_of(*tensors, **options)
         where = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
         stamp = cls, where, options
         read = bridge().packed_read.get(first)
-        # The first is the key; what has the address of another may be one that came after it.
+        # By identity: the address of a tensor that is gone may be another's.
         if (
             read is None
             or read[0] != stamp
@@ -154,68 +221,65 @@ class Packed:
 
     @classmethod
     def made_of(cls, *tensors: Any, **options: Any) -> Self:
-        """Return the object that tensors describe."""
+        """Return the object that tensors describe: for one call, where they are on the CPU."""
         return cls(*tensors, **options)
 
     @classmethod
-    def unchecked(cls, *tensors: Any, **options: Any) -> Self:
-        """Return the object that tensors on the CPU describe, for one call."""
-        return cls.made_of(*tensors, **options)
+    def foresee(cls, *tensors: Any, **options: Any) -> dict[str, Any]:
+        """Return the attributes that are known before the tensors' values are."""
+        return {}
 
-    @classmethod
-    def _unread(cls, tensors: Sequence[Any], options: dict[str, Any]) -> Self:
-        """Return an object for a graph, with the sizes that follow from those of its tensors."""
-        self = cls.__new__(cls)
-        self.tensors = list(tensors)
-        self.device = device_of(tensors[0])
-        self.unread = options
-        self.foresee(*tensors, **options)
-        return self
-
-    @classmethod
-    def read_in_graph(cls, op: str, tensors: Sequence[Any], options: Sequence[int]) -> Self:
-        """Return the object that a graph's tensors describe."""
-        if not traced() and tensors[0].is_cuda:
-            # A recording would keep the object of the tensors that it was made with.
-            cls._refuse_capture(op)
-        return cls.read(op, *tensors, **dict(zip(cls._options, options, strict=True)))
-
-    def foresee(self, *tensors: Any, **options: Any) -> None:
-        """Set the sizes that are known before the tensors' values are."""
-
-    @functools.cached_property
-    def kind(self) -> tuple[Any, ...]:
-        """What the plan of a call may depend on."""
-        parts = self.tensors or [getattr(self, name) for name in self._fields]
-        kinds = [(dtype_name(part.dtype), *part.shape) for part in parts]
-        return type(self), self.device, *self.sizes(), *kinds
+    def arrays(self) -> Sequence[Any]:
+        """Return the arrays as they are held: tensors, or NumPy arrays."""
+        if self.unread is not None:
+            return self.unread[0]
+        return self._tensors if self._arrays is None else self._arrays
 
     def sizes(self) -> list[int]:
         """Return the numbers that go with the arrays."""
         if self.unread is not None:
-            return [self.unread[name] for name in self._options]
+            return self.unread[1]
         return [getattr(self, name) for name in self._sizes]
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What the plan of a call may depend on."""
+        kinds = [(dtype_name(array.dtype), *array.shape) for array in self.arrays()]
+        return type(self), self.device, self.unread is None, *self.sizes(), *kinds
+
+    def flat(self) -> tuple[list[Any], list[int]]:
+        """Return tensors and numbers, which a graph holds in the place of this object."""
+        return list(self.arrays() if self.unread else self.tensors_here()), self.sizes()
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
-        """Return an object around tensors that another one was taken apart into."""
+        """Return the object that `flat` took apart."""
         self = cls.__new__(cls)
-        self.tensors = list(tensors)
-        self.device = str(tensors[0].device)
-        for name, size in zip(cls._sizes, sizes, strict=True):
-            setattr(self, name, size)
+        parts = (*cls._fields, *cls._sizes)
+        self._hold(**dict(zip(parts, (*tensors, *sizes), strict=True)))
         return self
 
     def __getattr__(self, name: str) -> Any:
         # Only reached by an array that exists as a tensor so far.
-        if name in type(self)._fields and self.device == "cpu" and self.tensors is not None:
-            array = bridge().as_numpy(self.tensors[self._fields.index(name)])
-            setattr(self, name, array)
+        if name in type(self)._fields and self.device == "cpu" and self._tensors is not None:
+            array = _read_only(bridge().as_numpy(getattr(self._tensors, name)))
+            self.__dict__[name] = array
             return array
         raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> tuple[list[Any], list[int]]:
         if self.device != "cpu":
-            return dict(self.__dict__)
-        arrays = {name: getattr(self, name) for name in self._fields}
-        return {**self.__dict__, **arrays, "tensors": None}
+            return self.flat()
+        return self._arrays or [getattr(self, name) for name in self._fields], self.sizes()
+
+    def __setstate__(self, state: tuple[list[Any], list[int]]) -> None:
+        arrays, sizes = state
+        if is_tensor(arrays[0]):
+            self.__dict__.update(self.from_tensors(arrays, sizes).__dict__)
+        else:
+            self._hold(**dict(zip((*self._fields, *self._sizes), (*arrays, *sizes), strict=True)))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array

@@ -515,12 +515,9 @@ def _cubes(
     # A scatter clears the map and writes it.
     add, take = Work(inner + 2 * whole, count * edge**3), Work(inner + whole)
     here = [_tensor_like(array, values) for array in (wa, wbwc)]
-    plan = partial(fusedops.ScatterPlan, *here, size, copy=False)  # type: ignore[misc]
 
-    def planned_and_used() -> None:
-        made = plan()
-        if not is_tensor(values):
-            made.bins()
+    def plan() -> fusedops.ScatterPlan:
+        return fusedops.ScatterPlan(here[0], here[1], size, copy=False)
 
     places = {"wa": plan()} if planned else dict(zip(("wa", "wbwc"), here, strict=True))
     if scatters and not planned:
@@ -529,7 +526,7 @@ def _cubes(
     work = _work(add, take) if scatters else _work(take, add)
     shape = {"cubes": count, "edge": edge, "map": grid}
     raw = {"wa": wa, "wbwc": wbwc, "size": size, "index": index}
-    prepare = {"ScatterPlan": planned_and_used}
+    prepare = {"ScatterPlan": plan}
     return Problem(op, {name: values} | places, (name,), shape, work, raw=raw, preparations=prepare)
 
 

@@ -1,0 +1,298 @@
+"""Packed arguments: named arrays on every device, which nothing changes once they are made."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+import fusedops
+from cpukern.scatter import bins
+from fusedops import scatter
+from fusedops._frame.packed import Packed
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+HAS_TRITON = torch is not None and importlib.util.find_spec("triton") is not None
+
+GROUPS = [([[0, 1, 2, 3]], [0.02]), ([[2, 3, 4], [4, 5, 6]], [0.02, 0.1])]
+WA, WBWC, CUBES = [[0, 4], [1, 5]], [[[0, 1], [2, 3]], [[1, 2], [3, 0]]], (2, 2, 2, 2)
+
+MAKE = {
+    "Planes": lambda: fusedops.Planes(GROUPS),
+    "Edges": lambda: fusedops.Edges([[0, 1, 2, 0], [1, 0, 1, 1]], num_nodes=4),
+    "Lattice": lambda: fusedops.Lattice(np.diag([10.0, 20.0, 30.0]), (8, 10, 12)),
+    "Sequences": lambda: fusedops.Sequences([0, 3, 3, 10]),
+    "ScatterPlan": lambda: fusedops.ScatterPlan(WA, WBWC, 9),
+}
+REPR = {
+    "Planes": "Planes(3 planes, 10 atoms, on {})",
+    "Edges": "Edges(4 edges, 4 nodes, on {})",
+    "Lattice": "Lattice(8 × 10 × 12 voxels, on {})",
+    "Sequences": "Sequences(3 sequences, 10 tokens, on {})",
+    "ScatterPlan": "ScatterPlan(2 cubes of 2 × 2 × 2, map of 9, on {})",
+}
+every = pytest.mark.parametrize("name", MAKE)
+
+
+def use(name, plan, backend, framework="numpy"):
+    """Return an op's value with a plan, and the gradient by the op's first argument."""
+    rng = np.random.default_rng(0)
+    atoms = np.full(3, 9.0), np.ones(3), np.ones((3, 1)), np.full((3, 1), 2.0)
+    op, x, after, options = {
+        "Planes": (fusedops.planarity_nll, (7, 3), (plan,), {}),
+        "Edges": (fusedops.node_to_edge_wigner_permute, (4, 4, 2), (plan, np.ones((4, 4, 4))), {}),
+        "Lattice": (fusedops.gaussian_density, (3, 3), (*atoms, plan), {"radius": 2.0}),
+        "Sequences": (fusedops.dynamic_conv, (1, 10, 4), (np.ones((4, 2)),), {"cu_seqlens": plan}),
+        "ScatterPlan": (fusedops.structured_scatter_add, CUBES, (plan,), {}),
+    }[name]
+    x = rng.normal(size=x)
+    if framework == "numpy":
+        y, pullback = op.vjp(x, *after, **options, backend=backend)
+        return np.asarray(y), pullback(np.ones_like(y))[0]
+    x = torch.from_numpy(x).requires_grad_()
+    after = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in after]
+    y = op(x, *after, **options, backend=backend)
+    y.sum().backward()
+    return y.detach().numpy(), x.grad.numpy()
+
+
+def served():
+    """Return the frameworks and backends that can serve here."""
+    found = [("numpy", "numpy"), ("numpy", "cython"), ("numpy", "numba")]
+    if torch is not None:
+        found += [("torch", "torch"), ("torch", "cython")]
+    return [*found, ("torch", "triton")] if HAS_TRITON else found
+
+
+def arrays_of(plan):
+    return {name: np.asarray(getattr(plan, name)).copy() for name in plan._fields}
+
+
+def same_plan(one, two):
+    assert type(one) is type(two)
+    assert repr(one) == repr(two)
+    assert one.kind == two.kind
+    for name, array in arrays_of(one).items():
+        np.testing.assert_array_equal(array, getattr(two, name), strict=True)
+    for name in one._sizes:
+        assert getattr(one, name) == getattr(two, name)
+
+
+@every
+def test_a_plan_says_what_it_is(name):
+    assert repr(MAKE[name]()) == REPR[name].format("cpu")
+    if torch is not None:
+        assert repr(MAKE[name]().to("meta")) == REPR[name].format("meta")
+
+
+@every
+def test_attributes_are_for_reading(name):
+    plan = MAKE[name]()
+    for attribute in ("device", *plan._fields, *plan._sizes, "anything"):
+        with pytest.raises(AttributeError, match=f"^{name}: {attribute} can't be changed"):
+            setattr(plan, attribute, 0)
+        with pytest.raises(AttributeError, match=f"^{name}: {attribute} can't be changed"):
+            delattr(plan, attribute)
+    with pytest.raises(AttributeError, match=f"{name} on cpu has no 'anything'"):
+        _ = plan.anything
+
+
+@every
+def test_arrays_are_for_reading(name):
+    plans = [MAKE[name]()]
+    plans += [pickle.loads(pickle.dumps(plans[0])), copy.deepcopy(plans[0]), copy.copy(plans[0])]
+    if torch is not None:
+        plans.append(type(plans[0]).from_tensors(*plans[0].flat()))
+    for plan in plans:
+        for field in plan._fields:
+            with pytest.raises(ValueError, match="read-only"):
+                getattr(plan, field)[...] = 0
+
+
+@every
+def test_a_copy_is_the_same_plan(name):
+    plan = MAKE[name]()
+    copies = [pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)]
+    if torch is not None:
+        copies.append(type(plan).from_tensors(*plan.flat()))
+        copies += [pickle.loads(pickle.dumps(copies[-1])), copy.deepcopy(copies[-1])]
+        assert plan.to("cpu") is plan
+    want = use(name, plan, "cython")
+    for other in copies:
+        same_plan(plan, other)
+        for got, expected in zip(use(name, other, "cython"), want, strict=True):
+            np.testing.assert_array_equal(got, expected)
+    # A plan that has been used.
+    same_plan(pickle.loads(pickle.dumps(plan)), plan)
+    same_plan(copy.deepcopy(plan), plan)
+
+
+@needs_torch
+@every
+def test_fields_have_their_names_on_every_device(name):
+    plan = MAKE[name]()
+    record = plan.tensors_here()
+    assert record is plan.tensors_here()
+    assert plan.fields_like(torch.zeros(1)) is record
+    assert plan.fields_like(np.zeros(1)) is plan
+    assert record._fields == plan._fields
+    there = plan.to("meta")
+    assert there.device == "meta"
+    for field in plan._fields:
+        array, tensor = getattr(plan, field), getattr(record, field)
+        assert np.shares_memory(array, tensor.numpy())
+        assert getattr(there, field) is getattr(there.tensors_here(), field)
+        assert getattr(there, field).shape == array.shape
+
+
+@every
+def test_no_kernel_writes_into_a_plan(name):
+    plan = MAKE[name]()
+    before, kind, shown = arrays_of(plan), plan.kind, repr(plan)
+    numbers = {size: getattr(plan, size) for size in plan._sizes}
+    for framework, backend in served():
+        use(name, plan, backend, framework)
+        assert type(plan).kind.func(plan) == kind
+        assert repr(plan) == shown
+        assert {size: getattr(plan, size) for size in plan._sizes} == numbers
+        for field, array in before.items():
+            np.testing.assert_array_equal(getattr(plan, field), array)
+
+
+# Triton's interpreter is for one thread.
+@pytest.mark.parametrize(("framework", "backend"), [s for s in served() if s[1] != "triton"])
+@every
+def test_threads_share_a_plan_from_its_first_call(name, framework, backend):
+    want = use(name, MAKE[name](), backend, framework)
+    for _ in range(3):
+        plan = MAKE[name]()
+        start, found = threading.Barrier(4), []
+
+        def work(plan=plan, start=start, found=found):
+            start.wait()
+            found.append(use(name, plan, backend, framework))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4
+        for results in found:
+            for got, expected in zip(results, want, strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+def test_what_is_derived_is_derived_once():
+    plan = MAKE["ScatterPlan"]()
+    calls = []
+
+    def lengths(given):
+        calls.append(given)
+        return [len(given.wa)]
+
+    assert plan.derived(lengths) is plan.derived(lengths)
+    assert plan.derived(bins) is plan.derived(bins)
+    assert calls == [plan]
+
+
+def test_threads_that_derive_at_once_get_one_result():
+    plan, start, found = MAKE["Edges"](), threading.Barrier(4), []
+
+    def ask(given):
+        # All are in here before any result is kept.
+        start.wait()
+        return object()
+
+    threads = [threading.Thread(target=lambda: found.append(plan.derived(ask))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+def test_read_only_indices_are_shared_and_warn_of_nothing():
+    """Torch warns of a tensor that shares an array which nobody may write to."""
+    wa, wbwc = np.array(WA), np.array(WBWC)
+    for array in (wa, wbwc):
+        array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = fusedops.ScatterPlan(wa, wbwc, 9, copy=False)
+        for framework, backend in served():
+            use("ScatterPlan", plan, backend, framework)
+    assert np.shares_memory(plan.wa, wa)
+    assert np.shares_memory(plan.wbwc, wbwc)
+    if torch is not None:
+        assert not np.shares_memory(plan.tensors_here().wa.numpy(), wa)
+
+
+def test_the_arrays_of_a_caller_stay_writable():
+    wa, wbwc = np.array(WA), np.array(WBWC)
+    plan = fusedops.ScatterPlan(wa, wbwc, 9, copy=False)
+    wa[0, 0] = 1
+    assert plan.wa[0, 0] == 1
+
+
+@pytest.fixture
+def sorted_on_cpu(monkeypatch):
+    """Let plans on the CPU be sorted when they are made, as on a GPU."""
+    monkeypatch.setattr(scatter, "_GPUS", ("cpu",))
+
+
+@needs_torch
+@pytest.mark.parametrize("on_grid", [True, False])
+def test_a_sorted_plan_travels_sorted(sorted_on_cpu, monkeypatch, on_grid):
+    """Apart and together again, nothing is sorted anew: that would wait for a GPU."""
+    wbwc = np.arange(2)[:, None] * 4 + np.arange(3)
+    where = [[[0, 16], [16, 32]], [wbwc, wbwc + on_grid]]
+    plan = fusedops.ScatterPlan(*map(torch.tensor, map(np.array, where)), 48 if on_grid else 47)
+    assert plan.grid == ((3, 4, 4) if on_grid else (0, 0, 0))
+    tensors, sizes = plan.flat()
+    assert [id(t) for t in tensors] == [id(t) for t in plan.tensors_here()]
+    # Launches are replayed by which tensor is which.
+    assert len({id(tensor) for tensor in tensors}) == len(tensors) == 6
+    assert sizes == [plan.map_size, *plan.grid]
+    monkeypatch.setattr(scatter, "_sort", None)
+    back = fusedops.ScatterPlan.from_tensors(tensors, sizes)
+    assert back.grid == plan.grid
+    assert back.kind == plan.kind
+    assert all(map(torch.equal, back.sorted, plan.sorted))
+    torch.compiler.reset()
+    cube = torch.ones(plan.shape)
+    add = torch.compile(
+        lambda cube, plan: fusedops.structured_scatter_add(cube, plan, backend="torch"),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    want = fusedops.structured_scatter_add(cube, plan, backend="torch")
+    assert torch.equal(add(cube, plan), want)
+
+
+@needs_torch
+def test_a_plan_of_a_graph_has_what_is_known_before_values_are():
+    """It is read when the graph runs, and has no arrays until then."""
+    index = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 1]])
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(index)
+        unread = fusedops.Edges.read("an op", fake, num_nodes=4)
+        assert repr(unread) == "Edges(4 edges, 4 nodes, on cpu)"
+        assert unread.flat() == ([fake], [4])
+        with pytest.raises(AttributeError, match="Edges on cpu has no 'source'"):
+            _ = unread.source
+
+
+def test_every_kind_of_plan_is_tested():
+    assert {cls.__name__ for cls in Packed.__subclasses__()} == set(MAKE)
