@@ -33,8 +33,21 @@ _EMPTY = {
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default,
     aten.empty_strided.default, aten.new_empty_strided.default,
 }  # fmt: skip
-#: Functions of torch that take what operators take, with less ado.
-_FASTER = {aten.bmm.default: torch.bmm, aten.mm.default: torch.mm}
+#: Functions that take the same arguments as operators, which look them up in a schema first.
+_FASTER = {
+    aten.add.Tensor: torch.add,
+    aten.baddbmm.out: torch.baddbmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.copy_.default: torch.Tensor.copy_,
+    aten.mm.default: torch.mm,
+    aten.stack.default: torch.stack,
+    aten.sum.dim_IntList: torch.sum,
+    aten.zero_.default: torch.Tensor.zero_,
+}
+if hasattr(aten.bmm, "dtype"):
+    _FASTER[aten.bmm.dtype] = lambda a, b, dtype: torch.bmm(a, b, out_dtype=dtype)
 
 
 class _Refused(Exception):

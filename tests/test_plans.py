@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fusedops.bench.workloads import WORKLOADS, Source
 
 import fusedops
 from fusedops._frame import kinds
+from fusedops.bench.workloads import WORKLOADS, Source
 from fusedops.wigner import wigner_d
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
