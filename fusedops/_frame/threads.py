@@ -121,9 +121,11 @@ def _positive(text: str) -> int:
 def threads_for(work: int, grain: int) -> int:
     """Return how many threads `work` items are worth, at least `grain` items for each."""
     global _pooled
-    threads = max(1, min(get_num_threads(), work // grain))
-    _pooled = _pooled or threads > 1
-    return threads
+    threads = get_num_threads()
+    if threads == 1 or work < 2 * grain:
+        return 1
+    _pooled = True
+    return min(threads, work // grain)
 
 
 def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> None:
