@@ -7,8 +7,8 @@ from typing import Any
 
 def laid_out(array: Any, contiguous: int) -> Any:
     """Return an array that is contiguous in its last axes, a copy where it isn't."""
-    if array is None:
-        return None
+    if array is None or array.flags.c_contiguous:
+        return array
     step = array.itemsize
     for axis in range(array.ndim - 1, -1, -1):
         inner = array.ndim - axis <= contiguous
