@@ -5,14 +5,15 @@
 The inputs that the taps of a token read lie in a ring of rows, one row to a position, that stays in
 the nearest cache; the backward has a second ring, of the cotangents that those inputs have so far.
 Every row of memory is read once and written once, but for the W - 1 tokens after a chunk, which the
-backward reads again. A chunk owns its tokens' rows; sums over tokens are formed chunk by chunk in
-float64 and added up by the caller, so the thread count changes no bit. bfloat16 comes as its bits
-and is computed on in float32.
+backward reads again. A chunk owns its tokens' rows; sums over tokens are formed group of chunks by
+group in float64, and added up in order, so the thread count changes no bit. bfloat16 comes as its
+bits and is computed on in float32.
 """
 
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from cpukern._cpu cimport Share, in_shares
+from cpukern.arrays cimport of, room, whole_lines
 from cpukern.vectors cimport exponential, real
 
 cdef enum:
@@ -446,6 +447,14 @@ cdef inline void step_row(
     narrow(h, out, 1, channels)
 
 
+cdef inline Py_ssize_t ring_rows(Py_ssize_t width) noexcept nogil:
+    """Return how many rows a ring has for that many taps: a power of two."""
+    cdef Py_ssize_t rows = 1
+    while rows < width:
+        rows *= 2
+    return rows
+
+
 cdef void set_layout(
     Layout* layout, const scalar[:, :, :] x, const scalar[:, :, :, :] kernels,
     bint static_kernels, const long long[:, ::1] chunks, const long long[::1] starts,
@@ -473,7 +482,8 @@ cdef void set_layout(
 
 
 # The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
-# for every type. Scratch has a row for every thread.
+# for every type. Scratch has a row of bytes for every thread, and `sums` one of numbers for every
+# group of chunks, W * D for the kernels and D for the bias where they are wanted.
 cdef struct Pass:
     Layout layout
     Py_ssize_t count
@@ -489,8 +499,10 @@ cdef struct Pass:
     void* final_state
     void* dkernels
     void* dstate
-    double* dkernels_sum
-    double* dbias_sum
+    double* sums
+    Py_ssize_t sums_row
+    bint sums_kernels
+    bint sums_bias
     char* scratch
 
 cdef struct Step:
@@ -514,16 +526,18 @@ cdef void set_pass(
     Pass* call, const scalar[:, :, :] x, const scalar[:, :, :, :] kernels,
     const scalar[:, :, ::1] state, const scalar[::1] bias, bint static_kernels, bint silu,
     const long long[:, ::1] chunks, const long long[::1] starts, Py_ssize_t count,
-    Py_ssize_t chunk, char[:, ::1] scratch,
+    Py_ssize_t chunk,
 ) noexcept:
+    cdef Py_ssize_t channels = x.shape[2], width = kernels.shape[3]
     set_layout(&call.layout, x, kernels, static_kernels, chunks, starts, chunk, silu)
     call.count = count
     call.x = &x[0, 0, 0]
     call.kernels = &kernels[0, 0, 0, 0]
     call.state = &state[0, 0, 0] if state is not None else NULL
     call.bias = &bias[0] if bias is not None else NULL
-    call.scratch = &scratch[0, 0]
-    call.row = scratch.shape[1]
+    call.row = whole_lines(
+        channels * (2 * ring_rows(width) + 3 + 2 * width) * (8 if scalar is double else 4)
+    )
 
 
 cdef void some_forward(
@@ -553,29 +567,52 @@ cdef void some_backward(
     cdef const Pass* call = <const Pass*>given
     cdef const Layout* layout = &call.layout
     cdef char* scratch = call.scratch + thread * call.row
+    cdef double* sums
     cdef double* dk_sum = NULL
     cdef double* db_sum = NULL
     cdef Py_ssize_t c, g
-    for c in range(begin * call.group, min(end * call.group, call.count)):
-        g = c // call.group * layout.channels
-        if call.dkernels_sum != NULL:
-            dk_sum = call.dkernels_sum + g * layout.width
-        if call.dbias_sum != NULL:
-            db_sum = call.dbias_sum + g
-        if scalar is double:
-            backward_chunk(
-                layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
-                <const scalar*>call.state, <const scalar*>call.bias,
-                <const scalar*>call.cotangent, <const scalar*>call.final_cotangent,
-                <scalar*>call.out, <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
-                <double*>scratch)
-        else:
-            backward_chunk(
-                layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
-                <const scalar*>call.state, <const scalar*>call.bias,
-                <const scalar*>call.cotangent, <const scalar*>call.final_cotangent,
-                <scalar*>call.out, <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
-                <float*>scratch)
+    for g in range(begin, end):
+        sums = call.sums + g * call.sums_row
+        memset(sums, 0, call.sums_row * sizeof(double))
+        if call.sums_kernels:
+            dk_sum = sums
+            sums += layout.width * layout.channels
+        if call.sums_bias:
+            db_sum = sums
+        for c in range(g * call.group, min((g + 1) * call.group, call.count)):
+            if scalar is double:
+                backward_chunk(
+                    layout, find_chunk(layout, c), <const scalar*>call.x,
+                    <const scalar*>call.kernels, <const scalar*>call.state,
+                    <const scalar*>call.bias, <const scalar*>call.cotangent,
+                    <const scalar*>call.final_cotangent, <scalar*>call.out,
+                    <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
+                    <double*>scratch)
+            else:
+                backward_chunk(
+                    layout, find_chunk(layout, c), <const scalar*>call.x,
+                    <const scalar*>call.kernels, <const scalar*>call.state,
+                    <const scalar*>call.bias, <const scalar*>call.cotangent,
+                    <const scalar*>call.final_cotangent, <scalar*>call.out,
+                    <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
+                    <float*>scratch)
+
+
+cdef void add_up(
+    const Pass* call, Py_ssize_t groups, scalar* dkernels, scalar* dbias
+) noexcept nogil:
+    """Write the sums over all groups, in their order."""
+    cdef Py_ssize_t channels = call.layout.channels, width = call.layout.width, g, i, w
+    cdef double* sums = call.sums
+    for g in range(1, groups):
+        for i in range(call.sums_row):
+            sums[i] += sums[g * call.sums_row + i]
+    if call.sums_kernels:
+        for w in range(width):
+            narrow(sums, dkernels + w, width, channels)
+            sums += channels
+    if call.sums_bias:
+        narrow(sums, dbias, 1, channels)
 
 
 cdef void some_steps(
@@ -613,16 +650,17 @@ def forward(
     Py_ssize_t chunk,                    # IN   tokens of a chunk
     scalar[:, :, ::1] out,               # OUT  (B, T, D), or None
     scalar[:, :, ::1] final_state,       # OUT  (S, D, W) where there are tokens, or None
-    char[:, ::1] scratch,                # SCRATCH (threads, scratch_size)
+    int threads,
 ):
     """Convolve, and keep every sequence's last W inputs."""
     cdef Pass call
-    set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk,
-             scratch)
+    set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk)
+    cdef bytearray scratch = room(threads * call.row)
+    call.scratch = of(scratch)
     call.out = &out[0, 0, 0] if out is not None else NULL
     call.final_state = &final_state[0, 0, 0] if final_state is not None else NULL
     with nogil:
-        in_shares(<Share>some_forward[scalar], &call, count, <int>scratch.shape[0])
+        in_shares(<Share>some_forward[scalar], &call, count, threads)
 
 
 def backward(
@@ -639,30 +677,38 @@ def backward(
     const scalar[:, :, :] cotangent,          # IN   (B, T, D) of contiguous rows
     const scalar[:, :, ::1] final_cotangent,  # IN   (S, D, W), or None
     scalar[:, :, ::1] dx,                     # OUT  (B, T, D), or None
-    scalar[:, :, :, ::1] dkernels,            # OUT  (B, T, D, W), or None
+    scalar[:, :, :, ::1] dkernels,            # OUT  as `kernels`, or None
     scalar[:, :, ::1] dstate,                 # OUT  (S, D, W) where there are tokens, or None
-    double[:, :, ::1] dkernels_sum,           # OUT  (groups, W, D), to which is added, or None
-    double[:, ::1] dbias_sum,                 # OUT  (groups, D), to which is added, or None
-    Py_ssize_t group,                         # IN   chunks that share a sum
-    char[:, ::1] scratch,                     # SCRATCH (threads, scratch_size)
+    scalar[::1] dbias,                        # OUT  (D,), or None
+    Py_ssize_t group,                         # IN   chunks that share a sum over tokens
+    int threads,
 ):
-    """Pull cotangents back; sums over all tokens are left in parts, a part to a group of chunks."""
+    """Pull cotangents back."""
     cdef Pass call
-    set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk,
-             scratch)
+    cdef Py_ssize_t groups = (count + group - 1) // group
+    set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk)
+    cdef scalar* on_kernels = &dkernels[0, 0, 0, 0] if dkernels is not None else NULL
+    cdef scalar* on_bias = &dbias[0] if dbias is not None else NULL
+    call.sums_kernels = static_kernels and on_kernels != NULL
+    call.sums_bias = on_bias != NULL
+    call.sums_row = call.layout.channels * (
+        call.layout.width * call.sums_kernels + call.sums_bias
+    )
+    cdef bytearray sums = room(groups * call.sums_row * sizeof(double))
+    call.sums = <double*>of(sums)
+    cdef bytearray scratch = room(threads * call.row)
+    call.scratch = of(scratch)
     call.layout.c_batch = cotangent.strides[0] // <Py_ssize_t>sizeof(scalar)
     call.layout.c_token = cotangent.strides[1] // <Py_ssize_t>sizeof(scalar)
     call.cotangent = &cotangent[0, 0, 0]
     call.final_cotangent = &final_cotangent[0, 0, 0] if final_cotangent is not None else NULL
     call.out = &dx[0, 0, 0] if dx is not None else NULL
-    call.dkernels = &dkernels[0, 0, 0, 0] if dkernels is not None else NULL
+    call.dkernels = NULL if static_kernels else on_kernels
     call.dstate = &dstate[0, 0, 0] if dstate is not None else NULL
-    call.dkernels_sum = &dkernels_sum[0, 0, 0] if dkernels_sum is not None else NULL
-    call.dbias_sum = &dbias_sum[0, 0] if dbias_sum is not None else NULL
     call.group = group
     with nogil:
-        in_shares(<Share>some_backward[scalar], &call, (count + group - 1) // group,
-                  <int>scratch.shape[0])
+        in_shares(<Share>some_backward[scalar], &call, groups, threads)
+        add_up(&call, groups, on_kernels, on_bias)
 
 
 def step(
@@ -673,7 +719,7 @@ def step(
     bint static_kernels,
     bint silu,
     scalar[:, ::1] out,              # OUT  (B, D)
-    char[:, ::1] scratch,            # SCRATCH (threads, scratch_size)
+    int threads,
 ):
     """Shift a token into every state and convolve what it holds."""
     cdef Py_ssize_t item = sizeof(scalar)
@@ -683,27 +729,15 @@ def step(
     call.kernels = &kernels[0, 0, 0]
     call.bias = &bias[0] if bias is not None else NULL
     call.out = &out[0, 0]
-    call.scratch = &scratch[0, 0]
-    call.row = scratch.shape[1]
     call.channels = state.shape[1]
     call.width = state.shape[2]
+    call.row = whole_lines(3 * call.channels * (8 if scalar is double else 4))
+    cdef bytearray scratch = room(threads * call.row)
+    call.scratch = of(scratch)
     call.k_batch = 0 if static_kernels else call.channels * call.width
     call.s_batch = state.strides[0] // item
     call.s_channel = state.strides[1] // item
     call.s_tap = state.strides[2] // item
     call.silu = silu
     with nogil:
-        in_shares(<Share>some_steps[scalar], &call, state.shape[0], <int>scratch.shape[0])
-
-
-cpdef Py_ssize_t ring_rows(Py_ssize_t width) noexcept:
-    """Return how many rows a ring has for that many taps: a power of two."""
-    cdef Py_ssize_t rows = 1
-    while rows < width:
-        rows *= 2
-    return rows
-
-
-def scratch_size(Py_ssize_t channels, Py_ssize_t width):
-    """Return how many numbers a thread needs."""
-    return channels * (2 * ring_rows(width) + 3 + 2 * width)
+        in_shares(<Share>some_steps[scalar], &call, state.shape[0], threads)
