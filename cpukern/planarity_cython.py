@@ -1,4 +1,4 @@
-"""Planarity by the compiled kernels: NumPy allocates, Cython works."""
+"""Planarity by the compiled kernels."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ if _planarity.lanes() != LANES:
 _GRAIN = 64
 
 
-def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) -> float:
-    blocks = len(planes.block_ptr) - 1
-    threads = threads_for(blocks, _GRAIN)
+def _run_planarity(a: Any, dgradient: Any, out: Any) -> float:
+    xyz, planes = a.xyz, a.planes
     return _planarity_of[xyz.dtype](
         np.ascontiguousarray(xyz),
-        None if cotangent is None else np.ascontiguousarray(cotangent, dtype=xyz.dtype),
+        None if dgradient is None else np.ascontiguousarray(dgradient),
         planes.index,
         planes.weight,
         planes.plane_ptr,
@@ -36,28 +35,23 @@ def _run_planarity(xyz: Any, cotangent: Any, planes: Any, fit: str, out: Any) ->
         planes.reduced,
         planes.reduced_ptr,
         planes.bound,
+        planes.largest,
+        planes.spill,
         planes.per_atom,
-        fit == "weighted",
+        a.fit == "weighted",
         NO_PLANE,
         out,
-        np.empty((0 if out is None else planes.spill, 3), xyz.dtype),
-        np.empty((threads, _planarity.scratch_size(planes.largest))),
-        np.empty(blocks),
-        threads,
+        threads_for(len(planes.block_ptr) - 1, _GRAIN),
     )
 
 
 @register("planarity_nll", "cython")
 def planarity_nll(a: Any, y: Any) -> None:
-    xyz, planes, fit = a
-    nll, gradient = y
-    value = _run_planarity(xyz, None, planes, fit, gradient)
-    if nll is not None:
-        nll[...] = planes.constant[0] + value
+    value = _run_planarity(a, None, y.gradient)
+    if y.nll is not None:
+        y.nll[...] = a.planes.constant[0] + value
 
 
 @register("planarity_gradient_vjp", "cython")
 def planarity_gradient_vjp(a: Any, y: Any) -> None:
-    xyz, cotangent, planes, fit = a
-    out = y.dxyz
-    _run_planarity(xyz, cotangent, planes, fit, out)
+    _run_planarity(a, a.dgradient, y.dxyz)

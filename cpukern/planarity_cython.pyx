@@ -10,6 +10,7 @@ of `spill`. Nothing is added by two threads, so the thread count changes no bit.
 from libc.math cimport NAN, fabs, sqrt
 
 from cpukern._cpu cimport Share, in_shares
+from cpukern.arrays cimport elements, of, room
 
 cdef enum:
     LANES = 16
@@ -520,62 +521,59 @@ cdef void some_blocks(
 def planarity(
     const real[:, ::1] xyz,            # IN   (N, 3)
     const real[:, ::1] cotangent,      # IN   (N, 3), or None: then value and gradient
-    const int[::1] index,              # IN   (E,)
-    const double[::1] weight,          # IN   (P,) or (E,)
-    const long long[::1] plane_ptr,    # IN   (P + 1,)
-    const long long[::1] block_ptr,    # IN   (B + 1,)
-    const int[::1] slot,               # IN   (E,)
-    const int[::1] reduced,            # IN   (R,)
-    const long long[::1] reduced_ptr,  # IN   (R + 1,)
+    index,                             # IN   (E,) int32
+    weight,                            # IN   (P,) or (E,) float64
+    plane_ptr,                         # IN   (P + 1,) int64
+    block_ptr,                         # IN   (B + 1,) int64
+    slot,                              # IN   (E,) int32
+    reduced,                           # IN   (R,) int32
+    reduced_ptr,                       # IN   (R + 1,) int64
     Py_ssize_t bound,                  # IN   one more than the largest index
+    Py_ssize_t largest,                # IN   atoms of a plane
+    Py_ssize_t shared,                 # IN   rows of atoms that are in several planes
     bint per_atom,
     bint weighted,
     double no_plane,                   # IN   share of variance below which a group has no plane
     real[:, ::1] out,                  # OUT  (N, 3), or None where no gradient is wanted
-    real[:, ::1] spill,                # SCRATCH (rows of shared atoms, 3)
-    double[:, ::1] scratch,            # SCRATCH (threads, scratch_size(largest plane))
-    double[::1] partial,               # SCRATCH (B,)
     int threads,
 ):
     """Return Σ ½ (d/σ)² and write its gradient, or that gradient's vector-Jacobian product."""
-    cdef Py_ssize_t i, blocks = block_ptr.shape[0] - 1, atoms = xyz.shape[0]
+    cdef Py_ssize_t i, blocks = len(block_ptr) - 1, others = len(reduced), atoms = xyz.shape[0]
     cdef real* rows = &out[0, 0] if out is not None and atoms else NULL
     cdef double total = 0
     cdef Call call
+    cdef bytearray spill = room(3 * shared * sizeof(real) if rows != NULL else 0)
+    cdef bytearray scratch = room(threads * ROW * largest * sizeof(double))
+    cdef bytearray partial = room(blocks * sizeof(double))
     call.xyz = &xyz[0, 0] if atoms else NULL
     call.cotangent = &cotangent[0, 0] if cotangent is not None and atoms else NULL
     call.atoms = atoms
-    call.index = &index[0]
-    call.weight = &weight[0]
+    call.index = <const int*>elements(index, 4)
+    call.weight = <const double*>elements(weight, 8)
     call.per_atom = per_atom
     call.weighted = weighted
-    call.plane_ptr = &plane_ptr[0]
-    call.block_ptr = &block_ptr[0]
-    call.slot = &slot[0]
+    call.plane_ptr = <const long long*>elements(plane_ptr, 8)
+    call.block_ptr = <const long long*>elements(block_ptr, 8)
+    call.slot = <const int*>elements(slot, 4)
     call.out = rows
-    call.spill = &spill[0, 0] if spill.shape[0] else NULL
-    call.scratch = &scratch[0, 0]
-    call.scratch_row = scratch.shape[1]
+    call.spill = of(spill)
+    call.scratch = <double*>of(scratch)
+    call.scratch_row = ROW * largest
     call.no_plane = no_plane
-    call.partial = &partial[0]
-    call.reduced = &reduced[0]
-    call.reduced_ptr = &reduced_ptr[0]
+    call.partial = <double*>of(partial)
+    call.reduced = <const int*>elements(reduced, 4)
+    call.reduced_ptr = <const long long*>elements(reduced_ptr, 8)
     with nogil:
         in_shares(<Share>some_blocks[real], &call, blocks, threads)
         if rows != NULL:
-            in_shares(<Share>reduce_rows[real], &call, reduced.shape[0], threads)
+            in_shares(<Share>reduce_rows[real], &call, others, threads)
             for i in range(3 * bound, 3 * atoms):
                 rows[i] = 0
         for i in range(blocks):
-            total += partial[i]
+            total += call.partial[i]
     return total
 
 
 def lanes():
     """Return how many planes a block may have."""
     return LANES
-
-
-def scratch_size(int largest):
-    """Return how many doubles a thread needs for planes of up to `largest` atoms."""
-    return ROW * largest
