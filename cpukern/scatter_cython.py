@@ -15,7 +15,10 @@ from fusedops.scatter import ScatterPlan
 
 _scatter = isa.load("scatter_cython")
 _INDEX = {np.dtype(np.int32): "int", np.dtype(np.int64): "long long"}
-_REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+_move_of = {
+    np.dtype(np.float32): _scatter.move["float"],
+    np.dtype(np.float64): _scatter.move["double"],
+}
 # Elements of cubes that pay for waking a thread.
 _CUBE_GRAIN = 1 << 16
 
@@ -64,19 +67,16 @@ def _move(back: bool, cubes: np.ndarray, grid: np.ndarray, plan: ScatterPlan) ->
             grid[...] = 0
         return
     threads = threads_for(cubes.size, _CUBE_GRAIN)
-    move = _scatter.move[_INDEX[plan.wa.dtype], _REAL[cubes.dtype]]
-    move(back, plan.wa, plan.wbwc, *plan.derived(survey), cubes, grid, threads)
+    wa, found = plan.wa, plan.derived(survey)
+    move = _move_of[cubes.dtype]
+    move(back, wa.itemsize == 8, wa, plan.wbwc, *found, cubes, grid, threads)
 
 
 @register("structured_scatter_add", "cython")
 def structured_scatter_add(a: Any, y: Any) -> None:
-    density_cube, plan = a
-    out = y.map
-    _move(False, np.ascontiguousarray(density_cube), out, plan)
+    _move(False, np.ascontiguousarray(a.density_cube), y.map, a.plan)
 
 
 @register("structured_gather", "cython")
 def structured_gather(a: Any, y: Any) -> None:
-    grid, plan = a
-    out = y.density_cube
-    _move(True, out, np.ascontiguousarray(grid), plan)
+    _move(True, y.density_cube, np.ascontiguousarray(a.grid), a.plan)

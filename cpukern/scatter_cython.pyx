@@ -10,6 +10,7 @@ left alone, so that no index can lead out of the map.
 from libc.string cimport memset
 
 from cpukern._cpu cimport Share, in_shares
+from cpukern.arrays cimport elements
 
 # Vectors, where the compiler is told that cubes and map don't overlap.
 cdef extern from *:
@@ -378,32 +379,35 @@ cdef void some_parts(
 
 
 def move(
-    # IN: whether cubes are written and the map is read; the planes that reach every part; and runs
+    # IN: whether cubes are written and the map is read; indices, of 64 bits or of 32
     bint back,
-    const integer[:, ::1] wa,
-    const integer[:, :, ::1] wbwc,
-    const long long[::1] planes,
-    const long long[::1] pointers,
+    bint wide,
+    wa,
+    wbwc,
+    # IN: the planes that reach every part, int64 both; and runs, int64, int64 and int32
+    planes,
+    pointers,
     Py_ssize_t part,
-    const long long[:, ::1] first,
-    const long long[:, ::1] second,
-    const int[:, ::1] split,
+    first,
+    second,
+    split,
     # IN and OUT, or OUT and IN: the former may be read-only
     const real[:, :, :, ::1] cubes,
     const real[::1] grid,
     int threads,
 ):
     cdef Move call
+    cdef Py_ssize_t parts = len(pointers) - 1
     call.back = back
-    call.wide = integer is not int
-    call.wa = &wa[0, 0]
-    call.wbwc = &wbwc[0, 0, 0]
-    call.planes = &planes[0] if planes.shape[0] else NULL
-    call.pointers = &pointers[0]
+    call.wide = wide
+    call.wa = elements(wa, 8 if wide else 4)
+    call.wbwc = elements(wbwc, 8 if wide else 4)
+    call.planes = <const long long*>elements(planes, 8)
+    call.pointers = <const long long*>elements(pointers, 8)
     call.part = part
-    call.first = &first[0, 0]
-    call.second = &second[0, 0]
-    call.split = &split[0, 0]
+    call.first = <const long long*>elements(first, 8)
+    call.second = <const long long*>elements(second, 8)
+    call.split = <const int*>elements(split, 4)
     call.nx = cubes.shape[1]
     call.ny = cubes.shape[2]
     call.nz = cubes.shape[3]
@@ -411,4 +415,4 @@ def move(
     call.grid = <void*>&grid[0]
     call.size = grid.shape[0]
     with nogil:
-        in_shares(<Share>some_parts[real], &call, pointers.shape[0] - 1, threads)
+        in_shares(<Share>some_parts[real], &call, parts, threads)
