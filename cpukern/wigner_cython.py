@@ -1,9 +1,9 @@
-"""Rotations of edges by the compiled kernels: NumPy allocates and lays out, Cython works."""
+"""Rotations of edges by the compiled kernels."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,23 +11,41 @@ from cpukern import isa
 from cpukern.layout import laid_out
 from fusedops._frame.registry import register
 from fusedops._frame.threads import threads_for
-from fusedops.wigner import degree_of, degrees, message_rows
+from fusedops.wigner import degree_of_size, degrees, message_rows
 
 _wigner = isa.load("wigner_cython")
-# Numbers of messages that pay for waking a thread, and shares of the work, for any number of these.
-_ROTATION_GRAIN, _SHARES = 1 << 16, 256
-_REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+_rotate_of = {
+    np.dtype(np.float32): _wigner.rotate["float"],
+    np.dtype(np.float64): _wigner.rotate["double"],
+}
+# Numbers of messages that pay for waking a thread.
+_GRAIN = 1 << 16
+
+
+class _Degrees(NamedTuple):
+    """Where the matrices of every degree are, and its rows of the message.
+
+    places (2, degrees, 3): the first element that is kept, and the steps to those of the next row
+    of the message and of the node; in matrices as they are given, and in their gradient. own
+    (degrees, orders): the m-major rows.
+    """
+
+    places: np.ndarray
+    own: np.ndarray
+    degrees: int
+    orders: int
+    message_rows: int
 
 
 @functools.lru_cache(maxsize=64)
-def _places(lmax: int, mmax: int, way: str, dense: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return of every degree where its matrix begins, and its m-major rows.
-
-    The former is the first element that is kept, and the steps to those of the next row of the
-    message and of the node, all to be multiplied by the steps of a dense matrix's rows and columns,
-    or of a packed one's elements.
-    """
-    places = np.empty((lmax + 1, 3, 2 if dense else 1), np.int64)
+def _degrees_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, mmax: int, way: str
+) -> _Degrees:
+    """Return the degrees of an edge's matrix of this shape, dense or packed."""
+    dense = len(shape) == 2
+    lmax = degree_of_size(shape[-1], packed=not dense)
+    # Of a dense matrix's rows and columns, or of a packed one's elements.
+    places = np.empty((lmax + 1, 3, len(shape)), np.int64)
     own_rows = np.zeros((lmax + 1, 2 * mmax + 1), np.int64)
     packed = 0
     for l, (rows, kept, own) in enumerate(degrees(lmax, mmax)):
@@ -38,65 +56,40 @@ def _places(lmax: int, mmax: int, way: str, dense: bool) -> tuple[np.ndarray, np
         places[l] = corner + kept[0] * own_step, own_step, step
         own_rows[l, : len(own)] = own
         packed += size * size
-    return places, own_rows
-
-
-def _shares(pointers: np.ndarray, nodes: int) -> np.ndarray:
-    """Return where shares of the nodes begin that have about as many edges."""
-    marks = pointers[-1] * np.arange(1, _SHARES) // _SHARES
-    return np.concatenate([[0], np.searchsorted(pointers, marks).clip(max=nodes), [nodes]])
+    steps = np.array(strides) // itemsize
+    # Gradients are contiguous.
+    own_steps = (shape[1], 1) if dense else (1,)
+    both = np.stack([places @ steps, places @ own_steps])
+    return _Degrees(both, own_rows, lmax + 1, 2 * mmax + 1, message_rows(lmax, mmax))
 
 
 @register("edge_wigner", "cython")
 def edge_wigner(a: Any, y: Any) -> None:
-    base, x, message, wigner, edges, mmax, way, scale = a
-    on_x, on_message, on_wigner = y
-    lmax, ends = degree_of(wigner), 2 if way == "forth" else 1
-    channels = x.shape[2] if x is not None else message.shape[2] // ends
-    count = len(wigner)
-    wigner = laid_out(wigner, 0)
-    lists: tuple[Any, ...] = (None,) * 6
-    pointers = [] if on_x is None else [np.arange(len(on_x) + 1)]
-    if edges is not None:
-        by_edge = edges.source, edges.target, edges.by_source, edges.by_target
-        count = min(count, *[len(nodes) for nodes in by_edge])
-        pointers = [edges.target_ptr, edges.source_ptr][:ends]
-        lists = (
-            *(edges.source, edges.target),
-            *(edges.by_source, edges.source_ptr),
-            *(edges.by_target, edges.target_ptr),
-        )
-    if on_x is not None:
-        shares = np.stack([_shares(p, len(on_x)) for p in pointers])
+    x, edges = a.x, a.edges
+    wigner, dwigner = laid_out(a.wigner, 0), y.dwigner
+    of = _degrees_of(wigner.shape[1:], wigner.strides[1:], wigner.itemsize, a.mmax, a.way)
+    ends = 2 if a.way == "forth" else 1
+    channels = a.message.shape[2] // ends if x is None else x.shape[2]
+    if edges is None:
+        lists = (None,) * 6
     else:
-        shares = count * np.arange(_SHARES + 1)[None] // _SHARES
-    places, own = _places(lmax, mmax, way, wigner.ndim == 3)
-    width = (lmax + 1) ** 2
-    size = width * width if wigner.ndim == 3 else wigner.shape[1]
-    steps = np.array(wigner.strides[1:]) // wigner.itemsize
-    # Gradients of the matrices are contiguous.
-    summed = (width, 1) if wigner.ndim == 3 else (1,)
-    threads = threads_for(count * width * channels * ends, _ROTATION_GRAIN)
-    # Whole cache lines for every thread.
-    factors = np.empty((threads, -(-((2 * lmax + 1) ** 2) // 16) * 16), wigner.dtype)
-    offsets = np.empty((threads, -(-4 * (lmax + 1) // 8) * 8), np.intp)
-    _wigner.rotate[_REAL[wigner.dtype]](
-        laid_out(base, 3),
+        by_node = edges.by_source, edges.source_ptr, edges.by_target, edges.target_ptr
+        lists = edges.source, edges.target, *by_node
+    if wigner.ndim == 2:
+        wigner = wigner[:, None]
+        dwigner = None if dwigner is None else dwigner[:, None]
+    _rotate_of[wigner.dtype](
+        laid_out(a.base, 3),
         laid_out(x, 3),
-        laid_out(message, 3),
-        wigner if wigner.ndim == 3 else wigner[:, None],
+        laid_out(a.message, 3),
+        wigner,
         *lists,
-        shares,
-        np.stack([places @ steps, places @ summed]),
-        own,
+        *of,
         ends,
-        count,
         channels,
-        message_rows(lmax, mmax),
-        scale,
-        on_x,
-        on_message,
-        None if on_wigner is None else on_wigner.reshape(len(on_wigner), size),
-        factors,
-        offsets,
+        a.scale,
+        y.dx,
+        y.dmessage,
+        dwigner,
+        threads_for(len(wigner) * of.degrees**2 * channels * ends, _GRAIN),
     )

@@ -4,13 +4,14 @@
 
 All that is wanted of an end is done while its rows are in the nearest cache. Where nodes are summed,
 ends are taken by node, from the sorted lists, so that every sum has one owner: first all targets, then
-all sources. Otherwise they are taken by edge, in short runs of targets and then sources. The caller
-cuts both into shares that don't depend on the number of threads, which so changes no bit.
+all sources. Otherwise they are taken by edge, in short runs of targets and then sources. Shares of
+either cut no sum in two, so that the thread count changes no bit.
 """
 
 from libc.string cimport memcpy, memset
 
 from cpukern._cpu cimport Share, in_shares
+from cpukern.arrays cimport elements, of, room, whole_lines
 
 # Explicit vectors, because the loops that keep several sums in registers are none that a compiler
 # finds by itself. Elsewhere than in GNU C a vector is one number.
@@ -125,6 +126,8 @@ cdef enum:
     LINE = 64
     # Numbers of which nothing is found in a cache again.
     LARGE = 1 << 23
+    # Shares of the work, for any number of threads.
+    SHARES = 256
 
 ctypedef fused real:
     float
@@ -352,14 +355,15 @@ cdef inline void some_edges(
 
 
 # The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
-# for every type. Scratch has a row for every thread; the lists of nodes are those of one end.
+# for every type. Scratch has a row of bytes for every thread; `summed` nodes have sums, over the
+# edges in the lists of one end.
 cdef struct Call:
     Layout layout
     double scale
-    const long long* shares
     const long long* target
     const long long* source
     Py_ssize_t end
+    Py_ssize_t summed
     const long long* pointers
     Py_ssize_t listed
     const long long* order
@@ -370,22 +374,39 @@ cdef struct Call:
     void* on_x
     void* on_message
     void* on_wigner
-    void* factors
+    char* factors
     Py_ssize_t factors_row
-    Py_ssize_t* offsets
+    char* offsets
     Py_ssize_t offsets_row
+
+
+cdef Py_ssize_t first_node(const Call* call, Py_ssize_t share) noexcept nogil:
+    """Return where a share of the nodes begins: each has about as many edges."""
+    cdef Py_ssize_t low = 0, high = call.listed, middle
+    cdef long long mark
+    if call.listed <= 0 or share == 0 or share == SHARES:
+        return call.summed * share // SHARES
+    mark = call.pointers[call.listed] * share // SHARES
+    while low < high:
+        middle = (low + high) // 2
+        if call.pointers[middle] < mark:
+            low = middle + 1
+        else:
+            high = middle
+    return min(low, call.summed)
 
 
 cdef void edge_shares(
     const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
 ) noexcept nogil:
     cdef const Call* call = <const Call*>given
+    cdef Py_ssize_t edges = call.layout.edges
     some_edges(
-        &call.layout, call.shares[begin], call.shares[end], <real>call.scale, call.target,
+        &call.layout, edges * begin // SHARES, edges * end // SHARES, <real>call.scale, call.target,
         call.source, <const real*>call.x, <const real*>call.message, <const real*>call.wigner,
         <real*>call.on_message, <real*>call.on_wigner,
-        <real*>call.factors + thread * call.factors_row,
-        call.offsets + thread * call.offsets_row,
+        <real*>(call.factors + thread * call.factors_row),
+        <Py_ssize_t*>(call.offsets + thread * call.offsets_row),
     )
     fence()
 
@@ -395,71 +416,72 @@ cdef void node_shares(
 ) noexcept nogil:
     cdef const Call* call = <const Call*>given
     some_nodes(
-        &call.layout, call.shares[begin], call.shares[end], call.end, <real>call.scale,
+        &call.layout, first_node(call, begin), first_node(call, end), call.end, <real>call.scale,
         call.pointers, call.listed, call.order, <const real*>call.base, <const real*>call.x,
         <const real*>call.message, <const real*>call.wigner, <real*>call.on_x,
         <real*>call.on_message, <real*>call.on_wigner,
-        <real*>call.factors + thread * call.factors_row,
-        call.offsets + thread * call.offsets_row,
+        <real*>(call.factors + thread * call.factors_row),
+        <Py_ssize_t*>(call.offsets + thread * call.offsets_row),
     )
     fence()
 
 
 def rotate(
-    # IN: None where there is nothing; shares of nodes, of targets and of sources, or of edges
+    # IN: None where there is nothing
     const real[:, :, ::1] base,
     const real[:, :, ::1] x,
     const real[:, :, ::1] message,
     const real[:, :, :] wigner,
-    const long long[::1] source,
-    const long long[::1] target,
-    const long long[::1] by_source,
-    const long long[::1] source_pointers,
-    const long long[::1] by_target,
-    const long long[::1] target_pointers,
-    const long long[:, ::1] shares,
-    const long long[:, :, ::1] places,
-    const long long[:, ::1] own,
-    Py_ssize_t ends,
-    Py_ssize_t edges,
-    Py_ssize_t channels,
+    # IN: int64, the fields of `Edges`, or all None
+    source,
+    target,
+    by_source,
+    source_ptr,
+    by_target,
+    target_ptr,
+    # IN: int64, (2, degrees, 3) and (degrees, orders)
+    places,
+    own,
+    Py_ssize_t degrees,
+    Py_ssize_t orders,
     Py_ssize_t message_rows,
+    Py_ssize_t ends,
+    Py_ssize_t channels,
     double scale,
     # OUT
     real[:, :, ::1] on_x,
     real[:, :, ::1] on_message,
-    real[:, ::1] on_wigner,
-    # Scratch, a row for every thread
-    real[:, ::1] factors,
-    Py_ssize_t[:, ::1] offsets,
+    real[:, :, ::1] on_wigner,
+    int threads,
 ):
     cdef Call call
     cdef Layout* layout = &call.layout
-    cdef Py_ssize_t parts = shares.shape[1] - 1, h
-    cdef int threads = factors.shape[0]
+    cdef Py_ssize_t widest = 2 * degrees - 1, edges = wigner.shape[0], h
+    call.factors_row = whole_lines(widest * widest * sizeof(real))
+    call.offsets_row = whole_lines(4 * degrees * sizeof(Py_ssize_t))
+    cdef bytearray scratch = room(threads * (call.factors_row + call.offsets_row))
+    call.factors = of(scratch)
+    call.offsets = call.factors + threads * call.factors_row
     call.scale = scale
-    call.shares = &shares[0, 0]
-    call.target = &target[0] if target is not None else NULL
-    call.source = &source[0] if source is not None else NULL
-    call.pointers = call.order = NULL
+    call.target = call.source = call.pointers = call.order = NULL
     call.listed = 0
+    if target is not None:
+        call.target = <const long long*>elements(target, 8)
+        call.source = <const long long*>elements(source, 8)
+        edges = min(edges, len(source), len(target), len(by_source), len(by_target))
     call.base = &base[0, 0, 0] if base is not None else NULL
     call.x = &x[0, 0, 0] if x is not None else NULL
     call.message = &message[0, 0, 0] if message is not None else NULL
     call.wigner = &wigner[0, 0, 0]
     call.on_x = &on_x[0, 0, 0] if on_x is not None else NULL
     call.on_message = &on_message[0, 0, 0] if on_message is not None else NULL
-    call.on_wigner = &on_wigner[0, 0] if on_wigner is not None else NULL
-    call.factors = &factors[0, 0]
-    call.factors_row = factors.shape[1]
-    call.offsets = &offsets[0, 0]
-    call.offsets_row = offsets.shape[1]
+    call.on_wigner = &on_wigner[0, 0, 0] if on_wigner is not None else NULL
     layout.edges = edges
     layout.nodes = x.shape[0] if x is not None else on_x.shape[0]
     layout.channels = channels
     layout.ends = ends
-    layout.degrees = own.shape[0]
-    layout.orders = own.shape[1]
+    layout.degrees = degrees
+    layout.orders = orders
     layout.message_rows = message_rows
     layout.edge_step = wigner.strides[0] // <Py_ssize_t>sizeof(real)
     layout.matrix = wigner.shape[1] * wigner.shape[2]
@@ -470,23 +492,19 @@ def rotate(
         and <size_t>call.on_message % LINE == 0
         and channels * sizeof(real) % LINE == 0
     )
-    layout.places = &places[0, 0, 0]
-    layout.own = &own[0, 0]
+    layout.places = <const long long*>elements(places, 8)
+    layout.own = <const long long*>elements(own, 8)
     if on_x is None:
         with nogil:
-            in_shares(<Share>edge_shares[real], &call, parts, threads)
+            in_shares(<Share>edge_shares[real], &call, SHARES, threads)
         return
+    call.summed = on_x.shape[0]
     for h in range(ends):
         call.end = h
-        call.shares = &shares[h, 0]
         if target is not None:
-            if h == 0:
-                call.pointers = &target_pointers[0]
-                call.order = &by_target[0]
-                call.listed = target_pointers.shape[0] - 1
-            else:
-                call.pointers = &source_pointers[0]
-                call.order = &by_source[0]
-                call.listed = source_pointers.shape[0] - 1
+            pointers, order = (target_ptr, by_target) if h == 0 else (source_ptr, by_source)
+            call.pointers = <const long long*>elements(pointers, 8)
+            call.order = <const long long*>elements(order, 8)
+            call.listed = len(pointers) - 1
         with nogil:
-            in_shares(<Share>node_shares[real], &call, parts, threads)
+            in_shares(<Share>node_shares[real], &call, SHARES, threads)

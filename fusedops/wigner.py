@@ -103,8 +103,13 @@ def degrees(lmax: int, mmax: int) -> list[tuple[slice, np.ndarray, np.ndarray]]:
 
 def degree_of(wigner: Any) -> int:
     """Return lmax of matrices that are dense (E, n, n) or packed blocks (E, Σ(2l+1)²)."""
+    return degree_of_size(wigner.shape[-1], packed=wigner.ndim == 2)
+
+
+def degree_of_size(size: int, packed: bool) -> int:
+    """Return lmax of matrices with a last axis of this size."""
     lmax = 0
-    while matrix_size(lmax, packed=wigner.ndim == 2)[0] < wigner.shape[-1]:
+    while matrix_size(lmax, packed)[0] < size:
         lmax += 1
     return lmax
 
