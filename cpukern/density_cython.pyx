@@ -11,10 +11,11 @@ is left in the inner loop. Map and gradient are summed in an order that doesn't 
 of threads.
 """
 
-from libc.math cimport ceil, floor, isfinite, sqrt
+from libc.math cimport INFINITY, ceil, floor, isfinite, sqrt
 from libc.string cimport memset
 
 from cpukern._cpu cimport Share, in_shares
+from cpukern.arrays cimport elements, of, room
 
 # Explicit vectors, which are one number each where there is no GNU C.
 cdef extern from *:
@@ -314,6 +315,8 @@ cdef enum:
     LANES = 16
     # Numbers of a Gaussian: norm, c, Schur complement xx, xy, yy, and slopes of its centre by x and y.
     NUMBERS = 7
+    # Slabs of planes of the map, for any number of threads.
+    SLABS = 32
 
 cdef double PI = 3.141592653589793
 cdef double LOG2_E = 1.4426950408889634
@@ -341,11 +344,6 @@ cdef struct Atom:
     double square
     bint usable
     bint crowded
-
-
-def sizes():
-    """Return the bytes of an atom, the numbers of a Gaussian, and what rows are padded to."""
-    return sizeof(Atom), NUMBERS, LANES
 
 
 cdef void schur(const double* form, double* numbers) noexcept nogil:
@@ -907,16 +905,16 @@ cdef void squares_of(const double* P, const double* form, double* out) noexcept 
     in_voxels(full, form, out)
 
 
-cdef Grid grid_of(shape, const double[:, ::1] step, const double[:, ::1] images):
+cdef Grid grid_of(shape, const double* step, const double* images):
     cdef Grid grid
     cdef double unit[6]
     cdef double form[6]
     cdef int i
     grid.nx, grid.ny, grid.nz = shape
     for i in range(9):
-        grid.step[i] = step[i // 3, i % 3]
+        grid.step[i] = step[i]
     for i in range(21):
-        grid.images[i] = images[i // 3, i % 3]
+        grid.images[i] = images[i]
     for i in range(6):
         unit[i] = i < 3
     in_voxels(grid.step, unit, form)
@@ -927,10 +925,12 @@ cdef Grid grid_of(shape, const double[:, ::1] step, const double[:, ::1] images)
 # The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
 # for every type. Scratch has a row for every thread.
 cdef struct SetUp:
-    const Grid* grid
+    Grid grid
     const double* to_grid
     const double* most
+    double farthest
     const void* xyz
+    Py_ssize_t count
     const void* b
     Py_ssize_t bs
     const void* occupancy
@@ -939,9 +939,8 @@ cdef struct SetUp:
     Py_ssize_t gaussians
     const double* radius
     double slack
-    char* atoms
+    Atom* atoms
     void* numbers
-    long long* boxes
 
 cdef struct Scratch:
     void* numbers
@@ -954,12 +953,8 @@ cdef struct Scratch:
     Py_ssize_t pitch
 
 cdef struct Splat:
-    const Grid* grid
-    const Atom* atoms
-    const void* numbers
-    Py_ssize_t gaussians
+    const SetUp* given
     bint separable
-    const void* occupancy
     const long long* listed
     const long long* pointers
     Py_ssize_t thickness
@@ -967,16 +962,8 @@ cdef struct Splat:
     Scratch scratch
 
 cdef struct SplatVjp:
-    const Grid* grid
-    const Atom* atoms
-    const void* numbers
-    Py_ssize_t gaussians
+    const SetUp* given
     bint separable
-    const void* b
-    Py_ssize_t bs
-    const void* occupancy
-    const double* amplitudes
-    const double* widths
     const void* cotangent
     void* on_xyz
     void* on_b
@@ -989,34 +976,35 @@ cdef void some_atoms(
 ) noexcept nogil:
     cdef const SetUp* call = <const SetUp*>given
     cdef Py_ssize_t G = call.gaussians, n
-    cdef Atom* atom
-    cdef int d
+    cdef double radius
     for n in range(begin, end):
-        atom = <Atom*>call.atoms + n
+        radius = call.radius[n]
+        # One that is infinite stays what it is: of an atom without a density.
+        if radius < INFINITY:
+            radius = min(radius, call.farthest)
         set_atom(
-            call.grid, call.to_grid, call.most, <const real*>call.xyz + 3 * n,
+            &call.grid, call.to_grid, call.most, <const real*>call.xyz + 3 * n,
             <const real*>call.b + call.bs * n, call.bs == 6, (<const real*>call.occupancy)[n],
-            call.amplitudes + G * n, call.widths + G * n, G, call.radius[n], call.slack, atom,
+            call.amplitudes + G * n, call.widths + G * n, G, radius, call.slack, call.atoms + n,
             <real*>call.numbers + NUMBERS * G * n,
         )
-        for d in range(3):
-            call.boxes[6 * n + 2 * d] = atom.low[d]
-            call.boxes[6 * n + 2 * d + 1] = atom.high[d]
 
 
 cdef void some_slabs(
     const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
 ) noexcept nogil:
     cdef const Splat* call = <const Splat*>given
+    cdef const SetUp* set_up = call.given
     cdef const Scratch* own = &call.scratch
     cdef Py_ssize_t s
     for s in range(begin, end):
         some_planes(
-            call.grid, s * call.thickness, min((s + 1) * call.thickness, call.grid.nx),
-            call.listed + call.pointers[s], call.pointers[s + 1] - call.pointers[s], call.atoms,
-            <const real*>call.numbers, call.separable, <const real*>call.occupancy,
-            call.gaussians, <real*>call.out, <real*>own.numbers + thread * own.row,
-            own.extents + 2 * thread * own.most, own.most, own.pitch,
+            &set_up.grid, s * call.thickness, min((s + 1) * call.thickness, set_up.grid.nx),
+            call.listed + call.pointers[s], call.pointers[s + 1] - call.pointers[s],
+            set_up.atoms, <const real*>set_up.numbers, call.separable,
+            <const real*>set_up.occupancy, set_up.gaussians, <real*>call.out,
+            <real*>own.numbers + thread * own.row, own.extents + 2 * thread * own.most, own.most,
+            own.pitch,
         )
 
 
@@ -1024,169 +1012,241 @@ cdef void some_pull_backs(
     const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
 ) noexcept nogil:
     cdef const SplatVjp* call = <const SplatVjp*>given
+    cdef const SetUp* set_up = call.given
     cdef const Scratch* own = &call.scratch
-    cdef Py_ssize_t G = call.gaussians, n
+    cdef Py_ssize_t G = set_up.gaussians, bs = set_up.bs, n
     cdef const real* numbers
     cdef const real* b
+    cdef real occupancy
     cdef real* on_x
     cdef real* on_b
     cdef real* on_occupancy
     cdef real* scratch = <real*>own.numbers + thread * own.row
     cdef double* extents = own.extents + 2 * thread * own.most
     for n in range(begin, end):
-        numbers = <const real*>call.numbers + NUMBERS * G * n
-        b = <const real*>call.b + call.bs * n
+        numbers = <const real*>set_up.numbers + NUMBERS * G * n
+        b = <const real*>set_up.b + bs * n
+        occupancy = (<const real*>set_up.occupancy)[n]
         on_x = <real*>call.on_xyz + 3 * n
-        on_b = <real*>call.on_b + call.bs * n
+        on_b = <real*>call.on_b + bs * n
         on_occupancy = <real*>call.on_occupancy + n
         if call.separable:
             pull_back_separable(
-                call.grid, call.atoms + n, numbers, b[0], (<const real*>call.occupancy)[n],
-                call.widths + G * n, G, <const real*>call.cotangent, on_x, on_b, on_occupancy,
-                scratch, extents, own.most, own.pitch,
+                &set_up.grid, set_up.atoms + n, numbers, b[0], occupancy, set_up.widths + G * n,
+                G, <const real*>call.cotangent, on_x, on_b, on_occupancy, scratch, extents,
+                own.most, own.pitch,
             )
         else:
             pull_back(
-                call.grid, call.atoms + n, numbers, b, call.bs == 6,
-                (<const real*>call.occupancy)[n], call.amplitudes + G * n, call.widths + G * n, G,
+                &set_up.grid, set_up.atoms + n, numbers, b, bs == 6, occupancy,
+                set_up.amplitudes + G * n, set_up.widths + G * n, G,
                 <const real*>call.cotangent, on_x, on_b, on_occupancy, scratch, extents,
                 own.lengths + thread * own.most, own.most, own.pitch,
                 own.moments + thread * own.moments_row,
             )
 
 
-def set_up(
-    # IN
-    shape,
-    const double[:, ::1] step,
-    const double[:, ::1] to_grid,
-    const double[::1] most,
-    const double[:, ::1] images,
-    const real[:, ::1] xyz,
-    const real[:, ::1] b,
-    const real[::1] occupancy,
-    const double[:, ::1] amplitudes,
-    const double[:, ::1] widths,
-    const double[::1] radius,
-    double slack,
-    int threads,
-    # OUT: atoms as bytes; Gaussians; and the boxes' first and last voxels
-    char[:, ::1] atoms,
-    real[:, :, ::1] numbers,
-    long long[:, :, ::1] boxes,
+cdef Py_ssize_t padded(Py_ssize_t extent) noexcept nogil:
+    """Return a number of voxels up to a whole vector, and one more."""
+    return (extent // LANES + 2) * LANES
+
+
+cdef bytearray set_up(
+    SetUp* call, Scratch* scratch, shape, step, to_grid, measures, images,
+    const real[:, ::1] xyz, b, const real[::1] occupancy, amplitudes, widths, radius,
+    double slack, int threads,
 ):
-    cdef Grid grid = grid_of(shape, step, images)
-    cdef SetUp call
-    call.grid = &grid
-    call.to_grid = &to_grid[0, 0]
-    call.most = &most[0]
+    """Find out what loops over voxels need to know of every atom; return the memory it is in."""
+    cdef Py_ssize_t most = 1, row = 1, n
+    cdef const double* numbers = <const double*>elements(measures, 8)
+    cdef const Atom* atom
+    call.grid = grid_of(
+        shape, <const double*>elements(step, 8), <const double*>elements(images, 8)
+    )
+    call.to_grid = <const double*>elements(to_grid, 8)
+    call.most = numbers + 9
+    call.farthest = numbers[12]
     call.xyz = &xyz[0, 0]
-    call.b = &b[0, 0]
-    call.bs = b.shape[1]
+    call.count = xyz.shape[0]
+    call.b = elements(b, sizeof(real))
+    call.bs = b.size // call.count
     call.occupancy = &occupancy[0]
-    call.amplitudes = &amplitudes[0, 0]
-    call.widths = &widths[0, 0]
+    call.amplitudes = <const double*>elements(amplitudes, 8)
+    call.widths = <const double*>elements(widths, 8)
     call.gaussians = widths.shape[1]
-    call.radius = &radius[0]
+    call.radius = <const double*>elements(radius, 8)
     call.slack = slack
-    call.atoms = &atoms[0, 0]
-    call.numbers = &numbers[0, 0, 0]
-    call.boxes = &boxes[0, 0, 0]
+    cdef bytearray memory = room(
+        call.count * (sizeof(Atom) + NUMBERS * call.gaussians * sizeof(real))
+    )
+    call.atoms = <Atom*>of(memory)
+    call.numbers = call.atoms + call.count
     with nogil:
-        in_shares(<Share>some_atoms[real], &call, xyz.shape[0], threads)
+        in_shares(<Share>some_atoms[real], call, call.count, threads)
+        for n in range(call.count):
+            atom = call.atoms + n
+            most = max(most, atom.high[0] - atom.low[0] + 1, atom.high[1] - atom.low[1] + 1)
+            row = max(row, atom.high[2] - atom.low[2] + 1)
+    scratch.most = padded(most)
+    scratch.pitch = padded(row)
+    return memory
+
+
+cdef bytearray scratch_of(
+    Scratch* scratch, Py_ssize_t row, Py_ssize_t item, int threads
+):
+    """Give every thread a row of numbers, and extents; all zeros.
+
+    Lanes without a voxel are computed too: what was left there may be denormal, and slow.
+    """
+    cdef Py_ssize_t extents = threads * 2 * scratch.most * sizeof(double)
+    cdef bytearray memory = room(extents + threads * row * item)
+    memset(of(memory), 0, len(memory))
+    scratch.extents = <double*>of(memory)
+    scratch.numbers = of(memory) + extents
+    scratch.row = row
+    return memory
+
+
+cdef inline Py_ssize_t slabs_reached(
+    const Atom* atom, Py_ssize_t planes, Py_ssize_t slab, Py_ssize_t slabs, Py_ssize_t* first
+) noexcept nogil:
+    """Return how many slabs of so many planes an atom reaches, wrapped around from the first on."""
+    cdef Py_ssize_t apart
+    if atom.high[0] < atom.low[0]:
+        return 0
+    first[0] = wrapped(atom.low[0], planes) // slab
+    if atom.high[0] - atom.low[0] + slab >= planes:
+        return slabs
+    apart = wrapped(atom.high[0], planes) // slab - first[0]
+    return (apart if apart >= 0 else apart + slabs) + 1
+
+
+cdef void count_listed(
+    const SetUp* call, Py_ssize_t slab, Py_ssize_t slabs, long long* pointers
+) noexcept nogil:
+    """Write where the atoms of every slab begin in their list."""
+    cdef Py_ssize_t n, k, first = 0
+    for k in range(slabs + 1):
+        pointers[k] = 0
+    for n in range(call.count):
+        for k in range(slabs_reached(call.atoms + n, call.grid.nx, slab, slabs, &first)):
+            pointers[(first + k) % slabs + 1] += 1
+    for k in range(slabs):
+        pointers[k + 1] += pointers[k]
+
+
+cdef void list_atoms(
+    const SetUp* call, Py_ssize_t slab, Py_ssize_t slabs, const long long* pointers,
+    long long* listed,
+) noexcept nogil:
+    """Write for every slab the atoms that reach it, for its owner, in their order."""
+    cdef long long at[SLABS]
+    cdef Py_ssize_t n, k, s, first = 0
+    for s in range(slabs):
+        at[s] = pointers[s]
+    for n in range(call.count):
+        for k in range(slabs_reached(call.atoms + n, call.grid.nx, slab, slabs, &first)):
+            s = (first + k) % slabs
+            listed[at[s]] = n
+            at[s] += 1
 
 
 def splat(
-    # IN: of every slab of planes the atoms that reach it
+    # IN: a lattice, of float64; b (N,) or (N, 6); and of float64 (N, G), (N, G), (N,)
     shape,
-    const double[:, ::1] step,
-    const double[:, ::1] images,
-    const char[:, ::1] atoms,
-    const real[:, :, ::1] numbers,
-    bint separable,
+    step,
+    to_grid,
+    measures,
+    images,
+    const real[:, ::1] xyz,
+    b,
     const real[::1] occupancy,
-    const long long[::1] listed,
-    const long long[::1] pointers,
-    Py_ssize_t thickness,
+    amplitudes,
+    widths,
+    radius,
+    double slack,
+    bint separable,
+    int threads,
     # OUT
     real[:, :, ::1] out,
-    # Scratch, a row for every thread; the most planes or rows of an atom, and voxels of a row
-    real[:, ::1] scratch,
-    double[:, ::1] extents,
-    Py_ssize_t most,
-    Py_ssize_t pitch,
 ):
-    cdef Grid grid = grid_of(shape, step, images)
+    cdef SetUp given
     cdef Splat call
-    call.grid = &grid
-    call.atoms = <const Atom*>&atoms[0, 0]
-    call.numbers = &numbers[0, 0, 0]
-    call.gaussians = numbers.shape[2]
-    call.separable = separable
-    call.occupancy = &occupancy[0]
-    call.listed = &listed[0] if listed.shape[0] else NULL
-    call.pointers = &pointers[0]
-    call.thickness = thickness
-    call.out = &out[0, 0, 0]
-    call.scratch.numbers = &scratch[0, 0]
-    call.scratch.row = scratch.shape[1]
-    call.scratch.extents = &extents[0, 0]
-    call.scratch.most = most
-    call.scratch.pitch = pitch
+    cdef Scratch* scratch = &call.scratch
+    cdef bytearray atoms = set_up[real](
+        &given, scratch, shape, step, to_grid, measures, images, xyz, b, occupancy, amplitudes,
+        widths, radius, slack, threads,
+    )
+    cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
+    cdef Py_ssize_t slab = (given.grid.nx + SLABS - 1) // SLABS
+    cdef Py_ssize_t slabs = (given.grid.nx + slab - 1) // slab
+    cdef long long pointers[SLABS + 1]
     with nogil:
-        in_shares(
-            <Share>some_slabs[real], &call, pointers.shape[0] - 1, <int>scratch.shape[0]
-        )
+        count_listed(&given, slab, slabs, pointers)
+    cdef bytearray lists = room(pointers[slabs] * sizeof(long long))
+    cdef long long* listed = <long long*>of(lists)
+    cdef bytearray own = scratch_of(
+        scratch, pitch + most + (3 * most + pitch) * G, sizeof(real), threads
+    )
+    call.given = &given
+    call.separable = separable
+    call.listed = listed
+    call.pointers = pointers
+    call.thickness = slab
+    call.out = &out[0, 0, 0]
+    with nogil:
+        list_atoms(&given, slab, slabs, pointers, listed)
+        in_shares(<Share>some_slabs[real], &call, slabs, threads)
 
 
 def splat_vjp(
-    # IN
+    # IN: as for `splat`
     shape,
-    const double[:, ::1] step,
-    const double[:, ::1] images,
-    const char[:, ::1] atoms,
-    const real[:, :, ::1] numbers,
-    bint separable,
-    const real[:, ::1] b,
+    step,
+    to_grid,
+    measures,
+    images,
+    const real[:, ::1] xyz,
+    b,
     const real[::1] occupancy,
-    const double[:, ::1] amplitudes,
-    const double[:, ::1] widths,
+    amplitudes,
+    widths,
+    radius,
+    double slack,
+    bint separable,
+    int threads,
     const real[:, :, ::1] cotangent,
-    # OUT
+    # OUT: in the shapes of xyz, b and occupancy; None is computed all the same, which costs no more
     real[:, ::1] on_xyz,
-    real[:, ::1] on_b,
+    on_b,
     real[::1] on_occupancy,
-    # Scratch, a row for every thread; the most planes or rows of an atom, and voxels of a row
-    real[:, ::1] scratch,
-    double[:, ::1] extents,
-    Py_ssize_t[:, ::1] lengths,
-    double[:, ::1] moments,
-    Py_ssize_t most,
-    Py_ssize_t pitch,
 ):
-    cdef Grid grid = grid_of(shape, step, images)
+    cdef SetUp given
     cdef SplatVjp call
-    call.grid = &grid
-    call.atoms = <const Atom*>&atoms[0, 0]
-    call.numbers = &numbers[0, 0, 0]
-    call.gaussians = numbers.shape[2]
+    cdef Scratch* scratch = &call.scratch
+    cdef bytearray atoms = set_up[real](
+        &given, scratch, shape, step, to_grid, measures, images, xyz, b, occupancy, amplitudes,
+        widths, radius, slack, threads,
+    )
+    cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
+    cdef bytearray own = scratch_of(
+        scratch, most * (4 * G + 2 + pitch) + G * (pitch + 5 * LANES), sizeof(real), threads
+    )
+    cdef bytearray lengths = room(threads * most * sizeof(Py_ssize_t))
+    scratch.lengths = <Py_ssize_t*>of(lengths)
+    scratch.moments_row = (10 * G + 7) // 8 * 8
+    cdef bytearray moments = room(threads * scratch.moments_row * sizeof(double))
+    scratch.moments = <double*>of(moments)
+    cdef bytearray unwanted = room(given.count * (4 + given.bs) * sizeof(real))
+    cdef real* spare = <real*>of(unwanted)
+    call.given = &given
     call.separable = separable
-    call.b = &b[0, 0]
-    call.bs = b.shape[1]
-    call.occupancy = &occupancy[0]
-    call.amplitudes = &amplitudes[0, 0]
-    call.widths = &widths[0, 0]
     call.cotangent = &cotangent[0, 0, 0]
-    call.on_xyz = &on_xyz[0, 0]
-    call.on_b = &on_b[0, 0]
-    call.on_occupancy = &on_occupancy[0]
-    call.scratch.numbers = &scratch[0, 0]
-    call.scratch.row = scratch.shape[1]
-    call.scratch.extents = &extents[0, 0]
-    call.scratch.lengths = &lengths[0, 0]
-    call.scratch.moments = &moments[0, 0]
-    call.scratch.moments_row = moments.shape[1]
-    call.scratch.most = most
-    call.scratch.pitch = pitch
+    call.on_xyz = &on_xyz[0, 0] if on_xyz is not None else spare
+    spare += 3 * given.count
+    call.on_b = elements(on_b, sizeof(real)) if on_b is not None else spare
+    spare += given.bs * given.count
+    call.on_occupancy = &on_occupancy[0] if on_occupancy is not None else spare
     with nogil:
-        in_shares(<Share>some_pull_backs[real], &call, on_xyz.shape[0], <int>scratch.shape[0])
+        in_shares(<Share>some_pull_backs[real], &call, given.count, threads)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, cast, double, grouped, namespace, recomputed, zeros
+from fusedops._frame.arrays import ArrayT, cast, double, namespace, recomputed, zeros
 from fusedops._frame.check import (
     alike,
     as_array,
@@ -350,25 +350,6 @@ def _radius(b: Any, widths: Any, n_sigma: float) -> Any:
     square = xp.amax(widths, 1) / (8 * math.pi**2) + mean_square
     radius = n_sigma * xp.sqrt(xp.clip(square, 1e-6, None))
     return xp.clip(xp.ceil(radius / 0.25) * 0.25, 2.0, 7.0)
-
-
-def listed(low: np.ndarray, high: np.ndarray, planes: int, slab: int) -> tuple[np.ndarray, ...]:
-    """Return for every slab of so many planes the atoms whose boxes reach it, for its owner.
-
-    Boxes (N,) reach from the first to the last plane, wrapped around; one that ends before it
-    begins reaches none. Their numbers come slab after slab and in order; and where each slab's
-    begin.
-    """
-    slabs = -(-planes // slab)
-    first, last = low % planes // slab, high % planes // slab
-    count = (last - first) % slabs + 1
-    count = np.where(high - low + slab >= planes, slabs, count)
-    count = np.where(high < low, 0, count)
-    atoms = np.repeat(np.arange(len(low)), count)
-    begin = np.cumsum(count) - count
-    reached = (first[atoms] + np.arange(len(atoms)) - begin[atoms]) % slabs
-    order, pointers = grouped(reached, slabs)
-    return atoms[order], pointers
 
 
 def _conditions(
