@@ -68,12 +68,14 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     _fill_tokenless(y.dinitial_state, a.dfinal_state, a)
     arguments, count = _arguments(a)
     static = a.kernels.ndim == 2
-    dkernels = y.dkernels
-    sums = [dx for dx in (dkernels if static else None, y.dbias) if dx is not None]
+    dkernels, dbias = y.dkernels, y.dbias
     if not (count and a.kernels.size):
-        for dx in sums:
-            dx[...] = 0
+        # Sums over no token.
+        for dx in (dkernels, dbias):
+            if dx is not None:
+                dx[...] = 0
         return
+    sums = dbias is not None or (static and dkernels is not None)
     group = -(-count // _PARTS) if sums else 1
     _conv_of[a.x.dtype].backward(
         *arguments,
@@ -82,7 +84,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
         y.dx,
         dkernels[None, None] if static and dkernels is not None else dkernels,
         y.dinitial_state,
-        y.dbias,
+        dbias,
         group,
         threads_for(-(-count // group), _CHUNK_GRAIN),
     )
@@ -97,7 +99,7 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
     own = laid_out(state, 0)
     x, out = a.x, y.out
     if x.ndim > 2:
-        x, out = x.reshape(state.shape[:2]), out.reshape(state.shape[:2])
+        x, out = x[:, 0], out[:, 0]
     _conv_of[x.dtype].step(
         laid_out(x, 2),
         own,
