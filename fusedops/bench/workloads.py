@@ -672,12 +672,12 @@ def _update(
 def _planarity_workloads() -> Iterator[Workload]:
     op = fusedops.planarity_nll
     cpu = Workload(op, "protein", _planarity, 1, "planes", 100, "cpu")
-    for planes in (1, 500, 5_000, 100_000):
+    for planes in (60, 500, 5_000, 100_000):
         yield replace(cpu, size=planes, quick=planes == 5_000)
     listed = replace(cpu, name="protein as a list", make=partial(_planarity, listed=True))
     for planes in (500, 5_000, 100_000):
         yield listed.at(planes)
-    for planes in (602, 20_200, 606_000):
+    for planes in (60, 602, 20_200, 606_000):
         yield replace(cpu, size=planes, device="cuda", quick=planes == 20_200)
 
 
@@ -691,18 +691,19 @@ def _conv_workloads() -> Iterator[Workload]:
             w = Workload(fusedops.dynamic_conv, name, make, T, "tokens", 64, device, dtype)
             yield replace(w, quick=quick and not silu, self_check=not own)
 
-    for B, T, D in ((1, 2048, 1024), (2, 4096, 1536)):
+    for B, T, D in ((1, 64, 64), (1, 2048, 1024), (2, 4096, 1536)):
         for dtype in ("float32", "bfloat16"):
-            yield from jet("cpu", B, T, D, dtype, B == 1 and dtype == "float32")
-    for B in (1, 8):
+            yield from jet("cpu", B, T, D, dtype, T == 2048 and dtype == "float32")
+    for B, T, D in ((1, 64, 64), (1, 4096, 1536), (8, 4096, 1536)):
         for dtype in ("bfloat16", "float32"):
-            yield from jet("cuda", B, 4096, 1536, dtype, B == 1)
+            yield from jet("cuda", B, T, D, dtype, B == 1)
     make = partial(_step, channels=3072, width=4)
     op, name = fusedops.dynamic_conv_step, "Jet-Nemotron, a step"
     step = Workload(op, name, make, 64, "sequences", 64, "cpu", quick=True)
-    yield step
-    for dtype in ("bfloat16", "float32"):
-        yield replace(step, device="cuda", dtype=dtype)
+    for size in (1, 64):
+        yield replace(step, size=size, quick=size == 64)
+        for dtype in ("bfloat16", "float32"):
+            yield replace(step, size=size, device="cuda", dtype=dtype)
 
 
 def _wigner_workloads() -> Iterator[Workload]:
@@ -721,6 +722,7 @@ def _wigner_workloads() -> Iterator[Workload]:
             # In bfloat16 other kernels, which take seconds to compile.
             single = dtype == "float32"
             w = replace(gpu, dtype=dtype, quick=single, self_check=single)
+            yield replace(w, size=3_000)
             yield replace(w, prepares=op is forth and single)
             yield replace(w, make=dense, size=320_000, quick=False)
         # So do these.
@@ -739,7 +741,8 @@ def _wigner_workloads() -> Iterator[Workload]:
         cpu = Workload(op, name, kind, 60_000, "edges", 120, "cpu", terms=(600, 1200))
         yield cpu
         yield replace(cpu, size=3_000, quick=True)
-        yield replace(cpu, device="cuda", quick=True)
+        for size in (3_000, 60_000):
+            yield replace(cpu, size=size, device="cuda", quick=True)
 
 
 def _scatter_workloads() -> Iterator[Workload]:
@@ -757,13 +760,14 @@ def _scatter_workloads() -> Iterator[Workload]:
         listed = cubes(scatter, "cpu", 20_000, on_256, ordered=ordered, planned=False)
         yield replace(listed, name=f"{name}, no plan")
     for op in (scatter, gather):
+        yield cubes(op, "cpu", 300, on_256)
         yield replace(cubes(op, "cpu", 1_000, on_256), quick=True)
     yield cubes(gather, "cpu", 20_000, on_256)
     for op in (scatter, gather):
-        for count, grid in ((50_000, 384), (3_000, 128)):
+        for count, grid in ((50_000, 384), (3_000, 128), (300, 64)):
             small = count == 3_000
             gpu = cubes(op, "cuda", count, grid**3 / count)
-            yield replace(gpu, quick=small, prepares=small and op is scatter)
+            yield replace(gpu, quick=count <= 3_000, prepares=small and op is scatter)
             gpu = cubes(op, "cuda", count, grid**3 / count, index="int32")
             yield replace(gpu, name="TorchRef, int32")
 
@@ -777,7 +781,7 @@ def _density_workloads() -> Iterator[Workload]:
         atoms = Workload(op, kind, make, 20_000, "atoms", 8, "cpu", terms=terms)
         yield atoms
         yield replace(atoms, size=500, quick=True)
-        for count, voxels in ((50_000, 320), (3_000, 128)):
+        for count, voxels in ((50_000, 320), (3_000, 128), (300, 60)):
             given = {"spacing": 0.52, "volume": (0.52 * voxels) ** 3 / count, "radius": 4.0}
             atoms = replace(atoms, make=partial(make, **given), size=count, device="cuda")
             yield replace(atoms, quick=count == 3_000)
