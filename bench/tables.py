@@ -63,9 +63,11 @@ def _table(block: dict[str, Any]) -> str:
         f"{NAMES.get(who, who)}{'' if on_gpu and how == 'torch' else HOWS[how]}"
         for who, how in columns
     ]
+    host = ["host, µs (over empty)"] if any(row.get("host_ms") for row in timed) else []
+    numbers = [*headings, *host, "floor", "MB"]
     lines = [
-        _line(["workload", "dtype", "pass", *headings, "floor", "MB"]),
-        "|---|---|---|" + "---:|" * (len(columns) + 2),
+        _line(["workload", "dtype", "pass", *numbers]),
+        "|---|---|---|" + "---:|" * len(numbers),
     ]
     for what, found in cases.items():
         times = [report.digits(found[c]["ms"]) if c in found else "" for c in columns]
@@ -73,8 +75,16 @@ def _table(block: dict[str, Any]) -> str:
         floors = next(iter(found.values()))["floors_ms"].values()
         peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
         ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
-        lines.append(_line([*what, *times, *ends]))
+        lines.append(_line([*what, *times, *[_host(ours)] * len(host), *ends]))
     return "\n".join(lines)
+
+
+def _host(ours: list[dict[str, Any]]) -> str:
+    """Return the host's time with a call of tensors on the first backend that takes them."""
+    for row in ours:
+        if row.get("over_empty"):
+            return "{} ({})".format(*report.host_of(row))
+    return ""
 
 
 def _after(block: dict[str, Any]) -> str:

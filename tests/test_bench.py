@@ -16,8 +16,10 @@ import fusedops
 from fusedops import cli
 from fusedops._frame import packed, registry
 from fusedops.bench import measure, memory, report
+from fusedops.bench import timing as timings
 from fusedops.bench.floors import Rates
 from fusedops.bench.measure import Bench, Plan, fitted
+from fusedops.bench.peers import EMPTY, PEERS
 from fusedops.bench.timing import Timing, interleaved
 from fusedops.bench.workloads import (
     BACKWARD,
@@ -60,6 +62,12 @@ def test_every_op_has_a_workload_and_grows(device):
     assert {w.op.__name__ for w in WORKLOADS if w.device == device} == ops
     assert {w.op.__name__ for w, _ in GROWTH[device]} == ops
     assert {w.op.__name__ for w in WORKLOADS if w.device == device and w.quick} == ops
+    for op in OPS:
+        sizes = [w.size for w in WORKLOADS if w.op is op and w.device == device and not w.tiny]
+        if op is not fusedops.triangle_multiplicative_update:
+            assert max(sizes) >= 20 * min(sizes)
+        else:  # whose time goes with the cube
+            assert max(sizes) >= 4 * min(sizes)
     for _, sizes in GROWTH[device]:
         assert sizes[-1] / sizes[0] >= 999
         assert list(sizes) == sorted(set(sizes))
@@ -104,6 +112,29 @@ def test_interleaved_runs_take_turns():
         low, high = timing.quartiles_ms
         assert 0 < low <= timing.ms <= high
         assert timing.rounds >= 5
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_the_host_does_not_wait(monkeypatch, host):
+    """A call takes the host a second, and the device ten more when it gets to it."""
+    now, queue = [0.0], []
+
+    def run():
+        now[0] += 1
+        queue.append(10)
+
+    def wait():
+        now[0] += sum(queue)
+        queue.clear()
+
+    monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
+    (found,) = interleaved({"a": run}, wait, seconds=1000, rounds=7, host=host).values()
+    assert found.ms == pytest.approx(1e3 if host else 11e3)
+    assert found.rounds == 7
+    # As many calls as fit in the time; of the host, not more than fit in a queue.
+    assert len(queue) == (12 if host else 0)
+    interleaved({"a": run}, wait, seconds=1e6, rounds=7, host=host)
+    assert len(queue) == (max(timings.CALLS) if host else 0)
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.37])
@@ -216,13 +247,82 @@ def test_a_run_has_its_json_and_its_table(tmp_path, capsys):
         assert 0 < low <= row["ms"] <= high
         assert row["rounds"] >= 5
         assert row["over_floor"] == pytest.approx(row["ms"] / max(row["floors_ms"].values()))
+    tiny = {w.name for w in WORKLOADS if w.tiny}
     for row in ours:
         assert set(row["error"]) == {"value", "gradient"}
-        assert row["error_of"] == 100
-        assert (row["peak_MB"] is None) == (sys.platform != "linux")
+        assert row["error_of"] == min(100, row["size"])
+        no_peak = row["workload"] in tiny or sys.platform != "linux"
+        assert (row["peak_MB"] is None) == no_peak
     for row in block["growth"]:
         assert len(row["sizes"]) == len(row["ms"]) == 4
         assert row["sizes"][-1] >= 99 * row["sizes"][0]
+
+
+def test_every_op_has_a_call_that_is_the_hosts():
+    tiny = [w for w in WORKLOADS if w.tiny]
+    assert [w.op.__name__ for w in tiny] == list({w.op.__name__: w for w in WORKLOADS})
+    for workload in tiny:
+        assert workload.device == "cpu"
+        assert workload.threads == 1
+        assert workload.quick
+        assert workload.times_host
+        arrays = [a for a in workload.problem().arguments.values() if isinstance(a, np.ndarray)]
+        assert 0 < sum(a.nbytes for a in arrays) < 10_000
+    assert not any(w.times_host for w in WORKLOADS if w.device == "cpu" and not w.tiny)
+    assert all(w.times_host for w in WORKLOADS if w.device == "cuda")
+
+
+@needs_torch
+@pytest.mark.parametrize("workload", [w for w in WORKLOADS if w.tiny], ids=lambda w: w.op.__name__)
+def test_the_empty_function_is_of_as_many_inputs(workload):
+    (peer,) = (peer for peer in PEERS if peer.name == EMPTY)
+    problem = workload.problem().to("cpu", "float32")
+    steps = peer.prepare(problem, None)
+    assert list(steps) == ([FORWARD, BOTH] if problem.leaves else [FORWARD])
+    (value,) = steps[FORWARD]()
+    first = problem.arguments[(problem.leaves or ("x",))[0]]
+    assert value.shape == first.shape
+    assert not value.requires_grad
+    if problem.leaves:
+        _, *gradients = steps[BOTH]()
+        assert [g.shape for g in gradients] == [problem.arguments[n].shape for n in problem.leaves]
+
+
+@needs_torch
+@pytest.mark.usefixtures("quick")
+def test_the_hosts_time_beside_an_empty_function(monkeypatch, capsys):
+    kinds = [
+        w for w in WORKLOADS if w.op is fusedops.dynamic_conv and w.device == "cpu" and w.quick
+    ]
+    monkeypatch.setattr(measure, "WORKLOADS", [replace(w, size=w.small) for w in kinds])
+    monkeypatch.setattr(measure, "GROWTH", {"cpu": []})
+    ((op, block),) = Bench(Plan(ops=("dynamic_conv",), backends=("numpy",), quick=True)).run()
+    assert {row["workload"] for row in block["cases"]} == {"Jet-Nemotron", "a call"}
+    cli.bench.show(op, block)
+    out = capsys.readouterr().out
+    assert "host µs" in out
+    assert "over empty" in out
+    seen = set()
+    for row in block["cases"]:
+        if row["workload"] != "a call":
+            assert row["host_ms"] is row["over_empty"] is None
+            assert row["who"] != EMPTY
+            continue
+        seen.add((row["who"], row["how"], row["pass"]))
+        # There is no device to wait for.
+        assert row["host_ms"] == row["ms"] > 0
+        assert row["host_quartiles_ms"] == row["quartiles_ms"]
+        (empty,) = (
+            other["host_ms"]
+            for other in block["cases"]
+            if (other["who"], other["pass"]) == (EMPTY, row["pass"])
+        )
+        if row["how"] == "NumPy" or row["who"] == EMPTY:
+            assert row["over_empty"] is None
+        else:
+            assert row["over_empty"] == row["host_ms"] / empty
+    whos = (("numpy", "NumPy"), ("numpy", "torch"), ("torch eager", "torch"), (EMPTY, "torch"))
+    assert seen == {(*who, what) for who in whos for what in (FORWARD, BOTH)}
 
 
 @pytest.mark.usefixtures("quick")
@@ -301,7 +401,9 @@ def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises)
     word = "ZeroDivisionError: no" if raises else "value off by inf"
     assert word in capsys.readouterr().out
     (block,) = report.read(path)["ops"].values()
-    assert all(word in row["refused"] for row in block["cases"])
+    ours = [row for row in block["cases"] if row["ours"]]
+    assert {row["workload"] for row in ours} == {"Jet-Nemotron, a step", "a call"}
+    assert all(word in row["refused"] for row in ours)
 
 
 def rows_of(*times):
@@ -380,6 +482,47 @@ def test_an_op_that_there_is_not(capsys):
     assert "dynamic_conv" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_results_without_the_hosts_time_are_shown(capsys, name):
+    """Of an older version, or of a machine without torch."""
+    found = report.read(Path(__file__).parents[1] / f"bench/results/{name}.json")
+    for row in report.cases(found):
+        for key in ("host_ms", "host_quartiles_ms", "over_empty"):
+            row.pop(key, None)
+    for op, block in found["ops"].items():
+        cli.bench.show(op, block)
+    out = capsys.readouterr().out
+    assert "host µs" not in out
+    assert ("graph ms" in out) == (name == "h200")
+    tables = readme_tables()
+    assert "host" not in tables.section(found["ops"])
+
+
+def test_eager_calls_and_graphs_share_a_row(capsys):
+    given = rows_of(("triton", 1.9, 2.0, 2.1), ("torch eager", 2.9, 3.0, 3.1))
+    (eager, peer) = report.cases(given)
+    eager["how"] = peer["how"] = "torch"
+    graph = eager | {"how": "CUDA graph", "ms": 0.5, "quartiles_ms": [0.4, 0.6], "over_floor": 1.25}
+    alone = graph | {"pass": BACKWARD, "ms": 0.7}
+    refused = peer | {"how": "CUDA graph", "ms": None, "refused": "no", "quartiles_ms": None}
+    rows = [eager, peer, graph, alone, refused]
+    assert report.side_by_side(rows) == [
+        (eager, graph),
+        (peer, None),
+        (None, alone),
+        (None, refused),
+    ]
+    for row in rows:
+        row |= {"over_floor": row.get("over_floor", 9.0), "peak_MB": None, "error": None}
+    eager |= {"host_ms": 0.0415, "over_empty": 2.56}
+    cli.bench.show("op", {"cases": rows, "growth": [], "skipped": {}})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (line,) = (line for line in lines if "2.00" in line)
+    assert line[-8:] == ["2.00", "1.90", "–", "2.10", "0.500", "1.25", "41.5", "2.56"]
+    (line,) = (line for line in lines if "0.700" in line)
+    assert line[-2:] == ["0.700", "1.25"]
+
+
 def test_a_row_of_one_device_and_dtype_is_one_row():
     """Rows of different cases have different keys, so that none is compared to another."""
     for device in ("cpu", "cuda"):
@@ -407,8 +550,8 @@ def test_pictures_of_files(tmp_path):
     pytest.importorskip("matplotlib")
     bench = Bench(Plan(ops=("dynamic_conv_step",), quick=True))
     bench.rates = RATES
-    (workload,) = bench.plan.workloads()
-    rows = bench.cases(workload)
+    workload, tiny = bench.plan.workloads()
+    rows = [*bench.cases(workload), *bench.cases(tiny)]
     growth = bench.growth(*bench.plan.growing()[0], set())
     about = {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(RATES)}
     given = report.new("cpu")
@@ -427,7 +570,7 @@ def test_pictures_of_files(tmp_path):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_peers_compute_the_same(device):
     """All that need no other package, on the CPU, whatever device they are for."""
-    from fusedops.bench.peers import PEERS, Unsuited
+    from fusedops.bench.peers import Unsuited
 
     seen = set()
     for workload in SMALL:
@@ -516,18 +659,32 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
             assert passes == {("CUDA graph", FORWARD), ("torch", FORWARD)}
         else:
             graphs = {("CUDA graph", what) for what in (FORWARD, BACKWARD, BOTH)}
-            assert passes == graphs | {("torch", BOTH)}
+            assert passes == graphs | {("torch", FORWARD), ("torch", BOTH)}
+        empty = {r["pass"]: r["host_ms"] for r in block["cases"] if r["who"] == EMPTY}
+        for row in block["cases"]:
+            # Planarity's peers wait for the GPU themselves.
+            waits = op == "planarity_nll" and row["who"] in ("torch eager", "TorchRef 0.7")
+            eager = row["how"] == "torch" and row["pass"] in (FORWARD, BOTH)
+            assert (row["host_ms"] is not None) == (eager and not waits), row
+            assert (row["over_empty"] is None) == (row["host_ms"] is None or row["who"] == EMPTY)
+        assert list(empty) == ([FORWARD] if op == "dynamic_conv_step" else [FORWARD, BOTH])
         assert [row["how"] for row in block["growth"]] == ["CUDA graph"]
         json.dumps(block, allow_nan=False)
     assert len(said) == plan.steps
     assert on_a_gpu
 
 
-def test_the_tables_of_the_readme(tmp_path):
+def readme_tables():
+    """Return the module that writes the tables of the README."""
     root = Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location("tables", root / "bench/tables.py")
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
+    return tables
+
+
+def test_the_tables_of_the_readme(tmp_path):
+    root, tables = Path(__file__).parents[1], readme_tables()
     text = (root / "README.md").read_text()
     places = {match[1:3] for match in tables.PART.findall(text)}
     assert places == {(m, d) for m in set(tables.MODULES.values()) for d in ("cpu", "h200")}
@@ -544,6 +701,13 @@ def test_the_tables_of_the_readme(tmp_path):
     assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in written
     assert "old" not in written
     assert tables.tables(written, tmp_path) == written
+    # The host's time is that of tensors.
+    block["cases"][0]["host_ms"] = 0.0123
+    block["cases"].append(block["cases"][0] | {"how": "torch", "over_empty": 2.05})
+    report.save(tmp_path / "cpu.json", given)
+    hosted = tables.tables(written, tmp_path)
+    assert "| Cython, tensors | host, µs (over empty) | floor | MB |\n" in hosted
+    assert "| 1.00 | 2.00 | 1.00 | 12.3 (2.05) | 0.500 | 3 |\n" in hosted
     # Of what was not measured, the old is kept.
     for other in (("planarity", "cpu"), ("conv", "h200")):
         assert tables.tables(told.format(*other), tmp_path) == told.format(*other)

@@ -17,8 +17,19 @@ import numpy as np
 import fusedops
 from fusedops._frame import registry
 from fusedops.bench import floors, memory
-from fusedops.bench.peers import PEERS, Peer, Unsuited, versions
-from fusedops.bench.timing import COPIES, Timing, graphed, interleaved, noisy, scaled, waiting
+from fusedops.bench.peers import EMPTY, PEERS, Peer, Unsuited, versions
+from fusedops.bench.timing import (
+    COPIES,
+    GRAPH,
+    NUMPY,
+    TORCH,
+    Timing,
+    graphed,
+    interleaved,
+    noisy,
+    scaled,
+    waiting,
+)
 from fusedops.bench.workloads import (
     BACKWARD,
     BOTH,
@@ -31,8 +42,6 @@ from fusedops.bench.workloads import (
     errors,
     steps_of,
 )
-
-NUMPY, TORCH, GRAPH = "NumPy", "torch", "CUDA graph"
 
 
 @dataclass(frozen=True)
@@ -107,13 +116,17 @@ def backends_of(workload: Workload, asked: Sequence[str]) -> list[registry.Backe
 
 @dataclass(frozen=True)
 class Contestant:
-    """A backend or a peer on one workload: what it is called, its steps, and how they are run."""
+    """A backend or a peer on one workload: what it is called, its steps, and how they are run.
+
+    A call that `queues` leaves its work to a GPU, and the host is free when the call returns.
+    """
 
     who: str
     how: str
     steps: Steps
     backend: str | None = None
     computes: bool = True
+    queues: bool = True
     error: dict[str, float] | None = None
 
 
@@ -248,15 +261,11 @@ class Bench:
                     continue
                 steps = steps_of(given, backend.name, own)
                 contest = partial(Contestant, backend=backend.name, error=found)
-                if self.plan.device == "cpu":
-                    chosen.append(contest(backend.name, how, steps))
-                    continue
-                if BOTH in steps:
-                    chosen.append(contest(backend.name, how, {BOTH: steps[BOTH]}))
-                    steps = steps | {BACKWARD: given.backward(backend.name, own)}
-                else:
-                    chosen.append(contest(backend.name, how, steps))
-                chosen.append(contest(backend.name, GRAPH, steps))
+                chosen.append(contest(backend.name, how, steps))
+                if self.plan.device == "cuda":
+                    if BOTH in steps:
+                        steps = steps | {BACKWARD: given.backward(backend.name, own)}
+                    chosen.append(contest(backend.name, GRAPH, steps))
         for peer in PEERS:
             if peer.tensors:
                 self._add_peer(peer, workload, tensors, seed, chosen, rows)
@@ -284,6 +293,7 @@ class Bench:
             or peer.name in self.skipped
             or (self.plan.quick and not peer.quick)
             or (workload.dtype != "float32" and device == "cpu")
+            or (peer.name == EMPTY and not workload.times_host)
         ):
             return
         try:
@@ -303,14 +313,11 @@ class Bench:
             rows.append(_row(peer.name, how, FORWARD, refused=_word(error)))
             return
         contest = partial(Contestant, peer.name, computes=peer.computes, error=found)
-        if device == "cpu":
-            chosen.append(contest(how, steps))
-            return
-        eager = {what: step for what, step in steps.items() if what == BOTH or not peer.captured}
-        if peer.captured:
+        # What can't be captured may wait for the GPU.
+        queues = peer.captured or not peer.computes
+        chosen.append(contest(how, steps, queues=queues))
+        if device == "cuda" and peer.captured:
             chosen.append(contest(GRAPH, {FORWARD: steps[FORWARD]}))
-        if eager:
-            chosen.append(contest(how, eager))
 
     def _errors(self, workload: Workload, who: str, how: str, steps: Any) -> dict[str, float] | str:
         """Return the errors of a small problem of the same kind, or of this one if it is smaller.
@@ -342,15 +349,23 @@ class Bench:
             row["error_of"] = min(workload.size, workload.small)
             rows[key] = row
             try:
-                row["peak_MB"] = memory.peak_MB(each.steps[what], self.plan.device)
                 step = each.steps[what]
+                if not workload.tiny:
+                    row["peak_MB"] = memory.peak_MB(step, self.plan.device)
                 runs[key] = graphed(step) if each.how == GRAPH else step
             except Exception as error:  # what can't be captured or runs out of memory
                 row["refused"] = _word(error)
         # Where a round is seconds long, some rounds must do.
-        for run, timing in interleaved(runs, self.wait, self.plan.seconds).items():
-            timing = scaled(timing, 1 / COPIES) if run[1] == GRAPH else timing
-            rows[run] |= _times(timing)
+        times = interleaved(runs, self.wait, self.plan.seconds, host=workload.tiny)
+        for run, timing in times.items():
+            rows[run] |= _times(scaled(timing, 1 / COPIES) if run[1] == GRAPH else timing)
+        if workload.times_host and what in (FORWARD, BOTH):
+            if not workload.tiny:
+                eager = {k: r for k, r in runs.items() if k[1] != GRAPH and entries[k].queues}
+                times = interleaved(eager, self.wait, self.plan.seconds, host=True)
+            empty = times.get((EMPTY, TORCH))
+            for (who, how), timing in times.items():
+                rows[who, how] |= _host(timing, empty if how == TORCH and who != EMPTY else None)
         return list(rows.values())
 
     def growth(
@@ -522,6 +537,7 @@ def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
     }
     empty["computes"] = True
     empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "noisy": False, "peak_MB": None}
+    empty |= {"host_ms": None, "host_quartiles_ms": None, "over_empty": None}
     empty |= {"floors_ms": {}, "over_floor": None}
     return {"who": who, "how": how, "pass": what, **empty, **values}
 
@@ -532,4 +548,13 @@ def _times(timing: Timing) -> dict[str, Any]:
         "quartiles_ms": list(timing.quartiles_ms),
         "rounds": timing.rounds,
         "noisy": noisy(timing.ms, timing.quartiles_ms),
+    }
+
+
+def _host(timing: Timing, empty: Timing | None) -> dict[str, Any]:
+    """Return how long the host is busy with a call, and that over an empty Function."""
+    return {
+        "host_ms": timing.ms,
+        "host_quartiles_ms": list(timing.quartiles_ms),
+        "over_empty": timing.ms / empty.ms if empty else None,
     }

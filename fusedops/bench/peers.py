@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops.bench.workloads import BOTH, FORWARD, Problem, Steps, by_autograd
+from fusedops._frame.check import is_tensor
+from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS, Problem, Steps, by_autograd
 from fusedops.wigner import m_major_order
+
+#: The peer that the host's time with a call is compared to.
+EMPTY = "empty autograd.Function"
 
 
 class Unsuited(Exception):
@@ -128,25 +132,31 @@ def torchref_planarity(problem: Problem, cotangent: Any) -> Steps:
     return _steps(lambda xyz: planarity_math(xyz, groups), problem, cotangent)
 
 
-@peer("empty autograd.Function", "planarity_nll", devices=("cpu",), computes=False)
+@peer(EMPTY, *{w.op.__name__: w for w in WORKLOADS}, captured=False, computes=False)
 def nothing(problem: Problem, cotangent: Any) -> Steps:
-    """What torch itself takes for a function of one tensor."""
-    import torch
+    """The least that torch takes for a function of as many tensors as have gradients.
 
-    if problem.shape["planes"] > 10:
-        raise Unsuited
+    It saves them, returns an array like the first, and backward one like each. Of an op without
+    gradients, as many as its tensors, forward.
+    """
+    import torch
 
     class Nothing(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            ctx.save_for_backward(x)
-            return x.new_empty(())
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            ctx.save_for_backward(*inputs)
+            return torch.empty_like(inputs[0])
 
         @staticmethod
-        def backward(ctx: Any, cotangent: Any) -> Any:
-            return cotangent * ctx.saved_tensors[0]
+        def backward(ctx: Any, *cotangents: Any) -> Any:
+            return tuple(map(torch.empty_like, ctx.saved_tensors))
 
-    return _steps(Nothing.apply, problem, cotangent)
+    given = problem.arguments
+    inputs = [given[name] for name in problem.leaves] or [*filter(is_tensor, given.values())]
+    steps = {FORWARD: torch.no_grad()(lambda: (Nothing.apply(*inputs),))}
+    if problem.leaves:
+        steps[BOTH] = by_autograd(Nothing.apply, inputs, torch.empty_like(inputs[0]))
+    return steps
 
 
 @peer("empty kernels", "planarity_nll", package="triton", devices=("cuda",), computes=False)

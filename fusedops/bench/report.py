@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedops.bench.timing import noisy
+from fusedops.bench.timing import GRAPH, TORCH, noisy
 from fusedops.structure import replacing
 
 #: The form of the files, in which this is a number that changes with it.
@@ -81,6 +82,30 @@ def cases(report: dict[str, Any]) -> list[dict[str, Any]]:
 def refused(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of our own kernels that weren't timed."""
     return [row for row in cases(report) if row["ours"] and row["refused"]]
+
+
+Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
+
+
+def side_by_side(rows: Iterable[dict[str, Any]]) -> list[Pair]:
+    """Return every row and that of the same calls in CUDA graphs, each None if there is none.
+
+    Rows that were refused are beside each other, too.
+    """
+    found: dict[Any, dict[bool, dict[str, Any]]] = {}
+    for row in rows:
+        graph = row["how"] == GRAPH
+        key = *_key(row | {"how": TORCH if graph else row["how"]}), bool(row["refused"])
+        found.setdefault(key, {})[graph] = row
+    return [(pair.get(False), pair.get(True)) for pair in found.values()]
+
+
+def host_of(row: dict[str, Any] | None) -> tuple[str, str]:
+    """Return the host's time with a call in µs, and that over an empty Function; of older reports,
+    which don't have them, nothing.
+    """
+    ms, over = (row.get("host_ms"), row.get("over_empty")) if row else (None, None)
+    return digits(None if ms is None else 1e3 * ms), digits(over)
 
 
 def sizes(row: dict[str, Any]) -> str:

@@ -8,8 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+#: How calls are run: of arrays, of tensors, and of tensors in a graph.
+NUMPY, TORCH, GRAPH = "NumPy", "torch", "CUDA graph"
+
 #: Steps in one CUDA graph, whose own launch then counts for little.
 COPIES = 10
+
+#: Fewest and most calls in a row that the host is timed with: a GPU's queue has room for them, and
+#: they are done before the system lets another process run.
+CALLS = (5, 20)
 
 #: Quartiles that are so far apart, as a share of the median, say more of the machine than of a run.
 NOISY = 0.3
@@ -39,16 +46,29 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
     return (time.perf_counter() - start) / repeats * 1e3
 
 
+def busy(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
+    """Return the mean time that the host is busy with a run, in ms; the device isn't waited for."""
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
 def interleaved(
     runs: Mapping[Any, Callable[[], Any]],
     wait: Callable[[], None],
     seconds: float,
     rounds: int = 25,
+    *,
+    host: bool = False,
 ) -> dict[Any, Timing]:
     """Return the times of every run, taken in turns; so many seconds for each in all.
 
-    Runs that are too long for so many rounds get fewer, five at least.
+    Runs that are too long for so many rounds get fewer, five at least. With `host` the times are
+    those that the host is busy.
     """
+    clock, (least, most) = (busy, CALLS) if host else (timed, (1, 100))
     once = {}
     for name, run in runs.items():
         run()
@@ -56,12 +76,12 @@ def interleaved(
         once[name] = timed(run, wait, 1) / 1e3
     if once:
         rounds = max(5, min(rounds, int(seconds * len(runs) / sum(once.values()))))
-    repeats = {n: max(1, min(100, int(seconds / rounds / each))) for n, each in once.items()}
+    repeats = {n: max(least, min(most, int(seconds / rounds / t))) for n, t in once.items()}
     for name, run in runs.items():
         if repeats[name] > 1:
             timed(run, wait, min(3, repeats[name]))
     taken = [
-        {name: timed(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(rounds)
+        {name: clock(run, wait, repeats[name]) for name, run in runs.items()} for _ in range(rounds)
     ]
     found = {}
     for name in runs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -257,7 +257,8 @@ class Workload:
     `make` returns a problem of a size, which counts what `unit` says; one of size `small` has a
     reference that takes no more than a moment. Errors are held to the tolerance of `rounds_to`, the
     dtype if None, for so many `terms`, of the value and of gradients. A workload `needs` packages,
-    and is left out of `check` where kernels of its own take long to compile.
+    and is left out of `check` where kernels of its own take long to compile. A `tiny` one, of one
+    thread, is so small that the time of a call is the host's.
     """
 
     op: Op
@@ -275,6 +276,12 @@ class Workload:
     needs: tuple[str, ...] = ()
     prepares: bool = False
     self_check: bool = True
+    tiny: bool = False
+
+    @property
+    def times_host(self) -> bool:
+        """Whether the host's own time with a call is measured."""
+        return self.tiny or self.device != "cpu"
 
     def at(self, size: int) -> Workload:
         return replace(self, size=size)
@@ -538,12 +545,13 @@ def _atoms(
     volume: float = 10.8,
     spacing: float = 0.5,
     radius: float | None = None,
+    least: int = 24,
 ) -> Problem:
     """Atoms of five Gaussians anywhere in a cubic cell, of so many Å³ for each.
 
-    They reach as far as the rule says, unless told.
+    They reach as far as the rule says, unless told. A map has `least` voxels along an edge.
     """
-    voxels = max(24, round((volume * count) ** (1 / 3) / spacing))
+    voxels = max(least, round((volume * count) ** (1 / 3) / spacing))
     cell = np.diag([spacing * voxels] * 3)
     arrays = samples.atoms_in(cell, count, np.random.default_rng(0), anisotropic=anisotropic)
     far = atom_radius(arrays[1], arrays[4]) if radius is None else np.full(count, radius)
@@ -807,8 +815,41 @@ def _trimul_workloads() -> Iterator[Workload]:
         yield replace(gpu, make=make, dtype="bfloat16")
 
 
-#: Every call that is timed.
-WORKLOADS = (
+#: Ops on the edges of a graph.
+ON_EDGES = (
+    fusedops.node_to_edge_wigner_permute,
+    fusedops.permute_wigner_inv_edge_to_node,
+    fusedops.permute_wigner_inv,
+    fusedops.edge_degree_scatter,
+)
+
+
+def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
+    """Yield a call of every op whose time on one thread is what the frame takes."""
+    alike: dict[Op, Workload] = {}
+    for workload in others:
+        if workload.device == "cpu":
+            alike.setdefault(workload.op, workload)
+
+    def call(op: Op, make: Callable[[Source, int], Problem], size: int = 1) -> Workload:
+        w = replace(alike[op], name="a call", make=make, size=size, small=size, threads=1)
+        return replace(w, quick=True, tiny=True, prepares=False, self_check=False)
+
+    yield call(fusedops.planarity_nll, _planarity)
+    yield call(fusedops.dynamic_conv, partial(_conv, batch=1, channels=4, width=4), 4)
+    yield call(fusedops.dynamic_conv_step, partial(_step, channels=4, width=4))
+    for op in ON_EDGES:
+        yield call(op, partial(_edges, op, lmax=1, channels=4), 2)
+    yield call(wigner_d, partial(_directions, lmax=1))
+    for way in (fusedops.structured_scatter_add, fusedops.structured_gather):
+        yield call(way, partial(_cubes, way, edge=3))
+    atoms = partial(_atoms, spacing=1.0, radius=1.0, least=8)
+    yield call(fusedops.gaussian_density, atoms)
+    update = partial(_update, channels=8, hidden=8)
+    yield call(fusedops.triangle_multiplicative_update, update, 2)
+
+
+_LARGER = (
     *_planarity_workloads(),
     *_conv_workloads(),
     *_wigner_workloads(),
@@ -816,6 +857,9 @@ WORKLOADS = (
     *_density_workloads(),
     *_trimul_workloads(),
 )
+
+#: Every call that is timed.
+WORKLOADS = (*_LARGER, *_tiny_workloads(_LARGER))
 
 
 def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
@@ -836,12 +880,7 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
         of(fusedops.dynamic_conv_step, f"{name}, a step", step, "sequences", dtype=dtype),
         sizes(1),
     )
-    for op in (
-        fusedops.node_to_edge_wigner_permute,
-        fusedops.permute_wigner_inv_edge_to_node,
-        fusedops.permute_wigner_inv,
-        fusedops.edge_degree_scatter,
-    ):
+    for op in ON_EDGES:
         yield of(op, "UMA", partial(_edges, op), "edges"), sizes(300 if gpu else 60)
     yield of(wigner_d, "UMA", partial(_directions, lmax=2), "edges"), sizes(300 if gpu else 60)
     for way in (fusedops.structured_scatter_add, fusedops.structured_gather):

@@ -20,7 +20,9 @@ def add(commands: Any) -> None:
         help="time every op beside its peers and the floors of the machine",
         description="Time calls as real programs make them, on every backend with kernels, beside "
         "peers that are installed, and beside the least time that bytes, products and exponentials "
-        "take on this machine. A kernel that is wrong is not timed. Exit code 1 if one is, or if "
+        "take on this machine. The host's time with a call, where that decides, is shown beside "
+        "that of an empty torch.autograd.Function: with every eager call on a GPU, and with tiny "
+        "ones on the CPU. A kernel that is wrong is not timed. Exit code 1 if one is, or if "
         "something got slower than before.",
     )
     parser.set_defaults(run=_command)
@@ -113,31 +115,45 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(op: str, block: dict[str, Any]) -> None:
-    """Print an op's results."""
-    headings = ("workload", "dtype", "pass", "who", "how")
-    numbers = ("ms", "quartiles", "over floor", "MB", "error")
+    """Print an op's results.
+
+    Eager calls and CUDA graphs of them share a row, whose time over the floor is that of the graph.
+    """
+    pairs = report.side_by_side(block["cases"])
+    on_gpu = any(graph for _, graph in pairs)
+    has_host = any(any(report.host_of(row)) for row, _ in pairs)
+    headings = ("workload", "dtype", "pass", "who", *([] if on_gpu else ["how"]))
+    numbers = ["eager ms" if on_gpu else "ms", "quartiles", *["graph ms"] * on_gpu, "over floor"]
+    numbers += [*["host µs", "over empty"] * has_host, "MB", "error"]
     rows: list[tables.Row] = []
+    reasons: dict[str, None] = {}
     last = None
-    for row in block["cases"]:
+    for eager, graph in pairs:
+        row: dict[str, Any] = eager or graph or {}
         what = f"{row['workload']}: {report.sizes(row)}"
         if last not in (None, what):
             rows.append(None)
-        cells = [what if what != last else "", row["dtype"], row["pass"], row["who"], row["how"]]
+        cells = [what if what != last else "", row["dtype"], row["pass"], row["who"]]
+        cells += [] if on_gpu else [row["how"]]
         last = what
         if row["refused"]:
-            cells[2] = f"refused: {row['refused']}" if row["ours"] else f"not run: {row['refused']}"
+            cells[2] = "refused" if row["ours"] else "not run"
+            who = f"{row['who']}, {row['how']}, {row['workload']}, {row['dtype']}"
+            reasons[f"{who}: {cells[2]}: {row['refused']}"] = None
             rows.append(([*cells, *[""] * len(numbers)], "red" if row["ours"] else "dim"))
             continue
-        low, high = row["quartiles_ms"]
+        cells += [*_time(eager), *_time(graph)[:1] * on_gpu]
+        cells += [report.digits((graph or row)["over_floor"])]
+        cells += report.host_of(eager) if has_host else ()
         error = max(row["error"].values()) if row["error"] else None
-        spread = f"{'noisy, ' * report.is_noisy(row)}{report.digits(low)} – {report.digits(high)}"
-        cells += [report.digits(row["ms"]), spread, report.digits(row["over_floor"])]
         cells += [
             "" if row["peak_MB"] is None else f"{row['peak_MB']:,.1f}",
             "" if error is None else f"{error:.0e}",
         ]
         rows.append((cells, None if row["ours"] else "dim"))
     tables.show(op, (*headings, *numbers), rows, right=len(numbers))
+    for reason in reasons:
+        print(reason)
     for row in block["growth"]:
         first, last = (
             f"{report.digits(row['ms'][at])} ms at {row['sizes'][at]:,}" for at in (0, -1)
@@ -153,6 +169,15 @@ def show(op: str, block: dict[str, Any]) -> None:
         )
     for name, why in block["skipped"].items():
         print(f"{name} is left out: {why}")
+
+
+def _time(row: dict[str, Any] | None) -> tuple[str, str]:
+    """Return a row's median and quartiles in words."""
+    if row is None:
+        return "", ""
+    low, high = row["quartiles_ms"]
+    noise = "noisy, " * report.is_noisy(row)
+    return report.digits(row["ms"]), f"{noise}{report.digits(low)} – {report.digits(high)}"
 
 
 def show_changes(changes: Iterable[report.Change]) -> None:
