@@ -566,6 +566,27 @@ def test_pictures_of_files(tmp_path):
         assert picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize("how", ["torch", "CUDA graph"])
+def test_the_picture_of_peers_shows_a_small_and_a_large_size(how):
+    """Whoever wins."""
+    from fusedops.bench import plot
+
+    given = report.new("cuda")
+    cases = []
+    for size, ours, peers in ((3, 2.0, 1.0), (30, 2.0, 4.0), (300, 2.0, 8.0)):
+        for row in report.cases(rows_of(("triton", ours, ours, ours), ("x", peers, peers, peers))):
+            row |= {"size": size, "shape": {"T": size, "W": 4}, "work": {"bytes": size}}
+            cases += [row | {"how": how, "computes": True}]
+            # Which is left out where eager calls were timed.
+            cases += [row | {"how": "CUDA graph", "ms": 0.1, "computes": True}] * (how == "torch")
+    given["ops"]["dynamic_conv"] = {"cases": cases, "growth": []}
+    found = plot._ratios(given)
+    end = ", graphs" * (how != "torch")
+    labels = [f"x: dynamic_conv, Jet {size}×4, float32{end}" for size in (3, 300)]
+    assert list(found) == [("dynamic_conv", label) for label in labels]
+    assert [passes[FORWARD].value for passes in found.values()] == [0.5, 4.0]
+
+
 @needs_torch
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_peers_compute_the_same(device):

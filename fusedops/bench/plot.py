@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fusedops._frame.registry import BACKENDS
 from fusedops.bench import report as reports
+from fusedops.bench.timing import GRAPH
 from fusedops.bench.workloads import BOTH, FORWARD
 
 #: Neither dark nor light, so that text is read on a page of either; the background is clear.
@@ -61,7 +63,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     with matplotlib.rc_context(style):
         for name, panel, height in (
             ("roofline", _roofline, 4.8),
-            ("peers", _peers, max(3.0, 0.19 * max(len(_ratios(each)) for each in found) + 1.2)),
+            ("peers", _peers, max(3.0, 0.22 * max(len(_ratios(each)) for each in found) + 1.2)),
             ("growth", _growth, 4.8),
         ):
             figure = Figure(figsize=(6.2 * len(found), height), layout="constrained")
@@ -165,49 +167,67 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
     _legend(axis, 2)
 
 
-def _ratios(report: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """Return op, label, how many times as long a peer takes, and by what that is uncertain.
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long as we a peer takes, and by what factor that is uncertain."""
 
-    On the largest problem of each kind, beside our fastest way to do the same: in CUDA graphs both,
-    or neither.
+    value: float
+    uncertain: float
+
+
+def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
+    """Return ratios to peers by op and label, and by pass.
+
+    On the smallest and the largest problem of each kind, beside our fastest way to do the same:
+    eager calls both, or CUDA graphs where nothing else was timed.
     """
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (*_case(row), row["how"] == "CUDA graph")
+        return (*_case(row), row["how"] == GRAPH)
 
     best, known = _best(report, key), {backend.name for backend in BACKENDS}
-    largest: dict[tuple[str, ...], tuple[int, tuple[str, str, float, float]]] = {}
-    for row in reports.cases(report):
-        ours = best.get(key(row))
-        timed = row["ms"] and row["computes"] and row["pass"] in (FORWARD, BOTH)
-        if row["who"] in known or not timed or ours is None:
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for eager, graph in reports.side_by_side(reports.cases(report)):
+        both = [row for row in (eager, graph) if row and row["ms"] and key(row) in best]
+        if not both:
             continue
-        kind = tuple(row[name] for name in ("op", "who", "pass", "workload", "dtype"))
-        if row["size"] < largest.get(kind, (0,))[0]:
-            continue
-        ratio = row["ms"] / ours["ms"]
-        quartiles = ours["quartiles_ms"][0], row["quartiles_ms"][1]
-        most = quartiles[1] / quartiles[0] / ratio
-        what = "" if row["pass"] == FORWARD else ", with gradient"
-        label = f"{row['who']}: {row['op']}, {row['workload']} {row['size']:,}, {row['dtype']}"
-        largest[kind] = row["size"], (row["op"], f"{label}{what}", ratio, most)
-    return [values for _, values in largest.values()]
+        row = both[0]
+        if row["who"] not in known and row["computes"] and row["pass"] in (FORWARD, BOTH):
+            kind = tuple(row[name] for name in ("op", "who", "workload", "dtype", "pass"))
+            kinds.setdefault(kind, []).append(row)
+    found: dict[tuple[str, str], dict[str, Ratio]] = {}
+    for rows in kinds.values():
+        rows.sort(key=lambda row: row["work"]["bytes"])
+        for row in rows[:1] + rows[1:][-1:]:
+            ours = best[key(row)]
+            ratio = row["ms"] / ours["ms"]
+            quartiles = ours["quartiles_ms"][0], row["quartiles_ms"][1]
+            sizes = "×".join(map(str, row["shape"].values()))
+            label = f"{row['who']}: {row['op']}, {row['workload']} {sizes}, {row['dtype']}"
+            label += ", graphs" if row["how"] == GRAPH else ""
+            uncertain = quartiles[1] / quartiles[0] / ratio
+            found.setdefault((row["op"], label), {})[row["pass"]] = Ratio(ratio, uncertain)
+    return found
 
 
 def _peers(axis: Any, report: dict[str, Any]) -> None:
     """Draw how many times as long peers take."""
-    styles, ratios = _style(report), _ratios(report)[::-1]
-    for at, (op, _, ratio, most) in enumerate(ratios):
-        # A bar begins at one, which is where both are equally fast.
-        axis.barh(at, ratio - 1, left=1, color=styles[op][0])
-        axis.plot([ratio / most, ratio * most], [at, at], color=INK, linewidth=0.8)
-        axis.annotate(f" {ratio:.1f}", (max(1, ratio * most), at), va="center", fontsize=7)
+    styles, ratios = _style(report), _ratios(report)
+    for at, ((op, _), passes) in enumerate(ratios.items()):
+        for what, ratio in passes.items():
+            y, full = at + (0.2 if what == BOTH else -0.2), what == BOTH
+            # A bar begins at one, which is where both are equally fast.
+            style = {"color": styles[op][0], "alpha": 1 if full else 0.45}
+            axis.barh(y, ratio.value - 1, left=1, height=0.4, **style)
+            low, high = ratio.value / ratio.uncertain, ratio.value * ratio.uncertain
+            axis.plot([low, high], [y, y], color=INK, linewidth=0.8)
+            axis.annotate(f" {ratio.value:.1f}", (max(1, high), y), va="center", fontsize=5.5)
     axis.axvline(1, color=INK, linewidth=0.8)
-    axis.set_yticks(range(len(ratios)), [label for _, label, *_ in ratios])
+    axis.set_yticks(range(len(ratios)), [label for _, label in ratios])
     axis.tick_params(axis="y", labelsize=6.5, length=0)
-    axis.set(xscale="log", title=_where(report))
-    axis.margins(x=0.12, y=0.01)
-    axis.set_xlabel("time over our fastest")
+    axis.set(xscale="log", title=_where(report), ylim=(len(ratios) - 0.4, -0.6))
+    axis.margins(x=0.12)
+    axis.set_xlabel("time over our fastest\nfull: with the gradient, pale: without")
 
 
 def _growth(axis: Any, report: dict[str, Any]) -> None:
