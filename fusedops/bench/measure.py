@@ -362,7 +362,7 @@ class Bench:
         if workload.times_host and what in (FORWARD, BOTH):
             if not workload.tiny:
                 eager = {k: r for k, r in runs.items() if k[1] != GRAPH and entries[k].queues}
-                times = interleaved(eager, self.wait, self.plan.seconds, host=True)
+                times = interleaved(eager, self.wait, self.plan.seconds / 2, host=True)
             empty = times.get((EMPTY, TORCH))
             for (who, how), timing in times.items():
                 rows[who, how] |= _host(timing, empty if how == TORCH and who != EMPTY else None)

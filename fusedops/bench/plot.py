@@ -11,7 +11,7 @@ from typing import Any
 from fusedops._frame.registry import BACKENDS
 from fusedops.bench import report as reports
 from fusedops.bench.timing import GRAPH
-from fusedops.bench.workloads import BOTH, FORWARD
+from fusedops.bench.workloads import BOTH, CALL, FORWARD
 
 #: Neither dark nor light, so that text is read on a page of either; the background is clear.
 INK = "#7f8792"
@@ -114,6 +114,8 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
         row
         for row in _best(report, _case).values()
         if row["work"] and row["work"]["flops"] and row["pass"] in (FORWARD, BOTH)
+        # Which are nothing of what the machine can do.
+        if row["workload"] != CALL
     ]
     intensity = [row["work"]["flops"] / row["work"]["bytes"] for row in rows]
     low, high = min(intensity, default=0.1) / 2, max(intensity, default=100) * 4

@@ -101,8 +101,9 @@ def side_by_side(rows: Iterable[dict[str, Any]]) -> list[Pair]:
 
 
 def host_of(row: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the host's time with a call in µs, and that over an empty Function; of older reports,
-    which don't have them, nothing.
+    """Return the host's time with a call in µs, and that over an empty Function, in three digits.
+
+    Nothing of rows without them, as those of older reports are.
     """
     ms, over = (row.get("host_ms"), row.get("over_empty")) if row else (None, None)
     return digits(None if ms is None else 1e3 * ms), digits(over)

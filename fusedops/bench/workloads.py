@@ -23,6 +23,9 @@ from fusedops.wigner import message_rows, wigner_d
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 
+#: The name of the calls on the CPU that are so small that their time is the host's.
+CALL = "a call"
+
 
 @dataclass(frozen=True)
 class Work:
@@ -832,7 +835,7 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
             alike.setdefault(workload.op, workload)
 
     def call(op: Op, make: Callable[[Source, int], Problem], size: int = 1) -> Workload:
-        w = replace(alike[op], name="a call", make=make, size=size, small=size, threads=1)
+        w = replace(alike[op], name=CALL, make=make, size=size, small=size, threads=1)
         return replace(w, quick=True, tiny=True, prepares=False, self_check=False)
 
     yield call(fusedops.planarity_nll, _planarity)
