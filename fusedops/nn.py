@@ -633,7 +633,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         batch = x.ndim - 3
         if batch > 1 and mask is not None and mask.ndim > 2:
             mask = torch.broadcast_to(mask, x.shape[:-1]).flatten(0, batch - 1)
-        z = x.flatten(0, batch - 1) if batch else x[None]
+        z = x if batch == 1 else x.flatten(0, batch - 1) if batch else x[None]
         out = triangle_multiplicative_update(
             z,
             self.direction,
@@ -656,6 +656,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
             max_memory=self.max_memory,
             backend=self.backend,
         )
+        if batch == 1:
+            return out
         # No view: FSDP can't follow what is done to one in place.
         return torch.ops.aten._unsafe_view(out, x.shape)
 

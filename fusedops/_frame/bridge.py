@@ -473,8 +473,8 @@ def _on_numpy(
     cast = list(a)
     for at in converted:
         cast[at] = torch.empty_like(a[at], dtype=dtype)
-    views = [(at, _View(cast[at])) for at in given]
-    on_slots = [(at, _View(slots[at])) for at in filled]
+    views = [(at, _view_of(cast[at])) for at in given]
+    on_slots = [(at, _view_of(slots[at])) for at in filled]
     written = [at for at in converted if primitive.arrays[at] in primitive.mutates]
     record, numpy_slots = (
         primitive.Arguments._make,
@@ -523,26 +523,20 @@ def _on_numpy(
     return run
 
 
-class _View:
-    """Makes NumPy arrays on the memory of CPU tensors of one kind; of bfloat16, of its bits.
+def _view_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], np.ndarray]:
+    """Return what makes NumPy arrays on the memory of CPU tensors of one kind; of bfloat16's bits.
 
     `Tensor.numpy` would fix the size of a tensor's storage for good, which FSDP sets to zero and
     back. The array doesn't keep the tensor: whoever has the one must hold the other.
     """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.itemsize
-        self.shape = tuple(tensor.shape)
-        self.dtype = np.dtype(_TYPES[tensor.dtype])
-        self.strides = tuple([size * stride for stride in tensor.stride()])
-        extent = sum([(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]) + size
-        self.memory = ctypes.c_char * extent if tensor.numel() else None
-
-    def __call__(self, tensor: torch.Tensor) -> np.ndarray:
-        if self.memory is None:
-            return np.empty(self.shape, self.dtype)
-        memory = self.memory.from_address(tensor.data_ptr())
-        return np.ndarray(self.shape, self.dtype, memory, 0, self.strides)
+    size, shape = tensor.itemsize, tuple(tensor.shape)
+    dtype = np.dtype(_TYPES[tensor.dtype])
+    if not tensor.numel():
+        return lambda tensor: np.empty(shape, dtype)
+    strides = tuple([size * stride for stride in tensor.stride()])
+    extent = sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]) + size
+    memory, array = (ctypes.c_char * extent).from_address, np.ndarray
+    return lambda tensor: array(shape, dtype, memory(tensor.data_ptr()), 0, strides)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
