@@ -1,4 +1,15 @@
-"""Test set-up: Triton kernels are interpreted on the CPU unless the tests are for a real GPU."""
+"""Set-up that all tests share.
+
+Triton kernels are interpreted on the CPU, unless the tests are for a real GPU::
+
+    pytest                              # all that needs no GPU
+    pytest --interpret-all -k triton    # also what `interpreted_slow` leaves out
+    pytest -m gpu -n 8                  # all that needs one
+    pytest -m "gpu and quick" -n 8      # one of every kind of these, in a minute, for every day
+
+A test under ``interpreted_slow(name=value, ...)`` runs in the interpreter for this value of its
+parameter alone, or for those of a tuple, and everywhere else for all of them.
+"""
 
 import dataclasses
 import importlib
@@ -7,12 +18,96 @@ import os
 import sys
 
 import pytest
+from places import EXACT, PLACES, QUICK, SERVE_ARRAYS, SERVE_TENSORS, available
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--interpret-all",
+        action="store_true",
+        help="run in Triton's interpreter what takes it many seconds, too",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == "gpu":
+    if config.option.markexpr.split(" ")[0] == "gpu":
         return
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def interpreted(parameters: dict[str, object]) -> bool:
+    """Return whether a test with these parameters runs kernels in Triton's interpreter."""
+    return any(value in ("triton", ("torch", "triton")) for value in parameters.values())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out of the interpreter what `interpreted_slow` says."""
+    if config.option.interpret_all:
+        return
+    left_out = []
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        for mark in item.iter_markers("interpreted_slow"):
+            unknown = mark.kwargs.keys() - parameters.keys()
+            assert not unknown, f"{item.nodeid}: interpreted_slow names no parameter: {unknown}"
+            kept = (
+                str(parameters[name]) in map(str, value if isinstance(value, tuple) else (value,))
+                for name, value in mark.kwargs.items()
+            )
+            if interpreted(parameters) and not all(kept):
+                left_out.append(item)
+                break
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+# Fixtures of places belong to a module, because hypothesis refuses those made for every test.
+
+
+@pytest.fixture(scope="module", params=PLACES, ids="-".join)
+def place(request):
+    """Every implementation, Triton's kernels interpreted."""
+    return available(*request.param)
+
+
+@pytest.fixture(scope="module", params=QUICK, ids="-".join)
+def quick(request):
+    """Every implementation but the interpreter."""
+    return available(*request.param)
+
+
+@pytest.fixture(scope="module", params=SERVE_ARRAYS)
+def backend(request):
+    """A backend that serves NumPy arrays."""
+    return available("numpy", request.param)[1]
+
+
+@pytest.fixture(scope="module", params=EXACT)
+def exact(request):
+    """A backend that serves NumPy arrays, to the bit whatever the threads."""
+    return available("numpy", request.param)[1]
+
+
+@pytest.fixture(scope="module", params=[*SERVE_ARRAYS, "torch"])
+def torch_backend(request):
+    """A backend that serves tensors on the CPU, but for the interpreter."""
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(scope="module", params=SERVE_TENSORS)
+def any_torch_backend(request):
+    """A backend that serves tensors on the CPU."""
+    return available("torch", request.param)[1]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Let an output be NaN wherever no kernel writes it."""
+    from fusedops._frame import primitive
+
+    monkeypatch.setattr(primitive, "poison", True)
 
 
 @pytest.fixture(autouse=True, scope="session")

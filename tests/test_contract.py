@@ -1,0 +1,972 @@
+"""What every op promises, tried with the examples of contract.py.
+
+Each promise is written once, for all ops and all places that serve them. dynamic_conv_step, which
+updates a state and has no gradient, keeps what is its own in test_conv.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from contract import (
+    EXAMPLES,
+    UNPACKED,
+    agree,
+    all_agree,
+    as_framework,
+    close,
+    evaluate,
+    function_of,
+    leaves_of,
+    of_primitives,
+    registered,
+    requests,
+    same,
+    solve,
+    taken_apart,
+    tensor,
+    total,
+    tuple_of,
+)
+from places import (
+    EXACT,
+    HAS_TORCH,
+    PLACES,
+    QUICK,
+    SERVE_ARRAYS,
+    SERVE_TENSORS,
+    available,
+    needs_torch,
+)
+
+import fusedops
+from fusedops.testing import CASES, TOLERANCE
+
+if HAS_TORCH:
+    import torch
+
+pytestmark = pytest.mark.filterwarnings(
+    # Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
+    "ignore::RuntimeWarning:triton",
+    "ignore:.*torch.jit:DeprecationWarning",
+)
+
+PACKED = (
+    fusedops.Edges,
+    fusedops.Lattice,
+    fusedops.Planes,
+    fusedops.ScatterPlan,
+    fusedops.Sequences,
+)
+ARRAYS = [("numpy", name) for name in SERVE_ARRAYS]
+TENSORS = [("torch", name) for name in SERVE_TENSORS] if HAS_TORCH else []
+COMPILED_TENSORS = [place for place in TENSORS if place[1] != "triton"]
+every_example = pytest.mark.parametrize("example", EXAMPLES, ids=str)
+with_out = pytest.mark.parametrize("example", [e for e in EXAMPLES if e.takes_out], ids=str)
+
+
+def at(places, examples=EXAMPLES):
+    """Parametrize a test by examples, each in the places that serve it."""
+    return pytest.mark.parametrize(
+        ("example", "place"),
+        [
+            pytest.param(e, place, id=f"{e}-{'-'.join(place)}")
+            for e in examples
+            for place in places
+            if e.served_by(place[1])
+        ],
+        indirect=["place"],
+    )
+
+
+# Interpreted, one call for each way in which its kernel reads and sums.
+few = pytest.mark.interpreted_slow(
+    example=(
+        *("planarity-weighted", "conv", "conv-packed-static", "forth-packed", "back", "degree"),
+        *("scatter", "gather", "density-iso", "triangle-hidden"),
+    )
+)
+
+
+def small(example, place, dtype="float64"):
+    """Return a small problem: what takes a kernel no time takes its interpreter seconds."""
+    return example.problem("tiny" if place[1] == "triton" else "small", dtype)
+
+
+# Layouts in memory.
+
+
+def unaligned(array):
+    memory = np.empty(array.nbytes + 1, np.uint8)
+    view = memory[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def frozen(array):
+    array = np.array(array)
+    array.flags.writeable = False
+    return array
+
+
+def broadcast(array):
+    """Return an array whose rows are all the first, in its memory."""
+    first = array[:1].copy()
+    return np.lib.stride_tricks.as_strided(first, array.shape, (0, *first.strides[1:]))
+
+
+LAYOUTS = {
+    "slice": lambda a: np.repeat(a, 2, -1)[..., ::2],
+    "half": lambda a: np.concatenate([a, a], -1)[..., a.shape[-1] :],
+    "transpose": lambda a: np.ascontiguousarray(a.T).T,
+    "first-last": lambda a: np.moveaxis(np.moveaxis(a, 0, -1).copy(), -1, 0),
+    "rows-apart": lambda a: np.repeat(a, 3, 0)[1::3],
+    "broadcast": broadcast,
+}
+# Tensors have none of these.
+ARRAY_LAYOUTS = {
+    "reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
+    "upside-down": lambda a: a[::-1].copy()[::-1],
+    "read-only": frozen,
+    "unaligned": unaligned,
+}
+
+
+def laid_out(layout):
+    return lambda a: layout(a) if a.ndim and a.size else a
+
+
+def check_layout(place, p, layout):
+    """Compare with copies in C order, bit for bit where that is promised."""
+    # One row for all would be other indices than were asked for.
+    mapped = p.floats_mapped if layout is broadcast else p.mapped
+    views, copies = mapped(laid_out(layout)), mapped(lambda a: laid_out(layout)(a).copy())
+    all_agree(p, place[1], solve(place, views), solve(place, copies))
+    for name, array in copies.arguments.items():
+        if isinstance(array, np.ndarray):
+            same(views.arguments[name], array)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@at(QUICK, [*EXAMPLES, *UNPACKED])
+def test_arrays_are_read_where_they_lie(example, place, layout):
+    """With the bits of their copies, and stay as they are."""
+    if layout == "broadcast" and not example.exact:
+        pytest.skip("of equal rows LayerNorm leaves roundings; test_trimul.py expands one weight")
+    check_layout(place, example.problem("medium"), LAYOUTS[layout])
+
+
+@few
+@pytest.mark.parametrize("shift", range(2))
+@at([place for place in PLACES if place[1] == "triton"])
+def test_arrays_are_read_where_they_lie_when_interpreted(example, place, shift):
+    """Each array in another layout, and then in one more."""
+    p = example.problem()
+    layouts = itertools.islice(itertools.cycle(LAYOUTS.values()), shift, None)
+    views, copies = p, p
+    for name in p.example.floats:
+        view = laid_out(next(layouts))(p.arguments[name])
+        views, copies = views.but(**{name: view}), copies.but(**{name: view.copy()})
+    all_agree(p, place[1], solve(place, views), solve(place, copies))
+
+
+@pytest.mark.parametrize("layout", ARRAY_LAYOUTS)
+@at(ARRAYS, [*EXAMPLES, *UNPACKED])
+def test_arrays_are_read_backwards_and_never_written(example, place, layout):
+    check_layout(place, example.problem("medium"), ARRAY_LAYOUTS[layout])
+
+
+@few
+@at(TENSORS)
+def test_expanded_cotangents(example, place):
+    """As `.sum().backward()` gives them."""
+    p = small(example, place)
+    leaves = leaves_of(p)
+    value = sum(out.sum() for out in tuple_of(function_of(p, place[1])(*leaves)))
+    got = [gradient.numpy() for gradient in torch.autograd.grad(value, leaves)]
+    want = solve(place, p.of_ones())[-len(leaves) :]
+    all_agree(p, place[1], got, want)
+
+
+@at(TENSORS)
+def test_a_tensor_whose_memory_is_the_negative_of_it(example, place):
+    p = small(example, place)
+    leaves = [tensor(p.arguments[name]) for name in p.leaves]
+    negative = [torch.complex(leaf, -leaf).conj().imag for leaf in leaves]
+    assert all(leaf.is_neg() for leaf in negative)
+    got = tuple_of(function_of(p, place[1])(*negative))
+    all_agree(p, place[1], [out.numpy() for out in got], evaluate(place, p))
+
+
+# Values.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@at(ARRAYS)
+@needs_torch
+def test_numpy_and_torch_give_the_same_bits(example, place, dtype):
+    p = example.problem("medium", dtype)
+    for got, want in zip(solve(("torch", place[1]), p), solve(place, p), strict=True):
+        (same if example.exact else lambda a, b: close(p, a, b))(got, want)
+
+
+@at(QUICK)
+def test_every_run_gives_the_same_bits(example, place):
+    p = example.problem("medium")
+    for got, want in zip(solve(place, p), solve(place, p), strict=True):
+        (same if example.exact else lambda a, b: close(p, a, b))(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@at([("numpy", name) for name in EXACT], [*EXAMPLES, *UNPACKED])
+def test_the_number_of_threads_changes_no_bit(example, place, dtype, several_threads):
+    """Or roundings alone, where products are BLAS's."""
+    p = example.problem("large", dtype)
+    results = []
+    try:
+        for threads in (1, 2, 3, 16, 2):
+            fusedops.set_num_threads(threads)
+            several_threads.clear()
+            results.append(solve(place, p))
+            assert set(several_threads) == {threads} or not example.exact
+    finally:
+        fusedops.set_num_threads(None)
+    for result in results[1:]:
+        all_agree(p, place[1], result, results[0])
+    for got, want in zip(results[0], solve(("numpy", "numpy"), p), strict=True):
+        # Of more terms than small examples have.
+        close(p, got, want, times=8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@at(TENSORS, [e for e in EXAMPLES if e.exact])
+def test_sixteen_bits_are_rounded_once(example, place, dtype):
+    """Sums are of float32 or better, and what is returned has the dtype of what was given.
+
+    The triangle's products are of 16 bits, with errors of their own (test_trimul.py).
+    """
+    kind = getattr(torch, dtype)
+    p = small(example, place)
+    narrow = {
+        name: tensor(p.arguments[name]).to(kind).requires_grad_(name in p.leaves)
+        for name in example.floats
+    }
+    outs = tuple_of(p.op(**{**as_framework("torch", p), **narrow}, backend=place[1]))
+    cotangents = [tensor(c).to(out.dtype) for c, out in zip(p.cotangents, outs, strict=True)]
+    gradients = torch.autograd.grad(outs, [narrow[name] for name in p.leaves], cotangents)
+    wide = {name: array.detach().double().numpy() for name, array in narrow.items()}
+    exact = p.but(**wide)
+    exact = type(p)(example, exact.arguments, tuple(c.double().numpy() for c in cotangents))
+    for got, want in zip((*outs, *gradients), solve(("numpy", "numpy"), exact), strict=True):
+        # The loss of planarity is a number of float32.
+        assert got.dtype == (kind if got.ndim else torch.float32)
+        # Triton's interpreter cuts bfloat16 off where a GPU rounds.
+        cut = place[1] == "triton" and dtype == "bfloat16"
+        unit = torch.finfo(got.dtype).eps * (1.0 if cut else 0.5)
+        # Half of the last place of float16's smallest numbers too.
+        tiny = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
+        off = np.abs(got.detach().double().numpy() - want)
+        sums = 8 * TOLERANCE["float32"] * np.abs(want).max(initial=0)
+        assert (off <= 1.01 * unit * np.abs(want) + sums + tiny).all()
+
+
+@few
+@pytest.mark.interpreted_slow(dtype="float16")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@at(TENSORS)
+def test_autocast_leaves_dtypes_alone(example, place, dtype):
+    """Values and gradients are those of a call outside of autocast."""
+    kind = getattr(torch, dtype)
+    p = small(example, place)
+    arguments = as_framework("torch", p)
+    found = []
+    for enabled in (False, True):
+        floats = {n: arguments[n].to(kind).requires_grad_(n in p.leaves) for n in example.floats}
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert (torch.eye(3) @ torch.eye(3)).dtype == (torch.float32, torch.bfloat16)[enabled]
+            outs = tuple_of(p.op(**{**arguments, **floats}, backend=place[1]))
+            value = sum(out.sum() for out in outs)
+            gradients = torch.autograd.grad(value, [floats[name] for name in p.leaves])
+        assert all(gradient.dtype == kind for gradient in gradients)
+        found.append([*outs, *gradients])
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        if example.exact:
+            assert torch.equal(got, want)
+        else:
+            close(p, got.detach().float().numpy(), want.detach().float().numpy())
+
+
+# Derivatives.
+
+
+@few
+@at(TENSORS)
+def test_first_and_second_derivatives(example, place):
+    p = example.problem("tiny")
+    function = function_of(p, place[1])
+    # Along random directions, where single ones take seconds.
+    fast = place[1] == "triton" or example.slow or (place[1] == "torch" and p.arguments.get("fit"))
+    assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=fast)
+    assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=fast)
+
+
+@at(COMPILED_TENSORS)
+def test_third_derivatives(example, place):
+    """Of a sum of squares, in which no derivative is constant."""
+    p = example.problem("tiny")
+    loss = total(p, place[1])
+
+    def gradients(*leaves):
+        return torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradients, leaves_of(p), fast_mode=True)
+
+
+def asked_for(count):
+    """Every choice of some of a few arrays, one of many, and all but one."""
+    if count <= 4:
+        return list(itertools.product([True, False], repeat=count))[1:-1]
+    one = [tuple(at == number for at in range(count)) for number in range(count)]
+    return one + [tuple(not ask for ask in asked) for asked in one]
+
+
+@few
+@at(TENSORS)
+def test_gradients_of_some_of_the_arrays(example, place):
+    """What is asked for alone has the bits that it has among all."""
+    p = small(example, place)
+    count = len(p.leaves)
+    want = solve(place, p)[-count:]
+    choices = asked_for(count)
+    for asked in choices[:: 1 if place[1] != "triton" else 5]:
+        leaves = [leaf.requires_grad_(ask) for leaf, ask in zip(leaves_of(p), asked, strict=True)]
+        outs = tuple_of(function_of(p, place[1])(*leaves))
+        some = list(itertools.compress(leaves, asked))
+        got = torch.autograd.grad(outs, some, tuple(map(tensor, p.cotangents)))
+        for one, other in zip(got, itertools.compress(want, asked), strict=True):
+            agree(p, place[1], one.numpy(), other)
+
+
+@at(ARRAYS)
+def test_the_pullback_returns_gradients_of_the_arrays_given(example, place):
+    p = example.problem()
+    for left_out in ((), *itertools.combinations(example.optional, 1), example.optional):
+        fewer = p.but(**dict.fromkeys(left_out))
+        _, pullback = p.op.vjp(**fewer.arguments, backend=place[1])
+        want = [fewer.arguments[name].shape for name in fewer.leaves]
+        assert [gradient.shape for gradient in pullback(*p.cotangents)] == want
+
+
+@at(ARRAYS)
+def test_a_cotangent_that_is_none_is_zero(example, place):
+    p = example.problem()
+    _, pullback = p.op.vjp(**p.arguments, backend=place[1])
+    for asked in list(itertools.product([True, False], repeat=len(p.cotangents)))[1:]:
+        pairs = list(zip(p.cotangents, asked, strict=True))
+        got = pullback(*(c if ask else None for c, ask in pairs))
+        want = pullback(*(c if ask else 0 * c for c, ask in pairs))
+        for one, other in zip(got, want, strict=True):
+            if one is None:
+                assert not other.any()
+            else:
+                agree(p, place[1], one, other)
+
+
+@at(ARRAYS)
+def test_the_pullback_checks_its_cotangents(example, place):
+    p = example.problem()
+    _, pullback = p.op.vjp(**p.arguments, backend=place[1])
+    for at_, cotangent in enumerate(p.cotangents):
+        given = [None] * len(p.cotangents)
+        for wrong in (np.ones((2, *cotangent.shape)), np.ones(cotangent.size + 1)):
+            given[at_] = wrong
+            with pytest.raises(ValueError, match=r"the cotangent has shape .*; it should be"):
+                pullback(*given)
+
+
+@needs_torch
+@every_example
+def test_vjp_is_for_numpy(example):
+    p = example.problem()
+    message = rf"{p.op.__name__}\.vjp: {p.leaves[0]} is a torch tensor; it should be a NumPy array"
+    with pytest.raises(TypeError, match=message):
+        p.op.vjp(**as_framework("torch", p))
+
+
+@every_example
+def test_a_gradient_is_an_array_of_its_own(example):
+    p = example.problem()
+    out, pullback = p.op.vjp(**p.arguments)
+    arrays = [a for a in p.arguments.values() if isinstance(a, np.ndarray)]
+    for gradient in pullback(*p.cotangents):
+        for other in (*tuple_of(out), *p.cotangents, *arrays):
+            assert not np.shares_memory(gradient, other)
+
+
+@every_example
+@pytest.mark.parametrize("name", SERVE_ARRAYS)
+@needs_torch
+def test_the_backward_uses_the_backend_of_the_forward(example, name, monkeypatch):
+    if not example.served_by(name):
+        pytest.skip("it is a formula")
+    p = example.problem("tiny")
+    leaves = leaves_of(p)
+    with requests(monkeypatch) as asked:
+        with fusedops.use_backend(name):
+            value = total(p)(*leaves)
+        first = torch.autograd.grad(value, leaves, create_graph=True)
+        torch.autograd.grad(sum(gradient.square().sum() for gradient in first), leaves)
+    assert len(asked) >= 2
+    assert {backend for _, backend in asked} == {name}
+
+
+# torch.func.
+
+
+@at(COMPILED_TENSORS)
+def test_transforms(example, place):
+    """Gradients, batches, and gradients of batches have the bits of plain calls."""
+    p = example.problem()
+    function, loss = function_of(p, place[1]), total(p, place[1])
+    arrays = [tensor(p.arguments[name]) for name in p.leaves]
+    every = tuple(range(len(arrays)))
+
+    def check(got, want):
+        for one, other in zip(got, want, strict=True):
+            agree(p, "cython", one.numpy(), other.numpy())
+
+    leaves = leaves_of(p)
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    check(torch.func.grad(loss, argnums=every)(*arrays), want)
+    # The second is another problem; a density's width stays positive.
+    batch = [torch.stack([a, a.flip(0), 1.25 * a]) for a in arrays]
+    rows = [tuple_of(function(*(array[b] for array in batch))) for b in range(3)]
+    stacked = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+    check(tuple_of(torch.vmap(function)(*batch)), stacked)
+    gradients = torch.vmap(torch.func.grad(loss, argnums=every))(*batch)
+    check([gradient[0] for gradient in gradients], want)
+    # The first argument alone, along another dimension.
+    dims = (arrays[0].ndim, *[None] * (len(arrays) - 1))
+    moved = torch.stack([arrays[0], arrays[0].flip(0)], -1)
+    shared = tuple_of(torch.vmap(function, in_dims=dims)(moved, *arrays[1:]))
+    check([out[0] for out in shared], tuple_of(function(*arrays)))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(function, tuple(arrays), tuple(arrays))
+
+
+@needs_torch
+@every_example
+def test_hessians(example):
+    p = example.problem("tiny")
+    loss = total(p)
+    first, *others = (tensor(p.arguments[name]) for name in p.leaves)
+    want = torch.autograd.functional.hessian(lambda x: loss(x, *others), first)
+    got = torch.func.jacrev(torch.func.grad(loss))(first, *others)
+    torch.testing.assert_close(got, want)
+    for transform in (torch.func.jacfwd, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            transform(loss)(first, *others)
+
+
+@needs_torch
+@every_example
+def test_dual_tensors_say_that_forward_mode_is_missing(example):
+    from torch.autograd import forward_ad
+
+    p = example.problem("tiny")
+    first, *others = (tensor(p.arguments[name]) for name in p.leaves)
+    for name in ("cython", "numpy", "torch"):
+        if example.served_by(name):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(first, torch.ones_like(first))
+                with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+                    function_of(p, name)(dual, *others)
+
+
+# Graphs of torch.
+
+
+OPCHECKED = of_primitives(
+    *("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform", "none-uniform"),
+    *("dynamic-packed", "static-mamba", "w1", "w5", "static-w1"),
+    *("l1-m1-forth", "uma-degree", "own", "undo-packed", "no-edges", "l0-packed", "l2-dense"),
+    *("odd", "no-rows", "triclinic-aniso", "no-atoms-iso"),
+    *("openfold", "plain", "no-residues"),
+)
+
+
+@needs_torch
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+def test_opcheck(case):
+    torch.library.opcheck(*registered(case))
+
+
+def test_every_primitive_is_opchecked():
+    assert {case.primitive.name for case in OPCHECKED} == {case.primitive.name for case in CASES}
+
+
+STRIDED = of_primitives(
+    *("chain-weighted", "dynamic-short", "l1-m1-back", "l1-dense", "odd", "no-atoms-iso"),
+    *("small-aniso", "plain-incoming"),
+)
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, id=f"{case}-{name}")
+        for case in STRIDED
+        for name in ("cython", "torch")
+        # A triangle takes seconds.
+        if name == "torch" or (case.has_kernels and case.name != "plain-incoming")
+    ],
+)
+def test_opcheck_of_strided_float32(case, name):
+    def transposed(array):
+        return array.mT.contiguous().mT if array.ndim > 1 else array.repeat_interleave(2)[::2]
+
+    available("torch", name)
+    torch.library.opcheck(*registered(case, name, torch.float32, transposed))
+
+
+@needs_torch
+@every_example
+def test_tensors_without_memory(example):
+    """Fake and meta tensors have the shapes and dtypes of results; a recording gives their bits."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    p = example.problem(dtype="float32")
+    function = function_of(p)
+    arrays = [tensor(p.arguments[name]) for name in p.leaves]
+    want = tuple_of(function(*arrays))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = tuple_of(function(*(torch.ones(a.shape) for a in arrays)))
+    assert [(f.shape, f.dtype) for f in fake] == [(w.shape, w.dtype) for w in want]
+    # Packed arguments are read, which takes memory.
+    if not any(isinstance(value, PACKED) for value in p.arguments.values()):
+        there = {
+            name: a.to("meta") if hasattr(a, "to") else a
+            for name, a in as_framework("torch", p).items()
+        }
+        meta = tuple_of(p.op(**there, backend="torch"))
+        assert [(m.shape, m.dtype, m.device.type) for m in meta] == [
+            (w.shape, w.dtype, "meta") for w in want
+        ]
+    recorded = tuple_of(make_fx(function)(*arrays)(*arrays))
+    for got, other in zip(recorded, want, strict=True):
+        agree(p, "cython", got.numpy(), other.numpy())
+
+
+def compiled(function, **options):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter, **options), counter
+
+
+# Of arguments that shapes and nodes of a graph follow from.
+TRACED = [
+    e
+    for e in EXAMPLES
+    if e.name not in ("planarity-weighted", "undo", "matrices-packed", "triangle-hidden")
+]
+
+
+@needs_torch
+@pytest.mark.parametrize("example", TRACED, ids=str)
+def test_compile_without_breaks_or_recompiling(example):
+    """Sizes change from one structure, sequence or batch to the next."""
+    problems = [example.of(size) for size in example.others]
+    op, names = example.op, problems[0].leaves
+    changing = (np.ndarray, *PACKED)
+    rest = {n: a for n, a in problems[0].arguments.items() if not isinstance(a, changing)}
+
+    def function(leaves, constants):
+        given = [1.5 * leaf for leaf in leaves]
+        out = op(**dict(zip(names, given, strict=True)), **constants, **rest)
+        return out if isinstance(out, tuple) else (out,)
+
+    fast, counter = compiled(function, dynamic=True)
+    for p in problems:
+        arguments = as_framework("torch", p)
+        constants = {n: a for n, a in arguments.items() if n not in names and n not in rest}
+        found = []
+        for f in (fast, function):
+            leaves = leaves_of(p)
+            outs = f(leaves, constants)
+            found.append([*outs, *torch.autograd.grad(sum(o.sin().sum() for o in outs), leaves)])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+        detached = [leaf.detach() for leaf in leaves]
+        for got, want in zip(fast(detached, constants), function(detached, constants), strict=True):
+            torch.testing.assert_close(got, want)
+    # With and without a gradient are two graphs.
+    assert counter.frame_count == 2
+
+
+@needs_torch
+@every_example
+def test_compiled_code_asks_for_its_backend_when_it_runs(example, monkeypatch):
+    p = example.problem("tiny")
+    fast, counter = compiled(function_of(p))
+    arrays = [tensor(p.arguments[name]) for name in p.leaves]
+    with requests(monkeypatch) as asked:
+        fast(*arrays)
+        with fusedops.use_backend("numpy"):
+            fast(*arrays)
+    assert [backend for _, backend in asked] == [None, "numpy"]
+    assert counter.frame_count == 1
+
+
+@needs_torch
+@with_out
+def test_out_inside_compiled_code(example):
+    p = example.problem()
+    fast, _ = compiled(function_of(p), dynamic=True)
+    arrays = [tensor(p.arguments[name]) for name in p.leaves]
+    want = evaluate(("torch", None), p)
+    out = torch.empty(want[0].shape, dtype=torch.float64)
+    fast(*arrays, out=out)
+    agree(p, "cython", out.numpy(), want[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@every_example
+def test_a_cuda_graph_replays_new_numbers(example):
+    """Values and gradients, of numbers that were written where the recorded ones lay."""
+    p = example.problem("medium", "float32")
+    on_gpu = {
+        name: a.to("cuda") if hasattr(a, "to") else a
+        for name, a in as_framework("torch", p).items()
+    }
+    leaves = {name: on_gpu[name].requires_grad_() for name in p.leaves}
+    cotangents = [tensor(c).to("cuda") for c in p.cotangents]
+
+    def run():
+        outs = tuple_of(p.op(**{**on_gpu, **leaves}))
+        return [o.detach() for o in outs], torch.autograd.grad(outs, [*leaves.values()], cotangents)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for leaf in leaves.values():
+            leaf *= 1.25
+    graph.replay()
+    for got, want in zip(itertools.chain(*captured), itertools.chain(*run()), strict=True):
+        # Maps are summed in no order.
+        close(p, got.cpu().numpy(), want.cpu().numpy())
+
+
+# `out`.
+
+
+def spare(shape, dtype="float64"):
+    return np.full(shape, 7.0, dtype)
+
+
+def bad_outs(shape):
+    """Return of every wrong `out` what makes it, the error, and what it says."""
+    is_ = "; it should be"
+    yield "shape", lambda: spare((*shape[:-1], shape[-1] + 1)), ValueError, f"has shape .*{is_}"
+    yield "rank", lambda: spare((1, *shape)), ValueError, f"has shape .*{is_}"
+    yield "dtype", lambda: spare(shape, "f4"), TypeError, f"has dtype float32{is_} float64"
+    apart = (*shape[:-1], 2 * shape[-1])
+    yield "slice", lambda: spare(apart)[..., ::2], ValueError, f"is not contiguous{is_}"
+    yield "read-only", lambda: frozen(spare(shape)), ValueError, f"is read-only{is_}"
+    if len(shape) > 1:
+        yield "order", lambda: spare(shape[::-1]).T, ValueError, f"is not contiguous{is_}"
+    yield "list", lambda: [7.0], TypeError, f"is a list{is_} a NumPy array"
+    yield "number", lambda: 7.0, TypeError, f"is a float{is_} a NumPy array"
+
+
+@with_out
+def test_bad_out(example):
+    """It is named and left as it was."""
+    p = example.problem()
+    for kind, make, error, message in bad_outs(p.cotangents[0].shape):
+        out = make()
+        with pytest.raises(error, match=f"{p.op.__name__}: out {message}"):
+            p.op(**p.arguments, out=out)
+        assert (np.asarray(out) == 7).all(), kind
+
+
+@needs_torch
+@with_out
+def test_bad_out_tensors(example):
+    p = example.problem(dtype="float32")
+    shape, arguments = p.cotangents[0].shape, as_framework("torch", p)
+    bad = [
+        (np.empty(shape, "f4"), TypeError, "is a ndarray; it should be a torch tensor"),
+        (torch.empty(*shape[:-1], shape[-1] + 1), ValueError, "has shape"),
+        (torch.empty(shape).bfloat16(), TypeError, "has dtype bfloat16; it should be float32"),
+        (torch.empty(1).expand(shape), ValueError, "is not contiguous"),
+        (torch.empty(shape, device="meta"), ValueError, "is on meta; it should be on cpu"),
+        (torch.empty(shape, requires_grad=True), RuntimeError, "is given and an argument req"),
+    ]
+    for out, kind, message in bad:
+        with pytest.raises(kind, match=f"{p.op.__name__}: out {message}"):
+            p.op(**arguments, out=out)
+    last = p.leaves[-1]
+    arguments[last].requires_grad_()
+    out = torch.zeros(shape)
+    with pytest.raises(RuntimeError, match=r"requires grad.*called without out, or under torch"):
+        p.op(**arguments, out=out)
+    assert not out.any()
+    with torch.no_grad():
+        found = p.op(**arguments, out=out)
+    assert tuple_of(found)[0] is out
+    assert out.any()
+
+
+@pytest.mark.interpreted_slow(dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@at(PLACES, [e for e in EXAMPLES if e.takes_out])
+def test_out_is_filled_and_returned(example, place, dtype):
+    p = small(example, place, dtype)
+    out = np.full(p.cotangents[0].shape, np.nan, dtype)
+    filled = tensor(out) if place[0] == "torch" else out
+    found = p.op(**as_framework(place[0], p), out=filled, backend=place[1])
+    assert tuple_of(found)[0] is filled
+    want = evaluate(place, p)
+    all_agree(p, place[1], [np.asarray(a) for a in (out, *tuple_of(found)[1:])], want)
+
+
+@with_out
+def test_out_shares_no_element_with_an_argument(example):
+    """Neither the last of an argument nor the first; apart by nothing, both are fine."""
+    p = example.problem()
+    size, shape = p.cotangents[0].size, p.cotangents[0].shape
+    for name in example.floats:
+        given = p.arguments[name]
+        memory = np.ones(2 * size + given.size)
+        between = memory[size : size + given.size].reshape(given.shape)
+        between[...] = given
+        before = memory.copy()
+        arguments = {**p.arguments, name: between}
+        for start in (1, size + given.size - 1):
+            out = memory[start : start + size].reshape(shape)
+            with pytest.raises(
+                ValueError, match=f"{p.op.__name__}: out shares memory with {name};"
+            ):
+                p.op(**arguments, out=out)
+            same(memory, before)
+        for start in (0, size + given.size):
+            p.op(**arguments, out=memory[start : start + size].reshape(shape))
+            same(between, given)
+
+
+@at(TENSORS, [e for e in EXAMPLES if e.takes_out])
+def test_autograd_notices_that_out_is_written(example, place):
+    """A tensor that another backward needs: not a wrong gradient without a word."""
+    p = example.problem("tiny")
+    out = torch.ones(p.cotangents[0].shape, dtype=torch.float64)
+    weight = torch.ones((), requires_grad=True)
+    loss = (weight * out).sum()
+    p.op(**as_framework("torch", p), out=out, backend=place[1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Wrong kinds of arguments.
+
+
+WRONG_DTYPES = {
+    "integers": lambda a: a.astype(int),
+    "half": lambda a: a.astype("f2"),
+    "complex": lambda a: a.astype(complex),
+    "big-endian": lambda a: a.astype(">f8"),
+    "text": lambda a: a.astype("U1"),
+}
+
+
+def calls_of(op):
+    return op, op.vjp, op.explain
+
+
+@every_example
+@pytest.mark.parametrize("kind", WRONG_DTYPES)
+def test_an_array_of_another_dtype_is_named(example, kind):
+    p = example.problem()
+    for name in example.floats:
+        wrong = WRONG_DTYPES[kind](p.arguments[name])
+        # It may be an array of bool, too.
+        message = (
+            rf"^{p.op.__name__}: {name} has dtype .*; it should be (bool, )?float32 or float64"
+        )
+        for function in calls_of(p.op):
+            with pytest.raises(TypeError, match=message):
+                function(**{**p.arguments, name: wrong})
+        same(p.arguments[name], example.problem().arguments[name])
+
+
+@every_example
+def test_an_array_of_another_rank_is_named(example):
+    p = example.problem()
+    for name in example.leaves:
+        for wrong in (p.arguments[name][(None,) * 7], *([np.ones(())] * (name != "mask"))):
+            for function in calls_of(p.op):
+                with pytest.raises(ValueError, match=rf"^{p.op.__name__}: {name} has shape .*; it"):
+                    function(**{**p.arguments, name: wrong})
+
+
+@every_example
+def test_an_array_that_is_missing_is_named(example):
+    p = example.problem()
+    parameters = inspect.signature(p.op).parameters
+    needed = [n for n in example.leaves if n not in example.optional]
+    assert needed
+    for name in needed:
+        should = "given" if parameters[name].default is None else "an array"
+        for function in calls_of(p.op):
+            with pytest.raises(
+                TypeError, match=rf"^{p.op.__name__}: {name} is None; it .*{should}"
+            ):
+                function(**{**p.arguments, name: None})
+
+
+@needs_torch
+@every_example
+def test_tensors_of_another_kind_are_named(example):
+    p = example.problem(dtype="float32")
+    arguments = as_framework("torch", p)
+    for name in example.floats:
+        given = arguments[name]
+        wrong = [
+            (given.int(), TypeError, "has dtype int32; it should be"),
+            (given.cfloat(), TypeError, "has dtype complex64; it should be"),
+            (given.to(torch.float8_e4m3fn), TypeError, "has dtype float8_e4m3fn"),
+            (given.to_sparse(), TypeError, "is .*dense tensor"),
+        ]
+        for value, kind, message in wrong:
+            with pytest.raises(kind, match=rf"^{p.op.__name__}: .*{name} {message}"):
+                p.op(**{**arguments, name: value})
+
+
+@needs_torch
+@every_example
+def test_tensors_and_arrays_do_not_mix_nor_do_devices(example):
+    p = example.problem(dtype="float32")
+    arrays, tensors = p.arguments, as_framework("torch", p)
+    first, *others = example.floats
+    for name in others:
+        with pytest.raises(
+            TypeError, match=f"{name} is a torch tensor; it should be a NumPy array"
+        ):
+            p.op(**{**arrays, name: tensors[name]})
+        with pytest.raises(
+            TypeError, match=f"{name} is a NumPy array; it should be a torch tensor"
+        ):
+            p.op(**{**tensors, name: arrays[name]})
+        with pytest.raises(
+            ValueError, match=f"{name} is on meta; it should be on cpu, where {first}"
+        ):
+            p.op(**{**tensors, name: tensors[name].to("meta")})
+    for name, value in arrays.items():
+        if isinstance(value, PACKED):
+            with pytest.raises(ValueError, match=f"{name} is on meta; it should be on cpu"):
+                p.op(**{**tensors, name: value.to("meta")})
+            if first != name:
+                with pytest.raises(ValueError, match="is on cpu; it should be on meta"):
+                    p.op(**{**tensors, first: tensors[first].to("meta")})
+
+
+# Backends.
+
+
+@every_example
+def test_an_unknown_backend_is_named(example):
+    p = example.problem()
+    for function in calls_of(p.op):
+        with pytest.raises(ValueError, match="backend is 'cuda'; it should be one of triton"):
+            function(**p.arguments, backend="cuda")
+
+
+@every_example
+def test_a_backend_that_cannot_serve_says_so(example):
+    p = example.problem()
+    for name in ("triton", "torch"):
+        with pytest.raises(fusedops.BackendUnavailable, match="it takes torch tensors"):
+            p.op(**p.arguments, backend=name)
+        assert p.op.explain(**p.arguments, backend=name).backend is None
+    if not example.kernels:
+        for name in ("cython", "numba"):
+            with pytest.raises(fusedops.BackendUnavailable, match="it has no kernel for"):
+                p.op(**p.arguments, backend=name)
+
+
+@at([*ARRAYS, *TENSORS])
+def test_explain_says_who_serves(example, place):
+    p = example.problem()
+    arguments = as_framework(place[0], p)
+    explanation = p.op.explain(**arguments, backend=place[1])
+    assert explanation.backend == place[1]
+    assert explanation.request.op == p.op.primitive.name
+    with fusedops.use_backend(place[1]):
+        assert p.op.explain(**arguments).backend == place[1]
+
+
+# Packed arguments.
+
+
+def packed_examples():
+    for cls in PACKED:
+        for example in EXAMPLES:
+            values = example.problem().arguments.items()
+            names = [name for name, value in values if isinstance(value, cls)]
+            if names:
+                yield pytest.param(example, names[0], id=f"{cls.__name__}-{example}")
+
+
+packed_examples_ = pytest.mark.parametrize(("example", "name"), list(packed_examples()))
+
+
+@packed_examples_
+def test_packed_arguments_travel(example, name):
+    """Pickled, copied, taken apart and moved to where they are, they are the same."""
+    p = example.problem()
+    packed = p.arguments[name]
+    others = [pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed), copy.copy(packed)]
+    want = solve(("numpy", None), p)
+    # What a first call leaves in it travels, too.
+    others.append(pickle.loads(pickle.dumps(packed)))
+    if HAS_TORCH:
+        back = taken_apart(packed)
+        others += [back, pickle.loads(pickle.dumps(back)), copy.deepcopy(back), back.to("cpu")]
+        assert packed.to("cpu") is packed
+        assert packed.to("meta").device == "meta"
+        others.append(pickle.loads(pickle.dumps(packed)))
+    for other in others:
+        assert other.device == "cpu"
+        for got, expected in zip(solve(("numpy", None), p.but(**{name: other})), want, strict=True):
+            same(got, expected)
+
+
+@needs_torch
+@packed_examples_
+def test_packed_arguments_first_used_in_inference_mode_stay_usable(example, name):
+    p = example.problem()
+    packed = pickle.loads(pickle.dumps(p.arguments[name]))
+    p = p.but(**{name: packed})
+    with torch.inference_mode():
+        p.op(**as_framework("torch", p), backend="torch")
+    leaves = leaves_of(p)
+    first = torch.autograd.grad(total(p, "torch")(*leaves), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    assert all(gradient.isfinite().all() for gradient in second)
