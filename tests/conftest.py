@@ -18,6 +18,7 @@ import os
 import sys
 
 import pytest
+
 from places import EXACT, PLACES, QUICK, SERVE_ARRAYS, SERVE_TENSORS, available
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from places import EXACT, HAS_TORCH
 
 import fusedops
 from fusedops._frame import registry
@@ -23,6 +22,7 @@ from fusedops._frame.kinds import forget_plans
 from fusedops.samples import atoms_in, cubes, pair, protein
 from fusedops.testing import CASES, TOLERANCE, error
 from fusedops.wigner import m_major_order, wigner_d
+from places import EXACT, HAS_TORCH
 
 if HAS_TORCH:
     import torch

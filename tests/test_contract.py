@@ -13,6 +13,8 @@ import pickle
 
 import numpy as np
 import pytest
+
+import fusedops
 from contract import (
     EXAMPLES,
     UNPACKED,
@@ -33,6 +35,7 @@ from contract import (
     total,
     tuple_of,
 )
+from fusedops.testing import CASES, TOLERANCE
 from places import (
     EXACT,
     HAS_TORCH,
@@ -43,9 +46,6 @@ from places import (
     available,
     needs_torch,
 )
-
-import fusedops
-from fusedops.testing import CASES, TOLERANCE
 
 if HAS_TORCH:
     import torch

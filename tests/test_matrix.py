@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 
@@ -14,9 +13,7 @@ from fusedops._frame import registry
 from fusedops.conv import conv, conv_vjp
 from fusedops.planarity import gradient_vjp, nll
 from fusedops.testing import CASES, check, run
-
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
+from places import HAS_TORCH, HAS_TRITON, interpreted, needs_linux, needs_torch
 
 # Where a case runs: the framework of its arrays, and the backend asked for.
 PLACES = [("numpy", "cython"), ("numpy", "numba"), ("numpy", "numpy")]
@@ -26,9 +23,6 @@ if HAS_TRITON:
     PLACES += [("torch", "triton")]
 
 FILLING = (("numpy", "cython"), ("numpy", "numba"), ("torch", "triton"))
-
-# Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
-interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 def served(cases, places):
@@ -53,7 +47,7 @@ TYPICAL = [
 
 
 @interpreted
-@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+@needs_torch
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("case", "place"), served(TYPICAL, [p for p in PLACES if p[0] == "torch"]), ids=str
@@ -234,7 +228,7 @@ for cu_seqlens in ([0, 3, 8], [0, 0, 1, 70, 71]):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="protects pages the Linux way")
+@needs_linux
 @pytest.mark.parametrize("place", [p for p in PLACES if p in FILLING], ids="-".join)
 def test_a_convolution_reads_nothing_beyond_its_arrays(place):
     framework, backend = place
