@@ -12,9 +12,7 @@ from fusedops._frame import registry  # noqa: E402
 from fusedops._frame.bridge import _take_apart  # noqa: E402
 from fusedops.planarity import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
-from fusedops.testing import CASES, error  # noqa: E402
-
-BACKENDS = ("cython", "numba", "torch", "numpy")
+from fusedops.testing import error  # noqa: E402
 
 
 def example(residues=8, sigmas="plane", noise=0.1, dtype=torch.float64):
@@ -25,25 +23,6 @@ def example(residues=8, sigmas="plane", noise=0.1, dtype=torch.float64):
         for i in indices
     ]
     return torch.tensor(xyz, dtype=dtype, requires_grad=True), fusedops.Planes(groups)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("sigmas", "fit"), [("plane", "uniform"), ("atom", "weighted")])
-def test_gradcheck(backend, sigmas, fit):
-    xyz, planes = example(sigmas=sigmas)
-    assert torch.autograd.gradcheck(
-        lambda x: fusedops.planarity_nll(x, planes, fit=fit, backend=backend), (xyz,)
-    )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sigmas", ["plane", "atom"])
-@pytest.mark.parametrize("fit", ["uniform", "weighted"])
-def test_gradgradcheck(backend, sigmas, fit):
-    xyz, planes = example(sigmas=sigmas)
-    assert torch.autograd.gradgradcheck(
-        lambda x: fusedops.planarity_nll(x, planes, fit=fit, backend=backend), (xyz,)
-    )
 
 
 def derivative(function, order, vectors):
@@ -110,25 +89,6 @@ def test_views_and_strides_of_tensors():
     assert not wide.grad[:, [0, 4]].any()
 
 
-OPCHECKED = [
-    case
-    for case in CASES
-    if case.name in ("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform", "none-uniform")
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", OPCHECKED, ids=str)
-def test_opcheck(case, dtype):
-    arrays, static = case.make()
-    tensors = [torch.tensor(array, dtype=dtype) for array in arrays]
-    if case.primitive.pullback:
-        tensors[0].requires_grad_()
-    operator = getattr(torch.ops.fusedops, case.primitive.name).default
-    wanted = list(case.primitive.all)
-    torch.library.opcheck(operator, (*tensors, *_take_apart(case.primitive, static), wanted, ""))
-
-
 def test_a_registered_op_refuses_half_a_gradient():
     xyz, planes = example()
     outputs = torch.ops.fusedops.planarity_nll(
@@ -138,119 +98,12 @@ def test_a_registered_op_refuses_half_a_gradient():
         outputs[0].backward()
 
 
-def compiled(dynamic):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def loss(x, planes):
-        return fusedops.planarity_nll(1.5 * x, planes) + x.square().sum()
-
-    return loss, torch.compile(loss, fullgraph=True, backend=counter, dynamic=dynamic), counter
-
-
-@pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 3)])
-def test_compile_without_breaks_or_recompiling(dynamic, most):
-    """With automatic shapes torch learns one size after the other to be dynamic, then stops."""
-    eager, loss, counter = compiled(dynamic)
-    counts = []
-    for residues in (9, 12, 17, 26, 33):
-        xyz, planes = example(residues, dtype=torch.float32)
-        (want,) = torch.autograd.grad(eager(xyz, planes), xyz)
-        (gradient,) = torch.autograd.grad(loss(xyz, planes), xyz)
-        torch.testing.assert_close(gradient, want)
-        torch.testing.assert_close(loss(xyz.detach(), planes), eager(xyz.detach(), planes))
-        counts.append(counter.frame_count)
-    # Without and with a gradient are two graphs.
-    assert counts[-1] <= 2 * most
-    assert counts[-1] == counts[-2]
-
-
-@pytest.mark.usefixtures("fresh_plans")
-def test_compiled_code_asks_for_its_backend_when_it_runs():
-    xyz, planes = example()
-    _, loss, _ = compiled(None)
-    asked = []
-    genuine = registry.choose
-
-    def watched(request):
-        asked.append(request.forced)
-        return genuine(request)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "choose", watched)
-        loss(xyz, planes)
-        with fusedops.use_backend("numba"):
-            loss(xyz, planes)
-    assert asked == [None, "numba"]
-
-
-def test_transforms():
-    xyz, planes = example()
-    xyz = xyz.detach()
-
-    def nll(x):
-        return fusedops.planarity_nll(x, planes)
-
-    leaf = xyz.clone().requires_grad_()
-    (want,) = torch.autograd.grad(nll(leaf), leaf)
-    assert torch.equal(torch.func.grad(nll)(xyz), want)
-    batch = torch.stack([xyz, xyz + 0.1, xyz.flip(0)])
-    assert torch.equal(torch.vmap(nll)(batch), torch.stack([nll(x) for x in batch]))
-    gradients = torch.vmap(torch.func.grad(nll))(batch)
-    assert torch.equal(gradients[0], want)
-    hessian = torch.func.jacrev(torch.func.grad(nll))(xyz)
-    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(nll, xyz))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
-def test_forward_mode_says_that_it_is_missing(transform):
-    xyz, planes = example(residues=1)
-    with pytest.raises(NotImplementedError, match="planarity_nll has no forward-mode derivative"):
-        transform(lambda x: fusedops.planarity_nll(x, planes))(xyz.detach())
-
-
-@pytest.mark.parametrize("backend", ["cython", "numpy", "torch"])
-def test_dual_tensors_say_that_forward_mode_is_missing(backend):
-    from torch.autograd import forward_ad
-
-    xyz, planes = example(residues=1)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(xyz.detach(), torch.ones_like(xyz))
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            fusedops.planarity_nll(dual, planes, backend=backend)
-
-
-def test_first_use_in_inference_mode_leaves_planes_usable():
-    xyz, planes = example(residues=1)
-    with torch.inference_mode():
-        fusedops.planarity_nll(xyz, planes, backend="torch")
-    loss = fusedops.planarity_nll(xyz, planes, backend="torch")
-    (g,) = torch.autograd.grad(loss, xyz, create_graph=True)
-    (h,) = torch.autograd.grad(g.square().sum(), xyz, create_graph=True)
-    h.square().sum().backward()
-
-
 def test_results_share_no_memory_with_planes():
     xyz, _ = example(residues=1)
     planes = fusedops.Planes([])
     loss = fusedops.planarity_nll(xyz.detach(), planes, backend="torch")
     loss += 5
     assert fusedops.planarity_nll(xyz.detach(), planes, backend="torch") == 0
-
-
-def test_planes_travel(square):
-    """Moved there and back, pickled and copied, they are the same planes."""
-    import copy
-    import pickle
-
-    xyz, groups = square
-    planes = fusedops.Planes(groups)
-    back = fusedops.Planes.from_tensors(planes.tensors_here(), planes.sizes())
-    for other in (pickle.loads(pickle.dumps(back)), copy.deepcopy(back), planes.to("cpu")):
-        assert fusedops.planarity_nll(xyz, other) == fusedops.planarity_nll(xyz, planes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -269,16 +122,6 @@ def test_sixteen_bit_coordinates(dtype):
     assert torch.equal(half.grad, full.grad.to(dtype))
 
 
-def test_autocast_keeps_float32():
-    xyz, planes = example(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = torch.eye(3) @ torch.eye(3)
-        loss = fusedops.planarity_nll(xyz, planes)
-    assert half.dtype == torch.bfloat16
-    assert loss.dtype == torch.float32
-    assert loss.item() == fusedops.planarity_nll(xyz, planes).item()
-
-
 def test_planes_from_tensors():
     xyz, planes = example()
     rng = np.random.default_rng(8)
@@ -287,25 +130,6 @@ def test_planes_from_tensors():
     want = fusedops.planarity_nll(xyz, planes).item()
     assert fusedops.planarity_nll(xyz, groups).item() == want
     assert fusedops.planarity_nll(xyz.detach().numpy(), groups) == want
-
-
-@pytest.mark.usefixtures("fresh_plans")
-def test_the_backward_uses_the_backend_of_the_forward():
-    xyz, planes = example()
-    asked = []
-    genuine = registry.choose
-
-    def watched(request):
-        asked.append((request.op, request.forced))
-        return genuine(request)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "choose", watched)
-        with fusedops.use_backend("numba"):
-            loss = fusedops.planarity_nll(xyz, planes)
-        (gradient,) = torch.autograd.grad(loss, xyz, create_graph=True)
-        gradient.sum().backward()
-    assert asked == [("planarity_nll", "numba"), ("planarity_gradient_vjp", "numba")]
 
 
 BAD = {
@@ -342,11 +166,6 @@ def test_mixed_devices_in_a_list():
     index = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="sigmas is on cpu; it should be on meta"):
         fusedops.Planes([(index, torch.ones(1))])
-
-
-def test_vjp_is_for_numpy(square):
-    with pytest.raises(TypeError, match="xyz is a torch tensor; it should be a NumPy array"):
-        fusedops.planarity_nll.vjp(torch.zeros(4, 3), square[1])
 
 
 def test_the_gpu_fallback_warns_once(square, monkeypatch):
