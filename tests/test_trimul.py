@@ -1,8 +1,7 @@
-"""The contract of the triangle multiplicative update, on reference and kernels."""
+"""The triangle multiplicative update, on the reference and the kernels."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import subprocess
@@ -15,72 +14,21 @@ import pytest
 
 import fusedops
 from fusedops import triangle_multiplicative_update
-from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops.samples import pair
-from fusedops.testing import CASES, TOLERANCE, error
+from fusedops.testing import TOLERANCE, error
 from fusedops.trimul import ARRAYS, trimul, trimul_vjp, warn_of_parts
+from places import FILLING, HAS_TORCH, available, interpreted, needs_linux, needs_torch
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
 if HAS_TORCH:
     import torch
 
-    from fusedops._frame.bridge import _take_apart
+pytestmark = interpreted
 
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
-# Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
-# Every implementation once; Triton's is interpreted, and slow.
-QUICK = [("numpy", "cython"), ("numpy", "numba"), ("numpy", "numpy")]
-QUICK += [("torch", "torch")] if HAS_TORCH else []
-PLACES = QUICK + [("torch", "triton")] if HAS_TRITON else QUICK
-SERVE_TENSORS = ("cython", "numba", "numpy", "torch", *(["triton"] if HAS_TRITON else []))
-FILLING = [p for p in PLACES if p[1] not in ("numpy", "torch")]
 
 DIRECTIONS = ("outgoing", "incoming")
 GATES = ("output", "hidden")
 DTYPES = ("float32", "float64")
-
-
-def available(framework, backend):
-    """Return the place; skip where its backend isn't built, or has no kernel."""
-    for primitive in (trimul, trimul_vjp):
-        dtype = np.dtype(np.float64)
-        request = registry.Request(primitive.name, framework, "cpu", dtype, backend)
-        if reason := registry.explain(request).reasons[backend]:
-            pytest.skip(f"{backend}: {reason}")
-    return framework, backend
-
-
-@pytest.fixture(params=PLACES, ids="-".join)
-def place(request):
-    return available(*request.param)
-
-
-@pytest.fixture(params=QUICK, ids="-".join)
-def quick(request):
-    return available(*request.param)
-
-
-@pytest.fixture(params=["cython", "numba", "numpy"])
-def backend(request):
-    """One that serves NumPy arrays."""
-    return available("numpy", request.param)[1]
-
-
-@pytest.fixture(params=["cython", "numba", "numpy", "torch"])
-def torch_backend(request):
-    """One that serves tensors on the CPU."""
-    pytest.importorskip("torch")
-    return available("torch", request.param)[1]
-
-
-@pytest.fixture(params=SERVE_TENSORS)
-def any_torch_backend(request):
-    pytest.importorskip("torch")
-    return available("torch", request.param)[1]
 
 
 @pytest.fixture(params=DIRECTIONS)
@@ -91,11 +39,6 @@ def direction(request):
 @pytest.fixture(params=GATES)
 def gate(request):
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def unwritten_outputs_are_nan(monkeypatch):
-    monkeypatch.setattr(primitive_frame, "poison", True)
 
 
 class Problem(NamedTuple):
@@ -243,11 +186,6 @@ def relative(got, want):
     return np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0)
 
 
-def frozen(array):
-    array.flags.writeable = False
-    return array
-
-
 @needs_torch
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -276,16 +214,6 @@ def test_gradients_are_what_differences_say(direction, gate, name):
         want[index] = (moved[0] - moved[1]) / (2 * step)
     # The square of the step, and rounding over it.
     assert error(gradient, want) < 1e-7
-
-
-@needs_torch
-def test_first_and_second_derivatives(any_torch_backend, direction, gate):
-    if any_torch_backend == "triton" and (direction, gate) != ("outgoing", "hidden"):
-        pytest.skip("the interpreter takes half a minute for each; the matrix has them all")
-    p = problem((1, 3, 4, 3), direction=direction, gate=gate)
-    function = function_of(p, any_torch_backend)
-    assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=True)
 
 
 @needs_torch
@@ -343,20 +271,6 @@ def test_a_gradient_that_depends_on_nothing_has_none_itself(torch_backend):
     assert torch.equal(both, alone)
     (nothing,) = torch.autograd.grad(first[1].sum(), x, allow_unused=True)
     assert nothing is None or not nothing.any()
-
-
-@needs_torch
-def test_gradients_of_some_of_the_arrays(any_torch_backend):
-    """What is asked for alone is what it is among all."""
-    p = problem()
-    want = solve(("torch", any_torch_backend), p)[1:]
-    some = 4 if any_torch_backend == "triton" else 1
-    for at, name in list(enumerate(p.given))[::some]:
-        leaves = [leaf.requires_grad_(i == at) for i, leaf in enumerate(leaves_of(p))]
-        out = function_of(p, any_torch_backend)(*leaves)
-        (got,) = torch.autograd.grad(out, leaves[at], tensor(p.cotangent))
-        assert name
-        close(got.numpy(), want[at], terms=64)
 
 
 def test_incoming_is_outgoing_of_what_is_transposed(place, gate):
@@ -688,71 +602,6 @@ def test_sixteen_bits_with_weights_of_float32(any_torch_backend, gate, dtype):
 
 
 @needs_torch
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_autocast_leaves_products_alone(any_torch_backend, dtype):
-    p = problem((1, 3, 4, 5))
-    found = []
-    for enabled in (False, True):
-        leaves = [leaf.detach().to(getattr(torch, dtype)).requires_grad_() for leaf in leaves_of(p)]
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = function_of(p, any_torch_backend)(*leaves)
-            gradients = torch.autograd.grad(out.sum(), leaves)
-        found.append([out.detach(), *gradients])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@needs_torch
-def test_autocast_leaves_dtypes_alone(torch_backend):
-    p = problem(dtype="float32")
-    with torch.autocast("cpu", torch.bfloat16):
-        results = solve(("torch", torch_backend), p)
-    for got, want in zip(results, solve(("torch", torch_backend), p), strict=True):
-        assert got.dtype == np.float32
-        close(got, want, terms=64)
-
-
-LAYOUTS = {
-    "slice": lambda a: np.repeat(a, 2, -1)[..., ::2],
-    "transpose": lambda a: np.ascontiguousarray(a.T).T,
-    "rows apart": lambda a: np.repeat(a, 3, 0)[1::3],
-}
-# Which torch has not.
-NUMPY_LAYOUTS = {
-    "reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
-    "upside down": lambda a: a[::-1].copy()[::-1],
-    "read-only": lambda a: frozen(a.copy()),
-    "unaligned": lambda a: unaligned(a),
-}
-
-
-def unaligned(array):
-    memory = np.empty(array.nbytes + 1, np.uint8)
-    view = memory[1:].view(array.dtype).reshape(array.shape)
-    view[...] = array
-    return view
-
-
-def check_layout(place, layout, gate):
-    p = problem(gate=gate)
-    other = p.mapped(layout)
-    before = p.mapped(np.copy)
-    for got, want in zip(solve(place, other), solve(place, p), strict=True):
-        close(got, want, terms=64)
-    for name in p.given:
-        same(other.arrays[name], before.arrays[name])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_arrays_are_read_where_they_lie(place, layout, gate):
-    check_layout(place, LAYOUTS[layout], gate)
-
-
-@pytest.mark.parametrize("layout", NUMPY_LAYOUTS)
-def test_arrays_are_read_backwards_and_never_written(backend, layout, gate):
-    check_layout(("numpy", backend), NUMPY_LAYOUTS[layout], gate)
-
-
-@needs_torch
 def test_expanded_tensors_and_cotangents(any_torch_backend):
     """One weight for all channels, and a cotangent as `.sum().backward()` gives it."""
     p = problem()
@@ -768,42 +617,9 @@ def test_expanded_tensors_and_cotangents(any_torch_backend):
         close(mine.numpy(), other.sum(keepdims=True) if i == at else other)
 
 
-def test_out_is_filled_and_returned(place):
-    for dtype in DTYPES:
-        p = problem(dtype=dtype)
-        out = np.full(p.cotangent.shape, np.nan, dtype)
-        filled = tensor(out) if place[0] == "torch" else out
-        arrays = {n: tensor(a) if place[0] == "torch" else a for n, a in p.arrays.items()}
-        options = {**p.options, "backend": place[1]}
-        assert triangle_multiplicative_update(**arrays, **options, out=filled) is filled
-        close(out, evaluate(place, p), terms=64)
-
-
 def arguments():
     """Return those of a call with every array, by name."""
     return problem().arrays
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda: np.full((2, 5, 5, 7), 7.0), ValueError, r"has shape \(2, 5, 5, 7\); it should be"),
-        (lambda: np.full((2, 5, 5, 6), 7.0, "f4"), TypeError, "has dtype float32; it should be fl"),
-        (lambda: np.full((6, 5, 5, 2), 7.0).T, ValueError, "is not contiguous; it should be"),
-        (lambda: frozen(np.full((2, 5, 5, 6), 7.0)), ValueError, "is read-only; it should be"),
-    ],
-)
-def test_bad_out(make, kind, message):
-    out = make()
-    with pytest.raises(kind, match=f"triangle_multiplicative_update: out {message}"):
-        triangle_multiplicative_update(**arguments(), out=out)
-    assert (out == 7).all()
-
-
-def test_out_shares_memory_with_no_argument():
-    given = arguments()
-    with pytest.raises(ValueError, match="out shares memory with x; it should not"):
-        triangle_multiplicative_update(**given, out=given["x"])
 
 
 def shaped(*shape):
@@ -812,10 +628,6 @@ def shaped(*shape):
 
 # B, N, C, H are 2, 5, 6, 7.
 BAD = {
-    "x of integers": ({"x": np.ones((2, 5, 5, 6), int)}, TypeError, "x has dtype int64; it should"),
-    "x of half": ({"x": np.ones((2, 5, 5, 6), "f2")}, TypeError, "x has dtype float16; it should "),
-    "x big endian": ({"x": np.ones((2, 5, 5, 6), ">f8")}, TypeError, "x has dtype >f8; it should "),
-    "no x": ({"x": None}, TypeError, "x is None; it should be an array"),
     "x of rank 3": (
         {"x": shaped(5, 5, 6)},
         ValueError,
@@ -897,8 +709,6 @@ BAD = {
     "no memory": ({"max_memory": 0}, ValueError, "max_memory is 0; it should be positive, or None"),
     "memory owed": ({"max_memory": -1}, ValueError, "max_memory is -1; it should be at least 0"),
     "memory a float": ({"max_memory": 1e9}, TypeError, "max_memory is a float; it should be an in"),
-    "another backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda'; it should be one of"),
-    "triton": ({"backend": "triton"}, fusedops.BackendUnavailable, "it takes torch tensors"),
 }
 SHAPES = {
     "norm_in_weight": "(6,)",
@@ -944,32 +754,6 @@ def test_every_weight_says_its_name_and_shape(name):
 def test_a_weight_that_is_missing_says_its_name(name):
     with pytest.raises(TypeError, match=f"update: {name} is None; it should be given"):
         triangle_multiplicative_update(**{**arguments(), name: None})
-
-
-@needs_torch
-@pytest.mark.parametrize("name", ARRAYS[1:])
-def test_tensors_and_arrays_do_not_mix(name):
-    given = arguments()
-    with pytest.raises(TypeError, match=f"{name} is a torch tensor; it should be a NumPy array"):
-        triangle_multiplicative_update(**{**given, name: tensor(given[name])})
-    tensors = {n: tensor(v) for n, v in given.items()}
-    with pytest.raises(TypeError, match=f"{name} is a NumPy array; it should be a torch tensor"):
-        triangle_multiplicative_update(**{**tensors, name: given[name]})
-    with pytest.raises(ValueError, match=f"{name} is on meta; it should be on cpu, where x is"):
-        triangle_multiplicative_update(**{**tensors, name: tensors[name].to("meta")})
-
-
-@needs_torch
-def test_bad_tensors_name_the_argument():
-    tensors = {n: tensor(v) for n, v in arguments().items()}
-    for name, changes, message in (
-        ("x", {"x": tensors["x"].int()}, "x has dtype int32; it should be a dense tensor"),
-        ("mask", {"mask": tensors["mask"].int()}, "mask has dtype int32; it should be bool, float"),
-        ("p_in_bias", {"p_in_bias": tensors["p_in_bias"].cfloat()}, "p_in_bias has dtype complex6"),
-    ):
-        assert name
-        with pytest.raises(TypeError, match=message):
-            triangle_multiplicative_update(**{**tensors, **changes})
 
 
 @pytest.mark.parametrize(
@@ -1036,53 +820,6 @@ def test_the_precision_of_a_call_that_names_none(x, weights, resolved, monkeypat
     assert out.dtype == tensors["x"].dtype
 
 
-def test_the_pullback_returns_gradients_of_what_was_given(backend, gate):
-    for left_out in ((), ("mask",), ("norm_in_weight", "norm_out_bias", "p_in_bias"), ARRAYS[6:10]):
-        missing = [name for name in left_out if name != "g_in_weight"]
-        p = problem(gate=gate).but(**dict.fromkeys(missing))
-        out, pullback = triangle_multiplicative_update.vjp(**p.arrays, **p.options, backend=backend)
-        assert out.shape == p.cotangent.shape
-        want = [p.arrays[name].shape for name in p.given]
-        assert [gradient.shape for gradient in pullback(p.cotangent)] == want
-
-
-def test_cotangents_are_checked(backend):
-    out, pullback = triangle_multiplicative_update.vjp(**arguments(), backend=backend)
-    assert all(gradient is None for gradient in pullback(None))
-    with pytest.raises(ValueError, match=r"the cotangent has shape \(300,\); it should be \(2, 5"):
-        pullback(out.ravel())
-
-
-@needs_torch
-def test_vjp_is_for_numpy():
-    tensors = {n: tensor(v) for n, v in arguments().items()}
-    with pytest.raises(TypeError, match="x is a torch tensor; it should be a NumPy array"):
-        triangle_multiplicative_update.vjp(**tensors)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_number_of_threads(backend, gate, dtype):
-    p = problem((1, 33, 17, 16), gate=gate, dtype=dtype)
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            fusedops.set_num_threads(threads)
-            results.append(solve(("numpy", backend), p))
-    finally:
-        fusedops.set_num_threads(None)
-    for result in results[1:]:
-        for got, want in zip(result, results[0], strict=True):
-            close(got, want)
-
-
-@needs_torch
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_numpy_and_torch_agree(backend, dtype):
-    p = problem(dtype=dtype)
-    for got, want in zip(*(solve((f, backend), p) for f in ("torch", "numpy")), strict=True):
-        close(got, want, terms=64)
-
-
 @needs_torch
 def test_what_is_kept_for_the_backward(any_torch_backend):
     """The arrays, of which the mask is a view, and o."""
@@ -1140,32 +877,6 @@ def test_o_has_a_gradient_too(torch_backend, direction):
                 close(got.numpy(), want.numpy())
 
 
-@needs_torch
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_transforms(torch_backend, gate):
-    p = problem(gate=gate)
-    function = function_of(p, torch_backend)
-    arrays = [tensor(p.arrays[name]) for name in p.given]
-    every = tuple(range(len(arrays)))
-
-    def loss(*arrays):
-        return function(*arrays).square().sum()
-
-    leaves = leaves_of(p)
-    want = torch.autograd.grad(loss(*leaves), leaves)
-    for got, gradient in zip(torch.func.grad(loss, argnums=every)(*arrays), want, strict=True):
-        close(got.numpy(), gradient.numpy(), terms=64)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(function, tuple(arrays), tuple(arrays))
-    # An ensemble of weights for one representation.
-    batch = [torch.stack([a, -0.5 * a, a.flip(0)]) for a in arrays[2:]]
-    in_dims = (None, None, *(0 for _ in batch))
-    many = torch.vmap(function, in_dims)(*arrays[:2], *batch)
-    for b in range(3):
-        alone = function(*arrays[:2], *(a[b] for a in batch))
-        close(many[b].numpy(), alone.numpy(), terms=64)
-
-
 def compiled(function):
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -1204,53 +915,6 @@ def test_compile_without_breaks_or_recompiling(mask):
         frames.append(counter.frame_count)
     # The first time it starts over, because of numbers like eps.
     assert len(set(frames)) == 1
-
-
-OPCHECKED = [
-    case
-    for case in CASES
-    if case.primitive in (trimul, trimul_vjp) and case.name in ("openfold", "plain", "no-residues")
-]
-
-
-@needs_torch
-@pytest.mark.parametrize("case", OPCHECKED, ids=str)
-def test_opcheck(case):
-    arrays, static = case.make()
-    differentiable = case.primitive.pullback is not None
-    tensors = [
-        None if array is None else torch.tensor(array, requires_grad=differentiable)
-        for array in arrays
-    ]
-    operator = getattr(torch.ops.fusedops, case.primitive.name).default
-    wanted = list(case.primitive.all)
-    torch.library.opcheck(operator, (*tensors, *_take_apart(case.primitive, static), wanted, ""))
-
-
-@needs_torch
-def test_tensors_without_memory():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    p = problem(dtype="float32")
-    function = function_of(p)
-    with FakeTensorMode():
-        fake = function(*(torch.ones(p.arrays[n].shape) for n in p.given))
-    assert (fake.shape, fake.dtype) == (p.cotangent.shape, torch.float32)
-    arrays = [tensor(p.arrays[name]) for name in p.given]
-    recorded = make_fx(function)(*arrays)
-    assert torch.equal(recorded(*arrays), function(*arrays))
-    meta = function(*(a.to("meta") for a in arrays))
-    assert (meta.shape, meta.dtype) == (p.cotangent.shape, torch.float32)
-
-
-def test_explain_says_who_serves(place):
-    given = arguments()
-    if place[0] == "torch":
-        given = {n: tensor(a) for n, a in given.items()}
-    explanation = triangle_multiplicative_update.explain(**given, backend=place[1])
-    assert explanation.backend == place[1]
-    assert explanation.request.op == "triangle_multiplicative_update"
 
 
 GUARDED = """
@@ -1309,7 +973,7 @@ for shape, at_the_end, dtype, gate in options:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="protects pages the Linux way")
+@needs_linux
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 def test_kernels_touch_nothing_beyond_their_arrays(place):
     framework, backend = available(*place)
