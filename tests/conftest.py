@@ -11,14 +11,14 @@ A test under ``interpreted_slow(name=value, ...)`` runs in the interpreter for t
 parameter alone, or for those of a tuple, and everywhere else for all of them.
 """
 
-import dataclasses
+import functools
 import importlib
-import importlib.util
 import os
 import sys
 
 import pytest
 
+import interpreter
 from places import EXACT, PLACES, QUICK, SERVE_ARRAYS, SERVE_TENSORS, available
 
 
@@ -34,6 +34,29 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr.split(" ")[0] == "gpu":
         return
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Return an id that says what a parameter holds, where pytest would number it."""
+    if isinstance(val, functools.partial):
+        return "-".join([val.func.__name__, *map(str, val.args)])
+    if isinstance(val, dict):
+        return "-".join(f"{name}={short(value)}" for name, value in val.items()) or "nothing"
+    if isinstance(val, (tuple, list)):
+        between = "x" if all(isinstance(part, int) for part in val) else " "
+        return between.join(map(short, val)) or "nothing"
+    return None if isinstance(val, type) or not hasattr(val, "shape") else short(val)
+
+
+def short(value: object) -> str:
+    """Return a few words for a value, the shape of an array."""
+    if isinstance(value, type):
+        return value.__name__
+    if hasattr(value, "shape"):
+        return "x".join(map(str, value.shape)) or "scalar"
+    if isinstance(value, (tuple, list)):
+        return str(pytest_make_parametrize_id(value))
+    return value if isinstance(value, str) else str(value)[:30]
 
 
 def interpreted(parameters: dict[str, object]) -> bool:
@@ -120,33 +143,8 @@ def one_thread_for_torch():
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter():
-    """Let Triton's interpreter leave out what it does in vain, in half of its time.
-
-    That is to patch its language anew whenever a kernel calls a function, and to compute whether
-    integers overflow, of which it says nothing.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
-        return
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_LangPatchScope"):
-        return  # Another Triton, whose interpreter stays slow.
-    builder = interpreter.interpreter_builder
-    patched = set()
-    patch, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
-
-    def patch_once(function):
-        if function.__module__ not in patched:
-            patched.add(function.__module__)
-            return patch(function)
-
-    def restore_after_a_launch(scope):
-        patched.clear()
-        restore(scope)
-
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    interpreter._patch_lang = patch_once
-    interpreter._LangPatchScope.restore = restore_after_a_launch
+    """Let Triton's interpreter leave out what it does in vain."""
+    interpreter.hasten()
 
 
 @pytest.fixture

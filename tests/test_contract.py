@@ -193,6 +193,7 @@ def test_expanded_cotangents(example, place):
     all_agree(p, place[1], got, want)
 
 
+@few
 @at(TENSORS)
 def test_a_tensor_whose_memory_is_the_negative_of_it(example, place):
     p = small(example, place)
@@ -243,6 +244,7 @@ def test_the_number_of_threads_changes_no_bit(example, place, dtype, several_thr
         close(p, got, want, times=8)
 
 
+@few
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @at(TENSORS, [e for e in EXAMPLES if e.exact])
 def test_sixteen_bits_are_rounded_once(example, place, dtype):
@@ -311,7 +313,7 @@ def test_first_and_second_derivatives(example, place):
     p = example.problem("tiny")
     function = function_of(p, place[1])
     # Along random directions, where single ones take seconds.
-    fast = place[1] == "triton" or example.slow or (place[1] == "torch" and p.arguments.get("fit"))
+    fast = place[1] == "triton" or example.slow
     assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=fast)
     assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=fast)
 
@@ -735,6 +737,7 @@ def test_bad_out_tensors(example):
     assert out.any()
 
 
+@few
 @pytest.mark.interpreted_slow(dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @at(PLACES, [e for e in EXAMPLES if e.takes_out])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import fusedops
+import guarded
 from fusedops._frame import registry
 from fusedops.testing import TOLERANCE, error
 from fusedops.wigner import edge_wigner, m_major_order, wigner_d
@@ -1614,30 +1613,11 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
 
 
 GUARDED = """
-import ctypes, mmap
 import numpy as np
 from fusedops import Edges
-from fusedops._frame import registry
 from fusedops.harmonics import matrix_size
 from fusedops.wigner import edge_wigner, m_major_order
-
-PAGE = mmap.PAGESIZE
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def guarded(values, at_the_end):
-    \"\"\"The array between two pages that nobody may touch, at the end or at the start.\"\"\"
-    values = np.asarray(values)
-    pages = -(-values.nbytes // PAGE)
-    memory = mmap.mmap(-1, (pages + 2) * PAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for page in (0, pages + 1):
-        assert libc.mprotect(ctypes.c_void_p(start + page * PAGE), PAGE, 0) == 0
-    offset = PAGE + (pages * PAGE - values.nbytes if at_the_end else 0)
-    array = np.frombuffer(memory, np.uint8)[offset:][: values.nbytes]
-    array = array.view(values.dtype).reshape(values.shape)
-    array[...] = values
-    return array
+from guarded import FRAMEWORK, fill, guarded
 
 
 def check(lmax, mmax, way, channels, packed, own, dtype, absent, at_the_end):
@@ -1659,22 +1639,13 @@ def check(lmax, mmax, way, channels, packed, own, dtype, absent, at_the_end):
         None if at in absent else guarded(rng.normal(size=s).astype(dtype), at_the_end)
         for at, s in enumerate(shapes)
     ]
-    static = edges, mmax, way, 0.5
+    a = edge_wigner.Arguments(*arrays, edges, mmax, way, 0.5)
     outputs = [
         None if d is None else guarded(np.full(d[0], np.nan, dtype), at_the_end)
-        for d in edge_wigner.describe(edge_wigner.Arguments(*arrays, *static))
+        for d in edge_wigner.describe(a)
     ]
-    others = None if own else Edges(ends, nodes), *static[1:]
-    want = edge_wigner.formula(edge_wigner.Arguments(*arrays, *others))
-    request = registry.Request("edge_wigner", FRAMEWORK, "cpu", arrays[-1].dtype, BACKEND)
-    kernel = registry.choose(request)[1]
-    given, filled = arrays, outputs
-    if FRAMEWORK == "torch":
-        import torch
-        given, filled = (
-            [a if a is None else torch.from_numpy(a) for a in group] for group in (arrays, outputs)
-        )
-    kernel(edge_wigner.Arguments(*given, *static), edge_wigner.Outputs(*filled))
+    want = edge_wigner.formula(a._replace(edges=None if own else Edges(ends, nodes)))
+    fill(edge_wigner, a, outputs)
     for a, b in zip(outputs, want):
         if a is not None:
             np.testing.assert_allclose(a, b, atol=1e-12 if dtype == "f8" else 1e-5)
@@ -1703,8 +1674,4 @@ SIZES = {
 @needs_linux
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 def test_kernels_read_nothing_beyond_their_arrays(place):
-    framework, backend = place
-    header = f"FRAMEWORK, BACKEND, SIZES = {framework!r}, {backend!r}, {SIZES['triton' in place]}\n"
-    command = [sys.executable, "-W", "ignore", "-c", header + GUARDED]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    guarded.run(place, GUARDED, SIZES=SIZES[place[1] == "triton"])
