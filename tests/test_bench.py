@@ -33,8 +33,8 @@ from fusedops.bench.workloads import (
     steps_of,
 )
 from fusedops.wigner import wigner_d
+from places import HAS_TORCH
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 RATES = Rates(1e10, dict.fromkeys(("float32", "bfloat16"), 1e11), 1e9)
 OPS = [getattr(fusedops, name) for name in fusedops.__all__]

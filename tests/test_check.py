@@ -14,8 +14,8 @@ from fusedops import cli
 from fusedops._frame import registry
 from fusedops.cli import check
 from fusedops.wigner import wigner_d
+from places import needs_torch
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 OPS = [wigner_d.__name__]
 OPS += [name for name in fusedops.__all__ if hasattr(getattr(fusedops, name), "explain")]
 
@@ -133,7 +133,7 @@ def test_a_failure_is_the_exit_code(capsys, monkeypatch):
     assert "1 OF 1 CHECKS FAILED." in out
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+@needs_torch
 def test_tensors_are_checked_too():
     (row,) = [r for r in check.run(["cpu"], ["numpy"]) if r.op == "dynamic_conv"]
     assert {framework for framework, _ in row.where} == {"numpy", "torch"}

@@ -18,8 +18,8 @@ import fusedops
 from cpukern import isa
 from fusedops._frame import threads
 from fusedops._frame.packed import Packed
+from places import HAS_TORCH
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 README = Path(__file__).parents[1] / "README.md"
 MODULES = [
     "fusedops",

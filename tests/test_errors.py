@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 import warnings
@@ -12,8 +11,8 @@ import pytest
 
 import fusedops
 from fusedops import wigner
+from places import HAS_TORCH
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
     import torch
 

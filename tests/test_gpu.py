@@ -47,6 +47,10 @@ def capture(run):
     return graph, results
 
 
+# One of every primitive.
+DAILY = ("chain-uniform", "jet", "uma", "torchref", "protein-iso", "openfold")
+
+
 def matrix():
     """Every case, backend and dtype; of the kernels that compile for seconds, some."""
     for case in CASES:
@@ -55,14 +59,18 @@ def matrix():
         for backend in ("triton", "torch") if case.has_kernels else ("torch",):
             for dtype in ("float64", "float32", "bfloat16", "float16"):
                 if not (backend == "triton" and slow and (few or dtype != "float32")):
-                    yield case, backend, dtype
+                    daily = case.name in DAILY and backend == "triton" and dtype == "float32"
+                    marks = [pytest.mark.quick] if daily else []
+                    name = f"{case}-{backend}-{dtype}"
+                    yield pytest.param(case, backend, dtype, marks=marks, id=name)
 
 
-@pytest.mark.parametrize(("case", "backend", "dtype"), list(matrix()), ids=str)
+@pytest.mark.parametrize(("case", "backend", "dtype"), list(matrix()))
 def test_agrees_with_the_reference(case, backend, dtype):
     check(case, "torch", backend, dtype, device="cuda")
 
 
+@pytest.mark.quick
 def test_triton_is_the_first_choice():
     xyz, planes = example(4)
     explanation = fusedops.planarity_nll.explain(xyz, planes)
@@ -105,6 +113,7 @@ def test_a_kernel_touches_no_memory_of_others():
     assert (guard[len(xyz) + 20 :] == 7).all()
 
 
+@pytest.mark.quick
 def test_mixed_devices():
     xyz, planes = example(4)
     with pytest.raises(ValueError, match="plane_groups is on cpu; it should be on cuda:0"):
@@ -496,6 +505,7 @@ def test_offsets_on_the_gpu_are_checked_and_read_once():
         fusedops.structured_scatter_add(cubes, wa, wbwc, 40**3)
 
 
+@pytest.mark.quick
 def test_deterministic_sums_of_maps():
     atoms, table, lattice = atoms_on_gpu()
     plan = fusedops.ScatterPlan(*cubes_on_gpu(), 40**3)

@@ -49,22 +49,22 @@ def test_memory_is_used_again():
     assert address(memory.empty(LARGE, np.dtype(np.float64))) != first
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda array: array[5:7],
-        lambda array: array.reshape(-1, 1).T,
-        lambda array: array.view(np.uint8)[8:],
-        lambda array: memoryview(array)[3:],
-        lambda array: np.frombuffer(array, np.uint8)[1:],
-        lambda array: np.from_dlpack(array)[2:],
-    ],
-)
+VIEWS = {
+    "slice": lambda array: array[5:7],
+    "transpose": lambda array: array.reshape(-1, 1).T,
+    "bytes": lambda array: array.view(np.uint8)[8:],
+    "memoryview": lambda array: memoryview(array)[3:],
+    "buffer": lambda array: np.frombuffer(array, np.uint8)[1:],
+    "dlpack": lambda array: np.from_dlpack(array)[2:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_view_keeps_the_memory(view):
     array = memory.empty(LARGE, np.dtype(np.float64))
     array[:] = 1
     first = address(array)
-    held = view(array)
+    held = VIEWS[view](array)
     before = bytes(held)
     del array
     gc.collect()
