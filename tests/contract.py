@@ -58,11 +58,8 @@ class Example:
         return self.of(getattr(self, size), dtype)
 
     def of(self, size: tuple[int, ...], dtype: str = "float64") -> Problem:
-        arguments = _made(self.make, size)
-        like = by_the_reference(self.op, arguments)
-        rng = np.random.default_rng(1)
-        cotangents = tuple(rng.normal(size=np.shape(out)) for out in like)
-        return Problem(self, dict(arguments), cotangents).astype(dtype)
+        cotangents = cotangents_of(self.op, self.make, size)
+        return Problem(self, made(self.make, size), cotangents).astype(dtype)
 
     @property
     def takes_out(self) -> bool:
@@ -71,7 +68,7 @@ class Example:
     @property
     def floats(self) -> tuple[str, ...]:
         """The arguments that are arrays of floats; a cell's numbers are those of a lattice."""
-        arguments = _made(self.make, self.small)
+        arguments = made(self.make, self.tiny)
         return tuple(
             name
             for name, value in arguments.items()
@@ -92,19 +89,17 @@ class Example:
         return self.name
 
 
+def made(make: Callable[..., dict[str, Any]], size: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments of a size; packed ones anew, because calls leave things in them."""
+    return make(np.random.default_rng(0), *size)
+
+
 @functools.cache
-def _made(make: Callable[..., dict[str, Any]], size: tuple[int, ...]) -> dict[str, Any]:
-    arguments = make(np.random.default_rng(0), *size)
-    for value in arguments.values():
-        if isinstance(value, np.ndarray):
-            value.flags.writeable = False
-    return arguments
-
-
-def by_the_reference(op: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the outputs of a call as a tuple."""
-    out = op(**arguments, backend="numpy")
-    return out if isinstance(out, tuple) else (out,)
+def cotangents_of(op: Any, make: Any, size: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return random arrays of the shapes of what the reference returns."""
+    rng = np.random.default_rng(1)
+    outs = tuple_of(op(**made(make, size), backend="numpy"))
+    return tuple(rng.normal(size=np.shape(out)) for out in outs)
 
 
 @dataclass(frozen=True)

@@ -461,18 +461,20 @@ class TestStdout:
         return done.returncode, done.stdout, done.stderr.decode()
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-    @pytest.mark.parametrize("unbuffered", ["", "1"])
+    # Every command, and everything that writes, with and without a buffer; each is a process.
     @pytest.mark.parametrize(
-        "command",
+        ("command", "unbuffered"),
         [
-            "info",
-            "info --json",
-            "planarity x.pdb",
-            "planarity x.pdb --json",
-            "planarity x.pdb --csv",
-            "density x.pdb --spacing 2 --out x.map --json",
-            "density x.pdb --spacing 2 --out x.map",
-            "--help",
+            ("info", ""),
+            ("info --json", "1"),
+            ("planarity x.pdb", ""),
+            ("planarity x.pdb", "1"),
+            ("planarity x.pdb --json", ""),
+            ("planarity x.pdb --csv", "1"),
+            ("density x.pdb --spacing 2 --out x.map --json", "1"),
+            ("density x.pdb --spacing 2 --out x.map", ""),
+            ("--help", ""),
+            ("--help", "1"),
         ],
     )
     def test_a_full_disk(self, command, unbuffered):
@@ -491,10 +493,16 @@ class TestStdout:
         assert len(read_structure("y.pdb").xyz) == 683
         assert self.run("planarity none.pdb", "2>&-") == (2, b"", "")
 
-    @pytest.mark.parametrize("unbuffered", ["", "1"])
     @pytest.mark.parametrize(
-        "command",
-        ["info", "planarity x.pdb", "planarity x.pdb --csv 2> /dev/null", "--help"],
+        ("command", "unbuffered"),
+        [
+            ("info", "1"),
+            ("planarity x.pdb", ""),
+            ("planarity x.pdb", "1"),
+            ("planarity x.pdb --csv 2> /dev/null", ""),
+            ("--help", ""),
+            ("--help", "1"),
+        ],
     )
     def test_a_reader_that_has_seen_enough(self, command, unbuffered):
         pipe = "| head -c 1; exit ${PIPESTATUS[0]}"

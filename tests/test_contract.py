@@ -307,7 +307,9 @@ def test_autocast_leaves_dtypes_alone(example, place, dtype):
 # Derivatives.
 
 
-@few
+@pytest.mark.interpreted_slow(
+    example=("forth-packed", "degree", "scatter", "gather", "density-iso", "triangle-hidden")
+)
 @at(TENSORS)
 def test_first_and_second_derivatives(example, place):
     p = example.problem("tiny")
@@ -515,7 +517,7 @@ def test_every_primitive_is_opchecked():
 
 STRIDED = of_primitives(
     *("chain-weighted", "dynamic-short", "l1-m1-back", "l1-dense", "odd", "no-atoms-iso"),
-    *("small-aniso", "plain-incoming"),
+    *("small-aniso",),
 )
 
 
@@ -526,8 +528,7 @@ STRIDED = of_primitives(
         pytest.param(case, name, id=f"{case}-{name}")
         for case in STRIDED
         for name in ("cython", "torch")
-        # A triangle takes seconds.
-        if name == "torch" or (case.has_kernels and case.name != "plain-incoming")
+        if name == "torch" or case.has_kernels
     ],
 )
 def test_opcheck_of_strided_float32(case, name):
@@ -550,7 +551,8 @@ def test_tensors_without_memory(example):
     arrays = [tensor(p.arguments[name]) for name in p.leaves]
     want = tuple_of(function(*arrays))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = tuple_of(function(*(torch.ones(a.shape) for a in arrays)))
+        apart = function_of(example.problem(dtype="float32"))
+        fake = tuple_of(apart(*(torch.ones(a.shape) for a in arrays)))
     assert [(f.shape, f.dtype) for f in fake] == [(w.shape, w.dtype) for w in want]
     # Packed arguments are read, which takes memory.
     if not any(isinstance(value, PACKED) for value in p.arguments.values()):
@@ -576,6 +578,7 @@ def compiled(function, **options):
 
 
 # Of arguments that shapes and nodes of a graph follow from.
+TWICE = ("conv-packed", "conv-packed-static", "degree")
 TRACED = [
     e
     for e in EXAMPLES
@@ -598,6 +601,7 @@ def test_compile_without_breaks_or_recompiling(example):
         return out if isinstance(out, tuple) else (out,)
 
     fast, counter = compiled(function, dynamic=True)
+    frames = []
     for p in problems:
         arguments = as_framework("torch", p)
         constants = {n: a for n, a in arguments.items() if n not in names and n not in rest}
@@ -611,8 +615,9 @@ def test_compile_without_breaks_or_recompiling(example):
         detached = [leaf.detach() for leaf in leaves]
         for got, want in zip(fast(detached, constants), function(detached, constants), strict=True):
             torch.testing.assert_close(got, want)
-    # With and without a gradient are two graphs.
-    assert counter.frame_count == 2
+        frames.append(counter.frame_count)
+    # With and without a gradient are two graphs, and another is for sizes that were equal at first.
+    assert frames[-1] == frames[1] <= 2 + (example.name in TWICE)
 
 
 @needs_torch
@@ -973,3 +978,17 @@ def test_packed_arguments_first_used_in_inference_mode_stay_usable(example, name
     first = torch.autograd.grad(total(p, "torch")(*leaves), leaves, create_graph=True)
     second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
     assert all(gradient.isfinite().all() for gradient in second)
+
+
+@needs_torch
+@packed_examples_
+def test_packed_arguments_first_used_in_fake_mode_stay_usable(example, name, request):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if isinstance(example.problem().arguments[name], (fusedops.Planes, fusedops.Sequences)):
+        request.applymarker(pytest.mark.xfail(reason="they keep fake tensors"))
+    p = example.problem()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        function_of(p)(*(torch.ones(p.arguments[n].shape, dtype=torch.float64) for n in p.leaves))
+    for got, want in zip(solve(("torch", "torch"), p), solve(("numpy", "numpy"), p), strict=True):
+        close(p, got, want)

@@ -76,6 +76,7 @@ def test_agrees_with_the_reference(case, place, dtype):
 
 @interpreted
 @needs_torch
+@pytest.mark.interpreted_slow(dtype="float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("case", "place"), served(TYPICAL, [p for p in PLACES if p[0] == "torch"]))
 def test_sixteen_bits(case, place, dtype):
