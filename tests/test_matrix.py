@@ -7,10 +7,11 @@ import pytest
 
 import guarded
 from fusedops import Sequences
+from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops.conv import conv, conv_vjp
 from fusedops.planarity import gradient_vjp, nll
-from fusedops.testing import CASES, check, run
+from fusedops.testing import CASES, check, poisoned_outputs, run
 from places import (
     FILLING,
     HAS_TORCH,
@@ -141,6 +142,12 @@ def test_an_unwritten_output_shows(backend, monkeypatch):
     outputs, _ = run(CASES[0], "numpy", backend, "float64")
     assert np.isnan(outputs[0])
     assert np.isnan(outputs[1]).all()
+
+
+def test_poisoned_outputs_stay_so_around_a_check():
+    with poisoned_outputs():
+        check(CASES[0], "numpy", "numpy", "float64")
+        assert primitive_frame.poison
 
 
 @interpreted
