@@ -41,7 +41,11 @@ def kind_of(values: Iterable[Any]) -> Kind | None:
             key.append(value)
         elif of in TENSORS:
             if not tensors:
-                key.append(value.shape)
+                try:
+                    key.append(value.shape)
+                except RuntimeError:
+                    # A nested tensor has none.
+                    return None
             key.append(of)
             tensors.append(value)
         elif of is np.ndarray:

@@ -26,7 +26,8 @@ def poisoned(arrays: Sequence[Any]) -> None:
     for array in arrays:
         if array is not None:
             # The bits of bfloat16 are uint16; these are its NaN.
-            array[...] = 0x7FC0 if array.dtype == np.uint16 else float("nan")
+            value = 0x7FC0 if array.dtype == np.uint16 else float("nan")
+            array.fill(value) if isinstance(array, np.ndarray) else array.fill_(value)
 
 
 def _record(name: str, fields: tuple[str, ...]) -> Any:
