@@ -986,11 +986,9 @@ def test_packed_arguments_first_used_in_inference_mode_stay_usable(example, name
 
 @needs_torch
 @packed_examples_
-def test_packed_arguments_first_used_in_fake_mode_stay_usable(example, name, request):
+def test_packed_arguments_first_used_in_fake_mode_stay_usable(example, name):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if isinstance(example.problem().arguments[name], (fusedops.Planes, fusedops.Sequences)):
-        request.applymarker(pytest.mark.xfail(reason="they keep fake tensors"))
     p = example.problem()
     with FakeTensorMode(allow_non_fake_inputs=True):
         function_of(p)(*(torch.ones(p.arguments[n].shape, dtype=torch.float64) for n in p.leaves))

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops._frame import primitive  # noqa: E402
+from fusedops._frame import primitive as primitives  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
 from fusedops.samples import atoms_in, pair, protein  # noqa: E402
@@ -585,7 +585,7 @@ def test_a_small_triangle_takes_three_launches(monkeypatch, dtype, precision, ga
     from torch.profiler import ProfilerActivity, profile
 
     # To fill the output with NaN is a launch.
-    monkeypatch.setattr(primitive, "poison", False)
+    monkeypatch.setattr(primitives, "poison", False)
     update, leaves, _ = triangle(dtype, precision, gate, "outgoing", (1, N, 128, 128))
     with torch.no_grad():
         for _ in range(2):

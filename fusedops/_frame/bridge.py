@@ -42,6 +42,11 @@ def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
 
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors are nothing but tensors."""
+    return all([type(tensor) is torch.Tensor for tensor in tensors])
+
+
 def move(argument: Packed, device: Any) -> Packed:
     """Return a packed argument on a device."""
     device = torch.empty(0, device=device).device

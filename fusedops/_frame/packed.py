@@ -117,7 +117,11 @@ class Packed:
         if self._tensors is None:
             # Torch warns of read-only arrays, as a caller's may be.
             arrays = [a if a.flags.writeable else a.copy() for a in self._arrays]
-            self.__dict__["_tensors"] = self._record(*bridge().as_tensors(arrays))
+            tensors = self._record(*bridge().as_tensors(arrays))
+            # Those of torch's FakeTensorMode are of no use outside of it.
+            if not bridge().are_plain(tensors):
+                return tensors
+            self.__dict__["_tensors"] = tensors
         return self._tensors
 
     def fields_like(self, array: Any) -> Any:
