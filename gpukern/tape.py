@@ -156,7 +156,8 @@ class _Recorder(TorchDispatchMode):
             raise _Refused("it leaves the GPU")
         if id(tensor) in self.numbers:
             return None
-        memory = tensor.untyped_storage().data_ptr()
+        # A tensor without an element has no address of its own.
+        memory = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
         bases = [t for t in given if memory and t.untyped_storage().data_ptr() == memory]
         own = _Value(len(self.values), 0, tensor.dtype, ())
         if not bases:

@@ -16,6 +16,7 @@ import pytest
 import fusedops
 from fusedops._frame import kinds
 from fusedops.bench.workloads import WORKLOADS, Source
+from fusedops.conv import conv
 from fusedops.wigner import wigner_d
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -290,3 +291,37 @@ def test_threads_share_plans():
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(call, range(400)))
     assert got == [2 * (2 * (1 + tokens % 7) - 1) for tokens in range(400)]
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["cython", "numba", "torch", "numpy"])
+def test_every_slot_is_filled(backend):
+    """One that has the dtype that kernels write, and one that is copied to."""
+    x, taps, state = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((1, 5, 3), (3, 2), (1, 3, 2))
+    )
+    out, final = torch.zeros(1, 5, 3, dtype=torch.float64), torch.zeros(1, 3, 2)
+    with fusedops.use_backend(backend):
+        for _ in range(2):
+            y = conv(x, taps, state, None, None, "none", out=(out.zero_(), final.zero_()))
+            assert y.out is out
+            assert y.final_state is final
+            assert out.any()
+            torch.testing.assert_close(final, x[:, -2:].swapaxes(1, 2).float())
+
+
+@needs_torch
+def test_a_compiled_graph_keeps_its_plans(monkeypatch):
+    from fusedops._frame import bridge
+
+    planned = []
+    genuine = bridge.evaluation
+    monkeypatch.setattr(bridge, "evaluation", lambda *a: planned.append(a) or genuine(*a))
+    x, taps = torch.randn(1, 5, 3), torch.randn(3, 2)
+    step = torch.compile(lambda x: fusedops.dynamic_conv(x, taps), backend="aot_eager")
+    # The first call runs while torch still compiles, which is another mode.
+    for _ in range(2):
+        step(x)
+    planned.clear()
+    step(x)
+    assert not planned

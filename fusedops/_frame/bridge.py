@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops._frame.check import own_memory, promoted, reference, traced
-from fusedops._frame.kinds import TENSORS, kind_of
+from fusedops._frame.kinds import TENSORS, Plans, kind_of
 from fusedops._frame.packed import Packed, packed
 from fusedops._frame.primitive import Primitive, numpy_plan, poisoned, primitives
 from fusedops._frame.registry import Request
@@ -474,7 +474,9 @@ def _on_numpy(
     ]
     # A tensor of the dtype that kernels write is filled by them; another is copied to.
     filled = [at for at, slot in enumerate(slots) if getattr(slot, "dtype", None) == dtype]
-    others = not filled and any([isinstance(slot, torch.Tensor) for slot in slots])
+    others = [
+        at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor) and at not in filled
+    ]
     cast = list(a)
     for at in converted:
         cast[at] = torch.empty_like(a[at], dtype=dtype)
@@ -523,7 +525,9 @@ def _on_numpy(
         ]
         for at in filled:
             y[at] = slots[at]
-        return Outputs._make(y if not others else _into(slots, y))
+        for at in others:
+            y[at] = slots[at].copy_(y[at])
+        return Outputs._make(y)
 
     return run
 
@@ -864,6 +868,7 @@ def _register(primitive: Primitive) -> None:
             arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
     returns = ", ".join(["Tensor"] * len(primitive.outputs))
     qualified = f"fusedops::{primitive.name}"
+    evaluations: Plans[Callable[[Any, Any], Any]] = Plans()
     _library.define(
         f"{primitive.name}({', '.join(arguments)}, bool[] wanted, str backend) -> ({returns})"
     )
@@ -881,7 +886,13 @@ def _register(primitive: Primitive) -> None:
     def implementation(*args: Any) -> Any:
         a, slots, backend = record(args)
         asked = registry.forced(backend or None, primitive.name)
-        outputs = evaluation(primitive, a, slots, asked)(a, slots)
+        kind = kind_of((asked, *slots, *a))
+        evaluate = evaluations.get(kind)
+        if evaluate is None:
+            evaluate = evaluation(primitive, a, slots, asked)
+            if kind is not None:
+                evaluations.keep(kind, evaluate)
+        outputs = evaluate(a, slots)
         return returned(
             [
                 output if want and output is not None else reference(a).new_empty(0)
