@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -605,3 +606,20 @@ def test_kernels_are_given_aligned_arrays(aligned, op, backend):
         ):
             np.testing.assert_array_equal(got, gradient)
     assert aligned
+
+
+def test_no_share_runs_on_after_an_error(monkeypatch):
+    begun, over = threading.Event(), threading.Event()
+
+    def work(low, high):
+        if low == 0:
+            assert begun.wait(10)
+            raise RuntimeError("broken")
+        begun.set()
+        time.sleep(0.2)
+        over.set()
+
+    monkeypatch.setattr(threads, "threads_for", lambda *_: 2)
+    with pytest.raises(RuntimeError, match="broken"):
+        threads.in_parallel(work, 2, 1)
+    assert over.is_set()

@@ -131,7 +131,8 @@ def threads_for(work: int, grain: int) -> int:
 def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> None:
     """Call ``work(low, high)``, which releases the GIL, on shares of ``range(items)``.
 
-    A share that no thread has begun with, because other processes have the cores, is done here.
+    A share that no thread has begun with, because other processes have the cores, is done here. An
+    error of a share is raised when all that have begun are over.
     """
     threads = threads_for(items, grain)
     if threads == 1:
@@ -141,17 +142,21 @@ def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> Non
     # A share that is taken back stays in the pool's queue, where it should keep no arrays.
     given = [work]
     rest = [(span, _pool().submit(lambda *span: given[0](*span), *span)) for span in others]
-    work(*first)
-    begun = []
-    # The last is begun with last.
-    for span, share in reversed(rest):
-        if share.cancel():
-            work(*span)
-        else:
-            begun.append(share)
-    for share in begun:
-        share.result()
-    given.clear()
+    try:
+        work(*first)
+        # The last is begun with last.
+        for span, share in reversed(rest):
+            if share.cancel():
+                work(*span)
+    finally:
+        # Whatever was raised, no thread is at work on the arrays afterwards.
+        for _, share in rest:
+            if not share.cancel():
+                share.exception()
+        given.clear()
+    for _, share in rest:
+        if not share.cancelled():
+            share.result()
 
 
 class blas_on_one_thread:
