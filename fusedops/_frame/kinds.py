@@ -1,8 +1,8 @@
 """The kind of a call: all that its plan may depend on.
 
 A plan is worked out once for a kind and kept. The kind of an array is its dtype, shape, strides and
-alignment; that of a packed argument is its class, device and sizes. That of tensors is what a guard
-of torch's compares in one step, the modes that torch is in included. No kind holds an array.
+alignment; the kind of a packed argument is its class, device and sizes. A guard of torch's compares
+the kinds of tensors in one step, and the modes that torch is in. No kind holds an array.
 """
 
 from __future__ import annotations

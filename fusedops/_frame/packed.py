@@ -91,7 +91,7 @@ class Packed:
         return f"{of}: {name} can't be changed; it should be given to a new {of}"
 
     def _hold(self, device: str = "cpu", **parts: Any) -> None:
-        """Keep the arrays and numbers of a new object; those of NumPy are copied to a device."""
+        """Keep the arrays and numbers of a new object; NumPy's arrays are copied to a device."""
         held = self.__dict__
         arrays = [parts.pop(name) for name in self._fields]
         held.update(parts)
