@@ -588,3 +588,17 @@ def requests(monkeypatch: Any) -> Iterator[list[tuple[str, str | None]]]:
 def taken_apart(packed: Any) -> Any:
     """Return a packed argument made of the tensors of another."""
     return type(packed).from_tensors(packed.tensors_here(), packed.sizes())
+
+
+def capture(run):
+    """Return a CUDA graph of what a function does, and what the graph computes."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results

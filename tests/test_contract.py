@@ -21,6 +21,7 @@ from contract import (
     agree,
     all_agree,
     as_framework,
+    capture,
     close,
     evaluate,
     function_of,
@@ -667,15 +668,7 @@ def test_a_cuda_graph_replays_new_numbers(example):
         outs = tuple_of(p.op(**{**on_gpu, **leaves}))
         return [o.detach() for o in outs], torch.autograd.grad(outs, [*leaves.values()], cotangents)
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     with torch.no_grad():
         for leaf in leaves.values():
             leaf *= 1.25

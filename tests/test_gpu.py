@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
+from contract import capture  # noqa: E402
 from fusedops._frame import primitive as primitives  # noqa: E402
 from fusedops.conv import conv, conv_vjp  # noqa: E402
 from fusedops.planarity import gradient_vjp, nll  # noqa: E402
@@ -32,20 +33,6 @@ def example(residues, dtype=torch.float32, device="cuda"):
 
 def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def capture(run):
-    """Return a CUDA graph of what a function does, and what the graph computes."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
 
 
 # One of every primitive.

@@ -86,18 +86,24 @@ class Plans(Generic[PlanT]):
                 return plan
         return None
 
-    def keep(self, kind: Kind, plan: PlanT) -> None:
-        """Keep a plan; of two threads that make one at once, either's serves."""
+    def keep(self, kind: Kind | None, plan: PlanT) -> PlanT:
+        """Return a plan, and keep it if its call has a kind.
+
+        Of two threads that make one at once, either's serves.
+        """
+        if kind is None:
+            return plan
         key, tensors = kind
         with self._lock:
             plans: dict[Any, Any] = self._guarded if tensors else self._alone
             while len(plans) >= self.limit:
                 del plans[next(iter(plans))]
-            if not tensors:
+            if tensors:
+                found = bridge().guard(tensors), plan
+                plans[key] = (found, *plans.get(key, ())[: self.most - 1])
+            else:
                 plans[key] = plan
-                return
-            found = bridge().guard(tensors), plan
-            plans[key] = (found, *plans.get(key, ())[: self.most - 1])
+            return plan
 
     def __len__(self) -> int:
         return len(self._alone) + sum([len(plans) for plans in self._guarded.values()])

@@ -33,7 +33,7 @@ F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
 
 
 class Op(Generic[F_co]):
-    """What `op` returns, for type checkers: a function with more attributes."""
+    """The type of a public op, for type checkers: a function with more attributes."""
 
     __name__: str
     __doc__: str
@@ -62,7 +62,7 @@ class Made:
 
 
 class Bound(NamedTuple):
-    """What a checked call comes to: the primitive's arguments, and the outputs that are shown."""
+    """A checked call: the primitive's arguments, and the outputs that are shown."""
 
     a: Any
     shown: str | tuple[str, ...]

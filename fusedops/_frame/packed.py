@@ -118,7 +118,7 @@ class Packed:
             # Torch warns of read-only arrays, as a caller's may be.
             arrays = [a if a.flags.writeable else a.copy() for a in self._arrays]
             tensors = self._record(*bridge().as_tensors(arrays))
-            # Those of torch's FakeTensorMode are of no use outside of it.
+            # Tensors of torch's FakeTensorMode are of no use outside of it.
             if not bridge().are_plain(tensors):
                 return tensors
             self.__dict__["_tensors"] = tensors

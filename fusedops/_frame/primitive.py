@@ -128,9 +128,7 @@ class Primitive:
         kind = kind_of((asked, *slots, *a))
         found = self.plans.get(kind)
         if found is None:
-            found = _on_numpy(self, a, slots, asked)
-            if kind is not None:
-                self.plans.keep(kind, found)
+            found = self.plans.keep(kind, _on_numpy(self, a, slots, asked))
         return found
 
     def with_saved(self, slots: Sequence[Any]) -> tuple[Any, ...]:
