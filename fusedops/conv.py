@@ -14,12 +14,9 @@ import numpy as np
 
 from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
 from fusedops._frame.check import (
-    alike,
-    as_array,
     device_of,
     dtype_name,
     flag,
-    floats,
     indices,
     is_tensor,
     one_of,
@@ -286,30 +283,26 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     )
 
 
-def _dtype(x: Any, *arrays: Any) -> str | None:
-    """Return the name of the dtype of arrays together, None for that of x."""
-    dtype = promoted(arrays)
-    return None if dtype == x.dtype else dtype_name(dtype)
+_ARRAYS = {
+    "x": "(B, T, D)",
+    "kernels": "(D, W) or (B, T, D, W), W > 0",
+    "initial_state": "(S, D, W), optional",
+    "bias": "(D), optional",
+}
 
 
-def _outputs(a: Any) -> tuple[Any, ...]:
-    x, kernels, state = a[:3]
-    count = x.shape[0] if a.sequences is None else a.sequences.num_sequences
-    final = (count, x.shape[2], kernels.shape[-1])
-    return (x.shape, _dtype(x, *a[:4])), (final, _dtype(x, x, state))
-
-
-def _vjp_outputs(a: Any) -> tuple[Any, ...]:
-    return tuple([None if b is None else (b.shape, _dtype(a.x, b)) for b in a[:4]])
+def _count(a: Any) -> Any:
+    """Return S, the number of sequences."""
+    return a.x.shape[0] if a.sequences is None else a.sequences.num_sequences
 
 
 conv_vjp = Primitive(
     "dynamic_conv_vjp",
     family="conv",
-    arrays=("x", "kernels", "initial_state", "bias", "dout", "dfinal_state"),
+    arrays={**_ARRAYS, "dout": "(B, T, D)", "dfinal_state": "(S, D, W), optional"},
     static={"sequences": Sequences, "activation": str},
-    outputs=("dx", "dkernels", "dinitial_state", "dbias"),
-    describe=_vjp_outputs,
+    sizes={"S": _count},
+    outputs={f"d{name}": f"like {name}" for name in _ARRAYS},
     formula=_vjp_formula,
     pullback=_vjp_pullback,
     sixteen_bits=True,
@@ -317,10 +310,13 @@ conv_vjp = Primitive(
 conv = Primitive(
     "dynamic_conv",
     family="conv",
-    arrays=("x", "kernels", "initial_state", "bias"),
+    arrays=_ARRAYS,
     static={"sequences": Sequences, "activation": str},
-    outputs=("out", "final_state"),
-    describe=_outputs,
+    sizes={"S": _count},
+    outputs={
+        "out": "(B, T, D) of x, kernels, initial_state, bias",
+        "final_state": "(S, D, W) of x, initial_state",
+    },
     formula=_formula,
     pullback=_pullback,
     sixteen_bits=True,
@@ -343,10 +339,14 @@ def _step_formula(a: Any) -> tuple[Any]:
 conv_step = Primitive(
     "dynamic_conv_step",
     family="conv",
-    arrays=("x", "state", "kernels", "bias"),
+    arrays={
+        "x": "(B, D) or (B, 1, D)",
+        "state": "(B, D, W)",
+        "kernels": "(D, W) or (B, D, W), W > 0",
+        "bias": "(D), optional",
+    },
     static={"activation": str},
-    outputs=("out",),
-    describe=lambda a: ((a.x.shape, _dtype(a.x, *a[:4])),),
+    outputs={"out": "like x of x, state, kernels, bias"},
     formula=_step_formula,
     mutates=("state",),
     sixteen_bits=True,
@@ -369,36 +369,6 @@ def _sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
     if not is_tensor(cu_seqlens):
         return Sequences(cu_seqlens, num_tokens=tokens)
     return Sequences.read(name, cu_seqlens, num_tokens=tokens)
-
-
-def _of_rank(name: str, argument: str, array: Any, *shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return which of `shapes` has as many sizes as an array."""
-    array = as_array(name, argument, array)
-    for shape in shapes:
-        if len(shape) == array.ndim:
-            return shape
-    # Nothing is formatted until it is wrong: to torch.compile that would make sizes constants.
-    should = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
-    raise ValueError(f"{name}: {argument} has shape {tuple(array.shape)}; it should be {should}")
-
-
-def _arrays(name: str, reference: Any, **arguments: tuple[Any, tuple[Any, ...]]) -> list[Any]:
-    """Return checked arrays that go with x; None for one that isn't there."""
-    checked = []
-    for argument, (value, shape) in arguments.items():
-        if value is not None:
-            value = floats(name, argument, value, shape)
-            alike(name, argument, value, "x", reference)
-        checked.append(value)
-    return checked
-
-
-def _width(name: str, kernels: Any) -> int:
-    width = kernels.shape[-1]
-    if width == 0:
-        shape = tuple(kernels.shape)
-        raise ValueError(f"{name}: kernels has shape {shape}; its last size, W, should be positive")
-    return width
 
 
 class _Conv(Protocol):
@@ -488,10 +458,6 @@ def dynamic_conv(
         made once saves that. A CUDA graph keeps the boundaries that it was captured with.
     activation : {None, "silu", "swish"}
         The last two are x · sigmoid(x).
-    out : array or tensor (B, T, D), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -500,13 +466,6 @@ def dynamic_conv(
     final_state : array or tensor (B, D, W) or (S, D, W)
         With `output_final_state`: what is `initial_state` to the tokens that follow. In the dtype
         to which x and `initial_state` promote.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument has the wrong dtype, shape, device or value; the message names it.
-    BackendUnavailable
-        If `backend` can't serve the call.
 
     Notes
     -----
@@ -537,22 +496,13 @@ def dynamic_conv(
     [2.0, 2.0, 2.0, 1.0]
     """
     name = "dynamic_conv"
-    x = floats(name, "x", x, ("B", "T", "D"))
-    B, T, D = x.shape
-    shape = _of_rank(name, "kernels", kernels, (D, "W"), (B, T, D, "W"))
-    (kernels,) = _arrays(name, x, kernels=(kernels, shape))
-    width = _width(name, kernels)
     sequences = None
     if cu_seqlens is not None:
-        if B != 1:
+        if x.shape[0] != 1:
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; with cu_seqlens it should be (1, T, D)"
             )
         sequences = _sequences(name, cu_seqlens, x)
-    count = B if sequences is None else sequences.num_sequences
-    initial_state, bias = _arrays(
-        name, x, initial_state=(initial_state, (count, D, width)), bias=(bias, (D,))
-    )
     one_of(name, "activation", activation, ACTIVATIONS)
     flag(name, "output_final_state", output_final_state)
     return to_run(
@@ -583,18 +533,14 @@ def dynamic_conv_step(
     x : array or tensor (B, D) or (B, 1, D), float32 or float64; in torch bfloat16 and float16 too
         A token of every sequence.
     state : array or tensor (B, D, W)
-        The last W inputs, the latest last: what `dynamic_conv` returns as its final state. Updated
-        in place. Its dtype must hold that of x.
+        The last W inputs, the latest last: the final state of `dynamic_conv`. Updated in place,
+        unless an error is raised. Its dtype must hold that of x.
     kernels : array or tensor (B, D, W) or (D, W)
         The taps, the last of which multiplies x.
     bias : array or tensor (D,), optional
         Added before the activation.
     activation : {None, "silu", "swish"}
         The last two are x · sigmoid(x).
-    out : array or tensor of the shape of x, optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -603,14 +549,9 @@ def dynamic_conv_step(
 
     Raises
     ------
-    TypeError, ValueError
-        If an argument has the wrong dtype, shape, device or value; the message names it, and the
-        state is as it was.
     RuntimeError
         If an argument requires grad: a step that works in place has no gradient. `dynamic_conv`
         with `initial_state` has.
-    BackendUnavailable
-        If `backend` can't serve the call.
 
     References
     ----------
@@ -626,16 +567,6 @@ def dynamic_conv_step(
     [[[2.0, 4.0]]]
     """
     name = "dynamic_conv_step"
-    x = floats(name, "x", x, _of_rank(name, "x", x, ("B", "D"), ("B", 1, "D")))
-    B, D = x.shape[0], x.shape[-1]
-    shape = _of_rank(name, "kernels", kernels, (D, "W"), (B, D, "W"))
-    (kernels,) = _arrays(name, x, kernels=(kernels, shape))
-    width = _width(name, kernels)
-    if not is_tensor(state) and not isinstance(state, np.ndarray):
-        raise TypeError(
-            f"{name}: state is a {type(state).__name__}; it should be an array, to be updated"
-        )
-    state, bias = _arrays(name, x, state=(state, (B, D, width)), bias=(bias, (D,)))
     if promoted((state, x)) != state.dtype:
         raise TypeError(
             f"{name}: state has dtype {dtype_name(state.dtype)}; it should hold "

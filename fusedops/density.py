@@ -19,11 +19,7 @@ import numpy as np
 
 from fusedops._frame.arrays import ArrayT, cast, double, namespace, recomputed, zeros
 from fusedops._frame.check import (
-    alike,
-    as_array,
     device_of,
-    dtype_name,
-    floats,
     is_tensor,
     of_shape,
     one_of,
@@ -578,26 +574,23 @@ def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     return density_vjp(*a[:3], dy.map, *a[3:6], y.order, a.lattice, out=wanted)
 
 
-def _outputs(a: Any) -> tuple[Any, ...]:
-    order = ((a.xyz.shape[0],), "int64") if _is_ordered(a.xyz) else None
-    return (a.lattice.shape, dtype_name(promoted(a[:3]))), order
-
-
 def _is_ordered(xyz: Any) -> bool:
     """Return whether the map is made in an order of the atoms that serves the gradient too."""
     return is_tensor(xyz) and not (xyz.is_cpu or xyz.is_meta) and xyz.shape[0] >= ORDERED
 
 
-_CONSTANTS = ("amplitudes", "widths", "radius")
+_ATOMS = {"xyz": "(N, 3)", "b": "(N) or (N, 6)", "occupancy": "(N)"}
+_CONSTANTS = {"amplitudes": "(N, G), G > 0", "widths": "(N, G)", "radius": "(N), optional, number"}
+_SIZES: dict[str, Any] = {"nx, ny, nz": lambda a: a.lattice.shape}
 
 density = Primitive(
     "gaussian_density",
     family="density",
-    arrays=("xyz", "b", "occupancy"),
+    arrays=_ATOMS,
     constants=_CONSTANTS,
     static={"lattice": Lattice},
-    outputs=("map", "order"),
-    describe=_outputs,
+    sizes={**_SIZES, "ordered": lambda a: _is_ordered(a.xyz)},
+    outputs={"map": "(nx, ny, nz) of xyz, b, occupancy", "order": "(N) int64 with ordered"},
     formula=_density_formula,
     pullback=_density_pullback,
     saves=("order",),
@@ -606,22 +599,18 @@ density = Primitive(
 density_vjp = Primitive(
     "gaussian_density_vjp",
     family="density",
-    arrays=("xyz", "b", "occupancy", "dmap"),
-    constants=(*_CONSTANTS, "order"),
+    arrays={**_ATOMS, "dmap": "(nx, ny, nz)"},
+    constants={**_CONSTANTS, "order": "(N), optional"},
     static={"lattice": Lattice},
-    outputs=("dxyz", "db", "doccupancy"),
-    describe=lambda a: tuple((b.shape, dtype_name(b.dtype)) for b in a[:3]),
+    sizes=_SIZES,
+    outputs={f"d{name}": f"like {name}" for name in _ATOMS},
     formula=_vjp_formula,
     sixteen_bits=True,
 )
 
 
-def _constant(
-    name: str, argument: str, value: Any, shape: tuple[Any, ...], like: Any, dtype: Any
-) -> tuple[Any, Any]:
-    """Return a checked array that has no gradient, and how it is made in `dtype`."""
-    value = floats(name, argument, value, shape)
-    alike(name, argument, value, "xyz", like)
+def _constant(name: str, argument: str, value: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return an array that has no gradient, and how it is made in `dtype`."""
     if is_tensor(value) and value.requires_grad:
         raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
     if is_tensor(value) and sys.modules["torch"]._C._are_functorch_transforms_active():
@@ -726,24 +715,12 @@ def gaussian_density(
         width, or a negative radius: raise, which on a GPU waits for it; or leave the atom out, with
         a warning that counts them on the CPU, and without a word, or waiting, on a GPU. See
         `fusedops.density.bad_atoms`.
-    out : array or tensor (nx, ny, nz), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
     array or tensor (nx, ny, nz)
         The map: electrons/Å³ for X-rays. In the dtype to which those of xyz, b and occupancy
         promote.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument has the wrong dtype, shape, device or value; the message names it, and the
-        first atom that has no density.
-    BackendUnavailable
-        If `backend` can't serve the call.
 
     Notes
     -----
@@ -772,20 +749,11 @@ def gaussian_density(
     6.00 electrons
     """
     name = "gaussian_density"
-    xyz = floats(name, "xyz", xyz, ("N", 3))
-    count = xyz.shape[0]
-    b = as_array(name, "b", b)
-    b = floats(name, "b", b, (count, 6) if b.ndim == 2 else (count,))
-    occupancy = floats(name, "occupancy", occupancy, (count,))
-    for argument, array in (("b", b), ("occupancy", occupancy)):
-        alike(name, argument, array, "xyz", xyz)
     # Constants of 16-bit atoms keep their digits; NumPy has no bfloat16, besides.
     dtype = promoted((xyz, b, occupancy))
     dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
-    amplitudes, in_amplitudes = _constant(name, "amplitudes", amplitudes, (count, "G"), xyz, dtype)
-    widths, in_widths = _constant(name, "widths", widths, (count, amplitudes.shape[1]), xyz, dtype)
-    if not amplitudes.shape[1]:
-        raise ValueError(f"{name}: amplitudes has shape {tuple(amplitudes.shape)}; G should be > 0")
+    amplitudes, in_amplitudes = _constant(name, "amplitudes", amplitudes, dtype)
+    widths, in_widths = _constant(name, "widths", widths, dtype)
     one_of(name, "on_bad", on_bad, ("raise", "skip"))
     if radius is None:
         n_sigma = positive(name, "n_sigma", n_sigma)
@@ -800,7 +768,7 @@ def gaussian_density(
         # Of widths, not of xyz, which torch.vmap may map over.
         in_radius = Made(lambda widths: _full(number, dtype, widths), widths)
     else:
-        in_radius = _constant(name, "radius", radius, (count,), xyz, dtype)[1]
+        in_radius = _constant(name, "radius", radius, dtype)[1]
     if isinstance(cell, Lattice):
         if grid_shape is not None and tuple(grid_shape) != cell.shape:
             raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.shape}")

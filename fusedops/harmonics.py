@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, cast, namespace, wide, zeros
-from fusedops._frame.check import flag, floats, is_tensor, size
+from fusedops._frame.check import flag, is_tensor, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 
@@ -197,20 +197,20 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
 matrices_vjp = Primitive(
     "wigner_d_vjp",
     family="harmonics",
-    arrays=("edge_vec", "dmatrices"),
+    arrays={"edge_vec": "(E, 3)", "dmatrices": "(E, L, L) or (E, P)"},
     static={"lmax": int, "layout": str},
-    outputs=("dedge_vec",),
-    describe=lambda a: ((a.edge_vec.shape, None),),
+    sizes={"L": lambda a: (a.lmax + 1) ** 2, "P": lambda a: matrix_size(a.lmax, True)[0]},
+    outputs={"dedge_vec": "like edge_vec"},
     formula=_vjp_formula,
     sixteen_bits=True,
 )
 matrices = Primitive(
     "wigner_d",
     family="harmonics",
-    arrays=("edge_vec",),
+    arrays={"edge_vec": "(E, 3)"},
     static={"lmax": int, "layout": str},
-    outputs=("matrices",),
-    describe=lambda a: (((a.edge_vec.shape[0], *matrix_size(a.lmax, a.layout == "packed")), None),),
+    sizes={"matrix": lambda a: matrix_size(a.lmax, a.layout == "packed")},
+    outputs={"matrices": "(E, *matrix)"},
     formula=_formula,
     pullback=_pullback,
     sixteen_bits=True,
@@ -242,22 +242,11 @@ def wigner_d(
         The largest degree, from 0 to 63.
     packed : bool
         Whether to return the blocks of 2l + 1 rows alone, one after the other.
-    out : array or tensor, optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call; only ``"torch"`` and ``"numpy"`` can.
 
     Returns
     -------
     array or tensor (E, (lmax + 1)², (lmax + 1)²), or with `packed` (E, Σ(2l + 1)²)
         Orthogonal, in the dtype of `edge_vec`; the matrices of the way back are their transposes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument has the wrong dtype, shape or value; the message names it.
-    BackendUnavailable
-        If `backend` can't serve the call.
 
     Notes
     -----
@@ -287,7 +276,6 @@ def wigner_d(
     >>> (D[0, 1:, 1:] @ [0.0, 0.0, 1.0]).tolist()  # the edge is now along y
     [0.0, 1.0, 0.0]
     """
-    edge_vec = floats("wigner_d", "edge_vec", edge_vec, ("E", 3))
     # A matrix has its fourth power of elements.
     degree = size("wigner_d", "lmax", lmax, bits=6)
     flag("wigner_d", "packed", packed)

@@ -20,9 +20,7 @@ from fusedops._frame.check import (
     accumulator,
     device_of,
     dtype_name,
-    floats,
     is_tensor,
-    of_shape,
     one_of,
     own_memory,
     same_device,
@@ -33,6 +31,7 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.shapes import checked
 from fusedops.eigenvector import NO_PLANE as NO_PLANE
 from fusedops.eigenvector import pseudo_solve, smallest_eigenvector
 
@@ -406,28 +405,21 @@ def _nll_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     return (None if dxyz is None else cast(dxyz, a.xyz),)
 
 
-def _gradient_vjp_outputs(a: Any) -> tuple[tuple[Any, None], ...]:
-    of_shape("planarity_gradient_vjp", "dgradient", a.dgradient, a.xyz.shape)
-    return ((a.xyz.shape, None),)
-
-
 gradient_vjp = Primitive(
     "planarity_gradient_vjp",
     family="planarity",
-    arrays=("xyz", "dgradient"),
+    arrays={"xyz": "(N, 3)", "dgradient": "(N, 3)"},
     static={"planes": Planes, "fit": str},
-    outputs=("dxyz",),
-    describe=_gradient_vjp_outputs,
+    outputs={"dxyz": "like xyz"},
     formula=_gradient_vjp_formula,
 )
 nll = Primitive(
     "planarity_nll",
     family="planarity",
-    arrays=("xyz",),
+    arrays={"xyz": "(N, 3)"},
     static={"planes": Planes, "fit": str},
-    outputs=("nll", "gradient"),
     # The gradient waits for its cotangent in float32: in 16 bits it may be beyond all numbers.
-    describe=lambda a: (((), accumulator(a.xyz)), (a.xyz.shape, accumulator(a.xyz))),
+    outputs={"nll": "() summed of xyz", "gradient": "(N, 3) summed of xyz"},
     formula=_nll_formula,
     pullback=_nll_pullback,
     saves=("gradient",),
@@ -451,7 +443,6 @@ class _Nll(Protocol):
 
 
 def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
-    xyz = floats(name, "xyz", xyz, ("N", 3))
     planes = plane_groups
     if not isinstance(planes, Planes):
         if is_tensor(xyz) and traced():
@@ -495,8 +486,6 @@ def planarity_nll(
         What `Planes` takes; a `Planes` made once saves the packing of every call.
     fit : {"uniform", "weighted"}
         Whether every atom of a plane counts alike in its centroid and covariance, or with 1/σ².
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -505,10 +494,8 @@ def planarity_nll(
 
     Raises
     ------
-    TypeError, ValueError, IndexError
-        If an argument has the wrong dtype, shape, device or value; the message names it.
-    BackendUnavailable
-        If `backend` can't serve the call.
+    IndexError
+        If a plane has an atom beyond those of `xyz`.
 
     Notes
     -----
@@ -578,6 +565,7 @@ def plane_deviations(
     """
     if is_tensor(xyz):
         raise TypeError("plane_deviations: xyz is a torch tensor; it should be a NumPy array")
+    checked("plane_deviations", nll.declared, {"xyz": xyz}, ())
     groups, device = _checked_groups(plane_groups)
     same_device("plane_deviations", "plane_groups", device, "xyz", "cpu")
     _check("plane_deviations", xyz, groups, fit)

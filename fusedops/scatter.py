@@ -20,7 +20,6 @@ from fusedops._frame.check import (
     alike,
     device_of,
     flag,
-    floats,
     indices,
     is_tensor,
     of_shape,
@@ -402,13 +401,18 @@ def _gather_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any]:
     return (None,) if dy.density_cube is None else scatter(dy.density_cube, a.plan)
 
 
+_SIZES: dict[str, Any] = {
+    "C, nx, ny, nz": lambda a: a.plan.shape,
+    "map_size": lambda a: a.plan.map_size,
+}
+
 scatter = Primitive(
     "structured_scatter_add",
     family="scatter",
-    arrays=("density_cube",),
+    arrays={"density_cube": "(C, nx, ny, nz)"},
     static={"plan": ScatterPlan},
-    outputs=("map",),
-    describe=lambda a: (((a.plan.map_size,), None),),
+    sizes=_SIZES,
+    outputs={"map": "(map_size)"},
     formula=_scatter_formula,
     pullback=_scatter_pullback,
     sixteen_bits=True,
@@ -416,10 +420,10 @@ scatter = Primitive(
 gather = Primitive(
     "structured_gather",
     family="scatter",
-    arrays=("grid",),
+    arrays={"grid": "(map_size)"},
     static={"plan": ScatterPlan},
-    outputs=("density_cube",),
-    describe=lambda a: ((a.plan.shape, None),),
+    sizes=_SIZES,
+    outputs={"density_cube": "(C, nx, ny, nz)"},
     formula=_gather_formula,
     pullback=_gather_pullback,
     sixteen_bits=True,
@@ -477,10 +481,6 @@ def structured_scatter_add(
         Offsets within a plane. Rows that follow each other in the map are added as vectors.
     map_size : int
         The number of elements of the map.
-    out : array or tensor (map_size,), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -489,12 +489,8 @@ def structured_scatter_add(
 
     Raises
     ------
-    TypeError, ValueError
-        If an argument has the wrong dtype, shape, device or value; the message names it.
     IndexError
         If an element lies outside of the map, before anything is written.
-    BackendUnavailable
-        If `backend` can't serve the call.
 
     Notes
     -----
@@ -519,9 +515,7 @@ def structured_scatter_add(
     [0.0, 1.0, 5.0, 4.0, 0.0]
     """
     name = "structured_scatter_add"
-    density_cube = floats(name, "density_cube", density_cube, ("C", "nx", "ny", "nz"))
     plan = _plan(name, wa, wbwc, map_size, "density_cube", density_cube)
-    of_shape(name, "density_cube", density_cube, plan.shape)
     return to_run((density_cube, plan), "map")
 
 
@@ -546,10 +540,6 @@ def structured_gather(
         Offsets of the planes of every cube; or a plan, with which the next is left out.
     wbwc : array or tensor (C, ny, nz), int32 or int64
         Offsets within a plane.
-    out : array or tensor (C, nx, ny, nz), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -558,8 +548,8 @@ def structured_gather(
 
     Raises
     ------
-    TypeError, ValueError, IndexError, BackendUnavailable
-        See `structured_scatter_add`.
+    IndexError
+        If an element lies outside of the map.
 
     Notes
     -----
@@ -577,8 +567,6 @@ def structured_gather(
     [[[[0.0, 1.0], [1.0, 2.0]], [[2.0, 3.0], [3.0, 4.0]]]]
     """
     name = "structured_gather"
-    grid = floats(name, "grid", grid, ("map_size",))
     given = isinstance(wa, ScatterPlan)
     plan = _plan(name, wa, wbwc, None if given else grid.shape[0], "grid", grid)
-    of_shape(name, "grid", grid, (plan.map_size,))
     return to_run((grid, plan), "density_cube")

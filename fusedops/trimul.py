@@ -14,10 +14,7 @@ import numpy as np
 
 from fusedops._frame.arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide
 from fusedops._frame.check import (
-    alike,
-    as_array,
     dtype_name,
-    floats,
     is_tensor,
     one_of,
     positive,
@@ -25,7 +22,7 @@ from fusedops._frame.check import (
     size,
     warn,
 )
-from fusedops._frame.op import Made, op, to_run
+from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 
 DIRECTIONS = ("outgoing", "incoming")
@@ -36,22 +33,22 @@ PRECISIONS = (None, "ieee", "tf32", "bf16", "fp16")
 _OWN = {"bfloat16": "bf16", "float16": "fp16"}
 
 #: The arrays of the op, in its order.
-ARRAYS = (
-    "x",
-    "mask",
-    "norm_in_weight",
-    "norm_in_bias",
-    "p_in_weight",
-    "p_in_bias",
-    "g_in_weight",
-    "g_in_bias",
-    "norm_out_weight",
-    "norm_out_bias",
-    "p_out_weight",
-    "p_out_bias",
-    "g_out_weight",
-    "g_out_bias",
-)
+ARRAYS = {
+    "x": "(B, N, N, C), C > 0",
+    "mask": "(B?, N?, N?), optional, bool",
+    "norm_in_weight": "(C), optional",
+    "norm_in_bias": "(C), optional",
+    "p_in_weight": "(2 * H, C), H > 0",
+    "p_in_bias": "(2 * H), optional",
+    "g_in_weight": "(2 * H, C)",
+    "g_in_bias": "(2 * H), optional",
+    "norm_out_weight": "(H), optional",
+    "norm_out_bias": "(H), optional",
+    "p_out_weight": "(C, H)",
+    "p_out_bias": "(C), optional",
+    "g_out_weight": "(G, C)",
+    "g_out_bias": "(G), optional",
+}
 
 
 def _standardized(x: Any, eps: float) -> tuple[Any, Any]:
@@ -309,21 +306,9 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     return trimul_vjp(*a[:14], y.hidden, dout, *a[14:], out=wanted)
 
 
-def _outputs(a: Any) -> tuple[Any, ...]:
-    B, N = a.x.shape[:2]
-    return (a.x.shape, None), ((B, a.p_in_weight.shape[0] // 2, N, N), None)
-
-
-def _vjp_outputs(a: Any) -> tuple[Any, ...]:
-    own = a.x.dtype
-    return tuple(
-        [
-            None if b is None else (b.shape, None if b.dtype == own else dtype_name(b.dtype))
-            for b in a[:14]
-        ]
-    )
-
-
+_SIZES: dict[str, Any] = {
+    "G": lambda a: a.x.shape[3] if a.gate == "output" else a.p_in_weight.shape[0] // 2
+}
 STATIC = {"direction": str, "gate": str, "precision": str, "eps": float, "max_memory": int}
 
 trimul = Primitive(
@@ -331,8 +316,8 @@ trimul = Primitive(
     family="trimul",
     arrays=ARRAYS,
     static=STATIC,
-    outputs=("out", "hidden"),
-    describe=_outputs,
+    sizes=_SIZES,
+    outputs={"out": "like x", "hidden": "(B, H, N, N)"},
     formula=_formula,
     pullback=_pullback,
     saves=("hidden",),
@@ -341,51 +326,16 @@ trimul = Primitive(
 trimul_vjp = Primitive(
     "triangle_multiplicative_update_vjp",
     family="trimul",
-    arrays=(*ARRAYS, "hidden", "dout"),
+    arrays={**ARRAYS, "hidden": "(B, H, N, N)", "dout": "(B, N, N, C)"},
     static=STATIC,
-    outputs=tuple(f"d{name}" for name in ARRAYS),
-    describe=_vjp_outputs,
+    sizes=_SIZES,
+    outputs={f"d{name}": f"like {name}" for name in ARRAYS},
     formula=_vjp_formula,
     sixteen_bits=True,
 )
 
 
-def _mask(name: str, mask: Any, x: Any) -> Any:
-    """Return a checked mask, or how to make it: in the dtype of x, as a view (B, N, N)."""
-    mask = as_array(name, "mask", mask)
-    if dtype_name(mask.dtype) != "bool":
-        kinds = (
-            ("float32", "float64", "bfloat16", "float16")
-            if is_tensor(mask)
-            else ("float32", "float64")
-        )
-        if dtype_name(mask.dtype) not in kinds:
-            raise TypeError(
-                f"{name}: mask has dtype {dtype_name(mask.dtype)}; it should be bool, "
-                f"{', '.join(kinds[:-1])} or {kinds[-1]}"
-            )
-    alike(name, "mask", mask, "x", x)
-    shape = tuple(x.shape[:3])
-    sizes = shape[max(0, 3 - mask.ndim) :]
-    if mask.ndim > 3 or any(
-        [have not in (1, want) for have, want in zip(mask.shape, sizes, strict=True)]
-    ):
-        raise ValueError(
-            f"{name}: mask has shape {tuple(mask.shape)}; it should broadcast to {shape}, "
-            "(B, N, N) of x"
-        )
-    if tuple(mask.shape) == shape and mask.dtype == x.dtype:
-        return mask
-    dtype = x.dtype
-
-    def converted(mask: Any) -> Any:
-        mask = cast(mask, dtype)
-        return mask.expand(shape) if is_tensor(mask) else np.broadcast_to(mask, shape)
-
-    return Made(converted, mask)
-
-
-@op(trimul, broadcasts=("mask",))
+@op(trimul)
 def triangle_multiplicative_update(
     x: ArrayT,
     direction: str = "outgoing",
@@ -467,23 +417,11 @@ def triangle_multiplicative_update(
         With less than parts of a sensible size need, smaller ones are used that take longer, of
         which a RuntimeWarning tells once with the number that would do; with less than the
         smallest need, these. NumPy and plain torch have no parts.
-    out : array or tensor (B, N, N, C), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
     array or tensor (B, N, N, C)
         In the dtype of x.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument has the wrong dtype, shape, device or value, or one of the four weights of
-        projections and gates is missing; the message names it.
-    BackendUnavailable
-        If `backend` can't serve the call.
 
     Notes
     -----
@@ -522,48 +460,6 @@ def triangle_multiplicative_update(
     one_of(name, "direction", direction, DIRECTIONS)
     one_of(name, "gate", gate, GATES)
     one_of(name, "precision", precision, PRECISIONS)
-    x = floats(name, "x", x, ("B", "N", "N", "C"))
-    C = x.shape[3]
-    if x.shape[1] != x.shape[2]:
-        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it should be (B, N, N, C)")
-    if C == 0:
-        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; its last size, C, should be > 0")
-    for argument, value in (
-        ("p_in_weight", p_in_weight),
-        ("g_in_weight", g_in_weight),
-        ("p_out_weight", p_out_weight),
-        ("g_out_weight", g_out_weight),
-    ):
-        if value is None:
-            raise TypeError(f"{name}: {argument} is None; it should be given")
-    p_in_weight = floats(name, "p_in_weight", p_in_weight, ("2H", C))
-    rows = p_in_weight.shape[0]
-    if rows == 0 or rows % 2:
-        raise ValueError(
-            f"{name}: p_in_weight has shape {tuple(p_in_weight.shape)}; it should be (2H, {C}), "
-            "with H > 0"
-        )
-    H = rows // 2
-    gated = C if gate == "output" else H
-    arrays: list[Any] = [x, None if mask is None else _mask(name, mask, x)]
-    for argument, value, shape in (
-        ("norm_in_weight", norm_in_weight, (C,)),
-        ("norm_in_bias", norm_in_bias, (C,)),
-        ("p_in_weight", p_in_weight, (rows, C)),
-        ("p_in_bias", p_in_bias, (rows,)),
-        ("g_in_weight", g_in_weight, (rows, C)),
-        ("g_in_bias", g_in_bias, (rows,)),
-        ("norm_out_weight", norm_out_weight, (H,)),
-        ("norm_out_bias", norm_out_bias, (H,)),
-        ("p_out_weight", p_out_weight, (C, H)),
-        ("p_out_bias", p_out_bias, (C,)),
-        ("g_out_weight", g_out_weight, (gated, C)),
-        ("g_out_bias", g_out_bias, (gated,)),
-    ):
-        if value is not None:
-            value = floats(name, argument, value, shape)
-            alike(name, argument, value, "x", x)
-        arrays.append(value)
     eps = positive(name, "eps", eps)
     if max_memory is None:
         limit = 0
@@ -571,7 +467,11 @@ def triangle_multiplicative_update(
         limit = size(name, "max_memory", max_memory)
         if limit == 0:
             raise ValueError(f"{name}: max_memory is 0; it should be positive, or None")
-    if dtype_name(promoted([x, *arrays[2:]])) == "float64":
+    weights: tuple[Any, ...] = (
+        *(norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias),
+        *(norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias),
+    )
+    if dtype_name(promoted([x, *weights])) == "float64":
         if precision not in (None, "ieee"):
             raise ValueError(
                 f"{name}: precision is {precision!r}; with float64 it should be None or 'ieee'"
@@ -579,4 +479,4 @@ def triangle_multiplicative_update(
         precision = "ieee"
     elif precision is None:
         precision = _OWN.get(dtype_name(x.dtype), "ieee")
-    return to_run((*arrays, direction, gate, precision, eps, limit), "out")
+    return to_run((x, mask, *weights, direction, gate, precision, eps, limit), "out")

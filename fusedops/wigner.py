@@ -17,12 +17,9 @@ import numpy as np
 
 from fusedops._frame.arrays import ArrayT, added, cast, grouped, wide, zeros
 from fusedops._frame.check import (
-    alike,
-    as_array,
     device_of,
     dtype_name,
     flag,
-    floats,
     indices,
     is_tensor,
     promoted,
@@ -272,7 +269,7 @@ def _formula(a: Any) -> tuple[Any, ...]:
     described: Any
     shift, nodes, messages, matrices = (a if a is None else cast(a, dtype) for a in arrays)
     ends = ends_of(edges, way, wigner)
-    described = _outputs(a)
+    described = edge_wigner.describe(a)
     dx, dmessage, dwigner = (
         None if output is None else zeros(matrices, output[0]) for output in described
     )
@@ -332,31 +329,32 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     return dbase if dbase is None else cast(dbase, dbase), *found
 
 
-def _outputs(a: Any) -> tuple[Any, ...]:
-    base, x, message, wigner, edges, mmax, way, _ = a
-    lmax = degree_of(wigner)
-    ends = 2 if way == "forth" else 1
-    dx = dmessage = dwigner = None
-    if message is not None:
-        count = wigner.shape[0] if edges is None else edges.num_nodes
-        like = next(array for array in (base, x, message) if array is not None)
-        dx = (count, (lmax + 1) ** 2, message.shape[2] // ends), dtype_name(like.dtype)
-    if x is not None:
-        rows = message_rows(lmax, mmax)
-        like = x if message is None else message
-        dmessage = (wigner.shape[0], rows, ends * x.shape[2]), dtype_name(like.dtype)
-    if x is not None and message is not None:
-        dwigner = tuple(wigner.shape), dtype_name(wigner.dtype)
-    return dx, dmessage, dwigner
+def _rows_of(a: Any) -> tuple[int, int, int]:
+    """Return the rows of nodes, the elements of packed matrices, and the rows of messages."""
+    lmax = degree_of(a.wigner)
+    return (lmax + 1) ** 2, matrix_size(lmax, True)[0], message_rows(lmax, a.mmax)
 
 
 edge_wigner = Primitive(
     "edge_wigner",
     family="wigner",
-    arrays=("base", "x", "message", "wigner"),
+    arrays={
+        "base": "(N, L, C), optional",
+        "x": "(N, L, C), optional",
+        "message": "(E, M, ends * C), optional",
+        "wigner": "(E, L, L) or (E, P)",
+    },
     static={"edges": Edges, "mmax": int, "way": str, "scale": float},
-    outputs=("dx", "dmessage", "dwigner"),
-    describe=_outputs,
+    sizes={
+        "N": lambda a: a.wigner.shape[0] if a.edges is None else a.edges.num_nodes,
+        "ends": lambda a: 2 if a.way == "forth" else 1,
+        "L, P, M": _rows_of,
+    },
+    outputs={
+        "dx": "(N, L, C) as base, x, message with message",
+        "dmessage": "(E, M, ends * C) as message, x with x",
+        "dwigner": "like wigner with x, message",
+    },
     formula=_formula,
     pullback=_pullback,
     sixteen_bits=True,
@@ -372,19 +370,15 @@ def _order_limit(name: str, mmax: int | None, lmax: int) -> int:
     return mmax
 
 
-def _matrices(name: str, argument: str, wigner: Any, other: str, like: Any) -> tuple[Any, int]:
-    """Return checked matrices, dense or packed, and their lmax."""
-    wigner = as_array(name, argument, wigner)
-    rank = wigner.ndim
-    wigner = floats(name, argument, wigner, ("E", "n", "n") if rank == 3 else ("E", "blocks"))
-    alike(name, argument, wigner, other, like)
+def _lmax(name: str, argument: str, wigner: Any) -> int:
+    """Return the largest degree of matrices, dense or packed."""
     lmax = degree_of(wigner)
-    if tuple(wigner.shape[1:]) != matrix_size(lmax, packed=rank == 2):
+    if tuple(wigner.shape[1:]) != matrix_size(lmax, packed=wigner.ndim == 2):
         raise ValueError(
             f"{name}: {argument} has shape {tuple(wigner.shape)}; it should be (E, (lmax + 1)², "
             "(lmax + 1)²), or (E, 1 + 9 + … + (2 lmax + 1)²) for packed blocks"
         )
-    return wigner, lmax
+    return lmax
 
 
 def _graph(
@@ -448,10 +442,6 @@ def node_to_edge_wigner_permute(
         or these blocks one after the other, by rows. They are dimensionless, as `x` is.
     mmax : int, optional
         The largest order |m| that is kept, at most lmax; lmax if not given.
-    out : array or tensor (E, M, 2C), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -461,12 +451,8 @@ def node_to_edge_wigner_permute(
 
     Raises
     ------
-    TypeError, ValueError
-        If an argument has the wrong dtype, shape, device or value; the message names it.
     IndexError
         If an edge's end is not a node.
-    BackendUnavailable
-        If `backend` can't serve the call.
 
     Notes
     -----
@@ -490,31 +476,9 @@ def node_to_edge_wigner_permute(
     [[0.0, 4.0], [2.0, 6.0], [3.0, 7.0], [1.0, 5.0]]
     """
     name = "node_to_edge_wigner_permute"
-    x = floats(name, "x", x, ("N", "(lmax + 1)²", "C"))
-    wigner, lmax = _matrices(name, "wigner", wigner, "x", x)
-    _rows(name, "x", x, (lmax + 1) ** 2, f"(lmax + 1)² for the lmax = {lmax} of wigner")
-    limit = _order_limit(name, mmax, lmax)
+    limit = _order_limit(name, mmax, _lmax(name, "wigner", wigner))
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner.shape[0])
     return to_run((None, x, None, wigner, edges, limit, "forth", 1.0), "dmessage")
-
-
-def _rows(name: str, argument: str, array: Any, rows: int, what: str) -> None:
-    if array.shape[1] != rows:
-        raise ValueError(
-            f"{name}: {argument} has shape {tuple(array.shape)}; its second size should be {rows}, "
-            f"{what}"
-        )
-
-
-def _message(name: str, argument: str, message: Any, lmax: int, mmax: int, count: int) -> None:
-    """Raise unless there is a message of the right rows for every matrix."""
-    rows = message_rows(lmax, mmax)
-    _rows(name, argument, message, rows, f"those of lmax = {lmax}, mmax = {mmax}")
-    if message.shape[0] != count:
-        raise ValueError(
-            f"{name}: {argument} has shape {tuple(message.shape)}; its first size should be "
-            f"{count}, the length of wigner_inv"
-        )
 
 
 def _way_back(name: str, transpose: bool) -> str:
@@ -556,10 +520,6 @@ def permute_wigner_inv_edge_to_node(
     transpose : bool
         Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
         not for those that an envelope was multiplied into on one way only.
-    out : array or tensor (N, (lmax + 1)², C), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -568,8 +528,8 @@ def permute_wigner_inv_edge_to_node(
 
     Raises
     ------
-    TypeError, ValueError, IndexError, BackendUnavailable
-        See `node_to_edge_wigner_permute`.
+    IndexError
+        If an edge's end is not a node.
 
     Notes
     -----
@@ -591,10 +551,7 @@ def permute_wigner_inv_edge_to_node(
     [[0.0, 0.0, 0.0, 0.0], [3.0, 3.0, 3.0, 3.0]]
     """
     name = "permute_wigner_inv_edge_to_node"
-    message = floats(name, "message", message, ("E", "M", "C"))
-    wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "message", message)
-    limit = _order_limit(name, mmax, lmax)
-    _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
+    limit = _order_limit(name, mmax, _lmax(name, "wigner_inv", wigner_inv))
     edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
     return to_run(
         (None, None, message, wigner_inv, edges, limit, _way_back(name, transpose), 1.0), "dx"
@@ -626,20 +583,11 @@ def permute_wigner_inv(
     transpose : bool
         Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
         not for those that an envelope was multiplied into on one way only.
-    out : array or tensor (E, (lmax + 1)², C), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
     array or tensor (E, (lmax + 1)², C)
         In the dtype of `message`.
-
-    Raises
-    ------
-    TypeError, ValueError, BackendUnavailable
-        See `node_to_edge_wigner_permute`.
 
     Notes
     -----
@@ -657,10 +605,7 @@ def permute_wigner_inv(
     [0.0, 1.0, 2.0, 3.0]
     """
     name = "permute_wigner_inv"
-    message = floats(name, "message", message, ("E", "M", "C"))
-    wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "message", message)
-    limit = _order_limit(name, mmax, lmax)
-    _message(name, "message", message, lmax, limit, wigner_inv.shape[0])
+    limit = _order_limit(name, mmax, _lmax(name, "wigner_inv", wigner_inv))
     return to_run(
         (None, None, message, wigner_inv, None, limit, _way_back(name, transpose), 1.0), "dx"
     )
@@ -700,10 +645,6 @@ def edge_degree_scatter(
     transpose : bool
         Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
         not for those that an envelope was multiplied into on one way only.
-    out : array or tensor (N, (lmax + 1)², C), optional
-        Where to write the result: contiguous, of its dtype, and apart from the arguments.
-    backend : str, optional
-        The backend that must serve the call.
 
     Returns
     -------
@@ -712,8 +653,8 @@ def edge_degree_scatter(
 
     Raises
     ------
-    TypeError, ValueError, IndexError, BackendUnavailable
-        See `node_to_edge_wigner_permute`.
+    IndexError
+        If an edge's end is not a node.
 
     Notes
     -----
@@ -733,12 +674,7 @@ def edge_degree_scatter(
     [6.0, 1.0, 8.0, 1.0]
     """
     name = "edge_degree_scatter"
-    x = floats(name, "x", x, ("N", "(lmax + 1)²", "C"))
-    wigner_inv, lmax = _matrices(name, "wigner_inv", wigner_inv, "x", x)
-    _rows(name, "x", x, (lmax + 1) ** 2, f"(lmax + 1)² for the lmax = {lmax} of wigner_inv")
-    count = wigner_inv.shape[0]
-    radial = floats(name, "radial", radial, (count, lmax + 1, x.shape[2]))
-    alike(name, "radial", radial, "x", x)
+    _lmax(name, "wigner_inv", wigner_inv)
     if not isinstance(rescale_factor, numbers.Real):
         kind = type(rescale_factor).__name__
         raise TypeError(f"{name}: rescale_factor is a {kind}; it should be a number")
@@ -750,6 +686,6 @@ def edge_degree_scatter(
         raise ValueError(
             f"{name}: rescale_factor is {rescale_factor}; it should be finite, as its inverse"
         )
-    edges = _graph(name, edge_index, x.shape[0], x, "x", count)
+    edges = _graph(name, edge_index, x.shape[0], x, "x", wigner_inv.shape[0])
     static = edges, 0, _way_back(name, transpose), 1 / factor
     return to_run((x, None, radial, wigner_inv, *static), "dx")

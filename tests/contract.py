@@ -77,10 +77,8 @@ class Example:
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """The leaves that may be left out: the triangle's weights of projections may not."""
-        parameters = inspect.signature(self.op).parameters
-        needed = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
-        return tuple(n for n in self.leaves if parameters[n].default is None and n not in needed)
+        """The leaves that may be left out."""
+        return tuple(n for n in self.leaves if self.op.declared[n].optional)
 
     def served_by(self, backend: str) -> bool:
         return self.kernels or backend in ("numpy", "torch")

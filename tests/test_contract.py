@@ -7,7 +7,6 @@ updates a state and has no gradient, keeps what is its own in test_conv.py.
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import pickle
 
@@ -832,16 +831,38 @@ def test_an_array_of_another_rank_is_named(example):
 
 
 @every_example
+def test_a_size_that_something_else_has_is_compared(example):
+    p = example.problem()
+    sizes = {
+        name: next(terms for terms in array.shapes if len(terms) == p.arguments[name].ndim)
+        for name, array in p.op.declared.items()
+        if isinstance(p.arguments.get(name), np.ndarray)
+    }
+    compared = 0
+    for name, terms in sizes.items():
+        elsewhere = [size.name for other, of in sizes.items() if other != name for size in of]
+        for axis, size in enumerate(terms):
+            alone = size.name not in elsewhere and [t.name for t in terms].count(size.name) == 1
+            if alone and size.name not in p.op.primitive.later and not size.name.isdecimal():
+                continue
+            twice = np.concatenate([p.arguments[name]] * 2, axis)
+            message = rf"^{p.op.__name__}: .*should (be|have|broadcast)"
+            for function in calls_of(p.op):
+                with pytest.raises(ValueError, match=message):
+                    function(**{**p.arguments, name: twice})
+            compared += 1
+    assert compared
+
+
+@every_example
 def test_an_array_that_is_missing_is_named(example):
     p = example.problem()
-    parameters = inspect.signature(p.op).parameters
     needed = [n for n in example.leaves if n not in example.optional]
     assert needed
     for name in needed:
-        should = "given" if parameters[name].default is None else "an array"
         for function in calls_of(p.op):
             with pytest.raises(
-                TypeError, match=rf"^{p.op.__name__}: {name} is None; it .*{should}"
+                TypeError, match=rf"^{p.op.__name__}: {name} is None; it should be an array"
             ):
                 function(**{**p.arguments, name: None})
 

@@ -974,7 +974,7 @@ BAD = {
     "no Gaussians": (
         {"amplitudes": np.ones((4, 0)), "widths": np.ones((4, 0))},
         ValueError,
-        r"amplitudes has shape \(4, 0\); G should be > 0",
+        r"amplitudes has shape \(4, 0\); it should be \(4, G\), G > 0",
     ),
     "widths of other Gaussians": (
         {"widths": np.ones((4, 4))},

@@ -361,7 +361,7 @@ def _on_tensors(
     first = reference(a)
     device = first.device
     made = [
-        (at, *_layout(output[0]), _dtype(output[1]) or first.dtype)
+        (at, *_layout(output[0]), _dtype(output[1]))
         for at, (slot, output) in enumerate(zip(slots, primitive.describe(a), strict=True))
         if slot is True and output is not None
     ]
@@ -457,8 +457,7 @@ def _on_numpy(
     Floats of 16 bits that a kernel doesn't take are cast to float32.
     """
     count = len(primitive.arrays)
-    own = reference(a).dtype
-    dtypes = [output and (_dtype(output[1]) or own) for output in primitive.describe(a)]
+    dtypes = [output and _dtype(output[1]) for output in primitive.describe(a)]
     bits = dtype == torch.bfloat16 and kernel in registry.takes_bfloat16
     if dtype in _HALF and not bits:
         dtype = torch.float32

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 #: Packages whose frames lie between a user's call and the code of ours that warns of it.
 _BETWEEN = ("fusedops", "cpukern", "gpukern", "torch", "functools")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-# NumPy takes microseconds to name a dtype.
 # Tensors by which torch traces, while a mode of its does.
 _TRACED = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
 _UNWRAPPED = {
@@ -29,6 +28,7 @@ _UNWRAPPED = {
     "NestedTensor": "a dense tensor, such as {}.to_padded_tensor(0)",
     "MaskedTensor": "a plain tensor, such as {}.to_tensor(0)",
 }
+# NumPy takes microseconds to name a dtype.
 _NAMES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64")}
 
 
@@ -227,25 +227,24 @@ def indices(op: str, name: str, value: Any) -> Any:
     return value
 
 
-def floats(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
-    """Return `value` as a floating-point array or tensor of `shape`.
-
-    A string in `shape` stands for any size. Raises TypeError or ValueError.
-    """
+def floats(op: str, name: str, value: Any, *, or_bool: bool = False) -> Any:
+    """Return `value` as a floating-point array or tensor. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
+    if or_bool and dtype_name(value.dtype) == "bool":
+        return value
+    also = "bool, " if or_bool else ""
     if is_tensor(value):
         # Floats of one byte are for storage.
         if not value.is_floating_point() or value.itemsize == 1:
             raise TypeError(
                 f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "
-                "of float32, float64, bfloat16 or float16"
+                f"of {also}float32, float64, bfloat16 or float16"
             )
     elif value.dtype not in _FLOATS:
         raise TypeError(
-            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32 or "
+            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be {also}float32 or "
             "float64, in native byte order"
         )
-    of_shape(op, name, value, shape)
     return value
 
 

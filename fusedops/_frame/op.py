@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 
 from fusedops._frame import registry
+from fusedops._frame.arrays import cast
 from fusedops._frame.check import (
     as_array,
     device_of,
@@ -27,6 +28,7 @@ from fusedops._frame.kinds import CONSTANTS, Plans, are_one, kind_of
 from fusedops._frame.packed import Packed, bridge, compiling, outside_of_graphs
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import Explanation, Request
+from fusedops._frame.shapes import Array, Sizes, checked
 
 F = TypeVar("F", bound=Callable[..., Any])
 F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
@@ -40,6 +42,8 @@ class Op(Generic[F_co]):
     __call__: F_co
     __wrapped__: Callable[..., Any]
     primitive: Primitive
+    #: The arrays that it takes, as they are declared.
+    declared: Mapping[str, Array]
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """Return what a checked call comes to."""
@@ -106,14 +110,13 @@ def _check_out(
     arrays, others = bound.a[: len(names)], bound.a[len(names) :]
     first = reference(arrays)
     shape, dtype = primitive.describe(bound.a)[primitive.outputs.index(names_of(bound)[0])]
-    dtype = dtype or dtype_name(first.dtype)
     plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
     if not (is_tensor(out) if is_tensor(first) else plain):
         kind = "torch tensor" if is_tensor(first) else "NumPy array"
         raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
     at = next(at for at, array in enumerate(arrays) if array is first)
     same_device(name, "out", device_of(out), names[at], device_of(first))
-    of_shape(name, "out", out, tuple(shape))
+    of_shape(name, "out", out, shape)
     if dtype_name(out.dtype) != dtype:
         raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
     if is_tensor(out):
@@ -160,54 +163,61 @@ def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
 
 
 @overload
-def op(
-    primitive: Primitive,
-    *,
-    names: Mapping[str, str] | None = None,
-    broadcasts: tuple[str, ...] = (),
-) -> Callable[[F], Op[F]]: ...
+def op(primitive: Primitive, *, names: Mapping[str, str] | None = None) -> Callable[[F], Op[F]]: ...
 @overload
 def op(
-    primitive: Primitive,
-    *,
-    names: Mapping[str, str] | None = None,
-    broadcasts: tuple[str, ...] = (),
-    overloads: type[F],
+    primitive: Primitive, *, names: Mapping[str, str] | None = None, overloads: type[F]
 ) -> Callable[[Callable[..., Any]], Op[F]]: ...
 def op(
-    primitive: Primitive,
-    *,
-    names: Mapping[str, str] | None = None,
-    broadcasts: tuple[str, ...] = (),
-    overloads: Any = None,
+    primitive: Primitive, *, names: Mapping[str, str] | None = None, overloads: Any = None
 ) -> Any:
-    """Make a public op of a function that checks its arguments.
+    """Make a public op of a function that checks its options.
 
-    The decorated function returns `to_run`. Its signature, which is the op's, ends in ``backend``
-    and, unless a number is returned, ``out``, an array for the output shown first: these two are
-    served here. `names` says what the primitive's arrays are called in that signature, where that
-    differs, and `broadcasts` which of them the function broadcasts: their gradients have the shapes
-    and dtypes given. `overloads` is a protocol for type checkers, where one signature doesn't say
-    what is returned.
+    The decorated function gets arrays that are as the primitive declares them, and returns
+    `to_run`. Its signature, which is the op's, ends in ``backend`` and, unless a number is
+    returned, ``out``, an array for the output shown first: these two are served and documented
+    here. `names` gives the primitive's arrays their names in that signature, where they differ.
+    `overloads` is a protocol for type checkers, where one signature doesn't tell the result.
     """
-    arguments = [(names or {}).get(name, name) for name in primitive.arrays]
+    names = names or {}
+    arguments = [names.get(name, name) for name in primitive.arrays]
 
     def declare(check: Callable[..., Any]) -> Any:
-        # Any, because functions have attributes that checkers don't know of.
-        wrapped: Any = functools.wraps(check)
         name = check.__name__
         signature = inspect.signature(check)
         takes_out = "out" in signature.parameters
+        check.__doc__ = _documented(check.__doc__, takes_out)
+        # Any, because functions have attributes that checkers don't know of.
+        wrapped: Any = functools.wraps(check)
+        declared = _declared(primitive, names, signature)
+        broadcast = [name for name, array in declared.items() if array.broadcasts]
         plans: Plans[Callable[..., Any]] = Plans()
 
         def bind(args: Any, kwargs: Any) -> tuple[Bound, Bound]:
-            """Return a call as its check returned it, and with what is made of arguments made."""
-            given: Bound = check(*args, **kwargs)
-            made = [part.function(*part.of) if isinstance(part, Made) else part for part in given.a]
+            """Return a checked call, and the same with all that is made of arguments made."""
+            try:
+                call = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+            by_name = {
+                argument: call.arguments.get(argument, signature.parameters[argument].default)
+                for argument in declared
+            }
+            for argument in primitive.mutates:
+                _is_array(name, argument, by_name[argument])
+            arrays, sizes = checked(name, declared, by_name, primitive.later)
+            call.arguments.update(arrays)
+            given: Bound = check(*call.args, **call.kwargs)
+            parts = primitive.Arguments._make(given.a)
+            for argument in broadcast:
+                whole = _whole(declared[argument], getattr(parts, argument), parts[0], sizes)
+                parts = parts._replace(**{argument: whole})
+            made = [part.function(*part.of) if isinstance(part, Made) else part for part in parts]
             bound = given._replace(a=primitive.Arguments._make(made))
+            primitive.sizes(bound.a, name, names)
             if bound.values is not None:
                 bound.values(bound.a)
-            return given, bound
+            return given._replace(a=parts), bound
 
         def slots_of(bound: Bound, out: Any = None) -> list[Any]:
             shown = names_of(bound)
@@ -265,8 +275,8 @@ def op(
             with registry.asking(asked):
                 y = primitive(*bound.a, out=primitive.with_saved(slots_of(bound)))
             wanted = [True if array is not None else None for array in arrays]
-            bound_to = signature.bind(*args, **kwargs).arguments if broadcasts else {}
-            broadcast = {name: bound_to[name] for name in broadcasts if name in bound_to}
+            by_name = signature.bind(*args, **kwargs).arguments
+            narrow = {name: by_name[name] for name in broadcast if name in by_name}
 
             def pullback(*cotangents: Any) -> tuple[Any, ...]:
                 shown = names_of(bound)
@@ -282,9 +292,7 @@ def op(
                 with registry.asking(asked):
                     found = primitive.pulled_back(bound.a, y, tuple(dy.values()), wanted)
                 gradients = [
-                    _summed(dx, broadcast[argument])
-                    if dx is not None and argument in broadcast
-                    else dx
+                    _summed(dx, narrow[argument]) if dx is not None and argument in narrow else dx
                     for argument, dx in zip(arguments, found, strict=True)
                 ]
                 return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
@@ -300,7 +308,7 @@ def op(
             request = Request(primitive.name, framework, device, promoted(arrays), asked)
             return registry.explain(request)
 
-        call.primitive = primitive
+        call.primitive, call.declared = primitive, declared
         call.bound = lambda *args, **kwargs: bind(args, kwargs)[1]
         call.vjp = outside_of_graphs(vjp)
         call.explain = outside_of_graphs(explain)
@@ -308,6 +316,70 @@ def op(
         return call
 
     return declare
+
+
+def _declared(
+    primitive: Primitive, names: Mapping[str, str], signature: inspect.Signature
+) -> dict[str, Array]:
+    """Return the arrays that an op takes, by their names in its signature, in its order."""
+    found = {names.get(name, name): array for name, array in primitive.declared.items()}
+    found |= {names[name]: primitive.declared[name] for name in names}
+    return {
+        name: found[name] if parameter.default is None else found[name].needed()
+        for name, parameter in signature.parameters.items()
+        if name in found
+    }
+
+
+def _is_array(op: str, name: str, value: Any) -> None:
+    """Raise TypeError unless an argument that is updated is an array."""
+    if not is_tensor(value) and not isinstance(value, np.ndarray):
+        was = None if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"{op}: {name} is {was}; it should be an array, to be updated")
+
+
+def _whole(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
+    """Return an array that is broadcast, or how to make it whole and of the dtype of the first."""
+    shape, dtype = array.whole(sizes), first.dtype
+    if given is None or (tuple(given.shape) == shape and given.dtype == dtype):
+        return given
+
+    def whole(given: Any) -> Any:
+        given = cast(given, dtype)
+        return given.expand(shape) if is_tensor(given) else np.broadcast_to(given, shape)
+
+    return Made(whole, given)
+
+
+_OUT = """
+out : array or tensor, optional
+    Where to write the result: of its shape and dtype, contiguous, and apart from the arguments."""
+_BACKEND = """
+backend : str, optional
+    The backend that must serve the call."""
+_RAISES = """Raises
+------
+TypeError, ValueError
+    If an argument has the wrong dtype, shape, device or value; the message names it.
+BackendUnavailable
+    If `backend` can't serve the call."""
+
+
+def _documented(doc: str | None, takes_out: bool) -> str | None:
+    """Return an op's docstring with the arguments and errors that all ops have."""
+    if doc is None:
+        # Python was started to leave docstrings out.
+        return None
+    parts = inspect.cleandoc(doc).split("\n\n")
+    at = next(at for at, part in enumerate(parts) if part.startswith("Returns\n"))
+    parts[at - 1] += (_OUT if takes_out else "") + _BACKEND
+    at = next(at for at, part in enumerate(parts) if part.startswith(("Notes\n", "References\n")))
+    if parts[at - 1].startswith("Raises\n"):
+        at -= 1
+        parts[at] = parts[at].replace("Raises\n------", _RAISES)
+    else:
+        parts.insert(at, _RAISES)
+    return "\n\n".join(parts)
 
 
 def names_of(bound: Bound) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ A gradient is a primitive, so that it has kernels and a gradient of its own.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,9 @@ from fusedops._frame.check import is_tensor, promoted, reference
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import bridge
 from fusedops._frame.registry import Request
+from fusedops._frame.shapes import Array, Output
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 #: Tests set this, so that an output element which no kernel writes shows.
 poison = False
@@ -47,16 +51,16 @@ class Primitive:
         What kernels register under.
     family : str
         The name of the modules that have its kernels, such as ``gpukern.conv``.
-    arrays, outputs : tuple of str
-        The names of the differentiable arrays, and of the outputs. Arrays may be None in a call,
-        but not all.
-    constants : tuple of str
-        The names of arrays that have no derivative, and keep their dtypes.
+    arrays, outputs : dict of str to str
+        The differentiable arrays and the outputs by name, each with the line that `shapes` reads.
+        Arrays may be None in a call, but not all.
+    constants : dict of str to str
+        The arrays that have no derivative, and keep their dtypes.
     static : dict of str to type
         The other arguments: subclasses of `Packed`, which may be None, `str`, `int` or `float`.
-    describe : callable
-        From the arguments to a (shape, dtype name) for every output; None for the dtype of the
-        first array given. None for an output that there isn't without some array.
+    sizes : dict of str to callable
+        From the arguments to a size that shapes name and no array has to show, or to several, for
+        names with commas between them.
     formula : callable
         From the arguments to a tuple of all outputs, in code that NumPy and torch both run: the
         definition, which every kernel is held to.
@@ -78,24 +82,28 @@ class Primitive:
         name: str,
         *,
         family: str,
-        arrays: tuple[str, ...],
+        arrays: dict[str, str],
         static: dict[str, type],
-        outputs: tuple[str, ...],
-        describe: Callable[[Any], Sequence[Any]],
+        outputs: dict[str, str],
         formula: Callable[[Any], tuple[Any, ...]],
         pullback: Callable[..., tuple[Any, ...]] | None = None,
-        constants: tuple[str, ...] = (),
+        constants: dict[str, str] | None = None,
+        sizes: dict[str, Callable[[Any], Any]] | None = None,
         saves: tuple[str, ...] = (),
         mutates: tuple[str, ...] = (),
         sixteen_bits: bool = False,
     ) -> None:
         self.name = name
         self.family = family
-        self.arrays = arrays
-        self.constants = constants
+        constants = constants or {}
+        self.arrays, self.constants, self.outputs = tuple(arrays), tuple(constants), tuple(outputs)
         self.static = static
-        self.outputs = outputs
-        self.describe = describe
+        #: What the lines of arrays and constants, and of outputs, declare.
+        self.declared = {name: Array(line) for name, line in {**arrays, **constants}.items()}
+        self._outputs = [Output(line) for line in outputs.values()]
+        self._sizes = [(names.split(", "), of) for names, of in (sizes or {}).items()]
+        #: The sizes that arrays alone don't tell.
+        self.later = frozenset([name for names, _ in self._sizes for name in names])
         self.formula = formula
         self.pullback = pullback
         self.saves = saves
@@ -103,8 +111,8 @@ class Primitive:
         self.sixteen_bits = sixteen_bits
         #: The record types of a call's arguments, outputs, and arrays alone.
         self.Arguments = _record("Arguments", (*arrays, *constants, *static))
-        self.Outputs = _record("Outputs", outputs)
-        self.Arrays = _record("Arrays", arrays)
+        self.Outputs = _record("Outputs", self.outputs)
+        self.Arrays = _record("Arrays", self.arrays)
         self.all: tuple[bool, ...] = (True,) * len(outputs)
         self._saved = tuple([output in saves for output in outputs])
         self.plans: Plans[Callable[[Any, Any], Any]] = Plans()
@@ -130,6 +138,27 @@ class Primitive:
         if found is None:
             found = self.plans.keep(kind, _on_numpy(self, a, slots, asked))
         return found
+
+    def sizes(
+        self, a: Any, op: str | None = None, names: Mapping[str, str] = _NONE
+    ) -> dict[str, Any]:
+        """Return all sizes by name. Raises ValueError unless the arrays have them.
+
+        The error speaks of `op`, and of arrays by the `names` that they have there.
+        """
+        sizes: dict[str, Any] = {}
+        for keys, of in self._sizes:
+            sizes.update(zip(keys, of(a) if len(keys) > 1 else (of(a),), strict=True))
+        for name, array in self.declared.items():
+            value = getattr(a, name)
+            if value is not None:
+                sizes = array.fit(op or self.name, names.get(name, name), value, sizes)
+        return sizes
+
+    def describe(self, a: Any) -> list[Any]:
+        """Return the shape and the name of the dtype of every output; None where there is none."""
+        sizes, first = self.sizes(a), reference(a)
+        return [output.of(a, first, sizes) for output in self._outputs]
 
     def with_saved(self, slots: Sequence[Any]) -> tuple[Any, ...]:
         """Return which outputs to compute for those that are wanted and for their pullback."""
@@ -189,8 +218,7 @@ def numpy_plan(
         for at, array in enumerate(given)
         if array is not None and not (array.flags.aligned and (array.dtype == dtype or at >= count))
     ]
-    own = reference(given).dtype
-    dtypes = [output and (output[1] or own) for output in described]
+    dtypes = [output and output[1] for output in described]
     rounded = any([output is not None and output != dtype for output in dtypes])
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
     fit = [at for at in filled if slots[at].dtype == dtype and slots[at].flags.aligned]

@@ -666,7 +666,7 @@ def _update(
         ("g_out", (G, C)),
     ):
         arguments[f"{name}_weight"] = source.normal(*sides, scale=sides[1] ** -0.5)
-    rows, leaves = B * N * N, tuple(sorted(arguments, key=ARRAYS.index))
+    rows, leaves = B * N * N, tuple(sorted(arguments, key=[*ARRAYS].index))
     # x and the output once; left, right, o and the gate written and read, as wide as factors are.
     # A backward pass counts twice.
     x = source.bytes(arguments["x"])
