@@ -547,7 +547,7 @@ def of_primitives(*names: str) -> list[Any]:
 
 def registered(case: Any, backend: str = "", dtype: Any = None, layout: Any = None) -> Any:
     """Return a registered operator, and its arguments for a case."""
-    from fusedops._frame.bridge import _take_apart
+    from fusedops._frame.bridge.graphs import _take_apart
 
     primitive, (arrays, others) = case.primitive, case.make()
     count = len(primitive.constants)

@@ -312,11 +312,11 @@ def test_every_slot_is_filled(backend):
 
 @needs_torch
 def test_a_compiled_graph_keeps_its_plans(monkeypatch):
-    from fusedops._frame import bridge
+    from fusedops._frame.bridge import graphs
 
     planned = []
-    genuine = bridge.evaluation
-    monkeypatch.setattr(bridge, "evaluation", lambda *a: planned.append(a) or genuine(*a))
+    genuine = graphs.evaluation
+    monkeypatch.setattr(graphs, "evaluation", lambda *a: planned.append(a) or genuine(*a))
     x, taps = torch.randn(1, 5, 3), torch.randn(3, 2)
     step = torch.compile(lambda x: fusedops.dynamic_conv(x, taps), backend="aot_eager")
     # The first call runs while torch still compiles, which is another mode.

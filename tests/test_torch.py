@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
 from fusedops._frame import registry  # noqa: E402
-from fusedops._frame.bridge import _take_apart  # noqa: E402
+from fusedops._frame.bridge.graphs import _take_apart  # noqa: E402
 from fusedops.planarity import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
 from fusedops.testing import error  # noqa: E402

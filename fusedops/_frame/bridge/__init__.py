@@ -1,0 +1,168 @@
+"""The bridge to torch, one for every op: with `fusedops.nn`, all that imports torch.
+
+This file chooses how a call is served: by a plan, unless torch traces or transforms it. Each of the
+others has one part: `tensors`, memory that tensors share with NumPy arrays; `evaluation`, kernels
+and formulas; `autograd`, derivatives; `graphs`, torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+from torch.autograd import forward_ad
+
+from fusedops._frame import registry
+from fusedops._frame.bridge.autograd import no_forward_mode, recorded, transformed
+from fusedops._frame.bridge.evaluation import HALF, evaluation, into
+from fusedops._frame.bridge.graphs import call_registered, compiled, uncompiled  # noqa: F401
+from fusedops._frame.bridge.tensors import (  # noqa: F401
+    are_plain,
+    as_numpy,
+    as_tensors,
+    move,
+    packed_read,
+    unwrapped,
+    values,
+)
+from fusedops._frame.check import reference, traced
+from fusedops._frame.kinds import TENSORS, kind_of
+from fusedops._frame.primitive import Primitive
+
+TENSORS |= {torch.Tensor, torch.nn.Parameter}
+
+
+def run(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
+    """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
+    found = plan(primitive, a, slots)
+    return _traced_or_transformed(primitive, a, slots) if found is None else found(a, slots)
+
+
+def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any] | None:
+    """Return what computes outputs of tensors of these kinds; None under transforms of torch's."""
+    asked = registry.forced(None)
+    kind = kind_of((asked, *slots, *a))
+    found = primitive.plans.get(kind)
+    if found is None:
+        if _transforms():
+            return None
+        found = primitive.plans.keep(kind, _eager(primitive, a, slots, asked))
+    return found
+
+
+def _transforms() -> bool:
+    """Return whether torch does more than compute: traces, transforms, or pushes forward."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+    )
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Return what tells whether other tensors, and the modes that torch is in, are of one kind.
+
+    One step of torch's compares types, dtypes, devices, shapes, strides, whether a tensor requires
+    grad, and the dispatch keys of tensors and thread, in which are lazy negation, autocast,
+    inference mode and transforms.
+    """
+    check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    begin, modes = _alignment(tensors), _modes()
+
+    def passes(tensors: Sequence[torch.Tensor]) -> bool:
+        return check(*tensors) and _alignment(tensors) == begin and _modes() == modes
+
+    return passes
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return the modes of torch that are in no dispatch key."""
+    return (
+        torch.is_grad_enabled(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._len_torch_dispatch_stack(),
+        forward_ad._current_level,
+    )
+
+
+def _alignment(tensors: Sequence[torch.Tensor]) -> int | tuple[int, ...]:
+    """Return where tensors begin, modulo 16 bytes: zero for all, where that is so."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return tuple([tensor.data_ptr() & 15 for tensor in tensors]) if bits & 15 else 0
+
+
+def _eager(
+    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
+) -> Callable[[Any, Any], Any]:
+    """Return what evaluates a primitive on tensors of these kinds, as eager torch would."""
+    if _narrow(primitive, a):
+        wide = _eager(primitive, _in_float32(primitive, a), slots, asked)
+        return lambda a, slots: wide(_in_float32(primitive, a), slots)
+    if _differentiated(primitive, a):
+        return recorded(primitive, a, slots, asked)
+    run = evaluation(primitive, a, slots, asked)
+    if primitive.mutates or any([isinstance(slot, torch.Tensor) for slot in slots]):
+        return _told(primitive, run)
+    return run
+
+
+def _narrow(primitive: Primitive, a: Any) -> bool:
+    """Return whether a primitive's 16-bit floats are to be cast.
+
+    NumPy has no bfloat16; under autocast such an op is among those that run in float32.
+    """
+    first = reference(a)
+    return (
+        not primitive.sixteen_bits
+        and first.dtype in HALF
+        and (first.is_cpu or torch.is_autocast_enabled(first.device.type))
+    )
+
+
+def _in_float32(primitive: Primitive, a: Any) -> Any:
+    count = len(primitive.arrays)
+    cast = [array if array is None else array.float() for array in a[:count]]
+    return primitive.Arguments._make([*cast, *a[count:]])
+
+
+def _differentiated(primitive: Primitive, a: Any) -> bool:
+    """Return whether autograd is to know of a call; raise where there is no derivative."""
+    arrays = a[: len(primitive.arrays)]
+    asked = torch.is_grad_enabled() and any([b is not None and b.requires_grad for b in arrays])
+    if asked and primitive.mutates:
+        raise RuntimeError(primitive.no_gradient(primitive.name))
+    return asked
+
+
+def _told(primitive: Primitive, run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Count writes that autograd hasn't seen, so that it finds stale saved tensors."""
+
+    def told(a: Any, slots: Sequence[Any]) -> Any:
+        y = run(a, slots)
+        for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        return y
+
+    return told
+
+
+def _traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
+    """Evaluate a primitive where torch traces it, or transforms it."""
+    if _narrow(primitive, a):
+        a = _in_float32(primitive, a)
+    _differentiated(primitive, a)
+    arrays = a[: len(primitive.arrays)]
+    if traced():
+        y = call_registered(primitive, a, slots)
+    elif torch._C._are_functorch_transforms_active():
+        y = transformed(primitive, a, slots)
+    elif any(b is not None and forward_ad.unpack_dual(b).tangent is not None for b in arrays):
+        raise no_forward_mode(primitive)
+    else:
+        return _eager(primitive, a, slots, registry.forced(None))(a, slots)
+    return primitive.Outputs._make(into(slots, y))

@@ -1,0 +1,249 @@
+"""Derivatives of primitives on tensors: autograd's, of every order, and torch.func's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedops._frame import registry
+from fusedops._frame.bridge.evaluation import as_written, described, evaluation
+from fusedops._frame.check import reference
+from fusedops._frame.packed import Packed
+from fusedops._frame.primitive import Primitive
+
+
+class _Step(NamedTuple):
+    """The parts that all differentiable calls of a kind share."""
+
+    primitive: Primitive
+    evaluate: Callable[[Any, Any], Any] | None
+    asked: str | None
+    slots: tuple[Any, ...]
+    # Places of the arrays that are given: autograd takes its time for every other too.
+    present: tuple[int, ...]
+
+    def spread(self, values: Sequence[Any]) -> list[Any]:
+        """Return values of the arrays that are given, and None for the others."""
+        found = [None] * len(self.primitive.arrays)
+        for at, value in zip(self.present, values, strict=False):
+            found[at] = value
+        return found
+
+
+class _Differentiable(torch.autograd.Function):
+    """Any primitive. The outputs that its pullback needs are computed beside those wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, others: tuple[Any, ...], *arrays: Any) -> tuple[Any, ...]:
+        primitive, evaluate, _, slots, _ = step
+        a = primitive.Arguments._make((*step.spread(arrays), *others))
+        y = evaluate(a, slots)  # type: ignore[misc]
+        ctx.step, ctx.others = step, others
+        # Borrowed tensors are saved too, so that autograd sees who writes to them.
+        borrowed = _borrowed(others)
+        saved = [getattr(y, name) for name in primitive.saves]
+        ctx.save_for_backward(*arrays, *saved, *borrowed)
+        ctx.set_materialize_grads(False)
+        return tuple(y)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
+        step, saved = ctx.step, ctx.saved_tensors
+        wanted = step.spread([need or None for need in ctx.needs_input_grad[2:]])
+        given = (
+            step.primitive, step.spread(saved), ctx.others, saved[len(step.present) :], dy, wanted
+        )  # fmt: skip
+        if step.asked == registry.forced(None):
+            found = _pull_back(*given)
+        else:
+            with registry.asking(step.asked):
+                found = _pull_back(*given)
+        return None, None, *[found[at] for at in step.present]
+
+
+def _borrowed(others: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in others:
+        if isinstance(value, Packed):
+            found += value.borrowed
+        elif isinstance(value, torch.Tensor):
+            found.append(value)
+    return found
+
+
+# Function.apply less its own look at torch.func's transforms, which `plan` has looked for already.
+_apply = super(torch.autograd.Function, _Differentiable).apply
+
+
+def recorded(
+    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
+) -> Callable[[Any, Any], Any]:
+    """Return what evaluates a primitive on tensors of these kinds, and tells autograd."""
+    count = len(primitive.arrays)
+    saved = primitive.with_saved(slots)
+    with torch.no_grad():
+        evaluate = evaluation(primitive, a, saved, asked)
+    present = tuple([at for at, array in enumerate(a[:count]) if array is not None])
+    step = _Step(primitive, evaluate, asked, saved, present)
+
+    def run(a: Any, slots: Sequence[Any]) -> Any:
+        y = _apply(step, a[count:], *[a[at] for at in present])
+        return primitive.Outputs._make(y)
+
+    return run
+
+
+def _pull_back(
+    primitive: Primitive,
+    arrays: Sequence[Any],
+    others: tuple[Any, ...],
+    saved: Sequence[Any],
+    dy: Sequence[torch.Tensor | None],
+    wanted: Sequence[Any],
+) -> Sequence[Any]:
+    """Return a cotangent for every array that wants one."""
+    if not any([cotangent is not None for cotangent in dy]):
+        return [None] * len(wanted)
+    a = primitive.Arguments._make((*arrays, *others))
+    if primitive.pullback is None:
+        if torch._C._are_functorch_transforms_active():
+            return _transform_formula(primitive, a, dy, wanted)
+        return _differentiate_formula(primitive, a, dy)
+    kept = dict(zip(primitive.saves, saved, strict=False))
+    y = primitive.Outputs._make([kept.get(name) for name in primitive.outputs])
+    return primitive.pulled_back(a, y, dy, wanted)
+
+
+def _differentiate_formula(
+    primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None]
+) -> tuple[Any, ...]:
+    """Pull back through the formula: for the orders of derivative that no kernel has."""
+    count = len(primitive.arrays)
+    with torch.enable_grad(), as_written(reference(a)):
+        # Views, because a cotangent may depend on the arrays: that path is autograd's, not ours.
+        differentiated = [array is not None and array.requires_grad for array in a[:count]]
+        arrays = [
+            array.view_as(array) if by else array
+            for array, by in zip(a, differentiated, strict=False)
+        ]
+        needed = [array for array, by in zip(arrays, differentiated, strict=True) if by]
+        y = primitive.formula(primitive.Arguments._make((*arrays, *a[count:])))
+    # An output may depend on no array that is differentiated by.
+    used = [
+        (output, cotangent)
+        for output, cotangent in zip(y, dy, strict=True)
+        if cotangent is not None and output.requires_grad
+    ]
+    if not used:
+        return (None,) * count
+    gradients = iter(
+        torch.autograd.grad(
+            [output for output, _ in used],
+            needed,
+            [cotangent for _, cotangent in used],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+    )
+    return tuple(next(gradients) if by else None for by in differentiated)
+
+
+class _Transformed(_Differentiable):
+    """The same under torch.func, whose protocol costs a plain eager call several microseconds."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        step: _Step, others: tuple[Any, ...], *arrays: Any
+    ) -> tuple[Any, ...]:
+        a = step.primitive.Arguments._make((*arrays, *others))
+        return tuple(evaluation(step.primitive, a, step.slots, step.asked)(a, step.slots))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.step, ctx.others, *arrays = inputs
+        y = ctx.step.primitive.Outputs._make(output)
+        ctx.save_for_backward(*arrays, *[getattr(y, name) for name in ctx.step.primitive.saves])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], step: _Step, others: tuple[Any, ...], *arrays: Any
+    ) -> Any:
+        dims = in_dims[2:]
+        rows = [
+            _Transformed.apply(
+                step,
+                others,
+                *(
+                    array if dim is None else array.select(dim, b)
+                    for array, dim in zip(arrays, dims, strict=True)
+                ),
+            )
+            for b in range(info.batch_size)
+        ]
+        if not rows:
+            return _Transformed._of_no_rows(dims, step.primitive, others, arrays)
+        stacked = tuple(
+            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+        )
+        return stacked, tuple(None if column is None else 0 for column in stacked)
+
+    @staticmethod
+    def _of_no_rows(
+        in_dims: tuple[Any, ...], primitive: Primitive, others: tuple[Any, ...], arrays: Any
+    ) -> Any:
+        """Return the outputs of a batch of no arrays."""
+        row = [
+            array if dim is None else array.new_empty([*array.shape[:dim], *array.shape[dim + 1 :]])
+            for array, dim in zip(arrays, in_dims, strict=True)
+        ]
+        outputs = tuple(
+            None
+            if output is None
+            else reference(arrays).new_empty((0, *output[0]), dtype=output[1])
+            for output in described(primitive, primitive.Arguments._make((*row, *others)))
+        )
+        return outputs, tuple(None if output is None else 0 for output in outputs)
+
+
+def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any, ...]:
+    """Return outputs where torch.func transforms a call."""
+    if primitive.mutates:
+        raise RuntimeError(primitive.no_gradient(primitive.name))
+    levels = torch._C._functorch.get_interpreter_stack()
+    if any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
+        raise no_forward_mode(primitive)
+    count = len(primitive.arrays)
+    wanted = tuple([slot if slot is None else True for slot in slots])
+    slots, asked = primitive.with_saved(wanted), registry.forced(None)
+    step = _Step(primitive, None, asked, slots, tuple(range(count)))
+    return _Transformed.apply(step, a[count:], *a[:count])
+
+
+def no_forward_mode(primitive: Primitive) -> NotImplementedError:
+    """Return an error for one who asks for a derivative by a tangent."""
+    return NotImplementedError(
+        f"{primitive.name} has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); "
+        "use the reverse mode (grad, vjp, jacrev)"
+    )
+
+
+def _transform_formula(
+    primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None], needed: Sequence[bool]
+) -> tuple[Any, ...]:
+    """Pull back through the formula by torch.func, for other transforms to go through."""
+    asked = [cotangent is not None for cotangent in dy]
+
+    def formula(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        by = iter(values)
+        arrays = [next(by) if need else array for array, need in zip(a, needed, strict=False)]
+        y = primitive.formula(primitive.Arguments._make((*arrays, *a[len(needed) :])))
+        return tuple([output for output, ask in zip(y, asked, strict=True) if ask])
+
+    by = [array for array, need in zip(a, needed, strict=False) if need]
+    with as_written(reference(a)):
+        pull_back = torch.func.vjp(formula, *by)[1]
+        gradients = iter(pull_back(tuple([c for c in dy if c is not None])))
+    return tuple(next(gradients) if need else None for need in needed)

@@ -1,0 +1,252 @@
+"""Primitives on tensors, without a derivative: by a kernel for tensors or NumPy, or by formula."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+
+from fusedops._frame import primitive as primitive_frame
+from fusedops._frame import registry
+from fusedops._frame.bridge.tensors import view_of
+from fusedops._frame.check import own_memory, promoted, reference
+from fusedops._frame.primitive import Primitive, numpy_plan, poisoned
+from fusedops._frame.registry import Request
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def evaluation(
+    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
+) -> Callable[[Any, Any], Any]:
+    """Return what evaluates a primitive on the backend chosen, without a derivative."""
+    count = len(primitive.arrays)
+    given = a[: count + len(primitive.constants)]
+    for name, array in zip(a._fields, given, strict=False):
+        if array is not None and type(array) is not torch.Tensor:
+            own_memory(primitive.name, name, array)
+    if any([isinstance(t, torch.Tensor) and _is_lazy(t) for t in (*given, *slots)]):
+        _refuse_lazy(primitive, a, slots)
+        resolved = _resolved(primitive, a)
+        run = evaluation(primitive, resolved, slots, asked)
+        return lambda a, slots: run(_resolved(primitive, a), slots)
+    dtype = promoted(a[:count])
+    backend, kernel = registry.choose(
+        Request(primitive.name, "torch", reference(a).device.type, dtype, asked)
+    )
+    if backend.speaks == "numpy":
+        return _on_numpy(primitive, backend, kernel, a, slots, dtype)
+    if backend.module is None:
+
+        def formula(a: Any, slots: Sequence[Any]) -> Any:
+            with torch.no_grad(), as_written(reference(a)):
+                return primitive.Outputs._make(into(slots, kernel(a)))
+
+        return formula
+    return _on_tensors(primitive, backend, kernel, a, slots)
+
+
+def described(primitive: Primitive, a: Any) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+    """Return the shape and dtype of every output; None for one that there isn't."""
+    return [
+        None if output is None else (output[0], getattr(torch, output[1]))
+        for output in primitive.describe(a)
+    ]
+
+
+def into(slots: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return outputs, copied into the tensors given for them."""
+    return tuple(
+        [
+            slot.copy_(output) if isinstance(slot, torch.Tensor) else output
+            for slot, output in zip(slots, outputs, strict=True)
+        ]
+    )
+
+
+def as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which autocast leaves products by torch as they are.
+
+    It is for one use: it keeps the state that it goes back to.
+    """
+    if array.is_meta or not torch.is_autocast_enabled(array.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(array.device.type, enabled=False)
+
+
+def _on_tensors(
+    primitive: Primitive,
+    backend: registry.Backend,
+    kernel: Callable[..., Any],
+    a: Any,
+    slots: Sequence[Any],
+) -> Callable[[Any, Any], Any]:
+    """Return what runs a kernel on tensors, and makes outputs."""
+    device = reference(a).device
+    made = [
+        (at, output[0], torch.empty(output[0], device="meta").stride(), output[1])
+        for at, (slot, output) in enumerate(zip(slots, described(primitive, a), strict=True))
+        if slot is True and output is not None
+    ]
+    empty = _empty_on(device)
+    filled = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
+    count, Outputs = len(slots), primitive.Outputs
+    room = importlib.import_module(str(backend.module).partition(".")[0])
+    per_plan = getattr(room, "per_plan", None)
+    work = kernel if per_plan is None else per_plan(kernel, device)
+    if torch.is_autocast_enabled(device.type):
+        work = _without_autocast(work)
+
+    def run(a: Any, slots: Sequence[Any]) -> Any:
+        outputs: list[Any] = [None] * count
+        for at, shape, strides, dtype in made:
+            outputs[at] = empty(shape, strides, dtype)
+        if primitive_frame.poison:
+            poisoned([y for y in outputs if y is not None and y.is_floating_point()])
+        for at in filled:
+            outputs[at] = slots[at]
+        y = Outputs._make(outputs)
+        work(a, y)
+        return y
+
+    if device.type != "cuda":
+        return run
+
+    def on_its_device(a: Any, slots: Sequence[Any]) -> Any:
+        if torch._C._cuda_getDevice() == device.index:
+            return run(a, slots)
+        # Triton launches on the current device.
+        with torch.cuda.device(device):
+            return run(a, slots)
+
+    return on_its_device
+
+
+def _empty_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return what makes tensors of a shape, strides and dtype on a device, the current one."""
+    if device.type == "cuda":
+        # The allocation of torch's own compiler takes a quarter of the time of torch.empty.
+        return guards._empty_strided_cuda  # type: ignore[attr-defined]
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device
+    )
+
+
+def _without_autocast(work: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def run(a: Any, y: Any) -> None:
+        with as_written(reference(a)):
+            work(a, y)
+
+    return run
+
+
+def _on_numpy(
+    primitive: Primitive,
+    backend: registry.Backend,
+    kernel: Any,
+    a: Any,
+    slots: Sequence[Any],
+    dtype: torch.dtype,
+) -> Callable[[Any, Any], Any]:
+    """Return what evaluates on views of CPU tensors.
+
+    Floats of 16 bits that a kernel doesn't take are cast to float32.
+    """
+    count = len(primitive.arrays)
+    dtypes = [output and output[1] for output in described(primitive, a)]
+    bits = dtype == torch.bfloat16 and kernel in registry.takes_bfloat16
+    if dtype in HALF and not bits:
+        dtype = torch.float32
+    converted = [
+        at for at, array in enumerate(a[:count]) if array is not None and array.dtype != dtype
+    ]
+    plain = not converted and not any([output is not None and output != dtype for output in dtypes])
+    given = [
+        at for at, array in enumerate(a[: count + len(primitive.constants)]) if array is not None
+    ]
+    # A tensor of the dtype that kernels write is filled by them; another is copied to.
+    filled = [at for at, slot in enumerate(slots) if getattr(slot, "dtype", None) == dtype]
+    others = [
+        at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor) and at not in filled
+    ]
+    cast = list(a)
+    for at in converted:
+        cast[at] = torch.empty_like(a[at], dtype=dtype)
+    views = [(at, view_of(cast[at])) for at in given]
+    on_slots = [(at, view_of(slots[at])) for at in filled]
+    written = [at for at in converted if primitive.arrays[at] in primitive.mutates]
+    numpy_slots = [True if isinstance(slot, torch.Tensor) else slot for slot in slots]
+    record, wrap, Outputs = primitive.Arguments._make, torch.from_numpy, primitive.Outputs
+
+    def arguments(a: Any) -> Any:
+        arrays = list(a)
+        for at, view in views:
+            arrays[at] = view(arrays[at])
+        return record(arrays)
+
+    def seen(slots: Sequence[Any]) -> list[Any]:
+        found = list(numpy_slots)
+        for at, view in on_slots:
+            found[at] = view(slots[at])
+        return found
+
+    work = numpy_plan(primitive, backend, kernel, arguments(cast), seen(slots))
+
+    def direct(a: Any, slots: Sequence[Any]) -> Any:
+        y = work(arguments(a), numpy_slots)
+        return Outputs._make([array if array is None else wrap(array) for array in y])
+
+    if plain and not bits and not filled and not others:
+        return direct
+
+    def run(a: Any, slots: Sequence[Any]) -> Any:
+        cast = list(a)
+        for at in converted:
+            cast[at] = cast[at].to(dtype)
+        y = [None if array is None else wrap(array) for array in work(arguments(cast), seen(slots))]
+        if bits:
+            y = [tensor if tensor is None else tensor.view(torch.bfloat16) for tensor in y]
+        for at in written:
+            a[at].copy_(cast[at])
+        y = [
+            tensor if tensor is None else tensor.to(to)
+            for tensor, to in zip(y, dtypes, strict=True)
+        ]
+        for at in filled:
+            y[at] = slots[at]
+        for at in others:
+            y[at] = slots[at].copy_(y[at])
+        return Outputs._make(y)
+
+    return run
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor means other numbers than its memory holds, of which no kernel knows.
+
+    They are the negative of those, or zeros without memory, such as autograd may pull back.
+    """
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
+def _refuse_lazy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
+    """Raise where a tensor to write to means other numbers than its memory holds."""
+    for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        own_memory(primitive.name, "a tensor to write to", tensor)
+        if tensor.is_neg():
+            raise ValueError(
+                f"{primitive.name}: a tensor to write to is a negative view; it should be "
+                "resolved, by resolve_neg"
+            )
+
+
+def _resolved(primitive: Primitive, a: Any) -> Any:
+    """Return arguments whose tensors mean the numbers in their memory."""
+    tensors = [t.clone() if isinstance(t, torch.Tensor) and _is_lazy(t) else t for t in a]
+    return primitive.Arguments._make(tensors)
