@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,22 +15,67 @@ from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 
 
-class _Step(NamedTuple):
-    """The parts that all differentiable calls of a kind share."""
+class _Step:
+    """The parts that all differentiable calls of a kind share.
 
-    primitive: Primitive
-    evaluate: Callable[[Any, Any], Any] | None
-    asked: str | None
-    slots: tuple[Any, ...]
-    # Places of the arrays that are given: autograd takes its time for every other too.
-    present: tuple[int, ...]
+    `present` are the places of the arrays that are given: autograd takes its time for every other
+    too. Of a call's other arguments, those that hold tensors are at the places `holding`.
+    """
 
-    def spread(self, values: Sequence[Any]) -> list[Any]:
-        """Return values of the arrays that are given, and None for the others."""
-        found = [None] * len(self.primitive.arrays)
-        for at, value in zip(self.present, values, strict=False):
-            found[at] = value
+    def __init__(
+        self,
+        primitive: Primitive,
+        evaluate: Callable[[Any, Any], Any] | None,
+        asked: str | None,
+        slots: tuple[Any, ...],
+        present: tuple[int, ...],
+        others: tuple[Any, ...],
+    ) -> None:
+        self.primitive, self.evaluate, self.asked = primitive, evaluate, asked
+        self.slots, self.present = slots, present
+        count = len(present)
+        self.kept = [primitive.outputs.index(name) for name in primitive.saves]
+        self.holding = [
+            at for at, value in enumerate(others) if isinstance(value, (Packed, torch.Tensor))
+        ]
+        #: From values of the arrays that are given to those of all.
+        self.spread = _picker(
+            [present.index(at) if at in present else None for at in range(len(primitive.arrays))]
+        )
+        #: From what is saved to the outputs that are kept.
+        self.outputs = _picker(
+            [
+                count + self.kept.index(at) if at in self.kept else None
+                for at in range(len(primitive.outputs))
+            ]
+        )
+        self._wanted: dict[tuple[bool, ...], tuple[Any, ...]] = {}
+
+    def borrowed(self, others: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Return tensors of the caller's that a backward pass reads from other arguments."""
+        found: list[torch.Tensor] = []
+        for at in self.holding:
+            value = others[at]
+            found += value.borrowed if isinstance(value, Packed) else [value]
         return found
+
+    def wanted(self, needed: tuple[bool, ...]) -> tuple[Any, ...]:
+        """Return the slots of cotangents of all arrays, of which autograd needs some."""
+        found = self._wanted.get(needed)
+        if found is None:
+            found = self._wanted[needed] = self.spread([need or None for need in needed])
+        return found
+
+
+def _picker(places: Sequence[int | None]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return what picks values by their places, and None for none."""
+    if not any([at is not None for at in places]):
+        nothing = (None,) * len(places)
+        return lambda values: nothing
+    pick = operator.itemgetter(*[-1 if at is None else at for at in places])
+    if len(places) == 1:
+        return lambda values: (pick(values),)
+    return lambda values: pick((*values, None))
 
 
 class _Differentiable(torch.autograd.Function):
@@ -37,40 +83,27 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: _Step, others: tuple[Any, ...], *arrays: Any) -> tuple[Any, ...]:
-        primitive, evaluate, _, slots, _ = step
-        a = primitive.Arguments._make((*step.spread(arrays), *others))
-        y = evaluate(a, slots)  # type: ignore[misc]
+        a = step.primitive.Arguments._make((*step.spread(arrays), *others))
+        y = step.evaluate(a, step.slots)  # type: ignore[misc]
         ctx.step, ctx.others = step, others
         # Borrowed tensors are saved too, so that autograd sees who writes to them.
-        borrowed = _borrowed(others)
-        saved = [getattr(y, name) for name in primitive.saves]
-        ctx.save_for_backward(*arrays, *saved, *borrowed)
+        ctx.save_for_backward(*arrays, *[y[at] for at in step.kept], *step.borrowed(others))
         ctx.set_materialize_grads(False)
         return tuple(y)
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
         step, saved = ctx.step, ctx.saved_tensors
-        wanted = step.spread([need or None for need in ctx.needs_input_grad[2:]])
-        given = (
-            step.primitive, step.spread(saved), ctx.others, saved[len(step.present) :], dy, wanted
-        )  # fmt: skip
+        primitive = step.primitive
+        a = primitive.Arguments._make((*step.spread(saved), *ctx.others))
+        y = primitive.Outputs._make(step.outputs(saved))
+        wanted = step.wanted(ctx.needs_input_grad[2:])
         if step.asked == registry.forced(None):
-            found = _pull_back(*given)
+            found = pull_back(primitive, a, y, dy, wanted)
         else:
             with registry.asking(step.asked):
-                found = _pull_back(*given)
+                found = pull_back(primitive, a, y, dy, wanted)
         return None, None, *[found[at] for at in step.present]
-
-
-def _borrowed(others: Sequence[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in others:
-        if isinstance(value, Packed):
-            found += value.borrowed
-        elif isinstance(value, torch.Tensor):
-            found.append(value)
-    return found
 
 
 # Function.apply less its own look at torch.func's transforms, which `plan` has looked for already.
@@ -86,7 +119,7 @@ def recorded(
     with torch.no_grad():
         evaluate = evaluation(primitive, a, saved, asked)
     present = tuple([at for at, array in enumerate(a[:count]) if array is not None])
-    step = _Step(primitive, evaluate, asked, saved, present)
+    step = _Step(primitive, evaluate, asked, saved, present, a[count:])
 
     def run(a: Any, slots: Sequence[Any]) -> Any:
         y = _apply(step, a[count:], *[a[at] for at in present])
@@ -95,25 +128,17 @@ def recorded(
     return run
 
 
-def _pull_back(
-    primitive: Primitive,
-    arrays: Sequence[Any],
-    others: tuple[Any, ...],
-    saved: Sequence[Any],
-    dy: Sequence[torch.Tensor | None],
-    wanted: Sequence[Any],
+def pull_back(
+    primitive: Primitive, a: Any, y: Any, dy: Sequence[torch.Tensor | None], wanted: Sequence[Any]
 ) -> Sequence[Any]:
-    """Return a cotangent for every array that wants one."""
+    """Return a cotangent for every array that wants one, of the outputs `y` that are kept."""
     if not any([cotangent is not None for cotangent in dy]):
         return [None] * len(wanted)
-    a = primitive.Arguments._make((*arrays, *others))
-    if primitive.pullback is None:
-        if torch._C._are_functorch_transforms_active():
-            return _transform_formula(primitive, a, dy, wanted)
-        return _differentiate_formula(primitive, a, dy)
-    kept = dict(zip(primitive.saves, saved, strict=False))
-    y = primitive.Outputs._make([kept.get(name) for name in primitive.outputs])
-    return primitive.pulled_back(a, y, dy, wanted)
+    if primitive.pullback is not None:
+        return primitive.pulled_back(a, y, dy, wanted)
+    if torch._C._are_functorch_transforms_active():
+        return _transform_formula(primitive, a, dy, wanted)
+    return _differentiate_formula(primitive, a, dy)
 
 
 def _differentiate_formula(
@@ -218,7 +243,7 @@ def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any
     count = len(primitive.arrays)
     wanted = tuple([slot if slot is None else True for slot in slots])
     slots, asked = primitive.with_saved(wanted), registry.forced(None)
-    step = _Step(primitive, None, asked, slots, tuple(range(count)))
+    step = _Step(primitive, None, asked, slots, tuple(range(count)), a[count:])
     return _Transformed.apply(step, a[count:], *a[:count])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusedops._frame import registry
-from fusedops._frame.bridge.autograd import _pull_back
+from fusedops._frame.bridge.autograd import pull_back
 from fusedops._frame.bridge.evaluation import described, evaluation
 from fusedops._frame.check import reference, traced
 from fusedops._frame.kinds import Plans, kind_of
@@ -201,14 +201,17 @@ def _register(primitive: Primitive) -> None:
             cotangent if want and output is not None else None
             for cotangent, want, output in zip(cotangents, slots, made, strict=True)
         ]
+        kept = dict(zip(primitive.saves, ctx.saved_tensors[given:], strict=True))
         # An empty tensor stands for an output that there isn't.
-        saved = [
-            None if getattr(made, name) is None else tensor
-            for name, tensor in zip(primitive.saves, ctx.saved_tensors[given:], strict=True)
-        ]
+        y = primitive.Outputs._make(
+            [
+                kept.get(name) if output is not None else None
+                for name, output in zip(primitive.outputs, made, strict=True)
+            ]
+        )
         wanted = [need or None for need in ctx.needs_input_grad[:count]]
         with registry.asking(backend or None):
-            gradients = _pull_back(primitive, a[:count], a[count:], saved, asked, wanted)
+            gradients = pull_back(primitive, a, y, asked, wanted)
         # Torch takes any list without something that isn't a tensor for a list of tensors.
         nothing = [
             [None] * len(value)
