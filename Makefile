@@ -12,7 +12,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
-	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/py.typed fusedops/data/* gpukern/*.py)
+	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
+	fusedops/py.typed fusedops/data/* gpukern/*.py gpukern/*/*.py)
 
 # For how long `make sanitize` makes up calls, and what stops at an error of memory or arithmetic.
 SANITIZE_SECONDS ?= 60

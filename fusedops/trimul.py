@@ -1,7 +1,7 @@
 """The triangle multiplicative update of pair representations.
 
 One file, from top to bottom: the definition of value and gradient, and the public op. The kernels
-are in ``cpukern/trimul_*`` and ``gpukern/trimul.py``.
+are in ``cpukern/trimul_*`` and ``gpukern/trimul/``.
 """
 
 from __future__ import annotations

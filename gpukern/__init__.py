@@ -1,4 +1,4 @@
-"""GPU kernels in Triton, one file an op, which registers its kernels."""
+"""GPU kernels in Triton, one module or package a family of ops, which registers its kernels."""
 
 from __future__ import annotations
 

@@ -727,17 +727,17 @@ MANY_TRIANGLES = {
 def test_triangles_of_many_rows(monkeypatch, fresh_plans, variant, masked, inputs):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")
-    from gpukern import trimul
+    from gpukern.trimul import plan
 
     launched = []
-    launch = trimul._launch
+    launcher = plan._launcher
 
-    def note(kernel, *rest):
-        if kernel in trimul._ON_HOPPER and kernel.__name__ != "pack":
+    def note(kernel, *how):
+        if kernel in plan.ON_HOPPER and kernel.__name__ != "pack":
             launched.append(kernel.__name__)
-        launch(kernel, *rest)
+        return launcher(kernel, *how)
 
-    monkeypatch.setattr(trimul, "_launch", note)
+    monkeypatch.setattr(plan, "_launcher", note)
     (forward, with_mask, without), given = MANY_TRIANGLES[variant]
     dtype, precision, gate, direction, shape, *limits = given
     rng = np.random.default_rng(shape[1])

@@ -15,8 +15,7 @@ import inspect, itertools
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from gpukern import trimul_hopper as hopper, trimul_hopper_back as back
-from gpukern import trimul_hopper_wide as wide
+from gpukern.trimul import hopper, hopper_backward as back, hopper_wide as wide
 
 POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
 # What has the dtype of x; all other pointers are to factors.
@@ -107,7 +106,7 @@ def test_kernels_compile(tmp_path):
 def test_cotangents_through_a_norm(norm, gated, scaled):
     """What kernels for Hopper sum over rows, in parts, against autograd of the formula."""
     torch = pytest.importorskip("torch")
-    from gpukern.trimul import _Update
+    from gpukern.trimul.backward import through_norm
 
     few, rows, K, C = 3, 7, 5, 6
     make = torch.Generator().manual_seed(1)
@@ -128,9 +127,7 @@ def test_cotangents_through_a_norm(norm, gated, scaled):
     results = torch.zeros(K, 2, C), torch.zeros(K, C), torch.zeros(K)
     given = (w.detach(), b.detach()) if norm else (None, None)
     parts = (z.mT @ kept).contiguous()
-    # Its method needs none of what an update is made of.
-    update = object.__new__(_Update)
-    update.through_norm(parts, 0, weight.detach(), given, scaling, *results)
+    through_norm(parts, 0, weight.detach(), given, scaling, *results)
     by_norm, on_weight, on_bias = results
     found = on_weight, on_bias, *by_norm.sum(0)
     for one, other in list(zip(found, want, strict=True))[: 4 if norm else 2]:

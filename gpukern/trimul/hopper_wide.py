@@ -1,6 +1,6 @@
 """Projections of the triangle multiplicative update for many channels, for Hopper's tensor cores.
 
-As `gpukern.trimul_hopper`, whose layouts these kernels use, where weights don't fit in shared
+As `gpukern.trimul.hopper`, whose layouts these kernels use, where weights don't fit in shared
 memory: they come by there, block by block in a ring, which one warp of a program fills over and
 over. Two consumers of four warps each have rows, standardized, in registers, and take every block.
 `pack` puts the blocks in order before, with the norm's weight in them and its bias in theirs.
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gpukern.trimul_hopper import (
+from gpukern.trimul.hopper import (
     SHARED,
     _as_met,
     _as_operand,
@@ -30,7 +30,7 @@ from gpukern.trimul_hopper import (
     _write_gate,
     _write_sides,
 )
-from gpukern.trimul_hopper_back import _anew
+from gpukern.trimul.hopper_backward import _anew
 
 # Warps and rows of a consumer, and channels of a first operand.
 _WARPS = gl.constexpr(4)
@@ -342,7 +342,7 @@ def pack(
             _pack_rows(o_w + o[:, None] * C + c[None, :], bias, w, b, to, biases, row, q, c, C)
 
 
-# Of pointers to 16 bytes, `gpukern.trimul` makes sure.
+# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
 POINTERS = {
     project_wide: ("x", "biases", "sides", "gate"),
     pack: ("p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "w", "b", "to", "biases"),

@@ -1,6 +1,6 @@
 """The backward of the triangle multiplicative update, for Hopper's tensor cores.
 
-As `gpukern.trimul_hopper`, whose layouts these kernels use, with weights that stay in shared
+As `gpukern.trimul.hopper`, whose layouts these kernels use, with weights that stay in shared
 memory. What is summed over rows is standardized, not normalized: the cotangents of a norm's weight
 and bias follow from the same sums as those of the weights behind it (`_through_norm`).
 """
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from gpukern.trimul_hopper import (
+from gpukern.trimul.hopper import (
     _PREFETCH,
     SHARED,
     _as_met,
@@ -473,7 +473,7 @@ def project_back(
         gl.store(on_x + at_x, v.to(on_x.dtype.element_ty), mask=live)
 
 
-# Of pointers to 16 bytes, `gpukern.trimul` makes sure.
+# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
 POINTERS = {
     finish_back: (*("o", "gate", "cotangent", "w", "b", "p_w", "p_b", "on_o", "on_gate", "sums"),),
     project_back: (

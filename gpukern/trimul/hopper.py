@@ -1,10 +1,10 @@
 """Projections and the end of the triangle multiplicative update, for Hopper's tensor cores.
 
-What `gpukern.trimul` computes for any device, with weights that stay in shared memory while the
-warps of a program go through rows by themselves, without a barrier. Rows are the first operand, in
-registers: a thread reads vectors of channels of its own, and the weights' columns are in the order
-in which the tensor cores then meet them. What goes to planes is turned within a warp, in blocks of
-8 × 8 (`movmatrix`), so that every thread writes four edges of a channel at once.
+The same as `gpukern.trimul.kernels` computes for any GPU, with weights that stay in shared memory
+while the warps of a program go through rows by themselves, without a barrier. Rows are the first
+operand, in registers: a thread reads vectors of channels of its own, and the weights' columns are
+in the order in which the tensor cores then meet them. What goes to planes is turned within a warp,
+in blocks of 8 × 8 (`movmatrix`), so that every thread writes four edges of a channel at once.
 """
 
 from __future__ import annotations
@@ -459,7 +459,7 @@ def finish(
             gl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 
-# Of pointers to 16 bytes, `gpukern.trimul` makes sure.
+# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
 POINTERS = {
     project: (
         *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "sides", "logits", "gate"),

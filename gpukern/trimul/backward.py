@@ -1,0 +1,451 @@
+"""The backward of the triangle multiplicative update, kernel by kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops.trimul import slices
+from gpukern.launch import power
+from gpukern.trimul import kernels
+from gpukern.trimul.forward import normalized, project, triangles
+from gpukern.trimul.plan import (
+    ALL,
+    MANY,
+    Update,
+    aligned,
+    ceil,
+    hopper_backward,
+    is_aligned,
+    launch,
+    processors,
+    strides_of,
+    up,
+)
+from gpukern.trimul.products import multiply, multiply_back, over_rows, parts_over_rows, through
+
+# Edges of a line from which on one of the batch goes alone through a backward pass.
+_ALONE = 128
+
+
+def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
+    """Write the cotangents of all arrays that want one."""
+    update = Update(a)
+    on_x, on_mask, *on_weights = y
+    x = update.x
+    if not x.numel():
+        for output in y:
+            if output is not None:
+                output.zero_()
+        return
+    N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
+    square, wider = N * pitch, update.accumulator.itemsize // update.dtype.itemsize
+
+    def need(b: int, h: int, n: int) -> int:
+        if h == H and n >= N:
+            after = max(H + G + max(3 * H, up(H + 1) + C), C + width)
+            return b * square * (4 * H + G + after)
+        return b * (square * (H + wider * C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
+
+    update.divide(need)
+    hidden, cotangent = aligned(a.hidden), aligned(a.dout)
+    scaling = None
+    if update.dtype == torch.float16:
+        # What is small to fp16 is small to the largest cotangent then.
+        most = cotangent.abs().amax().float()
+        most = torch.where((most > 0) & most.isfinite(), most, 1.0)
+        scaling = torch.exp2(-torch.log2(most).floor())
+    if _is_on_hopper(update, on_mask):
+        _back_on_hopper(update, hidden, cotangent, scaling, on_x, on_weights)
+        return
+    back = _back_at_once if update.whole else _back_in_parts
+    if on_mask is not None:
+        on_mask.zero_()
+    sums: list[Any] = []
+    batches = slices(update.B, 1) if N >= _ALONE else update.batches
+    for b in batches:
+        to_x, to_mask = (None if to is None else to[b] for to in (on_x, on_mask))
+        on_xn, *found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
+        found.append(_norm_back(update, x[b], on_xn, scaling, to_x))
+        if len(batches) > 1:
+            found = [parts.sum(0, keepdim=True) for parts in found]
+        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+        del on_xn
+    on_pairs, on_end, on_norm_out, on_open, on_norm = sums
+    _sum_parts(update, on_norm, 0, None, y.dnorm_in_weight, y.dnorm_in_bias, norm=True)
+    _sum_parts(update, on_pairs, 0, scaling, y.dp_in_weight, y.dp_in_bias, C)
+    _sum_parts(update, on_pairs, 2 * H, scaling, y.dg_in_weight, y.dg_in_bias, C)
+    _sum_parts(update, on_norm_out, 0, scaling, y.dnorm_out_weight, y.dnorm_out_bias, norm=True)
+    _sum_parts(update, on_end, 0, scaling, y.dp_out_weight, y.dp_out_bias, H)
+    _sum_parts(update, on_open, 0, scaling, y.dg_out_weight, y.dg_out_bias, C)
+
+
+def _is_on_hopper(update: Update, on_mask: Any) -> bool:
+    """Return whether Hopper's kernels do a backward pass."""
+    if not update.on_hopper or not update.whole or update.N**2 < MANY or on_mask is not None:
+        return False
+    ways = (
+        hopper_backward.way_to_project_back(update.C, update.H, update.G),
+        hopper_backward.way_to_finish_back(update.C, update.H),
+    )
+    return None not in ways
+
+
+def _back_at_once(
+    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
+) -> tuple[Any, ...]:
+    """Return the cotangents of the normalized x, of projections and gates, and of the end.
+
+    Those of the end are of the last projection, of the norm of o, and of the gate. That of the mask
+    is written. The memory for that of x is used for others before.
+    """
+    members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
+    x, mask = update.edges(b, ALL)
+    both, gate = update.new(2, 2, members * H, N, pitch), update.gate(members, ALL)
+    project(update, x, mask, update.sides, sides=both[0], logits=both[1], gate=gate)
+    on_o, on_gate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
+    o = _hidden_of(update, b, hidden)
+    ends = _finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
+    del o, gate
+    h = slice(0, H)
+    _sides_back_of(update, b, h, both, on_o[..., :N], scaling, on_mask)
+    # The normalized x, and its cotangent, have room where others have gone.
+    del on_o
+    on_xn, kept = update.new(members, N, pitch, update.C), normalized(update, x)
+    on_open = _gate_back(update, on_gate, kept, on_xn)
+    del on_gate
+    planes = _pairs_back(update, h, both, on_xn)
+    return on_xn, _by_pairs(update, planes, kept), *ends, on_open
+
+
+def _back_in_parts(
+    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
+) -> tuple[Any, ...]:
+    """Do so for one of the batch, by some channels of left and right, or some lines of o."""
+    N, H, pitch = update.N, update.H, update.pitch
+    on_o = update.new(H, N, pitch)
+    # What many parts are added to is rounded once.
+    on_xn = update.new(1, N, pitch, update.C, dtype=update.accumulator)
+    o = _hidden_of(update, b, hidden)
+    found = []
+    for lines in update.lines:
+        to_x = None if on_x is None else on_x[:, lines]
+        some = o[:, :, lines], cotangent[:, lines], scaling, on_o[:, lines], on_xn[:, lines], to_x
+        found.append(_lines_back(update, b, lines, *some))
+    del o, some
+    on_pairs = update.new(2, 2, H, update.width, dtype=update.accumulator)
+    for h in update.channels:
+        some = on_o[h, :, :N], scaling, on_xn, on_mask
+        on_pairs[:, :, h] = _channels_back(update, b, h, *some)
+    ends = [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
+    return on_xn, on_pairs.view(1, 4 * H, -1), *ends
+
+
+def _lines_back(
+    update: Update,
+    b: slice,
+    lines: slice,
+    o: Any,
+    cotangent: Any,
+    scaling: Any,
+    on_o: Any,
+    on_xn: Any,
+    on_x: Any,
+) -> tuple[Any, ...]:
+    """Write cotangents of some lines of o, and of the normalized x; return the end's."""
+    x, mask = update.edges(b, lines)
+    gate = update.gate(1, lines)
+    project(update, x, mask, gate=gate)
+    on_gate = update.new(1, lines.stop - lines.start, update.pitch, update.G)
+    ends = _finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
+    del gate
+    ends = *ends, _gate_back(update, on_gate, normalized(update, x), on_xn)
+    return tuple([parts.sum(0, keepdim=True) for parts in ends])
+
+
+def _channels_back(
+    update: Update, b: slice, h: slice, on_o: Any, scaling: Any, on_xn: Any, on_mask: Any
+) -> Any:
+    """Add cotangents by some channels; return those of their projections and gates."""
+    x, pitch = update.x[b], update.pitch
+    both = update.new(2, 2, h.stop - h.start, update.N, pitch)
+    for lines in update.lines:
+        sides, logits = both[:, :, :, lines]
+        project(update, *update.edges(b, lines), update.of(h), sides=sides, logits=logits)
+    _sides_back_of(update, b, h, both, on_o, scaling, on_mask)
+    (planes,) = _pairs_back(update, h, both, on_xn)
+    total: Any = 0
+    for lines in update.lines:
+        some = planes[..., lines.start * pitch : lines.stop * pitch]
+        total = total + _by_pairs(update, [some], normalized(update, x[:, lines])).sum(0)
+    return total.view(2, 2, -1, update.width)
+
+
+def _back_on_hopper(
+    update: Update, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_weights: Sequence[Any]
+) -> None:
+    """Write all cotangents but the mask's, member by member of the batch."""
+    N, pitch, H = update.N, update.pitch, update.H
+    sums: list[Any] = []
+    for b in slices(update.B, 1):
+        x, mask = update.edges(b, ALL)
+        # Left and right, then cotangents of projections; those of left and right, then of logits.
+        gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
+        project(update, x, mask, update.sides, sides=both[0], gate=gate)
+        o, shift = None if hidden is None else hidden[b], 0
+        if o is None or o.dtype != update.dtype:
+            shift = update.shift
+            o = update.new(1, H, N, N)
+            if hidden is None:
+                multiply(update, both[0], o, ALL, 2.0**shift)
+            else:
+                torch.mul(hidden[b], 2.0**shift, out=o)
+        on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
+        some = o, gate, cotangent[b], scaling, on_o, on_gate
+        by_end = _finish_back_on_hopper(update, *some, shift)
+        del o, gate, some
+        multiply_back(update, both[0], on_o, both[1])
+        del on_o
+        on_some = None if on_x is None else on_x[b]
+        kept = _project_back(update, x, mask, both[1], both[0], on_gate, scaling, on_some)
+        kept = kept.flatten(1, 2)
+        (by_sides,) = parts_over_rows(update, both.view(1, 4 * H, N * pitch), kept)
+        (by_gate,) = parts_over_rows(update, on_gate.flatten(1, 2).mT, kept)
+        found = by_sides, by_gate, by_end
+        sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else [*found]
+    on_w, on_b, on_p, on_p_b, on_g, on_g_b, *on_ends = on_weights
+    p_w, _, g_w, _ = update.sides
+    o_w = update.g_out[0]
+    on_norm = update.new(4 * H + update.G, 2, update.C, dtype=torch.float32)
+    by_sides, by_gate, by_end = sums
+    given = update.norm, scaling
+    through_norm(by_sides, 0, p_w, *given, on_norm, on_p, on_p_b)
+    through_norm(by_sides, 2 * H, g_w, *given, on_norm[2 * H :], on_g, on_g_b)
+    through_norm(by_gate, 0, o_w, *given, on_norm[4 * H :], *on_ends[4:])
+    on_norm_out = update.new(update.C, 2, H, dtype=torch.float32)
+    given = update.norm_out, scaling
+    through_norm(by_end, 0, update.p_out[0], *given, on_norm_out, *on_ends[2:4])
+    _sum_parts(update, on_norm, 0, None, on_w, on_b, norm=True)
+    _sum_parts(update, on_norm_out, 0, None, *on_ends[:2], norm=True)
+
+
+def _gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
+    """Write the cotangent of the normalized x by the last gate; return its weight's."""
+    on_gate = on_gate.flatten(1, 2)
+    through(update, on_gate, update.g_out[0], on_xn, add=False)
+    return over_rows(update, on_gate.mT, kept.flatten(1, 2))
+
+
+def _sides_back_of(
+    update: Update, b: slice, h: slice, both: Any, on_o: Any, scaling: Any, on_mask: Any
+) -> None:
+    """Overwrite sides and logits (`both`) by cotangents, and add that of the mask."""
+    (x, mask), (sides, logits) = update.edges(b, ALL), both
+    on_sides = torch.empty_like(sides)
+    multiply_back(update, sides, on_o, on_sides)
+    by_mask = None
+    if on_mask is not None:
+        by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
+        # What factors are without it.
+        for lines in update.lines:
+            project(update, x[:, lines], None, update.of(h), sides=sides[:, :, lines])
+    _sides_back(update, len(x), on_sides, sides, logits, mask, by_mask)
+    if by_mask is not None:
+        on_mask += by_mask if scaling is None else by_mask / scaling
+
+
+def _pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any]:
+    """Add the cotangent of the normalized x by some channels of projections and gates.
+
+    Return theirs, all in one matrix, where one of the batch goes alone.
+    """
+    members, weights = len(on_xn), update.of(h)
+    weights = torch.stack([weights[0], weights[2]]).view(4, -1, update.C)
+    z = both.view(4, members, -1, update.N * update.pitch).transpose(0, 1)
+    many = [z.flatten(1, 2)] if members == 1 else z.unbind(1)
+    weights = [weights.flatten(0, 1)] if members == 1 else weights
+    for planes, weight in zip(many, weights, strict=True):
+        through(update, planes.mT, weight, on_xn)
+    return many
+
+
+def _by_pairs(update: Update, many: Sequence[Any], kept: Any) -> Any:
+    """Return parts (n, 4 channels, C + ...) of what these and the normalized x give weights."""
+    parts = [over_rows(update, planes, kept.flatten(1, 2)) for planes in many]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _finish_back(
+    update: Update,
+    o: Any,
+    gate: Any,
+    cotangent: Any,
+    scaling: Any,
+    on_o: Any,
+    on_gate: Any,
+    scratch: Any = None,
+) -> tuple[Any, Any]:
+    """Write the cotangents of o and of the gate's logits; return those of the end's weights.
+
+    What is in `scratch`, an array like x, may be overwritten.
+    """
+    B, L, N, C = cotangent.shape
+    H, width = update.H, up(update.H + 1)
+    kept = update.new(B, L * N, width)
+    as_given = not update.output and scaling is None and cotangent.dtype == update.dtype
+    fits = scratch is not None and scratch.dtype == update.dtype and is_aligned(scratch)
+    on_p = cotangent if as_given else scratch if fits else update.new(B, L, N, C)
+    on_p = on_p.view(B, L * N, C)
+    BH = power(H, 16)
+    BM = min(max(16, 4096 // BH) if update.fast else 16, power(N, 16))
+    BN = max(16, min(64 if update.fast else 16, (1 << 13) // BH, power(C, 16)))
+    programs = B * L * ceil(N, BM)
+    sums = update.new(programs, 2, H, dtype=update.accumulator)
+    constants = update.eps, C, H, update.G, update.output, width, BM, BH, BN
+    constants += *update.types, *update.place
+    tensors = o, gate, cotangent, scaling, *update.norm_out, *update.p_out
+    tensors += on_o, on_gate, None if as_given else on_p, kept, sums
+    numbers = L, N, update.pitch, o.stride(1), on_o.stride(0)
+    launch(kernels.finish_back, (4, 2), programs, tensors, numbers, constants)
+    return over_rows(update, on_p.mT, kept), sums
+
+
+def _sides_back(
+    update: Update, members: int, on_sides: Any, sides: Any, logits: Any, mask: Any, on_mask: Any
+) -> None:
+    """Overwrite sides and logits by the cotangents of projections and of logits."""
+    N, H = update.N, sides.shape[1] // members
+    BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
+    parts = 1 if on_mask is not None else ceil(2 * H, BH)
+    numbers = N, update.pitch, sides.stride(0), sides.stride(1), *strides_of(mask)
+    constants = H, parts, BM, BH, *update.types[:2], update.asm, *update.place
+    programs = members * N * ceil(N, BM) * parts
+    tensors = on_sides, sides, logits, mask, on_mask
+    launch(kernels.sides_back, (4, 1), programs, tensors, numbers, constants)
+
+
+def _finish_back_on_hopper(
+    update: Update,
+    o: Any,
+    gate: Any,
+    cotangent: Any,
+    scaling: Any,
+    on_o: Any,
+    on_gate: Any,
+    shift: int,
+) -> Any:
+    """Write the cotangents of o, given times a power of two, and of the gate's logits.
+
+    Return the parts of what gives those of the end's weights.
+    """
+    B, L, N, C = cotangent.shape
+    offset = not update.output and update.norm_out[1] is not None
+    programs = processors(cotangent.device)
+    sums = update.new(programs, C, (2 if offset else 1) * update.H + 8, dtype=torch.float32)
+    tensors = o, gate, cotangent, scaling, *update.norm_out, *update.p_out, on_o, on_gate, sums
+    numbers = B, L * N, o.stride(1), on_o.stride(0), shift
+    way = hopper_backward.way_to_finish_back(C, update.H)
+    vector = 16 // cotangent.dtype.itemsize
+    constants = update.eps, C, update.H, update.output, vector, way, update.types[0], update.long
+    launch(hopper_backward.finish_back, (way, 1), programs, tensors, numbers, constants)
+    return sums
+
+
+def _project_back(
+    update: Update,
+    x: Any,
+    mask: Any,
+    on_sides: Any,
+    on_p: Any,
+    on_gate: Any,
+    scaling: Any,
+    on_x: Any,
+) -> Any:
+    """Write cotangents of x and of projections, and those of logits for `on_sides`.
+
+    Return the standardized x, with a column of ones.
+    """
+    B, L, N, C = x.shape
+    kept = update.kept(B, L)
+    result = on_x if on_x is not None and is_aligned(on_x) else torch.empty_like(x)
+    tensors = x, mask, *update.norm, *update.sides, update.g_out[0]
+    tensors += on_sides, on_p, on_gate, scaling, result, kept
+    numbers = B, L * N, N, on_p.stride(0), on_p.stride(1), *strides_of(mask)
+    way = hopper_backward.way_to_project_back(C, update.H, update.G)
+    constants = update.eps, C, update.H, update.G, update.width, 16 // x.dtype.itemsize, *way
+    constants += update.types[0], update.long
+    programs = processors(x.device)
+    launch(hopper_backward.project_back, (way[0], 1), programs, tensors, numbers, constants)
+    if on_x is not None and result is not on_x:
+        on_x.copy_(result)
+    return kept
+
+
+def _hidden_of(update: Update, b: slice, hidden: Any) -> Any:
+    """Return o of some of the batch, computed where it was not kept."""
+    if hidden is not None:
+        return hidden[b]
+    o = update.new(b.stop - b.start, update.H, update.N, update.N)
+    triangles(update, b, o)
+    return o
+
+
+def through_norm(
+    parts: Any,
+    first: int,
+    weight: Any,
+    norm: Sequence[Any],
+    scaling: Any,
+    on_norm: Any,
+    on_weight: Any,
+    on_bias: Any,
+) -> None:
+    """Write the cotangents of a weight and its bias, and in `on_norm` what are a norm's."""
+    rows, C = weight.shape
+    many, total, kept = parts.shape
+    constants = C, kept, kept - 8, 64, power(C)
+    tensors = parts, weight, *norm, scaling, on_weight, on_bias, on_norm
+    launch(kernels.through_norm, (4, 1), rows, tensors, (many, total, first), constants)
+
+
+def _norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
+    """Write the cotangent of x; return parts of those of the norm's weight and bias."""
+    C, rows = update.C, x.numel() // update.C
+    BC = power(C, 16)
+    BM = max(1, 1024 // BC)
+    steps = ceil(rows, BM * 4224)
+    programs = ceil(rows, BM * steps)
+    sums = update.new(programs, 2, C, dtype=update.accumulator)
+    result = on_x if on_x is not None and is_aligned(on_x) else torch.empty_like(x)
+    tensors = x, on_xn, scaling, update.norm[0], result, sums
+    numbers = rows, update.N, update.pitch, steps
+    constants = update.eps, C, BM, BC, update.float, update.long
+    launch(kernels.norm_back, (2, 1), programs, tensors, numbers, constants)
+    if on_x is not None and result is not on_x:
+        on_x.copy_(result)
+    return sums
+
+
+def _sum_parts(
+    update: Update,
+    parts: Any,
+    first: int,
+    scaling: Any,
+    on_weight: Any,
+    on_bias: Any,
+    columns: int = 0,
+    norm: bool = False,
+) -> None:
+    """Write the sums of parts: to a weight of so many columns and its bias, or to a norm's."""
+    if on_weight is None and on_bias is None:
+        return
+    many, total, kept = parts.shape
+    C = kept if norm else columns
+    rows = 2 if norm else (on_bias if on_weight is None else on_weight).shape[0]
+    BC = power(C, 16)
+    constants = C, kept, max(1, 4096 // BC), BC, norm, update.float
+    tensors = parts, scaling, on_weight, on_bias
+    launch(kernels.sum_parts, (4, 1), rows, tensors, (many, total, first), constants)

@@ -1,0 +1,205 @@
+"""The forward of the triangle multiplicative update, kernel by kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpukern.launch import power
+from gpukern.trimul import kernels
+from gpukern.trimul.plan import (
+    ALL,
+    MANY,
+    Update,
+    ceil,
+    hopper,
+    hopper_wide,
+    is_aligned,
+    launch,
+    processors,
+    strides_of,
+)
+from gpukern.trimul.products import multiply
+
+# Channels that a program normalizes at once.
+_CHANNELS = 128
+
+# For 16 bits, and TF32: rows of a program, channels that it takes at once, its warps and stages.
+# Of `project`, channels of sides, of the gate, and of x: forward, backward, and where x is ready.
+_PROJECT = 128, 64, 64, 128, (8, 2)
+_WITH_LOGITS = 128, 32, 64, 128, (8, 3)
+_READY = 128, 64, 64, 64, (4, 3)
+
+
+def triangle_multiplicative_update(a: Any, y: Any) -> None:
+    """Write the update, and o for a backward pass."""
+    out, hidden = y
+    update = Update(a)
+    if not update.x.numel():
+        return
+    N, H = update.N, update.H
+    own = hidden is None or hidden.dtype != update.dtype
+    square = N * update.pitch
+    G = 0 if update.in_out else update.G
+    update.divide(
+        lambda b, h, n: (
+            b * (N * N * H * own + 2 * h * square + n * update.pitch * (G + update.width))
+        )
+    )
+    shift = update.shift if own else 0
+    for b in update.batches:
+        members = b.stop - b.start
+        o = update.new(members, H, N, N) if own else hidden[b]
+        gate = None
+        if update.whole and out is not None:
+            # Left, right and the gate at once.
+            gate = update.gate(members, ALL, out[b])
+            sides = update.new(2, members * H, N, update.pitch)
+            project(update, *update.edges(b, ALL), update.sides, sides=sides, gate=gate)
+            multiply(update, sides, o, ALL, 2.0**shift)
+            del sides
+        else:
+            triangles(update, b, o, 2.0**shift)
+        if hidden is not None and own:
+            torch.mul(o, 2.0**-shift, out=hidden[b])
+        if out is None:
+            continue
+        for lines in update.lines:
+            if not update.whole:
+                gate = update.gate(members, lines, out[b, lines])
+                project(update, *update.edges(b, lines), gate=gate)
+            _finish(update, o[:, :, lines], gate, out[b, lines], shift)
+
+
+def project(
+    update: Update,
+    x: Any,
+    mask: Any,
+    weights: Sequence[Any] = (None,) * 4,
+    *,
+    sides: Any = None,
+    logits: Any = None,
+    gate: Any = None,
+) -> None:
+    """Fill what is given: planes of sides, the logits of their gates, the last gate."""
+    B, L, N, C = x.shape
+    rows, lines = B * L * N, B * L
+    many = rows >= MANY
+    p_w, p_b, g_w, g_b = weights
+    o_w, o_b = update.g_out
+    H, G = 0 if sides is None else p_w.shape[0] // 2, 0 if gate is None else update.G
+    logging = logits is not None
+    if update.on_hopper and many and not logging and hopper_wide.way_to_project_wide(C, H, G):
+        _project_wide(update, x, mask, weights, sides, gate)
+        return
+    numbers: tuple[int, ...]
+    half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
+    way = update.on_hopper and many and hopper.way_to_project(C, H, G, logging)
+    tensors = x, mask, *update.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate
+    if way:
+        numbers = B, L * N, N, half, plane, *strides_of(mask)
+        constants = update.eps, C, H, G, update.output, 16 // x.dtype.itemsize, *way
+        constants += update.types[0], update.long
+        programs = processors(x.device)
+        launch(hopper.project, (way[0], 1), programs, tensors, numbers, constants)
+        return
+    if many:
+        p_w, g_w, o_w = (None if a is None else a.to(update.dtype) for a in (p_w, g_w, o_w))
+    ready, kept = many and C > _CHANNELS, None
+    if ready:
+        kept = normalized(update, x)
+    BM, BH, BG, chunk, how = 32, 32, 32, 64 if update.dtype.itemsize < 8 else 32, (4, 1)
+    if update.fast:
+        BM, BH, BG, chunk, how = _READY if ready else _WITH_LOGITS if logging else _PROJECT
+    chunk = min(chunk, power(C, 16))
+    if C > chunk and not ready:
+        how = how[0], 1
+    if not x.is_cuda:
+        # The interpreter's time goes by programs and steps.
+        BM, BH, BG = 16, 128, 128
+    BM = min(BM, power(N, 16))
+    blocks, programs = ceil(2 * H, BH), lines * ceil(N, BM)
+    # Few rows are shared by as many programs as a GPU runs at once.
+    parts = max(1, min(blocks, ceil(2 * processors(x.device), programs)))
+    if ready:
+        parts = blocks + ceil(G, BG)
+    numbers = L, N, update.pitch, half, plane, *strides_of(mask)
+    constants = update.eps, C, H, G, update.output, update.width, parts, BM, chunk, BH, BG
+    constants += *update.types, update.asm, *update.place
+    launch(kernels.project, how, programs * parts, (*tensors, kept), numbers, constants)
+
+
+def _project_wide(
+    update: Update, x: Any, mask: Any, weights: Sequence[Any], sides: Any, gate: Any
+) -> None:
+    """Fill planes of left and right, and the last gate if given, for many channels of x."""
+    B, L, N, C = x.shape
+    o_w, o_b = (None, None) if gate is None else update.g_out
+    p_w, p_b, g_w, g_b = weights
+    H, G = p_w.shape[0] // 2, 0 if gate is None else update.G
+    block, slots = hopper_wide.way_to_project_wide(C, H, G)
+    vector = 16 // x.dtype.itemsize
+    packed, biases = update.new(4 * H + G, C), None
+    if any(bias is not None for bias in (p_b, g_b, o_b, update.norm[1])):
+        biases = update.new(4 * H + G, dtype=torch.float32)
+    tensors = p_w, p_b, g_w, g_b, o_w, o_b, *update.norm, packed, biases
+    constants = C, H, update.output, vector, block
+    launch(hopper_wide.pack, (4, 1), (4 * H + G) // 16, tensors, (), constants)
+    half, plane = sides.stride(0), sides.stride(1)
+    tensors = x, mask, hopper_wide.blocks_of(packed, block), biases, sides, gate
+    numbers = B, L * N, N, half, plane, *strides_of(mask)
+    constants = update.eps, C, H, G, update.output, vector, block, slots, update.long
+    programs = processors(x.device)
+    launch(hopper_wide.project_wide, (4, 1), programs, tensors, numbers, constants)
+
+
+def normalized(update: Update, x: Any) -> Any:
+    """Return rows of the normalized x, with a column of ones."""
+    B, L, N, C = x.shape
+    kept = update.kept(B, L)
+    chunk = min(_CHANNELS if update.fast else 64, power(C, 16))
+    constants = update.eps, C, update.width, 16, chunk, update.float, update.exact, *update.place
+    tensors = x, *update.norm, kept
+    numbers = L, N, update.pitch
+    launch(kernels.normalize, (4, 1), B * L * ceil(N, 16), tensors, numbers, constants)
+    return kept
+
+
+def triangles(update: Update, b: slice, o: Any, scale: float = 1.0) -> None:
+    """Write o of some of the batch, some channels at a time."""
+    for h in update.channels:
+        sides = update.new(2, len(o) * (h.stop - h.start), update.N, update.pitch)
+        for lines in update.lines:
+            project(update, *update.edges(b, lines), update.of(h), sides=sides[:, :, lines])
+        multiply(update, sides, o, h, scale)
+
+
+def _finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
+    """Write the output: o, given times a power of two, normalized, gated and projected."""
+    B, L, N, C = out.shape
+    result = out if is_aligned(out) else torch.empty_like(out)
+    tensors = o, gate, *update.norm_out, *update.p_out, result
+    many = B * L * N >= MANY
+    split = update.dtype == torch.bfloat16 and update.p_out[0].dtype == torch.float32
+    sizes = C, update.H, out.dtype.itemsize
+    way = update.on_hopper and many and hopper.way_to_finish(*sizes, split)
+    numbers: tuple[int, ...]
+    if way:
+        numbers = B, L * N, o.stride(1), shift
+        vector = 16 // out.dtype.itemsize
+        constants = update.eps, C, update.H, update.output, vector, *way
+        constants += update.types[0], update.long
+        programs = processors(out.device)
+        launch(hopper.finish, (way[0], 1), programs, tensors, numbers, constants)
+    else:
+        BH = power(update.H, 16)
+        BM = min(max(16, 8192 // BH) if update.fast else 16, power(N, 16))
+        # A block of the weight is no larger than it is where H is 128.
+        BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
+        constants = update.eps, C, update.H, update.output, BM, BH, BN, *update.types, *update.place
+        numbers = L, N, update.pitch, o.stride(1), shift
+        launch(kernels.finish, (4, 1), B * L * ceil(N, BM), tensors, numbers, constants)
+    if result is not out:
+        out.copy_(result)

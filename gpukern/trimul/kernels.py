@@ -1,0 +1,612 @@
+"""Triton's kernels of the triangle multiplicative update, for any GPU.
+
+The programs of a kernel take blocks of a line, so that they lie within planes, whose lines have
+places for a multiple of eight edges and are read and written in vectors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gpukern.constants import LOGISTIC, ONE
+
+
+@triton.jit
+def _sigmoid(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], tl.float32, True, 1)
+    else:
+        return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _as_kept(s, gate, DOT: tl.constexpr):
+    """Return a gate as the memory for it has it."""
+    if gate.dtype.element_ty != DOT:
+        s = s * ONE
+    return s.to(gate.dtype.element_ty)
+
+
+@triton.jit
+def _opened(s, FLOAT: tl.constexpr, DOT: tl.constexpr):
+    """Return a gate from what `_as_kept` made of it."""
+    return s.to(FLOAT) if s.dtype == DOT else s.to(FLOAT) * (1 / ONE)
+
+
+@triton.jit
+def _place(program, L, N, pitch, BM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return b, i, the number of (b, i, 0), j of a block, which are edges, which have a place."""
+    blocks = tl.cdiv(N, BM)
+    line = program // blocks
+    j = program % blocks * BM + tl.arange(0, BM)
+    if ALIGNED:
+        # What the compiler then knows lets it read and write vectors.
+        N = N // 8 * 8
+    return line // L, line % L, line.to(LONG) * N, j, j < N, j < pitch // 8 * 8
+
+
+@triton.jit
+def _plane(c, batch, i, channels, plane, pitch, LONG: tl.constexpr):
+    """Return where lines (b, c, i) of planes begin, which have `pitch` places a line."""
+    pitch = pitch // 8 * 8
+    return (batch.to(LONG) * channels + c) * (plane // 8 * 8) + i.to(LONG) * pitch
+
+
+@triton.jit
+def _side(h, batch, i, H: tl.constexpr, half, plane, pitch, LONG: tl.constexpr):
+    """Return where lines (side, b, h, i) begin; `h` counts left before right."""
+    of = (h // H).to(LONG) * (half // 8 * 8) + (h % H).to(LONG) * (plane // 8 * 8)
+    return of + batch.to(LONG) * H * (plane // 8 * 8) + i.to(LONG) * (pitch // 8 * 8)
+
+
+@triton.jit
+def _moments(
+    x, row, j, live,
+    EPS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return a number near the mean of rows of x, the rest of it, and 1 over their deviation."""
+    CHUNKS: tl.constexpr = (C + BC - 1) // BC
+    c = tl.arange(0, BC)
+    for k in tl.static_range(CHUNKS):
+        inside = live[:, None] & (k * BC + c < C)[None, :]
+        part = tl.load(x + (row + j)[:, None] * C + (k * BC + c)[None, :], mask=inside, other=0.0)
+        part = part.to(FLOAT)
+        if k == 0:
+            near = tl.sum(part, 1) / min(BC, C)
+        part = tl.where(inside, part - near[:, None], 0.0)
+        middle = tl.zeros_like(near)
+        if EXACT or k > 0:
+            # What the rounding of a mean leaves is found among small numbers.
+            middle = tl.sum(part, 1) / min(BC, C - k * BC)
+            part = tl.where(inside, part - middle[:, None], 0.0)
+        square = tl.sum(part * part, 1)
+        if k == 0:
+            rest, total = middle, square
+        else:
+            # Chan, Golub and LeVeque's update.
+            step = middle - rest
+            rest += step * (min(BC, C - k * BC) / min(C, (k + 1) * BC))
+            total += square + step * step * (k * BC * min(BC, C - k * BC) / min(C, (k + 1) * BC))
+    return near, rest, 1 / tl.sqrt(total / C + EPS)
+
+
+@triton.jit
+def _chunk(
+    x, w, b, row, j, live, near, rest, scale,
+    k: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Return a chunk of columns of the normalized rows."""
+    c = k * BC + tl.arange(0, BC)
+    inside = live[:, None] & (c < C)[None, :]
+    y = tl.load(x + (row + j)[:, None] * C + c[None, :], mask=inside, other=0.0).to(FLOAT)
+    y = (y - near[:, None] - rest[:, None]) * scale[:, None]
+    if w is not None:
+        y = y * tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
+    if b is not None:
+        y = y + tl.load(b + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
+    # What is in the places of none is multiplied by zeros; channels are summed over.
+    return y if C % BC == 0 else tl.where(inside, y, 0.0)
+
+
+@triton.jit
+def _add_one(to, live, there, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr):
+    """Write a one behind the elements of rows, and zeros behind that."""
+    after = C + tl.arange(0, 16)
+    one = tl.where((after == C)[None, :] & live[:, None], 1.0, 0.0)
+    inside = there[:, None] & (after < KEPT)[None, :]
+    tl.store(to + after[None, :], one.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weight(
+    w, first, last, k, C: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr
+):
+    """Return rows of a weight, and a chunk of its columns."""
+    h = first + tl.arange(0, BH)
+    c = k * BC + tl.arange(0, BC)
+    inside = (h < last)[:, None] & (c < C)[None, :]
+    return tl.load(w + h[:, None] * C + c[None, :], mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
+def _pair(
+    p_w, g_w, first, last, k, C: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr
+):
+    """Return rows of two weights, those of the second last, and a chunk of their columns."""
+    row = tl.arange(0, 2 * BH)
+    h = first + row % BH
+    c = k * BC + tl.arange(0, BC)
+    at = h[:, None] * C + c[None, :]
+    inside = (h < last)[:, None] & (c < C)[None, :]
+    return tl.load(tl.where((row < BH)[:, None], p_w + at, g_w + at), mask=inside, other=0.0).to(
+        DOT
+    )
+
+
+@triton.jit
+def _bias(b, first, last, BH: tl.constexpr, FLOAT: tl.constexpr):
+    h = first + tl.arange(0, BH)
+    return tl.load(b + h, mask=h < last, other=0.0).to(FLOAT)
+
+
+@triton.jit
+def _normalized(
+    o, w, b, at, live, eps,
+    H: tl.constexpr, BH: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return of o (BH, BM) the standardized, 1 over its deviation, and the normalized."""
+    h = tl.arange(0, BH)
+    inside = (h < H)[:, None] & live[None, :]
+    y = tl.load(o + at, mask=inside, other=0.0).to(FLOAT)
+    y -= (tl.sum(y, 0) / H)[None, :]
+    if H < BH:
+        y = tl.where(inside, y, 0.0)
+    if EXACT:
+        y -= (tl.sum(y, 0) / H)[None, :]
+        y = tl.where(inside, y, 0.0)
+    scale = 1 / tl.sqrt(tl.sum(y * y, 0) / H + eps)
+    y = y * scale[None, :]
+    on = y
+    if w is not None:
+        on = on * tl.load(w + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
+    if b is not None:
+        on = on + tl.load(b + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
+    return y, scale, on if H == BH else tl.where(inside, on, 0.0)
+
+
+def normalize(
+    x, w, b, kept, L, N, pitch,
+    EPS: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write the normalized rows of x, and behind each a one, but in the places of none a zero."""
+    batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
+    near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
+    to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
+    for k in tl.static_range((C + BC - 1) // BC):
+        y = _chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT)
+        c = k * BC + tl.arange(0, BC)
+        inside = there[:, None] & (c < C)[None, :]
+        tl.store(to + c[None, :], y.to(kept.dtype.element_ty), mask=inside)
+    _add_one(to, live, there, C, KEPT, BM)
+
+
+def project(
+    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
+    L, N, pitch, half, plane, mask_b, mask_i, mask_j,
+    EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
+    KEPT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    BH: tl.constexpr, BG: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write left and right, the last gate, and for a backward pass the logits of theirs.
+
+    From what `_normalize` wrote (`kept`), or with its work done here. A program takes one of PARTS
+    shares of the channels. None are sides where H is zero, and gates where G is.
+    """
+    READY: tl.constexpr = kept is not None
+    part = tl.program_id(0) % PARTS
+    program = tl.program_id(0) // PARTS
+    batch, i, row, j, live, there = _place(program, L, N, pitch, BM, LONG, ALIGNED)
+    CHUNKS: tl.constexpr = (C + BC - 1) // BC
+    xs = ()
+    if READY:
+        to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
+    else:
+        near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
+        for k in tl.static_range(CHUNKS):
+            xs = xs + (_chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT).to(DOT),)
+    if mask is not None:
+        m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)
+        m = m.to(FLOAT)
+    SIDES: tl.constexpr = (2 * H + BH - 1) // BH
+    GATES: tl.constexpr = (G + BG - 1) // BG
+    # Where x is ready, a share is one block of channels, of the sides or of the gate.
+    PER: tl.constexpr = 1 if READY else (SIDES + PARTS - 1) // PARTS
+    PER_GATE: tl.constexpr = 1 if READY else (GATES + PARTS - 1) // PARTS
+    if SIDES > 0:
+        if not READY or part < SIDES:
+            for step in range(PER):
+                first = (part * PER + step) * BH
+                both = tl.zeros((BM, 2 * BH), FLOAT)
+                if READY:
+                    for k in range(CHUNKS):
+                        c = k * BC + tl.arange(0, BC)
+                        inside = there[:, None] & (c < C)[None, :]
+                        rows = tl.load(to + c[None, :], mask=inside, other=0.0).to(DOT)
+                        pair = _pair(p_w, g_w, first, 2 * H, k, C, BH, BC, DOT)
+                        both = tl.dot(rows, tl.trans(pair), both, PRECISION, out_dtype=FLOAT)
+                else:
+                    for k in tl.static_range(CHUNKS):
+                        pair = _pair(p_w, g_w, first, 2 * H, k, C, BH, BC, DOT)
+                        both = tl.dot(xs[k], tl.trans(pair), both, PRECISION, out_dtype=FLOAT)
+                # A thread has both halves of its columns.
+                p, g = tl.split(tl.permute(tl.reshape(both, (BM, 2, BH)), (0, 2, 1)))
+                if p_b is not None:
+                    p += _bias(p_b, first, 2 * H, BH, FLOAT)[None, :]
+                if g_b is not None:
+                    g += _bias(g_b, first, 2 * H, BH, FLOAT)[None, :]
+                side = p * _sigmoid(g, ASM)
+                if mask is not None:
+                    side = side * m[:, None]
+                h = first + tl.arange(0, BH)
+                at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
+                inside = (h < 2 * H)[:, None] & there[None, :]
+                tl.store(sides + at, tl.trans(side.to(DOT)), mask=inside)
+                if logits is not None:
+                    tl.store(logits + at, tl.trans(g.to(DOT)), mask=inside)
+    if GATES > 0:
+        if not READY or part >= SIDES:
+            for step in range(PER_GATE):
+                begin = ((part - SIDES if READY else part) * PER_GATE + step) * BG
+                if begin < G:
+                    opened = tl.zeros((BM, BG), FLOAT)
+                    if READY:
+                        for k in range(CHUNKS):
+                            c = k * BC + tl.arange(0, BC)
+                            inside = there[:, None] & (c < C)[None, :]
+                            rows = tl.load(to + c[None, :], mask=inside, other=0.0).to(DOT)
+                            weight = _weight(o_w, begin, G, k, C, BG, BC, DOT)
+                            opened = tl.dot(
+                                rows, tl.trans(weight), opened, PRECISION, out_dtype=FLOAT
+                            )
+                    else:
+                        for k in tl.static_range(CHUNKS):
+                            weight = _weight(o_w, begin, G, k, C, BG, BC, DOT)
+                            opened = tl.dot(
+                                xs[k], tl.trans(weight), opened, PRECISION, out_dtype=FLOAT
+                            )
+                    if o_b is not None:
+                        opened += _bias(o_b, begin, G, BG, FLOAT)[None, :]
+                    value = _as_kept(_sigmoid(opened, ASM), gate, DOT)
+                    of = begin + tl.arange(0, BG)
+                    if OUTPUT:
+                        at = (row + j)[:, None] * G + of[None, :]
+                        tl.store(gate + at, value, mask=live[:, None] & (of < G)[None, :])
+                    else:
+                        at = _plane(of, batch, i, G, L * pitch, pitch, LONG)[:, None] + j[None, :]
+                        inside = (of < G)[:, None] & there[None, :]
+                        tl.store(gate + at, tl.trans(value), mask=inside)
+
+
+@triton.jit
+def _given(h, batch, i, N, H: tl.constexpr, plane, LONG: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where lines (b, h, i) of planes without gaps begin."""
+    if ALIGNED:
+        N = N // 8 * 8
+        plane = plane // 8 * 8
+    return (batch.to(LONG) * H + h) * plane + i.to(LONG) * N
+
+
+def finish(
+    o, gate, w, b, p_w, p_b, out, L, N, pitch, plane, shift,
+    EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, OUTPUT: tl.constexpr,
+    BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    LONG: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write the output: o, given times a power of two, normalized, gated and projected."""
+    batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
+    h = tl.arange(0, BH)
+    to_gate = gate + (row + j)[:, None] * C
+    # What is on its way while others are summed costs no time.
+    if not OUTPUT:
+        at = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
+        opened = tl.load(gate + at, mask=(h < H)[:, None] & there[None, :], other=0.0)
+    elif C <= BN:
+        c_first = tl.arange(0, BN)
+        within = live[:, None] & (c_first < C)[None, :]
+        s_first = tl.load(to_gate + c_first[None, :], mask=within, other=0.0)
+    at = _given(h, batch, i, N, H, plane, LONG, ALIGNED)[:, None] + j[None, :]
+    # The norm of o times a number is that of o with another eps.
+    eps = tl.exp2((2 * shift).to(tl.float32)).to(FLOAT) * EPS
+    _, _, on = _normalized(o, w, b, at, live, eps, H, BH, FLOAT, EXACT)
+    if not OUTPUT:
+        on = on * _opened(opened, FLOAT, DOT)
+    left = tl.trans(on.to(DOT))
+    for block in range((C + BN - 1) // BN):
+        c = block * BN + tl.arange(0, BN)
+        inside = live[:, None] & (c < C)[None, :]
+        if OUTPUT:
+            s = s_first if C <= BN else tl.load(to_gate + c[None, :], mask=inside, other=0.0)
+        weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
+        value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
+        if DOT == tl.bfloat16 and p_w.dtype.element_ty == tl.float32:
+            # What rounding the weight left.
+            rest = _weight(p_w, block * BN, C, 0, H, BN, BH, FLOAT) - weight.to(FLOAT)
+            value = tl.dot(left, tl.trans(rest.to(DOT)), value, PRECISION, out_dtype=FLOAT)
+        if p_b is not None:
+            value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
+        if OUTPUT:
+            value = value * _opened(s, FLOAT, DOT)
+        to = out + (row + j)[:, None] * C + c[None, :]
+        tl.store(to, value.to(out.dtype.element_ty), mask=inside)
+
+
+def finish_back(
+    o, gate, cotangent, scaling, w, b, p_w, p_b, on_o, on_gate, on_p, kept, sums,
+    L, N, pitch, plane, on_plane,
+    EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
+    KEPT: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    LONG: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write the cotangents of o, of the last gate's logits, and of what was projected.
+
+    With that itself (kept), and sums over rows for the weight and the bias of the norm.
+    """
+    batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
+    h = tl.arange(0, BH)
+    at = _given(h, batch, i, N, H, plane, LONG, ALIGNED)[:, None] + j[None, :]
+    y, scale, on = _normalized(o, w, b, at, live, EPS, H, BH, FLOAT, EXACT)
+    inside = (h < H)[:, None] & there[None, :]
+    place = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
+    left = tl.trans(on.to(DOT))
+    on_on = tl.zeros((BH, BM), FLOAT)
+    for block in range((C + BN - 1) // BN):
+        c = block * BN + tl.arange(0, BN)
+        within = live[:, None] & (c < C)[None, :]
+        at_c = (row + j)[:, None] * C + c[None, :]
+        g = tl.load(cotangent + at_c, mask=within, other=0.0).to(FLOAT)
+        if scaling is not None:
+            g = g * tl.load(scaling)
+        if OUTPUT:
+            s = tl.load(gate + at_c, mask=within, other=0.0)
+            s = _opened(s, FLOAT, DOT)
+        weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
+        if OUTPUT:
+            value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
+            if p_b is not None:
+                value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
+            on_s = (g * value * s * (1 - s)).to(DOT)
+            tl.store(on_gate + place + c[None, :], on_s, mask=there[:, None] & (c < C)[None, :])
+            g = g * s
+        if on_p is not None:
+            tl.store(on_p + at_c, g.to(DOT), mask=within)
+        on_on = tl.dot(tl.trans(weight), tl.trans(g.to(DOT)), on_on, PRECISION, out_dtype=FLOAT)
+    projected = on
+    if not OUTPUT:
+        at_gate = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
+        opened = _opened(tl.load(gate + at_gate, mask=inside, other=0.0), FLOAT, DOT)
+        on_open = tl.trans((on_on * on * opened * (1 - opened)).to(DOT))
+        across = there[:, None] & (h < H)[None, :]
+        tl.store(on_gate + place + h[None, :], on_open, mask=across)
+        on_on = on_on * opened
+        projected = on * opened
+    to = kept + (row + j)[:, None] * KEPT
+    projected = tl.trans(projected.to(DOT))
+    tl.store(to + h[None, :], projected, mask=live[:, None] & (h < H)[None, :])
+    _add_one(to, live, live, H, KEPT, BM)
+    on_on = tl.where(inside, on_on, 0.0)
+    total = sums + tl.program_id(0).to(tl.int64) * 2 * H + h
+    tl.store(total, tl.sum(on_on * y, 1), mask=h < H)
+    tl.store(total + H, tl.sum(on_on, 1), mask=h < H)
+    if w is not None:
+        on_on = on_on * tl.load(w + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
+    along = tl.sum(on_on * y, 0) / H
+    on_on = (on_on - (tl.sum(on_on, 0) / H)[None, :] - y * along[None, :]) * scale[None, :]
+    to_o = _plane(h, batch, i, H, on_plane, pitch, LONG)[:, None] + j[None, :]
+    tl.store(on_o + to_o, on_on.to(DOT), mask=inside)
+
+
+def sides_back(
+    on_sides, sides, logits, mask, on_mask, N, pitch, half, plane, mask_b, mask_i, mask_j,
+    H: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
+    DOT: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr,
+    LONG: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Overwrite sides by the cotangents of projections, and logits by those of logits.
+
+    For a cotangent of the mask, sides are those without it.
+    """
+    program = tl.program_id(0) // PARTS
+    batch, i, row, j, live, there = _place(program, N, N, pitch, BM, LONG, ALIGNED)
+    by_mask = tl.zeros((BM,), FLOAT)
+    if mask is not None:
+        m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)
+        m = m.to(FLOAT)[None, :]
+    PER: tl.constexpr = ((2 * H + BH - 1) // BH + PARTS - 1) // PARTS
+    for step in range(PER):
+        h = (tl.program_id(0) % PARTS * PER + step) * BH + tl.arange(0, BH)
+        at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
+        inside = (h < 2 * H)[:, None] & there[None, :]
+        d = tl.load(on_sides + at, mask=inside, other=0.0).to(FLOAT)
+        # A product left the places of no edge as they were.
+        d = tl.where(live[None, :], d, 0.0)
+        a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)
+        g = tl.load(logits + at, mask=inside, other=0.0).to(FLOAT)
+        if on_mask is not None:
+            by_mask += tl.sum(d * a, 0)
+            a = a * m
+        # a = p s m, so that its derivative by g is a (1 - s).
+        on_g = d * a * _sigmoid(-g, ASM)
+        d = d * _sigmoid(g, ASM)
+        if mask is not None:
+            d = d * m
+        tl.store(sides + at, d.to(DOT), mask=inside)
+        tl.store(logits + at, on_g.to(DOT), mask=inside)
+    if on_mask is not None:
+        tl.store(on_mask + row + j, by_mask, mask=live)
+
+
+def norm_back(
+    x, on_xn, scaling, w, on_x, sums, rows, N, pitch, steps,
+    EPS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    FLOAT: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Write the cotangent of x, and sums over rows for the weight and the bias of the norm."""
+    c = tl.arange(0, BC)
+    by_weight = tl.zeros((BM, BC), FLOAT)
+    by_bias = tl.zeros((BM, BC), FLOAT)
+    step = 0
+    while step < steps:
+        row = (tl.program_id(0).to(LONG) * steps + step) * BM + tl.arange(0, BM)
+        live = (row < rows)[:, None] & (c < C)[None, :]
+        at = row[:, None] * C + c[None, :]
+        place = row + row // N * (pitch - N)
+        v = tl.load(on_xn + place[:, None] * C + c[None, :], mask=live, other=0.0).to(FLOAT)
+        y = tl.load(x + at, mask=live, other=0.0).to(FLOAT)
+        y = tl.where(live, y - (tl.sum(y, 1) / C)[:, None], 0.0)
+        y = tl.where(live, y - (tl.sum(y, 1) / C)[:, None], 0.0)
+        scale = 1 / tl.sqrt(tl.sum(y * y, 1) / C + EPS)
+        y = y * scale[:, None]
+        if scaling is not None:
+            v = v / tl.load(scaling)
+        by_weight += v * y
+        by_bias += v
+        if w is not None:
+            v = v * tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
+        along = tl.sum(v * y, 1) / C
+        v = (v - (tl.sum(v, 1) / C)[:, None] - y * along[:, None]) * scale[:, None]
+        tl.store(on_x + at, v.to(on_x.dtype.element_ty), mask=live)
+        step += 1
+    to = sums + tl.program_id(0).to(tl.int64) * 2 * C + c
+    tl.store(to, tl.sum(by_weight, 0), mask=c < C)
+    tl.store(to + C, tl.sum(by_bias, 0), mask=c < C)
+
+
+def through_norm(
+    parts, weight, w, b, scaling, on_weight, on_bias, on_norm, many, total, first,
+    C: tl.constexpr, KEPT: tl.constexpr, ONES: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Write the cotangents of rows of a weight and its bias, and what they add to a norm's.
+
+    The parts of sums over rows are of z y, and of z e from column ONES on, which is one column
+    where e is one: y was standardized and times e, given the norm's weight w and bias b, and
+    projected, and z is the cotangent of that.
+    """
+    row = tl.program_id(0)
+    c = tl.arange(0, BC)
+    inside = c < C
+    by_y = tl.zeros((BP, BC), tl.float32)
+    by_one = tl.zeros((BP, BC), tl.float32)
+    by_bias = tl.zeros((BP,), tl.float32)
+    begin = 0
+    while begin < many:
+        part = begin + tl.arange(0, BP)
+        at = parts + (part.to(tl.int64) * total + first + row) * KEPT
+        there = (part < many)[:, None] & inside[None, :]
+        by_y += tl.load(at[:, None] + c[None, :], mask=there, other=0.0)
+        if ONES > C:
+            by_one += tl.load(at[:, None] + C + c[None, :], mask=there, other=0.0)
+        by_bias += tl.load(at + ONES, mask=part < many, other=0.0)
+        begin += BP
+    by_y, by_one, by_bias = tl.sum(by_y, 0), tl.sum(by_one, 0), tl.sum(by_bias, 0)
+    if ONES == C:
+        by_one += by_bias
+    if scaling is not None:
+        by_y /= tl.load(scaling)
+        by_one /= tl.load(scaling)
+        by_bias /= tl.load(scaling)
+    of = tl.load(weight + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    to = on_norm + row * 2 * C + c
+    tl.store(to, of * by_y, mask=inside)
+    tl.store(to + C, of * by_one, mask=inside)
+    if w is not None:
+        by_y *= tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
+    if b is not None:
+        by_y += by_one * tl.load(b + c, mask=inside, other=0.0).to(tl.float32)
+    if on_weight is not None:
+        tl.store(on_weight + row * C + c, by_y, mask=inside)
+    if on_bias is not None:
+        tl.store(on_bias + row, by_bias)
+
+
+def sum_parts(
+    parts, scaling, on_weight, on_bias, many, total, first,
+    C: tl.constexpr, KEPT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of parts: rows of a weight, with the bias after them, or both of a norm."""
+    row = tl.program_id(0)
+    c = tl.arange(0, BC)
+    inside = c < C
+    sums = tl.zeros((BP, BC), FLOAT)
+    by_bias = tl.zeros((BP,), FLOAT)
+    begin = 0
+    while begin < many:
+        part = begin + tl.arange(0, BP)
+        at = parts + (part.to(tl.int64) * total + first + row) * KEPT
+        there = (part < many)[:, None] & inside[None, :]
+        sums += tl.load(at[:, None] + c[None, :], mask=there, other=0.0)
+        if not NORM:
+            by_bias += tl.load(at + C, mask=part < many, other=0.0)
+        begin += BP
+    found, of_bias = tl.sum(sums, 0), tl.sum(by_bias, 0)
+    if scaling is not None:
+        found /= tl.load(scaling)
+        of_bias /= tl.load(scaling)
+    if NORM:
+        if on_weight is not None:
+            tl.store(on_weight + c, found, mask=inside & (row == 0))
+        if on_bias is not None:
+            tl.store(on_bias + c, found, mask=inside & (row == 1))
+    else:
+        if on_weight is not None:
+            tl.store(on_weight + row.to(tl.int64) * C + c, found, mask=inside)
+        if on_bias is not None:
+            tl.store(on_bias + row, of_bias)
+
+
+def product(
+    a, b, c, M, N, K, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row, c_column,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write, or add, the products of float32 matrices of any strides."""
+    across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)
+    tile = tl.program_id(0) % (across * along)
+    batch = (tl.program_id(0) // (across * along)).to(tl.int64)
+    m = (tile // across * BM + tl.arange(0, BM)).to(tl.int64)
+    n = (tile % across * BN + tl.arange(0, BN)).to(tl.int64)
+    total = tl.zeros((BM, BN), tl.float32)
+    begin = 0
+    while begin < K:
+        k = (begin + tl.arange(0, BK)).to(tl.int64)
+        at_a = a + batch * a_batch + m[:, None] * a_row + k[None, :] * a_column
+        at_b = b + batch * b_batch + k[:, None] * b_row + n[None, :] * b_column
+        left = tl.load(at_a, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+        right = tl.load(at_b, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
+        total = tl.dot(left, right, total, PRECISION)
+        begin += BK
+    to = c + batch * c_batch + m[:, None] * c_row + n[None, :] * c_column
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if ADD:
+        total += tl.load(to, mask=inside, other=0.0)
+    tl.store(to, total, mask=inside)
+
+
+# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
+POINTERS = {
+    normalize: ("x", "kept"),
+    project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept"),
+    finish: ("o", "gate", "p_w", "out"),
+    finish_back: ("o", "gate", "cotangent", "p_w", "on_o", "on_gate", "on_p", "kept"),
+    sides_back: ("on_sides", "sides", "logits"),
+    norm_back: ("x", "on_xn", "on_x"),
+    through_norm: (),
+    sum_parts: (),
+    product: (),
+}

@@ -1,0 +1,219 @@
+"""What an update's kernels are given, in which parts it is done, and how kernels are launched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.trimul import in_parts, slices, warn_of_parts
+from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.trimul import kernels
+
+# Gluon is experimental: another version may have another, or none.
+hopper: Any = None
+hopper_backward: Any = None
+hopper_wide: Any = None
+if triton.__version__.startswith("3.6."):
+    with contextlib.suppress(ImportError, AttributeError):
+        from gpukern.trimul import hopper, hopper_backward, hopper_wide
+
+# Rows from which on it pays to write the normalized x of many channels, to round weights once, or,
+# on Hopper, to have weights in shared memory for many tiles of rows.
+MANY = 1 << 16
+# Channels, and eights of lines, that are worth a part of an update.
+_PART = 16, 8
+
+ALL = slice(None)
+
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+ON_HOPPER: dict[Any, tuple[str, ...]] = {}
+if hopper is not None:
+    ON_HOPPER = {**hopper.POINTERS, **hopper_backward.POINTERS, **hopper_wide.POINTERS}
+
+
+@functools.cache
+def _launcher(kernel: Any, warps: int, stages: int) -> Launcher:
+    if kernel in ON_HOPPER:
+        # A multiprocessor has one of these programs, of as many registers as there are.
+        return Launcher(kernel_of_any_size(kernel, ON_HOPPER[kernel], hopper.jit), warps)
+    # So that a multiprocessor has room for two programs of eight warps, or three of four.
+    registers = 128 if warps == 8 else 168 if kernel is kernels.finish else None
+    return Launcher(kernel_of_any_size(kernel, kernels.POINTERS[kernel]), warps, registers, stages)
+
+
+def launch(
+    kernel: Any,
+    how: tuple[int, int],
+    programs: int,
+    tensors: tuple[Any, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+) -> None:
+    """Launch with (warps, stages) of how."""
+    # A descriptor has no dtype: it follows from the other tensors', and its block from constants.
+    kinds = tuple([getattr(tensor, "dtype", None) for tensor in tensors])
+    key = tensors[0].device, kinds, wide(*numbers), constants
+    _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
+
+
+def strides_of(mask: Any) -> tuple[int, ...]:
+    return (0, 0, 0) if mask is None else mask.stride()
+
+
+def ceil(n: int, by: int) -> int:
+    return -(-n // by)
+
+
+def up(n: int) -> int:
+    """Return the next multiple of eight."""
+    return ceil(n, 8) * 8
+
+
+@functools.cache
+def processors(device: Any) -> int:
+    """Return how many multiprocessors there are; two, for the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _is_hopper(device: Any) -> bool:
+    if hopper is None or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def is_aligned(array: Any) -> bool:
+    """Return whether an array has no gaps and begins at a multiple of 16 bytes."""
+    return array.is_contiguous() and array.data_ptr() % 16 == 0
+
+
+def aligned(array: Any) -> Any:
+    """Return such an array of the same values."""
+    if array is None or is_aligned(array):
+        return array
+    return array.clone(memory_format=torch.contiguous_format)
+
+
+class Update:
+    """An update's arguments as kernels take them, and the parts that it is done in.
+
+    Of planes, lines have places for a multiple of eight edges, so that vectors can be read and
+    written; in the places of none are zeros.
+    """
+
+    def __init__(self, a: Any) -> None:
+        self.x, self.mask = aligned(a.x), a.mask
+        self.norm = [aligned(a.norm_in_weight), aligned(a.norm_in_bias)]
+        given = a.p_in_weight, a.p_in_bias, a.g_in_weight, a.g_in_bias
+        self.sides = [aligned(array) for array in given]
+        self.norm_out = [aligned(a.norm_out_weight), aligned(a.norm_out_bias)]
+        self.p_out = [aligned(a.p_out_weight), aligned(a.p_out_bias)]
+        self.g_out = [aligned(a.g_out_weight), aligned(a.g_out_bias)]
+        p_w, _, g_w, _ = self.sides
+        if p_w.dtype != g_w.dtype:
+            # Kernels read either from one place or from the other.
+            kind = torch.promote_types(p_w.dtype, g_w.dtype)
+            self.sides[::2] = p_w.to(kind), g_w.to(kind)
+        self.direction, self.eps, self.limit = a.direction, a.eps, a.max_memory
+        self.output, precision = a.gate == "output", a.precision
+        x = self.x
+        self.B, self.N, _, self.C = x.shape
+        self.H, self.G = self.sides[0].shape[0] // 2, self.g_out[0].shape[0]
+        self.pitch, self.width = up(self.N), up(self.C + 1)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.dtype = dtype or torch.promote_types(x.dtype, torch.float32)
+        # A gate is between zero and one, where fp16 has three binary digits more.
+        self.opened = torch.float16 if self.dtype == torch.bfloat16 else self.dtype
+        self.accumulator = torch.promote_types(self.dtype, torch.float32)
+        self.fast = self.dtype.itemsize == 2 or precision == "tf32"
+        self.precision = "tf32" if precision == "tf32" else "ieee"
+        if self.mask is not None:
+            # Kernels find a place within a mask's memory in 32 bits.
+            steps = zip(self.mask.shape, self.mask.stride(), strict=True)
+            if sum((n - 1) * step for n, step in steps) >> 31:
+                self.mask = self.mask.contiguous()
+        # A mean over edges is in the range of float16 where the factors are, if their sum isn't.
+        self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
+        # What rounding a mean to float32 leaves counts.
+        exact = self.dtype.itemsize > 2
+        # The interpreter's products know no bfloat16.
+        narrow = self.dtype == torch.bfloat16 and not x.is_cuda
+        dot = tl.float32 if narrow else _TYPES[self.dtype]
+        self.float = _TYPES[self.accumulator]
+        self.types = dot, self.float, self.precision, exact
+        self.exact = exact
+        self.asm = self.fast and x.is_cuda and torch.version.cuda is not None
+        size = self.B * self.N * self.pitch * max(self.width, 2 * self.H, self.G)
+        self.long = tl.int64 if size >> 31 else tl.int32
+        self.place = self.long, self.N % 8 == 0
+        # The output's gate fits in the output's place: it is read just before that is written.
+        self.in_out = self.output and x.dtype == self.dtype
+        # What has planes without gaps, and products of 16 bits.
+        self.on_hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
+
+    def new(self, *shape: int, dtype: Any = None) -> Any:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
+
+    def divide(self, need: Callable[[int, int, int], int]) -> None:
+        """Find parts of the batch, of the channels of left and right, and of the lines.
+
+        They `need` no more numbers than there may be, if there are such.
+        """
+        sizes = self.B, self.H, ceil(self.N, 8)
+
+        # Eight lines begin at a multiple of 16 bytes.
+        def size(b: int, h: int, lines: int) -> int:
+            return self.dtype.itemsize * need(b, h, 8 * lines)
+
+        # Smaller parts take long, and much smaller ones would save little.
+        sensible = tuple(map(min, (1, *_PART), sizes))
+        limit = self.limit and max(self.limit, 5 * size(1, 1, 1) // 4)
+        parts = in_parts(sizes, size, limit, sensible, (1, 1, 1))
+        if self.limit and self.limit < size(*sensible):
+            warn_of_parts(self.limit, size(*sensible))
+        self.batches, self.channels, lines = (
+            slices(n, step) for n, step in zip(sizes, parts, strict=True)
+        )
+        self.lines = [slice(8 * eight.start, min(8 * eight.stop, self.N)) for eight in lines]
+        self.whole = len(self.channels) == len(self.lines) == 1
+
+    def gate(self, members: int, lines: slice, out: Any = None) -> Any:
+        """Return memory for the last gate: rows of the output's, planes of the other."""
+        n = len(range(*lines.indices(self.N)))
+        if not self.output:
+            return self.new(members, self.G, n, self.pitch, dtype=self.opened)
+        if self.in_out and out is not None and is_aligned(out):
+            return out.view(self.opened)
+        return self.new(members, n, self.N, self.G, dtype=self.opened)
+
+    def kept(self, members: int, lines: int) -> Any:
+        """Return memory for rows of the normalized x, with a column of ones."""
+        return self.new(members, lines, self.pitch, self.width)
+
+    def edges(self, b: slice, lines: slice) -> tuple[Any, Any]:
+        """Return some edges of x and of the mask."""
+        return self.x[b, lines], None if self.mask is None else self.mask[b, lines]
+
+    def of(self, h: slice) -> list[Any]:
+        """Return the projections and gates of some channels, left before right."""
+        if h.stop - h.start == self.H:
+            return self.sides
+        return [
+            None if a is None else torch.cat([a[h], a[self.H + h.start : self.H + h.stop]])
+            for a in self.sides
+        ]
