@@ -23,6 +23,10 @@ from fusedops._frame.packed import Packed
 #: More steps than this are as long on a GPU as on the host.
 _LONGEST = 256
 
+#: Bytes up to which memory that kernels alone use is asked for at once; bytes that may be more than
+#: if it were not; and bytes that torch's memory comes in.
+_TOGETHER, _MORE, _UNIT = 1 << 24, 1 << 20, 512
+
 # Triton's launcher is no public interface: that of another version may differ.
 _DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not None
 
@@ -296,7 +300,11 @@ def _compiled(
         "empty": torch._C._dynamo.guards._empty_strided_cuda,
         "view": torch._C._dynamo.guards._reinterpret_tensor,
     }
+    places, size = _together(steps, values, last)
     lines = ["s = stream(device)"]
+    if places:
+        names["m"] = (size,), (1,), torch.uint8
+        lines += ["v = empty(*m)", "p = v.data_ptr()"]
     for number, (output, at, part) in enumerate(sources):
         record = f"{'y' if output else 'a'}"
         if part == 0:
@@ -309,6 +317,8 @@ def _compiled(
     for at, step in enumerate(steps):
         if isinstance(step, _Launch):
             lines.append(_launched(step, at, names))
+        elif step.made and step.made[0] in places:
+            lines.append(f"p{step.made[0]} = p + {places[step.made[0]]}")
         elif step.function is not None or last.get(step.made[0], -1) > at:
             for number in _given(step):
                 if number not in there:
@@ -325,6 +335,46 @@ def _compiled(
     exec("def replay(a, y):\n    " + "\n    ".join(lines), names)
     replay: Callable[[Any, Any], None] = names["replay"]
     return replay
+
+
+def _together(
+    steps: list[_Call | _Launch], values: list[_Value], last: dict[int, int]
+) -> tuple[dict[int, int], int]:
+    """Return places in one memory for all that launches alone use, by its number, and the size.
+
+    What is there at once is apart. There are none where that is much, or more than by parts.
+    """
+    calls = [step for step in steps if isinstance(step, _Call) and step.function is not None]
+    given = {values[number].root for step in calls for number in _used(step)}
+    # Of each its size, and the first and the last step that it is there at.
+    spans: dict[int, tuple[int, int, int]] = {}
+    for at, step in enumerate(steps):
+        if isinstance(step, _Call) and step.function is None:
+            (number,), (shape, strides, dtype) = step.made, step.args
+            if number not in given and last[number] > at:
+                steps_to_last = [(n - 1) * by for n, by in zip(shape, strides, strict=True)]
+                extent = 0 if 0 in shape else 1 + sum(steps_to_last)
+                size = -(-extent * dtype.itemsize // _UNIT) * _UNIT
+                spans[number] = size, at, last[number]
+    places: dict[int, int] = {}
+    # The largest first, each at the first place that has room.
+    for number, (size, first, until) in sorted(spans.items(), key=lambda item: -item[1][0]):
+        place = 0
+        for other in sorted(places, key=places.__getitem__):
+            other_size, other_first, other_until = spans[other]
+            if first <= other_until and other_first <= until:
+                if place + size <= places[other]:
+                    break
+                place = max(place, places[other] + other_size)
+        places[number] = place
+    total = max([place + spans[number][0] for number, place in places.items()], default=0)
+    by_parts = [
+        sum([size for size, first, until in spans.values() if first <= at <= until])
+        for at in range(len(steps))
+    ]
+    if total > min(_TOGETHER, max([_MORE, *by_parts])):
+        return {}, 0
+    return places, total
 
 
 def _used(step: _Call | _Launch) -> list[int]:

@@ -108,27 +108,45 @@ def test_cotangents_through_a_norm(norm, gated, scaled):
     torch = pytest.importorskip("torch")
     from gpukern.trimul.backward import through_norm
 
-    few, rows, K, C = 3, 7, 5, 6
+    few, rows, C, H, G = 3, 7, 6, 2, 5
     make = torch.Generator().manual_seed(1)
 
     def some(*shape):
         return torch.randn(shape, generator=make)
 
-    y, z = some(few, rows, C), some(few, rows, K)
-    e = some(few, rows, C) if gated else torch.ones(few, rows, C)
-    weight, bias, w, b = some(K, C), some(K), some(C), some(C)
-    asked = [a.requires_grad_() for a in (weight, bias, w, b)]
-    normed = (y * w + b) if norm else y + 0 * (w + b)
-    want = torch.autograd.grad((normed * e) @ weight.T + bias, asked, z)
+    def behind(y, e, weight, bias, w, b, z):
+        """Return parts of sums over rows, and the cotangents of weight, bias, w and b."""
+        asked = [a.requires_grad_() for a in (weight, bias, w, b)]
+        normed = (y * w + b) if norm else y + 0 * (w + b)
+        want = torch.autograd.grad((normed * e) @ weight.T + bias, asked, z)
+        z = z if scaling is None else z * scaling
+        ones = torch.eye(8)[:1].expand(few, rows, 8)
+        kept = torch.cat([y * e, e, ones] if gated else [y, ones], 2)
+        return (z.mT @ kept).contiguous(), want
+
     scaling = torch.tensor(8.0) if scaled else None
-    z = z if scaling is None else z * scaling
-    ones = torch.eye(8)[:1].expand(few, rows, 8)
-    kept = torch.cat([y * e, e, ones] if gated else [y, ones], 2)
-    results = torch.zeros(K, 2, C), torch.zeros(K, C), torch.zeros(K)
-    given = (w.detach(), b.detach()) if norm else (None, None)
-    parts = (z.mT @ kept).contiguous()
-    through_norm(parts, 0, weight.detach(), given, scaling, *results)
-    by_norm, on_weight, on_bias = results
-    found = on_weight, on_bias, *by_norm.sum(0)
-    for one, other in list(zip(found, want, strict=True))[: 4 if norm else 2]:
+    weights, biases = [some(4 * H, C), some(G, C), some(C, H)], [some(4 * H), some(G), some(C)]
+    norms = some(C), some(C), some(H), some(H)
+    parts, want = [], []
+    for weight, bias, which in zip(weights, biases, ((0, 1), (0, 1), (2, 3)), strict=True):
+        width = weight.shape[1]
+        y = some(few, rows, width)
+        e = some(few, rows, width) if gated else torch.ones(few, rows, width)
+        z = some(few, rows, len(weight))
+        found = behind(y, e, weight, bias, *[norms[at] for at in which], z)
+        parts.append(found[0])
+        want.append(found[1])
+    (on_pg, on_pg_b, *on_norm), (on_o, on_o_b, *more), (on_e, on_e_b, *on_norm_out) = want
+    pairs, last, end = [weight.detach() for weight in weights]
+    given = pairs[: 2 * H], pairs[2 * H :], last, end
+    results = [None, None, *[torch.zeros(s) for s in ((4, C), (4,)) * 2], None, None]
+    results += [torch.zeros(s) for s in ((C, H), (C,), (G, C), (G,))]
+    norms = [a.detach() if norm else None for a in norms]
+    by_norm, by_norm_out = through_norm(*parts, scaling, given, norms, results)
+    found = [torch.cat(results[2:6:2]), torch.cat(results[3:6:2]), *results[8:]]
+    expected = [on_pg, on_pg_b, on_e, on_e_b, on_o, on_o_b]
+    if norm:
+        found += [*by_norm.sum(0), *by_norm_out.sum(0)]
+        expected += [*[a + b for a, b in zip(on_norm, more, strict=True)], *on_norm_out]
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -75,12 +75,8 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
         sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
         del on_xn
     on_pairs, on_end, on_norm_out, on_open, on_norm = sums
-    _sum_parts(update, on_norm, 0, None, y.dnorm_in_weight, y.dnorm_in_bias, norm=True)
-    _sum_parts(update, on_pairs, 0, scaling, y.dp_in_weight, y.dp_in_bias, C)
-    _sum_parts(update, on_pairs, 2 * H, scaling, y.dg_in_weight, y.dg_in_bias, C)
-    _sum_parts(update, on_norm_out, 0, scaling, y.dnorm_out_weight, y.dnorm_out_bias, norm=True)
-    _sum_parts(update, on_end, 0, scaling, y.dp_out_weight, y.dp_out_bias, H)
-    _sum_parts(update, on_open, 0, scaling, y.dg_out_weight, y.dg_out_bias, C)
+    some = on_norm, on_norm_out, on_pairs, on_open, on_end
+    _sum_parts(update, some, scaling, on_weights)
 
 
 def _is_on_hopper(update: Update, on_mask: Any) -> bool:
@@ -216,20 +212,12 @@ def _back_on_hopper(
         (by_gate,) = parts_over_rows(update, on_gate.flatten(1, 2).mT, kept)
         found = by_sides, by_gate, by_end
         sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else [*found]
-    on_w, on_b, on_p, on_p_b, on_g, on_g_b, *on_ends = on_weights
-    p_w, _, g_w, _ = update.sides
-    o_w = update.g_out[0]
-    on_norm = update.new(4 * H + update.G, 2, update.C, dtype=torch.float32)
     by_sides, by_gate, by_end = sums
-    given = update.norm, scaling
-    through_norm(by_sides, 0, p_w, *given, on_norm, on_p, on_p_b)
-    through_norm(by_sides, 2 * H, g_w, *given, on_norm[2 * H :], on_g, on_g_b)
-    through_norm(by_gate, 0, o_w, *given, on_norm[4 * H :], *on_ends[4:])
-    on_norm_out = update.new(update.C, 2, H, dtype=torch.float32)
-    given = update.norm_out, scaling
-    through_norm(by_end, 0, update.p_out[0], *given, on_norm_out, *on_ends[2:4])
-    _sum_parts(update, on_norm, 0, None, on_w, on_b, norm=True)
-    _sum_parts(update, on_norm_out, 0, None, *on_ends[:2], norm=True)
+    p_w, _, g_w, _ = update.sides
+    weights = p_w, g_w, update.g_out[0], update.p_out[0]
+    given = scaling, weights, (*update.norm, *update.norm_out)
+    on_norms = through_norm(by_sides, by_gate, by_end, *given, on_weights)
+    _sum_parts(update, (*on_norms, None, None, None), None, on_weights)
 
 
 def _gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
@@ -262,12 +250,19 @@ def _pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any
 
     Return theirs, all in one matrix, where one of the batch goes alone.
     """
-    members, weights = len(on_xn), update.of(h)
-    weights = torch.stack([weights[0], weights[2]]).view(4, -1, update.C)
+    members, (p_w, _, g_w, _) = len(on_xn), update.of(h)
     z = both.view(4, members, -1, update.N * update.pitch).transpose(0, 1)
-    many = [z.flatten(1, 2)] if members == 1 else z.unbind(1)
-    weights = [weights.flatten(0, 1)] if members == 1 else weights
-    for planes, weight in zip(many, weights, strict=True):
+    if members > 1:
+        many = factors = z.unbind(1)
+        weights = [half for weight in (p_w, g_w) for half in weight.chunk(2)]
+    else:
+        many = factors = [z.flatten(1, 2)]
+        weights = [p_w, g_w]
+        if update.few:
+            factors = many[0].chunk(2, 1)
+        else:
+            weights = [torch.cat(weights)]
+    for planes, weight in zip(factors, weights, strict=True):
         through(update, planes.mT, weight, on_xn)
     return many
 
@@ -394,21 +389,25 @@ def _hidden_of(update: Update, b: slice, hidden: Any) -> Any:
 
 
 def through_norm(
-    parts: Any,
-    first: int,
-    weight: Any,
-    norm: Sequence[Any],
+    by_sides: Any,
+    by_gate: Any,
+    by_end: Any,
     scaling: Any,
-    on_norm: Any,
-    on_weight: Any,
-    on_bias: Any,
-) -> None:
-    """Write the cotangents of a weight and its bias, and in `on_norm` what are a norm's."""
-    rows, C = weight.shape
-    many, total, kept = parts.shape
-    constants = C, kept, kept - 8, 64, power(C)
-    tensors = parts, weight, *norm, scaling, on_weight, on_bias, on_norm
-    launch(kernels.through_norm, (4, 1), rows, tensors, (many, total, first), constants)
+    weights: Sequence[Any],
+    norms: Sequence[Any],
+    on_weights: Sequence[Any],
+) -> tuple[Any, Any]:
+    """Write the cotangents of weights and biases behind norms; return parts of those of norms."""
+    p_w, _, o_w, e_w = weights
+    (rows, C), G, H = p_w.shape, len(o_w), e_w.shape[1]
+    on_norm = by_sides.new_empty(2 * rows + G, 2, C)
+    on_norm_out = by_sides.new_empty(C, 2, H)
+    tensors = by_sides, by_gate, by_end, scaling, *weights, *norms
+    tensors += *on_weights[2:6], *on_weights[8:], on_norm, on_norm_out
+    constants = C, H, G, by_sides.shape[2], by_end.shape[2], 64, power(C), power(H)
+    numbers = len(by_sides), len(by_gate), len(by_end)
+    launch(kernels.through_norm, (4, 1), 2 * rows + G + C, tensors, numbers, constants)
+    return on_norm, on_norm_out
 
 
 def _norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
@@ -430,22 +429,14 @@ def _norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> A
 
 
 def _sum_parts(
-    update: Update,
-    parts: Any,
-    first: int,
-    scaling: Any,
-    on_weight: Any,
-    on_bias: Any,
-    columns: int = 0,
-    norm: bool = False,
+    update: Update, parts: Sequence[Any], scaling: Any, on_weights: Sequence[Any]
 ) -> None:
-    """Write the sums of parts: to a weight of so many columns and its bias, or to a norm's."""
-    if on_weight is None and on_bias is None:
+    """Write the cotangents of norms, and of other weights and biases whose parts are given."""
+    if all(on_weight is None for on_weight in on_weights):
         return
-    many, total, kept = parts.shape
-    C = kept if norm else columns
-    rows = 2 if norm else (on_bias if on_weight is None else on_weight).shape[0]
-    BC = power(C, 16)
-    constants = C, kept, max(1, 4096 // BC), BC, norm, update.float
-    tensors = parts, scaling, on_weight, on_bias
-    launch(kernels.sum_parts, (4, 1), rows, tensors, (many, total, first), constants)
+    C, H, G = update.C, update.H, update.G
+    constants = C, H, G, power(C, 16), power(H, 16), update.float
+    numbers = tuple([0 if some is None else len(some) for some in parts])
+    programs = 4 if parts[2] is None else 4 + 4 * H + G + C
+    tensors = *parts, scaling, *on_weights
+    launch(kernels.sum_parts, (4, 1), programs, tensors, numbers, constants)

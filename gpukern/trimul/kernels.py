@@ -487,17 +487,13 @@ def norm_back(
     tl.store(to + C, tl.sum(by_bias, 0), mask=c < C)
 
 
-def through_norm(
-    parts, weight, w, b, scaling, on_weight, on_bias, on_norm, many, total, first,
-    C: tl.constexpr, KEPT: tl.constexpr, ONES: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+@triton.jit
+def _row_through_norm(
+    parts, weight, w, b, scaling, on_weight, on_bias, on_norm, row, rows, many,
+    C: tl.constexpr, KEPT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of rows of a weight and its bias, and what they add to a norm's.
-
-    The parts of sums over rows are of z y, and of z e from column ONES on, which is one column
-    where e is one: y was standardized and times e, given the norm's weight w and bias b, and
-    projected, and z is the cotangent of that.
-    """
-    row = tl.program_id(0)
+    """Write the cotangents of a row of a weight and of its bias, and what it adds to a norm's."""
+    ONES: tl.constexpr = KEPT - 8
     c = tl.arange(0, BC)
     inside = c < C
     by_y = tl.zeros((BP, BC), tl.float32)
@@ -506,12 +502,12 @@ def through_norm(
     begin = 0
     while begin < many:
         part = begin + tl.arange(0, BP)
-        at = parts + (part.to(tl.int64) * total + first + row) * KEPT
+        place = parts + (part.to(tl.int64) * rows + row) * KEPT
         there = (part < many)[:, None] & inside[None, :]
-        by_y += tl.load(at[:, None] + c[None, :], mask=there, other=0.0)
+        by_y += tl.load(place[:, None] + c[None, :], mask=there, other=0.0)
         if ONES > C:
-            by_one += tl.load(at[:, None] + C + c[None, :], mask=there, other=0.0)
-        by_bias += tl.load(at + ONES, mask=part < many, other=0.0)
+            by_one += tl.load(place[:, None] + C + c[None, :], mask=there, other=0.0)
+        by_bias += tl.load(place + ONES, mask=part < many, other=0.0)
         begin += BP
     by_y, by_one, by_bias = tl.sum(by_y, 0), tl.sum(by_one, 0), tl.sum(by_bias, 0)
     if ONES == C:
@@ -534,13 +530,54 @@ def through_norm(
         tl.store(on_bias + row, by_bias)
 
 
-def sum_parts(
-    parts, scaling, on_weight, on_bias, many, total, first,
-    C: tl.constexpr, KEPT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
-    FLOAT: tl.constexpr,
+def through_norm(
+    sides, opened, end, scaling, p_w, g_w, o_w, e_w, w, b, w_out, b_out,
+    on_p, on_p_b, on_g, on_g_b, on_e, on_e_b, on_o, on_o_b, on_norm, on_norm_out,
+    many_sides, many_opened, many_end,
+    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+    KEPT: tl.constexpr, KEPT_END: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of parts: rows of a weight, with the bias after them, or both of a norm."""
+    """Write the cotangents of weights and biases behind a norm, and what they add to the norm's.
+
+    A program takes a row of a weight: of both projections and their gates, of the last gate, or of
+    the end. The parts of sums over rows are of z y; from column C on of z e, unless e is one; and
+    of z in column KEPT - 8. There y is standardized and times e, given the norm's weight w and bias
+    b, and projected, and z is the cotangent of that.
+    """
     row = tl.program_id(0)
+    if row < 2 * H:
+        _row_through_norm(
+            sides, p_w, w, b, scaling, on_p, on_p_b, on_norm, row, 4 * H, many_sides,
+            C, KEPT, BP, BC,
+        )  # fmt: skip
+    elif row < 4 * H:
+        _row_through_norm(
+            sides + 2 * H * KEPT, g_w, w, b, scaling, on_g, on_g_b, on_norm + 4 * H * C,
+            row - 2 * H, 4 * H, many_sides, C, KEPT, BP, BC,
+        )  # fmt: skip
+    elif row < 4 * H + G:
+        _row_through_norm(
+            opened, o_w, w, b, scaling, on_o, on_o_b, on_norm + 8 * H * C,
+            row - 4 * H, G, many_opened, C, KEPT, BP, BC,
+        )  # fmt: skip
+    else:
+        _row_through_norm(
+            end, e_w, w_out, b_out, scaling, on_e, on_e_b, on_norm_out,
+            row - 4 * H - G, C, many_end, H, KEPT_END, BP, BH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_sums(
+    parts, scaling, on_weight, on_bias, row, rows, many,
+    C: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of the parts of a row, which is a weight's with the element of a bias after it.
+
+    Where KEPT is C, row 0 is a norm's weight, and row 1 its bias.
+    """
+    BP: tl.constexpr = 4096 // BC if BC < 4096 else 1
     c = tl.arange(0, BC)
     inside = c < C
     sums = tl.zeros((BP, BC), FLOAT)
@@ -548,34 +585,75 @@ def sum_parts(
     begin = 0
     while begin < many:
         part = begin + tl.arange(0, BP)
-        at = parts + (part.to(tl.int64) * total + first + row) * KEPT
+        place = parts + (part.to(tl.int64) * rows + row) * KEPT
         there = (part < many)[:, None] & inside[None, :]
-        sums += tl.load(at[:, None] + c[None, :], mask=there, other=0.0)
-        if not NORM:
-            by_bias += tl.load(at + C, mask=part < many, other=0.0)
+        sums += tl.load(place[:, None] + c[None, :], mask=there, other=0.0)
+        if KEPT > C:
+            by_bias += tl.load(place + C, mask=part < many, other=0.0)
         begin += BP
     found, of_bias = tl.sum(sums, 0), tl.sum(by_bias, 0)
     if scaling is not None:
         found /= tl.load(scaling)
         of_bias /= tl.load(scaling)
-    if NORM:
-        if on_weight is not None:
-            tl.store(on_weight + c, found, mask=inside & (row == 0))
-        if on_bias is not None:
-            tl.store(on_bias + c, found, mask=inside & (row == 1))
-    else:
+    if KEPT > C:
         if on_weight is not None:
             tl.store(on_weight + row.to(tl.int64) * C + c, found, mask=inside)
         if on_bias is not None:
             tl.store(on_bias + row, of_bias)
+    else:
+        if on_weight is not None:
+            tl.store(on_weight + c, found, mask=inside & (row == 0))
+        if on_bias is not None:
+            tl.store(on_bias + c, found, mask=inside & (row == 1))
+
+
+def sum_parts(
+    norm, norm_out, sides, opened, end, scaling,
+    on_w, on_b, on_p, on_p_b, on_g, on_g_b, on_w_out, on_b_out, on_e, on_e_b, on_o, on_o_b,
+    many_norm, many_norm_out, many_sides, many_opened, many_end,
+    C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write the cotangents of norms, and where their parts are given those of all other weights.
+
+    The first four programs take a norm's weight or bias each, which have the most parts; the others
+    a row of a weight: of both projections and their gates, of the last gate, or of the end.
+    """
+    row = tl.program_id(0)
+    KEPT: tl.constexpr = (C + 8) // 8 * 8
+    KEPT_END: tl.constexpr = (H + 8) // 8 * 8
+    if row < 2:
+        _write_sums(norm, None, on_w, on_b, row, 2, many_norm, C, C, BC, FLOAT)
+    elif row < 4:
+        _write_sums(
+            norm_out, scaling, on_w_out, on_b_out, row - 2, 2, many_norm_out, H, H, BH, FLOAT
+        )
+    elif sides is not None:
+        row -= 4
+        if row < 2 * H:
+            _write_sums(sides, scaling, on_p, on_p_b, row, 4 * H, many_sides, C, KEPT, BC, FLOAT)
+        elif row < 4 * H:
+            _write_sums(
+                sides + 2 * H * KEPT, scaling, on_g, on_g_b, row - 2 * H, 4 * H, many_sides,
+                C, KEPT, BC, FLOAT,
+            )  # fmt: skip
+        elif row < 4 * H + G:
+            _write_sums(
+                opened, scaling, on_o, on_o_b, row - 4 * H, G, many_opened, C, KEPT, BC, FLOAT
+            )
+        else:
+            _write_sums(
+                end, scaling, on_e, on_e_b, row - 4 * H - G, C, many_end, H, KEPT_END, BH, FLOAT
+            )
 
 
 def product(
     a, b, c, M, N, K, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row, c_column,
+    scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write, or add, the products of float32 matrices of any strides."""
+    """Write, or add, the products of matrices of any strides, times a number, summed in float32."""
     across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)
     tile = tl.program_id(0) % (across * along)
     batch = (tl.program_id(0) // (across * along)).to(tl.int64)
@@ -589,13 +667,14 @@ def product(
         at_b = b + batch * b_batch + k[:, None] * b_row + n[None, :] * b_column
         left = tl.load(at_a, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         right = tl.load(at_b, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
-        total = tl.dot(left, right, total, PRECISION)
+        total = tl.dot(left.to(DOT), right.to(DOT), total, PRECISION)
         begin += BK
+    total *= scale
     to = c + batch * c_batch + m[:, None] * c_row + n[None, :] * c_column
     inside = (m < M)[:, None] & (n < N)[None, :]
     if ADD:
         total += tl.load(to, mask=inside, other=0.0)
-    tl.store(to, total, mask=inside)
+    tl.store(to, total.to(c.dtype.element_ty), mask=inside)
 
 
 # Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.

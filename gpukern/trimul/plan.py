@@ -27,6 +27,8 @@ if triton.__version__.startswith("3.6."):
 # Rows from which on it pays to write the normalized x of many channels, to round weights once, or,
 # on Hopper, to have weights in shared memory for many tiles of rows.
 MANY = 1 << 16
+# Rows up to which the host's time with a backward pass is longer than the GPU's.
+FEW = 1 << 14
 # Channels, and eights of lines, that are worth a part of an update.
 _PART = 16, 8
 
@@ -149,6 +151,9 @@ class Update:
                 self.mask = self.mask.contiguous()
         # A mean over edges is in the range of float16 where the factors are, if their sum isn't.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
+        self.few = self.B * self.N**2 <= FEW and self.dtype != torch.float64
+        # Whether products are those of our own kernel.
+        self.ours = self.few or self.dtype == torch.float32
         # What rounding a mean to float32 leaves counts.
         exact = self.dtype.itemsize > 2
         # The interpreter's products know no bfloat16.

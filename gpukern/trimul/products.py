@@ -1,6 +1,7 @@
-"""Products of matrices: torch's of 16 bits and of float64, ours of float32.
+"""Products of matrices: ours of float32 and of few rows, torch's of 16 bits and of float64.
 
-Torch's products of float32 follow a global switch.
+Torch's products of float32 follow a global switch, and a call of torch's takes the host several
+times as long as a launch.
 """
 
 from __future__ import annotations
@@ -10,31 +11,41 @@ from typing import Any
 import torch
 
 from gpukern.trimul import kernels
-from gpukern.trimul.plan import Update, ceil, launch
+from gpukern.trimul.plan import Update, ceil, launch, processors
 
-# Batches that a product over all rows is split into at most, and rows that make one more.
-_SPLIT, _LONG = 64, 1 << 11
+# Batches that a product over all rows is split into at most, and rows that make one more: of a GPU
+# that is busy anyway, and of one that has too few programs.
+_SPLIT, _LONG, _SHORT = 64, 1 << 11, 1 << 7
+
+# Rows and columns of a program, how many terms it adds at once, its warps and stages: of 16 bits,
+# of TF32, and of float32, by the bytes of a number and whether products are rounded.
+_TILES = {
+    (2, True): (64, 64, (4, 3)),
+    (4, True): (128, 32, (8, 2)),
+    (4, False): (64, 32, (4, 2)),
+}
 
 
 def products(
     update: Update, a: Any, b: Any, out: Any, *, scale: float = 1.0, add: bool = False
 ) -> None:
     """Write products of batches of matrices, or add them to what is there."""
-    if out.dtype != update.dtype:
-        if a.is_cuda:
+    if not update.ours:
+        if out.dtype == update.dtype:
+            torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
+        elif a.is_cuda:
             torch.baddbmm(out, a, b, out.dtype, beta=float(add), alpha=scale, out=out)
         else:
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
-    if update.dtype != torch.float32:
-        torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
-        return
-    size = 128 if update.fast else 64
+    size, chunk, how = _TILES[update.dtype.itemsize, update.fast]
     (batches, M, K), N = a.shape, b.shape[2]
     programs = batches * ceil(M, size) * ceil(N, size)
-    numbers = M, N, K, *a.stride(), *b.stride(), *out.stride()
-    constants = size, size, 32 if a.is_cuda else 128, add, update.precision
-    launch(kernels.product, (8 if update.fast else 4, 2), programs, (a, b, out), numbers, constants)
+    numbers = M, N, K, *a.stride(), *b.stride(), *out.stride(), scale
+    # The interpreter's time goes by steps.
+    chunk = chunk if a.is_cuda else 128
+    constants = size, size, chunk, add, update.types[0], update.precision
+    launch(kernels.product, how, programs, (a, b, out), numbers, constants)
 
 
 def over_rows(update: Update, a: Any, b: Any) -> Any:
@@ -47,7 +58,12 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
     """Return parts of that (..., K, M), for each of the matrices."""
     rows = a.shape[2]
     least = 1 if rows % 8 else 8
-    split = max(n for n in range(1, min(_SPLIT, rows // _LONG) + 2) if rows % (least * n) == 0)
+    most = min(_SPLIT, rows // _LONG) + 1
+    if update.ours and len(a) == 1:
+        size = _TILES[update.dtype.itemsize, update.fast][0]
+        programs = ceil(a.shape[1], size) * ceil(b.shape[2], size)
+        most = max(most, min(_SPLIT, rows // _SHORT, ceil(processors(a.device), programs)))
+    split = max(n for n in range(1, most + 1) if rows % (least * n) == 0)
     pairs = [(a, b)]
     if split > 1:
         pairs = [
@@ -58,8 +74,8 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
 
 
 def _widened(update: Update, a: Any, b: Any) -> Any:
-    if update.dtype == torch.float32:
-        out = update.new(len(a), a.shape[1], b.shape[2])
+    if update.ours:
+        out = update.new(len(a), a.shape[1], b.shape[2], dtype=torch.float32)
         products(update, a, b, out)
         return out
     if update.dtype == torch.float64:
@@ -90,5 +106,6 @@ def multiply_back(update: Update, sides: Any, on_o: Any, on_sides: Any) -> None:
 
 def through(update: Update, rows: Any, weight: Any, on_xn: Any, *, add: bool = True) -> None:
     """Write, or add, the cotangent of normalized rows by that of their projections."""
-    weight = weight.to(update.dtype)[None].expand(len(rows), -1, -1)
+    weight = weight if update.ours else weight.to(update.dtype)
+    weight = weight[None].expand(len(rows), -1, -1)
     products(update, rows, weight, on_xn.flatten(1, 2), add=add)
