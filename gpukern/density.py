@@ -29,6 +29,10 @@ from gpukern.launch import Launcher, kernel_of_any_size, wide
 # Voxels that a program takes at a time, in either kernel, and its warps.
 _VOXELS, _VOXELS_BACK, _WARPS = 128, 128, 1
 
+# Atoms up to which one launch takes all, those that are apart from their images and the others: a
+# GPU runs so many at once, and a second launch takes the host longer than they take the GPU.
+_FEW = 1 << 11
+
 _PI = tl.constexpr(3.141592653589793)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SLACK = tl.constexpr(SLACK)
@@ -289,22 +293,26 @@ def _splat(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, measures, out,
     nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CROWDED: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, APART: tl.constexpr, CROWDED: tl.constexpr,
 ):  # fmt: skip
-    """Add an atom to the map: one whose box meets images of it only where CROWDED."""
+    """Add an atom to the map: one APART from its images, or whose box meets them (CROWDED)."""
     n = tl.program_id(0).to(tl.int64)
     if order is not None:
         n = tl.load(order + tl.program_id(0)).to(tl.int64)
         n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    if CROWDED:
+    if not APART:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return
     _usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
-    if crowded != CROWDED:
-        return
+    if not APART:
+        if not crowded:
+            return
+    if not CROWDED:
+        if crowded:
+            return
     occ = tl.load(occupancy + n).to(FLOAT)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -333,7 +341,8 @@ def _splat(
             s = flat + metric[0] * t * t
             inside = (s <= limit) & live
             if CROWDED:
-                inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
+                if crowded:
+                    inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
             value = tl.zeros((PAIRS, QUAD), FLOAT)
             for g in tl.static_range(G):
                 value += _density(
@@ -352,7 +361,7 @@ def _splat_vjp(
     cotangent, on_xyz, on_b, on_occupancy,
     nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CROWDED: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, APART: tl.constexpr, CROWDED: tl.constexpr,
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
@@ -360,15 +369,19 @@ def _splat_vjp(
     if order is not None:
         n = tl.load(order + tl.program_id(0)).to(tl.int64)
         n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    if CROWDED:
+    if not APART:
         if not _meets_itself(radius, measures, n, nx, ny, nz):
             return
     usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
-    if crowded != CROWDED:
-        return
+    if not APART:
+        if not crowded:
+            return
+    if not CROWDED:
+        if crowded:
+            return
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -411,7 +424,8 @@ def _splat_vjp(
                 s = flat + metric[0] * t * t
                 inside = (s <= limit) & live
                 if CROWDED:
-                    inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
+                    if crowded:
+                        inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
                 there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
                 place = (at + _wrapped(x, nx) * plane) * QUAD + lane
                 value = tl.load(cotangent + place, mask=there, other=0.0)
@@ -540,6 +554,11 @@ def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
     return given, lattice.shape, (*shape, voxels // quad, kind), quad
 
 
+def _passes(count: int) -> tuple[tuple[bool, bool], ...]:
+    """Return for each launch whether it takes atoms apart from their images, and the others."""
+    return ((True, True),) if count <= _FEW else ((True, False), (False, True))
+
+
 @register("gaussian_density", "triton")
 def gaussian_density(a: Any, y: Any) -> None:
     xyz, out = a.xyz, y.map
@@ -554,9 +573,8 @@ def gaussian_density(a: Any, y: Any) -> None:
     if len(xyz):
         given, sizes, constants, quad = _layout(a, order, total, _VOXELS)
         arrays = *given, total
-        # First atoms that are apart from their images, then the others.
-        for crowded in (False, True):
-            last = *constants, crowded
+        for which in _passes(len(xyz)):
+            last = *constants, *which
             key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
             _forward[quad](len(xyz), key, *arrays, *sizes, *last)
     if total is not out:
@@ -574,8 +592,8 @@ def gaussian_density_vjp(a: Any, y: Any) -> None:
     outputs = on_xyz, on_b, on_occupancy
     wanted = tuple([out is not None for out in outputs])
     arrays = (*given, cotangent, *(xyz if out is None else out for out in outputs))
-    for crowded in (False, True):
-        last = *constants, crowded, *wanted
+    for which in _passes(len(xyz)):
+        last = *constants, *which, *wanted
         key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
         launch = _backward_anisotropic if b.ndim == 2 else _backward
         launch[quad](len(xyz), key, *arrays, *sizes, *last)

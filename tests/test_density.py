@@ -225,9 +225,18 @@ def terms_of(name):
     return 4096 if name == "very skewed" else 64
 
 
+@pytest.fixture(params=[False, True], ids=["by one launch", "by two"])
+def launches(request, monkeypatch, fresh_plans):
+    """Atoms of which a GPU runs all at once, or more."""
+    from gpukern import density
+
+    if request.param:
+        monkeypatch.setattr(density, "_FEW", 0)
+
+
 @needs_triton
 @pytest.mark.parametrize("name", ["triclinic", "skewed and smaller"])
-def test_maps_when_interpreted(name, anisotropic):
+def test_maps_when_interpreted(launches, name, anisotropic):
     p = problem(name, 2, anisotropic=anisotropic)
     close(evaluate(available("torch", "triton"), p), brute(p))
 
@@ -273,7 +282,7 @@ def eager_gradients(name, anisotropic, dtype):
 
 
 @needs_triton
-def test_gradients_when_interpreted(anisotropic):
+def test_gradients_when_interpreted(launches, anisotropic):
     p = problem("triclinic", 2, anisotropic=anisotropic)
     want = solve(("numpy", "numpy"), p)
     for got, expected in zip(solve(available("torch", "triton"), p), want, strict=True):
