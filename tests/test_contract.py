@@ -307,29 +307,44 @@ def test_autocast_leaves_dtypes_alone(example, place, dtype):
 # Derivatives.
 
 
-@pytest.mark.interpreted_slow(
-    example=("forth-packed", "degree", "scatter", "gather", "density-iso", "triangle-hidden")
-)
-@at(TENSORS)
-def test_first_and_second_derivatives(example, place):
+@needs_torch
+@every_example
+def test_derivatives_are_what_differences_say(example):
+    """First, second and third ones, of the formulas in torch; the third of a sum of squares."""
     p = example.problem("tiny")
-    function = function_of(p, place[1])
+    function, loss = function_of(p, "torch"), total(p, "torch")
     # Along random directions, where single ones take seconds.
-    fast = place[1] == "triton" or example.slow
+    fast = example.slow
     assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=fast)
     assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=fast)
-
-
-@at(COMPILED_TENSORS)
-def test_third_derivatives(example, place):
-    """Of a sum of squares, in which no derivative is constant."""
-    p = example.problem("tiny")
-    loss = total(p, place[1])
 
     def gradients(*leaves):
         return torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
 
     assert torch.autograd.gradgradcheck(gradients, leaves_of(p), fast_mode=True)
+
+
+def derivatives(p, backend, order):
+    """Return the gradient of a sum of squares, that of its part along a direction, and so on."""
+    leaves, rng = leaves_of(p), np.random.default_rng(2)
+    value, found = total(p, backend)(*leaves), []
+    for _ in range(order):
+        found.append(torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True))
+        value = sum((g * tensor(rng.normal(size=g.shape))).sum() for g in found[-1])
+    return [gradient.detach().numpy() for gradients in found for gradient in gradients]
+
+
+@pytest.mark.interpreted_slow(
+    example=("forth-packed", "degree", "scatter", "gather", "density-iso", "triangle-hidden")
+)
+@at([place for place in TENSORS if place[1] != "torch"])
+def test_derivatives_are_those_of_the_formula(example, place):
+    """Which differences are compared to above."""
+    p = example.problem("tiny")
+    order = 2 if place[1] == "triton" else 3
+    for got, want in zip(*(derivatives(p, b, order) for b in (place[1], "torch")), strict=True):
+        # Every order differentiates the roundings of the one before.
+        close(p, got, want, times=64)
 
 
 def asked_for(count):
