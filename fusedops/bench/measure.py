@@ -60,7 +60,7 @@ class Plan:
     def seconds(self) -> float:
         if self.quick:
             return 0.05
-        return 1.5 if self.device == "cpu" else 0.12
+        return 1.5 if self.device == "cpu" else 0.08
 
     def workloads(self) -> list[Workload]:
         return [
@@ -139,7 +139,9 @@ class Bench:
         self.wait = waiting(plan.device)
         # Of a kind of workload, for one of its runs: its errors, or why there are none.
         self.checked: dict[Any, dict[str, float] | str] = {}
-        self.skipped = {p.name: why for p in PEERS if (why := self._why_not(p))}
+        asked = {w.op.__name__ for w in plan.workloads()}
+        peers = [peer for peer in PEERS if asked & {*peer.ops}]
+        self.skipped = {p.name: why for p in peers if (why := self._why_not(p))}
         if self.has_torch:
             import torch
 

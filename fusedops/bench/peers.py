@@ -6,8 +6,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,15 @@ from fusedops.wigner import m_major_order
 #: The peer that the host's time with a call is compared to.
 EMPTY = "empty autograd.Function"
 
+#: The variable that names the folder with checkouts of the repositories that aren't packages.
+CHECKOUTS = "FUSEDOPS_PEERS"
+
+#: Their addresses, by the name that `git clone` gives a checkout.
+REPOSITORIES = {
+    "Jet-Nemotron": "https://github.com/NVlabs/Jet-Nemotron",
+    "discover": "https://github.com/test-time-training/discover",
+}
+
 
 class Unsuited(Exception):
     """A peer doesn't do this problem; the message, if there is one, is worth a line."""
@@ -31,16 +43,17 @@ class Peer:
 
     They are of `tensors`, or of NumPy arrays.
 
-    It needs `package`, is there on `devices`, and may be left out of a quick look. Its steps can be
-    `captured` in a CUDA graph or not. One that computes nothing has no error, nor has one that is
-    not `checked`; a `dense` one has gradients outside of the blocks of matrices, where ours have
-    none.
+    It needs `package`, or `file` in a checkout of one of `REPOSITORIES`, is there on `devices`, and
+    may be left out of a quick look. Its steps can be `captured` in a CUDA graph or not. One that
+    computes nothing has no error, nor has one that is not `checked`; a `dense` one has gradients of
+    matrices that aren't laid out as ours, or that are not zero outside of the blocks.
     """
 
     name: str
     ops: tuple[str, ...]
     prepare: Callable[[Problem, Any], Steps]
     package: str | None = None
+    file: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     quick: bool = True
     captured: bool = True
@@ -51,16 +64,34 @@ class Peer:
 
     def why_not(self) -> str | None:
         """Return why the peer can't be timed here, or None."""
+        if self.file and not _path(self.file).is_file():
+            address = REPOSITORIES[Path(self.file).parts[0]]
+            return f"needs a checkout of {address} in the folder that {CHECKOUTS} names"
         if self.package is None:
             return None
         try:
             found = importlib.util.find_spec(self.package) is not None
-        except ModuleNotFoundError:
+        except ImportError:
             found = False
         return None if found else "not installed"
 
 
 PEERS: list[Peer] = []
+
+
+def _path(file: str) -> Path:
+    return Path(os.environ.get(CHECKOUTS, "")) / file
+
+
+@functools.cache
+def _module(path: Path) -> ModuleType:
+    """Return the module in a file, without the package that the file belongs to."""
+    spec = importlib.util.spec_from_file_location(f"{__name__}.{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def peer(name: str, *ops: str, **options: Any) -> Callable[[Any], Any]:
@@ -193,6 +224,15 @@ def _empty_kernel() -> Any:
     return empty
 
 
+def _activated(problem: Problem, convolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a convolution, followed by the activation where there is one."""
+    import torch
+
+    if not problem.arguments["activation"]:
+        return convolve
+    return lambda *arrays: torch.nn.functional.silu(convolve(*arrays))
+
+
 @peer("torch.compile", "dynamic_conv", quick=False, checked=False)
 def shifted(problem: Problem, cotangent: Any) -> Steps:
     """W shifted products, compiled, which takes too long to do for a small problem too."""
@@ -206,6 +246,8 @@ def shifted(problem: Problem, cotangent: Any) -> Steps:
         padded = torch.nn.functional.pad(x, (0, 0, width - 1, 0))
         return sum(kernels[..., w] * padded[:, w : w + tokens] for w in range(width))
 
+    # Beyond some recompilations of a function it would be left as it is.
+    torch.compiler.reset()
     return _steps(torch.compile(convolve, dynamic=False), problem, cotangent)
 
 
@@ -214,14 +256,46 @@ def unfolded(problem: Problem, cotangent: Any) -> Steps:
     """Jet-Nemotron's own fallback."""
     import torch
 
-    if problem.arguments["activation"]:
-        raise Unsuited
-
     def convolve(x: Any, kernels: Any) -> Any:
         padded = torch.nn.functional.pad(x, (0, 0, kernels.shape[-1] - 1, 0))
         return (padded.unfold(1, kernels.shape[-1], 1) * kernels).sum(-1)
 
-    return _steps(convolve, problem, cotangent)
+    return _steps(_activated(problem, convolve), problem, cotangent)
+
+
+JET = "Jet-Nemotron/jetai/modeling/hf"
+
+
+@peer("Jet-Nemotron", "dynamic_conv", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
+def jet(problem: Problem, cotangent: Any) -> Steps:
+    """Its Triton kernels, and torch's activation behind them."""
+    convolve = _module(_path(f"{JET}/dconv_fwdbwd.py")).dynamic_conv_triton_autograd
+    return _steps(_activated(problem, convolve), problem, cotangent)
+
+
+@peer("Jet-Nemotron", "dynamic_conv_step", file=f"{JET}/dconv_step.py", devices=("cuda",))
+def jet_step(problem: Problem, cotangent: Any) -> Steps:
+    """The same of its kernel for a step."""
+    import torch
+
+    step = _module(_path(f"{JET}/dconv_step.py")).causal_conv_step_triton
+    x, state, kernels = (problem.arguments[name] for name in ("x", "state", "kernels"))
+    turned = _activated(problem, step)
+    return {FORWARD: torch.no_grad()(lambda: (turned(x[:, None], state, kernels),))}
+
+
+@peer("torch eager", "dynamic_conv_step")
+def rolled(problem: Problem, cotangent: Any) -> Steps:
+    """The state moved on by a token, and a sum of products."""
+    import torch
+
+    def step(x: Any, state: Any, kernels: Any) -> Any:
+        state.copy_(torch.cat([state[..., 1:], x[..., None]], -1))
+        return (state * kernels).sum(-1)
+
+    x, state, kernels = (problem.arguments[name] for name in ("x", "state", "kernels"))
+    turned = _activated(problem, step)
+    return {FORWARD: torch.no_grad()(lambda: (turned(x, state, kernels),))}
 
 
 @peer("an empty kernel", "dynamic_conv_step", package="triton", devices=("cuda",), computes=False)
@@ -257,15 +331,32 @@ def moved(problem: Problem, cotangent: Any) -> Steps:
     return {FORWARD: lambda: move[(programs,)](source, target, half, 1024)}
 
 
-def _dense(problem: Problem) -> tuple[Any, Any]:
-    """Return the edges, and the m-major order of the rows of dense matrices."""
+def _graph(problem: Problem) -> tuple[Any, Any, int]:
+    """Return the edges' sources and targets, and how many nodes there are."""
+    import torch
+
+    features = next(iter(problem.arguments.values()))
+    source, target = torch.tensor(problem.raw["index"], device=features.device)
+    return source, target, problem.raw["nodes"]
+
+
+def _prepared(problem: Problem) -> Problem:
+    """Return the problem with matrices as fairchem makes them, once for all layers of a model.
+
+    Their rows or columns are in the order of a message, and they have its dtype.
+    """
     import torch
 
     if problem.raw["packed"]:
         raise Unsuited
-    features = next(iter(problem.arguments.values()))
+    arguments = problem.arguments
+    features = next(iter(arguments.values()))
     order = torch.as_tensor(m_major_order(problem.raw["lmax"]), device=features.device)
-    return torch.tensor(problem.raw["index"], device=features.device), order
+    name = "wigner" if "wigner" in arguments else "wigner_inv"
+    matrices = arguments[name].to(features.dtype)[:, order]
+    if name == "wigner_inv":
+        matrices = matrices.mT
+    return replace(problem, arguments=arguments | {name: matrices.contiguous()})
 
 
 @peer("torch eager", "node_to_edge_wigner_permute", dense=True)
@@ -273,13 +364,12 @@ def gathered(problem: Problem, cotangent: Any) -> Steps:
     """Gather, cat and bmm, as in fairchem's general backend."""
     import torch
 
-    (source, target), order = _dense(problem)
+    source, target, _ = _graph(problem)
 
     def turn(x: Any, wigner: Any) -> Any:
-        ends = torch.cat([x[source], x[target]], dim=2)
-        return torch.bmm(wigner.to(ends.dtype)[:, order], ends)
+        return torch.bmm(wigner, torch.cat([x[source], x[target]], dim=2))
 
-    return _steps(turn, problem, cotangent)
+    return _steps(turn, _prepared(problem), cotangent)
 
 
 @peer("torch eager", "permute_wigner_inv_edge_to_node", dense=True)
@@ -287,15 +377,132 @@ def summed(problem: Problem, cotangent: Any) -> Steps:
     """The bmm and index_add of the same."""
     import torch
 
-    (_, target), order = _dense(problem)
-    nodes, rows = problem.raw["nodes"], len(order)
+    _, target, nodes = _graph(problem)
 
-    def turn(message: Any, wigner: Any) -> Any:
-        turned = torch.bmm(wigner.to(message.dtype)[:, order].mT, message)
-        total = message.new_zeros(nodes, rows, message.shape[2])
-        return total.index_add(0, target, turned)
+    def turn(message: Any, wigner_inv: Any) -> Any:
+        turned = torch.bmm(wigner_inv, message)
+        return turned.new_zeros(nodes, *turned.shape[1:]).index_add(0, target, turned)
 
-    return _steps(turn, problem, cotangent)
+    return _steps(turn, _prepared(problem), cotangent)
+
+
+@peer("torch eager", "permute_wigner_inv", dense=True)
+def turned_back(problem: Problem, cotangent: Any) -> Steps:
+    """The bmm alone."""
+    import torch
+
+    def turn(message: Any, wigner_inv: Any) -> Any:
+        return torch.bmm(wigner_inv, message)
+
+    return _steps(turn, _prepared(problem), cotangent)
+
+
+@peer("torch eager", "edge_degree_scatter", dense=True)
+def degrees(problem: Problem, cotangent: Any) -> Steps:
+    """The bmm of order zero and index_add, as in fairchem's general backend."""
+    import torch
+
+    _, target, _ = _graph(problem)
+
+    def turn(x: Any, radial: Any, wigner_inv: Any) -> Any:
+        turned = torch.bmm(wigner_inv[:, :, : radial.shape[1]], radial)
+        return x.index_add(0, target, turned)
+
+    return _steps(turn, _prepared(problem), cotangent)
+
+
+def _fairchem(problem: Problem) -> tuple[Any, Problem]:
+    """Return the functions of fairchem's `umas_fast_gpu`, and the problem with its matrices.
+
+    They are of degree 2, and inverse on the way back.
+    """
+    from fairchem.core.models.uma.nn.execution_backends import UMASFastGPUBackend
+
+    arguments = problem.arguments
+    if problem.raw["lmax"] != 2:
+        raise Unsuited
+    if "wigner_inv" in arguments:
+        arguments = arguments | {"wigner_inv": arguments["wigner_inv"].mT.contiguous()}
+    return UMASFastGPUBackend, replace(problem, arguments=arguments)
+
+
+@peer("fairchem", "node_to_edge_wigner_permute", package="fairchem.core", devices=("cuda",))
+def fairchem_forth(problem: Problem, cotangent: Any) -> Steps:
+    """Its Triton kernels, and torch's products and sums in the backward pass."""
+    import torch
+
+    functions, given = _fairchem(problem)
+    edges = torch.stack(_graph(problem)[:2])
+
+    def turn(x: Any, wigner: Any) -> Any:
+        return functions.node_to_edge_wigner_permute(x, edges, wigner)
+
+    return _steps(turn, given, cotangent)
+
+
+@peer(
+    "fairchem",
+    "permute_wigner_inv_edge_to_node",
+    package="fairchem.core",
+    devices=("cuda",),
+    dense=True,
+)
+def fairchem_back(problem: Problem, cotangent: Any) -> Steps:
+    """Its Triton kernels, and index_add."""
+    functions, given = _fairchem(problem)
+    _, target, nodes = _graph(problem)
+
+    def turn(message: Any, wigner_inv: Any) -> Any:
+        return functions.permute_wigner_inv_edge_to_node(message, wigner_inv, target, nodes)
+
+    return _steps(turn, given, cotangent)
+
+
+@peer("fairchem", "permute_wigner_inv", package="fairchem.core", devices=("cuda",), dense=True)
+def fairchem_turned(problem: Problem, cotangent: Any) -> Steps:
+    """Its Triton kernels alone."""
+    from fairchem.core.models.uma.triton import UMASFastGPUPermuteWignerInvEdgeToNode
+
+    return _steps(UMASFastGPUPermuteWignerInvEdgeToNode.apply, _fairchem(problem)[1], cotangent)
+
+
+@peer(
+    "fairchem",
+    "edge_degree_scatter",
+    package="fairchem.core",
+    devices=("cuda",),
+    captured=False,
+    dense=True,
+)
+def fairchem_degrees(problem: Problem, cotangent: Any) -> Steps:
+    """The bmm and index_add of its backend, which has no kernel for it."""
+    functions, given = _fairchem(problem)
+    _, target, _ = _graph(problem)
+
+    def turn(x: Any, radial: Any, wigner_inv: Any) -> Any:
+        _, orders, channels = radial.shape
+        flat = radial.flatten(1)
+        return functions.edge_degree_scatter(x, flat, wigner_inv, target, orders, channels, 1.0)
+
+    return _steps(turn, given, cotangent)
+
+
+@peer("fairchem", "wigner_d", package="fairchem.core", checked=False)
+def fairchem_matrices(problem: Problem, cotangent: Any) -> Steps:
+    """Its matrices, and their inverses; they may have another roll about the edge than ours."""
+    from fairchem.core.models.uma.common.quaternion.wigner_d_custom_kernels import (
+        CustomKernelModule,
+    )
+    from fairchem.core.models.uma.common.quaternion.wigner_d_hybrid import axis_angle_wigner_hybrid
+
+    given = problem.arguments
+    vectors, lmax = given["edge_vec"], given["lmax"]
+    options = {
+        "gamma": vectors.new_zeros(len(vectors)),
+        "custom_kernels": CustomKernelModule().to(vectors),
+        "compact_l2": given["packed"],
+    }
+    return _steps(lambda x: axis_angle_wigner_hybrid(x, lmax, **options)[0], problem, cotangent)
 
 
 def _places(problem: Problem, like: Any) -> Any:
@@ -415,6 +622,30 @@ def torchref_float64(problem: Problem, cotangent: Any) -> Steps:
     return _torchref_density(problem, cotangent, 64)
 
 
+@peer(
+    "TorchRef 0.7",
+    "gaussian_density",
+    package="torchref.base.electron_density.kernels.cuda.variable_radius",
+    devices=("cuda",),
+)
+def torchref_triton(problem: Problem, cotangent: Any) -> Steps:
+    """Its Triton kernels, with the radii that we take."""
+    import torch
+    from torchref.base.electron_density.kernels.cuda import variable_radius as kernels
+
+    given = problem.arguments
+    xyz, radius, shape = given["xyz"], given["radius"], given["cell"].shape
+    cell = torch.tensor(problem.raw["cell"], device=xyz.device, dtype=xyz.dtype)
+    fixed = given["amplitudes"], given["widths"], torch.linalg.inv(cell), cell, radius
+    anisotropic = given["b"].ndim == 2
+    add = kernels.add_anisotropic_cuda_var if anisotropic else kernels.add_isotropic_cuda_var
+
+    def density(xyz: Any, b: Any, occupancy: Any) -> Any:
+        return add(xyz.new_zeros(shape), xyz, b, occupancy, *fixed)
+
+    return _steps(density, problem, cotangent)
+
+
 @peer("gemmi", "gaussian_density", package="gemmi", devices=("cpu",), tensors=False)
 def gemmi(problem: Problem, cotangent: Any) -> Steps:
     """Its calculator of densities, on the atoms of a structure, without a gradient."""
@@ -453,10 +684,38 @@ def _gated_in_torch(problem: Problem) -> Callable[..., Any]:
 
 @peer("torch eager", "triangle_multiplicative_update")
 def gated(problem: Problem, cotangent: Any) -> Steps:
-    """The formula, as folding models have it."""
-    if problem.arguments["precision"]:
+    """The formula, as folding models have it; products in fp16 are those of autocast."""
+    import torch
+
+    update = _gated_in_torch(problem)
+    if problem.arguments["precision"] == "fp16":
+        device = problem.arguments["x"].device.type
+        update = torch.autocast(device, torch.float16)(update)
+    return _steps(update, problem, cotangent)
+
+
+DISCOVER = "discover/results/kernel-engineering/trimul.py"
+
+
+@peer("TTT-Discover", "triangle_multiplicative_update", file=DISCOVER, devices=("cuda",))
+def discover(problem: Problem, cotangent: Any) -> Steps:
+    """Its kernels for the contest of GPU MODE, without a gradient."""
+    import torch
+
+    given = problem.arguments
+    if given["precision"] != "fp16" or given["gate"] != "hidden":
         raise Unsuited
-    return _steps(_gated_in_torch(problem), problem, cotangent)
+    run = _module(_path(DISCOVER)).custom_kernel
+    weights = {"to_out.weight": given["p_out_weight"], "out_gate.weight": given["g_out_weight"]}
+    for theirs, ours in (("norm", "norm_in"), ("to_out_norm", "norm_out")):
+        for kind in ("weight", "bias"):
+            weights[f"{theirs}.{kind}"] = given[f"{ours}_{kind}"]
+    for theirs, ours in (("proj", "p_in"), ("gate", "g_in")):
+        left, right = given[f"{ours}_weight"].chunk(2)
+        weights |= {f"left_{theirs}.weight": left, f"right_{theirs}.weight": right}
+    channels, hidden = given["p_out_weight"].shape
+    data = given["x"], None, weights, {"dim": channels, "hidden_dim": hidden, "nomask": True}
+    return {FORWARD: torch.no_grad()(lambda: (run(data),))}
 
 
 @peer(
@@ -482,7 +741,13 @@ def cuequivariance(problem: Problem, cotangent: Any) -> Steps:
 def versions() -> dict[str, str]:
     """Return the versions of the peers' packages that are installed."""
     found = {}
-    for package in ("torchref", "torchref-kernels", "gemmi", "cuequivariance-torch"):
+    for package in (
+        "torchref",
+        "torchref-kernels",
+        "gemmi",
+        "cuequivariance-torch",
+        "fairchem-core",
+    ):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
