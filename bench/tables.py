@@ -2,8 +2,9 @@
 
     python bench/tables.py
 
-Between the lines `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` goes what
-bench/results/NAME.json has of the ops of fusedops/MODULE.py. Where it has nothing, what is there
+Between the lines `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` go the results
+that bench/results/NAME.json has of the ops of fusedops/MODULE.py, and where MODULE is `peers`, in
+how many eager calls of every op we are faster than all peers. Where the file has nothing, the text
 stays.
 """
 
@@ -15,13 +16,15 @@ from typing import Any
 
 from fusedops.bench import report
 from fusedops.bench.measure import names_of
-from fusedops.bench.workloads import WORKLOADS
+from fusedops.bench.timing import GRAPH, NUMPY, TORCH
+from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 MODULES = dict(names_of(workload.op) for workload in WORKLOADS)
 PART = re.compile(r"(<!-- measured: (\w+) (\w+) -->\n).*?(<!-- end of measured -->\n)", re.DOTALL)
 NAMES = {"cython": "Cython", "numba": "Numba", "triton": "Triton", "numpy": "NumPy"}
-HOWS = {"NumPy": "", "torch": ", tensors", "CUDA graph": ", graph"}
+PASSES = (FORWARD, BOTH)
+HOWS = (NUMPY, TORCH, GRAPH)
 
 
 def tables(text: str, results: Path) -> str:
@@ -33,6 +36,8 @@ def tables(text: str, results: Path) -> str:
         if not path.exists():
             return match[0]
         ops = report.read(path)["ops"]
+        if module == "peers":
+            return f"{begin}{fastest(ops)}{end}"
         blocks = {op: block for op, block in ops.items() if MODULES.get(op) == module}
         return f"{begin}{section(blocks)}{end}" if blocks else match[0]
 
@@ -51,32 +56,64 @@ def section(blocks: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def fastest(ops: dict[str, dict[str, Any]]) -> str:
+    """Return in how many eager calls of every op we are faster than all peers, and where not."""
+    lines = [
+        _line(["op", *PASSES, "faster peers, and our time over theirs"]),
+        "|---|---:|---:|---|",
+    ]
+    for op, block in ops.items():
+        contests = report.contests(block["cases"])
+        counts, lost = [], []
+        for name in PASSES:
+            ratios = [each.ratio for each in contests if each.ours["pass"] == name]
+            won = sum(ratio <= 1 for ratio in ratios)
+            counts.append(f"{won} of {len(ratios)}" if ratios else "")
+        for each in contests:
+            row = each.ours
+            what = f"{row['workload']}: {report.sizes(row)}, {row['dtype']}, {row['pass']}"
+            lost += [f"{what}: {each.peer['who']}, {each.ratio:.2f}"] * (each.ratio > 1)
+        lines += [_line([f"`{op}`", *counts, "<br>".join(lost)])] if contests else []
+    return "\n".join(lines) + "\n"
+
+
 def _table(block: dict[str, Any]) -> str:
-    timed = [row for row in block["cases"] if row["ms"] and row["pass"] != "preparation"]
-    columns = list(dict.fromkeys((row["who"], row["how"]) for row in timed))
-    on_gpu = block["machine"]["device"] == "cuda"
+    """Return a row for each pass of a small and a large problem of every kind.
+
+    A contestant's column has its times with arrays, with tensors and in graphs, where it has any.
+    """
+    rows = [
+        row
+        for row in report.small_and_large(block["cases"])
+        if row["pass"] in PASSES and (row["ours"] or row["computes"])
+    ]
+    contestants: dict[str, set[str]] = {}
     cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Any]]] = {}
-    for row in timed:
+    for row in sorted(rows, key=lambda row: not row["ours"]):
+        contestants.setdefault(row["who"], set()).add(row["how"])
         what = f"{row['workload']}: {report.sizes(row)}", row["dtype"], row["pass"]
         cases.setdefault(what, {})[row["who"], row["how"]] = row
-    headings = [
-        f"{NAMES.get(who, who)}{'' if on_gpu and how == 'torch' else HOWS[how]}"
-        for who, how in columns
-    ]
-    host = ["host, µs (over empty)"] if any(row.get("host_ms") for row in timed) else []
-    numbers = [*headings, *host, "floor", "MB"]
+    host = ["host, µs (over empty)"] if any(row.get("host_ms") for row in rows) else []
+    numbers = [*(NAMES.get(who, who) for who in contestants), *host, "floor", "MB"]
     lines = [
         _line(["workload", "dtype", "pass", *numbers]),
         "|---|---|---|" + "---:|" * len(numbers),
     ]
     for what, found in cases.items():
-        times = [report.digits(found[c]["ms"]) if c in found else "" for c in columns]
+        times = [_times(found, who, hows) for who, hows in contestants.items()]
         ours = [row for row in found.values() if row["ours"]]
         floors = next(iter(found.values()))["floors_ms"].values()
         peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
         ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
         lines.append(_line([*what, *times, *[_host(ours)] * len(host), *ends]))
     return "\n".join(lines)
+
+
+def _times(found: dict[tuple[str, str], dict[str, Any]], who: str, hows: set[str]) -> str:
+    """Return a contestant's times in one case, by the ways that it is called in the table."""
+    called = [(who, how) for how in HOWS if how in hows]
+    times = [report.digits(found[each]["ms"]) if each in found else "–" for each in called]
+    return " / ".join(times) if found.keys() & {*called} else ""
 
 
 def _host(ours: list[dict[str, Any]]) -> str:

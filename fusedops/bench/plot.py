@@ -180,8 +180,8 @@ class Ratio:
 def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
     """Return ratios to peers by op and label, and by pass.
 
-    On the smallest and the largest problem of each kind, beside our fastest way to do the same:
-    eager calls both, or CUDA graphs where nothing else was timed.
+    On the smallest and the largest problem of each op and peer, beside our fastest way to do the
+    same: eager calls both, or CUDA graphs where nothing else was timed.
     """
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
             continue
         row = both[0]
         if row["who"] not in known and row["computes"] and row["pass"] in (FORWARD, BOTH):
-            kind = tuple(row[name] for name in ("op", "who", "workload", "dtype", "pass"))
+            kind = tuple(row[name] for name in ("op", "who", "pass"))
             kinds.setdefault(kind, []).append(row)
     found: dict[tuple[str, str], dict[str, Ratio]] = {}
     for rows in kinds.values():

@@ -100,6 +100,49 @@ def side_by_side(rows: Iterable[dict[str, Any]]) -> list[Pair]:
     return [(pair.get(False), pair.get(True)) for pair in found.values()]
 
 
+def small_and_large(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the timed rows of the smallest and the largest problem of each op, kind and dtype.
+
+    A problem is as large as the bytes that its passes must move.
+    """
+    kinds: dict[Any, dict[Any, list[dict[str, Any]]]] = {}
+    for row in rows:
+        if row["ms"] and row["work"]:
+            kind = row["op"], row["workload"], row["dtype"]
+            problem = tuple(row["shape"].items())
+            kinds.setdefault(kind, {}).setdefault(problem, []).append(row)
+    found = []
+    for problems in kinds.values():
+        by_size = sorted(problems.values(), key=lambda rows: max(r["work"]["bytes"] for r in rows))
+        for rows_of in by_size[:1] + by_size[1:][-1:]:
+            found += rows_of
+    return found
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Our fastest call of a case and the fastest peer's, neither of them in a CUDA graph."""
+
+    ours: dict[str, Any]
+    peer: dict[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long as the peer we take."""
+        return float(self.ours["ms"] / self.peer["ms"])
+
+
+def contests(rows: Iterable[dict[str, Any]]) -> list[Contest]:
+    """Return a contest for every case, pass and framework that a peer was timed in beside us."""
+    best: dict[Any, dict[bool, dict[str, Any]]] = {}
+    for row in rows:
+        if row["ms"] and row["how"] != GRAPH and (row["ours"] or row["computes"]):
+            case = best.setdefault(_key(row | {"who": ""}), {})
+            if row["ours"] not in case or row["ms"] < case[row["ours"]]["ms"]:
+                case[row["ours"]] = row
+    return [Contest(case[True], case[False]) for case in best.values() if len(case) == 2]
+
+
 def host_of(row: dict[str, Any] | None) -> tuple[str, str]:
     """Return the host's time with a call in µs, and that over an empty Function, in three digits.
 

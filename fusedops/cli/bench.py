@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fusedops.bench import report
+from fusedops.bench.peers import CHECKOUTS, REPOSITORIES
 from fusedops.bench.timing import NOISY
 from fusedops.cli import tables
 from fusedops.cli.common import CommandError, add_choice, needs, needs_gpu, progress
@@ -24,6 +25,10 @@ def add(commands: Any) -> None:
         "that of an empty torch.autograd.Function: with every eager call on a GPU, and with tiny "
         "ones on the CPU. A kernel that is wrong is not timed. Exit code 1 if one is, or if "
         "something got slower than before.",
+        epilog="Peers that pip installs are found by themselves: torch, gemmi, torchref, "
+        "torchref-kernels, fairchem-core and cuequivariance-torch. Others are repositories. Clone "
+        f"{' and '.join(REPOSITORIES.values())} into one folder, install einops, and set "
+        f"{CHECKOUTS} to the folder.",
     )
     parser.set_defaults(run=_command)
     add_choice(parser)
@@ -31,7 +36,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--op", nargs="+", action="extend", metavar="NAME", help="only these ops, or modules"
     )
-    parser.add_argument("--quick", action="store_true", help="small cases, about a minute")
+    parser.add_argument("--quick", action="store_true", help="small cases, half a minute")
     parser.add_argument(
         "--json",
         type=Path,
@@ -62,6 +67,7 @@ def _command(args: argparse.Namespace) -> int:
         reports = [report.read(path) for path in args.files] if args.files else [_measure(args)]
     except report.ReportError as error:
         raise CommandError(str(error)) from None
+    show_contests(report.contests(row for each in reports for row in report.cases(each)))
     wrong = [row for each in reports for row in report.refused(each)]
     slower = []
     if old:
@@ -178,6 +184,18 @@ def _time(row: dict[str, Any] | None) -> tuple[str, str]:
     low, high = row["quartiles_ms"]
     noise = "noisy, " * report.is_noisy(row)
     return report.digits(row["ms"]), f"{noise}{report.digits(low)} – {report.digits(high)}"
+
+
+def show_contests(contests: Sequence[report.Contest]) -> None:
+    """Print in how many cases our eager calls are the fastest, and where a peer's are."""
+    lost = [contest for contest in contests if contest.ratio > 1]
+    if contests:
+        won = len(contests) - len(lost)
+        print(f"Of {len(contests)} eager calls beside peers, ours are the fastest in {won}.")
+    for contest in lost:
+        row = contest.ours
+        what = f"{row['op']}, {row['workload']}: {report.sizes(row)}, {row['dtype']}, {row['pass']}"
+        print(f"{what}: {report.digits(contest.ratio)} times {contest.peer['who']}")
 
 
 def show_changes(changes: Iterable[report.Change]) -> None:
