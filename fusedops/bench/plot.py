@@ -199,8 +199,9 @@ def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
             kinds.setdefault(kind, []).append(row)
     found: dict[tuple[str, str], dict[str, Ratio]] = {}
     for rows in kinds.values():
-        rows.sort(key=lambda row: row["work"]["bytes"])
-        for row in rows[:1] + rows[1:][-1:]:
+        # Of equally large ones the first, which is the plainest.
+        small, large = (end(rows, key=lambda row: row["work"]["bytes"]) for end in (min, max))
+        for row in [small] if small is large else [small, large]:
             ours = best[key(row)]
             ratio = row["ms"] / ours["ms"]
             quartiles = ours["quartiles_ms"][0], row["quartiles_ms"][1]
