@@ -23,9 +23,9 @@ from fusedops._frame.packed import Packed
 #: More steps than this are as long on a GPU as on the host.
 _LONGEST = 256
 
-#: Bytes up to which memory that kernels alone use is asked for at once; bytes that may be more than
-#: if it were not; and bytes that torch's memory comes in.
-_TOGETHER, _MORE, _UNIT = 1 << 24, 1 << 20, 512
+#: Bytes up to which memory that kernels alone use is asked for at once, and of which torch's memory
+#: is a multiple.
+_TOGETHER, _UNIT = 1 << 24, 512
 
 # Triton's launcher is no public interface: that of another version may differ.
 _DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not None
@@ -342,7 +342,8 @@ def _together(
 ) -> tuple[dict[int, int], int]:
     """Return places in one memory for all that launches alone use, by its number, and the size.
 
-    What is there at once is apart. There are none where that is much, or more than by parts.
+    What is there at once is apart. There are none where that is much, or takes a sixteenth more
+    than parts of their own.
     """
     calls = [step for step in steps if isinstance(step, _Call) and step.function is not None]
     given = {values[number].root for step in calls for number in _used(step)}
@@ -372,7 +373,7 @@ def _together(
         sum([size for size, first, until in spans.values() if first <= at <= until])
         for at in range(len(steps))
     ]
-    if total > min(_TOGETHER, max([_MORE, *by_parts])):
+    if total > min(_TOGETHER, max(by_parts, default=0) * 17 // 16):
         return {}, 0
     return places, total
 

@@ -647,28 +647,48 @@ def sum_parts(
             )
 
 
+@triton.jit
+def _strides(batch, row, column, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a matrix's strides, of which that of a row (0) or of a column (1) may be one."""
+    if ALIGNED:
+        # What the compiler then knows lets it read vectors.
+        batch, row, column = batch // 8 * 8, row // 8 * 8, column // 8 * 8
+    if UNIT == 0:
+        row = 1
+    elif UNIT == 1:
+        column = 1
+    return batch, row, column
+
+
 def product(
     a, b, c, M, N, K, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row, c_column,
     scale,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, C_UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
     ADD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write, or add, the products of matrices of any strides, times a number, summed in float32."""
+    """Write, or add, the products of matrices of any strides, times a number, summed in float32.
+
+    STEPS of BK terms are given to the interpreter, which can't turn a number into a range.
+    """
+    a_batch, a_row, a_column = _strides(a_batch, a_row, a_column, A_UNIT, ALIGNED)
+    b_batch, b_row, b_column = _strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
+    c_batch, c_row, c_column = _strides(c_batch, c_row, c_column, C_UNIT, ALIGNED)
+    if ALIGNED:
+        M, N, K = M // 8 * 8, N // 8 * 8, K // 8 * 8
     across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)
     tile = tl.program_id(0) % (across * along)
     batch = (tl.program_id(0) // (across * along)).to(tl.int64)
     m = (tile // across * BM + tl.arange(0, BM)).to(tl.int64)
     n = (tile % across * BN + tl.arange(0, BN)).to(tl.int64)
     total = tl.zeros((BM, BN), tl.float32)
-    begin = 0
-    while begin < K:
-        k = (begin + tl.arange(0, BK)).to(tl.int64)
+    for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
+        k = (step * BK + tl.arange(0, BK)).to(tl.int64)
         at_a = a + batch * a_batch + m[:, None] * a_row + k[None, :] * a_column
         at_b = b + batch * b_batch + k[:, None] * b_row + n[None, :] * b_column
         left = tl.load(at_a, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         right = tl.load(at_b, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
         total = tl.dot(left.to(DOT), right.to(DOT), total, PRECISION)
-        begin += BK
     total *= scale
     to = c + batch * c_batch + m[:, None] * c_row + n[None, :] * c_column
     inside = (m < M)[:, None] & (n < N)[None, :]

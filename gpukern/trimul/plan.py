@@ -28,7 +28,7 @@ if triton.__version__.startswith("3.6."):
 # on Hopper, to have weights in shared memory for many tiles of rows.
 MANY = 1 << 16
 # Rows up to which the host's time with a backward pass is longer than the GPU's.
-FEW = 1 << 14
+FEW = 1 << 12
 # Channels, and eights of lines, that are worth a part of an update.
 _PART = 16, 8
 
@@ -47,24 +47,25 @@ if hopper is not None:
 
 
 @functools.cache
-def _launcher(kernel: Any, warps: int, stages: int) -> Launcher:
+def _launcher(kernel: Any, warps: int, stages: int, aligned: tuple[str, ...] = ()) -> Launcher:
     if kernel in ON_HOPPER:
         # A multiprocessor has one of these programs, of as many registers as there are.
         return Launcher(kernel_of_any_size(kernel, ON_HOPPER[kernel], hopper.jit), warps)
     # So that a multiprocessor has room for two programs of eight warps, or three of four.
     registers = 128 if warps == 8 else 168 if kernel is kernels.finish else None
-    return Launcher(kernel_of_any_size(kernel, kernels.POINTERS[kernel]), warps, registers, stages)
+    names = *kernels.POINTERS[kernel], *aligned
+    return Launcher(kernel_of_any_size(kernel, names), warps, registers, stages)
 
 
 def launch(
     kernel: Any,
-    how: tuple[int, int],
+    how: tuple[Any, ...],
     programs: int,
     tensors: tuple[Any, ...],
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
 ) -> None:
-    """Launch with (warps, stages) of how."""
+    """Launch with (warps, stages) of how, and maybe names of pointers to 16 bytes in this call."""
     # A descriptor has no dtype: it follows from the other tensors', and its block from constants.
     kinds = tuple([getattr(tensor, "dtype", None) for tensor in tensors])
     key = tensors[0].device, kinds, wide(*numbers), constants

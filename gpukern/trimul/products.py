@@ -6,6 +6,7 @@ times as long as a launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,13 +40,31 @@ def products(
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
     size, chunk, how = _TILES[update.dtype.itemsize, update.fast]
+    chunk = chunk if a.is_cuda else 128
     (batches, M, K), N = a.shape, b.shape[2]
     programs = batches * ceil(M, size) * ceil(N, size)
-    numbers = M, N, K, *a.stride(), *b.stride(), *out.stride(), scale
+    matrices = a, b, out
+    numbers = M, N, K, *[by for matrix in matrices for by in matrix.stride()], scale
     # The interpreter's time goes by steps.
-    chunk = chunk if a.is_cuda else 128
-    constants = size, size, chunk, add, update.types[0], update.precision
-    launch(kernels.product, how, programs, (a, b, out), numbers, constants)
+    *units, aligned = _layout(matrices)
+    if aligned:
+        how = *how, ("a", "b", "c")
+    constants = *units, aligned, size, size, chunk, None if a.is_cuda else ceil(K, chunk)
+    constants += add, update.types[0], update.precision
+    launch(kernels.product, how, programs, matrices, numbers, constants)
+
+
+def _layout(matrices: Sequence[Any]) -> tuple[Any, ...]:
+    """Return which axis of each matrix is without gaps, and whether all can be read in vectors."""
+    units = [next((axis for axis in (0, 1) if m.stride(axis + 1) == 1), None) for m in matrices]
+    aligned = all(
+        unit is not None
+        and m.data_ptr() % 16 == 0
+        and not any(n % 8 for n in m.shape[1:])
+        and not any(by % 8 for axis, by in enumerate(m.stride()) if axis != unit + 1)
+        for unit, m in zip(units, matrices, strict=True)
+    )
+    return *units, aligned
 
 
 def over_rows(update: Update, a: Any, b: Any) -> Any:
