@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,12 +23,8 @@ CONSTANTS = frozenset((type(None), bool, int, float, str))
 #: Types of tensors that are nothing but tensors; the bridge adds them.
 TENSORS: set[type] = set()
 
-
-class Kind(NamedTuple):
-    """The kind of a call: a key, and the tensors of the call, for guards to look at."""
-
-    key: tuple[Any, ...]
-    tensors: list[Any]
+#: The kind of a call: a key, and the tensors of the call, for guards to look at.
+Kind = tuple[tuple[Any, ...], list[Any]]
 
 
 def kind_of(values: Iterable[Any]) -> Kind | None:
@@ -57,7 +53,7 @@ def kind_of(values: Iterable[Any]) -> Kind | None:
             key.append(value.kind)
         else:
             return None
-    return Kind(tuple(key), tensors)
+    return tuple(key), tensors
 
 
 class Plans(Generic[PlanT]):

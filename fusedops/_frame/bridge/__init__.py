@@ -66,13 +66,22 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]],
 
     One step of torch's compares types, dtypes, devices, shapes, strides, whether a tensor requires
     grad, and the dispatch keys of tensors and thread, in which are lazy negation, autocast,
-    inference mode and transforms.
+    inference mode and transforms. Kernels may depend on where a tensor begins, modulo 16 bytes.
     """
     check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    begin, modes = _alignment(tensors), _modes()
+    modes = _modes()
+    begin = [tensor.data_ptr() & 15 for tensor in tensors]
+    aligned = not any(begin)
 
     def passes(tensors: Sequence[torch.Tensor]) -> bool:
-        return check(*tensors) and _alignment(tensors) == begin and _modes() == modes
+        if not check(*tensors) or _modes() != modes:
+            return False
+        if not aligned:
+            return [tensor.data_ptr() & 15 for tensor in tensors] == begin
+        bits = 0
+        for tensor in tensors:
+            bits |= tensor.data_ptr()
+        return not bits & 15
 
     return passes
 
@@ -85,14 +94,6 @@ def _modes() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack(),
         forward_ad._current_level,
     )
-
-
-def _alignment(tensors: Sequence[torch.Tensor]) -> int | tuple[int, ...]:
-    """Return where tensors begin, modulo 16 bytes: zero for all, where that is so."""
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return tuple([tensor.data_ptr() & 15 for tensor in tensors]) if bits & 15 else 0
 
 
 def _eager(
