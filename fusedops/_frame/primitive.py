@@ -5,6 +5,7 @@ A gradient is a primitive, so that it has kernels and a gradient of its own.
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +21,9 @@ from fusedops._frame.registry import Request
 from fusedops._frame.shapes import Array, Output
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+
+# An import statement takes longer than to ask for what it found.
+_bridge = functools.cache(bridge)
 
 #: Tests set this, so that an output element which no kernel writes shows.
 poison = False
@@ -127,7 +131,7 @@ class Primitive:
         a = self.Arguments._make(arguments)
         slots = self.all if out is None else tuple(out)
         if is_tensor(reference(a)):
-            return bridge().run(self, a, slots)
+            return _bridge().run(self, a, slots)
         return self.plan(a, slots)(a, slots)
 
     def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
