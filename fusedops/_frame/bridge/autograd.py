@@ -32,8 +32,7 @@ class _Step:
         others: tuple[Any, ...],
     ) -> None:
         self.primitive, self.evaluate, self.asked = primitive, evaluate, asked
-        self.slots, self.present = slots, present
-        count = len(present)
+        self.slots, count = slots, len(present)
         self.kept = [primitive.outputs.index(name) for name in primitive.saves]
         self.holding = [
             at for at, value in enumerate(others) if isinstance(value, (Packed, torch.Tensor))
@@ -49,11 +48,18 @@ class _Step:
                 for at in range(len(primitive.outputs))
             ]
         )
+        #: From arguments to the arrays that are given, and to all that is no array.
+        self.given = _picker(present)
+        self.others = slice(len(primitive.arrays), None)
         self._wanted: dict[tuple[bool, ...], tuple[Any, ...]] = {}
 
-    def borrowed(self, others: tuple[Any, ...]) -> list[torch.Tensor]:
-        """Return tensors of the caller's that a backward pass reads from other arguments."""
-        found: list[torch.Tensor] = []
+    def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
+        """Return what to save beside arrays.
+
+        They are outputs that are kept, and tensors of the caller's that a backward pass reads from
+        other arguments, so that autograd sees who writes to them.
+        """
+        found = [y[at] for at in self.kept]
         for at in self.holding:
             value = others[at]
             found += value.borrowed if isinstance(value, Packed) else [value]
@@ -72,9 +78,12 @@ def _picker(places: Sequence[int | None]) -> Callable[[Sequence[Any]], tuple[Any
     if not any([at is not None for at in places]):
         nothing = (None,) * len(places)
         return lambda values: nothing
+    if len(places) == 1 and places[0] is not None:
+        # A slice has its one value in a tuple, as several are.
+        return operator.itemgetter(slice(places[0], places[0] + 1))
+    if None not in places:
+        return operator.itemgetter(*places)
     pick = operator.itemgetter(*[-1 if at is None else at for at in places])
-    if len(places) == 1:
-        return lambda values: (pick(values),)
     return lambda values: pick((*values, None))
 
 
@@ -82,14 +91,12 @@ class _Differentiable(torch.autograd.Function):
     """Any primitive. The outputs that its pullback needs are computed beside those wanted."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, others: tuple[Any, ...], *arrays: Any) -> tuple[Any, ...]:
-        a = step.primitive.Arguments._make((*step.spread(arrays), *others))
+    def forward(ctx: Any, step: _Step, a: Any, *arrays: Any) -> tuple[Any, ...]:
         y = step.evaluate(a, step.slots)  # type: ignore[misc]
-        ctx.step, ctx.others = step, others
-        # Borrowed tensors are saved too, so that autograd sees who writes to them.
-        ctx.save_for_backward(*arrays, *[y[at] for at in step.kept], *step.borrowed(others))
+        ctx.step, ctx.others = step, (others := a[step.others])
+        ctx.save_for_backward(*arrays, *step.beside(others, y))
         ctx.set_materialize_grads(False)
-        return tuple(y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
@@ -103,7 +110,7 @@ class _Differentiable(torch.autograd.Function):
         else:
             with registry.asking(step.asked):
                 found = pull_back(primitive, a, y, dy, wanted)
-        return None, None, *[found[at] for at in step.present]
+        return None, None, *step.given(found)
 
 
 # Function.apply less its own look at torch.func's transforms, which `plan` has looked for already.
@@ -120,10 +127,10 @@ def recorded(
         evaluate = evaluation(primitive, a, saved, asked)
     present = tuple([at for at, array in enumerate(a[:count]) if array is not None])
     step = _Step(primitive, evaluate, asked, saved, present, a[count:])
+    given, record = step.given, primitive.Outputs._make
 
     def run(a: Any, slots: Sequence[Any]) -> Any:
-        y = _apply(step, a[count:], *[a[at] for at in present])
-        return primitive.Outputs._make(y)
+        return record(_apply(step, a, *given(a)))
 
     return run
 
