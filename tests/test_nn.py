@@ -710,6 +710,20 @@ def test_any_number_of_batch_dimensions(batch):
     torch.testing.assert_close(module(x), ones)
 
 
+def test_a_weight_may_be_parametrized():
+    """Then it is an attribute of the layer, and none of its parameters."""
+    module = TriangleMultiplicativeUpdate(6, 5)
+    for layer in (module.p_in, module.g_in, module.p_out, module.g_out):
+        torch.nn.init.normal_(layer.weight)
+    z = torch.randn(1, 4, 4, 6)
+    want = module(z)
+    torch.nn.utils.parametrizations.weight_norm(module.p_out)
+    torch.testing.assert_close(module(z), want)
+    with torch.no_grad():
+        module.p_out.parametrizations.weight.original0 *= 2
+    assert not torch.allclose(module(z), want)
+
+
 def test_an_update_starts_at_zero_with_open_gates():
     torch.manual_seed(0)
     module = TriangleMultiplicativeUpdate(128, 64, bias=True)
