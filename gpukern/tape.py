@@ -342,8 +342,8 @@ def _together(
 ) -> tuple[dict[int, int], int]:
     """Return places in one memory for all that launches alone use, by its number, and the size.
 
-    What is there at once is apart. There are none where that is much, or takes a sixteenth more
-    than parts of their own.
+    What is there at once is apart. There are none where that is much, or takes an eighth more than
+    parts of their own.
     """
     calls = [step for step in steps if isinstance(step, _Call) and step.function is not None]
     given = {values[number].root for step in calls for number in _used(step)}
@@ -358,8 +358,9 @@ def _together(
                 size = -(-extent * dtype.itemsize // _UNIT) * _UNIT
                 spans[number] = size, at, last[number]
     places: dict[int, int] = {}
-    # The largest first, each at the first place that has room.
-    for number, (size, first, until) in sorted(spans.items(), key=lambda item: -item[1][0]):
+    # What is there for longest first, each at the first place that has room.
+    longest_first = sorted(spans.items(), key=lambda item: item[1][1] - item[1][2])
+    for number, (size, first, until) in longest_first:
         place = 0
         for other in sorted(places, key=places.__getitem__):
             other_size, other_first, other_until = spans[other]
@@ -373,7 +374,7 @@ def _together(
         sum([size for size, first, until in spans.values() if first <= at <= until])
         for at in range(len(steps))
     ]
-    if total > min(_TOGETHER, max(by_parts, default=0) * 17 // 16):
+    if total > min(_TOGETHER, max(by_parts, default=0) * 9 // 8):
         return {}, 0
     return places, total
 

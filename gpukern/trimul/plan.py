@@ -28,7 +28,7 @@ if triton.__version__.startswith("3.6."):
 # on Hopper, to have weights in shared memory for many tiles of rows.
 MANY = 1 << 16
 # Rows up to which the host's time with a backward pass is longer than the GPU's.
-FEW = 1 << 12
+FEW = 1 << 14
 # Channels, and eights of lines, that are worth a part of an update.
 _PART = 16, 8
 
