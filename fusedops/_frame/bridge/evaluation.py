@@ -7,14 +7,15 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._dynamo import guards
 
+from fusedops._frame import memory, registry
 from fusedops._frame import primitive as primitive_frame
-from fusedops._frame import registry
-from fusedops._frame.bridge.tensors import view_of
+from fusedops._frame.bridge.tensors import layout_of, np_dtype
 from fusedops._frame.check import own_memory, promoted, reference
-from fusedops._frame.primitive import Primitive, numpy_plan, poisoned
+from fusedops._frame.primitive import Primitive, poisoned
 from fusedops._frame.registry import Request
 
 HALF = (torch.float16, torch.bfloat16)
@@ -152,77 +153,91 @@ def _on_numpy(
     slots: Sequence[Any],
     dtype: torch.dtype,
 ) -> Callable[[Any, Any], Any]:
-    """Return what evaluates on views of CPU tensors.
+    """Return what runs a kernel on views of CPU tensors, which are aligned and of one dtype.
 
     Floats of 16 bits that a kernel doesn't take are cast to float32.
     """
     count = len(primitive.arrays)
-    dtypes = [output and output[1] for output in described(primitive, a)]
-    bits = dtype == torch.bfloat16 and kernel in registry.takes_bfloat16
-    if dtype in HALF and not bits:
+    if dtype in HALF and not (dtype == torch.bfloat16 and kernel in registry.takes_bfloat16):
         dtype = torch.float32
-    converted = [
-        at for at, array in enumerate(a[:count]) if array is not None and array.dtype != dtype
+    cast, converted = list(a), []
+    for at, array in enumerate(a[: count + len(primitive.constants)]):
+        if array is not None and not _is_fit(array, to := dtype if at < count else array.dtype):
+            converted.append((at, to))
+            cast[at] = torch.empty_like(array, dtype=to, device="meta")
+    written = [at for at, _ in converted if a._fields[at] in primitive.mutates]
+    outputs = described(primitive, a)
+    tensors = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
+    # Tensors that aren't fit to be filled are copied to.
+    copied = [at for at in tensors if not _is_fit(slots[at], dtype)]
+    seen = [(at, *layout_of(b)) for at, b in enumerate(cast) if isinstance(b, torch.Tensor)]
+    filled = [(at, *layout_of(slots[at])) for at in tensors if at not in copied]
+    kind = np_dtype(dtype)
+    made = [
+        (at, tuple(output[0]), memory.empty_of(output[0], kind))
+        for at, (slot, output) in enumerate(zip(slots, outputs, strict=True))
+        if output is not None and (slot is True or at in copied)
     ]
-    plain = not converted and not any([output is not None and output != dtype for output in dtypes])
-    given = [
-        at for at, array in enumerate(a[: count + len(primitive.constants)]) if array is not None
-    ]
-    # A tensor of the dtype that kernels write is filled by them; another is copied to.
-    filled = [at for at, slot in enumerate(slots) if getattr(slot, "dtype", None) == dtype]
-    others = [
-        at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor) and at not in filled
-    ]
-    cast = list(a)
-    for at in converted:
-        cast[at] = torch.empty_like(a[at], dtype=dtype)
-    views = [(at, view_of(cast[at])) for at in given]
-    on_slots = [(at, view_of(slots[at])) for at in filled]
-    written = [at for at in converted if primitive.arrays[at] in primitive.mutates]
-    numpy_slots = [True if isinstance(slot, torch.Tensor) else slot for slot in slots]
-    record, wrap, Outputs = primitive.Arguments._make, torch.from_numpy, primitive.Outputs
+    work = _filled_by(kernel) if backend.module is None else kernel
+    Arguments, Outputs = primitive.Arguments._make, primitive.Outputs._make
+    size, view = len(slots), np.ndarray
+    wrap = torch.from_numpy if dtype != torch.bfloat16 else _from_bits
 
-    def arguments(a: Any) -> Any:
-        arrays = list(a)
-        for at, view in views:
-            arrays[at] = view(arrays[at])
-        return record(arrays)
+    def fill(a: Any, slots: Sequence[Any]) -> Any:
+        arrays: list[Any] = list(a)
+        for at, shape, of, held, strides in seen:
+            arrays[at] = view(shape, of, held(arrays[at].data_ptr()), 0, strides)
+        found: list[Any] = [None] * size
+        y: list[Any] = [None] * size
+        for at, shape, empty in made:
+            y[at] = array = empty(shape, kind)
+            found[at] = wrap(array)
+        if primitive_frame.poison:
+            poisoned(y)
+        for at, shape, of, held, strides in filled:
+            found[at] = slot = slots[at]
+            y[at] = view(shape, of, held(slot.data_ptr()), 0, strides)
+        work(Arguments(arrays), Outputs(y))
+        return Outputs(found)
 
-    def seen(slots: Sequence[Any]) -> list[Any]:
-        found = list(numpy_slots)
-        for at, view in on_slots:
-            found[at] = view(slots[at])
-        return found
-
-    work = numpy_plan(primitive, backend, kernel, arguments(cast), seen(slots))
-
-    def direct(a: Any, slots: Sequence[Any]) -> Any:
-        y = work(arguments(a), numpy_slots)
-        return Outputs._make([array if array is None else wrap(array) for array in y])
-
-    if plain and not bits and not filled and not others:
-        return direct
+    if not converted and not copied and all([not out or out[1] == dtype for out in outputs]):
+        return fill
 
     def run(a: Any, slots: Sequence[Any]) -> Any:
         cast = list(a)
-        for at in converted:
-            cast[at] = cast[at].to(dtype)
-        y = [None if array is None else wrap(array) for array in work(arguments(cast), seen(slots))]
-        if bits:
-            y = [tensor if tensor is None else tensor.view(torch.bfloat16) for tensor in y]
+        for at, to in converted:
+            cast[at] = cast[at].to(to, copy=True)
+        y = list(fill(cast, slots))
         for at in written:
             a[at].copy_(cast[at])
-        y = [
-            tensor if tensor is None else tensor.to(to)
-            for tensor, to in zip(y, dtypes, strict=True)
-        ]
-        for at in filled:
-            y[at] = slots[at]
-        for at in others:
-            y[at] = slots[at].copy_(y[at])
-        return Outputs._make(y)
+        for at, output in enumerate(outputs):
+            if at in copied:
+                y[at] = slots[at].copy_(y[at])
+            elif slots[at] is True and output is not None:
+                y[at] = y[at].to(output[1])
+        return Outputs(y)
 
     return run
+
+
+def _is_fit(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether compiled code can work on a tensor's memory, at multiples of its size."""
+    return tensor.dtype == dtype and tensor.data_ptr() % tensor.itemsize == 0
+
+
+def _filled_by(formula: Callable[[Any], Sequence[Any]]) -> Callable[[Any, Any], None]:
+    """Return a kernel that does what a formula says."""
+
+    def kernel(a: Any, y: Any) -> None:
+        for slot, output in zip(y, formula(a), strict=True):
+            if slot is not None:
+                slot[...] = output
+
+    return kernel
+
+
+def _from_bits(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).view(torch.bfloat16)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -3,51 +3,48 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.weak
 
+from fusedops._frame.check import dtype_name
 from fusedops._frame.packed import Packed
 
 #: Packed arguments that were read from a GPU, by the tensor that they were read from, with which
 #: they go.
 packed_read = torch.utils.weak.WeakTensorKeyDictionary()
 
-_DTYPES = {
-    getattr(torch, name): np.dtype(name)
-    for name in (
-        *("float64", "float32", "float16", "complex128", "complex64"),
-        *("int64", "int32", "int16", "int8", "uint8", "bool"),
-    )
-}
-_DTYPES[torch.bfloat16] = np.dtype(np.uint16)
+
+def np_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return NumPy's dtype for torch's: for bfloat16, that of its bits."""
+    return np.dtype("uint16" if dtype == torch.bfloat16 else dtype_name(dtype))
 
 
-def view_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], np.ndarray]:
-    """Return what makes NumPy arrays on the memory of CPU tensors of one kind; of bfloat16's bits.
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return how NumPy sees CPU tensors of one kind: shape, dtype, memory at an address, strides.
 
+    With these `numpy.ndarray(shape, dtype, memory(tensor.data_ptr()), 0, strides)` is a view; of
+    bfloat16, of its bits. It doesn't keep the tensor: whoever has the one must hold the other.
     `Tensor.numpy` would fix the size of a tensor's storage for good, which FSDP sets to zero and
-    back. The array doesn't keep the tensor: whoever has the one must hold the other.
+    back.
     """
-    size, shape, dtype = tensor.itemsize, tuple(tensor.shape), _DTYPES[tensor.dtype]
-    if not tensor.numel():
-        return lambda tensor: np.empty(shape, dtype)
+    size, shape = tensor.itemsize, tuple(tensor.shape)
     strides = tuple([size * stride for stride in tensor.stride()])
-    extent = sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]) + size
-    memory, array = (ctypes.c_char * extent).from_address, np.ndarray
-    return lambda tensor: array(shape, dtype, memory(tensor.data_ptr()), 0, strides)
+    last = sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)])
+    extent = last + size if tensor.numel() else 0
+    return shape, np_dtype(tensor.dtype), (ctypes.c_char * extent).from_address, strides
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return a view of a CPU tensor, whatever asks for its gradient; of bfloat16, of its bits."""
-    array = view_of(tensor)(tensor)
-    if array.size:
-        # The array holds its memory, and so the tensor.
-        array.base.tensor = tensor  # type: ignore[union-attr]
-    return array
+    shape, dtype, memory, strides = layout_of(tensor)
+    held = memory(tensor.data_ptr())
+    # The array holds its memory, and so the tensor.
+    held.tensor = tensor
+    return np.ndarray(shape, dtype, held, 0, strides)
 
 
 def values(tensor: torch.Tensor) -> np.ndarray:
