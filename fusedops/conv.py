@@ -222,11 +222,11 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     )
 
 
-def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     dout = dy.out
     if dout is None:
         dout = cast(namespace(a.x).zeros_like(a.x), promoted(a[:4]))
-    return conv_vjp(*a[:4], dout, dy.final_state, *a[4:], out=wanted)
+    return conv_vjp.to_run(*a[:4], dout, dy.final_state, *a[4:], out=wanted)
 
 
 def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:

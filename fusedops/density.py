@@ -568,10 +568,10 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
     return tuple(results)
 
 
-def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if dy.map is None:
         return None, None, None
-    return density_vjp(*a[:3], dy.map, *a[3:6], y.order, a.lattice, out=wanted)
+    return density_vjp.to_run(*a[:3], dy.map, *a[3:6], y.order, a.lattice, out=wanted)
 
 
 def _is_ordered(xyz: Any) -> bool:

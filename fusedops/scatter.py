@@ -393,12 +393,14 @@ def _gather_formula(a: Any) -> tuple[Any]:
     return (a.grid[_places(a.plan, a.grid)].reshape(a.plan.shape),)
 
 
-def _scatter_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any]:
-    return (None,) if dy.map is None else gather(dy.map, a.plan)
+def _scatter_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    return (None,) if dy.map is None else gather.to_run(dy.map, a.plan, out=wanted)
 
 
-def _gather_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any]:
-    return (None,) if dy.density_cube is None else scatter(dy.density_cube, a.plan)
+def _gather_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    return (
+        (None,) if dy.density_cube is None else scatter.to_run(dy.density_cube, a.plan, out=wanted)
+    )
 
 
 _SIZES: dict[str, Any] = {

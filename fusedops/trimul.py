@@ -298,12 +298,12 @@ def _gradients(a: Any, dout: Any, dhidden: Any) -> tuple[Any, ...]:
     )
 
 
-def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     dout = namespace(a.x).zeros_like(a.x) if dy.out is None else dy.out
     if dy.hidden is not None:
         # `hidden` is internal: only direct calls of the primitive reach here.
         return _gradients(a, dout, dy.hidden)
-    return trimul_vjp(*a[:14], y.hidden, dout, *a[14:], out=wanted)
+    return trimul_vjp.to_run(*a[:14], y.hidden, dout, *a[14:], out=wanted)
 
 
 _SIZES: dict[str, Any] = {

@@ -311,6 +311,42 @@ def test_every_slot_is_filled(backend):
 
 
 @needs_torch
+def test_a_known_backward_pass_makes_its_call_alone(monkeypatch):
+    """Of another kind are another layout of a cotangent, other leaves, and a graph of it."""
+    pulled = []
+    genuine = conv.pullback
+    monkeypatch.setattr(conv, "pullback", lambda *given: pulled.append(1) or genuine(*given))
+    x, taps, cotangent = (torch.randn(*shape) for shape in ((1, 5, 3), (3, 2), (1, 5, 3)))
+
+    def pull(of, cotangent, graph=False):
+        given = {"x": x.clone(), "kernels": taps.clone()}
+        leaves = [given[name].requires_grad_() for name in of]
+        out = fusedops.dynamic_conv(**given)
+        found = torch.autograd.grad(out, leaves, cotangent, create_graph=graph)
+        if graph:
+            found += torch.autograd.grad(sum(f.square().sum() for f in found), leaves)
+        return found
+
+    kinds = [
+        (("x", "kernels"), cotangent, False),
+        (("x", "kernels"), cotangent.transpose(1, 2).contiguous().transpose(1, 2), False),
+        (("x", "kernels"), torch.ones(()).expand(1, 5, 3), False),
+        (("kernels",), cotangent, False),
+        (("x", "kernels"), cotangent, True),
+    ]
+    first = []
+    for number, kind in enumerate(kinds):
+        first.append(pull(*kind))
+        assert len(pulled) == number + 1
+    for kind, want in zip(kinds, first, strict=True):
+        assert all(map(torch.equal, pull(*kind), want))
+    assert len(pulled) == len(kinds)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        assert all(map(torch.equal, pull(*kinds[0]), first[0]))
+    assert len(pulled) == len(kinds)
+
+
+@needs_torch
 def test_a_compiled_graph_keeps_its_plans(monkeypatch):
     from fusedops._frame.bridge import graphs
 

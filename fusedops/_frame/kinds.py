@@ -8,6 +8,7 @@ the kinds of tensors in one step, and the modes that torch is in. No kind holds 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -68,7 +69,7 @@ class Plans(Generic[PlanT]):
         # Plans for calls with tensors, each with what lets tensors of its kind pass.
         self._guarded: dict[Any, tuple[tuple[Callable[[list[Any]], bool], PlanT], ...]] = {}
         self._lock = threading.Lock()
-        _all.append(self)
+        _all.add(self)
 
     def get(self, kind: Kind | None) -> PlanT | None:
         """Return the plan of a kind, if there is one."""
@@ -111,12 +112,12 @@ class Plans(Generic[PlanT]):
             self._guarded.clear()
 
 
-_all: list[Plans[Any]] = []
+_all: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
 
 
 def forget_plans() -> None:
     """Forget every plan, for one who changes what plans are made of, such as a kernel."""
-    for plans in _all:
+    for plans in list(_all):
         plans.clear()
 
 

@@ -9,7 +9,7 @@ import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -42,6 +42,14 @@ def _record(name: str, fields: tuple[str, ...]) -> Any:
     return namedtuple(name, fields)
 
 
+class Call(NamedTuple):
+    """A call of a primitive that is still to be made, which some pullbacks return."""
+
+    primitive: Primitive
+    a: Any
+    slots: tuple[Any, ...]
+
+
 class Primitive:
     """A function of arrays that kernels implement.
 
@@ -71,7 +79,8 @@ class Primitive:
     pullback : callable, optional
         From arguments `a`, the outputs `y` that `saves` names, cotangents `dy` of the outputs, of
         which None is zero, and which cotangents of the arrays are wanted, to a cotangent for every
-        array. Without one, torch differentiates the formula.
+        array; or to the `Call` that returns these, of arrays among `a`, `y` and `dy`, which later
+        backward passes make without the pullback. Without one, torch differentiates the formula.
     saves : tuple of str
         The outputs that the pullback needs.
     mutates : tuple of str
@@ -90,7 +99,7 @@ class Primitive:
         static: dict[str, type],
         outputs: dict[str, str],
         formula: Callable[[Any], tuple[Any, ...]],
-        pullback: Callable[..., tuple[Any, ...]] | None = None,
+        pullback: Callable[..., Any] | None = None,
         constants: dict[str, str] | None = None,
         sizes: dict[str, Callable[[Any], Any]] | None = None,
         saves: tuple[str, ...] = (),
@@ -134,6 +143,10 @@ class Primitive:
             return _bridge().run(self, a, slots)
         return self.plan(a, slots)(a, slots)
 
+    def to_run(self, *arguments: Any, out: Sequence[Any]) -> Call:
+        """Return a call for the frame to make."""
+        return Call(self, self.Arguments._make(arguments), tuple(out))
+
     def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
         """Return what computes outputs of NumPy arrays of these kinds."""
         asked = registry.forced(None)
@@ -173,11 +186,24 @@ class Primitive:
             ]
         )
 
-    def pulled_back(self, a: Any, y: Any, dy: Sequence[Any], wanted: Sequence[Any]) -> Any:
-        """Return a cotangent for every array; None where that isn't wanted, or zero."""
-        cotangents = self.Outputs._make(dy)
-        pullback = cast("Callable[..., tuple[Any, ...]]", self.pullback)
-        found = pullback(a, y, cotangents, self.Arrays._make(wanted))
+    def pulled_back(
+        self,
+        a: Any,
+        y: Any,
+        dy: Sequence[Any],
+        wanted: Sequence[Any],
+        seen: Callable[[Call], None] | None = None,
+    ) -> Any:
+        """Return a cotangent for every array; None where that isn't wanted, or zero.
+
+        A pullback that is one call shows it to `seen` first.
+        """
+        pullback = cast("Callable[..., Any]", self.pullback)
+        found = pullback(a, y, self.Outputs._make(dy), self.Arrays._make(wanted))
+        if isinstance(found, Call):
+            if seen is not None:
+                seen(found)
+            found = found.primitive(*found.a, out=found.slots)
         return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])
 
     def no_gradient(self, op: str) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import no_forward_mode, recorded, transformed
 from fusedops._frame.bridge.evaluation import HALF, evaluation, into
 from fusedops._frame.bridge.graphs import call_registered, compiled, uncompiled  # noqa: F401
+from fusedops._frame.bridge.modes import guard, transforms  # noqa: F401
 from fusedops._frame.bridge.tensors import (  # noqa: F401
     are_plain,
     as_numpy,
@@ -46,54 +46,10 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
     kind = kind_of((asked, *slots, *a))
     found = primitive.plans.get(kind)
     if found is None:
-        if _transforms():
+        if transforms():
             return None
         found = primitive.plans.keep(kind, _eager(primitive, a, slots, asked))
     return found
-
-
-def _transforms() -> bool:
-    """Return whether torch does more than compute: traces, transforms, or pushes forward."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-    )
-
-
-def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return what tells whether other tensors, and the modes that torch is in, are of one kind.
-
-    One step of torch's compares types, dtypes, devices, shapes, strides, whether a tensor requires
-    grad, and the dispatch keys of tensors and thread, in which are lazy negation, autocast,
-    inference mode and transforms. Kernels may depend on where a tensor begins, modulo 16 bytes.
-    """
-    check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    modes = _modes()
-    begin = [tensor.data_ptr() & 15 for tensor in tensors]
-    aligned = not any(begin)
-
-    def passes(tensors: Sequence[torch.Tensor]) -> bool:
-        if not check(*tensors) or _modes() != modes:
-            return False
-        if not aligned:
-            return [tensor.data_ptr() & 15 for tensor in tensors] == begin
-        bits = 0
-        for tensor in tensors:
-            bits |= tensor.data_ptr()
-        return not bits & 15
-
-    return passes
-
-
-def _modes() -> tuple[Any, ...]:
-    """Return the modes of torch that are in no dispatch key."""
-    return (
-        torch.is_grad_enabled(),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._len_torch_dispatch_stack(),
-        forward_ad._current_level,
-    )
 
 
 def _eager(

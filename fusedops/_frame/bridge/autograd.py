@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.evaluation import as_written, described, evaluation
+from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import reference
-from fusedops._frame.packed import Packed
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.kinds import CONSTANTS, Kind, Plans, are_one
+from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.primitive import Call, Primitive
 
 
 class _Step:
@@ -51,7 +54,10 @@ class _Step:
         #: From arguments to the arrays that are given, and to all that is no array.
         self.given = _picker(present)
         self.others = slice(len(primitive.arrays), None)
-        self._wanted: dict[tuple[bool, ...], tuple[Any, ...]] = {}
+        #: How many of the tensors that are saved aren't borrowed.
+        self.own = count + len(self.kept)
+        #: Plans of backward passes that are one call of a primitive.
+        self.calls: Plans[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = Plans()
 
     def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
         """Return what to save beside arrays.
@@ -65,12 +71,23 @@ class _Step:
             found += value.borrowed if isinstance(value, Packed) else [value]
         return found
 
-    def wanted(self, needed: tuple[bool, ...]) -> tuple[Any, ...]:
-        """Return the slots of cotangents of all arrays, of which autograd needs some."""
-        found = self._wanted.get(needed)
-        if found is None:
-            found = self._wanted[needed] = self.spread([need or None for need in needed])
-        return found
+    def pull_back(
+        self, kind: Kind, needed: Sequence[bool], dy: Any, others: Any, saved: Any
+    ) -> Sequence[Any]:
+        """Return cotangents of all arrays; keep the call that they are made by, if it is one."""
+        primitive = self.primitive
+        a = primitive.Arguments._make((*self.spread(saved), *others))
+        y = primitive.Outputs._make(self.outputs(saved))
+        wanted = self.spread([need or None for need in needed])
+
+        def keep(call: Call) -> None:
+            again = None if transforms() else _again(call, (*dy, *others, *saved))
+            if again is not None:
+                self.calls.keep(kind, again)
+
+        same = self.asked == registry.forced(None)
+        with contextlib.nullcontext() if same else registry.asking(self.asked):
+            return pull_back(primitive, a, y, dy, wanted, keep)
 
 
 def _picker(places: Sequence[int | None]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -100,17 +117,34 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
-        step, saved = ctx.step, ctx.saved_tensors
-        primitive = step.primitive
-        a = primitive.Arguments._make((*step.spread(saved), *ctx.others))
-        y = primitive.Outputs._make(step.outputs(saved))
-        wanted = step.wanted(ctx.needs_input_grad[2:])
-        if step.asked == registry.forced(None):
-            found = pull_back(primitive, a, y, dy, wanted)
+        step, needed, others = ctx.step, ctx.needs_input_grad, ctx.others
+        # Whatever is borrowed is there to be seen by autograd alone.
+        saved = ctx.saved_tensors[: step.own]
+        tensors = [value for value in (*dy, *saved) if value is not None]
+        kind = (needed, *[cotangent is None for cotangent in dy]), tensors
+        call = step.calls.get(kind)
+        if call is None:
+            found = step.pull_back(kind, needed[2:], dy, others, saved)
         else:
-            with registry.asking(step.asked):
-                found = pull_back(primitive, a, y, dy, wanted)
+            found = call((*dy, *others, *saved))
         return None, None, *step.given(found)
+
+
+def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any] | None:
+    """Return what makes such a call of other values of these kinds; None where nothing can."""
+    place_of = {id(value): at for at, value in enumerate(values)}
+    constants = [part for part in call.a if type(part) in CONSTANTS]
+    numbers = iter(range(len(values), len(values) + len(constants)))
+    places = [
+        next(numbers) if type(part) in CONSTANTS else place_of.get(id(part)) for part in call.a
+    ]
+    if None in places or are_one(values):
+        return None
+    plan = bridge().plan(call.primitive, call.a, call.slots)
+    if plan is None:
+        return None
+    pick, record, slots = _picker(places), call.primitive.Arguments._make, call.slots
+    return lambda values: plan(record(pick((*values, *constants))), slots)
 
 
 # Function.apply less its own look at torch.func's transforms, which `plan` has looked for already.
@@ -136,13 +170,18 @@ def recorded(
 
 
 def pull_back(
-    primitive: Primitive, a: Any, y: Any, dy: Sequence[torch.Tensor | None], wanted: Sequence[Any]
+    primitive: Primitive,
+    a: Any,
+    y: Any,
+    dy: Sequence[torch.Tensor | None],
+    wanted: Sequence[Any],
+    seen: Callable[[Call], None] | None = None,
 ) -> Sequence[Any]:
     """Return a cotangent for every array that wants one, of the outputs `y` that are kept."""
     if not any([cotangent is not None for cotangent in dy]):
         return [None] * len(wanted)
     if primitive.pullback is not None:
-        return primitive.pulled_back(a, y, dy, wanted)
+        return primitive.pulled_back(a, y, dy, wanted, seen)
     if torch._C._are_functorch_transforms_active():
         return _transform_formula(primitive, a, dy, wanted)
     return _differentiate_formula(primitive, a, dy)

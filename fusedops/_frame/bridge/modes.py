@@ -1,0 +1,54 @@
+"""The kinds of tensors and the modes of torch, which the plan of a call may depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+from torch.autograd import forward_ad
+
+
+def transforms() -> bool:
+    """Return whether torch does more than compute: traces, transforms, or pushes forward."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+    )
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Return what tells whether other tensors, and the modes that torch is in, are of one kind.
+
+    One step of torch's compares types, dtypes, devices, shapes, strides, whether a tensor requires
+    grad, and the dispatch keys of tensors and thread, in which are lazy negation, autocast,
+    inference mode and transforms. Kernels may depend on where a tensor begins, modulo 16 bytes.
+    """
+    check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    modes = _modes()
+    begin = [tensor.data_ptr() & 15 for tensor in tensors]
+    aligned = not any(begin)
+
+    def passes(tensors: Sequence[torch.Tensor]) -> bool:
+        if not check(*tensors) or _modes() != modes:
+            return False
+        if not aligned:
+            return [tensor.data_ptr() & 15 for tensor in tensors] == begin
+        bits = 0
+        for tensor in tensors:
+            bits |= tensor.data_ptr()
+        return not bits & 15
+
+    return passes
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return the modes of torch that are in no dispatch key."""
+    return (
+        torch.is_grad_enabled(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._len_torch_dispatch_stack(),
+        forward_ad._current_level,
+    )
