@@ -1,4 +1,4 @@
-"""What this machine offers: versions, backends, instruction set, threads, GPUs."""
+"""This machine's versions, backends, instruction set, threads and GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedops._frame.primitive import primitives
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """A backend: the version of what it runs on, and why it can't be used here, if it can't."""
+    """The version of a backend's library, and the reason why it can't be used here, or None."""
 
     version: str | None
     why_not: str | None
@@ -23,7 +23,7 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class Info:
-    """What `info` returns; `str` of it is readable."""
+    """The result of `info`; `str` makes it readable."""
 
     fusedops: str
     python: str
@@ -63,16 +63,16 @@ def _gpus() -> tuple[str, ...]:
 
 
 def info() -> Info:
-    """Return what this machine offers and which backends can be used on it.
+    """Return this machine's versions, GPUs and threads, and the backends that it can use.
 
     Imports torch, Numba and Triton where they are installed.
 
     Returns
     -------
     Info
-        ``backends`` maps each backend's name to its version and to why it can't be used here, or
-        None; ``instruction_set`` is what the compiled kernels were loaded for, ``threads`` what
-        `get_num_threads` returns.
+        ``backends`` maps each backend's name to its version and the reason why it can't be used
+        here, or None; ``instruction_set`` is the one of the compiled kernels that were loaded;
+        ``threads`` is the result of `get_num_threads`.
 
     Examples
     --------

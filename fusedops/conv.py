@@ -1,4 +1,4 @@
-"""Causal convolution with a kernel for every token and channel, and its step for decoding.
+"""Causal convolution with a kernel for every token and channel, and its decoding step.
 
 One file, from top to bottom: packed sequences, the definition of value and gradient, the rule for
 all further derivatives, and the public ops. The kernels are in ``cpukern/conv_*`` and
@@ -32,8 +32,8 @@ from fusedops._frame.primitive import Primitive
 
 ACTIVATIONS = (None, "silu", "swish")
 
-#: Tokens of one sequence that a kernel takes at a time. It is here, not with the kernels, as
-#: `Sequences` are cut so.
+#: The tokens of one sequence that a kernel takes at a time. It stands here, not with the kernels,
+#: because `Sequences` lists these chunks.
 CHUNK = 64
 
 
@@ -51,7 +51,7 @@ class Sequences(Packed):
     Attributes
     ----------
     num_sequences, num_tokens : int
-        S, and the tokens of all sequences together.
+        S, and the number of tokens in all sequences.
     device : str
         ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
 
@@ -62,12 +62,12 @@ class Sequences(Packed):
 
     Notes
     -----
-    The array is copied: changing it later changes nothing here. Reading one that is on a GPU waits
-    for the GPU.
+    The array is copied, so later changes to it have no effect. Reading a tensor on a GPU waits for
+    the GPU.
 
     References
     ----------
-    The convention is that of flash-linear-attention and FlashAttention.
+    The convention follows flash-linear-attention and FlashAttention.
 
     Examples
     --------
@@ -124,7 +124,7 @@ class Sequences(Packed):
 
     @classmethod
     def foresee(cls, cu_seqlens: Any, *, num_tokens: int) -> dict[str, Any]:
-        """Return the sizes that are known before the tensor's values are."""
+        """Return the sizes that don't depend on the tensor's values."""
         return {"num_sequences": cu_seqlens.shape[0] - 1, "num_tokens": num_tokens}
 
     def __repr__(self) -> str:
@@ -133,7 +133,7 @@ class Sequences(Packed):
 
 
 def _spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the batch, the tokens and the states of what can be computed together."""
+    """Yield slices of the batch, the tokens and the states, one for each packed sequence."""
     if sequences is None:
         yield slice(None), slice(None), slice(None)
         return
@@ -143,7 +143,7 @@ def _spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, 
 
 
 class _Window:
-    """What the taps of a span read: its state's W inputs, then its own."""
+    """The inputs that the taps of a span read: W of its state, then its own."""
 
     def __init__(self, x: Any, kernels: Any, state: Any) -> None:
         self.width = kernels.shape[-1]
@@ -164,7 +164,7 @@ class _Window:
 
 
 def _formula(a: Any) -> tuple[Any, Any]:
-    """Return the convolution and the last W inputs of every sequence, the definition of both."""
+    """Define the convolution and the last W inputs of every sequence."""
     x, kernels, initial_state, bias, sequences, activation = a
     xp = namespace(x)
     dtype, state_dtype = promoted((x, kernels, initial_state, bias)), promoted((x, initial_state))
@@ -183,9 +183,9 @@ def _formula(a: Any) -> tuple[Any, Any]:
 def _vjp_formula(a: Any) -> tuple[Any, ...]:
     r"""Return the cotangents of x, kernels, initial_state and bias.
 
-    With h the convolution before its activation, c the cotangent of the output and
-    :math:`v = c \cdot a'(h)`, tap w gets :math:`\bar k_{tdw} = v_{td} x_{t+w-W+1,d}` and
-    :math:`\bar x_{t+w-W+1,d} \mathrel{+}= v_{td} k_{tdw}`.
+    With h the convolution before its activation and :math:`v = \mathrm{dout} \cdot a'(h)`, tap w
+    gives :math:`\mathrm{dk}_{tdw} = v_{td} x_{t+w-W+1,d}` and
+    :math:`\mathrm{dx}_{t+w-W+1,d} \mathrel{+}= v_{td} k_{tdw}`.
     """
     x, kernels, initial_state, bias, *_, sequences, activation = a
     inputs, k, state, b, g, g_final = map(wide, a[:6])
@@ -230,15 +230,15 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
 
 
 def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
-    """Pull back through the gradient, which is bilinear but for the activation.
+    """Pull back through the gradient, which is bilinear except for the activation.
 
-    Without one, the pair (x, state) and the kernels enter the convolution f(x, k) bilinearly, and
-    p(v, x, k) = (dx, dk) is its pullback. Given the cotangents (ddx, ddk) of (dx, dk), the
-    cotangent of v is f(ddx, k) + f(x, ddk), and those of (x, k) are p(v, ddx, ddk). With the
-    activation φ, v = c φ'(h) of c, the op's own cotangent, and h = f(x, k) + bias, which adds
-    p(dh, x, k) for dh = dv c φ''(h).
+    Without an activation, the convolution f(x, k) is bilinear in the pair (x, state) and the
+    kernels, and p(v, x, k) = (dx, dk) is its pullback. Cotangents (ddx, ddk) of (dx, dk) give v the
+    cotangent dv = f(ddx, k) + f(x, ddk), and (x, k) the cotangents p(v, ddx, ddk). The activation φ
+    makes v = c φ'(h), where c is the cotangent of the op's output and h = f(x, k) + bias; it adds
+    p(dh, x, k) with dh = dv c φ''(h).
     """
-    # In float32 or better: what is between two roundings isn't rounded itself.
+    # In float32 or better, so that intermediate results aren't rounded to 16 bits.
     x, kernels, state, bias, c, _ = map(wide, a[:6])
     ddx, ddk, ddstate, ddbias = map(wide, ddy)
     sequences = a.sequences
@@ -324,7 +324,7 @@ conv = Primitive(
 
 
 def _step_formula(a: Any) -> tuple[Any]:
-    """Shift x into the state, in place, and return the convolution of what it holds."""
+    """Shift x into the state, in place, and return the state's convolution."""
     x, state, kernels, bias, activation = a
     dtype = promoted((x, state, kernels, bias))
     latest = cast(x, state).reshape(*state.shape[:2], 1)
@@ -434,52 +434,51 @@ def dynamic_conv(
     .. math:: \mathrm{out}_{btd} = a\Bigl(\sum_{w=0}^{W-1} k_{btdw} \, x_{b,\,t+w-W+1,\,d}
               + \mathrm{bias}_d\Bigr)
 
-    with the activation a, and before the first token the inputs that `initial_state` holds, or
-    zero.
+    with the activation a. Before the first token x stands for the inputs in `initial_state`, or
+    zeros.
 
     Parameters
     ----------
     x : array or tensor (B, T, D), float32 or float64; in torch bfloat16 and float16 too
-        The tokens; no units, as all that follows.
+        The tokens, dimensionless like all arrays here.
     kernels : array or tensor (B, T, D, W) or (D, W)
-        The taps of every token and channel, the last of which multiplies the token itself; or
-        those of every channel: the causal depthwise convolution of Mamba. Any W ≥ 1.
+        The taps of every token and channel, or of every channel alone: the causal depthwise
+        convolution of Mamba. The last tap multiplies the token itself. Any W ≥ 1.
     bias : array or tensor (D,), optional
         Added before the activation.
     initial_state : array or tensor (B, D, W), or (S, D, W) for packed sequences, optional
-        The W inputs before the first token, the latest last. The first is never read by a tap: it
+        The W inputs before the first token, the latest last. No tap reads the first of them: it
         only moves on into the final state of an empty sequence.
     output_final_state : bool
         Whether to return the last W inputs too.
     cu_seqlens : Sequences, or array or tensor (S + 1,), int32 or int64, optional
-        Where each of S packed sequences begins, and where the last one ends; then B is 1. Nothing
-        crosses a boundary, forward or backward. A tensor on a GPU is read, and waited for, when it
-        is first used and after it was written to (in inference mode in every call); a `Sequences`
-        made once saves that. A CUDA graph keeps the boundaries that it was captured with.
+        Where each of S packed sequences begins, and where the last one ends; B must be 1. Nothing
+        crosses a boundary, forward or backward. A tensor on a GPU is read when first used and
+        after every write to it (in inference mode in every call), which waits for the GPU; a
+        `Sequences` is read once. A CUDA graph keeps the boundaries that it was captured with.
     activation : {None, "silu", "swish"}
-        The last two are x · sigmoid(x).
+        "silu" and "swish" both name x · sigmoid(x).
 
     Returns
     -------
     out : array or tensor (B, T, D)
-        In the dtype to which those of the arguments promote; accumulated in float32 or better.
+        In the dtype to which the arguments promote; accumulated in float32 or better.
     final_state : array or tensor (B, D, W) or (S, D, W)
-        With `output_final_state`: what is `initial_state` to the tokens that follow. In the dtype
+        With `output_final_state` only: the `initial_state` of the tokens that follow. In the dtype
         to which x and `initial_state` promote.
 
     Notes
     -----
-    Gradients go to x, kernels, initial_state and bias, to any order: the convolution is bilinear,
-    and its derivatives are the same kernels again, beyond the first in float32 or better. The value
-    before the activation isn't kept; the backward computes it anew. `dynamic_conv.vjp` returns
-    gradients for the arrays that were given, in the order x, kernels, initial_state, bias. Under
-    autocast dtypes are left as they are. On a GPU a width of 64 takes seconds to compile at first
-    use, one of 128 a minute.
+    x, kernels, initial_state and bias have gradients of any order: the convolution is bilinear,
+    so the same kernels compute its derivatives, from the second on in float32 or better. The
+    backward recomputes the values before the activation. `dynamic_conv.vjp` returns gradients for
+    the arrays that were given, in the order x, kernels, initial_state, bias. Autocast changes no
+    dtypes. On a GPU the first use of a width of 64 takes seconds to compile, of 128 a minute.
 
     References
     ----------
     Gu, Hu, et al., "Jet-Nemotron: Efficient Language Model with Post Neural Architecture Search",
-    arXiv:2508.15884 (2025); the states are those of flash-linear-attention's ShortConvolution.
+    arXiv:2508.15884 (2025); the states follow flash-linear-attention's ShortConvolution.
 
     Examples
     --------
@@ -522,7 +521,7 @@ def dynamic_conv_step(
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    r"""Move one token of every sequence into its state, in place, and return their convolution.
+    r"""Shift a token of every sequence into its state, in place, and return the convolution.
 
     .. math:: s_{bdw} \leftarrow s_{bd,w+1}, \quad s_{bd,W-1} \leftarrow x_{bd}, \quad
               \mathrm{out}_{bd} = a\Bigl(\sum_{w=0}^{W-1} k_{bdw} \, s_{bdw}
@@ -534,24 +533,24 @@ def dynamic_conv_step(
         A token of every sequence.
     state : array or tensor (B, D, W)
         The last W inputs, the latest last: the final state of `dynamic_conv`. Updated in place,
-        unless an error is raised. Its dtype must hold that of x.
+        unless an error is raised. Its dtype must hold the values of x.
     kernels : array or tensor (B, D, W) or (D, W)
-        The taps, the last of which multiplies x.
+        The taps; the last one multiplies x.
     bias : array or tensor (D,), optional
         Added before the activation.
     activation : {None, "silu", "swish"}
-        The last two are x · sigmoid(x).
+        "silu" and "swish" both name x · sigmoid(x).
 
     Returns
     -------
     array or tensor of the shape of x
-        In the dtype to which those of the arguments promote; accumulated in float32 or better.
+        In the dtype to which the arguments promote; accumulated in float32 or better.
 
     Raises
     ------
     RuntimeError
-        If an argument requires grad: a step that works in place has no gradient. `dynamic_conv`
-        with `initial_state` has.
+        If an argument requires grad: a step that works in place has no gradient. Use `dynamic_conv`
+        with `initial_state` instead.
 
     References
     ----------
@@ -580,7 +579,7 @@ def dynamic_conv_step(
 
 
 def _apart_from_state(a: Any) -> None:
-    """Raise where writing to the state would change another argument."""
+    """Raise if writing to the state would change another argument."""
     for argument in ("x", "kernels", "bias"):
         array = getattr(a, argument)
         if array is not None and overlap(a.state, array):

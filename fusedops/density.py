@@ -1,4 +1,4 @@
-"""The density of atoms on a periodic grid: sums of Gaussians, without a cube in between.
+"""The density of atoms on a periodic grid: sums of Gaussians, added straight to the map.
 
 One file, from top to bottom: the lattice, how far atoms reach, the definition of map and gradient,
 and the public op. The kernels are in ``cpukern/density_*`` and ``gpukern/density.py``.
@@ -38,24 +38,24 @@ from fusedops._frame.primitive import Primitive
 
 __all__ = ["Lattice", "atom_radius", "bad_atoms"]
 
-#: A voxel whose squared distance is larger than an atom's squared radius by no more than this share
-#: is inside, so that one at that distance is inside however it is rounded.
+#: The share by which a voxel's squared distance may exceed an atom's squared radius. It keeps a
+#: voxel at the radius inside, however its distance is rounded.
 SLACK = 1e-5
 
 #: Where component (i, j) of a symmetric matrix is in [11, 22, 33, 12, 13, 23].
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 
-# The most cells in the box around a Voronoi cell: reduced cells have below five, and every atom's
-# box takes as many times the grid's voxels, if it is large.
+# The most cells in the box around a Voronoi cell. A reduced cell needs less than five; a large
+# atom's box has this many times the grid's voxels.
 _SKEWED = 64
 
-# Edges whose squares are numbers of float32, whatever the grid, Å.
+# Limits of edges, Å, such that squared voxel steps of any grid are within float32.
 _SHORTEST, _LONGEST = 1e-9, 1e9
 
-#: Atoms whose order pays on a GPU.
+#: The number of atoms from which sorting pays on a GPU.
 ORDERED = 5000
 
-# Numbers that the definition works on at a time.
+# The number of voxels times Gaussians that the definition works on at a time.
 _CHUNK = 1 << 22
 
 
@@ -80,10 +80,10 @@ class Lattice(Packed):
     Raises
     ------
     TypeError, ValueError
-        If the shape has not three positive sizes, or the cell is not of real numbers, has no
-        volume, an edge that is not from 1e-9 to 1e9 Å, or is skewed as that of no crystal: if
-        the points that are nearer to a corner of it than to any other, its Voronoi cell, need
-        a box of more than 64 cells. A reduced cell needs less than five.
+        If the shape isn't three positive sizes, or the cell isn't of real numbers, has no volume,
+        has an edge below 1e-9 or above 1e9 Å, or is too skewed for a crystal: if the box around
+        its Voronoi cell (the points nearer to one corner than to any other) is as large as more
+        than 64 cells. A reduced cell needs less than five.
 
     Examples
     --------
@@ -92,13 +92,13 @@ class Lattice(Packed):
     (20, 40, 60)
     """
 
-    # step (3, 3): columns from a voxel to the next; to_grid, its inverse; images (7, 3): lattice
-    # vectors in voxels. A vector is the shortest of all its images if none of these, added or
-    # subtracted, makes it shorter. measures (13,): c, yy, yz, zz, u, v of the squared length
-    # c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; along each axis, how many voxels 1 Å may reach,
-    # and beyond how many every voxel has an image that is nearer; and the distance beyond which
-    # every voxel has. oblique: whether the steps along y and z are not at right angles; skewed:
-    # whether any two are not.
+    # step (3, 3): columns from a voxel to the next; to_grid: its inverse; images (7, 3): lattice
+    # vectors in voxels. A vector is the shortest of its images if adding or subtracting any of
+    # these makes it no shorter. measures (13,): c, yy, yz, zz, u, v of the squared length
+    # c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; for each axis the most voxels that 1 Å reaches;
+    # for each axis the voxels, and then the distance, beyond which every voxel has a nearer image.
+    # oblique: whether the steps along y and z are not at right angles; skewed: whether any two
+    # steps are not.
     _fields = ("step", "to_grid", "images", "measures")
     _sizes = ("nx", "ny", "nz", "oblique", "skewed")
     _given = ("cell",)
@@ -114,7 +114,7 @@ class Lattice(Packed):
         along = metric[0, 1:] / metric[0, 0]
         rest = metric[1:, 1:] - np.outer(along, metric[0, 1:])
         reach = np.linalg.norm(to_grid, axis=1)
-        # A voxel on the border is not lost to rounding.
+        # Rounding must not lose a voxel on the border.
         extents = voronoi.extents * shape * (1 + SLACK)
         farthest = voronoi.farthest * (1 + SLACK)
         form = metric[0, 0], rest[0, 0], rest[0, 1], rest[1, 1], *along
@@ -139,7 +139,7 @@ class Lattice(Packed):
 
     @classmethod
     def foresee(cls, cell: Any, *, nx: int, ny: int, nz: int) -> dict[str, Any]:
-        """Return the sizes that are known before the tensor's values are."""
+        """Return the sizes that don't depend on the tensor's values."""
         return {"nx": nx, "ny": ny, "nz": nz}
 
     @property
@@ -188,20 +188,20 @@ def _read_cell(op: str, cell: Any) -> np.ndarray:
 class _Voronoi(NamedTuple):
     """The points that are nearer to a corner of a cell than to any other; in units of its edges."""
 
-    # The lattice vectors (7, 3), up to sign, that bound it.
+    # The lattice vectors (7, 3), up to sign, that bound the points.
     images: np.ndarray
-    # How far it reaches along each axis.
+    # The largest coordinate along each axis.
     extents: np.ndarray
-    # And from the corner, Å.
+    # The largest distance from the corner, Å.
     farthest: float
 
 
 def _voronoi(op: str, cell: np.ndarray) -> _Voronoi:
     """Return the Voronoi cell of a lattice, or raise if it is unlike any crystal's.
 
-    All is exact, in the integers that the cell's numbers are of some unit. It comes from an obtuse
-    superbase: its vectors and their sums bound the Voronoi cell, and every order of them has a
-    corner c, with c·v = v·v/2 for the sums v of the first, the first two and the first three.
+    The arithmetic is exact: in a suitable unit all numbers of the cell are integers.
+    The vectors of an obtuse superbase and their sums bound the Voronoi cell. Every permutation of
+    the vectors has a corner c, with c·v = v·v/2 for the sums v of its first one, two and three.
     """
     ratios = [number.as_integer_ratio() for number in cell.T.ravel().tolist()]
     unit = max(below for _, below in ratios)
@@ -218,37 +218,39 @@ def _voronoi(op: str, cell: np.ndarray) -> _Voronoi:
     gram = base @ metric @ base.T
     ranks = np.array(list(permutations(range(4))))
     before = (ranks[:, None, :] < ranks[:, :, None]).astype(object)
-    # Twice the products of corners with the superbase, and twice `whole` times what they are in it.
+    # Twice the corners' products with the superbase; `corners` has their coordinates in it, times
+    # twice the determinant.
     products = (gram.diagonal() + 2 * (before * gram).sum(2))[:, :3]
-    inverse, whole = _cofactors(gram[:3, :3])
-    corners = products @ inverse
-    extents = [Fraction(far, 2 * whole) for far in abs(corners @ base[:3]).max(0)]
+    cofactors, determinant = _cofactors(gram[:3, :3])
+    corners = products @ cofactors
+    extents = [Fraction(far, 2 * determinant) for far in abs(corners @ base[:3]).max(0)]
     skewed = 8 * math.prod(extents)
     if skewed > _SKEWED:
         raise ValueError(
             f"{op}: cell is {cell.tolist()}; it should be less skewed: its nearest points fill a "
             f"box of more than {_SKEWED} cells, as those of no crystal do"
         )
-    square = Fraction((corners * products).sum(1).max(), 4 * whole * unit**2)
+    square = Fraction((corners * products).sum(1).max(), 4 * determinant * unit**2)
     vectors = np.concatenate([base, base[0] + base[1:]]).astype(np.float64)
-    # One of two that are equally long counts: that towards which the first component grows.
+    # A vector's sign decides which of two equally near images counts: the first component is
+    # positive.
     first = vectors[np.arange(7), (vectors != 0).argmax(1)]
     images = vectors * np.sign(first)[:, None]
     return _Voronoi(images, np.array(extents, np.float64), math.sqrt(square))
 
 
 def _cofactors(m: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the inverse of a matrix of integers times its determinant, turned, and that."""
+    """Return the cofactors and the determinant of a matrix (3, 3) of integers."""
     rows = np.array([np.cross(m[1], m[2]), np.cross(m[2], m[0]), np.cross(m[0], m[1])])
     return rows, m[0] @ rows[0]
 
 
 def _superbase(metric: np.ndarray) -> np.ndarray:
-    """Return four integer vectors that sum to zero, no two of which have an angle below 90°.
+    """Return four integer vectors that sum to zero, with no angle below 90° between any two.
 
-    Any three of them are a basis. In the metric (3, 3), of Python's integers, the shortest basis is
-    found first: Semaev's reduction takes the multiples off a vector that make it shortest, and the
-    longer vectors are the fewer are its steps. Few of Selling's then lead to the superbase.
+    Any three of them are a basis. The metric (3, 3) is of Python's integers. Semaev's reduction
+    finds the shortest basis first: it subtracts the multiples of the shorter vectors that make a
+    vector shortest. From there a few of Selling's steps lead to the superbase.
     """
     base = np.eye(3, dtype=int).astype(object)
     while True:
@@ -305,7 +307,7 @@ def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
 
     .. math:: r_i = n_\sigma \sqrt{\max_g (B_{ig} + b_i) / 8 \pi^2}
 
-    rounded up to a quarter of an Å, at least 2 and at most 7 Å. Of an anisotropic atom,
+    rounded up to a quarter of an Å, at least 2 and at most 7 Å. For an anisotropic atom,
     :math:`b_i / 8 \pi^2` is the largest eigenvalue of U.
 
     Parameters
@@ -315,16 +317,16 @@ def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
     widths : array or tensor (N, G)
         Å².
     n_sigma : float
-        How many standard deviations of the widest Gaussian the radius is.
+        The radius in standard deviations of the widest Gaussian.
 
     Returns
     -------
     array or tensor (N,)
-        Å. NaN where `b` or `widths` is.
+        Å; NaN where `b` or `widths` is NaN.
 
     References
     ----------
-    The rule is that of TorchRef 0.7 (``radius_policy``).
+    The rule follows TorchRef 0.7 (``radius_policy``).
 
     Examples
     --------
@@ -351,7 +353,7 @@ def _radius(b: Any, widths: Any, n_sigma: float) -> Any:
 def _conditions(
     xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any
 ) -> list[tuple[str, Any, str, Any]]:
-    """Return (argument, its array, what it should be, for which atoms it is that)."""
+    """Return rows (argument, array, the condition in words, a mask of the atoms that meet it)."""
     xp = namespace(xyz)
     rows = [
         (name, array, "finite", xp.isfinite(array if array.ndim == 1 else array.sum(1)))
@@ -380,7 +382,7 @@ def _conditions(
 
 @np.errstate(invalid="ignore", over="ignore")
 def bad_atoms(xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any) -> Any:
-    """Return which atoms have no density: what `gaussian_density` leaves out with on_bad="skip".
+    """Return a mask of the atoms that `gaussian_density` leaves out with on_bad="skip".
 
     Parameters
     ----------
@@ -408,7 +410,7 @@ def bad_atoms(xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, ra
 
 
 def _gaussians(b: Any, amplitudes: Any, widths: Any) -> tuple[Any, Any]:
-    """Return norms (N, G) and forms P (N, G, 3, 3) of Gaussians: norm · exp(-w·P·w)."""
+    """Return norms (N, G) and matrices P (N, G, 3, 3) of Gaussians norm · exp(-w·P·w)."""
     xp = namespace(b)
     if b.ndim == 1:
         c = 4 * math.pi**2 / (widths + b[:, None])
@@ -428,15 +430,15 @@ def _matrices(U: Any, widths: Any) -> Any:
 
 
 def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
-    """Return of every atom's box the flat voxels, vectors from the atom, and which are inside."""
+    """Return for every atom's box flat voxel indices, vectors from the atom, and a mask, inside."""
     xp = namespace(xyz)
     fields = lattice.fields_like(xyz)
     parts = fields.step, fields.to_grid, fields.images, fields.measures
     step, to_grid, images, measures = (cast(array, xyz) for array in parts)
     n = np.array(lattice.shape, xyz.dtype) if xp is np else images.new_tensor(lattice.shape)
     at = xyz @ to_grid.T
-    whole = xp.floor(at / n) * n
-    at = at - (whole.detach() if is_tensor(xyz) else whole)
+    cells = xp.floor(at / n) * n
+    at = at - (cells.detach() if is_tensor(xyz) else cells)
     reach = xp.minimum(radius[:, None] * measures[6:9] * (1 + SLACK), measures[9:12])
     low, high = xp.ceil(at - reach), xp.floor(at + reach)
     extent = [int(m) for m in (xp.amax(high - low, 0) + 1 if len(at) else n)]
@@ -445,13 +447,13 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
         for d, m in enumerate(extent)
     ]
     flat: Any = 0
-    place = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
+    spread = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
     for d, axis in enumerate(axes):
-        flat = flat * lattice.shape[d] + (axis % n[d])[place[d]]
+        flat = flat * lattice.shape[d] + (axis % n[d])[spread[d]]
 
     def vectors(shift: Any) -> Any:
         parts = [
-            (axis + shift[d] - at[:, d, None])[place[d]][..., None] * step[:, d]
+            (axis + shift[d] - at[:, d, None])[spread[d]][..., None] * step[:, d]
             for d, axis in enumerate(axes)
         ]
         return parts[0] + parts[1] + parts[2]
@@ -460,7 +462,7 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
     square = (w * w).sum(-1)
     inside = square <= (radius * radius * (1 + SLACK))[:, None, None, None]
     if any(m > size for m, size in zip(extent, lattice.shape, strict=True)):
-        # From places, not from vectors, so that two images are compared the same way from both.
+        # From positions, not from w, so that both of two images compare the same two numbers.
         for image in images:
             inside &= (vectors(image) ** 2).sum(-1) >= square
             inside &= (vectors(-image) ** 2).sum(-1) > square
@@ -510,7 +512,7 @@ def _sum(w: Any, inside: Any, norm: Any, P: Any) -> tuple[Any, Any]:
     xp = namespace(w)
     Pw = xp.einsum("agij,avj->avgi", P, w)
     q = xp.einsum("avgi,avi->avg", Pw, w)
-    # Where nothing is counted, nothing overflows.
+    # Zero the masked exponents, so that exp can't overflow.
     q = xp.where(inside[..., None], q, xp.zeros_like(q))
     return Pw, xp.where(inside[..., None], norm[:, None] * xp.exp(-q), xp.zeros_like(q))
 
@@ -519,9 +521,9 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
     r"""Return the gradients of Σ_v g_v ρ(v).
 
     With e a Gaussian's density for occupancy 1, c = 4π²/(B + b) and M = (B + 8π² U)/4, they are
-    sums over voxels and Gaussians of g times: by occupancy, e; by x, 2 occ e P w; by b,
-    occ e (c w² - 3/2)/(B + b); by U, occ e 2π² (π² M⁻¹ w (M⁻¹ w)ᵀ - M⁻¹/2), of which an element
-    off the diagonal is met twice.
+    sums over voxels and Gaussians of g times a factor: e for occupancy, 2 occ e P w for x,
+    occ e (c w² - 3/2)/(B + b) for b, and occ e 2π² (π² M⁻¹ w (M⁻¹ w)ᵀ - M⁻¹/2) for U, twice that
+    off the diagonal.
     """
     lattice = a.lattice
     *arrays, g = (double(array) for array in a[:4])
@@ -537,18 +539,18 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
         flat, w, inside = _ball(x, radius, lattice)
         Pw, e = _sum(w, inside, norm, P)
         ge = g[flat.long() if is_tensor(flat) else flat.astype(np.int64)][..., None] * e
-        on_x = 2 * occ[:, None] * xp.einsum("avg,avgi->ai", ge, Pw)
+        dx = 2 * occ[:, None] * xp.einsum("avg,avgi->ai", ge, Pw)
         if width.ndim == 1:
             total = widths + width[:, None]
             bracket = xp.einsum("avgi,avi->avg", Pw, w) - 1.5
-            on_b = occ * xp.einsum("avg,avg,ag->a", ge, bracket, 1 / total)
+            db = occ * xp.einsum("avg,avg,ag->a", ge, bracket, 1 / total)
         else:
-            on_M = xp.einsum("avg,avgi,avgj->aij", ge, Pw, Pw) / math.pi**2
-            on_M = on_M - 0.5 / math.pi**2 * xp.einsum("avg,agij->aij", ge, P)
-            on_U = 2 * math.pi**2 * occ[:, None, None] * on_M
-            twice = [(1 if i == j else 2) * on_U[:, i, j] for i, j in COMPONENTS]
-            on_b = xp.stack(twice, -1)
-        return on_x, on_b, ge.sum((-1, -2))
+            dM = xp.einsum("avg,avgi,avgj->aij", ge, Pw, Pw) / math.pi**2
+            dM = dM - 0.5 / math.pi**2 * xp.einsum("avg,agij->aij", ge, P)
+            dU = 2 * math.pi**2 * occ[:, None, None] * dM
+            twice = [(1 if i == j else 2) * dU[:, i, j] for i, j in COMPONENTS]
+            db = xp.stack(twice, -1)
+        return dx, db, ge.sum((-1, -2))
 
     run = recomputed(some, g)
     for rows, (x, width, occ), constants in _chunks(arrays, a[4:7], lattice):
@@ -575,7 +577,7 @@ def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
 
 
 def _is_ordered(xyz: Any) -> bool:
-    """Return whether the map is made in an order of the atoms that serves the gradient too."""
+    """Return whether the map's kernel sorts the atoms, and saves their order for the gradient."""
     return is_tensor(xyz) and not (xyz.is_cpu or xyz.is_meta) and xyz.shape[0] >= ORDERED
 
 
@@ -610,7 +612,7 @@ density_vjp = Primitive(
 
 
 def _constant(name: str, argument: str, value: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return an array that has no gradient, and how it is made in `dtype`."""
+    """Return a constant array, and the same in `dtype`, as a `Made` if it must be cast."""
     if is_tensor(value) and value.requires_grad:
         raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
     if is_tensor(value) and sys.modules["torch"]._C._are_functorch_transforms_active():
@@ -619,7 +621,7 @@ def _constant(name: str, argument: str, value: Any, dtype: Any) -> tuple[Any, An
 
 
 def _mapped() -> bool:
-    """Return whether torch.vmap is at work, in which no value can be looked at."""
+    """Return whether torch.vmap is active, which lets nobody look at values."""
     torch = sys.modules["torch"]
     if not torch._C._are_functorch_transforms_active():
         return False
@@ -628,7 +630,7 @@ def _mapped() -> bool:
 
 
 def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
-    """Raise where an atom has no density, or warn that it is left out."""
+    """Raise if an atom has no density, or warn that it is left out."""
     arrays, xyz = a[:6], a.xyz
     if is_tensor(xyz) and (on_bad == "skip" and not xyz.is_cpu):
         return
@@ -692,50 +694,49 @@ def gaussian_density(
     xyz : array or tensor (N, 3), float32 or float64; in torch 16 bits too
         Cartesian coordinates, Å, anywhere: the cell is repeated.
     b : array or tensor (N,) or (N, 6)
-        Isotropic B, Å²; or anisotropic [U11 U22 U33 U12 U13 U23], Cartesian, Å². Where atoms of
-        both kinds are mixed, U = B/(8π²) I stands for an isotropic one.
+        Isotropic B, Å²; or anisotropic [U11 U22 U33 U12 U13 U23], Cartesian, Å². If some
+        atoms are anisotropic, the others have U = B/(8π²) I.
     occupancy : array or tensor (N,)
         Dimensionless.
     amplitudes : array or tensor (N, G)
-        Form factors at s = 0, of Gaussians A exp(-B s²) with s = sin θ/λ: electrons for X-rays, Å
+        Form factors at s = 0: A of Gaussians A exp(-B s²) with s = sin θ/λ; electrons for X-rays, Å
         for electron scattering. A constant term is a Gaussian of width 0.
     widths : array or tensor (N, G)
-        Their B, Å².
+        B of these Gaussians, Å².
     cell : array (3, 3), or Lattice
         The matrix from fractional to Cartesian coordinates, Å; or a lattice made once for many
-        calls, with which the next is left out. One on a GPU is read, which waits for it.
+        calls, which takes the place of grid_shape too. Reading a tensor on a GPU waits for the GPU.
     grid_shape : (int, int, int)
         The number of voxels along each edge of the cell.
     radius : float, or array or tensor (N,), optional
-        How far atoms reach, Å. If not given, `fusedops.density.atom_radius` says.
+        The distance up to which an atom counts, Å; by default `fusedops.density.atom_radius`.
     n_sigma : float
-        The radius in standard deviations of the widest Gaussian, where `radius` isn't given.
+        The radius in standard deviations of the widest Gaussian, if `radius` isn't given.
     on_bad : {"raise", "skip"}
-        What to do with an atom that has a number that isn't finite, a Gaussian of no positive
-        width, or a negative radius: raise, which on a GPU waits for it; or leave the atom out, with
-        a warning that counts them on the CPU, and without a word, or waiting, on a GPU. See
-        `fusedops.density.bad_atoms`.
+        The treatment of an atom with a number that isn't finite, a Gaussian of no positive width,
+        or a negative radius (see `fusedops.density.bad_atoms`). "raise" waits for the GPU, if the
+        atoms are on one. "skip" leaves such atoms out: on the CPU with a warning that counts them,
+        on a GPU silently and without waiting.
 
     Returns
     -------
     array or tensor (nx, ny, nz)
-        The map: electrons/Å³ for X-rays. In the dtype to which those of xyz, b and occupancy
-        promote.
+        The map: electrons/Å³ for X-rays. In the dtype to which xyz, b and occupancy promote.
 
     Notes
     -----
-    Gradients go to xyz, b and occupancy, with the set of voxels held fixed; second derivatives, by
-    torch alone, are formed in plain torch. `gaussian_density.vjp` returns gradients in this order.
+    xyz, b and occupancy have gradients, with the set of voxels held fixed; `gaussian_density.vjp`
+    returns them in this order. Second derivatives exist for tensors only, in plain torch.
     On the CPU atoms are summed in their order for any number of threads; on a GPU the order changes
-    from run to run, unless `torch.use_deterministic_algorithms` asks for one. A voxel that is
-    further away than the radius by no more than its 5·10⁻⁶ is inside. Inside of torch.compile,
-    `cell` should be a `Lattice` and `on_bad` "skip".
+    from run to run, unless `torch.use_deterministic_algorithms` asks for a fixed one. A voxel is
+    inside up to 1 + 5·10⁻⁶ times the radius. Inside of torch.compile, `cell` should be a `Lattice`
+    and `on_bad` "skip".
 
     References
     ----------
     Form factors: International Tables for Crystallography C (1992), table 6.1.1.4; Peng et al.,
-    Acta Cryst. A52 (1996) 257. The truncation is that of TorchRef 0.7, which counts all images of
-    an atom where its sphere is larger than the cell.
+    Acta Cryst. A52 (1996) 257. The truncation follows TorchRef 0.7, except that TorchRef counts
+    all images of an atom whose sphere is larger than the cell.
 
     Examples
     --------
@@ -749,7 +750,7 @@ def gaussian_density(
     6.00 electrons
     """
     name = "gaussian_density"
-    # Constants of 16-bit atoms keep their digits; NumPy has no bfloat16, besides.
+    # Constants of 16-bit atoms keep float32's digits; besides, NumPy has no bfloat16.
     dtype = promoted((xyz, b, occupancy))
     dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
     amplitudes, in_amplitudes = _constant(name, "amplitudes", amplitudes, dtype)
@@ -765,7 +766,7 @@ def gaussian_density(
         in_radius: Any = Made(reach, b, widths)
     elif isinstance(radius, numbers.Real):
         number = real(name, "radius", radius)
-        # Of widths, not of xyz, which torch.vmap may map over.
+        # Made from widths, not from xyz, which torch.vmap may map over.
         in_radius = Made(lambda widths: _full(number, dtype, widths), widths)
     else:
         in_radius = _constant(name, "radius", radius, dtype)[1]
@@ -792,7 +793,7 @@ def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
 
 def _full(number: float, dtype: Any, like: Any) -> Any:
     if is_tensor(like):
-        # Its length would be a constant of a compiled graph.
+        # Not len(like), which torch.compile would make a constant.
         shape = like.shape[:1]
         return sys.modules["torch"].full(shape, number, dtype=dtype, device=like.device)
     return np.full(len(like), number, dtype)

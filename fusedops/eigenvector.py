@@ -1,6 +1,6 @@
 """The eigenvector of symmetric 3×3 matrices with the smallest eigenvalue, and its derivative.
 
-For NumPy arrays and torch tensors, for the latter differentiable to any order.
+Takes NumPy arrays and torch tensors; with tensors, differentiable to any order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from fusedops._frame.arrays import namespace
 from fusedops._frame.check import is_tensor
 
-#: Below this share of its largest variance a group's second one counts as zero: the group is a
-#: line or a point, has no plane, and gets a zero normal.
+#: A group's second largest variance counts as zero below this share of the largest: the group is
+#: a line or a point, has no plane, and gets a zero normal.
 NO_PLANE = 1e-12
 
 
 def smallest_eigenvector(C: Any) -> Any:
     """Return the eigenvectors (P, 3) of covariances (P, 3, 3) with the smallest eigenvalues.
 
-    Zero where there is no plane.
+    The eigenvector of a group without a plane is zero.
     """
     if is_tensor(C):
         return _differentiable().apply(C)
@@ -33,8 +33,8 @@ def smallest_eigenvector(C: Any) -> Any:
 def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
     """Return (C - λ)⁺ q, where λ is the eigenvalue of C at `normal`.
 
-    A = C - λ has a null vector, so that on the plane A⁺ = (tr A - A) / (½ (tr² A - tr A²)); where
-    the two lower eigenvalues meet too, A⁺ = A / tr² A.
+    A = C - λ has a null vector, so that on the plane A⁺ = (tr A - A) / (½ (tr² A - tr A²)); if
+    the two lower eigenvalues are equal, A⁺ = A / tr² A.
     """
     xp = namespace(C)
     q = q - xp.einsum("pi,pi->p", q, normal)[:, None] * normal
@@ -51,14 +51,13 @@ def pseudo_solve(C: Any, normal: Any, q: Any) -> Any:
 
 @functools.cache
 def _differentiable() -> Any:
-    """Return the autograd.Function of tensors, a class that can't be declared without torch."""
+    """Return the autograd.Function for tensors; its class can't be declared without torch."""
     torch = sys.modules["torch"]
 
     class SmallestEigenvector(torch.autograd.Function):  # type: ignore[name-defined]
         """dn = -(C - λ)⁺ dC n.
 
-        The backward is written with the saved output, so that autograd finds the way through it
-        again.
+        The backward uses the saved output, so that autograd can differentiate it again.
         """
 
         generate_vmap_rule = True
@@ -88,7 +87,7 @@ def _differentiable() -> Any:
 def _jacobi(C: Any) -> tuple[Any, Any]:
     """Return eigenvalues (P, 3) and eigenvectors (P, 3, 3), the latter as columns.
 
-    In plain arithmetic: no LAPACK call, so that it runs on any device and in a CUDA graph.
+    Plain arithmetic, without LAPACK, runs on any device and in a CUDA graph.
     """
     torch = sys.modules["torch"]
     a = [[C[:, i, j] for j in range(3)] for i in range(3)]

@@ -1,4 +1,4 @@
-"""The density map of a structure: atoms as `fusedops.gaussian_density` takes them, CCP4 files."""
+"""The density map of a structure: scattering atoms, grids and CCP4 files."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ __all__ = [
 ]
 
 BYTES_PER_VOXEL = 8
-"""A map and a part of it that is added to it, both of 32 bits."""
+"""Two maps of 32 bits: the sum, and the part that is added to it."""
 
 _ENDINGS = (".ccp4", ".map", ".mrc")
 
 
 @dataclass(frozen=True, eq=False)
 class ScatteringAtoms:
-    """Atoms with their form factors, the first five fields as `fusedops.gaussian_density` has them.
+    """Atoms with their form factors; `fusedops.gaussian_density` takes the first five fields.
 
     Attributes
     ----------
@@ -59,9 +59,9 @@ class ScatteringAtoms:
     amplitudes, widths : (N, G) float64 array
         Electrons for X-rays, Å for electrons; Å².
     labels : list of str
-        As those of `fusedops.structure.Structure`.
+        As in `fusedops.structure.Structure`.
     charged : int
-        Atoms that have a charge in the file, which counts for nothing here.
+        The number of atoms with a charge in the file; form factors ignore charges.
 
     Examples
     --------
@@ -82,24 +82,24 @@ class ScatteringAtoms:
 
     @property
     def least_b(self) -> float:
-        """The smallest B of all atoms, in the direction in which an anisotropic one has it, Å²."""
+        """The smallest B of all atoms, Å²; an anisotropic atom counts in its sharpest direction."""
         if self.b.ndim == 1 or not np.isfinite(self.b).all():
             return float(self.b.min())
         return 8 * math.pi**2 * float(np.linalg.eigvalsh(_matrices(self.b)).min())
 
     @property
     def median_b(self) -> float:
-        """The B that half of the atoms have at least, an anisotropic one on average, Å²."""
+        """The median B, Å²; an anisotropic atom counts with its mean over directions."""
         b = self.b if self.b.ndim == 1 else 8 * math.pi**2 * self.b[:, :3].mean(axis=1)
         return float(np.median(b))
 
     def blurred(self, b: float) -> ScatteringAtoms:
-        """Return the atoms with all B larger, as if the map were blurred.
+        """Return the atoms with all B raised, which blurs the map.
 
         Parameters
         ----------
         b : float
-            What is added to B, Å². Structure factors are multiplied by exp(-b s²), s = sin θ/λ.
+            The increase of B, Å². Structure factors are multiplied by exp(-b s²), s = sin θ/λ.
 
         Returns
         -------
@@ -117,12 +117,12 @@ class ScatteringAtoms:
         return replace(self, b=self.b + more)
 
     def needed_blur(self, spacing: float) -> float:
-        """Return what has to be added to B for voxels to see the sharpest atom, Å².
+        """Return the increase of B that voxels need to resolve the sharpest atom, Å².
 
         Parameters
         ----------
         spacing : float
-            Of the voxels, Å.
+            The distance between voxels, Å.
 
         Returns
         -------
@@ -131,7 +131,7 @@ class ScatteringAtoms:
 
         Notes
         -----
-        That every B be 8π² spacing² / 1.1 is the rule of REFMAC5 and gemmi.
+        The rule is REFMAC5's and gemmi's: every B is at least 8π² spacing² / 1.1.
 
         Examples
         --------
@@ -144,7 +144,7 @@ class ScatteringAtoms:
         return max(0.0, 8 * math.pi**2 * spacing**2 / 1.1 - self.least_b)
 
     def radius(self, n_sigma: float = 4.0) -> np.ndarray:
-        """Return how far each atom reaches, Å, after a check that all of them have a density.
+        """Return the radius of each atom, Å, or raise if one has no density.
 
         Parameters
         ----------
@@ -186,17 +186,17 @@ class ScatteringAtoms:
 def scattering_atoms(structure: Structure, *, electron: bool = False) -> ScatteringAtoms:
     """Return the atoms of a structure with their form factors.
 
-    All of the first model are there, with the occupancies of the file: hydrogens, alternative
-    conformations, and, after the others, copies by strict non-crystallographic symmetry that the
-    file leaves out. They are not repeated by crystal symmetry, which `density_map` applies.
+    The result has all atoms of the first model, with the file's occupancies: hydrogens and
+    alternative conformations too and, at the end, copies by strict non-crystallographic symmetry
+    that the file leaves out. Crystal symmetry is left to `density_map`.
 
     Parameters
     ----------
     structure : Structure
         As `fusedops.structure.read_structure` returns it.
     electron : bool
-        Whether form factors are those of electron scattering (cryo-EM): five Gaussians [2]_.
-        Otherwise they are those of X-rays: four and a constant, a Gaussian of width 0 [1]_.
+        Whether to take form factors for electron scattering (cryo-EM), five Gaussians [2]_, instead
+        of X-rays, four Gaussians and a constant, which is a Gaussian of width 0 [1]_.
 
     Returns
     -------
@@ -207,12 +207,11 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
     ------
     StructureError
         An atom's element is unknown, or has no form factor in the table; or its B, U or occupancy
-        is no finite number.
+        isn't finite.
 
     Notes
     -----
-    Form factors are those of neutral atoms, which is also what gemmi calculates with unless told
-    otherwise.
+    Form factors are those of neutral atoms, as by default in gemmi.
 
     References
     ----------
@@ -252,7 +251,7 @@ def scattering_atoms(structure: Structure, *, electron: bool = False) -> Scatter
                 f"{structure.path}: the {name} of {structure.labels[bad]} is "
                 f"{values[bad].tolist()}; it should be finite"
             )
-    # gemmi's numbers have 32 bits, and those in the file a few digits.
+    # gemmi keeps 32 bits; rounding restores the few digits of the file.
     b, occupancy, U = np.round(b, 6), np.round(occupancy, 6), np.round(U, 6)
     anisotropic = (U != 0).any(axis=1)
     if anisotropic.any():
@@ -319,7 +318,7 @@ def _matrices(U: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class MapGrid:
-    """Where the voxels of a map are.
+    """The positions of a map's voxels.
 
     Attributes
     ----------
@@ -351,7 +350,7 @@ class MapGrid:
 
     @property
     def origin(self) -> np.ndarray:
-        """Where the first voxel is, (3,), Å."""
+        """The position of the first voxel, (3,), Å."""
         return self.cell.orth.vec.tolist() + self.matrix @ np.divide(self.start, self.shape)
 
     @property
@@ -361,7 +360,7 @@ class MapGrid:
 
 
 def unit_cell(structure: Structure) -> Any:
-    """Return the unit cell that a structure's file gives, whatever the file says of matrices.
+    """Return the unit cell of a structure's file, without regard to matrices in the file.
 
     Parameters
     ----------
@@ -371,12 +370,12 @@ def unit_cell(structure: Structure) -> Any:
     Returns
     -------
     gemmi.UnitCell or None
-        None where there is no cell, or one that stands for none: all edges are 0, or 1 Å.
+        None if the file has no cell, or a placeholder: all edges are 0, or all are 1 Å.
 
     Raises
     ------
     StructureError
-        A number is missing, an edge is shorter than 1 Å, or no cell has such angles.
+        A number is missing, an edge is shorter than 1 Å, or the angles are impossible.
 
     Examples
     --------
@@ -423,8 +422,8 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     structure : Structure
         As `fusedops.structure.read_structure` returns it.
     spacing : float
-        The largest distance of neighbouring planes of voxels, Å. They are as many more as the space
-        group and fast Fourier transforms ask for.
+        The largest distance of neighbouring planes of voxels, Å. The space group and fast Fourier
+        transforms may need more planes.
 
     Returns
     -------
@@ -433,8 +432,8 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
     Raises
     ------
     StructureError
-        The file has no unit cell, or one that no crystal has, or matrices (SCALE) of another; or
-        its space group is unknown or doesn't go with the cell.
+        The file's unit cell is missing, impossible or in conflict with its matrices (SCALE); or
+        its space group is unknown or incompatible with the cell.
     MemoryError
         The map doesn't fit into memory.
 
@@ -459,7 +458,7 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
             f"{path}: the space group {spacegroup.xhm()} doesn't go with the unit cell "
             f"{_list(cell.parameters)}"
         )
-    # gemmi finds the size by making a grid, of which that of single bytes is the smallest.
+    # gemmi finds the size by allocating a grid; a grid of bytes is the smallest.
     check_memory(cell.volume / spacing**3)
     grid = gemmi.Int8Grid()
     grid.set_unit_cell(cell)
@@ -470,12 +469,13 @@ def crystal_grid(structure: Structure, spacing: float) -> MapGrid:
 
 
 def _check_matrices(structure: Structure, cell: Any) -> None:
-    """Raise StructureError if the file has a matrix that isn't that of its unit cell.
+    """Raise StructureError if the file has a matrix that disagrees with its unit cell.
 
-    Maps have no such matrix, and gemmi says of a cell with one that no space group goes with it.
+    Maps can't store such a matrix, and gemmi calls a cell with one incompatible with every space
+    group.
     """
     told = structure.gemmi.cell
-    # gemmi takes the matrix of the file for its own only where they differ by more than this.
+    # gemmi takes the file's matrix in place of its own only if they differ by more than this.
     if not told.explicit_matrices or (
         told.frac.mat.approx(cell.frac.mat, 1e-4) and told.frac.vec.approx(cell.frac.vec, 1e-6)
     ):
@@ -508,10 +508,10 @@ def box_grid(xyz: np.ndarray, spacing: float, margin: float) -> MapGrid:
     xyz : (N, 3) array
         Å.
     spacing : float
-        Between voxels, Å.
+        The distance between voxels, Å.
     margin : float
-        Å from the outermost atoms to the end of the box, at least. Density that reaches further
-        comes in again on the other side.
+        The least distance from an atom to the edge of the box, Å. Density that reaches further
+        wraps around to the other side.
 
     Returns
     -------
@@ -547,30 +547,30 @@ def density_map(
     parts: int = 1,
     advance: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return the density of atoms as a map, with the symmetry of the crystal.
+    """Return the density of atoms as a map, with the crystal's symmetry applied.
 
     Parameters
     ----------
     atoms : ScatteringAtoms
-        Those of the asymmetric unit, as `scattering_atoms` returns them.
+        The atoms of the asymmetric unit, from `scattering_atoms`.
     grid : MapGrid
-        Of `crystal_grid` or `box_grid`.
+        From `crystal_grid` or `box_grid`.
     radius : float, optional
-        The same for all atoms, Å.
+        One radius for all atoms, Å.
     n_sigma : float
         See `fusedops.gaussian_density`.
     backend : str, optional
         The backend that must serve the call.
     parts : int
-        Work in so many shares of the atoms, each of which costs an addition of two maps.
+        The number of shares that the atoms are split into; each costs an addition of two maps.
     advance : function
-        Is called after each part.
+        Called after each part.
 
     Returns
     -------
     gemmi.Ccp4Map
-        Its ``grid.array`` (nx, ny, nz) has 32 bits: electrons/Å³, or 1/Å² for electron scattering,
-        of which one is a potential of 47.88 V.
+        Its ``grid.array`` (nx, ny, nz) has 32 bits. Units are electrons/Å³, or 1/Å² for electron
+        scattering; 1/Å² is a potential of 47.88 V.
 
     Raises
     ------
@@ -579,8 +579,8 @@ def density_map(
 
     Notes
     -----
-    The map of the asymmetric unit is added up over the operations of the space group, as in gemmi's
-    DensityCalculator: atoms on special positions have the occupancy that makes this right.
+    The map of the asymmetric unit is summed over the operations of the space group, as in gemmi's
+    DensityCalculator. This presumes reduced occupancies for atoms on special positions.
 
     Examples
     --------
@@ -599,13 +599,13 @@ def density_map(
     ccp4.grid.spacegroup = grid.spacegroup or gemmi.SpaceGroup("P 1")
     total = ccp4.grid.array.T
     *arrays, cell, shape = _arguments(atoms, grid)
-    # The op counts the nearest image of an atom. In a cell that atoms reach across, all of them
-    # are those in a lattice of several cells, which then lie upon each other.
+    # The op counts only an atom's nearest image. If atoms reach across the cell, count all images
+    # on a grid of several cells, and add the cells up.
     reach = atoms.radius(n_sigma).max() if radius is None else radius
     cells = np.ceil(2 * reach * np.linalg.norm(np.linalg.inv(cell), axis=1)).astype(int)
-    wide = np.multiply(shape, cells).tolist()
-    check_memory(math.prod(wide))
-    part = total if parts == 1 and wide == list(shape) else np.empty(wide, np.float32)
+    cells_shape = np.multiply(shape, cells).tolist()
+    check_memory(math.prod(cells_shape))
+    part = total if parts == 1 and cells_shape == list(shape) else np.empty(cells_shape, np.float32)
     for share in np.array_split(np.arange(len(atoms.xyz)), parts):
         xyz, b, occupancy, amplitudes, widths = (array[share] for array in arrays)
         fusedops.gaussian_density(
@@ -615,7 +615,7 @@ def density_map(
             amplitudes,
             widths,
             cell * cells,
-            wide,
+            cells_shape,
             radius=radius,
             n_sigma=n_sigma,
             out=part,
@@ -636,7 +636,7 @@ def density_map(
 
 
 def _arguments(atoms: ScatteringAtoms, grid: MapGrid) -> tuple[Any, ...]:
-    """Return what `fusedops.gaussian_density` is called with, for a map (nz, ny, nx).
+    """Return the arguments of `fusedops.gaussian_density` for a map (nz, ny, nx).
 
     gemmi's maps are contiguous along x, the op's along the last axis. Cartesian axes are reversed
     too, so that an orthogonal cell keeps its diagonal matrix.
@@ -683,7 +683,7 @@ def check_map_name(path: str | os.PathLike) -> None:
     Parameters
     ----------
     path : str or path-like
-        ``.ccp4``, ``.map`` or ``.mrc``, in a folder that is there.
+        ``.ccp4``, ``.map`` or ``.mrc``, in a folder that exists.
 
     Examples
     --------
@@ -701,7 +701,7 @@ def check_map_name(path: str | os.PathLike) -> None:
 
 
 def write_map(path: str | os.PathLike, ccp4: Any) -> None:
-    """Write a map; the file appears whole or not at all.
+    """Write a map; the file appears complete or not at all.
 
     Parameters
     ----------
@@ -737,17 +737,17 @@ def write_map(path: str | os.PathLike, ccp4: Any) -> None:
 
 
 def check_memory(voxels: float) -> None:
-    """Raise MemoryError if there is no room for a map of so many voxels.
+    """Raise MemoryError if a map of so many voxels doesn't fit into memory.
 
     Parameters
     ----------
     voxels : float
-        Their number.
+        The number of voxels.
 
     Raises
     ------
     MemoryError
-        What they need, and what there is.
+        The map doesn't fit; the message has the memory that it needs, and the memory available.
 
     Examples
     --------

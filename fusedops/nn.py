@@ -1,4 +1,4 @@
-"""Modules for torch. Import it by name: ``import fusedops`` alone imports no torch."""
+"""Modules for torch, imported by name since ``import fusedops`` doesn't import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# The bridge: torch.compile can't import it while it traces a call.
+# Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import dtype_name, of_shape, one_of, promoted
 from fusedops._frame.registry import BACKENDS
@@ -29,12 +29,12 @@ GENERATOR_ACTIVATIONS = {
 
 
 class DynamicShortConvolution(torch.nn.Module):
-    r"""Causal convolution of tokens with kernels that a small network makes of every token.
+    r"""Causal convolution of tokens with kernels that a small network computes from each token.
 
     .. math:: y_{btd} = a\Bigl(\sum_{w=0}^{W-1} k_{btdw} \, x_{b,\,t+w-W+1,\,d}\Bigr), \quad
               k_{bt,\,dW+w} = \bigl(W_2 \, g(W_1 u_{bt}) + \beta\bigr)_{dW+w}
 
-    with the activations a and g, and u the generator's input: x, or another one.
+    with the activations a and g, and the generator's input u: x, or another tensor.
 
     Parameters
     ----------
@@ -45,16 +45,16 @@ class DynamicShortConvolution(torch.nn.Module):
     generator_input_size : int, optional
         C, the channels of u; D by default.
     generator_reduction : int, optional
-        The generator has hidden_size // generator_reduction hidden units, and D without it.
+        The generator has hidden_size // generator_reduction hidden units; D by default.
     generator_activation : {"silu", "swish", "gelu", "relu", "tanh", "sigmoid", "identity"}
         g.
     activation : {"silu", "swish", None}
-        a, of which the first two are x · sigmoid(x).
+        a; "silu" and "swish" both name x · sigmoid(x).
     static_conv_init : callable, optional
-        Called once, without gradients, with :math:`\beta`, a parameter (D · W,), to fill it in
-        place: the kernels before there is anything learned.
+        A function that fills :math:`\beta`, a parameter (D · W,), in place. It is called once,
+        without gradients, and sets the kernels before training.
     use_fast_conv1d, implementation
-        Ignored: the registry chooses a backend. They are here for calls that pass them.
+        Ignored, and accepted only for callers that pass them: the registry chooses a backend.
     backend : str, optional
         The backend that must serve every call.
 
@@ -65,19 +65,19 @@ class DynamicShortConvolution(torch.nn.Module):
     activation, backend : str or None
         As given.
     kernel_generator : torch.nn.Sequential
-        ``w1`` and ``w2``, linear, and ``act`` between them; of its parameters ``w1.weight``,
-        ``w2.weight`` and ``w2.bias``, all are zero at first, but for `static_conv_init`.
+        Linear layers ``w1`` and ``w2``, with ``act`` between them. The parameters ``w1.weight``,
+        ``w2.weight`` and ``w2.bias`` start at zero, except for `static_conv_init`.
 
     Raises
     ------
     ValueError
-        If a size isn't positive or there is no such activation; the message names the argument.
+        If a size isn't positive or an activation is unknown; the message names the argument.
 
     Notes
     -----
-    Arguments, parameters and results are those of the class of this name in Jet-Nemotron: to
-    change from one to the other is to change the import, and checkpoints load as they are. Unlike
-    that one, it leaves x as it is, takes packed sequences, and has gradients in a decoding step.
+    Arguments, parameters and results are the same as in Jet-Nemotron's class of this name: to
+    switch, change the import; checkpoints load unchanged. Unlike Jet-Nemotron's class, this one
+    leaves x unchanged, takes packed sequences, and has gradients in a decoding step.
 
     References
     ----------
@@ -163,12 +163,12 @@ class DynamicShortConvolution(torch.nn.Module):
         Returns
         -------
         tensor (B, T, D, W) or (B, D, W)
-            In the dtype of the parameters, or that of autocast.
+            In the dtype of the parameters, or autocast's.
 
         Raises
         ------
         RuntimeError
-            torch's own, if x doesn't go with the parameters.
+            Raised by torch if x doesn't fit the parameters.
 
         References
         ----------
@@ -193,12 +193,12 @@ class DynamicShortConvolution(torch.nn.Module):
         generator_input: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        r"""Return the convolution of tokens, and the cache that the next ones need.
+        r"""Return the convolution of tokens, and the cache for the tokens that follow.
 
         .. math:: y_{btd} = a\Bigl(\sum_{w=0}^{W-1} k_{btdw} \, x_{b,\,t+w-W+1,\,d}\Bigr)
 
-        with x multiplied by the mask, and before the first token the inputs that the cache holds,
-        or zero. One token with a cache, and without `cu_seqlens`, is a decoding step.
+        with x multiplied by the mask. Before the first token x stands for the inputs in the cache,
+        or zeros. One token with a cache, and without `cu_seqlens`, is a decoding step.
 
         Parameters
         ----------
@@ -207,40 +207,40 @@ class DynamicShortConvolution(torch.nn.Module):
         mask : tensor (B, T), of any dtype, optional
             Zero or false where a token is padding.
         cache : tensor (B, D, W), or (S, D, W) for packed sequences, optional
-            The last W inputs, the latest last. A decoding step updates it in place, and with
-            `output_final_state` so does any call. Its dtype must hold that of x.
+            The last W inputs, the latest last. A decoding step, or any call with
+            `output_final_state`, updates it in place. Its dtype must hold the values of x.
         output_final_state : bool
             Whether to return the last W inputs.
         cu_seqlens : Sequences, or tensor (S + 1,), int32 or int64, optional
-            Where each of S packed sequences begins, and where the last one ends; then B is 1.
+            Where each of S packed sequences begins, and where the last one ends; B must be 1.
             Inside `torch.compile` it should be a `Sequences`.
         generator_input : tensor (B, T, C), optional
-            What the kernels are made of; by default x, after the mask.
+            u, the generator's input; by default x, after the mask.
         **kwargs
-            Ignored, for callers that pass the same arguments to several kinds of layers.
+            Ignored, for callers that pass the same arguments to layers of several classes.
 
         Returns
         -------
         y : tensor (B, T, D)
             In the dtype of x.
         cache : tensor (B, D, W) or (S, D, W), or None
-            The one that was given; without one, a new one if `output_final_state` asks for it.
+            The cache that was given; if none was, a new one with `output_final_state`.
 
         Raises
         ------
         TypeError, ValueError
             If an argument has the wrong dtype, shape or device; the message names it.
         RuntimeError
-            torch's own, if the generator's input has another dtype than its parameters, or if the
-            cache to be updated is a leaf that requires grad.
+            Raised by torch if the generator's input has another dtype than its parameters, or if
+            the cache to be updated is a leaf that requires grad.
         BackendUnavailable
             If the module's backend can't serve the call.
 
         Notes
         -----
-        A cache takes values on to the next call, but no gradients: what is written into it, or
-        returned as a new one, is detached. The gradient of a call reaches its own x, generator's
-        input and parameters, and the cache that it was given, if that requires grad.
+        A cache passes values on to the next call, but no gradients: values written into a cache,
+        and a new cache, are detached. The gradient of a call reaches its own x, generator's input
+        and parameters, and the given cache, if that requires grad.
 
         References
         ----------
@@ -290,7 +290,7 @@ class DynamicShortConvolution(torch.nn.Module):
         if torch.is_grad_enabled() and any(
             array is not None and array.requires_grad for array in (x, kernels, cache)
         ):
-            # The backward reads what the cache held before it was updated, and can't keep a tensor
+            # The backward reads the cache as it was before the update, and can't save a tensor
             # that was made in inference mode.
             state = None if cache is None else cache.clone()
         elif cache is not None and decoding:
@@ -312,15 +312,15 @@ class DynamicShortConvolution(torch.nn.Module):
         return y.to(x.dtype), cache
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows besides the generator."""
+        """Return the text in ``repr`` that comes before the generator."""
         shown = (
             f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation!r}"
         )
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
 
 
-#: What other programs call the layers of a triangle's update, and its gate there. Two names are
-#: left and right.
+#: Other programs' names for the layers of the triangle update, by the gate of the program. Two
+#: names are left and right.
 _LAYERS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "output": {
         "norm_in": (("layer_norm_in",),),
@@ -342,9 +342,9 @@ _LAYERS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
 
 
 def _renamed(state_dict: Mapping[str, Any], prefix: str, direction: str) -> tuple[Any, str | None]:
-    """Return a state_dict with our names for the layers, and the gate that other names stand for.
+    """Return a state_dict with our names for the layers, and the gate that other names imply.
 
-    Those with the hidden gate are of a program that sums l_kj r_ki over incoming edges.
+    The program with the hidden gate sums l_kj r_ki over incoming edges: left and right change.
     """
     renamed, gate = dict(state_dict), None
     for kind, layers in _LAYERS.items():
@@ -356,8 +356,8 @@ def _renamed(state_dict: Mapping[str, Any], prefix: str, direction: str) -> tupl
                         tensors = [renamed.pop(key) for key in keys]
                         if kind == "hidden" and direction == "incoming":
                             tensors.reverse()
-                        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-                        renamed[f"{prefix}{ours}.{part}"] = whole
+                        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+                        renamed[f"{prefix}{ours}.{part}"] = joined
                         gate = kind
     return renamed, gate
 
@@ -389,18 +389,18 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     c_hidden : int, optional
         H, the channels of left and right; C by default.
     direction : {"outgoing", "incoming"}
-        Over which edges of a triangle the sum goes.
+        The edges of a triangle that the sum runs over.
     gate : {"output", "hidden"}
-        What the last gate multiplies: the output, as in OpenFold and Boltz; or the normalized sum,
+        The factor of the last gate: the output, as in OpenFold and Boltz; or the normalized sum,
         as in the gpu-mode TriMul problem.
     bias : bool
-        Whether projections and gates have biases, as those of OpenFold's AlphaFold 2 do.
+        Whether projections and gates have biases, as in OpenFold's AlphaFold 2.
     eps : float
-        That of both LayerNorms.
+        ε of both LayerNorms.
     precision : {None, "ieee", "tf32", "bf16", "fp16"}
-        The least precision that factors of a product are rounded to; None is that of x.
+        The lowest precision to which a product may round its factors; None means that of x.
     max_memory : int, optional
-        The most bytes that forward or backward may use besides arguments and results; see
+        The most bytes of intermediate results in forward or backward; see
         `fusedops.triangle_multiplicative_update`.
     backend : str, optional
         The backend that must serve every call.
@@ -412,7 +412,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     direction, gate, eps, precision, max_memory, backend
         As given.
     norm_in, norm_out : torch.nn.LayerNorm
-        Of x, and of the sum over triangles.
+        The LayerNorms of x, and of the sum over triangles.
     p_in, g_in : torch.nn.Linear
         Projection and gate of x, left above right.
     p_out, g_out : torch.nn.Linear
@@ -421,18 +421,17 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     Raises
     ------
     ValueError
-        If a size isn't positive or there is no such direction, gate, precision or backend; the
-        message names the argument.
+        If a size isn't positive or a direction, gate, precision or backend is unknown; the message
+        names the argument.
 
     Notes
     -----
-    The parameters have the names of Boltz. `load_state_dict` also takes those of OpenFold
-    (``linear_a_p`` or ``linear_ab_p`` and so on), which need ``gate="output"``, and those of the
-    gpu-mode problem (``left_proj`` and so on), which need ``gate="hidden"``; `from_state_dict`
-    makes the module that a state_dict needs. The gpu-mode problem is outgoing; for
-    ``direction="incoming"`` its names are read as in triangle-multiplicative-module, from which it
-    has them: there left and right are exchanged. Before anything is learned the output is zero, as
-    in AlphaFold.
+    The parameters have the names of Boltz. `load_state_dict` also takes OpenFold's names
+    (``linear_a_p`` or ``linear_ab_p`` and so on) with ``gate="output"``, and the gpu-mode problem's
+    (``left_proj`` and so on) with ``gate="hidden"``; `from_state_dict` makes the module that fits a
+    state_dict. The gpu-mode problem sums over outgoing edges only. With ``direction="incoming"``
+    its names are read as in triangle-multiplicative-module, which it took them from: left and
+    right change places. Before training the output is zero, as in AlphaFold.
 
     References
     ----------
@@ -488,7 +487,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         self.g_out = torch.nn.Linear(c_z, c_z if gate == "output" else c_hidden, bias)
         self.register_load_state_dict_pre_hook(self._rename)
         with torch.no_grad():
-            # A normal distribution that is cut off at two deviations has 0.88 of its deviation.
+            # Truncation at two standard deviations leaves 0.88 of a normal distribution's.
             deviation = c_z**-0.5 / 0.87962566103423978
             torch.nn.init.trunc_normal_(
                 self.p_in.weight, std=deviation, a=-2 * deviation, b=2 * deviation
@@ -512,7 +511,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Give the layers of a state_dict our names, in place."""
+        """Rename the layers of a state_dict to our names, in place."""
         renamed, gate = _renamed(state_dict, prefix, module.direction)
         if gate not in (None, module.gate):
             errors.append(
@@ -531,20 +530,20 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         prefix: str = "",
         **options: Any,
     ) -> TriangleMultiplicativeUpdate:
-        r"""Return a module with the parameters of a state_dict, of its sizes and dtype.
+        r"""Return a module with the parameters, sizes and dtype of a state_dict.
 
         Parameters
         ----------
         state_dict : mapping of str to tensor
             With the names of this class and Boltz, of OpenFold, or of the gpu-mode TriMul problem.
-            C and H are the shape of the output's projection.
+            The shape of the output's projection is (C, H).
         direction : {"outgoing", "incoming"}
-            Over which edges of a triangle the sum goes: a state_dict doesn't say.
+            The edges of a triangle that the sum runs over; a state_dict doesn't say.
         prefix : str
-            What the names of these parameters begin with; others are left alone.
+            The prefix of these parameters' names; other names are ignored.
         **options
-            Other arguments of the class. If `gate` isn't given, names and shapes say which it is;
-            where they don't, it is "output".
+            Other arguments of the class. A `gate` that isn't given follows from names and shapes,
+            or is "output" if they don't tell.
 
         Returns
         -------
@@ -554,9 +553,9 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         Raises
         ------
         KeyError
-            If there is no projection of the output.
+            If the output's projection is missing.
         RuntimeError
-            torch's own, if other parameters are missing, too many, or of the wrong shape.
+            Raised by torch if other parameters are missing, too many, or of the wrong shape.
 
         References
         ----------
@@ -584,8 +583,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
             )
         c_z, c_hidden = own["p_out.weight"].shape
         if gate is None:
-            wide = "g_out.weight" in own and own["g_out.weight"].shape[0] == c_z
-            gate = "output" if wide or "g_out.weight" not in own else "hidden"
+            full = "g_out.weight" in own and own["g_out.weight"].shape[0] == c_z
+            gate = "output" if full or "g_out.weight" not in own else "hidden"
         options = {"gate": gate, "bias": "p_in.bias" in own, **options}
         with torch.device("meta"):
             module = cls(c_z, c_hidden, direction, **options)
@@ -597,7 +596,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, use_kernels: bool = False
     ) -> torch.Tensor:
-        r"""Return the update of a pair representation, which is to be added to it.
+        r"""Return the update to add to a pair representation.
 
         .. math:: \mathrm{out}_{ij} = p\Bigl(\sum_k l_{ik} \odot r_{jk}\Bigr) \odot g_{ij}
 
@@ -606,11 +605,11 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         Parameters
         ----------
         x : tensor (..., N, N, C), float32, float64, bfloat16 or float16
-            The pair representation, of any number of batch dimensions, none too.
+            The pair representation, with any number of batch dimensions, or none.
         mask : tensor that broadcasts to (..., N, N), bool or any float, optional
-            Zero or false where an edge isn't there.
+            Zero or false where an edge is missing.
         use_kernels
-            Ignored: the registry chooses a backend. It is here for Boltz, which passes it.
+            Ignored, and accepted only because Boltz passes it: the registry chooses a backend.
 
         Returns
         -------
@@ -656,11 +655,11 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         out = op(z, self.direction, mask, *_weights(self), *given, **options)
         if batch == 1:
             return out
-        # No view: FSDP can't follow what is done to one in place.
+        # Not a view: FSDP can't follow writes to a view.
         return torch.ops.aten._unsafe_view(out, x.shape)
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows besides the layers."""
+        """Return the text in ``repr`` that comes before the layers."""
         shown = (
             f"{self.c_z}, c_hidden={self.c_hidden}, direction={self.direction!r}, "
             f"gate={self.gate!r}"

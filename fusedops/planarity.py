@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 FITS = ("uniform", "weighted")
 
-#: Planes that a CPU kernel fits at a time, one to a vector lane. It is here, not with the kernels,
-#: as `Planes` are cut into such blocks.
+#: The number of planes that a CPU kernel fits at a time, one in each vector lane. It stands here,
+#: not with the kernels, because `Planes` lists these blocks.
 LANES = 16
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -58,17 +58,17 @@ class Planes(Packed):
     Parameters
     ----------
     plane_groups : sequence of (indices, sigmas)
-        `indices` (P, n) int32 or int64, the atoms of P planes of n ≥ 3 atoms each; `sigmas` (P,)
-        for a plane or (P, n) for an atom, standard deviations in Å, finite and positive. Which of
-        the two is read from the rank. NumPy arrays (or nested lists), or torch tensors of one
-        device, where the object then lives.
+        `indices` (P, n) int32 or int64, the atoms of P planes of n ≥ 3 atoms each; `sigmas`, one
+        for each plane (P,) or each atom (P, n), standard deviations in Å, finite and positive.
+        NumPy arrays (or nested lists), or torch tensors on one device, on which the object then
+        lives.
     num_atoms : int, optional
         The number of atoms that indices must stay below.
 
     Attributes
     ----------
     num_planes, num_entries : int
-        The number of planes, and of their atoms together.
+        The number of planes, and of their atoms, summed over all planes.
     bound : int
         One more than the largest index: the least number of atoms that coordinates must have.
     device : str
@@ -81,8 +81,8 @@ class Planes(Packed):
 
     Notes
     -----
-    The arrays are copied: changing them later changes nothing here. Memory grows with the largest
-    index. Planes are ordered by their number of atoms, stably.
+    The arrays are copied, so later changes to them have no effect. Memory grows with the largest
+    index. Planes are sorted by their number of atoms; planes of one size keep their order.
 
     Examples
     --------
@@ -94,9 +94,9 @@ class Planes(Packed):
 
     # index: the atoms of all planes, plane after plane; weight: 1/σ² of planes or of entries;
     # plane_ptr: where each plane begins in index; block_ptr: where each run of up to LANES planes
-    # of one size begins. An atom in exactly one plane has its gradient from there (slot < 0);
-    # any other is its own owner and sums its rows of a spill array: entry e writes row slot[e],
-    # and atom reduced[r] sums rows reduced_ptr[r] to reduced_ptr[r + 1], of which it may have none.
+    # of one size begins. An atom in exactly one plane gets its gradient from that plane alone
+    # (slot < 0). Every other atom sums rows of a spill array: entry e writes row slot[e], and atom
+    # reduced[r] sums rows reduced_ptr[r] to reduced_ptr[r + 1]; an atom in no plane has no rows.
     _fields = (
         "index",
         "weight",
@@ -125,7 +125,7 @@ class Planes(Packed):
 
     @classmethod
     def foresee(cls, *tensors: Any, num_atoms: int) -> dict[str, Any]:
-        """Return the sizes that are known before the tensors' values are."""
+        """Return the sizes that don't depend on the tensors' values."""
         num_planes = sum(len(index) for index in tensors[::2])
         num_entries = sum(index.numel() for index in tensors[::2])
         return {"bound": 0, "num_planes": num_planes, "num_entries": num_entries}
@@ -267,7 +267,7 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
 def _refuse(
     groups: list[tuple[np.ndarray, np.ndarray]], name: str, error: type[Exception], should: str
 ) -> None:
-    """Raise an error that names the first bad element of arrays, given with where they are bad."""
+    """Raise an error that names the first bad element of pairs (array, mask of bad elements)."""
     for g, (array, bad) in enumerate(groups):
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -277,14 +277,14 @@ def _refuse(
 
 
 def _inverse_square(sigma: np.ndarray) -> np.ndarray:
-    """Return 1/σ², zero where that is no finite positive number."""
+    """Return 1/σ², or zero where it isn't finite and positive."""
     with np.errstate(all="ignore"):
         weight = sigma**-2.0
     return np.where((sigma > 0) & (weight < np.inf), weight, 0.0)
 
 
 def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
-    """Return, for every size n of plane, indices (P, n) and 1/σ² (P, n) or (P, 1)."""
+    """Return indices (P, n) and 1/σ², (P, n) or (P, 1), of the planes of every size n."""
     fields = planes.fields_like(like)
     index, weight, ptr = fields.index, fields.weight, planes.plane_ptr
     if is_tensor(index):
@@ -304,17 +304,17 @@ def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
 class _Fit:
     """The best planes of P groups of n atoms, in float64.
 
-    r (P, n, 3), from the centroid; share (P, n), 1 or the weights; C (P, 3, 3), the covariance
-    scaled to trace 1, and scale, what it was multiplied by; normal (P, 3), zero for a group that
-    has no plane; d (P, n).
+    r (P, n, 3): vectors from the centroid; share (P, n): 1, or the weights; C (P, 3, 3): the
+    covariance, multiplied by scale so that its trace is 1; normal (P, 3): zero for a group that
+    has no plane; d (P, n): distances from the plane.
     """
 
-    # Coordinates that aren't finite, or whose squares aren't, are met and left out below.
+    # Coordinates that aren't finite, or whose squares aren't, are left out below.
     @np.errstate(invalid="ignore", over="ignore")
     def __init__(self, xyz: Any, index: Any, weight: Any, fit: str) -> None:
         xp = namespace(xyz)
         x = double(xyz[index])
-        # From the plane's first atom on, since the distance to the origin would cost digits.
+        # Relative to the plane's first atom: a large distance to the origin would cost digits.
         x = x - x[:, :1]
         self.share = xp.ones_like(x[..., 0])
         if fit == "weighted":
@@ -333,7 +333,7 @@ class _Fit:
         self.d = xp.einsum("pai,pi->pa", self.r, self.normal)
 
     def centred(self, values: Any, fit: str) -> Any:
-        """Return values (P, n) less their mean; a weighted centroid has that mean zero already."""
+        """Return values (P, n) less their mean, which cancels out if the centroid is weighted."""
         return values if fit == "weighted" else values - values.mean(-1)[:, None]
 
 
@@ -342,7 +342,7 @@ def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
     if is_tensor(like):
         out = double(like.new_zeros(like.shape))
         for index, row in rows:
-            # Deterministic on a GPU too, which index_add is not.
+            # Unlike index_add, deterministic on a GPU too.
             out = out.index_put((index,), row, accumulate=True)
         return out.to(like.dtype)
     out = np.zeros(like.shape)
@@ -352,7 +352,7 @@ def _scatter(rows: list[tuple[Any, Any]], like: Any) -> Any:
 
 
 def _nll_formula(a: Any) -> tuple[Any, Any]:
-    """Return the restraint and its gradient, the definition of both."""
+    """Define the restraint and its gradient."""
     xyz, planes, fit = a
     total = planes.fields_like(xyz).constant.sum()
     rows = []
@@ -397,7 +397,7 @@ def _gradient_vjp_formula(a: Any) -> tuple[Any]:
 
 
 def _nll_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
-    # Of one element, not of none: torch.vmap can't multiply by a batch of no numbers.
+    # Reshaped to (1, 1), since torch.vmap can't multiply by a batch of 0-d tensors.
     dxyz = None if dy.nll is None else dy.nll.reshape(1, 1) * y.gradient
     if dy.gradient is not None:
         (turned,) = gradient_vjp(a.xyz, dy.gradient, a.planes, a.fit)
@@ -418,7 +418,7 @@ nll = Primitive(
     family="planarity",
     arrays={"xyz": "(N, 3)"},
     static={"planes": Planes, "fit": str},
-    # The gradient waits for its cotangent in float32: in 16 bits it may be beyond all numbers.
+    # The gradient is saved in float32 at least: in 16 bits it may overflow.
     outputs={"nll": "() summed of xyz", "gradient": "(N, 3) summed of xyz"},
     formula=_nll_formula,
     pullback=_nll_pullback,
@@ -483,9 +483,9 @@ def planarity_nll(
     xyz : array or tensor (N, 3), float32 or float64; in torch bfloat16 and float16 too
         Coordinates in Å.
     plane_groups : Planes, or sequence of (indices, sigmas)
-        What `Planes` takes; a `Planes` made once saves the packing of every call.
+        `Planes`, packed once for many calls, or its argument, packed anew in every call.
     fit : {"uniform", "weighted"}
-        Whether every atom of a plane counts alike in its centroid and covariance, or with 1/σ².
+        An atom's weight in its plane's centroid and covariance: 1, or 1/σ².
 
     Returns
     -------
@@ -495,16 +495,16 @@ def planarity_nll(
     Raises
     ------
     IndexError
-        If a plane has an atom beyond those of `xyz`.
+        If a plane's atom index is out of range for `xyz`.
 
     Notes
     -----
     The gradient is :math:`[d_c/\sigma_c^2 - \mathrm{mean}_a(d_a/\sigma_a^2)] n_p`, with the normal
     held fixed, as in TorchRef, SHELXL, Phenix and Refmac. It is exact where σ is uniform in a plane
-    or `fit` is ``"weighted"``. Second derivatives differentiate that gradient, with the turning of
-    the normal. A group with a coordinate that isn't finite, or whose atoms lie on a line or in a
-    point, has no plane: its distances count as zero and it adds nothing to the gradient. Atoms lie
-    on a line where their second largest variance is at most 1e-12 of the largest.
+    or `fit` is ``"weighted"``. Second derivatives differentiate this gradient, and include the
+    rotation of the normal. A group with a coordinate that isn't finite, or with all atoms on a line
+    or at a point, has no plane: its distances count as zero and it adds nothing to the gradient.
+    Atoms count as on a line if their second largest variance is at most 1e-12 of the largest.
 
     References
     ----------
@@ -536,15 +536,15 @@ def plane_deviations(
     xyz : array (N, 3), float32 or float64
         Coordinates in Å.
     plane_groups : sequence of (indices, sigmas)
-        What `Planes` takes.
+        As in `Planes`.
     fit : {"uniform", "weighted"}
         As in `planarity_nll`.
 
     Returns
     -------
     list of array (P, n), float64
-        In Å, one for every entry of `plane_groups`, in its order; zero in a group that has no
-        plane. The sign is the normal's, which is arbitrary for every plane.
+        In Å, an array for every entry of `plane_groups`, in order; zero in a group that has no
+        plane. The sign follows the normal's, which is arbitrary for every plane.
 
     Raises
     ------

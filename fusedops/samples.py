@@ -1,4 +1,4 @@
-"""Molecules, grids and pairs like those that programs have, for tests, benches and the demo."""
+"""Realistic molecules, grids and pair representations for tests, benches and the demo."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["atoms_in", "cubes", "pair", "protein", "ubiquitin"]
 def protein(
     residues: int, rng: np.random.Generator, *, noise: float = 0.02
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return a chain of `residues` flat peptides with side chains, as planarity meets it.
+    """Return a chain of flat peptides with side chains, for planarity.
 
     Parameters
     ----------
     residues : int
-        Peptide planes; every fourth residue carries a carboxylate, every eighth a six-membered
-        ring, every sixteenth an indole.
+        The number of peptides; every fourth residue carries a carboxylate, every eighth a
+        six-membered ring, every sixteenth an indole.
     rng : numpy.random.Generator
-        Where directions and noise come from.
+        The source of directions and noise.
     noise : float
         Standard deviation in Å of every coordinate.
 
@@ -79,7 +79,7 @@ def protein(
 
 
 def ubiquitin() -> Structure:
-    """Return the structure of ubiquitin, 1UBI, that comes with the package.
+    """Return the structure of ubiquitin, 1UBI, from the package's data.
 
     Returns
     -------
@@ -100,18 +100,18 @@ def ubiquitin() -> Structure:
 def atoms_in(
     cell: np.ndarray, count: int, rng: np.random.Generator, *, anisotropic: bool = False
 ) -> tuple[np.ndarray, ...]:
-    """Return atoms like those of a protein, as `fusedops.gaussian_density` takes them.
+    """Return atoms like a protein's, as arguments of `fusedops.gaussian_density`.
 
     Parameters
     ----------
     cell : (3, 3) array
-        The cell, Å, in and around which they are.
+        The cell, Å; the atoms lie in it and around it.
     count : int
-        Atoms.
+        The number of atoms.
     rng : numpy.random.Generator
-        Where positions, B and elements come from.
+        The source of positions, B and elements.
     anisotropic : bool
-        Whether `b` is U.
+        Whether `b` is U instead of B.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def atoms_in(
     [(4, 3), (4,), (4,), (4, 5), (4, 5)]
     """
     xyz = rng.uniform(-0.5, 1.5, (count, 3)) @ cell.T
-    # Carbon, and a heavier scatterer with a constant below zero.
+    # Carbon, and a heavier scatterer with a negative constant.
     table = np.array(
         [
             [[2.31, 1.02, 1.5886, 0.865, 0.2156], [20.8439, 10.2075, 0.5687, 51.6512, 0.0]],
@@ -144,16 +144,16 @@ def atoms_in(
 def cubes(
     rng: np.random.Generator, count: int, grid: tuple[int, int, int], cube: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return offsets of cubes around points of a periodic grid, as TorchRef makes them.
+    """Return offsets of cubes around points of a periodic grid, as in TorchRef.
 
     Parameters
     ----------
     rng : numpy.random.Generator
-        Where the points come from.
+        The source of the points.
     count : int
-        Cubes.
+        The number of cubes.
     grid, cube : (int, int, int)
-        Voxels along each edge.
+        The numbers of voxels along each edge.
 
     Returns
     -------
@@ -189,26 +189,26 @@ def pair(
     norms: bool = True,
     biases: bool = False,
 ) -> dict[str, np.ndarray | None]:
-    """Return a pair representation (B, N, N, C) and the weights of a triangle's update, by name.
+    """Return a pair representation (B, N, N, C) and the weights of the triangle update, by name.
 
     Parameters
     ----------
     B, N, C, H : int
-        Batch, residues, channels of the pair representation, and of left and right.
+        Batch size, residues, channels of the pair representation, channels of left and right.
     rng : numpy.random.Generator
-        Where the numbers come from. Every dtype holds them.
+        The source of the numbers, which every dtype represents exactly.
     gate : {"output", "hidden"}
         As in `fusedops.triangle_multiplicative_update`.
     mask : bool, optional
-        True for one of zeros and ones, which hides the last row and column; False for one of any
-        numbers; None for none.
+        True for a mask of zeros and ones, which hides the last row and column; False for a mask of
+        arbitrary numbers; None for no mask.
     norms, biases : bool
-        Whether there are weights and biases of the LayerNorms; and biases of projections and gates.
+        Whether the LayerNorms have weights and biases; whether projections and gates have biases.
 
     Returns
     -------
     dict of str to array or None, float64
-        In the order of the arrays of the update.
+        In the order of the update's arrays.
 
     Examples
     --------
@@ -247,5 +247,5 @@ def pair(
 
 
 def _exact(array: np.ndarray, step: float = 1 / 32) -> np.ndarray:
-    """Return numbers near those of an array that every dtype holds: of 8 bits."""
+    """Return an array rounded to 8 bits, which every dtype represents exactly."""
     return step * np.clip(np.round(array / step), -255, 255)

@@ -1,7 +1,7 @@
-"""Structured scatter and gather: cubes around atoms, to and from one map.
+"""Structured scatter and gather between cubes around atoms and one map.
 
-One file, from top to bottom: the plan, the definitions of the two operations, each of which is the
-other's adjoint, and the public ops. The kernels are in ``cpukern/scatter_*`` and
+One file, from top to bottom: the plan, the definitions of the two operations, which are adjoint to
+each other, and the public ops. The kernels are in ``cpukern/scatter_*`` and
 ``gpukern/scatter.py``.
 """
 
@@ -34,14 +34,14 @@ from fusedops._frame.threads import in_parallel
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Cubes whose extremes pay for waking a thread.
+# The number of cubes whose extremes are worth waking a thread for.
 _GRAIN = 1 << 10
-# Whose kernels want the cubes sorted.
+# Devices whose kernels need the cubes sorted.
 _GPUS = ("cuda", "xpu")
-#: Elements along the axes of a tile of a grid that one program on a GPU owns. It is here, not with
-#: the kernels, as a plan on a GPU lists the cubes of every tile.
+#: The elements along each axis of a grid tile, which one program on a GPU owns. It stands here, not
+#: with the kernels, because a plan on a GPU lists the cubes of every tile.
 TILE = (4, 8, 16)
-#: Bits of an offset in such a list's pairs of a tile and a cube.
+#: The bits of each offset in a pair of a tile and a cube, see `_pairs`.
 FIELD = 10
 _LONGEST = 1 << FIELD - 1
 
@@ -49,15 +49,15 @@ _LONGEST = 1 << FIELD - 1
 class Sorted(NamedTuple):
     """The tensors of a plan that kernels on a GPU read.
 
-    Where all cubes are boxes of a periodic grid, programs own tiles of it; otherwise `origins`,
-    `begin` and `pairs` are empty.
+    If all cubes are boxes of one periodic grid, every program owns a tile of it; otherwise
+    `origins`, `begin` and `pairs` are empty.
     """
 
     wa: Any
     wbwc: Any
-    #: The numbers of the cubes, by the places of their first elements (C,).
+    #: The indices of the cubes, sorted by the offset of their first element (C,).
     order: Any
-    #: The place of every cube's first element in the grid (C, 3).
+    #: The grid coordinates of every cube's first element (C, 3).
     origins: Any
     #: Where the pairs of each tile begin (tiles + 1,).
     begin: Any
@@ -79,27 +79,27 @@ class ScatterPlan(Packed):
     map_size : int
         The number of elements of the map.
     copy : bool
-        Whether to keep copies. Otherwise the arrays must not change as long as the plan is used.
+        Whether to copy the arrays. If not, they must not change while the plan is in use.
 
     Attributes
     ----------
     map_size : int
         As given.
     shape : tuple of int
-        (C, nx, ny, nz), that of the cubes.
+        The shape of the cubes, (C, nx, ny, nz).
     device : str
         ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
 
     Raises
     ------
     TypeError, ValueError
-        If an array has the wrong dtype, shape or device, or `map_size` is no size.
+        If an array has the wrong dtype, shape or device, or `map_size` is not a size.
     IndexError
         If an element lies outside of the map; the message names the first.
 
     Notes
     -----
-    Arrays on a GPU stay there, and checking them waits for the GPU. `to` copies an object to
+    Arrays on a GPU stay there, and checking them waits for the GPU. `to` copies a plan to
     another device.
 
     Examples
@@ -137,7 +137,7 @@ class ScatterPlan(Packed):
 
     @classmethod
     def made_of(cls, wa: Any, wbwc: Any, *, map_size: int) -> Self:
-        """Return a plan of index arrays; on the CPU for one call, in which a reader checks them."""
+        """Return a plan; on the CPU the formula or kernel that reads it checks its arrays."""
         if is_tensor(wa) and not wa.is_cpu:
             return cls(wa, wbwc, map_size)
         self = cls.__new__(cls)
@@ -146,15 +146,15 @@ class ScatterPlan(Packed):
 
     @classmethod
     def foresee(cls, wa: Any, wbwc: Any, *, map_size: int) -> dict[str, Any]:
-        """Return the attributes that are known before the tensors' values are."""
+        """Return the attributes that don't depend on the tensors' values."""
         return {"map_size": map_size}
 
     def to(self, device: Any) -> Self:
-        """Return the same plan on a torch device; this one where it is there already."""
+        """Return the same plan on a torch device, or this one if it is there already."""
         return super().to(device)._settled()
 
     def _settled(self) -> Self:
-        """Return this plan, on a GPU sorted: a call may be in a CUDA graph, which can't wait."""
+        """Return this plan, sorted if on a GPU: in a CUDA graph a call can't wait for the sort."""
         if self._on_gpu():
             _ = self._sorted
         return self
@@ -182,9 +182,9 @@ class ScatterPlan(Packed):
 
     @functools.cached_property
     def reach(self) -> tuple[Any, Any]:
-        """The smallest and the largest offset of every cube, none of which leads out of the map.
+        """The smallest and the largest in-plane offset of every cube, checked against the map.
 
-        Raises IndexError where one does.
+        Raises IndexError if an element lies outside of the map.
         """
         reach = _extremes(self.wbwc)
         if 0 not in self.shape:
@@ -192,7 +192,7 @@ class ScatterPlan(Packed):
         return reach
 
     def checked(self) -> Self:
-        """Return this plan, or raise IndexError where an element lies outside of the map."""
+        """Return this plan, or raise IndexError if an element lies outside of the map."""
         _ = self.reach
         return self
 
@@ -200,7 +200,7 @@ class ScatterPlan(Packed):
         wa, wbwc = self.wa, self.wbwc
         low, high = low[:, None], high[:, None]
         bad = (wa + low < 0) | (wa + high >= self.map_size)
-        # A sum may be no number of 64 bits: of two below zero, or one that seems to be below.
+        # Sums may overflow 64 bits: of two negative offsets, or of two large ones, below zero then.
         bad |= (wa < 0) & (low < 0) | (wa + high < 0)
         if not bad.any():
             return
@@ -220,11 +220,11 @@ class ScatterPlan(Packed):
         return *wa.shape, *wbwc.shape[1:]
 
     def tensors_here(self) -> Any:
-        """Return a record of the arrays as torch tensors, on a GPU with what is sorted."""
+        """Return a record of the arrays as torch tensors; on a GPU, `sorted`."""
         return self.sorted if self._on_gpu() else super().tensors_here()
 
     def sizes(self) -> list[int]:
-        """Return the numbers that go with the arrays, on a GPU with the grid."""
+        """Return the numbers that go with the arrays; on a GPU, with the grid."""
         return [*super().sizes(), *self.grid] if self._on_gpu() else super().sizes()
 
     @classmethod
@@ -246,10 +246,10 @@ class ScatterPlan(Packed):
 
 
 def _dense(array: Any, copy: bool) -> np.ndarray:
-    """Return an index array as kernels on the CPU take it: contiguous and aligned."""
+    """Return an index array as CPU kernels take it: contiguous and aligned."""
     values = bridge().values(array) if is_tensor(array) else array
     dense = np.array(values, order="C") if copy else np.require(values, None, ["C", "A"])
-    # NumPy minds no stride in an axis of one element, or of an empty array; torch does.
+    # NumPy ignores strides of axes of one element and of empty arrays; torch doesn't.
     return np.ndarray(dense.shape, dense.dtype, dense)
 
 
@@ -281,7 +281,7 @@ def _extremes(wbwc: Any) -> tuple[Any, Any]:
     low, high = np.zeros((2, len(flat)), np.int64)
 
     def some(begin: int, end: int) -> None:
-        # Few enough to be in the cache when they are read again.
+        # 256 cubes are still in the cache when the maximum reads them again.
         for at in range(begin, end, 256):
             rows = slice(at, min(at + 256, end))
             low[rows], high[rows] = flat[rows].min(1), flat[rows].max(1)
@@ -297,7 +297,7 @@ def _sort(wa: Any, wbwc: Any, map_size: int) -> tuple[Sorted, tuple[int, int, in
     order = first[:, 0].argsort() if first.numel() else wa.new_zeros(len(wa)).long()
     found = _grid(wa, wbwc, map_size)
     if found is None:
-        # Each a tensor of its own, for what replays launches by their tensors.
+        # Three tensors, not one thrice: the tape tells arguments apart by their tensors.
         return Sorted(wa, wbwc, order, *[order.new_empty(0) for _ in range(3)]), (0, 0, 0)
     grid, origins = found
     begin, pairs = _pairs(origins, (wa.shape[1], *wbwc.shape[1:]), grid)
@@ -305,16 +305,16 @@ def _sort(wa: Any, wbwc: Any, map_size: int) -> tuple[Sorted, tuple[int, int, in
 
 
 def _grid(wa: Any, wbwc: Any, map_size: int) -> tuple[tuple[int, int, int], Any] | None:
-    """Return the periodic grid of which all cubes are boxes, and their first places (C, 3).
+    """Return the periodic grid that has all cubes as boxes, and their origins in it (C, 3).
 
-    None where there is no such grid. The arrays are tensors, whose values are looked at.
+    Return None if there is no such grid. Reads the values of the tensors.
     """
     torch = sys.modules["torch"]
     count, nx = wa.shape
     ny, nz = wbwc.shape[1:]
     if min(count, nx - 1, ny - 1, nz) < 1:
         return None
-    # A step that wraps around is negative.
+    # Steps that wrap around are negative, so the largest step is the grid's.
     columns, plane = (int((a[:, 1:] - a[:, :-1]).amax()) for a in (wbwc[:, :, 0], wa))
     if columns < 1 or plane < 1 or plane % columns or map_size % plane:
         return None
@@ -327,13 +327,13 @@ def _grid(wa: Any, wbwc: Any, map_size: int) -> tuple[tuple[int, int, int], Any]
     first = wa[:, 0].long() + wbwc[:, 0, 0]
     x, y, z = first // plane, first % plane // columns, first % columns
 
-    def places(at: Any, n: int, size: int) -> Any:
-        """Return how far the elements of an axis are from the first of them, in elements."""
+    def along(at: Any, n: int, size: int) -> Any:
+        """Return the distances of an axis's elements from the first one, in elements."""
         return (at[:, None] + torch.arange(n, device=at.device)) % size - at[:, None]
 
-    on_x = places(x, nx, grid[0]) * plane
-    on_yz = (places(y, ny, grid[1]) * columns)[:, :, None] + places(z, nz, columns)[:, None]
-    if (wa - wa[:, :1] != on_x).any() or (wbwc - wbwc[:, :1, :1] != on_yz).any():
+    along_x = along(x, nx, grid[0]) * plane
+    along_yz = (along(y, ny, grid[1]) * columns)[:, :, None] + along(z, nz, columns)[:, None]
+    if (wa - wa[:, :1] != along_x).any() or (wbwc - wbwc[:, :1, :1] != along_yz).any():
         return None
     return grid, torch.stack([x, y, z], 1).int()
 
@@ -341,8 +341,8 @@ def _grid(wa: Any, wbwc: Any, map_size: int) -> tuple[tuple[int, int, int], Any]
 def _pairs(origins: Any, shape: Sequence[int], grid: Sequence[int]) -> tuple[Any, Any]:
     """Return where the pairs of each tile begin (tiles + 1,), and all pairs (P,), int64.
 
-    A pair has the number of the cube, and three times `FIELD` bits: the first element of the tile
-    less that of the cube along an axis, plus half of what fits. A cube that wraps around may meet
+    A pair holds the cube's index above three fields of `FIELD` bits, one for each axis: the tile's
+    first element less the cube's, plus half of the field's range. A cube that wraps around may meet
     a tile twice.
     """
     torch = sys.modules["torch"]
@@ -370,8 +370,8 @@ def _pairs(origins: Any, shape: Sequence[int], grid: Sequence[int]) -> tuple[Any
     return begin, pair[order]
 
 
-def _places(plan: ScatterPlan, like: Any) -> Any:
-    """Return the place of every element, (C · nx · ny · nz,)."""
+def _offsets(plan: ScatterPlan, like: Any) -> Any:
+    """Return the offset of every element in the map, (C · nx · ny · nz,)."""
     if plan.device == "cpu":
         plan.checked()
     fields = plan.fields_like(like)
@@ -383,14 +383,14 @@ def _scatter_formula(a: Any) -> tuple[Any]:
     plan, values = a.plan, wide(a.density_cube).reshape(-1)
     out = zeros(values, (plan.map_size,))
     if is_tensor(values):
-        out = out.index_add(0, _places(plan, values), values)
+        out = out.index_add(0, _offsets(plan, values), values)
     else:
-        np.add.at(out, _places(plan, values), values)
+        np.add.at(out, _offsets(plan, values), values)
     return (cast(out, a.density_cube),)
 
 
 def _gather_formula(a: Any) -> tuple[Any]:
-    return (a.grid[_places(a.plan, a.grid)].reshape(a.plan.shape),)
+    return (a.grid[_offsets(a.plan, a.grid)].reshape(a.plan.shape),)
 
 
 def _scatter_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
@@ -467,7 +467,7 @@ def structured_scatter_add(
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    r"""Return a map to which the elements of cubes are added, each at its place.
+    r"""Return a map with the elements of cubes added, each at its offset.
 
     .. math:: \mathrm{out}[\mathrm{wa}_{ci} + \mathrm{wbwc}_{cjk}] \mathrel{+}=
               \mathrm{density\_cube}_{cijk}
@@ -475,12 +475,12 @@ def structured_scatter_add(
     Parameters
     ----------
     density_cube : array or tensor (C, nx, ny, nz), float32 or float64; in torch 16 bits too
-        A cube of values, one around each of C atoms; in the units of the map.
+        A cube of values around each of C atoms, in the units of the map.
     wa : array or tensor (C, nx), int32 or int64, or ScatterPlan
-        Offsets of the planes of every cube; or a plan made once for many calls, with which the
-        next two are left out.
+        Offsets of the planes of every cube; or a plan made once for many calls, which takes the
+        place of the next two arguments too.
     wbwc : array or tensor (C, ny, nz), int32 or int64
-        Offsets within a plane. Rows that follow each other in the map are added as vectors.
+        Offsets within a plane. Rows that are contiguous in the map are added as vectors.
     map_size : int
         The number of elements of the map.
 
@@ -496,17 +496,17 @@ def structured_scatter_add(
 
     Notes
     -----
-    The gradient is `structured_gather`. On the CPU an element of the map is the sum of its values
-    in the order of the cubes, for any number of threads. So it is on a GPU where all cubes are
-    boxes of one periodic grid, whose last axis lies together in the map; otherwise the order
-    changes from run to run, unless `torch.use_deterministic_algorithms` asks for one. Index tensors
-    on a GPU are checked, which waits for it, when they are first used and after they were written
-    to; inside of a CUDA graph wa should be a `ScatterPlan`. Without a plan, NumPy's index arrays
-    must not change before the backward pass; of tensors, autograd tells.
+    The gradient is `structured_gather`. Values are summed in the order of the cubes: on the CPU for
+    any number of threads, and on a GPU if all cubes are boxes of one periodic grid whose last axis
+    is contiguous in the map. Otherwise the order changes from run to run on a GPU, unless
+    `torch.use_deterministic_algorithms` asks for a fixed one. Index tensors on a GPU are checked
+    when first used and after every write to them, which waits for the GPU; inside of a CUDA graph
+    `wa` should be a `ScatterPlan`. Without a plan, NumPy's index arrays must not change before the
+    backward pass; autograd detects changed tensors.
 
     References
     ----------
-    The operation and its arguments are those of TorchRef.
+    The operation and its arguments follow TorchRef.
 
     Examples
     --------
@@ -530,7 +530,7 @@ def structured_gather(
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    r"""Return cubes of the elements of a map.
+    r"""Return cubes of elements read from a map.
 
     .. math:: \mathrm{out}_{cijk} = \mathrm{grid}[\mathrm{wa}_{ci} + \mathrm{wbwc}_{cjk}]
 
@@ -539,7 +539,7 @@ def structured_gather(
     grid : array or tensor (map_size,), float32 or float64; in torch 16 bits too
         The map, flat.
     wa : array or tensor (C, nx), int32 or int64, or ScatterPlan
-        Offsets of the planes of every cube; or a plan, with which the next is left out.
+        Offsets of the planes of every cube; or a plan, which takes the place of wbwc too.
     wbwc : array or tensor (C, ny, nz), int32 or int64
         Offsets within a plane.
 

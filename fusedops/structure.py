@@ -32,15 +32,15 @@ PEPTIDE_BOND_LIMIT = 2.0
 
 The bond is 1.33 Å long; atoms two bonds apart are at least 2.2 Å apart and atoms that are not
 bonded more than 3 Å, so this accepts any distorted model and never bridges a gap in the chain.
-gemmi draws the line at 1.5 * 1.341 = 2.01 Å.
+gemmi's limit is 1.5 * 1.341 = 2.01 Å.
 """
 
 CELL_NAMES = ("a", "b", "c", "alpha", "beta", "gamma")
-"""What the numbers of a unit cell are called."""
+"""The names of a unit cell's six numbers."""
 
 FARTHEST = 1e6
-"""Largest coordinate, Å: in a tenth of a millimetre there is no structure, and 32 bits resolve
-0.06 Å of it."""
+"""Largest coordinate, Å: no structure is a tenth of a millimetre large, and at this distance 32
+bits resolve only 0.06 Å."""
 
 _SIDE_CHAINS = {
     "ARG": ("guanidinium", "CD NE CZ NH1 NH2"),
@@ -91,7 +91,7 @@ class Structure:
         One per atom: ``"A/LEU 8 CD1"``, with the insertion code after the number and the
         label of the alternative conformation after a dot: ``"A/LEU 8A CD1.B"``.
     gemmi : gemmi.Structure
-        What gemmi read, every model of it.
+        gemmi's object, with all models.
 
     Examples
     --------
@@ -105,8 +105,8 @@ class Structure:
     xyz: np.ndarray
     labels: list[str] = field(repr=False)
     gemmi: Any = field(repr=False)
-    # gemmi gathers the atoms of a residue that the file interleaves with another's:
-    # its k-th atom is number _order[k] in the file.
+    # gemmi gathers the atoms of each residue, which the file may interleave with another's:
+    # gemmi's k-th atom is number _order[k] in the file.
     _order: np.ndarray = field(repr=False)
     _source: bytes = field(repr=False)
     _kind: str = field(repr=False)
@@ -122,7 +122,7 @@ class Structure:
         Raises
         ------
         StructureError
-            The ending is none of these, the folder is missing or read-only, or the structure
+            The suffix is none of these, the folder is missing or read-only, or the structure
             doesn't fit into the PDB format (more than 99,999 atoms, chain names longer than
             one character, residue names longer than three).
 
@@ -142,9 +142,9 @@ class Structure:
     def write(self, path: str | os.PathLike, xyz: np.ndarray) -> None:
         """Write the structure with new coordinates.
 
-        In the format that it was read from, only the coordinates of the first model's atoms
-        that differ change, and everything else in the file stays; in the other format, what
-        gemmi carries over is written. The file appears whole or not at all.
+        In the format of the input, only the coordinates that differ change, of atoms in the first
+        model, and everything else in the file stays. In the other format, gemmi decides which
+        contents are carried over. The file appears complete or not at all.
 
         Parameters
         ----------
@@ -214,9 +214,9 @@ def read_structure(path: str | os.PathLike) -> Structure:
     Raises
     ------
     StructureError
-        The file is missing, empty, truncated, neither PDB nor mmCIF, holds no atoms or a
-        coordinate that is no finite number, or beyond 1,000,000 Å: one line that names the file
-        and what is wrong.
+        The file is missing, empty, truncated, neither PDB nor mmCIF, or holds no atoms, or a
+        coordinate that isn't finite or is beyond 1,000,000 Å. The message, one line, names the
+        file and the fault.
     ImportError
         gemmi isn't installed.
 
@@ -276,7 +276,7 @@ def read_structure(path: str | os.PathLike) -> Structure:
 
 @dataclass(frozen=True, eq=False)
 class PlanarGroups:
-    """Planar groups of a structure, as `fusedops.planarity_nll` takes them.
+    """Planar groups of a structure, in the format of `fusedops.planarity_nll`.
 
     Attributes
     ----------
@@ -285,11 +285,11 @@ class PlanarGroups:
         sigmas (P,) float64 in Å.
     labels : list of list of str
         Parallel to `groups`, one per plane: ``"A/PHE 45 ring"``, ``"A/LEU 8 - A/THR 9 peptide"``;
-        ``" alt B"`` follows where the plane belongs to one alternative conformation.
+        ``" alt B"`` follows if the plane belongs to one alternative conformation.
     waters : int
         Water molecules, which have no planes.
     skipped : collections.Counter
-        Residues of which no planes are known, counted by name.
+        The number of residues without known planes, by name.
 
     Examples
     --------
@@ -313,16 +313,16 @@ class PlanarGroups:
 def planar_groups(structure: Structure) -> PlanarGroups:
     """Find the planar groups of proteins and nucleic acids by residue and atom names.
 
-    - Peptide planes: CA, C and O of a residue, N and CA of the next in the chain, wherever C and N
+    - Peptide planes: CA, C and O of a residue, N and CA of the next in the chain, if C and N
       are bonded (closer than `PEPTIDE_BOND_LIMIT`), in modified residues too.
     - C-terminal carboxylates: CA, C, O and OXT.
-    - Side chains of ARG, ASN, ASP, GLN, GLU, HIS, PHE, TRP and TYR, with the atom that they hang
-      from.
+    - Side chains of ARG, ASN, ASP, GLN, GLU, HIS, PHE, TRP and TYR, with the atom that they are
+      attached to.
     - Bases of A, C, G, T, U, DA, DC, DG, DT and DU, with their substituents and C1'.
 
     Hydrogens belong to no plane. Each alternative conformation that occurs among the atoms of a
-    plane gives a plane of its own; atoms without one belong to all of them, those of a second
-    residue at the same position included. A plane that lacks an atom is left out.
+    plane gives a plane of its own. Atoms without one belong to all of these planes, also across
+    two residues at the same position. A plane that lacks an atom is left out.
 
     Parameters
     ----------
@@ -332,8 +332,8 @@ def planar_groups(structure: Structure) -> PlanarGroups:
     Returns
     -------
     PlanarGroups
-        Indices (P, n) int64 and sigmas (P,) float64 in Å per group size, labels, and what was
-        skipped.
+        Indices (P, n) int64 and sigmas (P,) float64 in Å per group size, labels, and counts of
+        skipped residues.
 
     Raises
     ------
@@ -344,10 +344,10 @@ def planar_groups(structure: Structure) -> PlanarGroups:
     -----
     Every sigma is 0.02 Å, the value that the CCP4 Monomer Library [1]_ gives to each atom of each
     plane, as in REFMAC5; bond lengths and angles of the same groups are in [2]_ and [3]_. The
-    guanidinium of ARG holds CD too, which newer versions of the library put into a plane with HE.
-    The five peptide atoms in one plane, which also hold omega at 0 or 180 degrees, are those of
-    the customary SHELXL [4]_ restraint ``FLAT_* 0.5 O CA N_+ C CA_+``, where the 0.5 is a chiral
-    volume in Å³ and no distance.
+    guanidinium of ARG includes CD, which newer versions of the library put into a plane with HE.
+    The peptide plane of five atoms, which also keeps omega at 0 or 180 degrees, is the one of
+    the customary SHELXL [4]_ restraint ``FLAT_* 0.5 O CA N_+ C CA_+``, where 0.5 is a chiral
+    volume in Å³, not a distance.
 
     References
     ----------
@@ -440,7 +440,7 @@ def _positions(structure: Structure) -> Iterator[list[list[_Residue]]]:
 
 
 def _share_common_atoms(position: list[_Residue]) -> None:
-    """Give residues that exclude each other the atoms that only one of them lists for all."""
+    """Give alternative residues at one position the common atoms that only one of them lists."""
     common = {
         name: {"": alts[""]}
         for residue in position
@@ -448,7 +448,7 @@ def _share_common_atoms(position: list[_Residue]) -> None:
         if "" in alts
     }
     for residue in position:
-        # Without an alternative atom it is a separate molecule under the same number.
+        # A residue without alternative atoms is a separate molecule with the same number.
         if any(alt for alts in residue.atoms.values() for alt in alts):
             residue.atoms = common | residue.atoms
 
@@ -516,7 +516,7 @@ def _pdb_rows(source: bytes) -> tuple[list[int], list[int], np.ndarray]:
             break
         if record[:4] not in (b"ATOM", b"HETA"):
             continue
-        # gemmi reads a column that holds no number as zero, without a word.
+        # gemmi silently reads a column that holds no number as zero.
         try:
             xyz.append([float(line[30:38]), float(line[38:46]), float(line[46:54])])
         except ValueError:
@@ -527,7 +527,7 @@ def _pdb_rows(source: bytes) -> tuple[list[int], list[int], np.ndarray]:
 
 
 def _hybrid36(text: bytes) -> int:
-    """Return a PDB serial number, where A0000 follows 99999, or 0 for what is none, as gemmi."""
+    """Return a PDB serial number (A0000 follows 99999), or 0 if the text is none, as gemmi does."""
     try:
         return int(text, 36) - 10 * 36**4 + 10**5 if text[:1].isalpha() else int(text)
     except ValueError:
@@ -540,7 +540,7 @@ def _atom_block(document: Any) -> Any:
 
 
 def _check_columns(block: Any) -> None:
-    """Raise ValueError if a table of atoms lacks a column without which gemmi reads none."""
+    """Raise ValueError if a table of atoms lacks a column that gemmi needs to read atoms."""
     required = "id type_symbol label_alt_id label_asym_id Cartn_x Cartn_y Cartn_z"
     names = [f"_atom_site.{name}" for name in required.split()]
     missing = [name for name in names if not block.find_values(name)]
@@ -562,9 +562,9 @@ def _mmcif_rows(block: Any) -> tuple[np.ndarray, list[int], np.ndarray]:
 
 
 def cell_texts(structure: Structure) -> tuple[str, list[str]]:
-    """Return where a structure's file has its unit cell, and the text of its six numbers there.
+    """Return the record of a structure's unit cell in its file, and the text of its six numbers.
 
-    gemmi takes a cell that lacks a number for none, without a word.
+    The text is needed because gemmi silently ignores a cell that lacks a number.
 
     Parameters
     ----------
@@ -573,9 +573,9 @@ def cell_texts(structure: Structure) -> tuple[str, list[str]]:
     Returns
     -------
     str
-        The record, or the category.
+        The PDB record, or the mmCIF category.
     list of str
-        As `CELL_NAMES`; empty where there is no number.
+        In the order of `CELL_NAMES`; empty where a number is missing.
 
     Examples
     --------
@@ -595,9 +595,9 @@ def cell_texts(structure: Structure) -> tuple[str, list[str]]:
 
 
 def check_numbers(structure: Structure) -> None:
-    """Raise `StructureError` if a PDB file has an atom whose occupancy or B is no number.
+    """Raise `StructureError` if an atom in a PDB file has an occupancy or B that is no number.
 
-    gemmi reads it as zero, without a word.
+    gemmi would silently read zero.
 
     Parameters
     ----------
@@ -614,7 +614,7 @@ def check_numbers(structure: Structure) -> None:
     for number in _pdb_rows(structure._source)[0]:
         line = lines[number]
         for name, text in (("occupancy", line[54:60]), ("B", line[60:66])):
-            # A line that ends before a column has what gemmi takes where nothing is said.
+            # If the line ends before the column, gemmi takes a default.
             try:
                 float(text or b"1")
             except ValueError:
@@ -634,7 +634,7 @@ def _moved_pdb(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:
 
 
 def _moved_mmcif(source: bytes, old: np.ndarray, new: np.ndarray) -> bytes:
-    # gemmi's strings are UTF-8, and files needn't be: bytes come back as they were.
+    # gemmi's strings are UTF-8, but files needn't be; latin-1 keeps every byte.
     document = _gemmi().cif.read_string(source.decode("latin-1"))
     block = _atom_block(document)
     rows, _, _ = _mmcif_rows(block)
@@ -705,7 +705,7 @@ def check_target(path: str | os.PathLike) -> None:
         raise StructureError(f"{path}: no permission to write in {folder}")
     if not os.path.exists(target):
         return
-    # What is written takes the place of what was there: a device must not be lost by that.
+    # The new file replaces the old one; a device must not be replaced.
     if not os.path.isfile(target):
         raise StructureError(f"{path}: is no regular file")
     if not os.access(target, os.W_OK):
@@ -714,7 +714,7 @@ def check_target(path: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[str]:
-    """Yield the name of a new file, which takes the place of `path` once it is written.
+    """Yield the name of a new file, which replaces `path` once it is written.
 
     Parameters
     ----------
@@ -727,7 +727,7 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
     Raises
     ------
     StructureError
-        The file can't be written; what was at `path` is still there.
+        The file can't be written; the old file at `path` is unchanged.
 
     Examples
     --------

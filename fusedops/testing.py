@@ -1,4 +1,4 @@
-"""The named cases and the tolerances of every op, for tests, benches and the demo alike."""
+"""The named cases and the tolerances of every op, for tests, benches and the demo."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 #: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
-#: terms. Planarity accumulates in float64 and rounds once, so that the length of a sum doesn't
-#: enter: narrower floats are good to one or two roundings of the output. Its second derivative
-#: divides by gaps between eigenvalues, which multiplies float64's rounding. The convolution adds up
-#: to 31 products in float32, whose roundings grow with the root of that; sums over tokens it forms
-#: from partial sums of float64 or of at most 64 tokens.
+#: terms. Planarity accumulates in float64 and rounds once, whatever the length of a sum, so its
+#: error in other dtypes is one or two roundings of the output. Its second derivative divides by
+#: gaps between eigenvalues, which magnifies float64's rounding errors. The convolution sums up to
+#: 31 products in float32; the error grows with the root of their number. It sums over tokens in
+#: float64, or in partial sums of at most 64 tokens.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
 
 
@@ -48,13 +48,13 @@ class Case:
     Attributes
     ----------
     name : str
-        Of the workload; the primitive's is before it in ``str``.
+        The workload's name; ``str`` puts the primitive's name before it.
     primitive : Primitive
-        What is called.
+        The primitive to call.
     make : callable
-        Returns the float64 arrays and the static arguments, the same every time.
+        Returns the float64 arrays and the static arguments, equal in every call.
     terms : int
-        How many products an element of an output adds up, where these are many.
+        The number of products that an output's element sums, if it is large.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class Case:
     terms: int = 0
 
     def tolerance(self, dtype: str) -> float:
-        """Return the largest error allowed; roundings grow with the root of the terms.
+        """Return the largest error allowed, which grows with the root of the terms.
 
         Parameters
         ----------
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there is more than the formula: not of edges' matrices."""
+        """Whether backends have kernels. The matrices of edges have a formula only."""
         return self.primitive not in (matrices, matrices_vjp)
 
     def __str__(self) -> str:
@@ -100,12 +100,12 @@ class Case:
 
 @contextlib.contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Fill every output with NaN before a kernel runs, so that what it doesn't write shows.
+    """Fill every output with NaN before a kernel runs, to show elements that it doesn't write.
 
     Returns
     -------
     context manager
-        For a ``with`` statement. All threads of the process see it.
+        For a ``with`` statement. It affects all threads of the process.
 
     Examples
     --------
@@ -132,7 +132,7 @@ def error(value: Any, reference: Any) -> float:
     Returns
     -------
     float
-        Infinite where shapes differ, or where an element of `value` isn't finite.
+        Infinite if shapes differ, or if an element of `value` isn't finite.
 
     Examples
     --------
@@ -162,22 +162,22 @@ def run(
     case : Case
         One of `CASES`.
     framework : {"numpy", "torch"}
-        That of the arrays.
+        The framework of the arrays.
     backend : str or None
         The backend that must serve the call; None for the first that can.
     dtype : str
         ``"float64"``, ``"float32"``; in torch ``"bfloat16"`` and ``"float16"`` too.
     wanted : tuple of bool, optional
-        Which outputs to compute; all by default.
+        The outputs to compute; all by default.
     device : str
         A torch device.
 
     Returns
     -------
     outputs : list of array
-        In float64; None for one that isn't wanted. After them, arrays that were updated in place.
+        In float64; None for an unwanted output. At the end, the arrays updated in place.
     arrays : list of array
-        The case's arrays as the kernel saw them, rounded to `dtype`, in float64.
+        The case's arrays rounded to `dtype`, as the kernel got them, in float64.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def run(
 
 
 def _constant(array: np.ndarray, kind: Any, device: str) -> Any:
-    """Return an array that has no gradient as a tensor, of 32 bits at least."""
+    """Return a constant array as a tensor of at least 32 bits."""
     import torch
 
     kind = torch.promote_types(kind, torch.float32)
@@ -234,20 +234,20 @@ def check(
 ) -> None:
     """Raise AssertionError unless a backend agrees with the reference on a case.
 
-    In float32, every output that is wanted alone, or with every other of very many, must be what it
-    is among all; on the CPU bit for bit.
+    In float32, outputs computed alone (of five outputs or more, in two halves) must equal those
+    computed together; on the CPU bit for bit.
 
     Parameters
     ----------
     case, framework, backend, dtype, device
         See `run`.
     alone : bool
-        Whether outputs are wanted alone, too.
+        Whether to compute outputs alone, too.
 
     Raises
     ------
     AssertionError
-        With the case and the error of every output.
+        If they disagree; the message has the case and the error of every output.
     BackendUnavailable
         If the backend can't serve the call.
 
@@ -264,10 +264,10 @@ def check(
     errors = {
         name: error(out, want)
         for name, out, want in zip(names, outputs, [*reference, *updated], strict=True)
-        # The order of a GPU's atoms has no definition.
+        # The order of atoms on a GPU is arbitrary, so the formula returns None for it.
         if want is not None
     }
-    # On the CPU the bridge computes most ops' 16-bit floats in float32.
+    # On the CPU the bridge computes most ops in float32 when given 16-bit floats.
     narrow = device == "cpu" and dtype not in ("float32", "float64")
     worked = "float32" if narrow and not primitive.sixteen_bits else dtype
     if not max(errors.values()) <= case.tolerance(worked):
@@ -275,12 +275,12 @@ def check(
     count = len(primitive.outputs)
     if dtype != "float32" or count == 1 or not alone:
         return
-    # Of very many, every other.
+    # Of five outputs or more, every second at a time.
     step = count if count < 5 else 2
     for first in range(step):
         wanted = tuple(number % step == first for number in range(count))
         some, _ = run(case, framework, backend, dtype, wanted=wanted, device=device)
-        # Each is a kernel of its own on a GPU, where a compiler fuses products with sums its way.
+        # On a GPU each choice compiles another kernel, in which products and sums may fuse anew.
         allowed = 0.0 if device == "cpu" else case.tolerance(worked)
         for number in range(first, count, step):
             if outputs[number] is None:
@@ -305,7 +305,7 @@ def _atom_sigmas(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
 
 
 def _sizes(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
-    """Every size from 3 to 70 in no order, in random places: nothing like a plane."""
+    """Groups of 3 to 70 atoms in no order, at random positions: nothing like a plane."""
     xyz = rng.normal(size=(90, 3)) * [5, 3, 1]
     groups = [
         (np.stack([rng.choice(80, n, replace=False) for _ in range(p)]), rng.uniform(0.1, 1, p))
@@ -321,7 +321,7 @@ def _shared(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
 
 
 def _degenerate(rng: np.random.Generator) -> tuple[np.ndarray, list[Any]]:
-    """Between good planes: one to the bit, a line, a point, and coordinates that aren't finite."""
+    """Among good planes: an exact one, a line, a point, and coordinates that aren't finite."""
     xyz, groups = _chain(rng)
     square = np.array([[0.0, 0, 0], [2, 0, 0], [2, 2, 0], [0, 2, 0]])
     line = np.arange(4)[:, None] * [1.0, 2.0, -2.0]
@@ -372,7 +372,7 @@ def _conv_case(
     silu: bool = False,
     final: bool = False,
 ) -> list[Case]:
-    """Return a convolution (B, T, D, W) and its gradient; `final` brings the final state's in."""
+    """Return a convolution (B, T, D, W) and its gradient, which `final` gives a dfinal_state."""
     B, T, D, W = shape
     count = B if cu_seqlens is None else len(cu_seqlens) - 1
 
@@ -404,7 +404,7 @@ def _step_case(name: str, B: int, D: int, W: int, *, static: bool, bias: bool, s
 
 
 def _conv_cases() -> list[Case]:
-    # Sequences that are empty, shorter than the taps, as long as a chunk, and longer.
+    # Sequences that are empty, shorter than the kernel, as long as a chunk, and longer.
     packed = [0, 0, 3, 67, 67, 68, 136]
     cases = _conv_case("jet", (2, 70, 40, 4), state=True, silu=True, final=True)
     for width in (1, 2, 3, 4, 5, 7, 16, 31):
@@ -449,7 +449,7 @@ def _wigner_case(
         rng = np.random.default_rng(lmax)
         limit = lmax if mmax is None else mmax
         count, rows, ends = edges if own else nodes, (lmax + 1) ** 2, 2 if way == "forth" else 1
-        # The last node has no edge; self-loops and repeated edges there are by chance.
+        # The last node has no edge; self-loops and repeated edges occur by chance.
         graph = None if own else Edges(rng.integers(0, max(nodes - 1, 1), (2, edges)), nodes)
         x = rng.normal(size=(count, rows, channels))
         message = rng.normal(size=(edges, len(m_major_order(lmax, limit)), ends * channels))
@@ -457,7 +457,7 @@ def _wigner_case(
         arrays = rng.normal(size=x.shape) if base else None, x, message, wigner
         return arrays, (graph, limit, way, scale)
 
-    # Over channels, and over the rows of a degree of both ends of all edges of a node.
+    # Sums run over channels, or over the rows of a degree at both ends of a node's edges.
     terms = 2 * max(channels, (2 * lmax + 1) * edges // max(nodes - 1, 1))
     return Case(name, edge_wigner, make, terms)
 
@@ -517,7 +517,7 @@ def _scatter_cases() -> list[Case]:
         index: str = "int64",
         terms: int = 0,
     ) -> None:
-        """`grid` is that of a crystal, or the size of a map with indices anywhere in it."""
+        """Add a case on a crystal's grid, or, if `grid` is a map's size, with indices anywhere."""
 
         def make(back: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
             rng = np.random.default_rng(shape[0])
@@ -589,7 +589,7 @@ def _density_cases() -> list[Case]:
     add("long", 1, [[5.0, 0, 0], [0, 6.0, 0], [1.0, 0, 40.0]], (2, 3, 90), 10.0)
     add("small", 2, [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (5, 4, 3), 4.0)
     add("bad", 8, orthogonal, (6, 7, 8), 1.5, bad=True)
-    # Nothing but tails, whose large exponents are rounded.
+    # Only tails of Gaussians, in which rounding of large exponents counts.
     add("one-voxel", 1, triclinic, (1, 1, 1), 9.0, terms=32000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
     return cases
@@ -605,10 +605,10 @@ def _trimul_cases() -> list[Case]:
         hidden: bool = True,
         **options: Any,
     ) -> None:
-        """Add an update and its gradient, which is told o if `hidden`."""
-        # Numbers of a few roundings each go through five products and two LayerNorms, which take
-        # away the mean and divide by what is left: the more, the fewer channels there are.
-        # Of a single channel, what is left of sums that cancel.
+        """Add an update and its gradient, which gets o as an argument if `hidden`."""
+        # Rounded numbers go through five products and two LayerNorms. LayerNorms subtract the mean
+        # and divide by the deviation, which magnifies errors, the more so the fewer the channels;
+        # of a single channel nothing but rounding errors is left.
         few = min(shape[2:]) < 8
         terms = 1024 if few else 512
         terms *= 4 if shape[2:] == (1, 1) else 1

@@ -29,10 +29,10 @@ DIRECTIONS = ("outgoing", "incoming")
 GATES = ("output", "hidden")
 PRECISIONS = (None, "ieee", "tf32", "bf16", "fp16")
 
-#: What a call without precision asks for.
+#: The default precision of 16-bit floats.
 _OWN = {"bfloat16": "bf16", "float16": "fp16"}
 
-#: The arrays of the op, in its order.
+#: The op's arrays, in the order of its signature.
 ARRAYS = {
     "x": "(B, N, N, C), C > 0",
     "mask": "(B?, N?, N?), optional, bool",
@@ -52,18 +52,18 @@ ARRAYS = {
 
 
 def _standardized(x: Any, eps: float) -> tuple[Any, Any]:
-    """Return x less its mean over the last axis and over its deviation, and 1 over that."""
+    """Return x standardized over its last axis, and 1 over the standard deviation."""
     centred = x - x.mean(-1)[..., None]
-    # The mean is as good as x is large; what is left of it is found among small numbers.
+    # Centre twice: the second pass removes the rounding error of the first mean.
     centred = centred - centred.mean(-1)[..., None]
     scale = (((centred * centred).mean(-1) + eps) ** -0.5)[..., None]
     return centred * scale, scale
 
 
-def _standardized_back(on_y: Any, y: Any, scale: Any) -> Any:
-    """Return the cotangent of x, of which y and the scale were made."""
-    along = (on_y * y).mean(-1)[..., None]
-    return scale * (on_y - on_y.mean(-1)[..., None] - y * along)
+def _standardized_back(dy: Any, y: Any, scale: Any) -> Any:
+    """Return the cotangent of x, which `_standardized` made y and scale from."""
+    along = (dy * y).mean(-1)[..., None]
+    return scale * (dy - dy.mean(-1)[..., None] - y * along)
 
 
 def _affine(y: Any, weight: Any, bias: Any) -> Any:
@@ -76,15 +76,15 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
     return y if bias is None else y + bias
 
 
-def _linear_back(on_y: Any, x: Any) -> tuple[Any, Any]:
+def _linear_back(dy: Any, x: Any) -> tuple[Any, Any]:
     """Return the cotangents of weight and bias."""
-    rows, columns = on_y.reshape(-1, on_y.shape[-1]), x.reshape(-1, x.shape[-1])
+    rows, columns = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     return rows.T @ columns, rows.sum(0)
 
 
 def _planes(a: Any) -> Any:
-    """Return (B, N, N, H) as (B, H, N, N), in memory too, as products want it."""
-    # Not by moveaxis, for which torch.vmap has no rule.
+    """Return (B, N, N, H) as contiguous (B, H, N, N), for the products."""
+    # Not by moveaxis: torch.vmap has no rule for it.
     a = a.swapaxes(2, 3).swapaxes(1, 2)
     return a.contiguous() if is_tensor(a) else np.ascontiguousarray(a)
 
@@ -114,29 +114,29 @@ def _sides_back(
     p_b: Any,
     g_w: Any,
     g_b: Any,
-    on_left: Any,
-    on_right: Any,
-    on_xn: Any,
+    dleft: Any,
+    dright: Any,
+    dxn: Any,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of what made left, right, and another use of the normalized x."""
+    """Return the cotangents of x to g_b; dxn is the share that comes from the output's gate."""
     xp = namespace(x)
     y, scale = _standardized(x, eps)
     xn = _affine(y, w, b)
     p, s = _linear(xn, p_w, p_b), sigmoid(_linear(xn, g_w, g_b))
-    on_a = xp.concatenate([_pairs(side) for side in (on_left, on_right)], axis=-1)
-    on_mask = (on_a * p * s).sum(-1)
-    on_a = on_a if mask is None else on_a * mask[..., None]
-    on_p, on_g = on_a * s, on_a * p * s * (1 - s)
-    on_xn = on_xn + on_p @ p_w + on_g @ g_w
-    on_y = on_xn if w is None else on_xn * w
+    da = xp.concatenate([_pairs(side) for side in (dleft, dright)], axis=-1)
+    dmask = (da * p * s).sum(-1)
+    da = da if mask is None else da * mask[..., None]
+    dp, dg = da * s, da * p * s * (1 - s)
+    dxn = dxn + dp @ p_w + dg @ g_w
+    dy = dxn if w is None else dxn * w
     return (
-        _standardized_back(on_y, y, scale),
-        on_mask,
-        (on_xn * y).sum((0, 1, 2)),
-        on_xn.sum((0, 1, 2)),
-        *_linear_back(on_p, xn),
-        *_linear_back(on_g, xn),
+        _standardized_back(dy, y, scale),
+        dmask,
+        (dxn * y).sum((0, 1, 2)),
+        dxn.sum((0, 1, 2)),
+        *_linear_back(dp, xn),
+        *_linear_back(dg, xn),
     )
 
 
@@ -147,11 +147,11 @@ def _product(left: Any, right: Any, direction: str) -> Any:
     return left.swapaxes(-1, -2) @ right
 
 
-def _product_back(on_o: Any, left: Any, right: Any, direction: str) -> tuple[Any, Any]:
+def _product_back(do: Any, left: Any, right: Any, direction: str) -> tuple[Any, Any]:
     """Return the cotangents of left and right."""
     if direction == "outgoing":
-        return on_o @ right, on_o.swapaxes(-1, -2) @ left
-    return right @ on_o.swapaxes(-1, -2), left @ on_o
+        return do @ right, do.swapaxes(-1, -2) @ left
+    return right @ do.swapaxes(-1, -2), left @ do
 
 
 def _end(
@@ -168,7 +168,7 @@ def _end(
     eps: float,
     gate: str,
 ) -> Any:
-    """Return the output, from x and o."""
+    """Return the output for x and o."""
     xn = _affine(_standardized(x, eps)[0], w_in, b_in)
     on = _affine(_standardized(_pairs(o), eps)[0], w, b)
     s = sigmoid(_linear(xn, g_w, g_b))
@@ -188,7 +188,7 @@ def _end_back(
     p_b: Any,
     g_w: Any,
     g_b: Any,
-    cotangent: Any,
+    dout: Any,
     eps: float,
     gate: str,
 ) -> tuple[Any, ...]:
@@ -198,34 +198,34 @@ def _end_back(
     on = _affine(y, w, b)
     s = sigmoid(_linear(xn, g_w, g_b))
     if gate == "output":
-        on_p, gated = cotangent * s, on
-        on_s = cotangent * _linear(on, p_w, p_b)
-        on_on = on_p @ p_w
+        dp, gated = dout * s, on
+        ds = dout * _linear(on, p_w, p_b)
+        don = dp @ p_w
     else:
-        on_p, gated = cotangent, on * s
-        on_gated = cotangent @ p_w
-        on_s, on_on = on_gated * on, on_gated * s
-    on_g = on_s * s * (1 - s)
-    on_y = on_on if w is None else on_on * w
+        dp, gated = dout, on * s
+        dgated = dout @ p_w
+        ds, don = dgated * on, dgated * s
+    dg = ds * s * (1 - s)
+    dy = don if w is None else don * w
     return (
-        on_g @ g_w,
-        _planes(_standardized_back(on_y, y, scale)),
-        (on_on * y).sum((0, 1, 2)),
-        on_on.sum((0, 1, 2)),
-        *_linear_back(on_p, gated),
-        *_linear_back(on_g, xn),
+        dg @ g_w,
+        _planes(_standardized_back(dy, y, scale)),
+        (don * y).sum((0, 1, 2)),
+        don.sum((0, 1, 2)),
+        *_linear_back(dp, gated),
+        *_linear_back(dg, xn),
     )
 
 
 def _widened(arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays in the one dtype that the definition computes in."""
+    """Return arrays in one dtype, the definition's."""
     arrays = [wide(array) for array in arrays]
     dtype = promoted(arrays)
     return [array if array is None else cast(array, dtype) for array in arrays]
 
 
 def _formula(a: Any) -> tuple[Any, Any]:
-    """Return the update and o, the definition of both."""
+    """Define the update and o."""
     w = _widened(a[:14])
     o = _product(*_sides(*[*w[:8], a.eps]), a.direction)
     out = _end(*[w[0], o, *w[2:4], *w[8:], a.eps, a.gate])
@@ -235,11 +235,11 @@ def _formula(a: Any) -> tuple[Any, Any]:
 def in_parts(
     sizes: Sequence[int], need: Callable[..., int], limit: int, *stages: Sequence[int]
 ) -> list[int]:
-    """Return parts of every size that `need` no more than a limit, or the smallest that there are.
+    """Return a part's length along each axis, such that `need` of the lengths is within a limit.
 
-    The first size is divided first, which costs nothing, then what makes the most room. A stage is
-    of parts that are not divided before all others are as small as it says; the last are the
-    smallest.
+    Halve the first length first, which costs no time; then the length whose half saves the most.
+    A stage is the least length along each axis; all lengths reach one stage before any goes on to
+    the next. Return the last stage if even that needs more than the limit.
     """
     parts = list(sizes)
     for least in stages:
@@ -258,15 +258,15 @@ def in_parts(
 
 @functools.lru_cache(maxsize=256)
 def warn_of_parts(limit: int, enough: int) -> None:
-    """Say once that a limit leaves room for small parts alone, and what would leave enough."""
+    """Warn once that a limit leaves room for small parts only, and name one that is enough."""
     warn(
-        f"triangle_multiplicative_update: max_memory is {limit}, which leaves room for small parts "
-        f"alone, that take long; it should be at least {enough}"
+        f"triangle_multiplicative_update: max_memory is {limit}, which leaves room only for small "
+        f"parts, which take long; it should be at least {enough}"
     )
 
 
 def slices(n: int, step: int) -> list[slice]:
-    """Return slices of at most so many of n."""
+    """Return slices of at most `step` elements that cover n."""
     return [slice(low, min(low + step, n)) for low in range(0, n, max(step, 1))]
 
 
@@ -274,25 +274,25 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     r"""Return the cotangents of all arrays.
 
     A normalized vector :math:`\hat y = (y - \mathrm{mean}\, y) r` with the cotangent v gives y the
-    cotangent :math:`r (v - \mathrm{mean}\, v - \hat y \, \mathrm{mean}(v \hat y))`. That o is
-    computed anew, whatever `hidden` is, lets derivatives find the way through it.
+    cotangent :math:`r (v - \mathrm{mean}\, v - \hat y \, \mathrm{mean}(v \hat y))`. Compute o
+    anew and leave `hidden` alone, so that torch can differentiate through o.
     """
     return _gradients(a, a.dout, None)
 
 
 def _gradients(a: Any, dout: Any, dhidden: Any) -> tuple[Any, ...]:
     arrays, direction, gate, eps = a[:14], a.direction, a.gate, a.eps
-    *w, g, on_o_too = _widened((*arrays, dout, dhidden))
+    *w, g, dhidden = _widened((*arrays, dout, dhidden))
 
     def run(stage: Any, *args: Any) -> Any:
         return recomputed(stage, w[0])(*args)
 
     left, right = run(_sides, *w[:8], eps)
     o = _product(left, right, direction)
-    on_xn, on_o, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
-    on_o = on_o if on_o_too is None else on_o + on_o_too
-    on_sides = _product_back(on_o, left, right, direction)
-    bars = (*run(_sides_back, *w[:8], *on_sides, on_xn, eps), *ends)
+    dxn, do, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
+    do = do if dhidden is None else do + dhidden
+    dsides = _product_back(do, left, right, direction)
+    bars = (*run(_sides_back, *w[:8], *dsides, dxn, eps), *ends)
     return tuple(
         None if array is None else cast(bar, array) for bar, array in zip(bars, arrays, strict=True)
     )
@@ -379,16 +379,16 @@ def triangle_multiplicative_update(
     .. math:: \mathrm{LN}(y) = \frac{y - \mathrm{mean}(y)}{\sqrt{\mathrm{var}(y) + \varepsilon}}
               \odot w + b
 
-    over the channels: C of x, H of o.
+    over the channels: C for x, H for o.
 
     Parameters
     ----------
     x : array or tensor (B, N, N, C), float32 or float64; in torch bfloat16 and float16 too
-        The pair representation; no units, as all that follows.
+        The pair representation, dimensionless like all arrays here.
     direction : {"outgoing", "incoming"}
-        Over which edges of a triangle the sum goes.
+        The edges of a triangle that the sum runs over.
     mask : array or tensor that broadcasts to (B, N, N), bool or any float, optional
-        m. Used in the dtype of x.
+        m, cast to the dtype of x.
     norm_in_weight, norm_in_bias : array or tensor (C,), optional
         w and b of the LayerNorm of x: 1 and 0 if not given.
     p_in_weight, p_in_bias : array or tensor (2H, C), and (2H,), optional
@@ -404,19 +404,18 @@ def triangle_multiplicative_update(
     eps : float
         ε, positive.
     precision : {None, "ieee", "tf32", "bf16", "fp16"}
-        The least precision that factors of a product are rounded to; sums are float32 or better.
-        None is "ieee" for float32 and float64, and that of x for 16 bits. On the CPU products are
-        always those of "ieee". With float64 no other is allowed.
+        The lowest precision to which a product may round its factors; sums are float32 or better.
+        None means "ieee" for float32 and float64, and the precision of x for 16 bits. The CPU
+        always computes as with "ieee"; float64 allows no other.
     gate : {"output", "hidden"}
-        What the last gate multiplies: the output, as in AlphaFold, OpenFold, Boltz and
+        The factor of the last gate: the output, as in AlphaFold, OpenFold, Boltz and
         cuEquivariance; or the normalized o, as in the gpu-mode TriMul problem.
     max_memory : int, optional
-        The most bytes that forward or backward may use besides arguments, results and the memory
-        of x, mask and weights in the dtype and layout that kernels take, for which they are done
-        in parts: what is kept between products, and on the CPU the blocks that are between two.
-        With less than parts of a sensible size need, smaller ones are used that take longer, of
-        which a RuntimeWarning tells once with the number that would do; with less than the
-        smallest need, these. NumPy and plain torch have no parts.
+        The most bytes of intermediate results in forward or backward. They do not include
+        arguments, results, and copies of x, mask and weights in the dtype and layout that kernels
+        take. To stay below, the work is done in parts. A limit that only small, slow parts meet
+        gives a RuntimeWarning once, with a sufficient number; a limit that even the smallest
+        parts exceed is exceeded by these. NumPy and plain torch ignore the limit.
 
     Returns
     -------
@@ -425,18 +424,17 @@ def triangle_multiplicative_update(
 
     Notes
     -----
-    Any N, C and H; the arrays may have different dtypes. Gradients go to every array. Of what is
-    computed only o is kept for the backward; second derivatives, by torch alone, are formed in
-    plain torch. `triangle_multiplicative_update.vjp` returns gradients for the arrays that were
-    given, in the order of the signature; that of a mask is by its values, false or true too. Under
-    autocast dtypes are left as they are. A row that is masked altogether is no special case: the
-    LayerNorm of zeros is its bias.
+    N, C and H are arbitrary; the arrays may have different dtypes. Every array gets a gradient.
+    Only o is kept for the backward. Second derivatives exist for tensors only, in plain torch.
+    `triangle_multiplicative_update.vjp` returns gradients for the arrays that were given, in the
+    order of the signature; a mask gets the gradient by its values, a bool mask too. Autocast
+    changes no dtypes. A fully masked row is no special case: the LayerNorm of zeros is its bias.
 
     References
     ----------
     Jumper et al., Nature 596 (2021) 583, supplementary algorithms 11 and 12; Abramson et al.,
-    Nature 630 (2024) 493, supplementary algorithms 12 and 13. Names and order of the arguments are
-    those of cuEquivariance, which stacks left and right in this way.
+    Nature 630 (2024) 493, supplementary algorithms 12 and 13. Names and order of the arguments, and
+    left stacked above right, follow cuEquivariance.
 
     Examples
     --------

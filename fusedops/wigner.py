@@ -36,11 +36,11 @@ __all__ = ["Edges", "m_major_order", "wigner_d"]
 
 
 def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:
-    r"""Return which l-major row every m-major row is.
+    r"""Return the l-major row of every m-major row.
 
     Coefficient (l, m) of a feature has row :math:`l^2 + l + m` in l-major order. In m-major order
-    those of m = 0 come first, for all l; then for every m ≥ 1 up to mmax those of +m, for l ≥ m,
-    and those of −m.
+    the rows of m = 0 come first, for all l; then, for every m from 1 to mmax, the rows of +m, for
+    l ≥ m, and the rows of −m.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:
     References
     ----------
     Passaro and Zitnick, "Reducing SO(3) Convolutions to SO(2) for Efficient Equivariant GNNs",
-    ICML 2023 (eSCN); the order is that of fairchem's UMA.
+    ICML 2023 (eSCN); the order follows fairchem's UMA.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:
     >>> m_major_order(2, mmax=1).tolist()
     [0, 2, 6, 3, 7, 1, 5]
     """
-    # Of which the rows are the square.
+    # 30 bits, since the number of rows is (lmax + 1)².
     lmax = size("m_major_order", "lmax", lmax, bits=30)
     return _m_major_order(lmax, _order_limit("m_major_order", mmax, lmax)).copy()
 
@@ -88,7 +88,7 @@ def _m_major_order(lmax: int, mmax: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def degrees(lmax: int, mmax: int) -> list[tuple[slice, np.ndarray, np.ndarray]]:
-    """Return of every degree its l-major rows, which of them are kept, and their m-major rows."""
+    """Return for every degree its l-major rows, the kept ones, and the m-major rows of these."""
     order = _m_major_order(lmax, mmax)
     found = []
     for l in range(lmax + 1):
@@ -112,23 +112,23 @@ def degree_of_size(size: int, packed: bool) -> int:
 
 
 def message_rows(lmax: int, mmax: int) -> int:
-    """Return M: those of all |m| ≤ mmax."""
+    """Return M, the number of rows with |m| ≤ mmax."""
     return (mmax + 1) ** 2 + (lmax - mmax) * (2 * mmax + 1)
 
 
 class Edges(Packed):
     r"""A graph's edges, checked and sorted once for many calls.
 
-    Sums over the edges of a node run over a sorted list, so that they need no atomic operations and
-    have one order.
+    Sums over a node's edges run over a sorted list, so they need no atomic operations and have a
+    fixed order.
 
     Parameters
     ----------
     edge_index : array or tensor (2, E), int32 or int64
         The source and the target node of every edge, in any order; self-loops and repeated edges
-        are edges as any other. The object lives on the tensor's device.
+        are allowed. The object lives on the tensor's device.
     num_nodes : int
-        N, more than every index. Nodes may have no edge.
+        N, larger than every index. A node may have no edge.
 
     Attributes
     ----------
@@ -140,18 +140,18 @@ class Edges(Packed):
     Raises
     ------
     TypeError, ValueError
-        If `edge_index` has the wrong dtype or shape, or `num_nodes` is not a number of nodes.
+        If `edge_index` has the wrong dtype or shape, or `num_nodes` is not a size.
     IndexError
-        If an index is not a node; the message names the first.
+        If an index is out of range; the message names the first one.
 
     Notes
     -----
-    The array is copied: changing it later changes nothing here. One on a GPU is sorted there, and
-    checking it waits for the GPU. `to` copies an object to another device.
+    The array is copied, so later changes to it have no effect. A tensor on a GPU is sorted there,
+    and checking it waits for the GPU. `to` copies an object to another device.
 
     References
     ----------
-    The convention is that of PyTorch Geometric and fairchem.
+    The convention follows PyTorch Geometric and fairchem.
 
     Examples
     --------
@@ -161,7 +161,7 @@ class Edges(Packed):
     (4, 4)
     """
 
-    # by_target: the edges, those into node 0 first; target_ptr (N + 1,): where each node's begin.
+    # by_target: the edges, sorted by target; target_ptr (N + 1,): where each node's edges begin.
     _fields = ("source", "target", "by_source", "source_ptr", "by_target", "target_ptr")
     _sizes = ("num_nodes", "num_edges")
     _given = ("edge_index",)
@@ -211,7 +211,7 @@ class Edges(Packed):
 
     @classmethod
     def foresee(cls, edge_index: Any, *, num_nodes: int) -> dict[str, Any]:
-        """Return the sizes that are known before the tensor's values are."""
+        """Return the sizes that don't depend on the tensor's values."""
         return {"num_nodes": num_nodes, "num_edges": edge_index.shape[1]}
 
     def __repr__(self) -> str:
@@ -219,7 +219,7 @@ class Edges(Packed):
 
 
 def ends_of(edges: Edges | None, way: str, like: Any) -> list[Any]:
-    """Return for every end of an edge that is read its nodes; None where an edge is its own."""
+    """Return the nodes at each end that is read; None where every edge is a node of its own."""
     if edges is None:
         return [None]
     nodes = edges.fields_like(like)
@@ -229,10 +229,10 @@ def ends_of(edges: Edges | None, way: str, like: Any) -> list[Any]:
 def _blocks(
     wigner: Any, mmax: int, way: str
 ) -> Iterator[tuple[slice, np.ndarray, tuple[Any, ...]]]:
-    """Yield of every degree its l-major and its m-major rows, and where its matrices are.
+    """Yield for every degree its l-major rows, its m-major rows, and the index of its blocks.
 
-    The latter index what is kept of them, with m-major rows first: columns of matrices of the way
-    back.
+    The index takes the m-major rows that are kept, and all l-major columns. It transposes matrices
+    of the way back, in which m-major rows are columns.
     """
     at = 0
     for rows, kept, own in degrees(degree_of(wigner), mmax):
@@ -252,10 +252,10 @@ def _formula(a: Any) -> tuple[Any, ...]:
 
     .. math:: T = s \sum_e \sum_h \sum_{r, j} W_{erj} \, x_{n_h(e), j} \cdot y_{ehr}
 
-    with :math:`n_h(e)` the ends of an edge that are read, :math:`y_{eh}` the channels of its
-    message that belong to that end, and r and j rows of one degree. On the way "forth" both ends
-    are read, source and target; on the way "back" the target alone, with transposed matrices; and
-    "undo" goes back with those of the way forth.
+    with :math:`n_h(e)` the node at end h of edge e, :math:`y_{eh}` the message's channels for that
+    end, and r and j rows of one degree. The way "forth" reads both ends, source and target. The
+    way "back" reads the target, and has the matrices transposed; "undo" goes the same way with the
+    matrices of the way forth.
     """
     x, message, wigner, edges, mmax, way, scale = a[1:]
     arrays = [wide(array) for array in a[:4]]
@@ -310,8 +310,8 @@ def _add_at(total: Any, index: Any, values: Any) -> None:
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     """Pull back through the partial derivatives of T, which is linear in each of its arguments.
 
-    An output's cotangent takes the place of the argument that the output is the derivative by;
-    the cotangents of the two others are then the form's derivatives by them.
+    Each output is the derivative of T by one argument. With the output's cotangent in the place of
+    that argument, the derivatives of T by the two others are their cotangents.
     """
     found: list[Any] = [None, None, None]
     for slot, cotangent in enumerate(dy):
@@ -325,7 +325,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
             for dx, more, want in zip(found, pulled, out, strict=True)
         ]
     dbase = dy.dx if wanted.base else None
-    # A copy in NumPy, whose users may write to it.
+    # NumPy gets a copy, since users may write to a gradient.
     return dbase if dbase is None else cast(dbase, dbase), *found
 
 
@@ -426,8 +426,8 @@ def node_to_edge_wigner_permute(
     .. math:: \mathrm{out}_{e, r} = \Bigl( \sum_j W_{e, P(r), j} \, x_{s(e), j} \;\Big\|\;
               \sum_j W_{e, P(r), j} \, x_{t(e), j} \Bigr)
 
-    with j of the degree of P(r), the l-major row of m-major row r
-    (`fusedops.wigner.m_major_order`), and s(e), t(e) the source and the target of edge e.
+    with P(r) the l-major row of m-major row r (`fusedops.wigner.m_major_order`), j over the rows of
+    its degree, and s(e), t(e) the source and the target of edge e.
 
     Parameters
     ----------
@@ -435,36 +435,36 @@ def node_to_edge_wigner_permute(
         Features of the nodes, l-major: row l² + l + m, for C channels.
     edge_index : Edges, or array or tensor (2, E), int32 or int64
         Source and target of every edge. `Edges` made once per graph save the sort. A tensor on a
-        GPU is read, and waited for, when it is first used and after it was written to (in
-        inference mode in every call).
+        GPU is read when first used and after every write to it (in inference mode in every call),
+        which waits for the GPU.
     wigner : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
-        The matrices of the edges: dense, of which only the diagonal blocks of 2l + 1 rows are read,
-        or these blocks one after the other, by rows. They are dimensionless, as `x` is.
+        The matrices of the edges, dimensionless like `x`. Either dense, with only the diagonal
+        blocks of 2l + 1 rows read; or packed, these blocks one after the other, row by row.
     mmax : int, optional
         The largest order |m| that is kept, at most lmax; lmax if not given.
 
     Returns
     -------
     array or tensor (E, M, 2C)
-        Channels of the source, then those of the target, in the dtype of `x`; accumulated in
+        The C channels of the source, then the C of the target, in the dtype of `x`; accumulated in
         float32 or better.
 
     Raises
     ------
     IndexError
-        If an edge's end is not a node.
+        If an end of an edge is not a node.
 
     Notes
     -----
-    Gradients go to x and wigner, to any order, and nothing but these two is kept for them. The
-    gradient of dense matrices is zero outside of the blocks, and in rows |m| > mmax. Sums over the
-    edges of a node run in the order of the edges: they are the same in every run, and for any
-    number of threads. Under autocast dtypes are left as they are.
+    x and wigner have gradients of any order; only these two are kept for the backward. The
+    gradient of dense matrices is zero outside of the blocks, and in rows |m| > mmax. Sums over a
+    node's edges run in the order of the edges, the same in every run and for any number of threads.
+    Autocast changes no dtypes.
 
     References
     ----------
-    Passaro and Zitnick, ICML 2023 (eSCN); the shapes are those of fairchem's UMA backends, which on
-    the way back have `wigner_inv` before `edge_index`.
+    Passaro and Zitnick, ICML 2023 (eSCN); the shapes follow fairchem's UMA backends, which on the
+    way back take `wigner_inv` before `edge_index`.
 
     Examples
     --------
@@ -503,7 +503,7 @@ def permute_wigner_inv_edge_to_node(
     .. math:: \mathrm{out}_{n, i} = \sum_{e: t(e) = n} \sum_r V_{e, i, P(r)} \,
               \mathrm{message}_{e, r}
 
-    with r of the degree of i, and P(r) the l-major row of m-major row r.
+    with P(r) the l-major row of m-major row r, and r over the rows of the degree of i.
 
     Parameters
     ----------
@@ -512,28 +512,28 @@ def permute_wigner_inv_edge_to_node(
     edge_index : Edges, or array or tensor (2, E), int32 or int64
         Source and target of every edge; see `node_to_edge_wigner_permute`.
     wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
-        The matrices of the way back, V, dense or packed: W⁻¹ = Wᵀ of the way forth.
+        V, the matrices of the way back, dense or packed: W⁻¹ = Wᵀ for W of the way forth.
     num_nodes : int, optional
-        N; may be left out with `Edges`, which know.
+        N; not needed with `Edges`.
     mmax : int, optional
-        The largest order |m| that `message` has; lmax if not given. Those beyond are zero.
+        The largest order |m| that `message` has; lmax if not given. Larger orders count as zero.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
-        not for those that an envelope was multiplied into on one way only.
+        Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
+        matrices with an envelope that belongs to one way only.
 
     Returns
     -------
     array or tensor (N, (lmax + 1)², C)
-        In the dtype of `message`; zero for nodes that are no edge's target.
+        In the dtype of `message`; zero for a node that is no edge's target.
 
     Raises
     ------
     IndexError
-        If an edge's end is not a node.
+        If an end of an edge is not a node.
 
     Notes
     -----
-    Gradients go to message and wigner_inv, to any order; see `node_to_edge_wigner_permute`.
+    message and wigner_inv have gradients of any order; see `node_to_edge_wigner_permute`.
     `permute_wigner_inv` is the same without the sum.
 
     References
@@ -577,12 +577,12 @@ def permute_wigner_inv(
     message : array or tensor (E, M, C), float32 or float64; in torch bfloat16 and float16 too
         Features of the edges, m-major.
     wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
-        The matrices, V, dense or packed.
+        V, the matrices, dense or packed.
     mmax : int, optional
         The largest order |m| that `message` has; lmax if not given.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
-        not for those that an envelope was multiplied into on one way only.
+        Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
+        matrices with an envelope that belongs to one way only.
 
     Returns
     -------
@@ -591,7 +591,7 @@ def permute_wigner_inv(
 
     Notes
     -----
-    Gradients go to message and wigner_inv, to any order.
+    message and wigner_inv have gradients of any order.
 
     References
     ----------
@@ -623,7 +623,7 @@ def edge_degree_scatter(
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    r"""Return node features plus what edges say by their lengths: the edge-degree embedding.
+    r"""Return node features plus the edge-degree embedding, a sum of radial functions over edges.
 
     .. math:: \mathrm{out}_{n, i} = x_{n, i} + \frac{1}{\mathrm{rescale\_factor}}
               \sum_{e: t(e) = n} V_{e, i, l^2 + l} \, \mathrm{radial}_{e, l}
@@ -635,16 +635,16 @@ def edge_degree_scatter(
     x : array or tensor (N, (lmax + 1)², C), float32 or float64; in torch bfloat16 and float16 too
         Features of the nodes, l-major.
     radial : array or tensor (E, lmax + 1, C)
-        What is scattered: a function of the edge's length for every degree and channel.
+        Functions of the edge's length, one for every degree and channel.
     edge_index : Edges, or array or tensor (2, E), int32 or int64
         Source and target of every edge; see `node_to_edge_wigner_permute`.
     wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
-        The matrices, V, dense or packed.
+        V, the matrices, dense or packed.
     rescale_factor : float
-        What sums over edges are divided by, such as the mean number of a node's edges.
+        The divisor of the sums, such as the mean number of a node's edges.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, which are then read transposed;
-        not for those that an envelope was multiplied into on one way only.
+        Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
+        matrices with an envelope that belongs to one way only.
 
     Returns
     -------
@@ -654,16 +654,16 @@ def edge_degree_scatter(
     Raises
     ------
     IndexError
-        If an edge's end is not a node.
+        If an end of an edge is not a node.
 
     Notes
     -----
-    Gradients go to x, radial and wigner_inv, to any order.
+    x, radial and wigner_inv have gradients of any order.
 
     References
     ----------
-    The embedding is that of fairchem's UMA, whose `edge_degree_scatter` has `wigner_inv` before
-    `edge_index`, and radial functions flat, (E, (lmax + 1) C).
+    The embedding follows fairchem's UMA, whose `edge_degree_scatter` takes `wigner_inv` before
+    `edge_index`, and flat radial functions, (E, (lmax + 1) C).
 
     Examples
     --------
@@ -679,8 +679,8 @@ def edge_degree_scatter(
         kind = type(rescale_factor).__name__
         raise TypeError(f"{name}: rescale_factor is a {kind}; it should be a number")
     factor = real(name, "rescale_factor", rescale_factor)
-    wide = "float64" in [dtype_name(array.dtype) for array in (x, radial, wigner_inv)]
-    range_of = np.finfo(np.float64 if wide else np.float32)
+    double = "float64" in [dtype_name(array.dtype) for array in (x, radial, wigner_inv)]
+    range_of = np.finfo(np.float64 if double else np.float32)
     magnitude = abs(factor)
     if not magnitude > 0 or not float(range_of.tiny) <= 1 / magnitude <= float(range_of.max):
         raise ValueError(
