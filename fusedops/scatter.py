@@ -229,7 +229,7 @@ class ScatterPlan(Packed):
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
-        """Return the object that `flat` took apart."""
+        """Return the plan with these tensors and numbers, the inverse of `flat`."""
         wa, wbwc, *more = tensors
         map_size, *grid = sizes
         parts = {"wa": wa, "wbwc": wbwc, "map_size": map_size}

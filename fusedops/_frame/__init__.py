@@ -1,1 +1,1 @@
-"""Choice of backends, calls and their derivatives: all that the ops have in common."""
+"""The code that all ops share: choice of backends, calls and their derivatives."""

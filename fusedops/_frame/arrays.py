@@ -1,4 +1,4 @@
-"""What definitions are written with, so that NumPy and torch both run them."""
+"""Functions for definitions, which NumPy and torch both run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusedops._frame.check import is_tensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: A NumPy array or a torch tensor; in a signature, the same of both throughout.
+#: A NumPy array or a torch tensor; all in a signature are of one framework.
 ArrayT = TypeVar("ArrayT", np.ndarray, "Tensor")
 
 
@@ -32,25 +32,25 @@ def wide(array: Any) -> Any:
 
 
 def double(array: Any) -> Any:
-    """Return an array in float64; in float32 where a device has no such thing."""
+    """Return an array in float64, or in float32 on a device without float64."""
     if not is_tensor(array):
         return array.astype(np.float64)
     return array.float() if array.device.type == "mps" else array.double()
 
 
 def cast(array: Any, like: Any) -> Any:
-    """Return `array` in the dtype of `like`, a dtype or something that has one."""
+    """Return `array` in the dtype of `like`, a dtype or an array."""
     dtype = getattr(like, "dtype", like)
     return array.to(dtype) if is_tensor(array) else array.astype(dtype)
 
 
 def zeros(like: Any, shape: tuple[int, ...]) -> Any:
-    """Return an array of zeros, of the dtype and on the device of another."""
+    """Return an array of zeros in the dtype and on the device of `like`."""
     return like.new_zeros(shape) if is_tensor(like) else np.zeros(shape, like.dtype)
 
 
 def sigmoid(h: Any) -> Any:
-    """Return the logistic function, whose exponential may overflow."""
+    """Return the logistic function; its exponential may overflow, harmlessly."""
     if is_tensor(h):
         return h.sigmoid()
     with np.errstate(over="ignore"):
@@ -58,17 +58,17 @@ def sigmoid(h: Any) -> Any:
 
 
 def added(one: Any, two: Any) -> Any:
-    """Return the sum of two cotangents, of which None is zero."""
+    """Return the sum of two cotangents; None stands for zero."""
     if one is None or two is None:
         return two if one is None else one
     return one + two
 
 
 def recomputed(stage: Any, like: Any) -> Any:
-    """Return a stage of a definition that keeps nothing for a derivative of torch's.
+    """Return a stage of a definition that saves no intermediate results for torch's backward.
 
-    The derivative computes the stage again. Under torch.func it keeps all, as that has no hooks for
-    what is saved.
+    The backward computes the stage again. Under torch.func the stage saves everything, since
+    torch.func has no hooks for saved tensors.
     """
     torch = sys.modules.get("torch")
     if (
@@ -83,7 +83,7 @@ def recomputed(stage: Any, like: Any) -> Any:
 
 
 def grouped(keys: Any, count: int) -> tuple[Any, Any]:
-    """Return the stable order of keys below `count`, and where each key's begin in it."""
+    """Return the stable order that sorts keys below `count`, and where each key begins in it."""
     if is_tensor(keys):
         torch = sys.modules["torch"]
         ordered, order = torch.sort(keys, stable=True)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
-#: Packages whose frames lie between a user's call and the code of ours that warns of it.
+#: Packages whose frames lie between a user's call and the warning.
 _BETWEEN = ("fusedops", "cpukern", "gpukern", "torch", "functools")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-# Tensors by which torch traces, while a mode of its does.
+# Classes of tensors with which torch traces, while one of its modes is active.
 _TRACED = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
 _UNWRAPPED = {
     "DTensor": "a plain tensor, such as {}.to_local()",
@@ -34,7 +34,7 @@ _NAMES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int6
 
 def is_tensor(value: Any) -> TypeIs[Tensor]:
     """Return whether `value` is a torch tensor, without importing torch."""
-    # Another thread may be importing torch just now.
+    # getattr, since another thread may still be importing torch.
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and isinstance(value, tensor)
 
@@ -55,7 +55,7 @@ def warn(message: str) -> None:
 
 
 def accumulator(array: Any) -> str | None:
-    """Return the dtype that sums over an array are returned in, None for its own."""
+    """Return the dtype of sums over an array, or None for the array's own."""
     if isinstance(array, np.ndarray) or array.dtype.itemsize > 2:
         return None
     return "float32"
@@ -67,7 +67,7 @@ def device_of(array: Any) -> str:
 
 
 def reference(arrays: Sequence[Any]) -> Any:
-    """Return the first array that isn't None, whose framework and device are those of all."""
+    """Return the first array that isn't None; all share its framework and device."""
     for array in arrays:
         if array is not None:
             return array
@@ -75,7 +75,7 @@ def reference(arrays: Sequence[Any]) -> Any:
 
 
 def promoted(arrays: Sequence[Any]) -> Any:
-    """Return the dtype that arrays have together, by the rules of their framework."""
+    """Return the dtype to which arrays promote, by the rules of their framework."""
     dtype = reference(arrays).dtype
     for array in arrays:
         if array is not None and array.dtype != dtype:
@@ -91,9 +91,9 @@ def traced() -> bool:
 
 
 def own_memory(op: str, name: str, tensor: Any) -> None:
-    """Raise TypeError unless a tensor has memory of its own, which kernels could work on.
+    """Raise TypeError unless a tensor has memory that kernels can work on.
 
-    One that torch traces or that is on the meta device has none, and reaches no kernel.
+    Tensors that torch traces, and those on the meta device, pass without: they reach no kernel.
     """
     torch = sys.modules["torch"]
     kind = type(tensor)
@@ -126,7 +126,7 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
 
 
 def overlap(one: Any, other: Any) -> bool:
-    """Return whether the memory of two arrays may overlap; some tensors have none."""
+    """Return whether the memory of two arrays may overlap; tensors without memory don't."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.may_share_memory(one, other)
     torch = sys.modules["torch"]
@@ -153,7 +153,7 @@ def overlap(one: Any, other: Any) -> bool:
 
 
 def overlaps_itself(array: Any) -> bool:
-    """Return whether two elements of an array may have the same memory."""
+    """Return whether two elements of an array may share memory."""
     if (is_tensor(array) and traced()) or 0 in array.shape:
         return False
     strides = array.stride() if is_tensor(array) else array.strides
@@ -178,7 +178,7 @@ def alike(op: str, name: str, value: Any, other: str, like: Any) -> None:
 
 
 def as_array(op: str, name: str, value: Any) -> Any:
-    """Return `value` as a NumPy array, or the tensor that it is. Raises TypeError or ValueError."""
+    """Return `value` as a NumPy array, or a tensor unchanged. Raises TypeError or ValueError."""
     if type(value) is np.ndarray:
         return value
     if is_tensor(value):
@@ -234,7 +234,7 @@ def floats(op: str, name: str, value: Any, *, or_bool: bool = False) -> Any:
         return value
     also = "bool, " if or_bool else ""
     if is_tensor(value):
-        # Floats of one byte are for storage.
+        # One-byte floats are for storage only.
         if not value.is_floating_point() or value.itemsize == 1:
             raise TypeError(
                 f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "
@@ -272,26 +272,26 @@ def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> N
 
 
 def size(op: str, name: str, value: Any, *, bits: int = 63) -> int:
-    """Return `value` as an int of so many bits that a size may be. Raises TypeError or ValueError.
+    """Return `value` as a non-negative int of at most `bits` bits. Raises TypeError or ValueError.
 
-    Of elements of eight bytes, 60 bits count no more than memory has addresses for.
+    With 60 bits, the bytes of so many 8-byte elements still have 63 bits.
     """
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].SymInt):
-        # To look at it would make the size of a compiled graph a constant.
+        # A comparison would make the size a constant of the compiled graph.
         return value
     try:
         number = operator.index(value)
     except (TypeError, RuntimeError):  # the latter from a meta tensor
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int") from None
     if not 0 <= number < 1 << bits:
-        # Python writes no more than 4300 digits, and nobody reads as many.
+        # Python refuses to write more than 4300 digits, and nobody reads so many.
         shown = number if -(1 << 64) < number < 1 << 64 else f"of {number.bit_length()} bits"
         raise ValueError(f"{op}: {name} is {shown}; it should be at least 0, and below 2**{bits}")
     return number
 
 
 def real(op: str, name: str, value: Any) -> float:
-    """Return a real number as a float. Raises ValueError where there is none so large."""
+    """Return a real number as a float. Raises ValueError if it is too large."""
     try:
         return float(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use: the machine's, or its container's."""
+"""The cores and the memory that this process may use: the machine's, or its container's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @functools.cache
 def available_cores() -> int:
-    """Return how many cores this process may use, at least 1."""
+    """Return the number of cores that this process may use, at least 1."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -22,12 +22,12 @@ def available_cores() -> int:
 
 
 def available_memory() -> int | None:
-    """Return how many bytes this process may still take, or None where nothing says so.
+    """Return the bytes of memory that this process may still take, or None if they are unknown.
 
     Returns
     -------
     int or None
-        What Linux calls available, or what is left to a container, if that is less.
+        The memory that Linux calls available, or the rest of a container's limit, if less.
 
     Examples
     --------
@@ -39,7 +39,7 @@ def available_memory() -> int | None:
 
 
 def _cgroup_quota(root: Path = _CGROUP) -> float | None:
-    """Return the CPU quota of this container in cores, or None where there is none."""
+    """Return the CPU quota of this container in cores, or None if it has none."""
     words = _words(root / "cpu.max")
     if len(words) != 2:
         words = _words(root / "cpu/cpu.cfs_quota_us") + _words(root / "cpu/cpu.cfs_period_us")
@@ -49,11 +49,11 @@ def _cgroup_quota(root: Path = _CGROUP) -> float | None:
 
 
 def _cgroup_memory(root: Path = _CGROUP) -> int | None:
-    """Return the bytes that are left to this container, or None where it has no limit."""
+    """Return the bytes that are left to this container, or None if it has no limit."""
     stat = _words(root / "memory.stat")
     try:
         (limit,), (used,) = (_words(root / f"memory.{name}") for name in ("max", "current"))
-        # Linux gives up what it keeps of files before it runs out.
+        # Linux drops cached files before it runs out of memory.
         return max(0, int(limit) - int(used) + int(stat[stat.index("inactive_file") + 1]))
     except (IndexError, ValueError):
         return None
@@ -68,7 +68,7 @@ def _system_memory(path: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _words(path: Path) -> list[str]:
-    """Return the words of a file of Linux's, none where it isn't there."""
+    """Return the words of a system file, or none if the file is missing."""
     try:
         return path.read_text().split()
     except (OSError, ValueError):

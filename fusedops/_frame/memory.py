@@ -1,8 +1,8 @@
-"""Memory of large CPU arrays, used again.
+"""A pool that reuses the memory of large CPU arrays.
 
-Fresh pages come from the operating system at a fraction of the speed of memory: for a large result
-that takes longer than what a kernel does with it. So the memory of a large array that nobody holds
-any longer goes into a pool, from which the next one of about its size is made.
+The operating system hands out fresh pages at a fraction of the speed of memory: for a large result
+they take longer than the kernel that fills them. So when nobody holds a large array any longer, its
+memory goes into a pool, and the next array of about its size takes it from there.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 #: Arrays below this many bytes are left to NumPy, whose allocator reuses their memory.
 SMALL = 2**22
 
-#: The most bytes that are kept while nobody holds them.
+#: The most bytes that the pool keeps.
 KEPT = 2**30
 
 _ALIGNMENT = 64
 _free: list[np.ndarray] = []
 _lock = threading.Lock()
-# An array may die anywhere, inside of `_take` too, so that this takes no lock.
+# An array may die anywhere, even inside of `_take`, so its block goes here without the lock.
 _returned: deque[np.ndarray] = deque()
 
 
 def _start_anew() -> None:
-    """Forget a pool that another thread may have been at work on when this process was forked."""
+    """Forget the pool after a fork, since another thread may have been changing it."""
     global _lock
     _lock = threading.Lock()
     _free.clear()
@@ -41,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Lease:
-    """The base of the first array on a block of memory, which goes when the last view does."""
+    """The base of the first array on a block; it dies with the last view and returns the block."""
 
     def __init__(self, block: np.ndarray) -> None:
         self.block = block
@@ -55,12 +55,12 @@ class _Lease:
 
 
 def empty_of(shape: Any, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return what makes arrays of a shape."""
+    """Return the function that allocates arrays of a shape."""
     return empty if math.prod(shape) * dtype.itemsize >= SMALL else np.empty
 
 
 def empty(shape: Any, dtype: np.dtype) -> np.ndarray:
-    """Return a new array like `numpy.empty`, of used memory if it is large."""
+    """Return a new array like `numpy.empty`, with the pool's memory if it is large."""
     size = math.prod(shape) * dtype.itemsize
     if size < SMALL:
         return np.empty(shape, dtype)
@@ -70,7 +70,7 @@ def empty(shape: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def _take(size: int) -> np.ndarray:
-    """Return a block of at least `size` bytes, and not many more: the one given back last."""
+    """Return a block of `size` bytes or a little more: the last one returned, or a new one."""
     with _lock:
         _collect()
         for i in reversed(range(len(_free))):
@@ -85,7 +85,7 @@ def _take(size: int) -> np.ndarray:
 
 
 def _collect() -> None:
-    """Keep what was given back, and let go of what has waited longest."""
+    """Move returned blocks into the pool, and free the oldest ones beyond `KEPT`."""
     while _returned:
         _free.append(_returned.popleft())
     while sum(block.size for block in _free) > KEPT:
@@ -93,7 +93,7 @@ def _collect() -> None:
 
 
 def release() -> None:
-    """Let go of all memory that nobody holds."""
+    """Free all memory in the pool."""
     with _lock:
         _collect()
         _free.clear()

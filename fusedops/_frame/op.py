@@ -35,22 +35,22 @@ F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
 
 
 class Op(Generic[F_co]):
-    """The type of a public op, for type checkers: a function with more attributes."""
+    """The type of a public op, for type checkers: a function with attributes."""
 
     __name__: str
     __doc__: str
     __call__: F_co
     __wrapped__: Callable[..., Any]
     primitive: Primitive
-    #: The arrays that it takes, as they are declared.
+    #: The declarations of the arrays that the op takes.
     declared: Mapping[str, Array]
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
-        """Return what a checked call comes to."""
+        """Return the checked call: the primitive's arguments and the outputs shown."""
         raise NotImplementedError
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
-        """Return the value and its pullback, from a cotangent to gradients."""
+        """Return the value, and the pullback from a cotangent to gradients."""
         raise NotImplementedError
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
@@ -59,7 +59,7 @@ class Op(Generic[F_co]):
 
 
 class Made:
-    """An argument of a primitive that is made of some of the op's, anew in every call."""
+    """An argument of a primitive that every call makes anew from arguments of the op."""
 
     def __init__(self, function: Callable[..., Any], *of: Any) -> None:
         self.function, self.of = function, of
@@ -70,7 +70,7 @@ class Bound(NamedTuple):
 
     a: Any
     shown: str | tuple[str, ...]
-    # Raises where the values of the arguments are bad, of which their kinds tell nothing.
+    # Raises if values of the arguments are bad, which their kinds don't show.
     values: Callable[[Any], None] | None = None
 
 
@@ -79,17 +79,17 @@ def to_run(
     shown: str | tuple[str, ...],
     values: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Return what a function under `op` returns; its annotation is that of the op's result.
+    """Return the result of a function under `op`, whose annotation is the op's result instead.
 
-    `arguments` are the primitive's: an argument of the op as it is, a constant, or `Made`. All else
-    that the function does must follow from the kinds of its arguments, but for `values`, which
-    looks at the record of arguments in every call.
+    `arguments` are the primitive's; each is an argument of the op, a constant, or `Made`. They must
+    depend on the kinds of the op's arguments alone. `values` checks the values of the record of
+    arguments in every call.
     """
     return Bound(arguments, shown, values)
 
 
 def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
-    """Return the arrays of an argument under its name; None for the names of a packed one's."""
+    """Return the arrays of an argument with its name; None means the packed one's own names."""
     if isinstance(value, np.ndarray) or is_tensor(value):
         return [(name, value)]
     if not isinstance(value, Packed):
@@ -106,7 +106,7 @@ def _check_out(
     names: Sequence[str],
     out: Any,
 ) -> None:
-    """Raise unless `out` can be filled with the output that is shown first."""
+    """Raise unless the first output shown can be written to `out`."""
     arrays, others = bound.a[: len(names)], bound.a[len(names) :]
     first = reference(arrays)
     shape, dtype = primitive.describe(bound.a)[primitive.outputs.index(names_of(bound)[0])]
@@ -133,7 +133,7 @@ def _check_out(
     if not contiguous or not writable:
         what = "read-only" if contiguous else "not contiguous"
         raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
-    # An argument may have been converted, to an array of its own or to a view.
+    # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
     held = (*((None, value) for value in others), *zip(names, arrays, strict=True))
     once = {id(value): (argument, value) for argument, value in (*held, *given.items())}
     for argument, value in once.values():
@@ -143,7 +143,7 @@ def _check_out(
 
 
 def _summed(array: Any, given: Any) -> Any:
-    """Return the transpose of a broadcast of `given`, in its dtype if it has floats."""
+    """Return `array` summed to the shape of `given`, and in its dtype if that is a float."""
     given = np.asarray(given)
     more = array.ndim - given.ndim
     axes = (*range(more), *(more + i for i, n in enumerate(given.shape) if n == 1))
@@ -171,13 +171,13 @@ def op(
 def op(
     primitive: Primitive, *, names: Mapping[str, str] | None = None, overloads: Any = None
 ) -> Any:
-    """Make a public op of a function that checks its options.
+    """Turn a function that checks its options into a public op.
 
-    The decorated function gets arrays that are as the primitive declares them, and returns
-    `to_run`. Its signature, which is the op's, ends in ``backend`` and, unless a number is
-    returned, ``out``, an array for the output shown first: these two are served and documented
-    here. `names` gives the primitive's arrays their names in that signature, where they differ.
-    `overloads` is a protocol for type checkers, where one signature doesn't tell the result.
+    The function gets arrays that meet the primitive's declarations, and returns `to_run`. Its
+    signature is the op's. It ends in ``backend`` and, unless the op returns a number, ``out``, an
+    array for the output shown first; these two are served and documented here. `names` maps names
+    of the primitive's arrays to names in the signature, if they differ. `overloads` is a protocol
+    for type checkers, if one signature isn't enough.
     """
     names = names or {}
     arguments = [names.get(name, name) for name in primitive.arrays]
@@ -187,14 +187,14 @@ def op(
         signature = inspect.signature(check)
         takes_out = "out" in signature.parameters
         check.__doc__ = _documented(check.__doc__, takes_out)
-        # Any, because functions have attributes that checkers don't know of.
+        # Any, since type checkers don't know the attributes set below.
         wrapped: Any = functools.wraps(check)
         declared = _declared(primitive, names, signature)
         broadcast = [name for name, array in declared.items() if array.broadcasts]
         plans: Plans[Callable[..., Any]] = Plans()
 
         def bind(args: Any, kwargs: Any) -> tuple[Bound, Bound]:
-            """Return a checked call, and the same with all that is made of arguments made."""
+            """Return a checked call, and the same call with every `Made` argument made."""
             try:
                 call = signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -210,8 +210,8 @@ def op(
             given: Bound = check(*call.args, **call.kwargs)
             parts = primitive.Arguments._make(given.a)
             for argument in broadcast:
-                whole = _whole(declared[argument], getattr(parts, argument), parts[0], sizes)
-                parts = parts._replace(**{argument: whole})
+                full = _broadcast(declared[argument], getattr(parts, argument), parts[0], sizes)
+                parts = parts._replace(**{argument: full})
             made = [part.function(*part.of) if isinstance(part, Made) else part for part in parts]
             bound = given._replace(a=primitive.Arguments._make(made))
             primitive.sizes(bound.a, name, names)
@@ -246,7 +246,7 @@ def op(
                 _check_out(name, primitive, bound, by_name, arguments, out)
             slots = slots_of(bound, out)
             if is_tensor(reference(bound.a)) and traced():
-                # A compiled graph looks for a backend when it runs, not when it is traced.
+                # A compiled graph chooses its backend when it runs, not when it is traced.
                 asked = backend
             with registry.asking(asked):
                 y = primitive(*bound.a, out=slots)
@@ -321,7 +321,7 @@ def op(
 def _declared(
     primitive: Primitive, names: Mapping[str, str], signature: inspect.Signature
 ) -> dict[str, Array]:
-    """Return the arrays that an op takes, by their names in its signature, in its order."""
+    """Return the declarations of an op's arrays, by name, in the order of its signature."""
     found = {names.get(name, name): array for name, array in primitive.declared.items()}
     found |= {names[name]: primitive.declared[name] for name in names}
     return {
@@ -332,28 +332,28 @@ def _declared(
 
 
 def _is_array(op: str, name: str, value: Any) -> None:
-    """Raise TypeError unless an argument that is updated is an array."""
+    """Raise TypeError unless an argument that is updated in place is an array."""
     if not is_tensor(value) and not isinstance(value, np.ndarray):
         was = None if value is None else f"a {type(value).__name__}"
         raise TypeError(f"{op}: {name} is {was}; it should be an array, to be updated")
 
 
-def _whole(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
-    """Return an array that is broadcast, or how to make it whole and of the dtype of the first."""
-    shape, dtype = array.whole(sizes), first.dtype
+def _broadcast(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
+    """Return an array of full shape and `first`'s dtype, or a `Made` that broadcasts it."""
+    shape, dtype = array.full_shape(sizes), first.dtype
     if given is None or (tuple(given.shape) == shape and given.dtype == dtype):
         return given
 
-    def whole(given: Any) -> Any:
+    def broadcast(given: Any) -> Any:
         given = cast(given, dtype)
         return given.expand(shape) if is_tensor(given) else np.broadcast_to(given, shape)
 
-    return Made(whole, given)
+    return Made(broadcast, given)
 
 
 _OUT = """
 out : array or tensor, optional
-    Where to write the result: of its shape and dtype, contiguous, and apart from the arguments."""
+    An array for the result: of its shape and dtype, contiguous, and apart from the arguments."""
 _BACKEND = """
 backend : str, optional
     The backend that must serve the call."""
@@ -366,9 +366,9 @@ BackendUnavailable
 
 
 def _documented(doc: str | None, takes_out: bool) -> str | None:
-    """Return an op's docstring with the arguments and errors that all ops have."""
+    """Return an op's docstring with the arguments and errors that all ops share."""
     if doc is None:
-        # Python was started to leave docstrings out.
+        # Python runs with -OO, which drops docstrings.
         return None
     parts = inspect.cleandoc(doc).split("\n\n")
     at = next(at for at, part in enumerate(parts) if part.startswith("Returns\n"))
@@ -391,17 +391,17 @@ def _shown(primitive: Primitive, shown: str | tuple[str, ...], y: Any) -> Any:
     if not isinstance(shown, str):
         return tuple([getattr(y, name) for name in shown])
     value = getattr(y, shown)
-    # A NumPy scalar, not an array of no dimensions.
+    # A NumPy scalar instead of a 0-d array.
     return value if is_tensor(value) or value.ndim else value[()]
 
 
 def _planned(
     primitive: Primitive, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
 ) -> Callable[[tuple[Any, ...]], Any] | None:
-    """Return what serves calls of one kind without a check; None where there is no such thing.
+    """Return a function that serves calls of one kind without checks, or None.
 
-    It takes the values of the op's arguments. Every argument of the primitive must be one of them,
-    or be made of one, or a constant.
+    The function takes the values of the op's arguments. It exists only if every argument of the
+    primitive is one of these values, is made from them, or is a constant.
     """
     place_of = {id(value): at for at, value in enumerate(values)}
     if are_one(values):
@@ -415,16 +415,16 @@ def _planned(
         if constant:
             continue
         of = part.of if isinstance(part, Made) else (part,)
-        if any([id(whole) not in place_of for whole in of]):
+        if any([id(source) not in place_of for source in of]):
             return None
-        placed.update([id(whole) for whole in of])
-        at_call = [place_of[id(whole)] for whole in of]
+        placed.update([id(source) for source in of])
+        at_call = [place_of[id(source)] for source in of]
         if isinstance(part, Made):
             made.append((at, at_call, part.function))
         else:
             moved.append((at, *at_call))
     if placed != {id(value) for value in values if type(value) not in CONSTANTS}:
-        # Of an array that isn't passed on, such as a degree in one, the value counts.
+        # An array that isn't passed on, such as a 0-d array for an int, counts by its value.
         return None
     plan = (
         bridge().plan(primitive, bound.a, slots)

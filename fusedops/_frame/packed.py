@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-#: Classes of packed arguments, by name: graphs hold nothing but names.
+#: Classes of packed arguments, by name, since a graph can hold names only.
 packed: dict[str, type[Packed]] = {}
 
 
 def bridge() -> Any:
-    """Return ``fusedops._frame.bridge``, which is imported where tensors are met and not before."""
+    """Return ``fusedops._frame.bridge``, imported only once tensors are met."""
     # A statement, because torch.compile traces it before and after the first time.
     from fusedops._frame import bridge as torch_bridge
 
@@ -33,7 +33,7 @@ def bridge() -> Any:
 
 
 def compiling() -> bool:
-    """Return whether torch.compile traces this frame, or would trace the ones that it calls."""
+    """Return whether torch.compile traces this frame, or would trace the frames that it calls."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -43,7 +43,7 @@ def compiling() -> bool:
 
 
 def outside_of_graphs(function: F) -> F:
-    """Return a function that torch.compile doesn't trace: its graph ends where it is called."""
+    """Return a function that torch.compile doesn't trace: a call breaks the graph."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -56,9 +56,9 @@ class Packed:
     """An argument that is checked and laid out once, and never changes after that.
 
     A subclass names its arrays in `_fields` and its numbers in `_sizes`; its constructor ends in
-    `_hold`. The arrays are attributes: on the CPU NumPy arrays that are read-only, elsewhere
-    tensors. A copy on another device is made by `to`, never by a call. `_given` and `_options`
-    name the constructor's arrays and its other arguments, for `read`.
+    `_hold`. The arrays are attributes: read-only NumPy arrays on the CPU, tensors elsewhere. Only
+    `to` copies an object to another device, no call does. `_given` and `_options` name the
+    constructor's arrays and its other arguments, for `read`.
     """
 
     _fields: tuple[str, ...]
@@ -66,13 +66,13 @@ class Packed:
     _given: tuple[str, ...] = ()
     _options: tuple[str, ...] = ()
     _record: Any
-    # As given, NumPy arrays that may be written to; and as tensors.
+    # The arrays as given, which may be writable; and the arrays as tensors.
     _arrays: Any = None
     _tensors: Any = None
     device = "cpu"
-    # Tensors of the caller's that a backward pass reads.
+    # The caller's tensors that a backward pass reads.
     borrowed: tuple[Any, ...] = ()
-    # Of an object in a graph that is traced: the tensors and options that a run reads it from.
+    # While torch traces a graph: the tensors and options from which a run makes the object.
     unread: tuple[list[Any], list[int]] | None = None
 
     def __init_subclass__(cls) -> None:
@@ -91,7 +91,7 @@ class Packed:
         return f"{of}: {name} can't be changed; it should be given to a new {of}"
 
     def _hold(self, device: str = "cpu", **parts: Any) -> None:
-        """Keep the arrays and numbers of a new object; NumPy's arrays are copied to a device."""
+        """Keep the arrays and numbers of a new object; copy NumPy arrays to a device."""
         held = self.__dict__
         arrays = [parts.pop(name) for name in self._fields]
         held.update(parts)
@@ -109,29 +109,29 @@ class Packed:
             held.clear()
             held.update(moved)
         elif "torch" in sys.modules:
-            # A compiled function would be compiled again where they are first made inside of it.
+            # Tensors first made inside of a compiled function would compile it again.
             self.tensors_here()
 
     def tensors_here(self) -> Any:
         """Return a record of the arrays as torch tensors on this object's device."""
         if self._tensors is None:
-            # Torch warns of read-only arrays, as a caller's may be.
+            # Torch warns of read-only arrays, and a caller's may be read-only.
             arrays = [a if a.flags.writeable else a.copy() for a in self._arrays]
             tensors = self._record(*bridge().as_tensors(arrays))
-            # Tensors of torch's FakeTensorMode are of no use outside of it.
+            # Tensors made in torch's FakeTensorMode are useless outside of it.
             if not bridge().are_plain(tensors):
                 return tensors
             self.__dict__["_tensors"] = tensors
         return self._tensors
 
     def fields_like(self, array: Any) -> Any:
-        """Return what has the arrays as attributes, of the framework of another array."""
+        """Return an object with the arrays as attributes, in the framework of another array."""
         return self.tensors_here() if is_tensor(array) else self
 
     def derived(self, function: Callable[[Self], T]) -> T:
-        """Return what a function makes of this object, and keep it for all later calls.
+        """Return a function's result for this object, and keep it for all later calls.
 
-        Of threads that ask at once several may run the function; all get the same result.
+        Several threads may run the function at once; all get the same result.
         """
         kept: dict[Any, T] = self.__dict__.setdefault("_derived", {})
         if function not in kept:
@@ -139,12 +139,12 @@ class Packed:
         return kept[function]
 
     def to(self, device: Any) -> Self:
-        """Return the same object on a torch device; this one where it is there already.
+        """Return the same object on a torch device, or this one if it is there already.
 
         Parameters
         ----------
         device : str or torch.device
-            Such as ``"cuda"``.
+            For example ``"cuda"``.
 
         Returns
         -------
@@ -162,11 +162,11 @@ class Packed:
 
     @classmethod
     def read(cls, op: str, *tensors: Any, in_graph: bool = False, **options: Any) -> Self:
-        """Return the object that tensors describe, which an op was given in its place.
+        """Return the object that tensors describe; an op was given them in its place.
 
-        Reading from a GPU waits for it: what is there is read once, until it is written to. Where
-        torch traces a graph, the object only has what `foresee` says; it is read `in_graph`
-        whenever the graph runs.
+        Reading from a GPU waits for the GPU, so tensors there are read once, and again only after a
+        write to them. While torch traces a graph, the object has only the attributes of `foresee`;
+        each run of the graph reads the tensors, `in_graph`.
         """
         if traced():
             self = cls.__new__(cls)
@@ -181,10 +181,10 @@ class Packed:
         if torch._C._are_functorch_transforms_active():
             if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
                 raise TypeError(
-                    f"{op}: {argument} is what torch.func maps over or differentiates by; it "
+                    f"{op}: {argument} is mapped over or differentiated by torch.func; it "
                     f"should be {cls.__name__}, or a tensor from outside"
                 )
-            # What is made in here is not torch.func's to keep track of.
+            # torch.func must not keep track of tensors made in here.
             with torch._C._DisableFuncTorch():
                 return cls._read_once(op, tensors, options, in_graph)
         return cls._read_once(op, tensors, options, in_graph)
@@ -197,14 +197,14 @@ class Packed:
         if first.is_cpu:
             return cls.made_of(*tensors, **options)
         if in_graph:
-            # A recording would keep the object of the tensors that it was made with.
+            # A CUDA graph would keep the object of the tensors that were recorded.
             cls._refuse_capture(op)
         if any(tensor.is_inference() for tensor in tensors):
             return cls.made_of(*tensors, **options)
         where = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
         stamp = cls, where, options
         read = bridge().packed_read.get(first)
-        # By identity: the address of a tensor that is gone may be another's.
+        # Compare identity: a freed tensor's address may be reused.
         if (
             read is None
             or read[0] != stamp
@@ -225,16 +225,16 @@ class Packed:
 
     @classmethod
     def made_of(cls, *tensors: Any, **options: Any) -> Self:
-        """Return the object that tensors describe: for one call, where they are on the CPU."""
+        """Return the object that tensors describe; on the CPU it is for one call."""
         return cls(*tensors, **options)
 
     @classmethod
     def foresee(cls, *tensors: Any, **options: Any) -> dict[str, Any]:
-        """Return the attributes that are known before the tensors' values are."""
+        """Return the attributes that don't depend on the tensors' values."""
         return {}
 
     def arrays(self) -> Sequence[Any]:
-        """Return the arrays as they are held: tensors, or NumPy arrays."""
+        """Return the arrays as the object holds them: tensors, or NumPy arrays."""
         if self.unread is not None:
             return self.unread[0]
         return self._tensors if self._arrays is None else self._arrays
@@ -247,24 +247,24 @@ class Packed:
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What the plan of a call may depend on."""
+        """The properties of this object that a call's plan may depend on."""
         kinds = [(dtype_name(array.dtype), *array.shape) for array in self.arrays()]
         return type(self), self.device, self.unread is None, *self.sizes(), *kinds
 
     def flat(self) -> tuple[list[Any], list[int]]:
-        """Return tensors and numbers, which a graph holds in the place of this object."""
+        """Return tensors and numbers, which a graph holds instead of this object."""
         return list(self.arrays() if self.unread else self.tensors_here()), self.sizes()
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
-        """Return the object that `flat` took apart."""
+        """Return the object with these tensors and numbers, the inverse of `flat`."""
         self = cls.__new__(cls)
         parts = (*cls._fields, *cls._sizes)
         self._hold(**dict(zip(parts, (*tensors, *sizes), strict=True)))
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached by an array that exists as a tensor so far.
+        # Reached only for an array that exists only as a tensor so far.
         if name in type(self)._fields and self.device == "cpu" and self._tensors is not None:
             array = _read_only(bridge().as_numpy(getattr(self._tensors, name)))
             self.__dict__[name] = array

@@ -1,6 +1,6 @@
 """Primitives: functions of arrays that kernels implement, with pullbacks made of primitives.
 
-A gradient is a primitive, so that it has kernels and a gradient of its own.
+A gradient is a primitive too, so it has kernels and a gradient of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 # An import statement takes longer than to ask for what it found.
 _bridge = functools.cache(bridge)
 
-#: Tests set this, so that an output element which no kernel writes shows.
+#: Tests set this to find output elements that no kernel writes.
 poison = False
 
 
@@ -33,7 +33,7 @@ def poisoned(arrays: Sequence[Any]) -> None:
     """Fill new outputs with NaN."""
     for array in arrays:
         if array is not None:
-            # The bits of bfloat16 are uint16; these are its NaN.
+            # uint16 holds the bits of bfloat16; these bits are a NaN.
             value = 0x7FC0 if array.dtype == np.uint16 else float("nan")
             array.fill(value) if isinstance(array, np.ndarray) else array.fill_(value)
 
@@ -53,41 +53,41 @@ class Call(NamedTuple):
 class Primitive:
     """A function of arrays that kernels implement.
 
-    Kernels, formula and pullback get the arguments of a call as one record with their names, and
-    so with outputs. Of the outputs wanted, and of the cotangents that a pullback is to return, a
-    record or tuple says for each: an array to fill, True to make one, or None.
+    Kernels, formula and pullback get the arguments of a call as one record by name, and outputs as
+    another. Slots, a record or tuple too, ask for outputs, or for the cotangents that a pullback
+    returns: each slot is an array to fill, True to make one, or None.
 
     Parameters
     ----------
     name : str
-        What kernels register under.
+        The name that kernels register under.
     family : str
         The name of the modules that have its kernels, such as ``gpukern.conv``.
     arrays, outputs : dict of str to str
-        The differentiable arrays and the outputs by name, each with the line that `shapes` reads.
-        Arrays may be None in a call, but not all.
+        The differentiable arrays and the outputs by name, each with its declaration (`shapes`).
+        In a call some of the arrays may be None, but not all.
     constants : dict of str to str
-        The arrays that have no derivative, and keep their dtypes.
+        The arrays that have no derivative and are never cast.
     static : dict of str to type
         The other arguments: subclasses of `Packed`, which may be None, `str`, `int` or `float`.
     sizes : dict of str to callable
-        From the arguments to a size that shapes name and no array has to show, or to several, for
-        names with commas between them.
+        Functions from the arguments to a size that no array needs to show; to several sizes if the
+        key is several names, with commas between them.
     formula : callable
-        From the arguments to a tuple of all outputs, in code that NumPy and torch both run: the
-        definition, which every kernel is held to.
+        A function from the arguments to a tuple of all outputs, in code that NumPy and torch both
+        run: the definition, against which every kernel is tested.
     pullback : callable, optional
-        From arguments `a`, the outputs `y` that `saves` names, cotangents `dy` of the outputs, of
-        which None is zero, and which cotangents of the arrays are wanted, to a cotangent for every
-        array; or to the `Call` that returns these, of arrays among `a`, `y` and `dy`, which later
-        backward passes make without the pullback. Without one, torch differentiates the formula.
+        A function from arguments `a`, outputs `y` (those in `saves`), cotangents `dy` of the
+        outputs (None for zero) and slots `wanted` to a cotangent for every array; or to the `Call`
+        that returns them, of arrays among `a`, `y` and `dy`, which later backward passes make
+        without the pullback. Without a pullback, torch differentiates the formula.
     saves : tuple of str
         The outputs that the pullback needs.
     mutates : tuple of str
-        The arrays that are updated in place; such a primitive has no derivative.
+        The arrays that are updated in place; a primitive with any has no derivative.
     sixteen_bits : bool
-        Whether it computes on 16-bit floats as they are. Otherwise they are cast to float32 on the
-        CPU and under autocast, which leaves the dtypes of one that does alone.
+        Whether the primitive computes on 16-bit floats as they are, under autocast too. If not,
+        they are cast to float32 on the CPU and under autocast.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class Primitive:
         constants = constants or {}
         self.arrays, self.constants, self.outputs = tuple(arrays), tuple(constants), tuple(outputs)
         self.static = static
-        #: What the lines of arrays and constants, and of outputs, declare.
+        #: The parsed declarations of arrays and constants.
         self.declared = {name: Array(line) for name, line in {**arrays, **constants}.items()}
         self._outputs = [Output(line) for line in outputs.values()]
         self._sizes = [(names.split(", "), of) for names, of in (sizes or {}).items()]
-        #: The sizes that arrays alone don't tell.
+        #: The sizes that follow from other arguments than arrays.
         self.later = frozenset([name for names, _ in self._sizes for name in names])
         self.formula = formula
         self.pullback = pullback
@@ -132,10 +132,10 @@ class Primitive:
         registry._primitives[name] = self
 
     def __call__(self, *arguments: Any, out: Sequence[Any] | None = None) -> Any:
-        """Return a record of outputs, differentiably in torch; one that isn't wanted may be None.
+        """Return a record of outputs, differentiable in torch; an unwanted output may be None.
 
-        `arguments` are arrays, constants and the others, in their order; `out` says which outputs
-        to make, and which to fill, and is all if not given.
+        `arguments` are the arrays, constants and static arguments, in order. `out` has a slot for
+        every output; without it, all outputs are made.
         """
         a = self.Arguments._make(arguments)
         slots = self.all if out is None else tuple(out)
@@ -148,7 +148,7 @@ class Primitive:
         return Call(self, self.Arguments._make(arguments), tuple(out))
 
     def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
-        """Return what computes outputs of NumPy arrays of these kinds."""
+        """Return the function that computes outputs for NumPy arguments of these kinds."""
         asked = registry.forced(None)
         kind = kind_of((asked, *slots, *a))
         found = self.plans.get(kind)
@@ -159,9 +159,9 @@ class Primitive:
     def sizes(
         self, a: Any, op: str | None = None, names: Mapping[str, str] = _NONE
     ) -> dict[str, Any]:
-        """Return all sizes by name. Raises ValueError unless the arrays have them.
+        """Return all sizes by name. Raises ValueError if an array disagrees.
 
-        The error speaks of `op`, and of arrays by the `names` that they have there.
+        The error names `op`, and its arrays by their `names` in the op's signature.
         """
         sizes: dict[str, Any] = {}
         for keys, of in self._sizes:
@@ -173,12 +173,12 @@ class Primitive:
         return sizes
 
     def describe(self, a: Any) -> list[Any]:
-        """Return the shape and the name of the dtype of every output; None where there is none."""
+        """Return every output's shape and dtype name, or None for one that the call lacks."""
         sizes, first = self.sizes(a), reference(a)
         return [output.of(a, first, sizes) for output in self._outputs]
 
     def with_saved(self, slots: Sequence[Any]) -> tuple[Any, ...]:
-        """Return which outputs to compute for those that are wanted and for their pullback."""
+        """Return the slots, with True in those of further outputs that the pullback needs."""
         return tuple(
             [
                 (saved or None) if slot is None else slot
@@ -194,7 +194,7 @@ class Primitive:
         wanted: Sequence[Any],
         seen: Callable[[Call], None] | None = None,
     ) -> Any:
-        """Return a cotangent for every array; None where that isn't wanted, or zero.
+        """Return a cotangent for every array; None if it is unwanted or zero.
 
         A pullback that is one call shows it to `seen` first.
         """
@@ -207,7 +207,7 @@ class Primitive:
         return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])
 
     def no_gradient(self, op: str) -> str:
-        """Return a sentence for one who asks for a derivative of what works in place."""
+        """Return the message of the error that a derivative of an in-place update raises."""
         return (
             f"{op} has no gradient: it updates {', '.join(self.mutates)} in place; "
             "call it under torch.no_grad, or on arrays that don't require grad"
@@ -234,7 +234,7 @@ def numpy_plan(
     a: Any,
     slots: Sequence[Any],
 ) -> Callable[[Any, Any], Any]:
-    """Return what runs a NumPy-speaking kernel on arguments of these kinds, and makes outputs.
+    """Return the function that makes outputs and runs a NumPy kernel on arguments of these kinds.
 
     The kernel gets aligned arrays of one dtype.
     """
@@ -242,7 +242,7 @@ def numpy_plan(
     dtype = promoted(a[:count])
     described = primitive.describe(a)
     given = a[: count + len(primitive.constants)]
-    # Compiled code may fault where a number's address is no multiple of its size.
+    # Compiled code may fault if a number's address is not a multiple of its size.
     unfit = [
         at
         for at, array in enumerate(given)

@@ -1,4 +1,4 @@
-"""Backends, and the one resolver that chooses between them."""
+"""Backends, their kernels, and the choice of a backend for a call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class BackendUnavailable(RuntimeError):
-    """No backend, or not the one that was asked for, can serve a call; the message says why."""
+    """No backend can serve a call, or the one asked for can't; the message says why."""
 
 
 class Request(NamedTuple):
-    """What a choice of backend depends on."""
+    """All that the choice of a backend depends on."""
 
     op: str
     framework: str
@@ -36,9 +36,9 @@ class Request(NamedTuple):
 class Backend:
     """A row of the backend table.
 
-    `speaks` is the framework whose arrays the kernels take. `module` is the name of the modules
-    whose import registers kernels, with the family of ops for ``{}``. `why_not` returns a sentence
-    where the backend can't serve a request, and None where it can. A backend without modules
+    `speaks` is the framework whose arrays the kernels take. `module`, with a family of ops in the
+    place of ``{}``, is the module whose import registers the family's kernels. `why_not` returns
+    the reason why the backend can't serve a request, or None if it can. A backend without a module
     evaluates the formula that a primitive declares.
     """
 
@@ -50,7 +50,7 @@ class Backend:
 
 @functools.cache
 def import_error(package: str) -> str | None:
-    """Return why a third-party package can't be used here, or None where it can."""
+    """Return why a third-party package can't be used here, or None if it can."""
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     try:
@@ -95,7 +95,7 @@ def _needs_gpu(request: Request) -> str | None:
     return import_error("triton")
 
 
-#: In order of preference.
+#: All backends, in order of preference.
 BACKENDS = (
     Backend("triton", "torch", "gpukern.{}", _needs_gpu),
     Backend("cython", "numpy", "cpukern.{}_cython", _needs_extension),
@@ -105,11 +105,11 @@ BACKENDS = (
 )
 _NAMES = tuple(backend.name for backend in BACKENDS)
 
-#: Public ops by name: graphs hold nothing but names.
+#: Public ops by name, since a graph can hold names only.
 ops: dict[str, Callable[..., Any]] = {}
 _primitives: dict[str, Primitive] = {}
 _kernels: dict[tuple[str, str], Callable[..., None]] = {}
-# By op, framework, kind of device, dtype and name asked for, of which there are few.
+# Choices made so far. There are few different requests, so nothing is dropped.
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
 takes_bfloat16: set[Callable[..., None]] = set()
 _override: ContextVar[str | None] = ContextVar("fusedops_backend", default=None)
@@ -120,9 +120,10 @@ def register(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare the decorated function to be the kernel of `primitive` on `backend`.
 
-    It is called with two records: the primitive's arguments by name, and its outputs, each an array
-    to fill or None. On the CPU all arrays have one dtype. With `bfloat16` a CPU kernel takes these
-    too, as the uint16 of their bits. What it does must follow from the kinds of its arguments.
+    A kernel gets two records: the primitive's arguments by name, and its outputs, each an array to
+    fill or None. On the CPU all arrays have one dtype. With `bfloat16` a CPU kernel takes arrays of
+    bfloat16 too, as the uint16 of their bits. The kernel's Python may depend on the kinds of its
+    arguments alone.
     """
 
     def declare(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -145,7 +146,7 @@ def _kernel(backend: Backend, primitive: str) -> Callable[..., Any] | None:
 
 
 def why_not(backend: Backend, request: Request) -> str | None:
-    """Return why a backend can't serve a request, or None where it can."""
+    """Return why a backend can't serve a request, or None if it can."""
     reason = backend.why_not(request)
     if reason is None and _kernel(backend, request.op) is None:
         return f"it has no kernel for {request.op}"
@@ -238,19 +239,19 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
     else:
         raise BackendUnavailable(str(_explain(request, None)))
     if request.device == "cuda" and backend.name == "torch" and request.forced is None:
-        # Where it is only that there is no kernel, nothing can be done about it.
+        # If Triton only lacks a kernel, the user can do nothing about it.
         reason = BACKENDS[0].why_not(request)
         if reason:
             warn(f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}")
     kernel = _kernel(backend, request.op)
-    assert kernel is not None  # or the backend had been asked why
+    assert kernel is not None  # `why_not` has checked it
     _chosen[request] = backend, kernel
     return backend, kernel
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, and why not the others; `str` of it is a small table."""
+    """The backend that serves a call, and a reason for every backend; `str` gives a table."""
 
     request: Request
     backend: str | None
@@ -274,7 +275,7 @@ def _explain(request: Request, chosen: str | None) -> Explanation:
 
 
 def explain(request: Request) -> Explanation:
-    """Return what `choose` does with a request, with every backend's reason."""
+    """Return the choice for a request, with a reason for every backend."""
     try:
         backend = choose(request)[0].name
     except BackendUnavailable:

@@ -1,19 +1,19 @@
-"""Arrays as declarations say them, a line each; all checks of their shapes come from these lines.
+"""Declarations of arrays, a line each, and the checks of arrays against them.
 
 ::
 
     (B, T, D)                            sizes by name, or numbers
-    (D, W) or (B, T, D, W), W > 0        one shape of several; a size that isn't zero
-    (2 * H, C), optional                 a multiple of a size; None may stand for the array
-    (B?, N?, N?), bool                   sizes that may be 1, or left out from the left
-    (N), number                          a number may stand for the array
+    (D, W) or (B, T, D, W), W > 0        one of two shapes; a size that can't be zero
+    (2 * H, C), optional                 a multiple of a size; an array that may be None
+    (B?, N?, N?), bool                   broadcast sizes: 1, or left out from the left; bool too
+    (N), number                          an array or a number
 
-    (B, T, D) of x, kernels              an output, of the dtype to which x and kernels promote
-    (N, C) as x, message                 of the dtype of the first of these that is given
-    () summed of xyz                     of that in which sums over xyz are returned
-    (N) int64 with order                 there only with another array, or with a size but zero
-    like x                               of the shape and dtype of x, and only with x
-    (E, *matrix)                         several sizes of one name
+    (B, T, D) of x, kernels              an output; its dtype is x's and kernels', promoted
+    (N, C) as x, message                 its dtype is x's, or message's if x is None
+    () summed of xyz                     its dtype is the one of sums over xyz
+    (N) int64 with order                 made only if `order` is given, or is not zero
+    like x                               of the shape and dtype of x; made only if x is given
+    (E, *matrix)                         several sizes under one name
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Term(NamedTuple):
     broadcasts: bool
 
     def value(self, sizes: Sizes) -> Any:
-        """Return the size, None where it isn't known."""
+        """Return the size, or None if it isn't known."""
         factor, size = (_number(part, sizes) for part in (self.factor, self.name))
         return None if factor is None or size is None else factor * size
 
@@ -62,7 +62,7 @@ def _terms(text: str) -> tuple[Term, ...]:
 
 
 def _met(terms: tuple[Term, ...], shape: Any, sizes: Sizes) -> dict[str, Any] | None:
-    """Return the sizes that a shape shows, with those known before; None where they differ."""
+    """Return the known sizes and those that a shape shows, or None if they disagree."""
     found = dict(sizes)
     if terms and terms[0].broadcasts:
         terms = terms[max(0, len(terms) - len(shape)) :]
@@ -85,7 +85,7 @@ def _met(terms: tuple[Term, ...], shape: Any, sizes: Sizes) -> dict[str, Any] | 
 
 
 class Array:
-    """An argument that is an array, as its line declares it."""
+    """The parsed declaration of an argument that is an array."""
 
     def __init__(self, text: str) -> None:
         shapes = re.match(r"\([^)]*\)(?: or \([^)]*\))*", text)
@@ -93,7 +93,7 @@ class Array:
             raise ValueError(f"{text!r} begins with no shape")
         self.shapes = [_terms(part[1:-1]) for part in shapes[0].split(" or ")]
         words = [word for word in text[shapes.end() :].split(", ") if word]
-        #: The sizes that can't be zero.
+        #: The sizes that must not be zero.
         self.positive = [word.removesuffix(" > 0") for word in words if word.endswith(" > 0")]
         self.optional = "optional" in words
         self.bool = "bool" in words
@@ -104,7 +104,7 @@ class Array:
         self.broadcasts = any([term.broadcasts for shape in self.shapes for term in shape])
 
     def needed(self) -> Array:
-        """Return the same declaration of an array that None can't stand for."""
+        """Return the same declaration of an array that must be given."""
         needed = copy.copy(self)
         needed.optional = False
         return needed
@@ -112,9 +112,9 @@ class Array:
     def fit(
         self, op: str, name: str, value: Any, sizes: Sizes, later: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Return sizes with those that an array shows. Raises ValueError where they differ.
+        """Return the known sizes and those that an array shows. Raises ValueError if they disagree.
 
-        Those that are known `later` may be any here.
+        Sizes in `later` are left out of the result, for the primitive to compare.
         """
         for terms in self.shapes:
             found = _met(terms, value.shape, sizes)
@@ -129,8 +129,8 @@ class Array:
             f"{op}: {name} has shape {tuple(value.shape)}; it should {verb} {should}{where}"
         )
 
-    def whole(self, sizes: Sizes) -> tuple[Any, ...]:
-        """Return the shape that an array of these sizes is broadcast to."""
+    def full_shape(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return the shape that the array is broadcast to."""
         (terms,) = self.shapes
         return tuple([term.value(sizes) for term in terms])
 
@@ -147,11 +147,10 @@ def _written(terms: tuple[Term, ...], sizes: Sizes) -> str:
 def checked(
     op: str, declared: Mapping[str, Array], given: Mapping[str, Any], later: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of a call, and sizes that they show.
+    """Return the arrays of a call, and the sizes that they show.
 
-    Raises TypeError or ValueError unless the arrays go together.
-
-    Sizes of the names `later` follow from other arguments; the primitive compares them.
+    Raises TypeError or ValueError unless the arrays fit each other. Sizes in `later` follow from
+    other arguments; the primitive compares them.
     """
     arrays: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
@@ -168,7 +167,7 @@ def checked(
 
 
 class Output:
-    """An output, as its line declares it."""
+    """The parsed declaration of an output."""
 
     def __init__(self, text: str) -> None:
         parts = re.fullmatch(
@@ -184,7 +183,7 @@ class Output:
         self.needs = [*(needs.split(", ") if needs else []), *([self.like] if self.like else [])]
 
     def of(self, a: Any, first: Any, sizes: Sizes) -> tuple[tuple[Any, ...], str] | None:
-        """Return the shape and the name of the dtype; None for an output that there isn't."""
+        """Return the shape and dtype name, or None if the call doesn't have this output."""
         if any([not sizes[n] if n in sizes else getattr(a, n) is None for n in self.needs]):
             return None
         shape: list[Any] = list(getattr(a, self.like).shape) if self.like else []

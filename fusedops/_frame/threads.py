@@ -1,4 +1,4 @@
-"""How many threads a parallel region gets: one rule for compiled kernels and for Numba.
+"""The number of threads of a parallel region: one rule for compiled kernels and for Numba.
 
 ``set_num_threads`` > ``FUSEDOPS_NUM_THREADS`` > ``OMP_NUM_THREADS`` > the cores that this process
 may use. The environment is read once, at first use.
@@ -23,7 +23,7 @@ _chosen: int | None = None
 _pooled = False
 _forked = False
 _blas_lock = threading.Lock()
-# How many calls have BLAS on one thread, and libraries with the number of threads they had before.
+# The calls that hold BLAS at one thread, and the libraries with their earlier thread counts.
 _blas_users = 0
 _blas_before: list[tuple[Any, int]] = []
 
@@ -35,7 +35,7 @@ def _mark_forked() -> None:
     _blas_before.clear()
 
 
-# Pools of threads don't survive a fork: a child forked from a process that has any works serially.
+# Thread pools don't survive a fork, so the child of a process with a pool works serially.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_mark_forked)
 
@@ -80,7 +80,7 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        1, whatever was set, in a child that was forked after a kernel had used several threads.
+        Always 1 in a child process that was forked after a kernel had used several threads.
 
     Raises
     ------
@@ -107,19 +107,19 @@ def _default() -> int:
         if not (threads := _positive(own)):
             raise ValueError(f"FUSEDOPS_NUM_THREADS is {own!r}; it should be a positive integer")
         return threads
-    # OMP_NUM_THREADS may list one number per nesting level; ours is the outermost. OpenMP
-    # runtimes ignore a malformed value, and so does this.
+    # OMP_NUM_THREADS may list one number per nesting level; ours is the outermost. As in OpenMP
+    # runtimes, a malformed value is ignored.
     return _positive(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or available_cores()
 
 
 def _positive(text: str) -> int:
-    """Return the number that a text is, or 0 where it is none of those that a number may be."""
-    # Not str.isdigit, to which a superscript is a digit, nor more digits than int takes.
+    """Return the positive integer that a text is, or 0 if it is none."""
+    # Not str.isdigit, which accepts superscripts; and no more digits than int accepts.
     return int(text) if re.fullmatch(r"\s*[0-9]{1,18}\s*", text) else 0
 
 
 def threads_for(work: int, grain: int) -> int:
-    """Return how many threads `work` items are worth, at least `grain` items for each."""
+    """Return the number of threads for `work` items, with at least `grain` items for each."""
     global _pooled
     threads = get_num_threads()
     if threads == 1 or work < 2 * grain:
@@ -131,25 +131,25 @@ def threads_for(work: int, grain: int) -> int:
 def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> None:
     """Call ``work(low, high)``, which releases the GIL, on shares of ``range(items)``.
 
-    A share that no thread has begun with, because other processes have the cores, is done here. An
-    error of a share is raised when all that have begun are over.
+    If no thread has begun a share, because other processes have the cores, the caller's thread does
+    the share. An error of a share is raised once all begun shares have ended.
     """
     threads = threads_for(items, grain)
     if threads == 1:
         work(0, items)
         return
     first, *others = pairwise(items * t // threads for t in range(threads + 1))
-    # A share that is taken back stays in the pool's queue, where it should keep no arrays.
+    # A cancelled share stays in the pool's queue; there it should keep no arrays alive.
     given = [work]
     rest = [(span, _pool().submit(lambda *span: given[0](*span), *span)) for span in others]
     try:
         work(*first)
-        # The last is begun with last.
+        # In reverse, since the pool begins the last share last.
         for span, share in reversed(rest):
             if share.cancel():
                 work(*span)
     finally:
-        # Whatever was raised, no thread is at work on the arrays afterwards.
+        # After an error too, no thread may still work on the arrays.
         for _, share in rest:
             if not share.cancel():
                 share.exception()
@@ -160,10 +160,10 @@ def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> Non
 
 
 class blas_on_one_thread:
-    """Have BLAS do every product on the thread that asks for it, where threadpoolctl is installed.
+    """Have BLAS compute every product on the calling thread, if threadpoolctl is installed.
 
-    Its number of threads is the process's: the first call that is inside sets it, and the last one
-    gives back what was there.
+    BLAS has one number of threads for the whole process: the first call to enter sets it, and the
+    last one to leave restores it.
     """
 
     def __enter__(self) -> None:
@@ -171,7 +171,7 @@ class blas_on_one_thread:
         blas = _blas()
         with _blas_lock:
             if _blas_users == 0 and blas is not None:
-                # Not by its `limit`, which asks every library for all that it can tell first.
+                # Not with threadpoolctl's `limit`, which first queries all libraries, slowly.
                 for library in blas.lib_controllers:
                     if (threads := library.get_num_threads()) != 1:
                         library.set_num_threads(1)
@@ -190,7 +190,7 @@ class blas_on_one_thread:
 
 @functools.cache
 def _blas() -> Any:
-    """Return a controller of the BLAS that is loaded, or None where there is no way to ask."""
+    """Return a controller of the loaded BLAS, or None without threadpoolctl."""
     if importlib.util.find_spec("threadpoolctl") is None:
         return None
     from threadpoolctl import ThreadpoolController
