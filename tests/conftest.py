@@ -12,6 +12,7 @@ parameter alone, or for those of a tuple, and everywhere else for all of them.
 """
 
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -145,6 +146,14 @@ def one_thread_for_torch():
 def quick_interpreter():
     """Let Triton's interpreter leave out what it does in vain."""
     interpreter.hasten()
+
+
+@pytest.fixture
+def young_heap():
+    """Let the garbage collector look at a test's objects alone: all take it half a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from fusedops.wigner import m_major_order, wigner_d
 from places import HAS_TORCH
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+pytestmark = pytest.mark.usefixtures("young_heap")
 RATES = Rates(1e10, dict.fromkeys(("float32", "bfloat16"), 1e11), 1e9)
 OPS = [getattr(fusedops, name) for name in fusedops.__all__]
 OPS = [wigner_d, *(op for op in OPS if hasattr(op, "explain"))]
@@ -783,6 +784,7 @@ def on_a_gpu(monkeypatch):
         return step
 
     monkeypatch.setattr(measure, "graphed", graphed)
+    monkeypatch.setattr(timings, "CALLS", (1, 1))
     kinds = {(w.op.__name__, w.name, w.dtype): w for w in WORKLOADS if w.device == "cuda"}
     small = [replace(w, size=min(w.small, 4), quick=True) for w in kinds.values()]
     monkeypatch.setattr(measure, "WORKLOADS", small)

@@ -17,6 +17,9 @@ from fusedops._frame import memory
 LARGE = (memory.SMALL // 8 + 3,)
 
 
+pytestmark = pytest.mark.usefixtures("young_heap")
+
+
 @pytest.fixture(autouse=True)
 def empty_pool(monkeypatch):
     monkeypatch.setattr(memory, "_free", [])

@@ -252,6 +252,7 @@ def test_plans_stay_within_their_limit(monkeypatch):
 @pytest.mark.parametrize("backend", [None, "numpy"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.usefixtures("young_heap")
 def test_no_plan_keeps_an_array(name, framework, backend):
     """Neither an argument, nor a result, nor what a result was written to."""
     op = OPS[name].op

@@ -54,6 +54,8 @@ def grown(family: Family, place: Place, calls: int, ledger: Ledger) -> list[int]
     field, limit = family.growing
     sizes = np.random.default_rng(0).permutation(calls) % limit + 1
     memory = []
+    # The collector goes through what is made from here on.
+    gc.freeze()
     for number, size in enumerate(sizes.tolist()):
         if number % (calls // ROUNDS) == 0:
             memory.append(resident())
@@ -67,6 +69,7 @@ def grown(family: Family, place: Place, calls: int, ledger: Ledger) -> list[int]
         trial = Trial(family.build(description), description, ledger, [place])
         _call(trial, place)
     memory.append(resident())
+    gc.unfreeze()
     return np.diff(memory)[1:].tolist()
 
 
