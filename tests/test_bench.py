@@ -57,6 +57,12 @@ def quick(monkeypatch):
         sys.modules["torch"].set_num_threads(threads)
 
 
+@pytest.fixture
+def small_sizes(monkeypatch):
+    monkeypatch.setattr(measure, "WORKLOADS", [replace(w, size=w.small) for w in WORKLOADS])
+    monkeypatch.setattr(measure, "GROWTH", {"cpu": [(w, sizes[:5]) for w, sizes in GROWTH["cpu"]]})
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_op_has_a_workload_and_grows(device):
     ops = {op.__name__ for op in OPS}
@@ -291,12 +297,8 @@ def test_the_empty_function_is_of_as_many_inputs(workload):
 
 
 @needs_torch
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick", "small_sizes")
 def test_the_hosts_time_beside_an_empty_function(monkeypatch, capsys):
-    kinds = [
-        w for w in WORKLOADS if w.op is fusedops.dynamic_conv and w.device == "cpu" and w.quick
-    ]
-    monkeypatch.setattr(measure, "WORKLOADS", [replace(w, size=w.small) for w in kinds])
     monkeypatch.setattr(measure, "GROWTH", {"cpu": []})
     ((op, block),) = Bench(Plan(ops=("dynamic_conv",), backends=("numpy",), quick=True)).run()
     assert {row["workload"] for row in block["cases"]} == {"Jet-Nemotron", "a call"}
@@ -362,7 +364,7 @@ needs_numba = pytest.mark.skipif(
 
 
 @needs_numba
-@pytest.mark.usefixtures("quick", "fresh_plans")
+@pytest.mark.usefixtures("quick", "small_sizes", "fresh_plans")
 @pytest.mark.parametrize("primitive", ["structured_scatter_add", "structured_gather"])
 def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, monkeypatch, primitive):
     """One in the forward pass, and one that only the gradient meets."""
