@@ -1,4 +1,4 @@
-"""The ``fusedops`` command; every sub-command is a file, whose `add` declares its arguments."""
+"""The ``fusedops`` command; each sub-command is a file, in which `add` declares the arguments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        The arguments, those of the process by default.
+        The arguments; by default the process's.
 
     Returns
     -------
     int
-        The exit code: 0, 1 where a check of the command failed, 2 where it couldn't do its work,
-        which is then said in one line on stderr; 130 after Ctrl-C.
+        The exit code: 0; 1 if a check of the command failed; 2 if the command couldn't do its work,
+        with the reason in one line on stderr; 130 after Ctrl-C.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (demo, info, check, bench, planarity, density):
         command.add(commands)
     with contextlib.ExitStack() as streams:
-        if sys.stderr is None:  # closed by whoever started the process, as stdout may be
+        if sys.stderr is None:  # the parent process may close stderr, and stdout too
             nowhere = streams.enter_context(open(os.devnull, "w"))
             streams.enter_context(contextlib.redirect_stderr(nowhere))
         stdout: Any = _Stdout(sys.stdout)
@@ -68,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Stdout:
-    """The stdout of a command, whose errors name it."""
+    """The stdout of a command; error messages name it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         if isinstance(stream, io.TextIOWrapper):
-            # The name of a file, or an Å, may be what the encoding of the terminal lacks.
+            # The terminal's encoding may lack an Å, or a character in a file's name.
             stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
@@ -97,8 +97,8 @@ class _Stdout:
             yield
         except OSError as error:
             if self._stream is not None:
-                # Python must not try again, and complain, when it ends.
+                # At exit Python must not flush again, and complain.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            # Who closed a pipe has seen enough, and still wants the files that are to be written.
+            # The reader of a closed pipe has seen enough; the command still writes its files.
             if not isinstance(error, BrokenPipeError):
                 raise CommandError(f"stdout: {error.strerror}") from None

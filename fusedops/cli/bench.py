@@ -21,10 +21,9 @@ def add(commands: Any) -> None:
         help="time every op beside its peers and the floors of the machine",
         description="Time calls as real programs make them, on every backend with kernels, beside "
         "peers that are installed, and beside the least time that bytes, products and exponentials "
-        "take on this machine. The host's time with a call, where that decides, is shown beside "
-        "that of an empty torch.autograd.Function: with every eager call on a GPU, and with tiny "
-        "ones on the CPU. A kernel that is wrong is not timed. Exit code 1 if one is, or if "
-        "something got slower than before.",
+        "take on this machine. Eager calls on a GPU, and tiny calls on the CPU, also have the time "
+        "of the host, beside an empty torch.autograd.Function. Kernels with wrong results are not "
+        "timed. Exit code 1 if a kernel is wrong, or if a case got slower than before.",
         epilog="Peers that pip installs are found by themselves: torch, gemmi, torchref, "
         "torchref-kernels, fairchem-core and cuequivariance-torch. Others are repositories. Clone "
         f"{' and '.join(REPOSITORIES.values())} into one folder, install einops, and set "
@@ -34,17 +33,17 @@ def add(commands: Any) -> None:
     add_choice(parser)
     parser.set_defaults(device="cpu")
     parser.add_argument(
-        "--op", nargs="+", action="extend", metavar="NAME", help="only these ops, or modules"
+        "--op", nargs="+", action="extend", metavar="NAME", help="only these ops or modules"
     )
     parser.add_argument("--quick", action="store_true", help="small cases, half a minute")
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="write the results, in a file that is there in place of those of the same ops",
+        help="write the results; in an existing file they replace results of the same ops",
     )
     parser.add_argument(
-        "--compare", type=Path, metavar="OLD.json", help="say what got slower since then"
+        "--compare", type=Path, metavar="OLD.json", help="name the cases that got slower since then"
     )
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results as SVG there")
     parser.add_argument(
@@ -53,7 +52,7 @@ def add(commands: Any) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="measure nothing, but compare and draw the results in these files",
+        help="instead of measuring, compare and draw the results in these files",
     )
 
 
@@ -99,7 +98,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.device == "cuda":
         needs_gpu()
     plan = measure.Plan(args.device, tuple(args.op or ()), tuple(args.backend or ()), args.quick)
-    # A file that can't be added to is known before the work, not after it.
+    # Find out before the work, not after it, that the file can't be written.
     if args.json:
         try:
             args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +122,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def show(op: str, block: dict[str, Any]) -> None:
     """Print an op's results.
 
-    Eager calls and CUDA graphs of them share a row, whose time over the floor is that of the graph.
+    An eager call and its CUDA graph share a row; the row's time over the floor is the graph's.
     """
     pairs = report.side_by_side(block["cases"])
     on_gpu = any(graph for _, graph in pairs)
@@ -171,14 +170,14 @@ def show(op: str, block: dict[str, Any]) -> None:
     if unsure := sum(map(report.is_noisy, block["cases"])):
         print(
             f"{unsure} of {len(block['cases'])} rows are noisy: half of their rounds differ by "
-            f"over {NOISY:.0%} of the median, as where other processes use the machine"
+            f"over {NOISY:.0%} of the median, as when other processes use the machine"
         )
     for name, why in block["skipped"].items():
         print(f"{name} is left out: {why}")
 
 
 def _time(row: dict[str, Any] | None) -> tuple[str, str]:
-    """Return a row's median and quartiles in words."""
+    """Return the texts of a row's median and quartiles."""
     if row is None:
         return "", ""
     low, high = row["quartiles_ms"]
@@ -199,7 +198,7 @@ def show_contests(contests: Sequence[report.Contest]) -> None:
 
 
 def show_changes(changes: Iterable[report.Change]) -> None:
-    """Print the ratios to an older run."""
+    """Print the ratios of times to an older run's."""
     rows: list[tables.Row] = []
     for change in changes:
         row = change.row

@@ -50,10 +50,9 @@ def _command(args: argparse.Namespace) -> int:
 
 @dataclass
 class Row:
-    """What a check of an op on a backend found, or `why` it wasn't made.
+    """The result of checking an op on a backend, or the reason `why` it wasn't checked.
 
-    `errors` are the largest of all that was run, and `share` the largest as a part of what is
-    allowed.
+    `errors` are the largest errors in all runs, and `share` the largest part of a tolerance.
     """
 
     op: str
@@ -68,17 +67,17 @@ class Row:
 
 
 def steps(devices: Sequence[str], backends: Sequence[str] | None) -> int:
-    """Return how many rows `run` yields."""
+    """Return the number of rows that `run` yields."""
     return len(list(_pairs(devices, backends)))
 
 
 def run(devices: Sequence[str], backends: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield a row for every op on every backend, of those named or all, on some devices.
+    """Yield a row for every op on every backend (or the named ones) of some devices.
 
-    An op is run on small problems of the kinds that `fusedops bench` times, forward and with its
-    gradient: through NumPy arrays, and through torch tensors where torch is. Float64 too, where
-    nothing has to be compiled for it. On a GPU, kinds are left out whose kernels differ from those
-    that are checked, and compile for seconds.
+    Each op runs on small versions of the problems that `fusedops bench` times, forward and with its
+    gradient, with NumPy arrays and, if torch is installed, with tensors. It runs in float64 too
+    unless that needs a compilation. Problems whose kernels are special, and take seconds to
+    compile on a GPU, are left out.
     """
     for workloads, backend in _pairs(devices, backends):
         start = time.perf_counter()
@@ -95,7 +94,7 @@ def _pairs(
         for name in dict.fromkeys(w.op.__name__ for w in kinds):
             for backend in registry.BACKENDS:
                 asked = backends is None or backend.name in backends
-                # What runs on one device is a row there alone.
+                # Each backend has a row on one device only.
                 here = (backend.name == "triton") == (device == "cuda")
                 if asked and here:
                     yield [w for w in kinds if w.op.__name__ == name], backend
@@ -121,7 +120,7 @@ def _checked(workloads: list[Workload], backend: registry.Backend) -> Row:
         for framework, dtype in _ways(workload, backend):
             row.where.append((framework, dtype))
             try:
-                # What divides by zero says so by its result.
+                # A division by zero shows in the error, so NumPy's warning is not needed.
                 with np.errstate(all="ignore"):
                     found = errors(
                         workload,
@@ -129,7 +128,7 @@ def _checked(workloads: list[Workload], backend: registry.Backend) -> Row:
                         framework,
                         dtype,
                     )
-            except Exception as error:  # whatever goes wrong is what the table is for
+            except Exception as error:  # every error belongs into the table
                 row.failed = True
                 row.why = f"{workload.name}: {type(error).__name__}: {error}".partition("\n")[0]
                 return row
@@ -177,7 +176,7 @@ def _ways(workload: Workload, backend: registry.Backend) -> list[tuple[str, str]
 
 
 def show(rows: list[Row]) -> None:
-    """Print a table; a backend that serves nothing has one line."""
+    """Print a table; a backend that serves nothing gets one line."""
     headings = ("op", "backend", "with", "why not", "value", "gradient", "of allowed", "s", "")
     lines: list[tables.Row] = []
     absent: dict[tuple[str, str], list[str]] = {}
@@ -198,7 +197,7 @@ def show(rows: list[Row]) -> None:
 
 
 def _arrays(where: list[tuple[str, str]]) -> str:
-    """Return in few words whose arrays of which floats were taken."""
+    """Return a short text of the frameworks and dtypes."""
     widths: dict[str, list[str]] = {}
     for framework, dtype in dict.fromkeys(where):
         name = "NumPy" if framework == "numpy" else framework

@@ -1,4 +1,4 @@
-"""What the commands share: reasons to end, checks and kinds of arguments, progress, times."""
+"""Code that the commands share: errors, arguments and checks of them, progress, times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CommandError(Exception):
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the commands that run ops on backends of a device."""
+    """Add the arguments that choose backends and the device."""
     names = [backend.name for backend in BACKENDS]
     parser.add_argument(
         "--backend", nargs="+", action="extend", choices=names, metavar="NAME", help="only these"
@@ -32,7 +32,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 def number(
     kind: type, least: float, most: float = math.inf, unit: str = ""
 ) -> Callable[[str], float]:
-    """Return what argparse reads a finite number with, `unit` included in what it says."""
+    """Return a parser of finite numbers for argparse; its errors name the unit."""
     what = f"a {'whole ' if kind is int else ''}number of "
     what += f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
     what += f", in {unit}" if unit else ""
@@ -50,7 +50,7 @@ def number(
 
 
 def check_other(option: str, path: str, source: str) -> None:
-    """Raise CommandError if an output is the input, by whatever name."""
+    """Raise CommandError if an output is the input file, even under another name."""
     if os.path.exists(path) and os.path.samefile(path, source):
         raise CommandError(f"{option} {path}: it is the input {source}; it should be another file")
 
@@ -84,9 +84,9 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yield what to call after each of `total` steps; a bar on stderr shows it to a person.
+    """Yield a function to call after each of `total` steps, which advances a bar on stderr.
 
-    It may be told what comes next. Without rich there is none.
+    Its optional argument names the next step. Without a terminal, or without rich, there is no bar.
     """
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield lambda what="": None

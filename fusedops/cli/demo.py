@@ -1,6 +1,6 @@
 """``fusedops demo``: every op on an example, on every backend that works here, checked.
 
-An op joins by a function that yields its `Row` objects and draws into a subfigure, and its name
+To add an op, write a function that yields its `Row` objects and draws into a subfigure, and name it
 in `DEMOS`.
 """
 
@@ -63,7 +63,7 @@ def _command(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A backend in the demo's table; `errors` are relative, against the reference."""
+    """A backend's row in the demo's table; `errors` are relative to the reference."""
 
     op: str
     backend: str
@@ -79,7 +79,7 @@ class Row:
 
 
 def planarity(figure: Any) -> Iterator[Row]:
-    """Score the planes of ubiquitin, with the gradient; draw them coloured by Z."""
+    """Score the planes of ubiquitin, with the gradient, and draw them coloured by Z."""
     structure = ubiquitin()
     found = planar_groups(structure)
     arrays, packed = {"xyz": structure.xyz}, {"plane_groups": fusedops.Planes(found.groups)}
@@ -88,10 +88,10 @@ def planarity(figure: Any) -> Iterator[Row]:
 
 
 def dynamic_conv(figure: Any) -> Iterator[Row]:
-    """Smooth two packed noisy signals by kernels made of their tokens, and draw them.
+    """Smooth two packed noisy signals with kernels computed from their tokens, and draw them.
 
-    The gradient is that of half the squared distance to the signals without noise. Decoding,
-    token by token, must return the same.
+    The loss is half the squared distance to the signals without noise. Decoding, token by token,
+    must return the same values.
     """
     starts = [0, 40, 64]
     clean, x, kernels = _noisy_steps()
@@ -113,10 +113,10 @@ def dynamic_conv(figure: Any) -> Iterator[Row]:
 
 
 def edge_wigner(figure: Any) -> Iterator[Row]:
-    """Give a piece of ubiquitin an energy made of messages along edges, and draw its forces.
+    """Compute an energy of a piece of ubiquitin from messages along edges, and draw its forces.
 
-    Turned atoms must have the same energy, and forces be its central differences. Where torch is,
-    other weights are trained on these forces, which takes second derivatives.
+    Rotated atoms must have the same energy, and the forces must equal its central differences. If
+    torch is installed, other weights are trained on these forces, which needs second derivatives.
     """
     from scipy.spatial.transform import Rotation
 
@@ -141,9 +141,9 @@ def edge_wigner(figure: Any) -> Iterator[Row]:
     ms = 1e3 * (time.perf_counter() - start)
     models = {"the same energy": -op.vjp(xyz, weights, graph, "numpy")[1](1.0)[0]}
     errors = {"forces": error(models["the same energy"], expected)}
-    # The energy's rounding is divided by the step, which leaves ten digits of a force.
+    # Differences divide the energy's rounding error by the step; ten digits of a force remain.
     yield Row(op.__name__, "numpy", "central differences", False, ms, errors, 1e-8)
-    for backend, _, _, there in _places(op, arrays, packed):
+    for backend, _, _, there in _arguments_on(op, arrays, packed):
         if there and is_tensor(there[0]["xyz"]):
             row, trained = _train(op, *there, expected, backend)
             yield row
@@ -152,12 +152,12 @@ def edge_wigner(figure: Any) -> Iterator[Row]:
 
 
 def gaussian_density(figure: Any) -> Iterator[Row]:
-    """Compare the density of ubiquitin, its atoms moved at random, with what it was before.
+    """Compare the density of ubiquitin before and after its atoms are moved at random.
 
-    The gradient is that of half the squared difference of the two maps; down it most atoms go back.
+    The loss is half the squared difference of the two maps; its gradient leads most atoms back.
     """
     structure = ubiquitin()
-    # Between voxels this coarse a sharp atom would be lost.
+    # On so coarse a grid a sharp atom would fall between voxels, so the atoms are blurred.
     spacing = 0.8
     atoms = maps.scattering_atoms(structure)
     atoms = atoms.blurred(atoms.needed_blur(spacing))
@@ -177,31 +177,31 @@ def gaussian_density(figure: Any) -> Iterator[Row]:
 def triangle_multiplicative_update(figure: Any) -> Iterator[Row]:
     """Hide half of the distances between ubiquitin's residues, and let a block fill them in.
 
-    It counts the third residues by their distances to both ends of a pair. What the counts say of
-    a distance is learnt from pairs whose distance is known. The gradient is that of half the
-    squared difference from the representation of all distances.
+    The block counts third residues by their distances to both ends of a pair. The map from counts
+    to a distance is learnt from pairs with a known distance. The loss is half the squared
+    difference from the representation of all distances.
     """
     structure = ubiquitin()
     xyz = structure.xyz[[label.split()[2] == "CA" for label in structure.labels]]
     distances = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
     hidden = np.triu(np.random.default_rng(3).uniform(size=distances.shape) < 0.5, 2)
     hidden |= hidden.T
-    # Å; Gaussians around them are the channels, after one that tells which pairs are hidden.
+    # Å. The first channel marks hidden pairs; the others are Gaussians around these centres.
     centres, few = np.linspace(0, 40, 20), np.linspace(0, 40, 4)
-    whole = np.insert(_gaussians(distances, centres), 0, 0.0, axis=-1)
-    x = np.where(hidden[..., None], np.eye(len(centres) + 1)[0], whole)
+    full = np.insert(_gaussians(distances, centres), 0, 0.0, axis=-1)
+    x = np.where(hidden[..., None], np.eye(len(centres) + 1)[0], full)
     arrays = {"x": x[None], "mask": 1.0 - (hidden | np.eye(len(xyz), dtype=bool))}
     weights = _counting_weights(_gaussians(centres, few).T)
     features = 2 * fusedops.triangle_multiplicative_update(**arrays, **weights)[0]
     known = arrays["mask"] == 1
     H = weights["p_out_weight"].shape[1]
-    learnt = np.linalg.lstsq(features[known][:, :H], whole[known], rcond=None)[0]
+    learnt = np.linalg.lstsq(features[known][:, :H], full[known], rcond=None)[0]
     weights["p_out_weight"] = np.ascontiguousarray(learnt.T)
-    # The gate of a pair opens where it is hidden.
+    # The gate opens for hidden pairs.
     weights["g_out_weight"][:, 0] = 10.0
     op = _block_of(fusedops.triangle_multiplicative_update)
     out = op(**arrays, **weights)
-    yield from _rows(op, arrays | weights, {}, out - whole)
+    yield from _rows(op, arrays | weights, {}, out - full)
     filled = np.maximum(out[0, ..., 1:], 0)
     _draw_distances(figure, distances, hidden, filled @ centres / filled.sum(-1))
 
@@ -222,10 +222,10 @@ def _rows(
     cotangent: Any,
     **again: Callable[..., Any],
 ) -> Iterator[Row]:
-    """Yield every backend's row: an op's value and gradients, and other ways to the value."""
+    """Yield every backend's row for an op's value and gradients, and the results of `again`."""
     names = ["value", *(f"d{name}" for name in arrays)]
     reference = _value_and_gradients(op, arrays, packed, cotangent, "numpy")()
-    for backend, why, chosen, there in _places(op, arrays, packed):
+    for backend, why, chosen, there in _arguments_on(op, arrays, packed):
         if there is None:
             yield Row(op.__name__, backend, why)
             continue
@@ -236,10 +236,10 @@ def _rows(
         yield Row(op.__name__, backend, why, chosen, _median_ms(step), errors)
 
 
-def _places(
+def _arguments_on(
     op: Any, arrays: dict[str, Any], packed: dict[str, Any]
 ) -> Iterator[tuple[str, str, bool, tuple[dict[str, Any], dict[str, Any]] | None]]:
-    """Yield every backend with why it is used or not, and the arguments where it lives."""
+    """Yield every backend, the reason why it is used or not, and the arguments on its device."""
     info = fusedops.info()
     gpu = "cuda" if info.gpus and not info.backends["triton"].why_not else None
 
@@ -323,7 +323,7 @@ def _draw_planes(figure: Any, xyz: np.ndarray, found: Any) -> None:
         Poly3DCollection(
             corners, facecolors=colours.to_rgba(np.array(z)), edgecolors="0.3", linewidths=0.4
         ),
-        autolim=False,  # it would read Matplotlib's uninitialised padding of short polygons
+        autolim=False,  # autolim would read Matplotlib's uninitialised padding of short polygons
     )
     atoms = np.concatenate(corners)
     space.auto_scale_xyz(*atoms.T)
@@ -337,12 +337,12 @@ def _draw_planes(figure: Any, xyz: np.ndarray, found: Any) -> None:
     values = [z[i] for i in worst]
     bars.barh([labels[i] for i in worst], values, color=colours.to_rgba(np.array(values)))
     bars.set_xlabel("Z = largest distance from the plane / 0.02 Å")
-    bars.set_title("The dozen that are least flat")
+    bars.set_title("The twelve least flat groups")
     bars.spines[["top", "right"]].set_visible(False)
 
 
 def _outline(points: np.ndarray) -> np.ndarray:
-    """Return the outermost of a plane's atoms, in order around it."""
+    """Return the atoms on a plane's convex hull, in order around it."""
     from scipy.spatial import ConvexHull
 
     r = points - points.mean(0)
@@ -350,9 +350,9 @@ def _outline(points: np.ndarray) -> np.ndarray:
 
 
 def _noisy_steps(width: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two channels (1, T, 2) without noise and with it, and kernels made of the latter.
+    """Return two channels (1, T, 2), clean and noisy, and kernels computed from the noisy ones.
 
-    The taps favour inputs that are like the token itself: a bilateral filter, made causal.
+    The taps favour inputs that are similar to the token itself: a causal bilateral filter.
     """
     steps = ([2, 4, 3, 5], [14, 12, 22, 16]), ([4, 2, 3, 1.5], [20, 12, 20, 12])
     clean = np.stack([np.repeat(levels, counts) for levels, counts in steps], -1)[None]
@@ -369,19 +369,19 @@ def _draw_tokens(
     _, T, D, W = kernels.shape
     mean = fusedops.dynamic_conv(x, np.full((D, W), 1 / W), cu_seqlens=np.array(starts))
     as_one = fusedops.dynamic_conv(x, kernels)
-    # A line is broken where a NaN is.
+    # A NaN breaks the line.
     t, mean, out = (
         np.insert(line, starts[1:-1], np.nan, axis=0)
         for line in (np.arange(0.0, T), mean[0], out[0])
     )
     figure.suptitle(
-        "Two channels of noisy tokens: a kernel averages those of the last four inputs that are "
-        "like its token"
+        "Two channels of noisy tokens: each kernel averages the last four inputs that are similar "
+        "to its token"
     )
     panels = figure.subplots(2, D, sharex=True, sharey="row", height_ratios=(3, 1))
     for d, (stream, taps) in enumerate(panels.T):
         stream.plot(x[0, :, d], ".", color="0.6", label="tokens")
-        stream.plot(t, mean[:, d], color="C1", linewidth=1, label="the same kernel for all: mean")
+        stream.plot(t, mean[:, d], color="C1", linewidth=1, label="one kernel for all: the mean")
         stream.plot(as_one[0, :, d], ":", color="C0", linewidth=2, label="dynamic, as one sequence")
         stream.plot(t, out[:, d], color="C0", label="dynamic, as two sequences")
         stream.spines[["top", "right"]].set_visible(False)
@@ -393,20 +393,20 @@ def _draw_tokens(
     (left, right), (taps, _) = panels
     left.set_title("Steps stay sharp, which one kernel for all would blur")
     right.set_title("Nothing crosses the boundary: a sequence begins after zeros")
-    left.set_ylabel("x and what comes out")
+    left.set_ylabel("x and results")
     left.set_ylim(0, 6.5)
     left.legend(loc="upper left", frameon=False)
     taps.set_ylabel("input")
     taps.set_yticks(range(W), [*(f"t − {back}" for back in range(W - 1, 0, -1)), "t"])
-    figure.colorbar(image, ax=panels[1], label="its tap")
+    figure.colorbar(image, ax=panels[1], label="tap")
 
 
 def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
-    """Return an energy of coordinates, made like an op, and weights, which it is linear in.
+    """Return an op-like energy of coordinates, and weights, in which the energy is linear.
 
-    Edges tell their targets, by direction and length, which element the source is. The features of
-    both ends are then turned into the edge's frame, where components are multiplied by functions
-    of its length, and back. The energy weighs the squares of the sums by degree and channel.
+    Each edge tells its target the source's element, by direction and length. Then the features of
+    both ends are rotated into the edge's frame, multiplied by functions of its length, and rotated
+    back. The energy weights the squares of the sums by degree and channel.
     """
     rng, lmax, channels, gaussians = np.random.default_rng(19), 2, 2, 4
     kinds = rng.normal(size=(3, 1, channels))
@@ -414,7 +414,7 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
     base = np.pad(atoms, ((0, 0), (0, lmax * (lmax + 2)), (0, 0)))
     centres, width = np.linspace(1, cutoff, gaussians), cutoff / gaussians
     first = rng.normal(size=(gaussians, (lmax + 1) * channels))
-    # The same for m and -m: wigner_d is free to turn the frame about its edge, which mixes them.
+    # The same for m and -m, since a frame's angle about its edge is arbitrary and mixes the two.
     second = rng.normal(size=(gaussians, lmax + 1, lmax + 1, 2 * channels))
     order, degree = m_major_order(lmax), np.repeat(np.arange(lmax + 1), [1, 3, 5])
     l = degree[order]
@@ -432,7 +432,7 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
         r = xp.sqrt((vectors * vectors).sum(-1))[:, None]
         near, off = 1 - (r / cutoff) ** 2, (r - _like(xyz, centres)) / width
         radial = near**3 * xp.exp(-off * off / 2)
-        # There are no kernels for the matrices.
+        # The matrices have no kernels.
         plain = "torch" if is_tensor(xyz) else "numpy"
         wigner, pull_wigner = call(wigner_d, vectors, lmax, packed=True, backend=plain)
         told = _like(xyz, atoms)[source]
@@ -446,20 +446,20 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
         squares = (out * out).sum(0)
 
         def pullback(cotangent: float) -> tuple[np.ndarray, np.ndarray]:
-            on_product, on_wigner = pull_out(2 * cotangent * weights[degree] * out)
-            on_x, more = pull_message(on_product * factors)
-            _, on_scattered, first_of_all = pull_x(on_x)
-            on_wigner = on_wigner + more + first_of_all
-            on_radial = (told * on_scattered).reshape(len(r), -1) @ first.T
-            on_radial += (message * on_product).reshape(len(r), -1) @ second.T
+            dproduct, dwigner = pull_out(2 * cotangent * weights[degree] * out)
+            dx, more = pull_message(dproduct * factors)
+            _, dscattered, first_of_all = pull_x(dx)
+            dwigner = dwigner + more + first_of_all
+            dradial = (told * dscattered).reshape(len(r), -1) @ first.T
+            dradial += (message * dproduct).reshape(len(r), -1) @ second.T
             slopes = -radial * (6 * r / (cutoff**2 * near) + off / width)
-            on_r = (on_radial * slopes).sum(1, keepdims=True)
-            on_vectors = pull_wigner(on_wigner)[0] + on_r * vectors / r
-            on_xyz, on_weights = np.zeros_like(xyz), np.zeros_like(weights)
-            np.add.at(on_xyz, source, on_vectors)
-            np.subtract.at(on_xyz, target, on_vectors)
-            np.add.at(on_weights, degree, cotangent * squares)
-            return on_xyz, on_weights
+            dr = (dradial * slopes).sum(1, keepdims=True)
+            dvectors = pull_wigner(dwigner)[0] + dr * vectors / r
+            dxyz, dweights = np.zeros_like(xyz), np.zeros_like(weights)
+            np.add.at(dxyz, source, dvectors)
+            np.subtract.at(dxyz, target, dvectors)
+            np.add.at(dweights, degree, cotangent * squares)
+            return dxyz, dweights
 
         return (weights[degree] * squares).sum(), pullback
 
@@ -467,7 +467,7 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
         return evaluate(xyz, weights, graph, backend, vjp=False)[0]
 
     def explain(xyz: Any, weights: Any, graph: Any) -> Any:
-        # One primitive is behind all three ops that have kernels.
+        # All three ops with kernels share one primitive.
         return fusedops.permute_wigner_inv.explain(xyz[:, :1, None], xyz[:, :1])
 
     op: Any = edge_energy
@@ -478,7 +478,7 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
 def _train(
     op: Any, arrays: dict[str, Any], packed: dict[str, Any], target: np.ndarray, backend: str
 ) -> tuple[Row, dict[str, np.ndarray]]:
-    """Return a row for training on forces, and the forces before it and after it."""
+    """Return a row for training on forces, and the forces before and after training."""
     import torch
 
     xyz, goal = arrays["xyz"].requires_grad_(), _like(arrays["xyz"], target)
@@ -492,15 +492,15 @@ def _train(
     for _ in range(steps):
         off = forces(weights.requires_grad_(), create_graph=True) - goal
         (slope,) = torch.autograd.grad(off.square().sum(), weights)
-        # Forces are linear in the weights, so that it is known how far down the slope is best.
+        # Forces are linear in the weights, so the best step down the slope is known.
         change = forces(slope)
         weights = (weights - (off * change).sum() / change.square().sum() * slope).detach()
     ms = 1e3 * (time.perf_counter() - start) / steps
     after = forces(weights)
     left = (after - goal).square().sum() / (before - goal).square().sum()
-    # A slope that is wrong leaves most of the loss.
+    # A wrong slope would leave most of the loss.
     row = Row(op.__name__, backend, "a training step", False, ms, {"loss": left.item()}, 0.1)
-    models = {"other weights": before, f"those after {steps} training steps": after}
+    models = {"other weights": before, f"after {steps} training steps": after}
     return row, {name: values.cpu().numpy() for name, values in models.items()}
 
 
@@ -524,7 +524,7 @@ def _draw_forces(
         space.scatter(*atoms.T, s=40, color=colour, depthshade=False, label=element)
     scale = np.linalg.norm(expected, axis=1).max() / 2.5
     tips = xyz + expected / scale
-    label = f"force, for an arrow of 1 Å: {scale:.1f} energy units / Å"
+    label = f"force; 1 Å of arrow is {scale:.1f} energy units / Å"
     space.quiver(*xyz.T, *(tips - xyz).T, color="C1", arrow_length_ratio=0.2, label=label)
     drawn = np.concatenate([xyz, tips])
     space.auto_scale_xyz(*drawn.T)
@@ -548,7 +548,7 @@ def _draw_forces(
 
 
 def _density_of(amplitudes: np.ndarray, widths: np.ndarray, radius: float) -> Any:
-    """Return the op without the arguments that have no gradient."""
+    """Return the op with its constant arguments bound."""
 
     def bound(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(xyz: Any, b: Any, occupancy: Any, cell: Any, **options: Any) -> Any:
@@ -573,12 +573,12 @@ def _draw_density(
     xyz: np.ndarray,
     down: np.ndarray,
 ) -> None:
-    """Draw the plane in which most atoms are, and theirs."""
+    """Draw the plane of voxels with the most atoms, and these atoms."""
     spacing, start = np.diag(grid.matrix) / grid.shape, np.array(grid.start)
     planes = np.rint(home[:, 2] / spacing[2]).astype(int) - start[2]
     plane = int(np.bincount(planes).argmax())
     near = np.flatnonzero(planes == plane)
-    # A voxel's value is that at its middle.
+    # A voxel's value is the density at its middle.
     low, high = ((start + end) * spacing - spacing / 2 for end in (0, grid.shape))
     extent = low[0], high[0], low[1], high[1]
     value, difference = target[:, :, plane], (rho - target)[:, :, plane]
@@ -621,21 +621,21 @@ def _gaussians(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _counting_weights(ranges: np.ndarray) -> dict[str, Any]:
-    """Return weights of an update that counts, by normalized o / 2, in its first H channels.
+    """Return weights of an update whose first H channels are counts, as normalized o / 2.
 
-    `ranges` (A, C - 1) are those of distances, in channels after the first. A hidden channel counts
-    k with one of them between i and k, and one between j and k.
+    `ranges` (A, C - 1) are ranges of distances, in the channels after the first. Each of the A²
+    hidden channels counts the k with d_ik in one range and d_jk in another.
     """
     count, C = len(ranges), ranges.shape[1] + 1
     ranges = np.insert(ranges, 0, 0.0, axis=1)
     both = np.concatenate([np.repeat(ranges, count, axis=0), np.tile(ranges, (count, 1))])
-    # Gated by itself, what isn't in a range counts little.
+    # The gate equals the projection, so distances outside of a range count little.
     weights = {"p_in_weight": both, "g_in_weight": both.copy()}
     return weights | {"p_out_weight": np.eye(C, count**2), "g_out_weight": np.zeros((C, C))}
 
 
 def _block_of(update: Any) -> Any:
-    """Return, made like an op, what adds an update to its x."""
+    """Return an op-like function that adds an update to its x."""
 
     def triangle_block(x: Any, **arguments: Any) -> Any:
         return x + update(x, **arguments)
@@ -644,8 +644,8 @@ def _block_of(update: Any) -> Any:
         out, pullback = update.vjp(x, **arguments)
 
         def back(cotangent: np.ndarray) -> tuple[np.ndarray, ...]:
-            on_x, *others = pullback(cotangent)
-            return cotangent + on_x, *others
+            dx, *others = pullback(cotangent)
+            return cotangent + dx, *others
 
         return x + out, back
 
@@ -657,7 +657,9 @@ def _block_of(update: Any) -> Any:
 def _draw_distances(
     figure: Any, distances: np.ndarray, hidden: np.ndarray, filled: np.ndarray
 ) -> None:
-    figure.suptitle("Distances between the Cα of ubiquitin, filled in by those to third residues")
+    figure.suptitle(
+        "Distances between the Cα of ubiquitin, filled in from distances to third residues"
+    )
     before, after, parity = figure.subplots(1, 3)
     for panel, values, title in (
         (before, np.where(hidden, np.nan, distances), f"x: {hidden.mean():.0%} are hidden (white)"),
@@ -675,9 +677,9 @@ def _draw_distances(
     parity.plot(of, by, ".", markersize=2)
     parity.set_xlim(0, of.max() + 1)
     parity.set_ylim(0, of.max() + 1)
-    parity.set_xlabel("distance that was hidden (Å)")
-    parity.set_ylabel("distance filled in (Å)")
-    parity.set_title(f"Off by {off:.1f} Å rms, their mean by {of.std():.1f} Å")
+    parity.set_xlabel("hidden distance (Å)")
+    parity.set_ylabel("filled-in distance (Å)")
+    parity.set_title(f"Error {off:.1f} Å rms; guessing the mean, {of.std():.1f} Å")
     parity.set_box_aspect(1)
     parity.spines[["top", "right"]].set_visible(False)
 

@@ -24,8 +24,8 @@ from fusedops.cli.common import (
 from fusedops.cli.pictures import check_picture_name, draw_slices
 from fusedops.structure import read_structure
 
-#: Atoms for each step of the bar, of which there are ten at most: a step costs an addition of two
-#: maps.
+#: Atoms in each step of the progress bar. There are at most ten steps, since each costs an
+#: addition of two maps.
 _STEP = 40_000
 
 
@@ -34,54 +34,55 @@ def add(commands: Any) -> None:
         "density",
         help="calculate the density map of a structure",
         description="Calculate the electron density, or the potential for electrons, of a PDB or "
-        "mmCIF file, and write it as a CCP4 map: of the unit cell with its symmetry, or, where the "
+        "mmCIF file, and write it as a CCP4 map: of the unit cell with its symmetry or, if the "
         "file has no cell, of a box around the atoms.",
     )
     parser.set_defaults(run=_command)
     parser.add_argument("file", metavar="MODEL", help="PDB or mmCIF, also gzipped")
     parser.add_argument(
-        "--out", required=True, metavar="MAP", help="where to write (.ccp4, .map or .mrc)"
+        "--out", required=True, metavar="MAP", help="output file (.ccp4, .map or .mrc)"
     )
     parser.add_argument(
         "--spacing",
         type=number(float, 0.01, 100, "Å"),
         default=0.5,
         metavar="Å",
-        help="largest distance of voxels (default: %(default)s)",
+        help="largest distance between voxels (default: %(default)s)",
     )
     parser.add_argument(
         "--electron",
         action="store_true",
-        help="form factors of electron scattering, for cryo-EM, in place of those of X-rays",
+        help="form factors for electron scattering (cryo-EM) instead of X-rays",
     )
     reach = parser.add_mutually_exclusive_group()
     reach.add_argument(
-        "--radius", type=number(float, 0.1, 100, "Å"), metavar="Å", help="how far atoms reach"
+        "--radius", type=number(float, 0.1, 100, "Å"), metavar="Å", help="radius of all atoms"
     )
     reach.add_argument(
         "--n-sigma",
         type=number(float, 0.1, 100),
         default=4.0,
         metavar="S",
-        help="the same in standard deviations of an atom's widest Gaussian, within 2 to 7 Å "
+        help="radius in standard deviations of an atom's widest Gaussian, within 2 to 7 Å "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--margin",
         type=number(float, 0, 1e6, "Å"),
         metavar="Å",
-        help="make a box that ends so far from the outermost atoms, whether or not the file has a "
-        "cell (default where it has none: as far as atoms reach, which is also the least)",
+        help="make a box with this margin around the atoms, even if the file has a cell "
+        "(default without a cell, and the least allowed: the largest radius of an atom)",
     )
     parser.add_argument(
         "--blur",
         type=number(float, 0, 1e6, "Å²"),
         metavar="Å²",
-        help="add to all B (default: what the sharpest atom lacks to be seen by the voxels, "
-        "B = 72 spacing²)",
+        help="increase of all B (default: raises the smallest B to 72 spacing²)",
     )
     parser.add_argument(
-        "--backend", choices=[backend.name for backend in BACKENDS], help="which must compute it"
+        "--backend",
+        choices=[backend.name for backend in BACKENDS],
+        help="the backend that must compute it",
     )
     parser.add_argument("--picture", metavar="PNG", help="draw the three slices in the middle")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -111,7 +112,7 @@ def _margin(asked: float | None, reach: float) -> float:
 
 
 def _check_reach(args: argparse.Namespace, atoms: Any, blur: float, radius: np.ndarray) -> None:
-    """Raise CommandError where atoms end before voxels see them, or where most of them do."""
+    """Raise CommandError if voxels are too coarse for the radius, or the radius cuts B off."""
     least = args.radius or float(radius.min())
     if args.spacing > least / 3:
         raise CommandError(
@@ -120,7 +121,7 @@ def _check_reach(args: argparse.Namespace, atoms: Any, blur: float, radius: np.n
             "that, or --radius larger"
         )
     b = atoms.median_b
-    # Of a Gaussian, 2.5 standard deviations hold nine tenths.
+    # A ball of 2.5 standard deviations holds nine tenths of a Gaussian.
     needed = min(2.5, args.n_sigma) * math.sqrt(b / (8 * math.pi**2))
     if args.radius is None and radius.max() < needed:
         raise CommandError(

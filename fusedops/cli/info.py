@@ -12,10 +12,10 @@ import fusedops
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "info", help="what this machine offers: backends, instruction set, threads, GPUs"
+        "info", help="show this machine's backends, instruction set, threads and GPUs"
     )
     parser.set_defaults(run=_command)
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _command(args: argparse.Namespace) -> int:

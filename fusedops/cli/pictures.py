@@ -1,4 +1,4 @@
-"""Pictures that commands draw, into files that appear whole or not at all."""
+"""Pictures that commands draw; their files appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusedops.structure import StructureError, check_target, replacing
 
 
 def check_picture_name(path: str | os.PathLike) -> None:
-    """Raise `StructureError` if the ending of `path`, or its folder, allows no picture."""
+    """Raise `StructureError` if the suffix of `path`, or its folder, allows no picture."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     ending = Path(path).suffix.lower().lstrip(".")
@@ -32,14 +32,14 @@ def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: s
     names = "abc" if grid.spacegroup else "xyz"
     middle = [n // 2 for n in grid.shape]
     slices = [np.take(rho, at, axis) for axis, at in enumerate(middle)]
-    # A few sharp atoms would leave everything else dark.
+    # Cut the scale at a quantile: a few sharp atoms would leave everything else dark.
     top = max(float(np.quantile(piece, 0.998)) for piece in slices)
     panels = figure.subplots(1, 3)
     for axis, (panel, piece) in enumerate(zip(panels, slices, strict=True)):
         u, v = (edge for edge in range(3) if edge != axis)
         along = lengths[v] * np.cos(angles[axis]), lengths[v] * np.sin(angles[axis])
         oblique = Affine2D.from_values(lengths[u], 0, *along, 0, 0)
-        # A voxel's value is that at its middle.
+        # A voxel's value is the density at its middle.
         low, n = np.array(grid.start) - 0.5, np.array(grid.shape)
         (left, bottom), (right, up) = ((e / n)[[u, v]] for e in (low, low + n))
         image = panel.imshow(
@@ -64,6 +64,6 @@ def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: s
 
 
 def save_picture(path: str | os.PathLike, figure: Any) -> None:
-    """Write a figure; where the file can't appear whole, a `StructureError` says why."""
+    """Write a figure completely, or raise a `StructureError` with the reason."""
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150, format=Path(path).suffix.lower().lstrip("."))

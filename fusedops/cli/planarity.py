@@ -31,27 +31,31 @@ def add(commands: Any) -> None:
         "--top",
         type=number(int, 1),
         metavar="N",
-        help="how many of the worst planes to show (default: 10; all with --json or --csv)",
+        help="the number of worst planes to show (default: 10; all with --json or --csv)",
     )
-    parser.add_argument("--fit", choices=FITS, default="uniform", help="how planes are fitted")
     parser.add_argument(
-        "--backend", choices=[backend.name for backend in BACKENDS], help="which must compute it"
+        "--fit", choices=FITS, default="uniform", help="the weights of atoms in fits of planes"
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print everything as JSON")
-    form.add_argument("--csv", action="store_true", help="print the planes as CSV")
+    parser.add_argument(
+        "--backend",
+        choices=[backend.name for backend in BACKENDS],
+        help="the backend that must compute it",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print everything as JSON")
+    output.add_argument("--csv", action="store_true", help="print the planes as CSV")
     parser.add_argument(
         "--flatten",
         metavar="OUT",
         help="write the structure (.pdb or .cif, also .gz) after some steps of L-BFGS on the "
-        "restraint and a harmonic tether to where the atoms were; hydrogens stay where they are",
+        "restraint and a harmonic tether to the old positions; hydrogens don't move",
     )
     parser.add_argument(
         "--steps",
         type=number(int, 1),
         default=20,
         metavar="N",
-        help="most steps of --flatten (default: %(default)s)",
+        help="the most steps of --flatten (default: %(default)s)",
     )
     parser.add_argument(
         "--tether",
@@ -146,7 +150,7 @@ class _Restraint:
 
 
 def _scores(structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: str) -> list[_Plane]:
-    """Return the planes, the worst first."""
+    """Return the planes, the worst one first."""
     planes = []
     deviations = fusedops.plane_deviations(xyz, found.groups, fit=fit)
     for (indices, sigmas), labels, d in zip(found.groups, found.labels, deviations, strict=True):
@@ -239,7 +243,7 @@ def _print_report(report: dict[str, Any], file: Any) -> None:
     counts = report["counts"]
     skipped = [f"{count} {name}" for name, count in counts["skipped"].items()]
     if len(skipped) > 5:
-        skipped[5:] = [f"{len(skipped) - 5} more kinds"]
+        skipped[5:] = [f"{len(skipped) - 5} more residue types"]
     skipped.insert(0, f"{counts['waters']} waters")
     lines = [
         f"{counts['planes']} planes of {counts['atoms_in_planes']} atoms among {counts['atoms']}; "

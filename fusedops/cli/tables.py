@@ -1,4 +1,4 @@
-"""Tables on the terminal: by rich, or in plain columns where it isn't installed."""
+"""Tables on the terminal, by rich, or in plain columns if rich isn't installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-#: A row's cells, and its style in rich's words; None is a line between rows.
+#: A row's cells and its rich style; None is a line between rows.
 Row = tuple[Sequence[str], str | None] | None
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 0) -> None:
-    """Print a table, whose last `right` columns are numbers."""
+    """Print a table with numbers in its last `right` columns."""
     if importlib.util.find_spec("rich") is None:
         _plain(title, headings, rows, right)
         return
@@ -28,7 +28,7 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 
             table.add_section()
         else:
             table.add_row(*row[0], style=row[1])
-    # What isn't a terminal has no width.
+    # A file or a pipe has no width.
     width = None if sys.stdout.isatty() else 160
     Console(highlight=False, markup=False, width=width).print(table)
 
