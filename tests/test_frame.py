@@ -21,9 +21,10 @@ import fusedops
 from cpukern import isa
 from fusedops._frame import limits, registry, threads
 from fusedops._frame.packed import Packed
-from fusedops._frame.primitive import primitives
+from fusedops._frame.primitive import Primitive, primitives
 from fusedops.bench.workloads import WORKLOADS, Source
 from fusedops.samples import protein
+from places import needs_torch
 
 HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
 
@@ -269,6 +270,7 @@ import os, sys
 import numpy as np
 import fusedops
 from fusedops.samples import protein
+from places import needs_torch
 from fusedops.bench.workloads import WORKLOADS, Source
 xyz, indices = protein(6000, np.random.default_rng(0))
 planes = fusedops.Planes([(i, np.full(len(i), 0.02)) for i in indices])
@@ -623,3 +625,64 @@ def test_no_share_runs_on_after_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="broken"):
         threads.in_parallel(work, 2, 1)
     assert over.is_set()
+
+
+def primitive(name="toy", **changes):
+    """Declare a primitive for one test."""
+    declared = {
+        "family": "toy",
+        "arrays": {"x": "(B, N)", "bias": "(N), optional"},
+        "static": {},
+        "outputs": {"out": "(B, N) of x, bias"},
+        "formula": lambda a: (a.x,),
+        "pullback": lambda a, y, dy, wanted: (dy.out, dy.out.sum(0)),
+    }
+    return Primitive(name, **{**declared, **changes})
+
+
+@pytest.fixture
+def own_primitives(monkeypatch):
+    """Forget primitives that a test declares."""
+    monkeypatch.setattr(registry, "_primitives", dict(registry._primitives))
+    monkeypatch.setattr(registry, "_chosen", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arrays": {"x": "(B, N"}}, r"x is declared '\(B, N'; it should begin with a shape in"),
+        ({"arrays": {"x": "(B,N)"}}, r"'\(B,N\)'; \(B,N\) should be sizes with ', ' between them"),
+        ({"arrays": {"x": "(B), optinal"}}, "'optinal' should be one of optional, bool, number, B"),
+        ({"arrays": {"x": "(B), W > 0"}}, "'W > 0' should be one of optional, bool, number, B > 0"),
+        ({"outputs": {"out": "(B) off x"}}, r"out is declared '\(B\) off x'; it should read as"),
+        ({"outputs": {"out": "(B,N)"}}, r"\(B,N\) should be sizes with ', ' between them"),
+        ({"outputs": {"out": "(B, M)"}}, "'M' should be a size of an array's shape, or in sizes="),
+        ({"outputs": {"out": "(B) of x, bais"}}, "'bais' should be one of x, bias"),
+        ({"outputs": {"dx": "like y"}}, "'y' should be one of x, bias"),
+        ({"outputs": {"out": "(B) with mask"}}, "'mask' should be an array, or a size"),
+        ({"saves": ("o",)}, "saves 'o'; it should be of out"),
+        ({"mutates": ("state",)}, "mutates 'state'; it should be of x, bias"),
+        ({"name": "dynamic_conv"}, "is a primitive already"),
+    ],
+)
+@pytest.mark.usefixtures("own_primitives")
+def test_a_wrong_declaration_is_named(changes, message):
+    with pytest.raises(ValueError, match=rf"^{changes.get('name', 'toy')}\b.*{message}"):
+        primitive(**changes)
+
+
+@pytest.mark.parametrize(
+    ("found", "was"), [((1,), "1 of them"), ([1, 2], "a list"), (None, "a NoneType")], ids=str
+)
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=needs_torch)])
+@pytest.mark.usefixtures("own_primitives")
+def test_a_formula_and_a_pullback_return_all_that_they_should(framework, found, was):
+    x = importlib.import_module(framework).ones((2, 3))
+    short = primitive(outputs={"out": "like x", "more": "like x"}, formula=lambda a: found)
+    message = f"toy: the formula returned {was}; it should return a tuple of 2, of out, more"
+    with pytest.raises(TypeError, match=message):
+        short(x, None)
+    short = primitive("other", pullback=lambda *_: found)
+    message = f"other: the pullback returned {was}; it should return a tuple of 2, of x, bias"
+    with pytest.raises(TypeError, match=message):
+        short.pulled_back(short.Arguments(x, None), short(x, None), (x,), (True, None))

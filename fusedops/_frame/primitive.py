@@ -9,7 +9,7 @@ import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import bridge
 from fusedops._frame.registry import Request
 from fusedops._frame.shapes import Array, Output
+
+T = TypeVar("T")
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -36,6 +38,17 @@ def poisoned(arrays: Sequence[Any]) -> None:
             # uint16 holds the bits of bfloat16; these bits are a NaN.
             value = 0x7FC0 if array.dtype == np.uint16 else float("nan")
             array.fill(value) if isinstance(array, np.ndarray) else array.fill_(value)
+
+
+def _parsed(primitive: str, lines: Mapping[str, str], parse: Callable[[str], T]) -> dict[str, T]:
+    """Return parsed declarations by name. Raises ValueError that names the one that is wrong."""
+    found = {}
+    for name, line in lines.items():
+        try:
+            found[name] = parse(line)
+        except ValueError as error:
+            raise ValueError(f"{primitive}: {name} is declared {line!r}; {error}") from None
+    return found
 
 
 def _record(name: str, fields: tuple[str, ...]) -> Any:
@@ -112,12 +125,17 @@ class Primitive:
         self.arrays, self.constants, self.outputs = tuple(arrays), tuple(constants), tuple(outputs)
         self.static = static
         #: The parsed declarations of arrays and constants.
-        self.declared = {name: Array(line) for name, line in {**arrays, **constants}.items()}
-        self._outputs = [Output(line) for line in outputs.values()]
+        self.declared = _parsed(name, {**arrays, **constants}, Array)
         self._sizes = [(names.split(", "), of) for names, of in (sizes or {}).items()]
         #: The sizes that follow from other arguments than arrays.
         self.later = frozenset([name for names, _ in self._sizes for name in names])
-        self.formula = formula
+        shown = self.later.union(*[array.names for array in self.declared.values()])
+        described = _parsed(name, outputs, lambda line: Output(line, self.declared, shown))
+        self._outputs = list(described.values())
+        for role, given, among in (("saves", saves, outputs), ("mutates", mutates, arrays)):
+            for unknown in set(given).difference(among):
+                raise ValueError(f"{name}: {role} {unknown!r}; it should be of {', '.join(among)}")
+        self._formula = formula
         self.pullback = pullback
         self.saves = saves
         self.mutates = mutates
@@ -129,6 +147,8 @@ class Primitive:
         self.all: tuple[bool, ...] = (True,) * len(outputs)
         self._saved = tuple([output in saves for output in outputs])
         self.plans: Plans[Callable[[Any, Any], Any]] = Plans()
+        if name in registry._primitives:
+            raise ValueError(f"{name} is a primitive already; a primitive has a name of its own")
         registry._primitives[name] = self
 
     def __call__(self, *arguments: Any, out: Sequence[Any] | None = None) -> Any:
@@ -146,6 +166,18 @@ class Primitive:
     def to_run(self, *arguments: Any, out: Sequence[Any]) -> Call:
         """Return a call for the frame to make."""
         return Call(self, self.Arguments._make(arguments), tuple(out))
+
+    def formula(self, a: Any) -> tuple[Any, ...]:
+        """Return all outputs, by the definition."""
+        found = self._formula(a)
+        if not isinstance(found, tuple) or len(found) != len(self.outputs):
+            raise self._no_tuple("formula", found, self.outputs)
+        return found
+
+    def _no_tuple(self, role: str, found: Any, names: Sequence[str]) -> TypeError:
+        was = f"{len(found)} of them" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        should = f"it should return a tuple of {len(names)}, of {', '.join(names)}"
+        return TypeError(f"{self.name}: the {role} returned {was}; {should}")
 
     def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
         """Return the function that computes outputs for NumPy arguments of these kinds."""
@@ -204,6 +236,8 @@ class Primitive:
             if seen is not None:
                 seen(found)
             found = found.primitive(*found.a, out=found.slots)
+        if not isinstance(found, tuple) or len(found) != len(wanted):
+            raise self._no_tuple("pullback", found, self.arrays)
         return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])
 
     def no_gradient(self, op: str) -> str:

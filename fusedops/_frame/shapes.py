@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import numbers
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fusedops._frame.check import (
@@ -57,8 +57,13 @@ def _terms(text: str) -> tuple[Term, ...]:
     """Return the sizes between parentheses."""
     found = [re.fullmatch(r"(?:(\w+) \* )?(\w+)(\??)", part) for part in text.split(", ") if part]
     if None in found:
-        raise ValueError(f"({text}) is no shape")
+        raise ValueError(f"({text}) should be sizes with ', ' between them, such as (B, 2 * N)")
     return tuple([Term(m[1] or "1", m[2], bool(m[3])) for m in found if m])
+
+
+def _names(terms: Iterable[Term]) -> set[str]:
+    """Return the names of sizes among the terms."""
+    return {name for term in terms for name in term[:2] if not name.isdecimal()}
 
 
 def _met(terms: tuple[Term, ...], shape: Any, sizes: Sizes) -> dict[str, Any] | None:
@@ -85,12 +90,12 @@ def _met(terms: tuple[Term, ...], shape: Any, sizes: Sizes) -> dict[str, Any] | 
 
 
 class Array:
-    """The parsed declaration of an argument that is an array."""
+    """The parsed declaration of an argument that is an array. Raises ValueError if it has none."""
 
     def __init__(self, text: str) -> None:
         shapes = re.match(r"\([^)]*\)(?: or \([^)]*\))*", text)
         if shapes is None:
-            raise ValueError(f"{text!r} begins with no shape")
+            raise ValueError("it should begin with a shape in parentheses, such as (B, N)")
         self.shapes = [_terms(part[1:-1]) for part in shapes[0].split(" or ")]
         words = [word for word in text[shapes.end() :].split(", ") if word]
         #: The sizes that must not be zero.
@@ -98,9 +103,12 @@ class Array:
         self.optional = "optional" in words
         self.bool = "bool" in words
         self.number = "number" in words
-        unknown = set(words) - {"optional", "bool", "number", *[f"{n} > 0" for n in self.positive]}
-        if unknown:
-            raise ValueError(f"{text!r} has {', '.join(unknown)}, which mean nothing")
+        #: The names of the sizes that the array may show.
+        self.names = _names(term for shape in self.shapes for term in shape)
+        allowed = ["optional", "bool", "number", *[f"{name} > 0" for name in sorted(self.names)]]
+        for word in words:
+            if word not in allowed:
+                raise ValueError(f"{word!r} should be one of {', '.join(allowed)}")
         self.broadcasts = any([term.broadcasts for shape in self.shapes for term in shape])
 
     def needed(self) -> Array:
@@ -167,20 +175,35 @@ def checked(
 
 
 class Output:
-    """The parsed declaration of an output."""
+    """The parsed declaration of an output. Raises ValueError if it has none.
 
-    def __init__(self, text: str) -> None:
+    It may name the arrays `given`, and sizes `known`.
+    """
+
+    def __init__(self, text: str, given: Collection[str], known: Collection[str]) -> None:
         parts = re.fullmatch(
             r"(?:like (\w+)|\(([^)]*)\))(?: (of|as|summed of) ([\w, ]+?)| (\w+\d))?"
             r"(?: with ([\w, ]+))?",
             text,
         )
         if parts is None:
-            raise ValueError(f"{text!r} declares no output")
+            raise ValueError("it should read as the outputs at the head of shapes.py do")
         self.like, shape, self.rule, arrays, self.dtype, needs = parts.groups()
-        self.terms = shape.split(", ") if shape else []
+        self.terms: list[str | Term] = []
+        for part in shape.split(", ") if shape else []:
+            self.terms += [part[1:]] if part.startswith("*") else _terms(part)
         self.arrays = arrays.split(", ") if arrays else [self.like] if self.like else []
         self.needs = [*(needs.split(", ") if needs else []), *([self.like] if self.like else [])]
+        sizes = {part for part in self.terms if isinstance(part, str)}
+        sizes |= _names(part for part in self.terms if isinstance(part, Term))
+        for name in sorted(sizes.difference(known)):
+            raise ValueError(f"{name!r} should be a size of an array's shape, or in sizes=")
+        for name in self.arrays:
+            if name not in given:
+                raise ValueError(f"{name!r} should be one of {', '.join(given)}")
+        for name in self.needs:
+            if name not in given and name not in known:
+                raise ValueError(f"{name!r} should be an array, or a size")
 
     def of(self, a: Any, first: Any, sizes: Sizes) -> tuple[tuple[Any, ...], str] | None:
         """Return the shape and dtype name, or None if the call doesn't have this output."""
@@ -188,10 +211,10 @@ class Output:
             return None
         shape: list[Any] = list(getattr(a, self.like).shape) if self.like else []
         for part in self.terms:
-            if part.startswith("*"):
-                shape += sizes[part[1:]]
+            if isinstance(part, str):
+                shape += sizes[part]
             else:
-                shape += [term.value(sizes) for term in _terms(part)]
+                shape.append(part.value(sizes))
         if self.dtype:
             return tuple(shape), self.dtype
         given = [a for a in [getattr(a, name) for name in self.arrays] if a is not None] or [first]
