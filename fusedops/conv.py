@@ -258,8 +258,6 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
         dv = added(dv, convolve(x, ddk, state, None)[0])
     if ddbias is not None:
         dv = added(dv, namespace(x).zeros_like(c) + ddbias)
-    if dv is None:
-        return (None,) * 6
     v, dc, through_h = c, dv, (None,) * 4
     if a.activation == "silu":
         h, _ = convolve(x, kernels, state, bias)

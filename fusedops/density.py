@@ -571,8 +571,6 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
 
 
 def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    if dy.map is None:
-        return None, None, None
     return density_vjp.to_run(*a[:3], dy.map, *a[3:6], y.order, a.lattice, out=wanted)
 
 

@@ -189,8 +189,6 @@ def _vjp_formula(a: Any) -> tuple[Any]:
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
-    if dy.matrices is None:
-        return (None,)
     return matrices_vjp(a.edge_vec, dy.matrices, a.lmax, a.layout)
 
 

@@ -402,7 +402,7 @@ def _nll_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
     if dy.gradient is not None:
         (turned,) = gradient_vjp(a.xyz, dy.gradient, a.planes, a.fit)
         dxyz = turned if dxyz is None else dxyz + turned
-    return (None if dxyz is None else cast(dxyz, a.xyz),)
+    return (cast(dxyz, a.xyz),)
 
 
 gradient_vjp = Primitive(

@@ -394,13 +394,11 @@ def _gather_formula(a: Any) -> tuple[Any]:
 
 
 def _scatter_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return (None,) if dy.map is None else gather.to_run(dy.map, a.plan, out=wanted)
+    return gather.to_run(dy.map, a.plan, out=wanted)
 
 
 def _gather_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return (
-        (None,) if dy.density_cube is None else scatter.to_run(dy.density_cube, a.plan, out=wanted)
-    )
+    return scatter.to_run(dy.density_cube, a.plan, out=wanted)
 
 
 _SIZES: dict[str, Any] = {

@@ -686,3 +686,10 @@ def test_a_formula_and_a_pullback_return_all_that_they_should(framework, found, 
     message = f"other: the pullback returned {was}; it should return a tuple of 2, of x, bias"
     with pytest.raises(TypeError, match=message):
         short.pulled_back(short.Arguments(x, None), short(x, None), (x,), (True, None))
+
+
+@pytest.mark.usefixtures("own_primitives")
+def test_a_pullback_gets_no_zeros_alone():
+    x = np.ones((2, 3))
+    toy = primitive()
+    assert toy.pulled_back(toy.Arguments(x, None), None, (None,), (True, None)) == (None, None)

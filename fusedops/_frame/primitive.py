@@ -91,9 +91,10 @@ class Primitive:
         run: the definition, against which every kernel is tested.
     pullback : callable, optional
         A function from arguments `a`, outputs `y` (those in `saves`), cotangents `dy` of the
-        outputs (None for zero) and slots `wanted` to a cotangent for every array; or to the `Call`
-        that returns them, of arrays among `a`, `y` and `dy`, which later backward passes make
-        without the pullback. Without a pullback, torch differentiates the formula.
+        outputs (None for zero, but not for all) and slots `wanted` to a tuple of a cotangent for
+        every array (None for zero, or if unwanted); or to the `Call` that returns them, of arrays
+        among `a`, `y` and `dy`, which later backward passes make without the pullback. Without a
+        pullback, torch differentiates the formula.
     saves : tuple of str
         The outputs that the pullback needs.
     mutates : tuple of str
@@ -228,8 +229,10 @@ class Primitive:
     ) -> Any:
         """Return a cotangent for every array; None if it is unwanted or zero.
 
-        A pullback that is one call shows it to `seen` first.
+        A pullback that is one call shows it to `seen` first. No pullback gets zeros alone.
         """
+        if not any([cotangent is not None for cotangent in dy]):
+            return (None,) * len(wanted)
         pullback = cast("Callable[..., Any]", self.pullback)
         found = pullback(a, y, self.Outputs._make(dy), self.Arrays._make(wanted))
         if isinstance(found, Call):

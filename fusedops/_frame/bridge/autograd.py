@@ -178,10 +178,10 @@ def pull_back(
     seen: Callable[[Call], None] | None = None,
 ) -> Sequence[Any]:
     """Return a cotangent for every array that wants one, of the outputs `y` that are kept."""
-    if not any([cotangent is not None for cotangent in dy]):
-        return [None] * len(wanted)
     if primitive.pullback is not None:
         return primitive.pulled_back(a, y, dy, wanted, seen)
+    if not any([cotangent is not None for cotangent in dy]):
+        return [None] * len(wanted)
     if torch._C._are_functorch_transforms_active():
         return _transform_formula(primitive, a, dy, wanted)
     return _differentiate_formula(primitive, a, dy)
