@@ -20,6 +20,7 @@ import pytest
 import fusedops
 from cpukern import isa
 from fusedops._frame import limits, registry, threads
+from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive, primitives
 from fusedops.bench.workloads import WORKLOADS, Source
@@ -693,3 +694,53 @@ def test_a_pullback_gets_no_zeros_alone():
     x = np.ones((2, 3))
     toy = primitive()
     assert toy.pulled_back(toy.Arguments(x, None), None, (None,), (True, None)) == (None, None)
+
+
+@pytest.fixture
+def own_ops(monkeypatch, own_primitives):
+    """Forget ops that a test declares."""
+    monkeypatch.setattr(registry, "ops", dict(registry.ops))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, r"returned a NoneType; it should return to_run\(...\)"),
+        (to_run((None,), "out"), "gave to_run 1 arguments; it should give x, bias"),
+        (to_run((None, None), "result"), "shows 'result'; it should show some of out"),
+    ],
+    ids=["nothing", "too few", "no output"],
+)
+@pytest.mark.usefixtures("own_ops")
+def test_what_a_function_under_op_returns(returned, message):
+    @op(primitive())
+    def toy(x, bias=None, *, backend=None):
+        """Return x.
+
+        Returns
+        -------
+        array
+
+        Notes
+        -----
+        None.
+        """
+        return returned
+
+    with pytest.raises(TypeError, match=f"toy: its function {message}"):
+        toy(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("Return x.", "Returns"), ("Return x.\n\nReturns\n-------\narray", "Notes or References")],
+    ids=["nothing", "result"],
+)
+@pytest.mark.usefixtures("own_ops")
+def test_a_docstring_without_a_section_is_refused(text, message):
+    def toy(x, bias=None, *, backend=None):
+        pass
+
+    toy.__doc__ = text
+    with pytest.raises(ValueError, match=f"toy: its docstring should have a section {message}$"):
+        op(primitive())(toy)

@@ -186,7 +186,7 @@ def op(
         name = check.__name__
         signature = inspect.signature(check)
         takes_out = "out" in signature.parameters
-        check.__doc__ = _documented(check.__doc__, takes_out)
+        check.__doc__ = _documented(name, check.__doc__, takes_out)
         # Any, since type checkers don't know the attributes set below.
         wrapped: Any = functools.wraps(check)
         declared = _declared(primitive, names, signature)
@@ -208,6 +208,7 @@ def op(
             arrays, sizes = checked(name, declared, by_name, primitive.later)
             call.arguments.update(arrays)
             given: Bound = check(*call.args, **call.kwargs)
+            _check_bound(name, primitive, given)
             parts = primitive.Arguments._make(given.a)
             for argument in broadcast:
                 full = _broadcast(declared[argument], getattr(parts, argument), parts[0], sizes)
@@ -331,6 +332,20 @@ def _declared(
     }
 
 
+def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
+    """Raise TypeError unless a function under `op` returned a call of its primitive."""
+    fields = primitive.Arguments._fields
+    if not isinstance(bound, Bound):
+        was, should = f"returned a {type(bound).__name__}", "return to_run(...)"
+    elif len(bound.a) != len(fields):
+        was, should = f"gave to_run {len(bound.a)} arguments", f"give {', '.join(fields)}"
+    elif not set(names_of(bound)) <= set(primitive.outputs):
+        was, should = f"shows {bound.shown!r}", f"show some of {', '.join(primitive.outputs)}"
+    else:
+        return
+    raise TypeError(f"{op}: its function {was}; it should {should}")
+
+
 def _is_array(op: str, name: str, value: Any) -> None:
     """Raise TypeError unless an argument that is updated in place is an array."""
     if not is_tensor(value) and not isinstance(value, np.ndarray):
@@ -365,15 +380,22 @@ BackendUnavailable
     If `backend` can't serve the call."""
 
 
-def _documented(doc: str | None, takes_out: bool) -> str | None:
+def _documented(op: str, doc: str | None, takes_out: bool) -> str | None:
     """Return an op's docstring with the arguments and errors that all ops share."""
     if doc is None:
         # Python runs with -OO, which drops docstrings.
         return None
     parts = inspect.cleandoc(doc).split("\n\n")
-    at = next(at for at, part in enumerate(parts) if part.startswith("Returns\n"))
+
+    def first(*sections: str) -> int:
+        for at, part in enumerate(parts):
+            if part.startswith(tuple(f"{section}\n" for section in sections)):
+                return at
+        raise ValueError(f"{op}: its docstring should have a section {' or '.join(sections)}")
+
+    at = first("Returns")
     parts[at - 1] += (_OUT if takes_out else "") + _BACKEND
-    at = next(at for at, part in enumerate(parts) if part.startswith(("Notes\n", "References\n")))
+    at = first("Notes", "References")
     if parts[at - 1].startswith("Raises\n"):
         at -= 1
         parts[at] = parts[at].replace("Raises\n------", _RAISES)
