@@ -1,4 +1,4 @@
-# Does items begin to end of a call; threads are numbered from 0.
+# A function that does items `begin` to `end` of a call; threads are numbered from 0.
 ctypedef void (*Share)(
     const void* call, Py_ssize_t begin, Py_ssize_t end, int thread
 ) noexcept nogil

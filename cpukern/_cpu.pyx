@@ -1,9 +1,9 @@
 # cython: language_level=3
 """Instruction sets of this machine, and threads for the compiled kernels to share work with.
 
-Whoever calls takes shares until none is left, and waits only for threads that are at work on one by
-then: one that sleeps, because other processes have the cores, is not waited for. OpenMP waits for
-all of its threads, and has them spin meanwhile.
+The calling thread takes shares until none is left, and then waits only for threads that are still
+working on a share. It doesn't wait for a thread that sleeps because other processes have the cores.
+OpenMP waits for all of its threads, and has them spin meanwhile.
 """
 
 from cpython.pythread cimport (
@@ -52,22 +52,22 @@ cdef extern from *:
     """
     int fusedops_level()
     long long seen "fusedops_seen"(long long* at) nogil
-    # Add to a number, and return what it was.
+    # Add to a number, and return its old value.
     long long added "fusedops_added"(long long* at, long long n) nogil
-    # Set a number that is `before`, and return whether it was.
+    # Set a number to `after` if it is `before`, and return whether it was.
     bint turned "fusedops_turned"(long long* at, long long before, long long after) nogil
     void pause "fusedops_pause"() nogil
 
 cdef enum:
     MOST = 256
-    # Shares for every thread: the last one to end is waited for.
+    # Shares for every thread: many, since the call waits for the last one to end.
     SHARES = 16
-    # Looks at what another thread does, some 50 microseconds of them, before going to sleep: as long
-    # as waking up may take.
+    # Looks at another thread's state before going to sleep: some 50 microseconds, as long as waking
+    # up may take.
     LOOKS = 1000
 
-# A worker's state. Nobody turns one that isn't NONE or IDLE but the call that claimed it and, from
-# OFFERED to RUNNING to DONE, the worker itself.
+# A worker's state. In any state but NONE and IDLE, only the call that claimed the worker changes it
+# and, from OFFERED to RUNNING to DONE, the worker itself.
 cdef enum:
     NONE
     IDLE
@@ -90,7 +90,7 @@ cdef struct Worker:
     Job* job
     PyThread_type_lock offered
     PyThread_type_lock done
-    # One to a cache line.
+    # Padding: one worker to a cache line.
     char[32] apart
 
 cdef Worker[MOST] workers
@@ -117,7 +117,7 @@ cdef void serve(void* given) noexcept nogil:
     while True:
         wait_while(worker, DONE)
         wait_while(worker, IDLE)
-        # Open already after an offer that was seen above, once more than there are offers.
+        # The lock may still be open from an offer seen above; then this wakes once without an offer.
         if seen(&worker.state) != OFFERED:
             PyThread_acquire_lock(worker.offered, WAIT_LOCK)
         # An offer may have been withdrawn.
@@ -128,7 +128,7 @@ cdef void serve(void* given) noexcept nogil:
 
 
 cdef bint start(Worker* worker) noexcept with gil:
-    """Start a thread that waits for offers; return whether there is one more."""
+    """Start a thread that waits for offers; return whether that worked."""
     worker.offered = PyThread_allocate_lock()
     worker.done = PyThread_allocate_lock()
     if worker.offered != NULL and worker.done != NULL:
@@ -167,7 +167,7 @@ cdef void collect(Worker* worker) noexcept nogil:
 cdef void in_shares(
     Share work, const void* call, Py_ssize_t items, int threads
 ) noexcept nogil:
-    """Have items worked on by this thread, and by so many less one others that join in time."""
+    """Do the items on this thread, and on up to threads - 1 others that join in time."""
     cdef Job job
     cdef Worker* asked[MOST]
     cdef int count = 0, i
@@ -194,5 +194,5 @@ cdef void in_shares(
 
 
 def x86_64_level():
-    """Return N for x86-64-vN, or 0 where this build has a single, baseline module."""
+    """Return N for x86-64-vN, or 0 if this build has a single, baseline module."""
     return fusedops_level()

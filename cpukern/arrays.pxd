@@ -1,7 +1,7 @@
-"""What the compiled kernels share: scratch memory, and arrays without a memoryview each.
+"""Scratch memory for the compiled kernels, and arrays without memoryviews.
 
-A memoryview is a Python object, which takes 0.1 µs: with many arrays that is more than small calls
-do. The arrays of a packed argument, whose dtypes its class knows, are read through a buffer alone.
+A memoryview is a Python object and takes 0.1 µs: many of them cost more than the work of a small call.
+A packed argument's class knows the dtypes of its arrays, so these are read through plain buffers.
 """
 
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_GetBuffer
@@ -9,9 +9,9 @@ from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndS
 
 
 cdef inline void* elements(object array, Py_ssize_t size) except? NULL:
-    """Return where the elements of so many bytes of a contiguous array begin.
+    """Return the address of a contiguous array's elements, after a check of their size in bytes.
 
-    Who calls holds the array while they are read.
+    The caller must hold the array while its elements are read.
     """
     cdef Py_buffer view
     PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS)
@@ -22,7 +22,7 @@ cdef inline void* elements(object array, Py_ssize_t size) except? NULL:
 
 
 cdef inline bytearray room(Py_ssize_t size):
-    """Return memory that holds anything."""
+    """Return uninitialized memory."""
     return PyByteArray_FromStringAndSize(NULL, size)
 
 
@@ -31,5 +31,5 @@ cdef inline char* of(bytearray memory) noexcept:
 
 
 cdef inline Py_ssize_t whole_lines(Py_ssize_t size) noexcept nogil:
-    """Return a number of bytes up to a multiple of a cache line, for threads to keep apart."""
+    """Round a number of bytes up to whole cache lines, to keep threads apart."""
     return (size + 63) // 64 * 64

@@ -14,7 +14,7 @@ from fusedops._frame.threads import threads_for
 from fusedops.conv import CHUNK
 
 _conv = isa.load("conv_cython")
-# bfloat16 comes as its bits.
+# bfloat16 arrives as uint16, its bits.
 _NAMES = {np.uint16: "bfloat16", np.float32: "float", np.float64: "double"}
 _conv_of = {
     np.dtype(dtype): SimpleNamespace(
@@ -22,14 +22,14 @@ _conv_of = {
     )
     for dtype, name in _NAMES.items()
 }
-# Chunks of tokens, and numbers of a decoding step, that pay for waking a thread.
+# Chunks of tokens, and numbers of a decoding step, that are worth waking a thread for.
 _CHUNK_GRAIN, _STEP_GRAIN = 2, 1 << 15
-# Sums over tokens are formed in at most so many parts.
+# The most partial sums over tokens.
 _PARTS = 64
 
 
 def _arguments(a: Any) -> tuple[tuple[Any, ...], int]:
-    """Return what both passes begin with, and how many chunks of tokens there are."""
+    """Return the arguments that both passes share, and the number of chunks of tokens."""
     x, kernels, sequences = a.x, a.kernels, a.sequences
     chunks = starts = None
     if sequences is None:
@@ -45,7 +45,7 @@ def _arguments(a: Any) -> tuple[tuple[Any, ...], int]:
 
 
 def _fill_tokenless(states: Any, given: Any, a: Any) -> None:
-    """Pass a state on through sequences without a token, which no chunk owns."""
+    """Copy the state of sequences without a token, since no chunk owns these."""
     if states is None or (a.sequences is None and a.x.shape[1]):
         return
     empty: Any = slice(None)
@@ -70,7 +70,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     static = a.kernels.ndim == 2
     dkernels, dbias = y.dkernels, y.dbias
     if not (count and a.kernels.size):
-        # Sums over no token.
+        # Sums over no tokens.
         for dx in (dkernels, dbias):
             if dx is not None:
                 dx[...] = 0

@@ -2,12 +2,11 @@
 # cython: initializedcheck=False
 """Dynamic causal convolution on the CPU, a chunk of one sequence's tokens at a time.
 
-The inputs that the taps of a token read lie in a ring of rows, one row to a position, that stays in
-the nearest cache; the backward has a second ring, of the cotangents that those inputs have so far.
-Every row of memory is read once and written once, but for the W - 1 tokens after a chunk, which the
-backward reads again. A chunk owns its tokens' rows; sums over tokens are formed group of chunks by
-group in float64, and added up in order, so the thread count changes no bit. bfloat16 comes as its
-bits and is computed on in float32.
+The inputs that a token's taps read lie in a ring of rows, one for each position, that stays in the
+nearest cache; the backward has a second ring for the inputs' cotangents. Every row of memory is read
+once and written once, except that the backward reads the W - 1 tokens after a chunk again. A chunk
+owns its tokens' rows. Sums over tokens have a float64 partial sum for each group of chunks, added in
+order, so the thread count changes no bit. bfloat16 arrives as its bits, and is computed in float32.
 """
 
 from libc.string cimport memcpy, memset
@@ -21,7 +20,7 @@ cdef enum:
 
 ctypedef unsigned short bfloat16
 
-# What arrays hold, and what is computed in.
+# The types of arrays, and the types that kernels compute in.
 ctypedef fused scalar:
     bfloat16
     float
@@ -47,7 +46,7 @@ cdef struct Layout:
     bint static_kernels
     bint silu
 
-# Tokens first to last of the sequence that begins and ends there, in a row of the batch.
+# Tokens `first` to `last` of a sequence, which has the tokens `begin` to `end` of a row of the batch.
 cdef struct Chunk:
     Py_ssize_t sequence
     Py_ssize_t batch
@@ -64,7 +63,7 @@ cdef inline Py_ssize_t within(Py_ssize_t value, Py_ssize_t low, Py_ssize_t high)
 cdef inline Chunk find_chunk(const Layout* layout, Py_ssize_t c) noexcept nogil:
     cdef Chunk found
     if layout.chunks != NULL:
-        # Whatever they say, it is within the arrays.
+        # Clip the chunk to the arrays, whatever `chunks` and `starts` hold.
         found.sequence = within(layout.chunks[2 * c], 0, layout.sequences - 1)
         found.batch = 0
         found.begin = within(layout.starts[found.sequence], 0, layout.tokens)
@@ -87,7 +86,7 @@ cdef inline float from_bits(bfloat16 value) noexcept nogil:
 
 
 cdef inline bfloat16 to_bits(float value) noexcept nogil:
-    """Round to nearest, ties to even; every NaN becomes the quiet one."""
+    """Round to nearest, ties to even; every NaN becomes a quiet one."""
     cdef unsigned int bits
     memcpy(&bits, &value, 4)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -120,7 +119,7 @@ cdef inline void convolve(
     const real* k, const real* ring, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
     Py_ssize_t width, real* h,
 ) noexcept nogil:
-    """h[d] = Σ_w k[d, w] ring[at + w, d]; a loop per width that is known when this is inlined."""
+    """h[d] = Σ_w k[d, w] ring[at + w, d]; inlining with a constant width unrolls the loop."""
     cdef real total
     cdef Py_ssize_t d, w
     for d in range(channels):
@@ -166,10 +165,10 @@ cdef inline void pull_inputs(
     const real* k, const real* v, Py_ssize_t at, Py_ssize_t mask, Py_ssize_t channels,
     Py_ssize_t width, real* ring,
 ) noexcept nogil:
-    """ring[at + w, d] += v[d] k[d, w], where the last tap's row is new; of at most four taps.
+    """ring[at + w, d] += v[d] k[d, w] for at most four taps; the last tap's row is new.
 
-    The taps are laid out apart first: in one loop over all of it no compiler sees that the rows
-    are different memory.
+    The taps are copied to a local array first: in a single loop no compiler sees that the rows are
+    separate memory.
     """
     cdef real[4 * BLOCK] taps
     cdef Py_ssize_t low = 0, d, w, n
@@ -245,7 +244,7 @@ cdef inline void load_input(
     const Layout* layout, const Chunk* chunk, const scalar* x, const scalar* state, Py_ssize_t p,
     real* ring,
 ) noexcept nogil:
-    """Put the input at position p into its row: a token's, or before the first the state's."""
+    """Put the input at position p into its row: a token, or the state before the first token."""
     cdef Py_ssize_t d, channels = layout.channels
     cdef real* row = ring + ((p - chunk.begin + layout.width) & layout.ring_mask) * channels
     if p >= chunk.begin:
@@ -319,7 +318,7 @@ cdef inline void store_cotangent(
     const Layout* layout, const Chunk* chunk, Py_ssize_t p, const scalar* final_cotangent,
     real* ring, real* spare, scalar* dx, scalar* dstate,
 ) noexcept nogil:
-    """Write the cotangent of the input at position p, where this chunk owns it."""
+    """Write the cotangent of the input at position p, if this chunk owns it."""
     cdef Py_ssize_t d, channels = layout.channels, width = layout.width
     cdef Py_ssize_t kept = p - chunk.end + width
     cdef real* row = ring + ((p - chunk.begin + width) & layout.ring_mask) * channels
@@ -448,7 +447,7 @@ cdef inline void step_row(
 
 
 cdef inline Py_ssize_t ring_rows(Py_ssize_t width) noexcept nogil:
-    """Return how many rows a ring has for that many taps: a power of two."""
+    """Return the number of rows in a ring for so many taps: a power of two."""
     cdef Py_ssize_t rows = 1
     while rows < width:
         rows *= 2
@@ -481,9 +480,9 @@ cdef void set_layout(
         layout.sequences = starts.shape[0] - 1
 
 
-# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
-# for every type. Scratch has a row of bytes for every thread, and `sums` one of numbers for every
-# group of chunks, W * D for the kernels and D for the bias where they are wanted.
+# The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
+# has a function of its own. Scratch has a row of bytes for every thread. `sums` has a row of numbers for
+# every group of chunks: W * D for the kernels and D for the bias, if they are wanted.
 cdef struct Pass:
     Layout layout
     Py_ssize_t count
@@ -646,10 +645,10 @@ def forward(
     bint silu,
     const long long[:, ::1] chunks,      # IN   (C, 2) of packed sequences, or None
     const long long[::1] starts,         # IN   (S + 1,), or None
-    Py_ssize_t count,                    # IN   C, of a dense batch too; at least 1
+    Py_ssize_t count,                    # IN   C, also for a dense batch; at least 1
     Py_ssize_t chunk,                    # IN   tokens of a chunk
     scalar[:, :, ::1] out,               # OUT  (B, T, D), or None
-    scalar[:, :, ::1] final_state,       # OUT  (S, D, W) where there are tokens, or None
+    scalar[:, :, ::1] final_state,       # OUT  (S, D, W) of sequences with tokens, or None
     int threads,
 ):
     """Convolve, and keep every sequence's last W inputs."""
@@ -672,13 +671,13 @@ def backward(
     bint silu,
     const long long[:, ::1] chunks,           # IN   (C, 2) of packed sequences, or None
     const long long[::1] starts,              # IN   (S + 1,), or None
-    Py_ssize_t count,                         # IN   C, of a dense batch too; at least 1
+    Py_ssize_t count,                         # IN   C, also for a dense batch; at least 1
     Py_ssize_t chunk,                         # IN   tokens of a chunk
     const scalar[:, :, :] cotangent,          # IN   (B, T, D) of contiguous rows
     const scalar[:, :, ::1] final_cotangent,  # IN   (S, D, W), or None
     scalar[:, :, ::1] dx,                     # OUT  (B, T, D), or None
     scalar[:, :, :, ::1] dkernels,            # OUT  as `kernels`, or None
-    scalar[:, :, ::1] dstate,                 # OUT  (S, D, W) where there are tokens, or None
+    scalar[:, :, ::1] dstate,                 # OUT  (S, D, W) of sequences with tokens, or None
     scalar[::1] dbias,                        # OUT  (D,), or None
     Py_ssize_t group,                         # IN   chunks that share a sum over tokens
     int threads,
@@ -721,7 +720,7 @@ def step(
     scalar[:, ::1] out,              # OUT  (B, D)
     int threads,
 ):
-    """Shift a token into every state and convolve what it holds."""
+    """Shift a token into every state, and convolve the state."""
     cdef Py_ssize_t item = sizeof(scalar)
     cdef Step call
     call.x = &x[0, 0]

@@ -1,8 +1,8 @@
 """Dynamic causal convolution on the CPU in Numba, in chunks of up to CHUNK tokens of one sequence.
 
-A dense batch is packed sequences of one length. Every element of an output has one chunk that
-writes it, and sums over tokens have partial sums per block of chunks, so that the thread count
-changes no bit.
+A dense batch counts as packed sequences of one length. One chunk writes each element of an output,
+and sums over tokens have a partial sum for each block of chunks, so the thread count changes no
+bit.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel
 from fusedops.conv import CHUNK, Sequences
 
-# Products of a tap and an input that pay for handing a share to another thread.
+# Products of a tap and an input that are worth handing to another thread.
 _GRAIN = 1 << 16
-# Partial sums over tokens: more would serve more threads, and take more memory.
+# The most partial sums over tokens: more would take more memory.
 _BLOCKS = 128
 
 
 @jit
 def _span(chunks, cu_seqlens, c, tokens):
-    """Return the sequence of chunk c, and where both begin and end, all within the arrays."""
+    """Return the sequence of chunk c, and the bounds of both, clipped to the arrays."""
     q = min(max(chunks[c, 0], 0), len(cu_seqlens) - 2)
     end = min(max(cu_seqlens[q + 1], 0), tokens)
     start = min(max(cu_seqlens[q], 0), end)
@@ -37,9 +37,9 @@ def _span(chunks, cu_seqlens, c, tokens):
 
 @jit
 def _input(tokens, states, q, start, s):
-    """Return the row of input s of sequence q, whose state holds those before `start`.
+    """Return the row of input s of sequence q: before `start`, a row of the state.
 
-    One state may stand for all.
+    All sequences may share one state.
     """
     if s >= start:
         return tokens[s]
@@ -104,8 +104,8 @@ def _vjp_blocks(
     for b in range(low, high):
         for c in range(block_ptr[b], block_ptr[b + 1]):
             q, start, end, first, last = _span(chunks, cu_seqlens, c, len(x))
-            # The chunk writes the cotangents of its own inputs, to which the first chunk of a
-            # sequence adds the state; taps of later tokens read them too.
+            # A chunk writes the cotangents of its own inputs, and the first chunk of a sequence
+            # those of the state. Taps of later chunks' tokens read these inputs too.
             own_first = start - width if first == start and len(dstates) else first
             own_last = last if len(dx) else first
             for s in range(own_first, own_last):
@@ -116,7 +116,7 @@ def _vjp_blocks(
             stop = last if len(dkernels) or len(dbias) else first
             if own_first < own_last:
                 stop = max(stop, min(own_last + width - 1, end))
-            # Backwards, so that an input meets its taps in their order.
+            # Tokens backwards, so that an input's terms are summed in the order of the taps.
             for t in range(stop - 1, first - 1, -1):
                 c_t = cotangent[t]
                 if silu:
@@ -169,7 +169,7 @@ def _step_rows(low, high, x, state, kernels, bias, silu, out):
 
 
 def _rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return C-contiguous rows of one shape; none for None."""
+    """Return C-contiguous rows of one shape; no rows for None."""
     if array is None:
         return np.empty((0, *row), dtype)
     leading = array.shape[: array.ndim - len(row)]
@@ -177,7 +177,7 @@ def _rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _states(states: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return (S, W, D) of (S, D, W), or zeros that stand for all where there is None."""
+    """Return (S, D, W) as (S, W, D), or one state of zeros for all sequences if None."""
     W, D = shape
     if states is None:
         return np.zeros((1, W, D), dtype)
@@ -187,13 +187,13 @@ def _states(states: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _arguments(
     x: Any, kernels: Any, initial_state: Any, bias: Any, sequences: Any
 ) -> tuple[np.ndarray, ...]:
-    """Return what the kernels of both directions begin with."""
+    """Return the arguments that forward and backward kernels share."""
     B, T, D = x.shape
     W = kernels.shape[-1]
     if sequences is None:
         sequences = Sequences(T * np.arange(B + 1, dtype=np.int64))
     starts = sequences.cu_seqlens
-    # A sequence without tokens has a chunk of none, for its states.
+    # A sequence without tokens gets an empty chunk, which writes its state.
     empty = np.flatnonzero(np.diff(starts) == 0)
     return (
         np.concatenate([sequences.chunks, np.stack([empty, starts[empty]], axis=1)]),

@@ -15,12 +15,12 @@ _density = isa.load("density_cython")
 _NAMES = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _splat_of = {dtype: _density.splat[name] for dtype, name in _NAMES.items()}
 _splat_vjp_of = {dtype: _density.splat_vjp[name] for dtype, name in _NAMES.items()}
-# Atoms that pay for waking a thread.
+# Atoms that are worth waking a thread for.
 _GRAIN = 32
 
 
 def _arguments(a: Any) -> tuple[Any, ...]:
-    """Return what both passes begin with."""
+    """Return the arguments that both passes share."""
     xyz, lattice = a.xyz, a.lattice
     return (
         lattice.shape,

@@ -1,14 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: initializedcheck=False
-"""The density of atoms on the CPU: planes of the map for the map, atoms for the gradient.
+"""The density of atoms on the CPU; threads share planes of the map, or atoms for the gradient.
 
-An atom's voxels are taken in rows along z, of which the part inside of its sphere is known, so that
-nothing is tested in the inner loop. A Gaussian is written as exp2(-(q + c t²)) along a row: q, from
-the two other coordinates, is a sum of squares, because the form is that of its Schur complement.
-Where t is the same for all rows of a plane, as it is for isotropic atoms in all cells but those whose
-axes b and c are oblique, both factors are curves that are computed once for a plane, and no exponential
-is left in the inner loop. Map and gradient are summed in an order that doesn't depend on the number
-of threads.
+An atom's voxels are taken in rows along z. The part of a row inside of the atom's sphere is computed
+beforehand, so the inner loop tests nothing. Along a row a Gaussian is exp2(-(q + c t²)), where q, a
+Schur complement in the two other coordinates, is a sum of squares. If t is the same for all rows of a
+plane, as for isotropic atoms unless the cell's axes b and c are oblique, both factors are curves that
+are computed once for a plane, and the inner loop has no exponential. Map and gradient are summed in an
+order that doesn't depend on the number of threads.
 """
 
 from libc.math cimport INFINITY, ceil, floor, isfinite, sqrt
@@ -17,13 +16,13 @@ from libc.string cimport memset
 from cpukern._cpu cimport Share, in_shares
 from cpukern.arrays cimport elements, of, room
 
-# Explicit vectors, which are one number each where there is no GNU C.
+# Explicit vectors; without GNU C a vector is one number.
 cdef extern from *:
     """
     #include <math.h>
     #include <string.h>
     #if defined(__GNUC__)
-    /* Vectors wider than the processor's are passed between inline functions alone. */
+    /* Vectors larger than the processor's are only passed between inline functions. */
     #pragma GCC diagnostic ignored "-Wpsabi"
     #define INLINE static inline __attribute__((always_inline))
     #define LANES_OF(real) ((Py_ssize_t)(64 / sizeof(real)))
@@ -44,8 +43,8 @@ cdef extern from *:
     #else
     #define APART __declspec(noinline)
     #endif
-    /* The squared distance of a voxel from an atom, in one piece of code: copies of it may be fused
-       in different ways, and of two images that are equally near both would count, or none. */
+    /* The squared distance of a voxel from an atom, as a single piece of code: a compiler may fuse copies
+       differently, and then both of two equally near images would count, or neither. */
     static APART double fusedops_distance(
         const double *step, const double *at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
     ) {
@@ -74,8 +73,8 @@ cdef extern from *:
     #define ONES ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u
     static const unsigned int fusedops_kept[32] = {ONES, ONES};
 
-    /* 2^x for x <= 0: the whole part goes into the exponent, by what adding a large number leaves in
-       the lowest bits; the rest, at most a half, into a polynomial of least error. */
+    /* 2^x for x <= 0. Adding a large number leaves the integer part in the lowest bits, from which it
+       goes into the exponent; the rest, at most a half, goes into a minimax polynomial. */
     static inline fusedops_floats fusedops_exp2_float(fusedops_floats x) {
         fusedops_ints kept = MASK(fusedops_ints, x > -126.0f);
         fusedops_floats y = x + 12582912.0f, f = x - (y - 12582912.0f);
@@ -104,8 +103,8 @@ cdef extern from *:
         return AS(fusedops_doubles, (AS(fusedops_longs, p) + (AS(fusedops_longs, y) << 52)) & kept);
     }
 
-    /* row: the sum of all Gaussians on a row of voxels, up to the next whole vector.
-       moments: sums over rows of one Gaussian times the values there, and times y, z, z², y², yz. */
+    /* row: the sum of all Gaussians on a row of voxels, padded to whole vectors.
+       moments: sums over rows of one Gaussian times the values, times 1, y, z, y², z², yz. */
     #define DEFINE(real, vector) \\
     static void fusedops_row_##real( \\
         real *out, Py_ssize_t n, Py_ssize_t G, const real *q, const real *t, const real *c, \\
@@ -144,15 +143,15 @@ cdef extern from *:
     DEFINE(float, fusedops_floats)
     DEFINE(double, fusedops_doubles)
 
-    /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., up to the next vector.
-       inside: of the rows of a plane where the sphere begins, how many voxels of it the box has, and
-       the square of the distance from the z axis; of some more too, up to whole vectors.
-       add_rows: a row of the map, where there is room for some, gets the sum of all Gaussians,
-       weights times curves. Whole vectors are added, of zeros beyond the sphere. add_plane: all
-       rows of a plane of the map that `inside` found.
-       contract: sums over rows of one Gaussian's weights, weights times y and weights times the
-       square of the distance from the z axis, times values there; and of these, times the curve
-       along z, all that gradients need, added to five vectors. */
+    /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., padded to whole vectors.
+       inside: for each row of a plane the first voxel in the sphere, the number of voxels in sphere and
+       box, and the squared distance from the z axis; padded to whole vectors of rows.
+       add_rows: add the sum of all Gaussians, weights times curves, to a row of the map, in whole
+       vectors with zeros beyond the sphere, as far as the row has room. add_plane: the same for all
+       rows of a plane that `inside` found.
+       contract: sum one Gaussian's weights times values over rows, with factors 1, y and the squared
+       distance from the z axis; multiply by the curve along z, and add the terms that gradients need
+       to five vectors. */
     #define SUM(vector, i) (*(vector *)(sums + (i) * (64 / sizeof(*sums))))
     #define DEFINE_CURVES(real, vector, integers) \\
     static void fusedops_curve_##real( \\
@@ -311,11 +310,11 @@ cdef extern from *:
     ) noexcept nogil
 
 cdef enum:
-    # A vector of float32; rows are padded to as many numbers.
+    # Numbers in a vector of float32, to which rows are padded.
     LANES = 16
     # Numbers of a Gaussian: norm, c, Schur complement xx, xy, yy, and slopes of its centre by x and y.
     NUMBERS = 7
-    # Slabs of planes of the map, for any number of threads.
+    # Slabs of planes of the map, whatever the number of threads.
     SLABS = 32
 
 cdef double PI = 3.141592653589793
@@ -325,8 +324,8 @@ ctypedef fused real:
     float
     double
 
-# What is known of the grid: the metric |w|² in voxels, as its Schur complement and the rest, as for a
-# Gaussian; and lattice vectors in voxels.
+# The grid: the metric |w|² in voxels, split by a Schur complement as for a Gaussian, and lattice vectors
+# in voxels.
 cdef struct Grid:
     Py_ssize_t nx
     Py_ssize_t ny
@@ -335,8 +334,8 @@ cdef struct Grid:
     double metric[7]
     double images[21]
 
-# An atom's box in voxels, which may lie outside of the grid, its place there and its squared radius.
-# `crowded` is the box that an image of it may meet.
+# An atom's box in voxels, which may lie outside of the grid, the atom's position, also in voxels, and its
+# squared radius. `crowded`: the box is larger than the grid, so it may hold nearer images.
 cdef struct Atom:
     Py_ssize_t low[3]
     Py_ssize_t high[3]
@@ -347,7 +346,7 @@ cdef struct Atom:
 
 
 cdef void schur(const double* form, double* numbers) noexcept nogil:
-    """Write a form xx, yy, zz, xy, xz, yz as c (z + u x + v y)² and what is left."""
+    """Split a form xx, yy, zz, xy, xz, yz into c (z + u x + v y)² and a form in x and y."""
     numbers[1] = form[2]
     numbers[5] = form[4] / form[2]
     numbers[6] = form[5] / form[2]
@@ -414,7 +413,7 @@ cdef double gaussian(
 
 
 cdef bint positive(const real* b, bint anisotropic, double least) noexcept nogil:
-    """Whether the sharpest Gaussian has a width in every direction."""
+    """Return whether the sharpest Gaussian has a positive width in every direction."""
     cdef double m[6]
     cdef double second
     cdef int n
@@ -433,7 +432,7 @@ cdef void set_atom(
     bint anisotropic, double occupancy, const double* amplitudes, const double* widths,
     Py_ssize_t G, double radius, double slack, Atom* atom, real* numbers,
 ) noexcept nogil:
-    """Write what the loops over voxels need to know of an atom; no box for one without density."""
+    """Write an atom's data for the loops over voxels; an atom without density gets an empty box."""
     cdef double total = occupancy + x[0] + x[1] + x[2] + radius, least = widths[0], reach, norm
     cdef double P[6]
     cdef double form[6]
@@ -459,7 +458,7 @@ cdef void set_atom(
             atom.at[d] += to_grid[3 * d + n] * x[n]
             reach += to_grid[3 * d + n] * to_grid[3 * d + n]
         atom.at[d] -= floor(atom.at[d] / size) * size
-        # One so far away that no digit says where in the cell it is may be anywhere in it.
+        # An atom so far away that no digit of its position in the cell is left may be anywhere.
         if not 0 <= atom.at[d] <= size:
             atom.at[d] = 0
         reach = min(radius * sqrt(reach) * (1 + slack), most[d])
@@ -480,7 +479,7 @@ cdef void set_atom(
 cdef bint nearest(
     const Grid* grid, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
 ) noexcept nogil:
-    """Whether no image of a voxel is nearer; of two alike, the first counts."""
+    """Return whether no image of a voxel is nearer; of two equally near ones the first counts."""
     cdef const double* step = grid.step
     cdef double own = distance(step, at, x, y, z)
     cdef Py_ssize_t i, a, b, c
@@ -496,7 +495,7 @@ cdef bint nearest(
 
 
 cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
-    # Boxes are seldom larger than the grid, and a division takes longer than a row.
+    # Loops, since a division takes longer than a row, and boxes seldom exceed the grid.
     if at < 0:
         at = at + size
     elif at >= size:
@@ -507,7 +506,7 @@ cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
 cdef inline Py_ssize_t rows_inside(
     const Grid* grid, const Atom* atom, double dx, double* first, double* length, real* squares
 ) noexcept nogil:
-    """Find where the rows of a plane are inside of an atom's sphere, and return their number."""
+    """Find the parts of a plane's rows inside of an atom's sphere; return the number of rows."""
     cdef Py_ssize_t rows = atom.high[1] - atom.low[1] + 1
     cdef double y = atom.low[1] - atom.at[1]
     if real is float:
@@ -549,7 +548,7 @@ cdef inline void set_curves(
     const Atom* atom, const real* numbers, Py_ssize_t G, double dx, double scale, Py_ssize_t most,
     Py_ssize_t pitch, real* weights, real* curves,
 ) noexcept nogil:
-    """Write both factors of all Gaussians on a plane: of its rows, and along z."""
+    """Write both factors of all Gaussians on a plane: one for each row, and one along z."""
     cdef Py_ssize_t g
     for g in range(G):
         curve(
@@ -568,7 +567,7 @@ cdef inline void set_plane(
     double scale, bint first, Py_ssize_t most, Py_ssize_t pitch, real* weights, real* curves,
     real* middle, real* along_x,
 ) noexcept nogil:
-    """Do what `set_curves` does; between right angles with what is alike on an atom's planes."""
+    """Do the same as `set_curves`; at right angles, reuse the factors that planes of an atom share."""
     cdef Py_ssize_t g, r, plane = x - atom.low[0]
     if grid.metric[3] != 0 or grid.metric[5] != 0:
         set_curves(atom, numbers, G, x - atom.at[0], scale, most, pitch, weights, curves)
@@ -615,7 +614,7 @@ cdef void some_planes(
     const Atom* atoms, const real* numbers, bint separable, const real* occupancy, Py_ssize_t G,
     real* out, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
 ) noexcept nogil:
-    """Write the planes low to high of the map, whose atoms are listed."""
+    """Write planes low to high of the map, from the list of their atoms."""
     cdef Py_ssize_t n, plane, x, y, z, r, rows, first, length, k, take, done
     cdef const Atom* atom
     cdef const real* own
@@ -693,7 +692,7 @@ cdef inline void read_row(
     const Grid* grid, const Atom* atom, Py_ssize_t x, Py_ssize_t y, Py_ssize_t first,
     Py_ssize_t length, const real* cotangent, real* values,
 ) noexcept nogil:
-    """Copy a row of the map, and zeros where an image of the voxel is nearer."""
+    """Copy a row of the map, with zeros for voxels that have a nearer image."""
     cdef const real* given = cotangent + (
         wrapped(x, grid.nx) * grid.ny + wrapped(y, grid.ny)
     ) * grid.nz
@@ -715,7 +714,7 @@ cdef void pull_back_separable(
     const double* widths, Py_ssize_t G, const real* cotangent, real* on_x, real* on_b,
     real* on_occupancy, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
 ) noexcept nogil:
-    """Write an isotropic atom's gradients where factors are curves."""
+    """Write an isotropic atom's gradients if its factors are curves."""
     cdef Py_ssize_t x, g, r, rows, length, lanes = 64 // <Py_ssize_t>sizeof(real)
     cdef int i
     cdef double dx, c
@@ -766,7 +765,7 @@ cdef void pull_back_separable(
                     sums + 5 * g * lanes,
                 )
     for g in range(G if atom.usable else 0):
-        # 1, x, y, z and |w|², where z is that of the row's place nearest to the atom.
+        # 1, x, y, z and |w|², with z relative to the point of the row nearest to the atom.
         for i in range(5):
             s[i] = 0
             for r in range(lanes):
@@ -922,8 +921,8 @@ cdef Grid grid_of(shape, const double* step, const double* images):
     return grid
 
 
-# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
-# for every type. Scratch has a row for every thread.
+# The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
+# has a function of its own. Scratch has a row for every thread.
 cdef struct SetUp:
     Grid grid
     const double* to_grid
@@ -979,7 +978,7 @@ cdef void some_atoms(
     cdef double radius
     for n in range(begin, end):
         radius = call.radius[n]
-        # One that is infinite stays what it is: of an atom without a density.
+        # An infinite radius stays: the atom has no density.
         if radius < INFINITY:
             radius = min(radius, call.farthest)
         set_atom(
@@ -1056,7 +1055,7 @@ cdef bytearray set_up(
     const real[:, ::1] xyz, b, const real[::1] occupancy, amplitudes, widths, radius,
     double slack, int threads,
 ):
-    """Find out what loops over voxels need to know of every atom; return the memory it is in."""
+    """Prepare every atom for the loops over voxels; return the memory that holds the results."""
     cdef Py_ssize_t most = 1, row = 1, n
     cdef const double* numbers = <const double*>elements(measures, 8)
     cdef const Atom* atom
@@ -1097,7 +1096,8 @@ cdef bytearray scratch_of(
 ):
     """Give every thread a row of numbers, and extents; all zeros.
 
-    Lanes without a voxel are computed too: what was left there may be denormal, and slow.
+    Zeros, because lanes without a voxel are computed too, and old numbers there may be denormal, and
+    slow.
     """
     cdef Py_ssize_t extents = threads * 2 * scratch.most * sizeof(double)
     cdef bytearray memory = room(extents + threads * row * item)
@@ -1111,7 +1111,7 @@ cdef bytearray scratch_of(
 cdef inline Py_ssize_t slabs_reached(
     const Atom* atom, Py_ssize_t planes, Py_ssize_t slab, Py_ssize_t slabs, Py_ssize_t* first
 ) noexcept nogil:
-    """Return how many slabs of so many planes an atom reaches, wrapped around from the first on."""
+    """Return the number of slabs that an atom reaches, from the first on and wrapped around."""
     cdef Py_ssize_t apart
     if atom.high[0] < atom.low[0]:
         return 0
@@ -1125,7 +1125,7 @@ cdef inline Py_ssize_t slabs_reached(
 cdef void count_listed(
     const SetUp* call, Py_ssize_t slab, Py_ssize_t slabs, long long* pointers
 ) noexcept nogil:
-    """Write where the atoms of every slab begin in their list."""
+    """Write the start of every slab's atoms in the list."""
     cdef Py_ssize_t n, k, first = 0
     for k in range(slabs + 1):
         pointers[k] = 0
@@ -1140,7 +1140,7 @@ cdef void list_atoms(
     const SetUp* call, Py_ssize_t slab, Py_ssize_t slabs, const long long* pointers,
     long long* listed,
 ) noexcept nogil:
-    """Write for every slab the atoms that reach it, for its owner, in their order."""
+    """List the atoms that reach every slab, in their order."""
     cdef long long at[SLABS]
     cdef Py_ssize_t n, k, s, first = 0
     for s in range(slabs):
@@ -1217,7 +1217,7 @@ def splat_vjp(
     bint separable,
     int threads,
     const real[:, :, ::1] cotangent,
-    # OUT: in the shapes of xyz, b and occupancy; None is computed all the same, which costs no more
+    # OUT: in the shapes of xyz, b and occupancy; an output that is None is computed anyway, at no cost
     real[:, ::1] on_xyz,
     on_b,
     real[::1] on_occupancy,

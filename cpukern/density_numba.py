@@ -1,9 +1,9 @@
-"""The density of atoms on the CPU in Numba: the voxels of an atom in vectors, along lines of z.
+"""The density of atoms on the CPU in Numba, along lines of voxels in z.
 
-A line meets an atom's sphere in an interval. The vectors from the atom to the voxels of many lines
-lie one after the other, so that exponentials run in whole vectors. Maps are summed by owners of
-slabs of planes, in the order of the atoms, and gradients by owners of atoms, so that the thread
-count changes no bit.
+A line meets an atom's sphere in an interval. Displacements from the atom to the voxels of many
+lines are stored one after the other, so that exponentials run in whole SIMD vectors. One thread
+owns each slab of planes of the map, and sums it in the order of the atoms; one thread owns each
+atom's gradient. So the thread count changes no bit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fusedops._frame.registry import register
 from fusedops._frame.threads import get_num_threads, in_parallel
 from fusedops.density import SLACK
 
-# Exponentials that pay for handing a share to another thread.
+# Exponentials that are worth handing to another thread.
 _GRAIN = 1 << 14
-# Atoms whose Gaussians do.
+# Atoms whose Gaussians are worth handing to another thread.
 _ATOMS = 1 << 10
-# Voxels that are worth a loop over them: with their vectors they are in the first-level cache.
+# Voxels of a batch: with their displacements they fit into the first-level cache.
 _BATCH = 1024
-# A batch is filled up to a multiple of this, at least four vectors.
+# A batch is padded to a multiple of this, at least four SIMD vectors.
 _BLOCK = 32
-# Bytes of a slab: it should be in the second-level cache.
+# Bytes of a slab, which should fit into the second-level cache.
 _SLAB = 1 << 19
-# Slabs for every thread, so that shares are even.
+# Slabs for every thread, for even shares.
 _SLABS = 4
 
 _inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
 _fused = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
-# Sums over voxels run in vectors.
+# Sums over voxels may be reordered into vectors.
 _reordered = _inlined(fastmath={"contract", "reassoc"})
 
 
@@ -48,12 +48,12 @@ def _polynomial(degree: int, dtype: Any) -> tuple[Any, ...]:
     return tuple(fitted.convert(kind=np.polynomial.Polynomial).coef[::-1].astype(dtype))
 
 
-# Good to 2e-8 and 1.5e-15: exponents are no better.
+# Accurate to 2e-8 and 1.5e-15, as exponents are anyway.
 _SINGLE, _DOUBLE = _polynomial(6, np.float32), _polynomial(10, np.float64)
 
 
 def _exp2(x):
-    """Return 2^x for x <= 0: of branches or calls nothing would run in vectors."""
+    """Return 2^x for x <= 0, without branches and calls, which would prevent vector code."""
 
 
 @overload(_exp2, jit_options=_fused)
@@ -80,7 +80,7 @@ def _exp2_of(x):
 
 @jit
 def _is_good(xyz, b, occupancy, amplitudes, widths, radius):
-    """Return what `fusedops.density.bad_atoms` says of an atom, in float64, the other way round."""
+    """Return whether an atom has a density: the negation of `fusedops.density.bad_atoms`."""
     total = occupancy + radius
     for x in xyz:
         total += x
@@ -122,9 +122,9 @@ def _set_up(
     share,
     forms,
 ):
-    """Write where atoms are, in voxels, their boxes and Gaussians; an empty box for a bad atom.
+    """Write atoms' positions, in voxels, their boxes and Gaussians; a bad atom's box is empty.
 
-    Of a box, `sizes` are the voxels of a plane and of all.
+    `sizes` are the numbers of voxels in a plane of the box and in the box.
     """
     for a in range(low, high):
         reach, share[a] = np.float64(radius[a]), occupancy[a]
@@ -188,10 +188,10 @@ def _distance(at, x, y, z, step):
 
 @jit
 def _nearest(at, x, y, z, images, step):
-    """Return whether no image of a voxel is nearer to an atom; of two alike, the first counts.
+    """Return whether no image of a voxel is nearer to an atom; of equally near ones, the first is.
 
-    Alike but for rounding, since the compiler may fuse copies of a distance in different ways: from
-    either of two both would seem nearer, or none.
+    Distances are equal up to rounding only: the compiler may fuse copies of a formula differently,
+    and without the slack both of two images would count, or neither.
     """
     own = _distance(at, x, y, z, step)
     slack = 1e-11 * own
@@ -210,16 +210,16 @@ def _along(corner, d, along):
 
 @_inlined()
 def _intersect(corner, across, along, z, first, last, square, low, high):
-    """Write the first and the last voxel in the sphere of every line of z of a plane.
+    """Write the first and the last voxel inside of the sphere for every line of z of a plane.
 
-    Without branches, lines run in vectors.
+    There are no branches, so lines run in vectors.
     """
     share = 1 / _square(*along)
     for j in range(len(low)):
         line = _along(corner, j, across)
         middle = -share * (line[0] * along[0] + line[1] * along[1] + line[2] * along[2])
         left = square - _square(*_along(line, middle, along))
-        # A voxel on the sphere is not lost to rounding: whether it is inside is seen below.
+        # Keep voxels at the sphere despite rounding; an exact test follows.
         half = math.sqrt(max(left * share, 0.0)) + 1e-6
         begin = max(math.ceil(z + middle - half), first)
         end = min(math.floor(z + middle + half), last)
@@ -229,10 +229,10 @@ def _intersect(corner, across, along, z, first, last, square, low, high):
 
 @jit
 def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, voxels, count):
-    """Append the voxels of a plane of an atom's box, and its lines; return how many there are.
+    """Append the voxels and the lines of a plane of an atom's box; return their numbers.
 
-    A line is (first voxel of the row, first z, voxels). All that is inside of it is one interval,
-    as the sphere is convex and so are the vectors that are shorter than their images.
+    A line is (first voxel of the row, first z, voxels). Its inside is one interval, since the
+    sphere is convex, and so is the set of vectors that are shorter than their images.
     """
     folded = False
     for d in range(3):
@@ -273,7 +273,7 @@ def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, vox
 
 @jit
 def _evaluate(w, voxels, scale, forms, value):
-    """Write sums of Gaussians at vectors w."""
+    """Write sums of Gaussians at displacements w."""
     dtype = value.dtype.type
     n = -(-voxels // _BLOCK) * _BLOCK
     x, y, z, value = w[0, :n], w[1, :n], w[2, :n], value[:n]
@@ -290,7 +290,7 @@ def _evaluate(w, voxels, scale, forms, value):
 
 @jit
 def _add_moments(w, voxels, g, forms, moments):
-    """Add sums of exponentials times g, over vectors w: of 1, w, and w·w or w wᵀ."""
+    """Add sums over displacements w of exponentials times g times 1, w, and w·w or w wᵀ."""
     dtype = g.dtype.type
     n = -(-voxels // _BLOCK) * _BLOCK
     g[voxels:n] = 0
@@ -332,7 +332,7 @@ def _moments(x, y, z, g, form, dtype):
 
 @_inlined()
 def _exponents(form, dtype):
-    """Return -log2(e) P in the working precision, of which an isotropic one has one element."""
+    """Return -log2(e) P in the working precision; one element of it for an isotropic atom."""
     scale = -1 / math.log(2)
     if len(form) == 2:
         a = dtype(scale * form[1])
@@ -446,7 +446,7 @@ def _atoms(
 
 @jit
 def _gradients(forms, moments, x, b):
-    """Write gradients by x, and by B or U, of an atom of occupancy 1; return its density's sum."""
+    """Write the gradients by x and by B or U for occupancy 1; return the gradient by occupancy."""
     total = 0.0
     x[:] = 0
     b[:] = 0
@@ -494,7 +494,7 @@ def _between(p, S, q):
 
 @jit
 def _bin(box, planes, slab, ends, atoms):
-    """Count the atoms of every slab into `ends`, or list them from there on."""
+    """Count the atoms of every slab in `ends`, or list the atoms from these positions on."""
     slabs = len(ends)
     for a in range(len(box)):
         count = min(box[a, 0, 1] - box[a, 0, 0] + 1, planes)
@@ -503,7 +503,7 @@ def _bin(box, planes, slab, ends, atoms):
         first = box[a, 0, 0] % planes
         last = first + count - 1
         own = first // slab
-        # Around the cell once, and no further than where it began.
+        # Wrap around the cell at most once.
         stop = min(last, planes - 1) // slab + 1 + max(0, min((last - planes) // slab + 1, own))
         for s in range(own, stop):
             s = s if s < slabs else s - slabs
@@ -513,7 +513,7 @@ def _bin(box, planes, slab, ends, atoms):
 
 
 def _prepare(a: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
-    """Return atoms, the lattice with the size of a thread's buffers, and how much atoms cost."""
+    """Return atoms, the lattice with the size of a thread's buffers, and the cost of each atom."""
     lattice, b = a.lattice, a.b if a.b.ndim == 2 else a.b[:, None]
     arrays = a.xyz, b, a.occupancy, a.amplitudes, a.widths, a.radius
     given = [np.ascontiguousarray(array) for array in arrays]
@@ -525,7 +525,7 @@ def _prepare(a: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
     arguments = *given, *lattice_of, at, box, sizes, square, share, forms
     in_parallel(lambda low, high: _set_up(low, high, *arguments), count, _ATOMS)
     most = int(_BATCH + sizes[:, 0].max(initial=0) + _BLOCK)
-    # A sphere is half of its box.
+    # A sphere fills half of its box.
     costs = 0.5 * gaussians * sizes[:, 1]
     return (
         (at, box, square, share, forms),
@@ -548,7 +548,7 @@ def gaussian_density(a: Any, y: Any) -> None:
     ptr = np.concatenate([[0], np.cumsum(counts)])
     listed = np.empty(ptr[-1], np.int64)
     _bin(box, planes, slab, ptr[:-1].copy(), listed)
-    # To clear a voxel costs a 16th of an exponential.
+    # Clearing a voxel costs a 16th of an exponential.
     ends = ptr * (costs.sum() / max(len(listed), 1))
     ends += np.arange(slabs + 1) * (slab * out[0].size / 16)
     arguments = slab, ptr, listed, *atoms, *space, out.reshape(-1)

@@ -1,6 +1,6 @@
-"""Chooses, once a process, the instruction set that the compiled kernels are loaded for.
+"""The choice, once in a process, of the instruction set for which compiled kernels are loaded.
 
-``FUSEDOPS_ISA`` (``v2``, ``v3``, ``v4``) asks for a lower one than the CPU's own.
+``FUSEDOPS_ISA`` (``v2``, ``v3``, ``v4``) asks for a lower level than the CPU's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _find() -> tuple[str, str | None]:
 
 
 def why_not() -> str | None:
-    """Return why no compiled kernel can run here, or None where they can."""
+    """Return why no compiled kernel can run here, or None if they can."""
     return _find()[1]
 
 

@@ -1,4 +1,4 @@
-"""Compiles Numba kernels, and keeps the code on disk where a folder can be written."""
+"""Compilation of Numba kernels, with the code kept on disk if a folder is writable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba.core.caching import FunctionCache
 
 class _Cache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
-        # A full disk costs a compilation in the next process, no more.
+        # A full disk only costs a compilation in the next process.
         with contextlib.suppress(OSError):
             super().save_overload(sig, data)
 
@@ -20,11 +20,11 @@ class _Cache(FunctionCache):
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for this CPU, to run without the GIL.
 
-    Numba's cache is keyed by CPU, so that hosts may share one. Threads come from
-    the frame's `in_parallel`, not from Numba's threading layers, which abort a forked child
-    or a second Python thread.
+    Numba's cache is keyed by CPU, so hosts may share one. Threads come from the frame's
+    `in_parallel`, not from Numba's threading layers, which abort a forked child or a second Python
+    thread.
     """
     compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    with contextlib.suppress(RuntimeError):  # no folder for a cache can be written
+    with contextlib.suppress(RuntimeError):  # no folder for a cache is writable
         compiled._cache = _Cache(function)
     return compiled

@@ -1,4 +1,4 @@
-"""Layouts that compiled kernels of several ops take."""
+"""Layouts of arrays for compiled kernels of several ops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def laid_out(array: Any, contiguous: int) -> Any:
-    """Return an array that is contiguous in its last axes, a copy where it isn't."""
+    """Return an array with its last `contiguous` axes contiguous, copied if they aren't."""
     if array is None or array.flags.c_contiguous:
         return array
     step = array.itemsize

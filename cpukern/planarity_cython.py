@@ -18,7 +18,7 @@ _planarity_of = {
 }
 if _planarity.lanes() != LANES:
     raise ImportError(f"the kernels take blocks of {_planarity.lanes()} planes, not {LANES}")
-# Blocks of planes that pay for waking a thread.
+# Blocks of planes that are worth waking a thread for.
 _GRAIN = 64
 
 

@@ -2,9 +2,9 @@
 # cython: initializedcheck=False
 """Planarity restraint on the CPU: sixteen planes of one size at a time, one to a vector lane.
 
-A block is gathered once into scratch, fitted in float64, and written by owner: an atom that lies
-in exactly one plane gets its gradient from that plane, any other from the sum over its own rows
-of `spill`. Nothing is added by two threads, so the thread count changes no bit.
+A block is gathered once into scratch and fitted in float64. An atom in exactly one plane gets its
+gradient from this plane, any other atom from the sum over its own rows of `spill`. No two threads
+add to the same sum, so the thread count changes no bit.
 """
 
 from libc.math cimport NAN, fabs, sqrt
@@ -32,7 +32,7 @@ cdef struct Eigenpair:
     double value
     bint found
 
-# What the fit finds, one plane to a lane: C and its eigenvalue are scaled to a trace of 1.
+# The result of the fit, one plane to a lane: C and its eigenvalue are scaled to a trace of 1.
 cdef struct Block:
     int planes
     int atoms
@@ -54,13 +54,14 @@ cdef struct Block:
 cdef inline Eigenpair newton_eigenpair(
     double xx, double xy, double xz, double yy, double yz, double zz
 ) noexcept nogil:
-    """Smallest eigenpair of a covariance of trace 1; not `found` where that is hard.
+    """Find the smallest eigenpair of a covariance of trace 1; not `found` if that is hard.
 
     With r = C n - rho n, C - rho is [0 rᵀ; r B] in a basis of n and its plane, tr B = `trace` and
-    det B = `product` + |r|². Where both are positive B's eigenvalues are, g ≥ product / trace the
-    least of them, and those of C interlace: λ₁ ≤ rho and λ₂ ≥ rho + g, so that n is the smallest
-    one's (n of the largest has a positive `product` too, but no positive `trace`). As |r| ≤ |d|,
-    |d|² < 1e-12 product leaves the step an error of |r| |d|² / g < 1e-18; rounding adds ε / g.
+    det B = `product` + |r|². If both are positive, so are B's eigenvalues, of which the smaller is
+    g ≥ product / trace. C's eigenvalues interlace with rho + B's: λ₁ ≤ rho and λ₂ ≥ rho + g, so n
+    belongs to the smallest (for the largest `product` is positive too, but `trace` is not). As
+    |r| ≤ |d|, |d|² < 1e-12 product leaves the step an error of |r| |d|² / g < 1e-18; rounding adds
+    ε / g.
     """
     cdef Eigenpair pair
     cdef double minors, determinant, value, ax, ay, az, pxx, pyy, pzz, pxy, pxz, pyz
@@ -70,8 +71,8 @@ cdef inline Eigenpair newton_eigenpair(
     determinant = (
         xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
     )
-    # The characteristic polynomial rises and is concave up to its smallest root, so that Newton's
-    # method from 0 climbs to it monotonically.
+    # The characteristic polynomial rises and is concave up to its smallest root, so Newton's method
+    # climbs from 0 to this root monotonically.
     value = determinant / minors
     value -= (((value - 1) * value + minors) * value - determinant) / (
         (3 * value - 2) * value + minors)
@@ -81,7 +82,7 @@ cdef inline Eigenpair newton_eigenpair(
         (3 * value - 2) * value + minors)
     value -= (((value - 1) * value + minors) * value - determinant) / (
         (3 * value - 2) * value + minors)
-    # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is n.
+    # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is along n.
     ax = xx - value
     ay = yy - value
     az = zz - value
@@ -128,7 +129,7 @@ cdef inline Eigenpair newton_eigenpair(
 
 
 cdef inline void rotate(double* a, double* v, int p, int q, int r) noexcept nogil:
-    """One Jacobi rotation: zero a[p, q] of the symmetric `a`, turn the columns of `v` along."""
+    """Zero a[p, q] of the symmetric `a` by a Jacobi rotation, and rotate the columns of `v` too."""
     cdef double apq = a[3 * p + q], theta, t, c, s, left, right
     cdef int k
     if apq == 0:
@@ -154,7 +155,7 @@ cdef inline void rotate(double* a, double* v, int p, int q, int r) noexcept nogi
 cdef Eigenpair jacobi_eigenpair(
     double xx, double xy, double xz, double yy, double yz, double zz, double no_plane
 ) noexcept nogil:
-    """Smallest eigenpair of any finite covariance; a zero vector where it has no plane."""
+    """Find the smallest eigenpair of any finite covariance; a zero vector without a plane."""
     cdef double[9] a
     cdef double[9] v
     cdef int sweep, low = 0, high = 0, k
@@ -205,7 +206,7 @@ cdef void fit_block(
 ) noexcept nogil:
     """Gather a block's atoms into `scratch` as x, y, z from the centroid, and fit their planes.
 
-    Atom a has `scratch[ROW * a:]` to itself: LANES values each of x, y, z, 1/σ² and one to spare.
+    Atom a has a row, `scratch[ROW * a:]`: LANES values each of x, y, z, 1/σ² and a spare one.
     """
     cdef int n = <int>(plane_ptr[first + 1] - plane_ptr[first])
     cdef double[LANES] total, sx, sy, sz, xx, xy, xz, yy, yz, zz, nx, ny, nz, value
@@ -219,10 +220,10 @@ cdef void fit_block(
     block.planes = planes
     block.atoms = n
     for l in range(LANES):
-        # A short block repeats its last plane in the lanes left over.
+        # A short block repeats its last plane in the remaining lanes.
         plane = first + (l if l < planes else planes - 1)
         block.start[l] = plane_ptr[plane]
-        # From the plane's first atom on, since the distance to the origin would cost digits.
+        # Relative to the plane's first atom: a large distance to the origin would cost digits.
         ox = oy = oz = NAN
         i = index[block.start[l]]
         if 0 <= i < atoms:
@@ -280,7 +281,7 @@ cdef void fit_block(
         found[l] = pair.found
     for l in range(LANES):
         trace = xx[l] + yy[l] + zz[l]
-        # NaN and Inf fail this, and so do atoms that are all in one point.
+        # NaN and Inf fail this test, and so do atoms that all coincide.
         if not (trace > 0 and trace * 0 == 0 and scale[l] * 0 == 0):
             nx[l] = ny[l] = nz[l] = value[l] = scale[l] = 0
             xx[l] = xy[l] = xz[l] = yy[l] = yz[l] = zz[l] = 0
@@ -328,7 +329,7 @@ cdef double block_nll(
     Block* block, double* scratch, bint weighted,
     const int* index, const int* slot, Py_ssize_t atoms, real* gradient, real* spill,
 ) noexcept nogil:
-    """Sum of ½ (d/σ)² over a fitted block; writes its gradient rows where `gradient` is given."""
+    """Return Σ ½ (d/σ)² over a fitted block; write its rows of `gradient`, if given."""
     cdef int n = block.atoms
     cdef double[LANES] mean, square, nx, ny, nz
     cdef double total = 0, d, g
@@ -350,7 +351,7 @@ cdef double block_nll(
         total += 0.5 * square[l]
     if gradient != NULL:
         for l in range(LANES):
-            # About a weighted centroid the sum is zero but for rounding.
+            # About a weighted centroid the sum is zero up to rounding.
             mean[l] = 0 if weighted else mean[l] / n
         for l in range(block.planes):
             for a in range(n):
@@ -364,10 +365,10 @@ cdef void block_gradient_vjp(
     Block* block, double* scratch, bint weighted, double no_plane, const real* cotangent,
     const int* index, const int* slot, Py_ssize_t atoms, real* out, real* spill,
 ) noexcept nogil:
-    """Pull a cotangent of the gradient back through a fitted block, the normal's turn included.
+    """Pull a cotangent of the gradient back through a fitted block, with the normal's rotation.
 
-    With s = v·n, t = w (s - mean s) and g = w d - mean(w d), the pulled-back sum Σ v·(g n) is
-    Σ t d, so that n's own cotangent is q = Σ t r + g v, and n turns by -(C - λ)⁺ dC n.
+    With s = v·n, t = w (s - mean s) and g = w d - mean(w d), the sum Σ v·(g n) is Σ t d. So n has
+    the cotangent q = Σ t r + g v, and the differential -(C - λ)⁺ dC n.
     """
     cdef int n = block.atoms
     cdef double nx, ny, nz, d, s, t, g, mean, mean_s, sum_t, qx, qy, qz, trace, product, along
@@ -403,8 +404,8 @@ cdef void block_gradient_vjp(
             qx += t * row[X] + g * v[0]
             qy += t * row[Y] + g * v[1]
             qz += t * row[Z] + g * v[2]
-        # p = (C - λ)⁺ q. Of A = C - λ, whose null vector is n, the pseudo-inverse on the plane is
-        # (tr A - A) / (½ (tr² A - tr A²)), or A / tr² A where the two lower eigenvalues meet.
+        # p = (C - λ)⁺ q. A = C - λ has the null vector n; its pseudo-inverse on the plane is
+        # (tr A - A) / (½ (tr² A - tr A²)), or A / tr² A if the two lower eigenvalues are equal.
         xx = block.xx[l] - block.value[l]
         yy = block.yy[l] - block.value[l]
         zz = block.zz[l] - block.value[l]
@@ -443,8 +444,8 @@ cdef void block_gradient_vjp(
                       direct * nx - s * d * px, direct * ny - s * d * py, direct * nz - s * d * pz)
 
 
-# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
-# for every type. Scratch has a row for every thread.
+# The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
+# has a function of its own. Scratch has a row for every thread.
 cdef struct Call:
     const void* xyz
     const void* cotangent
@@ -469,7 +470,7 @@ cdef struct Call:
 cdef void reduce_rows(
     const real* given, Py_ssize_t begin, Py_ssize_t end, int thread
 ) noexcept nogil:
-    """Sum every other atom's rows: several, or none for an atom that lies in no plane."""
+    """Sum the rows of every atom not in exactly one plane; an atom in no plane has none."""
     cdef const Call* call = <const Call*>given
     cdef const real* spill = <const real*>call.spill
     cdef real* out = <real*>call.out
@@ -520,7 +521,7 @@ cdef void some_blocks(
 
 def planarity(
     const real[:, ::1] xyz,            # IN   (N, 3)
-    const real[:, ::1] cotangent,      # IN   (N, 3), or None: then value and gradient
+    const real[:, ::1] cotangent,      # IN   (N, 3), or None for value and gradient
     index,                             # IN   (E,) int32
     weight,                            # IN   (P,) or (E,) float64
     plane_ptr,                         # IN   (P + 1,) int64
@@ -534,7 +535,7 @@ def planarity(
     bint per_atom,
     bint weighted,
     double no_plane,                   # IN   share of variance below which a group has no plane
-    real[:, ::1] out,                  # OUT  (N, 3), or None where no gradient is wanted
+    real[:, ::1] out,                  # OUT  (N, 3), or None for no gradient
     int threads,
 ):
     """Return Σ ½ (d/σ)² and write its gradient, or that gradient's vector-Jacobian product."""
@@ -575,5 +576,5 @@ def planarity(
 
 
 def lanes():
-    """Return how many planes a block may have."""
+    """Return the number of planes in a block."""
     return LANES

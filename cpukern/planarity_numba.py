@@ -1,6 +1,6 @@
-"""Planarity restraint on the CPU in Numba: one plane at a time, the formulas of the Cython kernel.
+"""Planarity restraint on the CPU in Numba: one plane at a time, with the Cython kernel's formulas.
 
-Planes are taken in blocks with a partial sum each, and gradients are written by owner, so that the
+Each block of planes has a partial sum, and each gradient has one thread that writes it, so the
 thread count changes no bit.
 """
 
@@ -16,27 +16,27 @@ from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel
 from fusedops.planarity import NO_PLANE
 
-# Blocks of planes that pay for handing a share to another thread.
+# Blocks of planes that are worth handing to another thread.
 _GRAIN = 1024
 
 
 @jit
 def _newton_eigenpair(C):
-    """Smallest eigenpair of a covariance of trace 1, as (x, y, z, value, found).
+    """Return the smallest eigenpair of a covariance of trace 1 as (x, y, z, value, found).
 
-    The Cython kernel's `newton_eigenpair` proves that one `found` is the smallest.
+    The Cython kernel's `newton_eigenpair` has the proof that a pair `found` is the smallest.
     """
     xx, xy, xz, yy, yz, zz = C
     minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
     determinant = xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
-    # The characteristic polynomial rises and is concave up to its smallest root, so that Newton's
-    # method from 0 climbs to it monotonically.
+    # The characteristic polynomial rises and is concave up to its smallest root, so Newton's
+    # method climbs from 0 to this root monotonically.
     value = determinant / minors
     for _ in range(4):
         value -= (((value - 1) * value + minors) * value - determinant) / (
             (3 * value - 2) * value + minors
         )
-    # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is n.
+    # adj(C - value) is a multiple of n nᵀ: its column with the largest diagonal is along n.
     ax, ay, az = xx - value, yy - value, zz - value
     pxx, pyy, pzz = ay * az - yz * yz, ax * az - xz * xz, ax * ay - xy * xy
     pxy, pxz, pyz = xz * yz - xy * az, xy * yz - xz * ay, xy * xz - yz * ax
@@ -68,7 +68,7 @@ def _newton_eigenpair(C):
 
 @jit
 def _jacobi_eigenpair(C):
-    """Smallest eigenpair of any finite covariance; a zero vector where it has no plane."""
+    """Return the smallest eigenpair of any finite covariance; a zero vector without a plane."""
     a = np.empty((3, 3))
     a[0, 0], a[0, 1], a[0, 2], a[1, 1], a[1, 2], a[2, 2] = C
     a[1, 0], a[2, 0], a[2, 1] = a[0, 1], a[0, 2], a[1, 2]
@@ -107,7 +107,7 @@ def _jacobi_eigenpair(C):
 
 @jit
 def _coordinates(xyz, i):
-    """Return the coordinates of atom i in float64, NaN if it doesn't exist."""
+    """Return the coordinates of atom i in float64, or NaN if the atom doesn't exist."""
     if 0 <= i < len(xyz):
         return float(xyz[i, 0]), float(xyz[i, 1]), float(xyz[i, 2])
     return math.nan, math.nan, math.nan
@@ -115,14 +115,13 @@ def _coordinates(xyz, i):
 
 @jit
 def _fit(xyz, index, plane_ptr, p, weight, per_atom, weighted, r, w):
-    """Gather plane p's atoms into r, from the centroid, and 1/σ² into w; return the fit.
+    """Gather plane p's atoms, relative to the centroid, into r and 1/σ² into w; return the fit.
 
-    The covariance and its eigenvalue are scaled to trace 1, `scale` is the factor; all are zero
-    where there is no plane.
+    `scale` is the factor that gives the covariance trace 1. The fit is zero without a plane.
     """
     start = plane_ptr[p]
     n = plane_ptr[p + 1] - start
-    # From the plane's first atom on, since the distance to the origin would cost digits.
+    # Relative to the plane's first atom: a large distance to the origin would cost digits.
     ox, oy, oz = _coordinates(xyz, index[start])
     cx = cy = cz = total = 0.0
     for a in range(n):
@@ -277,7 +276,7 @@ def _vjp_blocks(
 
 @jit
 def _pseudo_solve(C, value, x, y, z, qx, qy, qz):
-    """Return (C - λ)⁺ q; the formula is at `fusedops.eigenvector.pseudo_solve`."""
+    """Return (C - λ)⁺ q by the formula of `fusedops.eigenvector.pseudo_solve`."""
     xx, xy, xz, yy, yz, zz = C
     xx, yy, zz = xx - value, yy - value, zz - value
     along = qx * x + qy * y + qz * z

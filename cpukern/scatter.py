@@ -1,4 +1,4 @@
-"""Parts of a map, each of which one thread owns, and the planes of cubes that reach them."""
+"""Parts of a map, each owned by one thread, and the planes of cubes that reach each part."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import numpy as np
 from fusedops._frame.arrays import grouped
 from fusedops.scatter import ScatterPlan
 
-#: Elements of a part, 2 to this: half of a second-level cache in float32.
+#: A part has 2**PART_BITS elements: half of a second-level cache in float32.
 PART_BITS = 18
 
 
 def bins(plan: ScatterPlan) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the planes that reach each part of the map, in the order of the cubes.
 
-    Their numbers c · nx + i, part after part; where the numbers of each part begin; and how many
-    elements a part has.
+    The result is the planes' numbers c · nx + i, part after part; the start of each part in these;
+    and the number of elements of a part.
     """
-    # Where cubes have no elements, their planes are not checked, and reach nothing.
+    # Planes of cubes without elements are not checked, and reach nothing.
     count = 0 if 0 in plan.shape else len(plan.wa)
     wa, (low, high) = plan.wa[:count], (ends[:count] for ends in plan.reach)
     map_size, shift = plan.map_size, PART_BITS
     while True:
         first = (wa + low[:, None]).ravel() >> shift
         last = (wa + high[:, None]).ravel() >> shift
-        # Planes that reach over many parts are better off in larger ones.
+        # Double the parts while planes reach over many of them.
         if (last - first).sum() <= len(first) or (map_size >> shift) == 0:
             break
         shift += 1

@@ -1,4 +1,4 @@
-"""Structured scatter and gather by the compiled kernels: NumPy lays out, Cython works."""
+"""Structured scatter and gather by the compiled kernels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _move_of = {
     np.dtype(np.float32): _scatter.move["float"],
     np.dtype(np.float64): _scatter.move["double"],
 }
-# Elements of cubes that pay for waking a thread.
+# Elements of cubes that are worth waking a thread for.
 _CUBE_GRAIN = 1 << 16
 
 
 def survey(plan: ScatterPlan) -> tuple[Any, ...]:
-    """Return what `bins` does and the runs of the cubes' rows, in one pass that checks the plan."""
+    """Return the result of `bins` and the runs of the cubes' rows; check the plan meanwhile."""
     cubes, nx, rows, _ = plan.shape
     first, second = memory.empty((2, cubes, rows), np.dtype(np.int64))
     split = np.empty((cubes, rows), np.int32)
@@ -36,20 +36,20 @@ def survey(plan: ScatterPlan) -> tuple[Any, ...]:
     look = _scatter.survey[_INDEX[plan.wa.dtype]]
     look(plan.wa, plan.wbwc, plan.map_size, PART_BITS, *found)
     if ends[:, 0].sum() != plan.wa.size:
-        # A plane leaves the map: a new plan says which.
+        # A plane leaves the map: the constructor of a plan raises an error that names it.
         ScatterPlan(plan.wa, plan.wbwc, plan.map_size, copy=False)
     return *_lists(spans, ends), first, second, split
 
 
 def _lists(spans: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return what `bins` does, of what a survey has found.
+    """Return the result of `bins` from the findings of a survey.
 
-    What a part has of every share comes one after the other, so that their number changes nothing.
+    A part's planes are listed share after share, so the number of shares changes nothing.
     """
     bits = PART_BITS
     while True:
         counts = (ends[:, 0] - ends[:, 1]).cumsum(1) + ends[:, 1]
-        # Planes that reach over many parts are better off in larger ones.
+        # Double the parts while planes reach over many of them.
         if counts.sum() <= spans.size:
             break
         ends = np.add.reduceat(ends, np.arange(0, ends.shape[2], 2), axis=2)

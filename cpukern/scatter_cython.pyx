@@ -1,10 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: initializedcheck=False
-"""Structured scatter and gather on the CPU: a part of the map at a time, which one thread owns.
+"""Structured scatter and gather on the CPU; one thread owns each part of the map.
 
-The planes that reach a part come in a list, in the order of the cubes: that is the order in which
-every element is summed, whatever the parts and the threads. What an index says outside of the part is
-left alone, so that no index can lead out of the map.
+A part has a list of the planes that reach it, in the order of the cubes. Every element is summed in
+this order, whatever the parts and the threads. Elements with indices outside of the part are skipped,
+so no index can lead out of the map.
 """
 
 from libc.string cimport memset
@@ -12,7 +12,7 @@ from libc.string cimport memset
 from cpukern._cpu cimport Share, in_shares
 from cpukern.arrays cimport elements
 
-# Vectors, where the compiler is told that cubes and map don't overlap.
+# `restrict` tells the compiler that cubes and map don't overlap, so that loops become vector code.
 cdef extern from *:
     """
     #if defined(_MSC_VER)
@@ -25,7 +25,7 @@ cdef extern from *:
     #else
     #define fusedops_prefetch(at) ((void)(at))
     #endif
-    /* Explicit vectors, because a run is short, and because compilers make calls of plain copies. */
+    /* Explicit vectors: runs are short, and compilers turn plain copies into calls. */
     #if defined(__GNUC__)
     #define TAKE(real, lanes, work) { \\
         typedef real vector __attribute__(( \\
@@ -107,10 +107,10 @@ cdef void one_cube(
     const integer* places, Py_ssize_t rows, Py_ssize_t length, long long* first,
     long long* second, int* split, long long* low, long long* high,
 ) noexcept nogil:
-    """Find the runs of a cube's rows, and between which places they lie.
+    """Find the runs of a cube's rows, and their least and largest offsets.
 
-    A row is a run of its first `split` elements and one of the others, such as a row that wraps
-    around has; a row of more runs has no split.
+    A row is a run of its first `split` elements and a run of the others, as in a row that wraps
+    around; a row of more runs has no split.
     """
     cdef Py_ssize_t j, k, begin
     cdef const integer* at
@@ -128,7 +128,7 @@ cdef void one_cube(
         second[j] = at[begin] if begin < length else 0
         split[j] = begin
         if begin > 0:
-            # Both ends of a run are either: its numbers may wrap around their dtype.
+            # Either end of a run may be the least: its numbers may wrap around their dtype.
             widen(at[0], low, high)
             widen(at[begin - 1], low, high)
             widen(at[begin % length], low, high)
@@ -143,19 +143,19 @@ cdef inline bint one_span(
 ) noexcept nogil:
     """Find the first and the last part that a plane reaches; return whether it lies in the map.
 
-    One that leaves it reaches no part, so that what comes of its numbers is none.
+    A plane that leaves the map reaches no part, so its offsets are never used.
     """
     cdef unsigned long long begin = <unsigned long long>start + <unsigned long long>low
     cdef unsigned long long end = <unsigned long long>start + <unsigned long long>high
-    # The sum of two numbers below zero may be none of 64 bits.
+    # The sum of two negative numbers may overflow 64 bits.
     cdef bint leaves = (start < 0 and low < 0) or begin >= size or end >= size
     span[0] = 0 if leaves else <int>(begin >> bits)
     span[1] = -1 if leaves else <int>(end >> bits)
     return not leaves
 
 
-# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
-# for every type.
+# The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
+# has a function of its own.
 cdef struct Survey:
     const void* wa
     const void* wbwc
@@ -241,7 +241,7 @@ def survey(
     long long[::1] low,
     long long[::1] high,
     int[:, :, ::1] spans,
-    # OUT, of zeros: of how many planes of a share that lie in the map a part is the first, and the last
+    # IN, OUT, of zeros: the number of each share's planes that begin, and that end, in a part
     long long[:, :, ::1] ends,
 ):
     cdef Survey call
@@ -287,7 +287,7 @@ def fill(
     # IN: parts are joined by 2**bits
     const int[:, :, ::1] spans,
     int bits,
-    # IN and spoiled: where the planes of every share that reach a part go
+    # IN, overwritten: the positions in the list of each share's planes that reach a part
     long long[:, ::1] at,
     # OUT
     long long[::1] planes,
@@ -309,7 +309,7 @@ cdef inline void one_run(
     bint back, Py_ssize_t place, Py_ssize_t low, Py_ssize_t high, Py_ssize_t length, real* cubes,
     real* grid,
 ) noexcept nogil:
-    """Add a run of a cube to the map at a place, or copy it from there, between low and high."""
+    """Add a run of a cube to the map at an offset, or copy it from there, between low and high."""
     cdef Py_ssize_t begin = max(low - place, <Py_ssize_t>0), end = min(high - place, length)
     if begin >= end:
         return
@@ -332,7 +332,7 @@ cdef void one_part(
         memset(grid + low, 0, (high - low) * sizeof(real))
     for at in range(count):
         elements = cubes + planes[at] * ny * nz
-        # What the processor doesn't foresee, because planes follow each other by their places.
+        # Planes are in the order of their offsets, which the processor's own prefetches don't follow.
         ahead = cubes + planes[min(at + 2, count - 1)] * ny * nz
         place = wa[planes[at]]
         row = planes[at] // nx * ny
@@ -379,7 +379,7 @@ cdef void some_parts(
 
 
 def move(
-    # IN: whether cubes are written and the map is read; indices, of 64 bits or of 32
+    # IN: whether this is a gather; whether indices have 64 bits; the indices
     bint back,
     bint wide,
     wa,
@@ -391,7 +391,7 @@ def move(
     first,
     second,
     split,
-    # IN and OUT, or OUT and IN: the former may be read-only
+    # cubes IN and grid OUT, or for a gather the reverse; the input may be read-only
     const real[:, :, :, ::1] cubes,
     const real[::1] grid,
     int threads,

@@ -1,8 +1,8 @@
-"""Structured scatter and gather on the CPU in Numba, by owners of parts of the map.
+"""Structured scatter and gather on the CPU in Numba; one thread owns each part of the map.
 
-One thread clears a part and adds to it, in the order of the cubes, what lies in it, so that the
-thread count changes no bit; what lies elsewhere is passed over, wherever it is. Offsets that follow
-each other are a run, found once for all planes of a cube in a part, and added as vectors.
+The owner clears a part and adds the elements in it, in the order of the cubes, so the thread count
+changes no bit. It skips elements outside of the part, wherever their index points. Consecutive
+offsets form a run; runs are found once for all planes of a cube in a part, and added as vectors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel, threads_for
 from fusedops.scatter import ScatterPlan
 
-# Planes that are read ahead: of a cube there are few in a part, and what is next is elsewhere.
+# Planes to read ahead: a part has few planes of one cube, and the next cube lies elsewhere.
 _AHEAD = 4
-# Elements of cubes and map that pay for handing a share to another thread.
+# Elements of cubes and map that are worth handing to another thread.
 _GRAIN = 1 << 16
 
 
 @jit
 def _find_runs(offsets, runs):
-    """Write where runs of offsets begin, and the end, into runs; return how many there are."""
+    """Write the starts of runs of offsets, and the end, into `runs`; return the number of runs."""
     count = 0
     for at in range(len(offsets)):
         if at == 0 or offsets[at] != offsets[at - 1] + 1:
@@ -67,8 +67,9 @@ def _parts(low, high, rows, part_ptr, part_size, wa, offsets, cube, grid, cleare
 
 
 def in_shares(work: Callable[[int, int], None], ends: np.ndarray, grain: int) -> None:
-    """Call ``work(low, high)`` on shares of items with about as much to do, of which `ends` is the
-    cumulative sum from 0.
+    """Call ``work(low, high)`` on shares of items with about equal work.
+
+    `ends` is the cumulative sum of the items' work, from 0.
     """
     threads = threads_for(int(ends[-1]), grain)
     cuts = np.searchsorted(ends, ends[-1] * np.arange(threads + 1) / threads)
@@ -88,7 +89,7 @@ def _run(plan: ScatterPlan, cube: np.ndarray, grid: np.ndarray, back: bool) -> N
         offsets,
         cube.reshape(plan.wa.size, offsets.shape[1]),
         grid,
-        # What a gather reads may be read-only.
+        # A gather's map may be read-only, so pass nothing to clear.
         np.empty(0, grid.dtype) if back else grid,
         back,
     )

@@ -1,10 +1,10 @@
-"""Triangle multiplicative updates on the CPU: BLAS multiplies, and kernels do what is in between.
+"""Triangle multiplicative updates on the CPU: products by BLAS, the steps between by kernels.
 
-A block of positions at a time goes from x through one product, with projections and gates stacked,
-to planes (channels first), of which the products over triangles are made, and from planes of o to
-the output. What is between two products stays in the cache. Threads share blocks and channels, and
-sums over positions are formed in a fixed number of groups of blocks, so that the thread count
-changes no bit. A small update is one block, for which the same steps are taken without the loops.
+Blocks of positions go from x, through one product with projections and gates stacked, to planes
+(channels first), the factors of the products over triangles; and from planes of o to the output.
+Intermediate results of a block stay in the cache. Threads share blocks and channels, and sums over
+positions have a partial sum for each of a fixed number of groups of blocks, so the thread count
+changes no bit. A small update is a single block and takes the same steps without loops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedops._frame import memory
 from fusedops._frame.threads import blas_on_one_thread, in_parallel
 from fusedops.trimul import in_parts, slices, warn_of_parts
 
-#: The kernels of a backend.
+#: The kernels that a backend must provide.
 KERNELS = (
     "normalize_rows",
     "normalize_planes",
@@ -33,24 +33,24 @@ KERNELS = (
     "gate_rows_back",
 )
 
-# Positions of a block, and of one where memory is short: products want many, the cache few.
+# Positions of a block, and the fewest if memory is short: products want many, the cache few.
 _BLOCK, _FEW = 1024, 64
-# Lines and columns of a tile of o, terms of its products in a strip, and the least of both. Strips
-# cost little, but tiles more the smaller they are: left and right are made again for every row and
-# column of them.
+# Lines and columns of a tile of o, terms of its products in a strip, and the least of both. Small
+# strips cost little, small tiles much: left and right are computed again for every row and column
+# of tiles.
 _TILE, _STRIP, _SMALLEST = 64, 16, 16
-# Channels that a backward pass does at once: for every part that is after products is done again.
+# Channels of a part of the backward, which repeats the steps after the products for each part.
 _CHANNELS = 4
-# Groups of blocks that share sums.
+# The most groups of blocks; a group has one partial sum.
 _GROUPS = 16
-# Multiplications that pay for waking a thread.
+# Multiplications that are worth waking a thread for.
 _GRAIN = 1 << 20
 
 _FLOAT64 = np.dtype(np.float64)
 
 
 class _Room(dict):
-    """Arrays by name, each overwritten by the next one of its name."""
+    """Scratch arrays by name; a new array of a name reuses the memory of the last one."""
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         array = self.get(name)
@@ -63,16 +63,16 @@ class _Room(dict):
 
 @functools.lru_cache(maxsize=64)
 def _constant(n: int, value: float, dtype: np.dtype) -> np.ndarray:
-    """Return an array that stands for an argument that isn't given, for kernels to read alone.
+    """Return an array for an omitted argument, which kernels must only read.
 
-    It isn't marked read-only: for such arrays Numba would compile each kernel again.
+    It isn't marked read-only, since Numba would compile each kernel again for such arrays.
     """
     return np.full(n, value, dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def _no_mask(batch: int, positions: int, dtype: np.dtype) -> np.ndarray:
-    """Return a mask that hides nothing, of which there is a single number in memory."""
+    """Return a mask of ones, which has a single number in memory."""
     return np.ndarray((batch, positions), dtype, _constant(1, 1, dtype), strides=(0, 0))
 
 
@@ -81,7 +81,7 @@ def _given(array: Any, n: int, value: float, dtype: np.dtype) -> np.ndarray:
 
 
 class _Shape(NamedTuple):
-    """The sizes of an update, and the bytes of a number and of what it may use (0: any)."""
+    """The sizes of an update, the bytes of a number, and the limit of memory in bytes (0: none)."""
 
     B: int
     N: int
@@ -93,15 +93,15 @@ class _Shape(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """How an update is divided: all that follows from its shape."""
+    """The division of an update into parts, which follows from its shape."""
 
     slices: tuple[list[slice], ...]
-    # Positions of a block, and threads that there is memory for, or None for any number.
+    # Positions of a block, and the threads that memory allows, or None for any number.
     block: int
     threads: int | None
-    # Groups of blocks that share sums.
+    # Groups of blocks; a group has one partial sum.
     groups: int
-    # The limit that parts of a sensible size need, where there is less.
+    # If the limit allows small parts only: a limit that allows parts of a sensible size.
     enough: int | None
 
 
@@ -113,11 +113,10 @@ def _divide(
     *stages: tuple[int, ...],
     sums: int = 0,
 ) -> _Parts:
-    """Return parts of sizes that need no more memory than there may be.
+    """Return a division of `sizes` whose parts keep within the limit of memory.
 
-    A position of a block takes `row` numbers, parts `need` numbers for so many threads, and a group
-    `sums`. The last stage has the smallest parts, and the one before those that are of a sensible
-    size.
+    A position of a block takes `row` numbers, a part and a number of threads `need` numbers, and a
+    group `sums`. The last stage has the smallest parts, the last but one parts of a sensible size.
     """
     size, limit = shape.itemsize, shape.limit
     block, threads, groups, enough = _BLOCK, None, _GROUPS, None
@@ -127,8 +126,8 @@ def _divide(
         groups = min(max(limit // (64 * max(sums, 1)), 1), _GROUPS)
 
         def blocks(limit: int) -> tuple[int, int, int]:
-            """Return positions of a block, threads, and the bytes that they leave."""
-            # A quarter is for blocks, of several threads where they are small enough.
+            """Return a block's positions, the threads, and the bytes left for parts."""
+            # A quarter is for blocks, one for each thread if small blocks allow several threads.
             room = limit // (4 * row * size)
             block = min(max(room // 4, _FEW), _BLOCK)
             threads = max(room // block, 1)
@@ -150,7 +149,7 @@ def _divide(
 
 @functools.lru_cache(maxsize=256)
 def _forward_parts(shape: _Shape, own: bool) -> _Parts:
-    """Return parts of the batch, of lines and columns of o, `own` or kept, and of its terms."""
+    """Return parts of the batch, of o's lines and columns, and of its terms; o is `own` or kept."""
     _, N, C, H, gates, *_ = shape
 
     def need(b: int, i: int, j: int, k: int, threads: int) -> int:
@@ -171,7 +170,7 @@ def _forward_parts(shape: _Shape, own: bool) -> _Parts:
 
 @functools.lru_cache(maxsize=256)
 def _backward_parts(shape: _Shape, own: bool, own_dx: bool) -> _Parts:
-    """Return parts of the batch and of the channels; o and dx are `own` or given."""
+    """Return parts of the batch and of the channels; o and dx are our own or given."""
     B, N, C, H, gates, *_ = shape
 
     def need(b: int, c: int, threads: int) -> int:
@@ -185,7 +184,7 @@ def _backward_parts(shape: _Shape, own: bool, own_dx: bool) -> _Parts:
 
 
 class _Update:
-    """An update's arguments as kernels take them."""
+    """An update's arguments, in the layout of kernels."""
 
     def __init__(self, kernels: Any, a: Any) -> None:
         self.kernels = kernels
@@ -214,7 +213,7 @@ class _Update:
         self.room = _Room()
 
     def is_small(self) -> bool:
-        """Whether all of an update is one block, with too little to do for a second thread."""
+        """Whether the update is one block with too little work for a second thread."""
         n = self.B * self.N**2
         return not self.limit and n <= _BLOCK and n * self.N * self.H <= _GRAIN
 
@@ -233,7 +232,7 @@ class _Update:
         return both[:half], p_bias, both[half:], g_bias
 
     def ended(self, room: _Room, xn: np.ndarray, o: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a block of the normalized o, and of the last gate."""
+        """Return a block's normalized o, and its last gate."""
         on = room("on", (self.H, len(xn)), self.dtype)
         self.kernels.normalize_planes(o, self.norm_out_weight, self.norm_out_bias, self.eps, on)
         if self.gate == "output":
@@ -243,11 +242,11 @@ class _Update:
         return on, gates
 
     def ones(self, on: np.ndarray) -> np.ndarray:
-        """Return a one for every position of a block."""
+        """Return ones, one for every position of a block."""
         return _constant(_BLOCK, 1, self.dtype)[: on.shape[1]]
 
     def gated(self, on: np.ndarray, gates: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the arguments of the kernels of a gate, of the normalized o as its values."""
+        """Return the arguments of a gate kernel, with the normalized o as values."""
         no_bias = _constant(self.H, 0, self.dtype)
         return on, no_bias, gates, self.g_out_bias, self.ones(on)
 
@@ -263,7 +262,7 @@ class _Update:
             self.kernels.gate_rows(rows, self.p_out_bias, gates, self.g_out_bias)
 
     def divide(self, find: Callable[..., _Parts], *own: bool) -> tuple[list[slice], ...]:
-        """Return slices of all that is divided; warn where they are small."""
+        """Return the slices of every divided axis; warn if the limit makes them small."""
         gates, itemsize = len(self.g_out_weight), self.dtype.itemsize
         shape = _Shape(self.B, self.N, self.C, self.H, gates, itemsize, self.limit)
         self.parts = find(shape, *own)
@@ -272,9 +271,9 @@ class _Update:
         return self.parts.slices
 
     def halves(self, b: slice, h: slice) -> list[slice]:
-        """Return the parts of some channels that are made at once: halves, if they are many bytes.
+        """Return channels to compute at once: all, or two halves if they take many bytes.
 
-        For the second half x is normalized again.
+        The second half normalizes x again.
         """
         n = h.stop - h.start
         planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
@@ -283,19 +282,19 @@ class _Update:
         return [slice(h.start + k.start, h.start + k.stop) for k in slices(n, -(-n // 2))]
 
     def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
-        """Return members of the batch, and positions of their planes, of every block."""
+        """Return every block's members of the batch, and positions in their planes."""
         together = max(1, self.parts.block // max(size, 1))
         step = self.parts.block if together == 1 else size
         return [(b, p) for b in slices(batch, together) for p in slices(size, step)]
 
     def share(self, work: Callable[[int, int], None], items: int, grain: int) -> None:
-        """Call ``work(low, high)`` on shares of items, on several threads if they are many."""
+        """Call ``work(low, high)`` on shares of items, on several threads if there are many."""
         if items <= grain:
             work(0, items)
             return
 
         def quietly(low: int, high: int) -> None:
-            # NumPy's error state is every thread's own.
+            # Each thread has its own NumPy error state.
             with np.errstate(all="ignore"):
                 work(low, high)
 
@@ -304,7 +303,7 @@ class _Update:
     def over_blocks(
         self, batch: int, size: int, groups: int | None, work: Callable[..., None]
     ) -> None:
-        """Call ``work(room, group, members, positions)`` on all blocks, of a group in order."""
+        """Call ``work(room, group, members, positions)`` on all blocks, in order within a group."""
         blocks = self.blocks(batch, size)
         count = len(blocks)
         groups = count if groups is None else min(groups, count)
@@ -321,12 +320,12 @@ class _Update:
         self.share(work, channels, max(self.grain(channels), _GRAIN // (1 + self.N**3)))
 
     def grain(self, items: int) -> int:
-        """Return how many items a thread takes at least, for which there is memory."""
+        """Return the least number of items for a thread, such that memory is enough for all."""
         threads = self.parts.threads
         return 1 if threads is None else max(1, -(-items // threads))
 
-    def places(self, rows: slice, columns: slice, p: slice) -> Any:
-        """Return where in a plane are positions of a part of it."""
+    def positions(self, rows: slice, columns: slice, p: slice) -> Any:
+        """Return the positions in a plane of positions p in a part of the plane."""
         width = columns.stop - columns.start
         if width == self.N:
             return slice(rows.start * width + p.start, rows.start * width + p.stop)
@@ -336,15 +335,15 @@ class _Update:
     def project(
         self, b: slice, sides: slice, h: slice, i: slice, k: slice, out: np.ndarray
     ) -> None:
-        """Fill planes (B, sides, channels, positions) of lines i and their places k.
+        """Fill planes (B, sides, channels, positions) for lines i and elements k of each line.
 
-        Lines are rows where the update is outgoing, and columns where it is incoming.
+        Lines are rows if the update is outgoing, and columns if it is incoming.
         """
         x, mask = self.x[b], self.mask[b]
         part = (i, k) if self.direction == "outgoing" else (k, i)
 
         def work(room: _Room, _: int, m: slice, p: slice) -> None:
-            at = self.places(*part, p)
+            at = self.positions(*part, p)
             xn = self.normalized(room, x[m, at].reshape(-1, self.C))
             given = self.projected(room, xn, sides, h)
             self.kernels.gate_planes(*given, mask[m, at].ravel(), out[m, ..., p])
@@ -352,7 +351,7 @@ class _Update:
         self.over_blocks(len(x), out.shape[-1], None, work)
 
     def sides(self, b: slice, h: slice, i: slice, k: slice) -> np.ndarray:
-        """Return channels of left and right (B, 2, channels, positions)."""
+        """Return left and right of some channels, (B, 2, channels, positions)."""
         positions = (i.stop - i.start) * (k.stop - k.start)
         shape = b.stop - b.start, 2, h.stop - h.start, positions
         out = self.room("sides", shape, self.dtype)
@@ -360,16 +359,16 @@ class _Update:
         return out
 
     def matrices(self, planes: np.ndarray, i: slice, k: slice) -> np.ndarray:
-        """Return planes of left or right as matrices, of which o is one times another, turned."""
-        lines, places = i.stop - i.start, k.stop - k.start
+        """Return planes of left or right as matrices; o is left times the transpose of right."""
+        lines, terms = i.stop - i.start, k.stop - k.start
         if self.direction == "outgoing":
-            return planes.reshape(*planes.shape[:-1], lines, places)
-        return planes.reshape(*planes.shape[:-1], places, lines).swapaxes(-1, -2)
+            return planes.reshape(*planes.shape[:-1], lines, terms)
+        return planes.reshape(*planes.shape[:-1], terms, lines).swapaxes(-1, -2)
 
     def products(self, b: slice, h: slice, i: slice, j: slice, k: slice, o: np.ndarray) -> None:
-        """Fill channels of a tile of o (B, channels, lines, columns) with a strip of its products.
+        """Write or add a strip of products to a tile of o (B, channels, lines, columns).
 
-        With the first strip; others are added.
+        The first strip is written, all others are added.
         """
         if i == j:
             sides = self.sides(b, h, i, k)
@@ -399,22 +398,22 @@ class _Update:
         self.over_channels(o.shape[1], work)
 
     def end(self, b: slice, i: slice, j: slice, o: np.ndarray, out: np.ndarray) -> None:
-        """Fill a tile of the output from that of o (B, H, positions)."""
+        """Fill a tile of the output from the same tile of o (B, H, positions)."""
         x, out = self.x[b], out.reshape(self.x.shape)[b]
 
         def work(room: _Room, _: int, m: slice, p: slice) -> None:
-            at = self.places(i, j, p)
+            at = self.positions(i, j, p)
             xn = self.normalized(room, x[m, at].reshape(-1, self.C))
             rows = out[m, at].reshape(-1, self.C)
             self.end_block(room, xn, o[m, :, p], rows)
             if j.stop - j.start < self.N:
-                # Rows that are taken by number are a copy.
+                # Indexing by numbers had copied the rows.
                 out[m, at] = rows.reshape(len(o[m]), -1, self.C)
 
         self.over_blocks(len(x), o.shape[2], None, work)
 
     def fill_in_parts(self, out: Any) -> None:
-        """Make o in tiles, where it isn't wanted itself, and what it is made from in strips."""
+        """Compute o in tiles, unless it is an output, and its factors in strips."""
         H, own = self.H, out.hidden is None
         batches, rows, columns, strips = self.divide(_forward_parts, own)
         for b, i, j in itertools.product(batches, rows, columns):
@@ -428,16 +427,16 @@ class _Update:
                 self.end(b, i, j, o.reshape(members, H, -1), out.out)
 
     def small_sides(self, xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the channels of left and right of an update of one block, and their matrices."""
-        whole = slice(0, self.N)
+        """Return left and right of a small update, and both as matrices."""
+        full = slice(0, self.N)
         sides = self.room("sides", (self.B, 2, self.H, self.N**2), self.dtype)
         given = self.projected(self.room, xn, slice(2), slice(0, self.H))
         self.kernels.gate_planes(*given, self.mask.ravel(), sides)
-        matrices = self.matrices(sides, whole, whole)
+        matrices = self.matrices(sides, full, full)
         return sides, matrices[:, 0], matrices[:, 1]
 
     def fill_in_one_block(self, out: Any) -> None:
-        """Do a small update without a loop."""
+        """Fill the outputs of a small update, without loops."""
         room, B, H, N = self.room, self.B, self.H, self.N
         xn = self.normalized(room, self.x.reshape(-1, self.C))
         _, left, right = self.small_sides(xn)
@@ -449,7 +448,7 @@ class _Update:
 
 
 class _Sums(NamedTuple):
-    """Sums over positions, each of several groups of blocks, in float64."""
+    """Sums over positions in float64, one partial sum for each group of blocks."""
 
     norm_in: Any
     w_in: Any
@@ -490,7 +489,7 @@ class _Gradients(_Update):
         if out.dmask is not None:
             out.dmask[...] = 0
             self.dmask = out.dmask.reshape(self.x.shape[:2])
-        # Whether anything is wanted that lies before the products.
+        # Whether a wanted cotangent belongs to an array used before the products.
         self.inner = any(
             slot is not None
             for slot in (
@@ -521,7 +520,7 @@ class _Gradients(_Update):
         channel: int,
         do: np.ndarray,
     ) -> None:
-        """Fill the cotangent of channels of o; with the first of them, find all others."""
+        """Fill the cotangent of o's channels; with the first channels, all other cotangents too."""
         output, first = self.gate == "output", channel == 0
         gated: tuple[np.ndarray, ...]
         gate, norm = self.sums.gate[g], self.sums.norm_out[g]
@@ -557,10 +556,10 @@ class _Gradients(_Update):
     def products_back_block(
         self, room: _Room, left: np.ndarray, right: np.ndarray, do: np.ndarray
     ) -> None:
-        """Overwrite matrices of left and right by their cotangents."""
-        whole = slice(0, self.N)
+        """Overwrite matrices of left and right with their cotangents."""
+        full = slice(0, self.N)
         spare = room("spare", (*left.shape[:-2], self.N**2), self.dtype)
-        spare = self.matrices(spare, whole, whole)
+        spare = self.matrices(spare, full, full)
         np.matmul(do, right, out=spare)
         np.matmul(do.swapaxes(-1, -2), left, out=right)
         left[...] = spare
@@ -577,7 +576,7 @@ class _Gradients(_Update):
         dmask: np.ndarray | None,
         dx: np.ndarray,
     ) -> None:
-        """Pull the cotangent of channels of left and right back; with the last of them, to x."""
+        """Pull the cotangents of left and right back; with the last channels, as far as x."""
         given = self.projected(room, xn, slice(2), h)
         sums = room("dmask", (len(rows),), _FLOAT64)
         self.kernels.gate_planes_back(dsides, *given, mask, sums, self.sums.b_in[g, :, :, h])
@@ -594,7 +593,7 @@ class _Gradients(_Update):
             self.kernels.normalize_rows_back(rows, self.norm_in_weight, self.eps, dxn, dx, norm)
 
     def end_back(self, b: slice, h: slice, o: np.ndarray, dx: np.ndarray) -> np.ndarray:
-        """Return the cotangent of channels of o."""
+        """Return the cotangent of some channels of o."""
         x, dout = self.x[b], self.dout[b]
         do = self.room("do", (len(x), h.stop - h.start, self.N**2), self.dtype)
 
@@ -607,9 +606,9 @@ class _Gradients(_Update):
         return do
 
     def products_back(self, sides: np.ndarray, do: np.ndarray) -> None:
-        """Overwrite left and right (B, 2, channels, positions) by their cotangents."""
-        whole = slice(0, self.N)
-        left, right = (self.matrices(sides[:, side], whole, whole) for side in (0, 1))
+        """Overwrite left and right (B, 2, channels, positions) with their cotangents."""
+        full = slice(0, self.N)
+        left, right = (self.matrices(sides[:, side], full, full) for side in (0, 1))
         do = do.reshape(left.shape)
 
         def work(low: int, high: int) -> None:
@@ -622,7 +621,7 @@ class _Gradients(_Update):
         self.over_channels(left.shape[1], work)
 
     def sides_back(self, b: slice, h: slice, dsides: np.ndarray, dx: np.ndarray) -> None:
-        """Pull the cotangent of channels of left and right back."""
+        """Pull the cotangents of some channels of left and right back."""
         x = self.x[b]
         mask, dmask = self.mask[b], None if self.dmask is None else self.dmask[b]
 
@@ -638,7 +637,7 @@ class _Gradients(_Update):
         """Fill the cotangents that are sums over positions."""
         out, shape = self.out, (2 * self.H, self.C)
         total = _Sums(*[s[0] if self.groups == 1 else s.sum(0) for s in self.sums])
-        # Where the output is gated, its gate's values have that bias.
+        # If the output is gated, this bias is the bias of the gate's values.
         p_out_bias = total.gate[0] if self.gate == "output" else total.p_out_bias
         for slot, value in (
             (out.dnorm_in_weight, total.norm_in[0]),
@@ -658,8 +657,8 @@ class _Gradients(_Update):
                 slot[...] = value
 
     def pull_in_parts(self) -> None:
-        """Pull the cotangent back, of members of the batch and some channels at once."""
-        out, hidden, N, H, whole = self.out, self.a.hidden, self.N, self.H, slice(0, self.N)
+        """Pull the cotangent back, for some members of the batch and some channels at a time."""
+        out, hidden, N, H, full = self.out, self.a.hidden, self.N, self.H, slice(0, self.N)
         batches, channels = self.divide(_backward_parts, hidden is None, out.dx is None)
         blocks = len(self.blocks(batches[0].stop, N**2)) if batches else 0
         self.make_sums(max(min(self.parts.groups, blocks), 1))
@@ -671,7 +670,7 @@ class _Gradients(_Update):
                 o = self.room("o", (members, H, N**2), self.dtype)
                 square = o.reshape(members, H, N, N)
                 for h in itertools.chain.from_iterable(self.halves(b, h) for h in channels):
-                    self.products(b, h, whole, whole, whole, square[:, h])
+                    self.products(b, h, full, full, full, square[:, h])
             else:
                 o = hidden[b]
             if out.dx is None:
@@ -681,12 +680,12 @@ class _Gradients(_Update):
             for h in channels:
                 do = self.end_back(b, h, o, dx)
                 for k in self.halves(b, h) if self.inner else ():
-                    sides = self.sides(b, k, whole, whole)
+                    sides = self.sides(b, k, full, full)
                     self.products_back(sides, do[:, k.start - h.start : k.stop - h.start])
                     self.sides_back(b, k, sides, dx)
 
     def pull_in_one_block(self) -> None:
-        """Pull the cotangent of a small update back without a loop."""
+        """Pull the cotangent of a small update back, without loops."""
         room, B, H, N, C = self.room, self.B, self.H, self.N, self.C
         out, hidden = self.out, self.a.hidden
         self.make_sums(1)
@@ -710,7 +709,7 @@ class _Gradients(_Update):
 
 
 def forward(kernels: Any, a: Any, out: Any) -> None:
-    """Fill the update, and o where it is wanted."""
+    """Fill the update, and o if it is wanted."""
     u = _Update(kernels, a)
     with blas_on_one_thread(), np.errstate(all="ignore"):
         if u.is_small():

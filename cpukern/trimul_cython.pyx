@@ -1,11 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: initializedcheck=False
-"""What a triangle multiplicative update does between its products, on the CPU.
+"""The steps of a triangle multiplicative update between its products, on the CPU.
 
-Channels lie last, in rows, where they come from x or go to the output, and first, in planes of
-positions, where the products want them; then all loops run along positions, and nothing is ever
-transposed but by BLAS. Statistics are in float64, of which the mean loses nothing to its size.
-A kernel takes a block of positions, and adds its sums over them to what there is.
+x and the output have channels last, in rows; the products take channels first, in planes of positions.
+Loops over planes run along positions, and only BLAS transposes. Statistics are in float64, so a large
+mean costs no digits. A kernel takes a block of positions and adds its sums over the block to `sums`.
 """
 
 from libc.math cimport sqrt
@@ -16,7 +15,7 @@ cdef enum:
     LANES = 16
     POSITIONS = 512
 
-# The positions of a tile, in the planes of one member of the batch and in rows of all.
+# The positions of a tile: in the planes of one member of the batch, and in rows of all members.
 cdef struct Tile:
     Py_ssize_t batch
     Py_ssize_t plane
@@ -59,7 +58,7 @@ cdef inline double sum_of(const real* x, Py_ssize_t n) noexcept nogil:
 
 
 cdef inline double squares_of(const real* x, Py_ssize_t n, double mean) noexcept nogil:
-    """Return the sum of squares of what is left of x without its mean."""
+    """Return the sum of squares of x less its mean."""
     cdef double lanes[LANES]
     cdef double total = 0
     cdef Py_ssize_t k, l
@@ -102,7 +101,7 @@ cdef inline void statistics(
     const real* planes, Py_ssize_t step, Py_ssize_t channels, Py_ssize_t n, double eps,
     double* mean, double* scale,
 ) noexcept nogil:
-    """Write the mean over the channels of every position, and 1 over their deviation."""
+    """Write every position's mean over the channels, and 1 over the standard deviation."""
     cdef Py_ssize_t c, p
     cdef const real* plane
     for p in range(n):
@@ -198,7 +197,7 @@ def gate_rows(
 
 def gate_rows_back(
     const real[:, ::1] dout,         # IN   (n, C)
-    real[:, ::1] values,             # IN, OUT (n, C): what was gated; its cotangent
+    real[:, ::1] values,             # IN, OUT (n, C): the values before the gate; their cotangent
     const real[::1] value_bias,      # IN   (C,)
     real[:, ::1] gates,              # IN, OUT (n, C)
     const real[::1] gate_bias,       # IN   (C,)
@@ -230,7 +229,7 @@ def gate_rows_back(
 
 def gate_planes_back(
     const real[:, :, :, :] dout,     # IN   (B, S, K / S, P)
-    real[:, ::1] values,             # IN, OUT (K, B P): what was gated; its cotangent
+    real[:, ::1] values,             # IN, OUT (K, B P): the values before the gate; their cotangent
     const real[::1] value_bias,      # IN   (K,)
     real[:, ::1] gates,              # IN, OUT (K, B P)
     const real[::1] gate_bias,       # IN   (K,)
@@ -274,7 +273,7 @@ def normalize_planes_back(
     const real[::1] weight,          # IN   (H,)
     double eps,
     const real[:, ::1] dout,         # IN   (H, B P)
-    Py_ssize_t first,                # IN   the first of the channels in do
+    Py_ssize_t first,                # IN   the first channel in do
     real[:, :, :] do,                # OUT  (B, K, P)
     double[:, ::1] sums,             # IN, OUT (2, H), of the cotangents of weight and bias
 ):
@@ -326,8 +325,8 @@ def normalize_rows_back(
     const real[:, ::1] x,            # IN   (n, C)
     const real[::1] weight,          # IN   (C,)
     double eps,
-    const real[:, ::1] dout,         # IN   (n, C), the one part of it
-    real[:, ::1] dx,                 # IN, OUT (n, C): the other part; the cotangent of x
+    const real[:, ::1] dout,         # IN   (n, C), one part of the cotangent of y
+    real[:, ::1] dx,                 # IN, OUT (n, C): the other part; then the cotangent of x
     double[:, ::1] sums,             # IN, OUT (2, C), of the cotangents of weight and bias
 ):
     cdef Py_ssize_t C = x.shape[1], r, c, k, l

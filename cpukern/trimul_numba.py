@@ -1,7 +1,7 @@
-"""What a triangle multiplicative update does between its products, in Numba.
+"""The steps of a triangle multiplicative update between its products, in Numba.
 
-Channels lie last in rows, and first in planes of positions, along which loops run. A kernel takes a
-block of positions, and adds its sums over them to what there is.
+Rows have channels last; planes have channels first, and positions last, along which loops run. A
+kernel takes a block of positions and adds its sums over the block to `sums`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusedops._frame.registry import register
 
 @jit
 def _statistics(row, eps):
-    """Return the mean, and 1 over the deviation."""
+    """Return the mean, and 1 over the standard deviation."""
     mean = var = 0.0
     for value in row:
         mean += value
@@ -40,7 +40,7 @@ def normalize_rows(x, weight, bias, eps, out):
 
 @jit
 def _plane_statistics(planes, eps):
-    """Return the mean over the channels of every position, and 1 over their deviation."""
+    """Return every position's mean over the channels, and 1 over the standard deviation."""
     mean, scale = np.zeros(planes.shape[1]), np.zeros(planes.shape[1])
     for plane in planes:
         for p in range(len(plane)):

@@ -1,9 +1,9 @@
-"""What the compiled kernels share: functions that become vector code in a loop."""
+"""Functions for compiled kernels that become vector code in a loop."""
 
 from libc.math cimport INFINITY
 from libc.string cimport memcpy
 
-# What is computed in.
+# The types that kernels compute in.
 ctypedef fused real:
     float
     double
@@ -15,7 +15,7 @@ cdef inline real exponential(real x) noexcept nogil:
     cdef bint fits
     cdef int single
     cdef long long wide
-    # Constants are cast, since a bare one is a double, and so is what is computed with it.
+    # Constants are cast: a bare one is a double, and would make the expression double.
     if real is float:
         fits = not x > <float>88.0
         x = min(max(x, <float>-87.0), <float>88.0)
@@ -29,7 +29,7 @@ cdef inline real exponential(real x) noexcept nogil:
         value = value * r + <float>0.5
         value = value * r + <float>1.0
         value = value * r + <float>1.0
-        # A NaN, which is no int, is left to `value`.
+        # A NaN can't become an int; `value` carries it.
         single = (<int>(n if n > <float>-127.0 else <float>-127.0) + 127) << 23
         memcpy(&scale, &single, 4)
     else:

@@ -1,7 +1,6 @@
-"""What Numba has no name for: the logistic function, short runs of numbers as vectors, and memory
-that is read ahead.
+"""Functions that Numba lacks: the logistic function, short runs as vectors, and prefetches.
 
-What a compiler's loop leaves over after its last whole vectors would be most of a short run.
+A compiler's loop would do most of a short run element by element, after its last whole vector.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import numba
 from llvmlite import ir
 from numba.extending import intrinsic
 
-# Bytes that are moved at once: most runs are as short.
+# Bytes moved at once; most runs are no longer.
 _VECTOR = 64
-#: How many elements `write_ramp` writes.
+#: The number of elements that `write_ramp` writes.
 RAMP = 16
 
 _inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
@@ -28,13 +27,13 @@ def sigmoid(h):
 
 
 def _declared(builder, name, result, types):
-    """Return a function of the module that is being built."""
+    """Return a function declared in the module being built."""
     kind, module = ir.FunctionType(result, types), builder.module
     return module.globals.get(name) or ir.Function(module, kind, name)
 
 
 def _spread(builder, value, lanes):
-    """Return a vector of one value."""
+    """Return a vector with one value in all lanes."""
     vector, i32 = ir.VectorType(value.type, lanes), ir.IntType(32)
     first = builder.insert_element(vector(ir.Undefined), value, i32(0))
     return builder.shuffle_vector(first, first, ir.VectorType(i32, lanes)([0] * lanes))
@@ -125,7 +124,7 @@ def _prefetch(typing_context, rows, r, c):
         i32 = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-        # To be read, into the nearest cache, as data.
+        # The constants mean: for reading, into the nearest cache, data.
         builder.call(function, [address, i32(0), i32(3), i32(1)])
         return context.get_dummy_value()
 
@@ -135,7 +134,7 @@ def _prefetch(typing_context, rows, r, c):
 
 @_inlined()
 def fetch(rows, r, line):
-    """Begin to read row r: what the processor foresees ends with a page, and not in an order."""
+    """Prefetch row r: the processor's own prefetches end with a page, and follow no list."""
     if len(rows):
         for c in range(0, rows.shape[1], line):
             _prefetch(rows, r, c)

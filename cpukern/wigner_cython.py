@@ -18,15 +18,15 @@ _rotate_of = {
     np.dtype(np.float32): _wigner.rotate["float"],
     np.dtype(np.float64): _wigner.rotate["double"],
 }
-# Numbers of messages that pay for waking a thread.
+# Numbers in messages that are worth waking a thread for.
 _GRAIN = 1 << 16
 
 
 class _Degrees(NamedTuple):
-    """Where the matrices of every degree are, and its rows of the message.
+    """The layout of every degree's matrix, and the degree's rows of the message.
 
-    places (2, degrees, 3): the first element that is kept, and the steps to those of the next row
-    of the message and of the node; in matrices as they are given, and in their gradient. own
+    places (2, degrees, 3): the offset of the first element that is kept, and the steps to the next
+    row of the message and of the node; first in matrices as given, then in their gradient. own
     (degrees, orders): the m-major rows.
     """
 
@@ -44,7 +44,7 @@ def _degrees_of(
     """Return the degrees of an edge's matrix of this shape, dense or packed."""
     dense = len(shape) == 2
     lmax = degree_of_size(shape[-1], packed=not dense)
-    # Of a dense matrix's rows and columns, or of a packed one's elements.
+    # In rows and columns of a dense matrix, or in elements of a packed one.
     places = np.empty((lmax + 1, 3, len(shape)), np.int64)
     own_rows = np.zeros((lmax + 1, 2 * mmax + 1), np.int64)
     packed = 0

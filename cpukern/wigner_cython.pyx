@@ -2,10 +2,10 @@
 # cython: initializedcheck=False
 """Rotations into the frames of edges and back on the CPU, one end of an edge at a time.
 
-All that is wanted of an end is done while its rows are in the nearest cache. Where nodes are summed,
-ends are taken by node, from the sorted lists, so that every sum has one owner: first all targets, then
-all sources. Otherwise they are taken by edge, in short runs of targets and then sources. Shares of
-either cut no sum in two, so that the thread count changes no bit.
+All outputs for an end are computed while its rows are in the nearest cache. If there are sums over a
+node's edges, ends are taken by node, from the sorted lists, so that every sum has one owner: first all
+targets, then all sources. Otherwise ends are taken by edge, in short runs of targets and then sources.
+No share splits a sum, so the thread count changes no bit.
 """
 
 from libc.string cimport memcpy, memset
@@ -13,8 +13,8 @@ from libc.string cimport memcpy, memset
 from cpukern._cpu cimport Share, in_shares
 from cpukern.arrays cimport elements, of, room, whole_lines
 
-# Explicit vectors, because the loops that keep several sums in registers are none that a compiler
-# finds by itself. Elsewhere than in GNU C a vector is one number.
+# Explicit vectors, because compilers don't find loops that keep several sums in registers. Without
+# GNU C a vector is one number.
 cdef extern from *:
     """
     #include <string.h>
@@ -40,9 +40,9 @@ cdef extern from *:
     #define fusedops_prefetch(at) ((void)(at))
     #endif
 
-    /* sums: J rows of out, written or added to (keep), of K rows times factors.
-       dots: what products of one row with J others sum up to, added to out.
-       Both begin to read what lies `ahead`, line by line as they go: many at a time would wait for
+    /* sums: write sums of K rows times factors to J rows of out, or add them (keep).
+       dots: add the dot products of one row with J others to out.
+       Both prefetch the rows `ahead`, line by line as they go: many prefetches at once would wait for
        each other, and the loop for them. */
     #define DEFINE(real, vector, sums, dots) \\
     typedef real vector VECTOR(real); \\
@@ -124,7 +124,7 @@ cdef enum:
     # Edges whose targets, and then sources, are taken together; bytes of a cache line.
     RUN = 16
     LINE = 64
-    # Numbers of which nothing is found in a cache again.
+    # The size of arrays that no cache holds.
     LARGE = 1 << 23
     # Shares of the work, for any number of threads.
     SHARES = 256
@@ -133,9 +133,9 @@ ctypedef fused real:
     float
     double
 
-# Steps are in elements. places: for every degree, where its kept elements begin and the steps to the
-# next row of the message and of the node, in the matrices and then in their gradient. own: the rows
-# of the message that every degree keeps.
+# Steps are in elements. places: for every degree the offset of its first kept element, and the steps to
+# the next row of the message and of the node; first in the matrices, then in their gradient. own: every
+# degree's rows of the message.
 cdef struct Layout:
     Py_ssize_t edges
     Py_ssize_t nodes
@@ -152,7 +152,7 @@ cdef struct Layout:
 
 
 cdef inline Py_ssize_t within(Py_ssize_t value, Py_ssize_t count) noexcept nogil:
-    """Whatever an index says, it is within the array."""
+    """Clip an index to the array, so that a wrong one can't lead out of it."""
     return min(max(value, <Py_ssize_t>0), count - 1)
 
 
@@ -176,7 +176,7 @@ cdef void sums(
     const real* factors, Py_ssize_t f_out, Py_ssize_t f_in, real* out, const Py_ssize_t* out_at,
     Py_ssize_t n, Py_ssize_t ahead, Py_ssize_t odd_ahead, bint past,
 ) noexcept nogil:
-    """Take rows of out together whose number the compiler knows, in low degrees that of terms too."""
+    """Take rows of out in groups of constant size; in low degrees the terms are constant too."""
     cdef Py_ssize_t some
     while J > 0:
         if J == 5 and K == 5 and keep:
@@ -247,7 +247,7 @@ cdef void one_end(
     const real* x, const real* message, const real* wigner, real* on_x, real* on_message,
     real* on_wigner, real* factors, Py_ssize_t* offsets,
 ) noexcept nogil:
-    """Do all that is wanted of an end, and begin to read what that of the edge `ahead` needs."""
+    """Compute all outputs for an end, and prefetch the rows of the edge `ahead`."""
     cdef Py_ssize_t C = layout.channels, slot = layout.ends - 1 - h
     cdef Py_ssize_t first = node * layout.degrees * layout.degrees * C
     cdef Py_ssize_t* own_offsets = offsets + 2 * layout.degrees
@@ -284,7 +284,7 @@ cdef void one_end(
                 False, kept, size, x, offsets, factors, size, 1, on_message, own_offsets, C, 0, 0,
                 layout.past,
             )
-        # Where the message is read twice, each time half of what comes next is begun to be read.
+        # If the message is read twice, each time prefetches one half of the next rows.
         if on_x != NULL:
             sums(
                 True, size, kept, message, own_offsets, factors, 1, size, on_x, offsets, C,
@@ -305,7 +305,7 @@ cdef inline void some_nodes(
     const real* x, const real* message, const real* wigner, real* on_x, real* on_message,
     real* on_wigner, real* factors, Py_ssize_t* offsets,
 ) noexcept nogil:
-    """Take the ends of the edges of nodes low to high; without lists, node n has edge n alone."""
+    """Do the ends of the edges of nodes low to high; without lists, node n has only edge n."""
     cdef Py_ssize_t rows = layout.degrees * layout.degrees * layout.channels
     cdef Py_ssize_t n, at, begin, end, e, ahead
     for n in range(low, high):
@@ -354,9 +354,9 @@ cdef inline void some_edges(
         first = last
 
 
-# The arguments of a call, which its shares get by a pointer to the arrays: so there is a function
-# for every type. Scratch has a row of bytes for every thread; `summed` nodes have sums, over the
-# edges in the lists of one end.
+# The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
+# has a function of its own. Scratch has a row of bytes for every thread. `summed` nodes have sums over
+# the edges in the lists of one end.
 cdef struct Call:
     Layout layout
     double scale
@@ -381,7 +381,7 @@ cdef struct Call:
 
 
 cdef Py_ssize_t first_node(const Call* call, Py_ssize_t share) noexcept nogil:
-    """Return where a share of the nodes begins: each has about as many edges."""
+    """Return the first node of a share; shares have about equal numbers of edges."""
     cdef Py_ssize_t low = 0, high = call.listed, middle
     cdef long long mark
     if call.listed <= 0 or share == 0 or share == SHARES:
@@ -427,7 +427,7 @@ cdef void node_shares(
 
 
 def rotate(
-    # IN: None where there is nothing
+    # IN: None if absent
     const real[:, :, ::1] base,
     const real[:, :, ::1] x,
     const real[:, :, ::1] message,
@@ -485,7 +485,7 @@ def rotate(
     layout.message_rows = message_rows
     layout.edge_step = wigner.strides[0] // <Py_ssize_t>sizeof(real)
     layout.matrix = wigner.shape[1] * wigner.shape[2]
-    # What is large, and aligned, is written past the cache, which it would only empty.
+    # Large aligned outputs are written past the cache, whose contents they would only replace.
     layout.past = (
         on_message is not None
         and on_message.shape[0] * on_message.shape[1] * on_message.shape[2] >= LARGE

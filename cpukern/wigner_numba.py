@@ -1,8 +1,8 @@
 """Rotations into the frames of edges and back on the CPU in Numba, one end of an edge at a time.
 
-All that is wanted of an end is computed while its message is in the cache. Where nodes are summed
-into, ends are taken by node, so that one thread owns a node's sum. An edge's target comes before
-its source, so that neither the thread count nor what else is wanted changes a bit.
+All outputs for an end are computed while its message is in the cache. If there are sums over a
+node's edges, ends are taken by node, so that one thread owns a node's sum. An edge's target comes
+before its source, so neither the thread count nor the choice of outputs changes a bit.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel
 from fusedops.wigner import degree_of, degrees
 
-# Edges whose sources follow their targets, where no nodes are summed into.
+# Edges whose targets, and then sources, are taken together if there are no sums over nodes.
 _CHUNK = 16
-# Shares of nodes with about as many edges: more would serve more threads.
+# Shares of the nodes, with about equal numbers of edges; an upper limit for threads.
 _SHARES = 256
-# Elements of matrices times channels that pay for handing a share to another thread.
+# Elements of matrices times channels that are worth handing to another thread.
 _GRAIN = 1 << 18
 
-# Arrays are passed as their fields, so that a call costs more than a short row.
+# Inlined, since a call passes every field of its arrays and costs more than a short row.
 _inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
-# Every sum has one product in it: there is one way to fuse them.
+# Products may fuse with sums: every addition has one product, so there is one way to fuse.
 _fused = _inlined(fastmath={"contract"})
-# Sums over channels run in vectors; a NaN stays one.
+# Sums over channels may be reordered into vectors; NaNs stay NaNs.
 _reordered = _inlined(fastmath={"contract", "reassoc"})
 
 
@@ -61,7 +61,7 @@ def _add_four(out, o, w, at, step, rows, index, k):
 
 @jit
 def _combine(out, outs, out_count, keep, w, out_step, step, rows, index, count):
-    """Write sums of rows[index], an odd number of them, times w into out[outs], or add them."""
+    """Write (or add, to `keep`) sums of an odd number of rows[index] times w to out[outs]."""
     for i in range(out_count):
         at = i * out_step
         _add_one(out, outs[i], keep, w, at, rows, index, 0)
@@ -109,9 +109,9 @@ def _ends(
     x,
     message,
     wigner,
-    on_x,
-    on_message,
-    on_wigner,
+    dx,
+    dmessage,
+    dwigner,
     low,
     high,
 ):
@@ -126,20 +126,20 @@ def _ends(
     for part in range(low, high):
         for h in range(h_low, h_high):
             slot = ends - 1 - h
-            if h == 0 and len(on_x):
+            if h == 0 and len(dx):
                 w[0] = 1
                 for r in range(node_cuts[h, part] * R, node_cuts[h, part + 1] * R):
                     rows[0] = min(r, len(base) - 1)
-                    _add_one(on_x, r, False, w, 0, base, rows, 0)
+                    _add_one(dx, r, False, w, 0, base, rows, 0)
             for at in range(cuts[h, part], cuts[h, part + 1]):
                 e = _within(orders[h, at], E)
                 n = _within(nodes[h, e], N)
                 ahead = _within(orders[h, min(at + 1, orders.shape[1] - 1)], E)
                 fetch(wigner, ahead, line)
-                fetch(on_wigner, ahead, line)
-                if h == 0 and len(on_wigner):
-                    for i in range(on_wigner.shape[1]):
-                        on_wigner[e, i] = 0
+                fetch(dwigner, ahead, line)
+                if h == 0 and len(dwigner):
+                    for i in range(dwigner.shape[1]):
+                        dwigner[e, i] = 0
                 for l in range(lmax + 1):
                     size, kept = 2 * l + 1, 2 * min(l, mmax) + 1
                     start, step_k, step_j = places[l, 0], places[l, 1], places[l, 2]
@@ -149,29 +149,29 @@ def _ends(
                         rows[k] = (e * M + own[l, k]) * ends + slot
                         next_row = (ahead * M + own[l, k]) * ends + slot
                         fetch(message, next_row, line)
-                        fetch(on_message, next_row, line)
+                        fetch(dmessage, next_row, line)
                         for j in range(size):
                             w[k * size + j] = scale * wigner[e, start + k * step_k + j * step_j]
-                    if len(on_message):
-                        _combine(on_message, rows, kept, False, w, size, 1, x, x_rows, size)
-                    if len(on_x):
-                        _combine(on_x, x_rows, size, True, w, 1, size, message, rows, kept)
-                    if len(on_wigner):
+                    if len(dmessage):
+                        _combine(dmessage, rows, kept, False, w, size, 1, x, x_rows, size)
+                    if len(dx):
+                        _combine(dx, x_rows, size, True, w, 1, size, message, rows, kept)
+                    if len(dwigner):
                         for k in range(kept):
                             i = start + k * step_k
-                            on_wigner[e, i] += scale * _dot(message, rows[k], x, x_rows[0])
+                            dwigner[e, i] += scale * _dot(message, rows[k], x, x_rows[0])
                             for j in range(1, size, 2):
                                 a, b = _two_dots(message, rows[k], x, x_rows[j])
-                                on_wigner[e, i + j * step_j] += scale * a
-                                on_wigner[e, i + (j + 1) * step_j] += scale * b
+                                dwigner[e, i + j * step_j] += scale * a
+                                dwigner[e, i + (j + 1) * step_j] += scale * b
 
 
 @functools.lru_cache(maxsize=64)
 def _places(lmax: int, mmax: int, way: str, dense: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return of every degree where its matrix begins, and its m-major rows.
+    """Return the layout of every degree's matrix, and the degree's m-major rows.
 
-    The former is the first element that is kept, and the steps to those of the next m-major and of
-    the next l-major row.
+    The layout is the offset of the first element that is kept, the step to the next m-major row,
+    and the step to the next l-major row.
     """
     places = np.empty((lmax + 1, 3), np.int64)
     m_major = np.zeros((lmax + 1, 2 * mmax + 1), np.int64)
@@ -188,7 +188,7 @@ def _places(lmax: int, mmax: int, way: str, dense: bool) -> tuple[np.ndarray, np
 
 
 def _shares(ptr: np.ndarray, edges: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where shares of the nodes begin, and their edges in the list, all within it."""
+    """Return the starts of shares of the nodes, and of their edges in the list, within bounds."""
     marks = edges * np.arange(1, _SHARES) // _SHARES
     node_cuts = np.concatenate([[0], np.searchsorted(ptr, marks).clip(max=nodes), [nodes]])
     cuts = ptr[node_cuts.clip(max=len(ptr) - 1)].clip(0, edges)
@@ -197,7 +197,7 @@ def _shares(ptr: np.ndarray, edges: int, nodes: int) -> tuple[np.ndarray, np.nda
 
 
 def _rows(array: Any, width: int, dtype: Any, ends: int = 1) -> np.ndarray:
-    """Return C-contiguous rows, those of different ends apart; none for None."""
+    """Return C-contiguous rows, with separate rows for each end; no rows for None."""
     if array is None:
         return np.empty((0, width), dtype)
     return np.ascontiguousarray(array).reshape(math.prod(array.shape[:-1]) * ends, width)
@@ -206,27 +206,27 @@ def _rows(array: Any, width: int, dtype: Any, ends: int = 1) -> np.ndarray:
 @register("edge_wigner", "numba")
 def edge_wigner(a: Any, y: Any) -> None:
     base, x, message, wigner, edges, mmax, way, scale = a
-    on_x, on_message, on_wigner = y
+    dx, dmessage, dwigner = y
     dtype = wigner.dtype
     places, own = _places(degree_of(wigner), mmax, way, wigner.ndim == 3)
     ends = 2 if way == "forth" else 1
     C = x.shape[2] if x is not None else message.shape[2] // ends
-    N = min([len(array) for array in (x, on_x) if array is not None])
+    N = min([len(array) for array in (x, dx) if array is not None])
     nodes = np.arange(len(wigner))[None]
     if edges is not None:
         nodes = np.stack([edges.target, edges.source][:ends])
     nodes = np.ascontiguousarray(nodes[:, : len(wigner) if N else 0])
     E = nodes.shape[1]
-    if edges is None or on_x is None:
+    if edges is None or dx is None:
         orders = np.stack([np.arange(E)] * ends)
         cuts = node_cuts = np.stack([np.append(np.arange(0, E, _CHUNK), E)] * ends)
         phases = [(0, ends)]
     else:
         lists = [(edges.by_target, edges.target_ptr), (edges.by_source, edges.source_ptr)][:ends]
         orders = np.stack([order[:E] for order, _ in lists])
-        shares = [_shares(ptr, orders.shape[1], len(on_x)) for _, ptr in lists]
+        shares = [_shares(ptr, orders.shape[1], len(dx)) for _, ptr in lists]
         node_cuts, cuts = (np.stack(found) for found in zip(*shares, strict=True))
-        # A node may be the source of edges into nodes of other shares, which come first.
+        # All targets first: a node may be the source of edges into nodes of other shares.
         phases = [(h, h + 1) for h in range(ends)]
     matrix = math.prod(wigner.shape[1:])
     arguments = (
@@ -242,9 +242,9 @@ def edge_wigner(a: Any, y: Any) -> None:
         _rows(x, C, dtype),
         _rows(message, C, dtype, ends),
         np.ascontiguousarray(wigner).reshape(-1, matrix),
-        _rows(on_x, C, dtype),
-        _rows(on_message, C, dtype, ends),
-        np.empty((0, matrix), dtype) if on_wigner is None else on_wigner.reshape(-1, matrix),
+        _rows(dx, C, dtype),
+        _rows(dmessage, C, dtype, ends),
+        np.empty((0, matrix), dtype) if dwigner is None else dwigner.reshape(-1, matrix),
     )
     parts = cuts.shape[1] - 1
     grain = 1 + _GRAIN * parts // max(wigner.size * C, 1)
