@@ -1,8 +1,8 @@
-# Everything is built and installed in .venv. The rules that end in touch leave a stamp there: their
-# step is done, and is done again when a source is newer.
+# Everything is built and installed in .venv. Rules that end in touch leave a stamp there, and run again
+# when a source is newer than the stamp.
 
 PYTHON ?= python3
-# Exact, because other requests find builds of torch with gigabytes of CUDA.
+# An exact version, since any other request may find a build of torch with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0; platform_system == "Linux" and platform_machine in "x86_64 aarch64"
 RUFF ?= ruff==0.17.5
@@ -15,10 +15,10 @@ SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.b
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
 	fusedops/py.typed fusedops/data/* gpukern/*.py gpukern/*/*.py)
 
-# For how long `make sanitize` makes up calls, and what stops at an error of memory or arithmetic.
+# The seconds of random calls in `make sanitize`, and the folder of the kernels with sanitizers.
 SANITIZE_SECONDS ?= 60
 SANITIZED := $(CURDIR)/.venv/sanitized
-# gcc's runtime comes before all libraries; torch's needs that of C++ to have been found by then.
+# The sanitizer's runtime must be loaded before all libraries, and C++'s before torch's.
 RUN_SANITIZED = cd .venv && PYTHONPATH="$(SANITIZED):../tests" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 FUSEDOPS_NUM_THREADS=3 \
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
@@ -30,13 +30,13 @@ RUN_SANITIZED = cd .venv && PYTHONPATH="$(SANITIZED):../tests" ASAN_OPTIONS=dete
 help:
 	@sed -n 's/^\([a-z]*\):.*##/make \1:/p' Makefile
 
-demo: .venv/demo ## show every op on every backend that works here
+demo: .venv/demo ## run every op on every backend that works here
 	$(BIN)/fusedops demo
 
 bench: .venv/bench ## time every op beside its peers and floors (BENCH="--quick --plot out")
 	$(BIN)/fusedops bench $(BENCH)
 
-# From another folder, where a test and its `python -c` can't import the source tree.
+# Run in another folder, so that a test and its `python -c` can't import the source tree.
 test: .venv/test ## test the installed package, on CPU
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml ../tests
 
@@ -60,15 +60,15 @@ wheel: .venv/package ## build a wheel into dist
 clean: ## remove .venv, dist and caches
 	rm -rf .venv dist .pytest_cache .ruff_cache .mypy_cache
 
-# The demo installs no torch, but uses one that $(PYTHON) has. Tools to build with are installed in
-# any case, so that their commands are in $(BIN).
+# The demo doesn't install torch, but uses $(PYTHON)'s if there is one. Build tools are installed even if
+# $(PYTHON) has them, so that their commands are in $(BIN).
 .venv/new:
 	$(PYTHON) -m venv .venv $$($(PYTHON) -c 'import importlib.util as u; \
 		print("--system-site-packages" if u.find_spec("torch") else "")')
 	$(PIP) install --ignore-installed 'meson-python>=0.17.1' 'cython>=3.1' ninja
 	touch $@
 
-# Without isolation, and in a folder that stays, only what has changed is compiled again.
+# Without isolation, and in a folder that is kept, only changed files are compiled again.
 .venv/package: $(SOURCES) | .venv/new
 	rm -rf .venv/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
@@ -80,7 +80,7 @@ clean: ## remove .venv, dist and caches
 	$(PIP) install "$(WHEEL)[numba,structure,cli]"
 	touch $@
 
-# torch first: a build of it with CUDA brings the Triton that it goes with.
+# torch first, since a build with CUDA installs the Triton that fits it.
 .venv/torch: .venv/demo
 	$(PIP) install '$(TORCH)'
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
@@ -94,7 +94,7 @@ clean: ## remove .venv, dist and caches
 	$(PIP) install "$(WHEEL)[test]"
 	touch $@
 
-# For this machine's instruction set alone, beside the installed package, which stays as it is.
+# Built for this machine's instruction set only, beside the installed package, which is unchanged.
 $(SANITIZED)/built: $(SOURCES) | .venv/test
 	rm -rf $(SANITIZED)
 	mkdir $(SANITIZED)
@@ -111,7 +111,7 @@ $(SANITIZED)/built: $(SOURCES) | .venv/test
 	PATH="$(CURDIR)/$(BIN):$$PATH" ninja $$modules && cp $$modules $(SANITIZED)/cpukern
 	touch $@
 
-# NumPy and torch for their types.
+# mypy needs NumPy and torch for their types.
 .venv/lint: Makefile | .venv/new
 	$(PIP) install '$(TORCH)' 'numpy>=1.26'
 	$(PIP) install '$(RUFF)' '$(MYPY)'
