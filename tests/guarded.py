@@ -1,6 +1,7 @@
 """Arrays between pages that nobody may touch: a kernel that does so kills its process.
 
-A test calls `run` with the code of that process, which imports the rest from here.
+A test calls `run` with the code of that process, which imports the rest from here. It is forked,
+because to import torch and Triton takes longer than what most of these tests do.
 """
 
 from __future__ import annotations
@@ -8,30 +9,41 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import subprocess
 import sys
+import tempfile
+import traceback
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import interpreter
-
 PAGE = mmap.PAGESIZE
 #: The framework whose arrays a kernel gets, and its backend, in the process of a test.
-FRAMEWORK, BACKEND = os.environ.get("GUARDED_PLACE", "-").split("-")
+FRAMEWORK, BACKEND = "", ""
 
 
 def run(place: tuple[str, str], code: str, **given: Any) -> None:
     """Run code for a place in a process of its own, with these variables; fail where it fails."""
-    variables = "".join(f"{name} = {value!r}\n" for name, value in given.items())
-    command = [sys.executable, "-W", "ignore", "-c", variables + code]
-    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(filter(None, folders))
-    environment = {**os.environ, "PYTHONPATH": path, "GUARDED_PLACE": "-".join(place)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    global FRAMEWORK, BACKEND
+    with tempfile.TemporaryFile("w+") as told, warnings.catch_warnings():
+        # Of other threads, whose locks this code has no use for.
+        warnings.simplefilter("ignore")
+        child = os.fork()
+        if child == 0:
+            try:
+                FRAMEWORK, BACKEND = place
+                if "torch" in sys.modules:
+                    sys.modules["torch"].set_num_threads(1)
+                exec(code, given)
+            except BaseException:
+                traceback.print_exc(file=told)
+                told.flush()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        told.seek(0)
+        assert status == 0, f"{os.waitstatus_to_exitcode(status)}: {told.read()}"
 
 
 def guarded(values: Any, at_the_end: bool) -> np.ndarray:
@@ -65,7 +77,3 @@ def fill(primitive: Any, a: Any, outputs: Sequence[Any]) -> None:
             for group in (a, outputs)
         )
     kernel(primitive.Arguments(*a), primitive.Outputs(*outputs))
-
-
-if FRAMEWORK == "torch":
-    interpreter.hasten()
