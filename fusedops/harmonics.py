@@ -1,12 +1,14 @@
 """Wigner D matrices of real spherical harmonics, for the rotations that turn edges to an axis.
 
-One file: the coupling of degrees, the rotation, the definition of the matrices and of their
-gradient, and the public op. There are no kernels: this is a few products of small matrices.
+One file: the coupling of degrees, the rotation, the definition of the matrices and of their first
+and second derivatives, the closed form that kernels evaluate, and the public op. The kernels are in
+``cpukern/harmonics_*`` and ``gpukern/harmonics.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,18 @@ def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
     if packed:
         return ((lmax + 1) * (2 * lmax + 1) * (2 * lmax + 3) // 3,)
     return (lmax + 1) ** 2, (lmax + 1) ** 2
+
+
+def places(lmax: int, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return for every degree where element (0, 0) of its matrix is, and the step to the next row.
+
+    Both are counted in elements of an edge's contiguous matrices.
+    """
+    l = np.arange(lmax + 1)
+    if layout == "packed":
+        return l * (4 * l * l - 1) // 3 + 2 * l * (l + 1), 2 * l + 1
+    rows = (lmax + 1) ** 2
+    return l * (l + 1) * (rows + 1), np.full(lmax + 1, rows)
 
 
 # Once a degree, as all that is kept below: together that is less than one edge's matrix of the
@@ -112,6 +126,22 @@ def _rotation(u: Any) -> Any:
     return xp.stack([xp.stack(row, -1) for row in rows], -2)
 
 
+def _rotation_jvp(u: Any, du: Any) -> Any:
+    """Return the tangents of rotations for those of unit vectors."""
+    xp = namespace(u)
+    (x, y, z), (dx, dy, dz) = u.T, du.T
+    s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
+    k = 1 / (1 + s * y)
+    dk = -s * k * k * dy
+    corner = -(dx * z + x * dz) * k - x * z * dk
+    rows = (
+        (-2 * x * dx * k - x * x * dk, -s * dx, corner),
+        (dx, dy, dz),
+        (s * corner, -dz, -s * (2 * z * dz * k + z * z * dk)),
+    )
+    return xp.stack([xp.stack(row, -1) for row in rows], -2)
+
+
 def _rotation_vjp(u: Any, g: Any) -> Any:
     """Return the cotangents of unit vectors for those of their rotations."""
     xp = namespace(u)
@@ -125,11 +155,36 @@ def _rotation_vjp(u: Any, g: Any) -> Any:
     return xp.stack([on_x, g[:, 1, 1] - s * k * k * on_k, on_z], -1)
 
 
+def _rotation_vjp_jvp(u: Any, g: Any, du: Any, dg: Any) -> Any:
+    """Return the tangents of `_rotation_vjp` for those of its arguments."""
+    xp = namespace(u)
+    (x, y, z), (dx, dy, dz) = u.T, du.T
+    s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
+    k = 1 / (1 + s * y)
+    dk = -s * k * k * dy
+    corner = g[:, 0, 2] + s * g[:, 2, 0]
+    on_k = -x * x * g[:, 0, 0] - x * z * corner - s * z * z * g[:, 2, 2]
+    don_k = -2 * x * dx * g[:, 0, 0] - (dx * z + x * dz) * corner - 2 * s * z * dz * g[:, 2, 2]
+    dxk, dzk = dx * k + x * dk, dz * k + z * dk
+    on_x = -2 * dxk * g[:, 0, 0] - dzk * corner
+    on_y = -s * k * (2 * dk * on_k + k * don_k)
+    on_z = -2 * s * dzk * g[:, 2, 2] - dxk * corner
+    return xp.stack([on_x, on_y, on_z], -1) + _rotation_vjp(u, dg)
+
+
 def _product(lower: Any, R: Any) -> Any:
     """Return the Kronecker products of matrices (E, a, a) with (E, 3, 3)."""
     width = 3 * lower.shape[1]
     product = lower[:, :, None, :, None] * R[:, None, :, None, :]
     return product.reshape(len(R), width, width)
+
+
+def _factors_vjp(on_product: Any, lower: Any, R: Any) -> tuple[Any, Any]:
+    """Return the cotangents of both factors of a Kronecker product."""
+    width = lower.shape[1]
+    on_product = on_product.reshape(len(R), width, 3, width, 3)
+    on_lower = (on_product * R[:, None, :, None, :]).sum((2, 4))
+    return on_lower, (on_product * lower[:, :, None, :, None]).sum((1, 3))
 
 
 def _degrees(R: Any, lmax: int) -> list[Any]:
@@ -142,64 +197,188 @@ def _degrees(R: Any, lmax: int) -> list[Any]:
     return matrices
 
 
+def _degrees_jvp(matrices: list[Any], R: Any, dR: Any) -> list[Any]:
+    """Return the tangents of the matrices of `_degrees`."""
+    xp = namespace(R)
+    tangents = [xp.zeros_like(R[:, :1, :1]), dR][: len(matrices)]
+    for l in range(2, len(matrices)):
+        A = _coupling(l, R)
+        both = _product(tangents[-1], R) + _product(matrices[l - 1], dR)
+        tangents.append(A @ both @ A.T)
+    return tangents
+
+
+def _laid_out(matrices: list[Any], layout: str) -> Any:
+    """Return matrices of all degrees in one array."""
+    xp = namespace(matrices[0])
+    count, rows = len(matrices[0]), len(matrices) ** 2
+    if layout == "packed":
+        return xp.concatenate([D.reshape(count, D.shape[1] ** 2) for D in matrices], axis=1)
+    padded = []
+    for l, D in enumerate(matrices):
+        before, after = (zeros(D, (count, 2 * l + 1, n)) for n in (l * l, rows - (l + 1) ** 2))
+        padded.append(xp.concatenate([before, D, after], axis=2))
+    return xp.concatenate(padded, axis=1)
+
+
+def _block(array: Any, l: int, layout: str) -> Any:
+    """Return the matrices of a degree out of those of all."""
+    if layout == "dense":
+        return array[:, l * l : (l + 1) ** 2, l * l : (l + 1) ** 2]
+    (at,) = matrix_size(l - 1, packed=True)
+    width = 2 * l + 1
+    return array[:, at : at + width * width].reshape(len(array), width, width)
+
+
 def _formula(a: Any) -> tuple[Any]:
     r"""Return :math:`D^0, D^1, …`, with :math:`D^1 = R` and :math:`R \hat v = \hat y`."""
     edge_vec, lmax, layout = a
-    xp = namespace(edge_vec)
     u, _ = _unit(wide(edge_vec))
-    matrices = _degrees(_rotation(u), lmax)
-    if layout == "packed":
-        blocks = xp.concatenate([D.reshape(len(u), D.shape[1] ** 2) for D in matrices], axis=1)
-        return (cast(blocks, edge_vec),)
-    rows = (lmax + 1) ** 2
-    padded = []
-    for l, D in enumerate(matrices):
-        before, after = (zeros(D, (len(u), 2 * l + 1, n)) for n in (l * l, rows - (l + 1) ** 2))
-        padded.append(xp.concatenate([before, D, after], axis=2))
-    return (cast(xp.concatenate(padded, axis=1), edge_vec),)
+    return (cast(_laid_out(_degrees(_rotation(u), lmax), layout), edge_vec),)
+
+
+def _across(u: Any, vectors: Any) -> Any:
+    """Return the parts of vectors that are perpendicular to unit vectors."""
+    return vectors - u * (u * vectors).sum(-1)[:, None]
 
 
 def _vjp_formula(a: Any) -> tuple[Any]:
     """Return the cotangent of edge_vec, degree by degree from the highest."""
     edge_vec, dmatrices, lmax, layout = a
-    xp = namespace(edge_vec)
     u, length = _unit(wide(edge_vec))
     g = wide(dmatrices)
     R = _rotation(u)
     matrices = _degrees(R, lmax)
-    on_R = xp.zeros_like(R)
+    on_R = namespace(R).zeros_like(R)
     carried: Any = 0
-    for l in range(lmax, 0, -1):
-        width = 2 * l + 1
-        if layout == "packed":
-            (at,) = matrix_size(l - 1, packed=True)
-            on_D = carried + g[:, at : at + width * width].reshape(len(u), width, width)
-        else:
-            on_D = carried + g[:, l * l : (l + 1) ** 2, l * l : (l + 1) ** 2]
-        if l == 1:
-            on_R = on_R + on_D
-            break
+    for l in range(lmax, 1, -1):
         A = _coupling(l, R)
-        on_product = (A.T @ on_D @ A).reshape(len(u), width - 2, 3, width - 2, 3)
-        carried = (on_product * R[:, None, :, None, :]).sum((2, 4))
-        on_R = on_R + (on_product * matrices[l - 1][:, :, None, :, None]).sum((1, 3))
+        on_product = A.T @ (carried + _block(g, l, layout)) @ A
+        carried, on_factor = _factors_vjp(on_product, matrices[l - 1], R)
+        on_R = on_R + on_factor
+    if lmax:
+        on_R = on_R + carried + _block(g, 1, layout)
+    return (cast(_across(u, _rotation_vjp(u, on_R)) / length, edge_vec),)
+
+
+def _vjp_vjp_formula(a: Any) -> tuple[Any, Any]:
+    r"""Return what the vjp's cotangent t pulls back to, of edge_vec and of dmatrices.
+
+    The vjp is :math:`\nabla_v F` of :math:`F(v) = \langle g, D(v) \rangle`, so that these are the
+    tangents along t of :math:`\nabla F` and of D: they are pushed forward through all steps.
+    """
+    edge_vec, dmatrices, ddedge_vec, lmax, layout = a
+    u, length = _unit(wide(edge_vec))
+    g, t = wide(dmatrices), wide(ddedge_vec)
+    R, du = _rotation(u), _across(u, t) / length
+    dR = _rotation_jvp(u, du)
+    matrices = _degrees(R, lmax)
+    tangents = _degrees_jvp(matrices, R, dR)
+    on_R = don_R = namespace(R).zeros_like(R)
+    carried: Any = 0
+    dcarried = namespace(R).zeros_like(_block(g, lmax, layout))
+    for l in range(lmax, 1, -1):
+        A = _coupling(l, R)
+        on_product = A.T @ (carried + _block(g, l, layout)) @ A
+        don_product = A.T @ dcarried @ A
+        carried, on_factor = _factors_vjp(on_product, matrices[l - 1], R)
+        on_R = on_R + on_factor
+        pushed = _factors_vjp(don_product, matrices[l - 1], R)
+        turned = _factors_vjp(on_product, tangents[l - 1], dR)
+        dcarried, don_R = pushed[0] + turned[0], don_R + pushed[1] + turned[1]
+    if lmax:
+        on_R, don_R = on_R + carried + _block(g, 1, layout), don_R + dcarried
     on_u = _rotation_vjp(u, on_R)
-    across = on_u - u * (u * on_u).sum(-1)[:, None]
-    return (cast(across / length, edge_vec),)
+    don_u = _rotation_vjp_jvp(u, on_R, du, don_R)
+    along_t, along_u = ((u * w).sum(-1)[:, None] / length for w in (t, on_u))
+    dedge_vec = _across(u, don_u - along_t * on_u - along_u * t) / length
+    dedge_vec = dedge_vec - u * (du * on_u).sum(-1)[:, None] / length
+    return cast(dedge_vec, edge_vec), cast(_laid_out(tangents, layout), dmatrices)
 
 
-def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
-    return matrices_vjp(a.edge_vec, dy.matrices, a.lmax, a.layout)
+@functools.cache
+def recursion(lmax: int) -> tuple[np.ndarray, np.ndarray]:
+    r"""Return the numbers of the closed form in which kernels evaluate the same matrices.
+
+    With :math:`y \ge 0` and :math:`\rho = z + i x` of the unit vector, whose azimuth α about y is
+    the argument of ρ, the shortest rotation is :math:`R_y(α) R_x(-β) R_y(-α)`, so that for
+    :math:`n \ge m > 0`
+
+    .. math:: D_{n, m} = P \operatorname{Re} \rho^{n-m} + Q \operatorname{Re} \rho^{n+m}, \quad
+              D_{n, -m} = Q \operatorname{Im} \rho^{n+m} - P \operatorname{Im} \rho^{n-m}, \\
+              D_{-n, m} = Q \operatorname{Im} \rho^{n+m} + P \operatorname{Im} \rho^{n-m}, \quad
+              D_{-n, -m} = P \operatorname{Re} \rho^{n-m} - Q \operatorname{Re} \rho^{n+m}
+
+    where P and Q are Wigner's :math:`d^l_{n, \pm m}` over powers of sin β, functions of y without a
+    pole; Q = 0 for m = 0; and :math:`D_{j, i} = (-1)^{i + j} D_{i, j}`. They begin at l = n as P =
+    :math:`p (1 + y)^m`, Q = :math:`q (1 + y)^{-m}`, and go on by Jacobi's recursion
+
+    .. math:: P^{l+1} = (a y - b) P^l - c P^{l-1}, \quad Q^{l+1} = (a y + b) Q^l - c Q^{l-1}.
+
+    Where y < 0, u is (x, -y, -z), and columns change sign whose m is negative for even l, or isn't
+    for odd l: the half turn about x.
+
+    Returns
+    -------
+    starts : array (pairs, 2)
+        p and q for m = 0, 1, …, lmax, and n = m, …, lmax for each.
+    steps : array (Σ pairs of n (lmax - n + 1), 3)
+        a, b and c for l = n, …, lmax for each pair.
+
+    References
+    ----------
+    Varshalovich, Moskalev and Khersonskii, "Quantum Theory of Angular Momentum", 1988, sections
+    4.3.4 (Jacobi polynomials) and 4.8.2 (the recursion in l).
+    """
+    starts, steps = [], []
+    for m in range(lmax + 1):
+        for n in range(m, lmax + 1):
+            twice = 2 if n > m == 0 else 1
+            start = (-1) ** n * math.sqrt(twice * math.comb(2 * n, n + m)) / 2**n
+            starts.append(((-1) ** m * start, start if m else 0.0))
+            below = 0.0
+            for l in range(n, lmax + 1):
+                above = math.sqrt(((l + 1) ** 2 - n * n) * ((l + 1) ** 2 - m * m))
+                a = (2 * l + 1) * (l + 1) / above
+                # In degree 0, where n m = 0 and `below` too, any divisor serves.
+                b, c = (2 * l + 1) * n * m, (l + 1) * below
+                steps.append((a, b / (max(l, 1) * above), c / (max(l, 1) * above)))
+                below = above
+    return np.array(starts), np.array(steps)
 
 
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    return matrices_vjp.to_run(a.edge_vec, dy.matrices, a.lmax, a.layout, out=wanted)
+
+
+def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    given = a.edge_vec, a.dmatrices, dy.dedge_vec, a.lmax, a.layout
+    return matrices_vjp_vjp.to_run(*given, out=wanted)
+
+
+_SIZES: dict[str, Any] = {
+    "L": lambda a: matrix_size(a.lmax, False)[0],
+    "P": lambda a: matrix_size(a.lmax, True)[0],
+}
+matrices_vjp_vjp = Primitive(
+    "wigner_d_vjp_vjp",
+    family="harmonics",
+    arrays={"edge_vec": "(E, 3)", "dmatrices": "(E, L, L) or (E, P)", "ddedge_vec": "(E, 3)"},
+    static={"lmax": int, "layout": str},
+    sizes=_SIZES,
+    outputs={"dedge_vec": "like edge_vec", "ddmatrices": "like dmatrices"},
+    formula=_vjp_vjp_formula,
+    sixteen_bits=True,
+)
 matrices_vjp = Primitive(
     "wigner_d_vjp",
     family="harmonics",
     arrays={"edge_vec": "(E, 3)", "dmatrices": "(E, L, L) or (E, P)"},
     static={"lmax": int, "layout": str},
-    sizes={"L": lambda a: (a.lmax + 1) ** 2, "P": lambda a: matrix_size(a.lmax, True)[0]},
+    sizes=_SIZES,
     outputs={"dedge_vec": "like edge_vec"},
     formula=_vjp_formula,
+    pullback=_vjp_pullback,
     sixteen_bits=True,
 )
 matrices = Primitive(
@@ -257,8 +436,10 @@ def wigner_d(
     length zero counts as the axis, with a gradient of zero.
 
     Gradients are to any order by torch.autograd, and the first in NumPy and by torch.func. The
-    degrees are made one from the other, by Clebsch-Gordan products with the rotation, without an
-    angle.
+    definition makes degrees one from the other, by Clebsch-Gordan products with the rotation.
+    Kernels for value, first and second derivative evaluate Wigner's closed form by recursions, in
+    float64, and round once. Neither has an angle. For higher derivatives torch differentiates the
+    definition, which on a GPU serves degrees above 15 too.
 
     References
     ----------

@@ -15,7 +15,7 @@ from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 from fusedops.conv import Sequences, conv, conv_step, conv_vjp
 from fusedops.density import Lattice, density, density_vjp
-from fusedops.harmonics import matrices, matrices_vjp, matrix_size
+from fusedops.harmonics import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
 from fusedops.samples import _exact, atoms_in, cubes, pair, protein
 from fusedops.scatter import ScatterPlan, gather, scatter
@@ -88,11 +88,6 @@ class Case:
         3e-07
         """
         return TOLERANCE[dtype] * max(1.0, self.terms**0.5 / 8)
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether backends have kernels. The matrices of edges have a formula only."""
-        return self.primitive not in (matrices, matrices_vjp)
 
     def __str__(self) -> str:
         return f"{self.primitive.name}-{self.name}"
@@ -492,18 +487,23 @@ def _wigner_cases() -> list[Case]:
 
 def _matrix_cases() -> list[Case]:
     def add(name: str, lmax: int, layout: str) -> None:
-        def make(gradient: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
+        def make(count: int) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
             rng = np.random.default_rng(lmax)
-            vectors = np.concatenate([np.eye(3), -np.eye(3), rng.normal(size=(6, 3))])
+            axes = np.concatenate([np.eye(3), -np.eye(3)])
+            # Beside the poles and the equator, and no direction at all.
+            beside = [[1e-6, 1, -1e-6], [1e-6, -1, 1e-6], [1, 1e-6, 1], [1, -1e-6, 1], [0, 0, 0]]
+            vectors = np.concatenate([axes, beside, rng.normal(size=(6, 3))])
             shape = len(vectors), *matrix_size(lmax, layout == "packed")
-            arrays = (vectors, rng.normal(size=shape)) if gradient else (vectors,)
-            return arrays, (lmax, layout)
+            arrays = vectors, rng.normal(size=shape), rng.normal(size=vectors.shape)
+            return arrays[:count], (lmax, layout)
 
-        cases.append(Case(name, matrices, lambda: make(False)))
-        cases.append(Case(name, matrices_vjp, lambda: make(True)))
+        # Torch's formula makes degrees of each other in float32; kernels round once.
+        terms = 64 * (lmax + 1) ** 2
+        for count, kind in enumerate((matrices, matrices_vjp, matrices_vjp_vjp), 1):
+            cases.append(Case(name, kind, functools.partial(make, count), terms))
 
     cases: list[Case] = []
-    for lmax in (0, 1, 2, 6):
+    for lmax in (0, 1, 2, 3, 6, 8):
         for layout in ("dense", "packed"):
             add(f"l{lmax}-{layout}", lmax, layout)
     return cases

@@ -36,8 +36,7 @@ class Example:
     higher order, `small` for most tests, `medium` for more than one block of a kernel, `large` for
     several threads, and `others`, which share what `torch.compile` may take for constants. Only
     `leaves` have a gradient. Where `exact` is False, results depend on layout and threads, by
-    roundings; an op without `kernels` is but a formula. Derivatives of a `slow` one are checked
-    along random directions alone.
+    roundings. Derivatives of a `slow` one are checked along random directions alone.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Example:
     large: tuple[int, ...]
     others: tuple[tuple[int, ...], ...]
     exact: bool = True
-    kernels: bool = True
     terms: int = 64
     slow: bool = False
 
@@ -79,9 +77,6 @@ class Example:
     def optional(self) -> tuple[str, ...]:
         """The leaves that may be left out."""
         return tuple(n for n in self.leaves if self.op.declared[n].optional)
-
-    def served_by(self, backend: str) -> bool:
-        return self.kernels or backend in ("numpy", "torch")
 
     def __str__(self) -> str:
         return self.name
@@ -419,7 +414,6 @@ EXAMPLES = [
             medium=(7, 3),
             large=(500, 2),
             others=((20, 2), (37, 2), (50, 2)),
-            kernels=False,
         )
         for layout in ("dense", "packed")
     ),

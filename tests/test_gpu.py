@@ -36,7 +36,7 @@ def equal(one, other):
 
 
 # One of every primitive.
-DAILY = ("chain-uniform", "jet", "uma", "torchref", "protein-iso", "openfold")
+DAILY = ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso", "openfold")
 
 
 def matrix():
@@ -44,7 +44,7 @@ def matrix():
     for case in CASES:
         slow = case.primitive is edge_wigner and not case.name.startswith("uma")
         few = case.name.startswith(("l3", "l4")) and case.name not in ("l3-m2-back", "l4-m4-forth")
-        for backend in ("triton", "torch") if case.has_kernels else ("torch",):
+        for backend in ("triton", "torch"):
             for dtype in ("float64", "float32", "bfloat16", "float16"):
                 if not (backend == "triton" and slow and (few or dtype != "float32")):
                     daily = case.name in DAILY and backend == "triton" and dtype == "float32"

@@ -28,13 +28,11 @@ PLACES += [("torch", name) for name in SERVE_TENSORS if HAS_TORCH]
 
 
 def served(cases, places, *marks):
-    """Every case where it has something to run, and what the test is called there."""
-    formula = ("torch", "numpy")
+    """Every case everywhere, and what the test is called there."""
     return [
         pytest.param(case, place, id=f"{case}-{'-'.join(place)}", marks=marks)
         for case in cases
         for place in places
-        if case.has_kernels or place[1] in formula
     ]
 
 
@@ -101,7 +99,6 @@ OUTPUTS = [
     )
     for case in TYPICAL
     for place in PLACES
-    if case.has_kernels or place[1] in ("torch", "numpy")
     # The check is the same everywhere; interpreted, every run of it takes seconds.
     for number in outputs_of(case)[: 1 if place[1] == "triton" else None]
 ]

@@ -12,13 +12,15 @@ import pytest
 import fusedops
 import guarded
 from fusedops._frame import registry
+from fusedops._frame.arrays import wide
+from fusedops.harmonics import matrices as matrices_primitive
+from fusedops.harmonics import matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.testing import TOLERANCE, error
 from fusedops.wigner import edge_wigner, m_major_order, wigner_d
 from places import (
     EXACT,
     FILLING,
     HAS_TORCH,
-    QUICK,
     SERVE_TENSORS,
     interpreted,
     needs_linux,
@@ -1286,24 +1288,18 @@ def matrices(place, vectors, lmax, **options):
     return np.asarray(wigner_d(vectors, lmax, backend=backend, **options))
 
 
-@pytest.fixture(params=[p for p in QUICK if p[0] == p[1]], ids="-".join)
-def formula(request):
-    """Where the matrices' formula runs: they have no kernel."""
-    return request.param
-
-
-# Rounding degree after degree in float32: measured 5e-7 at lmax = 6.
+# Torch's formula rounds degree after degree in float32: measured 5e-7 at lmax = 6.
 MATRIX_ERROR = {"float64": 1e-14, "float32": 1e-6}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("lmax", [0, 1, 2, 4, 6])
-def test_matrices_turn_harmonics(formula, lmax, dtype):
+def test_matrices_turn_harmonics(quick, lmax, dtype):
     """D Y(v) = Y(R v) for the rotation R that turns the edge to +y, which D of degree 1 is."""
     vectors = (directions() * 1.7).astype(dtype)
-    D = matrices(formula, vectors, lmax)
+    D = matrices(quick, vectors, lmax)
     assert (D.dtype, D.shape) == (dtype, (len(vectors), (lmax + 1) ** 2, (lmax + 1) ** 2))
-    R = matrices(formula, vectors.astype(np.float64), 1)[:, 1:, 1:]
+    R = matrices(quick, vectors.astype(np.float64), 1)[:, 1:, 1:]
     u = unit(vectors.astype(np.float64))
     assert error(np.einsum("eij,ej->ei", R, u), np.tile([0.0, 1, 0], (len(u), 1))) < 2e-15
     assert error(np.linalg.det(R), np.ones(len(R))) < 2e-15
@@ -1323,8 +1319,8 @@ def test_harmonics_of_degree_one_are_x_y_z():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("lmax", [0, 1, 3, 6])
-def test_matrices_are_orthogonal_blocks(formula, lmax, dtype):
-    D = matrices(formula, directions().astype(dtype), lmax).astype(np.float64)
+def test_matrices_are_orthogonal_blocks(quick, lmax, dtype):
+    D = matrices(quick, directions().astype(dtype), lmax).astype(np.float64)
     identity = np.broadcast_to(np.eye((lmax + 1) ** 2), D.shape)
     assert error(D @ D.swapaxes(1, 2), identity) < 2 * MATRIX_ERROR[dtype]
     assert (D[:, 0, 0] == 1).all()
@@ -1334,23 +1330,23 @@ def test_matrices_are_orthogonal_blocks(formula, lmax, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("lmax", [0, 1, 2, 6])
-def test_packed_matrices_are_the_blocks(formula, lmax, dtype):
+def test_packed_matrices_are_the_blocks(quick, lmax, dtype):
     vectors = directions().astype(dtype)
-    whole, packed = (matrices(formula, vectors, lmax, packed=p) for p in (False, True))
+    whole, packed = (matrices(quick, vectors, lmax, packed=p) for p in (False, True))
     same(packed, pack(whole))
     same(unpack(packed, lmax), whole)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_length_of_a_vector_does_not_matter(formula, dtype):
+def test_the_length_of_a_vector_does_not_matter(quick, dtype):
     """In any unit; for powers of two, which round nothing, not a bit does."""
     vectors = directions()
     vectors = np.where(abs(vectors) < 1e-15, 0.0, vectors).astype(dtype)
-    want = matrices(formula, vectors, 3)
+    want = matrices(quick, vectors, 3)
     for power in (-40, -1, 3, 40):
-        same(matrices(formula, vectors * np.asarray(2.0**power, dtype), 3), want)
+        same(matrices(quick, vectors * np.asarray(2.0**power, dtype), 3), want)
     for scale in (1e-10, 3.0, 1e12):
-        got = matrices(formula, vectors * np.asarray(scale, dtype), 3)
+        got = matrices(quick, vectors * np.asarray(scale, dtype), 3)
         assert error(got, want) < 2 * MATRIX_ERROR[dtype]
 
 
@@ -1358,38 +1354,38 @@ def test_the_length_of_a_vector_does_not_matter(formula, dtype):
     ("dtype", "scales"),
     [("float64", (1e-250, 1e-160, 1e160, 1e250)), ("float32", (1e-30, 1e-21, 1e20, 1e30))],
 )
-def test_vectors_whose_squares_are_no_numbers(formula, dtype, scales):
+def test_vectors_whose_squares_are_no_numbers(quick, dtype, scales):
     """They are vectors of any length all the same."""
     vectors = directions()[-20:].astype(dtype)
-    want = matrices(formula, vectors, 3)
+    want = matrices(quick, vectors, 3)
     for scale in scales:
-        got = matrices(formula, vectors * np.asarray(scale, dtype), 3)
+        got = matrices(quick, vectors * np.asarray(scale, dtype), 3)
         assert error(got, want) < 2 * MATRIX_ERROR[dtype]
 
 
-def test_matrices_of_one_edge_do_not_depend_on_others(formula):
+def test_matrices_of_one_edge_do_not_depend_on_others(quick):
     vectors = directions()
-    whole = matrices(formula, vectors, 3)
+    whole = matrices(quick, vectors, 3)
     for edge in (0, 9, 30):
-        close(matrices(formula, vectors[edge : edge + 1], 3)[0], whole[edge])
+        close(matrices(quick, vectors[edge : edge + 1], 3)[0], whole[edge])
     vectors[4] = np.nan
-    spoilt = matrices(formula, vectors, 3)
+    spoilt = matrices(quick, vectors, 3)
     kept = np.arange(len(vectors)) != 4
     close(spoilt[kept], whole[kept])
     l, _ = orders(3)
     assert np.isnan(spoilt[4][(l[:, None] == l) & (l > 0)]).all()
-    if formula[0] == "numpy":
-        _, pullback = wigner_d.vjp(vectors, 3)
+    if quick[0] == "numpy":
+        _, pullback = wigner_d.vjp(vectors, 3, backend=quick[1])
         (gradient,) = pullback(np.ones_like(spoilt))
         assert np.isfinite(gradient[kept]).all()
         assert np.isnan(gradient[4]).all()
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_vector_of_no_length_counts_as_the_axis(formula, packed):
+def test_a_vector_of_no_length_counts_as_the_axis(quick, packed):
     vectors = np.zeros((2, 3))
     vectors[1] = [0.0, 3.0, 0.0]
-    D = matrices(formula, vectors, 3, packed=packed)
+    D = matrices(quick, vectors, 3, packed=packed)
     close(unpack(D, 3) if packed else D, np.broadcast_to(np.eye(16), (2, 16, 16)))
     _, pullback = wigner_d.vjp(vectors, 3, packed=packed)
     cotangent = np.random.default_rng(0).normal(size=D.shape)
@@ -1401,11 +1397,11 @@ def test_a_vector_of_no_length_counts_as_the_axis(formula, packed):
 
 @needs_torch
 @pytest.mark.parametrize("vector", [[0.0, 0, 0], [0, 2, 0], [0, -2, 0], [1, 0, 1], [1, -0.0, 1]])
-def test_derivatives_of_three_orders_are_finite_everywhere(vector):
+def test_derivatives_of_three_orders_are_finite_everywhere(torch_backend, vector):
     """Also where the rotation jumps, and for a vector that has no direction, whose are zero."""
     x = torch.tensor([vector], dtype=torch.float64, requires_grad=True)
     weights = torch.randn(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    value = (wigner_d(x, 3) * weights).sum()
+    value = (wigner_d(x, 3, backend=torch_backend) * weights).sum()
     for _ in range(3):
         (gradient,) = torch.autograd.grad(value, x, create_graph=True)
         assert gradient.isfinite().all()
@@ -1473,11 +1469,105 @@ def test_matrices_of_sixteen_bits_are_float32_rounded_once(dtype):
     assert torch.equal(half.grad, full.grad.to(half.dtype))
 
 
+def of_matrices(lmax, packed, dtype="float64", vectors=None):
+    """Return the primitives of matrices with random arguments, by name."""
+    rng = np.random.default_rng(lmax)
+    vectors = 1.3 * directions() if vectors is None else vectors
+    shape = len(vectors), *matrix_size(lmax, packed)
+    arrays = vectors, rng.normal(size=shape), rng.normal(size=vectors.shape)
+    arrays = [array.astype(dtype) for array in arrays]
+    static = lmax, "packed" if packed else "dense"
+    kinds = matrices_primitive, matrices_vjp, matrices_vjp_vjp
+    return [(p, p.Arguments(*arrays[: k + 1], *static)) for k, p in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lmax", [0, 1, 2, 3, 6, 8, 20])
+def test_kernels_of_matrices_round_once(exact, lmax, packed):
+    """Of any degree, value and both derivatives; what was computed in float32 would show."""
+    for dtype, allowed in (("float32", 1.2e-7), ("float64", 1e-14 * (1 + lmax))):
+        for primitive, a in of_matrices(lmax, packed, dtype):
+            want = primitive.formula(a._replace(**{n: wide(getattr(a, n)) for n in a._fields[:-2]}))
+            with registry.asking(exact):
+                got = primitive(*a)
+            for one, other in zip(got, want, strict=True):
+                assert error(one, other) < allowed
+
+
+@needs_triton
+@pytest.mark.parametrize("lmax", [2, 3, 16])
+def test_kernels_of_matrices_when_interpreted(lmax):
+    """An edge to a thread, pairs of orders, and plain torch for what is more than these."""
+    vectors = np.concatenate([AXES, BESIDE[:2], EQUATOR[:5], np.zeros((1, 3))])
+    for primitive, a in of_matrices(lmax, lmax == 16, vectors=vectors):
+        tensors = [tensor(x) if isinstance(x, np.ndarray) else x for x in a]
+        with registry.asking("triton"):
+            got = primitive(*tensors)
+        for one, other in zip(got, primitive.formula(a), strict=True):
+            assert error(one.numpy(), other) < 1e-13
+
+
+@needs_torch
+@pytest.mark.parametrize("order", [3, 4])
+def test_higher_derivatives_of_matrices(torch_backend, order):
+    """No kernel has a third derivative: torch differentiates the formula, and it is right."""
+    x = tensor(unit(directions()[-3:]) * 1.2).requires_grad_()
+    rng = np.random.default_rng(order)
+    weights, steps = tensor(rng.normal(size=(3, 35))), tensor(rng.normal(size=(order, 3, 3)))
+
+    def derivative(x):
+        value = (wigner_d(x, 2, packed=True, backend=torch_backend) * weights).sum()
+        for step in steps[1:]:
+            (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+            value = (gradient * step).sum()
+        return value
+
+    assert torch.autograd.gradcheck(derivative, (x,))
+
+
+GUARDED_MATRICES = """
+import numpy as np
+from fusedops.harmonics import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
+from guarded import fill, guarded
+
+
+for at_the_end in (True, False):
+    for lmax, layout, count, dtype in SIZES:
+        rng = np.random.default_rng(0)
+        shapes = [(count, 3), (count, *matrix_size(lmax, layout == "packed")), (count, 3)]
+        arrays = [guarded(rng.normal(size=s).astype(dtype), at_the_end) for s in shapes]
+        for number, primitive in enumerate((matrices, matrices_vjp, matrices_vjp_vjp), 1):
+            a = primitive.Arguments(*arrays[:number], lmax, layout)
+            outputs = [
+                guarded(np.full(d[0], np.nan, dtype), at_the_end) for d in primitive.describe(a)
+            ]
+            fill(primitive, a, outputs)
+            for got, want in zip(outputs, primitive.formula(a)):
+                np.testing.assert_allclose(got, want, atol=1e-11 if dtype == "f8" else 1e-4)
+"""
+# Edges that fill no tile, one, and some of the next.
+MATRIX_SIZES = {
+    True: [(1, "dense", 33, "f4"), (2, "packed", 5, "f8"), (3, "dense", 5, "f4")],
+    False: [
+        (lmax, layout, count, dtype)
+        for lmax in (0, 1, 2, 5)
+        for count in (1, 16, 70)
+        for layout, dtype in (("dense", "f8"), ("packed", "f4"))
+    ],
+}
+
+
+@needs_linux
+@pytest.mark.parametrize("place", FILLING, ids="-".join)
+def test_kernels_of_matrices_read_nothing_beyond_their_arrays(place):
+    guarded.run(place, GUARDED_MATRICES, SIZES=MATRIX_SIZES[place[1] == "triton"])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("lmax", [0, 2])
-def test_matrices_of_no_edges(formula, lmax, packed):
+def test_matrices_of_no_edges(quick, lmax, packed):
     shape = (0, 35 if lmax else 1) if packed else (0, (lmax + 1) ** 2, (lmax + 1) ** 2)
-    assert matrices(formula, np.zeros((0, 3)), lmax, packed=packed).shape == shape
+    assert matrices(quick, np.zeros((0, 3)), lmax, packed=packed).shape == shape
     _, pullback = wigner_d.vjp(np.zeros((0, 3)), lmax, packed=packed)
     assert pullback(np.zeros(shape))[0].shape == (0, 3)
 

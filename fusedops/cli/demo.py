@@ -432,9 +432,7 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
         r = xp.sqrt((vectors * vectors).sum(-1))[:, None]
         near, off = 1 - (r / cutoff) ** 2, (r - _like(xyz, centres)) / width
         radial = near**3 * xp.exp(-off * off / 2)
-        # The matrices have no kernels.
-        plain = "torch" if is_tensor(xyz) else "numpy"
-        wigner, pull_wigner = call(wigner_d, vectors, lmax, packed=True, backend=plain)
+        wigner, pull_wigner = call(wigner_d, vectors, lmax, packed=True)
         told = _like(xyz, atoms)[source]
         scattered = told * (radial @ _like(xyz, first)).reshape(-1, lmax + 1, channels)
         transposed = partial(call, transpose=True)
@@ -467,7 +465,7 @@ def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
         return evaluate(xyz, weights, graph, backend, vjp=False)[0]
 
     def explain(xyz: Any, weights: Any, graph: Any) -> Any:
-        # All three ops with kernels share one primitive.
+        # One primitive is behind all three rotations.
         return fusedops.permute_wigner_inv.explain(xyz[:, :1, None], xyz[:, :1])
 
     op: Any = edge_energy
