@@ -177,6 +177,8 @@ def test_temporaries_stay_below_the_limit(backend, most, monkeypatch, gate, dire
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_less_memory_takes_a_little_longer(backend, monkeypatch, direction):
     """Parts are tiles and strips: half of the memory takes at most three times the work."""
+    if backend == "numba" and not isa.why_not():
+        pytest.skip("both backends cut an update up by the same code")
     rows = [0]
 
     def counted(self, room, xn, *rest, real=trimul._Update.projected):
