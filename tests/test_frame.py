@@ -29,6 +29,13 @@ from places import needs_torch
 
 HEAVY = ("torch", "triton", "numba", "gemmi", "scipy", "matplotlib", "rich")
 
+#: One kernel, quick to compile.
+TOKENS = """
+import numpy as np, fusedops
+x, kernels = np.ones((1, 4, 2)), np.ones((2, 3))
+assert fusedops.dynamic_conv(x, kernels).sum() == 18
+"""
+
 SQUARE = """
 import numpy as np, fusedops
 xyz = np.array([[0, 0, 0.1], [1, 0, -0.1], [1, 1, 0.1], [0, 1, -0.1]])
@@ -470,13 +477,16 @@ def test_numba_without_a_folder_for_its_cache(tmp_path):
     caching._CacheLocator.ensure_cache_path = lambda self: (_ for _ in ()).throw(OSError("no"))
     """
     told = python(
-        textwrap.dedent(code) + without("cpukern._cpu") + SQUARE + "print(explain().backend)",
+        textwrap.dedent(code)
+        + without("cpukern._cpu")
+        + TOKENS
+        + "print(fusedops.dynamic_conv.explain(x, kernels).backend)",
         NUMBA_CACHE_DIR=nowhere,
         HOME=nowhere,
     )
     assert told.strip() == "numba"
     cache = tmp_path / "cache"
-    python(without("cpukern._cpu") + SQUARE, NUMBA_CACHE_DIR=str(cache))
+    python(without("cpukern._cpu") + TOKENS, NUMBA_CACHE_DIR=str(cache))
     assert list(cache.rglob("*.nbi"))
 
 
