@@ -278,7 +278,6 @@ import os, sys
 import numpy as np
 import fusedops
 from fusedops.samples import protein
-from places import needs_torch
 from fusedops.bench.workloads import WORKLOADS, Source
 xyz, indices = protein(6000, np.random.default_rng(0))
 planes = fusedops.Planes([(i, np.full(len(i), 0.02)) for i in indices])

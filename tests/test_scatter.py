@@ -708,7 +708,7 @@ def test_raw_indices_under_torch_func():
 
     want = torch.func.grad(lambda cube: structured_scatter_add(cube, p.plan).square().sum())(cube)
     assert torch.equal(torch.func.grad(lambda cube: total(cube, wa))(cube), want)
-    with pytest.raises(TypeError, match=r"wa is what torch\.func maps over"):
+    with pytest.raises(TypeError, match=r"wa is mapped over or differentiated by torch\.func"):
         torch.vmap(total, (None, 0))(cube, wa[None])
 
 

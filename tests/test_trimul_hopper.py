@@ -96,7 +96,9 @@ def test_kernels_compile(channels, tmp_path):
     settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     settings.pop("TRITON_INTERPRET", None)
     code = f"CHANNELS = {channels}\n{COMPILE}"
-    done = subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True
+    )
     assert done.stdout == "compiled\n", done.stderr
 
 

@@ -1652,7 +1652,9 @@ def test_a_raw_edge_index_under_torch_func():
 
     want = torch.func.grad(total)(x, fusedops.Edges(index, 2))
     assert torch.equal(torch.func.grad(lambda x: total(x, index))(x), want)
-    with pytest.raises(TypeError, match=r"edge_index is what torch\.func maps over"):
+    with pytest.raises(
+        TypeError, match=r"edge_index is mapped over or differentiated by torch\.func"
+    ):
         torch.vmap(total, (None, 0))(x, index[None])
 
 
