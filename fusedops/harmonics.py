@@ -427,19 +427,19 @@ def wigner_d(
 
     Notes
     -----
-    A rotation that turns a vector to an axis is free to turn about that axis, and no choice of it
-    is continuous all over the sphere. Here it jumps at y = 0, between the shortest rotation (y ≥ 0)
-    and half a turn about x followed by the shortest rotation (y < 0): there is no pole, and
-    derivatives of every order are finite in every direction; that of order k falls with the length
-    to the power k. What commutes with turns about the axis, as
-    every operation on an eSCN message does, gives energies that don't see the jump. A vector of
-    length zero counts as the axis, with a gradient of zero.
+    A rotation that turns a vector to an axis is free to turn about that axis too, and no choice of
+    this turn is continuous all over the sphere. Here the rotation jumps at y = 0, between the
+    shortest rotation (y ≥ 0) and half a turn about x followed by the shortest rotation (y < 0):
+    there is no pole, and derivatives of every order are finite in every direction; a derivative of
+    order k falls with the length to the power k. Operations that commute with turns about the axis,
+    as all on an eSCN message do, give energies without the jump. A vector of length zero counts as
+    the axis, with a gradient of zero.
 
-    Gradients are to any order by torch.autograd, and the first in NumPy and by torch.func. The
-    definition makes degrees one from the other, by Clebsch-Gordan products with the rotation.
-    Kernels for value, first and second derivative evaluate Wigner's closed form by recursions, in
-    float64, and round once. Neither has an angle. For higher derivatives torch differentiates the
-    definition, which on a GPU serves degrees above 15 too.
+    Torch differentiates to any order, and NumPy's `.vjp` to the first. The definition makes each
+    degree from the one before, by a Clebsch-Gordan product with the rotation. Kernels for value,
+    first and second derivative evaluate Wigner's closed form by recursions, in float64, and round
+    once. Neither has an angle. For higher derivatives torch differentiates the definition, which on
+    a GPU serves degrees above 15 too.
 
     References
     ----------

@@ -90,11 +90,6 @@ def _directions(ddedge_vec, e, live, row, column, x, y, z, turned, length):
 
 
 @triton.jit
-def _times(ar, ai, br, bi):
-    return ar * br - ai * bi, ar * bi + ai * br
-
-
-@triton.jit
 def _raised(x, z, k, zero, LEVELS: tl.constexpr):
     """Return the powers k, k - 1 and k - 2 of z + i x; 1 for one that isn't there."""
     re, im = zero + 1, zero
