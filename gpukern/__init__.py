@@ -1,4 +1,4 @@
-"""GPU kernels in Triton, one module or package a family of ops, which registers its kernels."""
+"""GPU kernels in Triton: every family of ops has a module or package that registers them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, Any], None]:
-    """Return what does a kernel's work for arguments of one kind."""
+    """Return a function that does a kernel's work for arguments of one kind."""
     from gpukern import tape
 
     return tape.per_plan(kernel, device)

@@ -10,6 +10,6 @@ LOGISTIC = tl.constexpr(
     add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"""
 )
 
-# What one is in a gate that is kept in fp16 beside factors in bfloat16, so that those near zero
-# have all digits: down to 2e-9.
+# Beside factors in bfloat16, a gate is kept in fp16 times ONE, so that gates down to 2e-9 have all
+# digits.
 ONE = tl.constexpr(2.0**15)

@@ -24,9 +24,9 @@ from fusedops._frame.registry import register
 from fusedops.conv import CHUNK
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Warps of a program, and how many taps of a channel have their loads in flight together.
+# Warps of a program, and taps of a channel whose loads are in flight together.
 _WARPS, _TAPS = 4, 32
-# Elements that every stride is a multiple of where vectors are loaded.
+# Where vectors are loaded, every stride is a multiple of so many elements.
 _UNIT = 8
 
 
@@ -34,10 +34,10 @@ _UNIT = 8
 def _find_run(
     run, chunks, starts, sequences, tokens, runs, length, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Return sequence, batch, where the sequence begins and ends, and its tokens of this run."""
+    """Return a run's sequence and batch, the sequence's begin and end, and the run's own."""
     if PACKED:
         chunk = chunks + 2 * (run // runs)
-        # Whatever they say, it is within the arrays.
+        # Clamped, so that no bad number reaches outside of the arrays.
         sequence = tl.minimum(tl.maximum(tl.load(chunk), 0), sequences - 1)
         batch = sequence * 0
         begin = tl.minimum(tl.maximum(tl.load(starts + sequence), 0), tokens)
@@ -114,7 +114,7 @@ def _window_before(
     x, state, sequence, begin, first, d, x_token, W: tl.constexpr, D: tl.constexpr,
     HAS_STATE: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Load the W - 1 inputs before a token, from the state those before the sequence."""
+    """Load the W - 1 inputs before a token; inputs before the sequence come from the state."""
     inside = d < D
     window = ()
     for w in tl.static_range(W - 1):
@@ -244,7 +244,7 @@ def _backward_kernel(
     ON_INPUTS: tl.constexpr = WANT_X or WANT_STATE
     stop = last
     if ON_INPUTS:
-        # The last W - 1 of these may lie past the end, where all that is loaded is zero.
+        # The last W - 1 tokens may lie past the end, where loads give zeros.
         stop = tl.where(first < last, last + W - 1, last)
     t = first
     while t < stop:
@@ -271,7 +271,7 @@ def _backward_kernel(
             if SILU:
                 h = _convolved(k, window, shift, W, FLOAT)
                 s = _sigmoid(h)
-                # What lies past the end must stay zero, whatever is in the window.
+                # Past the end, v must stay zero, even where h is infinite or NaN.
                 v = tl.where(t + step < end, v * s * (1 + h * (1 - s)), 0.0)
             if ON_INPUTS:
                 grown = ()
@@ -385,13 +385,13 @@ def _aligned(width: int, channels: int, strides: Sequence[int], arrays: Sequence
         and not channels % _UNIT
         and not any([stride % _UNIT for stride in strides])
         and not any([array.data_ptr() % 16 for array in arrays])
-        # There, what is known of a pointer says more than its alignment.
+        # On HIP, specializing a pointer fixes more than its alignment.
         and torch.version.hip is None
     )
 
 
 def _block(kernels: Any, vector: bool) -> int:
-    """Return how many channels a program takes: to a lane one, or 16 bytes of taps."""
+    """Return how many channels a program takes: a lane has one, or 16 bytes of taps."""
     return 32 * _WARPS * (max(1, 4 // kernels.itemsize) if vector else 1)
 
 
@@ -401,12 +401,12 @@ def _steps(width: int) -> int:
 
 
 def _length(width: int, summed: bool) -> int:
-    """Return the tokens of a run: enough to be worth W - 1 more, or a row of sums."""
+    """Return the tokens of a run: enough to pay for W - 1 tokens more, or for a row of sums."""
     return CHUNK if summed or width > 16 else CHUNK // 2 if width > 8 else CHUNK // 4
 
 
 def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
-    """Pass a state on through sequences without a token; those that have some write over it."""
+    """Pass a state on through sequences without a token; sequences with tokens write over it."""
     if states is None or (sequences is None and x.shape[1]):
         return
     states.zero_() if given is None else states.copy_(given)

@@ -3,13 +3,13 @@
 A program takes some pairs of a row and of four voxels along z, which lie together in memory where
 the grid allows, and walks along x with them: all that depends on y and z is computed before. A form
 is written as c (x + u y + v z)² and a rest. Where the cell has right angles, an isotropic atom's
-Gaussians are products of factors, and no exponential of the voxels is left in the loop. The map is
-added to atomically, in an order that changes from run to run; where torch is asked for
-deterministic algorithms its own serve. The gradient is the program's own.
+Gaussians are products of factors, and no exponential of the voxels is left in the loop. Additions
+to the map are atomic, in an order that changes from run to run; torch's own operations serve where
+it is asked for deterministic algorithms. A gradient is written by its atom's program alone.
 
 Bytes are few: atoms and map once. For an atom of V voxels and G Gaussians the map takes V atomic
-additions and about V · (G + 5) operations, the gradient about V · (3 G + 12); of other cells and of
-anisotropic atoms V · G exponentials.
+additions and about V · (G + 5) operations, the gradient about V · (3 G + 12); other cells and
+anisotropic atoms take V · G exponentials too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gpukern.launch import Launcher, kernel_of_any_size, wide
 # Voxels that a program takes at a time, in either kernel, and its warps.
 _VOXELS, _VOXELS_BACK, _WARPS = 128, 128, 1
 
-# Atoms up to which one launch takes all, those that are apart from their images and the others: a
-# GPU runs so many at once, and a second launch takes the host longer than they take the GPU.
+# Up to so many atoms, one launch takes atoms apart from their images and the others: a GPU runs all
+# at once, and a second launch takes the host longer than the atoms take the GPU.
 _FEW = 1 << 11
 
 _PI = tl.constexpr(3.141592653589793)
@@ -133,7 +133,7 @@ def _atom(
 
 @triton.jit
 def _axis(x, y, z, a, b, c, r, scale, size, usable):
-    """Return an atom's place along an axis, in voxels of the grid, and those that it reaches."""
+    """Return an atom's place along an axis of the grid, and the first and last voxel it reaches."""
     at = tl.where(usable, a * x + b * y + c * z, 0.0)
     at = at - tl.floor(at / size) * size
     reach = tl.minimum(r * tl.load(scale) * (1 + _SLACK), tl.load(scale + 3))
@@ -147,8 +147,8 @@ def _gaussian(
     b, amplitudes, widths, step, n, g,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Return a Gaussian's norm, its form in Å⁻², and a vector's in voxels where it has its own."""
-    # An inverse wants more digits than it leaves.
+    """Return a Gaussian's norm, its form in Å⁻², and, if anisotropic, its form in voxels."""
+    # Inverting a matrix loses digits.
     width = tl.load(widths + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
     norm = tl.load(amplitudes + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
     if ANISOTROPIC:
@@ -173,14 +173,14 @@ def _gaussian(
 
 @triton.jit
 def _wrapped(at, size):
-    """Return an index of the grid for one that may be cells away, on either side."""
+    """Return an index within the grid for an index that may be cells away, on either side."""
     return ((at % size) + size) % size
 
 
 @triton.jit
 def _distance(x, y, z, step):
-    # Fused by hand: a compiler fuses copies of this differently, and both of two equally near
-    # images would be lost.
+    # Fused by hand: a compiler may fuse copies of this differently, and two equally near images
+    # would then both be lost.
     wx = tl.fma(x, step[0], tl.fma(y, step[1], z * step[2]))
     wy = tl.fma(x, step[3], tl.fma(y, step[4], z * step[5]))
     wz = tl.fma(x, step[6], tl.fma(y, step[7], z * step[8]))
@@ -189,7 +189,7 @@ def _distance(x, y, z, step):
 
 @triton.jit
 def _nearest(inside, images, x, y, z, ax, ay, az, step):
-    """Leave only voxels no image of which is nearer; of two alike, the first counts."""
+    """Keep only voxels without a nearer image; of two equally near, the first counts."""
     own = _distance(x - ax, y - ay, z - az, step)
     for i in range(7):
         a = tl.load(images + 3 * i)
@@ -227,7 +227,7 @@ def _pairs(
     first, ay, az, low_y, high_y, low_z, high_z, ny, nz,
     QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Return voxels of pairs from the first on: indices, whether in the box, vectors, and place."""
+    """Return voxels of pairs from `first` on: indices, whether in the box, vectors, and place."""
     fours = _fours_up_to(low_z, QUAD)
     count = tl.maximum(_fours_up_to(high_z, QUAD) - fours + 1, 1)
     pair = first + tl.arange(0, PAIRS)[:, None]
@@ -245,7 +245,7 @@ def _pairs(
 
 @triton.jit
 def _fours_up_to(z, QUAD: tl.constexpr):
-    """Return the last four that begins at z or before."""
+    """Return the number of the last four voxels that begin at z or before."""
     return tl.floor(z.to(tl.float64) / QUAD).to(tl.int32)
 
 
@@ -254,7 +254,7 @@ def _parts(
     norms, rates, forms, dy, dz, flat,
     COUNT: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Return what of Gaussians doesn't depend on x: factors, exponents, or exponents and shifts."""
+    """Return the parts of Gaussians that don't depend on x: factors, or exponents and shifts."""
     parts, shifts = (), ()
     for g in tl.static_range(COUNT):
         if UPRIGHT:
@@ -295,7 +295,7 @@ def _splat(
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, APART: tl.constexpr, CROWDED: tl.constexpr,
 ):  # fmt: skip
-    """Add an atom to the map: one APART from its images, or whose box meets them (CROWDED)."""
+    """Add an atom to the map, if it is APART from its images, or its box meets them (CROWDED)."""
     n = tl.program_id(0).to(tl.int64)
     if order is not None:
         n = tl.load(order + tl.program_id(0)).to(tl.int64)
@@ -393,7 +393,7 @@ def _splat_vjp(
     zero = square * 0.0
     total, by_x, by_y, by_z = zero, zero, zero, zero
     by_b = (zero, zero, zero, zero, zero, zero)
-    # All Gaussians together where sums of them are all that is wanted; otherwise one by one.
+    # Isotropic Gaussians share moments; every anisotropic Gaussian has its own.
     for group in tl.static_range(G if ANISOTROPIC else 1):
         norms, rates, forms = (), (), ()
         for g in tl.static_range(1 if ANISOTROPIC else G):
@@ -414,7 +414,7 @@ def _splat_vjp(
             parts, shifts = _parts(
                 norms, rates, forms, dy, dz, flat, 1 if ANISOTROPIC else G, ANISOTROPIC, UPRIGHT
             )
-            # What is multiplied by y and z once for all x.
+            # Sums over x, which are multiplied by y and z once.
             one = tl.zeros((PAIRS, QUAD), FLOAT)
             by_dx, sharp = one, one
             x = low_x
@@ -454,7 +454,7 @@ def _splat_vjp(
                             )  # fmt: skip
                         sum_0 += factor * e
                         sum_1 += (factor * rates[g]) * e
-                        # 1 / (B + b) is as a rate.
+                        # 1 / (B + b) is proportional to the rate.
                         if WANT_B:
                             sum_2 += (factor * rates[g] * rates[g]) * e
                     m += value * sum_0
@@ -505,7 +505,7 @@ def _splat_vjp(
             # Rates have log₂e in them.
             total, by_x, by_y, by_z = _sum(m), wx / _LOG2_E, wy / _LOG2_E, wz / _LOG2_E
             by_b = (_sum(mb) / (4 * _PI * _PI * _LOG2_E * _LOG2_E), zero, zero, zero, zero, zero)
-    # What has no density has no gradient.
+    # An atom without a density has no gradient.
     if WANT_XYZ:
         tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0).to(FLOAT))
         tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0).to(FLOAT))
@@ -524,7 +524,7 @@ def _sum(tile):
 
 
 _ALIGNED = {4: ("out", "cotangent"), 1: ()}
-# More programs at a time, for fewer registers each: of the map, and of gradients.
+# With fewer registers each, more programs run at a time.
 _forward, _backward, _backward_anisotropic = (
     {q: Launcher(kernel_of_any_size(f, names), _WARPS, most) for q, names in _ALIGNED.items()}
     for f, most in ((_splat, 80), (_splat_vjp, 96), (_splat_vjp, 80))
@@ -532,7 +532,7 @@ _forward, _backward, _backward_anisotropic = (
 
 
 def _order(xyz: Any, lattice: Lattice) -> Any:
-    """Return the atoms by the plane that they are on: the map there then stays in cache."""
+    """Return the order of atoms by plane, in which the map around them stays in cache."""
     to_plane = lattice.tensors_here().to_grid[0].to(torch.float32)
     plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
     kind = torch.int16 if lattice.nx < 2**15 else torch.int32
@@ -540,7 +540,7 @@ def _order(xyz: Any, lattice: Lattice) -> Any:
 
 
 def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
-    """Return contiguous arrays, sizes and constants that both kernels take, and how z is cut."""
+    """Return arrays, sizes and constants that both kernels take, and the voxels taken at once."""
     lattice = a.lattice
     xyz, b, occupancy = (array.contiguous() for array in a[:3])
     constants = [array.contiguous() for array in (a.amplitudes, a.widths, a.radius)]
@@ -555,7 +555,7 @@ def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
 
 
 def _passes(count: int) -> tuple[tuple[bool, bool], ...]:
-    """Return for each launch whether it takes atoms apart from their images, and the others."""
+    """Return for each launch whether it takes atoms apart from their images, and whether others."""
     return ((True, True),) if count <= _FEW else ((True, False), (False, True))
 
 
@@ -568,7 +568,7 @@ def gaussian_density(a: Any, y: Any) -> None:
     if torch.are_deterministic_algorithms_enabled():
         out.copy_(definition.formula(a)[0])
         return
-    # Atomic sums of 16 bits would lose what float32 keeps.
+    # Atomic sums in 16 bits would lose digits that float32 keeps.
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     if len(xyz):
         given, sizes, constants, quad = _layout(a, order, total, _VOXELS)

@@ -1,10 +1,9 @@
-"""Wigner D matrices and their derivatives on the GPU: a tile of edges, a pair of orders to a lane.
+"""Wigner D matrices and their derivatives on the GPU: a program has a tile of edges.
 
-`fusedops.harmonics.recursion` has the formulas, of which a lane of orders n ≥ m evaluates its own,
-degree by degree, in float64. Matrices are written as they lie in memory, contiguously: of every
-element, the parts come from the lanes of its orders. Cotangents are read by the lanes of the pairs,
-eight elements each, from the nearest cache. With u(v) = v / |v|, a function of u has the gradient
-(g - u (u·g)) / |v| by v.
+`fusedops.harmonics.recursion` has the formulas. Every lane evaluates them for a pair of orders
+n ≥ m, degree by degree, in float64. Matrices are written contiguously: the parts of an element come
+from the lane of its orders. A lane reads the cotangents of its pair, eight elements, from the
+nearest cache. With u(v) = v / |v|, a function of u has the gradient (g - u (u·g)) / |v| by v.
 
 Bytes, once each: the vectors in, and the matrices out; for a derivative, their cotangents in.
 """
@@ -31,20 +30,20 @@ from fusedops.harmonics import (
 )
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
-# The degree up to which a thread has an edge, with code for every element; edges and warps of a
-# program there.
+# Up to this degree a thread has an edge, with code for every element; the edges and warps of such a
+# program.
 _OWN, _EDGES, _OWN_WARPS = 2, 32, 1
-# Above, lanes of a program, its warps, and elements that it writes at once.
+# Above that degree, the lanes of a program, its warps, and the elements that it writes at once.
 _LANES, _WARPS, _COLUMNS = 256, 4, 128
-# The largest degree whose pairs of orders are lanes; plain torch has those above.
+# The largest degree whose pairs of orders are lanes; plain torch serves higher degrees.
 _MOST = 15
 
 
 @triton.jit
 def _units(edge_vec, e, live, row, column):
-    """Load vectors, turned into y ≥ 0: unit vectors, the sign of y, and lengths.
+    """Return vectors' unit vectors, turned into y ≥ 0, the sign of y, and lengths.
 
-    One of length zero is the axis, infinitely long.
+    A vector of length zero is the axis, infinitely long.
     """
     at = edge_vec + e * row
     x = tl.load(at, mask=live, other=0.0).to(tl.float64)
@@ -53,7 +52,7 @@ def _units(edge_vec, e, live, row, column):
     turned = tl.where(y < 0, -1.0, 1.0).to(tl.float64)
     scale = tl.full(x.shape, 1.0, tl.float64)
     if edge_vec.dtype.element_ty == tl.float64:
-        # The squares of any narrower float are numbers.
+        # The squares of narrower floats neither overflow nor vanish in float64.
         scale = tl.maximum(tl.maximum(tl.abs(x), tl.abs(y)), tl.abs(z))
         scale = tl.where(scale == 0, 1.0, scale)
         x = x / scale
@@ -63,7 +62,7 @@ def _units(edge_vec, e, live, row, column):
     none = square == 0
     length = tl.where(none, 1.0, tl.sqrt(square))
     y = tl.where(none, 1.0, y)
-    # No number where a length is infinite.
+    # The inverse of an infinite length is NaN.
     inverse = 1 / length + 0 * square
     length = tl.where(none, float("inf"), length * scale)
     return x * inverse, turned * y * inverse, turned * z * inverse, turned, length
@@ -76,7 +75,7 @@ def _times(ar, ai, br, bi):
 
 @triton.jit
 def _directions(ddedge_vec, e, live, row, column, x, y, z, turned, length):
-    """Load directions: their tangents of unit vectors, and of the logarithms of lengths."""
+    """Return the tangents along directions of unit vectors, and of the logarithms of lengths."""
     at = ddedge_vec + e * row
     dx = tl.load(at, mask=live, other=0.0).to(tl.float64)
     dy = tl.load(at + column, mask=live, other=0.0).to(tl.float64) * turned
@@ -91,7 +90,7 @@ def _directions(ddedge_vec, e, live, row, column, x, y, z, turned, length):
 
 @triton.jit
 def _raised(x, z, k, zero, LEVELS: tl.constexpr):
-    """Return the powers k, k - 1 and k - 2 of z + i x; 1 for one that isn't there."""
+    """Return the powers k, k - 1 and k - 2 of z + i x; 1 for a negative power."""
     re, im = zero + 1, zero
     ar, ai = z, x
     least = tl.maximum(k - 2, 0)
@@ -138,7 +137,7 @@ def _load(g, l, i, j, row, column, mask, PACKED: tl.constexpr):
     if len(mask.shape) == 1:
         found = tl.load(g + at, mask=mask, other=0.0)
     else:
-        # In one row, since a compiler that finds no order in addresses takes edges for neighbours.
+        # In one row: a compiler that finds no order in addresses takes edges for neighbours.
         at = tl.reshape(g + at, (mask.numel,))
         found = tl.load(at, mask=tl.reshape(mask, (mask.numel,)), other=0.0)
         found = tl.reshape(found, mask.shape)
@@ -182,7 +181,7 @@ def _write(
         n = tl.maximum(rows, columns)
         m = tl.minimum(rows, columns)
         mirrored = rows < columns
-        # Whether the orders are negative that are ±n and ±m.
+        # Whether the order ±n is negative, and whether the order ±m is.
         of_n = tl.where(mirrored, j, i) < 0
         of_m = tl.where(mirrored, i, j) < 0
         crossed = of_n != of_m
@@ -192,7 +191,7 @@ def _write(
         b = tl.gather(high, index, 1)
         value = tl.where(crossed & of_m, -a, a) + tl.where(of_n & of_m, -b, b)
         negative = mirrored & ((n + m) % 2 != 0)
-        # The half turn.
+        # The half turn changes columns' signs.
         other = (turned < 0) & ((l % 2 != 0) == (j >= 0))
         value = tl.where(negative != other, -value, value).to(out.dtype.element_ty)
         if PACKED:
@@ -205,14 +204,14 @@ def _write(
 
 @triton.jit
 def _pulled(re, im, dre, dim, k, ar, ai, br, bi):
-    """Return the gradient by x, y and z of Re((re - i im) ρ^k), of powers k and k - 1 of ρ."""
+    """Return the gradient by x, y and z of Re((re - i im) ρ^k), from powers k and k - 1 of ρ."""
     return k * (im * br - re * bi), dre * ar + dim * ai, k * (re * br + im * bi)
 
 
 @triton.jit
 def _turned(re, im, dre, dim, ddre, ddim, k, ar, ai, br, bi, cr, ci, dx, dy, dz):
-    """Return the tangent of what `_pulled` returns."""
-    # Of the weights, which are functions of y, and of the powers.
+    """Return the tangent of the gradient that `_pulled` returns."""
+    # First for moving weights, which are functions of y, and then for moving powers.
     hx, hy, hz = _pulled(dre * dy, dim * dy, ddre * dy, ddim * dy, k, ar, ai, br, bi)
     dar, dai = _times(br, bi, dz, dx)
     dbr, dbi = _times(cr, ci, dz, dx)
@@ -231,7 +230,7 @@ def _finish(
     dedge_vec, e, live, x, y, z, turned, length, dx, dy, dz, along, gx, gy, gz, hx, hy, hz,
     MOVING: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients by vectors, or what these pull directions back to."""
+    """Write gradients by vectors, or (MOVING) their tangents along directions."""
     inner = x * gx + y * gy + z * gz
     if MOVING:
         hx -= along * gx + inner * dx
@@ -282,7 +281,7 @@ def _kernel(
     if WEIGHED:
         re, im, Re, Im, dre, dim, dRe, dIm = zero, zero, zero, zero, zero, zero, zero, zero
     if WRITTEN and not PACKED:
-        # Around the blocks.
+        # Zeros around the blocks.
         nothing = tl.zeros([EDGES, COLUMNS], out.dtype.element_ty)
         for begin in range(0, SIZE, COLUMNS):
             at = begin + tl.arange(0, COLUMNS)[None, :]
@@ -290,7 +289,7 @@ def _kernel(
         tl.debug_barrier()
     below = tl.zeros([1, PAIRS], tl.float64)
     for l in range(0, LMAX + 1):
-        # On to degree l, of pairs which have one below it.
+        # Only pairs with a degree below l go on to l.
         follows = l > n
         root = tl.sqrt(tl.where(follows, (l * l - n * n) * (l * l - m * m), 1).to(tl.float64))
         divisor = tl.maximum(l - 1, 1)
@@ -381,9 +380,9 @@ def _own_quadruple(
     g, l: tl.constexpr, n: tl.constexpr, m: tl.constexpr, row, column, turned, live,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Return what `_quadruple` returns, of orders that the compiler knows."""
+    """Return the weights of `_quadruple`, for orders that the compiler knows."""
     SIGN: tl.constexpr = 1 - 2 * ((n + m) % 2)
-    # Columns of orders m ≥ 0, and of m < 0; either all or none are turned.
+    # The half turn turns either the columns of orders m ≥ 0, or the columns of m < 0.
     plus = _load(g, l, n, m, row, column, live, PACKED)
     a, b, c, d = plus, plus * 0, plus * 0, plus * 0
     if n > m:
@@ -422,7 +421,7 @@ def _advanced(
     y, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, P, dP, ddP, P0, dP0, ddP0,
     ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Return a function of the next degree, with as many derivatives, and those of this degree."""
+    """Return a function and its derivatives of the next degree, and then of this degree."""
     f = A * y + B
     after, dafter, ddafter = f * P - C * P0, dP, ddP
     if ORDER > 0:
@@ -528,7 +527,7 @@ def _own_pair(
 
 @triton.jit
 def _gathered(parts, turned, SOURCES: tl.constexpr, WIDTH: tl.constexpr):
-    """Return rows of the elements that `SOURCES` describes, as `_sources` has it."""
+    """Return rows of elements, which `SOURCES` describes as `_sources` does."""
     LEVELS: tl.constexpr = WIDTH.bit_length() - 1
     EDGES: tl.constexpr = turned.shape[0]
     zero = parts[0] * 0
@@ -626,9 +625,9 @@ def _tables(lmax: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 @functools.cache
 def _sources(lmax: int, packed: bool) -> tuple[int, ...]:
-    """Return which part of a quadruple an element of a row is, times 4; -1 for zero.
+    """Return, for each element of a row, its part of a quadruple, times 4; -1 for zero.
 
-    1 is added for one that the half turn changes the sign of, and 2 for a negative one.
+    1 is added where the half turn changes the element's sign, and 2 where the element is negated.
     """
     size = math.prod(matrix_size(lmax, packed))
     found = np.full(power(size), -1)
@@ -638,7 +637,7 @@ def _sources(lmax: int, packed: bool) -> tuple[int, ...]:
         for n in range(m, lmax + 1):
             for l in range(n, lmax + 1):
                 for k, (i, j) in enumerate(((n, m), (n, -m), (-n, m), (-n, -m))):
-                    # An order of zero has no other sign.
+                    # Order zero has one sign.
                     if (k >= 2 and not n) or (k % 2 and not m):
                         continue
                     for row, column, sign in ((i, j, 0), (j, i, 2 * ((n + m) % 2))):
@@ -655,7 +654,7 @@ def _run(a: Any, dmatrices: Any, ddedge_vec: Any, out: Any, dedge_vec: Any) -> N
     if not count:
         return
     moving, weighed, written = ddedge_vec is not None, dmatrices is not None, out is not None
-    # Any tensor stands for one that isn't touched.
+    # Any tensor stands for a tensor that isn't touched.
     g = dmatrices if weighed else edge_vec
     t = ddedge_vec if moving else edge_vec
     strides = *edge_vec.stride(), *g.stride()[:2], g.stride()[-1], *t.stride()
@@ -705,6 +704,6 @@ def wigner_d_vjp_vjp(a: Any, y: Any) -> None:
     if a.lmax > _MOST:
         _by_formula(matrices_vjp_vjp, a, y)
     else:
-        # The derivative by matrices alone asks for no cotangent of theirs.
+        # The derivative by matrices alone needs no cotangent of matrices.
         dmatrices = None if y.dedge_vec is None else a.dmatrices
         _run(a, dmatrices, a.ddedge_vec, y.ddmatrices, y.dedge_vec)

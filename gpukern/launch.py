@@ -13,9 +13,9 @@ from gpukern import tape
 
 
 def kernel_of_any_size(function: Any, aligned: Sequence[str] = (), jit: Any = triton.jit) -> Any:
-    """Compile for any sizes and any alignment, which change from call to call.
+    """Compile a function for all sizes and alignments, which change from call to call.
 
-    The pointers named in `aligned` are to 16 bytes, in every call. `jit` may be Gluon's.
+    The pointers named in `aligned` are multiples of 16 bytes in every call. `jit` may be Gluon's.
     """
     names = [
         name
@@ -56,15 +56,15 @@ class Launcher:
         # Only NVIDIA's compiler takes a limit.
         if registers is not None and torch.version.cuda is not None:
             self.options["maxnreg"] = registers
-        # As many as kernels are compiled, all of which Triton keeps too: keys hold what a model
-        # fixes, such as channels and degrees, and no size that changes from call to call.
+        # This needs no bound, as Triton keeps every compiled kernel too: keys hold numbers that a
+        # model fixes, such as channels and degrees, and no size that changes from call to call.
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, programs: int, key: tuple[Any, ...], *args: Any) -> None:
         """Launch `programs` of the kernel; `key` holds all that `args` may be compiled for."""
         compiled = self._compiled.get(key)
         if compiled is None:
-            # None again under TRITON_INTERPRET=1, where there is nothing to compile.
+            # It stays None under TRITON_INTERPRET=1, where there is nothing to compile.
             compiled = self._compiled[key] = self.kernel[(programs,)](*args, **self.options)
         else:
             compiled[(programs, 1, 1)](*args)

@@ -21,7 +21,7 @@ from fusedops._frame.registry import register
 from fusedops.planarity import NO_PLANE
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Planes that a program of the first launch takes, and its warps; atoms for the second.
+# Planes and warps of a program of the first launch; atoms and warps of one of the second.
 _BLOCK, _WARPS = 32, 1
 _ATOMS, _ATOM_WARPS = 128, 4
 # Atoms whose loads are in flight together.
@@ -33,7 +33,7 @@ _TINY = tl.constexpr(NO_PLANE)
 
 @triton.jit
 def _coordinates(xyz, i, inside, row_stride, column_stride):
-    """Load x, y, z of atoms i in float64, NaN for those that don't exist."""
+    """Load x, y, z of atoms i in float64, NaN for atoms that don't exist."""
     nan = float("nan")
     at = xyz + i.to(tl.int64) * row_stride
     x = tl.load(at, mask=inside, other=nan).to(tl.float64)
@@ -59,7 +59,7 @@ def _weight(weight, own, entry, active, PER_ATOM: tl.constexpr):
 
 @triton.jit
 def _inverse(x):
-    """1 / x within the range of float32: two steps of Newton's method beat a division."""
+    """Return 1 / x within float32's range: two steps of Newton's method beat a division."""
     y = (1.0 / x.to(tl.float32)).to(tl.float64)
     y += y * (1 - x * y)
     return y + y * (1 - x * y)
@@ -67,9 +67,9 @@ def _inverse(x):
 
 @triton.jit
 def _newton(xx, xy, xz, yy, yz, zz):
-    """Smallest eigenpair of covariances of trace 1, and whether it was found.
+    """Return the smallest eigenpair of covariances of trace 1, and whether it was found.
 
-    `newton_eigenpair` of cpukern/planarity_cython.pyx proves that one found is the smallest.
+    `newton_eigenpair` of cpukern/planarity_cython.pyx proves that a pair found is the smallest.
     """
     minors = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
     determinant = xx * (yy * zz - yz * yz) + xy * (xz * yz - xy * zz) + xz * (xy * yz - xz * yy)
@@ -133,7 +133,7 @@ def _newton(xx, xy, xz, yy, yz, zz):
 
 @triton.jit
 def _rotate(app, aqq, apq, arp, arq, vxp, vyp, vzp, vxq, vyq, vzq):
-    """One Jacobi rotation that zeroes apq; r is the third axis, the v are eigenvector columns."""
+    """Zero apq by a Jacobi rotation; r is the third axis, the v are eigenvector columns."""
     zero = apq == 0
     theta = (aqq - app) / tl.where(zero, 1.0, 2 * apq)
     t = tl.where(theta >= 0, 1.0, -1.0) / (tl.abs(theta) + tl.sqrt(theta * theta + 1))
@@ -149,7 +149,7 @@ def _rotate(app, aqq, apq, arp, arq, vxp, vyp, vzp, vxq, vyq, vzq):
 
 @triton.jit
 def _jacobi(xx, xy, xz, yy, yz, zz):
-    """Smallest eigenpairs of any covariances; zero vectors where there is no plane."""
+    """Return the smallest eigenpairs of any covariances; zero vectors where there is no plane."""
     zero = tl.zeros_like(xx)
     ux, uy, uz = zero + 1, zero, zero
     vx, vy, vz = zero, zero + 1, zero
@@ -178,10 +178,10 @@ def _fit(
     xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
     WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Gather the atoms and fit: an atom, the centroid from there, normal, covariance of trace 1.
+    """Fit planes: return an origin, the centroid from there, normal, covariance of trace 1.
 
-    Distances from an atom, since the one to the origin would cost digits, and from the heaviest:
-    its own share of the trace bounds the terms that cancel when the moments are centred.
+    The origin is an atom, since far coordinates would cost digits, and the heaviest atom: its own
+    share of the trace bounds the terms that cancel when the moments are centred.
     """
     live = n > 0
     first = start
@@ -254,7 +254,7 @@ def _fit(
     scale = tl.where(usable, 1 / tl.where(usable, trace, 1.0), 0.0)
     usable = usable & (scale < float("inf"))
     scale = tl.where(usable, scale, 0.0)
-    # A covariance that is easy to solve stands in for one that there is none of.
+    # A covariance that is easy to solve stands in where a plane has none.
     xx = tl.where(usable, xx * scale, 0.6)
     xy = tl.where(usable, xy * scale, 0.0)
     xz = tl.where(usable, xz * scale, 0.0)
@@ -273,7 +273,7 @@ def _fit(
     nz = tl.where(usable, nz, 0.0)
     mean = zero
     if PER_ATOM and not WEIGHTED:
-        # Of w d about the plain centroid; with one weight, or about the weighted one, it is zero.
+        # The mean of w d is zero with one weight for all, and about the weighted centroid.
         mx = wx - sum_w * cx
         my = wy - sum_w * cy
         mz = wz - sum_w * cz
@@ -442,7 +442,7 @@ def _reduce_kernel(
     out, scratch, reduced, reduced_ptr, nll, constant, atoms, parts, rows, bound,
     VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum every other atom's rows, of which it may have none; the last program sums the value."""
+    """Sum the rows, if any, of every other atom; the last program sums the value."""
     program = tl.program_id(0)
     if VALUE and program == tl.num_programs(0) - 1:
         lane = tl.arange(0, _SUM)
@@ -456,7 +456,7 @@ def _reduce_kernel(
         row = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         listed = row < rows
         i = tl.load(reduced + row, mask=listed, other=0).to(tl.int64)
-        # After the listed atoms come those that no plane has an index for.
+        # After the listed atoms come atoms that no plane has an index for.
         i = tl.where(listed, i, bound + row - rows)
         start = tl.load(reduced_ptr + row, mask=listed, other=0)
         n = tl.load(reduced_ptr + row + 1, mask=listed, other=0) - start

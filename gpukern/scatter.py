@@ -1,12 +1,12 @@
 """Structured scatter and gather on the GPU.
 
-Where all cubes are boxes of a periodic grid, which a plan finds out, a scatter's programs own tiles
-of the grid and sum what the cubes have there, in their order; those of a gather own cubes. No
-offset is read. Bytes: the cubes once, and the map once.
+Where all cubes are boxes of a periodic grid, as a plan finds out, the programs of a scatter own
+tiles of the grid and sum the cubes' elements there, in the order of cubes; the programs of a gather
+own cubes. No offset is read. Bytes: the cubes once, and the map once.
 
 For any other offsets a program takes a cube, with its offsets within a plane in registers. The
-scatter adds atomically, in an order that changes from run to run; where torch is asked for
-deterministic algorithms its own serve. Whatever an offset says, what lies outside of the map is
+scatter adds atomically, in an order that changes from run to run; torch's own operations serve
+where it is asked for deterministic algorithms. An element whose offset is outside of the map is
 left alone.
 """
 
@@ -24,10 +24,10 @@ from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
 # Elements of a plane that a program takes at a time, for any offsets.
 _BLOCK = 512
-# Elements of a box that a program copies at a time, and programs for a box.
+# Elements of a box that a program copies at a time, and the programs of a box.
 _COPIED = 256
 _SHARES = 2
-# Pairs of a tile and a cube whose elements are on their way at a time.
+# Pairs of a tile and a cube whose loads are in flight together.
 _AHEAD = 2
 
 
@@ -37,7 +37,7 @@ def _own(
     TX: tl.constexpr, TY: tl.constexpr, TZ: tl.constexpr, FIELD: tl.constexpr,
     AHEAD: tl.constexpr, FLOAT: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Sum in a tile of the grid what all cubes have there."""
+    """Sum the elements that all cubes have in a tile of the grid."""
     tile = tl.program_id(0)
     across = tl.cdiv(columns, TZ)
     along = tl.cdiv(rows, TY)
@@ -56,7 +56,7 @@ def _own(
             i = (pair & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
             j = (pair >> FIELD & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
             k = (pair >> 2 * FIELD & ((1 << FIELD) - 1)).to(tl.int32) - (1 << FIELD - 1)
-            # What is negative is large without a sign.
+            # Without a sign, a negative number is large.
             live = (x + i).to(tl.uint32, bitcast=True) < NX
             live = live & ((y + j).to(tl.uint32, bitcast=True) < NY)
             live = live & ((z + k).to(tl.uint32, bitcast=True) < NZ) & (at + ahead < end)
@@ -143,7 +143,7 @@ def _sum(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
 
 
 def _fetch(cubes: Any, grid: Any, plan: ScatterPlan) -> None:
-    """Write what the grid has in all boxes to the cubes."""
+    """Copy all boxes of the grid to the cubes."""
     order, origins = plan.sorted.order, plan.sorted.origins
     integers = _SHARES, *plan.grid
     constants = *cubes.shape[1:], _COPIED, _long(grid)
@@ -177,7 +177,7 @@ def structured_scatter_add(a: Any, y: Any) -> None:
     if torch.are_deterministic_algorithms_enabled():
         out.copy_(definition.formula(a)[0])
         return
-    # Atomic sums of 16 bits would lose what float32 keeps.
+    # Atomic sums in 16 bits would lose digits that float32 keeps.
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     _move(density_cube.contiguous(), total, plan, back=False)
     if total is not out:

@@ -1,9 +1,9 @@
 """Replays the work of a kernel's Python for further arguments of the same kind.
 
-All that a kernel here does on the host follows from the kinds of its arguments: which compiled
-forms are launched with which integers, and what torch is asked for in between. So the first call of
-a kind is recorded, launch by launch, and later ones launch the same on other addresses, in a tenth
-of the time. A kernel that asks torch for a value, whose work might change with it, is not replayed.
+A kernel's work on the host follows from the kinds of its arguments: the compiled forms it launches,
+their integers, and the calls of torch in between. So the first call of a kind is recorded, launch
+by launch, and later calls launch the same forms on other addresses, in a tenth of the time. A
+kernel that asks torch for a value is not replayed, as its work might change with the value.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from triton import knobs
 
 from fusedops._frame.packed import Packed
 
-#: More steps than this are as long on a GPU as on the host.
+#: More steps than this take a GPU as long as the host.
 _LONGEST = 256
 
-#: Bytes up to which memory that kernels alone use is asked for at once, and of which torch's memory
-#: is a multiple.
+#: Bytes up to which the memory that kernels alone use is asked for at once, and the unit of torch's
+#: memory.
 _TOGETHER, _UNIT = 1 << 24, 512
 
-# Triton's launcher is no public interface: that of another version may differ.
+# Triton's launcher is no public interface: another version's may differ.
 _DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not None
 
 _here = threading.local()
@@ -37,7 +37,7 @@ _EMPTY = {
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default,
     aten.empty_strided.default, aten.new_empty_strided.default,
 }  # fmt: skip
-#: Functions that take the same arguments as operators, which look them up in a schema first.
+#: Functions for operators: they take the same arguments, but skip the look into a schema.
 _FASTER = {
     aten.add.Tensor: torch.add,
     aten.baddbmm.out: torch.baddbmm,
@@ -67,8 +67,8 @@ class _Ref(NamedTuple):
 class _Value(NamedTuple):
     """A tensor that has been met.
 
-    A view is found by its root, whose memory it lies in, bytes from the root's start, and its
-    layout; any other tensor is its own root.
+    A view is found by its root, in whose memory it lies, by its bytes from the root's start, and by
+    its layout; any other tensor is its own root.
     """
 
     root: int
@@ -78,7 +78,7 @@ class _Value(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call of torch, and the numbers of what it makes; no function stands for empty memory."""
+    """A call of torch, and the numbers of the tensors it makes; empty memory has no function."""
 
     function: Callable[..., Any] | None
     args: list[Any]
@@ -98,13 +98,13 @@ class _Launch(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what is done to tensors whose numbers are known."""
+    """Notes the calls and launches that take tensors whose numbers are known."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.values: list[_Value] = []
         self.numbers: dict[int, int] = {}
-        # Weak, so that memory comes free when it does without a record.
+        # Weak, so that memory comes free as early as without a record.
         self.alive: list[Any] = []
         for at, tensor in enumerate(known):
             self._met(tensor, _Value(at, 0, tensor.dtype, ()))
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):
         made = [] if result is None else made
         given = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
         if not given and not any(isinstance(value, torch.Tensor) for value in made):
-            # Of dtypes alone.
+            # A call on dtypes alone need not be replayed.
             return
         views = bool(made) and not function._schema.is_mutable
         numbers = []
@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):
                 self._met(tensor, value)
             views = views and value is not None and bool(value.layout)
         if views:
-            # It is made of its root where it is used.
+            # A view is made of its root where it is used.
             return
         if function in _EMPTY:
             memory = [tuple(result.shape), result.stride(), result.dtype]
@@ -155,7 +155,7 @@ class _Recorder(TorchDispatchMode):
         self.steps.append(_Call(function, refs, named, numbers))
 
     def _value(self, tensor: Any, given: Sequence[torch.Tensor]) -> _Value | None:
-        """Return what a call has made; None for a tensor that was there before."""
+        """Return the value of a tensor that a call made; None if the tensor was there before."""
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
             raise _Refused("it leaves the GPU")
         if id(tensor) in self.numbers:
@@ -219,12 +219,12 @@ class _Recorder(TorchDispatchMode):
 
 
 def recording() -> _Recorder | None:
-    """Return what records this thread's launches, if anything does."""
+    """Return the recorder of this thread's launches, if there is one."""
     return getattr(_here, "recorder", None)
 
 
 def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, Any], None]:
-    """Return what does a kernel's work for arguments of one kind."""
+    """Return a function that does a kernel's work for arguments of one kind."""
     if not _DIRECT or device.type != "cuda":
         return kernel
     found: list[Callable[[Any, Any], None] | None] = []
@@ -243,7 +243,7 @@ def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, 
 
 
 def _sources(a: Any, y: Any) -> list[tuple[bool, int, int | None]]:
-    """Return for tensors of a call whether in its outputs, at which place, which packed part."""
+    """Return for each tensor of a call whether it is an output, its place, and its packed part."""
     found: list[tuple[bool, int, int | None]] = []
     for output, record in ((False, a), (True, y)):
         for at, value in enumerate(record):
@@ -269,7 +269,7 @@ def _is_clear(a: Any, y: Any) -> bool:
 
 
 def _recorded(kernel: Any, a: Any, y: Any) -> Callable[[Any, Any], None] | None:
-    """Run a kernel, and return what does the same again; None where nothing does."""
+    """Run a kernel, and return a function that replays it; None where none can."""
     sources = _sources(a, y)
     recorder = _Recorder(_fetch(a, y, sources))
     _here.recorder = recorder
@@ -286,7 +286,7 @@ def _recorded(kernel: Any, a: Any, y: Any) -> Callable[[Any, Any], None] | None:
 def _compiled(
     steps: list[_Call | _Launch], values: list[_Value], sources: list[tuple[bool, int, int | None]]
 ) -> Callable[[Any, Any], None]:
-    """Return a function that takes the steps: Python, written out, since a loop takes as long."""
+    """Return a function that takes the steps, in Python written out: a loop would save no time."""
     last: dict[int, int] = {}
     for at, step in enumerate(steps):
         for number in _used(step):
@@ -340,14 +340,14 @@ def _compiled(
 def _together(
     steps: list[_Call | _Launch], values: list[_Value], last: dict[int, int]
 ) -> tuple[dict[int, int], int]:
-    """Return places in one memory for all that launches alone use, by its number, and the size.
+    """Return places in one memory, by number, of tensors that launches alone use, and its size.
 
-    What is there at once is apart. There are none where that is much, or takes an eighth more than
-    parts of their own.
+    Tensors that live at once lie apart. There are no places where the memory would be large, or an
+    eighth more than separate memories.
     """
     calls = [step for step in steps if isinstance(step, _Call) and step.function is not None]
     given = {values[number].root for step in calls for number in _used(step)}
-    # Of each its size, and the first and the last step that it is there at.
+    # By number: the size of a tensor, and the first and the last step of its life.
     spans: dict[int, tuple[int, int, int]] = {}
     for at, step in enumerate(steps):
         if isinstance(step, _Call) and step.function is None:
@@ -358,7 +358,7 @@ def _together(
                 size = -(-extent * dtype.itemsize // _UNIT) * _UNIT
                 spans[number] = size, at, last[number]
     places: dict[int, int] = {}
-    # What is there for longest first, each at the first place that has room.
+    # The longest lives come first, each at the first place that has room.
     longest_first = sorted(spans.items(), key=lambda item: item[1][1] - item[1][2])
     for number, (size, first, until) in longest_first:
         place = 0
@@ -428,7 +428,7 @@ def _numbers(value: Any) -> list[int]:
 
 
 def _written(value: Any, names: dict[str, Any], name: str) -> str:
-    """Return a value as Python, under a name where it has no such form."""
+    """Return a value as Python: by a name, where it has no other form."""
     if isinstance(value, _Ref):
         return f"v{value.number}"
     if isinstance(value, list) and _numbers(value):

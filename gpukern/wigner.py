@@ -2,7 +2,7 @@
 
 Rows of a degree lie in registers; matrices are read element by element, and stay in cache. By edge,
 a program reads the rows of the edge's ends, turns them and writes the message. By node, it walks
-over the node's edges, from the sorted lists, and sums what it turns back: nothing is added
+over the node's edges, from the sorted lists, and sums the rows that it turns back: nothing is added
 atomically. The gradient of the matrices is formed where the message is read anyway, apart for each
 end and block of channels; a third kernel adds up these parts and writes the zeros around the
 blocks.
@@ -29,24 +29,24 @@ from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
-# Rows of a node that a program has in registers, and those of them that it sums while it forms the
-# gradient of the matrices too, which wants a tile of this width.
+# Rows of a node that a program has in registers; where it forms the gradient of the matrices too,
+# the rows that it sums, and the width of its tile.
 _ROWS, _ROWS_WITH_DOTS, _WIDTH_WITH_DOTS = 9, 5, 64
 # Elements of the matrices' gradient that a program writes.
 _PLACED = 512
-# Elements that rows are a multiple of where vectors are loaded.
+# Where vectors are loaded, rows are a multiple of so many elements.
 _UNIT = 8
 
 
 @triton.jit
 def _within(index, count):
-    """Return an index, brought into [0, count): whatever it says, it is within the array."""
+    """Return an index clamped to [0, count), so that a bad index reads within the array."""
     return tl.minimum(tl.maximum(index, 0), count - 1)
 
 
 @triton.jit
 def _element(l, i, j, row, column, PACKED: tl.constexpr, BACK: tl.constexpr):
-    """Return where the matrix element is that joins a message's row i and a node's row j."""
+    """Return the place of the matrix element that joins a message's row i and a node's row j."""
     if PACKED:
         if BACK:
             return l * (2 * l - 1) * (2 * l + 1) // 3 + j * (2 * l + 1) + i
@@ -62,7 +62,7 @@ def _load_matrix(
     l: tl.constexpr, LOW: tl.constexpr, KEPT: tl.constexpr, PACKED: tl.constexpr,
     BACK: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Load the elements of degree l in rows of the message from LOW, which are kept."""
+    """Load the elements of degree l in the message's kept rows, from LOW on."""
     found = ()
     for i in tl.static_range(KEPT):
         for j in tl.static_range(2 * l + 1):
@@ -125,10 +125,10 @@ def _store_dots(
     part, dots, live, COUNT: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr,
     FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums over lanes of COUNT values, lane k that of the k-th, in rounds of LANES.
+    """Store the sums over lanes of COUNT values, in rounds of LANES: lane k stores the k-th.
 
-    At every level half the lanes keep one of two values, and give the other to those which keep
-    that, so that the number of values halves with the number of lanes that are to be summed.
+    At every level a lane keeps one of two values, and gives the other to the lane that keeps it, so
+    that the number of values halves with the number of lanes left to sum.
     """
     LEVELS: tl.constexpr = LANES.bit_length() - 1
     MISSING: tl.constexpr = -COUNT % LANES
@@ -247,7 +247,7 @@ def _node_degree(
     EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
     BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over the rows of degree l with some more edges, and the lanes' products."""
+    """Return the sums over rows of degree l, some edges added, and the lanes' products."""
     K: tl.constexpr = 2 * l + 1
     LOW: tl.constexpr = l - MMAX if l > MMAX else 0
     KEPT: tl.constexpr = K - 2 * LOW
@@ -311,8 +311,8 @@ def _node_kernel(
             e = _within(ahead, edges)
             k += EDGES
             if not OWN and not WANT_WIGNER:
-                # The next edges' numbers come while these are worked on. With the gradient of the
-                # matrices there is enough to do, and registers are scarce.
+                # The next edges' numbers load during the work on these. With the gradient of the
+                # matrices, other work hides the load, and registers are scarce.
                 ahead = tl.load(order + k + slots, mask=k + slots < end, other=0)
             sent = message + (e * ROWS * ENDS + (ENDS - 1 - h)) * C
             grown = ()
@@ -328,7 +328,7 @@ def _node_kernel(
             if WANT_WIGNER:
                 part = parts + ((block * edges + e) * ENDS + h) * OFFSETS[LMAX + 1] + OFFSETS[LOW]
                 _store_dots(part, dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT)
-            # By degrees and tiles; they are kept by tiles and degrees.
+            # `grown` is in order of degrees and tiles, `sums` of tiles and degrees.
             sums = ()
             for tile in tl.static_range(TILES):
                 for l in tl.static_range(LOW, HIGH):
@@ -350,7 +350,7 @@ def _place_kernel(
     ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
     PLACED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of parts where the matrices have it, and zero elsewhere."""
+    """Write the sums of parts at their elements of the matrices, and zero elsewhere."""
     at = tl.program_id(0).to(tl.int64) * PLACED + tl.arange(0, PLACED)
     N: tl.constexpr = (LMAX + 1) * (LMAX + 1)
     SIZE: tl.constexpr = (LMAX + 1) * (2 * LMAX + 1) * (2 * LMAX + 3) // 3
@@ -376,7 +376,7 @@ def _place_kernel(
     found = (at < count) & (first >= 0)
     total = tl.zeros([PLACED], FLOAT)
     for part in tl.static_range(PARTS):
-        # Those of all ends of an edge, block after block of channels.
+        # Parts are in order of blocks of channels, then edges, then ends.
         at_part = (part // ENDS * edges + e) * ENDS + part % ENDS
         total += tl.load(parts + at_part * OFFSETS[LMAX + 1] + first, mask=found, other=0.0)
     total = total * _factor(scale, FLOAT)
@@ -403,13 +403,13 @@ def _aligned(channels: int, features: tuple[Any, ...]) -> bool:
     return (
         not channels % _UNIT
         and not any([array is not None and array.data_ptr() % 16 for array in features])
-        # There, what is known of a pointer says more than its alignment.
+        # On HIP, specializing a pointer fixes more than its alignment.
         and torch.version.hip is None
     )
 
 
 def _bounds(lmax: int, rows: int) -> tuple[int, ...]:
-    """Return where runs of degrees begin whose rows go together, and where the last ends."""
+    """Return the first degrees of runs whose rows go together, and the last run's end."""
     found = [0]
     for l in range(1, lmax + 1):
         if (l + 1) ** 2 - found[-1] ** 2 > rows:
@@ -418,10 +418,10 @@ def _bounds(lmax: int, rows: int) -> tuple[int, ...]:
 
 
 def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int, int, int, int]:
-    """Return a tile's channels, at most so many, a program's tiles, its edges, a lane's channels.
+    """Return a tile's channels, up to `most`, a program's tiles and edges, and a lane's channels.
 
-    The last are those that one load brings: sums over them need no other lane, of which each would
-    round in its own way.
+    One load brings a lane's channels: sums over them need no other lane, and every lane would round
+    in its own way.
     """
     elements = _TILE // 2 if float64 else _TILE
     width = min(most, elements, power(channels, 16))
@@ -431,10 +431,10 @@ def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int,
 
 @functools.lru_cache(maxsize=64)
 def _positions(lmax: int, mmax: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the m-major rows, in the order of the l-major ones.
+    """Return the m-major rows in l-major order, the offsets of degrees, and the number of rows.
 
-    Then how many elements are kept of the matrices of lower degrees, of all degrees and one more,
-    and the number of rows.
+    A degree's offset is the number of elements kept of the matrices of lower degrees; the last
+    offset counts all degrees.
     """
     found = [-1] * (lmax + 1) ** 2
     offsets = [0]
@@ -456,7 +456,7 @@ def edge_wigner(a: Any, y: Any) -> None:
         wigner = wigner.contiguous()
         strides = wigner.shape[1], 0, 0
     else:
-        # Within one of them, elements are found by 32 bits, which leaves registers for others.
+        # Within a matrix, elements are found by 32 bits, which saves registers.
         if max(wigner.stride()[1:]) * 2 * wigner.shape[1] >= 2**31:
             wigner = wigner.contiguous()
         w_edge, *within = wigner.stride()
@@ -472,7 +472,7 @@ def edge_wigner(a: Any, y: Any) -> None:
         source, target = lists.source, lists.target
         by_source, source_ptr = lists.by_source, lists.source_ptr
         by_target, target_ptr = lists.by_target, lists.target_ptr
-        # Whatever edges say of themselves, they are read within their arrays.
+        # Edges may claim wrong sizes; reads stay within the arrays.
         listed = min(source_ptr.numel(), target_ptr.numel()) - 1
         count = min(count, *[a.numel() for a in (source, target, by_source, by_target)])
     by_edge = on_message is not None or (on_wigner is not None and on_x is None)
