@@ -27,7 +27,7 @@ from gpukern.trimul.plan import (
 )
 from gpukern.trimul.products import multiply, multiply_back, over_rows, parts_over_rows, through
 
-# Edges of a line from which on one of the batch goes alone through a backward pass.
+# With so many edges a line, the batch goes through a backward pass member by member.
 _ALONE = 128
 
 
@@ -54,7 +54,7 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     hidden, cotangent = aligned(a.hidden), aligned(a.dout)
     scaling = None
     if update.dtype == torch.float16:
-        # What is small to fp16 is small to the largest cotangent then.
+        # Then numbers too small for fp16 are small beside the largest cotangent too.
         most = cotangent.abs().amax().float()
         most = torch.where((most > 0) & most.isfinite(), most, 1.0)
         scaling = torch.exp2(-torch.log2(most).floor())
@@ -95,8 +95,8 @@ def _back_at_once(
 ) -> tuple[Any, ...]:
     """Return the cotangents of the normalized x, of projections and gates, and of the end.
 
-    Those of the end are of the last projection, of the norm of o, and of the gate. That of the mask
-    is written. The memory for that of x is used for others before.
+    The end is the last projection, the norm of o, and the gate. The mask's cotangent is written.
+    The memory for the cotangent of x holds others before.
     """
     members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
     x, mask = update.edges(b, ALL)
@@ -108,7 +108,7 @@ def _back_at_once(
     del o, gate
     h = slice(0, H)
     _sides_back_of(update, b, h, both, on_o[..., :N], scaling, on_mask)
-    # The normalized x, and its cotangent, have room where others have gone.
+    # The normalized x and its cotangent fit where other arrays have gone.
     del on_o
     on_xn, kept = update.new(members, N, pitch, update.C), normalized(update, x)
     on_open = _gate_back(update, on_gate, kept, on_xn)
@@ -120,10 +120,10 @@ def _back_at_once(
 def _back_in_parts(
     update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
 ) -> tuple[Any, ...]:
-    """Do so for one of the batch, by some channels of left and right, or some lines of o."""
+    """Do the same for one member, by some channels of left and right, or some lines of o."""
     N, H, pitch = update.N, update.H, update.pitch
     on_o = update.new(H, N, pitch)
-    # What many parts are added to is rounded once.
+    # A sum of many parts is rounded once.
     on_xn = update.new(1, N, pitch, update.C, dtype=update.accumulator)
     o = _hidden_of(update, b, hidden)
     found = []
@@ -151,7 +151,7 @@ def _lines_back(
     on_xn: Any,
     on_x: Any,
 ) -> tuple[Any, ...]:
-    """Write cotangents of some lines of o, and of the normalized x; return the end's."""
+    """Write cotangents of some lines of o and of the normalized x; return the end's cotangents."""
     x, mask = update.edges(b, lines)
     gate = update.gate(1, lines)
     project(update, x, mask, gate=gate)
@@ -165,7 +165,7 @@ def _lines_back(
 def _channels_back(
     update: Update, b: slice, h: slice, on_o: Any, scaling: Any, on_xn: Any, on_mask: Any
 ) -> Any:
-    """Add cotangents by some channels; return those of their projections and gates."""
+    """Add cotangents by some channels; return their projections' and gates' cotangents."""
     x, pitch = update.x[b], update.pitch
     both = update.new(2, 2, h.stop - h.start, update.N, pitch)
     for lines in update.lines:
@@ -188,7 +188,8 @@ def _back_on_hopper(
     sums: list[Any] = []
     for b in slices(update.B, 1):
         x, mask = update.edges(b, ALL)
-        # Left and right, then cotangents of projections; those of left and right, then of logits.
+        # both[0] has left and right, then cotangents of projections; both[1] has cotangents of left
+        # and right, then cotangents of logits.
         gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
         project(update, x, mask, update.sides, sides=both[0], gate=gate)
         o, shift = None if hidden is None else hidden[b], 0
@@ -221,7 +222,7 @@ def _back_on_hopper(
 
 
 def _gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
-    """Write the cotangent of the normalized x by the last gate; return its weight's."""
+    """Write the cotangent of the normalized x by the last gate; return the weight's cotangent."""
     on_gate = on_gate.flatten(1, 2)
     through(update, on_gate, update.g_out[0], on_xn, add=False)
     return over_rows(update, on_gate.mT, kept.flatten(1, 2))
@@ -230,14 +231,14 @@ def _gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
 def _sides_back_of(
     update: Update, b: slice, h: slice, both: Any, on_o: Any, scaling: Any, on_mask: Any
 ) -> None:
-    """Overwrite sides and logits (`both`) by cotangents, and add that of the mask."""
+    """Overwrite sides and logits (`both`) by cotangents, and add the mask's cotangent."""
     (x, mask), (sides, logits) = update.edges(b, ALL), both
     on_sides = torch.empty_like(sides)
     multiply_back(update, sides, on_o, on_sides)
     by_mask = None
     if on_mask is not None:
         by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
-        # What factors are without it.
+        # The mask's cotangent takes factors without the mask.
         for lines in update.lines:
             project(update, x[:, lines], None, update.of(h), sides=sides[:, :, lines])
     _sides_back(update, len(x), on_sides, sides, logits, mask, by_mask)
@@ -248,7 +249,7 @@ def _sides_back_of(
 def _pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any]:
     """Add the cotangent of the normalized x by some channels of projections and gates.
 
-    Return theirs, all in one matrix, where one of the batch goes alone.
+    Return the channels' cotangents, in one matrix where a member goes alone.
     """
     members, (p_w, _, g_w, _) = len(on_xn), update.of(h)
     z = both.view(4, members, -1, update.N * update.pitch).transpose(0, 1)
@@ -268,7 +269,7 @@ def _pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any
 
 
 def _by_pairs(update: Update, many: Sequence[Any], kept: Any) -> Any:
-    """Return parts (n, 4 channels, C + ...) of what these and the normalized x give weights."""
+    """Return parts (n, 4 channels, C + ...) of the cotangents of weights and biases."""
     parts = [over_rows(update, planes, kept.flatten(1, 2)) for planes in many]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -283,9 +284,9 @@ def _finish_back(
     on_gate: Any,
     scratch: Any = None,
 ) -> tuple[Any, Any]:
-    """Write the cotangents of o and of the gate's logits; return those of the end's weights.
+    """Write the cotangents of o and of the gate's logits; return the end's weights' cotangents.
 
-    What is in `scratch`, an array like x, may be overwritten.
+    `scratch`, an array like x, may be overwritten.
     """
     B, L, N, C = cotangent.shape
     H, width = update.H, up(update.H + 1)
@@ -334,7 +335,7 @@ def _finish_back_on_hopper(
 ) -> Any:
     """Write the cotangents of o, given times a power of two, and of the gate's logits.
 
-    Return the parts of what gives those of the end's weights.
+    Return the parts of sums from which `through_norm` makes the cotangents of the end's weights.
     """
     B, L, N, C = cotangent.shape
     offset = not update.output and update.norm_out[1] is not None
@@ -359,7 +360,7 @@ def _project_back(
     scaling: Any,
     on_x: Any,
 ) -> Any:
-    """Write cotangents of x and of projections, and those of logits for `on_sides`.
+    """Write the cotangents of x and of projections, and overwrite `on_sides` by the logits'.
 
     Return the standardized x, with a column of ones.
     """
@@ -397,7 +398,7 @@ def through_norm(
     norms: Sequence[Any],
     on_weights: Sequence[Any],
 ) -> tuple[Any, Any]:
-    """Write the cotangents of weights and biases behind norms; return parts of those of norms."""
+    """Write the cotangents of weights and biases behind norms; return parts of the norms'."""
     p_w, _, o_w, e_w = weights
     (rows, C), G, H = p_w.shape, len(o_w), e_w.shape[1]
     on_norm = by_sides.new_empty(2 * rows + G, 2, C)
@@ -411,7 +412,7 @@ def through_norm(
 
 
 def _norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
-    """Write the cotangent of x; return parts of those of the norm's weight and bias."""
+    """Write the cotangent of x; return parts of the cotangents of the norm's weight and bias."""
     C, rows = update.C, x.numel() // update.C
     BC = power(C, 16)
     BM = max(1, 1024 // BC)

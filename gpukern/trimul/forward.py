@@ -26,8 +26,8 @@ from gpukern.trimul.products import multiply
 # Channels that a program normalizes at once.
 _CHANNELS = 128
 
-# For 16 bits, and TF32: rows of a program, channels that it takes at once, its warps and stages.
-# Of `project`, channels of sides, of the gate, and of x: forward, backward, and where x is ready.
+# For 16 bits and TF32: rows of a program of `project`, its channels at once of sides, of the gate
+# and of x, its warps and stages; forward, backward, and where x is ready.
 _PROJECT = 128, 64, 64, 128, (8, 2)
 _WITH_LOGITS = 128, 32, 64, 128, (8, 3)
 _READY = 128, 64, 64, 64, (4, 3)
@@ -54,7 +54,7 @@ def triangle_multiplicative_update(a: Any, y: Any) -> None:
         o = update.new(members, H, N, N) if own else hidden[b]
         gate = None
         if update.whole and out is not None:
-            # Left, right and the gate at once.
+            # One launch makes left, right and the gate.
             gate = update.gate(members, ALL, out[b])
             sides = update.new(2, members * H, N, update.pitch)
             project(update, *update.edges(b, ALL), update.sides, sides=sides, gate=gate)
@@ -83,7 +83,7 @@ def project(
     logits: Any = None,
     gate: Any = None,
 ) -> None:
-    """Fill what is given: planes of sides, the logits of their gates, the last gate."""
+    """Fill the outputs given: planes of sides, the logits of their gates, the last gate."""
     B, L, N, C = x.shape
     rows, lines = B * L * N, B * L
     many = rows >= MANY
@@ -117,7 +117,7 @@ def project(
     if C > chunk and not ready:
         how = how[0], 1
     if not x.is_cuda:
-        # The interpreter's time goes by programs and steps.
+        # The interpreter's time grows with programs and steps.
         BM, BH, BG = 16, 128, 128
     BM = min(BM, power(N, 16))
     blocks, programs = ceil(2 * H, BH), lines * ceil(N, BM)

@@ -1,9 +1,9 @@
 """Projections and the end of the triangle multiplicative update, for Hopper's tensor cores.
 
-The same as `gpukern.trimul.kernels` computes for any GPU, with weights that stay in shared memory
+The kernels compute the same as `gpukern.trimul.kernels`, with weights that stay in shared memory
 while the warps of a program go through rows by themselves, without a barrier. Rows are the first
 operand, in registers: a thread reads vectors of channels of its own, and the weights' columns are
-in the order in which the tensor cores then meet them. What goes to planes is turned within a warp,
+in the order in which the tensor cores then meet them. Rows that go to planes are turned in a warp,
 in blocks of 8 × 8 (`movmatrix`), so that every thread writes four edges of a channel at once.
 """
 
@@ -32,7 +32,7 @@ def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | No
 def way_to_finish(C: int, H: int, itemsize: int, split: bool) -> tuple[int, int] | None:
     """Return the warps of `finish` and the channels of a block, or None where it can't serve.
 
-    Of a weight that is split there are two parts.
+    A weight that is split has two parts.
     """
     warps, block = (16, 64) if C <= 128 else (8, 256 // itemsize)
     shared = 2 * C * H * (2 if split else 1) + 8 * H
@@ -51,7 +51,7 @@ def _sigmoid(x):
 
 @gluon.jit
 def _opened(s, DOT: gl.constexpr):
-    """Return a gate from what `_write_gate` made of it."""
+    """Return a gate from the form of `_write_gate`."""
     if s.dtype == DOT:
         return s.to(gl.float32)
     else:
@@ -104,14 +104,14 @@ def _columns_met(w, ROWS: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _as_operand(x, W: gl.constexpr, BN: gl.constexpr):
-    """Return what is where a first operand is as one."""
+    """Return an array in the place of a first operand as the operand."""
     layout: gl.constexpr = gl.DotOperandLayout(0, _products_layout(W, BN), 2)
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit
 def _as_met(x, W: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
-    """Return rows of `_rows_layout` where a first operand is, without moving anything."""
+    """Return rows of `_rows_layout` in the place of a first operand, without moving anything."""
     x = gl.reshape(x, (W, 4, 2, 2, C // (4 * V), 4, V // 2, 2))
     return gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, C))
 
@@ -125,14 +125,14 @@ def _turned(x):
 
 @gluon.jit
 def _as_planes(x, W: gl.constexpr, H: gl.constexpr):
-    """Return what products gave (edges, H) in 16 bits, as (H, edges)."""
+    """Return a product (edges, H), in 16 bits, as (H, edges)."""
     x = gl.reshape(_turned(x), (W, 2, 8, H // 8, 4, 2))
     return gl.reshape(gl.permute(x, (3, 2, 0, 4, 1, 5)), (H, 16 * W))
 
 
 @gluon.jit
 def _planes_of(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr):
-    """Return where edges of planes are, in the order of `_row_met`, and which there are."""
+    """Return the places of planes' edges, in the order of `_row_met`, and which edges exist."""
     layout: gl.constexpr = _planes_layout(W, H)
     edge = first + gl.arange(0, 16 * W, gl.SliceLayout(0, layout))
     h = _row_met(gl.arange(0, H, gl.SliceLayout(1, layout)), V).to(plane.dtype)
@@ -150,14 +150,14 @@ def _read_planes(
 
 @gluon.jit
 def _turned_planes(x, W: gl.constexpr, H: gl.constexpr):
-    """Return (H, edges) of `_planes_layout` as (edges, H) where a first operand is."""
+    """Return (H, edges) of `_planes_layout` as (edges, H) in the place of a first operand."""
     x = gl.permute(gl.reshape(x, (H // 8, 8, W, 4, 2, 2)), (2, 4, 1, 0, 3, 5))
     return _turned(gl.reshape(x, (16 * W, H)))
 
 
 @gluon.jit
 def _as_rows(x, W: gl.constexpr, BN: gl.constexpr, V: gl.constexpr):
-    """Return what products gave (edges, BN), with the weight's rows as `_row_met` orders them."""
+    """Return a product (edges, BN) as rows; `_row_met` has ordered the weight's rows."""
     x = gl.reshape(x, (W, 2, 4, 2, BN // (4 * V), V // 2, 4, 2))
     x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, BN))
     return gl.convert_layout(x, _rows_layout(W, BN, V), assert_trivial=True)
@@ -165,26 +165,26 @@ def _as_rows(x, W: gl.constexpr, BN: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _from_planes(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
-    """Return (edges, H) of planes where a first operand is."""
+    """Return (edges, H) of planes in the place of a first operand."""
     return _turned_planes(_read_planes(at, first, rows, plane, W, H), W, H)
 
 
 @gluon.jit
 def _edge_met(row):
-    """Return which edge is where a row of a first operand is."""
+    """Return the edge in a row of a first operand."""
     return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
 
 
 @gluon.jit
 def _row_met(n, V: gl.constexpr):
-    """Return which row of a weight to take, that a thread has V elements of a row in sequence."""
+    """Return the weight's row that gives a thread V elements of a row in sequence."""
     return n // (4 * V) * (4 * V) + n // 2 % 4 * V + n // 8 % (V // 2) * 2 + n % 2
 
 
 @gluon.jit
 def _norm_at_hand(w, b, C: gl.constexpr, W: gl.constexpr, V: gl.constexpr = 2):
     """Bring a norm's weight and bias to shared memory, in the order of `_row_met`."""
-    # From the first-level cache, all else that goes through it drives them out.
+    # All else that goes through the first-level cache would drive them out of it.
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     norm = gl.allocate_shared_memory(gl.float32, [2, C], shared)
     c = _row_met(gl.arange(0, C, gl.BlockedLayout([C // 32], [32], [W], [0])), V)
@@ -197,7 +197,7 @@ def _norm_at_hand(w, b, C: gl.constexpr, W: gl.constexpr, V: gl.constexpr = 2):
 
 @gluon.jit
 def _standardized(x, eps, C: gl.constexpr):
-    """Return rows less their means over their deviations, and one over these."""
+    """Return rows, less their means, over their deviations, and 1 over the deviations."""
     x -= (gl.sum(x, 1) / C)[:, None]
     scale = gl.rsqrt(gl.sum(x * x, 1) / C + eps)[:, None]
     return x * scale, scale
@@ -205,7 +205,7 @@ def _standardized(x, eps, C: gl.constexpr):
 
 @gluon.jit
 def _normed(y, norm, w, b):
-    """Return standardized rows times a norm's weight, and with its bias."""
+    """Return standardized rows times a norm's weight, plus its bias."""
     layout: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     if w is not None:
         y *= norm.index(0).load(layout)[None, :]
@@ -218,7 +218,7 @@ def _normed(y, norm, w, b):
 def _write_planes(
     to, value, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr = 2
 ):  # fmt: skip
-    """Write what products gave (edges, H) in 16 bits to planes."""
+    """Write a product (edges, H), in 16 bits, to planes."""
     place, inside = _planes_of(to, first, rows, plane, W, H, V)
     value = gl.convert_layout(_as_planes(value, W, H), _planes_layout(W, H), assert_trivial=True)
     gl.store(place, value, mask=inside)
@@ -226,7 +226,7 @@ def _write_planes(
 
 @gluon.jit
 def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl.constexpr):
-    """Write what products gave (edges, BN) to rows (rows, G)."""
+    """Write a product (edges, BN) to rows (rows, G)."""
     value = _as_rows(value, W, BN, 8)
     layout: gl.constexpr = value.type.layout
     edge = gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
@@ -248,14 +248,14 @@ def _fill(
     SIDES: gl.constexpr, GATES: gl.constexpr, OUTPUT: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
-    """Bring blocks of weights, each of a projection and of its gate, or of the last gate."""
+    """Fill blocks of weights, each with a projection and its gate, or with the last gate."""
     BN: gl.constexpr = weights.shape[1]
     C: gl.constexpr = weights.shape[2]
     BH: gl.constexpr = BN // 2
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     n = gl.arange(0, BN, gl.SliceLayout(1, blocked))
     c = gl.arange(0, C, gl.SliceLayout(0, blocked))[None, :]
-    # All of them are on their way before the first is there.
+    # All loads are in flight before the first arrives.
     read = ()
     for k in gl.static_range(SIDES):
         at = (k * BH + n % BH)[:, None] * C + c
@@ -313,7 +313,7 @@ def _write_gate(
 
 @gluon.jit
 def _place(tile, tiles, rows, BM: gl.constexpr, LONG: gl.constexpr):
-    """Return the member of the batch that a tile is of, its first row there, and in all."""
+    """Return a tile's member of the batch, its first row there, and its first row of all."""
     member = (tile // tiles).to(LONG)
     first = tile % tiles * BM
     return member, first, member * rows + first
@@ -347,7 +347,7 @@ def project(
     EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, OUTPUT: gl.constexpr,
     V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
-    """Write left and right, the last gate, and for a backward pass the logits of theirs."""
+    """Write left and right, the last gate, and for a backward pass the logits of sides' gates."""
     BM: gl.constexpr = 16 * W
     BN: gl.constexpr = 2 * BH
     SIDES: gl.constexpr = 2 * H // BH
@@ -376,7 +376,7 @@ def project(
         y = gl.load(x + here * C + edge[:, None] * C + channel[None, :], mask=live, other=0.0)
         y, _ = _standardized(y.to(gl.float32), EPS, C)
         y = _normed(y, norm, w, b).to(DOT)
-        # The last tile once more, where no other follows.
+        # The last tile is fetched once more, as no other follows it.
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         _prefetch(x, following, tiles, rows, C, W, LONG)
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
@@ -405,7 +405,7 @@ def finish(
     """Write the output: o, given times a power of two, normalized, gated and projected."""
     BM: gl.constexpr = 16 * W
     BLOCKS: gl.constexpr = C // BN
-    # A weight of 32 bits in two parts, the second of what rounding left.
+    # A weight of 32 bits has two parts, the second its rounding error.
     SPLIT: gl.constexpr = DOT == gl.bfloat16 and p_w.dtype.element_ty == gl.float32
     shape: gl.constexpr = [2 * BLOCKS if SPLIT else BLOCKS, BN, H]
     weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
@@ -429,7 +429,7 @@ def finish(
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, BN, gl.SliceLayout(0, layout))
     zeros = gl.zeros((BM, BN), gl.float32, _products_layout(W, BN))
-    # The norm of o times a number is that of o with another eps.
+    # The norm of a scaled o is the norm of o with another eps.
     eps = gl.exp2((2 * shift).to(gl.float32)) * EPS
     tiles = (rows + BM - 1) // BM
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
@@ -459,7 +459,7 @@ def finish(
             gl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 
-# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
+# `gpukern.trimul.plan` aligns these pointers to 16 bytes.
 POINTERS = {
     project: (
         *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "sides", "logits", "gate"),

@@ -1,8 +1,8 @@
 """The backward of the triangle multiplicative update, for Hopper's tensor cores.
 
-As `gpukern.trimul.hopper`, whose layouts these kernels use, with weights that stay in shared
-memory. What is summed over rows is standardized, not normalized: the cotangents of a norm's weight
-and bias follow from the same sums as those of the weights behind it (`_through_norm`).
+These kernels use the layouts of `gpukern.trimul.hopper`, and weights stay in shared memory. Sums
+over rows are of standardized rows, not normalized ones: the cotangents of a norm's weight and bias
+and of the weights behind it follow from the same sums (`through_norm`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def way_to_project_back(C: int, H: int, G: int) -> tuple[int, int] | None:
 
 @gluon.jit
 def _anew(x):
-    """Return a number that the compiler doesn't know, to compute with it just where it is used."""
+    """Hide a number from the compiler, which then computes with it just where it is used."""
     if x.dtype == gl.int64:
         return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], x.dtype, False, 1)
     else:
@@ -65,13 +65,13 @@ def _anew(x):
 
 @gluon.constexpr_function
 def _weight_layout(W, C, N):
-    """Return where the cotangent of a weight (C, N) is."""
+    """Return the layout of the cotangent of a weight (C, N)."""
     return gl.NVMMADistributedLayout([3, 0], [C // 16, W * 16 // C], [16, N * C // 16 // W, 16])
 
 
 @gluon.constexpr_function
 def _beside(W, C):
-    """Return the least columns of such a product."""
+    """Return the least columns of a weight's cotangent."""
     return W * 128 // C
 
 
@@ -92,7 +92,7 @@ def _prefetch_planes(
 
 @gluon.jit
 def _beside_it(a, b):
-    """Return the columns of a before those of b."""
+    """Return the columns of a, then the columns of b."""
     BM: gl.constexpr = a.type.shape[0]
     BN: gl.constexpr = a.type.shape[1]
     return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (BM, 2 * BN))
@@ -106,7 +106,7 @@ def _part(tile, at: gl.constexpr, layout: gl.constexpr, t: gl.constexpr, BN: gl.
 
 @gluon.jit
 def _normed_part(y, norm, w, b, t: gl.constexpr):
-    """Return a block of columns times a norm's weight, and with its bias."""
+    """Return a block of columns times a norm's weight, plus its bias."""
     BN: gl.constexpr = y.type.shape[1]
     layout: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     if w is not None:
@@ -128,7 +128,7 @@ def _back(g_tile, weights, zeros, t: gl.constexpr, LATER: gl.constexpr):
 
 @gluon.jit
 def _of_tile(tile, like, t: gl.constexpr):
-    """Return a block of columns of what is kept in shared memory, where products are."""
+    """Return a block of columns of a tile in shared memory, in the layout of products."""
     BN: gl.constexpr = like.type.shape[1]
     tile = tile.index(_anew(gl.to_tensor(0))).slice(t * BN, BN, 1)
     return tile.load(like.type.layout).to(gl.float32)
@@ -152,26 +152,26 @@ def finish_back(
 ):  # fmt: skip
     """Write the cotangents of o, given times a power of two, and of the last gate's logits.
 
-    And sums over rows of every program: of g y, g the cotangent of what was projected, y the
-    standardized o, times the gate e if that is not of the output; then of g e, where b is given;
-    and of g, eight times.
+    Write also every program's sums over rows: of g y, with g the cotangent of the last projection
+    and y the standardized o, times the gate e unless e gates the output; then of g e, where b is
+    given; and of g, eight times.
     """
     BM: gl.constexpr = 16 * W
     BN: gl.constexpr = 64
     BLOCKS: gl.constexpr = C // BN
-    # Channels of o are in an order that has a thread write vectors of the gate's cotangent.
+    # The order of o's channels has a thread write vectors of the gate's cotangent.
     VH: gl.constexpr = 2 if OUTPUT else 8
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ONES: gl.constexpr = _beside(W, C)
     weights = gl.allocate_shared_memory(DOT, [1, C, H], shared)
     g_tile = gl.allocate_shared_memory(DOT, [1, BM, C], shared)
-    # The standardized o; the gate; their product.
+    # Tiles of the standardized o, of the gate, and of their product.
     y_tile = gl.allocate_shared_memory(DOT, [1, BM, H], shared)
     e_tile = y_tile if OUTPUT else gl.allocate_shared_memory(DOT, [1, BM, H], shared)
     p_tile = y_tile if OUTPUT else gl.allocate_shared_memory(DOT, [1, BM, H], shared)
     ones = gl.allocate_shared_memory(DOT, [1, ONES, BM], shared)
 
-    # With an output's gate, the norm of o becomes a part of what follows it.
+    # With an output's gate, the norm's weight and bias become part of the projection.
     norm = _norm_at_hand(None if OUTPUT else w, None if OUTPUT else b, H, W, VH)
     OFFSET: gl.constexpr = b is not None and not OUTPUT
     ADDED: gl.constexpr = OUTPUT and (p_b is not None or b is not None)
@@ -216,12 +216,12 @@ def finish_back(
         member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         at = here * C + edge[:, None] * C + channel[None, :]
-        # Addresses of so many planes are not to be kept from tile to tile.
+        # Registers can't keep the addresses of so many planes from tile to tile.
         y = _read_planes(o + member * H * plane, first, rows, _anew(plane) // 8 * 8, W, H, VH)
         if OUTPUT:
             opened = gl.load(gate + at, mask=live, other=0.0)
             g = gl.load(cotangent + at, mask=live, other=0.0)
-        # The last tile once more, where no other follows.
+        # The last tile is fetched once more, as no other follows it.
         following = gl.minimum(tile + gl.num_programs(0), last)
         _prefetch_planes(o, following, tiles, rows, plane, H, W, LONG)
         _prefetch(cotangent, following, tiles, rows, C, W, LONG)
@@ -232,12 +232,12 @@ def finish_back(
         y, scale = _standardized(_turned_planes(y, W, H).to(gl.float32), eps, H)
         y = y.to(DOT)
         if not OUTPUT:
-            # There are no registers for it before.
+            # Before, there are no registers for the gate.
             to_gate = gate + member * H * flat
             opened = _read_planes(to_gate, first, rows, _anew(flat) // 8 * 8, W, H, VH)
-        # Until all products of the last tile are done.
+        # All products of the last tile must be done before shared memory is written.
         gl.thread_barrier()
-        # Nor are addresses in shared memory.
+        # Nor can registers keep addresses in shared memory.
         zero = _anew(gl.to_tensor(0))
         y_tile.index(zero).store(y)
         if OUTPUT:
@@ -271,7 +271,7 @@ def finish_back(
                 g_all = g_met
             else:
                 g_all = _beside_it(g_all, g_met)
-        # At once, as the compiler would put a barrier between two.
+        # One store, as the compiler would put a barrier between two.
         g_tile.index(zero).store(g_all)
         hopper.fence_async_shared()
         gl.thread_barrier()
@@ -286,7 +286,7 @@ def finish_back(
         every = ones.index(zero).permute((1, 0))
         on_b = hopper.warpgroup_mma(turned, every, on_b, is_async=OUTPUT)
         if OUTPUT:
-            # The last two go on.
+            # The last two products go on.
             if H > BN:
                 kept = hopper.warpgroup_mma_wait(2, deps=kept)
             else:
@@ -312,7 +312,7 @@ def finish_back(
             if OUTPUT:
                 u = kept[t]
             else:
-                # Once more, as registers are few.
+                # Computed once more, as registers are few.
                 u = _back(g_tile, weights, zeros, t, False) * _of_tile(e_tile, zeros, t)
                 u = _normed_part(u, norm, w, None, t)
             u = u * scale - total - _of_tile(y_tile, zeros, t) * along
@@ -349,7 +349,7 @@ def _copy_planes(
 
 @gluon.jit
 def _keep(to, y, first, rows, KEPT: gl.constexpr, W: gl.constexpr):
-    """Write rows, and behind each a one, and seven zeros."""
+    """Write rows, each with a one and seven zeros behind."""
     C: gl.constexpr = y.type.shape[1]
     layout: gl.constexpr = y.type.layout
     edge = gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
@@ -370,9 +370,9 @@ def project_back(
     EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, KEPT: gl.constexpr,
     V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of x, and of the projections, and put those of logits for `on_sides`.
+    """Write the cotangents of x and of projections, and overwrite `on_sides` by the logits'.
 
-    And `kept`, the standardized x, with a column of ones.
+    Write also `kept`, the standardized x with a column of ones.
     """
     BM: gl.constexpr = 16 * W
     BN: gl.constexpr = 2 * BH
@@ -452,7 +452,7 @@ def project_back(
             on_acc = hopper.warpgroup_mma(
                 _as_operand(d_both, W, C), weights.index(s), on_there, is_async=True
             )
-            # What the next block begins with; nothing asks for the last.
+            # The next block's product begins here; nothing reads the last.
             pair = weights.index(gl.minimum(s + 1, SIDES - 1)).permute((1, 0))
             coming = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False, is_async=True)
             _write_planes(on_p + at, d_p16, first, rows, plane, W, BH)
@@ -463,7 +463,7 @@ def project_back(
             _copy_planes(buffer, on_sides, following, tiles, rows, half, plane, H, W, LONG)
         v = _as_rows(on_all, W, C, V)
         v = _normed(v, norm, w, None)
-        # From memory, as registers are few.
+        # Read back from memory, as registers are few.
         at_kept = here * KEPT + edge[:, None] * KEPT + channel[None, :]
         y_again = gl.load(kept + at_kept, mask=live, other=0.0).to(gl.float32)
         along = gl.sum(v * y_again, 1) / C
@@ -473,7 +473,7 @@ def project_back(
         gl.store(on_x + at_x, v.to(on_x.dtype.element_ty), mask=live)
 
 
-# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
+# `gpukern.trimul.plan` aligns these pointers to 16 bytes.
 POINTERS = {
     finish_back: (*("o", "gate", "cotangent", "w", "b", "p_w", "p_b", "on_o", "on_gate", "sums"),),
     project_back: (

@@ -1,9 +1,9 @@
 """Projections of the triangle multiplicative update for many channels, for Hopper's tensor cores.
 
-As `gpukern.trimul.hopper`, whose layouts these kernels use, where weights don't fit in shared
-memory: they come by there, block by block in a ring, which one warp of a program fills over and
-over. Two consumers of four warps each have rows, standardized, in registers, and take every block.
-`pack` puts the blocks in order before, with the norm's weight in them and its bias in theirs.
+These kernels use the layouts of `gpukern.trimul.hopper`, where weights don't fit in shared memory:
+weights pass through it block by block, in a ring that one warp of a program fills over and over.
+Two consumers of four warps each have standardized rows in registers, and take every block. `pack`
+orders the blocks before, with the norm's weight in the weights and its bias in the biases.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def way_to_project_wide(C: int, H: int, G: int) -> tuple[int, int] | None:
 
 
 def blocks_of(packed: Any, block: int) -> Any:
-    """Return what `project_wide` takes for the weights that `pack` wrote."""
+    """Return a descriptor, for `project_wide`, of the weights that `pack` wrote."""
     return TensorDescriptor.from_tensor(packed, [2 * block, _CHUNK.value], _TILE)
 
 
@@ -67,7 +67,7 @@ _TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 @gluon.jit
 def _rounded(x, DOT: gl.constexpr):
-    """Return numbers of 16 bits, in pairs from here on, so that they take half the registers."""
+    """Return numbers in 16 bits, in pairs from here on, so that they take half the registers."""
     if DOT == gl.bfloat16:
         return gl.inline_asm_elementwise(_TO_BF16, "=r,r,r", [x], gl.bfloat16, False, 2)
     else:
@@ -76,7 +76,7 @@ def _rounded(x, DOT: gl.constexpr):
 
 @gluon.jit
 def _as_held(x):
-    """Return numbers in float32, which are held as they are until here."""
+    """Return numbers in float32 that registers hold in their own dtype until here."""
     if x.dtype == gl.float32:
         return x
     else:
@@ -85,7 +85,7 @@ def _as_held(x):
 
 @gluon.constexpr_function
 def _half_layout(V):
-    """Return what a thread reads of every other row of `_rows_layout`: one of its two."""
+    """Return the layout of half a tile: of a thread's two rows in `_rows_layout`, one."""
     registers = [[0, c] for c in _powers(1, _log2(V)) + _powers(4 * V, _log2(16 // V))]
     lanes = [[0, V], [0, 2 * V], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [_ROWS // 2, _CHUNK])
@@ -102,7 +102,7 @@ def _half(V: gl.constexpr):
 
 @gluon.jit
 def _standardized_chunks(x, edge, c, live, eps, C: gl.constexpr, DOT: gl.constexpr):
-    """Return chunks of rows less their means over their deviations."""
+    """Return chunks of rows, less their means, over their deviations."""
     at = x + _anew(edge)[:, None] * C + c[None, :]
     xs = ()
     for k in gl.static_range(C // _CHUNK):
@@ -144,7 +144,7 @@ def _product(
     layout: gl.constexpr = _products_layout(_WARPS, BN)
     value = gl.zeros((_ROWS, BN), gl.float32, layout)
     if biases is not None:
-        # They are on their way while the weights are waited for.
+        # Biases load during the wait for weights.
         column = gl.arange(0, BN, gl.SliceLayout(0, layout))
         value += gl.load(biases + block * BN + column)[None, :]
     slot = n % SLOTS
@@ -172,7 +172,7 @@ def _consume(
     CONSUMER: gl.constexpr, EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr,
     OUTPUT: gl.constexpr, V: gl.constexpr, BLOCKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Write what is wanted of every second tile of a program."""
+    """Write the outputs of every second tile of a program."""
     x, mask, biases, sides, gate, ring, full, empty = given[:8]
     members, rows, N, half, plane, mask_b, mask_i, mask_j = given[8:]
     DOT: gl.constexpr = ring.dtype
@@ -195,11 +195,11 @@ def _consume(
     for before in range(BEHIND):
         _pass_by(full, empty, before, SLOTS)
     n = BEHIND
-    # As many steps for either, as both take every block of the ring.
+    # Both consumers take as many steps, as both take every block of the ring.
     for step in range(gl.program_id(0), last // 2 + 1, gl.num_programs(0)):
         tile = 2 * step + CONSUMER
         member, first, _ = _place(gl.minimum(tile, last), tiles, rows, _ROWS, LONG)
-        # No row is there of a tile behind the last.
+        # A tile behind the last has no rows.
         first = gl.where(tile > last, rows, first)
         here = x + (member * rows + first) * C
         evens = _standardized_chunks(here, even, channel, first + even < rows, EPS, C, DOT)
@@ -214,7 +214,7 @@ def _consume(
         for begun in range(BLOCKS):
             s = (BEHIND + begun) % BLOCKS
             value = _product(operands, ring, full, empty, biases, s, n + begun, CHUNKS, SLOTS)
-            # Biases are in it.
+            # The product has biases in it.
             if s < SIDES:
                 _write_sides(
                     value, m, None, None, sides, None, s, member, first, rows, half,
@@ -292,7 +292,7 @@ def project_wide(
 
 @gluon.jit
 def _pack_rows(at, bias, w, b, to, biases, row, q, c, C: gl.constexpr):
-    """Write rows of a weight, times the norm's, and biases, with what that of the norm gives."""
+    """Write a weight's rows times the norm's weight, and biases plus the norm's, projected."""
     read = ()
     for k in gl.static_range(C // _CHUNK):
         read = read + (gl.load(at + k * _CHUNK).to(gl.float32),)
@@ -314,12 +314,12 @@ def pack(
 ):  # fmt: skip
     """Write weights in blocks, each of a projection and of its gate, or of the last gate.
 
-    And biases of their rows, with the norm's in both. A program writes sixteen rows.
+    Write also their biases, with the norm's weight and bias in both. A program writes sixteen rows.
     """
     BN: gl.constexpr = 2 * BH
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     q = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))
-    # In the order in which rows meet them.
+    # Columns are in the order in which rows meet them.
     c = _row_met(q, V)
     row = gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
     bias = gl.zeros((16,), gl.float32, gl.SliceLayout(1, layout))
@@ -342,7 +342,7 @@ def pack(
             _pack_rows(o_w + o[:, None] * C + c[None, :], bias, w, b, to, biases, row, q, c, C)
 
 
-# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
+# `gpukern.trimul.plan` aligns these pointers to 16 bytes.
 POINTERS = {
     project_wide: ("x", "biases", "sides", "gate"),
     pack: ("p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "w", "b", "to", "biases"),

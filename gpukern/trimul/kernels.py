@@ -1,7 +1,7 @@
 """Triton's kernels of the triangle multiplicative update, for any GPU.
 
-The programs of a kernel take blocks of a line, so that they lie within planes, whose lines have
-places for a multiple of eight edges and are read and written in vectors.
+The programs of a kernel take blocks of a line. Lines of planes have places for a multiple of eight
+edges, so that blocks are read and written in vectors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _sigmoid(x, ASM: tl.constexpr):
 
 @triton.jit
 def _as_kept(s, gate, DOT: tl.constexpr):
-    """Return a gate as the memory for it has it."""
+    """Return a gate in the form in which memory holds it."""
     if gate.dtype.element_ty != DOT:
         s = s * ONE
     return s.to(gate.dtype.element_ty)
@@ -30,25 +30,25 @@ def _as_kept(s, gate, DOT: tl.constexpr):
 
 @triton.jit
 def _opened(s, FLOAT: tl.constexpr, DOT: tl.constexpr):
-    """Return a gate from what `_as_kept` made of it."""
+    """Return a gate from the form of `_as_kept`."""
     return s.to(FLOAT) if s.dtype == DOT else s.to(FLOAT) * (1 / ONE)
 
 
 @triton.jit
 def _place(program, L, N, pitch, BM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return b, i, the number of (b, i, 0), j of a block, which are edges, which have a place."""
+    """Return a block's b, i, the row of (b, i, 0), j, which j are edges, and which have a place."""
     blocks = tl.cdiv(N, BM)
     line = program // blocks
     j = program % blocks * BM + tl.arange(0, BM)
     if ALIGNED:
-        # What the compiler then knows lets it read and write vectors.
+        # Knowing a multiple of eight, the compiler reads and writes vectors.
         N = N // 8 * 8
     return line // L, line % L, line.to(LONG) * N, j, j < N, j < pitch // 8 * 8
 
 
 @triton.jit
 def _plane(c, batch, i, channels, plane, pitch, LONG: tl.constexpr):
-    """Return where lines (b, c, i) of planes begin, which have `pitch` places a line."""
+    """Return where lines (b, c, i) of planes begin, with `pitch` places a line."""
     pitch = pitch // 8 * 8
     return (batch.to(LONG) * channels + c) * (plane // 8 * 8) + i.to(LONG) * pitch
 
@@ -65,7 +65,7 @@ def _moments(
     x, row, j, live,
     EPS: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return a number near the mean of rows of x, the rest of it, and 1 over their deviation."""
+    """Return a number near the mean of rows of x, the mean's rest, and 1 over the deviation."""
     CHUNKS: tl.constexpr = (C + BC - 1) // BC
     c = tl.arange(0, BC)
     for k in tl.static_range(CHUNKS):
@@ -77,7 +77,7 @@ def _moments(
         part = tl.where(inside, part - near[:, None], 0.0)
         middle = tl.zeros_like(near)
         if EXACT or k > 0:
-            # What the rounding of a mean leaves is found among small numbers.
+            # Among numbers this small, a second mean finds the rounding error of the first.
             middle = tl.sum(part, 1) / min(BC, C - k * BC)
             part = tl.where(inside, part - middle[:, None], 0.0)
         square = tl.sum(part * part, 1)
@@ -105,13 +105,13 @@ def _chunk(
         y = y * tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
     if b is not None:
         y = y + tl.load(b + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
-    # What is in the places of none is multiplied by zeros; channels are summed over.
+    # Places without an edge are multiplied by zeros, but channels are summed over.
     return y if C % BC == 0 else tl.where(inside, y, 0.0)
 
 
 @triton.jit
 def _add_one(to, live, there, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr):
-    """Write a one behind the elements of rows, and zeros behind that."""
+    """Write a one behind the elements of rows, and zeros behind the one."""
     after = C + tl.arange(0, 16)
     one = tl.where((after == C)[None, :] & live[:, None], 1.0, 0.0)
     inside = there[:, None] & (after < KEPT)[None, :]
@@ -122,7 +122,7 @@ def _add_one(to, live, there, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.conste
 def _weight(
     w, first, last, k, C: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr
 ):
-    """Return rows of a weight, and a chunk of its columns."""
+    """Return a chunk of columns of a weight's rows."""
     h = first + tl.arange(0, BH)
     c = k * BC + tl.arange(0, BC)
     inside = (h < last)[:, None] & (c < C)[None, :]
@@ -133,7 +133,7 @@ def _weight(
 def _pair(
     p_w, g_w, first, last, k, C: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr
 ):
-    """Return rows of two weights, those of the second last, and a chunk of their columns."""
+    """Return a chunk of columns of two weights' rows, the second weight's last."""
     row = tl.arange(0, 2 * BH)
     h = first + row % BH
     c = k * BC + tl.arange(0, BC)
@@ -155,7 +155,7 @@ def _normalized(
     o, w, b, at, live, eps,
     H: tl.constexpr, BH: tl.constexpr, FLOAT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return of o (BH, BM) the standardized, 1 over its deviation, and the normalized."""
+    """Return the standardized o (BH, BM), 1 over its deviation, and the normalized o."""
     h = tl.arange(0, BH)
     inside = (h < H)[:, None] & live[None, :]
     y = tl.load(o + at, mask=inside, other=0.0).to(FLOAT)
@@ -180,7 +180,7 @@ def normalize(
     EPS: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     FLOAT: tl.constexpr, EXACT: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the normalized rows of x, and behind each a one, but in the places of none a zero."""
+    """Write the normalized rows of x, and behind each a one, or a zero where there is no edge."""
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
     to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
@@ -201,10 +201,10 @@ def project(
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr, ASM: tl.constexpr, LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write left and right, the last gate, and for a backward pass the logits of theirs.
+    """Write left and right, the last gate, and for a backward pass the logits of sides' gates.
 
-    From what `_normalize` wrote (`kept`), or with its work done here. A program takes one of PARTS
-    shares of the channels. None are sides where H is zero, and gates where G is.
+    `normalize` wrote the normalized x (`kept`), or it is made here. A program takes one of PARTS
+    shares of the channels. There are no sides where H is zero, and no gate where G is.
     """
     READY: tl.constexpr = kept is not None
     part = tl.program_id(0) % PARTS
@@ -311,7 +311,7 @@ def finish(
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
     to_gate = gate + (row + j)[:, None] * C
-    # What is on its way while others are summed costs no time.
+    # A load in flight during the sums below costs no time.
     if not OUTPUT:
         at = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
         opened = tl.load(gate + at, mask=(h < H)[:, None] & there[None, :], other=0.0)
@@ -320,7 +320,7 @@ def finish(
         within = live[:, None] & (c_first < C)[None, :]
         s_first = tl.load(to_gate + c_first[None, :], mask=within, other=0.0)
     at = _given(h, batch, i, N, H, plane, LONG, ALIGNED)[:, None] + j[None, :]
-    # The norm of o times a number is that of o with another eps.
+    # The norm of a scaled o is the norm of o with another eps.
     eps = tl.exp2((2 * shift).to(tl.float32)).to(FLOAT) * EPS
     _, _, on = _normalized(o, w, b, at, live, eps, H, BH, FLOAT, EXACT)
     if not OUTPUT:
@@ -334,7 +334,7 @@ def finish(
         weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
         if DOT == tl.bfloat16 and p_w.dtype.element_ty == tl.float32:
-            # What rounding the weight left.
+            # The weight's rounding error.
             rest = _weight(p_w, block * BN, C, 0, H, BN, BH, FLOAT) - weight.to(FLOAT)
             value = tl.dot(left, tl.trans(rest.to(DOT)), value, PRECISION, out_dtype=FLOAT)
         if p_b is not None:
@@ -353,9 +353,9 @@ def finish_back(
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of o, of the last gate's logits, and of what was projected.
+    """Write the cotangents of o, of the last gate's logits, and of the last projection.
 
-    With that itself (kept), and sums over rows for the weight and the bias of the norm.
+    Write also the projection's input (`kept`), and sums over rows for the norm's weight and bias.
     """
     batch, i, row, j, live, there = _place(tl.program_id(0), L, N, pitch, BM, LONG, ALIGNED)
     h = tl.arange(0, BH)
@@ -417,9 +417,9 @@ def sides_back(
     DOT: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite sides by the cotangents of projections, and logits by those of logits.
+    """Overwrite sides by the cotangents of projections, and logits by their own cotangents.
 
-    For a cotangent of the mask, sides are those without it.
+    For a cotangent of the mask, `sides` must be made without the mask.
     """
     program = tl.program_id(0) // PARTS
     batch, i, row, j, live, there = _place(program, N, N, pitch, BM, LONG, ALIGNED)
@@ -433,7 +433,7 @@ def sides_back(
         at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
         inside = (h < 2 * H)[:, None] & there[None, :]
         d = tl.load(on_sides + at, mask=inside, other=0.0).to(FLOAT)
-        # A product left the places of no edge as they were.
+        # The product left places without an edge as they were.
         d = tl.where(live[None, :], d, 0.0)
         a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)
         g = tl.load(logits + at, mask=inside, other=0.0).to(FLOAT)
@@ -492,7 +492,7 @@ def _row_through_norm(
     parts, weight, w, b, scaling, on_weight, on_bias, on_norm, row, rows, many,
     C: tl.constexpr, KEPT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of a row of a weight and of its bias, and what it adds to a norm's."""
+    """Write the cotangents of a weight's row and its bias, and the row's part of a norm's."""
     ONES: tl.constexpr = KEPT - 8
     c = tl.arange(0, BC)
     inside = c < C
@@ -538,12 +538,12 @@ def through_norm(
     KEPT: tl.constexpr, KEPT_END: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of weights and biases behind a norm, and what they add to the norm's.
+    """Write the cotangents of weights and biases behind a norm, and their parts of the norm's.
 
     A program takes a row of a weight: of both projections and their gates, of the last gate, or of
     the end. The parts of sums over rows are of z y; from column C on of z e, unless e is one; and
-    of z in column KEPT - 8. There y is standardized and times e, given the norm's weight w and bias
-    b, and projected, and z is the cotangent of that.
+    of z in column KEPT - 8. Here y is a standardized row times e, and z the cotangent of the
+    projection of w y + b e.
     """
     row = tl.program_id(0)
     if row < 2 * H:
@@ -573,7 +573,7 @@ def _write_sums(
     parts, scaling, on_weight, on_bias, row, rows, many,
     C: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of the parts of a row, which is a weight's with the element of a bias after it.
+    """Write the sum of the parts of a weight's row, with the element of its bias behind.
 
     Where KEPT is C, row 0 is a norm's weight, and row 1 its bias.
     """
@@ -614,10 +614,10 @@ def sum_parts(
     C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
     FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of norms, and where their parts are given those of all other weights.
+    """Write the cotangents of norms, and of all other weights if their parts are given.
 
-    The first four programs take a norm's weight or bias each, which have the most parts; the others
-    a row of a weight: of both projections and their gates, of the last gate, or of the end.
+    Norms have the most parts: the first four programs take a norm's weight or bias each. The others
+    take a row of a weight: of both projections and their gates, of the last gate, or of the end.
     """
     row = tl.program_id(0)
     KEPT: tl.constexpr = (C + 8) // 8 * 8
@@ -649,9 +649,9 @@ def sum_parts(
 
 @triton.jit
 def _strides(batch, row, column, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a matrix's strides, of which that of a row (0) or of a column (1) may be one."""
+    """Return a matrix's strides, the row's one if UNIT is 0, the column's one if UNIT is 1."""
     if ALIGNED:
-        # What the compiler then knows lets it read vectors.
+        # Knowing multiples of eight, the compiler reads vectors.
         batch, row, column = batch // 8 * 8, row // 8 * 8, column // 8 * 8
     if UNIT == 0:
         row = 1
@@ -697,7 +697,7 @@ def product(
     tl.store(to, total.to(c.dtype.element_ty), mask=inside)
 
 
-# Of pointers to 16 bytes, `gpukern.trimul.plan` makes sure.
+# `gpukern.trimul.plan` aligns these pointers to 16 bytes.
 POINTERS = {
     normalize: ("x", "kept"),
     project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept"),

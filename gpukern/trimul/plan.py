@@ -1,4 +1,4 @@
-"""What an update's kernels are given, in which parts it is done, and how kernels are launched."""
+"""The arguments of an update's kernels, the parts that an update is done in, and launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusedops.trimul import in_parts, slices, warn_of_parts
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 from gpukern.trimul import kernels
 
-# Gluon is experimental: another version may have another, or none.
+# Gluon is experimental: another version of Triton may have another Gluon, or none.
 hopper: Any = None
 hopper_backward: Any = None
 hopper_wide: Any = None
@@ -49,9 +49,9 @@ if hopper is not None:
 @functools.cache
 def _launcher(kernel: Any, warps: int, stages: int, aligned: tuple[str, ...] = ()) -> Launcher:
     if kernel in ON_HOPPER:
-        # A multiprocessor has one of these programs, of as many registers as there are.
+        # A multiprocessor runs one such program, which may use all registers.
         return Launcher(kernel_of_any_size(kernel, ON_HOPPER[kernel], hopper.jit), warps)
-    # So that a multiprocessor has room for two programs of eight warps, or three of four.
+    # Such limits leave a multiprocessor room for two programs of eight warps, or three of four.
     registers = 128 if warps == 8 else 168 if kernel is kernels.finish else None
     names = *kernels.POINTERS[kernel], *aligned
     return Launcher(kernel_of_any_size(kernel, names), warps, registers, stages)
@@ -65,8 +65,8 @@ def launch(
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
 ) -> None:
-    """Launch with (warps, stages) of how, and maybe names of pointers to 16 bytes in this call."""
-    # A descriptor has no dtype: it follows from the other tensors', and its block from constants.
+    """Launch a kernel; `how` has its warps, its stages, and maybe names of aligned pointers."""
+    # A descriptor has no dtype: the other tensors imply it, and constants imply its block.
     kinds = tuple([getattr(tensor, "dtype", None) for tensor in tensors])
     key = tensors[0].device, kinds, wide(*numbers), constants
     _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
@@ -87,7 +87,7 @@ def up(n: int) -> int:
 
 @functools.cache
 def processors(device: Any) -> int:
-    """Return how many multiprocessors there are; two, for the interpreter."""
+    """Return the number of multiprocessors; two for the interpreter."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -106,7 +106,7 @@ def is_aligned(array: Any) -> bool:
 
 
 def aligned(array: Any) -> Any:
-    """Return such an array of the same values."""
+    """Return an array, or a copy of it without gaps that begins at a multiple of 16 bytes."""
     if array is None or is_aligned(array):
         return array
     return array.clone(memory_format=torch.contiguous_format)
@@ -115,8 +115,8 @@ def aligned(array: Any) -> Any:
 class Update:
     """An update's arguments as kernels take them, and the parts that it is done in.
 
-    Of planes, lines have places for a multiple of eight edges, so that vectors can be read and
-    written; in the places of none are zeros.
+    Lines of planes have places for a multiple of eight edges, so that vectors can be read and
+    written; places without an edge hold zeros.
     """
 
     def __init__(self, a: Any) -> None:
@@ -129,7 +129,7 @@ class Update:
         self.g_out = [aligned(a.g_out_weight), aligned(a.g_out_bias)]
         p_w, _, g_w, _ = self.sides
         if p_w.dtype != g_w.dtype:
-            # Kernels read either from one place or from the other.
+            # One load of a kernel reads from both weights.
             kind = torch.promote_types(p_w.dtype, g_w.dtype)
             self.sides[::2] = p_w.to(kind), g_w.to(kind)
         self.direction, self.eps, self.limit = a.direction, a.eps, a.max_memory
@@ -150,12 +150,12 @@ class Update:
             steps = zip(self.mask.shape, self.mask.stride(), strict=True)
             if sum((n - 1) * step for n, step in steps) >> 31:
                 self.mask = self.mask.contiguous()
-        # A mean over edges is in the range of float16 where the factors are, if their sum isn't.
+        # A mean over edges is in float16's range where the factors are; a sum may not be.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
         self.few = self.B * self.N**2 <= FEW and self.dtype != torch.float64
-        # Whether products are those of our own kernel.
+        # Whether our own kernel makes the products.
         self.ours = self.few or self.dtype == torch.float32
-        # What rounding a mean to float32 leaves counts.
+        # With so many digits, the rounding error of a mean counts.
         exact = self.dtype.itemsize > 2
         # The interpreter's products know no bfloat16.
         narrow = self.dtype == torch.bfloat16 and not x.is_cuda
@@ -167,9 +167,9 @@ class Update:
         size = self.B * self.N * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0
-        # The output's gate fits in the output's place: it is read just before that is written.
+        # The output's gate fits in the output's place: it is read just before the output's write.
         self.in_out = self.output and x.dtype == self.dtype
-        # What has planes without gaps, and products of 16 bits.
+        # Hopper's kernels take planes without gaps, and products of 16 bits.
         self.on_hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
 
     def new(self, *shape: int, dtype: Any = None) -> Any:
@@ -178,7 +178,7 @@ class Update:
     def divide(self, need: Callable[[int, int, int], int]) -> None:
         """Find parts of the batch, of the channels of left and right, and of the lines.
 
-        They `need` no more numbers than there may be, if there are such.
+        The numbers that they `need` fit in the memory allowed, if any parts' numbers do.
         """
         sizes = self.B, self.H, ceil(self.N, 8)
 
@@ -186,7 +186,7 @@ class Update:
         def size(b: int, h: int, lines: int) -> int:
             return self.dtype.itemsize * need(b, h, 8 * lines)
 
-        # Smaller parts take long, and much smaller ones would save little.
+        # Smaller parts take long, and would save little memory.
         sensible = tuple(map(min, (1, *_PART), sizes))
         limit = self.limit and max(self.limit, 5 * size(1, 1, 1) // 4)
         parts = in_parts(sizes, size, limit, sensible, (1, 1, 1))
@@ -199,7 +199,7 @@ class Update:
         self.whole = len(self.channels) == len(self.lines) == 1
 
     def gate(self, members: int, lines: slice, out: Any = None) -> Any:
-        """Return memory for the last gate: rows of the output's, planes of the other."""
+        """Return memory for the last gate: rows if it gates the output, else planes."""
         n = len(range(*lines.indices(self.N)))
         if not self.output:
             return self.new(members, self.G, n, self.pitch, dtype=self.opened)

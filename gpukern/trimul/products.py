@@ -1,7 +1,7 @@
 """Products of matrices: ours of float32 and of few rows, torch's of 16 bits and of float64.
 
-Torch's products of float32 follow a global switch, and a call of torch's takes the host several
-times as long as a launch.
+Torch's products of float32 follow a global switch, and a call of torch takes the host several times
+as long as a launch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import Update, ceil, launch, processors
 
-# Batches that a product over all rows is split into at most, and rows that make one more: of a GPU
-# that is busy anyway, and of one that has too few programs.
+# The most batches that a product over all rows is split into, and the rows of a batch: on a GPU
+# that is busy anyway, and on a GPU with too few programs.
 _SPLIT, _LONG, _SHORT = 64, 1 << 11, 1 << 7
 
-# Rows and columns of a program, how many terms it adds at once, its warps and stages: of 16 bits,
-# of TF32, and of float32, by the bytes of a number and whether products are rounded.
+# Rows and columns of a program, the terms that it adds at once, its warps and stages: for 16 bits,
+# TF32 and float32, by the bytes of a number and whether products are rounded.
 _TILES = {
     (2, True): (64, 64, (4, 3)),
     (4, True): (128, 32, (8, 2)),
@@ -30,7 +30,7 @@ _TILES = {
 def products(
     update: Update, a: Any, b: Any, out: Any, *, scale: float = 1.0, add: bool = False
 ) -> None:
-    """Write products of batches of matrices, or add them to what is there."""
+    """Write products of batches of matrices, or add them to `out`."""
     if not update.ours:
         if out.dtype == update.dtype:
             torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
@@ -45,7 +45,7 @@ def products(
     programs = batches * ceil(M, size) * ceil(N, size)
     matrices = a, b, out
     numbers = M, N, K, *[by for matrix in matrices for by in matrix.stride()], scale
-    # The interpreter's time goes by steps.
+    # The interpreter's time grows with its steps.
     *units, aligned = _layout(matrices)
     if aligned:
         how = *how, ("a", "b", "c")
@@ -74,7 +74,7 @@ def over_rows(update: Update, a: Any, b: Any) -> Any:
 
 
 def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
-    """Return parts of that (..., K, M), for each of the matrices."""
+    """Return parts (..., K, M) of the sum of `over_rows`, for each of the matrices."""
     rows = a.shape[2]
     least = 1 if rows % 8 else 8
     most = min(_SPLIT, rows // _LONG) + 1
@@ -124,7 +124,7 @@ def multiply_back(update: Update, sides: Any, on_o: Any, on_sides: Any) -> None:
 
 
 def through(update: Update, rows: Any, weight: Any, on_xn: Any, *, add: bool = True) -> None:
-    """Write, or add, the cotangent of normalized rows by that of their projections."""
+    """Write, or add, the cotangent of normalized rows, from their projections' cotangent."""
     weight = weight if update.ours else weight.to(update.dtype)
     weight = weight[None].expand(len(rows), -1, -1)
     products(update, rows, weight, on_xn.flatten(1, 2), add=add)
