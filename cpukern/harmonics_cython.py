@@ -57,6 +57,6 @@ def wigner_d_vjp(a: Any, y: Any) -> None:
 
 @register("wigner_d_vjp_vjp", "cython")
 def wigner_d_vjp_vjp(a: Any, y: Any) -> None:
-    # The derivative by matrices alone asks for no cotangent of theirs.
+    # The derivative by matrices alone needs no cotangent of matrices.
     dmatrices = None if y.dedge_vec is None else a.dmatrices
     _run(a, dmatrices, a.ddedge_vec, y.ddmatrices, y.dedge_vec)

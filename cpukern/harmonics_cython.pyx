@@ -2,9 +2,9 @@
 # cython: initializedcheck=False
 """Wigner D matrices on the CPU and their derivatives, sixteen edges at a time, one to a lane.
 
-All is computed in float64 and rounded once, pair of orders after pair of orders, each for all its
-degrees: `fusedops.harmonics.recursion` has the formulas and names. With u(v) = v / |v|, a function
-of u has the gradient (g - u (u·g)) / |v| by v.
+Pair after pair of orders goes through all its degrees, in float64, and elements are rounded once:
+`fusedops.harmonics.recursion` has the formulas and names. With u(v) = v / |v|, a function of u has
+the gradient (g - u (u·g)) / |v| by v.
 """
 
 from libc.math cimport INFINITY, fabs, sqrt
@@ -20,9 +20,9 @@ ctypedef fused real:
     float
     double
 
-# A tile of edges: unit vectors (x, |y|, ±z), where y < 0 `turned` into the other half by -1;
-# tangents of these, `along` being that of the logarithm of the length; the gradient of what is
-# summed, by unit vectors, and the gradient's tangent.
+# A tile of edges: unit vectors (x, |y|, ±z), with `turned` the sign of y; their tangents, and
+# `along`, the tangent of the length's logarithm; the gradient by unit vectors, and the gradient's
+# tangent.
 cdef struct Tile:
     Py_ssize_t count
     Py_ssize_t edge[LANES]
@@ -42,16 +42,16 @@ cdef struct Tile:
     double hy[LANES]
     double hz[LANES]
 
-# Powers of ρ, real and imaginary, and their tangents: rows of lanes, of which that of power -1,
-# which nothing but zero is multiplied with, comes first.
+# Powers of ρ, real and imaginary, and their tangents, in rows of lanes. Power -1 comes first; only
+# zeros are multiplied with it.
 cdef struct Powers:
     double* re
     double* im
     double* dre
     double* dim
 
-# Of orders n ≥ m: P and Q, and their first and second derivatives by y, of a degree and (0) of the
-# one before; sums over degrees of the cotangents of their products with parts of powers.
+# For orders n ≥ m: P and Q and their first and second derivatives by y, of a degree and (0) of the
+# degree before; sums over degrees of the cotangents of their products with parts of powers.
 cdef struct Pair:
     double P[LANES]
     double Q[LANES]
@@ -78,9 +78,9 @@ cdef struct Pair:
     double ddRe[LANES]
     double ddIm[LANES]
 
-# The arguments of a call; steps are in elements. Of a degree's matrix, `origins` says where (0, 0)
-# is, and `rows` the step to the next row; its cotangents and tangents lie alike. What isn't wanted,
-# or given, is NULL.
+# The arguments of a call; steps are in elements. For each degree, `origins` has the place of the
+# matrix's (0, 0), and `rows` the step to the next row; cotangents and tangents lie alike. Arrays
+# that aren't wanted or given are NULL.
 cdef struct Call:
     Py_ssize_t edges
     Py_ssize_t lmax
@@ -113,14 +113,14 @@ cdef inline void read(
 
 
 cdef inline void read_vectors(const real* vectors, Py_ssize_t step, Tile* tile) noexcept nogil:
-    """Read vectors; one of length zero is the axis, infinitely long."""
+    """Read vectors; a vector of length zero is the axis, infinitely long."""
     cdef Py_ssize_t t
     cdef double x, y, z, largest, square, length
     cdef double[LANES] scale
     read(tile, vectors, step, tile.x, tile.y, tile.z)
     for t in range(LANES):
         scale[t] = 1
-    # In float64 the squares of any float32 are numbers.
+    # In float64 the squares of float32 neither overflow nor vanish.
     if real is double:
         for t in range(LANES):
             largest = max(max(fabs(tile.x[t]), fabs(tile.y[t])), fabs(tile.z[t]))
@@ -133,7 +133,7 @@ cdef inline void read_vectors(const real* vectors, Py_ssize_t step, Tile* tile) 
         y = 1.0 if square == 0 else y
         length = 1.0 if square == 0 else sqrt(square)
         tile.length[t] = INFINITY if square == 0 else length * scale[t]
-        # No number where a length is infinite.
+        # The inverse of an infinite length is NaN.
         length = 1 / length + 0 * square
         tile.turned[t] = 1.0 if y >= 0 else -1.0
         tile.x[t] = x * length
@@ -184,7 +184,7 @@ cdef inline void begin(
     const double* start, Py_ssize_t m, const double* inverse, const double* up, const double* down,
     int order, Pair* pair
 ) noexcept nogil:
-    """Set P and Q, p h^m and q h^-m with h = 1 + y, and their derivatives; before, all is zero."""
+    """Set P = p h^m and Q = q h^-m, h = 1 + y, and derivatives; a degree before, all are zero."""
     cdef Py_ssize_t t
     for t in range(LANES):
         pair.P[t], pair.Q[t] = start[0] * up[t], start[1] * down[t]
@@ -308,7 +308,7 @@ cdef inline void take_four(
     const real* lines, Py_ssize_t row, Py_ssize_t m, Py_ssize_t n, const double* plus,
     const double* minus, int order, Pair* pair
 ) noexcept nogil:
-    """Add the cotangents of what `write_four` writes to the sums over degrees."""
+    """Add the cotangents of the elements that `write_four` writes to the sums over degrees."""
     cdef Py_ssize_t t
     cdef double re, im, Re, Im, sign = -1.0 if (n + m) % 2 else 1.0
     cdef double[LANES] A, B, C, D
@@ -365,7 +365,7 @@ cdef inline void collect(
 
 
 cdef inline void finish(const Tile* tile, real* out, bint moving) noexcept nogil:
-    """Write the gradients by vectors, or what these pull directions back to."""
+    """Write the gradients by vectors, or (moving) their tangents along directions."""
     cdef Py_ssize_t t
     cdef double x, y, z, gx, gy, gz, hx, hy, hz, inner, turned
     for t in range(tile.count):
@@ -472,7 +472,7 @@ cdef void shares(
         out = on_vectors = NULL
         if call.matrices != NULL:
             out = <real*>call.matrices + first * call.matrix
-            # Between the blocks.
+            # Zeros around the blocks.
             memset(out, 0, tile.count * call.matrix * sizeof(real))
         if call.on_vectors != NULL:
             on_vectors = <real*>call.on_vectors + 3 * first
@@ -480,7 +480,7 @@ cdef void shares(
         if directions != NULL:
             read_directions(directions, call.directions_step, &tile)
         raise_to_powers(&tile, 2 * call.lmax, directions != NULL, &powers)
-        # Constants, for which the compiler makes a loop each.
+        # Constant orders, so that the compiler makes a loop for each.
         if directions != NULL:
             one_tile(call, g, out, on_vectors, &tile, &powers, lines, 2 if g != NULL else 1, True)
         elif g != NULL:

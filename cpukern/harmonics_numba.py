@@ -1,7 +1,7 @@
 """Wigner D matrices on the CPU in Numba, and their derivatives, sixty-four edges at a time.
 
 `cpukern/harmonics_cython.pyx` has the same steps. The numbers of a tile are lanes of the rows of
-one scratch array, at places that the compiler knows, so that it finds vectors by itself.
+one scratch array, at places that the compiler knows, so that it vectorizes by itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from fusedops.harmonics import matrix_size, places, recursion
 
 # Edges of a tile, and tiles that pay for handing a share to another thread.
 _LANES, _GRAIN = 64, 4
-# The rows of scratch: unit vector, sign of y, length; tangent of the vector, and of its logarithm;
-# 1 / (1 + y), the power m of 1 + y, and of its inverse; gradient and tangent of it.
+# The rows of scratch: unit vector, sign of y, length; tangents of the unit vector and of the
+# length's logarithm; 1 / (1 + y), and the power m of 1 + y and of its inverse; one; then the
+# gradient by unit vectors, and the gradient's tangent.
 _X, _Y, _Z, _TURNED, _LENGTH, _DX, _DY, _DZ, _ALONG, _INVERSE, _UP, _DOWN, _ONE = (
     _LANES * k for k in range(13)
 )
 _GX, _GY, _GZ, _HX, _HY, _HZ = (_LANES * k for k in range(13, 19))
-# P and Q of a degree, P0 and Q0 of the one before, and their derivatives; the sums over degrees.
+# P and Q of a degree, P0 and Q0 of the degree before, and derivatives; the sums over degrees.
 _P, _DP, _DDP, _P0, _DP0, _DDP0, _Q, _DQ, _DDQ, _Q0, _DQ0, _DDQ0 = (
     _LANES * k for k in range(19, 31)
 )
@@ -41,7 +42,7 @@ _fused = _inlined(fastmath={"contract"})
 
 @_fused
 def _read(s, vectors, first):
-    """Read vectors of a tile; one of length zero is the axis, infinitely long."""
+    """Read vectors of a tile; a vector of length zero is the axis, infinitely long."""
     for t in range(_LANES):
         e = min(first + t, len(vectors) - 1)
         x, y, z = np.float64(vectors[e, 0]), np.float64(vectors[e, 1]), np.float64(vectors[e, 2])
@@ -89,7 +90,7 @@ def _raise(s, re, im, dre, dim):
 
 @_fused
 def _begin(s, start, m):
-    """Set P = p h^m and Q = q h^-m, h = 1 + y, and their derivatives; before, all is zero."""
+    """Set P = p h^m and Q = q h^-m, h = 1 + y, and derivatives; a degree before, all are zero."""
     for t in range(_LANES):
         p, q, inverse = start[0] * s[_UP + t], start[1] * s[_DOWN + t], s[_INVERSE + t]
         s[_P + t], s[_DP + t], s[_DDP + t] = p, m * p * inverse, m * (m - 1) * p * inverse**2
@@ -134,7 +135,7 @@ def _find(spots, center, row, m, n, plus, minus):
     """Set which lanes, signs, factors and elements belong together in a quadruple; count them."""
     count, factor = 0, 1 - 2 * ((n + m) % 2)
     for i, j, value in ((n, m, _A), (n, -m, _B), (-n, m, _C), (-n, -m, _D)):
-        # An order of zero has no other sign.
+        # Order zero has one sign.
         if (value >= _C and n == 0) or (value in (_B, _D) and m == 0):
             continue
         spots[count] = value, plus if j >= 0 else minus, 1, center + i * row + j
@@ -200,7 +201,7 @@ def _collect(s, w, k, re, im, dre, dim):
 
 @_fused
 def _finish(s, out, first, moving):
-    """Write the gradients by vectors, or what these pull directions back to."""
+    """Write the gradients by vectors, or (moving) their tangents along directions."""
     for t in range(min(_LANES, len(out) - first)):
         x, y, z, length = s[_X + t], s[_Y + t], s[_Z + t], s[_LENGTH + t]
         gx, gy, gz = s[_GX + t], s[_GY + t], s[_GZ + t]
@@ -229,7 +230,7 @@ def _tiles(
         if moving:
             _read_directions(s, directions, first)
         _raise(s, re, im, dre, dim)
-        # Between the blocks.
+        # Zeros around the blocks.
         out[first : first + _LANES] = 0
         pair = step = 0
         for m in range(lmax + 1):
@@ -269,7 +270,7 @@ def _run(a: Any, dmatrices: Any, ddedge_vec: Any, matrices: Any, dedge_vec: Any)
     size = math.prod(matrix_size(a.lmax, a.layout == "packed"))
 
     def rows(array: Any, width: int) -> np.ndarray:
-        """Return rows; none for None."""
+        """Return an array as rows; no rows for None."""
         if array is None:
             return np.empty((0, width), dtype)
         return np.ascontiguousarray(array).reshape(count, width)
@@ -298,6 +299,6 @@ def wigner_d_vjp(a: Any, y: Any) -> None:
 
 @register("wigner_d_vjp_vjp", "numba")
 def wigner_d_vjp_vjp(a: Any, y: Any) -> None:
-    # The derivative by matrices alone asks for no cotangent of theirs.
+    # The derivative by matrices alone needs no cotangent of matrices.
     dmatrices = None if y.dedge_vec is None else a.dmatrices
     _run(a, dmatrices, a.ddedge_vec, y.ddmatrices, y.dedge_vec)

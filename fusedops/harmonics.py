@@ -1,8 +1,8 @@
 """Wigner D matrices of real spherical harmonics, for the rotations that turn edges to an axis.
 
-One file: the coupling of degrees, the rotation, the definition of the matrices and of their first
-and second derivatives, the closed form that kernels evaluate, and the public op. The kernels are in
-``cpukern/harmonics_*`` and ``gpukern/harmonics.py``.
+This file has the coupling of degrees, the rotation, the definition of the matrices and of their
+first and second derivatives, the closed form that kernels evaluate, and the public op. The kernels
+are in ``cpukern/harmonics_*`` and ``gpukern/harmonics.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
 
 
 def places(lmax: int, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return for every degree where element (0, 0) of its matrix is, and the step to the next row.
+    """Return, for every degree, the place of its matrix's element (0, 0), and the step of a row.
 
     Both are counted in elements of an edge's contiguous matrices.
     """
@@ -38,8 +38,8 @@ def places(lmax: int, layout: str) -> tuple[np.ndarray, np.ndarray]:
     return l * (l + 1) * (rows + 1), np.full(lmax + 1, rows)
 
 
-# Once a degree, as all that is kept below: together that is less than one edge's matrix of the
-# highest degree.
+# Matrices of every degree are kept, here and below: together they take less memory than one edge's
+# matrix of the highest degree.
 @functools.cache
 def _real_basis(l: int) -> np.ndarray:
     """Return the unitary matrix from complex spherical harmonics (Condon-Shortley) to real ones."""
@@ -56,8 +56,8 @@ def _real_basis(l: int) -> np.ndarray:
 def coupling(l: int) -> np.ndarray:
     r"""Return the isometry (2l + 1, 3(2l - 1)) from degrees l - 1 and 1 to degree l, real.
 
-    These are the Clebsch-Gordan coefficients :math:`\langle l-1\, m_1; 1\, m_2 | l\, m \rangle` in
-    the basis of real spherical harmonics, so that
+    The elements are the Clebsch-Gordan coefficients
+    :math:`\langle l-1\, m_1; 1\, m_2 | l\, m \rangle` in the basis of real spherical harmonics:
     :math:`D^l = A (D^{l-1} \otimes D^1) A^\top`.
     """
     j = l - 1
@@ -79,7 +79,7 @@ _couplings: dict[tuple[Any, ...], Any] = {}
 
 
 def _coupling(l: int, like: Any) -> Any:
-    """Return the coupling in the dtype of an array and where that is; copied to a GPU once."""
+    """Return the coupling in the dtype and on the device of an array; copied to a GPU once."""
     if not is_tensor(like):
         return coupling(l).astype(like.dtype)
     torch = namespace(like)
@@ -99,7 +99,7 @@ def _unit(edge_vec: Any) -> tuple[Any, Any]:
     largest = xp.amax(xp.abs(edge_vec), -1)[:, None]
     none = largest == 0
     largest = xp.where(none, xp.ones_like(largest), largest)
-    # Neither the squares of tiny vectors nor those of huge ones are numbers.
+    # The squares of tiny vectors would vanish, and the squares of huge vectors overflow.
     scaled = edge_vec / largest
     square = (scaled * scaled).sum(-1)[:, None]
     length = xp.sqrt(xp.where(none, xp.ones_like(square), square))
@@ -111,8 +111,8 @@ def _unit(edge_vec: Any) -> tuple[Any, Any]:
 def _rotation(u: Any) -> Any:
     """Return the rotations (E, 3, 3) that turn unit vectors to +y.
 
-    Where y ≥ 0 by the shortest way; elsewhere by half a turn about x and then the shortest way.
-    Neither divides by less than one.
+    Where y ≥ 0 they turn the shortest way; elsewhere by half a turn about x and then the shortest
+    way. Neither divides by less than one.
     """
     xp = namespace(u)
     x, y, z = u[:, 0], u[:, 1], u[:, 2]
@@ -127,7 +127,7 @@ def _rotation(u: Any) -> Any:
 
 
 def _rotation_jvp(u: Any, du: Any) -> Any:
-    """Return the tangents of rotations for those of unit vectors."""
+    """Return the tangents of rotations for tangents of unit vectors."""
     xp = namespace(u)
     (x, y, z), (dx, dy, dz) = u.T, du.T
     s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
@@ -143,7 +143,7 @@ def _rotation_jvp(u: Any, du: Any) -> Any:
 
 
 def _rotation_vjp(u: Any, g: Any) -> Any:
-    """Return the cotangents of unit vectors for those of their rotations."""
+    """Return the cotangents of unit vectors for cotangents of their rotations."""
     xp = namespace(u)
     x, y, z = u[:, 0], u[:, 1], u[:, 2]
     s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
@@ -156,7 +156,7 @@ def _rotation_vjp(u: Any, g: Any) -> Any:
 
 
 def _rotation_vjp_jvp(u: Any, g: Any, du: Any, dg: Any) -> Any:
-    """Return the tangents of `_rotation_vjp` for those of its arguments."""
+    """Return the tangents of `_rotation_vjp` for tangents of its arguments."""
     xp = namespace(u)
     (x, y, z), (dx, dy, dz) = u.T, du.T
     s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
@@ -188,7 +188,7 @@ def _factors_vjp(on_product: Any, lower: Any, R: Any) -> tuple[Any, Any]:
 
 
 def _degrees(R: Any, lmax: int) -> list[Any]:
-    """Return the matrices of degrees 0 to lmax, each made of the one before."""
+    """Return the matrices of degrees 0 to lmax, each degree made of the degree before."""
     xp = namespace(R)
     matrices = [xp.ones_like(R[:, :1, :1]), R][: lmax + 1]
     for l in range(2, lmax + 1):
@@ -222,7 +222,7 @@ def _laid_out(matrices: list[Any], layout: str) -> Any:
 
 
 def _block(array: Any, l: int, layout: str) -> Any:
-    """Return the matrices of a degree out of those of all."""
+    """Return the matrices of a degree out of the matrices of all degrees."""
     if layout == "dense":
         return array[:, l * l : (l + 1) ** 2, l * l : (l + 1) ** 2]
     (at,) = matrix_size(l - 1, packed=True)
@@ -262,10 +262,10 @@ def _vjp_formula(a: Any) -> tuple[Any]:
 
 
 def _vjp_vjp_formula(a: Any) -> tuple[Any, Any]:
-    r"""Return what the vjp's cotangent t pulls back to, of edge_vec and of dmatrices.
+    r"""Return the cotangents of edge_vec and of dmatrices for the vjp's cotangent t.
 
-    The vjp is :math:`\nabla_v F` of :math:`F(v) = \langle g, D(v) \rangle`, so that these are the
-    tangents along t of :math:`\nabla F` and of D: they are pushed forward through all steps.
+    The vjp is :math:`\nabla_v F` of :math:`F(v) = \langle g, D(v) \rangle`, so that the cotangents
+    are the tangents along t of :math:`\nabla F` and of D, pushed forward through all steps.
     """
     edge_vec, dmatrices, ddedge_vec, lmax, layout = a
     u, length = _unit(wide(edge_vec))
@@ -310,13 +310,13 @@ def recursion(lmax: int) -> tuple[np.ndarray, np.ndarray]:
               D_{-n, -m} = P \operatorname{Re} \rho^{n-m} - Q \operatorname{Re} \rho^{n+m}
 
     where P and Q are Wigner's :math:`d^l_{n, \pm m}` over powers of sin β, functions of y without a
-    pole; Q = 0 for m = 0; and :math:`D_{j, i} = (-1)^{i + j} D_{i, j}`. They begin at l = n as P =
-    :math:`p (1 + y)^m`, Q = :math:`q (1 + y)^{-m}`, and go on by Jacobi's recursion
+    pole; Q = 0 for m = 0; and :math:`D_{j, i} = (-1)^{i + j} D_{i, j}`. P and Q begin at l = n as
+    :math:`p (1 + y)^m` and :math:`q (1 + y)^{-m}`, and go on by Jacobi's recursion
 
     .. math:: P^{l+1} = (a y - b) P^l - c P^{l-1}, \quad Q^{l+1} = (a y + b) Q^l - c Q^{l-1}.
 
-    Where y < 0, u is (x, -y, -z), and columns change sign whose m is negative for even l, or isn't
-    for odd l: the half turn about x.
+    Where y < 0, (x, -y, -z) takes the place of u, and the half turn about x changes the sign of
+    columns: for even l of columns with m < 0, for odd l of columns with m ≥ 0.
 
     Returns
     -------
@@ -418,7 +418,7 @@ def wigner_d(
     lmax : int
         The largest degree, from 0 to 63.
     packed : bool
-        Whether to return the blocks of 2l + 1 rows alone, one after the other.
+        Whether to return only the blocks of 2l + 1 rows, one after the other.
 
     Returns
     -------
@@ -455,7 +455,7 @@ def wigner_d(
     >>> (D[0, 1:, 1:] @ [0.0, 0.0, 1.0]).tolist()  # the edge is now along y
     [0.0, 1.0, 0.0]
     """
-    # A matrix has its fourth power of elements.
+    # The elements of a matrix grow with the fourth power of lmax.
     degree = size("wigner_d", "lmax", lmax, bits=6)
     flag("wigner_d", "packed", packed)
     return to_run((edge_vec, degree, "packed" if packed else "dense"), "matrices")

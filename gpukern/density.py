@@ -540,7 +540,7 @@ def _order(xyz: Any, lattice: Lattice) -> Any:
 
 
 def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
-    """Return arrays, sizes and constants that both kernels take, and the voxels taken at once."""
+    """Return arrays, sizes and constants that both kernels take, and the voxels loaded together."""
     lattice = a.lattice
     xyz, b, occupancy = (array.contiguous() for array in a[:3])
     constants = [array.contiguous() for array in (a.amplitudes, a.widths, a.radius)]

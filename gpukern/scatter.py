@@ -6,8 +6,7 @@ own cubes. No offset is read. Bytes: the cubes once, and the map once.
 
 For any other offsets a program takes a cube, with its offsets within a plane in registers. The
 scatter adds atomically, in an order that changes from run to run; torch's own operations serve
-where it is asked for deterministic algorithms. An element whose offset is outside of the map is
-left alone.
+where it is asked for deterministic algorithms. No offset reaches memory outside of the map.
 """
 
 from __future__ import annotations

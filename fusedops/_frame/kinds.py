@@ -1,8 +1,8 @@
 """The kind of a call: all that its plan may depend on.
 
 A plan is worked out once for a kind and kept. The kind of an array is its dtype, shape, strides and
-alignment; the kind of a packed argument is its class, device and sizes. A guard of torch's compares
-the kinds of tensors in one step, and the modes that torch is in. No kind holds an array.
+alignment; the kind of a packed argument is its class, device and sizes. A guard compares the kinds
+of tensors, and the modes that torch is in, in one step. No kept kind holds an array.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CONSTANTS = frozenset((type(None), bool, int, float, str))
 #: Types of tensors that are nothing but tensors; the bridge adds them.
 TENSORS: set[type] = set()
 
-#: The kind of a call: a key, and the tensors of the call, for guards to look at.
+#: The kind of a call: a key, and the tensors of the call for guards to compare.
 Kind = tuple[tuple[Any, ...], list[Any]]
 
 
 def kind_of(values: Iterable[Any]) -> Kind | None:
-    """Return the kind of arguments; None where there is an argument without one."""
+    """Return the kind of arguments; None where an argument has no kind."""
     key: list[Any] = []
     tensors: list[Any] = []
     for value in values:
@@ -41,7 +41,7 @@ def kind_of(values: Iterable[Any]) -> Kind | None:
                 try:
                     key.append(value.shape)
                 except RuntimeError:
-                    # A nested tensor has none.
+                    # A nested tensor has no shape.
                     return None
             key.append(of)
             tensors.append(value)
@@ -58,7 +58,7 @@ def kind_of(values: Iterable[Any]) -> Kind | None:
 
 
 class Plans(Generic[PlanT]):
-    """Plans by kind; of more than `limit` keys, those met first are forgotten."""
+    """Plans by kind; beyond `limit` keys, the oldest are forgotten."""
 
     limit = 512
     #: Plans that one key may have, for tensors of different layouts and modes.
@@ -66,7 +66,7 @@ class Plans(Generic[PlanT]):
 
     def __init__(self) -> None:
         self._alone: dict[Any, PlanT] = {}
-        # Plans for calls with tensors, each with what lets tensors of its kind pass.
+        # Plans for calls with tensors, each with a guard that lets tensors of its kind pass.
         self._guarded: dict[Any, tuple[tuple[Callable[[list[Any]], bool], PlanT], ...]] = {}
         self._lock = threading.Lock()
         _all.add(self)
@@ -86,7 +86,7 @@ class Plans(Generic[PlanT]):
     def keep(self, kind: Kind | None, plan: PlanT) -> PlanT:
         """Return a plan, and keep it if its call has a kind.
 
-        Of two threads that make one at once, either's serves.
+        Where two threads make a plan at once, either plan serves.
         """
         if kind is None:
             return plan
@@ -116,12 +116,12 @@ _all: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
 
 
 def forget_plans() -> None:
-    """Forget every plan, for one who changes what plans are made of, such as a kernel."""
+    """Forget every plan, after a change to a part of plans, such as a kernel."""
     for plans in list(_all):
         plans.clear()
 
 
 def are_one(values: Sequence[Any]) -> bool:
-    """Return whether two arguments are one object, so that it can't be told which is meant."""
+    """Return whether two arguments are one object, so that an object doesn't tell its argument."""
     arrays = [id(value) for value in values if type(value) not in CONSTANTS]
     return len(set(arrays)) < len(arrays)

@@ -10,7 +10,7 @@
 
     (B, T, D) of x, kernels              an output; its dtype is x's and kernels', promoted
     (N, C) as x, message                 its dtype is x's, or message's if x is None
-    () summed of xyz                     its dtype is the one of sums over xyz
+    () summed of xyz                     its dtype is the dtype of sums over xyz
     (N) int64 with order                 made only if `order` is given, or is not zero
     like x                               of the shape and dtype of x; made only if x is given
     (E, *matrix)                         several sizes under one name
@@ -67,7 +67,7 @@ def _names(terms: Iterable[Term]) -> set[str]:
 
 
 def _met(terms: tuple[Term, ...], shape: Any, sizes: Sizes) -> dict[str, Any] | None:
-    """Return the known sizes and those that a shape shows, or None if they disagree."""
+    """Return the known sizes and a shape's own, or None if they disagree."""
     found = dict(sizes)
     if terms and terms[0].broadcasts:
         terms = terms[max(0, len(terms) - len(shape)) :]
@@ -90,7 +90,7 @@ def _met(terms: tuple[Term, ...], shape: Any, sizes: Sizes) -> dict[str, Any] | 
 
 
 class Array:
-    """The parsed declaration of an argument that is an array. Raises ValueError if it has none."""
+    """The parsed declaration of an array; it raises ValueError if the text declares none."""
 
     def __init__(self, text: str) -> None:
         shapes = re.match(r"\([^)]*\)(?: or \([^)]*\))*", text)
@@ -112,7 +112,7 @@ class Array:
         self.broadcasts = any([term.broadcasts for shape in self.shapes for term in shape])
 
     def needed(self) -> Array:
-        """Return the same declaration of an array that must be given."""
+        """Return the same declaration, of an array that must be given."""
         needed = copy.copy(self)
         needed.optional = False
         return needed
@@ -120,7 +120,7 @@ class Array:
     def fit(
         self, op: str, name: str, value: Any, sizes: Sizes, later: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Return the known sizes and those that an array shows. Raises ValueError if they disagree.
+        """Return the known sizes and an array's own; raise ValueError if they disagree.
 
         Sizes in `later` are left out of the result, for the primitive to compare.
         """
@@ -175,9 +175,9 @@ def checked(
 
 
 class Output:
-    """The parsed declaration of an output. Raises ValueError if it has none.
+    """The parsed declaration of an output; it raises ValueError if the text declares none.
 
-    It may name the arrays `given`, and sizes `known`.
+    The text may name the arrays `given`, and the sizes `known`.
     """
 
     def __init__(self, text: str, given: Collection[str], known: Collection[str]) -> None:

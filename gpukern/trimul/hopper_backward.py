@@ -208,7 +208,7 @@ def finish_back(
     rows = rows // 8 * 8
     flat = rows.to(LONG)
     power = shift.to(gl.float32)
-    # The norm of o times a number is that of o with another eps.
+    # The norm of a scaled o is the norm of o with another eps.
     eps = gl.exp2(2 * power) * EPS
     tiles = (rows + BM - 1) // BM
     last = members * tiles - 1
@@ -235,7 +235,7 @@ def finish_back(
             # Before, there are no registers for the gate.
             to_gate = gate + member * H * flat
             opened = _read_planes(to_gate, first, rows, _anew(flat) // 8 * 8, W, H, VH)
-        # All products of the last tile must be done before shared memory is written.
+        # All products of the previous tile must be done before shared memory is written.
         gl.thread_barrier()
         # Nor can registers keep addresses in shared memory.
         zero = _anew(gl.to_tensor(0))

@@ -1,8 +1,8 @@
-"""The bridge to torch, one for every op: with `fusedops.nn`, all that imports torch.
+"""The bridge to torch, one for every op: only it and `fusedops.nn` import torch.
 
-This file chooses how a call is served: by a plan, unless torch traces or transforms it. Each of the
-others has one part: `tensors`, memory that tensors share with NumPy arrays; `evaluation`, kernels
-and formulas; `autograd`, derivatives; `graphs`, torch.compile.
+This file chooses how a call is served: by a plan, unless torch traces or transforms it. Every other
+file has one part: `tensors`, memory that tensors share with NumPy arrays; `evaluation`, kernels and
+formulas; `autograd`, derivatives; `graphs`, torch.compile; `modes`, the state of torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
 
 
 def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any] | None:
-    """Return what computes outputs of tensors of these kinds; None under transforms of torch's."""
+    """Return the plan for arguments of these kinds; None where torch traces or transforms."""
     asked = registry.forced(None)
     kind = kind_of((asked, *slots, *a))
     found = primitive.plans.get(kind)
@@ -55,7 +55,7 @@ def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, A
 def _eager(
     primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
 ) -> Callable[[Any, Any], Any]:
-    """Return what evaluates a primitive on tensors of these kinds, as eager torch would."""
+    """Return a plan that evaluates a primitive on tensors of these kinds, as eager torch would."""
     if _narrow(primitive, a):
         wide = _eager(primitive, _in_float32(primitive, a), slots, asked)
         return lambda a, slots: wide(_in_float32(primitive, a), slots)
@@ -70,7 +70,7 @@ def _eager(
 def _narrow(primitive: Primitive, a: Any) -> bool:
     """Return whether a primitive's 16-bit floats are to be cast.
 
-    NumPy has no bfloat16; under autocast such an op is among those that run in float32.
+    NumPy has no bfloat16; autocast runs an op without 16-bit kernels in float32.
     """
     first = reference(a)
     return (
@@ -87,7 +87,7 @@ def _in_float32(primitive: Primitive, a: Any) -> Any:
 
 
 def _differentiated(primitive: Primitive, a: Any) -> bool:
-    """Return whether autograd is to know of a call; raise where there is no derivative."""
+    """Return whether autograd must know of a call; raise where there is no derivative."""
     arrays = a[: len(primitive.arrays)]
     asked = torch.is_grad_enabled() and any([b is not None and b.requires_grad for b in arrays])
     if asked and primitive.mutates:

@@ -21,8 +21,8 @@ from fusedops._frame.primitive import Call, Primitive
 class _Step:
     """The parts that all differentiable calls of a kind share.
 
-    `present` are the places of the arrays that are given: autograd takes its time for every other
-    too. Of a call's other arguments, those that hold tensors are at the places `holding`.
+    `present` has the places of the arrays that are given, since autograd would take time for absent
+    ones too. `holding` has the places of other arguments that hold tensors.
     """
 
     def __init__(
@@ -40,30 +40,30 @@ class _Step:
         self.holding = [
             at for at, value in enumerate(others) if isinstance(value, (Packed, torch.Tensor))
         ]
-        #: From values of the arrays that are given to those of all.
+        #: From values of the arrays that are given to values of all arrays.
         self.spread = _picker(
             [present.index(at) if at in present else None for at in range(len(primitive.arrays))]
         )
-        #: From what is saved to the outputs that are kept.
+        #: From saved values to the outputs that are kept.
         self.outputs = _picker(
             [
                 count + self.kept.index(at) if at in self.kept else None
                 for at in range(len(primitive.outputs))
             ]
         )
-        #: From arguments to the arrays that are given, and to all that is no array.
+        #: From arguments to the arrays that are given, and to all other arguments.
         self.given = _picker(present)
         self.others = slice(len(primitive.arrays), None)
-        #: How many of the tensors that are saved aren't borrowed.
+        #: The number of saved tensors that aren't borrowed.
         self.own = count + len(self.kept)
         #: Plans of backward passes that are one call of a primitive.
         self.calls: Plans[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = Plans()
 
     def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
-        """Return what to save beside arrays.
+        """Return the tensors to save beside arrays.
 
-        They are outputs that are kept, and tensors of the caller's that a backward pass reads from
-        other arguments, so that autograd sees who writes to them.
+        These are the outputs that are kept, and the caller's tensors that a backward pass reads
+        from other arguments, so that autograd sees writes to them.
         """
         found = [y[at] for at in self.kept]
         for at in self.holding:
@@ -74,7 +74,7 @@ class _Step:
     def pull_back(
         self, kind: Kind, needed: Sequence[bool], dy: Any, others: Any, saved: Any
     ) -> Sequence[Any]:
-        """Return cotangents of all arrays; keep the call that they are made by, if it is one."""
+        """Return cotangents of all arrays; keep the call that makes them, if it is one call."""
         primitive = self.primitive
         a = primitive.Arguments._make((*self.spread(saved), *others))
         y = primitive.Outputs._make(self.outputs(saved))
@@ -91,12 +91,12 @@ class _Step:
 
 
 def _picker(places: Sequence[int | None]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return what picks values by their places, and None for none."""
+    """Return a function that picks values by their places, with None for no place."""
     if not any([at is not None for at in places]):
         nothing = (None,) * len(places)
         return lambda values: nothing
     if len(places) == 1 and places[0] is not None:
-        # A slice has its one value in a tuple, as several are.
+        # A slice gives its one value in a tuple, as several places do.
         return operator.itemgetter(slice(places[0], places[0] + 1))
     if None not in places:
         return operator.itemgetter(*places)
@@ -105,7 +105,7 @@ def _picker(places: Sequence[int | None]) -> Callable[[Sequence[Any]], tuple[Any
 
 
 class _Differentiable(torch.autograd.Function):
-    """Any primitive. The outputs that its pullback needs are computed beside those wanted."""
+    """Any primitive, which computes the outputs that its pullback needs beside the wanted ones."""
 
     @staticmethod
     def forward(ctx: Any, step: _Step, a: Any, *arrays: Any) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
         step, needed, others = ctx.step, ctx.needs_input_grad, ctx.others
-        # Whatever is borrowed is there to be seen by autograd alone.
+        # Borrowed tensors are saved only for autograd to see writes to them.
         saved = ctx.saved_tensors[: step.own]
         tensors = [value for value in (*dy, *saved) if value is not None]
         kind = (needed, *[cotangent is None for cotangent in dy]), tensors
@@ -131,7 +131,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any] | None:
-    """Return what makes such a call of other values of these kinds; None where nothing can."""
+    """Return a function that makes the same call of other values; None where none can."""
     place_of = {id(value): at for at, value in enumerate(values)}
     constants = [part for part in call.a if type(part) in CONSTANTS]
     numbers = iter(range(len(values), len(values) + len(constants)))
@@ -147,14 +147,14 @@ def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], A
     return lambda values: plan(record(pick((*values, *constants))), slots)
 
 
-# Function.apply less its own look at torch.func's transforms, which `plan` has looked for already.
+# Function.apply without its check for torch.func's transforms, which `plan` has made already.
 _apply = super(torch.autograd.Function, _Differentiable).apply
 
 
 def recorded(
     primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
 ) -> Callable[[Any, Any], Any]:
-    """Return what evaluates a primitive on tensors of these kinds, and tells autograd."""
+    """Return a plan that evaluates a primitive on tensors of these kinds, and tells autograd."""
     count = len(primitive.arrays)
     saved = primitive.with_saved(slots)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def pull_back(
     wanted: Sequence[Any],
     seen: Callable[[Call], None] | None = None,
 ) -> Sequence[Any]:
-    """Return a cotangent for every array that wants one, of the outputs `y` that are kept."""
+    """Return a cotangent for every array that wants one, from the outputs `y` that are kept."""
     if primitive.pullback is not None:
         return primitive.pulled_back(a, y, dy, wanted, seen)
     if not any([cotangent is not None for cotangent in dy]):
@@ -190,10 +190,10 @@ def pull_back(
 def _differentiate_formula(
     primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None]
 ) -> tuple[Any, ...]:
-    """Pull back through the formula: for the orders of derivative that no kernel has."""
+    """Pull back through the formula, for orders of derivative that no kernel has."""
     count = len(primitive.arrays)
     with torch.enable_grad(), as_written(reference(a)):
-        # Views, because a cotangent may depend on the arrays: that path is autograd's, not ours.
+        # Views, because a cotangent may depend on the arrays: autograd follows that path itself.
         differentiated = [array is not None and array.requires_grad for array in a[:count]]
         arrays = [
             array.view_as(array) if by else array
@@ -222,7 +222,7 @@ def _differentiate_formula(
 
 
 class _Transformed(_Differentiable):
-    """The same under torch.func, whose protocol costs a plain eager call several microseconds."""
+    """Any primitive under torch.func, whose protocol would cost a plain call several µs."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -294,7 +294,7 @@ def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any
 
 
 def no_forward_mode(primitive: Primitive) -> NotImplementedError:
-    """Return an error for one who asks for a derivative by a tangent."""
+    """Return the error for a call in forward mode."""
     return NotImplementedError(
         f"{primitive.name} has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); "
         "use the reverse mode (grad, vjp, jacrev)"

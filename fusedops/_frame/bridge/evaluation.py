@@ -24,7 +24,7 @@ HALF = (torch.float16, torch.bfloat16)
 def evaluation(
     primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
 ) -> Callable[[Any, Any], Any]:
-    """Return what evaluates a primitive on the backend chosen, without a derivative."""
+    """Return a function that evaluates a primitive on the backend chosen, without a derivative."""
     count = len(primitive.arrays)
     given = a[: count + len(primitive.constants)]
     for name, array in zip(a._fields, given, strict=False):
@@ -52,7 +52,7 @@ def evaluation(
 
 
 def described(primitive: Primitive, a: Any) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-    """Return the shape and dtype of every output; None for one that there isn't."""
+    """Return the shape and dtype of every output; None for an output that isn't made."""
     return [
         None if output is None else (output[0], getattr(torch, output[1]))
         for output in primitive.describe(a)
@@ -72,7 +72,7 @@ def into(slots: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
 def as_written(array: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which autocast leaves products by torch as they are.
 
-    It is for one use: it keeps the state that it goes back to.
+    The context serves once, as it keeps the state to restore.
     """
     if array.is_meta or not torch.is_autocast_enabled(array.device.type):
         return contextlib.nullcontext()
@@ -86,7 +86,7 @@ def _on_tensors(
     a: Any,
     slots: Sequence[Any],
 ) -> Callable[[Any, Any], Any]:
-    """Return what runs a kernel on tensors, and makes outputs."""
+    """Return a function that makes outputs and runs a kernel on tensors."""
     device = reference(a).device
     made = [
         (at, output[0], torch.empty(output[0], device="meta").stride(), output[1])
@@ -128,7 +128,7 @@ def _on_tensors(
 
 
 def _empty_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return what makes tensors of a shape, strides and dtype on a device, the current one."""
+    """Return a function of shape, strides and dtype that makes tensors on the current device."""
     if device.type == "cuda":
         # The allocation of torch's own compiler takes a quarter of the time of torch.empty.
         return guards._empty_strided_cuda  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def _on_numpy(
     slots: Sequence[Any],
     dtype: torch.dtype,
 ) -> Callable[[Any, Any], Any]:
-    """Return what runs a kernel on views of CPU tensors, which are aligned and of one dtype.
+    """Return a function that runs a kernel on views of CPU tensors, aligned and of one dtype.
 
     Floats of 16 bits that a kernel doesn't take are cast to float32.
     """
@@ -168,7 +168,7 @@ def _on_numpy(
     written = [at for at, _ in converted if a._fields[at] in primitive.mutates]
     outputs = described(primitive, a)
     tensors = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
-    # Tensors that aren't fit to be filled are copied to.
+    # A tensor that isn't fit to be filled gets a copy of the output.
     copied = [at for at in tensors if not _is_fit(slots[at], dtype)]
     seen = [(at, *layout_of(b)) for at, b in enumerate(cast) if isinstance(b, torch.Tensor)]
     filled = [(at, *layout_of(slots[at])) for at in tensors if at not in copied]
@@ -221,12 +221,12 @@ def _on_numpy(
 
 
 def _is_fit(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether compiled code can work on a tensor's memory, at multiples of its size."""
+    """Return whether a tensor has a dtype, and memory aligned to it, as compiled code wants."""
     return tensor.dtype == dtype and tensor.data_ptr() % tensor.itemsize == 0
 
 
 def _filled_by(formula: Callable[[Any], Sequence[Any]]) -> Callable[[Any, Any], None]:
-    """Return a kernel that does what a formula says."""
+    """Return a kernel that fills outputs by a formula."""
 
     def kernel(a: Any, y: Any) -> None:
         for slot, output in zip(y, formula(a), strict=True):
@@ -241,9 +241,9 @@ def _from_bits(array: np.ndarray) -> torch.Tensor:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor means other numbers than its memory holds, of which no kernel knows.
+    """Return whether a tensor means other numbers than its memory holds, which kernels would read.
 
-    They are the negative of those, or zeros without memory, such as autograd may pull back.
+    It means the negative of its memory, or zeros without memory, such as autograd may pull back.
     """
     return tensor.is_neg() or tensor._is_zerotensor()
 

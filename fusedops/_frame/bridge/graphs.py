@@ -45,7 +45,7 @@ def _fits(argument: Any) -> bool:
 
 
 def _apart(argument: Any) -> Any:
-    """Return an argument with every `Packed` taken apart into what a graph can hold."""
+    """Return an argument with every `Packed` taken apart into values that a graph can hold."""
     if isinstance(argument, dict):
         return {name: _apart(value) for name, value in argument.items()}
     if isinstance(argument, (list, tuple)):
@@ -71,7 +71,7 @@ def _together(argument: Any) -> Any:
 @torch.compiler.allow_in_graph
 @torch.compiler.disable
 def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
-    """Call an op: all of this library that torch.compile sees.
+    """Call an op, the only function of this library that torch.compile sees.
 
     The graph ends where an argument is bad, so that the call raises its own error outside of it.
     """
@@ -84,7 +84,7 @@ def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
 
 
 def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:
-    """Return static arguments as what a registered op's schema can hold."""
+    """Return static arguments as values that a registered op's schema can hold."""
     flat: list[Any] = []
     for kind, value in zip(primitive.static.values(), static, strict=True):
         if not issubclass(kind, Packed):
@@ -148,7 +148,7 @@ def _register(primitive: Primitive) -> None:
     )
 
     def returned(outputs: Sequence[torch.Tensor]) -> Any:
-        """A schema with one result wants it bare."""
+        """Return outputs as a schema wants them: a single one bare."""
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def record(args: Sequence[Any]) -> tuple[Any, list[Any], str]:
@@ -202,7 +202,7 @@ def _register(primitive: Primitive) -> None:
             for cotangent, want, output in zip(cotangents, slots, made, strict=True)
         ]
         kept = dict(zip(primitive.saves, ctx.saved_tensors[given:], strict=True))
-        # An empty tensor stands for an output that there isn't.
+        # An empty tensor stands for an output that isn't made.
         y = primitive.Outputs._make(
             [
                 kept.get(name) if output is not None else None
@@ -212,7 +212,7 @@ def _register(primitive: Primitive) -> None:
         wanted = [need or None for need in ctx.needs_input_grad[:count]]
         with registry.asking(backend or None):
             gradients = pull_back(primitive, a, y, asked, wanted)
-        # Torch takes any list without something that isn't a tensor for a list of tensors.
+        # Torch takes a list for a list of tensors, also an empty one, unless it has another value.
         nothing = [
             [None] * len(value)
             if isinstance(value, list) and all([isinstance(part, torch.Tensor) for part in value])

@@ -20,11 +20,11 @@ def transforms() -> bool:
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return what tells whether other tensors, and the modes that torch is in, are of one kind.
+    """Return a function that tells whether other tensors, and torch's modes, are of one kind.
 
-    One step of torch's compares types, dtypes, devices, shapes, strides, whether a tensor requires
-    grad, and the dispatch keys of tensors and thread, in which are lazy negation, autocast,
-    inference mode and transforms. Kernels may depend on where a tensor begins, modulo 16 bytes.
+    One step of torch compares types, dtypes, devices, shapes, strides, whether a tensor requires
+    grad, and the dispatch keys of tensors and thread, which show lazy negation, autocast, inference
+    mode and transforms. Kernels may depend on where a tensor begins, modulo 16 bytes.
     """
     check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     modes = _modes()
@@ -45,7 +45,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]],
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return the modes of torch that are in no dispatch key."""
+    """Return the modes of torch that no dispatch key shows."""
     return (
         torch.is_grad_enabled(),
         torch._C._get_deterministic_algorithms(),

@@ -13,13 +13,13 @@ import torch.utils.weak
 from fusedops._frame.check import dtype_name
 from fusedops._frame.packed import Packed
 
-#: Packed arguments that were read from a GPU, by the tensor that they were read from, with which
-#: they go.
+#: Packed arguments that were read from a GPU, by the tensor that they were read from; they are
+#: forgotten with it.
 packed_read = torch.utils.weak.WeakTensorKeyDictionary()
 
 
 def np_dtype(dtype: torch.dtype) -> np.dtype:
-    """Return NumPy's dtype for torch's: for bfloat16, that of its bits."""
+    """Return NumPy's dtype for torch's: for bfloat16, the dtype of its bits."""
     return np.dtype("uint16" if dtype == torch.bfloat16 else dtype_name(dtype))
 
 
@@ -27,9 +27,8 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return how NumPy sees CPU tensors of one kind: shape, dtype, memory at an address, strides.
 
     With these `numpy.ndarray(shape, dtype, memory(tensor.data_ptr()), 0, strides)` is a view; of
-    bfloat16, of its bits. It doesn't keep the tensor: whoever has the one must hold the other.
-    `Tensor.numpy` would fix the size of a tensor's storage for good, which FSDP sets to zero and
-    back.
+    bfloat16, of its bits. A view doesn't keep the tensor: its holder must. `Tensor.numpy` would fix
+    the size of a tensor's storage for good, but FSDP sets the size to zero and back.
     """
     size, shape = tensor.itemsize, tuple(tensor.shape)
     strides = tuple([size * stride for stride in tensor.stride()])
@@ -39,7 +38,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a view of a CPU tensor, whatever asks for its gradient; of bfloat16, of its bits."""
+    """Return a view of a CPU tensor, even if it requires grad; of bfloat16, of its bits."""
     shape, dtype, memory, strides = layout_of(tensor)
     held = memory(tensor.data_ptr())
     # The array holds its memory, and so the tensor.
@@ -48,14 +47,14 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def values(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values of a constant as a NumPy array, a view where that can be; no bfloat16."""
+    """Return the values of a constant as a NumPy array, a view if possible; floats as float64."""
     tensor = tensor.detach().cpu().resolve_neg()
     return as_numpy(tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """Return zero-copy views of NumPy arrays."""
-    # They are kept, and a tensor made in inference mode is of no use outside of it.
+    # Views are kept, and a tensor made in inference mode is of no use outside of it.
     with torch.inference_mode(False):
         return [torch.from_numpy(array) for array in arrays]
 
@@ -83,7 +82,7 @@ def move(argument: Packed, device: Any) -> Packed:
 def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside torch.func's wrappers, which follow no derivative by a constant."""
     functorch = torch._C._functorch
-    # First, because it is an operation, whose result the transforms wrap.
+    # resolve_neg comes first, because the transforms wrap its result.
     tensor = tensor.resolve_neg()
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
