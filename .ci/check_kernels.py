@@ -1,7 +1,7 @@
 """Check how the kernels of the Python that runs this were compiled; needs binutils.
 
 A module that is linked with OpenMP has threads that spin, beside those of torch; a baseline module
-with AVX code works on every machine but the old one that it is for.
+with AVX code fails on the old machines that it is built for.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ def faults(pyx: Path) -> list[str]:
         avx = AVX.search(output("objdump", "--disassemble", "--no-show-raw-insn", module))
         if "_v3." not in module.name and avx:
             found.append(f"{module.name}: an AVX instruction, {avx[1].strip()}")
-        # Shows that this check can fail.
+        # Proof that the search finds AVX where it is.
         if "_v3." in module.name and not avx:
             found.append(f"{module.name}: no AVX instruction found")
     print(f"{pyx.name}: {len(modules)} modules checked")

@@ -1,10 +1,10 @@
-"""Writes the tables of README.md's "Measured" from the results of `fusedops bench`.
+"""Write the tables of README.md's "Measured" from the results of `fusedops bench`.
 
     python bench/tables.py
 
-Between the lines `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` go the results
-that bench/results/NAME.json has of the ops of fusedops/MODULE.py, and where MODULE is `peers`, in
-how many eager calls of every op we are faster than all peers. Where the file has nothing, the text
+The text between `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` becomes the results
+in bench/results/NAME.json of the ops of fusedops/MODULE.py. Where MODULE is `peers`, it becomes the
+count of eager calls of every op in which we are faster than all peers. Without results, the text
 stays.
 """
 
@@ -45,7 +45,7 @@ def tables(text: str, results: Path) -> str:
 
 
 def section(blocks: dict[str, dict[str, Any]]) -> str:
-    """Return the Markdown of some ops' results: a table of each, and of what machine."""
+    """Return the Markdown of some ops' results: the machine, and a table of each op."""
     parts, before = [], ""
     for op, block in blocks.items():
         about = _about(block)
@@ -57,7 +57,7 @@ def section(blocks: dict[str, dict[str, Any]]) -> str:
 
 
 def fastest(ops: dict[str, dict[str, Any]]) -> str:
-    """Return in how many eager calls of every op we are faster than all peers, and where not."""
+    """Return in how many eager calls of every op we are faster than all peers, and the others."""
     lines = [
         _line(["op", *PASSES, "faster peers, and our time over theirs"]),
         "|---|---:|---:|---|",
@@ -125,7 +125,7 @@ def _host(ours: list[dict[str, Any]]) -> str:
 
 
 def _after(block: dict[str, Any]) -> str:
-    """Return what is said below a table: of preparations, and how the first backend grows."""
+    """Return the text below a table: preparations, and how the first backend's times grow."""
     said = [
         f"{row['who']} of {report.sizes(row)}: {report.digits(row['ms'])} ms."
         for row in block["cases"]

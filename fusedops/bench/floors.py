@@ -1,4 +1,4 @@
-"""What a machine does at most, measured where and when kernels are: rates that make floors."""
+"""A machine's highest rates, which make floors: measured beside the kernels, in one run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fusedops.bench.workloads import Work
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes read and written, operations of a product by dtype, and exponentials, in a second.
+    """Bytes moved, operations of a product by dtype, and exponentials, in a second.
 
-    By all threads of a CPU, whose kernels compute in float32 whatever the width of what they read.
+    On a CPU all threads work, and kernels compute in float32 whatever dtype they read.
     """
 
     bytes: float
@@ -37,7 +37,7 @@ class Rates:
 
 
 def measured(device: str, dtypes: set[str], seconds: float, has_torch: bool) -> Rates:
-    """Return the rates of a device, on a GPU with those of products in some dtypes."""
+    """Return the rates of a device; a GPU's include products in several dtypes."""
     if device == "cuda":
         return _on_gpu(dtypes | {"float32"}, seconds)
     return _on_cpu(seconds, has_torch)
@@ -52,7 +52,7 @@ def _best(runs: Mapping[str, Callable[[], Any]], device: str, seconds: float) ->
 def _on_cpu(seconds: float, has_torch: bool) -> Rates:
     threads = fusedops.get_num_threads()
     rng = np.random.default_rng(0)
-    # Far larger than a cache, and in one.
+    # One array far larger than a cache, and one that fits in it.
     source = np.zeros(2**27, np.float32)
     target = np.ones_like(source)
     x = rng.standard_normal(2**20, np.float32)

@@ -1,4 +1,4 @@
-"""What `fusedops bench` measures: every workload on every backend, beside peers and floors."""
+"""Measurements of `fusedops bench`: every workload and backend, beside peers and floors."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from fusedops.bench.workloads import (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and for how many seconds each run.
+    """The ops and backends to measure, and for how many seconds each run.
 
-    `backends` are those to time where they can serve; without any, those that have kernels.
+    Of `backends`, the ones that can serve are timed; without any, all backends with kernels.
     """
 
     device: str = "cpu"
@@ -70,13 +70,13 @@ class Plan:
         ]
 
     def growing(self) -> list[tuple[Workload, tuple[int, ...]]]:
-        """Return what grows, over three decades; over two in fewer steps if it is to be quick."""
+        """Return workloads with sizes over three decades; over two, in fewer steps, if quick."""
         step, count = (2, 7) if self.quick else (1, None)
         return [(w, sizes[:count:step]) for w, sizes in GROWTH[self.device] if self._of(w)]
 
     @property
     def steps(self) -> int:
-        """How often a bench says what comes next."""
+        """How often a bench reports progress."""
         return 1 + len(self.workloads()) + sum(len(sizes) for _, sizes in self.growing())
 
     def _of(self, workload: Workload) -> bool:
@@ -84,21 +84,21 @@ class Plan:
 
 
 def names_of(op: Any) -> tuple[str, str]:
-    """Return by which names an op can be asked for: its own, and that of its module."""
+    """Return the names that select an op: its own, and its module's."""
     module = op.__module__.rpartition(".")[2]
-    # What makes matrices goes with what takes them, as in the imports of who uses it.
+    # Users import the ops that make matrices from the module of the ops that take them.
     return op.__name__, "wigner" if module == "harmonics" else module
 
 
 def op_names() -> list[str]:
-    """Return all names that ops can be asked for."""
+    """Return all names that select ops."""
     return list(dict.fromkeys(name for w in WORKLOADS for name in sorted(names_of(w.op))))
 
 
 def backends_of(workload: Workload, asked: Sequence[str]) -> list[registry.Backend]:
-    """Return the backends to time: those asked for that can serve, or those with kernels.
+    """Return the backends to time: of the requested ones all that can serve, or all with kernels.
 
-    Where there are no kernels, the plain formula that is chosen.
+    Without any kernels, the backend of the plain formula is timed.
     """
     able = []
     for backend in registry.BACKENDS:
@@ -106,7 +106,7 @@ def backends_of(workload: Workload, asked: Sequence[str]) -> list[registry.Backe
             continue
         name, device = workload.op.primitive.name, workload.device
         dtype = np.dtype(np.float32)
-        # Not by name, which has Triton's kernels interpreted on a CPU.
+        # A request by name would have Triton's kernels interpreted on a CPU.
         request = registry.Request(name, backend.speaks, device, dtype, None)
         if (not asked or backend.name in asked) and registry.why_not(backend, request) is None:
             able.append(backend)
@@ -137,7 +137,7 @@ class Bench:
         self.plan, self.advance = plan, advance
         self.has_torch = registry.import_error("torch") is None
         self.wait = waiting(plan.device)
-        # Of a kind of workload, for one of its runs: its errors, or why there are none.
+        # By workload kind and contestant: the errors, or why there are none.
         self.checked: dict[Any, dict[str, float] | str] = {}
         asked = {w.op.__name__ for w in plan.workloads()}
         peers = [peer for peer in PEERS if asked & {*peer.ops}]
@@ -153,7 +153,7 @@ class Bench:
         return peer.why_not() if self.has_torch or not peer.tensors else "needs torch"
 
     def run(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name of every op with what was measured of it."""
+        """Yield the name of every op with its results."""
         workloads, growing = self.plan.workloads(), self.plan.growing()
         dtypes = {w.rounds_to or w.dtype for w in [*workloads, *(w for w, _ in growing)]}
         seconds = max(self.plan.seconds, 0.1)
@@ -234,7 +234,7 @@ class Bench:
     def _contestants(
         self, workload: Workload, problem: Problem
     ) -> tuple[list[Contestant], list[dict[str, Any]]]:
-        """Return who takes part, and rows for those that are refused or can't."""
+        """Return the contestants, and rows for backends and peers that are refused or can't run."""
         chosen, rows = [], []
         cotangent = problem.cotangent() if problem.leaves else None
         tensors, seed = problem, cotangent
@@ -257,7 +257,7 @@ class Bench:
                 if reason := _refusal(workload, found):
                     rows.append(_row(backend.name, how, FORWARD, refused=reason, ours=True))
                     if not isinstance(found, str):
-                        # JSON has no number for what isn't finite.
+                        # JSON has no infinity and no NaN.
                         finite = {n: e if math.isfinite(e) else None for n, e in found.items()}
                         rows[-1]["error"] = finite
                     continue
@@ -310,11 +310,11 @@ class Bench:
             if str(reason):
                 rows.append(_row(peer.name, how, FORWARD, refused=str(reason)))
             return
-        except Exception as error:  # whatever other people's code raises is a word in the table
+        except Exception as error:  # any error of other people's code becomes a word in the table
             rows.append(_row(peer.name, how, FORWARD, refused=_word(error)))
             return
         contest = partial(Contestant, peer.name, computes=peer.computes, error=found)
-        # What can't be captured may wait for the GPU.
+        # A peer that can't be captured may wait for the GPU in its steps.
         queues = peer.captured or not peer.computes
         chosen.append(contest(how, steps, queues=queues))
         if device == "cuda" and peer.captured:
@@ -323,7 +323,7 @@ class Bench:
     def _errors(self, workload: Workload, who: str, how: str, steps: Any) -> dict[str, float] | str:
         """Return the errors of a small problem of the same kind, or of this one if it is smaller.
 
-        What went wrong instead, if it did.
+        If the check fails, return the reason as text.
         """
         small = workload.at(min(workload.size, workload.small))
         kind = workload.op.__name__, workload.name, workload.make, small.size
@@ -354,9 +354,9 @@ class Bench:
                 if not workload.tiny:
                     row["peak_MB"] = memory.peak_MB(step, self.plan.device)
                 runs[key] = graphed(step) if each.how == GRAPH else step
-            except Exception as error:  # what can't be captured or runs out of memory
+            except Exception as error:  # no capture possible, or out of memory
                 row["refused"] = _word(error)
-        # Where a round is seconds long, some rounds must do.
+        # Full rounds of a slow step would take minutes.
         times = interleaved(runs, self.wait, self.plan.seconds, host=workload.tiny)
         for run, timing in times.items():
             rows[run] |= _times(scaled(timing, 1 / COPIES) if run[1] == GRAPH else timing)
@@ -436,9 +436,9 @@ class Bench:
 def grown(
     sizes: Sequence[int], times: Sequence[float], quartiles: Sequence[Sequence[float]]
 ) -> tuple[float | None, float | None, list[int]]:
-    """Return what `fitted` does, of the sizes whose times aren't noisy, and the other sizes.
+    """Return the result of `fitted` over the sizes whose times aren't noisy, and the other sizes.
 
-    None where more than a quarter is left out.
+    The result is None where more than a quarter of the sizes is left out.
     """
     points = list(zip(sizes, times, quartiles, strict=True))
     left_out = [size for size, ms, spread in points if noisy(ms, spread)]
@@ -449,15 +449,15 @@ def grown(
 
 
 def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
-    """Return the overhead a and the exponent p of a + b Nᵖ, of the least relative errors.
+    """Return the overhead a and the exponent p of the a + b Nᵖ with the least relative errors.
 
-    a and b aren't negative. Of all p in steps of a hundredth, the best is taken.
+    Neither a nor b is negative, and p is searched in steps of a hundredth.
     """
     N, t = np.asarray(sizes, float), np.asarray(times, float)
     best = (np.inf, 0.0, 0.0)
     for p in np.arange(0.05, 4, 0.01):
         power = (N / N[-1]) ** p
-        # Divided by the times, both columns fit ones.
+        # Dividing by the times makes the errors relative.
         columns = np.stack([1 / t, power / t], 1)
         (a, b), *_ = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)
         if a < 0 or b < 0:
@@ -468,7 +468,7 @@ def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return where and with which versions something is measured."""
+    """Return the machine and the versions of a measurement."""
     names = {"fusedops": fusedops.__version__, "python": platform.python_version()}
     for package in ("numpy", "numba", "torch", "triton"):
         if registry.import_error(package) is None:
@@ -512,7 +512,7 @@ def _ours(backend: str, problem: Problem, cotangent: Any) -> Steps:
 
 
 def _refusal(workload: Workload, found: dict[str, float] | str) -> str | None:
-    """Return why a kernel isn't timed: what it raised, or by how much it is off."""
+    """Return why a kernel isn't timed: its exception, or how large its error is."""
     if isinstance(found, str):
         return found
     off = [
@@ -553,7 +553,7 @@ def _times(timing: Timing) -> dict[str, Any]:
 
 
 def _host(timing: Timing, empty: Timing | None) -> dict[str, Any]:
-    """Return how long the host is busy with a call, and that over an empty Function."""
+    """Return how long the host is busy with a call, and its ratio to an empty Function."""
     return {
         "host_ms": timing.ms,
         "host_quartiles_ms": list(timing.quartiles_ms),

@@ -1,4 +1,4 @@
-"""The most memory that a step takes besides its arguments: results and temporaries, torch's too."""
+"""The peak memory of a step besides its arguments: results and temporaries, torch's too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 def peak_MB(step: Callable[[], Any], device: str) -> float | None:
     """Return the peak of memory during a step, in 2²⁰ bytes, less what was in use before it.
 
-    On a GPU it is what torch's allocator has handed out. On the CPU it is the peak of resident
+    On a GPU, torch's allocator counts what it hands out. On the CPU it is the peak of resident
     memory, which Linux resets for a process that asks; allocators have then given back what they
-    had kept. None on other systems, which don't.
+    had kept. Other systems don't reset it, and the result is None.
     """
     step()
     if device != "cpu":

@@ -1,4 +1,4 @@
-"""What programs call today in place of our ops: one function for each, of the same problem."""
+"""Functions that programs call today in place of our ops, each given the same problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMPTY = "empty autograd.Function"
 #: The variable that names the folder with checkouts of the repositories that aren't packages.
 CHECKOUTS = "FUSEDOPS_PEERS"
 
-#: Their addresses, by the name that `git clone` gives a checkout.
+#: The repositories' addresses, by the name that `git clone` gives a checkout.
 REPOSITORIES = {
     "Jet-Nemotron": "https://github.com/NVlabs/Jet-Nemotron",
     "discover": "https://github.com/test-time-training/discover",
@@ -41,11 +41,11 @@ class Unsuited(Exception):
 class Peer:
     """A peer of some ops: `prepare` returns its steps from a problem and a cotangent.
 
-    They are of `tensors`, or of NumPy arrays.
+    The steps take `tensors`, or NumPy arrays.
 
-    It needs `package`, or `file` in a checkout of one of `REPOSITORIES`, is there on `devices`, and
-    may be left out of a quick look. Its steps can be `captured` in a CUDA graph or not. One that
-    computes nothing has no error, nor has one that is not `checked`; a `dense` one has gradients of
+    A peer needs `package`, or `file` in a checkout of one of `REPOSITORIES`, runs on `devices`, and
+    may be left out of a quick run. Its steps can be `captured` in a CUDA graph or not. A peer that
+    computes nothing or isn't `checked` has no error; a `dense` peer returns gradients of
     matrices that aren't laid out as ours, or that are not zero outside of the blocks.
     """
 
@@ -95,7 +95,7 @@ def _module(path: Path) -> ModuleType:
 
 
 def peer(name: str, *ops: str, **options: Any) -> Callable[[Any], Any]:
-    """Declare the decorated function to be what prepares a peer of some ops."""
+    """Declare that the decorated function prepares a peer of some ops."""
 
     def declare(prepare: Callable[[Problem, Any], Steps]) -> Callable[[Problem, Any], Steps]:
         PEERS.append(Peer(name, ops, prepare, **options))
@@ -158,17 +158,17 @@ def torchref_planarity(problem: Problem, cotangent: Any) -> Steps:
 
     if problem.arguments["xyz"].is_cuda and problem.shape["planes"] > 100_000:
         raise Unsuited("asks for hundreds of GB")
-    # By atom: a (P,) is misread where P is the number of a plane's atoms.
+    # TorchRef misreads sigmas (P,) where P is also the number of a plane's atoms.
     groups = [(i, s[:, None].expand(i.shape).contiguous()) for i, s in _groups(problem)]
     return _steps(lambda xyz: planarity_math(xyz, groups), problem, cotangent)
 
 
 @peer(EMPTY, *{w.op.__name__: w for w in WORKLOADS}, captured=False, computes=False)
 def nothing(problem: Problem, cotangent: Any) -> Steps:
-    """The least that torch takes for a function of as many tensors as have gradients.
+    """An autograd.Function that computes nothing, of as many tensors as have gradients.
 
-    It saves them, returns an array like the first, and backward one like each. Of an op without
-    gradients, as many as its tensors, forward.
+    It saves its inputs and returns an empty tensor like the first; its backward returns one like
+    each. For an op without gradients it takes all tensors, and has no backward.
     """
     import torch
 
@@ -192,7 +192,7 @@ def nothing(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("empty kernels", "planarity_nll", package="triton", devices=("cuda",), computes=False)
 def launches(problem: Problem, cotangent: Any) -> Steps:
-    """An autograd.Function that launches one kernel each way, which does nothing."""
+    """An autograd.Function that launches one empty kernel each way."""
     import torch
 
     empty = _empty_kernel()
@@ -235,7 +235,7 @@ def _activated(problem: Problem, convolve: Callable[..., Any]) -> Callable[..., 
 
 @peer("torch.compile", "dynamic_conv", quick=False, checked=False)
 def shifted(problem: Problem, cotangent: Any) -> Steps:
-    """W shifted products, compiled, which takes too long to do for a small problem too."""
+    """The compiled sum of W shifted products; compiling takes too long to check it, too."""
     import torch
 
     if problem.arguments["activation"]:
@@ -246,14 +246,14 @@ def shifted(problem: Problem, cotangent: Any) -> Steps:
         padded = torch.nn.functional.pad(x, (0, 0, width - 1, 0))
         return sum(kernels[..., w] * padded[:, w : w + tokens] for w in range(width))
 
-    # Beyond some recompilations of a function it would be left as it is.
+    # After some recompilations torch would run the function uncompiled.
     torch.compiler.reset()
     return _steps(torch.compile(convolve, dynamic=False), problem, cotangent)
 
 
 @peer("torch eager", "dynamic_conv")
 def unfolded(problem: Problem, cotangent: Any) -> Steps:
-    """Jet-Nemotron's own fallback."""
+    """The fallback of Jet-Nemotron in plain torch."""
     import torch
 
     def convolve(x: Any, kernels: Any) -> Any:
@@ -268,14 +268,14 @@ JET = "Jet-Nemotron/jetai/modeling/hf"
 
 @peer("Jet-Nemotron", "dynamic_conv", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
 def jet(problem: Problem, cotangent: Any) -> Steps:
-    """Its Triton kernels, and torch's activation behind them."""
+    """The Triton kernels of Jet-Nemotron, followed by torch's activation."""
     convolve = _module(_path(f"{JET}/dconv_fwdbwd.py")).dynamic_conv_triton_autograd
     return _steps(_activated(problem, convolve), problem, cotangent)
 
 
 @peer("Jet-Nemotron", "dynamic_conv_step", file=f"{JET}/dconv_step.py", devices=("cuda",))
 def jet_step(problem: Problem, cotangent: Any) -> Steps:
-    """The same of its kernel for a step."""
+    """The Triton kernel of Jet-Nemotron for a step, followed by torch's activation."""
     import torch
 
     step = _module(_path(f"{JET}/dconv_step.py")).causal_conv_step_triton
@@ -286,7 +286,7 @@ def jet_step(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("torch eager", "dynamic_conv_step")
 def rolled(problem: Problem, cotangent: Any) -> Steps:
-    """The state moved on by a token, and a sum of products."""
+    """The state shifted by a token, then a sum of products."""
     import torch
 
     def step(x: Any, state: Any, kernels: Any) -> Any:
@@ -374,7 +374,7 @@ def gathered(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("torch eager", "permute_wigner_inv_edge_to_node", dense=True)
 def summed(problem: Problem, cotangent: Any) -> Steps:
-    """The bmm and index_add of the same."""
+    """Products by bmm, then index_add, as in fairchem's general backend."""
     import torch
 
     _, target, nodes = _graph(problem)
@@ -388,7 +388,7 @@ def summed(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("torch eager", "permute_wigner_inv", dense=True)
 def turned_back(problem: Problem, cotangent: Any) -> Steps:
-    """The bmm alone."""
+    """The products by bmm alone."""
     import torch
 
     def turn(message: Any, wigner_inv: Any) -> Any:
@@ -414,7 +414,7 @@ def degrees(problem: Problem, cotangent: Any) -> Steps:
 def _fairchem(problem: Problem) -> tuple[Any, Problem]:
     """Return the functions of fairchem's `umas_fast_gpu`, and the problem with its matrices.
 
-    They are of degree 2, and inverse on the way back.
+    The matrices are of degree 2, and inverted for the way back.
     """
     from fairchem.core.models.uma.nn.execution_backends import UMASFastGPUBackend
 
@@ -428,7 +428,7 @@ def _fairchem(problem: Problem) -> tuple[Any, Problem]:
 
 @peer("fairchem", "node_to_edge_wigner_permute", package="fairchem.core", devices=("cuda",))
 def fairchem_forth(problem: Problem, cotangent: Any) -> Steps:
-    """Its Triton kernels, and torch's products and sums in the backward pass."""
+    """The Triton kernels of fairchem, with torch's products and sums in the backward pass."""
     import torch
 
     functions, given = _fairchem(problem)
@@ -448,7 +448,7 @@ def fairchem_forth(problem: Problem, cotangent: Any) -> Steps:
     dense=True,
 )
 def fairchem_back(problem: Problem, cotangent: Any) -> Steps:
-    """Its Triton kernels, and index_add."""
+    """The Triton kernels of fairchem, and index_add."""
     functions, given = _fairchem(problem)
     _, target, nodes = _graph(problem)
 
@@ -460,7 +460,7 @@ def fairchem_back(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("fairchem", "permute_wigner_inv", package="fairchem.core", devices=("cuda",), dense=True)
 def fairchem_turned(problem: Problem, cotangent: Any) -> Steps:
-    """Its Triton kernels alone."""
+    """The Triton kernels of fairchem alone."""
     from fairchem.core.models.uma.triton import UMASFastGPUPermuteWignerInvEdgeToNode
 
     return _steps(UMASFastGPUPermuteWignerInvEdgeToNode.apply, _fairchem(problem)[1], cotangent)
@@ -475,7 +475,7 @@ def fairchem_turned(problem: Problem, cotangent: Any) -> Steps:
     dense=True,
 )
 def fairchem_degrees(problem: Problem, cotangent: Any) -> Steps:
-    """The bmm and index_add of its backend, which has no kernel for it."""
+    """The bmm and index_add of fairchem's `umas_fast_gpu`, which has no kernel for this."""
     functions, given = _fairchem(problem)
     _, target, _ = _graph(problem)
 
@@ -489,7 +489,7 @@ def fairchem_degrees(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("fairchem", "wigner_d", package="fairchem.core", checked=False)
 def fairchem_matrices(problem: Problem, cotangent: Any) -> Steps:
-    """Its matrices, and their inverses; they may have another roll about the edge than ours."""
+    """The matrices of fairchem and their inverses; the roll about the edge may differ from ours."""
     from fairchem.core.models.uma.common.quaternion.wigner_d_custom_kernels import (
         CustomKernelModule,
     )
@@ -517,7 +517,7 @@ def _places(problem: Problem, like: Any) -> Any:
 
 @peer("torch eager", "structured_scatter_add")
 def index_added(problem: Problem, cotangent: Any) -> Steps:
-    """`index_add`, with its indices ready."""
+    """torch's `index_add`, with its indices computed before."""
     import torch
 
     cubes, size = problem.arguments["density_cube"], problem.raw["size"]
@@ -534,7 +534,7 @@ def index_added(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("torch eager", "structured_gather")
 def taken(problem: Problem, cotangent: Any) -> Steps:
-    """`take`, with its indices ready."""
+    """torch's `take`, with its indices computed before."""
     import torch
 
     place = _places(problem, problem.arguments["grid"])
@@ -550,7 +550,7 @@ def taken(problem: Problem, cotangent: Any) -> Steps:
     quick=False,
 )
 def torchref_scatter(problem: Problem, cotangent: Any) -> Steps:
-    """Its C++, which it compiles when it is first used."""
+    """The C++ code of TorchRef, which the first use compiles."""
     import torch
     from torchref.base.kernels.cpu_scatter import structured_scatter_add
 
@@ -562,7 +562,7 @@ def torchref_scatter(problem: Problem, cotangent: Any) -> Steps:
 
 
 def _torchref_density(problem: Problem, cotangent: Any, bits: int) -> Steps:
-    """The kernels that TorchRef 0.7 calls, called without its checks."""
+    """The kernels of TorchRef 0.7, called without its checks."""
     import torch
     from torchref_kernels import native
 
@@ -629,7 +629,7 @@ def torchref_float64(problem: Problem, cotangent: Any) -> Steps:
     devices=("cuda",),
 )
 def torchref_triton(problem: Problem, cotangent: Any) -> Steps:
-    """Its Triton kernels, with the radii that we take."""
+    """The Triton kernels of TorchRef, with our radii."""
     import torch
     from torchref.base.electron_density.kernels.cuda import variable_radius as kernels
 
@@ -648,7 +648,7 @@ def torchref_triton(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("gemmi", "gaussian_density", package="gemmi", devices=("cpu",), tensors=False)
 def gemmi(problem: Problem, cotangent: Any) -> Steps:
-    """Its calculator of densities, on the atoms of a structure, without a gradient."""
+    """The density calculator of gemmi, on the atoms of a structure, without a gradient."""
     if "calculator" not in problem.raw:
         raise Unsuited
     calculator, structure = problem.raw["calculator"], problem.raw["structure"]
@@ -684,7 +684,7 @@ def _gated_in_torch(problem: Problem) -> Callable[..., Any]:
 
 @peer("torch eager", "triangle_multiplicative_update")
 def gated(problem: Problem, cotangent: Any) -> Steps:
-    """The formula, as folding models have it; products in fp16 are those of autocast."""
+    """The formula as folding models write it; autocast makes products in fp16."""
     import torch
 
     update = _gated_in_torch(problem)
@@ -699,7 +699,7 @@ DISCOVER = "discover/results/kernel-engineering/trimul.py"
 
 @peer("TTT-Discover", "triangle_multiplicative_update", file=DISCOVER, devices=("cuda",))
 def discover(problem: Problem, cotangent: Any) -> Steps:
-    """Its kernels for the contest of GPU MODE, without a gradient."""
+    """The kernels of `discover` for the GPU MODE contest, without a gradient."""
     import torch
 
     given = problem.arguments

@@ -1,4 +1,4 @@
-"""Pictures of reports: where kernels are under the roof, beside peers, and as problems grow."""
+"""Pictures of reports: kernels under the roofline, ratios to peers, and growth with size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedops.bench.workloads import BOTH, CALL, FORWARD
 
 #: Neither dark nor light, so that text is read on a page of either; the background is clear.
 INK = "#7f8792"
-#: Of ops, in their order: told apart by readers who see no red or green, too.
+#: Colours of the ops, in order; colour-blind readers can tell them apart.
 COLOURS = (
     *("#3b82c4", "#e08a1e", "#1f9e77", "#c75d8e", "#8a6fd1"),
     *("#b0872a", "#38a3b5", "#d1603d", "#6d8f3c", "#9a7b6c"),
@@ -93,7 +93,7 @@ def _style(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def _best(report: dict[str, Any], key: Any) -> dict[Any, dict[str, Any]]:
-    """Return our fastest row of each key; rows whose key is None don't count."""
+    """Return our fastest row of each key; rows with the key None are skipped."""
     kernels = {backend.name for backend in BACKENDS}
     best: dict[Any, dict[str, Any]] = {}
     for row in reports.cases(report):
@@ -108,13 +108,13 @@ def _case(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _roofline(axis: Any, report: dict[str, Any]) -> None:
-    """Draw rates of operations by operations a byte, and what memory and products allow."""
+    """Draw operations a second over operations a byte, under the roofs of memory and products."""
     styles = _style(report)
     rows = [
         row
         for row in _best(report, _case).values()
         if row["work"] and row["work"]["flops"] and row["pass"] in (FORWARD, BOTH)
-        # Which are nothing of what the machine can do.
+        # Calls show the host's time, not the machine's rates.
         if row["workload"] != CALL
     ]
     intensity = [row["work"]["flops"] / row["work"]["bytes"] for row in rows]
@@ -124,7 +124,7 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
         bandwidth = rates["copy_GB_s"]
         roofs: list[tuple[float, list[str]]] = []
         for dtype, top in sorted(rates["product_GFLOP_s"].items(), key=lambda item: item[1]):
-            # What is about as high has one line.
+            # Roofs of about one height share a line.
             if roofs and top < 1.15 * roofs[-1][0]:
                 roofs[-1][1].append(dtype)
             else:
@@ -171,7 +171,7 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long as we a peer takes, and by what factor that is uncertain."""
+    """A peer's time over ours, and the factor by which the ratio is uncertain."""
 
     value: float
     uncertain: float
@@ -180,7 +180,7 @@ class Ratio:
 def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
     """Return ratios to peers by op and label, and by pass.
 
-    On the smallest and the largest problem of each op and peer, beside our fastest way to do the
+    Each op and peer has its smallest and its largest problem, beside our fastest way to do the
     same: eager calls both, or CUDA graphs where nothing else was timed.
     """
 
@@ -199,7 +199,7 @@ def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
             kinds.setdefault(kind, []).append(row)
     found: dict[tuple[str, str], dict[str, Ratio]] = {}
     for rows in kinds.values():
-        # Of equally large ones the first, which is the plainest.
+        # Among equally large problems the first is the plainest.
         small, large = (end(rows, key=lambda row: row["work"]["bytes"]) for end in (min, max))
         for row in [small] if small is large else [small, large]:
             ours = best[key(row)]
@@ -214,12 +214,12 @@ def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
 
 
 def _peers(axis: Any, report: dict[str, Any]) -> None:
-    """Draw how many times as long peers take."""
+    """Draw the peers' times over ours."""
     styles, ratios = _style(report), _ratios(report)
     for at, ((op, _), passes) in enumerate(ratios.items()):
         for what, ratio in passes.items():
             y, full = at + (0.2 if what == BOTH else -0.2), what == BOTH
-            # A bar begins at one, which is where both are equally fast.
+            # At one, where a bar begins, both are equally fast.
             style = {"color": styles[op][0], "alpha": 1 if full else 0.45}
             axis.barh(y, ratio.value - 1, left=1, height=0.4, **style)
             low, high = ratio.value / ratio.uncertain, ratio.value * ratio.uncertain

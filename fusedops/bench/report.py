@@ -1,4 +1,4 @@
-"""Results in files, in words, and beside those of an earlier run."""
+"""Results in files, in words, and beside an earlier run's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from fusedops.bench.timing import GRAPH, TORCH, noisy
 from fusedops.structure import replacing
 
-#: The form of the files, in which this is a number that changes with it.
+#: The version of the files' form, which every file states.
 SCHEMA = 1
 
-#: Two runs differ by so much in any case: by what else the machine does, and where memory lies.
+#: Times of equal runs differ by this factor: other processes and memory layout change them.
 ALWAYS = 1.05
 
 
@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises
     ------
     ReportError
-        If it isn't there, or isn't one.
+        If the file is missing, or is no report.
     """
     try:
         report = json.loads(path.read_text())
@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def start(path: Path | None, device: str) -> dict[str, Any]:
-    """Return the report that a run adds to: that of the file, whose other ops stay, or a new one.
+    """Return the report that a run adds to: the file's, whose other ops stay, or a new one.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def start(path: Path | None, device: str) -> dict[str, Any]:
 
 
 def save(path: Path, report: dict[str, Any]) -> None:
-    """Write a report; what can't be measured is null."""
+    """Write a report; a missing measurement is null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as draft:
         Path(draft).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -88,9 +88,9 @@ Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 
 def side_by_side(rows: Iterable[dict[str, Any]]) -> list[Pair]:
-    """Return every row and that of the same calls in CUDA graphs, each None if there is none.
+    """Return pairs of a row and the row of its calls in CUDA graphs; None for a missing one.
 
-    Rows that were refused are beside each other, too.
+    Refused rows are paired, too.
     """
     found: dict[Any, dict[bool, dict[str, Any]]] = {}
     for row in rows:
@@ -128,7 +128,7 @@ class Contest:
 
     @property
     def ratio(self) -> float:
-        """How many times as long as the peer we take."""
+        """Our time over the peer's."""
         return float(self.ours["ms"] / self.peer["ms"])
 
 
@@ -144,9 +144,9 @@ def contests(rows: Iterable[dict[str, Any]]) -> list[Contest]:
 
 
 def host_of(row: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the host's time with a call in µs, and that over an empty Function, in three digits.
+    """Return the host's time with a call in µs and its ratio to an empty Function, in three digits.
 
-    Nothing of rows without them, as those of older reports are.
+    Both are empty for a row without them, as in older reports.
     """
     ms, over = (row.get("host_ms"), row.get("over_empty")) if row else (None, None)
     return digits(None if ms is None else 1e3 * ms), digits(over)
@@ -168,12 +168,12 @@ def digits(value: float | None) -> str:
 
 
 def is_noisy(row: dict[str, Any]) -> bool:
-    """Return whether a row's median is worth little; of older reports too, which don't say so."""
+    """Return whether a row's median is worth little, computed for older reports that don't say."""
     return row["ms"] is not None and noisy(row["ms"], row["quartiles_ms"])
 
 
 def growth_of(row: dict[str, Any]) -> str:
-    """Return in words how times grow, or why that can't be said."""
+    """Return in words how times grow, or why that is unknown."""
     left_out = row.get("noisy", [])
     if row["exponent"] is None:
         return f"noisy at {len(left_out)} of {len(row['sizes'])} sizes, so that growth has no power"
@@ -183,7 +183,7 @@ def growth_of(row: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A row's time over that of an earlier run, and whether it is slower than spreads explain."""
+    """A row's time over an earlier run's, and whether it is slower than the spreads explain."""
 
     row: dict[str, Any]
     before_ms: float
@@ -192,10 +192,10 @@ class Change:
 
 
 def compared(new: dict[str, Any], old: dict[str, Any]) -> list[Change]:
-    """Return what became of every row of an older report that was measured again.
+    """Return the change of every row of an older report that was measured again.
 
-    Slower is what takes over `ALWAYS` times as long, with three quarters of its rounds above three
-    quarters of the earlier ones.
+    A row is slower if it takes over `ALWAYS` times as long, with three quarters of its rounds above
+    three quarters of the earlier ones.
     """
     before = {_key(row): row for row in cases(old) if row["ms"]}
     changes = []

@@ -1,4 +1,4 @@
-"""Times of runs that are taken in turns in one process, in CUDA graphs too."""
+"""Times of runs, taken in turns in one process, also in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 #: How calls are run: of arrays, of tensors, and of tensors in a graph.
 NUMPY, TORCH, GRAPH = "NumPy", "torch", "CUDA graph"
 
-#: Steps in one CUDA graph, whose own launch then counts for little.
+#: Steps in one CUDA graph: with many, the graph's own launch counts for little.
 COPIES = 10
 
 #: Fewest and most calls in a row that the host is timed with: a GPU's queue has room for them, and
 #: they are done before the system lets another process run.
 CALLS = (5, 20)
 
-#: Quartiles that are so far apart, as a share of the median, say more of the machine than of a run.
+#: A spread of quartiles over the median that says more of the machine than of a run.
 NOISY = 0.3
 
 
@@ -32,7 +32,7 @@ class Timing:
 
 
 def noisy(ms: float, quartiles_ms: Sequence[float]) -> bool:
-    """Return whether a median is worth little, because the machine did something else too."""
+    """Return whether a median is worth little, because the machine was busy otherwise, too."""
     low, high = quartiles_ms
     return high - low > NOISY * ms
 
@@ -63,10 +63,10 @@ def interleaved(
     *,
     host: bool = False,
 ) -> dict[Any, Timing]:
-    """Return the times of every run, taken in turns; so many seconds for each in all.
+    """Return the times of every run, taken in turns, with `seconds` for each in all.
 
-    Runs that are too long for so many rounds get fewer, five at least. With `host` the times are
-    those that the host is busy.
+    Long runs get fewer rounds, five at least. With `host`, return the times that the host is
+    busy.
     """
     clock, (least, most) = (busy, CALLS) if host else (timed, (1, 100))
     once = {}
@@ -91,7 +91,7 @@ def interleaved(
 
 
 def waiting(device: str) -> Callable[[], None]:
-    """Return what waits for a device's work."""
+    """Return a function that waits for a device's work."""
     if device == "cpu":
         return lambda: None
     import torch
@@ -116,6 +116,6 @@ def graphed(step: Callable[[], Any], copies: int = COPIES) -> Callable[[], None]
 
 
 def scaled(timing: Timing, by: float) -> Timing:
-    """Return the times of a part of a run."""
+    """Return a timing multiplied by a factor."""
     low, high = timing.quartiles_ms
     return Timing(timing.ms * by, (low * by, high * by), timing.rounds)

@@ -1,4 +1,4 @@
-"""Calls of every op as real programs make them: what `fusedops bench` times and `check` checks."""
+"""Calls of every op as real programs make them, which `fusedops bench` and `check` run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fusedops.wigner import message_rows, wigner_d
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 
-#: The name of the calls on the CPU that are so small that their time is the host's.
+#: The name of calls on the CPU so small that their time is the host's.
 CALL = "a call"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass can't do without: bytes moved, floating-point operations, exponentials."""
+    """The least work of a pass: bytes moved, floating-point operations, exponentials."""
 
     bytes: float
     flops: float = 0.0
@@ -49,7 +49,7 @@ class Problem:
     arguments : dict
         By name, in the order of the signature.
     leaves : tuple of str
-        Those that gradients go to, in the order in which a pullback returns them.
+        Arguments with gradients, in the order in which a pullback returns them.
     shape : dict of str to int
         The sizes that a table shows.
     work : dict of str to Work
@@ -57,9 +57,9 @@ class Problem:
     wide : frozenset of str
         Arguments that stay float32 where the others have 16 bits.
     raw : dict
-        What a peer needs besides.
+        Further values that peers need.
     preparations : dict of str to callable
-        What a program does once for many calls.
+        Steps that a program does once for many calls.
     """
 
     op: Op
@@ -109,7 +109,7 @@ class Problem:
     def rounded(self) -> Problem:
         """Return the problem with copies of its arrays and tensors in NumPy's float64.
 
-        Products are those of float64, too. What is packed stays where it is.
+        Products become float64, too. Packed arguments stay as they are.
         """
 
         def convert(name: str, value: Any) -> Any:
@@ -123,7 +123,7 @@ class Problem:
         return self._with(convert)
 
     def cotangent(self) -> Any:
-        """Return random numbers like the value, which is not computed for that."""
+        """Return random numbers like the value, without computing the value."""
         primitive = self.op.primitive
         a, shown = self._bound()
         shape, dtype = primitive.describe(a)[primitive.outputs.index(shown)]
@@ -137,7 +137,7 @@ class Problem:
         return np.random.default_rng(1).standard_normal(shape).astype(dtype)[()]
 
     def forward(self, backend: str | None) -> Callable[[], tuple[Any, ...]]:
-        """Return what computes the value."""
+        """Return a function that computes the value."""
 
         def step() -> tuple[Any, ...]:
             return (self.op(**self.arguments, backend=backend),)
@@ -149,7 +149,7 @@ class Problem:
         return torch.no_grad()(step)
 
     def both(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
-        """Return what computes the value and its gradients: by ``vjp``, or torch's autograd."""
+        """Return a function that computes the value and its gradients, by ``vjp`` or autograd."""
         if self.framework == "torch":
             return by_autograd(
                 lambda *leaves: self.op(
@@ -167,7 +167,7 @@ class Problem:
         return step
 
     def backward(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
-        """Return what computes the gradients alone, of what a forward pass has left behind."""
+        """Return a function that computes the gradients alone, after a forward pass made here."""
         primitive = self.op.primitive
         a, shown = self._bound()
         wanted = [None if array is None else True for array in a[: len(primitive.arrays)]]
@@ -199,7 +199,7 @@ class Problem:
 def by_autograd(
     function: Callable[..., Any], leaves: list[Any], cotangent: Any
 ) -> Callable[[], tuple[Any, ...]]:
-    """Return what computes the value of a function of tensors, and its gradients."""
+    """Return a function that computes the value of another, and its gradients by autograd."""
     import torch
 
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
@@ -238,12 +238,12 @@ class Source:
         return numbers.mul_(scale)
 
     def bytes(self, *arrays: Any, wide: bool = False) -> int:
-        """Return how many bytes arrays have in the dtype, or in that of float32 at least."""
+        """Return how many bytes arrays have in the dtype; if `wide`, in float32 at least."""
         itemsize = 2 if self.wide != self.dtype and not wide else np.dtype(self.wide).itemsize
         return itemsize * sum(math.prod(array.shape) for array in arrays)
 
     def here(self, value: Any) -> Any:
-        """Return an array of floats in the dtype, or what is packed, where the problem lives."""
+        """Return an array in the problem's dtype, or a packed argument, on its device."""
         if isinstance(value, Packed):
             return value if self.device == "cpu" else value.to(self.device)
         if self.device == "cpu":
@@ -257,11 +257,11 @@ class Source:
 class Workload:
     """A kind of problem, of one size and in one dtype.
 
-    `make` returns a problem of a size, which counts what `unit` says; one of size `small` has a
+    `make` returns a problem of a size, counted in `unit`; a problem of size `small` has a
     reference that takes no more than a moment. Errors are held to the tolerance of `rounds_to`, the
-    dtype if None, for so many `terms`, of the value and of gradients. A workload `needs` packages,
-    and is left out of `check` where kernels of its own take long to compile. A `tiny` one, of one
-    thread, is so small that the time of a call is the host's.
+    dtype if None, for as many `terms` as the value and gradients add up. A workload `needs`
+    packages, and is left out of `check` where kernels of its own take long to compile. A `tiny`
+    workload, of one thread, is so small that the time of a call is the host's.
     """
 
     op: Op
@@ -290,7 +290,7 @@ class Workload:
         return replace(self, size=size)
 
     def problem(self) -> Problem:
-        """Return the problem: tensors on a GPU, NumPy arrays on the CPU, not narrower than 32."""
+        """Return the problem: tensors on a GPU, NumPy arrays of 32 bits or more on the CPU."""
         return self.make(Source(self.dtype, self.device), self.size)
 
     def tolerance(self, backward: bool, dtype: str | None = None) -> float:
@@ -302,7 +302,7 @@ Steps = dict[str, Callable[[], tuple[Any, ...]]]
 
 
 def steps_of(problem: Problem, backend: str | None, cotangent: Any) -> Steps:
-    """Return what computes the passes of a problem on a backend."""
+    """Return functions that compute the passes of a problem on a backend."""
     steps = {FORWARD: problem.forward(backend)}
     if problem.leaves:
         steps[BOTH] = problem.both(backend, cotangent)
@@ -320,13 +320,13 @@ def errors(
     Parameters
     ----------
     workload : Workload
-        Of the size that errors are wanted of.
+        Of the size to check.
     steps : callable
-        From a problem in `framework` and a cotangent to what computes its passes.
+        From a problem in `framework` and a cotangent to functions that compute its passes.
     framework : {"numpy", "torch"}
-        Whose arrays the problem has.
+        The framework of the problem's arrays.
     dtype : str, optional
-        In place of that of the workload.
+        Replaces the workload's.
     """
     exact = workload.make(Source(), workload.size)
     cotangent: Any = exact.rounded().cotangent() if exact.leaves else None
@@ -341,7 +341,7 @@ def errors(
         given, seed = exact.to(workload.device, dtype), None
         if cotangent is not None:
             seed = torch.tensor(cotangent).to(given.cotangent())
-    # What is packed was moved, not rounded.
+    # Packed arguments were moved, not rounded.
     packed = {n: a for n, a in exact.arguments.items() if isinstance(a, Packed)}
     rounded = given.rounded()
     rounded = replace(rounded, arguments=rounded.arguments | packed)
@@ -371,8 +371,8 @@ def _planarity(source: Source, planes: int, *, listed: bool = False) -> Problem:
     groups = [(index, np.full(len(index), 0.02)) for index in indices]
     packed = fusedops.Planes(groups)
     entries, count = packed.num_entries, packed.num_planes
-    # Coordinates and gradient; indices, weights and where planes begin. Operations are those of
-    # centroid, covariance and distances, of the eigenproblem, and of the gradient.
+    # Bytes: coordinates and gradient; indices, weights and the planes' offsets. Operations:
+    # centroid, covariance and distances, the eigenproblem, and the gradient.
     coordinates = source.bytes(xyz)
     laid_out = 4 * entries + 12 * count
     forward = Work(coordinates + laid_out, 26 * entries + 60 * count)
@@ -389,7 +389,7 @@ def _planarity(source: Source, planes: int, *, listed: bool = False) -> Problem:
 
 
 def _work(forward: Work, backward: Work | None = None) -> dict[str, Work]:
-    """Return the work by pass, where both passes have that of each."""
+    """Return the work by pass, where the pass of both is their sum."""
     if backward is None:
         return {FORWARD: forward}
     return {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}
@@ -441,7 +441,7 @@ def _edges(
     radial = source.normal(count, lmax + 1, channels)
     features, turned = source.bytes(x), source.bytes(message)
     matrices = source.bytes(wigner, wide=True)
-    # Products with the blocks alone, though dense matrices are read whole.
+    # Only the blocks are multiplied, though dense matrices are read whole.
     products = 2 * count * channels * sum((2 * l + 1) ** 2 for l in range(lmax + 1))
     back = {"wigner_inv": wigner, "transpose": True}
     if op is fusedops.node_to_edge_wigner_permute:
@@ -489,7 +489,7 @@ def _tensor_like(index: np.ndarray, like: Any) -> Any:
 
 def _directions(source: Source, count: int, *, lmax: int, packed: bool = False) -> Problem:
     vectors = source.normal(count, 3)
-    # Written once, and read with what comes from them in the backward.
+    # Matrices are written once; the backward reads their cotangents.
     entries = sum((2 * l + 1) ** 2 for l in range(lmax + 1)) if packed else (lmax + 1) ** 4
     moved = source.bytes(vectors) * (1 + entries / 3)
     arguments = {"edge_vec": vectors, "lmax": lmax, "packed": packed}
@@ -552,7 +552,7 @@ def _atoms(
 ) -> Problem:
     """Atoms of five Gaussians anywhere in a cubic cell, of so many Å³ for each.
 
-    They reach as far as the rule says, unless told. A map has `least` voxels along an edge.
+    Radii follow the rule unless given. A map has at least `least` voxels along an edge.
     """
     voxels = max(least, round((volume * count) ** (1 / 3) / spacing))
     cell = np.diag([spacing * voxels] * 3)
@@ -580,8 +580,8 @@ def _density(
     visits = 4 / 3 * math.pi * float((radius**3).sum()) / voxel
     gaussians = arrays[3].shape[1]
     atoms, size = source.bytes(*given.values()), source.bytes(np.empty(grid, np.bool_))
-    # Five exponentials for every voxel of an atom's sphere, and as many backward; the operations
-    # are those of the distance and of the sums over Gaussians.
+    # Each Gaussian takes an exponential for every voxel of an atom's sphere, each way; operations
+    # are the distance and the sums over Gaussians.
     work = _work(
         Work(atoms + size, visits * (8 + 2 * gaussians), visits * gaussians),
         Work(2 * atoms + size, visits * (16 + 6 * gaussians), visits * gaussians),
@@ -594,7 +594,7 @@ def _density(
 def _crystal(source: Source, copies: int, *, spacing: float = 0.66) -> Problem:
     """Copies of ubiquitin (1ubi) in a larger cell without symmetry, on the grid that gemmi takes.
 
-    Every atom has an isotropic B, raised to suit the voxels, and reaches as far as gemmi has it do
+    Every atom has an isotropic B, raised to suit the voxels, and the radius that gemmi gives it
     at its cutoff of 1e-5 electrons/Å³.
     """
     import gemmi
@@ -628,7 +628,7 @@ def _crystal(source: Source, copies: int, *, spacing: float = 0.66) -> Problem:
     calculator.rate, calculator.d_min, calculator.blur = 1.5, 3 * spacing, blur
     calculator.set_grid_cell_and_spacegroup(crystal)
     calculator.initialize_grid()
-    # In the order of the file, which scattering_atoms may change.
+    # Atoms in the file's order, which scattering_atoms may change.
     order = np.argsort(structure._order)
     reach = np.array([calculator.estimate_radius(cra.atom) for cra in structure.gemmi[0].all()])
 
@@ -667,7 +667,7 @@ def _update(
     ):
         arguments[f"{name}_weight"] = source.normal(*sides, scale=sides[1] ** -0.5)
     rows, leaves = B * N * N, tuple(sorted(arguments, key=[*ARRAYS].index))
-    # x and the output once; left, right, o and the gate written and read, as wide as factors are.
+    # x and the output move once; left, right, o and the gate twice, in the factors' dtype.
     # A backward pass counts twice.
     x = source.bytes(arguments["x"])
     width = 2 if precision == "fp16" else x // max(1, math.prod(arguments["x"].shape))
@@ -697,7 +697,7 @@ def _conv_workloads() -> Iterator[Workload]:
         for silu in (False, True):
             make = partial(_conv, batch=B, channels=D, width=4, silu=silu)
             name = "Jet-Nemotron, SiLU" if silu else "Jet-Nemotron"
-            # Kernels of its own, which take seconds to compile for a GPU.
+            # A call with SiLU has kernels of its own, which take seconds to compile for a GPU.
             own = silu and device == "cuda"
             w = Workload(fusedops.dynamic_conv, name, make, T, "tokens", 64, device, dtype)
             yield replace(w, quick=quick and not silu, self_check=not own)
@@ -720,7 +720,7 @@ def _conv_workloads() -> Iterator[Workload]:
 def _wigner_workloads() -> Iterator[Workload]:
     forth, back = fusedops.node_to_edge_wigner_permute, fusedops.permute_wigner_inv_edge_to_node
     for op in (forth, back):
-        # An element is a sum over channels, or over the rows of a degree of a node's edges.
+        # An element sums over channels, or over one degree's rows of a node's edges.
         uma = Workload(
             op, "UMA", partial(_edges, op), 60_000, "edges", 120, "cpu", terms=(600, 1200)
         )
@@ -730,13 +730,13 @@ def _wigner_workloads() -> Iterator[Workload]:
         gpu = replace(uma, device="cuda")
         dense = partial(_edges, op, per_node=160)
         for dtype in ("float32", "bfloat16"):
-            # In bfloat16 other kernels, which take seconds to compile.
+            # Kernels of bfloat16 are others, which take seconds to compile.
             single = dtype == "float32"
             w = replace(gpu, dtype=dtype, quick=single, self_check=single)
             yield replace(w, size=3_000)
             yield replace(w, prepares=op is forth and single)
             yield replace(w, make=dense, size=320_000, quick=False)
-        # So do these.
+        # Kernels of other degrees take seconds to compile, too.
         other = replace(gpu, self_check=False)
         yield replace(other, name="MACE, lmax 1", make=partial(_edges, op, lmax=1))
         make = partial(_edges, op, lmax=4, per_node=15)
@@ -802,7 +802,7 @@ def _density_workloads() -> Iterator[Workload]:
 
 
 def _trimul_workloads() -> Iterator[Workload]:
-    # Numbers of a few roundings each go through five products and two LayerNorms.
+    # Roundings go through five products and two LayerNorms.
     op, terms = fusedops.triangle_multiplicative_update, (512, 2048)
     boltz = Workload(op, "Boltz", _update, 64, "residues", 20, "cpu", terms=terms)
     for N in (64, 128, 256):
@@ -813,7 +813,7 @@ def _trimul_workloads() -> Iterator[Workload]:
         make = partial(_update, batch=B, channels=C)
         gpu = replace(boltz, size=N, device="cuda", quick=N == 128)
         half = partial(make, gate="hidden", precision="fp16")
-        # Kernels that take seconds to compile, as of the rotations.
+        # These kernels take seconds to compile.
         yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16", self_check=False)
         yield replace(gpu, make=make, dtype="bfloat16")
 
@@ -828,7 +828,7 @@ ON_EDGES = (
 
 
 def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
-    """Yield a call of every op whose time on one thread is what the frame takes."""
+    """Yield a call of every op so small that its time on one thread is the frame's."""
     alike: dict[Op, Workload] = {}
     for workload in others:
         if workload.device == "cpu":
