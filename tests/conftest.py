@@ -2,13 +2,13 @@
 
 Triton kernels are interpreted on the CPU, unless the tests are for a real GPU::
 
-    pytest                              # all that needs no GPU
-    pytest --interpret-all -k triton    # also what `interpreted_slow` leaves out
-    pytest -m gpu -n 8                  # all that needs one
-    pytest -m "gpu and quick" -n 8      # one of every kind of these, in a minute, for every day
+    pytest                              # all tests without a GPU
+    pytest --interpret-all -k triton    # also cases that `interpreted_slow` leaves out
+    pytest -m gpu -n 8                  # all tests with a GPU
+    pytest -m "gpu and quick" -n 8      # one of every kind with a GPU, in a minute
 
-A test under ``interpreted_slow(name=value, ...)`` runs in the interpreter for this value of its
-parameter alone, or for those of a tuple, and everywhere else for all of them.
+A test marked ``interpreted_slow(name=value, ...)`` runs in the interpreter for this value of its
+parameter alone, or for a tuple's values, and everywhere else for all of them.
 """
 
 import functools
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Return an id that says what a parameter holds, where pytest would number it."""
+    """Return an id that shows a parameter's value, where pytest would number it."""
     if isinstance(val, functools.partial):
         return "-".join([val.func.__name__, *map(str, val.args)])
     if isinstance(val, dict):
@@ -66,7 +66,7 @@ def interpreted(parameters: dict[str, object]) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of the interpreter what `interpreted_slow` says."""
+    """Leave out the interpreter's cases that `interpreted_slow` excludes."""
     if config.option.interpret_all:
         return
     left_out = []
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in gone]
 
 
-# Fixtures of places belong to a module, because hypothesis refuses those made for every test.
+# Fixtures of places have module scope, because hypothesis refuses fixtures of function scope.
 
 
 @pytest.fixture(scope="module", params=PLACES, ids="-".join)
@@ -137,20 +137,20 @@ def poison(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread_for_torch():
-    """Keep the threads of torch, which are worth nothing here, from waiting for each other."""
+    """Give torch one thread: on small work, several only wait for each other."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter():
-    """Let Triton's interpreter leave out what it does in vain."""
+    """Let Triton's interpreter skip useless work."""
     interpreter.hasten()
 
 
 @pytest.fixture
 def young_heap():
-    """Let the garbage collector look at a test's objects alone: all take it half a second."""
+    """Let the garbage collector visit a test's objects alone: all would take half a second."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -167,7 +167,7 @@ def square():
 
 @pytest.fixture
 def several_threads(monkeypatch):
-    """Let kernels use all threads on small work, and list how many each parallel region gets."""
+    """Let kernels use all threads on small work, and list the threads of each parallel region."""
     from fusedops._frame import threads
     from fusedops.testing import CASES
 
@@ -187,7 +187,7 @@ def several_threads(monkeypatch):
 
 @pytest.fixture
 def fresh_plans():
-    """Let a test change what plans are made of: none from before, and none of its own after."""
+    """Forget all plans before and after a test that changes their ingredients."""
     from fusedops._frame.kinds import forget_plans
 
     forget_plans()

@@ -1,7 +1,7 @@
-"""A few small calls of every op, with which test_contract.py tries what all ops promise.
+"""A few small calls of every op, with which test_contract.py tests the promises of all ops.
 
 An `Example` makes the arguments of a call, of several sizes; a `Problem` is one such call with
-cotangents of its outputs, as NumPy arrays. What tests need of the frame's internals is at the end.
+cotangents of its outputs, as NumPy arrays. Access to the frame's internals is at the end.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Example:
 
     `make` returns the arguments by name, floats in float64, of a size: `tiny` for derivatives of
     higher order, `small` for most tests, `medium` for more than one block of a kernel, `large` for
-    several threads, and `others`, which share what `torch.compile` may take for constants. Only
-    `leaves` have a gradient. Where `exact` is False, results depend on layout and threads, by
-    roundings. Derivatives of a `slow` one are checked along random directions alone.
+    several threads, and `others`, which share numbers that `torch.compile` may take for constants.
+    Only `leaves` have a gradient. Where `exact` is False, results depend on layout and threads, by
+    roundings. Derivatives of a `slow` example are checked along random directions alone.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Example:
 
 
 def made(make: Callable[..., dict[str, Any]], size: tuple[int, ...]) -> dict[str, Any]:
-    """Return the arguments of a size; packed ones anew, because calls leave things in them."""
+    """Return the arguments of a size; packed ones are new, because calls leave caches in them."""
     return make(np.random.default_rng(0), *size)
 
 
 @functools.cache
 def cotangents_of(op: Any, make: Any, size: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return random arrays of the shapes of what the reference returns."""
+    """Return random arrays of the shapes of the reference's outputs."""
     rng = np.random.default_rng(1)
     outs = tuple_of(op(**made(make, size), backend="numpy"))
     return tuple(rng.normal(size=np.shape(out)) for out in outs)
@@ -97,7 +97,7 @@ def cotangents_of(op: Any, make: Any, size: tuple[int, ...]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A call's arguments by name, NumPy arrays, and the cotangents of what it returns."""
+    """A call's arguments by name, as NumPy arrays, and the cotangents of its outputs."""
 
     example: Example
     arguments: dict[str, Any]
@@ -115,13 +115,13 @@ class Problem:
         return dataclasses.replace(self, arguments={**self.arguments, **changes})
 
     def floats_mapped(self, function: Callable[[Any], Any]) -> Problem:
-        """Return the problem of what a function makes of every array of floats."""
+        """Return the problem with a function applied to every array of floats."""
         names = self.example.floats
         arguments = {n: function(a) if n in names else a for n, a in self.arguments.items()}
         return Problem(self.example, arguments, tuple(map(function, self.cotangents)))
 
     def mapped(self, function: Callable[[Any], Any]) -> Problem:
-        """Return the problem of what a function makes of every array."""
+        """Return the problem with a function applied to every array."""
         arguments = {
             n: function(a) if isinstance(a, np.ndarray) else a for n, a in self.arguments.items()
         }
@@ -139,7 +139,7 @@ class Problem:
 def planarity(rng: Any, residues: int, *, sigmas: str, fit: str) -> dict[str, Any]:
     xyz, indices = protein(residues, rng, noise=0.2)
     if residues == 1:
-        # Without rings, whose atoms make derivatives along every coordinate slow.
+        # Rings have many atoms, which make derivatives along every coordinate slow.
         xyz, indices = xyz[:9], indices[:2]
     groups = [
         (i, np.full(len(i), 0.5) if sigmas == "plane" else rng.uniform(0.3, 0.6, i.shape))
@@ -286,7 +286,7 @@ def _scatter(name: str, op: Any, leaf: str, **options: Any) -> Example:
         tiny=(2, 2, 1, 3, 3),
         small=(3, 2, 3, 5, 5),
         medium=(5, 3, 4, 6, 5),
-        # Of several parts, and many cubes in each.
+        # A map of several parts, with many cubes in each.
         large=(90, 5, 6, 19, 104),
         others=((5, 3, 4, 6, 5), (8, 5, 7, 9, 7), (4, 3, 4, 6, 9)),
     )
@@ -371,7 +371,7 @@ EXAMPLES = [
             small=(3, 7, 3, 4),
             medium=(4, 140, 5, 3),
             large=(18, 1800, 40, 4),
-            # At first no two sizes are equal, which torch.compile would keep.
+            # torch.compile would keep equal sizes equal, so the first ones differ.
             others=((4, 467, 11, 3), (6, 14, 11, 3), (5, 76, 11, 3)),
         )
         for suffix in ("", "-static")
@@ -431,7 +431,7 @@ EXAMPLES = [
     ),
     _triangle("triangle-hidden", ("x", *_NORMS, *_WEIGHTS), direction="incoming", gate="hidden"),
 ]
-#: With indices, sequences and cells that every call reads anew.
+#: Examples with indices, sequences and cells that every call reads anew.
 UNPACKED = [
     dataclasses.replace(
         next(e for e in EXAMPLES if e.name == name),
@@ -450,7 +450,7 @@ UNPACKED = [
 
 
 def tensor(array: Any) -> Any:
-    """Return a tensor that shares an array's memory; of a number, one of its own."""
+    """Return a tensor that shares an array's memory; for a number, a new tensor."""
     array = np.asarray(array)
     if not array.flags.writeable:
         array = array.copy()
@@ -502,7 +502,7 @@ def solve(place: tuple[str, str | None], p: Problem) -> list[np.ndarray]:
 
 
 def total(p: Problem, backend: str | None = None) -> Callable[..., Any]:
-    """Return a number, of which no derivative is constant, as a function of the leaves."""
+    """Return a number as a function of the leaves, such that no derivative is constant."""
     function = function_of(p, backend)
     return lambda *leaves: sum(out.square().sum() for out in tuple_of(function(*leaves)))
 
@@ -531,11 +531,11 @@ def all_agree(p: Problem, backend: str | None, got: Any, want: Any) -> None:
         agree(p, backend, one, other)
 
 
-# The rest knows the frame from inside.
+# Access to the frame's internals.
 
 
 def of_primitives(*names: str) -> list[Any]:
-    """Return cases by name, of all primitives that have them."""
+    """Return the cases of all primitives that have any, by name."""
     return [case for case in CASES if case.name in names]
 
 
@@ -561,7 +561,7 @@ def registered(case: Any, backend: str = "", dtype: Any = None, layout: Any = No
 
 @contextlib.contextmanager
 def requests(monkeypatch: Any) -> Iterator[list[tuple[str, str | None]]]:
-    """List the primitive and the backend asked for of every choice of a backend."""
+    """List the primitive and the requested backend of every choice of a backend."""
     asked: list[tuple[str, str | None]] = []
     genuine = registry.choose
 
@@ -569,7 +569,7 @@ def requests(monkeypatch: Any) -> Iterator[list[tuple[str, str | None]]]:
         asked.append((request.op, request.forced))
         return genuine(request)
 
-    # A plan keeps what was chosen for it.
+    # A plan keeps its backend, and would skip the choice.
     forget_plans()
     with monkeypatch.context() as patch:
         patch.setattr(registry, "choose", watched)
@@ -583,7 +583,7 @@ def taken_apart(packed: Any) -> Any:
 
 
 def capture(run):
-    """Return a CUDA graph of what a function does, and what the graph computes."""
+    """Return a CUDA graph of a function's work, and the results that it computes."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

@@ -1,7 +1,7 @@
-"""Arrays between pages that nobody may touch: a kernel that does so kills its process.
+"""Arrays between protected pages: a kernel that touches these kills its process.
 
 A test calls `run` with the code of that process, which imports the rest from here. It is forked,
-because to import torch and Triton takes longer than what most of these tests do.
+because importing torch and Triton takes longer than most of these tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 PAGE = mmap.PAGESIZE
-#: The framework whose arrays a kernel gets, and its backend, in the process of a test.
+#: The framework of a kernel's arrays, and its backend, in the process of a test.
 FRAMEWORK, BACKEND = "", ""
 
 
@@ -27,7 +27,7 @@ def run(place: tuple[str, str], code: str, **given: Any) -> None:
     """Run code for a place in a process of its own, with these variables; fail where it fails."""
     global FRAMEWORK, BACKEND
     with tempfile.TemporaryFile("w+") as told, warnings.catch_warnings():
-        # Of other threads, whose locks this code has no use for.
+        # Forking warns of other threads, whose locks this code doesn't use.
         warnings.simplefilter("ignore")
         child = os.fork()
         if child == 0:
@@ -47,7 +47,7 @@ def run(place: tuple[str, str], code: str, **given: Any) -> None:
 
 
 def guarded(values: Any, at_the_end: bool) -> np.ndarray:
-    """Return an array between two pages that nobody may touch, at the end or at the start."""
+    """Return an array between two protected pages, next to the one after or before it."""
     values = np.asarray(values)
     pages = max(1, -(-values.nbytes // PAGE))
     memory = mmap.mmap(-1, (pages + 2) * PAGE)

@@ -9,10 +9,10 @@ import os
 
 
 def hasten() -> None:
-    """Let the interpreter leave out what it does in vain.
+    """Let the interpreter skip useless work.
 
-    That is to patch its language anew whenever a kernel calls a function, to compute whether
-    integers overflow, of which it says nothing, and to make anew what is known of types.
+    Without this it patches its language anew whenever a kernel calls a function, computes whether
+    integers overflow, which it never reports, and computes properties of types again and again.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
         return

@@ -16,7 +16,7 @@ HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-#: Protects pages of memory, or asks about threads, the Linux way.
+#: The test protects pages of memory, or inspects threads, the Linux way.
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has this")
 #: Triton's interpreter computes both sides of a select in NumPy, which warns of the unused one.
 interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -28,7 +28,7 @@ EXACT = ("cython", "numba")
 SERVE_ARRAYS = ("cython", "numba", "numpy")
 #: Backends that serve tensors on the CPU; Triton's kernels are interpreted there, and slow.
 SERVE_TENSORS = (*SERVE_ARRAYS, "torch", *(["triton"] if HAS_TRITON else []))
-#: The framework of the arrays, and the backend that is asked for: every implementation once.
+#: The framework of the arrays and the requested backend: every implementation once.
 QUICK = [("numpy", name) for name in SERVE_ARRAYS] + [("torch", "torch")] * HAS_TORCH
 PLACES = QUICK + [("torch", "triton")] * HAS_TRITON
 #: The places whose kernels fill arrays that they are given.

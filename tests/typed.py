@@ -1,4 +1,4 @@
-"""What a user's type checker sees. This is read by mypy, in `make lint`, and never run."""
+"""Calls as a user's type checker sees them; mypy reads this in `make lint`, nothing runs it."""
 
 from __future__ import annotations
 

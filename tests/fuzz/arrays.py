@@ -1,4 +1,4 @@
-"""Arrays of every layout, and what all ops' strategies have in common."""
+"""Arrays of every layout, and the fields that all ops' strategies share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-#: Empty, one, odd, prime, and around the widths of vectors and chunks.
+#: Sizes: empty, one, odd, prime, and around the widths of vectors and chunks.
 SMALL = (0, 1, 2, 3, 5, 8)
 MEDIUM = (0, 1, 2, 3, 4, 5, 7, 8, 11, 16, 17, 31, 33)
 LARGE = (0, 1, 2, 3, 5, 7, 13, 16, 17, 31, 37, 63, 64, 65, 67, 97, 128, 131)
 
-#: The same elements in memory; "repeated" has a stride of zero, so that rows are equal.
+#: Layouts of the same elements; "repeated" has a stride of zero, which makes all rows equal.
 LAYOUTS = (
     "plain",
     "fortran",
@@ -64,7 +64,7 @@ def repeated(array: np.ndarray) -> np.ndarray:
 
 
 def laid_out(array: np.ndarray, layout: str) -> np.ndarray:
-    """Return an array of the same elements in memory of its own, laid out in a way."""
+    """Return a copy of an array in a layout, in memory of its own."""
     if layout == "repeated" and array.ndim:
         return np.broadcast_to(array[:1].copy(), array.shape)
     if layout == "fortran":
@@ -76,7 +76,7 @@ def laid_out(array: np.ndarray, layout: str) -> np.ndarray:
         memory = np.zeros(array.nbytes + 1, np.uint8)[1:]
         found = memory.view(array.dtype).reshape(array.shape)
     elif layout == "mapped" and array.nbytes:
-        # Copied when written to: mappings of one file share nothing.
+        # Mode "c" copies on write, so that mappings of one file share nothing.
         found = np.memmap(_empty_file(), array.dtype, "c", shape=array.shape)
     elif layout == "field":
         found = np.zeros(array.shape, [("before", "u1"), ("value", array.dtype)])["value"]
@@ -102,7 +102,7 @@ def _empty_file() -> Any:
 
 
 def tensor(array: np.ndarray, dtype: Any, layout: str, device: str = "cpu") -> Any:
-    """Return a tensor of the same elements; dtype None for that of the array."""
+    """Return a tensor of the same elements; None keeps the array's dtype."""
     torch = sys.modules["torch"]
     made = torch.tensor(np.ascontiguousarray(array), dtype=dtype, device=device)
     made = made.reshape(array.shape)

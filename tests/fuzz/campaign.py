@@ -44,9 +44,9 @@ FAMILIES = {
 SEEDS = 8
 #: Seconds that hypothesis may take to make a finding's example smaller.
 SHRINKING = 2.0
-#: Seconds that an example may take before it counts as one that hangs.
+#: Seconds after which an example counts as hung.
 PATIENCE = 60.0
-#: And where kernels are compiled first, or interpreted.
+#: The same limit where kernels are compiled first, or interpreted.
 COMPILING = 300.0
 BATCH = 100
 
@@ -56,7 +56,7 @@ class Found(Exception):
 
 
 class Enough(KeyboardInterrupt):
-    """Ends a batch: hypothesis lets interrupts through."""
+    """The end of a batch; an interrupt, because hypothesis lets these through."""
 
 
 def places(family: Family, backends: Sequence[str] = (), device: str = "cpu") -> list[Place]:
@@ -82,10 +82,10 @@ def _works(framework: str, backend: str) -> bool:
 
 
 def strategy(family: Family, compiled: bool) -> st.SearchStrategy[dict[str, Any]]:
-    """Return descriptions of calls, of what JSON can hold."""
+    """Return a strategy of descriptions of calls, which JSON can hold."""
     fields = family.strategy(compiled)
     if compiled:
-        # A kernel for every combination would be compiled.
+        # Mixed dtypes would compile a kernel for every combination.
         fields |= {"dtype": st.sampled_from([name for name in DTYPES if name != "mixed"])}
     if registry.import_error("torch"):
         fields |= {"dtype": st.sampled_from(NUMPY_DTYPES)}
@@ -131,7 +131,7 @@ def examine(description: dict[str, Any], where: list[Place], ledger: Ledger) -> 
             trial.found(Place("?", "?"), "hangs", f"no end after {patience:.0f} s")
             raise
         except Exception as error:
-            # Where a reference or a check of ours fails, there is something to look at too.
+            # An exception of our own reference or check is a finding, too.
             at = traceback.extract_tb(error.__traceback__)[-1]
             check = f"{type(error).__name__} in {at.name}, line {at.lineno}"
             trial.found(Place("?", "?"), check, str(error))
@@ -140,7 +140,7 @@ def examine(description: dict[str, Any], where: list[Place], ledger: Ledger) -> 
 
 
 def resolve(trials: list[Trial], ledger: Ledger) -> None:
-    """Wait for the GPU, once, and add what its comparisons found."""
+    """Wait for the GPU, once, and add the findings of its comparisons."""
     pending = [one for trial in trials for one in trial.pending]
     if pending:
         import torch
@@ -161,7 +161,7 @@ def batch(
     examples: int = BATCH,
     before: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> None:
-    """Examine so many examples; without a seed, the same ones every time.
+    """Examine a number of examples; without a seed, the same ones every time.
 
     An example with a finding that is new is made smaller, and then other examples go on.
     """
@@ -241,7 +241,7 @@ def work(
 
     step = 0
     while not stop.is_set():
-        # Workers begin with different families, that not all compile the same kernels at once.
+        # Workers begin with different families, lest all compile the same kernels at once.
         name = names[(step + number) % len(names)]
         step += 1
         where = places(FAMILIES[name], backends, device)
@@ -269,7 +269,7 @@ class _Worker:
         code = self.process.exitcode
         if code is not None:
             return None if code == 0 else f"the process ended with exit code {code}"
-        # A loop in C hears no alarm.
+        # An alarm can't interrupt a loop in C.
         if time.monotonic() - self.since.value > 2 * COMPILING:
             self.process.kill()
             self.process.join()
@@ -295,7 +295,7 @@ def campaign(
     workers: int,
     say: Callable[[str], None],
 ) -> tuple[Ledger, float]:
-    """Run worker processes for a time, or until they have made so many calls."""
+    """Run worker processes for a time, or for a number of calls."""
     context = multiprocessing.get_context("spawn")
     told, stop = context.Queue(), context.Event()
     arguments = {

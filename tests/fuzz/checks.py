@@ -22,7 +22,7 @@ from .arrays import NUMPY_DTYPES, laid_out, repeated, tensor
 from .ledger import Finding, Ledger, Place
 from .problem import Problem
 
-#: What must never be taken for an array, a number or a name without a word.
+#: Values that no argument may silently accept as an array, a number or a name.
 JUNK: tuple[Any, ...] = (
     "a",
     b"a",
@@ -47,9 +47,9 @@ PACKED = ("Planes", "Edges", "Sequences", "ScatterPlan", "Lattice")
 
 
 class Truth:
-    """What should come out, in float64, computed when it is first asked for.
+    """The expected results in float64, computed on first use.
 
-    On the CPU from the oracle and the NumPy reference, on a GPU from torch's formula there.
+    They come from the oracle and the NumPy reference on the CPU, and from torch's formula on a GPU.
     """
 
     def __init__(self, problem: Problem, rounded: dict[str, np.ndarray], place: Place) -> None:
@@ -58,7 +58,7 @@ class Truth:
         rng = np.random.default_rng(1)
         with np.errstate(all="ignore"):
             described = self._run(rounded, "value")
-        # Every dtype holds these.
+        # Every dtype holds eighths exactly.
         self.cotangents = [rng.integers(-8, 9, np.shape(v)) / 8 for v in described]
         self.described = described
 
@@ -110,13 +110,13 @@ class Truth:
 
     @functools.cached_property
     def condition(self) -> float:
-        """By how much the arrays' values multiply errors."""
+        """The factor by which the arrays' values multiply errors."""
         with np.errstate(all="ignore"):
             return self.problem.condition(self.rounded) if self.problem.condition else 1.0
 
     @functools.cached_property
     def bounds(self) -> tuple[list[Any], list[Any]]:
-        """What errors of outputs and of gradients are relative to."""
+        """The sizes that errors of outputs and of gradients are relative to."""
         p = self.problem
         if p.absolute is None:
             values = [p.natural + _largest(output) for output in self.outputs]
@@ -142,7 +142,7 @@ def _largest(array: Any) -> Any:
 
 
 def each(function: Callable[[np.ndarray], Any], value: Any) -> Any:
-    """Return the same lists and tuples of what a function makes of their arrays."""
+    """Return lists and tuples with a function applied to their arrays."""
     if isinstance(value, np.ndarray):
         return function(value)
     if isinstance(value, (list, tuple)):
@@ -170,7 +170,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def contents(values: Any) -> list[Any]:
-    """Return what is in arrays now, to compare it with later."""
+    """Return copies of arrays' contents, for a later comparison."""
     found = []
     for array in leaves(values):
         if isinstance(array, (np.ndarray, np.generic)):
@@ -184,11 +184,11 @@ def contents(values: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def threaded(count: int) -> Iterator[None]:
-    """Let kernels use so many threads however small the work is; one thread is left as it is."""
+    """Let kernels use `count` threads even on small work; one thread changes nothing."""
     if count == 1:
         yield
         return
-    # Kernels that are met here first would keep what they are given.
+    # Kernels first called in here would keep these settings.
     for case in CASES:
         if isa.why_not() is None:
             importlib.import_module(f"cpukern.{case.primitive.family}_cython")
@@ -221,8 +221,8 @@ class Trial:
         self.dtypes = self._dtypes()
         numpys = set(self.dtypes.values()) <= set(NUMPY_DTYPES)
         self.places = [place for place in places if place.framework == "torch" or numpys]
-        #: Comparisons on a GPU, which nobody waits for yet.
-        # A flag of a GPU, and what is found if it is set.
+        #: Comparisons on a GPU that are still running:
+        #: a flag there, and the finding if it is set.
         self.pending: list[tuple[Any, Callable[[], Finding]]] = []
         self._truths: dict[bool, Truth] = {}
 
@@ -233,7 +233,7 @@ class Trial:
             return dict.fromkeys(names, asked)
         some = NUMPY_DTYPES if self.rng.integers(2) else ("float32", "bfloat16", "float16")
         dtypes = {name: str(self.rng.choice(some)) for name in names}
-        # What is updated must hold what it is updated with.
+        # An array that the call updates must hold the promoted dtype.
         return dtypes | dict.fromkeys(
             self.problem.mutated, "float64" if "float64" in some else "float32"
         )
@@ -275,7 +275,7 @@ class Trial:
         }
 
     def constants(self, place: Place, packed: bool | None = None) -> dict[str, Any]:
-        """Return new constants in the layout of the description, or what is packed of them."""
+        """Return new constants in the layout of the description, or packed."""
         layout = self.layout(place).replace("repeated", "strided")
         packed = self.description["packed"] if packed is None else packed
         if place.framework == "torch":
@@ -298,7 +298,7 @@ class Trial:
         return {**self.arrays(place), **options, **self.constants(place, packed)}
 
     def call(self, place: Place, function: Callable[[], Any], check: str = "raised") -> Any:
-        """Return what a call does, and None where it raises, which is a finding."""
+        """Return a call's result, or None where it raises, which is a finding."""
         self.ledger.calls[self.op, str(place)] += 1
         try:
             return function()
@@ -320,7 +320,7 @@ class Trial:
     def agree(
         self, place: Place, check: str, value: Any, wanted: Any, allowed: Any, dtype: str
     ) -> None:
-        """Compare an output with what it should be, element by element."""
+        """Compare an output with the expected one, element by element."""
         if tuple(np.shape(value)) != tuple(np.shape(wanted)):
             self.expect(place, check, False, f"shape {np.shape(value)}, not {np.shape(wanted)}")
             return
@@ -345,7 +345,7 @@ class Trial:
 
     @staticmethod
     def difference(value: Any, wanted: Any, allowed: Any, slack: float, dtype: str) -> str:
-        """Return where two arrays differ by more than is allowed; nothing where they agree."""
+        """Return where two arrays differ by more than is allowed, or nothing if they agree."""
         with np.errstate(all="ignore"):
             off = np.abs(np.asarray(value, np.float64) - wanted)
             good = (off <= allowed + slack) | (np.abs(wanted) > _MOST[dtype])
@@ -372,7 +372,7 @@ class Trial:
         if self.problem.op is not None and self.places:
             self.reference()
 
-    # What every example checks.
+    # Checks of every example.
 
     def values(self, place: Place) -> None:
         p, truth = self.problem, self.truth(place)
@@ -408,11 +408,11 @@ class Trial:
         p, margin = self.problem, self.truth(place).margin
         names = list(p.arrays) if gradient else [str(at) for at in range(len(wanted))]
         narrowest = self.narrowest
-        # A million draws see the tails of what the matrix sees once.
+        # A million draws meet tails of the errors that one run of the matrix misses.
         tolerance = 2 * p.tolerance(narrowest, gradient)
         tolerance *= self.truth(place).condition ** (2 if gradient else 1)
         if self.layout(place) == "repeated":
-            # Roundings of equal terms add up, instead of as the root of their number.
+            # Roundings of equal terms grow as their number, not as its root.
             tolerance *= max(1.0, max(p.terms, gradient * p.gradient_terms) ** 0.5 / 8)
         for name, value, want, bound in zip(names, values, wanted, bounds, strict=True):
             more = margin.get(name if gradient else "value", 0.0)
@@ -449,7 +449,7 @@ class Trial:
         return None if gradients is None else (outputs, gradients)
 
     def _graph(self, place: Place, kwargs: dict[str, Any]) -> Any:
-        """Return outputs that require grad, by which tensors, and cotangents."""
+        """Return outputs that require grad, the leaves, and cotangents."""
         p, truth, torch = self.problem, self.truth(place), sys.modules["torch"]
         kwargs = {n: v.detach().requires_grad_() if n in p.arrays else v for n, v in kwargs.items()}
         outputs = self.call(place, lambda: p.op(**kwargs, backend=place.backend))
@@ -462,7 +462,7 @@ class Trial:
         ]
         return outputs, [kwargs[name] for name in p.arrays], cotangents
 
-    # Checks of the reference, which all else is held to.
+    # Checks of the reference.
 
     def reference(self) -> None:
         """Hold the reference's gradient to properties and to differences of the oracle."""
@@ -474,7 +474,7 @@ class Trial:
         for name, gradient in zip(p.arrays, truth.gradients, strict=True):
             if name not in p.linear:
                 continue
-            # Of a function that is linear in x, <dx, x> is the cotangent times the value.
+            # For a function linear in x, <dx, x> is the cotangent times the value.
             one = float(np.sum(gradient * truth.rounded[name]))
             other = sum(
                 float(np.sum(c * o)) for c, o in zip(truth.cotangents, truth.described, strict=True)
@@ -505,7 +505,7 @@ class Trial:
         }
 
         def along(step: float) -> tuple[float, float]:
-            """Return the sum of outputs by cotangents, and that of its terms' sizes."""
+            """Return the sum of outputs times cotangents, and its terms' absolute sum."""
             arrays = {name: a + step * directions[name] for name, a in truth.rounded.items()}
             outputs = _several(p.oracle(**arrays))
             terms = [c * o for c, o in zip(truth.cotangents, outputs, strict=True)]
@@ -515,7 +515,7 @@ class Trial:
         exact = sum(float(np.sum(part)) for part in parts)
         size = sum(float(np.sum(np.abs(part))) for part in parts)
         largest = max([_largest(array) for array in truth.rounded.values()] + [1e-30])
-        # What is zero but for rounding, such as a normalized constant, has slopes of that size.
+        # Rounding leaves slopes of this size where the exact value is constant.
         floor = 1e-11 * sum(float(np.abs(c).sum()) for c in truth.cotangents)
         told = ""
         for share in (1e-4, 1e-5, 1e-6):
@@ -532,10 +532,10 @@ class Trial:
             return
         self.expect(place, "differences", True)
 
-    # One of these for every example.
+    # Further checks, of which every example runs one.
 
     def second(self, place: Place) -> None:
-        """Hold second derivatives to those of plain torch."""
+        """Compare second derivatives with plain torch's."""
         p = self.problem
         wide = set(self.dtypes.values()) <= set(NUMPY_DTYPES)
         if place.framework != "torch" or not (p.differentiable and p.second and wide):
@@ -588,13 +588,13 @@ class Trial:
         sizes = [_largest(want) for want in wanted]
         for name, value, want, size in zip(names, found, wanted, sizes, strict=True):
             dtype = str(value.dtype).removeprefix("torch.")
-            # Of sums that cancel to nothing, roundings of the others are left.
+            # Where a sum cancels to nothing, roundings of the others remain.
             allowed = tolerance * (size + 1e-3 * sum(sizes))
             want = want if place.deferred else want.numpy()
             self.agree(place, f"second derivative {name}", value, want, allowed, dtype)
 
     def out(self, place: Place) -> None:
-        """Hold what is written to `out` to what is returned."""
+        """Compare results in `out` with returned ones."""
         p = self.problem
         if "out" not in inspect.signature(p.op).parameters:
             return
@@ -637,7 +637,7 @@ class Trial:
         except REFUSALS as error:
             first = str(error).split(":")[0].removesuffix(".vjp")
             named = first in (self.op, *PACKED)
-            # Where sizes disagree, either of two arguments is named.
+            # Where sizes disagree, the error may name either argument.
             named = named and any(name in str(error) for name in (argument, *known))
             self.expect(place, f"error for {check}", named, f"{type(error).__name__}: {error}")
         except fusedops.BackendUnavailable:
@@ -653,7 +653,7 @@ class Trial:
         self.expect(place, f"{check} changed arguments", contents(kwargs) == before)
 
     def bad(self, place: Place) -> None:
-        """Give what is wrong in one argument."""
+        """Give one wrong argument at a time."""
         p = self.problem
         for argument, value in p.bad:
             kwargs = self.kwargs(place, packed=False)
@@ -668,8 +668,8 @@ class Trial:
                     name,
                     {**kwargs, name: value},
                     f"{name} {check}",
-                    # It may go with shorter others; a mask broadcasts; and where all tensors are on
-                    # meta, so is the result.
+                    # A shorter array may fit the others, a mask broadcasts, and tensors all on
+                    # meta have a result there.
                     must=check != "that is too short"
                     and (name != "mask" or "axis" not in check)
                     and (check != "on meta" or len(p.arrays) + len(p.constants) > 1),
@@ -680,13 +680,13 @@ class Trial:
             junk = JUNK[self.rng.integers(len(JUNK))]
             kind = "array" if isinstance(junk, np.ndarray) else type(junk).__name__
             kind = f"{kind} for {name}"
-            # With nothing in one place, another may be too much; an array's size may go with none.
+            # Without one argument another may be superfluous; an array may fit no other in size.
             whole = junk is None or isinstance(junk, np.ndarray)
             known = inspect.signature(p.op).parameters if whole else ()
             self.refuse(place, name, {**kwargs, name: junk}, kind, must=False, known=known)
 
     def alias(self, place: Place) -> None:
-        """Give an `out` that has the memory of an argument."""
+        """Give an `out` that shares an argument's memory."""
         p = self.problem
         if "out" not in inspect.signature(p.op).parameters:
             return
@@ -713,7 +713,7 @@ class Trial:
             if not isinstance(kwargs.get(name), torch.Tensor) or not kwargs[name].numel():
                 continue
             if self.layout(place) == "repeated" and name in p.arrays:
-                continue  # No write to many elements in one place.
+                continue  # torch can't write to elements that share a place.
             graph = self._graph(place, kwargs)
             if graph is None:
                 return
@@ -742,7 +742,7 @@ def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:
             return array.astype(dtype).astype(np.float64)
     torch = sys.modules["torch"]
     found = torch.tensor(array).to(getattr(torch, dtype)).double().numpy()
-    # Nothing infinite that wasn't.
+    # Finite numbers that overflow in the narrow dtype are replaced.
     return np.where(np.isfinite(found) | ~np.isfinite(array), found, np.sign(array))
 
 
@@ -773,7 +773,7 @@ def _sharing(array: Any, out: Any) -> tuple[Any, Any]:
 
 
 def wrong_arrays(array: Any, rng: np.random.Generator) -> list[tuple[str, Any]]:
-    """Return a few arrays that are wrong in dtype, shape or kind."""
+    """Return a few arrays of a wrong dtype, shape or kind."""
     found: list[tuple[str, Any]] = []
     if isinstance(array, np.ndarray):
         found = [
@@ -788,7 +788,7 @@ def wrong_arrays(array: Any, rng: np.random.Generator) -> list[tuple[str, Any]]:
         ]
         if "torch" in sys.modules:
             torch = sys.modules["torch"]
-            # The first array says what the others should be.
+            # The first array decides the framework of the others.
             found.append(("in torch on meta", torch.empty(array.shape, device="meta")))
     else:
         torch = sys.modules["torch"]

@@ -31,7 +31,7 @@ def strategy(compiled: bool) -> dict[str, Any]:
 
 
 def _activated(h: np.ndarray, silu: bool) -> np.ndarray:
-    # Of a number far below zero the exponential is infinite, and the value zero.
+    # Far below zero the exponential is infinite, and the value zero.
     with np.errstate(over="ignore"):
         return h / (1 + np.exp(-h)) if silu else h
 

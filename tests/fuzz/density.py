@@ -63,14 +63,14 @@ def build(d: dict[str, Any]) -> Problem:
     def radius_of(b: np.ndarray) -> np.ndarray:
         if d["radius"] == "array":
             return constants["radius"]
-        # A rule of steps, which a rounding may climb: that of the dtype that it is applied in.
+        # The rule has steps that a rounding may cross, so apply it in the dtype of the call.
         narrow = b.astype(np.float32) if d["dtype"] != "float64" else b
         if d["radius"] is None:
             return atom_radius(narrow, widths.astype(narrow.dtype)).astype(np.float64)
         return np.full(N, float(d["radius"]))
 
     def terms(xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray) -> Any:
-        """Yield of every good atom its density and squared distance in every voxel, and radius."""
+        """Yield every good atom's density and squared distance in every voxel, and its radius."""
         radius = radius_of(b)
         good = ~bad_atoms(xyz, b, occupancy, amplitudes, widths, radius)
         voxels = np.stack(np.meshgrid(*[np.arange(n) / n for n in grid], indexing="ij"), -1)
@@ -98,7 +98,7 @@ def build(d: dict[str, Any]) -> Problem:
                 M = (B * np.eye(3) + 8 * math.pi**2 * U) / 4
                 power = math.pi**2 * np.einsum("vi,vi->v", w, np.linalg.solve(M, w.T).T)
                 value += A * math.pi**1.5 / math.sqrt(np.linalg.det(M)) * np.exp(-power)
-            # Where two images are equally near, gradients and the anisotropic value tell which.
+            # Of two equally near images, gradients and anisotropic values depend on the choice.
             second = np.partition(((apart @ cell.T) ** 2).sum(-1), 1, axis=1)[:, 1]
             ties = second - square < 1e-5 * (1 + square)
             yield i, occupancy[i] * value, square, radius[i], ties
@@ -110,11 +110,11 @@ def build(d: dict[str, Any]) -> Problem:
         return out.reshape(grid)
 
     def margin(arrays: Any) -> dict[str, Any]:
-        """Where a voxel lies on the surface of a sphere, or two images are equally near."""
+        """Return allowances for voxels on a sphere's surface or with two equally near images."""
         value = np.zeros(math.prod(grid))
         rows = {name: np.zeros_like(array) for name, array in arrays.items()}
         for i, own, square, r, ties in terms(**arrays):
-            # An atom on a voxel is as far from it as coordinates are rounded.
+            # Rounded coordinates move an atom off the voxel that it lies on.
             rounding = 1e-13 if d["dtype"] == "float64" else 5e-5
             rows["xyz"][i] = rounding * np.abs(own).sum() * np.abs(arrays["xyz"][i]).max()
             reach = 1e-5 * (square + np.abs(arrays["xyz"][i]).max() * 1e-2)

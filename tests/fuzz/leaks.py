@@ -24,13 +24,13 @@ from .ledger import Ledger, Place
 from .problem import Family
 
 ROUNDS = 5
-#: Bytes that may be taken in all rounds but the first. What leaks takes them in every round;
-#: an allocator that has another idea of a heap takes them in one.
+#: Bytes that all rounds but the first may take. A leak takes memory in every round;
+#: an allocator that reorganizes its heap takes it in one.
 BOUND = 2 << 20
 
 
 def resident() -> int:
-    """Return the resident memory of this process in bytes, less what the allocator keeps."""
+    """Return the resident memory of this process in bytes, after the allocator freed its own."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -39,8 +39,8 @@ def resident() -> int:
 
 
 def plain(family: Family) -> dict[str, Any]:
-    """Return the simplest description, with what leak loops keep."""
-    # The first that is drawn.
+    """Return the simplest description, with the fields that leak loops hold steady."""
+    # Hypothesis draws the simplest example first.
     settings = hypothesis.settings(
         database=None, max_examples=1, phases=[hypothesis.Phase.generate]
     )
@@ -54,7 +54,7 @@ def grown(family: Family, place: Place, calls: int, ledger: Ledger) -> list[int]
     field, limit = family.growing
     sizes = np.random.default_rng(0).permutation(calls) % limit + 1
     memory = []
-    # The collector goes through what is made from here on.
+    # The collector then visits only objects made from here on.
     gc.freeze()
     for number, size in enumerate(sizes.tolist()):
         if number % (calls // ROUNDS) == 0:
@@ -74,7 +74,7 @@ def grown(family: Family, place: Place, calls: int, ledger: Ledger) -> list[int]
 
 
 def _call(trial: Trial, place: Place) -> None:
-    """Make one call, and its gradient, without a look at their values."""
+    """Make one call and its gradient, and ignore their values."""
     p = trial.problem
     kwargs = {
         **trial.made(place, p.arrays),
@@ -99,7 +99,7 @@ def leaks(names: list[str], backends: list[str], calls: int, say: Callable[[str]
     """Run the loops of ops on their backends, on one thread."""
     ledger = Ledger()
     fusedops.set_num_threads(1)
-    # Plans of sizes that change fill their caches for long, which is no leak.
+    # Changing sizes fill the caches of plans for a long time, which is no leak.
     limit, kinds.Plans.limit = kinds.Plans.limit, 8
     for name in names:
         family = campaign.FAMILIES[name]
@@ -111,7 +111,7 @@ def leaks(names: list[str], backends: list[str], calls: int, say: Callable[[str]
                 growth = grown(family, place, calls, ledger)
             say(f"{name} on {place}: {' '.join(f'{n / 1024:+.0f}' for n in growth)} KiB")
             ledger.checks[name, str(place)] += 1
-            # Every round has taken its share, or it is no leak.
+            # A leak takes its share in every round.
             if min(growth) > BOUND / (ROUNDS - 1):
                 trial = Trial(family.build(plain(family)), plain(family), ledger, [place])
                 trial.found(place, "leak", f"{growth} bytes, {calls // ROUNDS} calls each")

@@ -1,4 +1,4 @@
-"""Counts of calls and checks, and what was found."""
+"""Counts of calls and checks, and the findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Place(NamedTuple):
 
     @property
     def deferred(self) -> bool:
-        """Whether torch's formula is the reference, and nobody waits for a comparison."""
+        """Whether torch's formula is the reference, and comparisons run asynchronously."""
         return self.backend == "triton" or self.device != "cpu"
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Finding:
-    """What failed, the smallest description that it failed for, and how often it did."""
+    """A failed check, the smallest description that fails it, and how often it failed."""
 
     op: str
     place: Place
@@ -52,7 +52,7 @@ def size(description: dict[str, Any]) -> tuple[float, int]:
 
 @dataclass
 class Ledger:
-    """What a campaign has done so far."""
+    """The calls, checks and findings of a campaign so far."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     checks: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -76,7 +76,7 @@ class Ledger:
             self.add(finding)
 
     def report(self) -> str:
-        """Return all findings, those of one check on many backends together."""
+        """Return all findings, with one check's findings on many backends together."""
         together: dict[tuple[str, str], list[Finding]] = {}
         for finding in self.findings.values():
             together.setdefault((finding.op, finding.check), []).append(finding)

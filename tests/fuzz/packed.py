@@ -1,4 +1,4 @@
-"""What packed arguments refuse."""
+"""Bad arguments that constructors of packed arguments must refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .arrays import common
 from .checks import JUNK, REFUSALS
 from .problem import Family, Problem
 
-# A call that is right, in which one argument at a time is replaced.
+# Good arguments, of which one at a time is replaced.
 RIGHT: dict[str, dict[str, Any]] = {
     "Planes": {"plane_groups": [([[0, 1, 2]], [0.1])], "num_atoms": 3},
     "Edges": {"edge_index": [[0, 1], [1, 0]], "num_nodes": 2},
@@ -61,7 +61,7 @@ def build(d: dict[str, Any]) -> Problem:
         try:
             getattr(fusedops, kind)(**given)
         except REFUSALS as error:
-            # Where two disagree, either is named.
+            # Where two arguments disagree, the error may name either.
             named = str(error).startswith(f"{kind}: ") and any(name in str(error) for name in given)
             trial.expect(place, check, named, f"{type(error).__name__}: {error}")
         except Exception as error:

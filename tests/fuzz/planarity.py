@@ -14,7 +14,7 @@ from fusedops.planarity import NO_PLANE
 from .arrays import common
 from .problem import Family, Problem
 
-# A line's second eigenvalue, relative to the first, is the square of the second number.
+# Extents along three axes; the ratio of eigenvalues is the square of the extents' ratio.
 SHAPES = {
     "any": (1.0, 1.0, 1.0),
     "plane": (1.0, 0.5, 0.02),
@@ -24,7 +24,7 @@ SHAPES = {
     "line": (1.0, 0.0, 0.0),
     "point": (0.0, 0.0, 0.0),
 }
-#: Shares of the largest eigenvalue that roundings of a kernel may change others by.
+#: A kernel's roundings may change eigenvalues by this share of the largest.
 ROUNDING = 1e-14
 
 
@@ -94,7 +94,7 @@ def build(d: dict[str, Any]) -> Problem:
             value += float(own.sum()) + 1e-15 * float((np.abs(np.log(s)) + w * size**2).sum())
             row = w * (f["off"] + size * f["turn"])
             row = row + (row.mean() if fit == "uniform" else 0.0)
-            # Rows that cancel: of a plane, and of many planes in an atom.
+            # Rows cancel within a plane, and over the planes of an atom.
             np.add.at(rows, atoms, (row + 1e-14 * (w * size).max())[:, None])
         return {"value": value, "xyz": rows}
 
@@ -108,7 +108,7 @@ def build(d: dict[str, Any]) -> Problem:
         for array, (index, _) in zip(found, groups, strict=True):
             trial.expect(place, "shape of deviations", array.shape == index.shape)
             for row, (_, _, f) in zip(array, wanted, strict=False):
-                # The sign is that of a normal, which has none.
+                # The sign of a normal is arbitrary.
                 near = min(np.abs(row - f["d"]).max(), np.abs(row + f["d"]).max())
                 allowed = f["off"] + 1e-12 * np.abs(f["d"]).max()
                 trial.expect(place, "deviations", near <= allowed, f"off by {near}, of {allowed}")
@@ -162,7 +162,7 @@ def _best_plane(x: np.ndarray, weight: np.ndarray, fit: str) -> dict[str, Any]:
     first, second, third = s**2
     noise = ROUNDING * first + n * moved**2
     if first <= n * moved**2:
-        # Whether there is one point or many is a matter of rounding.
+        # Rounding decides whether there is one point or many.
         return none | {"off": 2 * (moved + s[0])}
     if second + noise + 2 * s[1] * moved <= NO_PLANE * first:
         return none

@@ -1,4 +1,4 @@
-"""What an op's strategy makes of a description: a call with everything that is known about it."""
+"""Calls that an op's strategy builds from descriptions, with everything known about them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Problem:
     op : callable
         Public.
     arrays : dict
-        What has gradients, float64, in their order; an array that isn't given isn't there.
+        Arrays with gradients, float64, in the gradients' order; absent arrays are left out.
     constants : dict
         Other arrays, or lists and tuples of them. Floats among them are exact in float32.
     options : dict
         The other arguments.
     oracle : callable, optional
-        From `arrays` to the outputs in float64, by another way than the reference's.
+        From `arrays` to the outputs in float64, by another method than the reference's.
     pack : callable, optional
         From `constants` to the same as packed arguments.
     linear : tuple of str
@@ -38,11 +38,11 @@ class Problem:
     bends : bool
         Whether an activation follows on these sums, whose slope is off by as much as they are.
     natural : float
-        The least size that errors are relative to: that of sums which may cancel to nothing.
+        The least size that errors are relative to, for sums which may cancel to nothing.
     condition : callable, optional
-        From `arrays` to a number that errors are multiplied by; by its square in gradients.
+        From `arrays` to a factor of errors, squared in gradients.
     exact : bool
-        Whether a result has the same bits wherever it is written and beside whatever else.
+        Whether a result has the same bits in any memory and beside any other results.
     terms, gradient_terms : int
         How many products an element of output or gradient adds up; see `fusedops.testing.Case`.
     smooth : bool
@@ -54,11 +54,11 @@ class Problem:
     mutated : tuple of str
         The arrays that the call updates, as outputs of the oracle after the others.
     margin : callable, optional
-        From `arrays` to what "value" and gradients, by name, may be off by besides roundings.
+        From `arrays` to allowances besides roundings, for "value" and for gradients by name.
     own : callable, optional
-        Further checks, which are told (trial, place).
+        Further checks, called with (trial, place).
     bad : list of (str, value)
-        Arguments that must be refused, besides those that every op must refuse.
+        Arguments that must be refused, besides the ones that every op must refuse.
     """
 
     op: Any
@@ -91,15 +91,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Family:
-    """Descriptions of the calls of an op, and what makes problems of them.
+    """Descriptions of the calls of an op, and a function that makes problems of them.
 
     Attributes
     ----------
     name : str
-        That of the op, or of ops that go together.
+        The op's name, or a name for ops that go together.
     strategy : callable
-        From whether the calls are for a GPU, or its interpreter, where kernels are compiled for
-        some sizes anew, to a dict of strategies of what JSON can hold, by field.
+        From whether calls run on a GPU or in its interpreter, where kernels are compiled for
+        some sizes anew, to a dict of strategies by field, whose values JSON can hold.
     build : callable
         From a description to a Problem.
     growing : (str, int), optional
@@ -109,7 +109,7 @@ class Family:
     sized : callable, optional
         From a size to the value of the field.
     backends : tuple of str
-        Those that can serve.
+        The backends that can serve.
     """
 
     name: str

@@ -38,7 +38,7 @@ def build(d: dict[str, Any]) -> Problem:
         wa = rng.integers(0, (size + 1) // 2, (C, cube[0]))
         wbwc = rng.integers(0, size - (size + 1) // 2 + 1, (C, *cube[1:]))
         if d["place"] == "negative":
-            # Neither is an index, their sums are.
+            # Only the sums are indices.
             wa, wbwc = wa + 7 * size, wbwc - 7 * size
     index = np.dtype(d["index"])
     constants = {"wa": wa.astype(index), "wbwc": wbwc.astype(index)}
@@ -83,7 +83,7 @@ def build(d: dict[str, Any]) -> Problem:
 
 
 def outside(index: np.ndarray, shift: int) -> np.ndarray:
-    """Return indices of which the last leads out of what the others point to."""
+    """Return indices of which the last points outside."""
     moved = index.copy()
     if moved.size:
         moved.reshape(-1)[-1] += shift

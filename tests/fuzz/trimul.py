@@ -67,7 +67,7 @@ def build(d: dict[str, Any]) -> Problem:
         return xn, np.einsum(spec, left, right)
 
     def condition(given: Any) -> float:
-        """How large the numbers are that a LayerNorm takes the mean from, and divides the rest."""
+        """Return how large a LayerNorm's inputs are beside their deviation from the mean."""
         sizes = [np.abs(y) / np.sqrt(y.var(-1, keepdims=True) + d["eps"]) for y in hidden(given)]
         return 1 + max(float(size.max(initial=0.0)) for size in sizes)
 
@@ -93,9 +93,9 @@ def build(d: dict[str, Any]) -> Problem:
         },
         oracle=oracle,
         condition=condition,
-        # Its products are those of a BLAS.
+        # BLAS computes its products.
         exact=False,
-        # Channels and planes that a LayerNorm makes alike cancel to nothing.
+        # LayerNorms can make channels and planes alike, which then cancel to nothing.
         natural=1.0,
         terms=terms,
         gradient_terms=(8 if few else 4) * terms,

@@ -172,7 +172,7 @@ def matrices_build(d: dict[str, Any]) -> Problem:
     if d["vectors"] == "axes":
         vectors = np.sign(vectors) * np.eye(3)[rng.integers(0, 3, E)]
     elif d["vectors"] == "plane":
-        # Where the choice of a rotation jumps.
+        # The choice of a rotation jumps on this plane.
         vectors[:, 1] = 0.0
     elif d["vectors"] == "zero":
         vectors[::2] = 0.0
@@ -180,7 +180,7 @@ def matrices_build(d: dict[str, Any]) -> Problem:
     points /= np.linalg.norm(points, axis=1, keepdims=True)
 
     def oracle(edge_vec: np.ndarray) -> np.ndarray:
-        """Return what turns the harmonics of points as the rotation turns the points."""
+        """Return matrices that turn the harmonics of points as the rotation turns the points."""
         out = np.zeros((E, (lmax + 1) ** 2, (lmax + 1) ** 2))
         before = harmonics(points, lmax)
         for e, v in enumerate(edge_vec):
@@ -207,7 +207,7 @@ def matrices_build(d: dict[str, Any]) -> Problem:
         options={"lmax": lmax, "packed": d["blocks"]},
         oracle=oracle,
         terms=64 * (lmax + 1) ** 2,
-        # Each degree's are made of those of the one before.
+        # Each degree's matrix is computed from the degree before.
         gradient_terms=64 * (lmax + 1) ** 4,
         # Differences step over the jump, and see no length of zero.
         smooth=d["vectors"] == "any",
