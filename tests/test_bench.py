@@ -1,4 +1,4 @@
-"""`fusedops bench`: that it measures what it says, refuses what is wrong, and sees what slows."""
+"""`fusedops bench` measures right, refuses bad input and wrong kernels, and sees slowdowns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SMALL = list({(w.op.__name__, w.name): w for w in WORKLOADS if not w.needs}.valu
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Time for a moment with one thread, at rates that nobody has to measure."""
+    """Time for a moment with one thread, at given rates, which take no time to measure."""
     monkeypatch.setattr(Plan, "seconds", 0.001)
     monkeypatch.setattr(measure.floors, "measured", lambda *args: RATES)
     threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
@@ -87,7 +87,7 @@ def test_a_workload_says_what_it_is(workload):
     assert list(problem.work) == ([FORWARD, BACKWARD, BOTH] if problem.leaves else [FORWARD])
     assert all(work.bytes > 0 for work in problem.work.values())
     (value,) = problem.forward(None)()
-    # The least that a forward pass moves is what it is about, and its value.
+    # A forward pass moves at least its first array and its value.
     first = next(a for a in problem.arguments.values() if isinstance(a, np.ndarray))
     assert problem.work[FORWARD].bytes >= 0.99 * (first.nbytes + np.asarray(value).nbytes)
 
@@ -123,7 +123,7 @@ def test_interleaved_runs_take_turns():
 
 @pytest.mark.parametrize("host", [False, True])
 def test_the_host_does_not_wait(monkeypatch, host):
-    """A call takes the host a second, and the device ten more when it gets to it."""
+    """A call takes the host one second, and the device ten more after that."""
     now, queue = [0.0], []
 
     def run():
@@ -138,7 +138,7 @@ def test_the_host_does_not_wait(monkeypatch, host):
     (found,) = interleaved({"a": run}, wait, seconds=1000, rounds=7, host=host).values()
     assert found.ms == pytest.approx(1e3 if host else 11e3)
     assert found.rounds == 7
-    # As many calls as fit in the time; of the host, not more than fit in a queue.
+    # A GPU's queue bounds the calls that time the host.
     assert len(queue) == (12 if host else 0)
     interleaved({"a": run}, wait, seconds=1e6, rounds=7, host=host)
     assert len(queue) == (max(timings.CALLS) if host else 0)
@@ -161,7 +161,7 @@ SIZES = [100, 316, 1000, 3162, 10000, 31623]
 
 
 def grown_at(spoilt):
-    """Return what is said of times that grow linearly, and are late where they are spoilt."""
+    """Return the words for times that grow linearly, with delays at the spoilt sizes."""
     times = [1e-3 * n * (1 if n not in spoilt else 20) for n in SIZES]
     spread = [(t * (1 - 0.9 * (n in spoilt)), 1.1 * t) for n, t in zip(SIZES, times, strict=True)]
     overhead, exponent, noisy = measure.grown(SIZES, times, spread)
@@ -206,12 +206,12 @@ def test_noise_is_told(capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the peak of a step")
 @pytest.mark.parametrize("framework", ["numpy", pytest.param("torch", marks=needs_torch)])
 def test_peak_memory_counts_results_and_temporaries(framework):
-    # Of 64 MB, more than the C library keeps for the next ones.
+    # The C library keeps arrays smaller than 64 MB for later ones.
     x, live = np.ones(2**24, np.float32), 2
     if framework == "torch":
         import torch
 
-        # Which doesn't reuse the memory of temporaries, as NumPy does.
+        # Torch doesn't reuse the memory of temporaries, as NumPy does.
         x, live = torch.from_numpy(x), 3
     assert memory.peak_MB(lambda: x + 1, "cpu") == pytest.approx(64, rel=0.1)
     peak = memory.peak_MB(lambda: (x + 1) * (x - 1) + 2 * x, "cpu")
@@ -312,7 +312,7 @@ def test_the_hosts_time_beside_an_empty_function(monkeypatch, capsys):
             assert row["who"] != EMPTY
             continue
         seen.add((row["who"], row["how"], row["pass"]))
-        # There is no device to wait for.
+        # On the CPU there is no device to wait for.
         assert row["host_ms"] == row["ms"] > 0
         assert row["host_quartiles_ms"] == row["quartiles_ms"]
         (empty,) = (
@@ -366,7 +366,7 @@ needs_numba = pytest.mark.skipif(
 @pytest.mark.usefixtures("quick", "small_sizes", "fresh_plans")
 @pytest.mark.parametrize("primitive", ["structured_scatter_add", "structured_gather"])
 def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, monkeypatch, primitive):
-    """One in the forward pass, and one that only the gradient meets."""
+    """The error is in the forward pass, or only in the gradient."""
     wrong_kernel(monkeypatch, primitive, "numba", -1)
     path = tmp_path / "cpu.json"
     command = ["bench", "--quick", "--op", "structured_gather", "--json", str(path)]
@@ -390,7 +390,7 @@ def test_a_wrong_kernel_is_not_timed(tmp_path, capsys, monkeypatch, primitive):
 @pytest.mark.usefixtures("quick", "fresh_plans")
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises):
-    """Or one that leaves its outputs as they are."""
+    """A kernel that doesn't write its outputs isn't timed, either."""
 
     def fails(*args):
         if raises:
@@ -410,7 +410,7 @@ def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises)
 
 
 def rows_of(*times):
-    """A report of one op with a case for every (who, q1, median, q3)."""
+    """Return a report of one op with a case for every (who, q1, median, q3)."""
     cases = [
         {
             **{"op": "dynamic_conv", "workload": "Jet", "size": 7, "shape": {"T": 7}},
@@ -509,7 +509,7 @@ def test_an_op_that_there_is_not(capsys):
 
 @pytest.mark.parametrize("name", ["cpu", "h200"])
 def test_results_without_the_hosts_time_are_shown(capsys, name):
-    """Of an older version, or of a machine without torch."""
+    """An older version, or a machine without torch, leaves such results."""
     found = report.read(Path(__file__).parents[1] / f"bench/results/{name}.json")
     for row in report.cases(found):
         for key in ("host_ms", "host_quartiles_ms", "over_empty"):
@@ -593,7 +593,7 @@ def test_pictures_of_files(tmp_path):
 
 @pytest.mark.parametrize("how", ["torch", "CUDA graph"])
 def test_the_picture_of_peers_shows_a_small_and_a_large_size(how):
-    """Whoever wins."""
+    """Both sizes are shown, whoever is faster."""
     from fusedops.bench import plot
 
     given = report.new("cuda")
@@ -602,7 +602,7 @@ def test_the_picture_of_peers_shows_a_small_and_a_large_size(how):
         for row in report.cases(rows_of(("triton", ours, ours, ours), ("x", peers, peers, peers))):
             row |= {"size": size, "shape": {"T": size, "W": 4}, "work": {"bytes": size}}
             cases += [row | {"how": how, "computes": True}]
-            # Which is left out where eager calls were timed.
+            # The picture leaves out graphs where eager calls were timed.
             cases += [row | {"how": "CUDA graph", "ms": 0.1, "computes": True}] * (how == "torch")
     given["ops"]["dynamic_conv"] = {"cases": cases, "growth": []}
     found = plot._ratios(given)
@@ -615,7 +615,7 @@ def test_the_picture_of_peers_shows_a_small_and_a_large_size(how):
 @needs_torch
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_peers_compute_the_same(device):
-    """All that need no other package, on the CPU, whatever device they are for."""
+    """Peers that need no other package are run on the CPU, even the ones for GPUs."""
     seen = set()
     for workload in SMALL:
         for peer in PEERS:
@@ -628,7 +628,7 @@ def test_peers_compute_the_same(device):
             except Unsuited:
                 continue
             seen.add((peer.name, workload.op.__name__))
-            # eigh in float32 is good to half of its digits.
+            # The peer by eigh loses half of float32's digits.
             factor = 300 if workload.rounds_to == "float16" else 1
             assert found["value"] < factor * 1e-5, (peer.name, workload.name)
             gradient = 0 if peer.dense else found.get("gradient", 0)
@@ -701,7 +701,7 @@ def test_a_peer_of_a_checkout(tmp_path, monkeypatch, name, op, code):
 @needs_torch
 @pytest.mark.parametrize("op", [o for o in OPS if "wigner" in o.__name__ or "edge" in o.__name__])
 def test_the_matrices_of_fairchem(monkeypatch, op):
-    """Its functions take dense ones in the order of degrees, and inverses on the way back."""
+    """Fairchem takes dense matrices in the order of degrees, and inverses on the way back."""
     import torch
 
     order = torch.as_tensor(m_major_order(2))
@@ -756,7 +756,7 @@ def test_steps_of_a_problem_without_a_gradient():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Let the CPU pass for a GPU, whose graphs are their steps; small problems, in plain torch."""
+    """Let the CPU pass for a GPU on small problems in plain torch; a graph only calls its step."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -856,14 +856,14 @@ def test_the_tables_of_the_readme(tmp_path):
     assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in written
     assert "old" not in written
     assert tables.tables(written, tmp_path) == written
-    # The host's time is that of tensors.
+    # The host's time comes from a call of tensors.
     block["cases"][0]["host_ms"] = 0.0123
     block["cases"].append(block["cases"][0] | {"how": "torch", "over_empty": 2.05})
     report.save(tmp_path / "cpu.json", given)
     hosted = tables.tables(written, tmp_path)
     assert "| Cython | Numba | host, µs (over empty) | floor | MB |\n" in hosted
     assert "| 1.00 / 1.00 | 2.00 | 12.3 (2.05) | 0.500 | 3 |\n" in hosted
-    # A small and a large size, whoever wins, and no empty functions.
+    # The table has a small and a large size, whoever is faster, and no empty functions.
     rows = block["cases"][:1] + [
         block["cases"][0] | {"how": "torch", "size": size, "shape": {"T": size}, "ms": ms, **who}
         for size in (7, 70, 700)
@@ -884,7 +884,7 @@ def test_the_tables_of_the_readme(tmp_path):
     assert "T 70 " not in short
     peers = tables.tables(told.format("peers", "cpu"), tmp_path)
     assert "| `dynamic_conv` | 2 of 3 |  | Jet: T 7, float32, forward: x, 2.00 |\n" in peers
-    # Of what was not measured, the old is kept.
+    # Text without results stays.
     for other in (("planarity", "cpu"), ("conv", "h200")):
         assert tables.tables(told.format(*other), tmp_path) == told.format(*other)
 

@@ -1,4 +1,4 @@
-"""`fusedops check`: that it runs everything that works, and sees what is wrong."""
+"""`fusedops check` runs every backend that works, and sees wrong kernels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_op_is_checked_on_numpy(capsys):
 
 
 def test_with_numpy_alone():
-    """And the compiled kernels, where there are any; the table is plain then."""
+    """Compiled kernels are checked if there are any, and the table is plain."""
     hidden = ["torch", "triton", "numba", "rich", "gemmi", "matplotlib", "scipy", "threadpoolctl"]
     done = run_without(hidden, ["check"])
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ BROKEN = [
 @pytest.mark.parametrize(("primitive", "op", "output"), BROKEN)
 @pytest.mark.usefixtures("fresh_plans")
 def test_a_wrong_kernel_fails_the_check(monkeypatch, primitive, op, output):
-    """In the forward pass, or in the gradient alone; others are right as before."""
+    """The error is in the forward pass or only in the gradient, and other kernels still pass."""
     request = registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), "numba")
     genuine = registry.choose(request)[1]
 
@@ -118,7 +118,7 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch, primitive, op, output):
 
 @pytest.mark.usefixtures("fresh_plans")
 def test_a_failure_is_the_exit_code(capsys, monkeypatch):
-    """Shown in its row, and in the last line."""
+    """The failure is shown in its row and in the last line, too."""
 
     def fails(*args):
         raise ZeroDivisionError("no\nmore")

@@ -90,7 +90,7 @@ class TestTheMapIsRight:
         code, out, err = run(UBIQUITIN, "--out", tmp_path / "x.ccp4", "--json")
         assert (code, err) == (0, "")
         report = json.loads(out)
-        # 8π² 0.5² / 1.1; there are atoms of B = 0.
+        # Atoms of B = 0 need a blur of 8π² 0.5² / 1.1.
         assert report["blur_angstrom2"] == pytest.approx(17.945, abs=1e-3)
         structure = read_structure(UBIQUITIN)
         ccp4, _ = read_map(tmp_path / "x.ccp4")
@@ -98,7 +98,7 @@ class TestTheMapIsRight:
         assert len(hkl) > 4000
         expected = direct(structure, hkl)
         found = of_map(ccp4, hkl, report["blur_angstrom2"])
-        # Measured: 0.0035 %, of which next to nothing is left with n_sigma = 5.
+        # The measured 0.0035 % come from the cutoff: n_sigma = 5 leaves next to nothing.
         assert r_factor(found, expected) < 1e-4
         assert abs(found - expected).sum() / abs(expected).sum() < 1e-4
         # Had the command not blurred, atoms would fall between voxels.
@@ -140,7 +140,7 @@ class TestTheMapIsRight:
         np.testing.assert_allclose(symmetric.array, rho, atol=1e-5 * rho.max())
 
     def test_an_atom_on_a_special_position_counts_by_its_occupancy(self, load):
-        # On the axis of two, with half of it in the file.
+        # An atom on the twofold axis has half of its occupancy in the file.
         text = pdb("P 1 2 1").splitlines(keepends=True)
         text[-1] = text[-1].replace("   8.100   9.000   4.500", "   0.000   9.000   0.000")
         structure = load("".join(text))
@@ -227,7 +227,7 @@ class TestWithoutACell:
         ccp4, rho = read_map(out)
         assert start_of(ccp4) == report["start"]
         np.testing.assert_allclose(ccp4.grid.unit_cell.parameters[:3], 0.4 * np.array(rho.shape))
-        # As far as atoms reach, to the next multiple of the spacing.
+        # The box reaches as far as atoms do, up to a multiple of the spacing.
         reach, start = report["largest_radius_angstrom"], np.array(report["start"])
         gap = structure.xyz.min(0) - 0.4 * start
         assert (gap >= reach).all()

@@ -188,7 +188,7 @@ class TestFlatten:
         start, end = read_structure(bent).xyz, read_structure(tmp_path / "flat.cif").xyz
         groups = planar_groups(read_structure(bent)).groups
         _, pullback = fusedops.planarity_nll.vjp(end, groups)
-        # The file rounds to 0.001 Å, where the restraint is as steep as 0.001 / 0.02².
+        # The file rounds to 0.001 Å, which changes gradients by about 0.001 / 0.02².
         np.testing.assert_allclose(pullback(1.0)[0] + 100 * (end - start), 0, atol=8)
 
     def test_value_and_gradient_of_the_minimised_function_agree(

@@ -1,4 +1,4 @@
-"""Bad inputs to every command: one line that names the thing, and no file is changed."""
+"""Bad inputs to every command end in one line that names the cause, and change no file."""
 
 import gzip
 import json
@@ -72,7 +72,7 @@ def scaled(a="0.019670", shift="0.00000"):
     )
 
 
-# Files that no command can read: with what is said of them.
+# Files that no command can read, with the messages.
 UNREADABLE = {
     "empty.pdb": (b"", "the file is empty"),
     "binary.pdb": (bytes(range(256)) * 20, "neither PDB nor mmCIF"),
@@ -112,7 +112,7 @@ UNREADABLE = {
     "far.cif": (MMCIF.replace(b"2.0 3.5", b"2e7 3.5"), "A/ALA 1 CB are [2.0, 20000000.0, 3.5]"),
 }
 
-# Files of which no density can be calculated, and planes can.
+# Files good for planes, of which no density can be calculated.
 NO_DENSITY = {
     "angles.pdb": (crystal("50 50 50 179 179 179"), "(CRYST1) are 179, 179, 179; they should be"),
     "flat.pdb": (crystal("50 50 50 60 60 120"), "(CRYST1) are 60, 60, 120; they should be"),
@@ -207,7 +207,7 @@ def test_files_without_a_density(refused, folder, name):
         refused("density", name, "--out", "out.map", reason=f"{name}: ")
     refused("density", name, "--out", "out.map", "--picture", "x.png", reason=reason)
     assert cli.main(["planarity", name, "--flatten", "out.cif"]) == 0
-    # Where there is no cell, or none is used, it doesn't matter.
+    # A command that uses no cell accepts a bad one.
     if "unit cell" in reason and name.endswith(".pdb"):
         args = ["--spacing", "2", "--margin", "9"]
         assert cli.main(["density", name, "--out", "out.map", *args]) == 0
@@ -356,7 +356,7 @@ class TestTheInputStays:
 
 
 class TestOutputs:
-    """What can't be written is told before any work, or leaves what was there."""
+    """An output that can't be written is reported before any work, or leaves old files alone."""
 
     @pytest.fixture(autouse=True)
     def _input(self, folder):
@@ -393,7 +393,7 @@ class TestOutputs:
     )
     def test_a_full_disk(self, folder, args, old):
         (folder / old).write_text("old")
-        # The largest file that this process may write has as many bytes.
+        # A limit on the size of files stands in for a full disk.
         script = (
             "import resource, sys; from fusedops import cli; "
             "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); sys.exit(cli.main())"
@@ -461,7 +461,7 @@ class TestStdout:
         return done.returncode, done.stdout, done.stderr.decode()
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-    # Every command, and everything that writes, with and without a buffer; each is a process.
+    # Every command and every writer, with and without a buffer; each runs in a process.
     @pytest.mark.parametrize(
         ("command", "unbuffered"),
         [

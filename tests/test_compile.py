@@ -1,4 +1,4 @@
-"""torch.compile sees one node for every call of an op, and nothing behind it."""
+"""torch.compile sees one node for every call of an op, and none of its implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedops.wigner import wigner_d  # noqa: E402
 
 
 def random(*shape):
-    # Sizes are the seed: the same call gives the same tensors.
+    # The sizes seed the numbers, so that equal calls give equal tensors.
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator)
 
@@ -122,7 +122,7 @@ def update(x, mask):
     return fusedops.triangle_multiplicative_update(x, "outgoing", mask, *WEIGHTS)
 
 
-# Function, arguments for a size, and how many of these are differentiated by.
+# The function, its arguments for a size, and how many of these are leaves.
 CALLS = {
     "convolution": (convolve, lambda n: tokens(n), 2),
     "convolution-packed": (convolve, lambda n: (*tokens(n)[:2], packed_tokens(n)), 2),
@@ -184,7 +184,7 @@ def agree(fast, function, arguments, differentiated):
 
 @pytest.fixture(autouse=True)
 def graphs():
-    """Count the graphs and their ends from nothing, and show no warning of ours or of torch's."""
+    """Count graphs and graph breaks from zero, and let warnings fail the test."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -195,25 +195,25 @@ def graphs():
         yield counters
 
 
-# Packed arguments, and none, are compiled with dynamic shapes in test_contract.py.
+# test_contract.py compiles these calls with dynamic shapes.
 ELSEWHERE = {name for name in CALLS if name.endswith("-packed")} | {"own", "triangle"}
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ELSEWHERE])
 def test_a_call_is_one_graph(name, graphs):
-    """Of several sizes, forward and backward."""
+    """Calls of several sizes stay one graph, forward and backward."""
     function, make, differentiated = CALLS[name]
     function = between(function, differentiated)
     fast = torch.compile(function, backend="aot_eager", dynamic=True, fullgraph=True)
     for n in (0, 3, 5):
         agree(fast, function, make(n), differentiated)
-    # With and without gradients, each perhaps once more for tensors that share a size.
+    # Calls with and without gradients have a graph each, perhaps one more where sizes are equal.
     assert graphs["stats"]["unique_graphs"] <= 4
 
 
 @torch.library.custom_op("fusedops_tests::copy", mutates_args=())
 def copy(x: torch.Tensor) -> torch.Tensor:
-    """Return what inductor fuses with nothing: a kernel for every part takes a compiler seconds."""
+    """Return a copy that inductor can't fuse, because its kernels take seconds to compile."""
     return x.clone()
 
 
@@ -222,9 +222,9 @@ copy.register_autograd(lambda context, gradient: copy(gradient))
 
 
 def test_inductor_takes_every_call(graphs):
-    """In its default mode, all calls in one graph, of static and then of dynamic shapes.
+    """Compile all calls in one graph in its default mode, with static and then dynamic shapes.
 
-    Their leaves are parts of one tensor, and so are their results.
+    The calls' leaves are parts of one tensor, and so are the results.
     """
 
     def leaves_of(groups):
@@ -265,7 +265,7 @@ CROSSED = {
 
 @pytest.mark.parametrize("name", CROSSED)
 def test_what_no_graph_holds_ends_it(name, graphs):
-    """Lists and NumPy arrays, a constructor, and a look at the atoms: outside, and nothing more."""
+    """Lists and NumPy arrays, constructors and checks of atoms run outside, and nothing else."""
     function, differentiated = CROSSED[name]
     other = {"edges": "forth"}.get(name, name)
     arguments = CALLS[other][1](0)[: 1 if name == "planes" else 6]

@@ -1,7 +1,7 @@
-"""What every op promises, tried with the examples of contract.py.
+"""The promises of every op, tested with the examples of contract.py.
 
 Each promise is written once, for all ops and all places that serve them. dynamic_conv_step, which
-updates a state and has no gradient, keeps what is its own in test_conv.py.
+updates a state and has no gradient, has tests of its own in test_conv.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def at(places, examples=EXAMPLES):
     )
 
 
-# Interpreted, one call for each way in which its kernel reads and sums.
+# In the interpreter, one call for each way in which a kernel reads and sums is enough.
 few = pytest.mark.interpreted_slow(
     example=(
         *("planarity-weighted", "conv", "conv-packed-static", "forth-packed", "back", "degree"),
@@ -89,7 +89,7 @@ few = pytest.mark.interpreted_slow(
 
 
 def small(example, place, dtype="float64"):
-    """Return a small problem: what takes a kernel no time takes its interpreter seconds."""
+    """Return a small problem: the interpreter takes seconds for a kernel's milliseconds."""
     return example.problem("tiny" if place[1] == "triton" else "small", dtype)
 
 
@@ -110,7 +110,7 @@ def frozen(array):
 
 
 def broadcast(array):
-    """Return an array whose rows are all the first, in its memory."""
+    """Return a view of an array in which all rows are the first."""
     first = array[:1].copy()
     return np.lib.stride_tricks.as_strided(first, array.shape, (0, *first.strides[1:]))
 
@@ -123,7 +123,7 @@ LAYOUTS = {
     "rows-apart": lambda a: np.repeat(a, 3, 0)[1::3],
     "broadcast": broadcast,
 }
-# Tensors have none of these.
+# Tensors can't have these layouts.
 ARRAY_LAYOUTS = {
     "reversed": lambda a: a[..., ::-1].copy()[..., ::-1],
     "upside-down": lambda a: a[::-1].copy()[::-1],
@@ -138,7 +138,7 @@ def laid_out(layout):
 
 def check_layout(place, p, layout):
     """Compare with copies in C order, bit for bit where that is promised."""
-    # One row for all would be other indices than were asked for.
+    # Broadcasting a row would change the indices.
     mapped = p.floats_mapped if layout is broadcast else p.mapped
     views, copies = mapped(laid_out(layout)), mapped(lambda a: laid_out(layout)(a).copy())
     all_agree(p, place[1], solve(place, views), solve(place, copies))
@@ -150,7 +150,7 @@ def check_layout(place, p, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @at(QUICK, [*EXAMPLES, *UNPACKED])
 def test_arrays_are_read_where_they_lie(example, place, layout):
-    """With the bits of their copies, and stay as they are."""
+    """Results have the bits of contiguous copies' results, and the arrays stay unchanged."""
     if layout == "broadcast" and not example.exact:
         pytest.skip("of equal rows LayerNorm leaves roundings; test_trimul.py expands one weight")
     check_layout(place, example.problem("medium"), LAYOUTS[layout])
@@ -160,7 +160,7 @@ def test_arrays_are_read_where_they_lie(example, place, layout):
 @pytest.mark.parametrize("shift", range(2))
 @at([place for place in PLACES if place[1] == "triton"])
 def test_arrays_are_read_where_they_lie_when_interpreted(example, place, shift):
-    """Each array in another layout, and then in one more."""
+    """Give each array another layout, in two assignments."""
     p = example.problem()
     layouts = itertools.islice(itertools.cycle(LAYOUTS.values()), shift, None)
     views, copies = p, p
@@ -179,7 +179,7 @@ def test_arrays_are_read_backwards_and_never_written(example, place, layout):
 @few
 @at(TENSORS)
 def test_expanded_cotangents(example, place):
-    """As `.sum().backward()` gives them."""
+    """Cotangents are expanded, as `.sum().backward()` makes them."""
     p = small(example, place)
     leaves = leaves_of(p)
     value = sum(out.sum() for out in tuple_of(function_of(p, place[1])(*leaves)))
@@ -221,7 +221,7 @@ def test_every_run_gives_the_same_bits(example, place):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @at([("numpy", name) for name in EXACT], [*EXAMPLES, *UNPACKED])
 def test_the_number_of_threads_changes_no_bit(example, place, dtype, several_threads):
-    """Or roundings alone, where products are BLAS's."""
+    """Where BLAS computes products, roundings may differ."""
     p = example.problem("large", dtype)
     results = []
     try:
@@ -235,7 +235,7 @@ def test_the_number_of_threads_changes_no_bit(example, place, dtype, several_thr
     for result in results[1:]:
         all_agree(p, place[1], result, results[0])
     for got, want in zip(results[0], solve(("numpy", "numpy"), p), strict=True):
-        # Of more terms than small examples have.
+        # Large examples have sums of more terms.
         close(p, got, want, times=8)
 
 
@@ -243,9 +243,9 @@ def test_the_number_of_threads_changes_no_bit(example, place, dtype, several_thr
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @at(TENSORS, [e for e in EXAMPLES if e.exact])
 def test_sixteen_bits_are_rounded_once(example, place, dtype):
-    """Sums are of float32 or better, and what is returned has the dtype of what was given.
+    """Sums are of float32 or better, and results have the dtype of the arguments.
 
-    The triangle's products are of 16 bits, with errors of their own (test_trimul.py).
+    The triangle's products are of 16 bits; test_trimul.py checks their errors.
     """
     kind = getattr(torch, dtype)
     p = small(example, place)
@@ -265,7 +265,7 @@ def test_sixteen_bits_are_rounded_once(example, place, dtype):
         # Triton's interpreter cuts bfloat16 off where a GPU rounds.
         cut = place[1] == "triton" and dtype == "bfloat16"
         unit = torch.finfo(got.dtype).eps * (1.0 if cut else 0.5)
-        # Half of the last place of float16's smallest numbers too.
+        # Subnormal numbers of float16 have half of their last place as an absolute error.
         tiny = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
         off = np.abs(got.detach().double().numpy() - want)
         sums = 8 * TOLERANCE["float32"] * np.abs(want).max(initial=0)
@@ -305,10 +305,10 @@ def test_autocast_leaves_dtypes_alone(example, place, dtype):
 @needs_torch
 @every_example
 def test_derivatives_are_what_differences_say(example):
-    """First, second and third ones, of the formulas in torch; the third of a sum of squares."""
+    """Differences check the formulas in torch up to the third derivative of a sum of squares."""
     p = example.problem("tiny")
     function, loss = function_of(p, "torch"), total(p, "torch")
-    # Along random directions, where single ones take seconds.
+    # Slow examples take seconds along single coordinates, so use random directions.
     fast = example.slow
     assert torch.autograd.gradcheck(function, leaves_of(p), fast_mode=fast)
     assert torch.autograd.gradgradcheck(function, leaves_of(p), fast_mode=fast)
@@ -320,7 +320,7 @@ def test_derivatives_are_what_differences_say(example):
 
 
 def derivatives(p, backend, order):
-    """Return the gradient of a sum of squares, that of its part along a direction, and so on."""
+    """Return the gradient of a sum of squares, then of its part along a vector, and so on."""
     leaves, rng = leaves_of(p), np.random.default_rng(2)
     value, found = total(p, backend)(*leaves), []
     for _ in range(order):
@@ -334,7 +334,7 @@ def derivatives(p, backend, order):
 )
 @at([place for place in TENSORS if place[1] != "torch"])
 def test_derivatives_are_those_of_the_formula(example, place):
-    """Which differences are compared to above."""
+    """The test above compares the formula with differences."""
     p = example.problem("tiny")
     order = 2 if place[1] == "triton" else 3
     for got, want in zip(*(derivatives(p, b, order) for b in (place[1], "torch")), strict=True):
@@ -343,7 +343,7 @@ def test_derivatives_are_those_of_the_formula(example, place):
 
 
 def asked_for(count):
-    """Every choice of some of a few arrays, one of many, and all but one."""
+    """Return masks: all proper subsets of few arrays; of many, single ones and all but one."""
     if count <= 4:
         return list(itertools.product([True, False], repeat=count))[1:-1]
     one = [tuple(at == number for at in range(count)) for number in range(count)]
@@ -353,7 +353,7 @@ def asked_for(count):
 @few
 @at(TENSORS)
 def test_gradients_of_some_of_the_arrays(example, place):
-    """What is asked for alone has the bits that it has among all."""
+    """A gradient asked for alone has the same bits as among all."""
     p = small(example, place)
     count = len(p.leaves)
     want = solve(place, p)[-count:]
@@ -443,7 +443,7 @@ def test_the_backward_uses_the_backend_of_the_forward(example, name, monkeypatch
 
 @at(COMPILED_TENSORS)
 def test_transforms(example, place):
-    """Gradients, batches, and gradients of batches have the bits of plain calls."""
+    """Gradients, batches and gradients of batches have the bits of plain calls."""
     p = example.problem()
     function, loss = function_of(p, place[1]), total(p, place[1])
     arrays = [tensor(p.arguments[name]) for name in p.leaves]
@@ -456,14 +456,14 @@ def test_transforms(example, place):
     leaves = leaves_of(p)
     want = torch.autograd.grad(loss(*leaves), leaves)
     check(torch.func.grad(loss, argnums=every)(*arrays), want)
-    # The second is another problem; a density's width stays positive.
+    # Flipping makes another problem in which a density's widths stay positive.
     batch = [torch.stack([a, a.flip(0), 1.25 * a]) for a in arrays]
     rows = [tuple_of(function(*(array[b] for array in batch))) for b in range(3)]
     stacked = [torch.stack(parts) for parts in zip(*rows, strict=True)]
     check(tuple_of(torch.vmap(function)(*batch)), stacked)
     gradients = torch.vmap(torch.func.grad(loss, argnums=every))(*batch)
     check([gradient[0] for gradient in gradients], want)
-    # The first argument alone, along another dimension.
+    # Map the first argument alone, along another dimension.
     dims = (arrays[0].ndim, *[None] * (len(arrays) - 1))
     moved = torch.stack([arrays[0], arrays[0].flip(0)], -1)
     shared = tuple_of(torch.vmap(function, in_dims=dims)(moved, *arrays[1:]))
@@ -560,7 +560,7 @@ def test_tensors_without_memory(example):
         apart = function_of(example.problem(dtype="float32"))
         fake = tuple_of(apart(*(torch.ones(a.shape) for a in arrays)))
     assert [(f.shape, f.dtype) for f in fake] == [(w.shape, w.dtype) for w in want]
-    # Packed arguments are read, which takes memory.
+    # Ops read packed arguments, which so need memory.
     if not any(isinstance(value, PACKED) for value in p.arguments.values()):
         there = {
             name: a.to("meta") if hasattr(a, "to") else a
@@ -583,7 +583,7 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, backend=counter, **options), counter
 
 
-# Of arguments that shapes and nodes of a graph follow from.
+# Examples that differ in their arguments' shapes and in the nodes of their graphs.
 TRACED = [
     e
     for e in EXAMPLES
@@ -621,7 +621,7 @@ def test_compile_without_breaks_or_recompiling(example):
         for got, want in zip(fast(detached, constants), function(detached, constants), strict=True):
             torch.testing.assert_close(got, want)
         frames.append(counter.frame_count)
-    # With and without a gradient are two graphs; the first may start over, because of a number.
+    # Calls with and without a gradient make two graphs; a number may make the first start over.
     assert len(set(frames)) == 1
     assert frames[0] <= 2 + (example.name == "degree")
 
@@ -632,7 +632,7 @@ def test_compiled_code_asks_for_its_backend_when_it_runs(example, monkeypatch):
     p = example.problem("tiny")
     fast, counter = compiled(function_of(p))
     arrays = [tensor(p.arguments[name]) for name in p.leaves]
-    # A packed argument has tensors from the first call on, for which code is compiled again.
+    # The first call gives a packed argument tensors, for which torch compiles again.
     for _ in range(2):
         fast(*arrays)
     frames = counter.frame_count
@@ -660,7 +660,7 @@ def test_out_inside_compiled_code(example):
 @pytest.mark.quick
 @every_example
 def test_a_cuda_graph_replays_new_numbers(example):
-    """Values and gradients, of numbers that were written where the recorded ones lay."""
+    """Values and gradients are computed of numbers written in place of the recorded ones."""
     p = example.problem("medium", "float32")
     on_gpu = {
         name: a.to("cuda") if hasattr(a, "to") else a
@@ -679,7 +679,7 @@ def test_a_cuda_graph_replays_new_numbers(example):
             leaf *= 1.25
     graph.replay()
     for got, want in zip(itertools.chain(*captured), itertools.chain(*run()), strict=True):
-        # Maps are summed in no order.
+        # The order of a map's sums changes from run to run.
         close(p, got.cpu().numpy(), want.cpu().numpy())
 
 
@@ -691,7 +691,7 @@ def spare(shape, dtype="float64"):
 
 
 def bad_outs(shape):
-    """Return of every wrong `out` what makes it, the error, and what it says."""
+    """Yield for every wrong `out` its name, a function that makes it, the error and its message."""
     is_ = "; it should be"
     yield "shape", lambda: spare((*shape[:-1], shape[-1] + 1)), ValueError, f"has shape .*{is_}"
     yield "rank", lambda: spare((1, *shape)), ValueError, f"has shape .*{is_}"
@@ -707,7 +707,7 @@ def bad_outs(shape):
 
 @with_out
 def test_bad_out(example):
-    """It is named and left as it was."""
+    """The error names a bad `out` and leaves it unchanged."""
     p = example.problem()
     for kind, make, error, message in bad_outs(p.cotangents[0].shape):
         out = make()
@@ -760,7 +760,7 @@ def test_out_is_filled_and_returned(example, place, dtype):
 
 @with_out
 def test_out_shares_no_element_with_an_argument(example):
-    """Neither the last of an argument nor the first; apart by nothing, both are fine."""
+    """Sharing an argument's first or last element is refused; adjacent memory is fine."""
     p = example.problem()
     size, shape = p.cotangents[0].size, p.cotangents[0].shape
     for name in example.floats:
@@ -784,7 +784,7 @@ def test_out_shares_no_element_with_an_argument(example):
 
 @at(TENSORS, [e for e in EXAMPLES if e.takes_out])
 def test_autograd_notices_that_out_is_written(example, place):
-    """A tensor that another backward needs: not a wrong gradient without a word."""
+    """Writing to a tensor that another backward needs gives an error, not a wrong gradient."""
     p = example.problem("tiny")
     out = torch.ones(p.cotangents[0].shape, dtype=torch.float64)
     weight = torch.ones((), requires_grad=True)
@@ -816,7 +816,7 @@ def test_an_array_of_another_dtype_is_named(example, kind):
     p = example.problem()
     for name in example.floats:
         wrong = WRONG_DTYPES[kind](p.arguments[name])
-        # It may be an array of bool, too.
+        # A mask may be of bool, too.
         message = (
             rf"^{p.op.__name__}: {name} has dtype .*; it should be (bool, )?float32 or float64"
         )
@@ -967,12 +967,12 @@ packed_examples_ = pytest.mark.parametrize(("example", "name"), list(packed_exam
 
 @packed_examples_
 def test_packed_arguments_travel(example, name):
-    """Pickled, copied, taken apart and moved to where they are, they are the same."""
+    """Pickled, copied, rebuilt or moved to their own device, packed arguments stay the same."""
     p = example.problem()
     packed = p.arguments[name]
     others = [pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed), copy.copy(packed)]
     want = solve(("numpy", None), p)
-    # What a first call leaves in it travels, too.
+    # The caches that a first call leaves in it travel, too.
     others.append(pickle.loads(pickle.dumps(packed)))
     if HAS_TORCH:
         back = taken_apart(packed)

@@ -44,14 +44,14 @@ class Problem(NamedTuple):
 
     @property
     def spans(self):
-        """The row and the tokens of every sequence."""
+        """Return the row and the tokens of every sequence."""
         if self.cu_seqlens is None:
             return [(b, slice(0, self.x.shape[1])) for b in range(len(self.x))]
         return [(0, slice(*edges)) for edges in itertools.pairwise(self.cu_seqlens.tolist())]
 
 
 class Results(NamedTuple):
-    """The outputs, and the gradients by the names of what they belong to."""
+    """The outputs, and the gradients by the names of their arguments."""
 
     out: Any
     final_state: Any
@@ -94,7 +94,7 @@ def problem(
 
 @st.composite
 def problems(draw, **fixed):
-    """Sequences shorter than the taps, a little longer, and about as long as a kernel's chunk."""
+    """Yield sequences shorter than the taps, a little longer, and as long as a kernel's chunk."""
     length = st.one_of(st.integers(0, 9), st.integers(60, 70))
     choices = {
         "seed": st.integers(0, 999),
@@ -147,7 +147,7 @@ def same(got, want):
     np.testing.assert_array_equal(got, want, strict=True)
 
 
-# What the roundings of products of about 1, and up to about 10, add up to where these may cancel.
+# The sum of roundings of products of about 1 to 10, which may cancel.
 ROUNDING = {"float64": 1e-12, "float32": 4e-6}
 
 
@@ -200,7 +200,7 @@ def test_static_kernels_are_a_depthwise_convolution(quick, W, activation):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_silu_of_large_numbers(place, dtype):
-    """Where exp overflows, or what it returns is lost beside 1: neither NaN nor a warning."""
+    """Where exp overflows, or is lost beside 1, there is neither a NaN nor a warning."""
     largest = float(np.finfo(dtype).max)
     h = np.array([-largest, -1e4, -745, -100, -88, -30, -1e-30, 0, 1e-30, 30, 88, 745, largest])
     p = problem(B=1, T=1, D=len(h), W=1, bias=False, state=False, dtype=dtype)
@@ -210,7 +210,7 @@ def test_silu_of_large_numbers(place, dtype):
     )
     e = np.exp(-np.abs(h))
     sigmoid, rest = np.where(h < 0, e, 1) / (1 + e), np.where(h < 0, 1, e) / (1 + e)
-    # Nobody needs the digits of what is about as small as a normal number can be.
+    # Numbers near the smallest normal one may lose their digits.
     near = {"rtol": TOLERANCE[dtype], "atol": 1e4 * np.finfo(dtype).tiny}
     np.testing.assert_allclose(got.out[0, 0], h * sigmoid, **near)
     np.testing.assert_allclose(got.x[0, 0], sigmoid * (1 + h * rest), **near)
@@ -219,7 +219,7 @@ def test_silu_of_large_numbers(place, dtype):
 @pytest.mark.parametrize("name", ["x", "kernels", "cotangent"])
 @given_problems(30, state=True, bias=True)
 def test_a_bad_number_reaches_nothing_but_its_window(quick, name, p):
-    """Forward the tokens after it, backward those before it, of its sequence and channel."""
+    """It reaches later tokens forward, and earlier ones backward, of its sequence and channel."""
     spans = [(s, b, t.start, t.stop) for s, (b, t) in enumerate(p.spans) if t.start < t.stop]
     assume(spans)
     dynamic = p.kernels.ndim == 4
@@ -290,7 +290,7 @@ def part(p, s):
 
 
 def own(p, s, results):
-    """Return what is one sequence's own among the results of all, in the order of Results."""
+    """Return one sequence's share of all results, in the order of Results."""
     b, tokens = p.spans[s]
     gradient = results.initial_state
     return [
@@ -304,7 +304,7 @@ def own(p, s, results):
 
 @given_problems(60)
 def test_every_sequence_is_computed_as_if_alone(quick, p):
-    """Packed or in a batch, forward and backward; what they share gets the sum."""
+    """Sequences may be packed or in a batch; gradients of shared arguments are sums over them."""
     together = solve(quick, p)
     alone = [solve(quick, part(p, s)) for s in range(len(p.spans))]
     for s, results in enumerate(alone):
@@ -328,7 +328,7 @@ def test_packed_sequences_equal_each_alone_when_interpreted():
 
 
 def all_but(kept, array):
-    """Return NaN for the elements of an array that aren't kept."""
+    """Return a copy of an array with NaN in all elements but the kept ones."""
     if array is None:
         return None
     spoilt = np.full_like(array, np.nan)
@@ -338,7 +338,7 @@ def all_but(kept, array):
 
 @given_problems(30)
 def test_nothing_crosses_a_boundary(quick, p):
-    """With NaN for everything that others have, a sequence's own results keep every bit."""
+    """NaN in all other sequences changes no bit of a sequence's own results."""
     want = solve(quick, p)
     for s, tokens in enumerate(p.spans):
         alone = p._replace(
@@ -431,7 +431,7 @@ def test_gradients_through_chunks(torch_backend, size, static, state):
 
 
 def step(place, x, state, kernels, **options):
-    """Return the step's result, as an array, of arrays; the state is one of the framework."""
+    """Return the step's result for arrays, as an array; the state is the framework's."""
     if place[0] == "torch":
         x, kernels = tensor(x), tensor(kernels)
         options = {n: tensor(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
@@ -466,7 +466,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("static", [False, True])
 def test_a_state_is_updated_where_it_lies(place, view, static):
-    """In a cache of many, whose other elements stay."""
+    """A state may lie in a cache of many, whose other elements stay."""
     view = VIEWS[view]
     p = problem(T=3, D=5, static=static)
     cache, alone = np.full((3, 4, 9, 8), 7.0), p.initial_state.copy()
@@ -502,7 +502,7 @@ def test_a_state_of_one_row_may_have_any_stride(backend):
 
 
 def test_a_state_may_be_wider_than_the_tokens(place):
-    """float64 with float32 tokens; kernels that are wider than it leave its dtype alone."""
+    """A float64 state takes float32 tokens, and wider kernels don't change a state's dtype."""
     p = problem(T=3)
     narrow = p.x.astype("f4"), p.kernels.astype("f4")
     for state_dtype, kernels in (("f8", narrow[1]), ("f4", p.kernels)):
@@ -534,7 +534,7 @@ def test_a_step_fills_out(place):
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_broadcast_arrays(backend, activation):
-    """One kernel for every token, one row for a batch, a cotangent of ones."""
+    """Kernels are shared by tokens, rows by a batch, and a cotangent of ones is expanded."""
     p = problem(T=70, static=True, activation=activation)
     spread = p._replace(
         x=np.broadcast_to(p.x[:1], p.x.shape),
@@ -553,7 +553,7 @@ def test_broadcast_arrays(backend, activation):
 
 @needs_torch
 def test_heads_of_a_projection(torch_backend):
-    """Tokens and kernels as a model has them: slices and a view of what one product returns."""
+    """Tokens and kernels are slices and views of one product, as in a model."""
     B, T, D, W = 2, 9, 3, 4
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(B, T, D * (W + 2), generator=generator, dtype=torch.float64)
@@ -587,7 +587,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 def test_mixed_dtypes_promote(quick, dtypes):
-    """Accumulated in float32 or better, whatever the result's dtype is."""
+    """Sums are of float32 or better for every dtype of the result."""
     p = problem()
     mixed = [a.astype(dtype) for a, dtype in zip(p[:4], dtypes, strict=True)]
     final = np.promote_types(dtypes[0], dtypes[2])
@@ -621,7 +621,7 @@ def tensors_of(p, dtypes):
 @needs_torch
 @pytest.mark.parametrize("dtypes", MIXED, ids=lambda d: "-".join(map(str, d)))
 def test_mixed_dtypes_of_tensors_promote(torch_backend, dtypes):
-    """The gradient of every tensor has its dtype; the state has what it and x promote to."""
+    """Every gradient has its tensor's dtype; the state's dtype is promoted with that of x."""
     tensors = tensors_of(problem(), dtypes)
     x, kernels, state, bias = tensors
     out, final = fusedops.dynamic_conv(
@@ -642,7 +642,7 @@ def test_mixed_dtypes_of_tensors_promote(torch_backend, dtypes):
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_sixteen_bits_are_float32_rounded_once(torch_backend, activation, dtype):
-    """Values and gradients alike."""
+    """Both values and gradients are rounded once."""
     dtype = getattr(torch, dtype)
     p = problem(T=70, D=5)
     narrow = [tensor(array).to(dtype) for array in p[:6]]
@@ -662,7 +662,7 @@ def test_sixteen_bits_are_float32_rounded_once(torch_backend, activation, dtype)
 
 @needs_torch
 def test_every_bfloat16_is_rounded_to_even(torch_backend):
-    """All that there are, times taps that put a fourth of the products halfway."""
+    """Multiply all bfloat16 numbers by taps that put a fourth of the products halfway."""
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     # NumPy warns where it meets a signaling NaN.
     x = bits.where(bits == bits, torch.nan).reshape(1, 64, 1024)
@@ -709,7 +709,7 @@ def test_out_shares_no_memory_with_the_state():
 @pytest.mark.parametrize("written", ["state", "out"])
 @pytest.mark.parametrize("backend", SERVE_TENSORS)
 def test_autograd_notices_what_is_written_in_place(backend, written):
-    """A tensor that the backward of something else needs: not a wrong gradient without a word."""
+    """Writing to a tensor that another backward needs gives an error, not a wrong gradient."""
     state, out = torch.ones(2, 3, 4), torch.ones(2, 3)
     weight = torch.ones((), requires_grad=True)
     loss = (weight * {"state": state, "out": out}[written]).sum()

@@ -67,7 +67,7 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
 def test_demo_fails_when_a_backend_is_wrong(tmp_path, capsys, monkeypatch, name, primitive, output):
     monkeypatch.setattr(demo, "DEMOS", {name: demo.DEMOS[name]})
     monkeypatch.setattr(demo, "_median_ms", lambda step: 0.0)
-    # Half of the time, and there is one above.
+    # The picture takes half of the time, and a test above draws one.
     monkeypatch.setattr(demo, "save_picture", lambda *given: None)
     (numba,) = (backend for backend in registry.BACKENDS if backend.name == "numba")
     kernel = registry._kernel(numba, primitive)

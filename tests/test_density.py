@@ -89,7 +89,7 @@ CELLS = {
 
 
 def problem(name="triclinic", count=4, *, anisotropic=False, dtype="float64", seed=0):
-    """Return atoms in and around a cell, each of which reaches as far as it likes."""
+    """Return atoms in and around a cell, each with a random radius."""
     cell, shape, radius = CELLS[name]
     cell = np.array(cell)
     rng = np.random.default_rng(seed)
@@ -100,10 +100,10 @@ def problem(name="triclinic", count=4, *, anisotropic=False, dtype="float64", se
 
 
 def brute_vectors(p):
-    """Return of every atom the shortest vectors to all voxels, of many images (N, V, 3)."""
+    """Return every atom's shortest vectors (N, V, 3) to all voxels, found among many images."""
     voxels = [np.arange(n) / n for n in p.shape]
     voxels = np.stack(np.meshgrid(*voxels, indexing="ij"), -1).reshape(-1, 3)
-    # Farther along the edges of a cell that is as skewed as the one with long ones.
+    # In the very skewed cell, near images lie more edges away.
     far = 6 if abs(p.cell).max() > 9 else 3
     images = np.array(list(itertools.product(range(-far, far + 1), repeat=3)))
     vectors = []
@@ -117,7 +117,7 @@ def brute_vectors(p):
 
 
 def brute(p):
-    """Return the map, by a sum over everything."""
+    """Return the map, by a sum over all atoms and voxels."""
     b, occupancy, amplitudes, widths, radius = (a.astype(np.float64) for a in p[1:6])
     rho = np.zeros(math.prod(p.shape))
     for i, w in enumerate(brute_vectors(p)):
@@ -131,7 +131,7 @@ def brute(p):
 
 
 def symmetric(b):
-    """Return U (3, 3) of an atom, from B or from its six components."""
+    """Return an atom's U (3, 3), from B or from six components."""
     if np.ndim(b) == 0:
         return b / (8 * np.pi**2) * np.eye(3)
     U = np.zeros((3, 3))
@@ -221,13 +221,13 @@ def brute_of(name, anisotropic, dtype):
 
 
 def terms_of(name):
-    """Return how many roundings there are: where edges are long, vectors are their differences."""
+    """Return the number of roundings, many where vectors are differences of long edges."""
     return 4096 if name == "very skewed" else 64
 
 
 @pytest.fixture(params=[False, True], ids=["by one launch", "by two"])
 def launches(request, monkeypatch, fresh_plans):
-    """Atoms of which a GPU runs all at once, or more."""
+    """Let a GPU compute a map by one launch, as of few atoms, or by two."""
     from gpukern import density
 
     if request.param:
@@ -291,7 +291,7 @@ def test_gradients_when_interpreted(launches, anisotropic):
 
 def test_gradients_are_what_differences_say(quick, anisotropic):
     p = problem("orthogonal", 2, anisotropic=anisotropic)
-    # So far that no voxel is near the end of a sphere.
+    # With this radius no voxel is near a sphere's surface.
     p = p._replace(radius=np.full(2, 1.9))
     _, *gradients = solve(quick, p)
     step = 1e-5
@@ -304,7 +304,7 @@ def test_gradients_are_what_differences_say(quick, anisotropic):
                 arrays[at][index] += sign * step
                 moved.append(np.vdot(p.cotangent, evaluate(quick, p._replace(**named(arrays)))))
             want[index] = (moved[0] - moved[1]) / (2 * step)
-        # The square of the step.
+        # Differences err by the square of the step.
         assert error(gradient, want) < 1e-7
 
 
@@ -329,7 +329,7 @@ def test_second_derivatives_are_those_of_the_eager_formula(torch_backend, anisot
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("whole", [False, True], ids=["in the cell", "outside of it"])
 def test_a_voxel_at_the_very_end_of_the_radius_is_inside(place, dtype, whole):
-    """However the steps of the grid, which no binary number is, are rounded."""
+    """The grid's steps are no binary numbers, and their rounding must not matter."""
     shape, steps = (12, 13, 14), 3
     cell = np.diag(np.array(shape) * 0.1)
     corner = np.array([[4, 5, 6]]) + whole * np.array([[-12, 26, 14]])
@@ -360,7 +360,7 @@ def test_no_radius_reaches_a_voxel_that_is_met(quick):
 
 
 # Cells, shapes and radii in which atoms on voxels, and between two, have voxels with two images
-# that are equally near; none of these is on a sphere.
+# that are equally near; no such voxel is on a sphere.
 TIES = {
     "small": ([[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (6, 8, 8), 4.03),
     "sheared": ([[6.0, 14.0, 0.0], [0.0, 6.0, -13.0], [0.0, 0.0, 6.0]], (3, 3, 2), 5.03),
@@ -370,7 +370,7 @@ TIES = {
 
 @functools.cache
 def tied_atoms(name):
-    """Return problems with their maps, of one atom: a tenth of its density is little of all."""
+    """Return problems of one atom with their maps; among many atoms an error would be lost."""
     cell, shape, radius = TIES[name]
     count, rng = 80, np.random.default_rng(3)
     places = rng.integers(-7, 20, (count, 3)) / (2 * np.array(shape))
@@ -382,7 +382,7 @@ def tied_atoms(name):
 
 @pytest.mark.parametrize("name", TIES)
 def test_one_of_two_images_that_are_equally_near_counts(place, name):
-    """Not both, and not none: roundings are the same from either."""
+    """Exactly one image counts, because both images' distances round alike."""
     for p, want in tied_atoms(name)[: 3 if place[1] == "triton" else None]:
         close(evaluate(place, p), want)
 
@@ -394,7 +394,7 @@ def test_the_integral_is_the_number_of_electrons(quick, name, anisotropic):
     atoms = atoms_in(cell, 2, np.random.default_rng(0), anisotropic=anisotropic)
     p = Problem(*atoms, np.full(2, 5.5), cell, shape, None)
     total = evaluate(quick, p).sum() * np.linalg.det(cell) / math.prod(shape)
-    # What is cut off lies beyond five standard deviations.
+    # Density is cut off beyond five standard deviations.
     assert abs(total / (p.occupancy * p.amplitudes.sum(1)).sum() - 1) < 2e-5
 
 
@@ -404,7 +404,7 @@ def test_atoms_may_move_by_edges_of_the_cell(quick, name, anisotropic):
     edges = np.random.default_rng(1).integers(-3, 4, p.xyz.shape)
     moved = p._replace(xyz=p.xyz + edges @ p.cell.T)
     for got, want in zip(solve(quick, moved), solve(quick, p), strict=True):
-        # Coordinates are rounded once more, by a few Å times 1e-16.
+        # Shifting rounds coordinates once more, by a few Å times 1e-16.
         close(got, want, terms=6400)
 
 
@@ -477,7 +477,7 @@ def test_no_atoms(place, anisotropic):
 
 
 def test_atoms_far_away_hurt_nobody(quick):
-    """Where a coordinate is beyond all digits the atom may be anywhere, in the map."""
+    """A coordinate too large for any digit may put the atom anywhere, but within the map."""
     p = problem("orthogonal")
     p.xyz[0], p.xyz[2] = 1e30, -1e100
     got = evaluate(quick, p)
@@ -506,13 +506,13 @@ def rule(mean_square, n_sigma):
 @pytest.mark.parametrize("n_sigma", [1.0, 4.0, 6.3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_rule_of_radii(dtype, n_sigma):
-    """By the largest eigenvalue of U where there is one; NumPy and torch say the same."""
+    """The rule takes the largest eigenvalue of U if given; NumPy and torch agree."""
     rng = np.random.default_rng(0)
     widths = rng.uniform(0, 60, (200, 4)).astype(dtype)
     b = rng.uniform(-0.5, 1, 200) ** 3 * 150
     factor = 0.5 * rng.normal(size=(200, 3, 3))
     U = factor @ factor.transpose(0, 2, 1) * rng.uniform(0, 1, (200, 1, 1)) ** 2
-    # Spheres, ellipsoids of revolution, and flat ones.
+    # U of spheres, of ellipsoids of revolution, and of flat ellipsoids.
     U[:5] = np.eye(3) * rng.uniform(0, 1, (5, 1, 1))
     U[5:10] = np.diag([0.3, 0.3, 0.9])
     U[10:15] = np.diag([0.9, 0.3, 0.9])
@@ -538,7 +538,7 @@ def spoilt(argument, atom, value, *, anisotropic=False):
 
 
 NAN, INF = math.nan, math.inf
-# The argument, the atom, what it gets, and what the error says.
+# The argument, the atom, its bad value, and the error's message.
 BAD_ATOMS = {
     "xyz NaN": ("xyz", (2, 1), NAN, r"xyz\[2\] is \[.*, nan, .*\]; it should be finite"),
     "xyz infinite": ("xyz", (0, 0), -INF, r"xyz\[0\] is \[-inf, .*\]; it should be finite"),
@@ -586,7 +586,7 @@ def test_an_atom_without_a_density_is_named(argument, at, value, message, anisot
         gaussian_density(*p.atoms, p.cell, p.shape, radius=p.radius, out=out)
     assert (out == 7).all()
     if argument not in ("radius", "amplitudes", "xyz", "occupancy"):
-        # The rule's own radius isn't blamed.
+        # The error names the bad argument, not the radius that the rule made of it.
         with pytest.raises(ValueError, match=f"gaussian_density: {message}"):
             gaussian_density(*p.atoms, p.cell, p.shape)
     if HAS_TORCH:
@@ -599,7 +599,7 @@ def test_an_atom_without_a_density_is_named(argument, at, value, message, anisot
 def test_an_atom_without_a_density_may_be_left_out(
     argument, at, value, message, anisotropic, quick
 ):
-    """As if it weren't there, with a gradient of zero."""
+    """The atom adds nothing to the map, and its gradient is zero."""
     p = spoilt(argument, at, value, anisotropic=anisotropic)
     kept = np.arange(5) != np.ravel(at)[0]
     with pytest.warns(RuntimeWarning, match=f"1 of 5 atoms are left out; of the first, {message}"):
@@ -615,7 +615,7 @@ def test_the_warning_counts_and_points_at_the_caller():
     p = problem("orthogonal", 5)
     p.b[1] = p.occupancy[3] = np.nan
     lattice = Lattice(p.cell, p.shape)
-    # The second is of a kind that is known.
+    # The second call is of a known kind, which has a plan.
     for _ in range(2):
         with pytest.warns(RuntimeWarning) as caught:
             gaussian_density(*p.atoms, lattice, on_bad="skip")
@@ -675,7 +675,7 @@ def test_a_lattice_is_a_copy():
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_images_of_a_lattice_are_those_that_bound_its_voronoi_cell(name):
-    """A vector that none of them makes shorter is the shortest of many more."""
+    """A vector that no image shortens is the shortest of many more."""
     cell, shape, _ = CELLS[name]
     lattice = Lattice(cell, shape)
     images = lattice.images @ lattice.step.T
@@ -690,7 +690,7 @@ def test_the_images_of_a_lattice_are_those_that_bound_its_voronoi_cell(name):
         assert ((w + all_of_them) ** 2).sum(1).min() >= w @ w * (1 - 1e-12)
 
 
-# Reduced cells, and as how many of them a box along their edges around a Voronoi cell is.
+# Reduced cells, with their Voronoi cells' extents along the edges, and farthest points.
 VORONOI = {
     "cubic": (np.eye(3), [1 / 2, 1 / 2, 1 / 2], 3**0.5 / 2),
     "face-centred": (np.ones((3, 3)) - np.eye(3), [3 / 4, 3 / 4, 3 / 4], 1.0),
@@ -713,7 +713,7 @@ def test_voronoi_cells_that_are_known(name):
 
 
 def test_a_voronoi_cell_reaches_as_far_as_its_points():
-    """Neither less, nor much more: points that fill a cell come close to the ends."""
+    """Points that fill the cell stay within its bounds, and come close to them."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         cell = np.eye(3) + rng.uniform(-0.2, 0.2, (3, 3))
@@ -736,7 +736,7 @@ def test_a_voronoi_cell_reaches_as_far_as_its_points():
 
 @contextlib.contextmanager
 def within(seconds):
-    """Fail where Python takes longer, rather than wait."""
+    """Fail if Python takes longer than a limit, rather than wait."""
 
     def late(*_):
         raise TimeoutError(f"this took longer than {seconds} s")
@@ -765,7 +765,7 @@ def integers(array):
     ),
 )
 def test_any_basis_of_a_lattice_leads_to_an_obtuse_superbase(numbers, shears):
-    """Without rounding, in a number of steps that shears of 2^60 do not make long."""
+    """The reduction rounds nothing, and takes few steps even after shears of 2^60."""
     edges = integers(numbers).reshape(3, 3)
     if not round(np.linalg.det(edges.astype(float))):
         edges = integers(np.eye(3))
@@ -779,7 +779,7 @@ def test_any_basis_of_a_lattice_leads_to_an_obtuse_superbase(numbers, shears):
     assert a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g) in (1, -1)
     products = base @ sheared @ (base @ sheared).T
     assert (products[np.triu_indices(4, 1)] <= 0).all()
-    # Sums of products are those of the lattice, whatever its superbase (Conway and Sloane, 1992).
+    # All obtuse superbases of a lattice have equal sums of products (Conway and Sloane, 1992).
     others = plain @ edges @ (plain @ edges).T
     assert np.trace(products) == np.trace(others)
 
@@ -834,7 +834,7 @@ DEGENERATE = {
 @pytest.mark.interpreted_slow(anisotropic=False)
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_an_atom_takes_no_more_voxels_than_a_few_cells_have(place, name, anisotropic):
-    """However many images of them are within its radius."""
+    """This holds however many images of the voxels are within its radius."""
     cell, shape, radius = DEGENERATE[name]
     atoms = atoms_in(np.array(cell), 2, np.random.default_rng(0), anisotropic=anisotropic)
     cotangent = np.random.default_rng(1).normal(size=shape)
@@ -922,7 +922,7 @@ BAD_LATTICES = {
 def test_bad_lattices_name_the_argument(name):
     cell, shape, kind, message = BAD_LATTICES[name]
     p = problem()
-    # One that is remembered and compares equal lets nothing through.
+    # A remembered lattice that compares equal must not let a bad one through.
     gaussian_density(*p.atoms, np.eye(3), (4, 5, 6))
     with pytest.raises(kind, match=f"Lattice: {message}"):
         Lattice(cell, shape)
@@ -1070,7 +1070,7 @@ DTYPES = ("float32", "float64")
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=4)), ids="-".join)
 def test_the_map_has_the_dtype_to_which_its_arrays_promote(quick, dtypes, anisotropic):
-    """Gradients have those of their arrays; the form factors' dtype is nobody's."""
+    """Every gradient has its array's dtype, and the form factors' dtype changes neither."""
     p = problem(anisotropic=anisotropic)
     kinds = (*dtypes[:3], *dtypes[3:] * 3)
     arrays = [a.astype(k) for a, k in zip(p[:6], kinds, strict=True)]
@@ -1092,7 +1092,7 @@ def test_the_map_has_the_dtype_to_which_its_arrays_promote(quick, dtypes, anisot
 @pytest.mark.interpreted_slow(dtype="bfloat16", anisotropic=True)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_radii_of_sixteen_bits(any_torch_backend, dtype, anisotropic):
-    """The rule's, and one number, are as good as an array of them."""
+    """The rule's radii, and one number for all atoms, agree with an array of radii."""
     kind = getattr(torch, dtype)
     p = problem(anisotropic=anisotropic)
     tensors = [tensor(a).to(kind) for a in p.atoms]
@@ -1121,7 +1121,7 @@ def test_the_rules_radius_is_a_constant_for_transforms(torch_backend, anisotropi
 
 @needs_torch
 def test_a_map_for_each_of_many_models(torch_backend, anisotropic):
-    """torch.vmap looks at no atom: it should be told to leave bad ones out."""
+    """torch.vmap can't check atoms, so a call must ask to leave bad ones out."""
     p = problem(anisotropic=anisotropic)
     arrays = [tensor(array) for array in p.leaves]
     moved = torch.stack([arrays[0], arrays[0] + 0.3])
@@ -1202,7 +1202,7 @@ UBIQUITIN = Path(fusedops.__file__).parent / "data" / "1ubi.pdb"
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_maps_are_those_of_gemmi(backend, anisotropic, dtype):
-    """Of ubiquitin, without symmetry, where each atom reaches as far as in gemmi.
+    """Compare ubiquitin's maps, without symmetry, where each atom has gemmi's radius.
 
     gemmi computes in float32, with an exponential that is good to 8e-6 of each Gaussian. It agrees
     to 1e-5 as a whole, and to 3e-5 of the largest value at the nitrogens, whose Gaussians of 18
@@ -1214,7 +1214,7 @@ def test_maps_are_those_of_gemmi(backend, anisotropic, dtype):
     structure.spacegroup_hm = "P 1"
     atoms = [cra.atom for cra in structure[0].all()]
     for atom in atoms:
-        # One has none, with which its form factor's constant would be a point.
+        # An atom without B would make its form factor's constant a point.
         atom.b_iso = atom.b_iso or 5.0
     rng = np.random.default_rng(0)
     b = np.array([atom.b_iso for atom in atoms])
@@ -1245,5 +1245,5 @@ def test_maps_are_those_of_gemmi(backend, anisotropic, dtype):
     got = evaluate(("numpy", backend), p)
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
     assert error(got, want) < 3e-5
-    # The test would see an atom that is missing.
+    # A missing atom would fail the test.
     assert error(got - evaluate(("numpy", backend), p.of([0])), want) > 1e-2

@@ -61,7 +61,7 @@ def train(module: torch.nn.Module, steps: torch.Tensor) -> None:
 def work(folder: str, rank: int) -> None:
     """Train every module in every wrapper, and leave its parameters in `folder`."""
     torch.set_num_threads(1)
-    # Nothing of torch's own is at stake here but its warning of views.
+    # Of torch's warnings, only the one about views concerns our modules.
     warnings.filterwarnings("error", message=".*returned a view tensor")
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES
@@ -124,5 +124,5 @@ def test_results_are_no_views_and_storages_keep_their_freedom(name, dtype):
 
 if __name__ == "__main__":
     work(sys.argv[1], int(sys.argv[2]))
-    # An orderly exit may meet threads of gloo's that are still at work, and abort.
+    # An orderly exit may abort while threads of gloo are still at work.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Examples run, those of docstrings and README's; and docstrings say all that they should."""
+"""Examples of docstrings and README.md run, and docstrings have all their sections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES = [
     "fusedops._frame.threads",
 ]
 NEED_TORCH = ("fusedops.nn", "fusedops._frame.bridge")
-# Of other modules what users call is in the first.
+# `fusedops` exports the public functions of all other modules.
 PUBLIC = [
     "fusedops",
     "fusedops.density",
@@ -48,7 +48,7 @@ def imported(name):
 
 
 def own(module):
-    """The functions and classes of a module, and those that its ops are made of."""
+    """Yield a module's functions and classes, and the functions that its ops are made of."""
     for name, value in vars(module).items():
         if getattr(value, "__module__", None) == module.__name__ and (
             inspect.isclass(value) or inspect.isfunction(value)
@@ -70,7 +70,7 @@ def test_docstring_examples(name, monkeypatch, tmp_path):
 
 
 def test_an_op_has_examples_that_run():
-    """Not those of the function that serves all ops."""
+    """An op's examples are its own, not the examples of the function that serves all ops."""
     (example,) = doctest.DocTestFinder().find(
         dict(own(imported("fusedops.planarity")))["planarity_nll"]
     )
@@ -87,7 +87,7 @@ def public():
             value = getattr(found, name)
             if callable(value):
                 yield f"{module}.{name}", value
-            # Those of packed arguments are for kernels, but for `to`.
+            # Methods of packed arguments are for kernels, except `to`.
             if inspect.isclass(value) and not issubclass(value, Packed):
                 for method, function in vars(value).items():
                     function = getattr(function, "__func__", function)
@@ -124,7 +124,7 @@ def signature(value):
 
 
 def is_dataclass_made_here(value):
-    """What a function returns, and nobody makes: its fields are attributes."""
+    """Return whether a class is a dataclass, which only functions make for users."""
     return hasattr(value, "__dataclass_fields__")
 
 
@@ -135,7 +135,7 @@ def blocks(language):
 
 @pytest.mark.skipif(not importlib.util.find_spec("gemmi"), reason="gemmi is not installed")
 def test_readme(monkeypatch, tmp_path):
-    """Every block continues those before it, and those of NumPy need none of torch."""
+    """Every block continues the blocks before it, and blocks of NumPy need none of torch."""
     shutil.copy(str(files("fusedops") / "data/1ubi.pdb"), tmp_path / "model.pdb")
     monkeypatch.chdir(tmp_path)
     names = {}

@@ -1,4 +1,4 @@
-"""Arguments that nothing should take: the error names them, and nothing has changed."""
+"""Bad arguments of all that is public: the error names them, and nothing changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WEIGHTS = {
     "g_out_bias": ones(2),
 }
 
-#: Arguments that are right, of all that is public.
+#: Good arguments of everything public.
 RIGHT = {
     fusedops.Edges: EDGE,
     fusedops.Lattice: {"cell": CELL, "grid_shape": (4, 4, 4)},
@@ -147,7 +147,7 @@ FRAMEWORKS = ("numpy", "torch") if HAS_TORCH else ("numpy",)
 OPS = [function for function in RIGHT if hasattr(function, "explain")]
 PACKED = ("Edges", "Lattice", "Planes", "ScatterPlan", "Sequences")
 
-#: What to pass instead, made anew for every call.
+#: Bad values to pass instead, made anew for every call.
 JUNK = {
     "None": lambda: None,
     "string": lambda: "abc",
@@ -189,7 +189,7 @@ if HAS_TORCH:
         "meta scalar": lambda: torch.ones((), device="meta", dtype=torch.int64),
     }
 
-#: What is none, besides the default.
+#: Entries of JUNK that are good values of an argument.
 FINE = {
     "cell": {"another's plan"},
     "eps": {"fraction", "2**62"},
@@ -213,7 +213,7 @@ def of_framework(framework, value):
 
 
 def memory(value):
-    """Return an argument as what can be compared."""
+    """Return an argument's contents in a form that can be compared."""
     if isinstance(value, (list, tuple)):
         return [memory(part) for part in value]
     return value.tobytes() if isinstance(value, np.ndarray) else repr(value)
@@ -228,7 +228,7 @@ ARGUMENTS = [
 
 
 def raised_by(function, given):
-    """Return the error, or the warning, of a call; None if it has none."""
+    """Return a call's error or warning, or None."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
@@ -309,7 +309,7 @@ SHARING = [
 
 
 def of_one_memory(*arrays):
-    """Return memory, and arrays of elements of eight bytes like others that all begin in it."""
+    """Return memory, and arrays of 8-byte elements, shaped like others, that all begin in it."""
     memory = np.zeros(max(array.size for array in arrays))
     return memory, *(memory[: a.size].view(a.dtype).reshape(a.shape) for a in arrays)
 

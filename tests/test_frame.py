@@ -1,4 +1,4 @@
-"""The frame: imports, backends and their choice, threads, forks, instruction sets, caches."""
+"""The frame's imports, choice of backends, threads, forks, instruction sets and caches."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_backend_that_cannot_serve_says_why_and_why_not_the_others(square):
 
 @pytest.mark.usefixtures("fresh_plans")
 def test_the_explanation_is_of_the_call(square, monkeypatch):
-    """Whatever the resolver picks is what runs."""
+    """The explained backend is the one that runs the call."""
     for name in ("cython", "numba", "numpy"):
         chosen = []
         genuine = registry.choose
@@ -291,7 +291,7 @@ fusedops.set_num_threads(4)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to hold a thread up")
 @pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
 def test_nobody_waits_for_a_thread_that_does_not_run():
-    """As on a busy machine: the other thread has a core that another process keeps for itself."""
+    """On a busy machine, another process may occupy the core of the other thread."""
     code = """
     import statistics, subprocess, time
     import cpukern.planarity_cython
@@ -459,7 +459,7 @@ print({pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == 
 @pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
 @pytest.mark.parametrize("first", ["torch", "fusedops"])
 def test_torch_and_fusedops_both_keep_their_threads(first):
-    """Whichever comes first."""
+    """The order of the imports doesn't matter."""
     order = ["import torch\ntorch.rand(10**6).sin()", "import numpy\n" + LARGE + "step('cython')"]
     code = f"first = {first!r}\n" + "\n".join(order if first == "torch" else order[::-1])
     assert python(code + BOTH).split("\n")[:2] == ["2 2 2 2 2 2", "{2}"]
@@ -468,7 +468,7 @@ def test_torch_and_fusedops_both_keep_their_threads(first):
 
 
 def test_numba_without_a_folder_for_its_cache(tmp_path):
-    """Nowhere to write is no error; a cache that can be written is used."""
+    """A folder that can't be written is no error; one that can be written is used."""
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file" / "below")
     code = """
@@ -496,13 +496,13 @@ def test_numba_leaves_the_users_settings_alone():
 
 
 def load_kernels(backend):
-    """Import every kernel, of which calls import what they need."""
+    """Import every kernel, because calls import only the kernels that they need."""
     for name in list(primitives()):
         registry._kernel(next(b for b in registry.BACKENDS if b.name == backend), name)
 
 
 def kept():
-    """Return how much every cache of ours holds that says no bound by itself."""
+    """Return how many entries each of our caches without a bound of its own holds."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("cpukern", "fusedops", "gpukern"):
@@ -534,7 +534,7 @@ def test_no_cache_grows_with_sizes_and_strides(backend):
                 problem.both(serves, problem.cotangent())()
             else:
                 problem.forward(serves)()
-        # Matrices whose edges are last in memory have strides that depend on how many there are.
+        # With edges last in memory, strides of matrices depend on the number of edges.
         x, ends = np.ones((3, 9, 2), np.float32), np.arange(2 * size).reshape(2, -1) % 3
         matrices = np.ones((9, 9, size), np.float32).transpose(2, 0, 1)
         fusedops.node_to_edge_wigner_permute(x, ends, matrices, backend=backend)
@@ -544,7 +544,7 @@ def test_no_cache_grows_with_sizes_and_strides(backend):
     for size in range(11, 15):
         work(size)
     before = kept()
-    # A cache that sizes are a key of would keep something of each.
+    # A cache keyed by sizes would grow with each.
     for size in range(15, 25):
         work(size)
     grown = {at: (before.get(at), n) for at, n in kept().items() if n > before.get(at, 0)}
@@ -552,7 +552,7 @@ def test_no_cache_grows_with_sizes_and_strides(backend):
 
 
 def unaligned(value):
-    """Return a copy of an array whose numbers lie at odd addresses; anything else as it is."""
+    """Return a copy of an array at an odd address, and any other value unchanged."""
     if not isinstance(value, np.ndarray):
         return value
     copy = np.empty(value.nbytes + 1, np.uint8)[1:].view(value.dtype).reshape(value.shape)
@@ -563,7 +563,7 @@ def unaligned(value):
 
 @pytest.fixture
 def aligned(monkeypatch, fresh_plans):
-    """Let every kernel assert that all it is given is aligned; returns how many were called."""
+    """Let every kernel assert that its arrays are aligned; list the calls."""
     calls = []
     genuine = registry.choose
 

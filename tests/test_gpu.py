@@ -1,4 +1,4 @@
-"""What only a real GPU can show; run with ``pytest -m gpu``."""
+"""Tests that need a real GPU; run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-# One of every primitive.
+# One case of every primitive.
 DAILY = ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso", "openfold")
 
 
 def matrix():
-    """Every case, backend and dtype; of the kernels that compile for seconds, some."""
+    """Yield every case, backend and dtype, but few of the kernels that take seconds to compile."""
     for case in CASES:
         slow = case.primitive is edge_wigner and not case.name.startswith("uma")
         few = case.name.startswith(("l3", "l4")) and case.name not in ("l3-m2-back", "l4-m4-forth")
@@ -87,7 +87,7 @@ def test_six_hundred_thousand_planes_over_three_million_atoms():
 
 
 def test_a_kernel_touches_no_memory_of_others():
-    """Indices that lie about the coordinates are read as no atom, and nothing is written there."""
+    """Indices outside of the coordinates are read as no atom, and nothing is written there."""
     xyz, planes = example(50, torch.float64)
     guard = torch.full((3 * len(xyz), 3), 7.0, dtype=torch.float64, device="cuda")
     short = guard[len(xyz) : len(xyz) + 20]
@@ -160,7 +160,7 @@ def test_the_second_gpu():
 
 
 def convolution(tokens, channels=64, width=4, dtype=torch.float32, batch=1):
-    """Leaves x and kernels."""
+    """Return the leaves x and kernels."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     shapes = (batch, tokens, channels), (batch, tokens, channels, width)
     return [
@@ -240,7 +240,7 @@ def test_more_than_two_to_the_31_taps():
     x, kernels = convolution(tokens, channels, dtype=torch.bfloat16)
     out = fusedops.dynamic_conv(x, kernels)
     dx, dkernels = torch.autograd.grad(out, (x, kernels), torch.ones_like(out))
-    # Whole runs from the end, with the inputs before them as their state.
+    # Compare the last tokens alone, with the inputs before them as their state.
     tail = slice(tokens - 1024, tokens)
     state = x.detach()[:, tokens - 1028 : tokens - 1024].mT.contiguous()
     end, taps = (a.detach()[:, tail].clone().requires_grad_() for a in (x, kernels))
@@ -335,7 +335,7 @@ def test_the_convolution_on_the_second_gpu():
 
 
 def graph_on_gpu(nodes=40, count=300, lmax=2, channels=32, dtype=torch.float32, device="cuda"):
-    """Features, edges and the matrices of random directions, the first and the last leaves."""
+    """Return features, edges and matrices of random directions, with two leaves: all but edges."""
     generator = torch.Generator(device).manual_seed(count)
     index = torch.randint(nodes, (2, count), generator=generator, device=device)
     vectors = torch.randn(count, 3, generator=generator, device=device)
@@ -364,7 +364,7 @@ def test_more_than_two_to_the_31_elements_of_messages():
     x, edges, wigner = graph_on_gpu(nodes, count, 2, channels, torch.bfloat16)
     message = fusedops.node_to_edge_wigner_permute(x, edges, wigner)
     dx, dwigner = torch.autograd.grad(message, (x, wigner), message.detach())
-    # The last edges alone.
+    # Compare the last edges alone.
     tail = slice(count - 1000, count)
     ends = [array[tail] for array in edges.tensors_here()[:2]]
     few = fusedops.Edges(torch.stack(ends), nodes)
@@ -373,7 +373,7 @@ def test_more_than_two_to_the_31_elements_of_messages():
     torch.testing.assert_close(message[tail], want)
     (want_dwigner,) = torch.autograd.grad(want, matrices, want.detach())
     torch.testing.assert_close(dwigner[tail], want_dwigner)
-    # What is turned there and back is the sum over a node's edges of itself.
+    # Features turned there and back are multiplied by the number of their node's edges.
     degree = sum(torch.bincount(end, minlength=nodes) for end in edges.tensors_here()[:2])
     want = x.detach().float() * degree[:, None, None]
     assert error(dx.float().cpu(), want.cpu()) < 0.01
@@ -533,7 +533,7 @@ def test_second_derivatives_of_the_density(anisotropic):
     assert torch.autograd.gradgradcheck(run, atoms, nondet_tol=1e-12)
 
 
-# dtype of x and of all else, precision, gate, direction, B, N, C, H, and max_memory: N a multiple
+# dtype of x and of the rest, precision, gate, direction, B, N, C, H, and max_memory: N a multiple
 # of eight or not, C and H of one block and of several, and many rows of many channels.
 TRIANGLES = {
     "float32-output": ("float32", None, "output", "outgoing", (2, 37, 24, 40)),
@@ -576,7 +576,7 @@ def triangle_and_gradients(update, leaves, cotangent):
 def test_a_small_triangle_takes_three_launches(monkeypatch, dtype, precision, gate, N):
     from torch.profiler import ProfilerActivity, profile
 
-    # To fill the output with NaN is a launch.
+    # Filling the output with NaN would be one more launch.
     monkeypatch.setattr(primitives, "poison", False)
     update, leaves, _ = triangle(dtype, precision, gate, "outgoing", (1, N, 128, 128))
     with torch.no_grad():
@@ -592,10 +592,10 @@ def test_a_small_triangle_takes_three_launches(monkeypatch, dtype, precision, ga
 
 @pytest.mark.parametrize("N", [32, 264])
 def test_the_last_gate_and_weight_keep_their_digits(N):
-    """Beside factors in bfloat16: rounded to that, either errs by 1.6e-3."""
+    """Other factors are bfloat16, which would give these two errors of 1.6e-3."""
     update, leaves, _ = triangle("float32", "bf16", "output", "outgoing", (1, N, 128, 128))
     with torch.no_grad():
-        # Nothing else is rounded then that matters: o is one, and the gate its bias's.
+        # Now o is one and the bias alone makes the gate, so that other roundings don't matter.
         leaves["norm_out_weight"].zero_()
         leaves["norm_out_bias"].fill_(1.0)
         leaves["g_out_weight"].zero_()
@@ -607,9 +607,9 @@ def test_the_last_gate_and_weight_keep_their_digits(N):
 
 @pytest.mark.parametrize("N", [250, 256])
 def test_memory_of_triangles(N):
-    """Beside its arguments, in arrays of the size of x: the result, left, right and o.
+    """A forward needs arrays of the size of x for the result, left, right and o.
 
-    With the backward, among what is there at once, sides and logits, o and the end's cotangents.
+    A backward also keeps the sides and logits, o and the last layer's cotangents at once.
     """
     update, leaves, cotangent = triangle("bfloat16", None, "output", "outgoing", (1, N, 128, 128))
     del leaves["mask"]
@@ -628,8 +628,8 @@ def test_memory_of_triangles(N):
     assert peak(lambda: triangle_and_gradients(update, leaves, cotangent)) < 12
 
 
-# A tensor of more than 2**31 elements by the number of batches or of residues, in channels of x or
-# in those of left and right.
+# A tensor exceeds 2**31 elements by its batches or its residues, in channels of x or
+# in channels of left and right.
 @pytest.mark.parametrize(
     ("dtype", "precision", "gate", "direction", "shape"),
     [
@@ -664,8 +664,8 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
     assert torch.cuda.max_memory_allocated() < 60e9
     got = out_end, on_x[end].clone(), *on_weights
     want = want[0], want[1], *want[3:]
-    # Sums in another order, of which a number of 16 bits may round to its neighbour, and what such
-    # differences leave where LayerNorms' gradients cancel: a wrong index costs all of a number.
+    # Another order of sums may round a number of 16 bits to its neighbour, and these
+    # differences remain where LayerNorms' gradients cancel; a wrong index errs by far more.
     allowed = {"fp16": 1e-2, None: 5e-2 if dtype == "bfloat16" else 1e-4}[precision]
     for a, b in zip(got, want, strict=True):
         assert error(a.double().cpu(), b.double().cpu()) < allowed
@@ -675,8 +675,8 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
     torch.cuda.empty_cache()
 
 
-# As TRIANGLES, of so many rows that Hopper's own kernels serve: which do forward, and in a backward
-# that asks for the mask's cotangent, and in one that doesn't.
+# Like TRIANGLES, with enough rows for Hopper's own kernels, and the kernels expected: forward, in a
+# backward with the mask's cotangent, and in one without.
 BACK = ["finish_back", "project_back"]
 MANY_TRIANGLES = {
     "fp16-hidden": (
@@ -746,7 +746,7 @@ def test_triangles_of_many_rows(monkeypatch, fresh_plans, variant, masked, input
     (forward, with_mask, without), given = MANY_TRIANGLES[variant]
     dtype, precision, gate, direction, shape, *limits = given
     rng = np.random.default_rng(shape[1])
-    # With a mask of gaps also biases, and without one norms of one.
+    # A mask with gaps comes with biases; without a mask, the norms are ones.
     arrays = pair(*shape, rng, gate=gate, mask=masked or None, norms=masked, biases=masked)
     if inputs == "large mean":
         arrays["x"] = arrays["x"] + 1e3
@@ -875,8 +875,8 @@ def triangle_step(*variant):
     return partial(triangle_and_gradients, update, leaves, cotangent), [leaves["x"], cotangent]
 
 
-#: What is computed in an order that never changes, and what isn't: functions of nothing, and
-#: tensors that they depend on.
+#: Functions that return a run and the tensors that it depends on. The runs of EXACT compute
+#: in an order that never changes.
 EXACT = {
     "planarity": planarity_step,
     "convolution": convolution_step,
@@ -921,7 +921,7 @@ def test_a_cuda_graph_replays_new_numbers(name):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The names of kernels, whenever one is compiled."""
+    """Return a list that grows by a kernel's name whenever one is compiled."""
     import triton
 
     names = []
@@ -1038,7 +1038,7 @@ def test_other_sizes_and_alignments_compile_nothing_new(run, known, others, comp
 
 
 def test_what_is_compiled_is_seen(compilations):
-    """Of taps so wide as no other test has."""
+    """Taps are wider than in any other test, so that kernels must be compiled."""
     x, kernels = convolution(5, channels=8, width=23)
     fusedops.dynamic_conv(x.detach(), kernels.detach())
     assert compilations

@@ -1,4 +1,4 @@
-"""Who imports whom: a room knows only the rooms below it, and no import goes round in a circle."""
+"""Imports between rooms: each imports only the rooms below it, and no import closes a circle."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def room(module):
 
 
 def imports(node, at_import=True):
-    """Yield the modules of ours that are imported, and whether they are when this one is."""
+    """Yield our modules that a node imports, and whether importing its module does so."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):

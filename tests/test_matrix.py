@@ -22,13 +22,13 @@ from places import (
     needs_torch,
 )
 
-# Where a case runs: the framework of its arrays, and the backend asked for.
+# The framework of a case's arrays, and the requested backend.
 PLACES = [("numpy", name) for name in SERVE_ARRAYS]
 PLACES += [("torch", name) for name in SERVE_TENSORS if HAS_TORCH]
 
 
 def served(cases, places, *marks):
-    """Every case everywhere, and what the test is called there."""
+    """Return every case in every place, with the test's id."""
     return [
         pytest.param(case, place, id=f"{case}-{'-'.join(place)}", marks=marks)
         for case in cases
@@ -36,13 +36,13 @@ def served(cases, places, *marks):
     ]
 
 
-# One of every primitive.
+# One case of every primitive.
 TYPICAL = [
     case
     for case in CASES
     if case.name in ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso", "boltz")
 ]
-# And of the ways in which a kernel leaves out what nobody wants; small, to be interpreted.
+# One case for each way in which a kernel skips unwanted outputs, small for the interpreter.
 ALONE = [
     case
     for case in CASES
@@ -54,7 +54,7 @@ ALONE = [
 ]
 
 
-# Interpreted, half of the cases are enough in float32: kernels differ from those of float64 by
+# In the interpreter half of the cases are enough in float32, where kernels differ from float64 by
 # roundings and casts.
 HALF = [case for number, case in enumerate(CASES) if number // 2 % 2 and case not in ALONE]
 WHOLE = [case for case in CASES if case not in HALF]
@@ -88,7 +88,7 @@ def arguments_of(case):
 
 
 def outputs_of(case):
-    """The numbers of the outputs that a case has."""
+    """Return the numbers of the outputs that a case has."""
     described = case.primitive.describe(arguments_of(case))
     return [number for number, output in enumerate(described) if output is not None]
 
@@ -99,7 +99,7 @@ OUTPUTS = [
     )
     for case in TYPICAL
     for place in PLACES
-    # The check is the same everywhere; interpreted, every run of it takes seconds.
+    # All outputs share the check, which takes the interpreter seconds a run.
     for number in outputs_of(case)[: 1 if place[1] == "triton" else None]
 ]
 
@@ -132,7 +132,7 @@ def test_the_matrix_sees_a_broken_kernel(case, output, place, monkeypatch):
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 @pytest.mark.usefixtures("fresh_plans")
 def test_an_unwritten_output_shows(backend, monkeypatch):
-    # Kernels of a family are registered where one is first asked for.
+    # The first request for a family's kernel registers all, and would undo the patch.
     registry.choose(registry.Request("planarity_nll", "numpy", "cpu", np.dtype("f8"), backend))
     monkeypatch.setitem(registry._kernels, ("planarity_nll", backend), lambda *args: None)
     monkeypatch.setattr(registry, "_chosen", {})
@@ -151,7 +151,7 @@ def test_poisoned_outputs_stay_so_around_a_check():
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 @pytest.mark.parametrize("primitive", [nll, gradient_vjp], ids=lambda p: p.name)
 def test_a_kernel_touches_no_memory_of_others(place, primitive):
-    """Indices that lie about the coordinates are read as no atom, and nothing is written there."""
+    """Indices outside of the coordinates are read as no atom, and nothing is written there."""
     _, static = CASES[0].make()
     planes = static[0]
     framework, backend = place
@@ -187,7 +187,7 @@ def test_a_kernel_touches_no_memory_of_others(place, primitive):
 @pytest.mark.parametrize("primitive", [conv, conv_vjp], ids=lambda p: p.name)
 @pytest.mark.parametrize("cu_seqlens", [[0, 2, 75, 80], [0, 0, 0, 1, 90]], ids=str)
 def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
-    """Of more tokens than there are: nothing outside of the arrays is read or written."""
+    """Sequences of more tokens than exist let no kernel read or write outside of the arrays."""
     framework, backend = place
     T, D, W = 20, 3, 4
     rng = np.random.default_rng(0)
@@ -246,6 +246,6 @@ for cu_seqlens in SEQUENCES:
 @needs_linux
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 def test_a_convolution_reads_nothing_beyond_its_arrays(place):
-    # Of fewer tokens than one block of a kernel, and of more.
+    # Sequences of fewer tokens than one block of a kernel, and of more.
     few, many = [0, 0, 3, 8], [0, 0, 1, 70, 71]
     guarded.run(place, GUARDED, SEQUENCES=[few] if place[1] == "triton" else [few, many])

@@ -141,7 +141,7 @@ def test_a_child_forked_in_the_middle_of_it_goes_on():
 
 
 def test_an_array_may_die_while_another_is_made():
-    """In a finalizer, or a handler of a signal, that runs just then."""
+    """A finalizer or a signal handler may run just then and free it."""
     array = memory.empty(LARGE, np.dtype(np.float64))
     with memory._lock:
         del array

@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    """One process is a group, too."""
+    """Make a process group of this one process."""
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available():
         pytest.skip("torch is built without torch.distributed")
@@ -41,7 +41,7 @@ def fake(tensor):
 
 
 def escaped(tensor):
-    """The tensor as it was inside a transform that has ended."""
+    """Return the tensor from inside a transform that has ended."""
     found = []
     if tensor.is_floating_point():
         torch.func.grad(lambda x: found.append(x) or x.sum())(tensor)
@@ -63,7 +63,7 @@ def masked(tensor):
     return torch.masked.masked_tensor(tensor, torch.ones_like(tensor, dtype=torch.bool))
 
 
-# What is made of a tensor, and the advice.
+# Functions that make such a tensor of a plain one, and the error's advice.
 KINDS = {
     "dtensor": (distributed, r"{name}\.to_local\(\)"),
     "fake": (fake, "outside of FakeTensorMode"),
@@ -84,7 +84,7 @@ OF_FLOATS = {
 
 
 def calls(device):
-    """Return of every op and class a function and its tensors, by argument."""
+    """Return a function of every op and class, and its tensors by argument."""
 
     def floats(*shape):
         return torch.ones(shape, device=device)
@@ -180,7 +180,7 @@ def test_it_is_refused(op, name, kind, device, group):
         warnings.simplefilter("ignore")
         tensors[name] = make(tensors[name])
     if kind == "meta":
-        # Either of two is where the other one isn't.
+        # The error may name either tensor of a pair on different devices.
         refused = pytest.raises((TypeError, ValueError), match=f"^{op}: .* on meta")
     else:
         should = advice.format(name=name)
@@ -190,7 +190,7 @@ def test_it_is_refused(op, name, kind, device, group):
 
 
 def test_all_of_it_on_meta_has_a_shape():
-    """No memory is wanted where nothing is to be computed."""
+    """Calls all on meta compute nothing, and so need no memory."""
     x, kernels = torch.ones(1, 5, 3, device="meta"), torch.ones(3, 4, device="meta")
     out = fusedops.dynamic_conv(x, kernels)
     assert (out.shape, out.device.type) == ((1, 5, 3), "meta")
@@ -198,7 +198,7 @@ def test_all_of_it_on_meta_has_a_shape():
 
 @pytest.mark.parametrize("kind", ["dtensor", "nested"])
 def test_a_gradient_is_refused_as_well(kind, group):
-    """A cotangent comes from torch, and past the checks of arguments."""
+    """Torch passes a cotangent, which no check of arguments sees."""
     x = torch.ones(1, 5, 3, requires_grad=True)
     out = fusedops.dynamic_conv(x, torch.ones(3, 4))
     with pytest.raises((TypeError, RuntimeError)):

@@ -18,7 +18,7 @@ from fusedops.nn import DynamicShortConvolution, TriangleMultiplicativeUpdate  #
 
 F = torch.nn.functional
 
-#: Sums of a dozen products of numbers near one, in float64, here and there in different orders.
+#: For sums of a dozen products of numbers near one, in float64, in different orders.
 TOLERANCE = {"rtol": 0, "atol": 1e-12}
 
 
@@ -156,7 +156,7 @@ def test_it_starts_at_zero_or_at_the_static_kernels():
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("sizes", [(9,), (1,) * 9, (5, 1, 1, 1, 1), (2, 4, 3)])
 def test_chunks_and_steps_give_what_the_whole_gives(sizes, grad):
-    """The cache that the first call makes is the one that all others update."""
+    """All later calls update the cache that the first call makes."""
     module, x = example()
     whole, final = module(x, output_final_state=True)
     with torch.set_grad_enabled(grad):
@@ -213,7 +213,7 @@ def test_a_step_runs_in_place_unless_it_needs_a_gradient(monkeypatch):
 
 
 def test_steps_have_gradients_although_they_update_the_cache():
-    """Those of parameters are the whole's: the tokens in a cache don't depend on them."""
+    """Gradients of parameters are the whole's, because cached tokens don't depend on parameters."""
     module, x = example()
     y, cache = module(x[:, :5], output_final_state=True)
     outs = [y]
@@ -497,7 +497,7 @@ Linear, LayerNorm = torch.nn.Linear, torch.nn.LayerNorm
 
 
 class OfBoltz(torch.nn.Module):
-    """The eager module of Boltz, by its names."""
+    """The eager module of Boltz, with Boltz's names."""
 
     gate, bias = "output", False
 
@@ -518,7 +518,7 @@ class OfBoltz(torch.nn.Module):
 
 
 class OfOpenFold(torch.nn.Module):
-    """That of OpenFold, whose products are matrices'."""
+    """The eager module of OpenFold, which multiplies matrices."""
 
     gate, bias = "output", True
 
@@ -546,7 +546,7 @@ class OfOpenFold(torch.nn.Module):
 
 
 class OfMultimer(OfOpenFold):
-    """That of OpenFold with left and right in one."""
+    """The eager module of OpenFold's multimer, with left and right in one layer."""
 
     def __init__(self, C, H, direction):
         super().__init__(C, H, direction)
@@ -559,7 +559,7 @@ class OfMultimer(OfOpenFold):
 
 
 class OfGpuMode(torch.nn.Module):
-    """That of the gpu-mode problem, and of triangle-multiplicative-module for incoming edges."""
+    """The gpu-mode problem's module, also triangle-multiplicative-module's for incoming edges."""
 
     gate, bias = "hidden", False
 
@@ -581,7 +581,7 @@ class OfGpuMode(torch.nn.Module):
 
 
 class WithBiases(OfGpuMode):
-    """That of triangle-multiplicative-module."""
+    """The module of triangle-multiplicative-module, with biases."""
 
     bias = True
 
@@ -590,7 +590,7 @@ PROGRAMS = (OfBoltz, OfOpenFold, OfMultimer, OfGpuMode, WithBiases)
 
 
 def update_of(program, direction="outgoing", sizes=(6, 5)):
-    """Return another program's module with random parameters, and what it takes."""
+    """Return another program's module with random parameters, and its arguments."""
     other = program(*sizes, direction).double()
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -618,7 +618,7 @@ def test_updates_of_other_programs_load(program, direction, sizes):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
         (found,) = torch.autograd.grad(got.square().sum(), x)
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-9)
-        # Its own state_dict has Boltz's names, and comes back.
+        # Our module's state_dict has Boltz's names, and can be loaded again.
         layers = ("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out")
         assert {key.split(".")[0] for key in module.state_dict()} == set(layers)
         again = TriangleMultiplicativeUpdate.from_state_dict(
@@ -634,7 +634,7 @@ def test_gradients_of_parameters_are_those_of_other_programs(program):
     for each in (other, module):
         each(x, mask).sin().sum().backward()
     state = {name: parameter.grad for name, parameter in other.named_parameters()}
-    # Gradients have names and shapes of parameters.
+    # Gradients have the parameters' names and shapes, so from_state_dict maps them, too.
     want = TriangleMultiplicativeUpdate.from_state_dict(state)
     wanted = dict(want.named_parameters())
     for name, parameter in module.named_parameters():
@@ -672,7 +672,7 @@ def test_updates_load_inside_of_a_model(assign):
 
 
 def test_a_state_dict_for_another_gate_is_refused():
-    """Although its shapes would do where C is H."""
+    """It is refused even where C equals H and its shapes fit."""
     for program, gate in ((OfGpuMode, "output"), (OfOpenFold, "hidden")):
         other, *_ = update_of(program, sizes=(4, 4))
         module = TriangleMultiplicativeUpdate(4, gate=gate, bias=program.bias)
@@ -711,7 +711,7 @@ def test_any_number_of_batch_dimensions(batch):
 
 
 def test_a_weight_may_be_parametrized():
-    """Then it is an attribute of the layer, and none of its parameters."""
+    """A parametrized weight is an attribute of the layer, but no parameter."""
     module = TriangleMultiplicativeUpdate(6, 5)
     for layer in (module.p_in, module.g_in, module.p_out, module.g_out):
         torch.nn.init.normal_(layer.weight)
@@ -733,7 +733,7 @@ def test_an_update_starts_at_zero_with_open_gates():
     assert (module.norm_out.weight == 1).all()
     assert not module.p_in.bias.any()
     deviation = module.p_in.weight.std().item() * 128**0.5
-    # 16384 samples.
+    # The deviation comes from 16384 samples.
     assert abs(deviation - 1) < 0.03
     assert all(p.requires_grad for p in module.parameters())
 
@@ -747,7 +747,7 @@ def test_sixteen_bits_and_autocast_of_an_update():
     half = copy.deepcopy(module).bfloat16()
     assert half(x.bfloat16()).dtype == torch.bfloat16
     assert module(x.bfloat16()).dtype == torch.bfloat16
-    # Roundings of x and of the result, of 8 bits each.
+    # x and the result are each rounded to 8 bits.
     torch.testing.assert_close(module(x.bfloat16()).float(), want, rtol=0, atol=0.05)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(x), want)

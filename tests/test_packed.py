@@ -1,4 +1,4 @@
-"""Packed arguments: named arrays on every device, which nothing changes once they are made."""
+"""Packed arguments: named arrays on every device, immutable once made."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_no_kernel_writes_into_a_plan(name):
             np.testing.assert_array_equal(getattr(plan, field), array)
 
 
-# Triton's interpreter is for one thread.
+# Triton's interpreter works in one thread only.
 @pytest.mark.parametrize(("framework", "backend"), [s for s in served() if s[1] != "triton"])
 @every
 def test_threads_share_a_plan_from_its_first_call(name, framework, backend):
@@ -210,7 +210,7 @@ def test_threads_that_derive_at_once_get_one_result():
     plan, start, found = MAKE["Edges"](), threading.Barrier(4), []
 
     def ask(given):
-        # All are in here before any result is kept.
+        # The barrier lets all threads in before any result is kept.
         start.wait()
         return object()
 
@@ -224,7 +224,7 @@ def test_threads_that_derive_at_once_get_one_result():
 
 
 def test_read_only_indices_are_shared_and_warn_of_nothing():
-    """Torch warns of a tensor that shares an array which nobody may write to."""
+    """Torch warns where a tensor shares a read-only array."""
     wa, wbwc = np.array(WA), np.array(WBWC)
     for array in (wa, wbwc):
         array.flags.writeable = False
@@ -248,21 +248,21 @@ def test_the_arrays_of_a_caller_stay_writable():
 
 @pytest.fixture
 def sorted_on_cpu(monkeypatch):
-    """Let plans on the CPU be sorted when they are made, as on a GPU."""
+    """Sort plans on the CPU when they are made, as on a GPU."""
     monkeypatch.setattr(scatter, "_GPUS", ("cpu",))
 
 
 @needs_torch
 @pytest.mark.parametrize("on_grid", [True, False])
 def test_a_sorted_plan_travels_sorted(sorted_on_cpu, monkeypatch, on_grid):
-    """Apart and together again, nothing is sorted anew: that would wait for a GPU."""
+    """A rebuilt plan isn't sorted again, which would wait for a GPU."""
     wbwc = np.arange(2)[:, None] * 4 + np.arange(3)
     where = [[[0, 16], [16, 32]], [wbwc, wbwc + on_grid]]
     plan = fusedops.ScatterPlan(*map(torch.tensor, map(np.array, where)), 48 if on_grid else 47)
     assert plan.grid == ((3, 4, 4) if on_grid else (0, 0, 0))
     tensors, sizes = plan.flat()
     assert [id(t) for t in tensors] == [id(t) for t in plan.tensors_here()]
-    # Launches are replayed by which tensor is which.
+    # Replayed launches tell tensors apart by identity.
     assert len({id(tensor) for tensor in tensors}) == len(tensors) == 6
     assert sizes == [plan.map_size, *plan.grid]
     monkeypatch.setattr(scatter, "_sort", None)
@@ -283,7 +283,7 @@ def test_a_sorted_plan_travels_sorted(sorted_on_cpu, monkeypatch, on_grid):
 
 @needs_torch
 def test_a_plan_of_a_graph_has_what_is_known_before_values_are():
-    """It is read when the graph runs, and has no arrays until then."""
+    """The plan is read when the graph runs, and has no arrays until then."""
     index = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 1]])
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(index)

@@ -53,7 +53,7 @@ def test_second_derivative_against_central_differences(case):
 
 
 def test_the_formula_by_hand():
-    """Two planes worked out with nothing but the words of the documentation."""
+    """Two planes are worked out from the words of the documentation alone."""
     rng = np.random.default_rng(0)
     xyz, sigma = rng.normal(size=(9, 3)), np.array([[0.2, 0.3, 0.4, 0.5, 0.6]])
     groups = [([[0, 1, 2, 3]], [0.1]), ([[8, 6, 4, 5, 7]], sigma)]
@@ -69,7 +69,7 @@ def test_the_formula_by_hand():
 
 
 def test_sigmas_are_read_by_rank():
-    """(P,) with P equal to n is a sigma for a plane, not for an atom."""
+    """Sigmas (P,) belong to planes even where P equals n, the number of atoms."""
     xyz = np.random.default_rng(1).normal(size=(16, 3))
     index, sigmas = np.arange(16).reshape(4, 4), np.array([0.1, 0.2, 0.4, 0.8])
     per_atom = np.repeat(sigmas[:, None], 4, 1)
@@ -204,7 +204,7 @@ def test_exact_planes_cost_their_constant():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_are_read_where_they_lie(backend):
-    """Read-only, strided, Fortran-ordered; int32 and int64 indices; nothing is changed."""
+    """Inputs may be read-only, strided or Fortran-ordered, indices int32 or int64; none changes."""
     xyz, indices = protein(4, np.random.default_rng(6))
     groups = [(index, np.full(len(index), 0.02)) for index in indices]
     want, want_pullback = fusedops.planarity_nll.vjp(xyz, groups, backend=backend)

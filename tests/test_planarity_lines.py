@@ -1,6 +1,6 @@
-"""Planes that are hardly any: lines, near-lines, points, far from the origin, of uneven weights.
+"""Degenerate planes: lines, near-lines, points, far from the origin, of uneven weights.
 
-Every backend is compared with singular values of centred coordinates, which know a second variance
+Every backend is compared with singular values of centred coordinates, which tell a second variance
 of 1e-16 of the first from zero, within first-order bounds of what rounding the covariance does to
 each group. A line has to give zero to the bit.
 """
@@ -18,7 +18,7 @@ from fusedops.planarity import NO_PLANE, gradient_vjp, nll
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-#: Roundings that an atom adds to a sum, with room for what bounds of first order leave out.
+#: Roundings that an atom adds to a sum, with room for errors of second order.
 ROUNDINGS = 2
 
 
@@ -31,10 +31,10 @@ def _length(rows):
 
 
 class Expected:
-    """What the documentation says of groups (P, n), and how far from it rounding may lead.
+    """The documented results of groups (P, n), and bounds on their rounding errors.
 
     Of the covariance C, scaled to trace 1, rounding errors of norm `e` tilt the normal by e / gap
-    towards another axis. Lists are from the smallest eigenvalue to the largest.
+    towards another axis. Lists go from the smallest eigenvalue to the largest.
     """
 
     def __init__(self, xyz, index, sigma, fit, v):
@@ -51,7 +51,7 @@ class Expected:
         r, scale = r.astype(float), scale.astype(float)
         values, axes = s[:, ::-1] ** 2, axes[:, ::-1].swapaxes(0, 1)
 
-        # A centred coordinate has the rounding of the group's extent.
+        # A centred coordinate is rounded in proportion to the group's extent.
         many = ROUNDINGS * index.shape[1] * np.finfo(float).eps
         slip = many * 2 * _length(x.astype(float)).max(1, keepdims=True)
         turned = np.einsum("pa,pa->p", share, _length(r)) * slip[:, 0]
@@ -69,7 +69,7 @@ class Expected:
         across = [_along(axis, r) for axis in axes[1:]]
         d = _along(axes[0], r)
         self.d = _along(normal, r)
-        # A group that is undecided has the distances from its plane or none.
+        # An undecided group may have the distances from its plane, or zeros.
         self.d_error = possible[:, None] * (
             sum(abs(a) * t for a, t in zip(across, tilts, strict=True))
             + abs(d) * tilt**2
@@ -90,7 +90,7 @@ class Expected:
         self.gradient = g[..., None] * normal[:, None]
         self.gradient_error = g_error + abs(g) * tilt
 
-        # Of the second derivative, by the formula at fusedops.planarity._gradient_vjp_formula.
+        # The second derivative follows fusedops.planarity._gradient_vjp_formula.
         v = v[index]
         t = weight * centred(_along(normal, v))
         t_error = weight * spread(_length(v)) * (tilt + many)
@@ -145,7 +145,7 @@ def _lines(rng, planes, n):
 
 
 def _near_lines(rng, planes, n):
-    """The second variance from 1e-3 to 1e-16 of the first, the third from none of it to all."""
+    """Return groups with a second variance of 1e-3 to 1e-16 of the first, and any third."""
     axes = np.linalg.qr(rng.normal(size=(planes, 3, 3)))[0]
     second = 10.0 ** -rng.permutation(np.linspace(3, 16, planes))
     third = second * rng.choice([0, 0.01, 0.5, 1], planes)
@@ -174,18 +174,18 @@ KINDS = {
     "repeated indices": _lines,
     "points": lambda rng, planes, n: np.broadcast_to(_lines(rng, planes, 1), (planes, n, 3)),
 }
-# Planes of every kind and size, a backend: the interpreter is slow.
+# Planes of every kind and size by backend; the interpreter is slow.
 COUNT = {"numpy": 1000, "cython": 1000, "numba": 1000, "torch": 1000, "triton": 32}
 
 
 @functools.lru_cache(maxsize=32)
 def _case(kind, planes, n, dtype, fit, per_atom, seed=0):
-    """Return coordinates, a cotangent, groups, and what to expect of them."""
+    """Return coordinates, a cotangent, groups, and their expected results."""
     rng = np.random.default_rng([seed, len(kind), n, dtype == "float64", len(fit), per_atom])
     xyz = KINDS[kind](rng, planes, n).reshape(-1, 3).astype(dtype)
     index = np.arange(planes * n).reshape(planes, n)
     if kind == "repeated indices":
-        # Of up to three atoms, the second and third of which may be missing.
+        # Indices name up to three atoms, and may leave out the second and third.
         index = index[:, :1] + rng.integers(0, rng.integers(1, 4, (planes, 1)), (planes, n))
     sigma = 10 ** rng.uniform(-3, 3, (planes, n)) if per_atom else np.full(planes, 0.02)
     v = rng.normal(size=xyz.shape).astype(dtype)
@@ -238,14 +238,14 @@ def test_groups_that_are_hardly_planes(backend, kind, fit):
     where = ("triton", "cuda") if backend == "cuda" else (backend,)
     choices = list(itertools.product((3, 4, 5, 12), ("float64", "float32"), (False, True)))
     if backend == "triton":
-        # Interpreted, groups take a millisecond each: of any two choices, every pair.
+        # The interpreter takes a millisecond a group, so try all pairs of any two choices.
         choices = [(4, "float64", False), (4, "float32", True)]
         choices += [(7, "float64", True), (7, "float32", False)]
     for n, dtype, per_atom in choices:
         case = _case(kind, COUNT.get(backend, 10_000), n, dtype, fit, per_atom)
         _compare(case, fit, *where)
         want = case[-1]
-        # Else the test would say little.
+        # With more undecided groups the test would prove little.
         assert want.undecided.mean() < 0.1
         assert want.determined.mean() > 0.5
         if dtype == "float64" and not per_atom and kind in ("lines", "lines far off", "points"):
@@ -264,7 +264,7 @@ def test_deviations_of_groups_that_are_hardly_planes(kind, fit):
 
 @pytest.mark.parametrize("backend", ["numpy", "cython", "numba", "torch", "triton"])
 def test_a_line_costs_its_constant(backend):
-    """Of two points, where Newton's method once found the line for its normal."""
+    """For two points, Newton's method once took the line for its normal."""
     xyz = np.array(
         [
             [2.472978972389173, 2.9935604794377824, -3.2696626513912523],

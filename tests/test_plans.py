@@ -1,4 +1,4 @@
-"""Plans: calls of a known kind, changes that make another kind, and what plans keep."""
+"""Plans: calls of a known kind, changes that make another kind, and references that plans keep."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_tensors_of_other_kinds():
     wide = torch.ones(200, dtype=torch.float64)
     with checks(fusedops.dynamic_conv) as entered:
         fusedops.dynamic_conv(**convolved())
-        # An array and a tensor, one that has a gradient, and one that is aligned to 8 bytes alone.
+        # A tensor, a leaf, an alignment of only 8 bytes, and a stride each make another kind.
         for number, x in enumerate(
             (
                 wide[:32].view(1, 8, 4),
@@ -183,7 +183,7 @@ def test_tensors_of_other_kinds():
 
 @needs_torch
 def test_a_lazy_tensor_means_its_numbers():
-    """One whose memory is its negative is of no kind, and a cotangent without memory is zero."""
+    """A lazily negated tensor is of no known kind, and a cotangent without memory is zero."""
     x = torch.ones(1, 8, 4, dtype=torch.float64)
     want = fusedops.dynamic_conv(**tensors(x=x))
     for _ in range(2):
@@ -241,7 +241,7 @@ def test_plans_stay_within_their_limit(monkeypatch):
         out = fusedops.dynamic_conv(np.ones((1, tokens, 2)), np.ones((2, 2)))
         assert out.sum() == 2 * (2 * tokens - 1)
         assert all(len(plans) <= 4 for plans in kinds._all)
-    # Those made last are there still.
+    # The last plans made are still kept.
     with checks(fusedops.dynamic_conv) as entered:
         fusedops.dynamic_conv(np.ones((1, 9, 2)), np.ones((2, 2)))
         assert not entered
@@ -254,7 +254,7 @@ def test_plans_stay_within_their_limit(monkeypatch):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.usefixtures("young_heap")
 def test_no_plan_keeps_an_array(name, framework, backend):
-    """Neither an argument, nor a result, nor what a result was written to."""
+    """A plan keeps no argument, no result and no `out`."""
     op = OPS[name].op
     given = arguments_of(name, framework)
     if framework == "torch":
@@ -297,7 +297,7 @@ def test_threads_share_plans():
 @needs_torch
 @pytest.mark.parametrize("backend", ["cython", "numba", "torch", "numpy"])
 def test_every_slot_is_filled(backend):
-    """One that has the dtype that kernels write, and one that is copied to."""
+    """One slot has the dtype that kernels write; the other gets a converted copy."""
     x, taps, state = (
         torch.randn(*shape, dtype=torch.float64) for shape in ((1, 5, 3), (3, 2), (1, 3, 2))
     )
@@ -313,7 +313,7 @@ def test_every_slot_is_filled(backend):
 
 @needs_torch
 def test_a_known_backward_pass_makes_its_call_alone(monkeypatch):
-    """Of another kind are another layout of a cotangent, other leaves, and a graph of it."""
+    """Another layout of the cotangent, other leaves, and `create_graph` make another kind."""
     pulled = []
     genuine = conv.pullback
     monkeypatch.setattr(conv, "pullback", lambda *given: pulled.append(1) or genuine(*given))

@@ -35,7 +35,7 @@ pytestmark = interpreted
 
 
 class Problem(NamedTuple):
-    """Cubes, a map, and where the cubes lie in it. Either is a cotangent of the other."""
+    """Cubes, a map, and the cubes' places in it; each is a cotangent for the other op."""
 
     cube: Any
     grid: Any
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
 
 def problem(shape=(5, 3, 4, 6), size=97, *, dtype="float64", index="int64", seed=0):
-    """Return cubes that overlap, and repeat elements, with offsets some of which are negative."""
+    """Return cubes that overlap and repeat elements, with some negative offsets."""
     rng = np.random.default_rng(seed)
     count, nx, *rows = shape
     low = 9
@@ -87,7 +87,7 @@ def added(p):
 
 
 def expected(p):
-    """Return what `solve` does."""
+    """Return the results of `solve`, by NumPy alone."""
     cubes = p.grid[places_of(p)]
     return [added(p), cubes, cubes, added(p)]
 
@@ -97,7 +97,7 @@ def tensor(array):
 
 
 def solve(place, p, where=None):
-    """Return the map, the gradient of it, the cubes, and the gradient of those."""
+    """Return the map, the map's gradient, the cubes, and the cubes' gradient."""
     framework, backend = place
     where = p.where if where is None else where
     results = []
@@ -148,7 +148,7 @@ sizes = st.integers(20, 90)
     dtype=st.sampled_from(["float32", "float64"]),
 )
 def test_any_cubes_anywhere(quick, shape, size, seed, index, dtype):
-    """Each is the other's adjoint, and both are what NumPy's own indexing says, to the bit."""
+    """Each op is the other's adjoint, and both have the bits of NumPy's indexing."""
     p = whole(problem(shape, size, seed=seed, index=index), dtype)
     results = solve(quick, p)
     for got, want in zip(results, expected(p), strict=True):
@@ -174,7 +174,7 @@ def test_cubes_when_interpreted(shape):
 
 
 def boxes(shape, grid, dtype="float64", index="int64", seed=0):
-    """Cubes of a periodic grid, with what is common to a cube in either of its arrays."""
+    """Return cubes of a periodic grid, with their common part in either array of indices."""
     rng = np.random.default_rng(seed)
     count, *n = shape
     first = rng.integers(grid, size=(count, 3))
@@ -191,7 +191,7 @@ def boxes(shape, grid, dtype="float64", index="int64", seed=0):
     ("shape", "grid", "index"),
     [
         ((9, 5, 4, 3), (7, 9, 20), "int64"),
-        # Cubes that meet a tile from both sides, or fill the grid.
+        # Cubes meet a tile from both sides, or fill the grid.
         ((5, 7, 11, 18), (8, 12, 19), "int32"),
         ((3, 2, 3, 1), (2, 3, 1), "int64"),
         ((2, 2, 9, 40), (3, 17, 41), "int64"),
@@ -231,7 +231,7 @@ def test_sums_are_good_to_a_rounding_of_the_dtype(place, dtype):
 
 @pytest.mark.parametrize("make", [problem, runs])
 def test_an_element_is_summed_in_the_order_of_the_cubes(exact, make):
-    """To the bit, and so in every run."""
+    """The order makes a sum's bits equal in every run."""
     p = make(seed=3)
     for _ in range(2):
         same(structured_scatter_add(p.cube, *p.where, backend=exact), added(p))
@@ -239,13 +239,13 @@ def test_an_element_is_summed_in_the_order_of_the_cubes(exact, make):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_order_within_rows_changes_no_bit(backend, dtype):
-    """Rows that follow each other in the map give what scattered ones do."""
+    """Rows that follow each other in the map give the results of shuffled ones."""
     p = runs(dtype=dtype)
     assert all(len(np.unique(cube)) == cube.size for cube in p.wbwc[:, :1])
     shuffle = np.random.default_rng(1).permutation(p.cube.shape[-1])
     mixed = p._replace(cube=p.cube[..., shuffle], wbwc=p.wbwc[..., shuffle])
     one, other = (solve(("numpy", backend), q) for q in (p, mixed))
-    # Elements that one cube meets in several rows have a sum in another order.
+    # An element in several rows of one cube is summed in another order.
     close(one[0], other[0])
     alone = p._replace(cube=p.cube[:, :1, :1], wa=p.wa[:, :1], wbwc=p.wbwc[:, :1])
     mixed = alone._replace(cube=alone.cube[..., shuffle], wbwc=alone.wbwc[..., shuffle])
@@ -255,7 +255,7 @@ def test_the_order_within_rows_changes_no_bit(backend, dtype):
 
 
 def test_broadcast_arrays(backend):
-    """One cube of values and one of offsets for all atoms, one number for all of the map."""
+    """All atoms share one cube of values and of offsets, and all of the map one number."""
     p = problem()
     arrays = [np.broadcast_to(a[:1], a.shape) for a in p]
     spread, copies = Problem(*arrays), Problem(*(a.copy() for a in arrays))
@@ -350,9 +350,9 @@ def test_a_plan_made_in_inference_mode_stays_usable():
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("threads", [None, 1, 3])
 def test_bins_name_the_planes_that_reach_every_part(threads, wide, several_threads):
-    """Part after part and in order, so that owners of parts sum in the order of the cubes.
+    """Planes are listed by part and in order, so that parts are summed in the order of the cubes.
 
-    With a number of threads, those that the compiled survey finds.
+    With a number of threads, the compiled survey finds the planes.
     """
     rng = np.random.default_rng(0)
     size = 3_000_000
@@ -436,18 +436,18 @@ def test_an_element_outside_of_the_map_is_named_and_nothing_is_written(name):
 
 @pytest.mark.parametrize("index", ["int32", "int64"])
 def test_a_sum_that_is_no_number_of_its_dtype_is_outside(index):
-    """One that wraps around its dtype into the map too."""
+    """A sum that wraps around its dtype into the map is outside, too."""
     least, most = np.iinfo(index).min, np.iinfo(index).max
     for value in (least, most):
         refused(value, [value], index, rf"wa\[0, 0\] \+ wbwc\[0, 0, 0\] is {2 * value};")
     half = most // 2 + 1
     refused(half, [-half, half], index, rf"wbwc\[0, 0, 1\] is {2 * half};")
-    # A row whose numbers follow each other in their dtype alone.
+    # The row's numbers follow each other only by wrapping around.
     refused(-most, [most, least], index, rf"wbwc\[0, 0, 1\] is {least - most};")
 
 
 def refused(start, row, index, message):
-    """Expect what tells of one cube of a row, from a plan and from ops."""
+    """Expect an error for one cube of a row, from a plan and from ops."""
     wa, wbwc = np.array([[start]], index), np.array([[row]], index)
     with pytest.raises(IndexError, match=message):
         ScatterPlan(wa, wbwc, 8)
@@ -481,7 +481,7 @@ def test_offsets_of_nothing_are_wrong_in_no_way(place, shape):
 
 
 def test_a_place_is_a_number_of_64_bits(place):
-    """Of offsets of 32: a map has more than 2**31 elements, though only few are in memory."""
+    """Offsets of 32 bits reach a map of more than 2**31 elements, few of them in memory."""
     size = 2**31 + 100
     try:
         grid = np.zeros(size, np.float32)
@@ -614,7 +614,7 @@ def test_a_map_that_is_too_small():
 
 
 def odd_indices():
-    """Return offsets whose strides, where an axis has one element or none, are no tensor's."""
+    """Return offsets with strides that no tensor has, on axes of one element or none."""
     for shape in ((2, 1), (1, 1), (0, 1), (1, 0)):
         wa = np.zeros(shape, np.int64)
         yield wa[:, ::-1], wa[:, None, ::-1]
@@ -682,7 +682,7 @@ def test_sorted_atoms_and_shuffled_ones_give_the_same_map(quick):
 
 
 def test_a_number_that_is_none_stays_where_it_is(place):
-    """A NaN reaches no element but its own, a map's no cube but those that read it."""
+    """A cube's NaN reaches only its own element, and a map's only the cubes that read it."""
     p = problem((3, 2, 3, 5))
     cube, grid = p.cube.copy(), p.grid.copy()
     cube[1, 1, 2, 3] = np.nan
@@ -729,7 +729,7 @@ def test_raw_indices_are_recorded_as_they_are():
 @pytest.mark.parametrize("primitive", [scatter, gather], ids=lambda p: p.name)
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
-    """Changed after they were checked, they make a kernel read and write nothing outside."""
+    """Indices changed after their check make no kernel read or write outside of the arrays."""
     framework, backend = available(*place)
     shape, size = (6, 3, 2, 19), 200
     rng = np.random.default_rng(0)
@@ -744,11 +744,11 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
         elif which == "wbwc":
             wbwc[...] = rng.integers(-3 * size, 3 * size, wbwc.shape)
         else:
-            # Rows that still follow each other, some over either end of the map.
+            # The rows still follow each other, but some pass an end of the map.
             wbwc[...] = np.arange(19) + rng.choice([-10, size - 10, 2 * size], (6, 2, 1))
         inputs, outputs = (shape, (size,)) if primitive is scatter else ((size,), shape)
         room = -(-4 * size // int(np.prod(inputs))) + 1
-        # In the middle of what a wrong index would find.
+        # Memory on both sides catches any wrong index.
         given = np.full((2 * room + 1, *inputs), np.nan)
         given[room] = rng.normal(size=inputs)
         room_out = -(-4 * size // int(np.prod(outputs))) + 1
@@ -757,7 +757,7 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
         request = registry.Request(primitive.name, framework, "cpu", array.dtype, backend)
         kernel = registry.choose(request)[1]
         raised = True
-        # A kernel may notice.
+        # A kernel may notice the bad indices.
         with contextlib.suppress(ValueError, IndexError):
             if framework == "torch":
                 kernel(primitive.Arguments(tensor(array), plan), primitive.Outputs(tensor(out)))
@@ -798,7 +798,7 @@ for at_the_end in (True, False):
             (want,) = primitive.formula(a)
             np.testing.assert_allclose(out, want, atol=1e-12 if dtype == "f8" else 1e-5)
 """
-# Rows that fill no vector register, one, and some of the next.
+# Rows shorter than a vector register, as long, and longer.
 SIZES = [
     (dtype, index, (4, 3, 2, nz), nz + 40)
     for dtype, index in (("f8", "i8"), ("f4", "i4"), ("f4", "i8"))

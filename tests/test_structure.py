@@ -288,7 +288,7 @@ class TestAlternatives:
 
 
 class TestTwoResiduesAtOnePosition:
-    # As in crambin, 1ejg: what both share is listed under the first, without an alternative.
+    # In crambin, 1ejg, atoms of both residues are listed under the first, without an alternative.
     @pytest.fixture
     def shared(self):
         number = "2"
@@ -358,7 +358,7 @@ def test_waters_ligands_and_ions_are_counted(load):
 
 @pytest.fixture
 def interleaved(load):
-    """Load ASP and ASN at one position, their atoms listed in turns."""
+    """Load ASP and ASN at one position, with their atoms listed in turns."""
     text = pdb(("ASP", "22", "CB.A CG.A OD1.A OD2.A"), ("ASN", "22", "CB.B CG.B OD1.B ND2.B"))
     lines = text.splitlines(keepends=True)
     turns = (lines[i] for i in (0, 4, 1, 5, 2, 6, 3, 7))

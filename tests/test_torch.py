@@ -29,7 +29,7 @@ def example(residues=8, sigmas="plane", noise=0.1, dtype=torch.float64, groups=4
 
 
 def derivative(function, order, vectors):
-    """Return a function's directional derivative along one vector more for every order."""
+    """Return a function's derivative of some order, along one vector for each."""
     if order == 0:
         return function
 
@@ -57,7 +57,7 @@ def test_higher_orders(backend, order):
 
 @pytest.mark.parametrize("backend", ["cython", "torch"])
 def test_third_derivatives_along_a_direction_that_depends_on_the_coordinates(backend):
-    """‖∇NLL‖² of a leaf and of what was computed from one, twice differentiated."""
+    """Differentiate ‖∇NLL‖² twice by a leaf, and by a tensor computed from one."""
     xyz, planes = example(residues=1, noise=0.2, groups=2)
 
     def square(x):
@@ -111,7 +111,7 @@ def test_results_share_no_memory_with_planes():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_coordinates(dtype):
-    """The loss is float32, the gradient has the dtype of the coordinates."""
+    """The loss is float32, and the gradient has the coordinates' dtype."""
     xyz, planes = example(dtype=torch.float32)
     half = xyz.detach().to(dtype).requires_grad_()
     loss = fusedops.planarity_nll(half, planes)
@@ -172,7 +172,7 @@ def test_mixed_devices_in_a_list():
 
 
 def test_the_gpu_fallback_warns_once(square, monkeypatch):
-    """A CUDA tensor that plain torch serves for want of Triton is no silent matter."""
+    """Without Triton, plain torch serves CUDA tensors, which a user should know."""
     monkeypatch.setattr(registry, "_chosen", {})
     monkeypatch.setattr(registry, "import_error", lambda _: "absent")
     request = registry.Request("planarity_nll", "torch", "cuda", torch.float32, None)

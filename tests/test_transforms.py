@@ -1,4 +1,4 @@
-"""torch.func over every op: derivatives of derivatives, batches, and nothing of either."""
+"""torch.func over every op: derivatives of derivatives, batches, and empty ones."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ WEIGHTS = *NORM, *PROJECTION, *PROJECTION, *NORM, *LAST, *LAST
 
 
 def square(op):
-    """Make of a linear op one that has a second derivative."""
+    """Square a linear op's result, which gives it a second derivative."""
     return lambda x: op(x) ** 2
 
 
 def draw(xyz, b):
-    # A radius of its own: the default one follows from b, which torch.vmap may map over.
+    # The default radius follows from b, which torch.vmap may map over, so give one.
     return fusedops.gaussian_density(xyz, b, OCCUPANCY, *SCATTERERS, radius=3.0, on_bad="skip")
 
 
-# Of every op a function of one tensor, and that tensor's shape.
+# A function of one tensor for every op, and the tensor's shape.
 FUNCTIONS = {
     "tokens": (lambda x: fusedops.dynamic_conv(x, KERNELS, activation="silu"), (1, 4, 2)),
     "kernels": (lambda k: fusedops.dynamic_conv(TOKENS, k, activation="silu"), (2, 3)),
@@ -89,7 +89,7 @@ def test_second_derivatives(name):
     torch.testing.assert_close(hessian(x), want)
     batch = torch.stack([x, x.flip(0)])
     if name.startswith("density"):
-        # Its definition leaves atoms out by their values, which torch.vmap can't do.
+        # The formula selects atoms by their values, which torch.vmap can't do.
         with pytest.raises(RuntimeError, match="dynamic shape"):
             torch.vmap(hessian)(batch)
     else:

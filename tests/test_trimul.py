@@ -60,7 +60,7 @@ class Problem(NamedTuple):
         return Problem(arrays, {**self.options, **changes}, cotangent)
 
     def mapped(self, function):
-        """Return the problem of what a function makes of every array."""
+        """Return the problem with a function applied to every array."""
         arrays = {n: None if a is None else function(a) for n, a in self.arrays.items()}
         return Problem(arrays, self.options, function(self.cotangent))
 
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
         return self.mapped(lambda array: array.astype(dtype))
 
 
-# Of the arrays that may be left out.
+# Choices of the optional arrays.
 VARIANTS = {
     "all": {"biases": True, "mask": False},
     "alphafold 3": {"biases": False, "mask": True},
@@ -87,7 +87,7 @@ def problem(
     biases=True,
     **options,
 ):
-    """Return an update (B, N, C, H) with every array, unless it is told otherwise."""
+    """Return an update (B, N, C, H), by default with every array."""
     rng = np.random.default_rng(seed)
     arrays = pair(*shape, rng, gate=gate, mask=mask, biases=biases, **options)
     cotangent = rng.normal(size=arrays["x"].shape)
@@ -123,7 +123,7 @@ def function_of(p, backend=None, **options):
 
 
 def solve(place, p, **options):
-    """Return the update and the gradients of what is given, as arrays."""
+    """Return the update and the gradients of the given arrays, as arrays."""
     if place[0] == "numpy":
         arrays = {n: a for n, a in p.arrays.items() if a is not None}
         options = {**p.options, **options, "backend": place[1]}
@@ -136,14 +136,14 @@ def solve(place, p, **options):
 
 
 def eager(arrays, direction="outgoing", gate="output", eps=1e-5):
-    """Return the update as AlphaFold's supplement writes it down, in torch."""
+    """Return the update by the formula of AlphaFold's supplement, in torch."""
     H = arrays["p_out_weight"].shape[1]
 
     def linear(name, x):
         return torch.nn.functional.linear(x, arrays[f"{name}_weight"], arrays[f"{name}_bias"])
 
     def norm(name, x):
-        # The third derivative of torch's own is wrong.
+        # The third derivative of torch's own layer_norm is wrong.
         var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
         x = (x - mean) / (var + eps).sqrt()
         weight, bias = arrays[f"{name}_weight"], arrays[f"{name}_bias"]
@@ -162,7 +162,7 @@ def eager(arrays, direction="outgoing", gate="output", eps=1e-5):
 
 
 def expected(p):
-    """Return the update and the gradients of what is given, by torch's autograd in float64."""
+    """Return the update and the gradients of the given arrays, by torch's autograd in float64."""
     wide = p.astype("float64")
     leaves = leaves_of(wide)
     arrays = {**wide.arrays, **dict(zip(p.given, leaves, strict=True))}
@@ -214,7 +214,7 @@ def test_gradients_are_what_differences_say(direction, gate, name):
             array[index] += sign * step
             moved.append(np.vdot(p.cotangent, evaluate(place, p.but(**{name: array}))))
         want[index] = (moved[0] - moved[1]) / (2 * step)
-    # The square of the step, and rounding over it.
+    # Differences err by the square of the step, and by roundings over the step.
     assert error(gradient, want) < 1e-7
 
 
@@ -237,7 +237,7 @@ def test_second_derivatives_are_those_of_the_eager_formula(torch_backend, gate, 
         if want is None:
             assert got is None or not got.any()
         else:
-            # Squares of LayerNorms' divisions.
+            # LayerNorms' divisions are squared.
             close(got.numpy(), want.numpy(), terms=1e6)
 
 
@@ -262,7 +262,7 @@ def test_third_derivatives(torch_backend):
 
 @needs_torch
 def test_a_gradient_that_depends_on_nothing_has_none_itself(torch_backend):
-    """That of the last bias with gate="hidden" is a sum of the cotangent."""
+    """With gate="hidden", the last bias's gradient is a sum of the cotangent."""
     p = problem(gate="hidden")
     leaves = leaves_of(p)
     at, x = p.given.index("p_out_bias"), leaves[0]
@@ -344,7 +344,7 @@ INPUTS = {
 def test_errors_are_as_small_as_they_should_be(
     any_torch_backend, gate, inputs, dtype, precision, limit
 ):
-    """Gradients may be off by twice as much."""
+    """Gradients may have twice the error."""
     interpreted = any_torch_backend == "triton"
     if interpreted and "bf16" in (precision, "bf16" if dtype == "bfloat16" else None):
         # The interpreter cuts off what a GPU rounds.
@@ -369,7 +369,7 @@ def test_errors_are_as_small_as_they_should_be(
 
 @needs_torch
 def test_a_gate_keeps_its_digits(any_torch_backend, gate):
-    """Beside factors in bfloat16, which has eight binary ones, it has eleven, near zero too."""
+    """It keeps eleven bits beside factors in bfloat16, which has eight, near zero, too."""
     rng = np.random.default_rng(0)
     N, C, H = 4, 16, 16
     p = problem((1, N, C, H), gate=gate, dtype="float32")
@@ -383,21 +383,21 @@ def test_a_gate_keeps_its_digits(any_torch_backend, gate):
 
 
 def test_numbers_of_any_size(quick):
-    """Heavy tails, constants, zeros: finite wherever float64 is."""
+    """Heavy tails, constants and zeros give finite results wherever float64 does."""
     p = problem((1, 5, 6, 8), dtype="float32")
     x = p.arrays["x"]
     x[0, 0], x[0, 1], x[0, 2, :, 0], x[0, 3, 3] = 0.0, 1e4, 1e12, 1e-30
     got, *gradients = solve(quick, p)
     want, *others = solve(("numpy", "numpy"), p.astype("float64"))
     assert all(np.isfinite(array).all() for array in (got, *gradients, want, *others))
-    # A constant of four digits leaves nothing but what its mean is rounded by.
+    # A large constant leaves nothing but its mean's rounding.
     close(got, want)
 
 
 @pytest.mark.interpreted_slow(hidden_row=3)
 @pytest.mark.parametrize("hidden_row", [0, 3])
 def test_a_row_that_is_masked_altogether(place, direction, gate, hidden_row):
-    """Its o is zero, of which a LayerNorm makes its bias."""
+    """A masked row's o is zero, and LayerNorm turns it into the bias."""
     p = problem(direction=direction, gate=gate, dtype="float32")
     mask = np.ones_like(p.arrays["mask"])
     mask[:, hidden_row] = mask[:, :, hidden_row] = 0.0
@@ -440,7 +440,7 @@ MASKS = {
 
 @pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
 def test_masks_broadcast(quick, shape):
-    """The gradient of one is a sum over what it is spread over."""
+    """A broadcast mask's gradient is a sum over the broadcast axes."""
     p = problem()
     mask = np.random.default_rng(3).uniform(0.5, 1.5, shape)
     full = np.broadcast_to(mask, (2, 5, 5)).copy()
@@ -461,7 +461,7 @@ def test_masks_of_bool(quick):
     as_bool = p.but(mask=p.arrays["mask"].astype(bool))
     same(evaluate(quick, as_bool), evaluate(quick, p))
     if quick[0] == "numpy":
-        # By its values.
+        # NumPy gives a mask of bool a gradient, too.
         for got, want in zip(solve(quick, as_bool), solve(quick, p), strict=True):
             same(got, want)
     else:
@@ -492,7 +492,7 @@ SMALL_PARTS = "ignore:triangle_multiplicative_update. max_memory is:RuntimeWarni
 @pytest.mark.interpreted_slow(gate="output")
 @pytest.mark.filterwarnings(SMALL_PARTS)
 def test_parts_are_equal_to_the_whole(place, direction, gate):
-    """To rounding: `max_memory` changes in how many steps an update is computed."""
+    """`max_memory` changes the number of steps, and results by roundings only."""
     shape = (2, 5, 6, 7) if place[1] == "triton" else (2, 21, 6, 7)
     p = problem(shape, direction=direction, gate=gate, dtype="float32")
     whole = solve(place, p)
@@ -504,7 +504,7 @@ def test_parts_are_equal_to_the_whole(place, direction, gate):
 
 @pytest.mark.interpreted_slow(direction="incoming")
 def test_small_parts_are_warned_of_once_with_what_would_do(place, direction):
-    """Of what takes long nobody should be left to guess the cause."""
+    """A user should not have to guess why a call takes long."""
     if place[1] in ("numpy", "torch"):
         pytest.skip("has no parts")
     shape = (1, 9, 3, 18) if place[1] == "triton" else (1, 70, 3, 20)
@@ -520,7 +520,7 @@ def test_small_parts_are_warned_of_once_with_what_would_do(place, direction):
         return [int(re.search(r"at least (\d+)$", str(w.message))[1]) for w in own]
 
     enough = numbers(100)
-    # Of forward and backward.
+    # Forward and backward warn once each.
     assert len(enough) == len(set(enough)) == 2
     assert numbers(100) == []
     assert numbers(max(enough)) == []
@@ -565,7 +565,7 @@ MIXED = [
 
 @pytest.mark.parametrize("dtypes", MIXED, ids=lambda d: "-".join(d))
 def test_arrays_of_several_dtypes(place, dtypes):
-    """The result has the dtype of x, and a gradient that of its array."""
+    """The result has the dtype of x, and each gradient its array's."""
     p = problem(dtype="float32")
     p = p.but(**{n: p.arrays[n].astype(dtype) for n, dtype in dtypes.items()})
     p = p.but(cotangent=p.cotangent.astype(p.arrays["x"].dtype))
@@ -601,13 +601,13 @@ def test_sixteen_bits_with_weights_of_float32(any_torch_backend, gate, dtype):
     assert relative(out.detach().double().numpy(), want[0]) < limit
     for leaf, got, gradient in zip(leaves, gradients, want[1:], strict=True):
         assert got.dtype == leaf.dtype
-        # Eight channels are few.
+        # Over only eight channels, errors average out less.
         assert relative(got.double().numpy(), gradient) < 4 * limit
 
 
 @needs_torch
 def test_expanded_tensors_and_cotangents(any_torch_backend):
-    """One weight for all channels, and a cotangent as `.sum().backward()` gives it."""
+    """One weight serves all channels, and `.sum().backward()` expands a cotangent."""
     p = problem()
     place = "torch", any_torch_backend
     leaves = leaves_of(p)
@@ -622,7 +622,7 @@ def test_expanded_tensors_and_cotangents(any_torch_backend):
 
 
 def arguments():
-    """Return those of a call with every array, by name."""
+    """Return the arguments of a call with every array, by name."""
     return problem().arrays
 
 
@@ -765,7 +765,7 @@ def test_a_weight_that_is_missing_says_its_name(name):
 )
 @pytest.mark.usefixtures("fresh_plans")
 def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
-    """The arrays, the mask spread out and in the dtype of x, and precision and memory resolved."""
+    """Kernels get the arrays, the mask broadcast in the dtype of x, and resolved options."""
     pytest.importorskip("numba")
     told = []
 
@@ -786,7 +786,7 @@ def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
         assert len(args) == 14 + 5 + 2
         assert (args[1].shape, args[1].dtype) == ((2, 5, 5), np.float32)
         assert args[14:19] == ("outgoing", "output", resolved, 1e-5, 77)
-        # What only a gradient needs isn't computed without one.
+        # o is kept only for a gradient.
         assert (args[20] is not None) == kept
         assert not kept or (args[20].shape, args[20].dtype) == ((2, 7, 5, 5), np.float32)
 
@@ -826,7 +826,7 @@ def test_the_precision_of_a_call_that_names_none(x, weights, resolved, monkeypat
 
 @needs_torch
 def test_what_is_kept_for_the_backward(any_torch_backend):
-    """The arrays, of which the mask is a view, and o."""
+    """The arrays and o are kept, with the mask as a view."""
     p = problem()
     leaves = leaves_of(p)
     saved = []
@@ -858,7 +858,7 @@ def test_kernels_may_be_told_o_or_not(any_torch_backend, direction, gate):
 
 @needs_torch
 def test_o_has_a_gradient_too(torch_backend, direction):
-    """For who calls the registered op, which returns it."""
+    """The registered op returns o, and so its callers may differentiate it."""
     p = problem(direction=direction)
     static = direction, "output", "ieee", 1e-5, 0
     cotangent = tensor(np.random.default_rng(0).normal(size=(2, 7, 5, 5)))
@@ -892,7 +892,7 @@ def compiled(function):
 @needs_torch
 @pytest.mark.parametrize("mask", ["bool", "float", "row"])
 def test_compile_without_breaks_or_recompiling(mask):
-    """Proteins of any length, in batches of any size."""
+    """Code compiled once serves proteins of any length, in batches of any size."""
 
     def function(x, mask, *weights):
         arrays = dict(zip(ARRAYS, (1.5 * x, mask, *weights), strict=True))
@@ -901,7 +901,7 @@ def test_compile_without_breaks_or_recompiling(mask):
 
     fast, counter = compiled(function)
     frames = []
-    # At first no two sizes are equal, which torch.compile would keep.
+    # torch.compile would keep equal sizes equal, so the first ones differ.
     for B, N in ((2, 9), (3, 11), (5, 4)):
         p = problem((B, N, 6, 7), mask=mask == "bool")
         values = tensor(p.arrays["mask"])
@@ -917,7 +917,7 @@ def test_compile_without_breaks_or_recompiling(mask):
         detached = [leaf.detach() for leaf in leaves]
         torch.testing.assert_close(fast(*detached), function(*detached))
         frames.append(counter.frame_count)
-    # The first time it starts over, because of numbers like eps.
+    # Numbers like eps make the first compilation start over.
     assert len(set(frames)) == 1
 
 
@@ -957,7 +957,7 @@ def test_kernels_touch_nothing_beyond_their_arrays(place):
     shapes = [(1, 3, 5, 7), (2, 1, 9, 8), (1, 17, 4, 3), (1, 2, 40, 33)]
     calls = list(itertools.product((True, False), ("f4", "f8"), GATES, DIRECTIONS))
     if place[1] == "triton":
-        # Of any three choices, every combination.
+        # Half of the calls cover every combination of any three choices.
         calls = [call for call in calls if sum(map(operator.eq, call, calls[0])) % 2]
         shapes = shapes[:1]
     guarded.run(place, GUARDED, SHAPES=shapes, CALLS=calls)

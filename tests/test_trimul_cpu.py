@@ -1,4 +1,4 @@
-"""What is the CPU kernels' own of the triangle multiplicative update."""
+"""The CPU kernels of the triangle multiplicative update: blocks, threads and memory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_blas_gets_its_threads_back(backend, monkeypatch, shape):
 
 @pytest.fixture
 def most(monkeypatch):
-    """Return a function of the most bytes that there were of temporaries since it was called."""
+    """Return a function that returns the peak bytes of temporaries since its last call."""
     now = [0, 0]
 
     def left(size):
@@ -151,7 +151,7 @@ def most(monkeypatch):
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @pytest.mark.parametrize("gate", ["output", "hidden"])
 def test_temporaries_stay_below_the_limit(backend, most, monkeypatch, gate, direction, share):
-    """What isn't counted here is of the size of a mask or a weight."""
+    """Temporaries that aren't counted here are as small as a mask or a weight."""
     arrays = update((2, 96, 12, 10), gate=gate, mask=True)
     options = {"direction": direction, "gate": gate}
     cotangent = np.random.default_rng(1).normal(size=arrays["x"].shape)
@@ -199,11 +199,12 @@ def test_less_memory_takes_a_little_longer(backend, monkeypatch, direction):
         rows[0] = 0
         back(cotangent)
         backwards.append(rows[0] / N**2)
-    # Of large planes that there is no limit for, left and right are made in two halves.
+    # Without a limit, large planes of left and right are made in two halves.
     assert forwards[0] <= 2
     assert backwards[0] <= 4
     for counts in (forwards, backwards):
         assert all(after <= 3 * max(before, 1) for before, after in pairwise(counts))
-    # Left and right for every row and column of the smallest tiles; or for every channel.
+    # At worst, left and right are made for every row and column of the smallest tiles, and in the
+    # backward for every channel.
     assert forwards[-1] <= 2 * N / 16
     assert backwards[-1] <= 2 * 8

@@ -1,4 +1,4 @@
-"""That kernels for Hopper compile, which nothing interprets: what they compute needs the GPU."""
+"""Kernels for Hopper compile; nothing interprets them, so only a GPU can check their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from gpukern.trimul import hopper, hopper_backward as back, hopper_wide as wide
 
 POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
-# What has the dtype of x; all other pointers are to factors.
+# Pointers to the dtype of x; all others point to factors.
 OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "cotangent", "on_x"
 
 
@@ -106,7 +106,7 @@ def test_kernels_compile(channels, tmp_path):
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_cotangents_through_a_norm(norm, gated, scaled):
-    """What kernels for Hopper sum over rows, in parts, against autograd of the formula."""
+    """Sums over rows, in parts as kernels for Hopper make them, agree with autograd."""
     torch = pytest.importorskip("torch")
     from gpukern.trimul.backward import through_norm
 

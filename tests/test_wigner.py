@@ -41,7 +41,7 @@ OPS = {
     "own": fusedops.permute_wigner_inv,
     "degree": fusedops.edge_degree_scatter,
 }
-# The arrays that have a gradient, in the order of the arguments; "undo" goes back with the matrices
+# The arrays with gradients, in the order of the arguments; "undo" goes back with the matrices
 # of the way forth.
 NAMES = {
     "forth": ("x", "wigner"),
@@ -230,7 +230,7 @@ def same(got, want):
 
 
 def close(got, want, dtype=None, terms=64):
-    """Compare with a reference by the matrix's tolerance for sums of that many products."""
+    """Compare with a reference by test_matrix.py's tolerance for sums of `terms` products."""
     dtype = str(got.dtype) if dtype is None else dtype
     assert error(got, want) <= TOLERANCE[dtype] * max(1.0, terms**0.5 / 8)
 
@@ -255,7 +255,7 @@ def test_orders_are_sorted_by_order_then_sign_then_degree(lmax):
         order = m_major_order(lmax, mmax)
         assert order.dtype == np.int64
         same(order, by_order[abs(m)[by_order] <= mmax])
-        # As many as eSCN says: those of degrees above mmax are cut to 2 mmax + 1.
+        # As in eSCN, degrees above mmax keep 2 mmax + 1 orders.
         assert len(order) == (mmax + 1) ** 2 + (lmax - mmax) * (2 * mmax + 1)
     same(np.sort(m_major_order(lmax)), np.arange((lmax + 1) ** 2))
     same(m_major_order(lmax), m_major_order(np.int32(lmax), np.int64(lmax)))
@@ -288,7 +288,7 @@ def test_bad_orders(arguments, kind, message):
 @pytest.mark.parametrize("lmax", range(5))
 @pytest.mark.parametrize("op", OPS)
 def test_results_and_gradients_by_whole_matrices(quick, op, lmax, packed):
-    """Not to a bit do elements that aren't read matter, nor do they have a gradient."""
+    """Unread elements change no bit of a result, and have no gradient."""
     for mmax in range(lmax + 1 if op != "degree" else 1):
         for dtype in ("float64", "float32"):
             p = problem(op, lmax, mmax, packed=packed, dtypes=dtype, seed=mmax)
@@ -365,7 +365,7 @@ def test_no_channels(place, op):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nodes_without_edges_get_exact_zeros(quick, dtype):
-    """Or what they have; the gradient of features that nobody reads is zero."""
+    """Given sums stay as they are, and features that no edge reads have a gradient of zero."""
     forth, back, degree = (
         solve(quick, problem(op, dtypes=dtype)) for op in ("forth", "back", "degree")
     )
@@ -380,7 +380,7 @@ def test_nodes_without_edges_get_exact_zeros(quick, dtype):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_bad_number_reaches_nothing_but_its_degree_and_channel(quick, op, packed):
-    """Of the edges that its node has, or of the node that its edge has."""
+    """It reaches its node's edges, or its edge's node."""
     p = problem(op, 3, 2, packed=packed, channels=9)
     degrees = orders(3)[0]
     row = {"forth": 6, "degree": 2}.get(op, 5)
@@ -415,7 +415,7 @@ def test_a_bad_number_reaches_nothing_but_its_degree_and_channel(quick, op, pack
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_a_bad_matrix_reaches_nothing_but_what_its_edge_does(quick, op, packed):
-    """Its message, its nodes, and never the gradient of a matrix."""
+    """It reaches its edge's message and nodes, but no gradient of a matrix."""
     p = problem(op, packed=packed)
     wigner = p.arrays[-1].copy()
     wigner[1] = np.nan
@@ -484,7 +484,7 @@ def commuting(weights, lmax, mmax):
 
 
 def energy_of(positions, features, weights, ends, mmax, backend):
-    """Return what an interatomic potential does; None for a backend is plain torch."""
+    """Return the energy of a small interatomic potential; None for a backend is plain torch."""
     source, target = ends
     nodes, lmax = len(positions), round(features.shape[1] ** 0.5) - 1
     vectors = positions[target] - positions[source]
@@ -527,7 +527,7 @@ def atoms(seed=0, nodes=4, lmax=2, channels=2):
 @needs_torch
 @pytest.mark.parametrize("mmax", [0, 1, 2])
 def test_forces_can_be_trained_on(torch_backend, mmax):
-    """Energies, forces, and a loss's gradients through the forces equal those of plain torch."""
+    """Energies, forces and a loss's gradients through forces equal plain torch's."""
     found = []
     for backend in (torch_backend, None):
         leaves, ends = atoms()
@@ -563,7 +563,7 @@ def rotation(seed):
 
 
 def matrix_of(turn, lmax):
-    """Return D of any rotation, from how it turns the harmonics of many points."""
+    """Return any rotation's D, fitted to the turned harmonics of many points."""
     points = np.random.default_rng(9).normal(size=(20 * (lmax + 1) ** 2, 3))
     turned, plain = harmonics(lmax, points @ turn.T), harmonics(lmax, points)
     fitted = np.linalg.lstsq(plain, turned)[0].T
@@ -574,7 +574,7 @@ def matrix_of(turn, lmax):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("lmax", "mmax"), [(1, 1), (2, 1), (3, 3), (4, 2)])
 def test_rotating_the_inputs_rotates_the_outputs(quick, lmax, mmax, packed):
-    """Through messages whose layer commutes with turns about the edge."""
+    """The messages go through a layer that commutes with turns about the edge."""
     rng = np.random.default_rng(lmax)
     x = rng.normal(size=(NODES, (lmax + 1) ** 2, 3))
     vectors = rng.normal(size=(ENDS.shape[1], 3))
@@ -598,7 +598,7 @@ def test_rotating_the_inputs_rotates_the_outputs(quick, lmax, mmax, packed):
         return np.asarray(out)
 
     turned = layer(D @ x, vectors @ turn.T)
-    # The matrices themselves are good to a few roundings of degree after degree.
+    # Roundings of the matrices grow with each degree.
     assert error(turned, D @ layer(x, vectors)) < 1e-12
     assert error(turned, layer(x, vectors)) > 0.1
 
@@ -613,7 +613,7 @@ def features_for(dtype, lmax=2, channels=3):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_there_and_back_is_the_sum_of_neighbours(quick, dtype, packed):
-    """With orthogonal matrices: the source's half of neighbours, the target's of the node."""
+    """With orthogonal matrices, the source's half sums neighbours, the target's the node itself."""
     x, wigner = features_for(dtype)
     arrays = [x, wigner, wigner.swapaxes(1, 2)]
     arrays = [arrays[0], *(pack(a) if packed else a for a in arrays[1:])]
@@ -625,7 +625,7 @@ def test_there_and_back_is_the_sum_of_neighbours(quick, dtype, packed):
         got = fusedops.permute_wigner_inv_edge_to_node(half, edges, inverse, **backend)
         want = np.zeros(arrays[0].shape)
         np.add.at(want, ENDS[1], arrays[0][ends])
-        # Rounded on the way forth and in the matrices too.
+        # Matrices and messages are rounded, too.
         assert error(np.asarray(got), want) < 3 * TOLERANCE[dtype]
         alone = fusedops.permute_wigner_inv(half, inverse, **backend)
         assert error(np.asarray(alone), arrays[0][ends]) < 3 * TOLERANCE[dtype]
@@ -633,7 +633,7 @@ def test_there_and_back_is_the_sum_of_neighbours(quick, dtype, packed):
 
 @pytest.mark.parametrize("mmax", [0, 1, 2])
 def test_the_way_back_is_the_transpose_of_the_way_forth(quick, mmax):
-    """⟨y, forth x⟩ = ⟨back y, x⟩, and what forth's pullback returns is back, by both ends."""
+    """⟨y, forth x⟩ = ⟨back y, x⟩, and forth's pullback is back at both ends."""
     p = problem("forth", 2, mmax)
     out, on_x, _ = solve(quick, p)
     x, wigner = p.arrays
@@ -662,7 +662,7 @@ def test_linear_in_the_features_and_in_the_matrices(quick, op):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", ["back", "own", "degree"])
 def test_matrices_may_be_those_of_the_way_forth(quick, op, packed):
-    """Read transposed, they give what transposed ones do."""
+    """Matrices read transposed give the results of transposed copies."""
     p = problem(op, 3, 1)
     wigner = p.arrays[-1]
     found = []
@@ -724,7 +724,7 @@ def test_edges_are_sorted_by_both_ends_and_stay_in_order(nodes, count, kind):
     rng = np.random.default_rng(nodes)
     ends = rng.integers(0, nodes, (2, count)).astype(kind) if count else np.zeros((2, 0), kind)
     if count > 20:
-        # Ends that share their low digits, the largest node, and repetitions.
+        # The ends share low digits, include the largest node, and repeat.
         ends[:, :4] = nodes - 1
         ends[:, 4:8] = (nodes - 1) & 0xFFFF
         ends[:, 8:16] = ends[:, 16:24] % 2
@@ -1037,7 +1037,7 @@ def bad_calls():
         for name in NAMES[op]:
             array = arguments(op)[name]
             for what, (make, kind, message) in BAD_FEATURES.items():
-                # These are legal, or another thing, for matrices.
+                # For matrices these values are legal, or mean something else.
                 if name[:6] != "wigner":
                     found[f"{name} {what}"] = {name: make(array)}, kind, f"{name} {message}"
             for what, (make, kind, message) in BAD_MATRICES.items():
@@ -1117,7 +1117,7 @@ DTYPES = ["float32", "float64"]
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=2)), ids="-".join)
 @pytest.mark.parametrize("op", ["forth", "back", "own"])
 def test_results_have_the_dtype_of_the_features(place, op, dtypes):
-    """And every gradient that of what it belongs to, whatever the dtype of the matrices."""
+    """Matrices of any dtype don't change this, and every gradient has its array's dtype."""
     p = problem(op, 1, packed=True, dtypes=dtypes)
     results = solve(place, p)
     for got, want, dtype in zip(results, dense(p), (dtypes[0], *dtypes), strict=True):
@@ -1135,7 +1135,7 @@ def test_the_degree_embedding_has_the_dtype_of_the_nodes(quick, dtypes):
 
 @pytest.mark.parametrize("op", OPS)
 def test_wide_matrices_are_used_as_they_are(quick, op):
-    """With float32 features and float64 matrices everything is rounded once, at the end."""
+    """With float32 features and float64 matrices, only the final result is rounded."""
     p = problem(op, 2, dtypes=("float32",) * (len(NAMES[op]) - 1) + ("float64",))
     for got, want in zip(solve(quick, p), dense(p), strict=True):
         roundings = np.finfo(got.dtype).eps / 2 * np.abs(want)
@@ -1146,7 +1146,7 @@ SIXTEEN = ["bfloat16", "float16"]
 
 
 def rounded(p, dtypes):
-    """Return a problem's arrays and cotangent as tensors of these dtypes, and the problem so."""
+    """Return a problem's arrays and cotangent as tensors of dtypes, and the problem rounded so."""
     kinds = [getattr(torch, dtype) for dtype in (*dtypes, dtypes[0])]
     tensors = [tensor(a).to(k) for a, k in zip((*p.arrays, p.cotangent), kinds, strict=True)]
     arrays = [array.double().numpy() for array in tensors]
@@ -1159,7 +1159,7 @@ def rounded(p, dtypes):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("backend", SERVE_TENSORS)
 def test_sixteen_bits_are_rounded_once(backend, op, dtype, wide):
-    """Features of 16 bits, with matrices of these or of float32: sums are of float32 or better."""
+    """Sums are of float32 or better for 16-bit features with matrices of 16 bits or float32."""
     dtypes = (dtype,) * (len(NAMES[op]) - 1) + (wide or dtype,)
     p = problem(op, 1 if backend == "triton" else 3, 1, packed=wide is None)
     (*leaves, cotangent), p = rounded(p, dtypes)
@@ -1169,7 +1169,7 @@ def test_sixteen_bits_are_rounded_once(backend, op, dtype, wide):
     results = (out, *gradients)
     for got, want, kind in zip(results, dense(p), (dtypes[0], *dtypes), strict=True):
         assert got.dtype == getattr(torch, kind)
-        # Half a unit in the last place, and what float32 sums are off before that. Triton's
+        # Half a unit in the last place, and the error of the float32 sums. Triton's
         # interpreter cuts bfloat16 off where a GPU rounds.
         cut = backend == "triton" and kind == "bfloat16"
         unit = torch.finfo(got.dtype).eps * (1.0 if cut else 0.5)
@@ -1194,7 +1194,7 @@ def test_second_derivatives_of_sixteen_bits(torch_backend, op, dtype):
     for got, want, leaf in zip(found[0], found[1], [*half, *half], strict=True):
         assert got.dtype == leaf.dtype
         narrow = dtype if got.dtype == half[0].dtype else "float32"
-        # What the matrices get has met the features' roundings, which are exact here.
+        # Gradients of matrices see rounded features, which are exact here.
         close(got.detach().double().numpy(), want.detach().numpy(), narrow, 256)
 
 
@@ -1204,7 +1204,7 @@ SUBSETS = list(itertools.product([True, False], repeat=3))[:-1]
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("way", ["forth", "back", "undo", "own"])
 def test_some_outputs_are_what_they_are_among_all(place, way, packed):
-    """Every subset that somebody may want, with and without something to add to."""
+    """Every subset of outputs is tried, with and without given sums to add to."""
     interpreted = place[1] == "triton"
     lmax, mmax = (1, 0) if interpreted else (3, 2)
     p = problem(way, lmax, mmax, packed=packed)
@@ -1232,7 +1232,7 @@ def test_some_outputs_are_what_they_are_among_all(place, way, packed):
 
 @pytest.mark.parametrize("way", ["forth", "back", "undo"])
 def test_outputs_are_there_where_their_factors_are(place, way):
-    """Without features there is but on_x, without messages but on_message."""
+    """Without features only on_x is returned, without messages only on_message."""
     p = problem(way, 1)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(NODES, 4, 3))
@@ -1307,12 +1307,12 @@ def test_matrices_turn_harmonics(quick, lmax, dtype):
     turned = np.einsum("eij,pj->epi", R, points)
     want = harmonics(lmax, turned.reshape(-1, 3)).reshape(len(R), 12, -1)
     got = np.einsum("eij,pj->epi", D.astype(np.float64), harmonics(lmax, points))
-    # Of 2 lmax + 1 terms.
+    # An element sums 2 lmax + 1 terms.
     assert error(got, want) < 3 * MATRIX_ERROR[dtype]
 
 
 def test_harmonics_of_degree_one_are_x_y_z():
-    """The test's own: by them the convention is e3nn's."""
+    """The tests' harmonics follow e3nn's convention."""
     vectors = unit(directions())
     close(harmonics(1, vectors)[:, 1:] * np.sqrt(4 * np.pi / 3), vectors)
 
@@ -1339,7 +1339,7 @@ def test_packed_matrices_are_the_blocks(quick, lmax, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_length_of_a_vector_does_not_matter(quick, dtype):
-    """In any unit; for powers of two, which round nothing, not a bit does."""
+    """Any unit gives the same matrices; powers of two, which round nothing, the same bits."""
     vectors = directions()
     vectors = np.where(abs(vectors) < 1e-15, 0.0, vectors).astype(dtype)
     want = matrices(quick, vectors, 3)
@@ -1355,7 +1355,7 @@ def test_the_length_of_a_vector_does_not_matter(quick, dtype):
     [("float64", (1e-250, 1e-160, 1e160, 1e250)), ("float32", (1e-30, 1e-21, 1e20, 1e30))],
 )
 def test_vectors_whose_squares_are_no_numbers(quick, dtype, scales):
-    """They are vectors of any length all the same."""
+    """Vectors whose squares over- or underflow are treated as any others."""
     vectors = directions()[-20:].astype(dtype)
     want = matrices(quick, vectors, 3)
     for scale in scales:
@@ -1398,7 +1398,7 @@ def test_a_vector_of_no_length_counts_as_the_axis(quick, packed):
 @needs_torch
 @pytest.mark.parametrize("vector", [[0.0, 0, 0], [0, 2, 0], [0, -2, 0], [1, 0, 1], [1, -0.0, 1]])
 def test_derivatives_of_three_orders_are_finite_everywhere(torch_backend, vector):
-    """Also where the rotation jumps, and for a vector that has no direction, whose are zero."""
+    """They are finite where the rotation jumps, and zero for a vector without direction."""
     x = torch.tensor([vector], dtype=torch.float64, requires_grad=True)
     weights = torch.randn(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     value = (wigner_d(x, 3, backend=torch_backend) * weights).sum()
@@ -1412,7 +1412,7 @@ def test_derivatives_of_three_orders_are_finite_everywhere(torch_backend, vector
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("lmax", [0, 1, 2, 5])
 def test_the_gradient_of_matrices_is_what_differences_say(lmax, packed):
-    # On the equator a step would cross it.
+    # A step from the equator would cross it, so vectors start beside it.
     vectors = np.concatenate([AXES[[1, 4]], BESIDE, 1.3 * directions()[-20:]])
     rng = np.random.default_rng(lmax)
     D, pullback = wigner_d.vjp(vectors, lmax, packed=packed)
@@ -1423,7 +1423,7 @@ def test_the_gradient_of_matrices_is_what_differences_say(lmax, packed):
     for axis in np.eye(3):
         high, low = (wigner_d(vectors + s * axis, lmax, packed=packed) for s in (step, -step))
         along = ((high - low) * cotangent).reshape(len(D), -1).sum(1) / (2 * step)
-        # An error of the step's square times a third derivative, as lmax³, and a rounding by it.
+        # Differences err by the squared step times a third derivative, as lmax³, and by roundings.
         assert np.abs(gradient @ axis - along).max() <= 2e-8 * (1 + np.abs(gradient).max())
     across = np.einsum("ei,ei->e", gradient, vectors)
     assert np.abs(across).max() <= 1e-13 * (1 + np.abs(gradient).max())
@@ -1484,7 +1484,7 @@ def of_matrices(lmax, packed, dtype="float64", vectors=None):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("lmax", [0, 1, 2, 3, 6, 8, 20])
 def test_kernels_of_matrices_round_once(exact, lmax, packed):
-    """Of any degree, value and both derivatives; what was computed in float32 would show."""
+    """Value and both derivatives of any degree are exact enough to show a step in float32."""
     for dtype, allowed in (("float32", 1.2e-7), ("float64", 1e-14 * (1 + lmax))):
         for primitive, a in of_matrices(lmax, packed, dtype):
             want = primitive.formula(a._replace(**{n: wide(getattr(a, n)) for n in a._fields[:-2]}))
@@ -1497,7 +1497,7 @@ def test_kernels_of_matrices_round_once(exact, lmax, packed):
 @needs_triton
 @pytest.mark.parametrize("lmax", [2, 3, 16])
 def test_kernels_of_matrices_when_interpreted(lmax):
-    """An edge to a thread, pairs of orders, and plain torch for what is more than these."""
+    """Kernels take an edge a thread or pairs of orders; plain torch serves higher degrees."""
     vectors = np.concatenate([AXES, BESIDE[:2], EQUATOR[:5], np.zeros((1, 3))])
     for primitive, a in of_matrices(lmax, lmax == 16, vectors=vectors):
         tensors = [tensor(x) if isinstance(x, np.ndarray) else x for x in a]
@@ -1545,7 +1545,7 @@ for at_the_end in (True, False):
             for got, want in zip(outputs, primitive.formula(a)):
                 np.testing.assert_allclose(got, want, atol=1e-11 if dtype == "f8" else 1e-4)
 """
-# Edges that fill no tile, one, and some of the next.
+# Numbers of edges below a tile, equal to one, and above.
 MATRIX_SIZES = {
     True: [(1, "dense", 33, "f4"), (2, "packed", 5, "f8"), (3, "dense", 5, "f4")],
     False: [
@@ -1599,7 +1599,7 @@ def test_bad_input_of_matrices_names_the_argument(changes, kind, message):
 @needs_torch
 @pytest.mark.parametrize("mmax", [0, 1, 2])
 def test_an_energy_is_invariant_and_its_forces_turn(torch_backend, mmax):
-    """When positions and features turn together."""
+    """Positions and features turn together."""
     (positions, features, weights), ends = atoms(seed=mmax)
     turn = rotation(7)
     D = tensor(matrix_of(turn, 2))
@@ -1615,7 +1615,7 @@ def test_an_energy_is_invariant_and_its_forces_turn(torch_backend, mmax):
 @needs_torch
 @pytest.mark.parametrize("height", [0.0, -0.0, 1e-7, -1e-7, 1e-12])
 def test_forces_do_not_see_where_the_rotation_jumps(torch_backend, height):
-    """A step across the equator is as any other: what commutes with turns sees no choice."""
+    """A layer that commutes with turns sees no jump in a step across the equator."""
     (positions, features, weights), ends = atoms()
     start = positions.detach().clone()
     start[1, 1] = start[0, 1] + height
@@ -1632,9 +1632,9 @@ def test_forces_do_not_see_where_the_rotation_jumps(torch_backend, height):
                 other[index] += sign * step
                 moved.append(energy_of(other, features, weights, ends, 2, torch_backend))
             along = (moved[0] - moved[1]) / (2 * step)
-            # The square of the step, and an energy of about 10 rounded by it.
+            # Differences err by the squared step, and by roundings of an energy of about 10.
             assert abs(along - forces[index]) <= 1e-8 * (1 + forces.abs().max())
-    # The matrices do jump there: the test would see one that mattered.
+    # The matrices do jump there, so a jump that mattered would fail the test.
     both = wigner_d(torch.tensor([[1.0, 1e-9, 0.3], [1.0, -1e-9, 0.3]]), 2)
     assert (both[0] - both[1]).abs().max() > 0.5
 
@@ -1693,7 +1693,7 @@ def test_flags_are_true_or_false(value):
 @pytest.mark.parametrize("way", ["forth", "back", "undo"])
 @pytest.mark.parametrize("lie", ["nodes", "edges", "of outputs too"])
 def test_edges_that_lie_lead_nowhere(place, way, lie):
-    """Of more nodes, or more edges, than the arrays have: nothing outside is read or written."""
+    """Edges may claim more nodes or edges than the arrays have: nothing outside is touched."""
     framework, backend = place
     nodes, count, rows, channels = 4, 4 if lie == "edges" else 7, 4, 3
     rng = np.random.default_rng(0)
@@ -1708,7 +1708,7 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
     }
 
     def around(shape, fill):
-        """An array between others that are as large and have room for every wrong index."""
+        """Return memory and an array in its middle, with room for every wrong index."""
         guard = np.full((7, *shape), fill)
         return guard, guard[3]
 
@@ -1718,7 +1718,7 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
         array[...] = rng.normal(size=shapes[name])
         arrays.append(array)
     if lie == "of outputs too":
-        # A call makes an output for every node that the edges speak of.
+        # A call makes an output for every node that the edges name.
         arrays[0], shapes["x"] = np.zeros((bound, rows, channels)), (bound, rows, channels)
     for name in edge_wigner.arrays[1:]:
         guard, array = around(shapes[name], 5.0)
@@ -1782,7 +1782,7 @@ for at_the_end in (True, False):
         check(1, 0, way, 3, False, False, "f8", (0, 2), at_the_end)
     check(2, 1, "back", 5, True, True, "f4", (0,), at_the_end)
 """
-# Channels that fill no vector register, one, and some of the next.
+# Channels fewer than a vector register's, as many, and more.
 SIZES = {
     True: [(0, 0, 1, True, "f8"), (1, 0, 3, True, "f4")],
     False: [
