@@ -1,6 +1,6 @@
 """Check how the kernels of the Python that runs this were compiled; needs binutils.
 
-A module that is linked with OpenMP has threads that spin, beside those of torch; a baseline module
+A module linked with OpenMP has spinning threads that compete with torch's; a baseline module
 with AVX code fails on the old machines that it is built for.
 """
 

@@ -137,7 +137,7 @@ def laid_out(layout):
 
 
 def check_layout(place, p, layout):
-    """Compare with copies in C order, bit for bit where that is promised."""
+    """Compare with copies in C order, bit for bit where promised."""
     # Broadcasting a row would change the indices.
     mapped = p.floats_mapped if layout is broadcast else p.mapped
     views, copies = mapped(laid_out(layout)), mapped(lambda a: laid_out(layout)(a).copy())
@@ -277,7 +277,7 @@ def test_sixteen_bits_are_rounded_once(example, place, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @at(TENSORS)
 def test_autocast_leaves_dtypes_alone(example, place, dtype):
-    """Values and gradients are those of a call outside of autocast."""
+    """Values and gradients equal a call's outside of autocast."""
     kind = getattr(torch, dtype)
     p = small(example, place)
     arguments = as_framework("torch", p)

@@ -621,7 +621,7 @@ def tensors_of(p, dtypes):
 @needs_torch
 @pytest.mark.parametrize("dtypes", MIXED, ids=lambda d: "-".join(map(str, d)))
 def test_mixed_dtypes_of_tensors_promote(torch_backend, dtypes):
-    """Every gradient has its tensor's dtype; the state's dtype is promoted with that of x."""
+    """Every gradient has its tensor's dtype; x and the old state promote to the new state's."""
     tensors = tensors_of(problem(), dtypes)
     x, kernels, state, bias = tensors
     out, final = fusedops.dynamic_conv(

@@ -1,4 +1,4 @@
-"""Bad arguments of all that is public: the error names them, and nothing changes."""
+"""Bad arguments of public functions: the error names them, and nothing changes."""
 
 from __future__ import annotations
 

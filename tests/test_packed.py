@@ -132,7 +132,7 @@ def test_a_copy_is_the_same_plan(name):
         same_plan(plan, other)
         for got, expected in zip(use(name, other, "cython"), want, strict=True):
             np.testing.assert_array_equal(got, expected)
-    # A plan that has been used.
+    # Pickle the plan after use, too.
     same_plan(pickle.loads(pickle.dumps(plan)), plan)
     same_plan(copy.deepcopy(plan), plan)
 

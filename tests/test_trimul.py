@@ -182,7 +182,7 @@ def close(got, want, dtype=None, terms=8192):
 
 
 def relative(got, want):
-    """Return the norm of the error over that of the reference."""
+    """Return the norm of the error over the reference's norm."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0)
 
@@ -276,7 +276,7 @@ def test_a_gradient_that_depends_on_nothing_has_none_itself(torch_backend):
 
 
 def test_incoming_is_outgoing_of_what_is_transposed(place, gate):
-    """With left and right exchanged too: x_ij ↔ x_ji turns l_ik r_jk into r_ki l_kj."""
+    """Left and right are exchanged, too: x_ij ↔ x_ji turns l_ik r_jk into r_ki l_kj."""
     p = problem((2, 5, 6, 7), gate=gate)
 
     def exchanged(array):

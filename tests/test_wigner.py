@@ -51,8 +51,8 @@ NAMES = {
     "degree": ("x", "radial", "wigner_inv"),
 }
 
-# A self-loop, an edge twice and its reverse, a node (3) that is no source, one (5) that is no
-# target, and one (4) without an edge.
+# A self-loop, a repeated edge and its reverse, a node (4) without an edge,
+# and nodes that are only targets (3) or only sources (5).
 ENDS = np.array([[0, 1, 2, 1, 2, 0, 5], [1, 0, 2, 0, 1, 3, 1]])
 NODES = 6
 

@@ -116,7 +116,7 @@ def backends_of(workload: Workload, asked: Sequence[str]) -> list[registry.Backe
 
 @dataclass(frozen=True)
 class Contestant:
-    """A backend or a peer on one workload: what it is called, its steps, and how they are run.
+    """A backend or a peer on one workload: its name, its steps, and how they are run.
 
     A call that `queues` leaves its work to a GPU, and the host is free when the call returns.
     """

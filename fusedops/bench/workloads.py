@@ -398,7 +398,7 @@ def _work(forward: Work, backward: Work | None = None) -> dict[str, Work]:
 def _conv(
     source: Source, tokens: int, *, batch: int, channels: int, width: int, silu: bool = False
 ) -> Problem:
-    """Kernels for every token and channel; an activation's operations don't count."""
+    """A convolution with kernels by token and channel; an activation's operations don't count."""
     x = source.normal(batch, tokens, channels)
     kernels = source.normal(batch, tokens, channels, width, scale=width**-0.5)
     products = 2 * math.prod(kernels.shape)
@@ -412,7 +412,7 @@ def _conv(
 
 
 def _step(source: Source, batch: int, *, channels: int, width: int) -> Problem:
-    """A token of every sequence, into states that are updated in place."""
+    """A step by one token of every sequence, with states updated in place."""
     x, kernels = source.normal(batch, channels), source.normal(batch, channels, width)
     arguments = {"x": x, "state": source.normal(batch, channels, width), "kernels": kernels}
     work = _work(Work((2 + 3 * width) * source.bytes(x), 2 * math.prod(kernels.shape)))
@@ -508,9 +508,9 @@ def _cubes(
     planned: bool = True,
     edge: int = 17,
 ) -> Problem:
-    """Cubes around random points of a periodic grid; `ordered` ones follow each other there.
+    """Cubes around random points of a periodic grid, along which `ordered` ones are sorted.
 
-    The grid has so many voxels for every cube.
+    The grid has `voxels` voxels for every cube.
     """
     grid = max(edge + 1, round((voxels * count) ** (1 / 3)))
     wa, wbwc = samples.cubes(source.rng, count, (grid,) * 3, (edge,) * 3)
@@ -550,7 +550,7 @@ def _atoms(
     radius: float | None = None,
     least: int = 24,
 ) -> Problem:
-    """Atoms of five Gaussians anywhere in a cubic cell, of so many Å³ for each.
+    """Atoms of five Gaussians anywhere in a cubic cell, with `volume` Å³ for each.
 
     Radii follow the rule unless given. A map has at least `least` voxels along an edge.
     """
@@ -900,5 +900,5 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
     )
 
 
-#: By device, a kind of problem of every op with sizes over three decades.
+#: A kind of problem of every op with sizes over three decades, by device.
 GROWTH = {device: tuple(_growing(device)) for device in ("cpu", "cuda")}

@@ -31,7 +31,7 @@ def build(d: dict[str, Any]) -> Problem:
     if d["place"] == "boxes":
         wa, wbwc = cubes(rng, C, tuple(grid), cube)
     elif d["place"] == "one":
-        # All elements in one place.
+        # All elements go to one place.
         at = int(rng.integers(size))
         wa, wbwc = np.full((C, cube[0]), at), np.zeros((C, *cube[1:]), int)
     else:
