@@ -503,8 +503,14 @@ def solve(place: tuple[str, str | None], p: Problem) -> list[np.ndarray]:
 
 def total(p: Problem, backend: str | None = None) -> Callable[..., Any]:
     """Return a number as a function of the leaves, such that no derivative is constant."""
-    function = function_of(p, backend)
-    return lambda *leaves: sum(out.square().sum() for out in tuple_of(function(*leaves)))
+    function, weights = function_of(p, backend), list(map(tensor, p.cotangents))
+
+    def weighted(*leaves: Any) -> Any:
+        # The squares alone of an orthogonal matrix have a constant sum.
+        outs = tuple_of(function(*leaves))
+        return sum((out.square() * w).sum() for out, w in zip(outs, weights, strict=True))
+
+    return weighted
 
 
 def same(got: Any, want: Any) -> None:
