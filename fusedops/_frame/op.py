@@ -276,7 +276,7 @@ def op(
             with registry.asking(asked):
                 y = primitive(*bound.a, out=primitive.with_saved(slots_of(bound)))
             wanted = [True if array is not None else None for array in arrays]
-            by_name = signature.bind(*args, **kwargs).arguments
+            by_name = signature.bind(*args, **kwargs).arguments if broadcast else {}
             narrow = {name: by_name[name] for name in broadcast if name in by_name}
 
             def pullback(*cotangents: Any) -> tuple[Any, ...]:
