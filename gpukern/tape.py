@@ -87,7 +87,10 @@ class _Call(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A launch of a compiled kernel, with (position, root, bytes) of its pointers."""
+    """A launch of a compiled kernel, with (position, root, bytes) of its pointers.
+
+    At the position of a descriptor, `args` has the rest of it.
+    """
 
     launch: Callable[..., Any]
     head: tuple[Any, ...]
@@ -95,6 +98,22 @@ class _Launch(NamedTuple):
     tail: tuple[Any, ...]
     args: list[Any]
     pointers: list[tuple[int, int, int]]
+
+
+class _Descriptor(NamedTuple):
+    """A descriptor of memory at an address, with all that Triton's launcher reads of one."""
+
+    address: int
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+    @property
+    def base(self) -> _Descriptor:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class _Recorder(TorchDispatchMode):
@@ -205,12 +224,11 @@ class _Recorder(TorchDispatchMode):
             raise _Refused("it takes memory of Triton's")
         pointers, others = [], list(args)
         for at, value in enumerate(args):
-            if isinstance(value, torch.Tensor):
-                found = self.values[self._number(value)]
+            described = hasattr(value, "base")
+            if described or isinstance(value, torch.Tensor):
+                found = self.values[self._number(value.base if described else value)]
                 pointers.append((at, found.root, found.offset))
-                others[at] = None
-            elif hasattr(value, "base"):
-                raise _Refused("a descriptor has an address in it")
+                others[at] = (value.shape, value.strides, value.padding) if described else None
         head = (programs, 1, 1)
         flags = runner.launch_cooperative_grid, runner.launch_pdl, None, None
         tail = (*flags, compiled.packed_metadata, None, None, None)
@@ -299,6 +317,7 @@ def _compiled(
         "device": torch.cuda.current_device(),
         "empty": torch._C._dynamo.guards._empty_strided_cuda,
         "view": torch._C._dynamo.guards._reinterpret_tensor,
+        "described": _Descriptor,
     }
     places, size = _together(steps, values, last)
     lines = ["s = stream(device)"]
@@ -396,7 +415,10 @@ def _launched(step: _Launch, at: int, names: dict[str, Any]) -> str:
     first = [f"c{at}_{position}" for position in range(count)]
     names |= dict(zip(first, step.args, strict=False))
     for position, root, offset in step.pointers:
-        first[position] = f"p{root} + {offset}" if offset else f"p{root}"
+        address = f"p{root} + {offset}" if offset else f"p{root}"
+        described = step.args[position] is not None
+        rest = first[position]
+        first[position] = f"described({address}, *{rest})" if described else address
     names |= {f"f{at}": step.launch, f"h{at}": step.function, f"t{at}": step.tail}
     names[f"c{at}"] = tuple(step.args[count:])
     grid = ", ".join(map(str, step.head))

@@ -590,6 +590,26 @@ def test_a_small_triangle_takes_three_launches(monkeypatch, dtype, precision, ga
     assert 1 <= len(launched) <= 3, launched
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp16"), ("bfloat16", None)])
+def test_updates_of_many_channels_are_replayed(monkeypatch, fresh_plans, dtype, precision):
+    from gpukern import tape
+
+    recorded, replays = tape._recorded, []
+
+    def noted(*args):
+        replays.append(recorded(*args))
+        return replays[-1]
+
+    monkeypatch.setattr(tape, "_recorded", noted)
+    update, leaves, cotangent = triangle(dtype, precision, "output", "outgoing", (1, 256, 384, 128))
+    want = triangle_and_gradients(update, leaves, cotangent)
+    elsewhere = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    got = triangle_and_gradients(update, elsewhere, cotangent)
+    assert replays
+    assert None not in replays
+    assert equal(got, want)
+
+
 @pytest.mark.parametrize("N", [32, 264])
 def test_the_last_gate_and_weight_keep_their_digits(N):
     """Other factors are bfloat16, which would give these two errors of 1.6e-3."""
