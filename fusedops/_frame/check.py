@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import operator
@@ -132,24 +133,33 @@ def overlap(one: Any, other: Any) -> bool:
     torch = sys.modules["torch"]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-
-    def extent(array: Any) -> tuple[int, int]:
-        if is_tensor(array):
-            start, strides = array.data_ptr(), [s * array.itemsize for s in array.stride()]
-        else:
-            start, strides = array.ctypes.data, array.strides
-        last = [(n - 1) * s for n, s in zip(array.shape, strides, strict=True)]
-        high = start + sum([max(at, 0) for at in last]) + array.itemsize
-        return start + sum([min(at, 0) for at in last]), high
-
     plain = (torch.Tensor, torch.nn.Parameter)
+    spans = []
     for array in (one, other):
-        if 0 in array.shape or (is_tensor(array) and (type(array) not in plain or array.is_meta)):
+        if not is_tensor(array):
+            start, (low, high) = array.ctypes.data, _span(array.shape, array.strides, 1)
+            high += array.itemsize - 1
+        elif type(array) not in plain or array.is_meta:
             return False
-    if device_of(one) != device_of(other):
-        return False
-    (low, high), (other_low, other_high) = extent(one), extent(other)
-    return low < other_high and other_low < high
+        else:
+            start, size = array.data_ptr(), array.itemsize
+            low, high = _span(array.shape, array.stride(), size)
+        spans.append((start + low, start + high))
+    (low, high), (other_low, other_high) = spans
+    return low < other_high and other_low < high and device_of(one) == device_of(other)
+
+
+@functools.lru_cache(512)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> tuple[int, int]:
+    """Return where an array's memory begins and ends, in bytes from its first element.
+
+    `strides` are counted in units of bytes. No memory of an empty array lies between the two.
+    """
+    if 0 in shape:
+        return sys.maxsize, -sys.maxsize
+    last = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
+    low, high = (sum([at for at in last if (at > 0) == up]) for up in (False, True))
+    return low * unit, (high + 1) * unit
 
 
 def overlaps_itself(array: Any) -> bool:
