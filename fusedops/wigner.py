@@ -307,26 +307,30 @@ def _add_at(total: Any, index: Any, values: Any) -> None:
         np.add.at(total, index, values)
 
 
-def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> tuple[Any, ...]:
+def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     """Pull back through the partial derivatives of T, which is linear in each of its arguments.
 
     Each output is the derivative of T by one argument. With the output's cotangent in the place of
     that argument, the derivatives of T by the two others are their cotangents.
     """
-    found: list[Any] = [None, None, None]
+    # NumPy gets a copy, since users may write to a gradient.
+    dbase = cast(dy.dx, dy.dx) if wanted.base and dy.dx is not None else None
+    calls = []
     for slot, cotangent in enumerate(dy):
         out = [want if other != slot else None for other, want in enumerate(wanted[1:])]
-        if cotangent is None or not any(out):
-            continue
-        given = [cotangent if other == slot else factor for other, factor in enumerate(a[1:4])]
-        pulled = edge_wigner(None, *given, *a[4:], out=out)
+        if cotangent is not None and any(out):
+            given = [cotangent if other == slot else factor for other, factor in enumerate(a[1:4])]
+            calls.append(edge_wigner.to_run(None, *given, *a[4:], out=out, before=(dbase,)))
+    if len(calls) == 1:
+        return calls[0]
+    found: list[Any] = [None, None, None]
+    for call in calls:
+        pulled = edge_wigner(*call.a, out=call.slots)
         found = [
             added(dx, more) if want else dx
-            for dx, more, want in zip(found, pulled, out, strict=True)
+            for dx, more, want in zip(found, pulled, call.slots, strict=True)
         ]
-    dbase = dy.dx if wanted.base else None
-    # NumPy gets a copy, since users may write to a gradient.
-    return dbase if dbase is None else cast(dbase, dbase), *found
+    return dbase, *found
 
 
 def _rows_of(a: Any) -> tuple[int, int, int]:

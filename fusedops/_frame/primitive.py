@@ -56,11 +56,15 @@ def _record(name: str, fields: tuple[str, ...]) -> Any:
 
 
 class Call(NamedTuple):
-    """A call of a primitive that is still to be made, which some pullbacks return."""
+    """A call of a primitive that is still to be made, which some pullbacks return.
+
+    Its outputs are the last cotangents that the pullback returns, and `before` has all others.
+    """
 
     primitive: Primitive
     a: Any
     slots: tuple[Any, ...]
+    before: tuple[Any, ...] = ()
 
 
 class Primitive:
@@ -164,9 +168,9 @@ class Primitive:
             return _bridge().run(self, a, slots)
         return self.plan(a, slots)(a, slots)
 
-    def to_run(self, *arguments: Any, out: Sequence[Any]) -> Call:
+    def to_run(self, *arguments: Any, out: Sequence[Any], before: tuple[Any, ...] = ()) -> Call:
         """Return a call for the frame to make."""
-        return Call(self, self.Arguments._make(arguments), tuple(out))
+        return Call(self, self.Arguments._make(arguments), tuple(out), before)
 
     def formula(self, a: Any) -> tuple[Any, ...]:
         """Return all outputs, by the definition."""
@@ -238,7 +242,7 @@ class Primitive:
         if isinstance(found, Call):
             if seen is not None:
                 seen(found)
-            found = found.primitive(*found.a, out=found.slots)
+            found = found.before + found.primitive(*found.a, out=found.slots)
         if not isinstance(found, tuple) or len(found) != len(wanted):
             raise self._no_tuple("pullback", found, self.arrays)
         return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])

@@ -138,13 +138,15 @@ def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], A
     places = [
         next(numbers) if type(part) in CONSTANTS else place_of.get(id(part)) for part in call.a
     ]
-    if None in places or are_one(values):
+    before = [None if value is None else place_of.get(id(value), -1) for value in call.before]
+    if None in places or -1 in before or are_one(values):
         return None
     plan = bridge().plan(call.primitive, call.a, call.slots)
     if plan is None:
         return None
     pick, record, slots = _picker(places), call.primitive.Arguments._make, call.slots
-    return lambda values: plan(record(pick((*values, *constants))), slots)
+    others = _picker(before)
+    return lambda values: others(values) + plan(record(pick((*values, *constants))), slots)
 
 
 # Function.apply without its check for torch.func's transforms, which `plan` has made already.

@@ -60,10 +60,10 @@ def described(primitive: Primitive, a: Any) -> list[tuple[tuple[int, ...], torch
 
 
 def into(slots: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return outputs, copied into the tensors given for them."""
+    """Return the outputs that are wanted, copied into the tensors given for them."""
     return tuple(
         [
-            slot.copy_(output) if isinstance(slot, torch.Tensor) else output
+            slot.copy_(output) if isinstance(slot, torch.Tensor) else slot and output
             for slot, output in zip(slots, outputs, strict=True)
         ]
     )
