@@ -47,8 +47,12 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
 
 
 def busy(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
-    """Return the mean time that the host is busy with a run, in ms; the device isn't waited for."""
+    """Return the mean time that the host is busy with a run, in ms; the device isn't waited for.
+
+    A run that isn't timed comes first, since waiting lets the processor and its threads sleep.
+    """
     wait()
+    run()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
