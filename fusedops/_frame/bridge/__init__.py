@@ -2,7 +2,8 @@
 
 This file chooses how a call is served: by a plan, unless torch traces or transforms it. Every other
 file has one part: `tensors`, memory that tensors share with NumPy arrays; `evaluation`, kernels and
-formulas; `autograd`, derivatives; `graphs`, torch.compile; `modes`, the state of torch.
+formulas; `autograd`, derivatives; `graphs`, registered ops; `nodes`, torch.compile; `modes`, the
+state of torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import no_forward_mode, recorded, transformed
 from fusedops._frame.bridge.evaluation import HALF, evaluation, into
-from fusedops._frame.bridge.graphs import call_registered, compiled, uncompiled  # noqa: F401
+from fusedops._frame.bridge.graphs import call_registered
 from fusedops._frame.bridge.modes import guard, transforms  # noqa: F401
 from fusedops._frame.bridge.tensors import (  # noqa: F401
     are_plain,
@@ -32,6 +33,15 @@ from fusedops._frame.kinds import TENSORS, kind_of
 from fusedops._frame.primitive import Primitive
 
 TENSORS |= {torch.Tensor, torch.nn.Parameter}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function for torch's compiler, which looks here itself before it traces a call."""
+    if name not in ("compiled", "uncompiled"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fusedops._frame.bridge import nodes
+
+    return getattr(nodes, name)
 
 
 def run(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:

@@ -1,7 +1,6 @@
-"""Graphs of torch.compile and torch.export, whose nodes are ops.
+"""Primitives as torch's registered ops, ``torch.ops.fusedops.<primitive>``, which torch can trace.
 
-A graph holds tensors, numbers and names, so that packed arguments are taken apart. A primitive that
-torch traces is a registered op, ``torch.ops.fusedops.<primitive>``.
+A registered op takes tensors, numbers and names, so that packed arguments are taken apart.
 """
 
 from __future__ import annotations
@@ -14,73 +13,10 @@ import torch
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import pull_back
 from fusedops._frame.bridge.evaluation import described, evaluation
-from fusedops._frame.check import reference, traced
+from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
-from fusedops._frame.packed import Packed, packed
+from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive, primitives
-
-_PACKED = "fusedops.Packed"
-
-
-def uncompiled(function: Any) -> Any:
-    """Return a function that ends the graph of torch.compile where it is called."""
-    return torch.compiler.disable(function)
-
-
-def compiled(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call an op in code that torch.compile traces: as one node of the graph, where it can be."""
-    if torch.compiler.is_dynamo_compiling() and _fits((args, options)):
-        return _node(op.__name__, _apart(args), _apart(options))
-    return uncompiled(op)(*args, **options)
-
-
-def _fits(argument: Any) -> bool:
-    """Return whether a graph can hold an argument: it can't hold NumPy arrays."""
-    if isinstance(argument, dict):
-        return _fits(list(argument.values()))
-    if isinstance(argument, (list, tuple)):
-        return all([_fits(value) for value in argument])
-    kinds = (torch.Tensor, Packed, bool, int, float, str)
-    return argument is None or isinstance(argument, kinds)
-
-
-def _apart(argument: Any) -> Any:
-    """Return an argument with every `Packed` taken apart into values that a graph can hold."""
-    if isinstance(argument, dict):
-        return {name: _apart(value) for name, value in argument.items()}
-    if isinstance(argument, (list, tuple)):
-        return [_apart(value) for value in argument]
-    if isinstance(argument, Packed):
-        return [_PACKED, type(argument).__name__, *argument.flat()]
-    return argument
-
-
-def _together(argument: Any) -> Any:
-    if isinstance(argument, dict):
-        return {name: _together(value) for name, value in argument.items()}
-    if isinstance(argument, torch.SymFloat):
-        # Floats are options, and constants of a graph.
-        return float(argument)
-    if not isinstance(argument, (list, tuple)):
-        return argument
-    if len(argument) == 4 and isinstance(argument[0], str) and argument[0] == _PACKED:
-        return packed[argument[1]].from_tensors(*argument[2:])
-    return [_together(value) for value in argument]
-
-
-@torch.compiler.allow_in_graph
-@torch.compiler.disable
-def _node(name: str, args: Any, options: dict[str, Any]) -> Any:
-    """Call an op, the only function of this library that torch.compile sees.
-
-    The graph ends where an argument is bad, so that the call raises its own error outside of it.
-    """
-    try:
-        return registry.ops[name](*_together(args), **_together(options))
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        if not traced():
-            raise
-        raise NotImplementedError(str(error)) from error
 
 
 def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:
