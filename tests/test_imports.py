@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -91,3 +95,15 @@ def test_modules_of_a_room_are_in_no_circle():
         for module, others in IMPORTS.items()
     }
     TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_a_call_of_tensors_leaves_torchs_compiler_alone():
+    """Loading the compiler takes ten times as long as all else in a process's first call."""
+    pytest.importorskip("torch")
+    code = (
+        "import sys, torch, fusedops\n"
+        "x = torch.ones(1, 4, 4, requires_grad=True)\n"
+        "fusedops.dynamic_conv(x, torch.ones(1, 4, 4, 2), backend='torch').sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

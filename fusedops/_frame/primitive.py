@@ -51,10 +51,6 @@ def _parsed(primitive: str, lines: Mapping[str, str], parse: Callable[[str], T])
     return found
 
 
-def _record(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)
-
-
 class Call(NamedTuple):
     """A call of a primitive that is still to be made, which some pullbacks return.
 
@@ -145,16 +141,29 @@ class Primitive:
         self.saves = saves
         self.mutates = mutates
         self.sixteen_bits = sixteen_bits
-        #: The record types of a call's arguments, outputs, and arrays alone.
-        self.Arguments = _record("Arguments", (*arrays, *constants, *static))
-        self.Outputs = _record("Outputs", self.outputs)
-        self.Arrays = _record("Arrays", self.arrays)
         self.all: tuple[bool, ...] = (True,) * len(outputs)
         self._saved = tuple([output in saves for output in outputs])
         self.plans: Plans[Callable[[Any, Any], Any]] = Plans()
         if name in registry._primitives:
             raise ValueError(f"{name} is a primitive already; a primitive has a name of its own")
         registry._primitives[name] = self
+
+    # Records are made when first used, since all of them would take a quarter of our import.
+
+    @functools.cached_property
+    def Arguments(self) -> Any:
+        """The record type of a call's arguments."""
+        return namedtuple("Arguments", (*self.arrays, *self.constants, *self.static))
+
+    @functools.cached_property
+    def Outputs(self) -> Any:
+        """The record type of outputs."""
+        return namedtuple("Outputs", self.outputs)
+
+    @functools.cached_property
+    def Arrays(self) -> Any:
+        """The record type of arrays alone."""
+        return namedtuple("Arrays", self.arrays)
 
     def __call__(self, *arguments: Any, out: Sequence[Any] | None = None) -> Any:
         """Return a record of outputs, differentiable in torch; an unwanted output may be None.
