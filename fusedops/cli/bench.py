@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--op", nargs="+", action="extend", metavar="NAME", help="only these ops or modules"
     )
-    parser.add_argument("--quick", action="store_true", help="small cases, half a minute")
+    parser.add_argument("--quick", action="store_true", help="small cases, in a minute")
     parser.add_argument(
         "--json",
         type=Path,
