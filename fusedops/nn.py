@@ -606,7 +606,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         ----------
         x : tensor (..., N, N, C), float32, float64, bfloat16 or float16
             The pair representation, with any number of batch dimensions, or none.
-        mask : tensor that broadcasts to (..., N, N), bool or any float, optional
+        mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
             Zero or false where an edge is missing.
         use_kernels
             Ignored, and accepted only because Boltz passes it: the registry chooses a backend.

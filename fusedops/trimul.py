@@ -35,7 +35,7 @@ _OWN = {"bfloat16": "bf16", "float16": "fp16"}
 #: The op's arrays, in the order of its signature.
 ARRAYS = {
     "x": "(B, N, N, C), C > 0",
-    "mask": "(B?, N?, N?), optional, bool",
+    "mask": "(B?, N?, N?), optional, integers",
     "norm_in_weight": "(C), optional",
     "norm_in_bias": "(C), optional",
     "p_in_weight": "(2 * H, C), H > 0",
@@ -387,7 +387,7 @@ def triangle_multiplicative_update(
         The pair representation, dimensionless like all arrays here.
     direction : {"outgoing", "incoming"}
         The edges of a triangle that the sum runs over.
-    mask : array or tensor that broadcasts to (B, N, N), bool or any float, optional
+    mask : array or tensor that broadcasts to (B, N, N), bool, any integer or any float, optional
         m, cast to the dtype of x.
     norm_in_weight, norm_in_bias : array or tensor (C,), optional
         w and b of the LayerNorm of x: 1 and 0 if not given.
@@ -427,7 +427,7 @@ def triangle_multiplicative_update(
     N, C and H are arbitrary; the arrays may have different dtypes. Every array gets a gradient.
     Only o is kept for the backward. Second derivatives exist for tensors only, in plain torch.
     `triangle_multiplicative_update.vjp` returns gradients for the arrays that were given, in the
-    order of the signature; a mask gets the gradient by its values, a bool mask too. Autocast
+    order of the signature; a mask gets the gradient by its values, also of integers. Autocast
     changes no dtypes. A fully masked row is no special case: the LayerNorm of zeros is its bias.
 
     References

@@ -662,8 +662,14 @@ def own_primitives(monkeypatch):
     [
         ({"arrays": {"x": "(B, N"}}, r"x is declared '\(B, N'; it should begin with a shape in"),
         ({"arrays": {"x": "(B,N)"}}, r"'\(B,N\)'; \(B,N\) should be sizes with ', ' between them"),
-        ({"arrays": {"x": "(B), optinal"}}, "'optinal' should be one of optional, bool, number, B"),
-        ({"arrays": {"x": "(B), W > 0"}}, "'W > 0' should be one of optional, bool, number, B > 0"),
+        (
+            {"arrays": {"x": "(B), optinal"}},
+            "'optinal' should be one of optional, integers, number, B",
+        ),
+        (
+            {"arrays": {"x": "(B), W > 0"}},
+            "'W > 0' should be one of optional, integers, number, B > 0",
+        ),
         ({"outputs": {"out": "(B) off x"}}, r"out is declared '\(B\) off x'; it should read as"),
         ({"outputs": {"out": "(B,N)"}}, r"\(B,N\) should be sizes with ', ' between them"),
         ({"outputs": {"out": "(B, M)"}}, "'M' should be a size of an array's shape, or in sizes="),

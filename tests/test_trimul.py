@@ -456,16 +456,18 @@ def test_masks_broadcast(quick, shape):
         close(one, two, terms=64)
 
 
-def test_masks_of_bool(quick):
+@pytest.mark.parametrize("kind", ["bool", "int8", "uint8", "int32", "int64"])
+def test_masks_of_integers(quick, kind):
     p = problem(mask=True)
-    as_bool = p.but(mask=p.arrays["mask"].astype(bool))
-    same(evaluate(quick, as_bool), evaluate(quick, p))
+    mask = p.arrays["mask"] * (2 if kind != "bool" else 1)
+    p, whole = p.but(mask=mask), p.but(mask=mask.astype(kind))
+    same(evaluate(quick, whole), evaluate(quick, p))
     if quick[0] == "numpy":
-        # NumPy gives a mask of bool a gradient, too.
-        for got, want in zip(solve(quick, as_bool), solve(quick, p), strict=True):
+        # NumPy gives a mask of integers a gradient, too.
+        for got, want in zip(solve(quick, whole), solve(quick, p), strict=True):
             same(got, want)
     else:
-        leaves = [tensor(as_bool.arrays[n]).requires_grad_(n != "mask") for n in p.given]
+        leaves = [tensor(whole.arrays[n]).requires_grad_(n != "mask") for n in p.given]
         others = [leaf for leaf in leaves if leaf.requires_grad]
         out = function_of(p, quick[1])(*leaves)
         got = torch.autograd.grad(out, others, tensor(p.cotangent))
@@ -647,10 +649,10 @@ BAD = {
         ValueError,
         r"x has shape \(2, 5, 5, 0\); it should be \(B, N, N, C\), C > 0",
     ),
-    "mask of integers": (
-        {"mask": np.ones((2, 5, 5), int)},
+    "mask of complex numbers": (
+        {"mask": np.ones((2, 5, 5), complex)},
         TypeError,
-        "mask has dtype int64; it should be bool, float32 or float64",
+        "mask has dtype complex128; it should be bool, an integer, float32 or float64",
     ),
     "mask of others": (
         {"mask": shaped(2, 4, 5)},

@@ -6,6 +6,7 @@ import functools
 import math
 import numbers
 import operator
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Packages whose frames lie between a user's call and the warning.
 _BETWEEN = ("fusedops", "cpukern", "gpukern", "torch", "functools")
+_INTEGER = re.compile(r"bool|u?int(8|16|32|64)")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 # Classes of tensors with which torch traces, while one of its modes is active.
 _TRACED = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
@@ -237,12 +239,12 @@ def indices(op: str, name: str, value: Any) -> Any:
     return value
 
 
-def floats(op: str, name: str, value: Any, *, or_bool: bool = False) -> Any:
+def floats(op: str, name: str, value: Any, *, or_integers: bool = False) -> Any:
     """Return `value` as a floating-point array or tensor. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
-    if or_bool and dtype_name(value.dtype) == "bool":
+    if or_integers and _INTEGER.fullmatch(dtype_name(value.dtype)):
         return value
-    also = "bool, " if or_bool else ""
+    also = "bool, an integer, " if or_integers else ""
     if is_tensor(value):
         # One-byte floats are for storage only.
         if not value.is_floating_point() or value.itemsize == 1:

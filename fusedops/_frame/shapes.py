@@ -5,7 +5,8 @@
     (B, T, D)                            sizes by name, or numbers
     (D, W) or (B, T, D, W), W > 0        one of two shapes; a size that can't be zero
     (2 * H, C), optional                 a multiple of a size; an array that may be None
-    (B?, N?, N?), bool                   broadcast sizes: 1, or left out from the left; bool too
+    (B?, N?, N?), integers               broadcast sizes: 1, or left out from the left; integers and
+                                         bool too
     (N), number                          an array or a number
 
     (B, T, D) of x, kernels              an output; its dtype is x's and kernels', promoted
@@ -101,11 +102,16 @@ class Array:
         #: The sizes that must not be zero.
         self.positive = [word.removesuffix(" > 0") for word in words if word.endswith(" > 0")]
         self.optional = "optional" in words
-        self.bool = "bool" in words
+        self.integers = "integers" in words
         self.number = "number" in words
         #: The names of the sizes that the array may show.
         self.names = _names(term for shape in self.shapes for term in shape)
-        allowed = ["optional", "bool", "number", *[f"{name} > 0" for name in sorted(self.names)]]
+        allowed = [
+            "optional",
+            "integers",
+            "number",
+            *[f"{name} > 0" for name in sorted(self.names)],
+        ]
         for word in words:
             if word not in allowed:
                 raise ValueError(f"{word!r} should be one of {', '.join(allowed)}")
@@ -166,7 +172,7 @@ def checked(
         value = given[name]
         if (value is None and array.optional) or (array.number and isinstance(value, numbers.Real)):
             continue
-        value = floats(op, name, value, or_bool=array.bool)
+        value = floats(op, name, value, or_integers=array.integers)
         if arrays:
             alike(op, name, value, *next(iter(arrays.items())))
         sizes = array.fit(op, name, value, sizes, later)
