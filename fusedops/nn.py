@@ -644,19 +644,11 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_z})"
             )
-        batch = x.ndim - 3
-        if batch > 1 and mask is not None and mask.ndim > 2:
-            mask = torch.broadcast_to(mask, x.shape[:-1]).flatten(0, batch - 1)
-        z = x if batch == 1 else x.flatten(0, batch - 1) if batch else x[None]
         # Any, as type checkers don't know how many weights there are.
         op: Any = triangle_multiplicative_update
         options = {"max_memory": self.max_memory, "backend": self.backend}
         given = self.eps, self.precision, self.gate
-        out = op(z, self.direction, mask, *_weights(self), *given, **options)
-        if batch == 1:
-            return out
-        # Not a view: FSDP can't follow writes to a view.
-        return torch.ops.aten._unsafe_view(out, x.shape)
+        return op(x, self.direction, mask, *_weights(self), *given, **options)
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""

@@ -335,7 +335,7 @@ trimul_vjp = Primitive(
 )
 
 
-@op(trimul)
+@op(trimul, leading="x")
 def triangle_multiplicative_update(
     x: ArrayT,
     direction: str = "outgoing",
@@ -383,11 +383,12 @@ def triangle_multiplicative_update(
 
     Parameters
     ----------
-    x : array or tensor (B, N, N, C), float32 or float64; in torch bfloat16 and float16 too
-        The pair representation, dimensionless like all arrays here.
+    x : array or tensor (..., N, N, C), float32 or float64; in torch bfloat16 and float16 too
+        The pair representation, dimensionless like all arrays here, with any number of leading
+        dimensions.
     direction : {"outgoing", "incoming"}
         The edges of a triangle that the sum runs over.
-    mask : array or tensor that broadcasts to (B, N, N), bool, any integer or any float, optional
+    mask : array or tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
         m, cast to the dtype of x.
     norm_in_weight, norm_in_bias : array or tensor (C,), optional
         w and b of the LayerNorm of x: 1 and 0 if not given.
@@ -419,8 +420,8 @@ def triangle_multiplicative_update(
 
     Returns
     -------
-    array or tensor (B, N, N, C)
-        In the dtype of x.
+    array or tensor (..., N, N, C)
+        Of the shape and in the dtype of x.
 
     Notes
     -----

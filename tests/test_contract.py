@@ -816,9 +816,10 @@ def test_an_array_of_another_dtype_is_named(example, kind):
     p = example.problem()
     for name in example.floats:
         wrong = WRONG_DTYPES[kind](p.arguments[name])
-        # A mask may be of bool, too.
+        if kind == "integers" and p.op.declared[name].integers:
+            continue
         message = (
-            rf"^{p.op.__name__}: {name} has dtype .*; it should be (bool, )?float32 or float64"
+            rf"^{p.op.__name__}: {name} has dtype .*; it should be (bool, an integer, )?float32 or"
         )
         for function in calls_of(p.op):
             with pytest.raises(TypeError, match=message):
@@ -830,7 +831,10 @@ def test_an_array_of_another_dtype_is_named(example, kind):
 def test_an_array_of_another_rank_is_named(example):
     p = example.problem()
     for name in example.leaves:
-        for wrong in (p.arguments[name][(None,) * 7], *([np.ones(())] * (name != "mask"))):
+        given = p.arguments[name]
+        # A leading dimension may be several.
+        many = () if name == p.op.leading else (given[(None,) * 7],)
+        for wrong in (*many, *([np.ones(())] * (name != "mask"))):
             for function in calls_of(p.op):
                 with pytest.raises(ValueError, match=rf"^{p.op.__name__}: {name} has shape .*; it"):
                     function(**{**p.arguments, name: wrong})
@@ -880,8 +884,9 @@ def test_tensors_of_another_kind_are_named(example):
     arguments = as_framework("torch", p)
     for name in example.floats:
         given = arguments[name]
+        integers = (given.int(), TypeError, "has dtype int32; it should be")
         wrong = [
-            (given.int(), TypeError, "has dtype int32; it should be"),
+            *([integers] * (not p.op.declared[name].integers)),
             (given.cfloat(), TypeError, "has dtype complex64; it should be"),
             (given.to(torch.float8_e4m3fn), TypeError, "has dtype float8_e4m3fn"),
             (given.to_sparse(), TypeError, "is .*dense tensor"),

@@ -193,7 +193,7 @@ if HAS_TORCH:
 FINE = {
     "cell": {"another's plan"},
     "eps": {"fraction", "2**62"},
-    "mask": {"fraction", "NaN"},
+    "mask": {"fraction", "NaN", "negative", "2**62"},
     "max_memory": {"2**62"},
     "n_sigma": {"fraction", "2**62"},
     "num_atoms": {"2**62"},

@@ -456,6 +456,45 @@ def test_masks_broadcast(quick, shape):
         close(one, two, terms=64)
 
 
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 2), (2, 0)], ids=str)
+def test_any_number_of_leading_dimensions(quick, lead):
+    """Values and gradients are those of a flat batch; a further call has a plan."""
+    p = problem((math.prod(lead), 4, 6, 3))
+    led = {
+        "x": p.arrays["x"].reshape(*lead, 4, 4, 6),
+        "mask": p.arrays["mask"].reshape(*lead, 4, 4),
+    }
+    q = p.but(**led, cotangent=p.cotangent.reshape(led["x"].shape))
+    want = solve(quick, p)
+    for _ in range(2):
+        got = solve(quick, q)
+        assert got[0].shape == q.arrays["x"].shape
+        for name, one, two in zip(["x", *p.given], got, want, strict=True):
+            assert one.shape == q.arrays[name].shape
+            same(one.reshape(two.shape), two)
+    out = np.empty_like(got[0])
+    evaluate(quick, q, out=out if quick[0] == "numpy" else tensor(out))
+    same(out, got[0])
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 4), (1, 4), (3, 4, 4), (3, 1, 4), (2, 1, 4, 4), (1, 1, 1, 1)]
+)
+def test_masks_broadcast_to_leading_dimensions(quick, shape):
+    p = problem((6, 4, 6, 3))
+    mask = np.random.default_rng(3).uniform(0.5, 1.5, shape)
+    full = np.broadcast_to(mask, (2, 3, 4, 4)).copy()
+    x, cotangent = (a.reshape(2, 3, 4, 4, 6) for a in (p.arrays["x"], p.cotangent))
+    q = p.but(x=x, mask=mask, cotangent=cotangent)
+    want = solve(quick, p.but(mask=full.reshape(6, 4, 4)))
+    for name, one, two in zip(["x", *p.given], solve(quick, q), want, strict=True):
+        if name == "mask":
+            axes = tuple(i for i, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1)
+            two = two.reshape(full.shape).sum(axes, keepdims=True)
+        assert one.shape == q.arrays[name].shape
+        close(one.reshape(-1), two.reshape(-1), terms=64)
+
+
 @pytest.mark.parametrize("kind", ["bool", "int8", "uint8", "int32", "int64"])
 def test_masks_of_integers(quick, kind):
     p = problem(mask=True)
@@ -634,10 +673,20 @@ def shaped(*shape):
 
 # B, N, C, H are 2, 5, 6, 7.
 BAD = {
-    "x of rank 3": (
-        {"x": shaped(5, 5, 6)},
+    "x of rank 2": (
+        {"x": shaped(5, 6)},
         ValueError,
-        r"x has shape \(5, 5, 6\); it should be \(B, N, N, C\)",
+        r"x has shape \(5, 6\); it should be \(B, N, N, C\)",
+    ),
+    "x of rank 5 not square": (
+        {"x": shaped(2, 3, 5, 4, 6)},
+        ValueError,
+        r"x has shape \(2, 3, 5, 4, 6\); it should be \(\.\.\., N, N, C\)",
+    ),
+    "mask of another rank": (
+        {"x": shaped(2, 3, 5, 5, 6)},
+        ValueError,
+        r"mask has shape \(2, 5, 5\); it should broadcast to \(2, 3, 5, 5\)",
     ),
     "x not square": (
         {"x": shaped(2, 5, 4, 6)},

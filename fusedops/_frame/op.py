@@ -25,6 +25,7 @@ from fusedops._frame.check import (
     traced,
 )
 from fusedops._frame.kinds import CONSTANTS, Plans, are_one, kind_of
+from fusedops._frame.leading import flat, flattened, led
 from fusedops._frame.packed import Packed, bridge, compiling, outside_of_graphs
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import Explanation, Request
@@ -44,6 +45,8 @@ class Op(Generic[F_co]):
     primitive: Primitive
     #: The declarations of the arrays that the op takes.
     declared: Mapping[str, Array]
+    #: The array that may have any number of leading dimensions.
+    leading: str | None
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """Return the checked call: the primitive's arguments and the outputs shown."""
@@ -72,6 +75,8 @@ class Bound(NamedTuple):
     shown: str | tuple[str, ...]
     # Raises if values of the arguments are bad, which their kinds don't show.
     values: Callable[[Any], None] | None = None
+    # The dimensions that outputs have in place of their first; None for the first itself.
+    lead: tuple[int, ...] | None = None
 
 
 def to_run(
@@ -110,6 +115,7 @@ def _check_out(
     arrays, others = bound.a[: len(names)], bound.a[len(names) :]
     first = reference(arrays)
     shape, dtype = primitive.describe(bound.a)[primitive.outputs.index(names_of(bound)[0])]
+    shape = shape if bound.lead is None else (*bound.lead, *shape[1:])
     plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
     if not (is_tensor(out) if is_tensor(first) else plain):
         kind = "torch tensor" if is_tensor(first) else "NumPy array"
@@ -163,21 +169,29 @@ def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
 
 
 @overload
-def op(primitive: Primitive, *, names: Mapping[str, str] | None = None) -> Callable[[F], Op[F]]: ...
+def op(
+    primitive: Primitive, *, names: Mapping[str, str] | None = None, leading: str | None = None
+) -> Callable[[F], Op[F]]: ...
 @overload
 def op(
     primitive: Primitive, *, names: Mapping[str, str] | None = None, overloads: type[F]
 ) -> Callable[[Callable[..., Any]], Op[F]]: ...
 def op(
-    primitive: Primitive, *, names: Mapping[str, str] | None = None, overloads: Any = None
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    leading: str | None = None,
+    overloads: Any = None,
 ) -> Any:
     """Turn a function that checks its options into a public op.
 
     The function gets arrays that meet the primitive's declarations, and returns `to_run`. Its
     signature is the op's. It ends in ``backend`` and, unless the op returns a number, ``out``, an
     array for the output shown first; these two are served and documented here. `names` maps names
-    of the primitive's arrays to names in the signature, if they differ. `overloads` is a protocol
-    for type checkers, if one signature isn't enough.
+    of the primitive's arrays to names in the signature, if they differ. `leading` names an array
+    that may have any number of dimensions in place of its first, as outputs and arrays that
+    broadcast then have too. `overloads` is a protocol for type checkers, if one signature isn't
+    enough.
     """
     names = names or {}
     arguments = [names.get(name, name) for name in primitive.arrays]
@@ -205,14 +219,21 @@ def op(
             }
             for argument in primitive.mutates:
                 _is_array(name, argument, by_name[argument])
-            arrays, sizes = checked(name, declared, by_name, primitive.later)
+            lead, flatten = flattened(name, declared, leading, by_name) if leading else (None, {})
+            again = {argument: of(by_name[argument]) for argument, of in flatten.items()}
+            arrays, sizes = checked(name, declared, by_name | again, primitive.later)
             call.arguments.update(arrays)
             given: Bound = check(*call.args, **call.kwargs)
             _check_bound(name, primitive, given)
+            given = given._replace(lead=lead)
             parts = primitive.Arguments._make(given.a)
             for argument in broadcast:
                 full = _broadcast(declared[argument], getattr(parts, argument), parts[0], sizes)
                 parts = parts._replace(**{argument: full})
+            for argument, of in flatten.items():
+                after = getattr(parts, argument)
+                function = _chained(of, after.function) if isinstance(after, Made) else of
+                parts = parts._replace(**{argument: Made(function, by_name[argument])})
             made = [part.function(*part.of) if isinstance(part, Made) else part for part in parts]
             bound = given._replace(a=primitive.Arguments._make(made))
             primitive.sizes(bound.a, name, names)
@@ -245,7 +266,10 @@ def op(
                     raise TypeError(f"{name}: it returns a number and takes no out")
                 by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
                 _check_out(name, primitive, bound, by_name, arguments, out)
-            slots = slots_of(bound, out)
+            filled = out
+            if out is not None and bound.lead is not None:
+                filled = flat(out, out.ndim - len(bound.lead))
+            slots = slots_of(bound, filled)
             if is_tensor(reference(bound.a)) and traced():
                 # A compiled graph chooses its backend when it runs, not when it is traced.
                 asked = backend
@@ -255,7 +279,10 @@ def op(
                     found = _planned(primitive, given, bound, slots, values)
                     if found is not None:
                         plans.keep(kind, found)
-            return _shown(primitive, bound.shown, y)
+            found = _shown(primitive, bound, y)
+            if out is None or bound.lead is None:
+                return found
+            return (out, *found[1:]) if isinstance(found, tuple) else out
 
         def vjp(
             *args: Any, backend: str | None = None, **kwargs: Any
@@ -289,16 +316,25 @@ def op(
                 dy = dict.fromkeys(primitive.outputs)
                 for output, value in zip(shown, cotangents, strict=True):
                     if value is not None:
-                        dy[output] = _cotangent(f"{name}.vjp", value, getattr(y, output))
+                        like = getattr(y, output)
+                        full = like if bound.lead is None else led(like, bound.lead)
+                        dy[output] = _cotangent(f"{name}.vjp", value, full).reshape(like.shape)
                 with registry.asking(asked):
                     found = primitive.pulled_back(bound.a, y, tuple(dy.values()), wanted)
+                if bound.lead is not None:
+                    leads = dict.fromkeys(broadcast, bound.lead or (1,))
+                    leads |= {str(leading): bound.lead}
+                    found = [
+                        led(dx, leads[argument]) if dx is not None and argument in leads else dx
+                        for argument, dx in zip(arguments, found, strict=True)
+                    ]
                 gradients = [
                     _summed(dx, narrow[argument]) if dx is not None and argument in narrow else dx
                     for argument, dx in zip(arguments, found, strict=True)
                 ]
                 return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
 
-            return _shown(primitive, bound.shown, y), pullback
+            return _shown(primitive, bound, y), pullback
 
         def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
             asked = registry.forced(backend, name)
@@ -309,7 +345,7 @@ def op(
             request = Request(primitive.name, framework, device, promoted(arrays), asked)
             return registry.explain(request)
 
-        call.primitive, call.declared = primitive, declared
+        call.primitive, call.declared, call.leading = primitive, declared, leading
         call.bound = lambda *args, **kwargs: bind(args, kwargs)[1]
         call.vjp = outside_of_graphs(vjp)
         call.explain = outside_of_graphs(explain)
@@ -409,10 +445,17 @@ def names_of(bound: Bound) -> tuple[str, ...]:
     return (bound.shown,) if isinstance(bound.shown, str) else bound.shown
 
 
-def _shown(primitive: Primitive, shown: str | tuple[str, ...], y: Any) -> Any:
-    if not isinstance(shown, str):
-        return tuple([getattr(y, name) for name in shown])
-    value = getattr(y, shown)
+def _chained(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: second(first(value))
+
+
+def _shown(primitive: Primitive, bound: Bound, y: Any) -> Any:
+    values = [getattr(y, name) for name in names_of(bound)]
+    if bound.lead is not None:
+        values = [led(value, bound.lead) for value in values]
+    if not isinstance(bound.shown, str):
+        return tuple(values)
+    value = values[0]
     # A NumPy scalar instead of a 0-d array.
     return value if is_tensor(value) or value.ndim else value[()]
 
@@ -453,9 +496,9 @@ def _planned(
         if is_tensor(reference(bound.a))
         else primitive.plan(bound.a, slots)
     )
-    if plan is None:
+    if plan is None or (bound.lead is not None and not isinstance(bound.shown, str)):
         return None
-    record, look = primitive.Arguments._make, bound.values
+    record, look, lead = primitive.Arguments._make, bound.values, bound.lead
     shown = [primitive.outputs.index(name) for name in names_of(bound)]
     alone = shown[0] if isinstance(bound.shown, str) else None
 
@@ -471,7 +514,7 @@ def _planned(
         y = plan(a, slots)
         if alone is None:
             return tuple([y[at] for at in shown])
-        value = y[alone]
+        value = y[alone] if lead is None else led(y[alone], lead)
         return value if value.ndim or type(value) is not np.ndarray else value[()]
 
     return run

@@ -143,6 +143,18 @@ class Array:
             f"{op}: {name} has shape {tuple(value.shape)}; it should {verb} {should}{where}"
         )
 
+    def fit_end(self, op: str, name: str, value: Any) -> dict[str, Any]:
+        """Return an array's last sizes, for all that are declared but the first.
+
+        Raises ValueError if they don't fit.
+        """
+        terms = self.shapes[0][1:]
+        found = _met(terms, value.shape[-len(terms) :], {})
+        if found is None:
+            should = f"be (..., {_written(terms, {})[1:]}"
+            raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it should {should}")
+        return found
+
     def full_shape(self, sizes: Sizes) -> tuple[Any, ...]:
         """Return the shape that the array is broadcast to."""
         (terms,) = self.shapes
