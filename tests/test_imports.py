@@ -21,7 +21,7 @@ ROOMS = {
     "": "package",
     "_info": "package",
     "__main__": "cli",
-    **dict.fromkeys(("maps", "nn", "samples", "structure", "testing"), "library"),
+    **dict.fromkeys(("compat", "maps", "nn", "samples", "structure", "testing"), "library"),
 }
 #: The rooms that each may import, besides itself.
 BELOW = {

@@ -1,0 +1,250 @@
+r"""OpenFold's modules of the triangle update, with its arguments, names and in-place addition.
+
+They take the places of modules of the same names in OpenFold, OpenFold 3 and Protenix::
+
+    -from openfold.model.triangular_multiplicative_update import (
+    +from fusedops.compat.openfold import (
+         TriangleMultiplicationOutgoing,
+         TriangleMultiplicationIncoming,
+     )
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from fusedops import nn
+
+__all__ = [
+    "FusedTriangleMultiplicationIncoming",
+    "FusedTriangleMultiplicationOutgoing",
+    "FusedTriangleMultiplicativeUpdate",
+    "TriangleMultiplicationIncoming",
+    "TriangleMultiplicationOutgoing",
+    "TriangleMultiplicativeUpdate",
+]
+
+
+def _layer(ours: str) -> property:
+    return property(lambda module: getattr(module, ours))
+
+
+def _half(ours: str, half: int) -> property:
+    """Return an attribute whose weight and bias are views of half of a layer's."""
+
+    def layer(module: Any) -> SimpleNamespace:
+        whole = getattr(module, ours)
+        parts = {
+            name: parameter if parameter is None else parameter.chunk(2)[half]
+            for name, parameter in (("weight", whole.weight), ("bias", whole.bias))
+        }
+        return SimpleNamespace(**parts)
+
+    return property(layer)
+
+
+class _Update(nn.TriangleMultiplicativeUpdate):
+    """The part that all modules of OpenFold share."""
+
+    #: OpenFold's layers in each of ours that has another name.
+    _layers: ClassVar[dict[str, tuple[str, ...]]] = {
+        "norm_in": ("layer_norm_in",),
+        "norm_out": ("layer_norm_out",),
+        "p_out": ("linear_z",),
+        "g_out": ("linear_g",),
+    }
+    layer_norm_in, layer_norm_out = _layer("norm_in"), _layer("norm_out")
+    linear_z, linear_g = _layer("p_out"), _layer("g_out")
+
+    def __init__(
+        self,
+        c_z: int,
+        c_hidden: int,
+        _outgoing: bool = True,
+        linear_init_params: Any = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(_outgoing, bool):
+            raise TypeError(
+                f"{type(self).__name__}: _outgoing is {_outgoing!r}; it should be True or False"
+            )
+        # OpenFold 3 gives the arguments of every layer; of these a bias matters here.
+        layer = {} if linear_init_params is None else linear_init_params.linear_z
+        options = {"bias": layer.get("bias", True), **options}
+        super().__init__(c_z, c_hidden, "outgoing" if _outgoing else "incoming", **options)
+        self.register_state_dict_post_hook(self._rename_back)
+
+    @staticmethod
+    def _rename_back(
+        module: Any, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    ) -> None:
+        """Rename the layers of a state_dict to OpenFold's names, in place."""
+        for ours, theirs in module._layers.items():
+            for part in ("weight", "bias"):
+                tensor = state_dict.pop(f"{prefix}{ours}.{part}", None)
+                if tensor is not None:
+                    for name, own in zip(theirs, tensor.chunk(len(theirs)), strict=True):
+                        state_dict[f"{prefix}{name}.{part}"] = own
+
+    def forward(
+        self,
+        z: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        inplace_safe: bool = False,
+        *,
+        _add_with_inplace: bool = False,
+        _inplace_chunk_size: int | None = None,
+        use_cueq_triangle_kernels: bool = False,
+        triangle_multiplicative: str = "torch",
+    ) -> torch.Tensor:
+        r"""Return the update, or write it to z.
+
+        .. math:: \mathrm{out}_{ij} = p\Bigl(\sum_k l_{ik} \odot r_{jk}\Bigr) \odot g_{ij}
+
+        in short; see `fusedops.triangle_multiplicative_update`.
+
+        Parameters
+        ----------
+        z : tensor (..., N, N, C), float32, float64, bfloat16 or float16
+            The pair representation.
+        mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
+            Zero or false where an edge is missing.
+        inplace_safe : bool
+            Whether the update overwrites z, which is returned, as in OpenFold's inference.
+        _add_with_inplace : bool
+            Whether the update is added to z where it would overwrite it.
+        _inplace_chunk_size, use_cueq_triangle_kernels, triangle_multiplicative
+            Ignored, and accepted only because these programs pass them: the registry chooses a
+            backend, and `max_memory` of the class bounds memory.
+
+        Returns
+        -------
+        tensor (..., N, N, C)
+            In the dtype of z; z itself if `inplace_safe`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong dtype, shape or device; the message names it.
+
+        References
+        ----------
+        OpenFold, ``openfold/model/triangular_multiplicative_update.py``.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.openfold import TriangleMultiplicationOutgoing
+        >>> update, z = TriangleMultiplicationOutgoing(8, 4), torch.randn(5, 5, 8)
+        >>> with torch.no_grad():
+        ...     out = update(z, inplace_safe=True, _add_with_inplace=True)
+        >>> out is z
+        True
+        """
+        update = super().forward(z, mask)
+        if not inplace_safe:
+            return update
+        return z.add_(update) if _add_with_inplace else z.copy_(update)
+
+
+class TriangleMultiplicativeUpdate(_Update):
+    r"""OpenFold's update with projections of their own for left and right.
+
+    See `fusedops.triangle_multiplicative_update` for the formula.
+
+    Parameters
+    ----------
+    c_z : int
+        C, the channels of the pair representation.
+    c_hidden : int
+        H, the channels of left and right.
+    _outgoing : bool
+        Whether the sum runs over outgoing edges.
+    linear_init_params : object, optional
+        OpenFold 3's arguments of every layer: of these ``linear_z["bias"]`` says whether layers
+        have biases. They have, as in OpenFold, if it isn't given.
+    **options
+        Further arguments of `fusedops.nn.TriangleMultiplicativeUpdate`.
+
+    Notes
+    -----
+    State dicts have OpenFold's names, both loaded and saved. So have attributes, whose weights are
+    views of ours, as OpenFold's import of AlphaFold's weights needs.
+
+    References
+    ----------
+    Ahdritz et al., "OpenFold", Nature Methods 21 (2024) 1514.
+
+    Examples
+    --------
+    >>> from fusedops.compat.openfold import TriangleMultiplicativeUpdate
+    >>> update = TriangleMultiplicativeUpdate(8, 4)
+    >>> sorted(update.state_dict())[:2], update.linear_a_p.weight.shape
+    (['layer_norm_in.bias', 'layer_norm_in.weight'], torch.Size([4, 8]))
+    """
+
+    _layers = _Update._layers | {
+        "p_in": ("linear_a_p", "linear_b_p"),
+        "g_in": ("linear_a_g", "linear_b_g"),
+    }
+    linear_a_p, linear_b_p = _half("p_in", 0), _half("p_in", 1)
+    linear_a_g, linear_b_g = _half("g_in", 0), _half("g_in", 1)
+
+
+class FusedTriangleMultiplicativeUpdate(_Update):
+    """OpenFold's update with one projection for left and right, as AlphaFold-Multimer's.
+
+    Its arguments are those of `TriangleMultiplicativeUpdate`.
+
+    References
+    ----------
+    See `TriangleMultiplicativeUpdate`.
+
+    Examples
+    --------
+    >>> from fusedops.compat.openfold import FusedTriangleMultiplicativeUpdate
+    >>> FusedTriangleMultiplicativeUpdate(8, 4).linear_ab_p.weight.shape
+    torch.Size([8, 8])
+    """
+
+    _layers = _Update._layers | {"p_in": ("linear_ab_p",), "g_in": ("linear_ab_g",)}
+    linear_ab_p, linear_ab_g = _layer("p_in"), _layer("g_in")
+
+
+class TriangleMultiplicationOutgoing(TriangleMultiplicativeUpdate):
+    """`TriangleMultiplicativeUpdate` over outgoing edges, Algorithm 11 of AlphaFold 2."""
+
+    def __init__(
+        self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
+    ) -> None:
+        super().__init__(c_z, c_hidden, True, linear_init_params, **options)
+
+
+class TriangleMultiplicationIncoming(TriangleMultiplicativeUpdate):
+    """`TriangleMultiplicativeUpdate` over incoming edges, Algorithm 12 of AlphaFold 2."""
+
+    def __init__(
+        self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
+    ) -> None:
+        super().__init__(c_z, c_hidden, False, linear_init_params, **options)
+
+
+class FusedTriangleMultiplicationOutgoing(FusedTriangleMultiplicativeUpdate):
+    """`FusedTriangleMultiplicativeUpdate` over outgoing edges."""
+
+    def __init__(
+        self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
+    ) -> None:
+        super().__init__(c_z, c_hidden, True, linear_init_params, **options)
+
+
+class FusedTriangleMultiplicationIncoming(FusedTriangleMultiplicativeUpdate):
+    """`FusedTriangleMultiplicativeUpdate` over incoming edges."""
+
+    def __init__(
+        self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
+    ) -> None:
+        super().__init__(c_z, c_hidden, False, linear_init_params, **options)

@@ -1,0 +1,169 @@
+"""OpenFold's and cuEquivariance's calling conventions of the triangle update."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+from fusedops.compat import cuequivariance, openfold  # noqa: E402
+from test_nn import OfMultimer, OfOpenFold, update_of  # noqa: E402
+
+FUSED = {False: "TriangleMultiplication", True: "FusedTriangleMultiplication"}
+
+
+@pytest.fixture(params=[False, True], ids=["own-projections", "fused"])
+def fused(request):
+    return request.param
+
+
+@pytest.fixture(params=["outgoing", "incoming"])
+def direction(request):
+    return request.param
+
+
+def modules(fused, direction):
+    """Return OpenFold's module, ours with its parameters, and arguments."""
+    other, z, mask = update_of(OfMultimer if fused else OfOpenFold, direction)
+    ours = getattr(openfold, f"{FUSED[fused]}{direction.title()}")(6, 5).double()
+    ours.load_state_dict(other.state_dict())
+    return other, ours, z.detach(), mask
+
+
+def test_state_dicts_load_both_ways(fused, direction):
+    other, ours, z, mask = modules(fused, direction)
+    state = ours.state_dict()
+    assert set(state) == set(other.state_dict())
+    for name, parameter in other.state_dict().items():
+        assert torch.equal(state[name], parameter), name
+    torch.testing.assert_close(ours(z, mask), other(z, mask))
+    other, *_ = update_of(OfMultimer if fused else OfOpenFold, direction)
+    other.load_state_dict(state)
+    torch.testing.assert_close(ours(z, mask), other(z, mask))
+
+
+def test_a_state_dict_of_a_whole_model():
+    ours = torch.nn.ModuleDict({"stack": torch.nn.ModuleList([modules(False, "outgoing")[1]])})
+    names = ours.state_dict()
+    assert "stack.0.linear_a_p.weight" in names
+    assert not any("p_in" in name for name in names)
+
+
+def test_masks_are_integers(fused, direction):
+    other, ours, z, mask = modules(fused, direction)
+    torch.testing.assert_close(ours(z, mask.long()), other(z, mask))
+    torch.testing.assert_close(ours(z), other(z, torch.ones_like(mask)))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_inference_overwrites_z(fused, direction, add):
+    """OpenFold counts on z + update where it asks for the sum in place."""
+    other, ours, z, mask = modules(fused, direction)
+    want = other(z, mask) + (z if add else 0)
+    given = z.clone()
+    with torch.no_grad():
+        got = ours(given, mask, inplace_safe=True, _add_with_inplace=add, _inplace_chunk_size=4)
+    assert got is given
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_cueq_triangle_kernels": True}, {"triangle_multiplicative": "cuequivariance"}]
+)
+def test_kernel_flags_change_nothing(options):
+    other, ours, z, mask = modules(False, "outgoing")
+    torch.testing.assert_close(ours(z, mask, **options), other(z, mask))
+
+
+def test_imported_weights_are_written_through():
+    """OpenFold copies AlphaFold's weights into layers, of left and right each."""
+    other, ours, z, mask = modules(False, "outgoing")
+    other, *_ = update_of(OfOpenFold, "outgoing")
+    layers = [name for name, _ in other.named_children()]
+    assert len(layers) == 8
+    with torch.no_grad():
+        for name in layers:
+            for part in ("weight", "bias"):
+                getattr(getattr(ours, name), part).copy_(getattr(getattr(other, name), part))
+    torch.testing.assert_close(ours(z, mask), other(z, mask))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_openfold_3_says_whether_layers_have_biases(bias):
+    settings = SimpleNamespace(linear_z={"bias": bias, "init": "final"})
+    update = openfold.TriangleMultiplicationIncoming(6, 5, linear_init_params=settings)
+    assert ("linear_z.bias" in update.state_dict()) == bias
+    assert update.direction == "incoming"
+    assert (update.linear_a_p.bias is None) != bias
+
+
+def test_a_direction_is_no_flag():
+    with pytest.raises(TypeError, match="_outgoing is 'incoming'; it should be True or False"):
+        openfold.TriangleMultiplicativeUpdate(6, 5, "incoming")
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_an_openfold_module_compiles_as_one_graph():
+    _, ours, z, mask = modules(False, "incoming")
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(z, mask), ours(z, mask))
+
+
+def arguments():
+    torch.manual_seed(0)
+    weights = {f"{name}_in_weight": torch.randn(10, 6) for name in "pg"}
+    return {"x": torch.randn(2, 3, 4, 4, 6), "p_out_weight": torch.randn(6, 5), **weights} | {
+        "g_out_weight": torch.randn(6, 6)
+    }
+
+
+class Foreign(enum.IntEnum):
+    """A member that another package declares, as cuEquivariance does."""
+
+    TF32x3 = 2
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        (None, None),
+        ("None", None),
+        ("default", None),
+        ("IEEE", "ieee"),
+        ("bfloat16", "bf16"),
+        ("fp16", "fp16"),
+        (cuequivariance.TriMulPrecision.NONE, None),
+        (cuequivariance.TriMulPrecision.TF32, "tf32"),
+        (Foreign.TF32x3, "ieee"),
+        (3, "ieee"),
+    ],
+)
+def test_precisions_of_cuequivariance(monkeypatch, given, ours):
+    seen = []
+    op = fusedops.triangle_multiplicative_update
+
+    def noted(*args):
+        seen.append(args[-1])
+        return op(*args)
+
+    monkeypatch.setattr(fusedops, "triangle_multiplicative_update", noted)
+    got = cuequivariance.triangle_multiplicative_update(**arguments(), precision=given)
+    assert seen == [ours]
+    assert torch.equal(got, op(**arguments(), precision=ours))
+
+
+@pytest.mark.parametrize("given", ["mxfp8", "half", 7, True, 1.0, b"ieee"], ids=str)
+def test_other_precisions_are_refused(given):
+    with pytest.raises(ValueError, match=r"update: precision is .*; it should be None, a TriMul"):
+        cuequivariance.triangle_multiplicative_update(**arguments(), precision=given)
+
+
+def test_a_projection_is_never_random():
+    given = arguments()
+    del given["p_in_weight"]
+    with pytest.raises(TypeError, match="p_in_weight is None; it should be an array"):
+        cuequivariance.triangle_multiplicative_update(**given)
