@@ -1,4 +1,4 @@
-"""OpenFold's and cuEquivariance's calling conventions of the triangle update."""
+"""OpenFold's, Boltz's and cuEquivariance's calling conventions of the triangle update."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops.compat import cuequivariance, openfold  # noqa: E402
-from test_nn import OfMultimer, OfOpenFold, update_of  # noqa: E402
+from fusedops.compat import boltz, cuequivariance, openfold  # noqa: E402
+from test_nn import OfBoltz, OfMultimer, OfOpenFold, update_of  # noqa: E402
 
 FUSED = {False: "TriangleMultiplication", True: "FusedTriangleMultiplication"}
 
@@ -111,6 +111,16 @@ def test_an_openfold_module_compiles_as_one_graph():
     _, ours, z, mask = modules(False, "incoming")
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(z, mask), ours(z, mask))
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_boltz_exchanges_an_import(direction, use_kernels):
+    other, z, mask = update_of(OfBoltz, direction, (6, 6))
+    ours = getattr(boltz, f"TriangleMultiplication{direction.title()}")(6).double()
+    ours.load_state_dict(other.state_dict())
+    assert set(ours.state_dict()) == set(other.state_dict())
+    got = ours(z, mask=mask, use_kernels=use_kernels)
+    torch.testing.assert_close(got, other(z, mask))
 
 
 def arguments():
