@@ -31,6 +31,7 @@ NEED_TORCH = ("fusedops.nn", "fusedops._frame.bridge")
 # `fusedops` exports the public functions of all other modules.
 PUBLIC = [
     "fusedops",
+    "fusedops.crystal",
     "fusedops.density",
     "fusedops.maps",
     "fusedops.nn",

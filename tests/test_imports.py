@@ -21,7 +21,9 @@ ROOMS = {
     "": "package",
     "_info": "package",
     "__main__": "cli",
-    **dict.fromkeys(("compat", "maps", "nn", "samples", "structure", "testing"), "library"),
+    **dict.fromkeys(
+        ("compat", "crystal", "maps", "nn", "samples", "structure", "testing"), "library"
+    ),
 }
 #: The rooms that each may import, besides itself.
 BELOW = {

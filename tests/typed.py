@@ -9,6 +9,7 @@ import torch
 from typing_extensions import assert_type
 
 import fusedops
+from fusedops.crystal import structure_factors, symmetrize
 from fusedops.wigner import wigner_d
 
 
@@ -17,6 +18,8 @@ def numpy_in_numpy_out(a: np.ndarray, groups: list[tuple[Any, Any]]) -> None:
     assert_type(fusedops.dynamic_conv(a, a, activation="silu"), np.ndarray)
     assert_type(fusedops.dynamic_conv(a, a, output_final_state=True), tuple[np.ndarray, np.ndarray])
     assert_type(fusedops.gaussian_density(a, a, a, a, a, a, (4, 4, 4), radius=3.0), np.ndarray)
+    assert_type(structure_factors(symmetrize(a, [a]), a, a, blur=5.0), np.ndarray)
+    assert_type(symmetrize.vjp(a, [a])[1](a), tuple[np.ndarray, ...])
     assert_type(wigner_d(a, 2, packed=True), np.ndarray)
     assert_type(fusedops.planarity_nll.vjp(a, groups)[1](1.0), tuple[np.ndarray, ...])
     assert_type(fusedops.planarity_nll.explain(a, groups).backend, str | None)
@@ -25,6 +28,7 @@ def numpy_in_numpy_out(a: np.ndarray, groups: list[tuple[Any, Any]]) -> None:
 def torch_in_torch_out(t: torch.Tensor, edges: fusedops.Edges, planes: fusedops.Planes) -> None:
     assert_type(planes.to("cuda"), fusedops.Planes)
     assert_type(fusedops.planarity_nll(xyz=t, plane_groups=planes, backend="torch"), torch.Tensor)
+    assert_type(structure_factors(symmetrize(t, []), t, t), torch.Tensor)
     assert_type(fusedops.dynamic_conv(t, t), torch.Tensor)
     assert_type(fusedops.node_to_edge_wigner_permute(t, edges, t, mmax=1), torch.Tensor)
     assert_type(fusedops.triangle_multiplicative_update(x=t, mask=t, out=t), torch.Tensor)

@@ -1,0 +1,561 @@
+"""Maps of crystals: their symmetry, and their structure factors.
+
+Both are linear in the map, so each has its adjoint for a gradient, and derivatives of every order.
+One file, from top to bottom: linear functions, symmetry operations on a grid, and Fourier
+transforms.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import numbers
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from fusedops._frame.arrays import ArrayT, namespace, zeros
+from fusedops._frame.check import (
+    as_array,
+    dtype_name,
+    floats,
+    indices,
+    is_tensor,
+    of_shape,
+    traced,
+    values,
+)
+from fusedops._frame.packed import bridge, outside_of_graphs
+from fusedops._frame.shapes import Array
+from fusedops._frame.threads import get_num_threads, in_parallel
+from fusedops.density import _read_cell
+
+__all__ = ["structure_factors", "symmetrize"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
+
+#: Translations of symmetry operations are multiples of 1/24, as in gemmi.
+_PARTS = 24
+
+# The voxels that are symmetrized at a time: on the CPU their offsets stay in a core's cache.
+_CHUNK = 1 << 16
+_CHUNK_ON_GPU = 1 << 25
+
+_IDENTITY = ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))
+
+_MAP = Array("(nx, ny, nz), nx > 0, ny > 0, nz > 0")
+
+
+class LinearOp(Generic[F_co]):
+    """The type of a linear function, for type checkers: a function with attributes."""
+
+    __call__: F_co
+
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
+        """Return the value, and the pullback from a cotangent to the gradient."""
+        raise NotImplementedError
+
+
+class _Linear(NamedTuple):
+    """A checked call: an array, the function of it, and the function's adjoint."""
+
+    array: Any
+    function: Callable[[Any], Any]
+    adjoint: Callable[[Any], Any]
+
+
+def _linear_in(array: Any, function: Callable[..., Any], adjoint: Callable[..., Any]) -> Any:
+    """Return the result of a function under `_linear`, whose annotation is the result instead."""
+    return _Linear(array, function, adjoint)
+
+
+def _linear(check: F) -> LinearOp[F]:
+    """Turn a function that returns a `_Linear` into a function of NumPy arrays and tensors."""
+    name = check.__name__
+
+    @functools.wraps(check)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        array, function, adjoint = check(*args, **kwargs)
+        if is_tensor(array):
+            return _differentiable().apply(array, function, adjoint)
+        return function(array)
+
+    def vjp(*args: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any]]]:
+        array, function, adjoint = check(*args, **kwargs)
+        if is_tensor(array):
+            raise TypeError(
+                f"{name}.vjp: map is a torch tensor; it should be a NumPy array, tensors have "
+                "autograd"
+            )
+        y = function(array)
+
+        def pullback(dy: Any) -> tuple[Any]:
+            if is_tensor(dy):
+                raise TypeError(f"{name}.vjp: the cotangent is a tensor; it should be an array")
+            dy = as_array(f"{name}.vjp", "the cotangent", dy)
+            if dy.dtype.kind not in ("fiuc" if y.dtype.kind == "c" else "fiu"):
+                raise TypeError(
+                    f"{name}.vjp: the cotangent has dtype {dy.dtype}; it should be {y.dtype}"
+                )
+            of_shape(f"{name}.vjp", "the cotangent", dy, y.shape)
+            return (adjoint(dy.astype(y.dtype, copy=False)),)
+
+        return y, pullback
+
+    op: Any = outside_of_graphs(call)
+    op.vjp = outside_of_graphs(vjp)
+    return cast("LinearOp[F]", op)
+
+
+@functools.cache
+def _differentiable() -> Any:
+    """Return the autograd.Function for tensors; its class can't be declared without torch."""
+    torch = sys.modules["torch"]
+
+    class Linear(torch.autograd.Function):  # type: ignore[name-defined]
+        """A linear function, whose gradient is its adjoint; the adjoint's gradient is it again."""
+
+        @staticmethod
+        def forward(x: Any, function: Any, adjoint: Any) -> Any:
+            return function(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _, ctx.function, ctx.adjoint = inputs
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any) -> Any:
+            return Linear.apply(dy, ctx.adjoint, ctx.function), None, None
+
+        @staticmethod
+        def jvp(ctx: Any, dx: Any, *_: Any) -> Any:
+            return Linear.apply(dx, ctx.function, ctx.adjoint)
+
+        @staticmethod
+        def vmap(_: Any, in_dims: tuple[Any, ...], x: Any, function: Any, adjoint: Any) -> Any:
+            each = [Linear.apply(one, function, adjoint) for one in x.unbind(in_dims[0])]
+            return torch.stack(each), 0
+
+    return Linear
+
+
+def _checked_map(op: str, map: Any) -> Any:
+    map = floats(op, "map", map)
+    if map.dtype.itemsize < 4:
+        raise TypeError(
+            f"{op}: map has dtype {dtype_name(map.dtype)}; it should be float32 or float64"
+        )
+    _MAP.fit(op, "map", map, {})
+    return map
+
+
+def _constant(op: str, name: str, value: Any) -> np.ndarray:
+    """Return an argument without derivative as a NumPy array."""
+    if is_tensor(value) and value.requires_grad:
+        raise ValueError(f"{op}: {name} requires grad; it is a constant, pass x.detach()")
+    return values(op, name, value)
+
+
+def _read_operations(operations: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return rotations (K, 3, 3), and translations (K, 3) in 24ths from 0 to 23, as int64."""
+    op = "symmetrize"
+    try:
+        given = list(operations)
+    except TypeError:
+        kind = type(operations).__name__
+        raise TypeError(
+            f"{op}: operations is a {kind}; it should be a list of operations, such as gemmi's "
+            "spacegroup.operations()"
+        ) from None
+    if not given:
+        raise ValueError(f"{op}: operations is empty; it should have at least the identity")
+    matrices = np.array([_matrix(op, k, operation) for k, operation in enumerate(given)])
+    turns, shifts = matrices[:, :, :3], _PARTS * matrices[:, :, 3]
+    rotations, translations = np.rint(turns), np.rint(shifts)
+    with np.errstate(invalid="ignore"):
+        turned = (abs(turns - rotations) < 1e-4).all(axis=(1, 2))
+        turned &= abs(abs(np.linalg.det(rotations)) - 1) < 0.5
+        shifted = (abs(shifts - translations) < 1e-3).all(axis=1)
+    if not turned.all():
+        k = int(turned.argmin())
+        raise ValueError(
+            f"{op}: operations[{k}] has the rotation {turns[k].tolist()}; it should be of integers "
+            "in fractional coordinates, with determinant 1 or -1"
+        )
+    if not shifted.all():
+        k = int(shifted.argmin())
+        raise ValueError(
+            f"{op}: operations[{k}] has the translation {matrices[k, :, 3].tolist()}; it should be "
+            f"in multiples of 1/{_PARTS} of the cell's edges"
+        )
+    return rotations.astype(np.int64), translations.astype(np.int64) % _PARTS
+
+
+def _matrix(op: str, k: int, operation: Any) -> np.ndarray:
+    """Return the matrix [R t] (3, 4) of one operation, in fractional coordinates."""
+    if hasattr(operation, "rot") and hasattr(operation, "tran"):
+        return np.column_stack([operation.rot, operation.tran]) / _PARTS
+    name = f"operations[{k}]"
+    matrix = _constant(op, name, operation)
+    if matrix.dtype.kind not in "iuf":
+        raise TypeError(
+            f"{op}: {name} has dtype {matrix.dtype}; it should be a gemmi.Op, or a matrix of real "
+            "numbers"
+        )
+    if matrix.shape not in ((3, 4), (4, 4)):
+        raise ValueError(f"{op}: {name} has shape {matrix.shape}; it should be (3, 4) or (4, 4)")
+    return matrix[:3].astype(np.float64)
+
+
+def _moves(
+    rotations: np.ndarray, translations: np.ndarray, shape: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Return operations on a grid's indices: for each axis, three factors and a shift.
+
+    Raises ValueError if an operation moves grid points off the grid.
+    """
+    size = np.array(shape)
+    factors, off = np.divmod(rotations * size[:, None], size)
+    shifts, between = np.divmod(translations * size, _PARTS)
+    bad = off.any(axis=(1, 2)) | between.any(axis=1)
+    if bad.any():
+        raise ValueError(
+            f"symmetrize: map has shape {tuple(shape)}, and operations[{int(bad.argmax())}] moves "
+            "grid points off the grid; it should have a shape that fits all operations, such as "
+            f"{_fitting(rotations, translations, shape)}"
+        )
+    return [tuple(map(tuple, move)) for move in np.dstack([factors, shifts]).tolist()]
+
+
+def _fitting(
+    rotations: np.ndarray, translations: np.ndarray, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the smallest shape that is no smaller than `shape` and that operations fit.
+
+    Axes that rotations mix get the same size.
+    """
+    mixed = (rotations != 0).any(axis=0) | np.eye(3, dtype=bool)
+    mixed = np.linalg.matrix_power((mixed | mixed.T).astype(int), 2) > 0
+    multiples = [math.lcm(*(_PARTS // np.gcd(axis, _PARTS)).tolist()) for axis in translations.T]
+    fitting = []
+    for axes in mixed:
+        multiple = math.lcm(*[n for n, together in zip(multiples, axes, strict=True) if together])
+        size = max(n for n, together in zip(shape, axes, strict=True) if together)
+        fitting.append(-(-size // multiple) * multiple)
+    return tuple(fitting)
+
+
+def _products(rotations: np.ndarray, translations: np.ndarray) -> np.ndarray | None:
+    """Return the table (K, K) of a group's products, or None if the operations are no group."""
+    turned = np.einsum("aij,bj->abi", rotations, translations)
+    parts = (
+        np.einsum("aij,bjk->abik", rotations, rotations).reshape(len(rotations), -1, 9),
+        (turned + translations[:, None]) % _PARTS,
+    )
+    place = {
+        (*rotation.ravel().tolist(), *translation.tolist()): k
+        for k, (rotation, translation) in enumerate(zip(rotations, translations, strict=True))
+    }
+    products = np.concatenate(parts, axis=2).tolist()
+    table = [[place.get(tuple(product), -1) for product in row] for row in products]
+    closed = len(place) == len(table) and all(-1 not in row for row in table)
+    return np.array(table) if closed else None
+
+
+def _factored(rotations: np.ndarray, translations: np.ndarray) -> list[list[int]]:
+    """Return sets of operations; the products of one from each are all operations, each once.
+
+    A group is built up from a subgroup H. An operation g that H is normal to, and whose square is
+    in H, doubles it: H ∪ gH is a group. By Sylow's theorem there is such an operation until the
+    order of H has all factors 2. Cosets of H make up the rest.
+    """
+    table = _products(rotations, translations)
+    if table is None:
+        return [list(range(len(rotations)))]
+    every = set(range(len(table)))
+    H = np.flatnonzero((rotations == np.eye(3)).all(axis=(1, 2))).tolist()
+    identity = next(k for k in H if table[k, k] == k)
+    sets = [H]
+    while True:
+        doubling = (
+            g for g in every.difference(H) if table[g, g] in H and {*table[g, H]} == {*table[H, g]}
+        )
+        g = next(doubling, None)
+        if g is None:
+            break
+        sets.append([identity, g])
+        H = H + table[g, H].tolist()
+    cosets = {frozenset(table[g, H].tolist()) for g in every}
+    sets.append(sorted([min(coset) for coset in cosets]))
+    return [operations for operations in sets if len(operations) > 1] or [[identity]]
+
+
+@functools.lru_cache(maxsize=32)
+def _passes(
+    rotations: bytes, translations: bytes, shape: tuple[int, ...]
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Return lists of moves, by which passes over a map read it, for the sum and its adjoint."""
+    R = np.frombuffer(rotations, np.int64).reshape(-1, 3, 3)
+    t = np.frombuffer(translations, np.int64).reshape(-1, 3)
+    back = np.rint(np.linalg.inv(R)).astype(np.int64)
+    there = _moves(R, t, shape)
+    backward = _moves(back, -np.einsum("kij,kj->ki", back, t) % _PARTS, shape)
+    sets = _factored(R, t)
+    return (
+        [[backward[k] for k in operations] for operations in sets],
+        [[there[k] for k in operations] for operations in reversed(sets)],
+    )
+
+
+def _summed_over(passes: list[list[Any]], map: Any) -> Any:
+    """Return a map after passes; each sums the map as read by several moves."""
+    if is_tensor(map) and map.is_cpu and not traced():
+        # NumPy on our threads is faster than torch.
+        array = bridge().as_numpy(map.resolve_neg())
+        return bridge().as_tensors([_summed_over(passes, array)])[0]
+    for moves in passes:
+        map = _one_pass(moves, map)
+    return map
+
+
+def _one_pass(moves: list[Any], map: Any) -> Any:
+    nx, ny, nz = map.shape
+    flat = map.reshape(-1)
+    out = zeros(map, map.shape)
+    planes = max(1, (_CHUNK_ON_GPU if is_tensor(map) else _CHUNK) // (ny * nz))
+
+    def some(begin: int, end: int) -> None:
+        for low in range(begin, end, planes):
+            high = min(low + planes, end)
+            for move in moves:
+                if move == _IDENTITY:
+                    out[low:high] += map[low:high]
+                else:
+                    out[low:high] += _taken(flat, _offsets(move, (nx, ny, nz), low, high, map))
+
+    if is_tensor(map):
+        some(0, nx)
+    else:
+        in_parallel(some, nx, planes)
+    return out
+
+
+def _taken(flat: Any, offsets: Any) -> Any:
+    if is_tensor(flat):
+        # Tensor.take is much slower.
+        return flat.index_select(0, offsets.reshape(-1)).reshape(offsets.shape)
+    return flat.take(offsets)
+
+
+def _offsets(move: Any, shape: tuple[int, ...], low: int, high: int, like: Any) -> Any:
+    """Return where, in a flat map, a move takes the voxels of the planes from `low` to `high`."""
+    xp = namespace(like)
+    device = {"device": like.device} if is_tensor(like) else {}
+    x, y, z = (xp.arange(*span, **device) for span in ((low, high), shape[1:2], shape[2:]))
+    axes = x[:, None, None], y[:, None], z
+    i, j, k = (
+        sum(factor * axis for factor, axis in zip(factors, axes, strict=True) if factor) + shift
+        for *factors, shift in move
+    )
+    nx, ny, nz = shape
+    return (i % nx * ny + j % ny) * nz + k % nz
+
+
+@_linear
+def symmetrize(map: ArrayT, operations: Iterable[Any]) -> ArrayT:
+    r"""Return the sum of a map over symmetry operations, which add copies of its atoms.
+
+    .. math:: \mathrm{out}(x) = \sum_k \mathrm{map}(R_k^{-1} (x - t_k))
+
+    Parameters
+    ----------
+    map : array or tensor (nx, ny, nz), float32 or float64
+        Values on the grid of a unit cell, as `fusedops.gaussian_density` returns them; such as the
+        density of the atoms of an asymmetric unit.
+    operations : iterable of gemmi.Op, or array (K, 3, 4) or (K, 4, 4)
+        Such as gemmi's ``spacegroup.operations()``; or matrices [R t] in fractional coordinates, as
+        gemmi's ``op.float_seitz()``. R is of integers, and t in multiples of 1/24.
+
+    Returns
+    -------
+    array or tensor (nx, ny, nz)
+        In the dtype of `map`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or value, an operation is none of a lattice, or an
+        operation moves grid points off the grid; the message has a shape that fits.
+
+    Notes
+    -----
+    The adjoint is the sum over the inverse operations; for a group it is the function itself.
+    `symmetrize.vjp` returns the gradient by `map`, and tensors have derivatives of every order.
+    An atom on a special position is added once by every operation, so its occupancy should be that
+    of the file, reduced. A group is summed in a few passes, which are fewer than its operations;
+    maps agree with another order of the sum to rounding.
+
+    References
+    ----------
+    ``Grid.symmetrize_sum`` of gemmi does the same in place, for a space group.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fusedops.crystal import symmetrize
+    >>> twofold = [[-1, 0, 0, 0], [0, 1, 0, 0.5], [0, 0, -1, 0]]  # -x, y+1/2, -z
+    >>> rho = np.zeros((4, 4, 4))
+    >>> rho[1, 0, 0] = 1.0
+    >>> np.argwhere(symmetrize(rho, [np.eye(4)[:3], twofold])).tolist()
+    [[1, 0, 0], [3, 2, 0]]
+    """
+    map = _checked_map("symmetrize", map)
+    rotations, translations = _read_operations(operations)
+    there, back = _passes(rotations.tobytes(), translations.tobytes(), tuple(map.shape))
+    return _linear_in(
+        map, functools.partial(_summed_over, there), functools.partial(_summed_over, back)
+    )
+
+
+def _half(hkl: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return where a real map's half spectrum has indices, and whether it has them."""
+    _, ny, nz = shape
+    h, k, l = (hkl % shape).T
+    return (h * ny + k) * (nz // 2 + 1) + l, l <= nz // 2
+
+
+@functools.cache
+def _scipy_fft() -> Any:
+    return importlib.import_module("scipy.fft") if importlib.util.find_spec("scipy") else None
+
+
+def _transforms(like: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the real transform of several axes, and its inverse: SciPy's are the fastest."""
+    if is_tensor(like):
+        fft = namespace(like).fft
+        return fft.rfftn, fft.irfftn
+    fft = _scipy_fft()
+    if fft is None:
+        return np.fft.rfftn, np.fft.irfftn
+    shared = functools.partial(functools.partial, workers=get_num_threads())
+    return shared(fft.rfftn), shared(fft.irfftn)
+
+
+def _factors(op: str, hkl: np.ndarray, cell: np.ndarray, blur: Any, size: int) -> np.ndarray:
+    """Return the factors (M,) or () of a map's Fourier sums, which make structure factors."""
+    cell = _read_cell(op, cell)
+    volume = abs(np.linalg.det(cell))
+    if not volume > 0:
+        raise ValueError(f"{op}: cell is {cell.tolist()}; it should be finite, with a volume")
+    if not isinstance(blur, numbers.Real) or not math.isfinite(blur):
+        raise ValueError(f"{op}: blur is {blur!r}; it should be a finite number")
+    if not blur:
+        return np.array(volume / size)
+    s = hkl @ np.linalg.inv(cell)
+    return volume / size * np.exp(blur / 4 * np.einsum("mi,mi->m", s, s))
+
+
+@_linear
+def structure_factors(map: ArrayT, hkl: Any, cell: Any, *, blur: float = 0.0) -> ArrayT:
+    r"""Return structure factors of a map, by a fast Fourier transform.
+
+    .. math:: F(h) = \frac{V}{n} e^{B s^2 / 4} \sum_x \mathrm{map}(x)\, e^{2 \pi i\, h \cdot x}
+
+    Parameters
+    ----------
+    map : array or tensor (nx, ny, nz), float32 or float64
+        The density on the grid of a unit cell of volume V, electrons/Å³ for X-rays, at the
+        fractional coordinates x = (i/nx, j/ny, k/nz) of its n voxels.
+    hkl : array or tensor (M, 3), int32 or int64
+        Miller indices of any sign; repeated ones too.
+    cell : array (3, 3)
+        The matrix from fractional to Cartesian coordinates, Å, as in `fusedops.gaussian_density`;
+        of a gemmi.UnitCell, ``cell.orth.mat``.
+    blur : float
+        The B that was added to all atoms before the map was made, Å²; the factor of the sum takes
+        it out again, with s = 1/d.
+
+    Returns
+    -------
+    array or tensor (M,), complex64 or complex128
+        Electrons for X-rays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or value; or if an index is at or beyond the
+        Nyquist limit, half of the grid's size along its axis.
+
+    Notes
+    -----
+    The sign of the phase is that of crystallography and gemmi. The adjoint is one inverse transform
+    of the half spectrum: `structure_factors.vjp` returns the gradient by `map`, from a cotangent
+    ∂L/∂Re F + i ∂L/∂Im F, as in torch; tensors have derivatives of every order. hkl, cell and blur
+    have none. NumPy arrays are transformed by SciPy if it is installed, which is faster. Indices on
+    a GPU are copied to the host, which waits for the GPU.
+
+    References
+    ----------
+    Ten Eyck, Acta Cryst. A33 (1977) 486-492, who blurs sharp atoms to use coarser grids.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fusedops.crystal import structure_factors
+    >>> x = np.arange(8) / 8
+    >>> rho = np.tile(1 + np.cos(2 * np.pi * x)[:, None, None], (1, 6, 4))
+    >>> cell = np.diag([4.0, 3.0, 2.0])
+    >>> structure_factors(rho, [[0, 0, 0], [1, 0, 0], [0, 2, 0]], cell).real.round(6).tolist()
+    [24.0, 12.0, 0.0]
+    """
+    op = "structure_factors"
+    map = _checked_map(op, map)
+    hkl = _constant(op, "hkl", indices(op, "hkl", hkl)).astype(np.int64, copy=False)
+    of_shape(op, "hkl", hkl, ("M", 3))
+    shape = nx, ny, nz = tuple(map.shape)
+    beyond = (2 * abs(hkl) >= shape).any(axis=1)
+    if beyond.any():
+        first = int(beyond.argmax())
+        raise ValueError(
+            f"{op}: hkl[{first}] is {tuple(hkl[first].tolist())}; its sizes should be below half "
+            f"of the map's shape {shape}"
+        )
+    factors = _factors(op, hkl, _constant(op, "cell", cell), blur, nx * ny * nz)
+    plus, in_plus = _half(hkl, shape)
+    minus, in_minus = _half(-hkl, shape)
+    dtype = dtype_name(map.dtype)
+
+    def here(array: np.ndarray) -> Any:
+        return sys.modules["torch"].as_tensor(array, device=map.device) if is_tensor(map) else array
+
+    factors = here(factors.astype(dtype))
+
+    def transform(map: Any) -> Any:
+        forward, _ = _transforms(map)
+        found = forward(map).reshape(-1)[here(np.where(in_plus, plus, minus))]
+        found = factors * namespace(map).where(here(in_plus), found.conj(), found)
+        # NumPy 1 transforms in float64.
+        return found if is_tensor(map) else found.astype(np.result_type(dtype, np.complex64))
+
+    def adjoint(dF: Any) -> Any:
+        """Sum a wave for each index; the half spectrum holds it, its Friedel mate, or both."""
+        xp = namespace(dF)
+        held = np.flatnonzero(np.concatenate([in_plus, in_minus]))
+        at = here(np.concatenate([plus, minus])[held])
+        halves = 0.5 * factors * dF
+        halves = xp.concatenate([halves.conj(), halves])[here(held)]
+        spectrum = zeros(halves, (nx * ny * (nz // 2 + 1),))
+        if is_tensor(halves):
+            spectrum = spectrum.index_add(0, at, halves)
+        else:
+            np.add.at(spectrum, at, halves)
+        _, backward = _transforms(dF)
+        dmap = backward(spectrum.reshape(nx, ny, -1), shape, (0, 1, 2), norm="forward")
+        return dmap if is_tensor(dF) else dmap.astype(dtype, copy=False)
+
+    return _linear_in(map, transform, adjoint)
