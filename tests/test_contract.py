@@ -319,6 +319,36 @@ def test_derivatives_are_what_differences_say(example):
     assert torch.autograd.gradgradcheck(gradients, leaves_of(p), fast_mode=True)
 
 
+@needs_torch
+@every_example
+def test_batched_cotangents(example):
+    """`is_grads_batched` gives every row what a pass of its own gives, of both orders."""
+    p = example.problem()
+    function, leaves = function_of(p), leaves_of(p)
+    outs = tuple_of(function(*leaves))
+    rng = np.random.default_rng(0)
+
+    def compared(outs):
+        batch = [tensor(rng.normal(size=(3, *out.shape))) for out in outs]
+        options = {"retain_graph": True, "allow_unused": True}
+        got = torch.autograd.grad(outs, leaves, batch, is_grads_batched=True, **options)
+        for at, row in enumerate(zip(*batch, strict=True)):
+            want = torch.autograd.grad(outs, leaves, row, **options)
+            for one, other in zip(got, want, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(one[at], other)
+
+    compared(outs)
+    gradients = torch.autograd.grad(
+        outs, leaves, [torch.ones_like(out) for out in outs], create_graph=True
+    )
+    # A linear op's gradient depends on its cotangent alone.
+    again = [gradient for gradient in gradients if gradient.requires_grad]
+    if again:
+        compared(again)
+
+
 def derivatives(p, backend, order):
     """Return the gradient of a sum of squares, then of its part along a vector, and so on."""
     leaves, rng = leaves_of(p), np.random.default_rng(2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusedops._frame import registry
+from fusedops._frame.bridge.batched import is_batch, row_by_row
 from fusedops._frame.bridge.evaluation import as_written, described, evaluation
 from fusedops._frame.bridge.modes import transforms
 from fusedops._frame.check import reference
@@ -72,16 +73,19 @@ class _Step:
         return found
 
     def pull_back(
-        self, kind: Kind, needed: Sequence[bool], dy: Any, others: Any, saved: Any
+        self, kind: Kind | None, needed: Sequence[bool], dy: Any, others: Any, saved: Any
     ) -> Sequence[Any]:
         """Return cotangents of all arrays; keep the call that makes them, if it is one call."""
+        if any([is_batch(cotangent) for cotangent in dy]):
+            return row_by_row(lambda dy: self.pull_back(None, needed, dy, others, saved), dy)
         primitive = self.primitive
         a = primitive.Arguments._make((*self.spread(saved), *others))
         y = primitive.Outputs._make(self.outputs(saved))
         wanted = self.spread([need or None for need in needed])
 
         def keep(call: Call) -> None:
-            again = None if transforms() else _again(call, (*dy, *others, *saved))
+            unkept = kind is None or transforms()
+            again = None if unkept else _again(call, (*dy, *others, *saved))
             if again is not None:
                 self.calls.keep(kind, again)
 
