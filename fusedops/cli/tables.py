@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import textwrap
 from collections.abc import Sequence
 
 #: A row's cells and its rich style; None is a line between rows.
@@ -17,9 +18,11 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 
         return
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    cells = [list(headings), *(list(row[0]) for row in rows if row)]
     for at, heading in enumerate(headings):
         numbers = at >= len(headings) - right
         table.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers)
@@ -29,8 +32,57 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 
         else:
             table.add_row(*row[0], style=row[1])
     # A file or a pipe has no width.
-    width = None if sys.stdout.isatty() else 160
-    Console(highlight=False, markup=False, width=width).print(table)
+    console = Console(highlight=False, markup=False)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    if not sys.stdout.isatty():
+        console.width = needed
+    widths = _widths(cells, right, needed - console.width)
+    if widths is None:
+        _records(title, headings, rows, right, console.width)
+        return
+    # rich itself would cut words in a narrow column.
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    console.print(table)
+
+
+def _widths(cells: Sequence[Sequence[str]], right: int, excess: int) -> list[int] | None:
+    """Return the columns' widths after texts give up `excess`, or None if words would be cut."""
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    texts = columns[: len(columns) - right]
+    words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in texts]
+    for at in sorted(range(len(texts)), key=lambda at: words[at] - widths[at]):
+        less = max(0, min(excess, widths[at] - words[at]))
+        widths[at] -= less
+        excess -= less
+    return widths if excess <= 0 else None
+
+
+def _records(
+    title: str, headings: Sequence[str], rows: Sequence[Row], right: int, width: int
+) -> None:
+    """Print a row's texts in one line, and its numbers, with their headings, in the next."""
+    print(title)
+    at = len(headings) - right
+    for row in rows:
+        if row is None:
+            continue
+        cells = row[0]
+        texts = ", ".join(filter(None, cells[:at]))
+        named = zip(headings[at:], cells[at:], strict=True)
+        numbers = ", ".join(f"{heading} {cell}".strip() for heading, cell in named if cell)
+        for line, indent in ((texts, "  "), (numbers, "    ")):
+            print(
+                textwrap.fill(
+                    line,
+                    width,
+                    initial_indent=indent,
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
 
 
 def _plain(title: str, headings: Sequence[str], rows: Sequence[Row], right: int) -> None:
