@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["planarity", "no-such-file.pdb"])
     2
     """
-    parser = argparse.ArgumentParser(prog="fusedops", description=fusedops.__doc__)
+    parser = _Parser(prog="fusedops", description=fusedops.__doc__)
     parser.add_argument("--version", action="version", version=fusedops.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (demo, info, check, bench, planarity, density):
@@ -67,6 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage of all arguments."""
+
+    def error(self, message: str) -> Any:
+        message = " ".join(message.split())
+        self.exit(2, f"{self.prog}: {message} (for all arguments: {self.prog} --help)\n")
+
+
 class _Stdout:
     """The stdout of a command; error messages name it."""
 
@@ -78,6 +86,9 @@ class _Stdout:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
 
     def write(self, text: str) -> int:
         with self._named():
