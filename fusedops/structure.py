@@ -14,12 +14,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from types import ModuleType
 
 __all__ = ["PlanarGroups", "Structure", "StructureError", "planar_groups", "read_structure"]
@@ -197,13 +197,13 @@ class Structure:
             file.write(content)
 
 
-def read_structure(path: str | os.PathLike) -> Structure:
+def read_structure(path: str | os.PathLike | BinaryIO) -> Structure:
     """Read a PDB or mmCIF file, plain or gzipped, whatever its name.
 
     Parameters
     ----------
-    path : str or path-like
-        The file.
+    path : str, path-like or binary file
+        The file; or one that is open, such as ``sys.stdin.buffer``, which is read to its end.
 
     Returns
     -------
@@ -233,6 +233,7 @@ def read_structure(path: str | os.PathLike) -> Structure:
     """
     gemmi = _gemmi()
     source = _read_source(path)
+    path = _name(path)
     if re.match(rb"(?:\s|#[^\n]*\n)*data_", source, re.IGNORECASE):
         kind = "mmCIF"
     elif re.search(rb"^(?:HEADER|CRYST1|REMARK|MODEL |ATOM|HETATM)", source, re.MULTILINE):
@@ -271,7 +272,7 @@ def read_structure(path: str | os.PathLike) -> Structure:
             f"{path}: the coordinates of {labels[bad]} are {xyz[bad].tolist()}; they should be "
             f"within {FARTHEST:,.0f} Å"
         )
-    return Structure(os.fspath(path), xyz, labels, model, order, source, kind)
+    return Structure(path, xyz, labels, model, order, source, kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +283,7 @@ class PlanarGroups:
     ----------
     groups : list of (indices, sigmas)
         One entry per group size n, ascending: indices (P, n) int64 into `Structure.xyz` and
-        sigmas (P,) float64 in Å.
+        sigmas (P,) float64 in Å, or (P, n) if restraints give atoms of a plane different ones.
     labels : list of list of str
         Parallel to `groups`, one per plane: ``"A/PHE 45 ring"``, ``"A/LEU 8 - A/THR 9 peptide"``;
         ``" alt B"`` follows if the plane belongs to one alternative conformation.
@@ -310,8 +311,13 @@ class PlanarGroups:
         return sum(map(len, self.labels))
 
 
-def planar_groups(structure: Structure) -> PlanarGroups:
-    """Find the planar groups of proteins and nucleic acids by residue and atom names.
+def planar_groups(
+    structure: Structure,
+    *,
+    sigma: float = SIGMA,
+    restraints: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
+) -> PlanarGroups:
+    """Find the planar groups of proteins, nucleic acids and ligands by residue and atom names.
 
     - Peptide planes: CA, C and O of a residue, N and CA of the next in the chain, if C and N
       are bonded (closer than `PEPTIDE_BOND_LIMIT`), in modified residues too.
@@ -319,30 +325,39 @@ def planar_groups(structure: Structure) -> PlanarGroups:
     - Side chains of ARG, ASN, ASP, GLN, GLU, HIS, PHE, TRP and TYR, with the atom that they are
       attached to.
     - Bases of A, C, G, T, U, DA, DC, DG, DT and DU, with their substituents and C1'.
+    - The planes that `restraints` gives to a residue, in place of a side chain or base above. Atoms
+      that the model lacks are left out, as in REFMAC5, if four remain.
 
     Hydrogens belong to no plane. Each alternative conformation that occurs among the atoms of a
     plane gives a plane of its own. Atoms without one belong to all of these planes, also across
-    two residues at the same position. A plane that lacks an atom is left out.
+    two residues at the same position. Any other plane that lacks an atom is left out.
 
     Parameters
     ----------
     structure : Structure
         As `read_structure` returns it; distances are measured on its xyz.
+    sigma : float
+        The standard deviation of atoms from the planes that are known here, Å.
+    restraints : mapping, optional
+        As `fusedops.restraints.read_restraints` returns it: from residue names to planes, each from
+        atom names to sigmas in Å.
 
     Returns
     -------
     PlanarGroups
-        Indices (P, n) int64 and sigmas (P,) float64 in Å per group size, labels, and counts of
-        skipped residues.
+        Indices (P, n) int64 and sigmas (P,) or (P, n) float64 in Å per group size, labels, and
+        counts of skipped residues.
 
     Raises
     ------
+    ValueError
+        `sigma` isn't a positive number.
     ImportError
         gemmi isn't installed.
 
     Notes
     -----
-    Every sigma is 0.02 Å, the value that the CCP4 Monomer Library [1]_ gives to each atom of each
+    The default of sigma is the value that the CCP4 Monomer Library [1]_ gives to each atom of each
     plane, as in REFMAC5; bond lengths and angles of the same groups are in [2]_ and [3]_. The
     guanidinium of ARG includes CD, which newer versions of the library put into a plane with HE.
     The peptide plane of five atoms, which also keeps omega at 0 or 180 degrees, is the one of
@@ -369,45 +384,79 @@ def planar_groups(structure: Structure) -> PlanarGroups:
     (['A/TYR 59 ring'], 81, Counter())
     """
     gemmi = _gemmi()
+    if not 0 < sigma < math.inf:
+        raise ValueError(f"sigma: {sigma!r}; it should be a positive number, in Å")
+    restraints = restraints or {}
+    hydrogens = _hydrogens(structure) if restraints else set()
     xyz = structure.xyz
-    planes: dict[tuple[int, ...], str] = {}
+    # Two definitions may list the same atoms in another order.
+    planes: dict[frozenset[int], _Plane] = {}
     skipped: Counter[str] = Counter()
     waters = 0
     for chain in _positions(structure):
         for left, right in pairwise(chain):
             for before, after in product(left, right):
-                atoms = before.find("CA C O") + after.find("N CA")
+                atoms = before.find(["CA", "C", "O"]) + after.find(["N", "CA"])
                 for plane, alt in _conformers(atoms):
                     if math.dist(xyz[plane[1]], xyz[plane[3]]) < PEPTIDE_BOND_LIMIT:
                         before.linked = after.linked = True
-                        planes.setdefault(plane, f"{before.label} - {after.label} peptide{alt}")
+                        label = f"{before.label} - {after.label} peptide{alt}"
+                        planes.setdefault(frozenset(plane), _Plane(plane, label, [sigma] * 5))
         for residue in (residue for position in chain for residue in position):
             info = gemmi.find_tabulated_residue(residue.name)
-            known = []
+            known: list[tuple[str, Mapping[str, float]]] = []
             if info.is_amino_acid() or residue.linked:
-                known.append(("C-terminus", "CA C O OXT"))
-            if residue.name in _PLANES:
-                known.append(_PLANES[residue.name])
-            for what, names in known:
-                for plane, alt in _conformers(residue.find(names)):
-                    planes.setdefault(plane, f"{residue.label} {what}{alt}")
+                known.append(("C-terminus", dict.fromkeys(["CA", "C", "O", "OXT"], sigma)))
+            given = restraints.get(residue.name)
+            if given is None and residue.name in _PLANES:
+                what, names = _PLANES[residue.name]
+                known.append((what, dict.fromkeys(names.split(), sigma)))
+            for what, sigmas in known:
+                residue.add_planes(planes, what, sigmas)
+            fits = given == {}
+            for what, sigmas in (given or {}).items():
+                there = {
+                    name: width
+                    for name, width in sigmas.items()
+                    if name in residue.atoms and hydrogens.isdisjoint(residue.atoms[name].values())
+                }
+                if len(there) >= 4:
+                    fits |= residue.add_planes(planes, what, there)
             if info.is_water():
                 waters += 1
-            elif not known:
+            elif not known and not fits:
                 skipped[residue.name] += 1
 
-    by_size: dict[int, list[tuple[int, ...]]] = {}
-    for indices in sorted(planes, key=len):
-        by_size.setdefault(len(indices), []).append(indices)
+    by_size: dict[int, list[_Plane]] = {}
+    for each in sorted(planes.values(), key=lambda plane: len(plane.atoms)):
+        by_size.setdefault(len(each.atoms), []).append(each)
     return PlanarGroups(
         [
-            (np.array(group, dtype=np.int64), np.full(len(group), SIGMA))
+            (np.array([plane.atoms for plane in group], dtype=np.int64), _sigmas(group))
             for group in by_size.values()
         ],
-        [[planes[indices] for indices in group] for group in by_size.values()],
+        [[plane.label for plane in group] for group in by_size.values()],
         waters,
         skipped,
     )
+
+
+@dataclass(slots=True)
+class _Plane:
+    atoms: tuple[int, ...]
+    label: str
+    sigmas: list[float]
+
+
+def _sigmas(planes: list[_Plane]) -> np.ndarray:
+    sigmas = np.array([plane.sigmas for plane in planes])
+    return sigmas[:, 0].copy() if (sigmas == sigmas[:, :1]).all() else sigmas
+
+
+def _hydrogens(structure: Structure) -> set[int]:
+    atoms = (atom for chain in structure.gemmi[0] for residue in chain for atom in residue)
+    numbered = zip(structure._order.tolist(), atoms, strict=True)
+    return {number for number, atom in numbered if atom.element.is_hydrogen}
 
 
 @dataclass(slots=True)
@@ -417,8 +466,18 @@ class _Residue:
     atoms: dict[str, dict[str, int]]
     linked: bool = False
 
-    def find(self, names: str) -> list[dict[str, int]]:
-        return [self.atoms.get(name, {}) for name in names.split()]
+    def find(self, names: Iterable[str]) -> list[dict[str, int]]:
+        return [self.atoms.get(name, {}) for name in names]
+
+    def add_planes(
+        self, planes: dict[frozenset[int], _Plane], what: str, sigmas: Mapping[str, float]
+    ) -> bool:
+        """Add the conformers of a plane, and return whether there is one."""
+        found = list(_conformers(self.find(sigmas)))
+        for atoms, alt in found:
+            plane = _Plane(atoms, f"{self.label} {what}{alt}", list(sigmas.values()))
+            planes.setdefault(frozenset(atoms), plane)
+        return bool(found)
 
 
 def _positions(structure: Structure) -> Iterator[list[list[_Residue]]]:
@@ -492,18 +551,26 @@ def _file_order(gemmi_serials: list[int], file_serials: list[int]) -> np.ndarray
     return order
 
 
-def _read_source(path: str | os.PathLike) -> bytes:
+def _name(path: str | os.PathLike | BinaryIO) -> str:
+    name = path if isinstance(path, str | os.PathLike) else getattr(path, "name", "stream")
+    return str(name)
+
+
+def _read_source(path: str | os.PathLike | BinaryIO) -> bytes:
     try:
-        if Path(path).is_char_device():  # /dev/zero never ends
+        if not isinstance(path, str | os.PathLike):
+            source = path.read()
+        elif Path(path).is_char_device():  # /dev/zero never ends
             raise StructureError(f"{path}: is a device")
-        source = Path(path).read_bytes()
+        else:
+            source = Path(path).read_bytes()
         if source.startswith(b"\x1f\x8b"):
             source = gzip.decompress(source)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or f"broken gzip data: {error}"
-        raise StructureError(f"{path}: {reason}") from None
+        raise StructureError(f"{_name(path)}: {reason}") from None
     if not source.strip():
-        raise StructureError(f"{path}: the file is empty")
+        raise StructureError(f"{_name(path)}: the file is empty")
     return source.removeprefix(b"\xef\xbb\xbf")
 
 

@@ -35,6 +35,7 @@ PUBLIC = [
     "fusedops.density",
     "fusedops.maps",
     "fusedops.nn",
+    "fusedops.restraints",
     "fusedops.samples",
     "fusedops.structure",
     "fusedops.testing",

@@ -22,7 +22,8 @@ ROOMS = {
     "_info": "package",
     "__main__": "cli",
     **dict.fromkeys(
-        ("compat", "crystal", "maps", "nn", "samples", "structure", "testing"), "library"
+        ("compat", "crystal", "maps", "nn", "restraints", "samples", "structure", "testing"),
+        "library",
     ),
 }
 #: The rooms that each may import, besides itself.
