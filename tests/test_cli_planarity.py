@@ -4,9 +4,11 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +26,32 @@ LIGAND = (
     "HETATM    1  C1  GOL A   1       1.000   2.000   3.000  1.00  0.00           C\n"
     "HETATM    2  O   HOH A   2       4.000   2.000   3.000  1.00  0.00           O\n"
 )
+# The adenosine of the ribosome 6zu5 (CC0), with N6 lifted, and a hydrogen.
+AMP = (
+    "HETATM    1  C1' AMP A 500     295.358 219.470 246.822  1.00  0.00           C\n"
+    "HETATM    2  N9  AMP A 500     294.574 218.316 247.249  1.00  0.00           N\n"
+    "HETATM    3  C8  AMP A 500     293.300 218.322 247.659  1.00  0.00           C\n"
+    "HETATM    4  N7  AMP A 500     292.889 217.071 247.967  1.00  0.00           N\n"
+    "HETATM    5  C5  AMP A 500     293.918 216.244 247.735  1.00  0.00           C\n"
+    "HETATM    6  C6  AMP A 500     294.171 214.797 247.854  1.00  0.00           C\n"
+    "HETATM    7  N6  AMP A 500     293.091 213.902 247.917  1.00  0.00           N\n"
+    "HETATM    8  N1  AMP A 500     295.393 214.344 247.521  1.00  0.00           N\n"
+    "HETATM    9  C2  AMP A 500     296.358 215.166 247.086  1.00  0.00           C\n"
+    "HETATM   10  N3  AMP A 500     296.196 216.488 246.959  1.00  0.00           N\n"
+    "HETATM   11  C4  AMP A 500     295.022 217.071 247.261  1.00  0.00           C\n"
+    "HETATM   12  H2  AMP A 500     297.300 214.700 246.800  1.00  0.00           H\n"
+)
+ADENINE = ["N9", "C8", "N7", "C5", "C6", "N6", "N1", "C2", "N3", "C4", "H2", "H8"]
+AMP_CIF = (
+    "data_comp_AMP\nloop_\n_chem_comp_plane_atom.comp_id\n_chem_comp_plane_atom.plane_id\n"
+    "_chem_comp_plane_atom.atom_id\n_chem_comp_plane_atom.dist_esd\n"
+    + "".join(f"AMP plan-1 {atom} 0.02\n" for atom in ADENINE)
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_library(monkeypatch):
+    monkeypatch.delenv("CLIBD_MON", raising=False)
 
 
 @pytest.fixture
@@ -68,11 +96,184 @@ def test_table(run, bent):
     assert err == ""
     assert "The 3 worst planes" in out
     first = next(line for line in out.splitlines() if "A/" in line)
-    assert first.split()[:5] == ["A/PHE", "45", "ring", "7", first.split()[4]]
-    assert "PHE 45 CZ" in first
+    assert first.split()[:7] == ["A/PHE", "45", "ring", "PHE", "45", "CZ", "7"]
     assert sum("A/" in line for line in out.splitlines()) == 3
-    assert "103 planes of 428 atoms among 683; skipped 81 waters" in out
-    assert f"by {cli_backend()}" in out
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines()[-7:])
+    assert lines["planes"] == "103 of 428 atoms among 683"
+    assert lines["waters"] == "81"
+    assert f"by {cli_backend()}" in lines["NLL"]
+
+
+def test_summary(run, bent):
+    """The numbers of validation programs, over all atoms of all planes."""
+    structure = read_structure(bent)
+    groups = planar_groups(structure).groups
+    planes = [plane for indices, _ in groups for plane in indices]
+    z = [best_plane_z(structure.xyz[plane]) for plane in planes]
+    every = np.concatenate(z)
+    above = [plane[each > 4] for plane, each in zip(planes, z, strict=True)]
+    expected = {
+        "rmsd_angstrom": pytest.approx(0.02 * np.sqrt(np.mean(every**2))),
+        "rmsz": pytest.approx(np.sqrt(np.mean(every**2))),
+        "planes_above_4_sigma": sum(len(each) > 0 for each in above),
+        "atoms_above_4_sigma": len(np.unique(np.concatenate(above))),
+    }
+    assert json.loads(run(bent, "--json")[1])["summary"] == expected
+    assert expected["planes_above_4_sigma"] == 1
+    assert expected["atoms_above_4_sigma"] > 3
+    out = run(bent)[1]
+    rms = np.sqrt(np.mean(every**2))
+    assert f"rmsd from planes  {0.02 * rms:.4f} Å\n" in out
+    assert f"rmsZ              {rms:.2f}\n" in out
+    assert f"above 4σ          1 planes, {expected['atoms_above_4_sigma']} atoms\n" in out
+
+
+def test_sigma(run, bent):
+    """Ten times the sigma: a tenth of every Z, and the same distances."""
+    usual, wide = (json.loads(run(bent, "--json", *more)[1]) for more in ([], ["--sigma", 0.2]))
+    assert wide["summary"]["rmsz"] == pytest.approx(usual["summary"]["rmsz"] / 10)
+    assert wide["summary"]["rmsd_angstrom"] == usual["summary"]["rmsd_angstrom"]
+    for a, b in zip(usual["planes"], wide["planes"], strict=True):
+        assert b["z"] == pytest.approx(a["z"] / 10)
+    assert wide["nll"] != pytest.approx(usual["nll"], rel=0.01)
+
+
+def test_an_atom_in_two_planes_counts_once(run, ubiquitin, tmp_path):
+    xyz = ubiquitin.xyz.copy()
+    # CA of residue 8 is in the peptide planes before and after it.
+    xyz[ubiquitin.labels.index("A/LEU 8 CA")] += [0.9, 0.9, 0.9]
+    ubiquitin.write(tmp_path / "x.pdb", xyz)
+    report = json.loads(run(tmp_path / "x.pdb", "--json")[1])
+    found = planar_groups(read_structure(tmp_path / "x.pdb"))
+    bad = []
+    for indices, _ in found.groups:
+        for plane in indices:
+            bad += plane[best_plane_z(read_structure(tmp_path / "x.pdb").xyz[plane]) > 4].tolist()
+    assert report["summary"]["atoms_above_4_sigma"] == len(set(bad)) < len(bad)
+
+
+def stdin(content):
+    stream = io.BytesIO(content)
+    stream.name = "<stdin>"
+    return io.TextIOWrapper(stream)
+
+
+class TestStandardInput:
+    @pytest.mark.parametrize("name", ["x.pdb", "x.cif", "x.cif.gz"])
+    def test_the_format_is_recognized(self, run, ubiquitin, tmp_path, monkeypatch, name):
+        ubiquitin.write(tmp_path / name, ubiquitin.xyz)
+        expected = json.loads(run(tmp_path / name, "--json")[1])
+        monkeypatch.setattr(sys, "stdin", stdin((tmp_path / name).read_bytes()))
+        report = json.loads(run("-", "--json")[1])
+        assert report["planes"] == expected["planes"]
+        assert report["nll"] == expected["nll"]
+
+    def test_flatten(self, run, tmp_path, monkeypatch):
+        pytest.importorskip("scipy")
+        monkeypatch.setattr(sys, "stdin", stdin(Path(UBIQUITIN).read_bytes()))
+        assert run("-", "--flatten", tmp_path / "flat.pdb")[0] == 0
+        assert len(read_structure(tmp_path / "flat.pdb").xyz) == 683
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [(b"", "<stdin>: the file is empty"), (b"nothing", "<stdin>: neither PDB nor mmCIF")],
+    )
+    def test_refusals(self, run, monkeypatch, content, reason):
+        monkeypatch.setattr(sys, "stdin", stdin(content))
+        refused(run("-"), reason)
+
+    def test_a_closed_one(self, run, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", None)
+        refused(run("-"), "-: stdin is closed")
+
+
+class TestRestraints:
+    @pytest.fixture
+    def amp(self, tmp_path):
+        """Write AMP, with its adenine bent, and a water."""
+        path = tmp_path / "amp.pdb"
+        path.write_text(
+            AMP + "HETATM   90  O   HOH A 501     300.000 200.000 200.000  1.00  0.00\n"
+        )
+        return path
+
+    @pytest.fixture
+    def cif(self, tmp_path):
+        path = tmp_path / "AMP.cif"
+        path.write_text(AMP_CIF)
+        return path
+
+    def test_without_a_file_the_ligand_is_skipped(self, run, amp):
+        assert json.loads(run(amp, "--json")[1])["counts"]["skipped"] == {"AMP": 1}
+        assert "skipped           1 AMP: planes not known; --restraints or" in run(amp)[1]
+
+    def test_with_a_file(self, run, amp, cif):
+        report = json.loads(run(amp, "--restraints", cif, "--json")[1])
+        assert report["counts"]["skipped"] == {}
+        assert report["counts"]["planes"] == 1
+        (plane,) = report["planes"]
+        # The plane of ten atoms and a hydrogen has sigmas of 0.02 Å, the file says.
+        z = best_plane_z(read_structure(amp).xyz[[1, *range(2, 11)]])
+        assert (plane["plane"], plane["atoms"]) == ("A/AMP 500 plan-1", 10)
+        assert plane["z"] == pytest.approx(z.max())
+
+    def test_from_a_library(self, run, amp, cif, tmp_path, monkeypatch):
+        (tmp_path / "lib/a").mkdir(parents=True)
+        (tmp_path / "lib/a/AMP.cif").write_text(AMP_CIF)
+        expected = json.loads(run(amp, "--restraints", cif, "--json")[1])
+        named = json.loads(run(amp, "--monomers", tmp_path / "lib", "--json")[1])
+        monkeypatch.setenv("CLIBD_MON", str(tmp_path / "lib"))
+        from_environment = json.loads(run(amp, "--json")[1])
+        assert named["planes"] == from_environment["planes"] == expected["planes"]
+
+    def test_a_file_comes_before_the_library(self, run, amp, cif, tmp_path):
+        (tmp_path / "lib/a").mkdir(parents=True)
+        (tmp_path / "lib/a/AMP.cif").write_text(AMP_CIF.replace(" 0.02", " 0.2"))
+        args = ["--monomers", tmp_path / "lib", "--json"]
+        one, both = (json.loads(run(amp, *args, *f)[1]) for f in ([], ["--restraints", cif]))
+        assert both["planes"][0]["z"] == pytest.approx(10 * one["planes"][0]["z"])
+
+    def test_sigma_leaves_planes_of_a_file_alone(self, run, amp, cif):
+        args = ["--restraints", cif, "--json"]
+        one, two = (json.loads(run(amp, *args, *s)[1]) for s in ([], ["--sigma", 1]))
+        assert one["planes"] == two["planes"]
+
+    def test_standard_residues_keep_their_planes_beside_a_library(self, run, tmp_path):
+        """A library's files of standard residues aren't even opened."""
+        (tmp_path / "p").mkdir()
+        (tmp_path / "p/PHE.cif").write_text("nothing")
+        expected, found = (
+            json.loads(run(UBIQUITIN, "--json", *more)[1])["planes"]
+            for more in ([], ["--monomers", tmp_path])
+        )
+        assert found == expected
+
+    def test_flatten(self, run, amp, cif, tmp_path):
+        pytest.importorskip("scipy")
+        out = tmp_path / "flat.pdb"
+        report = json.loads(run(amp, "--restraints", cif, "--flatten", out, "--json")[1])
+        before, after = report["flatten"]["worst_z"]
+        assert after < 0.5 < 4 < before
+
+    def test_refusals(self, run, amp, tmp_path):
+        refused(run(amp, "--restraints", tmp_path / "no.cif"), "no.cif: No such file")
+        refused(run(amp, "--restraints", amp), f"{amp}: can't be read as restraints: line 1")
+        refused(run(amp, "--monomers", tmp_path / "no"), "no: there is no such folder; it should")
+
+    def test_a_bad_folder_in_the_environment(self, run, amp, monkeypatch):
+        monkeypatch.setenv("CLIBD_MON", "/no/such")
+        refused(run(amp), "/no/such: there is no such folder")
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_no_name_is_cut_on_a_narrow_terminal(run, bent, monkeypatch, columns):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run(bent)[1]
+    assert "…" not in out
+    for plane in json.loads(run(bent, "--json", "--top", 10)[1])["planes"]:
+        words = [*plane["plane"].split(), *plane["worst_atom"].partition("/")[2].split()]
+        assert set(words) <= set(re.split(r"[\s,]+", out))
 
 
 def cli_backend():
@@ -115,7 +316,7 @@ def test_csv_holds_the_same_planes(run, bent):
     planes = json.loads(out)["planes"]
     code, out, err = run(bent, "--csv")
     assert code == 0
-    assert "103 planes" in err
+    assert "103 of 428 atoms" in err
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [{k: str(v) for k, v in plane.items()} for plane in planes] == rows
 
@@ -141,7 +342,9 @@ def test_a_structure_without_planes(run, tmp_path):
     code, out, err = run(path)
     assert code == 0
     assert err == ""
-    assert "0 planes of 0 atoms among 2; skipped 1 waters, 1 GOL" in out
+    assert "planes            0 of 0 atoms among 2\n" in out
+    assert "rmsd" not in out
+    assert "skipped           1 GOL: planes not known" in out
     assert json.loads(run(path, "--json")[1])["planes"] == []
 
 
@@ -264,7 +467,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("package", "options", "extra"),
-        [("gemmi", [], "structure"), ("rich", [], "cli"), ("scipy", ["--flatten", "x.pdb"], "cli")],
+        [("gemmi", [], "structure"), ("scipy", ["--flatten", "x.pdb"], "cli")],
     )
     def test_a_missing_package(self, run, monkeypatch, package, options, extra):
         monkeypatch.setitem(sys.modules, package, None)
@@ -273,9 +476,11 @@ class TestRefusals:
             f'{package} is not installed: pip install "fusedops[{extra}]"',
         )
 
-    def test_json_needs_no_rich(self, run, monkeypatch):
+    def test_tables_need_no_rich(self, run, monkeypatch):
         monkeypatch.setitem(sys.modules, "rich", None)
-        assert run(UBIQUITIN, "--json")[0] == 0
+        code, out, err = run(UBIQUITIN, "--top", 2)
+        assert (code, err) == (0, "")
+        assert "A/ARG 74 guanidinium" in out
 
     @pytest.mark.parametrize(
         "options",
@@ -286,6 +491,11 @@ class TestRefusals:
             [UBIQUITIN, "--steps", "0"],
             [UBIQUITIN, "--tether", "-1"],
             [UBIQUITIN, "--tether", "nan"],
+            [UBIQUITIN, "--sigma", "0"],
+            [UBIQUITIN, "--sigma", "-0.02"],
+            [UBIQUITIN, "--sigma", "nan"],
+            [UBIQUITIN, "--sigma", "small"],
+            [UBIQUITIN, "--restraints"],
             [UBIQUITIN, "--fit", "best"],
             [UBIQUITIN, "--backend", "abacus"],
             [UBIQUITIN, "--json", "--csv"],
@@ -295,7 +505,9 @@ class TestRefusals:
         with pytest.raises(SystemExit) as end:
             cli.main(["planarity", *options])
         assert end.value.code == 2
-        assert "usage: fusedops planarity" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert err.startswith("fusedops planarity: ")
+        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("top", ["1", "999"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 
 from fusedops._frame.registry import BACKENDS, forced
+from fusedops.structure import Structure, read_structure
 
 
 class CommandError(Exception):
@@ -49,10 +50,21 @@ def number(
     return parse
 
 
-def check_other(option: str, path: str, source: str) -> None:
+def read_model(path: str) -> Structure:
+    """Read the structure in a file, or on stdin if its name is a dash."""
+    if path != "-":
+        return read_structure(path)
+    if sys.stdin is None:
+        raise CommandError("-: stdin is closed")
+    return read_structure(sys.stdin.buffer)
+
+
+def check_other(option: str, path: str, source: str, unless: str = "") -> None:
     """Raise CommandError if an output is the input file, even under another name."""
-    if os.path.exists(path) and os.path.samefile(path, source):
-        raise CommandError(f"{option} {path}: it is the input {source}; it should be another file")
+    if source != "-" and os.path.exists(path) and os.path.samefile(path, source):
+        raise CommandError(
+            f"{option} {path}: it is the input {source}; it should be another file{unless}"
+        )
 
 
 def forced_backend(backend: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -13,20 +14,59 @@ import numpy as np
 
 import fusedops
 from fusedops._frame.registry import BACKENDS
-from fusedops.cli.common import check_other, forced_backend, needs, number, progress, timed
+from fusedops.cli import tables
+from fusedops.cli.common import (
+    check_other,
+    forced_backend,
+    needs,
+    number,
+    progress,
+    read_model,
+    timed,
+)
 from fusedops.planarity import FITS
-from fusedops.structure import PlanarGroups, Structure, planar_groups, read_structure
+from fusedops.restraints import Restraints, read_monomers, read_restraints
+from fusedops.structure import SIGMA, PlanarGroups, Structure, planar_groups
+
+#: The Z above which validation programs list a plane or an atom.
+_LIMIT = 4
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "planarity",
         help="score the planar groups of a structure, and flatten them",
-        description="Score the peptide planes, planar side chains and bases of a PDB or mmCIF "
-        "file. Z is the largest distance of an atom from its plane over its sigma of 0.02 Å.",
+        description="Score the peptide planes, planar side chains, bases and ligands of a PDB or "
+        "mmCIF file. The Z of an atom in a plane is its distance from the plane over its sigma; "
+        "the Z of a plane is its largest. rmsd and rmsZ are over all atoms of all planes. A plane "
+        "is above 4σ if one of its atoms is; an atom counts once, even if it is in two planes.",
     )
     parser.set_defaults(run=_command)
-    parser.add_argument("file", metavar="FILE", help="PDB or mmCIF, also gzipped")
+    parser.add_argument(
+        "file", metavar="FILE", help="PDB or mmCIF, also gzipped; - reads standard input"
+    )
+    parser.add_argument(
+        "--sigma",
+        type=number(float, 1e-4, 100, "Å"),
+        default=SIGMA,
+        metavar="Å",
+        help="sigma of the planes of proteins and nucleic acids (default: %(default)s); planes "
+        "from a CIF have the sigmas there",
+    )
+    parser.add_argument(
+        "--restraints",
+        action="append",
+        default=[],
+        metavar="CIF",
+        help="take the planes of ligands, or of other residues, from this file; may be repeated, "
+        "and the last file that has a residue counts",
+    )
+    parser.add_argument(
+        "--monomers",
+        metavar="DIR",
+        help="take the planes of other ligands and modified residues from this monomer library "
+        "(default: CLIBD_MON of the environment)",
+    )
     parser.add_argument(
         "--top",
         type=number(int, 1),
@@ -51,6 +91,9 @@ def add(commands: Any) -> None:
         "restraint and a harmonic tether to the old positions; hydrogens don't move",
     )
     parser.add_argument(
+        "--overwrite", action="store_true", help="let --flatten write over FILE itself"
+    )
+    parser.add_argument(
         "--steps",
         type=number(int, 1),
         default=20,
@@ -70,25 +113,25 @@ def add(commands: Any) -> None:
 def _command(args: argparse.Namespace) -> int:
     needs("gemmi", "structure")
     machine = args.json or args.csv
-    if not machine:
-        needs("rich", "cli")
     if args.flatten:
         needs("scipy", "cli")
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):
-        structure = read_structure(args.file)
+        structure = read_model(args.file)
     if args.flatten:
         structure.check_writable(args.flatten)
-        check_other("--flatten", args.flatten, args.file)
+        if not args.overwrite:
+            check_other("--flatten", args.flatten, args.file, ", or add --overwrite")
     with timed(seconds, "find_planes"):
-        found = planar_groups(structure)
+        restraints = _restraints(args, structure)
+        found = planar_groups(structure, sigma=args.sigma, restraints=restraints)
     restraint = _Restraint(found, args.fit, args.backend)
     nll, _ = restraint(structure.xyz)
     # The first call also loads the backend.
     with timed(seconds, "value_and_gradient"):
         restraint(structure.xyz)
 
-    planes = _scores(structure, found, structure.xyz, args.fit)
+    scores = _Scores(structure, found, structure.xyz, args.fit)
     in_planes = np.zeros(len(structure.xyz), dtype=bool)
     for indices, _ in found.groups:
         in_planes[indices] = True
@@ -101,15 +144,16 @@ def _command(args: argparse.Namespace) -> int:
             "waters": found.waters,
             "skipped": dict(found.skipped.most_common()),
         },
+        "summary": scores.summary(),
         "nll": nll,
         "fit": args.fit,
         "backend": restraint.backend(structure.xyz),
         "seconds": seconds,
     }
     if args.flatten:
-        report["flatten"] = _flatten(args, structure, found, restraint, planes)
+        report["flatten"] = _flatten(args, structure, found, restraint, scores)
 
-    shown = planes[: args.top or (None if machine else 10)]
+    shown = scores.planes[: args.top or (None if machine else 10)]
     if args.json:
         report["planes"] = [asdict(plane) for plane in shown]
         print(json.dumps(report, indent=1, allow_nan=False))
@@ -122,6 +166,15 @@ def _command(args: argparse.Namespace) -> int:
         _print_table(shown)
     _print_report(report, file=sys.stderr if args.csv else sys.stdout)
     return 0
+
+
+def _restraints(args: argparse.Namespace, structure: Structure) -> Restraints:
+    restraints: Restraints = {}
+    if folder := args.monomers or os.environ.get("CLIBD_MON"):
+        restraints |= read_monomers(folder, structure)
+    for path in args.restraints:
+        restraints |= read_restraints(path)
+    return restraints
 
 
 @dataclass(frozen=True)
@@ -149,27 +202,45 @@ class _Restraint:
         return fusedops.planarity_nll.explain(xyz, self.planes, **self.options).backend
 
 
-def _scores(structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: str) -> list[_Plane]:
-    """Return the planes, the worst one first."""
-    planes = []
-    deviations = fusedops.plane_deviations(xyz, found.groups, fit=fit)
-    for (indices, sigmas), labels, d in zip(found.groups, found.labels, deviations, strict=True):
-        rms = np.sqrt((d**2).mean(axis=1))
-        worst = abs(d).argmax(axis=1)
-        atom = np.take_along_axis(indices, worst[:, None], axis=1)[:, 0]
-        largest = np.take_along_axis(d, worst[:, None], axis=1)[:, 0]
-        planes += [
-            _Plane(label, indices.shape[1], z, r, structure.labels[i], x)
-            for label, z, r, i, x in zip(
-                labels,
-                (abs(largest) / sigmas).tolist(),
-                rms.tolist(),
-                atom.tolist(),
-                largest.tolist(),
-                strict=True,
+class _Scores:
+    """The distances of atoms from their planes; `planes` has the worst one first."""
+
+    def __init__(
+        self, structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: str
+    ) -> None:
+        self.planes: list[_Plane] = []
+        self._d: list[np.ndarray] = []
+        self._z: list[np.ndarray] = []
+        self._bad: set[int] = set()
+        deviations = fusedops.plane_deviations(xyz, found.groups, fit=fit)
+        for (indices, sigmas), labels, d in zip(
+            found.groups, found.labels, deviations, strict=True
+        ):
+            z = abs(d) / sigmas.reshape(len(d), -1)
+            self._d.append(d.ravel())
+            self._z.append(z.ravel())
+            self._bad.update(indices[z > _LIMIT].tolist())
+            rms = np.sqrt((d**2).mean(axis=1))
+            worst = z.argmax(axis=1)[:, None]
+            largest, atoms, off = (
+                np.take_along_axis(each, worst, axis=1)[:, 0].tolist() for each in (z, indices, d)
             )
-        ]
-    return sorted(planes, key=lambda plane: plane.z, reverse=True)
+            columns = zip(labels, largest, rms.tolist(), atoms, off, strict=True)
+            self.planes += [
+                _Plane(label, indices.shape[1], most, r, structure.labels[atom], x)
+                for label, most, r, atom, x in columns
+            ]
+        self.planes.sort(key=lambda plane: plane.z, reverse=True)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers for the report; without planes there are no means."""
+        d, z = (np.concatenate([[], *each]) for each in (self._d, self._z))
+        return {
+            "rmsd_angstrom": float(np.sqrt((d**2).mean())) if len(d) else None,
+            "rmsz": float(np.sqrt((z**2).mean())) if len(z) else None,
+            "planes_above_4_sigma": sum(plane.z > _LIMIT for plane in self.planes),
+            "atoms_above_4_sigma": len(self._bad),
+        }
 
 
 def _flatten(
@@ -177,7 +248,7 @@ def _flatten(
     structure: Structure,
     found: PlanarGroups,
     restraint: _Restraint,
-    planes: list[_Plane],
+    before: _Scores,
 ) -> dict[str, Any]:
     from scipy.optimize import minimize
 
@@ -202,63 +273,68 @@ def _flatten(
         )
     xyz = result.x.reshape(-1, 3)
     structure.write(args.flatten, xyz)
-    after = _scores(structure, found, xyz, args.fit)
+    after = _Scores(structure, found, xyz, args.fit)
     shift = np.linalg.norm(xyz - start, axis=1)
     return {
         "file": args.flatten,
         "steps": int(result.nit),
         "nll": [restraint(start)[0], restraint(xyz)[0]],
-        "worst_z": [p[0].z if p else 0.0 for p in (planes, after)],
+        "worst_z": [s.planes[0].z if s.planes else 0.0 for s in (before, after)],
         "largest_shift_angstrom": float(shift.max()),
         "seconds": seconds["minimise"],
     }
 
 
 def _print_table(planes: list[_Plane]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"The {len(planes)} worst planes", box=box.SIMPLE_HEAD, collapse_padding=True
-    )
-    table.add_column("plane")
-    for heading in ("atoms", "Z", "rms Å"):
-        table.add_column(heading, justify="right")
-    table.add_column("worst atom")
-    table.add_column("off by Å", justify="right")
-    for p in planes:
-        table.add_row(
-            p.plane,
-            str(p.atoms),
-            f"{p.z:.2f}",
-            f"{p.rms_angstrom:.4f}",
-            p.worst_atom.partition("/")[2],
-            f"{abs(p.deviation_angstrom):.4f}",
+    rows: list[tables.Row] = [
+        (
+            (
+                p.plane,
+                p.worst_atom.partition("/")[2],
+                str(p.atoms),
+                f"{p.z:.2f}",
+                f"{p.rms_angstrom:.4f}",
+                f"{abs(p.deviation_angstrom):.4f}",
+            ),
+            None,
         )
-    Console(markup=False, highlight=False).print(table)
+        for p in planes
+    ]
+    headings = ("plane", "worst atom", "atoms", "Z", "rms Å", "off by Å")
+    tables.show(f"The {len(planes)} worst planes", headings, rows, right=4)
 
 
 def _print_report(report: dict[str, Any], file: Any) -> None:
-    counts = report["counts"]
+    counts, summary = report["counts"], report["summary"]
     skipped = [f"{count} {name}" for name, count in counts["skipped"].items()]
-    if len(skipped) > 5:
-        skipped[5:] = [f"{len(skipped) - 5} more residue types"]
-    skipped.insert(0, f"{counts['waters']} waters")
-    lines = [
-        f"{counts['planes']} planes of {counts['atoms_in_planes']} atoms among {counts['atoms']}; "
-        f"skipped {', '.join(skipped)}",
-        f"NLL {report['nll']:.2f}, {report['fit']} fit, by {report['backend']}",
-        ", ".join(
-            f"{name.replace('_', ' ')} {1000 * value:.3g} ms"
-            for name, value in report["seconds"].items()
-        ),
-    ]
+    if len(skipped) > 20:
+        skipped[20:] = [f"{len(skipped) - 20} more residue types (all with --json)"]
+    lines = {
+        "planes": f"{counts['planes']} of {counts['atoms_in_planes']} atoms among {counts['atoms']}"
+    }
+    if counts["planes"]:
+        lines |= {
+            "rmsd from planes": f"{summary['rmsd_angstrom']:.4f} Å",
+            "rmsZ": f"{summary['rmsz']:.2f}",
+            f"above {_LIMIT}σ": f"{summary['planes_above_4_sigma']} planes, "
+            f"{summary['atoms_above_4_sigma']} atoms",
+        }
+    lines["waters"] = str(counts["waters"])
+    if skipped:
+        lines["skipped"] = (
+            f"{', '.join(skipped)}: planes not known; --restraints or --monomers may have them"
+        )
+    lines["NLL"] = f"{report['nll']:.2f}, {report['fit']} fit, by {report['backend']}"
+    lines["time"] = ", ".join(
+        f"{name.replace('_', ' ')} {1000 * value:.3g} ms"
+        for name, value in report["seconds"].items()
+    )
     if flat := report.get("flatten"):
         (nll, nll_after), (z, z_after) = flat["nll"], flat["worst_z"]
-        lines.append(
+        lines["flattened"] = (
             f"{flat['steps']} steps in {flat['seconds']:.3g} s: NLL {nll:.2f} -> {nll_after:.2f}, "
             f"worst Z {z:.2f} -> {z_after:.2f}, largest shift "
             f"{flat['largest_shift_angstrom']:.3f} Å; wrote {flat['file']}"
         )
-    print(*lines, sep="\n", file=file)
+    for name, text in lines.items():
+        print(f"{name:18}{text}", file=file)
