@@ -330,6 +330,8 @@ class MapGrid:
         Voxels along each edge of the cell.
     start : tuple of int
         The first voxel, counted from the origin of the coordinates.
+    shift : tuple of float
+        The position that voxels are counted from, Å: ORIGIN in the header of an MRC file.
 
     Examples
     --------
@@ -342,6 +344,7 @@ class MapGrid:
     spacegroup: Any
     shape: tuple[int, int, int]
     start: tuple[int, int, int] = (0, 0, 0)
+    shift: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def matrix(self) -> np.ndarray:
@@ -351,7 +354,8 @@ class MapGrid:
     @property
     def origin(self) -> np.ndarray:
         """The position of the first voxel, (3,), Å."""
-        return self.cell.orth.vec.tolist() + self.matrix @ np.divide(self.start, self.shape)
+        first = self.matrix @ np.divide(self.start, self.shape)
+        return self.cell.orth.vec.tolist() + first + self.shift
 
     @property
     def memory(self) -> int:

@@ -33,6 +33,7 @@ PUBLIC = [
     "fusedops",
     "fusedops.crystal",
     "fusedops.density",
+    "fusedops.mapfiles",
     "fusedops.maps",
     "fusedops.nn",
     "fusedops.restraints",

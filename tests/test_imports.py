@@ -21,10 +21,8 @@ ROOMS = {
     "": "package",
     "_info": "package",
     "__main__": "cli",
-    **dict.fromkeys(
-        ("compat", "crystal", "maps", "nn", "restraints", "samples", "structure", "testing"),
-        "library",
-    ),
+    **dict.fromkeys(("compat", "crystal", "mapfiles", "maps", "nn", "restraints"), "library"),
+    **dict.fromkeys(("samples", "structure", "testing"), "library"),
 }
 #: The rooms that each may import, besides itself.
 BELOW = {
