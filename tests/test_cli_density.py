@@ -1,8 +1,10 @@
 """The ``fusedops density`` command and the maps behind it, run in this process."""
 
 import gzip
+import io
 import json
 import math
+import struct
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import cli, maps
+from fusedops import cli, mapfiles, maps
 from fusedops._frame import limits, registry
 from fusedops.structure import StructureError, read_structure
 
@@ -319,7 +321,9 @@ class TestTheCommand:
         assert gzip.decompress((tmp_path / "x.cif.gz").read_bytes()).startswith(b"data_")
         for name, out in (("x.pdb", "a.map"), ("x.cif.gz", "b.map")):
             assert run(tmp_path / name, "--out", tmp_path / out)[0] == 0
-        assert (tmp_path / "a.map").read_bytes() == (tmp_path / "b.map").read_bytes()
+        a, b = ((tmp_path / name).read_bytes() for name in ("a.map", "b.map"))
+        # The second label has the model's name.
+        assert a[:304] + a[384:] == b[:304] + b[384:]
 
     @pytest.mark.parametrize("group", ["P 1 21 1", None])
     def test_picture(self, run, load, tmp_path, group):
@@ -333,6 +337,428 @@ class TestTheCommand:
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert picture.stat().st_size > 20_000
         assert f"and {picture}" in out
+
+
+def with_header(source, target, words):
+    """Copy a map with other words in its header: ints, or floats."""
+    content = bytearray(Path(source).read_bytes())
+    for word, value in words.items():
+        content[4 * word - 4 : 4 * word] = struct.pack(
+            "<i" if isinstance(value, int) else "<f", value
+        )
+    Path(target).write_bytes(content)
+
+
+class TestLike:
+    """Maps on the grid of another map."""
+
+    @pytest.fixture
+    def target(self, run, load, tmp_path):
+        """Return a function that writes a map, x.map, and the model of it, x.pdb."""
+
+        def write(group="P 1 21 1", *options):
+            load(pdb(group, 101.0 if group else 90.0))
+            code, _, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", *options)
+            assert (code, err) == (0, "")
+            return read_map(tmp_path / "x.map")
+
+        return write
+
+    def like(self, run, tmp_path, *options, target="x.map"):
+        code, out, err = run(
+            tmp_path / "x.pdb", "--out", tmp_path / "y.map", "--like", tmp_path / target, "--json",
+            *options,
+        )  # fmt: skip
+        assert (code, err) == (0, "")
+        return json.loads(out), *read_map(tmp_path / "y.map")
+
+    @pytest.mark.parametrize("group", ["P 1 21 1", "C 2 2 21", None])
+    def test_the_map_itself(self, run, target, tmp_path, group):
+        if group == "C 2 2 21":
+            target = lambda group: None  # noqa: E731
+            (tmp_path / "x.pdb").write_text(pdb(group))
+            run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
+        target(group)
+        expected, rho = read_map(tmp_path / "x.map")
+        report, found, again = self.like(run, tmp_path)
+        np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
+        assert report["correlation"] == pytest.approx(1)
+        assert found.grid.unit_cell == expected.grid.unit_cell
+        assert found.grid.spacegroup == expected.grid.spacegroup
+        assert start_of(found) == start_of(expected) == report["start"]
+        assert (group is None) == any(start_of(found))
+        assert bytes(found.ccp4_header[:76]) == bytes(expected.ccp4_header[:76])
+
+    def test_the_correlation(self, run, target, tmp_path):
+        ccp4, rho = target()
+        noise = np.random.default_rng(0).standard_normal(rho.shape)
+        ccp4.grid.array[:] = 3 * rho + 0.3 * noise - 1
+        ccp4.write_ccp4_map(str(tmp_path / "x.map"))
+        report, _, again = self.like(run, tmp_path)
+        expected = np.corrcoef(again.ravel(), ccp4.grid.array.ravel())[0, 1]
+        assert 0.1 < expected < 0.95
+        assert report["correlation"] == pytest.approx(expected, abs=1e-6)
+        out = run(tmp_path / "x.pdb", "--out", tmp_path / "y.map", "--like", tmp_path / "x.map")[1]
+        assert f"correlation with {tmp_path / 'x.map'}: {expected:.4f}\n" in out
+
+    def test_a_constant_map_has_no_correlation(self, run, target, tmp_path):
+        ccp4, _ = target()
+        ccp4.grid.array[:] = 1
+        ccp4.write_ccp4_map(str(tmp_path / "x.map"))
+        assert self.like(run, tmp_path)[0]["correlation"] is None
+
+    def test_voxels_without_a_number_do_not_count(self, run, target, tmp_path):
+        ccp4, rho = target()
+        ccp4.grid.array[:] = np.where(np.arange(rho.shape[2]) < 7, rho + rho**2, np.nan)
+        ccp4.write_ccp4_map(str(tmp_path / "x.map"))
+        expected = np.corrcoef(rho[:, :, :7].ravel(), ccp4.grid.array[:, :, :7].ravel())[0, 1]
+        assert self.like(run, tmp_path)[0]["correlation"] == pytest.approx(expected, abs=1e-5)
+
+    @pytest.mark.parametrize("group", ["P 1", "P 1 21 1"])
+    def test_a_part_of_the_cell(self, run, target, tmp_path, group):
+        ccp4, rho = target(group)
+        low, high = gemmi.Fractional(-0.2, 0.5, 0.1), gemmi.Fractional(0.3, 1.4, 0.6)
+        box = gemmi.FractionalBox()
+        box.minimum, box.maximum = low, high
+        ccp4.set_extent(box)
+        ccp4.write_ccp4_map(str(tmp_path / "part.map"))
+        report, found, part = self.like(run, tmp_path, target="part.map")
+        assert start_of(found) == start_of(ccp4) == report["start"]
+        assert found.header_i32(8) == rho.shape[0] > part.shape[0] == report["shape"][0]
+        np.testing.assert_allclose(part, ccp4.grid.array, atol=1e-5 * rho.max())
+        assert report["correlation"] == pytest.approx(1)
+        # gemmi puts the part where it was.
+        found.setup(math.nan, gemmi.MapSetup.NoSymmetry)
+        there = np.isfinite(found.grid.array)
+        assert there.sum() == part.size
+        np.testing.assert_allclose(found.grid.array[there], rho[there], atol=1e-5 * rho.max())
+
+    def test_axes_in_another_order(self, run, target, tmp_path):
+        _, rho = target("P 1")
+        nx, ny, nz = rho.shape
+        # The file's columns are z, its rows x, its sections y.
+        words = {1: nz, 2: nx, 3: ny, 17: 3, 18: 1, 19: 2}
+        with_header(tmp_path / "x.map", tmp_path / "turned.map", words)
+        content = bytearray((tmp_path / "turned.map").read_bytes())
+        data = np.ascontiguousarray(rho.transpose(1, 0, 2)).tobytes()
+        content[-len(data) :] = data
+        (tmp_path / "turned.map").write_bytes(content)
+        report, _, again = self.like(run, tmp_path, target="turned.map")
+        assert report["correlation"] == pytest.approx(1)
+        np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
+
+    def test_the_origin_of_an_mrc_file(self, run, target, tmp_path):
+        _, rho = target(None)
+        words = {5: 0, 6: 0, 7: 0, 50: -2.75, 51: -3.0, 52: 1.125}
+        with_header(tmp_path / "x.map", tmp_path / "em.map", words)
+        _, found, again = self.like(run, tmp_path, target="em.map")
+        assert [found.header_float(word) for word in (50, 51, 52)] == [-2.75, -3.0, 1.125]
+        moved = read_structure(tmp_path / "x.pdb")
+        moved.write(tmp_path / "x.pdb", moved.xyz - [-2.75, -3.0, 1.125])
+        with_header(tmp_path / "x.map", tmp_path / "zero.map", {5: 0, 6: 0, 7: 0})
+        _, _, expected = self.like(run, tmp_path, target="zero.map")
+        np.testing.assert_allclose(again, expected, atol=0.01 * rho.max())
+
+    def test_a_map_of_the_cell_without_symmetry_holds_all_copies(self, run, target, tmp_path):
+        _, rho = target()
+        with_header(tmp_path / "x.map", tmp_path / "p1.map", {23: 1})
+        report, _, again = self.like(run, tmp_path, target="p1.map")
+        assert report["spacegroup"] == "P 1 21 1"
+        np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
+
+    @pytest.mark.parametrize(
+        ("words", "reason"),
+        [
+            ({11: 0.0}, "its header has the cell 0, 14, 10"),
+            ({8: 0}, "it should have a cell"),
+            ({23: 4, 9: 27}, "27, 20 voxels don't go with its space group P 1 21 1"),
+            ({25: 1}, "its header has a skew transformation"),
+            ({11: 13.0}, "its unit cell, 13, 14, 10, 90, 101, 90, isn't that of"),
+            ({5: 2, 50: 7.0}, "by NSTART and at 7, 0, 0 Å by ORIGIN; they should agree"),
+            ({53: 0}, "Not a CCP4 map"),
+        ],
+    )
+    def test_headers_that_are_refused(self, run, target, tmp_path, words, reason):
+        target()
+        with_header(tmp_path / "x.map", tmp_path / "bad.map", words)
+        out = tmp_path / "y.map"
+        result = run(tmp_path / "x.pdb", "--out", out, "--like", tmp_path / "bad.map")
+        refused(result, reason)
+        assert "bad.map" in result[2]
+        assert not out.exists()
+
+    def test_refusals(self, run, target, tmp_path):
+        target()
+        model, like = tmp_path / "x.pdb", ["--like", tmp_path / "x.map"]
+        refused(run(model, "--out", tmp_path / "x.map", *like), "it is the input")
+        refused(
+            run(model, "--out", tmp_path / "y.map", *like, "--margin", 9), "an extent of its own"
+        )
+        (tmp_path / "old.map").write_text("old")
+        refused(run(model, "--out", tmp_path / "old.map", "--like", "none.map"), "No such file")
+        refused(run(model, "--out", tmp_path / "y.map", "--like", tmp_path), "is a folder")
+        refused(
+            run(model, "--out", tmp_path / "y.map", "--like", model), "Failed to read map header"
+        )
+        refused(
+            run(model, "--out", tmp_path / "y.map", *like, "--radius", 1),
+            "x.map: spacing 0.",
+        )
+
+
+class TestResolution:
+    @pytest.mark.parametrize(("resolution", "spacing"), [(1.5, 0.5), (2.4, 0.8), (9, 2.0)])
+    def test_spacing_and_blur_follow(self, run, tmp_path, resolution, spacing):
+        out = tmp_path / "x.map"
+        report = json.loads(run(UBIQUITIN, "--out", out, "--resolution", resolution, "--json")[1])
+        assert report["spacing_angstrom"] == pytest.approx(spacing)
+        assert report["blur_angstrom2"] == pytest.approx(8 * np.pi**2 * spacing**2 / 1.1)
+        ccp4, _ = read_map(out)
+        assert max(ccp4.grid.spacing) <= spacing
+
+    def test_a_spacing_comes_first(self, run, tmp_path):
+        args = ["--resolution", 2, "--spacing", 0.4, "--json"]
+        report = json.loads(run(UBIQUITIN, "--out", tmp_path / "x.map", *args)[1])
+        assert report["spacing_angstrom"] == 0.4
+
+
+def labels_of(ccp4):
+    return [ccp4.header_str(57 + 20 * k).rstrip() for k in range(ccp4.header_i32(56))]
+
+
+class TestLabels:
+    @pytest.mark.parametrize("electron", [False, True])
+    def test_where_the_map_is_from(self, run, load, tmp_path, electron):
+        load(pdb(), "x.pdb")
+        options = ["--electron"] if electron else []
+        run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--spacing", 0.4, *options)
+        ccp4, _ = read_map(tmp_path / "x.map")
+        assert labels_of(ccp4) == [
+            f"fusedops {fusedops.__version__} density",
+            "model x.pdb",
+            f"4 atoms, {'electrons, unit 1/A^2' if electron else 'X-rays, unit e/A^3'}",
+            f"spacing 0.4 A, blur 0 A^2, radius {4.75 if electron else 4.5} A at most",
+        ]
+
+    def test_names_that_do_not_fit(self, run, load, tmp_path):
+        name = "Ä" + "x" * 200 + ".pdb"
+        load(pdb(), name)
+        assert run(tmp_path / name, "--out", tmp_path / "x.map")[0] == 0
+        ccp4, _ = read_map(tmp_path / "x.map")
+        assert labels_of(ccp4)[1] == "model ?" + "x" * 73
+        assert ccp4.header_str(77, 80).isascii()
+
+    def test_too_many(self):
+        with pytest.raises(ValueError, match="lines: 11; there should be at most 10"):
+            mapfiles.set_labels(None, ["x"] * 11)
+
+
+class TestMtz:
+    def read(self, path):
+        mtz = gemmi.read_mtz_file(str(path))
+        assert mtz.column_labels() == ["H", "K", "L", "FC", "PHIC"]
+        assert [column.type for column in mtz.columns] == list("HHHFP")
+        hkl, (amplitude, phase) = mtz.make_miller_array(), mtz.array[:, 3:].T
+        return mtz, hkl, amplitude * np.exp(1j * np.radians(phase.astype(np.float64)))
+
+    def test_ubiquitin_at_2_angstrom(self, run, tmp_path):
+        out, path = tmp_path / "x.map", tmp_path / "x.mtz"
+        args = ["--resolution", 2, "--mtz", path, "--json"]
+        report = json.loads(run(UBIQUITIN, "--out", out, *args)[1])
+        mtz, hkl, found = self.read(path)
+        cell, group = mtz.cell, mtz.spacegroup
+        assert group.xhm() == "P 21 21 21"
+        every = gemmi.make_miller_array(cell, group, 2.0)
+        assert {tuple(h) for h in hkl.tolist()} == {tuple(h) for h in every.tolist()}
+        assert len(hkl) == report["reflections"] == mtz.nreflections
+        expected = direct(read_structure(UBIQUITIN), hkl)
+        # Measured: 0.006 %, of the cutoff; with the blur left in it would be half of everything.
+        assert r_factor(found, expected) < 1e-4
+        assert abs(found - expected).sum() / abs(expected).sum() < 2e-4
+        assert mtz.history[:2] == [f"fusedops {fusedops.__version__} density", "model 1ubi.pdb"]
+        assert mtz.resolution_high() == pytest.approx(2.0, abs=0.01)
+
+    def test_to_the_limit_of_the_grid(self, run, tmp_path):
+        out, path = tmp_path / "x.map", tmp_path / "x.mtz"
+        report = json.loads(
+            run(UBIQUITIN, "--out", out, "--spacing", 1, "--mtz", path, "--json")[1]
+        )
+        ccp4, _ = read_map(out)
+        limit = 2 * max(ccp4.grid.spacing)
+        assert report["resolution_angstrom"] == pytest.approx(limit)
+        _, hkl, found = self.read(path)
+        assert len(hkl) == len(
+            gemmi.make_miller_array(ccp4.grid.unit_cell, ccp4.grid.spacegroup, limit)
+        )
+        assert r_factor(found, direct(read_structure(UBIQUITIN), hkl)) < 0.01
+
+    @pytest.mark.parametrize("electron", [False, True])
+    @pytest.mark.parametrize("margin", [None, 7])
+    def test_phases_are_by_the_origin_of_the_model(self, run, load, tmp_path, electron, margin):
+        structure = load(pdb("P 1 21 1", 101.0, ANISO))
+        options = ["--electron"] * electron + (["--margin", margin] if margin else [])
+        args = ["--out", tmp_path / "x.map", "--mtz", tmp_path / "x.mtz", "--n-sigma", 6]
+        assert run(tmp_path / "x.pdb", *args, "--resolution", 2, *options)[0] == 0
+        mtz, hkl, found = self.read(tmp_path / "x.mtz")
+        assert (mtz.spacegroup.xhm() == "P 1") == (margin is not None)
+        if margin:
+            structure.gemmi.spacegroup_hm = "P 1"
+        structure.gemmi.cell = mtz.cell
+        structure.gemmi.setup_cell_images()
+        expected = direct(structure, hkl, electron)
+        assert abs(found - expected).sum() / abs(expected).sum() < 1e-3
+
+    def test_of_a_part(self, run, load, tmp_path):
+        """Structure factors are of the whole cell, even if the map is of a part."""
+        load(pdb("P 1 21 1", 101.0))
+        run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--mtz", tmp_path / "x.mtz")
+        ccp4, _ = read_map(tmp_path / "x.map")
+        box = gemmi.FractionalBox()
+        box.minimum, box.maximum = gemmi.Fractional(0, 0, 0), gemmi.Fractional(0.3, 0.3, 0.3)
+        ccp4.set_extent(box)
+        ccp4.write_ccp4_map(str(tmp_path / "part.map"))
+        args = ["--out", tmp_path / "y.map", "--mtz", tmp_path / "y.mtz"]
+        run(tmp_path / "x.pdb", *args, "--like", tmp_path / "part.map")
+        (_, hkl, expected), (_, again, found) = (
+            self.read(tmp_path / name) for name in ("x.mtz", "y.mtz")
+        )
+        np.testing.assert_array_equal(hkl, again)
+        np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            (["--mtz", "x.hkl"], "x.hkl: name it .mtz"),
+            (["--mtz", "none/x.mtz"], "there is no folder"),
+            (
+                ["--mtz", "x.mtz", "--spacing", "0.5", "--resolution", "0.8"],
+                "the resolution is 0.8 and should be at least that",
+            ),
+            (["--mtz", "x.mtz", "--blur", "200"], "leaves too little of the reflections at 0.9"),
+        ],
+    )
+    def test_refusals(self, run, tmp_path, monkeypatch, options, reason):
+        monkeypatch.chdir(tmp_path)
+        code, _, err = run(UBIQUITIN, "--out", "x.map", *options)
+        assert code == 2
+        assert reason in err
+        assert err.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestPicture:
+    @pytest.fixture
+    def drawn(self, run, load, tmp_path, monkeypatch):
+        """Return a function that runs the command and returns its figure, and the map."""
+        pytest.importorskip("matplotlib")
+
+        def draw(text, *options):
+            load(text)
+            figures = []
+            monkeypatch.setattr(cli.pictures, "save_picture", lambda path, f: figures.append(f))
+            args = ["--out", tmp_path / "x.map", "--picture", tmp_path / "x.png"]
+            code, _, err = run(tmp_path / "x.pdb", *args, *options)
+            assert (code, err) == (0, "")
+            return figures[0], read_map(tmp_path / "x.map")[1]
+
+        return draw
+
+    @pytest.mark.parametrize("beta", [90.0, 120.0])
+    @pytest.mark.parametrize("cuts", [[], ["z=0.25"], ["x=1A", "y=0", "y=3.5Å", "z=1"]])
+    def test_nothing_is_clipped(self, drawn, beta, cuts):
+        from matplotlib.text import Text
+
+        options = [word for cut in cuts for word in ("--slice", cut)]
+        figure, _ = drawn(pdb("P 1 21 1", beta), *options)
+        figure.draw_without_rendering()
+        texts = [t for t in figure.findobj(Text) if t.get_text() and t.get_visible()]
+        assert len(texts) > 10
+        for text in texts:
+            box = text.get_window_extent()
+            assert all(map(figure.bbox.containsx, (box.x0, box.x1))), text
+            assert all(map(figure.bbox.containsy, (box.y0, box.y1))), text
+        boxes = [axes.get_tightbbox() for axes in figure.axes]
+        for k, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[:k])
+
+    def test_one_scale_and_contours(self, drawn):
+        from matplotlib.contour import QuadContourSet
+
+        figure, rho = drawn(pdb("P 1 21 1", 101.0), "--slice", "y=9A", "--slice", "z=0.5")
+        panels = figure.axes[:-1]
+        cuts = [rho[:, round(9 / 14 * rho.shape[1])], rho[:, :, rho.shape[2] // 2]]
+        for panel, cut in zip(panels, cuts, strict=True):
+            (image,) = panel.images
+            np.testing.assert_array_equal(image.get_array(), cut.T)
+            assert image.norm.vmin == min(map(np.min, cuts))
+            assert image.norm.vmax == max(map(np.max, cuts))
+            (contour,) = (c for c in panel.collections if isinstance(c, QuadContourSet))
+            levels = rho.mean() + np.array([1, 2, 3]) * rho.std()
+            np.testing.assert_allclose(contour.levels, levels, rtol=1e-4)
+        assert "B + 0 Å²" in figure.get_suptitle()
+        assert "x.pdb, X-rays: voxels of 0.5 Å" in figure.get_suptitle()
+        # The plane of voxels that is nearest to 9 Å.
+        assert [panel.get_title() for panel in panels] == ["b = 8.9 Å", "c = 5.0 Å"]
+
+    def test_a_contour_is_where_the_density_is(self, drawn):
+        """The zinc is at the same place in the picture as in the model, in an oblique cell."""
+        # In the middle, so that no contour crosses an edge.
+        text = pdb("P 1", 120.0).replace("8.100   9.000   4.500", "3.400   9.000   4.300")
+        figure, _ = drawn(text, "--slice", "y=9A")
+        (panel, _) = figure.axes
+        x, z = (
+            panel.transData.inverted()
+            .transform(
+                panel.collections[0]
+                .get_transform()
+                .transform(np.concatenate(panel.collections[0].get_paths()[2].to_polygons()))
+            )
+            .mean(axis=0)
+        )
+        assert (x, z) == pytest.approx((3.4, 4.3), abs=0.2)
+
+    @pytest.mark.parametrize("name", ["$a$.pdb", "a\nb.pdb", "x" * 200 + ".pdb", "n\udce9.pdb"])
+    def test_odd_names(self, run, load, tmp_path, name):
+        pytest.importorskip("matplotlib")
+        load(pdb(), "x.pdb").write(tmp_path / name, read_structure(tmp_path / "x.pdb").xyz)
+        args = ["--out", tmp_path / "x.map", "--picture", tmp_path / "x.png"]
+        code, _, err = run(tmp_path / name, *args)
+        assert (code, err) == (0, "")
+
+    @pytest.mark.parametrize(
+        ("option", "reason"),
+        [
+            ("z=10A", "--slice z=10A: the map holds z of 0 to 9.5 Å"),
+            ("z=-1A", "--slice z=-1A: the map holds z of 0 to 9.5 Å"),
+        ],
+    )
+    def test_slices_outside_of_the_map(self, run, load, tmp_path, option, reason):
+        load(pdb("P 1"))
+        args = ["--out", tmp_path / "x.map", "--picture", tmp_path / "x.png", "--slice", option]
+        refused(run(tmp_path / "x.pdb", *args), reason)
+
+    @pytest.mark.parametrize("option", ["w=0.5", "z=1.5", "z=-0.1", "z", "z=A", "z=nan", "z=1e9A"])
+    def test_slices_that_cannot_be(self, capsys, option):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["density", UBIQUITIN, "--out", "x.map", "--slice", option])
+        assert end.value.code == 2
+        err = capsys.readouterr().err
+        assert f"argument --slice: {option!r} should be x, y or z, an equals sign, and" in err
+        assert err.count("\n") == 1
+
+    def test_slices_need_a_picture(self, run, tmp_path):
+        args = ["--out", tmp_path / "x.map", "--slice", "z=0"]
+        refused(run(UBIQUITIN, *args), "--slice: it needs --picture")
+
+
+def test_standard_input(run, load, tmp_path, monkeypatch):
+    load(pdb())
+    run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pdb().encode())))
+    assert run("-", "--out", tmp_path / "y.map")[0] == 0
+    (one, rho), (two, again) = (read_map(tmp_path / name) for name in ("x.map", "y.map"))
+    np.testing.assert_array_equal(rho, again)
+    assert (labels_of(one)[1], labels_of(two)[1]) == ("model x.pdb", "model stdin")
 
 
 def refused(result, reason):
@@ -357,7 +783,7 @@ class TestRefusals:
     def test_a_bad_name_is_told_before_any_work(self, run, tmp_path, monkeypatch, options, reason):
         pytest.importorskip("matplotlib")
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(cli.density, "read_structure", None)
+        monkeypatch.setattr(cli.density, "read_model", None)
         refused(run(UBIQUITIN, *options), reason)
 
     def test_a_bad_file(self, run, tmp_path):

@@ -238,6 +238,19 @@ def test_files_without_a_density(refused, folder, name):
         (["--margin", "-1"], "--margin: '-1' should be a number of 0 to 1,000,000, in Å"),
         (["--backend", "abacus"], "--backend: invalid choice: 'abacus'"),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--resolution", "0"], "--resolution: '0' should be a number of 0.1 to 100, in Å"),
+        (["--resolution", "sharp"], "--resolution: 'sharp' should be a number of 0.1 to 100"),
+        (["--resolution", "0.2"], "GB of memory"),
+        (["--spacing", "1", "--like", "x.map"], "--like: not allowed with argument --spacing"),
+        (["--like", "none.map"], "none.map: No such file or directory"),
+        (["--like", "x.pdb"], "x.pdb: Not a CCP4 map"),
+        (["--like", "taken.map"], "taken.map: is a folder"),
+        (["--mtz", "x.hkl"], "x.hkl: name it .mtz"),
+        (["--mtz", "none/x.mtz"], "none/x.mtz: there is no folder"),
+        (["--mtz", "x.mtz", "--resolution", "1", "--spacing", "1"], "hold no reflections beyond"),
+        (["--picture", "x.png", "--slice", "z=99A"], "--slice z=99A: the map holds z of 0 to"),
+        (["--picture", "x.png", "--slice", "z=2"], "--slice: 'z=2' should be x, y or z"),
+        (["--slice", "z=0.5"], "--slice: it needs --picture"),
         (["--out", "map.png"], "map.png: name it .ccp4, .map or .mrc"),
         (["--out", "none/x.map"], "none/x.map: there is no folder"),
         (["--out", "taken.map"], "taken.map: is a folder"),
@@ -350,9 +363,10 @@ class TestTheInputStays:
         assert (folder / out).read_bytes() != UBIQUITIN
         assert read_structure(out).xyz.shape == (683, 3)
 
-    @pytest.mark.parametrize("option", ["--out", "--picture"])
-    def test_density(self, refused, folder, option):
-        name = "x.map" if option == "--out" else "x.png"
+    @pytest.mark.parametrize(
+        ("option", "name"), [("--out", "x.map"), ("--picture", "x.png"), ("--mtz", "x.mtz")]
+    )
+    def test_density(self, refused, folder, option, name):
         (folder / name).symlink_to("x.pdb")
         reason = f"{option} {name}: it is the input x.pdb; it should be another file"
         refused("density", "x.pdb", "--out", "y.map", option, name, reason=reason)

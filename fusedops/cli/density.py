@@ -6,11 +6,13 @@ import argparse
 import functools
 import json
 import math
+import os
 from typing import Any
 
 import numpy as np
 
-from fusedops import maps
+import fusedops
+from fusedops import mapfiles, maps
 from fusedops._frame.registry import BACKENDS
 from fusedops.cli.common import (
     CommandError,
@@ -19,14 +21,18 @@ from fusedops.cli.common import (
     needs,
     number,
     progress,
+    read_model,
     timed,
 )
-from fusedops.cli.pictures import check_picture_name, draw_slices
-from fusedops.structure import read_structure
+from fusedops.cli.pictures import check_picture_name, draw_slices, slice_of_text, slices
+from fusedops.structure import Structure
 
 #: Atoms in each step of the progress bar. There are at most ten steps, since each costs an
 #: addition of two maps.
 _STEP = 40_000
+
+#: Unless asked for, voxels are no coarser, Å: no atom reaches further than 7 Å.
+_COARSEST = 2.0
 
 
 def add(commands: Any) -> None:
@@ -38,16 +44,31 @@ def add(commands: Any) -> None:
         "file has no cell, of a box around the atoms.",
     )
     parser.set_defaults(run=_command)
-    parser.add_argument("file", metavar="MODEL", help="PDB or mmCIF, also gzipped")
+    parser.add_argument(
+        "file", metavar="MODEL", help="PDB or mmCIF, also gzipped; - reads standard input"
+    )
     parser.add_argument(
         "--out", required=True, metavar="MAP", help="output file (.ccp4, .map or .mrc)"
     )
-    parser.add_argument(
+    sampling = parser.add_mutually_exclusive_group()
+    sampling.add_argument(
         "--spacing",
         type=number(float, 0.01, 100, "Å"),
-        default=0.5,
         metavar="Å",
-        help="largest distance between voxels (default: %(default)s)",
+        help="largest distance between voxels (default: 0.5, or by --resolution)",
+    )
+    sampling.add_argument(
+        "--like",
+        metavar="MAP",
+        help="take grid, cell, extent and origin of this CCP4 map, and print the correlation with "
+        "it",
+    )
+    parser.add_argument(
+        "--resolution",
+        type=number(float, 0.1, 100, "Å"),
+        metavar="Å",
+        help="make the spacing a third of this, as gemmi does, and at most 2 Å; --blur follows "
+        "from the spacing. Also the resolution of --mtz",
     )
     parser.add_argument(
         "--electron",
@@ -84,7 +105,23 @@ def add(commands: Any) -> None:
         choices=[backend.name for backend in BACKENDS],
         help="the backend that must compute it",
     )
-    parser.add_argument("--picture", metavar="PNG", help="draw the three slices in the middle")
+    parser.add_argument(
+        "--mtz",
+        metavar="FILE",
+        help="also write the structure factors of the map, H K L FC PHIC, with the blur taken back "
+        "out, to --resolution or, by default, to twice the spacing, the limit of the grid",
+    )
+    parser.add_argument(
+        "--picture", metavar="PNG", help="draw the three slices in the middle, with contours"
+    )
+    parser.add_argument(
+        "--slice",
+        action="append",
+        type=slice_of_text,
+        metavar="AXIS=WHERE",
+        help="draw this slice instead: across x, y or z (along a, b or c), at a fraction of the "
+        "map's edge, as in z=0.25, or at a position, as in z=12.5Å or z=12.5A; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -94,6 +131,12 @@ def _command(args: argparse.Namespace) -> int:
     if args.picture:
         needs("matplotlib", "cli")
         check_picture_name(args.picture)
+    elif args.slice:
+        raise CommandError("--slice: it needs --picture")
+    if args.mtz:
+        mapfiles.check_mtz_name(args.mtz)
+    if args.like and args.margin is not None:
+        raise CommandError(f"--margin {args.margin:g}: --like {args.like} has an extent of its own")
     report = _make_map(args)
     if args.json:
         print(json.dumps(report, indent=1, allow_nan=False))
@@ -111,14 +154,17 @@ def _margin(asked: float | None, reach: float) -> float:
     return asked
 
 
-def _check_reach(args: argparse.Namespace, atoms: Any, blur: float, radius: np.ndarray) -> None:
+def _check_reach(
+    args: argparse.Namespace, spacing: float, atoms: Any, blur: float, radius: np.ndarray
+) -> None:
     """Raise CommandError if voxels are too coarse for the radius, or the radius cuts B off."""
     least = args.radius or float(radius.min())
-    if args.spacing > least / 3:
+    if spacing > least / 3:
+        option = f"--like {args.like}: spacing" if args.like else "--spacing"
         raise CommandError(
-            f"--spacing {args.spacing:g}: voxels so far apart don't sample atoms, which reach "
-            f"{least:g} Å; it should be at most {math.floor(100 * least / 3) / 100:g}, a third of "
-            "that, or --radius larger"
+            f"{option} {spacing:g}: voxels so far apart don't sample atoms, which reach {least:g} "
+            f"Å; it should be at most {math.floor(100 * least / 3) / 100:g}, a third of that, or "
+            "--radius larger"
         )
     b = atoms.median_b
     # A ball of 2.5 standard deviations holds nine tenths of a Gaussian.
@@ -131,27 +177,71 @@ def _check_reach(args: argparse.Namespace, atoms: Any, blur: float, radius: np.n
         )
 
 
+def _grid(
+    args: argparse.Namespace, structure: Structure, spacing: float, atoms: Any, reach: float
+) -> maps.MapGrid:
+    if args.margin is None and maps.unit_cell(structure):
+        return maps.crystal_grid(structure, spacing)
+    return maps.box_grid(atoms.xyz, spacing, _margin(args.margin, reach))
+
+
+def _name(path: str) -> str:
+    return "stdin" if path == "-" else os.path.basename(path)
+
+
+def _provenance(report: dict[str, Any], unit: str) -> list[str]:
+    """Return the lines for the headers of files."""
+    return [
+        f"fusedops {fusedops.__version__} density",
+        f"model {_name(report['file'])}",
+        f"{report['atoms']} atoms, {report['form_factors']}, unit {unit}",
+        f"spacing {report['spacing_angstrom']:.4g} Å, blur {report['blur_angstrom2']:.6g} Å², "
+        f"radius {report['largest_radius_angstrom']:g} Å at most",
+    ]
+
+
+def _title(report: dict[str, Any], entry: str) -> str:
+    """Return the title of the picture, of one line."""
+    entry = "".join(letter if letter.isprintable() else "?" for letter in entry)
+    entry = entry if len(entry) <= 40 else f"{entry[:39]}…"
+    return (
+        f"{entry}, {report['form_factors']}: voxels of {report['spacing_angstrom']:.3g} Å, "
+        f"B + {report['blur_angstrom2']:.3g} Å²"
+    )
+
+
 def _make_map(args: argparse.Namespace) -> dict[str, Any]:
     show = (lambda line: None) if args.json else functools.partial(print, flush=True)
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):
-        structure = read_structure(args.file)
-        check_other("--out", args.out, args.file)
-        if args.picture:
-            check_other("--picture", args.picture, args.file)
+        structure = read_model(args.file)
+        target = mapfiles.read_map(args.like) if args.like else None
+        outputs = {"--out": args.out, "--picture": args.picture, "--mtz": args.mtz}
+        for option, path in outputs.items():
+            for source in filter(None, (args.file, args.like)):
+                if path:
+                    check_other(option, path, source)
         atoms = maps.scattering_atoms(structure, electron=args.electron)
+    spacing = args.spacing or min(args.resolution / 3 if args.resolution else 0.5, _COARSEST)
+    if target:
+        grid = mapfiles.target_grid(target, structure)
+        spacing = mapfiles.largest_spacing(grid)
+        maps.check_memory(math.prod(grid.shape))
     blur = args.blur
     if blur is None:
-        blur = atoms.needed_blur(args.spacing)
+        blur = atoms.needed_blur(spacing)
     atoms = atoms.blurred(blur)
     radius = atoms.radius(args.n_sigma)
     reach = args.radius or float(radius.max())
-    _check_reach(args, atoms, blur, radius)
-    if args.margin is None and maps.unit_cell(structure):
-        grid = maps.crystal_grid(structure, args.spacing)
-    else:
-        grid = maps.box_grid(atoms.xyz, args.spacing, _margin(args.margin, reach))
+    _check_reach(args, spacing, atoms, blur, radius)
+    if not target:
+        grid = _grid(args, structure, spacing, atoms, reach)
     symmetry = grid.spacegroup.xhm() if grid.spacegroup else None
+    start, drawn = (target.start, target.rho.shape) if target else (grid.start, grid.shape)
+    limit = args.resolution or 2 * mapfiles.largest_spacing(grid)
+    if args.mtz:
+        mapfiles.check_reflections(args.mtz, grid, limit, blur)
+    cuts = slices(args.slice, grid, start, drawn) if args.picture else []
 
     available = maps.available_memory()
     report = {
@@ -159,12 +249,13 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
         "atoms": len(atoms.xyz),
         "charged": atoms.charged,
         "form_factors": "electrons" if args.electron else "X-rays",
+        "spacing_angstrom": spacing,
         "blur_angstrom2": blur,
         "largest_radius_angstrom": reach,
         "cell": list(grid.cell.parameters),
         "spacegroup": symmetry,
-        "shape": list(grid.shape),
-        "start": list(grid.start),
+        "shape": list(drawn),
+        "start": list(start),
         "memory_bytes": grid.memory,
         "available_bytes": available,
     }
@@ -172,7 +263,7 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
     wider = f", B + {blur:.3g} Å² to suit the voxels" if blur and args.blur is None else ""
     show(f"{len(atoms.xyz)} atoms{neutral}, up to {reach:g} Å far{wider}")
     lengths = " x ".join(f"{edge:.2f}" for edge in grid.cell.parameters[:3])
-    sizes = " x ".join(map(str, grid.shape))
+    sizes = " x ".join(map(str, drawn))
     what = f"cell of {symmetry}" if symmetry else "box"
     there = "" if available is None else f" of {available / 1e6:,.0f} that are available"
     show(f"{what}, {lengths} Å: {sizes} voxels, {grid.memory / 1e6:,.1f} MB of memory{there}")
@@ -180,7 +271,7 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
     parts = min(10, math.ceil(len(atoms.xyz) / _STEP))
     backend = forced_backend(args.backend)
     with progress("placing atoms", parts) as advance, timed(seconds, "density"):
-        ccp4 = maps.density_map(
+        whole = maps.density_map(
             atoms,
             grid,
             radius=args.radius,
@@ -189,14 +280,17 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
             parts=parts,
             advance=advance,
         )
+    ccp4 = target.part(whole) if target else whole
     rho = ccp4.grid.array
     least, largest = float(rho.min()), float(rho.max())
     if not math.isfinite(largest - least):
         raise CommandError(f"{args.file}: the density of its occupancies is too large for 32 bits")
+    unit, sum_unit = ("1/Å²", "Å") if args.electron else ("e/Å³", "electrons")
+    lines = _provenance(report, unit)
+    mapfiles.set_labels(ccp4, lines)
     with timed(seconds, "write"):
         maps.write_map(args.out, ccp4)
-    unit, sum_unit = ("1/Å²", "Å") if args.electron else ("e/Å³", "electrons")
-    volume = grid.cell.volume / rho.size
+    volume = grid.cell.volume / math.prod(grid.shape)
     report |= {
         "least": least,
         "largest": largest,
@@ -204,15 +298,28 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
         "backend": maps.backend_of(atoms, grid, backend),
         "map": args.out,
     }
+    if target:
+        report |= {"like": args.like, "correlation": target.correlation(rho)}
+    if args.mtz:
+        with timed(seconds, "mtz"):
+            count = mapfiles.write_mtz(args.mtz, whole, grid, limit, blur=blur, lines=lines)
+        report |= {"mtz": args.mtz, "resolution_angstrom": limit, "reflections": count}
     if args.picture:
+        entry = dict(structure.gemmi.info).get("_entry.id") or _name(args.file)
         with timed(seconds, "picture"):
-            draw_slices(args.picture, grid, rho, unit)
+            draw_slices(args.picture, grid, start, rho, cuts, unit, _title(report, entry))
         report["picture"] = args.picture
     report["seconds"] = seconds
     show(
         f"{report['least']:.3g} to {report['largest']:.3g} {unit}, {report['integral']:.6g} "
         f"{sum_unit} in all, by {report['backend']}"
     )
+    if target:
+        value = report["correlation"]
+        value = "unknown: a map is constant" if value is None else f"{value:.4f}"
+        show(f"correlation with {args.like}: {value}")
+    if args.mtz:
+        show(f"{report['reflections']} reflections to {limit:.4g} Å")
     show(", ".join(f"{name} {value:.3g} s" for name, value in seconds.items()))
-    show(f"wrote {args.out}" + (f" and {args.picture}" if args.picture else ""))
+    show(f"wrote {' and '.join(filter(None, (args.out, args.mtz, args.picture)))}")
     return report

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fusedops.cli.common import CommandError
 from fusedops.maps import MapGrid
 from fusedops.structure import StructureError, check_target, replacing
+
+#: The contours at 1, 2 and 3 σ; they differ in brightness too, for print without colours.
+_INKS = ("#56b4e9", "#0072b2", "#d55e00")
 
 
 def check_picture_name(path: str | os.PathLike) -> None:
@@ -22,45 +31,154 @@ def check_picture_name(path: str | os.PathLike) -> None:
     check_target(path)
 
 
-def draw_slices(path: str | os.PathLike, grid: MapGrid, rho: np.ndarray, unit: str) -> None:
-    """Draw the three slices through the middle of the map `rho`, (nx, ny, nz) in `unit`."""
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class Slice:
+    """A slice that a user asked for: across an axis, at a fraction of the map or in Å."""
+
+    axis: int
+    at: float
+    in_angstrom: bool
+    text: str
+
+
+def slice_of_text(text: str) -> Slice:
+    """Return the slice that an argument such as ``z=0.25`` or ``z=12.5Å`` means."""
+    found = re.fullmatch(r"([xyz])=(-?\d*\.?\d+)\s*([ÅA]?)", text)
+    at = float(found[2]) if found else math.nan
+    if not found or not (found[3] or 0 <= at <= 1):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} should be x, y or z, an equals sign, and a fraction of 0 to 1 or a number "
+            "of Å, as in z=0.25 or z=12.5A"
+        )
+    return Slice("xyz".index(found[1]), at, bool(found[3]), text)
+
+
+def slices(
+    asked: Sequence[Slice] | None, grid: MapGrid, start: Sequence[int], shape: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the axis and the index of each slice; by default the three in the middle.
+
+    The map begins at the voxel `start` of a grid, and has `shape` voxels. A position that it
+    doesn't hold raises a CommandError.
+    """
+    if not asked:
+        return [(axis, n // 2) for axis, n in enumerate(shape)]
+    found = []
+    for each in asked:
+        axis, n = each.axis, shape[each.axis]
+        index = math.floor(each.at * n + 0.5)
+        if each.in_angstrom:
+            step = grid.cell.parameters[axis] / grid.shape[axis]
+            first = grid.shift[axis] + start[axis] * step
+            index = round((each.at - first) / step)
+            if not 0 <= index < n:
+                raise CommandError(
+                    f"--slice {each.text}: the map holds {'xyz'[axis]} of {first:.4g} to "
+                    f"{first + (n - 1) * step:.4g} Å"
+                )
+        found.append((axis, min(index, n - 1)))
+    return found
+
+
+def draw_slices(
+    path: str | os.PathLike,
+    grid: MapGrid,
+    start: Sequence[int],
+    rho: np.ndarray,
+    cuts: Sequence[tuple[int, int]],
+    unit: str,
+    title: str,
+) -> None:
+    """Draw slices of a map in grey, with contours, as one prints them.
+
+    The map `rho`, (nx, ny, nz) in `unit`, begins at the voxel `start` of the grid. `cuts` are as
+    `slices` returns them.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap, PowerNorm
+    from matplotlib.lines import Line2D
     from matplotlib.transforms import Affine2D
 
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    lengths, angles = grid.cell.parameters[:3], np.radians(grid.cell.parameters[3:])
+    lengths, angles = np.array(grid.cell.parameters[:3]), np.radians(grid.cell.parameters[3:])
     names = "abc" if grid.spacegroup else "xyz"
-    middle = [n // 2 for n in grid.shape]
-    slices = [np.take(rho, at, axis) for axis, at in enumerate(middle)]
-    # Cut the scale at a quantile: a few sharp atoms would leave everything else dark.
-    top = max(float(np.quantile(piece, 0.998)) for piece in slices)
-    panels = figure.subplots(1, 3)
-    for axis, (panel, piece) in enumerate(zip(panels, slices, strict=True)):
+    steps = lengths / grid.shape
+    first = np.array(grid.shift) + start * steps
+    mean, sigma = float(rho.mean(dtype=np.float64)), float(rho.std(dtype=np.float64))
+    levels = [mean + k * sigma for k in (1, 2, 3)]
+    pieces = [np.take(rho, at, axis) for axis, at in cuts]
+    # One scale for all. A square root, since atoms are far denser than the space between them.
+    low, top = min(map(np.min, pieces)), max(map(np.max, pieces))
+    scale = PowerNorm(0.5, low, top if top > low else low + 1)
+    panels_of = []
+    for axis, at in cuts:
         u, v = (edge for edge in range(3) if edge != axis)
-        along = lengths[v] * np.cos(angles[axis]), lengths[v] * np.sin(angles[axis])
-        oblique = Affine2D.from_values(lengths[u], 0, *along, 0, 0)
+        along = steps[v] * np.cos(angles[axis]), steps[v] * np.sin(angles[axis])
+        origin = first[u] + first[v] * np.cos(angles[axis]), first[v] * np.sin(angles[axis])
+        oblique = Affine2D.from_values(steps[u], 0, *along, *origin)
+        right, up = rho.shape[u] - 0.5, rho.shape[v] - 0.5
+        corners = oblique.transform([(-0.5, -0.5), (right, -0.5), (right, up), (-0.5, up)])
+        panels_of.append((axis, at, u, v, oblique, corners))
+    widths, heights = np.array([np.ptp(corners, axis=0) for *_, corners in panels_of]).T
+    figure, panels, bar = _page(widths, heights)
+    # Light greys, on which the contours show.
+    greys = ListedColormap(colormaps["Greys"](np.linspace(0, 0.6, 256)))
+    for panel, piece, (axis, at, u, v, oblique, corners) in zip(
+        panels, pieces, panels_of, strict=True
+    ):
         # A voxel's value is the density at its middle.
-        low, n = np.array(grid.start) - 0.5, np.array(grid.shape)
-        (left, bottom), (right, up) = ((e / n)[[u, v]] for e in (low, low + n))
         image = panel.imshow(
             piece.T,
             origin="lower",
-            extent=(left, right, bottom, up),
             transform=oblique + panel.transData,
-            cmap="magma",
-            vmin=0,
-            vmax=top or None,
+            cmap=greys,
+            norm=scale,
+            extent=(-0.5, piece.shape[0] - 0.5, -0.5, piece.shape[1] - 0.5),
         )
-        corners = oblique.transform([(x, y) for x in (left, right) for y in (bottom, up)])
+        i, j = np.meshgrid(*map(np.arange, piece.shape))
+        x, y = oblique.transform(np.stack([i.ravel(), j.ravel()], axis=1)).T
+        if sigma > 0 and min(piece.shape) > 1:
+            panel.contour(
+                x.reshape(i.shape),
+                y.reshape(i.shape),
+                piece.T,
+                levels,
+                colors=_INKS,
+                linewidths=0.7,
+            )
+        panel.fill(*corners.T, fill=False, edgecolor="0.5", linewidth=0.5)
         panel.set_xlim(corners[:, 0].min(), corners[:, 0].max())
         panel.set_ylim(corners[:, 1].min(), corners[:, 1].max())
         panel.set_aspect("equal")
         panel.set_xlabel(f"{names[u]}, Å")
-        panel.set_ylabel(f"{names[v]}, Å")
-        at = (grid.start[axis] + middle[axis]) / grid.shape[axis] * lengths[axis]
-        panel.set_title(f"{names[axis]} = {at:.1f} Å")
-    figure.colorbar(image, ax=panels, label=unit, extend="max", shrink=0.7)
+        right_angle = abs(np.cos(angles[axis])) < 1e-6
+        panel.set_ylabel(f"{names[v]}, Å" if right_angle else f"perpendicular to {names[u]}, Å")
+        panel.set_title(f"{names[axis]} = {first[axis] + at * steps[axis]:.1f} Å")
+    figure.colorbar(image, cax=bar, label=unit)
+    figure.suptitle(title, parse_math=False, y=1 - 0.2 / figure.get_figheight())
+    lines = [Line2D([], [], color=ink) for ink in _INKS]
+    texts = [f"mean + {k} σ = {level:.3g} {unit}" for k, level in enumerate(levels, 1)]
+    figure.legend(lines, texts, loc="lower center", ncols=3, frameon=False)
     save_picture(path, figure)
+
+
+def _page(widths: np.ndarray, heights: np.ndarray) -> tuple[Any, list[Any], Any]:
+    """Return a figure with a panel for each slice, of sizes in Å at one scale, and a colour bar."""
+    from matplotlib.figure import Figure
+
+    # Margins, in inches, with room for labels, title and legend.
+    left, bottom, right, top, gap = 0.9, 1.0, 1.3, 0.8, 1.0
+    inches = min(4 / heights.max(), 13 / widths.sum())
+    content = inches * widths.sum() + gap * (len(widths) - 1)
+    tall = max(1.5, inches * heights.max())
+    page = np.array([max(7.5, left + content + right), bottom + tall + top])
+    x = left + (page[0] - left - content - right) / 2
+    figure = Figure(figsize=tuple(page))
+    panels = []
+    for size in inches * np.stack([widths, heights], axis=1):
+        panels.append(figure.add_axes((*([x, bottom] / page), *(size / page))))
+        x += size[0] + gap
+    bar = figure.add_axes((*([x - gap + 0.25, bottom] / page), *([0.15, tall] / page)))
+    return figure, panels, bar
 
 
 def save_picture(path: str | os.PathLike, figure: Any) -> None:
