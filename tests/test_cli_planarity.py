@@ -233,6 +233,17 @@ class TestRestraints:
         one, both = (json.loads(run(amp, *args, *f)[1]) for f in ([], ["--restraints", cif]))
         assert both["planes"][0]["z"] == pytest.approx(10 * one["planes"][0]["z"])
 
+    def test_atoms_with_sigmas_of_their_own(self, run, amp, tmp_path):
+        sigmas = dict.fromkeys(ADENINE, 0.02) | {"N6": 0.2}
+        rows = "".join(f"AMP plan-1 {atom} {sigma}\n" for atom, sigma in sigmas.items())
+        (tmp_path / "own.cif").write_text(AMP_CIF.partition("AMP plan")[0] + rows)
+        report = json.loads(run(amp, "--restraints", tmp_path / "own.cif", "--json")[1])
+        z = best_plane_z(read_structure(amp).xyz[1:11]) * 0.02
+        z /= [sigmas[atom] for atom in ADENINE[:10]]
+        assert report["planes"][0]["z"] == pytest.approx(z.max())
+        assert report["planes"][0]["worst_atom"] != "A/AMP 500 N6"
+        assert report["summary"]["rmsz"] == pytest.approx(np.sqrt(np.mean(z**2)))
+
     def test_sigma_leaves_planes_of_a_file_alone(self, run, amp, cif):
         args = ["--restraints", cif, "--json"]
         one, two = (json.loads(run(amp, *args, *s)[1]) for s in ([], ["--sigma", 1]))
