@@ -290,3 +290,41 @@ def test_bad_arguments_raise_their_own_errors():
         fast(x[:, :6], kernels[:, :6], cu_seqlens)
     with pytest.raises(ValueError, match="dynamic_conv: kernels has shape"):
         fast(x, kernels[:, :5], cu_seqlens)
+
+
+class Force(torch.nn.Module):
+    """A layer of a potential that gets its graph as a tensor."""
+
+    def forward(self, x, edge_index, vectors):
+        wigner, C = wigner_d(vectors, 2), x.shape[2]
+        message = fusedops.node_to_edge_wigner_permute(x, edge_index, wigner)
+        message = (message[..., :C] * message[..., C:]).tanh()
+        return fusedops.permute_wigner_inv_edge_to_node(
+            message, edge_index, wigner, x.shape[0], transpose=True
+        )
+
+
+def deployed(folder, program):
+    """Return an exported program as AOTInductor's package runs it, without Python's compiler."""
+    # A package that holds the sizes of a graph warns of a class of torch's own.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        to = str(folder / "layer.pt2")
+        path = torch._inductor.aoti_compile_and_package(program, package_path=to)
+        return torch._inductor.aoti_load_package(path)
+
+
+@pytest.mark.parametrize("package", [False, True], ids=["exported", "packaged"])
+def test_an_exported_layer_takes_graphs_of_any_size(tmp_path, package):
+    layer = Force()
+    nodes, edges = torch.export.Dim("nodes", min=2), torch.export.Dim("edges", min=2)
+    sizes = {"x": {0: nodes}, "edge_index": {1: edges}, "vectors": {0: edges}}
+
+    def example(n):
+        x, vectors, edge_index = graph(n)
+        return x, edge_index, vectors
+
+    program = torch.export.export(layer, example(0), dynamic_shapes=sizes)
+    run = deployed(tmp_path, program) if package else program.module()
+    for n in (0, 3, 50):
+        torch.testing.assert_close(run(*example(n)), layer(*example(n)))
