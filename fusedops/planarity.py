@@ -59,9 +59,9 @@ class Planes(Packed):
     ----------
     plane_groups : sequence of (indices, sigmas)
         `indices` (P, n) int32 or int64, the atoms of P planes of n ≥ 3 atoms each; `sigmas`, one
-        for each plane (P,) or each atom (P, n), standard deviations in Å, finite and positive.
-        NumPy arrays (or nested lists), or torch tensors on one device, on which the object then
-        lives.
+        for each plane, (P,) or (P, 1), or each atom (P, n), standard deviations in Å, finite and
+        positive. NumPy arrays (or nested lists), or torch tensors on one device, on which the
+        object then lives.
     num_atoms : int, optional
         The number of atoms that indices must stay below.
 
@@ -255,7 +255,10 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
             raise TypeError(
                 f"Planes: {names[1]} has dtype {sigma.dtype}; it should be float32 or float64"
             )
-        if sigma.shape not in (index.shape[:1], index.shape):
+        if sigma.shape == (len(index), 1):
+            # One for each plane, as no plane has one atom.
+            sigma = sigma[:, 0]
+        elif sigma.shape not in (index.shape[:1], index.shape):
             raise ValueError(
                 f"Planes: {names[1]} has shape {sigma.shape}; it should be {index.shape[:1]} for "
                 f"planes or {index.shape} for atoms"

@@ -233,6 +233,24 @@ def test_deviations_are_in_the_order_of_the_list():
     ]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("planes", [1, 3, 4])
+def test_sigmas_in_a_column_belong_to_planes(planes, backend):
+    """Three planes of three atoms are no exception."""
+    rng = np.random.default_rng(planes)
+    xyz, index = rng.normal(size=(12, 3)), rng.permutation(12)[: 3 * planes].reshape(planes, 3)
+    sigma = rng.uniform(0.1, 1, planes)
+    want = fusedops.planarity_nll(xyz, [(index, sigma)], backend=backend)
+    assert fusedops.planarity_nll(xyz, [(index, sigma[:, None])], backend=backend) == want
+    each = np.repeat(sigma[:, None], 3, 1)
+    assert fusedops.planarity_nll(xyz, [(index, each)], backend=backend) == pytest.approx(
+        want, rel=1e-13
+    )
+    (row,) = fusedops.plane_deviations(xyz, [(index, sigma[:, None])], fit="weighted")
+    (same,) = fusedops.plane_deviations(xyz, [(index, sigma)], fit="weighted")
+    np.testing.assert_array_equal(row, same)
+
+
 XYZ = np.zeros((4, 3))
 GOOD = [([[0, 1, 2]], [0.1])]
 BAD = {

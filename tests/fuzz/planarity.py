@@ -34,7 +34,7 @@ def strategy(compiled: bool) -> dict[str, Any]:
         st.sampled_from((0, 1, 2, 3, 7, 17)),
         st.sampled_from(sizes),
         st.sampled_from(("plane", "plane", *SHAPES)),
-        st.booleans(),
+        st.sampled_from((False, True, "column")),
     )
     return common() | {
         "groups": st.lists(group, max_size=4),
@@ -61,7 +61,8 @@ def build(d: dict[str, Any]) -> Problem:
         at += planes * n
         if d["shared"] and at:
             index = np.where(rng.random(index.shape) < 0.3, rng.integers(0, at, index.shape), index)
-        sigma = np.full((planes, n) if by_atom else planes, 0.5)
+        shapes = {False: (planes,), True: (planes, n), "column": (planes, 1)}
+        sigma = np.full(shapes[by_atom], 0.5)
         sigma *= rng.uniform(0.1, 2, sigma.shape) if d["sigma"] == "spread" else d["sigma"]
         groups.append((index.astype(d["index"]), sigma.astype(np.float32).astype(np.float64)))
     coordinates.append(rng.normal(size=(d["spare"], 3)))
@@ -139,7 +140,7 @@ def build(d: dict[str, Any]) -> Problem:
         pack=lambda c: {"plane_groups": fusedops.Planes(c["plane_groups"])},
         margin=margin,
         # The gradient is exact where all atoms of a plane have one sigma, or are fitted with them.
-        smooth=smooth and (fit == "weighted" or not any(g[3] for g in d["groups"])),
+        smooth=smooth and (fit == "weighted" or all(g[3] is not True for g in d["groups"])),
         second=smooth,
         own=deviations,
         bad=bad,
