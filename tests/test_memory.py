@@ -164,3 +164,26 @@ def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch):
     monkeypatch.setattr(np, "empty", short_of_memory)
     memory.empty((8 * LARGE[0],), np.dtype(np.float64))
     assert failed
+
+
+@pytest.mark.parametrize("length", [0, 5, memory.SMALL // 8])
+def test_arrays_together_are_apart(length):
+    sizes = [(length, np.dtype(np.int32)), (7, np.dtype(np.float64)), (length, np.dtype(np.int64))]
+    arrays = memory.together(*sizes)
+    assert [(len(array), array.dtype) for array in arrays] == sizes
+    for value, array in enumerate(arrays):
+        assert array.flags.aligned
+        array[:] = value
+    for value, array in enumerate(arrays):
+        assert (array == value).all()
+
+
+def test_memory_of_arrays_together_is_used_again():
+    sizes = [(memory.SMALL // 16, np.dtype(np.int32))] * 4
+    arrays = memory.together(*sizes)
+    block = address(arrays[0])
+    del arrays[0]
+    assert address(memory.together(*sizes)[0]) != block
+    arrays.clear()
+    gc.collect()
+    assert address(memory.together(*sizes)[0]) == block

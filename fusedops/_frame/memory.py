@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,22 @@ def empty(shape: Any, dtype: np.dtype) -> np.ndarray:
     array = np.asarray(_Lease(_take(size + _ALIGNMENT)))
     start = -array.ctypes.data % _ALIGNMENT
     return array[start : start + size].view(dtype).reshape(shape)
+
+
+def together(*parts: tuple[int, np.dtype]) -> list[np.ndarray]:
+    """Return new arrays of these lengths and dtypes, with the pool's memory if all are large.
+
+    They share a block: arrays that live and die together are large together.
+    """
+    sizes = [length * dtype.itemsize for length, dtype in parts]
+    if sum(sizes) < SMALL:
+        return [np.empty(length, dtype) for length, dtype in parts]
+    starts = [0, *accumulate([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes])]
+    block = empty((starts[-1],), np.dtype(np.uint8))
+    return [
+        block[start : start + size].view(dtype)
+        for start, size, (_, dtype) in zip(starts, sizes, parts, strict=False)
+    ]
 
 
 def _take(size: int) -> np.ndarray:
