@@ -9,7 +9,7 @@ import numpy as np
 from cpukern import isa
 from fusedops._frame.registry import register
 from fusedops._frame.threads import threads_for
-from fusedops.planarity import LANES, NO_PLANE
+from fusedops.planarity import HALF_LOG_2PI, LANES, NO_PLANE
 
 _planarity = isa.load("planarity_cython")
 _planarity_of = {
@@ -55,3 +55,9 @@ def planarity_nll(a: Any, y: Any) -> None:
 @register("planarity_gradient_vjp", "cython")
 def planarity_gradient_vjp(a: Any, y: Any) -> None:
     _run_planarity(a, a.dgradient, y.dxyz)
+
+
+@register("planes", "cython")
+def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict[str, Any] | None:
+    """Return the fields and sizes of `Planes`, or None if a value is bad."""
+    return _planarity.packing(groups, num_atoms, HALF_LOG_2PI)

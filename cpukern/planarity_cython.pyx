@@ -7,10 +7,15 @@ gradient from this plane, any other atom from the sum over its own rows of `spil
 add to the same sum, so the thread count changes no bit.
 """
 
-from libc.math cimport NAN, fabs, sqrt
+from libc.math cimport NAN, fabs, log, sqrt
+from libc.string cimport memset
 
 from cpukern._cpu cimport Share, in_shares
 from cpukern.arrays cimport elements, of, room
+
+import numpy as np
+
+from fusedops._frame.memory import empty, together
 
 cdef enum:
     LANES = 16
@@ -24,6 +29,10 @@ cdef enum:
 ctypedef fused real:
     float
     double
+
+ctypedef fused integer:
+    int
+    long long
 
 cdef struct Eigenpair:
     double x
@@ -578,3 +587,272 @@ def planarity(
 def lanes():
     """Return the number of planes in a block."""
     return LANES
+
+
+# Planes in the order given: the atoms of all, where each plane's begin, the first atom of each, and
+# 1/σ² of planes or of entries.
+cdef struct Given:
+    int* atoms
+    int* start
+    int* first
+    double* weight
+    bint per_atom
+    Py_ssize_t planes
+    Py_ssize_t entries
+    int bound
+    double constant
+
+
+cdef bint read_indices(
+    Given* to, const integer* index, Py_ssize_t planes, Py_ssize_t n, long long num_atoms
+) noexcept nogil:
+    """Append the atoms of planes, and return whether all of them are below `num_atoms`."""
+    cdef int* atoms = to.atoms + to.entries
+    cdef Py_ssize_t p, a, k
+    cdef bint good = True
+    cdef int first, last = 0
+    for k in range(planes * n):
+        good &= (index[k] >= 0) & (index[k] < num_atoms)
+        atoms[k] = <int>index[k]
+        last = max(last, atoms[k])
+    if not good:
+        return False
+    if planes:
+        to.bound = max(to.bound, last + 1)
+    for p in range(planes):
+        first = atoms[p * n]
+        for a in range(1, n):
+            first = min(first, atoms[p * n + a])
+        to.first[to.planes + p] = first
+        to.start[to.planes + p] = <int>(to.entries + p * n)
+    return True
+
+
+cdef bint read_sigmas(
+    Given* to, const double* sigma, bint by_atom, Py_ssize_t planes, Py_ssize_t n,
+    double half_log_2pi,
+) noexcept nogil:
+    """Append 1/σ², and return whether all are finite and positive."""
+    cdef Py_ssize_t count = planes * n if by_atom else planes, k, a
+    # σ of a plane counts for each of its atoms, and is repeated where others have one for each.
+    cdef Py_ssize_t copies = 1 if by_atom else n
+    cdef Py_ssize_t rows = copies if to.per_atom else 1
+    cdef double* weight = to.weight + (to.entries if to.per_atom else to.planes)
+    cdef double w, same = 0, total = 0, last = 1
+    cdef bint good = True
+    for k in range(count):
+        w = 1 / sigma[k]
+        w = w * w
+        good &= (sigma[k] > 0) & (w > 0) & (w * 0 == 0)
+        for a in range(rows):
+            weight[k * rows + a] = w
+    for k in range(count):
+        if sigma[k] != last:
+            total += same * log(last)
+            last = sigma[k]
+            same = 0
+        same += 1
+    total += same * log(last)
+    to.constant += copies * (total + count * half_log_2pi)
+    return good
+
+
+cdef void sort_planes(
+    const Given* planes, Py_ssize_t largest, int* at, int* by_first, int* by_size, int* order
+) noexcept nogil:
+    """Write the order of planes by size, then first atom, by counting twice."""
+    cdef Py_ssize_t q, r
+    cdef int i, n
+    memset(at, 0, (planes.bound + 1) * sizeof(int))
+    memset(by_size, 0, (largest + 2) * sizeof(int))
+    for q in range(planes.planes):
+        at[planes.first[q] + 1] += 1
+        by_size[planes.start[q + 1] - planes.start[q] + 1] += 1
+    for i in range(planes.bound):
+        at[i + 1] += at[i]
+    for n in range(largest + 1):
+        by_size[n + 1] += by_size[n]
+    for q in range(planes.planes):
+        i = planes.first[q]
+        by_first[at[i]] = <int>q
+        at[i] += 1
+    for r in range(planes.planes):
+        q = by_first[r]
+        n = planes.start[q + 1] - planes.start[q]
+        order[by_size[n]] = <int>q
+        by_size[n] += 1
+
+
+cdef Py_ssize_t count_entries(const Given* given, int* count) noexcept nogil:
+    """Count the entries of every atom, and return how many atoms have one."""
+    cdef Py_ssize_t k, alone = 0
+    memset(count, 0, given.bound * sizeof(int))
+    for k in range(given.entries):
+        count[given.atoms[k]] += 1
+    for k in range(given.bound):
+        alone += count[k] == 1
+    return alone
+
+
+cdef void write_planes(
+    const Given* given, const int* order, int* index, double* weight, long long* plane_ptr
+) noexcept nogil:
+    cdef Py_ssize_t r, q, k, e = 0
+    for r in range(given.planes):
+        q = order[r]
+        plane_ptr[r] = e
+        if not given.per_atom:
+            weight[r] = given.weight[q]
+        for k in range(given.start[q], given.start[q + 1]):
+            index[e] = given.atoms[k]
+            if given.per_atom:
+                weight[e] = given.weight[k]
+            e += 1
+    plane_ptr[given.planes] = e
+
+
+cdef Py_ssize_t write_blocks(
+    const int* ends, Py_ssize_t largest, long long* block_ptr
+) noexcept nogil:
+    """Write where blocks of planes of one size begin, if asked for, and return their number.
+
+    Planes of n atoms end before plane ends[n].
+    """
+    cdef Py_ssize_t n, p = 0, blocks = 0
+    for n in range(largest + 1):
+        while p < ends[n]:
+            if block_ptr != NULL:
+                block_ptr[blocks] = p
+            blocks += 1
+            p = min(p + LANES, <Py_ssize_t>ends[n])
+    if block_ptr != NULL:
+        block_ptr[blocks] = p
+    return blocks
+
+
+cdef void write_slots(
+    const Given* given, const int* index, int* count, int* slot, int* reduced,
+    long long* reduced_ptr,
+) noexcept nogil:
+    """Write the atoms not in exactly one plane, and a row for every entry of these.
+
+    `reduced` has room for an element more.
+    """
+    cdef Py_ssize_t i, e, r = 0
+    cdef int n, row = 0
+    # Without branches, since atoms in one plane and others may alternate at random.
+    for i in range(given.bound):
+        n = count[i]
+        reduced[r] = <int>i
+        reduced_ptr[r] = row
+        count[i] = -1 if n == 1 else row
+        row += 0 if n == 1 else n
+        r += n != 1
+    reduced_ptr[r] = row
+    for e in range(given.entries):
+        row = count[index[e]]
+        slot[e] = row
+        count[index[e]] = row + (row >= 0)
+
+
+cdef dense(array, dtype):
+    flags = array.flags
+    if array.dtype == dtype and flags.c_contiguous and flags.aligned:
+        return array
+    return np.array(array, dtype, order="C")
+
+
+cdef object UINT8 = np.dtype(np.uint8), INT32 = np.dtype(np.int32)
+cdef object INT64 = np.dtype(np.int64), FLOAT64 = np.dtype(np.float64)
+
+
+def packing(groups, long long num_atoms, double half_log_2pi):
+    """Return the fields and sizes of `Planes` of groups, or None if a value is bad.
+
+    `fusedops.planarity.packing` is the definition.
+    """
+    cdef Py_ssize_t planes = 0, entries = 0, largest = 0, n, p, alone, blocks, weights
+    cdef bint good, narrow, by_atom, per_atom = False
+    cdef const void* rows
+    cdef const double* sigmas
+    cdef Given given
+    arrays = []
+    for index, sigma in groups:
+        index = dense(index, INT32 if index.dtype == INT32 else INT64)
+        arrays.append((index, dense(sigma, FLOAT64)))
+        p, n = index.shape
+        planes += p
+        entries += p * n
+        largest = max(largest, n if p else 0)
+        per_atom = per_atom or sigma.ndim == 2
+    if entries >= 0x7fffffff:
+        return None
+
+    weights = entries if per_atom else planes
+    block = empty((8 * weights + 4 * (entries + 4 * planes + largest + 3),), UINT8)
+    given.weight = <double*>elements(block, 1)
+    given.atoms = <int*>(given.weight + weights)
+    given.start = given.atoms + entries
+    given.first = given.start + planes + 1
+    cdef int* order = given.first + planes
+    cdef int* ends = order + 2 * planes
+    given.per_atom = per_atom
+    given.planes = given.entries = given.bound = 0
+    given.constant = 0
+    for index, sigma in arrays:
+        p, n = index.shape
+        narrow = index.dtype == INT32
+        by_atom = sigma.ndim == 2
+        rows = elements(index, 4 if narrow else 8)
+        sigmas = <const double*>elements(sigma, 8)
+        with nogil:
+            if narrow:
+                good = read_indices(&given, <const int*>rows, p, n, num_atoms)
+            else:
+                good = read_indices(&given, <const long long*>rows, p, n, num_atoms)
+            good &= read_sigmas(&given, sigmas, by_atom, p, n, half_log_2pi)
+        if not good:
+            return None
+        given.planes += p
+        given.entries += p * n
+    given.start[planes] = <int>entries
+
+    cdef bytearray counts = room((given.bound + 1) * sizeof(int))
+    cdef int* count = <int*>of(counts)
+    with nogil:
+        sort_planes(&given, largest, count, order + planes, ends, order)
+        blocks = write_blocks(ends, largest, NULL)
+        alone = count_entries(&given, count)
+    n = given.bound - alone
+    index, weight, plane_ptr, block_ptr, slot, reduced, reduced_ptr = together(
+        (entries, INT32), (weights, FLOAT64), (planes + 1, INT64), (blocks + 1, INT64),
+        (entries, INT32), (n + 1, INT32), (n + 1, INT64),
+    )
+    cdef int* to_index = <int*>elements(index, 4)
+    cdef double* to_weight = <double*>elements(weight, 8)
+    cdef long long* to_plane = <long long*>elements(plane_ptr, 8)
+    cdef long long* to_block = <long long*>elements(block_ptr, 8)
+    cdef int* to_slot = <int*>elements(slot, 4)
+    cdef int* to_reduced = <int*>elements(reduced, 4)
+    cdef long long* to_row = <long long*>elements(reduced_ptr, 8)
+    with nogil:
+        write_planes(&given, order, to_index, to_weight, to_plane)
+        write_blocks(ends, largest, to_block)
+        write_slots(&given, to_index, count, to_slot, to_reduced, to_row)
+    return {
+        "index": index,
+        "weight": weight,
+        "plane_ptr": plane_ptr,
+        "block_ptr": block_ptr,
+        "slot": slot,
+        "reduced": reduced[:n],
+        "reduced_ptr": reduced_ptr,
+        "constant": np.array([given.constant]),
+        "bound": given.bound,
+        "largest": largest,
+        "rows": n,
+        "spill": entries - alone,
+        "per_atom": int(per_atom),
+        "num_planes": planes,
+        "num_entries": entries,
+    }

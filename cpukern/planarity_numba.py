@@ -12,9 +12,17 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
+from fusedops._frame.memory import together
 from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel
-from fusedops.planarity import NO_PLANE
+from fusedops.planarity import (
+    MOST_ATOMS,
+    NO_PLANE,
+    blocks,
+    constant,
+    flat,
+    inverse_square,
+)
 
 # Blocks of planes that are worth handing to another thread.
 _GRAIN = 1024
@@ -380,3 +388,105 @@ def planarity_gradient_vjp(a: Any, y: Any) -> None:
         _GRAIN,
     )
     _reduce_rows(planes, spill, out)
+
+
+@jit
+def _order(index, n, start, bound):
+    """Return the planes' order by size, then first atom, by counting twice."""
+    planes = len(n)
+    first = np.empty(planes, np.int32)
+    at, by_size = np.zeros(bound + 1, np.int32), np.zeros(n.max() + 2, np.int32)
+    for p in range(planes):
+        first[p] = index[start[p] : start[p] + n[p]].min()
+        at[first[p] + 1] += 1
+        by_size[n[p] + 1] += 1
+    for i in range(bound):
+        at[i + 1] += at[i]
+    for i in range(len(by_size) - 1):
+        by_size[i + 1] += by_size[i]
+    by_first, order = np.empty(planes, np.int32), np.empty(planes, np.int32)
+    for p in range(planes):
+        by_first[at[first[p]]] = p
+        at[first[p]] += 1
+    for p in by_first:
+        order[by_size[n[p]]] = p
+        by_size[n[p]] += 1
+    return order
+
+
+@jit
+def _write_planes(given, sigma, per_atom, start, order, plane_ptr, index, weight):
+    """Write the planes in order."""
+    for r in range(len(order)):
+        p, e = order[r], plane_ptr[r]
+        if not per_atom:
+            weight[r] = (1 / sigma[p]) ** 2
+        for a in range(plane_ptr[r + 1] - e):
+            index[e + a] = given[start[p] + a]
+            if per_atom:
+                weight[e + a] = (1 / sigma[start[p] + a]) ** 2
+
+
+@jit
+def _write_slots(count, index, slot, reduced, reduced_ptr):
+    """Write the atoms not in exactly one plane, and a row for every entry of these."""
+    r = row = 0
+    for i in range(len(count)):
+        n = count[i]
+        count[i] = -1
+        if n != 1:
+            reduced[r], reduced_ptr[r], count[i] = i, row, row
+            row += n
+            r += 1
+    reduced_ptr[r] = row
+    for e in range(len(index)):
+        slot[e] = count[index[e]]
+        count[index[e]] += slot[e] >= 0
+
+
+@register("planes", "numba")
+def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict[str, Any] | None:
+    """Return the fields and sizes of `Planes`, or None if there are none or a value is bad."""
+    given, n, sigma = flat(groups)
+    planes, entries = len(n), len(given)
+    if not (planes and entries < MOST_ATOMS and inverse_square(sigma).min() > 0):
+        return None
+    if given.min() < 0 or given.max() >= num_atoms:
+        return None
+    per_atom = len(sigma) == entries
+    start = np.cumsum(n) - n
+    total = constant(n, sigma)
+    order = _order(given, n, start, given.max() + 1)
+    n = n[order]
+    count = np.bincount(given)
+    rows = int(np.count_nonzero(count != 1))
+    int32, int64 = np.dtype(np.int32), np.dtype(np.int64)
+    index, slot, reduced, weight, plane_ptr, reduced_ptr = together(
+        (entries, int32),
+        (entries, int32),
+        (rows, int32),
+        (len(sigma), sigma.dtype),
+        (planes + 1, int64),
+        (rows + 1, int64),
+    )
+    plane_ptr[0] = 0
+    np.cumsum(n, out=plane_ptr[1:])
+    _write_planes(given, sigma, per_atom, start, order, plane_ptr, index, weight)
+    _write_slots(count, index, slot, reduced, reduced_ptr)
+    return {
+        "index": index,
+        "weight": weight,
+        "plane_ptr": plane_ptr,
+        "block_ptr": blocks(n),
+        "slot": slot,
+        "reduced": reduced,
+        "reduced_ptr": reduced_ptr,
+        "constant": total,
+        "bound": len(count),
+        "largest": int(n.max()),
+        "rows": rows,
+        "spill": int(reduced_ptr[-1]),
+        "per_atom": int(per_atom),
+        "num_planes": planes,
+        "num_entries": entries,
+    }

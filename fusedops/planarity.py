@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
@@ -31,6 +31,7 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import compiled
 from fusedops._frame.shapes import checked
 from fusedops.eigenvector import NO_PLANE as NO_PLANE
 from fusedops.eigenvector import pseudo_solve, smallest_eigenvector
@@ -48,8 +49,8 @@ FITS = ("uniform", "weighted")
 #: not with the kernels, because `Planes` lists these blocks.
 LANES = 16
 
-_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-_MOST_ATOMS = 2**31 - 1
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+MOST_ATOMS = 2**31 - 1
 
 
 class Planes(Packed):
@@ -82,7 +83,8 @@ class Planes(Packed):
     Notes
     -----
     The arrays are copied, so later changes to them have no effect. Memory grows with the largest
-    index. Planes are sorted by their number of atoms; planes of one size keep their order.
+    index. Planes are sorted by their number of atoms, and those of one size by their first atom, so
+    that calls walk through memory in order.
 
     Examples
     --------
@@ -112,9 +114,9 @@ class Planes(Packed):
     _options = ("num_atoms",)
 
     def __init__(
-        self, plane_groups: Sequence[tuple[Any, Any]], *, num_atoms: int = _MOST_ATOMS
+        self, plane_groups: Sequence[tuple[Any, Any]], *, num_atoms: int = MOST_ATOMS
     ) -> None:
-        num_atoms = min(size("Planes", "num_atoms", num_atoms), _MOST_ATOMS)
+        num_atoms = size("Planes", "num_atoms", num_atoms)
         groups, device = _checked_groups(plane_groups)
         self._lay_out(groups, num_atoms, device)
 
@@ -131,83 +133,115 @@ class Planes(Packed):
         return {"bound": 0, "num_planes": num_planes, "num_entries": num_entries}
 
     def _lay_out(
-        self, given: list[tuple[np.ndarray, np.ndarray]], num_atoms: int, device: str
+        self,
+        groups: list[tuple[np.ndarray, np.ndarray]],
+        num_atoms: int,
+        device: str,
     ) -> None:
-        groups = sorted(given, key=lambda group: group[0].shape[1])
-        planes = [len(index) for index, _ in groups]
-        atoms = [index.shape[1] for index, _ in groups]
-        num_planes = sum(planes)
-        plane_ptr = np.zeros(num_planes + 1, np.int64)
-        np.cumsum(np.repeat(atoms, planes), out=plane_ptr[1:])
-        blocks, low = [], 0
-        for _, run in groupby(zip(atoms, planes, strict=True), key=lambda pair: pair[0]):
-            high = low + sum(count for _, count in run)
-            blocks.append(np.arange(low, high, LANES))
-            low = high
-
-        per_atom = int(any(sigma.ndim == 2 for _, sigma in groups))
-        sigma = np.concatenate(
-            [np.empty(0)]
-            + [
-                np.broadcast_to(_per_atom(sigma), index.shape).ravel() if per_atom else sigma
-                for index, sigma in groups
-            ],
-            dtype=np.float64,
-            casting="same_kind",
-        )
-        weight = _inverse_square(sigma)
-        if not weight.min(initial=1) > 0:
-            _refuse(
-                [(sigma, _inverse_square(sigma.astype(np.float64)) == 0) for _, sigma in given],
-                "sigmas",
-                ValueError,
-                "positive, and neither σ nor 1/σ² infinite",
-            )
-        copies = 1 if per_atom else np.diff(plane_ptr)
-
-        index = np.concatenate([np.empty(0, np.int32), *(index.ravel() for index, _ in groups)])
-        if index.size and not (index.min() >= 0 and index.max() < num_atoms):
-            _refuse(
-                [(index, (index < 0) | (index >= num_atoms)) for index, _ in given],
-                "indices",
-                IndexError,
-                f"from 0 to {num_atoms - 1}",
-            )
-        num_entries = len(index)
-        if num_entries >= _MOST_ATOMS:
-            raise ValueError(
-                f"Planes: plane_groups has {num_entries} indices; it should have fewer than "
-                f"{_MOST_ATOMS}"
-            )
-        count = np.bincount(index)
-        reduced = np.flatnonzero(count != 1)
-        shared = np.flatnonzero(count[index] > 1)
-        slot = np.full(num_entries, -1, np.int32)
-        slot[shared[np.argsort(index[shared], kind="stable")]] = np.arange(len(shared))
-        self._hold(
-            device,
-            index=index.astype(np.int32),
-            weight=weight,
-            plane_ptr=plane_ptr,
-            block_ptr=np.concatenate([*blocks, [num_planes]], dtype=np.int64),
-            slot=slot,
-            reduced=reduced.astype(np.int32),
-            reduced_ptr=np.concatenate([[0], np.cumsum(count[reduced])], dtype=np.int64),
-            constant=np.array([np.sum((np.log(sigma) + _HALF_LOG_2PI) * copies)]),
-            bound=len(count),
-            largest=atoms[-1] if num_planes else 0,
-            rows=len(reduced),
-            spill=len(shared),
-            per_atom=per_atom,
-            num_planes=num_planes,
-            num_entries=num_entries,
-        )
+        num_atoms = min(num_atoms, MOST_ATOMS)
+        pack = compiled("planes", "planarity")
+        parts = None if pack is None else pack(groups, num_atoms)
+        # Compiled code leaves bad planes to the definition, which names the first of them.
+        parts = packing(groups, num_atoms) if parts is None else parts
+        self._hold(device, **parts)
 
     def __repr__(self) -> str:
         return f"Planes({self.num_planes} planes, {self.num_entries} atoms, on {self.device})"
 
 
-def _flat(plane_groups: Any) -> list[Any]:
+def flat(groups: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
+    """Return the atoms of all planes of groups, their number in each plane, and all σ.
+
+    There is a σ for each plane, or for each atom if a group has that.
+    """
+    per_atom = any([sigma.ndim == 2 for _, sigma in groups])
+    index = np.concatenate([np.empty(0, np.int32), *[index.ravel() for index, _ in groups]])
+    n = np.repeat([i.shape[1] for i, _ in groups], [len(i) for i, _ in groups]).astype(np.int64)
+    sigma = np.concatenate(
+        [np.empty(0)]
+        + [
+            np.broadcast_to(_per_atom(sigma), index.shape).ravel() if per_atom else sigma
+            for index, sigma in groups
+        ],
+        dtype=np.float64,
+        casting="same_kind",
+    )
+    return index, n, sigma
+
+
+def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict[str, Any]:
+    """Return the fields and sizes of `Planes` of checked groups.
+
+    This is the definition; compiled functions return the same, or None if a value is bad.
+    """
+    index, n, sigma = flat(groups)
+    if not inverse_square(sigma).min(initial=1) > 0:
+        _refuse(
+            [(sigma, inverse_square(sigma.astype(np.float64)) == 0) for _, sigma in groups],
+            "sigmas",
+            ValueError,
+            "positive, and neither σ nor 1/σ² infinite",
+        )
+    if index.size and not (index.min() >= 0 and index.max() < num_atoms):
+        _refuse(
+            [(index, (index < 0) | (index >= num_atoms)) for index, _ in groups],
+            "indices",
+            IndexError,
+            f"from 0 to {num_atoms - 1}",
+        )
+    num_planes, num_entries = len(n), len(index)
+    if num_entries >= MOST_ATOMS:
+        raise ValueError(
+            f"Planes: plane_groups has {num_entries} indices; it should have fewer than "
+            f"{MOST_ATOMS}"
+        )
+    per_atom = any([sigma.ndim == 2 for _, sigma in groups])
+    start = np.cumsum(n) - n
+    # Neighbouring planes share cache lines of coordinates and gradient.
+    order = np.lexsort((np.minimum.reduceat(index, start), n)) if num_planes else start
+    total, n = constant(n, sigma), n[order]
+    plane_ptr = np.concatenate([[0], np.cumsum(n)])
+    entries = np.repeat(start[order] - plane_ptr[:-1], n) + np.arange(num_entries)
+    index, sigma = index[entries], sigma[entries if per_atom else order]
+    count = np.bincount(index)
+    reduced = np.flatnonzero(count != 1)
+    shared = np.flatnonzero(count[index] > 1)
+    slot = np.full(num_entries, -1, np.int32)
+    slot[shared[np.argsort(index[shared], kind="stable")]] = np.arange(len(shared))
+    return {
+        "index": index.astype(np.int32),
+        "weight": inverse_square(sigma),
+        "plane_ptr": plane_ptr,
+        "block_ptr": blocks(n),
+        "slot": slot,
+        "reduced": reduced.astype(np.int32),
+        "reduced_ptr": np.concatenate([[0], np.cumsum(count[reduced])], dtype=np.int64),
+        "constant": total,
+        "bound": len(count),
+        "largest": int(n.max(initial=0)),
+        "rows": len(reduced),
+        "spill": len(shared),
+        "per_atom": int(per_atom),
+        "num_planes": num_planes,
+        "num_entries": num_entries,
+    }
+
+
+def blocks(n: np.ndarray) -> np.ndarray:
+    """Return where blocks of up to LANES planes of one size begin, of sorted sizes n."""
+    _, planes = np.unique(n, return_counts=True)
+    ends = np.cumsum(planes)
+    begin = [np.arange(end - p, end, LANES) for end, p in zip(ends, planes, strict=True)]
+    return np.concatenate([*begin, [len(n)]], dtype=np.int64)
+
+
+def constant(n: np.ndarray, sigma: np.ndarray) -> np.ndarray:
+    """Return the terms of the restraint without coordinates, summed (1,), of planes of n atoms."""
+    copies = n if len(sigma) == len(n) else 1
+    return np.array([np.sum((np.log(sigma) + HALF_LOG_2PI) * copies)])
+
+
+def _tensors(plane_groups: Any) -> list[Any]:
     """Return the indices and sigmas of all groups as tensors, for a graph."""
     torch = sys.modules["torch"]
     return [
@@ -232,17 +266,19 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
                 f"Planes: plane_groups[{g}] is {type(entry).__name__}; it should be a pair "
                 "(indices, sigmas)"
             )
+        index, sigma = entry
         names = f"plane_groups[{g}] indices", f"plane_groups[{g}] sigmas"
-        for name, array in zip(names, entry, strict=True):
-            if is_tensor(array):
-                own_memory("Planes", name, array)
-                device, first = device or device_of(array), first or name
-                same_device("Planes", name, device_of(array), first, device)
-                if array.requires_grad:
-                    raise ValueError(
-                        f"Planes: {name} requires grad; planes are constants, pass x.detach()"
-                    )
-        index, sigma = (values("Planes", *pair) for pair in zip(names, entry, strict=True))
+        if not (type(index) is np.ndarray and type(sigma) is np.ndarray):
+            for name, array in zip(names, entry, strict=True):
+                if is_tensor(array):
+                    own_memory("Planes", name, array)
+                    device, first = device or device_of(array), first or name
+                    same_device("Planes", name, device_of(array), first, device)
+                    if array.requires_grad:
+                        raise ValueError(
+                            f"Planes: {name} requires grad; planes are constants, pass x.detach()"
+                        )
+            index, sigma = (values("Planes", *pair) for pair in zip(names, entry, strict=True))
         if index.dtype.kind != "i":
             raise TypeError(
                 f"Planes: {names[0]} has dtype {index.dtype}; it should be int32 or int64"
@@ -279,10 +315,10 @@ def _refuse(
             )
 
 
-def _inverse_square(sigma: np.ndarray) -> np.ndarray:
+def inverse_square(sigma: np.ndarray) -> np.ndarray:
     """Return 1/σ², or zero where it isn't finite and positive."""
     with np.errstate(all="ignore"):
-        weight = sigma**-2.0
+        weight = (1 / sigma) ** 2
     return np.where((sigma > 0) & (weight < np.inf), weight, 0.0)
 
 
@@ -449,7 +485,7 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
     planes = plane_groups
     if not isinstance(planes, Planes):
         if is_tensor(xyz) and traced():
-            planes = Planes.read(name, *_flat(planes), num_atoms=xyz.shape[0])
+            planes = Planes.read(name, *_tensors(planes), num_atoms=xyz.shape[0])
         else:
             planes = Planes(planes, num_atoms=xyz.shape[0])
             if not planes.num_planes and is_tensor(xyz) and not xyz.is_meta:

@@ -233,6 +233,76 @@ def test_deviations_are_in_the_order_of_the_list():
     ]
 
 
+def test_deviations_are_in_the_order_of_the_planes():
+    xyz, (index, *_) = protein(20, np.random.default_rng(9))
+    order = np.random.default_rng(10).permutation(len(index))
+    (want,) = fusedops.plane_deviations(xyz, [(index, np.full(len(index), 0.02))])
+    (got,) = fusedops.plane_deviations(xyz, [(index[order], np.full(len(index), 0.02))])
+    np.testing.assert_array_equal(got, want[order])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_planes_of_one_size_are_sorted_by_their_first_atom(backend):
+    """Equal ones keep their order, so that the layout is the same for every backend."""
+    groups = [
+        ([[9, 8, 7, 6]], [0.1]),
+        ([[5, 9, 3], [2, 8, 9]], [0.2, 0.3]),
+        ([[9, 4, 2], [1, 2, 3]], [0.4, 0.5]),
+    ]
+    with fusedops.use_backend(backend):
+        planes = fusedops.Planes(groups)
+    assert planes.index.tolist() == [1, 2, 3, 2, 8, 9, 9, 4, 2, 5, 9, 3, 9, 8, 7, 6]
+    np.testing.assert_allclose(planes.weight**-0.5, [0.5, 0.3, 0.4, 0.2, 0.1], rtol=1e-15)
+
+
+GROUP = st.tuples(
+    st.sampled_from([0, 1, 2, 15, 16, 17, 40]),
+    st.sampled_from([3, 4, 5, 9, 20]),
+    st.sampled_from(["plane", "column", "atom"]),
+    st.sampled_from(["int32", "int64", ">i8", "int16"]),
+    st.sampled_from(["float32", "float64", "int64", "longdouble"]),
+    st.sampled_from(["C", "F", "unaligned"]),
+)
+
+
+def laid(array, layout):
+    """Return an equal array of another layout in memory."""
+    if layout == "F":
+        return np.asfortranarray(array)
+    if layout == "C":
+        return array
+    room = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    room[...] = array
+    return room
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(GROUP, max_size=5), st.integers(1, 60), st.integers(0, 2**32 - 1))
+def test_compiled_packing_is_the_definition(groups, atoms, seed):
+    rng = np.random.default_rng(seed)
+    given = []
+    for planes, n, sigmas, dtype, real, layout in groups:
+        index = laid(rng.integers(0, atoms, (planes, n)).astype(dtype), layout)
+        shape = {"plane": (planes,), "column": (planes, 1), "atom": (planes, n)}[sigmas]
+        sigma = (10 * rng.uniform(0.1, 2, shape)).astype(real)
+        given.append((index, laid(sigma, layout)))
+    packed = []
+    for backend in BACKENDS:
+        with fusedops.use_backend(backend):
+            packed.append(fusedops.Planes(given, num_atoms=atoms))
+    want = packed.pop()
+    for planes in packed:
+        for field in want._fields:
+            got, expected = getattr(planes, field), getattr(want, field)
+            assert got.dtype == expected.dtype
+            if field == "constant":
+                # A sum of logarithms, in another order.
+                np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-12)
+            else:
+                np.testing.assert_array_equal(got, expected)
+        assert planes.sizes() == want.sizes()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("planes", [1, 3, 4])
 def test_sigmas_in_a_column_belong_to_planes(planes, backend):
@@ -312,6 +382,36 @@ def test_bad_input_names_the_argument(name):
         with pytest.raises(kind, match=message):
             function(xyz, groups, **options)
     np.testing.assert_array_equal(xyz, before)
+
+
+# Values to put into indices or sigmas (0, 1) of a group, and the error.
+WRONG = {
+    "negative": ([(0, 1, (2, 1), -1)], "[1] indices[2, 1] is -1;"),
+    "too large": ([(0, 0, (3, 0), 50)], "[0] indices[3, 0] is 50;"),
+    "far too large": ([(0, 1, (0, 3), 2**33)], "[1] indices[0, 3] is 8589934592;"),
+    "zero": ([(1, 0, 2, 0)], "[0] sigmas[2] is 0.0;"),
+    "NaN": ([(1, 1, (4, 3), np.nan)], "[1] sigmas[4, 3] is nan;"),
+    "infinite": ([(1, 0, 0, np.inf)], "[0] sigmas[0] is inf;"),
+    "vast": ([(1, 1, (1, 1), 1e200)], "[1] sigmas[1, 1] is 1e+200;"),
+    "tiny": ([(1, 1, (1, 1), 1e-200)], "[1] sigmas[1, 1] is 1e-200;"),
+    "first of three": (
+        [(0, 0, (0, 0), -1), (1, 1, 0, -2), (1, 0, 4, -1)],
+        "[0] sigmas[4] is -1.0;",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", WRONG)
+def test_every_packing_names_the_first_bad_value(name, backend):
+    rng = np.random.default_rng(11)
+    given = [rng.integers(0, 50, (5, n)) for n in (6, 4)], [np.ones(5), np.ones((5, 4))]
+    values, message = WRONG[name]
+    for which, group, at, value in values:
+        given[which][group][at] = value
+    with fusedops.use_backend(backend), pytest.raises((IndexError, ValueError)) as raised:
+        fusedops.Planes(list(zip(*given, strict=True)), num_atoms=50)
+    assert str(raised.value).startswith(f"Planes: plane_groups{message} it should be")
 
 
 @pytest.mark.parametrize(

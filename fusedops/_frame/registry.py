@@ -139,10 +139,34 @@ def _kernel(backend: Backend, primitive: str) -> Callable[..., Any] | None:
     declared = _primitives[primitive]
     if backend.module is None:
         return declared.formula
-    module = backend.module.format(declared.family)
-    if (primitive, backend.name) not in _kernels and importlib.util.find_spec(module):
+    return _registered(backend, primitive, declared.family)
+
+
+def _registered(backend: Backend, name: str, family: str) -> Callable[..., Any] | None:
+    module = str(backend.module).format(family)
+    if (name, backend.name) not in _kernels and importlib.util.find_spec(module):
         importlib.import_module(module)
-    return _kernels.get((primitive, backend.name))
+    return _kernels.get((name, backend.name))
+
+
+def compiled(name: str, family: str) -> Callable[..., Any] | None:
+    """Return the first compiled function that a family registers under `name`, or None.
+
+    It does work that is no primitive's, such as packing, and that a definition in NumPy does too.
+    Of backends asked for, only those on NumPy arrays count.
+    """
+    return _compiled(name, family, forced(None))
+
+
+@functools.cache
+def _compiled(name: str, family: str, asked: str | None) -> Callable[..., Any] | None:
+    own = [backend for backend in BACKENDS if backend.speaks == "numpy"]
+    chosen = [backend for backend in own if backend.name == asked] or own
+    for backend in chosen:
+        request = Request(name, "numpy", "cpu", None, asked)
+        if backend.module is not None and backend.why_not(request) is None:
+            return _registered(backend, name, family)
+    return None
 
 
 def why_not(backend: Backend, request: Request) -> str | None:

@@ -191,8 +191,8 @@ class _Restraint:
     """The planarity restraint of a structure as a function of its coordinates."""
 
     def __init__(self, found: PlanarGroups, fit: str, backend: str | None) -> None:
-        self.planes = fusedops.Planes(found.groups)
         self.options = {"fit": fit, "backend": forced_backend(backend)}
+        self.planes = fusedops.Planes(found.groups)
 
     def __call__(self, xyz: np.ndarray) -> tuple[float, np.ndarray]:
         value, pullback = fusedops.planarity_nll.vjp(xyz, self.planes, **self.options)
