@@ -137,13 +137,15 @@ class Planes(Packed):
         groups: list[tuple[np.ndarray, np.ndarray]],
         num_atoms: int,
         device: str,
+        *,
+        lasting: bool = True,
     ) -> None:
         num_atoms = min(num_atoms, MOST_ATOMS)
         pack = compiled("planes", "planarity")
         parts = None if pack is None else pack(groups, num_atoms)
         # Compiled code leaves bad planes to the definition, which names the first of them.
         parts = packing(groups, num_atoms) if parts is None else parts
-        self._hold(device, **parts)
+        self._hold(device, lasting=lasting, **parts)
 
     def __repr__(self) -> str:
         return f"Planes({self.num_planes} planes, {self.num_entries} atoms, on {self.device})"
@@ -249,6 +251,32 @@ def _tensors(plane_groups: Any) -> list[Any]:
         for group in plane_groups
         for array, dtype in zip(group, (torch.int64, torch.float64), strict=True)
     ]
+
+
+def _read(plane_groups: Any, num_atoms: int) -> Planes:
+    """Return the `Planes` of a list; of tensors, the same ones until a write to any of them."""
+
+    def make() -> Planes:
+        planes = Planes.__new__(Planes)
+        groups, device = _checked_groups(plane_groups)
+        planes._lay_out(groups, num_atoms, device, lasting=False)
+        return planes
+
+    if not isinstance(plane_groups, (list, tuple)):
+        return make()
+    given: list[Any] = []
+    for entry in plane_groups:
+        pair = isinstance(entry, (tuple, list)) and len(entry) == 2
+        if not pair or not all([is_tensor(array) for array in entry]):
+            return make()
+        given += entry
+    if not given:
+        return make()
+    if not given[0].is_cpu:
+        # A CUDA graph wouldn't hold planes that are packed anew after a write.
+        Planes._refuse_capture("Planes")
+    with Planes.outside_of_transforms("Planes", given):
+        return Planes.kept(given, {"num_atoms": num_atoms}, make)
 
 
 def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
@@ -481,15 +509,32 @@ class _Nll(Protocol):
     ) -> Tensor: ...
 
 
+def _pack(*args: Any) -> tuple[Any, ...]:
+    """Return an op's arguments with a list of planes packed, if the first is an array of atoms."""
+    if len(args) < 2:
+        return args
+    xyz, plane_groups, *others = args
+    array = isinstance(xyz, np.ndarray) or (is_tensor(xyz) and not (xyz.is_nested or traced()))
+    if not (isinstance(plane_groups, (list, tuple)) and array and xyz.ndim == 2):
+        return args
+    return xyz, _packed(plane_groups, xyz), *others
+
+
+def _packed(plane_groups: Any, xyz: Any) -> Planes:
+    """Return the planes of a list; without any, on the device of the atoms."""
+    planes = _read(plane_groups, xyz.shape[0])
+    if not planes.num_planes and is_tensor(xyz) and not xyz.is_meta:
+        return planes.to(xyz.device)
+    return planes
+
+
 def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
     planes = plane_groups
     if not isinstance(planes, Planes):
         if is_tensor(xyz) and traced():
             planes = Planes.read(name, *_tensors(planes), num_atoms=xyz.shape[0])
         else:
-            planes = Planes(planes, num_atoms=xyz.shape[0])
-            if not planes.num_planes and is_tensor(xyz) and not xyz.is_meta:
-                planes = planes.to(xyz.device)
+            planes = _packed(planes, xyz)
     same_device(name, "plane_groups", planes.device, "xyz", device_of(xyz))
     if planes.bound > xyz.shape[0]:
         raise IndexError(
@@ -500,7 +545,7 @@ def _check(name: str, xyz: Any, plane_groups: Any, fit: str) -> Any:
     return to_run((xyz, planes, fit), "nll")
 
 
-@op(nll, overloads=_Nll)  # type: ignore[type-abstract]
+@op(nll, overloads=_Nll, pack=_pack)  # type: ignore[type-abstract]
 def planarity_nll(
     xyz: Any,
     plane_groups: PlaneGroups,
@@ -522,7 +567,8 @@ def planarity_nll(
     xyz : array or tensor (N, 3), float32 or float64; in torch bfloat16 and float16 too
         Coordinates in Å.
     plane_groups : Planes, or sequence of (indices, sigmas)
-        `Planes`, packed once for many calls, or its argument, packed anew in every call.
+        `Planes`, packed once for many calls, or its argument, packed in every call. A list of
+        tensors is packed again only after a write to one of them that torch counts.
     fit : {"uniform", "weighted"}
         An atom's weight in its plane's centroid and covariance: 1, or 1/σ².
 

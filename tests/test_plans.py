@@ -126,6 +126,22 @@ def test_a_packed_argument_of_other_dtypes_is_of_another_kind():
     assert len(entered) == 2
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_list_of_planes_is_packed_and_served_by_a_plan(framework):
+    """A list has no kind; given by its name, it is checked in every call."""
+    x, index, sigma = np.ones((4, 3)), np.array([[0, 1, 2, 3]]), np.array([0.1])
+    if framework == "torch":
+        x, index, sigma = map(torch.tensor, (x, index, sigma))
+    with checks(fusedops.planarity_nll) as entered:
+        want = fusedops.planarity_nll(x, [(index, sigma)])
+        assert len(entered) == 1
+        assert fusedops.planarity_nll(x, [(index, sigma)]) == want
+        assert fusedops.planarity_nll(x, fusedops.Planes([(index, sigma)])) == want
+        assert len(entered) == 1
+        assert fusedops.planarity_nll(x, plane_groups=[(index, sigma)]) == want
+        assert len(entered) == 2
+
+
 @contextlib.contextmanager
 def deterministic():
     torch.use_deterministic_algorithms(True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops._frame import registry  # noqa: E402
+from fusedops._frame import bridge, registry  # noqa: E402
 from fusedops._frame.bridge.graphs import _take_apart  # noqa: E402
 from fusedops.planarity import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
@@ -133,6 +135,127 @@ def test_planes_from_tensors():
     want = fusedops.planarity_nll(xyz, planes).item()
     assert fusedops.planarity_nll(xyz, groups).item() == want
     assert fusedops.planarity_nll(xyz.detach().numpy(), groups) == want
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """List every packing of planes."""
+    found, lay_out = [], fusedops.Planes._lay_out
+
+    def noted(self, *given, **options):
+        found.append(self)
+        lay_out(self, *given, **options)
+
+    monkeypatch.setattr(fusedops.Planes, "_lay_out", noted)
+    return found
+
+
+def listed():
+    """Return coordinates, and planes of two sizes as tensors of their own memory."""
+    xyz = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    index = torch.arange(12).reshape(3, 4), torch.tensor([[0, 5, 9, 1, 4], [2, 3, 11, 6, 8]])
+    return xyz, [(index[0], torch.full((3,), 0.5)), (index[1], torch.full((2, 5), 0.25))]
+
+
+def packed_anew(xyz, groups):
+    return fusedops.planarity_nll(xyz, fusedops.Planes(groups)).item()
+
+
+def test_a_list_of_tensors_is_packed_once(packings):
+    xyz, groups = listed()
+    value = fusedops.planarity_nll(xyz, groups).item()
+    assert len(packings) == 1
+    assert fusedops.planarity_nll(xyz, list(groups)).item() == value
+    leaf = xyz.clone().requires_grad_()
+    fusedops.planarity_nll(leaf, groups, fit="weighted").backward()
+    assert len(packings) == 1
+    fusedops.planarity_nll(xyz[:, [2, 1, 0]], plane_groups=groups)
+    assert len(packings) == 1
+    with pytest.raises(IndexError, match=r"indices\[2, 3\] is 11; it should be from 0 to 10"):
+        fusedops.planarity_nll(xyz[:11], groups)
+    assert value == packed_anew(xyz, groups)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_write_to_any_tensor_of_a_list_packs_it_again(packings, place):
+    xyz, groups = listed()
+    before = fusedops.planarity_nll(xyz, groups).item()
+    tensor = groups[place[0]][place[1]]
+    tensor.view(-1)[1] = 7 if place[1] == 0 else 2.0
+    after = fusedops.planarity_nll(xyz, groups).item()
+    assert len(packings) == 2
+    assert after == packed_anew(xyz, groups) != before
+
+
+CHANGES = {
+    "another tensor": lambda g: [g[0], (g[1][0].clone(), g[1][1])],
+    "fewer tensors": lambda g: g[:1],
+    "another order": lambda g: [(g[0][0], g[0][1]), (g[1][0].flip(0), g[1][1])],
+    "other memory": lambda g: g[1][1].set_(torch.full((2, 5), 0.75)) is None or g,
+    "tensors and arrays": lambda g: [g[0], tuple(t.tolist() for t in g[1])],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_list_of_tensors_is_packed(packings, change):
+    xyz, groups = listed()
+    fusedops.planarity_nll(xyz, groups)
+    groups = CHANGES[change](groups)
+    value = fusedops.planarity_nll(xyz, groups).item()
+    assert len(packings) == 2
+    assert value == pytest.approx(packed_anew(xyz, groups), rel=1e-14)
+
+
+def test_tensors_that_are_no_pairs_are_refused_after_a_list_of_the_same():
+    xyz, groups = listed()
+    fusedops.planarity_nll(xyz, groups)
+    with pytest.raises(TypeError, match="it should be a pair"):
+        fusedops.planarity_nll(xyz, [(*groups[0], *groups[1])])
+
+
+def test_a_list_that_numpy_may_write_to_is_packed_in_every_call():
+    xyz, groups = listed()
+    fusedops.planarity_nll(xyz, groups)
+    groups[1][0].numpy()[0, 1] = 6
+    assert fusedops.planarity_nll(xyz, groups).item() == packed_anew(xyz, groups)
+    sigma = np.full(3, 0.5)
+    groups[0] = groups[0][0], torch.from_numpy(sigma)
+    before = fusedops.planarity_nll(xyz, groups).item()
+    sigma[:] = 2
+    assert fusedops.planarity_nll(xyz, groups).item() == packed_anew(xyz, groups) != before
+
+
+def test_a_packed_list_is_forgotten_with_its_tensors():
+    xyz, groups = listed()
+    gc.collect()
+    before = len(bridge.packed_read)
+    fusedops.planarity_nll(xyz, groups)
+    assert len(bridge.packed_read) == before + 1
+    del groups
+    gc.collect()
+    assert len(bridge.packed_read) == before
+
+
+def test_a_list_of_tensors_is_checked_again_when_one_asks_for_a_gradient():
+    xyz, groups = listed()
+    fusedops.planarity_nll(xyz, groups)
+    groups[1][1].requires_grad_()
+    with pytest.raises(ValueError, match=r"plane_groups\[1\] sigmas requires grad"):
+        fusedops.planarity_nll(xyz, groups)
+
+
+def test_lists_of_tensors_under_inference_mode_and_transforms():
+    xyz, groups = listed()
+    want = packed_anew(xyz, groups)
+    with torch.inference_mode():
+        made = [(i.clone(), s.clone()) for i, s in groups]
+        assert fusedops.planarity_nll(xyz, made).item() == want
+        assert fusedops.planarity_nll(xyz, groups).item() == want
+    assert fusedops.planarity_nll(xyz, made).item() == want
+    gradient = torch.func.grad(lambda x: fusedops.planarity_nll(x, groups))(xyz)
+    leaf = xyz.clone().requires_grad_()
+    fusedops.planarity_nll(leaf, groups).backward()
+    assert torch.equal(gradient, leaf.grad)
 
 
 BAD = {

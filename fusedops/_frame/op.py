@@ -174,7 +174,11 @@ def op(
 ) -> Callable[[F], Op[F]]: ...
 @overload
 def op(
-    primitive: Primitive, *, names: Mapping[str, str] | None = None, overloads: type[F]
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    overloads: type[F],
+    pack: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[[Callable[..., Any]], Op[F]]: ...
 def op(
     primitive: Primitive,
@@ -182,6 +186,7 @@ def op(
     names: Mapping[str, str] | None = None,
     leading: str | None = None,
     overloads: Any = None,
+    pack: Any = None,
 ) -> Any:
     """Turn a function that checks its options into a public op.
 
@@ -191,7 +196,8 @@ def op(
     of the primitive's arrays to names in the signature, if they differ. `leading` names an array
     that may have any number of dimensions in place of its first, as outputs and arrays that
     broadcast then have too. `overloads` is a protocol for type checkers, if one signature isn't
-    enough.
+    enough. `pack` returns positional arguments with those packed that have no kind, such as lists,
+    so that a plan serves their call.
     """
     names = names or {}
     arguments = [names.get(name, name) for name in primitive.arrays]
@@ -257,6 +263,10 @@ def op(
             if out is None:
                 values = (*args, *kwargs.values())
                 kind = kind_of((asked, len(args), *kwargs, *values))
+                if kind is None and pack is not None:
+                    args = pack(*args)
+                    values = (*args, *kwargs.values())
+                    kind = kind_of((asked, len(args), *kwargs, *values))
                 found = plans.get(kind)
                 if found is not None:
                     return found(values)

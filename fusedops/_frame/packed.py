@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import sys
 import weakref
 from collections import namedtuple
@@ -90,8 +92,11 @@ class Packed:
         of = type(self).__name__
         return f"{of}: {name} can't be changed; it should be given to a new {of}"
 
-    def _hold(self, device: str = "cpu", **parts: Any) -> None:
-        """Keep the arrays and numbers of a new object; copy NumPy arrays to a device."""
+    def _hold(self, device: str = "cpu", *, lasting: bool = True, **parts: Any) -> None:
+        """Keep the arrays and numbers of a new object; copy NumPy arrays to a device.
+
+        An object that isn't lasting is never an argument of a user's call.
+        """
         held = self.__dict__
         arrays = [parts.pop(name) for name in self._fields]
         held.update(parts)
@@ -108,7 +113,7 @@ class Packed:
             moved = dict(self.to(device).__dict__)
             held.clear()
             held.update(moved)
-        elif "torch" in sys.modules:
+        elif lasting and "torch" in sys.modules:
             # Tensors first made inside of a compiled function would compile it again.
             self.tensors_here()
 
@@ -164,9 +169,9 @@ class Packed:
     def read(cls, op: str, *tensors: Any, in_graph: bool = False, **options: Any) -> Self:
         """Return the object that tensors describe; an op was given them in its place.
 
-        Reading from a GPU waits for the GPU, so tensors there are read once, and again only after a
-        write to them. While torch traces a graph, the object has only the attributes of `foresee`;
-        each run of the graph reads the tensors, `in_graph`.
+        Reading from a GPU waits for the GPU, so objects of tensors there are `kept`. While torch
+        traces a graph, the object has only the attributes of `foresee`; each run of the graph reads
+        the tensors, `in_graph`.
         """
         if traced():
             self = cls.__new__(cls)
@@ -174,46 +179,70 @@ class Packed:
             self.__dict__.update(device=device_of(tensors[0]), unread=unread)
             self.__dict__.update(cls.foresee(*tensors, **options))
             return self
-        argument = cls._given[0]
         for name, tensor in zip(cycle(cls._given), tensors, strict=False):
             own_memory(op, name, tensor)
+        with cls.outside_of_transforms(op, tensors):
+            return cls._read_once(op, tensors, options, in_graph)
+
+    @classmethod
+    def outside_of_transforms(
+        cls, op: str, tensors: Sequence[Any]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which torch.func keeps no track of tensors that are made."""
         torch = sys.modules["torch"]
-        if torch._C._are_functorch_transforms_active():
-            if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
-                raise TypeError(
-                    f"{op}: {argument} is mapped over or differentiated by torch.func; it "
-                    f"should be {cls.__name__}, or a tensor from outside"
-                )
-            # torch.func must not keep track of tensors made in here.
-            with torch._C._DisableFuncTorch():
-                return cls._read_once(op, tensors, options, in_graph)
-        return cls._read_once(op, tensors, options, in_graph)
+        if not torch._C._are_functorch_transforms_active():
+            return contextlib.nullcontext()
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            raise TypeError(
+                f"{op}: {cls._given[0]} is mapped over or differentiated by torch.func; it "
+                f"should be {cls.__name__}, or a tensor from outside"
+            )
+        context: contextlib.AbstractContextManager[Any] = torch._C._DisableFuncTorch()
+        return context
 
     @classmethod
     def _read_once(
         cls, op: str, tensors: Sequence[Any], options: dict[str, Any], in_graph: bool
     ) -> Self:
-        first, *others = tensors
-        if first.is_cpu:
+        if tensors[0].is_cpu:
             return cls.made_of(*tensors, **options)
         if in_graph:
             # A CUDA graph would keep the object of the tensors that were recorded.
             cls._refuse_capture(op)
-        if any(tensor.is_inference() for tensor in tensors):
-            return cls.made_of(*tensors, **options)
-        where = [(t._version, t.data_ptr(), t.shape, t.stride()) for t in tensors]
-        stamp = cls, where, options
-        read = bridge().packed_read.get(first)
-        # Compare identity: a freed tensor's address may be reused.
-        if (
-            read is None
-            or read[0] != stamp
-            or any(r() is not t for r, t in zip(read[1], others, strict=False))
-        ):
+
+        def make() -> Any:
             cls._refuse_capture(op)
-            read = stamp, [weakref.ref(t) for t in others], cls.made_of(*tensors, **options)
-            bridge().packed_read[first] = read
-        return read[2]
+            return cls.made_of(*tensors, **options)
+
+        return cls.kept(tensors, options, make)
+
+    @classmethod
+    def kept(
+        cls, tensors: Sequence[Any], options: dict[str, Any], make: Callable[[], Self]
+    ) -> Self:
+        """Return what `make` returns for tensors: made once, and again only after a write to any.
+
+        The object is forgotten with the first of the tensors, and not kept where NumPy may write.
+        """
+        first, *others = tensors
+        frame = bridge()
+        read = frame.packed_read.get(first)
+        if read is not None:
+            of, refs, states, made = read
+            # Compare identity: a freed tensor's address may be reused.
+            same = [ref() for ref in refs]
+            if (
+                of == (cls, options)
+                and len(same) == len(others)
+                and all(map(operator.is_, same, others))
+                and states == frame.states(tensors)
+            ):
+                return cast("Self", made)
+        made = make()
+        if frame.versioned(tensors):
+            refs = [weakref.ref(tensor) for tensor in others]
+            frame.packed_read[first] = (cls, options), refs, frame.states(tensors), made
+        return made
 
     @classmethod
     def _refuse_capture(cls, op: str) -> None:

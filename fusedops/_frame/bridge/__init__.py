@@ -25,8 +25,10 @@ from fusedops._frame.bridge.tensors import (  # noqa: F401
     as_tensors,
     move,
     packed_read,
+    states,
     unwrapped,
     values,
+    versioned,
 )
 from fusedops._frame.check import reference, traced
 from fusedops._frame.kinds import TENSORS, kind_of

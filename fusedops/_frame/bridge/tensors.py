@@ -13,8 +13,8 @@ import torch.utils.weak
 from fusedops._frame.check import dtype_name
 from fusedops._frame.packed import Packed
 
-#: Packed arguments that were read from a GPU, by the tensor that they were read from; they are
-#: forgotten with it.
+#: Packed arguments that were read from tensors, by the first of these tensors; they are forgotten
+#: with it.
 packed_read = torch.utils.weak.WeakTensorKeyDictionary()
 
 
@@ -50,6 +50,35 @@ def values(tensor: torch.Tensor) -> np.ndarray:
     """Return the values of a constant as a NumPy array, a view if possible; floats as float64."""
     tensor = tensor.detach().cpu().resolve_neg()
     return as_numpy(tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def versioned(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether torch counts all writes to tensors, as it can't count NumPy's.
+
+    The size of a storage is fixed once NumPy has it.
+    """
+    return all(
+        [
+            not tensor.is_inference()
+            and not (tensor.is_cpu and not tensor.untyped_storage().resizable())
+            for tensor in tensors
+        ]
+    )
+
+
+def states(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Return the number of writes to each tensor, and all else that may change but its values."""
+    return [
+        (
+            tensor._version,
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.requires_grad,
+            tensor.untyped_storage().resizable(),
+        )
+        for tensor in tensors
+    ]
 
 
 def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
