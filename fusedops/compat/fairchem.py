@@ -1,0 +1,537 @@
+"""Edge rotations of fairchem's UMA models by `fusedops.wigner`, registered before a model is built.
+
+fairchem (facebookresearch, MIT) looks an execution backend up by its mode when it builds a model. The
+classes here have its backends' rotating methods; `register` joins them to fairchem's own classes, which
+keep all other methods. Versions 2.16 to 2.24 differ in the arguments of these methods, and all are
+served; before 2.16 a backend can't choose the form of its matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Imported now: torch.compile can't import the bridge while it traces a call.
+import fusedops._frame.bridge  # noqa: F401
+from fusedops._frame.check import traced
+from fusedops.wigner import (
+    Edges,
+    degree_of,
+    edge_degree_scatter,
+    node_to_edge_wigner_permute,
+    permute_wigner_inv_edge_to_node,
+)
+
+__all__ = ["FusedEdgewise", "Rotations", "register", "unregister"]
+
+#: The edges of fairchem's index tensors, by number of nodes and offset.
+_read = WeakTensorKeyDictionary()
+
+
+def _edges(index: Any, num_nodes: int, offset: int | None = None) -> Any:
+    """Return the edges that an index tensor describes, made once for all layers that get it.
+
+    With an offset, the index has targets, or sources and targets, and both ends of an edge are its
+    target less the offset: fairchem sums over edges whose sources may be other processes' nodes.
+    """
+    ends = index
+    if offset is not None:
+        targets = index[1] if index.ndim == 2 else index
+        ends = (targets - offset if offset else targets).expand(2, -1)
+    if traced():
+        return ends
+    kept = _read.setdefault(index, {})
+    stamp, edges = kept.get((num_nodes, offset), (None, None))
+    if index.is_cpu:
+        # NumPy may share the memory, and writes to it without a new version.
+        now = None
+        same = edges is not None and all(
+            map(np.array_equal, (edges.source, edges.target), ends.numpy())
+        )
+    elif index.is_inference():
+        now, same = None, False
+    else:
+        now = index._version, index.data_ptr(), index.shape, index.stride()
+        same = stamp == now
+    if not same:
+        edges = Edges.read("fusedops.compat.fairchem", ends, num_nodes=num_nodes)
+        kept[num_nodes, offset] = now, edges
+    return edges
+
+
+def _matrices(wigner: Any) -> Any:
+    """Return dense matrices, or packed blocks (E, P) of (E, 1, P)."""
+    return wigner.flatten(1) if wigner.shape[1] == 1 else wigner
+
+
+def _packed(matrices: Any, lmax: int) -> Any:
+    """Return the blocks of dense matrices, (E, 1, P)."""
+    rows = [slice(l * l, (l + 1) ** 2) for l in range(lmax + 1)]
+    return torch.cat([matrices[:, of, of].flatten(1) for of in rows], dim=1).unsqueeze(1)
+
+
+class Rotations:
+    """The methods of a fairchem backend that rotate features into the frames of edges and back.
+
+    They serve any lmax, mmax and number of channels, on CPUs and GPUs, with derivatives of any
+    order. `register` makes backends of this class and fairchem's own.
+
+    Attributes
+    ----------
+    mmax : int or None
+        The model's largest order, read from its mapping by `prepare_wigner`; None for lmax.
+
+    Notes
+    -----
+    An index tensor is checked and sorted when first met; later layers find its edges again. On the
+    CPU its values are compared in every call; on a GPU its version is. Inside `torch.compile`
+    every run of the graph reads the tensor.
+
+    References
+    ----------
+    fairchem-core, ``fairchem/core/models/uma/nn/execution_backends.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.fairchem import Rotations
+    >>> x, edge_index = torch.ones(2, 4, 1), torch.tensor([[0], [1]])
+    >>> wigner = torch.eye(4)[None]
+    >>> Rotations().node_to_edge_wigner_permute(x, edge_index, wigner).shape
+    torch.Size([1, 4, 2])
+    """
+
+    mmax: int | None = None
+    # Set by `register`: the mode, and the backend that fairchem has for it.
+    mode: str
+    theirs: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _backend, (self.mode,), vars(self)
+
+    def prepare_wigner(
+        self, wigner: Any, wigner_inv: Any, mappingReduced: Any, coefficient_index: Any
+    ) -> tuple[Any, Any]:
+        """Return the matrices for the other methods: their blocks, packed, unpermuted.
+
+        Parameters
+        ----------
+        wigner, wigner_inv : tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
+            The matrices of both ways, dense or packed.
+        mappingReduced : CoefficientMapping
+            The model's lmax and mmax.
+        coefficient_index : tensor or None
+            Not needed: the ops leave out orders above mmax.
+
+        Returns
+        -------
+        wigner, wigner_inv : tensor (E, 1, Σ(2l + 1)²), or as given if packed
+            fairchem multiplies an envelope (E, 1, 1) into three dimensions, in every version.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from fusedops.compat.fairchem import Rotations
+        >>> wigner = torch.eye(9)[None]
+        >>> mapping = SimpleNamespace(lmax=2, mmax=2)
+        >>> Rotations().prepare_wigner(wigner, wigner.mT, mapping, None)[0].shape
+        torch.Size([1, 1, 35])
+        """
+        lmax, mmax = mappingReduced.lmax, mappingReduced.mmax
+        if mmax != lmax:
+            self.mmax = mmax
+        if wigner.ndim == 2:
+            return wigner, wigner_inv
+        return _packed(wigner, lmax), _packed(wigner_inv, lmax)
+
+    def node_to_edge_wigner_permute(self, x_full: Any, edge_index: Any, wigner: Any) -> Any:
+        """Return the features of both ends of every edge in its frame.
+
+        Parameters
+        ----------
+        x_full : tensor (N, (lmax + 1)², C)
+            Features of the nodes, l-major.
+        edge_index : tensor (2, E), int64
+            Source and target of every edge.
+        wigner : tensor
+            As `prepare_wigner` returns it, or dense.
+
+        Returns
+        -------
+        tensor (E, M, 2C)
+            See `fusedops.node_to_edge_wigner_permute`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fairchem import Rotations
+        >>> x, edge_index = torch.arange(8.0).view(2, 4, 1), torch.tensor([[0], [1]])
+        >>> message = Rotations().node_to_edge_wigner_permute(x, edge_index, torch.eye(4)[None])
+        >>> message[0].tolist()
+        [[0.0, 4.0], [2.0, 6.0], [3.0, 7.0], [1.0, 5.0]]
+        """
+        edges = _edges(edge_index, x_full.shape[0])
+        return node_to_edge_wigner_permute(x_full, edges, _matrices(wigner), mmax=self.mmax)
+
+    def permute_wigner_inv_edge_to_node(
+        self,
+        x_message: Any,
+        wigner_inv: Any,
+        scatter_target: Any,
+        num_nodes: int,
+        node_offset: int = 0,
+    ) -> Any:
+        """Return messages rotated out of the frames of their edges, summed by target.
+
+        Parameters
+        ----------
+        x_message : tensor (E, M, C)
+            Features of the edges, m-major.
+        wigner_inv : tensor
+            As `prepare_wigner` returns it, or dense; with an envelope or without.
+        scatter_target : tensor (E,) or (2, E), int64
+            The target of every edge; before fairchem 2.22, both ends.
+        num_nodes : int
+            N.
+        node_offset : int
+            Subtracted from the targets; before fairchem 2.22.
+
+        Returns
+        -------
+        tensor (N, (lmax + 1)², C)
+            See `fusedops.permute_wigner_inv_edge_to_node`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fairchem import Rotations
+        >>> message, wigner_inv = torch.ones(2, 4, 1), torch.eye(4).expand(2, 4, 4)
+        >>> Rotations().permute_wigner_inv_edge_to_node(
+        ...     message, wigner_inv, torch.tensor([1, 1]), num_nodes=2
+        ... )[..., 0].tolist()
+        [[0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
+        """
+        edges = _edges(scatter_target, num_nodes, node_offset)
+        return permute_wigner_inv_edge_to_node(
+            x_message, edges, _matrices(wigner_inv), num_nodes, mmax=self.mmax
+        )
+
+    def edge_degree_scatter(
+        self,
+        x: Any,
+        radial_output: Any,
+        wigner_inv: Any,
+        scatter_target: Any,
+        m_0_num_coefficients: int,
+        sphere_channels: int,
+        rescale_factor: float,
+        node_offset: int = 0,
+    ) -> Any:
+        """Return node features plus the edge-degree embedding.
+
+        Parameters
+        ----------
+        x : tensor (N, (lmax + 1)², C)
+            Features of the nodes, l-major.
+        radial_output : tensor (E, (lmax + 1) C)
+            Functions of the edge's length.
+        wigner_inv : tensor
+            As `prepare_wigner` returns it, or dense; with an envelope or without.
+        scatter_target, node_offset
+            As in `permute_wigner_inv_edge_to_node`.
+        m_0_num_coefficients, sphere_channels : int
+            lmax + 1, and C.
+        rescale_factor : float
+            The divisor of the sums.
+
+        Returns
+        -------
+        tensor (N, (lmax + 1)², C)
+            See `fusedops.edge_degree_scatter`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fairchem import Rotations
+        >>> x, radial, target = torch.ones(1, 4, 1), torch.ones(2, 2), torch.tensor([0, 0])
+        >>> wigner_inv = torch.eye(4).expand(2, 4, 4)
+        >>> Rotations().edge_degree_scatter(x, radial, wigner_inv, target, 2, 1, 2.0).flatten()
+        tensor([2., 1., 2., 1.])
+        """
+        radial = radial_output.reshape(-1, m_0_num_coefficients, sphere_channels)
+        edges = _edges(scatter_target, x.shape[0], node_offset)
+        return edge_degree_scatter(
+            x, radial, edges, _matrices(wigner_inv), rescale_factor=rescale_factor
+        )
+
+
+class FusedEdgewise(Rotations):
+    """`Rotations` and the methods by which fairchem 2.22 and newer joins them to its SO(2) layers.
+
+    fairchem's kernels rotate and scale in one pass. Here the ops rotate, and torch scales and
+    concatenates: the results are equal, and a message (E, M, 2C) exists in memory for a moment.
+
+    Attributes
+    ----------
+    supports_fused_edgewise : bool
+        Whether fairchem calls these methods. A model with other degrees than lmax = mmax = 2 is
+        served by those of `Rotations`.
+
+    References
+    ----------
+    fairchem-core, ``fairchem/core/models/uma/triton/fused_wigner.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.fairchem import FusedEdgewise
+    >>> x, edge_index = torch.ones(2, 9, 1), torch.tensor([[0], [1]])
+    >>> wigner, radial = torch.eye(9)[None], torch.ones(1, 12)
+    >>> buffers = FusedEdgewise().fused_node_to_edge_conv1_pack(x, edge_index, wigner, radial, 1)
+    >>> [buffer.shape[1] for buffer in buffers]
+    [6, 8, 4]
+    """
+
+    supports_fused_edgewise = False
+
+    def prepare_model_for_inference(self, model: Any) -> None:
+        """Let fairchem convert the model's SO(2) layers, and then call the fused methods.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            fairchem's backbone, which has a backend of this class.
+
+        Examples
+        --------
+        fairchem calls it with a model: see `register`.
+
+        >>> from fusedops.compat.fairchem import FusedEdgewise
+        >>> FusedEdgewise.supports_fused_edgewise
+        False
+        """
+        super().prepare_model_for_inference(model)  # type: ignore[misc]
+        model.backend.supports_fused_edgewise = model.lmax == model.mmax == 2
+
+    def fused_node_to_edge_conv1_pack(
+        self, x_full: Any, edge_index: Any, wigner: Any, radial: Any, sphere_channels: int
+    ) -> tuple[Any, ...]:
+        """Return the features of both ends times radial functions, by order.
+
+        Parameters
+        ----------
+        x_full, edge_index, wigner
+            As in `node_to_edge_wigner_permute`, for mmax = 2.
+        radial : tensor (E, 3 lmax · 2C)
+            A function of the edge's length for every order, degree and channel.
+        sphere_channels : int
+            C.
+
+        Returns
+        -------
+        tuple of tensors (E, (lmax + 1) 2C), (E, 2 lmax · 2C), (E, 2 (lmax − 1) 2C)
+            For m = 0, 1 and 2; of the last two +m comes before −m.
+
+        Examples
+        --------
+        See the class.
+
+        >>> import torch
+        >>> from fusedops.compat.fairchem import FusedEdgewise
+        >>> x, edge_index = torch.ones(2, 9, 1), torch.tensor([[0], [1]])
+        >>> wigner, radial = torch.eye(9)[None], torch.arange(12.0)[None]
+        >>> FusedEdgewise().fused_node_to_edge_conv1_pack(x, edge_index, wigner, radial, 1)[2]
+        tensor([[10., 11., 10., 11.]])
+        """
+        message = self.node_to_edge_wigner_permute(x_full, edge_index, wigner)
+        lmax = degree_of(_matrices(wigner))
+        rows = [lmax + 1, lmax, lmax - 1]
+        orders = message.split([rows[0], 2 * rows[1], 2 * rows[2]], dim=1)
+        factors = radial.split([2 * count * sphere_channels for count in rows], dim=1)
+        return tuple(
+            (part.unflatten(1, (-1, count)) * factor.view(-1, 1, count, 2 * sphere_channels)).flatten(1)
+            for part, factor, count in zip(orders, factors, rows, strict=True)
+        )
+
+    def gate_activation(
+        self, x0_full: Any, x1: Any, x2: Any, channels: int, activation: Any
+    ) -> tuple[Any, ...]:
+        """Return the gated features of an SO(2) layer, by order.
+
+        On a GPU by fairchem's own kernel; elsewhere by the formula of its activation.
+
+        Parameters
+        ----------
+        x0_full : tensor (E, 5C)
+            Two gates, and the features of order 0.
+        x1, x2 : tensor (E, 4C), (E, 2C)
+            The features of orders 1 and 2.
+        channels : int
+            C.
+        activation : GateActivation
+            fairchem's module, for m-major features.
+
+        Returns
+        -------
+        tuple of tensors (E, 3C), (E, 4C), (E, 2C)
+            The features of orders 0, 1 and 2.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from fusedops.compat.fairchem import FusedEdgewise
+        >>> gates = SimpleNamespace(forward_m_blocks=lambda gating, blocks: blocks)
+        >>> features = torch.ones(1, 5), torch.ones(1, 4), torch.ones(1, 2)
+        >>> [x.shape[1] for x in FusedEdgewise().gate_activation(*features, 1, gates)]
+        [3, 4, 2]
+        """
+        if x0_full.is_cuda:
+            return self.theirs.gate_activation(x0_full, x1, x2, channels, activation)
+        gating, x0 = x0_full.split((2 * channels, 3 * channels), dim=-1)
+        return activation.forward_m_blocks(gating, (x0, x1, x2))
+
+    def fused_conv2_inv_edge_to_node(
+        self,
+        g0: Any,
+        g1: Any,
+        g2: Any,
+        wigner_inv_envelope: Any,
+        scatter_target: Any,
+        num_nodes: int,
+        sphere_channels: int,
+    ) -> Any:
+        """Return messages, given by order, rotated out of the frames of edges, summed by target.
+
+        Parameters
+        ----------
+        g0, g1, g2 : tensor (E, (lmax + 1) C), (E, 2 lmax C), (E, 2 (lmax − 1) C)
+            The messages for m = 0, 1 and 2.
+        wigner_inv_envelope, scatter_target, num_nodes
+            As in `permute_wigner_inv_edge_to_node`.
+        sphere_channels : int
+            C.
+
+        Returns
+        -------
+        tensor (N, (lmax + 1)², C)
+            See `fusedops.permute_wigner_inv_edge_to_node`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fairchem import FusedEdgewise
+        >>> g0, g1, g2 = torch.ones(1, 3), torch.ones(1, 4), torch.ones(1, 2)
+        >>> FusedEdgewise().fused_conv2_inv_edge_to_node(
+        ...     g0, g1, g2, torch.eye(9)[None], torch.tensor([0]), 1, 1
+        ... ).flatten()
+        tensor([1., 1., 1., 1., 1., 1., 1., 1., 1.])
+        """
+        message = torch.cat((g0, g1, g2), dim=1).unflatten(1, (-1, sphere_channels))
+        return self.permute_wigner_inv_edge_to_node(
+            message, wigner_inv_envelope, scatter_target, num_nodes
+        )
+
+
+#: For each of fairchem's modes our methods, and the class that has all others. fairchem's class for
+#: GPUs demands a GPU and lmax = mmax = 2, as its kernels do.
+MODES: dict[str, tuple[type[Rotations], str]] = {
+    "general": (Rotations, "ExecutionBackend"),
+    "umas_fast_pytorch": (Rotations, "UMASFastPytorchBackend"),
+    "umas_fast_gpu": (FusedEdgewise, "UMASFastPytorchBackend"),
+}
+_lock = threading.Lock()
+
+
+def _fairchem() -> Any:
+    """Return fairchem's module of backends."""
+    found: Any = None
+    try:
+        from fairchem.core.models.uma.nn import execution_backends as found
+    except ImportError as error:
+        # Another name is a package that fairchem needs; Python's message says so.
+        if not (error.name or "").startswith("fairchem"):
+            raise
+    if hasattr(getattr(found, "ExecutionBackend", None), "prepare_wigner"):
+        return found
+    try:
+        installed = importlib.metadata.version("fairchem-core")
+    except importlib.metadata.PackageNotFoundError:
+        installed = "not installed"
+    raise ImportError(
+        f"fusedops.compat.fairchem: fairchem-core is {installed}; it should be 2.16 or newer, in "
+        "which a backend has prepare_wigner (pip install 'fairchem-core>=2.16')",
+        name="fairchem",
+    )
+
+
+@functools.cache
+def _served(mode: str, theirs: type) -> type[Rotations]:
+    """Return our backend for a mode, in the place of one of fairchem's."""
+    ours, others = MODES[mode]
+    parts = {"__doc__": ours.__doc__, "__module__": __name__, "mode": mode, "theirs": theirs}
+    return type(ours.__name__, (ours, getattr(_fairchem(), others)), parts)
+
+
+def _backend(mode: str) -> Rotations:
+    """Return a new backend, for pickle: registered or not."""
+    backends = _fairchem()
+    theirs = backends._EXECUTION_BACKENDS[backends.ExecutionMode(mode)]
+    return _served(mode, getattr(theirs, "theirs", theirs))()
+
+
+def register() -> None:
+    """Serve the edge rotations of all UMA models that fairchem builds from now on.
+
+    Every execution mode is served: ``general``, ``umas_fast_pytorch`` and ``umas_fast_gpu``, the mode
+    of turbo. Call it in every process that builds models, before it does. A second call changes
+    nothing; models that exist keep their backends.
+
+    Raises
+    ------
+    ImportError
+        If fairchem-core is not installed, or older than 2.16.
+
+    References
+    ----------
+    fairchem-core, ``fairchem/core/models/uma/nn/execution_backends.py``.
+
+    Examples
+    --------
+    >>> import fusedops.compat.fairchem as uma
+    >>> uma.register()  # doctest: +SKIP
+    """
+    backends = _fairchem()
+    table = backends._EXECUTION_BACKENDS
+    with _lock:
+        for mode, theirs in table.items():
+            if mode.value in MODES and not issubclass(theirs, Rotations):
+                table[mode] = _served(mode.value, theirs)
+
+
+def unregister() -> None:
+    """Give every execution mode the backend that it had before `register`.
+
+    Models that exist keep their backends. Without `register` before, nothing changes.
+
+    Examples
+    --------
+    >>> import fusedops.compat.fairchem as uma
+    >>> uma.unregister()
+    """
+    backends = sys.modules.get("fairchem.core.models.uma.nn.execution_backends")
+    if backends is None:
+        return
+    table = backends._EXECUTION_BACKENDS
+    with _lock:
+        for mode, ours in table.items():
+            if issubclass(ours, Rotations):
+                table[mode] = ours.theirs
