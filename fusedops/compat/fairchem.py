@@ -1,14 +1,15 @@
-"""Edge rotations of fairchem's UMA models by `fusedops.wigner`, registered before a model is built.
+"""Edge rotations of fairchem's UMA models, by `fusedops.wigner`.
 
-fairchem (facebookresearch, MIT) looks an execution backend up by its mode when it builds a model. The
-classes here have its backends' rotating methods; `register` joins them to fairchem's own classes, which
-keep all other methods. Versions 2.16 to 2.24 differ in the arguments of these methods, and all are
-served; before 2.16 a backend can't choose the form of its matrices.
+fairchem looks an execution backend up, by its mode, when it builds a model. `Rotations` and
+`FusedEdgewise` have a backend's methods around rotations; `register` joins them to fairchem's own
+classes, which keep all other methods. Versions 2.16 to 2.24 differ in the arguments of these
+methods, and all are served. In older ones a backend can't choose the form of its matrices.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import sys
 import threading
@@ -356,10 +357,11 @@ class FusedEdgewise(Rotations):
         rows = [lmax + 1, lmax, lmax - 1]
         orders = message.split([rows[0], 2 * rows[1], 2 * rows[2]], dim=1)
         factors = radial.split([2 * count * sphere_channels for count in rows], dim=1)
-        return tuple(
-            (part.unflatten(1, (-1, count)) * factor.view(-1, 1, count, 2 * sphere_channels)).flatten(1)
+        scaled = [
+            part.unflatten(1, (-1, count)) * factor.unflatten(1, (1, count, 2 * sphere_channels))
             for part, factor, count in zip(orders, factors, rows, strict=True)
-        )
+        ]
+        return tuple(part.flatten(1) for part in scaled)
 
     def gate_activation(
         self, x0_full: Any, x1: Any, x2: Any, channels: int, activation: Any
@@ -441,6 +443,7 @@ class FusedEdgewise(Rotations):
         )
 
 
+MODULE = "fairchem.core.models.uma.nn.execution_backends"
 #: For each of fairchem's modes our methods, and the class that has all others. fairchem's class for
 #: GPUs demands a GPU and lmax = mmax = 2, as its kernels do.
 MODES: dict[str, tuple[type[Rotations], str]] = {
@@ -453,9 +456,9 @@ _lock = threading.Lock()
 
 def _fairchem() -> Any:
     """Return fairchem's module of backends."""
-    found: Any = None
+    found = None
     try:
-        from fairchem.core.models.uma.nn import execution_backends as found
+        found = importlib.import_module(MODULE)
     except ImportError as error:
         # Another name is a package that fairchem needs; Python's message says so.
         if not (error.name or "").startswith("fairchem"):
@@ -491,9 +494,9 @@ def _backend(mode: str) -> Rotations:
 def register() -> None:
     """Serve the edge rotations of all UMA models that fairchem builds from now on.
 
-    Every execution mode is served: ``general``, ``umas_fast_pytorch`` and ``umas_fast_gpu``, the mode
-    of turbo. Call it in every process that builds models, before it does. A second call changes
-    nothing; models that exist keep their backends.
+    The modes ``general``, ``umas_fast_pytorch`` and ``umas_fast_gpu`` are served, the last one for
+    any lmax and mmax, and without a GPU too. Call it in every process, before a model is built
+    there. A second call changes nothing; models that exist keep their backends.
 
     Raises
     ------
@@ -527,7 +530,7 @@ def unregister() -> None:
     >>> import fusedops.compat.fairchem as uma
     >>> uma.unregister()
     """
-    backends = sys.modules.get("fairchem.core.models.uma.nn.execution_backends")
+    backends = sys.modules.get(MODULE)
     if backends is None:
         return
     table = backends._EXECUTION_BACKENDS

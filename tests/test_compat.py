@@ -1,0 +1,450 @@
+"""fusedops.compat.fairchem with a stand-in for fairchem, whose backends are plain torch.
+
+`test_compat_fairchem.py` has the tests with fairchem itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import gc
+import importlib
+import importlib.metadata
+import itertools
+import pickle
+import sys
+import threading
+import types
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+import fusedops.compat.fairchem as uma  # noqa: E402
+
+NODES, EDGES, CHANNELS = 5, 9, 3
+DEGREES = [(1, 1), (2, 1), (2, 2), (3, 0), (4, 2)]
+#: Sums of some dozens of products of numbers near one, in different orders.
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
+
+
+class Mapping:
+    """The orders of coefficients: l-major with |m| ≤ mmax, and m-major."""
+
+    def __init__(self, lmax, mmax):
+        self.lmax, self.mmax = lmax, mmax
+        kept = [(l, m) for l in range(lmax + 1) for m in range(-min(l, mmax), min(l, mmax) + 1)]
+        major = sorted(kept, key=lambda lm: (abs(lm[1]), lm[1] < 0, lm[0]))
+        self.m_size = [sum(m == order for _, m in kept) for order in range(mmax + 1)]
+        self.to_m = torch.tensor([[float(row == column) for column in kept] for row in major])
+        self.coefficient_index = torch.tensor([l * l + l + m for l, m in kept])
+
+
+class Mode(str, enum.Enum):
+    GENERAL = "general"
+    UMAS_FAST_PYTORCH = "umas_fast_pytorch"
+    UMAS_FAST_GPU = "umas_fast_gpu"
+    LATER = "later"
+
+
+class ExecutionBackend:
+    supports_fused_edgewise = False
+
+    @staticmethod
+    def validate(lmax, mmax, settings):
+        pass
+
+    @staticmethod
+    def prepare_model_for_inference(model):
+        pass
+
+    @staticmethod
+    def prepare_wigner(wigner, wigner_inv, mappingReduced, coefficient_index):
+        if coefficient_index is not None:
+            wigner, wigner_inv = wigner[:, coefficient_index], wigner_inv[:, :, coefficient_index]
+        to_m = mappingReduced.to_m.to(wigner.dtype)
+        return to_m @ wigner, wigner_inv @ to_m.T
+
+    @staticmethod
+    def node_to_edge_wigner_permute(x_full, edge_index, wigner):
+        return wigner @ torch.cat([x_full[edge_index[0]], x_full[edge_index[1]]], dim=2)
+
+    @staticmethod
+    def permute_wigner_inv_edge_to_node(x_message, wigner_inv, scatter_target, num_nodes):
+        turned = wigner_inv @ x_message
+        return turned.new_zeros(num_nodes, *turned.shape[1:]).index_add(0, scatter_target, turned)
+
+    @staticmethod
+    def edge_degree_scatter(
+        x,
+        radial_output,
+        wigner_inv,
+        scatter_target,
+        m_0_num_coefficients,
+        sphere_channels,
+        rescale_factor,
+    ):
+        radial = radial_output.view(-1, m_0_num_coefficients, sphere_channels)
+        turned = wigner_inv[:, :, :m_0_num_coefficients] @ radial
+        return x.index_add(0, scatter_target, turned / rescale_factor)
+
+
+class UMASFastPytorchBackend(ExecutionBackend):
+    @staticmethod
+    def prepare_model_for_inference(model):
+        model.converted = True
+
+
+class UMASFastGPUBackend(UMASFastPytorchBackend):
+    supports_fused_edgewise = True
+
+    @staticmethod
+    def validate(lmax, mmax, settings):
+        raise ValueError("umas_fast_gpu requires CUDA")
+
+    @staticmethod
+    def gate_activation(x0_full, x1, x2, channels, activation):
+        return "the kernel"
+
+
+THEIRS = {
+    Mode.GENERAL: ExecutionBackend,
+    Mode.UMAS_FAST_PYTORCH: UMASFastPytorchBackend,
+    Mode.UMAS_FAST_GPU: UMASFastGPUBackend,
+    Mode.LATER: ExecutionBackend,
+}
+
+
+@pytest.fixture
+def fairchem(monkeypatch):
+    """The stand-in, with no backend of ours."""
+    module = types.ModuleType(uma.MODULE)
+    module.ExecutionMode = Mode
+    for backend in set(THEIRS.values()):
+        setattr(module, backend.__name__, backend)
+    module._EXECUTION_BACKENDS = dict(THEIRS)
+    parts = uma.MODULE.split(".")
+    for end in range(1, len(parts)):
+        package = types.ModuleType(".".join(parts[:end]))
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, uma.MODULE, module)
+    return module
+
+
+@pytest.fixture
+def backends(fairchem):
+    """Ours, by the mode's name."""
+    uma.register()
+    return {mode.value: backend() for mode, backend in fairchem._EXECUTION_BACKENDS.items()}
+
+
+def dense(blocks, lmax):
+    """Return packed blocks (E, P) as matrices (E, L, L)."""
+    size = (lmax + 1) ** 2
+    where = torch.block_diag(*(torch.ones(2 * l + 1, 2 * l + 1) for l in range(lmax + 1)))
+    matrices = blocks.new_zeros(len(blocks), size * size)
+    return matrices.index_copy(1, where.flatten().nonzero()[:, 0], blocks).view(-1, size, size)
+
+
+class Problem:
+    """Random arrays of a model with two layers, and the model."""
+
+    def __init__(self, lmax, mmax, dtype=torch.float64):
+        torch.manual_seed(lmax + 10 * mmax)
+        self.lmax, self.mmax = lmax, mmax
+        self.mapping = Mapping(lmax, mmax)
+        rows = (mmax + 1) * (lmax + 1) - mmax * (mmax + 1) // 2
+        L, P = (lmax + 1) ** 2, sum((2 * l + 1) ** 2 for l in range(lmax + 1))
+        self.edge_index = torch.randint(NODES, (2, EDGES))
+        shapes = {
+            "x": (NODES, L, CHANNELS),
+            "wigner": (EDGES, P),
+            "wigner_inv": (EDGES, P),
+            "envelope": (EDGES, 1, 1),
+            "embedding": (EDGES, (lmax + 1) * CHANNELS),
+            "radial": (EDGES, rows * 2 * CHANNELS),
+        }
+        self.leaves = {
+            name: (torch.randn(shape, dtype=dtype) / 2).requires_grad_()
+            for name, shape in shapes.items()
+        }
+
+    def energy(self, backend, compact=False):
+        """Return a sum over nodes, by the steps of a UMA, with squares for activations."""
+        x, wigner, wigner_inv, envelope, embedding, radial = self.leaves.values()
+        if not compact:
+            wigner, wigner_inv = dense(wigner, self.lmax), dense(wigner_inv, self.lmax)
+        index = self.mapping.coefficient_index if self.mmax < self.lmax else None
+        wigner, wigner_inv = backend.prepare_wigner(wigner, wigner_inv, self.mapping, index)
+        wigner_inv = wigner_inv * (envelope if wigner_inv.ndim == 3 else envelope[:, 0])
+        target = self.edge_index[1]
+        x = backend.edge_degree_scatter(
+            x, embedding, wigner_inv, target, self.lmax + 1, CHANNELS, 5.0
+        )
+        for _ in range(2):
+            if compact:
+                parts = backend.fused_node_to_edge_conv1_pack(
+                    x, self.edge_index, wigner, radial, CHANNELS
+                )
+                mixed = [self.mix(part.unflatten(1, (-1, 2 * CHANNELS))) for part in parts]
+                x = x + backend.fused_conv2_inv_edge_to_node(
+                    *(part.flatten(1) for part in mixed), wigner_inv, target, NODES, CHANNELS
+                )
+            else:
+                message = backend.node_to_edge_wigner_permute(x, self.edge_index, wigner)
+                message = self.mix(message * self.factors(radial))
+                x = x + backend.permute_wigner_inv_edge_to_node(message, wigner_inv, target, NODES)
+        return (x**3).sum()
+
+    def mix(self, message):
+        return message[..., :CHANNELS] * message[..., CHANNELS:].sum(2, keepdim=True) / 10
+
+    def factors(self, radial):
+        """Return the factors of a message's rows; +m and −m share theirs."""
+        sizes = [2 * CHANNELS * size for size in self.mapping.m_size]
+        first, *others = (
+            part.unflatten(1, (-1, 2 * CHANNELS)) for part in radial.split(sizes, dim=1)
+        )
+        return torch.cat([first, *itertools.chain(*zip(others, others, strict=True))], dim=1)
+
+
+def derivatives(energy, leaves):
+    """Return the energy, its gradients, and the gradients of the sum of their squares."""
+    first = torch.autograd.grad(energy, leaves, create_graph=True)
+    square = sum((dx * dx).sum() for dx in first)
+    return [energy, *first, *torch.autograd.grad(square, leaves)]
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        tolerance = TOLERANCE[b.dtype] * float(b.detach().abs().max())
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("lmax", "mmax"), DEGREES)
+def test_values_and_derivatives_are_those_of_plain_torch(backends, lmax, mmax, dtype):
+    problem = Problem(lmax, mmax, dtype)
+    leaves = list(problem.leaves.values())
+    expected = derivatives(problem.energy(ExecutionBackend()), leaves)
+    assert_close(derivatives(problem.energy(backends["general"]), leaves), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("lmax", [2, 3])
+def test_the_fused_methods_are_the_same_steps(backends, lmax, dtype):
+    """fairchem calls them for lmax = 2 alone, with matrices that are packed already."""
+    problem = Problem(lmax, 2, dtype)
+    leaves = list(problem.leaves.values())
+    expected = derivatives(problem.energy(ExecutionBackend()), leaves)
+    found = derivatives(problem.energy(backends["umas_fast_gpu"], compact=True), leaves)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_both_ends_and_an_offset_in_the_place_of_targets(backends, offset):
+    """Before 2.22 the sums got both ends, with sources of other processes, and an offset."""
+    problem = Problem(2, 1)
+    x, wigner_inv = problem.leaves["x"][:2], dense(problem.leaves["wigner_inv"], 2)
+    ends = torch.stack([problem.edge_index[0] + 7, problem.edge_index[1] % 2 + offset])
+    message = torch.randn(EDGES, 7, CHANNELS, dtype=torch.float64)
+    ours, target = backends["general"], ends[1] - offset
+    ours.mmax = 1
+    rotate, embed = ours.permute_wigner_inv_edge_to_node, ours.edge_degree_scatter
+    radial = problem.leaves["embedding"], wigner_inv
+    assert torch.equal(
+        rotate(message, wigner_inv, ends, 2, offset), rotate(message, wigner_inv, target, 2)
+    )
+    assert torch.equal(
+        embed(x, *radial, ends, 3, CHANNELS, 5.0, offset),
+        embed(x, *radial, target, 3, CHANNELS, 5.0),
+    )
+
+
+@pytest.fixture
+def sorts(monkeypatch):
+    """A list that grows with every graph that is sorted."""
+    found, sort = [], fusedops.Edges._sort
+    monkeypatch.setattr(
+        fusedops.Edges, "_sort", lambda self, *args: (found.append(self), sort(self, *args))
+    )
+    return found
+
+
+def test_a_graph_is_sorted_once(backends, sorts):
+    problem = Problem(2, 2)
+    index, target = problem.edge_index, problem.edge_index[1]
+    x, wigner = problem.leaves["x"], dense(problem.leaves["wigner"], 2)
+    for backend in (backends["general"], backends["umas_fast_gpu"]):
+        for _ in range(3):
+            message = backend.node_to_edge_wigner_permute(x, index, wigner)[..., :CHANNELS]
+            backend.permute_wigner_inv_edge_to_node(message, wigner, target, NODES)
+    assert len(sorts) == 2
+
+
+@pytest.mark.parametrize("by", ["torch", "numpy"])
+def test_a_graph_is_read_again_after_a_write(backends, sorts, by):
+    problem = Problem(1, 1)
+    index, x, wigner = problem.edge_index, problem.leaves["x"], dense(problem.leaves["wigner"], 1)
+    forth = backends["general"].node_to_edge_wigner_permute
+    forth(x, index, wigner)
+    if by == "torch":
+        index[0, 0] = (index[0, 0] + 1) % NODES
+    else:
+        index.numpy()[0, 0] = (index[0, 0] + 1) % NODES
+    found = forth(x, index, wigner)
+    assert len(sorts) == 2
+    assert torch.equal(found, fusedops.node_to_edge_wigner_permute(x, index.clone(), wigner))
+
+
+def test_edges_go_with_their_tensor(backends, sorts):
+    problem = Problem(1, 1)
+    index = problem.edge_index.clone()
+    x, wigner = problem.leaves["x"], dense(problem.leaves["wigner"], 1)
+    backends["general"].node_to_edge_wigner_permute(x.detach(), index, wigner.detach())
+    (edges,) = map(weakref.ref, sorts)
+    sorts.clear()
+    del index
+    gc.collect()
+    assert edges() is None
+
+
+def test_an_index_out_of_range_is_named(backends):
+    problem = Problem(1, 1)
+    wigner = dense(problem.leaves["wigner"], 1)
+    with pytest.raises(IndexError, match=r"edge_index\[0, \d\] is \d"):
+        backends["general"].node_to_edge_wigner_permute(
+            problem.leaves["x"], problem.edge_index + NODES, wigner
+        )
+
+
+@pytest.mark.parametrize("mmax", [1, 2])
+def test_torch_compile(backends, mmax):
+    problem = Problem(2, mmax)
+    energy = problem.energy(backends["umas_fast_gpu"], compact=mmax == 2)
+    (expected,) = torch.autograd.grad(energy, problem.leaves["x"])
+    backend = copy.copy(backends["umas_fast_gpu"])
+    run = torch.compile(problem.energy, backend="aot_eager", fullgraph=True)
+    found = run(backend, compact=mmax == 2)
+    assert_close([found], [energy])
+    assert_close(torch.autograd.grad(found, problem.leaves["x"]), [expected])
+
+
+def test_registered_and_not(fairchem):
+    table = fairchem._EXECUTION_BACKENDS
+    uma.unregister()
+    assert table == THEIRS
+    for _ in range(2):
+        uma.register()
+        ours = dict(table)
+        uma.register()
+        assert table == ours
+        for mode in set(THEIRS) - {Mode.LATER}:
+            assert issubclass(ours[mode], uma.Rotations)
+            assert issubclass(ours[mode], ExecutionBackend)
+            assert issubclass(ours[mode], uma.FusedEdgewise) == (mode is Mode.UMAS_FAST_GPU)
+        assert table[Mode.LATER] is ExecutionBackend
+        for _ in range(2):
+            uma.unregister()
+            assert table == THEIRS
+
+
+def test_a_backend_of_the_users_comes_back(fairchem):
+    class Own(ExecutionBackend):
+        pass
+
+    fairchem._EXECUTION_BACKENDS[Mode.GENERAL] = Own
+    uma.register()
+    assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.GENERAL], uma.Rotations)
+    uma.unregister()
+    assert fairchem._EXECUTION_BACKENDS[Mode.GENERAL] is Own
+
+
+def test_threads_register_one_class(fairchem):
+    found, start = [], threading.Barrier(8)
+
+    def work():
+        start.wait()
+        uma.register()
+        found.append(fairchem._EXECUTION_BACKENDS[Mode.GENERAL])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("mode", uma.MODES)
+def test_a_backend_is_copied_and_pickled(backends, mode, registered):
+    backend = backends[mode]
+    backend.mmax = 1
+    if not registered:
+        uma.unregister()
+    for again in (copy.deepcopy(backend), pickle.loads(pickle.dumps(backend))):
+        assert type(again) is type(backend)
+        assert again.mmax == 1
+
+
+@pytest.mark.parametrize(("lmax", "mmax", "fused"), [(2, 2, True), (2, 1, False), (3, 2, False)])
+def test_turbo_takes_any_degree_on_any_device(backends, lmax, mmax, fused):
+    backend = backends["umas_fast_gpu"]
+    backend.validate(lmax, mmax, None)
+    model = types.SimpleNamespace(lmax=lmax, mmax=mmax, backend=copy.copy(backend))
+    backend.prepare_model_for_inference(model)
+    assert model.converted
+    assert model.backend.supports_fused_edgewise == fused
+    assert not backend.supports_fused_edgewise
+
+
+def test_gates(backends):
+    """On a GPU the kernel of fairchem; elsewhere its activation, with the gates split off."""
+    backend, gpu = backends["umas_fast_gpu"], types.SimpleNamespace(is_cuda=True)
+    assert backend.gate_activation(gpu, None, None, 4, None) == "the kernel"
+    x0, x1, x2 = torch.arange(10.0)[None], torch.ones(1, 8), torch.ones(1, 4)
+    calls = types.SimpleNamespace(forward_m_blocks=lambda gating, blocks: (gating, blocks))
+    gating, blocks = backend.gate_activation(x0, x1, x2, 2, calls)
+    assert gating.tolist() == [[0, 1, 2, 3]]
+    assert blocks[0].tolist() == [[4, 5, 6, 7, 8, 9]]
+    assert blocks[1:] == (x1, x2)
+
+
+def test_without_fairchem(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fairchem", None)
+    for name in [name for name in sys.modules if name.startswith("fairchem.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    uma.unregister()
+    with pytest.raises(ImportError, match=r"not installed; .*\(pip install 'fairchem-core"):
+        uma.register()
+
+
+@pytest.mark.parametrize("has", ["no module", "other methods"])
+def test_an_old_fairchem(fairchem, monkeypatch, has):
+    if has == "no module":
+        monkeypatch.delitem(sys.modules, uma.MODULE)
+    else:
+        monkeypatch.setattr(fairchem, "ExecutionBackend", type("ExecutionBackend", (), {}))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.15.0")
+    with pytest.raises(ImportError, match=r"is 2\.15\.0; it should be 2\.16 or newer"):
+        uma.register()
+    assert fairchem._EXECUTION_BACKENDS == THEIRS
+
+
+def test_a_package_that_fairchem_lacks_is_named_by_python(monkeypatch):
+    def lacking(name):
+        raise ModuleNotFoundError("No module named 'hydra'", name="hydra")
+
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    with pytest.raises(ModuleNotFoundError, match="hydra"):
+        uma.register()
