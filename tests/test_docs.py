@@ -24,13 +24,15 @@ README = Path(__file__).parents[1] / "README.md"
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
+    "fusedops.compat.fairchem",
     "fusedops._frame.limits",
     "fusedops._frame.threads",
 ]
-NEED_TORCH = ("fusedops.nn", "fusedops._frame.bridge")
+NEED_TORCH = ("fusedops.nn", "fusedops.compat.fairchem", "fusedops._frame.bridge")
 # `fusedops` exports the public functions of all other modules.
 PUBLIC = [
     "fusedops",
+    "fusedops.compat.fairchem",
     "fusedops.crystal",
     "fusedops.density",
     "fusedops.mapfiles",

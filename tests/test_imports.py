@@ -32,6 +32,7 @@ BELOW = {
     "gpukern": {"_frame", "definitions"},
     "package": {"_frame", "definitions", "cpukern"},
     "library": {"_frame", "definitions", "package"},
+    "compat": {"_frame", "definitions"},
     "bench": {"_frame", "definitions", "package", "library"},
     "cli": {"_frame", "definitions", "package", "library", "bench"},
 }

@@ -1,0 +1,198 @@
+"""fusedops.compat.fairchem in UMA models of fairchem, with random weights, on the CPU.
+
+`make peer-tests` runs these tests; where fairchem-core is not installed, they are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+with warnings.catch_warnings():
+    # fairchem and its packages warn as they are imported.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("fairchem.core", reason="fairchem-core is not installed")
+    from ase.build import bulk
+    from fairchem.core.datasets.atomic_data import AtomicData, atomicdata_list_to_batch
+    from fairchem.core.models.uma import escn_md
+    from fairchem.core.models.uma.nn import execution_backends
+    from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
+
+import fusedops  # noqa: E402
+import fusedops.compat.fairchem as uma  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODES = [mode.value for mode in execution_backends.ExecutionMode if mode.value in uma.MODES]
+DEGREES = [(2, 2), (2, 1), (4, 2)]
+#: Of the largest value: the sums have another order.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+SETTINGS = InferenceSettings(
+    merge_mole=True, activation_checkpointing=False, external_graph_gen=False
+)
+
+
+@pytest.fixture
+def registered():
+    uma.register()
+    yield
+    uma.unregister()
+
+
+def crystal(dtype, size=3.9):
+    """Return a batch of one crystal, whose four atoms are of three elements and off their sites."""
+    atoms = bulk("Cu", "fcc", a=size, cubic=True)
+    atoms.numbers[:] = [29, 8, 6, 8]
+    atoms.rattle(0.1, seed=0)
+    atoms.info.update(charge=0, spin=0)
+    data = AtomicData.from_ase(atoms, task_name="omat", r_data_keys=["charge", "spin"])
+    batch = atomicdata_list_to_batch([data])
+    for name in ("pos", "cell", "cell_offsets"):
+        batch[name] = batch[name].to(dtype)
+    return batch
+
+
+def model(mode, lmax=2, mmax=2, dtype=torch.float64, prepared=True, **options):
+    """Return a backbone and a head, with the same weights for all modes."""
+    torch.manual_seed(0)
+    backbone = escn_md.eSCNMDBackbone(
+        lmax=lmax,
+        mmax=mmax,
+        sphere_channels=16,
+        hidden_channels=16,
+        edge_channels=8,
+        num_distance_basis=16,
+        num_layers=2,
+        cutoff=4.0,
+        otf_graph=True,
+        direct_forces=False,
+        chg_spin_emb_type="rand_emb",
+        dataset_list=["omat"],
+        execution_mode=mode,
+        **options,
+    )
+    head = escn_md.MLP_EFS_Head(backbone, prefix=None, wrap_property=False)
+    backbone.eval().to(dtype)
+    if prepared:
+        # The converted layers have the default dtype.
+        backbone = backbone.prepare_for_inference(crystal(dtype), SETTINGS).to(dtype)
+    return backbone, head.eval().to(dtype)
+
+
+def evaluated(model, data):
+    """Return energy and forces."""
+    backbone, head = model
+    found = head(data, backbone(data))
+    return found["energy"], found["forces"]
+
+
+def assert_close(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        largest = float(b.detach().abs().max())
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * largest)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The energies and forces of fairchem's general mode."""
+    uma.unregister()
+    return {
+        (degree, dtype): evaluated(model("general", *degree, dtype), crystal(dtype))
+        for degree in DEGREES
+        for dtype in TOLERANCE
+    }
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("mode", MODES)
+def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, degree, dtype):
+    ours = model(mode, *degree, dtype)
+    assert isinstance(ours[0].backend, uma.Rotations)
+    assert_close(evaluated(ours, crystal(dtype)), expected[tuple(degree), dtype], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_sorts_its_graph_once(registered, monkeypatch, mode):
+    """Once as a graph, and once by targets, in two layers and an embedding."""
+    ours, data, sorts, sort = model(mode), crystal(torch.float64), [], fusedops.Edges._sort
+    monkeypatch.setattr(
+        fusedops.Edges, "_sort", lambda self, *args: (sorts.append(1), sort(self, *args))
+    )
+    evaluated(ours, data)
+    assert len(sorts) == 2
+
+
+def hessian(model):
+    """Return the derivatives of forces by positions, all rows in one backward pass."""
+    model[1].train()  # for forces that have gradients
+    data = crystal(torch.float64)
+    _, forces = evaluated(model, data)
+
+    def row(cotangent):
+        return torch.autograd.grad(forces, data["pos"], cotangent, retain_graph=True)[0]
+
+    basis = torch.eye(forces.numel(), dtype=forces.dtype)
+    return torch.vmap(row)(basis.view(-1, *forces.shape))
+
+
+@pytest.mark.parametrize("degree", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("mode", MODES)
+def test_hessians_are_those_of_fairchem(mode, degree):
+    uma.unregister()
+    theirs = hessian(model("general", *degree))
+    uma.register()
+    ours = hessian(model(mode, *degree))
+    uma.unregister()
+    assert_close([ours], [theirs], 1e-10)
+
+
+def by_weights(model):
+    """Return the gradients of energy and squared forces by a backbone's weights."""
+    model[1].train()
+    energy, forces = evaluated(model, crystal(torch.float64))
+    weights = [p for p in model[0].parameters() if p.requires_grad]
+    loss = energy.sum() + forces.square().sum()
+    return [dw for dw in torch.autograd.grad(loss, weights, allow_unused=True) if dw is not None]
+
+
+def test_training_gradients_are_those_of_fairchem():
+    uma.unregister()
+    theirs = by_weights(model("general", 2, 1, prepared=False))
+    uma.register()
+    ours = by_weights(model("general", 2, 1, prepared=False))
+    uma.unregister()
+    assert len(ours) > 10
+    assert_close(ours, theirs, 1e-10)
+
+
+def test_activation_checkpointing(expected, registered, monkeypatch):
+    monkeypatch.setattr(escn_md, "ESCNMD_DEFAULT_EDGE_ACTIVATION_CHECKPOINT_CHUNK_SIZE", 32)
+    ours = model("general", prepared=False, activation_checkpointing=True)
+    found = evaluated(ours, crystal(torch.float64))
+    assert_close(found, expected[(2, 2), torch.float64], 1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_atoms_without_neighbors(mode):
+    """fairchem gives such a system one edge, with a length beyond the cutoff."""
+    uma.unregister()
+    energy, _ = evaluated(model("general"), crystal(torch.float64, size=20.0))
+    uma.register()
+    found, forces = evaluated(model(mode), crystal(torch.float64, size=20.0))
+    uma.unregister()
+    assert_close([found], [energy], 1e-10)
+    assert not forces.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_are_copied_and_pickled(expected, registered, mode):
+    ours = model(mode)
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        found = evaluated(again, crystal(torch.float64))
+        assert_close(found, expected[(2, 2), torch.float64], 1e-10)
