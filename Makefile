@@ -7,9 +7,11 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0; platform_system == "Linux" and platform_machine in "x86_64 aarch64"
 RUFF ?= ruff==0.17.5
 MYPY ?= mypy==2.4.1
+FAIRCHEM ?= fairchem-core==2.24.0
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+IN_FAIRCHEM := .venv/fairchem/bin/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
@@ -24,11 +26,20 @@ RUN_SANITIZED = cd .venv && PYTHONPATH="$(SANITIZED):../tests" ASAN_OPTIONS=dete
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	bin/python
 
-.PHONY: help demo bench test fuzz sanitize lint wheel clean
+# A clone of fairchem's repository: `make peer-tests` runs its tests of UMA too, with our backends.
+FAIRCHEM_TESTS ?=
+define REGISTERED
+import sys, pytest, fusedops.compat.fairchem
+fusedops.compat.fairchem.register()
+sys.exit(pytest.main(sys.argv[1:]))
+endef
+export REGISTERED
+
+.PHONY: help demo bench test peer-tests fuzz sanitize lint wheel clean
 .NOTPARALLEL:
 
 help:
-	@sed -n 's/^\([a-z]*\):.*##/make \1:/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*##/make \1:/p' Makefile
 
 demo: .venv/demo ## run every op on every backend that works here
 	$(BIN)/fusedops demo
@@ -39,6 +50,13 @@ bench: .venv/bench ## time every op beside its peers and floors (BENCH="--quick 
 # Run in another folder, so that a test and its `python -c` can't import the source tree.
 test: .venv/test ## test the installed package, on CPU
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml ../tests
+
+peer-tests: .venv/fairchem/done ## test fusedops.compat with fairchem-core (FAIRCHEM_TESTS=its repository)
+	cd .venv && fairchem/bin/python -m pytest -c ../pyproject.toml \
+		../tests/test_compat.py ../tests/test_compat_fairchem.py
+	[ -z "$(FAIRCHEM_TESTS)" ] || (cd "$(FAIRCHEM_TESTS)" && \
+		"$(CURDIR)/.venv/fairchem/bin/python" -c "$$REGISTERED" -m "not gpu" -p no:cacheprovider \
+		tests/core/models/uma/nn tests/core/models/uma/test_escn_md.py tests/core/models/uma/test_escn_mole.py)
 
 fuzz: .venv/test ## call every op at random (FUZZ="--calls 1000000 --seed 1")
 	cd .venv && PYTHONPATH=../tests bin/python -m fuzz $(FUZZ)
@@ -92,6 +110,13 @@ clean: ## remove .venv, dist and caches
 
 .venv/test: .venv/torch
 	$(PIP) install "$(WHEEL)[test]"
+	touch $@
+
+# An environment of its own, since fairchem has many requirements; the last three are those of its tests.
+.venv/fairchem/done: .venv/package
+	$(PYTHON) -m venv .venv/fairchem
+	$(IN_FAIRCHEM) install '$(TORCH)'
+	$(IN_FAIRCHEM) install '$(FAIRCHEM)' "$(WHEEL)[test]" pyarrow pymatgen syrupy
 	touch $@
 
 # Built for this machine's instruction set only, beside the installed package, which is unchanged.

@@ -300,6 +300,26 @@ def test_a_graph_is_read_again_after_a_write(backends, sorts, by):
     assert torch.equal(found, fusedops.node_to_edge_wigner_permute(x, index.clone(), wigner))
 
 
+@pytest.mark.parametrize(("inference", "reads"), [(False, [1, 1, 2]), (True, [1, 2, 3])])
+def test_a_tensor_elsewhere_is_read_by_its_version(monkeypatch, inference, reads):
+    """Comparing values would wait for a GPU; in inference mode no version counts writes."""
+
+    class Elsewhere(torch.Tensor):
+        is_cpu = False
+
+    found = []
+    monkeypatch.setattr(fusedops.Edges, "read", lambda *args, **options: found.append(args))
+    with torch.inference_mode(inference):
+        index = torch.zeros(2, 3, dtype=torch.int64).as_subclass(Elsewhere)
+        count = []
+        for step in range(3):
+            if step == 2:
+                index[0, 0] = 1
+            uma._edges(index, NODES)
+            count.append(len(found))
+    assert count == reads
+
+
 def test_edges_go_with_their_tensor(backends, sorts):
     problem = Problem(1, 1)
     index = problem.edge_index.clone()

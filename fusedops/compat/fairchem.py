@@ -49,18 +49,18 @@ def _edges(index: Any, num_nodes: int, offset: int | None = None) -> Any:
     if traced():
         return ends
     kept = _read.setdefault(index, {})
-    stamp, edges = kept.get((num_nodes, offset), (None, None))
+    before, edges = kept.get((num_nodes, offset), (None, None))
+    now = None
     if index.is_cpu:
         # NumPy may share the memory, and writes to it without a new version.
-        now = None
         same = edges is not None and all(
             map(np.array_equal, (edges.source, edges.target), ends.numpy())
         )
     elif index.is_inference():
-        now, same = None, False
+        same = False
     else:
         now = index._version, index.data_ptr(), index.shape, index.stride()
-        same = stamp == now
+        same = now == before
     if not same:
         edges = Edges.read("fusedops.compat.fairchem", ends, num_nodes=num_nodes)
         kept[num_nodes, offset] = now, edges
@@ -110,12 +110,8 @@ class Rotations:
     """
 
     mmax: int | None = None
-    # Set by `register`: the mode, and the backend that fairchem has for it.
-    mode: str
+    #: The backend that fairchem has for the mode.
     theirs: Any
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _backend, (self.mode,), vars(self)
 
     def prepare_wigner(
         self, wigner: Any, wigner_inv: Any, mappingReduced: Any, coefficient_index: Any
@@ -277,8 +273,9 @@ class Rotations:
 class FusedEdgewise(Rotations):
     """`Rotations` and the methods by which fairchem 2.22 and newer joins them to its SO(2) layers.
 
-    fairchem's kernels rotate and scale in one pass. Here the ops rotate, and torch scales and
-    concatenates: the results are equal, and a message (E, M, 2C) exists in memory for a moment.
+    fairchem's kernels for GPUs rotate and scale in one pass. There are no such kernels here yet:
+    the ops rotate, and torch scales and concatenates. The results are equal, and messages
+    (E, M, 2C) and (E, M, C) pass through memory once more.
 
     Attributes
     ----------
@@ -480,7 +477,12 @@ def _fairchem() -> Any:
 def _served(mode: str, theirs: type) -> type[Rotations]:
     """Return our backend for a mode, in the place of one of fairchem's."""
     ours, others = MODES[mode]
-    parts = {"__doc__": ours.__doc__, "__module__": __name__, "mode": mode, "theirs": theirs}
+    parts = {
+        "__doc__": ours.__doc__,
+        "__module__": __name__,
+        "__reduce__": lambda self: (_backend, (mode,), vars(self)),
+        "theirs": theirs,
+    }
     return type(ours.__name__, (ours, getattr(_fairchem(), others)), parts)
 
 
