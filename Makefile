@@ -112,11 +112,12 @@ clean: ## remove .venv, dist and caches
 	$(PIP) install "$(WHEEL)[test]"
 	touch $@
 
-# An environment of its own, since fairchem has many requirements; the last three are those of its tests.
+# An environment of its own, since fairchem has many requirements; the last four are for its tests.
 .venv/fairchem/done: .venv/package
 	$(PYTHON) -m venv .venv/fairchem
 	$(IN_FAIRCHEM) install '$(TORCH)'
-	$(IN_FAIRCHEM) install '$(FAIRCHEM)' "$(WHEEL)[test]" pyarrow pymatgen syrupy
+	$(IN_FAIRCHEM) install --no-deps --force-reinstall "$(WHEEL)"
+	$(IN_FAIRCHEM) install "$(WHEEL)[test]" '$(FAIRCHEM)' pyarrow pymatgen 'ray[serve]' syrupy
 	touch $@
 
 # Built for this machine's instruction set only, beside the installed package, which is unchanged.

@@ -244,6 +244,12 @@ def test_the_fused_methods_are_the_same_steps(backends, lmax, dtype):
     assert_close(found, expected)
 
 
+def test_one_backend_may_serve_models_of_several_orders(backends):
+    for mmax in (2, 1, 0, 2):
+        problem = Problem(2, mmax)
+        assert_close([problem.energy(backends["general"])], [problem.energy(ExecutionBackend())])
+
+
 @pytest.mark.parametrize("offset", [0, 2])
 def test_both_ends_and_an_offset_in_the_place_of_targets(backends, offset):
     """Before 2.22 the sums got both ends, with sources of other processes, and an offset."""

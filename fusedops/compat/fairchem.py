@@ -142,8 +142,10 @@ class Rotations:
         >>> Rotations().prepare_wigner(wigner, wigner.mT, mapping, None)[0].shape
         torch.Size([1, 1, 35])
         """
-        lmax, mmax = mappingReduced.lmax, mappingReduced.mmax
-        if mmax != lmax:
+        lmax = mappingReduced.lmax
+        mmax = None if mappingReduced.mmax == lmax else mappingReduced.mmax
+        # A model has one, and torch.compile traces again after an assignment.
+        if mmax != self.mmax:
             self.mmax = mmax
         if wigner.ndim == 2:
             return wigner, wigner_inv
