@@ -56,7 +56,8 @@ peer-tests: .venv/fairchem/done ## test fusedops.compat with fairchem-core (FAIR
 		../tests/test_compat.py ../tests/test_compat_fairchem.py
 	[ -z "$(FAIRCHEM_TESTS)" ] || (cd "$(FAIRCHEM_TESTS)" && \
 		"$(CURDIR)/.venv/fairchem/bin/python" -c "$$REGISTERED" -m "not gpu" -p no:cacheprovider \
-		tests/core/models/uma/nn tests/core/models/uma/test_escn_md.py tests/core/models/uma/test_escn_mole.py)
+		tests/core/models/uma/test_escn_md.py tests/core/models/uma/test_escn_mole.py \
+		tests/core/models/uma/nn/test_so2_layers.py tests/core/models/uma/nn/test_embedding.py)
 
 fuzz: .venv/test ## call every op at random (FUZZ="--calls 1000000 --seed 1")
 	cd .venv && PYTHONPATH=../tests bin/python -m fuzz $(FUZZ)
