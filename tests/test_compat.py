@@ -378,6 +378,16 @@ def test_registered_and_not(fairchem):
             assert table == THEIRS
 
 
+@pytest.mark.parametrize("turbo", [None, False, True])
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+def test_fairchem_keeps_its_turbo_mode_on_a_gpu(monkeypatch, fairchem, gpu, turbo):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    uma.register(turbo=turbo)
+    backend = fairchem._EXECUTION_BACKENDS[Mode.UMAS_FAST_GPU]
+    assert issubclass(backend, uma.Rotations) == (not gpu if turbo is None else turbo)
+    assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.UMAS_FAST_PYTORCH], uma.Rotations)
+
+
 def test_a_backend_of_the_users_comes_back(fairchem):
     class Own(ExecutionBackend):
         pass

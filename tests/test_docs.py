@@ -21,18 +21,19 @@ from fusedops._frame.packed import Packed
 from places import HAS_TORCH
 
 README = Path(__file__).parents[1] / "README.md"
+COMPAT = [f"fusedops.compat.{name}" for name in ("boltz", "cuequivariance", "fairchem", "openfold")]
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
-    "fusedops.compat.fairchem",
+    *COMPAT,
     "fusedops._frame.limits",
     "fusedops._frame.threads",
 ]
-NEED_TORCH = ("fusedops.nn", "fusedops.compat.fairchem", "fusedops._frame.bridge")
+NEED_TORCH = ("fusedops.nn", *COMPAT, "fusedops._frame.bridge")
 # `fusedops` exports the public functions of all other modules.
 PUBLIC = [
     "fusedops",
-    "fusedops.compat.fairchem",
+    *COMPAT,
     "fusedops.crystal",
     "fusedops.density",
     "fusedops.mapfiles",
@@ -110,7 +111,7 @@ def test_a_docstring_says_all(value):
     if inspect.isclass(value) and issubclass(value, Exception):
         return
     needed = ["Examples"]
-    parameters = [] if is_dataclass_made_here(value) else list(signature(value))
+    parameters = [] if is_made_here(value) else list(signature(value))
     needed += ["Parameters"] if parameters else []
     needed += ["Attributes"] if inspect.isclass(value) else []
     returns = inspect.isfunction(value) and value.__annotations__.get("return") != "None"
@@ -128,9 +129,9 @@ def signature(value):
     return [name for name in inspect.signature(value).parameters if name not in ("self", "cls")]
 
 
-def is_dataclass_made_here(value):
-    """Return whether a class is a dataclass, which only functions make for users."""
-    return hasattr(value, "__dataclass_fields__")
+def is_made_here(value):
+    """Return whether a class is a dataclass, which only functions make for users, or an enum."""
+    return hasattr(value, "__dataclass_fields__") or hasattr(value, "__members__")
 
 
 def blocks(language):

@@ -21,7 +21,7 @@ ROOMS = {
     "": "package",
     "_info": "package",
     "__main__": "cli",
-    **dict.fromkeys(("compat", "crystal", "mapfiles", "maps", "nn", "restraints"), "library"),
+    **dict.fromkeys(("crystal", "mapfiles", "maps", "nn", "restraints"), "library"),
     **dict.fromkeys(("samples", "structure", "testing"), "library"),
 }
 #: The rooms that each may import, besides itself.
@@ -32,7 +32,7 @@ BELOW = {
     "gpukern": {"_frame", "definitions"},
     "package": {"_frame", "definitions", "cpukern"},
     "library": {"_frame", "definitions", "package"},
-    "compat": {"_frame", "definitions"},
+    "compat": {"_frame", "definitions", "package", "library"},
     "bench": {"_frame", "definitions", "package", "library"},
     "cli": {"_frame", "definitions", "package", "library", "bench"},
 }

@@ -26,6 +26,11 @@ class TriangleMultiplicationOutgoing(nn.TriangleMultiplicativeUpdate):
     **options
         Further arguments of `fusedops.nn.TriangleMultiplicativeUpdate`.
 
+    Attributes
+    ----------
+    norm_in, p_in, g_in, norm_out, p_out, g_out
+        The layers, as of `fusedops.nn.TriangleMultiplicativeUpdate`.
+
     References
     ----------
     Boltz 2.2, ``boltz/model/layers/triangular_mult.py``.
@@ -44,7 +49,17 @@ class TriangleMultiplicationOutgoing(nn.TriangleMultiplicativeUpdate):
 
 
 class TriangleMultiplicationIncoming(nn.TriangleMultiplicativeUpdate):
-    """`TriangleMultiplicationOutgoing` over incoming edges.
+    """Boltz's update over incoming edges.
+
+    Parameters
+    ----------
+    dim, **options
+        As of `TriangleMultiplicationOutgoing`.
+
+    Attributes
+    ----------
+    norm_in, p_in, g_in, norm_out, p_out, g_out
+        As of `TriangleMultiplicationOutgoing`.
 
     References
     ----------

@@ -21,6 +21,11 @@ class TriMulPrecision(enum.IntEnum):
 
     TF32x3 adds up three products of TF32 to nearly float32's digits, so that "ieee" serves it.
 
+    Attributes
+    ----------
+    NONE, DEFAULT, TF32, TF32x3, IEEE
+        The members.
+
     References
     ----------
     cuEquivariance 0.13, ``cuequivariance_torch.TriMulPrecision``.
@@ -100,6 +105,10 @@ def triangle_multiplicative_update(
     ----------
     x : tensor (..., N, N, C), float32, float64, bfloat16 or float16
         The pair representation.
+    direction, mask, norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias
+        As of `fusedops.triangle_multiplicative_update`.
+    norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias, eps
+        As of `fusedops.triangle_multiplicative_update`.
     precision : TriMulPrecision, str or int, optional
         The precision to which a product may round its factors: a member of this module's enum or
         of cuEquivariance's, or its name in any case; "bf16", "bfloat16" and "fp16" too. By default

@@ -495,12 +495,19 @@ def _backend(mode: str) -> Rotations:
     return _served(mode, getattr(theirs, "theirs", theirs))()
 
 
-def register() -> None:
+def register(*, turbo: bool | None = None) -> None:
     """Serve the edge rotations of all UMA models that fairchem builds from now on.
 
-    The modes ``general``, ``umas_fast_pytorch`` and ``umas_fast_gpu`` are served, the last one for
-    any lmax and mmax, and without a GPU too. Call it in every process, before a model is built
-    there. A second call changes nothing; models that exist keep their backends.
+    Call it in every process, before a model is built there. A second call changes nothing; models
+    that exist keep their backends.
+
+    Parameters
+    ----------
+    turbo : bool, optional
+        Whether to serve ``umas_fast_gpu`` beside ``general`` and ``umas_fast_pytorch``, for any
+        lmax and mmax, and without a GPU too. By default only where torch has no GPU: on one, for
+        lmax = mmax = 2, fairchem's kernels of that mode are faster, since they fuse a rotation with
+        the SO(2) layer beside it.
 
     Raises
     ------
@@ -518,9 +525,11 @@ def register() -> None:
     """
     backends = _fairchem()
     table = backends._EXECUTION_BACKENDS
+    turbo = not torch.cuda.is_available() if turbo is None else turbo
+    served = [mode for mode in MODES if turbo or mode != "umas_fast_gpu"]
     with _lock:
         for mode, theirs in table.items():
-            if mode.value in MODES and not issubclass(theirs, Rotations):
+            if mode.value in served and not issubclass(theirs, Rotations):
                 table[mode] = _served(mode.value, theirs)
 
 

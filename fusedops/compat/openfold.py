@@ -153,7 +153,8 @@ class _Update(nn.TriangleMultiplicativeUpdate):
 class TriangleMultiplicativeUpdate(_Update):
     r"""OpenFold's update with projections of their own for left and right.
 
-    See `fusedops.triangle_multiplicative_update` for the formula.
+    See `fusedops.triangle_multiplicative_update` for the formula. `TriangleMultiplicationOutgoing`
+    and `TriangleMultiplicationIncoming` have their direction by their name.
 
     Parameters
     ----------
@@ -168,6 +169,15 @@ class TriangleMultiplicativeUpdate(_Update):
         have biases. They have, as in OpenFold, if it isn't given.
     **options
         Further arguments of `fusedops.nn.TriangleMultiplicativeUpdate`.
+
+    Attributes
+    ----------
+    layer_norm_in, layer_norm_out : torch.nn.LayerNorm
+        The LayerNorms of z, and of the sum over triangles.
+    linear_a_p, linear_b_p, linear_a_g, linear_b_g
+        Projections and gates of left and right, with the attributes weight and bias.
+    linear_z, linear_g : torch.nn.Linear
+        Projection and gate of the output.
 
     Notes
     -----
@@ -197,7 +207,20 @@ class TriangleMultiplicativeUpdate(_Update):
 class FusedTriangleMultiplicativeUpdate(_Update):
     """OpenFold's update with one projection for left and right, as AlphaFold-Multimer's.
 
-    Its arguments are those of `TriangleMultiplicativeUpdate`.
+    `FusedTriangleMultiplicationOutgoing` and `FusedTriangleMultiplicationIncoming` have their
+    direction by their name.
+
+    Parameters
+    ----------
+    c_z, c_hidden, _outgoing, linear_init_params, **options
+        As of `TriangleMultiplicativeUpdate`.
+
+    Attributes
+    ----------
+    layer_norm_in, layer_norm_out, linear_z, linear_g
+        As of `TriangleMultiplicativeUpdate`.
+    linear_ab_p, linear_ab_g : torch.nn.Linear
+        Projection and gate of z, left above right.
 
     References
     ----------
@@ -215,8 +238,6 @@ class FusedTriangleMultiplicativeUpdate(_Update):
 
 
 class TriangleMultiplicationOutgoing(TriangleMultiplicativeUpdate):
-    """`TriangleMultiplicativeUpdate` over outgoing edges, Algorithm 11 of AlphaFold 2."""
-
     def __init__(
         self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
     ) -> None:
@@ -224,8 +245,6 @@ class TriangleMultiplicationOutgoing(TriangleMultiplicativeUpdate):
 
 
 class TriangleMultiplicationIncoming(TriangleMultiplicativeUpdate):
-    """`TriangleMultiplicativeUpdate` over incoming edges, Algorithm 12 of AlphaFold 2."""
-
     def __init__(
         self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
     ) -> None:
@@ -233,8 +252,6 @@ class TriangleMultiplicationIncoming(TriangleMultiplicativeUpdate):
 
 
 class FusedTriangleMultiplicationOutgoing(FusedTriangleMultiplicativeUpdate):
-    """`FusedTriangleMultiplicativeUpdate` over outgoing edges."""
-
     def __init__(
         self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
     ) -> None:
@@ -242,8 +259,6 @@ class FusedTriangleMultiplicationOutgoing(FusedTriangleMultiplicativeUpdate):
 
 
 class FusedTriangleMultiplicationIncoming(FusedTriangleMultiplicativeUpdate):
-    """`FusedTriangleMultiplicativeUpdate` over incoming edges."""
-
     def __init__(
         self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
     ) -> None:
