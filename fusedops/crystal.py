@@ -115,6 +115,8 @@ def _linear(check: F) -> LinearOp[F]:
 @functools.cache
 def _differentiable() -> Any:
     """Return the autograd.Function for tensors; its class can't be declared without torch."""
+    from fusedops._frame.bridge import batched
+
     torch = sys.modules["torch"]
 
     class Linear(torch.autograd.Function):  # type: ignore[name-defined]
@@ -130,7 +132,11 @@ def _differentiable() -> Any:
 
         @staticmethod
         def backward(ctx: Any, dy: Any) -> Any:
-            return Linear.apply(dy, ctx.adjoint, ctx.function), None, None
+            def pull_back(dy: Any) -> Any:
+                return [Linear.apply(*dy, ctx.adjoint, ctx.function)]
+
+            (dx,) = batched.row_by_row(pull_back, [dy]) if batched.is_batch(dy) else pull_back([dy])
+            return dx, None, None
 
         @staticmethod
         def jvp(ctx: Any, dx: Any, *_: Any) -> Any:

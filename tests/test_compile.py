@@ -328,3 +328,16 @@ def test_an_exported_layer_takes_graphs_of_any_size(tmp_path, package):
     run = deployed(tmp_path, program) if package else program.module()
     for n in (0, 3, 50):
         torch.testing.assert_close(run(*example(n)), layer(*example(n)))
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_batched_cotangents_of_an_exported_layer():
+    layer, (x, vectors, edge_index) = Force(), graph(0)
+    run = torch.export.export(layer, (x, edge_index, vectors)).module()
+    vectors.requires_grad_()
+    out = run(x, edge_index, vectors)
+    batch = random(3, *out.shape)
+    options = {"retain_graph": True}
+    (got,) = torch.autograd.grad(out, vectors, batch, is_grads_batched=True, **options)
+    want = [torch.autograd.grad(out, vectors, row, **options)[0] for row in batch]
+    torch.testing.assert_close(got, torch.stack(want))

@@ -500,3 +500,16 @@ def test_on_a_gpu(torch, call):
     np.testing.assert_allclose(found.detach().cpu(), call(map.detach().cpu()), atol=1e-9)
     assert torch.autograd.gradcheck(call, map)
     assert torch.autograd.gradgradcheck(call, map)
+
+
+def test_vectorized_hessians(torch):
+    """Batched cotangents go back row by row."""
+    map = torch.from_numpy(random((4, 4, 4)))
+    indices = [[1, 0, 1], [0, 1, 1], [-1, 1, 0]]
+
+    def target(map):
+        F = structure_factors(symmetrize(map.square(), [IDENTITY, SCREW]), indices, OBLIQUE)
+        return F.abs().square().sum()
+
+    hessian = torch.autograd.functional.hessian
+    torch.testing.assert_close(hessian(target, map, vectorize=True), hessian(target, map))

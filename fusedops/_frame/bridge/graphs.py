@@ -12,6 +12,7 @@ import torch
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import pull_back
+from fusedops._frame.bridge.batched import is_batch, row_by_row
 from fusedops._frame.bridge.evaluation import described, evaluation
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
@@ -133,10 +134,10 @@ def _register(primitive: Primitive) -> None:
         if tuple(slots) != primitive.with_saved(slots):
             raise RuntimeError(f"torch.ops.{qualified}: its gradient needs more outputs wanted")
         made = primitive.Outputs._make(described(primitive, a))
-        asked = [
+        asked = tuple(
             cotangent if want and output is not None else None
             for cotangent, want, output in zip(cotangents, slots, made, strict=True)
-        ]
+        )
         kept = dict(zip(primitive.saves, ctx.saved_tensors[given:], strict=True))
         # An empty tensor stands for an output that isn't made.
         y = primitive.Outputs._make(
@@ -147,7 +148,12 @@ def _register(primitive: Primitive) -> None:
         )
         wanted = [need or None for need in ctx.needs_input_grad[:count]]
         with registry.asking(backend or None):
-            gradients = pull_back(primitive, a, y, asked, wanted)
+            if any([is_batch(cotangent) for cotangent in asked]):
+                gradients: Sequence[Any] = row_by_row(
+                    lambda dy: pull_back(primitive, a, y, dy, wanted), asked
+                )
+            else:
+                gradients = pull_back(primitive, a, y, asked, wanted)
         # Torch takes a list for a list of tensors, also an empty one, unless it has another value.
         nothing = [
             [None] * len(value)
