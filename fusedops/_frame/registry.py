@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fusedops._frame.check import dtype_name, one_of, warn
 
 if TYPE_CHECKING:
     from fusedops._frame.primitive import Primitive
+
+T = TypeVar("T")
 
 
 class BackendUnavailable(RuntimeError):
@@ -108,16 +110,16 @@ _NAMES = tuple(backend.name for backend in BACKENDS)
 #: Public ops by name, since a graph can hold names only.
 ops: dict[str, Callable[..., Any]] = {}
 _primitives: dict[str, Primitive] = {}
-_kernels: dict[tuple[str, str], Callable[..., None]] = {}
+_kernels: dict[tuple[str, str], Callable[..., Any]] = {}
 # Choices made so far. There are few different requests, so nothing is dropped.
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
-takes_bfloat16: set[Callable[..., None]] = set()
+takes_bfloat16: set[Callable[..., Any]] = set()
 _override: ContextVar[str | None] = ContextVar("fusedops_backend", default=None)
 
 
 def register(
     primitive: str, backend: str, *, bfloat16: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Declare the decorated function to be the kernel of `primitive` on `backend`.
 
     A kernel gets two records: the primitive's arguments by name, and its outputs, each an array to
@@ -126,7 +128,7 @@ def register(
     arguments alone.
     """
 
-    def declare(kernel: Callable[..., None]) -> Callable[..., None]:
+    def declare(kernel: Callable[..., T]) -> Callable[..., T]:
         _kernels[primitive, backend] = kernel
         if bfloat16:
             takes_bfloat16.add(kernel)
