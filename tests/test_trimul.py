@@ -676,12 +676,22 @@ BAD = {
     "x of rank 2": (
         {"x": shaped(5, 6)},
         ValueError,
-        r"x has shape \(5, 6\); it should be \(B, N, N, C\)",
+        r"x has shape \(5, 6\); it should be \(\.\.\., N, N, C\), C > 0",
     ),
     "x of rank 5 not square": (
         {"x": shaped(2, 3, 5, 4, 6)},
         ValueError,
         r"x has shape \(2, 3, 5, 4, 6\); it should be \(\.\.\., N, N, C\)",
+    ),
+    "x of rank 5 of no channels": (
+        {"x": shaped(2, 3, 5, 5, 0)},
+        ValueError,
+        r"x has shape \(2, 3, 5, 5, 0\); it should be \(\.\.\., N, N, C\), C > 0",
+    ),
+    "mask with a mask": (
+        {"x": shaped(1, 2, 5, 5, 6), "mask": np.ma.masked_array(np.ones((1, 2, 5, 5)), mask=True)},
+        TypeError,
+        "mask is a masked array, whose mask would be ignored",
     ),
     "mask of another rank": (
         {"x": shaped(2, 3, 5, 5, 6)},

@@ -150,8 +150,9 @@ class Array:
         """
         terms = self.shapes[0][1:]
         found = _met(terms, value.shape[-len(terms) :], {})
-        if found is None:
-            should = f"be (..., {_written(terms, {})[1:]}"
+        if found is None or not all([found[size] != 0 for size in self.positive]):
+            where = "".join([f", {size} > 0" for size in self.positive])
+            should = f"be (..., {_written(terms, {})[1:]}{where}"
             raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it should {should}")
         return found
 
