@@ -518,6 +518,14 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
                 f"TriangleMultiplicativeUpdate: gate is {module.gate!r}; it should be {gate!r} for "
                 "a state_dict with these names"
             )
+        for layer in ("p_in", "g_in", "p_out", "g_out"):
+            lacks = f"{prefix}{layer}.bias" not in renamed and f"{prefix}{layer}.weight" in renamed
+            if lacks and getattr(module, layer).bias is not None:
+                # An error without `strict` too: a bias that isn't loaded is not zero.
+                errors.append(
+                    f"{type(module).__name__}: {prefix}{layer} has a bias, which the state_dict "
+                    "lacks; the module should be made with bias=False"
+                )
         state_dict.clear()
         state_dict.update(renamed)
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops.compat import boltz, cuequivariance, openfold  # noqa: E402
+from fusedops.compat import boltz, cuequivariance, openfold, openfold3, protenix  # noqa: E402
 from test_nn import OfBoltz, OfMultimer, OfOpenFold, update_of  # noqa: E402
 
 FUSED = {False: "TriangleMultiplication", True: "FusedTriangleMultiplication"}
@@ -72,7 +72,12 @@ def test_inference_overwrites_z(fused, direction, add):
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_cueq_triangle_kernels": True}, {"triangle_multiplicative": "cuequivariance"}]
+    "options",
+    [
+        {"use_cueq_triangle_kernels": True, "use_triton_triangle_kernels": True},
+        {"triangle_multiplicative": "cuequivariance"},
+        {"use_fused_kernel": True},
+    ],
 )
 def test_kernel_flags_change_nothing(options):
     other, ours, z, mask = modules(False, "outgoing")
@@ -92,13 +97,59 @@ def test_imported_weights_are_written_through():
     torch.testing.assert_close(ours(z, mask), other(z, mask))
 
 
+@pytest.mark.parametrize("program", [protenix, openfold3], ids=["protenix", "openfold3"])
+def test_protenix_and_openfold_3_have_no_biases(program, direction):
+    """Their checkpoints have none, and a bias that isn't loaded would be one in a gate."""
+    other, _, z, mask = modules(False, direction)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if name.startswith("linear") and name.endswith("bias"):
+                parameter.zero_()
+    state = {
+        name: tensor
+        for name, tensor in other.state_dict().items()
+        if not (name.startswith("linear") and name.endswith("bias"))
+    }
+    ours = getattr(program, f"TriangleMultiplication{direction.title()}")(6, 5).double()
+    ours.load_state_dict(state)
+    assert set(ours.state_dict()) == set(state)
+    torch.testing.assert_close(ours(z, mask), other(z, mask))
+    biased = getattr(openfold, f"TriangleMultiplication{direction.title()}")(6, 5).double()
+    with pytest.raises(RuntimeError, match=r"g_in has a bias, which the state_dict lacks"):
+        biased.load_state_dict(state, strict=False)
+
+
+def test_a_setting_by_the_newer_api_of_tf32_is_not_in_the_way(monkeypatch):
+    class Newer:
+        fp32_precision = "tf32"
+
+        @property
+        def allow_tf32(self):
+            raise RuntimeError("a mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Newer())
+    assert cuequivariance._allows_tf32()
+    assert cuequivariance.triangle_multiplicative_update(**arguments(), precision="ieee").ndim == 5
+
+
+@pytest.mark.parametrize("given", [True, {"linear_z": {}}], ids=str)
+def test_settings_of_layers_are_named(given):
+    with pytest.raises(TypeError, match=r"linear_init_params is a .*; it should have linear_z, li"):
+        openfold.TriangleMultiplicationOutgoing(6, 5, given)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_openfold_3_says_whether_layers_have_biases(bias):
-    settings = SimpleNamespace(linear_z={"bias": bias, "init": "final"})
+    names = ["linear_z", "linear_g", *[f"linear_{side}_{kind}" for side in "ab" for kind in "pg"]]
+    settings = SimpleNamespace(**{name: {"bias": bias, "init": "final"} for name in names})
     update = openfold.TriangleMultiplicationIncoming(6, 5, linear_init_params=settings)
     assert ("linear_z.bias" in update.state_dict()) == bias
     assert update.direction == "incoming"
     assert (update.linear_a_p.bias is None) != bias
+    assert not update._outgoing
+    settings.linear_g = {"bias": not bias}
+    with pytest.raises(ValueError, match="linear_init_params has biases for some layers"):
+        openfold.TriangleMultiplicationIncoming(6, 5, linear_init_params=settings)
 
 
 def test_a_direction_is_no_flag():
@@ -131,10 +182,12 @@ def arguments():
     }
 
 
-class Foreign(enum.IntEnum):
-    """A member that another package declares, as cuEquivariance does."""
+class Foreign(enum.Enum):
+    """Members that another package declares: those of cuEquivariance 0.13 are no numbers."""
 
     TF32x3 = 2
+    MXFP8 = 4
+    BFLOAT16 = 5
 
 
 @pytest.mark.parametrize(
@@ -149,7 +202,9 @@ class Foreign(enum.IntEnum):
         (cuequivariance.TriMulPrecision.NONE, None),
         (cuequivariance.TriMulPrecision.TF32, "tf32"),
         (Foreign.TF32x3, "ieee"),
+        (Foreign.BFLOAT16, "bf16"),
         (3, "ieee"),
+        (5, "bf16"),
     ],
 )
 def test_precisions_of_cuequivariance(monkeypatch, given, ours):
@@ -166,7 +221,9 @@ def test_precisions_of_cuequivariance(monkeypatch, given, ours):
     assert torch.equal(got, op(**arguments(), precision=ours))
 
 
-@pytest.mark.parametrize("given", ["mxfp8", "half", 7, True, 1.0, b"ieee"], ids=str)
+@pytest.mark.parametrize(
+    "given", ["mxfp8", Foreign.MXFP8, 4, "half", 7, True, 1.0, b"ieee"], ids=str
+)
 def test_other_precisions_are_refused(given):
     with pytest.raises(ValueError, match=r"update: precision is .*; it should be None, a TriMul"):
         cuequivariance.triangle_multiplicative_update(**arguments(), precision=given)

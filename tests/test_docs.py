@@ -21,7 +21,10 @@ from fusedops._frame.packed import Packed
 from places import HAS_TORCH
 
 README = Path(__file__).parents[1] / "README.md"
-COMPAT = [f"fusedops.compat.{name}" for name in ("boltz", "cuequivariance", "fairchem", "openfold")]
+COMPAT = [
+    f"fusedops.compat.{name}"
+    for name in ("boltz", "cuequivariance", "fairchem", "openfold", "openfold3", "protenix")
+]
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),

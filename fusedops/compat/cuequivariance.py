@@ -23,8 +23,8 @@ class TriMulPrecision(enum.IntEnum):
 
     Attributes
     ----------
-    NONE, DEFAULT, TF32, TF32x3, IEEE
-        The members.
+    NONE, DEFAULT, TF32, TF32x3, IEEE, MXFP8, BFLOAT16
+        The members. MXFP8 is refused.
 
     References
     ----------
@@ -42,6 +42,8 @@ class TriMulPrecision(enum.IntEnum):
     TF32 = 1
     TF32x3 = 2
     IEEE = 3
+    MXFP8 = 4
+    BFLOAT16 = 5
 
 
 #: Our precision by cuEquivariance's names, in small letters.
@@ -60,20 +62,28 @@ _PRECISIONS = {
 def _precision(given: Any, x: torch.Tensor) -> str | None:
     """Return the precision that we call by another name."""
     name = given
-    if isinstance(given, int) and not isinstance(given, bool):
-        # cuEquivariance's own members are numbers too.
-        numbers = {member.value: member.name for member in TriMulPrecision}
-        name = numbers.get(int(given))
+    if isinstance(given, enum.Enum):
+        # cuEquivariance's own members are of another class.
+        name = given.name
+    elif isinstance(given, int) and not isinstance(given, bool):
+        name = {member.value: member.name for member in TriMulPrecision}.get(given)
     if given is not None and (not isinstance(name, str) or name.lower() not in _PRECISIONS):
         should = "None, a TriMulPrecision, or one of " + ", ".join(_PRECISIONS)
         raise ValueError(
             f"triangle_multiplicative_update: precision is {given!r}; it should be {should}"
         )
     found = None if given is None else _PRECISIONS[str(name).lower()]
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    if found is None and allowed and x.is_cuda and x.dtype == torch.float32:
+    if found is None and x.is_cuda and x.dtype == torch.float32 and _allows_tf32():
         return "tf32"
     return found
+
+
+def _allows_tf32() -> bool:
+    """Return whether torch's own products on a GPU may use TF32."""
+    matmul = torch.backends.cuda.matmul
+    # A program that uses the newer setting can't read the older one.
+    newer = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if newer is None else newer == "tf32"
 
 
 def triangle_multiplicative_update(

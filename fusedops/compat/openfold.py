@@ -1,6 +1,7 @@
 r"""OpenFold's modules of the triangle update, with its arguments, names and in-place addition.
 
-They take the places of modules of the same names in OpenFold, OpenFold 3 and Protenix::
+They take the places of modules of the same names in OpenFold; `fusedops.compat.openfold3` and
+`fusedops.compat.protenix` have those programs' own::
 
     -from openfold.model.triangular_multiplicative_update import (
     +from fusedops.compat.openfold import (
@@ -49,6 +50,8 @@ def _half(ours: str, half: int) -> property:
 class _Update(nn.TriangleMultiplicativeUpdate):
     """The part that all modules of OpenFold share."""
 
+    # Whether projections and gates have biases.
+    _bias = True
     #: OpenFold's layers in each of ours that has another name.
     _layers: ClassVar[dict[str, tuple[str, ...]]] = {
         "norm_in": ("layer_norm_in",),
@@ -71,11 +74,34 @@ class _Update(nn.TriangleMultiplicativeUpdate):
             raise TypeError(
                 f"{type(self).__name__}: _outgoing is {_outgoing!r}; it should be True or False"
             )
-        # OpenFold 3 gives the arguments of every layer; of these a bias matters here.
-        layer = {} if linear_init_params is None else linear_init_params.linear_z
-        options = {"bias": layer.get("bias", True), **options}
+        options = {"bias": self._has_biases(linear_init_params), **options}
         super().__init__(c_z, c_hidden, "outgoing" if _outgoing else "incoming", **options)
         self.register_state_dict_post_hook(self._rename_back)
+
+    @property
+    def _outgoing(self) -> bool:
+        return self.direction == "outgoing"
+
+    def _has_biases(self, linear_init_params: Any) -> bool:
+        """Return whether layers have biases, by OpenFold 3's arguments of every layer."""
+        if linear_init_params is None:
+            return self._bias
+        names = [name for theirs in self._layers.values() for name in theirs if "linear" in name]
+        try:
+            layers = [getattr(linear_init_params, name) for name in names]
+            found = {layer.get("bias", True) for layer in layers}
+        except AttributeError:
+            raise TypeError(
+                f"{type(self).__name__}: linear_init_params is a "
+                f"{type(linear_init_params).__name__}; it should have {', '.join(names)}, each a "
+                "dict"
+            ) from None
+        if len(found) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: linear_init_params has biases for some layers; it should "
+                "have them for all, or for none"
+            )
+        return bool(found.pop())
 
     @staticmethod
     def _rename_back(
@@ -98,6 +124,8 @@ class _Update(nn.TriangleMultiplicativeUpdate):
         _add_with_inplace: bool = False,
         _inplace_chunk_size: int | None = None,
         use_cueq_triangle_kernels: bool = False,
+        use_triton_triangle_kernels: bool = False,
+        use_fused_kernel: bool = False,
         triangle_multiplicative: str = "torch",
     ) -> torch.Tensor:
         r"""Return the update, or write it to z.
@@ -116,7 +144,9 @@ class _Update(nn.TriangleMultiplicativeUpdate):
             Whether the update overwrites z, which is returned, as in OpenFold's inference.
         _add_with_inplace : bool
             Whether the update is added to z where it would overwrite it.
-        _inplace_chunk_size, use_cueq_triangle_kernels, triangle_multiplicative
+        _inplace_chunk_size, use_cueq_triangle_kernels, use_triton_triangle_kernels
+            Ignored, as the next two.
+        use_fused_kernel, triangle_multiplicative
             Ignored, and accepted only because these programs pass them: the registry chooses a
             backend, and `max_memory` of the class bounds memory.
 
@@ -165,8 +195,8 @@ class TriangleMultiplicativeUpdate(_Update):
     _outgoing : bool
         Whether the sum runs over outgoing edges.
     linear_init_params : object, optional
-        OpenFold 3's arguments of every layer: of these ``linear_z["bias"]`` says whether layers
-        have biases. They have, as in OpenFold, if it isn't given.
+        The arguments of every layer, as OpenFold 3 gives them. Layers have biases if ``bias`` is
+        true in these, or missing. Without them, layers have biases as in OpenFold.
     **options
         Further arguments of `fusedops.nn.TriangleMultiplicativeUpdate`.
 
@@ -181,8 +211,10 @@ class TriangleMultiplicativeUpdate(_Update):
 
     Notes
     -----
-    State dicts have OpenFold's names, both loaded and saved. So have attributes, whose weights are
-    views of ours, as OpenFold's import of AlphaFold's weights needs.
+    State dicts have OpenFold's names, both loaded and saved; `named_parameters` has ours. So have
+    attributes, whose weights are views of ours, as OpenFold's import of AlphaFold's weights needs;
+    under FSDP2 they are copies. A state dict without biases is refused, also without ``strict``,
+    by a module that has them.
 
     References
     ----------
