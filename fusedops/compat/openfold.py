@@ -48,7 +48,7 @@ def _half(ours: str, half: int) -> property:
 
 
 class _Update(nn.TriangleMultiplicativeUpdate):
-    """The part that all modules of OpenFold share."""
+    # The part that all modules of OpenFold share.
 
     # Whether projections and gates have biases.
     _bias = True
@@ -269,29 +269,34 @@ class FusedTriangleMultiplicativeUpdate(_Update):
     linear_ab_p, linear_ab_g = _layer("p_in"), _layer("g_in")
 
 
-class TriangleMultiplicationOutgoing(TriangleMultiplicativeUpdate):
+# These six have no docstring of their own, so that `help` shows the one of the update.
+
+
+class _Outgoing(_Update):
     def __init__(
         self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
     ) -> None:
         super().__init__(c_z, c_hidden, True, linear_init_params, **options)
 
 
-class TriangleMultiplicationIncoming(TriangleMultiplicativeUpdate):
+class _Incoming(_Update):
     def __init__(
         self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
     ) -> None:
         super().__init__(c_z, c_hidden, False, linear_init_params, **options)
 
 
-class FusedTriangleMultiplicationOutgoing(FusedTriangleMultiplicativeUpdate):
-    def __init__(
-        self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
-    ) -> None:
-        super().__init__(c_z, c_hidden, True, linear_init_params, **options)
+class TriangleMultiplicationOutgoing(_Outgoing, TriangleMultiplicativeUpdate):
+    pass
 
 
-class FusedTriangleMultiplicationIncoming(FusedTriangleMultiplicativeUpdate):
-    def __init__(
-        self, c_z: int, c_hidden: int, linear_init_params: Any = None, **options: Any
-    ) -> None:
-        super().__init__(c_z, c_hidden, False, linear_init_params, **options)
+class TriangleMultiplicationIncoming(_Incoming, TriangleMultiplicativeUpdate):
+    pass
+
+
+class FusedTriangleMultiplicationOutgoing(_Outgoing, FusedTriangleMultiplicativeUpdate):
+    pass
+
+
+class FusedTriangleMultiplicationIncoming(_Incoming, FusedTriangleMultiplicativeUpdate):
+    pass
