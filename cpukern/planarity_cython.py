@@ -9,7 +9,7 @@ import numpy as np
 from cpukern import isa
 from fusedops._frame.registry import register
 from fusedops._frame.threads import threads_for
-from fusedops.planarity import HALF_LOG_2PI, LANES, NO_PLANE
+from fusedops.planarity import HALF_LOG_2PI, LANES, NO_PLANE, SCATTERED
 
 _planarity = isa.load("planarity_cython")
 _planarity_of = {
@@ -34,6 +34,7 @@ def _run_planarity(a: Any, dgradient: Any, out: Any) -> float:
         planes.slot,
         planes.reduced,
         planes.reduced_ptr,
+        planes.summed,
         planes.bound,
         planes.largest,
         planes.spill,
@@ -60,4 +61,4 @@ def planarity_gradient_vjp(a: Any, y: Any) -> None:
 @register("planes", "cython")
 def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict[str, Any] | None:
     """Return the fields and sizes of `Planes`, or None if a value is bad."""
-    return _planarity.packing(groups, num_atoms, HALF_LOG_2PI)
+    return _planarity.packing(groups, num_atoms, HALF_LOG_2PI, SCATTERED)

@@ -474,6 +474,7 @@ cdef struct Call:
     double* partial
     const int* reduced
     const long long* reduced_ptr
+    const int* summed
 
 
 cdef void reduce_rows(
@@ -483,7 +484,8 @@ cdef void reduce_rows(
     cdef const Call* call = <const Call*>given
     cdef const real* spill = <const real*>call.spill
     cdef real* out = <real*>call.out
-    cdef Py_ssize_t r, j, i
+    cdef Py_ssize_t r, k, i
+    cdef const real* row
     cdef real x, y, z
     for r in range(begin, end):
         i = call.reduced[r]
@@ -491,10 +493,11 @@ cdef void reduce_rows(
             x = 0
             y = 0
             z = 0
-            for j in range(call.reduced_ptr[r], call.reduced_ptr[r + 1]):
-                x = x + spill[3 * j]
-                y = y + spill[3 * j + 1]
-                z = z + spill[3 * j + 2]
+            for k in range(call.reduced_ptr[r], call.reduced_ptr[r + 1]):
+                row = spill + 3 * <Py_ssize_t>call.summed[k]
+                x = x + row[0]
+                y = y + row[1]
+                z = z + row[2]
             out[3 * i] = x
             out[3 * i + 1] = y
             out[3 * i + 2] = z
@@ -538,9 +541,10 @@ def planarity(
     slot,                              # IN   (E,) int32
     reduced,                           # IN   (R,) int32
     reduced_ptr,                       # IN   (R + 1,) int64
+    summed,                            # IN   (S,) int32
     Py_ssize_t bound,                  # IN   one more than the largest index
     Py_ssize_t largest,                # IN   atoms of a plane
-    Py_ssize_t shared,                 # IN   rows of atoms that are in several planes
+    Py_ssize_t shared,                 # IN   S, the rows of reduced atoms
     bint per_atom,
     bint weighted,
     double no_plane,                   # IN   share of variance below which a group has no plane
@@ -573,6 +577,7 @@ def planarity(
     call.partial = <double*>of(partial)
     call.reduced = <const int*>elements(reduced, 4)
     call.reduced_ptr = <const long long*>elements(reduced_ptr, 8)
+    call.summed = <const int*>elements(summed, 4)
     with nogil:
         in_shares(<Share>some_blocks[real], &call, blocks, threads)
         if rows != NULL:
@@ -600,6 +605,8 @@ cdef struct Given:
     Py_ssize_t planes
     Py_ssize_t entries
     int bound
+    # The distance from the first to the last atom, summed over planes.
+    long long span
     double constant
 
 
@@ -610,7 +617,7 @@ cdef bint read_indices(
     cdef int* atoms = to.atoms + to.entries
     cdef Py_ssize_t p, a, k
     cdef bint good = True
-    cdef int first, last = 0
+    cdef int first, final, last = 0
     for k in range(planes * n):
         good &= (index[k] >= 0) & (index[k] < num_atoms)
         atoms[k] = <int>index[k]
@@ -620,9 +627,11 @@ cdef bint read_indices(
     if planes:
         to.bound = max(to.bound, last + 1)
     for p in range(planes):
-        first = atoms[p * n]
+        first = final = atoms[p * n]
         for a in range(1, n):
             first = min(first, atoms[p * n + a])
+            final = max(final, atoms[p * n + a])
+        to.span += final - first
         to.first[to.planes + p] = first
         to.start[to.planes + p] = <int>(to.entries + p * n)
     return True
@@ -683,15 +692,15 @@ cdef void sort_planes(
         by_size[n] += 1
 
 
-cdef Py_ssize_t count_entries(const Given* given, int* count) noexcept nogil:
-    """Count the entries of every atom, and return how many atoms have one."""
-    cdef Py_ssize_t k, alone = 0
+cdef Py_ssize_t count_entries(const Given* given, int alone, int* count) noexcept nogil:
+    """Count the entries of every atom, and return how many atoms have `alone` entries."""
+    cdef Py_ssize_t k, found = 0
     memset(count, 0, given.bound * sizeof(int))
     for k in range(given.entries):
         count[given.atoms[k]] += 1
     for k in range(given.bound):
-        alone += count[k] == 1
-    return alone
+        found += count[k] == alone
+    return found
 
 
 cdef void write_planes(
@@ -731,28 +740,32 @@ cdef Py_ssize_t write_blocks(
 
 
 cdef void write_slots(
-    const Given* given, const int* index, int* count, int* slot, int* reduced,
-    long long* reduced_ptr,
+    const Given* given, const int* index, int alone, int* count, int* slot, int* reduced,
+    long long* reduced_ptr, int* summed,
 ) noexcept nogil:
-    """Write the atoms not in exactly one plane, and a row for every entry of these.
+    """Write the atoms without `alone` entries, a row for each of their entries, and their rows.
 
-    `reduced` has room for an element more.
+    `reduced` and `summed` have room for an element more.
     """
     cdef Py_ssize_t i, e, r = 0
-    cdef int n, row = 0
+    cdef int n, place = 0, row = 0
+    cdef bint kept
     # Without branches, since atoms in one plane and others may alternate at random.
     for i in range(given.bound):
         n = count[i]
         reduced[r] = <int>i
-        reduced_ptr[r] = row
-        count[i] = -1 if n == 1 else row
-        row += 0 if n == 1 else n
-        r += n != 1
-    reduced_ptr[r] = row
+        reduced_ptr[r] = place
+        count[i] = -1 if n == alone else place
+        place += 0 if n == alone else n
+        r += n != alone
+    reduced_ptr[r] = place
     for e in range(given.entries):
-        row = count[index[e]]
-        slot[e] = row
-        count[index[e]] = row + (row >= 0)
+        i = count[index[e]]
+        kept = i >= 0
+        slot[e] = row if kept else -1
+        summed[i if kept else place] = row
+        count[index[e]] = <int>i + kept
+        row += kept
 
 
 cdef dense(array, dtype):
@@ -766,12 +779,13 @@ cdef object UINT8 = np.dtype(np.uint8), INT32 = np.dtype(np.int32)
 cdef object INT64 = np.dtype(np.int64), FLOAT64 = np.dtype(np.float64)
 
 
-def packing(groups, long long num_atoms, double half_log_2pi):
+def packing(groups, long long num_atoms, double half_log_2pi, long long scattered):
     """Return the fields and sizes of `Planes` of groups, or None if a value is bad.
 
     `fusedops.planarity.packing` is the definition.
     """
-    cdef Py_ssize_t planes = 0, entries = 0, largest = 0, n, p, alone, blocks, weights
+    cdef Py_ssize_t planes = 0, entries = 0, largest = 0, n, p, shared, blocks, weights
+    cdef int alone
     cdef bint good, narrow, by_atom, per_atom = False
     cdef const void* rows
     cdef const double* sigmas
@@ -798,6 +812,7 @@ def packing(groups, long long num_atoms, double half_log_2pi):
     cdef int* ends = order + 2 * planes
     given.per_atom = per_atom
     given.planes = given.entries = given.bound = 0
+    given.span = 0
     given.constant = 0
     for index, sigma in arrays:
         p, n = index.shape
@@ -822,11 +837,14 @@ def packing(groups, long long num_atoms, double half_log_2pi):
     with nogil:
         sort_planes(&given, largest, count, order + planes, ends, order)
         blocks = write_blocks(ends, largest, NULL)
-        alone = count_entries(&given, count)
-    n = given.bound - alone
-    index, weight, plane_ptr, block_ptr, slot, reduced, reduced_ptr = together(
+        # No atom has a negative number of entries.
+        alone = -1 if given.span > scattered * planes else 1
+        n = count_entries(&given, alone, count)
+    shared = entries - n
+    n = given.bound - n
+    index, weight, plane_ptr, block_ptr, slot, reduced, reduced_ptr, summed = together(
         (entries, INT32), (weights, FLOAT64), (planes + 1, INT64), (blocks + 1, INT64),
-        (entries, INT32), (n + 1, INT32), (n + 1, INT64),
+        (entries, INT32), (n + 1, INT32), (n + 1, INT64), (shared + 1, INT32),
     )
     cdef int* to_index = <int*>elements(index, 4)
     cdef double* to_weight = <double*>elements(weight, 8)
@@ -835,10 +853,11 @@ def packing(groups, long long num_atoms, double half_log_2pi):
     cdef int* to_slot = <int*>elements(slot, 4)
     cdef int* to_reduced = <int*>elements(reduced, 4)
     cdef long long* to_row = <long long*>elements(reduced_ptr, 8)
+    cdef int* to_summed = <int*>elements(summed, 4)
     with nogil:
         write_planes(&given, order, to_index, to_weight, to_plane)
         write_blocks(ends, largest, to_block)
-        write_slots(&given, to_index, count, to_slot, to_reduced, to_row)
+        write_slots(&given, to_index, alone, count, to_slot, to_reduced, to_row, to_summed)
     return {
         "index": index,
         "weight": weight,
@@ -847,11 +866,12 @@ def packing(groups, long long num_atoms, double half_log_2pi):
         "slot": slot,
         "reduced": reduced[:n],
         "reduced_ptr": reduced_ptr,
+        "summed": summed[:shared],
         "constant": np.array([given.constant]),
         "bound": given.bound,
         "largest": largest,
         "rows": n,
-        "spill": entries - alone,
+        "spill": shared,
         "per_atom": int(per_atom),
         "num_planes": planes,
         "num_entries": entries,

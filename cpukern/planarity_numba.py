@@ -22,6 +22,7 @@ from fusedops.planarity import (
     constant,
     flat,
     inverse_square,
+    is_scattered,
 )
 
 # Blocks of planes that are worth handing to another thread.
@@ -307,20 +308,22 @@ def _pseudo_solve(C, value, x, y, z, qx, qy, qz):
 
 
 @jit
-def _reduce(low, high, spill, reduced, reduced_ptr, out):
+def _reduce(low, high, spill, reduced, reduced_ptr, summed, out):
     for row in range(low, high):
         i = reduced[row]
         if i < len(out):
             for k in range(3):
                 total = out.dtype.type(0)
                 for j in range(reduced_ptr[row], reduced_ptr[row + 1]):
-                    total += spill[j, k]
+                    total += spill[summed[j], k]
                 out[i, k] = total
 
 
 def _reduce_rows(planes: Any, spill: np.ndarray, out: np.ndarray) -> None:
     in_parallel(
-        lambda low, high: _reduce(low, high, spill, planes.reduced, planes.reduced_ptr, out),
+        lambda low, high: _reduce(
+            low, high, spill, planes.reduced, planes.reduced_ptr, planes.summed, out
+        ),
         len(planes.reduced),
         8 * _GRAIN,
     )
@@ -428,20 +431,23 @@ def _write_planes(given, sigma, per_atom, start, order, plane_ptr, index, weight
 
 
 @jit
-def _write_slots(count, index, slot, reduced, reduced_ptr):
-    """Write the atoms not in exactly one plane, and a row for every entry of these."""
-    r = row = 0
+def _write_slots(count, alone, index, slot, reduced, reduced_ptr, summed):
+    """Write the atoms without `alone` entries, a row for each of their entries, and their rows."""
+    r = place = row = 0
     for i in range(len(count)):
         n = count[i]
         count[i] = -1
-        if n != 1:
-            reduced[r], reduced_ptr[r], count[i] = i, row, row
-            row += n
+        if n != alone:
+            reduced[r], reduced_ptr[r], count[i] = i, place, place
+            place += n
             r += 1
-    reduced_ptr[r] = row
+    reduced_ptr[r] = place
     for e in range(len(index)):
-        slot[e] = count[index[e]]
-        count[index[e]] += slot[e] >= 0
+        place = count[index[e]]
+        slot[e] = -1
+        if place >= 0:
+            slot[e], summed[place], count[index[e]] = row, row, place + 1
+            row += 1
 
 
 @register("planes", "numba")
@@ -459,12 +465,16 @@ def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict
     order = _order(given, n, start, given.max() + 1)
     n = n[order]
     count = np.bincount(given)
-    rows = int(np.count_nonzero(count != 1))
+    # No atom has a negative number of entries.
+    alone = -1 if is_scattered(given, np.append(start, entries)) else 1
+    rows = int(np.count_nonzero(count != alone))
+    spill = entries - (len(count) - rows)
     int32, int64 = np.dtype(np.int32), np.dtype(np.int64)
-    index, slot, reduced, weight, plane_ptr, reduced_ptr = together(
+    index, slot, reduced, summed, weight, plane_ptr, reduced_ptr = together(
         (entries, int32),
         (entries, int32),
         (rows, int32),
+        (spill, int32),
         (len(sigma), sigma.dtype),
         (planes + 1, int64),
         (rows + 1, int64),
@@ -472,7 +482,7 @@ def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict
     plane_ptr[0] = 0
     np.cumsum(n, out=plane_ptr[1:])
     _write_planes(given, sigma, per_atom, start, order, plane_ptr, index, weight)
-    _write_slots(count, index, slot, reduced, reduced_ptr)
+    _write_slots(count, alone, index, slot, reduced, reduced_ptr, summed)
     return {
         "index": index,
         "weight": weight,
@@ -481,11 +491,12 @@ def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict
         "slot": slot,
         "reduced": reduced,
         "reduced_ptr": reduced_ptr,
+        "summed": summed,
         "constant": total,
         "bound": len(count),
         "largest": int(n.max()),
         "rows": rows,
-        "spill": int(reduced_ptr[-1]),
+        "spill": spill,
         "per_atom": int(per_atom),
         "num_planes": planes,
         "num_entries": entries,

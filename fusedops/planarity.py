@@ -49,6 +49,10 @@ FITS = ("uniform", "weighted")
 #: not with the kernels, because `Planes` lists these blocks.
 LANES = 16
 
+#: The mean distance between a plane's first and last atom, in atoms, from which a GPU's cache can't
+#: hold the gradient that neighbouring planes write.
+SCATTERED = 2**19
+
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 MOST_ATOMS = 2**31 - 1
 
@@ -97,8 +101,10 @@ class Planes(Packed):
     # index: the atoms of all planes, plane after plane; weight: 1/σ² of planes or of entries;
     # plane_ptr: where each plane begins in index; block_ptr: where each run of up to LANES planes
     # of one size begins. An atom in exactly one plane gets its gradient from that plane alone
-    # (slot < 0). Every other atom sums rows of a spill array: entry e writes row slot[e], and atom
-    # reduced[r] sums rows reduced_ptr[r] to reduced_ptr[r + 1]; an atom in no plane has no rows.
+    # (slot < 0). Every other atom sums rows of a spill array, which planes write in order: entry e
+    # writes row slot[e], and atom reduced[r] sums the rows that `summed` has from reduced_ptr[r] to
+    # reduced_ptr[r + 1]; an atom in no plane has no rows. If atoms are scattered, all are summed:
+    # a gradient read from anywhere is faster than one written anywhere.
     _fields = (
         "index",
         "weight",
@@ -107,6 +113,7 @@ class Planes(Packed):
         "slot",
         "reduced",
         "reduced_ptr",
+        "summed",
         "constant",
     )
     _sizes = ("bound", "largest", "rows", "spill", "per_atom", "num_planes", "num_entries")
@@ -206,10 +213,11 @@ def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict
     entries = np.repeat(start[order] - plane_ptr[:-1], n) + np.arange(num_entries)
     index, sigma = index[entries], sigma[entries if per_atom else order]
     count = np.bincount(index)
-    reduced = np.flatnonzero(count != 1)
-    shared = np.flatnonzero(count[index] > 1)
+    alone = (count == 1) & (not is_scattered(index, plane_ptr))
+    reduced = np.flatnonzero(~alone)
+    shared = np.flatnonzero(~alone[index])
     slot = np.full(num_entries, -1, np.int32)
-    slot[shared[np.argsort(index[shared], kind="stable")]] = np.arange(len(shared))
+    slot[shared] = np.arange(len(shared))
     return {
         "index": index.astype(np.int32),
         "weight": inverse_square(sigma),
@@ -218,6 +226,7 @@ def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict
         "slot": slot,
         "reduced": reduced.astype(np.int32),
         "reduced_ptr": np.concatenate([[0], np.cumsum(count[reduced])], dtype=np.int64),
+        "summed": np.argsort(index[shared], kind="stable").astype(np.int32),
         "constant": total,
         "bound": len(count),
         "largest": int(n.max(initial=0)),
@@ -227,6 +236,15 @@ def packing(groups: list[tuple[np.ndarray, np.ndarray]], num_atoms: int) -> dict
         "num_planes": num_planes,
         "num_entries": num_entries,
     }
+
+
+def is_scattered(index: np.ndarray, plane_ptr: np.ndarray) -> bool:
+    """Return whether planes reach over SCATTERED atoms on average, first to last."""
+    if len(plane_ptr) == 1:
+        return False
+    begin = plane_ptr[:-1]
+    spans = np.maximum.reduceat(index, begin) - np.minimum.reduceat(index, begin)
+    return bool(spans.sum(dtype=np.int64) > SCATTERED * len(begin))
 
 
 def blocks(n: np.ndarray) -> np.ndarray:

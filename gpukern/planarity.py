@@ -26,8 +26,9 @@ _BLOCK, _WARPS = 32, 1
 _ATOMS, _ATOM_WARPS = 128, 4
 # Atoms whose loads are in flight together.
 _UNROLL = 3
-# Block sums that the second launch adds up at a time.
-_SUM = tl.constexpr(4096)
+# Block sums that the second launch adds up at a time: few where so many atoms sum rows that their
+# programs, which share its registers, take longer than the sum of the value.
+_SUM, _SUM_BESIDE, _MANY = 2048, 1024, 2**20
 _TINY = tl.constexpr(NO_PLANE)
 
 
@@ -302,7 +303,8 @@ def _write(out, spill, slot, entry, i, mask, x, y, z):
 
 @kernel_of_any_size
 def _nll_kernel(
-    xyz, index, weight, plane_ptr, slot, out, scratch, planes, atoms, row_stride, column_stride,
+    xyz, index, weight, plane_ptr, slot, out, spill, partial, planes, atoms,
+    row_stride, column_stride,
     WEIGHTED: tl.constexpr, PER_ATOM: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -316,7 +318,6 @@ def _nll_kernel(
         xyz, index, weight, start, n, plane, most, atoms, row_stride, column_stride,
         WEIGHTED, PER_ATOM, UNROLL,
     )  # fmt: skip
-    spill = scratch + tl.num_programs(0)
     total = tl.zeros_like(mean)
     a = 0
     while a < most:
@@ -332,7 +333,7 @@ def _nll_kernel(
                 g = w * d - mean
                 _write(out, spill, slot, start + a, i, inside, g * nx, g * ny, g * nz)
             a += 1
-    tl.store(scratch + program, tl.sum(total))
+    tl.store(partial + program, tl.sum(total))
 
 
 @kernel_of_any_size
@@ -439,21 +440,21 @@ def _gradient_vjp_kernel(
 
 @kernel_of_any_size
 def _reduce_kernel(
-    out, scratch, reduced, reduced_ptr, nll, constant, atoms, parts, rows, bound,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    out, spill, reduced, reduced_ptr, summed, nll, partial, constant, atoms, parts, rows, bound,
+    VALUE: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows, if any, of every other atom; the last program sums the value."""
+    """Sum the rows, if any, of every other atom; the first program sums the value meanwhile."""
     program = tl.program_id(0)
-    if VALUE and program == tl.num_programs(0) - 1:
-        lane = tl.arange(0, _SUM)
-        total = tl.zeros([_SUM], tl.float64)
+    if VALUE and program == 0:
+        lane = tl.arange(0, SUM)
+        total = tl.zeros([SUM], tl.float64)
         at = 0
         while at < parts:
-            total += tl.load(scratch + at + lane, mask=at + lane < parts, other=0.0)
-            at += _SUM
+            total += tl.load(partial + at + lane, mask=at + lane < parts, other=0.0)
+            at += SUM
         tl.store(nll, tl.sum(total) + tl.load(constant))
     else:
-        row = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row = (program - VALUE).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         listed = row < rows
         i = tl.load(reduced + row, mask=listed, other=0).to(tl.int64)
         # After the listed atoms come atoms that no plane has an index for.
@@ -468,10 +469,11 @@ def _reduce_kernel(
         while j < most:
             # Most shared atoms lie in two planes.
             for _repeat in tl.static_range(2):
-                at = scratch + parts + 3 * (start + j)
-                x += tl.load(at, mask=j < n, other=0.0)
-                y += tl.load(at + 1, mask=j < n, other=0.0)
-                z += tl.load(at + 2, mask=j < n, other=0.0)
+                shared = tl.load(summed + start + j, mask=j < n, other=0).to(tl.int64)
+                at = spill + 3 * shared
+                x += tl.load(at, mask=j < n, other=0.0).to(tl.float64)
+                y += tl.load(at + 1, mask=j < n, other=0.0).to(tl.float64)
+                z += tl.load(at + 2, mask=j < n, other=0.0).to(tl.float64)
                 j += 1
         owned = i < atoms
         tl.store(out + 3 * i, x, mask=owned)
@@ -488,6 +490,12 @@ def _key(xyz: Any, strides: tuple[int, ...], *flags: Any) -> tuple[Any, ...]:
     return xyz.dtype, xyz.device, wide(xyz.shape[0], *strides), *flags
 
 
+def _spill(xyz: Any, planes: Any) -> Any:
+    """Return memory for the rows of shared atoms, of the digits that the gradient has at most."""
+    dtype = torch.float64 if xyz.dtype == torch.float64 else torch.float32
+    return xyz.new_empty(3 * planes.spill, dtype=dtype)
+
+
 @register("planarity_nll", "triton")
 def planarity_nll(a: Any, y: Any) -> None:
     xyz, planes, fit = a
@@ -499,20 +507,21 @@ def planarity_nll(a: Any, y: Any) -> None:
     programs = -(-planes.num_planes // _BLOCK)
     rows = planes.rows if wanted else 0
     others = rows + max(0, atoms - planes.bound) if wanted else 0
-    # The blocks' sums, then the rows of shared atoms.
-    scratch = xyz.new_empty(programs + (3 * planes.spill if wanted else 0), dtype=torch.float64)
-    out = gradient if wanted else scratch
+    partial = xyz.new_empty(programs, dtype=torch.float64)
+    spill = _spill(xyz, planes) if wanted else partial
+    out = gradient if wanted else partial
     if programs:
         _nll(
             programs, _key(xyz, strides, weighted, per_atom, wanted),
-            xyz, p.index, p.weight, p.plane_ptr, p.slot, out, scratch, planes.num_planes, atoms,
-            *strides, weighted, per_atom, wanted, _BLOCK, _UNROLL,
+            xyz, p.index, p.weight, p.plane_ptr, p.slot, out, spill, partial, planes.num_planes,
+            atoms, *strides, weighted, per_atom, wanted, _BLOCK, _UNROLL,
         )  # fmt: skip
     if others or value:
+        sums = _SUM_BESIDE if others > _MANY else _SUM
         _reduce(
-            -(-others // _ATOMS) + value, _key(xyz, strides, value, wanted),
-            out, scratch, p.reduced, p.reduced_ptr, nll if value else scratch, p.constant, atoms,
-            programs, rows, planes.bound, value, _ATOMS,
+            -(-others // _ATOMS) + value, _key(xyz, strides, value, wanted, sums),
+            out, spill, p.reduced, p.reduced_ptr, p.summed, nll if value else partial, partial,
+            p.constant, atoms, programs, rows, planes.bound, value, _ATOMS, sums,
         )  # fmt: skip
 
 
@@ -525,7 +534,7 @@ def planarity_gradient_vjp(a: Any, y: Any) -> None:
     weighted, per_atom = fit == "weighted", bool(planes.per_atom)
     programs = -(-planes.num_planes // _BLOCK)
     others = planes.rows + max(0, atoms - planes.bound)
-    spill = xyz.new_empty(3 * planes.spill, dtype=torch.float64)
+    spill = _spill(xyz, planes)
     if programs:
         _gradient_vjp(
             programs, _key(xyz, strides, weighted, per_atom, cotangent.dtype),
@@ -534,7 +543,7 @@ def planarity_gradient_vjp(a: Any, y: Any) -> None:
         )  # fmt: skip
     if others:
         _reduce(
-            -(-others // _ATOMS), _key(xyz, strides, False, True),
-            out, spill, p.reduced, p.reduced_ptr, spill, p.constant, atoms,
-            0, planes.rows, planes.bound, False, _ATOMS,
+            -(-others // _ATOMS), _key(xyz, strides, False, True, _SUM),
+            out, spill, p.reduced, p.reduced_ptr, p.summed, spill, spill, p.constant, atoms,
+            0, planes.rows, planes.bound, False, _ATOMS, _SUM,
         )  # fmt: skip

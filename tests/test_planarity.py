@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops.planarity import gradient_vjp, nll
+from fusedops.planarity import SCATTERED, gradient_vjp, nll
 from fusedops.samples import protein
 from fusedops.testing import CASES, error
 
@@ -255,6 +255,34 @@ def test_planes_of_one_size_are_sorted_by_their_first_atom(backend):
     np.testing.assert_allclose(planes.weight**-0.5, [0.5, 0.3, 0.4, 0.2, 0.1], rtol=1e-15)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "torch", "triton"])
+@pytest.mark.parametrize("fit", ["uniform", "weighted"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_scattered_atoms_have_the_same_gradient(backend, fit, monkeypatch):
+    """All of them sum rows then, where others get theirs from a plane."""
+    rng = np.random.default_rng(4)
+    xyz, cotangent = rng.normal(size=(2, 60, 3))
+    index = np.concatenate([rng.permutation(50)[:40], rng.integers(0, 60, 20)]).reshape(12, 5)
+    sigma, planes = rng.uniform(0.1, 1, 12), []
+    for scattered in (10**6, 1):
+        monkeypatch.setattr("fusedops.planarity.SCATTERED", scattered)
+        with fusedops.use_backend("numpy"):
+            planes.append(fusedops.Planes([(index, sigma)]))
+    assert planes[0].spill < planes[1].spill == 60
+    assert (planes[1].slot >= 0).all()
+    arrays = xyz, cotangent
+    if backend in ("torch", "triton"):
+        torch = pytest.importorskip("torch")
+        pytest.importorskip(backend)
+        arrays = tuple(torch.from_numpy(array) for array in arrays)
+    for primitive in (nll, gradient_vjp):
+        given = arrays[: len(primitive.arrays)]
+        with fusedops.use_backend(backend):
+            one, other = (map(np.asarray, primitive(*given, p, fit)) for p in planes)
+        for here, there in zip(one, other, strict=True):
+            np.testing.assert_array_equal(there, here)
+
+
 GROUP = st.tuples(
     st.sampled_from([0, 1, 2, 15, 16, 17, 40]),
     st.sampled_from([3, 4, 5, 9, 20]),
@@ -277,19 +305,25 @@ def laid(array, layout):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(GROUP, max_size=5), st.integers(1, 60), st.integers(0, 2**32 - 1))
-def test_compiled_packing_is_the_definition(groups, atoms, seed):
+@given(
+    st.lists(GROUP, max_size=5),
+    st.integers(1, 60),
+    st.sampled_from([1, SCATTERED // 20]),
+    st.integers(0, 2**32 - 1),
+)
+def test_compiled_packing_is_the_definition(groups, atoms, step, seed):
     rng = np.random.default_rng(seed)
     given = []
     for planes, n, sigmas, dtype, real, layout in groups:
-        index = laid(rng.integers(0, atoms, (planes, n)).astype(dtype), layout)
+        index = rng.integers(0, atoms, (planes, n)) * (1 if dtype == "int16" else step)
+        index = laid(index.astype(dtype), layout)
         shape = {"plane": (planes,), "column": (planes, 1), "atom": (planes, n)}[sigmas]
         sigma = (10 * rng.uniform(0.1, 2, shape)).astype(real)
         given.append((index, laid(sigma, layout)))
     packed = []
     for backend in BACKENDS:
         with fusedops.use_backend(backend):
-            packed.append(fusedops.Planes(given, num_atoms=atoms))
+            packed.append(fusedops.Planes(given, num_atoms=atoms * step))
     want = packed.pop()
     for planes in packed:
         for field in want._fields:
