@@ -71,3 +71,34 @@ class Launcher:
         recorder = tape.recording()
         if recorder is not None:
             recorder.launch(compiled, programs, args)
+
+    def is_new(self, key: tuple[Any, ...]) -> bool:
+        """Return whether the next launch compiles; nothing does under TRITON_INTERPRET=1."""
+        return key not in self._compiled and isinstance(self.kernel, triton.JITFunction)
+
+    def compile(self, args: Sequence[Any]) -> None:
+        """Compile the form for arguments, and its launcher, for the next launch to find."""
+        device = next(array.device for array in args if isinstance(array, torch.Tensor))
+        # Triton keeps kernels by the thread's device, and makes a launcher when it is asked for.
+        with torch.cuda.device(device):
+            _ = self.kernel.warmup(*args, grid=(1,), **self.options).run
+
+
+#: A launch to come: the kernel, the number of programs, the key, and the arguments.
+Launch = tuple[Launcher, int, tuple[Any, ...], tuple[Any, ...]]
+
+
+def launch_all(launches: Sequence[Launch]) -> None:
+    """Launch kernels one after the other, but compile the new ones side by side before.
+
+    Triton's and LLVM's passes leave Python to other threads.
+    """
+    new = [(kernel, args) for kernel, _, key, args in launches if kernel.is_new(key)]
+    if len(new) > 1:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(len(new)) as pool:
+            for _ in pool.map(lambda launch: launch[0].compile(launch[1]), new):
+                pass
+    for kernel, programs, key, args in launches:
+        kernel(programs, key, *args)

@@ -1,6 +1,8 @@
 """Edge Wigner operations on the GPU: a program per edge or per node, and block of channels.
 
-Rows of a degree lie in registers; matrices are read element by element, and stay in cache. By edge,
+Rows of a degree lie in registers; matrices are read element by element, and stay in cache. High
+degrees have loops over rows of their matrices, as code for every element would compile for minutes,
+and a launch each. By edge,
 a program reads the rows of the edge's ends, turns them and writes the message. By node, it walks
 over the node's edges, from the sorted lists, and sums the rows that it turns back: nothing is added
 atomically. The gradient of the matrices is formed where the message is read anyway, apart for each
@@ -14,7 +16,6 @@ in; its gradient, E·M·C in and out. Nodes and matrices are small beside these.
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from typing import Any
 
@@ -24,14 +25,17 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.wigner import degree_of, degrees, m_major_order
-from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from fusedops.wigner import degree_of, message_rows
+from gpukern.launch import Launch, Launcher, kernel_of_any_size, launch_all, power, wide
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
 # Rows of a node that a program has in registers; where it forms the gradient of the matrices too,
 # the rows that it sums, and the width of its tile.
 _ROWS, _ROWS_WITH_DOTS, _WIDTH_WITH_DOTS = 9, 5, 64
+# Elements of a degree's matrix that are taken at once, with code for each: in general, and by node
+# with the gradient of the matrices.
+_ELEMENTS, _ELEMENTS_WITH_DOTS = 32, 64
 # Elements of the matrices' gradient that a program writes.
 _PLACED = 512
 # Where vectors are loaded, rows are a multiple of so many elements.
@@ -57,17 +61,44 @@ def _element(l, i, j, row, column, PACKED: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
+def _position(l, m, LMAX: tl.constexpr):
+    """Return the m-major row of coefficient (l, m), as `fusedops.wigner.m_major_order`."""
+    a = tl.maximum(m, -m)
+    return (a - 1) * (2 * LMAX + 2 - a) + tl.where(m > 0, LMAX + 1, 2 * (LMAX + 1) - a) + l - a
+
+
+@triton.jit
+def _slots(EDGES: tl.constexpr):
+    """Return the numbers of a tile's edges. One is no tensor, which compiles and runs faster."""
+    if EDGES == 1:
+        return 0
+    else:
+        return tl.arange(0, EDGES)[:, None]
+
+
+@triton.jit
+def _hidden(count, edges):
+    """Return a number of rows that the compiler doesn't know, since it unrolls loops that it can.
+
+    Unrolled, degrees up to 6 compile for a minute.
+    """
+    return count + tl.minimum(edges, 0)
+
+
+@triton.jit
 def _load_matrix(
-    matrix, live, row, column,
-    l: tl.constexpr, LOW: tl.constexpr, KEPT: tl.constexpr, PACKED: tl.constexpr,
+    matrix, start, live, row, column,
+    l: tl.constexpr, MMAX: tl.constexpr, SOME: tl.constexpr, PACKED: tl.constexpr,
     BACK: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Load the elements of degree l in the message's kept rows, from LOW on."""
+    """Load the elements of degree l in SOME of the message's kept rows, from `start` on."""
+    LOW: tl.constexpr = l - MMAX if l > MMAX else 0
     found = ()
-    for i in tl.static_range(KEPT):
+    for i in tl.static_range(SOME):
+        there = live & (LOW + start + i <= l + MMAX)
         for j in tl.static_range(2 * l + 1):
-            at = matrix + _element(l, LOW + i, j, row, column, PACKED, BACK)
-            found = found + (tl.load(at, mask=live, other=0.0).to(FLOAT),)
+            at = matrix + _element(l, LOW + start + i, j, row, column, PACKED, BACK)
+            found = found + (tl.load(at, mask=there, other=0.0).to(FLOAT),)
     return found
 
 
@@ -88,32 +119,35 @@ def _load_rows(
 
 @triton.jit
 def _load_message(
-    message, c, live, POSITION: tl.constexpr, l: tl.constexpr, LOW: tl.constexpr,
-    KEPT: tl.constexpr, ENDS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    message, start, c, live, l: tl.constexpr, SOME: tl.constexpr, LMAX: tl.constexpr,
+    MMAX: tl.constexpr, ENDS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     TILES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Load the kept rows of degree l, of every tile of channels."""
+    """Load SOME kept rows of degree l, from `start` on, of every tile of channels."""
+    LOWEST: tl.constexpr = -(MMAX if l > MMAX else l)
     found = ()
     for tile in tl.static_range(TILES):
-        for i in tl.static_range(KEPT):
+        for i in tl.static_range(SOME):
             at = tile * WIDTH + c
-            row = message + POSITION[l * l + LOW + i] * ENDS * C
-            found = found + (tl.load(row + at, mask=(at < C) & live, other=0.0).to(FLOAT),)
+            m = LOWEST + start + i
+            row = message + _position(l, m, LMAX) * ENDS * C
+            there = (at < C) & live & (m <= -LOWEST)
+            found = found + (tl.load(row + at, mask=there, other=0.0).to(FLOAT),)
     return found
 
 
 @triton.jit
 def _dots(
-    sent, inputs, l: tl.constexpr, KEPT: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
+    sent, inputs, l: tl.constexpr, SOME: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Return the products of a message's rows and a node's, summed over the channels of a lane."""
     found = ()
-    for i in tl.static_range(KEPT):
+    for i in tl.static_range(SOME):
         for j in tl.static_range(2 * l + 1):
             total = sent[i] * inputs[FIRST + j]
             for tile in tl.static_range(1, TILES):
-                total += sent[tile * KEPT + i] * inputs[tile * STEP + FIRST + j]
+                total += sent[tile * SOME + i] * inputs[tile * STEP + FIRST + j]
             if LANE > 1:
                 total = tl.sum(tl.reshape(total, (EDGES, WIDTH // LANE, LANE)), 2)
             found = found + (total,)
@@ -122,16 +156,15 @@ def _dots(
 
 @triton.jit
 def _store_dots(
-    part, dots, live, COUNT: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr,
-    FLOAT: tl.constexpr,
-):  # fmt: skip
-    """Store the sums over lanes of COUNT values, in rounds of LANES: lane k stores the k-th.
+    part, dots, live, count, EDGES: tl.constexpr, LANES: tl.constexpr, FLOAT: tl.constexpr
+):
+    """Store the sums over lanes of `count` values, in rounds of LANES: lane k stores the k-th.
 
     At every level a lane keeps one of two values, and gives the other to the lane that keeps it, so
     that the number of values halves with the number of lanes left to sum.
     """
     LEVELS: tl.constexpr = LANES.bit_length() - 1
-    MISSING: tl.constexpr = -COUNT % LANES
+    MISSING: tl.constexpr = -len(dots) % LANES
     lane = tl.arange(0, LANES)[None, :]
     values = dots
     for _value in tl.static_range(MISSING):
@@ -147,7 +180,7 @@ def _store_dots(
         values = halved
     for k in tl.static_range(len(values)):
         at = k * LANES + lane
-        tl.store(part + at, values[k], mask=live & (at < COUNT))
+        tl.store(part + at, values[k], mask=live & (at < count))
 
 
 @triton.jit
@@ -157,57 +190,105 @@ def _factor(scale, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def _edge_degree(
-    x, message, matrix, on_message, e, first, second, live, c, row, column, factor,
-    l: tl.constexpr, POSITION: tl.constexpr, ROWS: tl.constexpr, LMAX: tl.constexpr,
-    MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
-    EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
-    BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+def _edge_rows(
+    start, inputs, factors, message, on_message, live, c, factor,
+    l: tl.constexpr, SOME: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
+    ENDS: tl.constexpr, FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of degree l and return the lanes' products, of both ends."""
+    """Write SOME rows of degree l, from `start` on, and return the lanes' products, of one end."""
     K: tl.constexpr = 2 * l + 1
-    LOW: tl.constexpr = l - MMAX if l > MMAX else 0
-    KEPT: tl.constexpr = K - 2 * LOW
+    LOWEST: tl.constexpr = -(MMAX if l > MMAX else l)
     dots = ()
+    if WANT_WIGNER:
+        sent = _load_message(
+            message, start, c, live, l, SOME, LMAX, MMAX, ENDS, C, WIDTH, TILES, FLOAT
+        )
+        dots = _dots(sent, inputs, l, SOME, 0, K, WIDTH, TILES, EDGES, LANE)
     if WANT_MESSAGE:
-        factors = _load_matrix(matrix, live, row, column, l, LOW, KEPT, PACKED, BACK, FLOAT)
+        for tile in tl.static_range(TILES):
+            for i in tl.static_range(SOME):
+                total = factors[i * K] * inputs[tile * K]
+                for j in tl.static_range(1, K):
+                    total += factors[i * K + j] * inputs[tile * K + j]
+                at = tile * WIDTH + c
+                m = LOWEST + start + i
+                place = on_message + _position(l, m, LMAX) * ENDS * C + at
+                total = (factor * total).to(on_message.dtype.element_ty)
+                tl.store(place, total, mask=(at < C) & live & (m <= -LOWEST))
+    return dots
+
+
+@triton.jit
+def _edge_degree(
+    x, message, matrix, on_message, part, e, first, second, edges, live, c, row,
+    column, factor,
+    l: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr, ROWS: tl.constexpr,
+    LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr,
+    PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr,
+    WANT_WIGNER: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of degree l. Return the lanes' products, of both ends, or store them too."""
+    K: tl.constexpr = 2 * l + 1
+    KEPT: tl.constexpr = (OFFSETS[l + 1] - OFFSETS[l]) // K
+    # Few rows are taken at once, with a copy of the code for each; many, some at a time.
+    WHOLE: tl.constexpr = SOME == KEPT
+    found = ()
+    if WHOLE and WANT_MESSAGE:
+        factors = _load_matrix(matrix, 0, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT)
     for h in tl.static_range(ENDS):
         # The target first; its channels come last.
         node = first if h == 0 else second
         half = e * ROWS * ENDS * C + (ENDS - 1 - h) * C
         rows = x + (node * (LMAX + 1) * (LMAX + 1) + l * l) * C
         inputs = _load_rows(rows, c, live, C, WIDTH, TILES, K, FLOAT)
-        if WANT_WIGNER:
-            sent = _load_message(
-                message + half, c, live, POSITION, l, LOW, KEPT, ENDS, C, WIDTH, TILES, FLOAT
-            )
-            dots = dots + (_dots(sent, inputs, l, KEPT, 0, K, WIDTH, TILES, EDGES, LANE),)
-        if WANT_MESSAGE:
-            for tile in tl.static_range(TILES):
-                for i in tl.static_range(KEPT):
-                    total = factors[i * K] * inputs[tile * K]
-                    for j in tl.static_range(1, K):
-                        total += factors[i * K + j] * inputs[tile * K + j]
-                    at = tile * WIDTH + c
-                    place = on_message + half + POSITION[l * l + LOW + i] * ENDS * C + at
-                    total = (factor * total).to(on_message.dtype.element_ty)
-                    tl.store(place, total, mask=(at < C) & live)
-    return dots
+        if WHOLE:
+            if not WANT_MESSAGE:
+                factors = ()
+            dots = _edge_rows(
+                0, inputs, factors, message + half, on_message + half, live, c, factor,
+                l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, FLOAT,
+                WANT_MESSAGE, WANT_WIGNER,
+            )  # fmt: skip
+            found = found + (dots,)
+        else:
+            start = 0
+            while start < _hidden(KEPT, edges):
+                factors = ()
+                if WANT_MESSAGE:
+                    factors = _load_matrix(
+                        matrix, start, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT
+                    )
+                dots = _edge_rows(
+                    start, inputs, factors, message + half, on_message + half, live, c, factor,
+                    l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, FLOAT,
+                    WANT_MESSAGE, WANT_WIGNER,
+                )  # fmt: skip
+                if WANT_WIGNER:
+                    _store_dots(
+                        part + h * OFFSETS[LMAX + 1] + OFFSETS[l] + start * K, dots, live,
+                        (KEPT - start) * K, EDGES, WIDTH // LANE, FLOAT,
+                    )  # fmt: skip
+                start += SOME
+            found = found + ((),)
+    return found
 
 
 def _edge_kernel(
     x, message, wigner, source, target, on_message, parts,
     nodes, edges, blocks, scale, w_edge, w_row, w_column,
-    LOW: tl.constexpr, HIGH: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
     ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
     FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
+    """Write an edge's rows of the degrees from LOW to HIGH - 1."""
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     c = (block * WIDTH * TILES + tl.arange(0, WIDTH))[None, :]
-    e = (program // blocks * EDGES + tl.arange(0, EDGES))[:, None]
+    e = program // blocks * EDGES + _slots(EDGES)
     live = e < edges
     factor = _factor(scale, FLOAT)
     first = e
@@ -216,65 +297,63 @@ def _edge_kernel(
         first = _within(tl.load(target + e, mask=live, other=0), nodes)
         if ENDS == 2:
             second = _within(tl.load(source + e, mask=live, other=0), nodes)
+    # An edge's parts, of both ends, lie one after the other.
+    part = parts + (block * edges + e) * ENDS * OFFSETS[LMAX + 1]
     first_dots = ()
     second_dots = ()
     for l in tl.static_range(LOW, HIGH):
         dots = _edge_degree(
-            x, message, wigner + e * w_edge, on_message, e, first, second, live, c, w_row, w_column,
-            factor, l, POSITION, ROWS, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK,
-            FLOAT, WANT_MESSAGE, WANT_WIGNER,
+            x, message, wigner + e * w_edge, on_message, part, e, first, second, edges, live, c,
+            w_row, w_column, factor, l, SOME[l], OFFSETS, ROWS, LMAX, MMAX, C, WIDTH, TILES, EDGES,
+            LANE, ENDS, PACKED, BACK, FLOAT, WANT_MESSAGE, WANT_WIGNER,
         )  # fmt: skip
-        if WANT_WIGNER:
-            first_dots = first_dots + dots[0]
-            if ENDS == 2:
-                second_dots = second_dots + dots[1]
+        first_dots = first_dots + dots[0]
+        if ENDS == 2:
+            second_dots = second_dots + dots[1]
     if WANT_WIGNER:
-        # An edge's parts, of both ends, lie one after the other.
-        part = parts + (block * edges + e) * ENDS * OFFSETS[LMAX + 1] + OFFSETS[LOW]
-        COUNT: tl.constexpr = OFFSETS[HIGH] - OFFSETS[LOW]
+        COUNT: tl.constexpr = len(first_dots)
+        part += OFFSETS[LOW]
         _store_dots(part, first_dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT)
         if ENDS == 2:
-            _store_dots(
-                part + OFFSETS[LMAX + 1], second_dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT
-            )
+            part += OFFSETS[LMAX + 1]
+            _store_dots(part, second_dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT)
 
 
 @triton.jit
-def _node_degree(
-    message, matrix, live, c, sums, inputs, row, column,
-    l: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr, POSITION: tl.constexpr,
-    MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
-    EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
-    BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_WIGNER: tl.constexpr,
+def _node_rows(
+    start, message, matrix, live, c, sums, inputs, row, column,
+    l: tl.constexpr, SOME: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
+    LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr,
+    PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over rows of degree l, some edges added, and the lanes' products."""
+    """Return the sums over rows of degree l with SOME rows of edges added, and lanes' products."""
     K: tl.constexpr = 2 * l + 1
-    LOW: tl.constexpr = l - MMAX if l > MMAX else 0
-    KEPT: tl.constexpr = K - 2 * LOW
-    sent = _load_message(message, c, live, POSITION, l, LOW, KEPT, ENDS, C, WIDTH, TILES, FLOAT)
-    factors = _load_matrix(matrix, live, row, column, l, LOW, KEPT, PACKED, BACK, FLOAT)
+    sent = _load_message(message, start, c, live, l, SOME, LMAX, MMAX, ENDS, C, WIDTH, TILES, FLOAT)
+    factors = _load_matrix(matrix, start, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT)
     grown = ()
     for tile in tl.static_range(TILES):
         for j in tl.static_range(K):
             total = sums[tile * STEP + FIRST + j]
-            for i in tl.static_range(KEPT):
-                total += factors[i * K + j] * sent[tile * KEPT + i]
+            for i in tl.static_range(SOME):
+                total += factors[i * K + j] * sent[tile * SOME + i]
             grown = grown + (total,)
     dots = ()
     if WANT_WIGNER:
-        dots = _dots(sent, inputs, l, KEPT, FIRST, STEP, WIDTH, TILES, EDGES, LANE)
+        dots = _dots(sent, inputs, l, SOME, FIRST, STEP, WIDTH, TILES, EDGES, LANE)
     return grown, dots
 
 
 def _node_kernel(
     base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
     nodes, edges, listed, blocks, scale, w_edge, w_row, w_column,
-    LOW: tl.constexpr, HIGH: tl.constexpr, POSITION: tl.constexpr, OFFSETS: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
     ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
     FLOAT: tl.constexpr, HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
 ):  # fmt: skip
+    """Write a node's rows of the degrees from LOW to HIGH - 1."""
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     node = program // blocks
@@ -282,6 +361,8 @@ def _node_kernel(
     c = (block * WIDTH * TILES + tl.arange(0, WIDTH))[None, :]
     STEP: tl.constexpr = HIGH * HIGH - LOW * LOW
     COUNT: tl.constexpr = OFFSETS[HIGH] - OFFSETS[LOW]
+    # Runs of several degrees have few rows.
+    WHOLE: tl.constexpr = HIGH - LOW > 1 or SOME[LOW] * (2 * LOW + 1) == COUNT
     inputs = ()
     if WANT_WIGNER:
         rows = x + (tl.minimum(node, nodes - 1) * (LMAX + 1) * (LMAX + 1) + LOW * LOW) * C
@@ -290,7 +371,7 @@ def _node_kernel(
     for _row in tl.static_range(TILES * STEP):
         sums = sums + (tl.zeros([EDGES, WIDTH], FLOAT),)
     for h in tl.static_range(ENDS):
-        slots = tl.arange(0, EDGES)[:, None]
+        slots = _slots(EDGES)
         if OWN:
             k = node
             end = node + 1
@@ -315,25 +396,42 @@ def _node_kernel(
                 # matrices, other work hides the load, and registers are scarce.
                 ahead = tl.load(order + k + slots, mask=k + slots < end, other=0)
             sent = message + (e * ROWS * ENDS + (ENDS - 1 - h)) * C
-            grown = ()
-            dots = ()
-            for l in tl.static_range(LOW, HIGH):
-                more = _node_degree(
-                    sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column,
-                    l, l * l - LOW * LOW, STEP, POSITION, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS,
-                    PACKED, BACK, FLOAT, WANT_WIGNER,
-                )  # fmt: skip
-                grown = grown + more[0]
-                dots = dots + more[1]
-            if WANT_WIGNER:
-                part = parts + ((block * edges + e) * ENDS + h) * OFFSETS[LMAX + 1] + OFFSETS[LOW]
-                _store_dots(part, dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT)
-            # `grown` is in order of degrees and tiles, `sums` of tiles and degrees.
-            sums = ()
-            for tile in tl.static_range(TILES):
+            part = parts + ((block * edges + e) * ENDS + h) * OFFSETS[LMAX + 1] + OFFSETS[LOW]
+            if WHOLE:
+                grown = ()
+                dots = ()
                 for l in tl.static_range(LOW, HIGH):
-                    for j in tl.static_range(2 * l + 1):
-                        sums = sums + (grown[(l * l - LOW * LOW) * TILES + tile * (2 * l + 1) + j],)
+                    more = _node_rows(
+                        0, sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column,
+                        l, SOME[l], l * l - LOW * LOW, STEP, LMAX, MMAX, C, WIDTH, TILES, EDGES,
+                        LANE, ENDS, PACKED, BACK, FLOAT, WANT_WIGNER,
+                    )  # fmt: skip
+                    grown = grown + more[0]
+                    dots = dots + more[1]
+                if WANT_WIGNER:
+                    _store_dots(part, dots, live, COUNT, EDGES, WIDTH // LANE, FLOAT)
+                # `grown` is in order of degrees and tiles, `sums` of tiles and degrees.
+                sums = ()
+                for tile in tl.static_range(TILES):
+                    for l in tl.static_range(LOW, HIGH):
+                        for j in tl.static_range(2 * l + 1):
+                            sums = sums + (
+                                grown[(l * l - LOW * LOW) * TILES + tile * (2 * l + 1) + j],
+                            )
+            else:
+                start = 0
+                while start < _hidden(COUNT // STEP, edges):
+                    sums, dots = _node_rows(
+                        start, sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column,
+                        LOW, SOME[LOW], 0, STEP, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE,
+                        ENDS, PACKED, BACK, FLOAT, WANT_WIGNER,
+                    )  # fmt: skip
+                    if WANT_WIGNER:
+                        _store_dots(
+                            part + start * STEP, dots, live, COUNT - start * STEP, EDGES,
+                            WIDTH // LANE, FLOAT,
+                        )  # fmt: skip
+                    start += SOME[LOW]
     for tile in tl.static_range(TILES):
         at = tile * WIDTH + c
         for row in tl.static_range(STEP):
@@ -408,13 +506,16 @@ def _aligned(channels: int, features: tuple[Any, ...]) -> bool:
     )
 
 
-def _bounds(lmax: int, rows: int) -> tuple[int, ...]:
-    """Return the first degrees of runs whose rows go together, and the last run's end."""
-    found = [0]
+def _runs(lmax: int, rows: int) -> list[tuple[int, int]]:
+    """Return runs of degrees whose rows go together: the first degree, and the next run's."""
+    found = [(0, 1)]
     for l in range(1, lmax + 1):
-        if (l + 1) ** 2 - found[-1] ** 2 > rows:
-            found.append(l)
-    return *found, lmax + 1
+        low, _ = found[-1]
+        if (l + 1) ** 2 - low**2 > rows:
+            found.append((l, l + 1))
+        else:
+            found[-1] = low, l + 1
+    return found
 
 
 def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int, int, int, int]:
@@ -430,19 +531,19 @@ def _tiling(channels: int, float64: bool, most: int, vector: bool) -> tuple[int,
 
 
 @functools.lru_cache(maxsize=64)
-def _positions(lmax: int, mmax: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the m-major rows in l-major order, the offsets of degrees, and the number of rows.
+def _layout(lmax: int, mmax: int, most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return how many rows of each degree are taken at once, and the offsets of degrees.
 
-    A degree's offset is the number of elements kept of the matrices of lower degrees; the last
-    offset counts all degrees.
+    Up to `most` elements are taken at once. A degree's offset is the number of elements kept of the
+    matrices of lower degrees; the last offset counts all degrees.
     """
-    found = [-1] * (lmax + 1) ** 2
-    offsets = [0]
-    for rows, kept, own in degrees(lmax, mmax):
-        for i, r in zip(kept.tolist(), own.tolist(), strict=True):
-            found[rows.start + i] = r
-        offsets.append(offsets[-1] + len(kept) * (rows.stop - rows.start))
-    return tuple(found), tuple(offsets), len(m_major_order(lmax, mmax))
+    some, offsets = [], [0]
+    for l in range(lmax + 1):
+        kept, size = 2 * min(l, mmax) + 1, 2 * l + 1
+        times = -(-kept // max(1, most // size))
+        some.append(-(-kept // times))
+        offsets.append(offsets[-1] + kept * size)
+    return tuple(some), tuple(offsets)
 
 
 @register("edge_wigner", "triton")
@@ -480,8 +581,9 @@ def edge_wigner(a: Any, y: Any) -> None:
     kind = tl.float64 if float64 else tl.float32
     vector = _aligned(channels, (base, x, message, on_x, on_message))
     (bits,) = struct.unpack("q", struct.pack("d", scale))
-    positions, offsets, rows = _positions(lmax, mmax)
-    constants = positions, offsets, rows, lmax, mmax, channels
+    some, offsets = _layout(lmax, mmax, _ELEMENTS)
+    some_by_node, _ = _layout(lmax, mmax, _ELEMENTS_WITH_DOTS if dots_by_node else _ELEMENTS)
+    constants = offsets, message_rows(lmax, mmax), lmax, mmax, channels
     layout = ends, edges is None, packed, back, kind
     blocks = -(-channels // _CHANNELS)
     tile = _tiling(channels, float64, _CHANNELS, vector)
@@ -492,20 +594,21 @@ def edge_wigner(a: Any, y: Any) -> None:
             dtype=torch.float64 if float64 else torch.float32,
         )
 
+    launches: list[Launch] = []
+
     def launch(kernel: Launcher, programs: int, given: Any, integers: Any, *constants: Any) -> None:
         arrays = [wigner if array is None else array for array in given]
         key = wigner.device, *[a.dtype for a in arrays], wide(*integers), *constants
-        kernel(programs, key, *arrays, *integers, *constants)
+        launches.append((kernel, programs, key, (*arrays, *integers, *constants)))
 
-    bounds = _bounds(lmax, _ROWS_WITH_DOTS if dots_by_node else _ROWS)
-    for low, high in itertools.pairwise(bounds):
+    for low, high in _runs(lmax, _ROWS_WITH_DOTS if dots_by_node else _ROWS):
         if by_edge and count and channels and nodes:
             launch(
                 _by_edge[vector],
                 -(-count // tile[2]) * blocks,
                 (x, message, wigner, source, target, on_message, parts),
                 (nodes, count, blocks, bits, *strides),
-                low, high, *constants, *tile, *layout, on_message is not None,
+                low, high, some, *constants, *tile, *layout, on_message is not None,
                 on_wigner is not None,
             )  # fmt: skip
         if on_x is not None and on_x.numel():
@@ -517,7 +620,8 @@ def edge_wigner(a: Any, y: Any) -> None:
                 on_x.shape[0] * blocks,
                 (base, x, message, wigner, *lists, on_x, parts if dots_by_node else None),
                 (nodes, count, listed, blocks, bits, *strides),
-                low, high, *constants, *shape, *layout, base is not None, dots_by_node,
+                low, high, some_by_node, *constants, *shape, *layout, base is not None,
+                dots_by_node,
             )  # fmt: skip
     if on_wigner is not None and on_wigner.numel():
         launch(
@@ -527,3 +631,4 @@ def edge_wigner(a: Any, y: Any) -> None:
             (count, on_wigner.numel(), bits),
             offsets, lmax, mmax, blocks * ends, ends, packed, back, kind, _PLACED,
         )  # fmt: skip
+    launch_all(launches)
