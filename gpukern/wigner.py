@@ -95,7 +95,8 @@ def _load_matrix(
     LOW: tl.constexpr = l - MMAX if l > MMAX else 0
     found = ()
     for i in tl.static_range(SOME):
-        there = live & (LOW + start + i <= l + MMAX)
+        # Past the last row there may be another degree's elements, even NaN.
+        there = live & (LOW + start + i <= 2 * l - LOW)
         for j in tl.static_range(2 * l + 1):
             at = matrix + _element(l, LOW + start + i, j, row, column, PACKED, BACK)
             found = found + (tl.load(at, mask=there, other=0.0).to(FLOAT),)
