@@ -27,7 +27,6 @@ def _arguments(a: Any) -> tuple[Any, ...]:
         lattice.step,
         lattice.to_grid,
         lattice.measures,
-        lattice.images,
         np.ascontiguousarray(xyz),
         np.ascontiguousarray(a.b),
         np.ascontiguousarray(a.occupancy),

@@ -10,7 +10,7 @@ are computed once for a plane, and the inner loop has no exponential. Map and gr
 order that doesn't depend on the number of threads.
 """
 
-from libc.math cimport INFINITY, ceil, floor, isfinite, sqrt
+from libc.math cimport ceil, floor, isfinite, sqrt
 from libc.string cimport memset
 
 from cpukern._cpu cimport Share, in_shares
@@ -36,25 +36,6 @@ cdef extern from *:
     #define MASK(integer, condition) (-(integer)(condition))
     #define AS(type, v) type##_of(v)
     #endif
-    #if defined(__clang__)
-    #define APART __attribute__((noinline))
-    #elif defined(__GNUC__)
-    #define APART __attribute__((noinline, noclone))
-    #else
-    #define APART __declspec(noinline)
-    #endif
-    /* The squared distance of a voxel from an atom, as a single piece of code: a compiler may fuse copies
-       differently, and then both of two equally near images would count, or neither. */
-    static APART double fusedops_distance(
-        const double *step, const double *at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
-    ) {
-        double dx = x - at[0], dy = y - at[1], dz = z - at[2], total = 0;
-        for (int i = 0; i < 3; i++) {
-            double w = dx * step[3 * i] + dy * step[3 * i + 1] + dz * step[3 * i + 2];
-            total += w * w;
-        }
-        return total;
-    }
     typedef float fusedops_floats VECTOR(float);
     typedef double fusedops_doubles VECTOR(double);
     typedef unsigned int fusedops_ints VECTOR(unsigned int);
@@ -146,9 +127,9 @@ cdef extern from *:
     /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., padded to whole vectors.
        inside: for each row of a plane the first voxel in the sphere, the number of voxels in sphere and
        box, and the squared distance from the z axis; padded to whole vectors of rows.
-       add_rows: add the sum of all Gaussians, weights times curves, to a row of the map, in whole
-       vectors with zeros beyond the sphere, as far as the row has room. add_plane: the same for all
-       rows of a plane that `inside` found.
+       sum: add the sum of all Gaussians, weights times curves, to a row of the map, in whole vectors
+       with zeros beyond the sphere, as far as the row has room. add_plane: the same for all rows of a
+       plane that `inside` found; they may go around the cell several times.
        contract: sum one Gaussian's weights times values over rows, with factors 1, y and the squared
        distance from the z axis; multiply by the curve along z, and add the terms that gradients need
        to five vectors. */
@@ -178,12 +159,6 @@ cdef extern from *:
             } else for (l = 0; l < left; l++) to[k + l] += ((real *)&sum)[l]; \\
         } \\
     } \\
-    static void fusedops_add_rows_##real( \\
-        real *to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real *weights, \\
-        Py_ssize_t rows, const real *curves, Py_ssize_t pitch) { \\
-        if (G == 5) fusedops_sum_##real(to, n, room, 5, weights, rows, curves, pitch); \\
-        else fusedops_sum_##real(to, n, room, G, weights, rows, curves, pitch); \\
-    } \\
     INLINE void fusedops_plane_##real( \\
         real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
         const double *first, const double *length, Py_ssize_t low, Py_ssize_t G, \\
@@ -197,8 +172,8 @@ cdef extern from *:
             real *to = plane + y * nz; \\
             Py_ssize_t take = n < nz - z ? n : nz - z; \\
             fusedops_sum_##real(to + z, take, nz - z, G, weights + r, most, here, pitch); \\
-            if (take < n) \\
-                fusedops_sum_##real(to, n - take, nz, G, weights + r, most, here + take, pitch); \\
+            for (; take < n; take += nz) fusedops_sum_##real( \\
+                to, n - take < nz ? n - take : nz, nz, G, weights + r, most, here + take, pitch); \\
         } \\
     } \\
     static void fusedops_add_plane_##real( \\
@@ -245,18 +220,11 @@ cdef extern from *:
     DEFINE_CURVES(float, fusedops_floats, fusedops_ints)
     DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
     """
-    double distance "fusedops_distance"(
-        const double* step, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
-    ) noexcept nogil
     void curve_float "fusedops_curve_float"(
         float* out, Py_ssize_t n, float start, float a, float b, float c, float scale
     ) noexcept nogil
     void curve_double "fusedops_curve_double"(
         double* out, Py_ssize_t n, double start, double a, double b, double c, double scale
-    ) noexcept nogil
-    void add_rows_float "fusedops_add_rows_float"(
-        float* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const float* weights,
-        Py_ssize_t rows, const float* curves, Py_ssize_t pitch,
     ) noexcept nogil
     void add_plane_float "fusedops_add_plane_float"(
         float* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
@@ -271,10 +239,6 @@ cdef extern from *:
     void inside_float "fusedops_inside_float"(
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
         double low, double high, double* first, double* length, float* squares,
-    ) noexcept nogil
-    void add_rows_double "fusedops_add_rows_double"(
-        double* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const double* weights,
-        Py_ssize_t rows, const double* curves, Py_ssize_t pitch,
     ) noexcept nogil
     void inside_double "fusedops_inside_double"(
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
@@ -324,25 +288,24 @@ ctypedef fused real:
     float
     double
 
-# The grid: the metric |w|² in voxels, split by a Schur complement as for a Gaussian, and lattice vectors
-# in voxels.
+# The grid: the metric |w|² in voxels, split by a Schur complement as for a Gaussian, and the largest
+# radius.
 cdef struct Grid:
     Py_ssize_t nx
     Py_ssize_t ny
     Py_ssize_t nz
     double step[9]
     double metric[7]
-    double images[21]
+    double largest
 
-# An atom's box in voxels, which may lie outside of the grid, the atom's position, also in voxels, and its
-# squared radius. `crowded`: the box is larger than the grid, so it may hold nearer images.
+# An atom's box in voxels, which may lie outside of the grid and be larger, the atom's position, also in
+# voxels, and its squared radius.
 cdef struct Atom:
     Py_ssize_t low[3]
     Py_ssize_t high[3]
     double at[3]
     double square
     bint usable
-    bint crowded
 
 
 cdef void schur(const double* form, double* numbers) noexcept nogil:
@@ -428,7 +391,7 @@ cdef bint positive(const real* b, bint anisotropic, double least) noexcept nogil
 
 
 cdef void set_atom(
-    const Grid* grid, const double* to_grid, const double* most, const real* x, const real* b,
+    const Grid* grid, const double* to_grid, const real* x, const real* b,
     bint anisotropic, double occupancy, const double* amplitudes, const double* widths,
     Py_ssize_t G, double radius, double slack, Atom* atom, real* numbers,
 ) noexcept nogil:
@@ -447,7 +410,9 @@ cdef void set_atom(
     for g in range(G):
         total = total + amplitudes[g] + widths[g]
         least = min(least, widths[g])
-    if not isfinite(total) or not radius >= 0 or not positive(b, anisotropic, least):
+    if not isfinite(total) or not 0 <= radius <= grid.largest:
+        return
+    if not positive(b, anisotropic, least):
         return
     atom.usable = True
     atom.square = radius * radius * (1 + slack)
@@ -461,10 +426,9 @@ cdef void set_atom(
         # An atom so far away that no digit of its position in the cell is left may be anywhere.
         if not 0 <= atom.at[d] <= size:
             atom.at[d] = 0
-        reach = min(radius * sqrt(reach) * (1 + slack), most[d])
+        reach = radius * sqrt(reach) * (1 + slack)
         atom.low[d] = <Py_ssize_t>ceil(atom.at[d] - reach)
         atom.high[d] = <Py_ssize_t>floor(atom.at[d] + reach)
-        atom.crowded |= atom.high[d] - atom.low[d] + 1 > size
     for g in range(G):
         norm = gaussian(b, anisotropic, amplitudes[g], widths[g], P)
         in_voxels(grid.step, P, form)
@@ -474,24 +438,6 @@ cdef void set_atom(
             found[n] = LOG2_E * found[n]
         for n in range(NUMBERS):
             numbers[n * G + g] = <real>found[n]
-
-
-cdef bint nearest(
-    const Grid* grid, const double* at, Py_ssize_t x, Py_ssize_t y, Py_ssize_t z
-) noexcept nogil:
-    """Return whether no image of a voxel is nearer; of two equally near ones the first counts."""
-    cdef const double* step = grid.step
-    cdef double own = distance(step, at, x, y, z)
-    cdef Py_ssize_t i, a, b, c
-    for i in range(7):
-        a = <Py_ssize_t>grid.images[3 * i]
-        b = <Py_ssize_t>grid.images[3 * i + 1]
-        c = <Py_ssize_t>grid.images[3 * i + 2]
-        if distance(step, at, x + a, y + b, z + c) < own:
-            return False
-        if distance(step, at, x - a, y - b, z - c) <= own:
-            return False
-    return True
 
 
 cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
@@ -584,16 +530,6 @@ cdef inline void set_plane(
             weights[g * most + r] = along_x[g * most + plane] * middle[g * most + r]
 
 
-cdef inline void add_rows(
-    real* to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real* weights, Py_ssize_t rows,
-    const real* curves, Py_ssize_t pitch,
-) noexcept nogil:
-    if real is float:
-        add_rows_float(to, n, room, G, weights, rows, curves, pitch)
-    else:
-        add_rows_double(to, n, room, G, weights, rows, curves, pitch)
-
-
 cdef inline void add_plane(
     real* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, const double* first,
     const double* length, Py_ssize_t low, Py_ssize_t G, const real* weights, Py_ssize_t most,
@@ -619,6 +555,7 @@ cdef void some_planes(
     cdef const Atom* atom
     cdef const real* own
     cdef double dx
+    cdef real share
     cdef real* values = scratch
     cdef real* squares = values + pitch
     cdef real* q = squares + most
@@ -633,6 +570,7 @@ cdef void some_planes(
     for n in range(count):
         atom = atoms + listed[n]
         own = numbers + listed[n] * NUMBERS * G
+        share = occupancy[listed[n]]
         fresh = True
         for x in range(atom.low[0], atom.high[0] + 1):
             plane = wrapped(x, grid.nx)
@@ -641,12 +579,12 @@ cdef void some_planes(
             dx = x - atom.at[0]
             if separable:
                 set_plane(
-                    grid, atom, own, G, x, occupancy[listed[n]], fresh, most, pitch, weights,
-                    curves, middle, along_x,
+                    grid, atom, own, G, x, share, fresh, most, pitch, weights, curves, middle,
+                    along_x,
                 )
                 fresh = False
             rows = rows_inside(grid, atom, dx, extents, extents + most, squares)
-            if separable and not atom.crowded:
+            if separable:
                 add_plane(
                     out + plane * grid.ny * grid.nz, grid.ny, grid.nz,
                     wrapped(atom.low[1], grid.ny), rows, extents, extents + most, atom.low[2], G,
@@ -661,38 +599,25 @@ cdef void some_planes(
                     continue
                 to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
                 z = wrapped(first, grid.nz)
-                if separable:
-                    memset(values, 0, pitch * sizeof(real))
-                    add_rows(
-                        values, length, pitch, G, weights + r, most,
-                        curves + first - atom.low[2], pitch,
-                    )
+                set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
+                if real is float:
+                    row_float(values, length, G, q, t, own + G, own)
                 else:
-                    set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
-                    if real is float:
-                        row_float(values, length, G, q, t, own + G, own)
-                    else:
-                        row_double(values, length, G, q, t, own + G, own)
-                    for k in range(length):
-                        values[k] *= occupancy[listed[n]]
-                if atom.crowded:
-                    for k in range(length):
-                        if not nearest(grid, atom.at, x, y, first + k):
-                            values[k] = 0
+                    row_double(values, length, G, q, t, own + G, own)
                 done = 0
                 while done < length:
                     take = min(length - done, grid.nz - z)
                     for k in range(take):
-                        to[z + k] += values[done + k]
+                        to[z + k] += share * values[done + k]
                     done = done + take
                     z = 0
 
 
 cdef inline void read_row(
-    const Grid* grid, const Atom* atom, Py_ssize_t x, Py_ssize_t y, Py_ssize_t first,
+    const Grid* grid, Py_ssize_t x, Py_ssize_t y, Py_ssize_t first,
     Py_ssize_t length, const real* cotangent, real* values,
 ) noexcept nogil:
-    """Copy a row of the map, with zeros for voxels that have a nearer image."""
+    """Copy a row of the map, wrapped around the cell."""
     cdef const real* given = cotangent + (
         wrapped(x, grid.nx) * grid.ny + wrapped(y, grid.ny)
     ) * grid.nz
@@ -703,10 +628,6 @@ cdef inline void read_row(
             values[done + k] = given[z + k]
         done = done + take
         z = 0
-    if atom.crowded:
-        for k in range(length):
-            if not nearest(grid, atom.at, x, y, first + k):
-                values[k] = 0
 
 
 cdef void pull_back_separable(
@@ -746,7 +667,7 @@ cdef void pull_back_separable(
             length = <Py_ssize_t>extents[most + r]
             if length > 0:
                 read_row(
-                    grid, atom, x, atom.low[1] + r, <Py_ssize_t>extents[r], length, cotangent,
+                    grid, x, atom.low[1] + r, <Py_ssize_t>extents[r], length, cotangent,
                     values + r * pitch + <Py_ssize_t>extents[r] - atom.low[2],
                 )
         for g in range(G):
@@ -829,7 +750,7 @@ cdef void pull_back(
             memset(
                 values + rows * pitch + length // LANES * LANES, 0, LANES * sizeof(real)
             )
-            read_row(grid, atom, x, y, first, length, cotangent, values + rows * pitch)
+            read_row(grid, x, y, first, length, cotangent, values + rows * pitch)
             rows = rows + 1
         for g in range(G):
             memset(s, 0, sizeof(s))
@@ -904,7 +825,7 @@ cdef void squares_of(const double* P, const double* form, double* out) noexcept 
     in_voxels(full, form, out)
 
 
-cdef Grid grid_of(shape, const double* step, const double* images):
+cdef Grid grid_of(shape, const double* step, double largest):
     cdef Grid grid
     cdef double unit[6]
     cdef double form[6]
@@ -912,8 +833,7 @@ cdef Grid grid_of(shape, const double* step, const double* images):
     grid.nx, grid.ny, grid.nz = shape
     for i in range(9):
         grid.step[i] = step[i]
-    for i in range(21):
-        grid.images[i] = images[i]
+    grid.largest = largest
     for i in range(6):
         unit[i] = i < 3
     in_voxels(grid.step, unit, form)
@@ -926,8 +846,6 @@ cdef Grid grid_of(shape, const double* step, const double* images):
 cdef struct SetUp:
     Grid grid
     const double* to_grid
-    const double* most
-    double farthest
     const void* xyz
     Py_ssize_t count
     const void* b
@@ -975,17 +893,12 @@ cdef void some_atoms(
 ) noexcept nogil:
     cdef const SetUp* call = <const SetUp*>given
     cdef Py_ssize_t G = call.gaussians, n
-    cdef double radius
     for n in range(begin, end):
-        radius = call.radius[n]
-        # An infinite radius stays: the atom has no density.
-        if radius < INFINITY:
-            radius = min(radius, call.farthest)
         set_atom(
-            &call.grid, call.to_grid, call.most, <const real*>call.xyz + 3 * n,
+            &call.grid, call.to_grid, <const real*>call.xyz + 3 * n,
             <const real*>call.b + call.bs * n, call.bs == 6, (<const real*>call.occupancy)[n],
-            call.amplitudes + G * n, call.widths + G * n, G, radius, call.slack, call.atoms + n,
-            <real*>call.numbers + NUMBERS * G * n,
+            call.amplitudes + G * n, call.widths + G * n, G, call.radius[n], call.slack,
+            call.atoms + n, <real*>call.numbers + NUMBERS * G * n,
         )
 
 
@@ -1051,20 +964,17 @@ cdef Py_ssize_t padded(Py_ssize_t extent) noexcept nogil:
 
 
 cdef bytearray set_up(
-    SetUp* call, Scratch* scratch, shape, step, to_grid, measures, images,
+    SetUp* call, Scratch* scratch, shape, step, to_grid, measures,
     const real[:, ::1] xyz, b, const real[::1] occupancy, amplitudes, widths, radius,
     double slack, int threads,
 ):
     """Prepare every atom for the loops over voxels; return the memory that holds the results."""
     cdef Py_ssize_t most = 1, row = 1, n
-    cdef const double* numbers = <const double*>elements(measures, 8)
     cdef const Atom* atom
     call.grid = grid_of(
-        shape, <const double*>elements(step, 8), <const double*>elements(images, 8)
+        shape, <const double*>elements(step, 8), (<const double*>elements(measures, 8))[9]
     )
     call.to_grid = <const double*>elements(to_grid, 8)
-    call.most = numbers + 9
-    call.farthest = numbers[12]
     call.xyz = &xyz[0, 0]
     call.count = xyz.shape[0]
     call.b = elements(b, sizeof(real))
@@ -1158,7 +1068,6 @@ def splat(
     step,
     to_grid,
     measures,
-    images,
     const real[:, ::1] xyz,
     b,
     const real[::1] occupancy,
@@ -1175,7 +1084,7 @@ def splat(
     cdef Splat call
     cdef Scratch* scratch = &call.scratch
     cdef bytearray atoms = set_up[real](
-        &given, scratch, shape, step, to_grid, measures, images, xyz, b, occupancy, amplitudes,
+        &given, scratch, shape, step, to_grid, measures, xyz, b, occupancy, amplitudes,
         widths, radius, slack, threads,
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
@@ -1206,7 +1115,6 @@ def splat_vjp(
     step,
     to_grid,
     measures,
-    images,
     const real[:, ::1] xyz,
     b,
     const real[::1] occupancy,
@@ -1226,7 +1134,7 @@ def splat_vjp(
     cdef SplatVjp call
     cdef Scratch* scratch = &call.scratch
     cdef bytearray atoms = set_up[real](
-        &given, scratch, shape, step, to_grid, measures, images, xyz, b, occupancy, amplitudes,
+        &given, scratch, shape, step, to_grid, measures, xyz, b, occupancy, amplitudes,
         widths, radius, slack, threads,
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch

@@ -79,9 +79,9 @@ def _exp2_of(x):
 
 
 @jit
-def _is_good(xyz, b, occupancy, amplitudes, widths, radius):
+def _is_good(xyz, b, occupancy, amplitudes, widths, radius, largest):
     """Return whether an atom has a density: the negation of `fusedops.density.bad_atoms`."""
-    total = occupancy + radius
+    total = occupancy
     for x in xyz:
         total += x
     for x in b:
@@ -90,7 +90,7 @@ def _is_good(xyz, b, occupancy, amplitudes, widths, radius):
     for g in range(len(widths)):
         total += np.float64(widths[g]) + amplitudes[g]
         least = min(least, np.float64(widths[g]))
-    if not (math.isfinite(total) and radius >= 0):
+    if not (math.isfinite(total) and 0 <= radius <= largest):
         return False
     if len(b) == 1:
         return least + b[0] > 0
@@ -130,15 +130,14 @@ def _set_up(
         reach, share[a] = np.float64(radius[a]), occupancy[a]
         at[a], box[a, :, 0], box[a, :, 1], sizes[a], forms[a] = 0, 0, -1, 0, 0
         square[a] = 0
-        if not _is_good(xyz[a], b[a], share[a], amplitudes[a], widths[a], reach):
+        if not _is_good(xyz[a], b[a], share[a], amplitudes[a], widths[a], reach, measures[9]):
             share[a] = 0
             continue
-        reach = min(reach, measures[12])
         square[a] = reach * reach * (1 + SLACK)
         for d in range(3):
             x = to_grid[d, 0] * xyz[a, 0] + to_grid[d, 1] * xyz[a, 1] + to_grid[d, 2] * xyz[a, 2]
             x -= math.floor(x / shape[d]) * shape[d]
-            far = min(reach * measures[6 + d] * (1 + SLACK), measures[9 + d])
+            far = reach * measures[6 + d] * (1 + SLACK)
             at[a, d] = x
             box[a, d, 0], box[a, d, 1] = math.ceil(x - far), math.floor(x + far)
         sizes[a, 0] = (box[a, 1, 1] - box[a, 1, 0] + 1) * (box[a, 2, 1] - box[a, 2, 0] + 1)
@@ -176,34 +175,6 @@ def _square(x, y, z):
 
 
 @_inlined()
-def _distance(at, x, y, z, step):
-    """Return the squared distance of a voxel from an atom."""
-    dx, dy, dz = x - at[0], y - at[1], z - at[2]
-    return _square(
-        step[0, 0] * dx + step[0, 1] * dy + step[0, 2] * dz,
-        step[1, 0] * dx + step[1, 1] * dy + step[1, 2] * dz,
-        step[2, 0] * dx + step[2, 1] * dy + step[2, 2] * dz,
-    )
-
-
-@jit
-def _nearest(at, x, y, z, images, step):
-    """Return whether no image of a voxel is nearer to an atom; of equally near ones, the first is.
-
-    Distances are equal up to rounding only: the compiler may fuse copies of a formula differently,
-    and without the slack both of two images would count, or neither.
-    """
-    own = _distance(at, x, y, z, step)
-    slack = 1e-11 * own
-    for t in images:
-        if not _distance(at, x + t[0], y + t[1], z + t[2], step) >= own - slack:
-            return False
-        if not _distance(at, x - t[0], y - t[1], z - t[2], step) > own + slack:
-            return False
-    return True
-
-
-@_inlined()
 def _along(corner, d, along):
     return corner[0] + d * along[0], corner[1] + d * along[1], corner[2] + d * along[2]
 
@@ -228,15 +199,11 @@ def _intersect(corner, across, along, z, first, last, square, low, high):
 
 
 @jit
-def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, voxels, count):
+def _add_plane(plane, at, box, square, step, shape, spans, w, lines, voxels, count):
     """Append the voxels and the lines of a plane of an atom's box; return their numbers.
 
-    A line is (first voxel of the row, first z, voxels). Its inside is one interval, since the
-    sphere is convex, and so is the set of vectors that are shorter than their images.
+    A line is (first voxel of the row, first z, voxels); it may go around the cell several times.
     """
-    folded = False
-    for d in range(3):
-        folded |= box[d, 1] - box[d, 0] >= shape[d]
     down, across, along = (
         (step[0, 0], step[1, 0], step[2, 0]),
         (step[0, 1], step[1, 1], step[2, 1]),
@@ -250,11 +217,6 @@ def _add_plane(plane, at, box, square, step, images, shape, spans, w, lines, vox
     for j in range(len(lows)):
         low, high = lows[j], highs[j]
         line = _along(corner, j, across)
-        if folded:
-            while low <= high and not _nearest(at, plane, first + j, low, images, step):
-                low += 1
-            while low <= high and not _nearest(at, plane, first + j, high, images, step):
-                high -= 1
         if low <= high:
             for k in range(low, high + 1, RAMP):
                 x, y, z = _along(line, k - at[2], along)
@@ -353,9 +315,7 @@ def _form(x, y, z, a, b, c, d, e, f):
 
 
 @jit
-def _slabs(
-    low, high, slab, ptr, atoms, at, box, square, occupancy, forms, step, images, shape, most, out
-):
+def _slabs(low, high, slab, ptr, atoms, at, box, square, occupancy, forms, step, shape, most, out):
     w, value = np.zeros((3, most), out.dtype), np.zeros(most, out.dtype)
     spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     size = shape[1] * shape[2]
@@ -373,7 +333,6 @@ def _slabs(
                         box[a],
                         square[a],
                         step,
-                        images,
                         shape,
                         spans,
                         w,
@@ -404,7 +363,6 @@ def _atoms(
     occupancy,
     forms,
     step,
-    images,
     shape,
     most,
     cotangent,
@@ -422,7 +380,7 @@ def _atoms(
         voxels = count = 0
         for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
             voxels, count = _add_plane(
-                plane, at[a], box[a], square[a], step, images, shape, spans, w, lines, voxels, count
+                plane, at[a], box[a], square[a], step, shape, spans, w, lines, voxels, count
             )
             if voxels < _BATCH and plane < box[a, 0, 1]:
                 continue
@@ -529,7 +487,7 @@ def _prepare(a: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
     costs = 0.5 * gaussians * sizes[:, 1]
     return (
         (at, box, square, share, forms),
-        (lattice.step, lattice.images, lattice.shape, most),
+        (lattice.step, lattice.shape, most),
         costs,
     )
 

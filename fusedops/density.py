@@ -11,8 +11,7 @@ import math
 import numbers
 import sys
 from collections.abc import Sequence
-from itertools import combinations, permutations, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,12 +43,15 @@ SLACK = 1e-5
 #: Where component (i, j) of a symmetric matrix is in [11, 22, 33, 12, 13, 23].
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 
-# The most cells in the box around a Voronoi cell. A reduced cell needs less than five; a large
-# atom's box has this many times the grid's voxels.
-_SKEWED = 64
+#: The most voxels of the box around an atom, so that no radius takes hours or overflows an integer.
+MOST_VOXELS = 1 << 24
 
 # Limits of edges, Å, such that squared voxel steps of any grid are within float32.
 _SHORTEST, _LONGEST = 1e-9, 1e9
+
+# The least volume of a cell, in products of its edges, that leaves positions most of their digits.
+# No crystal comes near to it.
+_FLATTEST = 1e-6
 
 #: The number of atoms from which sorting pays on a GPU.
 ORDERED = 5000
@@ -75,14 +77,15 @@ class Lattice(Packed):
         As given.
     device : str
         ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+    largest_radius : float
+        The largest radius of an atom, Å: the box around it has 2²⁴ voxels, as many as 256³.
 
     Raises
     ------
     TypeError, ValueError
-        If the shape isn't three positive sizes, or the cell isn't of real numbers, has no volume,
-        has an edge below 1e-9 or above 1e9 Å, or is too skewed for a crystal: if the box around
-        its Voronoi cell (the points nearer to one corner than to any other) is as large as more
-        than 64 cells. A reduced cell needs less than five.
+        If the shape isn't three positive sizes, or the cell isn't of real numbers, has an edge
+        below 1e-9 or above 1e9 Å, or has no volume: less than a millionth of the product of its
+        edges.
 
     Examples
     --------
@@ -91,21 +94,18 @@ class Lattice(Packed):
     (20, 40, 60)
     """
 
-    # step (3, 3): columns from a voxel to the next; to_grid: its inverse; images (7, 3): lattice
-    # vectors in voxels. A vector is the shortest of its images if adding or subtracting any of
-    # these makes it no shorter. measures (13,): c, yy, yz, zz, u, v of the squared length
-    # c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; for each axis the most voxels that 1 Å reaches;
-    # for each axis the voxels, and then the distance, beyond which every voxel has a nearer image.
-    # oblique: whether the steps along y and z are not at right angles; skewed: whether any two
-    # steps are not.
-    _fields = ("step", "to_grid", "images", "measures")
+    # step (3, 3): columns from a voxel to the next; to_grid: its inverse. measures (10,): c, yy,
+    # yz, zz, u, v of the squared length c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; for each
+    # axis the most voxels that 1 Å reaches; the largest radius. oblique: whether the steps along y
+    # and z are not at right angles; skewed: whether any two steps are not.
+    _fields = ("step", "to_grid", "measures")
     _sizes = ("nx", "ny", "nz", "oblique", "skewed")
     _given = ("cell",)
     _options = ("nx", "ny", "nz")
 
     def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
         cell = _read_cell("Lattice", cell)
-        voronoi = _voronoi("Lattice", cell)
+        _check_edges("Lattice", cell)
         nx, ny, nz = shape = _grid_sizes("Lattice", grid_shape)
         step = cell / shape
         to_grid = np.linalg.inv(step)
@@ -113,17 +113,13 @@ class Lattice(Packed):
         along = metric[0, 1:] / metric[0, 0]
         rest = metric[1:, 1:] - np.outer(along, metric[0, 1:])
         reach = np.linalg.norm(to_grid, axis=1)
-        # Rounding must not lose a voxel on the border.
-        extents = voronoi.extents * shape * (1 + SLACK)
-        farthest = voronoi.farthest * (1 + SLACK)
         form = metric[0, 0], rest[0, 0], rest[0, 1], rest[1, 1], *along
         edges = step / np.linalg.norm(step, axis=0)
         xy, xz, yz = np.abs((edges.T @ edges)[[0, 0, 1], [1, 2, 2]]) > 1e-12
         self._hold(
             step=step,
             to_grid=to_grid,
-            images=voronoi.images * np.array(shape, np.float64),
-            measures=np.array([*form, *reach, *extents, farthest]),
+            measures=np.array([*form, *reach, _largest_radius(reach)]),
             nx=nx,
             ny=ny,
             nz=nz,
@@ -145,6 +141,11 @@ class Lattice(Packed):
     def shape(self) -> tuple[int, int, int]:
         """The number of voxels along each edge."""
         return self.nx, self.ny, self.nz
+
+    @property
+    def largest_radius(self) -> float:
+        """The largest radius of an atom, Å."""
+        return float(self.measures[9])
 
     def __repr__(self) -> str:
         return f"Lattice({self.nx} × {self.ny} × {self.nz} voxels, on {self.device})"
@@ -184,104 +185,30 @@ def _read_cell(op: str, cell: Any) -> np.ndarray:
     return array
 
 
-class _Voronoi(NamedTuple):
-    """The points that are nearer to a corner of a cell than to any other; in units of its edges."""
-
-    # The lattice vectors (7, 3), up to sign, that bound the points.
-    images: np.ndarray
-    # The largest coordinate along each axis.
-    extents: np.ndarray
-    # The largest distance from the corner, Å.
-    farthest: float
-
-
-def _voronoi(op: str, cell: np.ndarray) -> _Voronoi:
-    """Return the Voronoi cell of a lattice, or raise if it is unlike any crystal's.
-
-    The arithmetic is exact: in a suitable unit all numbers of the cell are integers.
-    The vectors of an obtuse superbase and their sums bound the Voronoi cell. Every permutation of
-    the vectors has a corner c, with c·v = v·v/2 for the sums v of its first one, two and three.
-    """
-    # Imported here, as it brings decimal, a tenth of our import.
-    from fractions import Fraction
-
-    ratios = [number.as_integer_ratio() for number in cell.T.ravel().tolist()]
-    unit = max(below for _, below in ratios)
-    edges = np.array([above * (unit // below) for above, below in ratios], object).reshape(3, 3)
-    metric = edges @ edges.T
-    if not _cofactors(edges)[1]:
-        raise ValueError(f"{op}: cell is {cell.tolist()}; it should be finite, with a volume")
-    squares = [Fraction(square, unit**2) for square in metric.diagonal()]
-    if min(squares) < _SHORTEST**2 or max(squares) > _LONGEST**2:
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
+def _check_edges(op: str, cell: np.ndarray) -> None:
+    """Raise ValueError if a cell has no volume, or edges beyond the limits."""
+    edges = np.linalg.norm(cell, axis=0)
+    if not abs(np.linalg.det(cell / edges)) >= _FLATTEST:
+        raise ValueError(
+            f"{op}: cell is {cell.tolist()}; it should be finite, with a volume of at least "
+            f"{_FLATTEST:g} times the product of its edges"
+        )
+    if edges.min() < _SHORTEST or edges.max() > _LONGEST:
         raise ValueError(
             f"{op}: cell is {cell.tolist()}; its edges should be from {_SHORTEST} to {_LONGEST} Å"
         )
-    base = _superbase(metric)
-    gram = base @ metric @ base.T
-    ranks = np.array(list(permutations(range(4))))
-    before = (ranks[:, None, :] < ranks[:, :, None]).astype(object)
-    # Twice the corners' products with the superbase; `corners` has their coordinates in it, times
-    # twice the determinant.
-    products = (gram.diagonal() + 2 * (before * gram).sum(2))[:, :3]
-    cofactors, determinant = _cofactors(gram[:3, :3])
-    corners = products @ cofactors
-    extents = [Fraction(far, 2 * determinant) for far in abs(corners @ base[:3]).max(0)]
-    skewed = 8 * math.prod(extents)
-    if skewed > _SKEWED:
-        raise ValueError(
-            f"{op}: cell is {cell.tolist()}; it should be less skewed: its nearest points fill a "
-            f"box of more than {_SKEWED} cells, as those of no crystal do"
-        )
-    square = Fraction((corners * products).sum(1).max(), 4 * determinant * unit**2)
-    vectors = np.concatenate([base, base[0] + base[1:]]).astype(np.float64)
-    # A vector's sign decides which of two equally near images counts: the first component is
-    # positive.
-    first = vectors[np.arange(7), (vectors != 0).argmax(1)]
-    images = vectors * np.sign(first)[:, None]
-    return _Voronoi(images, np.array(extents, np.float64), math.sqrt(square))
 
 
-def _cofactors(m: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the cofactors and the determinant of a matrix (3, 3) of integers."""
-    rows = np.array([np.cross(m[1], m[2]), np.cross(m[2], m[0]), np.cross(m[0], m[1])])
-    return rows, m[0] @ rows[0]
-
-
-def _superbase(metric: np.ndarray) -> np.ndarray:
-    """Return four integer vectors that sum to zero, with no angle below 90° between any two.
-
-    Any three of them are a basis. The metric (3, 3) is of Python's integers. Semaev's reduction
-    finds the shortest basis first: it subtracts the multiples of the shorter vectors that make a
-    vector shortest. From there a few of Selling's steps lead to the superbase.
-    """
-    base = np.eye(3, dtype=int).astype(object)
-    while True:
-        base = base[np.argsort((base @ metric * base).sum(1), kind="stable")]
-        (aa, ab, ac), (_, bb, bc), _ = (base @ metric @ base.T).tolist()
-        area = aa * bb - ab * ab
-        less_a, less_b = (ac * bb - bc * ab) // area, (bc * aa - ac * ab) // area
-        moves = {
-            1: [(ab // aa + i, 0) for i in (0, 1)],
-            2: [(less_a + i, less_b + j) for i, j in product((0, 1), repeat=2)],
-        }
-        for at, multiples in moves.items():
-            vectors = base[at] - np.array(multiples, object) @ base[:2]
-            squares = (vectors @ metric * vectors).sum(1)
-            if squares.min() < base[at] @ metric @ base[at]:
-                base[at] = vectors[squares.argmin()]
-                break
-        else:
-            break
-    base = np.concatenate([base, -base.sum(0)[None]])
-    while True:
-        products = base @ metric @ base.T
-        acute = [(i, j) for i, j in combinations(range(4), 2) if products[i, j] > 0]
-        if not acute:
-            return base
-        i, j = acute[0]
-        others = [k for k in range(4) if k not in (i, j)]
-        base[others] += base[i]
-        base[i] = -base[i]
+def _largest_radius(reach: np.ndarray) -> float:
+    """Return the radius, a float32, whose box has the most voxels; 1 Å reaches `reach` of them."""
+    low, high = 0.0, MOST_VOXELS / (2 * reach.max())
+    for _ in range(50):
+        middle = (low + high) / 2
+        fits = (2 * middle * reach + 1).prod() <= MOST_VOXELS
+        low, high = (middle, high) if fits else (low, middle)
+    # Radii of either dtype then compare alike.
+    return float(np.nextafter(np.float32(low), np.float32(0)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -353,7 +280,7 @@ def _radius(b: Any, widths: Any, n_sigma: float) -> Any:
 
 
 def _conditions(
-    xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any
+    xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any, lattice: Any
 ) -> list[tuple[str, Any, str, Any]]:
     """Return rows (argument, array, the condition in words, a mask of the atoms that meet it)."""
     xp = namespace(xyz)
@@ -379,11 +306,23 @@ def _conditions(
         positive = (m[:, 0] > 0) & (second > 0) & (third > 0)
         rows.append(("b", b, "positive definite together with each of the atom's widths", positive))
     rows.append(("radius", radius, "at least 0", radius >= 0))
+    if lattice is not None:
+        largest = lattice.fields_like(xyz).measures[9]
+        should = "at most the largest radius of its Lattice, whose box has 2²⁴ voxels"
+        rows.append(("radius", radius, should, radius <= largest))
     return rows
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def bad_atoms(xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any) -> Any:
+def bad_atoms(
+    xyz: Any,
+    b: Any,
+    occupancy: Any,
+    amplitudes: Any,
+    widths: Any,
+    radius: Any,
+    lattice: Lattice | None = None,
+) -> Any:
     """Return a mask of the atoms that `gaussian_density` leaves out with on_bad="skip".
 
     Parameters
@@ -392,12 +331,14 @@ def bad_atoms(xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, ra
         See `gaussian_density`.
     radius : array or tensor (N,)
         Å.
+    lattice : Lattice, optional
+        The lattice that limits the radius.
 
     Returns
     -------
     array or tensor (N,), bool
         True for an atom with a number that isn't finite, a Gaussian of no positive width, or a
-        negative radius.
+        radius below 0 or above the lattice's `largest_radius`.
 
     Examples
     --------
@@ -407,7 +348,8 @@ def bad_atoms(xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, ra
     >>> bad_atoms(xyz, np.array([np.nan, 5.0]), one[:, 0], one, one, one[:, 0]).tolist()
     [True, False]
     """
-    good = [good for *_, good in _conditions(xyz, b, occupancy, amplitudes, widths, radius)]
+    rows = _conditions(xyz, b, occupancy, amplitudes, widths, radius, lattice)
+    good = [good for *_, good in rows]
     return ~functools.reduce(lambda one, other: one & other, good)
 
 
@@ -431,73 +373,76 @@ def _matrices(U: Any, widths: Any) -> Any:
     return (widths[:, :, None, None] * eye + 8 * math.pi**2 * U[:, None][..., rows]) / 4
 
 
-def _ball(xyz: Any, radius: Any, lattice: Lattice) -> tuple[Any, Any, Any]:
-    """Return for every atom's box flat voxel indices, vectors from the atom, and a mask, inside."""
+def _ball(xyz: Any, radius: Any, lattice: Lattice, part: tuple[int, int]) -> tuple[Any, Any, Any]:
+    """Return for every atom's box flat voxel indices, vectors from the atom, and a mask, inside.
+
+    The box lies around the atom, and may be larger than the grid: indices are wrapped. `part` is
+    the number of a part of the box, whose planes are split into so many.
+    """
     xp = namespace(xyz)
     fields = lattice.fields_like(xyz)
-    parts = fields.step, fields.to_grid, fields.images, fields.measures
-    step, to_grid, images, measures = (cast(array, xyz) for array in parts)
-    n = np.array(lattice.shape, xyz.dtype) if xp is np else images.new_tensor(lattice.shape)
+    step, to_grid, measures = (
+        cast(array, xyz) for array in (fields.step, fields.to_grid, fields.measures)
+    )
+    n = np.array(lattice.shape, xyz.dtype) if xp is np else step.new_tensor(lattice.shape)
     at = xyz @ to_grid.T
     cells = xp.floor(at / n) * n
     at = at - (cells.detach() if is_tensor(xyz) else cells)
-    reach = xp.minimum(radius[:, None] * measures[6:9] * (1 + SLACK), measures[9:12])
+    reach = radius[:, None] * measures[6:9] * (1 + SLACK)
     low, high = xp.ceil(at - reach), xp.floor(at + reach)
-    extent = [int(m) for m in (xp.amax(high - low, 0) + 1 if len(at) else n)]
+    extent = [int(m) for m in xp.amax(high - low, 0) + 1]
+    k, parts = part
+    spans = [(extent[0] * k // parts, extent[0] * (k + 1) // parts), *((0, m) for m in extent[1:])]
     axes = [
-        low[:, d, None] + (xp.arange(m, device=xyz.device) if is_tensor(xyz) else np.arange(m))
-        for d, m in enumerate(extent)
+        low[:, d, None]
+        + (xp.arange(*span, device=xyz.device) if is_tensor(xyz) else np.arange(*span))
+        for d, span in enumerate(spans)
     ]
     flat: Any = 0
     spread = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
     for d, axis in enumerate(axes):
         flat = flat * lattice.shape[d] + (axis % n[d])[spread[d]]
-
-    def vectors(shift: Any) -> Any:
-        parts = [
-            (axis + shift[d] - at[:, d, None])[spread[d]][..., None] * step[:, d]
-            for d, axis in enumerate(axes)
-        ]
-        return parts[0] + parts[1] + parts[2]
-
-    w = vectors((0, 0, 0))
-    square = (w * w).sum(-1)
-    inside = square <= (radius * radius * (1 + SLACK))[:, None, None, None]
-    if any(m > size for m, size in zip(extent, lattice.shape, strict=True)):
-        # From positions, not from w, so that both of two images compare the same two numbers.
-        for image in images:
-            inside &= (vectors(image) ** 2).sum(-1) >= square
-            inside &= (vectors(-image) ** 2).sum(-1) > square
+    x, y, z = (
+        (axis - at[:, d, None])[spread[d]][..., None] * step[:, d] for d, axis in enumerate(axes)
+    )
+    w = x + y + z
+    inside = (w * w).sum(-1) <= (radius * radius * (1 + SLACK))[:, None, None, None]
     count = len(at)
     return flat.reshape(count, -1), w.reshape(count, -1, 3), inside.reshape(count, -1)
 
 
 def _chunks(arrays: Sequence[Any], constants: Sequence[Any], lattice: Lattice) -> Any:
-    """Yield slices of the atoms that have a density, with their arrays, a few at a time."""
+    """Yield rows of atoms that have a density, with their arrays, and a part of their boxes.
+
+    The boxes of many atoms are taken at a time, or a large one in parts: see `_ball`.
+    """
     xp = namespace(arrays[0])
     constants = [cast(a, arrays[0]) for a in constants]
-    good = ~bad_atoms(*arrays, *constants)
+    good = ~bad_atoms(*arrays, *constants, lattice)
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
-    if not len(good):
-        return
-    measures = lattice.fields_like(arrays[0]).measures
-    constants[2] = xp.minimum(constants[2], cast(measures[-1], constants[2]))
-    reach = float(xp.amax(constants[2][good]))
-    sizes = zip(measures[6:9].tolist(), measures[9:12].tolist(), strict=True)
-    voxels = math.prod(2 * min(reach * scale, most) + 2 for scale, most in sizes)
-    many = max(1, int(_CHUNK / (voxels * constants[0].shape[1])))
-    for begin in range(0, len(good), many):
-        rows = good[begin : begin + many]
-        yield rows, [array[rows] for array in arrays], [array[rows] for array in constants]
+    measures = cast(lattice.fields_like(arrays[0]).measures, arrays[0])
+    boxes = (2 * constants[2][good][:, None] * measures[6:9] + 2).prod(1)
+    sizes = (boxes * constants[0].shape[1]).tolist()
+    begin = 0
+    while begin < len(sizes):
+        end, most = begin + 1, sizes[begin]
+        while end < len(sizes) and max(most, sizes[end]) * (end + 1 - begin) <= _CHUNK:
+            most = max(most, sizes[end])
+            end += 1
+        rows, parts = good[begin:end], math.ceil(most / _CHUNK)
+        for k in range(parts):
+            some = [array[rows] for array in arrays], [array[rows] for array in constants]
+            yield rows, *some, (k, parts)
+        begin = end
 
 
 def _density_formula(a: Any) -> tuple[Any, Any]:
     dtype, lattice = promoted(a[:3]), a.lattice
     arrays = [double(array) for array in a[:3]]
     out = zeros(arrays[0], (math.prod(lattice.shape),))
-    for _, (x, width, occ), (amplitudes, widths, radius) in _chunks(arrays, a[3:6], lattice):
+    for _, (x, width, occ), (amplitudes, widths, radius), part in _chunks(arrays, a[3:6], lattice):
         norm, P = _gaussians(width, amplitudes, widths)
-        flat, w, inside = _ball(x, radius, lattice)
+        flat, w, inside = _ball(x, radius, lattice, part)
         value = occ[:, None] * _sum(w, inside, norm, P)[1].sum(-1)
         if is_tensor(out):
             out.index_add_(0, flat.reshape(-1).long(), value.reshape(-1))
@@ -535,10 +480,10 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
     numbers = []
 
     def some(
-        x: Any, width: Any, occ: Any, g: Any, amplitudes: Any, widths: Any, radius: Any
+        x: Any, width: Any, occ: Any, g: Any, amplitudes: Any, widths: Any, radius: Any, part: Any
     ) -> Any:
         norm, P = _gaussians(width, amplitudes, widths)
-        flat, w, inside = _ball(x, radius, lattice)
+        flat, w, inside = _ball(x, radius, lattice, part)
         Pw, e = _sum(w, inside, norm, P)
         ge = g[flat.long() if is_tensor(flat) else flat.astype(np.int64)][..., None] * e
         dx = 2 * occ[:, None] * xp.einsum("avg,avgi->ai", ge, Pw)
@@ -555,19 +500,20 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
         return dx, db, ge.sum((-1, -2))
 
     run = recomputed(some, g)
-    for rows, (x, width, occ), constants in _chunks(arrays, a[4:7], lattice):
+    for rows, (x, width, occ), constants, part in _chunks(arrays, a[4:7], lattice):
         numbers.append(rows)
-        for found, part in zip(rows_of, run(x, width, occ, g, *constants), strict=True):
-            found.append(part)
+        for found, those in zip(rows_of, run(x, width, occ, g, *constants, part), strict=True):
+            found.append(those)
     results = []
     for array, found in zip(a[:3], rows_of, strict=True):
         total = zeros(g, tuple(array.shape))
         if numbers:
             at, values = xp.concatenate(numbers), xp.concatenate(found)
+            # A large box has several parts.
             if is_tensor(g):
-                total = total.index_copy(0, at, values)
+                total = total.index_add(0, at, values)
             else:
-                total[at] = values
+                np.add.at(total, at, values)
         results.append(cast(total, array))
     return tuple(results)
 
@@ -645,11 +591,11 @@ def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
                 "torch.vmap or a CUDA graph it should be 'skip'"
             )
         arrays = [array.detach() for array in arrays]
-    bad = bad_atoms(*arrays)
+    bad = bad_atoms(*arrays, a.lattice)
     if not bad.any():
         return
     with np.errstate(invalid="ignore", over="ignore"):
-        conditions = _conditions(*arrays)
+        conditions = _conditions(*arrays, a.lattice)
     atom = int(bad.nonzero()[0][0])
     argument, value, should = next(
         (argument, array[atom], should)
@@ -680,13 +626,14 @@ def gaussian_density(
 ) -> ArrayT:
     r"""Return the density of atoms on the grid of a crystal's unit cell.
 
-    .. math:: \rho(v) = \sum_i o_i \sum_g A_{ig} \Bigl(\frac{4\pi}{B_{ig} + b_i}\Bigr)^{3/2}
-              \exp\Bigl(-\frac{4\pi^2 |w|^2}{B_{ig} + b_i}\Bigr)
+    .. math:: \rho(v) = \sum_i o_i \sum_{t:\,|w| \le r_i} \sum_g A_{ig}
+              \Bigl(\frac{4\pi}{B_{ig} + b_i}\Bigr)^{3/2}
+              \exp\Bigl(-\frac{4\pi^2 |w|^2}{B_{ig} + b_i}\Bigr), \quad w = v + t - x_i
 
-    over atoms with :math:`|w| \le r_i`, where w is the shortest vector from the atom to voxel v or
-    one of its images. For an anisotropic atom
+    over all lattice vectors t: every image of an atom counts as far as its radius reaches. For an
+    anisotropic atom the terms are
 
-    .. math:: o_i \sum_g A_{ig} \, \pi^{3/2} |M_{ig}|^{-1/2} \exp(-\pi^2 w^\top M_{ig}^{-1} w),
+    .. math:: A_{ig} \, \pi^{3/2} |M_{ig}|^{-1/2} \exp(-\pi^2 w^\top M_{ig}^{-1} w),
               \quad M_{ig} = (B_{ig} I + 8\pi^2 U_i) / 4.
 
     Parameters
@@ -709,14 +656,16 @@ def gaussian_density(
     grid_shape : (int, int, int)
         The number of voxels along each edge of the cell.
     radius : float, or array or tensor (N,), optional
-        The distance up to which an atom counts, Å; by default `fusedops.density.atom_radius`.
+        The distance up to which an atom counts, Å; by default `fusedops.density.atom_radius`. The
+        box around an atom may be larger than the cell, and has at most 2²⁴ voxels, as many as 256³:
+        `Lattice.largest_radius`.
     n_sigma : float
         The radius in standard deviations of the widest Gaussian, if `radius` isn't given.
     on_bad : {"raise", "skip"}
         The treatment of an atom with a number that isn't finite, a Gaussian of no positive width,
-        or a negative radius (see `fusedops.density.bad_atoms`). "raise" waits for the GPU, if the
-        atoms are on one. "skip" leaves such atoms out: on the CPU with a warning that counts them,
-        on a GPU silently and without waiting.
+        or a radius that is negative or too large (see `fusedops.density.bad_atoms`). "raise" waits
+        for the GPU, if the atoms are on one. "skip" leaves such atoms out: on the CPU with a
+        warning that counts them, on a GPU silently and without waiting.
 
     Returns
     -------
@@ -735,8 +684,7 @@ def gaussian_density(
     References
     ----------
     Form factors: International Tables for Crystallography C (1992), table 6.1.1.4; Peng et al.,
-    Acta Cryst. A52 (1996) 257. The truncation follows TorchRef 0.7, except that TorchRef counts
-    all images of an atom whose sphere is larger than the cell.
+    Acta Cryst. A52 (1996) 257. The truncation follows TorchRef 0.7.
 
     Examples
     --------

@@ -29,10 +29,6 @@ from gpukern.launch import Launcher, kernel_of_any_size, wide
 # Voxels that a program takes at a time, in either kernel, and its warps.
 _VOXELS, _VOXELS_BACK, _WARPS = 128, 128, 1
 
-# Up to so many atoms, one launch takes atoms apart from their images and the others: a GPU runs all
-# at once, and a second launch takes the host longer than the atoms take the GPU.
-_FEW = 1 << 11
-
 _PI = tl.constexpr(3.141592653589793)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SLACK = tl.constexpr(SLACK)
@@ -101,7 +97,7 @@ def _atom(
     y = tl.load(xyz + 3 * n + 1).to(tl.float64)
     z = tl.load(xyz + 3 * n + 2).to(tl.float64)
     r = tl.load(radius + n).to(tl.float64)
-    total = x + y + z + r + tl.load(occupancy + n).to(tl.float64)
+    total = x + y + z + tl.load(occupancy + n).to(tl.float64)
     least = tl.load(widths + n * G).to(tl.float64)
     for g in tl.static_range(G):
         width = tl.load(widths + n * G + g).to(tl.float64)
@@ -120,15 +116,14 @@ def _atom(
         own = tl.load(b + n).to(tl.float64)
         total += own
         usable = least + own > 0
-    usable = usable & _finite(total) & (r >= 0)
-    r = tl.where(usable, tl.minimum(r, tl.load(measures + 12)), -1.0)
+    usable = usable & _finite(total) & (r >= 0) & (r <= tl.load(measures + 9))
+    r = tl.where(usable, r, -1.0)
     t = _nine(to_grid)
     ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r, measures + 6, nx, usable)
     ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r, measures + 7, ny, usable)
     az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r, measures + 8, nz, usable)
-    crowded = (high_x - low_x + 1 > nx) | (high_y - low_y + 1 > ny) | (high_z - low_z + 1 > nz)
     square = r * r * (1 + _SLACK)
-    return usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z
+    return usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z
 
 
 @triton.jit
@@ -136,7 +131,7 @@ def _axis(x, y, z, a, b, c, r, scale, size, usable):
     """Return an atom's place along an axis of the grid, and the first and last voxel it reaches."""
     at = tl.where(usable, a * x + b * y + c * z, 0.0)
     at = at - tl.floor(at / size) * size
-    reach = tl.minimum(r * tl.load(scale) * (1 + _SLACK), tl.load(scale + 3))
+    reach = r * tl.load(scale) * (1 + _SLACK)
     low = tl.where(usable, tl.ceil(at - reach), 0.0).to(tl.int32)
     high = tl.where(usable, tl.floor(at + reach), -1.0).to(tl.int32)
     return at, low, high
@@ -178,29 +173,6 @@ def _wrapped(at, size):
 
 
 @triton.jit
-def _distance(x, y, z, step):
-    # Fused by hand: a compiler may fuse copies of this differently, and two equally near images
-    # would then both be lost.
-    wx = tl.fma(x, step[0], tl.fma(y, step[1], z * step[2]))
-    wy = tl.fma(x, step[3], tl.fma(y, step[4], z * step[5]))
-    wz = tl.fma(x, step[6], tl.fma(y, step[7], z * step[8]))
-    return tl.fma(wx, wx, tl.fma(wy, wy, wz * wz))
-
-
-@triton.jit
-def _nearest(inside, images, x, y, z, ax, ay, az, step):
-    """Keep only voxels without a nearer image; of two equally near, the first counts."""
-    own = _distance(x - ax, y - ay, z - az, step)
-    for i in range(7):
-        a = tl.load(images + 3 * i)
-        b = tl.load(images + 3 * i + 1)
-        c = tl.load(images + 3 * i + 2)
-        inside = inside & (_distance((x + a) - ax, (y + b) - ay, (z + c) - az, step) >= own)
-        inside = inside & (_distance((x - a) - ax, (y - b) - ay, (z - c) - az, step) > own)
-    return inside
-
-
-@triton.jit
 def _six(pointer, FLOAT: tl.constexpr):
     found = ()
     for n in tl.static_range(6):
@@ -227,7 +199,7 @@ def _pairs(
     first, ay, az, low_y, high_y, low_z, high_z, ny, nz,
     QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Return voxels of pairs from `first` on: indices, whether in the box, vectors, and place."""
+    """Return voxels of pairs from `first` on: whether in the box, vectors, and place in the map."""
     fours = _fours_up_to(low_z, QUAD)
     count = tl.maximum(_fours_up_to(high_z, QUAD) - fours + 1, 1)
     pair = first + tl.arange(0, PAIRS)[:, None]
@@ -240,7 +212,7 @@ def _pairs(
     dy = (low_y - ay).to(FLOAT) + row.to(FLOAT)
     dz = (fours * QUAD - az).to(FLOAT) + (z - fours * QUAD).to(FLOAT)
     at = _wrapped(y, ny).to(tl.int64) * (nz // QUAD) + _wrapped(four, nz // QUAD)
-    return y, z, live, dy, dz, at
+    return live, dy, dz, at
 
 
 @triton.jit
@@ -280,39 +252,21 @@ def _density(
         return norms[g] * tl.exp2(-rates[g] * s)
 
 
-@triton.jit
-def _meets_itself(radius, measures, n, nx, ny, nz):
-    """Return whether an atom's box may meet images of it, from its radius alone."""
-    twice = 2 * tl.load(radius + n).to(tl.float64) * (1 + _SLACK)
-    far = twice * tl.load(measures + 6) + 1 > nx
-    far = far | (twice * tl.load(measures + 7) + 1 > ny)
-    return far | (twice * tl.load(measures + 8) + 1 > nz)
-
-
 def _splat(
-    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, measures, out,
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures, out,
     nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr, APART: tl.constexpr, CROWDED: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Add an atom to the map, if it is APART from its images, or its box meets them (CROWDED)."""
+    """Add an atom to the map."""
     n = tl.program_id(0).to(tl.int64)
     if order is not None:
         n = tl.load(order + tl.program_id(0)).to(tl.int64)
         n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    if not APART:
-        if not _meets_itself(radius, measures, n, nx, ny, nz):
-            return
-    _usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
+    _usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
-    if not APART:
-        if not crowded:
-            return
-    if not CROWDED:
-        if crowded:
-            return
     occ = tl.load(occupancy + n).to(FLOAT)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -329,7 +283,7 @@ def _splat(
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
     while first < pairs:
-        y, z, live, dy, dz, at = _pairs(
+        live, dy, dz, at = _pairs(
             first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
         )
         shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
@@ -340,9 +294,6 @@ def _splat(
             t = dx + shift
             s = flat + metric[0] * t * t
             inside = (s <= limit) & live
-            if CROWDED:
-                if crowded:
-                    inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
             value = tl.zeros((PAIRS, QUAD), FLOAT)
             for g in tl.static_range(G):
                 value += _density(
@@ -357,11 +308,11 @@ def _splat(
 
 
 def _splat_vjp(
-    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, images, measures,
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
     cotangent, on_xyz, on_b, on_occupancy,
     nx, ny, nz,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr, APART: tl.constexpr, CROWDED: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
@@ -369,19 +320,10 @@ def _splat_vjp(
     if order is not None:
         n = tl.load(order + tl.program_id(0)).to(tl.int64)
         n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    if not APART:
-        if not _meets_itself(radius, measures, n, nx, ny, nz):
-            return
-    usable, crowded, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
+    usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
         xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
         ANISOTROPIC, QUAD,
     )  # fmt: skip
-    if not APART:
-        if not crowded:
-            return
-    if not CROWDED:
-        if crowded:
-            return
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -407,7 +349,7 @@ def _splat_vjp(
         mx, my, mz, mb, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m, m
         first = 0
         while first < pairs:
-            y, z, live, dy, dz, at = _pairs(
+            live, dy, dz, at = _pairs(
                 first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
             )
             shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
@@ -423,9 +365,6 @@ def _splat_vjp(
                 t = dx + shift
                 s = flat + metric[0] * t * t
                 inside = (s <= limit) & live
-                if CROWDED:
-                    if crowded:
-                        inside = _nearest(inside, images, x, y, z, ax, ay, az, step)
                 there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
                 place = (at + _wrapped(x, nx) * plane) * QUAD + lane
                 value = tl.load(cotangent + place, mask=there, other=0.0)
@@ -548,15 +487,10 @@ def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
     anisotropic = b.ndim == 2
     kind = tl.float64 if promoted(a[:3]) == torch.float64 else tl.float32
     cell = lattice.tensors_here()
-    cell = cell.step, cell.to_grid, cell.images, cell.measures
+    cell = cell.step, cell.to_grid, cell.measures
     given = order, xyz, b, occupancy, *constants, *cell
     shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.skewed), quad
     return given, lattice.shape, (*shape, voxels // quad, kind), quad
-
-
-def _passes(count: int) -> tuple[tuple[bool, bool], ...]:
-    """Return for each launch whether it takes atoms apart from their images, and whether others."""
-    return ((True, True),) if count <= _FEW else ((True, False), (False, True))
 
 
 @register("gaussian_density", "triton")
@@ -573,10 +507,8 @@ def gaussian_density(a: Any, y: Any) -> None:
     if len(xyz):
         given, sizes, constants, quad = _layout(a, order, total, _VOXELS)
         arrays = *given, total
-        for which in _passes(len(xyz)):
-            last = *constants, *which
-            key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
-            _forward[quad](len(xyz), key, *arrays, *sizes, *last)
+        key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *constants
+        _forward[quad](len(xyz), key, *arrays, *sizes, *constants)
     if total is not out:
         out.copy_(total)
 
@@ -592,8 +524,7 @@ def gaussian_density_vjp(a: Any, y: Any) -> None:
     outputs = on_xyz, on_b, on_occupancy
     wanted = tuple([out is not None for out in outputs])
     arrays = (*given, cotangent, *(xyz if out is None else out for out in outputs))
-    for which in _passes(len(xyz)):
-        last = *constants, *which, *wanted
-        key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
-        launch = _backward_anisotropic if b.ndim == 2 else _backward
-        launch[quad](len(xyz), key, *arrays, *sizes, *last)
+    last = *constants, *wanted
+    key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
+    launch = _backward_anisotropic if b.ndim == 2 else _backward
+    launch[quad](len(xyz), key, *arrays, *sizes, *last)
