@@ -44,7 +44,7 @@ SLACK = 1e-5
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 
 #: The most voxels of the box around an atom, so that no radius takes hours or overflows an integer.
-MOST_VOXELS = 1 << 24
+MOST_VOXELS = 1 << 27
 
 # Limits of edges, Å, such that squared voxel steps of any grid are within float32.
 _SHORTEST, _LONGEST = 1e-9, 1e9
@@ -78,7 +78,7 @@ class Lattice(Packed):
     device : str
         ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
     largest_radius : float
-        The largest radius of an atom, Å: the box around it has 2²⁴ voxels, as many as 256³.
+        The largest radius of an atom, Å: the box around it has 2²⁷ voxels, as many as 512³.
 
     Raises
     ------
@@ -308,7 +308,7 @@ def _conditions(
     rows.append(("radius", radius, "at least 0", radius >= 0))
     if lattice is not None:
         largest = lattice.fields_like(xyz).measures[9]
-        should = "at most the largest radius of its Lattice, whose box has 2²⁴ voxels"
+        should = "at most the largest radius of its Lattice, whose box has 2²⁷ voxels"
         rows.append(("radius", radius, should, radius <= largest))
     return rows
 
@@ -657,7 +657,7 @@ def gaussian_density(
         The number of voxels along each edge of the cell.
     radius : float, or array or tensor (N,), optional
         The distance up to which an atom counts, Å; by default `fusedops.density.atom_radius`. The
-        box around an atom may be larger than the cell, and has at most 2²⁴ voxels, as many as 256³:
+        box around an atom may be larger than the cell, and has at most 2²⁷ voxels, as many as 512³:
         `Lattice.largest_radius`.
     n_sigma : float
         The radius in standard deviations of the widest Gaussian, if `radius` isn't given.

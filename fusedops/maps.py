@@ -362,6 +362,11 @@ class MapGrid:
         """Bytes that `density_map` needs."""
         return BYTES_PER_VOXEL * math.prod(self.shape)
 
+    @property
+    def largest_radius(self) -> float:
+        """The largest radius of an atom, Å; see `fusedops.Lattice`."""
+        return fusedops.Lattice(self.matrix, self.shape).largest_radius
+
 
 def unit_cell(structure: Structure) -> Any:
     """Return the unit cell of a structure's file, without regard to matrices in the file.
@@ -603,13 +608,7 @@ def density_map(
     ccp4.grid.spacegroup = grid.spacegroup or gemmi.SpaceGroup("P 1")
     total = ccp4.grid.array.T
     *arrays, cell, shape = _arguments(atoms, grid)
-    # The op counts only an atom's nearest image. If atoms reach across the cell, count all images
-    # on a grid of several cells, and add the cells up.
-    reach = atoms.radius(n_sigma).max() if radius is None else radius
-    cells = np.ceil(2 * reach * np.linalg.norm(np.linalg.inv(cell), axis=1)).astype(int)
-    cells_shape = np.multiply(shape, cells).tolist()
-    check_memory(math.prod(cells_shape))
-    part = total if parts == 1 and cells_shape == list(shape) else np.empty(cells_shape, np.float32)
+    part = total if parts == 1 else np.empty(shape, np.float32)
     for share in np.array_split(np.arange(len(atoms.xyz)), parts):
         xyz, b, occupancy, amplitudes, widths = (array[share] for array in arrays)
         fusedops.gaussian_density(
@@ -618,18 +617,15 @@ def density_map(
             occupancy,
             amplitudes,
             widths,
-            cell * cells,
-            cells_shape,
+            cell,
+            shape,
             radius=radius,
             n_sigma=n_sigma,
             out=part,
             backend=backend,
         )
         if part is not total:
-            for at in np.ndindex(*cells):
-                total += part[
-                    tuple(slice(k * n, k * n + n) for k, n in zip(at, shape, strict=True))
-                ]
+            total += part
         advance()
     if grid.spacegroup:
         ccp4.grid.symmetrize_sum()

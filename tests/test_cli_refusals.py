@@ -266,10 +266,10 @@ def test_options_of_density(refused, folder, monkeypatch, options, reason):
     refused("density", "x.pdb", "--out", "out.map", *options, reason=reason)
 
 
-def test_atoms_that_reach_across_many_cells_need_memory(refused, folder, monkeypatch):
-    monkeypatch.setattr(maps, "available_memory", lambda: 10**8)
+def test_atoms_that_reach_too_many_voxels(refused, folder):
     (folder / "x.pdb").write_bytes(crystal("5 5 5 90 90 90"))
-    refused("density", "x.pdb", "--out", "x.map", "--radius", 99, reason="GB of memory")
+    reason = "its atoms reach 99 Å; these voxels allow 63"
+    refused("density", "x.pdb", "--out", "x.map", "--radius", 99, "--spacing", 0.25, reason=reason)
 
 
 @pytest.mark.parametrize(

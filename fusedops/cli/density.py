@@ -236,6 +236,11 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
     _check_reach(args, spacing, atoms, blur, radius)
     if not target:
         grid = _grid(args, structure, spacing, atoms, reach)
+    if reach > grid.largest_radius:
+        raise CommandError(
+            f"{args.file}: its atoms reach {reach:g} Å; these voxels allow "
+            f"{grid.largest_radius:.4g} Å at most; the spacing should be larger, or --radius smaller"
+        )
     symmetry = grid.spacegroup.xhm() if grid.spacegroup else None
     start, drawn = (target.start, target.rho.shape) if target else (grid.start, grid.shape)
     limit = args.resolution or 2 * mapfiles.largest_spacing(grid)
