@@ -87,12 +87,6 @@ class ScatteringAtoms:
             return float(self.b.min())
         return 8 * math.pi**2 * float(np.linalg.eigvalsh(_matrices(self.b)).min())
 
-    @property
-    def median_b(self) -> float:
-        """The median B, Å²; an anisotropic atom counts with its mean over directions."""
-        b = self.b if self.b.ndim == 1 else 8 * math.pi**2 * self.b[:, :3].mean(axis=1)
-        return float(np.median(b))
-
     def blurred(self, b: float) -> ScatteringAtoms:
         """Return the atoms with all B raised, which blurs the map.
 

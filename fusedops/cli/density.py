@@ -31,9 +31,6 @@ from fusedops.structure import Structure
 #: addition of two maps.
 _STEP = 40_000
 
-#: Unless asked for, voxels are no coarser, Å: no atom reaches further than 7 Å.
-_COARSEST = 2.0
-
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -67,8 +64,8 @@ def add(commands: Any) -> None:
         "--resolution",
         type=number(float, 0.1, 100, "Å"),
         metavar="Å",
-        help="make the spacing a third of this, as gemmi does, and at most 2 Å; --blur follows "
-        "from the spacing. Also the resolution of --mtz",
+        help="make the spacing a third of this, as gemmi does; --blur follows from the spacing. "
+        "Also the resolution of --mtz",
     )
     parser.add_argument(
         "--electron",
@@ -84,7 +81,7 @@ def add(commands: Any) -> None:
         type=number(float, 0.1, 100),
         default=4.0,
         metavar="S",
-        help="radius in standard deviations of an atom's widest Gaussian, within 2 to 7 Å "
+        help="radius in standard deviations of an atom's widest Gaussian, at least 2 Å "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -154,10 +151,8 @@ def _margin(asked: float | None, reach: float) -> float:
     return asked
 
 
-def _check_reach(
-    args: argparse.Namespace, spacing: float, atoms: Any, blur: float, radius: np.ndarray
-) -> None:
-    """Raise CommandError if voxels are too coarse for the radius, or the radius cuts B off."""
+def _check_reach(args: argparse.Namespace, spacing: float, radius: np.ndarray) -> None:
+    """Raise CommandError if voxels are too coarse for the radius."""
     least = args.radius or float(radius.min())
     if spacing > least / 3:
         option = f"--like {args.like}: spacing" if args.like else "--spacing"
@@ -165,15 +160,6 @@ def _check_reach(
             f"{option} {spacing:g}: voxels so far apart don't sample atoms, which reach {least:g} "
             f"Å; it should be at most {math.floor(100 * least / 3) / 100:g}, a third of that, or "
             "--radius larger"
-        )
-    b = atoms.median_b
-    # A ball of 2.5 standard deviations holds nine tenths of a Gaussian.
-    needed = min(2.5, args.n_sigma) * math.sqrt(b / (8 * math.pi**2))
-    if args.radius is None and radius.max() < needed:
-        raise CommandError(
-            f"{args.file}: half of its atoms have a B of {b:.4g} Å² or more, and reach "
-            f"{radius.max():g} Å; it should be smaller, or --radius at least {math.ceil(needed)} "
-            f"(a blur adds {blur:.4g} Å² to the sharpest atom's {atoms.least_b - blur:.4g} Å²)"
         )
 
 
@@ -222,7 +208,7 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
                 if path:
                     check_other(option, path, source)
         atoms = maps.scattering_atoms(structure, electron=args.electron)
-    spacing = args.spacing or min(args.resolution / 3 if args.resolution else 0.5, _COARSEST)
+    spacing = args.spacing or (args.resolution / 3 if args.resolution else 0.5)
     if target:
         grid = mapfiles.target_grid(target, structure)
         spacing = mapfiles.largest_spacing(grid)
@@ -233,13 +219,13 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
     atoms = atoms.blurred(blur)
     radius = atoms.radius(args.n_sigma)
     reach = args.radius or float(radius.max())
-    _check_reach(args, spacing, atoms, blur, radius)
+    _check_reach(args, spacing, radius)
     if not target:
         grid = _grid(args, structure, spacing, atoms, reach)
     if reach > grid.largest_radius:
         raise CommandError(
-            f"{args.file}: its atoms reach {reach:g} Å; these voxels allow "
-            f"{grid.largest_radius:.4g} Å at most; the spacing should be larger, or --radius smaller"
+            f"{args.file}: its atoms reach {reach:g} Å; these voxels allow at most "
+            f"{grid.largest_radius:.4g} Å; the spacing should be larger, or --radius smaller"
         )
     symmetry = grid.spacegroup.xhm() if grid.spacegroup else None
     start, drawn = (target.start, target.rho.shape) if target else (grid.start, grid.shape)
