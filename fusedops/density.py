@@ -289,9 +289,19 @@ def _radius(b: Any, widths: Any, n_sigma: float) -> Any:
 
 
 def _conditions(
-    xyz: Any, b: Any, occupancy: Any, amplitudes: Any, widths: Any, radius: Any, lattice: Any
+    xyz: Any,
+    b: Any,
+    occupancy: Any,
+    amplitudes: Any,
+    widths: Any,
+    radius: Any,
+    *,
+    lattice: Lattice | None,
 ) -> list[tuple[str, Any, str, Any]]:
-    """Return rows (argument, array, the condition in words, a mask of the atoms that meet it)."""
+    """Return rows (argument, array, the condition in words, a mask of the atoms that meet it).
+
+    The words are a format of the lattice.
+    """
     xp = namespace(xyz)
     rows = [
         (name, array, "finite", xp.isfinite(array if array.ndim == 1 else array.sum(1)))
@@ -317,7 +327,7 @@ def _conditions(
     rows.append(("radius", radius, "at least 0", radius >= 0))
     if lattice is not None:
         largest = lattice.fields_like(xyz).measures[9]
-        should = "at most the largest radius of its Lattice, whose box has 2²⁷ voxels"
+        should = "at most {0.largest_radius:.6g}, where its box has 2²⁷ voxels"
         rows.append(("radius", radius, should, radius <= largest))
     return rows
 
@@ -330,6 +340,7 @@ def bad_atoms(
     amplitudes: Any,
     widths: Any,
     radius: Any,
+    *,
     lattice: Lattice | None = None,
 ) -> Any:
     """Return a mask of the atoms that `gaussian_density` leaves out with on_bad="skip".
@@ -357,7 +368,7 @@ def bad_atoms(
     >>> bad_atoms(xyz, np.array([np.nan, 5.0]), one[:, 0], one, one, one[:, 0]).tolist()
     [True, False]
     """
-    rows = _conditions(xyz, b, occupancy, amplitudes, widths, radius, lattice)
+    rows = _conditions(xyz, b, occupancy, amplitudes, widths, radius, lattice=lattice)
     good = [good for *_, good in rows]
     return ~functools.reduce(lambda one, other: one & other, good)
 
@@ -427,7 +438,7 @@ def _chunks(arrays: Sequence[Any], constants: Sequence[Any], lattice: Lattice) -
     """
     xp = namespace(arrays[0])
     constants = [cast(a, arrays[0]) for a in constants]
-    good = ~bad_atoms(*arrays, *constants, lattice)
+    good = ~bad_atoms(*arrays, *constants, lattice=lattice)
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     measures = cast(lattice.fields_like(arrays[0]).measures, arrays[0])
     boxes = (2 * constants[2][good][:, None] * measures[6:9] + 2).prod(1)
@@ -600,18 +611,18 @@ def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
                 "torch.vmap or a CUDA graph it should be 'skip'"
             )
         arrays = [array.detach() for array in arrays]
-    bad = bad_atoms(*arrays, a.lattice)
+    bad = bad_atoms(*arrays, lattice=a.lattice)
     if not bad.any():
         return
     with np.errstate(invalid="ignore", over="ignore"):
-        conditions = _conditions(*arrays, a.lattice)
+        conditions = _conditions(*arrays, lattice=a.lattice)
     atom = int(bad.nonzero()[0][0])
     argument, value, should = next(
         (argument, array[atom], should)
         for argument, array, should, good in conditions
         if not good[atom]
     )
-    wrong = f"{argument}[{atom}] is {value.tolist()}; it should be {should}"
+    wrong = f"{argument}[{atom}] is {value.tolist()}; it should be {should.format(a.lattice)}"
     if on_bad == "raise":
         raise ValueError(f"{name}: {wrong}")
     warn(f"{name}: {int(bad.sum())} of {len(bad)} atoms are left out; of the first, {wrong}")

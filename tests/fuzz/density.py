@@ -76,7 +76,9 @@ def build(d: dict[str, Any]) -> Problem:
     def terms(xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray) -> Any:
         """Yield good atoms, with density and squared distance (V, K) in K cells, and radius."""
         radius = radius_of(b)
-        good = ~bad_atoms(xyz, b, occupancy, amplitudes, widths, radius, Lattice(cell, grid))
+        good = ~bad_atoms(
+            xyz, b, occupancy, amplitudes, widths, radius, lattice=Lattice(cell, grid)
+        )
         voxels = np.stack(np.meshgrid(*[np.arange(n) / n for n in grid], indexing="ij"), -1)
         for i in np.flatnonzero(good):
             reach = radius[i] * np.linalg.norm(np.linalg.inv(cell), axis=1)
