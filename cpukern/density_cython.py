@@ -9,7 +9,7 @@ import numpy as np
 from cpukern import isa
 from fusedops._frame.registry import register
 from fusedops._frame.threads import threads_for
-from fusedops.density import SLACK
+from fusedops.density import SLACK, clamped, clamping
 
 _density = isa.load("density_cython")
 _NAMES = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
@@ -43,6 +43,8 @@ def _arguments(a: Any) -> tuple[Any, ...]:
 def gaussian_density(a: Any, y: Any) -> None:
     if y.map is None:
         return
+    if a.clamp:
+        a, _ = clamped(a)
     if len(a.xyz):
         _splat_of[a.xyz.dtype](*_arguments(a), y.map)
     else:
@@ -50,6 +52,7 @@ def gaussian_density(a: Any, y: Any) -> None:
 
 
 @register("gaussian_density_vjp", "cython")
+@clamping
 def gaussian_density_vjp(a: Any, y: Any) -> None:
     if len(a.xyz):
         dmap = np.ascontiguousarray(a.dmap)

@@ -21,7 +21,7 @@ from cpukern.scatter_numba import in_shares
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
 from fusedops._frame.registry import register
 from fusedops._frame.threads import get_num_threads, in_parallel
-from fusedops.density import SLACK
+from fusedops.density import SLACK, clamped, clamping
 
 # Exponentials that are worth handing to another thread.
 _GRAIN = 1 << 14
@@ -497,7 +497,7 @@ def gaussian_density(a: Any, y: Any) -> None:
     out = y.map
     if out is None:
         return
-    atoms, space, costs = _prepare(a)
+    atoms, space, costs = _prepare(clamped(a)[0] if a.clamp else a)
     box, planes = atoms[1], a.lattice.nx
     slab = max(1, min(_SLAB // out[0].nbytes, planes // (_SLABS * get_num_threads())))
     slabs = -(-planes // slab)
@@ -514,6 +514,7 @@ def gaussian_density(a: Any, y: Any) -> None:
 
 
 @register("gaussian_density_vjp", "numba")
+@clamping
 def gaussian_density_vjp(a: Any, y: Any) -> None:
     b, cotangent, dtype = a.b, a.dmap, a.dmap.dtype
     on_xyz, on_b, on_occupancy = y

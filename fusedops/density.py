@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,9 @@ SLACK = 1e-5
 #: Where component (i, j) of a symmetric matrix is in [11, 22, 33, 12, 13, 23].
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 
+# Where the nine elements of a symmetric matrix are among these components.
+_ROWS = [[0, 3, 4], [3, 1, 5], [4, 5, 2]]
+
 #: The most voxels of the box around an atom, so that no radius takes hours or overflows an integer.
 MOST_VOXELS = 1 << 27
 
@@ -55,6 +58,9 @@ _FLATTEST = 1e-6
 
 #: The number of atoms from which sorting pays on a GPU.
 ORDERED = 5000
+
+#: The least width of a Gaussian with on_bad="clamp", Å².
+LEAST_WIDTH = 0.4
 
 # The number of voxels times Gaussians that the definition works on at a time.
 _CHUNK = 1 << 22
@@ -217,8 +223,8 @@ def _lattice(cell: tuple[float, ...], shape: tuple[int, ...], device: str) -> La
     return lattice if device == "cpu" else lattice.to(device)
 
 
-def _largest(U: Any) -> Any:
-    """Return the largest eigenvalues of symmetric matrices (N, 6), in closed form (Smith, 1961)."""
+def _eigenvalues(U: Any) -> tuple[Any, Any]:
+    """Return the least and largest eigenvalues of symmetric matrices (N, 6) (Smith, 1961)."""
     xp = namespace(U)
     mean = U[:, :3].mean(1)
     off = (U[:, 3:] ** 2).sum(1)
@@ -227,8 +233,8 @@ def _largest(U: Any) -> Any:
     a, b, c = ((U[:, :3] - mean[:, None]) / safe[:, None]).T
     d, e, f = (U[:, 3:] / safe[:, None]).T
     half = 0.5 * (a * (b * c - f * f) - d * (d * c - e * f) + e * (d * f - b * e))
-    arccos = xp.arccos if xp is np else xp.acos
-    return mean + 2 * p * xp.cos(arccos(xp.clip(half, -1, 1)) / 3)
+    angle = (xp.arccos if xp is np else xp.acos)(xp.clip(half, -1, 1)) / 3
+    return mean + 2 * p * xp.cos(angle + 2 * math.pi / 3), mean + 2 * p * xp.cos(angle)
 
 
 def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
@@ -282,7 +288,7 @@ def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
 
 def _radius(b: Any, widths: Any, n_sigma: float) -> Any:
     xp = namespace(b)
-    mean_square = b / (8 * math.pi**2) if b.ndim == 1 else _largest(b)
+    mean_square = b / (8 * math.pi**2) if b.ndim == 1 else _eigenvalues(b)[1]
     square = xp.amax(widths, 1) / (8 * math.pi**2) + mean_square
     radius = n_sigma * xp.sqrt(xp.clip(square, 1e-6, None))
     return xp.clip(xp.ceil(radius / 0.25) * 0.25, 2.0, None)
@@ -297,6 +303,7 @@ def _conditions(
     radius: Any,
     *,
     lattice: Lattice | None,
+    clamp: int = 0,
 ) -> list[tuple[str, Any, str, Any]]:
     """Return rows (argument, array, the condition in words, a mask of the atoms that meet it).
 
@@ -314,22 +321,27 @@ def _conditions(
             ("radius", radius),
         )
     ]
-    least = xp.amin(widths, 1)
-    if b.ndim == 1:
-        rows.append(("b", b, "larger than minus each of the atom's widths", least + b > 0))
-    else:
-        m = least[:, None] + 8 * math.pi**2 * b[:, :3]
-        d, e, f = (8 * math.pi**2 * b[:, 3:]).T
-        second = m[:, 0] * m[:, 1] - d * d
-        third = m[:, 2] * second - m[:, 0] * f * f - m[:, 1] * e * e + 2 * d * e * f
-        positive = (m[:, 0] > 0) & (second > 0) & (third > 0)
-        rows.append(("b", b, "positive definite together with each of the atom's widths", positive))
+    if not clamp:
+        rows.append(_is_wide(b, widths))
     rows.append(("radius", radius, "at least 0", radius >= 0))
     if lattice is not None:
         largest = lattice.fields_like(xyz).measures[9]
         should = "at most {0.largest_radius:.6g}, where its box has 2²⁷ voxels"
         rows.append(("radius", radius, should, radius <= largest))
     return rows
+
+
+def _is_wide(b: Any, widths: Any) -> tuple[str, Any, str, Any]:
+    """Return the condition that all Gaussians of an atom have a positive width."""
+    least = namespace(b).amin(widths, 1)
+    if b.ndim == 1:
+        return "b", b, "larger than minus each of the atom's widths", least + b > 0
+    m = least[:, None] + 8 * math.pi**2 * b[:, :3]
+    d, e, f = (8 * math.pi**2 * b[:, 3:]).T
+    second = m[:, 0] * m[:, 1] - d * d
+    third = m[:, 2] * second - m[:, 0] * f * f - m[:, 1] * e * e + 2 * d * e * f
+    positive = (m[:, 0] > 0) & (second > 0) & (third > 0)
+    return "b", b, "positive definite together with each of the atom's widths", positive
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -368,9 +380,12 @@ def bad_atoms(
     >>> bad_atoms(xyz, np.array([np.nan, 5.0]), one[:, 0], one, one, one[:, 0]).tolist()
     [True, False]
     """
-    rows = _conditions(xyz, b, occupancy, amplitudes, widths, radius, lattice=lattice)
-    good = [good for *_, good in rows]
-    return ~functools.reduce(lambda one, other: one & other, good)
+    return ~_all_of(_conditions(xyz, b, occupancy, amplitudes, widths, radius, lattice=lattice))
+
+
+def _all_of(conditions: Any) -> Any:
+    """Return a mask of the atoms that meet all conditions."""
+    return functools.reduce(lambda one, other: one & other, [good for *_, good in conditions])
 
 
 def _gaussians(b: Any, amplitudes: Any, widths: Any) -> tuple[Any, Any]:
@@ -378,8 +393,7 @@ def _gaussians(b: Any, amplitudes: Any, widths: Any) -> tuple[Any, Any]:
     xp = namespace(b)
     if b.ndim == 1:
         c = 4 * math.pi**2 / (widths + b[:, None])
-        eye = xp.eye(3, dtype=b.dtype, **({"device": b.device} if is_tensor(b) else {}))
-        return amplitudes * (c / math.pi) ** 1.5, c[..., None, None] * eye
+        return amplitudes * (c / math.pi) ** 1.5, c[..., None, None] * _eye(b)
     M = _matrices(b, widths)
     norm = amplitudes * math.pi**1.5 / xp.sqrt(xp.linalg.det(M))
     return norm, math.pi**2 * xp.linalg.inv(M)
@@ -387,10 +401,146 @@ def _gaussians(b: Any, amplitudes: Any, widths: Any) -> tuple[Any, Any]:
 
 def _matrices(U: Any, widths: Any) -> Any:
     """Return (B I + 8π² U) / 4 for all Gaussians, (N, G, 3, 3)."""
+    return (widths[:, :, None, None] * _eye(U) + 8 * math.pi**2 * U[:, None][..., _ROWS]) / 4
+
+
+def _eye(like: Any) -> Any:
+    """Return the unit matrix (3, 3) in the dtype and on the device of `like`."""
+    options = {"device": like.device} if is_tensor(like) else {}
+    return namespace(like).eye(3, dtype=like.dtype, **options)
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def clamped(a: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+    """Return a call of wider Gaussians in place of one with `clamp`, and the way back of gradients.
+
+    A Gaussian that is too sharp is another function of b than those beside it, so it goes into a
+    copy of its atom: one copy for all isotropic Gaussians, which then are constant and alike, and
+    otherwise one for each Gaussian. A copy without Gaussians is left out by a negative radius, so
+    the number of atoms doesn't depend on values.
+    """
+    xp = namespace(a.xyz)
+    A, B, b = a.amplitudes, double(a.widths), double(a.b)
+    none = xp.zeros_like(B)
+    if b.ndim == 1:
+        sharp = B + b[:, None] < LEAST_WIDTH
+        copies = [(xp.full_like(b, LEAST_WIDTH), none, sharp)]
+        pull = None
+    else:
+        least = (LEAST_WIDTH - B) / (8 * math.pi**2)
+        raised, sharp, pull = _raised(b, least)
+        number = xp.cumsum(none + 1, 1) - 1
+        copies = [
+            (raised[:, g], B[:, g, None] + none, sharp & (number == g)) for g in range(B.shape[1])
+        ]
+    # Any positive width will do for a Gaussian without amplitude.
+    widest = xp.amax(B, 1)[:, None] + none
+    copies.insert(0, (b, xp.where(sharp, widest, B), ~sharp))
+    dtype = a.b.dtype if a.b.dtype.itemsize > 2 else sys.modules["torch"].float32
+    out = -xp.ones_like(a.radius)
+    wide = a._replace(
+        xyz=xp.concatenate([a.xyz] * len(copies)),
+        b=xp.concatenate([cast(b, dtype) for b, _, _ in copies]),
+        occupancy=xp.concatenate([a.occupancy] * len(copies)),
+        amplitudes=xp.concatenate([xp.where(own, A, xp.zeros_like(A)) for *_, own in copies]),
+        widths=xp.concatenate([cast(B, a.widths) for _, B, _ in copies]),
+        radius=xp.concatenate([xp.where(own.any(1), a.radius, out) for *_, own in copies]),
+        clamp=0,
+    )
+    if getattr(a, "order", None) is not None:
+        wide = wide._replace(order=repeated(a.order, len(wide.xyz)))
+
+    def back(dxyz: Any, db: Any, doccupancy: Any) -> tuple[Any, ...]:
+        parts = [
+            None if d is None else d.reshape(len(copies), len(b), *d.shape[1:])
+            for d in (dxyz, db, doccupancy)
+        ]
+        dxyz, db, doccupancy = parts
+        if db is not None:
+            db = db[0] if pull is None else db[0] + pull(double(db[1:]))
+        return (
+            None if dxyz is None else dxyz.sum(0),
+            db,
+            None if doccupancy is None else doccupancy.sum(0),
+        )
+
+    return wide, back
+
+
+def _raised(U: Any, least: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Return U (N, G, 6) with eigenvalues raised to `least` (N, G), where, and the pullback.
+
+    If one or two eigenvalues of U are below the bound c, the smallest or the largest eigenvalue λ
+    is alone on its side. So it is simple, and λ and its projector P are differentiable: U becomes
+    U + (c - λ) P or c + (λ - c) P. With N = U - λ, whose traces of powers are t1, t2 and t3,
+    P is adj(N)/p with p = tr adj(N) = (t1² - t2)/2, and S = (N - t1 (1 - P))/p is the resolvent in
+    dP = P dU S + S dU P.
+    """
     xp = namespace(U)
-    rows = [[0, 3, 4], [3, 1, 5], [4, 5, 2]]
-    eye = xp.eye(3, dtype=U.dtype, **({"device": U.device} if is_tensor(U) else {}))
-    return (widths[:, :, None, None] * eye + 8 * math.pi**2 * U[:, None][..., rows]) / 4
+    smallest, largest = _eigenvalues(U.detach() if is_tensor(U) else U)
+    middle = U[:, :3].sum(1) - smallest - largest
+    # Equal eigenvalues at the bound, and their rounding, must not look like one alone.
+    slack = 1e-7 * (abs(smallest) + abs(largest))[:, None]
+    smallest, middle, largest = (x[:, None] for x in (smallest, middle, largest))
+    sharp, kept = smallest < least - slack, middle >= least
+    one, two = sharp & kept, sharp & ~kept & (largest >= least + slack)
+    some, kept = one | two, kept | ~sharp
+    eye = _eye(U)
+    full = U[:, None][..., _ROWS]
+    # Other matrices may have no such projector; diag(1, 0, 0) takes their place.
+    M = xp.where(some[..., None, None], full, eye * eye[0])
+    root = xp.where(one, smallest, largest)
+    root = xp.where(some, root, xp.ones_like(root))[..., None, None]
+    # Newton's steps: each doubles the order up to which derivatives of λ are right.
+    for _ in range(4):
+        N = M - root * eye
+        t1, t2, t3 = (xp.einsum("...ii", x)[..., None, None] for x in (N, N @ N, N @ N @ N))
+        root = root + (t1**3 - 3 * t1 * t2 + 2 * t3) / (3 * (t1**2 - t2))
+    N = M - root * eye
+    t1, t2 = (xp.einsum("...ii", x)[..., None, None] for x in (N, N @ N))
+    p = (t1**2 - t2) / 2
+    P = (N @ N - t1 * N + p * eye) / p
+    S = (N - t1 * (eye - P)) / p
+    bound, kept = least[..., None, None], kept[..., None, None]
+    sign = cast(two, U)[..., None, None] - cast(one, U)[..., None, None]
+    above = root - bound
+    V = xp.where(kept, full, bound * eye) + sign * above * P
+
+    def pull(dV: Any) -> Any:
+        """Return dU (N, 6) for dV (G, N, 6)."""
+        D = xp.stack([dV[..., i] / (1 if i < 3 else 2) for i in range(6)], -1)
+        D = xp.einsum("gn...->ng...", D)[..., _ROWS]
+        turned = P @ D @ S
+        turned = turned + xp.einsum("...ij->...ji", turned)
+        along = xp.einsum("...ij,...ij->...", P, D)[..., None, None]
+        dU = xp.where(kept, D, xp.zeros_like(D)) + sign * (along * P + above * turned)
+        return xp.stack([(1 if i == j else 2) * dU[..., i, j] for i, j in COMPONENTS], -1).sum(1)
+
+    return xp.stack([V[..., i, j] for i, j in COMPONENTS], -1), sharp, pull
+
+
+def repeated(order: Any, count: int) -> Any:
+    """Return an order of `count` atoms, copies of those that `order` lists."""
+    return namespace(order).concatenate([order + at for at in range(0, count, len(order))])
+
+
+def clamping(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Let a kernel of the gradient serve calls with `clamp`."""
+
+    @functools.wraps(kernel)
+    def run(a: Any, y: Any) -> None:
+        if not a.clamp:
+            kernel(a, y)
+            return
+        wide, back = clamped(a)
+        pairs = zip(y, wide[:3], strict=True)
+        made = [None if out is None else zeros(x, tuple(x.shape)) for out, x in pairs]
+        kernel(wide, y._make(made))
+        for out, found in zip(y, back(*made), strict=True):
+            if out is not None:
+                out[...] = found
+
+    return run
 
 
 def _ball(xyz: Any, radius: Any, lattice: Lattice, part: tuple[int, int]) -> tuple[Any, Any, Any]:
@@ -457,8 +607,11 @@ def _chunks(arrays: Sequence[Any], constants: Sequence[Any], lattice: Lattice) -
 
 
 def _density_formula(a: Any) -> tuple[Any, Any]:
-    dtype, lattice = promoted(a[:3]), a.lattice
+    dtype, lattice, xyz = promoted(a[:3]), a.lattice, a.xyz
     arrays = [double(array) for array in a[:3]]
+    if a.clamp:
+        a, _ = clamped(a._replace(xyz=arrays[0], b=arrays[1], occupancy=arrays[2]))
+        arrays = a[:3]
     out = zeros(arrays[0], (math.prod(lattice.shape),))
     for _, (x, width, occ), (amplitudes, widths, radius), part in _chunks(arrays, a[3:6], lattice):
         norm, P = _gaussians(width, amplitudes, widths)
@@ -469,8 +622,8 @@ def _density_formula(a: Any) -> tuple[Any, Any]:
         else:
             np.add.at(out, flat.reshape(-1).astype(np.int64), value.reshape(-1))
     order = None
-    if _is_ordered(a.xyz):
-        order = sys.modules["torch"].arange(len(a.xyz), device=a.xyz.device)
+    if _is_ordered(xyz):
+        order = sys.modules["torch"].arange(len(xyz), device=xyz.device)
     return cast(out, dtype).reshape(lattice.shape), order
 
 
@@ -494,6 +647,11 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
     """
     lattice = a.lattice
     *arrays, g = (double(array) for array in a[:4])
+    if a.clamp:
+        call = a._replace(xyz=arrays[0], b=arrays[1], occupancy=arrays[2], order=None)
+        wide, back = clamped(call)
+        pairs = zip(back(*_vjp_formula(wide)), a[:3], strict=True)
+        return tuple([cast(found, array) for found, array in pairs])
     xp = namespace(g)
     g = g.reshape(-1)
     rows_of: list[list[Any]] = [[], [], []]
@@ -539,7 +697,8 @@ def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
 
 
 def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return density_vjp.to_run(*a[:3], dy.map, *a[3:6], y.order, a.lattice, out=wanted)
+    last = y.order, a.lattice, a.clamp
+    return density_vjp.to_run(*a[:3], dy.map, *a[3:6], *last, out=wanted)
 
 
 def _is_ordered(xyz: Any) -> bool:
@@ -556,7 +715,7 @@ density = Primitive(
     family="density",
     arrays=_ATOMS,
     constants=_CONSTANTS,
-    static={"lattice": Lattice},
+    static={"lattice": Lattice, "clamp": int},
     sizes={**_SIZES, "ordered": lambda a: _is_ordered(a.xyz)},
     outputs={"map": "(nx, ny, nz) of xyz, b, occupancy", "order": "(N) int64 with ordered"},
     formula=_density_formula,
@@ -569,7 +728,7 @@ density_vjp = Primitive(
     family="density",
     arrays={**_ATOMS, "dmap": "(nx, ny, nz)"},
     constants={**_CONSTANTS, "order": "(N), optional"},
-    static={"lattice": Lattice},
+    static={"lattice": Lattice, "clamp": int},
     sizes=_SIZES,
     outputs={f"d{name}": f"like {name}" for name in _ATOMS},
     formula=_vjp_formula,
@@ -598,24 +757,24 @@ def _mapped() -> bool:
 def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     """Raise if an atom has no density, or warn that it is left out."""
     arrays, xyz = a[:6], a.xyz
-    if is_tensor(xyz) and (on_bad == "skip" and not xyz.is_cpu):
+    if is_tensor(xyz) and (on_bad != "raise" and not xyz.is_cpu):
         return
     if is_tensor(xyz):
         torch = sys.modules["torch"]
         captured = xyz.is_cuda and torch.cuda.is_current_stream_capturing()
         if traced() or _mapped() or captured:
-            if on_bad == "skip":
+            if on_bad != "raise":
                 return
             raise TypeError(
                 f"{name}: on_bad is 'raise', which has to look at the atoms; inside torch.compile, "
-                "torch.vmap or a CUDA graph it should be 'skip'"
+                "torch.vmap or a CUDA graph it should be 'skip' or 'clamp'"
             )
         arrays = [array.detach() for array in arrays]
-    bad = bad_atoms(*arrays, lattice=a.lattice)
+    with np.errstate(invalid="ignore", over="ignore"):
+        conditions = _conditions(*arrays, lattice=a.lattice, clamp=a.clamp)
+    bad = ~_all_of(conditions)
     if not bad.any():
         return
-    with np.errstate(invalid="ignore", over="ignore"):
-        conditions = _conditions(*arrays, lattice=a.lattice)
     atom = int(bad.nonzero()[0][0])
     argument, value, should = next(
         (argument, array[atom], should)
@@ -623,7 +782,7 @@ def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
         if not good[atom]
     )
     wrong = f"{argument}[{atom}] is {value.tolist()}; it should be {should.format(a.lattice)}"
-    if on_bad == "raise":
+    if on_bad != "skip":
         raise ValueError(f"{name}: {wrong}")
     warn(f"{name}: {int(bad.sum())} of {len(bad)} atoms are left out; of the first, {wrong}")
 
@@ -683,11 +842,14 @@ def gaussian_density(
         The radius in standard deviations of the widest Gaussian, if `radius` isn't given; see
         `fusedops.density.atom_radius` for the rules of TorchRef and gemmi. Time grows with the
         third power of the radius; memory doesn't.
-    on_bad : {"raise", "skip"}
+    on_bad : {"raise", "skip", "clamp"}
         The treatment of an atom with a number that isn't finite, a Gaussian of no positive width,
         or a radius that is negative or too large (see `fusedops.density.bad_atoms`). "raise" waits
         for the GPU, if the atoms are on one. "skip" leaves such atoms out: on the CPU with a
-        warning that counts them, on a GPU silently and without waiting.
+        warning that counts them, on a GPU silently and without waiting. "clamp" raises the width
+        B + b of every Gaussian to at least 0.4 Å², as TorchRef does; for an anisotropic atom, every
+        eigenvalue of B I + 8π² U. A width that it raises has zero derivatives. An atom with another
+        fault is an error on the CPU, and left out on a GPU and inside torch.compile.
 
     Returns
     -------
@@ -725,7 +887,7 @@ def gaussian_density(
     dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
     amplitudes, in_amplitudes = _constant(name, "amplitudes", amplitudes, dtype)
     widths, in_widths = _constant(name, "widths", widths, dtype)
-    one_of(name, "on_bad", on_bad, ("raise", "skip"))
+    one_of(name, "on_bad", on_bad, ("raise", "skip", "clamp"))
     if radius is None:
         n_sigma = positive(name, "n_sigma", n_sigma)
 
@@ -748,7 +910,7 @@ def gaussian_density(
     else:
         lattice = _read_lattice(name, cell, grid_shape, xyz)
     return to_run(
-        (xyz, b, occupancy, in_amplitudes, in_widths, in_radius, lattice),
+        (xyz, b, occupancy, in_amplitudes, in_widths, in_radius, lattice, int(on_bad == "clamp")),
         "map",
         functools.partial(_raise_or_warn, name, on_bad),
     )

@@ -561,6 +561,7 @@ def _density_cases() -> list[Case]:
         radius: float,
         *,
         bad: bool = False,
+        clamp: int = 0,
         terms: int = 2048,
     ) -> None:
         def make(anisotropic: bool, back: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
@@ -571,8 +572,13 @@ def _density_cases() -> list[Case]:
             if bad:
                 xyz[1, 2], occupancy[3], far[4] = np.nan, np.inf, -1.0
                 b[5] = -90.0
+            if clamp and anisotropic:
+                # One, two and three directions are too sharp.
+                b[:3, :3] -= [[0.8, 0.1, 0.0], [0.8, 0.8, 0.0], [2.0, 2.0, 2.0]]
+            elif clamp:
+                b[:3] -= 20.0, 50.0, 99.0
             arrays = (xyz, b, occupancy, rng.normal(size=shape))
-            static = *table, far, *([None] if back else []), Lattice(matrix, shape)
+            static = *table, far, *([None] if back else []), Lattice(matrix, shape), clamp
             return arrays if back else arrays[:3], static
 
         for kind in ("iso", "aniso"):
@@ -590,6 +596,8 @@ def _density_cases() -> list[Case]:
     add("long", 1, [[5.0, 0, 0], [0, 6.0, 0], [1.0, 0, 40.0]], (2, 3, 90), 10.0)
     add("small", 2, [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (5, 4, 3), 4.0)
     add("bad", 8, orthogonal, (6, 7, 8), 1.5, bad=True)
+    # Rounding U moves a small eigenvalue.
+    add("clamp", 5, orthogonal, (8, 7, 6), 1.7, clamp=1, terms=16384)
     # Only tails of Gaussians, in which rounding of large exponents counts.
     add("one-voxel", 1, triclinic, (1, 1, 1), 9.0, terms=32000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)

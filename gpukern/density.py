@@ -22,7 +22,7 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.density import SLACK, Lattice
+from fusedops.density import SLACK, Lattice, clamped, clamping, repeated
 from fusedops.density import density as definition
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
@@ -503,6 +503,9 @@ def gaussian_density(a: Any, y: Any) -> None:
         out.copy_(definition.formula(a)[0])
         return
     # Atomic sums in 16 bits would lose digits that float32 keeps.
+    if a.clamp:
+        a, _ = clamped(a)
+        xyz, order = a.xyz, None if order is None else repeated(order, len(a.xyz))
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     if len(xyz):
         given, sizes, constants, quad = _layout(a, order, total, _VOXELS)
@@ -514,6 +517,7 @@ def gaussian_density(a: Any, y: Any) -> None:
 
 
 @register("gaussian_density_vjp", "triton")
+@clamping
 def gaussian_density_vjp(a: Any, y: Any) -> None:
     xyz, b = a.xyz, a.b
     on_xyz, on_b, on_occupancy = y

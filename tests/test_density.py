@@ -656,6 +656,120 @@ def test_no_warning_without_a_bad_atom():
     same(got, gaussian_density(*p.atoms, p.cell, p.shape, radius=p.radius))
 
 
+def too_sharp(name="triclinic", *, anisotropic=False, dtype="float64"):
+    """Return a problem of wide atoms, and of atoms whose widths are negative in some directions."""
+    p = problem(name, 5, anisotropic=anisotropic, dtype=dtype)
+    if anisotropic:
+        p.b[:3, :3] -= np.array([[0.8, 0.1, 0.0], [0.8, 0.8, 0.0], [2.0, 2.0, 2.0]], dtype)
+        p.b[3] = 0
+    else:
+        # All Gaussians of the third and the fourth are too sharp, or only its constant.
+        p.b[:4] = -2, -30, -99, 0
+    return p
+
+
+def widened(b, width):
+    """Return B (3, 3) of a Gaussian, with eigenvalues of at least 0.4 Å²."""
+    values, vectors = np.linalg.eigh(8 * np.pi**2 * symmetric(b) + width * np.eye(3))
+    return vectors * np.maximum(values, 0.4) @ vectors.T
+
+
+def brute_of_widened(p):
+    """Return the map, where every Gaussian is an atom of its own."""
+    rho = np.zeros(p.shape)
+    for i, g in np.ndindex(p.widths.shape):
+        own, wide = p.of([i]), widened(p.b[i].astype(np.float64), float(p.widths[i, g]))
+        b = np.array([[wide[j, k] for j, k in COMPONENTS]]) / (8 * np.pi**2)
+        amplitudes, widths = own.amplitudes[:, [g]], np.zeros((1, 1))
+        rho += brute(own._replace(b=b, amplitudes=amplitudes, widths=widths))
+    return rho
+
+
+@pytest.mark.interpreted_slow(dtype="float64", name="triclinic")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["triclinic", "smaller than the sphere"])
+def test_sharp_gaussians_are_widened_to_a_least_width(place, name, anisotropic, dtype):
+    p = too_sharp(name, anisotropic=anisotropic, dtype=dtype)
+    # Where U is far from zero, rounding it moves an eigenvalue of 0.005 Å².
+    terms = 1 << 20 if dtype == "float32" else 4096
+    close(evaluate(place, p, on_bad="clamp"), brute_of_widened(p), dtype, terms=terms)
+    with pytest.raises(ValueError, match=r"b\[0\] is .*; it should be "):
+        evaluate(place, p, on_bad="raise")
+
+
+def test_gradients_of_widened_gaussians(quick, anisotropic):
+    """They are as differences say; the width of a clamped isotropic Gaussian is constant."""
+    p = too_sharp("orthogonal", anisotropic=anisotropic)
+    p = p._replace(radius=np.full(5, 1.9))
+    _, *gradients = solve(quick, p, on_bad="clamp")
+    step = 1e-6
+    for at, gradient in enumerate(gradients):
+        want = np.zeros_like(gradient)
+        for index in np.ndindex(gradient.shape):
+            moved = []
+            for sign in (1, -1):
+                arrays = [a.copy() for a in p.leaves]
+                arrays[at][index] += sign * step
+                rho = evaluate(quick, p._replace(**named(arrays)), on_bad="clamp")
+                moved.append(np.vdot(p.cotangent, rho))
+            want[index] = (moved[0] - moved[1]) / (2 * step)
+        assert error(gradient, want) < 1e-6
+    assert not gradients[1][2].any()
+    assert gradients[1][0].any()
+
+
+@pytest.mark.interpreted_slow(dtype="float64")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_of_widened_gaussians_are_the_references(place, anisotropic, dtype):
+    p = too_sharp(anisotropic=anisotropic, dtype=dtype)
+    wide = Problem(*(a.astype(np.float64) for a in p[:7]), p.shape, p.cotangent)
+    want = solve(("numpy", "numpy"), wide, on_bad="clamp")
+    for got, expected in zip(solve(place, p, on_bad="clamp"), want, strict=True):
+        assert got.dtype == dtype
+        close(got, expected, terms=1 << 24 if dtype == "float32" else 1 << 16)
+
+
+@needs_torch
+def test_second_derivatives_of_widened_gaussians(torch_backend, anisotropic):
+    p = too_sharp(anisotropic=anisotropic)
+    leaves = [leaf[:3].detach().requires_grad_() for leaf in leaves_of(p)]
+    function = function_of(p.of(slice(3)), torch_backend, on_bad="clamp")
+    assert torch.autograd.gradgradcheck(function, leaves, eps=1e-6, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("argument", ["xyz", "b", "occupancy", "radius"])
+def test_clamping_hides_no_other_fault(quick, argument, anisotropic):
+    p = too_sharp(anisotropic=anisotropic)
+    getattr(p, argument)[1] = np.nan
+    with pytest.raises(ValueError, match=rf"{argument}\[1\] is .*; it should be finite"):
+        evaluate(quick, p, on_bad="clamp")
+
+
+def test_clamping_changes_no_wide_atom(quick, anisotropic):
+    p = problem(anisotropic=anisotropic)
+    p.widths[:, -1] = 0.5
+    for got, want in zip(solve(quick, p, on_bad="clamp"), solve(quick, p), strict=True):
+        agree(quick, got, want)
+
+
+@needs_torch
+def test_compiled_code_clamps_and_leaves_other_bad_atoms_out(torch_backend, anisotropic):
+    p = too_sharp(anisotropic=anisotropic)
+    function = function_of(p, torch_backend, on_bad="clamp")
+    leaves = leaves_of(p)
+    want = torch.autograd.grad(function(*leaves).sum(), leaves)
+    fast, counter = compiled(function)
+    found = torch.autograd.grad(fast(*leaves).sum(), leaves)
+    assert counter.frame_count == 1
+    for got, expected in zip(found, want, strict=True):
+        close(got.numpy(), expected.numpy(), terms=4000)
+    with torch.no_grad():
+        leaves[2][1] = math.nan
+    kept = [0, 2, 3, 4]
+    alone = function_of(p.of(kept), torch_backend, on_bad="clamp")(*(x[kept] for x in leaves))
+    close(fast(*leaves).detach().numpy(), alone.detach().numpy())
+
+
 @needs_torch
 def test_second_derivatives_of_atoms_that_are_left_out(torch_backend, anisotropic):
     p = spoilt("occupancy", 1, np.nan, anisotropic=anisotropic)
@@ -1115,8 +1229,8 @@ for at_the_end in (True, False):
             arrays = [guarded(a.astype(dtype), at_the_end) for a in (*atoms, np.full(5, radius))]
             g = guarded(rng.normal(size=shape).astype(dtype), at_the_end)
             lattice = Lattice(cell, shape)
-            a = density.Arguments(*arrays, lattice)
-            b = density_vjp.Arguments(*arrays[:3], g, *arrays[3:], None, lattice)
+            a = density.Arguments(*arrays, lattice, 0)
+            b = density_vjp.Arguments(*arrays[:3], g, *arrays[3:], None, lattice, 0)
             for primitive, given in ((density, a), (density_vjp, b)):
                 outputs = [
                     None if d is None else guarded(np.full(d[0], np.nan, dtype), at_the_end)

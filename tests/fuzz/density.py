@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fusedops
 from fusedops import Lattice
-from fusedops.density import SLACK, atom_radius, bad_atoms
+from fusedops.density import LEAST_WIDTH, SLACK, atom_radius, bad_atoms
 from fusedops.samples import atoms_in
 
 from .arrays import common
@@ -34,7 +34,7 @@ def strategy(compiled: bool) -> dict[str, Any]:
         "aniso": st.booleans(),
         "radius": st.sampled_from((None, "array", 0.0, 1.5, 2.7, 5.0, 9.0)),
         "place": st.sampled_from(("any", "any", "grid", "same", "far")),
-        "wrong": st.sampled_from((None, None, None, "xyz", "b", "occupancy", "radius")),
+        "wrong": st.sampled_from((None, None, None, "xyz", "b", "occupancy", "radius", "width")),
     }
 
 
@@ -51,9 +51,13 @@ def build(d: dict[str, Any]) -> Problem:
         xyz += cell @ rng.integers(-50, 50, 3)
     if N and d["wrong"] in ("xyz", "b", "occupancy"):
         {"xyz": xyz, "b": b, "occupancy": occupancy}[d["wrong"]][-1] = math.nan
+    if N and d["wrong"] == "width":
+        # Some of the atom's Gaussians are too sharp, in one direction or in all.
+        b[-1] -= 0.6 * np.eye(6)[0] if d["aniso"] else 41.0
     amplitudes, widths = (t.astype(np.float32).astype(np.float64) for t in table)
     constants: dict[str, Any] = {"amplitudes": amplitudes, "widths": widths}
-    options: dict[str, Any] = {"on_bad": "skip" if d["wrong"] else "raise"}
+    on_bad = {None: "raise", "width": "clamp"}.get(d["wrong"], "skip")
+    options: dict[str, Any] = {"on_bad": on_bad}
     if d["radius"] == "array":
         constants["radius"] = rng.uniform(0.5, 4.0, N).astype(np.float32).astype(np.float64)
         if N and d["wrong"] == "radius":
@@ -76,9 +80,9 @@ def build(d: dict[str, Any]) -> Problem:
     def terms(xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray) -> Any:
         """Yield good atoms, with density and squared distance (V, K) in K cells, and radius."""
         radius = radius_of(b)
-        good = ~bad_atoms(
-            xyz, b, occupancy, amplitudes, widths, radius, lattice=Lattice(cell, grid)
-        )
+        floor = LEAST_WIDTH if on_bad == "clamp" else 0.0
+        wide = widths + 1e6 if on_bad == "clamp" else widths
+        good = ~bad_atoms(xyz, b, occupancy, amplitudes, wide, radius, lattice=Lattice(cell, grid))
         voxels = np.stack(np.meshgrid(*[np.arange(n) / n for n in grid], indexing="ij"), -1)
         for i in np.flatnonzero(good):
             reach = radius[i] * np.linalg.norm(np.linalg.inv(cell), axis=1)
@@ -90,14 +94,15 @@ def build(d: dict[str, Any]) -> Problem:
             value = np.zeros(square.shape)
             for A, B in zip(amplitudes[i], widths[i], strict=True):
                 if b.ndim == 1:
-                    total = B + b[i]
+                    total = max(B + b[i], floor)
                     value += (
                         A * (4 * math.pi / total) ** 1.5 * np.exp(-4 * math.pi**2 * square / total)
                     )
                     continue
                 u = b[i]
                 U = np.array([[u[0], u[3], u[4]], [u[3], u[1], u[5]], [u[4], u[5], u[2]]])
-                M = (B * np.eye(3) + 8 * math.pi**2 * U) / 4
+                values, vectors = np.linalg.eigh(B * np.eye(3) + 8 * math.pi**2 * U)
+                M = vectors * np.maximum(values, floor) @ vectors.T / 4
                 power = math.pi**2 * ((w @ np.linalg.inv(M)) * w).sum(-1)
                 value += A * math.pi**1.5 / math.sqrt(np.linalg.det(M)) * np.exp(-power)
             yield i, occupancy[i] * value, square, radius[i]
