@@ -1,7 +1,8 @@
 """The density of atoms on a periodic grid: sums of Gaussians, added straight to the map.
 
-One file, from top to bottom: the lattice, how far atoms reach, the definition of map and gradient,
-and the public op. The kernels are in ``cpukern/density_*`` and ``gpukern/density.py``.
+One file, from top to bottom: the lattice, how far atoms reach, the atoms that have a density, the
+widths that are raised, the definition of map and gradient, and the public op. The kernels are in
+``cpukern/density_*`` and ``gpukern/density.py``.
 """
 
 from __future__ import annotations
