@@ -124,7 +124,11 @@ def _differentiable() -> Any:
 
         @staticmethod
         def forward(x: Any, function: Any, adjoint: Any) -> Any:
-            return function(x)
+            if not x.is_cpu or traced():
+                return function(x)
+            # NumPy and SciPy on our threads are faster than torch.
+            array = bridge().as_numpy(x.resolve_conj().resolve_neg())
+            return bridge().as_tensors([function(array)])[0]
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -320,10 +324,6 @@ def _passes(
 
 def _summed_over(passes: list[list[Any]], map: Any) -> Any:
     """Return a map after passes; each sums the map as read by several moves."""
-    if is_tensor(map) and map.is_cpu and not traced():
-        # NumPy on our threads is faster than torch.
-        array = bridge().as_numpy(map.resolve_neg())
-        return bridge().as_tensors([_summed_over(passes, array)])[0]
     for moves in passes:
         map = _one_pass(moves, map)
     return map
@@ -536,15 +536,18 @@ def structure_factors(map: ArrayT, hkl: Any, cell: Any, *, blur: float = 0.0) ->
     minus, in_minus = _half(-hkl, shape)
     dtype = dtype_name(map.dtype)
 
-    def here(array: np.ndarray) -> Any:
-        return sys.modules["torch"].as_tensor(array, device=map.device) if is_tensor(map) else array
+    factors = factors.astype(dtype)
 
-    factors = here(factors.astype(dtype))
+    def here(array: np.ndarray, like: Any) -> Any:
+        if not is_tensor(like):
+            return array
+        return sys.modules["torch"].as_tensor(array, device=like.device)
 
     def transform(map: Any) -> Any:
         forward, _ = _transforms(map)
-        found = forward(map).reshape(-1)[here(np.where(in_plus, plus, minus))]
-        found = factors * namespace(map).where(here(in_plus), found.conj(), found)
+        found = forward(map).reshape(-1)[here(np.where(in_plus, plus, minus), map)]
+        found = namespace(map).where(here(in_plus, map), found.conj(), found)
+        found = here(factors, map) * found
         # NumPy 1 transforms in float64.
         return found if is_tensor(map) else found.astype(np.result_type(dtype, np.complex64))
 
@@ -552,9 +555,9 @@ def structure_factors(map: ArrayT, hkl: Any, cell: Any, *, blur: float = 0.0) ->
         """Sum a wave for each index; the half spectrum holds it, its Friedel mate, or both."""
         xp = namespace(dF)
         held = np.flatnonzero(np.concatenate([in_plus, in_minus]))
-        at = here(np.concatenate([plus, minus])[held])
-        halves = 0.5 * factors * dF
-        halves = xp.concatenate([halves.conj(), halves])[here(held)]
+        at = here(np.concatenate([plus, minus])[held], dF)
+        halves = 0.5 * here(factors, dF) * dF
+        halves = xp.concatenate([halves.conj(), halves])[here(held, dF)]
         spectrum = zeros(halves, (nx * ny * (nz // 2 + 1),))
         if is_tensor(halves):
             spectrum = spectrum.index_add(0, at, halves)

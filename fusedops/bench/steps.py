@@ -1,0 +1,485 @@
+"""Whole steps of programs, which `fusedops bench --step` times with the share of each part.
+
+To add a step, write a function from a device to a `Step`, and name it in `STEPS`. A peer is declared as
+an op's is, with the step's name in place of the op's; it prepares a problem on a device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fusedops
+from fusedops import crystal, maps, samples
+from fusedops._frame.check import is_tensor
+from fusedops._frame.op import Op
+from fusedops.bench.peers import Unsuited, peer
+from fusedops.bench.timing import NUMPY
+from fusedops.bench.workloads import BOTH, FORWARD, Steps
+from fusedops.density import Lattice
+from fusedops.structure import Structure, planar_groups, read_structure
+
+#: The variable that names the folder with structures that aren't in the package.
+DATA = "FUSEDOPS_DATA"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step: a function of leaves, or of the values of parts before it, by name.
+
+    A function of arrays returns its value and pullback, as an op's `vjp`; of tensors, its value.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A step of a program: its loss is the sum of the parts that no other part is a function of.
+
+    The loss has gradients by the `leaves`, unless the program has none.
+    """
+
+    leaves: dict[str, Any]
+    parts: tuple[Part, ...]
+    has_gradients: bool = True
+
+    def steps(self) -> Steps:
+        """Return functions that compute the passes of the step, and of each of its parts."""
+        return _of_tensors(self) if any(map(is_tensor, self.leaves.values())) else _of_arrays(self)
+
+    def loss(self, values: dict[str, Any]) -> Any:
+        """Return the loss from the values of all parts."""
+        used = {name for part in self.parts for name in part.of}
+        return sum(values[part.name] for part in self.parts if part.name not in used)
+
+
+def backward_of(part: str) -> str:
+    """Return the name of a part's backward pass."""
+    return f"{part}, backward"
+
+
+def _of_arrays(chain: Chain) -> Steps:
+    def run() -> tuple[dict[str, Any], dict[str, Any]]:
+        values, pullbacks = dict(chain.leaves), {}
+        for part in chain.parts:
+            found = part.function(*(values[name] for name in part.of))
+            values[part.name], pullbacks[part.name] = found
+        return values, pullbacks
+
+    def back(pullbacks: dict[str, Any]) -> dict[str, Any]:
+        """Return the cotangents of leaves and parts."""
+        cotangents: dict[str, Any] = {}
+        for part in reversed(chain.parts):
+            seed = cotangents.setdefault(part.name, 1.0)
+            for name, more in zip(part.of, pullbacks[part.name](seed), strict=True):
+                cotangents[name] = cotangents[name] + more if name in cotangents else more
+        return cotangents
+
+    def forward() -> tuple[Any, ...]:
+        return (chain.loss(run()[0]),)
+
+    def both() -> tuple[Any, ...]:
+        values, pullbacks = run()
+        cotangents = back(pullbacks)
+        return chain.loss(values), *(cotangents[name] for name in chain.leaves)
+
+    values, pullbacks = run()
+    steps: Steps = {FORWARD: forward}
+    for part in chain.parts:
+        steps[part.name] = partial(part.function, *(values[name] for name in part.of))
+    if chain.has_gradients:
+        steps[BOTH] = both
+        for name, cotangent in back(pullbacks).items():
+            if name in pullbacks:
+                steps[backward_of(name)] = partial(pullbacks[name], cotangent)
+    return steps
+
+
+def _of_tensors(chain: Chain) -> Steps:
+    import torch
+
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in chain.leaves.items()}
+
+    def run() -> dict[str, Any]:
+        values = dict(leaves)
+        for part in chain.parts:
+            values[part.name] = part.function(*(values[name] for name in part.of))
+        return values
+
+    def forward() -> tuple[Any, ...]:
+        return (chain.loss(run()),)
+
+    def both() -> tuple[Any, ...]:
+        loss = chain.loss(run())
+        return loss.detach(), *torch.autograd.grad(loss, [*leaves.values()])
+
+    values = run()
+    wanted = [values[part.name] for part in chain.parts]
+    cotangents = torch.autograd.grad(chain.loss(values), wanted)
+    steps: Steps = {FORWARD: torch.no_grad()(forward), BOTH: both}
+    for part, dy in zip(chain.parts, cotangents, strict=True):
+        inputs = [values[name].detach().requires_grad_() for name in part.of]
+        y = part.function(*inputs)
+        steps[part.name] = torch.no_grad()(partial(part.function, *inputs))
+        back = partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
+        steps[backward_of(part.name)] = back
+    return steps
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of a step; `make` raises `Unsuited`, with the reason, where it can't be made."""
+
+    name: str
+    make: Callable[[], Any]
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A whole step of a program.
+
+    Parameters
+    ----------
+    name : str
+    op : Op
+        The op whose backends are timed.
+    cases : tuple of Case
+        Of growing sizes.
+    check : Case
+        A small problem, on which every program's loss and gradients are compared with the
+        reference's.
+    tolerance : float
+        The largest error of ours, relative.
+    shape : callable
+        From a problem to the sizes that a table shows.
+    ours : callable
+        From a problem, "NumPy" or "torch", a device, a dtype and a backend to a `Chain`.
+    device : str
+    """
+
+    name: str
+    op: Op
+    cases: tuple[Case, ...]
+    check: Case
+    tolerance: float
+    shape: Callable[[Any], dict[str, int]]
+    ours: Callable[..., Chain]
+    device: str
+
+
+RESOLUTION = 2.0
+"""Å."""
+
+N_SIGMA = 3.0
+"""TorchRef's radius of an atom, in standard deviations."""
+
+
+@dataclass(frozen=True)
+class Crystal:
+    """A shaken model of a crystal, and the amplitudes of the model before, with noise.
+
+    Parameters
+    ----------
+    atoms : maps.ScatteringAtoms
+        Of the asymmetric unit, with B raised by `blur`, Å².
+    grid : maps.MapGrid
+        With voxels of a third of the resolution.
+    groups : list
+        The planes of the model.
+    hkl : array (M, 3)
+        The unique reflections up to the resolution.
+    observed, sigma : array (M,)
+        Amplitudes, electrons.
+    model : gemmi.Structure or None
+        The shaken model, unless it is generated.
+    """
+
+    atoms: maps.ScatteringAtoms
+    blur: float
+    grid: maps.MapGrid
+    groups: list[tuple[np.ndarray, np.ndarray]]
+    hkl: np.ndarray
+    observed: np.ndarray
+    sigma: np.ndarray
+    model: Any = None
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that a table shows."""
+        return {
+            "atoms": len(self.atoms.xyz),
+            "voxels": math.prod(self.grid.shape),
+            "reflections": len(self.hkl),
+            "planes": sum(len(index) for index, _ in self.groups),
+        }
+
+
+def refinement(device: str) -> Step:
+    """Least squares on amplitudes to 2 Å, and planarity, with gradients by xyz, B and occupancy."""
+    return Step(
+        "refinement",
+        fusedops.gaussian_density,
+        (
+            Case("1ubi", partial(_of_file, "1ubi"), quick=True),
+            Case("3p3w", partial(_of_file, "3p3w")),
+            Case("generated", partial(_generated, 50_000)),
+        ),
+        Case("generated", partial(_generated, 100)),
+        # The target's differences are a tenth of the amplitudes, so rounding counts ten times, and
+        # gradients sum thousands of voxels.
+        1e-4,
+        lambda problem: problem.shape,
+        _refined,
+        device,
+    )
+
+
+STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement}
+
+
+def _of_file(name: str) -> Crystal:
+    """Return the crystal of an entry of the Protein Data Bank."""
+    structure = samples.ubiquitin() if name == "1ubi" else read_structure(_path(name))
+    grid = maps.crystal_grid(structure, RESOLUTION / 3)
+    atoms = maps.scattering_atoms(structure)
+    found = _shaken(atoms, grid, planar_groups(structure).groups)
+    return replace(found, model=_moved(structure, found))
+
+
+def _path(name: str) -> Path:
+    folder = Path(os.environ.get(DATA, ""))
+    for ending in (".pdb", ".pdb.gz", ".cif", ".cif.gz"):
+        if DATA in os.environ and (folder / f"{name}{ending}").is_file():
+            return folder / f"{name}{ending}"
+    raise Unsuited(f"needs {name}.pdb or {name}.cif, gzipped or not, in the folder that {DATA} names")
+
+
+def _generated(count: int) -> Crystal:
+    """Return a crystal of a chain of flat peptides, in four copies and as much solvent."""
+    import gemmi
+
+    rng = np.random.default_rng(count)
+    xyz, indices = samples.protein(max(1, count // 6), rng)
+    # 18 Å³ an atom, and as much for solvent.
+    edge = (4 * 2 * 18 * len(xyz)) ** (1 / 3)
+    cell = gemmi.UnitCell(0.9 * edge, edge, edge / 0.9, 90, 90, 90)
+    matrix = np.array(cell.orth.mat.tolist())
+    _, b, _, amplitudes, widths = samples.atoms_in(matrix, len(xyz), rng)
+    occupancy = np.ones(len(xyz))
+    atoms = maps.ScatteringAtoms(xyz, b, occupancy, amplitudes, widths, [], 0)
+    blank = gemmi.Int8Grid()
+    blank.set_unit_cell(cell)
+    blank.spacegroup = gemmi.SpaceGroup("P 21 21 21")
+    blank.set_size_from_spacing(RESOLUTION / 3, gemmi.GridSizeRounding.Up)
+    grid = maps.MapGrid(cell, blank.spacegroup, tuple(blank.shape))
+    return _shaken(atoms, grid, [(index, np.full(len(index), 0.02)) for index in indices])
+
+
+def _shaken(
+    atoms: maps.ScatteringAtoms, grid: maps.MapGrid, groups: list[tuple[np.ndarray, np.ndarray]]
+) -> Crystal:
+    """Return a crystal whose model is moved away from the data."""
+    import gemmi
+
+    rng, count = np.random.default_rng(0), len(atoms.xyz)
+    hkl = gemmi.make_miller_array(grid.cell, grid.spacegroup, RESOLUTION)
+    blur = atoms.needed_blur(RESOLUTION / 3)
+    blurred = atoms.blurred(blur)
+    arrays = blurred.xyz, blurred.b, blurred.occupancy, blurred.amplitudes, blurred.widths
+    rho = fusedops.gaussian_density(*arrays, grid.matrix, grid.shape)
+    unit = crystal.symmetrize(rho, grid.spacegroup.operations())
+    exact = abs(crystal.structure_factors(unit, hkl, grid.matrix, blur=blur))
+    sigma = 0.05 * (exact + np.median(exact))
+    observed = abs(exact + sigma * rng.normal(size=len(hkl)))
+    factors = np.exp(rng.normal(scale=0.1, size=(count, *[1] * (atoms.b.ndim - 1))))
+    moved = atoms.xyz + rng.normal(scale=0.1, size=(count, 3))
+    shaken = replace(atoms, xyz=moved, b=factors * atoms.b).blurred(blur)
+    return Crystal(shaken, blur, grid, groups, hkl, observed, sigma)
+
+
+def _moved(structure: Structure, problem: Crystal) -> Any:
+    """Return gemmi's structure with the atoms of a problem."""
+    import gemmi
+
+    moved, atoms = structure.gemmi.clone(), problem.atoms.blurred(-problem.blur)
+    for k, cra in zip(structure._order.tolist(), moved[0].all(), strict=True):
+        cra.atom.pos, cra.atom.occ = gemmi.Position(*atoms.xyz[k]), atoms.occupancy[k]
+        if atoms.b.ndim == 1:
+            cra.atom.b_iso = atoms.b[k]
+        else:
+            cra.atom.aniso = gemmi.SMat33f(*atoms.b[k])
+    return moved
+
+
+def _leaves(problem: Crystal) -> dict[str, np.ndarray]:
+    atoms = problem.atoms
+    return {"xyz": atoms.xyz, "b": atoms.b, "occupancy": atoms.occupancy}
+
+
+def _refined(problem: Crystal, how: str, device: str, dtype: str, backend: str | None) -> Chain:
+    """Return the step by our ops."""
+    cell, operations = problem.grid.matrix, problem.grid.spacegroup.operations()
+    lattice, planes = Lattice(cell, problem.grid.shape), fusedops.Planes(problem.groups)
+    constants = problem.atoms.amplitudes, problem.atoms.widths, problem.observed, problem.sigma
+    if how == NUMPY:
+        cast: Callable[[Any], Any] = partial(np.asarray, dtype=dtype)
+        density, symmetrize = fusedops.gaussian_density.vjp, crystal.symmetrize.vjp
+        factors, nll = crystal.structure_factors.vjp, fusedops.planarity_nll.vjp
+        target: Callable[..., Any] = _least_squares
+    else:
+        import torch
+
+        cast = partial(torch.tensor, dtype=getattr(torch, dtype), device=device)
+        lattice, planes = lattice.to(device), planes.to(device)
+        density, symmetrize = fusedops.gaussian_density, crystal.symmetrize
+        factors, nll = crystal.structure_factors, fusedops.planarity_nll
+        target = _least_squares_of_tensors
+    amplitudes, widths, observed, sigma = map(cast, constants)
+    on = {"n_sigma": N_SIGMA, "on_bad": "skip", "backend": backend}
+    return Chain(
+        {name: cast(array) for name, array in _leaves(problem).items()},
+        (
+            Part(
+                "density",
+                ("xyz", "b", "occupancy"),
+                lambda *leaves: density(*leaves, amplitudes, widths, lattice, **on),
+            ),
+            Part("symmetry", ("density",), lambda rho: symmetrize(rho, operations)),
+            Part(
+                "Fourier",
+                ("symmetry",),
+                lambda rho: factors(rho, problem.hkl, cell, blur=problem.blur),
+            ),
+            Part("target", ("Fourier",), lambda F: target(F, observed, sigma)),
+            Part("planarity", ("xyz",), lambda xyz: nll(xyz, planes, backend=backend)),
+        ),
+    )
+
+
+def _least_squares(F: Any, observed: Any, sigma: Any) -> tuple[Any, Callable[..., Any]]:
+    amplitude = abs(F)
+    z = (amplitude - observed) / sigma
+    slope = np.divide(z, sigma * amplitude, out=np.zeros_like(z), where=amplitude > 0)
+    return 0.5 * z @ z, lambda dvalue: (dvalue * slope * F,)
+
+
+def _least_squares_of_tensors(F: Any, observed: Any, sigma: Any) -> Any:
+    return 0.5 * ((F.abs() - observed) / sigma).square().sum()
+
+
+def _torchref(problem: Crystal, device: str, bits: int) -> Steps:
+    """Density, symmetry in reciprocal space, target and planes of TorchRef, on the same grid."""
+    import torch
+    import torchref.config
+    from torchref.base.targets.planarity import planarity_math
+    from torchref.base.targets.xray_ls import ls_xray_loss_math
+    from torchref.model.context import ModelContext
+    from torchref.model.sf_fft import SfFFT
+    from torchref.symmetry import Cell, SpaceGroup
+
+    dtype = getattr(torch, f"float{bits}")
+    cast = partial(torch.tensor, dtype=dtype, device=device)
+    atoms, grid, hkl = problem.atoms, problem.grid, torch.tensor(problem.hkl, device=device)
+    context = ModelContext(
+        cell=Cell(grid.cell.parameters, dtype=dtype, device=device),
+        spacegroup=SpaceGroup(grid.spacegroup.xhm(), dtype=dtype, device=torch.device(device)),
+    )
+    engine = SfFFT(context, explicit_gridsize=grid.shape, dtype_float=dtype)
+    late = engine.late_symmetry_compatible
+    amplitudes, widths, observed, sigma = map(
+        cast, (atoms.amplitudes, atoms.widths, problem.observed, problem.sigma)
+    )
+    none = [x.new_zeros((0, *x.shape[1:])) for x in (cast(atoms.xyz), observed, observed)]
+    none += [amplitudes[:0], widths[:0]]
+    s = problem.hkl @ np.linalg.inv(grid.matrix)
+    unblurred = cast(np.exp(problem.blur / 4 * (s * s).sum(1)))
+    # TorchRef misreads sigmas (P,) where P is also the number of a plane's atoms.
+    groups = [
+        (torch.tensor(index, device=device), cast(np.tile(sigmas[:, None], index.shape[1])))
+        for index, sigmas in problem.groups
+    ]
+
+    def density(*leaves: Any) -> Any:
+        drawn = *leaves, amplitudes, widths
+        both = [*none, *drawn] if leaves[1].ndim == 2 else drawn
+        return engine.build_density_map(*both, apply_symmetry=not late)
+
+    def factors(rho: Any) -> Any:
+        return engine.map_to_structure_factors(rho, hkl, apply_symmetry=late) * unblurred
+
+    return Chain(
+        {name: cast(array) for name, array in _leaves(problem).items()},
+        (
+            Part("density", ("xyz", "b", "occupancy"), density),
+            Part("Fourier", ("density",), factors),
+            Part("target", ("Fourier",), lambda F: ls_xray_loss_math(observed, F, sigma)),
+            Part("planarity", ("xyz",), lambda xyz: planarity_math(xyz, groups)),
+        ),
+    ).steps()
+
+
+@peer("TorchRef 0.7", "refinement", package="torchref.model", captured=False)
+def torchref(problem: Crystal, device: str) -> Steps:
+    return _torchref(problem, device, 32)
+
+
+@peer("TorchRef 0.7, float64", "refinement", package="torchref.model", devices=("cpu",))
+def torchref_float64(problem: Crystal, device: str) -> Steps:
+    """Its kernels for the CPU are faster in float64 than in float32."""
+    return _torchref(problem, device, 64)
+
+
+@peer("gemmi", "refinement", package="gemmi", devices=("cpu",), tensors=False)
+def gemmi(problem: Crystal, device: str) -> Steps:
+    """The structure factors of gemmi, without planes and gradients."""
+    import gemmi
+
+    if problem.model is None:
+        raise Unsuited
+    calculator, model = gemmi.DensityCalculatorX(), problem.model[0]
+    calculator.blur = problem.blur
+    rho = calculator.grid
+    rho.setup_from(problem.model)
+    rho.spacegroup = problem.grid.spacegroup
+    rho.set_size(*problem.grid.shape)
+    place = {tuple(hkl): k for k, hkl in enumerate(problem.hkl.tolist())}
+
+    def density(*_: Any) -> tuple[Any, None]:
+        rho.fill(0)
+        calculator.add_model_density_to_grid(model)
+        return None, None
+
+    def symmetry(_: Any) -> tuple[Any, None]:
+        rho.symmetrize_sum()
+        return None, None
+
+    def factors(_: Any) -> tuple[Any, None]:
+        transformed = gemmi.transform_map_to_f_phi(rho, half_l=True)
+        return transformed.prepare_asu_data(RESOLUTION, unblur=problem.blur), None
+
+    found = factors(symmetry(density()))[0].miller_array
+    order = [place[tuple(hkl)] for hkl in found.tolist()]
+    observed, sigma = problem.observed[order], problem.sigma[order]
+    return Chain(
+        _leaves(problem),
+        (
+            Part("density", ("xyz", "b", "occupancy"), density),
+            Part("symmetry", ("density",), symmetry),
+            Part("Fourier", ("symmetry",), factors),
+            Part(
+                "target", ("Fourier",), lambda F: _least_squares(F.value_array, observed, sigma)
+            ),
+        ),
+        has_gradients=False,
+    ).steps()
