@@ -3,9 +3,9 @@
     python bench/tables.py
 
 The text between `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` becomes the results
-in bench/results/NAME.json of the ops of fusedops/MODULE.py. Where MODULE is `peers`, it becomes the
-count of eager calls of every op in which we are faster than all peers. Without results, the text
-stays.
+in bench/results/NAME.json of the ops of fusedops/MODULE.py, or of a whole step of that name. Where
+MODULE is `peers`, it becomes the count of eager calls of every op in which we are faster than all
+peers. Without results, the text stays.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 from fusedops.bench import report
 from fusedops.bench.measure import names_of
+from fusedops.bench.steps import STEPS
 from fusedops.bench.timing import GRAPH, NUMPY, TORCH
 from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS
 
 ROOT = Path(__file__).parents[1]
-MODULES = dict(names_of(workload.op) for workload in WORKLOADS)
+MODULES = dict(names_of(workload.op) for workload in WORKLOADS) | {step: step for step in STEPS}
 PART = re.compile(r"(<!-- measured: (\w+) (\w+) -->\n).*?(<!-- end of measured -->\n)", re.DOTALL)
 NAMES = {"cython": "Cython", "numba": "Numba", "triton": "Triton", "numpy": "NumPy"}
 PASSES = (FORWARD, BOTH)
@@ -51,7 +52,7 @@ def section(blocks: dict[str, dict[str, Any]]) -> str:
         about = _about(block)
         parts += [about] if about != before else []
         parts += [f"`{op}`:"] if len(blocks) > 1 else []
-        parts += [_table(block), _after(block)]
+        parts += [_shares(block) if op in STEPS else _table(block), _after(block)]
         before = about
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -107,6 +108,35 @@ def _table(block: dict[str, Any]) -> str:
         ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
         lines.append(_line([*what, *times, *[_host(ours)] * len(host), *ends]))
     return "\n".join(lines)
+
+
+def _shares(block: dict[str, Any]) -> str:
+    """Return a row for each pass and each part of every case of a step.
+
+    A part has its share of the whole, forward and backward where the contestant has both.
+    """
+    contestants: dict[tuple[str, str], None] = {}
+    cases: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in sorted(block["cases"], key=lambda row: not row["ours"]):
+        if row["ms"]:
+            contestants[row["who"], row["how"]] = None
+            case = f"{row['workload']}: {report.sizes(row)}"
+            cases.setdefault((case, row["pass"]), {})[row["who"], row["how"]] = row
+    names = [f"{NAMES.get(who, who)}, {how}" for who, how in contestants]
+    lines = [_line(["case", "part", *names]), "|---|---|" + "---:|" * len(names)]
+    order = sorted(cases, key=lambda case: (case[0], case[1] not in PASSES))
+    last = None
+    for case, part in order:
+        found = [cases[case, part].get(each) for each in contestants]
+        cells = [_share(row) if row else "" for row in found]
+        lines.append(_line([case if case != last else "", part, *cells]))
+        last = case
+    return "\n".join(lines)
+
+
+def _share(row: dict[str, Any]) -> str:
+    share = f" ({row['share']:.0%})" if row.get("share") else ""
+    return f"{report.digits(row['ms'])}{share}"
 
 
 def _times(found: dict[tuple[str, str], dict[str, Any]], who: str, hows: set[str]) -> str:

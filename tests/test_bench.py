@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 import sys
 import types
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 import fusedops
 from fusedops import cli
 from fusedops._frame import packed, registry
-from fusedops.bench import measure, memory, report
+from fusedops.bench import measure, memory, report, steps
 from fusedops.bench import timing as timings
 from fusedops.bench.floors import Rates
 from fusedops.bench.measure import Bench, Plan, fitted
@@ -842,6 +843,7 @@ def test_the_tables_of_the_readme(tmp_path):
     text = (root / "README.md").read_text()
     places = {match[1:3] for match in tables.PART.findall(text)}
     modules = {*tables.MODULES.values(), "peers"}
+    assert modules >= steps.STEPS.keys()
     assert places == {(m, d) for m in modules for d in ("cpu", "h200")}
 
     given = rows_of(("cython", 0.9, 1.0, 1.1), ("numba", 1.9, 2.0, 2.1))
@@ -887,6 +889,161 @@ def test_the_tables_of_the_readme(tmp_path):
     # Text without results stays.
     for other in (("planarity", "cpu"), ("conv", "h200")):
         assert tables.tables(told.format(*other), tmp_path) == told.format(*other)
+
+
+@pytest.fixture
+def tiny_steps(monkeypatch):
+    """Let a step have its small check for its only case that can be made."""
+
+    def tiny(device):
+        step = steps.refinement(device)
+        cases = replace(step.check, name="tiny", quick=True), replace(step.cases[1], quick=True)
+        return replace(step, cases=cases)
+
+    pytest.importorskip("gemmi")
+    monkeypatch.delenv(steps.DATA, raising=False)
+    monkeypatch.setattr(measure, "STEPS", {"refinement": tiny})
+
+
+PARTS = ("density", "symmetry", "Fourier", "target", "planarity")
+
+
+@pytest.mark.parametrize("framework", ["NumPy", pytest.param("torch", marks=needs_torch)])
+@pytest.mark.parametrize("anisotropic", [False, True], ids=["B", "U"])
+def test_the_gradients_of_a_refinement_step(framework, anisotropic):
+    """Every leaf moves by itself, in the direction of its gradient."""
+    pytest.importorskip("gemmi")
+    problem = steps.refinement("cpu").check.make()
+    if anisotropic:
+        U = problem.atoms.b[:, None] / (8 * np.pi**2) * [1.0, 1.2, 0.9, 0.1, 0.0, -0.1]
+        problem = replace(problem, atoms=replace(problem.atoms, b=U))
+    chain = steps._refined(problem, framework, "cpu", "float64", None)
+    made = chain.steps()
+    assert set(made) == {FORWARD, BOTH, *PARTS, *map(steps.backward_of, PARTS)}
+    value, *gradients = made[BOTH]()
+    np.testing.assert_allclose(np.asarray(made[FORWARD]()[0]), np.asarray(value), rtol=1e-12)
+    assert len(gradients) == len(chain.leaves) == 3
+    for name, gradient in zip(chain.leaves, gradients, strict=True):
+        at = np.asarray(chain.leaves[name])
+        gradient = np.asarray(gradient)
+        # Short enough that no voxel enters or leaves a sphere's volume noticeably.
+        along = 1e-7 * gradient / np.abs(gradient).max()
+        ends = []
+        for end in (at + along, at - along):
+            field = replace(problem.atoms, **{name: end})
+            moved = steps._refined(replace(problem, atoms=field), "NumPy", "cpu", "float64", None)
+            ends.append(moved.steps()[FORWARD]()[0])
+        np.testing.assert_allclose((ends[0] - ends[1]) / 2, (gradient * along).sum(), rtol=1e-4)
+
+
+def test_the_passes_of_parts_are_those_of_the_chain():
+    """A part that two others are functions of gets the sum of their cotangents."""
+    chain = steps.Chain(
+        {"x": np.array([2.0, 3.0])},
+        (
+            steps.Part("square", ("x",), lambda x: (x * x, lambda dy: (2 * x * dy,))),
+            steps.Part("sum", ("square",), lambda y: (y.sum(), lambda dz: (dz + 0 * y,))),
+            steps.Part("product", ("square",), lambda y: (y.prod(), lambda dz: (dz * y[::-1],))),
+        ),
+    )
+    made = chain.steps()
+    assert made[FORWARD]() == (13.0 + 36.0,)
+    loss, dx = made[BOTH]()
+    assert loss == 49.0
+    np.testing.assert_array_equal(dx, [4 * (1 + 9), 6 * (1 + 4)])
+    np.testing.assert_array_equal(made["square, backward"]()[0], dx)
+    np.testing.assert_array_equal(made["product, backward"]()[0], [9.0, 4.0])
+    assert made["sum"]()[0] == 13.0
+
+
+@pytest.mark.usefixtures("quick", "tiny_steps")
+def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
+    path = tmp_path / "cpu.json"
+    arguments = ["bench", "--quick", "--step", "refinement", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "share" in out
+    assert "over floor" not in out
+    assert "refinement, 3p3w is left out: needs 3p3w.pdb or 3p3w.cif, gzipped" in out
+    assert steps.DATA in out
+    block = report.read(path)["ops"]["refinement"]
+    ours = [row for row in block["cases"] if row["ours"]]
+    assert {row["workload"] for row in ours} == {"tiny"}
+    assert {row["how"] for row in ours} == {"NumPy", *["torch"] * HAS_TORCH}
+    for row in ours:
+        assert row["ms"] > 0
+        assert set(row["error"]) == {"value", "gradient"}
+        assert (row.get("share") is None) == (row["pass"] in (FORWARD, BOTH))
+        assert row["shape"]["atoms"] == row["size"] == 102
+    tables = readme_tables()
+    told = "<!-- measured: refinement cpu -->\n<!-- end of measured -->\n"
+    written = tables.tables(told, tmp_path)
+    names = [line.split("|")[2].strip() for line in written.splitlines() if line.startswith("| ")]
+    assert names == ["part", FORWARD, BOTH, *names[3:]]
+    assert {*names[3:]} == {*PARTS, *map(steps.backward_of, PARTS)}
+    assert re.search(r"\| density \| [\d.]+ \(\d+%\) \|", written)
+    pytest.importorskip("matplotlib")
+    plot = importlib.import_module("fusedops.bench.plot")
+    block["cases"].append(ours[0] | {"who": "x", "ours": False, "ms": 2 * ours[0]["ms"]})
+    ratios = plot._ratios({**report.new("cpu"), "ops": {"refinement": block}})
+    assert [passes[FORWARD].value for passes in ratios.values()] == [2.0]
+
+
+@pytest.mark.usefixtures("quick", "tiny_steps", "fresh_plans")
+def test_a_wrong_step_is_not_timed(capsys, monkeypatch):
+    (numba,) = (backend for backend in registry.BACKENDS if backend.name == "numba")
+    kernel = registry._kernel(numba, "gaussian_density_vjp")
+
+    def wrong(a, y):
+        kernel(a, y)
+        y[0][7] *= 1.01
+
+    monkeypatch.setitem(registry._kernels, ("gaussian_density_vjp", "numba"), wrong)
+    monkeypatch.setattr(registry, "_chosen", {})
+    arguments = ["bench", "--quick", "--step", "refinement", "--backend", "numba"]
+    assert cli.main(arguments) == 1
+    assert "NOT TIMED, because wrong: refinement by numba." in capsys.readouterr().out
+
+
+def test_a_step_that_there_is_not(capsys):
+    assert cli.main(["bench", "--step", "refine"]) == 2
+    assert "--step refine: it should be one of refinement" in capsys.readouterr().err
+
+
+def test_a_structure_of_the_data_folder(tmp_path, monkeypatch):
+    gemmi = pytest.importorskip("gemmi")
+    ubiquitin = steps._of_file("1ubi")
+    monkeypatch.setenv(steps.DATA, str(tmp_path))
+    with pytest.raises(Unsuited, match="needs copy.pdb"):
+        steps._of_file("copy")
+    (Path(tmp_path) / "copy.pdb").write_bytes(
+        (Path(fusedops.__file__).parent / "data/1ubi.pdb").read_bytes()
+    )
+    copied = steps._of_file("copy")
+    assert copied.shape == ubiquitin.shape
+    np.testing.assert_array_equal(copied.observed, ubiquitin.observed)
+    # The model of the peers is the shaken one.
+    assert isinstance(copied.model, gemmi.Structure)
+    xyz = np.array([cra.atom.pos.tolist() for cra in copied.model[0].all()])
+    np.testing.assert_allclose(xyz, copied.atoms.xyz, atol=1e-6)
+    # R of a shaken model, with noise in the data.
+    F = steps._refined(copied, "NumPy", "cpu", "float64", None).steps()["Fourier"]()[0]
+    assert 0.05 < np.abs(abs(F) - copied.observed).sum() / copied.observed.sum() < 0.4
+
+
+@needs_torch
+@pytest.mark.usefixtures("quick", "tiny_steps")
+def test_a_step_on_the_path_of_a_gpu(monkeypatch, on_a_gpu):
+    plan, said = Plan("cuda", (), ("torch",), quick=True, whole=("refinement",)), []
+    ((name, block),) = Bench(plan, said.append).run()
+    assert name == "refinement"
+    assert len(said) == plan.steps == 3
+    ours = [row for row in block["cases"] if row["ours"]]
+    assert not [row["refused"] for row in ours if row["refused"]]
+    graphs = {("CUDA graph", what) for what in (FORWARD, BOTH)}
+    assert {(row["how"], row["pass"]) for row in ours} == graphs | {
+        ("torch", what) for what in (FORWARD, BOTH, *PARTS, *map(steps.backward_of, PARTS))
+    }
 
 
 @pytest.mark.gpu

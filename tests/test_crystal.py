@@ -1,6 +1,7 @@
 """Symmetry and structure factors of maps, against gemmi, direct sums and central differences."""
 
 import functools
+import inspect
 import itertools
 import re
 from importlib.resources import files
@@ -469,7 +470,7 @@ class TestTorch:
 
 
 def test_the_formula_for_a_gpu(torch, monkeypatch):
-    """On the CPU, tensors are symmetrized as arrays."""
+    """On the CPU, tensors are summed and transformed as arrays."""
     map = whole((3, 3, 6))
     monkeypatch.setattr(crystal, "_CHUNK_ON_GPU", 60)
     for moves in crystal._passes(*map_key(GROUP), map.shape)[0]:
@@ -477,6 +478,15 @@ def test_the_formula_for_a_gpu(torch, monkeypatch):
         found = crystal._one_pass(moves, torch.tensor(map))
         np.testing.assert_array_equal(found, expected)
         assert (expected != map).any()
+    # As are structure factors, and their adjoint.
+    hkl, cotangent = all_indices((3, 3, 6))[::4], random((14, 2)) @ [1, 1j]
+    value, pullback = structure_factors.vjp(map, hkl, HEXAGONAL, blur=5.0)
+    check = inspect.unwrap(structure_factors)
+    _, function, adjoint = check(torch.tensor(map), hkl, HEXAGONAL, blur=5.0)
+    np.testing.assert_allclose(function(torch.tensor(map)), value, atol=1e-12 * abs(value).max())
+    (expected,) = pullback(cotangent[: len(hkl)])
+    found = adjoint(torch.tensor(cotangent[: len(hkl)]))
+    np.testing.assert_allclose(found, expected, atol=1e-12 * abs(expected).max())
 
 
 def map_key(operations):

@@ -1,4 +1,4 @@
-"""Measurements of `fusedops bench`: every workload and backend, beside peers and floors."""
+"""Measurements of `fusedops bench`: workloads and whole steps, beside peers and floors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.metadata
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from fusedops import testing
 from fusedops._frame import registry
+from fusedops._frame.check import is_tensor
 from fusedops.bench import floors, memory
 from fusedops.bench.peers import EMPTY, PEERS, Peer, Unsuited, versions
+from fusedops.bench.steps import STEPS, Case, Step
 from fusedops.bench.timing import (
     COPIES,
     GRAPH,
@@ -46,15 +49,17 @@ from fusedops.bench.workloads import (
 
 @dataclass(frozen=True)
 class Plan:
-    """The ops and backends to measure, and for how many seconds each run.
+    """The ops, whole steps and backends to measure, and for how many seconds each run.
 
-    Of `backends`, the ones that can serve are timed; without any, all backends with kernels.
+    Without ops and steps, all ops are timed. Of `backends`, the ones that can serve are; without
+    any, all backends with kernels, of which a step takes the first.
     """
 
     device: str = "cpu"
     ops: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     quick: bool = False
+    whole: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -74,13 +79,23 @@ class Plan:
         step, count = (2, 7) if self.quick else (1, None)
         return [(w, sizes[:count:step]) for w, sizes in GROWTH[self.device] if self._of(w)]
 
+    def whole_steps(self) -> list[Step]:
+        found = [STEPS[name](self.device) for name in self.whole]
+        if self.quick:
+            quick = [tuple(case for case in step.cases if case.quick) for step in found]
+            found = [replace(step, cases=cases) for step, cases in zip(found, quick, strict=True)]
+        return found
+
     @property
     def steps(self) -> int:
         """How often a bench reports progress."""
-        return 1 + len(self.workloads()) + sum(len(sizes) for _, sizes in self.growing())
+        of_ops = len(self.workloads()) + sum(len(sizes) for _, sizes in self.growing())
+        return 1 + of_ops + sum(len(step.cases) for step in self.whole_steps())
 
     def _of(self, workload: Workload) -> bool:
-        return not self.ops or bool({*names_of(workload.op)} & {*self.ops})
+        if not self.ops:
+            return not self.whole
+        return bool({*names_of(workload.op)} & {*self.ops})
 
 
 def names_of(op: Any) -> tuple[str, str]:
@@ -95,7 +110,7 @@ def op_names() -> list[str]:
     return list(dict.fromkeys(name for w in WORKLOADS for name in sorted(names_of(w.op))))
 
 
-def backends_of(workload: Workload, asked: Sequence[str]) -> list[registry.Backend]:
+def backends_of(workload: Workload | Step, asked: Sequence[str]) -> list[registry.Backend]:
     """Return the backends to time: of the requested ones all that can serve, or all with kernels.
 
     Without any kernels, the backend of the plain formula is timed.
@@ -130,6 +145,14 @@ class Contestant:
     error: dict[str, float] | None = None
 
 
+def _by_pass(contestants: list[Contestant]) -> dict[str, dict[tuple[str, str], Contestant]]:
+    passes: dict[str, dict[tuple[str, str], Contestant]] = {}
+    for each in contestants:
+        for what in each.steps:
+            passes.setdefault(what, {})[each.who, each.how] = each
+    return passes
+
+
 class Bench:
     """Measurements of one device, in one process."""
 
@@ -139,7 +162,7 @@ class Bench:
         self.wait = waiting(plan.device)
         # By workload kind and contestant: the errors, or why there are none.
         self.checked: dict[Any, dict[str, float] | str] = {}
-        asked = {w.op.__name__ for w in plan.workloads()}
+        asked = {w.op.__name__ for w in plan.workloads()} | {*plan.whole}
         peers = [peer for peer in PEERS if asked & {*peer.ops}]
         self.skipped = {p.name: why for p in peers if (why := self._why_not(p))}
         if self.has_torch:
@@ -153,9 +176,10 @@ class Bench:
         return peer.why_not() if self.has_torch or not peer.tensors else "needs torch"
 
     def run(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name of every op with its results."""
+        """Yield the name of every op and step with its results."""
         workloads, growing = self.plan.workloads(), self.plan.growing()
         dtypes = {w.rounds_to or w.dtype for w in [*workloads, *(w for w, _ in growing)]}
+        dtypes |= {step.dtype for step in self.plan.whole_steps()}
         seconds = max(self.plan.seconds, 0.1)
         self.advance("rates of the machine")
         self.rates = floors.measured(self.plan.device, dtypes, seconds, self.has_torch)
@@ -166,9 +190,16 @@ class Bench:
             growth = [
                 row for w, sizes in growing if w.op is op for row in self.growth(w, sizes, wrong)
             ]
-            peers = {peer.name for peer in PEERS if op.__name__ in peer.ops}
-            skipped = {n: why for n, why in self.skipped.items() if n in peers or op.__name__ in n}
+            skipped = self._skipped(op.__name__)
             yield op.__name__, {**about, "cases": cases, "growth": growth, "skipped": skipped}
+        for step in self.plan.whole_steps():
+            cases = [row for case in step.cases for row in self.whole(step, case)]
+            skipped = self._skipped(step.name)
+            yield step.name, {**about, "cases": cases, "growth": [], "skipped": skipped}
+
+    def _skipped(self, name: str) -> dict[str, str]:
+        peers = {peer.name for peer in PEERS if name in peer.ops}
+        return {n: why for n, why in self.skipped.items() if n in peers or name in n}
 
     def cases(self, workload: Workload) -> list[dict[str, Any]]:
         """Return the rows of one workload."""
@@ -186,11 +217,82 @@ class Bench:
             return [_row("every backend", "", "", refused=_word(error), ours=True) | about]
         finally:
             self._set_threads(threads if workload.threads else None)
-            gc.collect()
-            if self.plan.device == "cuda":
-                import torch
+            self._clear()
 
-                torch.cuda.empty_cache()
+    def _clear(self) -> None:
+        gc.collect()
+        if self.plan.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def whole(self, step: Step, case: Case) -> list[dict[str, Any]]:
+        """Return the rows of one case of a step: its passes, and its parts with their shares."""
+        self.advance(f"{step.name}, {case.name}")
+        about = {
+            "op": step.name,
+            "workload": case.name,
+            "dtype": step.dtype,
+            "threads": fusedops.get_num_threads(),
+        }
+        try:
+            problem = case.make()
+            contestants, rows = self._programs(step, problem)
+            shape = step.shape(problem)
+        except (Unsuited, ImportError) as reason:
+            self.skipped[f"{step.name}, {case.name}"] = str(reason)
+            return []
+        about |= {"size": next(iter(shape.values())), "shape": shape}
+        for what, entries in _by_pass(contestants).items():
+            rows += self._timed(what, entries, times_host=step.device != "cpu")
+        self._clear()
+        passes: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in rows:
+            passes.setdefault((row["who"], row["how"]), {})[row["pass"]] = row["ms"]
+        for row in rows:
+            ms = passes[row["who"], row["how"]]
+            whole = ms.get(BOTH, ms.get(FORWARD))
+            if row["ms"] and whole and row["pass"] not in (FORWARD, BOTH):
+                row["share"] = row["ms"] / whole
+        return [row | about for row in rows]
+
+    def _programs(self, step: Step, problem: Any) -> tuple[list[Contestant], list[dict[str, Any]]]:
+        """Return our ways and the peers that make a step, and rows for the ones that can't."""
+        small = step.check.make()
+        truth = step.ours(small, NUMPY, "cpu", "float64", "numpy").steps()[BOTH]()
+        ways: list[tuple[str, str, bool, bool, Callable[[Any], Steps]]] = []
+        backends = backends_of(step, self.plan.backends)
+        for backend in backends if self.plan.backends else backends[:1]:
+            name = backend.name
+            hows = [NUMPY] if backend.speaks == "numpy" and step.device == "cpu" else []
+            for how in [*hows, *[TORCH] * self.has_torch]:
+                ways.append((name, how, True, True, partial(_own, step, how, name)))
+        for peer in PEERS:
+            suits = step.name in peer.ops and step.device in peer.devices
+            if suits and peer.name not in self.skipped and (peer.quick or not self.plan.quick):
+                how = TORCH if peer.tensors else NUMPY
+                theirs = partial(peer.prepare, device=step.device)
+                ways.append((peer.name, how, False, peer.checked, theirs))
+        chosen, rows = [], []
+        for who, how, own, checked, prepare in ways:
+            try:
+                found = _step_errors(prepare(small), truth) if checked else None
+                if own and found and not max(found.values()) <= step.tolerance:
+                    raise ArithmeticError(f"off by {found}, {step.tolerance:.1e} allowed")
+                steps = prepare(problem)
+            except Unsuited as reason:
+                if str(reason):
+                    rows.append(_row(who, how, FORWARD, refused=str(reason)))
+                continue
+            except Exception as error:  # a program that fails is as wrong as one that errs
+                rows.append(_row(who, how, FORWARD, refused=_word(error), ours=own))
+                continue
+            contest = partial(Contestant, backend=who if own else None, error=found)
+            chosen.append(contest(who, how, steps))
+            if step.device == "cuda" and own:
+                passes = {what: steps[what] for what in (FORWARD, BOTH)}
+                chosen.append(contest(who, GRAPH, passes))
+        return chosen, rows
 
     def _set_threads(self, threads: int | None) -> None:
         if threads is None:
@@ -206,16 +308,14 @@ class Bench:
         contestants, rows = self._contestants(workload, problem)
         for row in rows:
             row.update(self._about(workload, problem.shape))
-        passes: dict[str, dict[tuple[str, str], Contestant]] = {}
-        for each in contestants:
-            for what in each.steps:
-                passes.setdefault(what, {})[each.who, each.how] = each
-        for what, entries in passes.items():
+        for what, entries in _by_pass(contestants).items():
             about, floor = self._about(workload, problem.shape), {}
+            about["error_of"] = min(workload.size, workload.small)
             if work := problem.work.get(what):
                 floor = self.rates.floors_ms(work, workload.rounds_to or workload.dtype, share)
                 about |= {"work": asdict(work), "floors_ms": floor}
-            for row in self._timed(workload, what, entries):
+            options = {"tiny": workload.tiny, "times_host": workload.times_host}
+            for row in self._timed(what, entries, **options):
                 if floor and row["ms"]:
                     row["over_floor"] = row["ms"] / max(floor.values())
                 rows.append(row | about)
@@ -339,7 +439,12 @@ class Bench:
         return self.checked[key]
 
     def _timed(
-        self, workload: Workload, what: str, entries: dict[tuple[str, str], Contestant]
+        self,
+        what: str,
+        entries: dict[tuple[str, str], Contestant],
+        *,
+        tiny: bool = False,
+        times_host: bool = False,
     ) -> list[dict[str, Any]]:
         """Return a row for every run of one pass, timed in turns."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -347,21 +452,20 @@ class Bench:
         for key, each in entries.items():
             row = _row(each.who, each.how, what, ours=each.backend is not None, error=each.error)
             row["computes"] = each.computes
-            row["error_of"] = min(workload.size, workload.small)
             rows[key] = row
             try:
                 step = each.steps[what]
-                if not workload.tiny:
+                if not tiny:
                     row["peak_MB"] = memory.peak_MB(step, self.plan.device)
                 runs[key] = graphed(step) if each.how == GRAPH else step
             except Exception as error:  # no capture possible, or out of memory
                 row["refused"] = _word(error)
         # Full rounds of a slow step would take minutes.
-        times = interleaved(runs, self.wait, self.plan.seconds, host=workload.tiny)
+        times = interleaved(runs, self.wait, self.plan.seconds, host=tiny)
         for run, timing in times.items():
             rows[run] |= _times(scaled(timing, 1 / COPIES) if run[1] == GRAPH else timing)
-        if workload.times_host and what in (FORWARD, BOTH):
-            if not workload.tiny:
+        if times_host and what in (FORWARD, BOTH):
+            if not tiny:
                 eager = {k: r for k, r in runs.items() if k[1] != GRAPH and entries[k].queues}
                 times = interleaved(eager, self.wait, self.plan.seconds / 2, host=True)
             empty = times.get((EMPTY, TORCH))
@@ -509,6 +613,20 @@ def _speaks(name: str) -> str:
 
 def _ours(backend: str, problem: Problem, cotangent: Any) -> Steps:
     return steps_of(problem, backend, cotangent)
+
+
+def _own(step: Step, how: str, backend: str, problem: Any) -> Steps:
+    return step.ours(problem, how, step.device, step.dtype, backend).steps()
+
+
+def _step_errors(steps: Steps, truth: tuple[Any, ...]) -> dict[str, float]:
+    """Return the errors of a step's loss, and of its gradients where the program has them."""
+    got = steps[BOTH if BOTH in steps else FORWARD]()
+    errors = [
+        testing.error(x.double().cpu().numpy() if is_tensor(x) else np.asarray(x, float), y)
+        for x, y in zip(got, truth, strict=False)
+    ]
+    return {"value": errors[0], **({"gradient": max(errors[1:])} if errors[1:] else {})}
 
 
 def _refusal(workload: Workload, found: dict[str, float] | str) -> str | None:

@@ -41,7 +41,8 @@ class Unsuited(Exception):
 class Peer:
     """A peer of some ops: `prepare` returns its steps from a problem and a cotangent.
 
-    The steps take `tensors`, or NumPy arrays.
+    The steps take `tensors`, or NumPy arrays. A peer of a whole step has the step's name in place
+    of an op's, and is prepared from a problem and a device.
 
     A peer needs `package`, or `file` in a checkout of one of `REPOSITORIES`, runs on `devices`, and
     may be left out of a quick run. Its steps can be `captured` in a CUDA graph or not. A peer that
@@ -51,7 +52,7 @@ class Peer:
 
     name: str
     ops: tuple[str, ...]
-    prepare: Callable[[Problem, Any], Steps]
+    prepare: Callable[..., Steps]
     package: str | None = None
     file: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -97,7 +98,7 @@ def _module(path: Path) -> ModuleType:
 def peer(name: str, *ops: str, **options: Any) -> Callable[[Any], Any]:
     """Declare that the decorated function prepares a peer of some ops."""
 
-    def declare(prepare: Callable[[Problem, Any], Steps]) -> Callable[[Problem, Any], Steps]:
+    def declare(prepare: Callable[..., Steps]) -> Callable[..., Steps]:
         PEERS.append(Peer(name, ops, prepare, **options))
         return prepare
 

@@ -92,6 +92,11 @@ def _style(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
     }
 
 
+def _extent(row: dict[str, Any]) -> float:
+    """Return the bytes that a row's call must move; of a whole step, its size."""
+    return row["work"]["bytes"] if row["work"] else row["size"]
+
+
 def _best(report: dict[str, Any], key: Any) -> dict[Any, dict[str, Any]]:
     """Return our fastest row of each key; rows with the key None are skipped."""
     kernels = {backend.name for backend in BACKENDS}
@@ -200,7 +205,7 @@ def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
     found: dict[tuple[str, str], dict[str, Ratio]] = {}
     for rows in kinds.values():
         # Among equally large problems the first is the plainest.
-        small, large = (end(rows, key=lambda row: row["work"]["bytes"]) for end in (min, max))
+        small, large = (end(rows, key=_extent) for end in (min, max))
         for row in [small] if small is large else [small, large]:
             ours = best[key(row)]
             ratio = row["ms"] / ours["ms"]

@@ -1,7 +1,7 @@
 """Whole steps of programs, which `fusedops bench --step` times with the share of each part.
 
-To add a step, write a function from a device to a `Step`, and name it in `STEPS`. A peer is declared as
-an op's is, with the step's name in place of the op's; it prepares a problem on a device.
+To add a step, write a function from a device to a `Step`, and name it in `STEPS`. A peer is
+declared as an op's is, with the step's name in place of the op's.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """A whole step of a program.
+    """A whole step of a program, on a device and in a dtype.
 
     Parameters
     ----------
@@ -155,17 +155,14 @@ class Step:
     op : Op
         The op whose backends are timed.
     cases : tuple of Case
-        Of growing sizes.
+        From small to large.
     check : Case
-        A small problem, on which every program's loss and gradients are compared with the
-        reference's.
-    tolerance : float
-        The largest error of ours, relative.
+        A small problem, on which the loss and gradients of every program are compared with the
+        reference in float64; `tolerance` is the largest error of ours, relative.
     shape : callable
         From a problem to the sizes that a table shows.
     ours : callable
         From a problem, "NumPy" or "torch", a device, a dtype and a backend to a `Chain`.
-    device : str
     """
 
     name: str
@@ -176,6 +173,7 @@ class Step:
     shape: Callable[[Any], dict[str, int]]
     ours: Callable[..., Chain]
     device: str
+    dtype: str = "float32"
 
 
 RESOLUTION = 2.0
@@ -262,7 +260,9 @@ def _path(name: str) -> Path:
     for ending in (".pdb", ".pdb.gz", ".cif", ".cif.gz"):
         if DATA in os.environ and (folder / f"{name}{ending}").is_file():
             return folder / f"{name}{ending}"
-    raise Unsuited(f"needs {name}.pdb or {name}.cif, gzipped or not, in the folder that {DATA} names")
+    raise Unsuited(
+        f"needs {name}.pdb or {name}.cif, gzipped or not, in the folder that {DATA} names"
+    )
 
 
 def _generated(count: int) -> Crystal:
@@ -332,18 +332,22 @@ def _refined(problem: Crystal, how: str, device: str, dtype: str, backend: str |
     cell, operations = problem.grid.matrix, problem.grid.spacegroup.operations()
     lattice, planes = Lattice(cell, problem.grid.shape), fusedops.Planes(problem.groups)
     constants = problem.atoms.amplitudes, problem.atoms.widths, problem.observed, problem.sigma
+    ops: list[Any] = [
+        fusedops.gaussian_density,
+        crystal.symmetrize,
+        crystal.structure_factors,
+        fusedops.planarity_nll,
+    ]
     if how == NUMPY:
         cast: Callable[[Any], Any] = partial(np.asarray, dtype=dtype)
-        density, symmetrize = fusedops.gaussian_density.vjp, crystal.symmetrize.vjp
-        factors, nll = crystal.structure_factors.vjp, fusedops.planarity_nll.vjp
+        density, symmetrize, factors, nll = (op.vjp for op in ops)
         target: Callable[..., Any] = _least_squares
     else:
         import torch
 
         cast = partial(torch.tensor, dtype=getattr(torch, dtype), device=device)
         lattice, planes = lattice.to(device), planes.to(device)
-        density, symmetrize = fusedops.gaussian_density, crystal.symmetrize
-        factors, nll = crystal.structure_factors, fusedops.planarity_nll
+        density, symmetrize, factors, nll = ops
         target = _least_squares_of_tensors
     amplitudes, widths, observed, sigma = map(cast, constants)
     on = {"n_sigma": N_SIGMA, "on_bad": "skip", "backend": backend}
@@ -381,7 +385,6 @@ def _least_squares_of_tensors(F: Any, observed: Any, sigma: Any) -> Any:
 def _torchref(problem: Crystal, device: str, bits: int) -> Steps:
     """Density, symmetry in reciprocal space, target and planes of TorchRef, on the same grid."""
     import torch
-    import torchref.config
     from torchref.base.targets.planarity import planarity_math
     from torchref.base.targets.xray_ls import ls_xray_loss_math
     from torchref.model.context import ModelContext
@@ -440,9 +443,12 @@ def torchref_float64(problem: Crystal, device: str) -> Steps:
     return _torchref(problem, device, 64)
 
 
-@peer("gemmi", "refinement", package="gemmi", devices=("cpu",), tensors=False)
+@peer("gemmi", "refinement", package="gemmi", devices=("cpu",), checked=False, tensors=False)
 def gemmi(problem: Crystal, device: str) -> Steps:
-    """The structure factors of gemmi, without planes and gradients."""
+    """The structure factors of gemmi, without planes and gradients.
+
+    It draws atoms further than ours, to 1e-5 electrons/Å³, so its target isn't ours.
+    """
     import gemmi
 
     if problem.model is None:
@@ -477,9 +483,7 @@ def gemmi(problem: Crystal, device: str) -> Steps:
             Part("density", ("xyz", "b", "occupancy"), density),
             Part("symmetry", ("density",), symmetry),
             Part("Fourier", ("symmetry",), factors),
-            Part(
-                "target", ("Fourier",), lambda F: _least_squares(F.value_array, observed, sigma)
-            ),
+            Part("target", ("Fourier",), lambda F: _least_squares(F.value_array, observed, sigma)),
         ),
         has_gradients=False,
     ).steps()

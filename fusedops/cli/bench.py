@@ -35,6 +35,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--op", nargs="+", action="extend", metavar="NAME", help="only these ops or modules"
     )
+    parser.add_argument(
+        "--step",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="whole steps of programs instead, with the share of each part: refinement",
+    )
     parser.add_argument("--quick", action="store_true", help="small cases, in a minute")
     parser.add_argument(
         "--json",
@@ -91,13 +98,20 @@ def _command(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the bench, merge its results into the file of ``--json``, and return them."""
     from fusedops.bench import measure
+    from fusedops.bench.steps import STEPS
 
     for name in args.op or []:
         if name not in measure.op_names():
             raise CommandError(f"--op {name}: it should be one of {', '.join(measure.op_names())}")
+    for name in args.step or []:
+        if name not in STEPS:
+            raise CommandError(f"--step {name}: it should be one of {', '.join(STEPS)}")
+    if args.step:
+        needs("gemmi", "bench")
     if args.device == "cuda":
         needs_gpu()
-    plan = measure.Plan(args.device, tuple(args.op or ()), tuple(args.backend or ()), args.quick)
+    ops, backends, whole = (tuple(names or ()) for names in (args.op, args.backend, args.step))
+    plan = measure.Plan(args.device, ops, backends, args.quick, whole)
     # Find out before the work, not after it, that the file can't be written.
     if args.json:
         try:
@@ -128,7 +142,10 @@ def show(op: str, block: dict[str, Any]) -> None:
     on_gpu = any(graph for _, graph in pairs)
     has_host = any(any(report.host_of(row)) for row, _ in pairs)
     headings = ("workload", "dtype", "pass", "who", *([] if on_gpu else ["how"]))
-    numbers = ["eager ms" if on_gpu else "ms", "quartiles", *["graph ms"] * on_gpu, "over floor"]
+    has_floor = any(row["over_floor"] for row in block["cases"])
+    has_share = any(row.get("share") for row in block["cases"])
+    numbers = ["eager ms" if on_gpu else "ms", "quartiles", *["graph ms"] * on_gpu]
+    numbers += [*["over floor"] * has_floor, *["share"] * has_share]
     numbers += [*["host µs", "over empty"] * has_host, "MB", "error"]
     rows: list[tables.Row] = []
     reasons: dict[str, None] = {}
@@ -148,7 +165,8 @@ def show(op: str, block: dict[str, Any]) -> None:
             rows.append(([*cells, *[""] * len(numbers)], "red" if row["ours"] else "dim"))
             continue
         cells += [*_time(eager), *_time(graph)[:1] * on_gpu]
-        cells += [report.digits((graph or row)["over_floor"])]
+        cells += [report.digits((graph or row)["over_floor"])] * has_floor
+        cells += [f"{row['share']:.0%}" if row.get("share") else ""] * has_share
         cells += report.host_of(eager) if has_host else ()
         error = max(row["error"].values()) if row["error"] else None
         cells += [
