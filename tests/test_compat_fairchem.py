@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     # fairchem and its packages warn as they are imported.
     warnings.simplefilter("ignore")
     pytest.importorskip("fairchem.core", reason="fairchem-core is not installed")
+    pytest.importorskip("ase", reason="ase is not installed")
     from ase.build import bulk
     from fairchem.core.datasets.atomic_data import AtomicData, atomicdata_list_to_batch
     from fairchem.core.models.uma import escn_md
