@@ -8,10 +8,12 @@ TRITON ?= triton==3.6.0; platform_system == "Linux" and platform_machine in "x86
 RUFF ?= ruff==0.17.5
 MYPY ?= mypy==2.4.1
 FAIRCHEM ?= fairchem-core==2.24.0
+TORCHREF ?= torchref==0.7.0
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 IN_FAIRCHEM := .venv/fairchem/bin/python -m pip --disable-pip-version-check --quiet
+IN_TORCHREF := .venv/torchref/bin/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
@@ -26,12 +28,14 @@ RUN_SANITIZED = cd .venv && PYTHONPATH="$(SANITIZED):../tests" ASAN_OPTIONS=dete
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	bin/python
 
-# A clone of fairchem's repository: `make peer-tests` runs its tests of UMA too, with our backends.
+# Clones of the peers' repositories, whose packages have no tests: `make peer-tests` runs their tests of
+# UMA and of densities and planes too, with our ops.
 FAIRCHEM_TESTS ?=
+TORCHREF_TESTS ?=
 define REGISTERED
-import sys, pytest, fusedops.compat.fairchem
-fusedops.compat.fairchem.register()
-sys.exit(pytest.main(sys.argv[1:]))
+import importlib, sys, pytest
+importlib.import_module("fusedops.compat." + sys.argv[1]).register()
+sys.exit(pytest.main(sys.argv[2:]))
 endef
 export REGISTERED
 
@@ -51,13 +55,18 @@ bench: .venv/bench ## time every op beside its peers and floors (BENCH="--quick 
 test: .venv/test ## test the installed package, on CPU
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml ../tests
 
-peer-tests: .venv/fairchem/done ## test fusedops.compat with fairchem-core (FAIRCHEM_TESTS=its repository)
+peer-tests: .venv/fairchem/done .venv/torchref/done ## test fusedops.compat with fairchem-core and TorchRef
 	cd .venv && fairchem/bin/python -m pytest -c ../pyproject.toml \
 		../tests/test_compat.py ../tests/test_compat_fairchem.py
 	[ -z "$(FAIRCHEM_TESTS)" ] || (cd "$(FAIRCHEM_TESTS)" && \
-		"$(CURDIR)/.venv/fairchem/bin/python" -c "$$REGISTERED" -m "not gpu" -p no:cacheprovider \
+		"$(CURDIR)/.venv/fairchem/bin/python" -c "$$REGISTERED" fairchem -m "not gpu" -p no:cacheprovider \
 		tests/core/models/uma/test_escn_md.py tests/core/models/uma/test_escn_mole.py \
 		tests/core/models/uma/nn/test_so2_layers.py tests/core/models/uma/nn/test_embedding.py)
+	cd .venv && torchref/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_torchref.py
+	[ -z "$(TORCHREF_TESTS)" ] || (cd "$(TORCHREF_TESTS)" && \
+		"$(CURDIR)/.venv/torchref/bin/python" -c "$$REGISTERED" torchref -m "not gpu" -p no:cacheprovider \
+		tests/unit/structure_factor tests/unit/base/test_canonical_sphere_cpu.py \
+		tests/unit/base/test_target_values.py)
 
 fuzz: .venv/test ## call every op at random (FUZZ="--calls 1000000 --seed 1")
 	cd .venv && PYTHONPATH=../tests bin/python -m fuzz $(FUZZ)
@@ -119,6 +128,14 @@ clean: ## remove .venv, dist and caches
 	$(IN_FAIRCHEM) install '$(TORCH)'
 	$(IN_FAIRCHEM) install --no-deps --force-reinstall "$(WHEEL)"
 	$(IN_FAIRCHEM) install "$(WHEEL)[test]" '$(FAIRCHEM)' pyarrow pymatgen 'ray[serve]' syrupy
+	touch $@
+
+# An environment of its own, since TorchRef needs an older NumPy.
+.venv/torchref/done: .venv/package
+	$(PYTHON) -m venv .venv/torchref
+	$(IN_TORCHREF) install '$(TORCH)'
+	$(IN_TORCHREF) install --no-deps --force-reinstall "$(WHEEL)"
+	$(IN_TORCHREF) install "$(WHEEL)[test]" '$(TORCHREF)'
 	touch $@
 
 # Built for this machine's instruction set only, beside the installed package, which is unchanged.

@@ -1014,7 +1014,7 @@ def test_a_structure_of_the_data_folder(tmp_path, monkeypatch):
     gemmi = pytest.importorskip("gemmi")
     ubiquitin = steps._of_file("1ubi")
     monkeypatch.setenv(steps.DATA, str(tmp_path))
-    with pytest.raises(Unsuited, match="needs copy.pdb"):
+    with pytest.raises(Unsuited, match=r"needs copy\.pdb"):
         steps._of_file("copy")
     (Path(tmp_path) / "copy.pdb").write_bytes(
         (Path(fusedops.__file__).parent / "data/1ubi.pdb").read_bytes()

@@ -23,7 +23,15 @@ from places import HAS_TORCH
 README = Path(__file__).parents[1] / "README.md"
 COMPAT = [
     f"fusedops.compat.{name}"
-    for name in ("boltz", "cuequivariance", "fairchem", "openfold", "openfold3", "protenix")
+    for name in (
+        "boltz",
+        "cuequivariance",
+        "fairchem",
+        "openfold",
+        "openfold3",
+        "protenix",
+        "torchref",
+    )
 ]
 MODULES = [
     "fusedops",

@@ -1,0 +1,284 @@
+"""Planarity and electron density of TorchRef, by `fusedops.planarity_nll` and `gaussian_density`.
+
+TorchRef looks functions up in their modules whenever it calls them. `register` puts ours there,
+with the arguments of the installed version: planes for 0.5.1 to 0.7, densities for 0.6.0 to 0.7,
+and the scatter for 0.5.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedops._frame.check import traced
+from fusedops.density import Lattice, atom_radius, gaussian_density
+from fusedops.planarity import planarity_nll
+from fusedops.scatter import structured_scatter_add
+
+__all__ = ["build_electron_density", "planarity_math", "register", "unregister"]
+
+#: The largest radius in Å, and the least width of a Gaussian in Å², of TorchRef.
+LARGEST_RADIUS, LEAST_WIDTH = 7.0, 0.4
+
+#: The lattices of matrices on GPUs, which TorchRef keeps with its cell.
+_read = WeakTensorKeyDictionary()
+
+
+def planarity_math(xyz: Any, plane_groups: Sequence[tuple[Any, Any]]) -> Any:
+    """Return the negative log-likelihood of planes, summed.
+
+    Parameters
+    ----------
+    xyz : tensor (N, 3)
+        Å.
+    plane_groups : list of (indices, sigmas)
+        Indices (P, n) of the atoms of P planes, and sigmas (P, n), (P, 1) or (P,) in Å.
+
+    Returns
+    -------
+    tensor ()
+        See `fusedops.planarity_nll`, whose gradient holds the normals fixed, as TorchRef's.
+
+    References
+    ----------
+    TorchRef 0.7, ``torchref/base/targets/planarity.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.torchref import planarity_math
+    >>> xyz = torch.tensor([[0.0, 0, 0.1], [1, 0, -0.1], [1, 1, 0.1], [0, 1, -0.1]])
+    >>> planarity_math(xyz, [(torch.tensor([[0, 1, 2, 3]]), torch.full((1, 4), 0.1))])
+    tensor(-3.5346)
+    """
+    return planarity_nll(xyz, plane_groups)
+
+
+def build_electron_density(
+    grid_shape: Sequence[int],
+    device: Any,
+    xyz_iso: Any,
+    adp_iso: Any,
+    occ_iso: Any,
+    A_iso: Any,
+    B_iso: Any,
+    inv_frac_matrix: Any,
+    frac_matrix: Any,
+    xyz_aniso: Any = None,
+    u_aniso: Any = None,
+    occ_aniso: Any = None,
+    A_aniso: Any = None,
+    B_aniso: Any = None,
+    dtype: Any = None,
+    force_portable: bool | None = None,
+) -> Any:
+    """Return the electron density of isotropic and anisotropic atoms, with TorchRef's arguments.
+
+    Parameters
+    ----------
+    grid_shape : (int, int, int)
+        The voxels along each edge of the cell.
+    device : torch.device
+        The atoms' device.
+    xyz_iso, adp_iso, occ_iso : tensor (N, 3), (N,), (N,)
+        Å, B in Å², occupancies; N may be 0.
+    A_iso, B_iso : tensor (N, G)
+        Amplitudes and widths of the form factors.
+    inv_frac_matrix : tensor (3, 3)
+        Not needed.
+    frac_matrix : tensor (3, 3)
+        From fractional to Cartesian coordinates, Å.
+    xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso : tensor, optional
+        As the isotropic atoms', with U (N, 6) in Å².
+    dtype : torch.dtype, optional
+        The dtype of the map; by default TorchRef's, which is float32 unless set.
+    force_portable : bool, optional
+        Whether plain torch serves the call; by default as ``torchref.utils.use_portable`` says.
+
+    Returns
+    -------
+    tensor (nx, ny, nz)
+        See `fusedops.gaussian_density`, whose gradients go to coordinates, B or U, and occupancies.
+
+    Notes
+    -----
+    An atom's radius is that of TorchRef: as many standard deviations as
+    ``torchref.sigma_cutoff_ed`` says, 3 by default, between 2 and 7 Å. A Gaussian of an isotropic
+    atom is at least 0.4 Å² wide. Atoms with a number that isn't finite are left out.
+
+    References
+    ----------
+    TorchRef 0.7, ``torchref/base/electron_density/main.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.torchref import build_electron_density
+    >>> cell = 10 * torch.eye(3)
+    >>> carbon = torch.tensor([[2.31, 1.02, 1.5886, 0.865, 0.2156]])
+    >>> widths = torch.tensor([[20.8439, 10.2075, 0.5687, 51.6512, 0.0]])
+    >>> atom = torch.ones(1, 3), torch.full((1,), 20.0), torch.ones(1), carbon, widths
+    >>> rho = build_electron_density((20, 20, 20), "cpu", *atom, cell.inverse(), cell)
+    >>> print(f"{rho.sum() * 0.5**3:.2f} electrons")
+    5.98 electrons
+    """
+    settings = sys.modules.get("torchref.config")
+    n_sigma = getattr(settings, "get_sigma_cutoff_ed", lambda: 3.0)()
+    if dtype is None:
+        dtype = settings.get_float_dtype() if settings else torch.float32
+    if force_portable is None:
+        theirs = sys.modules.get("torchref.utils.backends")
+        force_portable = getattr(theirs, "force_portable", lambda: False)()
+    rho = torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
+    atoms = [(xyz_iso, adp_iso, occ_iso, A_iso, B_iso)]
+    if xyz_aniso is not None:
+        atoms += [(xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso)]
+    for kind in atoms:
+        if len(kind[0]) > 0:
+            lattice = _lattice(frac_matrix, tuple(grid_shape))
+            backend = "torch" if force_portable else None
+            alike = [array.to(dtype) for array in kind]
+            rho = rho + _drawn(alike, n_sigma, cell=lattice, backend=backend)
+    return rho
+
+
+def _drawn(atoms: list[Any], n_sigma: float, **options: Any) -> Any:
+    """Return the density of atoms, with the widths of isotropic ones clamped."""
+    xyz, b, occupancy, A, B = atoms
+    radius = atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS)
+    draw: Any = functools.partial(gaussian_density, on_bad="skip", **options)
+    if b.ndim == 2:
+        return draw(xyz, b, occupancy, A, B, radius=radius)
+    least = LEAST_WIDTH - b.detach()[:, None]
+    sharp = least > B
+    if not sharp.any():
+        return draw(xyz, b, occupancy, A, B, radius=radius)
+    # The clamped Gaussians of an atom are atoms of their own, whose width has no gradient by B.
+    at, widths = sharp.any(1).nonzero()[:, 0], torch.maximum(B, least)
+    clamped = xyz[at], b[at].detach(), occupancy[at], (A * sharp)[at], widths[at]
+    rho = draw(xyz, b, occupancy, A * ~sharp, widths, radius=radius)
+    return rho + draw(*clamped, radius=radius[at])
+
+
+def _lattice(matrix: Any, shape: tuple[int, ...]) -> Any:
+    """Return the lattice of a cell's matrix; of one on a GPU, which is slow to read, made once."""
+    if matrix.is_cpu or traced() or matrix.is_inference():
+        return Lattice(matrix, shape).to(str(matrix.device))
+    kept = _read.setdefault(matrix, {})
+    before, lattice = kept.get(shape, (None, None))
+    now = matrix._version, matrix.data_ptr()
+    if now != before:
+        lattice = Lattice(matrix, shape).to(str(matrix.device))
+        kept[shape] = now, lattice
+    return lattice
+
+
+def _do_structured_scatter(
+    density_cube: Any, wa: Any, wbwc: Any, density_flat: Any, map_size: int
+) -> Any:
+    """Return a flat map with cubes added, as TorchRef 0.5.3 asks for it."""
+    return density_flat + structured_scatter_add(density_cube, wa, wbwc, map_size)
+
+
+def _get_cpp_scatter() -> Any:
+    """Return the scatter on the CPU, as TorchRef 0.5 asks for it."""
+    return structured_scatter_add
+
+
+DENSITY = "torchref.base.electron_density"
+#: TorchRef's functions, and the modules that its callers take them from.
+FUNCTIONS = {
+    "planarity_math": ("torchref.base.targets.planarity", "torchref.base.targets"),
+    "build_electron_density": (f"{DENSITY}.main", DENSITY),
+    "_do_structured_scatter": (f"{DENSITY}.main",),
+    "_get_cpp_scatter": (f"{DENSITY}.main",),
+}
+_lock = threading.Lock()
+
+
+def _served(name: str, theirs: Any) -> Callable[..., Any] | None:
+    """Return our function in the place of TorchRef's, with its arguments; None if there is none."""
+    ours: Callable[..., Any] = globals()[name]
+    given = inspect.signature(theirs).parameters
+    if "radius_angstrom" in given:
+        return None
+
+    @functools.wraps(theirs)
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        if "real_space_grid" in given:
+            bound = inspect.signature(theirs).bind(*args, **kwargs).arguments
+            grid = bound.pop("real_space_grid")
+            del bound["voxel_size"]
+            return ours(grid_shape=grid.shape[:-1], device=grid.device, **bound)
+        return ours(*args, **kwargs)
+
+    serve.theirs = theirs  # type: ignore[attr-defined]
+    return serve
+
+
+def register() -> None:
+    """Serve TorchRef's planes, densities and scatters by our ops from now on.
+
+    Call it in every process. A second call changes nothing. Functions that a program has imported
+    by name before stay TorchRef's; its own modules look them up in every call.
+
+    Raises
+    ------
+    ImportError
+        If TorchRef is not installed.
+
+    Notes
+    -----
+    TorchRef 0.5 has one radius for all atoms, and cubes in place of spheres; its densities stay.
+    ``torchref.utils.use_portable`` asks for plain torch, in place of our kernels, too.
+
+    Examples
+    --------
+    >>> import fusedops.compat.torchref
+    >>> fusedops.compat.torchref.register()  # doctest: +SKIP
+    """
+    importlib.import_module("torchref")
+    with _lock:
+        for name, modules in FUNCTIONS.items():
+            found = [importlib.import_module(module) for module in modules if _has(module)]
+            theirs = next((getattr(m, name) for m in found if hasattr(m, name)), None)
+            if theirs is None or hasattr(theirs, "theirs"):
+                continue
+            served = _served(name, theirs)
+            for module in found:
+                if served and getattr(module, name, None) is theirs:
+                    setattr(module, name, served)
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def unregister() -> None:
+    """Give TorchRef the functions that it had before `register`.
+
+    Without `register` before, nothing changes.
+
+    Examples
+    --------
+    >>> import fusedops.compat.torchref
+    >>> fusedops.compat.torchref.unregister()
+    """
+    with _lock:
+        for name, modules in FUNCTIONS.items():
+            for module in filter(None, map(sys.modules.get, modules)):
+                theirs = getattr(getattr(module, name, None), "theirs", None)
+                if theirs is not None:
+                    setattr(module, name, theirs)

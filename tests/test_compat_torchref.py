@@ -1,0 +1,347 @@
+"""fusedops.compat.torchref against the sums that TorchRef documents, and against TorchRef itself.
+
+`make peer-tests` runs all tests; where TorchRef is not installed, some are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import types
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+import fusedops.compat.torchref as compat  # noqa: E402
+from fusedops.samples import atoms_in, cubes  # noqa: E402
+
+CELL = np.array([[16.0, -2.0, 1.0], [0.0, 15.0, -1.0], [0.0, 0.0, 14.0]])  # Å
+SHAPE = (24, 22, 20)
+needs_torchref = pytest.mark.skipif(
+    not importlib.util.find_spec("torchref"), reason="TorchRef is not installed"
+)
+
+
+@pytest.fixture
+def torchref():
+    with warnings.catch_warnings():
+        # It warns of the threads that it takes, and of packages that it lacks.
+        warnings.simplefilter("ignore")
+        main = importlib.import_module("torchref.base.electron_density.main")
+        importlib.import_module("torchref.base.targets.planarity")
+    yield main
+    compat.unregister()
+
+
+def atoms(count, anisotropic=False, dtype=torch.float64):
+    """Return atoms, of which the first two have Gaussians to clamp."""
+    rng = np.random.default_rng(count)
+    arrays = atoms_in(CELL, count, rng, anisotropic=anisotropic)
+    if not anisotropic:
+        arrays[1][:2] = [0.0, -0.4][:count]
+    return [torch.tensor(array, dtype=dtype) for array in arrays]
+
+
+def summed(xyz, b, occupancy, A, B, n_sigma=3.0):
+    """Return the density by TorchRef's rules: radii, clamped widths, and atoms in spheres.
+
+    A voxel is at the nearest image of an atom: no sphere is as large as the cell.
+    """
+    cell = torch.tensor(CELL)
+    axes = [torch.arange(n, dtype=torch.float64) / n for n in SHAPE]
+    at = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
+    off = at[None] - (xyz @ cell.inverse().T)[:, None, None, None]
+    w = (off - off.round()) @ cell.T
+    square = w.square().sum(-1)
+    eight = 8 * math.pi**2
+    if b.ndim == 1:
+        M = ((B + b[:, None]) / 4).clamp(min=0.1)
+        q, root = square[..., None] / M[:, None, None, None], M**1.5
+        spread = b / eight
+    else:
+        order = [[0, 3, 4], [3, 1, 5], [4, 5, 2]]
+        U = b[:, order]
+        M = (B[..., None, None] * torch.eye(3) + eight * U[:, None]) / 4
+        q = torch.einsum("axyzi,agij,axyzj->axyzg", w, M.inverse(), w)
+        root = M.det().sqrt()
+        spread = torch.linalg.eigvalsh(U)[:, -1]
+    radius = n_sigma * (B.amax(1) / eight + spread).clamp(min=1e-6).sqrt()
+    radius = ((radius / 0.25).ceil() * 0.25).clamp(2, 7)
+    terms = (A * occupancy[:, None] * math.pi**1.5 / root)[:, None, None, None]
+    rho = (terms * (-(math.pi**2) * q).exp()).sum(-1)
+    # Ours has a little more room, against rounding.
+    return (rho * (square <= (radius[:, None, None, None] * (1 + 5e-6)) ** 2)).sum(0)
+
+
+def assert_close(found, expected, tolerance=1e-10):
+    """Fail if tensors differ by more than a part of the largest element."""
+    atol = tolerance * expected.detach().abs().max().item()
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def matrices():
+    cell = torch.tensor(CELL)
+    return cell.inverse(), cell
+
+
+def test_isotropic_and_anisotropic_atoms_together():
+    isotropic, anisotropic = atoms(9), atoms(7, anisotropic=True)
+    leaves = [x.requires_grad_() for kind in (isotropic, anisotropic) for x in kind[:3]]
+    expected = summed(*isotropic) + summed(*anisotropic)
+    found = compat.build_electron_density(
+        SHAPE, torch.device("cpu"), *isotropic, *matrices(), *anisotropic, dtype=torch.float64
+    )
+    assert_close(found, expected)
+    seed = torch.tensor(np.random.default_rng(1).normal(size=SHAPE))
+    gradients = (torch.autograd.grad((rho * seed).sum(), leaves) for rho in (found, expected))
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, 1e-9)
+
+
+def test_a_clamped_gaussian_has_no_gradient_by_b():
+    (xyz, b, occupancy, A, B), at = atoms(1), matrices()
+    b = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    B = torch.zeros_like(B)
+    rho = compat.build_electron_density(SHAPE, "cpu", xyz, b, occupancy, A, B, *at)
+    assert rho.abs().max() > 0
+    (db,) = torch.autograd.grad(rho.sum(), b)
+    assert db.item() == 0
+
+
+@pytest.mark.parametrize("which", ["isotropic", "anisotropic", "neither"])
+def test_atoms_of_one_kind_may_be_none(which):
+    isotropic, anisotropic = atoms(4), atoms(4, anisotropic=True)
+    expected = torch.zeros(SHAPE, dtype=torch.float64)
+    if which == "isotropic":
+        expected = summed(*isotropic)
+    else:
+        isotropic = [x[:0] for x in isotropic]
+    if which == "anisotropic":
+        expected = summed(*anisotropic)
+    else:
+        anisotropic = [x[:0] for x in anisotropic]
+    options = {"dtype": torch.float64}
+    for more in (anisotropic, []) if which != "anisotropic" else (anisotropic,):
+        found = compat.build_electron_density(
+            SHAPE, "cpu", *isotropic, *matrices(), *more, **options
+        )
+        assert_close(found, expected)
+
+
+def test_the_default_dtype_is_float32():
+    if "torchref.config" in sys.modules:
+        pytest.skip("TorchRef says which")
+    found = compat.build_electron_density(SHAPE, "cpu", *atoms(3), *matrices())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), summed(*atoms(3)), atol=2e-5, rtol=2e-5)
+
+
+def test_the_settings_of_torchref(monkeypatch):
+    """Its standard deviations, its dtype, and its wish for plain torch."""
+    asked = []
+    config = types.SimpleNamespace(
+        get_sigma_cutoff_ed=lambda: 2.0, get_float_dtype=lambda: torch.float64
+    )
+    backends = types.SimpleNamespace(force_portable=lambda: True)
+    monkeypatch.setitem(sys.modules, "torchref.config", config)
+    monkeypatch.setitem(sys.modules, "torchref.utils.backends", backends)
+    density = compat.gaussian_density
+
+    def watched(*args, backend, **options):
+        asked.append(backend)
+        return density(*args, backend=backend, **options)
+
+    monkeypatch.setattr(compat, "gaussian_density", watched)
+    at = matrices()
+    found = compat.build_electron_density(SHAPE, "cpu", *atoms(3), *at)
+    assert_close(found, summed(*atoms(3), n_sigma=2.0))
+    compat.build_electron_density(SHAPE, "cpu", *atoms(3), *at, force_portable=False)
+    assert asked == ["torch", "torch", None, None]
+
+
+def test_a_radius_is_at_most_torchrefs():
+    """Beyond 7 Å an atom of any B is cut."""
+    (xyz, _, occupancy, A, B), at = atoms(1), matrices()
+    b = torch.tensor([900.0], dtype=torch.float64)
+    rho = compat.build_electron_density(
+        SHAPE, "cpu", xyz, b, occupancy, A, B, *at, dtype=torch.float64
+    )
+    assert_close(rho, summed(xyz, b, occupancy, A, B))
+    assert (rho == 0).any()
+
+
+def test_the_scatter_adds_to_the_map():
+    rng = np.random.default_rng(0)
+    wa, wbwc = (torch.tensor(x, dtype=torch.int32) for x in cubes(rng, 5, (9, 8, 7), (3, 3, 3)))
+    cube, flat = torch.randn(5, 3, 3, 3), torch.randn(9 * 8 * 7)
+    place = (wa[:, :, None, None] + wbwc[:, None]).reshape(-1).long()
+    expected = flat.index_add(0, place, cube.reshape(-1))
+    found = compat._do_structured_scatter(cube, wa, wbwc, flat, len(flat))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A TorchRef of the version that its functions' arguments tell."""
+
+    def make(**functions):
+        for name in ("torchref", "torchref.base", "torchref.base.targets", compat.DENSITY):
+            module = types.ModuleType(name)
+            module.__path__, module.__spec__ = [], types.SimpleNamespace()
+            monkeypatch.setitem(sys.modules, name, module)
+        for name in ("torchref.base.targets.planarity", f"{compat.DENSITY}.main"):
+            module = types.ModuleType(name)
+            module.__spec__ = types.SimpleNamespace()
+            monkeypatch.setitem(sys.modules, name, module)
+        for name, function in functions.items():
+            for module in compat.FUNCTIONS[name]:
+                setattr(sys.modules[module], name, function)
+        return types.SimpleNamespace(
+            targets=sys.modules["torchref.base.targets"],
+            planarity=sys.modules["torchref.base.targets.planarity"],
+            density=sys.modules[compat.DENSITY],
+            main=sys.modules[f"{compat.DENSITY}.main"],
+        )
+
+    yield make
+    compat.unregister()
+
+
+def later(real_space_grid, xyz_iso, adp_iso, occ_iso, A_iso, B_iso, inv_frac_matrix, frac_matrix,
+          voxel_size, xyz_aniso=None, u_aniso=None, occ_aniso=None, A_aniso=None, B_aniso=None,
+          dtype=None):  # fmt: skip
+    """TorchRef 0.6."""
+
+
+def test_register_and_unregister(stand_in):
+    def planarity_math(xyz, plane_groups):
+        """TorchRef's."""
+
+    theirs = stand_in(planarity_math=planarity_math, build_electron_density=later)
+    compat.register()
+    compat.register()
+    for module in (theirs.planarity, theirs.targets):
+        assert module.planarity_math.theirs is planarity_math
+        assert module.planarity_math.__doc__ == "TorchRef's."
+    xyz, planes = fusedops.samples.protein(4, np.random.default_rng(0))
+    groups = [(torch.tensor(index), torch.full(index.shape, 0.02)) for index in planes]
+    xyz = torch.tensor(xyz)
+    found = theirs.targets.planarity_math(xyz, groups)
+    torch.testing.assert_close(found, fusedops.planarity_nll(xyz, groups))
+    grid = torch.zeros((*SHAPE, 3), dtype=torch.float64)
+    kinds = atoms(4), atoms(4, anisotropic=True)
+    given = grid, *kinds[0], *matrices(), torch.ones(3), *kinds[1], torch.float64
+    rho = theirs.density.build_electron_density(*given)
+    expected = summed(*kinds[0]) + summed(*kinds[1])
+    assert_close(rho, expected)
+    named = dict(zip(inspect.signature(later).parameters, given, strict=True))
+    torch.testing.assert_close(theirs.main.build_electron_density(**named), rho)
+    compat.unregister()
+    assert theirs.targets.planarity_math is planarity_math
+    assert theirs.main.build_electron_density is theirs.density.build_electron_density is later
+
+
+def test_one_radius_for_all_atoms_stays_torchrefs(stand_in):
+    def early(real_space_grid, xyz_iso, radius_angstrom):
+        """TorchRef 0.5."""
+
+    def scatter(density_cube, wa, wbwc, density_flat, map_size):
+        """TorchRef 0.5.3."""
+
+    def get():
+        """TorchRef 0.5."""
+
+    theirs = stand_in(
+        build_electron_density=early, _do_structured_scatter=scatter, _get_cpp_scatter=get
+    )
+    compat.register()
+    assert theirs.main.build_electron_density is early
+    assert theirs.main._do_structured_scatter.theirs is scatter
+    assert theirs.main._get_cpp_scatter() is fusedops.structured_scatter_add
+
+
+def test_without_torchref(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchref", None)
+    with pytest.raises(ImportError, match="torchref"):
+        compat.register()
+
+
+@pytest.mark.gpu
+def test_a_lattice_is_read_once_a_matrix():
+    matrix = torch.tensor(CELL, device="cuda")
+    lattice = compat._lattice(matrix, SHAPE)
+    assert compat._lattice(matrix, SHAPE) is lattice
+    assert compat._lattice(matrix, (24, 24, 24)).shape == (24, 24, 24)
+    matrix *= 2
+    assert compat._lattice(matrix, SHAPE) is not lattice
+
+
+@needs_torchref
+class TestTorchRef:
+    """The installed TorchRef, with its own kernels and ours."""
+
+    @pytest.mark.parametrize("anisotropic", [False, True], ids=["B", "U"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    def test_densities(self, torchref, anisotropic, dtype):
+        if "grid_shape" not in inspect.signature(torchref.build_electron_density).parameters:
+            pytest.skip("older than 0.7")
+        kind, none = atoms(20, anisotropic, dtype), [x[:0] for x in atoms(1, dtype=dtype)]
+        leaves = [x.requires_grad_() for x in kind[:3]]
+        at = [matrix.to(dtype) for matrix in matrices()]
+        given = [*none, *at, *kind] if anisotropic else [*kind, *at]
+        seed = torch.tensor(np.random.default_rng(1).normal(size=SHAPE), dtype=dtype)
+        results = []
+        for registered in (False, True):
+            if registered:
+                compat.register()
+            rho = torchref.build_electron_density(SHAPE, torch.device("cpu"), *given, dtype=dtype)
+            results.append([rho, *torch.autograd.grad((rho * seed).sum(), leaves)])
+        # Its kernels in float32 have an exponential of their own.
+        tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+        for theirs, ours in zip(*results, strict=True):
+            assert_close(ours, theirs, tolerance)
+
+    def test_planes(self, torchref):
+        targets = importlib.import_module("torchref.base.targets")
+        xyz, planes = fusedops.samples.protein(20, np.random.default_rng(0))
+        sigmas = [torch.full(index.shape, 0.02, dtype=torch.float64) for index in planes]
+        groups = [*zip(map(torch.tensor, planes), sigmas, strict=True)]
+        results = []
+        for registered in (False, True):
+            if registered:
+                compat.register()
+            x = torch.tensor(xyz, requires_grad=True)
+            nll = targets.planarity_math(x, groups)
+            results.append([nll, *torch.autograd.grad(nll, x)])
+        for theirs, ours in zip(*results, strict=True):
+            assert_close(ours, theirs, 1e-9)
+
+    def test_structure_factors_of_its_engine(self, torchref):
+        """The engine finds our density by itself, and its choice of plain torch stays."""
+        context = importlib.import_module("torchref.model.context").ModelContext
+        engines = importlib.import_module("torchref.model.sf_fft")
+        symmetry = importlib.import_module("torchref.symmetry")
+        backends = importlib.import_module("torchref.utils.backends")
+        crystal = context(
+            cell=symmetry.Cell([20, 22, 24, 90, 90, 90], dtype=torch.float32),
+            spacegroup=symmetry.SpaceGroup(
+                "P 21 21 21", dtype=torch.float32, device=torch.device("cpu")
+            ),
+        )
+        engine = engines.SfFFT(crystal, max_res=2.0)
+        hkl = torch.tensor([[1, 2, 3], [0, 0, 4], [-2, 5, 1]])
+        kind = atoms(30, dtype=torch.float32)
+        theirs, _ = engine.compute_structure_factors(hkl, *kind)
+        compat.register()
+        ours, _ = engine.compute_structure_factors(hkl, *kind)
+        assert_close(ours, theirs, 1e-4)
+        with backends.use_portable():
+            plain, _ = engine.compute_structure_factors(hkl, *kind)
+        assert_close(plain, theirs, 1e-4)
