@@ -2,9 +2,15 @@
 
 import re
 import sys
+from importlib.resources import files
 
 import pytest
 
+from fusedops import cli
+from fusedops.bench import report
+from fusedops.cli import bench as benches
+from fusedops.cli import check as checks
+from fusedops.cli import demo as demos
 from fusedops.cli import tables
 
 HEADINGS = ("op", "backend", "with", "why not", "value", "of allowed", "")
@@ -34,6 +40,65 @@ def test_no_name_is_cut(capsys, monkeypatch, columns):
     assert any({"structured_scatter_add", "ok"} <= words(x) for x in out.splitlines()) == (
         columns >= 120
     )
+
+
+def planarity():
+    pytest.importorskip("gemmi")
+    assert cli.main(["planarity", str(files("fusedops") / "data/1ubi.pdb")]) == 0
+
+
+def check():
+    ops = ("node_to_edge_wigner_permute", "triangle_multiplicative_update", "gaussian_density")
+    done = {
+        "where": [("numpy", "float32"), ("numpy", "float64"), ("torch", "float32")],
+        "errors": {"value": 1e-7, "gradient": 2e-6},
+        "share": 0.5,
+    }
+    rows = [checks.Row(op, "cython", "cpu", **done) for op in ops]
+    rows += [checks.Row(op, "triton", "cuda", "torch sees no GPU") for op in ops]
+    checks.show(rows)
+
+
+def demo():
+    why = "chosen, the first that can serve on the CPU"
+    ops = ("triangle_multiplicative_update", "structured_scatter_add", "refinement")
+    rows = [demos.Row(op, "cython", why, True, 0.1234, {"value": 1e-13}) for op in ops]
+    demos._show([*rows, demos.Row("dynamic_conv_step", "triton", "torch sees no GPU")])
+
+
+def bench_row(**values):
+    row = {"op": "permute_wigner_inv_edge_to_node", "workload": "Jet-Nemotron, SiLU", "size": 7}
+    row |= {"shape": {"atoms": 11484, "reflections": 125197}, "dtype": "float32", "ours": True}
+    row |= {"who": "TorchRef 0.7, float64", "how": "torch", "pass": "forward + backward"}
+    row |= {"ms": 12.3, "quartiles_ms": [11.0, 13.0], "refused": None, "over_floor": 1.5}
+    return row | {"error": {"value": 1e-7}, "peak_MB": 33.0, "share": 0.12} | values
+
+
+def bench():
+    peer = bench_row(who="cuEquivariance", ours=False)
+    refused = bench_row(refused="OutOfMemoryError: too large", ms=None, **{"pass": "forward"})
+    cases = [bench_row(), peer, bench_row(how="CUDA graph"), refused]
+    benches.show("refinement", {"cases": cases, "growth": [], "skipped": {}})
+
+
+def changes():
+    benches.show_changes([report.Change(bench_row(), 12.0, 1.1, True)])
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", [planarity, check, demo, bench, changes])
+def test_no_command_cuts_a_name(capsys, monkeypatch, command, columns):
+    """All words below the headings of a wide table are in the narrow one."""
+    pytest.importorskip("rich")
+    command()
+    _, rule, wide = capsys.readouterr().out.rpartition("─")
+    assert rule
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    command()
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "…" not in out
+    assert {word for word in words(wide) if word[:1].isalpha()} <= words(out)
 
 
 def test_a_pipe_has_no_width(capsys):

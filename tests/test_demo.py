@@ -14,13 +14,11 @@ from fusedops._frame import registry
 from fusedops.cli import demo
 
 pytest.importorskip("gemmi")
-pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 
 
 def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")  # where no cell is broken
     monkeypatch.setattr(demo, "_median_ms", functools.partial(demo._median_ms, seconds=0))
     picture = tmp_path / "picture.png"
     assert cli.main(["demo", "--picture", str(picture)]) == 0

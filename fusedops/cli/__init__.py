@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fusedops
-from fusedops.cli import bench, check, demo, density, info, planarity
+from fusedops.cli import bench, check, completion, demo, density, info, planarity
 from fusedops.cli.common import CommandError
 from fusedops.structure import StructureError
 
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(prog="fusedops", description=fusedops.__doc__)
     parser.add_argument("--version", action="version", version=fusedops.__version__)
+    completion.add(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (demo, info, check, bench, planarity, density):
         command.add(commands)

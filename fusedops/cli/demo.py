@@ -23,6 +23,7 @@ from fusedops import maps
 from fusedops._frame import registry
 from fusedops._frame.arrays import namespace
 from fusedops._frame.check import is_tensor
+from fusedops.cli import tables
 from fusedops.cli.common import needs
 from fusedops.cli.pictures import check_picture_name, save_picture
 from fusedops.density import Lattice
@@ -51,7 +52,6 @@ def add(commands: Any) -> None:
 
 def _command(args: argparse.Namespace) -> int:
     needs("gemmi", "structure")
-    needs("rich", "cli")
     needs("matplotlib", "cli")
     needs("scipy", "cli")
     check_picture_name(args.picture)
@@ -695,26 +695,14 @@ def run(picture: Path) -> bool:
 
 
 def _show(rows: list[Row]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Value and gradient, float64", box=box.SIMPLE_HEAD)
-    for heading in ("op", "backend", "why"):
-        table.add_column(heading)
-    for heading in ("ms", "error", "check"):
-        table.add_column(heading, justify="right")
+    lines: list[tables.Row] = []
     for row in rows:
         if row.errors is None:
-            table.add_row(row.op, row.backend, row.why, "-", "-", "-", style="dim")
+            lines.append(([row.op, row.backend, row.why, "-", "-", "-"], "dim"))
             continue
-        table.add_row(
-            row.op,
-            row.backend,
-            row.why,
-            f"{row.milliseconds:.3f}",
-            f"{max(row.errors.values()):.1e}",
-            "FAILED" if row.failed else "ok",
-            style="red" if row.failed else "bold" if row.chosen else None,
-        )
-    Console(highlight=False).print(table)
+        numbers = f"{row.milliseconds:.3f}", f"{max(row.errors.values()):.1e}"
+        style = "red" if row.failed else "bold" if row.chosen else None
+        check = "FAILED" if row.failed else "ok"
+        lines.append(([row.op, row.backend, row.why, *numbers, check], style))
+    headings = ("op", "backend", "why", "ms", "error", "check")
+    tables.show("Value and gradient, float64", headings, lines, right=3)
