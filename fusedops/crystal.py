@@ -13,28 +13,31 @@ import importlib.util
 import math
 import numbers
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+from typing import cast as typed
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, namespace, zeros
+from fusedops._frame.arrays import ArrayT, cast, namespace, zeros
 from fusedops._frame.check import (
     as_array,
+    device_of,
     dtype_name,
     floats,
     indices,
     is_tensor,
     of_shape,
+    same_device,
     traced,
     values,
 )
-from fusedops._frame.packed import bridge, outside_of_graphs
+from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.shapes import Array
 from fusedops._frame.threads import get_num_threads, in_parallel
-from fusedops.density import _read_cell
+from fusedops.density import _grid_sizes, _read_cell
 
-__all__ = ["structure_factors", "symmetrize"]
+__all__ = ["Reflections", "structure_factors", "symmetrize"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
@@ -109,7 +112,7 @@ def _linear(check: F) -> LinearOp[F]:
 
     op: Any = outside_of_graphs(call)
     op.vjp = outside_of_graphs(vjp)
-    return cast("LinearOp[F]", op)
+    return typed("LinearOp[F]", op)
 
 
 @functools.cache
@@ -171,9 +174,8 @@ def _constant(op: str, name: str, value: Any) -> np.ndarray:
     return values(op, name, value)
 
 
-def _read_operations(operations: Any) -> tuple[np.ndarray, np.ndarray]:
+def _read_operations(operations: Any, op: str) -> tuple[np.ndarray, np.ndarray]:
     """Return rotations (K, 3, 3), and translations (K, 3) in 24ths from 0 to 23, as int64."""
-    op = "symmetrize"
     try:
         given = list(operations)
     except TypeError:
@@ -421,17 +423,146 @@ def symmetrize(map: ArrayT, operations: Iterable[Any]) -> ArrayT:
     [[1, 0, 0], [3, 2, 0]]
     """
     map = _checked_map("symmetrize", map)
-    rotations, translations = _read_operations(operations)
+    rotations, translations = _read_operations(operations, "symmetrize")
     there, back = _passes(rotations.tobytes(), translations.tobytes(), tuple(map.shape))
     return _linear_in(
         map, functools.partial(_summed_over, there), functools.partial(_summed_over, back)
     )
 
 
+class Reflections(Packed):
+    """Miller indices on the grid of a map, laid out once for many calls of `structure_factors`.
+
+    Parameters
+    ----------
+    hkl : array or tensor (M, 3), int32 or int64
+        Miller indices of any sign; repeated ones too.
+    cell : array (3, 3)
+        The matrix from fractional to Cartesian coordinates, Å, as in `fusedops.gaussian_density`.
+    grid_shape : (int, int, int)
+        The shape of the map.
+    blur : float
+        The B that was added to all atoms before the map was made, Å².
+    operations : iterable of gemmi.Op, or array (K, 3, 4) or (K, 4, 4), optional
+        As in `symmetrize`: structure factors are those of the map that they make of the given one.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        The shape of the map.
+    device : str
+        ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or value; or if an index, or what an operation
+        makes of it, is at or beyond the Nyquist limit, half of the grid's size along its axis.
+
+    Notes
+    -----
+    An operation (R, t) makes exp(2πi h·t) F(h R) of F(h), which takes no pass over the map, and
+    any grid fits.
+
+    References
+    ----------
+    Ten Eyck, Acta Cryst. A29 (1973) 183-191.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fusedops.crystal import Reflections
+    >>> Reflections([[1, 0, -2], [0, 2, 3]], np.diag([9.0, 8.0, 7.0]), (20, 20, 20))
+    Reflections(2 of a map of 20 × 20 × 20, on cpu)
+    """
+
+    # factors (K, M): complex; at (K M,): where a real map's half spectrum has an index, or else its
+    # Friedel mate; mated (K M,): whether it has the index, whose structure factor is the conjugate;
+    # held (L,), held_at (L,): where a wave's conjugates (first K M) and waves go.
+    _fields = ("factors", "at", "mated", "held", "held_at")
+    _sizes = ("nx", "ny", "nz")
+
+    def __init__(
+        self,
+        hkl: Any,
+        cell: Any,
+        grid_shape: Sequence[int],
+        *,
+        blur: float = 0.0,
+        operations: Iterable[Any] | None = None,
+    ) -> None:
+        self._hold(**_layout("Reflections", hkl, cell, grid_shape, blur, operations))
+
+    @classmethod
+    def of_call(cls, op: str, *arguments: Any) -> Reflections:
+        """Return the object for one call of an op, which errors name."""
+        self = cls.__new__(cls)
+        self._hold(lasting=False, **_layout(op, *arguments))
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the map."""
+        return self.nx, self.ny, self.nz
+
+    def __repr__(self) -> str:
+        return (
+            f"Reflections({self.arrays()[0].shape[1]} of a map of {self.nx} × {self.ny} × "
+            f"{self.nz}, on {self.device})"
+        )
+
+
+def _layout(
+    op: str,
+    hkl: Any,
+    cell: Any,
+    grid_shape: Sequence[int],
+    blur: float,
+    operations: Iterable[Any] | None,
+) -> dict[str, Any]:
+    """Return the fields and sizes of `Reflections`."""
+    hkl = _constant(op, "hkl", indices(op, "hkl", hkl)).astype(np.int64, copy=False)
+    of_shape(op, "hkl", hkl, ("M", 3))
+    nx, ny, nz = shape = _grid_sizes(op, grid_shape)
+    rotations, translations = np.eye(3, dtype=np.int64)[None], np.zeros((1, 3), np.int64)
+    if operations is not None:
+        rotations, translations = _read_operations(operations, op)
+    turned = np.einsum("mi,kij->kmj", hkl, rotations)
+    beyond = (2 * abs(turned) >= shape).any(axis=(0, 2))
+    if beyond.any():
+        first = int(beyond.argmax())
+        raise ValueError(
+            f"{op}: hkl[{first}] is {tuple(hkl[first].tolist())}; its sizes, and those of its "
+            f"equivalents, should be below half of the map's shape {shape}"
+        )
+    phases = np.exp(2j * np.pi / _PARTS * (translations @ hkl.T % _PARTS))
+    plus, in_plus = _half(turned, shape)
+    minus, in_minus = _half(-turned, shape)
+    held = np.flatnonzero(np.concatenate([in_plus, in_minus]))
+    return {
+        "factors": _factors(op, hkl, _constant(op, "cell", cell), blur, nx * ny * nz) * phases,
+        "at": np.where(in_plus, plus, minus),
+        "mated": in_plus,
+        "held": held,
+        "held_at": np.concatenate([plus, minus])[held],
+        "nx": nx,
+        "ny": ny,
+        "nz": nz,
+    }
+
+
+def _in_single(reflections: Reflections) -> np.ndarray:
+    return reflections.factors.astype(np.complex64)
+
+
+def _tensor_in_single(reflections: Reflections) -> Any:
+    return reflections.tensors_here().factors.to(sys.modules["torch"].complex64)
+
+
 def _half(hkl: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return where a real map's half spectrum has indices, and whether it has them."""
     _, ny, nz = shape
-    h, k, l = (hkl % shape).T
+    h, k, l = (hkl % shape).reshape(-1, 3).T
     return (h * ny + k) * (nz // 2 + 1) + l, l <= nz // 2
 
 
@@ -467,7 +598,14 @@ def _factors(op: str, hkl: np.ndarray, cell: np.ndarray, blur: Any, size: int) -
 
 
 @_linear
-def structure_factors(map: ArrayT, hkl: Any, cell: Any, *, blur: float = 0.0) -> ArrayT:
+def structure_factors(
+    map: ArrayT,
+    hkl: Any,
+    cell: Any = None,
+    *,
+    blur: float = 0.0,
+    operations: Iterable[Any] | None = None,
+) -> ArrayT:
     r"""Return structure factors of a map, by a fast Fourier transform.
 
     .. math:: F(h) = \frac{V}{n} e^{B s^2 / 4} \sum_x \mathrm{map}(x)\, e^{2 \pi i\, h \cdot x}
@@ -477,14 +615,18 @@ def structure_factors(map: ArrayT, hkl: Any, cell: Any, *, blur: float = 0.0) ->
     map : array or tensor (nx, ny, nz), float32 or float64
         The density on the grid of a unit cell of volume V, electrons/Å³ for X-rays, at the
         fractional coordinates x = (i/nx, j/ny, k/nz) of its n voxels.
-    hkl : array or tensor (M, 3), int32 or int64
-        Miller indices of any sign; repeated ones too.
+    hkl : array or tensor (M, 3), int32 or int64; or Reflections
+        Miller indices of any sign, repeated ones too; or indices laid out once for many calls,
+        which take the place of cell, blur and operations too.
     cell : array (3, 3)
         The matrix from fractional to Cartesian coordinates, Å, as in `fusedops.gaussian_density`;
         of a gemmi.UnitCell, ``cell.orth.mat``.
     blur : float
         The B that was added to all atoms before the map was made, Å²; the factor of the sum takes
         it out again, with s = 1/d.
+    operations : iterable of gemmi.Op, or array (K, 3, 4) or (K, 4, 4), optional
+        As in `symmetrize`, whose map has these structure factors: summed here, they take no pass
+        over the map.
 
     Returns
     -------
@@ -521,50 +663,52 @@ def structure_factors(map: ArrayT, hkl: Any, cell: Any, *, blur: float = 0.0) ->
     """
     op = "structure_factors"
     map = _checked_map(op, map)
-    hkl = _constant(op, "hkl", indices(op, "hkl", hkl)).astype(np.int64, copy=False)
-    of_shape(op, "hkl", hkl, ("M", 3))
-    shape = nx, ny, nz = tuple(map.shape)
-    beyond = (2 * abs(hkl) >= shape).any(axis=1)
-    if beyond.any():
-        first = int(beyond.argmax())
-        raise ValueError(
-            f"{op}: hkl[{first}] is {tuple(hkl[first].tolist())}; its sizes should be below half "
-            f"of the map's shape {shape}"
-        )
-    factors = _factors(op, hkl, _constant(op, "cell", cell), blur, nx * ny * nz)
-    plus, in_plus = _half(hkl, shape)
-    minus, in_minus = _half(-hkl, shape)
-    dtype = dtype_name(map.dtype)
+    shape = tuple(map.shape)
+    if isinstance(hkl, Reflections):
+        if cell is not None or blur or operations is not None:
+            raise TypeError(f"{op}: hkl is a Reflections; cell, blur and operations belong to it")
+        if hkl.shape != shape:
+            raise ValueError(f"{op}: map has shape {shape}; the Reflections has {hkl.shape}")
+        if is_tensor(map) or hkl.device != "cpu":
+            same_device(op, "hkl", hkl.device, "map", device_of(map))
+        reflections = hkl
+    else:
+        if cell is None:
+            raise TypeError(f"{op}: cell is None; it should be given, unless hkl is a Reflections")
+        reflections = Reflections.of_call(op, hkl, cell, shape, blur, operations)
+        if is_tensor(map):
+            reflections = reflections.to(map.device)
+    single = map.dtype.itemsize == 4
 
-    factors = factors.astype(dtype)
-
-    def here(array: np.ndarray, like: Any) -> Any:
-        if not is_tensor(like):
-            return array
-        return sys.modules["torch"].as_tensor(array, device=like.device)
+    def parts(like: Any) -> tuple[Any, Any]:
+        """Return the factors in the precision of the map, and all fields."""
+        fields = reflections.fields_like(like)
+        if not single:
+            return fields.factors, fields
+        return reflections.derived(_tensor_in_single if is_tensor(like) else _in_single), fields
 
     def transform(map: Any) -> Any:
+        factors, fields = parts(map)
         forward, _ = _transforms(map)
-        found = forward(map).reshape(-1)[here(np.where(in_plus, plus, minus), map)]
-        found = namespace(map).where(here(in_plus, map), found.conj(), found)
-        found = here(factors, map) * found
-        # NumPy 1 transforms in float64.
-        return found if is_tensor(map) else found.astype(np.result_type(dtype, np.complex64))
+        found = forward(map).reshape(-1)[fields.at]
+        found = namespace(map).where(fields.mated, found.conj(), found)
+        return (factors * cast(found, factors).reshape(factors.shape)).sum(0)
 
     def adjoint(dF: Any) -> Any:
         """Sum a wave for each index; the half spectrum holds it, its Friedel mate, or both."""
         xp = namespace(dF)
-        held = np.flatnonzero(np.concatenate([in_plus, in_minus]))
-        at = here(np.concatenate([plus, minus])[held], dF)
-        halves = 0.5 * here(factors, dF) * dF
-        halves = xp.concatenate([halves.conj(), halves])[here(held, dF)]
+        factors, fields = parts(dF)
+        halves = (0.5 * factors.conj() * dF).reshape(-1)
+        halves = xp.concatenate([halves.conj(), halves])[fields.held]
+        nx, ny, nz = shape
         spectrum = zeros(halves, (nx * ny * (nz // 2 + 1),))
         if is_tensor(halves):
-            spectrum = spectrum.index_add(0, at, halves)
+            spectrum = spectrum.index_add(0, fields.held_at, halves)
         else:
-            np.add.at(spectrum, at, halves)
+            np.add.at(spectrum, fields.held_at, halves)
         _, backward = _transforms(dF)
         dmap = backward(spectrum.reshape(nx, ny, -1), shape, (0, 1, 2), norm="forward")
-        return dmap if is_tensor(dF) else dmap.astype(dtype, copy=False)
+        # NumPy 1 transforms in float64.
+        return dmap if is_tensor(dF) else dmap.astype("f4" if single else "f8", copy=False)
 
     return _linear_in(map, transform, adjoint)

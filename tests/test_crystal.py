@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import pickle
 import re
 from importlib.resources import files
 
@@ -75,7 +76,7 @@ class TestSymmetrize:
     @pytest.mark.parametrize("group", ["P 1", "C 2 2 21", "R 3 2:H", "I 41/a c d", "F 4 3 2"])
     def test_every_operation_counts_once(self, gemmi, group):
         operations = gemmi.SpaceGroup(group).operations()
-        R, t = crystal._read_operations(operations)
+        R, t = crystal._read_operations(operations, "symmetrize")
         table = crystal._products(R, t)
         sets = crystal._factored(R, t)
         products = [
@@ -224,6 +225,104 @@ class TestStructureFactors:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
         assert pullback(found)[0].dtype == np.float32
         np.testing.assert_allclose(pullback(found)[0], dmap, rtol=0, atol=1e-5 * abs(dmap).max())
+
+    @pytest.mark.parametrize(
+        ("operations", "shape"),
+        [
+            ([IDENTITY, SCREW], (4, 6, 5)),
+            ([IDENTITY, SCREW], (4, 5, 7)),  # which symmetrize refuses
+            ([THREEFOLD], (7, 8, 6)),
+            ([IDENTITY, THREEFOLD, THREEFOLD], (9, 9, 5)),
+        ],
+        ids=["screw", "screw off the grid", "threefold, alone", "threefold, twice"],
+    )
+    def test_the_sum_over_operations(self, operations, shape):
+        """Every voxel is an atom, at its place by every operation."""
+        hkl, map = all_indices((4, 4, 3)), random(shape)
+        x = np.stack(np.meshgrid(*[np.arange(n) / n for n in shape], indexing="ij"), -1)
+        factor = abs(np.linalg.det(OBLIQUE)) / map.size
+        each = sum(
+            np.exp(2j * np.pi * np.einsum("mi,xyzi->mxyz", hkl, x @ op[:, :3].T + op[:, 3]))
+            for op in np.array(operations)
+        )
+        found, pullback = structure_factors.vjp(map, hkl, OBLIQUE, operations=operations)
+        np.testing.assert_allclose(
+            found, factor * (each * map).sum((1, 2, 3)), atol=1e-11 * abs(found).max()
+        )
+        dF = random((len(hkl), 2)) @ [1, 1j]
+        expected = factor * np.einsum("m,mxyz->xyz", dF.conj(), each).real
+        (dmap,) = pullback(dF)
+        np.testing.assert_allclose(dmap, expected, atol=1e-11 * abs(expected).max())
+
+    @pytest.mark.parametrize("group", ["P 21 21 21", "C 2 2 21", "I 41/a c d", "R 3 2:H"])
+    def test_it_is_the_symmetrized_map(self, gemmi, group):
+        operations = gemmi.SpaceGroup(group).operations()
+        map, hkl = random((12, 12, 12)), all_indices((6, 6, 6))
+        found, pullback = structure_factors.vjp(map, hkl, OBLIQUE, operations=operations)
+        unit, to_map = symmetrize.vjp(map, operations)
+        expected, to_unit = structure_factors.vjp(unit, hkl, OBLIQUE)
+        np.testing.assert_allclose(found, expected, atol=1e-11 * abs(expected).max())
+        (dmap,) = to_map(*to_unit(found))
+        np.testing.assert_allclose(pullback(found)[0], dmap, atol=1e-11 * abs(dmap).max())
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_reflections_laid_out_before(self, dtype):
+        shape, hkl = (6, 8, 10), all_indices((4, 4, 4))
+        map = random(shape).astype(dtype)
+        options = {"blur": 3.0, "operations": [IDENTITY, SCREW]}
+        reflections = crystal.Reflections(hkl, OBLIQUE, shape, **options)
+        expected, one = structure_factors.vjp(map, hkl, OBLIQUE, **options)
+        for given in (reflections, pickle.loads(pickle.dumps(reflections))):
+            for _ in range(2):
+                found, other = structure_factors.vjp(map, given)
+                assert found.dtype == expected.dtype
+                np.testing.assert_array_equal(found, expected)
+                np.testing.assert_array_equal(other(found)[0], one(found)[0], strict=True)
+        assert reflections.shape == shape
+        assert repr(reflections) == "Reflections(27 of a map of 6 × 8 × 10, on cpu)"
+        with pytest.raises(AttributeError, match="shape can't be changed"):
+            reflections.shape = (1, 1, 1)
+
+    @pytest.mark.parametrize(
+        ("change", "kind", "message"),
+        [
+            (
+                {"map": np.zeros((4, 4, 4))},
+                ValueError,
+                r"\(4, 4, 4\); the Reflections has \(4, 5, 6",
+            ),
+            ({"cell": OBLIQUE}, TypeError, "cell, blur and operations belong to it"),
+            ({"blur": 1.0}, TypeError, "cell, blur and operations belong to it"),
+            ({"operations": [IDENTITY]}, TypeError, "cell, blur and operations belong to it"),
+            ({"hkl": [[1, 0, 0]]}, TypeError, "cell is None; it should be given, unless hkl is"),
+        ],
+    )
+    def test_wrong_arguments_beside_reflections(self, change, kind, message):
+        given = {"map": np.zeros((4, 5, 6))}
+        given["hkl"] = crystal.Reflections([[1, 0, 0]], OBLIQUE, (4, 5, 6))
+        with pytest.raises(kind, match=message):
+            structure_factors(**(given | change))
+
+    @pytest.mark.parametrize(
+        ("change", "kind", "message"),
+        [
+            (
+                {"hkl": [[0, 2, 2]]},
+                ValueError,
+                r"Reflections: hkl\[0\] is \(0, 2, 2\); .* equivalents",
+            ),
+            ({"grid_shape": (4, 5)}, ValueError, "Reflections: grid_shape"),
+            ({"operations": []}, ValueError, "Reflections: operations is empty"),
+            ({"blur": np.nan}, ValueError, "Reflections: blur is nan"),
+            ({"cell": np.eye(2)}, ValueError, "Reflections: cell has shape"),
+        ],
+    )
+    def test_no_reflections_of_a_map(self, change, kind, message):
+        """An operation turns (0, 2, 2) beyond the limit of the first axis."""
+        turn = [[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
+        given = {"hkl": [[1, 0, 0]], "cell": OBLIQUE, "grid_shape": (4, 5, 6), "operations": [turn]}
+        with pytest.raises(kind, match=message):
+            crystal.Reflections(**(given | change))
 
     def test_no_reflections(self):
         found, pullback = structure_factors.vjp(random((4, 4, 4)), np.zeros((0, 3), int), OBLIQUE)
@@ -418,6 +517,9 @@ CALLS = {
     "structure_factors": lambda x: structure_factors(
         x, all_indices((3, 3, 6))[::4], HEXAGONAL, blur=5.0
     ),
+    "structure_factors, symmetric": lambda x: structure_factors(
+        x, all_indices((3, 3, 6))[::4], HEXAGONAL, operations=[IDENTITY, SCREW]
+    ),
 }
 
 
@@ -490,7 +592,7 @@ def test_the_formula_for_a_gpu(torch, monkeypatch):
 
 
 def map_key(operations):
-    return [array.tobytes() for array in crystal._read_operations(operations)]
+    return [array.tobytes() for array in crystal._read_operations(operations, "symmetrize")]
 
 
 def test_constants_that_require_grad_are_refused(torch):
@@ -510,6 +612,27 @@ def test_on_a_gpu(torch, call):
     np.testing.assert_allclose(found.detach().cpu(), call(map.detach().cpu()), atol=1e-9)
     assert torch.autograd.gradcheck(call, map)
     assert torch.autograd.gradgradcheck(call, map)
+
+
+@pytest.mark.gpu
+def test_reflections_on_a_gpu(torch):
+    """Laid out on the GPU, they are captured in a CUDA graph."""
+    map = torch.tensor(random((6, 8, 10)), device="cuda", dtype=torch.float32)
+    hkl, options = all_indices((4, 4, 4)), {"operations": [IDENTITY, SCREW]}
+    here = crystal.Reflections(hkl, OBLIQUE, (6, 8, 10), **options)
+    with pytest.raises(ValueError, match="hkl is on cpu; it should be on cuda"):
+        structure_factors(map, here)
+    there = here.to(map.device)
+    expected = structure_factors(map, there)
+    np.testing.assert_allclose(
+        expected.cpu(), structure_factors(map.cpu(), here), atol=1e-5 * abs(expected).max().item()
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = structure_factors(map, there)
+    map *= 2
+    graph.replay()
+    torch.testing.assert_close(found, 2 * expected)
 
 
 def test_vectorized_hessians(torch):

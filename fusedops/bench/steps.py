@@ -298,8 +298,8 @@ def _shaken(
     blurred = atoms.blurred(blur)
     arrays = blurred.xyz, blurred.b, blurred.occupancy, blurred.amplitudes, blurred.widths
     rho = fusedops.gaussian_density(*arrays, grid.matrix, grid.shape)
-    unit = crystal.symmetrize(rho, grid.spacegroup.operations())
-    exact = abs(crystal.structure_factors(unit, hkl, grid.matrix, blur=blur))
+    symmetry = {"blur": blur, "operations": grid.spacegroup.operations()}
+    exact = abs(crystal.structure_factors(rho, hkl, grid.matrix, **symmetry))
     sigma = 0.05 * (exact + np.median(exact))
     observed = abs(exact + sigma * rng.normal(size=len(hkl)))
     factors = np.exp(rng.normal(scale=0.1, size=(count, *[1] * (atoms.b.ndim - 1))))
@@ -329,25 +329,27 @@ def _leaves(problem: Crystal) -> dict[str, np.ndarray]:
 
 def _refined(problem: Crystal, how: str, device: str, dtype: str, backend: str | None) -> Chain:
     """Return the step by our ops."""
-    cell, operations = problem.grid.matrix, problem.grid.spacegroup.operations()
-    lattice, planes = Lattice(cell, problem.grid.shape), fusedops.Planes(problem.groups)
+    grid = problem.grid
+    lattice, planes = Lattice(grid.matrix, grid.shape), fusedops.Planes(problem.groups)
+    symmetry = {"blur": problem.blur, "operations": grid.spacegroup.operations()}
+    reflections = crystal.Reflections(problem.hkl, grid.matrix, grid.shape, **symmetry)
     constants = problem.atoms.amplitudes, problem.atoms.widths, problem.observed, problem.sigma
     ops: list[Any] = [
         fusedops.gaussian_density,
-        crystal.symmetrize,
         crystal.structure_factors,
         fusedops.planarity_nll,
     ]
     if how == NUMPY:
         cast: Callable[[Any], Any] = partial(np.asarray, dtype=dtype)
-        density, symmetrize, factors, nll = (op.vjp for op in ops)
+        density, factors, nll = (op.vjp for op in ops)
         target: Callable[..., Any] = _least_squares
     else:
         import torch
 
         cast = partial(torch.tensor, dtype=getattr(torch, dtype), device=device)
         lattice, planes = lattice.to(device), planes.to(device)
-        density, symmetrize, factors, nll = ops
+        reflections = reflections.to(device)
+        density, factors, nll = ops
         target = _least_squares_of_tensors
     amplitudes, widths, observed, sigma = map(cast, constants)
     on = {"n_sigma": N_SIGMA, "on_bad": "skip", "backend": backend}
@@ -359,12 +361,7 @@ def _refined(problem: Crystal, how: str, device: str, dtype: str, backend: str |
                 ("xyz", "b", "occupancy"),
                 lambda *leaves: density(*leaves, amplitudes, widths, lattice, **on),
             ),
-            Part("symmetry", ("density",), lambda rho: symmetrize(rho, operations)),
-            Part(
-                "Fourier",
-                ("symmetry",),
-                lambda rho: factors(rho, problem.hkl, cell, blur=problem.blur),
-            ),
+            Part("Fourier", ("density",), lambda rho: factors(rho, reflections)),
             Part("target", ("Fourier",), lambda F: target(F, observed, sigma)),
             Part("planarity", ("xyz",), lambda xyz: nll(xyz, planes, backend=backend)),
         ),

@@ -581,13 +581,13 @@ def _structure_factors_of(
     import gemmi
 
     hkl = gemmi.make_miller_array(grid.cell, grid.spacegroup, 2.0)
-    operations = grid.spacegroup.operations()
+    options = {"blur": blur, "operations": grid.spacegroup.operations()}
+    reflections = crystal.Reflections(hkl, grid.matrix, grid.shape, **options)
 
     def calculated(xyz: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
         rho, to_atoms = op.vjp(xyz, atoms.b, atoms.occupancy, lattice)
-        unit, to_asymmetric = crystal.symmetrize.vjp(rho, operations)
-        F, to_unit = crystal.structure_factors.vjp(unit, hkl, grid.matrix, blur=blur)
-        return F, lambda dF: to_atoms(*to_asymmetric(*to_unit(dF)))[0]
+        F, to_map = crystal.structure_factors.vjp(rho, reflections)
+        return F, lambda dF: to_atoms(*to_map(dF))[0]
 
     return calculated
 
