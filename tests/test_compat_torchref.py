@@ -163,7 +163,7 @@ def test_the_settings_of_torchref(monkeypatch):
     found = compat.build_electron_density(SHAPE, "cpu", *atoms(3), *at)
     assert_close(found, summed(*atoms(3), n_sigma=2.0))
     compat.build_electron_density(SHAPE, "cpu", *atoms(3), *at, force_portable=False)
-    assert asked == ["torch", "torch", None, None]
+    assert asked == ["torch", None]
 
 
 def test_a_radius_is_at_most_torchrefs():

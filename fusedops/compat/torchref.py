@@ -26,8 +26,8 @@ from fusedops.scatter import structured_scatter_add
 
 __all__ = ["build_electron_density", "planarity_math", "register", "unregister"]
 
-#: The largest radius in Å, and the least width of a Gaussian in Å², of TorchRef.
-LARGEST_RADIUS, LEAST_WIDTH = 7.0, 0.4
+#: TorchRef's, Å.
+LARGEST_RADIUS = 7.0
 
 #: The lattices of matrices on GPUs, which TorchRef keeps with its cell.
 _read = WeakTensorKeyDictionary()
@@ -112,8 +112,9 @@ def build_electron_density(
     Notes
     -----
     An atom's radius is that of TorchRef: as many standard deviations as
-    ``torchref.sigma_cutoff_ed`` says, 3 by default, between 2 and 7 Å. A Gaussian of an isotropic
-    atom is at least 0.4 Å² wide. Atoms with a number that isn't finite are left out.
+    ``torchref.sigma_cutoff_ed`` says, 3 by default, between 2 and 7 Å. Gaussians of isotropic atoms
+    are at least 0.4 Å² wide. Atoms with a number that isn't finite, and anisotropic ones with a
+    Gaussian of no positive width, are left out.
 
     References
     ----------
@@ -144,29 +145,19 @@ def build_electron_density(
         atoms += [(xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso)]
     for kind in atoms:
         if len(kind[0]) > 0:
-            lattice = _lattice(frac_matrix, tuple(grid_shape))
-            backend = "torch" if force_portable else None
-            alike = [array.to(dtype) for array in kind]
-            rho = rho + _drawn(alike, n_sigma, cell=lattice, backend=backend)
+            xyz, b, occupancy, A, B = (array.to(dtype) for array in kind)
+            rho = rho + gaussian_density(
+                xyz,
+                b,
+                occupancy,
+                A,
+                B,
+                _lattice(frac_matrix, tuple(grid_shape)),
+                radius=atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS),
+                on_bad="clamp" if b.ndim == 1 else "skip",
+                backend="torch" if force_portable else None,
+            )
     return rho
-
-
-def _drawn(atoms: list[Any], n_sigma: float, **options: Any) -> Any:
-    """Return the density of atoms, with the widths of isotropic ones clamped."""
-    xyz, b, occupancy, A, B = atoms
-    radius = atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS)
-    draw: Any = functools.partial(gaussian_density, on_bad="skip", **options)
-    if b.ndim == 2:
-        return draw(xyz, b, occupancy, A, B, radius=radius)
-    least = LEAST_WIDTH - b.detach()[:, None]
-    sharp = least > B
-    if not sharp.any():
-        return draw(xyz, b, occupancy, A, B, radius=radius)
-    # The clamped Gaussians of an atom are atoms of their own, whose width has no gradient by B.
-    at, widths = sharp.any(1).nonzero()[:, 0], torch.maximum(B, least)
-    clamped = xyz[at], b[at].detach(), occupancy[at], (A * sharp)[at], widths[at]
-    rho = draw(xyz, b, occupancy, A * ~sharp, widths, radius=radius)
-    return rho + draw(*clamped, radius=radius[at])
 
 
 def _lattice(matrix: Any, shape: tuple[int, ...]) -> Any:
