@@ -1005,6 +1005,24 @@ def test_a_wrong_step_is_not_timed(capsys, monkeypatch):
     assert "NOT TIMED, because wrong: refinement by numba." in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quick", "tiny_steps")
+def test_a_case_that_fails_leaves_the_others(monkeypatch, capsys):
+    def tiny(device, make=measure.STEPS["refinement"]):
+        step = make(device)
+
+        def fail():
+            raise MemoryError("a map of 1 TB")
+
+        return replace(step, cases=(steps.Case("huge", fail, quick=True), step.cases[0]))
+
+    monkeypatch.setattr(measure, "STEPS", {"refinement": tiny})
+    arguments = ["bench", "--quick", "--step", "refinement", "--backend", "numpy"]
+    assert cli.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "MemoryError: a map of 1 TB" in out
+    assert "tiny: atoms 36" in out
+
+
 def test_a_step_that_there_is_not(capsys):
     assert cli.main(["bench", "--step", "refine"]) == 2
     assert "--step refine: it should be one of refinement" in capsys.readouterr().err

@@ -229,7 +229,7 @@ class Bench:
     def whole(self, step: Step, case: Case) -> list[dict[str, Any]]:
         """Return the rows of one case of a step: its passes, and its parts with their shares."""
         self.advance(f"{step.name}, {case.name}")
-        about = {
+        about: dict[str, Any] = {
             "op": step.name,
             "workload": case.name,
             "dtype": step.dtype,
@@ -237,15 +237,19 @@ class Bench:
         }
         try:
             problem = case.make()
-            contestants, rows = self._programs(step, problem)
             shape = step.shape(problem)
+            about |= {"size": next(iter(shape.values())), "shape": shape}
+            contestants, rows = self._programs(step, problem)
+            for what, entries in _by_pass(contestants).items():
+                rows += self._timed(what, entries, times_host=step.device != "cpu")
         except (Unsuited, ImportError) as reason:
             self.skipped[f"{step.name}, {case.name}"] = str(reason)
             return []
-        about |= {"size": next(iter(shape.values())), "shape": shape}
-        for what, entries in _by_pass(contestants).items():
-            rows += self._timed(what, entries, times_host=step.device != "cpu")
-        self._clear()
+        except Exception as error:  # out of memory, say: the other cases are worth having
+            about = {"size": 0, "shape": {}} | about
+            return [_row("every backend", "", "", refused=_word(error), ours=True) | about]
+        finally:
+            self._clear()
         passes: dict[tuple[str, str], dict[str, Any]] = {}
         for row in rows:
             passes.setdefault((row["who"], row["how"]), {})[row["pass"]] = row["ms"]
