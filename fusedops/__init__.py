@@ -7,6 +7,7 @@ from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.density import Lattice, gaussian_density
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
 from fusedops.scatter import ScatterPlan, structured_gather, structured_scatter_add
+from fusedops.so2 import gate_activation, so2_convolution
 from fusedops.trimul import triangle_multiplicative_update
 from fusedops.wigner import (
     Edges,
@@ -29,6 +30,7 @@ __all__ = [
     "dynamic_conv_step",
     "edge_degree_scatter",
     "gaussian_density",
+    "gate_activation",
     "get_num_threads",
     "info",
     "node_to_edge_wigner_permute",
@@ -37,6 +39,7 @@ __all__ = [
     "planarity_nll",
     "plane_deviations",
     "set_num_threads",
+    "so2_convolution",
     "structured_gather",
     "structured_scatter_add",
     "triangle_multiplicative_update",

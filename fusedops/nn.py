@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import dtype_name, of_shape, one_of, promoted
 from fusedops._frame.registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.so2 import WEIGHTS, so2_convolution
 from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
 
-__all__ = ["DynamicShortConvolution", "TriangleMultiplicativeUpdate"]
+__all__ = ["DynamicShortConvolution", "SO2Convolution", "TriangleMultiplicativeUpdate"]
 
 GENERATOR_ACTIVATIONS = {
     "silu": torch.nn.SiLU,
@@ -316,6 +318,190 @@ class DynamicShortConvolution(torch.nn.Module):
         shown = (
             f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation!r}"
         )
+        return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
+
+
+class SO2Convolution(torch.nn.Module):
+    r"""SO(2) convolution of messages, with radial functions that a small network computes.
+
+    .. math:: (\gamma \,\|\, y_0) = W_0 (r_0 \odot x_0) + b, \quad
+              y_{+m} + i \, y_{-m} = (R_m + i I_m) \, \bigl(r_m \odot (x_{+m} + i \, x_{-m})\bigr)
+
+    See `fusedops.so2_convolution`.
+
+    Parameters
+    ----------
+    sphere_channels : int
+        C, the channels of a message.
+    m_output_channels : int
+        D, the channels of the result.
+    lmax, mmax : int
+        The largest degree, and the largest order, at most lmax and at most 8.
+    mappingReduced
+        Ignored, and accepted only for callers that pass it: `lmax` and `mmax` say as much.
+    internal_weights : bool
+        Whether there is no network for radial functions.
+    edge_channels_list : sequence of int, optional
+        Without `internal_weights`, the sizes of the network's input and hidden layers.
+    extra_m0_output_channels : int, optional
+        G, the number of gates, which are returned beside the result.
+    backend : str, optional
+        The backend that must serve every call.
+
+    Attributes
+    ----------
+    sphere_channels, m_output_channels, lmax, mmax : int
+        As given.
+    extra_m0_output_channels, backend
+        As given.
+    fc_m0 : torch.nn.Linear
+        The weight and the bias of order 0.
+    so2_m_conv : torch.nn.ModuleList
+        For every order from 1 to mmax a linear layer ``fc`` without bias, with the weights' real
+        parts above their imaginary parts.
+    rad_func : torch.nn.ModuleDict or None
+        ``net``: linear layers, with LayerNorm and SiLU between them.
+
+    Raises
+    ------
+    ValueError
+        If a size or an order is out of range, or `edge_channels_list` is missing; the message names
+        the argument.
+
+    Notes
+    -----
+    Arguments, parameters and results are the same as in fairchem's class ``SO2_Convolution``: to
+    switch, change the import; checkpoints load unchanged.
+
+    References
+    ----------
+    Passaro and Zitnick, ICML 2023 (eSCN); fairchem-core,
+    ``fairchem/core/models/uma/nn/so2_layers.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.nn import SO2Convolution
+    >>> convolution = SO2Convolution(
+    ...     8, 4, lmax=2, mmax=1, internal_weights=False, edge_channels_list=[16, 16],
+    ...     extra_m0_output_channels=8
+    ... )
+    >>> out, gates = convolution(torch.randn(5, 7, 8), torch.randn(5, 16))
+    >>> out.shape, gates.shape
+    (torch.Size([5, 7, 4]), torch.Size([5, 8]))
+    """
+
+    def __init__(
+        self,
+        sphere_channels: int,
+        m_output_channels: int,
+        lmax: int,
+        mmax: int,
+        mappingReduced: Any = None,
+        internal_weights: bool = True,
+        edge_channels_list: Sequence[int] | None = None,
+        extra_m0_output_channels: int | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        name = "SO2Convolution"
+        for argument, size in (
+            ("sphere_channels", sphere_channels),
+            ("m_output_channels", m_output_channels),
+        ):
+            if size < 1:
+                raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
+        most = min(lmax, len(WEIGHTS) - 1)
+        if not 0 <= mmax <= most:
+            raise ValueError(
+                f"{name}: mmax is {mmax}; it should be from 0 to {most}, as lmax is {lmax}"
+            )
+        if not internal_weights and not edge_channels_list:
+            raise ValueError(
+                f"{name}: edge_channels_list is {edge_channels_list}; it should be a list of sizes, "
+                "unless internal_weights is True"
+            )
+        one_of(name, "backend", backend, (None, *(each.name for each in BACKENDS)))
+        self.sphere_channels = sphere_channels
+        self.m_output_channels = m_output_channels
+        self.lmax = lmax
+        self.mmax = mmax
+        self.extra_m0_output_channels = extra_m0_output_channels
+        self.backend = backend
+        Linear = torch.nn.Linear
+        widths = [(lmax + 1 - m) * sphere_channels for m in range(mmax + 1)]
+        gates = extra_m0_output_channels or 0
+        self.fc_m0 = Linear(widths[0], (lmax + 1) * m_output_channels + gates)
+        self.so2_m_conv = torch.nn.ModuleList()
+        for m in range(1, mmax + 1):
+            fc = Linear(widths[m], 2 * (lmax + 1 - m) * m_output_channels, bias=False)
+            with torch.no_grad():
+                # A result adds two products.
+                fc.weight.mul_(2**-0.5)
+            self.so2_m_conv.append(torch.nn.ModuleDict({"fc": fc}))
+        self.rad_func = None
+        if not internal_weights:
+            sizes = [*(edge_channels_list or ()), sum(widths)]
+            layers: list[torch.nn.Module] = []
+            for before, after in pairwise(sizes):
+                layers += [Linear(before, after), torch.nn.LayerNorm(after), torch.nn.SiLU()]
+            self.rad_func = torch.nn.ModuleDict({"net": torch.nn.Sequential(*layers[:-2])})
+
+    def forward(
+        self, x: torch.Tensor, x_edge: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        r"""Return the convolution of messages, and the gates if the module has any.
+
+        Parameters
+        ----------
+        x : tensor (E, M, C)
+            Messages, m-major (`fusedops.wigner.m_major_order`).
+        x_edge : tensor (E, edge_channels_list[0]) or (E, Σ (lmax + 1 - m) C), optional
+            The input of ``rad_func``; or the radial functions themselves, if the module has none.
+
+        Returns
+        -------
+        out : tensor (E, M, D)
+            The convolution, m-major.
+        gates : tensor (E, G)
+            With `extra_m0_output_channels` only.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument doesn't fit the module; the message names it.
+        BackendUnavailable
+            If the module's backend can't serve the call.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.nn import SO2Convolution
+        >>> SO2Convolution(8, 4, lmax=2, mmax=2)(torch.randn(5, 9, 8)).shape
+        torch.Size([5, 9, 4])
+        """
+        if self.rad_func is not None:
+            x_edge = self.rad_func["net"](x_edge)
+        weights: list[Any] = [layer["fc"].weight for layer in self.so2_m_conv]
+        found: Any = so2_convolution(
+            x,
+            self.fc_m0.weight,
+            *weights,
+            bias=self.fc_m0.bias,
+            radial=x_edge,
+            gate_channels=self.extra_m0_output_channels or 0,
+            backend=self.backend,
+        )
+        return found
+
+    def extra_repr(self) -> str:
+        """Return the text in ``repr`` that comes before the layers."""
+        shown = f"{self.sphere_channels}, {self.m_output_channels}, lmax={self.lmax}, mmax={self.mmax}"
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
 
 

@@ -188,6 +188,11 @@ class blas_on_one_thread:
                     library.set_num_threads(threads)
 
 
+def blas_has_a_limit() -> bool:
+    """Return whether `blas_on_one_thread` works: whether threadpoolctl is installed."""
+    return _blas() is not None
+
+
 @functools.cache
 def _blas() -> Any:
     """Return a controller of the loaded BLAS, or None without threadpoolctl."""

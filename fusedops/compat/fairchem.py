@@ -1,9 +1,10 @@
-"""Edge rotations of fairchem's UMA models, by `fusedops.wigner`.
+"""Edge rotations and SO(2) layers of fairchem's UMA models, by `fusedops.wigner` and `fusedops.nn`.
 
-fairchem looks an execution backend up, by its mode, when it builds a model. `Rotations` and
-`FusedEdgewise` have a backend's methods around rotations; `register` joins them to fairchem's own
-classes, which keep all other methods. Versions 2.16 to 2.24 differ in the arguments of these
-methods, and all are served. In older ones a backend can't choose the form of its matrices.
+fairchem looks an execution backend up, by its mode, when it builds a model. `EdgeOps` has a
+backend's methods around rotations, and replaces SO(2) layers when fairchem prepares a model for
+inference; `register` joins it to fairchem's own classes, which keep all other methods. Versions
+2.16 to 2.24 differ in the arguments of these methods, and all are served. In older ones a backend
+can't choose the form of its matrices.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import traced
+from fusedops.nn import SO2Convolution
+from fusedops.so2 import WEIGHTS, gate_activation
 from fusedops.wigner import (
     Edges,
-    degree_of,
     edge_degree_scatter,
     node_to_edge_wigner_permute,
     permute_wigner_inv_edge_to_node,
 )
 
-__all__ = ["FusedEdgewise", "Rotations", "register", "unregister"]
+__all__ = ["EdgeOps", "register", "unregister"]
 
 #: The edges of fairchem's index tensors, by number of nodes and offset.
 _read = WeakTensorKeyDictionary()
@@ -78,11 +80,57 @@ def _packed(matrices: Any, lmax: int) -> Any:
     return torch.cat([matrices[:, of, of].flatten(1) for of in rows], dim=1).unsqueeze(1)
 
 
-class Rotations:
+def _convolution(theirs: Any) -> Any:
+    """Return an SO(2) convolution with the layers of fairchem's, or theirs if it has others."""
+    layers = theirs.fc_m0, *(layer.fc for layer in theirs.so2_m_conv)
+    # A mixture of experts computes weights in its layers.
+    if len(layers) > len(WEIGHTS) or any(type(layer) is not torch.nn.Linear for layer in layers):
+        return theirs
+    with torch.device("meta"):
+        ours = SO2Convolution(
+            theirs.sphere_channels,
+            theirs.m_output_channels,
+            theirs.lmax,
+            theirs.mmax,
+            extra_m0_output_channels=getattr(theirs, "extra_m0_output_channels", None),
+        )
+    ours.fc_m0 = layers[0]
+    for mine, layer in zip(ours.so2_m_conv, layers[1:], strict=True):
+        mine["fc"] = layer
+    # The layers of the fast modes get radial functions, which one network has for all of them.
+    if type(theirs).__name__ == "SO2_Convolution" and theirs.rad_func is not None:
+        ours.rad_func = torch.nn.ModuleDict({"net": theirs.rad_func.net})
+    return ours.train(theirs.training)
+
+
+class _Gates(torch.nn.Module):
+    """fairchem's ``GateActivation``, by `fusedops.gate_activation`."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.mmax, self.layout = theirs.mmax, "m" if theirs.m_prime else "l"
+
+    def forward(self, gating_scalars: Any, input_tensors: Any) -> Any:
+        """Return the gated features."""
+        gates = gating_scalars.flatten(1)
+        return gate_activation(gates, input_tensors, mmax=self.mmax, layout=self.layout)
+
+
+#: Functions that return ours for layers of fairchem's, by their class.
+LAYERS: dict[str, Any] = {
+    "SO2_Convolution": _convolution,
+    "SO2_Conv1_WithRadialBlock": _convolution,
+    "SO2_Conv2_InternalBlock": _convolution,
+    "GateActivation": _Gates,
+}
+
+
+class EdgeOps:
     """The methods of a fairchem backend that rotate features into the frames of edges and back.
 
     They serve any lmax, mmax and number of channels, on CPUs and GPUs, with derivatives of any
-    order. `register` makes backends of this class and fairchem's own.
+    order. A model that fairchem prepares for inference gets our SO(2) convolutions and gates too.
+    `register` makes backends of this class and fairchem's own.
 
     Attributes
     ----------
@@ -102,16 +150,41 @@ class Rotations:
     Examples
     --------
     >>> import torch
-    >>> from fusedops.compat.fairchem import Rotations
+    >>> from fusedops.compat.fairchem import EdgeOps
     >>> x, edge_index = torch.ones(2, 4, 1), torch.tensor([[0], [1]])
     >>> wigner = torch.eye(4)[None]
-    >>> Rotations().node_to_edge_wigner_permute(x, edge_index, wigner).shape
+    >>> EdgeOps().node_to_edge_wigner_permute(x, edge_index, wigner).shape
     torch.Size([1, 4, 2])
     """
 
     mmax: int | None = None
     #: The backend that fairchem has for the mode.
     theirs: Any
+
+    def prepare_model_for_inference(self, model: Any) -> None:
+        """Let fairchem prepare a model, and replace its SO(2) convolutions and gates.
+
+        Ours share their parameters. Layers whose weights are mixtures of experts stay.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            fairchem's backbone.
+
+        Examples
+        --------
+        fairchem calls it with a model: see `register`.
+
+        >>> from fusedops.compat.fairchem import LAYERS
+        >>> "SO2_Convolution" in LAYERS
+        True
+        """
+        super().prepare_model_for_inference(model)  # type: ignore[misc]
+        for parent in list(model.modules()):
+            for name, theirs in list(parent.named_children()):
+                ours = LAYERS.get(type(theirs).__name__)
+                if ours is not None:
+                    setattr(parent, name, ours(theirs))
 
     def prepare_wigner(
         self, wigner: Any, wigner_inv: Any, mappingReduced: Any, coefficient_index: Any
@@ -136,10 +209,10 @@ class Rotations:
         --------
         >>> import torch
         >>> from types import SimpleNamespace
-        >>> from fusedops.compat.fairchem import Rotations
+        >>> from fusedops.compat.fairchem import EdgeOps
         >>> wigner = torch.eye(9)[None]
         >>> mapping = SimpleNamespace(lmax=2, mmax=2)
-        >>> Rotations().prepare_wigner(wigner, wigner.mT, mapping, None)[0].shape
+        >>> EdgeOps().prepare_wigner(wigner, wigner.mT, mapping, None)[0].shape
         torch.Size([1, 1, 35])
         """
         lmax = mappingReduced.lmax
@@ -171,9 +244,9 @@ class Rotations:
         Examples
         --------
         >>> import torch
-        >>> from fusedops.compat.fairchem import Rotations
+        >>> from fusedops.compat.fairchem import EdgeOps
         >>> x, edge_index = torch.arange(8.0).view(2, 4, 1), torch.tensor([[0], [1]])
-        >>> message = Rotations().node_to_edge_wigner_permute(x, edge_index, torch.eye(4)[None])
+        >>> message = EdgeOps().node_to_edge_wigner_permute(x, edge_index, torch.eye(4)[None])
         >>> message[0].tolist()
         [[0.0, 4.0], [2.0, 6.0], [3.0, 7.0], [1.0, 5.0]]
         """
@@ -211,9 +284,9 @@ class Rotations:
         Examples
         --------
         >>> import torch
-        >>> from fusedops.compat.fairchem import Rotations
+        >>> from fusedops.compat.fairchem import EdgeOps
         >>> message, wigner_inv = torch.ones(2, 4, 1), torch.eye(4).expand(2, 4, 4)
-        >>> Rotations().permute_wigner_inv_edge_to_node(
+        >>> EdgeOps().permute_wigner_inv_edge_to_node(
         ...     message, wigner_inv, torch.tensor([1, 1]), num_nodes=2
         ... )[..., 0].tolist()
         [[0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
@@ -259,10 +332,10 @@ class Rotations:
         Examples
         --------
         >>> import torch
-        >>> from fusedops.compat.fairchem import Rotations
+        >>> from fusedops.compat.fairchem import EdgeOps
         >>> x, radial, target = torch.ones(1, 4, 1), torch.ones(2, 2), torch.tensor([0, 0])
         >>> wigner_inv = torch.eye(4).expand(2, 4, 4)
-        >>> Rotations().edge_degree_scatter(x, radial, wigner_inv, target, 2, 1, 2.0).flatten()
+        >>> EdgeOps().edge_degree_scatter(x, radial, wigner_inv, target, 2, 1, 2.0).flatten()
         tensor([2., 1., 2., 1.])
         """
         radial = radial_output.reshape(-1, m_0_num_coefficients, sphere_channels)
@@ -272,183 +345,13 @@ class Rotations:
         )
 
 
-class FusedEdgewise(Rotations):
-    """`Rotations` and the methods by which fairchem 2.22 and newer joins them to its SO(2) layers.
-
-    fairchem's kernels for GPUs rotate and scale in one pass. There are no such kernels here yet:
-    the ops rotate, and torch scales and concatenates. The results are equal, and messages
-    (E, M, 2C) and (E, M, C) pass through memory once more.
-
-    Attributes
-    ----------
-    supports_fused_edgewise : bool
-        Whether fairchem calls these methods. A model with other degrees than lmax = mmax = 2 is
-        served by those of `Rotations`.
-
-    References
-    ----------
-    fairchem-core, ``fairchem/core/models/uma/triton/fused_wigner.py``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from fusedops.compat.fairchem import FusedEdgewise
-    >>> x, edge_index = torch.ones(2, 9, 1), torch.tensor([[0], [1]])
-    >>> wigner, radial = torch.eye(9)[None], torch.ones(1, 12)
-    >>> buffers = FusedEdgewise().fused_node_to_edge_conv1_pack(x, edge_index, wigner, radial, 1)
-    >>> [buffer.shape[1] for buffer in buffers]
-    [6, 8, 4]
-    """
-
-    supports_fused_edgewise = False
-
-    def prepare_model_for_inference(self, model: Any) -> None:
-        """Let fairchem convert the model's SO(2) layers, and then call the fused methods.
-
-        Parameters
-        ----------
-        model : torch.nn.Module
-            fairchem's backbone, which has a backend of this class.
-
-        Examples
-        --------
-        fairchem calls it with a model: see `register`.
-
-        >>> from fusedops.compat.fairchem import FusedEdgewise
-        >>> FusedEdgewise.supports_fused_edgewise
-        False
-        """
-        super().prepare_model_for_inference(model)  # type: ignore[misc]
-        model.backend.supports_fused_edgewise = model.lmax == model.mmax == 2
-
-    def fused_node_to_edge_conv1_pack(
-        self, x_full: Any, edge_index: Any, wigner: Any, radial: Any, sphere_channels: int
-    ) -> tuple[Any, ...]:
-        """Return the features of both ends times radial functions, by order.
-
-        Parameters
-        ----------
-        x_full, edge_index, wigner
-            As in `node_to_edge_wigner_permute`, for mmax = 2.
-        radial : tensor (E, 3 lmax · 2C)
-            A function of the edge's length for every order, degree and channel.
-        sphere_channels : int
-            C.
-
-        Returns
-        -------
-        tuple of tensors (E, (lmax + 1) 2C), (E, 2 lmax · 2C), (E, 2 (lmax − 1) 2C)
-            For m = 0, 1 and 2; of the last two +m comes before −m.
-
-        Examples
-        --------
-        See the class.
-
-        >>> import torch
-        >>> from fusedops.compat.fairchem import FusedEdgewise
-        >>> x, edge_index = torch.ones(2, 9, 1), torch.tensor([[0], [1]])
-        >>> wigner, radial = torch.eye(9)[None], torch.arange(12.0)[None]
-        >>> FusedEdgewise().fused_node_to_edge_conv1_pack(x, edge_index, wigner, radial, 1)[2]
-        tensor([[10., 11., 10., 11.]])
-        """
-        message = self.node_to_edge_wigner_permute(x_full, edge_index, wigner)
-        lmax = degree_of(_matrices(wigner))
-        rows = [lmax + 1, lmax, lmax - 1]
-        orders = message.split([rows[0], 2 * rows[1], 2 * rows[2]], dim=1)
-        factors = radial.split([2 * count * sphere_channels for count in rows], dim=1)
-        scaled = [
-            part.unflatten(1, (-1, count)) * factor.unflatten(1, (1, count, 2 * sphere_channels))
-            for part, factor, count in zip(orders, factors, rows, strict=True)
-        ]
-        return tuple(part.flatten(1) for part in scaled)
-
-    def gate_activation(
-        self, x0_full: Any, x1: Any, x2: Any, channels: int, activation: Any
-    ) -> tuple[Any, ...]:
-        """Return the gated features of an SO(2) layer, by order.
-
-        On a GPU by fairchem's own kernel; elsewhere by the formula of its activation.
-
-        Parameters
-        ----------
-        x0_full : tensor (E, 5C)
-            Two gates, and the features of order 0.
-        x1, x2 : tensor (E, 4C), (E, 2C)
-            The features of orders 1 and 2.
-        channels : int
-            C.
-        activation : GateActivation
-            fairchem's module, for m-major features.
-
-        Returns
-        -------
-        tuple of tensors (E, 3C), (E, 4C), (E, 2C)
-            The features of orders 0, 1 and 2.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from fusedops.compat.fairchem import FusedEdgewise
-        >>> gates = SimpleNamespace(forward_m_blocks=lambda gating, blocks: blocks)
-        >>> features = torch.ones(1, 5), torch.ones(1, 4), torch.ones(1, 2)
-        >>> [x.shape[1] for x in FusedEdgewise().gate_activation(*features, 1, gates)]
-        [3, 4, 2]
-        """
-        if x0_full.is_cuda:
-            return self.theirs.gate_activation(x0_full, x1, x2, channels, activation)
-        gating, x0 = x0_full.split((2 * channels, 3 * channels), dim=-1)
-        return activation.forward_m_blocks(gating, (x0, x1, x2))
-
-    def fused_conv2_inv_edge_to_node(
-        self,
-        g0: Any,
-        g1: Any,
-        g2: Any,
-        wigner_inv_envelope: Any,
-        scatter_target: Any,
-        num_nodes: int,
-        sphere_channels: int,
-    ) -> Any:
-        """Return messages, given by order, rotated out of the frames of edges, summed by target.
-
-        Parameters
-        ----------
-        g0, g1, g2 : tensor (E, (lmax + 1) C), (E, 2 lmax C), (E, 2 (lmax − 1) C)
-            The messages for m = 0, 1 and 2.
-        wigner_inv_envelope, scatter_target, num_nodes
-            As in `permute_wigner_inv_edge_to_node`.
-        sphere_channels : int
-            C.
-
-        Returns
-        -------
-        tensor (N, (lmax + 1)², C)
-            See `fusedops.permute_wigner_inv_edge_to_node`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from fusedops.compat.fairchem import FusedEdgewise
-        >>> g0, g1, g2 = torch.ones(1, 3), torch.ones(1, 4), torch.ones(1, 2)
-        >>> FusedEdgewise().fused_conv2_inv_edge_to_node(
-        ...     g0, g1, g2, torch.eye(9)[None], torch.tensor([0]), 1, 1
-        ... ).flatten()
-        tensor([1., 1., 1., 1., 1., 1., 1., 1., 1.])
-        """
-        message = torch.cat((g0, g1, g2), dim=1).unflatten(1, (-1, sphere_channels))
-        return self.permute_wigner_inv_edge_to_node(
-            message, wigner_inv_envelope, scatter_target, num_nodes
-        )
-
-
 MODULE = "fairchem.core.models.uma.nn.execution_backends"
 #: For each of fairchem's modes our methods, and the class that has all others. fairchem's class for
 #: GPUs demands a GPU and lmax = mmax = 2, as its kernels do.
-MODES: dict[str, tuple[type[Rotations], str]] = {
-    "general": (Rotations, "ExecutionBackend"),
-    "umas_fast_pytorch": (Rotations, "UMASFastPytorchBackend"),
-    "umas_fast_gpu": (FusedEdgewise, "UMASFastPytorchBackend"),
+MODES: dict[str, tuple[type[EdgeOps], str]] = {
+    "general": (EdgeOps, "ExecutionBackend"),
+    "umas_fast_pytorch": (EdgeOps, "UMASFastPytorchBackend"),
+    "umas_fast_gpu": (EdgeOps, "UMASFastPytorchBackend"),
 }
 _lock = threading.Lock()
 
@@ -476,7 +379,7 @@ def _fairchem() -> Any:
 
 
 @functools.cache
-def _served(mode: str, theirs: type) -> type[Rotations]:
+def _served(mode: str, theirs: type) -> type[EdgeOps]:
     """Return our backend for a mode, in the place of one of fairchem's."""
     ours, others = MODES[mode]
     parts = {
@@ -488,7 +391,7 @@ def _served(mode: str, theirs: type) -> type[Rotations]:
     return type(ours.__name__, (ours, getattr(_fairchem(), others)), parts)
 
 
-def _backend(mode: str) -> Rotations:
+def _backend(mode: str) -> EdgeOps:
     """Return a new backend, for pickle: registered or not."""
     backends = _fairchem()
     theirs = backends._EXECUTION_BACKENDS[backends.ExecutionMode(mode)]
@@ -529,7 +432,7 @@ def register(*, turbo: bool | None = None) -> None:
     served = [mode for mode in MODES if turbo or mode != "umas_fast_gpu"]
     with _lock:
         for mode, theirs in table.items():
-            if mode.value in served and not issubclass(theirs, Rotations):
+            if mode.value in served and not issubclass(theirs, EdgeOps):
                 table[mode] = _served(mode.value, theirs)
 
 
@@ -549,5 +452,5 @@ def unregister() -> None:
     table = backends._EXECUTION_BACKENDS
     with _lock:
         for mode, ours in table.items():
-            if issubclass(ours, Rotations):
+            if issubclass(ours, EdgeOps):
                 table[mode] = ours.theirs

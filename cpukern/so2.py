@@ -1,0 +1,206 @@
+"""SO(2) convolutions on the CPU: products by BLAS, which reads and writes strided rows.
+
+Threads share blocks of edges, whose scaled messages stay in the cache between the scaling and the
+products. Complex products are real ones with [[R, -I], [I, R]], made once in a call. Weights get
+partial sums, one for each of a fixed number of groups of blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cpukern.layout import laid_out
+from fusedops._frame import memory
+from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
+from fusedops.so2 import _matrix, _on_weight, columns, orders, rows_by_degree, weights_of
+
+# Numbers of messages that a block has in the cache, and the fewest edges of a block: products want
+# many. The fewest blocks, for threads to share, unless they have too few edges.
+_CACHED, _FEW, _BLOCKS = 1 << 20, 128, 8
+# The most groups of blocks; a group has one partial sum.
+_GROUPS = 16
+
+
+@functools.lru_cache(maxsize=64)
+def _segments(lmax: int, mmax: int, channels: int) -> np.ndarray:
+    """Return, for each order and sign, its place in messages and functions, its length, its sign.
+
+    The sign is 1 for rows of -m, after the rows of +m.
+    """
+    found = []
+    for m, (rows, functions) in enumerate(orders(lmax, mmax)):
+        width = (lmax + 1 - m) * channels
+        for sign in range(1 if m == 0 else 2):
+            place = rows.start * channels + sign * width
+            found.append((place, functions.start * channels, width, sign))
+    return np.array(found, np.int64)
+
+
+class _Call:
+    """A call's arguments as rows of edges, and the division of edges into blocks."""
+
+    def __init__(self, kernels: Any, a: Any) -> None:
+        self.kernels, self.G = kernels, a.gate_channels
+        self.E, M, C = a.message.shape
+        weights = weights_of(a)
+        lmax, mmax = a.lmax, len(weights) - 1
+        self.D = (len(weights[0]) - self.G) // (lmax + 1)
+        self.dtype = a.message.dtype
+        self.x = _rows(a.message)
+        self.radial = None if a.radial is None else laid_out(a.radial, 1)
+        self.segments = _segments(lmax, mmax, C)
+        self.matrices = [np.ascontiguousarray(_matrix(w, m)) for m, w in enumerate(weights)]
+        rows = [rows for rows, _ in orders(lmax, mmax)]
+        #: The columns of every order in messages, and in results.
+        self.inputs = [columns(own, C) for own in rows]
+        self.outputs = [columns(own, self.D) for own in rows]
+        most = max(_FEW, _CACHED // max(M * max(C, self.D), 1))
+        self.block = min(most, max(_FEW, -(-self.E // _BLOCKS)))
+        if not blas_has_a_limit():
+            # BLAS shares one large product among its own threads.
+            self.block = max(self.E, 1)
+        self.blocks = -(-self.E // self.block)
+
+    def over_groups(self, groups: int, work: Callable[..., None]) -> None:
+        """Call ``work(group, edges, room)`` on all blocks, in order within a group."""
+
+        def share(low: int, high: int) -> None:
+            # Each thread has its own NumPy error state.
+            with np.errstate(all="ignore"):
+                room = functools.partial(_room, {}, self.dtype)
+                for g in range(low, high):
+                    for k in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
+                        work(g, slice(k * self.block, min((k + 1) * self.block, self.E)), room)
+
+        with blas_on_one_thread() if groups > 1 else contextlib.nullcontext():
+            in_parallel(share, groups, 1)
+
+    def scaled(self, e: slice, room: Any) -> np.ndarray:
+        """Return a block's messages times radial functions."""
+        x = self.x[e]
+        if self.radial is None:
+            return x
+        out = room("scaled", x.shape)
+        self.kernels.scale(x, self.radial[e], self.segments, out)
+        return out
+
+
+def _rows(array: Any) -> Any:
+    """Return (E, M, C) as (E, M C)."""
+    return laid_out(array, 2).reshape(len(array), array.shape[1] * array.shape[2])
+
+
+def _room(kept: dict[str, np.ndarray], dtype: Any, name: str, shape: tuple[int, int]) -> np.ndarray:
+    """Return scratch memory of a name, which the next block of a thread uses again."""
+    array = kept.get(name)
+    if array is None or len(array) < shape[0]:
+        array = kept[name] = memory.empty(shape, dtype)
+    return array[: shape[0]]
+
+
+def forward(kernels: Any, a: Any, y: Any) -> None:
+    """Fill the convolution, and the gates if they are wanted."""
+    call = _Call(kernels, a)
+    gates, out, G, bias = y.gates, y.out, call.G, a.bias
+    out = None if out is None else _rows(out)
+    first = call.matrices[0]
+
+    def work(_: int, e: slice, room: Any) -> None:
+        parts = call.scaled(e, room)
+        if gates is not None:
+            np.matmul(parts[:, call.inputs[0]], first[:G].T, out=gates[e])
+            if bias is not None:
+                gates[e] += bias[:G]
+        if out is None:
+            return
+        results = [out[e, own] for own in call.outputs]
+        for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
+            # The gates' rows are none of the result's.
+            kept = matrix[len(matrix) - result.shape[1] :]
+            np.matmul(parts[:, own], kept.T, out=result)
+        if bias is not None:
+            results[0] += bias[G:]
+
+    call.over_groups(call.blocks, work)
+
+
+def backward(kernels: Any, a: Any, y: Any) -> None:
+    """Fill the cotangents that are wanted."""
+    call = _Call(kernels, a)
+    dout, dgates, radial = _rows(a.dout), a.dgates, call.radial
+    dmessage = None if y.dmessage is None else _rows(y.dmessage)
+    dweights = y[1 : 1 + len(call.matrices)]
+    on_weights = any(dw is not None for dw in dweights)
+    sums = on_weights or y.dbias is not None
+    groups = min(call.blocks, _GROUPS) if sums else call.blocks
+    on_matrices: list[list[Any]] = [[None] * groups for _ in call.matrices]
+    on_bias: list[Any] = [None] * groups
+
+    def add(totals: list[Any], g: int, one: np.ndarray) -> None:
+        if totals[g] is None:
+            totals[g] = one
+        else:
+            totals[g] += one
+
+    def work(g: int, e: slice, room: Any) -> None:
+        results = [dout[e, own] for own in call.outputs]
+        if dgates is not None:
+            both = room("products", (len(results[0]), len(call.matrices[0])))
+            both[:, : call.G], both[:, call.G :] = dgates[e], results[0]
+            results[0] = both
+        if y.dbias is not None:
+            add(on_bias, g, results[0].sum(0))
+        if on_weights:
+            parts = call.scaled(e, room)
+            for totals, dw, result, own in zip(
+                on_matrices, dweights, results, call.inputs, strict=True
+            ):
+                if dw is not None:
+                    add(totals, g, result.T @ parts[:, own])
+        if dmessage is None and y.dradial is None:
+            return
+        if radial is None:
+            on_parts = dmessage[e]
+        else:
+            on_parts = room("on_parts", call.x[e].shape)
+        for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
+            np.matmul(result, matrix, out=on_parts[:, own])
+        if radial is not None:
+            kernels.unscale(
+                on_parts,
+                call.x[e],
+                radial[e],
+                call.segments,
+                None if dmessage is None else dmessage[e],
+                None if y.dradial is None else y.dradial[e],
+            )
+
+    call.over_groups(groups, work)
+    for m, (dw, totals) in enumerate(zip(dweights, on_matrices, strict=True)):
+        if dw is not None:
+            dw[...] = _on_weight(sum(totals), m) if groups else 0
+    if y.dbias is not None:
+        y.dbias[...] = sum(on_bias)
+
+
+@functools.lru_cache(maxsize=64)
+def degree_table(lmax: int, mmax: int, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of all degrees, degree after degree, and where each degree begins."""
+    rows = rows_by_degree(lmax, mmax, layout)
+    starts = np.cumsum([0, *map(len, rows)])
+    return np.concatenate(rows), starts.astype(np.int64)
+
+
+def gated(kernel: Any, a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) -> None:
+    """Run the kernel of the gate's value (order 0), first or second derivative.
+
+    `given` are dout, ddgates and ddx; `made` are the results by rows, then those by gates.
+    """
+    table = degree_table(a.lmax, a.mmax, a.layout)
+    arrays = [None if g is None else laid_out(g, g.ndim - 1) for g in (a.gates, a.x, *given)]
+    kernel(*arrays, *table, *made, order)

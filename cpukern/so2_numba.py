@@ -1,0 +1,158 @@
+"""The steps around the products of an SO(2) convolution, and gates, on the CPU in Numba."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numba
+import numpy as np
+
+from cpukern import so2
+from cpukern.jit import jit
+from cpukern.vectors_numba import sigmoid
+from fusedops._frame.registry import register
+from fusedops._frame.threads import in_parallel
+
+# Numbers of features that are worth waking a thread for.
+_GRAIN = 1 << 15
+
+_inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
+
+
+@jit
+def _scale(x, radial, segments, out):
+    for e in range(len(out)):
+        for place, function, length, _ in segments:
+            for i in range(length):
+                out[e, place + i] = x[e, place + i] * radial[e, function + i]
+
+
+@jit
+def _unscale(on_scaled, x, radial, segments, dx, dradial):
+    for e in range(len(on_scaled)):
+        for place, function, length, sign in segments:
+            if len(dx):
+                for i in range(length):
+                    dx[e, place + i] = on_scaled[e, place + i] * radial[e, function + i]
+            if len(dradial) and sign:
+                for i in range(length):
+                    dradial[e, function + i] += on_scaled[e, place + i] * x[e, place + i]
+            elif len(dradial):
+                for i in range(length):
+                    dradial[e, function + i] = on_scaled[e, place + i] * x[e, place + i]
+
+
+@_inlined()
+def _slopes(x):
+    """Return σ(x), and the first two derivatives of x σ(x)."""
+    s = sigmoid(x)
+    slope = s * (1 - s)
+    return s, s + x * slope, slope * (2 + x * (1 - 2 * s))
+
+
+@jit
+def _gated(gates, x, dout, ddgates, ddx, rows, starts, rows_out, ddout, gates_out, order, low, high):
+    """Evaluate the gate's value (order 0) or a derivative; an array without edges is none."""
+    C = x.shape[2]
+    zero = x.dtype.type(0)
+    for e in range(low, high):
+        for c in range(C):
+            s, first, second = _slopes(x[e, 0, c])
+            if order == 0:
+                rows_out[e, 0, c] = x[e, 0, c] * s
+            elif order == 1:
+                if len(rows_out):
+                    rows_out[e, 0, c] = dout[e, 0, c] * first
+            else:
+                u = ddx[e, 0, c] if len(ddx) else zero
+                if len(rows_out):
+                    rows_out[e, 0, c] = u * dout[e, 0, c] * second
+                if len(ddout):
+                    ddout[e, 0, c] = u * first
+        for l in range(1, len(starts) - 1):
+            for c in range(C):
+                at = (l - 1) * C + c
+                s = sigmoid(gates[e, at])
+                slope = s * (1 - s)
+                v = ddgates[e, at] * slope if len(ddgates) else zero
+                pulled = pushed = zero
+                for k in range(starts[l], starts[l + 1]):
+                    r = rows[k]
+                    if order == 0:
+                        rows_out[e, r, c] = x[e, r, c] * s
+                        continue
+                    g = dout[e, r, c]
+                    pulled += x[e, r, c] * g
+                    if order == 1:
+                        if len(rows_out):
+                            rows_out[e, r, c] = g * s
+                        continue
+                    u = ddx[e, r, c] if len(ddx) else zero
+                    pushed += u * g
+                    if len(rows_out):
+                        rows_out[e, r, c] = v * g
+                    if len(ddout):
+                        ddout[e, r, c] = u * s + v * x[e, r, c]
+                if len(gates_out) and order == 1:
+                    gates_out[e, at] = slope * pulled
+                elif len(gates_out):
+                    gates_out[e, at] = slope * pushed + v * (1 - 2 * s) * pulled
+
+
+def _present(array: Any, like: Any) -> Any:
+    """Return an array with contiguous rows, or one without edges for None."""
+    if array is None:
+        return np.empty((0, *like.shape[1:]), like.dtype)
+    return np.ascontiguousarray(array)
+
+
+def _unscaled(on_scaled: Any, x: Any, radial: Any, segments: Any, dx: Any, dradial: Any) -> None:
+    made = _present(dx, on_scaled), _present(dradial, radial)
+    _unscale(on_scaled, np.ascontiguousarray(x), np.ascontiguousarray(radial), segments, *made)
+
+
+def _scaled(x: Any, radial: Any, segments: Any, out: Any) -> None:
+    _scale(np.ascontiguousarray(x), np.ascontiguousarray(radial), segments, out)
+
+
+_KERNELS = SimpleNamespace(scale=_scaled, unscale=_unscaled)
+
+
+@register("so2_convolution", "numba")
+def so2_convolution(a: Any, y: Any) -> None:
+    so2.forward(_KERNELS, a, y)
+
+
+@register("so2_convolution_vjp", "numba")
+def so2_convolution_vjp(a: Any, y: Any) -> None:
+    so2.backward(_KERNELS, a, y)
+
+
+def _run(
+    gates: Any, x: Any, dout: Any, ddgates: Any, ddx: Any, rows: Any, starts: Any,
+    rows_out: Any, ddout: Any, gates_out: Any, order: int,
+) -> None:  # fmt: skip
+    features = [_present(g, x) for g in (dout, ddx, rows_out, ddout)]
+    own = [_present(g, gates) for g in (ddgates, gates_out)]
+    work = functools.partial(
+        _gated, np.ascontiguousarray(gates), np.ascontiguousarray(x), features[0], own[0],
+        features[1], rows, starts, *features[2:], own[1], order,
+    )  # fmt: skip
+    in_parallel(work, len(x), max(1, _GRAIN // max(x.shape[1] * x.shape[2], 1)))
+
+
+@register("gate_activation", "numba")
+def gate_activation(a: Any, y: Any) -> None:
+    so2.gated(_run, a, (None, None, None), (y.out, None, None), 0)
+
+
+@register("gate_activation_vjp", "numba")
+def gate_activation_vjp(a: Any, y: Any) -> None:
+    so2.gated(_run, a, (a.dout, None, None), (y.dx, None, y.dgates), 1)
+
+
+@register("gate_activation_vjp_vjp", "numba")
+def gate_activation_vjp_vjp(a: Any, y: Any) -> None:
+    so2.gated(_run, a, (a.dout, a.ddgates, a.ddx), (y.dx, y.ddout, y.dgates), 2)
