@@ -1,0 +1,381 @@
+"""SO(2) convolutions and gates on the GPU: torch's products, and kernels for the steps around them.
+
+Products read and write strided rows: nothing is copied together or apart. A complex product is a
+product with both parts of the weight, and two that are added to its halves. One kernel multiplies
+messages by radial functions, one pulls back through that, and one evaluates a gate or its
+derivatives, a block of channels in a program.
+
+Bytes beside the products', once each: M and R numbers of an edge and channel in and M out to scale;
+2 M + R in and M + R out to pull back; and the features and gates of a gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops._frame.check import promoted
+from fusedops._frame.registry import register
+from fusedops.so2 import columns, orders, rows_by_degree, weights_of
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+
+# Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
+_NUMBERS, _CHANNELS, _WARPS = 512, 128, 4
+
+
+@kernel_of_any_size
+def _scale(
+    x, radial, out, blocks, x_edge, radial_edge,
+    C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    e = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    live = at < M * C
+    row = at // C
+    function = row
+    for m in tl.static_range(1, MMAX + 1):
+        # Where the order begins among rows, and among functions.
+        start = (2 * m - 1) * (LMAX + 1) - m * (m - 1)
+        first = m * (LMAX + 1) - m * (m - 1) // 2
+        function = tl.where(row >= start, first + (row - start) % (LMAX + 1 - m), function)
+    value = tl.load(x + e * x_edge + at, mask=live, other=0.0).to(FLOAT)
+    place = radial + e * radial_edge + function * C + at % C
+    factor = tl.load(place, mask=live, other=0.0).to(FLOAT)
+    tl.store(out + e * (M * C) + at, (value * factor).to(out.dtype.element_ty), mask=live)
+
+
+@kernel_of_any_size
+def _unscale(
+    on_scaled, x, radial, dx, dradial, blocks, x_edge, radial_edge,
+    C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+    SIZE: tl.constexpr, FLOAT: tl.constexpr, ROWS: tl.constexpr, FUNCTIONS: tl.constexpr,
+):  # fmt: skip
+    e = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    live = at < R * C
+    function = at // C
+    plus = function
+    apart = function * 0
+    for m in tl.static_range(1, MMAX + 1):
+        start = (2 * m - 1) * (LMAX + 1) - m * (m - 1)
+        first = m * (LMAX + 1) - m * (m - 1) // 2
+        plus = tl.where(function >= first, start + function - first, plus)
+        apart = tl.where(function >= first, LMAX + 1 - m, apart)
+    two = live & (apart > 0)
+    plus = plus * C + at % C
+    minus = plus + apart * C
+    h = tl.load(on_scaled + e * (M * C) + plus, mask=live, other=0.0).to(FLOAT)
+    k = tl.load(on_scaled + e * (M * C) + minus, mask=two, other=0.0).to(FLOAT)
+    if ROWS:
+        factor = tl.load(radial + e * radial_edge + at, mask=live, other=0.0).to(FLOAT)
+        to = dx + e * (M * C)
+        tl.store(to + plus, (h * factor).to(dx.dtype.element_ty), mask=live)
+        tl.store(to + minus, (k * factor).to(dx.dtype.element_ty), mask=two)
+    if FUNCTIONS:
+        one = tl.load(x + e * x_edge + plus, mask=live, other=0.0).to(FLOAT)
+        other = tl.load(x + e * x_edge + minus, mask=two, other=0.0).to(FLOAT)
+        total = (h * one + k * other).to(dradial.dtype.element_ty)
+        tl.store(dradial + e * (R * C) + at, total, mask=live)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@kernel_of_any_size
+def _gate(
+    gates, x, dout, ddgates, ddx, rows_out, ddout, gates_out, blocks,
+    gates_edge, x_edge, dout_edge, ddgates_edge, ddx_edge,
+    C: tl.constexpr, LMAX: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    STARTS: tl.constexpr, SIZE: tl.constexpr, FLOAT: tl.constexpr, ORDER: tl.constexpr,
+    BY_GATES: tl.constexpr, BY_X: tl.constexpr, ON_ROWS: tl.constexpr, ON_DOUT: tl.constexpr,
+    ON_GATES: tl.constexpr,
+):  # fmt: skip
+    """Evaluate the gate (ORDER 0), its derivative, or the derivative's."""
+    e = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    live = c < C
+    row = e * (M * C) + c
+    h = tl.load(x + e * x_edge + c, mask=live, other=0.0).to(FLOAT)
+    s = _sigmoid(h)
+    slope = s * (1 - s)
+    zero = tl.zeros([SIZE], FLOAT)
+    if ORDER == 0:
+        tl.store(rows_out + row, (h * s).to(rows_out.dtype.element_ty), mask=live)
+    else:
+        g = tl.load(dout + e * dout_edge + c, mask=live, other=0.0).to(FLOAT)
+        first = s + h * slope
+        if ORDER == 1:
+            if ON_ROWS:
+                tl.store(rows_out + row, (g * first).to(rows_out.dtype.element_ty), mask=live)
+        else:
+            u = zero
+            if BY_X:
+                u = tl.load(ddx + e * ddx_edge + c, mask=live, other=0.0).to(FLOAT)
+            if ON_ROWS:
+                second = slope * (2 + h * (1 - 2 * s))
+                total = (u * g * second).to(rows_out.dtype.element_ty)
+                tl.store(rows_out + row, total, mask=live)
+            if ON_DOUT:
+                tl.store(ddout + row, (u * first).to(ddout.dtype.element_ty), mask=live)
+    for l in tl.static_range(1, LMAX + 1):
+        at = (l - 1) * C + c
+        s = _sigmoid(tl.load(gates + e * gates_edge + at, mask=live, other=0.0).to(FLOAT))
+        slope = s * (1 - s)
+        v = zero
+        if BY_GATES:
+            v = tl.load(ddgates + e * ddgates_edge + at, mask=live, other=0.0).to(FLOAT) * slope
+        pulled = zero
+        pushed = zero
+        for k in tl.static_range(STARTS[l], STARTS[l + 1]):
+            r = ROWS[k] * C
+            h = tl.load(x + e * x_edge + r + c, mask=live, other=0.0).to(FLOAT)
+            if ORDER == 0:
+                tl.store(rows_out + row + r, (h * s).to(rows_out.dtype.element_ty), mask=live)
+            else:
+                g = tl.load(dout + e * dout_edge + r + c, mask=live, other=0.0).to(FLOAT)
+                pulled += h * g
+                if ORDER == 1:
+                    if ON_ROWS:
+                        value = (g * s).to(rows_out.dtype.element_ty)
+                        tl.store(rows_out + row + r, value, mask=live)
+                else:
+                    u = zero
+                    if BY_X:
+                        u = tl.load(ddx + e * ddx_edge + r + c, mask=live, other=0.0).to(FLOAT)
+                    pushed += u * g
+                    if ON_ROWS:
+                        value = (v * g).to(rows_out.dtype.element_ty)
+                        tl.store(rows_out + row + r, value, mask=live)
+                    if ON_DOUT:
+                        value = (u * s + v * h).to(ddout.dtype.element_ty)
+                        tl.store(ddout + row + r, value, mask=live)
+        if ON_GATES:
+            if ORDER == 1:
+                total = slope * pulled
+            else:
+                total = slope * pushed + v * (1 - 2 * s) * pulled
+            place = gates_out + e * (LMAX * C) + at
+            tl.store(place, total.to(gates_out.dtype.element_ty), mask=live)
+
+
+_launch_scale = Launcher(_scale, _WARPS)
+_launch_unscale = Launcher(_unscale, _WARPS)
+_launch_gate = Launcher(_gate, 1)
+
+
+def _rows(array: Any) -> Any:
+    """Return a tensor with contiguous rows of edges, a copy where they aren't."""
+    if array is None:
+        return None
+    inner = array[0] if array.shape[0] else array
+    return array if inner.is_contiguous() else array.contiguous()
+
+
+def _flat(array: Any) -> Any:
+    """Return (E, M, C) as (E, M C)."""
+    array = _rows(array)
+    return array.view(array.shape[0], array.shape[1] * array.shape[2])
+
+
+def _float(*arrays: Any) -> Any:
+    return tl.float64 if promoted(arrays) == torch.float64 else tl.float32
+
+
+def _launch(launch: Launcher, edges: int, blocks: int, arrays: Any, integers: Any, *constants: Any):  # type: ignore[no-untyped-def]
+    if edges and blocks:
+        key = arrays[0].device, *[a.dtype for a in arrays], wide(*integers), *constants
+        launch(edges * blocks, key, *arrays, *integers, *constants)
+
+
+def _in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Have a kernel compute in the dtype to which the arrays promote."""
+
+    def run(a: Any, y: Any) -> None:
+        arrays = [value for value in a if isinstance(value, torch.Tensor)]
+        dtype = promoted(arrays)
+        outputs = [out for out in y if out is not None]
+        if all([array.dtype == dtype for array in (*arrays, *outputs)]):
+            kernel(a, y)
+            return
+        made = [out if out is None else torch.empty_like(out, dtype=dtype) for out in y]
+        cast = [value.to(dtype) if isinstance(value, torch.Tensor) else value for value in a]
+        kernel(a._make(cast), y._make(made))
+        for out, value in zip(y, made, strict=True):
+            if out is not None:
+                out.copy_(value)
+
+    return run
+
+
+class _Call:
+    """A call's arguments as rows of edges, and where orders lie in them."""
+
+    def __init__(self, a: Any) -> None:
+        E, self.M, self.C = a.message.shape
+        self.lmax, self.weights = a.lmax, weights_of(a)
+        self.mmax = len(self.weights) - 1
+        self.D = (self.weights[0].shape[0] - a.gate_channels) // (self.lmax + 1)
+        self.x, self.radial = _flat(a.message), _rows(a.radial)
+        found = orders(self.lmax, self.mmax)
+        self.functions = found[-1][1].stop
+        self.inputs = [columns(rows, self.C) for rows, _ in found]
+        self.outputs = [columns(rows, self.D) for rows, _ in found]
+
+    def scaled(self) -> Any:
+        """Return the messages times radial functions."""
+        x, radial, numbers = self.x, self.radial, self.M * self.C
+        if radial is None:
+            return x
+        out = torch.empty((x.shape[0], numbers), dtype=x.dtype, device=x.device)
+        blocks = -(-numbers // _NUMBERS)
+        integers = blocks, x.stride(0), radial.stride(0)
+        constants = self.C, self.lmax, self.mmax, self.M, _NUMBERS, _float(x)
+        _launch(_launch_scale, x.shape[0], blocks, (x, radial, out), integers, *constants)
+        return out
+
+    def unscale(self, on_scaled: Any, dmessage: Any, dradial: Any) -> None:
+        """Fill the cotangents of messages and radial functions."""
+        x, radial, numbers = self.x, self.radial, self.functions * self.C
+        wanted = dmessage is not None, dradial is not None
+        arrays = on_scaled, x, radial, *(on_scaled if d is None else d for d in (dmessage, dradial))
+        blocks = -(-numbers // _NUMBERS)
+        integers = blocks, x.stride(0), radial.stride(0)
+        constants = self.C, self.lmax, self.mmax, self.M, self.functions, _NUMBERS, _float(x)
+        _launch(_launch_unscale, x.shape[0], blocks, arrays, integers, *constants, *wanted)
+
+
+def _halves(array: Any) -> tuple[Any, Any]:
+    """Return the columns of +m and -m."""
+    half = array.shape[1] // 2
+    return array[:, :half], array[:, half:]
+
+
+def _linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
+@register("so2_convolution", "triton")
+@_in_one_dtype
+def so2_convolution(a: Any, y: Any) -> None:
+    call, G, bias = _Call(a), a.gate_channels, a.bias
+    parts = call.scaled()
+    first = parts[:, call.inputs[0]]
+    shifts = (None, None) if bias is None else (bias[:G], bias[G:])
+    if y.gates is not None:
+        _linear(first, a.weight_m0[:G], shifts[0], y.gates)
+    if y.out is None:
+        return
+    out = y.out.view(y.out.shape[0], call.M * call.D)
+    _linear(first, a.weight_m0[G:], shifts[1], out[:, call.outputs[0]])
+    for m in range(1, call.mmax + 1):
+        plus, minus = _halves(parts[:, call.inputs[m]])
+        weight, both = call.weights[m], out[:, call.outputs[m]]
+        real, imaginary = weight.chunk(2)
+        torch.mm(plus, weight.T, out=both)
+        on_plus, on_minus = _halves(both)
+        torch.addmm(on_plus, minus, imaginary.T, alpha=-1, out=on_plus)
+        torch.addmm(on_minus, minus, real.T, out=on_minus)
+
+
+@register("so2_convolution_vjp", "triton")
+@_in_one_dtype
+def so2_convolution_vjp(a: Any, y: Any) -> None:
+    call, G, dout, dgates = _Call(a), a.gate_channels, _flat(a.dout), a.dgates
+    results = [dout[:, own] for own in call.outputs]
+    if y.dbias is not None:
+        torch.sum(results[0], 0, out=y.dbias[G:])
+        if dgates is not None:
+            torch.sum(dgates, 0, out=y.dbias[:G])
+    dweights = y[1 : 1 + len(call.weights)]
+    if any([dw is not None for dw in dweights]):
+        parts = call.scaled()
+        _pull_to_weights(call, parts, results, dgates, G, dweights)
+    if y.dmessage is None and y.dradial is None:
+        return
+    numbers = call.M * call.C
+    if call.radial is None:
+        on_parts = y.dmessage.view(y.dmessage.shape[0], numbers)
+    else:
+        on_parts = torch.empty((call.x.shape[0], numbers), dtype=dout.dtype, device=dout.device)
+    first = on_parts[:, call.inputs[0]]
+    torch.mm(results[0], a.weight_m0[G:], out=first)
+    if dgates is not None:
+        torch.addmm(first, dgates, a.weight_m0[:G], out=first)
+    for m in range(1, call.mmax + 1):
+        weight, both = call.weights[m], results[m]
+        on_plus, on_minus = _halves(on_parts[:, call.inputs[m]])
+        plus, minus = _halves(both)
+        real, imaginary = weight.chunk(2)
+        torch.mm(both, weight, out=on_plus)
+        torch.mm(minus, real, out=on_minus)
+        torch.addmm(on_minus, plus, imaginary, alpha=-1, out=on_minus)
+    if call.radial is not None:
+        call.unscale(on_parts, y.dmessage, y.dradial)
+
+
+def _pull_to_weights(
+    call: _Call, parts: Any, results: Any, dgates: Any, G: int, dweights: Any
+) -> None:
+    """Fill the cotangents of weights."""
+    first = parts[:, call.inputs[0]]
+    if dweights[0] is not None:
+        torch.mm(results[0].T, first, out=dweights[0][G:])
+        if dgates is not None:
+            torch.mm(dgates.T, first, out=dweights[0][:G])
+    for m in range(1, call.mmax + 1):
+        if dweights[m] is None:
+            continue
+        plus, minus = _halves(parts[:, call.inputs[m]])
+        on_plus, on_minus = _halves(results[m])
+        real, imaginary = dweights[m].chunk(2)
+        torch.mm(results[m].T, plus, out=dweights[m])
+        torch.addmm(real, on_minus.T, minus, out=real)
+        torch.addmm(imaginary, on_plus.T, minus, alpha=-1, out=imaginary)
+
+
+def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) -> None:
+    """Launch the kernel; `given` are dout, ddgates and ddx, `made` dx, ddout and dgates."""
+    gates, x = _rows(a.gates), _rows(a.x)
+    E, M, C = x.shape
+    given = tuple([_rows(array) for array in given])
+    # Any tensor stands for a tensor that isn't touched.
+    read = gates, x, *[x if array is None else array for array in given]
+    written = [x if array is None else array for array in made]
+    rows = rows_by_degree(a.lmax, a.mmax, a.layout)
+    starts = [0]
+    for of in rows:
+        starts.append(starts[-1] + len(of))
+    size = min(_CHANNELS, power(C))
+    blocks = -(-C // size)
+    integers = blocks, *[array.stride(0) for array in read]
+    constants = (
+        C, a.lmax, M, tuple(r for of in rows for r in of.tolist()), tuple(starts), size,
+        _float(gates, x, *[array for array in given if array is not None]), order,
+        given[1] is not None, given[2] is not None, *[array is not None for array in made],
+    )  # fmt: skip
+    _launch(_launch_gate, E, blocks, (*read, *written), integers, *constants)
+
+
+@register("gate_activation", "triton")
+def gate_activation(a: Any, y: Any) -> None:
+    _gated(a, (None, None, None), (y.out, None, None), 0)
+
+
+@register("gate_activation_vjp", "triton")
+def gate_activation_vjp(a: Any, y: Any) -> None:
+    _gated(a, (a.dout, None, None), (y.dx, None, y.dgates), 1)
+
+
+@register("gate_activation_vjp_vjp", "triton")
+def gate_activation_vjp_vjp(a: Any, y: Any) -> None:
+    _gated(a, (a.dout, a.ddgates, a.ddx), (y.dx, y.ddout, y.dgates), 2)
