@@ -10,11 +10,12 @@ import numpy as np
 
 from fusedops.density import COMPONENTS
 from fusedops.trimul import ARRAYS
+from fusedops.wigner import message_rows
 
 if TYPE_CHECKING:
     from fusedops.structure import Structure
 
-__all__ = ["atoms_in", "cubes", "pair", "protein", "ubiquitin"]
+__all__ = ["atoms_in", "convolved", "cubes", "pair", "protein", "ubiquitin"]
 
 
 def protein(
@@ -139,6 +140,62 @@ def atoms_in(
         U = factor @ factor.transpose(0, 2, 1) + 0.15 * np.eye(3)
         b = np.stack([U[:, i, j] for i, j in COMPONENTS], 1)
     return xyz, b, rng.uniform(0.3, 1, count), amplitudes, widths
+
+
+def convolved(
+    rng: np.random.Generator,
+    edges: int,
+    lmax: int,
+    mmax: int,
+    channels: int,
+    width: int,
+    gates: int,
+    *,
+    radial: bool = True,
+    bias: bool = True,
+) -> dict[str, np.ndarray]:
+    """Return messages and the weights of an SO(2) convolution, by name.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        The source of the numbers.
+    edges, lmax, mmax : int
+        The number of messages, and their largest degree and order.
+    channels, width, gates : int
+        The channels of messages and of the result, and the number of gates.
+    radial, bias : bool
+        Whether there are radial functions and a bias.
+
+    Returns
+    -------
+    dict of str to array, float64
+        Arguments of `fusedops.so2_convolution`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> arrays = convolved(np.random.default_rng(0), 5, 2, 1, 8, 4, 8)
+    >>> arrays["message"].shape, arrays["weight_m1"].shape, arrays["radial"].shape
+    ((5, 7, 8), (16, 16), (5, 40))
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        "message": (edges, message_rows(lmax, mmax), channels),
+        "weight_m0": (gates + (lmax + 1) * width, (lmax + 1) * channels),
+    }
+    functions = lmax + 1
+    for m in range(1, mmax + 1):
+        degrees = lmax + 1 - m
+        shapes[f"weight_m{m}"] = 2 * degrees * width, degrees * channels
+        functions += degrees
+    if bias:
+        shapes["bias"] = shapes["weight_m0"][:1]
+    if radial:
+        shapes["radial"] = edges, functions * channels
+    return {
+        name: rng.normal(size=shape) / (np.sqrt(max(shape[1], 1)) if "weight" in name else 1.0)
+        for name, shape in shapes.items()
+    }
 
 
 def cubes(

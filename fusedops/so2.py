@@ -93,17 +93,18 @@ def _formula(a: Any) -> tuple[Any, Any]:
     dtype = promoted(arrays)
     x, *weights, bias, radial = _widened(arrays)
     weights = [weight for weight in weights if weight is not None]
-    mmax, xp = len(weights) - 1, namespace(x)
-    parts = _by_order(x, radial, lmax, mmax)
-    first, *others = [
+    mmax, D = len(weights) - 1, (weights[0].shape[0] - G) // (lmax + 1)
+    parts = list(_by_order(x, radial, lmax, mmax))
+    gates, weights[0] = parts[0] @ weights[0][:G].T, weights[0][G:]
+    products = [
         part @ _matrix(weight, m).T
         for m, (part, weight) in enumerate(zip(parts, weights, strict=True))
     ]
-    first = first if bias is None else first + bias
-    out = xp.concatenate([first[:, G:], *others], axis=1)
-    D = (first.shape[1] - G) // (lmax + 1)
+    if bias is not None:
+        gates, products[0] = gates + bias[:G], products[0] + bias[G:]
+    out = namespace(x).concatenate(products, axis=1)
     out = out.reshape(x.shape[0], message_rows(lmax, mmax), D)
-    return cast(out, dtype), cast(first[:, :G], dtype) if G else None
+    return cast(out, dtype), cast(gates, dtype) if G else None
 
 
 def _vjp_formula(a: Any) -> tuple[Any, ...]:

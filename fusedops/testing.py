@@ -17,10 +17,11 @@ from fusedops.conv import Sequences, conv, conv_step, conv_vjp
 from fusedops.density import Lattice, density, density_vjp
 from fusedops.harmonics import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
-from fusedops.samples import _exact, atoms_in, cubes, pair, protein
+from fusedops.samples import _exact, atoms_in, convolved, cubes, pair, protein
 from fusedops.scatter import ScatterPlan, gather, scatter
+from fusedops.so2 import gate, gate_vjp, gate_vjp_vjp, so2, so2_vjp
 from fusedops.trimul import trimul, trimul_vjp
-from fusedops.wigner import Edges, edge_wigner, m_major_order
+from fusedops.wigner import Edges, edge_wigner, m_major_order, message_rows
 
 __all__ = [
     "CASES",
@@ -509,6 +510,62 @@ def _matrix_cases() -> list[Case]:
     return cases
 
 
+def _so2_cases() -> list[Case]:
+    def add(name: str, *sizes: int, **options: Any) -> None:
+        """Add a convolution of `sizes`, as `convolved` has them, and its gradient."""
+        edges, lmax, mmax, channels, width, gates = sizes
+
+        def make(gradient: bool) -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(lmax)
+            given = convolved(rng, *sizes, **options)
+            arrays: list[np.ndarray | None] = [given.get(name) for name in so2.arrays]
+            if gradient:
+                arrays.append(rng.normal(size=(edges, message_rows(lmax, mmax), width)))
+                arrays.append(rng.normal(size=(edges, gates)) if gates else None)
+            return tuple(arrays), (lmax, gates)
+
+        # Sums run over an order's inputs, its results, or edges; a GPU rounds a complex product
+        # of 16 bits three times.
+        terms = max(2 * (lmax + 1) * max(channels, width) + gates, edges, 512)
+        cases.append(Case(name, so2, lambda: make(False), terms))
+        cases.append(Case(name, so2_vjp, lambda: make(True), terms))
+
+    cases: list[Case] = []
+    add("uma", 20, 2, 2, 16, 8, 16)
+    add("uma-second", 20, 2, 2, 8, 16, 0, radial=False)
+    for lmax, mmax in ((0, 0), (1, 0), (1, 1), (3, 1), (4, 4), (6, 2)):
+        odd = (lmax + mmax) % 2 == 1
+        add(f"l{lmax}-m{mmax}", 7, lmax, mmax, 3, 2, lmax, radial=not odd, bias=odd)
+    # More than one block of edges.
+    add("blocks", 300, 1, 1, 2, 3, 1)
+    add("no-edges", 0, 2, 1, 3, 2, 2)
+    add("no-channels", 5, 1, 1, 0, 2, 1)
+    add("no-results", 5, 1, 1, 2, 0, 1)
+    return cases
+
+
+def _gate_cases() -> list[Case]:
+    def add(name: str, edges: int, lmax: int, mmax: int, channels: int, layout: str) -> None:
+        def make(count: int) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(lmax)
+            gates, x = (edges, lmax * channels), (edges, message_rows(lmax, mmax), channels)
+            arrays = [rng.normal(size=shape) for shape in (gates, x, x, gates, x)]
+            return tuple(arrays[:count]), (lmax, mmax, layout)
+
+        for count, kind in ((2, gate), (3, gate_vjp), (5, gate_vjp_vjp)):
+            cases.append(Case(name, kind, functools.partial(make, count)))
+
+    cases: list[Case] = []
+    add("gates", 9, 2, 2, 16, "m")
+    for lmax, mmax in ((0, 0), (1, 1), (3, 1), (4, 4)):
+        for layout in ("m", "l"):
+            add(f"l{lmax}-m{mmax}-{layout}", 5, lmax, mmax, 3, layout)
+    add("many-channels", 2, 1, 1, 150, "l")
+    add("no-edges", 0, 1, 1, 3, "m")
+    add("no-channels", 3, 2, 1, 0, "m")
+    return cases
+
+
 def _scatter_cases() -> list[Case]:
     def add(
         name: str,
@@ -657,6 +714,8 @@ CASES = [
     *_conv_cases(),
     *_wigner_cases(),
     *_matrix_cases(),
+    *_so2_cases(),
+    *_gate_cases(),
     *_scatter_cases(),
     *_density_cases(),
     *_trimul_cases(),

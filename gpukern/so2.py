@@ -257,6 +257,12 @@ def _halves(array: Any) -> tuple[Any, Any]:
     return array[:, :half], array[:, half:]
 
 
+def _upper_and_lower(weight: Any) -> tuple[Any, Any]:
+    """Return the real and the imaginary part of a weight."""
+    half = weight.shape[0] // 2
+    return weight[:half], weight[half:]
+
+
 def _linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
     if bias is None:
         torch.mm(x, weight.T, out=out)
@@ -280,7 +286,7 @@ def so2_convolution(a: Any, y: Any) -> None:
     for m in range(1, call.mmax + 1):
         plus, minus = _halves(parts[:, call.inputs[m]])
         weight, both = call.weights[m], out[:, call.outputs[m]]
-        real, imaginary = weight.chunk(2)
+        real, imaginary = _upper_and_lower(weight)
         torch.mm(plus, weight.T, out=both)
         on_plus, on_minus = _halves(both)
         torch.addmm(on_plus, minus, imaginary.T, alpha=-1, out=on_plus)
@@ -315,7 +321,7 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
         weight, both = call.weights[m], results[m]
         on_plus, on_minus = _halves(on_parts[:, call.inputs[m]])
         plus, minus = _halves(both)
-        real, imaginary = weight.chunk(2)
+        real, imaginary = _upper_and_lower(weight)
         torch.mm(both, weight, out=on_plus)
         torch.mm(minus, real, out=on_minus)
         torch.addmm(on_minus, plus, imaginary, alpha=-1, out=on_minus)
@@ -337,7 +343,7 @@ def _pull_to_weights(
             continue
         plus, minus = _halves(parts[:, call.inputs[m]])
         on_plus, on_minus = _halves(results[m])
-        real, imaginary = dweights[m].chunk(2)
+        real, imaginary = _upper_and_lower(dweights[m])
         torch.mm(results[m].T, plus, out=dweights[m])
         torch.addmm(real, on_minus.T, minus, out=real)
         torch.addmm(imaginary, on_plus.T, minus, alpha=-1, out=imaginary)

@@ -40,7 +40,8 @@ def served(cases, places, *marks):
 TYPICAL = [
     case
     for case in CASES
-    if case.name in ("chain-uniform", "jet", "uma", "l2-dense", "torchref", "protein-iso", "boltz")
+    if case.name
+    in ("chain-uniform", "jet", "uma", "l2-dense", "gates", "torchref", "protein-iso", "boltz")
 ]
 # One case for each way in which a kernel skips unwanted outputs, small for the interpreter.
 ALONE = [
@@ -49,7 +50,7 @@ ALONE = [
     if case.name
     in (
         *("chain-uniform", "dynamic-short", "static-short", "w5", "l1-m1-forth", "l1-m1-back"),
-        *("undo-dense", "odd", "small-iso", "triclinic-aniso", "hidden-incoming", "plain"),
+        *("undo-dense", "l3-m1", "l3-m1-m", "odd", "small-iso", "triclinic-aniso", "hidden-incoming", "plain"),
     )
 ]
 
