@@ -352,8 +352,8 @@ def so2_convolution(
     rest = weight_m0.shape[0] - channels
     if rest < 0 or rest % (lmax + 1):
         raise ValueError(
-            f"{name}: weight_m0 has shape {tuple(weight_m0.shape)}; it should have {channels} rows "
-            f"for gates, and a multiple of {lmax + 1}, a row for every degree and channel"
+            f"{name}: weight_m0 has shape {tuple(weight_m0.shape)} with gate_channels {channels}; "
+            f"it should have as many rows, and a multiple of {lmax + 1} more, the number of degrees"
         )
     arguments = message, *given, bias, radial, lmax, channels
     return to_run(arguments, ("out", "gates") if channels else "out")

@@ -19,9 +19,9 @@ import numpy as np
 import fusedops
 from fusedops._frame import registry
 from fusedops._frame.kinds import forget_plans
-from fusedops.samples import atoms_in, cubes, pair, protein
+from fusedops.samples import atoms_in, convolved, cubes, pair, protein
 from fusedops.testing import CASES, TOLERANCE, error
-from fusedops.wigner import m_major_order, wigner_d
+from fusedops.wigner import m_major_order, message_rows, wigner_d
 from places import EXACT, HAS_TORCH
 
 if HAS_TORCH:
@@ -36,7 +36,8 @@ class Example:
     higher order, `small` for most tests, `medium` for more than one block of a kernel, `large` for
     several threads, and `others`, which share numbers that `torch.compile` may take for constants.
     Only `leaves` have a gradient. Where `exact` is False, results depend on layout and threads, by
-    roundings. Derivatives of a `slow` example are checked along random directions alone.
+    roundings. Derivatives of a `slow` example are checked along random directions alone. Optional
+    arrays that are `needed` fit the others, which fewer of them would not.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Example:
     exact: bool = True
     terms: int = 64
     slow: bool = False
+    needed: tuple[str, ...] = ()
 
     def problem(self, size: str = "small", dtype: str = "float64") -> Problem:
         return self.of(getattr(self, size), dtype)
@@ -76,7 +78,8 @@ class Example:
     @property
     def optional(self) -> tuple[str, ...]:
         """The leaves that may be left out."""
-        return tuple(n for n in self.leaves if self.op.declared[n].optional)
+        may = [n for n in self.leaves if self.op.declared[n].optional]
+        return tuple(n for n in may if n not in self.needed)
 
     def __str__(self) -> str:
         return self.name
@@ -219,6 +222,21 @@ def rotation(
 
 def directions(rng: Any, edges: int, lmax: int, *, packed: bool) -> dict[str, Any]:
     return {"edge_vec": rng.normal(size=(edges, 3)), "lmax": lmax, "packed": packed}
+
+
+def messages(
+    rng: Any, edges: int, lmax: int, mmax: int, C: int, D: int, *, gates: int, bare: bool = False
+) -> dict[str, Any]:
+    given = convolved(rng, edges, lmax, mmax, C, D, gates, radial=not bare, bias=not bare)
+    return {**given, "gate_channels": gates}
+
+
+def gated(
+    rng: Any, edges: int, lmax: int, mmax: int, C: int, *, layout: str = "m"
+) -> dict[str, Any]:
+    shapes = {"gates": (edges, lmax * C), "x": (edges, message_rows(lmax, mmax), C)}
+    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return {**arrays, "mmax": mmax, "layout": layout}
 
 
 def scattered(
@@ -416,6 +434,42 @@ EXAMPLES = [
             others=((20, 2), (37, 2), (50, 2)),
         )
         for layout in ("dense", "packed")
+    ),
+    *(
+        _example(
+            f"so2{suffix}",
+            fusedops.so2_convolution,
+            functools.partial(messages, gates=gates, bare=bool(suffix)),
+            *("message", "weight_m0", "weight_m1"),
+            *(() if suffix else ("bias", "radial")),
+            tiny=(2, 1, 1, 1, 2),
+            small=(7, 2, 1, 3, 4),
+            medium=(300, 1, 1, 2, 3),
+            large=(1500, 2, 1, 16, 8),
+            others=((20, 2, 1, 3, 4), (37, 2, 1, 3, 4), (50, 2, 1, 3, 4)),
+            exact=False,
+            # Sums over edges.
+            terms=4096,
+            slow=True,
+            needed=("weight_m1",),
+        )
+        for suffix, gates in (("", 2), ("-bare", 0))
+    ),
+    *(
+        _example(
+            f"gates-{layout}",
+            fusedops.gate_activation,
+            functools.partial(gated, layout=layout),
+            *("gates", "x"),
+            tiny=(2, 1, 1, 2),
+            small=(7, 2, 1, 3),
+            medium=(7, 3, 2, 70),
+            large=(900, 2, 2, 40),
+            others=((20, 2, 1, 3), (37, 2, 1, 3), (50, 2, 1, 3)),
+            # Torch rounds the σ of a strided tensor otherwise.
+            exact=False,
+        )
+        for layout in ("m", "l")
     ),
     _scatter("scatter", fusedops.structured_scatter_add, "density_cube"),
     _scatter("gather", fusedops.structured_gather, "grid", back=True),

@@ -537,6 +537,7 @@ OPCHECKED = of_primitives(
     *("chain-uniform", "atom_sigmas-weighted", "degenerate-uniform", "none-uniform"),
     *("dynamic-packed", "static-mamba", "w1", "w5", "static-w1"),
     *("l1-m1-forth", "uma-degree", "own", "undo-packed", "no-edges", "l0-packed", "l2-dense"),
+    *("uma-second", "no-channels", "gates", "l0-m0-l"),
     *("odd", "no-rows", "triclinic-aniso", "no-atoms-iso"),
     *("openfold", "plain", "no-residues"),
 )
@@ -554,7 +555,7 @@ def test_every_primitive_is_opchecked():
 
 STRIDED = of_primitives(
     *("chain-weighted", "dynamic-short", "l1-m1-back", "l1-dense", "odd", "no-atoms-iso"),
-    *("small-aniso",),
+    *("small-aniso", "l1-m1", "l1-m1-l"),
 )
 
 
@@ -897,7 +898,7 @@ def test_a_size_that_something_else_has_is_compared(example):
 @every_example
 def test_an_array_that_is_missing_is_named(example):
     p = example.problem()
-    needed = [n for n in example.leaves if n not in example.optional]
+    needed = [n for n in example.leaves if not p.op.declared[n].optional]
     assert needed
     for name in needed:
         for function in calls_of(p.op):

@@ -117,6 +117,22 @@ RIGHT = {
         "transpose": False,
         "out": ones(3, 4, 2),
     },
+    fusedops.so2_convolution: {
+        "message": ones(3, 4, 2),
+        "weight_m0": ones(5, 4),
+        "weight_m1": ones(4, 2),
+        "bias": ones(5),
+        "radial": ones(3, 6),
+        "gate_channels": 1,
+        "out": ones(3, 4, 2),
+    },
+    fusedops.gate_activation: {
+        "gates": ones(3, 2),
+        "x": ones(3, 4, 2),
+        "mmax": 1,
+        "layout": "m",
+        "out": ones(3, 4, 2),
+    },
     fusedops.gaussian_density: {
         **ATOMS,
         "cell": CELL,
