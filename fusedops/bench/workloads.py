@@ -497,6 +497,43 @@ def _directions(source: Source, count: int, *, lmax: int, packed: bool = False) 
     return Problem(wigner_d, arguments, ("edge_vec",), shape, _work(Work(moved), Work(2 * moved)))
 
 
+def _messages(
+    source: Source, count: int, *, lmax: int = 2, channels: int = 256, width: int = 128
+) -> Problem:
+    """Messages of both ends of edges, and the weights of a first SO(2) layer."""
+    message, weights = source.normal(count, message_rows(lmax, lmax), channels), {}
+    functions = products = 0
+    for m in range(lmax + 1):
+        degrees = lmax + 1 - m
+        rows, inputs = (1 if m == 0 else 2) * degrees * width, degrees * channels
+        scale = inputs**-0.5
+        weights[f"weight_m{m}"] = source.normal(rows, inputs, scale=scale)
+        # A complex product has twice the products of its weight's numbers.
+        products += (1 if m == 0 else 2) * rows * inputs
+        functions += degrees
+    radial = source.normal(count, functions * channels)
+    given = source.bytes(message, radial, *weights.values())
+    made = source.bytes(message) * width // channels
+    work = _work(
+        Work(given + made, 2 * count * products), Work(2 * given + made, 4 * count * products)
+    )
+    arguments = {"message": message, **weights, "radial": radial}
+    shape = {"lmax": lmax, "E": count, "C": channels, "D": width}
+    return Problem(fusedops.so2_convolution, arguments, tuple(arguments), shape, work)
+
+
+def _gates(source: Source, count: int, *, lmax: int = 2, channels: int = 128) -> Problem:
+    gates = source.normal(count, lmax * channels)
+    x = source.normal(count, message_rows(lmax, lmax), channels)
+    moved, exps = source.bytes(gates), count * (lmax + 1) * channels
+    work = _work(
+        Work(moved + 2 * source.bytes(x), exps=exps),
+        Work(2 * moved + 3 * source.bytes(x), exps=exps),
+    )
+    shape = {"lmax": lmax, "E": count, "C": channels}
+    return Problem(fusedops.gate_activation, {"gates": gates, "x": x}, ("gates", "x"), shape, work)
+
+
 def _cubes(
     op: Op,
     source: Source,
@@ -756,6 +793,18 @@ def _wigner_workloads() -> Iterator[Workload]:
             yield replace(cpu, size=size, device="cuda", quick=True)
 
 
+def _so2_workloads() -> Iterator[Workload]:
+    # Sums over an order's inputs or results; over edges for weights.
+    convolution, gates = fusedops.so2_convolution, fusedops.gate_activation
+    name = "UMA, first layer"
+    first = Workload(convolution, name, _messages, 60_000, "edges", 40, "cpu", terms=(768, 2048))
+    gate = Workload(gates, "UMA", _gates, 60_000, "edges", 120, "cpu")
+    for device in ("cpu", "cuda"):
+        for size in (60_000, 3_000):
+            yield replace(first, size=size, device=device, quick=size == 3_000)
+            yield replace(gate, size=size, device=device, quick=size == 3_000)
+
+
 def _scatter_workloads() -> Iterator[Workload]:
     def cubes(op: Op, device: str, count: int, voxels: float, **kinds: Any) -> Workload:
         make = partial(_cubes, op, voxels=voxels, **kinds)
@@ -844,6 +893,8 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
     for op in ON_EDGES:
         yield call(op, partial(_edges, op, lmax=1, channels=4), 2)
     yield call(wigner_d, partial(_directions, lmax=1))
+    yield call(fusedops.so2_convolution, partial(_messages, lmax=1, channels=4, width=4))
+    yield call(fusedops.gate_activation, partial(_gates, lmax=1, channels=4))
     for way in (fusedops.structured_scatter_add, fusedops.structured_gather):
         yield call(way, partial(_cubes, way, edge=3))
     atoms = partial(_atoms, spacing=1.0, radius=1.0, least=8)
@@ -856,6 +907,7 @@ _LARGER = (
     *_planarity_workloads(),
     *_conv_workloads(),
     *_wigner_workloads(),
+    *_so2_workloads(),
     *_scatter_workloads(),
     *_density_workloads(),
     *_trimul_workloads(),
@@ -886,6 +938,8 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
     for op in ON_EDGES:
         yield of(op, "UMA", partial(_edges, op), "edges"), sizes(300 if gpu else 60)
     yield of(wigner_d, "UMA", partial(_directions, lmax=2), "edges"), sizes(300 if gpu else 60)
+    for layer, make in ((fusedops.so2_convolution, _messages), (fusedops.gate_activation, _gates)):
+        yield of(layer, "UMA", make, "edges"), sizes(300 if gpu else 60)
     for way in (fusedops.structured_scatter_add, fusedops.structured_gather):
         yield of(way, "TorchRef", partial(_cubes, way), "cubes"), sizes(50 if gpu else 20)
     atoms = partial(_atoms, spacing=0.52, volume=92.2, radius=4.0) if gpu else _atoms

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
-from . import conv, density, packed, planarity, scatter, trimul, wigner
+from . import conv, density, packed, planarity, scatter, so2, trimul, wigner
 from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
@@ -34,6 +34,8 @@ FAMILIES = {
         conv.STEP,
         wigner.FAMILY,
         wigner.MATRICES,
+        so2.FAMILY,
+        so2.GATES,
         density.FAMILY,
         scatter.FAMILY,
         trimul.FAMILY,
