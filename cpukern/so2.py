@@ -17,7 +17,7 @@ import numpy as np
 from cpukern.layout import laid_out
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
-from fusedops.so2 import _matrix, _on_weight, columns, orders, rows_by_degree, weights_of
+from fusedops.so2 import matrix_of, on_weight, columns, orders, rows_by_degree, weights_of
 
 # Numbers of messages that a block has in the cache, and the fewest edges of a block: products want
 # many. The fewest blocks, for threads to share, unless they have too few edges.
@@ -54,7 +54,7 @@ class _Call:
         self.x = _rows(a.message)
         self.radial = None if a.radial is None else laid_out(a.radial, 1)
         self.segments = _segments(lmax, mmax, C)
-        self.matrices = [np.ascontiguousarray(_matrix(w, m)) for m, w in enumerate(weights)]
+        self.matrices = [np.ascontiguousarray(matrix_of(w, m)) for m, w in enumerate(weights)]
         rows = [rows for rows, _ in orders(lmax, mmax)]
         #: The columns of every order in messages, and in results.
         self.inputs = [columns(own, C) for own in rows]
@@ -183,7 +183,7 @@ def backward(kernels: Any, a: Any, y: Any) -> None:
     call.over_groups(groups, work)
     for m, (dw, totals) in enumerate(zip(dweights, on_matrices, strict=True)):
         if dw is not None:
-            dw[...] = _on_weight(sum(totals), m) if groups else 0
+            dw[...] = on_weight(sum(totals), m) if groups else 0
     if y.dbias is not None:
         y.dbias[...] = sum(on_bias)
 

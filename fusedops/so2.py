@@ -49,7 +49,7 @@ def columns(rows: slice, channels: int) -> slice:
     return slice(rows.start * channels, rows.stop * channels)
 
 
-def _matrix(weight: Any, m: int) -> Any:
+def matrix_of(weight: Any, m: int) -> Any:
     """Return the real matrix of an order's product, which for m > 0 is complex."""
     if m == 0:
         return weight
@@ -59,8 +59,8 @@ def _matrix(weight: Any, m: int) -> Any:
     return xp.concatenate([xp.concatenate(line, axis=1) for line in lines])
 
 
-def _on_weight(on_matrix: Any, m: int) -> Any:
-    """Return the cotangent of a weight for the cotangent of its `_matrix`."""
+def on_weight(on_matrix: Any, m: int) -> Any:
+    """Return the cotangent of a weight for the cotangent of its `matrix_of`."""
     if m == 0:
         return on_matrix
     half, width = (n // 2 for n in on_matrix.shape)
@@ -97,7 +97,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
     parts = list(_by_order(x, radial, lmax, mmax))
     gates, weights[0] = parts[0] @ weights[0][:G].T, weights[0][G:]
     products = [
-        part @ _matrix(weight, m).T
+        part @ matrix_of(weight, m).T
         for m, (part, weight) in enumerate(zip(parts, weights, strict=True))
     ]
     if bias is not None:
@@ -118,12 +118,12 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
         on_products[0] = xp.concatenate([dgates, on_products[0]], axis=1)
     parts = _by_order(x, radial, lmax, mmax)
     dweights = [
-        _on_weight(g.T @ part, m)
+        on_weight(g.T @ part, m)
         for m, (g, part) in enumerate(zip(on_products, parts, strict=True))
     ]
     dweights += [None] * (len(WEIGHTS) - len(weights))
     on_parts = [
-        g @ _matrix(weight, m) for m, (g, weight) in enumerate(zip(on_products, weights, strict=True))
+        g @ matrix_of(weight, m) for m, (g, weight) in enumerate(zip(on_products, weights, strict=True))
     ]
     dmessage = xp.concatenate(on_parts, axis=1).reshape(E, M, C)
     dradial = None

@@ -104,10 +104,6 @@ class UMASFastGPUBackend(UMASFastPytorchBackend):
     def validate(lmax, mmax, settings):
         raise ValueError("umas_fast_gpu requires CUDA")
 
-    @staticmethod
-    def gate_activation(x0_full, x1, x2, channels, activation):
-        return "the kernel"
-
 
 THEIRS = {
     Mode.GENERAL: ExecutionBackend,
@@ -172,11 +168,10 @@ class Problem:
             for name, shape in shapes.items()
         }
 
-    def energy(self, backend, compact=False):
+    def energy(self, backend):
         """Return a sum over nodes, by the steps of a UMA, with squares for activations."""
         x, wigner, wigner_inv, envelope, embedding, radial = self.leaves.values()
-        if not compact:
-            wigner, wigner_inv = dense(wigner, self.lmax), dense(wigner_inv, self.lmax)
+        wigner, wigner_inv = dense(wigner, self.lmax), dense(wigner_inv, self.lmax)
         index = self.mapping.coefficient_index if self.mmax < self.lmax else None
         wigner, wigner_inv = backend.prepare_wigner(wigner, wigner_inv, self.mapping, index)
         wigner_inv = wigner_inv * (envelope if wigner_inv.ndim == 3 else envelope[:, 0])
@@ -185,18 +180,9 @@ class Problem:
             x, embedding, wigner_inv, target, self.lmax + 1, CHANNELS, 5.0
         )
         for _ in range(2):
-            if compact:
-                parts = backend.fused_node_to_edge_conv1_pack(
-                    x, self.edge_index, wigner, radial, CHANNELS
-                )
-                mixed = [self.mix(part.unflatten(1, (-1, 2 * CHANNELS))) for part in parts]
-                x = x + backend.fused_conv2_inv_edge_to_node(
-                    *(part.flatten(1) for part in mixed), wigner_inv, target, NODES, CHANNELS
-                )
-            else:
-                message = backend.node_to_edge_wigner_permute(x, self.edge_index, wigner)
-                message = self.mix(message * self.factors(radial))
-                x = x + backend.permute_wigner_inv_edge_to_node(message, wigner_inv, target, NODES)
+            message = backend.node_to_edge_wigner_permute(x, self.edge_index, wigner)
+            message = self.mix(message * self.factors(radial))
+            x = x + backend.permute_wigner_inv_edge_to_node(message, wigner_inv, target, NODES)
         return (x**3).sum()
 
     def mix(self, message):
@@ -231,17 +217,6 @@ def test_values_and_derivatives_are_those_of_plain_torch(backends, lmax, mmax, d
     leaves = list(problem.leaves.values())
     expected = derivatives(problem.energy(ExecutionBackend()), leaves)
     assert_close(derivatives(problem.energy(backends["general"]), leaves), expected)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("lmax", [2, 3])
-def test_the_fused_methods_are_the_same_steps(backends, lmax, dtype):
-    """fairchem calls them for lmax = 2 alone, with matrices that are packed already."""
-    problem = Problem(lmax, 2, dtype)
-    leaves = list(problem.leaves.values())
-    expected = derivatives(problem.energy(ExecutionBackend()), leaves)
-    found = derivatives(problem.energy(backends["umas_fast_gpu"], compact=True), leaves)
-    assert_close(found, expected)
 
 
 def test_one_backend_may_serve_models_of_several_orders(backends):
@@ -350,11 +325,11 @@ def test_an_index_out_of_range_is_named(backends):
 @pytest.mark.parametrize("mmax", [1, 2])
 def test_torch_compile(backends, mmax):
     problem = Problem(2, mmax)
-    energy = problem.energy(backends["umas_fast_gpu"], compact=mmax == 2)
+    energy = problem.energy(backends["umas_fast_gpu"])
     (expected,) = torch.autograd.grad(energy, problem.leaves["x"])
     backend = copy.copy(backends["umas_fast_gpu"])
     run = torch.compile(problem.energy, backend="aot_eager", fullgraph=True)
-    found = run(backend, compact=mmax == 2)
+    found = run(backend)
     assert_close([found], [energy])
     assert_close(torch.autograd.grad(found, problem.leaves["x"]), [expected])
 
@@ -369,9 +344,8 @@ def test_registered_and_not(fairchem):
         uma.register()
         assert table == ours
         for mode in set(THEIRS) - {Mode.LATER}:
-            assert issubclass(ours[mode], uma.Rotations)
+            assert issubclass(ours[mode], uma.EdgeOps)
             assert issubclass(ours[mode], ExecutionBackend)
-            assert issubclass(ours[mode], uma.FusedEdgewise) == (mode is Mode.UMAS_FAST_GPU)
         assert table[Mode.LATER] is ExecutionBackend
         for _ in range(2):
             uma.unregister()
@@ -384,8 +358,8 @@ def test_fairchem_keeps_its_turbo_mode_on_a_gpu(monkeypatch, fairchem, gpu, turb
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     uma.register(turbo=turbo)
     backend = fairchem._EXECUTION_BACKENDS[Mode.UMAS_FAST_GPU]
-    assert issubclass(backend, uma.Rotations) == (not gpu if turbo is None else turbo)
-    assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.UMAS_FAST_PYTORCH], uma.Rotations)
+    assert issubclass(backend, uma.EdgeOps) == (not gpu if turbo is None else turbo)
+    assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.UMAS_FAST_PYTORCH], uma.EdgeOps)
 
 
 def test_a_backend_of_the_users_comes_back(fairchem):
@@ -394,7 +368,7 @@ def test_a_backend_of_the_users_comes_back(fairchem):
 
     fairchem._EXECUTION_BACKENDS[Mode.GENERAL] = Own
     uma.register()
-    assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.GENERAL], uma.Rotations)
+    assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.GENERAL], uma.EdgeOps)
     uma.unregister()
     assert fairchem._EXECUTION_BACKENDS[Mode.GENERAL] is Own
 
@@ -428,27 +402,72 @@ def test_a_backend_is_copied_and_pickled(backends, mode, registered):
         assert again.mmax == 1
 
 
-@pytest.mark.parametrize(("lmax", "mmax", "fused"), [(2, 2, True), (2, 1, False), (3, 2, False)])
-def test_turbo_takes_any_degree_on_any_device(backends, lmax, mmax, fused):
-    backend = backends["umas_fast_gpu"]
+@pytest.mark.parametrize(("lmax", "mmax"), [(2, 2), (2, 1), (3, 2)])
+def test_turbo_takes_any_degree_on_any_device(backends, lmax, mmax):
+    backend, model = backends["umas_fast_gpu"], torch.nn.Module()
     backend.validate(lmax, mmax, None)
-    model = types.SimpleNamespace(lmax=lmax, mmax=mmax, backend=copy.copy(backend))
     backend.prepare_model_for_inference(model)
     assert model.converted
-    assert model.backend.supports_fused_edgewise == fused
     assert not backend.supports_fused_edgewise
 
 
-def test_gates(backends):
-    """On a GPU the kernel of fairchem; elsewhere its activation, with the gates split off."""
-    backend, gpu = backends["umas_fast_gpu"], types.SimpleNamespace(is_cuda=True)
-    assert backend.gate_activation(gpu, None, None, 4, None) == "the kernel"
-    x0, x1, x2 = torch.arange(10.0)[None], torch.ones(1, 8), torch.ones(1, 4)
-    calls = types.SimpleNamespace(forward_m_blocks=lambda gating, blocks: (gating, blocks))
-    gating, blocks = backend.gate_activation(x0, x1, x2, 2, calls)
-    assert gating.tolist() == [[0, 1, 2, 3]]
-    assert blocks[0].tolist() == [[4, 5, 6, 7, 8, 9]]
-    assert blocks[1:] == (x1, x2)
+class SO2_Convolution(torch.nn.Module):
+    """fairchem's layer with internal weights, for lmax = 1 and two channels."""
+
+    def __init__(self, linear=torch.nn.Linear):
+        super().__init__()
+        self.sphere_channels = self.m_output_channels = 2
+        self.lmax = self.mmax = 1
+        self.extra_m0_output_channels = 2
+        self.fc_m0 = linear(4, 6)
+        self.so2_m_conv = torch.nn.ModuleList([torch.nn.Module()])
+        self.so2_m_conv[0].fc = linear(2, 4, bias=False)
+        self.rad_func = None
+
+
+class GateActivation(torch.nn.Module):
+    """fairchem's gates, for lmax = 1 and two channels."""
+
+    mmax, m_prime = 1, True
+
+
+class Edgewise(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.so2_conv, self.act = layer, GateActivation()
+
+    def forward(self, message):
+        out, gates = self.so2_conv(message)
+        return self.act(gates, out)
+
+
+def test_a_prepared_model_has_our_layers(backends):
+    theirs = SO2_Convolution().double()
+    model = torch.nn.Sequential(Edgewise(theirs))
+    backends["general"].prepare_model_for_inference(model)
+    assert isinstance(model[0].so2_conv, fusedops.nn.SO2Convolution)
+    names = {"fc_m0.weight", "fc_m0.bias", "so2_m_conv.0.fc.weight"}
+    assert {f"0.so2_conv.{name}" for name in names} == set(model.state_dict())
+    assert model[0].so2_conv.fc_m0 is theirs.fc_m0
+    message = torch.randn(5, 4, 2, dtype=torch.float64)
+    gates, first = theirs.fc_m0(message[:, :2].flatten(1)).split([2, 4], dim=1)
+    real, imaginary = theirs.so2_m_conv[0].fc.weight.chunk(2)
+    plus, minus = message[:, 2], message[:, 3]
+    pair = plus @ real.T - minus @ imaginary.T, minus @ real.T + plus @ imaginary.T
+    rows = torch.stack([first[:, :2], first[:, 2:], *pair], dim=1)
+    expected = rows * gates.sigmoid()[:, None]
+    expected[:, 0] = torch.nn.functional.silu(rows[:, 0])
+    assert_close([model(message)], [expected])
+
+
+def test_a_mixture_of_experts_stays(backends):
+    class MOLE(torch.nn.Linear):
+        pass
+
+    theirs = SO2_Convolution(MOLE)
+    model = torch.nn.Sequential(Edgewise(theirs))
+    backends["general"].prepare_model_for_inference(model)
+    assert model[0].so2_conv is theirs
 
 
 def test_without_fairchem(monkeypatch):

@@ -114,7 +114,10 @@ def expected():
 @pytest.mark.parametrize("mode", MODES)
 def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, degree, dtype):
     ours = model(mode, *degree, dtype)
-    assert isinstance(ours[0].backend, uma.Rotations)
+    assert isinstance(ours[0].backend, uma.EdgeOps)
+    layers = {type(layer).__name__ for layer in ours[0].modules()}
+    assert "SO2Convolution" in layers
+    assert not layers & set(uma.LAYERS)
     assert_close(evaluated(ours, crystal(dtype)), expected[tuple(degree), dtype], TOLERANCE[dtype])
 
 

@@ -1,0 +1,265 @@
+"""SO(2) convolutions and gates: their mathematics, fairchem's layers, and their own arguments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fusedops
+from cpukern import so2 as on_cpu
+from fusedops.samples import convolved
+from fusedops.testing import TOLERANCE, error
+from fusedops.wigner import m_major_order, message_rows, wigner_d
+from places import HAS_TORCH, PLACES, interpreted, needs_torch
+
+if HAS_TORCH:
+    import torch
+
+pytestmark = interpreted
+
+DEGREES = [(0, 0), (1, 1), (2, 2), (3, 1), (6, 6)]
+at = pytest.mark.parametrize("place", PLACES, ids="-".join)
+of_degrees = pytest.mark.parametrize(("lmax", "mmax"), DEGREES)
+
+
+def sample(lmax, mmax, edges=5, channels=3, width=2, gates=4, **options):
+    rng = np.random.default_rng(lmax + 10 * mmax)
+    return convolved(rng, edges, lmax, mmax, channels, width, gates, **options)
+
+
+def run(op, place, arrays, **options):
+    """Return the outputs of an op as arrays."""
+    if place[0] == "torch":
+        arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    out = op(**arrays, **options, backend=place[1])
+    return [np.asarray(one) for one in (out if isinstance(out, tuple) else (out,))]
+
+
+def phases(rows, lmax, mmax):
+    """Return m-major rows as complex rows of orders 0 to mmax."""
+    real, rest = rows[:, : lmax + 1], rows[:, lmax + 1 :]
+    found = [real.astype(complex)]
+    for m in range(1, mmax + 1):
+        n = lmax + 1 - m
+        found.append(rest[:, :n] + 1j * rest[:, n : 2 * n])
+        rest = rest[:, 2 * n :]
+    return found
+
+
+def joined(parts):
+    """Return m-major rows; the inverse of `phases`."""
+    rows = [parts[0].real]
+    for part in parts[1:]:
+        rows += [part.real, part.imag]
+    return np.concatenate(rows, axis=1)
+
+
+def turned(rows, lmax, mmax, angle):
+    """Return rows after a turn about the edge."""
+    parts = phases(rows, lmax, mmax)
+    return joined([part * np.exp(1j * m * angle) for m, part in enumerate(parts)])
+
+
+def expected(given, lmax, mmax, gates):
+    """Return the result and the gates, by products of complex numbers."""
+    E, _, C = given["message"].shape
+    parts, radial, found = phases(given["message"], lmax, mmax), given.get("radial"), []
+    for m, part in enumerate(parts):
+        n, weight = lmax + 1 - m, given[f"weight_m{m}"]
+        if radial is not None:
+            part = part * radial[:, : n * C].reshape(E, n, C)
+            radial = radial[:, n * C :]
+        if m:
+            half = len(weight) // 2
+            weight = weight[:half] + 1j * weight[half:]
+        found.append(part.reshape(E, n * C) @ weight.T)
+    found[0] = found[0] + given.get("bias", 0.0)
+    first, found[0] = found[0][:, :gates], found[0][:, gates:]
+    D = found[0].shape[1] // (lmax + 1)
+    return joined([part.reshape(E, -1, D) for part in found]), first.real
+
+
+@at
+@of_degrees
+@pytest.mark.parametrize("bare", [False, True], ids=["scaled", "bare"])
+def test_orders_are_products_of_complex_numbers(place, lmax, mmax, bare):
+    given = sample(lmax, mmax, radial=not bare, bias=not bare)
+    found = run(fusedops.so2_convolution, place, given, gate_channels=4)
+    for one, other in zip(found, expected(given, lmax, mmax, 4), strict=True):
+        assert error(one, other) < 1e-13
+
+
+@at
+@of_degrees
+def test_a_turn_about_the_edge_turns_the_result_and_leaves_the_gates(place, lmax, mmax):
+    given = sample(lmax, mmax)
+    out, gates = run(fusedops.so2_convolution, place, given, gate_channels=4)
+    given["message"] = turned(given["message"], lmax, mmax, 0.7)
+    after, same = run(fusedops.so2_convolution, place, given, gate_channels=4)
+    assert error(after, turned(out, lmax, mmax, 0.7)) < 1e-13
+    assert error(same, gates) < 1e-13
+
+
+@pytest.mark.parametrize("limit", [True, False], ids=["threadpoolctl", "none"])
+def test_one_block_and_many_agree(monkeypatch, limit):
+    """Without a limit to the threads of BLAS all edges are one block."""
+    monkeypatch.setattr(on_cpu, "blas_has_a_limit", lambda: limit)
+    given = {n: a.astype(np.float32) for n, a in sample(2, 2, edges=700, channels=16).items()}
+    out, pullback = fusedops.so2_convolution.vjp(**given, gate_channels=4, backend="numba")
+    want, exact = fusedops.so2_convolution.vjp(**given, gate_channels=4, backend="numpy")
+    cotangents = [np.ones_like(one) for one in out]
+    pairs = zip((*out, *pullback(*cotangents)), (*want, *exact(*cotangents)), strict=True)
+    assert all(error(one, other) < 8 * TOLERANCE["float32"] for one, other in pairs)
+
+
+@needs_torch
+@pytest.mark.parametrize("frozen", [True, False], ids=["forces", "training"])
+def test_a_weight_that_needs_no_gradient_gets_none(frozen):
+    given = {name: torch.from_numpy(array) for name, array in sample(2, 1).items()}
+    leaves = [a.requires_grad_() for n, a in given.items() if not (frozen and "weight" in n)]
+    out, gates = fusedops.so2_convolution(**given, gate_channels=4)
+    (out.square().sum() + gates.sum()).backward()
+    assert all(leaf.grad is not None and leaf.grad.any() for leaf in leaves)
+    assert all(("weight" in n and frozen) == (a.grad is None) for n, a in given.items())
+
+
+@needs_torch
+def test_third_derivatives():
+    """The third derivative of x σ(g) by g, and of SiLU, are those of torch's own functions."""
+
+    def thirds(function):
+        x = torch.linspace(-2, 2, 4, dtype=torch.float64).view(1, 4, 1).requires_grad_()
+        g = torch.full((1, 1), 0.3, dtype=torch.float64, requires_grad=True)
+        value = function(g, x).square().sum()
+        for _ in range(3):
+            found = torch.autograd.grad(value, (g, x), create_graph=True)
+            value = sum(dx.pow(3).sum() for dx in found)
+        return [dx.detach().numpy() for dx in found]
+
+    def plain(g, x):
+        return torch.cat([torch.nn.functional.silu(x[:, :1]), x[:, 1:] * g[:, None].sigmoid()], 1)
+
+    for one, other in zip(thirds(fusedops.gate_activation), thirds(plain), strict=True):
+        assert error(one, other) < 1e-12
+
+
+@at
+@pytest.mark.parametrize("lmax", [0, 1, 3])
+def test_gates_turn_with_their_features(place, lmax):
+    rng = np.random.default_rng(lmax)
+    matrices = wigner_d(rng.normal(size=(6, 3)), lmax)
+    x = rng.normal(size=(6, (lmax + 1) ** 2, 4))
+    gates = rng.normal(size=(6, 4 * lmax))
+    gate = fusedops.gate_activation
+    (out,) = run(gate, place, {"gates": gates, "x": x}, layout="l")
+    (after,) = run(gate, place, {"gates": gates, "x": matrices @ x}, layout="l")
+    assert error(after, matrices @ out) < 1e-13
+    (major,) = run(gate, place, {"gates": gates, "x": x[:, m_major_order(lmax)]})
+    assert error(major, out[:, m_major_order(lmax)]) < 1e-15
+
+
+def test_an_order_between_others_has_a_weight():
+    given = sample(2, 2)
+    given["weight_m1"] = None
+    with pytest.raises(TypeError, match="weight_m1 is None; it should be an array, as a larger"):
+        fusedops.so2_convolution(**given, gate_channels=4)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "message"),
+    [
+        ("so2_convolution", {"message": np.ones((5, 8, 3))}, r"message has shape \(5, 8, 3\); it "),
+        ("so2_convolution", {"gate_channels": 5}, r"weight_m0 .* with gate_channels 5; it should"),
+        ("so2_convolution", {"radial": np.ones((5, 17))}, r"radial has shape \(5, 17\); it should"),
+        ("gate_activation", {"x": np.ones((2, 8, 3))}, r"x has shape \(2, 8, 3\); it should be \("),
+        ("gate_activation", {"mmax": 1}, r"x has shape \(2, 9, 3\); it should be \(E, M, C\) with"),
+        ("gate_activation", {"mmax": 9}, r"x has shape \(2, 9, 3\); it should be \(E, M, C\) with"),
+    ],
+)
+def test_sizes_that_do_not_fit(op, given, message):
+    right = {**sample(2, 2), "gate_channels": 4}
+    if op == "gate_activation":
+        right = {"gates": np.ones((2, 6)), "x": np.ones((2, 9, 3))}
+    with pytest.raises(ValueError, match=f"^{op}: {message}"):
+        getattr(fusedops, op)(**{**right, **given})
+
+
+# The module.
+
+
+@needs_torch
+@pytest.mark.parametrize("network", [False, True])
+@pytest.mark.parametrize("gates", [None, 4])
+def test_a_module_is_the_op_with_its_parameters(gates, network):
+    from fusedops.nn import SO2Convolution
+
+    sizes = {"internal_weights": not network, "edge_channels_list": [6, 5] if network else None}
+    module = SO2Convolution(3, 2, 2, 1, extra_m0_output_channels=gates, **sizes).double()
+    names = {"fc_m0.weight", "fc_m0.bias", "so2_m_conv.0.fc.weight"}
+    if network:
+        names |= {f"rad_func.net.{n}.{p}" for n in (0, 1, 3) for p in ("weight", "bias")}
+    assert set(module.state_dict()) == names
+    x, x_edge = torch.randn(5, 7, 3).double(), torch.randn(5, 6).double()
+    radial = module.rad_func["net"](x_edge) if network else None
+    given = {"message": x, "weight_m0": module.fc_m0.weight, "bias": module.fc_m0.bias}
+    given |= {"weight_m1": module.so2_m_conv[0]["fc"].weight, "radial": radial}
+    given = {name: array.detach().numpy() for name, array in given.items() if array is not None}
+    found = module(x, x_edge) if network else module(x)
+    want = expected(given, 2, 1, gates or 0)
+    for one, other in zip(found if gates else (found,), want, strict=False):
+        assert error(one.detach().numpy(), other) < 1e-13
+    one = found[0] if gates else found
+    one.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sphere_channels": 0}, "sphere_channels is 0; it should be at least 1"),
+        ({"mmax": 3}, "mmax is 3; it should be from 0 to 2, as lmax is 2"),
+        ({"lmax": 9, "mmax": 9}, "mmax is 9; it should be from 0 to 8, as lmax is 9"),
+        ({"internal_weights": False}, "edge_channels_list is None; it should be a list"),
+        ({"backend": "fast"}, "backend is 'fast'; it should be one of"),
+    ],
+)
+def test_bad_sizes_of_a_module(given, message):
+    from fusedops.nn import SO2Convolution
+
+    right = {"sphere_channels": 3, "m_output_channels": 2, "lmax": 2, "mmax": 2}
+    with pytest.raises(ValueError, match=f"SO2Convolution: {message}"):
+        SO2Convolution(**{**right, **given})
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("lmax", "mmax"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("gates", [None, 8])
+def test_a_module_loads_the_state_of_fairchems(lmax, mmax, gates):
+    layers = pytest.importorskip(
+        "fairchem.core.models.uma.nn.so2_layers", reason="fairchem-core is not installed"
+    )
+    from fairchem.core.models.uma.common.so3 import CoefficientMapping
+
+    from fusedops.nn import SO2Convolution
+
+    torch.manual_seed(0)
+    given = (6, 4, lmax, mmax, CoefficientMapping(lmax, mmax), False, [7, 5], gates)
+    theirs = layers.SO2_Convolution(*given).double()
+    ours = SO2Convolution(*given).double()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(9, message_rows(lmax, mmax), 6, dtype=torch.float64, requires_grad=True)
+    x_edge = torch.randn(9, 7, dtype=torch.float64, requires_grad=True)
+    found = []
+    for module in (ours, theirs):
+        out = module(x, x_edge)
+        out = out if gates else (out,)
+        loss = sum(one.pow(3).sum() for one in out)
+        gradients = torch.autograd.grad(loss, (x, x_edge, *module.parameters()), create_graph=True)
+        second = torch.autograd.grad(gradients[0].square().sum(), (x, x_edge))
+        names = [name for name, _ in module.named_parameters()]
+        found.append([*out, *gradients[:2], *second])
+        found.append([dict(zip(names, gradients[2:], strict=True))[n] for n in sorted(names)])
+    for one, other in zip(found[0] + found[1], found[2] + found[3], strict=True):
+        assert error(one.detach().numpy(), other.detach().numpy()) < 1e-12
