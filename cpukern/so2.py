@@ -17,7 +17,7 @@ import numpy as np
 from cpukern.layout import laid_out
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
-from fusedops.so2 import matrix_of, on_weight, columns, orders, rows_by_degree, weights_of
+from fusedops.so2 import columns, matrix_of, on_weight, orders, rows_by_degree, weights_of
 
 # Numbers of messages that a block has in the cache, and the fewest edges of a block: products want
 # many. The fewest blocks, for threads to share, unless they have too few edges.
@@ -133,7 +133,7 @@ def backward(kernels: Any, a: Any, y: Any) -> None:
     """Fill the cotangents that are wanted."""
     call = _Call(kernels, a)
     dout, dgates, radial = _rows(a.dout), a.dgates, call.radial
-    dmessage = None if y.dmessage is None else _rows(y.dmessage)
+    dmessage: Any = None if y.dmessage is None else _rows(y.dmessage)
     dweights = y[1 : 1 + len(call.matrices)]
     on_weights = any(dw is not None for dw in dweights)
     sums = on_weights or y.dbias is not None
@@ -154,7 +154,7 @@ def backward(kernels: Any, a: Any, y: Any) -> None:
             both[:, : call.G], both[:, call.G :] = dgates[e], results[0]
             results[0] = both
         if y.dbias is not None:
-            add(on_bias, g, results[0].sum(0))
+            add(on_bias, g, results[0].sum(0, np.float64))
         if on_weights:
             parts = call.scaled(e, room)
             for totals, dw, result, own in zip(
@@ -164,10 +164,7 @@ def backward(kernels: Any, a: Any, y: Any) -> None:
                     add(totals, g, result.T @ parts[:, own])
         if dmessage is None and y.dradial is None:
             return
-        if radial is None:
-            on_parts = dmessage[e]
-        else:
-            on_parts = room("on_parts", call.x[e].shape)
+        on_parts = dmessage[e] if radial is None else room("on_parts", call.x[e].shape)
         for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
             np.matmul(result, matrix, out=on_parts[:, own])
         if radial is not None:

@@ -53,7 +53,9 @@ def _slopes(x):
 
 
 @jit
-def _gated(gates, x, dout, ddgates, ddx, rows, starts, rows_out, ddout, gates_out, order, low, high):
+def _gated(
+    gates, x, dout, ddgates, ddx, rows, starts, rows_out, ddout, gates_out, order, low, high
+):
     """Evaluate the gate's value (order 0) or a derivative; an array without edges is none."""
     C = x.shape[2]
     zero = x.dtype.type(0)

@@ -487,7 +487,8 @@ class SO2Convolution(torch.nn.Module):
         """
         if self.rad_func is not None:
             x_edge = self.rad_func["net"](x_edge)
-        weights: list[Any] = [layer["fc"].weight for layer in self.so2_m_conv]
+        layers: Any = self.so2_m_conv
+        weights = [layer["fc"].weight for layer in layers]
         found: Any = so2_convolution(
             x,
             self.fc_m0.weight,
@@ -501,7 +502,9 @@ class SO2Convolution(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""
-        shown = f"{self.sphere_channels}, {self.m_output_channels}, lmax={self.lmax}, mmax={self.mmax}"
+        shown = (
+            f"{self.sphere_channels}, {self.m_output_channels}, lmax={self.lmax}, mmax={self.mmax}"
+        )
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
 
 

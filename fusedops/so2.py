@@ -1,8 +1,8 @@
 """SO(2) convolutions of messages in the frames of their edges, and the gates that follow them.
 
-One file, from top to bottom: where orders lie in m-major rows, the convolution and its gradient, the
-gate and its derivatives, and the public ops. The kernels are in ``cpukern/so2*`` and
-``gpukern/so2.py``.
+One file, from top to bottom: where orders lie in m-major rows, the convolution and its gradient,
+its public op, the gate and its derivatives, and its public op. The kernels are in ``cpukern/so2*``
+and ``gpukern/so2.py``.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
         on_products[0] = xp.concatenate([dgates, on_products[0]], axis=1)
     parts = _by_order(x, radial, lmax, mmax)
     dweights = [
-        on_weight(g.T @ part, m)
-        for m, (g, part) in enumerate(zip(on_products, parts, strict=True))
+        on_weight(g.T @ part, m) for m, (g, part) in enumerate(zip(on_products, parts, strict=True))
     ]
     dweights += [None] * (len(WEIGHTS) - len(weights))
     on_parts = [
-        g @ matrix_of(weight, m) for m, (g, weight) in enumerate(zip(on_products, weights, strict=True))
+        g @ matrix_of(weight, m)
+        for m, (g, weight) in enumerate(zip(on_products, weights, strict=True))
     ]
     dmessage = xp.concatenate(on_parts, axis=1).reshape(E, M, C)
     dradial = None
@@ -170,7 +170,7 @@ def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     terms = []
     for at in (0, last):
         if dy[at] is not None:
-            term = [*arrays[:last - 1], None, arrays[last]]
+            term = [*arrays[: last - 1], None, arrays[last]]
             term[at] = dy[at]
             terms.append((term, {at}))
     if any(dy[at] is not None for at in weights):
@@ -385,7 +385,7 @@ def _opened(a: Any, gates: Any) -> tuple[Any, Any, Any, list[int]]:
 
 def _by_gate(a: Any, terms: Any, of: list[int]) -> Any:
     """Return sums over the rows of each degree but the first, (E, lmax C)."""
-    xp, (E, _, C) = namespace(terms), a.x.shape
+    xp, E = namespace(terms), a.x.shape[0]
     rows = np.array(of, np.int64)
     sums = [terms[:, np.flatnonzero(rows == l).tolist()].sum(1) for l in range(a.lmax)]
     return xp.concatenate(sums, axis=1) if sums else zeros(terms, (E, 0))

@@ -218,7 +218,7 @@ class _Call:
     """A call's arguments as rows of edges, and where orders lie in them."""
 
     def __init__(self, a: Any) -> None:
-        E, self.M, self.C = a.message.shape
+        _, self.M, self.C = a.message.shape
         self.lmax, self.weights = a.lmax, weights_of(a)
         self.mmax = len(self.weights) - 1
         self.D = (self.weights[0].shape[0] - a.gate_channels) // (self.lmax + 1)

@@ -50,7 +50,16 @@ ALONE = [
     if case.name
     in (
         *("chain-uniform", "dynamic-short", "static-short", "w5", "l1-m1-forth", "l1-m1-back"),
-        *("undo-dense", "l3-m1", "l3-m1-m", "odd", "small-iso", "triclinic-aniso", "hidden-incoming", "plain"),
+        *(
+            "undo-dense",
+            "l3-m1",
+            "l3-m1-m",
+            "odd",
+            "small-iso",
+            "triclinic-aniso",
+            "hidden-incoming",
+            "plain",
+        ),
     )
 ]
 

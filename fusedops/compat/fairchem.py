@@ -95,7 +95,8 @@ def _convolution(theirs: Any) -> Any:
             extra_m0_output_channels=getattr(theirs, "extra_m0_output_channels", None),
         )
     ours.fc_m0 = layers[0]
-    for mine, layer in zip(ours.so2_m_conv, layers[1:], strict=True):
+    by_order: Any = ours.so2_m_conv
+    for mine, layer in zip(by_order, layers[1:], strict=True):
         mine["fc"] = layer
     # The layers of the fast modes get radial functions, which one network has for all of them.
     if type(theirs).__name__ == "SO2_Convolution" and theirs.rad_func is not None:
