@@ -17,11 +17,11 @@ import numpy as np
 from cpukern.layout import laid_out
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
-from fusedops.so2 import columns, matrix_of, on_weight, orders, rows_by_degree, weights_of
+from fusedops.so2 import columns, on_weight, orders, rows_by_degree, weights_of
 
 # Numbers of messages that a block has in the cache, and the fewest edges of a block: products want
 # many. The fewest blocks, for threads to share, unless they have too few edges.
-_CACHED, _FEW, _BLOCKS = 1 << 20, 128, 8
+_CACHED, _FEW, _BLOCKS = 1 << 20, 256, 8
 # The most groups of blocks; a group has one partial sum.
 _GROUPS = 16
 
@@ -54,7 +54,7 @@ class _Call:
         self.x = _rows(a.message)
         self.radial = None if a.radial is None else laid_out(a.radial, 1)
         self.segments = _segments(lmax, mmax, C)
-        self.matrices = [np.ascontiguousarray(matrix_of(w, m)) for m, w in enumerate(weights)]
+        self.matrices = [np.ascontiguousarray(weights[0]), *map(_real, weights[1:])]
         rows = [rows for rows, _ in orders(lmax, mmax)]
         #: The columns of every order in messages, and in results.
         self.inputs = [columns(own, C) for own in rows]
@@ -65,6 +65,13 @@ class _Call:
             # BLAS shares one large product among its own threads.
             self.block = max(self.E, 1)
         self.blocks = -(-self.E // self.block)
+
+    def share(self, step: Callable[[slice], None], count: int) -> None:
+        """Take a step on a block's edges; on several threads, if no other block has a thread."""
+        if self.blocks > 1:
+            step(slice(0, count))
+        else:
+            in_parallel(lambda low, high: step(slice(low, high)), count, _FEW)
 
     def over_groups(self, groups: int, work: Callable[..., None]) -> None:
         """Call ``work(group, edges, room)`` on all blocks, in order within a group."""
@@ -85,9 +92,32 @@ class _Call:
         x = self.x[e]
         if self.radial is None:
             return x
-        out = room("scaled", x.shape)
-        self.kernels.scale(x, self.radial[e], self.segments, out)
+        radial, out = self.radial[e], room("scaled", x.shape)
+        self.share(
+            lambda part: self.kernels.scale(x[part], radial[part], self.segments, out[part]), len(x)
+        )
         return out
+
+    def unscale(self, e: slice, on_parts: Any, dmessage: Any, dradial: Any) -> None:
+        """Fill the cotangents of a block's messages and radial functions."""
+        x, radial = self.x[e], self.radial[e]
+        made = [None if array is None else array[e] for array in (dmessage, dradial)]
+
+        def step(part: slice) -> None:
+            given = on_parts[part], x[part], radial[part], self.segments
+            self.kernels.unscale(*given, *[d if d is None else d[part] for d in made])
+
+        self.share(step, len(x))
+
+
+def _real(weight: np.ndarray) -> np.ndarray:
+    """Return [[R, -I], [I, R]] of a weight, R above I."""
+    half, width = weight.shape[0] // 2, weight.shape[1]
+    out = memory.empty((2 * half, 2 * width), weight.dtype)
+    out[:, :width] = weight
+    np.negative(weight[half:], out=out[:half, width:])
+    out[half:, width:] = weight[:half]
+    return out
 
 
 def _rows(array: Any) -> Any:
@@ -168,14 +198,7 @@ def backward(kernels: Any, a: Any, y: Any) -> None:
         for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
             np.matmul(result, matrix, out=on_parts[:, own])
         if radial is not None:
-            kernels.unscale(
-                on_parts,
-                call.x[e],
-                radial[e],
-                call.segments,
-                None if dmessage is None else dmessage[e],
-                None if y.dradial is None else y.dradial[e],
-            )
+            call.unscale(e, on_parts, dmessage, y.dradial)
 
     call.over_groups(groups, work)
     for m, (dw, totals) in enumerate(zip(dweights, on_matrices, strict=True)):

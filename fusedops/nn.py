@@ -417,9 +417,9 @@ class SO2Convolution(torch.nn.Module):
             raise ValueError(
                 f"{name}: mmax is {mmax}; it should be from 0 to {most}, as lmax is {lmax}"
             )
-        if not internal_weights and not edge_channels_list:
+        if not (internal_weights or edge_channels_list):
             raise ValueError(
-                f"{name}: edge_channels_list is {edge_channels_list}; it should be a list of sizes, "
+                f"{name}: edge_channels_list is {edge_channels_list}; it should have sizes, "
                 "unless internal_weights is True"
             )
         one_of(name, "backend", backend, (None, *(each.name for each in BACKENDS)))

@@ -49,7 +49,7 @@ def columns(rows: slice, channels: int) -> slice:
     return slice(rows.start * channels, rows.stop * channels)
 
 
-def matrix_of(weight: Any, m: int) -> Any:
+def _matrix(weight: Any, m: int) -> Any:
     """Return the real matrix of an order's product, which for m > 0 is complex."""
     if m == 0:
         return weight
@@ -60,7 +60,7 @@ def matrix_of(weight: Any, m: int) -> Any:
 
 
 def on_weight(on_matrix: Any, m: int) -> Any:
-    """Return the cotangent of a weight for the cotangent of its `matrix_of`."""
+    """Return the cotangent of a weight for the cotangent of its `_matrix`."""
     if m == 0:
         return on_matrix
     half, width = (n // 2 for n in on_matrix.shape)
@@ -97,7 +97,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
     parts = list(_by_order(x, radial, lmax, mmax))
     gates, weights[0] = parts[0] @ weights[0][:G].T, weights[0][G:]
     products = [
-        part @ matrix_of(weight, m).T
+        part @ _matrix(weight, m).T
         for m, (part, weight) in enumerate(zip(parts, weights, strict=True))
     ]
     if bias is not None:
@@ -122,7 +122,7 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     ]
     dweights += [None] * (len(WEIGHTS) - len(weights))
     on_parts = [
-        g @ matrix_of(weight, m)
+        g @ _matrix(weight, m)
         for m, (g, weight) in enumerate(zip(on_products, weights, strict=True))
     ]
     dmessage = xp.concatenate(on_parts, axis=1).reshape(E, M, C)
@@ -295,8 +295,11 @@ def so2_convolution(
         are dimensionless.
     weight_m0 : array or tensor (G + (lmax + 1) D, (lmax + 1) C)
         :math:`W_0`: the rows of the gates, then D rows for every degree.
-    weight_m1, weight_m2, …, weight_m8 : array or tensor (2 (lmax + 1 - m) D, (lmax + 1 - m) C)
-        :math:`R_m` above :math:`I_m`, for every order from 1 to mmax.
+    weight_m1, weight_m2, weight_m3, weight_m4 : array or tensor, optional
+        (2 (lmax + 1 - m) D, (lmax + 1 - m) C): :math:`R_m` above :math:`I_m`, for every order m
+        from 1 to mmax.
+    weight_m5, weight_m6, weight_m7, weight_m8 : array or tensor, optional
+        The same.
     bias : array or tensor (G + (lmax + 1) D,), optional
         b.
     radial : array or tensor (E, Σ (lmax + 1 - m) C), optional

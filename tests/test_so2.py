@@ -220,7 +220,7 @@ def test_a_module_is_the_op_with_its_parameters(gates, network):
         ({"sphere_channels": 0}, "sphere_channels is 0; it should be at least 1"),
         ({"mmax": 3}, "mmax is 3; it should be from 0 to 2, as lmax is 2"),
         ({"lmax": 9, "mmax": 9}, "mmax is 9; it should be from 0 to 8, as lmax is 9"),
-        ({"internal_weights": False}, "edge_channels_list is None; it should be a list"),
+        ({"internal_weights": False}, "edge_channels_list is None; it should have sizes"),
         ({"backend": "fast"}, "backend is 'fast'; it should be one of"),
     ],
 )
