@@ -52,7 +52,7 @@ class _Call:
         self.D = (len(weights[0]) - self.G) // (lmax + 1)
         self.dtype = a.message.dtype
         self.x = _rows(a.message)
-        self.radial = None if a.radial is None else laid_out(a.radial, 1)
+        self.radial: Any = None if a.radial is None else laid_out(a.radial, 1)
         self.segments = _segments(lmax, mmax, C)
         self.matrices = [np.ascontiguousarray(weights[0]), *map(_real, weights[1:])]
         rows = [rows for rows, _ in orders(lmax, mmax)]

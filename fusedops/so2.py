@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -259,21 +259,49 @@ def _message_degree(name: str, argument: str, array: Any, mmax: int) -> int:
     return lmax
 
 
-@op(so2)
+class _Convolution(Protocol):
+    @overload
+    def __call__(
+        self,
+        message: ArrayT,
+        weight_m0: ArrayT,
+        *weights: ArrayT | None,
+        bias: ArrayT | None = ...,
+        radial: ArrayT | None = ...,
+        out: ArrayT | None = ...,
+        backend: str | None = ...,
+        **by_name: ArrayT | None,
+    ) -> ArrayT: ...
+    @overload
+    def __call__(
+        self,
+        message: ArrayT,
+        weight_m0: ArrayT,
+        *weights: ArrayT | None,
+        bias: ArrayT | None = ...,
+        radial: ArrayT | None = ...,
+        gate_channels: int,
+        out: ArrayT | None = ...,
+        backend: str | None = ...,
+        **by_name: ArrayT | None,
+    ) -> Any: ...
+
+
+@op(so2, overloads=_Convolution)  # type: ignore[type-abstract]
 def so2_convolution(
-    message: ArrayT,
-    weight_m0: ArrayT,
-    weight_m1: ArrayT | None = None,
-    weight_m2: ArrayT | None = None,
-    weight_m3: ArrayT | None = None,
-    weight_m4: ArrayT | None = None,
-    weight_m5: ArrayT | None = None,
-    weight_m6: ArrayT | None = None,
-    weight_m7: ArrayT | None = None,
-    weight_m8: ArrayT | None = None,
+    message: Any,
+    weight_m0: Any,
+    weight_m1: Any | None = None,
+    weight_m2: Any | None = None,
+    weight_m3: Any | None = None,
+    weight_m4: Any | None = None,
+    weight_m5: Any | None = None,
+    weight_m6: Any | None = None,
+    weight_m7: Any | None = None,
+    weight_m8: Any | None = None,
     *,
-    bias: ArrayT | None = None,
-    radial: ArrayT | None = None,
+    bias: Any | None = None,
+    radial: Any | None = None,
     gate_channels: int = 0,
     out: ArrayT | None = None,
     backend: str | None = None,

@@ -126,6 +126,20 @@ def calls(device):
             {"message": floats(2, 4, 1), "wigner_inv": matrices},
         ),
         "wigner_d": (lambda edge_vec: wigner_d(edge_vec, 1), {"edge_vec": floats(2, 3)}),
+        "so2_convolution": (
+            fusedops.so2_convolution,
+            {
+                "message": floats(2, 4, 1),
+                "weight_m0": floats(2, 2),
+                "weight_m1": floats(2, 1),
+                "bias": floats(2),
+                "radial": floats(2, 3),
+            },
+        ),
+        "gate_activation": (
+            fusedops.gate_activation,
+            {"gates": floats(2, 1), "x": floats(2, 4, 1)},
+        ),
         "structured_scatter_add": (
             lambda **k: fusedops.structured_scatter_add(**k, map_size=4),
             {"density_cube": floats(1, 1, 1, 2), "wa": integers(1, 1), "wbwc": integers(1, 1, 2)},

@@ -19,6 +19,7 @@ def random(*shape):
 
 
 TOKENS, KERNELS = random(1, 4, 2), random(1, 4, 2, 3)
+ORDERS = random(2, 2), random(2, 1)
 EDGES, NODES, MATRICES = fusedops.Edges([[0, 1, 2], [1, 2, 0]], 3), random(3, 4, 1), random(3, 4, 4)
 PLANES = fusedops.Planes([([[0, 1, 2, 3]], [0.5])])
 PLAN = fusedops.ScatterPlan([[0, 1]], [[[0, 1]]], 4)
@@ -59,6 +60,11 @@ FUNCTIONS = {
     ),
     "wigner_d": (lambda v: wigner_d(v, 2), (2, 3)),
     "wigner_d-packed": (lambda v: wigner_d(v, 2, packed=True), (2, 3)),
+    "so2": (
+        lambda y: fusedops.so2_convolution(y, *ORDERS, radial=y[:, :3, 0]),
+        (2, 4, 1),
+    ),
+    "gates": (lambda y: fusedops.gate_activation(y[:, 0], y), (2, 4, 1)),
     "density": (lambda xyz: draw(xyz, B), (4, 3)),
     "density-b": (lambda b: draw(XYZ, 10 + b**2), (4,)),
     "scatter": (square(lambda c: fusedops.structured_scatter_add(c, PLAN)), (1, 2, 1, 2)),

@@ -21,6 +21,8 @@ def numpy_in_numpy_out(a: np.ndarray, groups: list[tuple[Any, Any]]) -> None:
     assert_type(structure_factors(symmetrize(a, [a]), a, a, blur=5.0), np.ndarray)
     assert_type(symmetrize.vjp(a, [a])[1](a), tuple[np.ndarray, ...])
     assert_type(wigner_d(a, 2, packed=True), np.ndarray)
+    assert_type(fusedops.so2_convolution(a, a, a, bias=a), np.ndarray)
+    assert_type(fusedops.gate_activation(a, a, layout="l"), np.ndarray)
     assert_type(fusedops.planarity_nll.vjp(a, groups)[1](1.0), tuple[np.ndarray, ...])
     assert_type(fusedops.planarity_nll.explain(a, groups).backend, str | None)
 
@@ -30,6 +32,7 @@ def torch_in_torch_out(t: torch.Tensor, edges: fusedops.Edges, planes: fusedops.
     assert_type(fusedops.planarity_nll(xyz=t, plane_groups=planes, backend="torch"), torch.Tensor)
     assert_type(structure_factors(symmetrize(t, []), t, t), torch.Tensor)
     assert_type(fusedops.dynamic_conv(t, t), torch.Tensor)
+    assert_type(fusedops.so2_convolution(t, t, weight_m1=t), torch.Tensor)
     assert_type(fusedops.node_to_edge_wigner_permute(t, edges, t, mmax=1), torch.Tensor)
     assert_type(fusedops.triangle_multiplicative_update(x=t, mask=t, out=t), torch.Tensor)
 
