@@ -27,7 +27,7 @@ from fusedops.cli import tables
 from fusedops.cli.common import needs
 from fusedops.cli.pictures import check_picture_name, save_picture
 from fusedops.density import Lattice
-from fusedops.samples import ubiquitin
+from fusedops.samples import convolved, ubiquitin
 from fusedops.structure import planar_groups
 from fusedops.testing import TOLERANCE, error
 from fusedops.wigner import ends_of, m_major_order, wigner_d
@@ -38,8 +38,9 @@ def add(commands: Any) -> None:
         "demo",
         help="run every op on an example, on every backend that works here",
         description="Score ubiquitin's planes, convolve packed tokens, pass messages along edges, "
-        "refine a model and fill in distances, all with gradients, on every backend that works "
-        "here; check each against the reference, and draw a picture. Exit code 1 if a check fails.",
+        "turn and convolve some, refine a model and fill in distances, all with gradients, on "
+        "every backend that works here; check each against the reference, and draw a picture. "
+        "Exit code 1 if a check fails.",
     )
     parser.set_defaults(run=_command)
     parser.add_argument(
@@ -218,10 +219,54 @@ def triangle_multiplicative_update(figure: Any) -> Iterator[Row]:
     _draw_distances(figure, distances, hidden, filled @ centres / filled.sum(-1))
 
 
+def so2_convolution(figure: Any) -> Iterator[Row]:
+    """Messages turned about their edges, through a convolution and gates."""
+    rng, lmax, turns = np.random.default_rng(0), 2, 25
+    weights = convolved(rng, turns, lmax, lmax, 3, 4, lmax * 4)
+    message, radial = weights.pop("message"), weights.pop("radial")
+    angles = np.linspace(0, 2 * np.pi, turns)
+    # A message in every frame, turned about the edge by the angle; their edges are alike.
+    message, radial = _turned(message[:1], angles, lmax), np.repeat(radial[:1], turns, 0)
+    arrays = {"message": message, **weights, "radial": radial}
+    op, gate = fusedops.so2_convolution, fusedops.gate_activation
+    mixed, gates = op(**arrays, gate_channels=lmax * 4)
+    bare = {name: array for name, array in arrays.items() if name != "bias"}
+    bare["weight_m0"] = bare["weight_m0"][lmax * 4 :]
+    yield from _rows(op, bare, {}, np.cos(op(**bare)))
+    given = {"gates": gates, "x": mixed}
+    out = gate(**given)
+    yield from _rows(gate, given, {}, np.cos(out))
+    panels = figure.subplots(1, 2, sharex=True)
+    for row, m in ((1, 0), (3, 1), (7, 2)):
+        for panel, rows in zip(panels, (message, out), strict=True):
+            panel.plot(angles, _turned(rows[:1], angles, lmax)[:, row, 0], color=f"C{m}")
+            label = f"order {m}"
+            panel.plot(angles, rows[:, row, 0], "o", color=f"C{m}", label=label, markersize=4)
+    for panel, title in zip(panels, ("A message", "The convolution's result, gated"), strict=True):
+        panel.set_title(title)
+        panel.set_xlabel("turn about the edge, radians")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(loc="upper right", frameon=False)
+    figure.suptitle("A turn about the edge turns the result of an SO(2) convolution alike (lines)")
+
+
+def _turned(message: np.ndarray, angles: np.ndarray, lmax: int) -> np.ndarray:
+    """Return one m-major message (1, M, C) turned about its edge by angles, (angles, M, C)."""
+    out, row = np.repeat(message, len(angles), 0), lmax + 1
+    for m in range(1, lmax + 1):
+        n = lmax + 1 - m
+        plus, minus = out[:, row : row + n], out[:, row + n : row + 2 * n]
+        phased = (plus + 1j * minus) * np.exp(1j * m * angles)[:, None, None]
+        plus[...], minus[...] = phased.real, phased.imag
+        row += 2 * n
+    return out
+
+
 DEMOS: dict[str, Callable[[Any], Iterator[Row]]] = {
     "planarity": planarity,
     "dynamic_conv": dynamic_conv,
     "edge_wigner": edge_wigner,
+    "so2_convolution": so2_convolution,
     "gaussian_density": gaussian_density,
     "triangle_multiplicative_update": triangle_multiplicative_update,
 }
