@@ -27,18 +27,23 @@ _GROUPS = 16
 
 
 @functools.lru_cache(maxsize=64)
-def _segments(lmax: int, mmax: int, channels: int) -> np.ndarray:
-    """Return, for each order and sign, its place in messages and functions, its length, its sign.
+def _places(
+    lmax: int, mmax: int, channels: int, width: int
+) -> tuple[np.ndarray, list[slice], list[slice]]:
+    """Return where orders lie, in an edge's messages and in its results.
 
-    The sign is 1 for rows of -m, after the rows of +m.
+    The first array has, for each order and sign, a place in messages, a place in radial functions,
+    a length, and a sign: 1 for the rows of -m, which come after the rows of +m.
     """
-    found = []
-    for m, (rows, functions) in enumerate(orders(lmax, mmax)):
-        width = (lmax + 1 - m) * channels
+    segments = []
+    rows = [rows for rows, _ in orders(lmax, mmax)]
+    for m, (own, functions) in enumerate(orders(lmax, mmax)):
+        length = (lmax + 1 - m) * channels
         for sign in range(1 if m == 0 else 2):
-            place = rows.start * channels + sign * width
-            found.append((place, functions.start * channels, width, sign))
-    return np.array(found, np.int64)
+            place = own.start * channels + sign * length
+            segments.append((place, functions.start * channels, length, sign))
+    inputs, outputs = ([columns(own, n) for own in rows] for n in (channels, width))
+    return np.array(segments, np.int64), inputs, outputs
 
 
 class _Call:
@@ -53,12 +58,8 @@ class _Call:
         self.dtype = a.message.dtype
         self.x = _rows(a.message)
         self.radial: Any = None if a.radial is None else laid_out(a.radial, 1)
-        self.segments = _segments(lmax, mmax, C)
+        self.segments, self.inputs, self.outputs = _places(lmax, mmax, C, self.D)
         self.matrices = [np.ascontiguousarray(weights[0]), *map(_real, weights[1:])]
-        rows = [rows for rows, _ in orders(lmax, mmax)]
-        #: The columns of every order in messages, and in results.
-        self.inputs = [columns(own, C) for own in rows]
-        self.outputs = [columns(own, self.D) for own in rows]
         most = max(_FEW, _CACHED // max(M * max(C, self.D), 1))
         self.block = min(most, max(_FEW, -(-self.E // _BLOCKS)))
         if not blas_has_a_limit():
