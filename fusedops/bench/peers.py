@@ -506,6 +506,37 @@ def fairchem_matrices(problem: Problem, cotangent: Any) -> Steps:
     return _steps(lambda x: axis_angle_wigner_hybrid(x, lmax, **options)[0], problem, cotangent)
 
 
+@peer("fairchem", "so2_convolution", package="fairchem.core")
+def fairchem_convolution(problem: Problem, cotangent: Any) -> Steps:
+    """The layer of fairchem's `general` mode, given radial functions."""
+    import torch
+    from fairchem.core.models.uma.common.so3 import CoefficientMapping
+    from fairchem.core.models.uma.nn.so2_layers import SO2_Convolution
+
+    lmax, channels, width = (problem.shape[name] for name in ("lmax", "C", "D"))
+    mapping = CoefficientMapping(lmax, lmax)
+    layer = SO2_Convolution(channels, width, lmax, lmax, mapping)
+    names = ["fc_m0.weight", *(f"so2_m_conv.{m}.fc.weight" for m in range(lmax))]
+    no_bias = {"fc_m0.bias": problem.arguments["weight_m0"].new_zeros((lmax + 1) * width)}
+
+    def convolved(message: Any, *rest: Any) -> Any:
+        *weights, radial = rest
+        given = {**dict(zip(names, weights, strict=True)), **no_bias}
+        return torch.func.functional_call(layer, given, (message, radial))
+
+    return _steps(convolved, problem, cotangent)
+
+
+@peer("fairchem", "gate_activation", package="fairchem.core")
+def fairchem_gates(problem: Problem, cotangent: Any) -> Steps:
+    """The layer of fairchem's `general` mode."""
+    from fairchem.core.models.uma.nn.activation import GateActivation
+
+    lmax, x = problem.shape["lmax"], problem.arguments["x"]
+    gates = GateActivation(lmax, lmax, problem.shape["C"], m_prime=True).to(x.device)
+    return _steps(gates, problem, cotangent)
+
+
 def _places(problem: Problem, like: Any) -> Any:
     """Return every element's place in the map, as torch's own functions take it."""
     import torch
