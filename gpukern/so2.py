@@ -11,6 +11,7 @@ Bytes beside the products', once each: M and R numbers of an edge and channel in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,8 +93,8 @@ def _sigmoid(x):
 def _gate(
     gates, x, dout, ddgates, ddx, rows_out, ddout, gates_out, blocks,
     gates_edge, x_edge, dout_edge, ddgates_edge, ddx_edge,
-    C: tl.constexpr, LMAX: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    STARTS: tl.constexpr, SIZE: tl.constexpr, FLOAT: tl.constexpr, ORDER: tl.constexpr,
+    C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, FLOAT: tl.constexpr, ORDER: tl.constexpr,
     BY_GATES: tl.constexpr, BY_X: tl.constexpr, ON_ROWS: tl.constexpr, ON_DOUT: tl.constexpr,
     ON_GATES: tl.constexpr,
 ):  # fmt: skip
@@ -133,8 +134,8 @@ def _gate(
             v = tl.load(ddgates + e * ddgates_edge + at, mask=live, other=0.0).to(FLOAT) * slope
         pulled = zero
         pushed = zero
-        for k in tl.static_range(STARTS[l], STARTS[l + 1]):
-            r = ROWS[k] * C
+        for k in tl.static_range(2 * (l if l < MMAX else MMAX) + 1):
+            r = ROWS[l * (2 * MMAX + 1) + k] * C
             h = tl.load(x + e * x_edge + r + c, mask=live, other=0.0).to(FLOAT)
             if ORDER == 0:
                 tl.store(rows_out + row + r, (h * s).to(rows_out.dtype.element_ty), mask=live)
@@ -349,6 +350,15 @@ def _pull_to_weights(
         torch.addmm(imaginary, on_plus.T, minus, alpha=-1, out=imaginary)
 
 
+@functools.lru_cache(maxsize=64)
+def _table(lmax: int, mmax: int, layout: str) -> tuple[int, ...]:
+    """Return the rows of every degree, filled up to the largest number of rows of one."""
+    found: list[int] = []
+    for rows in rows_by_degree(lmax, mmax, layout):
+        found += [*rows.tolist(), *[0] * (2 * mmax + 1 - len(rows))]
+    return tuple(found)
+
+
 def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) -> None:
     """Launch the kernel; `given` are dout, ddgates and ddx, `made` dx, ddout and dgates."""
     gates, x = _rows(a.gates), _rows(a.x)
@@ -357,15 +367,11 @@ def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) ->
     # Any tensor stands for a tensor that isn't touched.
     read = gates, x, *[x if array is None else array for array in given]
     written = [x if array is None else array for array in made]
-    rows = rows_by_degree(a.lmax, a.mmax, a.layout)
-    starts = [0]
-    for of in rows:
-        starts.append(starts[-1] + len(of))
     size = min(_CHANNELS, power(C))
     blocks = -(-C // size)
     integers = blocks, *[array.stride(0) for array in read]
     constants = (
-        C, a.lmax, M, tuple(r for of in rows for r in of.tolist()), tuple(starts), size,
+        C, a.lmax, a.mmax, M, _table(a.lmax, a.mmax, a.layout), size,
         _float(gates, x, *[array for array in given if array is not None]), order,
         given[1] is not None, given[2] is not None, *[array is not None for array in made],
     )  # fmt: skip

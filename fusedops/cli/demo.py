@@ -228,14 +228,14 @@ def so2_convolution(figure: Any) -> Iterator[Row]:
     # A message in every frame, turned about the edge by the angle; their edges are alike.
     message, radial = _turned(message[:1], angles, lmax), np.repeat(radial[:1], turns, 0)
     arrays = {"message": message, **weights, "radial": radial}
-    op, gate = fusedops.so2_convolution, fusedops.gate_activation
+    op: Any = fusedops.so2_convolution
     mixed, gates = op(**arrays, gate_channels=lmax * 4)
     bare = {name: array for name, array in arrays.items() if name != "bias"}
     bare["weight_m0"] = bare["weight_m0"][lmax * 4 :]
     yield from _rows(op, bare, {}, np.cos(op(**bare)))
     given = {"gates": gates, "x": mixed}
-    out = gate(**given)
-    yield from _rows(gate, given, {}, np.cos(out))
+    out = fusedops.gate_activation(**given)
+    yield from _rows(fusedops.gate_activation, given, {}, np.cos(out))
     panels = figure.subplots(1, 2, sharex=True)
     for row, m in ((1, 0), (3, 1), (7, 2)):
         for panel, rows in zip(panels, (message, out), strict=True):
