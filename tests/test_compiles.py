@@ -1,0 +1,83 @@
+"""Triton's kernels compile, for a GPU that isn't there: its interpreter accepts more than a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+COMPILE = """
+import numpy as np, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fusedops import testing
+from fusedops._frame import registry
+from gpukern import launch
+
+NAMES = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.int32: "i32",
+    torch.int64: "i64",
+}
+compiled = set()
+
+
+def compile(self, programs, key, *args):
+    signature, values = {}, {}
+    for at, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], values[at,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{NAMES[value.dtype]}"
+        else:
+            signature[parameter.name] = "i64" if launch.wide(value)[0] else "i32"
+    source = ASTSource(self.kernel, signature, values)
+    made = triton.compile(source, GPUTarget("cuda", CAPABILITY, 32), self.options)
+    assert made.asm["cubin"]
+    compiled.add(primitive.name)
+
+
+launch.Launcher.__call__ = compile
+launch.Launcher.is_new = lambda *_: False
+cases = {case.primitive: case for case in reversed(testing.CASES)}
+cases = {key: case for key, case in cases.items() if key.family in FAMILIES}
+for primitive, case in cases.items():
+    kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
+    arrays, others = case.make()
+    values = [
+        torch.tensor(v, dtype=DTYPE if v.dtype.kind == "f" else None)
+        if isinstance(v, np.ndarray)
+        else v
+        for v in (*arrays, *others)
+    ]
+    a = primitive.Arguments._make(values)
+    outputs = [
+        output and torch.empty(output[0], dtype=getattr(torch, output[1]))
+        for output in primitive.describe(a)
+    ]
+    kernel(a, primitive.Outputs._make(outputs))
+assert compiled == {primitive.name for primitive in cases}, compiled
+print("compiled")
+"""
+
+SMALL = "conv", "density", "harmonics", "planarity", "scatter", "so2", "wigner"
+
+
+@pytest.mark.parametrize(
+    ("families", "dtype", "capability"),
+    [(SMALL, "float32", 90), (SMALL, "float64", 80), (("trimul",), "float32", 90)],
+    ids=["hopper", "float64 on ampere", "triangles"],
+)
+def test_kernels_compile(families, dtype, capability, tmp_path):
+    settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    settings.pop("TRITON_INTERPRET", None)
+    code = f"FAMILIES, CAPABILITY = {families}, {capability}\n{COMPILE}"
+    code = code.replace("DTYPE", f"torch.{dtype}")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True
+    )
+    assert done.stdout == "compiled\n", done.stderr
