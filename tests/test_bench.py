@@ -1065,6 +1065,18 @@ def test_a_step_on_the_path_of_a_gpu(monkeypatch, on_a_gpu):
 
 
 @pytest.mark.gpu
+def test_a_step_on_a_gpu(tmp_path):
+    pytest.importorskip("gemmi")
+    path = tmp_path / "gpu.json"
+    arguments = ["bench", "--quick", "--device", "cuda", "--step", "refinement"]
+    assert cli.main([*arguments, "--json", str(path)]) == 0
+    ours = [row for row in report.cases(report.read(path)) if row["ours"]]
+    assert {row["how"] for row in ours} == {"torch", "CUDA graph"}
+    for row in ours:
+        assert row["ms"], row
+
+
+@pytest.mark.gpu
 def test_both_commands_on_a_gpu(tmp_path, capsys):
     assert cli.main(["check", "--device", "cuda"]) == 0
     path = tmp_path / "gpu.json"
