@@ -122,8 +122,11 @@ def _real(weight: np.ndarray) -> np.ndarray:
 
 
 def _rows(array: Any) -> Any:
-    """Return (E, M, C) as (E, M C)."""
-    return laid_out(array, 2).reshape(len(array), array.shape[1] * array.shape[2])
+    """Return (E, M, C) as (E, M C), in memory that BLAS can read."""
+    rows = laid_out(array, 2).reshape(len(array), array.shape[1] * array.shape[2])
+    # NumPy multiplies rows that overlap or go backwards without BLAS, slowly.
+    apart = rows.strides[0] >= rows.shape[1] * rows.itemsize
+    return rows if apart else np.ascontiguousarray(rows)
 
 
 def _room(kept: dict[str, np.ndarray], dtype: Any, name: str, shape: tuple[int, int]) -> np.ndarray:

@@ -108,7 +108,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
 
 
 def _vjp_formula(a: Any) -> tuple[Any, ...]:
-    """Return the cotangents of all arrays; those of the products by order come first."""
+    """Return the cotangents of all arrays."""
     *arrays, lmax, _ = a
     x, *weights, bias, radial, dout, dgates = _widened(arrays)
     weights = [weight for weight in weights if weight is not None]
