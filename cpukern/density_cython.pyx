@@ -130,9 +130,12 @@ cdef extern from *:
        sum: add the sum of all Gaussians, weights times curves, to a row of the map, in whole vectors
        with zeros beyond the sphere, as far as the row has room. add_plane: the same for all rows of a
        plane that `inside` found; they may go around the cell several times.
+       read_plane: copy the rows of a plane that `inside` found, with zeros beyond the sphere, up to a
+       whole vector.
        contract: sum one Gaussian's weights times values over rows, with factors 1, y and the squared
        distance from the z axis; multiply by the curve along z, and add the terms that gradients need
-       to five vectors. */
+       to five vectors. block: the same for V vectors of a row; of one, two rows are summed at a time, so
+       that six sums hide each other's latency. */
     #define SUM(vector, i) (*(vector *)(sums + (i) * (64 / sizeof(*sums))))
     #define DEFINE_CURVES(real, vector, integers) \\
     static void fusedops_curve_##real( \\
@@ -188,34 +191,87 @@ cdef extern from *:
     static void fusedops_inside_##real( \\
         Py_ssize_t rows, double y, double dx, double z, const double *m, double square, \\
         double low, double high, double *first, double *length, real *squares) { \\
-        double over = 1 / m[1]; \\
+        /* Numbers: for all that a compiler knows, the stores below might change m. */ \\
+        double over = 1 / m[1], xx = m[2] * dx * dx, xy = 2 * m[3] * dx, yy = m[4]; \\
+        double from = z - m[5] * dx, slope = m[6]; \\
         for (Py_ssize_t r = 0; r < (rows + 7) / 8 * 8; r++) { \\
-            double dy = y + (double)r, along = m[2] * dx * dx + dy * (2 * m[3] * dx + m[4] * dy); \\
+            double dy = y + (double)r, along = xx + dy * (xy + yy * dy); \\
             double left = square - along, half = sqrt((left > 0 ? left : 0) * over); \\
-            double middle = z - m[5] * dx - m[6] * dy; \\
+            double middle = from - slope * dy; \\
             double begin = ceil(middle - half), end = floor(middle + half); \\
             first[r] = begin > low ? begin : low; \\
             length[r] = left < 0 ? 0 : (end < high ? end : high) - first[r] + 1; \\
             squares[r] = (real)along; \\
         } \\
     } \\
+    static void fusedops_read_plane_##real( \\
+        const real *plane, const real *end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, \\
+        Py_ssize_t rows, const double *first, const double *length, Py_ssize_t low, Py_ssize_t n, \\
+        real *values, Py_ssize_t pitch) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real; \\
+        Py_ssize_t z = (low % nz + nz) % nz, whole = (n + LANES_OF(real) - 1) / LANES_OF(real), k; \\
+        whole *= LANES_OF(real); \\
+        for (Py_ssize_t r = 0; r < rows; r++, y = y + 1 < ny ? y + 1 : 0, values += pitch) { \\
+            const real *given = plane + y * nz + z; \\
+            Py_ssize_t from = (Py_ssize_t)first[r] - low, past = from + (Py_ssize_t)length[r]; \\
+            int straight = z + n <= nz && given + whole <= end; \\
+            if (straight) for (k = 0; k < whole; k += LANES_OF(real)) { \\
+                integers after = MASK(integers, lane >= (real)(from - k)); \\
+                integers own = after & MASK(integers, lane < (real)(past - k)); \\
+                integers bits = AS(integers, *(const vector *)(given + k)); \\
+                *(vector *)(values + k) = AS(vector, bits & own); \\
+            } else { \\
+                Py_ssize_t at = (z + from) % nz; \\
+                memset(values, 0, (size_t)whole * sizeof(real)); \\
+                for (k = from; k < past; k++, at = at + 1 < nz ? at + 1 : 0) \\
+                    values[k] = plane[y * nz + at]; \\
+            } \\
+        } \\
+    } \\
+    INLINE void fusedops_block_##real( \\
+        Py_ssize_t V, Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
+        const real *by_y, const real *by_square, const real *curve, real x, real start, real c, \\
+        real *sums) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real, zero = lane - lane; \\
+        vector one[2] = {zero, zero}, ys[2] = {zero, zero}, squares[2] = {zero, zero}; \\
+        Py_ssize_t pair = 3 - V, next = V == 2 ? LANES_OF(real) : pitch, r = 0; \\
+        for (; r + pair <= rows; r += pair) \\
+            for (Py_ssize_t v = 0; v < 2; v++) { \\
+                vector own = *(const vector *)(values + r * pitch + v * next); \\
+                Py_ssize_t at = V == 2 ? r : r + v; \\
+                one[v] += weights[at] * own; ys[v] += by_y[at] * own; \\
+                squares[v] += by_square[at] * own; \\
+            } \\
+        if (V == 1) { \\
+            if (r < rows) { \\
+                vector own = *(const vector *)(values + r * pitch); \\
+                one[0] += weights[r] * own; ys[0] += by_y[r] * own; \\
+                squares[0] += by_square[r] * own; \\
+            } \\
+            one[0] += one[1]; ys[0] += ys[1]; squares[0] += squares[1]; \\
+        } \\
+        for (Py_ssize_t v = 0; v < V; v++) { \\
+            vector z = lane + (start + (real)(v * LANES_OF(real))); \\
+            vector e = *(const vector *)(curve + v * LANES_OF(real)), all = e * one[v]; \\
+            SUM(vector, 0) += all; SUM(vector, 1) += x * all; SUM(vector, 2) += e * ys[v]; \\
+            SUM(vector, 3) += z * all; \\
+            SUM(vector, 4) += e * squares[v] + c * z * z * all; \\
+        } \\
+    } \\
     static void fusedops_contract_##real( \\
         Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
         const real *y, const real *square, const real *curve, Py_ssize_t n, real x, real start, \\
-        real c, real *sums) { \\
-        vector lane = *(const vector *)fusedops_lanes_##real; \\
-        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
-            vector one = lane - lane, by_y = one, by_square = one; \\
-            for (Py_ssize_t r = 0; r < rows; r++) { \\
-                vector e = weights[r] * *(const vector *)(values + r * pitch + k); \\
-                one += e; by_y += e * y[r]; by_square += e * square[r]; \\
-            } \\
-            vector z = lane + (start + (real)k), e = *(const vector *)(curve + k); \\
-            vector all = e * one; \\
-            SUM(vector, 0) += all; SUM(vector, 1) += x * all; SUM(vector, 2) += e * by_y; \\
-            SUM(vector, 3) += z * all; \\
-            SUM(vector, 4) += e * by_square + c * z * z * all; \\
+        real c, real *by_y, real *sums) { \\
+        real *by_square = by_y + (rows + LANES_OF(real)) / LANES_OF(real) * LANES_OF(real); \\
+        Py_ssize_t k = 0, two = 2 * LANES_OF(real); \\
+        for (Py_ssize_t r = 0; r < rows; r++) { \\
+            by_y[r] = weights[r] * y[r]; by_square[r] = weights[r] * square[r]; \\
         } \\
+        for (; k + LANES_OF(real) < n; k += two, values += two, curve += two) \\
+            fusedops_block_##real( \\
+                2, rows, values, pitch, weights, by_y, by_square, curve, x, start + (real)k, c, sums); \\
+        if (k < n) fusedops_block_##real( \\
+            1, rows, values, pitch, weights, by_y, by_square, curve, x, start + (real)k, c, sums); \\
     }
     DEFINE_CURVES(float, fusedops_floats, fusedops_ints)
     DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
@@ -244,15 +300,25 @@ cdef extern from *:
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
         double low, double high, double* first, double* length, double* squares,
     ) noexcept nogil
+    void read_plane_float "fusedops_read_plane_float"(
+        const float* plane, const float* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
+        Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
+        float* values, Py_ssize_t pitch,
+    ) noexcept nogil
     void contract_float "fusedops_contract_float"(
         Py_ssize_t rows, const float* values, Py_ssize_t pitch, const float* weights,
-        const float* y, const float* square, const float* curve, Py_ssize_t n, float x,
-        float start, float c, float* sums,
+        const float* y, const float* square, const float* curve, Py_ssize_t n, float x, float start,
+        float c, float* by_y, float* sums,
+    ) noexcept nogil
+    void read_plane_double "fusedops_read_plane_double"(
+        const double* plane, const double* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
+        Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
+        double* values, Py_ssize_t pitch,
     ) noexcept nogil
     void contract_double "fusedops_contract_double"(
         Py_ssize_t rows, const double* values, Py_ssize_t pitch, const double* weights,
-        const double* y, const double* square, const double* curve, Py_ssize_t n, double x,
-        double start, double c, double* sums,
+        const double* y, const double* square, const double* curve, Py_ssize_t n, double x, double start,
+        double c, double* by_y, double* sums,
     ) noexcept nogil
     void row_float "fusedops_row_float"(
         float* out, Py_ssize_t n, Py_ssize_t G, const float* q, const float* t, const float* c,
@@ -630,13 +696,43 @@ cdef inline void read_row(
         z = 0
 
 
+cdef inline void read_plane(
+    const real* plane, const real* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
+    Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
+    real* values, Py_ssize_t pitch,
+) noexcept nogil:
+    if real is float:
+        read_plane_float(plane, end, ny, nz, y, rows, first, length, low, n, values, pitch)
+    else:
+        read_plane_double(plane, end, ny, nz, y, rows, first, length, low, n, values, pitch)
+
+
+cdef inline void contract(
+    Py_ssize_t rows, const real* values, Py_ssize_t pitch, const real* weights, const real* y,
+    const real* square, const real* curve, Py_ssize_t n, double x, double start, double c,
+    real* by_y, real* sums,
+) noexcept nogil:
+    if real is float:
+        contract_float(
+            rows, values, pitch, weights, y, square, curve, n, <float>x, <float>start, <float>c,
+            by_y, sums,
+        )
+    else:
+        contract_double(
+            rows, values, pitch, weights, y, square, curve, n, x, start, c, by_y, sums
+        )
+
+
 cdef void pull_back_separable(
     const Grid* grid, const Atom* atom, const real* numbers, double b, double occupancy,
     const double* widths, Py_ssize_t G, const real* cotangent, real* on_x, real* on_b,
     real* on_occupancy, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
 ) noexcept nogil:
     """Write an isotropic atom's gradients if its factors are curves."""
-    cdef Py_ssize_t x, g, r, rows, length, lanes = 64 // <Py_ssize_t>sizeof(real)
+    cdef Py_ssize_t x, g, r, rows, begin, stop, low, n, lanes = 64 // <Py_ssize_t>sizeof(real)
+    cdef double left, half, centre
+    cdef const double* m = grid.metric
+    cdef const real* end = cotangent + grid.nx * grid.ny * grid.nz
     cdef int i
     cdef double dx, c
     cdef real* weights = scratch
@@ -646,7 +742,8 @@ cdef void pull_back_separable(
     cdef real* sums = squares + most
     cdef real* middle = sums + 5 * G * lanes
     cdef real* along_x = middle + G * most
-    cdef real* values = along_x + G * most
+    cdef real* by_y = along_x + G * most
+    cdef real* values = by_y + 2 * most
     cdef double s[5]
     cdef double sum_x[3]
     cdef double sum_b = 0, total = 0
@@ -661,30 +758,32 @@ cdef void pull_back_separable(
             grid, atom, numbers, G, x, 1, x == atom.low[0], most, pitch, weights, curves, middle,
             along_x,
         )
-        memset(values, 0, rows * pitch * sizeof(real))
         rows_inside(grid, atom, dx, extents, extents + most, squares)
-        for r in range(rows):
-            length = <Py_ssize_t>extents[most + r]
-            if length > 0:
-                read_row(
-                    grid, x, atom.low[1] + r, <Py_ssize_t>extents[r], length, cotangent,
-                    values + r * pitch + <Py_ssize_t>extents[r] - atom.low[2],
-                )
+        # Only rows that meet the sphere, and the voxels between their ends, or one more.
+        left = atom.square - (m[2] - m[3] * m[3] / m[4]) * dx * dx
+        if left < 0:
+            continue
+        half = sqrt(left / m[4]) + 1e-6
+        centre = atom.at[1] - m[3] / m[4] * dx
+        begin = max(<Py_ssize_t>ceil(centre - half) - atom.low[1], 0)
+        stop = min(<Py_ssize_t>floor(centre + half) - atom.low[1] + 1, rows)
+        half = sqrt(left / m[1]) + 1e-6
+        centre = atom.at[2] - m[5] * dx
+        low = max(<Py_ssize_t>ceil(centre - half), atom.low[2])
+        n = min(<Py_ssize_t>floor(centre + half), atom.high[2]) - low + 1
+        if begin >= stop or n <= 0:
+            continue
+        read_plane(
+            cotangent + wrapped(x, grid.nx) * grid.ny * grid.nz, end, grid.ny, grid.nz,
+            wrapped(atom.low[1] + begin, grid.ny), stop - begin, extents + begin,
+            extents + most + begin, low, n, values, pitch,
+        )
         for g in range(G):
-            if real is float:
-                contract_float(
-                    rows, values, pitch, weights + g * most, ys, squares, curves + g * pitch,
-                    atom.high[2] - atom.low[2] + 1, <float>dx,
-                    <float>(atom.low[2] - atom.at[2] + dx * grid.metric[5]),
-                    <float>grid.metric[1], sums + 5 * g * lanes,
-                )
-            else:
-                contract_double(
-                    rows, values, pitch, weights + g * most, ys, squares, curves + g * pitch,
-                    atom.high[2] - atom.low[2] + 1, dx,
-                    atom.low[2] - atom.at[2] + dx * grid.metric[5], grid.metric[1],
-                    sums + 5 * g * lanes,
-                )
+            contract(
+                stop - begin, values, pitch, weights + g * most + begin, ys + begin,
+                squares + begin, curves + g * pitch + low - atom.low[2], n, dx,
+                low - atom.at[2] + dx * grid.metric[5], grid.metric[1], by_y, sums + 5 * g * lanes,
+            )
     for g in range(G if atom.usable else 0):
         # 1, x, y, z and |w|², with z relative to the point of the row nearest to the atom.
         for i in range(5):
@@ -1139,7 +1238,7 @@ def splat_vjp(
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
     cdef bytearray own = scratch_of(
-        scratch, most * (4 * G + 2 + pitch) + G * (pitch + 5 * LANES), sizeof(real), threads
+        scratch, most * (4 * G + 4 + pitch) + G * (pitch + 5 * LANES), sizeof(real), threads
     )
     cdef bytearray lengths = room(threads * most * sizeof(Py_ssize_t))
     scratch.lengths = <Py_ssize_t*>of(lengths)
