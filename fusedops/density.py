@@ -492,15 +492,22 @@ def _raised(U: Any, least: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     M = xp.where(some[..., None, None], full, eye * eye[0])
     root = xp.where(one, smallest, largest)
     root = xp.where(some, root, xp.ones_like(root))[..., None, None]
-    # Newton's steps: each doubles the order up to which derivatives of λ are right.
-    for _ in range(4):
-        N = M - root * eye
-        t1, t2, t3 = (xp.einsum("...ii", x)[..., None, None] for x in (N, N @ N, N @ N @ N))
+
+    def powers(N: Any) -> tuple[Any, ...]:
+        """Return N² and t1, t2 and t3."""
+        square = N @ N
+        t3 = xp.einsum("...ij,...ij->...", square, N)
+        traces = xp.einsum("...ii->...", N), xp.einsum("...ii->...", square), t3
+        return square, *(t[..., None, None] for t in traces)
+
+    # Each of Newton's steps doubles the order up to which derivatives of λ are right: here seven.
+    for _ in range(3):
+        _, t1, t2, t3 = powers(M - root * eye)
         root = root + (t1**3 - 3 * t1 * t2 + 2 * t3) / (3 * (t1**2 - t2))
     N = M - root * eye
-    t1, t2 = (xp.einsum("...ii", x)[..., None, None] for x in (N, N @ N))
+    square, t1, t2, _ = powers(N)
     p = (t1**2 - t2) / 2
-    P = (N @ N - t1 * N + p * eye) / p
+    P = (square - t1 * N + p * eye) / p
     S = (N - t1 * (eye - P)) / p
     bound, kept = least[..., None, None], kept[..., None, None]
     sign = cast(two, U)[..., None, None] - cast(one, U)[..., None, None]
