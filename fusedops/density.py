@@ -430,22 +430,23 @@ def clamped(a: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     else:
         least = (LEAST_WIDTH - B) / (8 * math.pi**2)
         raised, sharp, pull = _raised(b, least)
-        number = xp.cumsum(none + 1, 1) - 1
-        copies = [
-            (raised[:, g], B[:, g, None] + none, sharp & (number == g)) for g in range(B.shape[1])
-        ]
+        G = B.shape[1]
+        number = xp.arange(G, device=b.device) if is_tensor(b) else np.arange(G)
+        copies = [(raised[:, g], B[:, g, None] + none, sharp & (number == g)) for g in range(G)]
     # Any positive width will do for a Gaussian without amplitude.
     widest = xp.amax(B, 1)[:, None] + none
     copies.insert(0, (b, xp.where(sharp, widest, B), ~sharp))
     dtype = a.b.dtype if a.b.dtype.itemsize > 2 else sys.modules["torch"].float32
-    out = -xp.ones_like(a.radius)
+    # A number that isn't finite may be missing in some of the copies.
+    whole = xp.isfinite(A.sum(1) + B.sum(1) + (b if b.ndim == 1 else b.sum(1)))
+    far = [xp.where(own.any(1) & whole, a.radius, -xp.ones_like(a.radius)) for *_, own in copies]
     wide = a._replace(
         xyz=xp.concatenate([a.xyz] * len(copies)),
         b=xp.concatenate([cast(b, dtype) for b, _, _ in copies]),
         occupancy=xp.concatenate([a.occupancy] * len(copies)),
         amplitudes=xp.concatenate([xp.where(own, A, xp.zeros_like(A)) for *_, own in copies]),
         widths=xp.concatenate([cast(B, a.widths) for _, B, _ in copies]),
-        radius=xp.concatenate([xp.where(own.any(1), a.radius, out) for *_, own in copies]),
+        radius=xp.concatenate(far),
         clamp=0,
     )
     if getattr(a, "order", None) is not None:
