@@ -6,6 +6,7 @@ Triton kernels are interpreted on the CPU, unless the tests are for a real GPU::
     pytest --interpret-all -k triton    # also cases that `interpreted_slow` leaves out
     pytest -m gpu -n 8                  # all tests with a GPU
     pytest -m "gpu and quick" -n 8      # one of every kind with a GPU, in a minute
+    pytest -m gpu2                      # tests on several ranks with two GPUs
 
 A test marked ``interpreted_slow(name=value, ...)`` runs in the interpreter for this value of its
 parameter alone, or for a tuple's values, and everywhere else for all of them.
@@ -32,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr.split(" ")[0] == "gpu":
+    if config.option.markexpr.split(" ")[0] in ("gpu", "gpu2"):
         return
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -140,6 +141,14 @@ def one_thread_for_torch():
     """Give torch one thread: on small work, several only wait for each other."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_worlds_left():
+    """End the processes of tests on several ranks."""
+    yield
+    if "worlds" in sys.modules:
+        sys.modules["worlds"].close_all()
 
 
 @pytest.fixture(autouse=True, scope="session")

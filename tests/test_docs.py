@@ -33,20 +33,27 @@ COMPAT = [
         "torchref",
     )
 ]
+DISTRIBUTED = ["fusedops.distributed.exchange"]
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
     *COMPAT,
+    *DISTRIBUTED,
     "fusedops._frame.limits",
     "fusedops._frame.threads",
 ]
-NEED_TORCH = ("fusedops.nn", *COMPAT, "fusedops._frame.bridge")
+NEED_TORCH = (
+    *("fusedops.distributed", "fusedops.nn", "fusedops._frame.bridge"),
+    *COMPAT,
+    *DISTRIBUTED,
+)
 # `fusedops` exports the public functions of all other modules.
 PUBLIC = [
     "fusedops",
     *COMPAT,
     "fusedops.crystal",
     "fusedops.density",
+    "fusedops.distributed",
     "fusedops.mapfiles",
     "fusedops.maps",
     "fusedops.nn",

@@ -21,8 +21,8 @@ ROOMS = {
     "": "package",
     "_info": "package",
     "__main__": "cli",
-    **dict.fromkeys(("crystal", "mapfiles", "maps", "nn", "restraints"), "library"),
-    **dict.fromkeys(("samples", "structure", "testing"), "library"),
+    **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn"), "library"),
+    **dict.fromkeys(("restraints", "samples", "structure", "testing"), "library"),
 }
 #: The rooms that each may import, besides itself.
 BELOW = {

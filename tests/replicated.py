@@ -1,0 +1,53 @@
+"""Functions of replicated tensors, made of functions of shards: for gradcheck on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class Enter(torch.autograd.Function):
+    """From a replicated tensor to every rank's own use of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return Leave.apply(dx)
+
+
+class Leave(torch.autograd.Function):
+    """From every rank's own part to the sum, replicated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, dtotal):
+        return Enter.apply(dtotal)
+
+
+def bounds(sizes, rank=None):
+    """Return where this rank's shard begins and ends."""
+    rank = dist.get_rank() if rank is None else rank
+    return sum(sizes[:rank]), sum(sizes[: rank + 1])
+
+
+def shard(x, axis, sizes):
+    """Return this rank's shard of a tensor that all ranks have."""
+    low, high = bounds(sizes)
+    return x.narrow(axis, low, high - low)
+
+
+def whole(x, axis, sizes):
+    """Return the tensor of which every rank has a shard."""
+    low, high = bounds(sizes)
+    pad = [0, 0] * x.ndim
+    at = 2 * (x.ndim - 1 - axis)
+    pad[at : at + 2] = low, sum(sizes) - high
+    return Leave.apply(torch.nn.functional.pad(x, pad))

@@ -1,0 +1,208 @@
+"""Exchanges between ranks, and the sum that adds the gradients of replicated tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch is built without gloo", allow_module_level=True)
+
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from fusedops.distributed import exchange, share  # noqa: E402
+from replicated import Enter, shard, whole  # noqa: E402
+from worlds import World, device, on_ranks  # noqa: E402
+
+#: Sizes of shards for two and three ranks: ones that don't divide, and an empty shard.
+SIZES = {"uneven": {2: (3, 2), 3: (1, 3, 2)}, "empty": {2: (0, 4), 3: (3, 0, 1)}}
+
+
+def values(*shape, dtype=torch.float64):
+    """Return the same random values on every rank."""
+    return torch.randn(shape, dtype=torch.float64).to(device(), dtype)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0), (-1, 1), (1, 2)])
+@on_ranks
+def test_an_exchange_moves_the_split(axes, sizes):
+    P = dist.get_world_size()
+    src, dst = axes
+    shape = [4, 7, 5]
+    shape[src] = sum(SIZES[sizes][P])
+    x = values(*shape)
+    given = {"group": dist.group.WORLD, "dst_sizes": None}
+    step = -(-shape[dst] // P)
+    to = [max(0, min(step, shape[dst] - step * p)) for p in range(P)]
+    want = shard(x, dst % 3, to)
+    for src_sizes in (None, SIZES[sizes][P]):
+        own = shard(x, src % 3, SIZES[sizes][P])
+        got = exchange(own, src, dst, src_sizes=src_sizes, **given)
+        assert torch.equal(got, want)
+        back = exchange(got, dst, src, group=dist.group.WORLD, dst_sizes=SIZES[sizes][P])
+        assert torch.equal(back, own)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.complex64], ids=str)
+@on_ranks
+def test_an_exchange_takes_any_dtype(dtype):
+    x = torch.arange(36, device=device()).reshape(6, 6).to(dtype)
+    P = dist.get_world_size()
+    own = shard(x, 0, [6 // P] * P)
+    got = exchange(own, 0, 1, group=dist.group.WORLD)
+    assert torch.equal(got, x.chunk(P, 1)[dist.get_rank()])
+
+
+@on_ranks
+def test_derivatives_of_every_order():
+    """x is exchanged, squared, exchanged back, and cubed: third derivatives aren't zero."""
+    P = dist.get_world_size()
+    sizes, to = SIZES["uneven"][P], SIZES["empty"][P]
+    N, M = sum(sizes), sum(to)
+    group = dist.group.WORLD
+    weight = values(N, M)
+
+    def loss(x, w):
+        own = exchange(shard(x, 0, sizes) * shard(w, 0, sizes), 0, 1, group=group, dst_sizes=to)
+        back = exchange(own.square(), 1, 0, group=group, dst_sizes=sizes)
+        return whole(back * back.sin(), 0, sizes)
+
+    x = values(N, M).requires_grad_()
+    replicated = lambda x: loss(Enter.apply(x), weight)  # noqa: E731
+    assert torch.autograd.gradcheck(replicated, (x,), fast_mode=True)
+    assert torch.autograd.gradgradcheck(replicated, (x,), fast_mode=True)
+    # The third derivative, along one direction, beside one device's.
+    one = (x * weight).square()
+    found = []
+    for value in (replicated(x), one * one.sin()):
+        gradient = value.sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(gradient.sum(), x, create_graph=True)
+        found.append(gradient)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks
+def test_share_adds_the_parts_of_all_ranks():
+    P, rank = dist.get_world_size(), dist.get_rank()
+    w, v = values(3).requires_grad_(), values(2, 2).requires_grad_()
+    a, b = share(w, v, group=dist.group.WORLD)
+    loss = (rank + 1) * a.pow(3).sum() + b.sum() * a.sum()
+    dw, dv = torch.autograd.grad(loss, (w, v), create_graph=True)
+    total = P * (P + 1) / 2
+    torch.testing.assert_close(dw, total * 3 * w**2 + P * v.sum())
+    torch.testing.assert_close(dv, (P * w.sum()).expand(2, 2))
+    # The loss of a second pass on one rank alone.
+    (ddw,) = torch.autograd.grad(dw.sum() * (rank == 0), w)
+    torch.testing.assert_close(ddw, total * 6 * w)
+
+
+@on_ranks
+def test_share_is_ddp_without_its_division():
+    P, rank = dist.get_world_size(), dist.get_rank()
+    linear = torch.nn.Linear(3, 2, dtype=torch.float64, device=device())
+    for parameter in linear.parameters():
+        dist.broadcast(parameter.data, 0)
+    x = values(P, 4, 3)[rank]
+    wrapped = DistributedDataParallel(linear)
+    wrapped(x).square().sum().mul(P).backward()
+    want = [parameter.grad for parameter in linear.parameters()]
+    weight, bias = share(*linear.parameters(), group=dist.group.WORLD)
+    loss = torch.nn.functional.linear(x, weight, bias).square().sum()
+    torch.testing.assert_close(list(torch.autograd.grad(loss, linear.parameters())), want)
+
+
+@on_ranks
+def test_a_mesh_of_one_dimension_is_a_group():
+    mesh = dist.device_mesh.init_device_mesh(device().type, (dist.get_world_size(),))
+    x = torch.ones(dist.get_world_size(), 1, device=device())
+    assert exchange(x, 1, 0, group=mesh).shape == (1, dist.get_world_size())
+
+
+BAD = {
+    "group": (lambda x, g: exchange(x, 0, 1, group=3), TypeError, "exchange: group is int"),
+    "array": (lambda x, g: exchange(x.numpy(), 0, 1, group=g), TypeError, "x is a ndarray"),
+    "axis": (lambda x, g: exchange(x, 0, 2, group=g), ValueError, "dst is 2; it should be an axis"),
+    "same": (lambda x, g: exchange(x, 0, -2, group=g), ValueError, "it should be another axis"),
+    "sum": (
+        lambda x, g: exchange(x, 0, 1, group=g, dst_sizes=[1] * g.size()),
+        ValueError,
+        "dst_sizes have the sum",
+    ),
+    "count": (lambda x, g: exchange(x, 0, 1, group=g, dst_sizes=[5]), ValueError, "has 1 sizes"),
+    "own": (
+        lambda x, g: exchange(x, 0, 1, group=g, src_sizes=[3] * g.size()),
+        ValueError,
+        "it should be 4, the length",
+    ),
+    "nothing": (lambda x, g: share(group=g), TypeError, "share: there is no tensor"),
+    "integers": (lambda x, g: share(x.int(), group=g), TypeError, "has dtype torch.int32"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@on_ranks
+def test_errors_come_before_anything_is_sent(case):
+    call, error, message = BAD[case]
+    for _ in range(2):
+        # Were a rank still waiting for others, the second call would meet the first.
+        with pytest.raises(error, match=message):
+            call(torch.ones(4, 5), dist.group.WORLD)
+    dist.barrier()
+
+
+class Silent(torch.autograd.Function):
+    """The usual pattern: a collective on raw tensors in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, dx):
+        out = torch.empty_like(dx)
+        dist.all_to_all_single(out, dx.contiguous())
+        return out
+
+
+@on_ranks
+def test_a_backward_without_apply_would_fail():
+    """The mutant's second derivative is wrong, so that the tests here would see it."""
+    x = values(12).requires_grad_()
+    sizes = [12] * dist.get_world_size()
+
+    def replicated(x):
+        return whole(Silent.apply(Enter.apply(x)).pow(3), 0, sizes)
+
+    assert torch.autograd.gradcheck(replicated, (x,), fast_mode=True)
+    assert not torch.autograd.gradgradcheck(replicated, (x,), fast_mode=True, raise_exception=False)
+
+
+def exchange_with_a_dead_rank():
+    """Exchange until another rank has died; return the error."""
+    x = torch.ones(4, 4)
+    if dist.get_rank() == 1:
+        import os
+
+        os._exit(1)
+    try:
+        return exchange(x, 0, 1, group=dist.group.WORLD, src_sizes=[4, 4])
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_dead_rank_is_an_error_within_the_groups_timeout():
+    world = World("gloo", 2, seconds=5)
+    try:
+        for connection in world.connections:
+            connection.send((__name__.split(".")[-1], "exchange_with_a_dead_rank", {}))
+        found, died = world.answers()
+    finally:
+        world.close()
+    assert isinstance(found, str)
+    assert "rank 1 died" in died
