@@ -98,11 +98,18 @@ def _sides(
     x: Any, mask: Any, w: Any, b: Any, p_w: Any, p_b: Any, g_w: Any, g_b: Any, eps: float
 ) -> tuple[Any, Any]:
     """Return left and right (B, H, N, N)."""
-    xn = _affine(_standardized(x, eps)[0], w, b)
-    a = _linear(xn, p_w, p_b) * sigmoid(_linear(xn, g_w, g_b))
-    a = a if mask is None else a * mask[..., None]
+    a = _gated(x, mask, w, b, p_w, p_b, g_w, g_b, eps)
     H = a.shape[-1] // 2
     return _planes(a[..., :H]), _planes(a[..., H:])
+
+
+def _gated(
+    x: Any, mask: Any, w: Any, b: Any, p_w: Any, p_b: Any, g_w: Any, g_b: Any, eps: float
+) -> Any:
+    """Return projections of the normalized x times their gates and the mask."""
+    xn = _affine(_standardized(x, eps)[0], w, b)
+    a = _linear(xn, p_w, p_b) * sigmoid(_linear(xn, g_w, g_b))
+    return a if mask is None else a * mask[..., None]
 
 
 def _sides_back(
@@ -335,7 +342,64 @@ trimul_vjp = Primitive(
 )
 
 
-@op(trimul, leading="x")
+def _sides_formula(a: Any) -> tuple[Any]:
+    """Return left and right of a rectangle of pairs, apart for each of several ranks."""
+    both = _gated(*[*_widened(a[:8]), a.eps])
+    both = both.reshape(*both.shape[:3], a.parts, both.shape[3] // a.parts)
+    return (cast(both.swapaxes(0, 3).swapaxes(2, 4), a.x),)
+
+
+def _end_formula(a: Any) -> tuple[Any]:
+    """Return the output for x and o, which is given times `scale`."""
+    x, o, *weights = _widened(a[:10])
+    return (cast(_end(*[x, o / a.scale, *weights, a.eps, a.gate]), a.x),)
+
+
+# The stages before and after the products, for any rectangle of pairs: `fusedops.distributed` has
+# its exchanges between them. A rank gets Q of the R channels.
+sides = Primitive(
+    "triangle_sides",
+    family="trimul",
+    arrays={
+        "x": "(B, L, M, C), C > 0",
+        "mask": "(B, L, M), optional",
+        "norm_in_weight": "(C), optional",
+        "norm_in_bias": "(C), optional",
+        "p_in_weight": "(R, C)",
+        "p_in_bias": "(R), optional",
+        "g_in_weight": "(R, C)",
+        "g_in_bias": "(R), optional",
+    },
+    static={"parts": int, "eps": float},
+    sizes={"P, Q": lambda a: (a.parts, a.p_in_weight.shape[0] // a.parts)},
+    outputs={"sides": "(P, L, Q, B, M) as x"},
+    formula=_sides_formula,
+    sixteen_bits=True,
+)
+end = Primitive(
+    "triangle_end",
+    family="trimul",
+    arrays={
+        "x": "(B, L, M, C), C > 0",
+        "o": "(B, H, L, M)",
+        "norm_in_weight": "(C), optional",
+        "norm_in_bias": "(C), optional",
+        "norm_out_weight": "(H), optional",
+        "norm_out_bias": "(H), optional",
+        "p_out_weight": "(C, H)",
+        "p_out_bias": "(C), optional",
+        "g_out_weight": "(G, C)",
+        "g_out_bias": "(G), optional",
+    },
+    static={"gate": str, "scale": float, "eps": float},
+    sizes={"G": lambda a: a.x.shape[3] if a.gate == "output" else a.o.shape[1]},
+    outputs={"out": "like x"},
+    formula=_end_formula,
+    sixteen_bits=True,
+)
+
+
+@op(trimul, leading="x", sharded="fusedops.distributed.dtensors")
 def triangle_multiplicative_update(
     x: ArrayT,
     direction: str = "outgoing",
@@ -430,6 +494,10 @@ def triangle_multiplicative_update(
     `triangle_multiplicative_update.vjp` returns gradients for the arrays that were given, in the
     order of the signature; a mask gets the gradient by its values, also of integers. Autocast
     changes no dtypes. A fully masked row is no special case: the LayerNorm of zeros is its bias.
+
+    x may be a DTensor sharded by batch, by rows, by columns, or by several of these on a mesh; the
+    result has its placements. Then a mask is placed like x, weights are plain or Replicate, and
+    plain weights get this rank's part of their gradient: see `fusedops.distributed`.
 
     References
     ----------

@@ -186,6 +186,8 @@ def test_it_is_refused(op, name, kind, device, group):
     if op == "planarity_nll":
         tensors["groups"] = (torch.tensor([[0, 1, 2]], device=device), [0.1])
     make, advice = {**KINDS, **OF_FLOATS}[kind]
+    if (op, name, kind) == ("triangle_multiplicative_update", "x", "dtensor"):
+        pytest.skip("it is served")
     if kind in OF_FLOATS and not tensors[name].is_floating_point():
         pytest.skip("of floats alone")
     if kind == "meta" and len(tensors) == 1 and op not in ("Edges", "Sequences", "Lattice"):

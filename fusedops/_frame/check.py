@@ -42,6 +42,12 @@ def is_tensor(value: Any) -> TypeIs[Tensor]:
     return tensor is not None and isinstance(value, tensor)
 
 
+def is_dtensor(value: Any) -> bool:
+    """Return whether `value` is a DTensor, without importing torch's distributed tensors."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
 def dtype_name(dtype: Any) -> str:
     """Return the name of a NumPy or torch dtype, such as ``float32``."""
     if isinstance(dtype, np.dtype) and dtype in _NAMES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from fusedops._frame.check import (
     as_array,
     device_of,
     dtype_name,
+    is_dtensor,
     is_tensor,
     of_shape,
     overlap,
@@ -170,7 +172,11 @@ def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
 
 @overload
 def op(
-    primitive: Primitive, *, names: Mapping[str, str] | None = None, leading: str | None = None
+    primitive: Primitive,
+    *,
+    names: Mapping[str, str] | None = None,
+    leading: str | None = None,
+    sharded: str | None = None,
 ) -> Callable[[F], Op[F]]: ...
 @overload
 def op(
@@ -185,6 +191,7 @@ def op(
     *,
     names: Mapping[str, str] | None = None,
     leading: str | None = None,
+    sharded: str | None = None,
     overloads: Any = None,
     pack: Any = None,
 ) -> Any:
@@ -195,9 +202,10 @@ def op(
     array for the output shown first; these two are served and documented here. `names` maps names
     of the primitive's arrays to names in the signature, if they differ. `leading` names an array
     that may have any number of dimensions in place of its first, as outputs and arrays that
-    broadcast then have too. `overloads` is a protocol for type checkers, if one signature isn't
-    enough. `pack` returns positional arguments with those packed that have no kind, such as lists,
-    so that a plan serves their call.
+    broadcast then have too. `sharded` is the module whose function of the op's name serves
+    calls in which that array is a DTensor; without it they are refused. `overloads` is a protocol
+    for type checkers, if one signature isn't enough. `pack` returns positional arguments with those
+    packed that have no kind, such as lists, so that a plan serves their call.
     """
     names = names or {}
     arguments = [names.get(name, name) for name in primitive.arrays]
@@ -270,6 +278,10 @@ def op(
                 found = plans.get(kind)
                 if found is not None:
                     return found(values)
+                first = args[0] if args else kwargs.get(str(leading))
+                if sharded and is_dtensor(first) and not traced():
+                    serve = getattr(importlib.import_module(sharded), name)
+                    return serve(*args, backend=backend, **kwargs)
             given, bound = bind(args, kwargs)
             if out is not None:
                 if not takes_out:

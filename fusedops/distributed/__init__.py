@@ -1,5 +1,6 @@
 """Operations on problems larger than one GPU, on the collectives of torch.distributed."""
 
-from fusedops.distributed.exchange import exchange, share
+from fusedops.distributed.exchanges import exchange, share
+from fusedops.distributed.triangles import triangle_multiplicative_update
 
-__all__ = ["exchange", "share"]
+__all__ = ["exchange", "share", "triangle_multiplicative_update"]

@@ -1,0 +1,106 @@
+"""DTensors in the arguments of public ops: unwrapped here, and wrapped with the same placements."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fusedops import trimul
+from fusedops.distributed.exchanges import in_chunks
+from fusedops.distributed.triangles import Tiles, slices_of, tiles_on, updated
+
+
+def _local(op: str, name: str, value: Any, x: DTensor, placements: Any, grads: Any) -> Any:
+    """Return the local tensor of an argument with the expected placements. Raises ValueError."""
+    if value.device_mesh != x.device_mesh:
+        raise ValueError(f"{op}: {name} is on {value.device_mesh}; it should be on the mesh of x")
+    if tuple(value.placements) != tuple(placements):
+        raise ValueError(
+            f"{op}: {name} has placements {tuple(value.placements)}; they should be "
+            f"{tuple(placements)}, for x with {tuple(x.placements)}"
+        )
+    return value.to_local(grad_placements=grads)
+
+
+def triangle_multiplicative_update(*args: Any, **kwargs: Any) -> DTensor:
+    """Return the update of a DTensor that is sharded by batch, rows or columns."""
+    name = "triangle_multiplicative_update"
+    try:
+        call = inspect.signature(trimul.triangle_multiplicative_update).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    call.apply_defaults()
+    given = call.arguments
+    x, mask = given["x"], given["mask"]
+    if x.ndim < 3 or x.shape[-3] != x.shape[-2]:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, C)")
+    mesh, N = x.device_mesh, x.shape[-2]
+    # A subclass of Shard has another rule of which elements a rank has.
+    axes = [
+        placement.dim - x.ndim if type(placement) is Shard else None for placement in x.placements
+    ]
+    pairs = [axis for axis in axes if axis in (-3, -2)]
+    wrong = [
+        placement
+        for placement, axis in zip(x.placements, axes, strict=True)
+        if axis == -1 or (axis is None and placement != Replicate())
+    ]
+    if wrong or len(set(pairs)) < len(pairs):
+        raise ValueError(
+            f"{name}: x has placements {tuple(x.placements)}; each should be Replicate, or "
+            "Shard of the batch, of rows or of columns, of the last two once"
+        )
+    if mask is not None:
+        if not isinstance(mask, DTensor):
+            raise TypeError(f"{name}: mask is no DTensor; it should be one, as x is")
+        wanted = [_along(mask, axis) for axis in axes]
+        mask = _local(name, "mask", mask, x, wanted, wanted)
+    # A rank's gradient is its part where x is sharded, and whole where all ranks do the same.
+    grads = [Replicate() if axis is None else Partial() for axis in axes]
+    whole = [Replicate()] * mesh.ndim
+    weights = [
+        _local(name, weight, given[weight], x, whole, grads)
+        if isinstance(given[weight], DTensor)
+        else given[weight]
+        for weight in trimul.ARRAYS
+        if weight not in ("x", "mask")
+    ]
+    others = *weights, given["eps"], given["precision"], given["gate"]
+    more = {name: given[name] for name in ("max_memory", "backend")}
+    local, direction = x.to_local(), given["direction"]
+    if pairs:
+        out = updated(*_tiles(x, axes, N), local, direction, mask, *others, **more)
+    else:
+        op: Any = trimul.triangle_multiplicative_update
+        out = op(local, direction, mask, *others, **more)
+    stride = torch.empty(x.shape, device="meta").stride()
+    return DTensor.from_local(
+        out, mesh, x.placements, run_check=False, shape=x.shape, stride=stride
+    )
+
+
+def _along(mask: DTensor, axis: int | None) -> Any:
+    """Return the placement of a mask that broadcasts to x, whose axis is sharded."""
+    if axis is None or mask.ndim + axis + 1 < 0 or mask.shape[axis + 1] == 1:
+        return Replicate()
+    return Shard(mask.ndim + axis + 1)
+
+
+def _tiles(x: DTensor, axes: list[int | None], N: int) -> tuple[Tiles, bool]:
+    """Return which rank has which pairs, and whether columns instead of rows are sharded."""
+    mesh, own = x.device_mesh, x.device_mesh.get_coordinate()
+    assert own is not None
+    # The ranks that share this rank's members of the batch: rows first, and then columns.
+    along = [axes.index(axis) if axis in axes else None for axis in (-3, -2)]
+    here = [slice(None) if at in along else place for at, place in enumerate(own)]
+    grid = mesh.mesh[tuple(here)]
+    if None in along:
+        transposed = along[0] is None
+        grid, whole = grid.reshape(-1, 1), [slice(0, N)]
+        return tiles_on(grid, slices_of(in_chunks(N, len(grid))), whole, N), transposed
+    grid = grid if axes.index(-3) < axes.index(-2) else grid.T
+    rows, columns = (slices_of(in_chunks(N, ranks)) for ranks in grid.shape)
+    return tiles_on(grid, rows, columns, N), False

@@ -1,0 +1,381 @@
+"""The triangle update of pairs that ranks share, beside the update of one device."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch is built without gloo", allow_module_level=True)
+
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+from fusedops import triangle_multiplicative_update as on_one  # noqa: E402
+from fusedops.distributed import share  # noqa: E402
+from fusedops.distributed import triangle_multiplicative_update as update  # noqa: E402
+from replicated import Enter, Leave  # noqa: E402
+from worlds import device, on_ranks  # noqa: E402
+
+NAMES = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias")
+NAMES += ("norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias")
+NAMES += ("g_out_weight", "g_out_bias")
+
+
+def problem(N=5, C=3, H=4, *, B=(2,), gate="output", biases=True, dtype=torch.float64):
+    """Return x, a mask and weights, the same on every rank."""
+    G = C if gate == "output" else H
+    shapes = (C,), (C,), (2 * H, C), (2 * H,), (2 * H, C), (2 * H,), (H,), (H,)
+    shapes += (C, H), (C,), (G, C), (G,)
+    x, mask = torch.randn(*B, N, N, C), torch.rand(*B, N, N)
+    weights = dict(zip(NAMES, [torch.randn(shape) for shape in shapes], strict=True))
+    if not biases:
+        weights = {name: w for name, w in weights.items() if not name.endswith("bias")}
+        weights = {name: w for name, w in weights.items() if not name.startswith("norm")}
+    moved = [a.to(device(), dtype) for a in (x, mask, *weights.values())]
+    return moved[0], moved[1], dict(zip(weights, moved[2:], strict=True))
+
+
+def sharding(sharded, sizes, N):
+    """Return the arguments that say who has which pairs, and each sharded axis with its sizes."""
+    P = dist.get_world_size()
+    if isinstance(sharded, tuple):
+        shape = (P, 1) if P % 2 else (P // 2, 2)
+        shape = shape if sharded == (1, 2) else shape[::-1]
+        mesh = init_device_mesh(device().type, shape)
+        sizes = [chunks(N, n) for n in (shape if sharded == (1, 2) else shape[::-1])]
+        given = {"group": mesh, "sharded": sharded}
+        groups = [mesh.get_local_rank(sharded.index(axis)) for axis in (1, 2)]
+        return given, list(zip((-3, -2), sizes, groups, strict=True))
+    own = {None: chunks(N, P), "uneven": [*range(1, P), N - P * (P - 1) // 2]}
+    own["empty"] = [0, N, 0][:P]
+    given = {"group": dist.group.WORLD, "sharded": sharded}
+    if sizes is not None:
+        given["sizes"] = own[sizes]
+    return given, [(sharded - 4, own[sizes], dist.get_rank())]
+
+
+def chunks(n, parts):
+    step = -(-n // parts)
+    return [max(0, min(step, n - step * part)) for part in range(parts)]
+
+
+def own(x, axes, shift=0):
+    """Return this rank's shard of pairs."""
+    for axis, sizes, rank in axes:
+        x = x.narrow(axis + shift, sum(sizes[:rank]), sizes[rank])
+    return x
+
+
+CASES = {
+    "rows": dict(sharded=1),
+    "columns": dict(sharded=2, direction="incoming"),
+    "rows-incoming-chunks": dict(sharded=1, direction="incoming", chunks=2, gate="hidden"),
+    "columns-outgoing-uneven": dict(sharded=2, sizes="uneven", chunks=3, keep=True, H=5),
+    "empty": dict(sharded=1, sizes="empty", chunks=2, gate="hidden", N=4),
+    "mesh": dict(sharded=(1, 2), chunks=2, direction="incoming"),
+    "mesh-turned-plain": dict(sharded=(2, 1), biases=False, keep=True, H=3, N=4),
+    "few-channels": dict(sharded=1, H=1, B=(), N=3),
+    "many-leading": dict(sharded=1, B=(2, 1, 2), N=3, H=2, sizes="uneven"),
+}
+
+
+def made(case):
+    """Return what a case's call takes, and how it is sharded."""
+    options = dict(CASES[case])
+    spread = {name: options.pop(name, None) for name in ("sharded", "sizes")}
+    call = {name: options.pop(name) for name in ("chunks", "keep") if name in options}
+    alike = {"direction": options.pop("direction", "outgoing")}
+    alike["gate"] = options.get("gate", "output")
+    x, mask, weights = problem(**options)
+    given, axes = sharding(spread["sharded"], spread["sizes"], x.shape[-2])
+    return x, mask, weights, alike, {**given, **call}, axes
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_ranks
+def test_value_and_all_derivatives_are_one_devices(case):
+    x, mask, weights, alike, given, axes = made(case)
+    arrays = [a.requires_grad_() for a in (x, mask, *weights.values())]
+    cotangent, others = torch.randn_like(x), [torch.randn_like(a) for a in arrays]
+
+    def derivatives(x, mask, weights, cotangent, op, **more):
+        """Return the output, gradients, and second derivatives, of this call's own loss."""
+        out = op(x, mask=mask, **weights, **alike, **more)
+        return out, (out * cotangent).sum()
+
+    # One device.
+    want, loss = derivatives(x, mask, weights, cotangent, on_one)
+    gradients = torch.autograd.grad(loss, arrays, create_graph=True)
+    second = sum((g * v).sum() for g, v in zip(gradients, others, strict=True))
+    want_second = torch.autograd.grad(second, arrays, materialize_grads=True)
+
+    # Every rank its shard; weights by `share`, pairs by slices of leaves of its own.
+    shared = share(*weights.values(), group=dist.group.WORLD)
+    here = dict(zip(weights, shared, strict=True))
+    got, loss = derivatives(
+        own(x, axes), own(mask, axes, 1), here, own(cotangent, axes), update, **given
+    )
+    torch.testing.assert_close(got, own(want, axes), rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(loss, arrays, create_graph=True)
+    # Gradients of pairs are zero outside of the shard; gradients of weights are whole.
+    first = [own(g, axes, shift) for g, shift in zip(found[:2], (0, 1), strict=True)]
+    wanted = [own(g, axes, shift) for g, shift in zip(gradients[:2], (0, 1), strict=True)]
+    torch.testing.assert_close(first, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[2:], gradients[2:], rtol=1e-10, atol=1e-12)
+    # The loss is the sum of all ranks' losses, so the weights' part counts on one rank alone.
+    second = sum((g * v).sum() for g, v in zip(found[:2], others[:2], strict=True))
+    once = sum((g * v).sum() for g, v in zip(found[2:], others[2:], strict=True))
+    second = second + once * (dist.get_rank() == 0)
+    found = torch.autograd.grad(second, arrays, materialize_grads=True)
+    first = [own(g, axes, shift) for g, shift in zip(found[:2], (0, 1), strict=True)]
+    wanted = [own(g, axes, shift) for g, shift in zip(want_second[:2], (0, 1), strict=True)]
+    torch.testing.assert_close(first, wanted, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found[2:], want_second[2:], rtol=1e-9, atol=1e-11)
+
+
+#: Global shapes and placements of DTensors: the mesh, of x by dimension (batch, rows, columns).
+PLACED = {
+    "rows": (None, "r"),
+    "columns": (None, "c"),
+    "batch": (None, "b"),
+    "replicated": (None, "-"),
+    "rows-columns": ((2, 1), "rc"),
+    "columns-rows": ((1, 2), "cr"),
+    "batch-rows": ((1, 2), "br"),
+    "replicated-columns": ((1, 2), "-c"),
+}
+
+
+def placed(case):
+    """Return a mesh and the placements of x on it."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    P, (shape, letters) = dist.get_world_size(), PLACED[case]
+    if shape is not None and P % 2:
+        # Three ranks in a row.
+        shape = tuple(P if n > 1 else 1 for n in shape)
+    mesh = init_device_mesh(device().type, shape or (P,))
+    kinds = {"b": Shard(0), "r": Shard(1), "c": Shard(2), "-": Replicate()}
+    return mesh, [kinds[letter] for letter in letters]
+
+
+@pytest.mark.parametrize("case", PLACED)
+@on_ranks
+def test_a_dtensor_keeps_its_placement(case):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    x, mask, weights = problem(N=5, B=(3,))
+    arrays = [x, mask, *weights.values()]
+    mesh, placements = placed(case)
+    given = [
+        distribute_tensor(a, mesh, placements if at < 2 else [Replicate()] * mesh.ndim)
+        for at, a in enumerate(arrays)
+    ]
+    cotangent = torch.randn_like(x)
+    loss, out = [], []
+    for some, by in ((arrays, cotangent), (given, distribute_tensor(cotangent, mesh, placements))):
+        some = [a.detach().requires_grad_() for a in some]
+        out.append(on_one(some[0], "incoming", some[1], *some[2:]))
+        (out[-1] * by).sum().backward()
+        loss.append([a.grad for a in some])
+    assert list(out[1].placements) == placements
+    torch.testing.assert_close(out[1].full_tensor(), out[0], rtol=1e-12, atol=1e-12)
+    got = [gradient.full_tensor() for gradient in loss[1]]
+    torch.testing.assert_close(got, loss[0], rtol=1e-10, atol=1e-12)
+
+
+@on_ranks
+def test_a_module_takes_a_dtensor():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from fusedops.nn import TriangleMultiplicativeUpdate
+
+    module = TriangleMultiplicativeUpdate(4, 3, bias=True).to(device())
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 5, 5, 4, device=device())
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    got = module(distribute_tensor(x, mesh, [Shard(2)]))
+    torch.testing.assert_close(got.full_tensor(), module(x))
+
+
+def bad_dtensors():
+    """Return calls with DTensors that should raise, and the error."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    x, mask, weights = problem(N=4)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    rows, copies = (distribute_tensor(x, mesh, [place]) for place in (Shard(1), Replicate()))
+    last = distribute_tensor(x, mesh, [Shard(3)])
+    part = type(rows).from_local(x, mesh, [Partial()], run_check=False)
+    other = distribute_tensor(mask, mesh, [Shard(2)])
+    split = {"p_in_weight": distribute_tensor(weights["p_in_weight"], mesh, [Shard(0)])}
+    whole = {"p_in_weight": distribute_tensor(weights["p_in_weight"], mesh, [Replicate()])}
+    return {
+        "channels": (lambda: on_one(last, **weights), "x has placements"),
+        "partial": (lambda: on_one(part, **weights), "x has placements"),
+        "mask": (lambda: on_one(rows, "outgoing", mask, **weights), "mask is no DTensor"),
+        "mask-placement": (lambda: on_one(rows, mask=other, **weights), "mask has placements"),
+        "weight": (lambda: on_one(rows, **(weights | split)), "p_in_weight has placements"),
+        "x": (lambda: on_one(x, **(weights | whole)), r"p_in_weight.to_local\(\)"),
+        "out": (lambda: on_one(copies, **weights, out=x), "to_local"),
+        "unknown": (lambda: on_one(rows, a=1, **weights), "unexpected keyword"),
+    }
+
+
+@on_ranks
+def test_misplaced_dtensors_are_refused():
+    for call, message in bad_dtensors().values():
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
+@pytest.mark.parametrize("case", ["rows-incoming-chunks", "columns-outgoing-uneven", "mesh"])
+@on_ranks
+def test_gradcheck_of_the_gathered_update(case):
+    x, mask, weights, alike, given, axes = made(case)
+    names = "p_in_weight", "norm_out_weight", "g_out_weight"
+
+    def gathered(x, mask, *some):
+        x, mask, *some = [Enter.apply(a) for a in (x, mask, *some)]
+        own_weights = weights | dict(zip(names, some, strict=True))
+        out = update(own(x, axes), mask=own(mask, axes, 1), **own_weights, **alike, **given)
+        for axis, sizes, rank in axes:
+            out = placed_in(out, axis, sizes, rank)
+        return Leave.apply(out)
+
+    arrays = [a.requires_grad_() for a in (x, mask, *[weights[name] for name in names])]
+    assert torch.autograd.gradcheck(gathered, arrays, fast_mode=True)
+    assert torch.autograd.gradgradcheck(gathered, arrays, fast_mode=True)
+
+
+def placed_in(x, axis, sizes, rank):
+    """Return zeros along an axis, with a shard at its place."""
+    before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
+    return torch.nn.functional.pad(x, [0, 0] * (-1 - axis) + [before, after])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@on_ranks
+def test_bytes_sent_are_the_formulas(keep):
+    P, rank = dist.get_world_size(), dist.get_rank()
+    N, H, B = 2 * P, 3 * P, 2
+    x, mask, weights = problem(N=N, H=H)
+    sent, genuine = [], dist.all_to_all_single
+
+    def counted(out, given, received, sizes, **options):
+        sent.append(sum(n for to, n in enumerate(sizes) if to != rank) * given.itemsize)
+        return genuine(out, given, received, sizes, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        here = [x.chunk(P, 1)[rank].requires_grad_(), mask.chunk(P, 1)[rank]]
+        out = update(here[0], mask=here[1], **weights, group=dist.group.WORLD, keep=keep, chunks=3)
+        forward = sum(sent)
+        out.sum().backward()
+    finally:
+        dist.all_to_all_single = genuine
+    u = B * N * N * H * x.itemsize // P
+    assert forward == 3 * u * (P - 1) // P
+    assert sum(sent) == (6 if keep else 8) * u * (P - 1) // P
+
+
+@on_ranks
+def test_two_runs_give_the_same_bits():
+    x, _, weights, alike, given, axes = made("columns-outgoing-uneven")
+
+    def run():
+        own_x = own(x, axes).detach().requires_grad_()
+        leaves = [w.detach().requires_grad_() for w in weights.values()]
+        out = update(own_x, **dict(zip(weights, leaves, strict=True)), **alike, **given)
+        return out, *torch.autograd.grad(out.square().sum(), [own_x, *leaves])
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@on_ranks
+def test_other_dtypes(dtype):
+    P, rank = dist.get_world_size(), dist.get_rank()
+    x, mask, weights = problem(N=6, C=8, H=6, dtype=dtype)
+    got = update(
+        x.chunk(P, 1)[rank], mask=mask.chunk(P, 1)[rank], **weights, group=dist.group.WORLD
+    )
+    exact = {name: w.double() for name, w in weights.items()}
+    want = on_one(x.double(), mask=mask.double(), **exact).chunk(P, 1)[rank]
+    assert got.dtype == dtype
+    tolerance = 8 * torch.finfo(dtype).eps * want.abs().max().item()
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
+
+
+class Mutants:
+    """Broken parts, each of which changes a result of `test_value_and_all_derivatives`."""
+
+    @staticmethod
+    def swapped_chunks(monkeypatch, triangles):
+        genuine = triangles._Update.give_back
+        monkeypatch.setattr(
+            triangles._Update,
+            "give_back",
+            lambda self, c, o: genuine(self, len(self.chunks) - 1 - c, o.flip(0)),
+        )
+
+    @staticmethod
+    def missing_swap(monkeypatch, triangles):
+        genuine = triangles._Update.spread
+        monkeypatch.setattr(
+            triangles._Update, "spread", lambda self, weight, swap: genuine(self, weight, False)
+        )
+
+    @staticmethod
+    def forgotten_sum(monkeypatch, triangles):
+        from fusedops.distributed import exchanges
+
+        monkeypatch.setattr(exchanges._Sum, "forward", lambda ctx, group, *tensors: tensors)
+
+
+@pytest.mark.parametrize("mutant", ["swapped_chunks", "missing_swap", "forgotten_sum"])
+@on_ranks
+def test_a_broken_part_shows(mutant):
+    from fusedops.distributed import triangles
+
+    test = test_value_and_all_derivatives_are_one_devices.on_rank
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        getattr(Mutants, mutant)(monkeypatch, triangles)
+        with pytest.raises(AssertionError):
+            test("columns-outgoing-uneven")
+    dist.barrier()
+
+
+def bad_calls():
+    """Return arguments that should raise on every rank alike, and the error."""
+    P = dist.get_world_size()
+    x, mask, _ = problem(N=P)
+    own_x, world = x[:, :1], {"group": dist.group.WORLD}
+    return [
+        (dict(x=own_x, **world, sharded=3), "sharded is 3; it should be 1, 2"),
+        (dict(x=own_x, **world, sharded=(1, 2)), "DeviceMesh of two dimensions"),
+        (dict(x=x, **world), f"x has {P} rows; rank . should have 1 of {P}"),
+        (dict(x=own_x, **world, sizes=[1]), "sizes has 1 sizes"),
+        (dict(x=own_x, **world, sizes=[2] * P), f"sizes have the sum {2 * P}"),
+        (dict(x=own_x, mask=mask[:, 0, :1].expand(2, P + 1), **world), "mask has shape"),
+        (dict(x=own_x, **world, chunks=0), "chunks is 0"),
+        (dict(x=own_x, direction="up", **world), "direction is 'up'"),
+        (dict(x=own_x, group="all"), "group is str"),
+        (dict(x=own_x.int(), **world), "x has dtype torch.int32|x has dtype int32"),
+        (dict(x=own_x[0, 0], **world), "x has shape"),
+    ]
+
+
+@on_ranks
+def test_errors_come_before_anything_is_sent():
+    weights = problem(N=dist.get_world_size())[2]
+    for arguments, message in bad_calls():
+        with pytest.raises((TypeError, ValueError), match=message):
+            update(**arguments, **weights)
+    x = torch.ones(1, dist.get_world_size(), 3, device=device(), dtype=torch.float64)
+    with pytest.raises(ValueError, match="p_in_weight has shape"):
+        update(x, **(weights | {"p_in_weight": weights["p_in_weight"][1:]}), group=dist.group.WORLD)
+    dist.barrier()
