@@ -33,7 +33,7 @@ COMPAT = [
         "torchref",
     )
 ]
-DISTRIBUTED = [f"fusedops.distributed.{name}" for name in ("exchanges", "triangles")]
+DISTRIBUTED = [f"fusedops.distributed.{name}" for name in ("exchanges", "graphs", "triangles")]
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),

@@ -1,6 +1,7 @@
 """Operations on problems larger than one GPU, on the collectives of torch.distributed."""
 
 from fusedops.distributed.exchanges import exchange, share
+from fusedops.distributed.graphs import Partition
 from fusedops.distributed.triangles import triangle_multiplicative_update
 
-__all__ = ["exchange", "share", "triangle_multiplicative_update"]
+__all__ = ["Partition", "exchange", "share", "triangle_multiplicative_update"]
