@@ -193,6 +193,7 @@ class DynamicShortConvolution(torch.nn.Module):
         output_final_state: bool = False,
         cu_seqlens: Any = None,
         generator_input: torch.Tensor | None = None,
+        group: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         r"""Return the convolution of tokens, and the cache for the tokens that follow.
@@ -218,6 +219,11 @@ class DynamicShortConvolution(torch.nn.Module):
             Inside `torch.compile` it should be a `Sequences`.
         generator_input : tensor (B, T, C), optional
             u, the generator's input; by default x, after the mask.
+        group : ProcessGroup, or DeviceMesh of one dimension, optional
+            The ranks that share the tokens of every sequence, as in
+            `fusedops.distributed.dynamic_conv`; `cu_seqlens` then counts the tokens of all ranks.
+            No cache goes with it. The last inputs of the rank before travel while kernels are
+            generated.
         **kwargs
             Ignored, for callers that pass the same arguments to layers of several classes.
 
@@ -285,6 +291,8 @@ class DynamicShortConvolution(torch.nn.Module):
                     f"{name}: cache has dtype {dtype_name(cache.dtype)}; it should hold "
                     f"{dtype_name(x.dtype)}, the dtype of x"
                 )
+        if group is not None:
+            return self._shared(x, generator_input, cache, output_final_state, cu_seqlens, group)
         kernels = self.get_kernel(generator_input)
         state, activation, backend = cache, self.activation, self.backend
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
@@ -312,6 +320,36 @@ class DynamicShortConvolution(torch.nn.Module):
         y, final = result
         cache = final.detach() if cache is None else cache.copy_(final.detach())
         return y.to(x.dtype), cache
+
+    def _shared(
+        self,
+        x: torch.Tensor,
+        generator_input: torch.Tensor,
+        cache: torch.Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Any,
+        group: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Return the convolution of tokens that ranks share."""
+        from fusedops.distributed.exchanges import group_of
+        from fusedops.distributed.sequences import Halo
+
+        name = "DynamicShortConvolution"
+        for argument, value in (("cache", cache), ("output_final_state", output_final_state)):
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: {argument} is given; with group it should not be")
+        halo = Halo(x, self.kernel_size, group_of(name, group), None, cu_seqlens)
+        halo.send(x)
+        kernels = self.get_kernel(generator_input)
+        y = dynamic_conv(
+            x,
+            kernels,
+            initial_state=halo.state(),
+            cu_seqlens=halo.sequences,
+            activation=self.activation,
+            backend=self.backend,
+        )
+        return y.to(x.dtype), None
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the generator."""

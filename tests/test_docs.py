@@ -33,7 +33,9 @@ COMPAT = [
         "torchref",
     )
 ]
-DISTRIBUTED = [f"fusedops.distributed.{name}" for name in ("exchanges", "graphs", "triangles")]
+DISTRIBUTED = [
+    f"fusedops.distributed.{name}" for name in ("exchanges", "graphs", "sequences", "triangles")
+]
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),

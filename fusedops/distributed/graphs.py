@@ -163,7 +163,9 @@ class Partition:
         sent, received = ([n * each for n in some] for some in (self._sent, self._received))
         rows = _Take.apply(x, self)
         halo = all_to_all(rows.flatten(), Trip(sent, received, self.group))
-        return torch.cat([x, halo.view(len(self.halo), *x.shape[1:])])
+        # Of two axes, since the derivative of torch.cat drops an empty tensor of one.
+        both = [x.reshape(self.num_local, each), halo.view(len(self.halo), each)]
+        return torch.cat(both).view(self.num_local + len(self.halo), *x.shape[1:])
 
     def __repr__(self) -> str:
         own = f"{self.num_local} nodes, {len(self.halo)} remote ones, {self.edges.num_edges} edges"

@@ -1,0 +1,207 @@
+"""The convolution of tokens that ranks share, beside one device's."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch is built without gloo", allow_module_level=True)
+
+import fusedops  # noqa: E402
+from fusedops.distributed import dynamic_conv, sequences, share  # noqa: E402
+from fusedops.nn import DynamicShortConvolution  # noqa: E402
+from replicated import Enter, shard, whole  # noqa: E402
+from worlds import device, on_ranks  # noqa: E402
+
+T, D, W = 12, 3, 4
+
+#: The tokens of every rank, for two ranks and for three.
+SIZES = {
+    "alike": None,
+    "uneven": {2: [5, 7], 3: [7, 2, 3]},
+    "short": {2: [11, 1], 3: [1, 1, 10]},
+    "empty": {2: [0, 12], 3: [2, 0, 10]},
+}
+#: Boundaries of packed sequences: at and near those of ranks, and with an empty sequence.
+PACKED = {"none": None, "few": [0, 5, 12], "at": [0, 4, 6, 8, 12], "many": [0, 1, 1, 5, 7, 11, 12]}
+
+
+def spread(sizes):
+    P = dist.get_world_size()
+    return [T // P] * P if SIZES[sizes] is None else SIZES[sizes][P]
+
+
+def given_sizes(sizes):
+    return {} if SIZES[sizes] is None else {"sizes": spread(sizes)}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("sizes", SIZES)
+@on_ranks
+def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
+    B = 2 if PACKED[packed] is None else 1
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    kernels = torch.randn(*((D, W) if static else (B, T, D, W)), dtype=torch.float64)
+    arrays = [a.to(device()).requires_grad_() for a in (x, kernels, torch.randn(D).double())]
+    x, kernels, bias = arrays
+    cotangent = torch.randn_like(x)
+    others = [torch.randn_like(a) for a in arrays]
+    cu = None if PACKED[packed] is None else torch.tensor(PACKED[packed], device=device())
+    own = spread(sizes)
+
+    def second(gradients, weighed):
+        loss = sum((g * v).sum() for g, v in zip(gradients, weighed, strict=True))
+        return torch.autograd.grad(loss, arrays, materialize_grads=True)
+
+    want = fusedops.dynamic_conv(x, kernels, bias=bias, cu_seqlens=cu, activation="silu")
+    gradients = torch.autograd.grad((want * cotangent).sum(), arrays, create_graph=True)
+
+    shared = share(kernels, bias, group=dist.group.WORLD)
+    here = shared[0] if static else shard(kernels, 1, own)
+    got = dynamic_conv(
+        shard(x, 1, own),
+        here,
+        bias=shared[1],
+        group=dist.group.WORLD,
+        cu_seqlens=cu,
+        activation="silu",
+        **given_sizes(sizes),
+    )
+    torch.testing.assert_close(got, shard(want, 1, own), rtol=1e-13, atol=1e-13)
+    loss = (got * shard(cotangent, 1, own)).sum()
+    found = torch.autograd.grad(loss, arrays, create_graph=True, materialize_grads=True)
+
+    def compare(found, want):
+        for at, (a, b) in enumerate(zip(found, want, strict=True)):
+            tokens = at == 0 or (at == 1 and not static)
+            a, b = (shard(a, 1, own), shard(b, 1, own)) if tokens else (a, b)
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+    compare(found, gradients)
+    # Of gradients that all ranks have alike, one rank's count.
+    first = dist.get_rank() == 0
+    times = [1, first if static else 1, first]
+    weighed = [v * n for v, n in zip(others, times, strict=True)]
+    # A rank's gradient of a token is its own outside of its shard too: zero.
+    compare(second(found, weighed), second(gradients, others))
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+@on_ranks
+def test_bits_are_one_devices(backend):
+    x = torch.randn(2, T, D).to(device())
+    kernels = torch.randn(2, T, D, W).to(device())
+    own = spread("uneven")
+    try:
+        want = fusedops.dynamic_conv(x, kernels, activation="silu", backend=backend)
+    except fusedops.BackendUnavailable:
+        return
+    options = {"group": dist.group.WORLD, "sizes": own, "activation": "silu", "backend": backend}
+    got = dynamic_conv(shard(x, 1, own), shard(kernels, 1, own), **options)
+    assert torch.equal(got, shard(want, 1, own))
+
+
+@on_ranks
+def test_gradcheck_of_the_gathered_convolution():
+    own = spread("short")
+    cu = torch.tensor(PACKED["few"], device=device())
+
+    def gathered(x, kernels):
+        some = [shard(Enter.apply(a), 1, own) for a in (x, kernels)]
+        out = dynamic_conv(*some, group=dist.group.WORLD, sizes=own, cu_seqlens=cu)
+        return whole(out * out, 1, own)
+
+    x = torch.randn(1, T, D, dtype=torch.float64, device=device()).requires_grad_()
+    kernels = torch.randn(1, T, D, W, dtype=torch.float64, device=device()).requires_grad_()
+    assert torch.autograd.gradcheck(gathered, (x, kernels), fast_mode=True)
+    assert torch.autograd.gradgradcheck(gathered, (x, kernels), fast_mode=True)
+
+
+@pytest.mark.parametrize("packed", ["none", "many"])
+@on_ranks
+def test_the_module_takes_a_group(packed):
+    module = DynamicShortConvolution(D, W, generator_reduction=1).double().to(device())
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(1, T, D, dtype=torch.float64, device=device())
+    mask = torch.rand(1, T, device=device()) > 0.3
+    cu = None if PACKED[packed] is None else torch.tensor(PACKED[packed], device=device())
+    want, _ = module(x, mask, cu_seqlens=cu)
+    own = spread("alike")
+    some = shard(x, 1, own), shard(mask, 1, own)
+    got, cache = module(*some, cu_seqlens=cu, group=dist.group.WORLD)
+    assert cache is None
+    torch.testing.assert_close(got, shard(want, 1, own))
+    loss = got.square().sum()
+    gradients = torch.autograd.grad(loss, module.parameters())
+    wanted = torch.autograd.grad(want.square().sum(), module.parameters())
+    for part, all_of_it in zip(gradients, wanted, strict=True):
+        dist.all_reduce(part)
+        torch.testing.assert_close(part, all_of_it)
+    for wrong in ({"output_final_state": True}, {"cache": torch.zeros(1, D, W).to(x)}):
+        with pytest.raises(ValueError, match="with group it should not be"):
+            module(*some, group=dist.group.WORLD, **wrong)
+
+
+@on_ranks
+def test_bytes_sent_are_the_halos():
+    sent, genuine, rank = [], dist.all_to_all_single, dist.get_rank()
+
+    def counted(out, given, received, sizes, **options):
+        sent.append((sum(received) - received[rank], sum(sizes) - sizes[rank]))
+        return genuine(out, given, received, sizes, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        x = torch.randn(2, 5, D, device=device(), requires_grad=True)
+        dynamic_conv(x, x.new_ones(D, W), group=dist.group.WORLD).sum().backward()
+    finally:
+        dist.all_to_all_single = genuine
+    (received, out), back = sent
+    halo = 2 * (W - 1) * D
+    assert (received, out) == (halo * (rank > 0), halo * (rank < dist.get_world_size() - 1))
+    assert back == (out, received)
+
+
+@on_ranks
+def test_a_halo_unmasked_at_a_boundary_shows():
+    x = torch.randn(1, T, D, device=device())
+    kernels, cu = torch.ones(D, W, device=device()), torch.tensor(PACKED["at"], device=device())
+    want = shard(fusedops.dynamic_conv(x, kernels, cu_seqlens=cu), 1, spread("alike"))
+    own = shard(x, 1, spread("alike"))
+    with pytest.MonkeyPatch.context() as patch:
+        genuine = sequences._part_of
+        patch.setattr(sequences, "_part_of", lambda *some: (genuine(*some)[0], W - 1))
+        got = dynamic_conv(own, kernels, group=dist.group.WORLD, cu_seqlens=cu)
+    error = (got - want).abs().amax()
+    assert (error > 0.1) == (dist.get_rank() > 0)
+
+
+@on_ranks
+def test_errors_come_before_anything_is_sent():
+    P = dist.get_world_size()
+    x, kernels, world = torch.ones(1, 5, D), torch.ones(D, W), {"group": dist.group.WORLD}
+    x, kernels = x.to(device()), kernels.to(device())
+    cu = torch.tensor([0, 5 * P], device=device())
+    for call, message in (
+        (lambda: dynamic_conv(x[:, :2], kernels, **world), "x has 2 tokens; it should have 3 at l"),
+        (lambda: dynamic_conv(x, kernels, sizes=[5], **world), "sizes has 1 sizes"),
+        (lambda: dynamic_conv(x, kernels, sizes=[4] * P, **world), "x has 5 tokens; rank"),
+        (lambda: dynamic_conv(x, kernels, cu_seqlens=cu + 1, **world), r"cu_seqlens\[0\] is 1"),
+        (
+            lambda: dynamic_conv(x, kernels, cu_seqlens=2 * cu, sizes=[5] * P, **world),
+            "cu_seqlens ends at",
+        ),
+        (lambda: dynamic_conv(x, kernels[:2], **world), "kernels has shape"),
+        (lambda: dynamic_conv(x, kernels, activation="relu", **world), "activation is 'relu'"),
+        (lambda: dynamic_conv(x[0], kernels, **world), "x has shape"),
+        (lambda: dynamic_conv(x.numpy(force=True), kernels, **world), "x is a ndarray"),
+        (lambda: dynamic_conv(x, kernels, group=1), "group is int"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+    dist.barrier()
