@@ -1,0 +1,65 @@
+"""Workers of other programs' pools: ops and packed arguments travel, and keep to their threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import fusedops
+
+
+def frames():
+    """Return a call and its arguments, one list for each frame."""
+    rng = np.random.default_rng(0)
+    xyz = rng.normal(size=(4, 6, 3))
+    planes = fusedops.Planes([([[0, 1, 2, 3], [2, 3, 4, 5]], [0.02, 0.05])])
+    return fusedops.planarity_nll, [(frame, planes) for frame in xyz]
+
+
+def work(op, arguments):
+    """Return an op's result, and the threads that this worker's kernels may use."""
+    return op(*arguments), fusedops.get_num_threads()
+
+
+def test_ops_and_packed_arguments_are_pickled():
+    op, calls = frames()
+    again, others = pickle.loads(pickle.dumps((op, calls)))
+    assert again is op
+    assert [again(*call) for call in others] == [op(*call) for call in calls]
+
+
+def test_threads_of_a_pool_share_ops():
+    op, calls = frames()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda call: op(*call), 50 * calls))
+    assert found == 50 * [op(*call) for call in calls]
+
+
+@pytest.mark.parametrize("pool", ["processes", "joblib", "dask"])
+def test_workers_keep_to_their_threads(pool, monkeypatch):
+    """Pools tell their workers by OMP_NUM_THREADS how many threads are theirs."""
+    op, calls = frames()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("FUSEDOPS_NUM_THREADS", raising=False)
+    if pool != "processes" and importlib.util.find_spec(pool) is None:
+        pytest.skip(f"{pool} is not installed")
+    if pool == "joblib":
+        from joblib import Parallel, delayed
+
+        found = Parallel(n_jobs=2)(delayed(work)(op, call) for call in calls)
+    elif pool == "dask":
+        import dask
+
+        tasks = [dask.delayed(work)(op, call) for call in calls]
+        found = dask.compute(*tasks, scheduler="processes", num_workers=2)
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(2, mp_context=context) as executor:
+            found = list(executor.map(work, [op] * len(calls), calls))
+    assert [value for value, _ in found] == [op(*call) for call in calls]
+    assert {threads for _, threads in found} == {1}
