@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
 from fusedops.distributed.examples import EXAMPLES  # noqa: E402
-from worlds import device, on_ranks  # noqa: E402
+from worlds import device, on_ranks, world_of  # noqa: E402
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -28,3 +29,36 @@ def test_the_command_runs_them():
     command = [sys.executable, "-m", "fusedops.distributed.examples"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     assert [line.split(":")[0] for line in shown.splitlines()] == [f.__name__ for f in EXAMPLES]
+
+
+def bench():
+    """Return the quick results of `fusedops bench --distributed`."""
+    from fusedops.bench import ranks
+
+    return ranks.run(device().type, quick=True)
+
+
+def test_the_bench_measures_every_contestant(capsys):
+    from fusedops.cli.bench import show_ranks
+
+    found, _ = world_of("gloo", 2).run("test_distributed_examples", "bench")
+    rows = found["cases"]
+    ops = {row["op"] for row in rows}
+    assert ops == {"triangle_multiplicative_update", "edge rotations", "dynamic_conv"}
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["efficiency"] > 0 if row["who"] != "one device" else "efficiency" not in row
+        if row["who"] == "fusedops":
+            assert row["sent_MB"] == row["formula_MB"] > 0
+    assert len(rows) == 2 * (4 + 3 + 2)
+    json.dumps(found, allow_nan=False)
+    show_ranks(found)
+    assert "gather, as FastFold" in capsys.readouterr().out
+
+
+def test_the_bench_needs_torchrun(monkeypatch, capsys):
+    from fusedops.cli import main
+
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["bench", "--distributed"]) == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err

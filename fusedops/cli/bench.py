@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ def add(commands: Any) -> None:
         help="write the results; in an existing file they replace results of the same ops",
     )
     parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="time problems that the ranks of torchrun share, instead of all else",
+    )
+    parser.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="name the cases that got slower since then"
     )
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the results as SVG there")
@@ -64,6 +70,8 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
+    if args.distributed:
+        return _on_ranks(args)
     if args.plot:
         needs("matplotlib", "cli")
     if args.files and args.json:
@@ -93,6 +101,64 @@ def _command(args: argparse.Namespace) -> int:
         who = sorted({f"{row['op']} by {row['who']}" for row in wrong})
         print(f"NOT TIMED, because wrong: {', '.join(who)}.")
     return 1 if wrong or slower else 0
+
+
+def _on_ranks(args: argparse.Namespace) -> int:
+    """Time problems that ranks share; the first rank prints and writes the results."""
+    for option in ("op", "backend", "compare", "plot", "files"):
+        if getattr(args, option):
+            raise CommandError("--distributed: it goes with --device, --quick and --json alone")
+    needs("torch", "torch")
+    if "RANK" not in os.environ:
+        raise CommandError(
+            "--distributed: run it as torchrun --nproc-per-node 2 -m fusedops bench --distributed"
+        )
+    import torch
+    import torch.distributed as dist
+
+    from fusedops.bench import ranks
+
+    if args.device == "cuda":
+        needs_gpu()
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        found = ranks.run(args.device, args.quick)
+        if dist.get_rank() == 0:
+            show_ranks(found)
+            if args.json:
+                report.save(args.json, found)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def show_ranks(found: dict[str, Any]) -> None:
+    """Print the results of problems that ranks share."""
+    numbers = ["ms", "quartiles", "efficiency", "exposed ms", "sent MB", "formula", "peak MB"]
+    rows: list[tables.Row] = []
+    last = None
+    for row in found["cases"]:
+        what = f"{row['op']}: {row['size']}, {row['dtype']}"
+        if last not in (None, what):
+            rows.append(None)
+        cells = [what if what != last else "", row["pass"], row["who"]]
+        last = what
+        if row["ms"] is None:
+            rows.append(([*cells, "no memory", *[""] * (len(numbers) - 1)], "dim"))
+            continue
+        low, high = row["quartiles_ms"]
+        cells += [report.digits(row["ms"]), f"{report.digits(low)} – {report.digits(high)}"]
+        cells.append(f"{row['efficiency']:.0%}" if "efficiency" in row else "")
+        others = ("exposed_ms", "sent_MB", "formula_MB", "peak_MB")
+        cells += ["" if row.get(name) is None else report.digits(row[name]) for name in others]
+        rows.append((cells, "dim" if "efficiency" in row and "sent_MB" not in row else None))
+    title = f"{found['machine']['ranks']} ranks, {found['machine']['name']}"
+    tables.show(title, ("problem", "pass", "who", *numbers), rows, right=len(numbers))
+    for row in found["all_to_all"]:
+        size, ms, rate = (report.digits(row[name]) for name in ("MB", "ms", "GB_s"))
+        print(f"all-to-all of {size} MB a rank: {ms} ms, {rate} GB/s sent")
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
