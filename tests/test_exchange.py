@@ -86,6 +86,22 @@ def test_derivatives_of_every_order():
 
 
 @on_ranks
+def test_a_real_fourier_transform_of_planes():
+    """The transform of a map of which every rank has some planes, and the pullback to them."""
+    P = dist.get_world_size()
+    sizes, last = SIZES["uneven"][P], SIZES["empty"][P]
+    density = values(sum(sizes), 2 * sum(last) - 2, 6).requires_grad_()
+    own, group = shard(density, 0, sizes), dist.group.WORLD
+    half = torch.fft.rfftn(own.transpose(1, 2), dim=(1, 2)).transpose(1, 2)
+    got = torch.fft.fft(exchange(half, 0, 1, group=group, dst_sizes=last), dim=0)
+    want = torch.fft.rfftn(density.transpose(1, 2), dim=(0, 1, 2)).transpose(1, 2)
+    torch.testing.assert_close(got, shard(want, 1, last))
+    (gradient,) = torch.autograd.grad(got.abs().square().sum(), density)
+    (wanted,) = torch.autograd.grad(want.abs().square().sum(), density)
+    torch.testing.assert_close(shard(gradient, 0, sizes), shard(wanted, 0, sizes))
+
+
+@on_ranks
 def test_share_adds_the_parts_of_all_ranks():
     P, rank = dist.get_world_size(), dist.get_rank()
     w, v = values(3).requires_grad_(), values(2, 2).requires_grad_()
