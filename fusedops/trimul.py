@@ -121,17 +121,17 @@ def _sides_back(
     p_b: Any,
     g_w: Any,
     g_b: Any,
-    dleft: Any,
-    dright: Any,
+    da: Any,
     dxn: Any,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of x to g_b; dxn is the share that comes from the output's gate."""
-    xp = namespace(x)
+    """Return the cotangents of x to g_b, from the cotangent of `_gated`.
+
+    dxn is the share of the normalized x that comes from the output's gate.
+    """
     y, scale = _standardized(x, eps)
     xn = _affine(y, w, b)
     p, s = _linear(xn, p_w, p_b), sigmoid(_linear(xn, g_w, g_b))
-    da = xp.concatenate([_pairs(side) for side in (dleft, dright)], axis=-1)
     dmask = (da * p * s).sum(-1)
     da = da if mask is None else da * mask[..., None]
     dp, dg = da * s, da * p * s * (1 - s)
@@ -298,8 +298,9 @@ def _gradients(a: Any, dout: Any, dhidden: Any) -> tuple[Any, ...]:
     o = _product(left, right, direction)
     dxn, do, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
     do = do if dhidden is None else do + dhidden
-    dsides = _product_back(do, left, right, direction)
-    bars = (*run(_sides_back, *w[:8], *dsides, dxn, eps), *ends)
+    dsides = [_pairs(side) for side in _product_back(do, left, right, direction)]
+    da = namespace(a.x).concatenate(dsides, axis=-1)
+    bars = (*run(_sides_back, *w[:8], da, dxn, eps), *ends)
     return tuple(
         None if array is None else cast(bar, array) for bar, array in zip(bars, arrays, strict=True)
     )
@@ -349,53 +350,112 @@ def _sides_formula(a: Any) -> tuple[Any]:
     return (cast(both.swapaxes(0, 3).swapaxes(2, 4), a.x),)
 
 
+def _sides_vjp_formula(a: Any) -> tuple[Any, ...]:
+    *w, da = _widened(a[:9])
+    da = da.swapaxes(2, 4).swapaxes(0, 3)
+    da = da.reshape(*da.shape[:3], da.shape[3] * da.shape[4])
+    return _like(a, recomputed(_sides_back, w[0])(*w, da, 0.0, a.eps))
+
+
 def _end_formula(a: Any) -> tuple[Any]:
     """Return the output for x and o, which is given times `scale`."""
     x, o, *weights = _widened(a[:10])
     return (cast(_end(*[x, o / a.scale, *weights, a.eps, a.gate]), a.x),)
 
 
+def _end_vjp_formula(a: Any) -> tuple[Any, ...]:
+    x, o, *weights, dout = _widened(a[:11])
+
+    def back(x: Any, o: Any, *weights: Any) -> tuple[Any, ...]:
+        dxn, do, *ends = _end_back(*[x, o / a.scale, *weights, dout, a.eps, a.gate])
+        y, scale = _standardized(x, a.eps)
+        dy = dxn if weights[0] is None else dxn * weights[0]
+        dnorm = (dxn * y).sum((0, 1, 2)), dxn.sum((0, 1, 2))
+        return _standardized_back(dy, y, scale), do / a.scale, *dnorm, *ends
+
+    return _like(a, recomputed(back, x)(x, o, *weights))
+
+
+def _like(a: Any, found: Sequence[Any]) -> tuple[Any, ...]:
+    """Return cotangents of a record's first arrays in their dtypes; None for one not given."""
+    return tuple(
+        [None if array is None else cast(bar, array) for bar, array in zip(found, a, strict=False)]
+    )
+
+
+def _sides_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    return sides_vjp.to_run(*a[:8], dy.sides, *a[8:], out=wanted)
+
+
+def _end_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    return end_vjp.to_run(*a[:10], dy.out, *a[10:], out=wanted)
+
+
 # The stages before and after the products, for any rectangle of pairs: `fusedops.distributed` has
-# its exchanges between them. A rank gets Q of the R channels.
+# its exchanges between them. A rank gets Q of the 2R channels.
+_SIDES = {
+    "x": "(B, L, M, C), C > 0",
+    "mask": "(B, L, M), optional",
+    "norm_in_weight": "(C), optional",
+    "norm_in_bias": "(C), optional",
+    "p_in_weight": "(2 * R, C)",
+    "p_in_bias": "(2 * R), optional",
+    "g_in_weight": "(2 * R, C)",
+    "g_in_bias": "(2 * R), optional",
+}
+_END = {
+    "x": "(B, L, M, C), C > 0",
+    "o": "(B, H, L, M)",
+    "norm_in_weight": "(C), optional",
+    "norm_in_bias": "(C), optional",
+    "norm_out_weight": "(H), optional",
+    "norm_out_bias": "(H), optional",
+    "p_out_weight": "(C, H)",
+    "p_out_bias": "(C), optional",
+    "g_out_weight": "(G, C)",
+    "g_out_bias": "(G), optional",
+}
+_OF_SIDES: dict[str, Any] = {
+    "family": "trimul",
+    "static": {"parts": int, "precision": str, "eps": float},
+    "sizes": {"P, Q": lambda a: (a.parts, a.p_in_weight.shape[0] // a.parts)},
+    "sixteen_bits": True,
+}
+_OF_END: dict[str, Any] = {
+    "family": "trimul",
+    "static": {"gate": str, "precision": str, "scale": float, "eps": float},
+    "sizes": {"G": lambda a: a.x.shape[3] if a.gate == "output" else a.o.shape[1]},
+    "sixteen_bits": True,
+}
 sides = Primitive(
     "triangle_sides",
-    family="trimul",
-    arrays={
-        "x": "(B, L, M, C), C > 0",
-        "mask": "(B, L, M), optional",
-        "norm_in_weight": "(C), optional",
-        "norm_in_bias": "(C), optional",
-        "p_in_weight": "(R, C)",
-        "p_in_bias": "(R), optional",
-        "g_in_weight": "(R, C)",
-        "g_in_bias": "(R), optional",
-    },
-    static={"parts": int, "eps": float},
-    sizes={"P, Q": lambda a: (a.parts, a.p_in_weight.shape[0] // a.parts)},
+    arrays=_SIDES,
     outputs={"sides": "(P, L, Q, B, M) as x"},
     formula=_sides_formula,
-    sixteen_bits=True,
+    pullback=_sides_pullback,
+    **_OF_SIDES,
+)
+sides_vjp = Primitive(
+    "triangle_sides_vjp",
+    arrays={**_SIDES, "dsides": "(P, L, Q, B, M)"},
+    outputs={f"d{name}": f"like {name}" for name in _SIDES},
+    formula=_sides_vjp_formula,
+    **_OF_SIDES,
 )
 end = Primitive(
     "triangle_end",
-    family="trimul",
-    arrays={
-        "x": "(B, L, M, C), C > 0",
-        "o": "(B, H, L, M)",
-        "norm_in_weight": "(C), optional",
-        "norm_in_bias": "(C), optional",
-        "norm_out_weight": "(H), optional",
-        "norm_out_bias": "(H), optional",
-        "p_out_weight": "(C, H)",
-        "p_out_bias": "(C), optional",
-        "g_out_weight": "(G, C)",
-        "g_out_bias": "(G), optional",
-    },
-    static={"gate": str, "scale": float, "eps": float},
-    sizes={"G": lambda a: a.x.shape[3] if a.gate == "output" else a.o.shape[1]},
+    arrays=_END,
     outputs={"out": "like x"},
     formula=_end_formula,
-    sixteen_bits=True,
+    pullback=_end_pullback,
+    **_OF_END,
+)
+end_vjp = Primitive(
+    "triangle_end_vjp",
+    arrays={**_END, "dout": "(B, L, M, C)"},
+    outputs={f"d{name}": f"like {name}" for name in _END},
+    formula=_end_vjp_formula,
+    **_OF_END,
 )
 
 

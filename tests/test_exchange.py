@@ -89,7 +89,7 @@ def test_derivatives_of_every_order():
 def test_a_real_fourier_transform_of_planes():
     """The transform of a map of which every rank has some planes, and the pullback to them."""
     P = dist.get_world_size()
-    sizes, last = SIZES["uneven"][P], SIZES["empty"][P]
+    sizes, last = SIZES["uneven"][P], SIZES["uneven"][P][::-1]
     density = values(sum(sizes), 2 * sum(last) - 2, 6).requires_grad_()
     own, group = shard(density, 0, sizes), dist.group.WORLD
     half = torch.fft.rfftn(own.transpose(1, 2), dim=(1, 2)).transpose(1, 2)

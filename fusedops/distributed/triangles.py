@@ -262,7 +262,7 @@ class _Update:
         p_w, p_b, g_w, g_b = self.weights[c]
         a = self.a
         arrays = a.x, a.mask, a.norm_in_weight, a.norm_in_bias, p_w, p_b, g_w, g_b
-        (sides,) = sides_of(*arrays, self.ranks, a.eps)
+        (sides,) = sides_of(*arrays, self.ranks, a.precision, a.eps)
         pieces = 2 * len(self.chunks[c]) * self.B
         sent = [self.L * self.M * pieces] * self.ranks
         received = [area * pieces for area in self.tiles.areas()]
@@ -315,7 +315,7 @@ class _Update:
         a = self.a
         norms = a.norm_in_weight, a.norm_in_bias, a.norm_out_weight, a.norm_out_bias
         lasts = a.p_out_weight, a.p_out_bias, a.g_out_weight, a.g_out_bias
-        (out,) = end_of(a.x, o, *norms, *lasts, a.gate, self.scale, a.eps)
+        (out,) = end_of(a.x, o, *norms, *lasts, a.gate, a.precision, self.scale, a.eps)
         return out
 
 
