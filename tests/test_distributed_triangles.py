@@ -310,6 +310,27 @@ def test_other_dtypes(dtype):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
 
 
+@on_ranks
+def test_kernels_of_stages_serve():
+    """Triton's, interpreted on a CPU."""
+    pytest.importorskip("triton")
+    P, rank = dist.get_world_size(), dist.get_rank()
+    x, mask, weights = problem(N=P + 1, C=4, H=4, B=(), dtype=torch.float32)
+    sizes = [1] * (P - 1) + [2]
+    given, axes = {"group": dist.group.WORLD, "sizes": sizes}, [(-3, sizes, rank)]
+    leaves = [a.requires_grad_() for a in (x, mask, *weights.values())]
+    want = on_one(x, "incoming", mask, **weights, backend="torch")
+    wanted = torch.autograd.grad(want.square().sum(), leaves)
+    weights = dict(zip(weights, share(*leaves[2:], group=dist.group.WORLD), strict=True))
+    own_mask = own(mask, axes, 1)
+    got = update(own(x, axes), "incoming", own_mask, **weights, **given, backend="triton")
+    found = list(torch.autograd.grad(got.square().sum(), leaves))
+    torch.testing.assert_close(got, own(want, axes), rtol=1e-4, atol=1e-4)
+    wanted = [own(wanted[0], axes), own(wanted[1], axes, 1), *wanted[2:]]
+    found = [own(found[0], axes), own(found[1], axes, 1), *found[2:]]
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 class Mutants:
     """Broken parts, each of which changes a result of `test_value_and_all_derivatives`."""
 

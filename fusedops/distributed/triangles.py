@@ -227,7 +227,7 @@ class _Update:
     """An update's shards, and the chunks of its channels."""
 
     def __init__(self, tiles: Tiles, a: Any, swap: bool, chunks: int) -> None:
-        self.tiles, self.a = tiles, a
+        self.tiles, self.a, self.asked = tiles, a, registry.forced(None)
         self.ranks, self.rank = tiles.group.size(), tiles.group.rank()
         self.B, self.L, self.M, _ = a.x.shape
         self.H = a.p_in_weight.shape[0] // 2
@@ -276,7 +276,7 @@ class _Update:
 
     def planes_again(self, c: int) -> torch.Tensor:
         """Return the planes of a chunk anew, with the chunk that comes next under way."""
-        with torch.no_grad():
+        with torch.no_grad(), registry.asking(self.asked):
             for chunk in (c, c - 1):
                 if chunk >= 0 and chunk not in self.again:
                     self.again[chunk] = self.depart(chunk)

@@ -26,6 +26,14 @@ the cotangents of norms and of weights come from the same sums over rows (`throu
 from fusedops._frame.registry import register
 from gpukern.trimul.backward import triangle_multiplicative_update_vjp
 from gpukern.trimul.forward import triangle_multiplicative_update
+from gpukern.trimul.stages import (
+    triangle_end,
+    triangle_end_vjp,
+    triangle_sides,
+    triangle_sides_vjp,
+)
 
 register("triangle_multiplicative_update", "triton")(triangle_multiplicative_update)
 register("triangle_multiplicative_update_vjp", "triton")(triangle_multiplicative_update_vjp)
+for _stage in (triangle_sides, triangle_sides_vjp, triangle_end, triangle_end_vjp):
+    register(_stage.__name__, "triton")(_stage)

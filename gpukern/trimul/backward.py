@@ -52,12 +52,7 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
 
     update.divide(need)
     hidden, cotangent = aligned(a.hidden), aligned(a.dout)
-    scaling = None
-    if update.dtype == torch.float16:
-        # Then numbers too small for fp16 are small beside the largest cotangent too.
-        most = cotangent.abs().amax().float()
-        most = torch.where((most > 0) & most.isfinite(), most, 1.0)
-        scaling = torch.exp2(-torch.log2(most).floor())
+    scaling = scaling_of(update, cotangent)
     if _is_on_hopper(update, on_mask):
         _back_on_hopper(update, hidden, cotangent, scaling, on_x, on_weights)
         return
@@ -77,6 +72,16 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     on_pairs, on_end, on_norm_out, on_open, on_norm = sums
     some = on_norm, on_norm_out, on_pairs, on_open, on_end
     _sum_parts(update, some, scaling, on_weights)
+
+
+def scaling_of(update: Update, cotangent: Any) -> Any:
+    """Return a number to multiply a cotangent by before it is rounded to fp16; else None."""
+    if update.dtype != torch.float16:
+        return None
+    # Then numbers too small for fp16 are small beside the largest cotangent too.
+    most = cotangent.abs().amax().float()
+    most = torch.where((most > 0) & most.isfinite(), most, 1.0)
+    return torch.exp2(-torch.log2(most).floor())
 
 
 def _is_on_hopper(update: Update, on_mask: Any) -> bool:
@@ -114,7 +119,7 @@ def _back_at_once(
     on_open = _gate_back(update, on_gate, kept, on_xn)
     del on_gate
     planes = _pairs_back(update, h, both, on_xn)
-    return on_xn, _by_pairs(update, planes, kept), *ends, on_open
+    return on_xn, by_pairs(update, planes, kept), *ends, on_open
 
 
 def _back_in_parts(
@@ -176,7 +181,7 @@ def _channels_back(
     total: Any = 0
     for lines in update.lines:
         some = planes[..., lines.start * pitch : lines.stop * pitch]
-        total = total + _by_pairs(update, [some], normalized(update, x[:, lines])).sum(0)
+        total = total + by_pairs(update, [some], normalized(update, x[:, lines])).sum(0)
     return total.view(2, 2, -1, update.width)
 
 
@@ -252,7 +257,7 @@ def _pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any
     Return the channels' cotangents, in one matrix where a member goes alone.
     """
     members, (p_w, _, g_w, _) = len(on_xn), update.of(h)
-    z = both.view(4, members, -1, update.N * update.pitch).transpose(0, 1)
+    z = both.view(4, members, -1, update.L * update.pitch).transpose(0, 1)
     if members > 1:
         many = factors = z.unbind(1)
         weights = [half for weight in (p_w, g_w) for half in weight.chunk(2)]
@@ -268,7 +273,7 @@ def _pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any
     return many
 
 
-def _by_pairs(update: Update, many: Sequence[Any], kept: Any) -> Any:
+def by_pairs(update: Update, many: Sequence[Any], kept: Any) -> Any:
     """Return parts (n, 4 channels, C + ...) of the cotangents of weights and biases."""
     parts = [over_rows(update, planes, kept.flatten(1, 2)) for planes in many]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -313,12 +318,12 @@ def _sides_back(
     update: Update, members: int, on_sides: Any, sides: Any, logits: Any, mask: Any, on_mask: Any
 ) -> None:
     """Overwrite sides and logits by the cotangents of projections and of logits."""
-    N, H = update.N, sides.shape[1] // members
+    L, N, H = update.L, update.N, sides.shape[1] // members
     BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
     parts = 1 if on_mask is not None else ceil(2 * H, BH)
-    numbers = N, update.pitch, sides.stride(0), sides.stride(1), *strides_of(mask)
+    numbers = L, N, update.pitch, sides.stride(0), sides.stride(1), *strides_of(mask)
     constants = H, parts, BM, BH, *update.types[:2], update.asm, *update.place
-    programs = members * N * ceil(N, BM) * parts
+    programs = members * L * ceil(N, BM) * parts
     tensors = on_sides, sides, logits, mask, on_mask
     launch(kernels.sides_back, (4, 1), programs, tensors, numbers, constants)
 

@@ -70,7 +70,7 @@ def triangle_multiplicative_update(a: Any, y: Any) -> None:
             if not update.whole:
                 gate = update.gate(members, lines, out[b, lines])
                 project(update, *update.edges(b, lines), gate=gate)
-            _finish(update, o[:, :, lines], gate, out[b, lines], shift)
+            finish(update, o[:, :, lines], gate, out[b, lines], shift)
 
 
 def project(
@@ -176,7 +176,7 @@ def triangles(update: Update, b: slice, o: Any, scale: float = 1.0) -> None:
         multiply(update, sides, o, h, scale)
 
 
-def _finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
+def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
     """Write the output: o, given times a power of two, normalized, gated and projected."""
     B, L, N, C = out.shape
     result = out if is_aligned(out) else torch.empty_like(out)
@@ -184,7 +184,7 @@ def _finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
     many = B * L * N >= MANY
     split = update.dtype == torch.bfloat16 and update.p_out[0].dtype == torch.float32
     sizes = C, update.H, out.dtype.itemsize
-    way = update.on_hopper and many and hopper.way_to_finish(*sizes, split)
+    way = update.on_hopper and many and hopper.way_tofinish(*sizes, split)
     numbers: tuple[int, ...]
     if way:
         numbers = B, L * N, o.stride(1), shift

@@ -412,7 +412,7 @@ def finish_back(
 
 
 def sides_back(
-    on_sides, sides, logits, mask, on_mask, N, pitch, half, plane, mask_b, mask_i, mask_j,
+    on_sides, sides, logits, mask, on_mask, L, N, pitch, half, plane, mask_b, mask_i, mask_j,
     H: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
@@ -422,7 +422,7 @@ def sides_back(
     For a cotangent of the mask, `sides` must be made without the mask.
     """
     program = tl.program_id(0) // PARTS
-    batch, i, row, j, live, there = _place(program, N, N, pitch, BM, LONG, ALIGNED)
+    batch, i, row, j, live, there = _place(program, L, N, pitch, BM, LONG, ALIGNED)
     by_mask = tl.zeros((BM,), FLOAT)
     if mask is not None:
         m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)

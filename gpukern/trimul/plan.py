@@ -135,7 +135,8 @@ class Update:
         self.direction, self.eps, self.limit = a.direction, a.eps, a.max_memory
         self.output, precision = a.gate == "output", a.precision
         x = self.x
-        self.B, self.N, _, self.C = x.shape
+        # L lines of N pairs: of a whole update as many.
+        self.B, self.L, self.N, self.C = x.shape
         self.H, self.G = self.sides[0].shape[0] // 2, self.g_out[0].shape[0]
         self.pitch, self.width = up(self.N), up(self.C + 1)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -152,7 +153,7 @@ class Update:
                 self.mask = self.mask.contiguous()
         # A mean over edges is in float16's range where the factors are; a sum may not be.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
-        self.few = self.B * self.N**2 <= FEW and self.dtype != torch.float64
+        self.few = self.B * self.L * self.N <= FEW and self.dtype != torch.float64
         # Whether our own kernel makes the products.
         self.ours = self.few or self.dtype == torch.float32
         # With so many digits, the rounding error of a mean counts.
@@ -164,7 +165,7 @@ class Update:
         self.types = dot, self.float, self.precision, exact
         self.exact = exact
         self.asm = self.fast and x.is_cuda and torch.version.cuda is not None
-        size = self.B * self.N * self.pitch * max(self.width, 2 * self.H, self.G)
+        size = self.B * self.L * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0
         # The output's gate fits in the output's place: it is read just before the output's write.
@@ -200,7 +201,7 @@ class Update:
 
     def gate(self, members: int, lines: slice, out: Any = None) -> Any:
         """Return memory for the last gate: rows if it gates the output, else planes."""
-        n = len(range(*lines.indices(self.N)))
+        n = len(range(*lines.indices(self.L)))
         if not self.output:
             return self.new(members, self.G, n, self.pitch, dtype=self.opened)
         if self.in_out and out is not None and is_aligned(out):

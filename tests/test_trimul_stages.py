@@ -1,0 +1,66 @@
+"""The stages of a triangle update that ranks share: kernels on rectangles, beside the formula."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fusedops._frame.registry import asking  # noqa: E402
+from fusedops.trimul import end, end_vjp, sides, sides_vjp  # noqa: E402
+from places import available  # noqa: E402
+
+#: B, L, M, C, H, and the ranks. On a GPU the last one has as many rows as Hopper's kernels take.
+SHAPES = [(2, 3, 5, 6, 6, 3), (1, 9, 8, 16, 8, 2), (1, 0, 4, 4, 2, 2)]
+SHAPES += [pytest.param((1, 264, 256, 128, 128, 2), marks=pytest.mark.gpu)]
+DTYPES = [
+    (torch.float32, "ieee", 2e-5),
+    (torch.float16, "fp16", 4e-3),
+    (torch.bfloat16, "bf16", 3e-2),
+]
+
+
+def arguments(primitive, shape, dtype, precision, gate, some):
+    """Return the arguments of a primitive's call, all arrays given or only the needed ones."""
+    B, L, M, C, H, ranks = shape
+    sizes = {"B": B, "L": L, "M": M, "C": C, "H": H, "2 * R": 2 * H, "P": ranks}
+    sizes |= {"Q": 2 * H // ranks, "G": C if gate == "output" else H}
+    torch.manual_seed(0)
+    arrays = []
+    for name, array in primitive.declared.items():
+        if array.optional and not some:
+            arrays.append(None)
+            continue
+        (terms,) = array.shapes
+        shown = [f"{t.factor} * {t.name}" if t.factor != "1" else t.name for t in terms]
+        value = torch.randn([sizes[size] for size in shown])
+        arrays.append((value if name in ("x", "o", "mask") else value / 2).to(dtype))
+    static = {"parts": ranks, "precision": precision, "gate": gate, "eps": 1e-3}
+    static["scale"] = 0.25 if precision == "fp16" else 1.0
+    return [*arrays, *[static[name] for name in primitive.static]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("some", [True, False], ids=["all", "needed"])
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+@pytest.mark.parametrize(("dtype", "precision", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("primitive", [sides, sides_vjp, end, end_vjp], ids=lambda p: p.name)
+def test_kernels_are_the_formula(primitive, shape, dtype, precision, tolerance, gate, some, device):
+    available("torch", "triton")
+    if "sides" in primitive.name and gate == "hidden":
+        pytest.skip("it has no gate")
+    given = arguments(primitive, shape, dtype, precision, gate, some)
+    given = [a.to(device) if isinstance(a, torch.Tensor) else a for a in given]
+    exact = [a.double() if isinstance(a, torch.Tensor) else a for a in given]
+    with asking("triton"):
+        primitive(*given)
+        # On a GPU the second call replays the first one's launches.
+        got = primitive(*given)
+    with asking("torch"):
+        want = primitive(*exact)
+    for name, a, b in zip(primitive.outputs, got, want, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None and a.numel():
+            error = (a.double() - b).abs().max().item()
+            assert error <= tolerance * max(1.0, b.abs().max().item()), name
