@@ -170,6 +170,40 @@ def test_errors_come_before_anything_is_sent(case):
     dist.barrier()
 
 
+@on_ranks
+def test_ranks_that_differ_are_named():
+    from fusedops.distributed import Partition, dynamic_conv, exchanges
+    from fusedops.distributed import triangle_multiplicative_update as update
+
+    P, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    last = rank == P - 1
+    x = torch.ones(1, P, P, 2, device=device())
+    w = [torch.ones(4, 2, device=device()), torch.ones(2, 2, device=device())]
+    one = torch.zeros(2, 0, dtype=torch.int64, device=device())
+    part = Partition(one, torch.arange(P, device=device()), group=group)
+
+    def triangle(x, p, **options):
+        names = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
+        weights = dict(zip(names, (p, w[0], w[1], w[1]), strict=True))
+        return update(x[:, rank : rank + 1], **weights, group=group, **options)
+
+    calls = {
+        "dst": lambda: exchange(x, 0, 1 + last, group=group, src_sizes=[1] * P),
+        "x": lambda: part.extend(x[0, 0, :1].requires_grad_(last)),
+        "kernels": lambda: dynamic_conv(x[0], x.new_ones(2, 2 + last), group=group, sizes=[P] * P),
+        "p_in_weight": lambda: triangle(x, w[0] + last),
+        "chunks": lambda: triangle(x, w[0], chunks=1 if last else 2),
+        "direction": lambda: triangle(x, w[0], direction="incoming" if last else "outgoing"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchanges, "checks_ranks", lambda: True)
+        for name, call in calls.items():
+            with pytest.raises(ValueError, match=rf": {name} is .*should be the same"):
+                call()
+        assert triangle(x, w[0]).shape == (1, 1, P, 2)
+    dist.barrier()
+
+
 class Silent(torch.autograd.Function):
     """The usual pattern: a collective on raw tensors in the backward."""
 

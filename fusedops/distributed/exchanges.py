@@ -6,7 +6,10 @@ second one. Here every backward calls ``apply`` of its adjoint, which autograd s
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +38,43 @@ def tensor(op: str, name: str, value: Any) -> torch.Tensor:
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be a torch tensor")
     given: torch.Tensor = as_array(op, name, value)
     return given
+
+
+@functools.cache
+def checks_ranks() -> bool:
+    """Return whether calls compare what ranks were given; the environment is read once."""
+    return os.environ.get("FUSEDOPS_CHECK_RANKS") == "1"
+
+
+def agree(op: str, group: dist.ProcessGroup, like: torch.Tensor, **given: Any) -> None:
+    """Raise ValueError on every rank unless all were given the same, if that is to be compared.
+
+    Of a tensor count shape, dtype, whether it requires grad, and the sum of its values.
+    """
+    if not checks_ranks():
+        return
+    own = torch.tensor([zlib.crc32(_shown(value).encode()) for value in given.values()])
+    own = own.to(like.device)
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    for name, sums in zip(given, torch.stack(found).T.tolist(), strict=True):
+        if len(set(sums)) > 1:
+            # The first of the values that most ranks have.
+            usual = max(sums, key=sums.count)
+            others = [str(rank) for rank, value in enumerate(sums) if value != usual]
+            raise ValueError(
+                f"{op}: {name} is {_shown(given[name])} on rank {group.rank()}, and differs on "
+                f"{', '.join(others)}; it should be the same on every rank"
+            )
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    total = value.detach().double().sum().item()
+    grad = ", requires grad" * value.requires_grad
+    return f"a tensor {tuple(value.shape)}, {dtype}{grad}, of sum {total!r}"
 
 
 def in_chunks(n: int, ranks: int) -> list[int]:
@@ -225,6 +265,9 @@ def exchange(
             f"{name}: src_sizes[{rank}] is {src_sizes[rank]}; it should be {n}, the length of x "
             f"along axis {src}"
         )
+    rest = [k for axis, k in enumerate(x.shape) if axis != src]
+    kind = x.dtype, x.requires_grad, rest
+    agree(name, group, x, src=src, dst=dst, x=kind, src_sizes=src_sizes, dst_sizes=dst_sizes)
     moved = x.movedim(dst, 0)
     others = math.prod(k for axis, k in enumerate(x.shape) if axis not in (src, dst))
     own = dst_sizes[rank]

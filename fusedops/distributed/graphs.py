@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fusedops._frame.arrays import cast, wide
 from fusedops._frame.check import alike, indices, of_shape
-from fusedops.distributed.exchanges import Trip, all_to_all, group_of, tensor
+from fusedops.distributed.exchanges import Trip, agree, all_to_all, group_of, tensor
 from fusedops.wigner import Edges
 
 _NAME = "Partition"
@@ -159,6 +159,8 @@ class Partition:
                 f"({self.num_local}, ...), with this rank's nodes"
             )
         alike(f"{_NAME}.extend", "x", x, "edge_index", self._read)
+        kind = x.dtype, x.requires_grad, *x.shape[1:]
+        agree(f"{_NAME}.extend", self.group, x, x=kind)
         each = math.prod(x.shape[1:])
         sent, received = ([n * each for n in some] for some in (self._sent, self._received))
         rows = _Take.apply(x, self)

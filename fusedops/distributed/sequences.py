@@ -19,6 +19,7 @@ from fusedops.conv import Sequences
 from fusedops.conv import dynamic_conv as _on_one
 from fusedops.distributed.exchanges import (
     Trip,
+    agree,
     arrive,
     checked_sizes,
     group_of,
@@ -105,6 +106,8 @@ class Halo:
     def send(self, x: torch.Tensor) -> None:
         """Send the last tokens to the ranks that follow."""
         self.batch, tokens, self.channels = x.shape
+        kind = x.dtype, x.requires_grad, self.batch, self.channels
+        agree(_NAME, self.group, x, x=kind, kernels=f"{self.width} taps")
         each = self.batch * self.channels
         tails = torch.cat([x.transpose(0, 1)[tokens - n :] for n in self.sent])
         sent, received = ([n * each for n in some] for some in (self.sent, self.received))

@@ -21,6 +21,7 @@ from fusedops._frame import registry
 from fusedops._frame.check import alike, floats, size
 from fusedops.distributed.exchanges import (
     Trip,
+    agree,
     arrive,
     checked_sizes,
     group_of,
@@ -29,6 +30,7 @@ from fusedops.distributed.exchanges import (
     start,
     tensor,
 )
+from fusedops.trimul import ARRAYS
 from fusedops.trimul import end as end_of
 from fusedops.trimul import sides as sides_of
 from fusedops.trimul import triangle_multiplicative_update as _on_one
@@ -484,6 +486,12 @@ def updated(
     if chunks is None:
         message = 2 * len(pairs) * tiles.N**2 * each * x.itemsize // tiles.group.size()
         chunks = min(max(message // _MESSAGE, 1), _CHUNKS)
+    given = dict(zip(ARRAYS, a, strict=False)) | {"chunks": chunks, "keep": keep}
+    given["x"] = x.dtype, x.requires_grad, len(pairs), tiles.rows, tiles.columns
+    given["mask"] = None if mask is None else (mask.dtype, mask.requires_grad)
+    for option in ("direction", "gate", "precision", "eps"):
+        given[option] = getattr(a, option)
+    agree(_NAME, tiles.group, x, **given)
     with registry.asking(registry.forced(more.get("backend"), _NAME)):
         out = _Update(tiles, a, transposed, min(chunks, each)).run(keep)
     out = out.transpose(1, 2) if transposed else out
