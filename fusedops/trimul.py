@@ -557,7 +557,8 @@ def triangle_multiplicative_update(
 
     x may be a DTensor sharded by batch, by rows, by columns, or by several of these on a mesh; the
     result has its placements. Then a mask is placed like x, weights are plain or Replicate, and
-    plain weights get this rank's part of their gradient: see `fusedops.distributed`.
+    plain weights get this rank's part of their gradient: see `fusedops.distributed`. `max_memory`
+    limits no shard of rows or columns.
 
     References
     ----------

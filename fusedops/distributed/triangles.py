@@ -230,7 +230,7 @@ class _Update:
 
     def __init__(self, tiles: Tiles, a: Any, swap: bool, chunks: int) -> None:
         self.tiles, self.a, self.asked = tiles, a, registry.forced(None)
-        self.ranks, self.rank = tiles.group.size(), tiles.group.rank()
+        self.ranks = tiles.group.size()
         self.B, self.L, self.M, _ = a.x.shape
         self.H = a.p_in_weight.shape[0] // 2
         # Channels of a rank; the last ranks may have fewer, and zeros in the place of others.
@@ -421,8 +421,8 @@ def triangle_multiplicative_update(
     N, C and H are arbitrary; P should not be larger than H. Derivatives of every order exist. The
     loss is the sum of the losses of all ranks: a weight's gradient is this rank's part, to be added
     by `share`, or by DistributedDataParallel with its division undone. Results are the same in
-    every run of as many ranks; other numbers of ranks round differently. A group of one rank is the
-    single-device op.
+    every run of as many ranks; other numbers of ranks round differently. In float16 cotangents of
+    the sums travel times N, and may overflow. A group of one rank is the single-device op.
 
     References
     ----------
