@@ -132,6 +132,19 @@ def test_share_is_ddp_without_its_division():
 
 
 @on_ranks
+def test_a_compiled_function_ends_its_graph():
+    P = dist.get_world_size()
+    x = values(P, P).requires_grad_()
+
+    def loss(x):
+        own = x[dist.get_rank()].sin()[None]
+        return exchange(own, 0, 1, group=dist.group.WORLD, src_sizes=[1] * P).square().sum()
+
+    found = [torch.autograd.grad(f(x), x) for f in (loss, torch.compile(loss, backend="eager"))]
+    torch.testing.assert_close(*found)
+
+
+@on_ranks
 def test_a_mesh_of_one_dimension_is_a_group():
     mesh = dist.device_mesh.init_device_mesh(device().type, (dist.get_world_size(),))
     x = torch.ones(dist.get_world_size(), 1, device=device())

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops._frame.check import as_array, size
+from fusedops._frame.packed import outside_of_graphs
 
 
 def group_of(op: str, group: Any) -> dist.ProcessGroup:
@@ -179,6 +180,7 @@ def all_to_all(flat: torch.Tensor, trip: Trip) -> torch.Tensor:
     return arrive(start(flat, trip), trip)
 
 
+@outside_of_graphs
 def exchange(
     x: torch.Tensor,
     src: int,
@@ -316,6 +318,7 @@ class _Sum(torch.autograd.Function):
         return None, *_Sum.apply(ctx.group, *cotangents)
 
 
+@outside_of_graphs
 def share(*tensors: torch.Tensor, group: Any) -> Any:
     r"""Return tensors that all ranks have alike, with gradients summed over the ranks.
 

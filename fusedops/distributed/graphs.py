@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fusedops._frame.arrays import cast, wide
 from fusedops._frame.check import alike, indices, of_shape
+from fusedops._frame.packed import outside_of_graphs
 from fusedops.distributed.exchanges import Trip, agree, all_to_all, group_of, tensor
 from fusedops.wigner import Edges
 
@@ -114,6 +115,7 @@ class Partition:
         self._read = place[wanted]
         self.edges = Edges(place[ends], self.num_local + len(self.halo))
 
+    @outside_of_graphs
     def extend(self, x: torch.Tensor) -> torch.Tensor:
         r"""Return values of own nodes with values of the halo behind them.
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fusedops._frame.check import is_tensor
 from fusedops._frame.kinds import Plans, kind_of
+from fusedops._frame.packed import outside_of_graphs
 from fusedops.conv import Sequences
 from fusedops.conv import dynamic_conv as _on_one
 from fusedops.distributed.exchanges import (
@@ -155,6 +156,7 @@ def _check(x: Any, kernels: Any, bias: Any, sequences: Any, activation: Any, bac
         _checked.keep(kind, True)
 
 
+@outside_of_graphs
 def dynamic_conv(
     x: torch.Tensor,
     kernels: torch.Tensor,

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fusedops._frame import registry
 from fusedops._frame.check import alike, floats, size
+from fusedops._frame.packed import outside_of_graphs
 from fusedops.distributed.exchanges import (
     Trip,
     agree,
@@ -339,6 +340,7 @@ def _mask_of(mask: Any, x: torch.Tensor) -> torch.Tensor | None:
     return mask.to(x.dtype).expand(shape)
 
 
+@outside_of_graphs
 def triangle_multiplicative_update(
     x: torch.Tensor,
     direction: str = "outgoing",
