@@ -310,12 +310,12 @@ def _scatter(name: str, op: Any, leaf: str, **options: Any) -> Example:
     )
 
 
-def _density(name: str, **options: Any) -> Example:
+def _density(name: str, *leaves: str, **options: Any) -> Example:
     return _example(
         name,
         fusedops.gaussian_density,
         functools.partial(drawn, **options),
-        *("xyz", "b", "occupancy"),
+        *("xyz", "b", "occupancy", *leaves),
         tiny=(2, 5),
         small=(4, 7),
         medium=(4, 7),
@@ -474,7 +474,7 @@ EXAMPLES = [
     _scatter("scatter", fusedops.structured_scatter_add, "density_cube"),
     _scatter("gather", fusedops.structured_gather, "grid", back=True),
     _density("density-iso", anisotropic=False),
-    _density("density-aniso", anisotropic=True),
+    _density("density-aniso", "amplitudes", "widths", anisotropic=True),
     _triangle(
         "triangle",
         ("x", "mask", *_NORMS, *_WEIGHTS, *(w.replace("weight", "bias") for w in _WEIGHTS)),
@@ -547,7 +547,7 @@ def solve(place: tuple[str, str | None], p: Problem) -> list[np.ndarray]:
     """Return the outputs and the gradients of the leaves, as arrays."""
     framework, backend = place
     if framework == "numpy":
-        out, pullback = p.op.vjp(**p.arguments, backend=backend)
+        out, pullback = p.op.vjp(**p.arguments, wrt=p.leaves, backend=backend)
         return [np.asarray(a) for a in (*tuple_of(out), *pullback(*p.cotangents))]
     leaves = [tensor(p.arguments[name]).requires_grad_() for name in p.leaves]
     outs = tuple_of(function_of(p, backend)(*leaves))

@@ -402,7 +402,7 @@ def test_the_pullback_returns_gradients_of_the_arrays_given(example, place):
     p = example.problem()
     for left_out in ((), *itertools.combinations(example.optional, 1), example.optional):
         fewer = p.but(**dict.fromkeys(left_out))
-        _, pullback = p.op.vjp(**fewer.arguments, backend=place[1])
+        _, pullback = p.op.vjp(**fewer.arguments, wrt=fewer.leaves, backend=place[1])
         want = [fewer.arguments[name].shape for name in fewer.leaves]
         assert [gradient.shape for gradient in pullback(*p.cotangents)] == want
 
@@ -410,7 +410,7 @@ def test_the_pullback_returns_gradients_of_the_arrays_given(example, place):
 @at(ARRAYS)
 def test_a_cotangent_that_is_none_is_zero(example, place):
     p = example.problem()
-    _, pullback = p.op.vjp(**p.arguments, backend=place[1])
+    _, pullback = p.op.vjp(**p.arguments, wrt=p.leaves, backend=place[1])
     for asked in list(itertools.product([True, False], repeat=len(p.cotangents)))[1:]:
         pairs = list(zip(p.cotangents, asked, strict=True))
         got = pullback(*(c if ask else None for c, ask in pairs))
@@ -425,7 +425,7 @@ def test_a_cotangent_that_is_none_is_zero(example, place):
 @at(ARRAYS)
 def test_the_pullback_checks_its_cotangents(example, place):
     p = example.problem()
-    _, pullback = p.op.vjp(**p.arguments, backend=place[1])
+    _, pullback = p.op.vjp(**p.arguments, wrt=p.leaves, backend=place[1])
     for at_, cotangent in enumerate(p.cotangents):
         given = [None] * len(p.cotangents)
         for wrong in (np.ones((2, *cotangent.shape)), np.ones(cotangent.size + 1)):

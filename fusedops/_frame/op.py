@@ -49,13 +49,18 @@ class Op(Generic[F_co]):
     declared: Mapping[str, Array]
     #: The array that may have any number of leading dimensions.
     leading: str | None
+    #: The arrays by which `vjp` has gradients only if its `wrt` asks for them.
+    by_request: Sequence[str]
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """Return the checked call: the primitive's arguments and the outputs shown."""
         raise NotImplementedError
 
     def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
-        """Return the value, and the pullback from a cotangent to gradients."""
+        """Return the value, and the pullback from a cotangent to gradients.
+
+        `wrt` names the arrays that gradients are by; they come in the order of the signature.
+        """
         raise NotImplementedError
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
@@ -177,6 +182,7 @@ def op(
     names: Mapping[str, str] | None = None,
     leading: str | None = None,
     sharded: str | None = None,
+    by_request: Sequence[str] = (),
 ) -> Callable[[F], Op[F]]: ...
 @overload
 def op(
@@ -192,6 +198,7 @@ def op(
     names: Mapping[str, str] | None = None,
     leading: str | None = None,
     sharded: str | None = None,
+    by_request: Sequence[str] = (),
     overloads: Any = None,
     pack: Any = None,
 ) -> Any:
@@ -203,7 +210,8 @@ def op(
     of the primitive's arrays to names in the signature, if they differ. `leading` names an array
     that may have any number of dimensions in place of its first, as outputs and arrays that
     broadcast then have too. `sharded` is the module whose function of the op's name serves
-    calls in which that array is a DTensor; without it they are refused. `overloads` is a protocol
+    calls in which that array is a DTensor; without it they are refused. `by_request` names arrays
+    by which `.vjp` has gradients only if its `wrt` asks for them. `overloads` is a protocol
     for type checkers, if one signature isn't enough. `pack` returns positional arguments with those
     packed that have no kind, such as lists, so that a plan serves their call.
     """
@@ -307,7 +315,10 @@ def op(
             return (out, *found[1:]) if isinstance(found, tuple) else out
 
         def vjp(
-            *args: Any, backend: str | None = None, **kwargs: Any
+            *args: Any,
+            wrt: Sequence[str] | None = None,
+            backend: str | None = None,
+            **kwargs: Any,
         ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
             if "out" in kwargs:
                 raise TypeError(f"{name}.vjp: it takes no out")
@@ -322,11 +333,15 @@ def op(
                     )
             if primitive.mutates:
                 raise TypeError(primitive.no_gradient(name))
+            pairs = list(zip(arguments, arrays, strict=True))
+            given = [argument for argument, array in pairs if array is not None]
+            by = _by(name, wrt, given, by_request)
             with registry.asking(asked):
                 y = primitive(*bound.a, out=primitive.with_saved(slots_of(bound)))
-            wanted = [True if array is not None else None for array in arrays]
-            by_name = signature.bind(*args, **kwargs).arguments if broadcast else {}
-            narrow = {name: by_name[name] for name in broadcast if name in by_name}
+            # Two arrays of a primitive may have one name in the signature.
+            wanted = [True if array is not None and arg in by else None for arg, array in pairs]
+            by_name = signature.bind(*args, **kwargs).arguments if broadcast or by_request else {}
+            narrow = {name: by_name[name] for name in (*broadcast, *by_request) if name in by_name}
 
             def pullback(*cotangents: Any) -> tuple[Any, ...]:
                 shown = names_of(bound)
@@ -368,6 +383,7 @@ def op(
             return registry.explain(request)
 
         call.primitive, call.declared, call.leading = primitive, declared, leading
+        call.by_request = by_request
         call.bound = lambda *args, **kwargs: bind(args, kwargs)[1]
         call.vjp = outside_of_graphs(vjp)
         call.explain = outside_of_graphs(explain)
@@ -465,6 +481,20 @@ def _documented(op: str, doc: str | None, takes_out: bool) -> str | None:
 def names_of(bound: Bound) -> tuple[str, ...]:
     """Return the names of the outputs that a call shows."""
     return (bound.shown,) if isinstance(bound.shown, str) else bound.shown
+
+
+def _by(
+    op: str, wrt: Sequence[str] | None, given: Sequence[str], by_request: Sequence[str]
+) -> Sequence[str]:
+    """Return the names of the arrays that gradients are by: of `by_request`, those in `wrt`."""
+    if wrt is None:
+        return [name for name in given if name not in by_request]
+    if isinstance(wrt, str) or not all([name in given for name in wrt]):
+        raise ValueError(
+            f"{op}.vjp: wrt is {wrt!r}; it should be a sequence of names of arrays that are given, "
+            f"of {', '.join(given)}"
+        )
+    return wrt
 
 
 def _chained(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:

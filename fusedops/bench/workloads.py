@@ -170,7 +170,10 @@ class Problem:
         """Return a function that computes the gradients alone, after a forward pass made here."""
         primitive = self.op.primitive
         a, shown = self._bound()
-        wanted = [None if array is None else True for array in a[: len(primitive.arrays)]]
+        wanted = [
+            None if array is None or name in self.op.by_request else True
+            for name, array in zip(primitive.arrays, a, strict=False)
+        ]
         dy = [cotangent if name == shown else None for name in primitive.outputs]
         out = [True if name == shown else None for name in primitive.outputs]
 

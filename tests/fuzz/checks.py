@@ -71,7 +71,9 @@ class Truth:
             if what == "value" or not p.differentiable:
                 outputs = _several(p.op(**given, **p.constants, **options, backend="numpy"))
                 return [*outputs, *(given[name] for name in p.mutated)]
-            outputs, pullback = p.op.vjp(**given, **p.constants, **options, backend="numpy")
+            outputs, pullback = p.op.vjp(
+                **given, **p.constants, **options, wrt=list(arrays), backend="numpy"
+            )
             cotangents = self.cotangents if what == "gradient" else map(np.abs, self.cotangents)
             return list(pullback(*cotangents))
         torch = sys.modules["torch"]
@@ -426,7 +428,8 @@ class Trial:
         """Return outputs and gradients, each once more."""
         p, truth = self.problem, self.truth(place)
         if place.framework == "numpy":
-            found = self.call(place, lambda: p.op.vjp(**kwargs, backend=place.backend))
+            by = list(p.arrays)
+            found = self.call(place, lambda: p.op.vjp(**kwargs, wrt=by, backend=place.backend))
             if found is None:
                 return None
             outputs, pullback = _several(found[0]), found[1]

@@ -86,7 +86,7 @@ def _call(trial: Trial, place: Place) -> None:
     if not p.differentiable:
         p.op(**kwargs)
     elif place.framework == "numpy":
-        outputs, pullback = p.op.vjp(**kwargs)
+        outputs, pullback = p.op.vjp(**kwargs, wrt=list(p.arrays))
         pullback(*map(np.ones_like, _several(outputs)))
     else:
         torch = sys.modules["torch"]
