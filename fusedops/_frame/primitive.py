@@ -94,7 +94,7 @@ class Primitive:
         outputs (None for zero, but not for all) and slots `wanted` to a tuple of a cotangent for
         every array (None for zero, or if unwanted); or to the `Call` that returns them, of arrays
         among `a`, `y` and `dy`, which later backward passes make without the pullback. Without a
-        pullback, torch differentiates the formula.
+        pullback, or where it returns NotImplemented, torch differentiates the formula.
     saves : tuple of str
         The outputs that the pullback needs.
     mutates : tuple of str
@@ -248,6 +248,8 @@ class Primitive:
             return (None,) * len(wanted)
         pullback = cast("Callable[..., Any]", self.pullback)
         found = pullback(a, y, self.Outputs._make(dy), self.Arrays._make(wanted))
+        if found is NotImplemented:
+            return found
         if isinstance(found, Call):
             if seen is not None:
                 seen(found)

@@ -185,7 +185,9 @@ def pull_back(
 ) -> Sequence[Any]:
     """Return a cotangent for every array that wants one, from the outputs `y` that are kept."""
     if primitive.pullback is not None:
-        return primitive.pulled_back(a, y, dy, wanted, seen)
+        found = primitive.pulled_back(a, y, dy, wanted, seen)
+        if found is not NotImplemented:
+            return found
     if not any([cotangent is not None for cotangent in dy]):
         return [None] * len(wanted)
     if torch._C._are_functorch_transforms_active():
