@@ -39,6 +39,16 @@ def _arguments(a: Any) -> tuple[Any, ...]:
     )
 
 
+def _tangents(a: Any) -> tuple[np.ndarray, ...]:
+    pairs = zip(a[:5], a[6:11], strict=True)
+    return tuple(
+        [
+            np.zeros(array.shape) if dd is None else np.ascontiguousarray(dd, np.float64)
+            for array, dd in pairs
+        ]
+    )
+
+
 @register("gaussian_density", "cython")
 def gaussian_density(a: Any, y: Any) -> None:
     if y.map is None:
@@ -46,7 +56,7 @@ def gaussian_density(a: Any, y: Any) -> None:
     if a.clamp:
         a, _ = clamped(a)
     if len(a.xyz):
-        _splat_of[a.xyz.dtype](*_arguments(a), y.map)
+        _splat_of[a.xyz.dtype](*_arguments(a), None, y.map)
     else:
         y.map[...] = 0
 
@@ -55,5 +65,19 @@ def gaussian_density(a: Any, y: Any) -> None:
 @clamping
 def gaussian_density_vjp(a: Any, y: Any) -> None:
     if len(a.xyz):
+        _splat_vjp_of[a.xyz.dtype](*_arguments(a), None, np.ascontiguousarray(a.dmap), *y)
+
+
+@register("gaussian_density_vjp_vjp", "cython")
+def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
+    *gradients, ddmap = y
+    if not len(a.xyz):
+        if ddmap is not None:
+            ddmap[...] = 0
+        return
+    arguments = *_arguments(a), _tangents(a)
+    if ddmap is not None:
+        _splat_of[a.xyz.dtype](*arguments, ddmap)
+    if any([gradient is not None for gradient in gradients]):
         dmap = np.ascontiguousarray(a.dmap)
-        _splat_vjp_of[a.xyz.dtype](*_arguments(a), dmap, y.dxyz, y.db, y.doccupancy)
+        _splat_vjp_of[a.xyz.dtype](*arguments, dmap, *gradients)

@@ -8,6 +8,9 @@ Schur complement in the two other coordinates, is a sum of squares. If t is the 
 plane, as for isotropic atoms unless the cell's axes b and c are oblique, both factors are curves that
 are computed once for a plane, and the inner loop has no exponential. Map and gradient are summed in an
 order that doesn't depend on the number of threads.
+
+Tangents of atoms change a Gaussian by a factor, a polynomial of second degree. The map's derivative sums
+such products, and second derivatives by atoms follow from moments with and without the factor.
 """
 
 from libc.math cimport ceil, floor, isfinite, sqrt
@@ -84,42 +87,71 @@ cdef extern from *:
         return AS(fusedops_doubles, (AS(fusedops_longs, p) + (AS(fusedops_longs, y) << 52)) & kept);
     }
 
-    /* row: the sum of all Gaussians on a row of voxels, padded to whole vectors.
-       moments: sums over rows of one Gaussian times the values, times 1, y, z, y², z², yz. */
+    /* row: the sum of all Gaussians on a row of voxels, padded to whole vectors. Where d is given, a
+       Gaussian is multiplied by d0 + d1 z + d2 z², at z, z + 1, ...
+       moments: sums over rows of one Gaussian times the values, times 1, y, z, y², z², yz; and where
+       d is given, the same sums with d as another factor. */
     #define DEFINE(real, vector) \\
-    static void fusedops_row_##real( \\
+    INLINE void fusedops_any_row_##real( \\
         real *out, Py_ssize_t n, Py_ssize_t G, const real *q, const real *t, const real *c, \\
-        const real *norm) { \\
+        const real *norm, real z, const real *d) { \\
         vector lane = *(const vector *)fusedops_lanes_##real; \\
         for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
-            vector sum = lane - lane, at = lane + (real)k; \\
+            vector sum = lane - lane, at = lane + (real)k, w = at + z; \\
             for (Py_ssize_t g = 0; g < G; g++) { \\
                 vector x = at + t[g]; \\
-                sum += norm[g] * fusedops_exp2_##real(-(q[g] + c[g] * x * x)); \\
+                vector e = norm[g] * fusedops_exp2_##real(-(q[g] + c[g] * x * x)); \\
+                if (d) e = e * (d[g] + w * (d[G + g] + w * d[2 * G + g])); \\
+                sum += e; \\
             } \\
             *(vector *)(out + k) = sum; \\
         } \\
     } \\
+    static void fusedops_row_##real( \\
+        real *out, Py_ssize_t n, Py_ssize_t G, const real *q, const real *t, const real *c, \\
+        const real *norm, real z, const real *d) { \\
+        if (d) fusedops_any_row_##real(out, n, G, q, t, c, norm, z, d); \\
+        else fusedops_any_row_##real(out, n, G, q, t, c, norm, z, NULL); \\
+    } \\
+    INLINE void fusedops_spread_##real(const real *from, Py_ssize_t count, double *sums) { \\
+        for (Py_ssize_t i = 0; i < count; i++) \\
+            for (Py_ssize_t l = 0; l < LANES_OF(real); l++) \\
+                sums[i] += from[i * LANES_OF(real) + l]; \\
+    } \\
+    INLINE void fusedops_any_moments_##real( \\
+        Py_ssize_t rows, const Py_ssize_t *n, const real *values, Py_ssize_t pitch, const real *q, \\
+        const real *t, Py_ssize_t G, real c, real norm, const real *y, const real *z, \\
+        const real *d, Py_ssize_t pitch_d, double *sums) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real, zero = lane - lane; \\
+        vector s[6] = {zero, zero, zero, zero, zero, zero}; \\
+        vector u[6] = {zero, zero, zero, zero, zero, zero}; \\
+        for (Py_ssize_t r = 0; r < rows; r++) \\
+            for (Py_ssize_t k = 0; k < n[r]; k += LANES_OF(real)) { \\
+                vector at = lane + (real)k, x = at + t[r * G], w = at + z[r]; \\
+                vector e = norm * fusedops_exp2_##real(-(q[r * G] + c * x * x)); \\
+                e = e * *(const vector *)(values + r * pitch + k); \\
+                vector ez = e * w, ey = e * y[r]; \\
+                s[0] += e; s[1] += ey; s[2] += ez; s[3] += ey * y[r]; s[4] += ez * w; \\
+                s[5] += ez * y[r]; \\
+                if (d) { \\
+                    const real *own = d + r * pitch_d; \\
+                    e = e * (own[0] + w * (own[G] + w * own[2 * G])); \\
+                    ez = e * w; ey = e * y[r]; \\
+                    u[0] += e; u[1] += ey; u[2] += ez; u[3] += ey * y[r]; u[4] += ez * w; \\
+                    u[5] += ez * y[r]; \\
+                } \\
+            } \\
+        fusedops_spread_##real((const real *)s, 6, sums); \\
+        if (d) fusedops_spread_##real((const real *)u, 6, sums + 6); \\
+    } \\
     static void fusedops_moments_##real( \\
         Py_ssize_t rows, const Py_ssize_t *n, const real *values, Py_ssize_t pitch, const real *q, \\
         const real *t, Py_ssize_t G, real c, real norm, const real *y, const real *z, \\
-        double *sums) { \\
-        vector lane = *(const vector *)fusedops_lanes_##real; \\
-        vector s = lane - lane, sy = s, sz = s, szz = s, syy = s, syz = s; \\
-        for (Py_ssize_t r = 0; r < rows; r++) \\
-            for (Py_ssize_t k = 0; k < n[r]; k += LANES_OF(real)) { \\
-                vector at = lane + (real)k, x = at + t[r * G]; \\
-                vector e = norm * fusedops_exp2_##real(-(q[r * G] + c * x * x)); \\
-                e = e * *(const vector *)(values + r * pitch + k); \\
-                vector ez = e * (at + z[r]), ey = e * y[r]; \\
-                s += e; sy += ey; sz += ez; szz += ez * (at + z[r]); syy += ey * y[r]; \\
-                syz += ez * y[r]; \\
-            } \\
-        for (Py_ssize_t l = 0; l < LANES_OF(real); l++) { \\
-            sums[0] += ((real *)&s)[l]; sums[1] += ((real *)&sy)[l]; \\
-            sums[2] += ((real *)&sz)[l]; sums[3] += ((real *)&syy)[l]; \\
-            sums[4] += ((real *)&szz)[l]; sums[5] += ((real *)&syz)[l]; \\
-        } \\
+        const real *d, Py_ssize_t pitch_d, double *sums) { \\
+        if (d) fusedops_any_moments_##real( \\
+            rows, n, values, pitch, q, t, G, c, norm, y, z, d, pitch_d, sums); \\
+        else fusedops_any_moments_##real( \\
+            rows, n, values, pitch, q, t, G, c, norm, y, z, NULL, 0, sums); \\
     }
     DEFINE(float, fusedops_floats)
     DEFINE(double, fusedops_doubles)
@@ -134,7 +166,7 @@ cdef extern from *:
        whole vector.
        contract: sum one Gaussian's weights times values over rows, with factors 1, y and the squared
        distance from the z axis; multiply by the curve along z, and add the terms that gradients need
-       to five vectors. block: the same for V vectors of a row; of one, two rows are summed at a time, so
+       to five vectors; and, where another curve is given, the same with it to five more. block: the same for V vectors of a row; of one, two rows are summed at a time, so
        that six sums hide each other's latency. */
     #define SUM(vector, i) (*(vector *)(sums + (i) * (64 / sizeof(*sums))))
     #define DEFINE_CURVES(real, vector, integers) \\
@@ -185,6 +217,8 @@ cdef extern from *:
         const real *weights, Py_ssize_t most, const real *curves, Py_ssize_t pitch) { \\
         if (G == 5) fusedops_plane_##real( \\
             plane, ny, nz, y, rows, first, length, low, 5, weights, most, curves, pitch); \\
+        else if (G == 10) fusedops_plane_##real( \\
+            plane, ny, nz, y, rows, first, length, low, 10, weights, most, curves, pitch); \\
         else fusedops_plane_##real( \\
             plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch); \\
     } \\
@@ -228,10 +262,17 @@ cdef extern from *:
             } \\
         } \\
     } \\
+    INLINE void fusedops_terms_##real( \\
+        vector e, vector one, vector ys, vector squares, vector z, real x, real c, real *sums) { \\
+        vector all = e * one; \\
+        SUM(vector, 0) += all; SUM(vector, 1) += x * all; SUM(vector, 2) += e * ys; \\
+        SUM(vector, 3) += z * all; \\
+        SUM(vector, 4) += e * squares + c * z * z * all; \\
+    } \\
     INLINE void fusedops_block_##real( \\
         Py_ssize_t V, Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
-        const real *by_y, const real *by_square, const real *curve, real x, real start, real c, \\
-        real *sums) { \\
+        const real *by_y, const real *by_square, const real *curve, const real *bent, real x, \\
+        real start, real c, real *sums, real *more) { \\
         vector lane = *(const vector *)fusedops_lanes_##real, zero = lane - lane; \\
         vector one[2] = {zero, zero}, ys[2] = {zero, zero}, squares[2] = {zero, zero}; \\
         Py_ssize_t pair = 3 - V, next = V == 2 ? LANES_OF(real) : pitch, r = 0; \\
@@ -252,26 +293,29 @@ cdef extern from *:
         } \\
         for (Py_ssize_t v = 0; v < V; v++) { \\
             vector z = lane + (start + (real)(v * LANES_OF(real))); \\
-            vector e = *(const vector *)(curve + v * LANES_OF(real)), all = e * one[v]; \\
-            SUM(vector, 0) += all; SUM(vector, 1) += x * all; SUM(vector, 2) += e * ys[v]; \\
-            SUM(vector, 3) += z * all; \\
-            SUM(vector, 4) += e * squares[v] + c * z * z * all; \\
+            Py_ssize_t k = v * LANES_OF(real); \\
+            fusedops_terms_##real( \\
+                *(const vector *)(curve + k), one[v], ys[v], squares[v], z, x, c, sums); \\
+            if (bent) fusedops_terms_##real( \\
+                *(const vector *)(bent + k), one[v], ys[v], squares[v], z, x, c, more); \\
         } \\
     } \\
     static void fusedops_contract_##real( \\
         Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
-        const real *y, const real *square, const real *curve, Py_ssize_t n, real x, real start, \\
-        real c, real *by_y, real *sums) { \\
+        const real *y, const real *square, const real *curve, const real *bent, Py_ssize_t n, \\
+        real x, real start, real c, real *by_y, real *sums, real *more) { \\
         real *by_square = by_y + (rows + LANES_OF(real)) / LANES_OF(real) * LANES_OF(real); \\
         Py_ssize_t k = 0, two = 2 * LANES_OF(real); \\
         for (Py_ssize_t r = 0; r < rows; r++) { \\
             by_y[r] = weights[r] * y[r]; by_square[r] = weights[r] * square[r]; \\
         } \\
-        for (; k + LANES_OF(real) < n; k += two, values += two, curve += two) \\
+        for (; k + LANES_OF(real) < n; k += two, values += two) \\
             fusedops_block_##real( \\
-                2, rows, values, pitch, weights, by_y, by_square, curve, x, start + (real)k, c, sums); \\
+                2, rows, values, pitch, weights, by_y, by_square, curve + k, bent ? bent + k : bent, \\
+                x, start + (real)k, c, sums, more); \\
         if (k < n) fusedops_block_##real( \\
-            1, rows, values, pitch, weights, by_y, by_square, curve, x, start + (real)k, c, sums); \\
+            1, rows, values, pitch, weights, by_y, by_square, curve + k, bent ? bent + k : bent, x, \\
+            start + (real)k, c, sums, more); \\
     }
     DEFINE_CURVES(float, fusedops_floats, fusedops_ints)
     DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
@@ -307,8 +351,8 @@ cdef extern from *:
     ) noexcept nogil
     void contract_float "fusedops_contract_float"(
         Py_ssize_t rows, const float* values, Py_ssize_t pitch, const float* weights,
-        const float* y, const float* square, const float* curve, Py_ssize_t n, float x, float start,
-        float c, float* by_y, float* sums,
+        const float* y, const float* square, const float* curve, const float* bent, Py_ssize_t n,
+        float x, float start, float c, float* by_y, float* sums, float* more,
     ) noexcept nogil
     void read_plane_double "fusedops_read_plane_double"(
         const double* plane, const double* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
@@ -317,26 +361,26 @@ cdef extern from *:
     ) noexcept nogil
     void contract_double "fusedops_contract_double"(
         Py_ssize_t rows, const double* values, Py_ssize_t pitch, const double* weights,
-        const double* y, const double* square, const double* curve, Py_ssize_t n, double x, double start,
-        double c, double* by_y, double* sums,
+        const double* y, const double* square, const double* curve, const double* bent, Py_ssize_t n,
+        double x, double start, double c, double* by_y, double* sums, double* more,
     ) noexcept nogil
     void row_float "fusedops_row_float"(
         float* out, Py_ssize_t n, Py_ssize_t G, const float* q, const float* t, const float* c,
-        const float* norm,
+        const float* norm, float z, const float* d,
     ) noexcept nogil
     void row_double "fusedops_row_double"(
         double* out, Py_ssize_t n, Py_ssize_t G, const double* q, const double* t,
-        const double* c, const double* norm,
+        const double* c, const double* norm, double z, const double* d,
     ) noexcept nogil
     void moments_float "fusedops_moments_float"(
         Py_ssize_t rows, const Py_ssize_t* n, const float* values, Py_ssize_t pitch,
         const float* q, const float* t, Py_ssize_t G, float c, float norm, const float* y,
-        const float* z, double* sums,
+        const float* z, const float* d, Py_ssize_t pitch_d, double* sums,
     ) noexcept nogil
     void moments_double "fusedops_moments_double"(
         Py_ssize_t rows, const Py_ssize_t* n, const double* values, Py_ssize_t pitch,
         const double* q, const double* t, Py_ssize_t G, double c, double norm, const double* y,
-        const double* z, double* sums,
+        const double* z, const double* d, Py_ssize_t pitch_d, double* sums,
     ) noexcept nogil
 
 cdef enum:
@@ -344,8 +388,16 @@ cdef enum:
     LANES = 16
     # Numbers of a Gaussian: norm, c, Schur complement xx, xy, yy, and slopes of its centre by x and y.
     NUMBERS = 7
+    # Numbers of a Gaussian's change: those of a polynomial p + q·w + w·S w in voxels, for p, q and S.
+    # Where Gaussians are products of curves, S is the one number S / metric.
+    CHANGE = 10
+    # Sums over voxels of a Gaussian times 1, w and w wᵀ; and times its change, 1, w and w wᵀ.
+    MOMENTS = 20
     # Slabs of planes of the map, whatever the number of threads.
     SLABS = 32
+
+# Where a symmetric matrix xx, yy, zz, xy, xz, yz has its nine elements.
+cdef int[9] AT = [0, 3, 4, 3, 1, 5, 4, 5, 2]
 
 cdef double PI = 3.141592653589793
 cdef double LOG2_E = 1.4426950408889634
@@ -372,6 +424,65 @@ cdef struct Atom:
     double at[3]
     double square
     bint usable
+
+
+# The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
+# has a function of its own. Scratch has a row for every thread.
+cdef struct Tangents:
+    const double* xyz
+    const double* b
+    const double* occupancy
+    const double* amplitudes
+    const double* widths
+
+cdef struct SetUp:
+    Grid grid
+    const double* to_grid
+    const void* xyz
+    Py_ssize_t count
+    const void* b
+    Py_ssize_t bs
+    const void* occupancy
+    const double* amplitudes
+    const double* widths
+    Py_ssize_t gaussians
+    const double* radius
+    double slack
+    bint separable
+    bint bare
+    Atom* atoms
+    void* numbers
+    # The change of every Gaussian along tangents; NULL without tangents.
+    Tangents along
+    void* changes
+
+cdef struct Scratch:
+    void* numbers
+    Py_ssize_t row
+    double* extents
+    Py_ssize_t* lengths
+    double* moments
+    Py_ssize_t moments_row
+    Py_ssize_t most
+    Py_ssize_t pitch
+
+cdef struct Splat:
+    const SetUp* given
+    const long long* listed
+    const long long* pointers
+    Py_ssize_t thickness
+    void* out
+    Scratch scratch
+
+cdef struct SplatVjp:
+    const SetUp* given
+    const void* cotangent
+    void* on_xyz
+    void* on_b
+    void* on_occupancy
+    void* on_amplitudes
+    void* on_widths
+    Scratch scratch
 
 
 cdef void schur(const double* form, double* numbers) noexcept nogil:
@@ -459,9 +570,12 @@ cdef bint positive(const real* b, bint anisotropic, double least) noexcept nogil
 cdef void set_atom(
     const Grid* grid, const double* to_grid, const real* x, const real* b,
     bint anisotropic, double occupancy, const double* amplitudes, const double* widths,
-    Py_ssize_t G, double radius, double slack, Atom* atom, real* numbers,
+    Py_ssize_t G, double radius, double slack, bint bare, Atom* atom, real* numbers,
 ) noexcept nogil:
-    """Write an atom's data for the loops over voxels; an atom without density gets an empty box."""
+    """Write an atom's data for the loops over voxels; an atom without density gets an empty box.
+
+    Bare Gaussians are of one electron.
+    """
     cdef double total = occupancy + x[0] + x[1] + x[2] + radius, least = widths[0], reach, norm
     cdef double P[6]
     cdef double form[6]
@@ -496,7 +610,7 @@ cdef void set_atom(
         atom.low[d] = <Py_ssize_t>ceil(atom.at[d] - reach)
         atom.high[d] = <Py_ssize_t>floor(atom.at[d] + reach)
     for g in range(G):
-        norm = gaussian(b, anisotropic, amplitudes[g], widths[g], P)
+        norm = gaussian(b, anisotropic, 1 if bare else amplitudes[g], widths[g], P)
         in_voxels(grid.step, P, form)
         schur(form, found)
         found[0] = norm
@@ -545,6 +659,37 @@ cdef inline void set_row(
             y * y * numbers[4 * G + g]
         )
         t[g] = <real>z + x * numbers[5 * G + g] + y * numbers[6 * G + g]
+
+
+cdef inline void set_changes(
+    const real* change, Py_ssize_t G, double dx, double dy, real* d
+) noexcept nogil:
+    """Write the changes of all Gaussians on the row at (dx, dy), as polynomials d0 + d1 z + d2 z²."""
+    cdef Py_ssize_t g
+    cdef real x = <real>dx, y = <real>dy
+    cdef const real* own
+    for g in range(G):
+        own = change + CHANGE * g
+        d[g] = own[0] + x * (own[1] + x * own[4] + 2 * y * own[7]) + y * (own[2] + y * own[5])
+        d[G + g] = own[3] + 2 * (x * own[8] + y * own[9])
+        d[2 * G + g] = own[6]
+
+
+cdef inline void change_product(
+    const Grid* grid, const Atom* atom, const real* change, double dx, const real* squares,
+    const real* weights, const real* curve, real* turned, real* bent,
+) noexcept nogil:
+    """Split the change of a Gaussian W · C on a plane into a product turned · C and a W · bent."""
+    cdef Py_ssize_t r, k
+    cdef real y = <real>(atom.low[1] - atom.at[1])
+    cdef real z = <real>(atom.low[2] - atom.at[2] + dx * grid.metric[5])
+    cdef real base = change[0] + <real>dx * (change[1] - <real>grid.metric[5] * change[3])
+    for r in range(atom.high[1] - atom.low[1] + 1):
+        turned[r] = weights[r] * (base + (y + r) * change[2] + squares[r] * change[4])
+    for k in range(atom.high[2] - atom.low[2] + 1):
+        bent[k] = curve[k] * (z + k) * (
+            change[3] + (z + k) * change[4] * <real>grid.metric[1]
+        )
 
 
 cdef inline void curve(
@@ -613,22 +758,27 @@ cdef inline void add_plane(
 
 cdef void some_planes(
     const Grid* grid, Py_ssize_t low, Py_ssize_t high, const long long* listed, Py_ssize_t count,
-    const Atom* atoms, const real* numbers, bint separable, const real* occupancy, Py_ssize_t G,
-    real* out, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
+    const Atom* atoms, const real* numbers, bint separable, const real* occupancy,
+    const real* changes, Py_ssize_t G, real* out, real* scratch, double* extents, Py_ssize_t most,
+    Py_ssize_t pitch,
 ) noexcept nogil:
-    """Write planes low to high of the map, from the list of their atoms."""
-    cdef Py_ssize_t n, plane, x, y, z, r, rows, first, length, k, take, done
+    """Write planes low to high of the map, or of its change, from the list of their atoms."""
+    cdef Py_ssize_t n, plane, x, y, z, r, g, rows, first, length, k, take, done
     cdef const Atom* atom
     cdef const real* own
+    cdef const real* change = NULL
     cdef double dx
     cdef real share
     cdef real* values = scratch
     cdef real* squares = values + pitch
     cdef real* q = squares + most
     cdef real* t = q + G
+    cdef real* d = NULL
+    # Of a product's change, one part is of rows, and one part is along z.
+    cdef Py_ssize_t products = G if changes == NULL else 2 * G
     cdef real* weights = q
-    cdef real* curves = weights + G * most
-    cdef real* middle = curves + G * pitch
+    cdef real* curves = weights + products * most
+    cdef real* middle = curves + products * pitch
     cdef real* along_x = middle + G * most
     cdef real* to
     cdef bint fresh
@@ -636,7 +786,10 @@ cdef void some_planes(
     for n in range(count):
         atom = atoms + listed[n]
         own = numbers + listed[n] * NUMBERS * G
-        share = occupancy[listed[n]]
+        share = occupancy[listed[n]] if changes == NULL else 1
+        if changes != NULL:
+            change = changes + listed[n] * CHANGE * G
+            d = t + G
         fresh = True
         for x in range(atom.low[0], atom.high[0] + 1):
             plane = wrapped(x, grid.nx)
@@ -645,16 +798,21 @@ cdef void some_planes(
             dx = x - atom.at[0]
             if separable:
                 set_plane(
-                    grid, atom, own, G, x, share, fresh, most, pitch, weights, curves, middle,
-                    along_x,
+                    grid, atom, own, G, x, share, fresh, most, pitch, weights,
+                    curves + (products - G) * pitch, middle, along_x,
                 )
                 fresh = False
             rows = rows_inside(grid, atom, dx, extents, extents + most, squares)
             if separable:
+                for g in range(products - G):
+                    change_product(
+                        grid, atom, change + CHANGE * g, dx, squares, weights + g * most,
+                        curves + (G + g) * pitch, weights + (G + g) * most, curves + g * pitch,
+                    )
                 add_plane(
                     out + plane * grid.ny * grid.nz, grid.ny, grid.nz,
-                    wrapped(atom.low[1], grid.ny), rows, extents, extents + most, atom.low[2], G,
-                    weights, most, curves, pitch,
+                    wrapped(atom.low[1], grid.ny), rows, extents, extents + most, atom.low[2],
+                    products, weights, most, curves, pitch,
                 )
                 continue
             for r in range(rows):
@@ -666,10 +824,14 @@ cdef void some_planes(
                 to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
                 z = wrapped(first, grid.nz)
                 set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
+                if changes != NULL:
+                    set_changes(change, G, dx, y - atom.at[1], d)
                 if real is float:
-                    row_float(values, length, G, q, t, own + G, own)
+                    row_float(
+                        values, length, G, q, t, own + G, own, <float>(first - atom.at[2]), d
+                    )
                 else:
-                    row_double(values, length, G, q, t, own + G, own)
+                    row_double(values, length, G, q, t, own + G, own, first - atom.at[2], d)
                 done = 0
                 while done < length:
                     take = min(length - done, grid.nz - z)
@@ -709,46 +871,48 @@ cdef inline void read_plane(
 
 cdef inline void contract(
     Py_ssize_t rows, const real* values, Py_ssize_t pitch, const real* weights, const real* y,
-    const real* square, const real* curve, Py_ssize_t n, double x, double start, double c,
-    real* by_y, real* sums,
+    const real* square, const real* curve, const real* bent, Py_ssize_t n, double x, double start,
+    double c, real* by_y, real* sums, real* more,
 ) noexcept nogil:
     if real is float:
         contract_float(
-            rows, values, pitch, weights, y, square, curve, n, <float>x, <float>start, <float>c,
-            by_y, sums,
+            rows, values, pitch, weights, y, square, curve, bent, n, <float>x, <float>start,
+            <float>c, by_y, sums, more,
         )
     else:
         contract_double(
-            rows, values, pitch, weights, y, square, curve, n, x, start, c, by_y, sums
+            rows, values, pitch, weights, y, square, curve, bent, n, x, start, c, by_y, sums, more
         )
 
 
-cdef void pull_back_separable(
-    const Grid* grid, const Atom* atom, const real* numbers, double b, double occupancy,
-    const double* widths, Py_ssize_t G, const real* cotangent, real* on_x, real* on_b,
-    real* on_occupancy, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
+cdef void contract_separable(
+    const Grid* grid, const Atom* atom, const real* numbers, const real* change, Py_ssize_t G,
+    const real* cotangent, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
+    double* moments,
 ) noexcept nogil:
-    """Write an isotropic atom's gradients if its factors are curves."""
-    cdef Py_ssize_t x, g, r, rows, begin, stop, low, n, lanes = 64 // <Py_ssize_t>sizeof(real)
+    """Write the moments of an isotropic atom if its factors are curves."""
+    cdef Py_ssize_t x, g, r, rows, begin, stop, low, n, first
+    cdef Py_ssize_t lanes = 64 // <Py_ssize_t>sizeof(real)
     cdef double left, half, centre
-    cdef const double* m = grid.metric
+    cdef const double* form = grid.metric
     cdef const real* end = cotangent + grid.nx * grid.ny * grid.nz
-    cdef int i
-    cdef double dx, c
+    cdef int i, part
+    cdef double dx, start
     cdef real* weights = scratch
     cdef real* curves = weights + G * most
     cdef real* ys = curves + G * pitch
     cdef real* squares = ys + most
     cdef real* sums = squares + most
-    cdef real* middle = sums + 5 * G * lanes
+    cdef real* middle = sums + MOMENTS // 2 * G * lanes
     cdef real* along_x = middle + G * most
     cdef real* by_y = along_x + G * most
-    cdef real* values = by_y + 2 * most
+    cdef real* turned = by_y + 2 * most
+    cdef real* bent = turned + most
+    cdef real* values = bent + pitch
+    cdef real* own
     cdef double s[5]
-    cdef double sum_x[3]
-    cdef double sum_b = 0, total = 0
-    memset(sums, 0, 5 * G * lanes * sizeof(real))
-    memset(sum_x, 0, sizeof(sum_x))
+    cdef double* m
+    memset(sums, 0, MOMENTS // 2 * G * lanes * sizeof(real))
     rows = atom.high[1] - atom.low[1] + 1
     for r in range(rows):
         ys[r] = <real>(atom.low[1] + r - atom.at[1])
@@ -760,77 +924,84 @@ cdef void pull_back_separable(
         )
         rows_inside(grid, atom, dx, extents, extents + most, squares)
         # Only rows that meet the sphere, and the voxels between their ends, or one more.
-        left = atom.square - (m[2] - m[3] * m[3] / m[4]) * dx * dx
+        left = atom.square - (form[2] - form[3] * form[3] / form[4]) * dx * dx
         if left < 0:
             continue
-        half = sqrt(left / m[4]) + 1e-6
-        centre = atom.at[1] - m[3] / m[4] * dx
+        half = sqrt(left / form[4]) + 1e-6
+        centre = atom.at[1] - form[3] / form[4] * dx
         begin = max(<Py_ssize_t>ceil(centre - half) - atom.low[1], 0)
         stop = min(<Py_ssize_t>floor(centre + half) - atom.low[1] + 1, rows)
-        half = sqrt(left / m[1]) + 1e-6
-        centre = atom.at[2] - m[5] * dx
+        half = sqrt(left / form[1]) + 1e-6
+        centre = atom.at[2] - form[5] * dx
         low = max(<Py_ssize_t>ceil(centre - half), atom.low[2])
         n = min(<Py_ssize_t>floor(centre + half), atom.high[2]) - low + 1
         if begin >= stop or n <= 0:
             continue
+        first, start = low - atom.low[2], low - atom.at[2] + dx * form[5]
         read_plane(
             cotangent + wrapped(x, grid.nx) * grid.ny * grid.nz, end, grid.ny, grid.nz,
             wrapped(atom.low[1] + begin, grid.ny), stop - begin, extents + begin,
             extents + most + begin, low, n, values, pitch,
         )
         for g in range(G):
+            own = sums + MOMENTS // 2 * g * lanes
+            if change != NULL:
+                change_product(
+                    grid, atom, change + CHANGE * g, dx, squares, weights + g * most,
+                    curves + g * pitch, turned, bent,
+                )
+                contract(
+                    stop - begin, values, pitch, turned + begin, ys + begin, squares + begin,
+                    curves + g * pitch + first, <const real*>NULL, n, dx, start, form[1], by_y,
+                    own + 5 * lanes, own,
+                )
             contract(
                 stop - begin, values, pitch, weights + g * most + begin, ys + begin,
-                squares + begin, curves + g * pitch + low - atom.low[2], n, dx,
-                low - atom.at[2] + dx * grid.metric[5], grid.metric[1], by_y, sums + 5 * g * lanes,
+                squares + begin, curves + g * pitch + first,
+                <const real*>NULL if change == NULL else bent + first, n, dx, start, form[1],
+                by_y, own, own + 5 * lanes,
             )
-    for g in range(G if atom.usable else 0):
-        # 1, x, y, z and |w|², with z relative to the point of the row nearest to the atom.
-        for i in range(5):
-            s[i] = 0
-            for r in range(lanes):
-                s[i] += sums[(5 * g + i) * lanes + r]
-        s[3] -= grid.metric[5] * s[1]
-        c = 4 * PI * PI / (widths[g] + b)
-        total = total + s[0]
-        sum_b = sum_b + (c * s[4] - 1.5 * s[0]) / (widths[g] + b)
-        for i in range(3):
-            sum_x[i] += 2 * c * (
-                grid.step[3 * i] * s[1] + grid.step[3 * i + 1] * s[2] + grid.step[3 * i + 2] * s[3]
-            )
-    for i in range(3):
-        on_x[i] = <real>(occupancy * sum_x[i]) if atom.usable else 0
-    on_b[0] = <real>(occupancy * sum_b) if atom.usable else 0
-    on_occupancy[0] = <real>total
+    for g in range(G):
+        for part in range(1 if change == NULL else 2):
+            # 1, x, y, z and |w|², with z relative to the point of the row nearest to the atom.
+            for i in range(5):
+                s[i] = 0
+                for r in range(lanes):
+                    s[i] += sums[(MOMENTS // 2 * g + 5 * part + i) * lanes + r]
+            s[3] -= grid.metric[5] * s[1]
+            m = moments + MOMENTS * g + MOMENTS // 2 * part
+            m[0] = s[0]
+            for i in range(3):
+                m[1 + i] = (
+                    grid.step[3 * i] * s[1] + grid.step[3 * i + 1] * s[2]
+                    + grid.step[3 * i + 2] * s[3]
+                )
+                # The isotropic derivatives need no more than the trace.
+                m[4 + i] = s[4] / 3
+                m[7 + i] = 0
 
 
-cdef void pull_back(
-    const Grid* grid, const Atom* atom, const real* numbers, const real* b, bint anisotropic,
-    double occupancy, const double* amplitudes, const double* widths, Py_ssize_t G,
-    const real* cotangent, real* on_x, real* on_b, real* on_occupancy, real* scratch,
-    double* extents, Py_ssize_t* lengths, Py_ssize_t most, Py_ssize_t pitch, double* moments,
+cdef void contract_rows(
+    const Grid* grid, const Atom* atom, const real* numbers, const real* change, Py_ssize_t G,
+    const real* cotangent, real* scratch, double* extents, Py_ssize_t* lengths, Py_ssize_t most,
+    Py_ssize_t pitch, double* moments,
 ) noexcept nogil:
-    """Write an atom's gradients, from moments of every Gaussian times the cotangent."""
+    """Write the moments of any atom."""
     cdef Py_ssize_t x, y, g, r, rows, first, length
-    cdef int i, j, n
-    cdef double dx, dy, trace
+    cdef int i, j, part
+    cdef double dx, dy
     cdef real* q = scratch
     cdef real* t = q + most * G
     cdef real* ys = t + most * G
     cdef real* zs = ys + most
-    cdef real* values = zs + most
-    cdef double s[6]
-    cdef double P[6]
-    cdef double W[9]
-    cdef double Pw[3]
-    cdef double PW[9]
-    cdef double total = 0
-    cdef double sum_x[3]
-    cdef double sum_b[6]
+    cdef real* turned = zs + most
+    cdef real* values = turned + (0 if change == NULL else 3 * most * G)
+    cdef real* d = NULL
+    cdef double s[12]
+    cdef double w[3]
+    cdef double ww[6]
     cdef double* m
-    memset(moments, 0, 10 * G * sizeof(double))
-    memset(sum_x, 0, sizeof(sum_x))
-    memset(sum_b, 0, sizeof(sum_b))
+    memset(moments, 0, MOMENTS * G * sizeof(double))
     for x in range(atom.low[0], atom.high[0] + 1):
         dx = x - atom.at[0]
         rows_inside(grid, atom, dx, extents, extents + most, zs)
@@ -843,6 +1014,8 @@ cdef void pull_back(
             if length <= 0:
                 continue
             set_row(numbers, G, dx, dy, first - atom.at[2], q + rows * G, t + rows * G)
+            if change != NULL:
+                set_changes(change, G, dx, dy, turned + 3 * rows * G)
             ys[rows] = <real>dy
             zs[rows] = <real>(first - atom.at[2])
             lengths[rows] = length
@@ -853,55 +1026,178 @@ cdef void pull_back(
             rows = rows + 1
         for g in range(G):
             memset(s, 0, sizeof(s))
+            if change != NULL:
+                d = turned + g
             if real is float:
                 moments_float(
                     rows, lengths, values, pitch, q + g, t + g, G, numbers[G + g], numbers[g], ys,
-                    zs, s,
+                    zs, d, 3 * G, s,
                 )
             else:
                 moments_double(
                     rows, lengths, values, pitch, q + g, t + g, G, numbers[G + g], numbers[g], ys,
-                    zs, s,
+                    zs, d, 3 * G, s,
                 )
-            # 1, x, y, z, xx, yy, zz, xy, xz, yz.
-            m = moments + 10 * g
-            m[0] += s[0]
-            m[1] += dx * s[0]
-            m[2] += s[1]
-            m[3] += s[2]
-            m[4] += dx * dx * s[0]
-            m[5] += s[3]
-            m[6] += s[4]
-            m[7] += dx * s[1]
-            m[8] += dx * s[2]
-            m[9] += s[5]
-    for g in range(G if atom.usable else 0):
-        m = moments + 10 * g
-        gaussian(b, anisotropic, amplitudes[g], widths[g], P)
-        total = total + m[0]
-        for i in range(3):
-            W[i] = 0
-            for j in range(3):
-                W[i] += grid.step[3 * i + j] * m[1 + j]
-        Pw[0] = P[0] * W[0] + P[3] * W[1] + P[4] * W[2]
-        Pw[1] = P[3] * W[0] + P[1] * W[1] + P[5] * W[2]
-        Pw[2] = P[4] * W[0] + P[5] * W[1] + P[2] * W[2]
-        for i in range(3):
-            sum_x[i] += 2 * Pw[i]
-        # Second moments in Å².
-        squares(grid.step, m + 4, W)
-        if not anisotropic:
-            trace = W[0] + W[1] + W[2]
-            sum_b[0] += (P[0] * trace - 1.5 * m[0]) / (widths[g] + b[0])
+            for part in range(1 if change == NULL else 2):
+                # 1, x, y, z, xx, yy, zz, xy, xz, yz.
+                m = moments + MOMENTS * g + MOMENTS // 2 * part
+                i = 6 * part
+                m[0] += s[i]
+                m[1] += dx * s[i]
+                m[2] += s[i + 1]
+                m[3] += s[i + 2]
+                m[4] += dx * dx * s[i]
+                m[5] += s[i + 3]
+                m[6] += s[i + 4]
+                m[7] += dx * s[i + 1]
+                m[8] += dx * s[i + 2]
+                m[9] += s[i + 5]
+    for g in range(G):
+        for part in range(1 if change == NULL else 2):
+            m = moments + MOMENTS * g + MOMENTS // 2 * part
+            for i in range(3):
+                w[i] = 0
+                for j in range(3):
+                    w[i] += grid.step[3 * i + j] * m[1 + j]
+            squares(grid.step, m + 4, ww)
+            for i in range(3):
+                m[1 + i] = w[i]
+            for i in range(6):
+                m[4 + i] = ww[i]
+
+
+cdef inline double trace_of(const double* P, const double* Q) noexcept nogil:
+    """Return the trace of a product of symmetric matrices."""
+    return P[0] * Q[0] + P[1] * Q[1] + P[2] * Q[2] + 2 * (
+        P[3] * Q[3] + P[4] * Q[4] + P[5] * Q[5]
+    )
+
+
+cdef inline void product(const double* P, const double* w, double* out) noexcept nogil:
+    out[0] = P[0] * w[0] + P[3] * w[1] + P[4] * w[2]
+    out[1] = P[3] * w[0] + P[1] * w[1] + P[5] * w[2]
+    out[2] = P[4] * w[0] + P[5] * w[1] + P[2] * w[2]
+
+
+cdef double slope(
+    const double* P, const double* t, const double* tb, bint anisotropic, double twidth,
+    double* beta, double* gamma,
+) noexcept nogil:
+    """Write a Gaussian's change along tangents, over its value: beta·w + w·gamma w - nu; return nu.
+
+    See `_vjp_vjp_formula` of fusedops/density.py.
+    """
+    cdef double M[6]
+    cdef int n
+    for n in range(6):
+        M[n] = 0.25 * twidth if n < 3 else 0
+        if anisotropic:
+            M[n] += 2 * PI * PI * tb[n]
+        elif n < 3:
+            M[n] += 0.25 * tb[0]
+    product(P, t, beta)
+    for n in range(3):
+        beta[n] *= 2
+    squares_of(P, M, gamma)
+    for n in range(6):
+        gamma[n] /= PI * PI
+    return trace_of(P, M) / (2 * PI * PI)
+
+
+cdef void write_gradients(
+    const SetUp* call, Py_ssize_t n, const double* moments, void* on_xyz, void* on_b,
+    void* on_occupancy, void* on_amplitudes, void* on_widths, const real* given,
+) noexcept nogil:
+    """Write an atom's gradients, from the moments of its Gaussians times the cotangent."""
+    cdef Py_ssize_t G = call.gaussians, bs = call.bs, g
+    cdef bint usable = call.atoms[n].usable, changing = call.changes != NULL
+    cdef const real* b = <const real*>call.b + bs * n
+    cdef double occupancy = (<const real*>call.occupancy)[n], toccupancy = occupancy
+    cdef double A, tA, z, share, nu, total = 0
+    cdef double P[6]
+    cdef double K[6]
+    cdef double beta[3]
+    cdef double gamma[6]
+    cdef double Pw[3]
+    cdef double gw[3]
+    cdef double sum_x[3]
+    cdef double sum_b[6]
+    cdef const double* one
+    cdef const double* ones
+    cdef int i, j
+    memset(sum_x, 0, sizeof(sum_x))
+    memset(sum_b, 0, sizeof(sum_b))
+    if changing:
+        toccupancy = call.along.occupancy[n]
+    for g in range(G):
+        if not usable:
+            (<real*>on_amplitudes)[G * n + g] = 0
+            (<real*>on_widths)[G * n + g] = 0
             continue
-        squares_of(P, W, PW)
-        for n in range(6):
-            sum_b[n] += (2 if n < 3 else 4) * (PW[n] - 0.5 * m[0] * P[n])
+        A = tA = call.amplitudes[G * n + g]
+        share = occupancy * A
+        gaussian(b, bs == 6, 1, call.widths[G * n + g], P)
+        one = ones = moments + MOMENTS * g
+        z = 0
+        if changing:
+            tA = call.along.amplitudes[G * n + g]
+            ones = one + MOMENTS // 2
+            nu = slope(
+                P, call.along.xyz + 3 * n, call.along.b + bs * n, bs == 6,
+                call.along.widths[G * n + g], beta, gamma,
+            )
+            z = trace_of(gamma, one + 4) - nu * one[0]
+            for i in range(3):
+                z = z + beta[i] * one[1 + i]
+        product(P, ones + 1, Pw)
+        squares_of(P, ones + 4, K)
+        for i in range(3):
+            sum_x[i] += 2 * Pw[i] * (1 if changing else share)
+        for i in range(6):
+            K[i] = (K[i] - 0.5 * ones[0] * P[i]) * (1 if changing else share)
+        if changing:
+            product(P, one + 1, Pw)
+            product(gamma, one + 1, gw)
+            for i in range(3):
+                sum_x[i] -= share * (one[0] * beta[i] + 2 * gw[i])
+            bend(P, gamma, one + 4, Pw, beta, one[0], share, K)
+        for i in range(bs):
+            sum_b[i] += (2 if i < 3 else 4) * K[i] if bs == 6 else trace(K) / (4 * PI * PI)
+        total = total + tA * one[0] + A * z
+        (<real*>on_amplitudes)[G * n + g] = <real>(toccupancy * one[0] + occupancy * z)
+        (<real*>on_widths)[G * n + g] = <real>(trace(K) / (4 * PI * PI))
     for i in range(3):
-        on_x[i] = <real>(occupancy * sum_x[i]) if atom.usable else 0
-    for n in range(6 if anisotropic else 1):
-        on_b[n] = <real>(occupancy * sum_b[n]) if atom.usable else 0
-    on_occupancy[0] = <real>total
+        (<real*>on_xyz)[3 * n + i] = <real>sum_x[i]
+    for i in range(bs):
+        (<real*>on_b)[bs * n + i] = <real>sum_b[i]
+    (<real*>on_occupancy)[n] = <real>total
+
+
+cdef inline double trace(const double* K) noexcept nogil:
+    return K[0] + K[1] + K[2]
+
+
+cdef inline void bend(
+    const double* P, const double* gamma, const double* ww, const double* Pw, const double* beta,
+    double one, double share, double* K,
+) noexcept nogil:
+    """Subtract share (Pw betaᵀ / 2 + P ww gamma, and its transpose, - one gamma / 2)."""
+    cdef double left[9]
+    cdef double column[3]
+    cdef double row[3]
+    cdef int i, j, n
+    for j in range(3):
+        # ww times column j of gamma.
+        for i in range(3):
+            column[i] = gamma[AT[3 * i + j]]
+        product(ww, column, row)
+        product(P, row, column)
+        for i in range(3):
+            left[3 * i + j] = 0.5 * Pw[i] * beta[j] + column[i]
+    for n in range(6):
+        i = n if n < 3 else (0 if n < 5 else 1)
+        j = n if n < 3 else (1 if n == 3 else 2)
+        K[n] -= share * (left[3 * i + j] + left[3 * j + i] - 0.5 * one * gamma[n])
 
 
 cdef void squares(const double* step, const double* form, double* out) noexcept nogil:
@@ -940,51 +1236,37 @@ cdef Grid grid_of(shape, const double* step, double largest):
     return grid
 
 
-# The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
-# has a function of its own. Scratch has a row for every thread.
-cdef struct SetUp:
-    Grid grid
-    const double* to_grid
-    const void* xyz
-    Py_ssize_t count
-    const void* b
-    Py_ssize_t bs
-    const void* occupancy
-    const double* amplitudes
-    const double* widths
-    Py_ssize_t gaussians
-    const double* radius
-    double slack
-    Atom* atoms
-    void* numbers
-
-cdef struct Scratch:
-    void* numbers
-    Py_ssize_t row
-    double* extents
-    Py_ssize_t* lengths
-    double* moments
-    Py_ssize_t moments_row
-    Py_ssize_t most
-    Py_ssize_t pitch
-
-cdef struct Splat:
-    const SetUp* given
-    bint separable
-    const long long* listed
-    const long long* pointers
-    Py_ssize_t thickness
-    void* out
-    Scratch scratch
-
-cdef struct SplatVjp:
-    const SetUp* given
-    bint separable
-    const void* cotangent
-    void* on_xyz
-    void* on_b
-    void* on_occupancy
-    Scratch scratch
+cdef void set_change(const SetUp* call, Py_ssize_t n, real* change) noexcept nogil:
+    """Write the polynomials by which tangents change an atom's Gaussians."""
+    cdef Py_ssize_t G = call.gaussians, bs = call.bs, g
+    cdef const real* b = <const real*>call.b + bs * n
+    cdef double occupancy = (<const real*>call.occupancy)[n], share, nu
+    cdef double P[6]
+    cdef double beta[3]
+    cdef double gamma[6]
+    cdef double form[6]
+    cdef int i, j
+    for g in range(G):
+        gaussian(b, bs == 6, 1, call.widths[G * n + g], P)
+        nu = slope(
+            P, call.along.xyz + 3 * n, call.along.b + bs * n, bs == 6,
+            call.along.widths[G * n + g], beta, gamma,
+        )
+        share = occupancy * call.amplitudes[G * n + g]
+        change[CHANGE * g] = <real>(
+            call.along.occupancy[n] * call.amplitudes[G * n + g]
+            + occupancy * call.along.amplitudes[G * n + g] - share * nu
+        )
+        in_voxels(call.grid.step, gamma, form)
+        for i in range(3):
+            nu = 0
+            for j in range(3):
+                nu = nu + call.grid.step[3 * j + i] * beta[j]
+            change[CHANGE * g + 1 + i] = <real>(share * nu)
+        for i in range(6):
+            change[CHANGE * g + 4 + i] = <real>(share * form[i])
+        if call.separable:
+            change[CHANGE * g + 4] = <real>(share * gamma[0])
 
 
 cdef void some_atoms(
@@ -996,9 +1278,11 @@ cdef void some_atoms(
         set_atom(
             &call.grid, call.to_grid, <const real*>call.xyz + 3 * n,
             <const real*>call.b + call.bs * n, call.bs == 6, (<const real*>call.occupancy)[n],
-            call.amplitudes + G * n, call.widths + G * n, G, call.radius[n], call.slack,
+            call.amplitudes + G * n, call.widths + G * n, G, call.radius[n], call.slack, call.bare,
             call.atoms + n, <real*>call.numbers + NUMBERS * G * n,
         )
+        if call.changes != NULL and call.atoms[n].usable:
+            set_change(call, n, <real*>call.changes + CHANGE * G * n)
 
 
 cdef void some_slabs(
@@ -1012,10 +1296,10 @@ cdef void some_slabs(
         some_planes(
             &set_up.grid, s * call.thickness, min((s + 1) * call.thickness, set_up.grid.nx),
             call.listed + call.pointers[s], call.pointers[s + 1] - call.pointers[s],
-            set_up.atoms, <const real*>set_up.numbers, call.separable,
-            <const real*>set_up.occupancy, set_up.gaussians, <real*>call.out,
-            <real*>own.numbers + thread * own.row, own.extents + 2 * thread * own.most, own.most,
-            own.pitch,
+            set_up.atoms, <const real*>set_up.numbers, set_up.separable,
+            <const real*>set_up.occupancy, <const real*>set_up.changes, set_up.gaussians,
+            <real*>call.out, <real*>own.numbers + thread * own.row,
+            own.extents + 2 * thread * own.most, own.most, own.pitch,
         )
 
 
@@ -1025,36 +1309,30 @@ cdef void some_pull_backs(
     cdef const SplatVjp* call = <const SplatVjp*>given
     cdef const SetUp* set_up = call.given
     cdef const Scratch* own = &call.scratch
-    cdef Py_ssize_t G = set_up.gaussians, bs = set_up.bs, n
+    cdef Py_ssize_t G = set_up.gaussians, n
     cdef const real* numbers
-    cdef const real* b
-    cdef real occupancy
-    cdef real* on_x
-    cdef real* on_b
-    cdef real* on_occupancy
+    cdef const real* change = NULL
     cdef real* scratch = <real*>own.numbers + thread * own.row
     cdef double* extents = own.extents + 2 * thread * own.most
+    cdef double* moments = own.moments + thread * own.moments_row
     for n in range(begin, end):
         numbers = <const real*>set_up.numbers + NUMBERS * G * n
-        b = <const real*>set_up.b + bs * n
-        occupancy = (<const real*>set_up.occupancy)[n]
-        on_x = <real*>call.on_xyz + 3 * n
-        on_b = <real*>call.on_b + bs * n
-        on_occupancy = <real*>call.on_occupancy + n
-        if call.separable:
-            pull_back_separable(
-                &set_up.grid, set_up.atoms + n, numbers, b[0], occupancy, set_up.widths + G * n,
-                G, <const real*>call.cotangent, on_x, on_b, on_occupancy, scratch, extents,
-                own.most, own.pitch,
+        if set_up.changes != NULL:
+            change = <const real*>set_up.changes + CHANGE * G * n
+        if set_up.separable:
+            contract_separable(
+                &set_up.grid, set_up.atoms + n, numbers, change, G, <const real*>call.cotangent,
+                scratch, extents, own.most, own.pitch, moments,
             )
         else:
-            pull_back(
-                &set_up.grid, set_up.atoms + n, numbers, b, bs == 6, occupancy,
-                set_up.amplitudes + G * n, set_up.widths + G * n, G,
-                <const real*>call.cotangent, on_x, on_b, on_occupancy, scratch, extents,
-                own.lengths + thread * own.most, own.most, own.pitch,
-                own.moments + thread * own.moments_row,
+            contract_rows(
+                &set_up.grid, set_up.atoms + n, numbers, change, G, <const real*>call.cotangent,
+                scratch, extents, own.lengths + thread * own.most, own.most, own.pitch, moments,
             )
+        write_gradients(
+            set_up, n, moments, call.on_xyz, call.on_b, call.on_occupancy, call.on_amplitudes,
+            call.on_widths, given,
+        )
 
 
 cdef Py_ssize_t padded(Py_ssize_t extent) noexcept nogil:
@@ -1065,7 +1343,7 @@ cdef Py_ssize_t padded(Py_ssize_t extent) noexcept nogil:
 cdef bytearray set_up(
     SetUp* call, Scratch* scratch, shape, step, to_grid, measures,
     const real[:, ::1] xyz, b, const real[::1] occupancy, amplitudes, widths, radius,
-    double slack, int threads,
+    double slack, bint separable, bint bare, tangents, int threads,
 ):
     """Prepare every atom for the loops over voxels; return the memory that holds the results."""
     cdef Py_ssize_t most = 1, row = 1, n
@@ -1084,11 +1362,22 @@ cdef bytearray set_up(
     call.gaussians = widths.shape[1]
     call.radius = <const double*>elements(radius, 8)
     call.slack = slack
+    call.separable = separable
+    call.bare = bare
+    cdef Py_ssize_t numbers = call.count * call.gaussians * sizeof(real)
     cdef bytearray memory = room(
-        call.count * (sizeof(Atom) + NUMBERS * call.gaussians * sizeof(real))
+        call.count * sizeof(Atom) + (NUMBERS if tangents is None else NUMBERS + CHANGE) * numbers
     )
     call.atoms = <Atom*>of(memory)
     call.numbers = call.atoms + call.count
+    call.changes = NULL
+    if tangents is not None:
+        call.changes = <char*>call.numbers + NUMBERS * numbers
+        call.along.xyz = <const double*>elements(tangents[0], 8)
+        call.along.b = <const double*>elements(tangents[1], 8)
+        call.along.occupancy = <const double*>elements(tangents[2], 8)
+        call.along.amplitudes = <const double*>elements(tangents[3], 8)
+        call.along.widths = <const double*>elements(tangents[4], 8)
     with nogil:
         in_shares(<Share>some_atoms[real], call, call.count, threads)
         for n in range(call.count):
@@ -1162,7 +1451,8 @@ cdef void list_atoms(
 
 
 def splat(
-    # IN: a lattice, of float64; b (N,) or (N, 6); and of float64 (N, G), (N, G), (N,)
+    # IN: a lattice, of float64; b (N,) or (N, 6); and of float64 (N, G), (N, G), (N,); and None, or
+    # tangents of the five arrays of atoms, of float64, along which `out` is the map's derivative
     shape,
     step,
     to_grid,
@@ -1176,6 +1466,7 @@ def splat(
     double slack,
     bint separable,
     int threads,
+    tangents,
     # OUT
     real[:, :, ::1] out,
 ):
@@ -1184,9 +1475,10 @@ def splat(
     cdef Scratch* scratch = &call.scratch
     cdef bytearray atoms = set_up[real](
         &given, scratch, shape, step, to_grid, measures, xyz, b, occupancy, amplitudes,
-        widths, radius, slack, threads,
+        widths, radius, slack, separable, tangents is not None, tangents, threads,
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
+    cdef Py_ssize_t products = G if tangents is None else 2 * G
     cdef Py_ssize_t slab = (given.grid.nx + SLABS - 1) // SLABS
     cdef Py_ssize_t slabs = (given.grid.nx + slab - 1) // slab
     cdef long long pointers[SLABS + 1]
@@ -1195,10 +1487,9 @@ def splat(
     cdef bytearray lists = room(pointers[slabs] * sizeof(long long))
     cdef long long* listed = <long long*>of(lists)
     cdef bytearray own = scratch_of(
-        scratch, pitch + most + (3 * most + pitch) * G, sizeof(real), threads
+        scratch, pitch + most + 2 * G * most + products * (most + pitch), sizeof(real), threads
     )
     call.given = &given
-    call.separable = separable
     call.listed = listed
     call.pointers = pointers
     call.thickness = slab
@@ -1223,37 +1514,45 @@ def splat_vjp(
     double slack,
     bint separable,
     int threads,
+    tangents,
     const real[:, :, ::1] cotangent,
-    # OUT: in the shapes of xyz, b and occupancy; an output that is None is computed anyway, at no cost
+    # OUT: in the shapes of xyz, b, occupancy, amplitudes and widths; an output that is None is computed
+    # anyway, at no cost
     real[:, ::1] on_xyz,
     on_b,
     real[::1] on_occupancy,
+    real[:, ::1] on_amplitudes,
+    real[:, ::1] on_widths,
 ):
     cdef SetUp given
     cdef SplatVjp call
     cdef Scratch* scratch = &call.scratch
     cdef bytearray atoms = set_up[real](
         &given, scratch, shape, step, to_grid, measures, xyz, b, occupancy, amplitudes,
-        widths, radius, slack, threads,
+        widths, radius, slack, separable, True, tangents, threads,
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
     cdef bytearray own = scratch_of(
-        scratch, most * (4 * G + 4 + pitch) + G * (pitch + 5 * LANES), sizeof(real), threads
+        scratch, most * (5 * G + 5 + pitch) + (G + 1) * pitch + MOMENTS // 2 * G * LANES,
+        sizeof(real), threads,
     )
     cdef bytearray lengths = room(threads * most * sizeof(Py_ssize_t))
     scratch.lengths = <Py_ssize_t*>of(lengths)
-    scratch.moments_row = (10 * G + 7) // 8 * 8
+    scratch.moments_row = (MOMENTS * G + 7) // 8 * 8
     cdef bytearray moments = room(threads * scratch.moments_row * sizeof(double))
     scratch.moments = <double*>of(moments)
-    cdef bytearray unwanted = room(given.count * (4 + given.bs) * sizeof(real))
+    cdef bytearray unwanted = room(given.count * (4 + given.bs + 2 * G) * sizeof(real))
     cdef real* spare = <real*>of(unwanted)
     call.given = &given
-    call.separable = separable
     call.cotangent = &cotangent[0, 0, 0]
     call.on_xyz = &on_xyz[0, 0] if on_xyz is not None else spare
     spare += 3 * given.count
     call.on_b = elements(on_b, sizeof(real)) if on_b is not None else spare
     spare += given.bs * given.count
     call.on_occupancy = &on_occupancy[0] if on_occupancy is not None else spare
+    spare += given.count
+    call.on_amplitudes = &on_amplitudes[0, 0] if on_amplitudes is not None else spare
+    spare += G * given.count
+    call.on_widths = &on_widths[0, 0] if on_widths is not None else spare
     with nogil:
         in_shares(<Share>some_pull_backs[real], &call, given.count, threads)

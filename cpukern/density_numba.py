@@ -4,6 +4,9 @@ A line meets an atom's sphere in an interval. Displacements from the atom to the
 lines are stored one after the other, so that exponentials run in whole SIMD vectors. One thread
 owns each slab of planes of the map, and sums it in the order of the atoms; one thread owns each
 atom's gradient. So the thread count changes no bit.
+
+Tangents of atoms change a Gaussian by a factor, a polynomial of second degree. The map's derivative
+sums such products, and second derivatives by atoms follow from moments with and without the factor.
 """
 
 from __future__ import annotations
@@ -115,6 +118,7 @@ def _set_up(
     to_grid,
     measures,
     shape,
+    bare,
     at,
     box,
     sizes,
@@ -124,7 +128,8 @@ def _set_up(
 ):
     """Write atoms' positions, in voxels, their boxes and Gaussians; a bad atom's box is empty.
 
-    `sizes` are the numbers of voxels in a plane of the box and in the box.
+    `sizes` are the numbers of voxels in a plane of the box and in the box. Bare Gaussians are of
+    one electron.
     """
     for a in range(low, high):
         reach, share[a] = np.float64(radius[a]), occupancy[a]
@@ -143,9 +148,10 @@ def _set_up(
         sizes[a, 0] = (box[a, 1, 1] - box[a, 1, 0] + 1) * (box[a, 2, 1] - box[a, 2, 0] + 1)
         sizes[a, 1] = (box[a, 0, 1] - box[a, 0, 0] + 1) * sizes[a, 0]
         for g in range(widths.shape[1]):
+            amplitude = 1.0 if bare else np.float64(amplitudes[a, g])
             if b.shape[1] == 1:
                 c = 4 * math.pi**2 / (np.float64(widths[a, g]) + b[a, 0])
-                forms[a, g, 0] = amplitudes[a, g] * (c / math.pi) * math.sqrt(c / math.pi)
+                forms[a, g, 0] = amplitude * (c / math.pi) * math.sqrt(c / math.pi)
                 forms[a, g, 1] = c
                 continue
             width, scale = np.float64(widths[a, g]), 2 * math.pi**2
@@ -159,7 +165,7 @@ def _set_up(
             )
             pxx, pxy, pxz = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
             det = xx * pxx + xy * pxy + xz * pxz
-            forms[a, g, 0] = amplitudes[a, g] * math.pi * math.sqrt(math.pi / det)
+            forms[a, g, 0] = amplitude * math.pi * math.sqrt(math.pi / det)
             c = math.pi**2 / det
             forms[a, g, 1] = c * pxx
             forms[a, g, 2] = c * (xx * zz - xz * xz)
@@ -234,15 +240,95 @@ def _add_plane(plane, at, box, square, step, shape, spans, w, lines, voxels, cou
 
 
 @jit
-def _evaluate(w, voxels, scale, forms, value):
-    """Write sums of Gaussians at displacements w."""
+def _product(A, B, out):
+    """Write the product of matrices (3, 3)."""
+    for i in range(3):
+        for j in range(3):
+            out[i, j] = A[i, 0] * B[0, j] + A[i, 1] * B[1, j] + A[i, 2] * B[2, j]
+
+
+@jit
+def _write_matrix(row, out):
+    """Write a symmetric matrix, from one element of a diagonal, or xx, yy, zz, xy, xz, yz."""
+    out[:] = 0
+    for i in range(3):
+        out[i, i] = row[i] if len(row) > 1 else row[0]
+    if len(row) > 1:
+        out[0, 1] = out[1, 0] = row[3]
+        out[0, 2] = out[2, 0] = row[4]
+        out[1, 2] = out[2, 1] = row[5]
+
+
+@jit
+def _trace(A):
+    return A[0, 0] + A[1, 1] + A[2, 2]
+
+
+@jit
+def _slope(P, xyz, b, width, beta, gamma, work):
+    """Write a Gaussian's change along tangents, over its value: beta·w + w·gamma w - nu; return nu.
+
+    See `_vjp_vjp_formula` of fusedops/density.py.
+    """
+    _write_matrix(b, gamma)
+    gamma *= 0.25 if len(b) == 1 else 2 * math.pi**2
+    for i in range(3):
+        gamma[i, i] += width / 4
+        beta[i] = 2 * (P[i, 0] * xyz[0] + P[i, 1] * xyz[1] + P[i, 2] * xyz[2])
+    _product(P, gamma, work)
+    nu = _trace(work) / (2 * math.pi**2)
+    _product(work, P, gamma)
+    gamma /= math.pi**2
+    return nu
+
+
+@jit
+def _set_changes(low, high, box, occupancy, forms, amplitudes, along, changes):
+    """Write the polynomials p + q·w + w·S w by which tangents change Gaussians: p, q and S."""
+    P, gamma, work, beta = np.empty((3, 3)), np.empty((3, 3)), np.empty((3, 3)), np.empty(3)
+    xyz, b, toccupancy, tamplitudes, twidths = along
+    for a in range(low, high):
+        if box[a, 0, 1] < box[a, 0, 0]:
+            continue
+        for g in range(forms.shape[1]):
+            _write_matrix(forms[a, g, 1:], P)
+            nu = _slope(P, xyz[a], b[a], twidths[a, g], beta, gamma, work)
+            share = occupancy[a] * amplitudes[a, g]
+            plain = toccupancy[a] * amplitudes[a, g] + occupancy[a] * tamplitudes[a, g]
+            change = changes[a, g]
+            change[0], change[1:4] = plain - share * nu, share * beta
+            change[4] = share * gamma[0, 0]
+            if len(change) > 5:
+                change[5], change[6] = share * gamma[1, 1], share * gamma[2, 2]
+                change[7], change[8] = share * gamma[0, 1], share * gamma[0, 2]
+                change[9] = share * gamma[1, 2]
+
+
+@_inlined()
+def _polynomial_of(change, dtype):
+    """Return a change in the working precision, with twice the elements off the diagonal of S."""
+    p, qx, qy, qz = dtype(change[0]), dtype(change[1]), dtype(change[2]), dtype(change[3])
+    if len(change) == 5:
+        u = dtype(change[4])
+        return p, qx, qy, qz, u, u, u, u, u, u
+    a, b, c = dtype(change[4]), dtype(change[5]), dtype(change[6])
+    d, e, f = dtype(2 * change[7]), dtype(2 * change[8]), dtype(2 * change[9])
+    return p, qx, qy, qz, a, b, c, d, e, f
+
+
+@jit
+def _evaluate(w, voxels, scale, forms, changes, atom, value):
+    """Write sums of an atom's Gaussians at displacements w, times their changes if not None."""
     dtype = value.dtype.type
     n = -(-voxels // _BLOCK) * _BLOCK
     x, y, z, value = w[0, :n], w[1, :n], w[2, :n], value[:n]
     value[:] = 0
-    for form in forms:
+    for i in range(len(forms)):
+        form = forms[i]
         norm, (a, b, c, d, e, f) = dtype(scale * form[0]), _exponents(form, dtype)
-        if len(form) == 2:
+        if changes is not None:
+            _add_changed(x, y, z, form, changes[atom, i], value)
+        elif len(form) == 2:
             for m in range(n):
                 value[m] += norm * _exp2(a * _square(x[m], y[m], z[m]))
         else:
@@ -251,15 +337,42 @@ def _evaluate(w, voxels, scale, forms, value):
 
 
 @jit
-def _add_moments(w, voxels, g, forms, moments):
-    """Add sums over displacements w of exponentials times g times 1, w, and w·w or w wᵀ."""
+def _add_changed(x, y, z, form, change, value):
+    dtype = value.dtype.type
+    norm, (a, b, c, d, e, f) = dtype(form[0]), _exponents(form, dtype)
+    p, qx, qy, qz, sa, sb, sc, sd, se, sf = _polynomial_of(change, dtype)
+    if len(form) == 2:
+        for m in range(len(value)):
+            square = _square(x[m], y[m], z[m])
+            factor = p + qx * x[m] + qy * y[m] + qz * z[m] + sa * square
+            value[m] += norm * _exp2(a * square) * factor
+    else:
+        for m in range(len(value)):
+            factor = p + qx * x[m] + qy * y[m] + qz * z[m]
+            factor += _form(x[m], y[m], z[m], sa, sb, sc, sd, se, sf)
+            value[m] += norm * _exp2(_form(x[m], y[m], z[m], a, b, c, d, e, f)) * factor
+
+
+@jit
+def _add_moments(w, voxels, g, forms, changes, atom, moments):
+    """Add sums over displacements w of exponentials times g times 1, w, and w·w or w wᵀ.
+
+    With changes, there are the same sums with a Gaussian's change as another factor.
+    """
     dtype = g.dtype.type
     n = -(-voxels // _BLOCK) * _BLOCK
     g[voxels:n] = 0
+    x, y, z, g = w[0, :n], w[1, :n], w[2, :n], g[:n]
     for i in range(len(forms)):
-        sums = _moments(w[0, :n], w[1, :n], w[2, :n], g[:n], forms[i], dtype)
-        for k in range(moments.shape[1]):
-            moments[i, k] += sums[k]
+        if changes is None:
+            own = _moments(x, y, z, g, forms[i], dtype)
+            for k in range(moments.shape[2]):
+                moments[i, 0, k] += own[k]
+        else:
+            own, changed = _changed_moments(x, y, z, g, forms[i], changes[atom, i], dtype)
+            for k in range(moments.shape[2]):
+                moments[i, 0, k] += own[k]
+                moments[i, 1, k] += changed[k]
 
 
 @_reordered
@@ -292,6 +405,58 @@ def _moments(x, y, z, g, form, dtype):
     return s, sx, sy, sz, sxx, syy, szz, sxy, sxz, syz
 
 
+@_reordered
+def _changed_moments(x, y, z, g, form, change, dtype):
+    a, b, c, d, e, f = _exponents(form, dtype)
+    p, qx, qy, qz, sa, sb, sc, sd, se, sf = _polynomial_of(change, dtype)
+    s = sx = sy = sz = sxx = syy = szz = sxy = sxz = syz = dtype(0)
+    u = ux = uy = uz = uxx = uyy = uzz = uxy = uxz = uyz = dtype(0)
+    if len(form) == 2:
+        for m in range(len(g)):
+            square = _square(x[m], y[m], z[m])
+            t = g[m] * _exp2(a * square)
+            s += t
+            sx += t * x[m]
+            sy += t * y[m]
+            sz += t * z[m]
+            sxx += t * square
+            t *= p + qx * x[m] + qy * y[m] + qz * z[m] + sa * square
+            u += t
+            ux += t * x[m]
+            uy += t * y[m]
+            uz += t * z[m]
+            uxx += t * square
+    else:
+        for m in range(len(g)):
+            t = g[m] * _exp2(_form(x[m], y[m], z[m], a, b, c, d, e, f))
+            s += t
+            tx, ty, tz = t * x[m], t * y[m], t * z[m]
+            sx += tx
+            sy += ty
+            sz += tz
+            sxx += tx * x[m]
+            syy += ty * y[m]
+            szz += tz * z[m]
+            sxy += tx * y[m]
+            sxz += tx * z[m]
+            syz += ty * z[m]
+            factor = p + qx * x[m] + qy * y[m] + qz * z[m]
+            t *= factor + _form(x[m], y[m], z[m], sa, sb, sc, sd, se, sf)
+            u += t
+            tx, ty, tz = t * x[m], t * y[m], t * z[m]
+            ux += tx
+            uy += ty
+            uz += tz
+            uxx += tx * x[m]
+            uyy += ty * y[m]
+            uzz += tz * z[m]
+            uxy += tx * y[m]
+            uxz += tx * z[m]
+            uyz += ty * z[m]
+    own = s, sx, sy, sz, sxx, syy, szz, sxy, sxz, syz
+    return own, (u, ux, uy, uz, uxx, uyy, uzz, uxy, uxz, uyz)
+
+
 @_inlined()
 def _exponents(form, dtype):
     """Return -log2(e) P in the working precision; one element of it for an isotropic atom."""
@@ -315,7 +480,23 @@ def _form(x, y, z, a, b, c, d, e, f):
 
 
 @jit
-def _slabs(low, high, slab, ptr, atoms, at, box, square, occupancy, forms, step, shape, most, out):
+def _slabs(
+    low,
+    high,
+    slab,
+    ptr,
+    atoms,
+    at,
+    box,
+    square,
+    occupancy,
+    forms,
+    changes,
+    step,
+    shape,
+    most,
+    out,
+):
     w, value = np.zeros((3, most), out.dtype), np.zeros(most, out.dtype)
     spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     size = shape[1] * shape[2]
@@ -342,7 +523,7 @@ def _slabs(low, high, slab, ptr, atoms, at, box, square, occupancy, forms, step,
                     )
                 if voxels < _BATCH and plane < box[a, 0, 1]:
                     continue
-                _evaluate(w, voxels, occupancy[a], forms[a], value)
+                _evaluate(w, voxels, occupancy[a], forms[a], changes, a, value)
                 v = 0
                 for line in range(count):
                     row, z, n = lines[line, 0], lines[line, 1], lines[line, 2]
@@ -362,19 +543,26 @@ def _atoms(
     square,
     occupancy,
     forms,
+    changes,
     step,
     shape,
     most,
+    amplitudes,
+    along,
     cotangent,
     on_xyz,
     on_b,
     on_occupancy,
+    on_amplitudes,
+    on_widths,
 ):
     w, g = np.zeros((3, most), cotangent.dtype), np.zeros(most, cotangent.dtype)
     spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     isotropic = forms.shape[2] == 2
-    moments = np.empty((forms.shape[1], 5 if isotropic else 10))
+    moments = np.empty((forms.shape[1], 2, 5 if isotropic else 10))
     x, b = np.empty(3), np.empty(1 if isotropic else 6)
+    on_A, on_B = np.empty(forms.shape[1]), np.empty(forms.shape[1])
+    work = np.empty((6, 3, 3))
     for a in range(low, high):
         moments[:] = 0
         voxels = count = 0
@@ -391,63 +579,93 @@ def _atoms(
                     m = min(n, shape[2] - z)
                     copy_run(g, v, cotangent, row + z, m)
                     v, n, z = v + m, n - m, 0
-            _add_moments(w, voxels, g, forms[a], moments)
+            _add_moments(w, voxels, g, forms[a], changes, a, moments)
             voxels = count = 0
-        total = _gradients(forms[a], moments, x, b)
+        x[:], b[:], on_A[:], on_B[:], total = 0, 0, 0, 0, 0.0
+        if box[a, 0, 0] <= box[a, 0, 1]:
+            total = _gradients(
+                a,
+                forms[a],
+                occupancy[a],
+                amplitudes[a],
+                along,
+                moments,
+                work,
+                x,
+                b,
+                on_A,
+                on_B,
+            )
         if len(on_xyz):
-            on_xyz[a] = occupancy[a] * x
+            on_xyz[a] = x
         if len(on_b):
-            on_b[a] = occupancy[a] * b
+            on_b[a] = b
         if len(on_occupancy):
             on_occupancy[a] = total
+        if len(on_amplitudes):
+            on_amplitudes[a] = on_A
+        if len(on_widths):
+            on_widths[a] = on_B
 
 
 @jit
-def _gradients(forms, moments, x, b):
-    """Write the gradients by x and by B or U for occupancy 1; return the gradient by occupancy."""
+def _gradients(a, forms, occupancy, amplitudes, along, moments, work, x, b, on_A, on_B):
+    """Write an atom's gradients from its moments, and return the gradient by occupancy."""
     total = 0.0
-    x[:] = 0
-    b[:] = 0
-    for i in range(len(forms)):
-        norm, s = forms[i, 0], moments[i, 0]
-        total += norm * s
-        sx, sy, sz = moments[i, 1], moments[i, 2], moments[i, 3]
+    P, gamma, second, K, bent, spare = work[0], work[1], work[2], work[3], work[4], work[5]
+    beta = np.empty(3)
+    bent[:] = 0
+    for g in range(len(forms)):
+        A = amplitudes[g]
+        share = occupancy * A
+        own = moments[g]
+        own *= forms[g, 0]
+        one, w, z, tA, tocc = own[0, 0], own[0, 1:4], 0.0, A, occupancy
+        ones, ws, factor = one, w, share
+        _write_matrix(forms[g, 1:], P)
+        _write_second(own[0, 4:], second)
+        if along is not None:
+            xyz, tb, toccupancy, tamplitudes, twidths = along
+            nu = _slope(P, xyz[a], tb[a], twidths[a, g], beta, gamma, spare)
+            tA, tocc, z = tamplitudes[a, g], toccupancy[a], -nu * one
+            _product(P, second, spare)
+            _product(spare, gamma, bent)
+            for i in range(3):
+                Pw = P[i, 0] * w[0] + P[i, 1] * w[1] + P[i, 2] * w[2]
+                gw = gamma[i, 0] * w[0] + gamma[i, 1] * w[1] + gamma[i, 2] * w[2]
+                x[i] -= share * (one * beta[i] + 2 * gw)
+                z += beta[i] * w[i]
+                for j in range(3):
+                    z += gamma[i, j] * second[i, j]
+                    bent[i, j] += 0.5 * Pw * beta[j] - 0.25 * one * gamma[i, j]
+            _write_second(own[1, 4:], second)
+            ones, ws, factor = own[1, 0], own[1, 1:4], 1.0
+        _product(P, second, spare)
+        _product(spare, P, K)
+        for i in range(3):
+            x[i] += 2 * factor * (P[i, 0] * ws[0] + P[i, 1] * ws[1] + P[i, 2] * ws[2])
+            for j in range(3):
+                spare[i, j] = factor * (K[i, j] - 0.5 * ones * P[i, j])
+                spare[i, j] -= share * (bent[i, j] + bent[j, i])
+        on_A[g], on_B[g] = tocc * one + occupancy * z, _trace(spare) / (4 * math.pi**2)
+        total += tA * one + A * z
         if len(b) == 1:
-            c = forms[i, 1]
-            x[0] += 2 * norm * c * sx
-            x[1] += 2 * norm * c * sy
-            x[2] += 2 * norm * c * sz
-            b[0] += norm * (c * moments[i, 4] - 1.5 * s) * c / (4 * math.pi**2)
+            b[0] += on_B[g]
             continue
-        xx, yy, zz, xy, xz, yz = _symmetric(forms[i], 1)
-        x[0] += 2 * norm * (xx * sx + xy * sy + xz * sz)
-        x[1] += 2 * norm * (xy * sx + yy * sy + yz * sz)
-        x[2] += 2 * norm * (xz * sx + yz * sy + zz * sz)
-        S = _symmetric(moments[i], 4)
-        rows = (xx, xy, xz), (xy, yy, yz), (xz, yz, zz)
-        b[0] += norm * (2 * _between(rows[0], S, rows[0]) - s * xx)
-        b[1] += norm * (2 * _between(rows[1], S, rows[1]) - s * yy)
-        b[2] += norm * (2 * _between(rows[2], S, rows[2]) - s * zz)
-        b[3] += 2 * norm * (2 * _between(rows[0], S, rows[1]) - s * xy)
-        b[4] += 2 * norm * (2 * _between(rows[0], S, rows[2]) - s * xz)
-        b[5] += 2 * norm * (2 * _between(rows[1], S, rows[2]) - s * yz)
+        for i in range(3):
+            b[i] += 2 * spare[i, i]
+        b[3] += 4 * spare[0, 1]
+        b[4] += 4 * spare[0, 2]
+        b[5] += 4 * spare[1, 2]
     return total
 
 
-@_inlined()
-def _symmetric(row, at):
-    return row[at], row[at + 1], row[at + 2], row[at + 3], row[at + 4], row[at + 5]
-
-
-@_inlined()
-def _between(p, S, q):
-    """Return p·S·q for a symmetric S."""
-    xx, yy, zz, xy, xz, yz = S
-    return (
-        p[0] * (xx * q[0] + xy * q[1] + xz * q[2])
-        + p[1] * (xy * q[0] + yy * q[1] + yz * q[2])
-        + p[2] * (xz * q[0] + yz * q[1] + zz * q[2])
-    )
+@jit
+def _write_second(moments, out):
+    """Write sums of w wᵀ; of isotropic Gaussians the trace is enough, and is all there is."""
+    _write_matrix(moments, out)
+    if len(moments) == 1:
+        out /= 3
 
 
 @jit
@@ -470,7 +688,9 @@ def _bin(box, planes, slab, ends, atoms):
             ends[s] += 1
 
 
-def _prepare(a: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
+def _prepare(
+    a: Any, bare: bool, along: tuple[np.ndarray, ...] | None = None
+) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
     """Return atoms, the lattice with the size of a thread's buffers, and the cost of each atom."""
     lattice, b = a.lattice, a.b if a.b.ndim == 2 else a.b[:, None]
     arrays = a.xyz, b, a.occupancy, a.amplitudes, a.widths, a.radius
@@ -480,24 +700,38 @@ def _prepare(a: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], np.ndarray]:
     square, share = np.empty((2, count))
     forms = np.empty((count, gaussians, 1 + b.shape[1]))
     lattice_of = lattice.to_grid, lattice.measures, lattice.shape
-    arguments = *given, *lattice_of, at, box, sizes, square, share, forms
+    arguments = *given, *lattice_of, bare, at, box, sizes, square, share, forms
     in_parallel(lambda low, high: _set_up(low, high, *arguments), count, _ATOMS)
+    changes = None
+    if along is not None:
+        changes = np.empty((count, gaussians, 5 if b.shape[1] == 1 else 10))
+        amplitudes = np.array(a.amplitudes, np.float64, order="C")
+        further = box, share, forms, amplitudes, along, changes
+        in_parallel(lambda low, high: _set_changes(low, high, *further), count, _ATOMS)
     most = int(_BATCH + sizes[:, 0].max(initial=0) + _BLOCK)
     # A sphere fills half of its box.
     costs = 0.5 * gaussians * sizes[:, 1]
     return (
-        (at, box, square, share, forms),
+        (at, box, square, share, forms, changes),
         (lattice.step, lattice.shape, most),
         costs,
     )
 
 
-@register("gaussian_density", "numba")
-def gaussian_density(a: Any, y: Any) -> None:
-    out = y.map
-    if out is None:
-        return
-    atoms, space, costs = _prepare(clamped(a)[0] if a.clamp else a)
+def _tangents(a: Any) -> tuple[np.ndarray, ...]:
+    """Return tangents of atoms in float64, zeros for those left out; b has two dimensions."""
+    pairs = zip(a[:5], a[6:11], strict=True)
+    found = [
+        np.zeros(array.shape) if dd is None else np.array(dd, np.float64, order="C")
+        for array, dd in pairs
+    ]
+    found[1] = found[1] if a.b.ndim == 2 else found[1][:, None]
+    return tuple(found)
+
+
+def _splat(a: Any, prepared: Any, out: np.ndarray) -> None:
+    """Write the map, or its derivative along tangents."""
+    atoms, space, costs = prepared
     box, planes = atoms[1], a.lattice.nx
     slab = max(1, min(_SLAB // out[0].nbytes, planes // (_SLABS * get_num_threads())))
     slabs = -(-planes // slab)
@@ -513,16 +747,41 @@ def gaussian_density(a: Any, y: Any) -> None:
     in_shares(lambda low, high: _slabs(low, high, *arguments), ends, _GRAIN)
 
 
+def _pull_back(a: Any, prepared: Any, along: Any, outputs: Any) -> None:
+    """Write the gradients by atoms, of the map or of its derivative along tangents."""
+    atoms, space, costs = prepared
+    dtype, (count, gaussians) = a.dmap.dtype, a.widths.shape
+    shapes = (3,), (6 if a.b.ndim == 2 else 1,), (), (gaussians,), (gaussians,)
+    given = [
+        np.empty((0, *shape), dtype) if out is None else out.reshape(count, *shape)
+        for out, shape in zip(outputs, shapes, strict=True)
+    ]
+    # A copy, since read-only arrays have types of their own, for which all would be compiled again.
+    amplitudes = np.array(a.amplitudes, np.float64, order="C")
+    g = np.ascontiguousarray(a.dmap).reshape(-1)
+    arguments = *atoms, *space, amplitudes, along, g, *given
+    ends = np.concatenate([[0], np.cumsum(costs)])
+    in_shares(lambda low, high: _atoms(low, high, *arguments), ends, _GRAIN)
+
+
+@register("gaussian_density", "numba")
+def gaussian_density(a: Any, y: Any) -> None:
+    if y.map is not None:
+        _splat(a, _prepare(clamped(a)[0] if a.clamp else a, bare=False), y.map)
+
+
 @register("gaussian_density_vjp", "numba")
 @clamping
 def gaussian_density_vjp(a: Any, y: Any) -> None:
-    b, cotangent, dtype = a.b, a.dmap, a.dmap.dtype
-    on_xyz, on_b, on_occupancy = y
-    atoms, space, costs = _prepare(a)
-    on_xyz = np.empty((0, 3), dtype) if on_xyz is None else on_xyz
-    on_b = np.empty((0, 1), dtype) if on_b is None else on_b.reshape(len(b), -1 if len(b) else 1)
-    on_occupancy = np.empty(0, dtype) if on_occupancy is None else on_occupancy
-    g = np.ascontiguousarray(cotangent).reshape(-1)
-    arguments = *atoms, *space, g, on_xyz, on_b, on_occupancy
-    ends = np.concatenate([[0], np.cumsum(costs)])
-    in_shares(lambda low, high: _atoms(low, high, *arguments), ends, _GRAIN)
+    _pull_back(a, _prepare(a, bare=True), None, y)
+
+
+@register("gaussian_density_vjp_vjp", "numba")
+def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
+    *gradients, ddmap = y
+    along = _tangents(a)
+    prepared = _prepare(a, True, along)
+    if ddmap is not None:
+        _splat(a, prepared, ddmap)
+    if any([gradient is not None for gradient in gradients]):
+        _pull_back(a, prepared, along, gradients)

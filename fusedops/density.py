@@ -1,8 +1,8 @@
 """The density of atoms on a periodic grid: sums of Gaussians, added straight to the map.
 
 One file, from top to bottom: the lattice, how far atoms reach, the atoms that have a density, the
-widths that are raised, the definition of map and gradient, and the public op. The kernels are in
-``cpukern/density_*`` and ``gpukern/density.py``.
+widths that are raised, the definition of the map and of its first and second derivatives, and the
+public op. The kernels are in ``cpukern/density_*`` and ``gpukern/density.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -389,20 +389,35 @@ def _all_of(conditions: Any) -> Any:
     return functools.reduce(lambda one, other: one & other, [good for *_, good in conditions])
 
 
-def _gaussians(b: Any, amplitudes: Any, widths: Any) -> tuple[Any, Any]:
+def _gaussians(b: Any, widths: Any) -> tuple[Any, Any]:
     """Return norms (N, G) and matrices P (N, G, 3, 3) of Gaussians norm · exp(-w·P·w)."""
     xp = namespace(b)
     if b.ndim == 1:
         c = 4 * math.pi**2 / (widths + b[:, None])
-        return amplitudes * (c / math.pi) ** 1.5, c[..., None, None] * _eye(b)
+        return (c / math.pi) ** 1.5, c[..., None, None] * _eye(b)
     M = _matrices(b, widths)
-    norm = amplitudes * math.pi**1.5 / xp.sqrt(xp.linalg.det(M))
-    return norm, math.pi**2 * xp.linalg.inv(M)
+    return math.pi**1.5 / xp.sqrt(xp.linalg.det(M)), math.pi**2 * xp.linalg.inv(M)
 
 
-def _matrices(U: Any, widths: Any) -> Any:
-    """Return (B I + 8π² U) / 4 for all Gaussians, (N, G, 3, 3)."""
-    return (widths[:, :, None, None] * _eye(U) + 8 * math.pi**2 * U[:, None][..., _ROWS]) / 4
+def _matrices(b: Any, widths: Any) -> Any:
+    """Return (B I + 8π² U) / 4 for all Gaussians, (N, G, 3, 3), or (B + b) I / 4."""
+    if b.ndim == 1:
+        return (widths + b[:, None])[..., None, None] * _eye(b) / 4
+    return (widths[:, :, None, None] * _eye(b) + 8 * math.pi**2 * b[:, None][..., _ROWS]) / 4
+
+
+def _by_width(b: Any, on_M: Any) -> Any:
+    """Return gradients (N,) or (N, 6) by `b`, from gradients (N, G, 3, 3) by `_matrices`."""
+    xp = namespace(b)
+    on_M = on_M.sum(1)
+    if b.ndim == 1:
+        return _trace(on_M) / 4
+    twice = [(1 if i == j else 2) * on_M[:, i, j] for i, j in COMPONENTS]
+    return 2 * math.pi**2 * xp.stack(twice, -1)
+
+
+def _trace(matrices: Any) -> Any:
+    return matrices[..., 0, 0] + matrices[..., 1, 1] + matrices[..., 2, 2]
 
 
 def _eye(like: Any) -> Any:
@@ -452,18 +467,33 @@ def clamped(a: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     if getattr(a, "order", None) is not None:
         wide = wide._replace(order=repeated(a.order, len(wide.xyz)))
 
-    def back(dxyz: Any, db: Any, doccupancy: Any) -> tuple[Any, ...]:
-        parts = [
+    def back(
+        dxyz: Any, db: Any, doccupancy: Any, damplitudes: Any, dwidths: Any
+    ) -> tuple[Any, ...]:
+        dxyz, db, doccupancy, damplitudes, dwidths = (
             None if d is None else d.reshape(len(copies), len(b), *d.shape[1:])
-            for d in (dxyz, db, doccupancy)
-        ]
-        dxyz, db, doccupancy = parts
-        if db is not None:
-            db = db[0] if pull is None else db[0] + pull(double(db[1:]))
+            for d in (dxyz, db, doccupancy, damplitudes, dwidths)
+        )
+        dU, dleast = (0, 0) if pull is None or db is None else pull(double(db[1:]))
+        if damplitudes is not None:
+            damplitudes = sum(
+                xp.where(own, d, xp.zeros_like(d))
+                for d, (*_, own) in zip(damplitudes, copies, strict=True)
+            )
+        if dwidths is not None:
+            # Constant widths are no function of the atom's.
+            parts = dwidths if b.ndim == 2 else dwidths[:1]
+            dwidths = sum(
+                xp.where(own, d, xp.zeros_like(d))
+                for d, (*_, own) in zip(parts, copies, strict=False)
+            )
+            dwidths = dwidths - dleast / (8 * math.pi**2)
         return (
             None if dxyz is None else dxyz.sum(0),
-            db,
+            None if db is None else db[0] + dU,
             None if doccupancy is None else doccupancy.sum(0),
+            damplitudes,
+            dwidths,
         )
 
     return wide, back
@@ -515,15 +545,17 @@ def _raised(U: Any, least: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     above = root - bound
     V = xp.where(kept, full, bound * eye) + sign * above * P
 
-    def pull(dV: Any) -> Any:
-        """Return dU (N, 6) for dV (G, N, 6)."""
+    def pull(dV: Any) -> tuple[Any, Any]:
+        """Return dU (N, 6) and the gradients (N, G) by the bounds, for dV (G, N, 6)."""
         D = xp.stack([dV[..., i] / (1 if i < 3 else 2) for i in range(6)], -1)
         D = xp.einsum("gn...->ng...", D)[..., _ROWS]
         turned = P @ D @ S
         turned = turned + xp.einsum("...ij->...ji", turned)
         along = xp.einsum("...ij,...ij->...", P, D)[..., None, None]
         dU = xp.where(kept, D, xp.zeros_like(D)) + sign * (along * P + above * turned)
-        return xp.stack([(1 if i == j else 2) * dU[..., i, j] for i, j in COMPONENTS], -1).sum(1)
+        dbound = xp.where(kept, xp.zeros_like(D), D * eye) - sign * D * P
+        dU = xp.stack([(1 if i == j else 2) * dU[..., i, j] for i, j in COMPONENTS], -1).sum(1)
+        return dU, dbound.sum((-1, -2))
 
     return xp.stack([V[..., i, j] for i, j in COMPONENTS], -1), sharp, pull
 
@@ -542,8 +574,11 @@ def clamping(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             kernel(a, y)
             return
         wide, back = clamped(a)
-        pairs = zip(y, wide[:3], strict=True)
-        made = [None if out is None else zeros(x, tuple(x.shape)) for out, x in pairs]
+        wanted = [out is not None for out in y]
+        # Bounds of U depend on widths.
+        wanted[1] |= wanted[4]
+        pairs = zip(wanted, wide[:5], strict=True)
+        made = [zeros(x, tuple(x.shape)) if want else None for want, x in pairs]
         kernel(wide, y._make(made))
         for out, found in zip(y, back(*made), strict=True):
             if out is not None:
@@ -590,18 +625,18 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice, part: tuple[int, int]) -> tup
     return flat.reshape(count, -1), w.reshape(count, -1, 3), inside.reshape(count, -1)
 
 
-def _chunks(arrays: Sequence[Any], constants: Sequence[Any], lattice: Lattice) -> Any:
-    """Yield rows of atoms that have a density, with their arrays, and a part of their boxes.
+def _chunks(arrays: Sequence[Any], radius: Any, more: Sequence[Any], lattice: Lattice) -> Any:
+    """Yield numbers of atoms that have a density, their rows of all arrays, and a part of boxes.
 
     The boxes of many atoms are taken at a time, or a large one in parts: see `_ball`.
     """
     xp = namespace(arrays[0])
-    constants = [cast(a, arrays[0]) for a in constants]
-    good = ~bad_atoms(*arrays, *constants, lattice=lattice)
+    radius = cast(radius, arrays[0])
+    good = ~bad_atoms(*(*arrays, radius), lattice=lattice)
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     measures = cast(lattice.fields_like(arrays[0]).measures, arrays[0])
-    boxes = (2 * constants[2][good][:, None] * measures[6:9] + 2).prod(1)
-    sizes = (boxes * constants[0].shape[1]).tolist()
+    boxes = (2 * radius[good][:, None] * measures[6:9] + 2).prod(1)
+    sizes = (boxes * arrays[4].shape[1]).tolist()
     begin = 0
     while begin < len(sizes):
         end, most = begin + 1, sizes[begin]
@@ -610,104 +645,194 @@ def _chunks(arrays: Sequence[Any], constants: Sequence[Any], lattice: Lattice) -
             end += 1
         rows, parts = good[begin:end], math.ceil(most / _CHUNK)
         for k in range(parts):
-            some = [array[rows] for array in arrays], [array[rows] for array in constants]
-            yield rows, *some, (k, parts)
+            yield rows, [array[rows] for array in (*arrays, radius, *more)], (k, parts)
         begin = end
+
+
+class _Voxels(NamedTuple):
+    """The voxels V around every atom, and the atom's Gaussians there, each of one electron."""
+
+    # Flat indices (N, V), and monomials 1, w, w wᵀ of the vectors from the atom, (N, V, 13).
+    flat: Any
+    monomials: Any
+    # Gaussians (N, V, G), zero beyond the radius, and their matrices P (N, G, 3, 3).
+    e: Any
+    P: Any
+
+
+def _voxels(x: Any, b: Any, widths: Any, radius: Any, part: Any, lattice: Lattice) -> _Voxels:
+    xp = namespace(x)
+    norm, P = _gaussians(b, widths)
+    flat, w, inside = _ball(x, radius, lattice, part)
+    squares = (w[..., :, None] * w[..., None, :]).reshape(*w.shape[:2], 9)
+    q = squares @ _turned(P.reshape(*P.shape[:2], 9))
+    # Zero the masked exponents, so that exp can't overflow.
+    q = xp.where(inside[..., None], q, xp.zeros_like(q))
+    e = xp.where(inside[..., None], norm[:, None] * xp.exp(-q), xp.zeros_like(q))
+    return _Voxels(flat, xp.concatenate([xp.ones_like(w[..., :1]), w, squares], -1), e, P)
+
+
+def _turned(matrices: Any) -> Any:
+    return matrices.swapaxes(-1, -2)
+
+
+def _moments(values: Any, monomials: Any) -> tuple[Any, Any, Any]:
+    """Return sums over voxels of values (N, V, G), times 1, times w and times w wᵀ."""
+    sums = _turned(values) @ monomials
+    return sums[..., 0], sums[..., 1:4], sums[..., 4:].reshape(*sums.shape[:2], 3, 3)
+
+
+def _product(matrices: Any, vectors: Any) -> Any:
+    return (matrices @ vectors[..., None])[..., 0]
+
+
+def _add_at(out: Any, flat: Any, values: Any) -> None:
+    if is_tensor(out):
+        out.index_add_(0, flat.reshape(-1).long(), values.reshape(-1))
+    else:
+        np.add.at(out, flat.reshape(-1).astype(np.int64), values.reshape(-1))
+
+
+def _at(map: Any, flat: Any) -> Any:
+    return map[flat.long() if is_tensor(flat) else flat.astype(np.int64)]
 
 
 def _density_formula(a: Any) -> tuple[Any, Any]:
     dtype, lattice, xyz = promoted(a[:3]), a.lattice, a.xyz
-    arrays = [double(array) for array in a[:3]]
+    arrays = [double(array) for array in a[:5]]
     if a.clamp:
-        a, _ = clamped(a._replace(xyz=arrays[0], b=arrays[1], occupancy=arrays[2]))
-        arrays = a[:3]
+        a, _ = clamped(a._make((*arrays, *a[5:])))
+        arrays = a[:5]
     out = zeros(arrays[0], (math.prod(lattice.shape),))
-    for _, (x, width, occ), (amplitudes, widths, radius), part in _chunks(arrays, a[3:6], lattice):
-        norm, P = _gaussians(width, amplitudes, widths)
-        flat, w, inside = _ball(x, radius, lattice, part)
-        value = occ[:, None] * _sum(w, inside, norm, P)[1].sum(-1)
-        if is_tensor(out):
-            out.index_add_(0, flat.reshape(-1).long(), value.reshape(-1))
-        else:
-            np.add.at(out, flat.reshape(-1).astype(np.int64), value.reshape(-1))
+    for _, (x, b, occ, amplitudes, widths, radius), part in _chunks(arrays, a.radius, (), lattice):
+        voxels = _voxels(x, b, widths, radius, part, lattice)
+        _add_at(out, voxels.flat, _product(voxels.e, occ[:, None] * amplitudes))
     order = None
     if _is_ordered(xyz):
         order = sys.modules["torch"].arange(len(xyz), device=xyz.device)
     return cast(out, dtype).reshape(lattice.shape), order
 
 
-def _sum(w: Any, inside: Any, norm: Any, P: Any) -> tuple[Any, Any]:
-    """Return P·w (N, V, G, 3) and every Gaussian's density (N, V, G), zero outside."""
-    xp = namespace(w)
-    Pw = xp.einsum("agij,avj->avgi", P, w)
-    q = xp.einsum("avgi,avi->avg", Pw, w)
-    # Zero the masked exponents, so that exp can't overflow.
-    q = xp.where(inside[..., None], q, xp.zeros_like(q))
-    return Pw, xp.where(inside[..., None], norm[:, None] * xp.exp(-q), xp.zeros_like(q))
-
-
-def _vjp_formula(a: Any) -> tuple[Any, Any, Any]:
+def _vjp_formula(a: Any) -> tuple[Any, ...]:
     r"""Return the gradients of Σ_v g_v ρ(v).
 
-    With e a Gaussian's density for occupancy 1, c = 4π²/(B + b) and M = (B + 8π² U)/4, they are
-    sums over voxels and Gaussians of g times a factor: e for occupancy, 2 occ e P w for x,
-    occ e (c w² - 3/2)/(B + b) for b, and occ e 2π² (π² M⁻¹ w (M⁻¹ w)ᵀ - M⁻¹/2) for U, twice that
-    off the diagonal.
+    With e a Gaussian of one electron, M = (B I + 8π² U)/4 and P = π² M⁻¹, they follow from sums
+    over voxels of g e times 1, w and w wᵀ, as the derivatives of e by x and M are e times 2 P w and
+    (P w wᵀ P - P/2) / π².
     """
     lattice = a.lattice
-    *arrays, g = (double(array) for array in a[:4])
+    *arrays, g = (double(array) for array in a[:6])
     if a.clamp:
-        call = a._replace(xyz=arrays[0], b=arrays[1], occupancy=arrays[2], order=None)
-        wide, back = clamped(call)
-        pairs = zip(back(*_vjp_formula(wide)), a[:3], strict=True)
+        wide, back = clamped(a._make((*arrays, *a[5:]))._replace(order=None))
+        pairs = zip(back(*_vjp_formula(wide)), a[:5], strict=True)
         return tuple([cast(found, array) for found, array in pairs])
-    xp = namespace(g)
     g = g.reshape(-1)
-    rows_of: list[list[Any]] = [[], [], []]
-    numbers = []
 
     def some(
-        x: Any, width: Any, occ: Any, g: Any, amplitudes: Any, widths: Any, radius: Any, part: Any
-    ) -> Any:
-        norm, P = _gaussians(width, amplitudes, widths)
-        flat, w, inside = _ball(x, radius, lattice, part)
-        Pw, e = _sum(w, inside, norm, P)
-        ge = g[flat.long() if is_tensor(flat) else flat.astype(np.int64)][..., None] * e
-        dx = 2 * occ[:, None] * xp.einsum("avg,avgi->ai", ge, Pw)
-        if width.ndim == 1:
-            total = widths + width[:, None]
-            bracket = xp.einsum("avgi,avi->avg", Pw, w) - 1.5
-            db = occ * xp.einsum("avg,avg,ag->a", ge, bracket, 1 / total)
-        else:
-            dM = xp.einsum("avg,avgi,avgj->aij", ge, Pw, Pw) / math.pi**2
-            dM = dM - 0.5 / math.pi**2 * xp.einsum("avg,agij->aij", ge, P)
-            dU = 2 * math.pi**2 * occ[:, None, None] * dM
-            twice = [(1 if i == j else 2) * dU[:, i, j] for i, j in COMPONENTS]
-            db = xp.stack(twice, -1)
-        return dx, db, ge.sum((-1, -2))
+        g: Any, part: Any, x: Any, b: Any, occ: Any, amplitudes: Any, widths: Any, radius: Any
+    ) -> tuple[Any, ...]:
+        flat, monomials, e, P = _voxels(x, b, widths, radius, part, lattice)
+        one, w, ww = _moments(_at(g, flat)[..., None] * e, monomials)
+        share = occ[:, None] * amplitudes
+        dx = 2 * (share[..., None] * _product(P, w)).sum(1)
+        on_M = (P @ ww @ P - 0.5 * one[..., None, None] * P) / math.pi**2
+        on_M = share[..., None, None] * on_M
+        docc = (amplitudes * one).sum(1)
+        return dx, _by_width(b, on_M), docc, occ[:, None] * one, _trace(on_M) / 4
 
     run = recomputed(some, g)
-    for rows, (x, width, occ), constants, part in _chunks(arrays, a[4:7], lattice):
+    numbers, found = [], []
+    for rows, given, part in _chunks(arrays, a.radius, (), lattice):
         numbers.append(rows)
-        for found, those in zip(rows_of, run(x, width, occ, g, *constants, part), strict=True):
-            found.append(those)
+        found.append(run(g, part, *given))
+    return _whole(a[:5], numbers, found)
+
+
+def _whole(arrays: Sequence[Any], numbers: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+    """Return gradients by arrays, from rows of them; all other atoms have gradients of zero."""
+    xp = namespace(arrays[0])
     results = []
-    for array, found in zip(a[:3], rows_of, strict=True):
-        total = zeros(g, tuple(array.shape))
+    for at, array in enumerate(arrays):
+        total = zeros(double(array), tuple(array.shape))
         if numbers:
-            at, values = xp.concatenate(numbers), xp.concatenate(found)
+            rows, values = xp.concatenate(numbers), xp.concatenate([part[at] for part in found])
             # A large box has several parts.
-            if is_tensor(g):
-                total = total.index_add(0, at, values)
+            if is_tensor(array):
+                total = total.index_add(0, rows, values)
             else:
-                np.add.at(total, at, values)
+                np.add.at(total, rows, values)
         results.append(cast(total, array))
     return tuple(results)
 
 
+def _vjp_vjp_formula(a: Any) -> tuple[Any, ...]:
+    r"""Return the gradients of Σ_v g_v ρ'(v), by atoms and by g.
+
+    ρ' is the derivative of ρ along the cotangents (t, T, …) of the gradients by atoms. With the
+    symbols of `_vjp_formula` and M' the derivative of M, a Gaussian of one electron changes by e z,
+
+    .. math:: z = β·w + w·γ w - ν, \quad
+              β = 2 P t, \quad γ = P M' P / π^2, \quad ν = tr(P M') / 2 π^2
+
+    so that ρ' = Σ e d with d = (o A)' + o A z, and sums over voxels of g e and of g e d times 1, w
+    and w wᵀ are enough.
+    """
+    lattice = a.lattice
+    *arrays, g = (double(array) for array in a[:6])
+    xp, shape = namespace(g), g.shape
+    g = g.reshape(-1)
+    along = [
+        zeros(array, tuple(array.shape)) if tangent is None else double(tangent)
+        for array, tangent in zip(arrays, a[6:11], strict=True)
+    ]
+
+    def some(
+        g: Any, part: Any, x: Any, b: Any, occ: Any, A: Any, widths: Any, radius: Any,
+        t: Any, tb: Any, tocc: Any, tA: Any, twidths: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        flat, monomials, e, P = _voxels(x, b, widths, radius, part, lattice)
+        share, dshare = occ[:, None] * A, tocc[:, None] * A + occ[:, None] * tA
+        PM = P @ _matrices(tb, twidths)
+        beta, gamma = 2 * _product(P, t[:, None]), PM @ P / math.pi**2
+        nu = _trace(PM) / (2 * math.pi**2)
+        factors = [-nu[..., None], beta, gamma.reshape(*nu.shape, 9)]
+        ez = e * (monomials @ _turned(xp.concatenate(factors, -1)))
+        ed = dshare[:, None] * e + share[:, None] * ez
+        g = _at(g, flat)[..., None]
+        one, w, ww = _moments(g * e, monomials)
+        ones, ws, wws = _moments(g * ed, monomials)
+        z = (g * ez).sum(1)
+        dx = 2 * _product(P, ws) - share[..., None] * (
+            one[..., None] * beta + 2 * _product(gamma, w)
+        )
+        bent = 0.5 * _product(P, w)[..., None] * beta[..., None, :] + P @ ww @ gamma
+        bent = bent + _turned(bent) - 0.5 * one[..., None, None] * gamma
+        on_M = P @ wws @ P - 0.5 * ones[..., None, None] * P - share[..., None, None] * bent
+        on_M = on_M / math.pi**2
+        docc = (tA * one + A * z).sum(1)
+        dA = tocc[:, None] * one + occ[:, None] * z
+        return dx.sum(1), _by_width(b, on_M), docc, dA, _trace(on_M) / 4, flat, ed.sum(-1)
+
+    run = recomputed(some, g)
+    numbers, found = [], []
+    ddmap = zeros(g, tuple(g.shape))
+    for rows, given, part in _chunks(arrays, a.radius, along, lattice):
+        *parts, flat, values = run(g, part, *given)
+        _add_at(ddmap, flat, values)
+        numbers.append(rows)
+        found.append(parts)
+    return *_whole(a[:5], numbers, found), cast(ddmap.reshape(shape), a.dmap)
+
+
 def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    last = y.order, a.lattice, a.clamp
-    return density_vjp.to_run(*a[:3], dy.map, *a[3:6], *last, out=wanted)
+    last = a.radius, y.order, a.lattice, a.clamp
+    return density_vjp.to_run(*a[:5], dy.map, *last, out=wanted)
+
+
+def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
+    if a.clamp:
+        return NotImplemented
+    return density_vjp_vjp.to_run(*a[:6], *dy, a.radius, a.order, a.lattice, out=wanted)
 
 
 def _is_ordered(xyz: Any) -> bool:
@@ -715,15 +840,22 @@ def _is_ordered(xyz: Any) -> bool:
     return is_tensor(xyz) and not (xyz.is_cpu or xyz.is_meta) and xyz.shape[0] >= ORDERED
 
 
-_ATOMS = {"xyz": "(N, 3)", "b": "(N) or (N, 6)", "occupancy": "(N)"}
-_CONSTANTS = {"amplitudes": "(N, G), G > 0", "widths": "(N, G)", "radius": "(N), optional, number"}
+_ATOMS = {
+    "xyz": "(N, 3)",
+    "b": "(N) or (N, 6)",
+    "occupancy": "(N)",
+    "amplitudes": "(N, G), G > 0",
+    "widths": "(N, G)",
+}
+_RADIUS, _ORDER = {"radius": "(N), optional, number"}, {"order": "(N), optional"}
 _SIZES: dict[str, Any] = {"nx, ny, nz": lambda a: a.lattice.shape}
+_GRADIENTS = {f"d{name}": f"like {name}" for name in _ATOMS}
 
 density = Primitive(
     "gaussian_density",
     family="density",
     arrays=_ATOMS,
-    constants=_CONSTANTS,
+    constants=_RADIUS,
     static={"lattice": Lattice, "clamp": int},
     sizes={**_SIZES, "ordered": lambda a: _is_ordered(a.xyz)},
     outputs={"map": "(nx, ny, nz) of xyz, b, occupancy", "order": "(N) int64 with ordered"},
@@ -736,22 +868,47 @@ density_vjp = Primitive(
     "gaussian_density_vjp",
     family="density",
     arrays={**_ATOMS, "dmap": "(nx, ny, nz)"},
-    constants={**_CONSTANTS, "order": "(N), optional"},
+    constants={**_RADIUS, **_ORDER},
     static={"lattice": Lattice, "clamp": int},
     sizes=_SIZES,
-    outputs={f"d{name}": f"like {name}" for name in _ATOMS},
+    outputs=_GRADIENTS,
     formula=_vjp_formula,
+    pullback=_vjp_pullback,
+    sixteen_bits=True,
+)
+density_vjp_vjp = Primitive(
+    "gaussian_density_vjp_vjp",
+    family="density",
+    arrays={
+        **_ATOMS,
+        "dmap": "(nx, ny, nz)",
+        **{f"dd{name}": f"{line}, optional" for name, line in _ATOMS.items()},
+    },
+    constants={**_RADIUS, **_ORDER},
+    static={"lattice": Lattice},
+    sizes=_SIZES,
+    outputs={**_GRADIENTS, "ddmap": "like dmap"},
+    formula=_vjp_vjp_formula,
     sixteen_bits=True,
 )
 
 
-def _constant(name: str, argument: str, value: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return a constant array, and the same in `dtype`, as a `Made` if it must be cast."""
+def _in(dtype: Any, value: Any) -> Any:
+    """Return an array in `dtype`, as a `Made` if it must be cast."""
+    return value if value.dtype == dtype else Made(lambda value: cast(value, dtype), value)
+
+
+def _constant(name: str, argument: str, value: Any) -> Any:
+    """Return a constant array without the wrappers of torch.func."""
     if is_tensor(value) and value.requires_grad:
         raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
+    return _outside_of_transforms(name, argument, value)
+
+
+def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
     if is_tensor(value) and sys.modules["torch"]._C._are_functorch_transforms_active():
-        value = bridge().unwrapped(name, argument, value)
-    return value, value if value.dtype == dtype else Made(lambda value: cast(value, dtype), value)
+        return bridge().unwrapped(name, argument, value)
+    return value
 
 
 def _mapped() -> bool:
@@ -796,7 +953,7 @@ def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     warn(f"{name}: {int(bad.sum())} of {len(bad)} atoms are left out; of the first, {wrong}")
 
 
-@op(density)
+@op(density, by_request=("amplitudes", "widths"))
 def gaussian_density(
     xyz: ArrayT,
     b: ArrayT,
@@ -867,8 +1024,13 @@ def gaussian_density(
 
     Notes
     -----
-    xyz, b and occupancy have gradients, with the set of voxels held fixed; `gaussian_density.vjp`
-    returns them in this order. Second derivatives exist for tensors only, in plain torch.
+    xyz, b, occupancy, amplitudes and widths have gradients, with the set of voxels held fixed: in
+    torch of every order, in NumPy of the first. `gaussian_density.vjp` returns the gradients by
+    xyz, b and occupancy, in this order; wrt=("xyz", "widths") asks for others, in the order of the
+    signature. Kernels compute first and second derivatives; torch differentiates the definition for
+    higher ones, and for the second with on_bad="clamp". A product of the Hessian with a vector
+    takes about three times the time of the gradient on a CPU. Gradients by amplitudes and widths
+    take time only if they are asked for.
     On the CPU atoms are summed in their order for any number of threads; on a GPU the order changes
     from run to run, unless `torch.use_deterministic_algorithms` asks for a fixed one. A voxel is
     inside up to 1 + 5·10⁻⁶ times the radius. Inside of torch.compile, `cell` should be a `Lattice`
@@ -894,15 +1056,16 @@ def gaussian_density(
     # Constants of 16-bit atoms keep float32's digits; besides, NumPy has no bfloat16.
     dtype = promoted((xyz, b, occupancy))
     dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
-    amplitudes, in_amplitudes = _constant(name, "amplitudes", amplitudes, dtype)
-    widths, in_widths = _constant(name, "widths", widths, dtype)
     one_of(name, "on_bad", on_bad, ("raise", "skip", "clamp"))
     if radius is None:
         n_sigma = positive(name, "n_sigma", n_sigma)
 
         def reach(b: Any, widths: Any) -> Any:
-            found = atom_radius(cast(b, dtype), cast(widths, dtype), n_sigma=n_sigma)
-            return _outside_of_transforms(name, "b", found)
+            b, widths = (
+                cast(_outside_of_transforms(name, argument, array), dtype)
+                for argument, array in (("b", b), ("widths", widths))
+            )
+            return atom_radius(b, widths, n_sigma=n_sigma)
 
         in_radius: Any = Made(reach, b, widths)
     elif isinstance(radius, numbers.Real):
@@ -910,7 +1073,7 @@ def gaussian_density(
         # Made from widths, not from xyz, which torch.vmap may map over.
         in_radius = Made(lambda widths: _full(number, dtype, widths), widths)
     else:
-        in_radius = _constant(name, "radius", radius, dtype)[1]
+        in_radius = _in(dtype, _constant(name, "radius", radius))
     if isinstance(cell, Lattice):
         if grid_shape is not None and tuple(grid_shape) != cell.shape:
             raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.shape}")
@@ -918,18 +1081,12 @@ def gaussian_density(
         same_device(name, "cell", lattice.device, "xyz", device_of(xyz))
     else:
         lattice = _read_lattice(name, cell, grid_shape, xyz)
+    atoms: tuple[Any, ...] = xyz, b, occupancy, _in(dtype, amplitudes), _in(dtype, widths)
     return to_run(
-        (xyz, b, occupancy, in_amplitudes, in_widths, in_radius, lattice, int(on_bad == "clamp")),
+        (*atoms, in_radius, lattice, int(on_bad == "clamp")),
         "map",
         functools.partial(_raise_or_warn, name, on_bad),
     )
-
-
-def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
-    """Return a constant without the wrappers of torch.func."""
-    if is_tensor(value) and sys.modules["torch"]._C._are_functorch_transforms_active():
-        return bridge().unwrapped(name, argument, value.detach())
-    return value.detach() if is_tensor(value) else value
 
 
 def _full(number: float, dtype: Any, like: Any) -> Any:

@@ -14,7 +14,7 @@ from fusedops._frame import primitive, registry
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 from fusedops.conv import Sequences, conv, conv_step, conv_vjp
-from fusedops.density import Lattice, density, density_vjp
+from fusedops.density import Lattice, density, density_vjp, density_vjp_vjp
 from fusedops.harmonics import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
 from fusedops.samples import _exact, atoms_in, convolved, cubes, pair, protein
@@ -619,38 +619,59 @@ def _density_cases() -> list[Case]:
         *,
         bad: bool = False,
         clamp: int = 0,
+        along: int = 5,
         terms: int = 2048,
     ) -> None:
-        def make(anisotropic: bool, back: bool) -> tuple[tuple[np.ndarray, ...], tuple[Any, ...]]:
+        def make(
+            anisotropic: bool, order: int
+        ) -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
+            """Return the arguments of the map, of its gradients, or of second derivatives.
+
+            The first arrays, as many as `along`, have tangents.
+            """
             rng = np.random.default_rng(count)
             matrix = np.array(cell, np.float64)
-            xyz, b, occupancy, *table = atoms_in(matrix, count, rng, anisotropic=anisotropic)
+            atoms = xyz, b, occupancy, amplitudes, _ = atoms_in(
+                matrix, count, rng, anisotropic=anisotropic
+            )
             far = rng.uniform(0.6, 1.0, count) * radius
+            amplitudes[:1, 1] = 0
             if bad:
                 xyz[1, 2], occupancy[3], far[4] = np.nan, np.inf, -1.0
-                b[5] = -90.0
+                b[5], amplitudes[6, 0] = -90.0, np.nan
             if clamp and anisotropic:
                 # One, two and three directions are too sharp.
                 b[:3, :3] -= [[0.8, 0.1, 0.0], [0.8, 0.8, 0.0], [2.0, 2.0, 2.0]]
             elif clamp:
                 b[:3] -= 20.0, 50.0, 99.0
-            arrays = (xyz, b, occupancy, rng.normal(size=shape))
-            static = *table, far, *([None] if back else []), Lattice(matrix, shape), clamp
-            return arrays if back else arrays[:3], static
+            lattice = Lattice(matrix, shape)
+            if order == 0:
+                return atoms, (far, lattice, clamp)
+            arrays: tuple[np.ndarray | None, ...] = (*atoms, rng.normal(size=shape))
+            if order == 2:
+                # U is about a fiftieth of B.
+                scales = 1, 0.02 if anisotropic else 1, 1, 1, 1
+                tangents = [
+                    scale * rng.normal(size=a.shape) for scale, a in zip(scales, atoms, strict=True)
+                ]
+                arrays += *tangents[:along], *[None] * (5 - along)
+            return arrays, (far, None, lattice, *([clamp] if order == 1 else []))
 
         for kind in ("iso", "aniso"):
-            forward = functools.partial(make, kind == "aniso", False)
-            backward = functools.partial(make, kind == "aniso", True)
-            cases.append(Case(f"{name}-{kind}", density, forward, terms // 8))
-            cases.append(Case(f"{name}-{kind}", density_vjp, backward, terms))
+            primitives = density, density_vjp, density_vjp_vjp
+            for order, of in enumerate(primitives[:2] if clamp else primitives):
+                made = functools.partial(make, kind == "aniso", order)
+                cases.append(Case(f"{name}-{kind}", of, made, terms if order else terms // 8))
 
     cases: list[Case] = []
     orthogonal = np.diag([9.0, 11.0, 13.0])
     triclinic = [[9.0, 3.0, -4.0], [0.0, 8.0, 3.0], [0.0, 0.0, 7.0]]
     # Few atoms and voxels: Triton's interpreter takes a second for a box of a thousand.
     add("protein", 4, orthogonal, (9, 10, 16), 2.5)
-    add("triclinic", 3, triclinic, (9, 8, 6), 2.7)
-    add("long", 1, [[5.0, 0, 0], [0, 6.0, 0], [1.0, 0, 40.0]], (2, 3, 90), 10.0)
+    add("triclinic", 3, triclinic, (9, 8, 6), 2.7, along=3)
+    add(
+        "long", 1, [[5.0, 0, 0], [0, 6.0, 0], [1.0, 0, 40.0]], (2, 3, 90), 10.0, along=1, terms=8192
+    )
     add("small", 2, [[4.0, 1.0, -1.8], [0.0, 3.5, 1.2], [0.0, 0.0, 3.0]], (5, 4, 3), 4.0)
     add("bad", 8, orthogonal, (6, 7, 8), 1.5, bad=True)
     # Rounding U moves a small eigenvalue.

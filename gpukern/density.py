@@ -7,6 +7,11 @@ Gaussians are products of factors, and no exponential of the voxels is left in t
 to the map are atomic, in an order that changes from run to run; torch's own operations serve where
 it is asked for deterministic algorithms. A gradient is written by its atom's program alone.
 
+Tangents of atoms change a Gaussian by a factor, a polynomial of second degree. One kernel adds such
+products to the derivative of the map, and one sums moments with and without the factor, Gaussian by
+Gaussian, for second derivatives and for gradients by form factors. For isotropic atoms one kernel
+does both in one pass, unless gradients by form factors are wanted.
+
 Bytes are few: atoms and map once. For an atom of V voxels and G Gaussians the map takes V atomic
 additions and about V · (G + 5) operations, the gradient about V · (3 G + 12); other cells and
 anisotropic atoms take V · G exponentials too.
@@ -24,6 +29,7 @@ from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.density import SLACK, Lattice, clamped, clamping, repeated
 from fusedops.density import density as definition
+from fusedops.density import density_vjp_vjp as derivative
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
 # Voxels that a program takes at a time, in either kernel, and its warps.
@@ -140,12 +146,18 @@ def _axis(x, y, z, a, b, c, r, scale, size, usable):
 @triton.jit
 def _gaussian(
     b, amplitudes, widths, step, n, g,
-    G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr, BARE: tl.constexpr = False,
 ):  # fmt: skip
-    """Return a Gaussian's norm, its form in Å⁻², and, if anisotropic, its form in voxels."""
+    """Return a Gaussian's norm, its form in Å⁻², and, if anisotropic, its form in voxels.
+
+    A bare Gaussian is of one electron.
+    """
     # Inverting a matrix loses digits.
     width = tl.load(widths + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
-    norm = tl.load(amplitudes + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
+    if BARE:
+        norm = tl.full((), 1.0, tl.float64 if ANISOTROPIC else FLOAT)
+    else:
+        norm = tl.load(amplitudes + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
     if ANISOTROPIC:
         m = ()
         for i in tl.static_range(6):
@@ -458,16 +470,477 @@ def _splat_vjp(
 
 
 @triton.jit
+def _tangent(pointer, at):
+    """Return an element of a tangent, zero where there is no tangent."""
+    if pointer is None:
+        return tl.full((), 0.0, tl.float64)
+    else:
+        return tl.load(pointer + at).to(tl.float64)
+
+
+@triton.jit
+def _trace(P, Q):
+    """Return the trace of a product of symmetric matrices."""
+    return P[0] * Q[0] + P[1] * Q[1] + P[2] * Q[2] + 2 * (P[3] * Q[3] + P[4] * Q[4] + P[5] * Q[5])
+
+
+@triton.jit
+def _product(P, w):
+    return (
+        P[0] * w[0] + P[3] * w[1] + P[4] * w[2],
+        P[3] * w[0] + P[1] * w[1] + P[5] * w[2],
+        P[4] * w[0] + P[5] * w[1] + P[2] * w[2],
+    )
+
+
+@triton.jit
+def _full(P):
+    return P[0], P[3], P[4], P[3], P[1], P[5], P[4], P[5], P[2]
+
+
+@triton.jit
+def _transposed(s):
+    return s[0], s[3], s[6], s[1], s[4], s[7], s[2], s[5], s[8]
+
+
+@triton.jit
+def _scaled(factor, six):
+    found = ()
+    for i in tl.static_range(6):
+        found = found + (factor * six[i],)
+    return found
+
+
+@triton.jit
+def _slope(P, ddxyz, ddb, ddwidths, n, g, G: tl.constexpr, ANISOTROPIC: tl.constexpr):
+    """Return beta, gamma and nu of a Gaussian's change, over its value: beta·w + w·gamma w - nu.
+
+    See `_vjp_vjp_formula` of fusedops/density.py.
+    """
+    width = 0.25 * _tangent(ddwidths, n * G + g)
+    M = ()
+    for i in tl.static_range(6):
+        if ANISOTROPIC:
+            own = _tangent(ddb, 6 * n + i) * (2 * _PI * _PI)
+            M = M + (own + width if i < 3 else own,)
+        else:
+            own = width + 0.25 * _tangent(ddb, n)
+            M = M + (own if i < 3 else 0.0 * own,)
+    t = (_tangent(ddxyz, 3 * n), _tangent(ddxyz, 3 * n + 1), _tangent(ddxyz, 3 * n + 2))
+    Pt = _product(P, t)
+    gamma = _scaled(1 / (_PI * _PI), _turned(_full(P), M))
+    return (2 * Pt[0], 2 * Pt[1], 2 * Pt[2]), gamma, _trace(P, M) / (2 * _PI * _PI)
+
+
+@triton.jit
+def _change(
+    b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, step, n, g,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Return p, q and S of a Gaussian's change p + q·w + w·S w, for w in voxels."""
+    _, P, _ = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT, True)
+    beta, gamma, nu = _slope(P, ddxyz, ddb, ddwidths, n, g, G, ANISOTROPIC)
+    occ = tl.load(occupancy + n).to(tl.float64)
+    A = tl.load(amplitudes + n * G + g).to(tl.float64)
+    share = occ * A
+    p = _tangent(ddoccupancy, n) * A + occ * _tangent(ddamplitudes, n * G + g) - share * nu
+    q = (
+        (share * (step[0] * beta[0] + step[3] * beta[1] + step[6] * beta[2])).to(FLOAT),
+        (share * (step[1] * beta[0] + step[4] * beta[1] + step[7] * beta[2])).to(FLOAT),
+        (share * (step[2] * beta[0] + step[5] * beta[1] + step[8] * beta[2])).to(FLOAT),
+    )
+    return p.to(FLOAT), q, _floats(_scaled(share, _turned(step, gamma)), FLOAT)
+
+
+@triton.jit
+def _along_x(p, q, S, dy, dz):
+    """Return the first two coefficients of a change, a polynomial in x."""
+    c0 = p + q[1] * dy + q[2] * dz + S[1] * dy * dy + S[2] * dz * dz + 2 * S[5] * dy * dz
+    return c0, q[0] + 2 * (S[3] * dy + S[4] * dz)
+
+
+def _splat_change(
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
+    ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, out,
+    nx, ny, nz,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Add an atom's change along tangents to the map's."""
+    n = tl.program_id(0).to(tl.int64)
+    if order is not None:
+        n = tl.load(order + tl.program_id(0)).to(tl.int64)
+        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
+    _usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
+        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
+        ANISOTROPIC, QUAD,
+    )  # fmt: skip
+    step = _nine(steps)
+    metric = _six(measures, FLOAT)
+    norms, rates, forms, ps, qs, Ss = (), (), (), (), (), ()
+    for g in tl.static_range(G):
+        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT, True)
+        p, q, S = _change(
+            b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths,
+            step, n, g, G, ANISOTROPIC, FLOAT,
+        )  # fmt: skip
+        norms, rates = norms + (norm.to(FLOAT),), rates + ((P[0] * _LOG2_E).to(FLOAT),)
+        forms, ps, qs, Ss = forms + (_floats(form, FLOAT),), ps + (p,), qs + (q,), Ss + (S,)
+    limit = square.to(FLOAT)
+    begin_x = (low_x - ax).to(FLOAT)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
+    first = 0
+    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
+    lane = tl.arange(0, QUAD)[None, :]
+    while first < pairs:
+        live, dy, dz, at = _pairs(
+            first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
+        )
+        shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+        parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
+        starts, slopes = (), ()
+        for g in tl.static_range(G):
+            c0, c1 = _along_x(ps[g], qs[g], Ss[g], dy, dz)
+            starts, slopes = starts + (c0,), slopes + (c1,)
+        x = low_x
+        while x <= high_x:
+            dx = begin_x + (x - low_x).to(FLOAT)
+            t = dx + shift
+            s = flat + metric[0] * t * t
+            inside = (s <= limit) & live
+            value = tl.zeros((PAIRS, QUAD), FLOAT)
+            for g in tl.static_range(G):
+                value += (starts[g] + dx * (slopes[g] + Ss[g][0] * dx)) * _density(
+                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                    ANISOTROPIC, UPRIGHT,
+                )  # fmt: skip
+            there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
+            place = (at + _wrapped(x, nx) * plane) * QUAD + lane
+            tl.atomic_add(out + place, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
+            x += 1
+        first += PAIRS
+
+
+def _isotropic_second(
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
+    ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
+    on_xyz, on_b, on_occupancy, out,
+    nx, ny, nz,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CONTRACTS: tl.constexpr,
+):  # fmt: skip
+    """Add an isotropic atom's change to the map's, and write the gradients of the map's change.
+
+    With t the tangent of xyz, a Gaussian e with P = r changes by d = p + q t·w + u w·w times e.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    if order is not None:
+        n = tl.load(order + tl.program_id(0)).to(tl.int64)
+        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
+    usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
+        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
+        ANISOTROPIC, QUAD,
+    )  # fmt: skip
+    step = _nine(steps)
+    metric = _six(measures, FLOAT)
+    occ = tl.load(occupancy + n).to(tl.float64)
+    t = (_tangent(ddxyz, 3 * n), _tangent(ddxyz, 3 * n + 1), _tangent(ddxyz, 3 * n + 2))
+    v = _turned_vector(_transposed(step), t)
+    vx, vy, vz = v[0].to(FLOAT), v[1].to(FLOAT), v[2].to(FLOAT)
+    norms, rates, forms, rs, ps, qs, us, os = (), (), (), (), (), (), (), ()
+    for g in tl.static_range(G):
+        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT, True)
+        _beta, gamma, nu = _slope(P, ddxyz, ddb, ddwidths, n, g, G, ANISOTROPIC)
+        A, tA = tl.load(amplitudes + n * G + g).to(tl.float64), _tangent(ddamplitudes, n * G + g)
+        r, share = P[0].to(tl.float64), occ * A
+        p = _tangent(ddoccupancy, n) * A + occ * tA - share * nu
+        norms, rates = norms + (norm.to(FLOAT),), rates + ((P[0] * _LOG2_E).to(FLOAT),)
+        forms, rs, ps = forms + (_floats(form, FLOAT),), rs + (r.to(FLOAT),), ps + (p.to(FLOAT),)
+        qs, us = qs + ((2 * share * r).to(FLOAT),), us + ((share * gamma[0]).to(FLOAT),)
+        own = ((tA - A * nu).to(FLOAT), (2 * A * r).to(FLOAT), (A * gamma[0]).to(FLOAT))
+        os = os + (own,)
+    limit = square.to(FLOAT)
+    begin_x = (low_x - ax).to(FLOAT)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
+    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
+    lane = tl.arange(0, QUAD)[None, :]
+    mx = tl.zeros((PAIRS, QUAD), FLOAT)
+    my, mz, mt, mb, mo = mx, mx, mx, mx, mx
+    first = 0
+    while first < pairs:
+        live, dy, dz, at = _pairs(
+            first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
+        )
+        shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+        parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
+        along_yz = vy * dy + vz * dz
+        # A sum over x, which is multiplied by y and z once.
+        sharp = tl.zeros((PAIRS, QUAD), FLOAT)
+        x = low_x
+        while x <= high_x:
+            dx = begin_x + (x - low_x).to(FLOAT)
+            slanted = dx + shift
+            s = flat + metric[0] * slanted * slanted
+            along = vx * dx + along_yz
+            inside = (s <= limit) & live
+            there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
+            place = (at + _wrapped(x, nx) * plane) * QUAD + lane
+            change = tl.zeros((PAIRS, QUAD), FLOAT)
+            by_w, by_t, by_b, by_o = change, change, change, change
+            for g in tl.static_range(G):
+                e = _density(
+                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                    ANISOTROPIC, UPRIGHT,
+                )  # fmt: skip
+                d = ps[g] + qs[g] * along + us[g] * s
+                change += e * d
+                if CONTRACTS:
+                    steep = rs[g] * d
+                    by_w += e * (steep - us[g])
+                    by_t += e * qs[g]
+                    by_b += e * (
+                        steep * (rs[g] * s - 2.5) + (rs[g] * ps[g] + us[g] * (1.5 - rs[g] * s))
+                    )
+                    by_o += e * (os[g][0] + os[g][1] * along + os[g][2] * s)
+            if CONTRACTS:
+                value = tl.load(cotangent + place, mask=there, other=0.0)
+                value = tl.where(inside, value.to(FLOAT), 0.0)
+                sharp += value * by_w
+                mx += value * by_w * dx
+                mt += value * by_t
+                mb += value * by_b
+                mo += value * by_o
+            if out is not None:
+                change = tl.where(inside, change, 0.0)
+                tl.atomic_add(out + place, change, mask=there, sem="relaxed")
+            x += 1
+        if CONTRACTS:
+            my += sharp * dy
+            mz += sharp * dz
+        first += PAIRS
+    # An atom without a density has no gradient.
+    if on_xyz is not None:
+        w, whole = _turned_vector(step, (_sum(mx), _sum(my), _sum(mz))), _sum(mt)
+        for i in tl.static_range(3):
+            by_x = tl.where(usable, 2 * w[i] - whole * t[i], 0.0)
+            tl.store(on_xyz + 3 * n + i, by_x.to(FLOAT))
+    if on_b is not None:
+        by_width = tl.where(usable, _sum(mb) / (4 * _PI * _PI), 0.0)
+        tl.store(on_b + n, by_width.to(FLOAT))
+    if on_occupancy is not None:
+        tl.store(on_occupancy + n, tl.where(usable, _sum(mo), 0.0).to(FLOAT))
+
+
+def _contract(
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
+    ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
+    on_xyz, on_b, on_occupancy, on_amplitudes, on_widths,
+    nx, ny, nz,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CHANGING: tl.constexpr,
+):  # fmt: skip
+    """Write an atom's gradients, of the map or of its change, from moments of every Gaussian."""
+    n = tl.program_id(0).to(tl.int64)
+    if order is not None:
+        n = tl.load(order + tl.program_id(0)).to(tl.int64)
+        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
+    usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
+        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
+        ANISOTROPIC, QUAD,
+    )  # fmt: skip
+    occ = tl.load(occupancy + n).to(tl.float64)
+    step = _nine(steps)
+    metric = _six(measures, FLOAT)
+    limit = square.to(FLOAT)
+    begin_x = (low_x - ax).to(FLOAT)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
+    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
+    lane = tl.arange(0, QUAD)[None, :]
+    zero = square * 0.0
+    total, by_x = zero, (zero, zero, zero)
+    by_b = (zero, zero, zero, zero, zero, zero)
+    for group in tl.static_range(G):
+        norm, P, form = _gaussian(
+            b, amplitudes, widths, step, n, group, G, ANISOTROPIC, FLOAT, True
+        )
+        norms, rates = (norm.to(FLOAT),), ((P[0] * _LOG2_E).to(FLOAT),)
+        forms = (_floats(form, FLOAT),)
+        if CHANGING:
+            p, q, S = _change(
+                b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths,
+                step, n, group, G, ANISOTROPIC, FLOAT,
+            )  # fmt: skip
+        m = tl.zeros((PAIRS, QUAD), FLOAT)
+        mx, my, mz, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m
+        u, ux, uy, uz, uxx, uyy, uzz, uxy, uxz, uyz = m, m, m, m, m, m, m, m, m, m
+        first = 0
+        while first < pairs:
+            live, dy, dz, at = _pairs(
+                first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
+            )
+            shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+            parts, shifts = _parts(norms, rates, forms, dy, dz, flat, 1, ANISOTROPIC, UPRIGHT)
+            if CHANGING:
+                c0, c1 = _along_x(p, q, S, dy, dz)
+            # Sums over x, which are multiplied by y and z once.
+            one = tl.zeros((PAIRS, QUAD), FLOAT)
+            by_dx, ones, bys_dx = one, one, one
+            x = low_x
+            while x <= high_x:
+                dx = begin_x + (x - low_x).to(FLOAT)
+                t = dx + shift
+                s = flat + metric[0] * t * t
+                inside = (s <= limit) & live
+                there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
+                place = (at + _wrapped(x, nx) * plane) * QUAD + lane
+                value = tl.load(cotangent + place, mask=there, other=0.0)
+                value = tl.where(inside, value.to(FLOAT), 0.0)
+                e = value * _density(
+                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, 0,
+                    ANISOTROPIC, UPRIGHT,
+                )  # fmt: skip
+                one += e
+                by_dx += e * dx
+                mxx += e * (dx * dx)
+                if CHANGING:
+                    e = e * (c0 + dx * (c1 + S[0] * dx))
+                    ones += e
+                    bys_dx += e * dx
+                    uxx += e * (dx * dx)
+                x += 1
+            m += one
+            mx += by_dx
+            my += one * dy
+            mz += one * dz
+            myy += one * (dy * dy)
+            mzz += one * (dz * dz)
+            mxy += by_dx * dy
+            mxz += by_dx * dz
+            myz += one * (dy * dz)
+            if CHANGING:
+                u += ones
+                ux += bys_dx
+                uy += ones * dy
+                uz += ones * dz
+                uyy += ones * (dy * dy)
+                uzz += ones * (dz * dz)
+                uxy += bys_dx * dy
+                uxz += bys_dx * dz
+                uyz += ones * (dy * dz)
+            first += PAIRS
+        A = tl.load(amplitudes + n * G + group).to(tl.float64)
+        share = occ * A
+        back = _transposed(step)
+        whole = _sum(m)
+        w = _turned_vector(step, (_sum(mx), _sum(my), _sum(mz)))
+        ww = (_sum(mxx), _sum(myy), _sum(mzz), _sum(mxy), _sum(mxz), _sum(myz))
+        ww = _turned(back, ww)
+        if CHANGING:
+            beta, gamma, nu = _slope(P, ddxyz, ddb, ddwidths, n, group, G, ANISOTROPIC)
+            z = _trace(gamma, ww) - nu * whole
+            z += beta[0] * w[0] + beta[1] * w[1] + beta[2] * w[2]
+            tA, tocc = _tangent(ddamplitudes, n * G + group), _tangent(ddoccupancy, n)
+            bent, gw = _bent(P, gamma, ww, _product(P, w), beta, whole), _product(gamma, w)
+            wholes = _sum(u)
+            Pw = _product(P, _turned_vector(step, (_sum(ux), _sum(uy), _sum(uz))))
+            uu = (_sum(uxx), _sum(uyy), _sum(uzz), _sum(uxy), _sum(uxz), _sum(uyz))
+            K = _turned(_full(P), _turned(back, uu))
+        else:
+            z, tA, tocc, wholes = zero, A, occ, whole
+            Pw, K = _product(P, w), _turned(_full(P), ww)
+        moved, bends = (), ()
+        for i in tl.static_range(6):
+            k = K[i] - 0.5 * wholes * P[i]
+            if CHANGING:
+                bends = bends + (k - share * bent[i],)
+            else:
+                bends = bends + (share * k,)
+        for i in tl.static_range(3):
+            if CHANGING:
+                moved = moved + (by_x[i] + 2 * Pw[i] - share * (whole * beta[i] + 2 * gw[i]),)
+            else:
+                moved = moved + (by_x[i] + 2 * share * Pw[i],)
+        by_x = moved
+        by_width = (bends[0] + bends[1] + bends[2]) / (4 * _PI * _PI)
+        sums = ()
+        for i in tl.static_range(6):
+            own = (2 if i < 3 else 4) * bends[i] if ANISOTROPIC else by_width
+            sums = sums + (by_b[i] + own,)
+        by_b = sums
+        total += tA * whole + A * z
+        # An atom without a density has no gradient.
+        if on_amplitudes is not None:
+            by_amplitude = tl.where(usable, tocc * whole + occ * z, 0.0)
+            tl.store(on_amplitudes + n * G + group, by_amplitude.to(FLOAT))
+        if on_widths is not None:
+            tl.store(on_widths + n * G + group, tl.where(usable, by_width, 0.0).to(FLOAT))
+    if on_xyz is not None:
+        for i in tl.static_range(3):
+            tl.store(on_xyz + 3 * n + i, tl.where(usable, by_x[i], 0.0).to(FLOAT))
+    if on_b is not None:
+        for i in tl.static_range(6 if ANISOTROPIC else 1):
+            to = on_b + (6 * n + i if ANISOTROPIC else n)
+            tl.store(to, tl.where(usable, by_b[i], 0.0).to(FLOAT))
+    if on_occupancy is not None:
+        tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
+
+
+@triton.jit
+def _turned_vector(s, w):
+    """Return s w for the nine elements of s."""
+    return (
+        s[0] * w[0] + s[1] * w[1] + s[2] * w[2],
+        s[3] * w[0] + s[4] * w[1] + s[5] * w[2],
+        s[6] * w[0] + s[7] * w[1] + s[8] * w[2],
+    )
+
+
+@triton.jit
+def _bent(P, gamma, ww, Pw, beta, one):
+    """Return Pw betaᵀ / 2 + P ww gamma, and its transpose, - one gamma / 2."""
+    f, columns = _full(gamma), ()
+    for j in tl.static_range(3):
+        column = _product(P, _product(ww, (f[j], f[3 + j], f[6 + j])))
+        columns = columns + (
+            (
+                column[0] + 0.5 * Pw[0] * beta[j],
+                column[1] + 0.5 * Pw[1] * beta[j],
+                column[2] + 0.5 * Pw[2] * beta[j],
+            ),
+        )
+    c0, c1, c2 = columns[0], columns[1], columns[2]
+    return (
+        2 * c0[0] - 0.5 * one * gamma[0],
+        2 * c1[1] - 0.5 * one * gamma[1],
+        2 * c2[2] - 0.5 * one * gamma[2],
+        c0[1] + c1[0] - 0.5 * one * gamma[3],
+        c0[2] + c2[0] - 0.5 * one * gamma[4],
+        c1[2] + c2[1] - 0.5 * one * gamma[5],
+    )
+
+
+@triton.jit
 def _sum(tile):
     return tl.sum(tl.sum(tile, axis=1), axis=0).to(tl.float64)
 
 
 _ALIGNED = {4: ("out", "cotangent"), 1: ()}
+
+
+def _launchers(kernel: Any, registers: int | None = None) -> dict[int, Launcher]:
+    """Return launchers by the number of voxels loaded together."""
+    return {
+        quad: Launcher(kernel_of_any_size(kernel, names), _WARPS, registers)
+        for quad, names in _ALIGNED.items()
+    }
+
+
 # With fewer registers each, more programs run at a time.
 _forward, _backward, _backward_anisotropic = (
-    {q: Launcher(kernel_of_any_size(f, names), _WARPS, most) for q, names in _ALIGNED.items()}
-    for f, most in ((_splat, 80), (_splat_vjp, 96), (_splat_vjp, 80))
+    _launchers(kernel, most) for kernel, most in ((_splat, 80), (_splat_vjp, 96), (_splat_vjp, 80))
 )
+_forward_change, _backward_apiece = _launchers(_splat_change), _launchers(_contract)
+_isotropic = _launchers(_isotropic_second)
 
 
 def _order(xyz: Any, lattice: Lattice) -> Any:
@@ -478,12 +951,13 @@ def _order(xyz: Any, lattice: Lattice) -> Any:
     return plane.nan_to_num(0).to(kind).argsort()
 
 
-def _layout(a: Any, order: Any, grid: Any, voxels: int) -> Any:
-    """Return arrays, sizes and constants that both kernels take, and the voxels loaded together."""
+def _layout(a: Any, order: Any, voxels: int, *grids: Any) -> Any:
+    """Return arrays, sizes and constants that all kernels take, and the voxels loaded together."""
     lattice = a.lattice
     xyz, b, occupancy = (array.contiguous() for array in a[:3])
     constants = [array.contiguous() for array in (a.amplitudes, a.widths, a.radius)]
-    quad = 4 if lattice.nz % 4 == 0 and grid.data_ptr() % 16 == 0 else 1
+    aligned = all([grid is None or grid.data_ptr() % 16 == 0 for grid in grids])
+    quad = 4 if lattice.nz % 4 == 0 and aligned else 1
     anisotropic = b.ndim == 2
     kind = tl.float64 if promoted(a[:3]) == torch.float64 else tl.float32
     cell = lattice.tensors_here()
@@ -508,27 +982,58 @@ def gaussian_density(a: Any, y: Any) -> None:
         xyz, order = a.xyz, None if order is None else repeated(order, len(a.xyz))
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     if len(xyz):
-        given, sizes, constants, quad = _layout(a, order, total, _VOXELS)
-        arrays = *given, total
-        key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *constants
-        _forward[quad](len(xyz), key, *arrays, *sizes, *constants)
+        _launch(_forward, a, _layout(a, order, _VOXELS, total), (total,))
     if total is not out:
         out.copy_(total)
+
+
+def _launch(launcher: Any, a: Any, layout: Any, arrays: Any, *last: Any) -> None:
+    """Launch a kernel on arrays and the constants of a layout, with further ones."""
+    given, sizes, constants, quad = layout
+    arrays, constants = (*given, *arrays), (*constants, *last)
+    key = a.xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *constants
+    launcher[quad](len(a.xyz), key, *arrays, *sizes, *constants)
 
 
 @register("gaussian_density_vjp", "triton")
 @clamping
 def gaussian_density_vjp(a: Any, y: Any) -> None:
-    xyz, b = a.xyz, a.b
-    on_xyz, on_b, on_occupancy = y
-    if not len(xyz):
+    if not len(a.xyz):
         return
     cotangent = a.dmap.contiguous()
-    given, sizes, constants, quad = _layout(a, a.order, cotangent, _VOXELS_BACK)
-    outputs = on_xyz, on_b, on_occupancy
-    wanted = tuple([out is not None for out in outputs])
-    arrays = (*given, cotangent, *(xyz if out is None else out for out in outputs))
-    last = *constants, *wanted
-    key = xyz.device, *[getattr(a, "dtype", None) for a in arrays], wide(*sizes), *last
-    launch = _backward_anisotropic if b.ndim == 2 else _backward
-    launch[quad](len(xyz), key, *arrays, *sizes, *last)
+    layout = _layout(a, a.order, _VOXELS_BACK, cotangent)
+    *outputs, on_amplitudes, on_widths = y
+    if on_amplitudes is not None or on_widths is not None:
+        _launch(_backward_apiece, a, layout, (*[None] * 5, cotangent, *y), False)
+        return
+    arrays = cotangent, *[a.xyz if out is None else out for out in outputs]
+    launcher = _backward_anisotropic if a.b.ndim == 2 else _backward
+    _launch(launcher, a, layout, arrays, *[out is not None for out in outputs])
+
+
+@register("gaussian_density_vjp_vjp", "triton")
+def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
+    *gradients, ddmap = y
+    total = ddmap
+    if ddmap is not None and torch.are_deterministic_algorithms_enabled():
+        ddmap.copy_(derivative.formula(a)[5])
+        total = None
+    elif ddmap is not None:
+        # Atomic sums in 16 bits would lose digits that float32 keeps.
+        wide_enough = ddmap.itemsize > 2
+        total = ddmap.zero_() if wide_enough else torch.zeros_like(ddmap, dtype=torch.float32)
+    contracts = any([gradient is not None for gradient in gradients])
+    if len(a.xyz) and (contracts or total is not None):
+        cotangent = a.dmap.contiguous()
+        layout = _layout(a, a.order, _VOXELS_BACK, cotangent, total)
+        tangents = [tangent if tangent is None else tangent.contiguous() for tangent in a[6:11]]
+        if a.b.ndim == 1 and gradients[3] is None and gradients[4] is None:
+            arrays = *tangents, cotangent, *gradients[:3], total
+            _launch(_isotropic, a, layout, arrays, contracts)
+        else:
+            if total is not None:
+                _launch(_forward_change, a, layout, (*tangents, total))
+            if contracts:
+                _launch(_backward_apiece, a, layout, (*tangents, cotangent, *gradients), True)
+    if total is not None and total is not ddmap:
+        ddmap.copy_(total)

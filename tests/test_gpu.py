@@ -519,18 +519,19 @@ def test_deterministic_sums_of_maps():
     same(first, fast)
 
 
+@pytest.mark.parametrize("count", [3, 5], ids=["by atoms", "by form factors too"])
 @pytest.mark.parametrize("anisotropic", [False, True])
-def test_second_derivatives_of_the_density(anisotropic):
+def test_second_derivatives_of_the_density(anisotropic, count):
     atoms, table, lattice = atoms_on_gpu(3, anisotropic)
-    atoms = [a.detach().double().requires_grad_() for a in atoms]
-    table = [a.double() for a in table]
+    arrays = [a.detach().double() for a in (*atoms, *table)]
+    leaves, others = [a.requires_grad_() for a in arrays[:count]], arrays[count:]
     small = fusedops.Lattice(lattice.to("cpu").step * np.array(lattice.shape), (6, 5, 7)).to("cuda")
 
     def run(*arrays):
-        return fusedops.gaussian_density(*arrays, *table, small, radius=9.0, on_bad="skip")
+        return fusedops.gaussian_density(*arrays, *others, small, radius=9.0, on_bad="skip")
 
-    assert torch.autograd.gradcheck(run, atoms, nondet_tol=1e-12)
-    assert torch.autograd.gradgradcheck(run, atoms, nondet_tol=1e-12)
+    assert torch.autograd.gradcheck(run, leaves, nondet_tol=1e-12)
+    assert torch.autograd.gradgradcheck(run, leaves, nondet_tol=1e-12)
 
 
 # dtype of x and of the rest, precision, gate, direction, B, N, C, H, and max_memory: N a multiple

@@ -32,6 +32,7 @@ def strategy(compiled: bool) -> dict[str, Any]:
         "cell": st.sampled_from(tuple(CELLS)),
         "grid": st.tuples(*[st.sampled_from((1, 2, 3, 5, 6, 8))] * 3),
         "aniso": st.booleans(),
+        "factors": st.booleans(),
         "radius": st.sampled_from((None, "array", 0.0, 1.5, 2.7, 5.0, 9.0)),
         "place": st.sampled_from(("any", "any", "grid", "same", "far")),
         "wrong": st.sampled_from((None, None, None, "xyz", "b", "occupancy", "radius", "width")),
@@ -55,7 +56,11 @@ def build(d: dict[str, Any]) -> Problem:
         # Some of the atom's Gaussians are too sharp, in one direction or in all.
         b[-1] -= 0.6 * np.eye(6)[0] if d["aniso"] else 41.0
     amplitudes, widths = (t.astype(np.float32).astype(np.float64) for t in table)
-    constants: dict[str, Any] = {"amplitudes": amplitudes, "widths": widths}
+    arrays = {"xyz": xyz, "b": b, "occupancy": occupancy}
+    constants: dict[str, Any] = {}
+    # Rounded widths may move a radius by the rule over one of its steps.
+    factors = d["factors"] and d["radius"] is not None
+    (arrays if factors else constants).update(amplitudes=amplitudes, widths=widths)
     on_bad = {None: "raise", "width": "clamp"}.get(d["wrong"], "skip")
     options: dict[str, Any] = {"on_bad": on_bad}
     if d["radius"] == "array":
@@ -77,7 +82,13 @@ def build(d: dict[str, Any]) -> Problem:
             return atom_radius(narrow, widths.astype(narrow.dtype)).astype(np.float64)
         return np.full(N, float(d["radius"]))
 
-    def terms(xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray) -> Any:
+    def terms(
+        xyz: np.ndarray,
+        b: np.ndarray,
+        occupancy: np.ndarray,
+        amplitudes: np.ndarray = amplitudes,
+        widths: np.ndarray = widths,
+    ) -> Any:
         """Yield good atoms, with density and squared distance (V, K) in K cells, and radius."""
         radius = radius_of(b)
         floor = LEAST_WIDTH if on_bad == "clamp" else 0.0
@@ -107,9 +118,9 @@ def build(d: dict[str, Any]) -> Problem:
                 value += A * math.pi**1.5 / math.sqrt(np.linalg.det(M)) * np.exp(-power)
             yield i, occupancy[i] * value, square, radius[i]
 
-    def oracle(xyz: np.ndarray, b: np.ndarray, occupancy: np.ndarray) -> np.ndarray:
+    def oracle(**arrays: np.ndarray) -> np.ndarray:
         out = np.zeros(math.prod(grid))
-        for _, value, square, r in terms(xyz, b, occupancy):
+        for _, value, square, r in terms(**arrays):
             out += np.where(square <= r * r * (1 + SLACK), value, 0.0).sum(1)
         return out.reshape(grid)
 
@@ -144,7 +155,7 @@ def build(d: dict[str, Any]) -> Problem:
         bad = bad[:-1]
     return Problem(
         op=fusedops.gaussian_density,
-        arrays={"xyz": xyz, "b": b, "occupancy": occupancy},
+        arrays=arrays,
         constants=constants,
         options=options,
         oracle=oracle,
