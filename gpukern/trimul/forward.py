@@ -184,7 +184,7 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
     many = B * L * N >= MANY
     split = update.dtype == torch.bfloat16 and update.p_out[0].dtype == torch.float32
     sizes = C, update.H, out.dtype.itemsize
-    way = update.on_hopper and many and hopper.way_tofinish(*sizes, split)
+    way = update.on_hopper and many and hopper.way_to_finish(*sizes, split)
     numbers: tuple[int, ...]
     if way:
         numbers = B, L * N, o.stride(1), shift
