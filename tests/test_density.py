@@ -770,6 +770,24 @@ def test_compiled_code_clamps_and_leaves_other_bad_atoms_out(torch_backend, anis
 
 
 @needs_torch
+@pytest.mark.parametrize(
+    ("argument", "value"), [("b", -np.inf), ("amplitudes", np.nan), ("widths", np.nan)]
+)
+def test_clamping_revives_no_part_of_a_broken_atom(torch_backend, anisotropic, argument, value):
+    """Nobody looks at values under vmap; the atom has a sharp Gaussian beside the broken one."""
+    p = too_sharp(anisotropic=anisotropic)
+    getattr(p, argument).reshape(5, -1)[3, 0] = value
+    leaves, kept = leaves_of(p), [0, 1, 2, 4]
+    rho = torch.vmap(function_of(p, torch_backend, on_bad="clamp"))(*(x[None] for x in leaves))[0]
+    alone = [x[kept] for x in leaves]
+    want = function_of(p.of(kept), torch_backend, on_bad="clamp")(*alone)
+    close(rho.detach().numpy(), want.detach().numpy())
+    for found in torch.autograd.grad((rho**2).sum(), leaves):
+        assert found.isfinite().all()
+        assert not found[3].any()
+
+
+@needs_torch
 def test_second_derivatives_of_atoms_that_are_left_out(torch_backend, anisotropic):
     p = spoilt("occupancy", 1, np.nan, anisotropic=anisotropic)
     kept = np.arange(5) != 1
