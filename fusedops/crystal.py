@@ -528,12 +528,14 @@ def _layout(
     if operations is not None:
         rotations, translations = _read_operations(operations, op)
     turned = np.einsum("mi,kij->kmj", hkl, rotations)
-    beyond = (2 * abs(turned) >= shape).any(axis=(0, 2))
+    every, half = np.concatenate([hkl[None], turned]), -(-np.array(shape) // 2)
+    # Twice an index, or the size of the least integer, may overflow.
+    beyond = ((every >= half) | (every <= -half)).any(axis=(0, 2))
     if beyond.any():
         first = int(beyond.argmax())
         raise ValueError(
-            f"{op}: hkl[{first}] is {tuple(hkl[first].tolist())}; its sizes, and those of its "
-            f"equivalents, should be below half of the map's shape {shape}"
+            f"{op}: hkl[{first}] is {tuple(hkl[first].tolist())}; it and its "
+            f"equivalents should be below half of the map's shape {shape}"
         )
     phases = np.exp(2j * np.pi / _PARTS * (translations @ hkl.T % _PARTS))
     plus, in_plus = _half(turned, shape)

@@ -338,6 +338,8 @@ class TestStructureFactors:
             ({"hkl": [[1.0, 2, 3]]}, TypeError, "hkl has dtype float64"),
             ({"hkl": [[0, 1, 0], [0, -3, 1]]}, ValueError, r"hkl\[1\] is \(0, -3, 1\)"),
             ({"hkl": [[2, 0, 0]]}, ValueError, r"below half of the map's shape \(4, 5, 6\)"),
+            ({"hkl": [[2**62, 0, 0]]}, ValueError, r"hkl\[0\] is \(4611686018427387904, 0, 0\)"),
+            ({"hkl": [[0, 0, 0], [0, 0, -(2**63)]]}, ValueError, r"hkl\[1\] is"),
             ({"cell": np.eye(2)}, ValueError, r"cell has shape \(2, 2\)"),
             ({"cell": np.zeros((3, 3))}, ValueError, "with a volume"),
             ({"blur": np.nan}, ValueError, "blur is nan"),
