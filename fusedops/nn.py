@@ -450,6 +450,11 @@ class SO2Convolution(torch.nn.Module):
         ):
             if size < 1:
                 raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
+        gates = extra_m0_output_channels or 0
+        if gates < 0:
+            raise ValueError(
+                f"{name}: extra_m0_output_channels is {gates}; it should be at least 0"
+            )
         most = min(lmax, len(WEIGHTS) - 1)
         if not 0 <= mmax <= most:
             raise ValueError(
@@ -469,7 +474,6 @@ class SO2Convolution(torch.nn.Module):
         self.backend = backend
         Linear = torch.nn.Linear
         widths = [(lmax + 1 - m) * sphere_channels for m in range(mmax + 1)]
-        gates = extra_m0_output_channels or 0
         self.fc_m0 = Linear(widths[0], (lmax + 1) * m_output_channels + gates)
         self.so2_m_conv = torch.nn.ModuleList()
         for m in range(1, mmax + 1):
@@ -524,7 +528,13 @@ class SO2Convolution(torch.nn.Module):
         torch.Size([5, 9, 4])
         """
         if self.rad_func is not None:
-            x_edge = self.rad_func["net"](x_edge)
+            network: Any = self.rad_func["net"]
+            if x_edge is None:
+                raise TypeError(
+                    "SO2Convolution: x_edge is None; it should be given, as the module has rad_func"
+                )
+            of_shape("SO2Convolution", "x_edge", x_edge, (len(x), network[0].in_features))
+            x_edge = network(x_edge)
         layers: Any = self.so2_m_conv
         weights = [layer["fc"].weight for layer in layers]
         found: Any = so2_convolution(

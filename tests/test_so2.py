@@ -228,6 +228,7 @@ def test_a_module_is_the_op_with_its_parameters(gates, network):
         ({"lmax": 9, "mmax": 9}, "mmax is 9; it should be from 0 to 8, as lmax is 9"),
         ({"internal_weights": False}, "edge_channels_list is None; it should have sizes"),
         ({"backend": "fast"}, "backend is 'fast'; it should be one of"),
+        ({"extra_m0_output_channels": -3}, "extra_m0_output_channels is -3; it should be at least"),
     ],
 )
 def test_bad_sizes_of_a_module(given, message):
@@ -236,6 +237,23 @@ def test_bad_sizes_of_a_module(given, message):
     right = {"sphere_channels": 3, "m_output_channels": 2, "lmax": 2, "mmax": 2}
     with pytest.raises(ValueError, match=f"SO2Convolution: {message}"):
         SO2Convolution(**{**right, **given})
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("shape", "kind", "message"),
+    [
+        (None, TypeError, "x_edge is None; it should be given"),
+        ((5, 3), ValueError, r"x_edge has shape \(5, 3\); it should be \(5, 6\)"),
+        ((4, 6), ValueError, r"x_edge has shape \(4, 6\); it should be \(5, 6\)"),
+    ],
+)
+def test_bad_edges_of_a_module(shape, kind, message):
+    from fusedops.nn import SO2Convolution
+
+    module = SO2Convolution(3, 2, 2, 1, internal_weights=False, edge_channels_list=[6, 5])
+    with pytest.raises(kind, match=f"SO2Convolution: {message}"):
+        module(torch.randn(5, 7, 3), None if shape is None else torch.randn(shape))
 
 
 @needs_torch
