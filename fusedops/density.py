@@ -90,9 +90,9 @@ class Lattice(Packed):
     Raises
     ------
     TypeError, ValueError
-        If the shape isn't three positive sizes, or the cell isn't of real numbers, has an edge
-        below 1e-9 or above 1e9 Å, or has no volume: less than a millionth of the product of its
-        edges.
+        If the shape isn't three positive sizes, or the cell isn't of real numbers, requires grad,
+        has an edge below 1e-9 or above 1e9 Å, or has no volume: less than a millionth of the
+        product of its edges.
 
     Examples
     --------
@@ -173,8 +173,14 @@ def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
     return shape
 
 
+def _refuse_gradient(op: str, cell: Any) -> None:
+    if is_tensor(cell) and cell.requires_grad:
+        raise ValueError(f"{op}: cell requires grad; it is a constant, pass x.detach()")
+
+
 def _read_cell(op: str, cell: Any) -> np.ndarray:
     """Return a cell as a new array (3, 3) of finite numbers."""
+    _refuse_gradient(op, cell)
     given = values(op, "cell", cell)
     of_shape(op, "cell", given, (3, 3))
     if given.dtype.kind not in "biufO":
@@ -1100,9 +1106,8 @@ def _full(number: float, dtype: Any, like: Any) -> Any:
 def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: Any) -> Lattice:
     if grid_shape is None:
         raise TypeError(f"{name}: grid_shape is None; it should be given, unless cell is a Lattice")
-    if is_tensor(cell) and cell.requires_grad:
-        raise ValueError(f"{name}: cell requires grad; it is a constant, pass x.detach()")
     if is_tensor(xyz) and traced():
+        _refuse_gradient(name, cell)
         nx, ny, nz = _grid_sizes(name, grid_shape)
         tensor = sys.modules["torch"].as_tensor(cell, dtype=None if is_tensor(cell) else float)
         return Lattice.read(name, tensor, nx=nx, ny=ny, nz=nz)

@@ -1139,6 +1139,12 @@ def test_a_constant_that_requires_grad_is_refused(name):
         gaussian_density(**tensors)
 
 
+@needs_torch
+def test_a_lattice_of_a_cell_that_requires_grad_is_refused():
+    with pytest.raises(ValueError, match="Lattice: cell requires grad; it is a constant"):
+        Lattice((5 * torch.eye(3)).requires_grad_(), (4, 4, 4))
+
+
 DTYPES = ("float32", "float64")
 
 
