@@ -115,6 +115,19 @@ def test_a_clamped_gaussian_has_no_gradient_by_b():
     assert db.item() == 0
 
 
+def test_atoms_that_are_not_finite():
+    isotropic, anisotropic = atoms(3), atoms(3, anisotropic=True)
+    isotropic[1][2] = anisotropic[1][2] = math.nan
+    none, options = [x[:0] for x in isotropic], {"dtype": torch.float64}
+    with pytest.raises(ValueError, match=r"b\[2\] is nan; it should be finite"):
+        compat.build_electron_density(SHAPE, "cpu", *isotropic, *matrices(), **options)
+    with pytest.warns(RuntimeWarning, match="1 of 3 atoms are left out"):
+        found = compat.build_electron_density(
+            SHAPE, "cpu", *none, *matrices(), *anisotropic, **options
+        )
+    assert_close(found, summed(*(x[:2] for x in anisotropic)))
+
+
 @pytest.mark.parametrize("which", ["isotropic", "anisotropic", "neither"])
 def test_atoms_of_one_kind_may_be_none(which):
     isotropic, anisotropic = atoms(4), atoms(4, anisotropic=True)
