@@ -154,7 +154,7 @@ def forward(kernels: Any, a: Any, y: Any) -> None:
             return
         results = [out[e, own] for own in call.outputs]
         for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
-            # The gates' rows are none of the result's.
+            # The rows of gates come first, and have no place in the result.
             kept = matrix[len(matrix) - result.shape[1] :]
             np.matmul(parts[:, own], kept.T, out=result)
         if bias is not None:

@@ -444,7 +444,7 @@ class Reflections(Packed):
     blur : float
         The B that was added to all atoms before the map was made, Å².
     operations : iterable of gemmi.Op, or array (K, 3, 4) or (K, 4, 4), optional
-        As in `symmetrize`: structure factors are those of the map that they make of the given one.
+        As in `symmetrize`, whose map then has these structure factors.
 
     Attributes
     ----------

@@ -276,8 +276,8 @@ def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
 
     References
     ----------
-    The rule is that of TorchRef 0.7 (``radius_policy``, with ``torchref.sigma_cutoff_ed`` for
-    n_sigma), except that TorchRef cuts radii off at 7 Å.
+    TorchRef 0.7 has the same rule (``radius_policy``, with ``torchref.sigma_cutoff_ed`` for
+    n_sigma), but cuts radii off at 7 Å.
 
     Examples
     --------
@@ -1040,7 +1040,7 @@ def gaussian_density(
     On the CPU atoms are summed in their order for any number of threads; on a GPU the order changes
     from run to run, unless `torch.use_deterministic_algorithms` asks for a fixed one. A voxel is
     inside up to 1 + 5·10⁻⁶ times the radius. Inside of torch.compile, `cell` should be a `Lattice`
-    and `on_bad` "skip".
+    and `on_bad` "skip" or "clamp".
 
     References
     ----------

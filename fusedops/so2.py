@@ -254,7 +254,7 @@ def _message_degree(name: str, argument: str, array: Any, mmax: int) -> int:
         least, step = message_rows(mmax, mmax), 2 * mmax + 1
         raise ValueError(
             f"{name}: {argument} has shape {tuple(array.shape)}; it should be (E, M, C) with M = "
-            f"{least} + {step} k rows for any k ≥ 0, those of orders up to {mmax}"
+            f"{least} + {step} k rows for any k ≥ 0, as orders are up to {mmax}"
         )
     return lmax
 
@@ -353,7 +353,7 @@ def so2_convolution(
 
     References
     ----------
-    Passaro and Zitnick, ICML 2023 (eSCN); the weights are those of fairchem's UMA: ``fc_m0``, and
+    Passaro and Zitnick, ICML 2023 (eSCN); in fairchem's UMA the weights are called ``fc_m0``, and
     ``so2_m_conv[m - 1].fc``.
 
     Examples
@@ -384,7 +384,7 @@ def so2_convolution(
     if rest < 0 or rest % (lmax + 1):
         raise ValueError(
             f"{name}: weight_m0 has shape {tuple(weight_m0.shape)} with gate_channels {channels}; "
-            f"it should have as many rows, and a multiple of {lmax + 1} more, the number of degrees"
+            f"it should have {channels} + {lmax + 1} k rows for any k ≥ 0, D = k for each degree"
         )
     arguments = message, *given, bias, radial, lmax, channels
     return to_run(arguments, ("out", "gates") if channels else "out")
@@ -447,7 +447,7 @@ def _gate_vjp_formula(a: Any) -> tuple[Any, Any]:
 
 
 def _gate_vjp_vjp_formula(a: Any) -> tuple[Any, Any, Any]:
-    """Return the cotangents of gates, x and dout for those of the vjp's results, v and u."""
+    """Return the cotangents of gates, x and dout; v and u are the cotangents of dgates and dx."""
     gates, x, g, v, u = _widened(a[:5])
     E, M, C = x.shape
     s, slope, bend, of = _opened(a, gates)
@@ -525,7 +525,7 @@ def gate_activation(
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    r"""Return features of which those of degree 0 go through SiLU, and all others through gates.
+    r"""Return features after SiLU for degree 0, and after gates for all other degrees.
 
     .. math:: \mathrm{out}_{e, 0, c} = x_{e, 0, c} \, \sigma(x_{e, 0, c}), \quad
               \mathrm{out}_{e, r, c} = x_{e, r, c} \, \sigma(g_{e, (l_r - 1) C + c})

@@ -132,7 +132,7 @@ def test_a_weight_that_needs_no_gradient_gets_none(frozen):
 
 @needs_torch
 def test_third_derivatives():
-    """The third derivative of x σ(g) by g, and of SiLU, are those of torch's own functions."""
+    """The third derivatives of x σ(g) by g, and of SiLU, are equal to torch's own."""
 
     def thirds(function):
         x = torch.linspace(-2, 2, 4, dtype=torch.float64).view(1, 4, 1).requires_grad_()
@@ -188,9 +188,6 @@ def test_sizes_that_do_not_fit(op, given, message):
         right = {"gates": np.ones((2, 6)), "x": np.ones((2, 9, 3))}
     with pytest.raises(ValueError, match=f"^{op}: {message}"):
         getattr(fusedops, op)(**{**right, **given})
-
-
-# The module.
 
 
 @needs_torch

@@ -335,7 +335,7 @@ GRAPHS = {
 @pytest.mark.parametrize("channels", [3, 128])
 @pytest.mark.parametrize("op", ["forth", "back"])
 def test_rows_of_high_degrees_are_taken_some_at_a_time(op, channels):
-    """The last rows of a degree are fewer than others; what lies behind them is NaN."""
+    """The last rows of a degree are fewer than others; the elements behind them are NaN."""
     p = problem(op, 4, ends=[[0, 1], [1, 0]], nodes=2, channels=channels)
     for got, want in zip(solve(("torch", "triton"), p), dense(p), strict=True):
         close(got, want, "float64")

@@ -111,7 +111,7 @@ def build_electron_density(
 
     Notes
     -----
-    An atom's radius is that of TorchRef: as many standard deviations as
+    An atom's radius is as large as TorchRef's: as many standard deviations as
     ``torchref.sigma_cutoff_ed`` says, 3 by default, between 2 and 7 Å. Gaussians of isotropic atoms
     are at least 0.4 Å² wide. An isotropic atom with a number that isn't finite is an error on the
     CPU, and left out on a GPU. An anisotropic atom with such a number, or with a Gaussian of no
