@@ -596,7 +596,13 @@ def _factors(op: str, hkl: np.ndarray, cell: np.ndarray, blur: Any, size: int) -
     if not blur:
         return np.array(volume / size)
     s = hkl @ np.linalg.inv(cell)
-    return volume / size * np.exp(blur / 4 * np.einsum("mi,mi->m", s, s))
+    exponents = blur / 4 * np.einsum("mi,mi->m", s, s)
+    # float32 holds exp(88).
+    if exponents.max(initial=0) > 88:
+        raise ValueError(
+            f"{op}: blur is {blur!r}; it should be so small that exp(blur s²/4) is within float32"
+        )
+    return volume / size * np.exp(exponents)
 
 
 @_linear

@@ -344,6 +344,7 @@ class TestStructureFactors:
             ({"cell": np.zeros((3, 3))}, ValueError, "with a volume"),
             ({"blur": np.nan}, ValueError, "blur is nan"),
             ({"blur": "2"}, ValueError, "blur is '2'"),
+            ({"blur": 1e9}, ValueError, "blur is 1000000000.0; it should be so small"),
         ],
     )
     def test_bad_arguments(self, change, kind, message):
