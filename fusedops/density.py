@@ -45,7 +45,7 @@ SLACK = 1e-5
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 
 # Where the nine elements of a symmetric matrix are among these components.
-_ROWS = [[0, 3, 4], [3, 1, 5], [4, 5, 2]]
+_ELEMENTS = 0, 3, 4, 3, 1, 5, 4, 5, 2
 
 #: The most voxels of the box around an atom, so that no radius takes hours or overflows an integer.
 MOST_VOXELS = 1 << 27
@@ -409,7 +409,16 @@ def _matrices(b: Any, widths: Any) -> Any:
     """Return (B I + 8π² U) / 4 for all Gaussians, (N, G, 3, 3), or (B + b) I / 4."""
     if b.ndim == 1:
         return (widths + b[:, None])[..., None, None] * _eye(b) / 4
-    return (widths[:, :, None, None] * _eye(b) + 8 * math.pi**2 * b[:, None][..., _ROWS]) / 4
+    return (widths[:, :, None, None] * _eye(b) + 8 * math.pi**2 * _symmetric(b)[:, None]) / 4
+
+
+def _symmetric(components: Any) -> Any:
+    """Return symmetric matrices (..., 3, 3) of their components (..., 6).
+
+    Torch would copy a list of indices to the GPU, which a CUDA graph can't hold.
+    """
+    elements = [components[..., i] for i in _ELEMENTS]
+    return namespace(components).stack(elements, -1).reshape(*components.shape[:-1], 3, 3)
 
 
 def _by_width(b: Any, on_M: Any) -> Any:
@@ -524,7 +533,7 @@ def _raised(U: Any, least: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     one, two = sharp & kept, sharp & ~kept & (largest >= least + slack)
     some, kept = one | two, kept | ~sharp
     eye = _eye(U)
-    full = U[:, None][..., _ROWS]
+    full = _symmetric(U)[:, None]
     # Other matrices may have no such projector; diag(1, 0, 0) takes their place.
     M = xp.where(some[..., None, None], full, eye * eye[0])
     root = xp.where(one, smallest, largest)
@@ -554,7 +563,7 @@ def _raised(U: Any, least: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     def pull(dV: Any) -> tuple[Any, Any]:
         """Return dU (N, 6) and the gradients (N, G) by the bounds, for dV (G, N, 6)."""
         D = xp.stack([dV[..., i] / (1 if i < 3 else 2) for i in range(6)], -1)
-        D = xp.einsum("gn...->ng...", D)[..., _ROWS]
+        D = _symmetric(xp.einsum("gn...->ng...", D))
         turned = P @ D @ S
         turned = turned + xp.einsum("...ij->...ji", turned)
         along = xp.einsum("...ij,...ij->...", P, D)[..., None, None]

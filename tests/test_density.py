@@ -730,6 +730,28 @@ def test_gradients_of_widened_gaussians_are_the_references(place, anisotropic, d
 
 
 @needs_torch
+def test_widening_copies_no_list_to_a_gpu(anisotropic):
+    """Neither a CUDA graph nor a tape can hold such a copy."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchDispatchMode):
+        names: set[str] = set()  # noqa: RUF012
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.add(function.name())
+            return function(*args, **(kwargs or {}))
+
+    p = too_sharp(anisotropic=anisotropic)
+    arrays = [tensor(array) for array in p[:6]]
+    call = density.density.Arguments(*arrays, Lattice(p.cell, p.shape), 1)
+    with Calls() as calls:
+        wide, back = density.clamped(call)
+        back(*wide[:3])
+    assert "aten::where.self" in calls.names
+    assert "aten::lift_fresh" not in calls.names
+
+
+@needs_torch
 def test_second_derivatives_of_widened_gaussians(torch_backend, anisotropic):
     p = too_sharp(anisotropic=anisotropic)
     leaves = [leaf[:3].detach().requires_grad_() for leaf in leaves_of(p)]

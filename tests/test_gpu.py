@@ -467,8 +467,8 @@ def atoms_on_gpu(count=500, anisotropic=False):
     return [a.requires_grad_() for a in (xyz, b, occupancy)], table, lattice
 
 
-def map_and_gradients(atoms, table, lattice):
-    rho = fusedops.gaussian_density(*atoms, *table, lattice, on_bad="skip")
+def map_and_gradients(atoms, table, lattice, on_bad="skip"):
+    rho = fusedops.gaussian_density(*atoms, *table, lattice, on_bad=on_bad)
     return rho.detach(), *torch.autograd.grad(rho.square().sum(), atoms)
 
 
@@ -874,9 +874,9 @@ def training_step():
     return run, [x, vectors]
 
 
-def refinement_step(anisotropic):
+def refinement_step(anisotropic, on_bad="skip"):
     atoms, table, lattice = atoms_on_gpu(anisotropic=anisotropic)
-    return partial(map_and_gradients, atoms, table, lattice), [atoms[0]]
+    return partial(map_and_gradients, atoms, table, lattice, on_bad), [atoms[0]]
 
 
 def scatter_step():
@@ -908,6 +908,8 @@ EXACT = {
 ROUNDED = {
     "isotropic": partial(refinement_step, False),
     "anisotropic": partial(refinement_step, True),
+    "isotropic and clamped": partial(refinement_step, False, "clamp"),
+    "anisotropic and clamped": partial(refinement_step, True, "clamp"),
     "scatter": scatter_step,
 }
 
