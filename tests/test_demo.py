@@ -42,6 +42,24 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
     assert "Every result agrees" in out
 
 
+def test_a_refinement_tells_every_r_factor():
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(20, 3))
+    observed = rng.uniform(4, 6, 20)
+
+    def calculated(xyz):
+        F = 3 + xyz @ [1.0, 0.5, 0.2] + 1j
+        return F, lambda dF: dF.real[:, None] * [1.0, 0.5, 0.2]
+
+    planes = fusedops.Planes([(np.arange(20).reshape(4, 5), np.full(4, 9.0))])
+    found, R = demo._refined(calculated, observed, planes, start)
+    for xyz, factor in ((start, R[0]), (found, R[-1])):
+        off = abs(abs(calculated(xyz)[0]) - observed).sum() / observed.sum()
+        assert factor == pytest.approx(off, rel=1e-9)
+    assert len(R) > 3
+    assert R[-1] < R[0] / 10
+
+
 @pytest.mark.parametrize(
     ("name", "primitive", "output"),
     [

@@ -643,26 +643,27 @@ def _refined(
     """Return coordinates refined by L-BFGS, and the R factors before every step and at the end."""
     from scipy.optimize import minimize
 
-    weight, R = 1 / np.square(0.03 * observed).mean(), [0.0]
+    weight, latest = 1 / np.square(0.03 * observed).mean(), 0.0
 
     def target(x: np.ndarray) -> tuple[float, np.ndarray]:
+        nonlocal latest
         F, to_xyz = calculated(x.reshape(xyz.shape))
         off = abs(F) - observed
         nll, to_planes = fusedops.planarity_nll.vjp(x.reshape(xyz.shape), planes)
         dxyz = to_xyz(weight * off * F / abs(F)) + to_planes(1.0)[0]
-        R[-1] = abs(off).sum() / observed.sum()
+        latest = abs(off).sum() / observed.sum()
         return weight * off @ off / 2 + nll, dxyz.ravel()
 
     target(xyz.ravel())
-    options = {"maxiter": 30}
-    # scipy evaluates the first target again, and calls back after every step.
+    R, options = [latest], {"maxiter": 30}
+    # A step ends where the target was evaluated last.
     end = minimize(
         target,
         xyz.ravel(),
         jac=True,
         method="L-BFGS-B",
         options=options,
-        callback=lambda _: R.append(R[-1]),
+        callback=lambda _: R.append(latest),
     )
     return end.x.reshape(xyz.shape), R
 
