@@ -108,6 +108,15 @@ def gates_build(d: dict[str, Any]) -> Problem:
             out[:, r] = x[:, r] * sigmoid(gates[:, (l - 1) * C : l * C] if l else x[:, r])
         return out
 
+    def margin(arrays: Any) -> dict[str, Any]:
+        """Return allowances for the slope σ (1 - σ), which rounds to 0 where a gate is far open."""
+        eps = 1e-15 if d["dtype"] == "float64" else 1e-6
+        sizes = np.zeros((lmax + 1, E, C))
+        for r, (l, _) in enumerate(degrees):
+            sizes[l] += np.abs(arrays["x"][:, r])
+        open_gates = sizes[1:].transpose(1, 0, 2).reshape(E, lmax * C)
+        return {"value": 0.0, "gates": eps * open_gates, "x": 0.0}
+
     return Problem(
         op=fusedops.gate_activation,
         arrays={
@@ -118,6 +127,7 @@ def gates_build(d: dict[str, Any]) -> Problem:
         oracle=oracle,
         exact=False,
         terms=512,
+        margin=margin,
         bad=[("mmax", -1), ("layout", "x")],
     )
 
