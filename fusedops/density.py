@@ -448,10 +448,17 @@ def clamped(a: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     A Gaussian that is too sharp is another function of b than those beside it, so it goes into a
     copy of its atom: one copy for all isotropic Gaussians, which then are constant and alike, and
     otherwise one for each Gaussian. A copy without Gaussians is left out by a negative radius, so
-    the number of atoms doesn't depend on values.
+    the number of atoms doesn't depend on values; so are all copies of an atom with a number that
+    isn't finite, which one copy alone might not show.
     """
     xp = namespace(a.xyz)
-    A, B, b = a.amplitudes, double(a.widths), double(a.b)
+    rows = a.amplitudes, double(a.widths), double(a.b)
+    sums = [row if row.ndim == 1 else row.sum(1) for row in rows]
+    finite = xp.isfinite(sums[0]) & xp.isfinite(sums[1]) & xp.isfinite(sums[2])
+    A, B, b = [
+        xp.where(finite if row.ndim == 1 else finite[:, None], row, xp.ones_like(row))
+        for row in rows
+    ]
     none = xp.zeros_like(B)
     if b.ndim == 1:
         sharp = B + b[:, None] < LEAST_WIDTH
@@ -467,9 +474,7 @@ def clamped(a: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     widest = xp.amax(B, 1)[:, None] + none
     copies.insert(0, (b, xp.where(sharp, widest, B), ~sharp))
     dtype = a.b.dtype if a.b.dtype.itemsize > 2 else sys.modules["torch"].float32
-    # A number that isn't finite may be missing in some of the copies.
-    whole = xp.isfinite(A.sum(1) + B.sum(1) + (b if b.ndim == 1 else b.sum(1)))
-    far = [xp.where(own.any(1) & whole, a.radius, -xp.ones_like(a.radius)) for *_, own in copies]
+    far = [xp.where(own.any(1) & finite, a.radius, -xp.ones_like(a.radius)) for *_, own in copies]
     wide = a._replace(
         xyz=xp.concatenate([a.xyz] * len(copies)),
         b=xp.concatenate([cast(b, dtype) for b, _, _ in copies]),
