@@ -14,10 +14,18 @@ import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import dtype_name, of_shape, one_of, promoted
 from fusedops._frame.registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.pairs import PairTransition, TriangleAttention, lecun_normal
 from fusedops.so2 import WEIGHTS, so2_convolution
 from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
 
-__all__ = ["DynamicShortConvolution", "SO2Convolution", "TriangleMultiplicativeUpdate"]
+__all__ = [
+    "DynamicShortConvolution",
+    "PairBlock",
+    "PairTransition",
+    "SO2Convolution",
+    "TriangleAttention",
+    "TriangleMultiplicativeUpdate",
+]
 
 GENERATOR_ACTIVATIONS = {
     "silu": torch.nn.SiLU,
@@ -724,11 +732,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         self.g_out = torch.nn.Linear(c_z, c_z if gate == "output" else c_hidden, bias)
         self.register_load_state_dict_pre_hook(self._rename)
         with torch.no_grad():
-            # Truncation at two standard deviations leaves 0.88 of a normal distribution's.
-            deviation = c_z**-0.5 / 0.87962566103423978
-            torch.nn.init.trunc_normal_(
-                self.p_in.weight, std=deviation, a=-2 * deviation, b=2 * deviation
-            )
+            lecun_normal(self.p_in.weight)
             for layer in (self.g_in, self.g_out, self.p_out):
                 layer.weight.zero_()
             if bias:
@@ -902,3 +906,166 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
             f"gate={self.gate!r}"
         )
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
+
+
+def _shared_dropout(z: torch.Tensor, update: torch.Tensor, p: float, axis: int) -> torch.Tensor:
+    """Return z + update; all channels along an axis of edges, of the update, are zero together."""
+    if p == 0:
+        return z + update
+    shape = [*z.shape[:-1], 1]
+    shape[axis] = 1
+    # Drawn in the order, and from the numbers, that Boltz draws from.
+    kept = (torch.rand(shape, device=z.device) >= p).to(update.dtype)
+    return z + kept / (1 - p) * update
+
+
+class PairBlock(torch.nn.Module):
+    r"""A block of updates of a pair representation, without a sequence track.
+
+    .. math:: z \mathrel{+}= d \odot \mathrm{update}_\mathrm{out}(z), \quad
+              z \mathrel{+}= d \odot \mathrm{update}_\mathrm{in}(z)
+
+    .. math:: z \mathrel{+}= d \odot \mathrm{attention}_\mathrm{start}(z), \quad
+              z \mathrel{+}= d' \odot \mathrm{attention}_\mathrm{end}(z), \quad
+              z \mathrel{+}= \mathrm{transition}(z)
+
+    with dropout d that the edges of a row share, and d' that the edges of a column share.
+
+    Parameters
+    ----------
+    token_z : int
+        C, the channels of the pair representation.
+    dropout : float
+        The probability in training that all channels of a row, or of a column, are zero in an
+        update.
+    pairwise_head_width : int
+        D, the channels of a head of attention.
+    pairwise_num_heads : int
+        H, the number of heads.
+    attention : {"torch", "cuequivariance"}
+        As of `TriangleAttention`.
+    max_memory : int, optional
+        The most bytes of intermediate results in each part of the block, as the parts define it.
+    backend : str, optional
+        The backend that must serve every triangle update.
+
+    Attributes
+    ----------
+    token_z : int
+        C.
+    dropout : float
+        As given.
+    tri_mul_out, tri_mul_in : TriangleMultiplicativeUpdate
+        The updates over outgoing and incoming edges.
+    tri_att_start, tri_att_end : TriangleAttention
+        Attention around starting and ending nodes.
+    transition_z : PairTransition
+        The transition.
+
+    Raises
+    ------
+    ImportError, ValueError
+        If an argument is wrong, or the attention isn't installed; the message names the argument.
+
+    Notes
+    -----
+    The parameters have the names of Boltz's PairformerNoSeqLayer, whose checkpoints load.
+
+    References
+    ----------
+    Abramson et al., Nature 630 (2024) 493, supplementary algorithm 17, without the single
+    representation. Names and dropout from Boltz 2.2, ``boltz/model/layers/pairformer.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.nn import PairBlock
+    >>> block = PairBlock(16, pairwise_head_width=8, pairwise_num_heads=2)
+    >>> block(torch.randn(2, 5, 5, 16), torch.ones(2, 5, 5, dtype=torch.bool)).shape
+    torch.Size([2, 5, 5, 16])
+    """
+
+    def __init__(
+        self,
+        token_z: int = 128,
+        dropout: float = 0.25,
+        pairwise_head_width: int = 32,
+        pairwise_num_heads: int = 4,
+        *,
+        attention: str = "torch",
+        max_memory: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"PairBlock: dropout is {dropout}; it should be at least 0, below 1")
+        self.token_z = token_z
+        self.dropout = dropout
+
+        def update(direction: str) -> TriangleMultiplicativeUpdate:
+            return TriangleMultiplicativeUpdate(
+                token_z, direction=direction, max_memory=max_memory, backend=backend
+            )
+
+        def attended(starting: bool) -> TriangleAttention:
+            sizes = token_z, pairwise_head_width, pairwise_num_heads
+            return TriangleAttention(*sizes, starting, attention=attention, max_memory=max_memory)
+
+        self.tri_mul_out = update("outgoing")
+        self.tri_mul_in = update("incoming")
+        self.tri_att_start = attended(True)
+        self.tri_att_end = attended(False)
+        self.transition_z = PairTransition(token_z, max_memory=max_memory)
+
+    def forward(
+        self,
+        z: torch.Tensor,
+        pair_mask: torch.Tensor | None = None,
+        chunk_size_tri_attn: int | None = None,
+        use_kernels: bool = False,
+    ) -> torch.Tensor:
+        """Return the updated pair representation.
+
+        Parameters
+        ----------
+        z : tensor (..., N, N, C), float32, float64, bfloat16 or float16
+            The pair representation, with any number of batch dimensions, or none.
+        pair_mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
+            Zero or false where an edge is missing, else one.
+        chunk_size_tri_attn : int, optional
+            The most rows of attention to compute at one time.
+        use_kernels
+            Ignored, and accepted only because Boltz passes it.
+
+        Returns
+        -------
+        tensor (..., N, N, C)
+            A new tensor.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong dtype, shape or device; the message names it.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.nn import PairBlock
+        >>> block = PairBlock(8, pairwise_head_width=4, pairwise_num_heads=2).eval()
+        >>> block(torch.randn(6, 6, 8), chunk_size_tri_attn=2).shape
+        torch.Size([6, 6, 8])
+        """
+        p = self.dropout if self.training else 0.0
+        z = _shared_dropout(z, self.tri_mul_out(z, pair_mask), p, -2)
+        z = _shared_dropout(z, self.tri_mul_in(z, pair_mask), p, -2)
+        z = _shared_dropout(z, self.tri_att_start(z, pair_mask, chunk_size_tri_attn), p, -2)
+        z = _shared_dropout(z, self.tri_att_end(z, pair_mask, chunk_size_tri_attn), p, -3)
+        return z + self.transition_z(z)
+
+    def extra_repr(self) -> str:
+        """Return the text in ``repr`` that comes before the layers."""
+        return f"{self.token_z}, dropout={self.dropout}"

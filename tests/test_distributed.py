@@ -19,7 +19,12 @@ if not (distributed.is_available() and distributed.is_gloo_available()):
 
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from fusedops.nn import DynamicShortConvolution, TriangleMultiplicativeUpdate  # noqa: E402
+from fusedops.nn import (  # noqa: E402
+    DynamicShortConvolution,
+    PairBlock,
+    TriangleAttention,
+    TriangleMultiplicativeUpdate,
+)
 
 PROCESSES = 2
 
@@ -27,6 +32,8 @@ MODULES = {
     "convolution": (lambda: DynamicShortConvolution(8, 4, generator_reduction=2), (4, 6, 8)),
     "triangle": (lambda: TriangleMultiplicativeUpdate(8, 4, bias=True), (4, 5, 5, 8)),
     "triangle-batches": (lambda: TriangleMultiplicativeUpdate(8, 4), (4, 1, 5, 5, 8)),
+    "attention": (lambda: TriangleAttention(8, 4, 2, False), (4, 1, 5, 5, 8)),
+    "block": (lambda: PairBlock(8, 0.0, 4, 2), (4, 5, 5, 8)),
 }
 WRAPPERS = ["ddp", "fully_shard"]
 

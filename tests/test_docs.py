@@ -45,7 +45,7 @@ MODULES = [
     "fusedops._frame.threads",
 ]
 NEED_TORCH = (
-    *("fusedops.distributed", "fusedops.nn", "fusedops._frame.bridge"),
+    *("fusedops.distributed", "fusedops.nn", "fusedops.pairs", "fusedops._frame.bridge"),
     *COMPAT,
     *DISTRIBUTED,
 )

@@ -21,7 +21,7 @@ ROOMS = {
     "": "package",
     "_info": "package",
     "__main__": "cli",
-    **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn"), "library"),
+    **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
     **dict.fromkeys(("restraints", "samples", "structure", "testing"), "library"),
 }
 #: The rooms that each may import, besides itself.

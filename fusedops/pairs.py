@@ -1,0 +1,524 @@
+"""Triangle attention and transition of pair representations, made of torch's own functions.
+
+`fusedops.nn` exports the modules. Attention is torch's ``scaled_dot_product_attention``, or
+cuEquivariance's ``triangle_attention``. Rows of a pair representation depend on each other in the
+bias of attention alone; both modules can therefore work through a few rows after the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fusedops._frame.check import one_of
+
+ATTENTIONS = ("torch", "cuequivariance")
+
+#: OpenFold 3's names for the layers of the transition.
+_TRANSITION = {
+    "layer_norm.": "norm.",
+    "swiglu.linear_a.": "fc1.",
+    "swiglu.linear_b.": "fc2.",
+    "linear_out.": "fc3.",
+}
+
+
+def lecun_normal(weight: torch.Tensor) -> None:
+    """Fill the weight of a layer from a truncated normal distribution of variance 1 / fan-in."""
+    # Truncation at two standard deviations leaves 0.88 of a normal distribution's.
+    deviation = weight.shape[1] ** -0.5 / 0.87962566103423978
+    torch.nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+
+
+def _positive(name: str, **sizes: Any) -> None:
+    for argument, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
+
+
+def _check_tensors(name: str, **given: Any) -> None:
+    for argument, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
+
+
+def _in_parts(function: Callable[..., Any], axis: int, rows: int, *given: Any) -> Any:
+    """Return a function of tensors, computed for at most `rows` along an axis at a time.
+
+    With gradients a part is computed anew in the backward, so that one part at a time has
+    intermediate results.
+    """
+    total = given[0].shape[axis]
+    if rows >= total:
+        return function(*given)
+    parts = zip(*(x.split(rows, axis) for x in given), strict=True)
+    if torch.is_grad_enabled():
+        done = [checkpoint(function, *part, use_reentrant=False) for part in parts]
+    else:
+        done = [function(*part) for part in parts]
+    return torch.cat(done, axis)
+
+
+class PairTransition(torch.nn.Module):
+    r"""The transition of a pair representation: a LayerNorm and two layers with SwiGLU.
+
+    .. math:: \mathrm{out} = W_3 \bigl(\mathrm{silu}(W_1 n) \odot W_2 n\bigr), \quad
+              n = \mathrm{LN}(x)
+
+    Parameters
+    ----------
+    dim : int
+        C, the channels of x.
+    hidden : int, optional
+        H, the hidden channels; 4C by default.
+    out_dim : int, optional
+        D, the channels of the output; C by default.
+    eps : float
+        ε of the LayerNorm.
+    max_memory : int, optional
+        The most bytes of hidden channels and their gradients at one time. To stay below, rows are
+        computed in parts, and with gradients again in the backward; a part has one row at least.
+
+    Attributes
+    ----------
+    dim, hidden, out_dim : int
+        The sizes C, H and D.
+    max_memory : int or None
+        As given.
+    norm : torch.nn.LayerNorm
+        The LayerNorm of x.
+    fc1, fc2, fc3 : torch.nn.Linear
+        :math:`W_1` (H, C), :math:`W_2` (H, C) and :math:`W_3` (D, H), without biases.
+
+    Raises
+    ------
+    ValueError
+        If a size isn't positive; the message names the argument.
+
+    Notes
+    -----
+    The parameters have the names of Boltz. `load_state_dict` also takes OpenFold 3's
+    (``layer_norm``, ``swiglu.linear_a``, ``swiglu.linear_b``, ``linear_out``), which multiplies
+    its output by a mask. The transition of OpenFold and AlphaFold 2 is another: ReLU in place of
+    SwiGLU, and biases. Before training the output is zero, as in AlphaFold.
+
+    References
+    ----------
+    Abramson et al., Nature 630 (2024) 493, supplementary algorithm 11; in AlphaFold 2, with ReLU,
+    Jumper et al., Nature 596 (2021) 583, supplementary algorithm 15. Names from Boltz 2.2,
+    ``boltz/model/layers/transition.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.nn import PairTransition
+    >>> transition = PairTransition(8)
+    >>> z = torch.randn(1, 5, 5, 8)
+    >>> z = z + transition(z)
+    >>> transition.fc3.weight.shape
+    torch.Size([8, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int = 128,
+        hidden: int | None = None,
+        out_dim: int | None = None,
+        *,
+        eps: float = 1e-5,
+        max_memory: int | None = None,
+    ) -> None:
+        super().__init__()
+        _positive("PairTransition", dim=dim, hidden=hidden, out_dim=out_dim, max_memory=max_memory)
+        self.dim = dim
+        self.hidden = 4 * dim if hidden is None else hidden
+        self.out_dim = dim if out_dim is None else out_dim
+        self.max_memory = max_memory
+        self.norm = torch.nn.LayerNorm(dim, eps)
+        self.fc1 = torch.nn.Linear(dim, self.hidden, bias=False)
+        self.fc2 = torch.nn.Linear(dim, self.hidden, bias=False)
+        self.fc3 = torch.nn.Linear(self.hidden, self.out_dim, bias=False)
+        self.register_load_state_dict_pre_hook(self._rename)
+        with torch.no_grad():
+            lecun_normal(self.fc1.weight)
+            lecun_normal(self.fc2.weight)
+            self.fc3.weight.zero_()
+
+    @staticmethod
+    def _rename(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Rename the layers of a state_dict of OpenFold 3 to our names, in place."""
+        for theirs, ours in _TRANSITION.items():
+            for part in ("weight", "bias"):
+                if (key := f"{prefix}{theirs}{part}") in state_dict:
+                    state_dict[f"{prefix}{ours}{part}"] = state_dict.pop(key)
+
+    def forward(self, x: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
+        """Return the transition to add to a pair representation.
+
+        Parameters
+        ----------
+        x : tensor (..., C)
+            A pair representation, or any other.
+        chunk_size : int, optional
+            Boltz's number of hidden channels at a time, which takes as much memory as the same
+            share of the rows here; Boltz ignores it in training, and so does this module.
+
+        Returns
+        -------
+        tensor (..., D)
+            In the dtype of x, or of autocast.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If x is no tensor, or doesn't have C channels, or `chunk_size` isn't positive.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.nn import PairTransition
+        >>> PairTransition(8, 16, 3)(torch.randn(2, 5, 5, 8)).shape
+        torch.Size([2, 5, 5, 3])
+        """
+        _check_tensors("PairTransition", x=x)
+        _positive("PairTransition", chunk_size=chunk_size)
+        if x.ndim < 1 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"PairTransition: x has shape {tuple(x.shape)}; it should be (..., {self.dim})"
+            )
+        rows = total = max(1, math.prod(x.shape[:-1]))
+        if chunk_size is not None and not self.training:
+            rows = min(rows, math.ceil(total * chunk_size / self.hidden))
+        if self.max_memory is not None:
+            # Both products, silu and the gated channels, and in the backward as many gradients.
+            channels = (7 if torch.is_grad_enabled() else 3) * self.hidden
+            rows = min(rows, max(1, self.max_memory // (channels * x.element_size())))
+        if rows == total:
+            return self._transition(x)
+        flat = x.reshape(total, self.dim)
+        return _in_parts(self._transition, 0, rows, flat).reshape(*x.shape[:-1], self.out_dim)
+
+    def _transition(self, x: torch.Tensor) -> Any:
+        n = self.norm(x)
+        # In place where no derivative needs the factors.
+        kept = torch.is_grad_enabled()
+        hidden = F.silu(self.fc1(n), inplace=not kept)
+        gate = self.fc2(n)
+        return self.fc3(hidden * gate if kept else hidden.mul_(gate))
+
+    def extra_repr(self) -> str:
+        """Return the text in ``repr`` that comes before the layers."""
+        return f"{self.dim}, hidden={self.hidden}, out_dim={self.out_dim}"
+
+
+class _Projections(torch.nn.Module):
+    """The projections of triangle attention, with the names of Boltz and OpenFold."""
+
+    def __init__(self, channels: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        for name in "qkv":
+            layer = torch.nn.Linear(channels, hidden, bias=False)
+            torch.nn.init.xavier_uniform_(layer.weight)
+            setattr(self, f"linear_{name}", layer)
+        self.linear_o = torch.nn.Linear(hidden, channels, bias)
+        self.linear_g = torch.nn.Linear(channels, hidden, bias)
+        with torch.no_grad():
+            for layer in (self.linear_o, self.linear_g):
+                layer.weight.zero_()
+            if bias:
+                self.linear_o.bias.zero_()
+                self.linear_g.bias.fill_(1.0)
+
+
+def _by_torch(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    """Return attention (B, R, H, N, D) of q, k and v; bias is (B, 1, H, N, N), mask (B, R, N)."""
+    bias = bias.to(q.dtype)
+    if mask is not None:
+        # In 16 bits 1e9 is out of range, and two such numbers would be infinite together.
+        least = max(-1e9, torch.finfo(q.dtype).min / 2)
+        missing = ((mask.to(torch.promote_types(q.dtype, torch.float32)) - 1) * 1e9).clamp(least)
+        bias = bias + missing.to(q.dtype)[:, :, None, None]
+    bias = bias.expand(*q.shape[:-1], k.shape[-2])
+    # torch's fast kernels take four axes.
+    found = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v, bias)))
+    return found.unflatten(0, q.shape[:2])
+
+
+def _by_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    from cuequivariance_torch import triangle_attention
+
+    present = None if mask is None else mask[:, :, None, None].bool()
+    return triangle_attention(q, k, v, bias, present)
+
+
+class TriangleAttention(torch.nn.Module):
+    r"""Gated attention of a pair representation's edges around a node, with a bias by triangles.
+
+    .. math:: n = \mathrm{LN}(z), \quad (q, k, v)^h_{ij} = W^h_{q,k,v} n_{ij}, \quad
+              b^h_{ij} = w^h \cdot n_{ij}, \quad g^h_{ij} = \sigma(W^h_g n_{ij} + c^h_g)
+
+    .. math:: o^h_{ij} = g^h_{ij} \odot \sum_k \mathrm{softmax}_k\Bigl(\tfrac{1}{\sqrt D}
+              q^h_{ij} \cdot k^h_{ik} + b^h_{jk} + 10^9 (m_{ik} - 1)\Bigr) v^h_{ik}
+              \ \text{(starting node)}
+
+    .. math:: o^h_{ij} = g^h_{ij} \odot \sum_k \mathrm{softmax}_k\Bigl(\tfrac{1}{\sqrt D}
+              q^h_{ij} \cdot k^h_{kj} + b^h_{ki} + 10^9 (m_{kj} - 1)\Bigr) v^h_{kj}
+              \ \text{(ending node)}
+
+    .. math:: \mathrm{out}_{ij} = W_o (o^1_{ij}, \dots, o^H_{ij}) + c_o
+
+    Parameters
+    ----------
+    c_in : int
+        C, the channels of the pair representation.
+    c_hidden : int
+        D, the channels of a head.
+    no_heads : int
+        H, the number of heads.
+    starting : bool
+        Whether edges of one starting node attend to each other, or of one ending node.
+    inf : float
+        Ignored, and accepted only because Boltz passes it: a missing edge has the bias -1e9, or
+        half of the lowest number of its dtype.
+    bias : bool
+        Whether gate and output have the biases c, as in OpenFold's AlphaFold 2.
+    eps : float
+        ε of the LayerNorm.
+    attention : {"torch", "cuequivariance"}
+        Attention by torch's ``scaled_dot_product_attention``, or by cuEquivariance's
+        ``triangle_attention``, which needs its package and a GPU.
+    max_memory : int, optional
+        The most bytes of intermediate results in forward or backward, besides the normalized z, o,
+        b and their gradients. To stay below, rows are computed in parts, and with gradients again
+        in the backward; a part has one row at least.
+
+    Attributes
+    ----------
+    c_in, c_hidden, no_heads : int
+        The sizes C, D and H.
+    starting, attention, max_memory
+        As given.
+    layer_norm : torch.nn.LayerNorm
+        The LayerNorm of z.
+    linear : torch.nn.Linear
+        w, (H, C).
+    mha : torch.nn.Module
+        The layers ``linear_q``, ``linear_k``, ``linear_v``, ``linear_g`` (HD, C), ``linear_o``
+        (C, HD).
+
+    Raises
+    ------
+    ImportError
+        If `attention` is "cuequivariance", and cuequivariance_torch isn't installed.
+    ValueError
+        If a size isn't positive or `attention` is unknown; the message names the argument.
+
+    Notes
+    -----
+    The parameters have the names of Boltz, OpenFold and Protenix. torch's attention takes one bias
+    for every row, edge and key: O(N³) bytes, which `max_memory` bounds; cuEquivariance's takes
+    b and the mask as they are, and an edge of which the mask isn't zero is present. A row without
+    edges attends to all of them; alike, except in float16. Before training the output is zero.
+
+    References
+    ----------
+    Jumper et al., Nature 596 (2021) 583, supplementary algorithms 13 and 14; Abramson et al.,
+    Nature 630 (2024) 493, supplementary algorithms 14 and 15. Names from Boltz 2.2,
+    ``boltz/model/layers/triangular_attention/attention.py``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.nn import TriangleAttention
+    >>> attention = TriangleAttention(16, 8, 2, starting=False)
+    >>> z, mask = torch.randn(2, 5, 5, 16), torch.ones(2, 5, 5, dtype=torch.bool)
+    >>> z = z + attention(z, mask)
+    >>> attention.mha.linear_g.weight.shape
+    torch.Size([16, 16])
+    """
+
+    def __init__(
+        self,
+        c_in: int,
+        c_hidden: int = 32,
+        no_heads: int = 4,
+        starting: bool = True,
+        inf: float = 1e9,
+        *,
+        bias: bool = False,
+        eps: float = 1e-5,
+        attention: str = "torch",
+        max_memory: int | None = None,
+    ) -> None:
+        super().__init__()
+        name = "TriangleAttention"
+        _positive(name, c_in=c_in, c_hidden=c_hidden, no_heads=no_heads, max_memory=max_memory)
+        one_of(name, "attention", attention, ATTENTIONS)
+        if attention == "cuequivariance" and not importlib.util.find_spec("cuequivariance_torch"):
+            raise ImportError(
+                f"{name}: attention is 'cuequivariance', but cuequivariance_torch isn't installed"
+            )
+        self.c_in = c_in
+        self.c_hidden = c_hidden
+        self.no_heads = no_heads
+        self.starting = starting
+        self.attention = attention
+        self.max_memory = max_memory
+        self.layer_norm = torch.nn.LayerNorm(c_in, eps)
+        self.linear = torch.nn.Linear(c_in, no_heads, bias=False)
+        self.mha = _Projections(c_in, no_heads * c_hidden, bias)
+        torch.nn.init.normal_(self.linear.weight, std=c_in**-0.5)
+        self.register_load_state_dict_pre_hook(self._refuse_missing_biases)
+
+    @staticmethod
+    def _refuse_missing_biases(
+        module: Any,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        for layer in ("linear_g", "linear_o"):
+            key = f"{prefix}mha.{layer}"
+            lacks = f"{key}.bias" not in state_dict and f"{key}.weight" in state_dict
+            if lacks and getattr(module.mha, layer).bias is not None:
+                # An error without `strict` too: a bias that isn't loaded is not zero.
+                errors.append(
+                    f"TriangleAttention: {key} has a bias, which the state_dict lacks; the module "
+                    "should be made with bias=False"
+                )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        chunk_size: int | None = None,
+        use_kernels: bool = False,
+        use_flash_attn: bool = False,
+    ) -> torch.Tensor:
+        """Return the update to add to a pair representation.
+
+        Parameters
+        ----------
+        x : tensor (..., N, N, C), float32, float64, bfloat16 or float16
+            z, with any number of batch dimensions, or none.
+        mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
+            m: zero or false where an edge is missing, else one.
+        chunk_size : int, optional
+            The most rows to compute at one time; see `max_memory` too.
+        use_kernels, use_flash_attn
+            Ignored, and accepted only because Boltz passes them: `attention` says which is used.
+
+        Returns
+        -------
+        tensor (..., N, N, C)
+            In the dtype of x, or of autocast.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong type or shape, or the mask requires a gradient that
+            cuEquivariance doesn't compute; the message names the argument.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.nn import TriangleAttention
+        >>> attention = TriangleAttention(8, 4, 2)
+        >>> attention(torch.randn(5, 5, 8), chunk_size=2).shape
+        torch.Size([5, 5, 8])
+        """
+        name = "TriangleAttention"
+        _check_tensors(name, x=x, mask=mask)
+        _positive(name, chunk_size=chunk_size)
+        if x.ndim < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_in:
+            raise ValueError(
+                f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_in})"
+            )
+        *leading, N, _, C = x.shape
+        batch = math.prod(leading)
+        n = self.layer_norm(x)
+        if mask is not None:
+            mask = self._mask(mask, x)
+        if not self.starting:
+            # Edges that end in a node are those that start there, in the transposed z.
+            n = n.transpose(-2, -3).contiguous()
+            mask = mask if mask is None else mask.transpose(-1, -2)
+        n = n.reshape(batch, N, N, C)
+        given = [n] if mask is None else [n, mask.reshape(batch, N, N)]
+        bias = self.linear(n).permute(0, 3, 1, 2).unsqueeze(1).contiguous()
+
+        def attended(n: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+            return self._attended(n, bias, mask)
+
+        rows = N if chunk_size is None else min(N, chunk_size)
+        if self.max_memory is not None:
+            rows = min(rows, max(1, self.max_memory // self._bytes_of_a_row(batch, N, x)))
+        channels = self.no_heads * self.c_hidden
+        o = _in_parts(attended, 1, rows, *given).reshape(*leading, N, N, channels)
+        layers: Any = self.mha
+        return layers.linear_o(o if self.starting else o.transpose(-2, -3))
+
+    def _mask(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self.attention == "cuequivariance" and mask.requires_grad:
+            raise ValueError(
+                "TriangleAttention: mask requires a gradient; it should not with cuequivariance, "
+                "which has none"
+            )
+        try:
+            return mask.expand(x.shape[:-1])
+        except RuntimeError:
+            raise ValueError(
+                f"TriangleAttention: mask has shape {tuple(mask.shape)}; it should broadcast to "
+                f"{tuple(x.shape[:-1])}"
+            ) from None
+
+    def _bytes_of_a_row(self, batch: int, N: int, x: torch.Tensor) -> int:
+        """Return the bytes of intermediate results that a row takes."""
+        channels = self.no_heads * self.c_hidden
+        grad = torch.is_grad_enabled()
+        # q, k, v and the gate, their sum, σ of the gate, and both together.
+        edges = 7 * channels * (2 if grad else 1)
+        # The bias of a row, the logits and their softmax, and their gradients.
+        pairs = self.no_heads * (6 if grad else 4)
+        # torch computes 16 bits in float32 where it has no kernel.
+        return batch * N * max(4, x.element_size()) * (edges + pairs * N)
+
+    def _attended(self, n: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        """Return the gated sums of some rows n, (B, R, N, C), as (B, R, N, HD)."""
+        mha: Any = self.mha
+        weights = [getattr(mha, f"linear_{name}").weight for name in "qkvg"]
+        # One product reads n once.
+        found = F.linear(n, torch.cat(weights)).unflatten(-1, (4, self.no_heads, -1))
+        *qkv, g = found.unbind(-3)
+        attend = _by_torch if self.attention == "torch" else _by_cuequivariance
+        q, k, v = (each.transpose(-2, -3) for each in qkv)
+        o = attend(q, k, v, bias, mask).transpose(-2, -3)
+        if mha.linear_g.bias is not None:
+            g = g + mha.linear_g.bias.unflatten(0, g.shape[-2:])
+        return (g.sigmoid() * o).flatten(-2)
+
+    def extra_repr(self) -> str:
+        """Return the text in ``repr`` that comes before the layers."""
+        return (
+            f"{self.c_in}, c_hidden={self.c_hidden}, no_heads={self.no_heads}, "
+            f"starting={self.starting}, attention={self.attention!r}"
+        )

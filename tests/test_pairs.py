@@ -1,0 +1,518 @@
+"""Triangle attention, the transition and the pair block, against formulas of the papers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType
+from weakref import finalize
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from fusedops import pairs  # noqa: E402
+from fusedops.compat import boltz  # noqa: E402
+from fusedops.nn import (  # noqa: E402
+    PairBlock,
+    PairTransition,
+    TriangleAttention,
+    TriangleMultiplicativeUpdate,
+)
+from test_nn import OfBoltz  # noqa: E402
+
+C, D, H, N = 6, 4, 3, 5
+
+#: For sums of a few dozen products of numbers near one, in float64, in different orders.
+TOLERANCE = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def randomized(module):
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module.double()
+
+
+def pair(*leading, channels=C):
+    z = torch.randn(*leading, N, N, channels, dtype=torch.float64, requires_grad=True)
+    return z, torch.rand(*leading, N, N) > 0.3
+
+
+def normalized(x, weight, bias):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+
+def attended(p, z, mask, starting):
+    """Algorithms 13 and 14 of AlphaFold 2, for one z (N, N, C), an edge and a head at a time."""
+    n = normalized(z, p["layer_norm.weight"], p["layer_norm.bias"])
+    heads = [
+        (n @ p[f"mha.linear_{name}.weight"].T).unflatten(-1, (-1, D)) for name in ("q", "k", "v")
+    ]
+    q, k, v = heads
+    gate = torch.sigmoid(n @ p["mha.linear_g.weight"].T + p.get("mha.linear_g.bias", 0))
+    b = n @ p["linear.weight"].T
+    rows = []
+    for i in range(N):
+        for j in range(N):
+            o = []
+            for h in range(b.shape[-1]):
+                if starting:
+                    logits = k[i, :, h] @ q[i, j, h] / math.sqrt(D) + b[j, :, h]
+                    present, values = mask[i], v[i, :, h]
+                else:
+                    logits = k[:, j, h] @ q[i, j, h] / math.sqrt(D) + b[:, i, h]
+                    present, values = mask[:, j], v[:, j, h]
+                logits = logits + 1e9 * (present.double() - 1)
+                o.append(torch.softmax(logits, 0) @ values)
+            rows.append(gate[i, j] * torch.cat(o))
+    out = torch.stack(rows).unflatten(0, (N, N)) @ p["mha.linear_o.weight"].T
+    return out + p.get("mha.linear_o.bias", 0)
+
+
+def transitioned(p, x):
+    n = normalized(x, p["norm.weight"], p["norm.bias"])
+    a, b = n @ p["fc1.weight"].T, n @ p["fc2.weight"].T
+    return (a / (1 + torch.exp(-a)) * b) @ p["fc3.weight"].T
+
+
+def gradients(y, *inputs):
+    cotangent = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return torch.autograd.grad((y * cotangent).sum(), inputs)
+
+
+@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+@pytest.mark.parametrize("bias", [False, True], ids=["Boltz", "OpenFold"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_attention_is_that_of_the_paper(starting, bias, masked):
+    module = randomized(TriangleAttention(C, D, H, starting, bias=bias))
+    z, mask = pair()
+    got = module(z, mask if masked else None)
+    p = dict(module.named_parameters())
+    want = attended(p, z, mask if masked else torch.ones(N, N), starting)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    inputs = z, *p.values()
+    torch.testing.assert_close(
+        gradients(got, *inputs), gradients(want, *inputs), rtol=0, atol=1e-11
+    )
+
+
+def test_starting_and_ending_nodes_are_transposes():
+    start, end = TriangleAttention(C, D, H), TriangleAttention(C, D, H, False)
+    randomized(start)
+    end.double().load_state_dict(start.state_dict())
+    z, mask = pair(2)
+    turned = end(z.transpose(1, 2), mask.transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(turned, start(z, mask), **TOLERANCE)
+
+
+@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+@pytest.mark.parametrize("leading", [(), (2,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32], ids=str)
+def test_any_leading_dimensions_and_masks(starting, leading, dtype):
+    module = randomized(TriangleAttention(C, D, H, starting))
+    z, mask = pair(*leading)
+    got = module(z, mask.to(dtype))
+    want = [
+        attended(dict(module.named_parameters()), *each, starting)
+        for each in zip(z.reshape(-1, N, N, C), mask.reshape(-1, N, N), strict=True)
+    ]
+    torch.testing.assert_close(got, torch.stack(want).reshape(z.shape), **TOLERANCE)
+    # A mask of one row, for every row of every batch.
+    row = mask.reshape(-1, N)[0]
+    torch.testing.assert_close(module(z, row), module(z, row.expand(z.shape[:-1])), **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_without_edges(dtype):
+    """It attends to all edges; alike, where logits vanish beside -1e9."""
+    module = randomized(TriangleAttention(C, D, H)).to(dtype)
+    z, mask = pair()
+    mask[1] = False
+    got = module(z.to(dtype), mask)
+    # Two of the lowest numbers of float16 would be infinite together.
+    assert torch.isfinite(got).all()
+    if dtype != torch.float16:
+        n = module.layer_norm(z.to(dtype))
+        v = (n[1] @ module.mha.linear_v.weight.T).mean(0)
+        want = module.mha.linear_o(module.mha.linear_g(n[1]).sigmoid() * v)
+        # Of numbers near one, rounded a few times.
+        atol = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(got[1], want, rtol=0, atol=atol)
+
+
+def test_absent_edges_change_nothing():
+    module = randomized(TriangleAttention(C, D, H))
+    z, mask = pair()
+    moved = z.detach().clone()
+    # The edge (0, 3) is a key of row 0 and nothing else, once no other row has its bias.
+    mask[0, 3] = False
+    with torch.no_grad():
+        module.linear.weight.zero_()
+        moved[0, 3] += torch.randn(C)
+        kept = torch.ones(N, N, dtype=torch.bool)
+        kept[0, 3] = False
+        change = module(moved, mask) - module(z, mask)
+    assert not change[kept].any()
+    assert change[0, 3].any()
+
+
+@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_attention_in_parts_is_the_whole(starting, masked):
+    module = randomized(TriangleAttention(C, D, H, starting))
+    z, mask = pair(2)
+    mask = mask if masked else None
+    want = module(z, mask)
+    wanted = gradients(want, z, *module.parameters())
+    small = TriangleAttention(C, D, H, starting, max_memory=1).double()
+    small.load_state_dict(module.state_dict())
+    for got, own in ((module(z, mask, chunk_size=2), module), (small(z, mask), small)):
+        torch.testing.assert_close(got, want, **TOLERANCE)
+        got = gradients(got, z, *own.parameters())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    with torch.no_grad():
+        torch.testing.assert_close(small(z, mask), want, **TOLERANCE)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at one time of the storages that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.now, self.most = {}, 0, 0
+
+    def _freed(self, key):
+        self.now -= self.alive.pop(key)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive:
+                    self.alive[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    finalize(storage, self._freed, storage._cdata)
+        self.most = max(self.most, self.now)
+        return out
+
+
+def peak(run):
+    with Peak() as mode:
+        run()
+    return mode.most
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("kind", ["attention", "transition"])
+def test_max_memory_bounds_what_it_says(kind, grad):
+    """Besides the limit there are z, its normalized form, the output, the bias, and gradients."""
+    N, C = 64, 16
+    limit = 2**19
+    if kind == "attention":
+        make, whole = (lambda **o: TriangleAttention(C, 8, 2, **o)), 4 * 4 * N**2 * (C + 2)
+    else:
+        make, whole = (lambda **o: PairTransition(C, 256, **o)), 4 * 4 * N**2 * C
+    z = torch.randn(1, N, N, C)
+
+    def run(module):
+        with torch.set_grad_enabled(grad):
+            x = z.clone().requires_grad_(grad)
+            y = module(x)
+            if grad:
+                y.sum().backward()
+
+    few, all_at_once = make(max_memory=limit), make()
+    assert peak(lambda: run(few)) < limit + whole < peak(lambda: run(all_at_once))
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize("out_dim", [None, 7])
+def test_the_transition_is_that_of_the_paper(leading, out_dim):
+    module = randomized(PairTransition(C, 9, out_dim))
+    x, _ = pair(*leading)
+    p = dict(module.named_parameters())
+    assert set(p) == {"norm.weight", "norm.bias", "fc1.weight", "fc2.weight", "fc3.weight"}
+    want = transitioned(p, x)
+    wanted = gradients(want, x, *p.values())
+    # All rows at once, and a few at one time.
+    for module.max_memory in (None, 1000):
+        got = module(x)
+        torch.testing.assert_close(got, want, **TOLERANCE)
+        got = gradients(got, x, *p.values())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x, chunk_size=2), want, **TOLERANCE)
+
+
+def test_a_transition_of_openfold_3_loads():
+    module = randomized(PairTransition(C))
+    names = {
+        "norm": "layer_norm",
+        "fc1": "swiglu.linear_a",
+        "fc2": "swiglu.linear_b",
+        "fc3": "linear_out",
+    }
+    theirs = {}
+    for key, tensor in module.state_dict().items():
+        layer, part = key.split(".")
+        theirs[f"blocks.0.{names[layer]}.{part}"] = tensor
+    before = dict(theirs)
+    loaded = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([PairTransition(C)])}).double()
+    loaded.load_state_dict(theirs)
+    x, _ = pair()
+    assert theirs == before
+    assert torch.equal(loaded["blocks"][0](x), module(x))
+
+
+def boltz_block(p, z, mask, factors):
+    """Boltz's block by its formulas, with a factor of dropout for each part."""
+    layers = {}
+    for key, tensor in p.items():
+        name, _, rest = key.partition(".")
+        layers.setdefault(name, {})[rest] = tensor
+    factors = iter(factors)
+    for name, direction in (("tri_mul_out", "outgoing"), ("tri_mul_in", "incoming")):
+        update = OfBoltz(C, C, direction).double()
+        found = torch.func.functional_call(update, layers[name], (z, mask.double()))
+        z = z + next(factors) * found
+    for name, starting in (("tri_att_start", True), ("tri_att_end", False)):
+        found = [attended(layers[name], *each, starting) for each in zip(z, mask, strict=True)]
+        z = z + next(factors) * torch.stack(found)
+    return z + transitioned(layers["transition_z"], z)
+
+
+def boltz_dropout(z, columnwise):
+    """Boltz's factor, for a probability of a quarter."""
+    v = z[:, 0:1, :, 0:1] if columnwise else z[:, :, 0:1, 0:1]
+    return (torch.rand(v.shape) >= 0.25).double() / 0.75
+
+
+BLOCKS = {
+    "nn": lambda: PairBlock(C, 0.25, D, H),
+    "boltz": lambda: boltz.PairformerNoSeqLayer(C, 0.25, D, H),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_is_that_of_boltz(kind, training):
+    block = randomized(BLOCKS[kind]()).train(training)
+    z, mask = pair(2)
+    p = dict(block.named_parameters())
+    torch.manual_seed(1)
+    got = block(z, mask)
+    torch.manual_seed(1)
+    factors = [boltz_dropout(z, part == 3) if training else 1.0 for part in range(4)]
+    want = boltz_block(p, z, mask, factors)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+    inputs = z, *p.values()
+    torch.testing.assert_close(
+        gradients(got, *inputs), gradients(want, *inputs), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_the_names_of_a_checkpoint_of_boltz():
+    layers = {
+        "tri_mul_out": ("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out"),
+        "tri_att_start": ("layer_norm", "linear", *(f"mha.linear_{name}" for name in "qkvgo")),
+        "transition_z": ("norm", "fc1", "fc2", "fc3"),
+    }
+    layers |= {"tri_mul_in": layers["tri_mul_out"], "tri_att_end": layers["tri_att_start"]}
+    want = {
+        f"layers.{k}.{name}.{layer}.{part}"
+        for k in range(2)
+        for name, own in layers.items()
+        for layer in own
+        for part in ("weight", "bias")
+        if part == "weight" or "norm" in layer
+    }
+    assert set(boltz.PairformerNoSeqModule(C, 2).state_dict()) == want
+
+
+def test_a_trunk_of_boltz():
+    trunk = randomized(boltz.PairformerNoSeqModule(C, 2, 0.25, D, H))
+    z, mask = pair(1)
+    torch.manual_seed(1)
+    want = trunk(z, mask)
+    trunk.activation_checkpointing = True
+    torch.manual_seed(1)
+    got = trunk(z, mask)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    torch.testing.assert_close(gradients(got, z), gradients(want, z), **TOLERANCE)
+    # In inference Boltz's rows come in chunks.
+    trunk.eval()
+    blocks = z
+    for block in trunk.layers:
+        blocks = block(blocks, mask)
+    torch.testing.assert_close(trunk(z, mask, use_kernels=True), blocks, **TOLERANCE)
+
+
+def test_modules_of_boltz_take_what_boltz_passes():
+    z, mask = pair(1)
+    flags = {"chunk_size": 2, "use_kernels": True}
+    start = randomized(boltz.TriangleAttentionStartingNode(C, D, H, inf=1e9))
+    end = randomized(boltz.TriangleAttentionEndingNode(C, D, H, inf=1e9))
+    assert (start.starting, end.starting) == (True, False)
+    for module in (start, end):
+        torch.testing.assert_close(module(z, mask=mask, **flags), module(z, mask), **TOLERANCE)
+    transition = randomized(boltz.Transition(C, 4 * C)).eval()
+    torch.testing.assert_close(transition(z, 2), transition(z), **TOLERANCE)
+
+
+def test_cuequivariance_gets_its_shapes(monkeypatch):
+    """Its function, by the formula of its documentation."""
+
+    def triangle_attention(q, k, v, bias, mask=None, scale=None):
+        B = 2
+        assert q.shape == k.shape == v.shape == (B, N, H, N, D)
+        assert bias.shape == (B, 1, H, N, N)
+        logits = q @ k.transpose(-1, -2) / math.sqrt(D) + bias
+        if mask is not None:
+            assert mask.shape == (B, N, 1, 1, N)
+            assert mask.dtype == torch.bool
+            logits = torch.where(mask, logits, -1e9)
+        return logits.softmax(-1) @ v
+
+    package = ModuleType("cuequivariance_torch")
+    package.triangle_attention = triangle_attention
+    package.__spec__ = object()
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", package)
+    for starting in (True, False):
+        theirs = randomized(TriangleAttention(C, D, H, starting, attention="cuequivariance"))
+        ours = TriangleAttention(C, D, H, starting).double()
+        ours.load_state_dict(theirs.state_dict())
+        z, mask = pair(2)
+        for given in (None, mask, mask.long()):
+            torch.testing.assert_close(theirs(z, given), ours(z, given), **TOLERANCE)
+    with pytest.raises(ValueError, match="mask requires a gradient; it should not with cueq"):
+        theirs(z, mask.double().requires_grad_())
+
+
+def test_autocast_makes_products_in_sixteen_bits():
+    for module in (TriangleAttention(C, D, H), PairTransition(C)):
+        randomized(module).float()
+        z, mask = torch.randn(2, N, N, C), torch.ones(2, N, N)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = module(z, mask) if isinstance(module, TriangleAttention) else module(z)
+        assert got.dtype == torch.bfloat16
+        # Values near one, of products that are rounded to 8 bits.
+        want = module(z, mask) if isinstance(module, TriangleAttention) else module(z)
+        torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.1)
+
+
+def test_modules_start_at_zero():
+    for module in (TriangleAttention(C, D, H, bias=True), PairTransition(C)):
+        assert not module(torch.randn(N, N, C)).any()
+    assert (TriangleAttention(C, bias=True).mha.linear_g.bias == 1).all()
+    # The deviation comes from 65536 samples.
+    assert abs(PairTransition(128).fc1.weight.std().item() * 128**0.5 - 1) < 0.02
+    z = torch.randn(N, N, C)
+    assert torch.equal(PairBlock(C)(z), z)
+
+
+def test_no_edges():
+    for module in (TriangleAttention(C, D, H), PairTransition(C)):
+        assert module(torch.zeros(2, 0, 0, C)).shape == (2, 0, 0, C)
+        assert module(torch.zeros(0, N, N, C)).shape == (0, N, N, C)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TriangleAttention(0), "TriangleAttention: c_in is 0; it should be at least 1"),
+        (lambda: TriangleAttention(4, no_heads=0), "no_heads is 0; it should be at least 1"),
+        (lambda: TriangleAttention(4, attention="flash"), "attention is 'flash'; it should be one"),
+        (lambda: TriangleAttention(4, max_memory=0), "max_memory is 0; it should be at least 1"),
+        (lambda: PairTransition(4, 0), "PairTransition: hidden is 0; it should be at least 1"),
+        (lambda: PairBlock(4, dropout=1.0), r"dropout is 1\.0; it should be at least 0, below 1"),
+        (lambda: TriangleAttention(4)(torch.zeros(5, 5, 3)), r"x has shape \(5, 5, 3\); it should"),
+        (lambda: TriangleAttention(4)(torch.zeros(5, 6, 4)), r"should be \(\.\.\., N, N, 4\)"),
+        (
+            lambda: TriangleAttention(4)(torch.zeros(5, 5, 4), torch.ones(2, 5, 5)),
+            r"mask has shape \(2, 5, 5\); it should broadcast to \(5, 5\)",
+        ),
+        (lambda: TriangleAttention(4)(torch.zeros(5, 5, 4), chunk_size=0), "chunk_size is 0; it"),
+        (lambda: PairTransition(4)(torch.zeros(3)), r"x has shape \(3,\); it should be"),
+    ],
+)
+def test_bad_values_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_other_wrong_arguments_are_named(monkeypatch):
+    with pytest.raises(TypeError, match="x is a list; it should be a tensor"):
+        PairTransition(4)([1])
+    with pytest.raises(TypeError, match="mask is a list; it should be a tensor"):
+        TriangleAttention(4)(torch.zeros(5, 5, 4), [1])
+    monkeypatch.setattr(pairs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="'cuequivariance', but cuequivariance_torch isn't inst"):
+        TriangleAttention(4, attention="cuequivariance")
+    state = TriangleAttention(4).state_dict()
+    with pytest.raises(RuntimeError, match=r"mha\.linear_g has a bias, which the state_dict lacks"):
+        TriangleAttention(4, bias=True).load_state_dict(state, strict=False)
+
+
+CONTRACT = {
+    "update": lambda: TriangleMultiplicativeUpdate(C, D),
+    "attention": lambda: TriangleAttention(C, D, H),
+    "block": lambda: PairBlock(C, 0.0, D, H),
+}
+
+
+@pytest.fixture(params=CONTRACT)
+def contracted(request):
+    """Return a part of the block or the block, with random parameters, and its arguments."""
+    torch._dynamo.reset()
+    return randomized(CONTRACT[request.param]()), *pair(2)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_a_state_dict_goes_round(name, tmp_path):
+    module, (z, mask) = randomized(CONTRACT[name]()), pair(2)
+    torch.save(module.state_dict(), tmp_path / "state")
+    with torch.device("meta"):
+        again = CONTRACT[name]()
+    again = again.to_empty(device="cpu").double()
+    again.load_state_dict(torch.load(tmp_path / "state"))
+    assert torch.equal(again(z, mask), module(z, mask))
+
+
+def test_activation_checkpointing(contracted):
+    module, z, mask = contracted
+    inputs = z, *module.parameters()
+    want = gradients(module(z, mask), *inputs)
+    got = gradients(checkpoint(module, z, mask, use_reentrant=False), *inputs)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_compiled_without_a_break(contracted):
+    module, z, mask = contracted
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    inputs = z, *module.parameters()
+    got, want = compiled(z, mask), module(z, mask)
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    torch.testing.assert_close(
+        gradients(got, *inputs), gradients(want, *inputs), rtol=0, atol=1e-10
+    )
+
+
+def test_exported(contracted, tmp_path):
+    module, z, mask = contracted
+    z = z.detach()
+    program = torch.export.export(module, (z, mask))
+    torch.export.save(program, tmp_path / "module.pt2")
+    loaded = torch.export.load(tmp_path / "module.pt2").module()
+    torch.testing.assert_close(loaded(z, mask), module(z, mask), **TOLERANCE)
