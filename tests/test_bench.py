@@ -1023,6 +1023,61 @@ def test_a_case_that_fails_leaves_the_others(monkeypatch, capsys):
     assert "tiny: atoms 36" in out
 
 
+@pytest.fixture
+def tiny_pairs(monkeypatch):
+    """Let the pair step have one case, of few residues, and no compiled peer."""
+
+    def tiny(device):
+        few = steps.Case("tiny", lambda: steps._pairs(10), quick=True)
+        return replace(steps.pair(device), cases=(few,), check=few)
+
+    monkeypatch.setattr(measure, "STEPS", {"pair": tiny})
+
+
+@needs_torch
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_our_block_is_that_of_the_formulas(blocks):
+    """In float64, for the whole step and for each of its parts."""
+    problem = steps._pairs(10, blocks)
+    ours = steps._pair_by_modules(problem, "torch", "cpu", "float64", "numpy").steps()
+    theirs = steps._pair_by(steps._formulas(), problem, "cpu", "float64").steps()
+    parts = [*steps.PARTS.values()] if blocks == 1 else ["block 1", "block 2"]
+    names = [*parts, "target"]
+    assert set(ours) == set(theirs) == {FORWARD, BOTH, *names, *map(steps.backward_of, names)}
+    # The loss, and the gradients of z and of the parameters of updates, attentions, transitions.
+    assert len(ours[BOTH]()) == 2 + blocks * (2 * 8 + 2 * 8 + 5)
+    for name in (BOTH, *map(steps.backward_of, parts)):
+        for got, want in zip(ours[name](), theirs[name](), strict=True):
+            # Relative to the largest element: sums of hundreds of products cancel.
+            assert (got - want).abs().max() <= 1e-12 * want.abs().max() > 0
+
+
+@needs_torch
+@pytest.mark.usefixtures("quick", "tiny_pairs")
+def test_a_pair_step_has_its_tables(tmp_path):
+    path = tmp_path / "cpu.json"
+    assert cli.main(["bench", "--quick", "--step", "pair", "--json", str(path)]) == 0
+    block = report.read(path)["ops"]["pair"]
+    assert {row["how"] for row in block["cases"]} == {"torch"}
+    assert {row["who"] for row in block["cases"] if not row["ours"]} == {"torch eager"}
+    for row in block["cases"]:
+        assert row["ms"] > 0
+        assert set(row["error"]) == {"value", "gradient"}
+    told = "<!-- measured: pair cpu -->\n<!-- end of measured -->\n"
+    assert "| starting attention, backward |" in readme_tables().tables(told, tmp_path)
+
+
+@needs_torch
+@pytest.mark.usefixtures("quick", "tiny_pairs")
+def test_a_wrong_pair_step_is_not_timed(capsys, monkeypatch):
+    from fusedops.nn import TriangleAttention
+
+    attended = TriangleAttention._attended
+    monkeypatch.setattr(TriangleAttention, "_attended", lambda *a: 1.001 * attended(*a))
+    assert cli.main(["bench", "--quick", "--step", "pair"]) == 1
+    assert "NOT TIMED, because wrong: pair by" in capsys.readouterr().out
+
+
 def test_a_step_that_there_is_not(capsys):
     assert cli.main(["bench", "--step", "refine"]) == 2
     assert "--step refine: it should be one of refinement" in capsys.readouterr().err

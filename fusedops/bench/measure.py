@@ -263,13 +263,16 @@ class Bench:
     def _programs(self, step: Step, problem: Any) -> tuple[list[Contestant], list[dict[str, Any]]]:
         """Return our ways and the peers that make a step, and rows for the ones that can't."""
         small = step.check.make()
-        truth = step.ours(small, NUMPY, "cpu", "float64", "numpy").steps()[BOTH]()
+        truth = step.reference(small)
         ways: list[tuple[str, str, bool, bool, Callable[[Any], Steps]]] = []
         backends = backends_of(step, self.plan.backends)
         for backend in backends if self.plan.backends else backends[:1]:
             name = backend.name
-            hows = [NUMPY] if backend.speaks == "numpy" and step.device == "cpu" else []
-            for how in [*hows, *[TORCH] * self.has_torch]:
+            able = {
+                NUMPY: backend.speaks == "numpy" and step.device == "cpu",
+                TORCH: self.has_torch,
+            }
+            for how in (how for how in step.hows if able[how]):
                 ways.append((name, how, True, True, partial(_own, step, how, name)))
         for peer in PEERS:
             suits = step.name in peer.ops and step.device in peer.devices
@@ -626,11 +629,12 @@ def _own(step: Step, how: str, backend: str, problem: Any) -> Steps:
 def _step_errors(steps: Steps, truth: tuple[Any, ...]) -> dict[str, float]:
     """Return the errors of a step's loss, and of its gradients where the program has them."""
     got = steps[BOTH if BOTH in steps else FORWARD]()
-    errors = [
-        testing.error(x.double().cpu().numpy() if is_tensor(x) else np.asarray(x, float), y)
-        for x, y in zip(got, truth, strict=False)
-    ]
+    errors = [testing.error(_in_numpy(x), _in_numpy(y)) for x, y in zip(got, truth, strict=False)]
     return {"value": errors[0], **({"gradient": max(errors[1:])} if errors[1:] else {})}
+
+
+def _in_numpy(x: Any) -> Any:
+    return x.double().cpu().numpy() if is_tensor(x) else np.asarray(x, float)
 
 
 def _refusal(workload: Workload, found: dict[str, float] | str) -> str | None:

@@ -6,6 +6,7 @@ declared as an op's is, with the step's name in place of the op's.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from fusedops import crystal, maps, samples
 from fusedops._frame.check import is_tensor
 from fusedops._frame.op import Op
 from fusedops.bench.peers import Unsuited, peer
-from fusedops.bench.timing import NUMPY
+from fusedops.bench.timing import NUMPY, TORCH
 from fusedops.bench.workloads import BOTH, FORWARD, Steps
 from fusedops.density import Lattice
 from fusedops.structure import Structure, planar_groups, read_structure
@@ -35,18 +36,21 @@ class Part:
     """A part of a step: a function of leaves, or of the values of parts before it, by name.
 
     A function of arrays returns its value and pullback, as an op's `vjp`; of tensors, its value.
+    It may hold parameters, which get gradients too.
     """
 
     name: str
     of: tuple[str, ...]
     function: Callable[..., Any]
+    parameters: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class Chain:
     """A step of a program: its loss is the sum of the parts that no other part is a function of.
 
-    The loss has gradients by the `leaves`, unless the program has none.
+    The loss has gradients by the `leaves`, and by the parameters of all parts, unless the program
+    has none.
     """
 
     leaves: dict[str, Any]
@@ -109,6 +113,7 @@ def _of_tensors(chain: Chain) -> Steps:
     import torch
 
     leaves = {name: x.detach().clone().requires_grad_() for name, x in chain.leaves.items()}
+    varied = [*leaves.values(), *(x for part in chain.parts for x in part.parameters)]
 
     def run() -> dict[str, Any]:
         values = dict(leaves)
@@ -121,7 +126,7 @@ def _of_tensors(chain: Chain) -> Steps:
 
     def both() -> tuple[Any, ...]:
         loss = chain.loss(run())
-        return loss.detach(), *torch.autograd.grad(loss, [*leaves.values()])
+        return loss.detach(), *torch.autograd.grad(loss, varied)
 
     values = run()
     wanted = [values[part.name] for part in chain.parts]
@@ -131,6 +136,7 @@ def _of_tensors(chain: Chain) -> Steps:
         inputs = [values[name].detach().requires_grad_() for name in part.of]
         y = part.function(*inputs)
         steps[part.name] = torch.no_grad()(partial(part.function, *inputs))
+        inputs += part.parameters
         back = partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
         steps[backward_of(part.name)] = back
     return steps
@@ -161,8 +167,14 @@ class Step:
         reference in float64; `tolerance` is the largest error of ours, relative.
     shape : callable
         From a problem to the sizes that a table shows.
+    reference : callable
+        From a problem to its loss and gradients in float64.
     ours : callable
         From a problem, "NumPy" or "torch", a device, a dtype and a backend to a `Chain`.
+    needs : tuple of str
+        The package that makes the cases, and the extra that installs it.
+    hows : tuple of str
+        "NumPy", "torch" or both, as `ours` takes them.
     """
 
     name: str
@@ -171,9 +183,12 @@ class Step:
     check: Case
     tolerance: float
     shape: Callable[[Any], dict[str, int]]
+    reference: Callable[[Any], tuple[Any, ...]]
     ours: Callable[..., Chain]
     device: str
     dtype: str = "float32"
+    needs: tuple[str, str] = ("gemmi", "bench")
+    hows: tuple[str, ...] = (NUMPY, TORCH)
 
 
 RESOLUTION = 2.0
@@ -238,12 +253,36 @@ def refinement(device: str) -> Step:
         # gradients sum thousands of voxels.
         1e-4,
         lambda problem: problem.shape,
+        lambda problem: _refined(problem, NUMPY, "cpu", "float64", "numpy").steps()[BOTH](),
         _refined,
         device,
     )
 
 
-STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement}
+def pair(device: str) -> Step:
+    """Boltz's block of a pair representation of 128 channels, and four, with all gradients."""
+    sizes = (64, 128) if device == "cpu" else (128, 256, 384, 512, 768)
+    return Step(
+        "pair",
+        fusedops.triangle_multiplicative_update,
+        (
+            *(Case("block", partial(_pairs, N), quick=sizes[0] == N) for N in sizes),
+            Case("4 blocks", partial(_pairs, sizes[0], 4)),
+        ),
+        Case("block", partial(_pairs, 20)),
+        # Relative to the largest element of each gradient; in 16 bits every part rounds z.
+        1e-5 if device == "cpu" else 0.06,
+        lambda problem: problem.shape,
+        lambda problem: _pair_by(_formulas(), problem, "cpu", "float64").steps()[BOTH](),
+        _pair_by_modules,
+        device,
+        _dtype_of_pairs(device),
+        needs=("torch", "torch"),
+        hows=(TORCH,),
+    )
+
+
+STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement, "pair": pair}
 
 
 def _of_file(name: str) -> Crystal:
@@ -484,3 +523,274 @@ def gemmi(problem: Crystal, device: str) -> Steps:
         ),
         has_gradients=False,
     ).steps()
+
+
+def _dtype_of_pairs(device: str) -> str:
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A pair representation, and blocks with Boltz's names.
+
+    Parameters
+    ----------
+    z : tensor (1, N, N, C), float64
+        A tenth of the residues is padding.
+    mask : tensor (1, N, N), float64
+        Zero for pairs with padding.
+    blocks : list of dict
+        For each part of each block, by Boltz's name, its parameters.
+    """
+
+    z: Any
+    mask: Any
+    blocks: list[dict[str, dict[str, Any]]]
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that a table shows."""
+        return {"N": self.z.shape[1], "C": self.z.shape[-1]}
+
+    def to(self, device: str, dtype: str) -> Pairs:
+        """Return the problem on a device and in a dtype, with parameters that have gradients."""
+        import torch
+
+        def cast(x: Any) -> Any:
+            return x.to(device, getattr(torch, dtype))
+
+        blocks = [
+            {
+                part: {name: cast(x).detach().clone().requires_grad_() for name, x in own.items()}
+                for part, own in block.items()
+            }
+            for block in self.blocks
+        ]
+        return Pairs(cast(self.z), cast(self.mask), blocks)
+
+    def chain(self, blocks: list[dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]]) -> Chain:
+        """Return the step of blocks: functions of z by name, each with its parameters.
+
+        Each part of a single block is a part of the step, and each of several blocks.
+        """
+        import torch
+
+        if len(blocks) > 1:
+            blocks = [
+                {
+                    f"block {k}": (
+                        _in_turn(block),
+                        tuple(x for _, own in block.values() for x in own),
+                    )
+                }
+                for k, block in enumerate(blocks, 1)
+            ]
+        parts, last, mask = [], "z", self.mask[..., None]
+        for block in blocks:
+            for name, (function, parameters) in block.items():
+                parts.append(Part(name, (last,), function, parameters))
+                last = name
+
+        def target(z: Any) -> Any:
+            z = z.to(torch.promote_types(z.dtype, torch.float32)) * mask
+            return 0.5 * z.square().mean()
+
+        return Chain({"z": self.z}, (*parts, Part("target", (last,), target)))
+
+
+def _in_turn(block: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> Callable[..., Any]:
+    def run(z: Any) -> Any:
+        for function, _ in block.values():
+            z = function(z)
+        return z
+
+    return run
+
+
+#: The names of a block's parts, by Boltz's names.
+PARTS = {
+    "tri_mul_out": "outgoing update",
+    "tri_mul_in": "incoming update",
+    "tri_att_start": "starting attention",
+    "tri_att_end": "ending attention",
+    "transition_z": "transition",
+}
+
+
+def _pairs(N: int, count: int = 1) -> Pairs:
+    import torch
+
+    from fusedops.nn import PairBlock
+
+    rng = torch.Generator().manual_seed(N)
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in PairBlock(128).state_dict().items()}
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    blocks = []
+    for _ in range(count):
+        block: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+        for key, shape in shapes.items():
+            part, _, name = key.partition(".")
+            around = float("norm" in name and name.endswith("weight"))
+            scale = 0.1 if len(shape) == 1 else shape[1] ** -0.5
+            block[part][name] = around + scale * normal(*shape)
+        blocks.append(block)
+    present = (torch.arange(N) < N - N // 10).double()
+    return Pairs(normal(1, N, N, 128), (present[:, None] * present)[None], blocks)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _pair_by_modules(
+    problem: Pairs, how: str, device: str, dtype: str, backend: str | None
+) -> Chain:
+    """Return the step by our modules, with cuEquivariance's attention where it is installed."""
+    from fusedops.nn import PairBlock
+
+    given = problem.to(device, dtype)
+    fast = device != "cpu" and _installed("cuequivariance_torch")
+
+    def functions(parameters: dict[str, dict[str, Any]]) -> Any:
+        attention = "cuequivariance" if fast else "torch"
+        block = PairBlock(128, 0.0, attention=attention, backend=backend).to(given.z)
+        found = {}
+        for part, name in PARTS.items():
+            module: Any = getattr(block, part)
+            module.load_state_dict(parameters[part])
+            masked = () if part == "transition_z" else (given.mask,)
+            found[name] = (partial(_added, module, *masked), tuple(module.parameters()))
+        return found
+
+    return given.chain([functions(parameters) for parameters in given.blocks])
+
+
+def _added(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return z, the last argument, and the update of it."""
+    *masked, z = arguments
+    return z + function(z, *masked)
+
+
+Formulas = dict[str, Callable[..., Any]]
+
+
+def _formulas() -> Formulas:
+    """Return Boltz's parts in plain torch, as functions of parameters, z and a mask."""
+    import torch
+    from torch.nn import functional as F
+
+    def norm(x: Any, p: dict[str, Any], name: str) -> Any:
+        return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"])
+
+    def update(terms: str, p: dict[str, Any], z: Any, mask: Any) -> Any:
+        n = norm(z, p, "norm_in")
+        sides = F.linear(n, p["p_in.weight"]) * F.linear(n, p["g_in.weight"]).sigmoid()
+        o = torch.einsum(terms, *(sides * mask[..., None]).chunk(2, -1))
+        gate = F.linear(n, p["g_out.weight"]).sigmoid()
+        return F.linear(norm(o, p, "norm_out"), p["p_out.weight"]) * gate
+
+    def attention(starting: bool, p: dict[str, Any], z: Any, mask: Any) -> Any:
+        if not starting:
+            z, mask = z.transpose(1, 2), mask.transpose(1, 2)
+        n = norm(z, p, "layer_norm")
+        bias = F.linear(n, p["linear.weight"]).permute(0, 3, 1, 2)[:, None]
+        q, k, v, g = (F.linear(n, p[f"mha.linear_{name}.weight"]) for name in "qkvg")
+        heads = (bias.shape[2], -1)
+        q, k, v = (x.unflatten(-1, heads).transpose(-2, -3) for x in (q, k, v))
+        logits = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+        logits = logits + 1e9 * (mask[:, :, None, None] - 1) + bias
+        o = (logits.softmax(-1) @ v).transpose(-2, -3) * g.sigmoid().unflatten(-1, heads)
+        out = F.linear(o.flatten(-2), p["mha.linear_o.weight"])
+        return out if starting else out.transpose(1, 2)
+
+    def transition(p: dict[str, Any], z: Any, mask: Any) -> Any:
+        n = norm(z, p, "norm")
+        hidden = F.silu(F.linear(n, p["fc1.weight"])) * F.linear(n, p["fc2.weight"])
+        return F.linear(hidden, p["fc3.weight"])
+
+    return {
+        "tri_mul_out": partial(update, "bikd,bjkd->bijd"),
+        "tri_mul_in": partial(update, "bkid,bkjd->bijd"),
+        "tri_att_start": partial(attention, True),
+        "tri_att_end": partial(attention, False),
+        "transition_z": transition,
+    }
+
+
+def _pair_by(formulas: Formulas, problem: Pairs, device: str, dtype: str) -> Chain:
+    """Return the step by formulas."""
+    given = problem.to(device, dtype)
+    return given.chain(_by_formulas(formulas, given))
+
+
+def _by_formulas(formulas: Formulas, given: Pairs) -> list[Any]:
+    """Return the blocks of a problem for `Pairs.chain`."""
+    return [
+        {
+            name: (
+                _of_z(formulas[part], parameters[part], given.mask),
+                (*parameters[part].values(),),
+            )
+            for part, name in PARTS.items()
+        }
+        for parameters in given.blocks
+    ]
+
+
+def _of_z(formula: Callable[..., Any], p: dict[str, Any], mask: Any) -> Callable[..., Any]:
+    return lambda z: z + formula(p, z, mask)
+
+
+@peer("torch eager", "pair")
+def pair_in_torch(problem: Pairs, device: str) -> Steps:
+    """Boltz's formulas, as it runs them without kernels."""
+    return _pair_by(_formulas(), problem, device, _dtype_of_pairs(device)).steps()
+
+
+@peer("torch.compile", "pair", quick=False)
+def pair_compiled(problem: Pairs, device: str) -> Steps:
+    """The same formulas, compiled as one function."""
+    import torch
+
+    given = problem.to(device, _dtype_of_pairs(device))
+    blocks = _by_formulas(_formulas(), given)
+    every = {str(k): part for k, part in enumerate(x for block in blocks for x in block.values())}
+    parameters = tuple(x for _, own in every.values() for x in own)
+    steps = given.chain([{"blocks": (torch.compile(_in_turn(every)), parameters)}]).steps()
+    return {what: steps[what] for what in (FORWARD, BOTH)}
+
+
+@peer("cuEquivariance", "pair", package="cuequivariance_torch", devices=("cuda",), quick=False)
+def pair_by_cuequivariance(problem: Pairs, device: str) -> Steps:
+    """Its triangle update and attention, as Boltz calls them, and Boltz's transition."""
+    from cuequivariance_torch import triangle_attention, triangle_multiplicative_update
+    from torch.nn import functional as F
+
+    def update(direction: str, p: dict[str, Any], z: Any, mask: Any) -> Any:
+        weights = {name.replace(".", "_"): x for name, x in p.items()}
+        return triangle_multiplicative_update(z, direction=direction, mask=mask, **weights)
+
+    def attention(starting: bool, p: dict[str, Any], z: Any, mask: Any) -> Any:
+        if not starting:
+            z, mask = z.transpose(1, 2), mask.transpose(1, 2)
+        n = F.layer_norm(z, z.shape[-1:], p["layer_norm.weight"], p["layer_norm.bias"])
+        bias = F.linear(n, p["linear.weight"]).permute(0, 3, 1, 2)[:, None]
+        q, k, v, g = (F.linear(n, p[f"mha.linear_{name}.weight"]) for name in "qkvg")
+        heads = (bias.shape[2], -1)
+        q, k, v = (x.unflatten(-1, heads).transpose(-2, -3) for x in (q, k, v))
+        o = triangle_attention(q, k, v, bias, mask[:, :, None, None].bool())
+        o = o.transpose(-2, -3) * g.sigmoid().unflatten(-1, heads)
+        out = F.linear(o.flatten(-2), p["mha.linear_o.weight"])
+        return out if starting else out.transpose(1, 2)
+
+    formulas = _formulas() | {
+        "tri_mul_out": partial(update, "outgoing"),
+        "tri_mul_in": partial(update, "incoming"),
+        "tri_att_start": partial(attention, True),
+        "tri_att_end": partial(attention, False),
+    }
+    return _pair_by(formulas, problem, device, _dtype_of_pairs(device)).steps()

@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="whole steps of programs instead, with the share of each part: refinement",
+        help="whole steps of programs instead, with the share of each part: refinement, pair",
     )
     parser.add_argument("--quick", action="store_true", help="small cases, in a minute")
     parser.add_argument(
@@ -172,8 +172,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.step or []:
         if name not in STEPS:
             raise CommandError(f"--step {name}: it should be one of {', '.join(STEPS)}")
-    if args.step:
-        needs("gemmi", "bench")
+        needs(*STEPS[name](args.device).needs)
     if args.device == "cuda":
         needs_gpu()
     ops, backends, whole = (tuple(names or ()) for names in (args.op, args.backend, args.step))
