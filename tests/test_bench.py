@@ -1053,6 +1053,27 @@ def test_our_block_is_that_of_the_formulas(blocks):
 
 
 @needs_torch
+def test_the_pair_step_of_cuequivariance(monkeypatch):
+    """Its two functions, by their documented formulas."""
+    from fusedops.compat.cuequivariance import triangle_multiplicative_update
+
+    def triangle_attention(q, k, v, bias, mask):
+        logits = q @ k.mT / q.shape[-1] ** 0.5 + bias
+        return logits.masked_fill(~mask, -1e9).softmax(-1) @ v
+
+    package = types.ModuleType("cuequivariance_torch")
+    package.triangle_multiplicative_update = triangle_multiplicative_update
+    package.triangle_attention = triangle_attention
+    monkeypatch.setitem(sys.modules, "cuequivariance_torch", package)
+    step = steps.pair("cpu")
+    problem = steps._pairs(10)
+    found = measure._step_errors(
+        steps.pair_by_cuequivariance(problem, "cpu"), step.reference(problem)
+    )
+    assert max(found.values()) < step.tolerance
+
+
+@needs_torch
 @pytest.mark.usefixtures("quick", "tiny_pairs")
 def test_a_pair_step_has_its_tables(tmp_path):
     path = tmp_path / "cpu.json"

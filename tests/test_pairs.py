@@ -322,6 +322,28 @@ def test_a_block_is_that_of_boltz(kind, training):
     )
 
 
+@pytest.mark.parametrize("leading", [(), (2, 3)], ids=str)
+def test_a_block_takes_any_leading_dimensions(leading):
+    block = randomized(PairBlock(C, 0.25, D, H)).eval()
+    z, mask = pair(*leading)
+    flat = block(z.reshape(-1, N, N, C), mask.reshape(-1, N, N))
+    torch.testing.assert_close(block(z, mask), flat.reshape(z.shape), **TOLERANCE)
+    # Rows, then columns, lose an update whole.
+    dropped = PairBlock(C, 0.5, D, H)
+    for axis, part in ((-2, "tri_mul_out"), (-2, "tri_att_start"), (-3, "tri_att_end")):
+        randomized(dropped)
+        for other in {"tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end"} - {part}:
+            last = "p_out" if "mul" in other else "mha.linear_o"
+            torch.nn.init.zeros_(dropped.get_submodule(f"{other}.{last}").weight)
+        torch.nn.init.zeros_(dropped.transition_z.fc3.weight)
+        change = dropped(z, mask) - z
+        whole = getattr(dropped, part)(z, mask)
+        kept = (change != 0).any(-1).any(axis + 1)
+        assert 0 < kept.sum() < kept.numel()
+        factor = 2 * kept.unsqueeze(axis + 1).unsqueeze(-1)
+        torch.testing.assert_close(change, factor * whole, **TOLERANCE)
+
+
 def test_the_names_of_a_checkpoint_of_boltz():
     layers = {
         "tri_mul_out": ("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out"),
@@ -516,3 +538,24 @@ def test_exported(contracted, tmp_path):
     torch.export.save(program, tmp_path / "module.pt2")
     loaded = torch.export.load(tmp_path / "module.pt2").module()
     torch.testing.assert_close(loaded(z, mask), module(z, mask), **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", pairs.ATTENTIONS)
+def test_a_block_on_a_gpu(attention):
+    if attention == "cuequivariance":
+        pytest.importorskip("cuequivariance_torch")
+    block = randomized(PairBlock(32, 0.0, 32, 2))
+    z, mask = pair(1, channels=32)
+    want = block(z, mask)
+    wanted = [want, *gradients(want, z, *block.parameters())]
+    other = PairBlock(32, 0.0, 32, 2, attention=attention).cuda()
+    other.load_state_dict(block.state_dict())
+    x = z.detach().float().cuda().requires_grad_()
+    got = other(x, mask.cuda())
+    found = [got, *gradients(got, x, *other.parameters())]
+    # cuEquivariance rounds factors to TF32.
+    tolerance = 1e-4 if attention == "torch" else 2e-2
+    for each, expected in zip(found, wanted, strict=True):
+        off = (each.cpu().double() - expected).abs().max()
+        assert off <= tolerance * expected.abs().max()
