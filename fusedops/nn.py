@@ -970,6 +970,7 @@ class PairBlock(torch.nn.Module):
     Notes
     -----
     The parameters have the names of Boltz's PairformerNoSeqLayer, whose checkpoints load.
+    `torch.export` keeps N open for a batch of one; larger batches have the N of the example.
 
     References
     ----------
