@@ -180,8 +180,8 @@ def _refuse_gradient(op: str, cell: Any) -> None:
 
 def _read_cell(op: str, cell: Any) -> np.ndarray:
     """Return a cell as a new array (3, 3) of finite numbers."""
-    _refuse_gradient(op, cell)
     given = values(op, "cell", cell)
+    _refuse_gradient(op, cell)
     of_shape(op, "cell", given, (3, 3))
     if given.dtype.kind not in "biufO":
         raise TypeError(f"{op}: cell has dtype {given.dtype}; it should be of real numbers")

@@ -21,9 +21,19 @@ def frames():
     return fusedops.planarity_nll, [(frame, planes) for frame in xyz]
 
 
-def work(op, arguments):
-    """Return an op's result, and the threads that this worker's kernels may use."""
-    return op(*arguments), fusedops.get_num_threads()
+def spread(pool, function, calls):
+    """Return a function's results in the workers of a pool, which import it by its name."""
+    if pool == "joblib":
+        from joblib import Parallel, delayed
+
+        return Parallel(n_jobs=2)(delayed(function)(*call) for call in calls)
+    if pool == "dask":
+        import dask
+
+        tasks = [dask.delayed(function)(*call) for call in calls]
+        return dask.compute(*tasks, scheduler="processes", num_workers=2)
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as executor:
+        return [future.result() for future in [executor.submit(function, *c) for c in calls]]
 
 
 def test_ops_and_packed_arguments_are_pickled():
@@ -48,18 +58,5 @@ def test_workers_keep_to_their_threads(pool, monkeypatch):
     monkeypatch.delenv("FUSEDOPS_NUM_THREADS", raising=False)
     if pool != "processes" and importlib.util.find_spec(pool) is None:
         pytest.skip(f"{pool} is not installed")
-    if pool == "joblib":
-        from joblib import Parallel, delayed
-
-        found = Parallel(n_jobs=2)(delayed(work)(op, call) for call in calls)
-    elif pool == "dask":
-        import dask
-
-        tasks = [dask.delayed(work)(op, call) for call in calls]
-        found = dask.compute(*tasks, scheduler="processes", num_workers=2)
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(2, mp_context=context) as executor:
-            found = list(executor.map(work, [op] * len(calls), calls))
-    assert [value for value, _ in found] == [op(*call) for call in calls]
-    assert {threads for _, threads in found} == {1}
+    assert list(spread(pool, op, calls)) == [op(*call) for call in calls]
+    assert set(spread(pool, fusedops.get_num_threads, [()] * 4)) == {1}

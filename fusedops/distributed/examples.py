@@ -97,7 +97,8 @@ def _run() -> None:
         if dist.get_rank() == 0:
             error = (got - want).abs().max().item()
             ranks = dist.get_world_size()
-            print(f"{example.__name__}: {ranks} ranks agree with one within {error:.0e}")
+            name = example.__name__
+            print(f"{name}: {ranks} ranks agree with one within {error:.0e}", flush=True)
     dist.barrier()
 
 
