@@ -1,4 +1,4 @@
-"""Write the tables of README.md's "Measured" from the results of `fusedops bench`.
+"""Write the tables of docs/measured.md from the results of `fusedops bench`.
 
     python bench/tables.py
 
@@ -190,5 +190,5 @@ def _about(block: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(tables(readme.read_text(), ROOT / "bench/results"))
+    page = ROOT / "docs/measured.md"
+    page.write_text(tables(page.read_text(), ROOT / "bench/results"))

@@ -522,7 +522,7 @@ def test_results_without_the_hosts_time_are_shown(capsys, name):
     out = capsys.readouterr().out
     assert "host µs" not in out
     assert ("graph ms" in out) == (name == "h200")
-    tables = readme_tables()
+    tables = tables_module()
     assert "host" not in tables.section(found["ops"])
 
 
@@ -831,8 +831,8 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
     assert on_a_gpu
 
 
-def readme_tables():
-    """Return the module that writes the tables of the README."""
+def tables_module():
+    """Return the module that writes the tables of docs/measured.md."""
     root = Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location("tables", root / "bench/tables.py")
     tables = importlib.util.module_from_spec(spec)
@@ -840,9 +840,9 @@ def readme_tables():
     return tables
 
 
-def test_the_tables_of_the_readme(tmp_path):
-    root, tables = Path(__file__).parents[1], readme_tables()
-    text = (root / "README.md").read_text()
+def test_the_measured_tables(tmp_path):
+    root, tables = Path(__file__).parents[1], tables_module()
+    text = (root / "docs/measured.md").read_text()
     places = {match[1:3] for match in tables.PART.findall(text)}
     modules = {*tables.MODULES.values(), "peers"}
     assert modules >= steps.STEPS.keys()
@@ -977,7 +977,7 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
         assert set(row["error"]) == {"value", "gradient"}
         assert (row.get("share") is None) == (row["pass"] in (FORWARD, BOTH))
         assert row["shape"]["atoms"] == row["size"] == 36
-    tables = readme_tables()
+    tables = tables_module()
     told = "<!-- measured: refinement cpu -->\n<!-- end of measured -->\n"
     written = tables.tables(told, tmp_path)
     names = [line.split("|")[2].strip() for line in written.splitlines() if line.startswith("| ")]
@@ -1087,7 +1087,7 @@ def test_a_pair_step_has_its_tables(tmp_path):
         assert row["ms"] > 0
         assert set(row["error"]) == {"value", "gradient"}
     told = "<!-- measured: pair cpu -->\n<!-- end of measured -->\n"
-    assert "| starting attention, backward |" in readme_tables().tables(told, tmp_path)
+    assert "| starting attention, backward |" in tables_module().tables(told, tmp_path)
 
 
 @needs_torch

@@ -1,4 +1,4 @@
-"""Examples of docstrings and README.md run, and docstrings have all their sections."""
+"""Examples of docstrings, README.md and docs/*.md run, and docstrings have all their sections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from fusedops._frame import threads
 from fusedops._frame.packed import Packed
 from places import HAS_TORCH
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 COMPAT = [
     f"fusedops.compat.{name}"
     for name in (
@@ -154,22 +155,26 @@ def is_made_here(value):
     return hasattr(value, "__dataclass_fields__") or hasattr(value, "__members__")
 
 
-def blocks(language):
-    text = README.read_text(encoding="utf-8")
+def blocks(page, language):
+    text = page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("gemmi"), reason="gemmi is not installed")
-def test_readme(monkeypatch, tmp_path):
-    """Every block continues the blocks before it, and blocks of NumPy need none of torch."""
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_the_examples_of_a_page(page, monkeypatch, tmp_path):
+    """Every block continues the page's blocks before it, and blocks of NumPy need none of torch."""
     shutil.copy(str(files("fusedops") / "data/1ubi.pdb"), tmp_path / "model.pdb")
     monkeypatch.chdir(tmp_path)
     names = {}
-    assert len(blocks("python")) > 5
-    for block in blocks("python"):
+    for block in blocks(page, "python"):
         if HAS_TORCH or not re.search("torch|fusedops.nn", block):
-            exec(compile(block, "README.md", "exec"), names)
+            exec(compile(block, page.name, "exec"), names)
     if isa.why_not() is None and importlib.util.find_spec("numba"):
-        (shown,) = blocks("pycon")
-        example = doctest.DocTestParser().get_doctest(shown, names, "README.md", None, 0)
-        assert doctest.DocTestRunner().run(example).failed == 0
+        for shown in blocks(page, "pycon"):
+            example = doctest.DocTestParser().get_doctest(shown, names, page.name, None, 0)
+            assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_every_field_has_examples():
+    assert len([page for page in PAGES if blocks(page, "python")]) > 4
