@@ -121,13 +121,14 @@ def _sides_back(
     p_b: Any,
     g_w: Any,
     g_b: Any,
+    o_w: Any,
     da: Any,
-    dxn: Any,
+    dlogits: Any,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of x to g_b, from the cotangent of `_gated`.
+    """Return the cotangents of x to g_b, and of weight and bias of the last gate.
 
-    dxn is the share of the normalized x that comes from the output's gate.
+    They follow from the cotangents of `_gated` and of the last gate's logits.
     """
     y, scale = _standardized(x, eps)
     xn = _affine(y, w, b)
@@ -135,7 +136,7 @@ def _sides_back(
     dmask = (da * p * s).sum(-1)
     da = da if mask is None else da * mask[..., None]
     dp, dg = da * s, da * p * s * (1 - s)
-    dxn = dxn + dp @ p_w + dg @ g_w
+    dxn = dp @ p_w + dg @ g_w + dlogits @ o_w
     dy = dxn if w is None else dxn * w
     return (
         _standardized_back(dy, y, scale),
@@ -144,6 +145,7 @@ def _sides_back(
         dxn.sum((0, 1, 2)),
         *_linear_back(dp, xn),
         *_linear_back(dg, xn),
+        *_linear_back(dlogits, xn),
     )
 
 
@@ -199,7 +201,7 @@ def _end_back(
     eps: float,
     gate: str,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of the normalized x, of o, and of w to g_b."""
+    """Return the cotangents of o, of the gate's logits, and of w to p_b."""
     xn = _affine(_standardized(x, eps)[0], w_in, b_in)
     y, scale = _standardized(_pairs(o), eps)
     on = _affine(y, w, b)
@@ -215,12 +217,11 @@ def _end_back(
     dg = ds * s * (1 - s)
     dy = don if w is None else don * w
     return (
-        dg @ g_w,
         _planes(_standardized_back(dy, y, scale)),
+        dg,
         (don * y).sum((0, 1, 2)),
         don.sum((0, 1, 2)),
         *_linear_back(dp, gated),
-        *_linear_back(dg, xn),
     )
 
 
@@ -296,11 +297,12 @@ def _gradients(a: Any, dout: Any, dhidden: Any) -> tuple[Any, ...]:
 
     left, right = run(_sides, *w[:8], eps)
     o = _product(left, right, direction)
-    dxn, do, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
+    do, dlogits, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
     do = do if dhidden is None else do + dhidden
     dsides = [_pairs(side) for side in _product_back(do, left, right, direction)]
     da = namespace(a.x).concatenate(dsides, axis=-1)
-    bars = (*run(_sides_back, *w[:8], da, dxn, eps), *ends)
+    *bars, do_w, do_b = run(_sides_back, *w[:8], w[12], da, dlogits, eps)
+    bars += (*ends, do_w, do_b)
     return tuple(
         None if array is None else cast(bar, array) for bar, array in zip(bars, arrays, strict=True)
     )
@@ -350,13 +352,6 @@ def _sides_formula(a: Any) -> tuple[Any]:
     return (cast(both.swapaxes(0, 3).swapaxes(2, 4), a.x),)
 
 
-def _sides_vjp_formula(a: Any) -> tuple[Any, ...]:
-    *w, da = _widened(a[:9])
-    da = da.swapaxes(2, 4).swapaxes(0, 3)
-    da = da.reshape(*da.shape[:3], da.shape[3] * da.shape[4])
-    return _like(a, recomputed(_sides_back, w[0])(*w, da, 0.0, a.eps))
-
-
 def _end_formula(a: Any) -> tuple[Any]:
     """Return the output for x and o, which is given times `scale`."""
     x, o, *weights = _widened(a[:10])
@@ -365,62 +360,44 @@ def _end_formula(a: Any) -> tuple[Any]:
 
 def _end_vjp_formula(a: Any) -> tuple[Any, ...]:
     x, o, *weights, dout = _widened(a[:11])
-
-    def back(x: Any, o: Any, *weights: Any) -> tuple[Any, ...]:
-        dxn, do, *ends = _end_back(*[x, o / a.scale, *weights, dout, a.eps, a.gate])
-        y, scale = _standardized(x, a.eps)
-        dy = dxn if weights[0] is None else dxn * weights[0]
-        dnorm = (dxn * y).sum((0, 1, 2)), dxn.sum((0, 1, 2))
-        return _standardized_back(dy, y, scale), do / a.scale, *dnorm, *ends
-
-    return _like(a, recomputed(back, x)(x, o, *weights))
+    do, *others = _end_back(*[x, o / a.scale, *weights, dout, a.eps, a.gate])
+    likes = a.o, a.x, *a[4:8]
+    return _like(likes, (do / a.scale, *others))
 
 
-def _like(a: Any, found: Sequence[Any]) -> tuple[Any, ...]:
-    """Return cotangents of a record's first arrays in their dtypes; None for one not given."""
+def _sides_vjp_formula(a: Any) -> tuple[Any, ...]:
+    *w, o_w, _, dsides, dlogits = _widened(a[:12])
+    return _like(a[:10], _sides_back(*[*w, o_w, _pairs(dsides), dlogits, a.eps]))
+
+
+def _like(arrays: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+    """Return cotangents in the dtypes of arrays; None for one not given."""
     return tuple(
-        [None if array is None else cast(bar, array) for bar, array in zip(found, a, strict=False)]
+        [None if a is None else cast(bar, a) for bar, a in zip(found, arrays, strict=True)]
     )
 
 
-def _sides_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return sides_vjp.to_run(*a[:8], dy.sides, *a[8:], out=wanted)
-
-
-def _end_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return end_vjp.to_run(*a[:10], dy.out, *a[10:], out=wanted)
-
-
 # The stages before and after the products, for any rectangle of pairs: `fusedops.distributed` has
-# its exchanges between them. A rank gets Q of the 2R channels.
+# its exchanges between them. Forward, each of P ranks gets Q of the R channels of left and right.
+# The gradients go by the logits of the last gate: only one of them needs the normalized x.
+_NORM = {"norm_in_weight": "(C), optional", "norm_in_bias": "(C), optional"}
 _SIDES = {
     "x": "(B, L, M, C), C > 0",
     "mask": "(B, L, M), optional",
-    "norm_in_weight": "(C), optional",
-    "norm_in_bias": "(C), optional",
-    "p_in_weight": "(2 * R, C)",
-    "p_in_bias": "(2 * R), optional",
-    "g_in_weight": "(2 * R, C)",
-    "g_in_bias": "(2 * R), optional",
+    **_NORM,
+    "p_in_weight": "(R, C)",
+    "p_in_bias": "(R), optional",
+    "g_in_weight": "(R, C)",
+    "g_in_bias": "(R), optional",
 }
-_END = {
-    "x": "(B, L, M, C), C > 0",
-    "o": "(B, H, L, M)",
-    "norm_in_weight": "(C), optional",
-    "norm_in_bias": "(C), optional",
+_AFTER = {
     "norm_out_weight": "(H), optional",
     "norm_out_bias": "(H), optional",
     "p_out_weight": "(C, H)",
     "p_out_bias": "(C), optional",
-    "g_out_weight": "(G, C)",
-    "g_out_bias": "(G), optional",
 }
-_OF_SIDES: dict[str, Any] = {
-    "family": "trimul",
-    "static": {"parts": int, "precision": str, "eps": float},
-    "sizes": {"P, Q": lambda a: (a.parts, a.p_in_weight.shape[0] // a.parts)},
-    "sixteen_bits": True,
-}
+_GATE = {"g_out_weight": "(G, C)", "g_out_bias": "(G), optional"}
+_END = {"x": "(B, L, M, C), C > 0", "o": "(B, H, L, M)", **_NORM, **_AFTER, **_GATE}
 _OF_END: dict[str, Any] = {
     "family": "trimul",
     "static": {"gate": str, "precision": str, "scale": float, "eps": float},
@@ -429,31 +406,34 @@ _OF_END: dict[str, Any] = {
 }
 sides = Primitive(
     "triangle_sides",
+    family="trimul",
     arrays=_SIDES,
+    static={"parts": int, "precision": str, "eps": float},
+    sizes={"P, Q": lambda a: (a.parts, a.p_in_weight.shape[0] // a.parts)},
     outputs={"sides": "(P, L, Q, B, M) as x"},
     formula=_sides_formula,
-    pullback=_sides_pullback,
-    **_OF_SIDES,
+    sixteen_bits=True,
 )
 sides_vjp = Primitive(
     "triangle_sides_vjp",
-    arrays={**_SIDES, "dsides": "(P, L, Q, B, M)"},
-    outputs={f"d{name}": f"like {name}" for name in _SIDES},
+    family="trimul",
+    arrays={**_SIDES, **_GATE, "dsides": "(B, R, L, M)", "dlogits": "(B, L, M, G)"},
+    static={"precision": str, "eps": float},
+    outputs={f"d{name}": f"like {name}" for name in (*_SIDES, *_GATE)},
     formula=_sides_vjp_formula,
-    **_OF_SIDES,
+    sixteen_bits=True,
 )
 end = Primitive(
-    "triangle_end",
-    arrays=_END,
-    outputs={"out": "like x"},
-    formula=_end_formula,
-    pullback=_end_pullback,
-    **_OF_END,
+    "triangle_end", arrays=_END, outputs={"out": "like x"}, formula=_end_formula, **_OF_END
 )
 end_vjp = Primitive(
     "triangle_end_vjp",
     arrays={**_END, "dout": "(B, L, M, C)"},
-    outputs={f"d{name}": f"like {name}" for name in _END},
+    outputs={
+        "do": "like o",
+        "dlogits": "(B, L, M, G) as x",
+        **{f"d{name}": f"like {name}" for name in _AFTER},
+    },
     formula=_end_vjp_formula,
     **_OF_END,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -336,19 +338,23 @@ class Mutants:
 
     @staticmethod
     def swapped_chunks(monkeypatch, triangles):
-        genuine = triangles._Update.give_back
+        genuine = triangles._Update.return_planes
         monkeypatch.setattr(
             triangles._Update,
-            "give_back",
-            lambda self, c, o: genuine(self, len(self.chunks) - 1 - c, o.flip(0)),
+            "return_planes",
+            lambda self, planes: genuine(self, planes.flip(1)),
         )
 
     @staticmethod
     def missing_swap(monkeypatch, triangles):
         genuine = triangles._Update.spread
-        monkeypatch.setattr(
-            triangles._Update, "spread", lambda self, weight, swap: genuine(self, weight, False)
-        )
+
+        def spread(self, weight):
+            other = copy.copy(self)
+            other.swap = False
+            return genuine(other, weight)
+
+        monkeypatch.setattr(triangles._Update, "spread", spread)
 
     @staticmethod
     def forgotten_sum(monkeypatch, triangles):

@@ -15,23 +15,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import saved_tensors_hooks
 
 from fusedops._frame import registry
+from fusedops._frame.arrays import copy_rows
 from fusedops._frame.check import alike, floats, size
 from fusedops._frame.packed import outside_of_graphs
 from fusedops.distributed.exchanges import (
     Trip,
     agree,
-    arrive,
+    all_to_all,
     checked_sizes,
     group_of,
     in_chunks,
     sizes_everywhere,
-    start,
     tensor,
 )
-from fusedops.trimul import ARRAYS
+from fusedops.trimul import ARRAYS, end_vjp, sides_vjp
 from fusedops.trimul import end as end_of
 from fusedops.trimul import sides as sides_of
 from fusedops.trimul import triangle_multiplicative_update as _on_one
@@ -155,171 +154,225 @@ def tiles_on(grid: torch.Tensor, rows: list[slice], columns: list[slice], N: int
     return Tiles(flat, N, [rows[i] for i, _ in places], [columns[j] for _, j in places])
 
 
-# The three products of matrices a and b, and the derivative of each by a and by b as such a product
-# of two of a, b and the cotangent. This set is closed.
-_FORMS = {
-    "outgoing": (lambda a, b: (a, b.mT), ("plain", "do", "b"), ("incoming", "do", "a")),
-    "incoming": (lambda a, b: (a.mT, b), ("outgoing", "b", "do"), ("plain", "a", "do")),
-    "plain": (lambda a, b: (a, b), ("outgoing", "do", "b"), ("incoming", "a", "do")),
-}
-
-
-def _multiply(a: Any, b: Any, form: str, scale: float, out: Any) -> None:
-    """Write products (batch, rows, columns), times a scale."""
-    torch.baddbmm(out, *_FORMS[form][0](a, b), beta=0, alpha=scale, out=out)
-
-
-class _Product(torch.autograd.Function):
-    """Products of a batch of matrices, whose rows are the outermost axis in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Any, b: Any, form: str, scale: float) -> Any:
-        ctx.save_for_backward(a, b)
-        ctx.form, ctx.scale = form, scale
-        batch, rows, columns = len(a), a.shape[1 + (form == "incoming")], b.shape[2]
-        columns = b.shape[1] if form == "outgoing" else columns
-        out = a.new_empty(rows, batch, columns).transpose(0, 1)
-        _multiply(a, b, form, scale, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, do: Any) -> Any:
-        a, b = ctx.saved_tensors
-        given, (_, *ways) = {"a": a, "b": b, "do": do}, _FORMS[ctx.form]
-        found = [
-            _Product.apply(given[one], given[other], form, ctx.scale) for form, one, other in ways
-        ]
-        return *found, None, None
-
-
-class _Triangles(torch.autograd.Function):
-    """o (batch, N, N) of planes (N, 2, batch, N): rows, left and right, channels, columns."""
-
-    @staticmethod
-    def forward(ctx: Any, planes: Any, direction: str, scale: float) -> Any:
-        ctx.save_for_backward(planes)
-        ctx.direction, ctx.scale = direction, scale
-        N, _, batch, _ = planes.shape
-        o = planes.new_empty(N, batch, N).transpose(0, 1)
-        _multiply(*_left_and_right(planes), direction, scale, o)
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, do: Any) -> Any:
-        (planes,) = ctx.saved_tensors
-        left, right = _left_and_right(planes)
-        given, (_, *ways) = {"a": left, "b": right, "do": do}, _FORMS[ctx.direction]
-        if torch.is_grad_enabled():
-            found = [
-                _Product.apply(given[one], given[other], form, ctx.scale)
-                for form, one, other in ways
-            ]
-            return torch.stack([part.transpose(0, 1) for part in found], 1), None, None
-        dplanes = torch.empty_like(planes)
-        for (form, one, other), out in zip(ways, _left_and_right(dplanes), strict=True):
-            _multiply(given[one], given[other], form, ctx.scale, out)
-        return dplanes, None, None
-
-
-def _left_and_right(planes: Any) -> tuple[Any, Any]:
-    """Return the two as matrices (batch, N, N)."""
+def _sides_of(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return left and right, as matrices (batch, N, N), of planes (N, 2, batch, N)."""
     return planes[:, 0].transpose(0, 1), planes[:, 1].transpose(0, 1)
 
 
-class _Update:
-    """An update's shards, and the chunks of its channels."""
+def _padded(o: torch.Tensor, ranks: int, each: int) -> torch.Tensor:
+    """Return o (B, H, L, M) by the rank of its channels, with zeros where a rank has fewer."""
+    missing = ranks * each - o.shape[1]
+    if missing:
+        o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, missing))
+    return o.unflatten(1, (ranks, each))
 
-    def __init__(self, tiles: Tiles, a: Any, swap: bool, chunks: int) -> None:
-        self.tiles, self.a, self.asked = tiles, a, registry.forced(None)
+
+class _Update:
+    """An update's shards, and the chunks of its channels.
+
+    Left, right and o travel as rows: by rank, row, channel, member of the batch and column.
+    """
+
+    def __init__(self, tiles: Tiles, a: Any, swap: bool, chunks: int, keep: bool) -> None:
+        self.tiles, self.swap, self.keep = tiles, swap, keep
         self.ranks = tiles.group.size()
         self.B, self.L, self.M, _ = a.x.shape
         self.H = a.p_in_weight.shape[0] // 2
         # Channels of a rank; the last ranks may have fewer, and zeros in the place of others.
         self.each = -(-self.H // self.ranks)
-        self.direction = a.direction
+        self.options = a[len(ARRAYS) :]
+        self.direction, self.gate, self.precision, self.eps = self.options[:4]
         self.scale = 1.0
         if a.x.dtype == torch.float16:
             # A mean over pairs is in float16's range where the factors are; a sum may not be.
             self.scale = 2.0 ** -round(math.log2(max(tiles.N, 1)))
+        self.Arguments = type(a)
         step = -(-self.each // chunks)
-        self.chunks = [range(c, min(c + step, self.each)) for c in range(0, self.each, step)]
-        given = a.p_in_weight, a.p_in_bias, a.g_in_weight, a.g_in_bias
-        spread = [None if array is None else self.spread(array, swap) for array in given]
-        self.weights = [
-            [None if w is None else w[:, :, c.start : c.stop].flatten(0, 2) for w in spread]
-            for c in self.chunks
-        ]
-        # Trips of chunks that are recomputed in a backward pass.
-        self.again: dict[int, tuple[torch.Tensor, Trip]] = {}
+        self.chunks = [slice(c, min(c + step, self.each)) for c in range(0, self.each, step)]
 
-    def spread(self, weight: torch.Tensor, swap: bool) -> torch.Tensor:
+    def record(self, arrays: Sequence[Any]) -> Any:
+        """Return the arrays by name."""
+        return self.Arguments._make((*arrays, *self.options))
+
+    def spread(self, weight: torch.Tensor) -> torch.Tensor:
         """Return weights by rank, by side, and by the channels of a rank, with zeros at the end."""
         weight = weight.unflatten(0, (2, self.H))
-        weight = weight.flip(0) if swap else weight
+        weight = weight.flip(0) if self.swap else weight
         none = (0, 0) * (weight.ndim - 2)
         weight = torch.nn.functional.pad(weight, (*none, 0, self.ranks * self.each - self.H))
         return weight.unflatten(1, (self.ranks, self.each)).transpose(0, 1)
 
-    def depart(self, c: int) -> tuple[torch.Tensor, Trip]:
-        """Begin to send left and right of a chunk to the ranks of the channels."""
-        p_w, p_b, g_w, g_b = self.weights[c]
-        a = self.a
-        arrays = a.x, a.mask, a.norm_in_weight, a.norm_in_bias, p_w, p_b, g_w, g_b
-        (sides,) = sides_of(*arrays, self.ranks, a.precision, a.eps)
-        pieces = 2 * len(self.chunks[c]) * self.B
-        sent = [self.L * self.M * pieces] * self.ranks
-        received = [area * pieces for area in self.tiles.areas()]
-        trip = Trip(sent, received, self.tiles.group)
-        return start(sides.flatten(), trip), trip
+    def sides(self, a: Any, chunk: slice) -> torch.Tensor:
+        """Return left and right of a chunk of channels of every rank."""
+        given = a.p_in_weight, a.p_in_bias, a.g_in_weight, a.g_in_bias
+        weights = [w if w is None else self.spread(w)[:, :, chunk].flatten(0, 2) for w in given]
+        arrays = a.x, a.mask, a.norm_in_weight, a.norm_in_bias, *weights
+        sides: torch.Tensor = sides_of(*arrays, self.ranks, self.precision, self.eps).sides
+        return sides
 
-    def planes(self, c: int, token: torch.Tensor, trip: Trip) -> torch.Tensor:
-        """Return left and right of this rank's channels, (N, 2, channels · B, N)."""
-        batch = len(self.chunks[c]) * self.B
-        return self.tiles.gathered(arrive(token, trip), 2 * batch).unflatten(1, (2, batch))
-
-    def planes_again(self, c: int) -> torch.Tensor:
-        """Return the planes of a chunk anew, with the chunk that comes next under way."""
-        with torch.no_grad(), registry.asking(self.asked):
-            for chunk in (c, c - 1):
-                if chunk >= 0 and chunk not in self.again:
-                    self.again[chunk] = self.depart(chunk)
-            return self.planes(c, *self.again.pop(c))
-
-    def triangles(self, c: int, planes: torch.Tensor, keep: bool) -> torch.Tensor:
-        """Return o of a chunk, (channels · B, N, N); keep its planes for the backward, or not."""
-        if keep or not torch.is_grad_enabled():
-            return _Triangles.apply(planes, self.direction, self.scale)
-        with saved_tensors_hooks(lambda planes: c, self.planes_again):
-            return _Triangles.apply(planes, self.direction, self.scale)
-
-    def give_back(self, c: int, o: torch.Tensor) -> tuple[torch.Tensor, Trip]:
-        """Begin to send o of a chunk to the ranks of the pairs."""
-        batch = len(self.chunks[c]) * self.B
-        sent = [area * batch for area in self.tiles.areas()]
-        trip = Trip(sent, [self.L * self.M * batch] * self.ranks, self.tiles.group)
-        return start(self.tiles.scattered(o.transpose(0, 1)), trip), trip
-
-    def run(self, keep: bool) -> torch.Tensor:
+    def end(self, a: Any, o: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the output."""
-        under_way, returning = self.depart(0), []
-        for c in range(len(self.chunks)):
-            following = self.depart(c + 1) if c + 1 < len(self.chunks) else None
-            o = self.triangles(c, self.planes(c, *under_way), keep)
-            returning.append(self.give_back(c, o))
-            if following is not None:
-                under_way = following
-        shape = self.ranks, self.L, -1, self.B, self.M
-        returned = [
-            arrive(*some).view(*shape[:2], len(chunk), *shape[3:])
-            for some, chunk in zip(returning, self.chunks, strict=True)
-        ]
-        by_channel = [part.permute(3, 0, 2, 1, 4) for part in returned]
-        o = torch.cat(by_channel, 2).flatten(1, 2)[:, : self.H]
-        a = self.a
+        out: torch.Tensor = end_of(*self.of_end(a, o), *self.of_gate()).out
+        return out
+
+    def of_end(self, a: Any, o: torch.Tensor) -> tuple[Any, ...]:
         norms = a.norm_in_weight, a.norm_in_bias, a.norm_out_weight, a.norm_out_bias
         lasts = a.p_out_weight, a.p_out_bias, a.g_out_weight, a.g_out_bias
-        (out,) = end_of(a.x, o, *norms, *lasts, a.gate, a.precision, self.scale, a.eps)
+        return a.x, o, *norms, *lasts
+
+    def of_gate(self) -> tuple[Any, ...]:
+        return self.gate, self.precision, self.scale, self.eps
+
+    def to_channels(self, per_pair: int) -> Trip:
+        """Return the trip of so many numbers of each pair to the ranks of their channels."""
+        areas = [area * per_pair for area in self.tiles.areas()]
+        return Trip([self.L * self.M * per_pair] * self.ranks, areas, self.tiles.group)
+
+    def to_pairs(self, per_pair: int) -> Trip:
+        """Return the trip back."""
+        there = self.to_channels(per_pair)
+        return Trip(there.received, there.sent, there.group)
+
+    def send_sides(self, a: Any, chunk: slice) -> Trip:
+        """Begin to send left and right of a chunk to the ranks of their channels."""
+        sides = self.sides(a, chunk)
+        trip = self.to_channels(sides.shape[2] * self.B)
+        trip.begin(sides.flatten())
+        return trip
+
+    def send_o(self, o: torch.Tensor, chunk: slice) -> Trip:
+        """Begin to send a chunk of o, or of its cotangent, there."""
+        some = o[:, :, chunk].permute(1, 3, 2, 0, 4)
+        rows = some.new_empty(some.shape)
+        copy_rows(rows, some)
+        trip = self.to_channels(some.shape[2] * self.B)
+        trip.begin(rows.flatten())
+        return trip
+
+    def return_planes(self, planes: torch.Tensor) -> Trip:
+        """Begin to send planes (N, channels, N) to the ranks of the pairs."""
+        trip = self.to_pairs(planes.shape[1])
+        trip.begin(self.tiles.scattered(planes))
+        return trip
+
+    def rows(self, trip: Trip, *channels: int) -> torch.Tensor:
+        """Return the numbers that a trip brings, by rank, row, channels, member and column."""
+        return trip.end().view(self.ranks, self.L, *channels, self.B, self.M)
+
+    def planes(self, trip: Trip, *channels: int) -> torch.Tensor:
+        """Return the planes (N, channels, N) that a trip brings."""
+        arrived = self.tiles.gathered(trip.end(), math.prod(channels) * self.B)
+        return arrived.unflatten(1, (*channels[:-1], -1))
+
+    def value(self, a: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Return this rank's shard of the output, its o, and the planes that are kept."""
+        chunks, kept, returning = self.chunks, [], []
+        coming = self.send_sides(a, chunks[0])
+        for c, chunk in enumerate(chunks):
+            # The next chunk travels while this one is multiplied: sends that begin after a product
+            # has filled the GPU wait until it is done.
+            following = self.send_sides(a, chunks[c + 1]) if c + 1 < len(chunks) else None
+            planes = self.planes(coming, 2, chunk.stop - chunk.start)
+            o = a.x.new_empty(self.tiles.N, planes.shape[2], self.tiles.N)
+            self.multiply(*_sides_of(planes), self.direction, o.transpose(0, 1))
+            returning.append(self.return_planes(o))
+            kept += [planes] if self.keep else []
+            if following is not None:
+                coming = following
+        o = a.x.new_empty(self.B, self.ranks, self.each, self.L, self.M)
+        for chunk, trip in zip(chunks, returning, strict=True):
+            rows = self.rows(trip, chunk.stop - chunk.start)
+            copy_rows(o[:, :, chunk].permute(1, 3, 2, 0, 4), rows)
+        o = o.flatten(1, 2)[:, : self.H]
+        return self.end(a, o), o, kept
+
+    def multiply(self, a: Any, b: Any, form: str, out: Any) -> None:
+        """Write products of matrices, times the scale."""
+        a, b = {"outgoing": (a, b.mT), "incoming": (a.mT, b), "plain": (a, b)}[form]
+        torch.baddbmm(out, a, b, beta=0, alpha=self.scale, out=out)
+
+    def multiply_back(self, planes: Any, do: Any) -> torch.Tensor:
+        """Return the cotangents of planes, from those of o (N, channels, N)."""
+        (left, right), do = _sides_of(planes), do.transpose(0, 1)
+        dplanes = torch.empty_like(planes)
+        dleft, dright = _sides_of(dplanes)
+        if self.direction == "outgoing":
+            self.multiply(do, right, "plain", dleft)
+            self.multiply(do, left, "incoming", dright)
+        else:
+            self.multiply(right, do, "outgoing", dleft)
+            self.multiply(left, do, "plain", dright)
+        return dplanes.flatten(1, 2)
+
+    def gradients(self, a: Any, o: Any, kept: Any, dout: Any, wanted: Any) -> tuple[Any, ...]:
+        """Return the cotangents of all arrays that want one."""
+        slots = (True, True, *[want or None for want in wanted[8:12]])
+        do, dlogits, *by_end = end_vjp(*self.of_end(a, o), dout, *self.of_gate(), out=slots)
+        do, chunks, returning = _padded(do, self.ranks, self.each), self.chunks, []
+        coming = self.send_again(a, do, kept, chunks[0])
+        for c, chunk in enumerate(chunks):
+            more = c + 1 < len(chunks)
+            following = self.send_again(a, do, kept, chunks[c + 1]) if more else None
+            sides, cotangents = coming
+            channels = chunk.stop - chunk.start
+            planes = kept[c] if sides is None else self.planes(sides, 2, channels)
+            dplanes = self.multiply_back(planes, self.planes(cotangents, channels))
+            returning.append(self.return_planes(dplanes))
+            if following is not None:
+                coming = following
+        del do
+        dsides = a.x.new_empty(self.B, 2, self.ranks, self.each, self.L, self.M)
+        for chunk, trip in zip(chunks, returning, strict=True):
+            rows = self.rows(trip, 2, chunk.stop - chunk.start)
+            for side in range(2):
+                to = dsides[:, side ^ self.swap, :, chunk].permute(1, 3, 2, 0, 4)
+                copy_rows(to, rows[:, :, side])
+        dsides = dsides.flatten(2, 3)[:, :, : self.H].flatten(1, 2)
+        front = *a[:8], a.g_out_weight, a.g_out_bias, dsides, dlogits
+        slots = tuple([want or None for want in (*wanted[:8], *wanted[12:])])
+        found = sides_vjp(*front, self.precision, self.eps, out=slots)
+        return *found[:8], *by_end, *found[8:]
+
+    def send_again(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[Trip | None, Trip]:
+        """Begin to send the cotangents of a chunk of o, and its sides unless they are kept."""
+        return None if kept else self.send_sides(a, chunk), self.send_o(do, chunk)
+
+    def differentiable(self, a: Any) -> torch.Tensor:
+        """Return the output by functions that torch differentiates to any order."""
+        every = slice(0, self.each)
+        sides = self.sides(a, every)
+        arrived = all_to_all(sides.flatten(), self.to_channels(sides.shape[2] * self.B))
+        planes = self.tiles.gathered(arrived, 2 * self.each * self.B)
+        left, right = _sides_of(planes.unflatten(1, (2, -1)))
+        left, right = (left, right.mT) if self.direction == "outgoing" else (left.mT, right)
+        rows = self.tiles.scattered((left @ right * self.scale).transpose(0, 1))
+        o = all_to_all(rows, self.to_pairs(self.each * self.B))
+        o = o.view(self.ranks, self.L, self.each, self.B, self.M).permute(3, 0, 2, 1, 4)
+        return self.end(a, o.flatten(1, 2)[:, : self.H])
+
+
+class _Shared(torch.autograd.Function):
+    """An update of pairs that ranks share, with a gradient that overlaps exchanges and products."""
+
+    @staticmethod
+    def forward(ctx: Any, update: _Update, *arrays: Any) -> torch.Tensor:
+        out, o, kept = update.value(update.record(arrays))
+        ctx.update, ctx.asked = update, registry.forced(None)
+        ctx.save_for_backward(*arrays, o, *kept)
         return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        update, wanted, saved = ctx.update, ctx.needs_input_grad[1:], ctx.saved_tensors
+        arrays, (o, *kept) = saved[: len(ARRAYS)], saved[len(ARRAYS) :]
+        a = update.record(arrays)
+        with registry.asking(ctx.asked):
+            if not torch.is_grad_enabled():
+                return None, *update.gradients(a, o, kept, dout, wanted)
+            inputs = [array for array, want in zip(arrays, wanted, strict=True) if want]
+            out = update.differentiable(a)
+            found = iter(torch.autograd.grad(out, inputs, dout, create_graph=True))
+        return None, *[next(found) if want else None for want in wanted]
 
 
 def _mask_of(mask: Any, x: torch.Tensor) -> torch.Tensor | None:
@@ -495,6 +548,7 @@ def updated(
         given[option] = getattr(a, option)
     agree(_NAME, tiles.group, x, **given)
     with registry.asking(registry.forced(more.get("backend"), _NAME)):
-        out = _Update(tiles, a, transposed, min(chunks, each)).run(keep)
+        shared = _Update(tiles, a, transposed, min(chunks, each), keep)
+        out = _Shared.apply(shared, *a[: len(ARRAYS)])
     out = out.transpose(1, 2) if transposed else out
     return out.reshape(x.shape)

@@ -53,7 +53,7 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     update.divide(need)
     hidden, cotangent = aligned(a.hidden), aligned(a.dout)
     scaling = scaling_of(update, cotangent)
-    if _is_on_hopper(update, on_mask):
+    if update.whole and is_on_hopper(update, on_mask):
         _back_on_hopper(update, hidden, cotangent, scaling, on_x, on_weights)
         return
     back = _back_at_once if update.whole else _back_in_parts
@@ -64,29 +64,30 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     for b in batches:
         to_x, to_mask = (None if to is None else to[b] for to in (on_x, on_mask))
         on_xn, *found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
-        found.append(_norm_back(update, x[b], on_xn, scaling, to_x))
+        found.append(norm_back(update, x[b], on_xn, scaling, to_x))
         if len(batches) > 1:
             found = [parts.sum(0, keepdim=True) for parts in found]
         sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
         del on_xn
     on_pairs, on_end, on_norm_out, on_open, on_norm = sums
     some = on_norm, on_norm_out, on_pairs, on_open, on_end
-    _sum_parts(update, some, scaling, on_weights)
+    sum_parts(update, some, scaling, on_weights)
 
 
-def scaling_of(update: Update, cotangent: Any) -> Any:
-    """Return a number to multiply a cotangent by before it is rounded to fp16; else None."""
+def scaling_of(update: Update, *cotangents: Any) -> Any:
+    """Return a number to multiply cotangents by before they are rounded to fp16; else None."""
     if update.dtype != torch.float16:
         return None
     # Then numbers too small for fp16 are small beside the largest cotangent too.
-    most = cotangent.abs().amax().float()
+    most = torch.stack([cotangent.abs().amax().float() for cotangent in cotangents]).amax()
     most = torch.where((most > 0) & most.isfinite(), most, 1.0)
     return torch.exp2(-torch.log2(most).floor())
 
 
-def _is_on_hopper(update: Update, on_mask: Any) -> bool:
+def is_on_hopper(update: Update, on_mask: Any) -> bool:
     """Return whether Hopper's kernels do a backward pass."""
-    if not update.on_hopper or not update.whole or update.N**2 < MANY or on_mask is not None:
+    many = update.L * update.N >= MANY
+    if not update.on_hopper or not many or on_mask is not None:
         return False
     ways = (
         hopper_backward.way_to_project_back(update.C, update.H, update.G),
@@ -109,16 +110,16 @@ def _back_at_once(
     project(update, x, mask, update.sides, sides=both[0], logits=both[1], gate=gate)
     on_o, on_gate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
     o = _hidden_of(update, b, hidden)
-    ends = _finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
+    ends = finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
     del o, gate
     h = slice(0, H)
     _sides_back_of(update, b, h, both, on_o[..., :N], scaling, on_mask)
     # The normalized x and its cotangent fit where other arrays have gone.
     del on_o
     on_xn, kept = update.new(members, N, pitch, update.C), normalized(update, x)
-    on_open = _gate_back(update, on_gate, kept, on_xn)
+    on_open = gate_back(update, on_gate, kept, on_xn)
     del on_gate
-    planes = _pairs_back(update, h, both, on_xn)
+    planes = pairs_back(update, h, both, on_xn)
     return on_xn, by_pairs(update, planes, kept), *ends, on_open
 
 
@@ -161,9 +162,9 @@ def _lines_back(
     gate = update.gate(1, lines)
     project(update, x, mask, gate=gate)
     on_gate = update.new(1, lines.stop - lines.start, update.pitch, update.G)
-    ends = _finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
+    ends = finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
     del gate
-    ends = *ends, _gate_back(update, on_gate, normalized(update, x), on_xn)
+    ends = *ends, gate_back(update, on_gate, normalized(update, x), on_xn)
     return tuple([parts.sum(0, keepdim=True) for parts in ends])
 
 
@@ -177,7 +178,7 @@ def _channels_back(
         sides, logits = both[:, :, :, lines]
         project(update, *update.edges(b, lines), update.of(h), sides=sides, logits=logits)
     _sides_back_of(update, b, h, both, on_o, scaling, on_mask)
-    (planes,) = _pairs_back(update, h, both, on_xn)
+    (planes,) = pairs_back(update, h, both, on_xn)
     total: Any = 0
     for lines in update.lines:
         some = planes[..., lines.start * pitch : lines.stop * pitch]
@@ -207,26 +208,23 @@ def _back_on_hopper(
                 torch.mul(hidden[b], 2.0**shift, out=o)
         on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
         some = o, gate, cotangent[b], scaling, on_o, on_gate
-        by_end = _finish_back_on_hopper(update, *some, shift)
+        by_end = finish_back_on_hopper(update, *some, shift)
         del o, gate, some
         multiply_back(update, both[0], on_o, both[1])
         del on_o
         on_some = None if on_x is None else on_x[b]
-        kept = _project_back(update, x, mask, both[1], both[0], on_gate, scaling, on_some)
-        kept = kept.flatten(1, 2)
-        (by_sides,) = parts_over_rows(update, both.view(1, 4 * H, N * pitch), kept)
-        (by_gate,) = parts_over_rows(update, on_gate.flatten(1, 2).mT, kept)
-        found = by_sides, by_gate, by_end
+        by_front = project_back(update, x, mask, both[1], both, on_gate, scaling, on_some)
+        found = *by_front, by_end
         sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else [*found]
     by_sides, by_gate, by_end = sums
     p_w, _, g_w, _ = update.sides
     weights = p_w, g_w, update.g_out[0], update.p_out[0]
     given = scaling, weights, (*update.norm, *update.norm_out)
     on_norms = through_norm(by_sides, by_gate, by_end, *given, on_weights)
-    _sum_parts(update, (*on_norms, None, None, None), None, on_weights)
+    sum_parts(update, (*on_norms, None, None, None), None, on_weights)
 
 
-def _gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
+def gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
     """Write the cotangent of the normalized x by the last gate; return the weight's cotangent."""
     on_gate = on_gate.flatten(1, 2)
     through(update, on_gate, update.g_out[0], on_xn, add=False)
@@ -246,12 +244,12 @@ def _sides_back_of(
         # The mask's cotangent takes factors without the mask.
         for lines in update.lines:
             project(update, x[:, lines], None, update.of(h), sides=sides[:, :, lines])
-    _sides_back(update, len(x), on_sides, sides, logits, mask, by_mask)
+    sides_back(update, len(x), on_sides, sides, logits, mask, by_mask)
     if by_mask is not None:
         on_mask += by_mask if scaling is None else by_mask / scaling
 
 
-def _pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any]:
+def pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any]:
     """Add the cotangent of the normalized x by some channels of projections and gates.
 
     Return the channels' cotangents, in one matrix where a member goes alone.
@@ -279,7 +277,7 @@ def by_pairs(update: Update, many: Sequence[Any], kept: Any) -> Any:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _finish_back(
+def finish_back(
     update: Update,
     o: Any,
     gate: Any,
@@ -314,7 +312,7 @@ def _finish_back(
     return over_rows(update, on_p.mT, kept), sums
 
 
-def _sides_back(
+def sides_back(
     update: Update, members: int, on_sides: Any, sides: Any, logits: Any, mask: Any, on_mask: Any
 ) -> None:
     """Overwrite sides and logits by the cotangents of projections and of logits."""
@@ -328,7 +326,7 @@ def _sides_back(
     launch(kernels.sides_back, (4, 1), programs, tensors, numbers, constants)
 
 
-def _finish_back_on_hopper(
+def finish_back_on_hopper(
     update: Update,
     o: Any,
     gate: Any,
@@ -355,26 +353,27 @@ def _finish_back_on_hopper(
     return sums
 
 
-def _project_back(
+def project_back(
     update: Update,
     x: Any,
     mask: Any,
     on_sides: Any,
-    on_p: Any,
+    on_both: Any,
     on_gate: Any,
     scaling: Any,
     on_x: Any,
-) -> Any:
-    """Write the cotangents of x and of projections, and overwrite `on_sides` by the logits'.
+) -> tuple[Any, Any]:
+    """Write the cotangents of x, and of projections and logits (`on_both`), from the sides'.
 
-    Return the standardized x, with a column of ones.
+    `on_sides` may be the memory of the logits' cotangents. Return the parts of sums from which
+    `through_norm` makes the cotangents of the weights behind the first norm.
     """
     B, L, N, C = x.shape
     kept = update.kept(B, L)
     result = on_x if on_x is not None and is_aligned(on_x) else torch.empty_like(x)
     tensors = x, mask, *update.norm, *update.sides, update.g_out[0]
-    tensors += on_sides, on_p, on_gate, scaling, result, kept
-    numbers = B, L * N, N, on_p.stride(0), on_p.stride(1), *strides_of(mask)
+    tensors += on_sides, *on_both, on_gate, scaling, result, kept
+    numbers = B, L * N, N, on_sides.stride(0), on_sides.stride(1), *strides_of(mask)
     way = hopper_backward.way_to_project_back(C, update.H, update.G)
     constants = update.eps, C, update.H, update.G, update.width, 16 // x.dtype.itemsize, *way
     constants += update.types[0], update.long
@@ -382,7 +381,10 @@ def _project_back(
     launch(hopper_backward.project_back, (way[0], 1), programs, tensors, numbers, constants)
     if on_x is not None and result is not on_x:
         on_x.copy_(result)
-    return kept
+    kept = kept.flatten(1, 2)
+    (by_sides,) = parts_over_rows(update, on_both.view(1, 4 * update.H, L * N), kept)
+    (by_gate,) = parts_over_rows(update, on_gate.flatten(1, 2).mT, kept)
+    return by_sides, by_gate
 
 
 def _hidden_of(update: Update, b: slice, hidden: Any) -> Any:
@@ -403,20 +405,31 @@ def through_norm(
     norms: Sequence[Any],
     on_weights: Sequence[Any],
 ) -> tuple[Any, Any]:
-    """Write the cotangents of weights and biases behind norms; return parts of the norms'."""
+    """Write the cotangents of weights and biases behind norms; return parts of the norms'.
+
+    The sums for the first norm, or the sums for the second, may be missing.
+    """
     p_w, _, o_w, e_w = weights
-    (rows, C), G, H = p_w.shape, len(o_w), e_w.shape[1]
-    on_norm = by_sides.new_empty(2 * rows + G, 2, C)
-    on_norm_out = by_sides.new_empty(C, 2, H)
+    programs, C, H, G, on_norm, on_norm_out = 0, 0, 0, 0, None, None
+    if by_sides is not None:
+        (rows, C), G = p_w.shape, len(o_w)
+        H, programs = rows // 2, 2 * rows + G
+        on_norm = by_sides.new_empty(programs, 2, C)
+    if by_end is not None:
+        C, H = e_w.shape
+        programs += C
+        on_norm_out = by_end.new_empty(C, 2, H)
     tensors = by_sides, by_gate, by_end, scaling, *weights, *norms
     tensors += *on_weights[2:6], *on_weights[8:], on_norm, on_norm_out
-    constants = C, H, G, by_sides.shape[2], by_end.shape[2], 64, power(C), power(H)
-    numbers = len(by_sides), len(by_gate), len(by_end)
-    launch(kernels.through_norm, (4, 1), 2 * rows + G + C, tensors, numbers, constants)
+    some = by_sides, by_gate, by_end
+    kept, _, kept_end = (0 if sums is None else sums.shape[2] for sums in some)
+    constants = C, H, G, kept, kept_end, 64, power(C), power(H)
+    numbers = tuple([0 if sums is None else len(sums) for sums in some])
+    launch(kernels.through_norm, (4, 1), programs, tensors, numbers, constants)
     return on_norm, on_norm_out
 
 
-def _norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
+def norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
     """Write the cotangent of x; return parts of the cotangents of the norm's weight and bias."""
     C, rows = update.C, x.numel() // update.C
     BC = power(C, 16)
@@ -434,7 +447,7 @@ def _norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> A
     return sums
 
 
-def _sum_parts(
+def sum_parts(
     update: Update, parts: Sequence[Any], scaling: Any, on_weights: Sequence[Any]
 ) -> None:
     """Write the cotangents of norms, and of other weights and biases whose parts are given."""
@@ -443,6 +456,6 @@ def _sum_parts(
     C, H, G = update.C, update.H, update.G
     constants = C, H, G, power(C, 16), power(H, 16), update.float
     numbers = tuple([0 if some is None else len(some) for some in parts])
-    programs = 4 if parts[2] is None else 4 + 4 * H + G + C
+    programs = 4 + (0 if parts[2] is None else 4 * H + G) + (0 if parts[4] is None else C)
     tensors = *parts, scaling, *on_weights
     launch(kernels.sum_parts, (4, 1), programs, tensors, numbers, constants)

@@ -365,12 +365,12 @@ def _keep(to, y, first, rows, KEPT: gl.constexpr, W: gl.constexpr):
 
 
 def project_back(
-    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, on_sides, on_p, on_gate, scaling, on_x, kept,
+    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, on_sides, on_p, on_g, on_gate, scaling, on_x, kept,
     members, rows, N, half, plane, mask_b, mask_i, mask_j,
     EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, KEPT: gl.constexpr,
     V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of x and of projections, and overwrite `on_sides` by the logits'.
+    """Write the cotangents of x, of projections and of logits; `on_sides` may be their memory.
 
     Write also `kept`, the standardized x with a column of ones.
     """
@@ -456,7 +456,7 @@ def project_back(
             pair = weights.index(gl.minimum(s + 1, SIDES - 1)).permute((1, 0))
             coming = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False, is_async=True)
             _write_planes(on_p + at, d_p16, first, rows, plane, W, BH)
-            _write_planes(on_sides + at, d_g, first, rows, plane, W, BH)
+            _write_planes(on_g + at, d_g, first, rows, plane, W, BH)
         _, on_all = hopper.warpgroup_mma_wait(0, deps=[coming, on_acc])
         gl.thread_barrier()
         if tile + gl.num_programs(0) < members * tiles:
@@ -478,6 +478,6 @@ POINTERS = {
     finish_back: (*("o", "gate", "cotangent", "w", "b", "p_w", "p_b", "on_o", "on_gate", "sums"),),
     project_back: (
         *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w"),
-        *("on_sides", "on_p", "on_gate", "on_x", "kept"),
+        *("on_sides", "on_p", "on_g", "on_gate", "on_x", "kept"),
     ),
 }

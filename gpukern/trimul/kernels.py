@@ -541,12 +541,17 @@ def through_norm(
     """Write the cotangents of weights and biases behind a norm, and their parts of the norm's.
 
     A program takes a row of a weight: of both projections and their gates, of the last gate, or of
-    the end. The parts of sums over rows are of z y; from column C on of z e, unless e is one; and
-    of z in column KEPT - 8. Here y is a standardized row times e, and z the cotangent of the
-    projection of w y + b e.
+    the end; the end may be missing, or there alone. The parts of sums over rows are of z y; from
+    column C on of z e, unless e is one; and of z in column KEPT - 8. Here y is a standardized row
+    times e, and z the cotangent of the projection of w y + b e.
     """
     row = tl.program_id(0)
-    if row < 2 * H:
+    if sides is None:
+        _row_through_norm(
+            end, e_w, w_out, b_out, scaling, on_e, on_e_b, on_norm_out, row, C, many_end,
+            H, KEPT_END, BP, BH,
+        )  # fmt: skip
+    elif row < 2 * H:
         _row_through_norm(
             sides, p_w, w, b, scaling, on_p, on_p_b, on_norm, row, 4 * H, many_sides,
             C, KEPT, BP, BC,
@@ -561,7 +566,7 @@ def through_norm(
             opened, o_w, w, b, scaling, on_o, on_o_b, on_norm + 8 * H * C,
             row - 4 * H, G, many_opened, C, KEPT, BP, BC,
         )  # fmt: skip
-    else:
+    elif end is not None:
         _row_through_norm(
             end, e_w, w_out, b_out, scaling, on_e, on_e_b, on_norm_out,
             row - 4 * H - G, C, many_end, H, KEPT_END, BP, BH,
@@ -614,7 +619,7 @@ def sum_parts(
     C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
     FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of norms, and of all other weights if their parts are given.
+    """Write the cotangents of norms and of all other weights, as far as their parts are given.
 
     Norms have the most parts: the first four programs take a norm's weight or bias each. The others
     take a row of a weight: of both projections and their gates, of the last gate, or of the end.
@@ -623,12 +628,17 @@ def sum_parts(
     KEPT: tl.constexpr = (C + 8) // 8 * 8
     KEPT_END: tl.constexpr = (H + 8) // 8 * 8
     if row < 2:
-        _write_sums(norm, None, on_w, on_b, row, 2, many_norm, C, C, BC, FLOAT)
+        if norm is not None:
+            _write_sums(norm, None, on_w, on_b, row, 2, many_norm, C, C, BC, FLOAT)
     elif row < 4:
-        _write_sums(
-            norm_out, scaling, on_w_out, on_b_out, row - 2, 2, many_norm_out, H, H, BH, FLOAT
-        )
-    elif sides is not None:
+        if norm_out is not None:
+            _write_sums(
+                norm_out, scaling, on_w_out, on_b_out, row - 2, 2, many_norm_out, H, H, BH, FLOAT
+            )
+    elif sides is None:
+        if end is not None:
+            _write_sums(end, scaling, on_e, on_e_b, row - 4, C, many_end, H, KEPT_END, BH, FLOAT)
+    else:
         row -= 4
         if row < 2 * H:
             _write_sums(sides, scaling, on_p, on_p_b, row, 4 * H, many_sides, C, KEPT, BC, FLOAT)
@@ -641,7 +651,7 @@ def sum_parts(
             _write_sums(
                 opened, scaling, on_o, on_o_b, row - 4 * H, G, many_opened, C, KEPT, BC, FLOAT
             )
-        else:
+        elif end is not None:
             _write_sums(
                 end, scaling, on_e, on_e_b, row - 4 * H - G, C, many_end, H, KEPT_END, BH, FLOAT
             )

@@ -68,7 +68,8 @@ def launch(
     """Launch a kernel; `how` has its warps, its stages, and maybe names of aligned pointers."""
     # A descriptor has no dtype: the other tensors imply it, and constants imply its block.
     kinds = tuple([getattr(tensor, "dtype", None) for tensor in tensors])
-    key = tensors[0].device, kinds, wide(*numbers), constants
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    key = device, kinds, wide(*numbers), constants
     _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
 
 

@@ -10,17 +10,23 @@ from typing import Any
 
 import torch
 
+from fusedops._frame.arrays import copy_rows
 from gpukern.trimul.backward import (
-    _finish_back,
-    _gate_back,
-    _norm_back,
-    _pairs_back,
-    _sides_back,
     by_pairs,
+    finish_back,
+    finish_back_on_hopper,
+    gate_back,
+    is_on_hopper,
+    norm_back,
+    pairs_back,
+    project_back,
     scaling_of,
+    sides_back,
+    sum_parts,
+    through_norm,
 )
 from gpukern.trimul.forward import finish, normalized, project
-from gpukern.trimul.plan import ALL, Update, aligned
+from gpukern.trimul.plan import ALL, Update, aligned, is_aligned
 
 _WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight")
 _WEIGHTS += ("g_in_bias", "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias")
@@ -53,7 +59,7 @@ def triangle_sides(a: Any, y: Any) -> None:
     for b in range(B):
         planes = update.new(2, update.H, L, update.pitch)
         project(update, *update.edges(slice(b, b + 1), ALL), update.sides, sides=planes)
-        y.sides[:, :, :, b] = _rows_of(planes, y.sides, M)
+        copy_rows(y.sides[:, :, :, b], _rows_of(planes, y.sides, M))
 
 
 def triangle_end(a: Any, y: Any) -> None:
@@ -67,77 +73,120 @@ def triangle_end(a: Any, y: Any) -> None:
     finish(update, aligned(a.o.to(update.dtype)), gate, y.out, 0)
 
 
-def _fill(slots: Any, values: Any, scaling: Any) -> None:
-    """Write cotangents that were scaled."""
-    for slot, value in zip(slots, values, strict=True):
+def _all_zero(slots: Any) -> None:
+    for slot in slots:
         if slot is not None:
-            slot.copy_(value if scaling is None else value / scaling)
+            slot.zero_()
 
 
 def triangle_sides_vjp(a: Any, y: Any) -> None:
     """Write the cotangents of the pairs, their mask and the weights."""
-    H = a.p_in_weight.shape[0] // 2
-    update = _update(a, H)
-    B, L, M, C = update.x.shape
-    if not a.dsides.numel() or not update.x.numel():
-        for slot in y:
-            if slot is not None:
-                slot.zero_()
+    update = _update(a, len(a.p_in_weight) // 2)
+    if not update.x.numel():
+        _all_zero(y)
         return
-    scaling, total, norms = scaling_of(update, a.dsides), 0, 0
-    for b in range(B):
-        x, mask = update.edges(slice(b, b + 1), ALL)
-        both = update.new(2, 2, H, L, update.pitch)
-        project(update, x, mask, update.sides, sides=both[0], logits=both[1])
-        on_sides = torch.zeros_like(both[0])
-        cotangent = a.dsides[:, :, :, b]
-        to = _rows_of(on_sides, cotangent, M)
+    on_weights = *y[2:8], *[None] * 4, *y[8:]
+    scaling = scaling_of(update, a.dsides, a.dlogits)
+    if is_on_hopper(update, y.dmask):
+        sums = _added([_member_on_hopper(update, a, y, b, scaling) for b in range(update.B)])
+        weights = update.sides[0], update.sides[2], update.g_out[0], None
+        norms = *update.norm, None, None
+        on_norm, _ = through_norm(*sums, None, scaling, weights, norms, on_weights)
+        sum_parts(update, (on_norm, *[None] * 4), None, on_weights)
+    else:
+        sums = _added([_member(update, a, y, b, scaling) for b in range(update.B)])
+        on_norm, on_pairs, on_open = sums
+        sum_parts(update, (on_norm, None, on_pairs, on_open, None), scaling, on_weights)
+
+
+def _added(members: list[Any]) -> list[Any]:
+    """Return the sums of parts over members of the batch."""
+    if len(members) == 1:
+        return [*members[0]]
+    totals = [[parts.sum(0, keepdim=True) for parts in found] for found in members]
+    return [torch.cat(parts).sum(0, keepdim=True) for parts in zip(*totals, strict=True)]
+
+
+def _scaled(update: Update, cotangent: Any, scaling: Any) -> Any:
+    """Return a cotangent in the dtype of factors, times a number, without gaps."""
+    scaled = cotangent if scaling is None else cotangent * scaling
+    return aligned(scaled.to(update.dtype))
+
+
+def _member_on_hopper(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, Any]:
+    """Write the cotangent of a member's pairs; return parts of the cotangents behind the norm."""
+    x, mask = update.edges(slice(b, b + 1), ALL)
+    on_sides = _scaled(update, a.dsides[b], scaling).unflatten(0, (2, update.H))
+    on_gate = _scaled(update, a.dlogits[b : b + 1], scaling)
+    on_both = update.new(2, *on_sides.shape)
+    on_x = None if y.dx is None else y.dx[b : b + 1]
+    # The cotangents are scaled by now; that of x must be divided.
+    return project_back(update, x, mask, on_sides, on_both, on_gate, scaling, on_x)
+
+
+def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, Any, Any]:
+    """Do the same where the kernels of Hopper don't serve."""
+    x, mask = update.edges(slice(b, b + 1), ALL)
+    _, L, M, C = x.shape
+    both = update.new(2, 2, update.H, L, update.pitch)
+    project(update, x, mask, update.sides, sides=both[0], logits=both[1])
+    on_sides, on_gate = torch.zeros_like(both[0]), update.new(1, L, update.pitch, update.G).zero_()
+    for to, cotangent in (
+        (on_sides.flatten(0, 1)[..., :M], a.dsides[b]),
+        (on_gate[0, :, :M], a.dlogits[b]),
+    ):
         to.copy_(cotangent if scaling is None else cotangent * scaling)
-        by_mask = None
-        if y.dmask is not None:
-            # The mask's cotangent takes factors without the mask.
-            by_mask = update.new(1, L, M, dtype=update.accumulator)
-            project(update, x, None, update.sides, sides=both[0])
-        _sides_back(update, 1, on_sides, *both, mask, by_mask)
-        if y.dmask is not None:
-            y.dmask[b : b + 1] = by_mask if scaling is None else by_mask / scaling
-        on_xn = torch.zeros_like(update.new(1, L, update.pitch, C), dtype=update.accumulator)
-        many = _pairs_back(update, slice(0, H), both, on_xn)
-        total = total + by_pairs(update, many, normalized(update, x)).sum(0)
-        on_x = torch.empty_like(x) if y.dx is None else y.dx[b : b + 1]
-        norms = norms + _norm_back(update, x, on_xn, scaling, on_x).sum(0)
-    _fill((y.dnorm_in_weight, y.dnorm_in_bias), norms, None)
-    p, g = total.split(2 * H)
-    found = p[:, :C], p[:, C], g[:, :C], g[:, C]
-    _fill((y.dp_in_weight, y.dp_in_bias, y.dg_in_weight, y.dg_in_bias), found, scaling)
+    by_mask = None
+    if y.dmask is not None:
+        # The mask's cotangent takes factors without the mask.
+        by_mask = update.new(1, L, M, dtype=update.accumulator)
+        project(update, x, None, update.sides, sides=both[0])
+    sides_back(update, 1, on_sides, *both, mask, by_mask)
+    if y.dmask is not None:
+        y.dmask[b : b + 1] = by_mask if scaling is None else by_mask / scaling
+    on_xn, kept = update.new(1, L, update.pitch, C), normalized(update, x)
+    on_open = gate_back(update, on_gate, kept, on_xn)
+    planes = pairs_back(update, slice(0, update.H), both, on_xn)
+    on_x = None if y.dx is None else y.dx[b : b + 1]
+    on_norm = norm_back(update, x, on_xn, scaling, on_x)
+    return on_norm, by_pairs(update, planes, kept), on_open
 
 
 def triangle_end_vjp(a: Any, y: Any) -> None:
-    """Write the cotangents of the pairs, of o and of the weights."""
+    """Write the cotangents of o, of the last gate's logits, and of the end's weights."""
     update = _update(a, a.o.shape[1])
-    B, L, M, C = update.x.shape
+    B, L, M, _ = update.x.shape
     if not update.x.numel():
-        for slot in y:
-            if slot is not None:
-                slot.zero_()
+        _all_zero(y)
         return
-    H, cotangent = update.H, aligned(a.dout)
+    cotangent = aligned(a.dout)
     scaling = scaling_of(update, cotangent)
     gate = update.gate(B, ALL)
     project(update, update.x, None, gate=gate)
-    on_o = update.new(B * H, L, update.pitch)
-    on_gate = update.new(B, L, update.pitch, update.G)
-    eps, update.eps = update.eps, update.eps * a.scale**2
-    o = aligned(a.o.to(update.dtype))
-    end, by_norm_out = _finish_back(update, o, gate, cotangent, scaling, on_o, on_gate)
-    update.eps = eps
-    on_xn = update.new(B, L, update.pitch, C)
-    opened = _gate_back(update, on_gate, normalized(update, update.x), on_xn).sum(0)
-    on_x = torch.empty_like(update.x) if y.dx is None else y.dx
-    by_norm = _norm_back(update, update.x, on_xn, scaling, on_x)
-    end = end.sum(0)
-    _fill((y.do,), (on_o.view(B, H, L, -1)[..., :M],), scaling)
-    _fill((y.dnorm_in_weight, y.dnorm_in_bias), by_norm.sum(0), None)
-    _fill((y.dnorm_out_weight, y.dnorm_out_bias), by_norm_out.sum(0), scaling)
-    _fill((y.dp_out_weight, y.dp_out_bias), (end[:, :H], end[:, H]), scaling)
-    _fill((y.dg_out_weight, y.dg_out_bias), (opened[:, :C], opened[:, C]), scaling)
+    # An output without gaps is written in place, if its numbers need no other form.
+    own = [
+        slot is not None
+        and scaling is None
+        and slot.dtype == update.dtype
+        and update.pitch == M
+        and is_aligned(slot)
+        for slot in y[:2]
+    ]
+    on_o = y.do if own[0] else update.new(B, update.H, L, update.pitch)
+    on_gate = y.dlogits if own[1] else update.new(B, L, update.pitch, update.G)
+    update.eps *= a.scale**2
+    ends = aligned(a.o.to(update.dtype)), gate, cotangent, scaling, on_o.flatten(0, 1), on_gate
+    on_weights = *[None] * 6, *y[2:], None, None
+    if is_on_hopper(update, None):
+        by_end = finish_back_on_hopper(update, *ends, 0)
+        weights = None, None, None, update.p_out[0]
+        norms = None, None, *update.norm_out
+        _, on_norm_out = through_norm(None, None, by_end, scaling, weights, norms, on_weights)
+        sum_parts(update, (None, on_norm_out, *[None] * 3), None, on_weights)
+    else:
+        on_end, on_norm_out = finish_back(update, *ends)
+        sum_parts(update, (None, on_norm_out, None, None, on_end), scaling, on_weights)
+    found = on_o[..., :M], on_gate[:, :, :M]
+    for slot, value, done in zip(y[:2], found, own, strict=True):
+        if slot is not None and not done:
+            slot.copy_(value if scaling is None else value / scaling)
