@@ -339,21 +339,17 @@ class DynamicShortConvolution(torch.nn.Module):
         group: Any,
     ) -> tuple[torch.Tensor, None]:
         """Return the convolution of tokens that ranks share."""
-        from fusedops.distributed.exchanges import group_of
-        from fusedops.distributed.sequences import Halo
+        from fusedops import distributed
 
         name = "DynamicShortConvolution"
         for argument, value in (("cache", cache), ("output_final_state", output_final_state)):
             if value is not None and value is not False:
                 raise ValueError(f"{name}: {argument} is given; with group it should not be")
-        halo = Halo(x, self.kernel_size, group_of(name, group), None, cu_seqlens)
-        halo.send(x)
-        kernels = self.get_kernel(generator_input)
-        y = dynamic_conv(
+        y = distributed.dynamic_conv(
             x,
-            kernels,
-            initial_state=halo.state(),
-            cu_seqlens=halo.sequences,
+            self.get_kernel(generator_input),
+            group=group,
+            cu_seqlens=cu_seqlens,
             activation=self.activation,
             backend=self.backend,
         )

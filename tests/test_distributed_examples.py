@@ -51,6 +51,9 @@ def test_the_bench_measures_every_contestant(capsys):
         if row["who"] == "fusedops":
             assert row["sent_MB"] == row["formula_MB"] > 0
     assert len(rows) == 2 * (4 + 3 + 2)
+    assert [row["ranks"] for row in found["predicted"]] == [2, 2, 8, 8]
+    for row in found["predicted"]:
+        assert 0 < max(row["alone_ms"], row["exchanges_ms"]) == row["least_ms"] <= row["most_ms"]
     json.dumps(found, allow_nan=False)
     show_ranks(found)
     assert "gather, as FastFold" in capsys.readouterr().out

@@ -2,7 +2,8 @@
 
 Triangles are measured at a fixed size (strong scaling), edges and tokens at a fixed size of every
 rank's share (weak). A time is the slowest rank's. The exposed time of exchanges is the time that a
-step loses when its all-to-alls send nothing.
+step loses when its all-to-alls send nothing. More ranks than there are GPUs are predicted: from the
+measured time of a rank's work alone, and from the bytes it would send at the measured rate.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ SIZES = {
     "cpu": ((64, 128), (2_000, 8_000), (8_192, 65_536)),
     "quick": ((16,), (200,), (256,)),
 }
+#: N, and the numbers of ranks for which it is predicted.
+PREDICTED = {
+    "cuda": ((4096, (2, 8)), (8192, (2, 8, 64)), (16384, (8, 64))),
+    "cpu": ((128, (2, 8)),),
+    "quick": ((16, (2, 8)),),
+}
 
 
 class Problem(NamedTuple):
@@ -50,22 +57,40 @@ def _leaf(*shape: int, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, device=like.device, dtype=like.dtype).mul_(scale).requires_grad_()
 
 
+_WEIGHTS = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
+
+
+def _shard(N: int, P: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a rank's rows of pairs (1, N, N, 128), and weights with 128 hidden channels."""
+    C, rows = 128, (256, 256, 128, 128)
+    weights = [_leaf(n, C, like=like, scale=C**-0.5) for n in rows]
+    return _leaf(1, N // P, N, C, like=like), *weights
+
+
+def _updated(group: Any) -> Callable[..., torch.Tensor]:
+    """Return the update of rows that a group shares."""
+
+    def update(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        given: Any = dict(zip(_WEIGHTS, weights, strict=True))
+        return distributed.triangle_multiplicative_update(x, **given, group=group)
+
+    return update
+
+
+def _bytes(N: int, P: int, itemsize: int) -> tuple[float, float]:
+    """Return the bytes that a rank sends, forward and in all."""
+    u = N * N * 128 * itemsize / P
+    return 3 * u * (P - 1) / P, 8 * u * (P - 1) / P
+
+
 def triangles(N: int, like: torch.Tensor) -> Problem:
     """Update pairs (1, N, N, 128) with 128 hidden channels, and rows sharded."""
     P, C = dist.get_world_size(), 128
-    x = _leaf(1, N // P, N, C, like=like)
-    names = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
-    rows = (2 * C, 2 * C, C, C)
-    weights = tuple(_leaf(n, C, like=like, scale=C**-0.5) for n in rows)
+    x, *weights = _shard(N, P, like)
     mesh = dist.init_device_mesh(like.device.type, (P,))
-    group = dist.group.WORLD
-
-    def ours(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        given: Any = dict(zip(names, weights, strict=True))
-        return distributed.triangle_multiplicative_update(x, **given, group=group)
 
     def one(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        given: Any = dict(zip(names, weights, strict=True))
+        given: Any = dict(zip(_WEIGHTS, weights, strict=True))
         return fusedops.triangle_multiplicative_update(x, **given)
 
     def moved(a: torch.Tensor, before: Any, after: Any) -> torch.Tensor:
@@ -91,12 +116,11 @@ def triangles(N: int, like: torch.Tensor) -> Problem:
     whole = (_leaf(1, N, N, C, like=like),) if P > 1 else (x,)
     runs = {
         ONE: one,
-        OURS: ours,
+        OURS: _updated(dist.group.WORLD),
         "DTensor.redistribute": in_stages(by_channels),
         "gather, as FastFold": in_stages(by_gather),
     }
-    u = N * N * C * x.itemsize / P
-    sent = (3 * u * (P - 1) / P, 8 * u * (P - 1) / P)
+    sent = _bytes(N, P, x.itemsize)
     leaves = {name: (x, *weights) for name in runs} | {ONE: (*whole, *weights)}
     dtype = str(like.dtype).removeprefix("torch.")
     return Problem("triangle_multiplicative_update", f"N {N}", dtype, False, leaves, runs, sent)
@@ -175,8 +199,8 @@ class _Sent:
         self.bytes += (sum(sizes) - own) * given.itemsize
         return self.genuine(out, given, received, sizes, **options)
 
-    def nothing(self, out: Any, *_: Any, **options: Any) -> Any:
-        out.zero_()
+    def nothing(self, *_: Any, **options: Any) -> Any:
+        # The memory keeps earlier numbers: zeros would be multiplied faster.
         return self
 
     def wait(self) -> None:
@@ -210,22 +234,27 @@ def _slowest(step: Callable[[], Any], device: str, seconds: float) -> tuple[floa
     return middle, [low, high]
 
 
+def _steps(run: Any, leaves: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield each pass and its step."""
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return run(*leaves)
+
+    def both() -> Any:
+        inputs = [leaf for leaf in leaves if leaf.requires_grad]
+        out = run(*leaves)
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    yield FORWARD, forward
+    yield TRAINING, both
+
+
 def measured(problem: Problem, device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """Yield a row for every contestant and pass; one that lacks memory has no time."""
     P, ones = dist.get_world_size(), {}
     for who, run in problem.runs.items():
-        leaves = problem.leaves[who]
-
-        def forward(run: Any = run, leaves: Any = leaves) -> Any:
-            with torch.no_grad():
-                return run(*leaves)
-
-        def both(run: Any = run, leaves: Any = leaves) -> Any:
-            inputs = [leaf for leaf in leaves if leaf.requires_grad]
-            out = run(*leaves)
-            return torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-        for at, (name, step) in enumerate(((FORWARD, forward), (TRAINING, both))):
+        for at, (name, step) in enumerate(_steps(run, problem.leaves[who])):
             row: dict[str, Any] = {"op": problem.op, "size": problem.size, "dtype": problem.dtype}
             row |= {"pass": name, "who": who, "ranks": P, "ms": None, "quartiles_ms": None}
             try:
@@ -248,6 +277,38 @@ def measured(problem: Problem, device: str, seconds: float) -> Iterator[dict[str
                 row |= {"exposed_ms": max(0.0, ms - alone), "sent_MB": sent.bytes / 2**20}
                 row |= {"formula_MB": problem.sent[at] / 2**20}
             yield row
+
+
+def predicted(
+    N: int, P: int, like: torch.Tensor, speeds: list[dict[str, float]], seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Yield what triangles would take on P ranks: exchanges hidden as far as they can be, and not.
+
+    A rank's work is measured without any exchange. An exchange takes the time of the smallest one
+    that was measured, and its bytes at the rate of the largest.
+    """
+    # A group that can say its size, and no more.
+    stub: Any = dist.ProcessGroup
+    device, update = like.device.type, _updated(stub(0, P))
+    leaves = _shard(N, P, like)
+    for at, (name, step) in enumerate(_steps(update, leaves)):
+        sent, calls = _Sent(), 0
+
+        def counted(*given: Any, sent: _Sent = sent, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return sent.nothing(*given, **options)
+
+        with _instead(counted):
+            step()
+            exchanges = calls
+            alone, _ = _slowest(step, device, seconds)
+        size = _bytes(N, P, like.itemsize)[at]
+        latency, rate = speeds[0]["ms"], speeds[-1]["GB_s"]
+        travel = exchanges * latency + size / rate / 1e6
+        row: dict[str, Any] = {"op": "triangle_multiplicative_update", "size": f"N {N}"}
+        row |= {"pass": name, "ranks": P, "alone_ms": alone, "exchanges_ms": travel}
+        yield row | {"least_ms": max(alone, travel), "most_ms": alone + travel}
 
 
 def bandwidth(device: str, seconds: float, sizes: tuple[int, ...]) -> list[dict[str, float]]:
@@ -280,5 +341,10 @@ def run(device: str, quick: bool) -> dict[str, Any]:
             rows += measured(make(size, dtype), device, seconds)
     most = 1 << (14 if quick else 30 if device == "cuda" else 24)
     speeds = bandwidth(device, seconds, (most >> 10, most >> 6, most >> 3, most))
+    foreseen: list[dict[str, Any]] = []
+    for N, ranks in PREDICTED["quick" if quick else device]:
+        for P in ranks:
+            foreseen += predicted(N, P, like, speeds, seconds)
     about = machine(device) | {"ranks": dist.get_world_size()}
-    return {"schema": 1, "device": device, "machine": about, "cases": rows, "all_to_all": speeds}
+    found = {"schema": 1, "device": device, "machine": about, "cases": rows}
+    return found | {"all_to_all": speeds, "predicted": foreseen}

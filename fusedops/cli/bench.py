@@ -159,6 +159,17 @@ def show_ranks(found: dict[str, Any]) -> None:
     for row in found["all_to_all"]:
         size, ms, rate = (report.digits(row[name]) for name in ("MB", "ms", "GB_s"))
         print(f"all-to-all of {size} MB a rank: {ms} ms, {rate} GB/s sent")
+    columns = ("ranks", "work ms", "exchanges ms", "least ms", "most ms")
+    names = ("alone_ms", "exchanges_ms", "least_ms", "most_ms")
+    rows = [
+        (
+            [row["size"], row["pass"], str(row["ranks"]), *[report.digits(row[n]) for n in names]],
+            None,
+        )
+        for row in found["predicted"]
+    ]
+    title = "triangle_multiplicative_update, predicted from one rank's work and the rate above"
+    tables.show(title, ("problem", "pass", *columns), rows, right=len(columns))
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -117,6 +117,10 @@ class Trip:
         # The trip that brings cotangents back.
         self.back: Trip | None = None
 
+    def turned(self) -> Trip:
+        """Return the trip back."""
+        return Trip(self.received, self.sent, self.group)
+
     def begin(self, flat: torch.Tensor) -> None:
         """Send the pieces."""
         flat = flat.contiguous()
@@ -159,7 +163,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dflat: torch.Tensor) -> tuple[torch.Tensor, None]:
         trip = ctx.trip
-        trip.back = Trip(trip.received, trip.sent, trip.group)
+        trip.back = trip.turned()
         return start(dflat, trip.back), None
 
 

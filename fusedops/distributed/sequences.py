@@ -1,7 +1,7 @@
 """The causal convolution of tokens that ranks share.
 
-A rank needs W − 1 inputs before its first token, the halo. They travel as the initial state of its
-sequences, while a caller may compute kernels.
+A rank needs W − 1 inputs before its first token, the halo. They travel, as the initial state of its
+sequences, while the rank computes all tokens but the first W − 1.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fusedops._frame.check import is_tensor
+from fusedops._frame import registry
+from fusedops._frame.check import is_tensor, promoted
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import outside_of_graphs
-from fusedops.conv import Sequences
+from fusedops.conv import Sequences, conv, conv_vjp
 from fusedops.conv import dynamic_conv as _on_one
 from fusedops.distributed.exchanges import (
     Trip,
     agree,
-    arrive,
+    all_to_all,
     checked_sizes,
     group_of,
     in_chunks,
-    start,
     tensor,
 )
 
@@ -72,62 +72,180 @@ class Halo:
     def __init__(
         self, x: torch.Tensor, width: int, group: dist.ProcessGroup, sizes: Any, cu_seqlens: Any
     ) -> None:
-        rank, ranks, tokens = group.rank(), group.size(), x.shape[1]
-        self.width, self.group, self.sequences = width, group, None
-        # The most inputs that the first sequence has before this rank.
-        self.most = width - 1
+        rank, ranks = group.rank(), group.size()
+        self.batch, self.tokens, self.channels = x.shape
+        self.width, self.group, self.packed, self.first = width, group, None, 0
         if cu_seqlens is not None:
-            cu_seqlens = _sequences(cu_seqlens)
+            self.packed = cu_seqlens = _sequences(cu_seqlens)
             sizes = in_chunks(cu_seqlens.num_tokens, ranks) if sizes is None else sizes
         if sizes is None:
-            if tokens < width - 1:
+            if self.tokens < width - 1:
                 raise ValueError(
-                    f"{_NAME}: x has {tokens} tokens; it should have {width - 1} at least, one "
-                    "less than kernels have taps, or sizes should say how many all ranks have"
+                    f"{_NAME}: x has {self.tokens} tokens; it should have {width - 1} at least, "
+                    "one less than kernels have taps, or sizes should say how many all ranks have"
                 )
             self.sent = [width - 1 if to == rank + 1 else 0 for to in range(ranks)]
             self.received = [width - 1 if of == rank - 1 else 0 for of in range(ranks)]
             return
         sizes = checked_sizes(_NAME, "sizes", sizes, group)
-        if sizes[rank] != tokens:
+        if sizes[rank] != self.tokens:
             raise ValueError(
-                f"{_NAME}: x has {tokens} tokens; rank {rank} should have {sizes[rank]}"
+                f"{_NAME}: x has {self.tokens} tokens; rank {rank} should have {sizes[rank]}"
             )
         ends = [0, *np.cumsum(sizes).tolist()]
         self.sent = [_overlap(ends, rank, to, width) for to in range(ranks)]
         self.received = [_overlap(ends, of, rank, width) for of in range(ranks)]
-        if cu_seqlens is not None:
-            if cu_seqlens.num_tokens != ends[-1]:
-                raise ValueError(
-                    f"{_NAME}: cu_seqlens ends at {cu_seqlens.num_tokens}; it should end at "
-                    f"{ends[-1]}, the number of tokens of all ranks"
-                )
-            self.sequences, self.most = _part_of(cu_seqlens, ends[rank], ends[rank + 1])
+        self.first = ends[rank]
+        if cu_seqlens is not None and cu_seqlens.num_tokens != ends[-1]:
+            raise ValueError(
+                f"{_NAME}: cu_seqlens ends at {cu_seqlens.num_tokens}; it should end at "
+                f"{ends[-1]}, the number of tokens of all ranks"
+            )
 
-    def send(self, x: torch.Tensor) -> None:
-        """Send the last tokens to the ranks that follow."""
-        self.batch, tokens, self.channels = x.shape
-        kind = x.dtype, x.requires_grad, self.batch, self.channels
-        agree(_NAME, self.group, x, x=kind, kernels=f"{self.width} taps")
+    def trip(self) -> Trip:
+        """Return the trip of every rank's last tokens to the ranks that follow."""
         each = self.batch * self.channels
-        tails = torch.cat([x.transpose(0, 1)[tokens - n :] for n in self.sent])
-        sent, received = ([n * each for n in some] for some in (self.sent, self.received))
-        self.trip = Trip(sent, received, self.group)
-        self.token = start(tails.flatten(), self.trip)
+        return Trip([n * each for n in self.sent], [n * each for n in self.received], self.group)
 
-    def state(self) -> torch.Tensor:
-        """Return the initial state of this rank's sequences."""
-        all_of_it = sum(self.received)
-        halo = arrive(self.token, self.trip).view(all_of_it, self.batch, self.channels)
+    def tails(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last tokens, once for each rank that reads them."""
+        rows = x.transpose(0, 1)
+        return torch.cat([rows[self.tokens - n :] for n in self.sent if n] or [rows[:0]]).flatten()
+
+    def add_tails(self, dx: torch.Tensor, flat: torch.Tensor) -> None:
+        """Add the cotangents of the last tokens."""
+        rows, each = dx.transpose(0, 1), self.batch * self.channels
+        for n, part in zip(self.sent, flat.split([n * each for n in self.sent]), strict=True):
+            rows[self.tokens - n :] += part.view(n, self.batch, self.channels)
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the inputs before the first token (B, n, D), the last one last."""
+        return flat.view(sum(self.received), self.batch, self.channels).transpose(0, 1)
+
+    def halves(self) -> tuple[slice, slice]:
+        """Return the tokens that read the halo, and the others."""
+        n = min(self.width - 1, self.tokens)
+        return slice(0, n), slice(n, self.tokens)
+
+    def part(self, tokens: slice) -> tuple[Sequences | None, int]:
+        """Return the sequences of some tokens of this rank, and how much the first has before."""
+        if self.packed is None:
+            return None, self.width - 1
+        return _part_of(self.packed, self.first + tokens.start, self.first + tokens.stop)
+
+    def given(
+        self, tokens: slice, rows: torch.Tensor, x: Any, kernels: Any, bias: Any
+    ) -> tuple[Any, ...]:
+        """Return the arguments of the convolution of some tokens, which follow these rows."""
+        own = kernels if kernels.ndim == 2 else kernels[:, tokens]
+        return x[:, tokens], own, self.state(rows, tokens), bias, self.part(tokens)[0]
+
+    def state(self, rows: torch.Tensor, tokens: slice) -> torch.Tensor:
+        """Return the initial state of some tokens, which follow these rows."""
+        sequences, before = self.part(tokens)
         # Inputs of another sequence count as zeros.
-        n = min(self.most, all_of_it)
-        halo = halo[all_of_it - n :].permute(1, 2, 0)
-        state = torch.nn.functional.pad(halo, (self.width - n, 0))
-        if self.sequences is None:
+        n = min(before, self.width - 1, rows.shape[1])
+        state = rows[:, rows.shape[1] - n :].transpose(1, 2)
+        state = torch.nn.functional.pad(state, (self.width - n, 0))
+        if sequences is None:
             return state
-        # Of several sequences only the first began on another rank; an empty rank has none.
-        more = self.sequences.num_sequences - 1
+        # Of several sequences only the first began before; an empty part has none.
+        more = sequences.num_sequences - 1
         return state[:0] if more < 0 else torch.nn.functional.pad(state, (0, 0, 0, 0, 0, more))
+
+    def add_state(self, drows: torch.Tensor, dstate: torch.Tensor, tokens: slice) -> None:
+        """Add the cotangents of the rows that the state of some tokens was made of."""
+        sequences, before = self.part(tokens)
+        n = min(before, self.width - 1, drows.shape[1])
+        dstate = dstate if sequences is None else dstate[:1]
+        if len(dstate):
+            drows[:, drows.shape[1] - n :] += dstate[..., self.width - n :].transpose(1, 2)
+
+
+class _Shared(torch.autograd.Function):
+    """A convolution of tokens that ranks share; their halo travels while most are computed.
+
+    The first W − 1 tokens, the head, are computed last, as only they read the halo.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, halo: Halo, activation: str, x: Any, kernels: Any, bias: Any) -> Any:
+        ctx.halo, ctx.activation, ctx.asked = halo, activation, registry.forced(None)
+        trip = halo.trip()
+        trip.begin(halo.tails(x))
+        out = x.new_empty(x.shape, dtype=promoted((x, kernels, bias)))
+        head, rest = halo.halves()
+
+        def convolve(tokens: slice, rows: torch.Tensor) -> None:
+            given, place = halo.given(tokens, rows, x, kernels, bias), out[:, tokens]
+            _keep(conv(*given, activation, out=(_slot(place), None)).out, place)
+
+        convolve(rest, x[:, head])
+        before = halo.rows(trip.end())
+        convolve(head, before)
+        ctx.save_for_backward(x, kernels, bias, before)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        halo, (x, kernels, bias, before) = ctx.halo, ctx.saved_tensors
+        with registry.asking(ctx.asked):
+            if not torch.is_grad_enabled():
+                return None, None, *_gradients(halo, x, kernels, bias, before, dout, ctx.activation)
+            wanted = ctx.needs_input_grad[2:]
+            given = zip((x, kernels, bias), wanted, strict=True)
+            inputs = [array for array, want in given if want]
+            out = _differentiable(halo, x, kernels, bias, ctx.activation)
+            found = iter(torch.autograd.grad(out, inputs, dout, create_graph=True))
+        return None, None, *[next(found) if want else None for want in wanted]
+
+
+def _slot(place: Any) -> Any:
+    """Return the slot of an output that is to be kept at a place: kernels fill no gaps."""
+    return place if place is not None and place.is_contiguous() else True
+
+
+def _keep(found: Any, place: Any) -> None:
+    """Copy an output to its place, unless it was made there."""
+    if place is not None and found is not place:
+        place.copy_(found)
+
+
+def _gradients(
+    halo: Halo, x: Any, kernels: Any, bias: Any, before: Any, dout: Any, activation: str
+) -> tuple[Any, ...]:
+    """Return the cotangents of x, kernels and bias; the halo's travels while most are computed."""
+    head, rest = halo.halves()
+    dx, dkernels = torch.empty_like(x), torch.empty_like(kernels)
+    alike = kernels.ndim == 2
+
+    def back(tokens: slice, rows: torch.Tensor) -> tuple[Any, Any, Any]:
+        *arrays, sequences = halo.given(tokens, rows, x, kernels, bias)
+        to_x, to_kernels = dx[:, tokens], None if alike else dkernels[:, tokens]
+        slots = _slot(to_x), _slot(to_kernels), True, None if bias is None else True
+        found = conv_vjp(*arrays, dout[:, tokens], None, sequences, activation, out=slots)
+        _keep(found.dx, to_x)
+        _keep(found.dkernels, to_kernels)
+        return found.dkernels, found.dinitial_state, found.dbias
+
+    by_head, dstate, db_head = back(head, before)
+    dbefore = torch.zeros_like(before)
+    halo.add_state(dbefore, dstate, head)
+    trip = halo.trip().turned()
+    trip.begin(dbefore.transpose(0, 1).flatten())
+    by_rest, dstate, db_rest = back(rest, x[:, head])
+    halo.add_state(dx[:, head], dstate, rest)
+    halo.add_tails(dx, trip.end())
+    dbias = None if bias is None else db_head + db_rest
+    return dx, by_head + by_rest if alike else dkernels, dbias
+
+
+def _differentiable(halo: Halo, x: Any, kernels: Any, bias: Any, activation: str) -> Any:
+    """Return the convolution by functions that torch differentiates to any order."""
+    every = slice(0, halo.tokens)
+    rows = halo.rows(all_to_all(halo.tails(x), halo.trip()))
+    arrays = halo.given(every, rows, x, kernels, bias)
+    return conv(*arrays, activation, out=(True, None)).out
 
 
 def _sequences(cu_seqlens: Any) -> Sequences:
@@ -240,9 +358,11 @@ def dynamic_conv(
         found: torch.Tensor = op(x, kernels, cu_seqlens=cu_seqlens, **more)
         return found
     halo = Halo(x, kernels.shape[-1], group, sizes, cu_seqlens)
-    _check(x, kernels, bias, halo.sequences, activation, backend)
-    halo.send(x)
-    out: torch.Tensor = op(
-        x, kernels, initial_state=halo.state(), cu_seqlens=halo.sequences, **more
-    )
+    every = slice(0, halo.tokens)
+    _check(x, kernels, bias, halo.part(every)[0], activation, backend)
+    kind = x.dtype, x.requires_grad, halo.batch, halo.channels
+    agree(_NAME, group, x, x=kind, kernels=f"{halo.width} taps")
+    activation = "none" if activation is None else "silu"
+    with registry.asking(registry.forced(backend, _NAME)):
+        out: torch.Tensor = _Shared.apply(halo, activation, x, kernels, bias)
     return out

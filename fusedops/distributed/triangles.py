@@ -230,8 +230,7 @@ class _Update:
 
     def to_pairs(self, per_pair: int) -> Trip:
         """Return the trip back."""
-        there = self.to_channels(per_pair)
-        return Trip(there.received, there.sent, there.group)
+        return self.to_channels(per_pair).turned()
 
     def send_sides(self, a: Any, chunk: slice) -> Trip:
         """Begin to send left and right of a chunk to the ranks of their channels."""
