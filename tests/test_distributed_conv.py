@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -29,6 +31,14 @@ SIZES = {
 PACKED = {"none": None, "few": [0, 5, 12], "at": [0, 4, 6, 8, 12], "many": [0, 1, 1, 5, 7, 11, 12]}
 
 
+@contextlib.contextmanager
+def short_heads():
+    """Let most ranks have tokens behind their head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "CHUNK", 2)
+        yield
+
+
 def spread(sizes):
     P = dist.get_world_size()
     return [T // P] * P if SIZES[sizes] is None else SIZES[sizes][P]
@@ -42,6 +52,7 @@ def given_sizes(sizes):
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("sizes", SIZES)
 @on_ranks
+@short_heads()
 def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
     B = 2 if PACKED[packed] is None else 1
     x = torch.randn(B, T, D, dtype=torch.float64)
@@ -92,6 +103,7 @@ def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
 
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 @on_ranks
+@short_heads()
 def test_bits_are_one_devices(backend):
     x = torch.randn(2, T, D).to(device())
     kernels = torch.randn(2, T, D, W).to(device())
@@ -106,6 +118,7 @@ def test_bits_are_one_devices(backend):
 
 
 @on_ranks
+@short_heads()
 def test_gradcheck_of_the_gathered_convolution():
     own = spread("short")
     cu = torch.tensor(PACKED["few"], device=device())
@@ -123,6 +136,7 @@ def test_gradcheck_of_the_gathered_convolution():
 
 @pytest.mark.parametrize("packed", ["none", "many"])
 @on_ranks
+@short_heads()
 def test_the_module_takes_a_group(packed):
     module = DynamicShortConvolution(D, W, generator_reduction=1).double().to(device())
     for parameter in module.parameters():

@@ -144,7 +144,7 @@ def close_all():
 
 def on_ranks(test):
     """Run a test on every rank of every world."""
-    module = Path(inspect.getfile(test)).stem
+    module = Path(inspect.getfile(inspect.unwrap(test))).stem
     parameters = inspect.signature(test).parameters.values()
 
     def run(world, **arguments):

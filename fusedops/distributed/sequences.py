@@ -1,11 +1,12 @@
 """The causal convolution of tokens that ranks share.
 
 A rank needs W − 1 inputs before its first token, the halo. They travel, as the initial state of its
-sequences, while the rank computes all tokens but the first W − 1.
+sequences, while the rank computes all tokens but the first ones, its head.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from fusedops._frame import registry
 from fusedops._frame.check import is_tensor, promoted
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import outside_of_graphs
-from fusedops.conv import Sequences, conv, conv_vjp
+from fusedops.conv import CHUNK, Sequences, conv, conv_vjp
 from fusedops.conv import dynamic_conv as _on_one
 from fusedops.distributed.exchanges import (
     Trip,
@@ -124,7 +125,8 @@ class Halo:
 
     def halves(self) -> tuple[slice, slice]:
         """Return the tokens that read the halo, and the others."""
-        n = min(self.width - 1, self.tokens)
+        # Whole chunks of a kernel.
+        n = min(-(-(self.width - 1) // CHUNK) * CHUNK, self.tokens)
         return slice(0, n), slice(n, self.tokens)
 
     def part(self, tokens: slice) -> tuple[Sequences | None, int]:
@@ -162,17 +164,42 @@ class Halo:
             drows[:, drows.shape[1] - n :] += dstate[..., self.width - n :].transpose(1, 2)
 
 
-class _Shared(torch.autograd.Function):
-    """A convolution of tokens that ranks share; their halo travels while most are computed.
+class _Beside:
+    """Work on a GPU that waits for all work so far, and not for the work after that.
 
-    The first W − 1 tokens, the head, are computed last, as only they read the halo.
+    Its memory may be used again at once, as it begins with that wait every time.
     """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.on_gpu = x.is_cuda
+        if self.on_gpu:
+            self.current = torch.cuda.current_stream(x.device)
+            self.so_far = self.current.record_event()
+
+    def __enter__(self) -> None:
+        if self.on_gpu:
+            self.stream = _stream_beside(self.current)
+            self.stream.wait_event(self.so_far)
+            self.within = torch.cuda.stream(self.stream)
+            self.within.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.on_gpu:
+            self.within.__exit__(*error)
+            self.current.wait_stream(self.stream)
+
+
+@functools.cache
+def _stream_beside(current: Any) -> Any:
+    return torch.cuda.Stream(current.device)
+
+
+class _Shared(torch.autograd.Function):
+    """A convolution of tokens that ranks share; their halo travels while most are computed."""
 
     @staticmethod
     def forward(ctx: Any, halo: Halo, activation: str, x: Any, kernels: Any, bias: Any) -> Any:
         ctx.halo, ctx.activation, ctx.asked = halo, activation, registry.forced(None)
-        trip = halo.trip()
-        trip.begin(halo.tails(x))
         out = x.new_empty(x.shape, dtype=promoted((x, kernels, bias)))
         head, rest = halo.halves()
 
@@ -180,7 +207,10 @@ class _Shared(torch.autograd.Function):
             given, place = halo.given(tokens, rows, x, kernels, bias), out[:, tokens]
             _keep(conv(*given, activation, out=(_slot(place), None)).out, place)
 
+        beside, trip = _Beside(x), halo.trip()
         convolve(rest, x[:, head])
+        with beside:
+            trip.begin(halo.tails(x))
         before = halo.rows(trip.end())
         convolve(head, before)
         ctx.save_for_backward(x, kernels, bias, before)
@@ -228,13 +258,14 @@ def _gradients(
         _keep(found.dkernels, to_kernels)
         return found.dkernels, found.dinitial_state, found.dbias
 
-    by_head, dstate, db_head = back(head, before)
-    dbefore = torch.zeros_like(before)
-    halo.add_state(dbefore, dstate, head)
-    trip = halo.trip().turned()
-    trip.begin(dbefore.transpose(0, 1).flatten())
-    by_rest, dstate, db_rest = back(rest, x[:, head])
-    halo.add_state(dx[:, head], dstate, rest)
+    beside, trip = _Beside(x), halo.trip().turned()
+    by_rest, drest, db_rest = back(rest, x[:, head])
+    with beside:
+        by_head, dhead, db_head = back(head, before)
+        dbefore = torch.zeros_like(before)
+        halo.add_state(dbefore, dhead, head)
+        trip.begin(dbefore.transpose(0, 1).flatten())
+    halo.add_state(dx[:, head], drest, rest)
     halo.add_tails(dx, trip.end())
     dbias = None if bias is None else db_head + db_rest
     return dx, by_head + by_rest if alike else dkernels, dbias

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fusedops._frame.arrays import copy_rows
+from fusedops.trimul import slices
 from gpukern.trimul.backward import (
     by_pairs,
     finish_back,
@@ -27,6 +28,9 @@ from gpukern.trimul.backward import (
 )
 from gpukern.trimul.forward import finish, normalized, project
 from gpukern.trimul.plan import ALL, Update, aligned, is_aligned
+
+#: The pairs of which a backward pass on Hopper has projections and logits at a time.
+_PAIRS = 1 << 21
 
 _WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight")
 _WEIGHTS += ("g_in_bias", "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias")
@@ -88,7 +92,9 @@ def triangle_sides_vjp(a: Any, y: Any) -> None:
     on_weights = *y[2:8], *[None] * 4, *y[8:]
     scaling = scaling_of(update, a.dsides, a.dlogits)
     if is_on_hopper(update, y.dmask):
-        sums = _added([_member_on_hopper(update, a, y, b, scaling) for b in range(update.B)])
+        lines = slices(update.L, -(-_PAIRS // update.N))
+        some = [(slice(b, b + 1), part) for b in range(update.B) for part in lines]
+        sums = _added([_some_on_hopper(update, a, y, *part, scaling) for part in some])
         weights = update.sides[0], update.sides[2], update.g_out[0], None
         norms = *update.norm, None, None
         on_norm, _ = through_norm(*sums, None, scaling, weights, norms, on_weights)
@@ -99,33 +105,31 @@ def triangle_sides_vjp(a: Any, y: Any) -> None:
         sum_parts(update, (on_norm, None, on_pairs, on_open, None), scaling, on_weights)
 
 
-def _added(members: list[Any]) -> list[Any]:
-    """Return the sums of parts over members of the batch."""
-    if len(members) == 1:
-        return [*members[0]]
-    totals = [[parts.sum(0, keepdim=True) for parts in found] for found in members]
+def _added(found: list[Any]) -> list[Any]:
+    """Return the sums of parts over parts of the pairs."""
+    if len(found) == 1:
+        return [*found[0]]
+    totals = [[parts.sum(0, keepdim=True) for parts in some] for some in found]
     return [torch.cat(parts).sum(0, keepdim=True) for parts in zip(*totals, strict=True)]
 
 
-def _scaled(update: Update, cotangent: Any, scaling: Any) -> Any:
-    """Return a cotangent in the dtype of factors, times a number, without gaps."""
-    scaled = cotangent if scaling is None else cotangent * scaling
-    return aligned(scaled.to(update.dtype))
-
-
-def _member_on_hopper(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, Any]:
-    """Write the cotangent of a member's pairs; return parts of the cotangents behind the norm."""
-    x, mask = update.edges(slice(b, b + 1), ALL)
-    on_sides = _scaled(update, a.dsides[b], scaling).unflatten(0, (2, update.H))
-    on_gate = _scaled(update, a.dlogits[b : b + 1], scaling)
-    on_both = update.new(2, *on_sides.shape)
-    on_x = None if y.dx is None else y.dx[b : b + 1]
-    # The cotangents are scaled by now; that of x must be divided.
-    return project_back(update, x, mask, on_sides, on_both, on_gate, scaling, on_x)
+def _some_on_hopper(
+    update: Update, a: Any, y: Any, b: slice, lines: slice, scaling: Any
+) -> tuple[Any, Any]:
+    """Write the cotangents of some pairs; return parts of the cotangents behind the norm."""
+    x, mask = update.edges(b, lines)
+    on_both = update.new(2, 2, update.H, *x.shape[1:3])
+    on_gate = update.new(*x.shape[:3], update.G)
+    # The memory of the logits' cotangents holds the sides' before.
+    given = a.dsides[b.start, :, lines].unflatten(0, (2, update.H)), a.dlogits[b, lines]
+    for to, cotangent in zip((on_both[1], on_gate), given, strict=True):
+        to.copy_(cotangent if scaling is None else cotangent * scaling)
+    on_x = None if y.dx is None else y.dx[b, lines]
+    return project_back(update, x, mask, on_both[1], on_both, on_gate, scaling, on_x)
 
 
 def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, Any, Any]:
-    """Do the same where the kernels of Hopper don't serve."""
+    """Do the same for a member of the batch where the kernels of Hopper don't serve."""
     x, mask = update.edges(slice(b, b + 1), ALL)
     _, L, M, C = x.shape
     both = update.new(2, 2, update.H, L, update.pitch)
