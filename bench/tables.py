@@ -5,11 +5,13 @@
 The text between `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` becomes the results
 in bench/results/NAME.json of the ops of fusedops/MODULE.py, or of a whole step of that name. Where
 MODULE is `peers`, it becomes the count of eager calls of every op in which we are faster than all
-peers. Without results, the text stays.
+peers; where it is `ranks`, the results of `fusedops bench --distributed`. Without results, the text
+stays.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ def tables(text: str, results: Path) -> str:
         path = results / f"{name}.json"
         if not path.exists():
             return match[0]
+        if module == "ranks":
+            return f"{begin}{on_ranks(json.loads(path.read_text()))}{end}"
         ops = report.read(path)["ops"]
         if module == "peers":
             return f"{begin}{fastest(ops)}{end}"
@@ -76,6 +80,36 @@ def fastest(ops: dict[str, dict[str, Any]]) -> str:
             lost += [f"{what}: {each.peer['who']}, {each.ratio:.2f}"] * (each.ratio > 1)
         lines += [_line([f"`{op}`", *counts, "<br>".join(lost)])] if contests else []
     return "\n".join(lines) + "\n"
+
+
+def on_ranks(found: dict[str, Any]) -> str:
+    """Return the Markdown of problems that ranks share, and of larger numbers of ranks."""
+    lines = [
+        _line(["problem", "pass", "who", "ms", "efficiency", "exposed ms", "sent MB", "peak MB"]),
+        "|---|---|---|" + "---:|" * 5,
+    ]
+    for row in found["cases"]:
+        cells = [f"{row['op']}: {row['size']}, {row['dtype']}", row["pass"], row["who"]]
+        if row["ms"] is None:
+            lines.append(_line([*cells, "no memory", "", "", "", ""]))
+            continue
+        efficiency = f"{row['efficiency']:.0%}" if "efficiency" in row else ""
+        numbers = (row.get(name) for name in ("exposed_ms", "sent_MB", "peak_MB"))
+        shown = ["" if number is None else report.digits(number) for number in numbers]
+        lines.append(_line([*cells, report.digits(row["ms"]), efficiency, *shown]))
+    rates = [f"{row['MB']:,.0f} MB {row['GB_s']:,.0f} GB/s" for row in found["all_to_all"]]
+    lines += ["", f"An all-to-all sends, of {', of '.join(rates)}.", ""]
+    names = ["alone_ms", "exchanges_ms", "least_ms", "most_ms"]
+    titles = ["predicted", "pass", "ranks", "work", "exchanges", "at least", "at most"]
+    lines += [_line(titles), "|---|---|---:|" + "---:|" * 4]
+    for row in found["predicted"]:
+        numbers = [report.digits(row[name]) for name in names]
+        lines.append(
+            _line([f"{row['op']}: {row['size']}", row["pass"], str(row["ranks"]), *numbers])
+        )
+    versions = ", ".join(f"{n} {version}" for n, version in found["machine"]["versions"].items())
+    about = f"**{found['machine']['ranks']} GPUs**: {found['machine']['name']}, {versions}; ms."
+    return "\n".join([about, "", *lines]) + "\n"
 
 
 def _table(block: dict[str, Any]) -> str:

@@ -846,7 +846,10 @@ def test_the_measured_tables(tmp_path):
     places = {match[1:3] for match in tables.PART.findall(text)}
     modules = {*tables.MODULES.values(), "peers"}
     assert modules >= steps.STEPS.keys()
-    assert places == {(m, d) for m in modules for d in ("cpu", "h200")}
+    assert places == {(m, d) for m in modules for d in ("cpu", "h200")} | {("ranks", "h200x2")}
+    ranks = tables.tables(text, root / "bench/results").split("measured: ranks h200x2")[1]
+    assert "DTensor.redistribute" in ranks
+    assert "predicted" in ranks
 
     given = rows_of(("cython", 0.9, 1.0, 1.1), ("numba", 1.9, 2.0, 2.1))
     block = given["ops"]["dynamic_conv"]
