@@ -9,6 +9,8 @@ RUFF ?= ruff==0.17.5
 MYPY ?= mypy==2.4.1
 FAIRCHEM ?= fairchem-core==2.24.0
 TORCHREF ?= torchref==0.7.0
+SPHINX ?= 'sphinx==9.0.4; python_version >= "3.11"' 'sphinx==8.1.3; python_version < "3.11"' \
+	myst-nb==1.4.0 numpydoc==1.11.0 furo==2025.12.19
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -39,7 +41,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 endef
 export REGISTERED
 
-.PHONY: help demo bench test peer-tests fuzz sanitize lint wheel clean
+.PHONY: help demo bench test peer-tests fuzz sanitize lint docs wheel clean
 .NOTPARALLEL:
 
 help:
@@ -80,6 +82,11 @@ lint: .venv/lint ## check style, format and types
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+# The command instead of `python -m sphinx`, which could import the source tree.
+docs: .venv/sphinx ## build the site, with its examples run, into .venv/docs/html
+	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going --nitpicky \
+		-d .venv/docs/doctrees docs .venv/docs/html
 
 wheel: .venv/package ## build a wheel into dist
 	mkdir -p dist
@@ -153,6 +160,11 @@ $(SANITIZED)/built: $(SOURCES) | .venv/test
 	modules=$$(../bin/ninja -t targets all | sed -n 's/^\(cpukern\/[^ /:]*\.[a-z]*\): c_LINKER.*/\1/p' \
 		| grep -e /_cpu -e "_$$level\.") && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ninja $$modules && cp $$modules $(SANITIZED)/cpukern
+	touch $@
+
+# Examples on the pages need torch.
+.venv/sphinx: .venv/torch
+	$(PIP) install $(SPHINX)
 	touch $@
 
 # mypy needs NumPy and torch for their types.

@@ -541,7 +541,7 @@ def gate_activation(
     x : array or tensor (E, M, C)
         The features of edges or nodes.
     mmax : int, optional
-        The largest order |m| of the rows, at most lmax; lmax if not given. M gives lmax.
+        The largest order ``|m|`` of the rows, at most lmax; lmax if not given. M gives lmax.
     layout : {"m", "l"}
         The order of the rows: m-major (`fusedops.wigner.m_major_order`), or by degree, and by order
         within a degree.

@@ -112,7 +112,7 @@ def degree_of_size(size: int, packed: bool) -> int:
 
 
 def message_rows(lmax: int, mmax: int) -> int:
-    """Return M, the number of rows with |m| ≤ mmax."""
+    """Return M, the number of rows with ``|m|`` ≤ mmax."""
     return (mmax + 1) ** 2 + (lmax - mmax) * (2 * mmax + 1)
 
 
@@ -445,7 +445,7 @@ def node_to_edge_wigner_permute(
         The matrices of the edges, dimensionless like `x`. Either dense, with only the diagonal
         blocks of 2l + 1 rows read; or packed, these blocks one after the other, row by row.
     mmax : int, optional
-        The largest order |m| that is kept, at most lmax; lmax if not given.
+        The largest order ``|m|`` that is kept, at most lmax; lmax if not given.
 
     Returns
     -------
@@ -461,9 +461,9 @@ def node_to_edge_wigner_permute(
     Notes
     -----
     x and wigner have gradients of any order; only these two are kept for the backward. The
-    gradient of dense matrices is zero outside of the blocks, and in rows |m| > mmax. Sums over a
-    node's edges run in the order of the edges, the same in every run and for any number of threads.
-    Autocast changes no dtypes.
+    gradient of dense matrices is zero outside of the blocks, and in rows ``|m| > mmax``. Sums over
+    a node's edges run in the order of the edges, the same in every run and for any number of
+    threads. Autocast changes no dtypes.
 
     References
     ----------
@@ -520,7 +520,7 @@ def permute_wigner_inv_edge_to_node(
     num_nodes : int, optional
         N; not needed with `Edges`.
     mmax : int, optional
-        The largest order |m| that `message` has; lmax if not given. Larger orders count as zero.
+        The largest order ``|m|`` of `message`; lmax if not given. Larger orders count as zero.
     transpose : bool
         Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
         matrices with an envelope that belongs to one way only.
@@ -583,7 +583,7 @@ def permute_wigner_inv(
     wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
         V, the matrices, dense or packed.
     mmax : int, optional
-        The largest order |m| that `message` has; lmax if not given.
+        The largest order ``|m|`` that `message` has; lmax if not given.
     transpose : bool
         Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
         matrices with an envelope that belongs to one way only.

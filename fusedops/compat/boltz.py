@@ -1,22 +1,22 @@
 r"""Boltz's modules of a pair representation, with its names and arguments::
 
--from boltz.model.layers.triangular_mult import (
-+from fusedops.compat.boltz import (
-     TriangleMultiplicationIncoming,
-     TriangleMultiplicationOutgoing,
- )
--from boltz.model.layers.triangular_attention.attention import (
-+from fusedops.compat.boltz import (
-     TriangleAttentionEndingNode,
-     TriangleAttentionStartingNode,
- )
--from boltz.model.layers.transition import Transition
-+from fusedops.compat.boltz import Transition
+    -from boltz.model.layers.triangular_mult import (
+    +from fusedops.compat.boltz import (
+         TriangleMultiplicationIncoming,
+         TriangleMultiplicationOutgoing,
+     )
+    -from boltz.model.layers.triangular_attention.attention import (
+    +from fusedops.compat.boltz import (
+         TriangleAttentionEndingNode,
+         TriangleAttentionStartingNode,
+     )
+    -from boltz.model.layers.transition import Transition
+    +from fusedops.compat.boltz import Transition
 
 or whole blocks and trunks::
 
--from boltz.model.layers.pairformer import PairformerNoSeqLayer, PairformerNoSeqModule
-+from fusedops.compat.boltz import PairformerNoSeqLayer, PairformerNoSeqModule
+    -from boltz.model.layers.pairformer import PairformerNoSeqLayer, PairformerNoSeqModule
+    +from fusedops.compat.boltz import PairformerNoSeqLayer, PairformerNoSeqModule
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""cuEquivariance's triangle update, with its values of `precision`::
 
--from cuequivariance_torch import triangle_multiplicative_update
-+from fusedops.compat.cuequivariance import triangle_multiplicative_update
+    -from cuequivariance_torch import triangle_multiplicative_update
+    +from fusedops.compat.cuequivariance import triangle_multiplicative_update
 """
 
 from __future__ import annotations

@@ -438,8 +438,9 @@ def triangle_multiplicative_update(
         Given on every rank, or on none.
     norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias : tensor, optional
         As in `fusedops.triangle_multiplicative_update`, whole on every rank.
-    norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias : tensor, \
-            optional
+    norm_out_weight, norm_out_bias, p_out_weight, p_out_bias : tensor, optional
+        The same.
+    g_out_weight, g_out_bias : tensor, optional
         The same.
     group : ProcessGroup or DeviceMesh
         The ranks that share the pairs, on a mesh of two dimensions if rows and columns are both

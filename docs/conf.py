@@ -1,0 +1,60 @@
+"""Settings of Sphinx, which makes the site from docs, the root's pages and the docstrings."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import fusedops
+
+ROOT = Path(__file__).parents[1]
+#: Pages whose text is elsewhere.
+ELSEWHERE = {
+    "index": "README.md",
+    "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
+    "security": "SECURITY.md",
+    "notes": "bench/NOTES.md",
+}
+#: The head of a page with examples, by which myst-nb knows that it runs them.
+RUN = """---
+file_format: mystnb
+kernelspec: {name: python3}
+---
+"""
+
+project = "fusedops"
+version = release = fusedops.__version__
+copyright = "the authors of fusedops"
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc", "myst_nb"]
+html_theme = "furo"
+html_title = f"fusedops {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+
+autodoc_typehints = "none"
+numpydoc_class_members_toctree = numpydoc_show_class_members = False
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+os.environ["MATPLOTLIBRC"] = str(ROOT / "docs")  # for the processes that run examples
+
+
+def read(app: Any, page: str, source: list[str]) -> None:
+    """Take a page's text from where it is, aim its links at pages, and make its examples cells."""
+    text = source[0]
+    if page in ELSEWHERE:
+        text = (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8") + text
+    for name, file in ELSEWHERE.items():
+        text = re.sub(rf"\]\((\.\./)?{re.escape(file)}\b", f"]({name}.md", text)
+    text = text.replace("](docs/", "](").replace("](bench/", "](../bench/")
+    if "```python\n" in text:
+        text = RUN + text.replace("```python\n", "```{code-cell}\n")
+    source[0] = text
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", read)
