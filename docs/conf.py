@@ -40,6 +40,7 @@ nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+nb_merge_streams = True
 os.environ["MATPLOTLIBRC"] = str(ROOT / "docs")  # for the processes that run examples
 
 

@@ -1,4 +1,6 @@
-r"""cuEquivariance's triangle update, with its values of `precision`::
+r"""cuEquivariance's triangle update, with its values of `precision`.
+
+::
 
     -from cuequivariance_torch import triangle_multiplicative_update
     +from fusedops.compat.cuequivariance import triangle_multiplicative_update
