@@ -594,25 +594,26 @@ def test_pictures_of_files(tmp_path):
         assert picture.read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("how", ["torch", "CUDA graph"])
-def test_the_picture_of_peers_shows_a_small_and_a_large_size(how):
-    """Both sizes are shown, whoever is faster."""
+def test_the_picture_of_peers_shows_a_small_and_a_large_size():
+    """Both sizes are shown, whoever is faster, in the dtype and beside the peer that is hardest."""
     from fusedops.bench import plot
 
     given = report.new("cuda")
     cases = []
-    for size, ours, peers in ((3, 2.0, 1.0), (30, 2.0, 4.0), (300, 2.0, 8.0)):
-        for row in report.cases(rows_of(("triton", ours, ours, ours), ("x", peers, peers, peers))):
+    for size, ours, x in ((3, 2.0, 1.0), (30, 2.0, 4.0), (300, 2.0, 8.0)):
+        timed = rows_of(("triton", ours, ours, ours), ("x", x, x, x), ("y", 2 * x, 2 * x, 2 * x))
+        for row in report.cases(timed):
             row |= {"size": size, "shape": {"T": size, "W": 4}, "work": {"bytes": size}}
-            cases += [row | {"how": how, "computes": True}]
-            # The picture leaves out graphs where eager calls were timed.
-            cases += [row | {"how": "CUDA graph", "ms": 0.1, "computes": True}] * (how == "torch")
+            row |= {"how": "torch", "computes": True, "ours": row["who"] == "triton"}
+            cases += [row, row | {"dtype": "float64", "ms": row["ms"] * (1 + (row["who"] == "x"))}]
+            cases += [row | {"how": "CUDA graph", "ms": 0.5}] * row["ours"]
     given["ops"]["dynamic_conv"] = {"cases": cases, "growth": []}
-    found = plot._ratios(given)
-    end = ", graphs" * (how != "torch")
-    labels = [f"x: dynamic_conv, Jet {size}×4, float32{end}" for size in (3, 300)]
-    assert list(found) == [("dynamic_conv", label) for label in labels]
-    assert [passes[FORWARD].value for passes in found.values()] == [0.5, 4.0]
+    assert plot._bars(given) == {
+        "dynamic_conv": [
+            plot.Bar("T 3, W 4, float32\nbeside x", 0.5, 1.0, 2.0),
+            plot.Bar("T 300, W 4, float32\nbeside x", 4.0, 1.0, 16.0),
+        ]
+    }
 
 
 @needs_torch
@@ -990,8 +991,8 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = importlib.import_module("fusedops.bench.plot")
     block["cases"].append(ours[0] | {"who": "x", "ours": False, "ms": 2 * ours[0]["ms"]})
-    ratios = plot._ratios({**report.new("cpu"), "ops": {"refinement": block}})
-    assert [passes[FORWARD].value for passes in ratios.values()] == [2.0]
+    (bar,) = plot._bars({**report.new("cpu"), "ops": {"refinement": block}})["refinement"]
+    assert bar.eager == pytest.approx(2)
 
 
 @pytest.mark.usefixtures("quick", "tiny_steps", "fresh_plans")

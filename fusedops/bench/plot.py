@@ -21,6 +21,12 @@ COLOURS = (
     *("#b0872a", "#38a3b5", "#d1603d", "#6d8f3c", "#9a7b6c"),
 )
 MARKERS = "osD^vP*Xhd<>p"
+#: The ops that the picture of peers shows before all others, and the number that it shows.
+MOST = 6
+FIRST = (
+    *("planarity_nll", "gaussian_density", "node_to_edge_wigner_permute", "so2_convolution"),
+    *("triangle_multiplicative_update", "dynamic_conv"),
+)
 
 
 def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -63,10 +69,10 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     with matplotlib.rc_context(style):
         for name, panel, height in (
             ("roofline", _roofline, 4.8),
-            ("peers", _peers, max(3.0, 0.22 * max(len(_ratios(each)) for each in found) + 1.2)),
+            ("peers", _peers, 5.6),
             ("growth", _growth, 4.8),
         ):
-            figure = Figure(figsize=(6.2 * len(found), height), layout="constrained")
+            figure = Figure(figsize=(5.4 * len(found), height), layout="constrained")
             axes = figure.subplots(1, len(found), squeeze=False)[0]
             for axis, each in zip(axes, found, strict=True):
                 panel(axis, each)
@@ -175,67 +181,98 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A peer's time over ours, and the factor by which the ratio is uncertain."""
+class Bar:
+    """A problem, and the fastest peer's time over ours."""
 
-    value: float
+    label: str
+    eager: float
+    #: The factor by which the quartiles make the ratio uncertain.
     uncertain: float
+    #: The peer's fastest way, eager or in a graph, over ours in a CUDA graph.
+    graph: float | None
 
 
-def _ratios(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Ratio]]:
-    """Return ratios to peers by op and label, and by pass.
+def _bars(report: dict[str, Any]) -> dict[str, list[Bar]]:
+    """Return two bars for each of a few ops: the smallest and the largest problem of programs.
 
-    Each op and peer has its smallest and its largest problem, beside our fastest way to do the
-    same: eager calls both, or CUDA graphs where nothing else was timed.
+    Passes have the gradient where a peer has it. Eager calls are compared with eager calls, of
+    arrays or of tensors, whichever the fastest peer takes. A problem in several dtypes counts in
+    the one in which the peer comes closest.
     """
+    kernels = {backend.name for backend in BACKENDS}
+    found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
+    for row in reports.cases(report):
+        counts = row["who"] in kernels or (not row["ours"] and row["computes"])
+        # Calls show the host's time, not the kernels'.
+        if counts and row["ms"] and row["workload"] != CALL and row["pass"] in (FORWARD, BOTH):
+            found.setdefault(row["op"], {}).setdefault(_case(row), []).append(row)
+    bars: dict[str, list[Bar]] = {}
+    for op, cases in found.items():
+        contests = [rows for rows in cases.values() if _fastest_peer(rows)]
+        full = [rows for rows in contests if rows[0]["pass"] == BOTH] or contests
+        by_shape: dict[tuple[Any, ...], list[list[dict[str, Any]]]] = {}
+        for rows in sorted(full, key=lambda rows: _extent(rows[0])):
+            by_shape.setdefault(tuple(rows[0]["shape"].items()), []).append(rows)
+        problems = [
+            min((_bar(rows) for rows in same), key=lambda bar: bar.eager)
+            for same in by_shape.values()
+        ]
+        if problems:
+            bars[op] = [*problems[:1], *problems[1:][-1:]]
+    return {op: bars[op] for op in [*FIRST, *(op for op in bars if op not in FIRST)] if op in bars}
 
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (*_case(row), row["how"] == GRAPH)
 
-    best, known = _best(report, key), {backend.name for backend in BACKENDS}
-    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for eager, graph in reports.side_by_side(reports.cases(report)):
-        both = [row for row in (eager, graph) if row and row["ms"] and key(row) in best]
-        if not both:
-            continue
-        row = both[0]
-        if row["who"] not in known and row["computes"] and row["pass"] in (FORWARD, BOTH):
-            kind = tuple(row[name] for name in ("op", "who", "pass"))
-            kinds.setdefault(kind, []).append(row)
-    found: dict[tuple[str, str], dict[str, Ratio]] = {}
-    for rows in kinds.values():
-        # Among equally large problems the first is the plainest.
-        small, large = (end(rows, key=_extent) for end in (min, max))
-        for row in [small] if small is large else [small, large]:
-            ours = best[key(row)]
-            ratio = row["ms"] / ours["ms"]
-            quartiles = ours["quartiles_ms"][0], row["quartiles_ms"][1]
-            sizes = "×".join(map(str, row["shape"].values()))
-            label = f"{row['who']}: {row['op']}, {row['workload']} {sizes}, {row['dtype']}"
-            label += ", graphs" if row["how"] == GRAPH else ""
-            uncertain = quartiles[1] / quartiles[0] / ratio
-            found.setdefault((row["op"], label), {})[row["pass"]] = Ratio(ratio, uncertain)
-    return found
+def _fastest_peer(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return a case's fastest peer whose eager calls are made as some of ours."""
+    hows = {row["how"] for row in rows if row["ours"]} - {GRAPH}
+    peers = [row for row in rows if not row["ours"] and row["how"] in hows]
+    return min(peers, key=lambda row: row["ms"], default=None)
+
+
+def _bar(rows: Sequence[dict[str, Any]]) -> Bar:
+    peer = _fastest_peer(rows)
+    assert peer is not None
+    ours = min(
+        (row for row in rows if row["ours"] and row["how"] == peer["how"]),
+        key=lambda row: row["ms"],
+    )
+    ratio = peer["ms"] / ours["ms"]
+    spread = peer["quartiles_ms"][1] / ours["quartiles_ms"][0]
+    captured = [row["ms"] for row in rows if row["ours"] and row["how"] == GRAPH]
+    fastest = min(row["ms"] for row in rows if not row["ours"])
+    graph = fastest / min(captured) if captured else None
+    label = f"{reports.sizes(peer)}, {peer['dtype']}\nbeside {peer['who']}"
+    return Bar(label, ratio, spread / ratio, graph)
 
 
 def _peers(axis: Any, report: dict[str, Any]) -> None:
-    """Draw the peers' times over ours."""
-    styles, ratios = _style(report), _ratios(report)
-    for at, ((op, _), passes) in enumerate(ratios.items()):
-        for what, ratio in passes.items():
-            y, full = at + (0.2 if what == BOTH else -0.2), what == BOTH
+    """Draw the fastest peers' times over ours, two problems below the name of each op."""
+    across = axis.get_yaxis_transform()
+    ticks, labels, y = [], [], 0.0
+    for op, bars in [*_bars(report).items()][:MOST]:
+        colour = COLOURS[FIRST.index(op) if op in FIRST else len(FIRST)]
+        axis.text(-0.01, y, op, transform=across, color=colour, ha="right", va="center")
+        for bar in bars:
+            y += 1
             # At one, where a bar begins, both are equally fast.
-            style = {"color": styles[op][0], "alpha": 1 if full else 0.45}
-            axis.barh(y, ratio.value - 1, left=1, height=0.4, **style)
-            low, high = ratio.value / ratio.uncertain, ratio.value * ratio.uncertain
-            axis.plot([low, high], [y, y], color=INK, linewidth=0.8)
-            axis.annotate(f" {ratio.value:.1f}", (max(1, high), y), va="center", fontsize=5.5)
+            axis.barh(y, bar.eager - 1, left=1, height=0.6, color=colour)
+            ends = bar.eager / bar.uncertain, bar.eager * bar.uncertain
+            axis.plot(ends, [y, y], color=INK, linewidth=0.8)
+            if bar.graph:
+                style = {"markerfacecolor": "white", "markeredgecolor": colour, "markersize": 5}
+                axis.plot(bar.graph, y, "D", **style)
+            ratios = f"{bar.eager:.1f}" + (f"  ◇ {bar.graph:.1f}" if bar.graph else "")
+            axis.text(1.01, y, ratios, transform=across, va="center", fontsize=8)
+            ticks.append(y)
+            labels.append(bar.label)
+        y += 1
     axis.axvline(1, color=INK, linewidth=0.8)
-    axis.set_yticks(range(len(ratios)), [label for _, label in ratios])
-    axis.tick_params(axis="y", labelsize=6.5, length=0)
-    axis.set(xscale="log", title=_where(report), ylim=(len(ratios) - 0.4, -0.6))
-    axis.margins(x=0.12)
-    axis.set_xlabel("time over our fastest\nfull: with the gradient, pale: without")
+    axis.set_yticks(ticks, labels)
+    axis.tick_params(axis="y", labelsize=7.5, length=0)
+    axis.set(xscale="log", title=_where(report), ylim=(y - 0.4, -0.6))
+    axis.set_xlabel(
+        "time of the fastest peer over ours\nbars: eager calls; ◇: ours in a CUDA graph"
+    )
 
 
 def _growth(axis: Any, report: dict[str, Any]) -> None:
