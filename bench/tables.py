@@ -1,12 +1,12 @@
-"""Write the tables of docs/measured.md from the results of `fusedops bench`.
+"""Write the tables of README.md and docs/measured.md from the results of `fusedops bench`.
 
     python bench/tables.py
 
 The text between `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` becomes the results
 in bench/results/NAME.json of the ops of fusedops/MODULE.py, or of a whole step of that name. Where
 MODULE is `peers`, it becomes the count of eager calls of every op in which we are faster than all
-peers; where it is `ranks`, the results of `fusedops bench --distributed`. Without results, the text
-stays.
+peers; where it is `largest`, the largest problem of a few ops, beside the fastest peer; where it is
+`ranks`, the results of `fusedops bench --distributed`. Without results, the text stays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fusedops.bench import report
+from fusedops.bench import plot, report
 from fusedops.bench.measure import names_of
 from fusedops.bench.steps import STEPS
 from fusedops.bench.timing import GRAPH, NUMPY, TORCH
@@ -43,6 +43,8 @@ def tables(text: str, results: Path) -> str:
         ops = report.read(path)["ops"]
         if module == "peers":
             return f"{begin}{fastest(ops)}{end}"
+        if module == "largest":
+            return f"{begin}{largest(report.read(path))}{end}"
         blocks = {op: block for op, block in ops.items() if MODULES.get(op) == module}
         return f"{begin}{section(blocks)}{end}" if blocks else match[0]
 
@@ -110,6 +112,21 @@ def on_ranks(found: dict[str, Any]) -> str:
     versions = ", ".join(f"{n} {version}" for n, version in found["machine"]["versions"].items())
     about = f"**{found['machine']['ranks']} GPUs**: {found['machine']['name']}, {versions}; ms."
     return "\n".join([about, "", *lines]) + "\n"
+
+
+def largest(found: dict[str, Any]) -> str:
+    """Return our time and the fastest peer's, with the gradient, for a few ops' largest problems."""
+    head = [plot.where(found), "problem", "ours, ms", "fastest peer, ms"]
+    lines = [_line(head), "|---|---|---:|---:|"]
+    bars = plot.bars_of(found)
+    for op in [*STEPS, *plot.FIRST]:
+        for bar in bars.get(op, [])[-1:]:
+            ours, peer = bar.ours, bar.peer
+            problem = f"{report.sizes(ours)}, {ours['dtype']}"
+            problem += "" if ours["pass"] == BOTH else f", {ours['pass']}"
+            beside = f"{report.digits(peer['ms'])}, {peer['who']}"
+            lines.append(_line([f"`{op}`", problem, report.digits(ours["ms"]), beside]))
+    return "\n".join(lines) + "\n"
 
 
 def _table(block: dict[str, Any]) -> str:
@@ -224,5 +241,5 @@ def _about(block: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    page = ROOT / "docs/measured.md"
-    page.write_text(tables(page.read_text(), ROOT / "bench/results"))
+    for page in (ROOT / "README.md", ROOT / "docs/measured.md"):
+        page.write_text(tables(page.read_text(), ROOT / "bench/results"))

@@ -25,7 +25,7 @@ kernelspec: {name: python3}
 
 project = "fusedops"
 version = release = fusedops.__version__
-copyright = "the authors of fusedops"
+copyright = "The fusedops developers"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc", "myst_nb"]
 html_theme = "furo"
 html_title = f"fusedops {release}"

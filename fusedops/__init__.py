@@ -17,7 +17,7 @@ from fusedops.wigner import (
     permute_wigner_inv_edge_to_node,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BackendUnavailable",

@@ -608,12 +608,12 @@ def test_the_picture_of_peers_shows_a_small_and_a_large_size():
             cases += [row, row | {"dtype": "float64", "ms": row["ms"] * (1 + (row["who"] == "x"))}]
             cases += [row | {"how": "CUDA graph", "ms": 0.5}] * row["ours"]
     given["ops"]["dynamic_conv"] = {"cases": cases, "growth": []}
-    assert plot._bars(given) == {
-        "dynamic_conv": [
-            plot.Bar("T 3, W 4, float32\nbeside x", 0.5, 1.0, 2.0),
-            plot.Bar("T 300, W 4, float32\nbeside x", 4.0, 1.0, 16.0),
-        ]
-    }
+    bars = plot.bars_of(given)["dynamic_conv"]
+    assert [(bar.peer["size"], bar.eager, bar.graph) for bar in bars] == [
+        (3, 0.5, 2.0),
+        (300, 4.0, 16.0),
+    ]
+    assert {(bar.peer["who"], bar.peer["dtype"]) for bar in bars} == {("x", "float32")}
 
 
 @needs_torch
@@ -851,6 +851,11 @@ def test_the_measured_tables(tmp_path):
     ranks = tables.tables(text, root / "bench/results").split("measured: ranks h200x2")[1]
     assert "DTensor.redistribute" in ranks
     assert "predicted" in ranks
+    readme = (root / "README.md").read_text()
+    assert {match[1:3] for match in tables.PART.findall(readme)} == {
+        ("largest", "cpu"),
+        ("largest", "h200"),
+    }
 
     given = rows_of(("cython", 0.9, 1.0, 1.1), ("numba", 1.9, 2.0, 2.1))
     block = given["ops"]["dynamic_conv"]
@@ -862,6 +867,9 @@ def test_the_measured_tables(tmp_path):
     written = tables.tables(told.format("conv", "cpu"), tmp_path)
     assert "| workload | dtype | pass | Cython | Numba | floor | MB |\n" in written
     assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in written
+    peer = block["cases"][1] | {"who": "x", "ours": False, "computes": True}
+    block["cases"].append(peer)
+    assert "| `dynamic_conv` | T 7, float32, forward | 1.00 | 2.00, x |" in tables.largest(given)
     assert "old" not in written
     assert tables.tables(written, tmp_path) == written
     # The host's time comes from a call of tensors.
@@ -991,7 +999,7 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = importlib.import_module("fusedops.bench.plot")
     block["cases"].append(ours[0] | {"who": "x", "ours": False, "ms": 2 * ours[0]["ms"]})
-    (bar,) = plot._bars({**report.new("cpu"), "ops": {"refinement": block}})["refinement"]
+    (bar,) = plot.bars_of({**report.new("cpu"), "ops": {"refinement": block}})["refinement"]
     assert bar.eager == pytest.approx(2)
 
 

@@ -81,7 +81,7 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     return paths
 
 
-def _where(report: dict[str, Any]) -> str:
+def where(report: dict[str, Any]) -> str:
     """Return the machine of a report in a few words."""
     for block in report["ops"].values():
         machine = block["machine"]
@@ -173,7 +173,7 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
             color=colour,
             markerfacecolor=colour if full else "none",
         )
-    axis.set(xscale="log", yscale="log", title=_where(report))
+    axis.set(xscale="log", yscale="log", title=where(report))
     axis.set_xlabel("operations a byte that must move (full: with the gradient)")
     axis.set_ylabel("GFLOP/s")
     axis.grid(which="major")
@@ -182,17 +182,26 @@ def _roofline(axis: Any, report: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Bar:
-    """A problem, and the fastest peer's time over ours."""
+    """A problem: our fastest eager row and the fastest peer's, and the two in CUDA graphs."""
 
-    label: str
-    eager: float
-    #: The factor by which the quartiles make the ratio uncertain.
-    uncertain: float
+    ours: dict[str, Any]
+    peer: dict[str, Any]
     #: The peer's fastest way, eager or in a graph, over ours in a CUDA graph.
     graph: float | None
 
+    @property
+    def eager(self) -> float:
+        """The peer's time over ours."""
+        return float(self.peer["ms"] / self.ours["ms"])
 
-def _bars(report: dict[str, Any]) -> dict[str, list[Bar]]:
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the largest ratio of the two rows' quartiles."""
+        ours, peer = self.ours["quartiles_ms"], self.peer["quartiles_ms"]
+        return peer[0] / ours[1], peer[1] / ours[0]
+
+
+def bars_of(report: dict[str, Any]) -> dict[str, list[Bar]]:
     """Return two bars for each of a few ops: the smallest and the largest problem of programs.
 
     Passes have the gradient where a peer has it. Eager calls are compared with eager calls, of
@@ -232,44 +241,38 @@ def _fastest_peer(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def _bar(rows: Sequence[dict[str, Any]]) -> Bar:
     peer = _fastest_peer(rows)
     assert peer is not None
-    ours = min(
-        (row for row in rows if row["ours"] and row["how"] == peer["how"]),
-        key=lambda row: row["ms"],
-    )
-    ratio = peer["ms"] / ours["ms"]
-    spread = peer["quartiles_ms"][1] / ours["quartiles_ms"][0]
+    alike = [row for row in rows if row["ours"] and row["how"] == peer["how"]]
     captured = [row["ms"] for row in rows if row["ours"] and row["how"] == GRAPH]
     fastest = min(row["ms"] for row in rows if not row["ours"])
     graph = fastest / min(captured) if captured else None
-    label = f"{reports.sizes(peer)}, {peer['dtype']}\nbeside {peer['who']}"
-    return Bar(label, ratio, spread / ratio, graph)
+    return Bar(min(alike, key=lambda row: row["ms"]), peer, graph)
 
 
 def _peers(axis: Any, report: dict[str, Any]) -> None:
     """Draw the fastest peers' times over ours, two problems below the name of each op."""
     across = axis.get_yaxis_transform()
     ticks, labels, y = [], [], 0.0
-    for op, bars in [*_bars(report).items()][:MOST]:
+    for op, bars in [*bars_of(report).items()][:MOST]:
         colour = COLOURS[FIRST.index(op) if op in FIRST else len(FIRST)]
         axis.text(-0.01, y, op, transform=across, color=colour, ha="right", va="center")
         for bar in bars:
             y += 1
             # At one, where a bar begins, both are equally fast.
             axis.barh(y, bar.eager - 1, left=1, height=0.6, color=colour)
-            ends = bar.eager / bar.uncertain, bar.eager * bar.uncertain
-            axis.plot(ends, [y, y], color=INK, linewidth=0.8)
+            axis.plot(bar.ends, [y, y], color=INK, linewidth=0.8)
             if bar.graph:
                 style = {"markerfacecolor": "white", "markeredgecolor": colour, "markersize": 5}
                 axis.plot(bar.graph, y, "D", **style)
             ratios = f"{bar.eager:.1f}" + (f"  ◇ {bar.graph:.1f}" if bar.graph else "")
             axis.text(1.01, y, ratios, transform=across, va="center", fontsize=8)
             ticks.append(y)
-            labels.append(bar.label)
+            row = bar.peer
+            labels.append(f"{reports.sizes(row)}, {row['dtype']}\nbeside {row['who']}")
         y += 1
     axis.axvline(1, color=INK, linewidth=0.8)
     axis.set_yticks(ticks, labels)
     axis.tick_params(axis="y", labelsize=7.5, length=0)
-    axis.set(xscale="log", title=_where(report), ylim=(y - 0.4, -0.6))
+    axis.set(xscale="log", title=where(report), ylim=(y - 0.4, -0.6))
     axis.set_xlabel(
         "time of the fastest peer over ours\nbars: eager calls; ◇: ours in a CUDA graph"
     )
@@ -292,7 +295,7 @@ def _growth(axis: Any, report: dict[str, Any]) -> None:
                 linewidth=1,
                 label=f"{op}, {row['unit']}: {'noisy' if power is None else f'{power:.2f}'}",
             )
-    axis.set(xscale="log", yscale="log", title=_where(report), xlabel="N")
+    axis.set(xscale="log", yscale="log", title=where(report), xlabel="N")
     axis.set_ylabel("ms, with the gradient where there is one")
     axis.grid(which="major")
     _legend(axis, 2, title="op, N: exponent")
