@@ -115,7 +115,7 @@ def on_ranks(found: dict[str, Any]) -> str:
 
 
 def largest(found: dict[str, Any]) -> str:
-    """Return our time and the fastest peer's, with the gradient, for a few ops' largest problems."""
+    """Return our time and the fastest peer's, with gradients, for a few ops' largest problems."""
     head = [plot.where(found), "problem", "ours, ms", "fastest peer, ms"]
     lines = [_line(head), "|---|---|---:|---:|"]
     bars = plot.bars_of(found)

@@ -52,6 +52,7 @@ def read(app: Any, page: str, source: list[str]) -> None:
     for name, file in ELSEWHERE.items():
         text = re.sub(rf"\]\((\.\./)?{re.escape(file)}\b", f"]({name}.md", text)
     text = text.replace("](docs/", "](").replace("](bench/", "](../bench/")
+    text = text.replace("](CITATION", "](../CITATION")
     if "```python\n" in text:
         text = RUN + text.replace("```python\n", "```{code-cell}\n")
     source[0] = text
