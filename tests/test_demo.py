@@ -25,6 +25,8 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 50_000
+    names = {f"picture-{name}.png" for name in demo.DEMOS}
+    assert {path.name for path in tmp_path.iterdir()} == {"picture.png", *names}
     rows = {tuple(line.split()[:2]) for line in out.splitlines()}
     for op in (
         "planarity_nll",

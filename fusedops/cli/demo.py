@@ -47,7 +47,8 @@ def add(commands: Any) -> None:
         "--picture",
         default="fusedops-demo.png",
         metavar="PNG",
-        help="where to draw (default: %(default)s)",
+        help="where to draw; pictures of single ops get names such as picture-planarity.png "
+        "(default: %(default)s)",
     )
 
 
@@ -57,7 +58,7 @@ def _command(args: argparse.Namespace) -> int:
     needs("scipy", "cli")
     check_picture_name(args.picture)
     passed = run(Path(args.picture))
-    print(f"Picture: {args.picture}")
+    print(f"Picture: {args.picture}, and one of each op beside it")
     print("Every result agrees with the reference." if passed else "A CHECK FAILED.")
     return 0 if passed else 1
 
@@ -184,7 +185,7 @@ def gaussian_density(figure: Any) -> Iterator[Row]:
     yield Row("refinement", backend, why, False, ms, {"R": R[-1]}, 0.05)
     refined = op(**(arrays | {"xyz": xyz}), cell=lattice)
     differences = rho - target, refined - target
-    _draw_refinement(figure, grid, atoms.xyz, (shaken, xyz), differences, R)
+    _draw_refinement(figure, grid, atoms.xyz, (shaken, xyz), target, differences, R)
 
 
 def triangle_multiplicative_update(figure: Any) -> Iterator[Row]:
@@ -673,48 +674,44 @@ def _draw_refinement(
     grid: maps.MapGrid,
     home: np.ndarray,
     models: tuple[np.ndarray, np.ndarray],
+    true: np.ndarray,
     differences: tuple[np.ndarray, np.ndarray],
     R: list[float],
 ) -> None:
-    """Draw the plane of voxels with the most atoms before and after, and R against steps."""
+    """Draw contours of the plane of voxels with the most atoms, before and after, and R."""
     edges, shape = np.diag(grid.matrix), np.array(grid.shape)
-    spacing = edges / shape
     inside = home % edges
-    planes = np.rint(inside[:, 2] / spacing[2]).astype(int) % shape[2]
+    planes = np.rint(inside[:, 2] / edges[2] * shape[2]).astype(int) % shape[2]
     plane = int(np.bincount(planes).argmax())
-    near = np.flatnonzero(planes == plane)
+    z = plane * edges[2] / shape[2]
+    near = np.flatnonzero(abs(inside[:, 2] - z) < 1.2)
+    lengths = np.linalg.norm(inside[near, None] - inside[near], axis=-1)
+    bonds = near[np.argwhere(np.triu(lengths < 1.95, 1))]
     middle = np.median(inside[near], axis=0)
-    largest = abs(differences[0][:, :, plane]).max()
+    x, y = (np.arange(n) * edge / n for n, edge in zip(shape[:2], edges[:2], strict=True))
+    levels, three_sigma = true.std() * np.arange(2, 8, 2), 3 * differences[0].std()
     *panels, curve = figure.subplots(1, 3, width_ratios=(1, 1, 0.8))
     for panel, xyz, rho, when, factor in zip(
         panels, models, differences, ("Before", "After"), (R[0], R[-1]), strict=True
     ):
-        # A voxel's value is the density at its middle.
-        image = panel.imshow(
-            rho[:, :, plane].T,
-            origin="lower",
-            extent=(
-                -spacing[0] / 2,
-                edges[0] - spacing[0] / 2,
-                -spacing[1] / 2,
-                edges[1] - spacing[1] / 2,
-            ),
-            vmin=-largest,
-            vmax=largest,
-            cmap="RdBu_r",
-        )
-        moved = inside[near] + (xyz - home)[near]
-        panel.plot(*inside[near, :2].T, "o", color="0.6", markersize=4, label="the true atoms")
-        panel.plot(*moved[:, :2].T, "k.", markersize=4, label="the model's")
-        panel.set_xlim(middle[0] - 12, middle[0] + 12)
-        panel.set_ylim(middle[1] - 12, middle[1] + 12)
+        panel.contour(x, y, true[:, :, plane].T, levels, colors="#5b8fc9", linewidths=0.6)
+        for level, colour in ((-three_sigma, "#2e9e5b"), (three_sigma, "#d0463b")):
+            difference = rho[:, :, plane].T
+            panel.contour(x, y, difference, [level], colors=colour, linestyles="solid")
+        moved = inside + xyz - home
+        for place, colour in ((inside, "0.7"), (moved, "black")):
+            panel.plot(*place[bonds, :2].transpose(2, 1, 0), color=colour, linewidth=1.5)
+        panel.set(xlim=middle[0] + [-12, 12], ylim=middle[1] + [-12, 12], aspect="equal")
         panel.set_xlabel("x (Å)")
         off = np.sqrt(((xyz - home) ** 2).sum(1).mean())
         panel.set_title(f"{when}: atoms off by {off:.2f} Å (rms), R = {factor:.1%}")
     panels[0].set_ylabel("y (Å)")
-    panels[0].legend(loc="upper left", fontsize="small")
-    label = f"density at z = {plane * spacing[2]:.1f} Å, model − truth (e/Å³)"
-    figure.colorbar(image, ax=panels, shrink=0.6, label=label, location="bottom")
+    figure.supxlabel(
+        f"z = {z:.1f} Å. Blue: the true density at 2, 4 and 6 σ. Green: it is 3 σ, "
+        f"{three_sigma:.2f} e/Å³, above the model's; red: below. "
+        "Black: the model's bonds; grey: the true ones.",
+        fontsize="small",
+    )
     curve.plot(np.array(R) * 100, ".-")
     curve.set_xlabel("steps")
     curve.set_ylabel("R (%)")
@@ -792,7 +789,7 @@ def _draw_distances(
 
 
 def run(picture: Path) -> bool:
-    """Run every demo, print its rows, draw `picture`, and return whether all checks passed."""
+    """Run every demo, print its rows, draw `picture` and its parts, and return whether all passed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6 * len(DEMOS)), layout="constrained")
@@ -800,6 +797,12 @@ def run(picture: Path) -> bool:
     rows = [row for demo, panel in zip(DEMOS.values(), panels, strict=True) for row in demo(panel)]
     _show(rows)
     save_picture(picture, figure)
+    figure.set_layout_engine("none")
+    for name, panel in zip(DEMOS, panels, strict=True):
+        for other in panels:
+            other.set_visible(other is panel)
+        part = panel.bbox.transformed(figure.dpi_scale_trans.inverted())
+        save_picture(picture.with_stem(f"{picture.stem}-{name}"), figure, part)
     return not any(row.failed for row in rows)
 
 

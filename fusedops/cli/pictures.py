@@ -181,7 +181,8 @@ def _page(widths: np.ndarray, heights: np.ndarray) -> tuple[Any, list[Any], Any]
     return figure, panels, bar
 
 
-def save_picture(path: str | os.PathLike, figure: Any) -> None:
-    """Write a figure completely, or raise a `StructureError` with the reason."""
+def save_picture(path: str | os.PathLike, figure: Any, part: Any = None) -> None:
+    """Write a figure completely, or `part` of it, or raise a `StructureError` with the reason."""
     with replacing(path) as draft:
-        figure.savefig(draft, dpi=150, format=Path(path).suffix.lower().lstrip("."))
+        form = Path(path).suffix.lower().lstrip(".")
+        figure.savefig(draft, dpi=150, format=form, bbox_inches=part)
