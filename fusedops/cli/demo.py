@@ -789,7 +789,7 @@ def _draw_distances(
 
 
 def run(picture: Path) -> bool:
-    """Run every demo, print its rows, draw `picture` and its parts, and return whether all passed."""
+    """Run every demo, print rows, draw `picture` and its parts, and return whether all passed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6 * len(DEMOS)), layout="constrained")
