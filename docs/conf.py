@@ -35,6 +35,7 @@ html_show_sphinx = False
 
 autodoc_typehints = "none"
 numpydoc_class_members_toctree = numpydoc_show_class_members = False
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_in_temp = True
