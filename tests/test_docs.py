@@ -174,5 +174,13 @@ def test_the_examples_of_a_page(page, monkeypatch, tmp_path):
             assert doctest.DocTestRunner().run(example).failed == 0
 
 
+def test_the_reference_has_every_public_name():
+    text = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api/*.md"))
+    for module in PUBLIC:
+        if f"automodule:: {module}\n" not in text and (HAS_TORCH or module not in NEED_TORCH):
+            names = importlib.import_module(module).__all__
+            assert set(names) <= set(re.findall(r"\w+", text)), module
+
+
 def test_every_field_has_examples():
     assert len([page for page in PAGES if blocks(page, "python")]) > 4
