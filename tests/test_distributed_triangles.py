@@ -137,6 +137,12 @@ def test_value_and_all_derivatives_are_one_devices(case):
     torch.testing.assert_close(found[2:], want_second[2:], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("case", ["mesh", "mesh-turned-plain"])
+@on_ranks(worlds=[("gloo", 4)])
+def test_a_square_of_ranks_is_one_device(case):
+    test_value_and_all_derivatives_are_one_devices.on_rank(case)
+
+
 #: Global shapes and placements of DTensors: the mesh, of x by dimension (batch, rows, columns).
 PLACED = {
     "rows": (None, "r"),
@@ -406,3 +412,25 @@ def test_errors_come_before_anything_is_sent():
     with pytest.raises(ValueError, match="p_in_weight has shape"):
         update(x, **(weights | {"p_in_weight": weights["p_in_weight"][1:]}), group=dist.group.WORLD)
     dist.barrier()
+
+
+@on_ranks(worlds=[pytest.param(("nccl", 2), marks=pytest.mark.gpu2)])
+def test_peak_memory_is_the_formulas():
+    N, C, H, chunks = 1024, 64, 64, 4
+    x, _, weights = problem(N, C, H, B=(), dtype=torch.bfloat16)
+    P, rank = dist.get_world_size(), dist.get_rank()
+    own_x = x.chunk(P)[rank].clone()
+    del x
+
+    def run():
+        with torch.no_grad():
+            return update(own_x, **weights, group=dist.group.WORLD, chunks=chunks)
+
+    run()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    peak = torch.cuda.max_memory_allocated() - before + own_x.nbytes
+    # x and the output, o and a chunk's left and right, each there and here.
+    formula = (2 * C + 2 * H + 2 * H // chunks) * N * N * own_x.itemsize // P
+    assert 0.5 * formula < peak < 1.15 * formula

@@ -7,6 +7,7 @@ longer than a minute hangs: it fails, and they are killed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import multiprocessing
@@ -142,8 +143,10 @@ def close_all():
     _open.clear()
 
 
-def on_ranks(test):
+def on_ranks(test=None, *, worlds=WORLDS):
     """Run a test on every rank of every world."""
+    if test is None:
+        return functools.partial(on_ranks, worlds=worlds)
     module = Path(inspect.getfile(inspect.unwrap(test))).stem
     parameters = inspect.signature(test).parameters.values()
 
@@ -154,7 +157,7 @@ def on_ranks(test):
     run.__module__ = test.__module__
     first = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     run.__signature__ = inspect.Signature([first, *parameters])
-    return pytest.mark.parametrize("world", WORLDS, ids=_named)(run)
+    return pytest.mark.parametrize("world", worlds, ids=_named)(run)
 
 
 def _named(world):
