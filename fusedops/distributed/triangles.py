@@ -181,11 +181,12 @@ class _Update:
         # Channels of a rank; the last ranks may have fewer, and zeros in the place of others.
         self.each = -(-self.H // self.ranks)
         self.options = a[len(ARRAYS) :]
-        self.direction, self.gate, self.precision, self.eps = self.options[:4]
+        self.direction, gate, self.precision, self.eps = self.options[:4]
         self.scale = 1.0
         if a.x.dtype == torch.float16:
             # A mean over pairs is in float16's range where the factors are; a sum may not be.
             self.scale = 2.0 ** -round(math.log2(max(tiles.N, 1)))
+        self.end_options = gate, self.precision, self.scale, self.eps
         self.Arguments = type(a)
         step = -(-self.each // chunks)
         self.chunks = [slice(c, min(c + step, self.each)) for c in range(0, self.each, step)]
@@ -212,16 +213,14 @@ class _Update:
 
     def end(self, a: Any, o: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the output."""
-        out: torch.Tensor = end_of(*self.of_end(a, o), *self.of_gate()).out
+        out: torch.Tensor = end_of(*self.for_end(a, o), *self.end_options).out
         return out
 
-    def of_end(self, a: Any, o: torch.Tensor) -> tuple[Any, ...]:
+    def for_end(self, a: Any, o: torch.Tensor) -> tuple[Any, ...]:
+        """Return the arrays of the stage after the products."""
         norms = a.norm_in_weight, a.norm_in_bias, a.norm_out_weight, a.norm_out_bias
         lasts = a.p_out_weight, a.p_out_bias, a.g_out_weight, a.g_out_bias
         return a.x, o, *norms, *lasts
-
-    def of_gate(self) -> tuple[Any, ...]:
-        return self.gate, self.precision, self.scale, self.eps
 
     def to_channels(self, per_pair: int) -> Trip:
         """Return the trip of so many numbers of each pair to the ranks of their channels."""
@@ -306,7 +305,7 @@ class _Update:
     def gradients(self, a: Any, o: Any, kept: Any, dout: Any, wanted: Any) -> tuple[Any, ...]:
         """Return the cotangents of all arrays that want one."""
         slots = (True, True, *[want or None for want in wanted[8:12]])
-        do, dlogits, *by_end = end_vjp(*self.of_end(a, o), dout, *self.of_gate(), out=slots)
+        do, dlogits, *by_end = end_vjp(*self.for_end(a, o), dout, *self.end_options, out=slots)
         do, chunks, returning = _padded(do, self.ranks, self.each), self.chunks, []
         coming = self.send_again(a, do, kept, chunks[0])
         for c, chunk in enumerate(chunks):
