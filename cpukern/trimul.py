@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cpukern.products import Dot, by_numpy, of_tensors, on_one_thread
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_on_one_thread, in_parallel
 from fusedops.trimul import in_parts, slices, warn_of_parts
@@ -186,8 +187,8 @@ def _backward_parts(shape: _Shape, own: bool, own_dx: bool) -> _Parts:
 class _Update:
     """An update's arguments, in the layout of kernels."""
 
-    def __init__(self, kernels: Any, a: Any) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: Any, dot: Dot, a: Any) -> None:
+        self.kernels, self.dot = kernels, dot
         self.direction, self.gate, self.eps = a.direction, a.gate, a.eps
         self.dtype = dtype = a.x.dtype
         self.B, self.N, _, self.C = B, N, _, C = a.x.shape
@@ -225,7 +226,7 @@ class _Update:
     def projected(self, room: _Room, xn: np.ndarray, sides: slice, h: slice) -> tuple[Any, ...]:
         """Return projections and gates of some channels of a block, each with its biases."""
         w = self.w_in[:, sides, h].reshape(-1, self.C)
-        both = w.dot(xn.T, out=room("projected", (len(w), len(xn)), self.dtype))
+        both = self.dot(w, xn.T, room("projected", (len(w), len(xn)), self.dtype))
         half = len(w) // 2
         p_bias = np.ascontiguousarray(self.p_in_bias[sides, h]).reshape(-1)
         g_bias = np.ascontiguousarray(self.g_in_bias[sides, h]).reshape(-1)
@@ -236,9 +237,9 @@ class _Update:
         on = room("on", (self.H, len(xn)), self.dtype)
         self.kernels.normalize_planes(o, self.norm_out_weight, self.norm_out_bias, self.eps, on)
         if self.gate == "output":
-            gates = xn.dot(self.g_out_weight.T, out=room("gates", xn.shape, self.dtype))
+            gates = self.dot(xn, self.g_out_weight.T, room("gates", xn.shape, self.dtype))
         else:
-            gates = self.g_out_weight.dot(xn.T, out=room("gates", on.shape, self.dtype))
+            gates = self.dot(self.g_out_weight, xn.T, room("gates", on.shape, self.dtype))
         return on, gates
 
     def ones(self, on: np.ndarray) -> np.ndarray:
@@ -255,7 +256,7 @@ class _Update:
         on, gates = self.ended(room, xn, o)
         if self.gate == "hidden":
             self.kernels.gate_planes(*self.gated(on, gates), on[None, None])
-        on.T.dot(self.p_out_weight.T, out=rows)
+        self.dot(on.T, self.p_out_weight.T, rows)
         if self.gate == "hidden":
             rows += self.p_out_bias
         else:
@@ -295,7 +296,7 @@ class _Update:
 
         def quietly(low: int, high: int) -> None:
             # Each thread has its own NumPy error state.
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), on_one_thread(self.dot):
                 work(low, high)
 
         in_parallel(quietly, items, grain)
@@ -481,8 +482,8 @@ def _add(total: np.ndarray, values: np.ndarray) -> None:
 class _Gradients(_Update):
     """The cotangents of an update's arrays."""
 
-    def __init__(self, kernels: Any, a: Any, out: Any) -> None:
-        super().__init__(kernels, a)
+    def __init__(self, kernels: Any, dot: Dot, a: Any, out: Any) -> None:
+        super().__init__(kernels, dot, a)
         self.a, self.out = a, out
         self.dout = np.ascontiguousarray(a.dout).reshape(self.x.shape)
         self.dmask = None
@@ -530,25 +531,25 @@ class _Gradients(_Update):
         don = room("don", on.shape, self.dtype)
         if output:
             dp, end = room("values", dout.shape, self.dtype), on.T
-            end.dot(self.p_out_weight.T, out=dp)
+            self.dot(end, self.p_out_weight.T, dp)
             gated = dp, self.p_out_bias, gates, self.g_out_bias
             self.kernels.gate_rows_back(dout, *gated, gate)
             dgates = gates
-            self.p_out_weight.T.dot(dp.T, out=don)
+            self.dot(self.p_out_weight.T, dp.T, don)
         else:
             dp, end = dout, room("values", on.shape, self.dtype)
             gated = self.gated(on, gates)
             self.kernels.gate_planes(*gated, end[None, None])
-            self.p_out_weight.T.dot(dp.T, out=don)
+            self.dot(self.p_out_weight.T, dp.T, don)
             unused = room("dmask", (len(dout),), _FLOAT64)
             self.kernels.gate_planes_back(don[None, None], *gated, unused, gate[:, None])
             don, dgates, end = on, gates.T, end.T
         if first:
-            _add(self.sums.p_out[g], dp.T.dot(end))
-            _add(self.sums.g_out[g], dgates.T.dot(xn))
+            _add(self.sums.p_out[g], self.dot(dp.T, end))
+            _add(self.sums.g_out[g], self.dot(dgates.T, xn))
             if not output:
                 _add(self.sums.p_out_bias[g], self.ones(on).dot(dp))
-            dgates.dot(self.g_out_weight, out=dx)
+            self.dot(dgates, self.g_out_weight, dx)
         self.kernels.normalize_planes_back(
             o, self.norm_out_weight, self.eps, don, channel, do, norm
         )
@@ -584,8 +585,8 @@ class _Gradients(_Update):
             _add(dmask, sums.reshape(dmask.shape))
         w = self.w_in[:, :, h].reshape(-1, self.C)
         both = room("projected", (len(w), len(rows)), self.dtype)
-        _add(self.sums.w_in[g, :, :, h], both.dot(xn).reshape(2, 2, -1, self.C))
-        dxn = both.T.dot(w, out=room("dxn", xn.shape, self.dtype))
+        _add(self.sums.w_in[g, :, :, h], self.dot(both, xn).reshape(2, 2, -1, self.C))
+        dxn = self.dot(both.T, w, room("dxn", xn.shape, self.dtype))
         if h.stop < self.H:
             _add(dx, dxn)
         else:
@@ -708,20 +709,22 @@ class _Gradients(_Update):
             self.sides_back_block(room, 0, rows, xn, mask, slice(0, H), sides, dmask, dx)
 
 
-def forward(kernels: Any, a: Any, out: Any) -> None:
+def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     """Fill the update, and o if it is wanted."""
-    u = _Update(kernels, a)
-    with blas_on_one_thread(), np.errstate(all="ignore"):
+    dot = of_tensors(a.x.dtype) if tensors else by_numpy
+    u = _Update(kernels, dot, a)
+    with blas_on_one_thread(), on_one_thread(dot), np.errstate(all="ignore"):
         if u.is_small():
             u.fill_in_one_block(out)
         else:
             u.fill_in_parts(out)
 
 
-def backward(kernels: Any, a: Any, out: Any) -> None:
+def backward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     """Fill the cotangents that are wanted."""
-    u = _Gradients(kernels, a, out)
-    with blas_on_one_thread(), np.errstate(all="ignore"):
+    dot = of_tensors(a.x.dtype) if tensors else by_numpy
+    u = _Gradients(kernels, dot, a, out)
+    with blas_on_one_thread(), on_one_thread(dot), np.errstate(all="ignore"):
         if u.is_small():
             u.pull_in_one_block()
         else:

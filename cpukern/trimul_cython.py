@@ -18,11 +18,11 @@ _trimul_of = {
 }
 
 
-@register("triangle_multiplicative_update", "cython")
-def triangle_multiplicative_update(a: Any, y: Any) -> None:
-    trimul.forward(_trimul_of[a.x.dtype], a, y)
+@register("triangle_multiplicative_update", "cython", tensors=True)
+def triangle_multiplicative_update(a: Any, y: Any, *, tensors: bool = False) -> None:
+    trimul.forward(_trimul_of[a.x.dtype], a, y, tensors=tensors)
 
 
-@register("triangle_multiplicative_update_vjp", "cython")
-def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
-    trimul.backward(_trimul_of[a.x.dtype], a, y)
+@register("triangle_multiplicative_update_vjp", "cython", tensors=True)
+def triangle_multiplicative_update_vjp(a: Any, y: Any, *, tensors: bool = False) -> None:
+    trimul.backward(_trimul_of[a.x.dtype], a, y, tensors=tensors)

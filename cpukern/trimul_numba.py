@@ -169,11 +169,11 @@ def normalize_rows_back(x, weight, eps, dout, dx, sums):
             to[c] = scale * (weight[c] * to[c] - total - y * along)
 
 
-@register("triangle_multiplicative_update", "numba")
-def triangle_multiplicative_update(a: Any, y: Any) -> None:
-    trimul.forward(sys.modules[__name__], a, y)
+@register("triangle_multiplicative_update", "numba", tensors=True)
+def triangle_multiplicative_update(a: Any, y: Any, *, tensors: bool = False) -> None:
+    trimul.forward(sys.modules[__name__], a, y, tensors=tensors)
 
 
-@register("triangle_multiplicative_update_vjp", "numba")
-def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
-    trimul.backward(sys.modules[__name__], a, y)
+@register("triangle_multiplicative_update_vjp", "numba", tensors=True)
+def triangle_multiplicative_update_vjp(a: Any, y: Any, *, tensors: bool = False) -> None:
+    trimul.backward(sys.modules[__name__], a, y, tensors=tensors)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern import isa, trimul
+from cpukern import isa, products, trimul
 from fusedops import triangle_multiplicative_update
 from fusedops._frame import memory, threads
 from fusedops.samples import pair
@@ -208,3 +208,58 @@ def test_less_memory_takes_a_little_longer(backend, monkeypatch, direction):
     # backward for every channel.
     assert forwards[-1] <= 2 * N / 16
     assert backwards[-1] <= 2 * 8
+
+
+def of_tensors(arrays, backend, dtype="float32", **options):
+    """Return the update of tensors and all gradients, as tensors."""
+    torch = pytest.importorskip("torch")
+    given = {
+        name: None if a is None else torch.as_tensor(a).to(getattr(torch, dtype)).requires_grad_()
+        for name, a in arrays.items()
+    }
+    out = triangle_multiplicative_update(**given, **options, backend=backend)
+    leaves = [tensor for tensor in given.values() if tensor is not None]
+    cotangent = torch.as_tensor(np.random.default_rng(1).normal(size=out.shape)).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, leaves, cotangent)
+
+
+@pytest.mark.parametrize("rounded", ["highest", "medium"])
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_products_by_torch_have_the_digits_of_float32(backend, direction, gate, rounded):
+    """Torch may round the factors of its own products; ours are asked for by `precision`."""
+    torch = pytest.importorskip("torch")
+    arrays = update((1, 40, 24, 20), dtype="float64", gate=gate, mask=True)
+    options = {"direction": direction, "gate": gate}
+    _, *exact = solve(arrays, backend, **options)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(rounded)
+    try:
+        assert products.of_tensors(np.dtype("float32")) is (
+            products.by_numpy if rounded == "medium" else products.by_onednn
+        )
+        found = of_tensors(arrays, backend, **options)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for got, want in zip(found, exact, strict=True):
+        # A few hundred roundings of 6e-8, and a LayerNorm that magnifies them.
+        assert np.abs(got.numpy() - want).max() <= 2e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+def test_the_thread_count_changes_no_bit_of_tensors(backend, gate):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("threadpoolctl")
+    arrays = update((2, 33, 17, 16), gate=gate, mask=False)
+    results, before = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            fusedops.set_num_threads(count)
+            torch.set_num_threads(count)
+            results.append(of_tensors(arrays, backend, gate=gate))
+            assert torch.get_num_threads() == count
+    finally:
+        fusedops.set_num_threads(None)
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        same([a.numpy() for a in result], [a.numpy() for a in results[0]])

@@ -114,24 +114,28 @@ _kernels: dict[tuple[str, str], Callable[..., Any]] = {}
 # Choices made so far. There are few different requests, so nothing is dropped.
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}
 takes_bfloat16: set[Callable[..., Any]] = set()
+told_of_tensors: set[Callable[..., Any]] = set()
 _override: ContextVar[str | None] = ContextVar("fusedops_backend", default=None)
 
 
 def register(
-    primitive: str, backend: str, *, bfloat16: bool = False
+    primitive: str, backend: str, *, bfloat16: bool = False, tensors: bool = False
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Declare the decorated function to be the kernel of `primitive` on `backend`.
 
     A kernel gets two records: the primitive's arguments by name, and its outputs, each an array to
     fill or None. On the CPU all arrays have one dtype. With `bfloat16` a CPU kernel takes arrays of
-    bfloat16 too, as the uint16 of their bits. The kernel's Python may depend on the kinds of its
-    arguments alone.
+    bfloat16 too, as the uint16 of their bits. With `tensors` it is called with ``tensors=True`` for
+    arrays that are tensors' memory. The kernel's Python may depend on the kinds of its arguments
+    alone.
     """
 
     def declare(kernel: Callable[..., T]) -> Callable[..., T]:
         _kernels[primitive, backend] = kernel
         if bfloat16:
             takes_bfloat16.add(kernel)
+        if tensors:
+            told_of_tensors.add(kernel)
         return kernel
 
     return declare

@@ -6,13 +6,15 @@ may use. The environment is read once, at first use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import operator
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -186,6 +188,38 @@ class blas_on_one_thread:
                 while _blas_before:
                     library, threads = _blas_before.pop()
                     library.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def openmp_on_one_thread() -> Iterator[None]:
+    """Have OpenMP, and so torch, compute on the calling thread alone, with threadpoolctl.
+
+    OpenMP has a number of threads for each thread that calls it.
+    """
+    libraries = _openmp()
+    if not libraries:
+        yield
+        return
+    # Torch sets a new thread's number when it is first asked for it.
+    sys.modules["torch"].get_num_threads()
+    before = [library.get_num_threads() for library in libraries]
+    for library in libraries:
+        library.set_num_threads(1)
+    try:
+        yield
+    finally:
+        for library, threads in zip(libraries, before, strict=True):
+            library.set_num_threads(threads)
+
+
+@functools.cache
+def _openmp() -> list[Any]:
+    """Return the loaded OpenMP libraries, torch's among them; none without threadpoolctl."""
+    if importlib.util.find_spec("threadpoolctl") is None:
+        return []
+    from threadpoolctl import ThreadpoolController
+
+    return list(ThreadpoolController().select(user_api="openmp").lib_controllers)
 
 
 def blas_has_a_limit() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -179,6 +180,8 @@ def _on_numpy(
         if output is not None and (slot is True or at in copied)
     ]
     work = _filled_by(kernel) if backend.module is None else kernel
+    if kernel in registry.told_of_tensors:
+        work = functools.partial(kernel, tensors=True)
     Arguments, Outputs = primitive.Arguments._make, primitive.Outputs._make
     size, view = len(slots), np.ndarray
     wrap = torch.from_numpy if dtype != torch.bfloat16 else _from_bits
