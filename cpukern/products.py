@@ -8,47 +8,113 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fusedops._frame.threads import openmp_on_one_thread
 
-#: A product of two matrices: ``dot(a, b, out)`` fills `out`, or returns a new array.
-Dot = Callable[..., np.ndarray]
+#: The dtype of bfloat16's bits.
+BITS = np.dtype(np.uint16)
 
 
-def by_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    return a.dot(b, out=out)
+def widened(array: Any) -> Any:
+    """Return an array of bfloat16's bits in float32, and any other as it is."""
+    if array is None or array.dtype != BITS:
+        return array
+    return (array.astype(np.uint32) << 16).view(np.float32)
 
 
-def by_onednn(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    torch = sys.modules["torch"]
-    found = torch.ops.mkldnn._linear_pointwise(
-        torch.from_numpy(a), torch.from_numpy(b.T), None, "none", [], ""
-    ).numpy()
-    if out is None:
-        return found
-    out[...] = found
-    return out
+def assign(target: np.ndarray, values: np.ndarray) -> None:
+    """Write numbers to an array, rounded where it holds bfloat16's bits."""
+    if target.dtype == BITS:
+        torch = sys.modules["torch"]
+        _tensor(target).copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    else:
+        target[...] = values
 
 
-def of_tensors(dtype: np.dtype) -> Dot:
-    """Return the product of matrices that are tensors' memory."""
-    return by_onednn if dtype == np.float32 and _has_float32() else by_numpy
+class ByNumpy:
+    """Products by NumPy."""
+
+    @staticmethod
+    def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Fill `out` with a product, or return it."""
+        return a.dot(b, out=out)
+
+    @staticmethod
+    def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        """Fill `out` with products of batches."""
+        np.matmul(a, b, out=out)
+
+    @staticmethod
+    def alone() -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which products start no threads."""
+        return contextlib.nullcontext()
 
 
-def on_one_thread(dot: Dot) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which products by torch stay on the calling thread."""
-    return contextlib.nullcontext() if dot is by_numpy else openmp_on_one_thread()
+class InFloat32(ByNumpy):
+    """Products of float32 by oneDNN."""
+
+    @staticmethod
+    def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        if not (a.size and b.size):
+            # oneDNN refuses empty matrices.
+            return a.dot(b, out=out)
+        torch = sys.modules["torch"]
+        found = torch.ops.mkldnn._linear_pointwise(
+            torch.from_numpy(a), torch.from_numpy(b.T), None, "none", [], ""
+        ).numpy()
+        if out is None:
+            return found
+        out[...] = found
+        return out
+
+    @staticmethod
+    def alone() -> contextlib.AbstractContextManager[Any]:
+        return openmp_on_one_thread()
 
 
-def _has_float32() -> bool:
+class InBfloat16(ByNumpy):
+    """Products of bfloat16's bits by torch; a product that is returned is float32."""
+
+    @staticmethod
+    def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        torch = sys.modules["torch"]
+        if out is None:
+            return torch.mm(_tensor(a), _tensor(b)).float().numpy()
+        torch.mm(_tensor(a), _tensor(b), out=_tensor(out))
+        return out
+
+    @staticmethod
+    def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        if a.ndim > 3:
+            for some in zip(a, b, out, strict=True):
+                InBfloat16.matmul(*some)
+        else:
+            torch = sys.modules["torch"]
+            torch.bmm(_tensor(a), _tensor(b), out=_tensor(out))
+
+    @staticmethod
+    def alone() -> contextlib.AbstractContextManager[Any]:
+        return openmp_on_one_thread()
+
+
+def of_tensors(dtype: np.dtype) -> type[ByNumpy]:
+    """Return the products of matrices that are tensors' memory."""
+    if dtype == BITS:
+        return InBfloat16
+    return InFloat32 if dtype == np.float32 and _keeps_float32() else ByNumpy
+
+
+def _keeps_float32() -> bool:
     """Return whether oneDNN is there, and may not round factors of float32."""
     torch = sys.modules["torch"]
-    if not torch.backends.mkldnn.is_available() or not hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    ):
+    if not torch.backends.mkldnn.is_available():
         return False
     return torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+
+
+def _tensor(bits: np.ndarray) -> Any:
+    torch = sys.modules["torch"]
+    return torch.from_numpy(bits).view(torch.bfloat16)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpukern.products import Dot, by_numpy, of_tensors, on_one_thread
+from cpukern.products import BITS, ByNumpy, assign, of_tensors, widened
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_on_one_thread, in_parallel
 from fusedops.trimul import in_parts, slices, warn_of_parts
@@ -36,6 +36,8 @@ KERNELS = (
 
 # Positions of a block, and the fewest if memory is short: products want many, the cache few.
 _BLOCK, _FEW = 1024, 64
+# Numbers of planes of cotangents that are computed at once, unless memory is short.
+_PLANES = 1 << 17
 # Lines and columns of a tile of o, terms of its products in a strip, and the least of both. Small
 # strips cost little, small tiles much: left and right are computed again for every row and column
 # of tiles.
@@ -78,7 +80,7 @@ def _no_mask(batch: int, positions: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _given(array: Any, n: int, value: float, dtype: np.dtype) -> np.ndarray:
-    return _constant(n, value, dtype) if array is None else np.ascontiguousarray(array)
+    return _constant(n, value, dtype) if array is None else np.ascontiguousarray(widened(array))
 
 
 class _Shape(NamedTuple):
@@ -187,10 +189,12 @@ def _backward_parts(shape: _Shape, own: bool, own_dx: bool) -> _Parts:
 class _Update:
     """An update's arguments, in the layout of kernels."""
 
-    def __init__(self, kernels: Any, dot: Dot, a: Any) -> None:
-        self.kernels, self.dot = kernels, dot
+    def __init__(self, kernels: Any, products: type[ByNumpy], a: Any) -> None:
+        self.kernels, self.by, self.dot = kernels, products, products.dot
         self.direction, self.gate, self.eps = a.direction, a.gate, a.eps
-        self.dtype = dtype = a.x.dtype
+        self.dtype = a.x.dtype
+        # Of masks, biases and norms.
+        self.real = dtype = np.dtype(np.float32) if self.dtype == BITS else self.dtype
         self.B, self.N, _, self.C = B, N, _, C = a.x.shape
         self.H = H = len(a.p_in_weight) // 2
         self.limit = a.max_memory
@@ -198,7 +202,7 @@ class _Update:
         if a.mask is None:
             self.mask = _no_mask(B, N * N, dtype)
         else:
-            self.mask = np.ascontiguousarray(a.mask).reshape(B, N * N)
+            self.mask = np.ascontiguousarray(widened(a.mask)).reshape(B, N * N)
         # Projections before gates, left before right.
         self.w_in = np.concatenate((a.p_in_weight, a.g_in_weight)).reshape(2, 2, H, C)
         self.p_in_bias = _given(a.p_in_bias, 2 * H, 0, dtype).reshape(2, H)
@@ -244,11 +248,11 @@ class _Update:
 
     def ones(self, on: np.ndarray) -> np.ndarray:
         """Return ones, one for every position of a block."""
-        return _constant(_BLOCK, 1, self.dtype)[: on.shape[1]]
+        return _constant(_BLOCK, 1, self.real)[: on.shape[1]]
 
     def gated(self, on: np.ndarray, gates: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the arguments of a gate kernel, with the normalized o as values."""
-        no_bias = _constant(self.H, 0, self.dtype)
+        no_bias = _constant(self.H, 0, self.real)
         return on, no_bias, gates, self.g_out_bias, self.ones(on)
 
     def end_block(self, room: _Room, xn: np.ndarray, o: np.ndarray, rows: np.ndarray) -> None:
@@ -258,7 +262,7 @@ class _Update:
             self.kernels.gate_planes(*self.gated(on, gates), on[None, None])
         self.dot(on.T, self.p_out_weight.T, rows)
         if self.gate == "hidden":
-            rows += self.p_out_bias
+            assign(rows, widened(rows) + self.p_out_bias)
         else:
             self.kernels.gate_rows(rows, self.p_out_bias, gates, self.g_out_bias)
 
@@ -274,11 +278,12 @@ class _Update:
     def halves(self, b: slice, h: slice) -> list[slice]:
         """Return channels to compute at once: all, or two halves if they take many bytes.
 
-        The second half normalizes x again.
+        The second half normalizes x again. Cotangents of x by halves add up in memory, which would
+        round them in 16 bits.
         """
         n = h.stop - h.start
         planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
-        if planes <= memory.SMALL and not self.limit:
+        if (planes <= memory.SMALL and not self.limit) or self.dtype == BITS:
             return [h]
         return [slice(h.start + k.start, h.start + k.stop) for k in slices(n, -(-n // 2))]
 
@@ -296,7 +301,7 @@ class _Update:
 
         def quietly(low: int, high: int) -> None:
             # Each thread has its own NumPy error state.
-            with np.errstate(all="ignore"), on_one_thread(self.dot):
+            with np.errstate(all="ignore"), self.by.alone():
                 work(low, high)
 
         in_parallel(quietly, items, grain)
@@ -389,7 +394,7 @@ class _Update:
         def work(low: int, high: int) -> None:
             some = slice(low, high)
             if k.start == 0:
-                np.matmul(left[:, some], right[:, some], out=o[:, some])
+                self.by.matmul(left[:, some], right[:, some], o[:, some])
                 return
             spare = memory.empty(o.shape[2:], self.dtype)
             for at in np.ndindex(len(o), high - low):
@@ -442,7 +447,7 @@ class _Update:
         xn = self.normalized(room, self.x.reshape(-1, self.C))
         _, left, right = self.small_sides(xn)
         o = room("o", (B, H, N, N), self.dtype) if out.hidden is None else out.hidden
-        np.matmul(left, right.swapaxes(-1, -2), out=o)
+        self.by.matmul(left, right.swapaxes(-1, -2), o)
         if out.out is not None:
             rows = out.out.reshape(-1, self.C)
             self.end_block(room, xn, o.reshape(B, H, N * N), rows)
@@ -482,14 +487,15 @@ def _add(total: np.ndarray, values: np.ndarray) -> None:
 class _Gradients(_Update):
     """The cotangents of an update's arrays."""
 
-    def __init__(self, kernels: Any, dot: Dot, a: Any, out: Any) -> None:
-        super().__init__(kernels, dot, a)
+    def __init__(self, kernels: Any, products: type[ByNumpy], a: Any, out: Any) -> None:
+        super().__init__(kernels, products, a)
         self.a, self.out = a, out
         self.dout = np.ascontiguousarray(a.dout).reshape(self.x.shape)
-        self.dmask = None
+        self.dmask: Any = None
         if out.dmask is not None:
-            out.dmask[...] = 0
-            self.dmask = out.dmask.reshape(self.x.shape[:2])
+            own = out.dmask if out.dmask.dtype == self.real else np.empty_like(out.dmask, self.real)
+            own[...] = 0
+            self.dmask = own.reshape(self.x.shape[:2])
         # Whether a wanted cotangent belongs to an array used before the products.
         self.inner = any(
             slot is not None
@@ -548,7 +554,7 @@ class _Gradients(_Update):
             _add(self.sums.p_out[g], self.dot(dp.T, end))
             _add(self.sums.g_out[g], self.dot(dgates.T, xn))
             if not output:
-                _add(self.sums.p_out_bias[g], self.ones(on).dot(dp))
+                _add(self.sums.p_out_bias[g], self.ones(on).dot(widened(dp)))
             self.dot(dgates, self.g_out_weight, dx)
         self.kernels.normalize_planes_back(
             o, self.norm_out_weight, self.eps, don, channel, do, norm
@@ -561,8 +567,8 @@ class _Gradients(_Update):
         full = slice(0, self.N)
         spare = room("spare", (*left.shape[:-2], self.N**2), self.dtype)
         spare = self.matrices(spare, full, full)
-        np.matmul(do, right, out=spare)
-        np.matmul(do.swapaxes(-1, -2), left, out=right)
+        self.by.matmul(do, right, spare)
+        self.by.matmul(do.swapaxes(-1, -2), left, right)
         left[...] = spare
 
     def sides_back_block(
@@ -614,8 +620,9 @@ class _Gradients(_Update):
 
         def work(low: int, high: int) -> None:
             room = _Room()
+            numbers = _BLOCK if self.limit else _PLANES
             for b in range(len(left)):
-                for c in slices(high - low, max(1, _BLOCK // max(self.N**2, 1))):
+                for c in slices(high - low, max(1, numbers // max(self.N**2, 1))):
                     some = (a[b, low:high][c] for a in (left, right, do))
                     self.products_back_block(room, *some)
 
@@ -655,7 +662,9 @@ class _Gradients(_Update):
             (out.dg_out_bias, total.gate[1]),
         ):
             if slot is not None:
-                slot[...] = value
+                assign(slot, value)
+        if out.dmask is not None and out.dmask.dtype == BITS:
+            assign(out.dmask, self.dmask.reshape(out.dmask.shape))
 
     def pull_in_parts(self) -> None:
         """Pull the cotangent back, for some members of the batch and some channels at a time."""
@@ -696,7 +705,8 @@ class _Gradients(_Update):
         if hidden is None or self.inner:
             sides, left, right = self.small_sides(xn)
         if hidden is None:
-            o = np.matmul(left, right.swapaxes(-1, -2), out=room("o", (B, H, N, N), self.dtype))
+            o = room("o", (B, H, N, N), self.dtype)
+            self.by.matmul(left, right.swapaxes(-1, -2), o)
         else:
             o = np.ascontiguousarray(hidden)
         do = room("do", (B, H, N * N), self.dtype)
@@ -711,9 +721,9 @@ class _Gradients(_Update):
 
 def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     """Fill the update, and o if it is wanted."""
-    dot = of_tensors(a.x.dtype) if tensors else by_numpy
-    u = _Update(kernels, dot, a)
-    with blas_on_one_thread(), on_one_thread(dot), np.errstate(all="ignore"):
+    products = of_tensors(a.x.dtype) if tensors else ByNumpy
+    u = _Update(kernels, products, a)
+    with blas_on_one_thread(), products.alone(), np.errstate(all="ignore"):
         if u.is_small():
             u.fill_in_one_block(out)
         else:
@@ -722,11 +732,29 @@ def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
 
 def backward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     """Fill the cotangents that are wanted."""
-    dot = of_tensors(a.x.dtype) if tensors else by_numpy
-    u = _Gradients(kernels, dot, a, out)
-    with blas_on_one_thread(), on_one_thread(dot), np.errstate(all="ignore"):
+    products = of_tensors(a.x.dtype) if tensors else ByNumpy
+    u = _Gradients(kernels, products, a, out)
+    with blas_on_one_thread(), products.alone(), np.errstate(all="ignore"):
         if u.is_small():
             u.pull_in_one_block()
         else:
             u.pull_in_parts()
         u.finish()
+
+
+def takes_bits(a: Any) -> bool:
+    """Return whether bfloat16 may be rounded between the steps, and is there as a whole.
+
+    Parts add up in memory.
+    """
+    return a.precision == "bf16" and not a.max_memory
+
+
+def in_float32(pass_: Callable[..., None], kernels: Any, a: Any, out: Any) -> None:
+    """Compute bfloat16's bits in float32."""
+    arrays = [widened(array) if isinstance(array, np.ndarray) else array for array in a]
+    wide: list[Any] = [s if s is None else np.empty(s.shape, np.float32) for s in out]
+    pass_(kernels, a._make(arrays), out._make(wide), tensors=True)
+    for slot, values in zip(out, wide, strict=True):
+        if slot is not None:
+            assign(slot, values)

@@ -510,8 +510,9 @@ def triangle_multiplicative_update(
         ε, positive.
     precision : {None, "ieee", "tf32", "bf16", "fp16"}
         The lowest precision to which a product may round its factors; sums are float32 or better.
-        None means "ieee" for float32 and float64, and the precision of x for 16 bits. The CPU
-        always computes as with "ieee"; float64 allows no other.
+        None means "ieee" for float32 and float64, and the precision of x for 16 bits; float64
+        allows no other than "ieee". The CPU computes as with "ieee", but for "bf16" of arrays that
+        are all bfloat16.
     gate : {"output", "hidden"}
         The factor of the last gate: the output, as in AlphaFold, OpenFold, Boltz and
         cuEquivariance; or the normalized o, as in the gpu-mode TriMul problem.
