@@ -517,11 +517,15 @@ def triangle_multiplicative_update(
         The factor of the last gate: the output, as in AlphaFold, OpenFold, Boltz and
         cuEquivariance; or the normalized o, as in the gpu-mode TriMul problem.
     max_memory : int, optional
-        The most bytes of intermediate results in forward or backward. They do not include
-        arguments, results, and copies of x, mask and weights in the dtype and layout that kernels
-        take. To stay below, the work is done in parts. A limit that only small, slow parts meet
-        gives a RuntimeWarning once, with a sufficient number; a limit that even the smallest
-        parts exceed is exceeded by these. NumPy and plain torch ignore the limit.
+        The most bytes of intermediate results that are there at one time, in a forward and in a
+        backward. They do not include arguments and results (o, which a backward needs, is a result
+        of the forward), nor copies of x, mask and weights in the dtype and layout that kernels
+        take, nor bytes that an allocator adds. To stay below, the work is done in parts. On a GPU a
+        forward has parts by channels and lines, and a backward by lines beside left, right and the
+        cotangent of o, so that it needs at least three times the bytes of o in the dtype of
+        products. A limit that only small, slow parts meet gives a RuntimeWarning once, with a
+        sufficient number; a limit that even the smallest parts exceed is exceeded by these. NumPy
+        and plain torch ignore the limit.
 
     Returns
     -------

@@ -534,10 +534,12 @@ SMALL_PARTS = "ignore:triangle_multiplicative_update. max_memory is:RuntimeWarni
 @pytest.mark.filterwarnings(SMALL_PARTS)
 def test_parts_are_equal_to_the_whole(place, direction, gate):
     """`max_memory` changes the number of steps, and results by roundings only."""
-    shape = (2, 5, 6, 7) if place[1] == "triton" else (2, 21, 6, 7)
+    # A part on a GPU has eight lines.
+    interpreted = place[1] == "triton"
+    shape = (1, 9, 4, 3) if interpreted else (2, 21, 6, 7)
     p = problem(shape, direction=direction, gate=gate, dtype="float32")
     whole = solve(place, p)
-    for limit in LIMITS:
+    for limit in LIMITS[:1] if interpreted else LIMITS:
         for got, want in zip(solve(place, p, max_memory=limit), whole, strict=True):
             assert got.dtype == want.dtype
             close(got, want)

@@ -25,7 +25,15 @@ from gpukern.trimul.plan import (
     strides_of,
     up,
 )
-from gpukern.trimul.products import multiply, multiply_back, over_rows, parts_over_rows, through
+from gpukern.trimul.products import (
+    LONG,
+    SPLIT,
+    multiply,
+    multiply_back,
+    over_rows,
+    parts_over_rows,
+    through,
+)
 
 # With so many edges a line, the batch goes through a backward pass member by member.
 _ALONE = 128
@@ -41,37 +49,54 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
             if output is not None:
                 output.zero_()
         return
-    N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
-    square, wider = N * pitch, update.accumulator.itemsize // update.dtype.itemsize
-
-    def need(b: int, h: int, n: int) -> int:
-        if h == H and n >= N:
-            after = max(H + G + max(3 * H, up(H + 1) + C), C + width)
-            return b * square * (4 * H + G + after)
-        return b * (square * (H + wider * C + 6 * h) + n * pitch * (2 * G + C + H + 2 * width))
-
-    update.divide(need)
+    on_hopper = is_on_hopper(update, on_mask)
+    update.divide_lines(functools.partial(_need, update, a, on_x, on_hopper))
     hidden, cotangent = aligned(a.hidden), aligned(a.dout)
     scaling = scaling_of(update, cotangent)
-    if update.whole and is_on_hopper(update, on_mask):
+    if on_hopper and update.whole:
         _back_on_hopper(update, hidden, cotangent, scaling, on_x, on_weights)
         return
     back = _back_at_once if update.whole else _back_in_parts
     if on_mask is not None:
         on_mask.zero_()
     sums: list[Any] = []
-    batches = slices(update.B, 1) if N >= _ALONE else update.batches
+    batches = slices(update.B, 1) if update.N >= _ALONE else update.batches
     for b in batches:
         to_x, to_mask = (None if to is None else to[b] for to in (on_x, on_mask))
-        on_xn, *found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
-        found.append(norm_back(update, x[b], on_xn, scaling, to_x))
-        if len(batches) > 1:
-            found = [parts.sum(0, keepdim=True) for parts in found]
-        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
-        del on_xn
+        found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
+        sums = _added(sums, found) if len(batches) > 1 else list(found)
     on_pairs, on_end, on_norm_out, on_open, on_norm = sums
     some = on_norm, on_norm_out, on_pairs, on_open, on_end
     sum_parts(update, some, scaling, on_weights)
+
+
+def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, n: int) -> int:
+    """Return the numbers of intermediate results for some members of the batch, n lines a part."""
+    N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
+    b = 1 if N >= _ALONE else b
+    square, lines = N * pitch, min(n, N) * pitch
+    wider = update.accumulator.itemsize // update.dtype.itemsize
+    own = a.hidden is None or a.hidden.dtype != update.dtype
+    sums = (min(SPLIT, lines // LONG) + 1) * (4 * H + G + C) * width * wider
+    if n < N:
+        kept = 3 * H + C * (not _holds(update, on_x))
+        ends = 2 * G + 2 * C + up(H + 1) + 2 * width
+        return b * (square * kept + lines * max(6 * H + C + 2 * width, ends)) + sums
+    if on_hopper:
+        return b * square * (4 * H + G + max(G + H * (1 + own), width + C)) + sums
+    after = max(H + G + max(3 * H, up(H + 1) + C), C + width)
+    return b * square * (4 * H + G + after) + sums
+
+
+def _holds(update: Update, on_x: Any) -> bool:
+    """Return whether the memory of the cotangent of x holds numbers of kernels."""
+    return on_x is not None and on_x.dtype == update.dtype
+
+
+def _added(sums: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+    """Return the sums of parts over all that was found so far."""
+    totals = [parts.sum(0, keepdim=True) for parts in found]
+    return [a.add_(b) for a, b in zip(sums, totals, strict=True)] if sums else totals
 
 
 def scaling_of(update: Update, *cotangents: Any) -> Any:
@@ -99,10 +124,10 @@ def is_on_hopper(update: Update, on_mask: Any) -> bool:
 def _back_at_once(
     update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
 ) -> tuple[Any, ...]:
-    """Return the cotangents of the normalized x, of projections and gates, and of the end.
+    """Return the cotangents of projections and gates, of the end, and of the norm of x.
 
-    The end is the last projection, the norm of o, and the gate. The mask's cotangent is written.
-    The memory for the cotangent of x holds others before.
+    The end is the last projection, the norm of o, and the gate. The cotangents of x and of the mask
+    are written. The memory for the cotangent of x holds others before.
     """
     members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
     x, mask = update.edges(b, ALL)
@@ -112,41 +137,47 @@ def _back_at_once(
     o = _hidden_of(update, b, hidden)
     ends = finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
     del o, gate
-    h = slice(0, H)
-    _sides_back_of(update, b, h, both, on_o[..., :N], scaling, on_mask)
+    on_sides = torch.empty_like(both[0])
+    multiply_back(update, both[0], on_o[..., :N], on_sides)
+    _sides_back_of(update, x, mask, both, on_sides, scaling, on_mask)
     # The normalized x and its cotangent fit where other arrays have gone.
-    del on_o
+    del on_o, on_sides
     on_xn, kept = update.new(members, N, pitch, update.C), normalized(update, x)
     on_open = gate_back(update, on_gate, kept, on_xn)
     del on_gate
-    planes = pairs_back(update, h, both, on_xn)
-    return on_xn, by_pairs(update, planes, kept), *ends, on_open
+    on_pairs = by_pairs(update, pairs_back(update, both, on_xn), kept)
+    return on_pairs, *ends, on_open, norm_back(update, x, on_xn, scaling, on_x)
 
 
 def _back_in_parts(
     update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
 ) -> tuple[Any, ...]:
-    """Do the same for one member, by some channels of left and right, or some lines of o."""
+    """Do the same for one member, some lines after the other.
+
+    Left, right and the cotangent of o are there as a whole: every line's cotangents depend on all.
+    The cotangent of the normalized x by the gate waits where that of x will be.
+    """
     N, H, pitch = update.N, update.H, update.pitch
     on_o = update.new(H, N, pitch)
-    # A sum of many parts is rounded once.
-    on_xn = update.new(1, N, pitch, update.C, dtype=update.accumulator)
+    by_gate = on_x if _holds(update, on_x) else update.new(1, N, N, update.C)
     o = _hidden_of(update, b, hidden)
-    found = []
+    ends: list[Any] = []
     for lines in update.lines:
         to_x = None if on_x is None else on_x[:, lines]
-        some = o[:, :, lines], cotangent[:, lines], scaling, on_o[:, lines], on_xn[:, lines], to_x
-        found.append(_lines_back(update, b, lines, *some))
+        some = o[:, :, lines], cotangent[:, lines], scaling, on_o[:, lines], by_gate[:, lines], to_x
+        ends = _added(ends, _end_of_lines_back(update, b, lines, *some))
     del o, some
-    on_pairs = update.new(2, 2, H, update.width, dtype=update.accumulator)
-    for h in update.channels:
-        some = on_o[h, :, :N], scaling, on_xn, on_mask
-        on_pairs[:, :, h] = _channels_back(update, b, h, *some)
-    ends = [functools.reduce(torch.add, some) for some in zip(*found, strict=True)]
-    return on_xn, on_pairs.view(1, 4 * H, -1), *ends
+    sides, rest = update.new(2, H, N, pitch), []
+    for lines in update.lines:
+        project(update, *update.edges(b, lines), update.sides, sides=sides[:, :, lines])
+    for lines in update.lines:
+        to = [None if to is None else to[:, lines] for to in (on_x, on_mask)]
+        given = sides, on_o, by_gate[:, lines], scaling
+        rest = _added(rest, _sides_of_lines_back(update, b, lines, *given, *to))
+    return rest[0], *ends, rest[1]
 
 
-def _lines_back(
+def _end_of_lines_back(
     update: Update,
     b: slice,
     lines: slice,
@@ -154,36 +185,48 @@ def _lines_back(
     cotangent: Any,
     scaling: Any,
     on_o: Any,
-    on_xn: Any,
+    by_gate: Any,
     on_x: Any,
 ) -> tuple[Any, ...]:
-    """Write cotangents of some lines of o and of the normalized x; return the end's cotangents."""
+    """Write cotangents of lines of o, and of the normalized x by the gate; return the end's."""
     x, mask = update.edges(b, lines)
+    n = x.shape[1]
     gate = update.gate(1, lines)
     project(update, x, mask, gate=gate)
-    on_gate = update.new(1, lines.stop - lines.start, update.pitch, update.G)
+    on_gate = update.new(1, n, update.pitch, update.G)
     ends = finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
     del gate
-    ends = *ends, gate_back(update, on_gate, normalized(update, x), on_xn)
-    return tuple([parts.sum(0, keepdim=True) for parts in ends])
+    on_xn = update.new(1, n, update.pitch, update.C)
+    on_open = gate_back(update, on_gate, normalized(update, x), on_xn)
+    by_gate.copy_(on_xn[:, :, : update.N])
+    return *ends, on_open
 
 
-def _channels_back(
-    update: Update, b: slice, h: slice, on_o: Any, scaling: Any, on_xn: Any, on_mask: Any
-) -> Any:
-    """Add cotangents by some channels; return their projections' and gates' cotangents."""
-    x, pitch = update.x[b], update.pitch
-    both = update.new(2, 2, h.stop - h.start, update.N, pitch)
-    for lines in update.lines:
-        sides, logits = both[:, :, :, lines]
-        project(update, *update.edges(b, lines), update.of(h), sides=sides, logits=logits)
-    _sides_back_of(update, b, h, both, on_o, scaling, on_mask)
-    (planes,) = pairs_back(update, h, both, on_xn)
-    total: Any = 0
-    for lines in update.lines:
-        some = planes[..., lines.start * pitch : lines.stop * pitch]
-        total = total + by_pairs(update, [some], normalized(update, x[:, lines])).sum(0)
-    return total.view(2, 2, -1, update.width)
+def _sides_of_lines_back(
+    update: Update,
+    b: slice,
+    lines: slice,
+    sides: Any,
+    on_o: Any,
+    by_gate: Any,
+    scaling: Any,
+    on_x: Any,
+    on_mask: Any,
+) -> tuple[Any, Any]:
+    """Write cotangents of lines of x and the mask; return projections', gates' and the norm's."""
+    x, mask = update.edges(b, lines)
+    n, H, pitch = x.shape[1], update.H, update.pitch
+    both, on_sides = update.new(2, 2, H, n, pitch), update.new(2, H, n, pitch)
+    project(update, x, mask, update.sides, sides=both[0], logits=both[1])
+    multiply_back(update, sides, on_o[..., : update.N], on_sides, lines)
+    _sides_back_of(update, x, mask, both, on_sides, scaling, on_mask)
+    del on_sides
+    on_xn = update.new(1, n, pitch, update.C)
+    on_xn[:, :, : update.N] = by_gate
+    planes = pairs_back(update, both, on_xn)
+    on_norm = norm_back(update, x, on_xn, scaling, on_x)
+    del on_xn
+    return by_pairs(update, planes, normalized(update, x)), on_norm
 
 
 def _back_on_hopper(
@@ -232,30 +275,26 @@ def gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
 
 
 def _sides_back_of(
-    update: Update, b: slice, h: slice, both: Any, on_o: Any, scaling: Any, on_mask: Any
+    update: Update, x: Any, mask: Any, both: Any, on_sides: Any, scaling: Any, on_mask: Any
 ) -> None:
     """Overwrite sides and logits (`both`) by cotangents, and add the mask's cotangent."""
-    (x, mask), (sides, logits) = update.edges(b, ALL), both
-    on_sides = torch.empty_like(sides)
-    multiply_back(update, sides, on_o, on_sides)
-    by_mask = None
+    (sides, logits), by_mask = both, None
     if on_mask is not None:
         by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
         # The mask's cotangent takes factors without the mask.
-        for lines in update.lines:
-            project(update, x[:, lines], None, update.of(h), sides=sides[:, :, lines])
+        project(update, x, None, update.sides, sides=sides)
     sides_back(update, len(x), on_sides, sides, logits, mask, by_mask)
     if by_mask is not None:
         on_mask += by_mask if scaling is None else by_mask / scaling
 
 
-def pairs_back(update: Update, h: slice, both: Any, on_xn: Any) -> Sequence[Any]:
-    """Add the cotangent of the normalized x by some channels of projections and gates.
+def pairs_back(update: Update, both: Any, on_xn: Any) -> Sequence[Any]:
+    """Add the cotangent of the normalized x by projections and gates.
 
     Return the channels' cotangents, in one matrix where a member goes alone.
     """
-    members, (p_w, _, g_w, _) = len(on_xn), update.of(h)
-    z = both.view(4, members, -1, update.L * update.pitch).transpose(0, 1)
+    members, (p_w, _, g_w, _) = len(on_xn), update.sides
+    z = both.view(4, members, -1, both.shape[3] * update.pitch).transpose(0, 1)
     if members > 1:
         many = factors = z.unbind(1)
         weights = [half for weight in (p_w, g_w) for half in weight.chunk(2)]
@@ -316,7 +355,7 @@ def sides_back(
     update: Update, members: int, on_sides: Any, sides: Any, logits: Any, mask: Any, on_mask: Any
 ) -> None:
     """Overwrite sides and logits by the cotangents of projections and of logits."""
-    L, N, H = update.L, update.N, sides.shape[1] // members
+    L, N, H = sides.shape[2], update.N, sides.shape[1] // members
     BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
     parts = 1 if on_mask is not None else ceil(2 * H, BH)
     numbers = L, N, update.pitch, sides.stride(0), sides.stride(1), *strides_of(mask)

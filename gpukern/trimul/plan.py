@@ -182,7 +182,15 @@ class Update:
 
         The numbers that they `need` fit in the memory allowed, if any parts' numbers do.
         """
-        sizes = self.B, self.H, ceil(self.N, 8)
+        self._divide(need, self.H)
+
+    def divide_lines(self, need: Callable[[int, int], int]) -> None:
+        """Find parts of the batch and of the lines."""
+        self._divide(lambda b, _, n: need(b, n), 1)
+        self.channels = [slice(0, self.H)]
+
+    def _divide(self, need: Callable[[int, int, int], int], channels: int) -> None:
+        sizes = self.B, channels, ceil(self.N, 8)
 
         # Eight lines begin at a multiple of 16 bytes.
         def size(b: int, h: int, lines: int) -> int:
@@ -190,7 +198,10 @@ class Update:
 
         # Smaller parts take long, and would save little memory.
         sensible = tuple(map(min, (1, *_PART), sizes))
-        limit = self.limit and max(self.limit, 5 * size(1, 1, 1) // 4)
+        limit, least = self.limit, size(1, 1, 1)
+        if 0 < limit < least:
+            # The smallest parts would save no more than this, and take many times as long.
+            limit = 5 * least // 4
         parts = in_parts(sizes, size, limit, sensible, (1, 1, 1))
         if self.limit and self.limit < size(*sensible):
             warn_of_parts(self.limit, size(*sensible))

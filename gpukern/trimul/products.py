@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from gpukern.trimul import kernels
-from gpukern.trimul.plan import Update, ceil, launch, processors
+from gpukern.trimul.plan import ALL, Update, ceil, launch, processors
 
 # The most batches that a product over all rows is split into, and the rows of a batch: on a GPU
 # that is busy anyway, and on a GPU with too few programs.
-_SPLIT, _LONG, _SHORT = 64, 1 << 11, 1 << 7
+SPLIT, LONG, _SHORT = 64, 1 << 11, 1 << 7
 
 # Rows and columns of a program, the terms that it adds at once, its warps and stages: for 16 bits,
 # TF32 and float32, by the bytes of a number and whether products are rounded.
@@ -77,11 +77,11 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
     """Return parts (..., K, M) of the sum of `over_rows`, for each of the matrices."""
     rows = a.shape[2]
     least = 1 if rows % 8 else 8
-    most = min(_SPLIT, rows // _LONG) + 1
+    most = min(SPLIT, rows // LONG) + 1
     if update.ours and len(a) == 1:
         size = _TILES[update.dtype.itemsize, update.fast][0]
         programs = ceil(a.shape[1], size) * ceil(b.shape[2], size)
-        most = max(most, min(_SPLIT, rows // _SHORT, ceil(processors(a.device), programs)))
+        most = max(most, min(SPLIT, rows // _SHORT, ceil(processors(a.device), programs)))
     split = max(n for n in range(1, most + 1) if rows % (least * n) == 0)
     pairs = [(a, b)]
     if split > 1:
@@ -111,16 +111,16 @@ def multiply(update: Update, sides: Any, o: Any, h: slice, scale: float = 1.0) -
     products(update, left, right, o[:, h].flatten(0, 1), scale=scale)
 
 
-def multiply_back(update: Update, sides: Any, on_o: Any, on_sides: Any) -> None:
-    """Write the cotangents of left and right."""
+def multiply_back(update: Update, sides: Any, on_o: Any, on_sides: Any, lines: slice = ALL) -> None:
+    """Write the cotangents of some lines of left and right."""
     left, right = sides[..., : update.N]
     on_left, on_right = on_sides[..., : update.N]
     if update.direction == "incoming":
-        products(update, right, on_o.mT, on_left)
-        products(update, left, on_o, on_right)
+        products(update, right[:, lines], on_o.mT, on_left)
+        products(update, left[:, lines], on_o, on_right)
     else:
-        products(update, on_o, right, on_left)
-        products(update, on_o.mT, left, on_right)
+        products(update, on_o[:, lines], right, on_left)
+        products(update, on_o[..., lines].mT, left, on_right)
 
 
 def through(update: Update, rows: Any, weight: Any, on_xn: Any, *, add: bool = True) -> None:

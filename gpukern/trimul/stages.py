@@ -150,7 +150,7 @@ def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, 
         y.dmask[b : b + 1] = by_mask if scaling is None else by_mask / scaling
     on_xn, kept = update.new(1, L, update.pitch, C), normalized(update, x)
     on_open = gate_back(update, on_gate, kept, on_xn)
-    planes = pairs_back(update, slice(0, update.H), both, on_xn)
+    planes = pairs_back(update, both, on_xn)
     on_x = None if y.dx is None else y.dx[b : b + 1]
     on_norm = norm_back(update, x, on_xn, scaling, on_x)
     return on_norm, by_pairs(update, planes, kept), on_open

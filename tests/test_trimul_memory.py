@@ -1,0 +1,139 @@
+"""The memory of the triangle update's kernels for GPUs: the limit holds, and few passes meet it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+import fusedops  # noqa: E402
+from fusedops.trimul import trimul, trimul_vjp  # noqa: E402
+from gpukern.trimul import backward, forward, products  # noqa: E402
+
+#: Bytes of o, in the tests without a GPU.
+PLANE = 4 * 768 * 768 * 8
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors that are made, but of those given."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in given}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        return made
+
+    def free(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the kernels launched, in order; none of them runs."""
+    found = []
+    for module in (forward, backward, products):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_: found.append(kernel))
+    return found
+
+
+def arguments(limit, N=768, C=8, H=8, gate="output"):
+    G = C if gate == "output" else H
+    shapes = (1, N, N, C), (1, N, N), (C,), (C,), (2 * H, C), (2 * H,), (2 * H, C), (2 * H,)
+    shapes += (H,), (H,), (C, H), (C,), (G, C), (G,)
+    return [torch.empty(shape) for shape in shapes], ("outgoing", gate, "ieee", 1e-5, limit)
+
+
+def peak(work, primitive, a, outputs):
+    y = primitive.Outputs._make(outputs)
+    given = [t for t in (*a, *outputs) if isinstance(t, torch.Tensor)]
+    with torch.no_grad(), Allocated(given) as memory:
+        work(a, y)
+    return memory.peak
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("planes", [12, 8, 5, 4])
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+def test_the_limit_holds(launched, gate, planes):
+    """A limit of a few times o is met, in training and without a gradient."""
+    N, H = 768, 8
+    limit = int(planes * PLANE)
+    arrays, static = arguments(limit, gate=gate)
+    a = trimul.Arguments._make((*arrays, *static))
+    work = forward.triangle_multiplicative_update
+    assert peak(work, trimul, a, [torch.empty_like(a.x), None]) <= limit
+    hidden = torch.empty(1, H, N, N)
+    for o in (hidden, None):
+        a = trimul_vjp.Arguments._make((*arrays, o, torch.empty_like(a.x), *static))
+        work = backward.triangle_multiplicative_update_vjp
+        assert peak(work, trimul_vjp, a, [torch.empty_like(array) for array in arrays]) <= limit
+
+
+def test_less_memory_takes_no_more_passes(launched):
+    """A backward in parts launches as many programs over rows as parts, not as their square."""
+    counts = []
+    for limit in (0, int(5 * PLANE), int(4 * PLANE)):
+        launched.clear()
+        arrays, static = arguments(limit)
+        a = trimul_vjp.Arguments._make(
+            (*arrays, torch.empty(1, 8, 768, 768), torch.empty_like(arrays[0]), *static)
+        )
+        update = backward.Update(a)
+        update.divide_lines(functools.partial(backward._need, update, a, a.x, False))
+        work = backward.triangle_multiplicative_update_vjp
+        peak(work, trimul_vjp, a, [torch.empty_like(array) for array in arrays])
+        counts.append((len(launched), len(update.lines)))
+    (whole, one), *others = counts
+    assert one == 1
+    assert all(lines > 1 and launches <= 2 * whole * lines for launches, lines in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("planes", [8, 5, 4])
+def test_the_limit_holds_on_a_gpu(planes):
+    N, C = 1024, 128
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        made = torch.randn(*shape, generator=g, device="cuda", dtype=torch.bfloat16)
+        return (made * shape[-1] ** -0.5).requires_grad_()
+
+    x = draw(1, N, N, C)
+    weights = {name: draw(2 * C, C) for name in ("p_in_weight", "g_in_weight")}
+    weights |= {name: draw(C, C) for name in ("p_out_weight", "g_out_weight")}
+    limit = int(planes * 2 * N * N * C)
+    leaves = [x, *weights.values()]
+    want = None
+    for bound in (None, limit, limit):
+        out = fusedops.triangle_multiplicative_update(x, **weights, max_memory=bound)
+        cotangent = torch.ones_like(out)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = torch.autograd.grad(out, leaves, cotangent)
+        torch.cuda.synchronize()
+        results = sum(t.numel() * t.itemsize for t in found)
+        if bound is not None:
+            # Places of the allocator are multiples of 2 MiB.
+            assert torch.cuda.max_memory_allocated() - before - results <= limit + (64 << 20)
+            for got, exact in zip(found, want, strict=True):
+                assert (got - exact).norm() <= 2e-2 * exact.norm()
+        want = want or [t.float() for t in found]
