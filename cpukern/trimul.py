@@ -89,6 +89,7 @@ class _Shape(NamedTuple):
     B: int
     N: int
     C: int
+    D: int
     H: int
     gates: int
     itemsize: int
@@ -153,7 +154,7 @@ def _divide(
 @functools.lru_cache(maxsize=256)
 def _forward_parts(shape: _Shape, own: bool) -> _Parts:
     """Return parts of the batch, of o's lines and columns, and of its terms; o is `own` or kept."""
-    _, N, C, H, gates, *_ = shape
+    _, N, C, D, H, gates, *_ = shape
 
     def need(b: int, i: int, j: int, k: int, threads: int) -> int:
         spare = i * j * min(threads, H) if k < N else 0
@@ -161,7 +162,7 @@ def _forward_parts(shape: _Shape, own: bool) -> _Parts:
 
     return _divide(
         shape,
-        2 * C + max(4 * H, H + gates),
+        C + max(C, D) + max(4 * H, H + gates),
         (shape.B, N, N, N),
         need,
         (1, N, N, _TILE),
@@ -174,15 +175,15 @@ def _forward_parts(shape: _Shape, own: bool) -> _Parts:
 @functools.lru_cache(maxsize=256)
 def _backward_parts(shape: _Shape, own: bool, own_dx: bool) -> _Parts:
     """Return parts of the batch and of the channels; o and dx are our own or given."""
-    B, N, C, H, gates, *_ = shape
+    B, N, C, D, H, gates, *_ = shape
 
     def need(b: int, c: int, threads: int) -> int:
         at_once = -(-c // 2)
         return N**2 * (b * (c + 2 * at_once + C * own_dx + H * own) + min(at_once, threads))
 
-    ends = C + 3 * H + gates + max(C, H)
+    ends = C + 3 * H + gates + max(D, H)
     row = max(ends, 2 * C + 4 * H) + 2
-    sums = sum(map(math.prod, _sums_shapes(C, H, gates)))
+    sums = sum(map(math.prod, _sums_shapes(C, D, H, gates)))
     return _divide(shape, row, (B, H), need, (1, _CHANNELS), (1, 1), sums=sums)
 
 
@@ -212,7 +213,8 @@ class _Update:
         self.norm_out_weight = _given(a.norm_out_weight, H, 1, dtype)
         self.norm_out_bias = _given(a.norm_out_bias, H, 0, dtype)
         self.p_out_weight = np.ascontiguousarray(a.p_out_weight)
-        self.p_out_bias = _given(a.p_out_bias, C, 0, dtype)
+        self.D = D = len(a.p_out_weight)
+        self.p_out_bias = _given(a.p_out_bias, D, 0, dtype)
         self.g_out_weight = np.ascontiguousarray(a.g_out_weight)
         self.g_out_bias = _given(a.g_out_bias, len(a.g_out_weight), 0, dtype)
         self.room = _Room()
@@ -241,7 +243,7 @@ class _Update:
         on = room("on", (self.H, len(xn)), self.dtype)
         self.kernels.normalize_planes(o, self.norm_out_weight, self.norm_out_bias, self.eps, on)
         if self.gate == "output":
-            gates = self.dot(xn, self.g_out_weight.T, room("gates", xn.shape, self.dtype))
+            gates = self.dot(xn, self.g_out_weight.T, room("gates", (len(xn), self.D), self.dtype))
         else:
             gates = self.dot(self.g_out_weight, xn.T, room("gates", on.shape, self.dtype))
         return on, gates
@@ -269,7 +271,7 @@ class _Update:
     def divide(self, find: Callable[..., _Parts], *own: bool) -> tuple[list[slice], ...]:
         """Return the slices of every divided axis; warn if the limit makes them small."""
         gates, itemsize = len(self.g_out_weight), self.dtype.itemsize
-        shape = _Shape(self.B, self.N, self.C, self.H, gates, itemsize, self.limit)
+        shape = _Shape(self.B, self.N, self.C, self.D, self.H, gates, itemsize, self.limit)
         self.parts = find(shape, *own)
         if self.parts.enough:
             warn_of_parts(self.limit, self.parts.enough)
@@ -405,16 +407,16 @@ class _Update:
 
     def end(self, b: slice, i: slice, j: slice, o: np.ndarray, out: np.ndarray) -> None:
         """Fill a tile of the output from the same tile of o (B, H, positions)."""
-        x, out = self.x[b], out.reshape(self.x.shape)[b]
+        x, out = self.x[b], out.reshape(self.B, -1, self.D)[b]
 
         def work(room: _Room, _: int, m: slice, p: slice) -> None:
             at = self.positions(i, j, p)
             xn = self.normalized(room, x[m, at].reshape(-1, self.C))
-            rows = out[m, at].reshape(-1, self.C)
+            rows = out[m, at].reshape(-1, self.D)
             self.end_block(room, xn, o[m, :, p], rows)
             if j.stop - j.start < self.N:
                 # Indexing by numbers had copied the rows.
-                out[m, at] = rows.reshape(len(o[m]), -1, self.C)
+                out[m, at] = rows.reshape(len(o[m]), -1, self.D)
 
         self.over_blocks(len(x), o.shape[2], None, work)
 
@@ -449,7 +451,7 @@ class _Update:
         o = room("o", (B, H, N, N), self.dtype) if out.hidden is None else out.hidden
         self.by.matmul(left, right.swapaxes(-1, -2), o)
         if out.out is not None:
-            rows = out.out.reshape(-1, self.C)
+            rows = out.out.reshape(-1, self.D)
             self.end_block(room, xn, o.reshape(B, H, N * N), rows)
 
 
@@ -467,14 +469,14 @@ class _Sums(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _sums_shapes(C: int, H: int, gates: int) -> _Sums:
+def _sums_shapes(C: int, D: int, H: int, gates: int) -> _Sums:
     return _Sums(
         norm_in=(2, C),
         w_in=(2, 2, H, C),
         b_in=(2, 2, H),
         norm_out=(2, H),
-        p_out=(C, H),
-        p_out_bias=(C,),
+        p_out=(D, H),
+        p_out_bias=(D,),
         g_out=(gates, C),
         gate=(2, gates),
     )
@@ -490,7 +492,7 @@ class _Gradients(_Update):
     def __init__(self, kernels: Any, products: type[ByNumpy], a: Any, out: Any) -> None:
         super().__init__(kernels, products, a)
         self.a, self.out = a, out
-        self.dout = np.ascontiguousarray(a.dout).reshape(self.x.shape)
+        self.dout = np.ascontiguousarray(a.dout).reshape(self.B, self.N**2, self.D)
         self.dmask: Any = None
         if out.dmask is not None:
             own = out.dmask if out.dmask.dtype == self.real else np.empty_like(out.dmask, self.real)
@@ -512,7 +514,7 @@ class _Gradients(_Update):
         )
 
     def make_sums(self, groups: int) -> None:
-        shapes = _sums_shapes(self.C, self.H, len(self.g_out_weight))
+        shapes = _sums_shapes(self.C, self.D, self.H, len(self.g_out_weight))
         self.sums = _Sums(*[np.zeros((groups, *shape)) for shape in shapes])
         self.groups = groups
 
@@ -605,7 +607,7 @@ class _Gradients(_Update):
         do = self.room("do", (len(x), h.stop - h.start, self.N**2), self.dtype)
 
         def work(room: _Room, g: int, m: slice, p: slice) -> None:
-            rows, drows, by = (a[m, p].reshape(-1, self.C) for a in (x, dx, dout))
+            rows, drows, by = (a[m, p].reshape(-1, a.shape[2]) for a in (x, dx, dout))
             xn = self.normalized(room, rows)
             self.end_back_block(room, g, xn, o[m, :, p], by, drows, h.start, do[m, :, p])
 
@@ -710,7 +712,7 @@ class _Gradients(_Update):
         else:
             o = np.ascontiguousarray(hidden)
         do = room("do", (B, H, N * N), self.dtype)
-        dout = self.dout.reshape(-1, C)
+        dout = self.dout.reshape(-1, self.D)
         self.end_back_block(room, 0, xn, o.reshape(do.shape), dout, dx, 0, do)
         if self.inner:
             mask = self.mask.ravel()

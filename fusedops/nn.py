@@ -636,6 +636,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         as in the gpu-mode TriMul problem.
     bias : bool
         Whether projections and gates have biases, as in OpenFold's AlphaFold 2.
+    c_out : int, optional
+        D, the channels of the update; C by default.
     eps : float
         ε of both LayerNorms.
     precision : {None, "ieee", "tf32", "bf16", "fp16"}
@@ -648,8 +650,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
 
     Attributes
     ----------
-    c_z, c_hidden : int
-        The sizes C and H.
+    c_z, c_hidden, c_out : int
+        The sizes C, H and D.
     direction, gate, eps, precision, max_memory, backend
         As given.
     norm_in, norm_out : torch.nn.LayerNorm
@@ -697,6 +699,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         *,
         gate: str = "output",
         bias: bool = False,
+        c_out: int | None = None,
         eps: float = 1e-5,
         precision: str | None = None,
         max_memory: int | None = None,
@@ -705,7 +708,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         super().__init__()
         name = "TriangleMultiplicativeUpdate"
         c_hidden = c_z if c_hidden is None else c_hidden
-        for argument, size in (("c_z", c_z), ("c_hidden", c_hidden)):
+        c_out = c_z if c_out is None else c_out
+        for argument, size in (("c_z", c_z), ("c_hidden", c_hidden), ("c_out", c_out)):
             if size < 1:
                 raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
         one_of(name, "direction", direction, DIRECTIONS)
@@ -714,6 +718,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         one_of(name, "backend", backend, (None, *(each.name for each in BACKENDS)))
         self.c_z = c_z
         self.c_hidden = c_hidden
+        self.c_out = c_out
         self.direction = direction
         self.gate = gate
         self.eps = eps
@@ -724,8 +729,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         self.p_in = torch.nn.Linear(c_z, 2 * c_hidden, bias)
         self.g_in = torch.nn.Linear(c_z, 2 * c_hidden, bias)
         self.norm_out = torch.nn.LayerNorm(c_hidden, eps)
-        self.p_out = torch.nn.Linear(c_hidden, c_z, bias)
-        self.g_out = torch.nn.Linear(c_z, c_z if gate == "output" else c_hidden, bias)
+        self.p_out = torch.nn.Linear(c_hidden, c_out, bias)
+        self.g_out = torch.nn.Linear(c_z, c_out if gate == "output" else c_hidden, bias)
         self.register_load_state_dict_pre_hook(self._rename)
         with torch.no_grad():
             lecun_normal(self.p_in.weight)
@@ -781,7 +786,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         ----------
         state_dict : mapping of str to tensor
             With the names of this class and Boltz, of OpenFold, or of the gpu-mode TriMul problem.
-            The shape of the output's projection is (C, H).
+            The shape of the output's projection is (D, H).
         direction : {"outgoing", "incoming"}
             The edges of a triangle that the sum runs over; a state_dict doesn't say.
         prefix : str
@@ -826,11 +831,12 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
                 f"TriangleMultiplicativeUpdate: state_dict has no {prefix}p_out.weight, "
                 f"{prefix}linear_z.weight or {prefix}to_out.weight; it should have one"
             )
-        c_z, c_hidden = own["p_out.weight"].shape
+        c_out, c_hidden = own["p_out.weight"].shape
+        c_z = own["p_in.weight"].shape[1] if "p_in.weight" in own else c_out
         if gate is None:
-            full = "g_out.weight" in own and own["g_out.weight"].shape[0] == c_z
+            full = "g_out.weight" in own and own["g_out.weight"].shape[0] == c_out
             gate = "output" if full or "g_out.weight" not in own else "hidden"
-        options = {"gate": gate, "bias": "p_in.bias" in own, **options}
+        options = {"gate": gate, "bias": "p_in.bias" in own, "c_out": c_out, **options}
         with torch.device("meta"):
             module = cls(c_z, c_hidden, direction, **options)
         like = own["p_out.weight"]
@@ -858,7 +864,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
 
         Returns
         -------
-        tensor (..., N, N, C)
+        tensor (..., N, N, D)
             In the dtype of x.
 
         Raises

@@ -245,6 +245,7 @@ def pair(
     mask: bool | None = None,
     norms: bool = True,
     biases: bool = False,
+    D: int | None = None,
 ) -> dict[str, np.ndarray | None]:
     """Return a pair representation (B, N, N, C) and the weights of the triangle update, by name.
 
@@ -261,6 +262,8 @@ def pair(
         arbitrary numbers; None for no mask.
     norms, biases : bool
         Whether the LayerNorms have weights and biases; whether projections and gates have biases.
+    D : int, optional
+        Channels of the output; C by default.
 
     Returns
     -------
@@ -274,7 +277,8 @@ def pair(
     >>> arrays["x"].shape, arrays["p_in_weight"].shape, arrays["mask"]
     ((1, 5, 5, 4), (6, 4), None)
     """
-    gated = C if gate == "output" else H
+    D = C if D is None else D
+    gated = D if gate == "output" else H
     shapes: dict[str, tuple[int, ...]] = {"x": (B, N, N, C)}
     if norms:
         for name, n in (("norm_in", C), ("norm_out", H)):
@@ -282,7 +286,7 @@ def pair(
     for name, shape in (
         ("p_in", (2 * H, C)),
         ("g_in", (2 * H, C)),
-        ("p_out", (C, H)),
+        ("p_out", (D, H)),
         ("g_out", (gated, C)),
     ):
         shapes[f"{name}_weight"] = shape

@@ -709,7 +709,8 @@ def _trimul_cases() -> list[Case]:
             if gradient:
                 a = trimul.Arguments._make((*arrays, *static))
                 o = trimul.formula(a)[1] if hidden else None
-                arrays = (*arrays, o, _exact(rng.normal(size=arrays[0].shape)))
+                D = len(a.p_out_weight)
+                arrays = (*arrays, o, _exact(rng.normal(size=(*a.x.shape[:3], D))))
             return arrays, static
 
         cases.append(Case(name, trimul, lambda: make(False), terms))
@@ -726,6 +727,8 @@ def _trimul_cases() -> list[Case]:
     add("one-channel", (1, 3, 1, 1), "incoming", biases=True, mask=False)
     add("wide", (1, 3, 70, 33), "incoming", mask=False)
     add("long", (1, 19, 6, 8), "outgoing", "hidden", mask=True, biases=True)
+    add("narrower", (1, 5, 9, 8), "outgoing", D=5, biases=True)
+    add("wider", (2, 4, 8, 9), "incoming", "hidden", D=19, biases=True, hidden=False)
     add("no-residues", (1, 0, 4, 4), "outgoing", biases=True, mask=True)
     add("no-batch", (0, 3, 4, 4), "incoming", "hidden")
     return cases

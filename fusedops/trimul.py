@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide
+from fusedops._frame.arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide, zeros
 from fusedops._frame.check import (
     dtype_name,
     is_tensor,
@@ -44,8 +44,8 @@ ARRAYS = {
     "g_in_bias": "(2 * H), optional",
     "norm_out_weight": "(H), optional",
     "norm_out_bias": "(H), optional",
-    "p_out_weight": "(C, H)",
-    "p_out_bias": "(C), optional",
+    "p_out_weight": "(D, H), D > 0",
+    "p_out_bias": "(D), optional",
     "g_out_weight": "(G, C)",
     "g_out_bias": "(G), optional",
 }
@@ -309,7 +309,7 @@ def _gradients(a: Any, dout: Any, dhidden: Any) -> tuple[Any, ...]:
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    dout = namespace(a.x).zeros_like(a.x) if dy.out is None else dy.out
+    dout = zeros(a.x, (*a.x.shape[:3], len(a.p_out_weight))) if dy.out is None else dy.out
     if dy.hidden is not None:
         # `hidden` is internal: only direct calls of the primitive reach here.
         return _gradients(a, dout, dy.hidden)
@@ -317,7 +317,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
 
 
 _SIZES: dict[str, Any] = {
-    "G": lambda a: a.x.shape[3] if a.gate == "output" else a.p_in_weight.shape[0] // 2
+    "G": lambda a: a.p_out_weight.shape[0] if a.gate == "output" else a.p_in_weight.shape[0] // 2
 }
 STATIC = {"direction": str, "gate": str, "precision": str, "eps": float, "max_memory": int}
 
@@ -327,7 +327,7 @@ trimul = Primitive(
     arrays=ARRAYS,
     static=STATIC,
     sizes=_SIZES,
-    outputs={"out": "like x", "hidden": "(B, H, N, N)"},
+    outputs={"out": "(B, N, N, D) as x", "hidden": "(B, H, N, N)"},
     formula=_formula,
     pullback=_pullback,
     saves=("hidden",),
@@ -336,7 +336,7 @@ trimul = Primitive(
 trimul_vjp = Primitive(
     "triangle_multiplicative_update_vjp",
     family="trimul",
-    arrays={**ARRAYS, "hidden": "(B, H, N, N)", "dout": "(B, N, N, C)"},
+    arrays={**ARRAYS, "hidden": "(B, H, N, N)", "dout": "(B, N, N, D)"},
     static=STATIC,
     sizes=_SIZES,
     outputs={f"d{name}": f"like {name}" for name in ARRAYS},
@@ -502,9 +502,9 @@ def triangle_multiplicative_update(
         Their gates :math:`W_g` and :math:`b_g`.
     norm_out_weight, norm_out_bias : array or tensor (H,), optional
         w and b of the LayerNorm of o: 1 and 0 if not given.
-    p_out_weight, p_out_bias : array or tensor (C, H), and (C,), optional
+    p_out_weight, p_out_bias : array or tensor (D, H), and (D,), optional
         The projection :math:`V_p` and :math:`c_p`.
-    g_out_weight, g_out_bias : array or tensor (C, C), and (C,), optional
+    g_out_weight, g_out_bias : array or tensor (D, C), and (D,), optional
         Its gate :math:`V_g` and :math:`c_g`; with ``gate="hidden"``, (H, C) and (H,).
     eps : float
         ε, positive.
@@ -529,13 +529,14 @@ def triangle_multiplicative_update(
 
     Returns
     -------
-    array or tensor (..., N, N, C)
-        Of the shape and in the dtype of x.
+    array or tensor (..., N, N, D)
+        In the dtype of x. D is C in AlphaFold and the programs that follow it.
 
     Notes
     -----
-    N, C and H are arbitrary; the arrays may have different dtypes. Every array gets a gradient.
-    Only o is kept for the backward. Second derivatives exist for tensors only, in plain torch.
+    N, C, H and D are arbitrary. On a GPU, if D is not C, the update is computed again for every C
+    channels of the output. The arrays may have different dtypes. Every array gets a gradient. Only
+    o is kept for the backward. Second derivatives exist for tensors only, in plain torch.
     `triangle_multiplicative_update.vjp` returns gradients for the arrays that were given, in the
     order of the signature; a mask gets the gradient by its values, also of integers. Autocast
     changes no dtypes. A fully masked row is no special case: the LayerNorm of zeros is its bias.

@@ -817,3 +817,23 @@ def test_bad_calls_of_an_update_are_named():
         module(x, [1])
     with pytest.raises(TypeError, match="x is a ndarray; it should be a tensor"):
         module(x.numpy())
+
+
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+def test_an_update_of_another_width(gate):
+    """cuEquivariance's function takes any width of the output, and a state_dict tells it."""
+    update = TriangleMultiplicativeUpdate(6, 4, gate=gate, c_out=9)
+    with torch.no_grad():
+        for parameter in update.parameters():
+            parameter.normal_()
+    again = TriangleMultiplicativeUpdate.from_state_dict(update.state_dict())
+    assert (again.c_z, again.c_hidden, again.c_out, again.gate) == (6, 4, 9, gate)
+    x = torch.randn(2, 5, 5, 6)
+    narrow = TriangleMultiplicativeUpdate.from_state_dict(update.state_dict())
+    rows = slice(0, 6)
+    for layer in ("p_out", "g_out") if gate == "output" else ("p_out",):
+        own = getattr(narrow, layer)
+        own.weight = torch.nn.Parameter(own.weight[rows].detach())
+    # Channels of the output have nothing in common but what comes before them.
+    torch.testing.assert_close(again(x)[..., rows], narrow(x))
+    assert again(x).shape == (2, 5, 5, 9)

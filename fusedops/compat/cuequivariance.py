@@ -128,7 +128,7 @@ def triangle_multiplicative_update(
 
     Returns
     -------
-    tensor (..., N, N, C)
+    tensor (..., N, N, D)
         In the dtype of x.
 
     Raises

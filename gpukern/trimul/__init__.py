@@ -21,16 +21,21 @@ On Hopper, many rows with products of 16 bits have kernels of their own: hopper.
 hopper_wide.py for the forward, hopper_backward.py for a backward that keeps no logits. Its
 `project_back` goes all the way from the cotangents of left and right to the cotangent of x, and
 the cotangents of norms and of weights come from the same sums over rows (`through_norm`).
+
+Kernels write as many channels as they read. An output of another width goes by groups of so many
+channels (widths.py).
 """
 
 from fusedops._frame.registry import register
-from gpukern.trimul.backward import triangle_multiplicative_update_vjp
-from gpukern.trimul.forward import triangle_multiplicative_update
 from gpukern.trimul.stages import (
     triangle_end,
     triangle_end_vjp,
     triangle_sides,
     triangle_sides_vjp,
+)
+from gpukern.trimul.widths import (
+    triangle_multiplicative_update,
+    triangle_multiplicative_update_vjp,
 )
 
 register("triangle_multiplicative_update", "triton")(triangle_multiplicative_update)

@@ -21,6 +21,7 @@ def strategy(compiled: bool) -> dict[str, Any]:
         "N": st.sampled_from((0, 1, 2, 3, 5, 7, 8, 11, 17)),
         "C": st.sampled_from((5, 16) if compiled else (1, 2, 3, 5, 8, 16, 31, 33)),
         "H": st.sampled_from((1, 16) if compiled else (1, 2, 3, 5, 8, 16, 31, 33)),
+        "D": st.sampled_from((None, None, None, 5)),
         "direction": st.sampled_from(("outgoing", "incoming")),
         "gate": st.sampled_from(("output", "hidden")),
         "mask": st.sampled_from((None, True) if compiled else (None, True, False)),
@@ -42,9 +43,8 @@ def _normalized(y: np.ndarray, weight: Any, bias: Any, eps: float) -> np.ndarray
 def build(d: dict[str, Any]) -> Problem:
     rng = np.random.default_rng(d["seed"])
     B, N, C, H = (d[name] for name in "BNCH")
-    given = pair(
-        B, N, C, H, rng, gate=d["gate"], mask=d["mask"], norms=d["norms"], biases=d["biases"]
-    )
+    options = {name: d[name] for name in ("gate", "mask", "norms", "biases", "D")}
+    given = pair(B, N, C, H, rng, **options)
     arrays = {name: array for name, array in given.items() if array is not None}
     if d["mask"] is not None and d["mask_shape"] == "rows" and B == 1:
         arrays["mask"] = arrays["mask"][0, :, :1]
