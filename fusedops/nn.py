@@ -582,6 +582,10 @@ _LAYERS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
 }
 
 
+#: The precision of products by the dtype of autocast.
+_OF_AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 def _renamed(state_dict: Mapping[str, Any], prefix: str, direction: str) -> tuple[Any, str | None]:
     """Return a state_dict with our names for the layers, and the gate that other names imply.
 
@@ -618,6 +622,18 @@ def _weights(update: TriangleMultiplicativeUpdate) -> list[Any]:
     return found
 
 
+def autocast_precision(x: torch.Tensor, weights: Sequence[Any]) -> str | None:
+    """Return the precision that autocast asks of products of a float32 x; None outside of it.
+
+    As in cuEquivariance, x and its LayerNorm stay float32, and only products are rounded.
+    """
+    if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return None
+    if any(weight is not None and weight.dtype == torch.float64 for weight in weights):
+        return None
+    return _OF_AUTOCAST.get(torch.get_autocast_dtype(x.device.type))
+
+
 class TriangleMultiplicativeUpdate(torch.nn.Module):
     r"""The triangle multiplicative update of a pair representation, with its weights.
 
@@ -641,7 +657,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     eps : float
         ε of both LayerNorms.
     precision : {None, "ieee", "tf32", "bf16", "fp16"}
-        The lowest precision to which a product may round its factors; None means that of x.
+        The lowest precision to which a product may round its factors; None means that of x, and
+        under autocast of a float32 x that of autocast.
     max_memory : int, optional
         The most bytes of intermediate results in forward or backward; see
         `fusedops.triangle_multiplicative_update`.
@@ -898,8 +915,10 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         # Any, as type checkers don't know how many weights there are.
         op: Any = triangle_multiplicative_update
         options = {"max_memory": self.max_memory, "backend": self.backend}
-        given = self.eps, self.precision, self.gate
-        return op(x, self.direction, mask, *_weights(self), *given, **options)
+        weights = _weights(self)
+        precision = autocast_precision(x, weights) if self.precision is None else self.precision
+        given = self.eps, precision, self.gate
+        return op(x, self.direction, mask, *weights, *given, **options)
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""

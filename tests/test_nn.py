@@ -14,7 +14,11 @@ torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
 import fusedops.nn  # noqa: E402
+from fusedops import use_backend  # noqa: E402
+from fusedops._frame import registry  # noqa: E402
+from fusedops.compat import cuequivariance  # noqa: E402
 from fusedops.nn import DynamicShortConvolution, TriangleMultiplicativeUpdate  # noqa: E402
+from fusedops.trimul import trimul  # noqa: E402
 
 F = torch.nn.functional
 
@@ -837,3 +841,44 @@ def test_an_update_of_another_width(gate):
     # Channels of the output have nothing in common but what comes before them.
     torch.testing.assert_close(again(x)[..., rows], narrow(x))
     assert again(x).shape == (2, 5, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("x", "weights", "autocast", "asked"),
+    [
+        ("float32", "float32", "bfloat16", "bf16"),
+        ("float32", "float32", "float16", "fp16"),
+        ("float32", "float32", None, "ieee"),
+        ("float32", "float64", "bfloat16", "ieee"),
+        ("float64", "float64", "bfloat16", "ieee"),
+        ("bfloat16", "float32", "float16", "bf16"),
+    ],
+)
+@pytest.mark.parametrize("of", ["module", "cuequivariance"])
+@pytest.mark.usefixtures("fresh_plans")
+def test_autocast_rounds_products_and_no_dtype(of, x, weights, autocast, asked, monkeypatch):
+    """As in cuEquivariance: a float32 pair stays float32, and products have autocast's dtype."""
+    seen, genuine = [], trimul.formula
+    monkeypatch.setattr(trimul, "formula", lambda a: seen.append(a.precision) or genuine(a))
+    monkeypatch.setattr(registry, "_chosen", {})
+    module = TriangleMultiplicativeUpdate(6, 4).to(getattr(torch, weights))
+    z = torch.randn(1, 3, 3, 6, dtype=getattr(torch, x))
+    dtype = torch.bfloat16 if autocast is None else getattr(torch, autocast)
+    with torch.autocast("cpu", dtype, enabled=autocast is not None), use_backend("torch"):
+        if of == "module":
+            out = module(z)
+        else:
+            names = ("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out")
+            given = {f"{name}_weight": getattr(module, name).weight for name in names}
+            out = cuequivariance.triangle_multiplicative_update(z, **given)
+    assert seen == [asked]
+    assert out.dtype == z.dtype
+
+
+def test_an_update_compiles_under_autocast():
+    torch._dynamo.reset()
+    module, x = TriangleMultiplicativeUpdate(6, 4), torch.randn(1, 3, 3, 6)
+    torch.nn.init.normal_(module.p_out.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), module(x))

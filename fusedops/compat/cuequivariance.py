@@ -9,11 +9,13 @@ r"""cuEquivariance's triangle update, with its values of `precision`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import fusedops
+from fusedops.nn import autocast_precision
 
 __all__ = ["TriMulPrecision", "triangle_multiplicative_update"]
 
@@ -61,7 +63,7 @@ _PRECISIONS = {
 }
 
 
-def _precision(given: Any, x: torch.Tensor) -> str | None:
+def _precision(given: Any, x: torch.Tensor, weights: Sequence[Any]) -> str | None:
     """Return the precision that we call by another name."""
     name = given
     if isinstance(given, enum.Enum):
@@ -75,6 +77,8 @@ def _precision(given: Any, x: torch.Tensor) -> str | None:
             f"triangle_multiplicative_update: precision is {given!r}; it should be {should}"
         )
     found = None if given is None else _PRECISIONS[str(name).lower()]
+    if found is None and (asked := autocast_precision(x, weights)) is not None:
+        return asked
     if found is None and x.is_cuda and x.dtype == torch.float32 and _allows_tf32():
         return "tf32"
     return found
@@ -124,7 +128,8 @@ def triangle_multiplicative_update(
     precision : TriMulPrecision, str or int, optional
         The precision to which a product may round its factors: a member of this module's enum or
         of cuEquivariance's, or its name in any case; "bf16", "bfloat16" and "fp16" too. By default
-        that of x, and for float32 on a GPU TF32 if ``torch.backends.cuda.matmul.allow_tf32``.
+        that of x; of float32 that of autocast where it is on, or else on a GPU TF32 if
+        ``torch.backends.cuda.matmul.allow_tf32``.
 
     Returns
     -------
@@ -158,4 +163,4 @@ def triangle_multiplicative_update(
         *(norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias),
         *(norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias),
     )
-    return op(x, direction, mask, *weights, eps, _precision(precision, x))
+    return op(x, direction, mask, *weights, eps, _precision(precision, x, weights))
