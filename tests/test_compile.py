@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
+from fusedops.nn import TriangleMultiplicativeUpdate  # noqa: E402
 from fusedops.wigner import wigner_d  # noqa: E402
 
 
@@ -345,3 +346,19 @@ def test_batched_cotangents_of_an_exported_layer():
     (got,) = torch.autograd.grad(out, vectors, batch, is_grads_batched=True, **options)
     want = [torch.autograd.grad(out, vectors, row, **options)[0] for row in batch]
     torch.testing.assert_close(got, torch.stack(want))
+
+
+def test_a_packaged_triangle_update(tmp_path):
+    """A pair representation may have any number of residues."""
+    update = TriangleMultiplicativeUpdate(8, 5)
+    torch.nn.init.normal_(update.p_out.weight)
+
+    def example(N):
+        return torch.randn(1, N, N, 8), torch.rand(1, N, N).round()
+
+    residues = dict.fromkeys((1, 2), torch.export.Dim("N", min=2, max=512))
+    program = torch.export.export(update, example(5), dynamic_shapes=(residues, residues))
+    run = deployed(tmp_path, program)
+    for N in (5, 9):
+        pair = example(N)
+        torch.testing.assert_close(run(*pair), update(*pair))
