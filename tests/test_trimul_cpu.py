@@ -257,8 +257,9 @@ def test_bfloat16_is_rounded_as_asked(backend, direction, gate, precision, shape
     options = {"direction": direction, "gate": gate}
     exact = of_tensors(arrays, "torch", "float64", **options)
     found = of_tensors(arrays, backend, "bfloat16", precision=precision, **options)
-    # Eight binary digits: 1.7e-3 for a result alone. Up to ten roundings are in a cotangent.
-    tolerance = 5e-3 if precision == "ieee" or backend == "numba" else 1.5e-2
+    # Eight binary digits: 1.7e-3 for a result alone, and as much for o, which is kept. Cotangents,
+    # in which much cancels, take a few times that; up to ten roundings are in one if asked for.
+    tolerance = 8e-3 if precision == "ieee" or backend == "numba" else 1.5e-2
     for got, want in zip(found, exact, strict=True):
         assert got.dtype == torch.bfloat16
         assert (got.double() - want).norm() <= tolerance * want.norm()
