@@ -95,10 +95,18 @@ def _nine(pointer):
 
 @triton.jit
 def _atom(
-    xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz,
-    G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr,
+    order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether an atom has a density, its place in voxels, squared radius, and box."""
+    """Return the program's atom, whether it has a density, its squared radius, and its box.
+
+    The box is the vector from the atom to the first plane, the first and the last plane, the
+    atom's place along y and z with the first and last voxels there, and the number of pairs.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    if order is not None:
+        n = tl.load(order + tl.program_id(0)).to(tl.int64)
+        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
     x = tl.load(xyz + 3 * n).to(tl.float64)
     y = tl.load(xyz + 3 * n + 1).to(tl.float64)
     z = tl.load(xyz + 3 * n + 2).to(tl.float64)
@@ -128,8 +136,10 @@ def _atom(
     ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r, measures + 6, nx, usable)
     ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r, measures + 7, ny, usable)
     az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r, measures + 8, nz, usable)
-    square = r * r * (1 + _SLACK)
-    return usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z
+    limit, begin_x = (r * r * (1 + _SLACK)).to(FLOAT), (low_x - ax).to(FLOAT)
+    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
+    box = (ay, az, low_y, high_y, low_z, high_z)
+    return n, usable, limit, begin_x, low_x, high_x, box, pairs
 
 
 @triton.jit
@@ -207,11 +217,9 @@ def _rest(form, y, z):
 
 
 @triton.jit
-def _pairs(
-    first, ay, az, low_y, high_y, low_z, high_z, ny, nz,
-    QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr,
-):  # fmt: skip
+def _pairs(first, box, ny, nz, QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr):
     """Return voxels of pairs from `first` on: whether in the box, vectors, and place in the map."""
+    ay, az, low_y, high_y, low_z, high_z = box
     fours = _fours_up_to(low_z, QUAD)
     count = tl.maximum(_fours_up_to(high_z, QUAD) - fours + 1, 1)
     pair = first + tl.arange(0, PAIRS)[:, None]
@@ -271,13 +279,9 @@ def _splat(
     PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Add an atom to the map."""
-    n = tl.program_id(0).to(tl.int64)
-    if order is not None:
-        n = tl.load(order + tl.program_id(0)).to(tl.int64)
-        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    _usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
-        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
-        ANISOTROPIC, QUAD,
+    n, _usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
+        ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(FLOAT)
     step = _nine(steps)
@@ -288,16 +292,11 @@ def _splat(
         norms = norms + (norm.to(FLOAT) * occ,)
         rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms = forms + (_floats(form, FLOAT),)
-    limit = square.to(FLOAT)
-    begin_x = (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
     first = 0
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
     while first < pairs:
-        live, dy, dz, at = _pairs(
-            first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
-        )
+        live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
         shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         x = low_x
@@ -328,23 +327,16 @@ def _splat_vjp(
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
-    n = tl.program_id(0).to(tl.int64)
-    if order is not None:
-        n = tl.load(order + tl.program_id(0)).to(tl.int64)
-        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
-        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
-        ANISOTROPIC, QUAD,
+    n, usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
+        ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
-    limit = square.to(FLOAT)
-    begin_x = (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
-    zero = square * 0.0
+    zero = limit.to(tl.float64) * 0.0
     total, by_x, by_y, by_z = zero, zero, zero, zero
     by_b = (zero, zero, zero, zero, zero, zero)
     # Isotropic Gaussians share moments; every anisotropic Gaussian has its own.
@@ -361,9 +353,7 @@ def _splat_vjp(
         mx, my, mz, mb, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m, m
         first = 0
         while first < pairs:
-            live, dy, dz, at = _pairs(
-                first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
-            )
+            live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
             shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
             parts, shifts = _parts(
                 norms, rates, forms, dy, dz, flat, 1 if ANISOTROPIC else G, ANISOTROPIC, UPRIGHT
@@ -567,13 +557,9 @@ def _splat_change(
     PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Add an atom's change along tangents to the map's."""
-    n = tl.program_id(0).to(tl.int64)
-    if order is not None:
-        n = tl.load(order + tl.program_id(0)).to(tl.int64)
-        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    _usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
-        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
-        ANISOTROPIC, QUAD,
+    n, _usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
+        ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -586,16 +572,11 @@ def _splat_change(
         )  # fmt: skip
         norms, rates = norms + (norm.to(FLOAT),), rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms, ps, qs, Ss = forms + (_floats(form, FLOAT),), ps + (p,), qs + (q,), Ss + (S,)
-    limit = square.to(FLOAT)
-    begin_x = (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
     first = 0
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
     while first < pairs:
-        live, dy, dz, at = _pairs(
-            first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
-        )
+        live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
         shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         starts, slopes = (), ()
@@ -633,13 +614,9 @@ def _isotropic_second(
 
     With t the tangent of xyz, a Gaussian e with P = r changes by d = p + q t·w + u w·w times e.
     """
-    n = tl.program_id(0).to(tl.int64)
-    if order is not None:
-        n = tl.load(order + tl.program_id(0)).to(tl.int64)
-        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
-        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
-        ANISOTROPIC, QUAD,
+    n, usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
+        ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -659,18 +636,13 @@ def _isotropic_second(
         qs, us = qs + ((2 * share * r).to(FLOAT),), us + ((share * gamma[0]).to(FLOAT),)
         own = ((tA - A * nu).to(FLOAT), (2 * A * r).to(FLOAT), (A * gamma[0]).to(FLOAT))
         os = os + (own,)
-    limit = square.to(FLOAT)
-    begin_x = (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
     mx = tl.zeros((PAIRS, QUAD), FLOAT)
     my, mz, mt, mb, mo = mx, mx, mx, mx, mx
     first = 0
     while first < pairs:
-        live, dy, dz, at = _pairs(
-            first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
-        )
+        live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
         shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         along_yz = vy * dy + vz * dz
@@ -740,23 +712,16 @@ def _contract(
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, CHANGING: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, of the map or of its change, from moments of every Gaussian."""
-    n = tl.program_id(0).to(tl.int64)
-    if order is not None:
-        n = tl.load(order + tl.program_id(0)).to(tl.int64)
-        n = tl.minimum(tl.maximum(n, 0), tl.num_programs(0) - 1)
-    usable, square, ax, ay, az, low_x, high_x, low_y, high_y, low_z, high_z = _atom(
-        xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, n, nx, ny, nz, G,
-        ANISOTROPIC, QUAD,
+    n, usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
+        ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
-    limit = square.to(FLOAT)
-    begin_x = (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
     plane = tl.cast(ny, tl.int64) * (nz // QUAD)
     lane = tl.arange(0, QUAD)[None, :]
-    zero = square * 0.0
+    zero = limit.to(tl.float64) * 0.0
     total, by_x = zero, (zero, zero, zero)
     by_b = (zero, zero, zero, zero, zero, zero)
     for group in tl.static_range(G):
@@ -775,9 +740,7 @@ def _contract(
         u, ux, uy, uz, uxx, uyy, uzz, uxy, uxz, uyz = m, m, m, m, m, m, m, m, m, m
         first = 0
         while first < pairs:
-            live, dy, dz, at = _pairs(
-                first, ay, az, low_y, high_y, low_z, high_z, ny, nz, QUAD, PAIRS, FLOAT
-            )
+            live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
             shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
             parts, shifts = _parts(norms, rates, forms, dy, dz, flat, 1, ANISOTROPIC, UPRIGHT)
             if CHANGING:
