@@ -23,7 +23,7 @@ def _arguments(a: Any) -> tuple[Any, ...]:
     """Return the arguments that both passes share."""
     xyz, lattice = a.xyz, a.lattice
     return (
-        lattice.shape,
+        (*lattice.grid, lattice.start, lattice.stop - lattice.start),
         lattice.step,
         lattice.to_grid,
         lattice.measures,
@@ -55,7 +55,7 @@ def gaussian_density(a: Any, y: Any) -> None:
         return
     if a.clamp:
         a, _ = clamped(a)
-    if len(a.xyz):
+    if len(a.xyz) and y.map.size:
         _splat_of[a.xyz.dtype](*_arguments(a), None, y.map)
     else:
         y.map[...] = 0
@@ -76,7 +76,7 @@ def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
             ddmap[...] = 0
         return
     arguments = *_arguments(a), _tangents(a)
-    if ddmap is not None:
+    if ddmap is not None and ddmap.size:
         _splat_of[a.xyz.dtype](*arguments, ddmap)
     if any([gradient is not None for gradient in gradients]):
         dmap = np.ascontiguousarray(a.dmap)

@@ -407,11 +407,13 @@ ctypedef fused real:
     double
 
 # The grid: the metric |w|² in voxels, split by a Schur complement as for a Gaussian, and the largest
-# radius.
+# radius. The map has some of the cell's nx planes, from `start` on.
 cdef struct Grid:
     Py_ssize_t nx
     Py_ssize_t ny
     Py_ssize_t nz
+    Py_ssize_t start
+    Py_ssize_t planes
     double step[9]
     double metric[7]
     double largest
@@ -609,6 +611,11 @@ cdef void set_atom(
         reach = radius * sqrt(reach) * (1 + slack)
         atom.low[d] = <Py_ssize_t>ceil(atom.at[d] - reach)
         atom.high[d] = <Py_ssize_t>floor(atom.at[d] + reach)
+    # An atom that doesn't reach the map has no voxels.
+    size = wrapped(atom.low[0] - grid.start, grid.nx)
+    if size >= grid.planes and size + atom.high[0] - atom.low[0] < grid.nx:
+        atom.high[0] = atom.low[0] - 1
+        return
     for g in range(G):
         norm = gaussian(b, anisotropic, 1 if bare else amplitudes[g], widths[g], P)
         in_voxels(grid.step, P, form)
@@ -792,7 +799,7 @@ cdef void some_planes(
             d = t + G
         fresh = True
         for x in range(atom.low[0], atom.high[0] + 1):
-            plane = wrapped(x, grid.nx)
+            plane = wrapped(x - grid.start, grid.nx)
             if plane < low or plane >= high:
                 continue
             dx = x - atom.at[0]
@@ -842,13 +849,11 @@ cdef void some_planes(
 
 
 cdef inline void read_row(
-    const Grid* grid, Py_ssize_t x, Py_ssize_t y, Py_ssize_t first,
+    const Grid* grid, Py_ssize_t plane, Py_ssize_t y, Py_ssize_t first,
     Py_ssize_t length, const real* cotangent, real* values,
 ) noexcept nogil:
     """Copy a row of the map, wrapped around the cell."""
-    cdef const real* given = cotangent + (
-        wrapped(x, grid.nx) * grid.ny + wrapped(y, grid.ny)
-    ) * grid.nz
+    cdef const real* given = cotangent + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
     cdef Py_ssize_t z = wrapped(first, grid.nz), done = 0, take, k
     while done < length:
         take = min(length - done, grid.nz - z)
@@ -891,11 +896,11 @@ cdef void contract_separable(
     double* moments,
 ) noexcept nogil:
     """Write the moments of an isotropic atom if its factors are curves."""
-    cdef Py_ssize_t x, g, r, rows, begin, stop, low, n, first
+    cdef Py_ssize_t x, plane, g, r, rows, begin, stop, low, n, first
     cdef Py_ssize_t lanes = 64 // <Py_ssize_t>sizeof(real)
     cdef double left, half, centre
     cdef const double* form = grid.metric
-    cdef const real* end = cotangent + grid.nx * grid.ny * grid.nz
+    cdef const real* end = cotangent + grid.planes * grid.ny * grid.nz
     cdef int i, part
     cdef double dx, start
     cdef real* weights = scratch
@@ -912,16 +917,20 @@ cdef void contract_separable(
     cdef real* own
     cdef double s[5]
     cdef double* m
+    cdef bint fresh = True
     memset(sums, 0, MOMENTS // 2 * G * lanes * sizeof(real))
     rows = atom.high[1] - atom.low[1] + 1
     for r in range(rows):
         ys[r] = <real>(atom.low[1] + r - atom.at[1])
     for x in range(atom.low[0], atom.high[0] + 1):
+        plane = wrapped(x - grid.start, grid.nx)
+        if plane >= grid.planes:
+            continue
         dx = x - atom.at[0]
         set_plane(
-            grid, atom, numbers, G, x, 1, x == atom.low[0], most, pitch, weights, curves, middle,
-            along_x,
+            grid, atom, numbers, G, x, 1, fresh, most, pitch, weights, curves, middle, along_x
         )
+        fresh = False
         rows_inside(grid, atom, dx, extents, extents + most, squares)
         # Only rows that meet the sphere, and the voxels between their ends, or one more.
         left = atom.square - (form[2] - form[3] * form[3] / form[4]) * dx * dx
@@ -939,7 +948,7 @@ cdef void contract_separable(
             continue
         first, start = low - atom.low[2], low - atom.at[2] + dx * form[5]
         read_plane(
-            cotangent + wrapped(x, grid.nx) * grid.ny * grid.nz, end, grid.ny, grid.nz,
+            cotangent + plane * grid.ny * grid.nz, end, grid.ny, grid.nz,
             wrapped(atom.low[1] + begin, grid.ny), stop - begin, extents + begin,
             extents + most + begin, low, n, values, pitch,
         )
@@ -987,7 +996,7 @@ cdef void contract_rows(
     Py_ssize_t pitch, double* moments,
 ) noexcept nogil:
     """Write the moments of any atom."""
-    cdef Py_ssize_t x, y, g, r, rows, first, length
+    cdef Py_ssize_t x, plane, y, g, r, rows, first, length
     cdef int i, j, part
     cdef double dx, dy
     cdef real* q = scratch
@@ -1003,6 +1012,9 @@ cdef void contract_rows(
     cdef double* m
     memset(moments, 0, MOMENTS * G * sizeof(double))
     for x in range(atom.low[0], atom.high[0] + 1):
+        plane = wrapped(x - grid.start, grid.nx)
+        if plane >= grid.planes:
+            continue
         dx = x - atom.at[0]
         rows_inside(grid, atom, dx, extents, extents + most, zs)
         rows = 0
@@ -1022,7 +1034,7 @@ cdef void contract_rows(
             memset(
                 values + rows * pitch + length // LANES * LANES, 0, LANES * sizeof(real)
             )
-            read_row(grid, x, y, first, length, cotangent, values + rows * pitch)
+            read_row(grid, plane, y, first, length, cotangent, values + rows * pitch)
             rows = rows + 1
         for g in range(G):
             memset(s, 0, sizeof(s))
@@ -1225,7 +1237,7 @@ cdef Grid grid_of(shape, const double* step, double largest):
     cdef double unit[6]
     cdef double form[6]
     cdef int i
-    grid.nx, grid.ny, grid.nz = shape
+    grid.nx, grid.ny, grid.nz, grid.start, grid.planes = shape
     for i in range(9):
         grid.step[i] = step[i]
     grid.largest = largest
@@ -1407,29 +1419,34 @@ cdef bytearray scratch_of(
 
 
 cdef inline Py_ssize_t slabs_reached(
-    const Atom* atom, Py_ssize_t planes, Py_ssize_t slab, Py_ssize_t slabs, Py_ssize_t* first
+    const SetUp* call, const Atom* atom, Py_ssize_t slab, Py_ssize_t slabs, Py_ssize_t* first
 ) noexcept nogil:
     """Return the number of slabs that an atom reaches, from the first on and wrapped around."""
-    cdef Py_ssize_t apart
+    cdef Py_ssize_t apart, planes = call.grid.nx, start = call.grid.start
     if atom.high[0] < atom.low[0]:
         return 0
-    first[0] = wrapped(atom.low[0], planes) // slab
+    first[0] = wrapped(atom.low[0] - start, planes) // slab
     if atom.high[0] - atom.low[0] + slab >= planes:
         return slabs
-    apart = wrapped(atom.high[0], planes) // slab - first[0]
+    apart = wrapped(atom.high[0] - start, planes) // slab - first[0]
     return (apart if apart >= 0 else apart + slabs) + 1
 
 
 cdef void count_listed(
     const SetUp* call, Py_ssize_t slab, Py_ssize_t slabs, long long* pointers
 ) noexcept nogil:
-    """Write the start of every slab's atoms in the list."""
-    cdef Py_ssize_t n, k, first = 0
+    """Write the start of every slab's atoms in the list.
+
+    The map has the first `slabs` of the slabs that make up the cell from `start` on.
+    """
+    cdef Py_ssize_t n, k, s, first = 0, all_slabs = (call.grid.nx + slab - 1) // slab
     for k in range(slabs + 1):
         pointers[k] = 0
     for n in range(call.count):
-        for k in range(slabs_reached(call.atoms + n, call.grid.nx, slab, slabs, &first)):
-            pointers[(first + k) % slabs + 1] += 1
+        for k in range(slabs_reached(call, call.atoms + n, slab, all_slabs, &first)):
+            s = (first + k) % all_slabs
+            if s < slabs:
+                pointers[s + 1] += 1
     for k in range(slabs):
         pointers[k + 1] += pointers[k]
 
@@ -1440,19 +1457,21 @@ cdef void list_atoms(
 ) noexcept nogil:
     """List the atoms that reach every slab, in their order."""
     cdef long long at[SLABS]
-    cdef Py_ssize_t n, k, s, first = 0
+    cdef Py_ssize_t n, k, s, first = 0, all_slabs = (call.grid.nx + slab - 1) // slab
     for s in range(slabs):
         at[s] = pointers[s]
     for n in range(call.count):
-        for k in range(slabs_reached(call.atoms + n, call.grid.nx, slab, slabs, &first)):
-            s = (first + k) % slabs
-            listed[at[s]] = n
-            at[s] += 1
+        for k in range(slabs_reached(call, call.atoms + n, slab, all_slabs, &first)):
+            s = (first + k) % all_slabs
+            if s < slabs:
+                listed[at[s]] = n
+                at[s] += 1
 
 
 def splat(
-    # IN: a lattice, of float64; b (N,) or (N, 6); and of float64 (N, G), (N, G), (N,); and None, or
-    # tangents of the five arrays of atoms, of float64, along which `out` is the map's derivative
+    # IN: the grid's shape with the map's first plane and number of planes; a lattice, of float64; b (N,)
+    # or (N, 6); and of float64 (N, G), (N, G), (N,); and None, or tangents of the five arrays of atoms,
+    # of float64, along which `out` is the map's derivative
     shape,
     step,
     to_grid,
@@ -1479,8 +1498,8 @@ def splat(
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
     cdef Py_ssize_t products = G if tangents is None else 2 * G
-    cdef Py_ssize_t slab = (given.grid.nx + SLABS - 1) // SLABS
-    cdef Py_ssize_t slabs = (given.grid.nx + slab - 1) // slab
+    cdef Py_ssize_t slab = (given.grid.planes + SLABS - 1) // SLABS
+    cdef Py_ssize_t slabs = (given.grid.planes + slab - 1) // slab
     cdef long long pointers[SLABS + 1]
     with nogil:
         count_listed(&given, slab, slabs, pointers)

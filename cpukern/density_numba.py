@@ -118,6 +118,7 @@ def _set_up(
     to_grid,
     measures,
     shape,
+    planes,
     bare,
     at,
     box,
@@ -126,9 +127,10 @@ def _set_up(
     share,
     forms,
 ):
-    """Write atoms' positions, in voxels, their boxes and Gaussians; a bad atom's box is empty.
+    """Write atoms' positions, in voxels, their boxes and Gaussians.
 
-    `sizes` are the numbers of voxels in a plane of the box and in the box. Bare Gaussians are of
+    The box is empty of a bad atom, and of one that doesn't reach the map's `planes`, the first and
+    their number. `sizes` are the numbers of voxels in a plane of the box and in the box. Bare Gaussians are of
     one electron.
     """
     for a in range(low, high):
@@ -145,8 +147,12 @@ def _set_up(
             far = reach * measures[6 + d] * (1 + SLACK)
             at[a, d] = x
             box[a, d, 0], box[a, d, 1] = math.ceil(x - far), math.floor(x + far)
+        extent, first = box[a, 0, 1] - box[a, 0, 0] + 1, (box[a, 0, 0] - planes[0]) % shape[0]
+        if first >= planes[1] and first + extent <= shape[0] or not planes[1]:
+            box[a, 0, 1] = box[a, 0, 0] - 1
+            continue
         sizes[a, 0] = (box[a, 1, 1] - box[a, 1, 0] + 1) * (box[a, 2, 1] - box[a, 2, 0] + 1)
-        sizes[a, 1] = (box[a, 0, 1] - box[a, 0, 0] + 1) * sizes[a, 0]
+        sizes[a, 1] = extent * sizes[a, 0]
         for g in range(widths.shape[1]):
             amplitude = 1.0 if bare else np.float64(amplitudes[a, g])
             if b.shape[1] == 1:
@@ -205,10 +211,10 @@ def _intersect(corner, across, along, z, first, last, square, low, high):
 
 
 @jit
-def _add_plane(plane, at, box, square, step, shape, spans, w, lines, voxels, count):
+def _add_plane(plane, own, at, box, square, step, shape, spans, w, lines, voxels, count):
     """Append the voxels and the lines of a plane of an atom's box; return their numbers.
 
-    A line is (first voxel of the row, first z, voxels); it may go around the cell several times.
+    It is plane `own` of the map. A line is (first voxel of the row, first z, voxels); it may go around the cell several times.
     """
     down, across, along = (
         (step[0, 0], step[1, 0], step[2, 0]),
@@ -219,7 +225,7 @@ def _add_plane(plane, at, box, square, step, shape, spans, w, lines, voxels, cou
     corner = _along(_along((0.0, 0.0, 0.0), plane - at[0], down), first - at[1], across)
     lows, highs = spans[0, : box[1, 1] - first + 1], spans[1, : box[1, 1] - first + 1]
     _intersect(corner, across, along, at[2], box[2, 0], box[2, 1], square, lows, highs)
-    rows, row = (plane % shape[0]) * shape[1], first % shape[1]
+    rows, row = own * shape[1], first % shape[1]
     for j in range(len(lows)):
         low, high = lows[j], highs[j]
         line = _along(corner, j, across)
@@ -494,6 +500,7 @@ def _slabs(
     changes,
     step,
     shape,
+    planes,
     most,
     out,
 ):
@@ -501,15 +508,17 @@ def _slabs(
     spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     size = shape[1] * shape[2]
     for s in range(low, high):
-        first, last = s * slab, min((s + 1) * slab, shape[0])
+        first, last = s * slab, min((s + 1) * slab, planes[1])
         out[first * size : last * size] = 0
         for i in range(ptr[s], ptr[s + 1]):
             a = atoms[i]
             voxels = count = 0
             for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
-                if first <= plane % shape[0] < last:
+                own = (plane - planes[0]) % shape[0]
+                if first <= own < last:
                     voxels, count = _add_plane(
                         plane,
+                        own,
                         at[a],
                         box[a],
                         square[a],
@@ -546,6 +555,7 @@ def _atoms(
     changes,
     step,
     shape,
+    planes,
     most,
     amplitudes,
     along,
@@ -567,9 +577,22 @@ def _atoms(
         moments[:] = 0
         voxels = count = 0
         for plane in range(box[a, 0, 0], box[a, 0, 1] + 1):
-            voxels, count = _add_plane(
-                plane, at[a], box[a], square[a], step, shape, spans, w, lines, voxels, count
-            )
+            own = (plane - planes[0]) % shape[0]
+            if own < planes[1]:
+                voxels, count = _add_plane(
+                    plane,
+                    own,
+                    at[a],
+                    box[a],
+                    square[a],
+                    step,
+                    shape,
+                    spans,
+                    w,
+                    lines,
+                    voxels,
+                    count,
+                )
             if voxels < _BATCH and plane < box[a, 0, 1]:
                 continue
             v = 0
@@ -669,20 +692,25 @@ def _write_second(moments, out):
 
 
 @jit
-def _bin(box, planes, slab, ends, atoms):
-    """Count the atoms of every slab in `ends`, or list the atoms from these positions on."""
-    slabs = len(ends)
+def _bin(box, size, start, slab, ends, atoms):
+    """Count the atoms of every slab in `ends`, or list the atoms from these positions on.
+
+    The slabs begin with plane `start`; of those that make up the cell, the map has the first ones.
+    """
+    slabs = -(-size // slab)
     for a in range(len(box)):
-        count = min(box[a, 0, 1] - box[a, 0, 0] + 1, planes)
+        count = min(box[a, 0, 1] - box[a, 0, 0] + 1, size)
         if count <= 0:
             continue
-        first = box[a, 0, 0] % planes
+        first = (box[a, 0, 0] - start) % size
         last = first + count - 1
         own = first // slab
         # Wrap around the cell at most once.
-        stop = min(last, planes - 1) // slab + 1 + max(0, min((last - planes) // slab + 1, own))
+        stop = min(last, size - 1) // slab + 1 + max(0, min((last - size) // slab + 1, own))
         for s in range(own, stop):
             s = s if s < slabs else s - slabs
+            if s >= len(ends):
+                continue
             if len(atoms):
                 atoms[ends[s]] = a
             ends[s] += 1
@@ -699,7 +727,8 @@ def _prepare(
     at, box, sizes = np.empty((count, 3)), np.empty((count, 3, 2), np.int64), np.empty((count, 2))
     square, share = np.empty((2, count))
     forms = np.empty((count, gaussians, 1 + b.shape[1]))
-    lattice_of = lattice.to_grid, lattice.measures, lattice.shape
+    planes = lattice.start, lattice.stop - lattice.start
+    lattice_of = lattice.to_grid, lattice.measures, lattice.grid, planes
     arguments = *given, *lattice_of, bare, at, box, sizes, square, share, forms
     in_parallel(lambda low, high: _set_up(low, high, *arguments), count, _ATOMS)
     changes = None
@@ -713,7 +742,7 @@ def _prepare(
     costs = 0.5 * gaussians * sizes[:, 1]
     return (
         (at, box, square, share, forms, changes),
-        (lattice.step, lattice.shape, most),
+        (lattice.step, lattice.grid, planes, most),
         costs,
     )
 
@@ -731,15 +760,17 @@ def _tangents(a: Any) -> tuple[np.ndarray, ...]:
 
 def _splat(a: Any, prepared: Any, out: np.ndarray) -> None:
     """Write the map, or its derivative along tangents."""
+    if not out.size:
+        return
     atoms, space, costs = prepared
-    box, planes = atoms[1], a.lattice.nx
+    planes, ring = len(out), (atoms[1], a.lattice.nx, a.lattice.start)
     slab = max(1, min(_SLAB // out[0].nbytes, planes // (_SLABS * get_num_threads())))
     slabs = -(-planes // slab)
     counts = np.zeros(slabs, np.int64)
-    _bin(box, planes, slab, counts, np.empty(0, np.int64))
+    _bin(*ring, slab, counts, np.empty(0, np.int64))
     ptr = np.concatenate([[0], np.cumsum(counts)])
     listed = np.empty(ptr[-1], np.int64)
-    _bin(box, planes, slab, ptr[:-1].copy(), listed)
+    _bin(*ring, slab, ptr[:-1].copy(), listed)
     # Clearing a voxel costs a 16th of an exponential.
     ends = ptr * (costs.sum() / max(len(listed), 1))
     ends += np.arange(slabs + 1) * (slab * out[0].size / 16)

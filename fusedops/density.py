@@ -32,7 +32,7 @@ from fusedops._frame.check import (
     warn,
 )
 from fusedops._frame.op import Made, op, to_run
-from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.primitive import Primitive
 
 __all__ = ["Lattice", "atom_radius", "bad_atoms"]
@@ -81,6 +81,8 @@ class Lattice(Packed):
     Attributes
     ----------
     shape : tuple of int
+        The map's: as given, or with fewer planes along the first axis, see `slab`.
+    grid : tuple of int
         As given.
     device : str
         ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
@@ -104,9 +106,10 @@ class Lattice(Packed):
     # step (3, 3): columns from a voxel to the next; to_grid: its inverse. measures (10,): c, yy,
     # yz, zz, u, v of the squared length c (x + u y + v z)² + yy y² + 2 yz y z + zz z²; for each
     # axis the most voxels that 1 Å reaches; the largest radius. oblique: whether the steps along y
-    # and z are not at right angles; skewed: whether any two steps are not.
+    # and z are not at right angles; skewed: whether any two steps are not. The map has the planes
+    # from start to stop of the nx of the cell.
     _fields = ("step", "to_grid", "measures")
-    _sizes = ("nx", "ny", "nz", "oblique", "skewed")
+    _sizes = ("nx", "ny", "nz", "oblique", "skewed", "start", "stop")
     _given = ("cell",)
     _options = ("nx", "ny", "nz")
 
@@ -132,6 +135,8 @@ class Lattice(Packed):
             nz=nz,
             oblique=int(yz),
             skewed=int(xy or xz or yz),
+            start=0,
+            stop=nx,
         )
 
     @classmethod
@@ -142,12 +147,69 @@ class Lattice(Packed):
     @classmethod
     def foresee(cls, cell: Any, *, nx: int, ny: int, nz: int) -> dict[str, Any]:
         """Return the sizes that don't depend on the tensor's values."""
-        return {"nx": nx, "ny": ny, "nz": nz}
+        return {"nx": nx, "ny": ny, "nz": nz, "start": 0, "stop": nx}
+
+    @outside_of_graphs
+    def slab(self, start: int, stop: int) -> Lattice:
+        """Return the lattice of some planes of the map, which has no other voxels then.
+
+        Parameters
+        ----------
+        start, stop : int
+            The planes `start` to `stop` - 1 along the first edge, counted in the whole grid;
+            0 <= start <= stop <= nx. Without a plane the map is empty.
+
+        Returns
+        -------
+        Lattice
+            Of the same cell and grid, on the same device, and of shape (stop - start, ny, nz).
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the planes aren't ints, or there are no such planes.
+
+        Notes
+        -----
+        With it `gaussian_density` draws the part of every atom, and of every image of it, that lies
+        in the slab: plane by plane the numbers of the whole map. A gradient is the slab's share of
+        the whole map's, and the sum over slabs that make up the cell is all of it.
+
+        Examples
+        --------
+        >>> import numpy as np, fusedops
+        >>> lattice = fusedops.Lattice(np.diag([10.0, 20.0, 30.0]), (20, 40, 60))
+        >>> lattice.slab(5, 12).shape
+        (7, 40, 60)
+        """
+        name = "Lattice.slab"
+        start, stop = size(name, "start", start), size(name, "stop", stop)
+        if start > self.nx:
+            raise ValueError(f"{name}: start is {start}; it should be at most {self.nx}, nx")
+        if not start <= stop <= self.nx:
+            raise ValueError(
+                f"{name}: stop is {stop}; it should be from {start}, start, to {self.nx}, nx"
+            )
+        arrays = zip(self._fields, self.arrays(), strict=True)
+        sizes = zip(self._sizes, self.sizes(), strict=True)
+        slab = Lattice.__new__(Lattice)
+        slab._hold(**dict(arrays), **{**dict(sizes), "start": start, "stop": stop})
+        return slab
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The number of voxels along each edge of the cell."""
+        return self.nx, self.ny, self.nz
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The number of voxels along each edge."""
-        return self.nx, self.ny, self.nz
+        """The number of voxels of the map along each axis."""
+        return self.stop - self.start, self.ny, self.nz
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the map has all planes of the cell."""
+        return self.shape == self.grid
 
     @property
     def largest_radius(self) -> float:
@@ -155,7 +217,8 @@ class Lattice(Packed):
         return float(self.measures[9])
 
     def __repr__(self) -> str:
-        return f"Lattice({self.nx} × {self.ny} × {self.nz} voxels, on {self.device})"
+        planes = "" if self.is_whole else f", planes {self.start} to {self.stop - 1}"
+        return f"Lattice({self.nx} × {self.ny} × {self.nz} voxels{planes}, on {self.device})"
 
 
 def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
@@ -610,15 +673,16 @@ def clamping(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 def _ball(xyz: Any, radius: Any, lattice: Lattice, part: tuple[int, int]) -> tuple[Any, Any, Any]:
     """Return for every atom's box flat voxel indices, vectors from the atom, and a mask, inside.
 
-    The box lies around the atom, and may be larger than the grid: indices are wrapped. `part` is
-    the number of a part of the box, whose planes are split into so many.
+    The box lies around the atom, and may be larger than the grid: indices are wrapped. Voxels
+    beyond the lattice's slab aren't inside. `part` is the number of a part of the box, whose planes
+    are split into so many.
     """
     xp = namespace(xyz)
     fields = lattice.fields_like(xyz)
     step, to_grid, measures = (
         cast(array, xyz) for array in (fields.step, fields.to_grid, fields.measures)
     )
-    n = np.array(lattice.shape, xyz.dtype) if xp is np else step.new_tensor(lattice.shape)
+    n = np.array(lattice.grid, xyz.dtype) if xp is np else step.new_tensor(lattice.grid)
     at = xyz @ to_grid.T
     cells = xp.floor(at / n) * n
     at = at - (cells.detach() if is_tensor(xyz) else cells)
@@ -634,13 +698,17 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice, part: tuple[int, int]) -> tup
     ]
     flat: Any = 0
     spread = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
-    for d, axis in enumerate(axes):
-        flat = flat * lattice.shape[d] + (axis % n[d])[spread[d]]
+    planes = axes[0] % n[0] - lattice.start
+    here = (planes >= 0) & (planes < lattice.stop - lattice.start)
+    rows = xp.where(here, planes, xp.zeros_like(planes)), axes[1] % n[1], axes[2] % n[2]
+    for d, row in enumerate(rows):
+        flat = flat * lattice.shape[d] + row[spread[d]]
     x, y, z = (
         (axis - at[:, d, None])[spread[d]][..., None] * step[:, d] for d, axis in enumerate(axes)
     )
     w = x + y + z
     inside = (w * w).sum(-1) <= (radius * radius * (1 + SLACK))[:, None, None, None]
+    inside = inside & here[spread[0]]
     count = len(at)
     return flat.reshape(count, -1), w.reshape(count, -1, 3), inside.reshape(count, -1)
 
@@ -651,6 +719,8 @@ def _chunks(arrays: Sequence[Any], radius: Any, more: Sequence[Any], lattice: La
     The boxes of many atoms are taken at a time, or a large one in parts: see `_ball`.
     """
     xp = namespace(arrays[0])
+    if lattice.start == lattice.stop:
+        return
     radius = cast(radius, arrays[0])
     good = ~bad_atoms(*(*arrays, radius), lattice=lattice)
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
@@ -1017,7 +1087,8 @@ def gaussian_density(
         B of these Gaussians, Å².
     cell : array (3, 3), or Lattice
         The matrix from fractional to Cartesian coordinates, Å; or a lattice made once for many
-        calls, which takes the place of grid_shape too. Reading a tensor on a GPU waits for the GPU.
+        calls, which takes the place of grid_shape too, and may be of some planes alone
+        (`Lattice.slab`). Reading a tensor on a GPU waits for the GPU.
     grid_shape : (int, int, int)
         The number of voxels along each edge of the cell.
     radius : float, or array or tensor (N,), optional
@@ -1040,7 +1111,7 @@ def gaussian_density(
     Returns
     -------
     array or tensor (nx, ny, nz)
-        The map: electrons/Å³ for X-rays. In the dtype to which xyz, b and occupancy promote.
+        The map, or its planes of a slab: electrons/Å³ for X-rays. In the dtype to which xyz, b and occupancy promote.
 
     Notes
     -----
@@ -1095,8 +1166,8 @@ def gaussian_density(
     else:
         in_radius = _in(dtype, _constant(name, "radius", radius))
     if isinstance(cell, Lattice):
-        if grid_shape is not None and tuple(grid_shape) != cell.shape:
-            raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.shape}")
+        if grid_shape is not None and tuple(grid_shape) != cell.grid:
+            raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.grid}")
         lattice = cell
         same_device(name, "cell", lattice.device, "xyz", device_of(xyz))
     else:

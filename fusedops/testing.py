@@ -620,6 +620,7 @@ def _density_cases() -> list[Case]:
         bad: bool = False,
         clamp: int = 0,
         along: int = 5,
+        slab: tuple[int, int] | None = None,
         terms: int = 2048,
     ) -> None:
         def make(
@@ -645,9 +646,10 @@ def _density_cases() -> list[Case]:
             elif clamp:
                 b[:3] -= 20.0, 50.0, 99.0
             lattice = Lattice(matrix, shape)
+            lattice = lattice if slab is None else lattice.slab(*slab)
             if order == 0:
                 return atoms, (far, lattice, clamp)
-            arrays: tuple[np.ndarray | None, ...] = (*atoms, rng.normal(size=shape))
+            arrays: tuple[np.ndarray | None, ...] = (*atoms, rng.normal(size=lattice.shape))
             if order == 2:
                 # U is about a fiftieth of B.
                 scales = 1, 0.02 if anisotropic else 1, 1, 1, 1
@@ -681,6 +683,10 @@ def _density_cases() -> list[Case]:
     # Only tails of Gaussians, in which rounding of large exponents counts.
     add("one-voxel", 4, triclinic, (1, 1, 1), 9.0, terms=32000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
+    add("slab", 3, orthogonal, (9, 6, 8), 2.2, slab=(6, 8))
+    # Fewer voxels even out fewer roundings.
+    add("slab-of-images", 2, small, (5, 3, 2), 4.0, slab=(1, 4), terms=16384)
+    add("no-planes", 2, triclinic, (4, 5, 6), 2.0, slab=(4, 4))
     return cases
 
 

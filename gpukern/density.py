@@ -1,7 +1,8 @@
 """The density of atoms on the GPU: a program per atom, which walks over the planes of its box.
 
 A program takes some pairs of a row and of four voxels along z, which lie together in memory where
-the grid allows, and walks along x with them: all that depends on y and z is computed before. A form
+the grid allows, and walks along x with them, from the first plane where one of them is in the
+sphere to the last: all that depends on y and z is computed before. A form
 is written as c (x + u y + v z)² and a rest. Where the cell has right angles, an isotropic atom's
 Gaussians are products of factors, and no exponential of the voxels is left in the loop. Additions
 to the map are atomic, in an order that changes from run to run; torch's own operations serve where
@@ -32,8 +33,8 @@ from fusedops.density import density as definition
 from fusedops.density import density_vjp_vjp as derivative
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
-# Voxels that a program takes at a time, in either kernel, and its warps.
-_VOXELS, _VOXELS_BACK, _WARPS = 128, 128, 1
+# Voxels that a program takes at a time, and its warps.
+_VOXELS, _WARPS = 128, 1
 
 _PI = tl.constexpr(3.141592653589793)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -95,13 +96,14 @@ def _nine(pointer):
 
 @triton.jit
 def _atom(
-    order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz,
-    G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr, FLOAT: tl.constexpr,
+    order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
+    planes, G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Return the program's atom, whether it has a density, its squared radius, and its box.
 
-    The box is the vector from the atom to the first plane, the first and the last plane, the
-    atom's place along y and z with the first and last voxels there, and the number of pairs.
+    The box is its first plane; the vector from the atom to that plane, the number of planes behind
+    it, the atom's place along y and z with the first and last voxels there; and the number of
+    pairs.
     """
     n = tl.program_id(0).to(tl.int64)
     if order is not None:
@@ -136,10 +138,13 @@ def _atom(
     ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r, measures + 6, nx, usable)
     ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r, measures + 7, ny, usable)
     az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r, measures + 8, nz, usable)
+    # An atom that doesn't reach the map has no rows.
+    first = _wrapped(low_x - start, nx)
+    high_y = tl.where((first < planes) | (first + high_x - low_x >= nx), high_y, low_y - 1)
     limit, begin_x = (r * r * (1 + _SLACK)).to(FLOAT), (low_x - ax).to(FLOAT)
     pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
-    box = (ay, az, low_y, high_y, low_z, high_z)
-    return n, usable, limit, begin_x, low_x, high_x, box, pairs
+    box = (begin_x, high_x - low_x, ay, az, low_y, high_y, low_z, high_z)
+    return n, usable, limit, low_x, box, pairs
 
 
 @triton.jit
@@ -217,22 +222,58 @@ def _rest(form, y, z):
 
 
 @triton.jit
-def _pairs(first, box, ny, nz, QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr):
-    """Return voxels of pairs from `first` on: whether in the box, vectors, and place in the map."""
-    ay, az, low_y, high_y, low_z, high_z = box
+def _pairs(
+    first, limit, metric, low_x, box, nx, ny, nz, start,
+    QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Return voxels of pairs from `first` on, and the planes where any of them is in the sphere.
+
+    They are the parts of vectors along y and z, and what follows from these: the shift along x, the
+    squared distance, the same less the limit, and the place in a plane of the map. The planes are
+    the first and the last, counted in the box, and the first one's place in the map.
+    """
+    begin_x, behind, ay, az, low_y, high_y, low_z, high_z = box
     fours = _fours_up_to(low_z, QUAD)
     count = tl.maximum(_fours_up_to(high_z, QUAD) - fours + 1, 1)
-    pair = first + tl.arange(0, PAIRS)[:, None]
+    pair = first + tl.arange(0, PAIRS)[None, :]
     row = pair // count
     y = low_y + row
     four = fours + pair - row * count
-    z = four * QUAD + tl.arange(0, QUAD)[None, :]
-    # The box may end before the sphere does.
-    live = (y <= high_y) & (z >= low_z) & (z <= high_z)
+    z = four * QUAD + tl.arange(0, QUAD)[:, None]
     dy = (low_y - ay).to(FLOAT) + row.to(FLOAT)
     dz = (fours * QUAD - az).to(FLOAT) + (z - fours * QUAD).to(FLOAT)
     at = _wrapped(y, ny).to(tl.int64) * (nz // QUAD) + _wrapped(four, nz // QUAD)
-    return live, dy, dz, at
+    shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+    # The box may end before the sphere does.
+    live = (y <= high_y) & (z >= low_z) & (z <= high_z)
+    beyond = tl.where(live, flat - limit, float("inf"))
+    # The point of a pair that is nearest to the x axis bounds all of it. Rounding must not lose a
+    # voxel; each is tested later.
+    begin_z, middle = (
+        (fours * QUAD - az).to(FLOAT) + ((four - fours) * QUAD).to(FLOAT),
+        0.5 * QUAD - 0.5,
+    )
+    nearest = tl.maximum(tl.minimum(-metric[2] / metric[3] * dy, begin_z + 2 * middle), begin_z)
+    left = limit - _rest(metric, dy, nearest)
+    half = tl.sqrt(tl.maximum(left, 0.0) / metric[0]) * (1 + _SLACK) + 0.01
+    half += tl.abs(metric[5]) * middle
+    centre = -begin_x - metric[4] * dy - metric[5] * (begin_z + middle)
+    some = (left >= 0) & (y <= high_y)
+    low = tl.max(tl.where(some, half - centre, float("-inf")))
+    low = tl.maximum(tl.ceil(-low), 0.0)
+    high = tl.floor(tl.max(tl.where(some, centre + half, -1.0)))
+    low = tl.minimum(low, (behind + 1).to(FLOAT)).to(tl.int32)
+    high = tl.minimum(tl.minimum(high, behind.to(FLOAT)).to(tl.int32), behind)
+    return dy, dz, shift, flat, beyond, at, low, high, _wrapped(low_x + low - start, nx)
+
+
+@triton.jit
+def _plane(t, c, beyond, at, place, planes, size, QUAD: tl.constexpr):
+    """Return whether voxels are in the sphere, whether any of a pair is, and their places."""
+    beyond = beyond + c * t * t
+    lane = tl.arange(0, QUAD)[:, None]
+    there = (tl.min(beyond, axis=0, keep_dims=True) <= 0) & (place < planes) & (lane < QUAD)
+    return beyond <= 0, there, (at + place * size) * QUAD + lane
 
 
 @triton.jit
@@ -260,28 +301,66 @@ def _parts(
 @triton.jit
 def _density(
     norms, rates, forms, parts, shifts, dx, s, along,
-    g: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr,
+    g: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, BARE: tl.constexpr = False,
 ):  # fmt: skip
-    """Return a Gaussian's density where x is dx from the atom and the squared distance is s."""
+    """Return a Gaussian's density where x is dx from the atom and the squared distance is s.
+
+    A bare anisotropic Gaussian is without its norm.
+    """
     if UPRIGHT:
         return tl.exp2(-rates[g] * along) * parts[g]
     elif ANISOTROPIC:
         t = dx + shifts[g]
-        return norms[g] * tl.exp2(-(parts[g] + (forms[g][0] * _LOG2_E) * t * t))
+        e = tl.exp2(-(parts[g] + (forms[g][0] * _LOG2_E) * t * t))
+        return e if BARE else norms[g] * e
     else:
         return norms[g] * tl.exp2(-rates[g] * s)
 
 
+@triton.jit
+def _nothing(PAIRS: tl.constexpr, FLOAT: tl.constexpr):
+    """Return ten sums of zero: over voxels times 1, w, and w wᵀ as xx, yy, zz, xy, xz, yz."""
+    m = tl.zeros((PAIRS,), FLOAT)
+    return m, m, m, m, m, m, m, m, m, m
+
+
+@triton.jit
+def _with_lines(m, line, dy, dz):
+    """Add to ten sums those over x, times 1, x and x², of lines at dy and dz."""
+    one, x, xx = line
+    y, z = one * dy, one * dz
+    return (
+        m[0] + tl.sum(one, axis=0),
+        m[1] + tl.sum(x, axis=0),
+        m[2] + tl.sum(y, axis=0),
+        m[3] + tl.sum(z, axis=0),
+        m[4] + tl.sum(xx, axis=0),
+        m[5] + tl.sum(y * dy, axis=0),
+        m[6] + tl.sum(z * dz, axis=0),
+        m[7] + tl.sum(x * dy, axis=0),
+        m[8] + tl.sum(x * dz, axis=0),
+        m[9] + tl.sum(y * dz, axis=0),
+    )
+
+
+@triton.jit
+def _cartesian(m, step):
+    """Return ten sums over the pairs, for w in Å: the first, a vector, and six elements."""
+    w = _turned_vector(step, (_sum(m[1]), _sum(m[2]), _sum(m[3])))
+    ww = (_sum(m[4]), _sum(m[5]), _sum(m[6]), _sum(m[7]), _sum(m[8]), _sum(m[9]))
+    return _sum(m[0]), w, _turned(_transposed(step), ww)
+
+
 def _splat(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures, out,
-    nx, ny, nz,
+    nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Add an atom to the map."""
-    n, _usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
-        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
-        ANISOTROPIC, QUAD, FLOAT,
+    n, _usable, limit, low_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
+        planes, G, ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(FLOAT)
     step = _nine(steps)
@@ -293,168 +372,189 @@ def _splat(
         rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms = forms + (_floats(form, FLOAT),)
     first = 0
-    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
-    lane = tl.arange(0, QUAD)[None, :]
+    size = tl.cast(ny, tl.int64) * (nz // QUAD)
     while first < pairs:
-        live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
-        shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        )
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
-        x = low_x
-        while x <= high_x:
-            dx = begin_x + (x - low_x).to(FLOAT)
+        while k <= last:
+            dx = box[0] + k.to(FLOAT)
             t = dx + shift
+            inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
             s = flat + metric[0] * t * t
-            inside = (s <= limit) & live
-            value = tl.zeros((PAIRS, QUAD), FLOAT)
+            value = tl.zeros((QUAD, PAIRS), FLOAT)
             for g in tl.static_range(G):
                 value += _density(
                     norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
                     ANISOTROPIC, UPRIGHT,
                 )  # fmt: skip
-            there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
-            place = (at + _wrapped(x, nx) * plane) * QUAD + lane
-            tl.atomic_add(out + place, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
-            x += 1
+            tl.atomic_add(out + to, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
+            k += 1
+            place = tl.where(place + 1 < nx, place + 1, 0)
         first += PAIRS
 
 
 def _splat_vjp(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
     cotangent, on_xyz, on_b, on_occupancy,
-    nx, ny, nz,
+    nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr,
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
-    """Write an atom's gradients, from moments of its Gaussians times the cotangent."""
-    n, usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
-        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
-        ANISOTROPIC, QUAD, FLOAT,
+    """Write an isotropic atom's gradients, from moments of its Gaussians times the cotangent."""
+    n, usable, limit, low_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
+        planes, G, ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
-    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
-    lane = tl.arange(0, QUAD)[None, :]
-    zero = limit.to(tl.float64) * 0.0
-    total, by_x, by_y, by_z = zero, zero, zero, zero
-    by_b = (zero, zero, zero, zero, zero, zero)
-    # Isotropic Gaussians share moments; every anisotropic Gaussian has its own.
-    for group in tl.static_range(G if ANISOTROPIC else 1):
-        norms, rates, forms = (), (), ()
-        for g in tl.static_range(1 if ANISOTROPIC else G):
-            norm, P, form = _gaussian(
-                b, amplitudes, widths, step, n, group + g, G, ANISOTROPIC, FLOAT
-            )
-            norms = norms + (norm.to(FLOAT),)
-            rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
-            forms = forms + (_floats(form, FLOAT),)
-        m = tl.zeros((PAIRS, QUAD), FLOAT)
-        mx, my, mz, mb, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m, m
-        first = 0
-        while first < pairs:
-            live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
-            shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
-            parts, shifts = _parts(
-                norms, rates, forms, dy, dz, flat, 1 if ANISOTROPIC else G, ANISOTROPIC, UPRIGHT
-            )
-            # Sums over x, which are multiplied by y and z once.
-            one = tl.zeros((PAIRS, QUAD), FLOAT)
-            by_dx, sharp = one, one
-            x = low_x
-            while x <= high_x:
-                dx = begin_x + (x - low_x).to(FLOAT)
-                t = dx + shift
-                s = flat + metric[0] * t * t
-                inside = (s <= limit) & live
-                there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
-                place = (at + _wrapped(x, nx) * plane) * QUAD + lane
-                value = tl.load(cotangent + place, mask=there, other=0.0)
-                value = tl.where(inside, value.to(FLOAT), 0.0)
-                if ANISOTROPIC:
-                    e = value * _density(
-                        norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, 0,
+    norms, rates, forms = (), (), ()
+    for g in tl.static_range(G):
+        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
+        norms = norms + (norm.to(FLOAT),)
+        rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
+        forms = forms + (_floats(form, FLOAT),)
+    size = tl.cast(ny, tl.int64) * (nz // QUAD)
+    m = tl.zeros((PAIRS,), FLOAT)
+    mx, my, mz, mb = m, m, m, m
+    first = 0
+    while first < pairs:
+        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        )
+        parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
+        # Sums over x, with the Gaussians' weights 1, r, and r² times the squared distance.
+        one = tl.zeros((QUAD, PAIRS), FLOAT)
+        sharp, by_dx, bent = one, one, one
+        while k <= last:
+            dx = box[0] + k.to(FLOAT)
+            t = dx + shift
+            inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
+            s = flat + metric[0] * t * t
+            value = tl.load(cotangent + to, mask=there, other=0.0)
+            value = tl.where(inside, value.to(FLOAT), 0.0)
+            sum_0 = tl.zeros((QUAD, PAIRS), FLOAT)
+            sum_1, sum_2 = sum_0, sum_0
+            for g in tl.static_range(G):
+                if UPRIGHT:
+                    factor = tl.exp2(-rates[g] * (metric[0] * dx * dx))
+                    e = parts[g]
+                else:
+                    factor = 1.0
+                    e = _density(
+                        norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
                         ANISOTROPIC, UPRIGHT,
                     )  # fmt: skip
-                    one += e
-                    by_dx += e * dx
-                    if WANT_B:
-                        mxx += e * (dx * dx)
-                else:
-                    sum_0 = tl.zeros((PAIRS, QUAD), FLOAT)
-                    sum_1, sum_2 = sum_0, sum_0
-                    for g in tl.static_range(G):
-                        if UPRIGHT:
-                            factor = tl.exp2(-rates[g] * (metric[0] * dx * dx))
-                            e = parts[g]
-                        else:
-                            factor = 1.0
-                            e = _density(
-                                norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
-                                ANISOTROPIC, UPRIGHT,
-                            )  # fmt: skip
-                        sum_0 += factor * e
-                        sum_1 += (factor * rates[g]) * e
-                        # 1 / (B + b) is proportional to the rate.
-                        if WANT_B:
-                            sum_2 += (factor * rates[g] * rates[g]) * e
-                    m += value * sum_0
-                    if WANT_XYZ:
-                        sharp += value * sum_1
-                        mx += value * sum_1 * dx
-                    if WANT_B:
-                        mb += value * (sum_2 * s - (1.5 * _LOG2_E) * sum_1)
-                x += 1
-            if ANISOTROPIC:
-                m += one
-                mx += by_dx
-                my += one * dy
-                mz += one * dz
-                myy += one * (dy * dy)
-                mzz += one * (dz * dz)
-                mxy += by_dx * dy
-                mxz += by_dx * dz
-                myz += one * (dy * dz)
-            else:
-                my += sharp * dy
-                mz += sharp * dz
-            first += PAIRS
-        wa, wb, wc = _sum(mx), _sum(my), _sum(mz)
-        wx = 2 * (step[0] * wa + step[1] * wb + step[2] * wc)
-        wy = 2 * (step[3] * wa + step[4] * wb + step[5] * wc)
-        wz = 2 * (step[6] * wa + step[7] * wb + step[8] * wc)
-        if ANISOTROPIC:
-            _, P, _ = _gaussian(b, amplitudes, widths, step, n, group, G, ANISOTROPIC, FLOAT)
-            whole = _sum(m)
-            total += whole
-            by_x += P[0] * wx + P[3] * wy + P[4] * wz
-            by_y += P[3] * wx + P[1] * wy + P[5] * wz
-            by_z += P[4] * wx + P[5] * wy + P[2] * wz
+                sum_0 += factor * e
+                sum_1 += (factor * rates[g]) * e
+                # 1 / (B + b) is proportional to the rate.
+                if WANT_B:
+                    sum_2 += (factor * rates[g] * rates[g]) * e
+            one += value * sum_0
+            sum_1 *= value
+            sharp += sum_1
+            by_dx += sum_1 * dx
             if WANT_B:
-                second = (_sum(mxx), _sum(myy), _sum(mzz), _sum(mxy), _sum(mxz), _sum(myz))
-                turned = (
-                    step[0], step[3], step[6], step[1], step[4], step[7], step[2], step[5], step[8]
-                )  # fmt: skip
-                full = (P[0], P[3], P[4], P[3], P[1], P[5], P[4], P[5], P[2])
-                second = _turned(full, _turned(turned, second))
-                sums = ()
-                for i in tl.static_range(6):
-                    twice = 2 if i < 3 else 4
-                    sums = sums + (by_b[i] + twice * (second[i] - 0.5 * whole * P[i]),)
-                by_b = sums
-        else:
-            # Rates have log₂e in them.
-            total, by_x, by_y, by_z = _sum(m), wx / _LOG2_E, wy / _LOG2_E, wz / _LOG2_E
-            by_b = (_sum(mb) / (4 * _PI * _PI * _LOG2_E * _LOG2_E), zero, zero, zero, zero, zero)
+                bent += (value * sum_2) * s
+            k += 1
+            place = tl.where(place + 1 < nx, place + 1, 0)
+        m += tl.sum(one, axis=0)
+        mx += tl.sum(by_dx, axis=0)
+        my += tl.sum(sharp * dy, axis=0)
+        mz += tl.sum(sharp * dz, axis=0)
+        mb += tl.sum(bent - (1.5 * _LOG2_E) * sharp, axis=0)
+        first += PAIRS
+    # An atom without a density has no gradient. Rates have log₂e in them.
+    if WANT_XYZ:
+        w = _turned_vector(step, (_sum(mx), _sum(my), _sum(mz)))
+        for i in tl.static_range(3):
+            by_x = tl.where(usable, 2 * occ * w[i] / _LOG2_E, 0.0)
+            tl.store(on_xyz + 3 * n + i, by_x.to(FLOAT))
+    if WANT_B:
+        by_b = occ * _sum(mb) / (4 * _PI * _PI * _LOG2_E * _LOG2_E)
+        tl.store(on_b + n, tl.where(usable, by_b, 0.0).to(FLOAT))
+    if WANT_OCCUPANCY:
+        tl.store(on_occupancy + n, tl.where(usable, _sum(m), 0.0).to(FLOAT))
+
+
+def _anisotropic_vjp(
+    order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
+    cotangent, on_xyz, on_b, on_occupancy,
+    nx, ny, nz, start, planes,
+    G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+    WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
+):  # fmt: skip
+    """Write an anisotropic atom's gradients, from moments of each Gaussian times the cotangent."""
+    n, usable, limit, low_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
+        planes, G, ANISOTROPIC, QUAD, FLOAT,
+    )  # fmt: skip
+    occ = tl.load(occupancy + n).to(tl.float64)
+    step = _nine(steps)
+    metric = _six(measures, FLOAT)
+    norms, forms, moments = (), (), ()
+    for g in tl.static_range(G):
+        norm, _, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
+        norms, forms = norms + (norm.to(FLOAT),), forms + (_floats(form, FLOAT),)
+        moments = moments + (_nothing(PAIRS, FLOAT),)
+    size = tl.cast(ny, tl.int64) * (nz // QUAD)
+    first = 0
+    while first < pairs:
+        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        )
+        parts, shifts = _parts(norms, (), forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
+        # Sums over x, which are multiplied by y and z once.
+        zero = tl.zeros((QUAD, PAIRS), FLOAT)
+        sums = ()
+        for _g in tl.static_range(G):
+            sums = sums + ((zero, zero, zero),)
+        while k <= last:
+            dx = box[0] + k.to(FLOAT)
+            inside, there, to = _plane(dx + shift, metric[0], beyond, at, place, planes, size, QUAD)
+            value = tl.load(cotangent + to, mask=there, other=0.0)
+            value = tl.where(inside, value.to(FLOAT), 0.0)
+            added = ()
+            for g in tl.static_range(G):
+                e = value * _density(
+                    norms, (), forms, parts, shifts, dx, 0.0, 0.0, g, ANISOTROPIC, UPRIGHT, True
+                )
+                added = added + ((sums[g][0] + e, sums[g][1] + e * dx, sums[g][2] + e * (dx * dx)),)
+            sums = added
+            k += 1
+            place = tl.where(place + 1 < nx, place + 1, 0)
+        added = ()
+        for g in tl.static_range(G):
+            added = added + (_with_lines(moments[g], sums[g], dy, dz),)
+        moments = added
+        first += PAIRS
+    total = limit.to(tl.float64) * 0.0
+    by_x, by_b = (total, total, total), (total, total, total, total, total, total)
+    for g in tl.static_range(G):
+        norm, P, _ = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
+        whole, w, ww = _cartesian(moments[g], step)
+        whole = norm * whole
+        total += whole
+        w = _product(P, w)
+        by_x = (by_x[0] + 2 * norm * w[0], by_x[1] + 2 * norm * w[1], by_x[2] + 2 * norm * w[2])
+        if WANT_B:
+            K = _turned(_full(P), ww)
+            sums = ()
+            for i in tl.static_range(6):
+                own = (2 if i < 3 else 4) * (norm * K[i] - 0.5 * whole * P[i])
+                sums = sums + (by_b[i] + own,)
+            by_b = sums
     # An atom without a density has no gradient.
     if WANT_XYZ:
-        tl.store(on_xyz + 3 * n, tl.where(usable, occ * by_x, 0.0).to(FLOAT))
-        tl.store(on_xyz + 3 * n + 1, tl.where(usable, occ * by_y, 0.0).to(FLOAT))
-        tl.store(on_xyz + 3 * n + 2, tl.where(usable, occ * by_z, 0.0).to(FLOAT))
+        for i in tl.static_range(3):
+            tl.store(on_xyz + 3 * n + i, tl.where(usable, occ * by_x[i], 0.0).to(FLOAT))
     if WANT_B:
-        for i in tl.static_range(6 if ANISOTROPIC else 1):
-            to = on_b + (6 * n + i if ANISOTROPIC else n)
-            tl.store(to, tl.where(usable, occ * by_b[i], 0.0).to(FLOAT))
+        for i in tl.static_range(6):
+            tl.store(on_b + 6 * n + i, tl.where(usable, occ * by_b[i], 0.0).to(FLOAT))
     if WANT_OCCUPANCY:
         tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
 
@@ -552,14 +652,14 @@ def _along_x(p, q, S, dy, dz):
 def _splat_change(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
     ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, out,
-    nx, ny, nz,
+    nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Add an atom's change along tangents to the map's."""
-    n, _usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
-        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
-        ANISOTROPIC, QUAD, FLOAT,
+    n, _usable, limit, low_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
+        planes, G, ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -573,32 +673,30 @@ def _splat_change(
         norms, rates = norms + (norm.to(FLOAT),), rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms, ps, qs, Ss = forms + (_floats(form, FLOAT),), ps + (p,), qs + (q,), Ss + (S,)
     first = 0
-    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
-    lane = tl.arange(0, QUAD)[None, :]
+    size = tl.cast(ny, tl.int64) * (nz // QUAD)
     while first < pairs:
-        live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
-        shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        )
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         starts, slopes = (), ()
         for g in tl.static_range(G):
             c0, c1 = _along_x(ps[g], qs[g], Ss[g], dy, dz)
             starts, slopes = starts + (c0,), slopes + (c1,)
-        x = low_x
-        while x <= high_x:
-            dx = begin_x + (x - low_x).to(FLOAT)
+        while k <= last:
+            dx = box[0] + k.to(FLOAT)
             t = dx + shift
+            inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
             s = flat + metric[0] * t * t
-            inside = (s <= limit) & live
-            value = tl.zeros((PAIRS, QUAD), FLOAT)
+            value = tl.zeros((QUAD, PAIRS), FLOAT)
             for g in tl.static_range(G):
                 value += (starts[g] + dx * (slopes[g] + Ss[g][0] * dx)) * _density(
                     norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
                     ANISOTROPIC, UPRIGHT,
                 )  # fmt: skip
-            there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
-            place = (at + _wrapped(x, nx) * plane) * QUAD + lane
-            tl.atomic_add(out + place, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
-            x += 1
+            tl.atomic_add(out + to, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
+            k += 1
+            place = tl.where(place + 1 < nx, place + 1, 0)
         first += PAIRS
 
 
@@ -606,7 +704,7 @@ def _isotropic_second(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
     ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
     on_xyz, on_b, on_occupancy, out,
-    nx, ny, nz,
+    nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, CONTRACTS: tl.constexpr,
 ):  # fmt: skip
@@ -614,9 +712,9 @@ def _isotropic_second(
 
     With t the tangent of xyz, a Gaussian e with P = r changes by d = p + q t·w + u w·w times e.
     """
-    n, usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
-        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
-        ANISOTROPIC, QUAD, FLOAT,
+    n, usable, limit, low_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
+        planes, G, ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     step = _nine(steps)
     metric = _six(measures, FLOAT)
@@ -636,28 +734,25 @@ def _isotropic_second(
         qs, us = qs + ((2 * share * r).to(FLOAT),), us + ((share * gamma[0]).to(FLOAT),)
         own = ((tA - A * nu).to(FLOAT), (2 * A * r).to(FLOAT), (A * gamma[0]).to(FLOAT))
         os = os + (own,)
-    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
-    lane = tl.arange(0, QUAD)[None, :]
-    mx = tl.zeros((PAIRS, QUAD), FLOAT)
+    size = tl.cast(ny, tl.int64) * (nz // QUAD)
+    mx = tl.zeros((QUAD, PAIRS), FLOAT)
     my, mz, mt, mb, mo = mx, mx, mx, mx, mx
     first = 0
     while first < pairs:
-        live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
-        shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        )
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         along_yz = vy * dy + vz * dz
         # A sum over x, which is multiplied by y and z once.
-        sharp = tl.zeros((PAIRS, QUAD), FLOAT)
-        x = low_x
-        while x <= high_x:
-            dx = begin_x + (x - low_x).to(FLOAT)
+        sharp = tl.zeros((QUAD, PAIRS), FLOAT)
+        while k <= last:
+            dx = box[0] + k.to(FLOAT)
             slanted = dx + shift
+            inside, there, to = _plane(slanted, metric[0], beyond, at, place, planes, size, QUAD)
             s = flat + metric[0] * slanted * slanted
             along = vx * dx + along_yz
-            inside = (s <= limit) & live
-            there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
-            place = (at + _wrapped(x, nx) * plane) * QUAD + lane
-            change = tl.zeros((PAIRS, QUAD), FLOAT)
+            change = tl.zeros((QUAD, PAIRS), FLOAT)
             by_w, by_t, by_b, by_o = change, change, change, change
             for g in tl.static_range(G):
                 e = _density(
@@ -675,7 +770,7 @@ def _isotropic_second(
                     )
                     by_o += e * (os[g][0] + os[g][1] * along + os[g][2] * s)
             if CONTRACTS:
-                value = tl.load(cotangent + place, mask=there, other=0.0)
+                value = tl.load(cotangent + to, mask=there, other=0.0)
                 value = tl.where(inside, value.to(FLOAT), 0.0)
                 sharp += value * by_w
                 mx += value * by_w * dx
@@ -684,8 +779,9 @@ def _isotropic_second(
                 mo += value * by_o
             if out is not None:
                 change = tl.where(inside, change, 0.0)
-                tl.atomic_add(out + place, change, mask=there, sem="relaxed")
-            x += 1
+                tl.atomic_add(out + to, change, mask=there, sem="relaxed")
+            k += 1
+            place = tl.where(place + 1 < nx, place + 1, 0)
         if CONTRACTS:
             my += sharp * dy
             mz += sharp * dz
@@ -707,20 +803,19 @@ def _contract(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
     ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
     on_xyz, on_b, on_occupancy, on_amplitudes, on_widths,
-    nx, ny, nz,
+    nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, CHANGING: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, of the map or of its change, from moments of every Gaussian."""
-    n, usable, limit, begin_x, low_x, high_x, box, pairs = _atom(
-        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, G,
-        ANISOTROPIC, QUAD, FLOAT,
+    n, usable, limit, low_x, box, pairs = _atom(
+        order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
+        planes, G, ANISOTROPIC, QUAD, FLOAT,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
     metric = _six(measures, FLOAT)
-    plane = tl.cast(ny, tl.int64) * (nz // QUAD)
-    lane = tl.arange(0, QUAD)[None, :]
+    size = tl.cast(ny, tl.int64) * (nz // QUAD)
     zero = limit.to(tl.float64) * 0.0
     total, by_x = zero, (zero, zero, zero)
     by_b = (zero, zero, zero, zero, zero, zero)
@@ -735,28 +830,24 @@ def _contract(
                 b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths,
                 step, n, group, G, ANISOTROPIC, FLOAT,
             )  # fmt: skip
-        m = tl.zeros((PAIRS, QUAD), FLOAT)
-        mx, my, mz, mxx, myy, mzz, mxy, mxz, myz = m, m, m, m, m, m, m, m, m
-        u, ux, uy, uz, uxx, uyy, uzz, uxy, uxz, uyz = m, m, m, m, m, m, m, m, m, m
+        m, u = _nothing(PAIRS, FLOAT), _nothing(PAIRS, FLOAT)
         first = 0
         while first < pairs:
-            live, dy, dz, at = _pairs(first, box, ny, nz, QUAD, PAIRS, FLOAT)
-            shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+            dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+                first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+            )
             parts, shifts = _parts(norms, rates, forms, dy, dz, flat, 1, ANISOTROPIC, UPRIGHT)
             if CHANGING:
                 c0, c1 = _along_x(p, q, S, dy, dz)
             # Sums over x, which are multiplied by y and z once.
-            one = tl.zeros((PAIRS, QUAD), FLOAT)
-            by_dx, ones, bys_dx = one, one, one
-            x = low_x
-            while x <= high_x:
-                dx = begin_x + (x - low_x).to(FLOAT)
+            one = tl.zeros((QUAD, PAIRS), FLOAT)
+            by_dx, by_xx, ones, bys_dx, bys_xx = one, one, one, one, one
+            while k <= last:
+                dx = box[0] + k.to(FLOAT)
                 t = dx + shift
+                inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
                 s = flat + metric[0] * t * t
-                inside = (s <= limit) & live
-                there = (tl.max(inside.to(tl.int32), axis=1, keep_dims=True) > 0) & (lane < QUAD)
-                place = (at + _wrapped(x, nx) * plane) * QUAD + lane
-                value = tl.load(cotangent + place, mask=there, other=0.0)
+                value = tl.load(cotangent + to, mask=there, other=0.0)
                 value = tl.where(inside, value.to(FLOAT), 0.0)
                 e = value * _density(
                     norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, 0,
@@ -764,60 +855,39 @@ def _contract(
                 )  # fmt: skip
                 one += e
                 by_dx += e * dx
-                mxx += e * (dx * dx)
+                by_xx += e * (dx * dx)
                 if CHANGING:
                     e = e * (c0 + dx * (c1 + S[0] * dx))
                     ones += e
                     bys_dx += e * dx
-                    uxx += e * (dx * dx)
-                x += 1
-            m += one
-            mx += by_dx
-            my += one * dy
-            mz += one * dz
-            myy += one * (dy * dy)
-            mzz += one * (dz * dz)
-            mxy += by_dx * dy
-            mxz += by_dx * dz
-            myz += one * (dy * dz)
+                    bys_xx += e * (dx * dx)
+                k += 1
+                place = tl.where(place + 1 < nx, place + 1, 0)
+            m = _with_lines(m, (one, by_dx, by_xx), dy, dz)
             if CHANGING:
-                u += ones
-                ux += bys_dx
-                uy += ones * dy
-                uz += ones * dz
-                uyy += ones * (dy * dy)
-                uzz += ones * (dz * dz)
-                uxy += bys_dx * dy
-                uxz += bys_dx * dz
-                uyz += ones * (dy * dz)
+                u = _with_lines(u, (ones, bys_dx, bys_xx), dy, dz)
             first += PAIRS
         A = tl.load(amplitudes + n * G + group).to(tl.float64)
         share = occ * A
-        back = _transposed(step)
-        whole = _sum(m)
-        w = _turned_vector(step, (_sum(mx), _sum(my), _sum(mz)))
-        ww = (_sum(mxx), _sum(myy), _sum(mzz), _sum(mxy), _sum(mxz), _sum(myz))
-        ww = _turned(back, ww)
+        whole, w, ww = _cartesian(m, step)
         if CHANGING:
             beta, gamma, nu = _slope(P, ddxyz, ddb, ddwidths, n, group, G, ANISOTROPIC)
             z = _trace(gamma, ww) - nu * whole
             z += beta[0] * w[0] + beta[1] * w[1] + beta[2] * w[2]
             tA, tocc = _tangent(ddamplitudes, n * G + group), _tangent(ddoccupancy, n)
             bent, gw = _bent(P, gamma, ww, _product(P, w), beta, whole), _product(gamma, w)
-            wholes = _sum(u)
-            Pw = _product(P, _turned_vector(step, (_sum(ux), _sum(uy), _sum(uz))))
-            uu = (_sum(uxx), _sum(uyy), _sum(uzz), _sum(uxy), _sum(uxz), _sum(uyz))
-            K = _turned(_full(P), _turned(back, uu))
+            wholes, v, vv = _cartesian(u, step)
+            Pw, K = _product(P, v), _turned(_full(P), vv)
         else:
             z, tA, tocc, wholes = zero, A, occ, whole
             Pw, K = _product(P, w), _turned(_full(P), ww)
         moved, bends = (), ()
         for i in tl.static_range(6):
-            k = K[i] - 0.5 * wholes * P[i]
+            own = K[i] - 0.5 * wholes * P[i]
             if CHANGING:
-                bends = bends + (k - share * bent[i],)
+                bends = bends + (own - share * bent[i],)
             else:
-                bends = bends + (share * k,)
+                bends = bends + (share * own,)
         for i in tl.static_range(3):
             if CHANGING:
                 moved = moved + (by_x[i] + 2 * Pw[i] - share * (whole * beta[i] + 2 * gw[i]),)
@@ -884,7 +954,7 @@ def _bent(P, gamma, ww, Pw, beta, one):
 
 @triton.jit
 def _sum(tile):
-    return tl.sum(tl.sum(tile, axis=1), axis=0).to(tl.float64)
+    return tl.sum(tile).to(tl.float64)
 
 
 _ALIGNED = {4: ("out", "cotangent"), 1: ()}
@@ -898,10 +968,10 @@ def _launchers(kernel: Any, registers: int | None = None) -> dict[int, Launcher]
     }
 
 
-# With fewer registers each, more programs run at a time.
-_forward, _backward, _backward_anisotropic = (
-    _launchers(kernel, most) for kernel, most in ((_splat, 80), (_splat_vjp, 96), (_splat_vjp, 80))
-)
+# With fewer registers each, more programs run at a time. Gradients then keep in local memory the
+# sums that only the outer loop changes.
+_forward, _backward = _launchers(_splat, 80), _launchers(_splat_vjp, 96)
+_backward_anisotropic = _launchers(_anisotropic_vjp, 144)
 _forward_change, _backward_apiece = _launchers(_splat_change), _launchers(_contract)
 _isotropic = _launchers(_isotropic_second)
 
@@ -914,7 +984,7 @@ def _order(xyz: Any, lattice: Lattice) -> Any:
     return plane.nan_to_num(0).to(kind).argsort()
 
 
-def _layout(a: Any, order: Any, voxels: int, *grids: Any) -> Any:
+def _layout(a: Any, order: Any, *grids: Any) -> Any:
     """Return arrays, sizes and constants that all kernels take, and the voxels loaded together."""
     lattice = a.lattice
     xyz, b, occupancy = (array.contiguous() for array in a[:3])
@@ -927,7 +997,8 @@ def _layout(a: Any, order: Any, voxels: int, *grids: Any) -> Any:
     cell = cell.step, cell.to_grid, cell.measures
     given = order, xyz, b, occupancy, *constants, *cell
     shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.skewed), quad
-    return given, lattice.shape, (*shape, voxels // quad, kind), quad
+    sizes = *lattice.grid, lattice.start, lattice.stop - lattice.start
+    return given, sizes, (*shape, _VOXELS // quad, kind), quad
 
 
 @register("gaussian_density", "triton")
@@ -945,7 +1016,7 @@ def gaussian_density(a: Any, y: Any) -> None:
         xyz, order = a.xyz, None if order is None else repeated(order, len(a.xyz))
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     if len(xyz):
-        _launch(_forward, a, _layout(a, order, _VOXELS, total), (total,))
+        _launch(_forward, a, _layout(a, order, total), (total,))
     if total is not out:
         out.copy_(total)
 
@@ -964,7 +1035,7 @@ def gaussian_density_vjp(a: Any, y: Any) -> None:
     if not len(a.xyz):
         return
     cotangent = a.dmap.contiguous()
-    layout = _layout(a, a.order, _VOXELS_BACK, cotangent)
+    layout = _layout(a, a.order, cotangent)
     *outputs, on_amplitudes, on_widths = y
     if on_amplitudes is not None or on_widths is not None:
         _launch(_backward_apiece, a, layout, (*[None] * 5, cotangent, *y), False)
@@ -988,7 +1059,7 @@ def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
     contracts = any([gradient is not None for gradient in gradients])
     if len(a.xyz) and (contracts or total is not None):
         cotangent = a.dmap.contiguous()
-        layout = _layout(a, a.order, _VOXELS_BACK, cotangent, total)
+        layout = _layout(a, a.order, cotangent, total)
         tangents = [tangent if tangent is None else tangent.contiguous() for tangent in a[6:11]]
         if a.b.ndim == 1 and gradients[3] is None and gradients[4] is None:
             arrays = *tangents, cotangent, *gradients[:3], total
