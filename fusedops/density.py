@@ -190,10 +190,10 @@ class Lattice(Packed):
             raise ValueError(
                 f"{name}: stop is {stop}; it should be from {start}, start, to {self.nx}, nx"
             )
-        arrays = zip(self._fields, self.arrays(), strict=True)
-        sizes = zip(self._sizes, self.sizes(), strict=True)
+        parts: dict[str, Any] = dict(zip(self._fields, self.arrays(), strict=True))
+        parts |= dict(zip(self._sizes, self.sizes(), strict=True))
         slab = Lattice.__new__(Lattice)
-        slab._hold(**dict(arrays), **{**dict(sizes), "start": start, "stop": stop})
+        slab._hold(**{**parts, "start": start, "stop": stop})
         return slab
 
     @property
