@@ -88,16 +88,16 @@ cdef extern from *:
     }
 
     /* row: the sum of all Gaussians on a row of voxels, padded to whole vectors. Where d is given, a
-       Gaussian is multiplied by d0 + d1 z + d2 z², at z, z + 1, ...
+       Gaussian is multiplied by d0 + d1 z + d2 z², at z, z + step, ...
        moments: sums over rows of one Gaussian times the values, times 1, y, z, y², z², yz; and where
        d is given, the same sums with d as another factor. */
     #define DEFINE(real, vector) \\
     INLINE void fusedops_any_row_##real( \\
         real *out, Py_ssize_t n, Py_ssize_t G, const real *q, const real *t, const real *c, \\
-        const real *norm, real z, const real *d) { \\
+        const real *norm, real z, real step, const real *d) { \\
         vector lane = *(const vector *)fusedops_lanes_##real; \\
         for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
-            vector sum = lane - lane, at = lane + (real)k, w = at + z; \\
+            vector sum = lane - lane, at = lane + (real)k, w = step * at + z; \\
             for (Py_ssize_t g = 0; g < G; g++) { \\
                 vector x = at + t[g]; \\
                 vector e = norm[g] * fusedops_exp2_##real(-(q[g] + c[g] * x * x)); \\
@@ -109,9 +109,9 @@ cdef extern from *:
     } \\
     static void fusedops_row_##real( \\
         real *out, Py_ssize_t n, Py_ssize_t G, const real *q, const real *t, const real *c, \\
-        const real *norm, real z, const real *d) { \\
-        if (d) fusedops_any_row_##real(out, n, G, q, t, c, norm, z, d); \\
-        else fusedops_any_row_##real(out, n, G, q, t, c, norm, z, NULL); \\
+        const real *norm, real z, real step, const real *d) { \\
+        if (d) fusedops_any_row_##real(out, n, G, q, t, c, norm, z, step, d); \\
+        else fusedops_any_row_##real(out, n, G, q, t, c, norm, z, step, NULL); \\
     } \\
     INLINE void fusedops_spread_##real(const real *from, Py_ssize_t count, double *sums) { \\
         for (Py_ssize_t i = 0; i < count; i++) \\
@@ -121,13 +121,13 @@ cdef extern from *:
     INLINE void fusedops_any_moments_##real( \\
         Py_ssize_t rows, const Py_ssize_t *n, const real *values, Py_ssize_t pitch, const real *q, \\
         const real *t, Py_ssize_t G, real c, real norm, const real *y, const real *z, \\
-        const real *d, Py_ssize_t pitch_d, double *sums) { \\
+        real step, const real *d, Py_ssize_t pitch_d, double *sums) { \\
         vector lane = *(const vector *)fusedops_lanes_##real, zero = lane - lane; \\
         vector s[6] = {zero, zero, zero, zero, zero, zero}; \\
         vector u[6] = {zero, zero, zero, zero, zero, zero}; \\
         for (Py_ssize_t r = 0; r < rows; r++) \\
             for (Py_ssize_t k = 0; k < n[r]; k += LANES_OF(real)) { \\
-                vector at = lane + (real)k, x = at + t[r * G], w = at + z[r]; \\
+                vector at = lane + (real)k, x = at + t[r * G], w = step * at + z[r]; \\
                 vector e = norm * fusedops_exp2_##real(-(q[r * G] + c * x * x)); \\
                 e = e * *(const vector *)(values + r * pitch + k); \\
                 vector ez = e * w, ey = e * y[r]; \\
@@ -147,16 +147,16 @@ cdef extern from *:
     static void fusedops_moments_##real( \\
         Py_ssize_t rows, const Py_ssize_t *n, const real *values, Py_ssize_t pitch, const real *q, \\
         const real *t, Py_ssize_t G, real c, real norm, const real *y, const real *z, \\
-        const real *d, Py_ssize_t pitch_d, double *sums) { \\
+        real step, const real *d, Py_ssize_t pitch_d, double *sums) { \\
         if (d) fusedops_any_moments_##real( \\
-            rows, n, values, pitch, q, t, G, c, norm, y, z, d, pitch_d, sums); \\
+            rows, n, values, pitch, q, t, G, c, norm, y, z, step, d, pitch_d, sums); \\
         else fusedops_any_moments_##real( \\
-            rows, n, values, pitch, q, t, G, c, norm, y, z, NULL, 0, sums); \\
+            rows, n, values, pitch, q, t, G, c, norm, y, z, step, NULL, 0, sums); \\
     }
     DEFINE(float, fusedops_floats)
     DEFINE(double, fusedops_doubles)
 
-    /* curve: scale · exp2(-(a + b s + c s²)) for s = start, start + 1, ..., padded to whole vectors.
+    /* curve: scale · exp2(-(a + c s²)) for s = start, start + 1, ..., padded to whole vectors.
        inside: for each row of a plane the first voxel in the sphere, the number of voxels in sphere and
        box, and the squared distance from the z axis; padded to whole vectors of rows.
        sum: add the sum of all Gaussians, weights times curves, to a row of the map, in whole vectors
@@ -171,11 +171,11 @@ cdef extern from *:
     #define SUM(vector, i) (*(vector *)(sums + (i) * (64 / sizeof(*sums))))
     #define DEFINE_CURVES(real, vector, integers) \\
     static void fusedops_curve_##real( \\
-        real *out, Py_ssize_t n, real start, real a, real b, real c, real scale) { \\
+        real *out, Py_ssize_t n, real start, real a, real c, real scale) { \\
         vector lane = *(const vector *)fusedops_lanes_##real; \\
         for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
             vector s = lane + (start + (real)k); \\
-            *(vector *)(out + k) = scale * fusedops_exp2_##real(-(a + s * (b + c * s))); \\
+            *(vector *)(out + k) = scale * fusedops_exp2_##real(-(a + c * s * s)); \\
         } \\
     } \\
     INLINE void fusedops_sum_##real( \\
@@ -321,10 +321,10 @@ cdef extern from *:
     DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
     """
     void curve_float "fusedops_curve_float"(
-        float* out, Py_ssize_t n, float start, float a, float b, float c, float scale
+        float* out, Py_ssize_t n, float start, float a, float c, float scale
     ) noexcept nogil
     void curve_double "fusedops_curve_double"(
-        double* out, Py_ssize_t n, double start, double a, double b, double c, double scale
+        double* out, Py_ssize_t n, double start, double a, double c, double scale
     ) noexcept nogil
     void add_plane_float "fusedops_add_plane_float"(
         float* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
@@ -366,21 +366,21 @@ cdef extern from *:
     ) noexcept nogil
     void row_float "fusedops_row_float"(
         float* out, Py_ssize_t n, Py_ssize_t G, const float* q, const float* t, const float* c,
-        const float* norm, float z, const float* d,
+        const float* norm, float z, float step, const float* d,
     ) noexcept nogil
     void row_double "fusedops_row_double"(
         double* out, Py_ssize_t n, Py_ssize_t G, const double* q, const double* t,
-        const double* c, const double* norm, double z, const double* d,
+        const double* c, const double* norm, double z, double step, const double* d,
     ) noexcept nogil
     void moments_float "fusedops_moments_float"(
         Py_ssize_t rows, const Py_ssize_t* n, const float* values, Py_ssize_t pitch,
         const float* q, const float* t, Py_ssize_t G, float c, float norm, const float* y,
-        const float* z, const float* d, Py_ssize_t pitch_d, double* sums,
+        const float* z, float step, const float* d, Py_ssize_t pitch_d, double* sums,
     ) noexcept nogil
     void moments_double "fusedops_moments_double"(
         Py_ssize_t rows, const Py_ssize_t* n, const double* values, Py_ssize_t pitch,
         const double* q, const double* t, Py_ssize_t G, double c, double norm, const double* y,
-        const double* z, const double* d, Py_ssize_t pitch_d, double* sums,
+        const double* z, double step, const double* d, Py_ssize_t pitch_d, double* sums,
     ) noexcept nogil
 
 cdef enum:
@@ -388,8 +388,8 @@ cdef enum:
     LANES = 16
     # Numbers of a Gaussian: norm, c, Schur complement xx, xy, yy, and slopes of its centre by x and y.
     NUMBERS = 7
-    # Numbers of a Gaussian's change: those of a polynomial p + q·w + w·S w in voxels, for p, q and S.
-    # Where Gaussians are products of curves, S is the one number S / metric.
+    # Numbers of a Gaussian's change: those of a polynomial p + q·w + w·S w in the frame, for p, q and S.
+    # Where Gaussians are products of curves, w is in voxels, and S is the one number S / metric.
     CHANGE = 10
     # Sums over voxels of a Gaussian times 1, w and w wᵀ; and times its change, 1, w and w wᵀ.
     MOMENTS = 20
@@ -407,7 +407,9 @@ ctypedef fused real:
     double
 
 # The grid: the metric |w|² in voxels, split by a Schur complement as for a Gaussian, and the largest
-# radius. The map has some of the cell's nx planes, from `start` on.
+# radius. The map has some of the cell's nx planes, from `start` on. `step` is a product of `frame`,
+# orthonormal, and a lower triangular matrix of `edges`: in the frame's coordinates the vectors of a plane
+# have one x, of a row one y, and in no cell are they small differences of large numbers.
 cdef struct Grid:
     Py_ssize_t nx
     Py_ssize_t ny
@@ -415,6 +417,8 @@ cdef struct Grid:
     Py_ssize_t start
     Py_ssize_t planes
     double step[9]
+    double frame[9]
+    double edges[6]
     double metric[7]
     double largest
 
@@ -453,7 +457,7 @@ cdef struct SetUp:
     bint separable
     bint bare
     Atom* atoms
-    void* numbers
+    double* numbers
     # The change of every Gaussian along tangents; NULL without tangents.
     Tangents along
     void* changes
@@ -572,7 +576,7 @@ cdef bint positive(const real* b, bint anisotropic, double least) noexcept nogil
 cdef void set_atom(
     const Grid* grid, const double* to_grid, const real* x, const real* b,
     bint anisotropic, double occupancy, const double* amplitudes, const double* widths,
-    Py_ssize_t G, double radius, double slack, bint bare, Atom* atom, real* numbers,
+    Py_ssize_t G, double radius, double slack, bint bare, Atom* atom, double* numbers,
 ) noexcept nogil:
     """Write an atom's data for the loops over voxels; an atom without density gets an empty box.
 
@@ -624,7 +628,7 @@ cdef void set_atom(
         for n in range(1, 5):
             found[n] = LOG2_E * found[n]
         for n in range(NUMBERS):
-            numbers[n * G + g] = <real>found[n]
+            numbers[n * G + g] = found[n]
 
 
 cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
@@ -656,22 +660,24 @@ cdef inline Py_ssize_t rows_inside(
 
 
 cdef inline void set_row(
-    const real* numbers, Py_ssize_t G, double dx, double dy, double z, real* q, real* t
+    const double* numbers, Py_ssize_t G, double x, double y, double z, real* q, real* t
 ) noexcept nogil:
-    """Write q and the first t of all Gaussians on the row at (dx, dy) that begins at z."""
+    """Write q and the first t of all Gaussians on the row at (x, y) that begins at z.
+
+    In cells far from right angles both are small differences of large numbers.
+    """
     cdef Py_ssize_t g
-    cdef real x = <real>dx, y = <real>dy
     for g in range(G):
-        q[g] = x * (x * numbers[2 * G + g] + 2 * y * numbers[3 * G + g]) + (
-            y * y * numbers[4 * G + g]
+        q[g] = <real>(
+            x * (x * numbers[2 * G + g] + 2 * y * numbers[3 * G + g]) + y * y * numbers[4 * G + g]
         )
-        t[g] = <real>z + x * numbers[5 * G + g] + y * numbers[6 * G + g]
+        t[g] = <real>(z + x * numbers[5 * G + g] + y * numbers[6 * G + g])
 
 
 cdef inline void set_changes(
     const real* change, Py_ssize_t G, double dx, double dy, real* d
 ) noexcept nogil:
-    """Write the changes of all Gaussians on the row at (dx, dy), as polynomials d0 + d1 z + d2 z²."""
+    """Write the changes of all Gaussians on the frame's row at (dx, dy): d0 + d1 z + d2 z²."""
     cdef Py_ssize_t g
     cdef real x = <real>dx, y = <real>dy
     cdef const real* own
@@ -700,34 +706,37 @@ cdef inline void change_product(
 
 
 cdef inline void curve(
-    real* out, Py_ssize_t n, double start, double a, double b, double c, double scale
+    real* out, Py_ssize_t n, double start, double a, double c, double scale
 ) noexcept nogil:
     if real is float:
-        curve_float(out, n, <float>start, <float>a, <float>b, <float>c, <float>scale)
+        curve_float(out, n, <float>start, <float>a, <float>c, <float>scale)
     else:
-        curve_double(out, n, start, a, b, c, scale)
+        curve_double(out, n, start, a, c, scale)
 
 
 cdef inline void set_curves(
-    const Atom* atom, const real* numbers, Py_ssize_t G, double dx, double scale, Py_ssize_t most,
+    const Atom* atom, const double* numbers, Py_ssize_t G, double dx, double scale, Py_ssize_t most,
     Py_ssize_t pitch, real* weights, real* curves,
 ) noexcept nogil:
     """Write both factors of all Gaussians on a plane: one for each row, and one along z."""
     cdef Py_ssize_t g
+    cdef double apart
     for g in range(G):
+        # A square and a rest, since rounding would spoil a sum of terms of both signs.
+        apart = dx * numbers[3 * G + g] / numbers[4 * G + g]
         curve(
-            weights + g * most, atom.high[1] - atom.low[1] + 1, atom.low[1] - atom.at[1],
-            dx * dx * numbers[2 * G + g], 2 * dx * numbers[3 * G + g], numbers[4 * G + g],
+            weights + g * most, atom.high[1] - atom.low[1] + 1, atom.low[1] - atom.at[1] + apart,
+            dx * (dx * numbers[2 * G + g] - apart * numbers[3 * G + g]), numbers[4 * G + g],
             scale * numbers[g],
         )
         curve(
             curves + g * pitch, atom.high[2] - atom.low[2] + 1,
-            atom.low[2] - atom.at[2] + dx * numbers[5 * G + g], 0, 0, numbers[G + g], 1,
+            atom.low[2] - atom.at[2] + dx * numbers[5 * G + g], 0, numbers[G + g], 1,
         )
 
 
 cdef inline void set_plane(
-    const Grid* grid, const Atom* atom, const real* numbers, Py_ssize_t G, Py_ssize_t x,
+    const Grid* grid, const Atom* atom, const double* numbers, Py_ssize_t G, Py_ssize_t x,
     double scale, bint first, Py_ssize_t most, Py_ssize_t pitch, real* weights, real* curves,
     real* middle, real* along_x,
 ) noexcept nogil:
@@ -741,7 +750,7 @@ cdef inline void set_plane(
         for g in range(G):
             curve(
                 along_x + g * most, atom.high[0] - atom.low[0] + 1, atom.low[0] - atom.at[0],
-                0, 0, numbers[2 * G + g], 1,
+                0, numbers[2 * G + g], 1,
             )
     for g in range(G):
         for r in range(atom.high[1] - atom.low[1] + 1):
@@ -765,14 +774,14 @@ cdef inline void add_plane(
 
 cdef void some_planes(
     const Grid* grid, Py_ssize_t low, Py_ssize_t high, const long long* listed, Py_ssize_t count,
-    const Atom* atoms, const real* numbers, bint separable, const real* occupancy,
+    const Atom* atoms, const double* numbers, bint separable, const real* occupancy,
     const real* changes, Py_ssize_t G, real* out, real* scratch, double* extents, Py_ssize_t most,
     Py_ssize_t pitch,
 ) noexcept nogil:
     """Write planes low to high of the map, or of its change, from the list of their atoms."""
     cdef Py_ssize_t n, plane, x, y, z, r, g, rows, first, length, k, take, done
     cdef const Atom* atom
-    cdef const real* own
+    cdef const double* own
     cdef const real* change = NULL
     cdef double dx
     cdef real share
@@ -781,6 +790,9 @@ cdef void some_planes(
     cdef real* q = squares + most
     cdef real* t = q + G
     cdef real* d = NULL
+    cdef real* c = t + 4 * G
+    cdef real* norm = c + G
+    cdef double at[3]
     # Of a product's change, one part is of rows, and one part is along z.
     cdef Py_ssize_t products = G if changes == NULL else 2 * G
     cdef real* weights = q
@@ -797,6 +809,8 @@ cdef void some_planes(
         if changes != NULL:
             change = changes + listed[n] * CHANGE * G
             d = t + G
+        for g in range(0 if separable else G):
+            norm[g], c[g] = <real>own[g], <real>own[G + g]
         fresh = True
         for x in range(atom.low[0], atom.high[0] + 1):
             plane = wrapped(x - grid.start, grid.nx)
@@ -831,14 +845,15 @@ cdef void some_planes(
                 to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
                 z = wrapped(first, grid.nz)
                 set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
+                in_frame(grid.edges, dx, y - atom.at[1], first - atom.at[2], at)
                 if changes != NULL:
-                    set_changes(change, G, dx, y - atom.at[1], d)
+                    set_changes(change, G, at[0], at[1], d)
                 if real is float:
                     row_float(
-                        values, length, G, q, t, own + G, own, <float>(first - atom.at[2]), d
+                        values, length, G, q, t, c, norm, <float>at[2], <float>grid.edges[5], d
                     )
                 else:
-                    row_double(values, length, G, q, t, own + G, own, first - atom.at[2], d)
+                    row_double(values, length, G, q, t, c, norm, at[2], grid.edges[5], d)
                 done = 0
                 while done < length:
                     take = min(length - done, grid.nz - z)
@@ -891,7 +906,7 @@ cdef inline void contract(
 
 
 cdef void contract_separable(
-    const Grid* grid, const Atom* atom, const real* numbers, const real* change, Py_ssize_t G,
+    const Grid* grid, const Atom* atom, const double* numbers, const real* change, Py_ssize_t G,
     const real* cotangent, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
     double* moments,
 ) noexcept nogil:
@@ -991,7 +1006,7 @@ cdef void contract_separable(
 
 
 cdef void contract_rows(
-    const Grid* grid, const Atom* atom, const real* numbers, const real* change, Py_ssize_t G,
+    const Grid* grid, const Atom* atom, const double* numbers, const real* change, Py_ssize_t G,
     const real* cotangent, real* scratch, double* extents, Py_ssize_t* lengths, Py_ssize_t most,
     Py_ssize_t pitch, double* moments,
 ) noexcept nogil:
@@ -999,6 +1014,7 @@ cdef void contract_rows(
     cdef Py_ssize_t x, plane, y, g, r, rows, first, length
     cdef int i, j, part
     cdef double dx, dy
+    cdef double at[3]
     cdef real* q = scratch
     cdef real* t = q + most * G
     cdef real* ys = t + most * G
@@ -1026,10 +1042,11 @@ cdef void contract_rows(
             if length <= 0:
                 continue
             set_row(numbers, G, dx, dy, first - atom.at[2], q + rows * G, t + rows * G)
+            in_frame(grid.edges, dx, dy, first - atom.at[2], at)
             if change != NULL:
-                set_changes(change, G, dx, dy, turned + 3 * rows * G)
-            ys[rows] = <real>dy
-            zs[rows] = <real>(first - atom.at[2])
+                set_changes(change, G, at[0], at[1], turned + 3 * rows * G)
+            ys[rows] = <real>at[1]
+            zs[rows] = <real>at[2]
             lengths[rows] = length
             memset(
                 values + rows * pitch + length // LANES * LANES, 0, LANES * sizeof(real)
@@ -1042,18 +1059,19 @@ cdef void contract_rows(
                 d = turned + g
             if real is float:
                 moments_float(
-                    rows, lengths, values, pitch, q + g, t + g, G, numbers[G + g], numbers[g], ys,
-                    zs, d, 3 * G, s,
+                    rows, lengths, values, pitch, q + g, t + g, G, <float>numbers[G + g],
+                    <float>numbers[g], ys, zs, <float>grid.edges[5], d, 3 * G, s,
                 )
             else:
                 moments_double(
                     rows, lengths, values, pitch, q + g, t + g, G, numbers[G + g], numbers[g], ys,
-                    zs, d, 3 * G, s,
+                    zs, grid.edges[5], d, 3 * G, s,
                 )
             for part in range(1 if change == NULL else 2):
                 # 1, x, y, z, xx, yy, zz, xy, xz, yz.
                 m = moments + MOMENTS * g + MOMENTS // 2 * part
                 i = 6 * part
+                dx = grid.edges[0] * (x - atom.at[0])
                 m[0] += s[i]
                 m[1] += dx * s[i]
                 m[2] += s[i + 1]
@@ -1070,8 +1088,8 @@ cdef void contract_rows(
             for i in range(3):
                 w[i] = 0
                 for j in range(3):
-                    w[i] += grid.step[3 * i + j] * m[1 + j]
-            squares(grid.step, m + 4, ww)
+                    w[i] += grid.frame[3 * i + j] * m[1 + j]
+            squares(grid.frame, m + 4, ww)
             for i in range(3):
                 m[1 + i] = w[i]
             for i in range(6):
@@ -1245,7 +1263,37 @@ cdef Grid grid_of(shape, const double* step, double largest):
         unit[i] = i < 3
     in_voxels(grid.step, unit, form)
     schur(form, grid.metric)
+    set_frame(&grid)
     return grid
+
+
+cdef void set_frame(Grid* grid) noexcept nogil:
+    """Split the grid's steps, from the last: by Gram and Schmidt, into xx, yx, yy, zx, zy, zz."""
+    cdef double along, rest[3]
+    cdef int i, j, k
+    for j in range(2, -1, -1):
+        for i in range(3):
+            rest[i] = grid.step[3 * i + j]
+        for k in range(2, j, -1):
+            along = 0
+            for i in range(3):
+                along = along + grid.step[3 * i + j] * grid.frame[3 * i + k]
+            grid.edges[k * (k + 1) // 2 + j] = along
+            for i in range(3):
+                rest[i] = rest[i] - along * grid.frame[3 * i + k]
+        along = sqrt(rest[0] * rest[0] + rest[1] * rest[1] + rest[2] * rest[2])
+        grid.edges[j * (j + 1) // 2 + j] = along
+        for i in range(3):
+            grid.frame[3 * i + j] = rest[i] / along
+
+
+cdef inline void in_frame(
+    const double* edges, double x, double y, double z, double* found
+) noexcept nogil:
+    """Write the frame's coordinates of a vector in voxels."""
+    found[0] = edges[0] * x
+    found[1] = edges[1] * x + edges[2] * y
+    found[2] = edges[3] * x + edges[4] * y + edges[5] * z
 
 
 cdef void set_change(const SetUp* call, Py_ssize_t n, real* change) noexcept nogil:
@@ -1258,6 +1306,9 @@ cdef void set_change(const SetUp* call, Py_ssize_t n, real* change) noexcept nog
     cdef double gamma[6]
     cdef double form[6]
     cdef int i, j
+    cdef const double* axes = call.grid.step
+    if not call.separable:
+        axes = call.grid.frame
     for g in range(G):
         gaussian(b, bs == 6, 1, call.widths[G * n + g], P)
         nu = slope(
@@ -1269,11 +1320,11 @@ cdef void set_change(const SetUp* call, Py_ssize_t n, real* change) noexcept nog
             call.along.occupancy[n] * call.amplitudes[G * n + g]
             + occupancy * call.along.amplitudes[G * n + g] - share * nu
         )
-        in_voxels(call.grid.step, gamma, form)
+        in_voxels(axes, gamma, form)
         for i in range(3):
             nu = 0
             for j in range(3):
-                nu = nu + call.grid.step[3 * j + i] * beta[j]
+                nu = nu + axes[3 * j + i] * beta[j]
             change[CHANGE * g + 1 + i] = <real>(share * nu)
         for i in range(6):
             change[CHANGE * g + 4 + i] = <real>(share * form[i])
@@ -1291,7 +1342,7 @@ cdef void some_atoms(
             &call.grid, call.to_grid, <const real*>call.xyz + 3 * n,
             <const real*>call.b + call.bs * n, call.bs == 6, (<const real*>call.occupancy)[n],
             call.amplitudes + G * n, call.widths + G * n, G, call.radius[n], call.slack, call.bare,
-            call.atoms + n, <real*>call.numbers + NUMBERS * G * n,
+            call.atoms + n, call.numbers + NUMBERS * G * n,
         )
         if call.changes != NULL and call.atoms[n].usable:
             set_change(call, n, <real*>call.changes + CHANGE * G * n)
@@ -1308,7 +1359,7 @@ cdef void some_slabs(
         some_planes(
             &set_up.grid, s * call.thickness, min((s + 1) * call.thickness, set_up.grid.nx),
             call.listed + call.pointers[s], call.pointers[s + 1] - call.pointers[s],
-            set_up.atoms, <const real*>set_up.numbers, set_up.separable,
+            set_up.atoms, set_up.numbers, set_up.separable,
             <const real*>set_up.occupancy, <const real*>set_up.changes, set_up.gaussians,
             <real*>call.out, <real*>own.numbers + thread * own.row,
             own.extents + 2 * thread * own.most, own.most, own.pitch,
@@ -1322,13 +1373,13 @@ cdef void some_pull_backs(
     cdef const SetUp* set_up = call.given
     cdef const Scratch* own = &call.scratch
     cdef Py_ssize_t G = set_up.gaussians, n
-    cdef const real* numbers
+    cdef const double* numbers
     cdef const real* change = NULL
     cdef real* scratch = <real*>own.numbers + thread * own.row
     cdef double* extents = own.extents + 2 * thread * own.most
     cdef double* moments = own.moments + thread * own.moments_row
     for n in range(begin, end):
-        numbers = <const real*>set_up.numbers + NUMBERS * G * n
+        numbers = set_up.numbers + NUMBERS * G * n
         if set_up.changes != NULL:
             change = <const real*>set_up.changes + CHANGE * G * n
         if set_up.separable:
@@ -1376,15 +1427,16 @@ cdef bytearray set_up(
     call.slack = slack
     call.separable = separable
     call.bare = bare
-    cdef Py_ssize_t numbers = call.count * call.gaussians * sizeof(real)
+    cdef Py_ssize_t gaussians = call.count * call.gaussians
     cdef bytearray memory = room(
-        call.count * sizeof(Atom) + (NUMBERS if tangents is None else NUMBERS + CHANGE) * numbers
+        call.count * sizeof(Atom) + NUMBERS * gaussians * sizeof(double)
+        + (0 if tangents is None else CHANGE * gaussians * sizeof(real))
     )
     call.atoms = <Atom*>of(memory)
-    call.numbers = call.atoms + call.count
+    call.numbers = <double*>(call.atoms + call.count)
     call.changes = NULL
     if tangents is not None:
-        call.changes = <char*>call.numbers + NUMBERS * numbers
+        call.changes = call.numbers + NUMBERS * gaussians
         call.along.xyz = <const double*>elements(tangents[0], 8)
         call.along.b = <const double*>elements(tangents[1], 8)
         call.along.occupancy = <const double*>elements(tangents[2], 8)

@@ -1351,3 +1351,18 @@ def test_maps_are_those_of_gemmi(backend, anisotropic, dtype):
     assert error(got, want) < 3e-5
     # A missing atom would fail the test.
     assert error(got - evaluate(("numpy", backend), p.of([0])), want) > 1e-2
+
+
+def test_sheared_cells_cost_no_digits(quick, anisotropic):
+    """Far from right angles, vectors are small differences of many long steps."""
+    cell = np.array([[6.0, 14.0, 0.0], [0.0, 6.0, -13.0], [0.0, 0.0, 6.0]])
+    shape, rng = (3, 6, 1), np.random.default_rng(12577)
+    arrays = list(atoms_in(cell, 2, rng, anisotropic=anisotropic))
+    # A sharp atom, with large exponents; in one direction, the others being wide.
+    arrays[1][1] -= 0.6 * np.eye(6)[0] if anisotropic else 41.0
+    arrays = [a.astype(np.float32) for a in (*arrays, np.full(2, 4.0), rng.normal(size=shape))]
+    p = Problem(*arrays[:6], cell, shape, arrays[6])
+    wide = Problem(*(a.astype(np.float64) for a in p[:7]), shape, p.cotangent.astype(np.float64))
+    want = solve(("numpy", "numpy"), wide, on_bad="clamp")
+    for got, expected in zip(solve(quick, p, on_bad="clamp"), want, strict=True):
+        assert error(got, expected) < 1e-5
