@@ -596,6 +596,11 @@ cdef void set_atom(
     for g in range(G):
         total = total + amplitudes[g] + widths[g]
         least = min(least, widths[g])
+    for d in range(3):
+        for n in range(3):
+            atom.at[d] += to_grid[3 * d + n] * x[n]
+        if not isfinite(atom.at[d]):
+            return
     if not isfinite(total) or not 0 <= radius <= grid.largest:
         return
     if not positive(b, anisotropic, least):
@@ -606,7 +611,6 @@ cdef void set_atom(
         size = grid.nx if d == 0 else grid.ny if d == 1 else grid.nz
         reach = 0
         for n in range(3):
-            atom.at[d] += to_grid[3 * d + n] * x[n]
             reach += to_grid[3 * d + n] * to_grid[3 * d + n]
         atom.at[d] -= floor(atom.at[d] / size) * size
         # An atom so far away that no digit of its position in the cell is left may be anywhere.

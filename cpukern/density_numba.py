@@ -130,8 +130,8 @@ def _set_up(
     """Write atoms' positions, in voxels, their boxes and Gaussians.
 
     The box is empty of a bad atom, and of one that doesn't reach the map's `planes`, the first and
-    their number. `sizes` are the numbers of voxels in a plane of the box and in the box. Bare Gaussians are of
-    one electron.
+    their number. `sizes` are the numbers of voxels in a plane of the box and in the box. Bare
+    Gaussians are of one electron.
     """
     for a in range(low, high):
         reach, share[a] = np.float64(radius[a]), occupancy[a]
@@ -143,12 +143,18 @@ def _set_up(
         square[a] = reach * reach * (1 + SLACK)
         for d in range(3):
             x = to_grid[d, 0] * xyz[a, 0] + to_grid[d, 1] * xyz[a, 1] + to_grid[d, 2] * xyz[a, 2]
+            if not math.isfinite(x):
+                share[a] = math.nan
+                break
             x -= math.floor(x / shape[d]) * shape[d]
             far = reach * measures[6 + d] * (1 + SLACK)
             at[a, d] = x
             box[a, d, 0], box[a, d, 1] = math.ceil(x - far), math.floor(x + far)
+        if math.isnan(share[a]):
+            share[a], box[a, :, 0], box[a, :, 1] = 0, 0, -1
+            continue
         extent, first = box[a, 0, 1] - box[a, 0, 0] + 1, (box[a, 0, 0] - planes[0]) % shape[0]
-        if first >= planes[1] and first + extent <= shape[0] or not planes[1]:
+        if not planes[1] or (first >= planes[1] and first + extent <= shape[0]):
             box[a, 0, 1] = box[a, 0, 0] - 1
             continue
         sizes[a, 0] = (box[a, 1, 1] - box[a, 1, 0] + 1) * (box[a, 2, 1] - box[a, 2, 0] + 1)
@@ -214,7 +220,8 @@ def _intersect(corner, across, along, z, first, last, square, low, high):
 def _add_plane(plane, own, at, box, square, step, shape, spans, w, lines, voxels, count):
     """Append the voxels and the lines of a plane of an atom's box; return their numbers.
 
-    It is plane `own` of the map. A line is (first voxel of the row, first z, voxels); it may go around the cell several times.
+    It is plane `own` of the map. A line is (first voxel of the row, first z, voxels); it may go
+    around the cell several times.
     """
     down, across, along = (
         (step[0, 0], step[1, 0], step[2, 0]),

@@ -395,7 +395,11 @@ def _conditions(
         rows.append(_is_wide(b, widths))
     rows.append(("radius", radius, "at least 0", radius >= 0))
     if lattice is not None:
-        largest = lattice.fields_like(xyz).measures[9]
+        fields = lattice.fields_like(xyz)
+        place = double(xyz) @ fields.to_grid.T
+        near = xp.isfinite(place).all(1)
+        rows.append(("xyz", xyz, "so near to the cell that its place there is finite", near))
+        largest = fields.measures[9]
         should = "at most {0.largest_radius:.6g}, where its box has 2²⁷ voxels"
         rows.append(("radius", radius, should, radius <= largest))
     return rows
@@ -434,13 +438,13 @@ def bad_atoms(
     radius : array or tensor (N,)
         Å.
     lattice : Lattice, optional
-        The lattice that limits the radius.
+        The lattice that limits the radius and the coordinates.
 
     Returns
     -------
     array or tensor (N,), bool
-        True for an atom with a number that isn't finite, a Gaussian of no positive width, or a
-        radius below 0 or above the lattice's `largest_radius`.
+        True for an atom with a number that isn't finite, a Gaussian of no positive width, a radius
+        below 0 or above the lattice's `largest_radius`, or a place in voxels that overflows.
 
     Examples
     --------
@@ -1111,7 +1115,8 @@ def gaussian_density(
     Returns
     -------
     array or tensor (nx, ny, nz)
-        The map, or its planes of a slab: electrons/Å³ for X-rays. In the dtype to which xyz, b and occupancy promote.
+        The map, or its planes of a slab: electrons/Å³ for X-rays. In the dtype to which xyz, b and
+        occupancy promote.
 
     Notes
     -----

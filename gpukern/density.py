@@ -132,12 +132,16 @@ def _atom(
         own = tl.load(b + n).to(tl.float64)
         total += own
         usable = least + own > 0
+    t = _nine(to_grid)
+    ax = t[0] * x + t[1] * y + t[2] * z
+    ay = t[3] * x + t[4] * y + t[5] * z
+    az = t[6] * x + t[7] * y + t[8] * z
+    usable = usable & _finite(ax) & _finite(ay) & _finite(az)
     usable = usable & _finite(total) & (r >= 0) & (r <= tl.load(measures + 9))
     r = tl.where(usable, r, -1.0)
-    t = _nine(to_grid)
-    ax, low_x, high_x = _axis(x, y, z, t[0], t[1], t[2], r, measures + 6, nx, usable)
-    ay, low_y, high_y = _axis(x, y, z, t[3], t[4], t[5], r, measures + 7, ny, usable)
-    az, low_z, high_z = _axis(x, y, z, t[6], t[7], t[8], r, measures + 8, nz, usable)
+    ax, low_x, high_x = _axis(ax, r, measures + 6, nx, usable)
+    ay, low_y, high_y = _axis(ay, r, measures + 7, ny, usable)
+    az, low_z, high_z = _axis(az, r, measures + 8, nz, usable)
     # An atom that doesn't reach the map has no rows.
     first = _wrapped(low_x - start, nx)
     high_y = tl.where((first < planes) | (first + high_x - low_x >= nx), high_y, low_y - 1)
@@ -148,9 +152,9 @@ def _atom(
 
 
 @triton.jit
-def _axis(x, y, z, a, b, c, r, scale, size, usable):
+def _axis(at, r, scale, size, usable):
     """Return an atom's place along an axis of the grid, and the first and last voxel it reaches."""
-    at = tl.where(usable, a * x + b * y + c * z, 0.0)
+    at = tl.where(usable, at, 0.0)
     at = at - tl.floor(at / size) * size
     reach = r * tl.load(scale) * (1 + _SLACK)
     low = tl.where(usable, tl.ceil(at - reach), 0.0).to(tl.int32)

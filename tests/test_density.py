@@ -634,6 +634,18 @@ def test_an_atom_without_a_density_may_be_left_out(
         assert not got[~kept].any()
 
 
+def test_an_atom_whose_place_in_the_grid_overflows_is_named(quick, anisotropic):
+    p = spoilt("xyz", (2, 1), 1.7e308, anisotropic=anisotropic)
+    message = r"xyz\[2\] is \[.*, 1\.7e\+308, .*\]; it should be so near to the cell"
+    with pytest.raises(ValueError, match=f"gaussian_density: {message}"):
+        evaluate(quick, p)
+    with pytest.warns(RuntimeWarning, match=f"1 of 5 atoms are left out; of the first, {message}"):
+        out, *gradients = solve(quick, p, on_bad="skip")
+    kept = np.arange(5) != 2
+    agree(quick, out, evaluate(quick, p.of(kept)))
+    assert [bool(gradient[2].any()) for gradient in gradients] == [False] * 3
+
+
 def test_the_warning_counts_and_points_at_the_caller():
     p = problem("orthogonal", 5)
     p.b[1] = p.occupancy[3] = np.nan
