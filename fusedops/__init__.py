@@ -5,6 +5,7 @@ from fusedops._frame.threads import get_num_threads, set_num_threads
 from fusedops._info import info
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.density import Lattice, gaussian_density
+from fusedops.generated import dynamic_conv_generated
 from fusedops.planarity import Planes, planarity_nll, plane_deviations
 from fusedops.scatter import ScatterPlan, structured_gather, structured_scatter_add
 from fusedops.so2 import gate_activation, so2_convolution
@@ -27,6 +28,7 @@ __all__ = [
     "ScatterPlan",
     "Sequences",
     "dynamic_conv",
+    "dynamic_conv_generated",
     "dynamic_conv_step",
     "edge_degree_scatter",
     "gate_activation",

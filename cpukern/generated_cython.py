@@ -1,0 +1,18 @@
+"""Convolutions with generated kernels by the compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpukern import conv_cython, generated
+from fusedops._frame.registry import register
+
+
+@register("dynamic_conv_generated", "cython")
+def dynamic_conv_generated(a: Any, y: Any) -> None:
+    generated.forward(conv_cython.dynamic_conv, a, y)
+
+
+@register("dynamic_conv_generated_vjp", "cython")
+def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
+    generated.backward(conv_cython.dynamic_conv_vjp, a, y)
