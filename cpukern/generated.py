@@ -189,13 +189,14 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any) -> None:
         if on_bias is not None:
             total["conv_bias"] = total.get("conv_bias", 0) + on_bias.astype(np.float64)
         if y.dbias is not None:
-            total["bias"] = total.get("bias", 0) + dkernels.sum(0, np.float64)
+            total["bias"] = total.get("bias", 0) + dkernels.sum(0).astype(np.float64)
         if y.dweight is not None:
-            product = dkernels.T @ call.hidden[block.tokens]
+            product = block.scratch("dweight", rows, call.H)
+            np.matmul(dkernels.T, call.hidden[block.tokens], out=product)
             if "weight" in total:
                 total["weight"] += product
             else:
-                total["weight"] = product
+                total["weight"] = product.copy()
         if dhidden is not None:
             np.matmul(dkernels, call.weight, out=dhidden[block.tokens])
 
