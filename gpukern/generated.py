@@ -1,0 +1,616 @@
+"""Convolutions with generated kernels on the GPU: the linear layer's tiles become taps in registers.
+
+The forward multiplies a tile of tokens by the weight's rows of some channels, all taps at once, and
+splits the sum by tap; each part meets the inputs that its tap reads. The backward has three kernels
+and no kernels in memory either. The first makes the taps again, writes v, the cotangent before the
+activation, and the cotangent of x: it shifts sums along the tile's tokens, tap by tap, and tiles
+overlap by W - 1 tokens. The other two multiply the kernels' cotangents v x, made where they are
+needed, by the weight and by the inputs of the linear layer. Sums over tokens have a partial sum for
+each of some runs of tokens, added up afterwards in a fixed order.
+
+Products, of 2 B T D W H operations: one forward, three backward. Bytes: x, hidden and the cotangent
+in and their gradients out, v out and in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops._frame.check import promoted
+from fusedops._frame.registry import register
+from fusedops.conv import conv_vjp
+from fusedops.generated import convolution_of, kernels_of, pull_to_generator
+from gpukern import conv
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.trimul.plan import ceil, processors
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program, the terms that it adds at once, its warps and stages.
+
+    A `flat` program takes several blocks of channels, and loads one block's operands while it
+    finishes the block before.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    warps: int
+    stages: int
+    flat: bool = False
+
+
+#: By the bytes of a number. Columns are taps times channels in the first two, numbers of hidden in
+#: the others; the rows of "weight" are channels, and its terms are tokens.
+TILES = {
+    2: {
+        "forward": Tile(128, 256, 64, 8, 3),
+        "inputs": Tile(128, 128, 64, 8, 3),
+        "hidden": Tile(128, 128, 32, 8, 2),
+        "weight": Tile(64, 64, 64, 8, 3),
+    },
+    4: {
+        "forward": Tile(64, 64, 32, 4, 2),
+        "inputs": Tile(64, 64, 32, 4, 2),
+        "hidden": Tile(64, 64, 16, 4, 2),
+        "weight": Tile(32, 32, 16, 4, 2),
+    },
+}
+# Wider kernels, and float64, are stored. The most runs of tokens that have a partial sum, and the
+# fewest tokens of one. Warps of the kernel for states.
+_WIDTH, _RUNS, _LEAST, _WARPS = 16, 64, 256, 4
+
+
+@triton.jit
+def _sequence_of(t, starts, sequences, length, tokens, LEVELS: tl.constexpr):
+    """Return the sequence of every token, and where it begins and ends.
+
+    Packed sequences are found in LEVELS halvings of their list.
+    """
+    if LEVELS > 0:
+        low = t * 0
+        high = low + sequences
+        for _level in tl.static_range(LEVELS):
+            middle = (low + high) // 2
+            after = tl.load(starts + middle) > t
+            high = tl.where(after, middle, high)
+            low = tl.where(after, low, middle)
+        # Clamped, so that no bad number reaches outside of the arrays.
+        begin = tl.minimum(tl.maximum(tl.load(starts + low), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(starts + low + 1), begin), tokens)
+        return low, begin, end
+    else:
+        sequence = t // length
+        return sequence, sequence * length, (sequence + 1) * length
+
+
+@triton.jit
+def _read(
+    x, state, t, live, begin, sequence, d, w, W: tl.constexpr, D: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Load the inputs that tap w of tokens reads; inputs before a sequence come from its state."""
+    p = t + (w - W + 1)
+    inside = (d < D)[None, :]
+    own = (live & (p >= begin))[:, None] & inside
+    value = tl.load(x + p[:, None] * D + d[None, :], mask=own, other=0.0).to(tl.float32)
+    if HAS_STATE:
+        past = (live & (p < begin))[:, None] & inside
+        at = (sequence[:, None] * D + d[None, :]) * W + (W + p - begin)[:, None]
+        value = tl.where(own, value, tl.load(state + at, mask=past, other=0.0).to(tl.float32))
+    return value
+
+
+@triton.jit
+def _split(acc, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """Return the columns of every tap."""
+    parts = (acc,)
+    LEVELS: tl.constexpr = TAPS.bit_length() - 1
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for i in tl.static_range(1 << level):
+            pair = tl.reshape(parts[i], (ROWS, 2, (CHANNELS * TAPS) >> (level + 1)))
+            one, two = tl.split(tl.permute(pair, (0, 2, 1)))
+            halves = halves + (one, two)
+        parts = halves
+    return parts
+
+
+@triton.jit
+def _taps(
+    hidden, weight, bias, t, live, d, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, TERMS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Multiply hidden by the weight's rows of a block of channels, tap after tap."""
+    column = tl.arange(0, CHANNELS * TAPS)
+    tap, channel = column // CHANNELS, d + column % CHANNELS
+    real = (tap < W) & (channel < D)
+    row = channel.to(tl.int64) * W + tap
+    acc = tl.zeros([ROWS, CHANNELS * TAPS], tl.float32)
+    for k in range(0, H, TERMS):
+        h = k + tl.arange(0, TERMS)
+        at = hidden + t[:, None] * H + h[None, :]
+        a = tl.load(at, mask=live[:, None] & (h < H)[None, :], other=0.0)
+        at = weight + row[:, None] * H + h[None, :]
+        b = tl.load(at, mask=real[:, None] & (h < H)[None, :], other=0.0)
+        acc = tl.dot(a.to(DOT), tl.trans(b.to(DOT)), acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)[None, :]
+    return _split(acc, ROWS, CHANNELS, TAPS)
+
+
+@triton.jit
+def _sigmoid(h):
+    return 1 / (1 + tl.exp(-h))
+
+
+@triton.jit
+def _preactivation(
+    taps, x, state, shift, t, live, begin, sequence, d, W: tl.constexpr, D: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    h = taps[0] * _read(x, state, t, live, begin, sequence, d, 0, W, D, HAS_STATE)
+    for w in tl.static_range(1, W):
+        value = _read(x, state, t, live, begin, sequence, d, w, W, D, HAS_STATE)
+        h += taps[w] * value
+    if HAS_SHIFT:
+        h += tl.load(shift + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    return h
+
+
+def _forward_kernel(
+    starts, x, hidden, weight, bias, state, shift, out,
+    sequences, length, tokens, parts,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    part = program % parts
+    t = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = t < tokens
+    sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+    for number in tl.range(0, BLOCKS, flatten=FLAT):
+        block = part * BLOCKS + number
+        d = block * CHANNELS + tl.arange(0, CHANNELS)
+        taps = _taps(
+            hidden, weight, bias, t, live, block * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
+            DOT, PRECISION, HAS_BIAS,
+        )  # fmt: skip
+        h = _preactivation(
+            taps, x, state, shift, t, live, begin, sequence, d, W, D, HAS_STATE, HAS_SHIFT
+        )
+        if SILU:
+            h = h * _sigmoid(h)
+        at = out + t[:, None] * D + d[None, :]
+        tl.store(at, h.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+
+
+def _inputs_kernel(
+    starts, x, hidden, weight, bias, state, shift, dout, dfinal, v_out, dx,
+    sequences, length, tokens, parts,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_FINAL: tl.constexpr, WANT_X: tl.constexpr,
+    BLOCKS: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """Write v, the cotangent before the activation, and the cotangent of x."""
+    program = tl.program_id(0)
+    part = program % parts
+    row = tl.arange(0, ROWS)
+    t = (program // parts).to(tl.int64) * (ROWS - W + 1) + row
+    live = t < tokens
+    own = live & (row < ROWS - W + 1)
+    sequence, begin, end = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+    for number in tl.range(0, BLOCKS, flatten=FLAT):
+        block = part * BLOCKS + number
+        d = block * CHANNELS + tl.arange(0, CHANNELS)
+        inside = (d < D)[None, :]
+        taps = _taps(
+            hidden, weight, bias, t, live, block * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
+            DOT, PRECISION, HAS_BIAS,
+        )  # fmt: skip
+        at = t[:, None] * D + d[None, :]
+        v = tl.load(dout + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+        if SILU:
+            h = _preactivation(
+                taps, x, state, shift, t, live, begin, sequence, d, W, D, HAS_STATE, HAS_SHIFT
+            )
+            s = _sigmoid(h)
+            v = tl.where(live[:, None], v * s * (1 + h * (1 - s)), 0.0)
+            tl.store(v_out + at, v.to(v_out.dtype.element_ty), mask=own[:, None] & inside)
+        if WANT_X:
+            # Tap w of token t reads input t + w - W + 1: the sums move on by a token for each tap.
+            after = tl.zeros([ROWS, CHANNELS], tl.int32) + tl.minimum(row + 1, ROWS - 1)[:, None]
+            total = tl.zeros([ROWS, CHANNELS], tl.float32)
+            for w in tl.static_range(W):
+                reads = live & (t + (w - W + 1) >= begin)
+                product = tl.where(reads[:, None], v * taps[w], 0.0)
+                if w > 0:
+                    product += tl.gather(total, after, 0)
+                total = product
+            if HAS_FINAL:
+                kept = t - end + W
+                place = (sequence[:, None] * D + d[None, :]) * W + kept[:, None]
+                mask = (own & (kept >= 0))[:, None] & inside
+                total += tl.load(dfinal + place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx + at, total.to(dx.dtype.element_ty), mask=own[:, None] & inside)
+
+
+def _hidden_kernel(
+    starts, x, weight, state, v, dhidden,
+    sequences, length, tokens, parts,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Multiply the kernels' cotangents by the weight: a program for some columns of hidden."""
+    program = tl.program_id(0)
+    t = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = t < tokens
+    sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+    h = (program % parts) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range((D + TERMS - 1) // TERMS):
+        d = block * TERMS + tl.arange(0, TERMS)
+        at = v + t[:, None] * D + d[None, :]
+        g = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        for w in tl.static_range(W):
+            value = _read(x, state, t, live, begin, sequence, d, w, W, D, HAS_STATE)
+            a = (g * value).to(DOT)
+            at = weight + (d.to(tl.int64) * W + w)[:, None] * H + h[None, :]
+            b = tl.load(at, mask=(d < D)[:, None] & (h < H)[None, :], other=0.0).to(DOT)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    at = dhidden + t[:, None] * H + h[None, :]
+    mask = live[:, None] & (h < H)[None, :]
+    tl.store(at, acc.to(dhidden.dtype.element_ty), mask=mask)
+
+
+def _weight_kernel(
+    starts, x, hidden, state, v, sums, bias_sums,
+    sequences, length, tokens, parts, run,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, HAS_STATE: tl.constexpr, WANT_WEIGHT: tl.constexpr,
+    WANT_BIAS: tl.constexpr, TAPS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Sum the kernels' cotangents over a run of tokens, times hidden and alone.
+
+    A program has some channels, some columns of hidden, and some TAPS of the taps. STEPS of TERMS
+    tokens are given to the interpreter, which can't turn a number into a range.
+    """
+    program = tl.program_id(0)
+    GROUPS: tl.constexpr = (W + TAPS - 1) // TAPS
+    first = ((program // parts) % GROUPS) * TAPS
+    BLOCKS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
+    block = (program // parts // GROUPS) % BLOCKS
+    number = (program // parts // GROUPS // BLOCKS).to(tl.int64)
+    d = block * CHANNELS + tl.arange(0, CHANNELS)
+    h = (program % parts) * COLUMNS + tl.arange(0, COLUMNS)
+    accs = ()
+    totals = ()
+    for _tap in tl.static_range(TAPS):
+        accs = accs + (tl.zeros([CHANNELS, COLUMNS], tl.float32),)
+        totals = totals + (tl.zeros([CHANNELS], tl.float32),)
+    for step in range(run if STEPS is None else STEPS):
+        t = (number * run + step) * TERMS + tl.arange(0, TERMS)
+        live = t < tokens
+        sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+        at = v + t[:, None] * D + d[None, :]
+        g = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        if WANT_WEIGHT:
+            at = hidden + t[:, None] * H + h[None, :]
+            b = tl.load(at, mask=live[:, None] & (h < H)[None, :], other=0.0).to(DOT)
+        grown = ()
+        added = ()
+        for i in tl.static_range(TAPS):
+            w = first + i
+            real = live & (w < W)
+            product = g * _read(x, state, t, real, begin, sequence, d, w, W, D, HAS_STATE)
+            acc = accs[i]
+            if WANT_WEIGHT:
+                acc = tl.dot(tl.trans(product.to(DOT)), b, acc, input_precision=PRECISION)
+            grown = grown + (acc,)
+            total = totals[i]
+            if WANT_BIAS:
+                total += tl.sum(product, 0)
+            added = added + (total,)
+        accs = grown
+        totals = added
+    for i in tl.static_range(TAPS):
+        w = first + i
+        row = number * D * W + d.to(tl.int64) * W + w
+        real = (d < D) & (w < W)
+        if WANT_WEIGHT:
+            at = sums + row[:, None] * H + h[None, :]
+            tl.store(at, accs[i], mask=real[:, None] & (h < H)[None, :])
+        if WANT_BIAS:
+            tl.store(bias_sums + row, totals[i], mask=real & (program % parts == 0))
+
+
+def _final_kernel(
+    starts, x, state, final, length, tokens, blocks,
+    W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Write the last W inputs of a sequence."""
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    d = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    inside = d < D
+    begin = sequence * length
+    end = begin + length
+    if LEVELS > 0:
+        begin = tl.minimum(tl.maximum(tl.load(starts + sequence), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(starts + sequence + 1), begin), tokens)
+    row = (sequence * D + d) * W
+    for w in tl.static_range(W):
+        p = end - W + w
+        value = tl.load(x + p * D + d, mask=inside & (p >= begin), other=0.0)
+        value = value.to(final.dtype.element_ty)
+        if HAS_STATE:
+            before = inside & (p < begin)
+            past = tl.load(state + row + (W + p - begin), mask=before, other=0.0)
+            value = tl.where(p >= begin, value, past.to(final.dtype.element_ty))
+        tl.store(final + row + w, value, mask=inside)
+
+
+_KERNELS = {
+    "forward": (_forward_kernel, ("x", "hidden", "weight", "out")),
+    "inputs": (_inputs_kernel, ("x", "hidden", "weight", "dout", "v_out", "dx")),
+    "hidden": (_hidden_kernel, ("x", "weight", "v", "dhidden")),
+    "weight": (_weight_kernel, ("x", "hidden", "v", "sums")),
+    "final": (_final_kernel, ()),
+}
+# Where vectors are loaded, rows have a multiple of so many numbers.
+_UNIT = 8
+
+
+@functools.cache
+def _launcher(name: str, aligned: bool, warps: int, stages: int | None) -> Launcher:
+    function, vectors = _KERNELS[name]
+    kernel = kernel_of_any_size(function, vectors if aligned else ())
+    return Launcher(kernel, warps, stages=stages)
+
+
+class _Call:
+    """A call's arrays as contiguous rows of tokens, and the sizes that its kernels share."""
+
+    def __init__(self, a: Any) -> None:
+        B, T, self.D = a.x.shape
+        self.tokens, self.H, self.W = B * T, a.hidden.shape[2], a.weight.shape[0] // self.D
+        self.x, self.hidden, self.weight = (
+            array.contiguous() for array in (a.x, a.hidden, a.weight)
+        )
+        self.bias, self.state, self.shift = (
+            None if array is None else array.contiguous()
+            for array in (a.bias, a.initial_state, a.conv_bias)
+        )
+        self.dot = promoted((a.hidden, a.weight))
+        self.silu, self.levels = a.activation == "silu", 0
+        self.starts, self.count = self.x, B
+        if a.sequences is not None:
+            self.starts = a.sequences.tensors_here().cu_seqlens
+            self.count = min(self.starts.numel() - 1, a.sequences.num_sequences)
+            # In fours, so that few numbers of sequences compile a kernel anew.
+            self.levels = 4 * ceil(max(self.count, 1).bit_length(), 4)
+        self.length = T
+
+    def flags(self, *optional: Any) -> tuple[bool, ...]:
+        return tuple([array is not None for array in optional])
+
+    def products(self) -> tuple[Any, ...]:
+        """Return the type and precision of products."""
+        types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        # The interpreter multiplies the bits of bfloat16.
+        return types.get(self.dot, tl.float32) if self.x.is_cuda else tl.float32, "ieee"
+
+    def tile(self, name: str) -> Tile:
+        tile = TILES[self.dot.itemsize][name]
+        terms = {"hidden": self.D, "weight": self.tokens}.get(name, self.H)
+        return tile._replace(terms=min(tile.terms, power(terms, 16)))
+
+    def launch(
+        self,
+        name: str,
+        tile: Tile | None,
+        programs: int,
+        arrays: Sequence[Any],
+        integers: Sequence[int],
+        *constants: Any,
+    ) -> None:
+        """Launch a kernel; any tensor stands for one that it doesn't touch."""
+        given = [self.starts, *[self.x if array is None else array for array in arrays]]
+        aligned = (
+            not self.D % _UNIT
+            and not self.H % _UNIT
+            and not any([array.data_ptr() % 16 for array in given])
+            # On HIP, specializing a pointer fixes more than its alignment.
+            and torch.version.hip is None
+        )
+        warps, stages = (_WARPS, None) if tile is None else (tile.warps, tile.stages)
+        key = self.x.device, *[array.dtype for array in given], wide(*integers), *constants
+        _launcher(name, aligned, warps, stages)(programs, key, *given, *integers, *constants)
+
+    def sizes(self, parts: int) -> tuple[int, ...]:
+        return self.count, self.length, self.tokens, parts
+
+    def over_taps(self, name: str, overlap: int, arrays: Sequence[Any], *flags: bool) -> None:
+        """Launch a kernel that makes taps, on tiles of tokens and blocks of channels."""
+        tile, taps = self.tile(name), power(self.W)
+        channels = max(1, tile.columns // taps)
+        blocks, tiles = ceil(self.D, channels), ceil(self.tokens, tile.rows - overlap)
+        each = 1
+        if tile.flat:
+            each = ceil(blocks, max(1, 2 * processors(self.x.device) // tiles))
+        parts = ceil(blocks, each)
+        self.launch(
+            name, tile, tiles * parts, arrays, self.sizes(parts),
+            self.H, self.W, self.D, tile.rows, channels, taps, tile.terms, *self.products(),
+            self.silu, self.levels, *self.flags(self.bias, self.state, self.shift), *flags,
+            each, tile.flat,
+        )  # fmt: skip
+
+
+def _is_stored(a: Any) -> bool:
+    """Return whether a call's kernels are stored: of float64, and of many taps."""
+    arrays = [array for array in a if isinstance(array, torch.Tensor)]
+    return promoted(arrays) == torch.float64 or a.weight.shape[0] > _WIDTH * a.x.shape[2]
+
+
+def _stored(a: Any) -> tuple[Any, Any]:
+    """Return the call in the dtype of its generator, and the convolution's arguments."""
+    generator = a.hidden, a.weight, a.bias
+    dtype = promoted(generator)
+    hidden, weight, bias = (None if array is None else array.to(dtype) for array in generator)
+    cast = a._replace(hidden=hidden, weight=weight, bias=bias)
+    return cast, convolution_of(a, kernels_of(cast))
+
+
+@register("dynamic_conv_generated", "triton")
+def dynamic_conv_generated(a: Any, y: Any) -> None:
+    if _is_stored(a):
+        conv.dynamic_conv(_stored(a)[1], y)
+        return
+    call = _Call(a)
+    if y.out is not None and call.tokens:
+        arrays = call.x, call.hidden, call.weight, call.bias, call.state, call.shift, y.out
+        call.over_taps("forward", 0, arrays)
+    if y.final_state is not None and call.count:
+        size = 32 * _WARPS
+        blocks = ceil(call.D, size)
+        call.launch(
+            "final", None, call.count * blocks, (call.x, call.state, y.final_state),
+            (call.length, call.tokens, blocks),
+            call.W, call.D, size, call.levels, call.state is not None,
+        )  # fmt: skip
+
+
+@register("dynamic_conv_generated_vjp", "triton")
+def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
+    if _is_stored(a):
+        _pull_stored(a, y)
+        return
+    call = _Call(a)
+    if y.dinitial_state is not None:
+        _pull_to_state(a, y.dinitial_state)
+    sums = y.dweight, y.dbias, y.dconv_bias
+    if not call.tokens:
+        for made in sums:
+            if made is not None:
+                made.zero_()
+        return
+    v = dout = a.dout.contiguous()
+    dfinal = None if a.dfinal_state is None else a.dfinal_state.contiguous()
+    if call.silu:
+        v = torch.empty_like(dout)
+    if y.dx is not None or call.silu:
+        generator = call.x, call.hidden, call.weight, call.bias, call.state, call.shift
+        arrays = *generator, dout, dfinal, v, y.dx
+        flags = call.flags(dfinal, y.dx)
+        call.over_taps("inputs", call.W - 1, arrays, *flags)
+    if y.dhidden is not None and call.H:
+        tile = call.tile("hidden")
+        parts = ceil(call.H, tile.columns)
+        call.launch(
+            "hidden", tile, ceil(call.tokens, tile.rows) * parts,
+            (call.x, call.weight, call.state, v, y.dhidden), call.sizes(parts),
+            call.H, call.W, call.D, tile.rows, tile.columns, tile.terms, *call.products(),
+            call.levels, call.state is not None,
+        )  # fmt: skip
+    if y.dweight is not None or y.dbias is not None:
+        _pull_to_weight(call, v, y)
+    if y.dconv_bias is not None:
+        y.dconv_bias.copy_(v.sum((0, 1), dtype=torch.float32))
+
+
+def _pull_to_weight(call: _Call, v: Any, y: Any) -> None:
+    """Fill the cotangents of the weight and of its bias."""
+    tile, taps = call.tile("weight"), min(call.W, 4)
+    on_weight = y.dweight is not None and call.H > 0
+    blocks, parts = ceil(call.D, tile.rows), ceil(call.H, tile.columns) if on_weight else 1
+    programs = blocks * parts * ceil(call.W, taps)
+    run = _run(call, tile, programs)
+    runs = ceil(call.tokens, run * tile.terms)
+    rows, room = call.D * call.W, functools.partial(v.new_empty, dtype=torch.float32)
+    sums = room((runs if on_weight else 0, rows, call.H))
+    bias_sums = room((runs if y.dbias is not None else 0, rows))
+    call.launch(
+        "weight", tile, programs * runs, (call.x, call.hidden, call.state, v, sums, bias_sums),
+        (*call.sizes(parts), run),
+        call.H, call.W, call.D, tile.rows, tile.columns, tile.terms, *call.products(),
+        call.levels, call.state is not None, on_weight, y.dbias is not None, taps,
+        None if v.is_cuda else run,
+    )  # fmt: skip
+    if on_weight:
+        y.dweight.copy_(sums.sum(0))
+    if y.dbias is not None:
+        y.dbias.copy_(bias_sums.sum(0))
+
+
+def _run(call: _Call, tile: Tile, programs: int) -> int:
+    """Return the steps of a partial sum, for runs of tokens that fill the GPU, but are few.
+
+    The sums have at most a quarter of the kernels' numbers.
+    """
+    most = max(1, min(_RUNS, call.tokens // _LEAST, call.tokens // max(4 * call.H, 1)))
+    there = processors(call.x.device)
+
+    def filled(runs: int) -> tuple[int, int]:
+        wanted = programs * runs
+        return 20 * wanted // (there * ceil(wanted, there)), -runs
+
+    runs = max(range(1, most + 1), key=filled)
+    return ceil(call.tokens, tile.terms * runs)
+
+
+def _pull_stored(a: Any, y: Any) -> None:
+    cast, given = _stored(a)
+    on_generator = y.dhidden, y.dweight, y.dbias
+    dkernels = None
+    if any([made is not None for made in on_generator]):
+        dkernels = torch.empty_like(given.kernels)
+    made = conv_vjp.Outputs(y.dx, dkernels, y.dinitial_state, y.dconv_bias)
+    conv.dynamic_conv_vjp(given, made)
+    if dkernels is not None:
+        for made, value in zip(on_generator, pull_to_generator(cast, dkernels), strict=True):
+            if made is not None:
+                made.copy_(value)
+
+
+def _pull_to_state(a: Any, dstate: Any) -> None:
+    """Fill the cotangent of the initial state, which the first W - 1 tokens read."""
+    x, W, T = a.x, dstate.shape[2], a.x.shape[1]
+    n = min(T, W - 1)
+    arrays = x, a.hidden, a.dout
+    if a.sequences is None:
+        first = [array[:, :n] for array in arrays]
+    else:
+        starts = a.sequences.tensors_here().cu_seqlens
+        begin, lengths = starts[:-1], starts.diff()
+        place = torch.arange(n, device=x.device)
+        at = (begin[:, None] + place).clamp(max=max(T - 1, 0))
+        # Past its end, a sequence has zeros.
+        live = (place < lengths[:, None])[..., None]
+        first = [array[0, at].where(live, 0) for array in arrays]
+    short = a._replace(x=first[0], hidden=first[1], dout=first[2], dfinal_state=None)
+    short = short._replace(sequences=None)
+    conv.dynamic_conv_vjp(_stored(short)[1], conv_vjp.Outputs(None, None, dstate, None))
+    if a.dfinal_state is None:
+        return
+    # Inputs of the state move on into the final state of a sequence of less than W tokens.
+    if a.sequences is None:
+        if T < W:
+            dstate[..., T:] += a.dfinal_state[..., : W - T]
+    else:
+        kept = torch.arange(W, device=x.device) - lengths[:, None]
+        at = kept.clamp(min=0)[:, None].expand_as(dstate)
+        dstate += a.dfinal_state.gather(2, at).where((kept >= 0)[:, None], 0)
