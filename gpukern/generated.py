@@ -50,10 +50,10 @@ class Tile(NamedTuple):
 #: the others; the rows of "weight" are channels, and its terms are tokens.
 TILES = {
     2: {
-        "forward": Tile(128, 256, 64, 8, 3),
+        "forward": Tile(128, 128, 64, 8, 3),
         "inputs": Tile(128, 128, 64, 8, 3),
         "hidden": Tile(128, 128, 32, 8, 2),
-        "weight": Tile(64, 64, 64, 8, 3),
+        "weight": Tile(128, 64, 32, 8, 3),
     },
     4: {
         "forward": Tile(64, 64, 32, 4, 2),
@@ -299,7 +299,7 @@ def _weight_kernel(
     accs = ()
     totals = ()
     for _tap in tl.static_range(TAPS):
-        accs = accs + (tl.zeros([CHANNELS, COLUMNS], tl.float32),)
+        accs = accs + (tl.zeros([COLUMNS, CHANNELS], tl.float32),)
         totals = totals + (tl.zeros([CHANNELS], tl.float32),)
     for step in range(run if STEPS is None else STEPS):
         t = (number * run + step) * TERMS + tl.arange(0, TERMS)
@@ -318,7 +318,7 @@ def _weight_kernel(
             product = g * _read(x, state, t, real, begin, sequence, d, w, W, D, HAS_STATE)
             acc = accs[i]
             if WANT_WEIGHT:
-                acc = tl.dot(tl.trans(product.to(DOT)), b, acc, input_precision=PRECISION)
+                acc = tl.dot(tl.trans(b), product.to(DOT), acc, input_precision=PRECISION)
             grown = grown + (acc,)
             total = totals[i]
             if WANT_BIAS:
@@ -331,8 +331,8 @@ def _weight_kernel(
         row = number * D * W + d.to(tl.int64) * W + w
         real = (d < D) & (w < W)
         if WANT_WEIGHT:
-            at = sums + row[:, None] * H + h[None, :]
-            tl.store(at, accs[i], mask=real[:, None] & (h < H)[None, :])
+            at = sums + row[None, :] * H + h[:, None]
+            tl.store(at, accs[i], mask=real[None, :] & (h < H)[:, None])
         if WANT_BIAS:
             tl.store(bias_sums + row, totals[i], mask=real & (program % parts == 0))
 
