@@ -15,6 +15,7 @@ from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 from fusedops.conv import Sequences, conv, conv_step, conv_vjp
 from fusedops.density import Lattice, density, density_vjp, density_vjp_vjp
+from fusedops.generated import generated, generated_vjp
 from fusedops.harmonics import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.planarity import Planes, gradient_vjp, nll
 from fusedops.samples import _exact, atoms_in, convolved, cubes, pair, protein
@@ -458,6 +459,55 @@ def _wigner_case(
     return Case(name, edge_wigner, make, terms)
 
 
+def _generated_cases() -> list[Case]:
+    cases: list[Case] = []
+
+    def add(
+        name: str,
+        shape: tuple[int, int, int, int, int],
+        *,
+        cu_seqlens: list[int] | None = None,
+        silu: bool = False,
+        bare: bool = False,
+    ) -> None:
+        """Add a convolution (B, T, D, W, H) and its gradient; a bare one has no optional array."""
+        B, T, D, W, H = shape
+        count = B if cu_seqlens is None else len(cu_seqlens) - 1
+
+        def make(gradient: bool) -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
+            rng = np.random.default_rng(W)
+            arrays = [
+                rng.normal(size=(B, T, D)),
+                rng.normal(size=(B, T, H)),
+                rng.normal(size=(D * W, H)) / np.sqrt(max(H, 1) * W),
+            ]
+            shapes: list[tuple[int, ...]] = [(D * W,), (count, D, W), (D,)]
+            if gradient:
+                shapes += [(B, T, D), (count, D, W)]
+            arrays += [
+                None if bare and shape != (B, T, D) else rng.normal(size=shape) for shape in shapes
+            ]
+            sequences = None if cu_seqlens is None else Sequences(np.array(cu_seqlens))
+            return tuple(arrays), (sequences, "silu" if silu else "none")
+
+        # Gradients sum over the weight's rows, and over tokens.
+        terms = 8 * max(D * W, H, B * T)
+        cases.append(Case(name, generated, lambda: make(False), terms))
+        cases.append(Case(name, generated_vjp, lambda: make(True), terms))
+
+    add("generated", (2, 70, 24, 4, 16), silu=True)
+    add("generated-bare", (2, 19, 5, 3, 7), bare=True)
+    add("generated-packed", (1, 136, 9, 4, 5), cu_seqlens=[0, 0, 3, 67, 67, 68, 136], silu=True)
+    add("generated-w7", (3, 2, 4, 7, 3))
+    add("generated-w1", (1, 5, 3, 1, 2), silu=True, bare=True)
+    add("generated-w17", (1, 40, 2, 17, 3), silu=True)
+    add("generated-nothing", (2, 9, 3, 2, 0))
+    add("generated-no-tokens", (2, 0, 3, 4, 2), silu=True)
+    add("generated-no-batch", (0, 5, 3, 2, 2), bare=True)
+    add("generated-no-sequences", (1, 0, 3, 2, 2), cu_seqlens=[0])
+    return cases
+
+
 def _wigner_cases() -> list[Case]:
     cases = [
         _wigner_case("uma", 2, nodes=6, edges=20, channels=40),
@@ -744,6 +794,7 @@ def _trimul_cases() -> list[Case]:
 CASES = [
     *_planarity_cases(),
     *_conv_cases(),
+    *_generated_cases(),
     *_wigner_cases(),
     *_matrix_cases(),
     *_so2_cases(),

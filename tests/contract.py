@@ -179,6 +179,26 @@ def packed_convolution(
     }
 
 
+def generated(
+    rng: Any, B: int, T: int, D: int, W: int, H: int, *, packed: bool = False
+) -> dict[str, Any]:
+    """A convolution of B sequences with generated kernels, or of B packed in T tokens."""
+    given: dict[str, Any] = {"output_final_state": True, "activation": "silu"}
+    count = B
+    if packed:
+        cu_seqlens = np.sort(np.concatenate([[0, 0, T], rng.integers(0, T + 1, B - 2)]))
+        given, B = {"cu_seqlens": fusedops.Sequences(cu_seqlens)}, 1
+    return {
+        "x": rng.normal(size=(B, T, D)),
+        "hidden": rng.normal(size=(B, T, H)),
+        "weight": rng.normal(size=(D * W, H)),
+        "bias": rng.normal(size=D * W),
+        "initial_state": rng.normal(size=(count, D, W)),
+        "conv_bias": rng.normal(size=D),
+        **given,
+    }
+
+
 def rotation(
     rng: Any,
     nodes: int,
@@ -394,6 +414,24 @@ EXAMPLES = [
             others=((4, 467, 11, 3), (6, 14, 11, 3), (5, 76, 11, 3)),
         )
         for suffix in ("", "-static")
+    ),
+    *(
+        _example(
+            f"generated{suffix}",
+            fusedops.dynamic_conv_generated,
+            functools.partial(generated, packed=bool(suffix)),
+            *("x", "hidden", "weight", "bias", "initial_state", "conv_bias"),
+            tiny=(3, 3, 2, 2, 2),
+            small=(3, 7, 3, 4, 5),
+            medium=(4, 150, 5, 3, 4),
+            large=(5, 1300, 40, 4, 8),
+            others=((3, 9, 6, 2, 5), (5, 12, 6, 2, 5), (7, 17, 6, 2, 5)),
+            exact=False,
+            # Sums over tokens, and over the weight's rows.
+            terms=8192,
+            slow=True,
+        )
+        for suffix in ("", "-packed")
     ),
     _rotation("forth", fusedops.node_to_edge_wigner_permute, "x", "wigner", way="forth"),
     _rotation(

@@ -64,7 +64,7 @@ assert compiled == {primitive.name for primitive in cases}, compiled
 print("compiled")
 """
 
-SMALL = "conv", "density", "harmonics", "planarity", "scatter", "so2", "wigner"
+SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so2", "wigner"
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,18 @@ RIGHT = {
         "activation": "silu",
         "out": ones(1, 4, 2),
     },
+    fusedops.dynamic_conv_generated: {
+        "x": ones(1, 4, 2),
+        "hidden": ones(1, 4, 5),
+        "weight": ones(6, 5),
+        "bias": ones(6),
+        "conv_bias": ones(2),
+        "initial_state": ones(1, 2, 3),
+        "output_final_state": True,
+        "cu_seqlens": np.array([0, 4]),
+        "activation": "silu",
+        "out": ones(1, 4, 2),
+    },
     fusedops.dynamic_conv_step: {
         "x": ones(1, 2),
         "state": ones(1, 2, 3),

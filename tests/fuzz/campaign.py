@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
-from . import conv, density, packed, planarity, scatter, so2, trimul, wigner
+from . import conv, density, generated, packed, planarity, scatter, so2, trimul, wigner
 from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
@@ -32,6 +32,7 @@ FAMILIES = {
         planarity.FAMILY,
         conv.FAMILY,
         conv.STEP,
+        generated.FAMILY,
         wigner.FAMILY,
         wigner.MATRICES,
         so2.FAMILY,
