@@ -14,6 +14,7 @@ import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import dtype_name, of_shape, one_of, promoted
 from fusedops._frame.registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.generated import dynamic_conv_generated
 from fusedops.pairs import PairTransition, TriangleAttention, lecun_normal
 from fusedops.so2 import WEIGHTS, so2_convolution
 from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
@@ -26,6 +27,12 @@ __all__ = [
     "TriangleAttention",
     "TriangleMultiplicativeUpdate",
 ]
+
+#: The devices with kernels that make a convolution's kernels, the fewest numbers of these that are
+#: worth it on a CPU, and the hooks that a layer may have.
+FUSED = "cpu", "cuda", "xpu"
+MANY = 1 << 22
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 GENERATOR_ACTIVATIONS = {
     "silu": torch.nn.SiLU,
@@ -301,22 +308,24 @@ class DynamicShortConvolution(torch.nn.Module):
                 )
         if group is not None:
             return self._shared(x, generator_input, cache, output_final_state, cu_seqlens, group)
-        kernels = self.get_kernel(generator_input)
         state, activation, backend = cache, self.activation, self.backend
         decoding = cache is not None and cu_seqlens is None and tokens[1] == 1
         update = output_final_state or decoding
+        given = self._given(generator_input, decoding)
         if torch.is_grad_enabled() and any(
-            array is not None and array.requires_grad for array in (x, kernels, cache)
+            array is not None and array.requires_grad for array in (x, *given, cache)
         ):
             # The backward reads the cache as it was before the update, and can't save a tensor
             # that was made in inference mode.
             state = None if cache is None else cache.clone()
         elif cache is not None and decoding:
-            y = dynamic_conv_step(x, cache, kernels[:, 0], activation=activation, backend=backend)
+            step = given[0][:, 0]
+            y = dynamic_conv_step(x, cache, step, activation=activation, backend=backend)
             return y.to(x.dtype), cache
-        result = dynamic_conv(
+        convolve: Any = dynamic_conv if len(given) == 1 else dynamic_conv_generated
+        result = convolve(
             x,
-            kernels,
+            *given,
             initial_state=state,
             output_final_state=update,
             cu_seqlens=cu_seqlens,
@@ -328,6 +337,30 @@ class DynamicShortConvolution(torch.nn.Module):
         y, final = result
         cache = final.detach() if cache is None else cache.copy_(final.detach())
         return y.to(x.dtype), cache
+
+    def _given(self, u: torch.Tensor, decoding: bool) -> tuple[torch.Tensor, ...]:
+        """Return the kernels, or the hidden units, weight and bias that make them.
+
+        The generator's last layer is then part of the convolution. A layer that is more than its
+        weight and bias makes kernels itself, and so does any on a CPU in 16 bits, which torch
+        multiplies faster, or for kernels that its cache may hold.
+        """
+        generator: Any = self.kernel_generator
+        last = generator.w2
+        plain = (
+            type(self).get_kernel is DynamicShortConvolution.get_kernel
+            and type(generator) is torch.nn.Sequential
+            and type(last) is torch.nn.Linear
+            and not any([getattr(each, hooks) for each in (generator, last) for hooks in HOOKS])
+        )
+        if u.device.type == "cpu":
+            count = u.shape[0] * u.shape[1] * self.hidden_size * self.kernel_size
+            plain = plain and last.weight.itemsize > 2 and count >= MANY
+        if decoding or not plain or u.device.type not in FUSED:
+            return (self.get_kernel(u),)
+        hidden = generator.act(generator.w1(u))
+        # Under autocast the layer would round its parameters as it rounds the hidden units.
+        return hidden, last.weight.to(hidden.dtype), last.bias.to(hidden.dtype)
 
     def _shared(
         self,

@@ -425,7 +425,8 @@ EXAMPLES = [
             small=(3, 7, 3, 4, 5),
             medium=(4, 150, 5, 3, 4),
             large=(5, 1300, 40, 4, 8),
-            others=((3, 9, 6, 2, 5), (5, 12, 6, 2, 5), (7, 17, 6, 2, 5)),
+            # torch.compile would keep equal sizes equal, so the first ones differ.
+            others=((4, 467, 11, 3, 7), (6, 14, 11, 3, 7), (5, 76, 11, 3, 7)),
             exact=False,
             # Sums over tokens, and over the weight's rows.
             terms=8192,

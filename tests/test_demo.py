@@ -31,6 +31,7 @@ def test_demo_draws_and_agrees(tmp_path, capsys, monkeypatch):
     for op in (
         "planarity_nll",
         "dynamic_conv",
+        "dynamic_conv_generated",
         "edge_energy",
         "so2_convolution",
         "gate_activation",

@@ -255,13 +255,14 @@ def shifted(problem: Problem, cotangent: Any) -> Steps:
 @peer("torch eager", "dynamic_conv")
 def unfolded(problem: Problem, cotangent: Any) -> Steps:
     """The fallback of Jet-Nemotron in plain torch."""
+    return _steps(_activated(problem, _unfolded), problem, cotangent)
+
+
+def _unfolded(x: Any, kernels: Any) -> Any:
     import torch
 
-    def convolve(x: Any, kernels: Any) -> Any:
-        padded = torch.nn.functional.pad(x, (0, 0, kernels.shape[-1] - 1, 0))
-        return (padded.unfold(1, kernels.shape[-1], 1) * kernels).sum(-1)
-
-    return _steps(_activated(problem, convolve), problem, cotangent)
+    padded = torch.nn.functional.pad(x, (0, 0, kernels.shape[-1] - 1, 0))
+    return (padded.unfold(1, kernels.shape[-1], 1) * kernels).sum(-1)
 
 
 JET = "Jet-Nemotron/jetai/modeling/hf"
@@ -272,6 +273,42 @@ def jet(problem: Problem, cotangent: Any) -> Steps:
     """The Triton kernels of Jet-Nemotron, followed by torch's activation."""
     convolve = _module(_path(f"{JET}/dconv_fwdbwd.py")).dynamic_conv_triton_autograd
     return _steps(_activated(problem, convolve), problem, cotangent)
+
+
+def _after_a_layer(problem: Problem, convolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a linear layer that makes kernels, and a convolution with these."""
+    import torch
+
+    width = problem.shape["W"]
+
+    def layer(x: Any, hidden: Any, weight: Any, bias: Any) -> Any:
+        kernels = torch.nn.functional.linear(hidden, weight, bias)
+        return convolve(x, kernels.unflatten(-1, (-1, width)))
+
+    return layer
+
+
+@peer("a layer, then dynamic_conv", "dynamic_conv_generated")
+def stored(problem: Problem, cotangent: Any) -> Steps:
+    """Kernels that torch's layer stores, and our convolution with SiLU."""
+    convolve = functools.partial(fusedops.dynamic_conv, activation="silu")
+    return _steps(_after_a_layer(problem, convolve), problem, cotangent)
+
+
+@peer("Jet-Nemotron", "dynamic_conv_generated", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
+def jet_layer(problem: Problem, cotangent: Any) -> Steps:
+    """Kernels that torch's layer stores, Jet-Nemotron's Triton kernels, and torch's SiLU."""
+    convolve = _module(_path(f"{JET}/dconv_fwdbwd.py")).dynamic_conv_triton_autograd
+    turned = _activated(problem, convolve)
+    return _steps(_after_a_layer(problem, turned), problem, cotangent)
+
+
+@peer("torch eager", "dynamic_conv_generated")
+def unfolded_layer(problem: Problem, cotangent: Any) -> Steps:
+    """Kernels that torch's layer stores, and the fallback of Jet-Nemotron in plain torch."""
+    return _steps(
+        _after_a_layer(problem, _activated(problem, _unfolded)), problem, cotangent
+    )
 
 
 @peer("Jet-Nemotron", "dynamic_conv_step", file=f"{JET}/dconv_step.py", devices=("cuda",))

@@ -414,6 +414,26 @@ def _conv(
     return Problem(fusedops.dynamic_conv, arguments, ("x", "kernels"), shape, work)
 
 
+def _generated(source: Source, tokens: int, *, batch: int, channels: int, hidden: int) -> Problem:
+    """A convolution of four taps that a linear layer makes, with SiLU; all arrays have gradients."""
+    width = 4
+    x, inputs = source.normal(batch, tokens, channels), source.normal(batch, tokens, hidden)
+    arguments = {
+        "x": x,
+        "hidden": inputs,
+        "weight": source.normal(channels * width, hidden, scale=(width * hidden) ** -0.5),
+        "bias": source.normal(channels * width, scale=width**-0.5),
+    }
+    leaves = tuple(arguments)
+    read, out = source.bytes(*arguments.values()), source.bytes(x)
+    products = 2 * batch * tokens * channels * width * hidden
+    # A backward that stores no kernels makes them again.
+    work = _work(Work(read + out, products), Work(2 * read + out, 3 * products))
+    shape = {"B": batch, "T": tokens, "D": channels, "W": width, "H": hidden}
+    op = fusedops.dynamic_conv_generated
+    return Problem(op, arguments | {"activation": "silu"}, leaves, shape, work)
+
+
 def _step(source: Source, batch: int, *, channels: int, width: int) -> Problem:
     """A step by one token of every sequence, with states updated in place."""
     x, kernels = source.normal(batch, channels), source.normal(batch, channels, width)
@@ -748,6 +768,16 @@ def _conv_workloads() -> Iterator[Workload]:
     for B, T, D in ((1, 64, 64), (1, 4096, 1536), (8, 4096, 1536)):
         for dtype in ("bfloat16", "float32"):
             yield from jet("cuda", B, T, D, dtype, B == 1)
+    op, name = fusedops.dynamic_conv_generated, "Jet-Nemotron"
+    # Gradients sum over the weight's rows, or over tokens.
+    layer = Workload(op, name, _generated, 0, "tokens", 64, "cpu", terms=(1000, 40_000))
+    for B, T, D in ((1, 64, 64), (1, 1024, 256), (1, 2048, 1536)):
+        make = partial(_generated, batch=B, channels=D, hidden=D // 8)
+        yield replace(layer, make=make, size=T, quick=D == 256)
+    for B, D in ((1, 1536), (8, 1536), (8, 3072)):
+        make = partial(_generated, batch=B, channels=D, hidden=D // 8)
+        gpu = replace(layer, make=make, size=4096, device="cuda", dtype="bfloat16")
+        yield replace(gpu, quick=B == 1, self_check=False)
     make = partial(_step, channels=3072, width=4)
     op, name = fusedops.dynamic_conv_step, "Jet-Nemotron, a step"
     step = Workload(op, name, make, 64, "sequences", 64, "cpu", quick=True)
@@ -892,6 +922,8 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
 
     yield call(fusedops.planarity_nll, _planarity)
     yield call(fusedops.dynamic_conv, partial(_conv, batch=1, channels=4, width=4), 4)
+    layer = partial(_generated, batch=1, channels=4, hidden=4)
+    yield call(fusedops.dynamic_conv_generated, layer, 4)
     yield call(fusedops.dynamic_conv_step, partial(_step, channels=4, width=4))
     for op in ON_EDGES:
         yield call(op, partial(_edges, op, lmax=1, channels=4), 2)
@@ -933,6 +965,10 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
     dtype = "bfloat16" if gpu else "float32"
     name = "Jet-Nemotron"
     yield of(fusedops.dynamic_conv, name, conv, "tokens", dtype=dtype), sizes(64 if gpu else 16)
+    channels = 1536 if gpu else 256
+    layer = partial(_generated, batch=1, channels=channels, hidden=channels // 8)
+    op = fusedops.dynamic_conv_generated
+    yield of(op, name, layer, "tokens", dtype=dtype), sizes(64 if gpu else 16)
     step = partial(_step, channels=3072, width=4)
     yield (
         of(fusedops.dynamic_conv_step, f"{name}, a step", step, "sequences", dtype=dtype),

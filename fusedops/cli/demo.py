@@ -37,10 +37,10 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="run every op on an example, on every backend that works here",
-        description="Score ubiquitin's planes, convolve packed tokens, pass messages along edges, "
-        "turn and convolve some, refine a model and fill in distances, all with gradients, on "
-        "every backend that works here; check each against the reference, and draw a picture. "
-        "Exit code 1 if a check fails.",
+        description="Score ubiquitin's planes, convolve packed tokens, learn kernels, pass messages "
+        "along edges, turn and convolve some, refine a model and fill in distances, all with "
+        "gradients, on every backend that works here; check each against the reference, and draw "
+        "a picture. Exit code 1 if a check fails.",
     )
     parser.set_defaults(run=_command)
     parser.add_argument(
@@ -112,6 +112,30 @@ def dynamic_conv(figure: Any) -> Iterator[Row]:
 
     yield from _rows(fusedops.dynamic_conv, arrays, packed, out - clean, step=decode)
     _draw_tokens(figure, starts, x, kernels, out)
+
+
+def dynamic_conv_generated(figure: Any) -> Iterator[Row]:
+    """Learn the layer that makes kernels which delay a signal as its hidden units say, and draw it.
+
+    The loss is half the squared distance to the delayed signal.
+    """
+    rng, T, W = np.random.default_rng(2), 64, 4
+    x = rng.normal(size=(1, T, 1))
+    delays = np.repeat([0, 3, 1, 2], T // W)
+    hidden, weight = np.eye(W)[None, delays], np.full((W, W), 1 / W)
+    target = x[:, np.maximum(np.arange(T) - delays, 0)] * (np.arange(T) >= delays)[:, None]
+    op: Any = fusedops.dynamic_conv_generated
+    arrays = {"x": x, "hidden": hidden, "weight": weight}
+    out = op(**arrays)
+    yield from _rows(op, arrays, {}, out - target)
+    start, steps = time.perf_counter(), 200
+    for _ in range(steps):
+        found, pullback = op.vjp(x, hidden, weight)
+        weight = weight - 0.03 * pullback(found - target)[2]
+    ms = 1e3 * (time.perf_counter() - start) / steps
+    learnt = {"taps": error(weight, np.eye(W)[::-1])}
+    yield Row(op.__name__, op.explain(**arrays).backend, "gradient descent", False, ms, learnt, 0.05)
+    _draw_delays(figure, x, target, out, found, weight)
 
 
 def edge_wigner(figure: Any) -> Iterator[Row]:
@@ -266,6 +290,7 @@ def _turned(message: np.ndarray, angles: np.ndarray, lmax: int) -> np.ndarray:
 DEMOS: dict[str, Callable[[Any], Iterator[Row]]] = {
     "planarity": planarity,
     "dynamic_conv": dynamic_conv,
+    "dynamic_conv_generated": dynamic_conv_generated,
     "edge_wigner": edge_wigner,
     "so2_convolution": so2_convolution,
     "gaussian_density": gaussian_density,
@@ -457,6 +482,28 @@ def _draw_tokens(
     taps.set_ylabel("input")
     taps.set_yticks(range(W), [*(f"t − {back}" for back in range(W - 1, 0, -1)), "t"])
     figure.colorbar(image, ax=panels[1], label="tap")
+
+
+def _draw_delays(
+    figure: Any, x: np.ndarray, target: np.ndarray, out: np.ndarray, found: np.ndarray, weight: Any
+) -> None:
+    W = len(weight)
+    lines, taps = figure.subplots(1, 2, width_ratios=(3, 1))
+    lines.plot(x.ravel(), color="0.6", label="tokens")
+    lines.plot(target.ravel(), ".", color="C0", label="delayed by 0, 3, 1 and 2 tokens")
+    lines.plot(out.ravel(), ":", color="C1", label="before learning: the mean")
+    lines.plot(found.ravel(), color="C0", linewidth=1, label="after learning")
+    lines.set_xlabel("token t")
+    lines.set_ylabel("x and results")
+    lines.legend(loc="best", frameon=False)
+    lines.spines[["top", "right"]].set_visible(False)
+    figure.colorbar(taps.imshow(weight, vmin=0, vmax=1), ax=taps)
+    taps.set_title("The layer's weight")
+    taps.set_xlabel("hidden unit: the delay")
+    taps.set_ylabel("tap")
+    taps.set_xticks(range(W))
+    taps.set_yticks(range(W), [*(f"t − {back}" for back in range(W - 1, 0, -1)), "t"])
+    figure.suptitle("A layer learns kernels that delay the tokens as its hidden units say")
 
 
 def _edge_energy(elements: np.ndarray, cutoff: float) -> tuple[Any, np.ndarray]:
