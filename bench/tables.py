@@ -187,6 +187,9 @@ def _shares(block: dict[str, Any]) -> str:
 
 def _share(row: dict[str, Any]) -> str:
     share = f" ({row['share']:.0%})" if row.get("share") else ""
+    tokens = row["shape"].get("tokens")
+    if tokens and row["pass"] in PASSES:
+        share = f"; {1e3 * tokens / row['ms']:,.0f} tokens/s, {row['peak_MB']:,.0f} MB"
     return f"{report.digits(row['ms'])}{share}"
 
 

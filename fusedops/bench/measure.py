@@ -297,7 +297,7 @@ class Bench:
             contest = partial(Contestant, backend=who if own else None, error=found)
             chosen.append(contest(who, how, steps))
             if step.device == "cuda" and own:
-                passes = {what: steps[what] for what in (FORWARD, BOTH)}
+                passes = {what: steps[what] for what in (FORWARD, BOTH) if what in steps}
                 chosen.append(contest(who, GRAPH, passes))
         return chosen, rows
 

@@ -85,8 +85,9 @@ def _path(file: str) -> Path:
 
 
 @functools.cache
-def _module(path: Path) -> ModuleType:
-    """Return the module in a file, without the package that the file belongs to."""
+def file_module(file: str) -> ModuleType:
+    """Return the module in a file of a checkout, without the package that the file belongs to."""
+    path = _path(file)
     spec = importlib.util.spec_from_file_location(f"{__name__}.{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -271,7 +272,7 @@ JET = "Jet-Nemotron/jetai/modeling/hf"
 @peer("Jet-Nemotron", "dynamic_conv", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
 def jet(problem: Problem, cotangent: Any) -> Steps:
     """The Triton kernels of Jet-Nemotron, followed by torch's activation."""
-    convolve = _module(_path(f"{JET}/dconv_fwdbwd.py")).dynamic_conv_triton_autograd
+    convolve = file_module(f"{JET}/dconv_fwdbwd.py").dynamic_conv_triton_autograd
     return _steps(_activated(problem, convolve), problem, cotangent)
 
 
@@ -298,7 +299,7 @@ def stored(problem: Problem, cotangent: Any) -> Steps:
 @peer("Jet-Nemotron", "dynamic_conv_generated", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
 def jet_layer(problem: Problem, cotangent: Any) -> Steps:
     """Kernels that torch's layer stores, Jet-Nemotron's Triton kernels, and torch's SiLU."""
-    convolve = _module(_path(f"{JET}/dconv_fwdbwd.py")).dynamic_conv_triton_autograd
+    convolve = file_module(f"{JET}/dconv_fwdbwd.py").dynamic_conv_triton_autograd
     turned = _activated(problem, convolve)
     return _steps(_after_a_layer(problem, turned), problem, cotangent)
 
@@ -316,7 +317,7 @@ def jet_step(problem: Problem, cotangent: Any) -> Steps:
     """The Triton kernel of Jet-Nemotron for a step, followed by torch's activation."""
     import torch
 
-    step = _module(_path(f"{JET}/dconv_step.py")).causal_conv_step_triton
+    step = file_module(f"{JET}/dconv_step.py").causal_conv_step_triton
     x, state, kernels = (problem.arguments[name] for name in ("x", "state", "kernels"))
     turned = _activated(problem, step)
     return {FORWARD: torch.no_grad()(lambda: (turned(x[:, None], state, kernels),))}

@@ -21,7 +21,7 @@ import fusedops
 from fusedops import crystal, maps, samples
 from fusedops._frame.check import is_tensor
 from fusedops._frame.op import Op
-from fusedops.bench.peers import Unsuited, peer
+from fusedops.bench.peers import JET, Unsuited, file_module, peer
 from fusedops.bench.timing import NUMPY, TORCH
 from fusedops.bench.workloads import BOTH, FORWARD, Steps
 from fusedops.density import Lattice
@@ -112,7 +112,8 @@ def _of_arrays(chain: Chain) -> Steps:
 def _of_tensors(chain: Chain) -> Steps:
     import torch
 
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in chain.leaves.items()}
+    differ = chain.has_gradients
+    leaves = {name: x.detach().clone().requires_grad_(differ) for name, x in chain.leaves.items()}
     varied = [*leaves.values(), *(x for part in chain.parts for x in part.parameters)]
 
     def run() -> dict[str, Any]:
@@ -128,6 +129,8 @@ def _of_tensors(chain: Chain) -> Steps:
         loss = chain.loss(run())
         return loss.detach(), *torch.autograd.grad(loss, varied)
 
+    if not differ:
+        return {FORWARD: torch.no_grad()(forward)}
     values = run()
     wanted = [values[part.name] for part in chain.parts]
     cotangents = torch.autograd.grad(chain.loss(values), wanted)
@@ -276,13 +279,45 @@ def pair(device: str) -> Step:
         lambda problem: _pair_by(_formulas(), problem, "cpu", "float64").steps()[BOTH](),
         _pair_by_modules,
         device,
-        _dtype_of_pairs(device),
+        _dtype_on(device),
         needs=("torch", "torch"),
         hows=(TORCH,),
     )
 
 
-STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement, "pair": pair}
+def jet(device: str) -> Step:
+    """Jet-Nemotron's convolution layer alone, generator to SiLU: training, prefill and decoding."""
+    if device == "cpu":
+        cases = [
+            Case("training", partial(_layer, 1, 1024, 1536), quick=True),
+            Case("prefill", partial(_layer, 1, 32_768, 1536, False)),
+        ]
+    else:
+        cases = [
+            Case("training", partial(_layer, 1, 4096, 1536), quick=True),
+            *(Case("training", partial(_layer, 8, 4096, D)) for D in (1536, 3072)),
+            *(Case("prefill", partial(_layer, 1, 32_768, D, False)) for D in (1536, 3072)),
+        ]
+    decoding = [Case("decoding", partial(_layer, B, 1, 1536), quick=B == 64) for B in (1, 64, 256)]
+    return Step(
+        "jet",
+        fusedops.dynamic_conv_generated,
+        (*cases, *decoding),
+        # On a CPU our module stores fewer kernels.
+        Case("training", partial(_layer, 2, 1100, 512)),
+        # Relative to the largest element of each gradient; in 16 bits hidden units are rounded.
+        1e-5 if device == "cpu" else 0.06,
+        lambda problem: problem.shape,
+        lambda problem: _jet_by(_in_torch, problem, "cpu", "float64").steps()[BOTH](),
+        _jet_by_module,
+        device,
+        _dtype_on(device),
+        needs=("torch", "torch"),
+        hows=(TORCH,),
+    )
+
+
+STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement, "pair": pair, "jet": jet}
 
 
 def _of_file(name: str) -> Crystal:
@@ -525,7 +560,7 @@ def gemmi(problem: Crystal, device: str) -> Steps:
     ).steps()
 
 
-def _dtype_of_pairs(device: str) -> str:
+def _dtype_on(device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
@@ -748,7 +783,7 @@ def _of_z(formula: Callable[..., Any], p: dict[str, Any], mask: Any) -> Callable
 @peer("torch eager", "pair")
 def pair_in_torch(problem: Pairs, device: str) -> Steps:
     """Boltz's formulas, as it runs them without kernels."""
-    return _pair_by(_formulas(), problem, device, _dtype_of_pairs(device)).steps()
+    return _pair_by(_formulas(), problem, device, _dtype_on(device)).steps()
 
 
 @peer("torch.compile", "pair", quick=False)
@@ -756,7 +791,7 @@ def pair_compiled(problem: Pairs, device: str) -> Steps:
     """The same formulas, compiled as one function."""
     import torch
 
-    given = problem.to(device, _dtype_of_pairs(device))
+    given = problem.to(device, _dtype_on(device))
     blocks = _by_formulas(_formulas(), given)
     every = {str(k): part for k, part in enumerate(x for block in blocks for x in block.values())}
     parameters = tuple(x for _, own in every.values() for x in own)
@@ -793,4 +828,165 @@ def pair_by_cuequivariance(problem: Pairs, device: str) -> Steps:
         "tri_att_start": partial(attention, True),
         "tri_att_end": partial(attention, False),
     }
-    return _pair_by(formulas, problem, device, _dtype_of_pairs(device)).steps()
+    return _pair_by(formulas, problem, device, _dtype_on(device)).steps()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Tokens, and a convolution layer with Jet-Nemotron's names: four taps, D / 8 hidden units.
+
+    Parameters
+    ----------
+    x : tensor (B, T, D), float64
+    parameters : dict
+        The generator's weights and bias, by name.
+    training : bool
+        Whether gradients are wanted. A single token is decoded, after a cache (B, D, 4).
+    """
+
+    x: Any
+    parameters: dict[str, Any]
+    training: bool
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that a table shows."""
+        B, T, D = self.x.shape
+        return {"tokens": B * T, "B": B, "D": D}
+
+    def chain(self, function: Callable[[Any], Any], parameters: tuple[Any, ...]) -> Chain:
+        """Return the step of a layer, a function of tokens."""
+
+        def target(y: Any) -> Any:
+            return 0.5 * y.float().square().mean() if y.itemsize == 2 else 0.5 * y.square().mean()
+
+        parts = Part("layer", ("x",), function, parameters), Part("target", ("layer",), target)
+        return Chain({"x": self.x}, parts, self.training)
+
+    def to(self, device: str, dtype: str) -> Layer:
+        """Return the problem on a device and in a dtype, with parameters that have gradients."""
+        import torch
+
+        def cast(x: Any) -> Any:
+            return x.to(device, getattr(torch, dtype)).detach()
+
+        parameters = {
+            name: cast(x).clone().requires_grad_(self.training)
+            for name, x in self.parameters.items()
+        }
+        return replace(self, x=cast(self.x), parameters=parameters)
+
+    def cache(self) -> Any:
+        """Return the last inputs before a token that is decoded, or None."""
+        B, T, D = self.x.shape
+        return self.x.new_zeros((B, D, 4)) if T == 1 else None
+
+
+def _layer(B: int, T: int, D: int, training: bool = True) -> Layer:
+    import torch
+
+    rng = torch.Generator().manual_seed(T)
+    H = D // 8
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return torch.randn(shape, generator=rng, dtype=torch.float64) * scale
+
+    parameters = {
+        "w1.weight": normal(H, D, scale=D**-0.5),
+        "w2.weight": normal(4 * D, H, scale=(2 * H) ** -0.5),
+        "w2.bias": normal(4 * D, scale=0.5),
+    }
+    return Layer(normal(B, T, D), parameters, training and T > 1)
+
+
+def _jet_by_module(
+    problem: Layer, how: str, device: str, dtype: str, backend: str | None
+) -> Chain:
+    """Return the step by our module."""
+    import torch
+
+    from fusedops.nn import DynamicShortConvolution
+
+    given = problem.to(device, dtype)
+    # The step's backends are those of the fused op, which decoding doesn't call.
+    layer = DynamicShortConvolution(given.x.shape[-1], 4, generator_reduction=8, backend=backend)
+    layer = layer.to(given.x).requires_grad_(problem.training)
+    with torch.no_grad():
+        layer.kernel_generator.load_state_dict(given.parameters)
+    cache = given.cache()
+    return given.chain(lambda x: layer(x, cache=cache)[0], tuple(layer.parameters()))
+
+
+def _jet_by(convolve: Callable[..., Any], problem: Layer, device: str, dtype: str) -> Chain:
+    """Return the step by torch's layers, which store the kernels, and a convolution with SiLU.
+
+    The convolution is a function of x, kernels (B, T, D, 4) and a cache or None, which it updates.
+    """
+    from torch.nn import functional as F
+
+    given = problem.to(device, dtype)
+    w1, w2, bias = given.parameters.values()
+    cache = given.cache()
+
+    def layer(x: Any) -> Any:
+        kernels = F.linear(F.silu(F.linear(x, w1)), w2, bias).unflatten(-1, (-1, 4))
+        return convolve(x, kernels, cache)
+
+    return given.chain(layer, (w1, w2, bias))
+
+
+def _in_torch(x: Any, kernels: Any, cache: Any) -> Any:
+    """Return Jet-Nemotron's convolution in plain torch, as it runs without kernels."""
+    import torch
+    from torch.nn import functional as F
+
+    if cache is not None:
+        cache.copy_(torch.cat([cache[..., 1:], x.mT], -1))
+        return F.silu((cache[:, None] * kernels).sum(-1))
+    return F.silu((F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1) * kernels).sum(-1))
+
+
+def _stored(x: Any, kernels: Any, cache: Any) -> Any:
+    if cache is not None:
+        return fusedops.dynamic_conv_step(x, cache, kernels[:, 0], activation="silu")
+    return fusedops.dynamic_conv(x, kernels, activation="silu")
+
+
+@peer("torch eager", "jet")
+def jet_in_torch(problem: Layer, device: str) -> Steps:
+    """Jet-Nemotron's formulas, as it runs them without kernels."""
+    return _jet_by(_in_torch, problem, device, _dtype_on(device)).steps()
+
+
+@peer("kernels stored", "jet")
+def jet_stored(problem: Layer, device: str) -> Steps:
+    """Kernels from torch's layers, and our convolution with these."""
+    return _jet_by(_stored, problem, device, _dtype_on(device)).steps()
+
+
+@peer("torch.compile", "jet", quick=False)
+def jet_compiled(problem: Layer, device: str) -> Steps:
+    """Jet-Nemotron's formulas, compiled as one function."""
+    import torch
+
+    chain = _jet_by(_in_torch, problem, device, _dtype_on(device))
+    layer, target = chain.parts
+    layer = replace(layer, function=torch.compile(layer.function, dynamic=False))
+    steps = replace(chain, parts=(layer, target)).steps()
+    return {what: steps[what] for what in (FORWARD, BOTH) if what in steps}
+
+
+@peer("Jet-Nemotron", "jet", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
+def jet_by_its_kernels(problem: Layer, device: str) -> Steps:
+    """Its Triton kernels after torch's layers, and torch's SiLU."""
+    from torch.nn import functional as F
+
+    convolve = file_module(f"{JET}/dconv_fwdbwd.py").dynamic_conv_triton_autograd
+    step = file_module(f"{JET}/dconv_step.py").causal_conv_step_triton
+
+    def activated(x: Any, kernels: Any, cache: Any) -> Any:
+        if cache is None:
+            return F.silu(convolve(x, kernels))
+        return F.silu(step(x, cache, kernels[:, 0]))
+
+    return _jet_by(activated, problem, device, _dtype_on(device)).steps()
