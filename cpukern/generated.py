@@ -1,7 +1,7 @@
 """Convolutions with generated kernels on the CPU: a block of tokens at a time, in scratch memory.
 
-A block's kernels are a product by BLAS, and stay in the cache for the convolution, whose kernels are
-those of ``cpukern/conv_*``. The inputs before a block are its state. In the backward a block's
+A block's kernels are a product by BLAS, and stay in the cache for the convolution, by a kernel in
+``cpukern/conv_*``. The inputs before a block are its state. In the backward a block's
 cotangents of its state go to the tokens before it, once all blocks are done. Threads share blocks;
 the weight has a partial sum for each of a fixed number of groups of blocks.
 """
@@ -163,8 +163,8 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any) -> None:
 
     def work(g: int, block: _Block) -> None:
         n, rows, own = block.high - block.low, call.D * call.W, len(block.own)
-        dkernels = block.scratch("dkernels", n, rows) if on_generator else None
-        on_state = block.scratch("dstate", own, call.D, call.W) if on_inputs else None
+        dkernels: Any = block.scratch("dkernels", n, rows) if on_generator else None
+        on_state: Any = block.scratch("dstate", own, call.D, call.W) if on_inputs else None
         on_bias = None if y.dconv_bias is None else np.empty(call.D, call.dtype)
         dfinal = None
         if a.dfinal_state is not None:
@@ -177,9 +177,7 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any) -> None:
             on_state,
             on_bias,
         )
-        pull(
-            conv_vjp.Arguments(*taken, block.sequences, call.activation), conv_vjp.Outputs(*made)
-        )
+        pull(conv_vjp.Arguments(*taken, block.sequences, call.activation), conv_vjp.Outputs(*made))
         if on_state is not None and block.before:
             carried.append((block, on_state[0].copy()))
         if dstate is not None:

@@ -1,4 +1,4 @@
-"""Convolutions with generated kernels on the GPU: the linear layer's tiles become taps in registers.
+"""Convolutions with generated kernels on the GPU: a linear layer's tiles become taps in registers.
 
 The forward multiplies a tile of tokens by the weight's rows of some channels, all taps at once, and
 splits the sum by tap; each part meets the inputs that its tap reads. The backward has three kernels

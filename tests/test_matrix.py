@@ -41,7 +41,17 @@ TYPICAL = [
     case
     for case in CASES
     if case.name
-    in ("chain-uniform", "jet", "uma", "l2-dense", "generated", "gates", "torchref", "protein-iso", "boltz")
+    in (
+        "chain-uniform",
+        "jet",
+        "uma",
+        "l2-dense",
+        "generated",
+        "gates",
+        "torchref",
+        "protein-iso",
+        "boltz",
+    )
 ]
 # One case for each way in which a kernel skips unwanted outputs, small for the interpreter.
 ALONE = [
@@ -49,17 +59,21 @@ ALONE = [
     for case in CASES
     if case.name
     in (
-        *("chain-uniform", "dynamic-short", "static-short", "w5", "generated-w7", "l1-m1-forth", "l1-m1-back"),
-        *(
-            "undo-dense",
-            "l3-m1",
-            "l3-m1-m",
-            "odd",
-            "small-iso",
-            "triclinic-aniso",
-            "hidden-incoming",
-            "plain",
-        ),
+        "chain-uniform",
+        "dynamic-short",
+        "static-short",
+        "w5",
+        "generated-w7",
+        "l1-m1-forth",
+        "l1-m1-back",
+        "undo-dense",
+        "l3-m1",
+        "l3-m1-m",
+        "odd",
+        "small-iso",
+        "triclinic-aniso",
+        "hidden-incoming",
+        "plain",
     )
 ]
 

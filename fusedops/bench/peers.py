@@ -292,7 +292,10 @@ def _after_a_layer(problem: Problem, convolve: Callable[..., Any]) -> Callable[.
 @peer("a layer, then dynamic_conv", "dynamic_conv_generated")
 def stored(problem: Problem, cotangent: Any) -> Steps:
     """Kernels that torch's layer stores, and our convolution with SiLU."""
-    convolve = functools.partial(fusedops.dynamic_conv, activation="silu")
+
+    def convolve(x: Any, kernels: Any) -> Any:
+        return fusedops.dynamic_conv(x, kernels, activation="silu")
+
     return _steps(_after_a_layer(problem, convolve), problem, cotangent)
 
 
@@ -307,9 +310,7 @@ def jet_layer(problem: Problem, cotangent: Any) -> Steps:
 @peer("torch eager", "dynamic_conv_generated")
 def unfolded_layer(problem: Problem, cotangent: Any) -> Steps:
     """Kernels that torch's layer stores, and the fallback of Jet-Nemotron in plain torch."""
-    return _steps(
-        _after_a_layer(problem, _activated(problem, _unfolded)), problem, cotangent
-    )
+    return _steps(_after_a_layer(problem, _activated(problem, _unfolded)), problem, cotangent)
 
 
 @peer("Jet-Nemotron", "dynamic_conv_step", file=f"{JET}/dconv_step.py", devices=("cuda",))
@@ -775,7 +776,7 @@ def discover(problem: Problem, cotangent: Any) -> Steps:
     given = problem.arguments
     if given["precision"] != "fp16" or given["gate"] != "hidden":
         raise Unsuited
-    run = _module(_path(DISCOVER)).custom_kernel
+    run = file_module(DISCOVER).custom_kernel
     weights = {"to_out.weight": given["p_out_weight"], "out_gate.weight": given["g_out_weight"]}
     for theirs, ours in (("norm", "norm_in"), ("to_out_norm", "norm_out")):
         for kind in ("weight", "bias"):

@@ -899,9 +899,7 @@ def _layer(B: int, T: int, D: int, training: bool = True) -> Layer:
     return Layer(normal(B, T, D), parameters, training and T > 1)
 
 
-def _jet_by_module(
-    problem: Layer, how: str, device: str, dtype: str, backend: str | None
-) -> Chain:
+def _jet_by_module(problem: Layer, how: str, device: str, dtype: str, backend: str | None) -> Chain:
     """Return the step by our module."""
     import torch
 

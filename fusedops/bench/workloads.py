@@ -415,7 +415,7 @@ def _conv(
 
 
 def _generated(source: Source, tokens: int, *, batch: int, channels: int, hidden: int) -> Problem:
-    """A convolution of four taps that a linear layer makes, with SiLU; all arrays have gradients."""
+    """A convolution of four taps that a linear layer makes, with SiLU, and all gradients."""
     width = 4
     x, inputs = source.normal(batch, tokens, channels), source.normal(batch, tokens, hidden)
     arguments = {
@@ -768,16 +768,17 @@ def _conv_workloads() -> Iterator[Workload]:
     for B, T, D in ((1, 64, 64), (1, 4096, 1536), (8, 4096, 1536)):
         for dtype in ("bfloat16", "float32"):
             yield from jet("cuda", B, T, D, dtype, B == 1)
-    op, name = fusedops.dynamic_conv_generated, "Jet-Nemotron"
-    # Gradients sum over the weight's rows, or over tokens.
-    layer = Workload(op, name, _generated, 0, "tokens", 64, "cpu", terms=(1000, 40_000))
-    for B, T, D in ((1, 64, 64), (1, 1024, 256), (1, 2048, 1536)):
+    for device, B, T, D in (
+        *(("cpu", 1, 64, 64), ("cpu", 1, 1024, 256), ("cpu", 1, 2048, 1536)),
+        *(("cuda", 1, 4096, 1536), ("cuda", 8, 4096, 1536), ("cuda", 8, 4096, 3072)),
+    ):
+        fused = fusedops.dynamic_conv_generated
         make = partial(_generated, batch=B, channels=D, hidden=D // 8)
-        yield replace(layer, make=make, size=T, quick=D == 256)
-    for B, D in ((1, 1536), (8, 1536), (8, 3072)):
-        make = partial(_generated, batch=B, channels=D, hidden=D // 8)
-        gpu = replace(layer, make=make, size=4096, device="cuda", dtype="bfloat16")
-        yield replace(gpu, quick=B == 1, self_check=False)
+        layer = Workload(fused, "Jet-Nemotron", make, T, "tokens", 64, device)
+        # Gradients sum over the weight's rows, or over tokens.
+        layer = replace(layer, terms=(1000, 40_000), quick=(B, T, D) != (1, 64, 64) and B == 1)
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        yield replace(layer, dtype=dtype, self_check=device == "cpu")
     make = partial(_step, channels=3072, width=4)
     op, name = fusedops.dynamic_conv_step, "Jet-Nemotron, a step"
     step = Workload(op, name, make, 64, "sequences", 64, "cpu", quick=True)
@@ -922,8 +923,9 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
 
     yield call(fusedops.planarity_nll, _planarity)
     yield call(fusedops.dynamic_conv, partial(_conv, batch=1, channels=4, width=4), 4)
-    layer = partial(_generated, batch=1, channels=4, hidden=4)
-    yield call(fusedops.dynamic_conv_generated, layer, 4)
+    yield call(
+        fusedops.dynamic_conv_generated, partial(_generated, batch=1, channels=4, hidden=4), 4
+    )
     yield call(fusedops.dynamic_conv_step, partial(_step, channels=4, width=4))
     for op in ON_EDGES:
         yield call(op, partial(_edges, op, lmax=1, channels=4), 2)
@@ -966,9 +968,11 @@ def _growing(device: str) -> Iterator[tuple[Workload, tuple[int, ...]]]:
     name = "Jet-Nemotron"
     yield of(fusedops.dynamic_conv, name, conv, "tokens", dtype=dtype), sizes(64 if gpu else 16)
     channels = 1536 if gpu else 256
-    layer = partial(_generated, batch=1, channels=channels, hidden=channels // 8)
-    op = fusedops.dynamic_conv_generated
-    yield of(op, name, layer, "tokens", dtype=dtype), sizes(64 if gpu else 16)
+    fused = partial(_generated, batch=1, channels=channels, hidden=channels // 8)
+    yield (
+        of(fusedops.dynamic_conv_generated, name, fused, "tokens", dtype=dtype),
+        sizes(64 if gpu else 16),
+    )
     step = partial(_step, channels=3072, width=4)
     yield (
         of(fusedops.dynamic_conv_step, f"{name}, a step", step, "sequences", dtype=dtype),

@@ -37,10 +37,10 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="run every op on an example, on every backend that works here",
-        description="Score ubiquitin's planes, convolve packed tokens, learn kernels, pass messages "
-        "along edges, turn and convolve some, refine a model and fill in distances, all with "
-        "gradients, on every backend that works here; check each against the reference, and draw "
-        "a picture. Exit code 1 if a check fails.",
+        description="Score ubiquitin's planes, convolve packed tokens, learn kernels, pass "
+        "messages along edges, turn and convolve some, refine a model and fill in distances, all "
+        "with gradients, on every backend that works here; check each against the reference, and "
+        "draw a picture. Exit code 1 if a check fails.",
     )
     parser.set_defaults(run=_command)
     parser.add_argument(
@@ -134,7 +134,8 @@ def dynamic_conv_generated(figure: Any) -> Iterator[Row]:
         weight = weight - 0.03 * pullback(found - target)[2]
     ms = 1e3 * (time.perf_counter() - start) / steps
     learnt = {"taps": error(weight, np.eye(W)[::-1])}
-    yield Row(op.__name__, op.explain(**arrays).backend, "gradient descent", False, ms, learnt, 0.05)
+    backend = op.explain(**arrays).backend
+    yield Row(op.__name__, backend, "gradient descent", False, ms, learnt, 0.05)
     _draw_delays(figure, x, target, out, found, weight)
 
 
