@@ -637,7 +637,7 @@ def test_peers_compute_the_same(device):
             assert found["value"] < factor * 1e-5, (peer.name, workload.name)
             gradient = 0 if peer.dense else found.get("gradient", 0)
             assert gradient < factor * 1e-4, (peer.name, workload.name)
-    assert len(seen) == 10
+    assert len(seen) == 12
 
 
 CONV = """
@@ -1064,6 +1064,25 @@ def test_our_block_is_that_of_the_formulas(blocks):
         for got, want in zip(ours[name](), theirs[name](), strict=True):
             # Relative to the largest element: sums of hundreds of products cancel.
             assert (got - want).abs().max() <= 1e-12 * want.abs().max() > 0
+
+
+@needs_torch
+@pytest.mark.parametrize("tokens", [33, 1], ids=["training", "decoding"])
+def test_our_layer_is_that_of_jet_nemotrons_formulas(tokens):
+    problem = steps._layer(2, tokens, 16)
+    ours = steps._jet_by_module(problem, "torch", "cpu", "float64", None).steps()
+    theirs = steps._jet_by(steps._in_torch, problem, "cpu", "float64").steps()
+    stored = steps._jet_by(steps._stored, problem, "cpu", "float64").steps()
+    layer = ["layer", "target"]
+    parts = [*layer, *map(steps.backward_of, layer)]
+    assert set(ours) == set(theirs) == {FORWARD, *([BOTH, *parts] if tokens > 1 else [])}
+    # A step in decoding moves the cache on, so the second has another value.
+    for _ in range(2):
+        for name in (FORWARD, *[BOTH] * (tokens > 1)):
+            found = [program[name]() for program in (ours, theirs, stored)]
+            for got in found[::2]:
+                for one, other in zip(got, found[1], strict=True):
+                    assert (one - other).abs().max() <= 1e-12 * other.abs().max() > 0
 
 
 @needs_torch

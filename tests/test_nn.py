@@ -388,6 +388,57 @@ def test_functional_calls_have_gradients():
     torch.testing.assert_close(tuple(found.values()), want, **TOLERANCE)
 
 
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_the_generators_last_layer_is_part_of_the_convolution(activation, monkeypatch):
+    """In training and prefill, with the results of kernels that are stored."""
+    module, x = example(activation=activation)
+    x.requires_grad_()
+    cache = torch.randn(2, 6, 4, dtype=torch.float64)
+
+    def results():
+        y, final = module(x, cache=cache.clone(), output_final_state=True)
+        return y, final, *torch.autograd.grad(y.sin().sum(), [x, *module.parameters()])
+
+    stored = results()
+    monkeypatch.setattr(fusedops.nn, "MANY", 0)
+    monkeypatch.setattr(fusedops.nn, "dynamic_conv", None)
+    for got, want in zip(results(), stored, strict=True):
+        torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+def doubled(module, inputs, out):
+    return 2 * out
+
+
+class Doubled(DynamicShortConvolution):
+    def get_kernel(self, x):
+        return 2 * super().get_kernel(x)
+
+
+@pytest.mark.parametrize("way", ["hook", "subclass", "parametrization", "another layer"])
+def test_a_layer_that_is_more_than_its_parameters_makes_kernels(way, monkeypatch):
+    monkeypatch.setattr(fusedops.nn, "MANY", 0)
+    module, x = example()
+    generator = module.kernel_generator
+    want = formula(module, x, activation=identity)
+    module.activation = None
+    if way == "hook":
+        generator.w2.register_forward_hook(doubled)
+    elif way == "subclass":
+        module.__class__ = Doubled
+    elif way == "parametrization":
+        generator.w2.weight.data /= 2
+        twice = torch.nn.Sequential(torch.nn.Identity())
+        twice.forward = lambda weight: 2 * weight
+        torch.nn.utils.parametrize.register_parametrization(generator.w2, "weight", twice)
+        want = want / 2
+    else:
+        first = generator.w2
+        generator.w2 = torch.nn.Sequential(first, torch.nn.Identity())
+        want = want / 2
+    torch.testing.assert_close(module(x)[0], 2 * want, **TOLERANCE)
+
+
 def test_it_may_start_on_the_meta_device():
     module, x = example()
     with torch.device("meta"):

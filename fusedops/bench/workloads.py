@@ -770,7 +770,8 @@ def _conv_workloads() -> Iterator[Workload]:
             yield from jet("cuda", B, T, D, dtype, B == 1)
     for device, B, T, D in (
         *(("cpu", 1, 64, 64), ("cpu", 1, 1024, 256), ("cpu", 1, 2048, 1536)),
-        *(("cuda", 1, 4096, 1536), ("cuda", 8, 4096, 1536), ("cuda", 8, 4096, 3072)),
+        *(("cuda", 1, 64, 64), ("cuda", 1, 4096, 1536)),
+        *(("cuda", 8, 4096, 1536), ("cuda", 8, 4096, 3072)),
     ):
         fused = fusedops.dynamic_conv_generated
         make = partial(_generated, batch=B, channels=D, hidden=D // 8)

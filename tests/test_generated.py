@@ -1,0 +1,187 @@
+"""Convolutions with generated kernels: their mathematics, their memory, and their own arguments."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import fusedops
+from cpukern import generated as on_cpu
+from fusedops.testing import error
+from places import HAS_TORCH, PLACES, available, interpreted, needs_torch, needs_triton
+
+if HAS_TORCH:
+    import torch
+
+pytestmark = interpreted
+
+#: Sequences that are empty, of one token, shorter than the kernel, and longer than a block.
+PACKED = [0, 0, 1, 3, 3, 40, 70]
+every_place = pytest.mark.parametrize("place", PLACES, ids="-".join)
+
+
+def sample(T=70, D=5, W=4, H=3, sequences=2, cu_seqlens=None):
+    rng = np.random.default_rng(T)
+    B = sequences if cu_seqlens is None else 1
+    count = B if cu_seqlens is None else len(cu_seqlens) - 1
+    return {
+        "x": rng.normal(size=(B, T, D)),
+        "hidden": rng.normal(size=(B, T, H)),
+        "weight": rng.normal(size=(D * W, H)),
+        "bias": rng.normal(size=D * W),
+        "initial_state": rng.normal(size=(count, D, W)),
+        "conv_bias": rng.normal(size=D),
+    }
+
+
+def by_token(x, hidden, weight, bias, initial_state, conv_bias, starts, silu=True):
+    """Return the convolution, token by token, of rows (T, ·), and the last inputs."""
+    D, W = x.shape[1], initial_state.shape[2]
+    out, finals = np.empty_like(x), []
+    for s, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        window = initial_state[s].copy()
+        for t in range(start, end):
+            window = np.concatenate([window[:, 1:], x[t][:, None]], axis=1)
+            for d in range(D):
+                taps = weight[d * W : (d + 1) * W] @ hidden[t] + bias[d * W : (d + 1) * W]
+                out[t, d] = taps @ window[d] + conv_bias[d]
+        finals.append(window)
+    return (out / (1 + np.exp(-out)) if silu else out), np.stack(finals)
+
+
+def run(place, arrays, cu_seqlens=None, **options):
+    """Return outputs and gradients for cotangents cos(output)."""
+    framework, backend = available(*place)
+    options |= {"output_final_state": True, "backend": backend}
+    if framework == "numpy":
+        sequences = {} if cu_seqlens is None else {"cu_seqlens": np.array(cu_seqlens)}
+        outs, pullback = fusedops.dynamic_conv_generated.vjp(**arrays, **sequences, **options)
+        return [*outs, *pullback(*map(np.cos, outs))]
+    sequences = {} if cu_seqlens is None else {"cu_seqlens": torch.tensor(cu_seqlens)}
+    leaves = {name: torch.tensor(a, requires_grad=True) for name, a in arrays.items()}
+    outs = fusedops.dynamic_conv_generated(**leaves, **sequences, **options)
+    cotangents = [out.detach().cos() for out in outs]
+    found = [*outs, *torch.autograd.grad(outs, list(leaves.values()), cotangents)]
+    return [each.detach().numpy() for each in found]
+
+
+@every_place
+@pytest.mark.parametrize("W", [1, 4, 5])
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["dense", "packed"])
+def test_values_are_those_of_a_loop_over_tokens(place, W, cu_seqlens, monkeypatch):
+    monkeypatch.setattr(on_cpu, "_FEW", 8)
+    monkeypatch.setattr(on_cpu, "_CACHED", 8)
+    given = sample(W=W, cu_seqlens=cu_seqlens)
+    B, T = given["x"].shape[:2]
+    rows = {n: given[n].reshape(B * T, -1) for n in ("x", "hidden")}
+    starts = T * np.arange(B + 1) if cu_seqlens is None else cu_seqlens
+    wanted = by_token(**{**given, **rows}, starts=starts)
+    for got, want in zip(run(place, given, cu_seqlens, activation="silu"), wanted, strict=False):
+        np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=1e-12)
+
+
+@every_place
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 2, 9]], ids=["dense", "packed"])
+def test_gradients_are_central_differences(place, cu_seqlens, monkeypatch):
+    monkeypatch.setattr(on_cpu, "_FEW", 2)
+    monkeypatch.setattr(on_cpu, "_CACHED", 2)
+    given = sample(9, 2, 3, 2, cu_seqlens=cu_seqlens)
+    sequences = {} if cu_seqlens is None else {"cu_seqlens": np.array(cu_seqlens)}
+
+    def loss(arrays):
+        outs = fusedops.dynamic_conv_generated(
+            **arrays, **sequences, activation="silu", output_final_state=True, backend="numpy"
+        )
+        return sum(np.sin(out).sum() for out in outs)
+
+    found = run(place, given, cu_seqlens, activation="silu")[2:]
+    rng, step = np.random.default_rng(3), 1e-5
+    for (name, array), gradient in zip(given.items(), found, strict=True):
+        direction = rng.normal(size=array.shape)
+        ends = [loss(given | {name: array + sign * step * direction}) for sign in (1, -1)]
+        wanted = (ends[0] - ends[1]) / (2 * step)
+        # The difference's own error is of the second order in the step.
+        assert (gradient * direction).sum() == pytest.approx(wanted, rel=1e-6, abs=1e-7), name
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+@pytest.mark.parametrize("W", [3, 19])
+def test_blocks_of_tokens_change_nothing_but_roundings(backend, W, monkeypatch):
+    """A kernel may be wider than a block, whose state then comes from several blocks before."""
+    available("numpy", backend)
+    given = sample(70, 3, W, 4)
+    whole = run(("numpy", backend), given)
+    monkeypatch.setattr(on_cpu, "_FEW", 6)
+    monkeypatch.setattr(on_cpu, "_CACHED", 6)
+    for got, want in zip(run(("numpy", backend), given), whole, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * abs(want).max())
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_kernels_are_never_stored(backend):
+    """Neither forward nor backward needs half of the memory of kernels."""
+    available("numpy", backend)
+    B, T, D, W, H = 1, 24_000, 64, 16, 4
+    given = sample(T, D, W, H, sequences=B)
+    stored = 8 * B * T * D * W
+    op = fusedops.dynamic_conv_generated
+    op.vjp(**sample(3, 2, 2, 2), backend=backend)[1](np.ones((2, 3, 2)))
+    tracemalloc.start()
+    out, pullback = op.vjp(**given, backend=backend)
+    forward = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    pullback(np.ones_like(out))
+    backward = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0 < forward < stored / 2
+    assert backward < stored / 2
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["cython", "torch", pytest.param("triton", marks=needs_triton)])
+def test_mixed_dtypes_are_those_of_the_layer_and_the_convolution(backend):
+    """As under autocast: a layer in bfloat16 whose kernels meet x in float32."""
+    available("torch", backend)
+    given = {n: torch.tensor(a, dtype=torch.float32) for n, a in sample(9).items()}
+    narrow = {n: given[n].bfloat16() for n in ("hidden", "weight", "bias")}
+    both = [
+        fusedops.dynamic_conv_generated(**(given | narrow), backend=backend),
+        fusedops.dynamic_conv_generated(
+            **(given | {n: a.float() for n, a in narrow.items()}), backend="torch"
+        ),
+    ]
+    assert both[0].dtype == torch.float32
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_wide_kernels_and_float64_are_stored_on_a_gpu(monkeypatch):
+    from gpukern import generated
+
+    monkeypatch.setattr(generated, "_Call", None)
+    given = {n: torch.tensor(a) for n, a in sample(9).items()}
+    wide = {n: torch.tensor(a, dtype=torch.float32) for n, a in sample(9, 2, 17).items()}
+    for arrays in (given, wide):
+        got, want = (
+            fusedops.dynamic_conv_generated(**arrays, backend=name) for name in ("triton", "numpy")
+        )
+        assert error(got.numpy(), want.numpy()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": np.ones((11, 3))}, r"weight has shape \(11, 3\); it should be \(5 \* W, 3\)"),
+        ({"weight": np.ones((0, 3))}, r"weight has shape \(0, 3\); .*W > 0"),
+        ({"bias": np.ones(19)}, r"bias has shape \(19,\); it should be \(20,\)"),
+        ({"hidden": np.ones((2, 69, 3))}, r"hidden has shape \(2, 69, 3\)"),
+        ({"x": np.ones((2, 70, 0))}, r"x has shape \(2, 70, 0\); .*D > 0"),
+        ({"initial_state": np.ones((2, 5, 3))}, r"initial_state has shape \(2, 5, 3\)"),
+    ],
+    ids=["rows", "no taps", "bias", "tokens", "no channels", "state"],
+)
+def test_shapes_that_do_not_fit_are_named(change, message):
+    with pytest.raises(ValueError, match=f"dynamic_conv_generated: {message}"):
+        fusedops.dynamic_conv_generated(**(sample() | change))
