@@ -62,9 +62,9 @@ TILES = {
         "weight": Tile(32, 32, 16, 4, 2),
     },
 }
-# Wider kernels, and float64, are stored. The most runs of tokens that have a partial sum, and the
-# fewest tokens of one. Warps of the kernel for states.
-_WIDTH, _RUNS, _LEAST, _WARPS = 16, 64, 256, 4
+# Wider kernels, and float64, are stored. The most taps whose operands are all loaded ahead. The most
+# runs of tokens that have a partial sum, and the fewest tokens of one. Warps of the kernel for states.
+_WIDTH, _STAGED, _RUNS, _LEAST, _WARPS = 16, 4, 64, 256, 4
 
 
 @triton.jit
@@ -416,6 +416,8 @@ class _Call:
     def tile(self, name: str) -> Tile:
         tile = TILES[self.dot.itemsize][name]
         terms = {"hidden": self.D, "weight": self.tokens}.get(name, self.H)
+        if name == "hidden" and self.W > _STAGED:
+            tile = tile._replace(stages=1)
         return tile._replace(terms=min(tile.terms, power(terms, 16)))
 
     def launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def by_token(x, hidden, weight, bias, initial_state, conv_bias, starts, silu=Tru
     """Return the convolution, token by token, of rows (T, ·), and the last inputs."""
     D, W = x.shape[1], initial_state.shape[2]
     out, finals = np.empty_like(x), []
-    for s, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for s, (start, end) in enumerate(pairwise(starts)):
         window = initial_state[s].copy()
         for t in range(start, end):
             window = np.concatenate([window[:, 1:], x[t][:, None]], axis=1)
