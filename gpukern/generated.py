@@ -6,16 +6,17 @@ and no kernels in memory either. The first makes the taps again, writes v, the c
 activation, and the cotangent of x: it shifts sums along the tile's tokens, tap by tap, and tiles
 overlap by W - 1 tokens. The other two multiply the kernels' cotangents v x, made where they are
 needed, by the weight and by the inputs of the linear layer. Sums over tokens have a partial sum for
-each of some runs of tokens, added up afterwards in a fixed order.
+each of some runs of tokens, added up afterwards in a fixed order. In 16 bits torch multiplies
+instead: the first kernel writes the kernels' cotangents for a part of the tokens at a time.
 
 Products, of 2 B T D W H operations: one forward, three backward. Bytes: x, hidden and the cotangent
-in and their gradients out, v out and in.
+in and their gradients out; v out and in, or the kernels' cotangents.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,9 +63,13 @@ TILES = {
         "weight": Tile(32, 32, 16, 4, 2),
     },
 }
-# Wider kernels, and float64, are stored. The most taps whose operands are all loaded ahead. The most
-# runs of tokens that have a partial sum, and the fewest tokens of one. Warps of the kernel for states.
+# Wider kernels, and float64, are stored. The most taps whose operands are all loaded ahead. The
+# most runs of tokens that have a partial sum, and the fewest tokens of one. Warps of the kernel for
+# states.
 _WIDTH, _STAGED, _RUNS, _LEAST, _WARPS = 16, 4, 64, 256, 4
+# In 16 bits the most parts of the kernels' cotangents, one of which is stored at a time, and the
+# fewest numbers of a part.
+_PARTS, _FEW = 4, 1 << 25
 
 
 @triton.jit
@@ -152,14 +157,24 @@ def _sigmoid(h):
 
 
 @triton.jit
-def _preactivation(
-    taps, x, state, shift, t, live, begin, sequence, d, W: tl.constexpr, D: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+def _read_all(
+    x, state, t, live, begin, sequence, d, W: tl.constexpr, D: tl.constexpr,
+    HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    h = taps[0] * _read(x, state, t, live, begin, sequence, d, 0, W, D, HAS_STATE)
+    """Load the inputs that all taps of tokens read."""
+    inputs = ()
+    for w in tl.static_range(W):
+        inputs = inputs + (_read(x, state, t, live, begin, sequence, d, w, W, D, HAS_STATE),)
+    return inputs
+
+
+@triton.jit
+def _preactivation(
+    taps, inputs, shift, d, W: tl.constexpr, D: tl.constexpr, HAS_SHIFT: tl.constexpr
+):
+    h = taps[0] * inputs[0]
     for w in tl.static_range(1, W):
-        value = _read(x, state, t, live, begin, sequence, d, w, W, D, HAS_STATE)
-        h += taps[w] * value
+        h += taps[w] * inputs[w]
     if HAS_SHIFT:
         h += tl.load(shift + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     return h
@@ -185,9 +200,8 @@ def _forward_kernel(
             hidden, weight, bias, t, live, block * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
             DOT, PRECISION, HAS_BIAS,
         )  # fmt: skip
-        h = _preactivation(
-            taps, x, state, shift, t, live, begin, sequence, d, W, D, HAS_STATE, HAS_SHIFT
-        )
+        inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
+        h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
         if SILU:
             h = h * _sigmoid(h)
         at = out + t[:, None] * D + d[None, :]
@@ -195,21 +209,25 @@ def _forward_kernel(
 
 
 def _inputs_kernel(
-    starts, x, hidden, weight, bias, state, shift, dout, dfinal, v_out, dx,
-    sequences, length, tokens, parts,
+    starts, x, hidden, weight, bias, state, shift, dout, dfinal, v_out, dkernels, dx,
+    sequences, length, tokens, parts, start, stop,
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
     TAPS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_FINAL: tl.constexpr, WANT_X: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_FINAL: tl.constexpr, WANT_V: tl.constexpr,
+    WANT_KERNELS: tl.constexpr, WANT_X: tl.constexpr,
     BLOCKS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Write v, the cotangent before the activation, and the cotangent of x."""
+    """Write v, the cotangent before the activation, and the cotangents of kernels and x.
+
+    The kernels' are laid out by tap, then channel, for the tokens from start to stop alone.
+    """
     program = tl.program_id(0)
     part = program % parts
     row = tl.arange(0, ROWS)
-    t = (program // parts).to(tl.int64) * (ROWS - W + 1) + row
+    t = start + (program // parts).to(tl.int64) * (ROWS - W + 1) + row
     live = t < tokens
-    own = live & (row < ROWS - W + 1)
+    own = (t < stop) & (row < ROWS - W + 1)
     sequence, begin, end = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
     for number in tl.range(0, BLOCKS, flatten=FLAT):
         block = part * BLOCKS + number
@@ -221,13 +239,19 @@ def _inputs_kernel(
         )  # fmt: skip
         at = t[:, None] * D + d[None, :]
         v = tl.load(dout + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+        if SILU or WANT_KERNELS:
+            inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
         if SILU:
-            h = _preactivation(
-                taps, x, state, shift, t, live, begin, sequence, d, W, D, HAS_STATE, HAS_SHIFT
-            )
+            h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
             s = _sigmoid(h)
             v = tl.where(live[:, None], v * s * (1 + h * (1 - s)), 0.0)
+        if WANT_V:
             tl.store(v_out + at, v.to(v_out.dtype.element_ty), mask=own[:, None] & inside)
+        if WANT_KERNELS:
+            place = dkernels + (t - start)[:, None] * (W * D) + d[None, :]
+            for w in tl.static_range(W):
+                product = (v * inputs[w]).to(dkernels.dtype.element_ty)
+                tl.store(place + w * D, product, mask=own[:, None] & inside)
         if WANT_X:
             # Tap w of token t reads input t + w - W + 1: the sums move on by a token for each tap.
             after = tl.zeros([ROWS, CHANNELS], tl.int32) + tl.minimum(row + 1, ROWS - 1)[:, None]
@@ -365,7 +389,7 @@ def _final_kernel(
 
 _KERNELS = {
     "forward": (_forward_kernel, ("x", "hidden", "weight", "out")),
-    "inputs": (_inputs_kernel, ("x", "hidden", "weight", "dout", "v_out", "dx")),
+    "inputs": (_inputs_kernel, ("x", "hidden", "weight", "dout", "v_out", "dkernels", "dx")),
     "hidden": (_hidden_kernel, ("x", "weight", "v", "dhidden")),
     "weight": (_weight_kernel, ("x", "hidden", "v", "sums")),
     "final": (_final_kernel, ()),
@@ -445,17 +469,24 @@ class _Call:
     def sizes(self, parts: int) -> tuple[int, ...]:
         return self.count, self.length, self.tokens, parts
 
-    def over_taps(self, name: str, overlap: int, arrays: Sequence[Any], *flags: bool) -> None:
-        """Launch a kernel that makes taps, on tiles of tokens and blocks of channels."""
+    def over_taps(
+        self, name: str, arrays: Sequence[Any], *flags: bool, part: tuple[int, ...] = ()
+    ) -> None:
+        """Launch a kernel that makes taps, on tiles of tokens and blocks of channels.
+
+        With a part, a range of tokens, the tiles overlap by W - 1 tokens.
+        """
         tile, taps = self.tile(name), power(self.W)
         channels = max(1, tile.columns // taps)
-        blocks, tiles = ceil(self.D, channels), ceil(self.tokens, tile.rows - overlap)
+        blocks, tiles = ceil(self.D, channels), ceil(self.tokens, tile.rows)
+        if part:
+            tiles = ceil(part[1] - part[0], tile.rows - self.W + 1)
         each = 1
         if tile.flat:
             each = ceil(blocks, max(1, 2 * processors(self.x.device) // tiles))
         parts = ceil(blocks, each)
         self.launch(
-            name, tile, tiles * parts, arrays, self.sizes(parts),
+            name, tile, tiles * parts, arrays, (*self.sizes(parts), *part),
             self.H, self.W, self.D, tile.rows, channels, taps, tile.terms, *self.products(),
             self.silu, self.levels, *self.flags(self.bias, self.state, self.shift), *flags,
             each, tile.flat,
@@ -485,7 +516,7 @@ def dynamic_conv_generated(a: Any, y: Any) -> None:
     call = _Call(a)
     if y.out is not None and call.tokens:
         arrays = call.x, call.hidden, call.weight, call.bias, call.state, call.shift, y.out
-        call.over_taps("forward", 0, arrays)
+        call.over_taps("forward", arrays)
     if y.final_state is not None and call.count:
         size = 32 * _WARPS
         blocks = ceil(call.D, size)
@@ -512,13 +543,25 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
         return
     v = dout = a.dout.contiguous()
     dfinal = None if a.dfinal_state is None else a.dfinal_state.contiguous()
-    if call.silu:
+    generator = call.x, call.hidden, call.weight, call.bias, call.state, call.shift
+    on_generator = any([made is not None for made in (y.dhidden, y.dweight, y.dbias)])
+    in_parts = on_generator and call.dot.itemsize == 2 and _PARTS > 0
+    if call.silu and (y.dconv_bias is not None or (on_generator and not in_parts)):
         v = torch.empty_like(dout)
-    if y.dx is not None or call.silu:
-        generator = call.x, call.hidden, call.weight, call.bias, call.state, call.shift
-        arrays = *generator, dout, dfinal, v, y.dx
-        flags = call.flags(dfinal, y.dx)
-        call.over_taps("inputs", call.W - 1, arrays, *flags)
+
+    def pull(dkernels: Any, *part: int) -> None:
+        made = None if v is dout else v, dkernels, y.dx
+        flags = call.flags(dfinal, *made)
+        call.over_taps("inputs", (*generator, dout, dfinal, *made), *flags, part=part)
+
+    if in_parts:
+        _pull_in_parts(call, y, pull)
+    elif y.dx is not None or v is not dout:
+        pull(None, 0, call.tokens)
+    if y.dconv_bias is not None:
+        y.dconv_bias.copy_(v.sum((0, 1), dtype=torch.float32))
+    if in_parts:
+        return
     if y.dhidden is not None and call.H:
         tile = call.tile("hidden")
         parts = ceil(call.H, tile.columns)
@@ -530,8 +573,37 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
         )  # fmt: skip
     if y.dweight is not None or y.dbias is not None:
         _pull_to_weight(call, v, y)
-    if y.dconv_bias is not None:
-        y.dconv_bias.copy_(v.sum((0, 1), dtype=torch.float32))
+
+
+def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
+    """Fill the cotangents of the generator from parts of the kernels' cotangents, by torch."""
+    D, W, H, tokens = call.D, call.W, call.H, call.tokens
+    each = max(_FEW // (D * W), ceil(tokens, _PARTS))
+    each = ceil(tokens, ceil(tokens, max(each, 1)))
+    room = torch.empty((min(each, tokens), W * D), dtype=call.dot, device=call.x.device)
+    weight = call.weight.to(call.dot).view(D, W, H).transpose(0, 1).reshape(W * D, H)
+    # A column of ones beside hidden makes the sums for the bias.
+    hidden = weight.new_ones((tokens, H + _UNIT))
+    hidden[:, :H] = call.hidden.view(tokens, H)
+    sums = weight.new_zeros((1, W * D, H + _UNIT), dtype=torch.float32)
+    for start in range(0, tokens, each):
+        stop = min(start + each, tokens)
+        dkernels = room[: stop - start]
+        pull(dkernels, start, stop)
+        if y.dhidden is not None:
+            y.dhidden.view(tokens, H)[start:stop] = dkernels @ weight
+        if y.dweight is None and y.dbias is None:
+            continue
+        if dkernels.is_cuda:
+            ends = dkernels.T[None], hidden[None, start:stop]
+            torch.baddbmm(sums, *ends, sums.dtype, out=sums)
+        else:
+            sums += dkernels.T.float() @ hidden[start:stop].float()
+    by_channel = sums.view(W, D, H + _UNIT).transpose(0, 1)
+    if y.dweight is not None:
+        y.dweight.view(D, W, H).copy_(by_channel[..., :H])
+    if y.dbias is not None:
+        y.dbias.view(D, W).copy_(by_channel[..., H])
 
 
 def _pull_to_weight(call: _Call, v: Any, y: Any) -> None:

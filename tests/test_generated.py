@@ -158,6 +158,26 @@ def test_mixed_dtypes_are_those_of_the_layer_and_the_convolution(backend):
 
 
 @needs_triton
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["dense", "packed"])
+def test_parts_of_the_kernels_cotangents_change_nothing_but_roundings(cu_seqlens, monkeypatch):
+    from gpukern import generated
+
+    given = {n: torch.tensor(a).bfloat16() for n, a in sample(cu_seqlens=cu_seqlens).items()}
+    found = []
+    for parts, few in ((0, 0), (1, 0), (3, 0), (3, 1 << 20)):
+        monkeypatch.setattr(generated, "_PARTS", parts)
+        monkeypatch.setattr(generated, "_FEW", few)
+        leaves = {name: a.clone().requires_grad_() for name, a in given.items()}
+        sequences = None if cu_seqlens is None else fusedops.Sequences(cu_seqlens)
+        out = fusedops.dynamic_conv_generated(**leaves, cu_seqlens=sequences, backend="triton")
+        found.append(torch.autograd.grad(out.float().sin().sum(), list(leaves.values())))
+    for gradients in found[1:]:
+        for got, want in zip(gradients, found[0], strict=True):
+            # bfloat16 has eight bits, and one way or another rounds the kernels' cotangents.
+            assert (got - want).abs().max() <= 2**-7 * want.abs().max()
+
+
+@needs_triton
 def test_wide_kernels_and_float64_are_stored_on_a_gpu(monkeypatch):
     from gpukern import generated
 
