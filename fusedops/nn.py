@@ -96,6 +96,10 @@ class DynamicShortConvolution(torch.nn.Module):
     switch, change the import; checkpoints load unchanged. Unlike Jet-Nemotron's class, this one
     leaves x unchanged, takes packed sequences, and has gradients in a decoding step.
 
+    In training and prefill kernels aren't stored: ``w2`` is part of the convolution, as in
+    `fusedops.dynamic_conv_generated`, if it is a plain Linear without hooks. A CPU does so for many
+    tokens in float32 or float64.
+
     References
     ----------
     Gu, Hu, et al., "Jet-Nemotron: Efficient Language Model with Post Neural Architecture Search",
