@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 IN_FAIRCHEM := .venv/fairchem/bin/python -m pip --disable-pip-version-check --quiet
 IN_TORCHREF := .venv/torchref/bin/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
-SOURCES := Makefile pyproject.toml README.md LICENSE meson.build cpukern/meson.build \
+SOURCES := Makefile pyproject.toml README.md LICENSE meson.build meson.options cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
 	fusedops/py.typed fusedops/data/* gpukern/*.py gpukern/*/*.py)
 
@@ -98,36 +98,54 @@ clean: ## remove .venv, dist and caches
 # The demo doesn't install torch, but uses $(PYTHON)'s if there is one. Build tools are installed even if
 # $(PYTHON) has them, so that their commands are in $(BIN).
 .venv/new:
-	$(PYTHON) -m venv .venv $$($(PYTHON) -c 'import importlib.util as u; \
+	@echo "Making an environment in .venv"
+	@$(PYTHON) -m venv .venv $$($(PYTHON) -c 'import importlib.util as u; \
 		print("--system-site-packages" if u.find_spec("torch") else "")')
-	$(PIP) install --ignore-installed 'meson-python>=0.17.1' 'cython>=3.1' ninja
-	touch $@
+	@$(PIP) install --ignore-installed 'meson-python>=0.17.1' 'cython>=3.1' ninja
+	@touch $@
 
 # Without isolation, and in a folder that is kept, only changed files are compiled again.
-.venv/package: $(SOURCES) | .venv/new
-	rm -rf .venv/dist
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
-		--config-settings=build-dir=.venv/build --wheel-dir=.venv/dist .
-	$(PIP) install --no-deps --force-reinstall "$(WHEEL)"
-	touch $@
+define BUILD
+@rm -rf .venv/dist
+@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
+	--config-settings=setup-args=-Dinstruction_sets=$(1) \
+	--config-settings=build-dir=.venv/build --wheel-dir=.venv/dist .
+@$(PIP) install --no-deps --force-reinstall "$(WHEEL)"
+endef
 
-.venv/demo: .venv/package
-	$(PIP) install "$(WHEEL)[numba,structure,cli]"
-	touch $@
+# A third of the compiler's work, which is most of the demo's time.
+.venv/own: $(SOURCES) | .venv/new
+	@echo "Compiling the kernels for this machine's instruction set"
+	$(call BUILD,own)
+	@touch $@
+
+.venv/package: $(SOURCES) | .venv/new
+	@echo "Compiling the kernels for all instruction sets"
+	$(call BUILD,all)
+	@touch .venv/own $@
+
+# Without Numba, which would compile for longer than all else takes; `make test` installs it.
+.venv/demo: .venv/own
+	@echo "Installing NumPy, SciPy, gemmi, matplotlib and rich"
+	@$(PIP) install "$(WHEEL)[cli]"
+	@touch $@
 
 # torch first, since a build with CUDA installs the Triton that fits it.
-.venv/torch: .venv/demo
-	$(PIP) install '$(TORCH)'
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
-	touch $@
+.venv/torch: .venv/package
+	@echo "Installing torch and Triton"
+	@$(PIP) install '$(TORCH)'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	@touch $@
 
 .venv/bench: .venv/torch
-	$(PIP) install "$(WHEEL)[bench]"
-	touch $@
+	@echo "Installing the requirements of benches"
+	@$(PIP) install "$(WHEEL)[bench]"
+	@touch $@
 
 .venv/test: .venv/torch
-	$(PIP) install "$(WHEEL)[test]"
-	touch $@
+	@echo "Installing the requirements of tests"
+	@$(PIP) install "$(WHEEL)[test]"
+	@touch $@
 
 # An environment of its own, since fairchem has many requirements; the last four are for its tests.
 .venv/fairchem/done: .venv/package

@@ -30,6 +30,8 @@ def _find() -> tuple[str, str | None]:
         return "", f"FUSEDOPS_ISA is {asked!r}; it should be v2, v3 or v4"
     if int(asked[1]) > own:
         return "", f"FUSEDOPS_ISA is {asked}; this CPU stops at v{own}"
+    if importlib.util.find_spec(f"cpukern.wigner_cython_{asked}") is None:
+        return "", f"the compiled extension is not built for x86-64-{asked} here"
     return asked, None
 
 

@@ -237,6 +237,8 @@ def test_every_instruction_set(level):
 def test_an_unknown_instruction_set_is_a_reason():
     told = python(SQUARE + "print(explain())", FUSEDOPS_ISA="v9")
     assert "FUSEDOPS_ISA is 'v9'; it should be v2, v3 or v4" in told
+    alone = without(f"cpukern.wigner_cython_{isa.level()}") + SQUARE + "print(explain())"
+    assert f"not built for x86-64-{isa.level()} here" in python(alone)
 
 
 def test_thread_rule(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -246,7 +247,7 @@ def triangle_multiplicative_update(figure: Any) -> Iterator[Row]:
 
 
 def so2_convolution(figure: Any) -> Iterator[Row]:
-    """Messages turned about their edges, through a convolution and gates."""
+    """Convolve and gate messages turned about their edges, and draw both."""
     rng, lmax, turns = np.random.default_rng(0), 2, 25
     weights = convolved(rng, turns, lmax, lmax, 3, 4, lmax * 4)
     message, radial = weights.pop("message"), weights.pop("radial")
@@ -842,7 +843,11 @@ def run(picture: Path) -> bool:
 
     figure = Figure(figsize=(13, 6 * len(DEMOS)), layout="constrained")
     panels = figure.subfigures(len(DEMOS), 1, squeeze=False)[:, 0]
-    rows = [row for demo, panel in zip(DEMOS.values(), panels, strict=True) for row in demo(panel)]
+    rows: list[Row] = []
+    for (name, demo), panel in zip(DEMOS.items(), panels, strict=True):
+        print(f"{name}: {str(demo.__doc__).splitlines()[0]}", file=sys.stderr, flush=True)
+        rows += demo(panel)
+    print("Drawing", file=sys.stderr, flush=True)
     _show(rows)
     save_picture(picture, figure)
     figure.set_layout_engine("none")
