@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from fusedops._frame.registry import how_to_install
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import ModuleType
@@ -71,7 +73,7 @@ class StructureError(ValueError):
 
 def _gemmi() -> ModuleType:
     if importlib.util.find_spec("gemmi") is None:
-        raise ImportError('structure files need gemmi: pip install "fusedops[structure]"')
+        raise ImportError(f"structure files need gemmi: {how_to_install('gemmi')}")
     import gemmi
 
     return gemmi

@@ -71,7 +71,7 @@ def test_a_gpu_that_there_is_not(command):
     done = run_without(["torch"], [command, "--device", "cuda"])
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        'fusedops: torch is not installed: pip install "fusedops[gpu]"'
+        'fusedops: torch is not installed: pip install "torch>=2.6"'
     ]
 
 

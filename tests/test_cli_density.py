@@ -836,14 +836,14 @@ class TestRefusals:
         assert "abacus" in err
 
     @pytest.mark.parametrize(
-        ("package", "options", "extra"),
-        [("gemmi", [], "structure"), ("matplotlib", ["--picture", "x.png"], "cli")],
+        ("package", "options", "requirement"),
+        [("gemmi", [], "gemmi>=0.7.3"), ("matplotlib", ["--picture", "x.png"], "matplotlib>=3.10")],
     )
-    def test_a_missing_package(self, run, monkeypatch, package, options, extra):
+    def test_a_missing_package(self, run, monkeypatch, package, options, requirement):
         monkeypatch.setitem(sys.modules, package, None)
         refused(
             run(UBIQUITIN, "--out", "x.map", *options),
-            f'{package} is not installed: pip install "fusedops[{extra}]"',
+            f'{package} is not installed: pip install "{requirement}"',
         )
 
     @pytest.mark.parametrize(

@@ -477,14 +477,14 @@ class TestRefusals:
         refused(run(UBIQUITIN), "abacus")
 
     @pytest.mark.parametrize(
-        ("package", "options", "extra"),
-        [("gemmi", [], "structure"), ("scipy", ["--flatten", "x.pdb"], "cli")],
+        ("package", "options", "requirement"),
+        [("gemmi", [], "gemmi>=0.7.3"), ("scipy", ["--flatten", "x.pdb"], "scipy>=1.11")],
     )
-    def test_a_missing_package(self, run, monkeypatch, package, options, extra):
+    def test_a_missing_package(self, run, monkeypatch, package, options, requirement):
         monkeypatch.setitem(sys.modules, package, None)
         refused(
             run(UBIQUITIN, *options),
-            f'{package} is not installed: pip install "fusedops[{extra}]"',
+            f'{package} is not installed: pip install "{requirement}"',
         )
 
     def test_tables_need_no_rich(self, run, monkeypatch):

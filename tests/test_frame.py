@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,6 +97,33 @@ def test_without_anything_optional():
     assert "float64, numpy: numpy" in chosen
     assert "the compiled extension is not built here" in chosen
     assert "numba is not installed" in chosen
+
+
+def test_plain_formulas_warn_once_with_a_remedy():
+    calls = """
+import warnings
+import numpy as np, fusedops
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    x = np.ones((1, 3, 4))
+    fusedops.dynamic_conv(x, np.ones((4, 2)), backend="numpy")
+    for dtype in ("float64", "float32"):
+        fusedops.dynamic_conv(x.astype(dtype), np.ones((4, 2), dtype))
+    fusedops.planarity_nll(np.zeros((3, 3)), [])
+for warning in warned:
+    print(warning.filename, warning.message)
+"""
+    (line,) = python(without(*HEAVY, "cpukern._cpu") + calls).splitlines()
+    assert line.startswith("<string> dynamic_conv: plain formulas serve this call")
+    assert "the compiled extension is not built here; numba: numba is not installed" in line
+    assert 'pip install "numba>=' in line
+    assert python(calls) == ""
+
+
+def test_requirements_named_in_errors_are_those_of_the_package():
+    extras = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for requirement in registry._REQUIREMENTS.values():
+        assert f'"{requirement}"' in extras
 
 
 @pytest.mark.skipif(isa.why_not() is not None, reason="the extension is not built")
@@ -348,6 +376,7 @@ def test_shares_that_no_thread_begins_with_are_done_by_the_caller(monkeypatch):
 def test_calls_at_once_share_the_threads():
     code = """
     from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
     import cpukern.planarity_cython
     cpukern.planarity_cython._GRAIN = 1
     want = step("cython")

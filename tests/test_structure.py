@@ -627,10 +627,10 @@ class TestWriting:
 
 def test_without_gemmi(monkeypatch):
     monkeypatch.setitem(sys.modules, "gemmi", None)
-    with pytest.raises(ImportError, match=r'pip install "fusedops\[structure\]"'):
+    with pytest.raises(ImportError, match=r'pip install "gemmi>=0\.7\.3"'):
         read_structure(UBIQUITIN)
     empty = Structure("x.pdb", np.empty((0, 3)), [], None, np.empty(0, np.int64), b"", "PDB")
-    with pytest.raises(ImportError, match=r'pip install "fusedops\[structure\]"'):
+    with pytest.raises(ImportError, match=r'pip install "gemmi>=0\.7\.3"'):
         planar_groups(empty)
 
 

@@ -62,6 +62,22 @@ def import_error(package: str) -> str | None:
     return None
 
 
+#: The versions that are asked for; pyproject.toml has the same.
+_REQUIREMENTS = {
+    "gemmi": "gemmi>=0.7.3",
+    "matplotlib": "matplotlib>=3.10",
+    "numba": "numba>=0.60",
+    "scipy": "scipy>=1.11",
+    "shtab": "shtab>=1.7",
+    "torch": "torch>=2.6",
+}
+
+
+def how_to_install(package: str) -> str:
+    """Return the command that installs a third-party package."""
+    return f'pip install "{_REQUIREMENTS[package]}"'
+
+
 def _needs_cpu(request: Request) -> str | None:
     if request.device == "cpu":
         return None
@@ -253,6 +269,24 @@ def use_backend(name: str) -> Iterator[None]:
         yield
 
 
+_warned_of_formulas = False
+
+
+def _warn_of_formulas(request: Request) -> None:
+    """Warn, once in a process, if no compiled kernels can serve a CPU here."""
+    global _warned_of_formulas
+    reasons = [(b.name, b.why_not(request)) for b in BACKENDS if b.name in ("cython", "numba")]
+    if _warned_of_formulas or not all(reason for _, reason in reasons):
+        return
+    _warned_of_formulas = True
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons)
+    warn(
+        f"{request.op}: plain formulas serve this call, up to hundreds of times slower than "
+        f"compiled kernels ({told}). Remedy: {how_to_install('numba')}, or install fusedops where "
+        "there is a C compiler."
+    )
+
+
 def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
     """Return the first backend that can serve a request, and its kernel.
 
@@ -273,6 +307,8 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
         reason = BACKENDS[0].why_not(request)
         if reason:
             warn(f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}")
+    if request.device == "cpu" and backend.module is None and request.forced is None:
+        _warn_of_formulas(request)
     kernel = _kernel(backend, request.op)
     assert kernel is not None  # `why_not` has checked it
     _chosen[request] = backend, kernel

@@ -175,7 +175,7 @@ class Step:
     ours : callable
         From a problem, "NumPy" or "torch", a device, a dtype and a backend to a `Chain`.
     needs : tuple of str
-        The package that makes the cases, and the extra that installs it.
+        The packages that make the cases.
     hows : tuple of str
         "NumPy", "torch" or both, as `ours` takes them.
     """
@@ -190,7 +190,7 @@ class Step:
     ours: Callable[..., Chain]
     device: str
     dtype: str = "float32"
-    needs: tuple[str, str] = ("gemmi", "bench")
+    needs: tuple[str, ...] = ("gemmi",)
     hows: tuple[str, ...] = (NUMPY, TORCH)
 
 
@@ -280,7 +280,7 @@ def pair(device: str) -> Step:
         _pair_by_modules,
         device,
         _dtype_on(device),
-        needs=("torch", "torch"),
+        needs=("torch",),
         hows=(TORCH,),
     )
 

@@ -73,7 +73,7 @@ def _command(args: argparse.Namespace) -> int:
     if args.distributed:
         return _on_ranks(args)
     if args.plot:
-        needs("matplotlib", "cli")
+        needs("matplotlib")
     if args.files and args.json:
         raise CommandError(f"--json {args.json}: --from measures nothing that could be written")
     try:
@@ -108,7 +108,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
     for option in ("op", "backend", "compare", "plot", "files"):
         if getattr(args, option):
             raise CommandError("--distributed: it goes with --device, --quick and --json alone")
-    needs("torch", "torch")
+    needs("torch")
     if "RANK" not in os.environ:
         raise CommandError(
             "--distributed: run it as torchrun --nproc-per-node 2 -m fusedops bench --distributed"

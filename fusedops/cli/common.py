@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from fusedops._frame.registry import BACKENDS, forced
+from fusedops._frame.registry import BACKENDS, forced, how_to_install
 from fusedops.structure import Structure, read_structure
 
 
@@ -74,13 +74,14 @@ def forced_backend(backend: str | None) -> str | None:
         raise CommandError(error) from None
 
 
-def needs(package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise CommandError(f'{package} is not installed: pip install "fusedops[{extra}]"')
+def needs(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise CommandError(f"{package} is not installed: {how_to_install(package)}")
 
 
 def needs_gpu() -> None:
-    needs("torch", "gpu")
+    needs("torch")
     import torch
 
     if not torch.cuda.is_available():

@@ -26,7 +26,7 @@ class _Print(argparse.Action):
     """Print the script for a shell, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, *__: Any) -> None:
-        needs("shtab", "cli")
+        needs("shtab")
         import shtab
 
         _tell_files(parser, shtab)

@@ -54,9 +54,7 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    needs("gemmi", "structure")
-    needs("matplotlib", "cli")
-    needs("scipy", "cli")
+    needs("gemmi", "matplotlib", "scipy")
     check_picture_name(args.picture)
     passed = run(Path(args.picture))
     print(f"Picture: {args.picture}, and one of each op beside it")

@@ -123,10 +123,10 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    needs("gemmi", "structure")
+    needs("gemmi")
     maps.check_map_name(args.out)
     if args.picture:
-        needs("matplotlib", "cli")
+        needs("matplotlib")
         check_picture_name(args.picture)
     elif args.slice:
         raise CommandError("--slice: it needs --picture")

@@ -111,10 +111,10 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    needs("gemmi", "structure")
+    needs("gemmi")
     machine = args.json or args.csv
     if args.flatten:
-        needs("scipy", "cli")
+        needs("scipy")
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):
         structure = read_model(args.file)
