@@ -17,6 +17,14 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)
 
 
+def folder() -> str | None:
+    """Return the folder in which Numba keeps these kernels, or None if none is writable."""
+    try:
+        return FunctionCache(jit).cache_path
+    except RuntimeError:
+        return None
+
+
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for this CPU, to run without the GIL.
 

@@ -1,5 +1,6 @@
 """Fused, differentiable operations for structures, potentials, folding and linear attention."""
 
+from fusedops._frame.memory import release_memory
 from fusedops._frame.registry import BackendUnavailable, use_backend
 from fusedops._frame.threads import get_num_threads, set_num_threads
 from fusedops._info import info
@@ -40,6 +41,7 @@ __all__ = [
     "permute_wigner_inv_edge_to_node",
     "planarity_nll",
     "plane_deviations",
+    "release_memory",
     "set_num_threads",
     "so2_convolution",
     "structured_gather",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from cpukern import isa
-from fusedops._frame import registry, threads
+from fusedops._frame import memory, registry, threads
 from fusedops._frame.primitive import primitives
+
+#: Packages without which the library works, but not all of its commands and functions.
+_PACKAGES = ("gemmi", "matplotlib", "rich", "scipy", "shtab", "threadpoolctl")
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,14 @@ class BackendInfo:
 
     version: str | None
     why_not: str | None
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """A compiler's folder, and the bytes that kernels of this library take there."""
+
+    folder: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,10 @@ class Info:
     threads: int
     gpus: tuple[str, ...]
     backends: dict[str, BackendInfo]
+    packages: dict[str, str | None]
+    caches: dict[str, CacheInfo]
+    pool: int
+    pool_limit: int
 
     def __str__(self) -> str:
         compiled = "no compiled kernels"
@@ -44,6 +63,12 @@ class Info:
         ]
         for name, backend in self.backends.items():
             lines.append(f"  {name:<8}{backend.version or '-':<14}{backend.why_not or 'usable'}")
+        packages = (f"{name} {found or 'not installed'}" for name, found in self.packages.items())
+        lines.append(f"Packages: {', '.join(packages)}")
+        for name, cache in self.caches.items():
+            lines.append(f"Kernels compiled by {name}: {megabytes(cache.bytes)} in {cache.folder}")
+        pool, limit = megabytes(self.pool), megabytes(self.pool_limit)
+        lines.append(f"Memory kept for arrays: {pool} of {limit}")
         return "\n".join(lines)
 
 
@@ -52,6 +77,54 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def caches() -> dict[str, tuple[Path, list[Path]]]:
+    """Return each compiler's folder, and the files and folders there that hold our kernels."""
+    found = {}
+    if not registry.import_error("numba"):
+        from cpukern import jit
+
+        # Of our modules alone: Numba has a folder for the modules of each folder.
+        if (kept := jit.folder()) is not None:
+            found["numba"] = Path(kept), sorted(Path(kept).glob("*.nb[ci]"))
+    if not registry.import_error("triton"):
+        from triton import knobs
+
+        folder = Path(knobs.cache.dir)
+        found["triton"] = folder, [path for path in _folders(folder) if _holds_ours(path)]
+    return found
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (path for path in sorted(folder.iterdir()) if path.is_dir())
+
+
+def _holds_ours(folder: Path) -> bool:
+    """Return whether a folder in Triton's cache, which all programs share, is of our kernels.
+
+    Triton's and Gluon's code names its source file at the beginning.
+    """
+    for path in folder.glob("*.tt*ir"):
+        with path.open("rb") as code:
+            if b"/gpukern/" in code.read(4096):
+                return True
+    return False
+
+
+def size_of(paths: list[Path]) -> int:
+    files = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in files)
+
+
+def clear(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else os.remove(path)
 
 
 def _gpus() -> tuple[str, ...]:
@@ -72,7 +145,9 @@ def info() -> Info:
     Info
         ``backends`` maps each backend's name to its version and the reason why it can't be used
         here, or None; ``instruction_set`` is the one of the compiled kernels that were loaded;
-        ``threads`` is the result of `get_num_threads`.
+        ``threads`` is the result of `get_num_threads`; ``packages`` has the versions of optional
+        packages; ``caches`` maps compilers to the folder and the bytes of their compiled kernels;
+        ``pool`` has the bytes that `release_memory` would free, at most ``pool_limit``.
 
     Examples
     --------
@@ -110,4 +185,10 @@ def info() -> Info:
         threads=threads.get_num_threads(),
         gpus=gpus,
         backends=backends,
+        packages={package: _version(package) for package in _PACKAGES},
+        caches={
+            name: CacheInfo(str(folder), size_of(ours)) for name, (folder, ours) in caches().items()
+        },
+        pool=memory.pooled(),
+        pool_limit=memory.limit(),
     )

@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+import fusedops
 from fusedops._frame import memory
 
 LARGE = (memory.SMALL // 8 + 3,)
@@ -102,11 +103,40 @@ def test_a_block_serves_arrays_of_about_its_size():
 
 
 def test_no_more_is_kept_than_allowed(monkeypatch):
-    monkeypatch.setattr(memory, "KEPT", 5 * memory.SMALL)
+    monkeypatch.setattr(memory, "limit", lambda: 5 * memory.SMALL)
     arrays = [memory.empty((2 * memory.SMALL,), np.dtype(np.uint8)) for _ in range(4)]
     arrays.append(memory.empty((6 * memory.SMALL,), np.dtype(np.uint8)))
     arrays.clear()
-    assert 0 < sum(block.size for block in memory._free) <= memory.KEPT
+    assert 0 < memory.pooled() <= 5 * memory.SMALL
+
+
+def test_memory_is_given_back():
+    array = memory.empty(LARGE, np.dtype(np.float64))
+    assert fusedops.info().pool == fusedops.release_memory() == 0
+    size = array.nbytes
+    del array
+    assert size <= fusedops.info().pool <= size + 64
+    assert fusedops.release_memory() >= size
+    assert fusedops.info().pool == 0
+
+
+@pytest.mark.parametrize(("asked", "limit"), [("", 2**30), ("0", 0), ("5000000000", 5_000_000_000)])
+def test_the_environment_limits_the_pool(monkeypatch, asked, limit):
+    monkeypatch.setattr(memory, "limit", memory.limit.__wrapped__)
+    monkeypatch.setenv("FUSEDOPS_POOL_BYTES", asked)
+    array = memory.empty(LARGE, np.dtype(np.float64))
+    size = array.nbytes
+    del array
+    assert memory.limit() == fusedops.info().pool_limit == limit
+    assert (memory.pooled() >= size) == (limit >= size)
+
+
+@pytest.mark.parametrize("asked", ["1 GB", "-1", "1e9", "²"])
+def test_a_limit_that_is_no_number(monkeypatch, asked):
+    monkeypatch.setattr(memory, "limit", memory.limit.__wrapped__)
+    monkeypatch.setenv("FUSEDOPS_POOL_BYTES", asked)
+    with pytest.raises(ValueError, match=f"FUSEDOPS_POOL_BYTES is '{asked}'; it should be"):
+        memory.empty(LARGE, np.dtype(np.float64))
 
 
 def test_threads_never_share_an_array():

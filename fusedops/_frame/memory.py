@@ -7,6 +7,7 @@ memory goes into a pool, and the next array of about its size takes it from ther
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -19,9 +20,6 @@ import numpy as np
 
 #: Arrays below this many bytes are left to NumPy, whose allocator reuses their memory.
 SMALL = 2**22
-
-#: The most bytes that the pool keeps.
-KEPT = 2**30
 
 _ALIGNMENT = 64
 _free: list[np.ndarray] = []
@@ -102,15 +100,55 @@ def _take(size: int) -> np.ndarray:
 
 
 def _collect() -> None:
-    """Move returned blocks into the pool, and free the oldest ones beyond `KEPT`."""
+    """Move returned blocks into the pool, and free the oldest ones beyond the limit."""
     while _returned:
         _free.append(_returned.popleft())
-    while sum(block.size for block in _free) > KEPT:
+    while sum(block.size for block in _free) > limit():
         del _free[0]
 
 
-def release() -> None:
-    """Free all memory in the pool."""
+@functools.cache
+def limit() -> int:
+    """Return the most bytes that the pool keeps."""
+    asked = os.environ.get("FUSEDOPS_POOL_BYTES")
+    if not asked:
+        return 2**30
+    if not (asked.isascii() and asked.isdigit()):
+        raise ValueError(f"FUSEDOPS_POOL_BYTES is {asked!r}; it should be a number of bytes, or 0")
+    return int(asked)
+
+
+def pooled() -> int:
+    """Return the bytes that the pool keeps now."""
     with _lock:
         _collect()
+        return sum(block.size for block in _free)
+
+
+def release_memory() -> int:
+    """Give the memory of large CPU arrays that nobody holds any longer back to the system.
+
+    It is kept for the next arrays, up to ``FUSEDOPS_POOL_BYTES`` of the environment, by default
+    2³⁰. Memory on a GPU is torch's: see ``torch.cuda.empty_cache``.
+
+    Returns
+    -------
+    int
+        The bytes given back.
+
+    Raises
+    ------
+    ValueError
+        If ``FUSEDOPS_POOL_BYTES`` is not a number of bytes.
+
+    Examples
+    --------
+    >>> import fusedops
+    >>> freed = fusedops.release_memory()
+    >>> fusedops.release_memory()
+    0
+    """
+    freed = pooled()
+    with _lock:
         _free.clear()
+    return freed

@@ -23,7 +23,7 @@ def peak_MB(step: Callable[[], Any], device: str) -> float | None:
     step()
     if device != "cpu":
         return _on_gpu(step)
-    memory.release()
+    memory.release_memory()
     gc.collect()
     try:
         _trim()

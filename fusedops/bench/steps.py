@@ -312,7 +312,7 @@ def jet(device: str) -> Step:
         _jet_by_module,
         device,
         _dtype_on(device),
-        needs=("torch", "torch"),
+        needs=("torch",),
         hows=(TORCH,),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fusedops
-from fusedops.cli import bench, check, completion, demo, density, info, planarity
+from fusedops.cli import bench, cache, check, completion, demo, density, info, planarity
 from fusedops.cli.common import CommandError
 from fusedops.structure import StructureError
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=fusedops.__version__)
     completion.add(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (demo, info, check, bench, planarity, density):
+    for command in (demo, info, check, bench, planarity, density, cache):
         command.add(commands)
     with contextlib.ExitStack() as streams:
         if sys.stderr is None:  # the parent process may close stderr, and stdout too

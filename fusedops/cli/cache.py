@@ -1,0 +1,33 @@
+"""``fusedops cache``: the kernels that Numba and Triton keep on disk, and their removal."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fusedops import _info
+from fusedops.cli.common import CommandError
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="show and clear the compiled kernels that Numba and Triton keep on disk",
+        description="Show the folders in which Numba and Triton keep compiled kernels of this "
+        "library. The next calls compile what --clear removes; kernels of other programs in the "
+        "same folders stay.",
+    )
+    parser.set_defaults(run=_command)
+    parser.add_argument("--clear", action="store_true", help="remove them")
+
+
+def _command(args: argparse.Namespace) -> int:
+    for name, (folder, ours) in _info.caches().items():
+        size = _info.megabytes(_info.size_of(ours))
+        if args.clear:
+            try:
+                _info.clear(ours)
+            except OSError as error:
+                raise CommandError(f"{error.filename}: {error.strerror}") from None
+        print(f"{name}: {'removed ' * args.clear}{size} in {folder}")
+    return 0

@@ -1,0 +1,64 @@
+"""`fusedops cache` and `info` see our compiled kernels, and no other program's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fusedops
+from fusedops import cli
+from fusedops._info import CacheInfo
+
+OURS = '#loc = loc("/site-packages/gpukern/conv.py":144:0)\n'
+OTHERS = '#loc = loc("/home/me/model.py":1:0)\n'
+
+
+@pytest.fixture
+def triton_folder(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name, code in {"A.ttir": OURS, "B.ttgir": OURS, "C.ttir": OTHERS, "D.so": OURS}.items():
+        folder = tmp_path / name[0]
+        folder.mkdir()
+        (folder / name).write_text(code)
+        (folder / "kernel.cubin").write_bytes(bytes(1000))
+    return tmp_path
+
+
+def test_the_cache_of_triton(triton_folder, capsys):
+    size = 2 * (1000 + len(OURS))
+    assert fusedops.info().caches["triton"] == CacheInfo(str(triton_folder), size)
+    assert cli.main(["cache"]) == 0
+    assert f"triton: 0.0 MiB in {triton_folder}" in capsys.readouterr().out
+    assert {path.name for path in triton_folder.iterdir()} == set("ABCD")
+    assert cli.main(["cache", "--clear"]) == 0
+    assert f"triton: removed 0.0 MiB in {triton_folder}" in capsys.readouterr().out
+    assert {path.name for path in triton_folder.iterdir()} == set("CD")
+    assert fusedops.info().caches["triton"].bytes == 0
+
+
+@pytest.fixture(autouse=True)
+def numba_folder(tmp_path_factory, monkeypatch):
+    """A folder in the place of Numba's: a test must not remove compiled kernels."""
+    numba = pytest.importorskip("numba")
+    folder = tmp_path_factory.mktemp("numba")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
+    return folder
+
+
+def test_the_cache_of_numba(numba_folder, capsys):
+    from cpukern import jit, planarity_numba
+
+    kernel = jit.jit(planarity_numba._newton_eigenpair.py_func)
+    folder = kernel._cache.cache_path
+    assert Path(folder).parent == numba_folder
+    others = numba_folder / "other/model.nbi"
+    others.parent.mkdir()
+    for path in (others, Path(folder) / "planarity.nbi", Path(folder) / "planarity.1.nbc"):
+        path.write_bytes(bytes(1000))
+    assert fusedops.info().caches["numba"] == CacheInfo(folder, 2000)
+    assert cli.main(["cache", "--clear"]) == 0
+    assert f"numba: removed 0.0 MiB in {folder}" in capsys.readouterr().out
+    assert fusedops.info().caches["numba"] == CacheInfo(folder, 0)
+    assert others.exists()
