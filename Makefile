@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0; platform_system == "Linux" and platform_machine in "x86_64 aarch64"
 RUFF ?= ruff==0.17.5
 MYPY ?= mypy==2.4.1
+PRE_COMMIT ?= pre-commit==4.7.0
 FAIRCHEM ?= fairchem-core==2.24.0
 TORCHREF ?= torchref==0.7.0
 SPHINX ?= 'sphinx==9.0.4; python_version >= "3.11"' 'sphinx==8.1.3; python_version < "3.11"' \
@@ -41,10 +42,10 @@ sys.exit(pytest.main(sys.argv[2:]))
 endef
 export REGISTERED
 
-.PHONY: help demo bench test peer-tests fuzz sanitize lint docs wheel clean
+.PHONY: help demo bench test peer-tests fuzz sanitize lint docs dev wheel clean
 .NOTPARALLEL:
 
-help:
+help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*##/make \1:/p' Makefile
 
 demo: .venv/demo ## run every op on every backend that works here
@@ -88,6 +89,15 @@ docs: .venv/sphinx ## build the site, with its examples run, into .venv/docs/htm
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going --nitpicky \
 		-d .venv/docs/doctrees docs .venv/docs/html
 
+# Without the stamps of the installed package, `make test` installs it again.
+dev: .venv/test .venv/lint ## install the source tree itself, with the tools of tests, lint and pre-commit
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-deps --no-build-isolation \
+		--config-settings=build-dir=.venv/build --editable .
+	@rm -f .venv/own .venv/package
+	@$(PIP) install '$(PRE_COMMIT)'
+	@$(BIN)/pre-commit install
+	@echo "Now: . .venv/bin/activate"
+
 wheel: .venv/package ## build a wheel into dist
 	mkdir -p dist
 	cp .venv/dist/*.whl dist
@@ -101,6 +111,7 @@ clean: ## remove .venv, dist and caches
 	@echo "Making an environment in .venv"
 	@$(PYTHON) -m venv .venv $$($(PYTHON) -c 'import importlib.util as u; \
 		print("--system-site-packages" if u.find_spec("torch") else "")')
+	@$(PIP) install 'pip>=22.1'
 	@$(PIP) install --ignore-installed 'meson-python>=0.17.1' 'cython>=3.1' ninja
 	@touch $@
 

@@ -1,0 +1,36 @@
+"""Files of the project that name versions and commands agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+HOOKS = (ROOT / ".pre-commit-config.yaml").read_text()
+WORKFLOWS = "".join(path.read_text() for path in sorted(ROOT.glob(".github/workflows/*.yml")))
+
+
+def test_versions_of_python_agree():
+    (tested,) = re.findall(r"python: \[(.*)\]", WORKFLOWS)
+    (built,) = re.findall(r'^build = "(.*)"', PYPROJECT, re.MULTILINE)
+    classified = re.findall(r"Python :: (3\.\d+)", PYPROJECT)
+    assert re.findall(r"[\d.]+", tested) == classified
+    assert built == " ".join(f"cp{version.replace('.', '')}-*" for version in classified)
+    assert f'requires-python = ">={classified[0]}"' in PYPROJECT
+
+
+def test_the_makefile_alone_pins_tools():
+    pins = re.compile(r"(ruff|mypy|pre-commit)[ \w]*==")
+    assert len(pins.findall(MAKEFILE)) == 3
+    assert not pins.findall(HOOKS + WORKFLOWS + PYPROJECT)
+    entries = re.findall(r"entry: (.*)", HOOKS)
+    assert len(entries) == 3
+    assert all(entry.startswith(".venv/bin/python -m ") for entry in entries)
+
+
+def test_every_command_of_the_makefile_has_its_help():
+    (commands,) = re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)
+    helped = re.findall(r"^([a-z-]+):[^=\n]*## \w", MAKEFILE, re.MULTILINE)
+    assert sorted(helped) == sorted(commands.split())
