@@ -522,7 +522,7 @@ def test_results_without_the_hosts_time_are_shown(capsys, name):
     out = capsys.readouterr().out
     assert "host µs" not in out
     assert ("graph ms" in out) == (name == "h200")
-    tables = tables_module()
+    tables = bench_module("tables")
     assert "host" not in tables.section(found["ops"])
 
 
@@ -832,17 +832,37 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
     assert on_a_gpu
 
 
-def tables_module():
-    """Return the module that writes the tables of docs/measured.md."""
+def bench_module(name):
+    """Return a script of the folder bench as a module."""
     root = Path(__file__).parents[1]
-    spec = importlib.util.spec_from_file_location("tables", root / "bench/tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    return tables
+    spec = importlib.util.spec_from_file_location(name, root / f"bench/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_history_of_times(tmp_path):
+    history = bench_module("history")
+    for date, ms in (("2026-01-02", 1.0), ("2026-01-10", 4.0), ("2026-02-01", 2.0)):
+        given = rows_of(("cython", ms, ms, ms), ("numba", 1.0, 1.0, 1.0), ("peer", 9.0, 9.0, 9.0))
+        given["ops"]["dynamic_conv"] |= {"machine": {"name": "a computer"}}
+        given["ops"]["dynamic_conv"]["cases"][2]["ours"] = False
+        report.save(tmp_path / "cpu.json", given)
+        history.keep(tmp_path, date)
+    (new,) = (tmp_path / "history").glob("2026-02-01-cpu.json")
+    assert {row["who"] for row in report.cases(report.read(new))} == {"cython", "numba"}
+    page = history.page(tmp_path / "history")
+    assert "## a computer\n\n| op | 2026-01-02 | 2026-01-10 | 2026-02-01 |\n" in page
+    assert "| `dynamic_conv` | 2 cases | 2.00, **1 slower** | 0.71 |\n" in page
+
+
+def test_the_page_of_history_is_written_anew():
+    root, history = Path(__file__).parents[1], bench_module("history")
+    assert (root / "docs/history.md").read_text() == history.page(root / "bench/results/history")
 
 
 def test_the_measured_tables(tmp_path):
-    root, tables = Path(__file__).parents[1], tables_module()
+    root, tables = Path(__file__).parents[1], bench_module("tables")
     text = (root / "docs/measured.md").read_text()
     places = {match[1:3] for match in tables.PART.findall(text)}
     modules = {*tables.MODULES.values(), "peers"}
@@ -989,7 +1009,7 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
         assert set(row["error"]) == {"value", "gradient"}
         assert (row.get("share") is None) == (row["pass"] in (FORWARD, BOTH))
         assert row["shape"]["atoms"] == row["size"] == 36
-    tables = tables_module()
+    tables = bench_module("tables")
     told = "<!-- measured: refinement cpu -->\n<!-- end of measured -->\n"
     written = tables.tables(told, tmp_path)
     names = [line.split("|")[2].strip() for line in written.splitlines() if line.startswith("| ")]
@@ -1118,7 +1138,7 @@ def test_a_pair_step_has_its_tables(tmp_path):
         assert row["ms"] > 0
         assert set(row["error"]) == {"value", "gradient"}
     told = "<!-- measured: pair cpu -->\n<!-- end of measured -->\n"
-    assert "| starting attention, backward |" in tables_module().tables(told, tmp_path)
+    assert "| starting attention, backward |" in bench_module("tables").tables(told, tmp_path)
 
 
 @needs_torch
