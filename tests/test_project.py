@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import fusedops
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -19,6 +21,15 @@ def test_versions_of_python_agree():
     assert re.findall(r"[\d.]+", tested) == classified
     assert built == " ".join(f"cp{version.replace('.', '')}-*" for version in classified)
     assert f'requires-python = ">={classified[0]}"' in PYPROJECT
+
+
+def test_the_recipe_of_conda_asks_for_the_same():
+    recipe = (ROOT / "recipe/recipe.yaml").read_text()
+    assert f'version: "{fusedops.__version__}"' in recipe
+    asked = [line.strip("- ") for line in recipe.splitlines() if ">=" in line]
+    assert len(asked) == 5
+    for requirement in asked:
+        assert f'"{requirement.replace(" ", "")}"' in PYPROJECT
 
 
 def test_the_makefile_alone_pins_tools():
