@@ -165,7 +165,7 @@ def _jacobi(xx, xy, xz, yy, yz, zz):
     low = tl.minimum(tl.minimum(xx, yy), zz)
     high = tl.maximum(tl.maximum(xx, yy), zz)
     middle = xx + yy + zz - low - high
-    planar = middle > _TINY * high
+    planar = middle > high * _TINY
     first = xx == low
     second = yy == low
     x = tl.where(first, ux, tl.where(second, vx, wx))
@@ -401,7 +401,7 @@ def _gradient_vjp_kernel(
     qz -= along * nz
     trace = xx + yy + zz
     product = (yy * zz - yz * yz) + (xx * zz - xz * xz) + (xx * yy - xy * xy)
-    regular = product > _TINY * trace * trace
+    regular = product > trace * _TINY * trace
     single = trace > _TINY
     px = xx * qx + xy * qy + xz * qz
     py = xy * qx + yy * qy + yz * qz

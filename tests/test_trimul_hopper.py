@@ -89,10 +89,10 @@ print("compiled")
 
 @pytest.mark.parametrize("channels", [(128,), (64, 384)], ids=str)
 def test_kernels_compile(channels, tmp_path):
-    import triton
+    from gpukern.trimul import plan
 
-    if not triton.__version__.startswith("3.6."):
-        pytest.skip("Gluon of another Triton may be another")
+    if plan.hopper is None:
+        pytest.skip("this Triton's Gluon is another")
     settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     settings.pop("TRITON_INTERPRET", None)
     code = f"CHANNELS = {channels}\n{COMPILE}"
@@ -100,6 +100,19 @@ def test_kernels_compile(channels, tmp_path):
         [sys.executable, "-c", code], env=settings, capture_output=True, text=True
     )
     assert done.stdout == "compiled\n", done.stderr
+
+
+@pytest.mark.parametrize(("capability", "warns"), [((9, 0), True), ((10, 0), False)])
+def test_another_gluon_is_a_warning_on_hopper_alone(monkeypatch, recwarn, capability, warns):
+    import torch
+
+    from gpukern.trimul import plan
+
+    monkeypatch.setattr(plan, "hopper", None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert not plan._is_hopper.__wrapped__(torch.device("cuda"))
+    assert [str(warned.message)[:10] for warned in recwarn] == ["Triton is "] * warns
 
 
 @pytest.mark.parametrize("gated", [False, True])

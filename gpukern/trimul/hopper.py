@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from gpukern.constants import LOGISTIC, ONE
 
 jit = gluon.jit
+# Its name since Triton 3.7, and before.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 # Bytes of shared memory that a program can have.
 SHARED = 232448
@@ -239,7 +241,7 @@ def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl
 def _weights_are_there():
     hopper.fence_async_shared()
     # Without a barrier here, the compiler puts one before every product.
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit

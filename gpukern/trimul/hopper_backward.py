@@ -37,7 +37,12 @@ from gpukern.trimul.hopper import (
     _weights_are_there,
     _write_planes,
     _write_rows,
+    barrier,
 )
+
+# Names since Triton 3.8 and 3.9, or before.
+_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 def way_to_finish_back(C: int, H: int) -> int | None:
@@ -236,7 +241,7 @@ def finish_back(
             to_gate = gate + member * H * flat
             opened = _read_planes(to_gate, first, rows, _anew(flat) // 8 * 8, W, H, VH)
         # All products of the previous tile must be done before shared memory is written.
-        gl.thread_barrier()
+        barrier()
         # Nor can registers keep addresses in shared memory.
         zero = _anew(gl.to_tensor(0))
         y_tile.index(zero).store(y)
@@ -274,7 +279,7 @@ def finish_back(
         # One store, as the compiler would put a barrier between two.
         g_tile.index(zero).store(g_all)
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         kept = ()
         if OUTPUT:
             for t in gl.static_range(H // BN):
@@ -343,7 +348,7 @@ def _copy_planes(
     h = gl.arange(0, 2 * H, gl.SliceLayout(1, layout)).to(LONG)
     line = h // H * half + (member * H + h % H) * plane
     to = on_sides + line[:, None] + edge[None, :]
-    async_copy.async_copy_global_to_shared(buffer, to, mask=(edge < rows)[None, :])
+    _load(buffer, to, mask=(edge < rows)[None, :])
     async_copy.commit_group()
 
 
@@ -384,7 +389,10 @@ def project_back(
     _fill(weights, p_w, g_w, o_w, SIDES, GATES, True, V, W)
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 4, [1, 0])
     buffer = gl.allocate_shared_memory(DOT, [2 * H, BM], swizzled)
-    blocks = buffer._reinterpret(DOT, [SIDES, BH, BM], swizzled)
+    if _REINTERPRETS:
+        blocks = buffer.reinterpret(DOT, [SIDES, BH, BM], swizzled)
+    else:
+        blocks = buffer._reinterpret(DOT, [SIDES, BH, BM], swizzled)
 
     layout: gl.constexpr = _rows_layout(W, C, V)
     across: gl.constexpr = _rows_layout(W, BN, 8)
@@ -427,7 +435,7 @@ def project_back(
                 _as_operand(_as_met(opens[k], W, BN, 8), W, C), weights.index(SIDES + k), on_xn
             )
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        barrier()
         on_acc = hopper.warpgroup_mma_init(on_xn)
         coming = hopper.warpgroup_mma(
             operand, weights.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -458,7 +466,7 @@ def project_back(
             _write_planes(on_p + at, d_p16, first, rows, plane, W, BH)
             _write_planes(on_g + at, d_g, first, rows, plane, W, BH)
         _, on_all = hopper.warpgroup_mma_wait(0, deps=[coming, on_acc])
-        gl.thread_barrier()
+        barrier()
         if tile + gl.num_programs(0) < members * tiles:
             _copy_planes(buffer, on_sides, following, tiles, rows, half, plane, H, W, LONG)
         v = _as_rows(on_all, W, C, V)

@@ -39,6 +39,9 @@ _CHUNK = gl.constexpr(64)
 # Registers of a thread of a consumer, and of the warp that fills the ring.
 _REGISTERS = gl.constexpr((240, 24))
 
+# Its name since Triton 3.8, or before.
+_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+
 _TILE = gl.NVMMASharedLayout(128, 16)
 
 
@@ -252,7 +255,7 @@ def _produce(
         for k in gl.static_range(CHUNKS):
             to = ring.index(slot * CHUNKS + k)
             at = [n % BLOCKS * BN, k * _CHUNK]
-            hopper.tma.async_copy_global_to_shared(weights, at, ready, to)
+            _load(weights, at, ready, to)
 
 
 def project_wide(

@@ -12,15 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._frame.check import warn
 from fusedops.trimul import in_parts, slices, warn_of_parts
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 from gpukern.trimul import kernels
 
-# Gluon is experimental: another version of Triton may have another Gluon, or none.
+# Versions of Triton whose Gluon compiles these kernels. Gluon is experimental: another version may
+# have another Gluon, or none.
+_GLUON = "3.6", "3.7", "3.8", "3.9"
 hopper: Any = None
 hopper_backward: Any = None
 hopper_wide: Any = None
-if triton.__version__.startswith("3.6."):
+if ".".join(triton.__version__.split(".")[:2]) in _GLUON:
     with contextlib.suppress(ImportError, AttributeError):
         from gpukern.trimul import hopper, hopper_backward, hopper_wide
 
@@ -96,9 +99,16 @@ def processors(device: Any) -> int:
 
 @functools.cache
 def _is_hopper(device: Any) -> bool:
-    if hopper is None or device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None:
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    if hopper is None:
+        warn(
+            f"Triton is {triton.__version__}; triangle updates have kernels for Hopper with Triton "
+            f"{_GLUON[0]} to {_GLUON[-1]}. The kernels for all GPUs serve, more slowly."
+        )
+    return hopper is not None
 
 
 def is_aligned(array: Any) -> bool:
