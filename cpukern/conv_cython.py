@@ -92,23 +92,27 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "cython", bfloat16=True)
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    state, kernels = a.state, a.kernels
-    if not state.size:
+    x, state, kernels, bias, slots, positions, activation = a
+    out = y.out
+    if not out.size:
         return
-    static = kernels.ndim == 2
+    if x.ndim == 2:
+        x, out = x[:, None], out[:, None]
+    if kernels.ndim < 4:
+        kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
     own = laid_out(state, 0)
-    x, out = a.x, y.out
-    if x.ndim > 2:
-        x, out = x[:, 0], out[:, 0]
     _conv_of[x.dtype].step(
-        laid_out(x, 2),
+        laid_out(x, 0),
         own,
-        laid_out(kernels[None] if static else kernels, 3),
-        laid_out(a.bias, 1),
-        static,
-        a.activation == "silu",
+        laid_out(kernels, 4),
+        laid_out(bias, 1),
+        *[
+            None if places is None else np.ascontiguousarray(places, np.int64)
+            for places in (slots, positions)
+        ],
+        activation == "silu",
         out,
-        min(len(state), threads_for(state.size, _STEP_GRAIN)),
+        min(len(x), threads_for(out.size * kernels.shape[-1], _STEP_GRAIN)),
     )
     if own is not state:
         state[...] = own

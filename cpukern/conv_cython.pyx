@@ -416,34 +416,81 @@ cdef void backward_chunk(
                 dstate[d * width] = 0
 
 
+cdef struct Step:
+    const void* x
+    void* state
+    const void* kernels
+    const void* bias
+    const long long* slots
+    const long long* positions
+    void* out
+    char* scratch
+    Py_ssize_t row
+    Py_ssize_t tokens
+    Py_ssize_t channels
+    Py_ssize_t width
+    Py_ssize_t length
+    Py_ssize_t states
+    Py_ssize_t x_batch
+    Py_ssize_t x_token
+    Py_ssize_t x_channel
+    Py_ssize_t k_batch
+    Py_ssize_t k_token
+    Py_ssize_t s_batch
+    Py_ssize_t s_channel
+    Py_ssize_t s_tap
+    bint silu
+
+
 cdef inline void step_row(
-    const scalar* x, scalar* state, Py_ssize_t state_channel, Py_ssize_t state_tap,
-    const scalar* kernels, const scalar* bias, bint silu, Py_ssize_t channels, Py_ssize_t width,
-    scalar* out, real* scratch,
+    const Step* call, Py_ssize_t b, Py_ssize_t slot, Py_ssize_t position, const scalar* x,
+    scalar* state, const scalar* kernels, const scalar* bias, scalar* out, real* scratch,
 ) noexcept nogil:
-    cdef Py_ssize_t d, w
-    cdef real* inputs = scratch
-    cdef real* taps = inputs + channels
+    """Convolve the tokens of a row with its state, and shift them in.
+
+    `position` is a token's place in a circular buffer, or -1.
+    """
+    cdef Py_ssize_t channels = call.channels, width = call.width, length = call.length
+    cdef Py_ssize_t tokens = call.tokens, s_channel = call.s_channel, s_tap = call.s_tap
+    cdef Py_ssize_t t, d, w, l
+    cdef real* row
+    cdef real* ring = scratch
+    cdef real* taps = ring + width * channels
     cdef real* h = taps + channels
-    cdef scalar* row
-    for d in range(channels):
-        h[d] = 0
-        row = state + d * state_channel
-        for w in range(width - 1):
-            row[w * state_tap] = row[(w + 1) * state_tap]
-        row[(width - 1) * state_tap] = x[d]
-    for w in range(width):
-        widen(state + w * state_tap, state_channel, inputs, channels)
-        widen(kernels + w, width, taps, channels)
+    x += b * call.x_batch
+    kernels += b * call.k_batch
+    state += slot * call.s_batch
+    out += b * tokens * channels
+    for w in range(width - 1):
+        l = length - width + 1 + w
+        if position >= 0:
+            l = (position + l) % length
+        widen(state + l * s_tap, s_channel, ring + w * channels, channels)
+    for t in range(tokens):
+        widen(x + t * call.x_token, call.x_channel,
+              ring + (t + width - 1) % width * channels, channels)
         for d in range(channels):
-            h[d] += taps[d] * inputs[d]
-    if bias != NULL:
-        widen(bias, 1, inputs, channels)
+            h[d] = 0
+        for w in range(width):
+            widen(kernels + t * call.k_token + w, width, taps, channels)
+            row = ring + (t + w) % width * channels
+            for d in range(channels):
+                h[d] += taps[d] * row[d]
+        if bias != NULL:
+            widen(bias, 1, taps, channels)
+            for d in range(channels):
+                h[d] += taps[d]
+        if call.silu:
+            activate(h, channels)
+        narrow(h, out + t * channels, 1, channels)
+    if position < 0:
         for d in range(channels):
-            h[d] += inputs[d]
-    if silu:
-        activate(h, channels)
-    narrow(h, out, 1, channels)
+            for l in range(length - tokens):
+                state[d * s_channel + l * s_tap] = state[d * s_channel + (l + tokens) * s_tap]
+    for t in range(max(tokens - length, <Py_ssize_t>0), tokens):
+        l = (position + t) % length if position >= 0 else length - tokens + t
+        for d in range(channels):
+            state[d * s_channel + l * s_tap] = x[t * call.x_token + d * call.x_channel]
 
 
 cdef inline Py_ssize_t ring_rows(Py_ssize_t width) noexcept nogil:
@@ -503,23 +550,6 @@ cdef struct Pass:
     bint sums_kernels
     bint sums_bias
     char* scratch
-
-cdef struct Step:
-    const void* x
-    void* state
-    const void* kernels
-    const void* bias
-    void* out
-    char* scratch
-    Py_ssize_t row
-    Py_ssize_t channels
-    Py_ssize_t width
-    Py_ssize_t k_batch
-    Py_ssize_t s_batch
-    Py_ssize_t s_channel
-    Py_ssize_t s_tap
-    bint silu
-
 
 cdef void set_pass(
     Pass* call, const scalar[:, :, :] x, const scalar[:, :, :, :] kernels,
@@ -624,16 +654,23 @@ cdef void some_steps(
     cdef const scalar* bias = <const scalar*>call.bias
     cdef scalar* out = <scalar*>call.out
     cdef char* scratch = call.scratch + thread * call.row
-    cdef Py_ssize_t b
+    cdef Py_ssize_t b, slot, position, row = call.tokens * call.channels
     for b in range(begin, end):
+        slot = b
+        position = -1
+        if call.slots != NULL:
+            slot = call.slots[b]
+            if slot < 0 or slot >= call.states:
+                memset(out + b * row, 0, row * sizeof(scalar))
+                continue
+        if call.positions != NULL:
+            position = call.positions[b] % call.length
+            if position < 0:
+                position += call.length
         if scalar is double:
-            step_row(x + b * call.channels, state + b * call.s_batch, call.s_channel, call.s_tap,
-                     kernels + b * call.k_batch, bias, call.silu, call.channels, call.width,
-                     out + b * call.channels, <double*>scratch)
+            step_row(call, b, slot, position, x, state, kernels, bias, out, <double*>scratch)
         else:
-            step_row(x + b * call.channels, state + b * call.s_batch, call.s_channel, call.s_tap,
-                     kernels + b * call.k_batch, bias, call.silu, call.channels, call.width,
-                     out + b * call.channels, <float*>scratch)
+            step_row(call, b, slot, position, x, state, kernels, bias, out, <float*>scratch)
 
 
 def forward(
@@ -711,32 +748,42 @@ def backward(
 
 
 def step(
-    const scalar[:, ::1] x,          # IN   (B, D)
-    scalar[:, :, :] state,           # IN, OUT (B, D, W), any strides
-    const scalar[:, :, ::1] kernels, # IN   (B, D, W), or the static ones (1, D, W)
-    const scalar[::1] bias,          # IN   (D,), or None
-    bint static_kernels,
+    const scalar[:, :, :] x,            # IN   (B, T, D), any strides
+    scalar[:, :, :] state,              # IN, OUT (N, D, L), any strides
+    const scalar[:, :, :, ::1] kernels, # IN   (B, T, D, W), or 1 for B or T where they are shared
+    const scalar[::1] bias,             # IN   (D,), or None
+    const long long[::1] slots,         # IN   (B,), or None
+    const long long[::1] positions,     # IN   (B,), or None
     bint silu,
-    scalar[:, ::1] out,              # OUT  (B, D)
+    scalar[:, :, ::1] out,              # OUT  (B, T, D)
     int threads,
 ):
-    """Shift a token into every state, and convolve the state."""
+    """Convolve tokens with states, and shift them in."""
     cdef Py_ssize_t item = sizeof(scalar)
     cdef Step call
-    call.x = &x[0, 0]
-    call.state = &state[0, 0, 0]
-    call.kernels = &kernels[0, 0, 0]
+    call.x = &x[0, 0, 0]
+    call.kernels = &kernels[0, 0, 0, 0]
     call.bias = &bias[0] if bias is not None else NULL
-    call.out = &out[0, 0]
-    call.channels = state.shape[1]
-    call.width = state.shape[2]
-    call.row = whole_lines(3 * call.channels * (8 if scalar is double else 4))
+    call.slots = &slots[0] if slots is not None else NULL
+    call.positions = &positions[0] if positions is not None else NULL
+    call.out = &out[0, 0, 0]
+    call.tokens = x.shape[1]
+    call.channels = x.shape[2]
+    call.width = kernels.shape[3]
+    call.states = state.shape[0]
+    call.length = state.shape[2]
+    call.state = &state[0, 0, 0] if call.states and call.length else NULL
+    call.row = whole_lines((call.width + 2) * call.channels * (8 if scalar is double else 4))
     cdef bytearray scratch = room(threads * call.row)
     call.scratch = of(scratch)
-    call.k_batch = 0 if static_kernels else call.channels * call.width
+    call.x_batch = x.strides[0] // item
+    call.x_token = x.strides[1] // item
+    call.x_channel = x.strides[2] // item
+    call.k_batch = kernels.strides[0] // item if kernels.shape[0] > 1 else 0
+    call.k_token = kernels.strides[1] // item if kernels.shape[1] > 1 else 0
     call.s_batch = state.strides[0] // item
     call.s_channel = state.strides[1] // item
     call.s_tap = state.strides[2] // item
     call.silu = silu
     with nogil:
-        in_shares(<Share>some_steps[scalar], &call, state.shape[0], threads)
+        in_shares(<Share>some_steps[scalar], &call, x.shape[0], threads)

@@ -147,25 +147,46 @@ def _vjp_blocks(
 
 
 @jit
-def _step_rows(low, high, x, state, kernels, bias, silu, out):
-    width = state.shape[2]
+def _step_rows(low, high, x, state, kernels, bias, slots, positions, silu, out):
+    width, length, tokens = kernels.shape[3], state.shape[2], x.shape[1]
+    window = np.empty((width, x.shape[2]), x.dtype)
     for b in range(low, high):
-        k = min(b, len(kernels) - 1)
-        for d in range(x.shape[1]):
-            latest = x[b, d]
-            for w in range(width - 1):
-                state[b, d, w] = state[b, d, w + 1]
-            state[b, d, width - 1] = latest
-        if b < len(out):
-            h = out[b]
+        slot, position = b, 0
+        if len(slots):
+            slot = slots[b]
+            if slot < 0 or slot >= len(state):
+                out[b] = 0
+                continue
+        if len(positions):
+            position = positions[b] % length
+        row, k = state[slot], min(b, len(kernels) - 1)
+        for w in range(width - 1):
+            past = (position + length - width + 1 + w) % length
+            for d in range(len(row)):
+                window[w, d] = row[d, past]
+        for t in range(tokens):
+            window[(t + width - 1) % width] = x[b, t]
+            taps = kernels[k, min(t, kernels.shape[1] - 1)]
+            h = out[b, t]
             for d in range(len(h)):
                 h[d] = 0
                 for w in range(width):
-                    h[d] += kernels[k, d, w] * state[b, d, w]
-                for row in range(len(bias)):
-                    h[d] += bias[row, d]
+                    h[d] += taps[d, w] * window[(t + w) % width, d]
+                for extra in range(len(bias)):
+                    h[d] += bias[extra, d]
                 if silu:
                     h[d] *= sigmoid(h[d])
+        if not len(positions):
+            position = length - tokens
+            for d in range(len(row)):
+                for past in range(length - tokens):
+                    row[d, past] = row[d, past + tokens]
+        for t in range(max(tokens - length, 0), tokens):
+            place = position + t
+            if len(positions):
+                place %= length
+            for d in range(len(row)):
+                row[d, place] = x[b, t, d]
 
 
 def _rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -257,9 +278,21 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "numba")
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, activation = a
+    x, state, kernels, bias, slots, positions, activation = a
     out = y.out
-    D, W = kernels.shape[-2:]
-    arrays = _rows(x, (D,), x.dtype), state, _rows(kernels, (D, W), x.dtype)
-    outputs = _rows(bias, (D,), x.dtype), activation == "silu", _rows(out, (D,), x.dtype)
-    _in_parallel(lambda low, high: _step_rows(low, high, *arrays, *outputs), len(state), x.size * W)
+    if not out.size:
+        return
+    if x.ndim == 2:
+        x, out = x[:, None], out[:, None]
+    if kernels.ndim < 4:
+        kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
+    arrays = x, state, kernels, _rows(bias, x.shape[2:], x.dtype)
+    places = [
+        np.empty(0, np.int64) if array is None else array.astype(np.int64)
+        for array in (slots, positions)
+    ]
+    _in_parallel(
+        lambda low, high: _step_rows(low, high, *arrays, *places, activation == "silu", out),
+        len(x),
+        x.size * kernels.shape[-1],
+    )

@@ -25,6 +25,7 @@ from fusedops._frame.check import (
     promoted,
     same_device,
     size,
+    traced,
 )
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge
@@ -167,7 +168,6 @@ def _formula(a: Any) -> tuple[Any, Any]:
     """Define the convolution and the last W inputs of every sequence."""
     x, kernels, initial_state, bias, sequences, activation = a
     xp = namespace(x)
-    dtype, state_dtype = promoted((x, kernels, initial_state, bias)), promoted((x, initial_state))
     inputs, k, state, b = map(wide, (x, kernels, initial_state, bias))
     outs, finals = [inputs[:, :0]], [zeros(inputs, (0, x.shape[2], kernels.shape[-1]))]
     for batch, tokens, states in _spans(x, sequences):
@@ -177,7 +177,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
         outs.append(h * sigmoid(h) if activation == "silu" else h)
         finals.append(window.inputs[:, window.inputs.shape[1] - window.width :].swapaxes(1, 2))
     out, final = xp.concatenate(outs, axis=1), xp.concatenate(finals, axis=0)
-    return cast(out, dtype), cast(final, state_dtype)
+    return cast(out, x), cast(final, promoted((x, initial_state)))
 
 
 def _vjp_formula(a: Any) -> tuple[Any, ...]:
@@ -225,7 +225,7 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     dout = dy.out
     if dout is None:
-        dout = cast(namespace(a.x).zeros_like(a.x), promoted(a[:4]))
+        dout = namespace(a.x).zeros_like(a.x)
     return conv_vjp.to_run(*a[:4], dout, dy.final_state, *a[4:], out=wanted)
 
 
@@ -312,7 +312,7 @@ conv = Primitive(
     static={"sequences": Sequences, "activation": str},
     sizes={"S": _count},
     outputs={
-        "out": "(B, T, D) of x, kernels, initial_state, bias",
+        "out": "(B, T, D) as x",
         "final_state": "(S, D, W) of x, initial_state",
     },
     formula=_formula,
@@ -321,16 +321,44 @@ conv = Primitive(
 )
 
 
+def _every(like: Any, count: int) -> Any:
+    """Return the integers from 0 to count - 1, where `like` is."""
+    return (zeros(like, (count,)) + 1).cumsum(0) - 1
+
+
+def _turned(buffers: Any, by: Any) -> Any:
+    """Return circular buffers (B, D, L) whose place l has what place l + by, modulo L, had."""
+    length = buffers.shape[2]
+    places = (_every(by, length) + by[:, None]) % length
+    return buffers.swapaxes(1, 2)[_every(by, len(by))[:, None], places].swapaxes(1, 2)
+
+
 def _step_formula(a: Any) -> tuple[Any]:
-    """Shift x into the state, in place, and return the state's convolution."""
-    x, state, kernels, bias, activation = a
-    dtype = promoted((x, state, kernels, bias))
-    latest = cast(x, state).reshape(*state.shape[:2], 1)
-    state[...] = namespace(x).concatenate([state[..., 1:], latest], axis=-1)
-    h = (wide(state) * wide(kernels)).sum(-1)
+    """Shift tokens into their states, in place, and return the convolution of every token."""
+    x, state, kernels, bias, slots, positions, activation = a
+    tokens = x if x.ndim == 3 else x[:, None]
+    count, length, width = tokens.shape[1], state.shape[2], kernels.shape[-1]
+    rows: Any = slice(None)
+    where = rows
+    if slots is not None:
+        rows = (slots >= 0) & (slots < len(state))
+        where = slots[rows]
+    latest = cast(tokens[rows], state).swapaxes(1, 2)
+    past = state[where]
+    if positions is not None:
+        past = _turned(past, positions[rows])
+    inputs = namespace(x).concatenate([past, latest], axis=-1)
+    kept = inputs[..., count:]
+    state[where] = kept if positions is None else _turned(kept, -positions[rows] - count)
+    if kernels.ndim > 2:
+        kernels = kernels[rows] if kernels.ndim == 4 else kernels[rows][:, None]
+    inputs, kernels = wide(inputs).swapaxes(1, 2), wide(kernels)
+    first = length - width + 1
+    h = sum(inputs[:, first + w : first + w + count] * kernels[..., w] for w in range(width))
     if bias is not None:
         h = h + wide(bias)
-    out = cast(h * sigmoid(h) if activation == "silu" else h, dtype)
+    out = zeros(x, tokens.shape)
+    out[rows] = cast(h * sigmoid(h) if activation == "silu" else h, x)
     return (out.reshape(x.shape),)
 
 
@@ -338,13 +366,18 @@ conv_step = Primitive(
     "dynamic_conv_step",
     family="conv",
     arrays={
-        "x": "(B, D) or (B, 1, D)",
-        "state": "(B, D, W)",
-        "kernels": "(D, W) or (B, D, W), W > 0",
+        "x": "(B, D) or (B, T, D)",
+        "state": "(N, D, L)",
+        "kernels": "(D, W) or (B, D, W) or (B, T, D, W), W > 0",
         "bias": "(D), optional",
     },
+    constants={"slots": "(B), integers, optional", "positions": "(B), integers, optional"},
     static={"activation": str},
-    outputs={"out": "like x of x, state, kernels, bias"},
+    sizes={
+        "N": lambda a: (a.x if a.slots is None else a.state).shape[0],
+        "T": lambda a: a.x.shape[1] if a.x.ndim == 3 else 1,
+    },
+    outputs={"out": "like x"},
     formula=_step_formula,
     mutates=("state",),
     sixteen_bits=True,
@@ -460,7 +493,7 @@ def dynamic_conv(
     Returns
     -------
     out : array or tensor (B, T, D)
-        In the dtype to which the arguments promote; accumulated in float32 or better.
+        In the dtype of x, whatever the others'; accumulated in float32 or better.
     final_state : array or tensor (B, D, W) or (S, D, W)
         With `output_final_state` only: the `initial_state` of the tokens that follow. In the dtype
         to which x and `initial_state` promote.
@@ -516,43 +549,57 @@ def dynamic_conv_step(
     *,
     bias: ArrayT | None = None,
     activation: str | None = None,
+    slots: ArrayT | None = None,
+    positions: ArrayT | None = None,
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    r"""Shift a token of every sequence into its state, in place, and return the convolution.
+    r"""Shift tokens of every sequence into its state, in place, and return their convolution.
 
-    .. math:: s_{bdw} \leftarrow s_{bd,w+1}, \quad s_{bd,W-1} \leftarrow x_{bd}, \quad
-              \mathrm{out}_{bd} = a\Bigl(\sum_{w=0}^{W-1} k_{bdw} \, s_{bdw}
+    .. math:: s_{bdl} \leftarrow s_{bd,l+1}, \quad s_{bd,L-1} \leftarrow x_{bd}, \quad
+              \mathrm{out}_{bd} = a\Bigl(\sum_{w=0}^{W-1} k_{bdw} \, s_{bd,\,L-W+w}
               + \mathrm{bias}_d\Bigr)
+
+    for one token after the other. A state of W - 1 inputs has no room for the token itself, which
+    its tap reads from x.
 
     Parameters
     ----------
-    x : array or tensor (B, D) or (B, 1, D), float32 or float64; in torch bfloat16 and float16 too
-        A token of every sequence.
-    state : array or tensor (B, D, W)
-        The last W inputs, the latest last: the final state of `dynamic_conv`. Updated in place,
-        unless an error is raised. Its dtype must hold the values of x.
-    kernels : array or tensor (B, D, W) or (D, W)
-        The taps; the last one multiplies x.
+    x : array or tensor (B, D) or (B, T, D), float32 or float64; in torch bfloat16 and float16 too
+        A token of every sequence, or several.
+    state : array or tensor (B, D, L), or (N, D, L) with `slots`; L ≥ W - 1
+        The last L inputs, the latest last: with L = W the final state of `dynamic_conv`. Updated
+        in place, unless an error is raised; any strides. Its dtype must hold the values of x.
+    kernels : array or tensor (B, T, D, W), (B, D, W) or (D, W)
+        The taps, of every token, or the same for all tokens; the last one multiplies x.
     bias : array or tensor (D,), optional
         Added before the activation.
     activation : {None, "silu", "swish"}
         "silu" and "swish" both name x · sigmoid(x).
+    slots : array or tensor (B,), int32 or int64, optional
+        The row of `state` that each sequence has: no two the same. A negative one is padding, for
+        which out is zero and no state changes. On a GPU, where no value is read, so is a slot
+        from N on; on the CPU that is an error.
+    positions : array or tensor (B,), int32 or int64, optional
+        The number of tokens that each sequence has had. With it, states are circular buffers:
+        token p of a sequence lies at p mod L.
 
     Returns
     -------
-    array or tensor of the shape of x
-        In the dtype to which the arguments promote; accumulated in float32 or better.
+    array or tensor of the shape and dtype of x
+        Accumulated in float32 or better.
 
     Raises
     ------
     RuntimeError
-        If an argument requires grad: a step that works in place has no gradient. Use `dynamic_conv`
-        with `initial_state` instead.
+        If an argument requires grad: a step that works in place has no gradient. Its functional
+        form, ``dynamic_conv(x[:, None], kernels, initial_state=state, output_final_state=True)``,
+        has derivatives of every order and returns the new state.
 
     References
     ----------
-    See `dynamic_conv`.
+    See `dynamic_conv`. Slots and positions are ``conv_state_indices`` and ``cache_seqlens`` of
+    Dao's causal-conv1d, as vLLM and SGLang use them.
 
     Examples
     --------
@@ -569,16 +616,26 @@ def dynamic_conv_step(
             f"{name}: state has dtype {dtype_name(state.dtype)}; it should hold "
             f"{dtype_name(x.dtype)}, the dtype of x"
         )
+    if state.shape[2] < kernels.shape[-1] - 1:
+        raise ValueError(
+            f"{name}: state has {state.shape[2]} inputs of a sequence; it should have at least "
+            f"{kernels.shape[-1] - 1}, one fewer than kernels have taps"
+        )
     if overlaps_itself(state):
         raise ValueError(f"{name}: state overlaps itself; it should have memory for every element")
+    for argument, value in (("slots", slots), ("positions", positions)):
+        if value is not None:
+            indices(name, argument, value)
+    if positions is not None and not state.shape[2]:
+        raise ValueError(f"{name}: positions is given; state should then have inputs")
     one_of(name, "activation", activation, ACTIVATIONS)
     activation = "none" if activation is None else "silu"
-    return to_run((x, state, kernels, bias, activation), "out", _apart_from_state)
+    return to_run((x, state, kernels, bias, slots, positions, activation), "out", _check_step)
 
 
-def _apart_from_state(a: Any) -> None:
-    """Raise if writing to the state would change another argument."""
-    for argument in ("x", "kernels", "bias"):
+def _check_step(a: Any) -> None:
+    """Raise if a state has two sequences or none, or its update would change another argument."""
+    for argument in ("x", "kernels", "bias", "slots", "positions"):
         array = getattr(a, argument)
         if array is not None and overlap(a.state, array):
             raise ValueError(
@@ -588,3 +645,17 @@ def _apart_from_state(a: Any) -> None:
         raise ValueError(
             "dynamic_conv_step: state is read-only; it should be writable, to be updated"
         )
+    if a.slots is not None and device_of(a.slots) == "cpu" and not traced():
+        slots = np.asarray(bridge().values(a.slots) if is_tensor(a.slots) else a.slots)
+        slots = np.sort(slots[slots >= 0])
+        if len(slots) and slots[-1] >= len(a.state):
+            raise ValueError(
+                f"dynamic_conv_step: slots has {slots[-1]}; it should be below {len(a.state)}, "
+                "the number of states"
+            )
+        twice = slots[1:][slots[1:] == slots[:-1]]
+        if len(twice):
+            raise ValueError(
+                f"dynamic_conv_step: slots has {twice[0]} twice; every sequence should have a "
+                "state of its own"
+            )

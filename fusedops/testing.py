@@ -213,10 +213,10 @@ def run(
 
 
 def _constant(array: np.ndarray, kind: Any, device: str) -> Any:
-    """Return a constant array as a tensor of at least 32 bits."""
+    """Return a constant array as a tensor: integers, or floats of at least 32 bits."""
     import torch
 
-    kind = torch.promote_types(kind, torch.float32)
+    kind = torch.promote_types(kind, torch.float32) if array.dtype.kind == "f" else None
     return torch.tensor(array, device=device, dtype=kind)
 
 
@@ -390,12 +390,36 @@ def _conv_case(
     return [Case(name, conv, lambda: make(False)), Case(name, conv_vjp, lambda: make(True))]
 
 
-def _step_case(name: str, B: int, D: int, W: int, *, static: bool, bias: bool, silu: bool) -> Case:
+def _step_case(
+    name: str,
+    B: int,
+    D: int,
+    W: int,
+    *,
+    static: bool,
+    bias: bool,
+    silu: bool,
+    tokens: int | None = None,
+    length: int | None = None,
+    paged: bool = False,
+    circular: bool = False,
+) -> Case:
+    """A step of one token, or of `tokens`; states hold `length` inputs, W by default."""
+    L = W if length is None else length
+
     def make() -> tuple[tuple[np.ndarray | None, ...], tuple[Any, ...]]:
         rng = np.random.default_rng(W)
-        kernels = rng.normal(size=(D, W) if static else (B, D, W))
-        arrays = rng.normal(size=(B, D)), rng.normal(size=(B, D, W)), kernels
-        return (*arrays, rng.normal(size=D) if bias else None), ("silu" if silu else "none",)
+        each = (B,) if tokens is None else (B, tokens)
+        kernels = rng.normal(size=(D, W) if static else (*each, D, W))
+        state = rng.normal(size=(B + 2 * paged, D, L))
+        given = rng.normal(size=(*each, D)), state, kernels, rng.normal(size=D) if bias else None
+        slots = positions = None
+        if paged:
+            slots = rng.permutation(B + 2)[:B]
+            slots[1:2] = -1
+        if circular:
+            positions = rng.integers(0, 100, B)
+        return given, (slots, positions, "silu" if silu else "none")
 
     return Case(name, conv_step, make)
 
@@ -423,6 +447,12 @@ def _conv_cases() -> list[Case]:
     cases.append(_step_case("w5", 2, 5, 5, static=False, bias=True, silu=False))
     cases.append(_step_case("static-w1", 2, 5, 1, static=True, bias=True, silu=True))
     cases.append(_step_case("no-batch", 0, 5, 3, static=True, bias=False, silu=False))
+    some: dict[str, Any] = {"static": True, "bias": True, "silu": True}
+    cases.append(_step_case("paged", 5, 8, 4, **some, paged=True))
+    cases.append(_step_case("short-state", 3, 8, 4, **some, length=3, paged=True))
+    cases.append(_step_case("tokens", 3, 5, 4, **some | {"static": False}, tokens=3, length=7))
+    cases.append(_step_case("more-tokens-than-state", 3, 5, 3, **some, tokens=5, length=2))
+    cases.append(_step_case("circular", 4, 5, 3, **some, tokens=2, length=5, circular=True))
     return cases
 
 

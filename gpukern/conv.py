@@ -326,31 +326,79 @@ def _backward_kernel(
 
 
 def _step_kernel(
-    x, state, kernels, bias, out, blocks, x_batch, k_batch,
+    x, state, kernels, bias, slots, positions, out, states, blocks,
+    x_batch, x_token, x_channel, k_batch, k_token, s_batch, s_channel, s_tap,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, VECTOR: tl.constexpr,
-    FLOAT: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FLOAT: tl.constexpr, TOKENS: tl.constexpr, LENGTH: tl.constexpr, STATIC: tl.constexpr,
+    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, CIRCULAR: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = _block_of(program % blocks, W * D)
     b = (program // blocks).to(tl.int64)
+    slot = b
+    live = b >= 0
+    if HAS_SLOTS:
+        slot = tl.load(slots + b).to(tl.int64)
+        live = (slot >= 0) & (slot < states)
+        slot = tl.where(live, slot, 0)
+    position = b * 0
+    if CIRCULAR:
+        # The remainder of a negative number is negative.
+        position = (tl.load(positions + b).to(tl.int64) % LENGTH + LENGTH) % LENGTH
     d = SIZE * block + tl.arange(0, SIZE)
     inside = d < D
-    row = state + b * D * W
-    latest = tl.load(x + b * x_batch + d, mask=inside, other=0.0)
-    taps = _load_taps(kernels + b * k_batch, block, True, W, D, SIZE, VECTOR)
-    inputs = _load_taps(row, block, True, W, D, SIZE, VECTOR)
+    wide_d = d.to(tl.int64)
+    row = state + slot * s_batch
+    at = row + wide_d * s_channel
+    x += b * x_batch + wide_d * x_channel
+    kernels += b * k_batch
+    out += b * TOKENS * D
+    latest = tl.load(x, mask=inside & live, other=0.0)
+    taps = _load_taps(kernels, block, True, W, D, SIZE, VECTOR)
+    # The inputs that the first token's taps read, or that stay in the state.
+    KEPT: tl.constexpr = 0 if CIRCULAR or LENGTH < TOKENS else LENGTH - TOKENS
+    READ: tl.constexpr = KEPT if KEPT > W - 1 else W - 1
+    past = ()
+    if VECTOR:
+        past = _load_taps(row, block, live, W, D, SIZE, VECTOR)[1:]
+    else:
+        for tap in tl.static_range(READ):
+            place = position + (LENGTH - READ + tap)
+            if CIRCULAR:
+                place = place % LENGTH
+            past = past + (tl.load(at + place * s_tap, mask=inside & live, other=0.0),)
     shift = tl.zeros([SIZE], FLOAT)
     if HAS_BIAS:
         shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
     window = ()
-    for w in tl.static_range(1, W):
-        window = window + (inputs[w].to(FLOAT),)
-    window = window + (latest.to(FLOAT),)
-    h = _convolved(taps, window, shift, W, FLOAT)
-    if SILU:
-        h = h * _sigmoid(h)
-    tl.store(out + b * D + d, h.to(out.dtype.element_ty), mask=inside)
-    _store_taps(row, block, True, window, W, D, SIZE, VECTOR)
+    for w in tl.static_range(READ - W + 1, READ):
+        window = window + (past[w].to(FLOAT),)
+    if not VECTOR:
+        for tap in tl.static_range(KEPT):
+            tl.store(at + tap * s_tap, past[READ - KEPT + tap], mask=inside & live)
+    for t in range(TOKENS):
+        window = window + (latest.to(FLOAT),)
+        h = _convolved(taps, window, shift, W, FLOAT)
+        if SILU:
+            h = h * _sigmoid(h)
+        h = tl.where(live, h, 0.0)
+        tl.store(out + t * D + d, h.to(out.dtype.element_ty), mask=inside)
+        if VECTOR:
+            _store_taps(row, block, live, window, W, D, SIZE, VECTOR)
+        elif LENGTH > 0:
+            place = position + t
+            if CIRCULAR:
+                place = place % LENGTH
+            else:
+                place += LENGTH - TOKENS
+            kept = inside & live & (t >= TOKENS - LENGTH)
+            tl.store(at + place * s_tap, latest.to(state.dtype.element_ty), mask=kept)
+        window = window[1:]
+        if TOKENS > 1:
+            more = t + 1 < TOKENS
+            latest = tl.load(x + (t + 1) * x_token, mask=inside & live & more, other=0.0)
+            if not STATIC:
+                taps = _load_taps(kernels + (t + 1) * k_token, block, more, W, D, SIZE, VECTOR)
 
 
 def _launchers(function: Any, vectors: tuple[str, ...]) -> dict[bool, Launcher]:
@@ -512,25 +560,35 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "triton")
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, activation = a
+    x, state, kernels, bias, slots, positions, activation = a
     out = y.out
-    own = _rows(state, 3)
-    batch, channels, width = state.shape
-    x = _rows(x if x.ndim == 2 else x[:, 0], 1)
-    static = kernels.ndim == 2
+    if not out.numel():
+        return
+    batch, tokens, channels = x.shape[0], x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
     kernels, bias = _rows(kernels, 2), _rows(bias, 1)
-    strides = x.stride(0), 0 if static else kernels.stride(0)
-    if batch and channels:
-        vector = _aligned(width, channels, strides, (x, own, kernels, out))
-        size = _block(kernels, vector)
-        blocks = -(-channels // size)
-        arrays = x, own, kernels, x if bias is None else bias, out
-        float64 = promoted((x, state, kernels, bias)) == torch.float64
-        constants = (
-            width, channels, size, vector, tl.float64 if float64 else tl.float32,
-            activation == "silu", bias is not None,
-        )  # fmt: skip
-        key = x.device, *[a.dtype for a in arrays], wide(blocks, *strides), *constants
-        _step[vector](batch * blocks, key, *arrays, blocks, *strides, *constants)
-    if own is not state:
-        state.copy_(own)
+    slots, positions = _rows(slots, 1), _rows(positions, 1)
+    length, width = state.shape[2], kernels.shape[-1]
+    x_strides = x.stride() if x.ndim == 3 else (x.stride(0), 0, x.stride(1))
+    k_strides = kernels.stride()[:-2] if kernels.ndim == 4 else (*kernels.stride()[:-2], 0, 0)[:2]
+    strides = *x_strides, *k_strides, *state.stride()
+    vector = (
+        tokens == 1
+        and length == width
+        and positions is None
+        and x_strides[2] == 1
+        and state.stride()[1:] == (width, 1)
+        and _aligned(width, channels, (x_strides[0], k_strides[0]), (x, state, kernels, out))
+        and not state.stride(0) % _UNIT
+    )
+    size = _block(kernels, vector)
+    blocks = -(-channels // size)
+    arrays = [x, state, kernels, *[x if b is None else b for b in (bias, slots, positions)], out]
+    float64 = promoted(a[:4]) == torch.float64
+    constants = (
+        width, channels, size, vector, tl.float64 if float64 else tl.float32, tokens, length,
+        k_strides[1] == 0, activation == "silu",
+        *[array is not None for array in (bias, slots, positions)],
+    )  # fmt: skip
+    integers = state.shape[0], blocks, *strides
+    key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
+    _step[vector](batch * blocks, key, *arrays, *integers, *constants)

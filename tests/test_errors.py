@@ -96,6 +96,8 @@ RIGHT = {
         "kernels": ones(2, 3),
         "bias": ones(2),
         "activation": "silu",
+        "slots": np.array([0]),
+        "positions": np.array([5]),
         "out": ones(1, 2),
     },
     fusedops.node_to_edge_wigner_permute: {
@@ -230,13 +232,13 @@ FINE = {
 }
 
 
-def of_framework(framework, value):
-    """Return a copy of an argument; in torch, its floats as a tensor."""
+def of_framework(framework, value, constant=False):
+    """Return a copy of an argument; in torch, its floats and a constant as a tensor."""
     if isinstance(value, list):
         return [tuple(map(np.copy, group)) for group in value]
     if not isinstance(value, np.ndarray):
         return value
-    as_tensor = framework == "torch" and value.dtype == np.float64
+    as_tensor = framework == "torch" and (constant or value.dtype == np.float64)
     return torch.from_numpy(value.copy()) if as_tensor else value.copy()
 
 
@@ -269,7 +271,11 @@ def raised_by(function, given):
 
 @pytest.mark.parametrize(("function", "argument", "framework"), ARGUMENTS)
 def test_junk(function, argument, framework):
-    given = {name: of_framework(framework, value) for name, value in RIGHT[function].items()}
+    constants = function.primitive.constants if function in OPS else ()
+    given = {
+        name: of_framework(framework, value, name in constants)
+        for name, value in RIGHT[function].items()
+    }
     if argument == "n_sigma":
         given["radius"] = None
     assert raised_by(function, given) is None
@@ -352,7 +358,8 @@ def test_out_shares_memory_with_no_argument(op, name, framework, index):
     before = memory.copy()
     for key, value in given.items():
         if isinstance(value, np.ndarray):
-            kind = framework if value.dtype == np.float64 else index
+            constant = key in op.primitive.constants
+            kind = framework if value.dtype == np.float64 or constant else index
             given[key] = torch.from_numpy(value) if kind == "torch" else value
     with pytest.raises(ValueError, match=f"{op.__name__}: out shares memory with {name};"):
         op(**given)

@@ -108,7 +108,10 @@ def step_strategy(compiled: bool) -> dict[str, Any]:
         "B": st.sampled_from(SMALL),
         "D": st.sampled_from((0, 1, 2, 3, 5, 8, 17, 33, 64)),
         "W": st.sampled_from((1, 2, 4, 5) if compiled else (1, 2, 3, 4, 5, 7, 13)),
-        "token": st.booleans(),
+        "T": st.sampled_from((None, 1, 1, 3, 9)),
+        "more": st.sampled_from((0, 0, -1, 2)),
+        "paged": st.booleans(),
+        "circular": st.booleans(),
         **_flags(),
     }
 
@@ -116,25 +119,46 @@ def step_strategy(compiled: bool) -> dict[str, Any]:
 def step_build(d: dict[str, Any]) -> Problem:
     rng = np.random.default_rng(d["seed"])
     B, D, W = (d[name] for name in "BDW")
-    kind = d["values"]
+    kind, T, L = d["values"], d["T"], W + d["more"]
+    tokens = (B, D) if T is None else (B, T, D)
     arrays = {
-        "x": values(rng, (B, 1, D) if d["token"] else (B, D), kind),
-        "state": values(rng, (B, D, W), kind),
-        "kernels": values(rng, (D, W) if d["static"] else (B, D, W), kind),
+        "x": values(rng, tokens, kind),
+        "state": values(rng, (B + d["paged"], D, L), kind),
+        "kernels": values(rng, (D, W) if d["static"] else (*tokens, W), kind),
     }
     if d["bias"]:
         arrays["bias"] = values(rng, (D,), kind)
+    slots = np.arange(B)
+    options: dict[str, Any] = {}
+    if d["paged"]:
+        slots = rng.permutation(B + 1)[:B]
+        slots[1:2] = -1
+        options["slots"] = slots
+    starts = np.full(B, L)
+    if d["circular"] and L:
+        starts = options["positions"] = rng.integers(0, 3 * L, B)
 
     def oracle(x: np.ndarray, state: np.ndarray, kernels: np.ndarray, bias: Any = None) -> Any:
-        state = np.concatenate([state, x.reshape(B, D, 1)], axis=2)[..., 1:]
-        h = np.einsum("bdw,dw->bd" if d["static"] else "bdw,bdw->bd", state, kernels)
-        h = h if bias is None else h + bias
-        return _activated(h, d["silu"]).reshape(x.shape), state
+        x, state = x.reshape(B, T or 1, D), state.copy()
+        out = np.zeros(x.shape)
+        for b, slot in enumerate(slots):
+            if slot < 0:
+                continue
+            past = np.roll(state[slot], -starts[b], axis=1) if L else state[slot]
+            inputs = np.concatenate([past, x[b].T], axis=1)
+            taps = kernels if d["static"] else kernels.reshape(B, T or 1, D, W)[b]
+            windows = np.lib.stride_tricks.sliding_window_view(inputs[:, L - W + 1 :], W, axis=1)
+            h = np.einsum("dtw,dw->td" if d["static"] else "dtw,tdw->td", windows, taps)
+            out[b] = _activated(h if bias is None else h + bias, d["silu"])
+            if L:
+                turn = starts[b] + x.shape[1] if "positions" in options else 0
+                state[slot] = np.roll(inputs[:, -L:], turn, axis=1)
+        return out.reshape(tokens), state
 
     return Problem(
         op=fusedops.dynamic_conv_step,
         arrays=arrays,
-        options={"activation": "silu" if d["silu"] else None},
+        options={"activation": "silu" if d["silu"] else None, **options},
         oracle=oracle,
         absolute={"activation": None},
         bends=d["silu"],
