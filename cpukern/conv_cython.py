@@ -40,7 +40,7 @@ def _arguments(a: Any) -> tuple[tuple[Any, ...], int]:
         count = chunks.size // 2 if len(starts) > 1 else 0
     static = kernels.ndim == 2
     taps = laid_out(kernels[None, None] if static else kernels, 2)
-    inputs = laid_out(x, 1), taps, laid_out(a.initial_state, 3), laid_out(a.bias, 1)
+    inputs = laid_out(x, 0), taps, laid_out(a.initial_state, 3), laid_out(a.bias, 1)
     return (*inputs, static, a.activation == "silu", chunks, starts, count, CHUNK), count
 
 
@@ -79,7 +79,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     group = -(-count // _PARTS) if sums else 1
     _conv_of[a.x.dtype].backward(
         *arguments,
-        laid_out(a.dout, 1),
+        laid_out(a.dout, 0),
         laid_out(a.dfinal_state, 3),
         y.dx,
         dkernels[None, None] if static and dkernels is not None else dkernels,

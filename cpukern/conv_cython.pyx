@@ -5,8 +5,10 @@
 The inputs that a token's taps read lie in a ring of rows, one for each position, that stays in the
 nearest cache; the backward has a second ring for the inputs' cotangents. Every row of memory is read
 once and written once, except that the backward reads the W - 1 tokens after a chunk again. A chunk
-owns its tokens' rows. Sums over tokens have a float64 partial sum for each group of chunks, added in
-order, so the thread count changes no bit. bfloat16 arrives as its bits, and is computed in float32.
+owns its tokens' rows. Tokens whose channels don't lie side by side, as in arrays (B, D, T), are first
+transposed into a tile in cache, a chunk at a time. Sums over tokens have a float64 partial sum for each
+group of chunks, added in order, so the thread count changes no bit. bfloat16 arrives as its bits, and is
+computed in float32.
 """
 
 from libc.string cimport memcpy, memset
@@ -14,6 +16,53 @@ from libc.string cimport memcpy, memset
 from cpukern._cpu cimport Share, in_shares
 from cpukern.arrays cimport of, room, whole_lines
 from cpukern.vectors cimport exponential, real
+
+cdef extern from *:
+    """
+    #if defined(__AVX512BW__) && defined(__GNUC__) && !defined(__clang__)
+    #define TRANSPOSES 1
+    /* Transpose N rows of N numbers, 64 bytes each: interleave rows i and i + N / 2, log2(N) times. */
+    #define TRANSPOSE(NAME, NUMBER, INTEGER, N)                                                     \\
+        typedef NUMBER NAME##_row __attribute__((vector_size(64), aligned(2), may_alias));          \\
+        typedef INTEGER NAME##_order __attribute__((vector_size(64)));                              \\
+        static inline void NAME(                                                                    \\
+            const NUMBER *source, Py_ssize_t step, NUMBER *target, Py_ssize_t row                   \\
+        ) {                                                                                         \\
+            NAME##_row rows[N], next[N];                                                            \\
+            NAME##_order low, high;                                                                 \\
+            _Pragma("GCC unroll 32")                                                                \\
+            for (int i = 0; i < N; i++) {                                                           \\
+                low[i] = i / 2 + i % 2 * N;                                                         \\
+                high[i] = low[i] + N / 2;                                                           \\
+                rows[i] = *(const NAME##_row *)(source + i * step);                                 \\
+            }                                                                                       \\
+            _Pragma("GCC unroll 8")                                                                 \\
+            for (int passed = 1; passed < N; passed *= 2) {                                         \\
+                _Pragma("GCC unroll 16")                                                            \\
+                for (int i = 0; i < N / 2; i++) {                                                   \\
+                    next[2 * i] = __builtin_shuffle(rows[i], rows[i + N / 2], low);                 \\
+                    next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + N / 2], high);            \\
+                }                                                                                   \\
+                _Pragma("GCC unroll 32")                                                            \\
+                for (int i = 0; i < N; i++) rows[i] = next[i];                                      \\
+            }                                                                                       \\
+            _Pragma("GCC unroll 32")                                                                \\
+            for (int i = 0; i < N; i++) *(NAME##_row *)(target + i * row) = rows[i];                \\
+        }
+    TRANSPOSE(transpose_bits, unsigned short, short, 32)
+    TRANSPOSE(transpose_singles, float, int, 16)
+    #else
+    #define TRANSPOSES 0
+    #define transpose_bits(source, step, target, row)
+    #define transpose_singles(source, step, target, row)
+    #endif
+    """
+    bint TRANSPOSES
+    void transpose_bits(
+        const unsigned short* source, Py_ssize_t step, unsigned short* target, Py_ssize_t row
+    ) noexcept nogil
+    void transpose_singles(
+        const float* source, Py_ssize_t step, float* target, Py_ssize_t row) noexcept nogil
 
 cdef enum:
     BLOCK = 64
@@ -39,10 +88,12 @@ cdef struct Layout:
     const long long* starts
     Py_ssize_t x_batch
     Py_ssize_t x_token
+    Py_ssize_t x_channel
     Py_ssize_t k_batch
     Py_ssize_t k_token
     Py_ssize_t c_batch
     Py_ssize_t c_token
+    Py_ssize_t c_channel
     bint static_kernels
     bint silu
 
@@ -240,6 +291,42 @@ cdef void pull_kernels_row(
         pull_kernels(v, ring, at, mask, channels, width, dk)
 
 
+cdef const scalar* in_tile(
+    const scalar* rows, Py_ssize_t token, Py_ssize_t channel, Py_ssize_t first, Py_ssize_t last,
+    Py_ssize_t channels, char* tile,
+) noexcept nogil:
+    """Return where token 0 would lie, once tokens `first` to `last` lie in a tile, side by side."""
+    # Tokens and channels that are transposed together, a line of cache each.
+    cdef Py_ssize_t square = 64 // sizeof(scalar)
+    cdef Py_ssize_t low = 0, high, t, d, i, stop
+    cdef scalar* target = <scalar*>tile - first * channels
+    cdef bint full
+    while low < channels:
+        high = min(low + square, channels)
+        t = first
+        while t < last:
+            # Squares begin where lines of memory do, if rows do.
+            stop = min(t + square - t % square, last)
+            full = TRANSPOSES and token == 1 and stop - t == square and high - low == square
+            if scalar is float:
+                if full:
+                    transpose_singles(
+                        rows + low * channel + t, channel, target + t * channels + low, channels)
+            elif scalar is bfloat16:
+                if full:
+                    transpose_bits(
+                        rows + low * channel + t, channel, target + t * channels + low, channels)
+            else:
+                full = False
+            if not full:
+                for i in range(t, stop):
+                    for d in range(low, high):
+                        target[i * channels + d] = rows[d * channel + i * token]
+            t = stop
+        low = high
+    return target
+
+
 cdef inline void load_input(
     const Layout* layout, const Chunk* chunk, const scalar* x, const scalar* state, Py_ssize_t p,
     real* ring,
@@ -277,15 +364,23 @@ cdef inline void activate(real* h, Py_ssize_t channels) noexcept nogil:
 cdef void forward_chunk(
     const Layout* layout, Chunk chunk, const scalar* x, const scalar* kernels, const scalar* state,
     const scalar* bias, scalar* out, scalar* final_state, real* scratch,
+    char* tiles,
 ) noexcept nogil:
     cdef Py_ssize_t channels = layout.channels, width = layout.width, mask = layout.ring_mask
     cdef Py_ssize_t t, w, p, d
+    cdef Layout tiled = layout[0]
     cdef real* ring = scratch
     cdef real* h = ring + (mask + 1) * channels
     cdef real* wide_bias = h + channels
     cdef real* wide = wide_bias + channels
     cdef const real* k = wide
     cdef const scalar* source
+    if layout.x_channel != 1:
+        x = in_tile(x + chunk.batch * layout.x_batch, layout.x_token, layout.x_channel,
+                    max(chunk.first - width + 1, chunk.begin), chunk.last, channels, tiles)
+        tiled.x_batch = 0
+        tiled.x_token = channels
+    layout = &tiled
     for p in range(chunk.first - width + 1, chunk.first):
         load_input(layout, &chunk, x, state, p, ring)
     if layout.static_kernels:
@@ -340,11 +435,13 @@ cdef void backward_chunk(
     const Layout* layout, Chunk chunk, const scalar* x, const scalar* kernels, const scalar* state,
     const scalar* bias, const scalar* cotangent, const scalar* final_cotangent, scalar* dx,
     scalar* dk, scalar* dstate, double* dk_sum, double* dbias_sum, real* scratch,
+    char* tiles,
 ) noexcept nogil:
     cdef Py_ssize_t channels = layout.channels, width = layout.width, mask = layout.ring_mask
     cdef bint on_inputs = dx != NULL or dstate != NULL
     cdef Py_ssize_t stop = min(chunk.last + width - 1, chunk.end) if on_inputs else chunk.last
     cdef Py_ssize_t t, p, d, w, at
+    cdef Layout tiled = layout[0]
     cdef real* ring = scratch
     cdef real* cotangents = ring + (mask + 1) * channels
     cdef real* v = cotangents + (mask + 1) * channels
@@ -358,6 +455,19 @@ cdef void backward_chunk(
     cdef scalar* target
     cdef double* sums
     cdef real s
+    if layout.x_channel != 1:
+        x = in_tile(x + chunk.batch * layout.x_batch, layout.x_token, layout.x_channel,
+                    max(chunk.first - width + 1, chunk.begin), stop, channels, tiles)
+        tiles += (layout.chunk + 2 * width) * channels * <Py_ssize_t>sizeof(scalar)
+        tiled.x_batch = 0
+        tiled.x_token = channels
+    if layout.c_channel != 1:
+        cotangent = in_tile(
+            cotangent + chunk.batch * layout.c_batch, layout.c_token, layout.c_channel, chunk.first,
+            stop, channels, tiles)
+        tiled.c_batch = 0
+        tiled.c_token = channels
+    layout = &tiled
     for p in range(chunk.first - width + 1, chunk.first):
         load_input(layout, &chunk, x, state, p, ring)
     if on_inputs:
@@ -513,6 +623,8 @@ cdef void set_layout(
     layout.ring_mask = ring_rows(layout.width) - 1
     layout.x_batch = x.strides[0] // item
     layout.x_token = x.strides[1] // item
+    layout.x_channel = x.strides[2] // item if layout.channels > 1 else 1
+    layout.c_channel = 1
     layout.k_batch = kernels.strides[0] // item
     layout.k_token = kernels.strides[1] // item
     layout.static_kernels = static_kernels
@@ -535,6 +647,7 @@ cdef struct Pass:
     Py_ssize_t count
     Py_ssize_t group
     Py_ssize_t row
+    Py_ssize_t tiles
     const void* x
     const void* kernels
     const void* state
@@ -564,8 +677,18 @@ cdef void set_pass(
     call.kernels = &kernels[0, 0, 0, 0]
     call.state = &state[0, 0, 0] if state is not None else NULL
     call.bias = &bias[0] if bias is not None else NULL
-    call.row = whole_lines(
+
+
+cdef void set_scratch(Pass* call, const scalar[:, :, :] x) noexcept:
+    """Set the bytes of a thread's scratch: tiles, where arrays need them, come after numbers."""
+    cdef const Layout* layout = &call.layout
+    cdef Py_ssize_t channels = layout.channels, width = layout.width
+    call.tiles = whole_lines(
         channels * (2 * ring_rows(width) + 3 + 2 * width) * (8 if scalar is double else 4)
+    )
+    call.row = call.tiles + whole_lines(
+        ((layout.x_channel != 1) + (layout.c_channel != 1)) * (layout.chunk + 2 * width)
+        * channels * <Py_ssize_t>sizeof(scalar)
     )
 
 
@@ -581,12 +704,12 @@ cdef void some_forward(
             forward_chunk(
                 layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
                 <const scalar*>call.state, <const scalar*>call.bias, <scalar*>call.out,
-                <scalar*>call.final_state, <double*>scratch)
+                <scalar*>call.final_state, <double*>scratch, scratch + call.tiles)
         else:
             forward_chunk(
                 layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
                 <const scalar*>call.state, <const scalar*>call.bias, <scalar*>call.out,
-                <scalar*>call.final_state, <float*>scratch)
+                <scalar*>call.final_state, <float*>scratch, scratch + call.tiles)
 
 
 cdef void some_backward(
@@ -616,7 +739,7 @@ cdef void some_backward(
                     <const scalar*>call.bias, <const scalar*>call.cotangent,
                     <const scalar*>call.final_cotangent, <scalar*>call.out,
                     <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
-                    <double*>scratch)
+                    <double*>scratch, scratch + call.tiles)
             else:
                 backward_chunk(
                     layout, find_chunk(layout, c), <const scalar*>call.x,
@@ -624,7 +747,7 @@ cdef void some_backward(
                     <const scalar*>call.bias, <const scalar*>call.cotangent,
                     <const scalar*>call.final_cotangent, <scalar*>call.out,
                     <scalar*>call.dkernels, <scalar*>call.dstate, dk_sum, db_sum,
-                    <float*>scratch)
+                    <float*>scratch, scratch + call.tiles)
 
 
 cdef void add_up(
@@ -674,7 +797,7 @@ cdef void some_steps(
 
 
 def forward(
-    const scalar[:, :, :] x,             # IN   (B, T, D) of contiguous rows
+    const scalar[:, :, :] x,             # IN   (B, T, D), any strides
     const scalar[:, :, :, :] kernels,    # IN   (B, T, D, W) of these, or static ones (1, 1, D, W)
     const scalar[:, :, ::1] state,       # IN   (S, D, W), or None
     const scalar[::1] bias,              # IN   (D,), or None
@@ -691,6 +814,7 @@ def forward(
     """Convolve, and keep every sequence's last W inputs."""
     cdef Pass call
     set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk)
+    set_scratch(&call, x)
     cdef bytearray scratch = room(threads * call.row)
     call.scratch = of(scratch)
     call.out = &out[0, 0, 0] if out is not None else NULL
@@ -700,7 +824,7 @@ def forward(
 
 
 def backward(
-    const scalar[:, :, :] x,                  # IN   (B, T, D) of contiguous rows
+    const scalar[:, :, :] x,                  # IN   (B, T, D), any strides
     const scalar[:, :, :, :] kernels,         # IN   (B, T, D, W) of these, or static (1, 1, D, W)
     const scalar[:, :, ::1] state,            # IN   (S, D, W), or None
     const scalar[::1] bias,                   # IN   (D,), or None
@@ -710,7 +834,7 @@ def backward(
     const long long[::1] starts,              # IN   (S + 1,), or None
     Py_ssize_t count,                         # IN   C, also for a dense batch; at least 1
     Py_ssize_t chunk,                         # IN   tokens of a chunk
-    const scalar[:, :, :] cotangent,          # IN   (B, T, D) of contiguous rows
+    const scalar[:, :, :] cotangent,          # IN   (B, T, D), any strides
     const scalar[:, :, ::1] final_cotangent,  # IN   (S, D, W), or None
     scalar[:, :, ::1] dx,                     # OUT  (B, T, D), or None
     scalar[:, :, :, ::1] dkernels,            # OUT  as `kernels`, or None
@@ -732,10 +856,13 @@ def backward(
     )
     cdef bytearray sums = room(groups * call.sums_row * sizeof(double))
     call.sums = <double*>of(sums)
-    cdef bytearray scratch = room(threads * call.row)
-    call.scratch = of(scratch)
     call.layout.c_batch = cotangent.strides[0] // <Py_ssize_t>sizeof(scalar)
     call.layout.c_token = cotangent.strides[1] // <Py_ssize_t>sizeof(scalar)
+    if call.layout.channels > 1:
+        call.layout.c_channel = cotangent.strides[2] // <Py_ssize_t>sizeof(scalar)
+    set_scratch(&call, x)
+    cdef bytearray scratch = room(threads * call.row)
+    call.scratch = of(scratch)
     call.cotangent = &cotangent[0, 0, 0]
     call.final_cotangent = &final_cotangent[0, 0, 0] if final_cotangent is not None else NULL
     call.out = &dx[0, 0, 0] if dx is not None else NULL

@@ -189,6 +189,29 @@ def _step_rows(low, high, x, state, kernels, bias, slots, positions, silu, out):
                 row[d, place] = x[b, t, d]
 
 
+@jit
+def _copy_channels(low, high, x, rows):
+    """Copy chunks of CHUNK tokens of (B, T, D) to rows, line by line of both arrays."""
+    chunks = -(-x.shape[1] // CHUNK)
+    for c in range(low, high):
+        b, first = c // chunks, c % chunks * CHUNK
+        last = min(first + CHUNK, x.shape[1])
+        for channel in range(0, x.shape[2], 16):
+            for t in range(first, last):
+                for d in range(channel, min(channel + 16, x.shape[2])):
+                    rows[b, t, d] = x[b, t, d]
+
+
+def _tokens(x: np.ndarray) -> np.ndarray:
+    """Return (B, T, D) as rows of tokens; arrays (B, D, T) are copied by lines of memory."""
+    B, T, D = x.shape
+    if x.size and x.strides[1] == x.itemsize and not x.flags.c_contiguous:
+        rows = np.empty(x.shape, x.dtype)
+        _in_parallel(lambda *some: _copy_channels(*some, x, rows), B * -(-T // CHUNK), x.size)
+        x = rows
+    return _rows(x, (D,), x.dtype)
+
+
 def _rows(array: Any, row: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return C-contiguous rows of one shape; no rows for None."""
     if array is None:
@@ -219,7 +242,7 @@ def _arguments(
     return (
         np.concatenate([sequences.chunks, np.stack([empty, starts[empty]], axis=1)]),
         starts,
-        _rows(x, (D,), x.dtype),
+        _tokens(x),
         _rows(kernels, (D, W), x.dtype),
         _states(initial_state, (W, D), x.dtype),
         _rows(bias, (D,), x.dtype),
@@ -259,7 +282,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     dstates = np.empty((0 if dinitial_state is None else len(dinitial_state), W, D), x.dtype)
     dbiases = np.zeros((0 if dbias is None else blocks, D))
     block_ptr = len(arguments[0]) * np.arange(blocks + 1) // max(blocks, 1)
-    given = _rows(cotangent, (D,), x.dtype), _states(final_cotangent, (W, D), x.dtype)
+    given = _tokens(cotangent), _states(final_cotangent, (W, D), x.dtype)
     outputs = _rows(dx, (D,), x.dtype), dtaps, per_token, dstates, dbiases
     _in_parallel(
         lambda low, high: _vjp_blocks(

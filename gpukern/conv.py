@@ -7,6 +7,8 @@ that those inputs have so far, and walks W - 1 tokens past its own to complete i
 element is written by two programs, and nothing is kept from the forward. Sums over tokens (static
 kernels, bias) are formed run by run and added up afterwards, in a fixed order.
 
+Arrays (B, D, T) are read where they lie: a lane loads a few tokens of a channel side by side.
+
 Bytes, once each, of B·T·D elements: forward 1 + W in, 1 out; backward 2 + W in, 1 + W out.
 """
 
@@ -110,16 +112,52 @@ def _store_taps(
 
 
 @triton.jit
+def _load_tokens(
+    x, t, stop, d, row, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    CHANNELS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Load a block of channels of STEPS tokens; CHANNELS have a row each, or tokens have."""
+    if CHANNELS:
+        if ALIGNED:
+            t, stop = tl.multiple_of(t, STEPS), tl.multiple_of(stop, STEPS)
+        steps = t + tl.arange(0, STEPS)
+        at = d.to(tl.int64)[:, None] * row + steps[None, :]
+        mask = (d < D)[:, None] & (steps < stop)[None, :]
+        columns = (tl.load(x + at, mask=mask, other=0.0),)
+        LEVELS: tl.constexpr = STEPS.bit_length() - 1
+        for level in tl.static_range(LEVELS):
+            even = ()
+            odd = ()
+            for part in tl.static_range(1 << level):
+                halves = tl.reshape(columns[part], (SIZE, STEPS >> (level + 1), 2))
+                one, other = tl.split(halves)
+                even = even + (one,)
+                odd = odd + (other,)
+            columns = even + odd
+        tokens = ()
+        for step in tl.static_range(STEPS):
+            tokens = tokens + (tl.reshape(columns[step], (SIZE,)),)
+        return tokens
+    else:
+        tokens = ()
+        for step in tl.static_range(STEPS):
+            at = x + (t + step) * row + d
+            tokens = tokens + (tl.load(at, mask=(d < D) & (t + step < stop), other=0.0),)
+        return tokens
+
+
+@triton.jit
 def _window_before(
-    x, state, sequence, begin, first, d, x_token, W: tl.constexpr, D: tl.constexpr,
-    HAS_STATE: tl.constexpr, FLOAT: tl.constexpr,
+    x, state, sequence, begin, first, d, x_row, W: tl.constexpr, D: tl.constexpr,
+    HAS_STATE: tl.constexpr, FLOAT: tl.constexpr, X_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Load the W - 1 inputs before a token; inputs before the sequence come from the state."""
     inside = d < D
     window = ()
     for w in tl.static_range(W - 1):
         p = first - W + 1 + w
-        value = tl.load(x + p * x_token + d, mask=inside & (p >= begin), other=0.0).to(FLOAT)
+        at = d.to(tl.int64) * x_row + p if X_CHANNELS else p * x_row + d
+        value = tl.load(x + at, mask=inside & (p >= begin), other=0.0).to(FLOAT)
         if HAS_STATE:
             at = (sequence * D + d) * W + (W + p - begin)
             before = tl.load(state + at, mask=inside & (p < begin), other=0.0).to(FLOAT)
@@ -143,11 +181,12 @@ def _sigmoid(h):
 
 def _forward_kernel(
     chunks, starts, x, kernels, state, bias, out, final_state,
-    sequences, tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token,
+    sequences, tokens, blocks, runs, length, x_batch, x_row, k_batch, k_token,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
-    SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    WANT_OUT: tl.constexpr, WANT_FINAL: tl.constexpr,
+    ALIGNED: tl.constexpr, X_CHANNELS: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_OUT: tl.constexpr,
+    WANT_FINAL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = _block_of(program % blocks, W * D)
@@ -157,7 +196,7 @@ def _forward_kernel(
     d = SIZE * block + tl.arange(0, SIZE)
     inside = d < D
     # Strides come in units that keep rows aligned.
-    x_token = x_token.to(tl.int64) * UNIT
+    x_row = x_row.to(tl.int64) * UNIT
     k_token = k_token.to(tl.int64) * UNIT
     x += batch * x_batch * UNIT
     kernels += batch * k_batch * UNIT
@@ -165,18 +204,18 @@ def _forward_kernel(
     shift = tl.zeros([SIZE], FLOAT)
     if HAS_BIAS:
         shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
-    window = _window_before(x, state, sequence, begin, first, d, x_token, W, D, HAS_STATE, FLOAT)
+    window = _window_before(
+        x, state, sequence, begin, first, d, x_row, W, D, HAS_STATE, FLOAT, X_CHANNELS
+    )
     static_taps = ()
     if STATIC:
         static_taps = _load_taps(kernels, block, True, W, D, SIZE, VECTOR)
     t = first
     while t < last:
-        inputs = ()
+        inputs = _load_tokens(x, t, last, d, x_row, D, SIZE, STEPS, X_CHANNELS, ALIGNED)
         taps = ()
         for step in tl.static_range(STEPS):
             live = t + step < last
-            at = x + (t + step) * x_token + d
-            inputs = inputs + (tl.load(at, mask=inside & live, other=0.0),)
             if WANT_OUT and not STATIC:
                 row = kernels + (t + step) * k_token
                 taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
@@ -203,12 +242,13 @@ def _forward_kernel(
 def _backward_kernel(
     chunks, starts, x, kernels, state, bias, cotangent, final_cotangent,
     dx, dkernels, dstate, sums,
-    sequences, tokens, blocks, runs, length, x_batch, x_token, k_batch, k_token, c_batch, c_token,
+    sequences, tokens, blocks, runs, length, x_batch, x_row, k_batch, k_token, c_batch, c_row,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
-    SILU: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_FINAL: tl.constexpr, WANT_X: tl.constexpr, WANT_KERNELS: tl.constexpr,
-    WANT_STATE: tl.constexpr, WANT_BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr, X_CHANNELS: tl.constexpr, C_CHANNELS: tl.constexpr, SILU: tl.constexpr,
+    PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FINAL: tl.constexpr,
+    WANT_X: tl.constexpr, WANT_KERNELS: tl.constexpr, WANT_STATE: tl.constexpr,
+    WANT_BIAS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = _block_of(program % blocks, W * D)
@@ -218,9 +258,9 @@ def _backward_kernel(
     )
     d = SIZE * block + tl.arange(0, SIZE)
     inside = d < D
-    x_token = x_token.to(tl.int64) * UNIT
+    x_row = x_row.to(tl.int64) * UNIT
     k_token = k_token.to(tl.int64) * UNIT
-    c_token = c_token.to(tl.int64) * UNIT
+    c_row = c_row.to(tl.int64) * UNIT
     x += batch * x_batch * UNIT
     kernels += batch * k_batch * UNIT
     cotangent += batch * c_batch * UNIT
@@ -230,7 +270,9 @@ def _backward_kernel(
     shift = zero
     if HAS_BIAS:
         shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
-    window = _window_before(x, state, sequence, begin, first, d, x_token, W, D, HAS_STATE, FLOAT)
+    window = _window_before(
+        x, state, sequence, begin, first, d, x_row, W, D, HAS_STATE, FLOAT, X_CHANNELS
+    )
     # Cotangents of the inputs that a token's taps read, oldest first.
     pulled = ()
     kernel_sums = ()
@@ -248,15 +290,12 @@ def _backward_kernel(
         stop = tl.where(first < last, last + W - 1, last)
     t = first
     while t < stop:
-        inputs = ()
-        vs = ()
+        edge = tl.minimum(tl.cdiv(stop, STEPS) * STEPS if ALIGNED else stop, end)
+        inputs = _load_tokens(x, t, edge, d, x_row, D, SIZE, STEPS, X_CHANNELS, ALIGNED)
+        vs = _load_tokens(cotangent, t, edge, d, c_row, D, SIZE, STEPS, C_CHANNELS, ALIGNED)
         taps = ()
         for step in tl.static_range(STEPS):
-            live = (t + step < stop) & (t + step < end)
-            at = (t + step) * x_token + d
-            inputs = inputs + (tl.load(x + at, mask=inside & live, other=0.0),)
-            at = (t + step) * c_token + d
-            vs = vs + (tl.load(cotangent + at, mask=inside & live, other=0.0),)
+            live = t + step < edge
             if not STATIC and (ON_INPUTS or SILU):
                 row = kernels + (t + step) * k_token
                 taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
@@ -426,6 +465,16 @@ def _rows(array: Any, contiguous: int) -> Any:
     return array
 
 
+def _laid_out(x: Any) -> tuple[Any, bool]:
+    """Return tokens (B, T, D) side by side along an axis, and whether that is the tokens' axis."""
+    _, T, D = x.shape
+    if x.stride(2) == 1 or D == 1:
+        return x, False
+    if x.stride(1) == 1 or T == 1:
+        return x, True
+    return x.contiguous(), False
+
+
 def _aligned(width: int, channels: int, strides: Sequence[int], arrays: Sequence[Any]) -> bool:
     """Return whether four taps of a channel can be loaded and stored as one vector."""
     return (
@@ -443,14 +492,21 @@ def _block(kernels: Any, vector: bool) -> int:
     return 32 * _WARPS * (max(1, 4 // kernels.itemsize) if vector else 1)
 
 
-def _steps(width: int) -> int:
-    """Return how many tokens are taken together; few for wide kernels, which compile slowly."""
-    return min(8, max(1, _TAPS // width))
+def _steps(width: int, channels: bool) -> int:
+    """Return how many tokens are taken together; few for wide kernels, which compile slowly.
+
+    They are a power of two where channels have the rows.
+    """
+    steps = min(8, max(1, _TAPS // width))
+    return 1 << (steps.bit_length() - 1) if channels else steps
 
 
-def _length(width: int, summed: bool) -> int:
-    """Return the tokens of a run: enough to pay for W - 1 tokens more, or for a row of sums."""
-    return CHUNK if summed or width > 16 else CHUNK // 2 if width > 8 else CHUNK // 4
+def _length(width: int, long: bool) -> int:
+    """Return the tokens of a run: enough to pay for W - 1 tokens more, or for a row of sums.
+
+    Long runs also read more of every line, where channels have the rows.
+    """
+    return CHUNK if long or width > 16 else CHUNK // 2 if width > 8 else CHUNK // 4
 
 
 def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
@@ -463,13 +519,16 @@ def _fill_tokenless(states: Any, given: Any, x: Any, sequences: Any) -> None:
 def _launch(
     launchers: dict[bool, Launcher],
     given: Sequence[Any],
-    strided: Sequence[Any],
+    tokens: Sequence[tuple[Any, bool]],
     vectors: Sequence[Any],
     sequences: Any,
     length: int,
     flags: Sequence[bool],
 ) -> None:
-    """Launch a program for every run of tokens and block of channels."""
+    """Launch a program for every run of tokens and block of channels.
+
+    `tokens` has x, and the cotangent, with whether channels have the rows.
+    """
     x, kernels = given[:2]
     width, channels = kernels.shape[-1], x.shape[2]
     static = kernels.ndim == 2
@@ -483,9 +542,12 @@ def _launch(
         count = chunks.numel() // 2 * runs if members > 0 else 0
     if not count or not channels:
         return
-    strides = [stride for array in strided for stride in array.stride()[:2]]
-    if static:
-        strides[2:4] = 0, 0
+    (batch, row), *more = [
+        (array.stride(0), array.stride(2 if channel_rows else 1)) for array, channel_rows in tokens
+    ]
+    strides = [batch, row, *((0, 0) if static else kernels.stride()[:2])]
+    strides += [stride for pair in more for stride in pair]
+    channel_rows = [rows for _, rows in tokens]
     vector = _aligned(width, channels, strides, [array for array in vectors if array is not None])
     unit = _UNIT if vector else 1
     size = _block(kernels, vector)
@@ -494,8 +556,9 @@ def _launch(
     arrays = [chunks, starts, *[x if array is None else array for array in given]]
     float64 = torch.float64 in [array.dtype for array in arrays]
     constants = (
-        width, channels, size, _steps(width), vector, unit, tl.float64 if float64 else tl.float32,
-        static, *flags,
+        width, channels, size, _steps(width, any(channel_rows)), vector, unit,
+        tl.float64 if float64 else tl.float32, static,
+        vector and sequences is None and not x.shape[1] % _UNIT, *channel_rows, *flags,
     )  # fmt: skip
     key = x.device, *[array.dtype for array in arrays], wide(*integers), *constants
     launchers[vector](count * blocks, key, *arrays, *integers, *constants)
@@ -506,16 +569,16 @@ def dynamic_conv(a: Any, y: Any) -> None:
     x, kernels, state, bias, sequences, activation = a
     out, final = y
     _fill_tokenless(final, state, x, sequences)
-    x, kernels = _rows(x, 1), _rows(kernels, 2)
+    (x, channels), kernels = _laid_out(x), _rows(kernels, 2)
     state, bias = _rows(state, 3), _rows(bias, 1)
     optional = state, bias, out, final
     _launch(
         _forward,
         (x, kernels, *optional),
-        (x, kernels),
+        [(x, channels)],
         (x, kernels, out),
         sequences,
-        _length(kernels.shape[-1], False),
+        _length(kernels.shape[-1], channels),
         (activation == "silu", sequences is not None, *[a is not None for a in optional]),
     )
 
@@ -525,12 +588,13 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     x, kernels, state, bias, cotangent, final_cotangent, sequences, activation = a
     dx, dkernels, dstate, dbias = y
     _fill_tokenless(dstate, final_cotangent, x, sequences)
-    x, kernels, cotangent = _rows(x, 1), _rows(kernels, 2), _rows(cotangent, 1)
+    (x, x_channels), (cotangent, c_channels) = _laid_out(x), _laid_out(cotangent)
+    kernels = _rows(kernels, 2)
     state, bias, final_cotangent = _rows(state, 3), _rows(bias, 1), _rows(final_cotangent, 3)
     width = kernels.shape[-1]
     taps = width if kernels.ndim == 2 and dkernels is not None else 0
     rows = taps + (dbias is not None)
-    length = _length(width, rows > 0)
+    length = _length(width, rows > 0 or x_channels or c_channels)
     programs = x.shape[0] * -(-x.shape[1] // length)
     if sequences is not None:
         programs = sequences.tensors_here().chunks.numel() // 2 * (CHUNK // length)
@@ -544,7 +608,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     _launch(
         _backward,
         (*arrays, dx, dkernels, dstate, sums),
-        (x, kernels, cotangent),
+        [(x, x_channels), (cotangent, c_channels)],
         (x, kernels, cotangent, dx, dkernels),
         sequences,
         length,

@@ -580,6 +580,28 @@ def test_a_step_fills_out(place):
     same(state, np.asarray(other))
 
 
+def channels_first(array):
+    """Return a view (B, T, D) of an array that lies in memory as (B, D, T)."""
+    return array.swapaxes(1, 2).copy().swapaxes(1, 2)
+
+
+@pytest.mark.interpreted_slow(dtype="float64")
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("T", "D", "W", "lengths"),
+    [(72, 40, 4, None), (70, 33, 5, None), (40, 8, 1, None), (96, 32, 4, (17, 0, 66, 13))],
+    ids=["squares", "edges", "one tap", "packed"],
+)
+def test_channels_may_come_before_tokens(place, T, D, W, lengths, dtype):
+    """Tokens and cotangents (B, D, T) are read where they lie, and give the same bits."""
+    p = problem(T=T, D=D, W=W, lengths=lengths, dtype=dtype)
+    want = solve(place, p)
+    turned = p._replace(x=channels_first(p.x), cotangent=channels_first(p.cotangent))
+    for q in (turned, turned._replace(x=p.x), turned._replace(cotangent=p.cotangent)):
+        for got, value in zip(solve(place, q), want, strict=True):
+            agree(place, got, value)
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_broadcast_arrays(backend, activation):
     """Kernels are shared by tokens, rows by a batch, and a cotangent of ones is expanded."""
