@@ -24,8 +24,10 @@ COMPAT = [
     f"fusedops.compat.{name}"
     for name in (
         "boltz",
+        "causal_conv1d",
         "cuequivariance",
         "fairchem",
+        "fla",
         "openfold",
         "openfold3",
         "protenix",

@@ -1,0 +1,270 @@
+r"""causal-conv1d's functions, as Mamba, vLLM and SGLang call them, with the arguments of these::
+
+-from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
++from fusedops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import fusedops
+from fusedops._frame.check import flag, of_shape, size
+from fusedops._frame.packed import bridge, outside_of_graphs
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
+
+
+@outside_of_graphs
+def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences, bool]:
+    """Return the sequences of the tokens of a batch, and whether some tokens are padding.
+
+    The numbers are read once, and again only after a write to them.
+    """
+
+    def make() -> fusedops.Sequences:
+        numbers = np.atleast_2d(bridge().values(seq_idx))
+        first = np.ones(numbers.shape, bool)
+        first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        starts = np.append(np.flatnonzero(first), numbers.size)
+        made = fusedops.Sequences(torch.from_numpy(starts).to(seq_idx.device))
+        made.__dict__["padded"] = bool((numbers < 0).any())
+        return made
+
+    made = fusedops.Sequences.kept((seq_idx,), {}, make)
+    return made, made.__dict__["padded"]
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    r"""Return the causal convolution of every channel.
+
+    .. math:: \mathrm{out}_{bdt} = a\Bigl(\sum_{w=0}^{W-1} \mathrm{weight}_{dw} \,
+              x_{bd,\,t+w-W+1} + \mathrm{bias}_d\Bigr)
+
+    Parameters
+    ----------
+    x : tensor (B, D, T), float32, float64, bfloat16 or float16
+        Tokens, with channels or tokens side by side in memory; neither is copied.
+    weight : tensor (D, W)
+        The taps, in any float dtype; the last one multiplies the token itself. Any W ≥ 1.
+    bias : tensor (D,), optional
+        Added before the activation.
+    seq_idx : tensor (B, T), int32 or int64, optional
+        The number of each token's sequence, in which nothing crosses to another; a negative one is
+        padding, for which out and all gradients are zero. Read once by the host. With it, no
+        states are taken or returned.
+    initial_states : tensor (B, D, W - 1), optional
+        The inputs before the first token, the latest last; zeros by default.
+    return_final_states : bool
+        Whether to return the last W - 1 inputs too.
+    final_states_out : tensor (B, D, W - 1), optional
+        Filled with the final states, and returned in their place.
+    activation : {None, "silu", "swish"}
+        "silu" and "swish" both name x · sigmoid(x).
+
+    Returns
+    -------
+    out : tensor (B, D, T)
+        In the dtype of x; channels lie side by side in memory.
+    final_states : tensor (B, D, W - 1)
+        With `return_final_states` only, in the dtype of x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or device; the message names it.
+
+    Notes
+    -----
+    All tensors but `seq_idx` have gradients of any order. Unlike causal-conv1d, this function
+    takes states in every layout, any W, and any strides.
+
+    References
+    ----------
+    Dao, causal-conv1d 1.6, ``causal_conv1d_fn``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.causal_conv1d import causal_conv1d_fn
+    >>> causal_conv1d_fn(torch.tensor([[[1.0, 2, 4]]]), torch.ones(1, 2)).tolist()
+    [[[1.0, 3.0, 6.0]]]
+    """
+    name = "causal_conv1d_fn"
+    of_shape(name, "x", x, ("B", "D", "T"))
+    B, D, T = x.shape
+    of_shape(name, "weight", weight, (D, "W"))
+    flag(name, "return_final_states", return_final_states)
+    tokens = x.transpose(1, 2)
+    # Any, since type checkers can't tell the overloads apart.
+    conv: Any = fusedops.dynamic_conv
+    if seq_idx is not None:
+        of_shape(name, "seq_idx", seq_idx, (B, T))
+        if initial_states is not None or return_final_states:
+            which = "initial_states" if initial_states is not None else "return_final_states"
+            raise ValueError(f"{name}: {which} is given with seq_idx; only one of them should be")
+        sequences, padded = _numbered(seq_idx)
+        flat = tokens.reshape(1, B * T, D)
+        out = conv(flat, weight, bias=bias, cu_seqlens=sequences, activation=activation)
+        out = out.view(B, T, D)
+        if padded:
+            out = out.masked_fill((seq_idx < 0)[..., None], 0)
+        return out.transpose(1, 2)
+    if initial_states is not None:
+        of_shape(name, "initial_states", initial_states, (B, D, weight.shape[1] - 1))
+        # No tap reads the oldest of W inputs.
+        initial_states = torch.nn.functional.pad(initial_states, (1, 0))
+    options = {"bias": bias, "initial_state": initial_states, "activation": activation}
+    if not return_final_states:
+        return conv(tokens, weight, **options).transpose(1, 2)
+    out, final = conv(tokens, weight, **options, output_final_state=True)
+    final = final[..., 1:].to(x.dtype)
+    if final_states_out is not None:
+        of_shape(name, "final_states_out", final_states_out, tuple(final.shape))
+        final = final_states_out.copy_(final)
+    return out.transpose(1, 2), final
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> torch.Tensor:
+    r"""Shift tokens of every sequence into its state, in place, and return their convolution.
+
+    .. math:: \mathrm{out}_{bdt} = a\Bigl(\sum_{w=0}^{W-1} \mathrm{weight}_{dw} \,
+              x_{bd,\,t+w-W+1} + \mathrm{bias}_d\Bigr)
+
+    where x stands for the inputs in the state before the first token.
+
+    Parameters
+    ----------
+    x : tensor (B, D) or (B, D, T), float32, float64, bfloat16 or float16
+        A token of every sequence, or several.
+    conv_state : tensor (B, D, L), or (N, D, L) with `conv_state_indices`; L ≥ W - 1
+        The last L inputs, the latest last, with any strides. Updated in place.
+    weight : tensor (D, W)
+        The taps, in any float dtype.
+    bias : tensor (D,), optional
+        Added before the activation.
+    activation : {None, "silu", "swish"}
+        "silu" and "swish" both name x · sigmoid(x).
+    cache_seqlens : tensor (B,), int32 or int64, optional
+        The number of tokens that each sequence has had. With it, a state is a circular buffer.
+    conv_state_indices : tensor (B,), int32 or int64, optional
+        The state of each sequence, as in continuous batching. A negative one is padding, for which
+        out is zero and no state changes.
+    pad_slot_id : int
+        Another number of `conv_state_indices` that means padding, as in vLLM and SGLang.
+
+    Returns
+    -------
+    tensor of the shape and dtype of x
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or device; the message names it.
+    RuntimeError
+        If x or `conv_state` requires grad: a step that works in place has no gradient. Parameters
+        may require one, and get none, as in causal-conv1d.
+
+    References
+    ----------
+    Dao, causal-conv1d 1.6, ``causal_conv1d_update``; SGLang and vLLM, ``causal_conv1d_update``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.causal_conv1d import causal_conv1d_update
+    >>> state = torch.tensor([[[1.0]], [[2.0]]])
+    >>> slots = torch.tensor([1, -1])
+    >>> x = torch.full((2, 1), 4.0)
+    >>> causal_conv1d_update(x, state, torch.ones(1, 2), conv_state_indices=slots).tolist()
+    [[6.0], [0.0]]
+    >>> state.tolist()
+    [[[1.0]], [[4.0]]]
+    """
+    name = "causal_conv1d_update"
+    of_shape(name, "weight", weight, ("D", "W"))
+    if x.ndim != 2:
+        of_shape(name, "x", x, ("B", weight.shape[0], "T"))
+    if pad_slot_id >= 0 and conv_state_indices is not None:
+        conv_state_indices = conv_state_indices.masked_fill(conv_state_indices == pad_slot_id, -1)
+    out = fusedops.dynamic_conv_step(
+        x if x.ndim == 2 else x.transpose(1, 2),
+        conv_state,
+        weight.detach(),
+        bias=None if bias is None else bias.detach(),
+        activation=activation,
+        slots=conv_state_indices,
+        positions=cache_seqlens,
+    )
+    return out if x.ndim == 2 else out.transpose(1, 2)
+
+
+def causal_conv1d_varlen_states(
+    x: torch.Tensor, cu_seqlens: torch.Tensor, state_len: int
+) -> torch.Tensor:
+    """Return the last inputs of packed sequences, with zeros before their first.
+
+    states[b, d, l] = x[cu_seqlens[b + 1] - state_len + l, d]
+
+    Parameters
+    ----------
+    x : tensor (T, D), of any dtype
+        The tokens of all sequences.
+    cu_seqlens : tensor (B + 1,), int32 or int64
+        Where each sequence begins, and where the last one ends. The host doesn't read it.
+    state_len : int
+        L, the inputs of a state.
+
+    Returns
+    -------
+    tensor (B, D, L)
+        In the dtype of x, differentiable; channels lie side by side in memory.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong shape or isn't an integer; the message names it.
+
+    References
+    ----------
+    Dao, causal-conv1d 1.6, ``causal_conv1d_varlen_states``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.causal_conv1d import causal_conv1d_varlen_states
+    >>> x = torch.arange(1.0, 5)[:, None]
+    >>> causal_conv1d_varlen_states(x, torch.tensor([0, 3, 4]), 2).tolist()
+    [[[2.0, 3.0]], [[0.0, 4.0]]]
+    """
+    name = "causal_conv1d_varlen_states"
+    of_shape(name, "x", x, ("T", "D"))
+    of_shape(name, "cu_seqlens", cu_seqlens, ("B + 1",))
+    size(name, "state_len", state_len)
+    at = cu_seqlens[1:, None] - state_len + torch.arange(state_len, device=x.device)
+    inside = at >= cu_seqlens[:-1, None]
+    if not len(x):
+        return x.new_zeros(len(at), state_len, x.shape[1]).transpose(1, 2)
+    states = x[at.clamp(0, len(x) - 1)].masked_fill(~inside[..., None], 0)
+    return states.transpose(1, 2)

@@ -1,0 +1,458 @@
+r"""flash-linear-attention's short convolution, as its models call it::
+
+-from fla.modules import ShortConvolution
++from fusedops.compat.fla import ShortConvolution
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fusedops
+from fusedops._frame.check import of_shape, one_of
+from fusedops.conv import ACTIVATIONS
+
+__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update"]
+
+
+def _differentiated(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool | None = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""Return the causal convolution of every channel, and the last W inputs.
+
+    .. math:: y_{btd} = a\Bigl(\sum_{w=0}^{W-1} \mathrm{weight}_{dw} \, x_{b,\,t+w-W+1,\,d}
+              + \mathrm{bias}_d\Bigr) + \mathrm{residual}_{btd}
+
+    Parameters
+    ----------
+    x : tensor (B, T, D) or (B, T, H, D / H), float32, float64, bfloat16 or float16
+        The tokens; B must be 1 with `cu_seqlens`.
+    weight : tensor (D, W)
+        The taps, in any float dtype; the last one multiplies the token itself.
+    bias : tensor (D,), optional
+        Added before the activation.
+    residual : tensor of the shape of x, optional
+        Added after the activation.
+    initial_state : tensor (N, D, W), optional
+        The W inputs before the first token of every sequence, the latest last.
+    output_final_state : bool, optional
+        Whether to return the last W inputs.
+    activation : {None, "silu", "swish"}
+        "silu" and "swish" both name x · sigmoid(x).
+    cu_seqlens : Sequences, or tensor (N + 1,), int32 or int64, optional
+        Where each of N packed sequences begins, and where the last one ends.
+    backend, cu_seqlens_cpu, chunk_indices, **kwargs
+        Ignored: the registry chooses a backend, and packing needs only `cu_seqlens`.
+    cp_context
+        Refused; `fusedops.distributed.dynamic_conv` shares tokens among ranks.
+
+    Returns
+    -------
+    y : tensor of the shape of x
+        In the dtype of x.
+    final_state : tensor (N, D, W), or None
+        In the dtype of x, with `output_final_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or device; the message names it.
+
+    Notes
+    -----
+    All float tensors have gradients of any order.
+
+    References
+    ----------
+    Yang and Zhang, flash-linear-attention 0.6, ``fla.modules.convolution.causal_conv1d``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.fla import causal_conv1d
+    >>> x = torch.tensor([[[1.0], [2.0]]])
+    >>> y, final = causal_conv1d(x, torch.ones(1, 2), residual=x, output_final_state=True)
+    >>> y.flatten().tolist(), final.tolist()
+    ([2.0, 5.0], [[[1.0, 2.0]]])
+    """
+    name = "causal_conv1d"
+    if cp_context is not None:
+        raise ValueError(
+            f"{name}: cp_context is given; it should be None: fusedops.distributed.dynamic_conv "
+            "shares tokens among ranks"
+        )
+    if weight is None:
+        raise TypeError(f"{name}: weight is None; it should be a tensor (D, W)")
+    tokens = x.flatten(2) if x.ndim > 3 else x
+    # Any, since type checkers can't tell the overloads apart.
+    conv: Any = fusedops.dynamic_conv
+    result = conv(
+        tokens,
+        weight,
+        bias=bias,
+        initial_state=initial_state,
+        output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens,
+        activation=activation,
+    )
+    y, final = result if output_final_state else (result, None)
+    y = y.view(x.shape)
+    if residual is not None:
+        of_shape(name, "residual", residual, tuple(x.shape))
+        y = (y + residual).to(x.dtype)
+    return y, None if final is None else final.to(x.dtype)
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    cache: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""Shift a token of every sequence into the cache, in place, and return its convolution.
+
+    .. math:: c_{nd} \leftarrow (c_{nd1}, \dots, c_{nd,W-1}, x_{nd}), \quad
+              y_{nd} = a\Bigl(\sum_{w=0}^{W-1} \mathrm{weight}_{dw} \, c_{ndw}
+              + \mathrm{bias}_d\Bigr) + \mathrm{residual}_{nd}
+
+    Parameters
+    ----------
+    x : tensor (N, D), (N, 1, D) or (1, N, D), float32, float64, bfloat16 or float16
+        A token of every sequence; channels may be the product of several last dimensions.
+    cache : tensor (N, D, W)
+        The last W inputs, the latest last. Updated in place.
+    residual : tensor of the shape of x, optional
+        Added after the activation.
+    weight : tensor (D, W)
+        The taps, in any float dtype.
+    bias : tensor (D,), optional
+        Added before the activation.
+    activation : {None, "silu", "swish"}
+        "silu" and "swish" both name x · sigmoid(x).
+
+    Returns
+    -------
+    y : tensor of the shape and dtype of x
+    cache : tensor (N, D, W)
+        The one given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or device; the message names it.
+    RuntimeError
+        If an argument requires grad: an update in place has no gradient.
+
+    References
+    ----------
+    Yang and Zhang, flash-linear-attention 0.6, ``fla.modules.convolution.causal_conv1d_update``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.fla import causal_conv1d_update
+    >>> cache = torch.tensor([[[1.0, 2.0]]])
+    >>> causal_conv1d_update(torch.tensor([[4.0]]), cache, weight=torch.ones(1, 2))[0].tolist()
+    [[6.0]]
+    >>> cache.tolist()
+    [[[2.0, 4.0]]]
+    """
+    name = "causal_conv1d_update"
+    if weight is None:
+        raise TypeError(f"{name}: weight is None; it should be a tensor (D, W)")
+    of_shape(name, "weight", weight, ("D", "W"))
+    of_shape(name, "cache", cache, ("N", *weight.shape))
+    count = len(cache)
+    if x.numel() != count * len(weight) or (x.ndim > 2 and 1 not in x.shape[:2]):
+        raise ValueError(
+            f"{name}: x has shape {tuple(x.shape)}; it should be (N, D), (N, 1, D) or (1, N, D), "
+            f"with N = {count} and D = {len(weight)}, as cache has"
+        )
+    tokens = x.reshape(count, len(weight))
+    y = fusedops.dynamic_conv_step(tokens, cache, weight, bias=bias, activation=activation)
+    y = y.view(x.shape)
+    if residual is not None:
+        of_shape(name, "residual", residual, tuple(x.shape))
+        y = y.add_(residual)
+    return y, cache
+
+
+class ShortConvolution(torch.nn.Conv1d):
+    r"""Causal convolution of every channel, with states.
+
+    .. math:: y_{btd} = a\Bigl(\sum_{w=0}^{W-1} \mathrm{weight}_{d0w} \, x_{b,\,t+w-W+1,\,d}
+              + \mathrm{bias}_d\Bigr) + \mathrm{residual}_{btd}
+
+    Parameters
+    ----------
+    hidden_size : int
+        D, the channels.
+    kernel_size : int
+        W, the taps of every channel.
+    bias : bool
+        Whether there is a bias, a parameter (D,).
+    activation : {"silu", "swish", None}
+        "silu" and "swish" both name x · sigmoid(x).
+    backend
+        Ignored: the registry chooses a backend.
+    device, dtype : optional
+        Of the parameters.
+    **kwargs
+        Ignored, such as ``use_fast_conv1d`` of older versions.
+
+    Attributes
+    ----------
+    hidden_size : int
+        D.
+    activation, backend : str or None
+        As given.
+    state_size : int
+        The numbers in the state of a sequence, D · W.
+
+    Raises
+    ------
+    ValueError
+        If the activation is unknown.
+
+    Notes
+    -----
+    Names, parameters and initial values are those of the class in flash-linear-attention:
+    checkpoints load unchanged. This class leaves x unchanged where it is masked, and has gradients
+    in a decoding step.
+
+    References
+    ----------
+    Yang and Zhang, flash-linear-attention 0.6, ``fla.modules.ShortConvolution``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.fla import ShortConvolution
+    >>> convolution, x = ShortConvolution(8, 4), torch.randn(2, 5, 8)
+    >>> y, cache = convolution(x[:, :4], output_final_state=True)
+    >>> y.shape, cache.shape
+    (torch.Size([2, 4, 8]), torch.Size([2, 8, 4]))
+    >>> next_y, cache = convolution(x[:, 4:], cache=cache, output_final_state=True)
+    >>> torch.allclose(next_y, convolution(x)[0][:, 4:], atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        backend: str | None = "triton",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            hidden_size,
+            kernel_size,
+            groups=hidden_size,
+            bias=bias,
+            padding=kernel_size - 1,
+            device=device,
+            dtype=dtype,
+        )
+        one_of("ShortConvolution", "activation", activation, ACTIVATIONS)
+        self.hidden_size = hidden_size
+        self.activation = activation
+        self.backend = backend
+
+    @property
+    def state_size(self) -> int:
+        """The numbers in the state of a sequence."""
+        return self.hidden_size * self.kernel_size[0]
+
+    def extra_repr(self) -> str:
+        """Return the text in ``repr``."""
+        return f"{super().extra_repr()}, activation={self.activation}, backend={self.backend}"
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        cache: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Any = None,
+        chunk_indices: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        r"""Return the convolution of tokens, and the cache for the tokens that follow.
+
+        .. math:: y_{btd} = a\Bigl(\sum_{w=0}^{W-1} \mathrm{weight}_{d0w} \,
+                  x_{b,\,t+w-W+1,\,d} + \mathrm{bias}_d\Bigr) + \mathrm{residual}_{btd}
+
+        One token of every sequence is a decoding step, with `cu_seqlens` in the shape (1, N, D).
+
+        Parameters
+        ----------
+        x : tensor (B, T, D), float32, float64, bfloat16 or float16
+            The tokens; B must be 1 with `cu_seqlens`.
+        residual : tensor (B, T, D), optional
+            Added after the activation.
+        mask : tensor (B, T), optional
+            Multiplies x; not with `cu_seqlens`.
+        cache : tensor (N, D, W), optional
+            The W inputs before the first token, the latest last. A decoding step updates it in
+            place.
+        output_final_state : bool
+            Whether to return the last W inputs.
+        cu_seqlens : Sequences, or tensor (N + 1,), int32 or int64, optional
+            Where each of N packed sequences begins, and where the last one ends.
+        chunk_indices, **kwargs
+            Ignored.
+
+        Returns
+        -------
+        y : tensor (B, T, D)
+            In the dtype of x.
+        cache : tensor (N, D, W), or None
+            With `output_final_state`: in a decoding step the one given, otherwise a new one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong dtype, shape or device; the message names it.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fla import ShortConvolution
+        >>> convolution = ShortConvolution(8, 4)
+        >>> x, starts = torch.randn(1, 5, 8), torch.tensor([0, 2, 5])
+        >>> convolution(x, cu_seqlens=starts, output_final_state=True)[1].shape
+        torch.Size([2, 8, 4])
+        """
+        name = "ShortConvolution"
+        of_shape(name, "x", x, ("B", "T", self.hidden_size))
+        if mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError(f"{name}: mask is given; with cu_seqlens it should not be")
+            of_shape(name, "mask", mask, tuple(x.shape[:2]))
+            x = x * mask[..., None].to(x.dtype)
+        if x.shape[0] * x.shape[1] == _count(x, cu_seqlens):
+            return self.step(x, residual, cache, output_final_state, cu_seqlens)
+        return causal_conv1d(
+            x,
+            self.weight[:, 0],
+            self.bias,
+            residual,
+            cache,
+            output_final_state,
+            self.activation,
+            cu_seqlens=cu_seqlens,
+            **kwargs,
+        )
+
+    def step(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cache: torch.Tensor | None,
+        output_final_state: bool = False,
+        cu_seqlens: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        r"""Return the convolution of one token of every sequence, and the updated cache.
+
+        .. math:: y_{nd} = a\Bigl(\sum_{w=0}^{W-1} \mathrm{weight}_{d0w} \, c_{ndw}
+                  + \mathrm{bias}_d\Bigr) + \mathrm{residual}_{nd}
+
+        with the cache c after the tokens were shifted in. Gradients reach x, residual, the
+        parameters and the given cache; the updated cache is detached.
+
+        Parameters
+        ----------
+        x : tensor (N, 1, D), or (1, N, D) with `cu_seqlens`
+            The tokens.
+        residual : tensor of the shape of x, or None
+            Added after the activation.
+        cache : tensor (N, D, W), or None for zeros
+            Updated in place.
+        output_final_state : bool
+            Whether to return the cache.
+        cu_seqlens : Sequences, or tensor (N + 1,), optional
+            It tells that x is (1, N, D).
+
+        Returns
+        -------
+        y : tensor of the shape and dtype of x
+        cache : tensor (N, D, W), or None
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong dtype, shape or device; the message names it.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fla import ShortConvolution
+        >>> y, cache = ShortConvolution(8, 4).step(torch.randn(2, 1, 8), None, None, True)
+        >>> cache.shape
+        torch.Size([2, 8, 4])
+        """
+        count = _count(x, cu_seqlens)
+        weight, bias = self.weight[:, 0], self.bias
+        if cache is None:
+            cache = x.new_zeros(count, *weight.shape)
+        if _differentiated(x, residual, cache, weight, bias):
+            # The backward reads the cache as it was before the update.
+            y, final = causal_conv1d(
+                x.reshape(count, 1, -1),
+                weight,
+                bias,
+                None if residual is None else residual.reshape(count, 1, -1),
+                cache.clone(),
+                True,
+                self.activation,
+            )
+            assert final is not None
+            with torch.no_grad():
+                cache.copy_(final)
+            y = y.view(x.shape)
+        else:
+            y, cache = causal_conv1d_update(x, cache, residual, weight, bias, self.activation)
+        return y, cache if output_final_state else None
+
+
+def _count(x: torch.Tensor, cu_seqlens: Any) -> int:
+    """Return the number of sequences."""
+    if cu_seqlens is None:
+        return x.shape[0]
+    if isinstance(cu_seqlens, fusedops.Sequences):
+        return cu_seqlens.num_sequences
+    return len(cu_seqlens) - 1

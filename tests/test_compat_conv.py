@@ -1,0 +1,255 @@
+"""Calling conventions of causal-conv1d and flash-linear-attention, against torch's conv1d."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+from fusedops.compat import causal_conv1d, fla  # noqa: E402
+
+
+def random(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+def reference(x, weight, bias=None, before=None, activation=None):
+    """Return conv1d (B, D, T) in float64, with the inputs `before` or zeros before the first."""
+    x, weight = x.double(), weight.double()
+    before = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if before is None else before.double()
+    bias = None if bias is None else bias.double()
+    inputs = torch.cat([before, x], -1)
+    h = torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=len(weight))
+    return h if activation is None else torch.nn.functional.silu(h)
+
+
+def channel_last(x):
+    return x.mT.contiguous().mT
+
+
+@pytest.fixture(params=[torch.Tensor.contiguous, channel_last], ids=["BDT", "BTD"])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_causal_conv1d_fn(layout, width):
+    x, weight, bias = random(2, 8, 70), random(8, width), random(8)
+    before = random(2, 8, width - 1)
+    leaves = [t.requires_grad_() for t in (layout(x), weight, bias, before)]
+    filled = torch.empty(2, 8, width - 1, dtype=torch.float64)
+    out, final = causal_conv1d.causal_conv1d_fn(
+        *leaves[:3],
+        initial_states=leaves[3],
+        return_final_states=True,
+        final_states_out=filled,
+        activation="silu",
+    )
+    want = reference(*leaves, "silu")
+    last = torch.cat([leaves[3], leaves[0]], -1)[..., 70:]
+    assert final is filled
+    torch.testing.assert_close((out, final), (want, last))
+    cotangents = random(*out.shape), random(*final.shape)
+    got = torch.autograd.grad((out, final), leaves, cotangents)
+    torch.testing.assert_close(got, torch.autograd.grad((want, last), leaves, cotangents))
+
+
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+def test_results_have_the_dtype_of_x(x_dtype, weight_dtype):
+    x = random(2, 8, 5, dtype=getattr(torch, x_dtype))
+    weight = random(8, 4, dtype=getattr(torch, weight_dtype))
+    out, final = causal_conv1d.causal_conv1d_fn(x, weight, return_final_states=True)
+    step = causal_conv1d.causal_conv1d_update(x[..., 0], random(2, 8, 3).to(x.dtype), weight)
+    y, _ = fla.causal_conv1d(x.mT, weight, residual=x.mT)
+    assert {t.dtype for t in (out, final, step, y)} == {x.dtype}
+    rounding = 4 * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(
+        out, reference(x, weight).to(x.dtype), rtol=rounding, atol=16 * rounding
+    )
+
+
+def test_seq_idx(layout):
+    """Nothing crosses to another number; a negative number is padding, without gradients."""
+    numbers = torch.tensor([[0] * 3 + [1] * 6, [2] * 4 + [7] + [-1] * 4], dtype=torch.int32)
+    x, weight, bias = random(2, 8, 9), random(8, 4), random(8)
+    leaves = [t.requires_grad_() for t in (layout(x), weight, bias)]
+    out = causal_conv1d.causal_conv1d_fn(*leaves, seq_idx=numbers, activation="silu")
+    parts = [[(0, 3), (3, 9)], [(0, 4), (4, 5)]]
+    want = torch.zeros_like(out)
+    for b, spans in enumerate(parts):
+        for first, last in spans:
+            some = reference(leaves[0][b : b + 1, :, first:last], weight, bias, None, "silu")
+            want[b, :, first:last] = some[0]
+    torch.testing.assert_close(out, want)
+    cotangent = random(*out.shape)
+    got = torch.autograd.grad(out, leaves, cotangent)
+    torch.testing.assert_close(got, torch.autograd.grad(want, leaves, cotangent))
+    numbers[:] = 0
+    torch.testing.assert_close(
+        causal_conv1d.causal_conv1d_fn(x, weight, seq_idx=numbers), reference(x, weight)
+    )
+
+
+@pytest.mark.parametrize("tokens", [None, 1, 3])
+@pytest.mark.parametrize("pad", [-1, 5])
+def test_an_update_of_paged_states(layout, tokens, pad):
+    x = random(3, 8) if tokens is None else layout(random(3, 8, tokens))
+    weight, bias, state = random(8, 4), random(8), layout(random(6, 8, 5))
+    slots, before = torch.tensor([4, pad, 0]), state.clone()
+    out = causal_conv1d.causal_conv1d_update(
+        x, state, weight.requires_grad_(), bias, "silu", None, slots, pad_slot_id=pad
+    )
+    want, after = torch.zeros(3, 8, tokens or 1, dtype=torch.float64), before.clone()
+    for b in (0, 2):
+        new = x[b].reshape(8, -1)
+        h = reference(new[None], weight.detach(), bias, before[slots[b], :, 2:][None], "silu")
+        want[b] = h[0]
+        after[slots[b]] = torch.cat([before[slots[b]], new], -1)[:, -5:]
+    torch.testing.assert_close(out, want.reshape(x.shape))
+    assert torch.equal(state, after)
+    assert not out.requires_grad
+
+
+def test_circular_states_follow_the_convolution():
+    x, weight, state = random(2, 8, 12), random(8, 4), random(2, 8, 5)
+    had = torch.tensor([3, 9], dtype=torch.int32)
+    before = torch.stack([state[b].roll(-int(had[b]), 1) for b in range(2)])
+    outs = [
+        causal_conv1d.causal_conv1d_update(x[..., t : t + n], state, weight, cache_seqlens=had + t)
+        for t, n in ((0, 1), (1, 2), (3, 7), (10, 2))
+    ]
+    torch.testing.assert_close(torch.cat(outs, -1), reference(x, weight, None, before[..., 2:]))
+
+
+def test_varlen_states():
+    x, starts = random(9, 4), torch.tensor([0, 1, 1, 9])
+    states = causal_conv1d.causal_conv1d_varlen_states(x, starts, 3)
+    want = torch.zeros(3, 4, 3, dtype=torch.float64)
+    want[0, :, 2] = x[0]
+    want[2] = x[6:].T
+    assert torch.equal(states, want)
+    assert not causal_conv1d.causal_conv1d_varlen_states(x[:0], starts[:1], 3).numel()
+
+
+BAD = {
+    "x of rank 2": ({"x": torch.ones(2, 8)}, ValueError, r"x has shape \(2, 8\); it should be \(B"),
+    "weight of other channels": ({"weight": torch.ones(7, 4)}, ValueError, r"weight has shape \(7"),
+    "states of W": (
+        {"initial_states": torch.ones(2, 8, 4)},
+        ValueError,
+        "initial_states has shape",
+    ),
+    "seq_idx and states": (
+        {"seq_idx": torch.zeros(2, 5, dtype=torch.int32), "return_final_states": True},
+        ValueError,
+        "return_final_states is given with seq_idx; only one of them should be",
+    ),
+    "seq_idx of another T": (
+        {"seq_idx": torch.zeros(2, 4, dtype=torch.int32)},
+        ValueError,
+        "seq_idx has shape",
+    ),
+    "activation": ({"activation": "gelu"}, ValueError, "activation is 'gelu'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    changes, kind, message = BAD[name]
+    given = {"x": torch.ones(2, 8, 5), "weight": torch.ones(8, 4)} | changes
+    with pytest.raises(kind, match=message):
+        causal_conv1d.causal_conv1d_fn(**given)
+
+
+def test_an_update_in_place_refuses_gradients():
+    x, state = torch.ones(1, 8, requires_grad=True), torch.ones(1, 8, 3)
+    with pytest.raises(RuntimeError, match="it updates state in place"):
+        causal_conv1d.causal_conv1d_update(x, state, torch.ones(8, 4))
+
+
+@pytest.fixture(params=[True, False], ids=["bias", "no-bias"])
+def convolution(request):
+    made = fla.ShortConvolution(8, 4, bias=request.param, dtype=torch.float64)
+    return made, made.weight[:, 0], made.bias
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_short_convolution(convolution, packed):
+    """A prompt, then single tokens, give the convolution of all tokens."""
+    module, weight, bias = convolution
+    x, residual, cache = random(2, 9, 8), random(2, 9, 8), random(2, 8, 4)
+    want = reference(x.mT, weight, bias, cache[..., 1:], "silu").mT + residual
+    starts = torch.tensor([0, 6, 12]) if packed else None
+    pack = (lambda t: t.reshape(1, -1, 8)) if packed else (lambda t: t)
+    y, state = module(pack(x[:, :6]), pack(residual[:, :6]), None, cache, True, cu_seqlens=starts)
+    torch.testing.assert_close(y.reshape(2, 6, 8), want[:, :6])
+    ones = torch.arange(3) if packed else None
+    for t in range(6, 9):
+        given, more = pack(x[:, t : t + 1]), pack(residual[:, t : t + 1])
+        with torch.set_grad_enabled(t > 6):
+            y, after = module(given, more, cache=state, output_final_state=True, cu_seqlens=ones)
+        assert y.shape == given.shape
+        assert after is state
+        torch.testing.assert_close(y.reshape(2, 8), want[:, t])
+    torch.testing.assert_close(state, x[:, -4:].mT)
+
+
+def test_a_decoding_step_has_gradients(convolution):
+    module, weight, bias = convolution
+    x, residual, cache = (
+        t.requires_grad_() for t in (random(2, 1, 8), random(2, 1, 8), random(2, 8, 4))
+    )
+    leaves = [x, residual, cache, *module.parameters()]
+    before = cache.detach().clone()
+    y, after = module.step(x, residual, cache.view(2, 8, 4).clone(), True)
+    want = reference(x.mT, weight, bias, cache[..., 1:], "silu").mT + residual
+    torch.testing.assert_close(y, want)
+    assert torch.equal(after[..., :3], before[..., 1:])
+    cotangent = random(*y.shape)
+    got = torch.autograd.grad(y, leaves, cotangent)
+    torch.testing.assert_close(got, torch.autograd.grad(want, leaves, cotangent))
+
+
+def test_a_mask_and_heads(convolution):
+    module, weight, bias = convolution
+    x, mask = random(2, 5, 8), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    given = x.clone()
+    y, none = module(given, mask=mask)
+    assert none is None
+    assert torch.equal(given, x)
+    torch.testing.assert_close(
+        y, reference((x * mask[..., None]).mT, weight, bias, None, "silu").mT
+    )
+    heads, _ = fla.causal_conv1d(x.view(2, 5, 2, 4), weight, bias, activation="swish")
+    torch.testing.assert_close(heads.view(2, 5, 8), module(x)[0])
+
+
+def test_fla_refusals():
+    module = fla.ShortConvolution(8, 4)
+    x = torch.ones(1, 5, 8)
+    with pytest.raises(ValueError, match="mask is given; with cu_seqlens it should not be"):
+        module(x, mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="activation is 'gelu'"):
+        fla.ShortConvolution(8, 4, activation="gelu")
+    with pytest.raises(ValueError, match="cp_context is given; it should be None"):
+        fla.causal_conv1d(x, module.weight[:, 0], cp_context=object())
+    with pytest.raises(ValueError, match=r"x has shape \(3, 8\); it should be \(N, D\)"):
+        fla.causal_conv1d_update(x[0, :3], torch.ones(2, 8, 4), weight=module.weight[:, 0])
+    with pytest.raises(TypeError, match="weight is None"):
+        fla.causal_conv1d(x)
+    with pytest.raises(TypeError, match="weight is None"):
+        fla.causal_conv1d_update(x, torch.ones(5, 8, 4))
+
+
+def test_sequences_may_be_packed_once(convolution):
+    module = convolution[0]
+    x, starts = random(1, 7, 8), torch.tensor([0, 3, 7])
+    once = fusedops.Sequences(starts)
+    assert torch.equal(module(x, cu_seqlens=once)[0], module(x, cu_seqlens=starts)[0])
