@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -34,13 +35,84 @@ FUSED = "cpu", "cuda", "xpu"
 MANY = 1 << 22
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
-GENERATOR_ACTIVATIONS = {
+
+class _Elementwise(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class _XIELU(torch.nn.Module):
+    """xIELU (Huang and Schlag, arXiv:2411.13010), with the parameters' names in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = torch.nn.Buffer(torch.tensor(0.5))
+        self.eps = torch.nn.Buffer(torch.tensor(-1e-6))
+        # The inverse of softplus at 0.8, and at 0.8 - beta.
+        self.alpha_p = torch.nn.Parameter(torch.tensor([0.8]).expm1().log())
+        self.alpha_n = torch.nn.Parameter(torch.tensor([0.3]).expm1().log())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        softplus = torch.nn.functional.softplus
+        above = softplus(self.alpha_p) * x * x
+        below = (torch.minimum(x, self.eps).expm1() - x) * (self.beta + softplus(self.alpha_n))
+        return torch.where(x > 0, above, below) + self.beta * x
+
+
+def _clipped_gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x).clip(-10, 10)
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+def _laplace(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (1 + ((x - 0.707107) / (0.282095 * 2**0.5)).erf())
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return x.relu().square()
+
+
+def _root_of_softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.softplus(x).sqrt()
+
+
+_tanh_gelu = partial(torch.nn.GELU, approximate="tanh")
+
+#: The activations of ACT2FN in transformers 5.23 by name, and "identity".
+GENERATOR_ACTIVATIONS: dict[str, Callable[[], torch.nn.Module]] = {
     "silu": torch.nn.SiLU,
     "swish": torch.nn.SiLU,
     "gelu": torch.nn.GELU,
+    "gelu_10": partial(_Elementwise, _clipped_gelu),
+    "gelu_accurate": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_python": torch.nn.GELU,
+    "gelu_python_tanh": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "quick_gelu": partial(_Elementwise, _quick_gelu),
+    "hardswish": torch.nn.Hardswish,
+    "laplace": partial(_Elementwise, _laplace),
+    "mish": torch.nn.Mish,
     "relu": torch.nn.ReLU,
-    "tanh": torch.nn.Tanh,
+    "relu2": partial(_Elementwise, _squared_relu),
+    "relu6": torch.nn.ReLU6,
+    "leaky_relu": torch.nn.LeakyReLU,
+    "prelu": torch.nn.PReLU,
     "sigmoid": torch.nn.Sigmoid,
+    "sqrtsoftplus": partial(_Elementwise, _root_of_softplus),
+    "tanh": torch.nn.Tanh,
+    "xielu": _XIELU,
+    "linear": torch.nn.Identity,
     "identity": torch.nn.Identity,
 }
 
@@ -63,8 +135,8 @@ class DynamicShortConvolution(torch.nn.Module):
         C, the channels of u; D by default.
     generator_reduction : int, optional
         The generator has hidden_size // generator_reduction hidden units; D by default.
-    generator_activation : {"silu", "swish", "gelu", "relu", "tanh", "sigmoid", "identity"}
-        g.
+    generator_activation : str
+        g, by its name in ACT2FN of transformers, such as "silu", "gelu" or "linear".
     activation : {"silu", "swish", None}
         a; "silu" and "swish" both name x · sigmoid(x).
     static_conv_init : callable, optional
@@ -79,7 +151,9 @@ class DynamicShortConvolution(torch.nn.Module):
     ----------
     hidden_size, kernel_size, generator_input_size, generator_hidden_size : int
         The sizes D, W and C, and the number of hidden units.
-    activation, backend : str or None
+    activation, backend, implementation : str or None
+        As given; programs may read, and set, `implementation`.
+    static_conv_init, use_fast_conv1d
         As given.
     kernel_generator : torch.nn.Sequential
         Linear layers ``w1`` and ``w2``, with ``act`` between them. The parameters ``w1.weight``,
@@ -92,9 +166,13 @@ class DynamicShortConvolution(torch.nn.Module):
 
     Notes
     -----
-    Arguments, parameters and results are the same as in Jet-Nemotron's class of this name: to
-    switch, change the import; checkpoints load unchanged. Unlike Jet-Nemotron's class, this one
-    leaves x unchanged, takes packed sequences, and has gradients in a decoding step.
+    Arguments, attributes, parameters and results are the same as in Jet-Nemotron's class of this
+    name: to switch, change the import; checkpoints load unchanged. Results differ where that class
+    is wrong: its evaluation ignores `cu_seqlens`; its "naive" implementation drops the cache of a
+    prompt's earlier chunks, and ignores `cu_seqlens` too; with packed sequences its cache has one
+    row instead of one for each sequence; and a prompt shorter than W leaves old inputs of the cache
+    in their places, where they should move on. Unlike that class, this one leaves x unchanged under
+    a mask, and has gradients in a decoding step.
 
     In training and prefill kernels aren't stored: ``w2`` is part of the convolution, as in
     `fusedops.dynamic_conv_generated`, if it is a plain Linear without hooks. A CPU does so for many
@@ -162,13 +240,17 @@ class DynamicShortConvolution(torch.nn.Module):
         self.generator_hidden_size = hidden_size // generator_reduction
         self.activation = activation
         self.backend = backend
+        self.static_conv_init = static_conv_init
+        self.use_fast_conv1d = use_fast_conv1d
+        self.implementation = implementation
         w1 = torch.nn.Linear(generator_input_size, self.generator_hidden_size, bias=False)
         act = GENERATOR_ACTIVATIONS[generator_activation]()
         w2 = torch.nn.Linear(self.generator_hidden_size, hidden_size * kernel_size)
         self.kernel_generator = torch.nn.Sequential(OrderedDict(w1=w1, act=act, w2=w2))
         with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.zero_()
+            for layer in (w1, w2):
+                for parameter in layer.parameters():
+                    parameter.zero_()
             if static_conv_init is not None:
                 static_conv_init(w2.bias)
 
@@ -235,7 +317,6 @@ class DynamicShortConvolution(torch.nn.Module):
             Whether to return the last W inputs.
         cu_seqlens : Sequences, or tensor (S + 1,), int32 or int64, optional
             Where each of S packed sequences begins, and where the last one ends; B must be 1.
-            Inside `torch.compile` it should be a `Sequences`.
         generator_input : tensor (B, T, C), optional
             u, the generator's input; by default x, after the mask.
         group : ProcessGroup, or DeviceMesh of one dimension, optional
