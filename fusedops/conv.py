@@ -7,6 +7,7 @@ all further derivatives, and the public ops. The kernels are in ``cpukern/conv_*
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol, overload
 
@@ -122,6 +123,42 @@ class Sequences(Packed):
             num_sequences=len(lengths),
             num_tokens=int(starts[-1]),
         )
+
+    @classmethod
+    def _read_once(
+        cls, op: str, tensors: Sequence[Any], options: dict[str, Any], in_graph: bool
+    ) -> Sequences:
+        (given,) = tensors
+        if (
+            given.is_cuda
+            and (given.ndim, len(given) > 1) == (1, True)
+            and (
+                in_graph
+                or not bridge().versioned(tensors)
+                or sys.modules["torch"].cuda.is_current_stream_capturing()
+            )
+        ):
+            return cls.on_device(given, **options)
+        return super()._read_once(op, tensors, options, in_graph)
+
+    @classmethod
+    def on_device(cls, cu_seqlens: Any, *, num_tokens: int) -> Sequences:
+        """Return sequences whose boundaries the host doesn't read, for the kernels on a GPU.
+
+        As many chunks are listed as there can be; those that there aren't are empty, at the end.
+        Boundaries that are out of order, or outside of the tokens, are moved.
+        """
+        torch = sys.modules["torch"]
+        count = len(cu_seqlens) - 1
+        starts = cu_seqlens.long().clamp(0, num_tokens).cummax(0).values
+        starts[0], starts[-1] = 0, num_tokens
+        ends = (-(-starts.diff() // CHUNK)).cumsum(0)
+        numbers = torch.arange(num_tokens // CHUNK + count, device=starts.device)
+        which = torch.searchsorted(ends, numbers, right=True).clamp(max=count - 1)
+        within = numbers - torch.nn.functional.pad(ends, (1, 0))[which]
+        first = torch.minimum(starts[which] + CHUNK * within, starts[which + 1])
+        parts = starts, torch.stack([which, first], 1)
+        return cls.from_tensors(parts, (count, num_tokens))
 
     @classmethod
     def foresee(cls, cu_seqlens: Any, *, num_tokens: int) -> dict[str, Any]:
@@ -485,8 +522,10 @@ def dynamic_conv(
     cu_seqlens : Sequences, or array or tensor (S + 1,), int32 or int64, optional
         Where each of S packed sequences begins, and where the last one ends; B must be 1. Nothing
         crosses a boundary, forward or backward. A tensor on a GPU is read when first used and
-        after every write to it (in inference mode in every call), which waits for the GPU; a
-        `Sequences` is read once. A CUDA graph keeps the boundaries that it was captured with.
+        after every write to it, which waits for the GPU; a `Sequences` is read once. Inside
+        `torch.compile`, in inference mode and in a CUDA graph the host reads no tensor on a GPU:
+        boundaries out of order, or beyond the tokens, are then moved instead of refused, and a
+        graph's next run has the tensor's new boundaries.
     activation : {None, "silu", "swish"}
         "silu" and "swish" both name x · sigmoid(x).
 

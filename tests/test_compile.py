@@ -288,6 +288,39 @@ def test_what_no_graph_holds_ends_it(name, graphs):
     assert names <= {"_node", "getitem", "placeholder"}
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_boundaries_may_change_in_number_and_place(fullgraph, mode, graphs):
+    """A raw cu_seqlens is an input of the graph; results have the dtype of x, as without it."""
+    fast = torch.compile(last_inputs, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
+    with mode():
+        for starts in ([0, 4, 9], [0, 1, 1, 9], [0, 2, 3, 5, 12]):
+            x = random(1, starts[-1], 3).bfloat16().requires_grad_(mode is torch.enable_grad)
+            given = x, random(3, 4), torch.tensor(starts)
+            torch.testing.assert_close(fast(*given), last_inputs(*given))
+            assert convolve(*given).dtype == torch.bfloat16
+    assert not graphs["graph_break"]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_step_of_paged_states_is_one_graph(tokens, graphs):
+    def step(x, state, kernels, slots, positions):
+        options = {"slots": slots, "positions": positions, "activation": "silu"}
+        return 2 * fusedops.dynamic_conv_step(x, state, kernels, **options)
+
+    fast = torch.compile(step, backend="aot_eager", dynamic=True, fullgraph=True)
+    for n in (2, 3, 5):
+        x, kernels = random(n, tokens, 4).bfloat16(), random(4, 4)
+        state, positions = random(n + 2, 4, 5), integers(9, n)
+        slots = torch.arange(n) + 1
+        slots[0] = -1
+        one, other = state.clone(), state.clone()
+        got = fast(x, one, kernels, slots, positions)
+        torch.testing.assert_close(got, step(x, other, kernels, slots, positions))
+        assert torch.equal(one, other)
+        assert not torch.equal(one, state)
+
+
 def test_bad_arguments_raise_their_own_errors():
     x, kernels, cu_seqlens = tokens(0)
     fast = torch.compile(convolve, backend="aot_eager")

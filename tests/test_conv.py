@@ -580,6 +580,30 @@ def test_a_step_fills_out(place):
     same(state, np.asarray(other))
 
 
+@needs_triton
+@pytest.mark.parametrize("lengths", [(5, 0, 130, 64, 0), (1,), (0, 0), (63, 65)], ids=str)
+def test_boundaries_that_the_host_never_reads(lengths):
+    """The list of chunks has as many as there can be; the others do nothing in Triton's kernels."""
+    p = problem(D=2, lengths=lengths)
+    starts = torch.tensor(p.cu_seqlens)
+    unread = fusedops.Sequences.on_device(starts, num_tokens=int(starts[-1]))
+    read = fusedops.Sequences(starts)
+    assert (unread.num_sequences, unread.num_tokens) == (read.num_sequences, read.num_tokens)
+    same(unread.cu_seqlens, read.cu_seqlens)
+    same(unread.chunks[: len(read.chunks)], read.chunks)
+    assert (unread.chunks[len(read.chunks) :, 1] == read.num_tokens).all()
+    results = (solve(("torch", "triton"), p._replace(cu_seqlens=cu)) for cu in (unread, read))
+    for got, want in zip(*results, strict=True):
+        same(got, want)
+
+
+@needs_torch
+def test_boundaries_that_the_host_never_reads_stay_inside():
+    unread = fusedops.Sequences.on_device(torch.tensor([3, 90, -5, 70, 500]), num_tokens=100)
+    same(unread.cu_seqlens, np.array([0, 90, 90, 90, 100]))
+    assert (unread.chunks[:, 1] <= 100).all()
+
+
 def channels_first(array):
     """Return a view (B, T, D) of an array that lies in memory as (B, D, T)."""
     return array.swapaxes(1, 2).copy().swapaxes(1, 2)
