@@ -32,9 +32,13 @@ RUN_SANITIZED = cd .venv && PYTHONPATH="$(SANITIZED):../tests" ASAN_OPTIONS=dete
 	bin/python
 
 # Clones of the peers' repositories, whose packages have no tests: `make peer-tests` runs their tests of
-# UMA and of densities and planes too, with our ops.
+# UMA, of densities and planes, and of convolutions too, with our ops. Of causal-conv1d's 13,000 tests,
+# CAUSAL_CONV1D_SOME picks those that a CPU runs in minutes.
 FAIRCHEM_TESTS ?=
 TORCHREF_TESTS ?=
+CAUSAL_CONV1D_TESTS ?=
+CAUSAL_CONV1D_SOME ?= update or (causal_conv1d and 129) or (varlen and (151 or 128) and 64) or determ
+FLA_TESTS ?=
 define REGISTERED
 import importlib, sys, pytest
 importlib.import_module("fusedops.compat." + sys.argv[1]).register()
@@ -70,6 +74,12 @@ peer-tests: .venv/fairchem/done .venv/torchref/done ## test fusedops.compat with
 		"$(CURDIR)/.venv/torchref/bin/python" -c "$$REGISTERED" torchref -m "not gpu" -p no:cacheprovider \
 		tests/unit/structure_factor tests/unit/base/test_canonical_sphere_cpu.py \
 		tests/unit/base/test_target_values.py)
+	[ -z "$(CAUSAL_CONV1D_TESTS)$(FLA_TESTS)" ] || $(MAKE) .venv/test
+	[ -z "$(CAUSAL_CONV1D_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
+		bin/python ../tests/peer_conv.py causal_conv1d "$(abspath $(CAUSAL_CONV1D_TESTS))" \
+		-k "$(CAUSAL_CONV1D_SOME)")
+	[ -z "$(FLA_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
+		bin/python ../tests/peer_conv.py fla "$(abspath $(FLA_TESTS))")
 
 fuzz: .venv/test ## call every op at random (FUZZ="--calls 1000000 --seed 1")
 	cd .venv && PYTHONPATH=../tests bin/python -m fuzz $(FUZZ)

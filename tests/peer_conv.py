@@ -1,0 +1,94 @@
+"""Run the tests of causal-conv1d or flash-linear-attention on our functions::
+
+    python tests/peer_conv.py causal_conv1d <clone of its repository> [arguments for pytest]
+    python tests/peer_conv.py fla <clone of its repository> [arguments for pytest]
+
+Nothing of theirs is installed: modules with our functions take the place of the package, beside
+causal-conv1d's own references. Without a GPU the tests run on the CPU, causal-conv1d's with fewer
+channels, rows and repetitions.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.compat import causal_conv1d, fla
+
+
+def module(name: str, **contents: Any) -> ModuleType:
+    """Return an imported module with the given contents."""
+    made = sys.modules[name] = ModuleType(name)
+    made.__path__ = []
+    made.__dict__.update(contents)
+    return made
+
+
+def ours(of: ModuleType) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in of.__all__}
+
+
+def for_causal_conv1d(clone: Path) -> str:
+    """Import ours for causal-conv1d's functions; return the source of its tests."""
+    sys.path.insert(0, str(clone))
+    names = ("causal_conv1d_fwd", "causal_conv1d_bwd", "causal_conv1d_update")
+    package = module("causal_conv1d")
+    package.__path__ = [str(clone / "causal_conv1d")]
+    module("causal_conv1d.cpp_functions", **{f"{name}_function": None for name in names})
+    import causal_conv1d.causal_conv1d_interface as interface
+    import causal_conv1d.causal_conv1d_varlen as varlen
+
+    for place in (interface, varlen):
+        place.__dict__.update(ours(causal_conv1d))
+    source = (clone / "tests/test_causal_conv1d.py").read_text()
+    if torch.cuda.is_available():
+        return source
+    for large, small in {
+        '"cuda"': '"cpu"',
+        "4096 + 32": "96",
+        "4096 + dim + 64": "64 + dim + 64",
+        "4096:4096 + dim": "64:64 + dim",
+        "batch, 4096": "batch, 64",
+        "[2048, 2048 + 16, 4096]": "[64, 80]",
+        "batch = 64": "batch = 8",
+        "range(10000)": "range(3)",
+    }.items():
+        source = source.replace(large, small)
+    return source
+
+
+def close(name: str, want: torch.Tensor, got: torch.Tensor, ratio: float) -> None:
+    """Raise unless the root mean square of the error is a small part of the value's."""
+    error = (want.double() - got.double()).square().mean().sqrt()
+    size = want.double().square().mean().sqrt()
+    assert error <= 1e-6 or error < ratio * size, f"{name}: error {error:.1e} of {size:.1e}"
+
+
+def for_fla(clone: Path) -> str:
+    """Import ours for flash-linear-attention's functions; return the source of its tests."""
+    module("fla")
+    module("fla.modules")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module("fla.utils", assert_close=close, device=device)
+    contents = {**ours(fla), "fast_causal_conv1d_fn": fla.causal_conv1d}
+    module("fla.modules.convolution", **contents)
+    # Tests of fla's other backends are skipped unless causal-conv1d is there.
+    module("causal_conv1d", causal_conv1d_fn=causal_conv1d.causal_conv1d_fn)
+    for name in ("conv", "conv.short_conv", "conv.triton", "conv.triton.ops"):
+        module(f"fla.modules.{name}", **contents)
+    return (clone / "tests/modules/test_conv.py").read_text()
+
+
+if __name__ == "__main__":
+    peer, clone, *arguments = sys.argv[1:]
+    source = {"causal_conv1d": for_causal_conv1d, "fla": for_fla}[peer](Path(clone).absolute())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"test_{peer}.py"
+        path.write_text(source)
+        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *arguments, str(path)]))
