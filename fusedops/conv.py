@@ -684,17 +684,17 @@ def _check_step(a: Any) -> None:
         raise ValueError(
             "dynamic_conv_step: state is read-only; it should be writable, to be updated"
         )
-    if a.slots is not None and device_of(a.slots) == "cpu" and not traced():
-        slots = np.asarray(bridge().values(a.slots) if is_tensor(a.slots) else a.slots)
-        slots = np.sort(slots[slots >= 0])
-        if len(slots) and slots[-1] >= len(a.state):
-            raise ValueError(
-                f"dynamic_conv_step: slots has {slots[-1]}; it should be below {len(a.state)}, "
-                "the number of states"
-            )
-        twice = slots[1:][slots[1:] == slots[:-1]]
-        if len(twice):
-            raise ValueError(
-                f"dynamic_conv_step: slots has {twice[0]} twice; every sequence should have a "
-                "state of its own"
-            )
+    if a.slots is None or traced() or (is_tensor(a.slots) and not a.slots.is_cpu):
+        return
+    slots = [slot for slot in a.slots.tolist() if slot >= 0]
+    if slots and max(slots) >= len(a.state):
+        raise ValueError(
+            f"dynamic_conv_step: slots has {max(slots)}; it should be below {len(a.state)}, "
+            "the number of states"
+        )
+    if len(set(slots)) < len(slots):
+        twice = next(slot for slot in slots if slots.count(slot) > 1)
+        raise ValueError(
+            f"dynamic_conv_step: slots has {twice} twice; every sequence should have a "
+            "state of its own"
+        )
