@@ -684,7 +684,7 @@ def _check_step(a: Any) -> None:
         raise ValueError(
             "dynamic_conv_step: state is read-only; it should be writable, to be updated"
         )
-    if a.slots is None or traced() or (is_tensor(a.slots) and not a.slots.is_cpu):
+    if a.slots is None or (is_tensor(a.slots) and (traced() or not a.slots.is_cpu)):
         return
     slots = [slot for slot in a.slots.tolist() if slot >= 0]
     if slots and max(slots) >= len(a.state):

@@ -235,6 +235,24 @@ def _activated(problem: Problem, convolve: Callable[..., Any]) -> Callable[..., 
     return lambda *arrays: torch.nn.functional.silu(convolve(*arrays))
 
 
+def _stepped(problem: Problem, step: Callable[..., Any]) -> Steps:
+    """Return the steps of a step in place; states in slots are gathered before and put back."""
+    import torch
+
+    x, state, kernels = (problem.arguments[name] for name in ("x", "state", "kernels"))
+    slots, turned = problem.arguments.get("slots"), _activated(problem, step)
+
+    def run() -> tuple[Any, ...]:
+        if slots is None:
+            return (turned(x, state, kernels),)
+        rows = state[slots]
+        out = turned(x, rows, kernels)
+        state[slots] = rows
+        return (out,)
+
+    return {FORWARD: torch.no_grad()(run)}
+
+
 @peer("torch.compile", "dynamic_conv", quick=False, checked=False)
 def shifted(problem: Problem, cotangent: Any) -> Steps:
     """The compiled sum of W shifted products; compiling takes too long to check it, too."""
@@ -316,12 +334,8 @@ def unfolded_layer(problem: Problem, cotangent: Any) -> Steps:
 @peer("Jet-Nemotron", "dynamic_conv_step", file=f"{JET}/dconv_step.py", devices=("cuda",))
 def jet_step(problem: Problem, cotangent: Any) -> Steps:
     """The Triton kernel of Jet-Nemotron for a step, followed by torch's activation."""
-    import torch
-
     step = file_module(f"{JET}/dconv_step.py").causal_conv_step_triton
-    x, state, kernels = (problem.arguments[name] for name in ("x", "state", "kernels"))
-    turned = _activated(problem, step)
-    return {FORWARD: torch.no_grad()(lambda: (turned(x[:, None], state, kernels),))}
+    return _stepped(problem, lambda x, state, kernels: step(x[:, None], state, kernels))
 
 
 @peer("torch eager", "dynamic_conv_step")
@@ -333,9 +347,7 @@ def rolled(problem: Problem, cotangent: Any) -> Steps:
         state.copy_(torch.cat([state[..., 1:], x[..., None]], -1))
         return (state * kernels).sum(-1)
 
-    x, state, kernels = (problem.arguments[name] for name in ("x", "state", "kernels"))
-    turned = _activated(problem, step)
-    return {FORWARD: torch.no_grad()(lambda: (turned(x, state, kernels),))}
+    return _stepped(problem, step)
 
 
 @peer("an empty kernel", "dynamic_conv_step", package="triton", devices=("cuda",), computes=False)

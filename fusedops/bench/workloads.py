@@ -246,9 +246,15 @@ class Source:
         return itemsize * sum(math.prod(array.shape) for array in arrays)
 
     def here(self, value: Any) -> Any:
-        """Return an array in the problem's dtype, or a packed argument, on its device."""
+        """Return an array, floats in the problem's dtype, or a packed argument, on its device."""
         if isinstance(value, Packed):
             return value if self.device == "cpu" else value.to(self.device)
+        if value.dtype.kind == "i":
+            if self.device == "cpu":
+                return value
+            import torch
+
+            return torch.tensor(value, device=self.device)
         if self.device == "cpu":
             return np.ascontiguousarray(value, self.wide)
         import torch
@@ -434,10 +440,16 @@ def _generated(source: Source, tokens: int, *, batch: int, channels: int, hidden
     return Problem(op, arguments | {"activation": "silu"}, leaves, shape, work)
 
 
-def _step(source: Source, batch: int, *, channels: int, width: int) -> Problem:
-    """A step by one token of every sequence, with states updated in place."""
+def _step(source: Source, batch: int, *, channels: int, width: int, paged: bool = False) -> Problem:
+    """A step by one token of every sequence, with states updated in place.
+
+    Paged states are half of the rows of a server's cache, at random.
+    """
     x, kernels = source.normal(batch, channels), source.normal(batch, channels, width)
     arguments = {"x": x, "state": source.normal(batch, channels, width), "kernels": kernels}
+    if paged:
+        arguments["state"] = source.normal(2 * batch, channels, width)
+        arguments["slots"] = source.here(source.rng.permutation(2 * batch)[:batch])
     work = _work(Work((2 + 3 * width) * source.bytes(x), 2 * math.prod(kernels.shape)))
     shape = {"B": batch, "D": channels, "W": width}
     return Problem(fusedops.dynamic_conv_step, arguments | {"activation": "silu"}, (), shape, work)
@@ -787,6 +799,10 @@ def _conv_workloads() -> Iterator[Workload]:
         yield replace(step, size=size, quick=size == 64)
         for dtype in ("bfloat16", "float32"):
             yield replace(step, size=size, device="cuda", dtype=dtype)
+    paged = replace(step, name=f"{name}, paged", make=partial(make, paged=True), quick=False)
+    yield paged
+    for size in (1, 64, 256):
+        yield replace(paged, size=size, device="cuda", dtype="bfloat16")
 
 
 def _wigner_workloads() -> Iterator[Workload]:
