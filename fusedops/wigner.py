@@ -7,10 +7,11 @@ and ``gpukern/wigner.py``; the matrices come from ``fusedops/harmonics.py``.
 
 from __future__ import annotations
 
+import collections
 import functools
 import numbers
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,8 +147,13 @@ class Edges(Packed):
 
     Notes
     -----
-    The array is copied, so later changes to it have no effect. A tensor on a GPU is sorted there,
-    and checking it waits for the GPU. `to` copies an object to another device.
+    The array is copied, so later changes to it have no effect. `to` copies an object to another
+    device.
+
+    A tensor on a CUDA GPU is sorted and checked there, without waiting. The error for a bad index
+    comes from the first call with the edges after the GPU has found it, from the next `Edges`, or
+    from `check`, which waits. Until then sums over a node's edges leave a bad edge out, and an
+    edge's own results are of some node; no memory outside of the arrays is read.
 
     References
     ----------
@@ -176,38 +182,83 @@ class Edges(Packed):
         num_nodes = size("Edges", "num_nodes", num_nodes, bits=60)
         if device_of(given) == "cpu":
             given = bridge().values(given) if is_tensor(given) else given
-            self._sort(np.array(given, dtype=np.int64, order="C"), num_nodes)
+            ends = np.array(given, dtype=np.int64, order="C")
+            bad = (ends < 0) | (ends >= num_nodes)
+            if bad.any():
+                raise _outside(ends, bad, num_nodes)
+            lists = [array for end in ends for array in grouped(end, num_nodes)]
+            self._sorted(ends, lists, num_nodes)
+            return
+        self._refuse_capture("Edges")
+        _report()
+        torch = sys.modules["torch"]
+        with torch.inference_mode(False):
+            ends = given.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+            bad = (ends < 0) | (ends >= num_nodes)
+            self._sorted(ends, grouped_ends(ends, bad, num_nodes), num_nodes)
+            held = _Check(ends, bad, num_nodes)
+        self.__dict__["_unchecked"] = held
+        if ends.is_cuda:
+            _unchecked.append(held)
         else:
-            torch = sys.modules["torch"]
-            with torch.inference_mode(False):
-                copied = given.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-                self._sort(copied, num_nodes)
+            self.check()
 
-    def _sort(self, ends: Any, num_nodes: int) -> None:
-        bad = (ends < 0) | (ends >= num_nodes)
-        if bad.any():
-            row, edge = (
-                (int(i) for i in bad.nonzero()[0])
-                if is_tensor(bad)
-                else (int(i[0]) for i in bad.nonzero())
-            )
-            raise IndexError(
-                f"Edges: edge_index[{row}, {edge}] is {int(ends[row, edge])}; it should be in "
-                f"[0, {num_nodes}), num_nodes"
-            )
-        source, target = ends
-        by_source, source_ptr = grouped(source, num_nodes)
-        by_target, target_ptr = grouped(target, num_nodes)
+    def _sorted(self, ends: Any, lists: Sequence[Any], num_nodes: int) -> None:
+        """Hold checked ends, and the lists of sources and of targets."""
         self._hold(
-            source=source,
-            target=target,
-            by_source=by_source,
-            source_ptr=source_ptr,
-            by_target=by_target,
-            target_ptr=target_ptr,
+            **dict(zip(self._fields, (*ends, *lists), strict=True)),
             num_nodes=num_nodes,
             num_edges=int(ends.shape[1]),
         )
+
+    def check(self) -> None:
+        """Wait until the GPU has checked the edges. Only edges made there are still unchecked.
+
+        Raises
+        ------
+        IndexError
+            If an index is out of range; the message names the first one.
+
+        Examples
+        --------
+        >>> import fusedops
+        >>> fusedops.Edges([[0], [1]], num_nodes=2).check()
+        """
+        self._look(wait=True)
+
+    def _look(self, wait: bool = False) -> None:
+        """Raise if the GPU has found a bad index."""
+        held = self.__dict__.get("_unchecked")
+        if held is not None and held.done(wait):
+            del self.__dict__["_unchecked"]
+
+    def to(self, device: Any) -> Edges:
+        """Return the same edges, checked, on a torch device; these if they are there already.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            For example ``"cuda"``.
+
+        Returns
+        -------
+        Edges
+            On the device.
+
+        Raises
+        ------
+        IndexError
+            If an index is out of range.
+
+        Examples
+        --------
+        >>> import fusedops, torch
+        >>> edges = fusedops.Edges([[0, 1], [1, 0]], num_nodes=2)
+        >>> edges.to(torch.device("cpu")) is edges
+        True
+        """
+        self.check()
+        return super().to(device)
 
     @classmethod
     def foresee(cls, edge_index: Any, *, num_nodes: int) -> dict[str, Any]:
@@ -216,6 +267,87 @@ class Edges(Packed):
 
     def __repr__(self) -> str:
         return f"Edges({self.num_edges} edges, {self.num_nodes} nodes, on {self.device})"
+
+
+def _outside(ends: Any, bad: Any, num_nodes: int) -> IndexError:
+    """Return the error for the first bad end."""
+    found = bad.nonzero()
+    row, edge = (int(i) for i in found[0]) if is_tensor(bad) else (int(i[0]) for i in found)
+    return IndexError(
+        f"Edges: edge_index[{row}, {edge}] is {int(ends[row, edge])}; it should be in "
+        f"[0, {num_nodes}), num_nodes"
+    )
+
+
+def grouped_ends(ends: Any, bad: Any, count: int) -> tuple[Any, Any, Any, Any]:
+    """Return the order that sorts edges by source, where each source begins in it, and by target.
+
+    One sort serves both, and doesn't wait. An edge with a bad end is in no group of that end.
+    """
+    torch = sys.modules["torch"]
+    E, largest = ends.shape[1], 2 * count + 1
+    # The sort makes a pass for every byte of a key.
+    kinds = torch.int16, torch.int32, torch.int64
+    kind = next(kind for kind in kinds if largest <= torch.iinfo(kind).max)
+    keys = torch.where(bad, count, ends)
+    keys[1] += count + 1
+    keys, order = torch.sort(keys.flatten().to(kind), stable=True)
+    marks = torch.arange(2 * count + 2, dtype=kind, device=ends.device)
+    starts = torch.searchsorted(keys, marks)
+    return order[:E], starts[: count + 1], order[E:] - E, starts[count + 1 :] - E
+
+
+class _Check:
+    """A check of ends on a GPU, whose result comes later."""
+
+    def __init__(self, ends: Any, bad: Any, num_nodes: int) -> None:
+        torch = sys.modules["torch"]
+        self.of: Any = ends, bad, num_nodes
+        self.error: IndexError | None = None
+        self.event: Any = None
+        self.flag = bad.any()
+        if ends.is_cuda:
+            with torch.cuda.device(ends.device):
+                here = torch.empty((), dtype=torch.bool, pin_memory=True)
+                self.flag = here.copy_(self.flag, non_blocking=True)
+                self.event = torch.cuda.Event()
+                self.event.record()
+
+    def done(self, wait: bool = False) -> bool:
+        """Return whether the ends are known to be good. Raises IndexError if one is bad."""
+        if self.of is None:
+            if self.error is not None:
+                raise self.error
+            return True
+        if self.event is not None:
+            # The question would end a CUDA graph's capture.
+            if sys.modules["torch"].cuda.is_current_stream_capturing():
+                return False
+            if wait:
+                self.event.synchronize()
+            elif not self.event.query():
+                return False
+        if self.flag.item():
+            self.error = _outside(*self.of)
+        self.of = None
+        return self.done()
+
+
+#: Checks that may not be done, whose edges may have been dropped since.
+_unchecked: collections.deque[_Check] = collections.deque()
+
+
+def _report() -> None:
+    """Raise if a GPU has found a bad index in edges that were made before."""
+    for _ in range(len(_unchecked)):
+        held = _unchecked.popleft()
+        if not held.done():
+            _unchecked.append(held)
+
+
+def _late(edges: Edges) -> Any:
+    """Return the check of values that a call with edges needs."""
+    return None if edges.device == "cpu" else lambda a: a.edges._look()
 
 
 def ends_of(edges: Edges | None, way: str, like: Any) -> list[Any]:
@@ -439,8 +571,8 @@ def node_to_edge_wigner_permute(
         Features of the nodes, l-major: row l² + l + m, for C channels.
     edge_index : Edges, or array or tensor (2, E), int32 or int64
         Source and target of every edge. `Edges` made once per graph save the sort. A tensor on a
-        GPU is read when first used and after every write to it (in inference mode in every call),
-        which waits for the GPU.
+        GPU is sorted when first used and after every write to it (in inference mode in every call);
+        a view of the same numbers finds these edges again.
     wigner : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
         The matrices of the edges, dimensionless like `x`. Either dense, with only the diagonal
         blocks of 2l + 1 rows read; or packed, these blocks one after the other, row by row.
@@ -482,7 +614,7 @@ def node_to_edge_wigner_permute(
     name = "node_to_edge_wigner_permute"
     limit = _order_limit(name, mmax, _lmax(name, "wigner", wigner))
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner.shape[0])
-    return to_run((None, x, None, wigner, edges, limit, "forth", 1.0), "dmessage")
+    return to_run((None, x, None, wigner, edges, limit, "forth", 1.0), "dmessage", _late(edges))
 
 
 def _way_back(name: str, transpose: bool) -> str:
@@ -557,9 +689,8 @@ def permute_wigner_inv_edge_to_node(
     name = "permute_wigner_inv_edge_to_node"
     limit = _order_limit(name, mmax, _lmax(name, "wigner_inv", wigner_inv))
     edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
-    return to_run(
-        (None, None, message, wigner_inv, edges, limit, _way_back(name, transpose), 1.0), "dx"
-    )
+    arguments = None, None, message, wigner_inv, edges, limit, _way_back(name, transpose), 1.0
+    return to_run(arguments, "dx", _late(edges))
 
 
 @op(edge_wigner, names={"wigner": "wigner_inv"})
@@ -691,5 +822,5 @@ def edge_degree_scatter(
             f"{name}: rescale_factor is {rescale_factor}; it should be finite, as its inverse"
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner_inv.shape[0])
-    static = edges, 0, _way_back(name, transpose), 1 / factor
-    return to_run((x, None, radial, wigner_inv, *static), "dx")
+    arguments = x, None, radial, wigner_inv, edges, 0, _way_back(name, transpose), 1 / factor
+    return to_run(arguments, "dx", _late(edges))

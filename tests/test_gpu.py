@@ -392,11 +392,43 @@ def test_edges_are_sorted_where_they_are_and_read_again_when_they_change():
     assert torch.equal(first, fusedops.node_to_edge_wigner_permute(x, here.to("cuda"), wigner))
     index[0, 0] = (index[0, 0] + 1) % 40
     assert not torch.equal(fusedops.node_to_edge_wigner_permute(x, index, wigner), first)
-    index[1, 7] = 40
-    with pytest.raises(IndexError, match=r"edge_index\[1, 7\] is 40; it should be in \[0, 40\)"):
-        fusedops.node_to_edge_wigner_permute(x, index, wigner)
     with pytest.raises(ValueError, match="edge_index is on cpu; it should be on cuda:0"):
         fusedops.node_to_edge_wigner_permute(x, here, wigner)
+
+
+def test_bad_edges_are_found_without_waiting_and_touch_no_other_memory():
+    x, edges, wigner = graph_on_gpu()
+    index = torch.stack(edges.tensors_here()[:2])
+    index[1, 7], index[0, 9] = 40, -(2**40)
+    message = r"edge_index\[0, 9\] is -1099511627776; it should be in \[0, 40\)"
+    fusedops.node_to_edge_wigner_permute(x, index, wigner)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        with pytest.raises(IndexError, match=message):
+            fusedops.node_to_edge_wigner_permute(x, index, wigner)
+    bad = fusedops.Edges(index, 40)
+    for wait in (bad.check, lambda: bad.to("cpu")):
+        with pytest.raises(IndexError, match=message):
+            wait()
+    with pytest.raises(IndexError, match=message):
+        fusedops.Edges(edges.tensors_here().source.expand(2, -1), 40)
+    dropped = fusedops.permute_wigner_inv_edge_to_node
+    found = dropped(torch.ones(300, 9, 4, device="cuda"), fusedops.Edges(index, 40), wigner)
+    assert torch.isfinite(found).all()
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError, match=message):
+        fusedops.Edges(edges.tensors_here().source.expand(2, -1), 40)
+
+
+def test_edges_of_a_gpu_are_made_without_waiting():
+    index = torch.randint(2000, (2, 60_000), device="cuda")
+    fusedops.Edges(index, 2000).check()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        edges = fusedops.Edges(index, 2000)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    edges.check()
 
 
 def test_edges_are_copies_and_leave_nothing_behind():

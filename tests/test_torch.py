@@ -236,6 +236,30 @@ def test_a_packed_list_is_forgotten_with_its_tensors():
     assert len(bridge.packed_read) == before
 
 
+def test_views_of_a_tensor_find_its_packed_argument():
+    made, ends = [], torch.tensor([[0, 1, 2], [1, 2, 0]])
+
+    def read(tensor):
+        def make():
+            made.append(tensor)
+            return fusedops.Edges(tensor, 3)
+
+        return fusedops.Edges.kept([tensor], {"num_nodes": 3}, make)
+
+    first = read(ends)
+    assert read(ends[:]) is first
+    assert read(ends.view(2, 3)) is first
+    turned = read(ends.flip(0))
+    assert turned.source.tolist() == [1, 2, 0]
+    part = read(ends[:, 1:])
+    assert part.num_edges == 2
+    assert read(ends[:, 1:]) is part
+    assert read(ends) is first
+    assert len(made) == 3
+    ends[0, 0] = 2
+    assert read(ends[:]).source.tolist() == [2, 1, 2]
+
+
 def test_a_list_of_tensors_is_checked_again_when_one_asks_for_a_gradient():
     xyz, groups = listed()
     fusedops.planarity_nll(xyz, groups)

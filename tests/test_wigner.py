@@ -16,7 +16,7 @@ from fusedops._frame.arrays import wide
 from fusedops.harmonics import matrices as matrices_primitive
 from fusedops.harmonics import matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.testing import TOLERANCE, error
-from fusedops.wigner import edge_wigner, m_major_order, wigner_d
+from fusedops.wigner import _Check, edge_wigner, grouped_ends, m_major_order, wigner_d
 from places import (
     EXACT,
     FILLING,
@@ -831,6 +831,59 @@ def test_edges_made_in_inference_mode_stay_usable():
     first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
     sum(g.nansum() for g in first).backward()
     assert leaves[0].grad.isfinite().all()
+
+
+@needs_torch
+@pytest.mark.parametrize("nodes", [1, 6, 40_000])
+def test_one_sort_groups_edges_by_both_ends(nodes):
+    ends = torch.randint(nodes, (2, 300), generator=torch.Generator().manual_seed(nodes))
+    none = torch.zeros(2, 300, dtype=torch.bool)
+    found = grouped_ends(ends, none, nodes)
+    for want, got in zip(fusedops.Edges(ends, nodes).tensors_here()[2:], found, strict=True):
+        assert torch.equal(want, got)
+
+
+@needs_torch
+def test_a_bad_end_is_in_no_group():
+    ends = torch.tensor([[0, 9, 1, 0], [1, 1, -5, 0]])
+    bad = (ends < 0) | (ends >= 2)
+    by_source, source_ptr, by_target, target_ptr = grouped_ends(ends, bad, 2)
+    assert source_ptr.tolist() == [0, 2, 3]
+    assert by_source.tolist() == [0, 3, 2, 1]
+    assert target_ptr.tolist() == [0, 1, 3]
+    assert by_target.tolist() == [3, 0, 1, 2]
+    *_, empty = grouped_ends(ends, bad | True, 0)
+    assert empty.tolist() == [0]
+
+
+@needs_torch
+def test_a_late_check_raises_in_every_later_call(monkeypatch):
+    # torch without CUDA can't tell.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    class Event:
+        ready = False
+
+        def query(self):
+            return self.ready
+
+        def synchronize(self):
+            self.ready = True
+
+    ends = torch.tensor([[0, 0], [1, 7]])
+    held = _Check(ends, ends > 1, 2)
+    held.event = Event()
+    edges = fusedops.Edges([[0, 0], [1, 1]], 2)
+    edges.__dict__["_unchecked"] = held
+    edges._look()
+    with pytest.raises(IndexError, match=r"edge_index\[1, 1\] is 7"):
+        edges.check()
+    with pytest.raises(IndexError, match=r"edge_index\[1, 1\] is 7"):
+        edges._look()
+    good = _Check(ends, ends > 9, 2)
+    edges.__dict__["_unchecked"] = good
+    edges._look()
+    assert "_unchecked" not in edges.__dict__
 
 
 def with_end(row, edge, value):

@@ -103,12 +103,8 @@ def recomputed(stage: Any, like: Any) -> Any:
     return functools.partial(checkpoint, stage, use_reentrant=False, preserve_rng_state=False)
 
 
-def grouped(keys: Any, count: int) -> tuple[Any, Any]:
+def grouped(keys: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the stable order that sorts keys below `count`, and where each key begins in it."""
-    if is_tensor(keys):
-        torch = sys.modules["torch"]
-        ordered, order = torch.sort(keys, stable=True)
-        return order, torch.searchsorted(ordered, torch.arange(count + 1, device=keys.device))
     # NumPy sorts 16-bit integers by counting.
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     shift = 16

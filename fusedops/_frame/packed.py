@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+#: Objects that are kept for one tensor and its views.
+_MOST = 8
+
 #: Classes of packed arguments, by name, since a graph can hold names only.
 packed: dict[str, type[Packed]] = {}
 
@@ -222,26 +225,24 @@ class Packed:
     ) -> Self:
         """Return what `make` returns for tensors: made once, and again only after a write to any.
 
-        The object is forgotten with the first of the tensors, and not kept where NumPy may write.
+        Views of the same memory find the object too. It is forgotten with the tensor of which the
+        first one is a view, and not kept where NumPy may write.
         """
-        first, *others = tensors
         frame = bridge()
-        read = frame.packed_read.get(first)
-        if read is not None:
-            of, refs, states, made = read
+        if not frame.versioned(tensors):
+            return make()
+        first, *others = [t if t._base is None else t._base for t in tensors]
+        of, states = (cls, options), frame.states(tensors)
+        found = frame.packed_read.get(first, ())
+        for before, refs, then, made in found:
             # Compare identity: a freed tensor's address may be reused.
             same = [ref() for ref in refs]
-            if (
-                of == (cls, options)
-                and len(same) == len(others)
-                and all(map(operator.is_, same, others))
-                and states == frame.states(tensors)
-            ):
+            if before == of and then == states and _are(same, others):
                 return cast("Self", made)
-        made = make()
-        if frame.versioned(tensors):
-            refs = [weakref.ref(tensor) for tensor in others]
-            frame.packed_read[first] = (cls, options), refs, frame.states(tensors), made
+        made, refs = make(), [weakref.ref(tensor) for tensor in others]
+        # Versions only grow: objects of an older one are never found again.
+        found = [entry for entry in found if entry[2][0][0] == states[0][0]]
+        frame.packed_read[first] = ((of, refs, states, made), *found[: _MOST - 1])
         return made
 
     @classmethod
@@ -311,6 +312,11 @@ class Packed:
             self.__dict__.update(self.from_tensors(arrays, sizes).__dict__)
         else:
             self._hold(**dict(zip((*self._fields, *self._sizes), (*arrays, *sizes), strict=True)))
+
+
+def _are(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two sequences hold the same objects."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
