@@ -349,8 +349,7 @@ def so2_convolution(
     same kernels compute its derivatives. Products read and write rows where they lie, without a
     copy; scaled messages stay in the cache on a CPU. `so2_convolution.vjp` returns gradients for
     the arrays that were given, in the order of the signature. Autocast changes no dtypes. On a GPU
-    products of float32 follow torch's switch for TF32; in 16 bits the two products of an order
-    m > 0 are rounded before they are added.
+    products of float32 follow torch's switch for TF32.
 
     References
     ----------

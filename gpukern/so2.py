@@ -1,9 +1,9 @@
 """SO(2) convolutions and gates on the GPU: torch's products, and kernels for the steps around them.
 
-Products read and write strided rows: nothing is copied together or apart. A complex product is a
-product with both parts of the weight, and two that are added to its halves. One kernel multiplies
-messages by radial functions, one pulls back through that, and one evaluates a gate or its
-derivatives, a block of channels in a program.
+Products read and write strided rows: nothing is copied together or apart. A complex product is one
+real product with [[R, -I], [I, R]], made of the weight in every call. One kernel multiplies messages
+by radial functions, one pulls back through that, and one evaluates a gate or its derivatives, a
+block of channels in a program.
 
 Bytes beside the products', once each: M and R numbers of an edge and channel in and M out to scale;
 2 M + R in and M + R out to pull back; and the features and gates of a gate.
@@ -82,6 +82,19 @@ def _unscale(
         other = tl.load(x + e * x_edge + minus, mask=two, other=0.0).to(FLOAT)
         total = (h * one + k * other).to(dradial.dtype.element_ty)
         tl.store(dradial + e * (R * C) + at, total, mask=live)
+
+
+@kernel_of_any_size
+def _real(weight, out, elements, half, width, row, column, SIZE: tl.constexpr):
+    """Write [[R, -I], [I, R]] of a weight, R above I."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    i, j = at // (2 * width), at % (2 * width)
+    lower, right = i >= half, j >= width
+    # I stands below R in the weight, and in the two blocks beside the diagonal here.
+    of = tl.where(lower, i - half, i) + tl.where(lower != right, half, 0)
+    place = of * row + tl.where(right, j - width, j) * column
+    value = tl.load(weight + place, mask=at < elements, other=0.0)
+    tl.store(out + at, tl.where(right & (i < half), -value, value), mask=at < elements)
 
 
 @triton.jit
@@ -167,6 +180,7 @@ def _gate(
 
 
 _launch_scale = Launcher(_scale, _WARPS)
+_launch_real = Launcher(_real, _WARPS)
 _launch_unscale = Launcher(_unscale, _WARPS)
 _launch_gate = Launcher(_gate, 1)
 
@@ -187,6 +201,16 @@ def _flat(array: Any) -> Any:
 
 def _float(*arrays: Any) -> Any:
     return tl.float64 if promoted(arrays) == torch.float64 else tl.float32
+
+
+def _block_of(weight: Any) -> Any:
+    """Return [[R, -I], [I, R]] of a weight, R above I."""
+    rows, width = weight.shape
+    out = torch.empty((rows, 2 * width), dtype=weight.dtype, device=weight.device)
+    integers = out.numel(), rows // 2, width, *weight.stride()
+    programs = -(-out.numel() // _NUMBERS)
+    _launch(_launch_real, programs, 1, (weight, out), integers, _NUMBERS)
+    return out
 
 
 def _launch(launch: Launcher, edges: int, blocks: int, arrays: Any, integers: Any, *constants: Any):  # type: ignore[no-untyped-def]
@@ -285,13 +309,8 @@ def so2_convolution(a: Any, y: Any) -> None:
     out = y.out.view(y.out.shape[0], call.M * call.D)
     _linear(first, a.weight_m0[G:], shifts[1], out[:, call.outputs[0]])
     for m in range(1, call.mmax + 1):
-        plus, minus = _halves(parts[:, call.inputs[m]])
-        weight, both = call.weights[m], out[:, call.outputs[m]]
-        real, imaginary = _upper_and_lower(weight)
-        torch.mm(plus, weight.T, out=both)
-        on_plus, on_minus = _halves(both)
-        torch.addmm(on_plus, minus, imaginary.T, alpha=-1, out=on_plus)
-        torch.addmm(on_minus, minus, real.T, out=on_minus)
+        matrix = _block_of(call.weights[m])
+        torch.mm(parts[:, call.inputs[m]], matrix.T, out=out[:, call.outputs[m]])
 
 
 @register("so2_convolution_vjp", "triton")
@@ -319,13 +338,7 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
     if dgates is not None:
         torch.addmm(first, dgates, a.weight_m0[:G], out=first)
     for m in range(1, call.mmax + 1):
-        weight, both = call.weights[m], results[m]
-        on_plus, on_minus = _halves(on_parts[:, call.inputs[m]])
-        plus, minus = _halves(both)
-        real, imaginary = _upper_and_lower(weight)
-        torch.mm(both, weight, out=on_plus)
-        torch.mm(minus, real, out=on_minus)
-        torch.addmm(on_minus, plus, imaginary, alpha=-1, out=on_minus)
+        torch.mm(results[m], _block_of(call.weights[m]), out=on_parts[:, call.inputs[m]])
     if call.radial is not None:
         call.unscale(on_parts, y.dmessage, y.dradial)
 
