@@ -27,23 +27,19 @@ _GROUPS = 16
 
 
 @functools.lru_cache(maxsize=64)
-def _places(
-    lmax: int, mmax: int, channels: int, width: int
-) -> tuple[np.ndarray, list[slice], list[slice]]:
-    """Return where orders lie, in an edge's messages and in its results.
+def segments_of(lmax: int, mmax: int, channels: int) -> np.ndarray:
+    """Return where orders lie in an edge's messages and radial functions.
 
-    The first array has, for each order and sign, a place in messages, a place in radial functions,
-    a length, and a sign: 1 for the rows of -m, which come after the rows of +m.
+    The array has, for each order and sign, a place in messages, a place in radial functions, a
+    length, and a sign: 1 for the rows of -m, which come after the rows of +m.
     """
     segments = []
-    rows = [rows for rows, _ in orders(lmax, mmax)]
     for m, (own, functions) in enumerate(orders(lmax, mmax)):
         length = (lmax + 1 - m) * channels
         for sign in range(1 if m == 0 else 2):
             place = own.start * channels + sign * length
             segments.append((place, functions.start * channels, length, sign))
-    inputs, outputs = ([columns(own, n) for own in rows] for n in (channels, width))
-    return np.array(segments, np.int64), inputs, outputs
+    return np.array(segments, np.int64)
 
 
 class _Call:
@@ -58,7 +54,8 @@ class _Call:
         self.dtype = a.message.dtype
         self.x = _rows(a.message)
         self.radial: Any = None if a.radial is None else laid_out(a.radial, 1)
-        self.segments, self.inputs, self.outputs = _places(lmax, mmax, C, self.D)
+        self.segments, rows = segments_of(lmax, mmax, C), [own for own, _ in orders(lmax, mmax)]
+        self.inputs, self.outputs = ([columns(own, n) for own in rows] for n in (C, self.D))
         self.matrices = [np.ascontiguousarray(weights[0]), *map(_real, weights[1:])]
         most = max(_FEW, _CACHED // max(M * max(C, self.D), 1))
         self.block = min(most, max(_FEW, -(-self.E // _BLOCKS)))

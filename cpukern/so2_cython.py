@@ -14,7 +14,8 @@ from fusedops._frame.threads import threads_for
 
 _so2 = isa.load("so2_cython")
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
-_so2_of = {
+#: The steps around products, by dtype.
+STEPS = {
     dtype: SimpleNamespace(
         scale=_so2.scale[name], unscale=_so2.unscale[name], gated=_so2.gated[name]
     )
@@ -26,18 +27,18 @@ _GRAIN = 1 << 15
 
 @register("so2_convolution", "cython")
 def so2_convolution(a: Any, y: Any) -> None:
-    so2.forward(_so2_of[a.message.dtype], a, y)
+    so2.forward(STEPS[a.message.dtype], a, y)
 
 
 @register("so2_convolution_vjp", "cython")
 def so2_convolution_vjp(a: Any, y: Any) -> None:
-    so2.backward(_so2_of[a.message.dtype], a, y)
+    so2.backward(STEPS[a.message.dtype], a, y)
 
 
 def _gated(a: Any, *arguments: Any) -> None:
     E, M, C = a.x.shape
     threads = threads_for(E, max(1, _GRAIN // max(M * C, 1)))
-    kernel = functools.partial(_so2_of[a.x.dtype].gated, threads=threads)
+    kernel = functools.partial(STEPS[a.x.dtype].gated, threads=threads)
     so2.gated(kernel, a, *arguments)
 
 

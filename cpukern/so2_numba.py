@@ -119,17 +119,18 @@ def _scaled(x: Any, radial: Any, segments: Any, out: Any) -> None:
     _scale(np.ascontiguousarray(x), np.ascontiguousarray(radial), segments, out)
 
 
-_KERNELS = SimpleNamespace(scale=_scaled, unscale=_unscaled)
+#: The steps around products.
+STEPS = SimpleNamespace(scale=_scaled, unscale=_unscaled)
 
 
 @register("so2_convolution", "numba")
 def so2_convolution(a: Any, y: Any) -> None:
-    so2.forward(_KERNELS, a, y)
+    so2.forward(STEPS, a, y)
 
 
 @register("so2_convolution_vjp", "numba")
 def so2_convolution_vjp(a: Any, y: Any) -> None:
-    so2.backward(_KERNELS, a, y)
+    so2.backward(STEPS, a, y)
 
 
 def _run(

@@ -9,6 +9,8 @@ import numpy as np
 
 from cpukern import isa
 from cpukern.layout import laid_out
+from cpukern.so2_cython import STEPS
+from cpukern.wigner import with_factors
 from fusedops._frame.registry import register
 from fusedops._frame.threads import threads_for
 from fusedops.wigner import degree_of_size, degrees, message_rows
@@ -65,6 +67,10 @@ def _degrees_of(
 
 @register("edge_wigner", "cython")
 def edge_wigner(a: Any, y: Any) -> None:
+    with_factors(_rotate, STEPS[a.wigner.dtype], a, y)
+
+
+def _rotate(a: Any, y: Any) -> None:
     x, edges = a.x, a.edges
     wigner, dwigner = laid_out(a.wigner, 0), y.dwigner
     of = _degrees_of(wigner.shape[1:], wigner.strides[1:], wigner.itemsize, a.mmax, a.way)

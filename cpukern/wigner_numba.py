@@ -15,7 +15,9 @@ import numba
 import numpy as np
 
 from cpukern.jit import jit
+from cpukern.so2_numba import STEPS
 from cpukern.vectors_numba import fetch
+from cpukern.wigner import with_factors
 from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel
 from fusedops.wigner import degree_of, degrees
@@ -205,8 +207,12 @@ def _rows(array: Any, width: int, dtype: Any, ends: int = 1) -> np.ndarray:
 
 @register("edge_wigner", "numba")
 def edge_wigner(a: Any, y: Any) -> None:
-    base, x, message, wigner, edges, mmax, way, scale = a
-    dx, dmessage, dwigner = y
+    with_factors(_rotate, STEPS, a, y)
+
+
+def _rotate(a: Any, y: Any) -> None:
+    base, x, message, wigner, _, edges, mmax, way, scale = a
+    dx, dmessage, dwigner, _ = y
     dtype = wigner.dtype
     places, own = _places(degree_of(wigner), mmax, way, wigner.ndim == 3)
     ends = 2 if way == "forth" else 1

@@ -22,7 +22,7 @@ from fusedops.samples import _exact, atoms_in, convolved, cubes, pair, protein
 from fusedops.scatter import ScatterPlan, gather, scatter
 from fusedops.so2 import gate, gate_vjp, gate_vjp_vjp, so2, so2_vjp
 from fusedops.trimul import trimul, trimul_vjp
-from fusedops.wigner import Edges, edge_wigner, m_major_order, message_rows
+from fusedops.wigner import Edges, edge_wigner, function_rows, m_major_order, message_rows
 
 __all__ = [
     "CASES",
@@ -469,6 +469,7 @@ def _wigner_case(
     own: bool = False,
     base: bool = False,
     scale: float = 1.0,
+    scaled: bool = False,
 ) -> Case:
     """Return all partial derivatives of the form; `own` makes every edge a node of its own."""
 
@@ -481,11 +482,14 @@ def _wigner_case(
         x = rng.normal(size=(count, rows, channels))
         message = rng.normal(size=(edges, len(m_major_order(lmax, limit)), ends * channels))
         wigner = rng.normal(size=(edges, *matrix_size(lmax, packed))) / np.sqrt(2 * lmax + 1)
-        arrays = rng.normal(size=x.shape) if base else None, x, message, wigner
+        functions = function_rows(lmax, limit)
+        factors = rng.normal(size=(edges, functions * ends * channels)) if scaled else None
+        arrays = rng.normal(size=x.shape) if base else None, x, message, wigner, factors
         return arrays, (graph, limit, way, scale)
 
-    # Sums run over channels, or over the rows of a degree at both ends of a node's edges.
-    terms = 2 * max(channels, (2 * lmax + 1) * edges // max(nodes - 1, 1))
+    # Sums run over channels, or over the rows of a degree at both ends of a node's edges; factors
+    # round terms once more.
+    terms = 2 * (1 + scaled) * max(channels, (2 * lmax + 1) * edges // max(nodes - 1, 1))
     return Case(name, edge_wigner, make, terms)
 
 
@@ -540,6 +544,7 @@ def _generated_cases() -> list[Case]:
 
 def _wigner_cases() -> list[Case]:
     cases = [
+        _wigner_case("uma-scaled", 2, nodes=6, edges=20, channels=40, packed=True, scaled=True),
         _wigner_case("uma", 2, nodes=6, edges=20, channels=40),
         _wigner_case("uma-back", 2, nodes=6, edges=20, channels=40, way="back"),
         _wigner_case("uma-degree", 2, 0, channels=40, way="back", base=True, scale=0.3),
@@ -555,6 +560,9 @@ def _wigner_cases() -> list[Case]:
     for packed in (False, True):
         name = f"undo-{'packed' if packed else 'dense'}"
         cases.append(_wigner_case(name, 2, 1, way="undo", packed=packed))
+    for lmax, mmax in ((1, 0), (2, 1), (3, 2)):
+        cases.append(_wigner_case(f"l{lmax}-m{mmax}-scaled", lmax, mmax, scale=0.3, scaled=True))
+    cases.append(_wigner_case("no-edges-scaled", 1, edges=0, scaled=True))
     cases.append(_wigner_case("wide", 1, channels=300, packed=True))
     cases.append(_wigner_case("wide-back", 1, channels=300, way="back"))
     cases.append(_wigner_case("own", 2, 1, way="back", own=True))

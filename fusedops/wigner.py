@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, added, cast, grouped, wide, zeros
+from fusedops._frame.arrays import ArrayT, added, cast, grouped, namespace, wide, zeros
 from fusedops._frame.check import (
     device_of,
     dtype_name,
@@ -115,6 +115,20 @@ def degree_of_size(size: int, packed: bool) -> int:
 def message_rows(lmax: int, mmax: int) -> int:
     """Return M, the number of rows with ``|m|`` ≤ mmax."""
     return (mmax + 1) ** 2 + (lmax - mmax) * (2 * mmax + 1)
+
+
+@functools.lru_cache(maxsize=64)
+def functions_of(lmax: int, mmax: int) -> np.ndarray:
+    """Return the radial function of every m-major row: one for l and |m|, order after order."""
+    order = _m_major_order(lmax, mmax)
+    degree = np.sqrt(order).astype(np.int64)
+    m = abs(order - degree * degree - degree)
+    return m * (lmax + 1) - m * (m - 1) // 2 + degree - m
+
+
+def function_rows(lmax: int, mmax: int) -> int:
+    """Return the number of radial functions of an edge and channel: one for l and |m|."""
+    return (mmax + 1) * (lmax + 1) - mmax * (mmax + 1) // 2
 
 
 class Edges(Packed):
@@ -380,17 +394,18 @@ def _blocks(
 
 
 def _formula(a: Any) -> tuple[Any, ...]:
-    r"""Return the partial derivatives of the form T by x (plus base), message and wigner.
+    r"""Return the partial derivatives of the form T by x (plus base), message, wigner and factors.
 
-    .. math:: T = s \sum_e \sum_h \sum_{r, j} W_{erj} \, x_{n_h(e), j} \cdot y_{ehr}
+    .. math:: T = s \sum_e \sum_h \sum_{r, j} W_{erj} \, x_{n_h(e), j} \cdot y_{ehr} \cdot
+                  f_{eh, q(r)}
 
     with :math:`n_h(e)` the node at end h of edge e, :math:`y_{eh}` the message's channels for that
-    end, and r and j rows of one degree. The way "forth" reads both ends, source and target. The
-    way "back" reads the target, and has the matrices transposed; "undo" goes the same way with the
-    matrices of the way forth.
+    end, r and j rows of one degree, and q(r) the `functions_of` r; f is one if it isn't given. The
+    way "forth" reads both ends, source and target. The way "back" reads the target, and has the
+    matrices transposed; "undo" goes the same way with the matrices of the way forth.
     """
-    x, message, wigner, edges, mmax, way, scale = a[1:]
-    arrays = [wide(array) for array in a[:4]]
+    x, message, wigner, _, edges, mmax, way, scale = a[1:]
+    arrays = [wide(array) for array in a[:5]]
     dtype = promoted(arrays)
     dx: Any
     dmessage: Any
@@ -399,12 +414,17 @@ def _formula(a: Any) -> tuple[Any, ...]:
     messages: Any
     matrices: Any
     described: Any
-    shift, nodes, messages, matrices = (a if a is None else cast(a, dtype) for a in arrays)
+    shift, nodes, messages, matrices, f = (a if a is None else cast(a, dtype) for a in arrays)
     ends = ends_of(edges, way, wigner)
     described = edge_wigner.describe(a)
-    dx, dmessage, dwigner = (
+    dx, dmessage, dwigner, df = (
         None if output is None else zeros(matrices, output[0]) for output in described
     )
+    functions, given = functions_of(degree_of(wigner), mmax), messages
+    if f is not None:
+        count = function_rows(degree_of(wigner), mmax)
+        f = f.reshape(f.shape[0], count, f.shape[1] // count)[:, functions.tolist()]
+        messages = messages if messages is None else messages * f
     for rows, own, where in _blocks(wigner, mmax, way):
         blocks = scale * matrices[where]
         for h, index in enumerate(ends):
@@ -420,9 +440,15 @@ def _formula(a: Any) -> tuple[Any, ...]:
                 dwigner[where] += scale * (part @ inputs.swapaxes(1, 2))
     if shift is not None:
         dx = dx + shift
+    if df is not None:
+        both = given * dmessage
+        of = [np.flatnonzero(functions == q).tolist() for q in range(count)]
+        df = namespace(both).stack([both[:, rows].sum(1) for rows in of], 1).reshape(df.shape)
+    if f is not None and dmessage is not None:
+        dmessage = dmessage * f
     return tuple(
         None if result is None else cast(result, _dtype_of(output[1], wigner))
-        for result, output in zip((dx, dmessage, dwigner), described, strict=True)
+        for result, output in zip((dx, dmessage, dwigner, df), described, strict=True)
     )
 
 
@@ -443,7 +469,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     """Pull back through the partial derivatives of T, which is linear in each of its arguments.
 
     Each output is the derivative of T by one argument. With the output's cotangent in the place of
-    that argument, the derivatives of T by the two others are their cotangents.
+    that argument, the derivatives of T by the others are their cotangents.
     """
     # NumPy gets a copy, since users may write to a gradient.
     dbase = cast(dy.dx, dy.dx) if wanted.base and dy.dx is not None else None
@@ -451,11 +477,11 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     for slot, cotangent in enumerate(dy):
         out = [want if other != slot else None for other, want in enumerate(wanted[1:])]
         if cotangent is not None and any(out):
-            given = [cotangent if other == slot else factor for other, factor in enumerate(a[1:4])]
-            calls.append(edge_wigner.to_run(None, *given, *a[4:], out=out, before=(dbase,)))
+            given = [cotangent if other == slot else factor for other, factor in enumerate(a[1:5])]
+            calls.append(edge_wigner.to_run(None, *given, *a[5:], out=out, before=(dbase,)))
     if len(calls) == 1:
         return calls[0]
-    found: list[Any] = [None, None, None]
+    found: list[Any] = [None] * len(dy)
     for call in calls:
         pulled = edge_wigner(*call.a, out=call.slots)
         found = [
@@ -465,10 +491,13 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     return dbase, *found
 
 
-def _rows_of(a: Any) -> tuple[int, int, int]:
-    """Return the rows of nodes, the elements of packed matrices, and the rows of messages."""
+def _rows_of(a: Any) -> tuple[int, ...]:
+    """Return L, P and M, and F, the numbers of all functions of an edge."""
     lmax = degree_of(a.wigner)
-    return (lmax + 1) ** 2, matrix_size(lmax, True)[0], message_rows(lmax, a.mmax)
+    ends = 2 if a.way == "forth" else 1
+    channels = ends * a.x.shape[2] if a.message is None else a.message.shape[2]
+    rows, functions = message_rows(lmax, a.mmax), function_rows(lmax, a.mmax)
+    return (lmax + 1) ** 2, matrix_size(lmax, True)[0], rows, functions * channels
 
 
 edge_wigner = Primitive(
@@ -479,17 +508,19 @@ edge_wigner = Primitive(
         "x": "(N, L, C), optional",
         "message": "(E, M, ends * C), optional",
         "wigner": "(E, L, L) or (E, P)",
+        "factors": "(E, F), optional",
     },
     static={"edges": Edges, "mmax": int, "way": str, "scale": float},
     sizes={
         "N": lambda a: a.wigner.shape[0] if a.edges is None else a.edges.num_nodes,
         "ends": lambda a: 2 if a.way == "forth" else 1,
-        "L, P, M": _rows_of,
+        "L, P, M, F": _rows_of,
     },
     outputs={
         "dx": "(N, L, C) as base, x, message with message",
         "dmessage": "(E, M, ends * C) as message, x with x",
         "dwigner": "like wigner with x, message",
+        "dfactors": "like factors with x, message",
     },
     formula=_formula,
     pullback=_pullback,
@@ -547,23 +578,25 @@ def _graph(
     return edge_index
 
 
-@op(edge_wigner)
+@op(edge_wigner, names={"factors": "radial"})
 def node_to_edge_wigner_permute(
     x: ArrayT,
     edge_index: Edges | ArrayT,
     wigner: ArrayT,
     *,
+    radial: ArrayT | None = None,
     mmax: int | None = None,
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
     r"""Return the features of both ends of every edge, rotated into the edge's frame, m-major.
 
-    .. math:: \mathrm{out}_{e, r} = \Bigl( \sum_j W_{e, P(r), j} \, x_{s(e), j} \;\Big\|\;
-              \sum_j W_{e, P(r), j} \, x_{t(e), j} \Bigr)
+    .. math:: \mathrm{out}_{e, r} = f_{e, q(r)} \odot \Bigl( \sum_j W_{e, P(r), j} \, x_{s(e), j}
+              \;\Big\|\; \sum_j W_{e, P(r), j} \, x_{t(e), j} \Bigr)
 
     with P(r) the l-major row of m-major row r (`fusedops.wigner.m_major_order`), j over the rows of
-    its degree, and s(e), t(e) the source and the target of edge e.
+    its degree, s(e), t(e) the source and the target of edge e, and f radial functions, one for the
+    degree and |m| of a row and each channel.
 
     Parameters
     ----------
@@ -576,6 +609,10 @@ def node_to_edge_wigner_permute(
     wigner : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
         The matrices of the edges, dimensionless like `x`. Either dense, with only the diagonal
         blocks of 2l + 1 rows read; or packed, these blocks one after the other, row by row.
+    radial : array or tensor (E, Σ (lmax + 1 - m) 2C), optional
+        f, for every order m from 0 to mmax 2C numbers for each of its degrees, dimensionless, as
+        `so2_convolution` takes them. On a GPU messages are multiplied as they are written, which
+        spares the convolution's reading and writing; on a CPU the convolution does it in the cache.
     mmax : int, optional
         The largest order ``|m|`` that is kept, at most lmax; lmax if not given.
 
@@ -592,7 +629,7 @@ def node_to_edge_wigner_permute(
 
     Notes
     -----
-    x and wigner have gradients of any order; only these two are kept for the backward. The
+    x, wigner and radial have gradients of any order; only these are kept for the backward. The
     gradient of dense matrices is zero outside of the blocks, and in rows ``|m| > mmax``. Sums over
     a node's edges run in the order of the edges, the same in every run and for any number of
     threads. Autocast changes no dtypes.
@@ -614,7 +651,9 @@ def node_to_edge_wigner_permute(
     name = "node_to_edge_wigner_permute"
     limit = _order_limit(name, mmax, _lmax(name, "wigner", wigner))
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner.shape[0])
-    return to_run((None, x, None, wigner, edges, limit, "forth", 1.0), "dmessage", _late(edges))
+    return to_run(
+        (None, x, None, wigner, radial, edges, limit, "forth", 1.0), "dmessage", _late(edges)
+    )
 
 
 def _way_back(name: str, transpose: bool) -> str:
@@ -689,7 +728,8 @@ def permute_wigner_inv_edge_to_node(
     name = "permute_wigner_inv_edge_to_node"
     limit = _order_limit(name, mmax, _lmax(name, "wigner_inv", wigner_inv))
     edges = _graph(name, edge_index, num_nodes, message, "message", wigner_inv.shape[0])
-    arguments = None, None, message, wigner_inv, edges, limit, _way_back(name, transpose), 1.0
+    arguments: Any = None, None, message, wigner_inv, None, edges
+    arguments += limit, _way_back(name, transpose), 1.0
     return to_run(arguments, "dx", _late(edges))
 
 
@@ -742,7 +782,7 @@ def permute_wigner_inv(
     name = "permute_wigner_inv"
     limit = _order_limit(name, mmax, _lmax(name, "wigner_inv", wigner_inv))
     return to_run(
-        (None, None, message, wigner_inv, None, limit, _way_back(name, transpose), 1.0), "dx"
+        (None, None, message, wigner_inv, None, None, limit, _way_back(name, transpose), 1.0), "dx"
     )
 
 
@@ -822,5 +862,6 @@ def edge_degree_scatter(
             f"{name}: rescale_factor is {rescale_factor}; it should be finite, as its inverse"
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner_inv.shape[0])
-    arguments = x, None, radial, wigner_inv, edges, 0, _way_back(name, transpose), 1 / factor
+    static = edges, 0, _way_back(name, transpose), 1 / factor
+    arguments = x, None, radial, wigner_inv, None, *static
     return to_run(arguments, "dx", _late(edges))

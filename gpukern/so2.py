@@ -1,9 +1,9 @@
 """SO(2) convolutions and gates on the GPU: torch's products, and kernels for the steps around them.
 
 Products read and write strided rows: nothing is copied together or apart. A complex product is one
-real product with [[R, -I], [I, R]], made of the weight in every call. One kernel multiplies messages
-by radial functions, one pulls back through that, and one evaluates a gate or its derivatives, a
-block of channels in a program.
+real product with [[R, -I], [I, R]], made of the weight in every call. One kernel multiplies
+messages by radial functions, one pulls back through that, and one evaluates a gate or its
+derivatives, a block of channels in a program.
 
 Bytes beside the products', once each: M and R numbers of an edge and channel in and M out to scale;
 2 M + R in and M + R out to pull back; and the features and gates of a gate.
@@ -243,37 +243,51 @@ class _Call:
     """A call's arguments as rows of edges, and where orders lie in them."""
 
     def __init__(self, a: Any) -> None:
-        _, self.M, self.C = a.message.shape
+        self.message, (_, self.M, self.C) = a.message, a.message.shape
         self.lmax, self.weights = a.lmax, weights_of(a)
         self.mmax = len(self.weights) - 1
         self.D = (self.weights[0].shape[0] - a.gate_channels) // (self.lmax + 1)
         self.x, self.radial = _flat(a.message), _rows(a.radial)
         found = orders(self.lmax, self.mmax)
-        self.functions = found[-1][1].stop
         self.inputs = [columns(rows, self.C) for rows, _ in found]
         self.outputs = [columns(rows, self.D) for rows, _ in found]
 
     def scaled(self) -> Any:
         """Return the messages times radial functions."""
-        x, radial, numbers = self.x, self.radial, self.M * self.C
-        if radial is None:
-            return x
-        out = torch.empty((x.shape[0], numbers), dtype=x.dtype, device=x.device)
-        blocks = -(-numbers // _NUMBERS)
-        integers = blocks, x.stride(0), radial.stride(0)
-        constants = self.C, self.lmax, self.mmax, self.M, _NUMBERS, _float(x)
-        _launch(_launch_scale, x.shape[0], blocks, (x, radial, out), integers, *constants)
-        return out
+        if self.radial is None:
+            return self.x
+        out = torch.empty((len(self.x), self.M, self.C), dtype=self.x.dtype, device=self.x.device)
+        scale_messages(self.message, self.radial, out, self.lmax, self.mmax)
+        return _flat(out)
 
     def unscale(self, on_scaled: Any, dmessage: Any, dradial: Any) -> None:
         """Fill the cotangents of messages and radial functions."""
-        x, radial, numbers = self.x, self.radial, self.functions * self.C
-        wanted = dmessage is not None, dradial is not None
-        arrays = on_scaled, x, radial, *(on_scaled if d is None else d for d in (dmessage, dradial))
-        blocks = -(-numbers // _NUMBERS)
-        integers = blocks, x.stride(0), radial.stride(0)
-        constants = self.C, self.lmax, self.mmax, self.M, self.functions, _NUMBERS, _float(x)
-        _launch(_launch_unscale, x.shape[0], blocks, arrays, integers, *constants, *wanted)
+        given = on_scaled, self.message, self.radial, dmessage, dradial
+        unscale_messages(*given, self.lmax, self.mmax)
+
+
+def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) -> None:
+    """Fill `out` with messages (E, M, C) times radial functions."""
+    x, radial = _flat(message), _rows(radial)
+    blocks = -(-x.shape[1] // _NUMBERS)
+    integers = blocks, x.stride(0), radial.stride(0)
+    constants = message.shape[2], lmax, mmax, message.shape[1], _NUMBERS, _float(x, radial)
+    _launch(_launch_scale, x.shape[0], blocks, (x, radial, out), integers, *constants)
+
+
+def unscale_messages(
+    on_scaled: Any, message: Any, radial: Any, dmessage: Any, dradial: Any, lmax: int, mmax: int
+) -> None:
+    """Fill the cotangents of messages and radial functions, where they aren't None."""
+    x, radial = _flat(message), _rows(radial)
+    wanted = dmessage is not None, dradial is not None
+    arrays = on_scaled, x, radial, *(on_scaled if d is None else d for d in (dmessage, dradial))
+    blocks = -(-radial.shape[1] // _NUMBERS)
+    integers = blocks, x.stride(0), radial.stride(0)
+    functions = orders(lmax, mmax)[-1][1].stop
+    constants = message.shape[2], lmax, mmax, message.shape[1], functions, _NUMBERS
+    floats = _float(on_scaled, x, radial)
+    _launch(_launch_unscale, x.shape[0], blocks, arrays, integers, *constants, floats, *wanted)
 
 
 def _halves(array: Any) -> tuple[Any, Any]:

@@ -9,6 +9,9 @@ atomically. The gradient of the matrices is formed where the message is read any
 end and block of channels; a third kernel adds up these parts and writes the zeros around the
 blocks.
 
+Factors of messages, radial functions, are multiplied in as a message is read or written, up to a
+degree whose rows are in registers together; above, a kernel of SO(2) convolutions does it.
+
 Bytes of M rows and C channels, once each: forth, E·M·2C out; its gradient, E·M·2C in; back, E·M·C
 in; its gradient, E·M·C in and out. Nodes and matrices are small beside these.
 """
@@ -25,8 +28,9 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.wigner import degree_of, message_rows
+from fusedops.wigner import degree_of, function_rows, message_rows
 from gpukern.launch import Launch, Launcher, kernel_of_any_size, launch_all, power, wide
+from gpukern.so2 import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
@@ -65,6 +69,12 @@ def _position(l, m, LMAX: tl.constexpr):
     """Return the m-major row of coefficient (l, m), as `fusedops.wigner.m_major_order`."""
     a = tl.maximum(m, -m)
     return (a - 1) * (2 * LMAX + 2 - a) + tl.where(m > 0, LMAX + 1, 2 * (LMAX + 1) - a) + l - a
+
+
+@triton.jit
+def _function(l, m, LMAX: tl.constexpr):
+    """Return the radial function of rows (l, ±m), as `fusedops.wigner.functions_of`."""
+    return m * (LMAX + 1) - m * (m - 1) // 2 + l - m
 
 
 @triton.jit
@@ -138,6 +148,52 @@ def _load_message(
 
 
 @triton.jit
+def _load_factors(
+    factors, c, live, l: tl.constexpr, MOST: tl.constexpr, LMAX: tl.constexpr,
+    ENDS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Load the factors of degree l, of orders up to MOST and of every tile of channels."""
+    found = ()
+    for tile in tl.static_range(TILES):
+        for m in tl.static_range(MOST + 1):
+            at = tile * WIDTH + c
+            place = factors + _function(l, m, LMAX) * ENDS * C + at
+            found = found + (tl.load(place, mask=(at < C) & live, other=0.0).to(FLOAT),)
+    return found
+
+
+@triton.jit
+def _times(rows, factors, MOST: tl.constexpr, TILES: tl.constexpr):
+    """Return the rows of orders -MOST to MOST times their factors."""
+    found = ()
+    for tile in tl.static_range(TILES):
+        for i in tl.static_range(2 * MOST + 1):
+            factor = factors[tile * (MOST + 1) + (i - MOST if i > MOST else MOST - i)]
+            found = found + (rows[tile * (2 * MOST + 1) + i] * factor,)
+    return found
+
+
+@triton.jit
+def _store_on_factors(
+    on_factors, sent, turned, c, live, factor, l: tl.constexpr, MOST: tl.constexpr,
+    LMAX: tl.constexpr, ENDS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Store the products of a message's rows and the rows turned, summed over ±m."""
+    ROWS: tl.constexpr = 2 * MOST + 1
+    for tile in tl.static_range(TILES):
+        for m in tl.static_range(MOST + 1):
+            total = sent[tile * ROWS + MOST + m] * turned[tile * ROWS + MOST + m]
+            if m > 0:
+                total += sent[tile * ROWS + MOST - m] * turned[tile * ROWS + MOST - m]
+            at = tile * WIDTH + c
+            place = on_factors + _function(l, m, LMAX) * ENDS * C + at
+            total = (factor * total).to(on_factors.dtype.element_ty)
+            tl.store(place, total, mask=(at < C) & live)
+
+
+@triton.jit
 def _dots(
     sent, inputs, l: tl.constexpr, SOME: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
@@ -192,79 +248,104 @@ def _factor(scale, FLOAT: tl.constexpr):
 
 @triton.jit
 def _edge_rows(
-    start, inputs, factors, message, on_message, live, c, factor,
+    start, inputs, matrix, message, factors, on_message, on_factors, live, c, factor,
     l: tl.constexpr, SOME: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
-    ENDS: tl.constexpr, FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    ENDS: tl.constexpr, FLOAT: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr, WANT_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Write SOME rows of degree l, from `start` on, and return the lanes' products, of one end."""
     K: tl.constexpr = 2 * l + 1
-    LOWEST: tl.constexpr = -(MMAX if l > MMAX else l)
+    MOST: tl.constexpr = MMAX if l > MMAX else l
     dots = ()
-    if WANT_WIGNER:
+    sent = ()
+    turned = ()
+    if HAS_FACTORS:
+        scales = _load_factors(factors, c, live, l, MOST, LMAX, ENDS, C, WIDTH, TILES, FLOAT)
+    if WANT_WIGNER or WANT_FACTORS:
         sent = _load_message(
             message, start, c, live, l, SOME, LMAX, MMAX, ENDS, C, WIDTH, TILES, FLOAT
         )
-        dots = _dots(sent, inputs, l, SOME, 0, K, WIDTH, TILES, EDGES, LANE)
-    if WANT_MESSAGE:
+    if WANT_WIGNER:
+        if HAS_FACTORS:
+            scaled = _times(sent, scales, MOST, TILES)
+        else:
+            scaled = sent
+        dots = _dots(scaled, inputs, l, SOME, 0, K, WIDTH, TILES, EDGES, LANE)
+    if WANT_MESSAGE or WANT_FACTORS:
         for tile in tl.static_range(TILES):
             for i in tl.static_range(SOME):
-                total = factors[i * K] * inputs[tile * K]
+                total = matrix[i * K] * inputs[tile * K]
                 for j in tl.static_range(1, K):
-                    total += factors[i * K + j] * inputs[tile * K + j]
+                    total += matrix[i * K + j] * inputs[tile * K + j]
+                turned = turned + (total,)
+    if WANT_MESSAGE:
+        if HAS_FACTORS:
+            written = _times(turned, scales, MOST, TILES)
+        else:
+            written = turned
+        for tile in tl.static_range(TILES):
+            for i in tl.static_range(SOME):
                 at = tile * WIDTH + c
-                m = LOWEST + start + i
+                m = start + i - MOST
                 place = on_message + _position(l, m, LMAX) * ENDS * C + at
-                total = (factor * total).to(on_message.dtype.element_ty)
-                tl.store(place, total, mask=(at < C) & live & (m <= -LOWEST))
+                total = (factor * written[tile * SOME + i]).to(on_message.dtype.element_ty)
+                tl.store(place, total, mask=(at < C) & live & (m <= MOST))
+    if WANT_FACTORS:
+        _store_on_factors(
+            on_factors, sent, turned, c, live, factor, l, MOST, LMAX, ENDS, C, WIDTH, TILES
+        )
     return dots
 
 
 @triton.jit
 def _edge_degree(
-    x, message, matrix, on_message, part, e, first, second, edges, live, c, row,
-    column, factor,
+    x, message, matrix, factors, on_message, on_factors, part, e, first, second, edges, live, c,
+    row, column, factor,
     l: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr, ROWS: tl.constexpr,
-    LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr,
-    PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr,
-    WANT_WIGNER: tl.constexpr,
+    FUNCTIONS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
+    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
+    ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    WANT_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of degree l. Return the lanes' products, of both ends, or store them too."""
     K: tl.constexpr = 2 * l + 1
     KEPT: tl.constexpr = (OFFSETS[l + 1] - OFFSETS[l]) // K
     # Few rows are taken at once, with a copy of the code for each; many, some at a time.
     WHOLE: tl.constexpr = SOME == KEPT
+    TURNS: tl.constexpr = WANT_MESSAGE or WANT_FACTORS
     found = ()
-    if WHOLE and WANT_MESSAGE:
-        factors = _load_matrix(matrix, 0, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT)
+    if WHOLE and TURNS:
+        elements = _load_matrix(matrix, 0, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT)
     for h in tl.static_range(ENDS):
         # The target first; its channels come last.
         node = first if h == 0 else second
         half = e * ROWS * ENDS * C + (ENDS - 1 - h) * C
+        of = e * FUNCTIONS * ENDS * C + (ENDS - 1 - h) * C
         rows = x + (node * (LMAX + 1) * (LMAX + 1) + l * l) * C
         inputs = _load_rows(rows, c, live, C, WIDTH, TILES, K, FLOAT)
         if WHOLE:
-            if not WANT_MESSAGE:
-                factors = ()
+            if not TURNS:
+                elements = ()
             dots = _edge_rows(
-                0, inputs, factors, message + half, on_message + half, live, c, factor,
-                l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, FLOAT,
-                WANT_MESSAGE, WANT_WIGNER,
+                0, inputs, elements, message + half, factors + of, on_message + half,
+                on_factors + of, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
+                LANE, ENDS, FLOAT, HAS_FACTORS, WANT_MESSAGE, WANT_WIGNER, WANT_FACTORS,
             )  # fmt: skip
             found = found + (dots,)
         else:
             start = 0
             while start < _hidden(KEPT, edges):
-                factors = ()
+                elements = ()
                 if WANT_MESSAGE:
-                    factors = _load_matrix(
+                    elements = _load_matrix(
                         matrix, start, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT
                     )
                 dots = _edge_rows(
-                    start, inputs, factors, message + half, on_message + half, live, c, factor,
-                    l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, FLOAT,
-                    WANT_MESSAGE, WANT_WIGNER,
+                    start, inputs, elements, message + half, factors, on_message + half,
+                    on_factors, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
+                    LANE, ENDS, FLOAT, False, WANT_MESSAGE, WANT_WIGNER, False,
                 )  # fmt: skip
                 if WANT_WIGNER:
                     _store_dots(
@@ -277,13 +358,15 @@ def _edge_degree(
 
 
 def _edge_kernel(
-    x, message, wigner, source, target, on_message, parts,
+    x, message, wigner, factors, source, target, on_message, on_factors, parts,
     nodes, edges, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr,
-    ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
-    ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
-    FLOAT: tl.constexpr, WANT_MESSAGE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    ROWS: tl.constexpr, FUNCTIONS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr,
+    LANE: tl.constexpr, ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr,
+    BACK: tl.constexpr,
+    FLOAT: tl.constexpr, HAS_FACTORS: tl.constexpr, WANT_MESSAGE: tl.constexpr,
+    WANT_WIGNER: tl.constexpr, WANT_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Write an edge's rows of the degrees from LOW to HIGH - 1."""
     program = tl.program_id(0).to(tl.int64)
@@ -304,9 +387,10 @@ def _edge_kernel(
     second_dots = ()
     for l in tl.static_range(LOW, HIGH):
         dots = _edge_degree(
-            x, message, wigner + e * w_edge, on_message, part, e, first, second, edges, live, c,
-            w_row, w_column, factor, l, SOME[l], OFFSETS, ROWS, LMAX, MMAX, C, WIDTH, TILES, EDGES,
-            LANE, ENDS, PACKED, BACK, FLOAT, WANT_MESSAGE, WANT_WIGNER,
+            x, message, wigner + e * w_edge, factors, on_message, on_factors, part, e, first,
+            second, edges, live, c, w_row, w_column, factor, l, SOME[l], OFFSETS, ROWS, FUNCTIONS,
+            LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK, FLOAT, HAS_FACTORS,
+            WANT_MESSAGE, WANT_WIGNER, WANT_FACTORS,
         )  # fmt: skip
         first_dots = first_dots + dots[0]
         if ENDS == 2:
@@ -322,37 +406,57 @@ def _edge_kernel(
 
 @triton.jit
 def _node_rows(
-    start, message, matrix, live, c, sums, inputs, row, column,
+    start, message, matrix, factors, on_factors, live, c, factor, sums, inputs, row, column,
     l: tl.constexpr, SOME: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
     LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr,
-    PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    WANT_WIGNER: tl.constexpr, WANT_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Return the sums over rows of degree l with SOME rows of edges added, and lanes' products."""
     K: tl.constexpr = 2 * l + 1
+    MOST: tl.constexpr = MMAX if l > MMAX else l
     sent = _load_message(message, start, c, live, l, SOME, LMAX, MMAX, ENDS, C, WIDTH, TILES, FLOAT)
-    factors = _load_matrix(matrix, start, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT)
+    elements = _load_matrix(matrix, start, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT)
+    if WANT_FACTORS:
+        turned = ()
+        for tile in tl.static_range(TILES):
+            for i in tl.static_range(SOME):
+                total = elements[i * K] * inputs[tile * STEP + FIRST]
+                for j in tl.static_range(1, K):
+                    total += elements[i * K + j] * inputs[tile * STEP + FIRST + j]
+                turned = turned + (total,)
+        _store_on_factors(
+            on_factors, sent, turned, c, live, factor, l, MOST, LMAX, ENDS, C, WIDTH, TILES
+        )
+    if HAS_FACTORS:
+        scales = _load_factors(factors, c, live, l, MOST, LMAX, ENDS, C, WIDTH, TILES, FLOAT)
+        scaled = _times(sent, scales, MOST, TILES)
+    else:
+        scaled = sent
     grown = ()
     for tile in tl.static_range(TILES):
         for j in tl.static_range(K):
             total = sums[tile * STEP + FIRST + j]
             for i in tl.static_range(SOME):
-                total += factors[i * K + j] * sent[tile * SOME + i]
+                total += elements[i * K + j] * scaled[tile * SOME + i]
             grown = grown + (total,)
     dots = ()
     if WANT_WIGNER:
-        dots = _dots(sent, inputs, l, SOME, FIRST, STEP, WIDTH, TILES, EDGES, LANE)
+        dots = _dots(scaled, inputs, l, SOME, FIRST, STEP, WIDTH, TILES, EDGES, LANE)
     return grown, dots
 
 
 def _node_kernel(
-    base, x, message, wigner, source_ptr, by_source, target_ptr, by_target, on_x, parts,
+    base, x, message, wigner, factors, source_ptr, by_source, target_ptr, by_target, on_x,
+    on_factors, parts,
     nodes, edges, listed, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr,
-    ROWS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
-    WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
-    ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
-    FLOAT: tl.constexpr, HAS_BASE: tl.constexpr, WANT_WIGNER: tl.constexpr,
+    ROWS: tl.constexpr, FUNCTIONS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr,
+    LANE: tl.constexpr, ENDS: tl.constexpr, OWN: tl.constexpr, PACKED: tl.constexpr,
+    BACK: tl.constexpr, FLOAT: tl.constexpr, HAS_BASE: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    WANT_WIGNER: tl.constexpr, WANT_FACTORS: tl.constexpr,
 ):  # fmt: skip
     """Write a node's rows of the degrees from LOW to HIGH - 1."""
     program = tl.program_id(0).to(tl.int64)
@@ -365,7 +469,7 @@ def _node_kernel(
     # Runs of several degrees have few rows.
     WHOLE: tl.constexpr = HIGH - LOW > 1 or SOME[LOW] * (2 * LOW + 1) == COUNT
     inputs = ()
-    if WANT_WIGNER:
+    if WANT_WIGNER or WANT_FACTORS:
         rows = x + (tl.minimum(node, nodes - 1) * (LMAX + 1) * (LMAX + 1) + LOW * LOW) * C
         inputs = _load_rows(rows, c, True, C, WIDTH, TILES, STEP, FLOAT)
     sums = ()
@@ -397,15 +501,17 @@ def _node_kernel(
                 # matrices, other work hides the load, and registers are scarce.
                 ahead = tl.load(order + k + slots, mask=k + slots < end, other=0)
             sent = message + (e * ROWS * ENDS + (ENDS - 1 - h)) * C
+            of = (e * FUNCTIONS * ENDS + (ENDS - 1 - h)) * C
             part = parts + ((block * edges + e) * ENDS + h) * OFFSETS[LMAX + 1] + OFFSETS[LOW]
             if WHOLE:
                 grown = ()
                 dots = ()
                 for l in tl.static_range(LOW, HIGH):
                     more = _node_rows(
-                        0, sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column,
-                        l, SOME[l], l * l - LOW * LOW, STEP, LMAX, MMAX, C, WIDTH, TILES, EDGES,
-                        LANE, ENDS, PACKED, BACK, FLOAT, WANT_WIGNER,
+                        0, sent, wigner + e * w_edge, factors + of, on_factors + of, live, c,
+                        factor, sums, inputs, w_row, w_column, l, SOME[l], l * l - LOW * LOW, STEP,
+                        LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK, FLOAT,
+                        HAS_FACTORS, WANT_WIGNER, WANT_FACTORS,
                     )  # fmt: skip
                     grown = grown + more[0]
                     dots = dots + more[1]
@@ -423,9 +529,10 @@ def _node_kernel(
                 start = 0
                 while start < _hidden(COUNT // STEP, edges):
                     sums, dots = _node_rows(
-                        start, sent, wigner + e * w_edge, live, c, sums, inputs, w_row, w_column,
-                        LOW, SOME[LOW], 0, STEP, LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE,
-                        ENDS, PACKED, BACK, FLOAT, WANT_WIGNER,
+                        start, sent, wigner + e * w_edge, factors, on_factors, live, c, factor,
+                        sums, inputs, w_row, w_column, LOW, SOME[LOW], 0, STEP, LMAX, MMAX, C,
+                        WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK, FLOAT, False, WANT_WIGNER,
+                        False,
                     )  # fmt: skip
                     if WANT_WIGNER:
                         _store_dots(
@@ -493,8 +600,8 @@ def _launchers(function: Any, aligned: tuple[str, ...]) -> dict[bool, Launcher]:
     }
 
 
-_by_edge = _launchers(_edge_kernel, ("x", "message", "on_message"))
-_by_node = _launchers(_node_kernel, ("base", "x", "message", "on_x"))
+_by_edge = _launchers(_edge_kernel, ("x", "message", "factors", "on_message", "on_factors"))
+_by_node = _launchers(_node_kernel, ("base", "x", "message", "factors", "on_x", "on_factors"))
 _place = Launcher(kernel_of_any_size(_place_kernel), 4)
 
 
@@ -547,12 +654,39 @@ def _layout(lmax: int, mmax: int, most: int) -> tuple[tuple[int, ...], tuple[int
     return tuple(some), tuple(offsets)
 
 
+def _by_steps(a: Any, y: Any) -> None:
+    """Rotate, and multiply messages by factors apart."""
+    on_x, on_message, on_wigner, on_factors = y
+    lmax = degree_of(a.wigner)
+    width = a.message.shape[2] if a.x is None else (1 + (a.way == "forth")) * a.x.shape[2]
+    shape = a.wigner.shape[0], message_rows(lmax, a.mmax), width
+    dtype = promoted(a[:5])
+    scaled = turned = None
+    if a.message is not None and (on_x is not None or on_wigner is not None):
+        scaled = torch.empty(shape, dtype=dtype, device=a.wigner.device)
+        scale_messages(a.message, a.factors, scaled, lmax, a.mmax)
+    if on_message is not None or on_factors is not None:
+        turned = torch.empty(shape, dtype=dtype, device=a.wigner.device)
+    edge_wigner(a._replace(message=scaled, factors=None), y._replace(dmessage=turned))
+    if on_message is not None:
+        scale_messages(turned, a.factors, on_message, lmax, a.mmax)
+    if on_factors is not None:
+        unscale_messages(turned, a.message, a.factors, None, on_factors, lmax, a.mmax)
+
+
 @register("edge_wigner", "triton")
 def edge_wigner(a: Any, y: Any) -> None:
-    base, x, message, wigner, edges, mmax, way, scale = a
-    on_x, on_message, on_wigner = y
-    float64 = promoted((base, x, message, wigner)) == torch.float64
-    base, x, message = (a if a is None else a.contiguous() for a in (base, x, message))
+    base, x, message, wigner, factors, edges, mmax, way, scale = a
+    on_x, on_message, on_wigner, on_factors = y
+    lmax = degree_of(wigner)
+    some, offsets = _layout(lmax, mmax, _ELEMENTS)
+    if factors is not None and any([n < 2 * min(l, mmax) + 1 for l, n in enumerate(some)]):
+        _by_steps(a, y)
+        return
+    float64 = promoted((base, x, message, wigner, factors)) == torch.float64
+    base, x, message, factors = (
+        a if a is None else a.contiguous() for a in (base, x, message, factors)
+    )
     packed, back = wigner.ndim == 2, way == "back"
     if packed:
         wigner = wigner.contiguous()
@@ -563,7 +697,6 @@ def edge_wigner(a: Any, y: Any) -> None:
             wigner = wigner.contiguous()
         w_edge, *within = wigner.stride()
         strides = w_edge, *(reversed(within) if back else within)
-    lmax = degree_of(wigner)
     ends = 2 if way == "forth" else 1
     channels = x.shape[2] if x is not None else message.shape[2] // ends
     nodes = 0 if x is None else x.shape[0]
@@ -577,14 +710,17 @@ def edge_wigner(a: Any, y: Any) -> None:
         # Edges may claim wrong sizes; reads stay within the arrays.
         listed = min(source_ptr.numel(), target_ptr.numel()) - 1
         count = min(count, *[a.numel() for a in (source, target, by_source, by_target)])
-    by_edge = on_message is not None or (on_wigner is not None and on_x is None)
-    dots_by_node = on_wigner is not None and not by_edge and nodes > 0
+    # The gradients of matrices and factors are products of messages and nodes.
+    products = on_wigner is not None or on_factors is not None
+    by_edge = on_message is not None or (products and on_x is None)
+    by_node = products and not by_edge and nodes > 0
+    dots_by_node = by_node and on_wigner is not None
     kind = tl.float64 if float64 else tl.float32
-    vector = _aligned(channels, (base, x, message, on_x, on_message))
+    vector = _aligned(channels, (base, x, message, factors, on_x, on_message, on_factors))
     (bits,) = struct.unpack("q", struct.pack("d", scale))
-    some, offsets = _layout(lmax, mmax, _ELEMENTS)
     some_by_node, _ = _layout(lmax, mmax, _ELEMENTS_WITH_DOTS if dots_by_node else _ELEMENTS)
-    constants = offsets, message_rows(lmax, mmax), lmax, mmax, channels
+    functions = function_rows(lmax, mmax)
+    constants = offsets, message_rows(lmax, mmax), functions, lmax, mmax, channels
     layout = ends, edges is None, packed, back, kind
     blocks = -(-channels // _CHANNELS)
     tile = _tiling(channels, float64, _CHANNELS, vector)
@@ -602,27 +738,28 @@ def edge_wigner(a: Any, y: Any) -> None:
         key = wigner.device, *[a.dtype for a in arrays], wide(*integers), *constants
         launches.append((kernel, programs, key, (*arrays, *integers, *constants)))
 
-    for low, high in _runs(lmax, _ROWS_WITH_DOTS if dots_by_node else _ROWS):
+    scaled = factors is not None
+    for low, high in _runs(lmax, _ROWS_WITH_DOTS if by_node else _ROWS):
         if by_edge and count and channels and nodes:
             launch(
                 _by_edge[vector],
                 -(-count // tile[2]) * blocks,
-                (x, message, wigner, source, target, on_message, parts),
+                (x, message, wigner, factors, source, target, on_message, on_factors, parts),
                 (nodes, count, blocks, bits, *strides),
-                low, high, some, *constants, *tile, *layout, on_message is not None,
-                on_wigner is not None,
+                low, high, some, *constants, *tile, *layout, scaled, on_message is not None,
+                on_wigner is not None, on_factors is not None,
             )  # fmt: skip
         if on_x is not None and on_x.numel():
             lists = source_ptr, by_source, target_ptr, by_target
-            few = dots_by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
+            few = by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
             shape = _tiling(channels, float64, _WIDTH_WITH_DOTS, vector) if few else tile
             launch(
                 _by_node[vector],
                 on_x.shape[0] * blocks,
-                (base, x, message, wigner, *lists, on_x, parts if dots_by_node else None),
+                (base, x, message, wigner, factors, *lists, on_x, on_factors, parts),
                 (nodes, count, listed, blocks, bits, *strides),
                 low, high, some_by_node, *constants, *shape, *layout, base is not None,
-                dots_by_node,
+                scaled, dots_by_node, by_node and on_factors is not None,
             )  # fmt: skip
     if on_wigner is not None and on_wigner.numel():
         launch(

@@ -21,7 +21,7 @@ from fusedops._frame import registry
 from fusedops._frame.kinds import forget_plans
 from fusedops.samples import atoms_in, convolved, cubes, pair, protein
 from fusedops.testing import CASES, TOLERANCE, error
-from fusedops.wigner import m_major_order, message_rows, wigner_d
+from fusedops.wigner import function_rows, m_major_order, message_rows, wigner_d
 from places import EXACT, HAS_TORCH
 
 if HAS_TORCH:
@@ -209,6 +209,7 @@ def rotation(
     way: str,
     packed: bool = False,
     transpose: bool = False,
+    scaled: bool = False,
     raw: bool = False,
 ) -> dict[str, Any]:
     """Features of nodes or edges; the last node has no edge."""
@@ -229,6 +230,9 @@ def rotation(
     if way != "own":
         arguments["edge_index"] = ends if raw else fusedops.Edges(ends, nodes)
     arguments["wigner" if way == "forth" else "wigner_inv"] = matrices
+    if scaled:
+        functions = function_rows(lmax, mmax)
+        arguments["radial"] = rng.normal(size=(edges, 2 * functions * C))
     if way == "degree":
         arguments["rescale_factor"] = 2.5
     else:
@@ -441,6 +445,14 @@ EXAMPLES = [
         *("x", "wigner"),
         way="forth",
         packed=True,
+    ),
+    _rotation(
+        "forth-scaled",
+        fusedops.node_to_edge_wigner_permute,
+        *("x", "wigner", "radial"),
+        way="forth",
+        packed=True,
+        scaled=True,
     ),
     _rotation(
         "back", fusedops.permute_wigner_inv_edge_to_node, "message", "wigner_inv", way="back"

@@ -469,8 +469,11 @@ def test_edges_that_lie_lead_nowhere_on_a_gpu():
     )
     static = fusedops.Edges.from_tensors(wild, edges.sizes()), 2, "forth", 1.0
     with fusedops.use_backend("triton"):
-        _, dmessage, _ = edge_wigner(None, x, None, wigner, *static, out=(None, True, None))
-        dx, _, dwigner = edge_wigner(None, x, message, wigner, *static, out=(True, None, True))
+        _, dmessage, *_ = edge_wigner(
+            None, x, None, wigner, None, *static, out=(None, True, None, None)
+        )
+        out = True, None, True, None
+        dx, _, dwigner, _ = edge_wigner(None, x, message, wigner, None, *static, out=out)
     torch.cuda.synchronize()
     for result in (dmessage, dx):
         assert torch.isfinite(result).all()

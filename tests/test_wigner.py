@@ -16,7 +16,14 @@ from fusedops._frame.arrays import wide
 from fusedops.harmonics import matrices as matrices_primitive
 from fusedops.harmonics import matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.testing import TOLERANCE, error
-from fusedops.wigner import _Check, edge_wigner, grouped_ends, m_major_order, wigner_d
+from fusedops.wigner import (
+    _Check,
+    edge_wigner,
+    function_rows,
+    grouped_ends,
+    m_major_order,
+    wigner_d,
+)
 from places import (
     EXACT,
     FILLING,
@@ -1261,13 +1268,52 @@ def test_second_derivatives_of_sixteen_bits(torch_backend, op, dtype):
         close(got.detach().double().numpy(), want.detach().numpy(), narrow, 256)
 
 
-SUBSETS = list(itertools.product([True, False], repeat=3))[:-1]
+SUBSETS = list(itertools.product([True, False], repeat=4))[:-1]
+
+
+def factors_of(message, lmax, mmax):
+    """Return factors for messages."""
+    edges, _, width = message.shape
+    count = function_rows(lmax, mmax)
+    return np.random.default_rng(2).normal(size=(edges, count * width))
+
+
+@pytest.mark.parametrize(("lmax", "mmax"), [(0, 0), (2, 2), (3, 1)])
+def test_radial_functions_multiply_the_rows_of_their_degree_and_order(quick, lmax, mmax):
+    p = problem("forth", lmax, mmax)
+    message = solve(quick, p)[0]
+    radial = factors_of(message, lmax, mmax)
+    order = m_major_order(lmax, mmax)
+    degree = np.sqrt(order).astype(int)
+    kinds = list(zip(degree, abs(order - degree * degree - degree), strict=True))
+    # Functions come in the order in which m-major rows first have their degree and |m|.
+    functions = list(dict.fromkeys(kinds))
+    own = radial.reshape(len(radial), len(functions), -1)
+    want = message * own[:, [functions.index(kind) for kind in kinds]]
+    x, wigner, f = (tensor(a) if quick[0] == "torch" else a for a in (*p.arrays, radial))
+    op = fusedops.node_to_edge_wigner_permute
+    found = op(x, wigner=wigner, radial=f, **p.options, backend=quick[1])
+    close(np.asarray(found), want)
+
+
+@needs_torch
+def test_gradgradcheck_with_radial_functions(torch_backend):
+    p = problem("forth", 1)
+    radial = factors_of(np.zeros((len(ENDS[0]), 4, 6)), 1, 1)
+    leaves = [tensor(array).requires_grad_() for array in (*p.arrays, radial)]
+
+    def rotated(x, wigner, radial):
+        op = fusedops.node_to_edge_wigner_permute
+        return op(x, wigner=wigner, radial=radial, **p.options, backend=torch_backend)
+
+    assert torch.autograd.gradcheck(rotated, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(rotated, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("way", ["forth", "back", "undo", "own"])
 def test_some_outputs_are_what_they_are_among_all(place, way, packed):
-    """Every subset of outputs is tried, with and without given sums to add to."""
+    """Every subset of outputs is tried, with and without given sums to add to, and factors."""
     interpreted = place[1] == "triton"
     lmax, mmax = (1, 0) if interpreted else (3, 2)
     p = problem(way, lmax, mmax, packed=packed)
@@ -1280,14 +1326,16 @@ def test_some_outputs_are_what_they_are_among_all(place, way, packed):
             return edge_wigner(*arrays, *static, out=[want or None for want in wanted])
 
     for first in [base] if interpreted else [None, base]:
-        arrays = [first, x, message, p.arrays[-1]]
+        arrays = [first, x, message, p.arrays[-1], factors_of(message, lmax, mmax)]
+        if way != "forth" or first is not None:
+            arrays[-1] = None
         if place[0] == "torch":
             arrays = [a if a is None else tensor(a) for a in arrays]
-        together = call(arrays, (True, True, True))
+        together = call(arrays, (True, True, True, True))
         for wanted in SUBSETS:
             some = call(arrays, wanted)
             for want, got, whole in zip(wanted, some, together, strict=True):
-                if want:
+                if want and whole is not None:
                     got, whole = np.asarray(got), np.asarray(whole)
                     assert np.isfinite(got).all()
                     (close if interpreted else same)(got, whole)
@@ -1305,12 +1353,12 @@ def test_outputs_are_there_where_their_factors_are(place, way):
         if place[0] == "torch":
             arrays = [a if a is None else tensor(a) for a in arrays]
         with fusedops.use_backend(place[1]):
-            return edge_wigner(*arrays, fusedops.Edges(ENDS, NODES), 1, way, 1.0)
+            return edge_wigner(*arrays, None, fusedops.Edges(ENDS, NODES), 1, way, 1.0)
 
     whole = outputs(None, x, message, p.arrays[-1])
     for arrays, there in (((None, x, None), 1), ((None, None, message), 0)):
         some = outputs(*arrays, p.arrays[-1])
-        assert [out is not None for out in some] == [at == there for at in range(3)]
+        assert [out is not None for out in some] == [at == there for at in range(4)]
         agree(place, np.asarray(some[there]), np.asarray(whole[there]))
 
 
@@ -1776,14 +1824,14 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
         return guard, guard[3]
 
     arrays, outputs, guards = [], [], []
-    for name in edge_wigner.arrays:
+    for name in shapes:
         _, array = around(shapes[name], np.nan)
         array[...] = rng.normal(size=shapes[name])
         arrays.append(array)
     if lie == "of outputs too":
         # A call makes an output for every node that the edges name.
         arrays[0], shapes["x"] = np.zeros((bound, rows, channels)), (bound, rows, channels)
-    for name in edge_wigner.arrays[1:]:
+    for name in list(shapes)[1:]:
         guard, array = around(shapes[name], 5.0)
         outputs.append(array)
         guards.append(guard)
@@ -1791,8 +1839,9 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
     kernel = registry.choose(request)[1]
     if framework == "torch":
         arrays, outputs = ([torch.from_numpy(a) for a in group] for group in (arrays, outputs))
-    kernel(edge_wigner.Arguments(*arrays, edges, 1, way, 1.0), edge_wigner.Outputs(*outputs))
-    for name, guard in zip(edge_wigner.outputs, guards, strict=True):
+    a = edge_wigner.Arguments(*arrays, None, edges, 1, way, 1.0)
+    kernel(a, edge_wigner.Outputs(*outputs, None))
+    for name, guard in zip(edge_wigner.outputs, guards, strict=False):
         touched = (guard != 5).any((1, 2, 3))
         assert not touched[[0, 1, 2, 4, 5, 6]].any(), f"{name} is written outside"
         assert np.isfinite(guard[3]).all(), f"{name} is of what was read outside"
@@ -1802,7 +1851,7 @@ GUARDED = """
 import numpy as np
 from fusedops import Edges
 from fusedops.harmonics import matrix_size
-from fusedops.wigner import edge_wigner, m_major_order
+from fusedops.wigner import edge_wigner, function_rows, m_major_order
 from guarded import FRAMEWORK, fill, guarded
 
 
@@ -1821,6 +1870,8 @@ def check(lmax, mmax, way, channels, packed, own, dtype, absent, at_the_end):
     shapes = [(nodes, rows, channels)] * 2
     shapes += [(count, len(m_major_order(lmax, mmax)), halves * channels)]
     shapes += [(count, *matrix_size(lmax, packed))]
+    shapes += [(count, function_rows(lmax, mmax) * halves * channels)]
+    absent = absent if way == "forth" else (*absent, 4)
     arrays = [
         None if at in absent else guarded(rng.normal(size=s).astype(dtype), at_the_end)
         for at, s in enumerate(shapes)

@@ -80,6 +80,22 @@ def _packed(matrices: Any, lmax: int) -> Any:
     return torch.cat([matrices[:, of, of].flatten(1) for of in rows], dim=1).unsqueeze(1)
 
 
+class _Convolution(SO2Convolution):
+    """An SO(2) convolution for fairchem's layers whose packing is joined to rotations.
+
+    Our message is m-major already: it goes in place of the first of their three arrays.
+    """
+
+    def gemm_outputs_from_packed(self, message: Any, radial: Any, none: Any) -> Any:
+        """Return gates, the convolution of messages, and nothing."""
+        out, gates = self(message, radial)
+        return gates, out, none
+
+    def gemms_from_blocks(self, blocks: Any) -> Any:
+        """Return the convolution of messages, and nothing more."""
+        return self(blocks[0]), None, None
+
+
 def _convolution(theirs: Any) -> Any:
     """Return an SO(2) convolution with the layers of fairchem's, or theirs if it has others."""
     layers = theirs.fc_m0, *(layer.fc for layer in theirs.so2_m_conv)
@@ -87,7 +103,7 @@ def _convolution(theirs: Any) -> Any:
     if len(layers) > len(WEIGHTS) or any(type(layer) is not torch.nn.Linear for layer in layers):
         return theirs
     with torch.device("meta"):
-        ours = SO2Convolution(
+        ours = _Convolution(
             theirs.sphere_channels,
             theirs.m_output_channels,
             theirs.lmax,
@@ -126,6 +142,19 @@ LAYERS: dict[str, Any] = {
 }
 
 
+def _fits(edgewise: Any) -> bool:
+    """Return whether fairchem's layer calls fused methods, and all of its parts are ours."""
+    return (
+        hasattr(edgewise, "_forward_chunk_fused")
+        # For a model with fused methods fairchem makes matrices of this degree only.
+        and edgewise.lmax == 2
+        and isinstance(edgewise.act, _Gates)
+        and isinstance(edgewise.so2_conv_1, _Convolution)
+        and isinstance(edgewise.so2_conv_2, _Convolution)
+        and edgewise.so2_conv_1.rad_func is None
+    )
+
+
 class EdgeOps:
     """The methods of a fairchem backend that rotate features into the frames of edges and back.
 
@@ -137,6 +166,10 @@ class EdgeOps:
     ----------
     mmax : int or None
         The model's largest order, read from its mapping by `prepare_wigner`; None for lmax.
+    supports_fused_edgewise : bool
+        Whether fairchem (2.24) may call the fused methods: for lmax = 2, after
+        `prepare_model_for_inference`, in modes that compute the radial functions of all layers at
+        once.
 
     Notes
     -----
@@ -159,6 +192,7 @@ class EdgeOps:
     """
 
     mmax: int | None = None
+    supports_fused_edgewise = False
     #: The backend that fairchem has for the mode.
     theirs: Any
 
@@ -186,6 +220,8 @@ class EdgeOps:
                 ours = LAYERS.get(type(theirs).__name__)
                 if ours is not None:
                     setattr(parent, name, ours(theirs))
+        layers = [getattr(block, "edge_wise", None) for block in getattr(model, "blocks", ())]
+        self.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
 
     def prepare_wigner(
         self, wigner: Any, wigner_inv: Any, mappingReduced: Any, coefficient_index: Any
@@ -253,6 +289,119 @@ class EdgeOps:
         """
         edges = _edges(edge_index, x_full.shape[0])
         return node_to_edge_wigner_permute(x_full, edges, _matrices(wigner), mmax=self.mmax)
+
+    def fused_node_to_edge_conv1_pack(
+        self, x_full: Any, edge_index: Any, wigner: Any, radial: Any, sphere_channels: int
+    ) -> tuple[Any, Any, None]:
+        """Return messages for the first convolution, and radial functions that it still needs.
+
+        On a GPU messages are multiplied as they are written; on a CPU the convolution does it.
+
+        Parameters
+        ----------
+        x_full, edge_index, wigner
+            As in `node_to_edge_wigner_permute`.
+        radial : tensor (E, Σ (lmax + 1 - m) 2C)
+            See `fusedops.so2_convolution`.
+        sphere_channels : int
+            C; not needed.
+
+        Returns
+        -------
+        message : tensor (E, M, 2C)
+            See `fusedops.node_to_edge_wigner_permute`.
+        radial : tensor or None
+            As given on a CPU.
+        none : None
+            fairchem has three arrays.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fairchem import EdgeOps
+        >>> x, edge_index = torch.arange(8.0).view(2, 4, 1), torch.tensor([[0], [1]])
+        >>> found = EdgeOps().fused_node_to_edge_conv1_pack(
+        ...     x, edge_index, torch.eye(4)[None], torch.ones(1, 6), 1
+        ... )
+        >>> found[0].shape, found[1].shape
+        (torch.Size([1, 4, 2]), torch.Size([1, 6]))
+        """
+        edges = _edges(edge_index, x_full.shape[0])
+        matrices, here = _matrices(wigner), x_full.device.type == "cpu"
+        factors = None if here else radial
+        message = node_to_edge_wigner_permute(
+            x_full, edges, matrices, radial=factors, mmax=self.mmax
+        )
+        return message, radial if here else None, None
+
+    def gate_activation(
+        self, gates: Any, message: Any, none: Any, channels: int, activation: Any
+    ) -> tuple[Any, None, None]:
+        """Return gated messages, and nothing more.
+
+        Parameters
+        ----------
+        gates, message : tensor
+            As the first convolution returns them.
+        none, channels
+            Not needed.
+        activation : torch.nn.Module
+            Ours for fairchem's ``GateActivation``.
+
+        Returns
+        -------
+        tensor, None, None
+            See `fusedops.gate_activation`.
+
+        Examples
+        --------
+        >>> import torch, fusedops
+        >>> from fusedops.compat.fairchem import EdgeOps
+        >>> gates, message = torch.zeros(1, 1), torch.ones(1, 4, 1)
+        >>> EdgeOps().gate_activation(gates, message, None, 1, fusedops.gate_activation)[0].shape
+        torch.Size([1, 4, 1])
+        """
+        return activation(gates, message), None, None
+
+    def fused_conv2_inv_edge_to_node(
+        self,
+        message: Any,
+        no: Any,
+        none: Any,
+        wigner_inv_envelope: Any,
+        scatter_target: Any,
+        num_nodes: int,
+        sphere_channels: int,
+    ) -> Any:
+        """Return messages rotated out of the frames of their edges, summed by target.
+
+        Parameters
+        ----------
+        message : tensor (E, M, C)
+            As the second convolution returns it.
+        no, none, sphere_channels
+            Not needed.
+        wigner_inv_envelope, scatter_target, num_nodes
+            As in `permute_wigner_inv_edge_to_node`.
+
+        Returns
+        -------
+        tensor (N, (lmax + 1)², C)
+            See `fusedops.permute_wigner_inv_edge_to_node`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fusedops.compat.fairchem import EdgeOps
+        >>> message, wigner_inv = torch.ones(2, 4, 1), torch.eye(4).expand(2, 4, 4)
+        >>> EdgeOps().fused_conv2_inv_edge_to_node(
+        ...     message, None, None, wigner_inv, torch.tensor([1, 1]), 2, 1
+        ... )[..., 0].tolist()
+        [[0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
+        """
+        return self.permute_wigner_inv_edge_to_node(
+            message, wigner_inv_envelope, scatter_target, num_nodes
+        )
 
     def permute_wigner_inv_edge_to_node(
         self,

@@ -28,6 +28,7 @@ def strategy(compiled: bool) -> dict[str, Any]:
         "blocks": st.booleans(),
         "transpose": st.booleans(),
         "scale": st.sampled_from((1.0, 3.0, -0.7)),
+        "scaled": st.booleans(),
     }
 
 
@@ -69,9 +70,18 @@ def build(d: dict[str, Any]) -> Problem:
             out[target] += rows_of[e]
         return out
 
-    def forth(x: np.ndarray, wigner: np.ndarray) -> np.ndarray:
+    # One function for every degree and |m|, in the order in which rows first have them.
+    degree_of = np.sqrt(order).astype(int)
+    kinds = list(zip(degree_of, abs(order - degree_of * degree_of - degree_of), strict=True))
+    functions = list(dict.fromkeys(kinds))
+    own = [functions.index(kind) for kind in kinds]
+    scaled = {"radial": values(rng, (E, 2 * C * len(functions)), kind)} if d["scaled"] else {}
+
+    def forth(x: np.ndarray, wigner: np.ndarray, radial: Any = None) -> np.ndarray:
         W = _dense(wigner, lmax)[:, order]
-        return np.concatenate([np.einsum("erj,ejc->erc", W, x[end]) for end in ends], axis=2)
+        out = np.concatenate([np.einsum("erj,ejc->erc", W, x[end]) for end in ends], axis=2)
+        factors = 1.0 if radial is None else radial.reshape(E, len(functions), 2 * C)[:, own]
+        return out * factors
 
     def degree(x: np.ndarray, radial: np.ndarray, wigner_inv: np.ndarray) -> np.ndarray:
         return x + summed(rotated(radial, wigner_inv)) / d["scale"]
@@ -82,7 +92,7 @@ def build(d: dict[str, Any]) -> Problem:
     if way == "forth":
         op, arrays, options, oracle = (
             fusedops.node_to_edge_wigner_permute,
-            {"x": x, "wigner": matrices},
+            {"x": x, "wigner": matrices, **scaled},
             limits,
             forth,
         )
@@ -114,7 +124,7 @@ def build(d: dict[str, Any]) -> Problem:
             moved = ends.copy()
             moved[-1, -1] = wrong
             bad.append(("edge_index", moved))
-    linear = {"degree": ("x", "radial"), "forth": ("x", "wigner")}.get(
+    linear = {"degree": ("x", "radial"), "forth": ("x", "wigner", *scaled)}.get(
         way, ("message", "wigner_inv")
     )
     return Problem(

@@ -1,0 +1,56 @@
+"""Rotations of edges on the CPU with factors of messages, by a kernel without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cpukern.layout import laid_out
+from cpukern.so2 import segments_of
+from fusedops._frame import memory
+from fusedops._frame.threads import in_parallel
+from fusedops.wigner import degree_of, message_rows
+
+# Edges that are worth handing to another thread.
+_GRAIN = 1 << 8
+
+
+def with_factors(rotate: Callable[[Any, Any], None], steps: Any, a: Any, y: Any) -> None:
+    """Run a kernel of rotations, and the steps of an SO(2) convolution's scaling around it."""
+    if a.factors is None:
+        rotate(a, y)
+        return
+    lmax, E = degree_of(a.wigner), len(a.wigner)
+    width = a.message.shape[2] if a.x is None else (1 + (a.way == "forth")) * a.x.shape[2]
+    shape = E, message_rows(lmax, a.mmax), width
+    segments, factors = segments_of(lmax, a.mmax, width), laid_out(a.factors, 1)
+
+    def flat(array: Any) -> Any:
+        return laid_out(array, 2).reshape(E, shape[1] * width)
+
+    def scale(given: Any, out: Any) -> None:
+        rows, to = flat(given), flat(out)
+
+        def step(low: int, high: int) -> None:
+            e = slice(low, high)
+            steps.scale(rows[e], factors[e], segments, to[e])
+
+        in_parallel(step, E, _GRAIN)
+
+    scaled = rotated = None
+    if a.message is not None and (y.dx is not None or y.dwigner is not None):
+        scaled = memory.empty(shape, a.wigner.dtype)
+        scale(a.message, scaled)
+    if y.dmessage is not None or y.dfactors is not None:
+        rotated = memory.empty(shape, a.wigner.dtype)
+    rotate(a._replace(message=scaled, factors=None), y._replace(dmessage=rotated))
+    if y.dmessage is not None:
+        scale(rotated, y.dmessage)
+    if y.dfactors is not None:
+        rows, turned = flat(a.message), flat(rotated)
+
+        def fold(low: int, high: int) -> None:
+            e = slice(low, high)
+            steps.unscale(turned[e], rows[e], factors[e], segments, None, y.dfactors[e])
+
+        in_parallel(fold, E, _GRAIN)
