@@ -17,6 +17,7 @@ from fusedops._frame.registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.generated import dynamic_conv_generated
 from fusedops.pairs import PairTransition, TriangleAttention, lecun_normal
+from fusedops.so2 import PRECISIONS as SO2_PRECISIONS
 from fusedops.so2 import WEIGHTS, so2_convolution
 from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
 
@@ -505,6 +506,8 @@ class SO2Convolution(torch.nn.Module):
         Without `internal_weights`, the sizes of the network's input and hidden layers.
     extra_m0_output_channels : int, optional
         G, the number of gates, which are returned beside the result.
+    precision : {None, "ieee", "tf32", "bf16"}
+        See `fusedops.so2_convolution`.
     backend : str, optional
         The backend that must serve every call.
 
@@ -512,7 +515,7 @@ class SO2Convolution(torch.nn.Module):
     ----------
     sphere_channels, m_output_channels, lmax, mmax : int
         As given.
-    extra_m0_output_channels, backend
+    extra_m0_output_channels, precision, backend
         As given.
     fc_m0 : torch.nn.Linear
         The weight and the bias of order 0.
@@ -562,6 +565,7 @@ class SO2Convolution(torch.nn.Module):
         edge_channels_list: Sequence[int] | None = None,
         extra_m0_output_channels: int | None = None,
         *,
+        precision: str | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -587,12 +591,14 @@ class SO2Convolution(torch.nn.Module):
                 f"{name}: edge_channels_list is {edge_channels_list}; it should have sizes, "
                 "unless internal_weights is True"
             )
+        one_of(name, "precision", precision, SO2_PRECISIONS)
         one_of(name, "backend", backend, (None, *(each.name for each in BACKENDS)))
         self.sphere_channels = sphere_channels
         self.m_output_channels = m_output_channels
         self.lmax = lmax
         self.mmax = mmax
         self.extra_m0_output_channels = extra_m0_output_channels
+        self.precision = precision
         self.backend = backend
         Linear = torch.nn.Linear
         widths = [(lmax + 1 - m) * sphere_channels for m in range(mmax + 1)]
@@ -666,6 +672,7 @@ class SO2Convolution(torch.nn.Module):
             bias=self.fc_m0.bias,
             radial=x_edge,
             gate_channels=self.extra_m0_output_channels or 0,
+            precision=self.precision,
             backend=self.backend,
         )
         return found
@@ -675,7 +682,10 @@ class SO2Convolution(torch.nn.Module):
         shown = (
             f"{self.sphere_channels}, {self.m_output_channels}, lmax={self.lmax}, mmax={self.mmax}"
         )
-        return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
+        for name in ("precision", "backend"):
+            value = getattr(self, name)
+            shown += "" if value is None else f", {name}={value!r}"
+        return shown
 
 
 #: Other programs' names for the layers of the triangle update, by the gate of the program. Two

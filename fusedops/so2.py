@@ -14,7 +14,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
-from fusedops._frame.check import one_of, promoted, size
+from fusedops._frame.check import dtype_name, one_of, promoted, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 from fusedops.wigner import m_major_order, message_rows
@@ -22,6 +22,8 @@ from fusedops.wigner import m_major_order, message_rows
 #: The arguments that have the weights of orders 0, 1, ….
 WEIGHTS = tuple(f"weight_m{m}" for m in range(9))
 LAYOUTS = ("m", "l")
+#: The precisions of products; None is that of torch.
+PRECISIONS = (None, "ieee", "tf32", "bf16")
 
 
 @functools.lru_cache(maxsize=64)
@@ -89,7 +91,7 @@ def _widened(arrays: Sequence[Any]) -> list[Any]:
 
 def _formula(a: Any) -> tuple[Any, Any]:
     """Define the convolution: a product for every order."""
-    *arrays, lmax, G = a
+    *arrays, lmax, G, _ = a
     dtype = promoted(arrays)
     x, *weights, bias, radial = _widened(arrays)
     weights = [weight for weight in weights if weight is not None]
@@ -109,7 +111,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
 
 def _vjp_formula(a: Any) -> tuple[Any, ...]:
     """Return the cotangents of all arrays."""
-    *arrays, lmax, _ = a
+    *arrays, lmax, _, _ = a
     x, *weights, bias, radial, dout, dgates = _widened(arrays)
     weights = [weight for weight in weights if weight is not None]
     mmax, xp, (E, M, C) = len(weights) - 1, namespace(x), x.shape
@@ -144,17 +146,17 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    *arrays, lmax, G = a
+    *arrays, lmax, G, precision = a
     dout, dgates = dy
     if dout is not None and (dgates is not None or not G):
-        return so2_vjp.to_run(*arrays, dout, dgates, lmax, G, out=wanted)
+        return so2_vjp.to_run(*arrays, dout, dgates, lmax, G, precision, out=wanted)
     E, first = a.message.shape[0], a.weight_m0.shape[0]
     if dout is None:
         rows = message_rows(lmax, len(weights_of(a)) - 1)
         dout = zeros(dgates, (E, rows, (first - G) // (lmax + 1)))
     else:
         dgates = zeros(dout, (E, G))
-    return so2_vjp(*arrays, dout, dgates, lmax, G, out=wanted)
+    return so2_vjp(*arrays, dout, dgates, lmax, G, precision, out=wanted)
 
 
 def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
@@ -164,7 +166,7 @@ def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     With a derivative's cotangent in the place of its factor, T's derivatives by the other factors
     are their cotangents. The bias goes with the weights, and is zero beside another cotangent.
     """
-    *arrays, dout, dgates, lmax, G = a
+    *arrays, dout, dgates, lmax, G, precision = a
     last = len(arrays) - 1
     weights = range(1, last)
     terms = []
@@ -188,10 +190,10 @@ def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
             for at, want in enumerate(wanted[: last + 1])
         ]
         if any(slots):
-            pulled = so2_vjp(*term, dout, dgates, lmax, G, out=slots)
+            pulled = so2_vjp(*term, dout, dgates, lmax, G, precision, out=slots)
         pushed: Any = None, None
         if any(wanted[last + 1 :]):
-            pushed = so2(*term, lmax, G, out=wanted[last + 1 :])
+            pushed = so2(*term, lmax, G, precision, out=wanted[last + 1 :])
         found = [added(one, two) for one, two in zip(found, (*pulled, *pushed), strict=True)]
     return tuple(found)
 
@@ -217,7 +219,7 @@ _ARRAYS = {
 _SIZES: dict[str, Any] = {
     ", ".join(["G, D, M, R", *[f"O{m}, I{m}" for m in range(len(WEIGHTS))]]): _sizes
 }
-_STATIC: dict[str, type] = {"lmax": int, "gate_channels": int}
+_STATIC: dict[str, type] = {"lmax": int, "gate_channels": int, "precision": str}
 so2_vjp = Primitive(
     "so2_convolution_vjp",
     family="so2",
@@ -268,6 +270,7 @@ class _Convolution(Protocol):
         *weights: ArrayT | None,
         bias: ArrayT | None = ...,
         radial: ArrayT | None = ...,
+        precision: str | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
         **by_name: ArrayT | None,
@@ -281,6 +284,7 @@ class _Convolution(Protocol):
         bias: ArrayT | None = ...,
         radial: ArrayT | None = ...,
         gate_channels: int,
+        precision: str | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
         **by_name: ArrayT | None,
@@ -303,6 +307,7 @@ def so2_convolution(
     bias: Any | None = None,
     radial: Any | None = None,
     gate_channels: int = 0,
+    precision: str | None = None,
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -335,6 +340,11 @@ def so2_convolution(
         multiply the rows of both +m and -m. Ones if not given.
     gate_channels : int
         G, the number of gates γ.
+    precision : {None, "ieee", "tf32", "bf16"}
+        The lowest precision to which a product of float32 on a GPU may round its factors, in the
+        backward too; sums are float32. None means that of ``torch.mm``, which is "ieee" unless
+        torch's switch allows TF32. The CPU computes as "ieee" in any case. TF32 keeps 10 bits of a
+        factor's fraction, bfloat16 7.
 
     Returns
     -------
@@ -348,8 +358,8 @@ def so2_convolution(
     All arrays have gradients of any order: the convolution is linear in each of its factors, so the
     same kernels compute its derivatives. Products read and write rows where they lie, without a
     copy; scaled messages stay in the cache on a CPU. `so2_convolution.vjp` returns gradients for
-    the arrays that were given, in the order of the signature. Autocast changes no dtypes. On a GPU
-    products of float32 follow torch's switch for TF32.
+    the arrays that were given, in the order of the signature. Autocast changes no dtypes. With
+    "ieee" or "tf32" torch's switch is set while a product is launched, for other threads too.
 
     References
     ----------
@@ -386,7 +396,15 @@ def so2_convolution(
             f"{name}: weight_m0 has shape {tuple(weight_m0.shape)} with gate_channels {channels}; "
             f"it should have {channels} + {lmax + 1} k rows for any k ≥ 0, D = k for each degree"
         )
-    arguments = message, *given, bias, radial, lmax, channels
+    one_of(name, "precision", precision, PRECISIONS)
+    arrays: tuple[Any, ...] = message, *given, bias, radial
+    if precision not in (None, "ieee") and "float64" in [
+        dtype_name(array.dtype) for array in arrays if array is not None
+    ]:
+        raise ValueError(
+            f"{name}: precision is {precision!r}; with float64 it should be None or 'ieee'"
+        )
+    arguments = *arrays, lmax, channels, precision or "torch"
     return to_run(arguments, ("out", "gates") if channels else "out")
 
 

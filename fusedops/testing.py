@@ -610,10 +610,9 @@ def _so2_cases() -> list[Case]:
             if gradient:
                 arrays.append(rng.normal(size=(edges, message_rows(lmax, mmax), width)))
                 arrays.append(rng.normal(size=(edges, gates)) if gates else None)
-            return tuple(arrays), (lmax, gates)
+            return tuple(arrays), (lmax, gates, "ieee")
 
-        # Sums run over an order's inputs, its results, or edges; a GPU rounds a complex product
-        # of 16 bits three times.
+        # Sums run over an order's inputs, its results, or edges.
         terms = max(2 * (lmax + 1) * max(channels, width) + gates, edges, 512)
         cases.append(Case(name, so2, lambda: make(False), terms))
         cases.append(Case(name, so2_vjp, lambda: make(True), terms))

@@ -23,6 +23,7 @@ from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.so2 import columns, orders, rows_by_degree, weights_of
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.tape import product
 
 # Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
 _NUMBERS, _CHANNELS, _WARPS = 512, 128, 4
@@ -239,6 +240,26 @@ def _in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
     return run
 
 
+def _product(
+    out: Any, a: Any, b: Any, precision: str, shift: Any = None, *, alpha: int = 1
+) -> None:
+    """Write alpha a @ b, plus a shift that may be `out` itself."""
+    if precision == "bf16" and a.dtype == torch.float32:
+        a, b = a.bfloat16(), b.bfloat16()
+        # torch multiplies into another dtype on CUDA only.
+        found = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a.float() @ b.float()
+        if shift is None:
+            out.copy_(found)
+        else:
+            torch.add(shift, found, alpha=alpha, out=out)
+        return
+    tf32 = None if precision == "torch" else precision == "tf32"
+    if shift is None:
+        product(tf32, torch.mm, a, b, out=out)
+    else:
+        product(tf32, torch.addmm, shift, a, b, alpha=alpha, out=out)
+
+
 class _Call:
     """A call's arguments as rows of edges, and where orders lie in them."""
 
@@ -302,35 +323,30 @@ def _upper_and_lower(weight: Any) -> tuple[Any, Any]:
     return weight[:half], weight[half:]
 
 
-def _linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias, x, weight.T, out=out)
-
-
 @register("so2_convolution", "triton")
 @_in_one_dtype
 def so2_convolution(a: Any, y: Any) -> None:
-    call, G, bias = _Call(a), a.gate_channels, a.bias
+    call, G, bias, precision = _Call(a), a.gate_channels, a.bias, a.precision
     parts = call.scaled()
     first = parts[:, call.inputs[0]]
     shifts = (None, None) if bias is None else (bias[:G], bias[G:])
     if y.gates is not None:
-        _linear(first, a.weight_m0[:G], shifts[0], y.gates)
+        _product(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
     if y.out is None:
         return
     out = y.out.view(y.out.shape[0], call.M * call.D)
-    _linear(first, a.weight_m0[G:], shifts[1], out[:, call.outputs[0]])
+    results = [out[:, own] for own in call.outputs]
+    _product(results[0], first, a.weight_m0[G:].T, precision, shifts[1])
     for m in range(1, call.mmax + 1):
         matrix = _block_of(call.weights[m])
-        torch.mm(parts[:, call.inputs[m]], matrix.T, out=out[:, call.outputs[m]])
+        _product(results[m], parts[:, call.inputs[m]], matrix.T, precision)
 
 
 @register("so2_convolution_vjp", "triton")
 @_in_one_dtype
 def so2_convolution_vjp(a: Any, y: Any) -> None:
     call, G, dout, dgates = _Call(a), a.gate_channels, _flat(a.dout), a.dgates
+    precision = a.precision
     results = [dout[:, own] for own in call.outputs]
     if y.dbias is not None:
         torch.sum(results[0], 0, out=y.dbias[G:])
@@ -338,8 +354,7 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
             torch.sum(dgates, 0, out=y.dbias[:G])
     dweights = y[1 : 1 + len(call.weights)]
     if any([dw is not None for dw in dweights]):
-        parts = call.scaled()
-        _pull_to_weights(call, parts, results, dgates, G, dweights)
+        _pull_to_weights(call, results, a, dweights)
     if y.dmessage is None and y.dradial is None:
         return
     numbers = call.M * call.C
@@ -348,33 +363,33 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
     else:
         on_parts = torch.empty((call.x.shape[0], numbers), dtype=dout.dtype, device=dout.device)
     first = on_parts[:, call.inputs[0]]
-    torch.mm(results[0], a.weight_m0[G:], out=first)
+    _product(first, results[0], a.weight_m0[G:], precision)
     if dgates is not None:
-        torch.addmm(first, dgates, a.weight_m0[:G], out=first)
+        _product(first, dgates, a.weight_m0[:G], precision, first)
     for m in range(1, call.mmax + 1):
-        torch.mm(results[m], _block_of(call.weights[m]), out=on_parts[:, call.inputs[m]])
+        to = on_parts[:, call.inputs[m]]
+        _product(to, results[m], _block_of(call.weights[m]), precision)
     if call.radial is not None:
         call.unscale(on_parts, y.dmessage, y.dradial)
 
 
-def _pull_to_weights(
-    call: _Call, parts: Any, results: Any, dgates: Any, G: int, dweights: Any
-) -> None:
+def _pull_to_weights(call: _Call, results: Any, a: Any, dweights: Any) -> None:
     """Fill the cotangents of weights."""
-    first = parts[:, call.inputs[0]]
+    parts, precision, G = call.scaled(), a.precision, a.gate_channels
     if dweights[0] is not None:
-        torch.mm(results[0].T, first, out=dweights[0][G:])
-        if dgates is not None:
-            torch.mm(dgates.T, first, out=dweights[0][:G])
+        first = parts[:, call.inputs[0]]
+        _product(dweights[0][G:], results[0].T, first, precision)
+        if a.dgates is not None:
+            _product(dweights[0][:G], a.dgates.T, first, precision)
     for m in range(1, call.mmax + 1):
         if dweights[m] is None:
             continue
         plus, minus = _halves(parts[:, call.inputs[m]])
         on_plus, on_minus = _halves(results[m])
         real, imaginary = _upper_and_lower(dweights[m])
-        torch.mm(results[m].T, plus, out=dweights[m])
-        torch.addmm(real, on_minus.T, minus, out=real)
-        torch.addmm(imaginary, on_plus.T, minus, alpha=-1, out=imaginary)
+        _product(dweights[m], results[m].T, plus, precision)
+        _product(real, on_minus.T, minus, precision, real)
+        _product(imaginary, on_plus.T, minus, precision, imaginary, alpha=-1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ kernel that asks torch for a value is not replayed, as its work might change wit
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -129,6 +130,8 @@ class _Recorder(TorchDispatchMode):
             self._met(tensor, _Value(at, 0, tensor.dtype, ()))
         self.steps: list[_Call | _Launch] = []
         self.refused: str | None = None
+        #: Torch's switch for TF32 that a kernel has set; None if it is torch's own.
+        self.tf32: bool | None = None
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -169,6 +172,8 @@ class _Recorder(TorchDispatchMode):
             memory = [tuple(result.shape), result.stride(), result.dtype]
             self.steps.append(_Call(None, memory, {}, numbers))
             return
+        if self.tf32 is not None:
+            function = functools.partial(_switched, self.tf32, function)
         refs = [self._refs(value) for value in args]
         named = {name: self._refs(value) for name, value in options.items()}
         self.steps.append(_Call(function, refs, named, numbers))
@@ -234,6 +239,38 @@ class _Recorder(TorchDispatchMode):
         tail = (*flags, compiled.packed_metadata, None, None, None)
         step = _Launch(runner.launch, head, compiled.function, tail, others, pointers)
         self.steps.append(step)
+
+
+def _switched(tf32: bool, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function of torch that multiplies float32 with TF32, or without."""
+    matmul: Any = torch.backends.cuda.matmul
+    # Newer versions refuse the older of the names after a use of the newer.
+    name, values = "fp32_precision", ("ieee", "tf32")
+    if not hasattr(matmul, name):
+        name, values = "allow_tf32", (False, True)
+    before, now = getattr(matmul, name), values[tf32]
+    if before == now:
+        return function(*args, **options)
+    setattr(matmul, name, now)
+    try:
+        return function(*args, **options)
+    finally:
+        setattr(matmul, name, before)
+
+
+def product(tf32: bool | None, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Call a function of torch that multiplies float32 with TF32, without, or as torch does."""
+    if tf32 is None:
+        function(*args, **options)
+        return
+    recorder = recording()
+    if recorder is not None:
+        recorder.tf32 = tf32
+    try:
+        _switched(tf32, function, *args, **options)
+    finally:
+        if recorder is not None:
+            recorder.tf32 = None
 
 
 def recording() -> _Recorder | None:

@@ -136,6 +136,21 @@ def test_a_model_sorts_its_graph_once(registered, monkeypatch, mode):
     assert len(sorts) == 2
 
 
+def test_a_precision_reaches_every_convolution():
+    uma.register(precision="tf32")
+    try:
+        again = pickle.loads(pickle.dumps(model("umas_fast_pytorch")[0]))
+        uma.register()
+        exact = model("umas_fast_pytorch")[0]
+    finally:
+        uma.unregister()
+    for backbone, want in ((again, "tf32"), (exact, None)):
+        of = [layer for layer in backbone.modules() if isinstance(layer, SO2Convolution)]
+        assert [layer.precision for layer in of] == [want] * 4
+    with pytest.raises(ValueError, match="register: precision is 'fp8'; it should be"):
+        uma.register(precision="fp8")
+
+
 @pytest.mark.parametrize("degree", [(2, 2), (2, 1)])
 def test_messages_multiplied_as_they_are_written(expected, registered, monkeypatch, degree):
     """As on a GPU, where the convolution gets no radial functions."""

@@ -97,6 +97,43 @@ def test_a_turn_about_the_edge_turns_the_result_and_leaves_the_gates(place, lmax
     assert error(same, gates) < 1e-13
 
 
+PRECISE = {"ieee": 2**-22, "tf32": 2**-22, "bf16": 2**-7}
+
+
+@pytest.mark.parametrize("precision", PRECISE)
+def test_products_are_as_precise_as_asked(place, precision):
+    """tf32 needs a GPU; elsewhere its products are float32."""
+    if place[0] != "torch":
+        pytest.skip("gradients are torch's")
+    given = {n: torch.tensor(a).float() for n, a in sample(2, 2, channels=16).items()}
+    leaves = [array.requires_grad_() for array in given.values()]
+    results = []
+    for backend, option in (("torch", None), (place[1], precision)):
+        options = {"gate_channels": 4, "backend": backend, "precision": option}
+        out = fusedops.so2_convolution(**given, **options)
+        loss = sum(one.square().sum() for one in out)
+        results.append([*out, *torch.autograd.grad(loss, leaves)])
+    arrays = [[array.detach().numpy() for array in result] for result in results]
+    errors = [error(one, two) for one, two in zip(*arrays, strict=True)]
+    assert max(errors) < 4 * PRECISE[precision]
+    if place[1] == "triton" and precision == "bf16":
+        assert max(errors[:2]) > 2**-14, "factors aren't rounded"
+
+
+@needs_torch
+@pytest.mark.parametrize("op", [fusedops.so2_convolution, "SO2Convolution"], ids=str)
+def test_bad_precisions_name_the_argument(op):
+    if op == "SO2Convolution":
+        with pytest.raises(ValueError, match="SO2Convolution: precision is 'fp8'; it should be"):
+            fusedops.nn.SO2Convolution(4, 4, 1, 1, precision="fp8")
+        return
+    given = sample(2, 2)
+    with pytest.raises(ValueError, match="precision is 'fp8'; it should be"):
+        op(**given, gate_channels=4, precision="fp8")
+    with pytest.raises(ValueError, match="precision is 'bf16'; with float64 it should be None or"):
+        op(**given, gate_channels=4, precision="bf16")
+
+
 @pytest.mark.parametrize("limit", [True, False], ids=["threadpoolctl", "none"])
 def test_one_block_and_many_agree(monkeypatch, limit, exact):
     """Without a limit to the threads of BLAS all edges are one block."""

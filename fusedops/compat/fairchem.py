@@ -22,9 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.check import traced
+from fusedops._frame.check import one_of, traced
 from fusedops.nn import SO2Convolution
-from fusedops.so2 import WEIGHTS, gate_activation
+from fusedops.so2 import PRECISIONS, WEIGHTS, gate_activation
 from fusedops.wigner import (
     Edges,
     edge_degree_scatter,
@@ -170,6 +170,8 @@ class EdgeOps:
         Whether fairchem (2.24) may call the fused methods: for lmax = 2, after
         `prepare_model_for_inference`, in modes that compute the radial functions of all layers at
         once.
+    precision : str or None
+        Of the products in SO(2) convolutions; see `fusedops.so2_convolution`.
 
     Notes
     -----
@@ -193,6 +195,7 @@ class EdgeOps:
 
     mmax: int | None = None
     supports_fused_edgewise = False
+    precision: str | None = None
     #: The backend that fairchem has for the mode.
     theirs: Any
 
@@ -219,7 +222,8 @@ class EdgeOps:
             for name, theirs in list(parent.named_children()):
                 ours = LAYERS.get(type(theirs).__name__)
                 if ours is not None:
-                    setattr(parent, name, ours(theirs))
+                    setattr(parent, name, made := ours(theirs))
+                    made.precision = self.precision
         layers = [getattr(block, "edge_wise", None) for block in getattr(model, "blocks", ())]
         self.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
 
@@ -529,30 +533,31 @@ def _fairchem() -> Any:
 
 
 @functools.cache
-def _served(mode: str, theirs: type) -> type[EdgeOps]:
+def _served(mode: str, theirs: type, precision: str | None) -> type[EdgeOps]:
     """Return our backend for a mode, in the place of one of fairchem's."""
     ours, others = MODES[mode]
     parts = {
         "__doc__": ours.__doc__,
         "__module__": __name__,
-        "__reduce__": lambda self: (_backend, (mode,), vars(self)),
+        "__reduce__": lambda self: (_backend, (mode, precision), vars(self)),
         "theirs": theirs,
+        "precision": precision,
     }
     return type(ours.__name__, (ours, getattr(_fairchem(), others)), parts)
 
 
-def _backend(mode: str) -> EdgeOps:
+def _backend(mode: str, precision: str | None) -> EdgeOps:
     """Return a new backend, for pickle: registered or not."""
     backends = _fairchem()
     theirs = backends._EXECUTION_BACKENDS[backends.ExecutionMode(mode)]
-    return _served(mode, getattr(theirs, "theirs", theirs))()
+    return _served(mode, getattr(theirs, "theirs", theirs), precision)()
 
 
-def register(*, turbo: bool | None = None) -> None:
+def register(*, turbo: bool | None = None, precision: str | None = None) -> None:
     """Serve the edge rotations of all UMA models that fairchem builds from now on.
 
-    Call it in every process, before a model is built there. A second call changes nothing; models
-    that exist keep their backends.
+    Call it in every process, before a model is built there. A second call replaces the choices of
+    the first; models that exist keep their backends.
 
     Parameters
     ----------
@@ -561,9 +566,14 @@ def register(*, turbo: bool | None = None) -> None:
         lmax and mmax, and without a GPU too. By default only where torch has no GPU: on one, for
         lmax = mmax = 2, fairchem's kernels of that mode are faster, since they fuse a rotation with
         the SO(2) layer beside it.
+    precision : {None, "ieee", "tf32", "bf16"}
+        Of the products in SO(2) convolutions of models that are prepared for inference; see
+        `fusedops.so2_convolution`.
 
     Raises
     ------
+    TypeError, ValueError
+        If `precision` is none of these.
     ImportError
         If fairchem-core is not installed, or older than 2.16.
 
@@ -576,14 +586,15 @@ def register(*, turbo: bool | None = None) -> None:
     >>> import fusedops.compat.fairchem as uma
     >>> uma.register()  # doctest: +SKIP
     """
+    one_of("register", "precision", precision, PRECISIONS)
     backends = _fairchem()
     table = backends._EXECUTION_BACKENDS
     turbo = not torch.cuda.is_available() if turbo is None else turbo
     served = [mode for mode in MODES if turbo or mode != "umas_fast_gpu"]
     with _lock:
         for mode, theirs in table.items():
-            if mode.value in served and not issubclass(theirs, EdgeOps):
-                table[mode] = _served(mode.value, theirs)
+            if mode.value in served:
+                table[mode] = _served(mode.value, getattr(theirs, "theirs", theirs), precision)
 
 
 def unregister() -> None:
