@@ -1,8 +1,9 @@
 """Wigner D matrices of real spherical harmonics, for the rotations that turn edges to an axis.
 
 This file has the coupling of degrees, the rotation, the definition of the matrices and of their
-first and second derivatives, the closed form that kernels evaluate, and the public op. The kernels
-are in ``cpukern/harmonics_*`` and ``gpukern/harmonics.py``.
+first and second derivatives, the closed form that kernels evaluate, the public op, and matrices of
+rotations that a program has of its own. The kernels are in ``cpukern/harmonics_*`` and
+``gpukern/harmonics.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame.arrays import ArrayT, cast, namespace, wide, zeros
-from fusedops._frame.check import flag, is_tensor, size
+from fusedops._frame.check import flag, floats, is_tensor, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 
@@ -459,3 +460,127 @@ def wigner_d(
     degree = size("wigner_d", "lmax", lmax, bits=6)
     flag("wigner_d", "packed", packed)
     return to_run((edge_vec, degree, "packed" if packed else "dense"), "matrices")
+
+
+@functools.lru_cache(maxsize=64)
+def _orders(lmax: int, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each row's m, as |m| and sign, and the row of -m; with `packed`, each element's."""
+    rows = np.arange((lmax + 1) ** 2)
+    l = np.sqrt(rows).astype(np.int64)
+    m = rows - l * l - l
+    other = rows - 2 * m
+    if packed:
+        first = l * (4 * l * l - 1) // 3 + (l + m) * (2 * l + 1)
+        at = [first[row] + np.arange(2 * l[row] + 1) for row in rows]
+        m = np.repeat(m, 2 * l + 1)
+        other = np.concatenate([at[row] for row in other])
+    return abs(m), np.sign(m), other
+
+
+def _matrices_of(rotation: Any) -> Any:
+    """Return rotations (E, 3, 3) of Euler angles (E, 3) or quaternions (E, 4)."""
+    xp = namespace(rotation)
+    if rotation.ndim == 3:
+        return rotation
+    if rotation.shape[1] == 4:
+        w, x, y, z = (rotation / xp.sqrt((rotation * rotation).sum(-1))[:, None]).T
+        rows: Any = (
+            (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
+            (2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)),
+            (2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)),
+        )
+    else:
+        (a, b, c), (i, j, k) = xp.cos(rotation).T, xp.sin(rotation).T
+        rows = (
+            (a * c - i * b * k, i * j, a * k + i * b * c),
+            (j * k, b, -j * c),
+            (-i * c - a * b * k, a * j, a * b * c - i * k),
+        )
+    return xp.stack([xp.stack(row, -1) for row in rows], -2)
+
+
+def wigner_d_of(
+    rotation: ArrayT, lmax: int, *, packed: bool = False, backend: str | None = None
+) -> ArrayT:
+    r"""Return the real Wigner D matrices of given rotations.
+
+    .. math:: D^l(R)\, Y_l(v) = Y_l(R v)
+
+    for all v, with the spherical harmonics of `wigner_d`.
+
+    Parameters
+    ----------
+    rotation : array or tensor (E, 3, 3), (E, 4) or (E, 3), float32 or float64
+        Either matrices R; or quaternions w, x, y, z of any length but zero; or Euler angles α, β, γ
+        in radians, for :math:`R = R_y(\alpha) R_x(\beta) R_y(\gamma)`, as e3nn and fairchem have
+        them.
+    lmax : int
+        The largest degree, from 0 to 63.
+    packed : bool
+        Whether to return only the blocks of 2l + 1 rows, one after the other.
+    backend : str, optional
+        The backend that must serve `wigner_d`.
+
+    Returns
+    -------
+    array or tensor (E, (lmax + 1)², (lmax + 1)²), or with `packed` (E, Σ(2l + 1)²)
+        In the dtype of `rotation`. The matrices that turn an edge r to the axis are those of R with
+        :math:`R\, \hat r = \hat y`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or value; the message names it.
+    BackendUnavailable
+        If `backend` can't serve the call.
+
+    Notes
+    -----
+    `wigner_d` of the direction that R turns to the axis, and then a turn about the axis, which
+    mixes the rows of orders m and -m by the cosine and the sine of m times its angle; no angle is
+    computed. Derivatives are along rotations: R is assumed to stay one. Torch differentiates to any
+    order.
+
+    References
+    ----------
+    Geiger and Smidt, "e3nn: Euclidean Neural Networks", arXiv:2207.09453: ``wigner_D``,
+    ``angles_to_matrix`` and ``quaternion_to_matrix``, whose conventions these are.
+
+    Examples
+    --------
+    A turn about y by a quarter takes z to x:
+
+    >>> import numpy as np
+    >>> from fusedops.wigner import wigner_d_of
+    >>> D = wigner_d_of(np.array([[np.pi / 2, 0.0, 0.0]]), 1)
+    >>> (D[0, 1:, 1:] @ [0.0, 0.0, 1.0]).round(12).tolist()
+    [1.0, 0.0, 0.0]
+    """
+    name = "wigner_d_of"
+    rotation = floats(name, "rotation", rotation)
+    if tuple(rotation.shape[1:]) not in ((3, 3), (4,), (3,)):
+        raise ValueError(
+            f"{name}: rotation has shape {tuple(rotation.shape)}; it should be (E, 3, 3), or "
+            "(E, 4) for quaternions, or (E, 3) for Euler angles"
+        )
+    lmax = size(name, "lmax", lmax, bits=6)
+    flag(name, "packed", packed)
+    xp, R = namespace(rotation), _matrices_of(rotation)
+    u = R[:, 1]
+    D = wigner_d(u, lmax, packed=packed, backend=backend)
+    # The rest of R is a turn about the axis, with this cosine and sine.
+    rest = R @ _rotation(u).swapaxes(1, 2)
+    cos, sin = rest[:, 0, 0], rest[:, 0, 2]
+    cosines, sines = [xp.ones_like(cos)], [xp.zeros_like(sin)]
+    for _ in range(lmax):
+        c, s = cosines[-1], sines[-1]
+        cosines.append(c * cos - s * sin)
+        sines.append(s * cos + c * sin)
+    m, sign, other = _orders(lmax, packed)
+    signs = namespace(D).asarray(
+        -sign, dtype=D.dtype, **({"device": D.device} if is_tensor(D) else {})
+    )
+    kept, mixed = xp.stack(cosines, -1)[:, m.tolist()], xp.stack(sines, -1)[:, m.tolist()] * signs
+    if not packed:
+        kept, mixed = kept[..., None], mixed[..., None]
+    return kept * D + mixed * D[:, other.tolist()]

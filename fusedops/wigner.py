@@ -31,9 +31,9 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge
 from fusedops._frame.primitive import Primitive
-from fusedops.harmonics import matrix_size, wigner_d
+from fusedops.harmonics import matrix_size, wigner_d, wigner_d_of
 
-__all__ = ["Edges", "m_major_order", "wigner_d"]
+__all__ = ["Edges", "m_major_order", "wigner_d", "wigner_d_of"]
 
 
 def m_major_order(lmax: int, mmax: int | None = None) -> np.ndarray:

@@ -23,6 +23,7 @@ from fusedops.wigner import (
     grouped_ends,
     m_major_order,
     wigner_d,
+    wigner_d_of,
 )
 from places import (
     EXACT,
@@ -1781,6 +1782,85 @@ def test_a_raw_edge_index_is_recorded_as_it_is():
     recorded = make_fx(function)(x, index)
     for other in (index, index.flip(0), index * 0):
         assert torch.equal(recorded(x, other), function(x, other))
+
+
+def turns(kind, count=6):
+    """Return random rotations of a kind, and their matrices by products of turns about axes."""
+    rng = np.random.default_rng(count)
+    if kind == "quaternions":
+        q = rng.normal(size=(count, 4))
+        unit = q / np.linalg.norm(q, axis=1)[:, None]
+        angle, axis = (
+            2 * np.arccos(unit[:, 0]),
+            unit[:, 1:] / np.linalg.norm(unit[:, 1:], axis=1)[:, None],
+        )
+        cross = np.stack([np.cross(axis, e) for e in np.eye(3)], -1)
+        s, c = np.sin(angle)[:, None, None], np.cos(angle)[:, None, None]
+        return q, np.eye(3) + s * cross + (1 - c) * cross @ cross
+    angles = rng.uniform(-7, 7, size=(count, 3))
+    c, s, zero, one = np.cos(angles).T, np.sin(angles).T, np.zeros(count), np.ones(count)
+
+    def about_y(k):
+        return np.array([[c[k], zero, s[k]], [zero, one, zero], [-s[k], zero, c[k]]]).transpose(
+            2, 0, 1
+        )
+
+    about_x = np.array([[one, zero, zero], [zero, c[1], -s[1]], [zero, s[1], c[1]]]).transpose(
+        2, 0, 1
+    )
+    R = about_y(0) @ about_x @ about_y(2)
+    return (angles if kind == "angles" else R), R
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("lmax", [0, 2, 5])
+@pytest.mark.parametrize("kind", ["matrices", "quaternions", "angles"])
+def test_matrices_of_given_rotations(kind, lmax, packed):
+    given, R = turns(kind, 3)
+    found = wigner_d_of(given, lmax, packed=packed)
+    want = np.stack([matrix_of(turn, lmax) for turn in R])
+    degree = np.sqrt(np.arange((lmax + 1) ** 2)).astype(int)
+    blocks = degree[:, None] == degree
+    np.testing.assert_allclose(found, want[:, blocks] if packed else want * blocks, atol=1e-12)
+
+
+@needs_torch
+@pytest.mark.parametrize("kind", ["quaternions", "angles"])
+def test_derivatives_by_given_rotations(kind):
+    given = tensor(turns(kind, 3)[0]).requires_grad_()
+    assert torch.autograd.gradcheck(lambda g: wigner_d_of(g, 2), given)
+    assert torch.autograd.gradgradcheck(lambda g: wigner_d_of(g, 2, packed=True), given)
+
+
+@needs_torch
+def test_matrices_of_given_rotations_are_those_of_e3nn():
+    o3 = pytest.importorskip("e3nn.o3")
+    for kind, theirs in (
+        ("angles", lambda l, g: o3.wigner_D(l, *g.T)),
+        ("quaternions", lambda l, g: o3.Irrep(l, 1).D_from_quaternion(g)),
+    ):
+        given = tensor(turns(kind)[0])
+        found = wigner_d_of(given, 4)
+        # e3nn's quaternions are units.
+        given = given if kind == "angles" else torch.nn.functional.normalize(given)
+        for l in range(5):
+            own = slice(l * l, (l + 1) ** 2)
+            torch.testing.assert_close(found[:, own, own], theirs(l, given), rtol=0, atol=1e-5)
+
+
+BAD_ROTATIONS = {
+    "shape": (np.ones((2, 5)), {}, ValueError, r"rotation has shape \(2, 5\); it should be \(E, 3"),
+    "integers": (np.ones((2, 3), int), {}, TypeError, "rotation has dtype int64; it should be"),
+    "degree": (np.ones((2, 3)), {"lmax": -1}, ValueError, "lmax is -1"),
+    "flag": (np.ones((2, 3)), {"packed": 1}, TypeError, "packed is a int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROTATIONS)
+def test_bad_rotations_name_the_argument(name):
+    given, options, kind, message = BAD_ROTATIONS[name]
+    with pytest.raises(kind, match=f"wigner_d_of: .*{message}"):
+        wigner_d_of(given, **{"lmax": 1, **options})
 
 
 @pytest.mark.parametrize("factor", [1e-39, 10**400, -1e-320])
