@@ -176,7 +176,7 @@ class Bench:
         return peer.why_not() if self.has_torch or not peer.tensors else "needs torch"
 
     def run(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name of every op and step with its results."""
+        """Yield the name of every op with its results, and of a step after each of its cases."""
         workloads, growing = self.plan.workloads(), self.plan.growing()
         dtypes = {w.rounds_to or w.dtype for w in [*workloads, *(w for w, _ in growing)]}
         dtypes |= {step.dtype for step in self.plan.whole_steps()}
@@ -193,9 +193,11 @@ class Bench:
             skipped = self._skipped(op.__name__)
             yield op.__name__, {**about, "cases": cases, "growth": growth, "skipped": skipped}
         for step in self.plan.whole_steps():
-            cases = [row for case in step.cases for row in self.whole(step, case)]
-            skipped = self._skipped(step.name)
-            yield step.name, {**about, "cases": cases, "growth": [], "skipped": skipped}
+            rows: list[dict[str, Any]] = []
+            for case in step.cases:
+                rows = [*rows, *self.whole(step, case)]
+                skipped = self._skipped(step.name)
+                yield step.name, {**about, "cases": rows, "growth": [], "skipped": skipped}
 
     def _skipped(self, name: str) -> dict[str, str]:
         peers = {peer.name for peer in PEERS if name in peer.ops}

@@ -317,7 +317,19 @@ def jet(device: str) -> Step:
     )
 
 
-STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement, "pair": pair, "jet": jet}
+def uma(device: str) -> Step:
+    """See `fusedops.bench.uma.uma`."""
+    from fusedops.bench.uma import uma as step
+
+    return step(device)
+
+
+STEPS: dict[str, Callable[[str], Step]] = {
+    "refinement": refinement,
+    "pair": pair,
+    "uma": uma,
+    "jet": jet,
+}
 
 
 def _of_file(name: str) -> Crystal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def add(commands: Any) -> None:
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="whole steps of programs instead, with the share of each part: refinement, pair",
+        help="whole steps of programs instead, with the share of each part: refinement, pair, uma",
     )
     parser.add_argument("--quick", action="store_true", help="small cases, in a minute")
     parser.add_argument(
@@ -196,16 +197,21 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             raise CommandError(f"{args.json.parent}: {error.strerror}") from None
         check_target(args.json)
     kept, found = report.start(args.json, args.device), report.new(args.device)
-    blocks = {}
+    blocks: dict[str, Any] = {}
     with progress("measuring", plan.steps) as advance:
         bench = measure.Bench(plan, advance)
         for op, block in bench.run():
+            before = len(blocks[op]["cases"]) if op in blocks else 0
             blocks[op] = found["ops"][op] = block
+            # A bar would stand between the tables.
+            if not sys.stderr.isatty():
+                show(op, {**block, "cases": block["cases"][before:]})
             if args.json:
                 kept["ops"] |= blocks
                 report.save(args.json, kept)
-    for op, block in blocks.items():
-        show(op, block)
+    if sys.stderr.isatty():
+        for op, block in blocks.items():
+            show(op, block)
     return found
 
 
