@@ -239,3 +239,39 @@ def test_models_are_copied_and_pickled(expected, registered, mode):
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         found = evaluated(again, crystal(torch.float64))
         assert_close(found, expected[(2, 2), torch.float64], 1e-10)
+
+
+def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):
+    from fusedops.bench import uma as bench
+    from fusedops.bench.workloads import BOTH
+
+    sizes = {"sphere_channels": 16, "hidden_channels": 16, "edge_channels": 8, "num_layers": 1}
+    monkeypatch.setattr(bench, "SIZES", {**bench.SIZES, **sizes})
+    bench._truth.cache_clear()
+    step = bench.uma("cpu")
+    few = step.check.make()
+    truth = step.reference(few)
+    ours = step.ours(few, "torch", "cpu", "float32", None)
+    assert isinstance(ours.model.backend, uma.EdgeOps)
+    theirs = bench._Model(few, "general", "cpu", "float32")
+    assert not isinstance(theirs.model.backend, uma.EdgeOps)
+    steps = ours.steps()
+    assert {"messages", "messages, backward", "nodes", "degree embedding"} <= set(steps)
+    for found in (steps[BOTH](), theirs.steps()[BOTH]()):
+        assert_close([value.double() for value in found], truth, step.tolerance)
+    for function in steps.values():
+        function()
+    bench._truth.cache_clear()
+
+
+def test_edges_of_the_bench_are_those_of_ase():
+    from ase import Atoms
+    from ase.neighborlist import neighbor_list
+
+    from fusedops.bench import uma as bench
+
+    for atoms in (bench._salt(2, 1, 1), bench._ubiquitin()):
+        system = Atoms(atoms.numbers, atoms.xyz, cell=atoms.cell, pbc=True)
+        target, source, images = neighbor_list("ijS", system, bench.CUTOFF)
+        want = sorted(zip(source, target, *images.T, strict=True))
+        assert sorted(zip(*atoms.edges, *atoms.images.T, strict=True)) == want
