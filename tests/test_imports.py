@@ -33,7 +33,7 @@ BELOW = {
     "package": {"_frame", "definitions", "cpukern"},
     "library": {"_frame", "definitions", "package"},
     "compat": {"_frame", "definitions", "package", "library"},
-    "bench": {"_frame", "definitions", "package", "library"},
+    "bench": {"_frame", "definitions", "package", "library", "compat"},
     "cli": {"_frame", "definitions", "package", "library", "bench"},
 }
 #: Rooms in which a function may close a circle: by the bridge, which imports torch; by the version.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
+import fusedops.bench.uma
 from fusedops import testing
 from fusedops._frame import registry
 from fusedops._frame.check import is_tensor

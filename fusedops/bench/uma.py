@@ -18,7 +18,7 @@ import numpy as np
 import fusedops
 from fusedops import samples
 from fusedops.bench.peers import Unsuited, peer
-from fusedops.bench.steps import Case, Step, backward_of
+from fusedops.bench.steps import STEPS, Case, Step, backward_of
 from fusedops.bench.timing import TORCH
 from fusedops.bench.workloads import BOTH, FORWARD, Steps
 
@@ -94,6 +94,9 @@ def uma(device: str) -> Step:
         needs=("torch", "torch"),
         hows=(TORCH,),
     )
+
+
+STEPS["uma"] = uma
 
 
 def _few() -> Atoms:
