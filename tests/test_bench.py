@@ -1182,7 +1182,7 @@ def test_a_structure_of_the_data_folder(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("quick", "tiny_steps")
 def test_a_step_on_the_path_of_a_gpu(monkeypatch, on_a_gpu):
     plan, said = Plan("cuda", (), ("torch",), quick=True, whole=("refinement",)), []
-    ((name, block),) = Bench(plan, said.append).run()
+    *_, (name, block) = Bench(plan, said.append).run()
     assert name == "refinement"
     assert len(said) == plan.steps == 3
     ours = [row for row in block["cases"] if row["ours"]]
