@@ -54,7 +54,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
     """Define the convolution and the last W inputs of every sequence."""
     arrays = _widened(a)
     out, final = conv.formula(convolution_of(arrays, kernels_of(arrays)))
-    return cast(out, promoted(a[: len(_ARRAYS)])), cast(final, promoted((a.x, a.initial_state)))
+    return cast(out, a.x), cast(final, promoted((a.x, a.initial_state)))
 
 
 def _vjp_formula(a: Any) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     *arrays, sequences, activation = a
     dout = dy.out
     if dout is None:
-        dout = cast(namespace(a.x).zeros_like(a.x), promoted(arrays))
+        dout = namespace(a.x).zeros_like(a.x)
     return generated_vjp.to_run(*arrays, dout, dy.final_state, sequences, activation, out=wanted)
 
 
@@ -150,7 +150,7 @@ generated = Primitive(
     static=_STATIC,
     sizes={"S": _count},
     outputs={
-        "out": f"(B, T, D) of {', '.join(_ARRAYS)}",
+        "out": "(B, T, D) as x",
         "final_state": "(S, D, W) of x, initial_state",
     },
     formula=_formula,
@@ -260,7 +260,7 @@ def dynamic_conv_generated(
     Returns
     -------
     out : array or tensor (B, T, D)
-        In the dtype to which the arguments promote; accumulated in float32 or better.
+        In the dtype of x; accumulated in float32 or better.
     final_state : array or tensor (B, D, W) or (S, D, W)
         With `output_final_state` only: the `initial_state` of the tokens that follow. In the dtype
         to which x and `initial_state` promote.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops._frame import registry
-from fusedops._frame.check import is_tensor, promoted
+from fusedops._frame.check import is_tensor
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import outside_of_graphs
 from fusedops.conv import CHUNK, Sequences, conv, conv_vjp
@@ -200,7 +200,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halo: Halo, activation: str, x: Any, kernels: Any, bias: Any) -> Any:
         ctx.halo, ctx.activation, ctx.asked = halo, activation, registry.forced(None)
-        out = x.new_empty(x.shape, dtype=promoted((x, kernels, bias)))
+        out = x.new_empty(x.shape)
         head, rest = halo.halves()
 
         def convolve(tokens: slice, rows: torch.Tensor) -> None:
@@ -349,7 +349,7 @@ def dynamic_conv(
     Returns
     -------
     tensor (B, T, D)
-        This rank's outputs, in the dtype to which the arguments promote.
+        This rank's outputs, in the dtype of x.
 
     Raises
     ------
