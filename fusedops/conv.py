@@ -151,7 +151,9 @@ class Sequences(Packed):
         torch = sys.modules["torch"]
         count = len(cu_seqlens) - 1
         starts = cu_seqlens.long().clamp(0, num_tokens).cummax(0).values
-        starts[0], starts[-1] = 0, num_tokens
+        # Numbers are filled in on the GPU; a captured graph can't copy them from the CPU.
+        starts[:1].fill_(0)
+        starts[-1:].fill_(num_tokens)
         ends = (-(-starts.diff() // CHUNK)).cumsum(0)
         numbers = torch.arange(num_tokens // CHUNK + count, device=starts.device)
         which = torch.searchsorted(ends, numbers, right=True).clamp(max=count - 1)

@@ -770,7 +770,7 @@ def _density_cases() -> list[Case]:
     # Only tails of Gaussians, in which rounding of large exponents counts.
     add("one-voxel", 4, triclinic, (1, 1, 1), 9.0, terms=32000)
     add("no-atoms", 0, orthogonal, (4, 5, 6), 2.0)
-    add("slab", 3, orthogonal, (9, 6, 8), 2.2, slab=(6, 8))
+    add("slab", 3, orthogonal, (9, 6, 8), 2.2, slab=(6, 8), terms=4096)
     # Fewer voxels even out fewer roundings.
     add("slab-of-images", 2, small, (5, 3, 2), 4.0, slab=(1, 4), terms=16384)
     add("no-planes", 2, triclinic, (4, 5, 6), 2.0, slab=(4, 4))

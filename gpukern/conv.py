@@ -470,7 +470,7 @@ def _laid_out(x: Any) -> tuple[Any, bool]:
     _, T, D = x.shape
     if x.stride(2) == 1 or D == 1:
         return x, False
-    if x.stride(1) == 1 or T == 1:
+    if x.stride(1) == 1 and T > 1:
         return x, True
     return x.contiguous(), False
 
@@ -558,7 +558,8 @@ def _launch(
     constants = (
         width, channels, size, _steps(width, any(channel_rows)), vector, unit,
         tl.float64 if float64 else tl.float32, static,
-        vector and sequences is None and not x.shape[1] % _UNIT, *channel_rows, *flags,
+        vector and any(channel_rows) and sequences is None and not x.shape[1] % _UNIT,
+        *channel_rows, *flags,
     )  # fmt: skip
     key = x.device, *[array.dtype for array in arrays], wide(*integers), *constants
     launchers[vector](count * blocks, key, *arrays, *integers, *constants)

@@ -248,9 +248,9 @@ def test_both_ends_and_an_offset_in_the_place_of_targets(backends, offset):
 @pytest.fixture
 def sorts(monkeypatch):
     """A list that grows with every graph that is sorted."""
-    found, sort = [], fusedops.Edges._sort
+    found, sort = [], fusedops.Edges._sorted
     monkeypatch.setattr(
-        fusedops.Edges, "_sort", lambda self, *args: (found.append(self), sort(self, *args))
+        fusedops.Edges, "_sorted", lambda self, *args: (found.append(self), sort(self, *args))
     )
     return found
 

@@ -540,6 +540,7 @@ OPCHECKED = of_primitives(
     *("uma-second", "no-channels", "gates", "l0-m0-l"),
     *("odd", "no-rows", "triclinic-aniso", "no-atoms-iso"),
     *("openfold", "plain", "no-residues"),
+    *("generated-packed", "generated-bare"),
 )
 
 

@@ -226,7 +226,8 @@ def test_public_functions_look_like_functions():
     assert list(signature.parameters) == ["xyz", "plane_groups", "fit", "backend"]
     step = inspect.signature(fusedops.dynamic_conv_step)
     assert list(step.parameters) == [
-        "x", "state", "kernels", "bias", "activation", "out", "backend"
+        *("x", "state", "kernels", "bias", "activation", "slots", "positions"),
+        *("out", "backend"),
     ]  # fmt: skip
     assert inspect.isfunction(fusedops.planarity_nll)
     assert all(getattr(fusedops, name).__doc__ for name in fusedops.__all__)
@@ -376,7 +377,6 @@ def test_shares_that_no_thread_begins_with_are_done_by_the_caller(monkeypatch):
 def test_calls_at_once_share_the_threads():
     code = """
     from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
     import cpukern.planarity_cython
     cpukern.planarity_cython._GRAIN = 1
     want = step("cython")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import numpy as np
@@ -401,7 +402,9 @@ def test_bad_edges_are_found_without_waiting_and_touch_no_other_memory():
     index = torch.stack(edges.tensors_here()[:2])
     index[1, 7], index[0, 9] = 40, -(2**40)
     message = r"edge_index\[0, 9\] is -1099511627776; it should be in \[0, 40\)"
-    fusedops.node_to_edge_wigner_permute(x, index, wigner)
+    # The GPU may be done before the call looks.
+    with contextlib.suppress(IndexError):
+        fusedops.node_to_edge_wigner_permute(x, index, wigner)
     torch.cuda.synchronize()
     for _ in range(2):
         with pytest.raises(IndexError, match=message):

@@ -129,14 +129,14 @@ def step_build(d: dict[str, Any]) -> Problem:
     if d["bias"]:
         arrays["bias"] = values(rng, (D,), kind)
     slots = np.arange(B)
-    options: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     if d["paged"]:
         slots = rng.permutation(B + 1)[:B]
         slots[1:2] = -1
-        options["slots"] = slots
+        constants["slots"] = slots
     starts = np.full(B, L)
     if d["circular"] and L:
-        starts = options["positions"] = rng.integers(0, 3 * L, B)
+        starts = constants["positions"] = rng.integers(0, 3 * L, B)
 
     def oracle(x: np.ndarray, state: np.ndarray, kernels: np.ndarray, bias: Any = None) -> Any:
         x, state = x.reshape(B, T or 1, D), state.copy()
@@ -151,14 +151,15 @@ def step_build(d: dict[str, Any]) -> Problem:
             h = np.einsum("dtw,dw->td" if d["static"] else "dtw,tdw->td", windows, taps)
             out[b] = _activated(h if bias is None else h + bias, d["silu"])
             if L:
-                turn = starts[b] + x.shape[1] if "positions" in options else 0
+                turn = starts[b] + x.shape[1] if "positions" in constants else 0
                 state[slot] = np.roll(inputs[:, -L:], turn, axis=1)
         return out.reshape(tokens), state
 
     return Problem(
         op=fusedops.dynamic_conv_step,
         arrays=arrays,
-        options={"activation": "silu" if d["silu"] else None, **options},
+        constants=constants,
+        options={"activation": "silu" if d["silu"] else None},
         oracle=oracle,
         absolute={"activation": None},
         bends=d["silu"],
