@@ -175,9 +175,10 @@ class DynamicShortConvolution(torch.nn.Module):
     in their places, where they should move on. Unlike that class, this one leaves x unchanged under
     a mask, and has gradients in a decoding step.
 
-    In training and prefill kernels aren't stored: ``w2`` is part of the convolution, as in
+    In prefill kernels aren't stored: ``w2`` is part of the convolution, as in
     `fusedops.dynamic_conv_generated`, if it is a plain Linear without hooks. A CPU does so for many
-    tokens in float32 or float64.
+    tokens in float32 or float64. Where a gradient is wanted, kernels are stored, which is faster;
+    that function takes two thirds of the memory there.
 
     References
     ----------
@@ -428,10 +429,14 @@ class DynamicShortConvolution(torch.nn.Module):
         """Return the kernels, or the hidden units, weight and bias that make them.
 
         The generator's last layer is then part of the convolution. A layer that is more than its
-        weight and bias makes kernels itself, and so does any on a CPU in 16 bits, which torch
-        multiplies faster, or for kernels that its cache may hold.
+        weight and bias makes kernels itself. So does any where a gradient is wanted, whose kernels
+        would be made three times; and on a CPU in 16 bits, which torch multiplies faster, or for
+        kernels that its cache may hold.
         """
         generator: Any = self.kernel_generator
+        tensors = u, *generator.parameters()
+        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+            return (self.get_kernel(u),)
         last = generator.w2
         plain = (
             type(self).get_kernel is DynamicShortConvolution.get_kernel

@@ -318,6 +318,8 @@ class _Check:
         torch = sys.modules["torch"]
         self.of: Any = ends, bad, num_nodes
         self.error: IndexError | None = None
+        #: Whether a caller has seen the error.
+        self.told = False
         self.event: Any = None
         self.flag = bad.any()
         if ends.is_cuda:
@@ -331,6 +333,7 @@ class _Check:
         """Return whether the ends are known to be good. Raises IndexError if one is bad."""
         if self.of is None:
             if self.error is not None:
+                self.told = True
                 raise self.error
             return True
         if self.event is not None:
@@ -352,10 +355,10 @@ _unchecked: collections.deque[_Check] = collections.deque()
 
 
 def _report() -> None:
-    """Raise if a GPU has found a bad index in edges that were made before."""
+    """Raise if a GPU has found a bad index in edges made before, which no caller knows of."""
     for _ in range(len(_unchecked)):
         held = _unchecked.popleft()
-        if not held.done():
+        if not held.told and not held.done():
             _unchecked.append(held)
 
 

@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 TILES = {
     2: {
         "forward": Tile(128, 128, 64, 8, 3),
-        "inputs": Tile(128, 128, 64, 8, 3),
+        "inputs": Tile(64, 128, 64, 4, 3),
         "hidden": Tile(128, 128, 32, 8, 2),
         "weight": Tile(128, 64, 32, 8, 3),
     },
