@@ -599,7 +599,7 @@ def node_to_edge_wigner_permute(
 
     with P(r) the l-major row of m-major row r (`fusedops.wigner.m_major_order`), j over the rows of
     its degree, s(e), t(e) the source and the target of edge e, and f radial functions, one for the
-    degree and |m| of a row and each channel.
+    degree and ``|m|`` of a row and each channel.
 
     Parameters
     ----------

@@ -1,7 +1,9 @@
 r"""causal-conv1d's functions, as Mamba, vLLM and SGLang call them, with the arguments of these::
 
--from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-+from fusedops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+    -from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+    +from fusedops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+
+Our kernels read tokens of either layout, and states by slots, where they lie.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 r"""flash-linear-attention's short convolution, as its models call it::
 
--from fla.modules import ShortConvolution
-+from fusedops.compat.fla import ShortConvolution
+    -from fla.modules import ShortConvolution
+    +from fusedops.compat.fla import ShortConvolution
+
+Checkpoints load unchanged.
 """
 
 from __future__ import annotations
