@@ -43,7 +43,7 @@ def with_factors(rotate: Callable[[Any, Any], None], steps: Any, a: Any, y: Any)
         scale(a.message, scaled)
     if y.dmessage is not None or y.dfactors is not None:
         rotated = memory.empty(shape, a.wigner.dtype)
-    rotate(a._replace(message=scaled, factors=None), y._replace(dmessage=rotated))
+    rotate(a._replace(message=scaled, factors=None), y._replace(dmessage=rotated, dfactors=None))
     if y.dmessage is not None:
         scale(rotated, y.dmessage)
     if y.dfactors is not None:

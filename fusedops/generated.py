@@ -232,8 +232,8 @@ def dynamic_conv_generated(
               k_{btdw} = \sum_h V_{dW+w,\,h} \, \mathrm{hidden}_{bth} + \beta_{dW+w}
 
     with the activation a, the weight V and the bias β. Before the first token x stands for the
-    inputs in `initial_state`, or zeros. The kernels, W times as large as x, are never in memory:
-    they are made tile by tile, and again in the backward.
+    inputs in `initial_state`, or zeros. The kernels, W times as large as x, are made tile by tile,
+    and again in the backward, instead of being stored; Notes name the exceptions.
 
     Parameters
     ----------

@@ -324,8 +324,8 @@ class DynamicShortConvolution(torch.nn.Module):
         group : ProcessGroup, or DeviceMesh of one dimension, optional
             The ranks that share the tokens of every sequence, as in
             `fusedops.distributed.dynamic_conv`; `cu_seqlens` then counts the tokens of all ranks.
-            No cache goes with it. The last inputs of the rank before travel while kernels are
-            generated.
+            No cache goes with it. The last inputs of the rank before travel while most tokens are
+            convolved.
         **kwargs
             Ignored, for callers that pass the same arguments to layers of several classes.
 
@@ -425,7 +425,7 @@ class DynamicShortConvolution(torch.nn.Module):
         cache = final.detach() if cache is None else cache.copy_(final.detach())
         return y.to(x.dtype), cache
 
-    def _given(self, u: torch.Tensor, decoding: bool) -> tuple[torch.Tensor, ...]:
+    def _given(self, u: torch.Tensor, decoding: bool) -> tuple[Any, ...]:
         """Return the kernels, or the hidden units, weight and bias that make them.
 
         The generator's last layer is then part of the convolution. A layer that is more than its
@@ -451,7 +451,8 @@ class DynamicShortConvolution(torch.nn.Module):
             return (self.get_kernel(u),)
         hidden = generator.act(generator.w1(u))
         # Under autocast the layer would round its parameters as it rounds the hidden units.
-        return hidden, last.weight.to(hidden.dtype), last.bias.to(hidden.dtype)
+        bias = None if last.bias is None else last.bias.to(hidden.dtype)
+        return hidden, last.weight.to(hidden.dtype), bias
 
     def _shared(
         self,

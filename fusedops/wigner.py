@@ -8,6 +8,7 @@ and ``gpukern/wigner.py``; the matrices come from ``fusedops/harmonics.py``.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import numbers
 import sys
@@ -244,7 +245,7 @@ class Edges(Packed):
         """Raise if the GPU has found a bad index."""
         held = self.__dict__.get("_unchecked")
         if held is not None and held.done(wait):
-            del self.__dict__["_unchecked"]
+            self.__dict__.pop("_unchecked", None)
 
     def to(self, device: Any) -> Edges:
         """Return the same edges, checked, on a torch device; these if they are there already.
@@ -331,7 +332,9 @@ class _Check:
 
     def done(self, wait: bool = False) -> bool:
         """Return whether the ends are known to be good. Raises IndexError if one is bad."""
-        if self.of is None:
+        # Threads may ask at once; each finds the same.
+        of = self.of
+        if of is None:
             if self.error is not None:
                 self.told = True
                 raise self.error
@@ -345,7 +348,7 @@ class _Check:
             elif not self.event.query():
                 return False
         if self.flag.item():
-            self.error = _outside(*self.of)
+            self.error = _outside(*of)
         self.of = None
         return self.done()
 
@@ -356,10 +359,10 @@ _unchecked: collections.deque[_Check] = collections.deque()
 
 def _report() -> None:
     """Raise if a GPU has found a bad index in edges made before, which no caller knows of."""
-    for _ in range(len(_unchecked)):
-        held = _unchecked.popleft()
-        if not held.told and not held.done():
-            _unchecked.append(held)
+    for held in tuple(_unchecked):
+        if held.told or held.done():
+            with contextlib.suppress(ValueError):
+                _unchecked.remove(held)
 
 
 def _late(edges: Edges) -> Any:

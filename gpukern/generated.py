@@ -1,13 +1,13 @@
 """Convolutions with generated kernels on the GPU: a linear layer's tiles become taps in registers.
 
 The forward multiplies a tile of tokens by the weight's rows of some channels, all taps at once, and
-splits the sum by tap; each part meets the inputs that its tap reads. The backward has three kernels
-and no kernels in memory either. The first makes the taps again, writes v, the cotangent before the
-activation, and the cotangent of x: it shifts sums along the tile's tokens, tap by tap, and tiles
-overlap by W - 1 tokens. The other two multiply the kernels' cotangents v x, made where they are
-needed, by the weight and by the inputs of the linear layer. Sums over tokens have a partial sum for
-each of some runs of tokens, added up afterwards in a fixed order. In 16 bits torch multiplies
-instead: the first kernel writes the kernels' cotangents for a part of the tokens at a time.
+splits the sum by tap; each part meets the inputs that its tap reads. The backward has three
+kernels. The first makes the taps again, writes v, the cotangent before the activation, and the
+cotangent of x: it shifts sums along the tile's tokens, tap by tap, and tiles overlap by W - 1
+tokens. The other two multiply the kernels' cotangents v x, made where they are needed, by the
+weight and by the inputs of the linear layer. Sums over tokens have a partial sum for each of some
+runs of tokens, added up afterwards in a fixed order. In 16 bits torch multiplies instead: the first
+kernel writes the kernels' cotangents for a part of the tokens at a time.
 
 Products, of 2 B T D W H operations: one forward, three backward. Bytes: x, hidden and the cotangent
 in and their gradients out; v out and in, or the kernels' cotangents.

@@ -589,9 +589,6 @@ def _place_kernel(
     tl.store(on_wigner + at, total.to(on_wigner.dtype.element_ty), mask=at < count)
 
 
-_FEATURES = ("base", "x", "message", "on_x", "on_message")
-
-
 def _launchers(function: Any, aligned: tuple[str, ...]) -> dict[bool, Launcher]:
     """Return launchers by whether features are aligned for vector loads."""
     return {
@@ -667,7 +664,9 @@ def _by_steps(a: Any, y: Any) -> None:
         scale_messages(a.message, a.factors, scaled, lmax, a.mmax)
     if on_message is not None or on_factors is not None:
         turned = torch.empty(shape, dtype=dtype, device=a.wigner.device)
-    edge_wigner(a._replace(message=scaled, factors=None), y._replace(dmessage=turned))
+    edge_wigner(
+        a._replace(message=scaled, factors=None), y._replace(dmessage=turned, dfactors=None)
+    )
     if on_message is not None:
         scale_messages(turned, a.factors, on_message, lmax, a.mmax)
     if on_factors is not None:

@@ -319,6 +319,20 @@ def test_other_dtypes(dtype):
 
 
 @on_ranks
+def test_sums_beyond_float16_have_both_gradients():
+    P, rank = dist.get_world_size(), dist.get_rank()
+    x, _, weights = problem(N=32, C=8, H=4, B=(), dtype=torch.float16)
+    weights["p_in_weight"] *= 120
+    own_x = x.chunk(P)[rank].requires_grad_()
+    loss = update(own_x, **weights, group=dist.group.WORLD).float().square().mean()
+    (plain,) = torch.autograd.grad(loss, own_x, retain_graph=True)
+    (again,) = torch.autograd.grad(loss, own_x, create_graph=True)
+    assert plain.isfinite().all()
+    tolerance = 0.02 * plain.abs().max().item()
+    torch.testing.assert_close(again, plain, rtol=0, atol=tolerance)
+
+
+@on_ranks
 def test_kernels_of_stages_serve():
     """Triton's, interpreted on a CPU."""
     pytest.importorskip("triton")
@@ -409,6 +423,11 @@ def test_errors_come_before_anything_is_sent():
         with pytest.raises((TypeError, ValueError), match=message):
             update(**arguments, **weights)
     x = torch.ones(1, dist.get_world_size(), 3, device=device(), dtype=torch.float64)
+    C, H = weights["p_out_weight"].shape
+    wider = {"p_out_weight": x.new_ones(C + 1, H), "p_out_bias": None}
+    wider |= {"g_out_weight": x.new_ones(C + 1, C), "g_out_bias": None}
+    with pytest.raises(ValueError, match="as wide as x where ranks share pairs"):
+        update(x, **(weights | wider), group=dist.group.WORLD)
     with pytest.raises(ValueError, match="p_in_weight has shape"):
         update(x, **(weights | {"p_in_weight": weights["p_in_weight"][1:]}), group=dist.group.WORLD)
     dist.barrier()

@@ -30,6 +30,7 @@ from places import (
     FILLING,
     HAS_TORCH,
     SERVE_TENSORS,
+    available,
     interpreted,
     needs_linux,
     needs_torch,
@@ -480,9 +481,6 @@ def test_pullbacks_are_what_differences_say(backend, op, packed):
     assert [g.shape for g in gradients] == [a.shape for a in p.arrays]
     for got, difference in zip(gradients, want, strict=True):
         close(got, difference)
-
-
-TINY = {"ends": [[0, 1], [1, 1]], "nodes": 3, "channels": 1}
 
 
 def plain_forth(x, source, target, wigner, order):
@@ -1992,3 +1990,27 @@ SIZES = {
 @pytest.mark.parametrize("place", FILLING, ids="-".join)
 def test_kernels_read_nothing_beyond_their_arrays(place):
     guarded.run(place, GUARDED, SIZES=SIZES[place[1] == "triton"])
+
+
+def test_a_step_writes_no_gradient_that_it_lacks_factors_for(monkeypatch):
+    """Above lmax 2 a rotation and its radial functions are two steps on a GPU."""
+    available("torch", "triton")
+    from gpukern import wigner as kernels
+
+    rotate, calls = kernels.edge_wigner, []
+    monkeypatch.setattr(
+        kernels, "edge_wigner", lambda a, y: (calls.append((a.factors, y.dfactors)), rotate(a, y))
+    )
+    import torch
+
+    edges = fusedops.Edges([[0, 1], [1, 1]], num_nodes=3)
+    x, wigner = torch.randn(3, 16, 1), torch.randn(2, 84)
+    radial = torch.randn(2, function_rows(3, 3) * 2, requires_grad=True)
+
+    def gradient(backend):
+        out = fusedops.node_to_edge_wigner_permute(x, edges, wigner, radial=radial, backend=backend)
+        return torch.autograd.grad(out.square().sum(), radial)[0]
+
+    torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-4)
+    assert calls
+    assert all(factors is not None or dfactors is None for factors, dfactors in calls)

@@ -303,7 +303,6 @@ def jet(device: str) -> Step:
         "jet",
         fusedops.dynamic_conv_generated,
         (*cases, *decoding),
-        # On a CPU our module stores fewer kernels.
         Case("training", partial(_layer, 2, 1100, 512)),
         # Relative to the largest element of each gradient; in 16 bits hidden units are rounded.
         1e-5 if device == "cpu" else 0.06,

@@ -223,7 +223,8 @@ class EdgeOps:
                 ours = LAYERS.get(type(theirs).__name__)
                 if ours is not None:
                     setattr(parent, name, made := ours(theirs))
-                    made.precision = self.precision
+                    if hasattr(made, "precision"):
+                        made.precision = self.precision
         layers = [getattr(block, "edge_wise", None) for block in getattr(model, "blocks", ())]
         self.supports_fused_edgewise = bool(layers) and all(map(_fits, layers))
 

@@ -343,7 +343,8 @@ class _Update:
         planes = self.tiles.gathered(arrived, 2 * self.each * self.B)
         left, right = _sides_of(planes.unflatten(1, (2, -1)))
         left, right = (left, right.mT) if self.direction == "outgoing" else (left.mT, right)
-        rows = self.tiles.scattered((left @ right * self.scale).transpose(0, 1))
+        # Scaled before, as float16 may not hold the sums.
+        rows = self.tiles.scattered(((left * self.scale) @ right).transpose(0, 1))
         o = all_to_all(rows, self.to_pairs(self.each * self.B))
         o = o.view(self.ranks, self.L, self.each, self.B, self.M).permute(3, 0, 2, 1, 4)
         return self.end(a, o.flatten(1, 2)[:, : self.H])
@@ -525,6 +526,11 @@ def updated(
     a = op.bound(like, direction, None, *others, **more).a
     if chunks is not None and size(_NAME, "chunks", chunks) < 1:
         raise ValueError(f"{_NAME}: chunks is 0; it should be at least 1, or None")
+    if tiles.group.size() > 1 and len(a.p_out_weight) != x.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: p_out_weight has shape {tuple(a.p_out_weight.shape)}; it should be "
+            f"{(x.shape[-1], a.p_out_weight.shape[1])}, as wide as x where ranks share pairs"
+        )
     if tiles.group.size() == 1:
         found: torch.Tensor = op(x, direction, mask, *others, **more)
         return found
