@@ -100,17 +100,23 @@ class InBfloat16(ByNumpy):
         return openmp_on_one_thread()
 
 
-def of_tensors(dtype: np.dtype) -> type[ByNumpy]:
-    """Return the products of matrices that are tensors' memory."""
+#: The multiplications of a projection from which on oneDNN is faster, its call counted in.
+_WORTH = 1 << 22
+
+
+def of_tensors(dtype: np.dtype, work: int) -> type[ByNumpy]:
+    """Return the products of matrices that are tensors' memory, of so many multiplications."""
     if dtype == BITS:
         return InBfloat16
-    return InFloat32 if dtype == np.float32 and _keeps_float32() else ByNumpy
+    worth = dtype == np.float32 and work >= _WORTH
+    return InFloat32 if worth and _keeps_float32() else ByNumpy
 
 
 def _keeps_float32() -> bool:
     """Return whether oneDNN is there, and may not round factors of float32."""
     torch = sys.modules["torch"]
-    if not torch.backends.mkldnn.is_available():
+    there = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not there or not torch.backends.mkldnn.is_available():
         return False
     return torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
 

@@ -723,7 +723,8 @@ class _Gradients(_Update):
 
 def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     """Fill the update, and o if it is wanted."""
-    products = of_tensors(a.x.dtype) if tensors else ByNumpy
+    work = a.x.size * len(a.p_in_weight)
+    products = of_tensors(a.x.dtype, work) if tensors else ByNumpy
     u = _Update(kernels, products, a)
     with blas_on_one_thread(), products.alone(), np.errstate(all="ignore"):
         if u.is_small():
@@ -734,7 +735,8 @@ def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
 
 def backward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     """Fill the cotangents that are wanted."""
-    products = of_tensors(a.x.dtype) if tensors else ByNumpy
+    work = a.x.size * len(a.p_in_weight)
+    products = of_tensors(a.x.dtype, work) if tensors else ByNumpy
     u = _Gradients(kernels, products, a, out)
     with blas_on_one_thread(), products.alone(), np.errstate(all="ignore"):
         if u.is_small():

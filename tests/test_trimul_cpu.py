@@ -226,16 +226,20 @@ def of_tensors(arrays, backend, dtype="float32", **options):
 @pytest.mark.parametrize("rounded", ["highest", "medium"])
 @pytest.mark.parametrize("gate", ["output", "hidden"])
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
-def test_products_by_torch_have_the_digits_of_float32(backend, direction, gate, rounded):
+def test_products_by_torch_have_the_digits_of_float32(
+    backend, direction, gate, rounded, monkeypatch
+):
     """Torch may round the factors of its own products; ours are asked for by `precision`."""
     torch = pytest.importorskip("torch")
+    assert products.of_tensors(np.dtype("float32"), 8) is products.ByNumpy
+    monkeypatch.setattr(products, "_WORTH", 0)
     arrays = update((1, 40, 24, 20), dtype="float64", gate=gate, mask=True)
     options = {"direction": direction, "gate": gate}
     _, *exact = solve(arrays, backend, **options)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(rounded)
     try:
-        assert products.of_tensors(np.dtype("float32")) is (
+        assert products.of_tensors(np.dtype("float32"), 8) is (
             products.ByNumpy if rounded == "medium" else products.InFloat32
         )
         found = of_tensors(arrays, backend, **options)
