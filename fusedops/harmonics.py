@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedops._frame import registry
 from fusedops._frame.arrays import ArrayT, cast, namespace, wide, zeros
 from fusedops._frame.check import flag, floats, is_tensor, size
 from fusedops._frame.op import op, to_run
@@ -94,19 +95,26 @@ def _coupling(l: int, like: Any) -> Any:
     return _couplings[key]
 
 
-def _unit(edge_vec: Any) -> tuple[Any, Any]:
-    """Return unit vectors and lengths; a vector of length zero is the axis, infinitely long."""
-    xp = namespace(edge_vec)
-    largest = xp.amax(xp.abs(edge_vec), -1)[:, None]
+def _normalized(vectors: Any) -> tuple[Any, Any, Any]:
+    """Return unit vectors, or zeros; lengths, or ones; and whether a length is zero."""
+    xp = namespace(vectors)
+    largest = xp.amax(xp.abs(vectors), -1)[:, None]
     none = largest == 0
     largest = xp.where(none, xp.ones_like(largest), largest)
     # The squares of tiny vectors would vanish, and the squares of huge vectors overflow.
-    scaled = edge_vec / largest
+    scaled = vectors / largest
     square = (scaled * scaled).sum(-1)[:, None]
     length = xp.sqrt(xp.where(none, xp.ones_like(square), square))
-    x, y, z = (scaled / length).T
+    return scaled / length, length * largest, none
+
+
+def _unit(edge_vec: Any) -> tuple[Any, Any]:
+    """Return unit vectors and lengths; a vector of length zero is the axis, infinitely long."""
+    xp = namespace(edge_vec)
+    unit, length, none = _normalized(edge_vec)
+    x, y, z = unit.T
     unit = xp.stack([x, xp.where(none[:, 0], xp.ones_like(y), y), z], -1)
-    return unit, xp.where(none, xp.inf, length * largest)
+    return unit, xp.where(none, xp.inf, length)
 
 
 def _rotation(u: Any) -> Any:
@@ -483,7 +491,7 @@ def _matrices_of(rotation: Any) -> Any:
     if rotation.ndim == 3:
         return rotation
     if rotation.shape[1] == 4:
-        w, x, y, z = (rotation / xp.sqrt((rotation * rotation).sum(-1))[:, None]).T
+        w, x, y, z = _normalized(rotation)[0].T
         rows: Any = (
             (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
             (2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)),
@@ -510,10 +518,10 @@ def wigner_d_of(
 
     Parameters
     ----------
-    rotation : array or tensor (E, 3, 3), (E, 4) or (E, 3), float32 or float64
-        Either matrices R; or quaternions w, x, y, z of any length but zero; or Euler angles α, β, γ
-        in radians, for :math:`R = R_y(\alpha) R_x(\beta) R_y(\gamma)`, as e3nn and fairchem have
-        them.
+    rotation : array or tensor (E, 3, 3), (E, 4) or (E, 3), float32 or float64; in torch 16 bits too
+        Either matrices R; or quaternions w, x, y, z of any length; or Euler angles α, β, γ in
+        radians, for :math:`R = R_y(\alpha) R_x(\beta) R_y(\gamma)`, as e3nn and fairchem have
+        them. A quaternion of length zero counts as no turn, with a gradient of zero.
     lmax : int
         The largest degree, from 0 to 63.
     packed : bool
@@ -557,7 +565,10 @@ def wigner_d_of(
     [1.0, 0.0, 0.0]
     """
     name = "wigner_d_of"
-    rotation = floats(name, "rotation", rotation)
+    given = floats(name, "rotation", rotation)
+    if backend is not None:
+        registry.forced(backend, name)
+    rotation = wide(given)
     if tuple(rotation.shape[1:]) not in ((3, 3), (4,), (3,)):
         raise ValueError(
             f"{name}: rotation has shape {tuple(rotation.shape)}; it should be (E, 3, 3), or "
@@ -583,4 +594,4 @@ def wigner_d_of(
     kept, mixed = xp.stack(cosines, -1)[:, m.tolist()], xp.stack(sines, -1)[:, m.tolist()] * signs
     if not packed:
         kept, mixed = kept[..., None], mixed[..., None]
-    return kept * D + mixed * D[:, other.tolist()]
+    return cast(kept * D + mixed * D[:, other.tolist()], given)

@@ -1846,11 +1846,48 @@ def test_matrices_of_given_rotations_are_those_of_e3nn():
             torch.testing.assert_close(found[:, own, own], theirs(l, given), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [1e-30, 1e30])
+def test_quaternions_of_any_length(length):
+    q = turns("quaternions")[0]
+    given = (q * length).astype(np.float32)
+    np.testing.assert_allclose(wigner_d_of(given, 3), wigner_d_of(q, 3), atol=1e-5)
+    if torch is not None:
+        np.testing.assert_allclose(
+            wigner_d_of(torch.from_numpy(given), 3), wigner_d_of(q, 3), atol=1e-5
+        )
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_quaternion_of_length_zero_is_no_turn():
+    q = np.stack([np.zeros(4), [1.0, 2, 3, 4]])
+    np.testing.assert_array_equal(wigner_d_of(q, 3)[0], np.eye(16))
+    if torch is not None:
+        leaf = tensor(q).requires_grad_()
+        D = wigner_d_of(leaf, 3)
+        (dq,) = torch.autograd.grad((D * torch.arange(256.0).view(16, 16)).sum(), leaf)
+        assert torch.equal(D[0], torch.eye(16, dtype=D.dtype))
+        assert not dq[0].any()
+        assert dq[1].any()
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["matrices", "quaternions", "angles"])
+def test_sixteen_bits_of_a_rotation_are_rounded_once(kind, dtype):
+    given = tensor(turns(kind)[0]).to(getattr(torch, dtype))
+    found = wigner_d_of(given, 6)
+    assert found.dtype == given.dtype
+    rounding = torch.finfo(given.dtype).eps
+    want = wigner_d_of(given.double(), 6)
+    torch.testing.assert_close(found.double(), want, rtol=rounding, atol=1e-5)
+
+
 BAD_ROTATIONS = {
     "shape": (np.ones((2, 5)), {}, ValueError, r"rotation has shape \(2, 5\); it should be \(E, 3"),
     "integers": (np.ones((2, 3), int), {}, TypeError, "rotation has dtype int64; it should be"),
     "degree": (np.ones((2, 3)), {"lmax": -1}, ValueError, "lmax is -1"),
     "flag": (np.ones((2, 3)), {"packed": 1}, TypeError, "packed is a int"),
+    "backend": (np.ones((2, 3)), {"backend": "nope"}, ValueError, "backend is 'nope'"),
 }
 
 
