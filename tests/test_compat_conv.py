@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -157,6 +158,25 @@ BAD = {
         "seq_idx has shape",
     ),
     "activation": ({"activation": "gelu"}, ValueError, "activation is 'gelu'"),
+    "x of NumPy": ({"x": np.ones((2, 8, 5))}, TypeError, "x is a ndarray; it should be a tensor"),
+    "a list": ({"x": [[[1.0]]]}, TypeError, "x is a list; it should be a tensor"),
+    "no weight": ({"weight": None}, TypeError, "weight is None; it should be a tensor"),
+    "integers": (
+        {"weight": torch.ones(8, 4, dtype=torch.int32)},
+        TypeError,
+        "weight has dtype int32; it should be float32",
+    ),
+    "bias of other channels": ({"bias": torch.ones(7)}, ValueError, r"bias has shape \(7,\)"),
+    "seq_idx of floats": (
+        {"seq_idx": torch.zeros(2, 5)},
+        TypeError,
+        "seq_idx has dtype float32; it should be int32 or int64",
+    ),
+    "another device": (
+        {"weight": torch.ones(8, 4, device="meta")},
+        ValueError,
+        "weight is on meta; it should be on cpu, where x is",
+    ),
 }
 
 
@@ -164,8 +184,73 @@ BAD = {
 def test_bad_arguments(name):
     changes, kind, message = BAD[name]
     given = {"x": torch.ones(2, 8, 5), "weight": torch.ones(8, 4)} | changes
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=f"causal_conv1d_fn: {message}"):
         causal_conv1d.causal_conv1d_fn(**given)
+
+
+BAD_UPDATE = {
+    "state of other channels": (
+        {"conv_state": torch.ones(2, 7, 3)},
+        ValueError,
+        r"conv_state has shape \(2, 7, 3\); it should be \(2, 8, L\)",
+    ),
+    "state too short": (
+        {"conv_state": torch.ones(2, 8, 2)},
+        ValueError,
+        "conv_state has 2 inputs of a sequence; it should have at least 3",
+    ),
+    "state of 16 bits": (
+        {"conv_state": torch.ones(2, 8, 3, dtype=torch.bfloat16)},
+        TypeError,
+        "conv_state has dtype bfloat16; it should hold float32",
+    ),
+    "state of shared memory": (
+        {"conv_state": torch.ones(1, 8, 3).expand(2, 8, 3)},
+        ValueError,
+        "conv_state overlaps itself",
+    ),
+    "indices of floats": (
+        {"conv_state_indices": torch.zeros(2)},
+        TypeError,
+        "conv_state_indices has dtype float32",
+    ),
+    "indices past the end": (
+        {"conv_state_indices": torch.tensor([0, 2])},
+        ValueError,
+        "conv_state_indices has 2; it should be below 2",
+    ),
+    "lengths of another batch": (
+        {"cache_seqlens": torch.zeros(3, dtype=torch.int32)},
+        ValueError,
+        r"cache_seqlens has shape \(3,\); it should be \(2,\)",
+    ),
+    "x of NumPy": ({"x": np.ones((2, 8))}, TypeError, "x is a ndarray"),
+    "activation": ({"activation": "gelu"}, ValueError, "activation is 'gelu'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_UPDATE)
+def test_bad_arguments_of_an_update(name):
+    changes, kind, message = BAD_UPDATE[name]
+    given = {"x": torch.zeros(2, 8), "conv_state": torch.ones(2, 8, 3), "weight": torch.ones(8, 4)}
+    given |= changes
+    with pytest.raises(kind, match=f"causal_conv1d_update: {message}"):
+        causal_conv1d.causal_conv1d_update(**given)
+    assert (given["conv_state"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("starts", "kind", "message"),
+    [
+        ([0.0, 4.0], TypeError, "cu_seqlens has dtype float32; it should be int32 or int64"),
+        ([0, 5], ValueError, "cu_seqlens has 5; it should lie between 0 and 4"),
+        ([-1, 4], ValueError, "cu_seqlens has -1; it should lie between 0 and 4"),
+    ],
+    ids=["floats", "past the end", "before the first"],
+)
+def test_bad_boundaries_of_varlen_states(starts, kind, message):
+    with pytest.raises(kind, match=f"causal_conv1d_varlen_states: {message}"):
+        causal_conv1d.causal_conv1d_varlen_states(torch.ones(4, 1), torch.tensor(starts), 2)
 
 
 def test_an_update_in_place_refuses_gradients():
@@ -246,6 +331,93 @@ def test_fla_refusals():
         fla.causal_conv1d(x)
     with pytest.raises(TypeError, match="weight is None"):
         fla.causal_conv1d_update(x, torch.ones(5, 8, 4))
+
+
+BAD_STEP = {
+    "residual": ({"residual": torch.ones(5, 1, 8)}, ValueError, r"residual has shape \(5, 1, 8\)"),
+    "residual of NumPy": ({"residual": np.ones((2, 1, 8))}, TypeError, "residual is a ndarray"),
+    "residual on another device": (
+        {"residual": torch.ones(2, 1, 8, device="meta")},
+        ValueError,
+        "residual is on meta",
+    ),
+    "cache of 16 bits": (
+        {"cache": torch.ones(2, 8, 4, dtype=torch.bfloat16)},
+        TypeError,
+        "cache has dtype bfloat16; it should hold float32, the dtype of x",
+    ),
+    "cache of W - 1": ({"cache": torch.ones(2, 8, 3)}, ValueError, r"cache has shape \(2, 8, 3\)"),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("name", BAD_STEP)
+def test_a_bad_step_leaves_the_cache(name, grad):
+    changes, kind, message = BAD_STEP[name]
+    given = {"x": torch.zeros(2, 1, 8), "residual": None, "cache": torch.ones(2, 8, 4)} | changes
+    module = fla.ShortConvolution(8, 4).requires_grad_(grad)
+    for step in (module, module.step):
+        with pytest.raises(kind, match=f"ShortConvolution: {message}"):
+            step(**given)
+    weight = module.weight[:, 0].detach()
+    with pytest.raises(kind, match=f"causal_conv1d_update: {message}"):
+        fla.causal_conv1d_update(**given, weight=weight)
+    assert (given["cache"] == 1).all()
+
+
+@pytest.mark.parametrize("of", [torch.tensor, fusedops.Sequences, list], ids=lambda of: of.__name__)
+def test_as_many_tokens_as_sequences_need_not_be_a_step(convolution, of):
+    module, weight, bias = convolution
+    x, cache = random(1, 2, 8), random(2, 8, 4)
+    before = cache.clone()
+    y, final = module(x, cache=cache, output_final_state=True, cu_seqlens=of([0, 0, 2]))
+    torch.testing.assert_close(y.mT, reference(x.mT, weight, bias, before[1:, :, 1:], "silu"))
+    assert final is not cache
+    assert torch.equal(cache, before)
+    torch.testing.assert_close(
+        final, torch.stack([before[0], torch.cat([before[1], x[0].mT], -1)[:, 2:]])
+    )
+    assert module(x, cache=cache, output_final_state=True, cu_seqlens=of([0, 1, 2]))[1] is cache
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+def test_an_empty_batch(tokens, grad):
+    module = fla.ShortConvolution(3, 2).requires_grad_(grad)
+    y, cache = module(torch.ones(0, tokens, 3), output_final_state=True)
+    assert (y.shape, cache.shape) == ((0, tokens, 3), (0, 3, 2))
+
+
+def test_a_residual_is_added_in_its_own_dtype():
+    x, residual = random(2, 8, dtype=torch.bfloat16), random(2, 8, dtype=torch.float32)
+    weight, cache = random(8, 4, dtype=torch.float32), random(2, 8, 4, dtype=torch.bfloat16)
+    plain, _ = fla.causal_conv1d_update(x, cache.clone(), weight=weight)
+    y, _ = fla.causal_conv1d_update(x, cache, residual, weight)
+    assert torch.equal(y, (plain.float() + residual).to(x.dtype))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+def test_a_step_rounds_no_wider_cache(grad):
+    module = fla.ShortConvolution(8, 4, dtype=torch.bfloat16).requires_grad_(grad)
+    x, cache = random(2, 1, 8, dtype=torch.bfloat16), random(2, 8, 4, dtype=torch.float32)
+    want = torch.cat([cache[..., 1:], x.mT.float()], -1)
+    y, _ = module.step(x, None, cache)
+    assert y.dtype == x.dtype
+    assert torch.equal(cache, want)
+
+
+def test_bad_arguments_of_fla_convolution():
+    x, weight = torch.ones(1, 5, 8), torch.ones(8, 4)
+    with pytest.raises(ValueError, match=r"causal_conv1d: weight has shape \(7, 4\)"):
+        fla.causal_conv1d(x, weight[:7])
+    with pytest.raises(ValueError, match=r"causal_conv1d: x has shape \(5, 8\)"):
+        fla.causal_conv1d(x[0], weight)
+    with pytest.raises(TypeError, match="causal_conv1d: x is a ndarray"):
+        fla.causal_conv1d(x.numpy(), weight)
+    with pytest.raises(TypeError, match="ShortConvolution: cu_seqlens has dtype float32"):
+        fla.ShortConvolution(8, 4)(x, cu_seqlens=torch.tensor([0.0, 5.0]))
+    with pytest.raises(ValueError, match=r"ShortConvolution: cache has shape \(2, 8, 4\)"):
+        fla.ShortConvolution(8, 4)(x, cache=torch.ones(2, 8, 4))
 
 
 def test_sequences_may_be_packed_once(convolution):

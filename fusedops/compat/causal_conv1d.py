@@ -14,10 +14,68 @@ import numpy as np
 import torch
 
 import fusedops
-from fusedops._frame.check import flag, of_shape, size
+from fusedops._frame.check import (
+    device_of,
+    dtype_name,
+    flag,
+    of_shape,
+    one_of,
+    overlaps_itself,
+    promoted,
+    same_device,
+    size,
+    traced,
+)
 from fusedops._frame.packed import bridge, outside_of_graphs
+from fusedops.conv import ACTIVATIONS
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def need_tensor(op: str, name: str, value: Any) -> None:
+    """Raise TypeError unless an argument is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        shown = "None" if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"{op}: {name} is {shown}; it should be a tensor")
+
+
+def need_floats(op: str, x: Any, **others: Any) -> None:
+    """Raise unless x, and the other arguments that are given, are float tensors on one device."""
+    for name, value in {"x": x, **others}.items():
+        if value is None and name not in ("x", "weight"):
+            continue
+        need_tensor(op, name, value)
+        if value.dtype not in _FLOATS:
+            raise TypeError(
+                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be float32, "
+                "float64, bfloat16 or float16"
+            )
+        if value.device != x.device:
+            same_device(op, name, device_of(value), "x", device_of(x))
+
+
+def need_integers(op: str, name: str, value: Any, shape: tuple[int | str, ...], x: Any) -> None:
+    """Raise unless an argument is a tensor of int32 or int64, of a shape, on the device of x."""
+    need_tensor(op, name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be int32 or int64"
+        )
+    of_shape(op, name, value, shape)
+    same_device(op, name, device_of(value), "x", device_of(x))
+
+
+def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise unless a state can take the values of x in place."""
+    if promoted((state, x)) != state.dtype:
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(state.dtype)}; it should hold "
+            f"{dtype_name(x.dtype)}, the dtype of x"
+        )
+    if overlaps_itself(state):
+        raise ValueError(f"{op}: {name} overlaps itself; it should have memory for every element")
 
 
 @outside_of_graphs
@@ -105,15 +163,20 @@ def causal_conv1d_fn(
     [[[1.0, 3.0, 6.0]]]
     """
     name = "causal_conv1d_fn"
+    states = {"initial_states": initial_states, "final_states_out": final_states_out}
+    need_floats(name, x, weight=weight, bias=bias, **states)
     of_shape(name, "x", x, ("B", "D", "T"))
     B, D, T = x.shape
     of_shape(name, "weight", weight, (D, "W"))
+    if bias is not None:
+        of_shape(name, "bias", bias, (D,))
+    one_of(name, "activation", activation, ACTIVATIONS)
     flag(name, "return_final_states", return_final_states)
     tokens = x.transpose(1, 2)
     # Any, since type checkers can't tell the overloads apart.
     conv: Any = fusedops.dynamic_conv
     if seq_idx is not None:
-        of_shape(name, "seq_idx", seq_idx, (B, T))
+        need_integers(name, "seq_idx", seq_idx, (B, T), x)
         if initial_states is not None or return_final_states:
             which = "initial_states" if initial_states is not None else "return_final_states"
             raise ValueError(f"{name}: {which} is given with seq_idx; only one of them should be")
@@ -205,11 +268,35 @@ def causal_conv1d_update(
     [[[1.0]], [[4.0]]]
     """
     name = "causal_conv1d_update"
+    need_floats(name, x, conv_state=conv_state, weight=weight, bias=bias)
     of_shape(name, "weight", weight, ("D", "W"))
-    if x.ndim != 2:
-        of_shape(name, "x", x, ("B", weight.shape[0], "T"))
-    if pad_slot_id >= 0 and conv_state_indices is not None:
-        conv_state_indices = conv_state_indices.masked_fill(conv_state_indices == pad_slot_id, -1)
+    D, W = weight.shape
+    of_shape(name, "x", x, ("B", D) if x.ndim == 2 else ("B", D, "T"))
+    if bias is not None:
+        of_shape(name, "bias", bias, (D,))
+    B = x.shape[0]
+    of_shape(name, "conv_state", conv_state, (B if conv_state_indices is None else "N", D, "L"))
+    if conv_state.shape[2] < W - 1:
+        raise ValueError(
+            f"{name}: conv_state has {conv_state.shape[2]} inputs of a sequence; it should have "
+            f"at least {W - 1}, one fewer than weight has taps"
+        )
+    need_state(name, "conv_state", conv_state, x)
+    one_of(name, "activation", activation, ACTIVATIONS)
+    if cache_seqlens is not None:
+        need_integers(name, "cache_seqlens", cache_seqlens, (B,), x)
+    if conv_state_indices is not None:
+        need_integers(name, "conv_state_indices", conv_state_indices, (B,), x)
+        if pad_slot_id >= 0:
+            padding = conv_state_indices == pad_slot_id
+            conv_state_indices = conv_state_indices.masked_fill(padding, -1)
+        if B and not traced() and conv_state_indices.is_cpu:
+            largest = max(conv_state_indices.tolist())
+            if largest >= len(conv_state):
+                raise ValueError(
+                    f"{name}: conv_state_indices has {largest}; it should be below "
+                    f"{len(conv_state)}, the number of states"
+                )
     out = fusedops.dynamic_conv_step(
         x if x.ndim == 2 else x.transpose(1, 2),
         conv_state,
@@ -234,7 +321,8 @@ def causal_conv1d_varlen_states(
     x : tensor (T, D), of any dtype
         The tokens of all sequences.
     cu_seqlens : tensor (B + 1,), int32 or int64
-        Where each sequence begins, and where the last one ends. The host doesn't read it.
+        Where each sequence begins, and where the last one ends. On a GPU the host doesn't read it:
+        a boundary outside of the tokens is moved to their end.
     state_len : int
         L, the inputs of a state.
 
@@ -246,7 +334,8 @@ def causal_conv1d_varlen_states(
     Raises
     ------
     TypeError, ValueError
-        If an argument has the wrong shape or isn't an integer; the message names it.
+        If an argument has the wrong dtype, shape or device, or a boundary on the CPU lies outside
+        of the tokens; the message names it.
 
     References
     ----------
@@ -261,12 +350,21 @@ def causal_conv1d_varlen_states(
     [[[2.0, 3.0]], [[0.0, 4.0]]]
     """
     name = "causal_conv1d_varlen_states"
+    need_tensor(name, "x", x)
     of_shape(name, "x", x, ("T", "D"))
-    of_shape(name, "cu_seqlens", cu_seqlens, ("B + 1",))
+    need_integers(name, "cu_seqlens", cu_seqlens, ("B + 1",), x)
     size(name, "state_len", state_len)
-    at = cu_seqlens[1:, None] - state_len + torch.arange(state_len, device=x.device)
-    inside = at >= cu_seqlens[:-1, None]
+    if len(cu_seqlens) and not traced() and cu_seqlens.is_cpu:
+        least, most = (int(bound) for bound in cu_seqlens.aminmax())
+        if least < 0 or most > len(x):
+            raise ValueError(
+                f"{name}: cu_seqlens has {least if least < 0 else most}; it should lie between 0 "
+                f"and {len(x)}, the number of tokens in x"
+            )
+    starts = cu_seqlens.clamp(0, len(x))
+    at = starts[1:, None] - state_len + torch.arange(state_len, device=x.device)
+    inside = at >= starts[:-1, None]
     if not len(x):
         return x.new_zeros(len(at), state_len, x.shape[1]).transpose(1, 2)
-    states = x[at.clamp(0, len(x) - 1)].masked_fill(~inside[..., None], 0)
+    states = x[at.clamp(min=0)].masked_fill(~inside[..., None], 0)
     return states.transpose(1, 2)

@@ -14,6 +14,7 @@ import torch
 
 import fusedops
 from fusedops._frame.check import of_shape, one_of
+from fusedops.compat.causal_conv1d import need_floats, need_integers, need_state, need_tensor
 from fusedops.conv import ACTIVATIONS
 
 __all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update"]
@@ -101,9 +102,17 @@ def causal_conv1d(
             f"{name}: cp_context is given; it should be None: fusedops.distributed.dynamic_conv "
             "shares tokens among ranks"
         )
-    if weight is None:
-        raise TypeError(f"{name}: weight is None; it should be a tensor (D, W)")
+    floats = {"bias": bias, "residual": residual, "initial_state": initial_state}
+    need_floats(name, x, weight=weight, **floats)
+    assert weight is not None
     tokens = x.flatten(2) if x.ndim > 3 else x
+    of_shape(name, "x", tokens, ("B", "T", "D"))
+    of_shape(name, "weight", weight, (tokens.shape[2], "W"))
+    if bias is not None:
+        of_shape(name, "bias", bias, (len(weight),))
+    if residual is not None:
+        of_shape(name, "residual", residual, tuple(x.shape))
+    one_of(name, "activation", activation, ACTIVATIONS)
     # Any, since type checkers can't tell the overloads apart.
     conv: Any = fusedops.dynamic_conv
     result = conv(
@@ -118,7 +127,6 @@ def causal_conv1d(
     y, final = result if output_final_state else (result, None)
     y = y.view(x.shape)
     if residual is not None:
-        of_shape(name, "residual", residual, tuple(x.shape))
         y = (y + residual).to(x.dtype)
     return y, None if final is None else final.to(x.dtype)
 
@@ -180,10 +188,17 @@ def causal_conv1d_update(
     [[[2.0, 4.0]]]
     """
     name = "causal_conv1d_update"
-    if weight is None:
-        raise TypeError(f"{name}: weight is None; it should be a tensor (D, W)")
+    need_tensor(name, "cache", cache)
+    need_floats(name, x, cache=cache, weight=weight, bias=bias, residual=residual)
+    assert weight is not None
     of_shape(name, "weight", weight, ("D", "W"))
     of_shape(name, "cache", cache, ("N", *weight.shape))
+    if bias is not None:
+        of_shape(name, "bias", bias, (len(weight),))
+    if residual is not None:
+        of_shape(name, "residual", residual, tuple(x.shape))
+    need_state(name, "cache", cache, x)
+    one_of(name, "activation", activation, ACTIVATIONS)
     count = len(cache)
     if x.numel() != count * len(weight) or (x.ndim > 2 and 1 not in x.shape[:2]):
         raise ValueError(
@@ -194,8 +209,7 @@ def causal_conv1d_update(
     y = fusedops.dynamic_conv_step(tokens, cache, weight, bias=bias, activation=activation)
     y = y.view(x.shape)
     if residual is not None:
-        of_shape(name, "residual", residual, tuple(x.shape))
-        y = y.add_(residual)
+        y = (y + residual).to(x.dtype)
     return y, cache
 
 
@@ -240,7 +254,9 @@ class ShortConvolution(torch.nn.Conv1d):
     -----
     Names, parameters and initial values are those of the class in flash-linear-attention:
     checkpoints load unchanged. This class leaves x unchanged where it is masked, and has gradients
-    in a decoding step.
+    in a decoding step, which is a call with one token of every sequence. The host doesn't read
+    `cu_seqlens` on a GPU for this: as many tokens as sequences are then taken for a decoding step,
+    as in flash-linear-attention, though a sequence may be empty. `Sequences` tell the two apart.
 
     References
     ----------
@@ -356,14 +372,23 @@ class ShortConvolution(torch.nn.Conv1d):
         torch.Size([2, 8, 4])
         """
         name = "ShortConvolution"
-        of_shape(name, "x", x, ("B", "T", self.hidden_size))
+        need_tensor(name, "x", x)
+        of_shape(name, "x", x, ("B" if cu_seqlens is None else 1, "T", self.hidden_size))
+        if isinstance(cu_seqlens, torch.Tensor):
+            need_integers(name, "cu_seqlens", cu_seqlens, ("N + 1",), x)
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError(f"{name}: mask is given; with cu_seqlens it should not be")
+            need_tensor(name, "mask", mask)
             of_shape(name, "mask", mask, tuple(x.shape[:2]))
             x = x * mask[..., None].to(x.dtype)
-        if x.shape[0] * x.shape[1] == _count(x, cu_seqlens):
+        if _decodes(x, cu_seqlens):
             return self.step(x, residual, cache, output_final_state, cu_seqlens)
+        need_floats(name, x, weight=self.weight, residual=residual, cache=cache)
+        if residual is not None:
+            of_shape(name, "residual", residual, tuple(x.shape))
+        if cache is not None:
+            of_shape(name, "cache", cache, (_count(x, cu_seqlens), *self.weight[:, 0].shape))
         return causal_conv1d(
             x,
             self.weight[:, 0],
@@ -427,27 +452,34 @@ class ShortConvolution(torch.nn.Conv1d):
         >>> cache.shape
         torch.Size([2, 8, 4])
         """
+        name = "ShortConvolution"
+        need_floats(name, x, weight=self.weight, residual=residual, cache=cache)
         count = _count(x, cu_seqlens)
         weight, bias = self.weight[:, 0], self.bias
+        lead = (count, 1) if cu_seqlens is None else (1, count)
+        of_shape(name, "x", x, (*lead, self.hidden_size))
+        if residual is not None:
+            of_shape(name, "residual", residual, tuple(x.shape))
         if cache is None:
             cache = x.new_zeros(count, *weight.shape)
-        if _differentiated(x, residual, cache, weight, bias):
+        of_shape(name, "cache", cache, (count, *weight.shape))
+        need_state(name, "cache", cache, x)
+        tokens = x.reshape(count, self.hidden_size)
+        if _differentiated(x, cache, weight, bias):
             # The backward reads the cache as it was before the update.
-            y, final = causal_conv1d(
-                x.reshape(count, 1, -1),
-                weight,
-                bias,
-                None if residual is None else residual.reshape(count, 1, -1),
-                cache.clone(),
-                True,
-                self.activation,
+            before = cache.clone()
+            y = fusedops.dynamic_conv(
+                tokens[:, None], weight, initial_state=before, bias=bias, activation=self.activation
             )
-            assert final is not None
             with torch.no_grad():
-                cache.copy_(final)
-            y = y.view(x.shape)
+                cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1))
         else:
-            y, cache = causal_conv1d_update(x, cache, residual, weight, bias, self.activation)
+            y = fusedops.dynamic_conv_step(
+                tokens, cache, weight, bias=bias, activation=self.activation
+            )
+        y = y.view(x.shape)
+        if residual is not None:
+            y = (y + residual).to(x.dtype)
         return y, cache if output_final_state else None
 
 
@@ -458,3 +490,17 @@ def _count(x: torch.Tensor, cu_seqlens: Any) -> int:
     if isinstance(cu_seqlens, fusedops.Sequences):
         return cu_seqlens.num_sequences
     return len(cu_seqlens) - 1
+
+
+def _decodes(x: torch.Tensor, cu_seqlens: Any) -> bool:
+    """Return whether every sequence has one token."""
+    tokens = x.shape[1]
+    if cu_seqlens is None:
+        return tokens == 1
+    if tokens != _count(x, cu_seqlens):
+        return False
+    if isinstance(cu_seqlens, fusedops.Sequences):
+        # Known on every device: a sequence of more tokens has fewer chunks than tokens.
+        return len(cu_seqlens.chunks) == tokens
+    starts = torch.as_tensor(cu_seqlens)
+    return not starts.is_cpu or bool((starts == torch.arange(tokens + 1)).all())
