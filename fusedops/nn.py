@@ -33,7 +33,7 @@ __all__ = [
 #: The devices with kernels that make a convolution's kernels, the fewest numbers of these that are
 #: worth it on a CPU, and the hooks that a layer may have.
 FUSED = "cpu", "cuda", "xpu"
-MANY = 1 << 22
+MANY = 1 << 23
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
