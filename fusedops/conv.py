@@ -16,8 +16,8 @@ import numpy as np
 from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
 from fusedops._frame.check import (
     device_of,
-    dtype_name,
     flag,
+    holds,
     indices,
     is_tensor,
     one_of,
@@ -652,11 +652,7 @@ def dynamic_conv_step(
     [[[2.0, 4.0]]]
     """
     name = "dynamic_conv_step"
-    if promoted((state, x)) != state.dtype:
-        raise TypeError(
-            f"{name}: state has dtype {dtype_name(state.dtype)}; it should hold "
-            f"{dtype_name(x.dtype)}, the dtype of x"
-        )
+    holds(name, "state", state, x)
     if state.shape[2] < kernels.shape[-1] - 1:
         raise ValueError(
             f"{name}: state has {state.shape[2]} inputs of a sequence; it should have at least "

@@ -12,7 +12,7 @@ import torch
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.check import dtype_name, of_shape, one_of, promoted
+from fusedops._frame.check import holds, of_shape, one_of
 from fusedops._frame.registry import BACKENDS
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.generated import dynamic_conv_generated
@@ -388,11 +388,7 @@ class DynamicShortConvolution(torch.nn.Module):
             elif isinstance(cu_seqlens, torch.Tensor):
                 count = cu_seqlens.numel() - 1
             of_shape(name, "cache", cache, (count, self.hidden_size, self.kernel_size))
-            if promoted((cache, x)) != cache.dtype:
-                raise TypeError(
-                    f"{name}: cache has dtype {dtype_name(cache.dtype)}; it should hold "
-                    f"{dtype_name(x.dtype)}, the dtype of x"
-                )
+            holds(name, "cache", cache, x)
         if group is not None:
             return self._shared(x, generator_input, cache, output_final_state, cu_seqlens, group)
         state, activation, backend = cache, self.activation, self.backend
@@ -429,9 +425,9 @@ class DynamicShortConvolution(torch.nn.Module):
         """Return the kernels, or the hidden units, weight and bias that make them.
 
         The generator's last layer is then part of the convolution. A layer that is more than its
-        weight and bias makes kernels itself. So does any where a gradient is wanted, whose kernels
-        would be made three times; and on a CPU in 16 bits, which torch multiplies faster, or for
-        kernels that its cache may hold.
+        weight and bias makes kernels itself. A layer whose gradient is wanted does so too, as its
+        kernels would be made three times; and on a CPU a layer in 16 bits, which torch multiplies
+        faster, or one for kernels that the CPU's cache may hold.
         """
         generator: Any = self.kernel_generator
         tensors = u, *generator.parameters()

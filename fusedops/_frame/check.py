@@ -170,6 +170,15 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> tuple[
     return low * unit, (high + 1) * unit
 
 
+def holds(op: str, name: str, state: Any, x: Any) -> None:
+    """Raise TypeError unless a state can take the values of x in place."""
+    if promoted((state, x)) != state.dtype:
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(state.dtype)}; it should hold "
+            f"{dtype_name(x.dtype)}, the dtype of x"
+        )
+
+
 def overlaps_itself(array: Any) -> bool:
     """Return whether two elements of an array may share memory."""
     if (is_tensor(array) and traced()) or 0 in array.shape:

@@ -18,10 +18,10 @@ from fusedops._frame.check import (
     device_of,
     dtype_name,
     flag,
+    holds,
     of_shape,
     one_of,
     overlaps_itself,
-    promoted,
     same_device,
     size,
     traced,
@@ -69,11 +69,7 @@ def need_integers(op: str, name: str, value: Any, shape: tuple[int | str, ...], 
 
 def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None:
     """Raise unless a state can take the values of x in place."""
-    if promoted((state, x)) != state.dtype:
-        raise TypeError(
-            f"{op}: {name} has dtype {dtype_name(state.dtype)}; it should hold "
-            f"{dtype_name(x.dtype)}, the dtype of x"
-        )
+    holds(op, name, state, x)
     if overlaps_itself(state):
         raise ValueError(f"{op}: {name} overlaps itself; it should have memory for every element")
 

@@ -288,6 +288,13 @@ def exchange(
     return torch.cat(parts, src)
 
 
+def by_graph(out: Any, arrays: Sequence[Any], wanted: Sequence[bool], dout: Any) -> tuple[Any, ...]:
+    """Return the wanted cotangents of arrays, which torch can differentiate again; else None."""
+    inputs = [array for array, want in zip(arrays, wanted, strict=True) if want]
+    found = iter(torch.autograd.grad(out, inputs, dout, create_graph=True))
+    return tuple([next(found) if want else None for want in wanted])
+
+
 class _Share(torch.autograd.Function):
     """Tensors that all ranks have alike; the adjoint sums over ranks, in one all-reduce."""
 

@@ -24,6 +24,7 @@ from fusedops.distributed.exchanges import (
     Trip,
     agree,
     all_to_all,
+    by_graph,
     checked_sizes,
     group_of,
     in_chunks,
@@ -222,12 +223,9 @@ class _Shared(torch.autograd.Function):
         with registry.asking(ctx.asked):
             if not torch.is_grad_enabled():
                 return None, None, *_gradients(halo, x, kernels, bias, before, dout, ctx.activation)
-            wanted = ctx.needs_input_grad[2:]
-            given = zip((x, kernels, bias), wanted, strict=True)
-            inputs = [array for array, want in given if want]
             out = _differentiable(halo, x, kernels, bias, ctx.activation)
-            found = iter(torch.autograd.grad(out, inputs, dout, create_graph=True))
-        return None, None, *[next(found) if want else None for want in wanted]
+            wanted = ctx.needs_input_grad[2:]
+            return None, None, *by_graph(out, (x, kernels, bias), wanted, dout)
 
 
 def _slot(place: Any) -> Any:

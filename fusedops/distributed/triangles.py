@@ -24,6 +24,7 @@ from fusedops.distributed.exchanges import (
     Trip,
     agree,
     all_to_all,
+    by_graph,
     checked_sizes,
     group_of,
     in_chunks,
@@ -368,10 +369,7 @@ class _Shared(torch.autograd.Function):
         with registry.asking(ctx.asked):
             if not torch.is_grad_enabled():
                 return None, *update.gradients(a, o, kept, dout, wanted)
-            inputs = [array for array, want in zip(arrays, wanted, strict=True) if want]
-            out = update.differentiable(a)
-            found = iter(torch.autograd.grad(out, inputs, dout, create_graph=True))
-        return None, *[next(found) if want else None for want in wanted]
+            return None, *by_graph(update.differentiable(a), arrays, wanted, dout)
 
 
 def _mask_of(mask: Any, x: torch.Tensor) -> torch.Tensor | None:
