@@ -1,6 +1,6 @@
 """Convolutions with generated kernels on the CPU: a block of tokens at a time, in scratch memory.
 
-A block's kernels are a product by BLAS, and stay in the cache for the convolution, by a kernel in
+A block's kernels are a product, and stay in the cache for the convolution, by a kernel in
 ``cpukern/conv_*``. The inputs before a block are its state. In the backward a block's
 cotangents of its state go to the tokens before it, once all blocks are done. Threads share blocks;
 the weight has a partial sum for each of a fixed number of groups of blocks.
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cpukern.products import ByNumpy, of_tensors
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
 from fusedops.conv import Sequences, conv, conv_vjp
@@ -28,7 +29,7 @@ _GROUPS, _SHARE = 16, 8
 class _Call:
     """A call's arguments as rows of tokens, and the division of tokens into blocks."""
 
-    def __init__(self, a: Any) -> None:
+    def __init__(self, a: Any, tensors: bool) -> None:
         B, T, self.D = a.x.shape
         self.N, self.H = B * T, a.hidden.shape[2]
         self.W = a.weight.shape[0] // self.D
@@ -49,6 +50,8 @@ class _Call:
             # BLAS shares one large product among its own threads.
             self.block = most
         self.blocks = -(-self.N // self.block)
+        work = self.block * self.weight.size
+        self.by = of_tensors(self.dtype, work) if tensors else ByNumpy
 
     def over_groups(self, groups: int, work: Callable[[int, _Block], None]) -> None:
         """Call ``work(group, block)`` on all blocks, in order within a group."""
@@ -61,7 +64,7 @@ class _Call:
                     for b in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
                         work(g, _Block(self, b, room))
 
-        with blas_on_one_thread() if groups > 1 else contextlib.nullcontext():
+        with self.by.alone(), blas_on_one_thread() if groups > 1 else contextlib.nullcontext():
             in_parallel(share, groups, 1)
 
 
@@ -97,7 +100,7 @@ class _Block:
         call = self.call
         n, rows = self.high - self.low, call.D * call.W
         kernels = self.scratch("kernels", n, rows)
-        np.matmul(call.hidden[self.tokens], call.weight.T, out=kernels)
+        call.by.dot(call.hidden[self.tokens], call.weight.T, kernels)
         if call.bias is not None:
             kernels += call.bias
         kernels = kernels.reshape(1, n, call.D, call.W)
@@ -127,9 +130,11 @@ def _fill_tokenless(states: Any, given: Any, call: _Call) -> None:
         states[call.empty] = 0 if given is None else given[call.empty]
 
 
-def forward(convolve: Callable[[Any, Any], None], a: Any, y: Any) -> None:
+def forward(
+    convolve: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool = False
+) -> None:
     """Fill the convolution and the final state by a kernel of `dynamic_conv`."""
-    call = _Call(a)
+    call = _Call(a, tensors)
     out = None if y.out is None else y.out.reshape(call.N, call.D)
     _fill_tokenless(y.final_state, a.initial_state, call)
 
@@ -146,9 +151,9 @@ def forward(convolve: Callable[[Any, Any], None], a: Any, y: Any) -> None:
     call.over_groups(call.blocks, work)
 
 
-def backward(pull: Callable[[Any, Any], None], a: Any, y: Any) -> None:
+def backward(pull: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool = False) -> None:
     """Fill the cotangents that are wanted by a kernel of `dynamic_conv`'s gradient."""
-    call = _Call(a)
+    call = _Call(a, tensors)
     dout = _rows(a.dout)
     dx = None if y.dx is None else y.dx.reshape(call.N, call.D)
     dhidden = None if y.dhidden is None else y.dhidden.reshape(call.N, call.H)
@@ -189,14 +194,13 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any) -> None:
         if y.dbias is not None:
             total["bias"] = total.get("bias", 0) + dkernels.sum(0).astype(np.float64)
         if y.dweight is not None:
-            product = block.scratch("dweight", rows, call.H)
-            np.matmul(dkernels.T, call.hidden[block.tokens], out=product)
+            product = call.by.dot(dkernels.T, call.hidden[block.tokens])
             if "weight" in total:
                 total["weight"] += product
             else:
-                total["weight"] = product.copy()
+                total["weight"] = product
         if dhidden is not None:
-            np.matmul(dkernels, call.weight, out=dhidden[block.tokens])
+            call.by.dot(dkernels, call.weight, dhidden[block.tokens])
 
     call.over_groups(groups, work)
     # In one order, whichever thread was first.

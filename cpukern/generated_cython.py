@@ -8,11 +8,11 @@ from cpukern import conv_cython, generated
 from fusedops._frame.registry import register
 
 
-@register("dynamic_conv_generated", "cython")
-def dynamic_conv_generated(a: Any, y: Any) -> None:
-    generated.forward(conv_cython.dynamic_conv, a, y)
+@register("dynamic_conv_generated", "cython", tensors=True)
+def dynamic_conv_generated(a: Any, y: Any, *, tensors: bool = False) -> None:
+    generated.forward(conv_cython.dynamic_conv, a, y, tensors=tensors)
 
 
-@register("dynamic_conv_generated_vjp", "cython")
-def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
-    generated.backward(conv_cython.dynamic_conv_vjp, a, y)
+@register("dynamic_conv_generated_vjp", "cython", tensors=True)
+def dynamic_conv_generated_vjp(a: Any, y: Any, *, tensors: bool = False) -> None:
+    generated.backward(conv_cython.dynamic_conv_vjp, a, y, tensors=tensors)

@@ -39,8 +39,9 @@ class ByNumpy:
 
     @staticmethod
     def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Fill `out` with a product, or return it."""
-        return a.dot(b, out=out)
+        """Fill `out`, whose rows may lie apart, with a product, or return it."""
+        # NumPy's dot takes no such rows.
+        return a.dot(b) if out is None else np.matmul(a, b, out=out)
 
     @staticmethod
     def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -60,7 +61,7 @@ class InFloat32(ByNumpy):
     def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         if not (a.size and b.size):
             # oneDNN refuses empty matrices.
-            return a.dot(b, out=out)
+            return ByNumpy.dot(a, b, out)
         torch = sys.modules["torch"]
         found = torch.ops.mkldnn._linear_pointwise(
             torch.from_numpy(a), torch.from_numpy(b.T), None, "none", [], ""

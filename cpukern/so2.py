@@ -1,4 +1,4 @@
-"""SO(2) convolutions on the CPU: products by BLAS, which reads and writes strided rows.
+"""SO(2) convolutions on the CPU: products by BLAS or oneDNN, which read strided rows.
 
 Threads share blocks of edges, whose scaled messages stay in the cache between the scaling and the
 products. Complex products are real ones with [[R, -I], [I, R]], made once in a call. Weights get
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cpukern.layout import laid_out
+from cpukern.products import ByNumpy, of_tensors
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
 from fusedops.so2 import columns, on_weight, orders, rows_by_degree, weights_of
@@ -45,14 +46,14 @@ def segments_of(lmax: int, mmax: int, channels: int) -> np.ndarray:
 class _Call:
     """A call's arguments as rows of edges, and the division of edges into blocks."""
 
-    def __init__(self, kernels: Any, a: Any) -> None:
+    def __init__(self, kernels: Any, a: Any, tensors: bool) -> None:
         self.kernels, self.G = kernels, a.gate_channels
         self.E, M, C = a.message.shape
         weights = weights_of(a)
         lmax, mmax = a.lmax, len(weights) - 1
         self.D = (len(weights[0]) - self.G) // (lmax + 1)
         self.dtype = a.message.dtype
-        self.x = _rows(a.message)
+        self.message = a.message
         self.radial: Any = None if a.radial is None else laid_out(a.radial, 1)
         self.segments, rows = segments_of(lmax, mmax, C), [own for own, _ in orders(lmax, mmax)]
         self.inputs, self.outputs = ([columns(own, n) for own in rows] for n in (C, self.D))
@@ -63,6 +64,13 @@ class _Call:
             # BLAS shares one large product among its own threads.
             self.block = max(self.E, 1)
         self.blocks = -(-self.E // self.block)
+        least = self.block * min(matrix.size for matrix in self.matrices)
+        self.by = of_tensors(self.dtype, least) if tensors else ByNumpy
+
+    @functools.cached_property
+    def x(self) -> np.ndarray:
+        """The messages as rows. The backward may have their shape alone, and not ask for them."""
+        return _rows(self.message)
 
     def share(self, step: Callable[[slice], None], count: int) -> None:
         """Take a step on a block's edges; on several threads, if no other block has a thread."""
@@ -82,7 +90,7 @@ class _Call:
                     for k in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
                         work(g, slice(k * self.block, min((k + 1) * self.block, self.E)), room)
 
-        with blas_on_one_thread() if groups > 1 else contextlib.nullcontext():
+        with self.by.alone(), blas_on_one_thread() if groups > 1 else contextlib.nullcontext():
             in_parallel(share, groups, 1)
 
     def scaled(self, e: slice, room: Any) -> np.ndarray:
@@ -134,9 +142,9 @@ def _room(kept: dict[str, np.ndarray], dtype: Any, name: str, shape: tuple[int, 
     return array[: shape[0]]
 
 
-def forward(kernels: Any, a: Any, y: Any) -> None:
+def forward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
     """Fill the convolution, and the gates if they are wanted."""
-    call = _Call(kernels, a)
+    call = _Call(kernels, a, tensors)
     gates, out, G, bias = y.gates, y.out, call.G, a.bias
     out = None if out is None else _rows(out)
     first = call.matrices[0]
@@ -144,7 +152,7 @@ def forward(kernels: Any, a: Any, y: Any) -> None:
     def work(_: int, e: slice, room: Any) -> None:
         parts = call.scaled(e, room)
         if gates is not None:
-            np.matmul(parts[:, call.inputs[0]], first[:G].T, out=gates[e])
+            call.by.dot(parts[:, call.inputs[0]], first[:G].T, gates[e])
             if bias is not None:
                 gates[e] += bias[:G]
         if out is None:
@@ -153,16 +161,16 @@ def forward(kernels: Any, a: Any, y: Any) -> None:
         for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
             # The rows of gates come first, and have no place in the result.
             kept = matrix[len(matrix) - result.shape[1] :]
-            np.matmul(parts[:, own], kept.T, out=result)
+            call.by.dot(parts[:, own], kept.T, result)
         if bias is not None:
             results[0] += bias[G:]
 
     call.over_groups(call.blocks, work)
 
 
-def backward(kernels: Any, a: Any, y: Any) -> None:
+def backward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
     """Fill the cotangents that are wanted."""
-    call = _Call(kernels, a)
+    call = _Call(kernels, a, tensors)
     dout, dgates, radial = _rows(a.dout), a.dgates, call.radial
     dmessage: Any = None if y.dmessage is None else _rows(y.dmessage)
     dweights = y[1 : 1 + len(call.matrices)]
@@ -197,7 +205,7 @@ def backward(kernels: Any, a: Any, y: Any) -> None:
             return
         on_parts = dmessage[e] if radial is None else room("on_parts", call.x[e].shape)
         for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
-            np.matmul(result, matrix, out=on_parts[:, own])
+            call.by.dot(result, matrix, on_parts[:, own])
         if radial is not None:
             call.unscale(e, on_parts, dmessage, y.dradial)
 

@@ -25,14 +25,14 @@ STEPS = {
 _GRAIN = 1 << 15
 
 
-@register("so2_convolution", "cython")
-def so2_convolution(a: Any, y: Any) -> None:
-    so2.forward(STEPS[a.message.dtype], a, y)
+@register("so2_convolution", "cython", tensors=True)
+def so2_convolution(a: Any, y: Any, *, tensors: bool = False) -> None:
+    so2.forward(STEPS[a.message.dtype], a, y, tensors=tensors)
 
 
-@register("so2_convolution_vjp", "cython")
-def so2_convolution_vjp(a: Any, y: Any) -> None:
-    so2.backward(STEPS[a.message.dtype], a, y)
+@register("so2_convolution_vjp", "cython", tensors=True)
+def so2_convolution_vjp(a: Any, y: Any, *, tensors: bool = False) -> None:
+    so2.backward(STEPS[a.message.dtype], a, y, tensors=tensors)
 
 
 def _gated(a: Any, *arguments: Any) -> None:

@@ -123,14 +123,14 @@ def _scaled(x: Any, radial: Any, segments: Any, out: Any) -> None:
 STEPS = SimpleNamespace(scale=_scaled, unscale=_unscaled)
 
 
-@register("so2_convolution", "numba")
-def so2_convolution(a: Any, y: Any) -> None:
-    so2.forward(STEPS, a, y)
+@register("so2_convolution", "numba", tensors=True)
+def so2_convolution(a: Any, y: Any, *, tensors: bool = False) -> None:
+    so2.forward(STEPS, a, y, tensors=tensors)
 
 
-@register("so2_convolution_vjp", "numba")
-def so2_convolution_vjp(a: Any, y: Any) -> None:
-    so2.backward(STEPS, a, y)
+@register("so2_convolution_vjp", "numba", tensors=True)
+def so2_convolution_vjp(a: Any, y: Any, *, tensors: bool = False) -> None:
+    so2.backward(STEPS, a, y, tensors=tensors)
 
 
 def _run(
