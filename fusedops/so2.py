@@ -243,6 +243,7 @@ so2 = Primitive(
     },
     formula=_formula,
     pullback=_pullback,
+    read_for={"message": (*WEIGHTS, "radial")},
     sixteen_bits=True,
 )
 

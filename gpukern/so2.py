@@ -268,7 +268,7 @@ class _Call:
         self.lmax, self.weights = a.lmax, weights_of(a)
         self.mmax = len(self.weights) - 1
         self.D = (self.weights[0].shape[0] - a.gate_channels) // (self.lmax + 1)
-        self.x, self.radial = _flat(a.message), _rows(a.radial)
+        self.radial = _rows(a.radial)
         found = orders(self.lmax, self.mmax)
         self.inputs = [columns(rows, self.C) for rows, _ in found]
         self.outputs = [columns(rows, self.D) for rows, _ in found]
@@ -276,8 +276,8 @@ class _Call:
     def scaled(self) -> Any:
         """Return the messages times radial functions."""
         if self.radial is None:
-            return self.x
-        out = torch.empty((len(self.x), self.M, self.C), dtype=self.x.dtype, device=self.x.device)
+            return _flat(self.message)
+        out = torch.empty_like(self.message, memory_format=torch.contiguous_format)
         scale_messages(self.message, self.radial, out, self.lmax, self.mmax)
         return _flat(out)
 
@@ -361,7 +361,7 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
     if call.radial is None:
         on_parts = y.dmessage.view(y.dmessage.shape[0], numbers)
     else:
-        on_parts = torch.empty((call.x.shape[0], numbers), dtype=dout.dtype, device=dout.device)
+        on_parts = torch.empty((dout.shape[0], numbers), dtype=dout.dtype, device=dout.device)
     first = on_parts[:, call.inputs[0]]
     _product(first, results[0], a.weight_m0[G:], precision)
     if dgates is not None:

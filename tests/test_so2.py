@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import fusedops
+from cpukern import products
 from cpukern import so2 as on_cpu
 from fusedops.samples import convolved
 from fusedops.testing import TOLERANCE, error
@@ -95,6 +98,110 @@ def test_a_turn_about_the_edge_turns_the_result_and_leaves_the_gates(place, lmax
     after, same = run(fusedops.so2_convolution, place, given, gate_channels=4)
     assert error(after, turned(out, lmax, mmax, 0.7)) < 1e-13
     assert error(same, gates) < 1e-13
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_large_products_of_tensors_are_onednns(backend, monkeypatch):
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no such product")
+    monkeypatch.setattr(products, "_WORTH", 0)
+    made = []
+    ours = products.InFloat32.dot
+
+    def dot(*given):
+        made.append(given)
+        return ours(*given)
+
+    monkeypatch.setattr(products.InFloat32, "dot", staticmethod(dot))
+    given = {name: torch.tensor(a).float() for name, a in sample(2, 2, channels=16).items()}
+    results = []
+    for kind, by in ((torch.float64, "torch"), (torch.float32, backend)):
+        leaves = {name: array.to(kind).requires_grad_() for name, array in given.items()}
+        out = fusedops.so2_convolution(**leaves, gate_channels=4, backend=by)
+        loss = sum(one.square().sum() for one in out)
+        results.append([*out, *torch.autograd.grad(loss, list(leaves.values()))])
+    # Gates and three orders, and back through the orders.
+    assert len(made) == 7
+    for exact, one in zip(*results, strict=True):
+        assert error(one.detach().numpy(), exact.detach().numpy()) < 2e-6
+
+
+#: Functions from the message, a weight and a loss to gradients by the message, and those wanted.
+PASSES = {
+    "by the message": (lambda x, w, loss: torch.autograd.grad(loss, x), {"message"}),
+    "by a weight": (lambda x, w, loss: torch.autograd.grad(loss, w), {"weight_m1"}),
+    "by both": (lambda x, w, loss: torch.autograd.grad(loss, (x, w)), {"message", "weight_m1"}),
+    "to be differentiated": (
+        lambda x, w, loss: torch.autograd.grad(loss, x, create_graph=True),
+        {"message"},
+    ),
+    "into grad": (lambda x, w, loss: loss.backward(), {"message", "weight_m1"}),
+    "into one grad": (lambda x, w, loss: loss.backward(inputs=[x]), {"message"}),
+}
+
+
+@needs_torch
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaves", "results"])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_large_pass_computes_the_gradients_that_it_wants(name, leaf, monkeypatch):
+    """Forces are gradients by positions alone, though weights require theirs too."""
+    from fusedops._frame.bridge import autograd
+
+    run_pass, wanted = PASSES[name]
+    given = {name: torch.tensor(array) for name, array in sample(2, 2).items()}
+    x, w = (given[name].requires_grad_() for name in ("message", "weight_m1"))
+    used = {"message": x if leaf else x * 1, "weight_m1": w if leaf else w * 1}
+    made = []
+    pull_back = on_cpu.backward
+
+    def note(kernels, a, y, **options):
+        made.append({name[1:] for name, slot in zip(y._fields, y, strict=True) if slot is not None})
+        pull_back(kernels, a, y, **options)
+
+    monkeypatch.setattr(on_cpu, "backward", note)
+    monkeypatch.setattr(autograd, "_LARGE", 0)
+    # A plan of an earlier call holds the limit of its time.
+    op = partial(fusedops.so2_convolution, gate_channels=4, backend="cython")
+    out = op(**{**given, **used, "message": used["message"][:4], "radial": None})[0]
+    found = run_pass(x, w, out.square().sum())
+    assert made == [wanted]
+    exact = op(**{**given, "message": x[:4], "radial": None})[0]
+    leaves = {"message": x, "weight_m1": w}
+    expected = torch.autograd.grad(exact.square().sum(), [leaves[n] for n in sorted(wanted)])
+    found = found or [leaves[n].grad for n in sorted(wanted)]
+    for one, other in zip(found, expected, strict=True):
+        assert error(one.detach().numpy(), other.numpy()) < 1e-13
+    if name.startswith("into"):
+        assert (w.grad is None) == ("weight_m1" not in wanted)
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["torch", "cython", "numba", "triton"])
+def test_messages_are_not_kept_for_frozen_weights(backend):
+    arrays = sample(2, 2, radial=False)
+    given = {name: torch.tensor(array) for name, array in arrays.items()}
+    x = given["message"].requires_grad_()
+
+    def kept():
+        out = fusedops.so2_convolution(**given, gate_channels=4, backend=backend)[0]
+        saved = out.grad_fn.saved_tensors
+        return out, [t for t in saved if t.shape == x.shape]
+
+    out, (standing,) = kept()
+    assert standing.untyped_storage().nbytes() == x.itemsize
+    dout = torch.randn(out.shape, dtype=x.dtype, requires_grad=True)
+    (dx,) = torch.autograd.grad(out, x, dout, create_graph=True)
+    (back,) = torch.autograd.grad(dx, dout, ddx := torch.randn_like(x))
+    given["weight_m1"].requires_grad_()
+    out, (message,) = kept()
+    assert message.data_ptr() == x.data_ptr()
+    wanted, _ = torch.autograd.grad(out, (x, given["weight_m1"]), dout.detach())
+    assert error(dx.detach().numpy(), wanted.numpy()) < 1e-13
+    pushed = fusedops.so2_convolution(
+        **{**given, "message": ddx, "bias": None}, gate_channels=4, backend="torch"
+    )
+    assert error(back.numpy(), pushed[0].detach().numpy()) < 1e-13
 
 
 PRECISE = {"ieee": 2**-22, "tf32": 2**-22, "bf16": 2**-7}

@@ -97,6 +97,9 @@ class Primitive:
         pullback, or where it returns NotImplemented, torch differentiates the formula.
     saves : tuple of str
         The outputs that the pullback needs.
+    read_for : dict of str to tuple of str
+        Arrays that the pullback reads for the cotangents of some arrays only, and those. Where none
+        of these is differentiated by, a gradient keeps the array's shape alone.
     mutates : tuple of str
         The arrays that are updated in place; a primitive with any has no derivative.
     sixteen_bits : bool
@@ -117,6 +120,7 @@ class Primitive:
         constants: dict[str, str] | None = None,
         sizes: dict[str, Callable[[Any], Any]] | None = None,
         saves: tuple[str, ...] = (),
+        read_for: dict[str, tuple[str, ...]] | None = None,
         mutates: tuple[str, ...] = (),
         sixteen_bits: bool = False,
     ) -> None:
@@ -133,12 +137,22 @@ class Primitive:
         shown = self.later.union(*[array.names for array in self.declared.values()])
         described = _parsed(name, outputs, lambda line: Output(line, self.declared, shown))
         self._outputs = list(described.values())
-        for role, given, among in (("saves", saves, outputs), ("mutates", mutates, arrays)):
+        read_for = read_for or {}
+        for role, given, among in (
+            ("saves", saves, outputs),
+            (
+                "read_for",
+                {name for line in read_for.items() for name in (line[0], *line[1])},
+                arrays,
+            ),
+            ("mutates", mutates, arrays),
+        ):
             for unknown in set(given).difference(among):
                 raise ValueError(f"{name}: {role} {unknown!r}; it should be of {', '.join(among)}")
         self._formula = formula
         self.pullback = pullback
         self.saves = saves
+        self._read_for = read_for
         self.mutates = mutates
         self.sixteen_bits = sixteen_bits
         self.all: tuple[bool, ...] = (True,) * len(outputs)
@@ -231,6 +245,10 @@ class Primitive:
                 for slot, saved in zip(slots, self._saved, strict=True)
             ]
         )
+
+    def readers(self, array: str) -> tuple[str, ...]:
+        """Return the arrays for whose cotangents the pullback reads an array."""
+        return self._read_for.get(array, self.arrays)
 
     def pulled_back(
         self,

@@ -199,8 +199,10 @@ class _Model:
         settings = InferenceSettings(
             merge_mole=True, activation_checkpointing=False, external_graph_gen=True
         )
-        # Converted layers have the default dtype.
-        self.model = model.prepare_for_inference(self.data, settings).to(device, kind)
+        # Converted layers have the default dtype, and parameters with gradients; fairchem's
+        # predictor takes these off, too.
+        model = model.prepare_for_inference(self.data, settings).to(device, kind)
+        self.model = model.requires_grad_(False)
         self.readout = readout.to(device, kind)
         strain = torch.zeros(3, 3, dtype=kind, device=device)
         self.leaves = [leaf.clone().requires_grad_() for leaf in (of["pos"], strain)]

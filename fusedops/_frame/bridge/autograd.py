@@ -23,7 +23,9 @@ class _Step:
     """The parts that all differentiable calls of a kind share.
 
     `present` has the places of the arrays that are given, since autograd would take time for absent
-    ones too. `holding` has the places of other arguments that hold tensors.
+    ones too. `holding` has the places of other arguments that hold tensors, and `bare` the places,
+    among the arrays that are given, of those whose shape alone the backward needs. A `large` call
+    asks autograd which of its gradients a backward pass wants.
     """
 
     def __init__(
@@ -34,7 +36,10 @@ class _Step:
         slots: tuple[Any, ...],
         present: tuple[int, ...],
         others: tuple[Any, ...],
+        bare: tuple[int, ...] = (),
+        large: bool = False,
     ) -> None:
+        self.bare, self.large = bare, large
         self.primitive, self.evaluate, self.asked = primitive, evaluate, asked
         self.slots, count = slots, len(present)
         self.kept = [primitive.outputs.index(name) for name in primitive.saves]
@@ -59,6 +64,15 @@ class _Step:
         self.own = count + len(self.kept)
         #: Plans of backward passes that are one call of a primitive.
         self.calls: Plans[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = Plans()
+
+    def stored(self, arrays: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
+        """Return the arrays to save: one number stands for an array whose shape alone is needed."""
+        if not self.bare:
+            return arrays
+        kept = list(arrays)
+        for at in self.bare:
+            kept[at] = arrays[at].new_zeros(()).expand(arrays[at].shape)
+        return kept
 
     def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
         """Return the tensors to save beside arrays.
@@ -115,13 +129,15 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, a: Any, *arrays: Any) -> tuple[Any, ...]:
         y = step.evaluate(a, step.slots)  # type: ignore[misc]
         ctx.step, ctx.others = step, (others := a[step.others])
-        ctx.save_for_backward(*arrays, *step.beside(others, y))
+        ctx.save_for_backward(*step.stored(arrays), *step.beside(others, y))
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
         step, needed, others = ctx.step, ctx.needs_input_grad, ctx.others
+        if step.large:
+            needed = _needed_now(needed, ctx.next_functions)
         # Borrowed tensors are saved only for autograd to see writes to them.
         saved = ctx.saved_tensors[: step.own]
         tensors = [value for value in (*dy, *saved) if value is not None]
@@ -132,6 +148,28 @@ class _Differentiable(torch.autograd.Function):
         else:
             found = call((*dy, *others, *saved))
         return None, None, *step.given(found)
+
+
+# The numbers of a call's arrays from which on asking autograd costs less than a gradient too many.
+_LARGE = 1 << 20
+
+
+def _needed_now(needed: tuple[bool, ...], nodes: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which gradients this backward pass wants, of those that some pass may want.
+
+    Forces are gradients by positions alone, though the weights require theirs too.
+    """
+    wanted = [node is not None and _runs(node) for node, _ in nodes]
+    return *needed[: -len(wanted)], *wanted
+
+
+def _runs(node: Any) -> bool:
+    """Return whether the backward pass that runs goes on to a node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # Only of a leaf that torch.autograd.grad wants torch can't say so.
+        return True
 
 
 def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any] | None:
@@ -166,7 +204,13 @@ def recorded(
     with torch.no_grad():
         evaluate = evaluation(primitive, a, saved, asked)
     present = tuple([at for at, array in enumerate(a[:count]) if array is not None])
-    step = _Step(primitive, evaluate, asked, saved, present, a[count:])
+    names = [primitive.arrays[at] for at in present]
+    differ = {name for name in names if getattr(a, name).requires_grad}
+    bare = tuple(
+        [k for k, name in enumerate(names) if not differ.intersection(primitive.readers(name))]
+    )
+    large = len(differ) > 1 and sum([getattr(a, name).numel() for name in names]) >= _LARGE
+    step = _Step(primitive, evaluate, asked, saved, present, a[count:], bare, large)
     given, record = step.given, primitive.Outputs._make
 
     def run(a: Any, slots: Sequence[Any]) -> Any:
