@@ -130,9 +130,7 @@ def _fill_tokenless(states: Any, given: Any, call: _Call) -> None:
         states[call.empty] = 0 if given is None else given[call.empty]
 
 
-def forward(
-    convolve: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool = False
-) -> None:
+def forward(convolve: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool = False) -> None:
     """Fill the convolution and the final state by a kernel of `dynamic_conv`."""
     call = _Call(a, tensors)
     out = None if y.out is None else y.out.reshape(call.N, call.D)
