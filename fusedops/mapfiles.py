@@ -90,12 +90,15 @@ class MapTarget:
         """
         gemmi = _gemmi()
         whole, grid = ccp4.grid.array, self.grid
-        rho = whole
-        for axis, (first, n) in enumerate(zip(self.start, self.rho.shape, strict=True)):
-            if first or n != grid.shape[axis]:
-                rho = np.take(rho, np.arange(first, first + n), axis, mode="wrap")
         part = gemmi.Ccp4Map()
-        part.grid = gemmi.FloatGrid(np.asfortranarray(rho))
+        part.grid.set_size(*self.rho.shape)
+        x, y, z = (
+            np.arange(first, first + n) % edge
+            for first, n, edge in zip(self.start, self.rho.shape, grid.shape, strict=True)
+        )
+        # Plane by plane, in the order of memory: a large map allows no copies.
+        for to, at in zip(part.grid.array.T, z, strict=True):
+            to[:] = whole.T[at][np.ix_(y, x)]
         part.grid.set_unit_cell(grid.cell)
         part.grid.spacegroup = ccp4.grid.spacegroup
         part.update_ccp4_header(2)
@@ -125,18 +128,23 @@ class MapTarget:
         >>> MapTarget("x.map", grid, (0, 0, 0), rho).correlation(3 - 2 * rho)
         -1.0
         """
-        # Plane by plane, since copies of large maps in 64 bits may not fit into memory.
-        planes = [plane for plane in zip(self.rho, rho, strict=True) if _both(*plane).size]
-        if not planes:
+        # Plane by plane, in the order of memory: a large map allows no copy in 64 bits.
+        planes = [*zip(self.rho.T, rho.T, strict=True)]
+        count, total = 0, np.zeros(2)
+        least, most = np.full(2, math.inf), np.full(2, -math.inf)
+        for plane in planes:
+            pair = _both(*plane)
+            count += pair.shape[1]
+            total += pair.sum(axis=1)
+            least = np.minimum(least, pair.min(axis=1, initial=math.inf))
+            most = np.maximum(most, pair.max(axis=1, initial=-math.inf))
+        if not (least < most).all():
             return None
-        least = np.min([_both(*plane).min(axis=1) for plane in planes], axis=0)
-        most = np.max([_both(*plane).max(axis=1) for plane in planes], axis=0)
-        if (least == most).any():
-            return None
-        count = sum(_both(*plane).shape[1] for plane in planes)
-        mean = sum(_both(*plane).sum(axis=1) for plane in planes) / count
-        off = (_both(*plane) - mean[:, None] for plane in planes)
-        (aa, ab), (_, bb) = sum(pair @ pair.T for pair in off)
+        products = np.zeros((2, 2))
+        for plane in planes:
+            off = _both(*plane) - (total / count)[:, None]
+            products += off @ off.T
+        (aa, ab), (_, bb) = products
         return float(ab / math.sqrt(aa * bb))
 
 
@@ -219,8 +227,7 @@ def read_map(path: str | os.PathLike) -> MapTarget:
             f"{path}: its header puts the first voxel at {maps._list(place)} Å by NSTART and at "
             f"{maps._list(shift)} Å by ORIGIN; they should agree, or one be zero"
         )
-    rho = ccp4.grid.array.copy()
-    return MapTarget(os.fspath(path), replace(grid, shift=shift), start, rho)
+    return MapTarget(os.fspath(path), replace(grid, shift=shift), start, ccp4.grid.array)
 
 
 def _fits(spacegroup: Any, shape: Sequence[int]) -> bool:

@@ -597,7 +597,7 @@ def density_map(
     """
     gemmi = _gemmi()
     ccp4 = gemmi.Ccp4Map()
-    ccp4.grid = gemmi.FloatGrid(*grid.shape)
+    ccp4.grid.set_size(*grid.shape)
     ccp4.grid.set_unit_cell(grid.cell)
     ccp4.grid.spacegroup = grid.spacegroup or gemmi.SpaceGroup("P 1")
     total = ccp4.grid.array.T

@@ -194,7 +194,7 @@ class Structure:
                     f"{error.object[error.start]:#x}, which should be UTF-8"
                 ) from None
         if str(path).lower().endswith(".gz"):
-            content = gzip.compress(content, mtime=0)
+            content = gzip.compress(content, compresslevel=6, mtime=0)
         with replacing(path) as draft, open(draft, "xb") as file:
             file.write(content)
 

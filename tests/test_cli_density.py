@@ -695,7 +695,7 @@ class TestPicture:
             (contour,) = (c for c in panel.collections if isinstance(c, QuadContourSet))
             levels = rho.mean() + np.array([1, 2, 3]) * rho.std()
             np.testing.assert_allclose(contour.levels, levels, rtol=1e-4)
-        assert "B + 0 Å²" in figure.get_suptitle()
+        assert "Å²" not in figure.get_suptitle()
         assert "x.pdb, X-rays: voxels of 0.5 Å" in figure.get_suptitle()
         # The plane of voxels that is nearest to 9 Å.
         assert [panel.get_title() for panel in panels] == ["b = 8.9 Å", "c = 5.0 Å"]

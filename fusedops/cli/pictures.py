@@ -103,9 +103,12 @@ def draw_slices(
     names = "abc" if grid.spacegroup else "xyz"
     steps = lengths / grid.shape
     first = np.array(grid.shift) + start * steps
-    mean, sigma = float(rho.mean(dtype=np.float64)), float(rho.std(dtype=np.float64))
+    mean = float(rho.mean(dtype=np.float64))
+    # Plane by plane, since a copy of a large map in 64 bits may not fit into memory.
+    squares = [np.square(plane - mean, dtype=np.float64).mean() for plane in rho.T]
+    sigma = math.sqrt(np.mean(squares))
     levels = [mean + k * sigma for k in (1, 2, 3)]
-    pieces = [np.take(rho, at, axis) for axis, at in cuts]
+    pieces = [np.moveaxis(rho, axis, 0)[at] for axis, at in cuts]
     # One scale for all. A square root, since atoms are far denser than the space between them.
     low, top = min(map(np.min, pieces)), max(map(np.max, pieces))
     scale = PowerNorm(0.5, low, top if top > low else low + 1)

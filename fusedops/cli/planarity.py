@@ -301,7 +301,8 @@ def _print_table(planes: list[_Plane]) -> None:
         for p in planes
     ]
     headings = ("plane", "worst atom", "atoms", "Z", "rms Å", "off by Å")
-    tables.show(f"The {len(planes)} worst planes", headings, rows, right=4)
+    title = f"The {len(planes)} worst planes" if len(planes) > 1 else "The worst plane"
+    tables.show(title, headings, rows, right=4)
 
 
 def _print_report(report: dict[str, Any], file: Any) -> None:
@@ -326,7 +327,9 @@ def _print_report(report: dict[str, Any], file: Any) -> None:
         )
     lines["NLL"] = f"{report['nll']:.2f}, {report['fit']} fit, by {report['backend']}"
     lines["time"] = ", ".join(
-        f"{name.replace('_', ' ')} {1000 * value:.3g} ms"
+        f"{name.replace('_', ' ')} {value:.3g} s"
+        if value > 0.9995
+        else f"{name.replace('_', ' ')} {1000 * value:.3g} ms"
         for name, value in report["seconds"].items()
     )
     if flat := report.get("flatten"):
