@@ -1157,6 +1157,30 @@ def test_a_step_that_there_is_not(capsys):
     assert "--step refine: it should be one of refinement" in capsys.readouterr().err
 
 
+@needs_torch
+def test_a_step_names_the_package_that_it_lacks(capsys, monkeypatch):
+    monkeypatch.setitem(cli.common._MODULES, "fairchem-core", "no_such_module")
+    assert cli.main(["bench", "--step", "uma"]) == 2
+    told = 'fusedops: fairchem-core is not installed: pip install "fairchem-core"\n'
+    assert capsys.readouterr() == ("", told)
+
+
+@pytest.mark.usefixtures("quick", "tiny_steps")
+def test_a_bench_that_measures_nothing_keeps_older_results(tmp_path, capsys, monkeypatch):
+    made = measure.STEPS["refinement"]
+    missing = replace(made("cpu"), cases=made("cpu").cases[1:])
+    monkeypatch.setattr(measure, "STEPS", {"refinement": lambda device: missing})
+    path = tmp_path / "cpu.json"
+    kept = report.new("cpu") | {"ops": {"refinement": {"cases": []}, "pair": {"cases": []}}}
+    report.save(path, kept)
+    assert cli.main(["bench", "--quick", "--step", "refinement", "--json", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert "refinement, 3p3w is left out: needs 3p3w.pdb" in out
+    assert "workload" not in out
+    assert err == "fusedops: nothing could be measured: see the reasons above\n"
+    assert report.read(path) == kept
+
+
 def test_a_structure_of_the_data_folder(tmp_path, monkeypatch):
     gemmi = pytest.importorskip("gemmi")
     ubiquitin = steps._of_file("1ubi")

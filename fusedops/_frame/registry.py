@@ -75,7 +75,7 @@ _REQUIREMENTS = {
 
 def how_to_install(package: str) -> str:
     """Return the command that installs a third-party package."""
-    return f'pip install "{_REQUIREMENTS[package]}"'
+    return f'pip install "{_REQUIREMENTS.get(package, package)}"'
 
 
 def _needs_cpu(request: Request) -> str | None:

@@ -91,7 +91,7 @@ def uma(device: str) -> Step:
         lambda _: _truth(),
         _ours,
         device,
-        needs=("torch",),
+        needs=("torch", "scipy", "gemmi", "fairchem-core"),
         hows=(TORCH,),
     )
 

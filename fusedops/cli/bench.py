@@ -206,12 +206,15 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             # A bar would stand between the tables.
             if not sys.stderr.isatty():
                 show(op, {**block, "cases": block["cases"][before:]})
-            if args.json:
-                kept["ops"] |= blocks
+            # A step that can't be measured leaves the file its results of another day.
+            if args.json and block["cases"]:
+                kept["ops"][op] = block
                 report.save(args.json, kept)
     if sys.stderr.isatty():
         for op, block in blocks.items():
             show(op, block)
+    if not any(block["cases"] for block in blocks.values()):
+        raise CommandError("nothing could be measured: see the reasons above")
     return found
 
 
@@ -256,7 +259,8 @@ def show(op: str, block: dict[str, Any]) -> None:
             "" if error is None else f"{error:.0e}",
         ]
         rows.append((cells, None if row["ours"] else "dim"))
-    tables.show(op, (*headings, *numbers), rows, right=len(numbers))
+    if rows:
+        tables.show(op, (*headings, *numbers), rows, right=len(numbers))
     for reason in reasons:
         print(reason)
     for row in block["growth"]:

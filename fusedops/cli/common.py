@@ -74,9 +74,13 @@ def forced_backend(backend: str | None) -> str | None:
         raise CommandError(error) from None
 
 
+#: Packages whose modules have other names.
+_MODULES = {"fairchem-core": "fairchem"}
+
+
 def needs(*packages: str) -> None:
     for package in packages:
-        if importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(_MODULES.get(package, package)) is None:
             raise CommandError(f"{package} is not installed: {how_to_install(package)}")
 
 
