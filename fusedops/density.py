@@ -1171,7 +1171,7 @@ def gaussian_density(
     else:
         in_radius = _in(dtype, _constant(name, "radius", radius))
     if isinstance(cell, Lattice):
-        if grid_shape is not None and tuple(grid_shape) != cell.grid:
+        if grid_shape is not None and _grid_sizes(name, grid_shape) != cell.grid:
             raise ValueError(f"{name}: grid_shape is {grid_shape}; the Lattice has {cell.grid}")
         lattice = cell
         same_device(name, "cell", lattice.device, "xyz", device_of(xyz))

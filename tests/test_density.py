@@ -1112,6 +1112,11 @@ BAD = {
         ValueError,
         r"grid_shape is \(4, 5, 7\); the Lattice has \(4, 5, 6\)",
     ),
+    "a grid_shape beside a Lattice that is none": (
+        {"cell": Lattice(np.eye(3), (4, 5, 6)), "grid_shape": 4},
+        TypeError,
+        "grid_shape is a int; it should be three sizes",
+    ),
     "radius of others": (
         {"radius": np.ones(5)},
         ValueError,

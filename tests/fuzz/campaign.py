@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fusedops._frame import registry
 from fusedops.testing import poisoned_outputs
 
-from . import conv, density, generated, packed, planarity, scatter, so2, trimul, wigner
+from . import conv, crystal, density, generated, packed, planarity, scatter, so2, trimul, wigner
 from .arrays import DTYPES, NUMPY_DTYPES
 from .checks import ASPECTS, Trial
 from .ledger import Finding, Ledger, Place
@@ -38,6 +38,7 @@ FAMILIES = {
         so2.FAMILY,
         so2.GATES,
         density.FAMILY,
+        crystal.FAMILY,
         scatter.FAMILY,
         trimul.FAMILY,
         packed.FAMILY,

@@ -16,6 +16,7 @@ import numpy as np
 import fusedops
 from cpukern import isa
 from fusedops._frame import threads
+from fusedops._frame.packed import Packed
 from fusedops.testing import CASES, TOLERANCE
 
 from .arrays import NUMPY_DTYPES, laid_out, repeated, tensor
@@ -154,9 +155,15 @@ def each(function: Callable[[np.ndarray], Any], value: Any) -> Any:
     return value
 
 
-def on_device(values: Any, device: str) -> Any:
+def on_device(values: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return tensors in place of arrays, and packed arguments, on a device."""
     torch = sys.modules["torch"]
-    return each(lambda array: torch.tensor(array, device=device), values)
+    return moved(each(lambda array: torch.tensor(array, device=device), values), device)
+
+
+def moved(values: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return packed arguments on a device."""
+    return {n: v.to(device) if isinstance(v, Packed) else v for n, v in values.items()}
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -286,14 +293,11 @@ class Trial:
             )
         else:
             made = each(lambda array: laid_out(array, layout), self.problem.constants)
-        if not packed or self.problem.pack is None:
-            return made
-        new = self.problem.pack(made)
-        used = {"wbwc"} if "wa" in new else set()
-        made = {n: v for n, v in made.items() if n not in used} | new
-        if place.device != "cpu":
-            made = {n: v.to(place.device) if hasattr(v, "to") else v for n, v in made.items()}
-        return made
+        if packed and self.problem.pack is not None:
+            new = self.problem.pack(made)
+            used = {"wbwc"} if "wa" in new else set()
+            made = {n: v for n, v in made.items() if n not in used} | new
+        return made if place.device == "cpu" else moved(made, place.device)
 
     def kwargs(self, place: Place, packed: bool | None = None) -> dict[str, Any]:
         options = dict(self.problem.options)

@@ -31,6 +31,8 @@ def strategy(compiled: bool) -> dict[str, Any]:
         "N": st.sampled_from((0, 1, 2, 3, 4)),
         "cell": st.sampled_from(tuple(CELLS)),
         "grid": st.tuples(*[st.sampled_from((1, 2, 3, 5, 6, 8))] * 3),
+        # The planes of a slab, as fractions of the map.
+        "slab": st.sampled_from((None, None, (0.0, 0.5), (0.3, 0.9), (0.5, 0.5), (0.6, 1.0))),
         "aniso": st.booleans(),
         "factors": st.booleans(),
         "radius": st.sampled_from((None, "array", 0.0, 1.5, 2.7, 5.0, 9.0)),
@@ -72,6 +74,11 @@ def build(d: dict[str, Any]) -> Problem:
         options["radius"] = d["radius"]
     constants["cell"] = cell
     options["grid_shape"] = grid
+    planes = slice(0, grid[0])
+    if d["slab"]:
+        planes = slice(*(round(part * grid[0]) for part in d["slab"]))
+        constants["cell"] = Lattice(cell, grid).slab(planes.start, planes.stop)
+        options["grid_shape"] = None
 
     def radius_of(b: np.ndarray) -> np.ndarray:
         if d["radius"] == "array":
@@ -122,7 +129,7 @@ def build(d: dict[str, Any]) -> Problem:
         out = np.zeros(math.prod(grid))
         for _, value, square, r in terms(**arrays):
             out += np.where(square <= r * r * (1 + SLACK), value, 0.0).sum(1)
-        return out.reshape(grid)
+        return out.reshape(grid)[planes]
 
     def margin(arrays: Any) -> dict[str, Any]:
         """Return allowances for voxels on a sphere's surface."""
@@ -139,7 +146,7 @@ def build(d: dict[str, Any]) -> Problem:
             if edge.any():
                 for name in rows:
                     rows[name][i] = math.inf
-        return {"value": value.reshape(grid), **rows}
+        return {"value": value.reshape(grid)[planes], **rows}
 
     bad: list[tuple[str, Any]] = [
         ("cell", 0 * cell),
@@ -147,19 +154,22 @@ def build(d: dict[str, Any]) -> Problem:
         ("cell", math.nan * cell),
         ("grid_shape", (0, 1, 1)),
         ("grid_shape", (4, 4)),
-        ("grid_shape", None),
         ("on_bad", "warn"),
         ("n_sigma", -1.0),
     ]
     if d["radius"] is not None:
         bad = bad[:-1]
+    if not d["slab"]:
+        bad.append(("grid_shape", None))
     return Problem(
         op=fusedops.gaussian_density,
         arrays=arrays,
         constants=constants,
         options=options,
         oracle=oracle,
-        pack=lambda c: {"cell": fusedops.Lattice(c["cell"], grid), "grid_shape": None},
+        pack=None
+        if d["slab"]
+        else lambda c: {"cell": Lattice(c["cell"], grid), "grid_shape": None},
         linear=("occupancy",) if not d["wrong"] else (),
         terms=32000,
         gradient_terms=128000,

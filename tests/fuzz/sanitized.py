@@ -1,0 +1,106 @@
+"""Triton's kernels under compute-sanitizer, on a GPU: ``python -m fuzz.sanitized``.
+
+Workers under the sanitizer share tests of tests/test_gpu.py, in random order: every case of every
+op, second derivatives, packed and broken indices, and Hopper's own kernels. CONTRIBUTING.md has an
+example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+#: Without peaks of memory, graphs, profiles, compilations and waiting, which the sanitizer changes,
+#: and without arrays of 2³¹ elements.
+TESTS = (
+    "(agrees_with_the_reference and triton) or gradcheck or second_derivatives or many_rows "
+    "or same_bits or deterministic or touches_no_memory or lead_nowhere"
+)
+PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fuzz.sanitized", description=__doc__)
+    parser.add_argument("--tool", default="memcheck", help="or racecheck, initcheck, synccheck")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="end before all tests ran")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("-k", default=TESTS, metavar="EXPRESSION", help="these tests")
+    asked = parser.parse_args()
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        parser.error("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
+    end = time.monotonic() + asked.seconds
+    tests = collected(asked.k)
+    random.Random(asked.seed).shuffle(tests)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, str(number)) for number in range(asked.workers)]
+        workers = []
+        for number, path in enumerate(paths):
+            path.with_suffix(".tests").write_text("\n".join(tests[number :: asked.workers]))
+            command = [sanitizer, "--tool", asked.tool, "--target-processes", "application-only"]
+            command += ["--log-file", f"{path}.log", "--print-limit", "20", *PYTEST, "-v"]
+            with path.with_suffix(".out").open("w") as out:
+                workers.append(
+                    subprocess.Popen(
+                        [*command, f"@{path}.tests"],
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        # An allocation of its own for every tensor, else the sanitizer sees none.
+                        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                        start_new_session=True,
+                    )
+                )
+        for worker in workers:
+            try:
+                worker.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(worker.pid, signal.SIGKILL)
+                worker.wait()
+        return told(paths, len(tests))
+
+
+def collected(expression: str) -> list[str]:
+    """Return the names of the tests that an expression of pytest's `-k` picks."""
+    command = [*PYTEST, "--collect-only", "-q", "-k", expression, "tests/test_gpu.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode or not tests:
+        raise SystemExit(done.stdout + done.stderr)
+    return tests
+
+
+def told(paths: list[Path], count: int) -> int:
+    """Print the results, and return the exit code."""
+    results: collections.Counter[str] = collections.Counter()
+    findings: collections.Counter[str] = collections.Counter()
+    for path in paths:
+        out = path.with_suffix(".out").read_text()
+        results.update(re.findall(r" (PASSED|FAILED|ERROR|SKIPPED)\b.*%\]$", out, re.MULTILINE))
+        if " FAILED " in out or "::" not in out:
+            print(out[-5000:])
+        log = path.with_suffix(".log").read_text() if path.with_suffix(".log").exists() else ""
+        # A finding is a line such as "Invalid __global__ read of size 4 bytes", with lines below.
+        for block in re.split(r"^=========\s*$", log, flags=re.MULTILINE):
+            lines = [line.removeprefix("=========").strip() for line in block.splitlines()]
+            lines = [line for line in lines if line and not line.startswith(("COMPUTE-", "ERROR"))]
+            if lines:
+                findings["\n  ".join(lines[:3])] += 1
+    for finding, times in findings.most_common(20):
+        print(f"{times} x {finding}")
+    print(f"{dict(results)} of {count} tests; {findings.total()} findings of the sanitizer")
+    return 1 if findings or results["FAILED"] or not results["PASSED"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
