@@ -42,6 +42,18 @@ def test_no_name_is_cut(capsys, monkeypatch, columns):
     )
 
 
+@pytest.mark.parametrize(("columns", "in_columns"), [(50, True), (34, False)])
+def test_a_name_has_three_lines_at_most(capsys, monkeypatch, columns, in_columns):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [(["A/SER 22 - A/GLU 23 peptide alt C", "GLU 23 N", "5.65", "0.1131"], None)]
+    tables.show("The worst plane", ("plane", "worst atom", "Z", "off by Å"), rows, right=2)
+    out = capsys.readouterr().out
+    assert ("─" in out) == in_columns
+    assert ("\n    Z 5.65, off by Å 0.1131\n" in out) != in_columns
+
+
 def planarity():
     pytest.importorskip("gemmi")
     assert cli.main(["planarity", str(files("fusedops") / "data/1ubi.pdb")]) == 0

@@ -191,9 +191,8 @@ def _title(report: dict[str, Any], entry: str) -> str:
     entry = "".join(letter if letter.isprintable() else "?" for letter in entry)
     entry = entry if len(entry) <= 40 else f"{entry[:39]}…"
     blur = report["blur_angstrom2"]
-    return (
-        f"{entry}, {report['form_factors']}: voxels of {report['spacing_angstrom']:.3g} Å"
-        + (f", B + {blur:.3g} Å²" if blur else "")
+    return f"{entry}, {report['form_factors']}: voxels of {report['spacing_angstrom']:.3g} Å" + (
+        f", B + {blur:.3g} Å²" if blur else ""
     )
 
 

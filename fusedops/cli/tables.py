@@ -47,7 +47,10 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 
 
 
 def _widths(cells: Sequence[Sequence[str]], right: int, excess: int) -> list[int] | None:
-    """Return the columns' widths after texts give up `excess`, or None if words would be cut."""
+    """Return the columns' widths after texts give up `excess`.
+
+    Return None if that would cut words, or break a text into more than three lines.
+    """
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     texts = columns[: len(columns) - right]
@@ -56,7 +59,12 @@ def _widths(cells: Sequence[Sequence[str]], right: int, excess: int) -> list[int
         less = max(0, min(excess, widths[at] - words[at]))
         widths[at] -= less
         excess -= less
-    return widths if excess <= 0 else None
+    lines = (
+        len(textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False))
+        for column, width in zip(texts, widths, strict=False)
+        for cell in column
+    )
+    return widths if excess <= 0 and max(lines, default=0) <= 3 else None
 
 
 def _records(
