@@ -26,6 +26,8 @@ TESTS = (
     "(agrees_with_the_reference and triton) or gradcheck or second_derivatives or many_rows "
     "or same_bits or deterministic or touches_no_memory or lead_nowhere"
 )
+#: Beginnings of the sanitizer's lines that are no findings.
+NOTES = "COMPUTE-SANITIZER", "ERROR SUMMARY", "Target application returned an error"
 PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
 
 
@@ -93,7 +95,7 @@ def told(paths: list[Path], count: int) -> int:
         # A finding is a line such as "Invalid __global__ read of size 4 bytes", with lines below.
         for block in re.split(r"^=========\s*$", log, flags=re.MULTILINE):
             lines = [line.removeprefix("=========").strip() for line in block.splitlines()]
-            lines = [line for line in lines if line and not line.startswith(("COMPUTE-", "ERROR"))]
+            lines = [line for line in lines if line and not line.startswith(NOTES)]
             if lines:
                 findings["\n  ".join(lines[:3])] += 1
     for finding, times in findings.most_common(20):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from . import campaign
+from . import campaign, sanitized
 from .leaks import leaks
 from .ledger import Ledger
 
@@ -45,3 +45,21 @@ def test_it_finds_nothing_in_the_interpreter(name):
 def test_calls_leave_no_memory_behind(name):
     ledger = leaks([name], ["cython"], 500, say=lambda _: None)
     expect_nothing(ledger)
+
+
+@pytest.mark.parametrize("findings", [0, 3])
+def test_what_a_sanitizer_says(findings, tmp_path, capsys):
+    path = tmp_path / "0"
+    path.with_suffix(".out").write_text("test_gpu.py::test_a[b] PASSED   [ 50%]\ntest_gpu.py::")
+    found = [
+        "========= Invalid __global__ read of size 4 bytes",
+        "=========     at k+0x30",
+        "========= ",
+    ]
+    last = f"========= ERROR SUMMARY: {findings} errors"
+    log = ["========= COMPUTE-SANITIZER", "========= ", *findings * found, last]
+    path.with_suffix(".log").write_text("\n".join(log) + "\n")
+    assert sanitized.told([path], 2) == (findings > 0)
+    out = capsys.readouterr().out
+    assert f"{{'PASSED': 1}} of 2 tests; {findings} findings" in out
+    assert ("3 x Invalid __global__ read of size 4 bytes\n  at k+0x30" in out) == (findings > 0)
