@@ -29,6 +29,9 @@ number of cases. `fusedops bench --from NEW.json --compare OLD.json` names them.
 def keep(results: Path, date: str) -> None:
     """Keep our rows of the reports in a folder."""
     for path in sorted(results.glob("*.json")):
+        # Results of ranks and of commands are no ops'.
+        if "ops" not in json.loads(path.read_text()):
+            continue
         found = report.read(path)
         for block in found["ops"].values():
             block["cases"] = [row for row in block["cases"] if row["ours"]]

@@ -6,7 +6,8 @@ The text between `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->`
 in bench/results/NAME.json of the ops of fusedops/MODULE.py, or of a whole step of that name. Where
 MODULE is `peers`, it becomes the count of eager calls of every op in which we are faster than all
 peers; where it is `largest`, the largest problem of a few ops, beside the fastest peer; where it is
-`ranks`, the results of `fusedops bench --distributed`. Without results, the text stays.
+`ranks`, the results of `fusedops bench --distributed`; where it is `commands`, the results of
+bench/commands.py. Without results, the text stays.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def tables(text: str, results: Path) -> str:
         path = results / f"{name}.json"
         if not path.exists():
             return match[0]
-        if module == "ranks":
-            return f"{begin}{on_ranks(json.loads(path.read_text()))}{end}"
+        if module in OTHERS:
+            return f"{begin}{OTHERS[module](json.loads(path.read_text()))}{end}"
         ops = report.read(path)["ops"]
         if module == "peers":
             return f"{begin}{fastest(ops)}{end}"
@@ -112,6 +113,25 @@ def on_ranks(found: dict[str, Any]) -> str:
     versions = ", ".join(f"{n} {version}" for n, version in found["machine"]["versions"].items())
     about = f"**{found['machine']['ranks']} GPUs**: {found['machine']['name']}, {versions}; ms."
     return "\n".join([about, "", *lines]) + "\n"
+
+
+def commands(found: dict[str, Any]) -> str:
+    """Return the Markdown of the commands on structures: seconds, peak of memory, and R."""
+    titles = list(dict.fromkeys(name for file in found["files"].values() for name in file["runs"]))
+    lines = [_line(["file", "atoms", *titles, "R"]), f"|---|{'---:|' * (len(titles) + 2)}"]
+    for name, file in found["files"].items():
+        runs = [_run(file["runs"][title]) for title in titles]
+        lines.append(_line([f"`{name}`", f"{file['atoms']:,}", *runs, f"{100 * file['R']:.4f} %"]))
+    machine = found["machine"]
+    versions = ", ".join(f"{n} {version}" for n, version in machine["versions"].items())
+    about = f"**CPU**: {machine['name']}, {machine['threads']} threads, {versions}; s / MB."
+    alone = " and ".join(f"`{name}` {_run(run)}" for name, run in found["alone"].items())
+    return "\n".join([about, "", *lines, "", f"Without a file: {alone}."]) + "\n"
+
+
+def _run(run: dict[str, Any]) -> str:
+    failed = f", exit code {run['code']}" if run["code"] else ""
+    return f"{report.digits(run['seconds'])} / {run['peak_MB']:,.0f}{failed}"
 
 
 def largest(found: dict[str, Any]) -> str:
@@ -241,6 +261,10 @@ def _about(block: dict[str, Any]) -> str:
         f"{rates['copy_GB_s']:,.0f} GB/s, a product {products}, exponentials "
         f"{rates['exponentials_G_s']:,.1f} G/s."
     )
+
+
+#: By module, the tables that aren't of an op's cases.
+OTHERS = {"ranks": on_ranks, "commands": commands}
 
 
 if __name__ == "__main__":

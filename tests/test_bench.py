@@ -848,6 +848,7 @@ def test_the_history_of_times(tmp_path):
         given["ops"]["dynamic_conv"] |= {"machine": {"name": "a computer"}}
         given["ops"]["dynamic_conv"]["cases"][2]["ours"] = False
         report.save(tmp_path / "cpu.json", given)
+        report.save(tmp_path / "h200x2.json", {"cases": []})
         history.keep(tmp_path, date)
     (new,) = (tmp_path / "history").glob("2026-02-01-cpu.json")
     assert {row["who"] for row in report.cases(report.read(new))} == {"cython", "numba"}
@@ -866,11 +867,16 @@ def test_the_measured_tables(tmp_path):
     text = (root / "docs/measured.md").read_text()
     places = {match[1:3] for match in tables.PART.findall(text)}
     modules = {*tables.MODULES.values(), "peers"}
+    others = {("ranks", "h200x2"), ("commands", "commands")}
     assert modules >= steps.STEPS.keys()
-    assert places == {(m, d) for m in modules for d in ("cpu", "h200")} | {("ranks", "h200x2")}
+    assert places == {(m, d) for m in modules for d in ("cpu", "h200")} | others
     ranks = tables.tables(text, root / "bench/results").split("measured: ranks h200x2")[1]
     assert "DTensor.redistribute" in ranks
     assert "predicted" in ranks
+    commands = json.loads((root / "bench/results/commands.json").read_text())
+    for name, file in commands["files"].items():
+        assert not any(run["code"] for run in file["runs"].values()), name
+        assert file["R"] < 0.005, name
     readme = (root / "README.md").read_text()
     assert {match[1:3] for match in tables.PART.findall(readme)} == {
         ("largest", "cpu"),
