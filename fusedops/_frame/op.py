@@ -274,7 +274,7 @@ def op(
         def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
             if compiling():
                 options = {"out": out, "backend": backend, **kwargs}
-                return bridge().compiled(call, args, options)
+                return bridge().compiled(name, args, options)
             asked, kind = registry.forced(backend, name), None
             if out is None:
                 values = (*args, *kwargs.values())

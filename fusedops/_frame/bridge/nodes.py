@@ -22,11 +22,11 @@ def uncompiled(function: Any) -> Any:
     return torch.compiler.disable(function)
 
 
-def compiled(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def compiled(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call an op in code that torch.compile traces: as one node of the graph, where it can be."""
     if torch.compiler.is_dynamo_compiling() and _fits((args, options)):
-        return _node(op.__name__, _apart(args), _apart(options))
-    return uncompiled(op)(*args, **options)
+        return _node(name, _apart(args), _apart(options))
+    return uncompiled(registry.ops[name])(*args, **options)
 
 
 def _fits(argument: Any) -> bool:
