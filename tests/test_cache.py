@@ -8,6 +8,7 @@ import pytest
 
 import fusedops
 from fusedops import cli
+from fusedops._frame import registry
 from fusedops._info import CacheInfo
 
 OURS = '#loc = loc("/site-packages/gpukern/conv.py":144:0)\n'
@@ -16,7 +17,8 @@ OTHERS = '#loc = loc("/home/me/model.py":1:0)\n'
 
 @pytest.fixture
 def triton_folder(tmp_path, monkeypatch):
-    pytest.importorskip("triton")
+    if reason := registry.import_error("triton"):
+        pytest.skip(reason)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for name, code in {"A.ttir": OURS, "B.ttgir": OURS, "C.ttir": OTHERS, "D.so": OURS}.items():
         folder = tmp_path / name[0]

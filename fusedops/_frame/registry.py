@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,18 +51,6 @@ class Backend:
     why_not: Callable[[Request], str | None]
 
 
-@functools.cache
-def import_error(package: str) -> str | None:
-    """Return why a third-party package can't be used here, or None if it can."""
-    if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    try:
-        importlib.import_module(package)
-    except Exception as error:  # a missing library is an OSError; none of this code is ours
-        return f"{package} is installed but does not import: {error}"
-    return None
-
-
 #: The versions that are asked for; pyproject.toml has the same.
 _REQUIREMENTS = {
     "gemmi": "gemmi>=0.7.3",
@@ -70,7 +59,28 @@ _REQUIREMENTS = {
     "scipy": "scipy>=1.11",
     "shtab": "shtab>=1.7",
     "torch": "torch>=2.6",
+    "triton": "triton>=3.4",
 }
+
+
+@functools.cache
+def import_error(package: str) -> str | None:
+    """Return why a third-party package can't be used here, or None if it can."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    oldest = _REQUIREMENTS.get(package, "").partition(">=")[2]
+    try:
+        module = importlib.import_module(package)
+        version = module.__version__ if oldest else ""
+    except Exception as error:  # a missing library is an OSError; none of this code is ours
+        return f"{package} is installed but does not import: {error}"
+    if _release(version) < _release(oldest):
+        return f"{package} {version} is installed; it should be {oldest} or newer"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def how_to_install(package: str) -> str:
