@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def _holds_ours(folder: Path) -> bool:
     """
     for path in folder.glob("*.tt*ir"):
         with path.open("rb") as code:
-            if b"/gpukern/" in code.read(4096):
+            if re.search(rb"[/\\]gpukern[/\\]", code.read(4096)):
                 return True
     return False
 

@@ -227,6 +227,15 @@ def test_peak_memory_counts_what_the_pool_hands_out():
     assert peak == pytest.approx(64, rel=0.1)
 
 
+def test_systems_other_than_linux_tell_no_peak(tmp_path, monkeypatch):
+    def cdll(name):
+        raise TypeError("Windows has no library without a name")
+
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "clear_refs")
+    monkeypatch.setattr(memory.ctypes, "CDLL", cdll)
+    assert memory.peak_MB(lambda: None, "cpu") is None
+
+
 def test_the_floor_is_the_longest_of_what_must_be_done():
     floors = RATES.floors_ms(Work(1e7, 2e8, 4e6), "float32", share=0.5)
     assert floors == pytest.approx({"bytes": 1.0, "FLOP": 4.0, "exponentials": 8.0})

@@ -12,6 +12,7 @@ from fusedops._frame import registry
 from fusedops._info import CacheInfo
 
 OURS = '#loc = loc("/site-packages/gpukern/conv.py":144:0)\n'
+OURS_ON_WINDOWS = r'#loc = loc("C:\\site-packages\\gpukern\\conv.py":144:0)'
 OTHERS = '#loc = loc("/home/me/model.py":1:0)\n'
 
 
@@ -20,7 +21,8 @@ def triton_folder(tmp_path, monkeypatch):
     if reason := registry.import_error("triton"):
         pytest.skip(reason)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for name, code in {"A.ttir": OURS, "B.ttgir": OURS, "C.ttir": OTHERS, "D.so": OURS}.items():
+    files = {"A.ttir": OURS, "B.ttgir": OURS_ON_WINDOWS, "C.ttir": OTHERS, "D.so": OURS}
+    for name, code in files.items():
         folder = tmp_path / name[0]
         folder.mkdir()
         (folder / name).write_text(code)
@@ -29,7 +31,7 @@ def triton_folder(tmp_path, monkeypatch):
 
 
 def test_the_cache_of_triton(triton_folder, capsys):
-    size = 2 * (1000 + len(OURS))
+    size = 2 * 1000 + len(OURS + OURS_ON_WINDOWS)
     assert fusedops.info().caches["triton"] == CacheInfo(str(triton_folder), size)
     assert cli.main(["cache"]) == 0
     assert f"triton: 0.0 MiB in {triton_folder}" in capsys.readouterr().out

@@ -1,13 +1,16 @@
 """Bad inputs to every command end in one line that names the cause, and change no file."""
 
+import errno
 import gzip
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -527,6 +530,27 @@ class TestStdout:
         pipe = "| head -c 1; exit ${PIPESTATUS[0]}"
         code, out, err = self.run(command, pipe, PYTHONUNBUFFERED=unbuffered)
         assert (code, len(out), err) == (0, 1, "")
+
+    @pytest.mark.parametrize(
+        ("platform", "number", "refused"),
+        [
+            ("linux", errno.EPIPE, False),
+            ("linux", errno.EINVAL, True),
+            ("win32", errno.EINVAL, False),
+            ("win32", errno.ENOSPC, True),
+        ],
+    )
+    def test_a_closed_pipe_has_another_number_on_windows(
+        self, folder, monkeypatch, platform, number, refused
+    ):
+        def write(text):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(sys, "platform", platform)
+        with open(folder / "out", "w") as file:
+            stdout = cli._Stdout(SimpleNamespace(write=write, fileno=file.fileno))
+            with pytest.raises(cli.CommandError) if refused else nullcontext():
+                assert stdout.write("x") == 1
 
     def test_a_reader_that_has_seen_enough_still_gets_the_map(self, folder):
         done = self.run("density x.pdb --spacing 1 --out x.map", "| true; exit ${PIPESTATUS[0]}")

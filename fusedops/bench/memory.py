@@ -23,6 +23,8 @@ def peak_MB(step: Callable[[], Any], device: str) -> float | None:
     step()
     if device != "cpu":
         return _on_gpu(step)
+    if not _CLEAR.exists():
+        return None
     memory.release_memory()
     gc.collect()
     try:

@@ -112,5 +112,7 @@ class _Stdout:
                 # At exit Python must not flush again, and complain.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             # The reader of a closed pipe has seen enough; the command still writes its files.
-            if not isinstance(error, BrokenPipeError):
+            # Windows calls the write to one an invalid argument.
+            closed = errno.EINVAL if sys.platform == "win32" else errno.EPIPE
+            if error.errno != closed:
                 raise CommandError(f"stdout: {error.strerror}") from None

@@ -103,7 +103,8 @@ def _run() -> None:
 
 
 def _work(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    # No URL of the file, since Windows writes its name in another way.
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     torch.set_num_threads(1)
     _run()
     # An orderly exit may abort while threads of gloo are still at work.
