@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,7 +100,8 @@ def recomputed(stage: Any, like: Any) -> Any:
         or torch._C._are_functorch_transforms_active()
     ):
         return stage
-    checkpoint = torch.utils.checkpoint.checkpoint
+    # torch 2.6 doesn't import this module by itself.
+    checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
     return functools.partial(checkpoint, stage, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -248,7 +248,9 @@ def _from_environment() -> str | None:
 def use_backend(name: str) -> Iterator[None]:
     """Ask for one backend in every call of a ``with`` block, in this thread or task.
 
-    The backward pass of a call uses the backend that its forward pass asked for.
+    The backward pass of a call uses the backend that its forward pass asked for. A thread that is
+    started in the block asks for it too under ``sys.flags.thread_inherit_context``, the default of
+    Python without the GIL.
 
     Parameters
     ----------
