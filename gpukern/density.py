@@ -20,6 +20,7 @@ anisotropic atoms take V · G exponentials too.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,12 +48,21 @@ def _finite(x):
 
 
 @triton.jit
-def _inverse(a, b, c, d, e, f):
+def _inverse(m):
     """Return the inverse of a symmetric matrix xx, yy, zz, xy, xz, yz, and its determinant."""
+    a, b, c, d, e, f = m
     A, B, C = b * c - f * f, a * c - e * e, a * b - d * d
     D, E, F = e * f - d * c, d * f - e * b, d * e - a * f
     det = a * A + d * D + e * E
-    return (A / det, B / det, C / det, D / det, E / det, F / det), det
+    return _scaled(1 / det, (A, B, C, D, E, F)), det
+
+
+@triton.jit
+def _scaled(factor, six):
+    found = ()
+    for i in tl.static_range(6):
+        found = found + (six[i] * factor,)
+    return found
 
 
 @triton.jit
@@ -80,13 +90,6 @@ def _turned(s, P):
 
 
 @triton.jit
-def _schur(m):
-    """Return c, yy, yz, zz, u, v of a form: c (x + u y + v z)² + yy y² + 2 yz y z + zz z²."""
-    u, v = m[3] / m[0], m[4] / m[0]
-    return m[0], m[1] - m[3] * u, m[5] - m[3] * v, m[2] - m[4] * v, u, v
-
-
-@triton.jit
 def _nine(pointer):
     found = ()
     for n in tl.static_range(9):
@@ -97,13 +100,15 @@ def _nine(pointer):
 @triton.jit
 def _atom(
     order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
-    planes, G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr, FLOAT: tl.constexpr,
+    planes, G: tl.constexpr, ANISOTROPIC: tl.constexpr, QUAD: tl.constexpr, PAIRS: tl.constexpr,
+    FLOAT: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's atom, whether it has a density, its squared radius, and its box.
+    """Return the program's atom, whether it has a density, its space, its pairs, and the first.
 
-    The box is its first plane; the vector from the atom to that plane, the number of planes behind
-    it, the atom's place along y and z with the first and last voxels there; and the number of
-    pairs.
+    The space is its squared radius, the metric, and its box; and the map's sizes, its first plane
+    and its end, and the size of a plane, both in fours. The box is the vector from the atom to its
+    first plane, that plane, the number of planes behind it, and the atom's place along y and z with
+    the first and last voxels there.
     """
     n = tl.program_id(0).to(tl.int64)
     if order is not None:
@@ -113,42 +118,47 @@ def _atom(
     y = tl.load(xyz + 3 * n + 1).to(tl.float64)
     z = tl.load(xyz + 3 * n + 2).to(tl.float64)
     r = tl.load(radius + n).to(tl.float64)
-    total = x + y + z + tl.load(occupancy + n).to(tl.float64)
-    least = tl.load(widths + n * G).to(tl.float64)
+    # Finite numbers times zero, and a number that isn't finite otherwise.
+    total = 0 * tl.load(occupancy + n).to(FLOAT)
+    least = tl.load(widths + n * G).to(FLOAT)
     for g in tl.static_range(G):
-        width = tl.load(widths + n * G + g).to(tl.float64)
-        total += width + tl.load(amplitudes + n * G + g).to(tl.float64)
+        width = tl.load(widths + n * G + g).to(FLOAT)
+        total += 0 * width + 0 * tl.load(amplitudes + n * G + g).to(FLOAT)
         least = tl.minimum(least, width)
     if ANISOTROPIC:
         m = ()
         for i in tl.static_range(6):
             u = tl.load(b + 6 * n + i).to(tl.float64)
-            total += u
-            m = m + (u * (8 * _PI * _PI) + (least if i < 3 else 0.0),)
+            total += 0 * u.to(FLOAT)
+            m = m + (u * (8 * _PI * _PI) + (least.to(tl.float64) if i < 3 else 0.0),)
         second = m[0] * m[1] - m[3] * m[3]
         third = m[2] * second - m[0] * m[5] * m[5] - m[1] * m[4] * m[4] + 2 * m[3] * m[4] * m[5]
         usable = (m[0] > 0) & (second > 0) & (third > 0)
     else:
-        own = tl.load(b + n).to(tl.float64)
-        total += own
+        own = tl.load(b + n).to(FLOAT)
+        total += 0 * own
         usable = least + own > 0
     t = _nine(to_grid)
     ax = t[0] * x + t[1] * y + t[2] * z
     ay = t[3] * x + t[4] * y + t[5] * z
     az = t[6] * x + t[7] * y + t[8] * z
     usable = usable & _finite(ax) & _finite(ay) & _finite(az)
-    usable = usable & _finite(total) & (r >= 0) & (r <= tl.load(measures + 9))
+    usable = usable & (total == 0) & (r >= 0) & (r <= tl.load(measures + 9))
     r = tl.where(usable, r, -1.0)
     ax, low_x, high_x = _axis(ax, r, measures + 6, nx, usable)
     ay, low_y, high_y = _axis(ay, r, measures + 7, ny, usable)
     az, low_z, high_z = _axis(az, r, measures + 8, nz, usable)
     # An atom that doesn't reach the map has no rows.
-    first = _wrapped(low_x - start, nx)
+    first = _around(low_x - start, low_x - start, low_x - start, nx)
     high_y = tl.where((first < planes) | (first + high_x - low_x >= nx), high_y, low_y - 1)
     limit, begin_x = (r * r * (1 + _SLACK)).to(FLOAT), (low_x - ax).to(FLOAT)
-    pairs = (high_y - low_y + 1) * (_fours_up_to(high_z, QUAD) - _fours_up_to(low_z, QUAD) + 1)
-    box = (begin_x, high_x - low_x, ay, az, low_y, high_y, low_z, high_z)
-    return n, usable, limit, low_x, box, pairs
+    box = (begin_x, low_x, high_x - low_x, ay, az, low_y, high_y, low_z, high_z)
+    count = _fours(box, QUAD)[1]
+    pair = tl.arange(0, PAIRS)[None, :]
+    row = pair // count
+    size = tl.cast(ny, INDEX) * (nz // QUAD)
+    space = (limit, _six(measures, FLOAT), box, nx, ny, nz, start, planes * size, size)
+    return n, usable, space, (high_y - low_y + 1) * count, (row, pair - row * count)
 
 
 @triton.jit
@@ -164,7 +174,7 @@ def _axis(at, r, scale, size, usable):
 
 @triton.jit
 def _gaussian(
-    b, amplitudes, widths, step, n, g,
+    b, amplitudes, widths, to_grid, n, g,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr, BARE: tl.constexpr = False,
 ):  # fmt: skip
     """Return a Gaussian's norm, its form in Å⁻², and, if anisotropic, its form in voxels.
@@ -178,23 +188,52 @@ def _gaussian(
     else:
         norm = tl.load(amplitudes + n * G + g).to(tl.float64 if ANISOTROPIC else FLOAT)
     if ANISOTROPIC:
-        m = ()
+        m, u = (), ()
         for i in tl.static_range(6):
-            u = tl.load(b + 6 * n + i).to(tl.float64) * (2 * _PI * _PI)
-            m = m + (u + (0.25 * width if i < 3 else 0.0),)
-        inverse, det = _inverse(m[0], m[1], m[2], m[3], m[4], m[5])
-        norm = norm * _PI / tl.sqrt(det / _PI)
-        P = ()
-        for i in tl.static_range(6):
-            P = P + (inverse[i] * (_PI * _PI),)
+            u = u + (tl.load(b + 6 * n + i).to(tl.float64) * (2 * _PI * _PI),)
+            m = m + (u[i] + (0.25 * width if i < 3 else 0.0),)
+        inverse, det = _inverse(m)
+        norm = norm * _PI * tl.sqrt(_PI / det)
+        P = _scaled(_PI * _PI, inverse)
+        return norm, P, _form(u, 0.25 * width, _nine(to_grid), det)
     else:
         c = 1 / (width + tl.load(b + n).to(FLOAT)) * (4 * _PI * _PI)
         norm = norm * c / _PI * tl.sqrt(c / _PI)
         P = (c, c, c, 0.0 * c, 0.0 * c, 0.0 * c)
-    if ANISOTROPIC:
-        return norm, P, _schur(_turned(step, P))
-    else:
         return norm, P, P
+
+
+@triton.jit
+def _form(u, width, t, det):
+    """Return c, yy, yz, zz, u, v of a Gaussian's form π² M⁻¹ in voxels.
+
+    The form is c (x + u y + v z)² + yy y² + 2 yz y z + zz z². M is u and a width on the diagonal,
+    and has the determinant given; t turns Å to voxels. The rest without x is the inverse of M's
+    part for y and z.
+    """
+    t, zero = _transposed(t), 0.0 * width
+    voxels = _turned(t, u)
+    metric = _turned(t, (zero + 1, zero + 1, zero + 1, zero, zero, zero))
+    m = ()
+    for i in tl.static_range(6):
+        m = m + (voxels[i] + width * metric[i],)
+    part = m[1] * m[2] - m[5] * m[5]
+    share, volume = 1 / part, _determinant(t)
+    rest = share * (_PI * _PI)
+    return (
+        part * (_PI * _PI) / (det * volume * volume),
+        rest * m[2],
+        -rest * m[5],
+        rest * m[1],
+        (m[4] * m[5] - m[3] * m[2]) * share,
+        (m[3] * m[5] - m[4] * m[1]) * share,
+    )
+
+
+@triton.jit
+def _determinant(s):
+    x, y, z = s[4] * s[8] - s[5] * s[7], s[5] * s[6] - s[3] * s[8], s[3] * s[7] - s[4] * s[6]
+    return s[0] * x + s[1] * y + s[2] * z
 
 
 @triton.jit
@@ -226,64 +265,114 @@ def _rest(form, y, z):
 
 
 @triton.jit
+def _fours(box, QUAD: tl.constexpr):
+    """Return the first four voxels of a box along z, and the number of them, at least one."""
+    first = _fours_up_to(box[7], QUAD)
+    return first, tl.maximum(_fours_up_to(box[8], QUAD) - first + 1, 1)
+
+
+@triton.jit
 def _pairs(
-    first, limit, metric, low_x, box, nx, ny, nz, start,
-    QUAD: tl.constexpr, PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+    pair, space, UPRIGHT: tl.constexpr, QUAD: tl.constexpr, PAIRS: tl.constexpr,
+    FLOAT: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Return voxels of pairs from `first` on, and the planes where any of them is in the sphere.
+    """Return the next pairs, and voxels of these, and the planes where any is in the sphere.
 
     They are the parts of vectors along y and z, and what follows from these: the shift along x, the
     squared distance, the same less the limit, and the place in a plane of the map. The planes are
     the first and the last, counted in the box, and the first one's place in the map.
     """
-    begin_x, behind, ay, az, low_y, high_y, low_z, high_z = box
-    fours = _fours_up_to(low_z, QUAD)
-    count = tl.maximum(_fours_up_to(high_z, QUAD) - fours + 1, 1)
-    pair = first + tl.arange(0, PAIRS)[None, :]
-    row = pair // count
-    y = low_y + row
-    four = fours + pair - row * count
+    limit, metric, box, nx, ny, nz, start, _end, size = space
+    begin_x, low_x, behind, ay, az, low_y, high_y, low_z, high_z = box
+    row, column = pair
+    fours, count = _fours(box, QUAD)
+    y, four = low_y + row, fours + column
     z = four * QUAD + tl.arange(0, QUAD)[:, None]
+    begin_z = (fours * QUAD - az).to(FLOAT) + (column * QUAD).to(FLOAT)
     dy = (low_y - ay).to(FLOAT) + row.to(FLOAT)
-    dz = (fours * QUAD - az).to(FLOAT) + (z - fours * QUAD).to(FLOAT)
-    at = _wrapped(y, ny).to(tl.int64) * (nz // QUAD) + _wrapped(four, nz // QUAD)
-    shift, flat = metric[4] * dy + metric[5] * dz, _rest(metric, dy, dz)
+    dz = begin_z + tl.arange(0, QUAD)[:, None].to(FLOAT)
+    at = _around(y, low_y, high_y, ny).to(INDEX) * (nz // QUAD)
+    at += _around(four, fours, fours + count - 1, nz // QUAD)
+    flat = _rest(metric, dy, dz)
     # The box may end before the sphere does.
     live = (y <= high_y) & (z >= low_z) & (z <= high_z)
     beyond = tl.where(live, flat - limit, float("inf"))
     # The point of a pair that is nearest to the x axis bounds all of it. Rounding must not lose a
     # voxel; each is tested later.
-    begin_z, middle = (
-        (fours * QUAD - az).to(FLOAT) + ((four - fours) * QUAD).to(FLOAT),
-        0.5 * QUAD - 0.5,
-    )
-    nearest = tl.maximum(tl.minimum(-metric[2] / metric[3] * dy, begin_z + 2 * middle), begin_z)
+    middle = 0.5 * QUAD - 0.5
+    foot = 0.0 * dy if UPRIGHT else -metric[2] / metric[3] * dy
+    nearest = tl.maximum(tl.minimum(foot, begin_z + 2 * middle), begin_z)
     left = limit - _rest(metric, dy, nearest)
-    half = tl.sqrt(tl.maximum(left, 0.0) / metric[0]) * (1 + _SLACK) + 0.01
-    half += tl.abs(metric[5]) * middle
-    centre = -begin_x - metric[4] * dy - metric[5] * (begin_z + middle)
+    half = tl.sqrt(tl.maximum(left, 0.0) * (1 / metric[0])) * (1 + _SLACK) + 0.01
     some = (left >= 0) & (y <= high_y)
-    low = tl.max(tl.where(some, half - centre, float("-inf")))
-    low = tl.maximum(tl.ceil(-low), 0.0)
-    high = tl.floor(tl.max(tl.where(some, centre + half, -1.0)))
+    if UPRIGHT:
+        shift = 0.0
+        most = tl.max(tl.where(some, half, float("-inf")))
+        low, high = tl.maximum(tl.ceil(-begin_x - most), 0.0), tl.floor(most - begin_x)
+    else:
+        shift = metric[4] * dy + metric[5] * dz
+        half += tl.abs(metric[5]) * middle
+        centre = -begin_x - metric[4] * dy - metric[5] * (begin_z + middle)
+        low = tl.max(tl.where(some, half - centre, float("-inf")))
+        low = tl.maximum(tl.ceil(-low), 0.0)
+        high = tl.floor(tl.max(tl.where(some, centre + half, -1.0)))
     low = tl.minimum(low, (behind + 1).to(FLOAT)).to(tl.int32)
-    high = tl.minimum(tl.minimum(high, behind.to(FLOAT)).to(tl.int32), behind)
-    return dy, dz, shift, flat, beyond, at, low, high, _wrapped(low_x + low - start, nx)
+    high = tl.maximum(tl.minimum(high, behind.to(FLOAT)), -1.0).to(tl.int32)
+    place = low_x + low - start
+    place = _around(place, place, place, nx).to(INDEX) * size
+    column += PAIRS % count
+    turns = column >= count
+    row += PAIRS // count + turns.to(tl.int32)
+    pair = row, tl.where(turns, column - count, column)
+    return pair, dy, dz, shift, flat, beyond, at, low, tl.minimum(high, behind), place
 
 
 @triton.jit
-def _plane(t, c, beyond, at, place, planes, size, QUAD: tl.constexpr):
-    """Return whether voxels are in the sphere, whether any of a pair is, and their places."""
-    beyond = beyond + c * t * t
+def _around(at, low, high, size):
+    """Return indices within the grid for indices from low to high."""
+    found = tl.where(at < 0, at + size, tl.where(at >= size, at - size, at))
+    # Divisions take longer, and few boxes exceed the cell.
+    if (low < -size) | (high >= 2 * size):
+        found = _wrapped(at, size)
+    return found
+
+
+@triton.jit
+def _x(k, space, FLOAT: tl.constexpr):
+    """Return a plane's place, counted from the atom, and squared distance at right angles."""
+    dx = space[2][0] + k.to(FLOAT)
+    return dx, space[1][0] * dx * dx
+
+
+@triton.jit
+def _plane(
+    dx, along, shift, flat, beyond, at, place, space, QUAD: tl.constexpr, UPRIGHT: tl.constexpr
+):
+    """Return whether voxels are in the sphere, whether any of a pair is, places, and distances."""
+    if UPRIGHT:
+        inside = beyond <= -along
+        some = tl.min(beyond, axis=0, keep_dims=True) <= -along
+    else:
+        along = space[1][0] * (dx + shift) * (dx + shift)
+        inside = beyond + along <= 0
+        some = tl.min(beyond + along, axis=0, keep_dims=True) <= 0
     lane = tl.arange(0, QUAD)[:, None]
-    there = (tl.min(beyond, axis=0, keep_dims=True) <= 0) & (place < planes) & (lane < QUAD)
-    return beyond <= 0, there, (at + place * size) * QUAD + lane
+    four = at + place
+    there = some & (four < space[7]) & (lane < QUAD)
+    return inside, there, four.to(tl.int64) * QUAD + lane, flat + along
+
+
+@triton.jit
+def _next(place, space):
+    """Return the place of the plane behind one."""
+    nx, size = space[3], space[8]
+    return tl.where(place + size < nx * size, place + size, 0)
 
 
 @triton.jit
 def _fours_up_to(z, QUAD: tl.constexpr):
     """Return the number of the last four voxels that begin at z or before."""
-    return tl.floor(z.to(tl.float64) / QUAD).to(tl.int32)
+    return z >> 2 if QUAD == 4 else z
 
 
 @triton.jit
@@ -294,7 +383,7 @@ def _parts(
     """Return the parts of Gaussians that don't depend on x: factors, or exponents and shifts."""
     parts, shifts = (), ()
     for g in tl.static_range(COUNT):
-        if UPRIGHT:
+        if UPRIGHT and not ANISOTROPIC:
             parts = parts + (norms[g] * tl.exp2(-rates[g] * flat),)
         elif ANISOTROPIC:
             parts = parts + (_rest(forms[g], dy, dz) * _LOG2_E,)
@@ -311,7 +400,7 @@ def _density(
 
     A bare anisotropic Gaussian is without its norm.
     """
-    if UPRIGHT:
+    if UPRIGHT and not ANISOTROPIC:
         return tl.exp2(-rates[g] * along) * parts[g]
     elif ANISOTROPIC:
         t = dx + shifts[g]
@@ -348,6 +437,14 @@ def _with_lines(m, line, dy, dz):
 
 
 @triton.jit
+def _plus(sums, others):
+    found = ()
+    for i in tl.static_range(len(sums)):
+        found = found + (sums[i] + others[i],)
+    return found
+
+
+@triton.jit
 def _cartesian(m, step):
     """Return ten sums over the pairs, for w in Å: the first, a vector, and six elements."""
     w = _turned_vector(step, (_sum(m[1]), _sum(m[2]), _sum(m[3])))
@@ -359,43 +456,40 @@ def _splat(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures, out,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Add an atom to the map."""
-    n, _usable, limit, low_x, box, pairs = _atom(
+    n, _usable, space, pairs, pair = _atom(
         order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
-        planes, G, ANISOTROPIC, QUAD, FLOAT,
+        planes, G, ANISOTROPIC, QUAD, PAIRS, FLOAT, INDEX,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(FLOAT)
-    step = _nine(steps)
-    metric = _six(measures, FLOAT)
     norms, rates, forms = (), (), ()
     for g in tl.static_range(G):
-        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
+        norm, P, form = _gaussian(b, amplitudes, widths, to_grid, n, g, G, ANISOTROPIC, FLOAT)
         norms = norms + (norm.to(FLOAT) * occ,)
         rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms = forms + (_floats(form, FLOAT),)
     first = 0
-    size = tl.cast(ny, tl.int64) * (nz // QUAD)
     while first < pairs:
-        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
-            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        pair, dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            pair, space, UPRIGHT, QUAD, PAIRS, FLOAT, INDEX
         )
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         while k <= last:
-            dx = box[0] + k.to(FLOAT)
-            t = dx + shift
-            inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
-            s = flat + metric[0] * t * t
+            dx, along = _x(k, space, FLOAT)
+            inside, there, to, s = _plane(
+                dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
+            )
             value = tl.zeros((QUAD, PAIRS), FLOAT)
             for g in tl.static_range(G):
                 value += _density(
-                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                    norms, rates, forms, parts, shifts, dx, s, along, g,
                     ANISOTROPIC, UPRIGHT,
                 )  # fmt: skip
             tl.atomic_add(out + to, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
             k += 1
-            place = tl.where(place + 1 < nx, place + 1, 0)
+            place = _next(place, space)
         first += PAIRS
 
 
@@ -404,52 +498,50 @@ def _splat_vjp(
     cotangent, on_xyz, on_b, on_occupancy,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
     """Write an isotropic atom's gradients, from moments of its Gaussians times the cotangent."""
-    n, usable, limit, low_x, box, pairs = _atom(
+    n, usable, space, pairs, pair = _atom(
         order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
-        planes, G, ANISOTROPIC, QUAD, FLOAT,
+        planes, G, ANISOTROPIC, QUAD, PAIRS, FLOAT, INDEX,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
-    metric = _six(measures, FLOAT)
     norms, rates, forms = (), (), ()
     for g in tl.static_range(G):
-        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
+        norm, P, form = _gaussian(b, amplitudes, widths, to_grid, n, g, G, ANISOTROPIC, FLOAT)
         norms = norms + (norm.to(FLOAT),)
         rates = rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms = forms + (_floats(form, FLOAT),)
-    size = tl.cast(ny, tl.int64) * (nz // QUAD)
     m = tl.zeros((PAIRS,), FLOAT)
     mx, my, mz, mb = m, m, m, m
     first = 0
     while first < pairs:
-        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
-            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        pair, dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            pair, space, UPRIGHT, QUAD, PAIRS, FLOAT, INDEX
         )
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         # Sums over x, with the Gaussians' weights 1, r, and r² times the squared distance.
         one = tl.zeros((QUAD, PAIRS), FLOAT)
         sharp, by_dx, bent = one, one, one
         while k <= last:
-            dx = box[0] + k.to(FLOAT)
-            t = dx + shift
-            inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
-            s = flat + metric[0] * t * t
+            dx, along = _x(k, space, FLOAT)
+            inside, there, to, s = _plane(
+                dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
+            )
             value = tl.load(cotangent + to, mask=there, other=0.0)
             value = tl.where(inside, value.to(FLOAT), 0.0)
             sum_0 = tl.zeros((QUAD, PAIRS), FLOAT)
             sum_1, sum_2 = sum_0, sum_0
             for g in tl.static_range(G):
                 if UPRIGHT:
-                    factor = tl.exp2(-rates[g] * (metric[0] * dx * dx))
+                    factor = tl.exp2(-rates[g] * along)
                     e = parts[g]
                 else:
                     factor = 1.0
                     e = _density(
-                        norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                        norms, rates, forms, parts, shifts, dx, s, along, g,
                         ANISOTROPIC, UPRIGHT,
                     )  # fmt: skip
                 sum_0 += factor * e
@@ -464,7 +556,7 @@ def _splat_vjp(
             if WANT_B:
                 bent += (value * sum_2) * s
             k += 1
-            place = tl.where(place + 1 < nx, place + 1, 0)
+            place = _next(place, space)
         m += tl.sum(one, axis=0)
         mx += tl.sum(by_dx, axis=0)
         my += tl.sum(sharp * dy, axis=0)
@@ -489,76 +581,107 @@ def _anisotropic_vjp(
     cotangent, on_xyz, on_b, on_occupancy,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
     WANT_XYZ: tl.constexpr, WANT_B: tl.constexpr, WANT_OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
     """Write an anisotropic atom's gradients, from moments of each Gaussian times the cotangent."""
-    n, usable, limit, low_x, box, pairs = _atom(
+    n, usable, space, pairs, pair = _atom(
         order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
-        planes, G, ANISOTROPIC, QUAD, FLOAT,
+        planes, G, ANISOTROPIC, QUAD, PAIRS, FLOAT, INDEX,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(tl.float64)
-    step = _nine(steps)
-    metric = _six(measures, FLOAT)
-    norms, forms, moments = (), (), ()
+    norms, forms, wholes = (), (), ()
+    none = tl.zeros((PAIRS,), FLOAT)
     for g in tl.static_range(G):
-        norm, _, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
+        norm, _, form = _gaussian(b, amplitudes, widths, to_grid, n, g, G, ANISOTROPIC, FLOAT)
         norms, forms = norms + (norm.to(FLOAT),), forms + (_floats(form, FLOAT),)
-        moments = moments + (_nothing(PAIRS, FLOAT),)
-    size = tl.cast(ny, tl.int64) * (nz // QUAD)
+        wholes = wholes + (none,)
+    slopes, squares = (none, none, none), (none, none, none, none, none, none)
     first = 0
     while first < pairs:
-        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
-            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        pair, dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            pair, space, UPRIGHT, QUAD, PAIRS, FLOAT, INDEX
         )
         parts, shifts = _parts(norms, (), forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
-        # Sums over x, which are multiplied by y and z once.
         zero = tl.zeros((QUAD, PAIRS), FLOAT)
         sums = ()
         for _g in tl.static_range(G):
             sums = sums + ((zero, zero, zero),)
         while k <= last:
-            dx = box[0] + k.to(FLOAT)
-            inside, there, to = _plane(dx + shift, metric[0], beyond, at, place, planes, size, QUAD)
+            dx, along = _x(k, space, FLOAT)
+            inside, there, to, _s = _plane(
+                dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
+            )
             value = tl.load(cotangent + to, mask=there, other=0.0)
             value = tl.where(inside, value.to(FLOAT), 0.0)
             added = ()
             for g in tl.static_range(G):
-                e = value * _density(
-                    norms, (), forms, parts, shifts, dx, 0.0, 0.0, g, ANISOTROPIC, UPRIGHT, True
-                )
-                added = added + ((sums[g][0] + e, sums[g][1] + e * dx, sums[g][2] + e * (dx * dx)),)
+                t = dx + shifts[g]
+                tt = t * t
+                e = value * tl.exp2(-(parts[g] + (forms[g][0] * _LOG2_E) * tt))
+                added = added + ((sums[g][0] + e, sums[g][1] + e * t, sums[g][2] + e * tt),)
             sums = added
             k += 1
-            place = tl.where(place + 1 < nx, place + 1, 0)
-        added = ()
+            place = _next(place, space)
+        # P w of a line is c t (1, u, v) and a part along y and z that is linear in z.
+        line, lines, added = (none, none, none), (none, none, none, none, none, none), ()
+        q = tl.arange(0, QUAD)[:, None].to(FLOAT)
+        y, z = tl.sum(tl.where(q == 0, dy, 0.0), axis=0), tl.sum(tl.where(q == 0, dz, 0.0), axis=0)
         for g in tl.static_range(G):
-            added = added + (_with_lines(moments[g], sums[g], dy, dz),)
-        moments = added
-        first += PAIRS
-    total = limit.to(tl.float64) * 0.0
-    by_x, by_b = (total, total, total), (total, total, total, total, total, total)
-    for g in tl.static_range(G):
-        norm, P, _ = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT)
-        whole, w, ww = _cartesian(moments[g], step)
-        whole = norm * whole
-        total += whole
-        w = _product(P, w)
-        by_x = (by_x[0] + 2 * norm * w[0], by_x[1] + 2 * norm * w[1], by_x[2] + 2 * norm * w[2])
+            c, yy, yz, zz, u, v = forms[g]
+            e, et, ett = sums[g]
+            one, by_q = norms[g] * tl.sum(e, axis=0), norms[g] * tl.sum(e * q, axis=0)
+            by_qq, t = norms[g] * tl.sum(e * (q * q), axis=0), norms[g] * c * tl.sum(et, axis=0)
+            tq, tt = norms[g] * c * tl.sum(et * q, axis=0), norms[g] * c * c * tl.sum(ett, axis=0)
+            at_y, at_z = yy * y + yz * z, yz * y + zz * z
+            own_y, own_z = at_y * one + yz * by_q, at_z * one + zz * by_q
+            ty, tz = at_y * t + yz * tq, at_z * t + zz * tq
+            qy, qz = at_y * by_q + yz * by_qq, at_z * by_q + zz * by_qq
+            xy, xz = u * tt + ty, v * tt + tz
+            line = (line[0] + t, line[1] + u * t + own_y, line[2] + v * t + own_z)
+            lines = (
+                lines[0] + tt,
+                lines[1] + u * (xy + ty) + at_y * own_y + yz * qy,
+                lines[2] + v * (xz + tz) + at_z * own_z + zz * qz,
+                lines[3] + xy,
+                lines[4] + xz,
+                lines[5] + v * xy + u * tz + at_z * own_y + zz * qy,
+            )
+            added = added + (wholes[g] + one,)
+        wholes, slopes = added, _plus(slopes, line)
         if WANT_B:
-            K = _turned(_full(P), ww)
-            sums = ()
-            for i in tl.static_range(6):
-                own = (2 if i < 3 else 4) * (norm * K[i] - 0.5 * whole * P[i])
-                sums = sums + (by_b[i] + own,)
-            by_b = sums
+            squares = _plus(squares, lines)
+        first += PAIRS
+    whole = none
+    for g in tl.static_range(G):
+        c, yy, yz, zz, u, v = forms[g]
+        whole += wholes[g]
+        half = 0.5 * wholes[g]
+        squares = (
+            squares[0] - half * c,
+            squares[1] - half * (yy + c * u * u),
+            squares[2] - half * (zz + c * v * v),
+            squares[3] - half * (c * u),
+            squares[4] - half * (c * v),
+            squares[5] - half * (yz + c * u * v),
+        )
+    inverse = _nine(to_grid)
+    total = _sum(whole)
+    by_x = _turned_vector(
+        _transposed(inverse), (2 * _sum(slopes[0]), 2 * _sum(slopes[1]), 2 * _sum(slopes[2]))
+    )
     # An atom without a density has no gradient.
     if WANT_XYZ:
         for i in tl.static_range(3):
             tl.store(on_xyz + 3 * n + i, tl.where(usable, occ * by_x[i], 0.0).to(FLOAT))
     if WANT_B:
+        sums = ()
         for i in tl.static_range(6):
-            tl.store(on_b + 6 * n + i, tl.where(usable, occ * by_b[i], 0.0).to(FLOAT))
+            sums = sums + (_sum(squares[i]),)
+        by_b = _turned(inverse, sums)
+        for i in tl.static_range(6):
+            own = (2 if i < 3 else 4) * occ * by_b[i]
+            tl.store(on_b + 6 * n + i, tl.where(usable, own, 0.0).to(FLOAT))
     if WANT_OCCUPANCY:
         tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
 
@@ -598,14 +721,6 @@ def _transposed(s):
 
 
 @triton.jit
-def _scaled(factor, six):
-    found = ()
-    for i in tl.static_range(6):
-        found = found + (factor * six[i],)
-    return found
-
-
-@triton.jit
 def _slope(P, ddxyz, ddb, ddwidths, n, g, G: tl.constexpr, ANISOTROPIC: tl.constexpr):
     """Return beta, gamma and nu of a Gaussian's change, over its value: beta·w + w·gamma w - nu.
 
@@ -628,11 +743,11 @@ def _slope(P, ddxyz, ddb, ddwidths, n, g, G: tl.constexpr, ANISOTROPIC: tl.const
 
 @triton.jit
 def _change(
-    b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, step, n, g,
-    G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr,
+    b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, to_grid,
+    step, n, g, G: tl.constexpr, ANISOTROPIC: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Return p, q and S of a Gaussian's change p + q·w + w·S w, for w in voxels."""
-    _, P, _ = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT, True)
+    _, P, _ = _gaussian(b, amplitudes, widths, to_grid, n, g, G, ANISOTROPIC, FLOAT, True)
     beta, gamma, nu = _slope(P, ddxyz, ddb, ddwidths, n, g, G, ANISOTROPIC)
     occ = tl.load(occupancy + n).to(tl.float64)
     A = tl.load(amplitudes + n * G + g).to(tl.float64)
@@ -658,29 +773,27 @@ def _splat_change(
     ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, out,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Add an atom's change along tangents to the map's."""
-    n, _usable, limit, low_x, box, pairs = _atom(
+    n, _usable, space, pairs, pair = _atom(
         order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
-        planes, G, ANISOTROPIC, QUAD, FLOAT,
+        planes, G, ANISOTROPIC, QUAD, PAIRS, FLOAT, INDEX,
     )  # fmt: skip
     step = _nine(steps)
-    metric = _six(measures, FLOAT)
     norms, rates, forms, ps, qs, Ss = (), (), (), (), (), ()
     for g in tl.static_range(G):
-        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT, True)
+        norm, P, form = _gaussian(b, amplitudes, widths, to_grid, n, g, G, ANISOTROPIC, FLOAT, True)
         p, q, S = _change(
             b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths,
-            step, n, g, G, ANISOTROPIC, FLOAT,
+            to_grid, step, n, g, G, ANISOTROPIC, FLOAT,
         )  # fmt: skip
         norms, rates = norms + (norm.to(FLOAT),), rates + ((P[0] * _LOG2_E).to(FLOAT),)
         forms, ps, qs, Ss = forms + (_floats(form, FLOAT),), ps + (p,), qs + (q,), Ss + (S,)
     first = 0
-    size = tl.cast(ny, tl.int64) * (nz // QUAD)
     while first < pairs:
-        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
-            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        pair, dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            pair, space, UPRIGHT, QUAD, PAIRS, FLOAT, INDEX
         )
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         starts, slopes = (), ()
@@ -688,19 +801,19 @@ def _splat_change(
             c0, c1 = _along_x(ps[g], qs[g], Ss[g], dy, dz)
             starts, slopes = starts + (c0,), slopes + (c1,)
         while k <= last:
-            dx = box[0] + k.to(FLOAT)
-            t = dx + shift
-            inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
-            s = flat + metric[0] * t * t
+            dx, along = _x(k, space, FLOAT)
+            inside, there, to, s = _plane(
+                dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
+            )
             value = tl.zeros((QUAD, PAIRS), FLOAT)
             for g in tl.static_range(G):
                 value += (starts[g] + dx * (slopes[g] + Ss[g][0] * dx)) * _density(
-                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                    norms, rates, forms, parts, shifts, dx, s, along, g,
                     ANISOTROPIC, UPRIGHT,
                 )  # fmt: skip
             tl.atomic_add(out + to, tl.where(inside, value, 0.0), mask=there, sem="relaxed")
             k += 1
-            place = tl.where(place + 1 < nx, place + 1, 0)
+            place = _next(place, space)
         first += PAIRS
 
 
@@ -710,25 +823,24 @@ def _isotropic_second(
     on_xyz, on_b, on_occupancy, out,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CONTRACTS: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr, CONTRACTS: tl.constexpr,
 ):  # fmt: skip
     """Add an isotropic atom's change to the map's, and write the gradients of the map's change.
 
     With t the tangent of xyz, a Gaussian e with P = r changes by d = p + q t·w + u w·w times e.
     """
-    n, usable, limit, low_x, box, pairs = _atom(
+    n, usable, space, pairs, pair = _atom(
         order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
-        planes, G, ANISOTROPIC, QUAD, FLOAT,
+        planes, G, ANISOTROPIC, QUAD, PAIRS, FLOAT, INDEX,
     )  # fmt: skip
     step = _nine(steps)
-    metric = _six(measures, FLOAT)
     occ = tl.load(occupancy + n).to(tl.float64)
     t = (_tangent(ddxyz, 3 * n), _tangent(ddxyz, 3 * n + 1), _tangent(ddxyz, 3 * n + 2))
     v = _turned_vector(_transposed(step), t)
     vx, vy, vz = v[0].to(FLOAT), v[1].to(FLOAT), v[2].to(FLOAT)
     norms, rates, forms, rs, ps, qs, us, os = (), (), (), (), (), (), (), ()
     for g in tl.static_range(G):
-        norm, P, form = _gaussian(b, amplitudes, widths, step, n, g, G, ANISOTROPIC, FLOAT, True)
+        norm, P, form = _gaussian(b, amplitudes, widths, to_grid, n, g, G, ANISOTROPIC, FLOAT, True)
         _beta, gamma, nu = _slope(P, ddxyz, ddb, ddwidths, n, g, G, ANISOTROPIC)
         A, tA = tl.load(amplitudes + n * G + g).to(tl.float64), _tangent(ddamplitudes, n * G + g)
         r, share = P[0].to(tl.float64), occ * A
@@ -738,32 +850,31 @@ def _isotropic_second(
         qs, us = qs + ((2 * share * r).to(FLOAT),), us + ((share * gamma[0]).to(FLOAT),)
         own = ((tA - A * nu).to(FLOAT), (2 * A * r).to(FLOAT), (A * gamma[0]).to(FLOAT))
         os = os + (own,)
-    size = tl.cast(ny, tl.int64) * (nz // QUAD)
     mx = tl.zeros((QUAD, PAIRS), FLOAT)
     my, mz, mt, mb, mo = mx, mx, mx, mx, mx
     first = 0
     while first < pairs:
-        dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
-            first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+        pair, dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+            pair, space, UPRIGHT, QUAD, PAIRS, FLOAT, INDEX
         )
         parts, shifts = _parts(norms, rates, forms, dy, dz, flat, G, ANISOTROPIC, UPRIGHT)
         along_yz = vy * dy + vz * dz
         # A sum over x, which is multiplied by y and z once.
         sharp = tl.zeros((QUAD, PAIRS), FLOAT)
         while k <= last:
-            dx = box[0] + k.to(FLOAT)
-            slanted = dx + shift
-            inside, there, to = _plane(slanted, metric[0], beyond, at, place, planes, size, QUAD)
-            s = flat + metric[0] * slanted * slanted
-            along = vx * dx + along_yz
+            dx, along = _x(k, space, FLOAT)
+            inside, there, to, s = _plane(
+                dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
+            )
+            moved = vx * dx + along_yz
             change = tl.zeros((QUAD, PAIRS), FLOAT)
             by_w, by_t, by_b, by_o = change, change, change, change
             for g in tl.static_range(G):
                 e = _density(
-                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, g,
+                    norms, rates, forms, parts, shifts, dx, s, along, g,
                     ANISOTROPIC, UPRIGHT,
                 )  # fmt: skip
-                d = ps[g] + qs[g] * along + us[g] * s
+                d = ps[g] + qs[g] * moved + us[g] * s
                 change += e * d
                 if CONTRACTS:
                     steep = rs[g] * d
@@ -772,7 +883,7 @@ def _isotropic_second(
                     by_b += e * (
                         steep * (rs[g] * s - 2.5) + (rs[g] * ps[g] + us[g] * (1.5 - rs[g] * s))
                     )
-                    by_o += e * (os[g][0] + os[g][1] * along + os[g][2] * s)
+                    by_o += e * (os[g][0] + os[g][1] * moved + os[g][2] * s)
             if CONTRACTS:
                 value = tl.load(cotangent + to, mask=there, other=0.0)
                 value = tl.where(inside, value.to(FLOAT), 0.0)
@@ -785,7 +896,7 @@ def _isotropic_second(
                 change = tl.where(inside, change, 0.0)
                 tl.atomic_add(out + to, change, mask=there, sem="relaxed")
             k += 1
-            place = tl.where(place + 1 < nx, place + 1, 0)
+            place = _next(place, space)
         if CONTRACTS:
             my += sharp * dy
             mz += sharp * dz
@@ -809,36 +920,34 @@ def _contract(
     on_xyz, on_b, on_occupancy, on_amplitudes, on_widths,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
-    PAIRS: tl.constexpr, FLOAT: tl.constexpr, CHANGING: tl.constexpr,
+    PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr, CHANGING: tl.constexpr,
 ):  # fmt: skip
     """Write an atom's gradients, of the map or of its change, from moments of every Gaussian."""
-    n, usable, limit, low_x, box, pairs = _atom(
+    n, usable, space, pairs, pair = _atom(
         order, xyz, b, occupancy, amplitudes, widths, radius, to_grid, measures, nx, ny, nz, start,
-        planes, G, ANISOTROPIC, QUAD, FLOAT,
+        planes, G, ANISOTROPIC, QUAD, PAIRS, FLOAT, INDEX,
     )  # fmt: skip
     occ = tl.load(occupancy + n).to(tl.float64)
     step = _nine(steps)
-    metric = _six(measures, FLOAT)
-    size = tl.cast(ny, tl.int64) * (nz // QUAD)
-    zero = limit.to(tl.float64) * 0.0
+    zero = occ * 0.0
     total, by_x = zero, (zero, zero, zero)
     by_b = (zero, zero, zero, zero, zero, zero)
     for group in tl.static_range(G):
         norm, P, form = _gaussian(
-            b, amplitudes, widths, step, n, group, G, ANISOTROPIC, FLOAT, True
+            b, amplitudes, widths, to_grid, n, group, G, ANISOTROPIC, FLOAT, True
         )
         norms, rates = (norm.to(FLOAT),), ((P[0] * _LOG2_E).to(FLOAT),)
         forms = (_floats(form, FLOAT),)
         if CHANGING:
             p, q, S = _change(
                 b, occupancy, amplitudes, widths, ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths,
-                step, n, group, G, ANISOTROPIC, FLOAT,
+                to_grid, step, n, group, G, ANISOTROPIC, FLOAT,
             )  # fmt: skip
         m, u = _nothing(PAIRS, FLOAT), _nothing(PAIRS, FLOAT)
-        first = 0
+        first, following = 0, pair
         while first < pairs:
-            dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
-                first, limit, metric, low_x, box, nx, ny, nz, start, QUAD, PAIRS, FLOAT
+            following, dy, dz, shift, flat, beyond, at, k, last, place = _pairs(
+                following, space, UPRIGHT, QUAD, PAIRS, FLOAT, INDEX
             )
             parts, shifts = _parts(norms, rates, forms, dy, dz, flat, 1, ANISOTROPIC, UPRIGHT)
             if CHANGING:
@@ -847,14 +956,14 @@ def _contract(
             one = tl.zeros((QUAD, PAIRS), FLOAT)
             by_dx, by_xx, ones, bys_dx, bys_xx = one, one, one, one, one
             while k <= last:
-                dx = box[0] + k.to(FLOAT)
-                t = dx + shift
-                inside, there, to = _plane(t, metric[0], beyond, at, place, planes, size, QUAD)
-                s = flat + metric[0] * t * t
+                dx, along = _x(k, space, FLOAT)
+                inside, there, to, s = _plane(
+                    dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
+                )
                 value = tl.load(cotangent + to, mask=there, other=0.0)
                 value = tl.where(inside, value.to(FLOAT), 0.0)
                 e = value * _density(
-                    norms, rates, forms, parts, shifts, dx, s, metric[0] * dx * dx, 0,
+                    norms, rates, forms, parts, shifts, dx, s, along, 0,
                     ANISOTROPIC, UPRIGHT,
                 )  # fmt: skip
                 one += e
@@ -866,7 +975,7 @@ def _contract(
                     bys_dx += e * dx
                     bys_xx += e * (dx * dx)
                 k += 1
-                place = tl.where(place + 1 < nx, place + 1, 0)
+                place = _next(place, space)
             m = _with_lines(m, (one, by_dx, by_xx), dy, dz)
             if CHANGING:
                 u = _with_lines(u, (ones, bys_dx, bys_xx), dy, dz)
@@ -975,17 +1084,53 @@ def _launchers(kernel: Any, registers: int | None = None) -> dict[int, Launcher]
 # With fewer registers each, more programs run at a time. Gradients then keep in local memory the
 # sums that only the outer loop changes.
 _forward, _backward = _launchers(_splat, 80), _launchers(_splat_vjp, 96)
-_backward_anisotropic = _launchers(_anisotropic_vjp, 144)
+_forward_anisotropic = _launchers(_splat, 96)
+_backward_anisotropic = _launchers(_anisotropic_vjp, 128)
 _forward_change, _backward_apiece = _launchers(_splat_change), _launchers(_contract)
 _isotropic = _launchers(_isotropic_second)
 
 
-def _order(xyz: Any, lattice: Lattice) -> Any:
-    """Return the order of atoms by plane, in which the map around them stays in cache."""
-    to_plane = lattice.tensors_here().to_grid[0].to(torch.float32)
-    plane = (xyz.to(torch.float32) @ to_plane) % lattice.nx
-    kind = torch.int16 if lattice.nx < 2**15 else torch.int32
-    return plane.nan_to_num(0).to(kind).argsort()
+def _count(xyz, to_grid, ranks, counts, N, nx, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the atoms of bins along x, and write each atom's rank in its bin."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    to = counts + _bin(xyz, to_grid, n, N, nx, BINS)
+    tl.store(ranks + n, tl.atomic_add(to, 1, mask=n < N, sem="relaxed"), mask=n < N)
+
+
+def _place(xyz, to_grid, ranks, counts, order, N, nx, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the numbers of atoms at the places that bins and ranks give."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(counts + tl.arange(0, BINS))
+    first = tl.gather(tl.cumsum(count) - count, _bin(xyz, to_grid, n, N, nx, BINS), 0)
+    tl.store(order + first + tl.load(ranks + n, mask=n < N, other=0), n, mask=n < N)
+
+
+@triton.jit
+def _bin(xyz, to_grid, n, N, nx, BINS: tl.constexpr):
+    """Return the bins along x of atoms, the first one's for those at no place."""
+    share = tl.zeros(n.shape, tl.float32)
+    for i in tl.static_range(3):
+        x = tl.load(xyz + 3 * n + i, mask=n < N, other=0.0).to(tl.float32)
+        share += x * (tl.load(to_grid + i) / nx).to(tl.float32)
+    share -= tl.floor(share)
+    share = tl.where(_finite(share), share, 0.0)
+    return tl.minimum((share * BINS).to(tl.int32), BINS - 1)
+
+
+# Bins of the cell along x, and atoms of a program that sorts.
+_BINS, _BLOCK = 1024, 256
+_counting = Launcher(kernel_of_any_size(_count), 4)
+_placing = Launcher(kernel_of_any_size(_place), 4)
+
+
+def _write_order(xyz: Any, lattice: Lattice, order: Any) -> None:
+    """Write an order of atoms along x, in which the map around them stays in cache."""
+    N, xyz, to_grid = len(xyz), xyz.contiguous(), lattice.tensors_here().to_grid
+    counts = torch.zeros(_BINS + N, dtype=torch.int32, device=xyz.device)
+    arrays, sizes = (xyz, to_grid, counts[_BINS:], counts), (N, lattice.nx)
+    programs, key = -(-N // _BLOCK), (xyz.device, xyz.dtype, wide(*sizes))
+    _counting(programs, key, *arrays, *sizes, _BINS, _BLOCK)
+    _placing(programs, key, *arrays, order, *sizes, _BINS, _BLOCK)
 
 
 def _layout(a: Any, order: Any, *grids: Any) -> Any:
@@ -1000,15 +1145,18 @@ def _layout(a: Any, order: Any, *grids: Any) -> Any:
     cell = lattice.tensors_here()
     cell = cell.step, cell.to_grid, cell.measures
     given = order, xyz, b, occupancy, *constants, *cell
-    shape = constants[0].shape[1], anisotropic, not (anisotropic or lattice.skewed), quad
+    shape = constants[0].shape[1], anisotropic, not lattice.skewed, quad
     sizes = *lattice.grid, lattice.start, lattice.stop - lattice.start
-    return given, sizes, (*shape, _VOXELS // quad, kind), quad
+    index = tl.int32 if math.prod(lattice.grid) // quad < 2**31 else tl.int64
+    return given, sizes, (*shape, _VOXELS // quad, kind, index), quad
 
 
 @register("gaussian_density", "triton")
 def gaussian_density(a: Any, y: Any) -> None:
     xyz, out = a.xyz, y.map
-    order = None if y.order is None else y.order.copy_(_order(xyz, a.lattice))
+    order = y.order
+    if order is not None:
+        _write_order(xyz, a.lattice, order)
     if out is None:
         return
     if torch.are_deterministic_algorithms_enabled():
@@ -1020,7 +1168,8 @@ def gaussian_density(a: Any, y: Any) -> None:
         xyz, order = a.xyz, None if order is None else repeated(order, len(a.xyz))
     total = out.zero_() if out.itemsize > 2 else torch.zeros_like(out, dtype=torch.float32)
     if len(xyz):
-        _launch(_forward, a, _layout(a, order, total), (total,))
+        launcher = _forward_anisotropic if a.b.ndim == 2 else _forward
+        _launch(launcher, a, _layout(a, order, total), (total,))
     if total is not out:
         out.copy_(total)
 

@@ -221,6 +221,24 @@ def test_maps_when_interpreted(name, anisotropic):
     close(evaluate(available("torch", "triton"), p), brute(p))
 
 
+@needs_triton
+@pytest.mark.parametrize("count", [1, 700])
+def test_atoms_are_sorted_along_x_when_interpreted(count):
+    from gpukern.density import gaussian_density as kernel
+
+    xyz = np.random.default_rng(0).normal(size=(count, 3)) * 50
+    xyz[5:6], xyz[7:8], xyz[9:10] = np.nan, np.inf, 0
+    p = problem("skewed and smaller", count)
+    atoms = [tensor(array) for array in (xyz, *p.atoms[1:], np.zeros(count))]
+    a = density.density.Arguments(*atoms, Lattice(p.cell, p.shape), 0)
+    order = torch.full((count,), -1)
+    kernel(a, density.density.Outputs(None, order))
+    assert sorted(order.tolist()) == list(range(count))
+    along = np.linalg.solve(p.cell, xyz.T)[0] % 1
+    along = along[order.numpy()]
+    assert np.diff(along[np.isfinite(along)]).min(initial=0) > -1 / 1000
+
+
 def eager(p):
     """Return the density as autograd sees it, with the voxels of every atom held fixed."""
     vectors = tensor(brute_vectors(p))

@@ -77,6 +77,28 @@ def test_slabs_when_interpreted(name, anisotropic):
     check(available("torch", "triton"), name, problem(name, 2, anisotropic=anisotropic))
 
 
+@needs_triton
+def test_a_grid_of_many_voxels_when_interpreted():
+    n = 2048
+    lattice = Lattice(np.diag([1.0, 1.1, 1.2]) * n, (n, n, n)).slab(n - 1, n)
+    atoms = (
+        np.array([[-0.7, n * 1.1 - 0.3, 0.2]]), np.array([20.0]), np.array([1.0]),
+        np.array([[3.0, 1.0]]), np.array([[10.0, 2.0]]),
+    )  # fmt: skip
+    atoms = [array.astype(np.float32) for array in atoms]
+    near = np.ix_([0], np.arange(-4, 4), np.arange(-4, 4))
+    cotangent = np.zeros(lattice.shape, np.float32)
+    cotangent[near] = np.random.default_rng(0).standard_normal((1, 8, 8))
+    want, pullback = gaussian_density.vjp(*atoms, lattice, radius=2.5, wrt=NAMES, backend="numpy")
+    leaves = [tensor(array).requires_grad_() for array in atoms]
+    out = gaussian_density(*leaves, lattice, radius=2.5, backend=available("torch", "triton")[1])
+    found = torch.autograd.grad(out, leaves, tensor(cotangent))
+    assert np.count_nonzero(want[near]) == np.count_nonzero(want) == out.count_nonzero()
+    close(out.detach().numpy()[near], want[near])
+    for got, gradient in zip(found, pullback(cotangent), strict=True):
+        close(got.numpy(), gradient, terms=1000)
+
+
 def test_slabs_of_widened_gaussians(quick, anisotropic):
     p = problem("triclinic", 3, anisotropic=anisotropic)
     p.b[1] -= np.eye(6)[0] if anisotropic else 40.0
