@@ -7,7 +7,8 @@ cotangent of x: it shifts sums along the tile's tokens, tap by tap, and tiles ov
 tokens. The other two multiply the kernels' cotangents v x, made where they are needed, by the
 weight and by the inputs of the linear layer. Sums over tokens have a partial sum for each of some
 runs of tokens, added up afterwards in a fixed order. In 16 bits torch multiplies instead: the first
-kernel writes the kernels' cotangents for a part of the tokens at a time.
+kernel writes the kernels' cotangents for a part of the tokens at a time. On Hopper the kernels of
+`gpukern.generated_hopper` make the taps of many tokens, in 16 bits.
 
 Products, of 2 B T D W H operations: one forward, three backward. Bytes: x, hidden and the cotangent
 in and their gradients out; v out and in, or the kernels' cotangents.
@@ -29,7 +30,12 @@ from fusedops.conv import conv_vjp
 from fusedops.generated import convolution_of, kernels_of, pull_to_generator
 from gpukern import conv
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
-from gpukern.trimul.plan import ceil, processors
+from gpukern.trimul import plan
+from gpukern.trimul.plan import aligned, ceil, is_aligned, processors
+
+hopper: Any = None
+if plan.hopper is not None:
+    from gpukern import generated_hopper as hopper
 
 
 class Tile(NamedTuple):
@@ -70,6 +76,8 @@ _WIDTH, _STAGED, _RUNS, _LEAST, _WARPS = 16, 4, 64, 256, 4
 # In 16 bits the most parts of the kernels' cotangents, one of which is stored at a time, and the
 # fewest numbers of a part.
 _PARTS, _FEW = 4, 1 << 25
+# Tokens from which on the kernels for Hopper are worth a weight in another order.
+_MANY = 4096
 
 
 @triton.jit
@@ -399,6 +407,12 @@ _UNIT = 8
 
 
 @functools.cache
+def _hopper_launcher(kernel: Any) -> Launcher:
+    function = kernel_of_any_size(kernel, hopper.POINTERS[kernel], plan.hopper.jit)
+    return Launcher(function, hopper.WARPS.value)
+
+
+@functools.cache
 def _launcher(name: str, aligned: bool, warps: int, stages: int | None) -> Launcher:
     function, vectors = _KERNELS[name]
     kernel = kernel_of_any_size(function, vectors if aligned else ())
@@ -466,6 +480,45 @@ class _Call:
         key = self.x.device, *[array.dtype for array in given], wide(*integers), *constants
         _launcher(name, aligned, warps, stages)(programs, key, *given, *integers, *constants)
 
+    def on_hopper(self, *optional: Any) -> bool:
+        """Return whether the kernels for Hopper serve, which don't know the optional arrays."""
+        given = *optional, self.state
+        return (
+            plan.is_hopper(self.x.device)
+            and self.W == hopper.TAPS.value
+            and self.dot.itemsize == self.x.dtype.itemsize == 2
+            and self.tokens >= _MANY
+            and not (self.levels or any([array is not None for array in given]))
+            and not (self.D % hopper.CHANNELS.value or self.H % _UNIT)
+            and self.H > 0
+            and hopper.slots(self.H) > 2
+        )
+
+    @functools.cached_property
+    def packed(self) -> tuple[Any, Any]:
+        """Return the weight and its bias as the kernels for Hopper take them."""
+        bias = None if self.bias is None else hopper.packed(self.bias.float(), self.D)
+        weight = hopper.packed(self.weight.to(self.dot), self.D)
+        return hopper.described(weight, hopper.COLUMNS.value), bias
+
+    def launch_on_hopper(
+        self, kernel: Any, tiles: int, arrays: Sequence[Any], *integers: int
+    ) -> None:
+        """Launch a kernel for Hopper on tiles of tokens, for every block of channels."""
+        weight, bias = self.packed
+        hidden = aligned(self.hidden.to(self.dot).view(self.tokens, self.H))
+        shift = None if self.shift is None else aligned(self.shift)
+        arrays = bias, shift, *[None if array is None else aligned(array) for array in arrays]
+        integers = self.length, self.tokens, *integers
+        constants = self.H, self.D, self.silu, hopper.slots(self.H)
+        kinds = [None if array is None else array.dtype for array in arrays]
+        key = self.x.device, self.x.dtype, self.dot, *kinds, wide(*integers), *constants
+        programs = min(processors(self.x.device), tiles * self.D // hopper.CHANNELS.value)
+        _hopper_launcher(kernel)(
+            programs, key, aligned(self.x), hopper.described(hidden, hopper.BOX[kernel]), weight,
+            *arrays, *integers, *constants,
+        )  # fmt: skip
+
     def sizes(self, parts: int) -> tuple[int, ...]:
         return self.count, self.length, self.tokens, parts
 
@@ -514,7 +567,9 @@ def dynamic_conv_generated(a: Any, y: Any) -> None:
         conv.dynamic_conv(_stored(a)[1], y)
         return
     call = _Call(a)
-    if y.out is not None and call.tokens:
+    if y.out is not None and call.tokens and is_aligned(y.out) and call.on_hopper():
+        call.launch_on_hopper(hopper.forward, ceil(call.tokens, hopper.ROWS.value), (y.out,))
+    elif y.out is not None and call.tokens:
         arrays = call.x, call.hidden, call.weight, call.bias, call.state, call.shift, y.out
         call.over_taps("forward", arrays)
     if y.final_state is not None and call.count:
@@ -548,8 +603,14 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
     in_parts = on_generator and call.dot.itemsize == 2 and _PARTS > 0
     if call.silu and (y.dconv_bias is not None or (on_generator and not in_parts)):
         v = torch.empty_like(dout)
+    on_hopper = v is dout and call.on_hopper(dfinal) and (y.dx is None or is_aligned(y.dx))
 
     def pull(dkernels: Any, *part: int) -> None:
+        if on_hopper:
+            tiles = ceil(part[1] - part[0], hopper.WARPS.value * hopper.OWN.value)
+            arrays = dout, dkernels, y.dx
+            call.launch_on_hopper(hopper.inputs, tiles, arrays, *part)
+            return
         made = None if v is dout else v, dkernels, y.dx
         flags = call.flags(dfinal, *made)
         call.over_taps("inputs", (*generator, dout, dfinal, *made), *flags, part=part)

@@ -219,6 +219,38 @@ def test_a_cuda_graph_replays_the_convolution_and_decodes():
     assert torch.equal(after, torch.cat([before[..., 1:], x[0].detach()[..., None]], -1))
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("B", "T"), [(3, 333), (70, 1)])
+@pytest.mark.parametrize(
+    ("D", "H", "dtype", "activation", "biased"),
+    [(128, 40, torch.bfloat16, "silu", False), (64, 384, torch.float16, None, True)],
+)
+def test_generated_kernels_on_hopper(B, T, D, H, dtype, activation, biased, monkeypatch):
+    """In parts of the tokens, with sequences that begin within a tile, or are one token."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("these kernels are for Hopper")
+    from gpukern import generated
+
+    for name in ("_MANY", "_FEW"):
+        monkeypatch.setattr(generated, name, 1)
+    monkeypatch.setattr(generated._Call, "over_taps", None)
+    shapes = (B, T, D), (B, T, H), (4 * D, H), (4 * D,), (D,), (B, T, D)
+    arrays = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
+    arrays[2] /= H**0.5
+
+    def run(kind, **options):
+        *leaves, conv_bias, dout = (array.to(kind) for array in arrays)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = fusedops.dynamic_conv_generated(
+            *leaves, conv_bias=conv_bias if biased else None, activation=activation, **options
+        )
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    for got, want in zip(run(dtype), run(torch.float64, backend="torch"), strict=True):
+        assert (got - want).norm() <= torch.finfo(dtype).eps / 2 * want.norm()
+
+
 def test_a_strided_projection_is_read_in_place():
     projected = torch.randn(2, 1000, 3 * 512, device="cuda", dtype=torch.bfloat16)
     x = projected[..., 512:1024]

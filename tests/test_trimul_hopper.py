@@ -111,7 +111,7 @@ def test_another_gluon_is_a_warning_on_hopper_alone(monkeypatch, recwarn, capabi
     monkeypatch.setattr(plan, "hopper", None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert not plan._is_hopper.__wrapped__(torch.device("cuda"))
+    assert not plan.is_hopper.__wrapped__(torch.device("cuda"))
     assert [str(warned.message)[:10] for warned in recwarn] == ["Triton is "] * warns
 
 

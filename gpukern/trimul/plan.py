@@ -98,14 +98,14 @@ def processors(device: Any) -> int:
 
 
 @functools.cache
-def _is_hopper(device: Any) -> bool:
+def is_hopper(device: Any) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     if torch.cuda.get_device_capability(device)[0] != 9:
         return False
     if hopper is None:
         warn(
-            f"Triton is {triton.__version__}; triangle updates have kernels for Hopper with Triton "
+            f"Triton is {triton.__version__}; there are kernels for Hopper with Triton "
             f"{_GLUON[0]} to {_GLUON[-1]}. The kernels for all GPUs serve, more slowly."
         )
     return hopper is not None
@@ -182,7 +182,7 @@ class Update:
         # The output's gate fits in the output's place: it is read just before the output's write.
         self.in_out = self.output and x.dtype == self.dtype
         # Hopper's kernels take planes without gaps, and products of 16 bits.
-        self.on_hopper = _is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
+        self.on_hopper = is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
 
     def new(self, *shape: int, dtype: Any = None) -> Any:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)

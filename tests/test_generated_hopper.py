@@ -1,0 +1,72 @@
+"""Kernels for Hopper compile; nothing interprets them, so only a GPU can check their results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from gpukern.trimul import plan  # noqa: E402
+
+if plan.hopper is None:
+    pytest.skip("this Triton's Gluon is another", allow_module_level=True)
+
+from gpukern import generated_hopper  # noqa: E402
+
+COMPILE = """
+import inspect
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from gpukern import generated_hopper as hopper
+from gpukern.trimul.hopper import jit
+
+for kernel, aligned in hopper.POINTERS.items():
+    constants = dict(H=384, D=3072, SILU=True, SLOTS=hopper.slots(384))
+    signature, values, attributes = {}, {}, {}
+    for at, name in enumerate(inspect.signature(kernel).parameters):
+        if name in constants:
+            signature[name], values[at,] = "constexpr", constants[name]
+        elif name in aligned:
+            signature[name] = "*fp32" if name == "biases" else "*bf16"
+            attributes[at,] = [["tt.divisibility", 16]]
+        elif name in ("hidden", "weight"):
+            shape = [hopper.BOX[kernel] if name == "hidden" else hopper.COLUMNS.value, 64]
+            signature[name] = f"tensordesc<bf16{shape},{hopper._TILE!r}>"
+        else:
+            signature[name] = "i32"
+    source = GluonASTSource(jit(kernel), signature, values, attributes)
+    made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    assert made.metadata.shared <= hopper.SHARED, made.metadata.shared
+    ptx = made.asm["ptx"]
+    assert "wgmma" in ptx and "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+print("compiled")
+"""
+
+
+def test_kernels_compile(tmp_path):
+    settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    settings.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True
+    )
+    assert done.stdout == "compiled\n", done.stderr
+
+
+def test_a_thread_finds_all_taps_of_eight_channels():
+    """In a product, threads j of four have columns 8 i + 2 j and 8 i + 2 j + 1."""
+    D, W = 128, 4
+    rows = torch.arange(D * W)
+    packed = generated_hopper.packed(rows, D).view(D // 32, W, 4, 4, 2)
+    for j in range(4):
+        channels = packed[:, :, :, j].reshape(D // 32, W, 8) // W
+        first = 32 * torch.arange(D // 32) + 8 * j
+        assert (channels == (first[:, None] + torch.arange(8))[:, None]).all()
+    assert (packed % W == torch.arange(W)[:, None, None, None]).all()
+    matrix = generated_hopper.packed(rows[:, None].expand(-1, 3), D)
+    assert (matrix == packed.reshape(-1, 1)).all()
