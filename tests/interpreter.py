@@ -37,7 +37,27 @@ def hasten() -> None:
     interpreter._patch_lang = patch_once
     interpreter._LangPatchScope.restore = restore_after_a_launch
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
+    interpreter._patch_attr = _bind
     _keep_shapes()
+    _keep_types()
+
+
+def _bind(language, name, function, builder, scope):
+    """Let the interpreter serve a function of Triton's language."""
+    scope.set_attr(language, name, _bound(function))
+
+
+@functools.cache
+def _bound(function):
+    """Return the function with the interpreter's semantic, which Triton's wrapper only asks for."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    function = getattr(function, "__wrapped__", function)
+
+    def call(*args, _semantic=None, **options):
+        return function(*args, _semantic=interpreter_semantic, **options)
+
+    return call
 
 
 def _once_a_name(function):
@@ -87,8 +107,56 @@ def _keep_shapes() -> None:
         return equal(self, other)
 
     def alike(self, lhs, rhs):
-        shapes = [one.type.shape.values if one.type.is_block() else None for one in (lhs, rhs)]
-        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
     core.block_type.__init__, core.tuple.__eq__ = of_block, equals
     semantic.TritonSemantic.broadcast_impl_value = alike
+
+
+def _keep_types() -> None:
+    """Let operands of one type be as they are, and make each constant once."""
+    from triton.language import core, semantic
+
+    tensor, semantics = core.tensor, semantic.TritonSemantic
+    check, convert = semantics.binary_op_type_checking_impl, semantics.to_tensor
+    unwrap = core._unwrap_if_constexpr
+    floats, integers = {"fp32", "fp64"}, {"int32", "int64"}
+    plain = floats | integers | {"int1"}
+    unwrapped = {tensor, int, float, bool, str, type(None), core.dtype}
+    constants = {}
+
+    def constant(self, value, like):
+        sizes = tuple(like.type.shape.values) if like.type.is_block() else ()
+        key = value, like.dtype.name, sizes
+        if key not in constants:
+            made = self.broadcast_impl_value(like, self.scalar_constant(value, like.dtype))[1]
+            made.handle.data.flags.writeable = False
+            constants[key] = made
+        return constants[key]
+
+    def suits(value, operand):
+        """Return whether a number takes a tensor's type, without a check of its range."""
+        if type(operand) is not tensor:
+            return False
+        name = operand.dtype.name
+        return (name in floats and type(value) in (int, float)) or (
+            name in integers and type(value) is int and abs(value) < 2**31
+        )
+
+    def checked(self, lhs, rhs, *options, **named):
+        if type(lhs) is tensor and type(rhs) is tensor:
+            kind, other = lhs.dtype, rhs.dtype.name
+            moved = options[:1] == (True,) and other in integers and kind.is_ptr()
+            if moved or (kind.name == other and other in plain):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif suits(rhs, lhs):
+            return lhs, constant(self, rhs, lhs)
+        elif suits(lhs, rhs):
+            return constant(self, lhs, rhs), rhs
+        return check(self, lhs, rhs, *options, **named)
+
+    def to_tensor(self, x, check_type=True):
+        return x if type(x) is tensor else convert(self, x, check_type)
+
+    semantics.binary_op_type_checking_impl, semantics.to_tensor = checked, to_tensor
+    core._unwrap_if_constexpr = lambda x: x if type(x) in unwrapped else unwrap(x)
