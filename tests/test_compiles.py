@@ -50,6 +50,11 @@ cases = {key: case for key, case in cases.items() if key.family in FAMILIES}
 for primitive, case in cases.items():
     kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
     arrays, others = case.make()
+    # Two Gaussians are the same loop as five, which takes the compiler twice the time.
+    arrays = [
+        a if a is None or not name.endswith(("amplitudes", "widths")) else a[:, :2]
+        for name, a in zip(primitive.arrays, arrays)
+    ]
     values = [
         torch.tensor(v, dtype=DTYPE if v.dtype.kind == "f" else None)
         if isinstance(v, np.ndarray)
