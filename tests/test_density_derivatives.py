@@ -5,6 +5,7 @@ The oracle is a direct sum over atoms, images and voxels, which torch differenti
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -125,16 +126,27 @@ def second_of(p: Problem, function: Any, along: Any = NAMES, by: Any = NAMES) ->
     return [a.numpy() for a in found]
 
 
+@functools.cache
+def wanted(of: Any, *given: Any, dtype: str = "float64", **options: Any) -> list[Any]:
+    """Return derivatives of the direct sum, which all backends share."""
+    p = problem(**options).astype(dtype).astype("float64")
+    return of(p, direct(p), *given)
+
+
 def near(got: Any, want: Any, dtype: str = "float64") -> None:
     """Compare with a reference; derivatives cancel, so that many roundings count."""
     for one, other in zip(got, want, strict=True):
         assert error(one, other) <= TOLERANCE[dtype] * 64
 
 
+def gradients_of(p: Problem, function: Any) -> list[Any]:
+    return [a.numpy() for a in first_of(p, function)[2]]
+
+
 def gradients(place: Any, p: Problem, **options: Any) -> list[Any]:
     """Return the gradients by all five arrays."""
     if place[0] == "torch":
-        return [a.numpy() for a in first_of(p, function_of(p, place[1], **options))[2]]
+        return gradients_of(p, function_of(p, place[1], **options))
     _, pullback = gaussian_density.vjp(
         *p.atoms, p.lattice, radius=p.radius, wrt=NAMES, backend=place[1], **options
     )
@@ -145,14 +157,11 @@ def gradients(place: Any, p: Problem, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("gaussians", [1, 5, 7])
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients_are_those_of_a_direct_sum(quick, name, gaussians, anisotropic):
-    p = problem(name, gaussians=gaussians, anisotropic=anisotropic)
-    want = [a.numpy() for a in first_of(p, direct(p))[2]]
-    near(gradients(quick, p), want)
-    narrow = p.astype("float32")
-    got = gradients(quick, narrow)
-    assert {a.dtype.name for a in got} == {"float32"}
-    wide = narrow.astype("float64")
-    near(got, [a.numpy() for a in first_of(wide, direct(wide))[2]], "float32")
+    options = {"name": name, "gaussians": gaussians, "anisotropic": anisotropic}
+    for dtype in ("float64", "float32"):
+        got = gradients(quick, problem(**options).astype(dtype))
+        assert {a.dtype.name for a in got} == {dtype}
+        near(got, wanted(gradients_of, dtype=dtype, **options), dtype)
 
 
 @needs_triton
@@ -183,15 +192,18 @@ def test_gradients_are_what_differences_say(quick, anisotropic):
 @pytest.mark.parametrize("gaussians", [1, 5, 7])
 @pytest.mark.parametrize("name", CELLS)
 def test_second_derivatives_are_those_of_a_direct_sum(torch_backend, name, gaussians, anisotropic):
-    p = problem(name, gaussians=gaussians, anisotropic=anisotropic)
-    near(second_of(p, function_of(p, torch_backend)), second_of(p, direct(p)))
+    options = {"name": name, "gaussians": gaussians, "anisotropic": anisotropic}
+    p = problem(**options)
+    near(second_of(p, function_of(p, torch_backend)), wanted(second_of, **options))
 
 
 @needs_torch
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_along_one_tangent(torch_backend, name, anisotropic):
-    p = problem("monoclinic", anisotropic=anisotropic)
-    near(second_of(p, function_of(p, torch_backend), [name]), second_of(p, direct(p), [name]))
+    options = {"name": "monoclinic", "anisotropic": anisotropic}
+    p = problem(**options)
+    got = second_of(p, function_of(p, torch_backend), (name,))
+    near(got, wanted(second_of, (name,), **options))
 
 
 @needs_torch
@@ -200,7 +212,7 @@ def test_second_derivatives_by_some_arrays(torch_backend, by, anisotropic):
     p = problem(anisotropic=anisotropic)
     along = NAMES[:3]
     got = second_of(p, function_of(p, torch_backend), along, by)
-    near(got, second_of(p, direct(p), along, by))
+    near(got, wanted(second_of, along, by, anisotropic=anisotropic))
 
 
 @needs_triton
@@ -216,8 +228,8 @@ def test_second_derivatives_in_float32(torch_backend, anisotropic):
     p = problem(anisotropic=anisotropic).astype("float32")
     got = second_of(p, function_of(p, torch_backend))
     assert {a.dtype.name for a in got} == {"float32"}
-    wide = p.astype("float64")
-    near(got, second_of(wide, direct(wide)), "float32")
+    want = wanted(second_of, dtype="float32", anisotropic=anisotropic)
+    near(got, want, "float32")
 
 
 @needs_torch
