@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pathlib
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -25,6 +22,7 @@ from fusedops.nn import (  # noqa: E402
     TriangleAttention,
     TriangleMultiplicativeUpdate,
 )
+from worlds import world_of  # noqa: E402
 
 PROCESSES = 2
 
@@ -65,39 +63,27 @@ def train(module: torch.nn.Module, steps: torch.Tensor) -> None:
         optimizer.step()
 
 
-def work(folder: str, rank: int) -> None:
+def work(folder: str) -> None:
     """Train every module in every wrapper, and leave its parameters in `folder`."""
-    torch.set_num_threads(1)
-    # Of torch's warnings, only the one about views concerns our modules.
-    warnings.filterwarnings("error", message=".*returned a view tensor")
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES
-    )
     for name in MODULES:
         for wrapper in WRAPPERS:
             module, steps = example(name, torch.float64)
-            train(wrapped(module, wrapper), steps.chunk(PROCESSES, 1)[rank])
+            # Of torch's warnings, only the one about views concerns our modules.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*returned a view tensor")
+                train(wrapped(module, wrapper), steps.chunk(PROCESSES, 1)[distributed.get_rank()])
             state = {
                 key: value.full_tensor() if hasattr(value, "full_tensor") else value
                 for key, value in module.state_dict().items()
             }
-            if rank == 0:
+            if distributed.get_rank() == 0:
                 torch.save(state, f"{folder}/{name}-{wrapper}")
-    # gloo aborts a process whose peer has gone.
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("distributed")
-    command = [sys.executable, __file__, str(folder)]
-    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(PROCESSES)]
-    try:
-        assert [process.wait(timeout=300) for process in processes] == [0] * PROCESSES
-    finally:
-        for process in processes:
-            process.kill()
+    world_of("gloo", PROCESSES).run("test_distributed", "work", folder=str(folder))
     return folder
 
 
@@ -127,9 +113,3 @@ def test_results_are_no_views_and_storages_keep_their_freedom(name, dtype):
     assert out.is_contiguous()
     for tensor in (x, *module.parameters()):
         assert tensor.untyped_storage().resizable()
-
-
-if __name__ == "__main__":
-    work(sys.argv[1], int(sys.argv[2]))
-    # An orderly exit may abort while threads of gloo are still at work.
-    os._exit(0)

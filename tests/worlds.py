@@ -20,6 +20,9 @@ from pathlib import Path
 import pytest
 
 LIMIT = 60
+#: Ranks without a GPU are forked by a process that has imported torch for all of them.
+START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+PRELOADED = ["pytest", "torch.distributed.tensor", "fusedops.distributed"]
 #: The backend and the number of ranks.
 WORLDS = [("gloo", 2), ("gloo", 3), pytest.param(("nccl", 2), marks=pytest.mark.gpu2)]
 
@@ -72,7 +75,9 @@ class World:
 
     def __init__(self, backend="gloo", size=2, seconds=LIMIT):
         self.backend, self.size = backend, size
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START if backend == "gloo" else "spawn")
+        if START == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory()
         store = Path(self.folder.name) / "store"
         self.processes, self.connections = [], []
