@@ -32,13 +32,21 @@ RUN_SANITIZED = cd .venv && PYTHONPATH="$(SANITIZED):../tests" ASAN_OPTIONS=dete
 	bin/python
 
 # Clones of the peers' repositories, whose packages have no tests: `make peer-tests` runs their tests of
-# UMA, of densities and planes, and of convolutions too, with our ops. Of causal-conv1d's 13,000 tests,
-# CAUSAL_CONV1D_SOME picks those that a CPU runs in minutes.
+# UMA, of densities and planes, of convolutions, and of pair representations too, with our ops. Of
+# causal-conv1d's 13,000 tests, CAUSAL_CONV1D_SOME picks those that a CPU runs in minutes.
 FAIRCHEM_TESTS ?=
 TORCHREF_TESTS ?=
 CAUSAL_CONV1D_TESTS ?=
 CAUSAL_CONV1D_SOME ?= update or (causal_conv1d and 129) or (varlen and (151 or 128) and 64) or determ
 FLA_TESTS ?=
+BOLTZ_TESTS ?=
+CUEQUIVARIANCE_TESTS ?=
+OPENFOLD_TESTS ?=
+OPENFOLD3_TESTS ?=
+PROTENIX_TESTS ?=
+TRIANGLES = boltz:$(abspath $(BOLTZ_TESTS)) cuequivariance:$(abspath $(CUEQUIVARIANCE_TESTS)) \
+	openfold:$(abspath $(OPENFOLD_TESTS)) openfold3:$(abspath $(OPENFOLD3_TESTS)) \
+	protenix:$(abspath $(PROTENIX_TESTS))
 define REGISTERED
 import importlib, sys, pytest
 importlib.import_module("fusedops.compat." + sys.argv[1]).register()
@@ -80,6 +88,10 @@ peer-tests: .venv/fairchem/done .venv/torchref/done ## test fusedops.compat with
 		-k "$(CAUSAL_CONV1D_SOME)")
 	[ -z "$(FLA_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
 		bin/python ../tests/peer_conv.py fla "$(abspath $(FLA_TESTS))")
+	[ -z "$(filter-out %:,$(TRIANGLES))" ] || ($(MAKE) .venv/test && \
+		.venv/bin/python -m pip install --quiet dm-tree einops ml-collections)
+	for each in $(filter-out %:,$(TRIANGLES)); do (cd .venv && \
+		bin/python ../tests/peer_triangles.py "$${each%%:*}" "$${each#*:}") || exit; done
 
 fuzz: .venv/test ## call every op at random (FUZZ="--calls 1000000 --seed 1")
 	cd .venv && PYTHONPATH=../tests bin/python -m fuzz $(FUZZ)

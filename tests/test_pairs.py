@@ -390,6 +390,8 @@ def test_modules_of_boltz_take_what_boltz_passes():
         torch.testing.assert_close(module(z, mask=mask, **flags), module(z, mask), **TOLERANCE)
     transition = randomized(boltz.Transition(C, 4 * C)).eval()
     torch.testing.assert_close(transition(z, 2), transition(z), **TOLERANCE)
+    # Boltz's default is no multiple of the channels.
+    assert boltz.Transition(C).fc3.weight.shape == (C, 512)
 
 
 def test_cuequivariance_gets_its_shapes(monkeypatch):

@@ -38,8 +38,39 @@ __all__ = [
     "TriangleMultiplicationOutgoing",
 ]
 
-Transition = nn.PairTransition
 TriangleAttentionStartingNode = nn.TriangleAttention
+
+
+class Transition(nn.PairTransition):
+    """Boltz's transition, with 512 hidden channels by default, whatever the others.
+
+    Parameters
+    ----------
+    dim, hidden, out_dim : int
+        C, H and D: channels, hidden channels, and channels of the output, C by default.
+    **options
+        Further arguments of `fusedops.nn.PairTransition`.
+
+    Attributes
+    ----------
+    norm, fc1, fc2, fc3
+        The layers, as of `fusedops.nn.PairTransition`.
+
+    References
+    ----------
+    Boltz 2.2, ``boltz/model/layers/transition.py``.
+
+    Examples
+    --------
+    >>> from fusedops.compat.boltz import Transition
+    >>> Transition(64).hidden
+    512
+    """
+
+    def __init__(
+        self, dim: int = 128, hidden: int = 512, out_dim: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(dim, hidden, out_dim, **options)
 
 
 class TriangleMultiplicationOutgoing(nn.TriangleMultiplicativeUpdate):
