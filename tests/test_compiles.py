@@ -88,3 +88,60 @@ def test_kernels_compile(families, dtype, capability, tmp_path):
         [sys.executable, "-c", code], env=settings, capture_output=True, text=True
     )
     assert done.stdout == "compiled\n", done.stderr
+
+
+# The update of float32 with factors of TF32, of which large tiles take 164 KiB, by arrays of the
+# CPU that pass for a GPU's.
+ADA = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fusedops._frame import registry
+from fusedops._frame.primitive import primitives
+from gpukern import launch
+from gpukern.trimul import forward, plan
+
+NAMES = {torch.float32: "fp32"}
+most = {}
+
+
+def compile(self, programs, key, *args):
+    signature, values = {}, {}
+    for at, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], values[at,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{NAMES[value.dtype]}"
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(self.kernel, signature, values)
+    made = triton.compile(source, GPUTarget("cuda", 89, 32), self.options)
+    most[self.kernel.__name__] = made.metadata.shared
+
+
+launch.Launcher.__call__ = compile
+launch.Launcher.is_new = lambda *_: False
+torch.Tensor.is_cuda = property(lambda self: True)
+torch.version.cuda = "12.8"
+plan.is_small = lambda device: True
+N, C = 128, 128
+primitive = primitives()["triangle_multiplicative_update"]
+kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
+given = {"x": torch.empty(1, N, N, C), "eps": 1e-5, "direction": "outgoing", "gate": "output"}
+given |= {f"{kind}_in_weight": torch.empty(2 * C, C) for kind in "pg"}
+given |= {f"{kind}_out_weight": torch.empty(C, C) for kind in "pg"}
+given |= {"precision": "tf32", "max_memory": 0}
+a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
+kernel(a, primitive.Outputs(*[torch.empty(shape) for shape, _ in primitive.describe(a)]))
+assert {"project", "product", "finish"} <= {*most}, most
+print(max(most.values()))
+"""
+
+
+def test_triangles_fit_in_the_shared_memory_of_ada(tmp_path):
+    """A program of sm_86, sm_89 and sm_120 has 99 KiB at most."""
+    settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    settings.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", ADA], env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 99 << 10

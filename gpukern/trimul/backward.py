@@ -338,7 +338,8 @@ def finish_back(
     on_p = cotangent if as_given else scratch if fits else update.new(B, L, N, C)
     on_p = on_p.view(B, L * N, C)
     BH = power(H, 16)
-    BM = min(max(16, 4096 // BH) if update.fast else 16, power(N, 16))
+    rows = (2048 if update.small else 4096) // BH
+    BM = min(max(16, rows) if update.fast else 16, power(N, 16))
     BN = max(16, min(64 if update.fast else 16, (1 << 13) // BH, power(C, 16)))
     programs = B * L * ceil(N, BM)
     sums = update.new(programs, 2, H, dtype=update.accumulator)

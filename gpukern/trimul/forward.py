@@ -31,6 +31,8 @@ _CHANNELS = 128
 _PROJECT = 128, 64, 64, 128, (8, 2)
 _WITH_LOGITS = 128, 32, 64, 128, (8, 3)
 _READY = 128, 64, 64, 64, (4, 3)
+# On a GPU with little shared memory, where large tiles of TF32 don't fit, and others spill more.
+_SMALL = 64, 32, 32, 128, (4, 2)
 
 
 def triangle_multiplicative_update(a: Any, y: Any) -> None:
@@ -112,7 +114,8 @@ def project(
         kept = normalized(update, x)
     BM, BH, BG, chunk, how = 32, 32, 32, 64 if update.dtype.itemsize < 8 else 32, (4, 1)
     if update.fast:
-        BM, BH, BG, chunk, how = _READY if ready else _WITH_LOGITS if logging else _PROJECT
+        large = _READY if ready else _WITH_LOGITS if logging else _PROJECT
+        BM, BH, BG, chunk, how = _SMALL if update.small else large
     chunk = min(chunk, power(C, 16))
     if C > chunk and not ready:
         how = how[0], 1
@@ -195,7 +198,8 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         launch(hopper.finish, (way[0], 1), programs, tensors, numbers, constants)
     else:
         BH = power(update.H, 16)
-        BM = min(max(16, 8192 // BH) if update.fast else 16, power(N, 16))
+        rows = (4096 if update.small else 8192) // BH
+        BM = min(max(16, rows) if update.fast else 16, power(N, 16))
         # A block of the weight is no larger than it is where H is 128.
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
         constants = update.eps, C, update.H, update.output, BM, BH, BN, *update.types, *update.place

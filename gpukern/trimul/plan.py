@@ -32,6 +32,9 @@ if ".".join(triton.__version__.split(".")[:2]) in _GLUON:
 MANY = 1 << 16
 # Rows up to which the host's time with a backward pass is longer than the GPU's.
 FEW = 1 << 14
+# Bytes of shared memory below which kernels have small tiles. The largest tiles take 200 KiB of the
+# 227 of Hopper and Blackwell's data centers; A100 has 163, and other GPUs have 99.
+_SHARED = 200 << 10
 # Channels, and eights of lines, that are worth a part of an update.
 _PART = 16, 8
 
@@ -95,6 +98,14 @@ def processors(device: Any) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def is_small(device: Any) -> bool:
+    """Return whether a GPU has less shared memory for a program than Hopper has."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < _SHARED
 
 
 @functools.cache
@@ -175,6 +186,7 @@ class Update:
         self.float = _TYPES[self.accumulator]
         self.types = dot, self.float, self.precision, exact
         self.exact = exact
+        self.small = is_small(x.device)
         self.asm = self.fast and x.is_cuda and torch.version.cuda is not None
         size = self.B * self.L * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32
