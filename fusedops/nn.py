@@ -1096,7 +1096,7 @@ class PairBlock(torch.nn.Module):
         D, the channels of a head of attention.
     pairwise_num_heads : int
         H, the number of heads.
-    attention : {"torch", "cuequivariance"}
+    attention : {None, "torch", "cuequivariance"}
         As of `TriangleAttention`.
     max_memory : int, optional
         The most bytes of intermediate results in each part of the block, as the parts define it.
@@ -1147,7 +1147,7 @@ class PairBlock(torch.nn.Module):
         pairwise_head_width: int = 32,
         pairwise_num_heads: int = 4,
         *,
-        attention: str = "torch",
+        attention: str | None = None,
         max_memory: int | None = None,
         backend: str | None = None,
     ) -> None:

@@ -7,6 +7,7 @@ bias of attention alone; both modules can therefore work through a few rows afte
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable
@@ -18,7 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedops._frame.check import one_of
 
-ATTENTIONS = ("torch", "cuequivariance")
+ATTENTIONS = (None, "torch", "cuequivariance")
+# The residues from which on cuEquivariance's attention is faster than torch's, forward and
+# backward: below, the host takes twice as long. (An H200, bfloat16, 4 heads of 32 channels.)
+_MANY = 320
+# The bias of an edge that is missing, of which no share is left beside any other. Much larger
+# numbers would leave no digits of the sums of a row without edges, and gradients N times too large.
+_MISSING = -32768.0
 
 #: OpenFold 3's names for the layers of the transition.
 _TRANSITION = {
@@ -245,10 +252,9 @@ def _by_torch(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
     """Return attention (B, R, H, N, D) of q, k and v; bias is (B, 1, H, N, N), mask (B, R, N)."""
     bias = bias.to(q.dtype)
     if mask is not None:
-        # In 16 bits 1e9 is out of range, and two such numbers would be infinite together.
-        least = max(-1e9, torch.finfo(q.dtype).min / 2)
-        missing = ((mask.to(torch.promote_types(q.dtype, torch.float32)) - 1) * 1e9).clamp(least)
-        bias = bias + missing.to(q.dtype)[:, :, None, None]
+        # Contiguous, or else the sum is laid out by rows, and torch has no fast kernel for it.
+        absent = 1 - mask.to(q.dtype)[:, :, None, None].contiguous()
+        bias = torch.add(bias, absent, alpha=_MISSING)
     bias = bias.expand(*q.shape[:-1], k.shape[-2])
     # torch's fast kernels take four axes.
     found = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v, bias)))
@@ -258,8 +264,19 @@ def _by_torch(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
 def _by_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
     from cuequivariance_torch import triangle_attention
 
-    present = None if mask is None else mask[:, :, None, None].bool()
-    return triangle_attention(q, k, v, bias, present)
+    if mask is not None:
+        mask = mask[:, :, None, None].bool()
+        # Its gradients of a row without edges would be N times too large.
+        mask = mask | ~mask.any(-1, keepdim=True)
+    return triangle_attention(q, k, v, bias, mask)
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("cuequivariance_torch") is not None
+
+
+# A search takes longer than a launch.
+_found = functools.cache(_installed)
 
 
 class TriangleAttention(torch.nn.Module):
@@ -269,11 +286,11 @@ class TriangleAttention(torch.nn.Module):
               b^h_{ij} = w^h \cdot n_{ij}, \quad g^h_{ij} = \sigma(W^h_g n_{ij} + c^h_g)
 
     .. math:: o^h_{ij} = g^h_{ij} \odot \sum_k \mathrm{softmax}_k\Bigl(\tfrac{1}{\sqrt D}
-              q^h_{ij} \cdot k^h_{ik} + b^h_{jk} + 10^9 (m_{ik} - 1)\Bigr) v^h_{ik}
+              q^h_{ij} \cdot k^h_{ik} + b^h_{jk} + 2^{15} (m_{ik} - 1)\Bigr) v^h_{ik}
               \ \text{(starting node)}
 
     .. math:: o^h_{ij} = g^h_{ij} \odot \sum_k \mathrm{softmax}_k\Bigl(\tfrac{1}{\sqrt D}
-              q^h_{ij} \cdot k^h_{kj} + b^h_{ki} + 10^9 (m_{kj} - 1)\Bigr) v^h_{kj}
+              q^h_{ij} \cdot k^h_{kj} + b^h_{ki} + 2^{15} (m_{kj} - 1)\Bigr) v^h_{kj}
               \ \text{(ending node)}
 
     .. math:: \mathrm{out}_{ij} = W_o (o^1_{ij}, \dots, o^H_{ij}) + c_o
@@ -289,15 +306,15 @@ class TriangleAttention(torch.nn.Module):
     starting : bool
         Whether edges of one starting node attend to each other, or of one ending node.
     inf : float
-        Ignored, and accepted only because Boltz passes it: a missing edge has the bias -1e9, or
-        half of the lowest number of its dtype.
+        Ignored, and accepted only because Boltz passes it: a missing edge has the bias -32768.
     bias : bool
         Whether gate and output have the biases c, as in OpenFold's AlphaFold 2.
     eps : float
         ε of the LayerNorm.
-    attention : {"torch", "cuequivariance"}
+    attention : {None, "torch", "cuequivariance"}
         Attention by torch's ``scaled_dot_product_attention``, or by cuEquivariance's
-        ``triangle_attention``, which needs its package and a GPU.
+        ``triangle_attention``, which needs its package and a GPU. None means the faster one: see
+        the notes.
     max_memory : int, optional
         The most bytes of intermediate results in forward or backward, besides the normalized z, o,
         b and their gradients. To stay below, rows are computed in parts, and with gradients again
@@ -329,7 +346,11 @@ class TriangleAttention(torch.nn.Module):
     The parameters have the names of Boltz, OpenFold and Protenix. torch's attention takes one bias
     for every row, edge and key: O(N³) bytes, which `max_memory` bounds; cuEquivariance's takes
     b and the mask as they are, and an edge of which the mask isn't zero is present. A row without
-    edges attends to all of them; alike, except in float16. Before training the output is zero.
+    edges attends to all of them, as if none were missing. Before training the output is zero.
+
+    With None, cuEquivariance's kernel serves eager calls on a GPU where its package is installed,
+    for 16 bits, 320 residues or more, heads of up to 128 channels, a multiple of eight, and a mask
+    without a gradient; torch's serves all others, and `torch.compile` and `torch.export`.
 
     References
     ----------
@@ -358,14 +379,14 @@ class TriangleAttention(torch.nn.Module):
         *,
         bias: bool = False,
         eps: float = 1e-5,
-        attention: str = "torch",
+        attention: str | None = None,
         max_memory: int | None = None,
     ) -> None:
         super().__init__()
         name = "TriangleAttention"
         _positive(name, c_in=c_in, c_hidden=c_hidden, no_heads=no_heads, max_memory=max_memory)
         one_of(name, "attention", attention, ATTENTIONS)
-        if attention == "cuequivariance" and not importlib.util.find_spec("cuequivariance_torch"):
+        if attention == "cuequivariance" and not _installed():
             raise ImportError(
                 f"{name}: attention is 'cuequivariance', but cuequivariance_torch isn't installed"
             )
@@ -455,16 +476,11 @@ class TriangleAttention(torch.nn.Module):
             )
         *leading, N, _, C = x.shape
         batch = math.prod(leading)
-        n = self.layer_norm(x)
-        if mask is not None:
-            mask = self._mask(mask, x)
-        if not self.starting:
-            # Edges that end in a node are those that start there, in the transposed z.
-            n = n.transpose(-2, -3).contiguous()
-            mask = mask if mask is None else mask.transpose(-1, -2)
-        n = n.reshape(batch, N, N, C)
-        given = [n] if mask is None else [n, mask.reshape(batch, N, N)]
-        bias = self.linear(n).permute(0, 3, 1, 2).unsqueeze(1).contiguous()
+        n = self.layer_norm(x).reshape(batch, N, N, C)
+        given = [n] if mask is None else [n, self._mask(mask, x).reshape(batch, N, N)]
+        # (B, 1, H, j, k) of edges (j, k), and of (k, j) around ending nodes.
+        axes = (0, 3, 1, 2) if self.starting else (0, 3, 2, 1)
+        bias = self.linear(n).permute(axes).unsqueeze(1).contiguous()
 
         def attended(n: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
             return self._attended(n, bias, mask)
@@ -472,10 +488,9 @@ class TriangleAttention(torch.nn.Module):
         rows = N if chunk_size is None else min(N, chunk_size)
         if self.max_memory is not None:
             rows = min(rows, max(1, self.max_memory // self._bytes_of_a_row(batch, N, x)))
-        channels = self.no_heads * self.c_hidden
-        o = _in_parts(attended, 1, rows, *given).reshape(*leading, N, N, channels)
+        o = _in_parts(attended, 1 if self.starting else 2, rows, *given)
         layers: Any = self.mha
-        return layers.linear_o(o if self.starting else o.transpose(-2, -3))
+        return layers.linear_o(o).reshape(*leading, N, N, C)
 
     def _mask(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.attention == "cuequivariance" and mask.requires_grad:
@@ -491,6 +506,20 @@ class TriangleAttention(torch.nn.Module):
                 f"{tuple(x.shape[:-1])}"
             ) from None
 
+    def _is_for_cuequivariance(self, bias: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        if self.attention is not None:
+            return self.attention == "cuequivariance"
+        return (
+            bias.is_cuda
+            and bias.element_size() == 2
+            and not torch.compiler.is_compiling()
+            and bias.shape[-1] >= _MANY
+            and self.c_hidden % 8 == 0
+            and self.c_hidden <= 128
+            and (mask is None or not mask.requires_grad)
+            and _found()
+        )
+
     def _bytes_of_a_row(self, batch: int, N: int, x: torch.Tensor) -> int:
         """Return the bytes of intermediate results that a row takes."""
         channels = self.no_heads * self.c_hidden
@@ -503,15 +532,24 @@ class TriangleAttention(torch.nn.Module):
         return batch * N * max(4, x.element_size()) * (edges + pairs * N)
 
     def _attended(self, n: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        """Return the gated sums of some rows n, (B, R, N, C), as (B, R, N, HD)."""
+        """Return the gated sums of edges n, (B, R, N, C), as (B, R, N, HD).
+
+        Around ending nodes edges are (B, N, R, C), and so is the mask: q, k and v are read with
+        other strides, so that no edge is copied.
+        """
         mha: Any = self.mha
         weights = [getattr(mha, f"linear_{name}").weight for name in "qkvg"]
         # One product reads n once.
         found = F.linear(n, torch.cat(weights)).unflatten(-1, (4, self.no_heads, -1))
         *qkv, g = found.unbind(-3)
-        attend = _by_torch if self.attention == "torch" else _by_cuequivariance
-        q, k, v = (each.transpose(-2, -3) for each in qkv)
-        o = attend(q, k, v, bias, mask).transpose(-2, -3)
+        attend = _by_cuequivariance if self._is_for_cuequivariance(bias, mask) else _by_torch
+        if self.starting:
+            q, k, v = (each.transpose(2, 3) for each in qkv)
+            o = attend(q, k, v, bias, mask).transpose(2, 3)
+        else:
+            q, k, v = (each.permute(0, 2, 3, 1, 4) for each in qkv)
+            turned = None if mask is None else mask.transpose(1, 2)
+            o = attend(q, k, v, bias, turned).permute(0, 3, 1, 2, 4)
         if mha.linear_g.bias is not None:
             g = g + mha.linear_g.bias.unflatten(0, g.shape[-2:])
         return (g.sigmoid() * o).flatten(-2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from weakref import finalize
 
 import pytest
@@ -133,21 +133,42 @@ def test_any_leading_dimensions_and_masks(starting, leading, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_row_without_edges(dtype):
-    """It attends to all edges; alike, where logits vanish beside -1e9."""
-    module = randomized(TriangleAttention(C, D, H)).to(dtype)
+@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+def test_a_row_without_edges(starting, dtype):
+    """It attends to all edges, as if none were missing: values and gradients."""
+    module = randomized(TriangleAttention(C, D, H, starting)).to(dtype)
     z, mask = pair()
-    mask[1] = False
-    got = module(z.to(dtype), mask)
-    # Two of the lowest numbers of float16 would be infinite together.
+    row = (1,) if starting else (slice(None), 1)
+    mask[row] = False
+    x = z.detach().to(dtype).requires_grad_()
+    got, want = module(x, mask)[row], module(x)[row]
+    dz = torch.randn_like(got)
+    given = x, *module.parameters()
+    found = [torch.autograd.grad(out, given, dz, retain_graph=True) for out in (got, want)]
     assert torch.isfinite(got).all()
-    if dtype != torch.float16:
-        n = module.layer_norm(z.to(dtype))
-        v = (n[1] @ module.mha.linear_v.weight.T).mean(0)
-        want = module.mha.linear_o(module.mha.linear_g(n[1]).sigmoid() * v)
-        # Of numbers near one, rounded a few times.
-        atol = 1e-5 if dtype == torch.float32 else 0.05
-        torch.testing.assert_close(got[1], want, rtol=0, atol=atol)
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-2)
+    for each, expected in zip(*found, strict=True):
+        # 16 bits leave no digits of b beside what a missing edge adds.
+        allowed = 0.02 if dtype == torch.float32 else 2
+        assert (each - expected).norm() <= allowed * expected.norm() + 1e-3
+
+
+@pytest.mark.parametrize("masked", ["mask", "no mask"])
+def test_the_bias_of_fast_kernels_has_no_gaps(monkeypatch, masked):
+    """Of biases laid out otherwise torch has no fast kernel; SDPA got one around ending nodes."""
+    strides = []
+
+    def attention(q, k, v, bias):
+        strides.append((bias.stride(-1), bias.stride(-2)))
+        return v
+
+    monkeypatch.setattr(pairs.F, "scaled_dot_product_attention", attention)
+    z, mask = pair()
+    for starting in (True, False):
+        module = randomized(TriangleAttention(C, D, H, starting))
+        module(z, mask if masked == "mask" else None)
+    assert strides == [(1, N), (1, N)]
 
 
 def test_absent_edges_change_nothing():
@@ -421,6 +442,42 @@ def test_cuequivariance_gets_its_shapes(monkeypatch):
             torch.testing.assert_close(theirs(z, given), ours(z, given), **TOLERANCE)
     with pytest.raises(ValueError, match="mask requires a gradient; it should not with cueq"):
         theirs(z, mask.double().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("served", "given"),
+    {
+        "cuequivariance": {},
+        "torch, few residues": {"N": 319},
+        "torch, float32": {"bytes": 4},
+        "torch, on a CPU": {"on_gpu": False},
+        "torch, a width that it lacks": {"D": 12},
+        "torch, a wide head": {"D": 136},
+        "torch, a mask with a gradient": {"grad": True},
+        "torch, not installed": {"installed": False},
+    }.items(),
+    ids=str,
+)
+def test_the_faster_attention(monkeypatch, served, given):
+    told = {
+        "N": 320,
+        "bytes": 2,
+        "on_gpu": True,
+        "D": 32,
+        "grad": False,
+        "installed": True,
+        **given,
+    }
+    monkeypatch.setattr(pairs, "_found", lambda: told["installed"])
+    bias = SimpleNamespace(
+        is_cuda=told["on_gpu"],
+        element_size=lambda: told["bytes"],
+        shape=(1, 1, H, told["N"], told["N"]),
+    )
+    mask = torch.ones(3, requires_grad=told["grad"])
+    chosen = TriangleAttention(C, told["D"], H)._is_for_cuequivariance(bias, mask)
+    assert chosen == (served == "cuequivariance")
+    assert not TriangleAttention(C, attention="torch")._is_for_cuequivariance(bias, mask)
 
 
 def test_autocast_makes_products_in_sixteen_bits():

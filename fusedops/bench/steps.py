@@ -6,7 +6,6 @@ declared as an op's is, with the step's name in place of the op's.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -677,22 +676,16 @@ def _pairs(N: int, count: int = 1) -> Pairs:
     return Pairs(normal(1, N, N, 128), (present[:, None] * present)[None], blocks)
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _pair_by_modules(
     problem: Pairs, how: str, device: str, dtype: str, backend: str | None
 ) -> Chain:
-    """Return the step by our modules, with cuEquivariance's attention where it is installed."""
+    """Return the step by our modules, which choose their attention."""
     from fusedops.nn import PairBlock
 
     given = problem.to(device, dtype)
-    fast = device != "cpu" and _installed("cuequivariance_torch")
 
     def functions(parameters: dict[str, dict[str, Any]]) -> Any:
-        attention = "cuequivariance" if fast else "torch"
-        block = PairBlock(128, 0.0, attention=attention, backend=backend).to(given.z)
+        block = PairBlock(128, 0.0, backend=backend).to(given.z)
         found = {}
         for part, name in PARTS.items():
             module: Any = getattr(block, part)
@@ -795,7 +788,10 @@ def pair_compiled(problem: Pairs, device: str) -> Steps:
     blocks = _by_formulas(_formulas(), given)
     every = {str(k): part for k, part in enumerate(x for block in blocks for x in block.values())}
     parameters = tuple(x for _, own in every.values() for x in own)
-    steps = given.chain([{"blocks": (torch.compile(_in_turn(every)), parameters)}]).steps()
+    # Of a few sizes of one function it compiles one for all, and of more sizes none.
+    torch.compiler.reset()
+    compiled = torch.compile(_in_turn(every), dynamic=False)
+    steps = given.chain([{"blocks": (compiled, parameters)}]).steps()
     return {what: steps[what] for what in (FORWARD, BOTH)}
 
 
