@@ -23,8 +23,7 @@ ATTENTIONS = (None, "torch", "cuequivariance")
 # The residues from which on cuEquivariance's attention is faster than torch's, forward and
 # backward: below, the host takes twice as long. (An H200, bfloat16, 4 heads of 32 channels.)
 _MANY = 320
-# The bias of an edge that is missing, of which no share is left beside any other. Much larger
-# numbers would leave no digits of the sums of a row without edges, and gradients N times too large.
+# The bias of an edge that is missing, in the range of float16, and half of its lowest number.
 _MISSING = -32768.0
 
 #: OpenFold 3's names for the layers of the transition.
@@ -264,11 +263,8 @@ def _by_torch(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
 def _by_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
     from cuequivariance_torch import triangle_attention
 
-    if mask is not None:
-        mask = mask[:, :, None, None].bool()
-        # Its gradients of a row without edges would be N times too large.
-        mask = mask | ~mask.any(-1, keepdim=True)
-    return triangle_attention(q, k, v, bias, mask)
+    present = None if mask is None else mask[:, :, None, None].bool()
+    return triangle_attention(q, k, v, bias, present)
 
 
 def _installed() -> bool:
@@ -543,13 +539,17 @@ class TriangleAttention(torch.nn.Module):
         found = F.linear(n, torch.cat(weights)).unflatten(-1, (4, self.no_heads, -1))
         *qkv, g = found.unbind(-3)
         attend = _by_cuequivariance if self._is_for_cuequivariance(bias, mask) else _by_torch
+        if mask is not None:
+            mask = mask if self.starting else mask.transpose(1, 2)
+            # Of a row without edges, sums of large numbers would have no digits left, and fast
+            # kernels' gradients would be N times too large.
+            mask = torch.where(mask.bool().any(-1, keepdim=True), mask, 1)
         if self.starting:
             q, k, v = (each.transpose(2, 3) for each in qkv)
             o = attend(q, k, v, bias, mask).transpose(2, 3)
         else:
             q, k, v = (each.permute(0, 2, 3, 1, 4) for each in qkv)
-            turned = None if mask is None else mask.transpose(1, 2)
-            o = attend(q, k, v, bias, turned).permute(0, 3, 1, 2, 4)
+            o = attend(q, k, v, bias, mask).permute(0, 3, 1, 2, 4)
         if mha.linear_g.bias is not None:
             g = g + mha.linear_g.bias.unflatten(0, g.shape[-2:])
         return (g.sigmoid() * o).flatten(-2)
