@@ -619,3 +619,28 @@ def test_a_block_on_a_gpu(attention):
     for each, expected in zip(found, wanted, strict=True):
         off = (each.cpu().double() - expected).abs().max()
         assert off <= tolerance * expected.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:(?s).*cuequivariance triangle_attention:UserWarning")
+@pytest.mark.parametrize("attention", ["torch", "cuequivariance"])
+@pytest.mark.parametrize("starting", [True, False], ids=["starting", "ending"])
+def test_rows_without_edges_on_a_gpu(attention, starting):
+    """Kernels that keep a logarithm of a sum had gradients N times too large."""
+    if attention == "cuequivariance":
+        pytest.importorskip("cuequivariance_torch")
+    number = 128
+    truth = randomized(TriangleAttention(32, 32, 2, starting)).cuda()
+    module = TriangleAttention(32, 32, 2, starting, attention=attention).cuda()
+    module.load_state_dict(truth.state_dict())
+    z = torch.randn(1, number, number, 32, device="cuda").bfloat16()
+    mask = torch.ones(number, number, device="cuda")
+    mask[-9:] = mask[:, -9:] = 0
+    dz = torch.randn_like(z)
+    found = []
+    for each, dtype in ((truth, torch.float64), (module.bfloat16(), torch.bfloat16)):
+        x = z.to(dtype).requires_grad_()
+        out = each(x, mask)
+        found.append([out, *torch.autograd.grad(out, [x, *each.parameters()], dz.to(dtype))])
+    for want, got in zip(*found, strict=True):
+        assert (got.double() - want).norm() < 0.05 * want.norm()
