@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from fusedops._frame.check import warn
 from fusedops.trimul import in_parts, slices, warn_of_parts
@@ -105,7 +106,8 @@ def is_small(device: Any) -> bool:
     """Return whether a GPU has less shared memory for a program than Hopper has."""
     if device.type != "cuda":
         return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < _SHARED
+    found = driver.active.utils.get_device_properties(device.index)
+    return bool(found["max_shared_mem"] < _SHARED)
 
 
 @functools.cache
