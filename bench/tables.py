@@ -189,7 +189,7 @@ def _shares(block: dict[str, Any]) -> str:
     contestants: dict[tuple[str, str], None] = {}
     cases: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = {}
     for row in sorted(block["cases"], key=lambda row: not row["ours"]):
-        if row["ms"]:
+        if row["ms"] and (row["ours"] or row["computes"]):
             contestants[row["who"], row["how"]] = None
             case = f"{row['workload']}: {report.sizes(row)}"
             cases.setdefault((case, row["pass"]), {})[row["who"], row["how"]] = row
@@ -207,6 +207,8 @@ def _shares(block: dict[str, Any]) -> str:
 
 def _share(row: dict[str, Any]) -> str:
     share = f" ({row['share']:.0%})" if row.get("share") else ""
+    if row.get("over_empty"):
+        share = "; host {} µs ({})".format(*report.host_of(row))
     tokens = row["shape"].get("tokens")
     if tokens and row["pass"] in PASSES:
         share = f"; {1e3 * tokens / row['ms']:,.0f} tokens/s, {row['peak_MB']:,.0f} MB"

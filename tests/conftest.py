@@ -166,6 +166,23 @@ def young_heap():
 
 
 @pytest.fixture
+def quick_bench(monkeypatch):
+    """Time for a moment with one thread, at given rates, which take no time to measure."""
+    import fusedops
+    from benches import RATES
+    from fusedops.bench import measure
+
+    monkeypatch.setattr(measure.Plan, "seconds", 0.001)
+    monkeypatch.setattr(measure.floors, "measured", lambda *args: RATES)
+    threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+    fusedops.set_num_threads(1)
+    yield
+    fusedops.set_num_threads(None)
+    if threads:
+        sys.modules["torch"].set_num_threads(threads)
+
+
+@pytest.fixture
 def square():
     """Coordinates of a bent square, in float64, and the one group of its four corners."""
     import numpy as np

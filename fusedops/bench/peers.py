@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,9 +66,8 @@ class Peer:
 
     def why_not(self) -> str | None:
         """Return why the peer can't be timed here, or None."""
-        if self.file and not _path(self.file).is_file():
-            address = REPOSITORIES[Path(self.file).parts[0]]
-            return f"needs a checkout of {address} in the folder that {CHECKOUTS} names"
+        if self.file and (reason := no_file(self.file)):
+            return reason
         if self.package is None:
             return None
         try:
@@ -84,16 +84,25 @@ def _path(file: str) -> Path:
     return Path(os.environ.get(CHECKOUTS, "")) / file
 
 
+def no_file(file: str) -> str | None:
+    """Return what is missing for a file of a checkout, or None."""
+    if _path(file).is_file():
+        return None
+    address = REPOSITORIES[Path(file).parts[0]]
+    return f"needs a checkout of {address} in the folder that {CHECKOUTS} names"
+
+
 @functools.cache
 def file_module(file: str) -> ModuleType:
-    """Return the module in a file of a checkout, without the package that the file belongs to."""
-    path = _path(file)
-    spec = importlib.util.spec_from_file_location(f"{__name__}.{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Return the module in a file of a checkout, without the package that the file belongs to.
+
+    It may import modules beside it.
+    """
+    path = _path(file).absolute()
+    folder = ModuleType(str(path.parent).replace(".", "_"))
+    folder.__path__ = [str(path.parent)]
+    sys.modules.setdefault(folder.__name__, folder)
+    return importlib.import_module(f"{folder.__name__}.{path.stem}")
 
 
 def peer(name: str, *ops: str, **options: Any) -> Callable[[Any], Any]:
@@ -169,8 +178,22 @@ def torchref_planarity(problem: Problem, cotangent: Any) -> Steps:
 def nothing(problem: Problem, cotangent: Any) -> Steps:
     """An autograd.Function that computes nothing, of as many tensors as have gradients.
 
-    It saves its inputs and returns an empty tensor like the first; its backward returns one like
-    each. For an op without gradients it takes all tensors, and has no backward.
+    For an op without gradients it takes all tensors, and has no backward.
+    """
+    import torch
+
+    empty, given = empty_function(), problem.arguments
+    inputs = [given[name] for name in problem.leaves] or [*filter(is_tensor, given.values())]
+    steps = {FORWARD: torch.no_grad()(lambda: (empty(*inputs),))}
+    if problem.leaves:
+        steps[BOTH] = by_autograd(empty, inputs, torch.empty_like(inputs[0]))
+    return steps
+
+
+def empty_function() -> Callable[..., Any]:
+    """Return an autograd.Function that saves its inputs, and gives an empty tensor like the first.
+
+    Its backward gives one like each.
     """
     import torch
 
@@ -184,12 +207,7 @@ def nothing(problem: Problem, cotangent: Any) -> Steps:
         def backward(ctx: Any, *cotangents: Any) -> Any:
             return tuple(map(torch.empty_like, ctx.saved_tensors))
 
-    given = problem.arguments
-    inputs = [given[name] for name in problem.leaves] or [*filter(is_tensor, given.values())]
-    steps = {FORWARD: torch.no_grad()(lambda: (Nothing.apply(*inputs),))}
-    if problem.leaves:
-        steps[BOTH] = by_autograd(Nothing.apply, inputs, torch.empty_like(inputs[0]))
-    return steps
+    return Nothing.apply
 
 
 @peer("empty kernels", "planarity_nll", package="triton", devices=("cuda",), computes=False)
@@ -258,7 +276,7 @@ def shifted(problem: Problem, cotangent: Any) -> Steps:
     """The compiled sum of W shifted products; compiling takes too long to check it, too."""
     import torch
 
-    if problem.arguments["activation"]:
+    if problem.arguments["activation"] or problem.raw["static"]:
         raise Unsuited
 
     def convolve(x: Any, kernels: Any) -> Any:
@@ -273,8 +291,44 @@ def shifted(problem: Problem, cotangent: Any) -> Steps:
 
 @peer("torch eager", "dynamic_conv")
 def unfolded(problem: Problem, cotangent: Any) -> Steps:
-    """The fallback of Jet-Nemotron in plain torch."""
-    return _steps(_activated(problem, _unfolded), problem, cotangent)
+    """The fallback of Jet-Nemotron in plain torch, or torch's convolution by static kernels."""
+    convolve = _conv1d if problem.raw["static"] else _unfolded
+    return _steps(_activated(problem, convolve), problem, cotangent)
+
+
+def _conv1d(x: Any, kernels: Any) -> Any:
+    import torch
+
+    padded = torch.nn.functional.pad(x.mT, (kernels.shape[-1] - 1, 0))
+    return torch.nn.functional.conv1d(padded, kernels[:, None], groups=len(kernels)).mT
+
+
+@peer("causal-conv1d", "dynamic_conv", package="causal_conv1d", devices=("cuda",))
+def causal_conv1d(problem: Problem, cotangent: Any) -> Steps:
+    """The CUDA kernels of causal-conv1d."""
+    from causal_conv1d import causal_conv1d_fn
+
+    if not problem.raw["static"]:
+        raise Unsuited
+
+    def convolve(x: Any, kernels: Any) -> Any:
+        return causal_conv1d_fn(x.mT, kernels, activation=problem.arguments["activation"]).mT
+
+    return _steps(convolve, problem, cotangent)
+
+
+@peer("fla", "dynamic_conv", package="fla", devices=("cuda",))
+def fla(problem: Problem, cotangent: Any) -> Steps:
+    """The Triton kernels of flash-linear-attention."""
+    from fla.modules.convolution import causal_conv1d
+
+    if not problem.raw["static"]:
+        raise Unsuited
+
+    def convolve(x: Any, kernels: Any) -> Any:
+        return causal_conv1d(x, kernels, activation=problem.arguments["activation"])[0]
+
+    return _steps(convolve, problem, cotangent)
 
 
 def _unfolded(x: Any, kernels: Any) -> Any:
@@ -290,6 +344,8 @@ JET = "Jet-Nemotron/jetai/modeling/hf"
 @peer("Jet-Nemotron", "dynamic_conv", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
 def jet(problem: Problem, cotangent: Any) -> Steps:
     """The Triton kernels of Jet-Nemotron, followed by torch's activation."""
+    if problem.raw["static"]:
+        raise Unsuited
     convolve = file_module(f"{JET}/dconv_fwdbwd.py").dynamic_conv_triton_autograd
     return _steps(_activated(problem, convolve), problem, cotangent)
 
@@ -830,6 +886,8 @@ def versions() -> dict[str, str]:
         "gemmi",
         "cuequivariance-torch",
         "fairchem-core",
+        "fla-core",
+        "causal-conv1d",
     ):
         try:
             found[package] = importlib.metadata.version(package)

@@ -6,7 +6,10 @@ declared as an op's is, with the step's name in place of the op's.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +23,7 @@ import fusedops
 from fusedops import crystal, maps, samples
 from fusedops._frame.check import is_tensor
 from fusedops._frame.op import Op
-from fusedops.bench.peers import JET, Unsuited, file_module, peer
+from fusedops.bench.peers import Unsuited, peer
 from fusedops.bench.timing import NUMPY, TORCH
 from fusedops.bench.workloads import BOTH, FORWARD, Steps
 from fusedops.density import Lattice
@@ -46,10 +49,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Chain:
-    """A step of a program: its loss is the sum of the parts that no other part is a function of.
+    """A step of a program: its value is the sum of the parts that no other part is a function of.
 
-    The loss has gradients by the `leaves`, and by the parameters of all parts, unless the program
-    has none.
+    The value is a loss, which has gradients by the `leaves` and by the parameters of all parts,
+    unless the program has none.
     """
 
     leaves: dict[str, Any]
@@ -63,7 +66,8 @@ class Chain:
     def loss(self, values: dict[str, Any]) -> Any:
         """Return the loss from the values of all parts."""
         used = {name for part in self.parts for name in part.of}
-        return sum(values[part.name] for part in self.parts if part.name not in used)
+        last = (values[part.name] for part in self.parts if part.name not in used)
+        return functools.reduce(operator.add, last)
 
 
 def backward_of(part: str) -> str:
@@ -144,6 +148,11 @@ def _of_tensors(chain: Chain) -> Steps:
     return steps
 
 
+def result(steps: Steps) -> tuple[Any, ...]:
+    """Return the value of a step, and its gradients where it has any."""
+    return steps[BOTH if BOTH in steps else FORWARD]()
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem of a step; `make` raises `Unsuited`, with the reason, where it can't be made."""
@@ -164,33 +173,37 @@ class Step:
         The op whose backends are timed.
     cases : tuple of Case
         From small to large.
-    check : Case
-        A small problem, on which the loss and gradients of every program are compared with the
+    checks : tuple of Case
+        Small problems, on which the value and gradients of every program are compared with the
         reference in float64; `tolerance` is the largest error of ours, relative.
     shape : callable
         From a problem to the sizes that a table shows.
     reference : callable
-        From a problem to its loss and gradients in float64.
+        From a problem to its value and gradients in float64.
     ours : callable
-        From a problem, "NumPy" or "torch", a device, a dtype and a backend to a `Chain`.
+        From a problem, one of `hows`, a device, a dtype and a backend to a `Chain`.
     needs : tuple of str
         The packages that make the cases.
     hows : tuple of str
-        "NumPy", "torch" or both, as `ours` takes them.
+        "NumPy" and "torch", as `ours` takes them; with "torch and a graph" a step captures its own
+        graphs.
+    has_shares : bool
+        Whether the times of its parts add up to the whole's.
     """
 
     name: str
     op: Op
     cases: tuple[Case, ...]
-    check: Case
+    checks: tuple[Case, ...]
     tolerance: float
     shape: Callable[[Any], dict[str, int]]
     reference: Callable[[Any], tuple[Any, ...]]
-    ours: Callable[..., Chain]
+    ours: Callable[..., Any]
     device: str
     dtype: str = "float32"
     needs: tuple[str, ...] = ("gemmi",)
     hows: tuple[str, ...] = (NUMPY, TORCH)
+    has_shares: bool = True
 
 
 RESOLUTION = 2.0
@@ -250,7 +263,7 @@ def refinement(device: str) -> Step:
             Case("3p3w", partial(_of_file, "3p3w")),
             Case("generated", partial(_generated, 50_000)),
         ),
-        Case("generated", partial(_generated, 100)),
+        (Case("generated", partial(_generated, 100)),),
         # The target's differences are a tenth of the amplitudes, so rounding counts ten times, and
         # gradients sum thousands of voxels.
         1e-4,
@@ -271,52 +284,21 @@ def pair(device: str) -> Step:
             *(Case("block", partial(_pairs, N), quick=sizes[0] == N) for N in sizes),
             Case("4 blocks", partial(_pairs, sizes[0], 4)),
         ),
-        Case("block", partial(_pairs, 20)),
+        (Case("block", partial(_pairs, 20)),),
         # Relative to the largest element of each gradient; in 16 bits every part rounds z.
         1e-5 if device == "cpu" else 0.06,
         lambda problem: problem.shape,
         lambda problem: _pair_by(_formulas(), problem, "cpu", "float64").steps()[BOTH](),
         _pair_by_modules,
         device,
-        _dtype_on(device),
+        dtype_on(device),
         needs=("torch",),
         hows=(TORCH,),
     )
 
 
-def jet(device: str) -> Step:
-    """Jet-Nemotron's convolution layer alone, generator to SiLU: training, prefill and decoding."""
-    if device == "cpu":
-        cases = [
-            Case("training", partial(_layer, 1, 1024, 1536), quick=True),
-            Case("prefill", partial(_layer, 1, 32_768, 1536, False)),
-        ]
-    else:
-        cases = [
-            Case("training", partial(_layer, 1, 4096, 1536), quick=True),
-            *(Case("training", partial(_layer, 8, 4096, D)) for D in (1536, 3072)),
-            *(Case("prefill", partial(_layer, 1, 32_768, D, False)) for D in (1536, 3072)),
-        ]
-    decoding = [Case("decoding", partial(_layer, B, 1, 1536), quick=B == 64) for B in (1, 64, 256)]
-    return Step(
-        "jet",
-        fusedops.dynamic_conv_generated,
-        (*cases, *decoding),
-        Case("training", partial(_layer, 2, 1100, 512)),
-        # Relative to the largest element of each gradient; in 16 bits hidden units are rounded.
-        1e-5 if device == "cpu" else 0.06,
-        lambda problem: problem.shape,
-        lambda problem: _jet_by(_in_torch, problem, "cpu", "float64").steps()[BOTH](),
-        _jet_by_module,
-        device,
-        _dtype_on(device),
-        needs=("torch",),
-        hows=(TORCH,),
-    )
-
-
-#: Every step's function; `fusedops.bench.uma` adds its own.
-STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement, "pair": pair, "jet": jet}
+#: Every step's function; `fusedops.bench.language` and `fusedops.bench.uma` add their own.
+STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement, "pair": pair}
 
 
 def _of_file(name: str) -> Crystal:
@@ -559,7 +541,8 @@ def gemmi(problem: Crystal, device: str) -> Steps:
     ).steps()
 
 
-def _dtype_on(device: str) -> str:
+def dtype_on(device: str) -> str:
+    """Return the dtype in which models of torch are timed on a device."""
     return "float32" if device == "cpu" else "bfloat16"
 
 
@@ -676,6 +659,11 @@ def _pairs(N: int, count: int = 1) -> Pairs:
     return Pairs(normal(1, N, N, 128), (present[:, None] * present)[None], blocks)
 
 
+def installed(package: str) -> bool:
+    """Return whether a package is installed."""
+    return importlib.util.find_spec(package) is not None
+
+
 def _pair_by_modules(
     problem: Pairs, how: str, device: str, dtype: str, backend: str | None
 ) -> Chain:
@@ -776,7 +764,7 @@ def _of_z(formula: Callable[..., Any], p: dict[str, Any], mask: Any) -> Callable
 @peer("torch eager", "pair")
 def pair_in_torch(problem: Pairs, device: str) -> Steps:
     """Boltz's formulas, as it runs them without kernels."""
-    return _pair_by(_formulas(), problem, device, _dtype_on(device)).steps()
+    return _pair_by(_formulas(), problem, device, dtype_on(device)).steps()
 
 
 @peer("torch.compile", "pair", quick=False)
@@ -784,7 +772,7 @@ def pair_compiled(problem: Pairs, device: str) -> Steps:
     """The same formulas, compiled as one function."""
     import torch
 
-    given = problem.to(device, _dtype_on(device))
+    given = problem.to(device, dtype_on(device))
     blocks = _by_formulas(_formulas(), given)
     every = {str(k): part for k, part in enumerate(x for block in blocks for x in block.values())}
     parameters = tuple(x for _, own in every.values() for x in own)
@@ -824,163 +812,4 @@ def pair_by_cuequivariance(problem: Pairs, device: str) -> Steps:
         "tri_att_start": partial(attention, True),
         "tri_att_end": partial(attention, False),
     }
-    return _pair_by(formulas, problem, device, _dtype_on(device)).steps()
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Tokens, and a convolution layer with Jet-Nemotron's names: four taps, D / 8 hidden units.
-
-    Parameters
-    ----------
-    x : tensor (B, T, D), float64
-    parameters : dict
-        The generator's weights and bias, by name.
-    training : bool
-        Whether gradients are wanted. A single token is decoded, after a cache (B, D, 4).
-    """
-
-    x: Any
-    parameters: dict[str, Any]
-    training: bool
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """The sizes that a table shows."""
-        B, T, D = self.x.shape
-        return {"tokens": B * T, "B": B, "D": D}
-
-    def chain(self, function: Callable[[Any], Any], parameters: tuple[Any, ...]) -> Chain:
-        """Return the step of a layer, a function of tokens."""
-
-        def target(y: Any) -> Any:
-            return 0.5 * y.float().square().mean() if y.itemsize == 2 else 0.5 * y.square().mean()
-
-        parts = Part("layer", ("x",), function, parameters), Part("target", ("layer",), target)
-        return Chain({"x": self.x}, parts, self.training)
-
-    def to(self, device: str, dtype: str) -> Layer:
-        """Return the problem on a device and in a dtype, with parameters that have gradients."""
-        import torch
-
-        def cast(x: Any) -> Any:
-            return x.to(device, getattr(torch, dtype)).detach()
-
-        parameters = {
-            name: cast(x).clone().requires_grad_(self.training)
-            for name, x in self.parameters.items()
-        }
-        return replace(self, x=cast(self.x), parameters=parameters)
-
-    def cache(self) -> Any:
-        """Return the last inputs before a token that is decoded, or None."""
-        B, T, D = self.x.shape
-        return self.x.new_zeros((B, D, 4)) if T == 1 else None
-
-
-def _layer(B: int, T: int, D: int, training: bool = True) -> Layer:
-    import torch
-
-    rng = torch.Generator().manual_seed(T)
-    H = D // 8
-
-    def normal(*shape: int, scale: float = 1.0) -> Any:
-        return torch.randn(shape, generator=rng, dtype=torch.float64) * scale
-
-    parameters = {
-        "w1.weight": normal(H, D, scale=D**-0.5),
-        "w2.weight": normal(4 * D, H, scale=(2 * H) ** -0.5),
-        "w2.bias": normal(4 * D, scale=0.5),
-    }
-    return Layer(normal(B, T, D), parameters, training and T > 1)
-
-
-def _jet_by_module(problem: Layer, how: str, device: str, dtype: str, backend: str | None) -> Chain:
-    """Return the step by our module."""
-    import torch
-
-    from fusedops.nn import DynamicShortConvolution
-
-    given = problem.to(device, dtype)
-    # The step's backends are those of the fused op, which decoding doesn't call.
-    layer = DynamicShortConvolution(given.x.shape[-1], 4, generator_reduction=8, backend=backend)
-    layer = layer.to(given.x).requires_grad_(problem.training)
-    with torch.no_grad():
-        layer.kernel_generator.load_state_dict(given.parameters)
-    cache = given.cache()
-    return given.chain(lambda x: layer(x, cache=cache)[0], tuple(layer.parameters()))
-
-
-def _jet_by(convolve: Callable[..., Any], problem: Layer, device: str, dtype: str) -> Chain:
-    """Return the step by torch's layers, which store the kernels, and a convolution with SiLU.
-
-    The convolution is a function of x, kernels (B, T, D, 4) and a cache or None, which it updates.
-    """
-    from torch.nn import functional as F
-
-    given = problem.to(device, dtype)
-    w1, w2, bias = given.parameters.values()
-    cache = given.cache()
-
-    def layer(x: Any) -> Any:
-        kernels = F.linear(F.silu(F.linear(x, w1)), w2, bias).unflatten(-1, (-1, 4))
-        return convolve(x, kernels, cache)
-
-    return given.chain(layer, (w1, w2, bias))
-
-
-def _in_torch(x: Any, kernels: Any, cache: Any) -> Any:
-    """Return Jet-Nemotron's convolution in plain torch, as it runs without kernels."""
-    import torch
-    from torch.nn import functional as F
-
-    if cache is not None:
-        cache.copy_(torch.cat([cache[..., 1:], x.mT], -1))
-        return F.silu((cache[:, None] * kernels).sum(-1))
-    return F.silu((F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1) * kernels).sum(-1))
-
-
-def _stored(x: Any, kernels: Any, cache: Any) -> Any:
-    if cache is not None:
-        return fusedops.dynamic_conv_step(x, cache, kernels[:, 0], activation="silu")
-    return fusedops.dynamic_conv(x, kernels, activation="silu")
-
-
-@peer("torch eager", "jet")
-def jet_in_torch(problem: Layer, device: str) -> Steps:
-    """Jet-Nemotron's formulas, as it runs them without kernels."""
-    return _jet_by(_in_torch, problem, device, _dtype_on(device)).steps()
-
-
-@peer("kernels stored", "jet")
-def jet_stored(problem: Layer, device: str) -> Steps:
-    """Kernels from torch's layers, and our convolution with these."""
-    return _jet_by(_stored, problem, device, _dtype_on(device)).steps()
-
-
-@peer("torch.compile", "jet", quick=False)
-def jet_compiled(problem: Layer, device: str) -> Steps:
-    """Jet-Nemotron's formulas, compiled as one function."""
-    import torch
-
-    chain = _jet_by(_in_torch, problem, device, _dtype_on(device))
-    layer, target = chain.parts
-    layer = replace(layer, function=torch.compile(layer.function, dynamic=False))
-    steps = replace(chain, parts=(layer, target)).steps()
-    return {what: steps[what] for what in (FORWARD, BOTH) if what in steps}
-
-
-@peer("Jet-Nemotron", "jet", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
-def jet_by_its_kernels(problem: Layer, device: str) -> Steps:
-    """Its Triton kernels after torch's layers, and torch's SiLU."""
-    from torch.nn import functional as F
-
-    convolve = file_module(f"{JET}/dconv_fwdbwd.py").dynamic_conv_triton_autograd
-    step = file_module(f"{JET}/dconv_step.py").causal_conv_step_triton
-
-    def activated(x: Any, kernels: Any, cache: Any) -> Any:
-        if cache is None:
-            return F.silu(convolve(x, kernels))
-        return F.silu(step(x, cache, kernels[:, 0]))
-
-    return _jet_by(activated, problem, device, _dtype_on(device)).steps()
+    return _pair_by(formulas, problem, device, dtype_on(device)).steps()

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: How calls are run: of arrays, of tensors, and of tensors in a graph.
-NUMPY, TORCH, GRAPH = "NumPy", "torch", "CUDA graph"
+#: How calls are run: of arrays, of tensors, of tensors in a graph, and of tensors by a program that
+#: captures some of its work in a graph.
+NUMPY, TORCH, GRAPH, GRAPHS = "NumPy", "torch", "CUDA graph", "torch and a graph"
 
 #: Steps in one CUDA graph: with many, the graph's own launch counts for little.
 COPIES = 10

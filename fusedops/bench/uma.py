@@ -84,7 +84,7 @@ def uma(device: str) -> Step:
             *(Case("NaCl", partial(_salt, *n), quick=n == repeats[0]) for n in repeats),
             Case("1ubi", _ubiquitin),
         ),
-        Case("NaCl", _few),
+        (Case("NaCl", _few),),
         # Relative to the largest element; forces are sums of edges' that nearly cancel.
         1e-4,
         lambda problem: problem.shape,

@@ -405,19 +405,32 @@ def _work(forward: Work, backward: Work | None = None) -> dict[str, Work]:
 
 
 def _conv(
-    source: Source, tokens: int, *, batch: int, channels: int, width: int, silu: bool = False
+    source: Source,
+    tokens: int,
+    *,
+    batch: int,
+    channels: int,
+    width: int,
+    silu: bool = False,
+    static: bool = False,
 ) -> Problem:
-    """A convolution with kernels by token and channel; an activation's operations don't count."""
+    """A convolution with kernels by token and channel, or static ones, by channel.
+
+    An activation's operations don't count.
+    """
     x = source.normal(batch, tokens, channels)
-    kernels = source.normal(batch, tokens, channels, width, scale=width**-0.5)
-    products = 2 * math.prod(kernels.shape)
+    tokens_of_kernels = () if static else (batch, tokens)
+    kernels = source.normal(*tokens_of_kernels, channels, width, scale=width**-0.5)
+    products = 2 * width * math.prod(x.shape)
+    taps = source.bytes(kernels)
     work = _work(
-        Work((2 + width) * source.bytes(x), products),
-        Work((3 + 2 * width) * source.bytes(x), 2 * products),
+        Work(2 * source.bytes(x) + taps, products),
+        Work(3 * source.bytes(x) + 2 * taps, 2 * products),
     )
     arguments = {"x": x, "kernels": kernels, "activation": "silu" if silu else None}
     shape = {"B": batch, "T": tokens, "D": channels, "W": width}
-    return Problem(fusedops.dynamic_conv, arguments, ("x", "kernels"), shape, work)
+    leaves, raw = ("x", "kernels"), {"static": static}
+    return Problem(fusedops.dynamic_conv, arguments, leaves, shape, work, raw=raw)
 
 
 def _generated(source: Source, tokens: int, *, batch: int, channels: int, hidden: int) -> Problem:
@@ -780,6 +793,16 @@ def _conv_workloads() -> Iterator[Workload]:
     for B, T, D in ((1, 64, 64), (1, 4096, 1536), (8, 4096, 1536)):
         for dtype in ("bfloat16", "float32"):
             yield from jet("cuda", B, T, D, dtype, B == 1)
+    for device, B, T, D, dtype in (
+        ("cpu", 1, 2048, 1024, "float32"),
+        ("cuda", 1, 4096, 3072, "bfloat16"),
+        ("cuda", 8, 4096, 3072, "bfloat16"),
+    ):
+        make = partial(_conv, batch=B, channels=D, width=4, silu=True, static=True)
+        w = Workload(fusedops.dynamic_conv, "static, SiLU", make, T, "tokens", 64, device, dtype)
+        # A gradient of kernels sums over tokens.
+        on_gpu = device == "cuda"
+        yield replace(w, terms=(0, 40_000), quick=on_gpu and B == 1, self_check=not on_gpu)
     for device, B, T, D in (
         *(("cpu", 1, 64, 64), ("cpu", 1, 1024, 256), ("cpu", 1, 2048, 1536)),
         *(("cuda", 1, 64, 64), ("cuda", 1, 4096, 1536)),

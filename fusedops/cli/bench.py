@@ -27,7 +27,8 @@ def add(commands: Any) -> None:
         "of the host, beside an empty torch.autograd.Function. Kernels with wrong results are not "
         "timed. Exit code 1 if a kernel is wrong, or if a case got slower than before.",
         epilog="Peers that pip installs are found by themselves: torch, gemmi, torchref, "
-        "torchref-kernels, fairchem-core and cuequivariance-torch. Others are repositories. Clone "
+        "torchref-kernels, fairchem-core, cuequivariance-torch, flash-linear-attention and "
+        "causal-conv1d. Others are repositories. Clone "
         f"{' and '.join(REPOSITORIES.values())} into one folder, install einops, and set "
         f"{CHECKOUTS} to the folder.",
     )
@@ -42,7 +43,8 @@ def add(commands: Any) -> None:
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="whole steps of programs instead, with the share of each part: refinement, pair, uma",
+        help="whole steps of programs instead, with the share of each part: refinement, pair, jet, "
+        "jet_block, serving, uma",
     )
     parser.add_argument("--quick", action="store_true", help="small cases, in a minute")
     parser.add_argument(

@@ -1,0 +1,756 @@
+"""Steps of language models: Jet-Nemotron's convolution layer and block, and a server's loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import fusedops
+from fusedops.bench.peers import (
+    EMPTY,
+    JET,
+    Unsuited,
+    empty_function,
+    file_module,
+    no_file,
+    peer,
+)
+from fusedops.bench.steps import STEPS, Case, Chain, Part, Step, dtype_on, installed, result
+from fusedops.bench.timing import GRAPHS, TORCH, graphed
+from fusedops.bench.workloads import FORWARD, Steps
+
+
+def jet(device: str) -> Step:
+    """Jet-Nemotron's convolution layer alone, generator to SiLU: training, prefill and decoding."""
+    if device == "cpu":
+        cases = [
+            Case("training", partial(_layer, 1, 1024, 1536), quick=True),
+            Case("prefill", partial(_layer, 1, 32_768, 1536, False)),
+        ]
+    else:
+        cases = [
+            Case("training", partial(_layer, 1, 4096, 1536), quick=True),
+            *(Case("training", partial(_layer, 8, 4096, D)) for D in (1536, 3072)),
+            *(Case("prefill", partial(_layer, 1, 32_768, D, False)) for D in (1536, 3072)),
+        ]
+    decoding = [Case("decoding", partial(_layer, B, 1, 1536), quick=B == 64) for B in (1, 64, 256)]
+    return Step(
+        "jet",
+        fusedops.dynamic_conv_generated,
+        (*cases, *decoding),
+        (
+            Case("training", partial(_layer, 2, 1100, 512)),
+            # So many tokens that no device stores the kernels.
+            Case("prefill", partial(_layer, 1, 4200, 512, False)),
+            Case("decoding", partial(_layer, 8, 1, 512)),
+        ),
+        # Relative to the largest element of the result or of each gradient; in 16 bits hidden
+        # units are rounded.
+        1e-5 if device == "cpu" else 0.06,
+        lambda problem: problem.shape,
+        lambda problem: result(_jet_by(_in_torch, problem, "cpu", "float64").steps()),
+        _jet_by_module,
+        device,
+        dtype_on(device),
+        needs=("torch",),
+        hows=(TORCH,),
+    )
+
+
+def jet_block(device: str) -> Step:
+    """Jet-Nemotron's block by its own code, with our convolution: training, prefill, decoding."""
+    sizes = [
+        *(("training", B, 4096, True) for B in (1, 8)),
+        ("prefill", 1, 32_768, False),
+        *(("decoding", B, 1, False) for B in (1, 64, 256)),
+    ]
+    return Step(
+        "jet_block",
+        fusedops.dynamic_conv_generated,
+        tuple(
+            Case(name, partial(_block, device, B, T, 12, 1536, training), quick=(B, T) == (1, 4096))
+            for name, B, T, training in sizes
+        ),
+        tuple(
+            Case(name, partial(_block, device, B, T, 12, 256, training))
+            for name, B, T, training in (
+                # fla's kernels depend on the number of heads; training is refused below 65 tokens.
+                ("training", 1, 70, True),
+                ("prefill", 1, 70, False),
+                ("decoding", 2, 1, False),
+            )
+        ),
+        # Relative to the largest element of the result or of each gradient, in 16 bits.
+        0.1,
+        lambda problem: problem.shape,
+        lambda problem: result(problem.chain(_formula_of_block, "cpu", "float64").steps()),
+        _block_by_modules,
+        device,
+        dtype_on(device),
+        needs=("torch",),
+        hows=(TORCH,),
+    )
+
+
+def serving(device: str) -> Step:
+    """A server's loop around a convolution of paged states, as in docs/language-models.md."""
+    batches, D, chunk = ((16,), 1536, 128) if device == "cpu" else ((16, 128), 3072, 512)
+    return Step(
+        "serving",
+        fusedops.dynamic_conv_step,
+        tuple(Case("requests", partial(_requests, B, D, chunk), quick=B == 16) for B in batches),
+        (Case("requests", partial(_requests, 3, 64, 16)),),
+        # Relative to the largest element.
+        1e-5 if device == "cpu" else 0.02,
+        lambda problem: problem.shape,
+        lambda problem: problem.truth(),
+        _served,
+        device,
+        dtype_on(device),
+        needs=("torch",),
+        hows=(TORCH, GRAPHS),
+        has_shares=False,
+    )
+
+
+STEPS.update(jet=jet, jet_block=jet_block, serving=serving)
+
+
+def _chain(name: str, x: Any, function: Callable[[Any], Any], parameters: Any) -> Chain:
+    """Return the step of a layer, a function of tokens: in training, with gradients of a loss."""
+    parts = (Part(name, ("x",), function, tuple(parameters)),)
+    training = any(parameter.requires_grad for parameter in parts[0].parameters)
+    if training:
+        parts = *parts, Part("target", (name,), _half_mean_square)
+    return Chain({"x": x}, parts, training)
+
+
+def _half_mean_square(y: Any) -> Any:
+    return 0.5 * (y.float() if y.itemsize == 2 else y).square().mean()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Tokens, and a convolution layer with Jet-Nemotron's names: four taps, D / 8 hidden units.
+
+    Parameters
+    ----------
+    x : tensor (B, T, D), float64
+    parameters : dict
+        The generator's weights and bias, by name.
+    training : bool
+        Whether gradients are wanted.
+    state : tensor (B, D, 4) or None
+        The last inputs before a token that is decoded.
+    """
+
+    x: Any
+    parameters: dict[str, Any]
+    training: bool
+    state: Any = None
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that a table shows."""
+        B, T, D = self.x.shape
+        return {"tokens": B * T, "B": B, "D": D}
+
+    def to(self, device: str, dtype: str) -> Layer:
+        """Return the problem on a device and in a dtype, with parameters that have gradients.
+
+        The state is a copy, which a program may update.
+        """
+        import torch
+
+        def cast(x: Any) -> Any:
+            return x.to(device, getattr(torch, dtype), copy=True)
+
+        parameters = {
+            name: cast(x).requires_grad_(self.training) for name, x in self.parameters.items()
+        }
+        state = None if self.state is None else cast(self.state)
+        return replace(self, x=cast(self.x), parameters=parameters, state=state)
+
+
+def _layer(B: int, T: int, D: int, training: bool = True) -> Layer:
+    import torch
+
+    rng = torch.Generator().manual_seed(T)
+    H = D // 8
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return torch.randn(shape, generator=rng, dtype=torch.float64) * scale
+
+    parameters = {
+        "w1.weight": normal(H, D, scale=D**-0.5),
+        "w2.weight": normal(4 * D, H, scale=(2 * H) ** -0.5),
+        "w2.bias": normal(4 * D, scale=0.5),
+    }
+    state = normal(B, D, 4) if T == 1 else None
+    return Layer(normal(B, T, D), parameters, training and T > 1, state)
+
+
+def _jet_by_module(problem: Layer, how: str, device: str, dtype: str, backend: str | None) -> Chain:
+    """Return the step by our module."""
+    import torch
+
+    from fusedops.nn import DynamicShortConvolution
+
+    given = problem.to(device, dtype)
+    # The step's backends are those of the fused op, which decoding doesn't call.
+    layer = DynamicShortConvolution(given.x.shape[-1], 4, generator_reduction=8, backend=backend)
+    layer = layer.to(given.x).requires_grad_(problem.training)
+    with torch.no_grad():
+        layer.kernel_generator.load_state_dict(given.parameters)
+
+    def convolve(x: Any) -> Any:
+        return layer(x, cache=given.state)[0]
+
+    return _chain("layer", given.x, convolve, layer.parameters())
+
+
+def _jet_by(convolve: Callable[..., Any], problem: Layer, device: str, dtype: str) -> Chain:
+    """Return the step by torch's layers, which store the kernels, and a convolution with SiLU.
+
+    The convolution is a function of x, kernels (B, T, D, 4) and a cache or None, which it updates.
+    """
+    from torch.nn import functional as F
+
+    given = problem.to(device, dtype)
+    w1, w2, bias = given.parameters.values()
+
+    def layer(x: Any) -> Any:
+        kernels = F.linear(F.silu(F.linear(x, w1)), w2, bias).unflatten(-1, (-1, 4))
+        return convolve(x, kernels, given.state)
+
+    return _chain("layer", given.x, layer, (w1, w2, bias))
+
+
+def _in_torch(x: Any, kernels: Any, cache: Any) -> Any:
+    """Return Jet-Nemotron's convolution in plain torch, as it runs without kernels."""
+    import torch
+    from torch.nn import functional as F
+
+    if cache is not None:
+        cache.copy_(torch.cat([cache[..., 1:], x.mT], -1))
+        return F.silu((cache[:, None] * kernels).sum(-1))
+    return F.silu((F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1) * kernels).sum(-1))
+
+
+def _stored(x: Any, kernels: Any, cache: Any) -> Any:
+    if cache is not None:
+        return fusedops.dynamic_conv_step(x, cache, kernels[:, 0], activation="silu")
+    return fusedops.dynamic_conv(x, kernels, activation="silu")
+
+
+@peer("torch eager", "jet")
+def jet_in_torch(problem: Layer, device: str) -> Steps:
+    """Jet-Nemotron's formulas, as it runs them without kernels."""
+    return _jet_by(_in_torch, problem, device, dtype_on(device)).steps()
+
+
+@peer("kernels stored", "jet")
+def jet_stored(problem: Layer, device: str) -> Steps:
+    """Kernels from torch's layers, and our convolution with these."""
+    return _jet_by(_stored, problem, device, dtype_on(device)).steps()
+
+
+@peer("torch.compile", "jet", quick=False)
+def jet_compiled(problem: Layer, device: str) -> Steps:
+    """Jet-Nemotron's formulas, compiled as one function."""
+    import torch
+
+    chain = _jet_by(_in_torch, problem, device, dtype_on(device))
+    layer, *rest = chain.parts
+    layer = replace(layer, function=torch.compile(layer.function, dynamic=False))
+    return replace(chain, parts=(layer, *rest)).steps()
+
+
+@peer("Jet-Nemotron", "jet", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
+def jet_by_its_kernels(problem: Layer, device: str) -> Steps:
+    """Its Triton kernels after torch's layers, and torch's SiLU."""
+    from torch.nn import functional as F
+
+    convolve = file_module(f"{JET}/dconv_fwdbwd.py").dynamic_conv_triton_autograd
+    step = file_module(f"{JET}/dconv_step.py").causal_conv_step_triton
+
+    def activated(x: Any, kernels: Any, cache: Any) -> Any:
+        if cache is None:
+            return F.silu(convolve(x, kernels))
+        return F.silu(step(x, cache, kernels[:, 0]))
+
+    return _jet_by(activated, problem, device, dtype_on(device)).steps()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens, and a Jet block: projections, a dynamic convolution, and a gated delta rule.
+
+    Parameters
+    ----------
+    x : tensor (B, T, C), float64
+    parameters : dict
+        By Jet-Nemotron's names.
+    heads : int
+        Each with 96 channels of queries and keys, and 256 of values.
+    training : bool
+        Whether gradients are wanted.
+    states : tuple of tensors or None
+        For a token that is decoded, the matrices (B, heads, 96, 256) of the delta rule, and the
+        last inputs (B, D, 4) of the convolution, with D = 256 heads.
+    """
+
+    x: Any
+    parameters: dict[str, Any]
+    heads: int
+    training: bool
+    states: tuple[Any, Any] | None = None
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that a table shows."""
+        B, T, C = self.x.shape
+        return {"tokens": B * T, "B": B, "C": C, "D": VALUES * self.heads}
+
+    def to(self, device: str, dtype: str) -> Block:
+        """Return the problem on a device and in a dtype, with parameters that have gradients.
+
+        The matrices of the delta rule stay in float32 at least, as fla keeps them.
+        """
+        import torch
+
+        kind = getattr(torch, dtype)
+
+        def cast(x: Any, dtype: Any = kind) -> Any:
+            return x.to(device, dtype, copy=True)
+
+        parameters = {
+            name: cast(x).requires_grad_(self.training) for name, x in self.parameters.items()
+        }
+        states = self.states
+        if states is not None:
+            wide = torch.promote_types(kind, torch.float32)
+            states = cast(states[0], wide), cast(states[1])
+        return replace(self, x=cast(self.x), parameters=parameters, states=states)
+
+    def chain(self, make: Callable[[Block], tuple[Any, Any]], device: str, dtype: str) -> Chain:
+        """Return the step by a function of tokens, and its parameters, made from the problem."""
+        given = self.to(device, dtype)
+        return _chain("block", given.x, *make(given))
+
+
+KEYS, VALUES = 96, 256
+"""Channels of a head in Jet-Nemotron's model of 2 billion parameters."""
+
+#: The files of Jet-Nemotron's block, as a checkout has them.
+BLOCK = f"{JET}/jet_block.py"
+
+
+def _block(device: str, B: int, T: int, heads: int, C: int, training: bool) -> Block:
+    import torch
+
+    if device == "cpu":
+        raise Unsuited("runs on a GPU only, as fla's delta rule does")
+    if reason := no_file(BLOCK):
+        raise Unsuited(reason)
+    if not installed("fla"):
+        raise Unsuited("needs fla (flash-linear-attention)")
+    rng = torch.Generator().manual_seed(T)
+    D, H = VALUES * heads, VALUES * heads // 8
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return torch.randn(shape, generator=rng, dtype=torch.float64) * scale
+
+    sizes = {"q": KEYS * heads, "k": KEYS * heads, "v": D, "b": heads, "a": heads, "g": D}
+    parameters = {
+        "A_log": torch.linspace(0, 2, heads, dtype=torch.float64),
+        "dt_bias": torch.linspace(-4, -2, heads, dtype=torch.float64),
+        **{f"{name}_proj.weight": normal(n, C, scale=C**-0.5) for name, n in sizes.items()},
+        "dynamic_conv1d.kernel_generator.w1.weight": normal(H, C, scale=C**-0.5),
+        "dynamic_conv1d.kernel_generator.w2.weight": normal(4 * D, H, scale=(2 * H) ** -0.5),
+        "dynamic_conv1d.kernel_generator.w2.bias": normal(4 * D, scale=0.5),
+        "o_norm.weight": 1 + normal(VALUES, scale=0.1),
+        "o_proj.weight": normal(C, D, scale=D**-0.5),
+    }
+    states = (normal(B, heads, KEYS, VALUES, scale=0.1), normal(B, D, 4)) if T == 1 else None
+    return Block(normal(B, T, C), parameters, heads, training, states)
+
+
+def _module_of_block() -> ModuleType:
+    """Return Jet-Nemotron's module of the block.
+
+    Its norm takes an argument of a fork of fla: how often kernels are chosen anew. Releases of
+    fla choose them once, and the argument is dropped.
+    """
+    module = file_module(BLOCK)
+    norm = module.FusedRMSNormGated
+    if "autotune_interval" not in inspect.signature(norm).parameters:
+        module.FusedRMSNormGated = lambda *a, autotune_interval=None, **k: norm(*a, **k)
+    return module
+
+
+def _their_block(given: Block, swapped: Callable[[], Any] | None = None) -> tuple[Any, Any]:
+    """Return Jet-Nemotron's block, a function of tokens, with its own convolution or another."""
+    import torch
+
+    module = _module_of_block()
+    config = module.JetBlockConfig(
+        num_heads=given.heads, head_dim=KEYS, expand_v=VALUES / KEYS, dconv_implementation="triton"
+    )
+    sizes = {"hidden_size": given.x.shape[-1], "initializer_range": 0.02, "layer_idx": 0}
+    block = module.JetBlock(**sizes, jet_block_config=config)
+    if swapped:
+        block.dynamic_conv1d = swapped()
+    block = block.to(given.x).requires_grad_(given.training).train(given.training)
+    with torch.no_grad():
+        block.load_state_dict(given.parameters)
+    cache = None
+    if given.states is not None:
+        cache = file_module(f"{JET}/kv_cache.py").JetNemotronCache()
+        cache.update(recurrent_state=given.states[0], conv_state=given.states[1], layer_idx=0)
+
+    def function(x: Any) -> Any:
+        return block(x, past_key_value=cache, use_cache=cache is not None)[0]
+
+    own = dict(block.named_parameters())
+    return function, [own[name] for name in given.parameters]
+
+
+def _block_by_modules(
+    problem: Block, how: str, device: str, dtype: str, backend: str | None
+) -> Chain:
+    """Return the step by Jet-Nemotron's block with our convolution."""
+    from fusedops.nn import DynamicShortConvolution
+
+    D, C = VALUES * problem.heads, problem.x.shape[-1]
+    convolution = partial(DynamicShortConvolution, D, 4, C, generator_reduction=8, backend=backend)
+    return problem.chain(partial(_their_block, swapped=convolution), device, dtype)
+
+
+@peer("Jet-Nemotron", "jet_block", devices=("cuda",))
+def jet_block_by_its_kernels(problem: Block, device: str) -> Steps:
+    """The block as it is."""
+    return problem.chain(_their_block, device, dtype_on(device)).steps()
+
+
+def _formula_of_block(given: Block) -> tuple[Any, Any]:
+    """Return the block's formula in plain torch, a token after the other in the delta rule."""
+    import torch
+    from torch.nn import functional as F
+
+    p, heads = given.parameters, given.heads
+
+    def project(name: str, x: Any) -> Any:
+        return F.linear(x, p[f"{name}_proj.weight"])
+
+    def generator(x: Any) -> Any:
+        w1, w2, bias = (
+            p[f"dynamic_conv1d.kernel_generator.{name}"]
+            for name in ("w1.weight", "w2.weight", "w2.bias")
+        )
+        return F.linear(F.silu(F.linear(x, w1)), w2, bias).unflatten(-1, (-1, 4))
+
+    def block(x: Any) -> Any:
+        state, last = given.states or (None, None)
+        q, k = (
+            F.normalize(F.silu(project(name, x)).unflatten(-1, (heads, -1)), dim=-1)
+            for name in "qk"
+        )
+        v = _in_torch(project("v", x), generator(x), last).unflatten(-1, (heads, -1))
+        beta = project("b", x).sigmoid()[..., None]
+        decay = (-p["A_log"].exp() * F.softplus(project("a", x) + p["dt_bias"])).exp()
+        S = x.new_zeros(len(x), heads, KEYS, VALUES) if state is None else state
+        outs = []
+        for t in range(x.shape[1]):
+            S = decay[:, t, :, None, None] * S
+            change = beta[:, t] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+            S = S + k[:, t, :, :, None] * change[:, :, None]
+            outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) / KEYS**0.5)
+        o = F.rms_norm(torch.stack(outs, 1), (VALUES,), p["o_norm.weight"], 1e-5)
+        gate = F.silu(project("g", x)).unflatten(-1, (heads, -1))
+        return project("o", (o * gate).flatten(-2))
+
+    return block, p.values()
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests to a server whose model is a convolution of four taps, with SiLU.
+
+    Parameters
+    ----------
+    tokens : tensor (N + 1,), int64
+        Of all prompts and answers, request by request, and one of no request. Answers are given,
+        so that every program gets the same tokens.
+    table : tensor (V, D), float64
+        The channels of every token.
+    weight : tensor (D, 4), float64
+    lengths : tuple of pairs of int
+        Of each prompt and its answer.
+    batch, chunk : int
+        The requests that are answered at a time, and the most tokens of a prompt read at a time.
+    """
+
+    tokens: Any
+    table: Any
+    weight: Any
+    lengths: tuple[tuple[int, int], ...]
+    batch: int
+    chunk: int
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes that a table shows."""
+        count, N, D = len(self.lengths), len(self.tokens) - 1, self.table.shape[1]
+        return {"tokens": N, "requests": count, "batch": self.batch, "D": D}
+
+    def starts(self) -> list[int]:
+        """Return where each request begins, and where the last one ends."""
+        starts = [0]
+        for prompt, answer in self.lengths:
+            starts.append(starts[-1] + prompt + answer)
+        return starts
+
+    def truth(self) -> tuple[Any, ...]:
+        """Return the convolution of every request by itself."""
+        import torch
+
+        starts = self.starts()
+        fresh = self.weight.new_zeros(1, len(self.weight), 3)
+        outs = [
+            _read_in_torch(self.table[self.tokens[first:last]], self.weight, fresh)[0]
+            for first, last in pairwise(starts)
+        ]
+        return (torch.cat(outs),)
+
+
+def _requests(batch: int, D: int, chunk: int) -> Requests:
+    """Return two requests for every place of the batch, with prompts of up to three chunks."""
+    import torch
+
+    rng = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(1, 3 * chunk, (2 * batch,), generator=rng).tolist()
+    answers = torch.randint(1, chunk // 4 + 2, (2 * batch,), generator=rng).tolist()
+    lengths = tuple(zip(prompts, answers, strict=True))
+    N, V = sum(prompts) + sum(answers), 256
+    tokens = torch.randint(0, V, (N + 1,), generator=rng)
+    table = torch.randn(V, D, generator=rng, dtype=torch.float64)
+    weight = torch.randn(D, 4, generator=rng, dtype=torch.float64) / 2
+    return Requests(tokens, table, weight, lengths, batch, chunk)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The functions of a program that a server calls.
+
+    Parameters
+    ----------
+    read : callable
+        From tokens (T, D) of one request, the weight, and its state (1, D, L) to the convolution
+        and the state after them.
+    step : callable
+        From a token (B, D) of every request, the states (R, D, L) of all rows, which it updates,
+        the weight, and the rows (B,) to the convolution.
+    inputs : int
+        L, the inputs that a state has.
+    """
+
+    read: Callable[..., Any]
+    step: Callable[..., Any]
+    inputs: int = 3
+
+
+class Server:
+    """Continuous batching: a turn decodes a token of each running request, beside a prompt's chunk.
+
+    Every request has a row of `pages`, the states, from its prompt to its end. A decoding step
+    takes tokens from `places`, and states from `slots`, both of which the host writes every turn;
+    on a GPU it may be captured in a graph, as its shapes never change. Where the batch isn't full,
+    the slot is -1, which some programs take as the last row, and the place is behind all tokens.
+    """
+
+    def __init__(
+        self, requests: Requests, program: Convolution, device: str, dtype: str, graph: bool
+    ) -> None:
+        import torch
+
+        kind = getattr(torch, dtype)
+        self.requests, self.program, self.graph = requests, program, graph
+        self.tokens, self.table = requests.tokens.to(device), requests.table.to(device, kind)
+        self.weight = requests.weight.to(device, kind)
+        self.out = self.table.new_empty(len(self.tokens), self.table.shape[1])
+        batch, D = requests.batch, self.table.shape[1]
+        # Channels lie side by side, as causal-conv1d's kernels need them.
+        self.pages = self.table.new_zeros(batch + 1, program.inputs, D).mT
+        self.places = torch.full((batch,), len(self.tokens) - 1, device=device)
+        self.slots = torch.full((batch,), -1, device=device, dtype=torch.int32)
+        self.decode = graphed(self._decode, 1) if graph else self._decode
+
+    def steps(self) -> Steps:
+        """Return functions that serve all requests, make one step, and read one chunk."""
+        import torch
+
+        batch = self.requests.batch
+        every = {row: (row, row) for row in range(batch)}
+        made: Steps = {FORWARD: self.serve, "a decoding step": partial(self._step, every)}
+        if not self.graph:
+            rows = torch.arange(batch, dtype=torch.int32, device=self.table.device)
+            given = self.table[:batch], self.pages, self.weight, rows
+            made[CONVOLUTION] = partial(self.program.step, *given)
+            made["a chunk of a prompt"] = partial(self._read, 0, self.requests.chunk, 0)
+        return {name: torch.no_grad()(step) for name, step in made.items()}
+
+    def serve(self) -> tuple[Any, ...]:
+        """Serve all requests; return the convolution of all their tokens."""
+        requests, starts = self.requests, self.requests.starts()
+        waiting, running = deque(range(len(requests.lengths))), {}
+        free = list(range(requests.batch))
+        prompt = None
+        while waiting or running or prompt:
+            if prompt is None and waiting and len(running) < requests.batch:
+                name, row = waiting.popleft(), free.pop()
+                self.pages[row] = 0
+                prompt = name, row, starts[name]
+            if running:
+                self._step(running)
+                for name, (row, at) in list(running.items()):
+                    running[name] = row, at + 1
+                    if at + 1 == starts[name + 1]:
+                        del running[name]
+                        free.append(row)
+            if prompt:
+                name, row, at = prompt
+                end = starts[name] + requests.lengths[name][0]
+                last = min(at + requests.chunk, end)
+                self._read(at, last, row)
+                prompt = name, row, last
+                if last == end:
+                    running[name] = row, last
+                    prompt = None
+        return (self.out[:-1],)
+
+    def _step(self, running: dict[int, tuple[int, int]]) -> None:
+        """Take the next token of every running request, of which the rows and places are given."""
+        import torch
+
+        empty = self.requests.batch - len(running)
+        slots = [row for row, _ in running.values()] + [-1] * empty
+        places = [at for _, at in running.values()] + [len(self.tokens) - 1] * empty
+        self.slots.copy_(torch.tensor(slots, dtype=torch.int32), non_blocking=True)
+        self.places.copy_(torch.tensor(places), non_blocking=True)
+        self.decode()
+
+    def _decode(self) -> None:
+        x = self.table[self.tokens[self.places]]
+        y = self.program.step(x, self.pages, self.weight, self.slots)
+        self.out.index_copy_(0, self.places, y)
+
+    def _read(self, first: int, last: int, row: int) -> None:
+        state = self.pages[row : row + 1]
+        x = self.table[self.tokens[first:last]]
+        y, after = self.program.read(x, self.weight, state)
+        self.out[first:last] = y
+        state.copy_(after)
+
+
+#: The part that is held beside an empty function: the host's time counts once for every layer.
+CONVOLUTION = "its convolution"
+
+
+def _served(problem: Requests, how: str, device: str, dtype: str, backend: str | None) -> Server:
+    """Return the loop with our functions by causal-conv1d's names."""
+    from fusedops.compat import causal_conv1d
+
+    return Server(problem, _by_causal_conv1d(causal_conv1d, backend), device, dtype, how == GRAPHS)
+
+
+def _by_causal_conv1d(module: Any, backend: str | None = None) -> Convolution:
+    """Return the functions of causal-conv1d, or ours with its names."""
+
+    def read(x: Any, weight: Any, state: Any) -> Any:
+        y, after = module.causal_conv1d_fn(
+            x.mT[None],
+            weight,
+            initial_states=state,
+            return_final_states=True,
+            activation="silu",
+        )
+        return y[0].mT, after
+
+    def step(x: Any, pages: Any, weight: Any, slots: Any) -> Any:
+        return module.causal_conv1d_update(
+            x, pages, weight, activation="silu", conv_state_indices=slots
+        )
+
+    if backend is None:
+        return Convolution(read, step)
+    return Convolution(fusedops.use_backend(backend)(read), fusedops.use_backend(backend)(step))
+
+
+def _read_in_torch(x: Any, weight: Any, state: Any) -> Any:
+    import torch
+    from torch.nn import functional as F
+
+    inputs = torch.cat([state, x.mT[None]], -1)
+    y = F.silu(F.conv1d(inputs, weight[:, None], groups=len(weight)))
+    return y[0].mT, inputs[..., -state.shape[-1] :]
+
+
+def _step_in_torch(x: Any, pages: Any, weight: Any, slots: Any) -> Any:
+    import torch
+    from torch.nn import functional as F
+
+    inputs = torch.cat([pages[slots], x[..., None]], -1)
+    pages[slots] = inputs[..., 1:]
+    return F.silu((inputs * weight).sum(-1))
+
+
+@peer("torch eager", "serving")
+def served_in_torch(problem: Requests, device: str) -> Steps:
+    """The loop with torch's convolution, and its own sum of products for a step."""
+    program = Convolution(_read_in_torch, _step_in_torch)
+    return Server(problem, program, device, dtype_on(device), False).steps()
+
+
+@peer("causal-conv1d", "serving", package="causal_conv1d", devices=("cuda",))
+def served_by_causal_conv1d(problem: Requests, device: str) -> Steps:
+    """The loop with its CUDA kernels."""
+    import causal_conv1d
+
+    program = _by_causal_conv1d(causal_conv1d)
+    return Server(problem, program, device, dtype_on(device), False).steps()
+
+
+@peer("fla", "serving", package="fla", devices=("cuda",))
+def served_by_fla(problem: Requests, device: str) -> Steps:
+    """The loop with its Triton kernels; states are gathered before a step, and put back."""
+    from fla.modules.convolution import causal_conv1d, causal_conv1d_update
+
+    def read(x: Any, weight: Any, state: Any) -> Any:
+        options = {"activation": "silu", "output_final_state": True}
+        y, after = causal_conv1d(x[None], weight, initial_state=state.contiguous(), **options)
+        return y[0], after
+
+    def step(x: Any, pages: Any, weight: Any, slots: Any) -> Any:
+        rows = pages[slots].contiguous()
+        y, rows = causal_conv1d_update(x, rows, weight=weight, activation="silu")
+        pages[slots] = rows
+        return y
+
+    program = Convolution(read, step, inputs=4)
+    return Server(problem, program, device, dtype_on(device), False).steps()
+
+
+@peer(EMPTY, "serving", captured=False, computes=False, checked=False)
+def serving_nothing(problem: Requests, device: str) -> Steps:
+    """An autograd.Function that computes nothing, of a token of every request."""
+    import torch
+
+    x = problem.table[: problem.batch].to(device, getattr(torch, dtype_on(device)))
+    return {CONVOLUTION: torch.no_grad()(partial(empty_function(), x))}

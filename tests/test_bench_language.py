@@ -1,0 +1,291 @@
+"""`fusedops bench` times layers, blocks and servers of language models, and refuses wrong ones."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fusedops  # noqa: E402
+from benches import bench_module  # noqa: E402
+from fusedops import cli  # noqa: E402
+from fusedops.bench import language, measure, report, steps  # noqa: E402
+from fusedops.bench.peers import EMPTY, PEERS, Unsuited  # noqa: E402
+from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS, errors  # noqa: E402
+from fusedops.compat import causal_conv1d, fla  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("young_heap")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "training"),
+    [(33, True), (33, False), (1, False)],
+    ids=["training", "prefill", "decoding"],
+)
+def test_our_layer_is_that_of_jet_nemotrons_formulas(tokens, training):
+    problem = language._layer(2, tokens, 16, training)
+    ours = language._jet_by_module(problem, "torch", "cpu", "float64", None).steps()
+    theirs = language._jet_by(language._in_torch, problem, "cpu", "float64").steps()
+    stored = language._jet_by(language._stored, problem, "cpu", "float64").steps()
+    layer = ["layer", "target"]
+    parts = [*layer, *map(steps.backward_of, layer)]
+    assert set(ours) == set(theirs) == {FORWARD, *([BOTH, *parts] if training else [])}
+    # A step in decoding moves the cache on, so the second has another value.
+    for _ in range(2):
+        for name in (FORWARD, *[BOTH] * training):
+            found = [program[name]() for program in (ours, theirs, stored)]
+            assert found[0][0].shape == (() if training else problem.x.shape)
+            for got in found[::2]:
+                for one, other in zip(got, found[1], strict=True):
+                    assert (one - other).abs().max() <= 1e-12 * other.abs().max() > 0
+
+
+@pytest.mark.usefixtures("quick_bench")
+def test_a_layer_that_makes_kernels_wrong_is_not_timed(monkeypatch, capsys):
+    """In one channel of one token, and only in prefill, where kernels aren't stored."""
+    from fusedops import nn
+
+    def wrong(*arguments, **options):
+        called.append(1)
+        y = fusedops.dynamic_conv_generated(*arguments, **options)
+        y[0, 4, 7] += 1e-3
+        return y
+
+    def tiny(device):
+        some = tuple(case for case in language.jet(device).checks if case.name != "decoding")
+        few = steps.Case("tiny", lambda: language._layer(1, 3, 16), quick=True)
+        return replace(language.jet(device), cases=(few,), checks=some)
+
+    called = []
+    monkeypatch.setattr(measure, "STEPS", {"jet": tiny})
+    monkeypatch.setattr(nn, "dynamic_conv_generated", wrong)
+    assert cli.main(["bench", "--quick", "--step", "jet"]) == 1
+    assert called == [1]
+    assert "NOT TIMED, because wrong: jet by" in capsys.readouterr().out
+
+
+def fake(monkeypatch, name, **contents):
+    module = types.ModuleType(name)
+    module.__dict__.update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Let our functions pass for those of causal-conv1d and fla."""
+    names = ("causal_conv1d_fn", "causal_conv1d_update")
+    fake(monkeypatch, "causal_conv1d", **{name: getattr(causal_conv1d, name) for name in names})
+    fake(monkeypatch, "fla")
+    fake(monkeypatch, "fla.modules")
+    names = ("causal_conv1d", "causal_conv1d_update")
+    fake(monkeypatch, "fla.modules.convolution", **{name: getattr(fla, name) for name in names})
+
+
+def peer_of(name, op):
+    (found,) = (peer for peer in PEERS if peer.name == name and op in peer.ops)
+    return found
+
+
+SERVERS = "torch eager", "causal-conv1d", "fla"
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("who", ["ours", *SERVERS])
+def test_a_server_gives_every_request_its_own_convolution(who):
+    step = language.serving("cpu")
+    (small,) = (case.make() for case in step.checks)
+    # Requests wait, since the batch is full, and prompts are longer than a chunk.
+    assert len(small.lengths) > small.batch
+    assert max(prompt for prompt, _ in small.lengths) > small.chunk
+    if who == "ours":
+        made = step.ours(small, "torch", "cpu", "float32", "numpy").steps()
+    else:
+        made = peer_of(who, "serving").prepare(small, "cpu")
+    for _ in range(2):
+        assert measure._step_errors(made, step.reference(small))["value"] < 1e-6
+        # Neither a single step nor a chunk disturbs the requests that follow.
+        for name in made.keys() - {FORWARD}:
+            made[name]()
+
+
+def test_a_server_that_forgets_a_state_is_told():
+    """A prompt's second chunk, or the first token of an answer, would begin with zeros."""
+    step = language.serving("cpu")
+    small = step.checks[0].make()
+
+    def forgetful(x, weight, state):
+        return language._read_in_torch(x, weight, torch.zeros_like(state))
+
+    program = language.Convolution(forgetful, language._step_in_torch)
+    made = language.Server(small, program, "cpu", "float32", False).steps()
+    assert measure._step_errors(made, step.reference(small))["value"] > 100 * step.tolerance
+
+
+@pytest.mark.usefixtures("quick_bench")
+def test_a_serving_step_has_its_tables(tmp_path, monkeypatch):
+    def tiny(device):
+        step = language.serving(device)
+        return replace(step, cases=(replace(step.checks[0], quick=True),))
+
+    monkeypatch.setattr(measure, "STEPS", {"serving": tiny})
+    path = tmp_path / "cpu.json"
+    assert cli.main(["bench", "--quick", "--step", "serving", "--json", str(path)]) == 0
+    rows = report.read(path)["ops"]["serving"]["cases"]
+    assert {row["who"] for row in rows if not row["ours"]} == {"torch eager", EMPTY}
+    for row in rows:
+        held = row["pass"] == language.CONVOLUTION
+        assert (row["over_empty"] is not None) == (held and row["who"] != EMPTY)
+        assert "share" not in row
+    told = "<!-- measured: serving cpu -->\n<!-- end of measured -->\n"
+    written = bench_module("tables").tables(told, tmp_path)
+    assert EMPTY not in written
+    assert "tokens/s" in written
+    assert "; host " in written
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("name", ["causal-conv1d", "fla"])
+def test_a_peer_of_static_kernels(name):
+    peer, done = peer_of(name, "dynamic_conv"), 0
+    for workload in WORKLOADS:
+        if workload.op is not fusedops.dynamic_conv or workload.tiny:
+            continue
+        small = replace(workload, size=5, device="cpu", make=workload.make)
+        try:
+            found = errors(small, peer.prepare, "torch", "float32")
+        except Unsuited:
+            continue
+        assert workload.name == "static, SiLU"
+        assert max(found.values()) < 1e-5
+        done += 1
+    assert done == 3
+
+
+def test_a_jet_block_needs_its_packages(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEDOPS_PEERS", str(tmp_path))
+    *_, decoding = language.jet_block("cuda").checks
+    with pytest.raises(Unsuited, match=r"checkout of .*NVlabs/Jet-Nemotron"):
+        decoding.make()
+    with pytest.raises(Unsuited, match="on a GPU only"):
+        language.jet_block("cpu").checks[0].make()
+
+
+NORM = """
+import torch
+
+
+class FusedRMSNormGated(torch.nn.RMSNorm):
+    def __init__(self, size, eps):
+        super().__init__(size, eps=eps)
+
+    def forward(self, o, gate):
+        return super().forward(o) * torch.nn.functional.silu(gate)
+"""
+BLOCK = """
+import dataclasses
+
+import torch
+from torch.nn import Linear, functional as F
+
+from .norm import FusedRMSNormGated
+
+
+@dataclasses.dataclass
+class JetBlockConfig:
+    num_heads: int
+    head_dim: int
+    expand_v: float
+    dconv_implementation: str
+
+
+class Convolution(torch.nn.Module):
+    def __init__(self, C, D):
+        super().__init__()
+        w1, w2 = Linear(C, D // 8, bias=False), Linear(D // 8, 4 * D)
+        self.kernel_generator = torch.nn.ModuleDict({"w1": w1, "w2": w2})
+
+    def forward(self, x, generator_input, cache, output_final_state):
+        g = self.kernel_generator
+        kernels = g.w2(F.silu(g.w1(generator_input))).unflatten(-1, (-1, 4))
+        before = torch.zeros_like(x[:, :3]) if cache is None else cache[..., 1:].mT
+        inputs = torch.cat([before, x], 1)
+        y = sum(inputs[:, w : w + x.shape[1]] * kernels[..., w] for w in range(4))
+        return F.silu(y), inputs[:, -4:].mT
+
+
+class JetBlock(torch.nn.Module):
+    def __init__(self, hidden_size, initializer_range, layer_idx, jet_block_config):
+        super().__init__()
+        c = jet_block_config
+        keys, values = c.num_heads * c.head_dim, int(c.num_heads * c.head_dim * c.expand_v)
+        sizes = {"q": keys, "k": keys, "v": values, "b": c.num_heads, "a": c.num_heads, "g": values}
+        for name, n in sizes.items():
+            setattr(self, name + "_proj", Linear(hidden_size, n, bias=False))
+        self.heads, self.size = c.num_heads, c.head_dim
+        self.A_log = torch.nn.Parameter(torch.zeros(c.num_heads))
+        self.dt_bias = torch.nn.Parameter(torch.zeros(c.num_heads))
+        self.dynamic_conv1d = Convolution(hidden_size, values)
+        self.o_norm = FusedRMSNormGated(values // c.num_heads, eps=1e-5, autotune_interval=7)
+        self.o_proj = Linear(values, hidden_size, bias=False)
+
+    def forward(self, x, past_key_value, use_cache):
+        last = past_key_value.state if use_cache else {"conv_state": None, "recurrent_state": None}
+        v, _ = self.dynamic_conv1d(
+            self.v_proj(x),
+            generator_input=x,
+            cache=last["conv_state"],
+            output_final_state=use_cache,
+        )
+        out = torch.zeros_like(v)
+        for b in range(len(x)):
+            for h in range(self.heads):
+                key, value = slice(96 * h, 96 * h + 96), slice(256 * h, 256 * h + 256)
+                S = torch.zeros(96, 256, dtype=x.dtype)
+                if use_cache:
+                    S = last["recurrent_state"][b, h]
+                for t, token in enumerate(x[b]):
+                    q, k = (F.silu(p(token))[key] for p in (self.q_proj, self.k_proj))
+                    q, k = q / q.norm() / 96**0.5, k / k.norm()
+                    beta = self.b_proj(token)[h].sigmoid()
+                    rate = F.softplus(self.a_proj(token)[h] + self.dt_bias[h])
+                    S = (-self.A_log[h].exp() * rate).exp() * S
+                    S = S - beta * k[:, None] * (k @ S) + beta * k[:, None] * v[b, t, value]
+                    at = torch.zeros_like(out)
+                    at[b, t, value] = q @ S
+                    out = out + at
+        heads = (self.heads, -1)
+        out = self.o_norm(out.unflatten(-1, heads), self.g_proj(x).unflatten(-1, heads))
+        return self.o_proj(out.flatten(-2)), past_key_value
+"""
+CACHE = """
+class JetNemotronCache:
+    def update(self, **state):
+        self.state = state
+"""
+
+
+@pytest.mark.parametrize("tokens", [5, 1], ids=["training", "decoding"])
+def test_a_jet_block_of_a_checkout(monkeypatch, tmp_path, tokens):
+    """The formula is that of a block with Jet-Nemotron's names, whose convolution is swapped."""
+    monkeypatch.setenv("FUSEDOPS_PEERS", str(tmp_path))
+    folder = tmp_path / language.JET
+    folder.mkdir(parents=True)
+    for name, code in {"norm": NORM, "jet_block": BLOCK, "kv_cache": CACHE}.items():
+        (folder / f"{name}.py").write_text(code)
+    language.file_module.cache_clear()
+    fake(monkeypatch, "fla")
+    monkeypatch.setattr(language, "installed", {"fla": True}.__getitem__)
+    problem = language._block("cuda", 2, tokens, 2, 8, tokens > 1)
+    truth = language.result(problem.chain(language._formula_of_block, "cpu", "float64").steps())
+    theirs = language.jet_block_by_its_kernels
+    monkeypatch.setattr(language, "dtype_on", lambda device: "float64")
+    ours = language._block_by_modules(problem, "torch", "cpu", "float64", "numpy").steps()
+    for made in (theirs(problem, "cpu"), ours):
+        found = language.result(made)
+        assert len(found) == len(truth) == (1 + 1 + 13 if tokens > 1 else 1)
+        for got, want in zip(found, truth, strict=True):
+            assert (got - want).abs().max() <= 1e-10 * want.abs().max() > 0
