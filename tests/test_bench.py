@@ -983,6 +983,30 @@ def test_the_passes_of_parts_are_those_of_the_chain():
     assert made["sum"]()[0] == 13.0
 
 
+@needs_torch
+def test_no_graph_of_a_part_lives_before_its_backward_pass():
+    """Else a pass of the whole couldn't be captured: nodes of gradients keep their stream."""
+    import torch
+
+    weight = torch.full((3,), 2.0, requires_grad=True)
+
+    def lives():
+        """Whether a node of the weight's gradient outlives the references made here."""
+        torch.autograd.graph.get_gradient_edge(weight).node.metadata["seen"] = True
+        return "seen" in torch.autograd.graph.get_gradient_edge(weight).node.metadata
+
+    product = steps.Part("product", ("x",), lambda x: x * weight, (weight,))
+    made = steps.Chain(
+        {"x": torch.ones(3)}, (product, steps.Part("sum", ("product",), torch.sum))
+    ).steps()
+    made[BOTH]()
+    assert not lives()
+    for _ in range(2):
+        dx, dweight = made[steps.backward_of("product")]()
+        assert (dx.tolist(), dweight.tolist()) == ([2.0] * 3, [1.0] * 3)
+    assert lives()
+
+
 @pytest.mark.usefixtures("quick_bench", "tiny_steps")
 def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
     path = tmp_path / "cpu.json"

@@ -15,6 +15,7 @@ from benches import bench_module  # noqa: E402
 from fusedops import cli  # noqa: E402
 from fusedops.bench import language, measure, report, steps  # noqa: E402
 from fusedops.bench.peers import EMPTY, PEERS, Unsuited  # noqa: E402
+from fusedops.bench.timing import graphed  # noqa: E402
 from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS, errors  # noqa: E402
 from fusedops.compat import causal_conv1d, fla  # noqa: E402
 
@@ -279,6 +280,7 @@ def test_a_jet_block_of_a_checkout(monkeypatch, tmp_path, tokens):
     language.file_module.cache_clear()
     fake(monkeypatch, "fla")
     monkeypatch.setattr(language, "installed", {"fla": True}.__getitem__)
+    monkeypatch.setattr(language, "_no_training", lambda: None)
     problem = language._block("cuda", 2, tokens, 2, 8, tokens > 1)
     truth = language.result(problem.chain(language._formula_of_block, "cpu", "float64").steps())
     theirs = language.jet_block_by_its_kernels
@@ -289,3 +291,22 @@ def test_a_jet_block_of_a_checkout(monkeypatch, tmp_path, tokens):
         assert len(found) == len(truth) == (1 + 1 + 13 if tokens > 1 else 1)
         for got, want in zip(found, truth, strict=True):
             assert (got - want).abs().max() <= 1e-10 * want.abs().max() > 0
+
+
+@pytest.mark.gpu
+def test_every_pass_of_a_layer_has_its_graph(tmp_path):
+    path = tmp_path / "gpu.json"
+    arguments = ["bench", "--quick", "--device", "cuda", "--step", "jet", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    rows = [row for row in report.cases(report.read(path)) if row["how"] == "CUDA graph"]
+    assert {row["pass"] for row in rows} == {FORWARD, BOTH}
+    for row in rows:
+        assert row["ms"], row
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_stream():
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        graphed(lambda: torch.ones(1, device="cuda").item())
+    assert torch.cuda.current_stream() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable
@@ -361,6 +362,8 @@ def _block(device: str, B: int, T: int, heads: int, C: int, training: bool) -> B
         raise Unsuited(reason)
     if not installed("fla"):
         raise Unsuited("needs fla (flash-linear-attention)")
+    if training and (reason := _no_training()):
+        raise Unsuited(reason)
     rng = torch.Generator().manual_seed(T)
     D, H = VALUES * heads, VALUES * heads // 8
 
@@ -380,6 +383,24 @@ def _block(device: str, B: int, T: int, heads: int, C: int, training: bool) -> B
     }
     states = (normal(B, heads, KEYS, VALUES, scale=0.1), normal(B, D, 4)) if T == 1 else None
     return Block(normal(B, T, C), parameters, heads, training, states)
+
+
+@functools.cache
+def _no_training() -> str | None:
+    """Return why fla has no gradients of the delta rule here, as with some versions of Triton."""
+    import torch
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    sizes = {"q": (12, KEYS), "k": (12, KEYS), "v": (12, VALUES), "g": (12,), "beta": (12,)}
+    given = {
+        name: torch.zeros(1, 64, *size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for name, size in sizes.items()
+    }
+    try:
+        torch.autograd.grad(chunk_gated_delta_rule(**given)[0].sum(), [*given.values()])
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _module_of_block() -> ModuleType:

@@ -140,12 +140,22 @@ def _of_tensors(chain: Chain) -> Steps:
     steps: Steps = {FORWARD: torch.no_grad()(forward), BOTH: both}
     for part, dy in zip(chain.parts, cotangents, strict=True):
         inputs = [values[name].detach().requires_grad_() for name in part.of]
-        y = part.function(*inputs)
         steps[part.name] = torch.no_grad()(partial(part.function, *inputs))
-        inputs += part.parameters
-        back = partial(torch.autograd.grad, y, inputs, dy, retain_graph=True)
-        steps[backward_of(part.name)] = back
+        steps[backward_of(part.name)] = _backward(part, inputs, dy)
     return steps
+
+
+def _backward(part: Part, inputs: list[Any], dy: Any) -> Callable[[], tuple[Any, ...]]:
+    """Return a part's backward pass, after a forward pass that its first call makes.
+
+    Autograd's graph of a forward pass keeps the nodes of the parameters' gradients, with the stream
+    they were made on. While it lives, no pass on another stream can be captured in a CUDA graph.
+    """
+    import torch
+
+    forward = functools.cache(partial(part.function, *inputs))
+    by = [*inputs, *part.parameters]
+    return lambda: torch.autograd.grad(forward(), by, dy, retain_graph=True)
 
 
 def result(steps: Steps) -> tuple[Any, ...]:

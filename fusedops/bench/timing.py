@@ -108,15 +108,15 @@ def graphed(step: Callable[[], Any], copies: int = COPIES) -> Callable[[], None]
     """Return the replay of a CUDA graph that holds several steps, one after the other."""
     import torch
 
-    stream = torch.cuda.Stream()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    # After a capture that fails, torch.cuda.graph alone would leave its stream the current one.
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(copies):
-            step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(copies):
+                step()
     return graph.replay
 
 
