@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import fusedops
@@ -24,7 +23,7 @@ from fusedops.bench.peers import (
 )
 from fusedops.bench.steps import STEPS, Case, Chain, Part, Step, dtype_on, installed, result
 from fusedops.bench.timing import GRAPHS, TORCH, graphed
-from fusedops.bench.workloads import FORWARD, Steps
+from fusedops.bench.workloads import BOTH, FORWARD, Steps
 
 
 def jet(device: str) -> Step:
@@ -125,11 +124,10 @@ STEPS.update(jet=jet, jet_block=jet_block, serving=serving)
 
 def _chain(name: str, x: Any, function: Callable[[Any], Any], parameters: Any) -> Chain:
     """Return the step of a layer, a function of tokens: in training, with gradients of a loss."""
-    parts = (Part(name, ("x",), function, tuple(parameters)),)
-    training = any(parameter.requires_grad for parameter in parts[0].parameters)
-    if training:
-        parts = *parts, Part("target", (name,), _half_mean_square)
-    return Chain({"x": x}, parts, training)
+    layer = Part(name, ("x",), function, tuple(parameters))
+    if not any(parameter.requires_grad for parameter in layer.parameters):
+        return Chain({"x": x}, (layer,), has_gradients=False)
+    return Chain({"x": x}, (layer, Part("target", (name,), _half_mean_square)))
 
 
 def _half_mean_square(y: Any) -> Any:
@@ -270,7 +268,8 @@ def jet_compiled(problem: Layer, device: str) -> Steps:
     chain = _jet_by(_in_torch, problem, device, dtype_on(device))
     layer, *rest = chain.parts
     layer = replace(layer, function=torch.compile(layer.function, dynamic=False))
-    return replace(chain, parts=(layer, *rest)).steps()
+    steps = replace(chain, parts=(layer, *rest)).steps()
+    return {what: steps[what] for what in (FORWARD, BOTH) if what in steps}
 
 
 @peer("Jet-Nemotron", "jet", file=f"{JET}/dconv_fwdbwd.py", devices=("cuda",))
@@ -403,13 +402,13 @@ def _no_training() -> str | None:
     return None
 
 
-def _module_of_block() -> ModuleType:
+def _module_of_block() -> Any:
     """Return Jet-Nemotron's module of the block.
 
     Its norm takes an argument of a fork of fla: how often kernels are chosen anew. Releases of
     fla choose them once, and the argument is dropped.
     """
-    module = file_module(BLOCK)
+    module: Any = file_module(BLOCK)
     norm = module.FusedRMSNormGated
     if "autotune_interval" not in inspect.signature(norm).parameters:
         module.FusedRMSNormGated = lambda *a, autotune_interval=None, **k: norm(*a, **k)
@@ -619,7 +618,10 @@ class Server:
 
         batch = self.requests.batch
         every = {row: (row, row) for row in range(batch)}
-        made: Steps = {FORWARD: self.serve, "a decoding step": partial(self._step, every)}
+        made: dict[str, Callable[[], Any]] = {
+            FORWARD: self.serve,
+            "a decoding step": partial(self._step, every),
+        }
         if not self.graph:
             rows = torch.arange(batch, dtype=torch.int32, device=self.table.device)
             given = self.table[:batch], self.pages, self.weight, rows
@@ -630,7 +632,9 @@ class Server:
     def serve(self) -> tuple[Any, ...]:
         """Serve all requests; return the convolution of all their tokens."""
         requests, starts = self.requests, self.requests.starts()
-        waiting, running = deque(range(len(requests.lengths))), {}
+        waiting = deque(range(len(requests.lengths)))
+        # The row of every running request, and the place of its next token.
+        running: dict[int, tuple[int, int]] = {}
         free = list(range(requests.batch))
         prompt = None
         while waiting or running or prompt:
