@@ -684,7 +684,7 @@ class Server:
         state.copy_(after)
 
 
-#: The part that is held beside an empty function: the host's time counts once for every layer.
+#: The part that is held beside an empty function on a GPU: every layer of a model has its own.
 CONVOLUTION = "its convolution"
 
 
@@ -772,7 +772,7 @@ def served_by_fla(problem: Requests, device: str) -> Steps:
     return Server(problem, program, device, dtype_on(device), False).steps()
 
 
-@peer(EMPTY, "serving", captured=False, computes=False, checked=False)
+@peer(EMPTY, "serving", devices=("cuda",), captured=False, computes=False, checked=False)
 def serving_nothing(problem: Requests, device: str) -> Steps:
     """An autograd.Function that computes nothing, of a token of every request."""
     import torch
