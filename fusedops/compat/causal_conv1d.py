@@ -263,6 +263,43 @@ def causal_conv1d_update(
     >>> state.tolist()
     [[[1.0]], [[4.0]]]
     """
+    given = x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+    # The op takes arrays, and kernels of every token, too.
+    if not all(isinstance(each, torch.Tensor) for each in given[:3]) or weight.ndim != 2:
+        _need_update(*given)
+    if conv_state_indices is not None and pad_slot_id >= 0:
+        _need_update(*given)
+        padding = conv_state_indices == pad_slot_id
+        conv_state_indices = conv_state_indices.masked_fill(padding, -1)
+    several = x.ndim == 3
+    try:
+        out = fusedops.dynamic_conv_step(
+            x.transpose(1, 2) if several else x,
+            conv_state,
+            weight.detach() if weight.requires_grad else weight,
+            bias=bias.detach() if bias is not None and bias.requires_grad else bias,
+            activation=activation,
+            slots=conv_state_indices,
+            positions=cache_seqlens,
+        )
+    except (AttributeError, TypeError, ValueError):
+        # The op has refused under its own names. Checks of every call would cost the host as much
+        # again as the checks of the op.
+        _need_update(*given)
+        raise
+    return out.transpose(1, 2) if several else out
+
+
+def _need_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    cache_seqlens: torch.Tensor | None,
+    conv_state_indices: torch.Tensor | None,
+) -> None:
+    """Raise unless the arguments of `causal_conv1d_update` fit, and name one that doesn't."""
     name = "causal_conv1d_update"
     need_floats(name, x, conv_state=conv_state, weight=weight, bias=bias)
     of_shape(name, "weight", weight, ("D", "W"))
@@ -283,9 +320,6 @@ def causal_conv1d_update(
         need_integers(name, "cache_seqlens", cache_seqlens, (B,), x)
     if conv_state_indices is not None:
         need_integers(name, "conv_state_indices", conv_state_indices, (B,), x)
-        if pad_slot_id >= 0:
-            padding = conv_state_indices == pad_slot_id
-            conv_state_indices = conv_state_indices.masked_fill(padding, -1)
         if B and not traced() and conv_state_indices.is_cpu:
             largest = max(conv_state_indices.tolist())
             if largest >= len(conv_state):
@@ -293,16 +327,6 @@ def causal_conv1d_update(
                     f"{name}: conv_state_indices has {largest}; it should be below "
                     f"{len(conv_state)}, the number of states"
                 )
-    out = fusedops.dynamic_conv_step(
-        x if x.ndim == 2 else x.transpose(1, 2),
-        conv_state,
-        weight.detach(),
-        bias=None if bias is None else bias.detach(),
-        activation=activation,
-        slots=conv_state_indices,
-        positions=cache_seqlens,
-    )
-    return out if x.ndim == 2 else out.transpose(1, 2)
 
 
 def causal_conv1d_varlen_states(
