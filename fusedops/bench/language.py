@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
 from collections import deque
@@ -713,9 +715,11 @@ def _by_causal_conv1d(module: Any, backend: str | None = None) -> Convolution:
             x, pages, weight, activation="silu", conv_state_indices=slots
         )
 
-    if backend is None:
-        return Convolution(read, step)
-    return Convolution(fusedops.use_backend(backend)(read), fusedops.use_backend(backend)(step))
+    # Entering a context costs the host less than use_backend does in every call.
+    with fusedops.use_backend(backend) if backend else contextlib.nullcontext():
+        context = contextvars.copy_context()
+    run: Any = context.run
+    return Convolution(partial(run, read), partial(run, step))
 
 
 def _read_in_torch(x: Any, weight: Any, state: Any) -> Any:
