@@ -306,7 +306,7 @@ class Bench:
                 continue
             contest = partial(Contestant, backend=who if own else None, error=found)
             chosen.append(contest(who, how, steps, computes=who != EMPTY))
-            if step.device == "cuda" and own and GRAPHS not in step.hows:
+            if step.device == "cuda" and own and step.captured and GRAPHS not in step.hows:
                 passes = {what: steps[what] for what in (FORWARD, BOTH) if what in steps}
                 chosen.append(contest(who, GRAPH, passes))
         return chosen, rows

@@ -199,6 +199,8 @@ class Step:
         graphs.
     has_shares : bool
         Whether the times of its parts add up to the whole's.
+    captured : bool
+        Whether a CUDA graph can hold the step: a program may wait for the GPU in it.
     """
 
     name: str
@@ -214,6 +216,7 @@ class Step:
     needs: tuple[str, ...] = ("gemmi",)
     hows: tuple[str, ...] = (NUMPY, TORCH)
     has_shares: bool = True
+    captured: bool = True
 
 
 RESOLUTION = 2.0

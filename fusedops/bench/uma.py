@@ -93,6 +93,7 @@ def uma(device: str) -> Step:
         device,
         needs=("torch", "scipy", "gemmi", "fairchem-core"),
         hows=(TORCH,),
+        captured=False,
     )
 
 
