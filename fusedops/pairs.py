@@ -264,6 +264,9 @@ def _by_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
     from cuequivariance_torch import triangle_attention
 
     present = None if mask is None else mask[:, :, None, None].bool()
+    if bias.is_cuda and torch.cuda.get_device_capability(bias.device)[0] < 10:
+        # Its kernels for GPUs before Blackwell convert another bias, and warn of it.
+        bias = bias.float()
     return triangle_attention(q, k, v, bias, present)
 
 
@@ -486,7 +489,8 @@ class TriangleAttention(torch.nn.Module):
             rows = min(rows, max(1, self.max_memory // self._bytes_of_a_row(batch, N, x)))
         o = _in_parts(attended, 1 if self.starting else 2, rows, *given)
         layers: Any = self.mha
-        return layers.linear_o(o).reshape(*leading, N, N, C)
+        # FSDP refuses views: the layer's result is none.
+        return layers.linear_o(o.reshape(*leading, N, N, o.shape[-1]))
 
     def _mask(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.attention == "cuequivariance" and mask.requires_grad:
