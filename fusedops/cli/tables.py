@@ -52,7 +52,7 @@ def _widths(cells: Sequence[Sequence[str]], right: int, excess: int) -> list[int
     Return None if that would cut words, or break a text into more than three lines.
     """
     columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(1, *map(len, column)) for column in columns]
     texts = columns[: len(columns) - right]
     words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in texts]
     for at in sorted(range(len(texts)), key=lambda at: words[at] - widths[at]):
