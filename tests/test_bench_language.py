@@ -69,6 +69,26 @@ def test_a_layer_that_makes_kernels_wrong_is_not_timed(monkeypatch, capsys):
     assert "NOT TIMED, because wrong: jet by" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quick_bench")
+def test_a_peer_that_gives_no_number_is_shown(tmp_path, monkeypatch, capsys):
+    def tiny(device):
+        few = steps.Case("tiny", lambda: language._layer(1, 3, 16, False), quick=True)
+        return replace(language.jet(device), cases=(few,), checks=(few,))
+
+    def nothing(problem, device):
+        return {measure.FORWARD: lambda: (problem.x * torch.nan,)}
+
+    (peer,) = (each for each in PEERS if each.name == "kernels stored")
+    monkeypatch.setattr(measure, "STEPS", {"jet": tiny})
+    monkeypatch.setattr(measure, "PEERS", [replace(peer, prepare=nothing)])
+    path = tmp_path / "cpu.json"
+    assert cli.main(["bench", "--quick", "--step", "jet", "--json", str(path)]) == 0
+    (row,) = [r for r in report.read(path)["ops"]["jet"]["cases"] if not r["ours"]]
+    assert row["ms"]
+    assert row["error"] == {"value": None}
+    assert "not finite" in capsys.readouterr().out
+
+
 def fake(monkeypatch, name, **contents):
     module = types.ModuleType(name)
     module.__dict__.update(contents)

@@ -397,9 +397,7 @@ class Bench:
                 if reason := _refusal(workload, found):
                     rows.append(_row(backend.name, how, FORWARD, refused=reason, ours=True))
                     if not isinstance(found, str):
-                        # JSON has no infinity and no NaN.
-                        finite = {n: e if math.isfinite(e) else None for n, e in found.items()}
-                        rows[-1]["error"] = finite
+                        rows[-1]["error"] = _finite(found)
                     continue
                 steps = steps_of(given, backend.name, own)
                 contest = partial(Contestant, backend=backend.name, error=found)
@@ -490,7 +488,8 @@ class Bench:
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         runs: dict[tuple[str, str], Callable[[], Any]] = {}
         for key, each in entries.items():
-            row = _row(each.who, each.how, what, ours=each.backend is not None, error=each.error)
+            error = _finite(each.error)
+            row = _row(each.who, each.how, what, ours=each.backend is not None, error=error)
             row["computes"] = each.computes
             rows[key] = row
             try:
@@ -685,6 +684,13 @@ def _refusal(workload: Workload, found: dict[str, float] | str) -> str | None:
 def _word(error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}"[:200]
+
+
+def _finite(errors: dict[str, float] | None) -> dict[str, float | None] | None:
+    """Return errors for JSON, which has no infinity and no NaN: None stands for these."""
+    if errors is None:
+        return None
+    return {name: error if math.isfinite(error) else None for name, error in errors.items()}
 
 
 def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:

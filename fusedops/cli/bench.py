@@ -255,11 +255,10 @@ def show(op: str, block: dict[str, Any]) -> None:
         cells += [report.digits((graph or row)["over_floor"])] * has_floor
         cells += [f"{row['share']:.0%}" if row.get("share") else ""] * has_share
         cells += report.host_of(eager) if has_host else ()
-        error = max(row["error"].values()) if row["error"] else None
-        cells += [
-            "" if row["peak_MB"] is None else f"{row['peak_MB']:,.1f}",
-            "" if error is None else f"{error:.0e}",
-        ]
+        errors = (row["error"] or {}).values()
+        # None stands for an infinity or NaN.
+        largest = "not finite" if None in errors else f"{max(errors):.0e}" if errors else ""
+        cells += ["" if row["peak_MB"] is None else f"{row['peak_MB']:,.1f}", largest]
         rows.append((cells, None if row["ours"] else "dim"))
     if rows:
         tables.show(op, (*headings, *numbers), rows, right=len(numbers))
