@@ -29,7 +29,7 @@ import triton.language as tl
 
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
-from fusedops.density import SLACK, Lattice, clamped, clamping, repeated
+from fusedops.density import ORDERED, SLACK, Lattice, clamped, clamping, repeated
 from fusedops.density import density as definition
 from fusedops.density import density_vjp_vjp as derivative
 from gpukern.launch import Launcher, kernel_of_any_size, wide
@@ -1155,6 +1155,9 @@ def _layout(a: Any, order: Any, *grids: Any) -> Any:
 def gaussian_density(a: Any, y: Any) -> None:
     xyz, out = a.xyz, y.map
     order = y.order
+    if order is None and len(xyz) >= ORDERED:
+        # Without a gradient, too, sorting takes less time than it saves.
+        order = torch.empty(len(xyz), dtype=torch.int64, device=xyz.device)
     if order is not None:
         _write_order(xyz, a.lattice, order)
     if out is None:

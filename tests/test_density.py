@@ -239,6 +239,24 @@ def test_atoms_are_sorted_along_x_when_interpreted(count):
     assert np.diff(along[np.isfinite(along)]).min(initial=0) > -1 / 1000
 
 
+@needs_triton
+def test_many_atoms_are_sorted_without_a_gradient_too(monkeypatch):
+    from gpukern import density as kernels
+
+    sorts = []
+    write = kernels._write_order
+
+    def note(*given):
+        sorts.append(given)
+        write(*given)
+
+    monkeypatch.setattr(kernels, "_write_order", note)
+    monkeypatch.setattr(kernels, "ORDERED", 5)
+    p = problem("triclinic", 7)
+    close(evaluate(available("torch", "triton"), p), brute(p))
+    assert len(sorts) == 1
+
+
 def eager(p):
     """Return the density as autograd sees it, with the voxels of every atom held fixed."""
     vectors = tensor(brute_vectors(p))

@@ -28,6 +28,9 @@ CUTOFF = 6.0
 SPACING = 5.64
 """The edge of the cell of NaCl with eight atoms, Å."""
 
+MANY = 10_000
+"""Edges from which on parts are not timed on a CPU."""
+
 #: The sizes of UMA-S.
 SIZES: dict[str, Any] = {
     "sphere_channels": 128,
@@ -166,7 +169,8 @@ class _Model:
         kind = getattr(torch, dtype)
 
         def tensor(array: Any, kind: Any = torch.int64) -> Any:
-            return torch.tensor(np.asarray(array), dtype=kind, device=device)
+            # fairchem's kernels read rows of edges as if they were contiguous.
+            return torch.tensor(np.ascontiguousarray(array), dtype=kind, device=device)
 
         count = len(problem.xyz)
         of = {
@@ -224,7 +228,10 @@ class _Model:
         return energy.detach(), *torch.autograd.grad(energy, self.leaves)
 
     def steps(self) -> Steps:
-        """Return functions that compute the step, and each of its parts in all layers."""
+        """Return functions that compute the step, and each of its parts in all layers.
+
+        On a CPU the graphs of the parts of many edges, in every mode, would take over 24 GB.
+        """
         import torch
 
         leaves = self.leaves
@@ -232,6 +239,8 @@ class _Model:
             FORWARD: torch.no_grad()(lambda: (self.energy(*leaves),)),
             BOTH: self.energy_and_gradients,
         }
+        if not leaves[0].is_cuda and self.data["edge_index"].shape[1] > MANY:
+            return steps
         blocks = list(self.model.blocks)
         parts = {
             "degree embedding": [self.model.edge_degree_embedding],
