@@ -54,7 +54,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 endef
 export REGISTERED
 
-.PHONY: help demo bench test peer-tests fuzz sanitize lint docs dev wheel clean
+.PHONY: help demo bench test kernels peer-tests fuzz sanitize lint docs dev wheel clean
 .NOTPARALLEL:
 
 help: ## list these commands
@@ -69,6 +69,9 @@ bench: .venv/bench ## time every op beside its peers and floors (BENCH="--quick 
 # Run in another folder, so that a test and its `python -c` can't import the source tree.
 test: .venv/test ## test the installed package, on CPU
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml ../tests
+
+kernels: .venv/test ## compile every Triton kernel for several GPUs, with none here
+	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml -m compiles ../tests
 
 peer-tests: .venv/fairchem/done .venv/torchref/done ## test fusedops.compat with fairchem-core and TorchRef
 	cd .venv && fairchem/bin/python -m pytest -c ../pyproject.toml \

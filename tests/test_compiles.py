@@ -74,6 +74,7 @@ print("compiled")
 SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so2", "wigner"
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("families", "dtype", "capability"),
     [(SMALL, "float32", 90), (SMALL, "float64", 80), (("trimul",), "float32", 90)],
@@ -138,6 +139,7 @@ print(max(most.values()))
 """
 
 
+@pytest.mark.compiles
 def test_triangles_fit_in_the_shared_memory_of_ada(tmp_path):
     """A program of sm_86, sm_89 and sm_120 has 99 KiB at most."""
     settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

@@ -49,6 +49,7 @@ print("compiled")
 """
 
 
+@pytest.mark.compiles
 def test_kernels_compile(tmp_path):
     settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     settings.pop("TRITON_INTERPRET", None)

@@ -87,6 +87,7 @@ print("compiled")
 """
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("channels", [(128,), (64, 384)], ids=str)
 def test_kernels_compile(channels, tmp_path):
     from gpukern.trimul import plan
