@@ -15,6 +15,8 @@ SPHINX ?= 'sphinx==9.0.4; python_version >= "3.11"' 'sphinx==8.1.3; python_versi
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# For the demo, of whose packages most modules are never imported, and so never compiled.
+INSTALL := $(PIP) install --no-compile
 IN_FAIRCHEM := .venv/fairchem/bin/python -m pip --disable-pip-version-check --quiet
 IN_TORCHREF := .venv/torchref/bin/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
@@ -136,8 +138,8 @@ clean: ## remove .venv, dist and caches
 	@echo "Making an environment in .venv"
 	@$(PYTHON) -m venv .venv $$($(PYTHON) -c 'import importlib.util as u; \
 		print("--system-site-packages" if u.find_spec("torch") else "")')
-	@$(PIP) install 'pip>=22.1'
-	@$(PIP) install --ignore-installed 'meson-python>=0.17.1' 'cython>=3.1' ninja
+	@$(INSTALL) 'pip>=22.1'
+	@$(INSTALL) --ignore-installed 'meson-python>=0.17.1' 'cython>=3.1' ninja
 	@touch $@
 
 # Without isolation, and in a folder that is kept, only changed files are compiled again.
@@ -146,7 +148,7 @@ define BUILD
 @PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
 	--config-settings=setup-args=-Dinstruction_sets=$(1) \
 	--config-settings=build-dir=.venv/build --wheel-dir=.venv/dist .
-@$(PIP) install --no-deps --force-reinstall "$(WHEEL)"
+@$(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 endef
 
 # A third of the compiler's work, which is most of the demo's time.
@@ -163,7 +165,7 @@ endef
 # Without Numba, which would compile for longer than all else takes; `make test` installs it.
 .venv/demo: .venv/own
 	@echo "Installing NumPy, SciPy, gemmi, matplotlib and rich"
-	@$(PIP) install "$(WHEEL)[cli]"
+	@$(INSTALL) "$(WHEEL)[cli]"
 	@touch $@
 
 # torch first, since a build with CUDA installs the Triton that fits it.

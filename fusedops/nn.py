@@ -33,7 +33,7 @@ __all__ = [
 #: The devices with kernels that make a convolution's kernels, the fewest numbers of these that are
 #: worth it on a CPU, and the hooks that a layer may have.
 FUSED = "cpu", "cuda", "xpu"
-MANY = 1 << 23
+MANY = 1 << 22
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
@@ -177,8 +177,9 @@ class DynamicShortConvolution(torch.nn.Module):
 
     In prefill kernels aren't stored: ``w2`` is part of the convolution, as in
     `fusedops.dynamic_conv_generated`, if it is a plain Linear without hooks. A CPU does so for many
-    tokens in float32 or float64. Where a gradient is wanted, kernels are stored, which is faster;
-    that function takes two thirds of the memory there, and a third on Hopper in 16 bits.
+    tokens in float32 or float64. Where a gradient is wanted, kernels are stored, which is faster,
+    but for many tokens in float32 on a CPU; that function takes two thirds of the memory there, and
+    a third on Hopper in 16 bits.
 
     References
     ----------
@@ -426,16 +427,13 @@ class DynamicShortConvolution(torch.nn.Module):
 
         The generator's last layer is then part of the convolution. A layer that is more than its
         weight and bias makes kernels itself. A layer whose gradient is wanted does so too, as its
-        kernels would be made three times; and on a CPU a layer in 16 bits, which torch multiplies
-        faster, or one for kernels that the CPU's cache may hold.
+        kernels would be made three times, but in float32 on a CPU, where that is faster; and on a
+        CPU a layer in 16 bits, which torch multiplies faster, or one for kernels that the CPU's
+        cache may hold.
         """
         if decoding or u.device.type not in FUSED:
             return (self.get_kernel(u),)
         generator: Any = self.kernel_generator
-        if torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in chain((u,), generator.parameters())
-        ):
-            return (self.get_kernel(u),)
         last = generator.w2
         plain = (
             type(self).get_kernel is DynamicShortConvolution.get_kernel
@@ -443,9 +441,14 @@ class DynamicShortConvolution(torch.nn.Module):
             and type(last) is torch.nn.Linear
             and not any([getattr(each, hooks) for each in (generator, last) for hooks in HOOKS])
         )
-        if u.device.type == "cpu":
+        on_cpu = u.device.type == "cpu"
+        if plain and on_cpu:
             count = u.shape[0] * u.shape[1] * self.hidden_size * self.kernel_size
-            plain = plain and last.weight.itemsize > 2 and count >= MANY
+            plain = last.weight.itemsize > 2 and count >= MANY
+        if plain and not (on_cpu and last.weight.dtype == torch.float32):
+            plain = not torch.is_grad_enabled() or not any(
+                tensor.requires_grad for tensor in chain((u,), generator.parameters())
+            )
         if not plain:
             return (self.get_kernel(u),)
         hidden = generator.act(generator.w1(u))

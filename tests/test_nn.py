@@ -432,6 +432,23 @@ def test_the_generators_last_layer_is_part_of_the_convolution(activation, monkey
         torch.testing.assert_close(got, want.detach(), **TOLERANCE)
 
 
+def test_training_in_float32_on_a_cpu_stores_no_kernels(monkeypatch):
+    module, x = example()
+    module, x = module.float(), x.float()
+    monkeypatch.setattr(fusedops.nn, "MANY", 0)
+
+    def gradients():
+        out = module(x)[0]
+        return torch.autograd.grad(out.square().sum(), tuple(module.parameters()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fusedops.nn, "dynamic_conv", None)
+        found = gradients()
+    monkeypatch.setattr(fusedops.nn, "MANY", 1 << 60)
+    for got, want in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def doubled(module, inputs, out):
     return 2 * out
 
