@@ -126,8 +126,10 @@ def _product(
     """
     weights, ring, ready, full, empty, turns = places
     CHUNKS: gl.constexpr = weights.shape[0]
-    hopper.mbarrier.wait(ready, blocks & 1)
     hopper.mbarrier.wait(turns.index(CONSUMER), (begun & 1) ^ (1 - CONSUMER))
+    # Only after the other's tile: before, a first tile in a second block would find the barrier of
+    # the first one untouched, and take that for a weight that has come.
+    hopper.mbarrier.wait(ready, blocks & 1)
     for k in gl.static_range(CHUNKS):
         slot = (n + k) % SLOTS
         hopper.mbarrier.wait(full.index(slot), ((n + k) // SLOTS) & 1)

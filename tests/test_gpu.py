@@ -223,7 +223,12 @@ def test_a_cuda_graph_replays_the_convolution_and_decodes():
 @pytest.mark.parametrize(("B", "T"), [(3, 333), (70, 1)])
 @pytest.mark.parametrize(
     ("D", "H", "dtype", "activation", "biased"),
-    [(128, 40, torch.bfloat16, "silu", False), (64, 384, torch.float16, None, True)],
+    [
+        (128, 40, torch.bfloat16, "silu", False),
+        (64, 384, torch.float16, None, True),
+        # Some programs begin with the last tile of a block of channels.
+        (1536, 192, torch.bfloat16, "silu", True),
+    ],
 )
 def test_generated_kernels_on_hopper(B, T, D, H, dtype, activation, biased, monkeypatch):
     """In parts of the tokens, with sequences that begin within a tile, or are one token."""
