@@ -58,13 +58,15 @@ class _Call:
 
         def share(low: int, high: int) -> None:
             room: dict[str, np.ndarray] = {}
-            # Each thread has its own NumPy error state.
-            with np.errstate(all="ignore"):
+            # Each thread has NumPy's error state, and OpenMP's number of threads, of its own.
+            with np.errstate(all="ignore"), alone():
                 for g in range(low, high):
                     for b in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
                         work(g, _Block(self, b, room))
 
-        with self.by.alone(), blas_on_one_thread() if groups > 1 else contextlib.nullcontext():
+        several = groups > 1
+        alone = self.by.alone if several else contextlib.nullcontext
+        with blas_on_one_thread() if several else contextlib.nullcontext():
             in_parallel(share, groups, 1)
 
 

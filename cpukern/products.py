@@ -119,7 +119,11 @@ def _keeps_float32() -> bool:
     there = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if not there or not torch.backends.mkldnn.is_available():
         return False
-    return torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:
+        # Before torch 2.9 one setting was for all.
+        return torch.get_float32_matmul_precision() == "highest"
+    return matmul.fp32_precision in ("none", "ieee")
 
 
 def _tensor(bits: np.ndarray) -> Any:

@@ -53,7 +53,7 @@ class _Call:
         lmax, mmax = a.lmax, len(weights) - 1
         self.D = (len(weights[0]) - self.G) // (lmax + 1)
         self.dtype = a.message.dtype
-        self.message = a.message
+        self.message, self.numbers = a.message, M * C
         self.radial: Any = None if a.radial is None else laid_out(a.radial, 1)
         self.segments, rows = segments_of(lmax, mmax, C), [own for own, _ in orders(lmax, mmax)]
         self.inputs, self.outputs = ([columns(own, n) for own in rows] for n in (C, self.D))
@@ -83,14 +83,16 @@ class _Call:
         """Call ``work(group, edges, room)`` on all blocks, in order within a group."""
 
         def share(low: int, high: int) -> None:
-            # Each thread has its own NumPy error state.
-            with np.errstate(all="ignore"):
+            # Each thread has NumPy's error state, and OpenMP's number of threads, of its own.
+            with np.errstate(all="ignore"), alone():
                 room = functools.partial(_room, {}, self.dtype)
                 for g in range(low, high):
                     for k in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
                         work(g, slice(k * self.block, min((k + 1) * self.block, self.E)), room)
 
-        with self.by.alone(), blas_on_one_thread() if groups > 1 else contextlib.nullcontext():
+        several = groups > 1
+        alone = self.by.alone if several else contextlib.nullcontext
+        with blas_on_one_thread() if several else contextlib.nullcontext():
             in_parallel(share, groups, 1)
 
     def scaled(self, e: slice, room: Any) -> np.ndarray:
@@ -106,7 +108,8 @@ class _Call:
 
     def unscale(self, e: slice, on_parts: Any, dmessage: Any, dradial: Any) -> None:
         """Fill the cotangents of a block's messages and radial functions."""
-        x, radial = self.x[e], self.radial[e]
+        # Without a cotangent of radial functions any array stands for the messages.
+        x, radial = on_parts if dradial is None else self.x[e], self.radial[e]
         made = [None if array is None else array[e] for array in (dmessage, dradial)]
 
         def step(part: slice) -> None:
@@ -203,7 +206,8 @@ def backward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
                     add(totals, g, result.T @ parts[:, own])
         if dmessage is None and y.dradial is None:
             return
-        on_parts = dmessage[e] if radial is None else room("on_parts", call.x[e].shape)
+        rows = len(results[0]), call.numbers
+        on_parts = dmessage[e] if radial is None else room("on_parts", rows)
         for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
             call.by.dot(result, matrix, on_parts[:, own])
         if radial is not None:

@@ -283,7 +283,9 @@ class _Call:
 
     def unscale(self, on_scaled: Any, dmessage: Any, dradial: Any) -> None:
         """Fill the cotangents of messages and radial functions."""
-        given = on_scaled, self.message, self.radial, dmessage, dradial
+        # Without a cotangent of radial functions any array stands for the messages.
+        message = on_scaled.view(self.message.shape) if dradial is None else self.message
+        given = on_scaled, message, self.radial, dmessage, dradial
         unscale_messages(*given, self.lmax, self.mmax)
 
 

@@ -127,6 +127,43 @@ def test_large_products_of_tensors_are_onednns(backend, monkeypatch):
         assert error(one.detach().numpy(), exact.detach().numpy()) < 2e-6
 
 
+@needs_torch
+@pytest.mark.parametrize("op", ["so2_convolution", "dynamic_conv_generated"])
+def test_products_of_several_threads_start_none(op, monkeypatch):
+    """OpenMP has a number of threads for each thread that calls it."""
+    pytest.importorskip("threadpoolctl")
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no such product")
+    monkeypatch.setattr(products, "_WORTH", 0)
+    counts = set()
+    ours = products.InFloat32.dot
+
+    def dot(*given):
+        counts.add(torch.get_num_threads())
+        return ours(*given)
+
+    monkeypatch.setattr(products.InFloat32, "dot", staticmethod(dot))
+    if op == "so2_convolution":
+        arrays, options = sample(2, 2, edges=3000), {"gate_channels": 4}
+    else:
+        rng = np.random.default_rng(0)
+        shapes = {"x": (1, 1500, 8), "hidden": (1, 1500, 4), "weight": (32, 4)}
+        arrays, options = {name: rng.normal(size=shape) for name, shape in shapes.items()}, {}
+    results = []
+    for threads in (1, 3):
+        leaves = {name: torch.tensor(a).float().requires_grad_() for name, a in arrays.items()}
+        fusedops.set_num_threads(threads)
+        try:
+            out = getattr(fusedops, op)(**leaves, **options, backend="cython")
+            loss = sum(one.square().sum() for one in (out if isinstance(out, tuple) else (out,)))
+            results.append(torch.autograd.grad(loss, list(leaves.values())))
+        finally:
+            fusedops.set_num_threads(None)
+    assert counts == {1}
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 #: Functions from the message, a weight and a loss to gradients by the message, and those wanted.
 PASSES = {
     "by the message": (lambda x, w, loss: torch.autograd.grad(loss, x), {"message"}),

@@ -71,7 +71,7 @@ class _Step:
             return arrays
         kept = list(arrays)
         for at in self.bare:
-            kept[at] = arrays[at].new_zeros(()).expand(arrays[at].shape)
+            kept[at] = arrays[at].new_empty(()).expand(arrays[at].shape)
         return kept
 
     def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
