@@ -1154,15 +1154,15 @@ def _layout(a: Any, order: Any, *grids: Any) -> Any:
 @register("gaussian_density", "triton")
 def gaussian_density(a: Any, y: Any) -> None:
     xyz, out = a.xyz, y.map
-    order = y.order
-    if order is None and len(xyz) >= ORDERED:
+    order, formula = y.order, torch.are_deterministic_algorithms_enabled()
+    if order is None and len(xyz) >= ORDERED and not formula:
         # Without a gradient, too, sorting takes less time than it saves.
         order = torch.empty(len(xyz), dtype=torch.int64, device=xyz.device)
     if order is not None:
         _write_order(xyz, a.lattice, order)
     if out is None:
         return
-    if torch.are_deterministic_algorithms_enabled():
+    if formula:
         out.copy_(definition.formula(a)[0])
         return
     # Atomic sums in 16 bits would lose digits that float32 keeps.
