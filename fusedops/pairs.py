@@ -263,7 +263,8 @@ def _by_torch(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
 def _by_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
     from cuequivariance_torch import triangle_attention
 
-    present = None if mask is None else mask[:, :, None, None].bool()
+    # A bias of numbers below one would be as large as that of a missing edge.
+    present = None if mask is None else mask[:, :, None, None] == 1
     if bias.is_cuda and torch.cuda.get_device_capability(bias.device)[0] < 10:
         # Its kernels for GPUs before Blackwell convert another bias, and warn of it.
         bias = bias.float()
@@ -437,7 +438,8 @@ class TriangleAttention(torch.nn.Module):
         x : tensor (..., N, N, C), float32, float64, bfloat16 or float16
             z, with any number of batch dimensions, or none.
         mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
-            m: zero or false where an edge is missing, else one.
+            m: zero or false where an edge is missing, else one. A row without edges attends as if
+            none were missing, and has no gradient by its mask.
         chunk_size : int, optional
             The most rows to compute at one time; see `max_memory` too.
         use_kernels, use_flash_attn
