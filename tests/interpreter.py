@@ -127,7 +127,8 @@ def _keep_types() -> None:
 
     def constant(self, value, like):
         sizes = tuple(like.type.shape.values) if like.type.is_block() else ()
-        key = value, like.dtype.name, sizes
+        # 0.0 and -0.0 are equal.
+        key = repr(value), like.dtype.name, sizes
         if key not in constants:
             made = self.broadcast_impl_value(like, self.scalar_constant(value, like.dtype))[1]
             made.handle.data.flags.writeable = False

@@ -80,7 +80,7 @@ def import_error(package: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def how_to_install(package: str) -> str:

@@ -324,11 +324,14 @@ class Bench:
             self.truths[step.name] = [(small, step.reference(small)) for small in problems]
         key = step.name, who, how
         if key not in self.checked:
+            if not self.truths[step.name]:
+                raise Unsuited("none of its small problems can be made here")
             largest: dict[str, float] = {}
             for small, truth in self.truths[step.name]:
                 for name, error in _step_errors(prepare(small), truth).items():
                     # NaN is larger than all.
-                    largest[name] = error if not error <= largest.get(name, 0) else largest[name]
+                    if not error <= largest.setdefault(name, 0.0):
+                        largest[name] = error
             self.checked[key] = largest
         found = self.checked[key]
         assert isinstance(found, dict)

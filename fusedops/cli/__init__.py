@@ -112,7 +112,7 @@ class _Stdout:
                 # At exit Python must not flush again, and complain.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             # The reader of a closed pipe has seen enough; the command still writes its files.
-            # Windows calls the write to one an invalid argument.
-            closed = errno.EINVAL if sys.platform == "win32" else errno.EPIPE
-            if error.errno != closed:
+            # Windows may call the write to one an invalid argument.
+            closed = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
+            if error.errno not in closed:
                 raise CommandError(f"stdout: {error.strerror}") from None

@@ -304,6 +304,8 @@ def _need_update(
     need_floats(name, x, conv_state=conv_state, weight=weight, bias=bias)
     of_shape(name, "weight", weight, ("D", "W"))
     D, W = weight.shape
+    if not W:
+        raise ValueError(f"{name}: weight has shape {(D, W)}; it should have at least one tap")
     of_shape(name, "x", x, ("B", D) if x.ndim == 2 else ("B", D, "T"))
     if bias is not None:
         of_shape(name, "bias", bias, (D,))
