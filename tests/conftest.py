@@ -219,3 +219,22 @@ def fresh_plans():
     forget_plans()
     yield
     forget_plans()
+
+
+@pytest.fixture
+def threads_of_onednn(monkeypatch):
+    """Have oneDNN multiply small matrices too, and list OpenMP's threads in each product."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no such product")
+    from cpukern import products
+
+    ours, counts = products.InFloat32.dot, []
+
+    def dot(*given):
+        counts.append(torch.get_num_threads())
+        return ours(*given)
+
+    monkeypatch.setattr(products, "_WORTH", 0)
+    monkeypatch.setattr(products.InFloat32, "dot", staticmethod(dot))
+    return counts

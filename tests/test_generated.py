@@ -10,7 +10,6 @@ import pytest
 
 import fusedops
 from cpukern import generated as on_cpu
-from cpukern import products
 from fusedops.testing import error
 from places import HAS_TORCH, PLACES, available, interpreted, needs_torch, needs_triton
 
@@ -123,25 +122,14 @@ def test_blocks_of_tokens_change_nothing_but_roundings(backend, W, monkeypatch):
 
 @needs_torch
 @pytest.mark.parametrize("backend", ["cython", "numba"])
-def test_large_products_of_tensors_are_onednns(backend, monkeypatch):
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no such product")
-    monkeypatch.setattr(products, "_WORTH", 0)
-    made = []
-    ours = products.InFloat32.dot
-
-    def dot(*given):
-        made.append(given)
-        return ours(*given)
-
-    monkeypatch.setattr(products.InFloat32, "dot", staticmethod(dot))
+def test_large_products_of_tensors_are_onednns(backend, threads_of_onednn):
     given = {name: torch.tensor(array) for name, array in sample(T=300).items()}
     results = []
     for kind, by in ((torch.float64, "torch"), (torch.float32, backend)):
         leaves = {name: array.to(kind).requires_grad_() for name, array in given.items()}
         out = fusedops.dynamic_conv_generated(**leaves, activation="silu", backend=by)
         results.append([out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))])
-    assert made
+    assert threads_of_onednn
     for exact, one in zip(*results, strict=True):
         assert error(one.detach().numpy(), exact.detach().numpy()) < 2e-6
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern import products
 from cpukern import so2 as on_cpu
 from fusedops.samples import convolved
 from fusedops.testing import TOLERANCE, error
@@ -102,18 +101,7 @@ def test_a_turn_about_the_edge_turns_the_result_and_leaves_the_gates(place, lmax
 
 @needs_torch
 @pytest.mark.parametrize("backend", ["cython", "numba"])
-def test_large_products_of_tensors_are_onednns(backend, monkeypatch):
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no such product")
-    monkeypatch.setattr(products, "_WORTH", 0)
-    made = []
-    ours = products.InFloat32.dot
-
-    def dot(*given):
-        made.append(given)
-        return ours(*given)
-
-    monkeypatch.setattr(products.InFloat32, "dot", staticmethod(dot))
+def test_large_products_of_tensors_are_onednns(backend, threads_of_onednn):
     given = {name: torch.tensor(a).float() for name, a in sample(2, 2, channels=16).items()}
     results = []
     for kind, by in ((torch.float64, "torch"), (torch.float32, backend)):
@@ -122,27 +110,16 @@ def test_large_products_of_tensors_are_onednns(backend, monkeypatch):
         loss = sum(one.square().sum() for one in out)
         results.append([*out, *torch.autograd.grad(loss, list(leaves.values()))])
     # Gates and three orders, and back through the orders.
-    assert len(made) == 7
+    assert len(threads_of_onednn) == 7
     for exact, one in zip(*results, strict=True):
         assert error(one.detach().numpy(), exact.detach().numpy()) < 2e-6
 
 
 @needs_torch
 @pytest.mark.parametrize("op", ["so2_convolution", "dynamic_conv_generated"])
-def test_products_of_several_threads_start_none(op, monkeypatch):
+def test_products_of_several_threads_start_none(op, threads_of_onednn):
     """OpenMP has a number of threads for each thread that calls it."""
     pytest.importorskip("threadpoolctl")
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no such product")
-    monkeypatch.setattr(products, "_WORTH", 0)
-    counts = set()
-    ours = products.InFloat32.dot
-
-    def dot(*given):
-        counts.add(torch.get_num_threads())
-        return ours(*given)
-
-    monkeypatch.setattr(products.InFloat32, "dot", staticmethod(dot))
     if op == "so2_convolution":
         arrays, options = sample(2, 2, edges=3000), {"gate_channels": 4}
     else:
@@ -159,7 +136,7 @@ def test_products_of_several_threads_start_none(op, monkeypatch):
             results.append(torch.autograd.grad(loss, list(leaves.values())))
         finally:
             fusedops.set_num_threads(None)
-    assert counts == {1}
+    assert set(threads_of_onednn) == {1}
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
