@@ -6,9 +6,8 @@ An atom's voxels are taken in rows along z. The part of a row inside of the atom
 beforehand, so the inner loop tests nothing. Along a row a Gaussian is exp2(-(q + c t²)), where q, a
 Schur complement in the two other coordinates, is a sum of squares. If t is the same for all rows of a
 plane, as for isotropic atoms unless the cell's axes b and c are oblique, both factors are curves that
-are computed once for a plane, or an atom: the inner loop has no exponential, and compares squares to
-find the voxels inside. Map and gradient are summed in an order that doesn't depend on the number of
-threads.
+are computed once for a plane, and the inner loop has no exponential. Map and gradient are summed in an
+order that doesn't depend on the number of threads.
 
 Tangents of atoms change a Gaussian by a factor, a polynomial of second degree. The map's derivative sums
 such products, and second derivatives by atoms follow from moments with and without the factor.
@@ -158,36 +157,17 @@ cdef extern from *:
     DEFINE(double, fusedops_doubles)
 
     /* curve: scale · exp2(-(a + c s²)) for s = start, start + 1, ..., padded to whole vectors.
-       parabola: the same of a + c s².
        inside: for each row of a plane the first voxel in the sphere, the number of voxels in sphere and
-       box; padded to whole vectors of rows.
-       Of a disc, the part of a plane in a sphere, voxel (row r, k along z) is inside where heights[k] <=
-       left[r]. Rows and voxels go around the cell, maybe several times.
-       split: whether a vector goes around the cell, but not beyond the plane.
-       draw: add to the map the sum of Gaussians, weights of rows times scales times curves along z.
-       contract: of each Gaussian sum values times weights over rows, with factors 1, y and the squared
-       distance, tables of G rows each; multiply by the curve along z, and add the terms that gradients
-       need to five vectors; and, where another curve is given, the same with it to five more. */
-    static void fusedops_inside(
-        Py_ssize_t rows, double y, double dx, double z, const double *m, double square,
-        double low, double high, double *first, double *length) {
-        /* Numbers: for all that a compiler knows, the stores below might change m. */
-        double over = 1 / m[1], xx = m[2] * dx * dx, xy = 2 * m[3] * dx, yy = m[4];
-        double from = z - m[5] * dx, slope = m[6];
-        for (Py_ssize_t r = 0; r < (rows + 7) / 8 * 8; r++) {
-            double dy = y + (double)r, along = xx + dy * (xy + yy * dy);
-            double left = square - along, half = sqrt((left > 0 ? left : 0) * over);
-            double middle = from - slope * dy;
-            double begin = ceil(middle - half), end = floor(middle + half);
-            first[r] = begin > low ? begin : low;
-            length[r] = left < 0 ? 0 : (end < high ? end : high) - first[r] + 1;
-        }
-    }
-    #if defined(__AVX512F__)
-    #define TOGETHER 5
-    #else
-    #define TOGETHER 2
-    #endif
+       box, and the squared distance from the z axis; padded to whole vectors of rows.
+       sum: add the sum of all Gaussians, weights times curves, to a row of the map, in whole vectors
+       with zeros beyond the sphere, as far as the row has room. add_plane: the same for all rows of a
+       plane that `inside` found; they may go around the cell several times.
+       read_plane: copy the rows of a plane that `inside` found, with zeros beyond the sphere, up to a
+       whole vector.
+       contract: sum one Gaussian's weights times values over rows, with factors 1, y and the squared
+       distance from the z axis; multiply by the curve along z, and add the terms that gradients need
+       to five vectors; and, where another curve is given, the same with it to five more. block: the same for V vectors of a row; of one, two rows are summed at a time, so
+       that six sums hide each other's latency. */
     #define SUM(vector, i) (*(vector *)(sums + (i) * (64 / sizeof(*sums))))
     #define DEFINE_CURVES(real, vector, integers) \\
     static void fusedops_curve_##real( \\
@@ -198,146 +178,144 @@ cdef extern from *:
             *(vector *)(out + k) = scale * fusedops_exp2_##real(-(a + c * s * s)); \\
         } \\
     } \\
-    static void fusedops_parabola_##real(real *out, Py_ssize_t n, real start, real a, real c) { \\
-        vector lane = *(const vector *)fusedops_lanes_##real; \\
-        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
-            vector s = lane + (start + (real)k); \\
-            *(vector *)(out + k) = a + c * s * s; \\
+    INLINE void fusedops_sum_##real( \\
+        real *to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real *weights, \\
+        Py_ssize_t rows, const real *curves, Py_ssize_t pitch) { \\
+        Py_ssize_t k = 0, l; \\
+        for (; k < n; k += LANES_OF(real)) { \\
+            vector sum = weights[0] * *(const vector *)(curves + k); \\
+            for (Py_ssize_t g = 1; g < G; g++) \\
+                sum += weights[g * rows] * *(const vector *)(curves + g * pitch + k); \\
+            Py_ssize_t left = n - k < LANES_OF(real) ? n - k : LANES_OF(real); \\
+            if (k + LANES_OF(real) <= room) { \\
+                const char *kept = (const char *)fusedops_kept + sizeof(vector); \\
+                integers own = *(const integers *)(kept - left * sizeof(real)); \\
+                *(vector *)(to + k) += AS(vector, AS(integers, sum) & own); \\
+            } else for (l = 0; l < left; l++) to[k + l] += ((real *)&sum)[l]; \\
         } \\
     } \\
-    INLINE integers fusedops_first_##real(Py_ssize_t count) { \\
-        const char *kept = (const char *)fusedops_kept + sizeof(vector); \\
-        return *(const integers *)(kept - count * (Py_ssize_t)sizeof(real)); \\
-    } \\
-    INLINE int fusedops_split_##real(Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y) { \\
-        return nz >= LANES_OF(real) && 0 < y && y + 1 < ny; \\
-    } \\
-    INLINE void fusedops_draw_rows_##real( \\
-        const int whole, const Py_ssize_t N, real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, \\
-        Py_ssize_t rows, Py_ssize_t z, const real *weights, Py_ssize_t most, const vector *curves, \\
-        vector height, const real *left) { \\
-        integers first = fusedops_first_##real(whole ? LANES_OF(real) : nz - z); \\
+    INLINE void fusedops_plane_##real( \\
+        real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
+        const double *first, const double *length, Py_ssize_t low, Py_ssize_t G, \\
+        const real *weights, Py_ssize_t most, const real *curves, Py_ssize_t pitch) { \\
         for (Py_ssize_t r = 0; r < rows; r++, y = y + 1 < ny ? y + 1 : 0) { \\
-            vector sum = weights[r] * curves[0]; \\
-            for (Py_ssize_t g = 1; g < N; g++) sum += weights[g * most + r] * curves[g]; \\
-            integers own = AS(integers, sum) & MASK(integers, height <= left[r]); \\
+            Py_ssize_t n = (Py_ssize_t)length[r], begin = (Py_ssize_t)first[r], z = begin; \\
+            if (n <= 0) continue; \\
+            while (z < 0) z += nz; \\
+            while (z >= nz) z -= nz; \\
+            const real *here = curves + (begin - low); \\
             real *to = plane + y * nz; \\
-            if (whole) *(vector *)(to + z) += AS(vector, own); \\
-            else if (fusedops_split_##real(ny, nz, y)) { \\
-                *(vector *)(to + z) += AS(vector, own & first); \\
-                *(vector *)(to + z - nz) += AS(vector, own & ~first); \\
-            } else for (Py_ssize_t l = 0, at = z; l < LANES_OF(real); l++) { \\
-                to[at] += ((real *)&own)[l]; \\
-                at = at + 1 < nz ? at + 1 : 0; \\
+            Py_ssize_t take = n < nz - z ? n : nz - z; \\
+            fusedops_sum_##real(to + z, take, nz - z, G, weights + r, most, here, pitch); \\
+            for (; take < n; take += nz) fusedops_sum_##real( \\
+                to, n - take < nz ? n - take : nz, nz, G, weights + r, most, here + take, pitch); \\
+        } \\
+    } \\
+    static void fusedops_add_plane_##real( \\
+        real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
+        const double *first, const double *length, Py_ssize_t low, Py_ssize_t G, \\
+        const real *weights, Py_ssize_t most, const real *curves, Py_ssize_t pitch) { \\
+        if (G == 5) fusedops_plane_##real( \\
+            plane, ny, nz, y, rows, first, length, low, 5, weights, most, curves, pitch); \\
+        else if (G == 10) fusedops_plane_##real( \\
+            plane, ny, nz, y, rows, first, length, low, 10, weights, most, curves, pitch); \\
+        else fusedops_plane_##real( \\
+            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch); \\
+    } \\
+    static void fusedops_inside_##real( \\
+        Py_ssize_t rows, double y, double dx, double z, const double *m, double square, \\
+        double low, double high, double *first, double *length, real *squares) { \\
+        /* Numbers: for all that a compiler knows, the stores below might change m. */ \\
+        double over = 1 / m[1], xx = m[2] * dx * dx, xy = 2 * m[3] * dx, yy = m[4]; \\
+        double from = z - m[5] * dx, slope = m[6]; \\
+        for (Py_ssize_t r = 0; r < (rows + 7) / 8 * 8; r++) { \\
+            double dy = y + (double)r, along = xx + dy * (xy + yy * dy); \\
+            double left = square - along, half = sqrt((left > 0 ? left : 0) * over); \\
+            double middle = from - slope * dy; \\
+            double begin = ceil(middle - half), end = floor(middle + half); \\
+            first[r] = begin > low ? begin : low; \\
+            length[r] = left < 0 ? 0 : (end < high ? end : high) - first[r] + 1; \\
+            squares[r] = (real)along; \\
+        } \\
+    } \\
+    static void fusedops_read_plane_##real( \\
+        const real *plane, const real *end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, \\
+        Py_ssize_t rows, const double *first, const double *length, Py_ssize_t low, Py_ssize_t n, \\
+        real *values, Py_ssize_t pitch) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real; \\
+        Py_ssize_t z = (low % nz + nz) % nz, whole = (n + LANES_OF(real) - 1) / LANES_OF(real), k; \\
+        whole *= LANES_OF(real); \\
+        for (Py_ssize_t r = 0; r < rows; r++, y = y + 1 < ny ? y + 1 : 0, values += pitch) { \\
+            const real *given = plane + y * nz + z; \\
+            Py_ssize_t from = (Py_ssize_t)first[r] - low, past = from + (Py_ssize_t)length[r]; \\
+            int straight = z + n <= nz && given + whole <= end; \\
+            if (straight) for (k = 0; k < whole; k += LANES_OF(real)) { \\
+                integers after = MASK(integers, lane >= (real)(from - k)); \\
+                integers own = after & MASK(integers, lane < (real)(past - k)); \\
+                integers bits = AS(integers, *(const vector *)(given + k)); \\
+                *(vector *)(values + k) = AS(vector, bits & own); \\
+            } else { \\
+                Py_ssize_t at = (z + from) % nz; \\
+                memset(values, 0, (size_t)whole * sizeof(real)); \\
+                for (k = from; k < past; k++, at = at + 1 < nz ? at + 1 : 0) \\
+                    values[k] = plane[y * nz + at]; \\
             } \\
         } \\
     } \\
-    INLINE void fusedops_draw_some_##real( \\
-        const Py_ssize_t N, real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, \\
-        Py_ssize_t rows, Py_ssize_t z, Py_ssize_t n, const real *weights, Py_ssize_t most, \\
-        const real *curves, Py_ssize_t pitch, const real *scales, const real *heights, \\
-        const real *left) { \\
-        vector own[TOGETHER]; \\
-        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
-            vector height = *(const vector *)(heights + k); \\
-            for (Py_ssize_t g = 0; g < N; g++) \\
-                own[g] = scales[g] * *(const vector *)(curves + g * pitch + k); \\
-            if (z + LANES_OF(real) <= nz) fusedops_draw_rows_##real( \\
-                1, N, plane, ny, nz, y, rows, z, weights, most, own, height, left); \\
-            else fusedops_draw_rows_##real( \\
-                0, N, plane, ny, nz, y, rows, z, weights, most, own, height, left); \\
-            for (z += LANES_OF(real); z >= nz;) z -= nz; \\
-        } \\
-    } \\
-    static void fusedops_draw_##real( \\
-        real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, Py_ssize_t z, \\
-        Py_ssize_t n, Py_ssize_t G, const real *weights, Py_ssize_t most, const real *curves, \\
-        Py_ssize_t pitch, const real *scales, const real *heights, const real *left) { \\
-        Py_ssize_t g = 0; \\
-        for (; g + TOGETHER <= G; g += TOGETHER) fusedops_draw_some_##real( \\
-            TOGETHER, plane, ny, nz, y, rows, z, n, weights + g * most, most, curves + g * pitch, \\
-            pitch, scales + g, heights, left); \\
-        for (; g < G; g++) fusedops_draw_some_##real( \\
-            1, plane, ny, nz, y, rows, z, n, weights + g * most, most, curves + g * pitch, \\
-            pitch, scales + g, heights, left); \\
-    } \\
     INLINE void fusedops_terms_##real( \\
-        vector e, vector one, vector ys, vector squares, vector z, real x, real c, real xx, \\
-        real *sums) { \\
+        vector e, vector one, vector ys, vector squares, vector z, real x, real c, real *sums) { \\
         vector all = e * one; \\
         SUM(vector, 0) += all; SUM(vector, 1) += x * all; SUM(vector, 2) += e * ys; \\
         SUM(vector, 3) += z * all; \\
-        SUM(vector, 4) += e * squares + (c * z * z + xx) * all; \\
+        SUM(vector, 4) += e * squares + c * z * z * all; \\
     } \\
-    INLINE void fusedops_rows_##real( \\
-        const int whole, const Py_ssize_t N, const real *plane, Py_ssize_t ny, Py_ssize_t nz, \\
-        Py_ssize_t y, Py_ssize_t rows, Py_ssize_t z, const real *weights, Py_ssize_t most, \\
-        Py_ssize_t table, vector height, const real *left, vector *one, vector *ys, \\
-        vector *squares) { \\
-        integers first = fusedops_first_##real(whole ? LANES_OF(real) : nz - z); \\
-        for (Py_ssize_t r = 0; r < rows; r++, y = y + 1 < ny ? y + 1 : 0) { \\
-            const real *from = plane + y * nz; \\
-            integers bits; \\
-            if (whole) bits = AS(integers, *(const vector *)(from + z)); \\
-            else if (fusedops_split_##real(ny, nz, y)) \\
-                bits = (AS(integers, *(const vector *)(from + z)) & first) \\
-                    | (AS(integers, *(const vector *)(from + z - nz)) & ~first); \\
-            else for (Py_ssize_t l = 0, at = z; l < LANES_OF(real); l++) { \\
-                ((real *)&bits)[l] = from[at]; \\
-                at = at + 1 < nz ? at + 1 : 0; \\
-            } \\
-            vector own = AS(vector, bits & MASK(integers, height <= left[r])); \\
-            for (Py_ssize_t g = 0; g < N; g++) { \\
-                const real *factors = weights + g * most + r; \\
-                one[g] += factors[0] * own; \\
-                ys[g] += factors[table] * own; \\
-                squares[g] += factors[2 * table] * own; \\
-            } \\
-        } \\
-    } \\
-    INLINE void fusedops_contract_some_##real( \\
-        const Py_ssize_t N, const real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, \\
-        Py_ssize_t rows, Py_ssize_t z, Py_ssize_t n, const real *weights, Py_ssize_t most, \\
-        Py_ssize_t table, const real *curves, const real *bent, Py_ssize_t pitch, \\
-        const real *scales, const real *heights, const real *left, real x, real start, real c, \\
-        real xx, real *sums, real *more, Py_ssize_t apart) { \\
+    INLINE void fusedops_block_##real( \\
+        Py_ssize_t V, Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
+        const real *by_y, const real *by_square, const real *curve, const real *bent, real x, \\
+        real start, real c, real *sums, real *more) { \\
         vector lane = *(const vector *)fusedops_lanes_##real, zero = lane - lane; \\
-        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
-            vector height = *(const vector *)(heights + k), at = lane + (start + (real)k); \\
-            vector one[TOGETHER], ys[TOGETHER], squares[TOGETHER]; \\
-            for (Py_ssize_t g = 0; g < N; g++) one[g] = ys[g] = squares[g] = zero; \\
-            if (z + LANES_OF(real) <= nz) fusedops_rows_##real( \\
-                1, N, plane, ny, nz, y, rows, z, weights, most, table, height, left, one, ys, \\
-                squares); \\
-            else fusedops_rows_##real( \\
-                0, N, plane, ny, nz, y, rows, z, weights, most, table, height, left, one, ys, \\
-                squares); \\
-            for (z += LANES_OF(real); z >= nz;) z -= nz; \\
-            for (Py_ssize_t g = 0; g < N; g++) { \\
-                fusedops_terms_##real( \\
-                    scales[g] * *(const vector *)(curves + g * pitch + k), one[g], ys[g], \\
-                    squares[g], at, x, c, xx, sums + g * apart); \\
-                if (bent) fusedops_terms_##real( \\
-                    scales[g] * *(const vector *)(bent + g * pitch + k), one[g], ys[g], squares[g], \\
-                    at, x, c, xx, more + g * apart); \\
+        vector one[2] = {zero, zero}, ys[2] = {zero, zero}, squares[2] = {zero, zero}; \\
+        Py_ssize_t pair = 3 - V, next = V == 2 ? LANES_OF(real) : pitch, r = 0; \\
+        for (; r + pair <= rows; r += pair) \\
+            for (Py_ssize_t v = 0; v < 2; v++) { \\
+                vector own = *(const vector *)(values + r * pitch + v * next); \\
+                Py_ssize_t at = V == 2 ? r : r + v; \\
+                one[v] += weights[at] * own; ys[v] += by_y[at] * own; \\
+                squares[v] += by_square[at] * own; \\
             } \\
+        if (V == 1) { \\
+            if (r < rows) { \\
+                vector own = *(const vector *)(values + r * pitch); \\
+                one[0] += weights[r] * own; ys[0] += by_y[r] * own; \\
+                squares[0] += by_square[r] * own; \\
+            } \\
+            one[0] += one[1]; ys[0] += ys[1]; squares[0] += squares[1]; \\
+        } \\
+        for (Py_ssize_t v = 0; v < V; v++) { \\
+            vector z = lane + (start + (real)(v * LANES_OF(real))); \\
+            Py_ssize_t k = v * LANES_OF(real); \\
+            fusedops_terms_##real( \\
+                *(const vector *)(curve + k), one[v], ys[v], squares[v], z, x, c, sums); \\
+            if (bent) fusedops_terms_##real( \\
+                *(const vector *)(bent + k), one[v], ys[v], squares[v], z, x, c, more); \\
         } \\
     } \\
     static void fusedops_contract_##real( \\
-        const real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
-        Py_ssize_t z, Py_ssize_t n, Py_ssize_t G, const real *weights, Py_ssize_t most, \\
-        Py_ssize_t table, const real *curves, const real *bent, Py_ssize_t pitch, \\
-        const real *scales, const real *heights, const real *left, real x, real start, real c, \\
-        real xx, real *sums, real *more, Py_ssize_t apart) { \\
-        Py_ssize_t g = 0; \\
-        for (; g + TOGETHER <= G; g += TOGETHER) fusedops_contract_some_##real( \\
-            TOGETHER, plane, ny, nz, y, rows, z, n, weights + g * most, most, table, \\
-            curves + g * pitch, bent ? bent + g * pitch : bent, pitch, scales + g, heights, left, \\
-            x, start, c, xx, sums + g * apart, more + g * apart, apart); \\
-        for (; g < G; g++) fusedops_contract_some_##real( \\
-            1, plane, ny, nz, y, rows, z, n, weights + g * most, most, table, curves + g * pitch, \\
-            bent ? bent + g * pitch : bent, pitch, scales + g, heights, left, x, start, c, xx, \\
-            sums + g * apart, more + g * apart, apart); \\
+        Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
+        const real *y, const real *square, const real *curve, const real *bent, Py_ssize_t n, \\
+        real x, real start, real c, real *by_y, real *sums, real *more) { \\
+        real *by_square = by_y + (rows + LANES_OF(real)) / LANES_OF(real) * LANES_OF(real); \\
+        Py_ssize_t k = 0, two = 2 * LANES_OF(real); \\
+        for (Py_ssize_t r = 0; r < rows; r++) { \\
+            by_y[r] = weights[r] * y[r]; by_square[r] = weights[r] * square[r]; \\
+        } \\
+        for (; k + LANES_OF(real) < n; k += two, values += two) \\
+            fusedops_block_##real( \\
+                2, rows, values, pitch, weights, by_y, by_square, curve + k, bent ? bent + k : bent, \\
+                x, start + (real)k, c, sums, more); \\
+        if (k < n) fusedops_block_##real( \\
+            1, rows, values, pitch, weights, by_y, by_square, curve + k, bent ? bent + k : bent, x, \\
+            start + (real)k, c, sums, more); \\
     }
     DEFINE_CURVES(float, fusedops_floats, fusedops_ints)
     DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
@@ -348,39 +326,43 @@ cdef extern from *:
     void curve_double "fusedops_curve_double"(
         double* out, Py_ssize_t n, double start, double a, double c, double scale
     ) noexcept nogil
-    void parabola_float "fusedops_parabola_float"(
-        float* out, Py_ssize_t n, float start, float a, float c
+    void add_plane_float "fusedops_add_plane_float"(
+        float* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
+        const double* first, const double* length, Py_ssize_t low, Py_ssize_t G,
+        const float* weights, Py_ssize_t most, const float* curves, Py_ssize_t pitch,
     ) noexcept nogil
-    void parabola_double "fusedops_parabola_double"(
-        double* out, Py_ssize_t n, double start, double a, double c
+    void add_plane_double "fusedops_add_plane_double"(
+        double* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
+        const double* first, const double* length, Py_ssize_t low, Py_ssize_t G,
+        const double* weights, Py_ssize_t most, const double* curves, Py_ssize_t pitch,
     ) noexcept nogil
-    void draw_float "fusedops_draw_float"(
-        float* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, Py_ssize_t z,
-        Py_ssize_t n, Py_ssize_t G, const float* weights, Py_ssize_t most, const float* curves,
-        Py_ssize_t pitch, const float* scales, const float* heights, const float* left,
-    ) noexcept nogil
-    void draw_double "fusedops_draw_double"(
-        double* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, Py_ssize_t z,
-        Py_ssize_t n, Py_ssize_t G, const double* weights, Py_ssize_t most, const double* curves,
-        Py_ssize_t pitch, const double* scales, const double* heights, const double* left,
-    ) noexcept nogil
-    void inside "fusedops_inside"(
+    void inside_float "fusedops_inside_float"(
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
-        double low, double high, double* first, double* length,
+        double low, double high, double* first, double* length, float* squares,
+    ) noexcept nogil
+    void inside_double "fusedops_inside_double"(
+        Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
+        double low, double high, double* first, double* length, double* squares,
+    ) noexcept nogil
+    void read_plane_float "fusedops_read_plane_float"(
+        const float* plane, const float* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
+        Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
+        float* values, Py_ssize_t pitch,
     ) noexcept nogil
     void contract_float "fusedops_contract_float"(
-        const float* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
-        Py_ssize_t z, Py_ssize_t n, Py_ssize_t G, const float* weights, Py_ssize_t most,
-        Py_ssize_t table, const float* curves, const float* bent, Py_ssize_t pitch,
-        const float* scales, const float* heights, const float* left, float x, float start,
-        float c, float xx, float* sums, float* more, Py_ssize_t apart,
+        Py_ssize_t rows, const float* values, Py_ssize_t pitch, const float* weights,
+        const float* y, const float* square, const float* curve, const float* bent, Py_ssize_t n,
+        float x, float start, float c, float* by_y, float* sums, float* more,
+    ) noexcept nogil
+    void read_plane_double "fusedops_read_plane_double"(
+        const double* plane, const double* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
+        Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
+        double* values, Py_ssize_t pitch,
     ) noexcept nogil
     void contract_double "fusedops_contract_double"(
-        const double* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
-        Py_ssize_t z, Py_ssize_t n, Py_ssize_t G, const double* weights, Py_ssize_t most,
-        Py_ssize_t table, const double* curves, const double* bent, Py_ssize_t pitch,
-        const double* scales, const double* heights, const double* left, double x, double start,
-        double c, double xx, double* sums, double* more, Py_ssize_t apart,
+        Py_ssize_t rows, const double* values, Py_ssize_t pitch, const double* weights,
+        const double* y, const double* square, const double* curve, const double* bent, Py_ssize_t n,
+        double x, double start, double c, double* by_y, double* sums, double* more,
     ) noexcept nogil
     void row_float "fusedops_row_float"(
         float* out, Py_ssize_t n, Py_ssize_t G, const float* q, const float* t, const float* c,
@@ -450,16 +432,6 @@ cdef struct Atom:
     bint usable
 
 
-# The part of a plane in a sphere: its first row and voxel along z, in voxels as an atom's box, the numbers
-# of them, and where z starts, from the point of its rows that is nearest to the atom.
-cdef struct Disc:
-    Py_ssize_t y
-    Py_ssize_t rows
-    Py_ssize_t z
-    Py_ssize_t n
-    double start
-
-
 # The arguments of a call. Shares get a pointer to a struct with typed pointers to arrays, so each type
 # has a function of its own. Scratch has a row for every thread.
 cdef struct Tangents:
@@ -494,7 +466,6 @@ cdef struct Scratch:
     void* numbers
     Py_ssize_t row
     double* extents
-    Py_ssize_t extents_row
     Py_ssize_t* lengths
     double* moments
     Py_ssize_t moments_row
@@ -674,69 +645,37 @@ cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
 
 
 cdef inline Py_ssize_t rows_inside(
-    const Grid* grid, const Atom* atom, double dx, double* first, double* length
+    const Grid* grid, const Atom* atom, double dx, double* first, double* length, real* squares
 ) noexcept nogil:
     """Find the parts of a plane's rows inside of an atom's sphere; return the number of rows."""
     cdef Py_ssize_t rows = atom.high[1] - atom.low[1] + 1
-    inside(
-        rows, atom.low[1] - atom.at[1], dx, atom.at[2], grid.metric, atom.square, atom.low[2],
-        atom.high[2], first, length,
-    )
+    cdef double y = atom.low[1] - atom.at[1]
+    if real is float:
+        inside_float(
+            rows, y, dx, atom.at[2], grid.metric, atom.square, atom.low[2], atom.high[2], first,
+            length, squares,
+        )
+    else:
+        inside_double(
+            rows, y, dx, atom.at[2], grid.metric, atom.square, atom.low[2], atom.high[2], first,
+            length, squares,
+        )
     return rows
 
 
-cdef inline bint disc_of(
-    const Grid* grid, const Atom* atom, double dx, Disc* disc, real* left, real* squares,
-    real* heights,
-) noexcept nogil:
-    """Find the part of a plane in an atom's sphere; return whether there is any.
-
-    For its rows write what is left of the squared radius, and the squared distance from the z axis;
-    and along z the squared distance from the rows' nearest point.
-    """
-    cdef const double* form = grid.metric
-    cdef double beyond = (form[2] - form[3] * form[3] / form[4]) * dx * dx
-    cdef double within = atom.square - beyond
-    cdef double half, centre
-    if within < 0:
-        return False
-    half = sqrt(within / form[4]) + 1e-6
-    centre = atom.at[1] - form[3] / form[4] * dx
-    disc.y = max(<Py_ssize_t>ceil(centre - half), atom.low[1])
-    disc.rows = min(<Py_ssize_t>floor(centre + half), atom.high[1]) - disc.y + 1
-    parabola(left, disc.rows, disc.y - centre, within, -form[4])
-    parabola(squares, disc.rows, disc.y - centre, beyond, form[4])
-    half = sqrt(within / form[1]) + 1e-6
-    centre = atom.at[2] - form[5] * dx
-    disc.z = max(<Py_ssize_t>ceil(centre - half), atom.low[2])
-    disc.n = min(<Py_ssize_t>floor(centre + half), atom.high[2]) - disc.z + 1
-    disc.start = disc.z - centre
-    parabola(heights, disc.n, disc.start, 0, form[1])
-    return disc.rows > 0 and disc.n > 0
-
-
-cdef inline void set_rows(
-    const double* numbers, Py_ssize_t G, double x, double* parts
-) noexcept nogil:
-    """Write the parts of all Gaussians' exponents on a plane that its rows share."""
-    cdef Py_ssize_t g
-    for g in range(G):
-        parts[g] = x * x * numbers[2 * G + g]
-        parts[G + g] = 2 * x * numbers[3 * G + g]
-        parts[2 * G + g] = x * numbers[5 * G + g]
-
-
 cdef inline void set_row(
-    const double* numbers, const double* parts, Py_ssize_t G, double y, double z, real* q, real* t
+    const double* numbers, Py_ssize_t G, double x, double y, double z, real* q, real* t
 ) noexcept nogil:
-    """Write q and the first t of all Gaussians on a plane's row at y that begins at z.
+    """Write q and the first t of all Gaussians on the row at (x, y) that begins at z.
 
     In cells far from right angles both are small differences of large numbers.
     """
     cdef Py_ssize_t g
     for g in range(G):
-        q[g] = <real>(parts[g] + y * (parts[G + g] + y * numbers[4 * G + g]))
-        t[g] = <real>(z + parts[2 * G + g] + y * numbers[6 * G + g])
+        q[g] = <real>(
+            x * (x * numbers[2 * G + g] + 2 * y * numbers[3 * G + g]) + y * y * numbers[4 * G + g]
+        )
+        t[g] = <real>(z + x * numbers[5 * G + g] + y * numbers[6 * G + g])
 
 
 cdef inline void set_changes(
@@ -754,28 +693,20 @@ cdef inline void set_changes(
 
 
 cdef inline void change_product(
-    const Grid* grid, const Atom* atom, const Disc* disc, const real* change, double dx,
-    const real* squares, const real* weights, const real* curve, real* turned, real* bent,
+    const Grid* grid, const Atom* atom, const real* change, double dx, const real* squares,
+    const real* weights, const real* curve, real* turned, real* bent,
 ) noexcept nogil:
     """Split the change of a Gaussian W · C on a plane into a product turned · C and a W · bent."""
     cdef Py_ssize_t r, k
-    cdef real y = <real>(disc.y - atom.at[1]), z = <real>disc.start
+    cdef real y = <real>(atom.low[1] - atom.at[1])
+    cdef real z = <real>(atom.low[2] - atom.at[2] + dx * grid.metric[5])
     cdef real base = change[0] + <real>dx * (change[1] - <real>grid.metric[5] * change[3])
-    for r in range(disc.rows):
+    for r in range(atom.high[1] - atom.low[1] + 1):
         turned[r] = weights[r] * (base + (y + r) * change[2] + squares[r] * change[4])
-    for k in range(disc.n):
+    for k in range(atom.high[2] - atom.low[2] + 1):
         bent[k] = curve[k] * (z + k) * (
             change[3] + (z + k) * change[4] * <real>grid.metric[1]
         )
-
-
-cdef inline void parabola(
-    real* out, Py_ssize_t n, double start, double a, double c
-) noexcept nogil:
-    if real is float:
-        parabola_float(out, n, <float>start, <float>a, <float>c)
-    else:
-        parabola_double(out, n, start, a, c)
 
 
 cdef inline void curve(
@@ -788,7 +719,7 @@ cdef inline void curve(
 
 
 cdef inline void set_curves(
-    const Atom* atom, const double* numbers, Py_ssize_t G, double dx, Py_ssize_t most,
+    const Atom* atom, const double* numbers, Py_ssize_t G, double dx, double scale, Py_ssize_t most,
     Py_ssize_t pitch, real* weights, real* curves,
 ) noexcept nogil:
     """Write both factors of all Gaussians on a plane: one for each row, and one along z."""
@@ -800,7 +731,7 @@ cdef inline void set_curves(
         curve(
             weights + g * most, atom.high[1] - atom.low[1] + 1, atom.low[1] - atom.at[1] + apart,
             dx * (dx * numbers[2 * G + g] - apart * numbers[3 * G + g]), numbers[4 * G + g],
-            numbers[g],
+            scale * numbers[g],
         )
         curve(
             curves + g * pitch, atom.high[2] - atom.low[2] + 1,
@@ -808,48 +739,40 @@ cdef inline void set_curves(
         )
 
 
-cdef inline bint upright(const Grid* grid) noexcept nogil:
-    """Return whether all planes of an isotropic atom have the same curves."""
-    return grid.metric[3] == 0 and grid.metric[5] == 0
-
-
 cdef inline void set_plane(
     const Grid* grid, const Atom* atom, const double* numbers, Py_ssize_t G, Py_ssize_t x,
-    double share, bint first, Py_ssize_t most, Py_ssize_t pitch, real* weights, real* curves,
-    real* along_x, real* scales,
+    double scale, bint first, Py_ssize_t most, Py_ssize_t pitch, real* weights, real* curves,
+    real* middle, real* along_x,
 ) noexcept nogil:
-    """Write factors of a plane's Gaussians: for rows, along z, and of all; reuse what planes share."""
-    cdef Py_ssize_t g
-    if first or not upright(grid):
-        set_curves(
-            atom, numbers, G, 0 if upright(grid) else x - atom.at[0], most, pitch, weights, curves
-        )
+    """Do the same as `set_curves`; at right angles, reuse the factors that planes of an atom share."""
+    cdef Py_ssize_t g, r, plane = x - atom.low[0]
+    if grid.metric[3] != 0 or grid.metric[5] != 0:
+        set_curves(atom, numbers, G, x - atom.at[0], scale, most, pitch, weights, curves)
+        return
+    if first:
+        set_curves(atom, numbers, G, 0, scale, most, pitch, middle, curves)
+        for g in range(G):
+            curve(
+                along_x + g * most, atom.high[0] - atom.low[0] + 1, atom.low[0] - atom.at[0],
+                0, numbers[2 * G + g], 1,
+            )
     for g in range(G):
-        scales[g] = <real>share
-        if upright(grid):
-            if first:
-                curve(
-                    along_x + g * most, atom.high[0] - atom.low[0] + 1, atom.low[0] - atom.at[0],
-                    0, numbers[2 * G + g], 1,
-                )
-            scales[g] *= along_x[g * most + x - atom.low[0]]
+        for r in range(atom.high[1] - atom.low[1] + 1):
+            weights[g * most + r] = along_x[g * most + plane] * middle[g * most + r]
 
 
-cdef inline void draw(
-    real* plane, const Grid* grid, const Disc* disc, Py_ssize_t G, const real* weights,
-    Py_ssize_t most, const real* curves, Py_ssize_t pitch, const real* scales, const real* heights,
-    const real* left,
+cdef inline void add_plane(
+    real* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, const double* first,
+    const double* length, Py_ssize_t low, Py_ssize_t G, const real* weights, Py_ssize_t most,
+    const real* curves, Py_ssize_t pitch,
 ) noexcept nogil:
-    cdef Py_ssize_t y = wrapped(disc.y, grid.ny), z = wrapped(disc.z, grid.nz)
     if real is float:
-        draw_float(
-            plane, grid.ny, grid.nz, y, disc.rows, z, disc.n, G, weights, most, curves, pitch,
-            scales, heights, left,
+        add_plane_float(
+            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch
         )
     else:
-        draw_double(
-            plane, grid.ny, grid.nz, y, disc.rows, z, disc.n, G, weights, most, curves, pitch,
-            scales, heights, left,
+        add_plane_double(
+            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch
         )
 
 
@@ -867,7 +790,8 @@ cdef void some_planes(
     cdef double dx
     cdef real share
     cdef real* values = scratch
-    cdef real* q = values + pitch
+    cdef real* squares = values + pitch
+    cdef real* q = squares + most
     cdef real* t = q + G
     cdef real* d = NULL
     cdef real* c = t + 4 * G
@@ -875,14 +799,10 @@ cdef void some_planes(
     cdef double at[3]
     # Of a product's change, one part is of rows, and one part is along z.
     cdef Py_ssize_t products = G if changes == NULL else 2 * G
-    cdef real* heights = scratch
-    cdef real* left = heights + pitch
-    cdef real* squares = left + most
-    cdef real* weights = squares + most
+    cdef real* weights = q
     cdef real* curves = weights + products * most
-    cdef real* along_x = curves + products * pitch
-    cdef real* scales = along_x + G * most
-    cdef Disc disc
+    cdef real* middle = curves + products * pitch
+    cdef real* along_x = middle + G * most
     cdef real* to
     cdef bint fresh
     memset(out + low * grid.ny * grid.nz, 0, (high - low) * grid.ny * grid.nz * sizeof(real))
@@ -902,28 +822,24 @@ cdef void some_planes(
                 continue
             dx = x - atom.at[0]
             if separable:
-                if not disc_of(grid, atom, dx, &disc, left, squares, heights):
-                    continue
                 set_plane(
                     grid, atom, own, G, x, share, fresh, most, pitch, weights,
-                    curves + (products - G) * pitch, along_x, scales,
+                    curves + (products - G) * pitch, middle, along_x,
                 )
                 fresh = False
-                r, k = disc.y - atom.low[1], disc.z - atom.low[2]
+            rows = rows_inside(grid, atom, dx, extents, extents + most, squares)
+            if separable:
                 for g in range(products - G):
-                    scales[G + g] = scales[g]
                     change_product(
-                        grid, atom, &disc, change + CHANGE * g, dx, squares, weights + g * most + r,
-                        curves + (G + g) * pitch + k, weights + (G + g) * most + r,
-                        curves + g * pitch + k,
+                        grid, atom, change + CHANGE * g, dx, squares, weights + g * most,
+                        curves + (G + g) * pitch, weights + (G + g) * most, curves + g * pitch,
                     )
-                draw(
-                    out + plane * grid.ny * grid.nz, grid, &disc, products, weights + r, most,
-                    curves + k, pitch, scales, heights, left,
+                add_plane(
+                    out + plane * grid.ny * grid.nz, grid.ny, grid.nz,
+                    wrapped(atom.low[1], grid.ny), rows, extents, extents + most, atom.low[2],
+                    products, weights, most, curves, pitch,
                 )
                 continue
-            rows = rows_inside(grid, atom, dx, extents, extents + most)
-            set_rows(own, G, dx, extents + 2 * most)
             for r in range(rows):
                 y = atom.low[1] + r
                 first = <Py_ssize_t>extents[r]
@@ -932,9 +848,7 @@ cdef void some_planes(
                     continue
                 to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
                 z = wrapped(first, grid.nz)
-                set_row(
-                    own, extents + 2 * most, G, y - atom.at[1], first - atom.at[2], q, t
-                )
+                set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
                 in_frame(grid.edges, dx, y - atom.at[1], first - atom.at[2], at)
                 if changes != NULL:
                     set_changes(change, G, at[0], at[1], d)
@@ -968,104 +882,112 @@ cdef inline void read_row(
         z = 0
 
 
-cdef inline void contract(
-    const real* plane, const Grid* grid, const Disc* disc, Py_ssize_t G, const real* weights,
-    Py_ssize_t most, const real* curves, const real* bent, Py_ssize_t pitch, const real* scales,
-    const real* heights, const real* left, double x, double xx, real* sums, real* more,
-    Py_ssize_t apart,
+cdef inline void read_plane(
+    const real* plane, const real* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
+    Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
+    real* values, Py_ssize_t pitch,
 ) noexcept nogil:
-    cdef Py_ssize_t y = wrapped(disc.y, grid.ny), z = wrapped(disc.z, grid.nz), table = G * most
-    cdef double c = grid.metric[1]
+    if real is float:
+        read_plane_float(plane, end, ny, nz, y, rows, first, length, low, n, values, pitch)
+    else:
+        read_plane_double(plane, end, ny, nz, y, rows, first, length, low, n, values, pitch)
+
+
+cdef inline void contract(
+    Py_ssize_t rows, const real* values, Py_ssize_t pitch, const real* weights, const real* y,
+    const real* square, const real* curve, const real* bent, Py_ssize_t n, double x, double start,
+    double c, real* by_y, real* sums, real* more,
+) noexcept nogil:
     if real is float:
         contract_float(
-            plane, grid.ny, grid.nz, y, disc.rows, z, disc.n, G, weights, most, table, curves, bent,
-            pitch, scales, heights, left, <float>x, <float>disc.start, <float>c, <float>xx, sums,
-            more, apart,
+            rows, values, pitch, weights, y, square, curve, bent, n, <float>x, <float>start,
+            <float>c, by_y, sums, more,
         )
     else:
         contract_double(
-            plane, grid.ny, grid.nz, y, disc.rows, z, disc.n, G, weights, most, table, curves, bent,
-            pitch, scales, heights, left, x, disc.start, c, xx, sums, more, apart,
+            rows, values, pitch, weights, y, square, curve, bent, n, x, start, c, by_y, sums, more
         )
-
-
-cdef inline void set_tables(
-    real* weights, Py_ssize_t G, Py_ssize_t most, Py_ssize_t rows, double y, const real* squares
-) noexcept nogil:
-    """Write weights of rows times y and squared distances after the weights, in tables of G rows."""
-    cdef Py_ssize_t g, r
-    cdef real start = <real>y
-    for g in range(G):
-        for r in range(rows):
-            weights[(G + g) * most + r] = weights[g * most + r] * (start + r)
-            weights[(2 * G + g) * most + r] = weights[g * most + r] * squares[r]
 
 
 cdef void contract_separable(
     const Grid* grid, const Atom* atom, const double* numbers, const real* change, Py_ssize_t G,
-    const real* cotangent, real* scratch, Py_ssize_t most, Py_ssize_t pitch, double* moments,
+    const real* cotangent, real* scratch, double* extents, Py_ssize_t most, Py_ssize_t pitch,
+    double* moments,
 ) noexcept nogil:
     """Write the moments of an isotropic atom if its factors are curves."""
-    cdef Py_ssize_t x, g, r, k, plane
-    cdef Py_ssize_t lanes = 64 // <Py_ssize_t>sizeof(real), apart = MOMENTS // 2 * lanes
-    cdef const real* here
+    cdef Py_ssize_t x, plane, g, r, rows, begin, stop, low, n, first
+    cdef Py_ssize_t lanes = 64 // <Py_ssize_t>sizeof(real)
+    cdef double left, half, centre
+    cdef const double* form = grid.metric
+    cdef const real* end = cotangent + grid.planes * grid.ny * grid.nz
     cdef int i, part
-    cdef double dx, xx = 0
-    cdef real* heights = scratch
-    cdef real* left = heights + pitch
-    cdef real* squares = left + most
-    cdef real* weights = squares + most
-    cdef real* curves = weights + 3 * G * most
-    cdef real* along_x = curves + G * pitch
-    cdef real* sums = along_x + G * most
-    cdef real* turned = sums + G * apart
-    cdef real* bent = turned + 3 * G * most
-    cdef real* scales = bent + G * pitch
+    cdef double dx, start
+    cdef real* weights = scratch
+    cdef real* curves = weights + G * most
+    cdef real* ys = curves + G * pitch
+    cdef real* squares = ys + most
+    cdef real* sums = squares + most
+    cdef real* middle = sums + MOMENTS // 2 * G * lanes
+    cdef real* along_x = middle + G * most
+    cdef real* by_y = along_x + G * most
+    cdef real* turned = by_y + 2 * most
+    cdef real* bent = turned + most
+    cdef real* values = bent + pitch
+    cdef real* own
     cdef double s[5]
     cdef double* m
-    cdef Disc disc
     cdef bint fresh = True
-    memset(sums, 0, G * apart * sizeof(real))
+    memset(sums, 0, MOMENTS // 2 * G * lanes * sizeof(real))
+    rows = atom.high[1] - atom.low[1] + 1
+    for r in range(rows):
+        ys[r] = <real>(atom.low[1] + r - atom.at[1])
     for x in range(atom.low[0], atom.high[0] + 1):
         plane = wrapped(x - grid.start, grid.nx)
         if plane >= grid.planes:
             continue
         dx = x - atom.at[0]
-        if not disc_of(grid, atom, dx, &disc, left, squares, heights):
-            continue
-        here = cotangent + plane * grid.ny * grid.nz
-        r, k = disc.y - atom.low[1], disc.z - atom.low[2]
         set_plane(
-            grid, atom, numbers, G, x, 1, fresh, most, pitch, weights, curves, along_x, scales
+            grid, atom, numbers, G, x, 1, fresh, most, pitch, weights, curves, middle, along_x
         )
-        if not upright(grid):
-            set_tables(weights + r, G, most, disc.rows, disc.y - atom.at[1], squares)
-        elif fresh:
-            # Distances along x, which differ from plane to plane, are added later.
-            parabola(
-                turned, atom.high[1] - atom.low[1] + 1, atom.low[1] - atom.at[1], 0, grid.metric[4]
-            )
-            set_tables(
-                weights, G, most, atom.high[1] - atom.low[1] + 1, atom.low[1] - atom.at[1], turned
-            )
-        if upright(grid):
-            xx = grid.metric[2] * dx * dx
         fresh = False
-        for g in range(0 if change == NULL else G):
-            change_product(
-                grid, atom, &disc, change + CHANGE * g, dx, squares, weights + g * most + r,
-                curves + g * pitch + k, turned + g * most + r, bent + g * pitch + k,
-            )
-        contract(
-            here, grid, &disc, G, weights + r, most, curves + k,
-            <const real*>NULL if change == NULL else bent + k, pitch, scales, heights, left, dx, xx,
-            sums, sums + 5 * lanes, apart,
+        rows_inside(grid, atom, dx, extents, extents + most, squares)
+        # Only rows that meet the sphere, and the voxels between their ends, or one more.
+        left = atom.square - (form[2] - form[3] * form[3] / form[4]) * dx * dx
+        if left < 0:
+            continue
+        half = sqrt(left / form[4]) + 1e-6
+        centre = atom.at[1] - form[3] / form[4] * dx
+        begin = max(<Py_ssize_t>ceil(centre - half) - atom.low[1], 0)
+        stop = min(<Py_ssize_t>floor(centre + half) - atom.low[1] + 1, rows)
+        half = sqrt(left / form[1]) + 1e-6
+        centre = atom.at[2] - form[5] * dx
+        low = max(<Py_ssize_t>ceil(centre - half), atom.low[2])
+        n = min(<Py_ssize_t>floor(centre + half), atom.high[2]) - low + 1
+        if begin >= stop or n <= 0:
+            continue
+        first, start = low - atom.low[2], low - atom.at[2] + dx * form[5]
+        read_plane(
+            cotangent + plane * grid.ny * grid.nz, end, grid.ny, grid.nz,
+            wrapped(atom.low[1] + begin, grid.ny), stop - begin, extents + begin,
+            extents + most + begin, low, n, values, pitch,
         )
-        if change != NULL:
-            set_tables(turned + r, G, most, disc.rows, disc.y - atom.at[1], squares)
+        for g in range(G):
+            own = sums + MOMENTS // 2 * g * lanes
+            if change != NULL:
+                change_product(
+                    grid, atom, change + CHANGE * g, dx, squares, weights + g * most,
+                    curves + g * pitch, turned, bent,
+                )
+                contract(
+                    stop - begin, values, pitch, turned + begin, ys + begin, squares + begin,
+                    curves + g * pitch + first, <const real*>NULL, n, dx, start, form[1], by_y,
+                    own + 5 * lanes, own,
+                )
             contract(
-                here, grid, &disc, G, turned + r, most, curves + k, <const real*>NULL, pitch,
-                scales, heights, left, dx, 0, sums + 5 * lanes, sums, apart,
+                stop - begin, values, pitch, weights + g * most + begin, ys + begin,
+                squares + begin, curves + g * pitch + first,
+                <const real*>NULL if change == NULL else bent + first, n, dx, start, form[1],
+                by_y, own, own + 5 * lanes,
             )
     for g in range(G):
         for part in range(1 if change == NULL else 2):
@@ -1073,7 +995,7 @@ cdef void contract_separable(
             for i in range(5):
                 s[i] = 0
                 for r in range(lanes):
-                    s[i] += sums[g * apart + (5 * part + i) * lanes + r]
+                    s[i] += sums[(MOMENTS // 2 * g + 5 * part + i) * lanes + r]
             s[3] -= grid.metric[5] * s[1]
             m = moments + MOMENTS * g + MOMENTS // 2 * part
             m[0] = s[0]
@@ -1114,8 +1036,7 @@ cdef void contract_rows(
         if plane >= grid.planes:
             continue
         dx = x - atom.at[0]
-        rows_inside(grid, atom, dx, extents, extents + most)
-        set_rows(numbers, G, dx, extents + 2 * most)
+        rows_inside(grid, atom, dx, extents, extents + most, zs)
         rows = 0
         for r in range(atom.high[1] - atom.low[1] + 1):
             y = atom.low[1] + r
@@ -1124,9 +1045,7 @@ cdef void contract_rows(
             length = <Py_ssize_t>extents[most + r]
             if length <= 0:
                 continue
-            set_row(
-                numbers, extents + 2 * most, G, dy, first - atom.at[2], q + rows * G, t + rows * G
-            )
+            set_row(numbers, G, dx, dy, first - atom.at[2], q + rows * G, t + rows * G)
             in_frame(grid.edges, dx, dy, first - atom.at[2], at)
             if change != NULL:
                 set_changes(change, G, at[0], at[1], turned + 3 * rows * G)
@@ -1447,7 +1366,7 @@ cdef void some_slabs(
             set_up.atoms, set_up.numbers, set_up.separable,
             <const real*>set_up.occupancy, <const real*>set_up.changes, set_up.gaussians,
             <real*>call.out, <real*>own.numbers + thread * own.row,
-            own.extents + thread * own.extents_row, own.most, own.pitch,
+            own.extents + 2 * thread * own.most, own.most, own.pitch,
         )
 
 
@@ -1461,7 +1380,7 @@ cdef void some_pull_backs(
     cdef const double* numbers
     cdef const real* change = NULL
     cdef real* scratch = <real*>own.numbers + thread * own.row
-    cdef double* extents = own.extents + thread * own.extents_row
+    cdef double* extents = own.extents + 2 * thread * own.most
     cdef double* moments = own.moments + thread * own.moments_row
     for n in range(begin, end):
         numbers = set_up.numbers + NUMBERS * G * n
@@ -1470,7 +1389,7 @@ cdef void some_pull_backs(
         if set_up.separable:
             contract_separable(
                 &set_up.grid, set_up.atoms + n, numbers, change, G, <const real*>call.cotangent,
-                scratch, own.most, own.pitch, moments,
+                scratch, extents, own.most, own.pitch, moments,
             )
         else:
             contract_rows(
@@ -1539,22 +1458,19 @@ cdef bytearray set_up(
 
 
 cdef bytearray scratch_of(
-    Scratch* scratch, Py_ssize_t row, Py_ssize_t item, Py_ssize_t G, int threads
+    Scratch* scratch, Py_ssize_t row, Py_ssize_t item, int threads
 ):
-    """Give every thread a row of numbers, and extents and parts of rows, in whole lines of the cache.
+    """Give every thread a row of numbers, and extents; all zeros.
 
-    All are zeros, because lanes without a voxel are computed too, and old numbers there may be denormal, and
+    Zeros, because lanes without a voxel are computed too, and old numbers there may be denormal, and
     slow.
     """
-    scratch.extents_row = 2 * scratch.most + padded(3 * G)
-    cdef Py_ssize_t extents = threads * scratch.extents_row * sizeof(double)
-    scratch.row = padded(row)
-    cdef bytearray memory = room(extents + threads * scratch.row * item + 64)
+    cdef Py_ssize_t extents = threads * 2 * scratch.most * sizeof(double)
+    cdef bytearray memory = room(extents + threads * row * item)
     memset(of(memory), 0, len(memory))
-    cdef char* begin = <char*>of(memory)
-    begin += -<Py_ssize_t>begin & 63
-    scratch.extents = <double*>begin
-    scratch.numbers = begin + extents
+    scratch.extents = <double*>of(memory)
+    scratch.numbers = of(memory) + extents
+    scratch.row = row
     return memory
 
 
@@ -1646,7 +1562,7 @@ def splat(
     cdef bytearray lists = room(pointers[slabs] * sizeof(long long))
     cdef long long* listed = <long long*>of(lists)
     cdef bytearray own = scratch_of(
-        scratch, pitch + (G + 2) * most + products * (most + pitch + 1), sizeof(real), G, threads
+        scratch, pitch + most + 2 * G * most + products * (most + pitch), sizeof(real), threads
     )
     call.given = &given
     call.listed = listed
@@ -1692,9 +1608,8 @@ def splat_vjp(
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
     cdef bytearray own = scratch_of(
-        scratch,
-        most * (7 * G + 2 + pitch) + (2 * G + 1) * pitch + G * (MOMENTS // 2 * LANES + 1),
-        sizeof(real), G, threads,
+        scratch, most * (5 * G + 5 + pitch) + (G + 1) * pitch + MOMENTS // 2 * G * LANES,
+        sizeof(real), threads,
     )
     cdef bytearray lengths = room(threads * most * sizeof(Py_ssize_t))
     scratch.lengths = <Py_ssize_t*>of(lengths)
