@@ -8,15 +8,14 @@ the weight has a partial sum for each of a fixed number of groups of blocks.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from cpukern.products import ByNumpy, of_tensors
+from cpukern.products import ByNumpy, of_tensors, share_groups
 from fusedops._frame import memory
-from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
+from fusedops._frame.threads import blas_has_a_limit
 from fusedops.conv import Sequences, conv, conv_vjp
 
 # Numbers that a block's kernels have, and the fewest and the most tokens of a block: products want
@@ -58,16 +57,11 @@ class _Call:
 
         def share(low: int, high: int) -> None:
             room: dict[str, np.ndarray] = {}
-            # Each thread has NumPy's error state, and OpenMP's number of threads, of its own.
-            with np.errstate(all="ignore"), alone():
-                for g in range(low, high):
-                    for b in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
-                        work(g, _Block(self, b, room))
+            for g in range(low, high):
+                for b in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
+                    work(g, _Block(self, b, room))
 
-        several = groups > 1
-        alone = self.by.alone if several else contextlib.nullcontext
-        with blas_on_one_thread() if several else contextlib.nullcontext():
-            in_parallel(share, groups, 1)
+        share_groups(self.by, groups, share)
 
 
 class _Block:

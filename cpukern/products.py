@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from fusedops._frame.threads import openmp_on_one_thread
+from fusedops._frame.threads import blas_on_one_thread, in_parallel, openmp_on_one_thread
 
 #: The dtype of bfloat16's bits.
 BITS = np.dtype(np.uint16)
@@ -111,6 +112,23 @@ def of_tensors(dtype: np.dtype, work: int) -> type[ByNumpy]:
         return InBfloat16
     worth = dtype == np.float32 and work >= _WORTH
     return InFloat32 if worth and _keeps_float32() else ByNumpy
+
+
+def share_groups(by: type[ByNumpy], groups: int, share: Callable[[int, int], None]) -> None:
+    """Call ``share(low, high)`` on threads' parts of groups; products of several start no threads.
+
+    A single group's products may have all threads.
+    """
+    several = groups > 1
+
+    def part(low: int, high: int) -> None:
+        # Each thread has NumPy's error state, and OpenMP's number of threads, of its own.
+        alone = by.alone() if several else contextlib.nullcontext()
+        with np.errstate(all="ignore"), alone:
+            share(low, high)
+
+    with blas_on_one_thread() if several else contextlib.nullcontext():
+        in_parallel(part, groups, 1)
 
 
 def _keeps_float32() -> bool:

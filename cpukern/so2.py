@@ -7,7 +7,6 @@ partial sums, one for each of a fixed number of groups of blocks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from cpukern.layout import laid_out
-from cpukern.products import ByNumpy, of_tensors
+from cpukern.products import ByNumpy, of_tensors, share_groups
 from fusedops._frame import memory
-from fusedops._frame.threads import blas_has_a_limit, blas_on_one_thread, in_parallel
+from fusedops._frame.threads import blas_has_a_limit, in_parallel
 from fusedops.so2 import columns, on_weight, orders, rows_by_degree, weights_of
 
 # Numbers of messages that a block has in the cache, and the fewest edges of a block: products want
@@ -83,17 +82,12 @@ class _Call:
         """Call ``work(group, edges, room)`` on all blocks, in order within a group."""
 
         def share(low: int, high: int) -> None:
-            # Each thread has NumPy's error state, and OpenMP's number of threads, of its own.
-            with np.errstate(all="ignore"), alone():
-                room = functools.partial(_room, {}, self.dtype)
-                for g in range(low, high):
-                    for k in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
-                        work(g, slice(k * self.block, min((k + 1) * self.block, self.E)), room)
+            room = functools.partial(_room, {}, self.dtype)
+            for g in range(low, high):
+                for k in range(self.blocks * g // groups, self.blocks * (g + 1) // groups):
+                    work(g, slice(k * self.block, min((k + 1) * self.block, self.E)), room)
 
-        several = groups > 1
-        alone = self.by.alone if several else contextlib.nullcontext
-        with blas_on_one_thread() if several else contextlib.nullcontext():
-            in_parallel(share, groups, 1)
+        share_groups(self.by, groups, share)
 
     def scaled(self, e: slice, room: Any) -> np.ndarray:
         """Return a block's messages times radial functions."""
