@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -119,8 +120,13 @@ def _holds_ours(folder: Path) -> bool:
 
 
 def size_of(paths: list[Path]) -> int:
-    files = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
-    return sum(file.stat().st_size for file in files)
+    """Return the bytes of files and of folders, from which other processes may remove some."""
+    total = 0
+    for path in paths:
+        for file in [path] if path.is_file() else path.glob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += file.stat().st_size
+    return total
 
 
 def clear(paths: list[Path]) -> None:

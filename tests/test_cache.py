@@ -42,6 +42,12 @@ def test_the_cache_of_triton(triton_folder, capsys):
     assert fusedops.info().caches["triton"].bytes == 0
 
 
+def test_a_file_that_another_process_removes_has_no_size(triton_folder):
+    size = fusedops.info().caches["triton"].bytes
+    (triton_folder / "A" / "removed").symlink_to("nowhere")
+    assert fusedops.info().caches["triton"].bytes == size
+
+
 @pytest.fixture(autouse=True)
 def numba_folder(tmp_path_factory, monkeypatch):
     """A folder in the place of Numba's: a test must not remove compiled kernels."""
