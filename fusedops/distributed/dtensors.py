@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedops import trimul
 from fusedops.distributed.exchanges import in_chunks
-from fusedops.distributed.triangles import Tiles, slices_of, tiles_on, updated
+from fusedops.distributed.tiles import Tiles, slices_of, tiles_on
+from fusedops.distributed.triangles import updated
 
 
 def _local(op: str, name: str, value: Any, x: DTensor, placements: Any, grads: Any) -> Any:

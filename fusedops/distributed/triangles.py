@@ -8,151 +8,27 @@ another is computed: the next one's pairs are under way before the product of a 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fusedops._frame import registry
 from fusedops._frame.arrays import copy_rows
 from fusedops._frame.check import alike, floats, size
 from fusedops._frame.packed import outside_of_graphs
-from fusedops.distributed.exchanges import (
-    Trip,
-    agree,
-    all_to_all,
-    by_graph,
-    checked_sizes,
-    group_of,
-    in_chunks,
-    sizes_everywhere,
-    tensor,
-)
+from fusedops.distributed.exchanges import Trip, agree, all_to_all, by_graph, tensor
+from fusedops.distributed.tiles import NAME, Tiles, tiles_of
 from fusedops.trimul import ARRAYS, end_vjp, sides_vjp
 from fusedops.trimul import end as end_of
 from fusedops.trimul import sides as sides_of
 from fusedops.trimul import triangle_multiplicative_update as _on_one
 
-_NAME = "triangle_multiplicative_update"
-
 #: The bytes of left and right of a chunk that are worth a message of their own.
 _MESSAGE = 1 << 23
 #: The most chunks, unless more are asked for.
 _CHUNKS = 4
-
-
-class Tiles(NamedTuple):
-    """The pairs of all ranks: a rectangle of rows and columns each, of N rows and N columns."""
-
-    group: dist.ProcessGroup
-    N: int
-    rows: list[slice]
-    columns: list[slice]
-
-    def are_bands(self) -> bool:
-        """Return whether ranks have whole rows, in their order."""
-        whole = all([_length(columns) == self.N for columns in self.columns])
-        return whole and self.rows == sorted(self.rows, key=lambda rows: rows.start)
-
-    def areas(self) -> list[int]:
-        """Return the number of pairs of every rank."""
-        return [_length(r) * _length(c) for r, c in zip(self.rows, self.columns, strict=True)]
-
-    def gathered(self, flat: torch.Tensor, per_pair: int) -> torch.Tensor:
-        """Return planes (N, per_pair, N) from the rectangles of all ranks, one after the other."""
-        if self.are_bands():
-            return flat.view(self.N, per_pair, self.N)
-        areas = [area * per_pair for area in self.areas()]
-        bands: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for rows, columns, part in zip(self.rows, self.columns, flat.split(areas), strict=True):
-            if part.numel() or _length(rows):
-                tile = part.view(_length(rows), per_pair, _length(columns))
-                bands.setdefault(rows.start, []).append((columns.start, tile))
-        return torch.cat(
-            [
-                torch.cat([tile for _, tile in sorted(band, key=lambda at: at[0])], 2)
-                for _, band in sorted(bands.items())
-            ]
-        )
-
-    def scattered(self, planes: torch.Tensor) -> torch.Tensor:
-        """Return the rectangles of all ranks, one after the other: the inverse of `gathered`."""
-        if self.are_bands():
-            return planes.reshape(-1)
-        parts = zip(self.rows, self.columns, strict=True)
-        return torch.cat([planes[rows, :, columns].reshape(-1) for rows, columns in parts])
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
-
-
-def slices_of(sizes: Sequence[int]) -> list[slice]:
-    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
-    return [slice(end - n, end) for n, end in zip(sizes, ends, strict=True)]
-
-
-@functools.lru_cache(maxsize=16)
-def _group_of_ranks(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of some ranks of the world, made once."""
-    if len(ranks) == world.size():
-        return world
-    return dist.new_group(list(ranks), use_local_synchronization=True)
-
-
-def _sizes(axis: str, given: Any, own: int, N: int, group: dist.ProcessGroup) -> list[int]:
-    """Return the checked sizes of shards of an axis, by default `torch.chunk`'s."""
-    sizes = in_chunks(N, group.size()) if given is None else given
-    found = checked_sizes(_NAME, "sizes", sizes, group)
-    if sum(found) != N:
-        raise ValueError(f"{_NAME}: sizes have the sum {sum(found)}; it should be {N}, N")
-    rank = group.rank()
-    if own != found[rank]:
-        raise ValueError(
-            f"{_NAME}: x has {own} {axis}; rank {rank} should have {found[rank]} of {N}"
-        )
-    return found
-
-
-def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Tiles, bool]:
-    """Return which rank has which pairs, and whether columns instead of rows are sharded."""
-    if x.ndim < 3:
-        raise ValueError(f"{_NAME}: x has shape {tuple(x.shape)}; it should be (..., N, N, C)")
-    n, m = x.shape[-3:-1]
-    if sharded in (1, 2):
-        group = group_of(_NAME, group)
-        axis, own, N = ("rows", n, m) if sharded == 1 else ("columns", m, n)
-        found = slices_of(_sizes(axis, sizes, own, N, group))
-        return Tiles(group, N, found, [slice(0, N)] * len(found)), sharded == 2
-    if sharded not in ((1, 2), (2, 1)):
-        raise ValueError(f"{_NAME}: sharded is {sharded!r}; it should be 1, 2, (1, 2) or (2, 1)")
-    if not isinstance(group, dist.DeviceMesh) or group.ndim != 2:
-        raise TypeError(
-            f"{_NAME}: group is a {type(group).__name__}; with sharded={sharded} it should be a "
-            "DeviceMesh of two dimensions"
-        )
-    axes = [group.get_group(sharded.index(axis)) for axis in (1, 2)]
-    if sizes is None:
-        lengths = zip((n, m), axes, strict=True)
-        sizes = [sizes_everywhere(own, along, x) for own, along in lengths]
-    if not isinstance(sizes, Sequence) or len(sizes) != 2:
-        raise TypeError(f"{_NAME}: sizes should be two sequences of ints, for rows and for columns")
-    N = sum(checked_sizes(_NAME, "sizes[0]", sizes[0], axes[0]))
-    rows = slices_of(_sizes("rows", sizes[0], n, N, axes[0]))
-    columns = slices_of(_sizes("columns", sizes[1], m, N, axes[1]))
-    return tiles_on(group.mesh if sharded == (1, 2) else group.mesh.T, rows, columns, N), False
-
-
-def tiles_on(grid: torch.Tensor, rows: list[slice], columns: list[slice], N: int) -> Tiles:
-    """Return which rank of a grid has which pairs: rows by its first axis, columns by the other."""
-    ranks = sorted(grid.flatten().tolist())
-    flat = _group_of_ranks(dist.group.WORLD, tuple(ranks))
-    places = [(grid == rank).nonzero()[0].tolist() for rank in ranks]
-    return Tiles(flat, N, [rows[i] for i, _ in places], [columns[j] for _, j in places])
 
 
 def _sides_of(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -376,15 +252,15 @@ def _mask_of(mask: Any, x: torch.Tensor) -> torch.Tensor | None:
     """Return a checked mask in the shape and dtype of x, without channels."""
     if mask is None:
         return None
-    mask = floats(_NAME, "mask", tensor(_NAME, "mask", mask), or_integers=True)
-    alike(_NAME, "mask", mask, "x", x)
+    mask = floats(NAME, "mask", tensor(NAME, "mask", mask), or_integers=True)
+    alike(NAME, "mask", mask, "x", x)
     shape = x.shape[:-1]
     fits = mask.ndim <= len(shape) and all(
         n in (1, want) for n, want in zip(mask.shape[::-1], shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(
-            f"{_NAME}: mask has shape {tuple(mask.shape)}; it should broadcast to {tuple(shape)}, "
+            f"{NAME}: mask has shape {tuple(mask.shape)}; it should broadcast to {tuple(shape)}, "
             "the pairs of this rank"
         )
     return mask.to(x.dtype).expand(shape)
@@ -495,7 +371,7 @@ def triangle_multiplicative_update(
     torch.Size([1, 5, 5, 4])
     >>> dist.destroy_process_group()
     """
-    x = floats(_NAME, "x", tensor(_NAME, "x", x))
+    x = floats(NAME, "x", tensor(NAME, "x", x))
     weights = (
         *(norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias),
         *(norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias),
@@ -522,11 +398,11 @@ def updated(
     # The single-device op checks all but the pairs, on a representation without members.
     like = x.new_empty(0, tiles.N, tiles.N, x.shape[-1])
     a = op.bound(like, direction, None, *others, **more).a
-    if chunks is not None and size(_NAME, "chunks", chunks) < 1:
-        raise ValueError(f"{_NAME}: chunks is 0; it should be at least 1, or None")
+    if chunks is not None and size(NAME, "chunks", chunks) < 1:
+        raise ValueError(f"{NAME}: chunks is 0; it should be at least 1, or None")
     if tiles.group.size() > 1 and len(a.p_out_weight) != x.shape[-1]:
         raise ValueError(
-            f"{_NAME}: p_out_weight has shape {tuple(a.p_out_weight.shape)}; it should be "
+            f"{NAME}: p_out_weight has shape {tuple(a.p_out_weight.shape)}; it should be "
             f"{(x.shape[-1], a.p_out_weight.shape[1])}, as wide as x where ranks share pairs"
         )
     if tiles.group.size() == 1:
@@ -549,8 +425,8 @@ def updated(
     given["mask"] = None if mask is None else (mask.dtype, mask.requires_grad)
     for option in ("direction", "gate", "precision", "eps"):
         given[option] = getattr(a, option)
-    agree(_NAME, tiles.group, x, **given)
-    with registry.asking(registry.forced(more.get("backend"), _NAME)):
+    agree(NAME, tiles.group, x, **given)
+    with registry.asking(registry.forced(more.get("backend"), NAME)):
         shared = _Update(tiles, a, transposed, min(chunks, each), keep)
         out = _Shared.apply(shared, *a[: len(ARRAYS)])
     out = out.transpose(1, 2) if transposed else out
