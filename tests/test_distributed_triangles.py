@@ -72,7 +72,7 @@ def own(x, axes, shift=0):
 
 CASES = {
     "rows": dict(sharded=1),
-    "columns": dict(sharded=2, direction="incoming"),
+    "columns": dict(sharded=2, direction="incoming", chunks=2, keep=True, H=3),
     "rows-incoming-chunks": dict(sharded=1, direction="incoming", chunks=2, gate="hidden"),
     "columns-outgoing-uneven": dict(sharded=2, sizes="uneven", chunks=3, keep=True, H=5),
     "empty": dict(sharded=1, sizes="empty", chunks=2, gate="hidden", N=4),
@@ -120,12 +120,14 @@ def test_value_and_all_derivatives_are_one_devices(case):
         own(x, axes), own(mask, axes, 1), here, own(cotangent, axes), update, **given
     )
     torch.testing.assert_close(got, own(want, axes), rtol=1e-12, atol=1e-12)
-    found = torch.autograd.grad(loss, arrays, create_graph=True)
-    # Gradients of pairs are zero outside of the shard; gradients of weights are whole.
-    first = [own(g, axes, shift) for g, shift in zip(found[:2], (0, 1), strict=True)]
     wanted = [own(g, axes, shift) for g, shift in zip(gradients[:2], (0, 1), strict=True)]
-    torch.testing.assert_close(first, wanted, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found[2:], gradients[2:], rtol=1e-10, atol=1e-12)
+    # Two ways: one overlaps exchanges and products, the other can be differentiated again.
+    for again in (False, True):
+        found = torch.autograd.grad(loss, arrays, retain_graph=True, create_graph=again)
+        # Gradients of pairs are zero outside of the shard; gradients of weights are whole.
+        first = [own(g, axes, shift) for g, shift in zip(found[:2], (0, 1), strict=True)]
+        torch.testing.assert_close(first, wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found[2:], gradients[2:], rtol=1e-10, atol=1e-12)
     # The loss is the sum of all ranks' losses, so the weights' part counts on one rank alone.
     second = sum((g * v).sum() for g, v in zip(found[:2], others[:2], strict=True))
     once = sum((g * v).sum() for g, v in zip(found[2:], others[2:], strict=True))
@@ -240,7 +242,7 @@ def test_misplaced_dtensors_are_refused():
             call()
 
 
-@pytest.mark.parametrize("case", ["rows-incoming-chunks", "columns-outgoing-uneven", "mesh"])
+@pytest.mark.parametrize("case", ["columns", "columns-outgoing-uneven", "mesh"])
 @on_ranks
 def test_gradcheck_of_the_gathered_update(case):
     x, mask, weights, alike, given, axes = made(case)
@@ -266,8 +268,9 @@ def placed_in(x, axis, sizes, rank):
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @on_ranks
-def test_bytes_sent_are_the_formulas(keep):
+def test_bytes_sent_are_the_formulas(direction, keep):
     P, rank = dist.get_world_size(), dist.get_rank()
     N, H, B = 2 * P, 3 * P, 2
     x, mask, weights = problem(N=N, H=H)
@@ -280,19 +283,24 @@ def test_bytes_sent_are_the_formulas(keep):
     dist.all_to_all_single = counted
     try:
         here = [x.chunk(P, 1)[rank].requires_grad_(), mask.chunk(P, 1)[rank]]
-        out = update(here[0], mask=here[1], **weights, group=dist.group.WORLD, keep=keep, chunks=3)
+        more = {"group": dist.group.WORLD, "keep": keep, "chunks": 3}
+        out = update(here[0], direction, here[1], **weights, **more)
         forward = sum(sent)
         out.sum().backward()
     finally:
         dist.all_to_all_single = genuine
     u = B * N * N * H * x.itemsize // P
-    assert forward == 3 * u * (P - 1) // P
-    assert sum(sent) == (6 if keep else 8) * u * (P - 1) // P
+    if P == 2:
+        assert (forward, sum(sent)) == (u, (3 if direction == "outgoing" else 2) * u)
+    else:
+        assert forward == 3 * u * (P - 1) // P
+        assert sum(sent) == (6 if keep else 8) * u * (P - 1) // P
 
 
+@pytest.mark.parametrize("case", ["columns", "columns-outgoing-uneven"])
 @on_ranks
-def test_two_runs_give_the_same_bits():
-    x, _, weights, alike, given, axes = made("columns-outgoing-uneven")
+def test_two_runs_give_the_same_bits(case):
+    x, _, weights, alike, given, axes = made(case)
 
     def run():
         own_x = own(x, axes).detach().requires_grad_()
@@ -304,27 +312,29 @@ def test_two_runs_give_the_same_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @on_ranks
-def test_other_dtypes(dtype):
+def test_other_dtypes(direction, dtype):
     P, rank = dist.get_world_size(), dist.get_rank()
     x, mask, weights = problem(N=6, C=8, H=6, dtype=dtype)
-    got = update(
-        x.chunk(P, 1)[rank], mask=mask.chunk(P, 1)[rank], **weights, group=dist.group.WORLD
-    )
+    own_x, own_mask = (a.chunk(P, 1)[rank] for a in (x, mask))
+    got = update(own_x, direction, own_mask, **weights, group=dist.group.WORLD)
     exact = {name: w.double() for name, w in weights.items()}
-    want = on_one(x.double(), mask=mask.double(), **exact).chunk(P, 1)[rank]
+    want = on_one(x.double(), direction, mask.double(), **exact).chunk(P, 1)[rank]
     assert got.dtype == dtype
     tolerance = 8 * torch.finfo(dtype).eps * want.abs().max().item()
     torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 @on_ranks
-def test_sums_beyond_float16_have_both_gradients():
+def test_sums_beyond_float16_have_both_gradients(direction):
     P, rank = dist.get_world_size(), dist.get_rank()
     x, _, weights = problem(N=32, C=8, H=4, B=(), dtype=torch.float16)
     weights["p_in_weight"] *= 120
     own_x = x.chunk(P)[rank].requires_grad_()
-    loss = update(own_x, **weights, group=dist.group.WORLD).float().square().mean()
+    out = update(own_x, direction, **weights, group=dist.group.WORLD)
+    loss = out.float().square().mean()
     (plain,) = torch.autograd.grad(loss, own_x, retain_graph=True)
     (again,) = torch.autograd.grad(loss, own_x, create_graph=True)
     assert plain.isfinite().all()
@@ -358,23 +368,32 @@ class Mutants:
 
     @staticmethod
     def swapped_chunks(monkeypatch, triangles):
-        genuine = triangles._Update.return_planes
-        monkeypatch.setattr(
-            triangles._Update,
-            "return_planes",
-            lambda self, planes: genuine(self, planes.flip(1)),
-        )
+        for kind, name in ((triangles._ByChannels, "return_planes"), (triangles._OfTwo, "part")):
+            genuine = getattr(kind, name)
+
+            def swapped(self, channels, *more, genuine=genuine):
+                return genuine(self, channels.flip(1), *more)
+
+            monkeypatch.setattr(kind, name, swapped)
 
     @staticmethod
     def missing_swap(monkeypatch, triangles):
-        genuine = triangles._Update.spread
+        for kind in (triangles._ByChannels, triangles._OfTwo):
+            genuine = kind.spread
 
-        def spread(self, weight):
-            other = copy.copy(self)
-            other.swap = False
-            return genuine(other, weight)
+            def spread(self, weight, genuine=genuine):
+                other = copy.copy(self)
+                other.swap = False
+                return genuine(other, weight)
 
-        monkeypatch.setattr(triangles._Update, "spread", spread)
+            monkeypatch.setattr(kind, "spread", spread)
+
+    @staticmethod
+    def forgotten_part(monkeypatch, triangles):
+        genuine = triangles._Update.multiply
+        monkeypatch.setattr(
+            triangles._Update, "multiply", lambda self, *given: genuine(self, *given[:4])
+        )
 
     @staticmethod
     def forgotten_sum(monkeypatch, triangles):
@@ -383,17 +402,24 @@ class Mutants:
         monkeypatch.setattr(exchanges._Sum, "forward", lambda ctx, group, *tensors: tensors)
 
 
+@pytest.mark.parametrize("case", ["columns-outgoing-uneven"])
 @pytest.mark.parametrize("mutant", ["swapped_chunks", "missing_swap", "forgotten_sum"])
 @on_ranks
-def test_a_broken_part_shows(mutant):
+def test_a_broken_part_shows(mutant, case):
     from fusedops.distributed import triangles
 
     test = test_value_and_all_derivatives_are_one_devices.on_rank
     with pytest.MonkeyPatch.context() as monkeypatch:
         getattr(Mutants, mutant)(monkeypatch, triangles)
         with pytest.raises(AssertionError):
-            test("columns-outgoing-uneven")
+            test(case)
     dist.barrier()
+
+
+@pytest.mark.parametrize("case", ["columns", "columns-outgoing-uneven"])
+@on_ranks(worlds=[("gloo", 2), pytest.param(("nccl", 2), marks=pytest.mark.gpu2)])
+def test_a_part_that_two_ranks_forget_shows(case):
+    test_a_broken_part_shows.on_rank("forgotten_part", case)
 
 
 def bad_calls():

@@ -80,7 +80,7 @@ def _updated(group: Any) -> Callable[..., torch.Tensor]:
 def _bytes(N: int, P: int, itemsize: int) -> tuple[float, float]:
     """Return the bytes that a rank sends, forward and in all."""
     u = N * N * 128 * itemsize / P
-    return 3 * u * (P - 1) / P, 8 * u * (P - 1) / P
+    return (u, 3 * u) if P == 2 else (3 * u * (P - 1) / P, 8 * u * (P - 1) / P)
 
 
 def triangles(N: int, like: torch.Tensor) -> Problem:

@@ -2,14 +2,16 @@
 
 Ranks have some rows, some columns or both of the pairs. Each projects its own pairs, and sends each
 rank left and right of some channels; multiplies whole planes of its own channels; and sends the
-products back to the pairs' owners. Chunks of channels follow each other, so that one travels while
-another is computed: the next one's pairs are under way before the product of a chunk begins.
+products back to the pairs' owners. Two ranks that share rows send a third less: their right, or the
+other's part of the sums. Chunks of channels follow each other, so that one travels while another is
+computed: the next chunk is under way before the product of one begins.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +29,19 @@ from fusedops.trimul import triangle_multiplicative_update as _on_one
 
 #: The bytes of left and right of a chunk that are worth a message of their own.
 _MESSAGE = 1 << 23
-#: The most chunks, unless more are asked for.
-_CHUNKS = 4
+
+
+def _ahead(begin: Callable[[slice], Any], chunks: list[slice]) -> Iterator[tuple[slice, Any]]:
+    """Yield each chunk and its result of `begin`, once the next chunk has begun, too.
+
+    Messages that are sent after a product has filled the GPU wait until it is done.
+    """
+    begun = []
+    for chunk in chunks:
+        begun.append((chunk, begin(chunk)))
+        if len(begun) > 1:
+            yield begun.pop(0)
+    yield from begun
 
 
 def _sides_of(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,18 +58,22 @@ def _padded(o: torch.Tensor, ranks: int, each: int) -> torch.Tensor:
 
 
 class _Update:
-    """An update's shards, and the chunks of its channels.
+    """An update's shards, the chunks of its channels, and the stages that need no other rank.
 
-    Left, right and o travel as rows: by rank, row, channel, member of the batch and column.
+    Subclasses multiply: `spread` arranges the weights of left and right for `sides`; `products`
+    and `products_back` exchange and multiply; `differentiable` is for derivatives of higher order.
     """
 
-    def __init__(self, tiles: Tiles, a: Any, swap: bool, chunks: int, keep: bool) -> None:
+    #: The most chunks, unless more are asked for.
+    most_chunks: int
+    #: The groups of channels that `sides` returns one after the other, and the channels of one.
+    groups: int
+    each: int
+
+    def __init__(self, tiles: Tiles, a: Any, swap: bool, keep: bool) -> None:
         self.tiles, self.swap, self.keep = tiles, swap, keep
-        self.ranks = tiles.group.size()
         self.B, self.L, self.M, _ = a.x.shape
         self.H = a.p_in_weight.shape[0] // 2
-        # Channels of a rank; the last ranks may have fewer, and zeros in the place of others.
-        self.each = -(-self.H // self.ranks)
         self.options = a[len(ARRAYS) :]
         self.direction, gate, self.precision, self.eps = self.options[:4]
         self.scale = 1.0
@@ -65,7 +82,13 @@ class _Update:
             self.scale = 2.0 ** -round(math.log2(max(tiles.N, 1)))
         self.end_options = gate, self.precision, self.scale, self.eps
         self.Arguments = type(a)
-        step = -(-self.each // chunks)
+
+    def cut(self, chunks: int | None, itemsize: int) -> None:
+        """Cut the channels into chunks, by default into as many as are worth messages."""
+        if chunks is None:
+            message = 2 * self.B * self.tiles.N**2 * self.each * itemsize // self.tiles.group.size()
+            chunks = min(max(message // _MESSAGE, 1), self.most_chunks)
+        step = -(-self.each // min(chunks, self.each))
         self.chunks = [slice(c, min(c + step, self.each)) for c in range(0, self.each, step)]
 
     def record(self, arrays: Sequence[Any]) -> Any:
@@ -73,20 +96,28 @@ class _Update:
         return self.Arguments._make((*arrays, *self.options))
 
     def spread(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return weights by rank, by side, and by the channels of a rank, with zeros at the end."""
-        weight = weight.unflatten(0, (2, self.H))
-        weight = weight.flip(0) if self.swap else weight
-        none = (0, 0) * (weight.ndim - 2)
-        weight = torch.nn.functional.pad(weight, (*none, 0, self.ranks * self.each - self.H))
-        return weight.unflatten(1, (self.ranks, self.each)).transpose(0, 1)
+        """Return weights in two axes of groups and one of the channels of a group."""
+        raise NotImplementedError
 
     def sides(self, a: Any, chunk: slice) -> torch.Tensor:
-        """Return left and right of a chunk of channels of every rank."""
+        """Return left and right of a chunk of the channels of every group."""
         given = a.p_in_weight, a.p_in_bias, a.g_in_weight, a.g_in_bias
         weights = [w if w is None else self.spread(w)[:, :, chunk].flatten(0, 2) for w in given]
         arrays = a.x, a.mask, a.norm_in_weight, a.norm_in_bias, *weights
-        sides: torch.Tensor = sides_of(*arrays, self.ranks, self.precision, self.eps).sides
+        sides: torch.Tensor = sides_of(*arrays, self.groups, self.precision, self.eps).sides
         return sides
+
+    def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return this rank's shard of o (B, H, L, M), and the tensors that are kept."""
+        raise NotImplementedError
+
+    def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
+        """Return the cotangents (B, 2, H, L, M) of this rank's left and right."""
+        raise NotImplementedError
+
+    def differentiable(self, a: Any) -> torch.Tensor:
+        """Return the output by functions that torch differentiates to any order."""
+        raise NotImplementedError
 
     def end(self, a: Any, o: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the output."""
@@ -98,6 +129,46 @@ class _Update:
         norms = a.norm_in_weight, a.norm_in_bias, a.norm_out_weight, a.norm_out_bias
         lasts = a.p_out_weight, a.p_out_bias, a.g_out_weight, a.g_out_bias
         return a.x, o, *norms, *lasts
+
+    def multiply(self, a: Any, b: Any, form: str, out: Any, start: Any = None) -> None:
+        """Write products of matrices, times the scale, plus `start`."""
+        a, b = {"outgoing": (a, b.mT), "incoming": (a.mT, b), "plain": (a, b)}[form]
+        beta = 0 if start is None else 1
+        torch.baddbmm(out if beta == 0 else start, a, b, beta=beta, alpha=self.scale, out=out)
+
+    def gradients(self, a: Any, o: Any, kept: Any, dout: Any, wanted: Any) -> tuple[Any, ...]:
+        """Return the cotangents of all arrays that want one."""
+        slots = (True, True, *[want or None for want in wanted[8:12]])
+        do, dlogits, *by_end = end_vjp(*self.for_end(a, o), dout, *self.end_options, out=slots)
+        dsides = self.products_back(a, do, kept).flatten(1, 2)
+        del do
+        front = *a[:8], a.g_out_weight, a.g_out_bias, dsides, dlogits
+        slots = tuple([want or None for want in (*wanted[:8], *wanted[12:])])
+        found = sides_vjp(*front, self.precision, self.eps, out=slots)
+        return *found[:8], *by_end, *found[8:]
+
+
+class _ByChannels(_Update):
+    """An update by planes of some channels on every rank.
+
+    Left, right and o travel as rows: by rank, row, channel, member of the batch and column.
+    """
+
+    most_chunks = 4
+
+    def __init__(self, tiles: Tiles, a: Any, swap: bool, keep: bool) -> None:
+        super().__init__(tiles, a, swap, keep)
+        self.groups = self.ranks = tiles.group.size()
+        # Channels of a rank; the last ranks may have fewer, and zeros in the place of others.
+        self.each = -(-self.H // self.ranks)
+
+    def spread(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return weights by rank, by side, and by the channels of a rank, with zeros at the end."""
+        weight = weight.unflatten(0, (2, self.H))
+        weight = weight.flip(0) if self.swap else weight
+        none = (0, 0) * (weight.ndim - 2)
+        weight = torch.nn.functional.pad(weight, (*none, 0, self.ranks * self.each - self.H))
+        return weight.unflatten(1, (self.ranks, self.each)).transpose(0, 1)
 
     def to_channels(self, per_pair: int) -> Trip:
         """Return the trip of so many numbers of each pair to the ranks of their channels."""
@@ -139,32 +210,19 @@ class _Update:
         arrived = self.tiles.gathered(trip.end(), math.prod(channels) * self.B)
         return arrived.unflatten(1, (*channels[:-1], -1))
 
-    def value(self, a: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Return this rank's shard of the output, its o, and the planes that are kept."""
-        chunks, kept, returning = self.chunks, [], []
-        coming = self.send_sides(a, chunks[0])
-        for c, chunk in enumerate(chunks):
-            # The next chunk travels while this one is multiplied: sends that begin after a product
-            # has filled the GPU wait until it is done.
-            following = self.send_sides(a, chunks[c + 1]) if c + 1 < len(chunks) else None
+    def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        kept, returning = [], []
+        for chunk, coming in _ahead(lambda chunk: self.send_sides(a, chunk), self.chunks):
             planes = self.planes(coming, 2, chunk.stop - chunk.start)
             o = a.x.new_empty(self.tiles.N, planes.shape[2], self.tiles.N)
             self.multiply(*_sides_of(planes), self.direction, o.transpose(0, 1))
             returning.append(self.return_planes(o))
             kept += [planes] if self.keep else []
-            if following is not None:
-                coming = following
         o = a.x.new_empty(self.B, self.ranks, self.each, self.L, self.M)
-        for chunk, trip in zip(chunks, returning, strict=True):
+        for chunk, trip in zip(self.chunks, returning, strict=True):
             rows = self.rows(trip, chunk.stop - chunk.start)
             copy_rows(o[:, :, chunk].permute(1, 3, 2, 0, 4), rows)
-        o = o.flatten(1, 2)[:, : self.H]
-        return self.end(a, o), o, kept
-
-    def multiply(self, a: Any, b: Any, form: str, out: Any) -> None:
-        """Write products of matrices, times the scale."""
-        a, b = {"outgoing": (a, b.mT), "incoming": (a.mT, b), "plain": (a, b)}[form]
-        torch.baddbmm(out, a, b, beta=0, alpha=self.scale, out=out)
+        return o.flatten(1, 2)[:, : self.H], kept
 
     def multiply_back(self, planes: Any, do: Any) -> torch.Tensor:
         """Return the cotangents of planes, from those of o (N, channels, N)."""
@@ -179,41 +237,27 @@ class _Update:
             self.multiply(left, do, "plain", dright)
         return dplanes.flatten(1, 2)
 
-    def gradients(self, a: Any, o: Any, kept: Any, dout: Any, wanted: Any) -> tuple[Any, ...]:
-        """Return the cotangents of all arrays that want one."""
-        slots = (True, True, *[want or None for want in wanted[8:12]])
-        do, dlogits, *by_end = end_vjp(*self.for_end(a, o), dout, *self.end_options, out=slots)
-        do, chunks, returning = _padded(do, self.ranks, self.each), self.chunks, []
-        coming = self.send_again(a, do, kept, chunks[0])
-        for c, chunk in enumerate(chunks):
-            more = c + 1 < len(chunks)
-            following = self.send_again(a, do, kept, chunks[c + 1]) if more else None
-            sides, cotangents = coming
+    def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
+        do, returning = _padded(do, self.ranks, self.each), []
+        again = functools.partial(self.send_again, a, do, kept)
+        for at, (chunk, (sides, cotangents)) in enumerate(_ahead(again, self.chunks)):
             channels = chunk.stop - chunk.start
-            planes = kept[c] if sides is None else self.planes(sides, 2, channels)
+            planes = kept[at] if sides is None else self.planes(sides, 2, channels)
             dplanes = self.multiply_back(planes, self.planes(cotangents, channels))
             returning.append(self.return_planes(dplanes))
-            if following is not None:
-                coming = following
-        del do
         dsides = a.x.new_empty(self.B, 2, self.ranks, self.each, self.L, self.M)
-        for chunk, trip in zip(chunks, returning, strict=True):
+        for chunk, trip in zip(self.chunks, returning, strict=True):
             rows = self.rows(trip, 2, chunk.stop - chunk.start)
             for side in range(2):
                 to = dsides[:, side ^ self.swap, :, chunk].permute(1, 3, 2, 0, 4)
                 copy_rows(to, rows[:, :, side])
-        dsides = dsides.flatten(2, 3)[:, :, : self.H].flatten(1, 2)
-        front = *a[:8], a.g_out_weight, a.g_out_bias, dsides, dlogits
-        slots = tuple([want or None for want in (*wanted[:8], *wanted[12:])])
-        found = sides_vjp(*front, self.precision, self.eps, out=slots)
-        return *found[:8], *by_end, *found[8:]
+        return dsides.flatten(2, 3)[:, :, : self.H]
 
     def send_again(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[Trip | None, Trip]:
         """Begin to send the cotangents of a chunk of o, and its sides unless they are kept."""
         return None if kept else self.send_sides(a, chunk), self.send_o(do, chunk)
 
     def differentiable(self, a: Any) -> torch.Tensor:
-        """Return the output by functions that torch differentiates to any order."""
         every = slice(0, self.each)
         sides = self.sides(a, every)
         arrived = all_to_all(sides.flatten(), self.to_channels(sides.shape[2] * self.B))
@@ -227,15 +271,173 @@ class _Update:
         return self.end(a, o.flatten(1, 2)[:, : self.H])
 
 
+class _OfTwo(_Update):
+    """An update of rows that two ranks share: each computes o of its own rows.
+
+    The first axes of matrices are members of the batch and channels.
+    """
+
+    #: With one chunk, parts of sums would travel beside no product.
+    most_chunks = 2
+    groups = 2
+
+    def __init__(self, tiles: Tiles, a: Any, swap: bool, keep: bool) -> None:
+        super().__init__(tiles, a, swap, keep)
+        self.each = self.H
+        rank = tiles.group.rank()
+        self.mine, self.theirs = tiles.rows[rank], tiles.rows[1 - rank]
+
+    def spread(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return weights by side and by channel."""
+        weight = weight.unflatten(0, (2, 1, self.H))
+        return weight.flip(0) if self.swap else weight
+
+    def matrices(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return matrices of rows (rows, channels, members, columns), in which `sides` comes."""
+        return rows.permute(2, 1, 0, 3)
+
+    def trip(self, numbers: torch.Tensor, channels: int) -> Trip:
+        """Return the trip of rows to the other rank, whose rows of as many channels arrive."""
+        arriving = channels * self.B * self.tiles.N**2 - numbers.numel()
+        ways = [rank != self.tiles.group.rank() for rank in range(2)]
+        sent, received = [[n * way for way in ways] for n in (numbers.numel(), arriving)]
+        return Trip(sent, received, self.tiles.group)
+
+    def send(self, numbers: torch.Tensor, chunk: slice) -> Trip:
+        """Begin to send rows of a chunk to the other rank."""
+        trip = self.trip(numbers, chunk.stop - chunk.start)
+        trip.begin(numbers.flatten())
+        return trip
+
+    def exchanged(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the other rank's rows of all channels, differentiably."""
+        return all_to_all(numbers.flatten(), self.trip(numbers, self.H))
+
+    def multiply(self, a: Any, b: Any, form: str, out: Any, start: Any = None) -> None:
+        """Write products of the matrices of every member, times the scale, plus `start`."""
+        for at in range(self.B):
+            super().multiply(a[at], b[at], form, out[at], None if start is None else start[at])
+
+    def part(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return aᵀ b, times the scale: this rank's part of sums that the other one needs."""
+        part = a.new_empty(*a.shape[:2], a.shape[-1], b.shape[-1])
+        self.multiply(a, b, "incoming", part)
+        return part
+
+    def sides_again(self, a: Any, kept: Any, chunk: slice) -> torch.Tensor:
+        """Return left and right of a chunk, kept or computed again."""
+        found: torch.Tensor = kept[self.chunks.index(chunk)] if kept else self.sides(a, chunk)
+        return found
+
+
+class _ByRight(_OfTwo):
+    """An outgoing update: o is the product of a rank's left and both ranks' right."""
+
+    def begin(self, a: Any, chunk: slice) -> tuple[torch.Tensor, Trip]:
+        """Begin to send right of a chunk."""
+        sides = self.sides(a, chunk)
+        return sides, self.send(sides[1], chunk)
+
+    def others(self, trip: Trip, chunk: slice) -> torch.Tensor:
+        """Return the other rank's right."""
+        shape = self.tiles.N - self.L, chunk.stop - chunk.start, self.B, self.M
+        return self.matrices(trip.end().view(shape))
+
+    def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        o, kept = a.x.new_empty(self.B, self.H, self.L, self.M), []
+        for chunk, (sides, trip) in _ahead(functools.partial(self.begin, a), self.chunks):
+            left, right = map(self.matrices, sides)
+            self.multiply(left, right, "outgoing", o[:, chunk, :, self.mine])
+            other = self.others(trip, chunk)
+            self.multiply(left, other, "outgoing", o[:, chunk, :, self.theirs])
+            kept += [sides] if self.keep else []
+        return o, kept
+
+    def begin_back(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[Any, ...]:
+        """Begin to send right, and this rank's part of the other right's cotangent."""
+        sides = self.sides_again(a, kept, chunk)
+        there = self.send(sides[1], chunk)
+        part = self.part(do[:, chunk, :, self.theirs], self.matrices(sides[0]))
+        return sides, there, self.send(part, chunk)
+
+    def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
+        dsides = a.x.new_empty(self.B, 2, self.H, self.L, self.M)
+        begin = functools.partial(self.begin_back, a, do, kept)
+        for chunk, (sides, there, back) in _ahead(begin, self.chunks):
+            left, right = map(self.matrices, sides)
+            dleft, dright = (dsides[:, side ^ self.swap, chunk] for side in range(2))
+            own, other = do[:, chunk, :, self.mine], do[:, chunk, :, self.theirs]
+            self.multiply(own, right, "plain", dleft)
+            self.multiply(other, self.others(there, chunk), "plain", dleft, dleft)
+            self.multiply(own, left, "incoming", dright, back.end().view(dright.shape))
+        return dsides
+
+    def differentiable(self, a: Any) -> torch.Tensor:
+        sides = self.sides(a, slice(0, self.H))
+        other = self.exchanged(sides[1]).view(self.tiles.N - self.L, *sides.shape[2:])
+        in_order = (sides[1], other) if self.mine.start <= self.theirs.start else (other, sides[1])
+        left, right = self.matrices(sides[0]), self.matrices(torch.cat(in_order))
+        # Scaled before, as float16 may not hold the sums.
+        return self.end(a, (left * self.scale) @ right.mT)
+
+
+class _ByParts(_OfTwo):
+    """An incoming update: each rank has a part of all sums, and sends the part of the other's."""
+
+    def begin(self, a: Any, chunk: slice) -> tuple[torch.Tensor, Trip]:
+        """Begin to send a chunk's parts of the other rank's sums."""
+        sides = self.sides(a, chunk)
+        left, right = map(self.matrices, sides)
+        return sides, self.send(self.part(left[..., self.theirs], right), chunk)
+
+    def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        o, kept = a.x.new_empty(self.B, self.H, self.L, self.M), []
+        for chunk, (sides, trip) in _ahead(functools.partial(self.begin, a), self.chunks):
+            left, right = map(self.matrices, sides)
+            some = o[:, chunk]
+            part = trip.end().view(some.shape)
+            self.multiply(left[..., self.mine], right, "incoming", some, part)
+            kept += [sides] if self.keep else []
+        return o, kept
+
+    def begin_back(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[torch.Tensor, Trip]:
+        """Begin to send the cotangents of a chunk of o."""
+        there = self.send(do[:, chunk], chunk)
+        return self.sides_again(a, kept, chunk), there
+
+    def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
+        dsides = a.x.new_empty(self.B, 2, self.H, self.L, self.M)
+        begin = functools.partial(self.begin_back, a, do, kept)
+        for chunk, (sides, there) in _ahead(begin, self.chunks):
+            left, right = map(self.matrices, sides)
+            dleft, dright = (dsides[:, side ^ self.swap, chunk] for side in range(2))
+            own = do[:, chunk]
+            self.multiply(right, own, "outgoing", dleft[..., self.mine])
+            self.multiply(left[..., self.mine], own, "plain", dright)
+            other = there.end().view(*own.shape[:2], self.tiles.N - self.L, self.M)
+            self.multiply(right, other, "outgoing", dleft[..., self.theirs])
+            self.multiply(left[..., self.theirs], other, "plain", dright, dright)
+        return dsides
+
+    def differentiable(self, a: Any) -> torch.Tensor:
+        left, right = map(self.matrices, self.sides(a, slice(0, self.H)))
+        # Scaled before, as float16 may not hold the sums.
+        left = (left * self.scale).mT
+        o = left[..., self.mine, :] @ right
+        part = self.exchanged(left[..., self.theirs, :] @ right)
+        return self.end(a, o + part.view(o.shape))
+
+
 class _Shared(torch.autograd.Function):
     """An update of pairs that ranks share, with a gradient that overlaps exchanges and products."""
 
     @staticmethod
     def forward(ctx: Any, update: _Update, *arrays: Any) -> torch.Tensor:
-        out, o, kept = update.value(update.record(arrays))
+        a = update.record(arrays)
+        o, kept = update.products(a)
         ctx.update, ctx.asked = update, registry.forced(None)
         ctx.save_for_backward(*arrays, o, *kept)
-        return out
+        return update.end(a, o)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
@@ -346,7 +548,9 @@ def triangle_multiplicative_update(
     Notes
     -----
     With u the bytes of a rank's pairs in H channels, and P ranks, a rank sends 3u(P − 1)/P bytes
-    forward; and with the backward 8u(P − 1)/P, or 6u(P − 1)/P with `keep`, which takes 2u bytes.
+    forward; and with the backward 8u(P − 1)/P, or 6u(P − 1)/P with `keep`, which takes 2u bytes. Of
+    two ranks that share rows each sends u forward; and with the backward 3u outgoing, and 2u
+    incoming; of two that share columns, the other way round.
     N, C and H are arbitrary; P should not be larger than H. Derivatives of every order exist. The
     loss is the sum of the losses of all ranks: a weight's gradient is this rank's part, to be added
     by `share`, or by DistributedDataParallel with its division undone. Results are the same in
@@ -355,8 +559,9 @@ def triangle_multiplicative_update(
 
     References
     ----------
-    The all-to-all of channels follows NVIDIA's fold-cp-ops; compare the ring of Boltz and Fold-CP
-    (arXiv:2603.14806) and the gathers of FastFold (arXiv:2203.00854).
+    The all-to-all of channels follows NVIDIA's fold-cp-ops, and two ranks gather a factor as any
+    number does in FastFold (arXiv:2203.00854); compare the ring of Boltz and Fold-CP
+    (arXiv:2603.14806).
 
     Examples
     --------
@@ -416,18 +621,18 @@ def updated(
         mask = None if mask is None else mask.transpose(1, 2)
         direction = "incoming" if direction == "outgoing" else "outgoing"
     a = a._replace(x=pairs, mask=mask, direction=direction)
-    each = -(-a.p_in_weight.shape[0] // (2 * tiles.group.size()))
-    if chunks is None:
-        message = 2 * len(pairs) * tiles.N**2 * each * x.itemsize // tiles.group.size()
-        chunks = min(max(message // _MESSAGE, 1), _CHUNKS)
-    given = dict(zip(ARRAYS, a, strict=False)) | {"chunks": chunks, "keep": keep}
+    kind: type[_Update] = _ByChannels
+    if tiles.group.size() == 2 and tiles.are_bands():
+        kind = _ByRight if direction == "outgoing" else _ByParts
+    shared = kind(tiles, a, transposed, keep)
+    shared.cut(chunks, x.itemsize)
+    given = dict(zip(ARRAYS, a, strict=False)) | {"chunks": len(shared.chunks), "keep": keep}
     given["x"] = x.dtype, x.requires_grad, len(pairs), tiles.rows, tiles.columns
     given["mask"] = None if mask is None else (mask.dtype, mask.requires_grad)
     for option in ("direction", "gate", "precision", "eps"):
         given[option] = getattr(a, option)
     agree(NAME, tiles.group, x, **given)
     with registry.asking(registry.forced(more.get("backend"), NAME)):
-        shared = _Update(tiles, a, transposed, min(chunks, each), keep)
         out = _Shared.apply(shared, *a[: len(ARRAYS)])
     out = out.transpose(1, 2) if transposed else out
     return out.reshape(x.shape)
