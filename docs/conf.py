@@ -42,7 +42,9 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
-os.environ["MATPLOTLIBRC"] = str(ROOT / "docs")  # for the processes that run examples
+# For the processes that run examples. On a busy machine threads of OpenMP wait for one another.
+os.environ["MATPLOTLIBRC"] = str(ROOT / "docs")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def read(app: Any, page: str, source: list[str]) -> None:
