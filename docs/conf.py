@@ -26,7 +26,14 @@ kernelspec: {name: python3}
 project = "fusedops"
 version = release = fusedops.__version__
 copyright = "The fusedops developers"
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc", "myst_nb"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "numpydoc",
+    "myst_nb",
+]
+default_role = "autolink"  # of autosummary: a docstring's `name` is a link where it names an object
 html_theme = "furo"
 html_title = f"fusedops {release}"
 html_static_path = ["_static"]

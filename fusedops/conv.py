@@ -525,7 +525,7 @@ def dynamic_conv(
         Where each of S packed sequences begins, and where the last one ends; B must be 1. Nothing
         crosses a boundary, forward or backward. A tensor on a GPU is read when first used and
         after every write to it, which waits for the GPU; a `Sequences` is read once. Inside
-        `torch.compile`, in inference mode and in a CUDA graph the host reads no tensor on a GPU:
+        ``torch.compile``, in inference mode and in a CUDA graph the host reads no tensor on a GPU:
         boundaries out of order, or beyond the tokens, are then moved instead of refused, and a
         graph's next run has the tensor's new boundaries.
     activation : {None, "silu", "swish"}
@@ -543,7 +543,7 @@ def dynamic_conv(
     -----
     x, kernels, initial_state and bias have gradients of any order: the convolution is bilinear,
     so the same kernels compute its derivatives, from the second on in float32 or better. The
-    backward recomputes the values before the activation. `dynamic_conv.vjp` returns gradients for
+    backward recomputes the values before the activation. ``dynamic_conv.vjp`` returns gradients for
     the arrays that were given, in the order x, kernels, initial_state, bias. Autocast changes no
     dtypes. On a GPU the first use of a width of 64 takes seconds to compile, of 128 a minute.
 

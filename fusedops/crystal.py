@@ -403,7 +403,7 @@ def symmetrize(map: ArrayT, operations: Iterable[Any]) -> ArrayT:
     Notes
     -----
     The adjoint is the sum over the inverse operations; for a group it is the function itself.
-    `symmetrize.vjp` returns the gradient by `map`, and tensors have derivatives of every order.
+    ``symmetrize.vjp`` returns the gradient by `map`, and tensors have derivatives of every order.
     An atom on a special position is added once by every operation, so its occupancy should be that
     of the file, reduced. A group is summed in a few passes, which are fewer than its operations;
     maps agree with another order of the sum to rounding.
@@ -456,8 +456,8 @@ class Reflections(Packed):
     Raises
     ------
     TypeError, ValueError
-        If an argument has the wrong dtype, shape or value; or if an index, or what an operation
-        makes of it, is at or beyond the Nyquist limit, half of the grid's size along its axis.
+        If an argument has the wrong dtype, shape or value; or if an index, or its image under an
+        operation, is at or beyond the Nyquist limit, half of the grid's size along its axis.
 
     Notes
     -----
@@ -650,7 +650,7 @@ def structure_factors(
     Notes
     -----
     The sign of the phase is that of crystallography and gemmi. The adjoint is one inverse transform
-    of the half spectrum: `structure_factors.vjp` returns the gradient by `map`, from a cotangent
+    of the half spectrum: ``structure_factors.vjp`` returns the gradient by `map`, from a cotangent
     ∂L/∂Re F + i ∂L/∂Im F, as in torch; tensors have derivatives of every order. hkl, cell and blur
     have none. NumPy arrays are transformed by SciPy if it is installed, which is faster. Indices on
     a GPU are copied to the host, which waits for the GPU.

@@ -318,7 +318,7 @@ def atom_radius(b: ArrayT, widths: ArrayT, *, n_sigma: float = 4.0) -> ArrayT:
     Parameters
     ----------
     b : array or tensor (N,) or (N, 6)
-        B in Å², or U in Å²; see `gaussian_density`.
+        B in Å², or U in Å²; see `fusedops.gaussian_density`.
     widths : array or tensor (N, G)
         Å².
     n_sigma : float
@@ -429,12 +429,12 @@ def bad_atoms(
     *,
     lattice: Lattice | None = None,
 ) -> Any:
-    """Return a mask of the atoms that `gaussian_density` leaves out with on_bad="skip".
+    """Return a mask of the atoms that `fusedops.gaussian_density` leaves out with on_bad="skip".
 
     Parameters
     ----------
     xyz, b, occupancy, amplitudes, widths : array or tensor
-        See `gaussian_density`.
+        See `fusedops.gaussian_density`.
     radius : array or tensor (N,)
         Å.
     lattice : Lattice, optional
@@ -1098,7 +1098,7 @@ def gaussian_density(
     radius : float, or array or tensor (N,), optional
         The distance up to which an atom counts, Å; by default `fusedops.density.atom_radius`. The
         box around an atom may be larger than the cell, and has at most 2²⁷ voxels, as many as 512³:
-        `Lattice.largest_radius`.
+        ``Lattice.largest_radius``.
     n_sigma : float
         The radius in standard deviations of the widest Gaussian, if `radius` isn't given; see
         `fusedops.density.atom_radius` for the rules of TorchRef and gemmi. Time grows with the
@@ -1121,14 +1121,15 @@ def gaussian_density(
     Notes
     -----
     xyz, b, occupancy, amplitudes and widths have gradients, with the set of voxels held fixed: in
-    torch of every order, in NumPy of the first. `gaussian_density.vjp` returns the gradients by
+    torch of every order, in NumPy of the first. ``gaussian_density.vjp`` returns the gradients by
     xyz, b and occupancy, in this order; wrt=("xyz", "widths") asks for others, in the order of the
     signature. Kernels compute first and second derivatives; torch differentiates the definition for
     higher ones, and for the second with on_bad="clamp". A product of the Hessian with a vector
     takes about three times the time of the gradient on a CPU. Gradients by amplitudes and widths
     take time only if they are asked for.
+
     On the CPU atoms are summed in their order for any number of threads; on a GPU the order changes
-    from run to run, unless `torch.use_deterministic_algorithms` asks for a fixed one. A voxel is
+    from run to run, unless ``torch.use_deterministic_algorithms`` asks for a fixed one. A voxel is
     inside up to 1 + 5·10⁻⁶ times the radius. Inside of torch.compile, `cell` should be a `Lattice`
     and `on_bad` "skip" or "clamp".
 

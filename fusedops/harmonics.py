@@ -546,8 +546,8 @@ def wigner_d_of(
     -----
     `wigner_d` of the direction that R turns to the axis, and then a turn about the axis, which
     mixes the rows of orders m and -m by the cosine and the sine of m times its angle; no angle is
-    computed. Derivatives are along rotations: R is assumed to stay one. Torch differentiates to any
-    order.
+    computed. Derivatives are along rotations: R is assumed to stay a rotation. Torch
+    differentiates to any order.
 
     References
     ----------

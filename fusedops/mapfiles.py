@@ -348,7 +348,7 @@ def _ascii(text: str) -> str:
 
 
 def check_mtz_name(path: str | os.PathLike) -> None:
-    """Raise `StructureError` if an MTZ file can't be written to `path`.
+    """Raise `fusedops.structure.StructureError` if an MTZ file can't be written to `path`.
 
     Parameters
     ----------
@@ -373,7 +373,7 @@ def check_mtz_name(path: str | os.PathLike) -> None:
 def check_reflections(
     path: str | os.PathLike, grid: MapGrid, resolution: float, blur: float
 ) -> None:
-    """Raise `StructureError` if a map doesn't hold the reflections that `path` should.
+    """Raise `fusedops.structure.StructureError` if a map lacks reflections that `path` needs.
 
     Parameters
     ----------

@@ -672,7 +672,7 @@ def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None
 
 
 def check_map_name(path: str | os.PathLike) -> None:
-    """Raise `StructureError` if a map can't be written to `path`.
+    """Raise `fusedops.structure.StructureError` if a map can't be written to `path`.
 
     Parameters
     ----------

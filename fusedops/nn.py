@@ -144,7 +144,7 @@ class DynamicShortConvolution(torch.nn.Module):
         A function that fills :math:`\beta`, a parameter (D · W,), in place. It is called once,
         without gradients, and sets the kernels before training.
     use_fast_conv1d, implementation
-        Ignored, and accepted only for callers that pass them: the registry chooses a backend.
+        Ignored, and accepted only for callers that pass them: see `backend`.
     backend : str, optional
         The backend that must serve every call.
 
@@ -175,11 +175,11 @@ class DynamicShortConvolution(torch.nn.Module):
     in their places, where they should move on. Unlike that class, this one leaves x unchanged under
     a mask, and has gradients in a decoding step.
 
-    In prefill kernels aren't stored: ``w2`` is part of the convolution, as in
-    `fusedops.dynamic_conv_generated`, if it is a plain Linear without hooks. A CPU does so for many
-    tokens in float32 or float64. Where a gradient is wanted, kernels are stored, which is faster,
-    but for many tokens in float32 on a CPU; that function takes two thirds of the memory there, and
-    a third on Hopper in 16 bits.
+    If ``w2`` is a plain Linear without hooks, it may be part of the convolution, as in
+    `fusedops.dynamic_conv_generated`, and no kernels are stored. On a GPU this is so in prefill;
+    with gradients storing is faster, but takes three times the memory on Hopper in 16 bits. On a
+    CPU it is so from 2²² numbers of kernels on, in prefill in float32 and float64, with gradients
+    in float32, where storing takes one and a half times the memory. A decoding step stores them.
 
     References
     ----------
@@ -822,7 +822,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
 
     Notes
     -----
-    The parameters have the names of Boltz. `load_state_dict` also takes OpenFold's names
+    The parameters have the names of Boltz. ``load_state_dict`` also takes OpenFold's names
     (``linear_a_p`` or ``linear_ab_p`` and so on) with ``gate="output"``, and the gpu-mode problem's
     (``left_proj`` and so on) with ``gate="hidden"``; `from_state_dict` makes the module that fits a
     state_dict. The gpu-mode problem sums over outgoing edges only. With ``direction="incoming"``
@@ -1013,7 +1013,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
             Zero or false where an edge is missing.
         use_kernels
-            Ignored, and accepted only because Boltz passes it: the registry chooses a backend.
+            Ignored, and accepted only because Boltz passes it: `backend` of the class chooses.
 
         Returns
         -------
@@ -1127,7 +1127,7 @@ class PairBlock(torch.nn.Module):
     Notes
     -----
     The parameters have the names of Boltz's PairformerNoSeqLayer, whose checkpoints load.
-    `torch.export` keeps N open for a batch of one; larger batches have the N of the example.
+    ``torch.export`` keeps N open for a batch of one; larger batches have the N of the example.
 
     References
     ----------

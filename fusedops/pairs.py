@@ -110,7 +110,7 @@ class PairTransition(torch.nn.Module):
 
     Notes
     -----
-    The parameters have the names of Boltz. `load_state_dict` also takes OpenFold 3's
+    The parameters have the names of Boltz. ``load_state_dict`` also takes OpenFold 3's
     (``layer_norm``, ``swiglu.linear_a``, ``swiglu.linear_b``, ``linear_out``), which multiplies
     its output by a mask. The transition of OpenFold and AlphaFold 2 is another: ReLU in place of
     SwiGLU, and biases. Before training the output is zero, as in AlphaFold.
@@ -350,7 +350,7 @@ class TriangleAttention(torch.nn.Module):
 
     With None, cuEquivariance's kernel serves eager calls on a GPU where its package is installed,
     for 16 bits, 320 residues or more, heads of up to 128 channels, a multiple of eight, and a mask
-    without a gradient; torch's serves all others, and `torch.compile` and `torch.export`.
+    without a gradient; torch's serves all others, and ``torch.compile`` and ``torch.export``.
 
     References
     ----------

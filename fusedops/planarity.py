@@ -87,8 +87,8 @@ class Planes(Packed):
     Notes
     -----
     The arrays are copied, so later changes to them have no effect. Memory grows with the largest
-    index. Planes are sorted by their number of atoms, and those of one size by their first atom, so
-    that calls walk through memory in order.
+    index. Planes are sorted by their number of atoms, and planes of one size by their first atom,
+    so that calls walk through memory in order.
 
     Examples
     --------
@@ -577,8 +577,8 @@ def planarity_nll(
               + \ln \sigma_{pa} + \tfrac12 \ln 2\pi \right], \quad
               d_{pa} = (x_{pa} - c_p) \cdot n_p
 
-    where c_p is the centroid of plane p and n_p the eigenvector of its covariance with the
-    smallest eigenvalue, solved in float64.
+    where :math:`c_p` is the centroid of plane p, and :math:`n_p` the eigenvector of its covariance
+    with the smallest eigenvalue, solved in float64.
 
     Parameters
     ----------

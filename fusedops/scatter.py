@@ -99,7 +99,7 @@ class ScatterPlan(Packed):
 
     Notes
     -----
-    Arrays on a GPU stay there, and checking them waits for the GPU. `to` copies a plan to
+    Arrays on a GPU stay there, and checking them waits for the GPU. ``to`` copies a plan to
     another device.
 
     Examples
@@ -497,7 +497,7 @@ def structured_scatter_add(
     The gradient is `structured_gather`. Values are summed in the order of the cubes: on the CPU for
     any number of threads, and on a GPU if all cubes are boxes of one periodic grid whose last axis
     is contiguous in the map. Otherwise the order changes from run to run on a GPU, unless
-    `torch.use_deterministic_algorithms` asks for a fixed one. Index tensors on a GPU are checked
+    ``torch.use_deterministic_algorithms`` asks for a fixed one. Index tensors on a GPU are checked
     when first used and after every write to them, which waits for the GPU; inside of a CUDA graph
     `wa` should be a `ScatterPlan`. Without a plan, NumPy's index arrays must not change before the
     backward pass; autograd detects changed tensors.

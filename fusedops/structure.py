@@ -322,7 +322,7 @@ def planar_groups(
     """Find the planar groups of proteins, nucleic acids and ligands by residue and atom names.
 
     - Peptide planes: CA, C and O of a residue, N and CA of the next in the chain, if C and N
-      are bonded (closer than `PEPTIDE_BOND_LIMIT`), in modified residues too.
+      are bonded (closer than ``PEPTIDE_BOND_LIMIT``), in modified residues too.
     - C-terminal carboxylates: CA, C, O and OXT.
     - Side chains of ARG, ASN, ASP, GLN, GLU, HIS, PHE, TRP and TYR, with the atom that they are
       attached to.

@@ -537,7 +537,7 @@ def triangle_multiplicative_update(
     N, C, H and D are arbitrary. On a GPU, if D is not C, the update is computed again for every C
     channels of the output. The arrays may have different dtypes. Every array gets a gradient. Only
     o is kept for the backward. Second derivatives exist for tensors only, in plain torch.
-    `triangle_multiplicative_update.vjp` returns gradients for the arrays that were given, in the
+    ``triangle_multiplicative_update.vjp`` returns gradients for the arrays that were given, in the
     order of the signature; a mask gets the gradient by its values, also of integers. Autocast
     changes no dtypes. A fully masked row is no special case: the LayerNorm of zeros is its bias.
 

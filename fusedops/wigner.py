@@ -162,12 +162,12 @@ class Edges(Packed):
 
     Notes
     -----
-    The array is copied, so later changes to it have no effect. `to` copies an object to another
+    The array is copied, so later changes to it have no effect. ``to`` copies an object to another
     device.
 
     A tensor on a CUDA GPU is sorted and checked there, without waiting. The error for a bad index
     comes from the first call with the edges after the GPU has found it, from the next `Edges`, or
-    from `check`, which waits. Until then sums over a node's edges leave a bad edge out, and an
+    from ``check``, which waits. Until then sums over a node's edges leave a bad edge out, and an
     edge's own results are of some node; no memory outside of the arrays is read.
 
     References
@@ -693,14 +693,14 @@ def permute_wigner_inv_edge_to_node(
     edge_index : Edges, or array or tensor (2, E), int32 or int64
         Source and target of every edge; see `node_to_edge_wigner_permute`.
     wigner_inv : array or tensor (E, (lmax + 1)², (lmax + 1)²) or (E, Σ(2l + 1)²)
-        V, the matrices of the way back, dense or packed: W⁻¹ = Wᵀ for W of the way forth.
+        V, dense or packed: W⁻¹ = Wᵀ for the matrices W of `node_to_edge_wigner_permute`.
     num_nodes : int, optional
         N; not needed with `Edges`.
     mmax : int, optional
         The largest order ``|m|`` of `message`; lmax if not given. Larger orders count as zero.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
-        matrices with an envelope that belongs to one way only.
+        Whether `wigner_inv` holds the matrices W of `node_to_edge_wigner_permute`, to be read
+        transposed. Not for W with an envelope, which would be applied on this way too.
 
     Returns
     -------
@@ -762,8 +762,8 @@ def permute_wigner_inv(
     mmax : int, optional
         The largest order ``|m|`` that `message` has; lmax if not given.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
-        matrices with an envelope that belongs to one way only.
+        Whether `wigner_inv` holds the matrices W of `node_to_edge_wigner_permute`, to be read
+        transposed. Not for W with an envelope, which would be applied on this way too.
 
     Returns
     -------
@@ -824,8 +824,8 @@ def edge_degree_scatter(
     rescale_factor : float
         The divisor of the sums, such as the mean number of a node's edges.
     transpose : bool
-        Whether `wigner_inv` holds the matrices of the way forth, to be read transposed. Not for
-        matrices with an envelope that belongs to one way only.
+        Whether `wigner_inv` holds the matrices W of `node_to_edge_wigner_permute`, to be read
+        transposed. Not for W with an envelope, which would be applied on this way too.
 
     Returns
     -------

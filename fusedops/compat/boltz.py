@@ -134,7 +134,7 @@ class TriangleMultiplicationIncoming(nn.TriangleMultiplicativeUpdate):
 
 
 class TriangleAttentionEndingNode(nn.TriangleAttention):
-    """Boltz's attention around ending nodes; around starting nodes it is `nn.TriangleAttention`.
+    """Boltz's attention around ending nodes, by `fusedops.nn.TriangleAttention`.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ class PairformerNoSeqLayer(nn.PairBlock):
         z, pair_mask, chunk_size_tri_attn
             As of `fusedops.nn.PairBlock.forward`.
         use_kernels, use_cuequiv_mul, use_cuequiv_attn, use_flash_attn
-            Ignored: the registry and the argument `attention` choose.
+            Ignored: `backend` and `attention` of the class choose the kernels.
 
         Returns
         -------
@@ -309,7 +309,7 @@ class PairformerNoSeqModule(torch.nn.Module):
         z, pair_mask
             As of `fusedops.nn.PairBlock.forward`.
         use_kernels, use_flash_attn
-            Ignored: the registry and the argument `attention` choose.
+            Ignored: `backend` and `attention` of the class choose the kernels.
 
         Returns
         -------

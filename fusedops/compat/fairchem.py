@@ -1,4 +1,4 @@
-"""Edge rotations and SO(2) layers of fairchem's UMA models, by `fusedops.wigner` and `fusedops.nn`.
+"""Edge rotations and SO(2) layers of fairchem's UMA models.
 
 fairchem looks an execution backend up, by its mode, when it builds a model. `EdgeOps` has a
 backend's methods around rotations, and replaces SO(2) layers when fairchem prepares a model for
@@ -176,7 +176,7 @@ class EdgeOps:
     Notes
     -----
     An index tensor is checked and sorted when first met; later layers find its edges again. On the
-    CPU its values are compared in every call; on a GPU its version is. Inside `torch.compile`
+    CPU its values are compared in every call; on a GPU its version is. Inside ``torch.compile``
     every run of the graph reads the tensor.
 
     References

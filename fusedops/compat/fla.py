@@ -63,7 +63,7 @@ def causal_conv1d(
     cu_seqlens : Sequences, or tensor (N + 1,), int32 or int64, optional
         Where each of N packed sequences begins, and where the last one ends.
     backend, cu_seqlens_cpu, chunk_indices, **kwargs
-        Ignored: the registry chooses a backend, and packing needs only `cu_seqlens`.
+        Ignored: fusedops chooses its backend, and packing needs only `cu_seqlens`.
     cp_context
         Refused; `fusedops.distributed.dynamic_conv` shares tokens among ranks.
 
@@ -230,7 +230,7 @@ class ShortConvolution(torch.nn.Conv1d):
     activation : {"silu", "swish", None}
         "silu" and "swish" both name x · sigmoid(x).
     backend
-        Ignored: the registry chooses a backend.
+        Ignored: fusedops chooses its backend.
     device, dtype : optional
         Of the parameters.
     **kwargs

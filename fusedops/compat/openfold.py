@@ -147,8 +147,8 @@ class _Update(nn.TriangleMultiplicativeUpdate):
         _inplace_chunk_size, use_cueq_triangle_kernels, use_triton_triangle_kernels
             Ignored, as the next two.
         use_fused_kernel, triangle_multiplicative
-            Ignored, and accepted only because these programs pass them: the registry chooses a
-            backend, and `max_memory` of the class bounds memory.
+            Ignored, and accepted only because these programs pass them: `backend` of the
+            class chooses the kernels, and `max_memory` bounds memory.
 
         Returns
         -------
@@ -211,10 +211,10 @@ class TriangleMultiplicativeUpdate(_Update):
 
     Notes
     -----
-    State dicts have OpenFold's names, both loaded and saved; `named_parameters` has ours. So have
-    attributes, whose weights are views of ours, as OpenFold's import of AlphaFold's weights needs;
-    under FSDP2 they are copies. A state dict without biases is refused, also without ``strict``,
-    by a module that has them.
+    State dicts have OpenFold's names, both loaded and saved; ``named_parameters`` has the names of
+    `fusedops.nn.TriangleMultiplicativeUpdate`. The attributes above exist for OpenFold's import of
+    AlphaFold's weights: they are views of the parameters, and under FSDP2 copies. A module with
+    biases refuses a state dict without them, also without ``strict``.
 
     References
     ----------

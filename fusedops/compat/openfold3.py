@@ -1,4 +1,4 @@
-r"""OpenFold 3's modules of the triangle update: OpenFold's, without biases but in the fused ones.
+r"""OpenFold 3's modules of the triangle update: OpenFold's, the fused ones alone with biases.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Planarity and electron density of TorchRef, by `fusedops.planarity_nll` and `gaussian_density`.
+"""TorchRef's planes and densities, by `fusedops.planarity_nll` and `fusedops.gaussian_density`.
 
 TorchRef looks functions up in their modules whenever it calls them. `register` puts ours there,
 with the arguments of the installed version: planes for 0.5.1 to 0.7, densities for 0.6.0 to 0.7,

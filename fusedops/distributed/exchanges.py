@@ -79,7 +79,7 @@ def _shown(value: Any) -> str:
 
 
 def in_chunks(n: int, ranks: int) -> list[int]:
-    """Return the sizes of the shards that `torch.chunk` and DTensor cut n elements into."""
+    """Return the sizes of the shards that ``torch.chunk`` and DTensor cut n elements into."""
     step = -(-n // ranks)
     return [max(0, min(step, n - step * rank)) for rank in range(ranks)]
 
@@ -213,7 +213,7 @@ def exchange(
         The length of every rank's shard along `src`. Without them the ranks ask each other, which
         waits for all of them, and for the GPU.
     dst_sizes : sequence of int, optional
-        The lengths along `dst` after the exchange; by default those of `torch.chunk`.
+        The lengths along `dst` after the exchange; by default those of ``torch.chunk``.
 
     Returns
     -------

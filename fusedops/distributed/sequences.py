@@ -334,7 +334,7 @@ def dynamic_conv(
         The ranks that share the tokens.
     sizes : sequence of int, optional
         The number of tokens of every rank; a rank may have none. Without it every rank needs W − 1
-        tokens at least, and with `cu_seqlens` the number that `torch.chunk` gives it.
+        tokens at least, and with `cu_seqlens` the number that ``torch.chunk`` gives it.
     cu_seqlens : Sequences, or tensor (S + 1,), int32 or int64, optional
         Where each of S packed sequences begins among the tokens of all ranks, the same on every
         rank; B must be 1. Nothing crosses a boundary. A `Sequences` is read once; a tensor on a GPU

@@ -75,7 +75,7 @@ def _group_of_ranks(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _sizes(axis: str, given: Any, own: int, N: int, group: dist.ProcessGroup) -> list[int]:
-    """Return the checked sizes of shards of an axis, by default `torch.chunk`'s."""
+    """Return the checked sizes of shards of an axis, by default ``torch.chunk``'s."""
     sizes = in_chunks(N, group.size()) if given is None else given
     found = checked_sizes(NAME, "sizes", sizes, group)
     if sum(found) != N:

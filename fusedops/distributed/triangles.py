@@ -525,7 +525,7 @@ def triangle_multiplicative_update(
         1 for rows, 2 for columns; two for the dimensions of a mesh, in their order.
     sizes : sequence of int, or two of them, optional
         The number of rows or columns of every rank, or of rows and of columns along the mesh.
-        Shards of one axis have by default the sizes of `torch.chunk`; of two axes, ranks ask each
+        Shards of one axis have by default the sizes of ``torch.chunk``; of two axes, ranks ask each
         other, which waits for all of them and for the GPU.
     chunks : int, optional
         The chunks of channels that follow each other, so that one travels while another is
