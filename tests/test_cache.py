@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fusedops
-from fusedops import cli
+from fusedops import _info, cli
 from fusedops._frame import registry
 from fusedops._info import CacheInfo
 
@@ -46,6 +46,13 @@ def test_a_file_that_another_process_removes_has_no_size(triton_folder):
     size = fusedops.info().caches["triton"].bytes
     (triton_folder / "A" / "removed").symlink_to("nowhere")
     assert fusedops.info().caches["triton"].bytes == size
+
+
+def test_no_cache(monkeypatch, capsys):
+    """Without Numba and Triton the command says so."""
+    monkeypatch.setattr(_info, "caches", dict)
+    assert cli.main(["cache"]) == 0
+    assert "neither Numba nor Triton" in capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,10 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    for name, (folder, ours) in _info.caches().items():
+    caches = _info.caches()
+    if not caches:
+        print("no folder of compiled kernels: neither Numba nor Triton keeps any here")
+    for name, (folder, ours) in caches.items():
         size = _info.megabytes(_info.size_of(ours))
         if args.clear:
             try:
