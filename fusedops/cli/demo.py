@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         "demo",
         help="run every op on an example, on every backend that works here",
         description="Score ubiquitin's planes, convolve packed tokens, learn kernels, pass "
-        "messages along edges, turn and convolve some, refine a model and fill in distances, all "
+        "messages along edges, rotate and convolve some, refine a model and fill in distances, all "
         "with gradients, on every backend that works here; check each against the reference, and "
         "draw a picture. Exit code 1 if a check fails.",
     )
@@ -245,12 +245,12 @@ def triangle_multiplicative_update(figure: Any) -> Iterator[Row]:
 
 
 def so2_convolution(figure: Any) -> Iterator[Row]:
-    """Convolve and gate messages turned about their edges, and draw both."""
+    """Convolve and gate messages rotated about their edges, and draw both."""
     rng, lmax, turns = np.random.default_rng(0), 2, 25
     weights = convolved(rng, turns, lmax, lmax, 3, 4, lmax * 4)
     message, radial = weights.pop("message"), weights.pop("radial")
     angles = np.linspace(0, 2 * np.pi, turns)
-    # A message in every frame, turned about the edge by the angle; their edges are alike.
+    # A message in every frame, rotated about the edge by the angle; their edges are alike.
     message, radial = _turned(message[:1], angles, lmax), np.repeat(radial[:1], turns, 0)
     arrays = {"message": message, **weights, "radial": radial}
     op: Any = fusedops.so2_convolution
@@ -269,14 +269,15 @@ def so2_convolution(figure: Any) -> Iterator[Row]:
             panel.plot(angles, rows[:, row, 0], "o", color=f"C{m}", label=label, markersize=4)
     for panel, title in zip(panels, ("A message", "The convolution's result, gated"), strict=True):
         panel.set_title(title)
-        panel.set_xlabel("turn about the edge, radians")
+        panel.set_xlabel("rotation about the edge, radians")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(loc="upper right", frameon=False)
-    figure.suptitle("A turn about the edge turns the result of an SO(2) convolution alike (lines)")
+    panels[0].margins(y=0.15)
+    panels[0].legend(loc="upper center", ncols=3, frameon=False)
+    figure.suptitle("Messages rotated about the edge (points) give results rotated alike (lines)")
 
 
 def _turned(message: np.ndarray, angles: np.ndarray, lmax: int) -> np.ndarray:
-    """Return one m-major message (1, M, C) turned about its edge by angles, (angles, M, C)."""
+    """Return one m-major message (1, M, C) rotated about its edge by angles, (angles, M, C)."""
     out, row = np.repeat(message, len(angles), 0), lmax + 1
     for m in range(1, lmax + 1):
         n = lmax + 1 - m
@@ -495,7 +496,8 @@ def _draw_delays(
     lines.plot(found.ravel(), color="C0", linewidth=1, label="after learning")
     lines.set_xlabel("token t")
     lines.set_ylabel("x and results")
-    lines.legend(loc="best", frameon=False)
+    lines.margins(y=0.2)
+    lines.legend(loc="upper center", ncols=2, frameon=False)
     lines.spines[["top", "right"]].set_visible(False)
     figure.colorbar(taps.imshow(weight, vmin=0, vmax=1), ax=taps)
     taps.set_title("The layer's weight")
