@@ -21,8 +21,9 @@ TITLE = """# Speed over time
 
 Written by `python bench/history.py DATE`, which keeps the results of `fusedops bench` in
 `bench/results/history`. A cell has the geometric mean of an op's times over the times of the date
-before, and how many cases got slower than the spread of their rounds explains; the first has the
-number of cases. `fusedops bench --from NEW.json --compare OLD.json` names them.
+before, and how many cases got slower than the spread of their rounds explains; a cell of the first
+date has the number of cases. `fusedops bench --from NEW.json --compare OLD.json` names the slower
+cases.
 """
 
 
