@@ -14,7 +14,7 @@ parameter alone, or for a tuple's values, and everywhere else for all of them.
 
 import functools
 import gc
-import importlib
+import importlib.util
 import os
 import sys
 
@@ -136,11 +136,22 @@ def poison(monkeypatch):
     monkeypatch.setattr(primitive, "poison", True)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread_for_torch():
-    """Give torch one thread: on small work, several only wait for each other."""
+    """Give torch one thread, after a bench too: on small work, several only wait for each other."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_for_blas():
+    """Give NumPy's products one thread, for the same reason."""
+    # For BLAS that is loaded later, and for processes that tests start.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if importlib.util.find_spec("threadpoolctl") is not None:
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(1, user_api="blas")
 
 
 @pytest.fixture(autouse=True, scope="session")

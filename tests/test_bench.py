@@ -1163,7 +1163,7 @@ def test_a_step_names_the_package_that_it_lacks(capsys, monkeypatch):
     assert capsys.readouterr() == ("", told)
 
 
-@pytest.mark.usefixtures("quick", "tiny_steps")
+@pytest.mark.usefixtures("quick_bench", "tiny_steps")
 def test_a_bench_that_measures_nothing_keeps_older_results(tmp_path, capsys, monkeypatch):
     made = measure.STEPS["refinement"]
     missing = replace(made("cpu"), cases=made("cpu").cases[1:])

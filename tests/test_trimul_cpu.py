@@ -65,12 +65,17 @@ def same(results, others):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.fixture
+def two_threads_for_blas():
+    """Give BLAS the threads that all other tests take from it."""
+    with pytest.importorskip("threadpoolctl").threadpool_limits(2, user_api="blas"):
+        yield
+
+
 @pytest.fixture(params=["with threadpoolctl", "without"])
-def blas(request, monkeypatch):
+def blas(request, monkeypatch, two_threads_for_blas):
     if request.param == "without":
         monkeypatch.setattr(threads, "_blas", lambda: None)
-    else:
-        pytest.importorskip("threadpoolctl")
 
 
 SMALL_PARTS = "ignore:triangle_multiplicative_update. max_memory is:RuntimeWarning"
@@ -96,9 +101,8 @@ def test_the_thread_count_changes_no_bit(backend, blas, direction, gate, limit, 
 
 
 @pytest.mark.parametrize("shape", [(1, 9, 4, 4), (1, 33, 4, 4)], ids=str)
+@pytest.mark.usefixtures("two_threads_for_blas")
 def test_blas_gets_its_threads_back(backend, monkeypatch, shape):
-    pytest.importorskip("threadpoolctl")
-
     def counts():
         return [library["num_threads"] for library in threads._blas().info()]
 
@@ -110,6 +114,7 @@ def test_blas_gets_its_threads_back(backend, monkeypatch, shape):
 
     monkeypatch.setattr(trimul._Update, "projected", watched)
     before, arrays = counts(), update(shape)
+    assert set(before) == {2}
     solve(arrays, backend)
     assert set(inside) == {1}
     assert counts() == before
