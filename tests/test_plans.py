@@ -81,12 +81,15 @@ def convolved(**changes):
 
 unaligned = np.empty(8 * 32 + 1, np.uint8)[1:].view(np.float64).reshape(1, 8, 4)
 unaligned[...] = 1.0
+frozen = np.ones((1, 8, 4))
+frozen.flags.writeable = False
 OTHERS = {
     "dtype": {"x": np.ones((1, 8, 4), np.float32)},
     "shape": {"kernels": np.ones((4, 2))},
     "one more axis": {"kernels": np.ones((1, 8, 4, 3))},
     "strides": {"x": np.ones((1, 4, 8)).swapaxes(1, 2)},
     "alignment": {"x": unaligned},
+    "read-only": {"x": frozen},
     "list": {"kernels": np.ones((4, 3)).tolist()},
     "array that was none": {"bias": np.ones(4)},
     "option": {"activation": "silu"},
@@ -105,6 +108,33 @@ def test_another_kind_is_checked(change):
         assert len(entered) == 2
         fusedops.dynamic_conv(**convolved())
         assert len(entered) == 2
+
+
+def test_read_only_and_unaligned_are_two_kinds():
+    with checks(fusedops.dynamic_conv) as entered:
+        for x in (frozen, unaligned):
+            fusedops.dynamic_conv(**convolved(x=x))
+    assert len(entered) == 2
+
+
+def test_read_only_arrays_compile_nothing():
+    """Numba would compile a kernel of its own for them, for seconds."""
+    pytest.importorskip("numba")
+    from cpukern.conv_numba import _conv_chunks, _vjp_blocks
+
+    def step(arguments):
+        out, pullback = fusedops.dynamic_conv.vjp(**arguments, backend="numba")
+        return out, *pullback(np.broadcast_to(2.0, out.shape))
+
+    want = step(convolved())
+    known = [len(kernel.signatures) for kernel in (_conv_chunks, _vjp_blocks)]
+    given = convolved()
+    for name in ("x", "kernels"):
+        given[name].flags.writeable = False
+    for got, expected in zip(step(given), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [len(kernel.signatures) for kernel in (_conv_chunks, _vjp_blocks)] == known
+    assert not given["x"].flags.writeable
 
 
 def test_the_backend_of_a_context_makes_another_kind():

@@ -1,8 +1,9 @@
 """The kind of a call: all that its plan may depend on.
 
-A plan is worked out once for a kind and kept. The kind of an array is its dtype, shape, strides and
-alignment; the kind of a packed argument is its class, device and sizes. A guard compares the kinds
-of tensors, and the modes that torch is in, in one step. No kept kind holds an array.
+A plan is worked out once for a kind and kept. The kind of an array is its dtype, shape and strides,
+and whether it is aligned and writable; the kind of a packed argument is its class, device and
+sizes. A guard compares the kinds of tensors, and the modes that torch is in, in one step. No kept
+kind holds an array.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def kind_of(values: Iterable[Any]) -> Kind | None:
             key.append(of)
             tensors.append(value)
         elif of is np.ndarray:
-            key += (value.dtype, value.shape, value.strides, value.flags.aligned)
+            flags = value.flags
+            # Behaved arrays are aligned and writable; they are usual, and one question is quicker.
+            fit = flags.behaved or (flags.aligned, flags.writeable)
+            key += (value.dtype, value.shape, value.strides, fit)
         elif of in CONSTANTS:
             # Numbers of different types are equal.
             key += (of, value)

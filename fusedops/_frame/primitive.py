@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -318,6 +318,12 @@ def numpy_plan(
         for at, array in enumerate(given)
         if array is not None and not (array.flags.aligned and (array.dtype == dtype or at >= count))
     ]
+    # Numba would compile its kernels again, for seconds, for arrays that are read-only.
+    locked = [
+        at
+        for at, array in enumerate(given)
+        if backend.name == "numba" and array is not None and not array.flags.writeable
+    ]
     dtypes = [output and output[1] for output in described]
     rounded = any([output is not None and output != dtype for output in dtypes])
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
@@ -340,7 +346,7 @@ def numpy_plan(
         kernel(a, y)
         return y
 
-    if not (unfit or rounded or filled or formula):
+    if not (unfit or locked or rounded or filled or formula):
         return plain
     written = [at for at in unfit if a._fields[at] in primitive.mutates]
 
@@ -348,6 +354,8 @@ def numpy_plan(
         a = list(given)
         for at in unfit:
             a[at] = np.array(a[at], dtype if at < count else a[at].dtype)
+        for at in locked:
+            a[at] = _as_writable(a[at])
         a = primitive.Arguments._make(a)
         if formula:
             outputs = list(kernel(a))
@@ -373,3 +381,9 @@ def numpy_plan(
         return Outputs._make(outputs)
 
     return run
+
+
+def _as_writable(array: np.ndarray) -> np.ndarray:
+    """Return a view of an array that claims to be writable, for a kernel that only reads it."""
+    interface = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, array=array))
