@@ -143,28 +143,30 @@ clean: ## remove .venv, dist and caches
 	@touch $@
 
 # Without isolation, and in a folder that is kept, only changed files are compiled again.
-define BUILD
-@rm -rf .venv/dist
-@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
+BUILD = rm -rf .venv/dist && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-deps --no-build-isolation \
 	--config-settings=setup-args=-Dinstruction_sets=$(1) \
 	--config-settings=build-dir=.venv/build --wheel-dir=.venv/dist .
-@$(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
-endef
+# Even if the same version is installed.
+REPLACE = $(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 
-# A third of the compiler's work, which is most of the demo's time.
+# A third of the compiler's work, which is most of the demo's time. The demo's packages arrive meanwhile;
+# of those that didn't, the demo's rule tells.
 .venv/own: $(SOURCES) | .venv/new
-	@echo "Compiling the kernels for this machine's instruction set"
-	$(call BUILD,own)
+	@echo "Compiling the kernels for this machine's instruction set; installing NumPy, SciPy, gemmi," \
+		"matplotlib and rich meanwhile"
+	@$(INSTALL) numpy scipy gemmi matplotlib rich shtab & ($(call BUILD,own)); built=$$?; wait; exit $$built
+	@$(REPLACE)
 	@touch $@
 
 .venv/package: $(SOURCES) | .venv/new
 	@echo "Compiling the kernels for all instruction sets"
-	$(call BUILD,all)
+	@$(call BUILD,all)
+	@$(REPLACE)
 	@touch .venv/own $@
 
 # Without Numba, which would compile for longer than all else takes; `make test` installs it.
 .venv/demo: .venv/own
-	@echo "Installing NumPy, SciPy, gemmi, matplotlib and rich"
+	@echo "Installing the package"
 	@$(INSTALL) "$(WHEEL)[cli]"
 	@touch $@
 
