@@ -66,6 +66,16 @@ def interpreted(parameters: dict[str, object]) -> bool:
     return any(value in ("triton", ("torch", "triton")) for value in parameters.values())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect tests without the garbage collector, which would visit them all again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the interpreter's cases that `interpreted_slow` excludes."""
     if config.option.interpret_all:

@@ -69,32 +69,35 @@ def imports(node, at_import=True):
     yield from ((name, at_import) for name in names if name in FILES)
 
 
-IMPORTS = {
-    module: set(imports(ast.parse(file.read_text(encoding="utf-8"))))
-    for module, file in FILES.items()
-}
+@pytest.fixture(scope="module")
+def imported():
+    """Return the imports of every module."""
+    return {
+        module: set(imports(ast.parse(file.read_text(encoding="utf-8"))))
+        for module, file in FILES.items()
+    }
 
 
-def test_a_room_imports_only_rooms_below_it():
+def test_a_room_imports_only_rooms_below_it(imported):
     TopologicalSorter(BELOW).prepare()  # raises CycleError
     assert {room(module) for module in FILES} == set(BELOW)
     up = {
         (module, other, at_import)
-        for module, others in IMPORTS.items()
+        for module, others in imported.items()
         for other, at_import in others
         if room(other) not in {room(module), *BELOW[room(module)]}
     }
     assert up == {(*edge, False) for edge in UP}
 
 
-def test_modules_of_a_room_are_in_no_circle():
+def test_modules_of_a_room_are_in_no_circle(imported):
     graph = {
         module: [
             other
             for other, at_import in others
             if room(other) == room(module) and (at_import or room(module) not in LATE)
         ]
-        for module, others in IMPORTS.items()
+        for module, others in imported.items()
     }
     TopologicalSorter(graph).prepare()  # raises CycleError
 
