@@ -60,7 +60,8 @@ def dynamic_conv(a: Any, y: Any) -> None:
     arguments, count = _arguments(a)
     if count and a.kernels.size:
         threads = threads_for(count, _CHUNK_GRAIN)
-        _conv_of[a.x.dtype].forward(*arguments, y.out, y.final_state, threads)
+        residual = laid_out(a.residual, 0)
+        _conv_of[a.x.dtype].forward(*arguments, residual, y.out, y.final_state, threads)
 
 
 @register("dynamic_conv_vjp", "cython", bfloat16=True)
@@ -92,12 +93,13 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "cython", bfloat16=True)
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, slots, positions, activation = a
+    x, state, kernels, bias, residual, slots, positions, activation = a
     out = y.out
     if not out.size:
         return
     if x.ndim == 2:
         x, out = x[:, None], out[:, None]
+        residual = None if residual is None else residual[:, None]
     if kernels.ndim < 4:
         kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
     own = laid_out(state, 0)
@@ -106,6 +108,7 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
         own,
         laid_out(kernels, 4),
         laid_out(bias, 1),
+        laid_out(residual, 0),
         *[
             None if places is None else np.ascontiguousarray(places, np.int64)
             for places in (slots, positions)

@@ -75,7 +75,7 @@ ctypedef fused scalar:
     float
     double
 
-# Strides are in elements.
+# Strides are in elements; `c` stands for the cotangent, or forward for the residual.
 cdef struct Layout:
     Py_ssize_t tokens
     Py_ssize_t channels
@@ -363,7 +363,7 @@ cdef inline void activate(real* h, Py_ssize_t channels) noexcept nogil:
 
 cdef void forward_chunk(
     const Layout* layout, Chunk chunk, const scalar* x, const scalar* kernels, const scalar* state,
-    const scalar* bias, scalar* out, scalar* final_state, real* scratch,
+    const scalar* bias, const scalar* residual, scalar* out, scalar* final_state, real* scratch,
     char* tiles,
 ) noexcept nogil:
     cdef Py_ssize_t channels = layout.channels, width = layout.width, mask = layout.ring_mask
@@ -372,14 +372,22 @@ cdef void forward_chunk(
     cdef real* ring = scratch
     cdef real* h = ring + (mask + 1) * channels
     cdef real* wide_bias = h + channels
-    cdef real* wide = wide_bias + channels
+    cdef real* added = wide_bias + channels
+    cdef real* wide = added + channels
     cdef const real* k = wide
     cdef const scalar* source
     if layout.x_channel != 1:
         x = in_tile(x + chunk.batch * layout.x_batch, layout.x_token, layout.x_channel,
                     max(chunk.first - width + 1, chunk.begin), chunk.last, channels, tiles)
+        tiles += (layout.chunk + 2 * width) * channels * <Py_ssize_t>sizeof(scalar)
         tiled.x_batch = 0
         tiled.x_token = channels
+    if layout.c_channel != 1:
+        residual = in_tile(
+            residual + chunk.batch * layout.c_batch, layout.c_token, layout.c_channel, chunk.first,
+            chunk.last, channels, tiles)
+        tiled.c_batch = 0
+        tiled.c_token = channels
     layout = &tiled
     for p in range(chunk.first - width + 1, chunk.first):
         load_input(layout, &chunk, x, state, p, ring)
@@ -401,6 +409,10 @@ cdef void forward_chunk(
                       wide_bias if bias != NULL else NULL, h)
         if layout.silu:
             activate(h, channels)
+        if residual != NULL:
+            widen(residual + chunk.batch * layout.c_batch + t * layout.c_token, 1, added, channels)
+            for d in range(channels):
+                h[d] += added[d]
         narrow(h, out + (chunk.batch * layout.tokens + t) * channels, 1, channels)
     if final_state != NULL and chunk.last == chunk.end:
         final_state = final_state + chunk.sequence * channels * width
@@ -531,6 +543,7 @@ cdef struct Step:
     void* state
     const void* kernels
     const void* bias
+    const void* residual
     const long long* slots
     const long long* positions
     void* out
@@ -546,6 +559,9 @@ cdef struct Step:
     Py_ssize_t x_channel
     Py_ssize_t k_batch
     Py_ssize_t k_token
+    Py_ssize_t r_batch
+    Py_ssize_t r_token
+    Py_ssize_t r_channel
     Py_ssize_t s_batch
     Py_ssize_t s_channel
     Py_ssize_t s_tap
@@ -554,7 +570,8 @@ cdef struct Step:
 
 cdef inline void step_row(
     const Step* call, Py_ssize_t b, Py_ssize_t slot, Py_ssize_t position, const scalar* x,
-    scalar* state, const scalar* kernels, const scalar* bias, scalar* out, real* scratch,
+    scalar* state, const scalar* kernels, const scalar* bias, const scalar* residual, scalar* out,
+    real* scratch,
 ) noexcept nogil:
     """Convolve the tokens of a row with its state, and shift them in.
 
@@ -592,6 +609,10 @@ cdef inline void step_row(
                 h[d] += taps[d]
         if call.silu:
             activate(h, channels)
+        if residual != NULL:
+            widen(residual + b * call.r_batch + t * call.r_token, call.r_channel, taps, channels)
+            for d in range(channels):
+                h[d] += taps[d]
         narrow(h, out + t * channels, 1, channels)
     if position < 0:
         for d in range(channels):
@@ -679,6 +700,16 @@ cdef void set_pass(
     call.bias = &bias[0] if bias is not None else NULL
 
 
+cdef void set_cotangent(Pass* call, const scalar[:, :, :] cotangent) noexcept:
+    """Set the second array of tokens."""
+    cdef Layout* layout = &call.layout
+    call.cotangent = &cotangent[0, 0, 0]
+    layout.c_batch = cotangent.strides[0] // <Py_ssize_t>sizeof(scalar)
+    layout.c_token = cotangent.strides[1] // <Py_ssize_t>sizeof(scalar)
+    if layout.channels > 1:
+        layout.c_channel = cotangent.strides[2] // <Py_ssize_t>sizeof(scalar)
+
+
 cdef void set_scratch(Pass* call, const scalar[:, :, :] x) noexcept:
     """Set the bytes of a thread's scratch: tiles, where arrays need them, come after numbers."""
     cdef const Layout* layout = &call.layout
@@ -703,13 +734,15 @@ cdef void some_forward(
         if scalar is double:
             forward_chunk(
                 layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
-                <const scalar*>call.state, <const scalar*>call.bias, <scalar*>call.out,
-                <scalar*>call.final_state, <double*>scratch, scratch + call.tiles)
+                <const scalar*>call.state, <const scalar*>call.bias,
+                <const scalar*>call.cotangent, <scalar*>call.out, <scalar*>call.final_state,
+                <double*>scratch, scratch + call.tiles)
         else:
             forward_chunk(
                 layout, find_chunk(layout, c), <const scalar*>call.x, <const scalar*>call.kernels,
-                <const scalar*>call.state, <const scalar*>call.bias, <scalar*>call.out,
-                <scalar*>call.final_state, <float*>scratch, scratch + call.tiles)
+                <const scalar*>call.state, <const scalar*>call.bias,
+                <const scalar*>call.cotangent, <scalar*>call.out, <scalar*>call.final_state,
+                <float*>scratch, scratch + call.tiles)
 
 
 cdef void some_backward(
@@ -775,6 +808,7 @@ cdef void some_steps(
     cdef scalar* state = <scalar*>call.state
     cdef const scalar* kernels = <const scalar*>call.kernels
     cdef const scalar* bias = <const scalar*>call.bias
+    cdef const scalar* residual = <const scalar*>call.residual
     cdef scalar* out = <scalar*>call.out
     cdef char* scratch = call.scratch + thread * call.row
     cdef Py_ssize_t b, slot, position, row = call.tokens * call.channels
@@ -791,9 +825,11 @@ cdef void some_steps(
             if position < 0:
                 position += call.length
         if scalar is double:
-            step_row(call, b, slot, position, x, state, kernels, bias, out, <double*>scratch)
+            step_row(
+                call, b, slot, position, x, state, kernels, bias, residual, out, <double*>scratch)
         else:
-            step_row(call, b, slot, position, x, state, kernels, bias, out, <float*>scratch)
+            step_row(
+                call, b, slot, position, x, state, kernels, bias, residual, out, <float*>scratch)
 
 
 def forward(
@@ -807,6 +843,7 @@ def forward(
     const long long[::1] starts,         # IN   (S + 1,), or None
     Py_ssize_t count,                    # IN   C, also for a dense batch; at least 1
     Py_ssize_t chunk,                    # IN   tokens of a chunk
+    const scalar[:, :, :] residual,      # IN   (B, T, D), any strides, or None
     scalar[:, :, ::1] out,               # OUT  (B, T, D), or None
     scalar[:, :, ::1] final_state,       # OUT  (S, D, W) of sequences with tokens, or None
     int threads,
@@ -814,6 +851,9 @@ def forward(
     """Convolve, and keep every sequence's last W inputs."""
     cdef Pass call
     set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk)
+    call.cotangent = NULL
+    if residual is not None:
+        set_cotangent(&call, residual)
     set_scratch(&call, x)
     cdef bytearray scratch = room(threads * call.row)
     call.scratch = of(scratch)
@@ -856,14 +896,10 @@ def backward(
     )
     cdef bytearray sums = room(groups * call.sums_row * sizeof(double))
     call.sums = <double*>of(sums)
-    call.layout.c_batch = cotangent.strides[0] // <Py_ssize_t>sizeof(scalar)
-    call.layout.c_token = cotangent.strides[1] // <Py_ssize_t>sizeof(scalar)
-    if call.layout.channels > 1:
-        call.layout.c_channel = cotangent.strides[2] // <Py_ssize_t>sizeof(scalar)
+    set_cotangent(&call, cotangent)
     set_scratch(&call, x)
     cdef bytearray scratch = room(threads * call.row)
     call.scratch = of(scratch)
-    call.cotangent = &cotangent[0, 0, 0]
     call.final_cotangent = &final_cotangent[0, 0, 0] if final_cotangent is not None else NULL
     call.out = &dx[0, 0, 0] if dx is not None else NULL
     call.dkernels = NULL if static_kernels else on_kernels
@@ -879,6 +915,7 @@ def step(
     scalar[:, :, :] state,              # IN, OUT (N, D, L), any strides
     const scalar[:, :, :, ::1] kernels, # IN   (B, T, D, W), or 1 for B or T where they are shared
     const scalar[::1] bias,             # IN   (D,), or None
+    const scalar[:, :, :] residual,     # IN   (B, T, D), any strides, or None
     const long long[::1] slots,         # IN   (B,), or None
     const long long[::1] positions,     # IN   (B,), or None
     bint silu,
@@ -908,6 +945,12 @@ def step(
     call.x_channel = x.strides[2] // item
     call.k_batch = kernels.strides[0] // item if kernels.shape[0] > 1 else 0
     call.k_token = kernels.strides[1] // item if kernels.shape[1] > 1 else 0
+    call.residual = NULL
+    if residual is not None:
+        call.residual = &residual[0, 0, 0]
+        call.r_batch = residual.strides[0] // item
+        call.r_token = residual.strides[1] // item
+        call.r_channel = residual.strides[2] // item
     call.s_batch = state.strides[0] // item
     call.s_channel = state.strides[1] // item
     call.s_tap = state.strides[2] // item

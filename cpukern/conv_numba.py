@@ -62,7 +62,9 @@ def _convolve(x, kernels, states, bias, q, start, t, h):
 
 
 @jit
-def _conv_chunks(low, high, chunks, cu_seqlens, x, kernels, states, bias, silu, out, final_state):
+def _conv_chunks(
+    low, high, chunks, cu_seqlens, x, kernels, states, bias, silu, residual, out, final_state
+):
     width = kernels.shape[2]
     for c in range(low, high):
         q, start, end, first, last = _span(chunks, cu_seqlens, c, len(x))
@@ -72,6 +74,8 @@ def _conv_chunks(low, high, chunks, cu_seqlens, x, kernels, states, bias, silu, 
             if silu:
                 for d in range(len(h)):
                     h[d] *= sigmoid(h[d])
+            if len(residual):
+                h += residual[t]
         if last == end and q < len(final_state):
             for w in range(width):
                 row = _input(x, states, q, start, end + w - width)
@@ -147,7 +151,7 @@ def _vjp_blocks(
 
 
 @jit
-def _step_rows(low, high, x, state, kernels, bias, slots, positions, silu, out):
+def _step_rows(low, high, x, state, kernels, bias, residual, slots, positions, silu, out):
     width, length, tokens = kernels.shape[3], state.shape[2], x.shape[1]
     window = np.empty((width, x.shape[2]), x.dtype)
     for b in range(low, high):
@@ -176,6 +180,8 @@ def _step_rows(low, high, x, state, kernels, bias, slots, positions, silu, out):
                     h[d] += bias[extra, d]
                 if silu:
                     h[d] *= sigmoid(h[d])
+                if len(residual):
+                    h[d] += residual[b, t, d]
         if not len(positions):
             position = length - tokens
             for d in range(len(row)):
@@ -255,13 +261,16 @@ def _in_parallel(work: Callable[[int, int], None], items: int, products: int) ->
 
 @register("dynamic_conv", "numba")
 def dynamic_conv(a: Any, y: Any) -> None:
-    x, kernels, initial_state, bias, sequences, activation = a
+    x, kernels, initial_state, bias, residual, sequences, activation = a
     out, final_state = y
     row = kernels.shape[-2:]
     arguments = _arguments(x, kernels, initial_state, bias, sequences)
+    added = _rows(None, row[:1], x.dtype) if residual is None else _tokens(residual)
     outputs = _rows(out, row[:1], x.dtype), _rows(final_state, row, x.dtype)
     _in_parallel(
-        lambda low, high: _conv_chunks(low, high, *arguments, activation == "silu", *outputs),
+        lambda low, high: _conv_chunks(
+            low, high, *arguments, activation == "silu", added, *outputs
+        ),
         len(arguments[0]),
         x.size * row[1],
     )
@@ -301,15 +310,16 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "numba")
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, slots, positions, activation = a
+    x, state, kernels, bias, residual, slots, positions, activation = a
     out = y.out
     if not out.size:
         return
     if x.ndim == 2:
         x, out = x[:, None], out[:, None]
+    added = np.empty((0, *x.shape[1:]), x.dtype) if residual is None else residual.reshape(x.shape)
     if kernels.ndim < 4:
         kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
-    arrays = x, state, kernels, _rows(bias, x.shape[2:], x.dtype)
+    arrays = x, state, kernels, _rows(bias, x.shape[2:], x.dtype), added
     places = [
         np.empty(0, np.int64) if array is None else array.astype(np.int64)
         for array in (slots, positions)

@@ -137,7 +137,7 @@ def forward(convolve: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bo
         final = None
         if y.final_state is not None:
             final = block.scratch("final", len(block.own), call.D, call.W)
-        given = conv.Arguments(*block.arguments(), block.sequences, call.activation)
+        given = conv.Arguments(*block.arguments(), None, block.sequences, call.activation)
         convolve(given, conv.Outputs(made, final))
         if final is not None:
             y.final_state[block.ended] = final[: len(block.ended)]

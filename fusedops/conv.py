@@ -20,6 +20,7 @@ from fusedops._frame.check import (
     holds,
     indices,
     is_tensor,
+    of_shape,
     one_of,
     overlap,
     overlaps_itself,
@@ -205,7 +206,7 @@ class _Window:
 
 def _formula(a: Any) -> tuple[Any, Any]:
     """Define the convolution and the last W inputs of every sequence."""
-    x, kernels, initial_state, bias, sequences, activation = a
+    x, kernels, initial_state, bias, residual, sequences, activation = a
     xp = namespace(x)
     inputs, k, state, b = map(wide, (x, kernels, initial_state, bias))
     outs, finals = [inputs[:, :0]], [zeros(inputs, (0, x.shape[2], kernels.shape[-1]))]
@@ -216,6 +217,8 @@ def _formula(a: Any) -> tuple[Any, Any]:
         outs.append(h * sigmoid(h) if activation == "silu" else h)
         finals.append(window.inputs[:, window.inputs.shape[1] - window.width :].swapaxes(1, 2))
     out, final = xp.concatenate(outs, axis=1), xp.concatenate(finals, axis=0)
+    if residual is not None:
+        out = out + wide(residual)
     return cast(out, x), cast(final, promoted((x, initial_state)))
 
 
@@ -262,10 +265,16 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    dout = dy.out
+    dout, dresidual = dy.out, None
+    if wanted.residual and dout is not None:
+        # NumPy gets a copy, since users may write to a gradient.
+        dresidual = cast(dout, a.residual)
+    if not any(wanted[:4]):
+        return None, None, None, None, dresidual
     if dout is None:
         dout = namespace(a.x).zeros_like(a.x)
-    return conv_vjp.to_run(*a[:4], dout, dy.final_state, *a[4:], out=wanted)
+    given = *a[:4], dout, dy.final_state, a.sequences, a.activation
+    return conv_vjp.to_run(*given, out=wanted[:4], after=(dresidual,))
 
 
 def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
@@ -283,7 +292,7 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     sequences = a.sequences
 
     def convolve(x: Any, kernels: Any, state: Any, bias: Any, final: Any = None) -> tuple[Any, Any]:
-        return conv(x, kernels, state, bias, sequences, "none", out=(True, final))
+        return conv(x, kernels, state, bias, None, sequences, "none", out=(True, final))
 
     def pull_back(wanted: Sequence[Any], *arrays: Any) -> tuple[Any, ...]:
         return conv_vjp(*arrays, None, sequences, "none", out=wanted)
@@ -347,7 +356,7 @@ conv_vjp = Primitive(
 conv = Primitive(
     "dynamic_conv",
     family="conv",
-    arrays=_ARRAYS,
+    arrays={**_ARRAYS, "residual": "(B, T, D), optional"},
     static={"sequences": Sequences, "activation": str},
     sizes={"S": _count},
     outputs={
@@ -356,6 +365,8 @@ conv = Primitive(
     },
     formula=_formula,
     pullback=_pullback,
+    # Its cotangent is the output's.
+    read_for={"residual": ()},
     sixteen_bits=True,
 )
 
@@ -374,7 +385,7 @@ def _turned(buffers: Any, by: Any) -> Any:
 
 def _step_formula(a: Any) -> tuple[Any]:
     """Shift tokens into their states, in place, and return the convolution of every token."""
-    x, state, kernels, bias, slots, positions, activation = a
+    x, state, kernels, bias, residual, slots, positions, activation = a
     tokens = x if x.ndim == 3 else x[:, None]
     count, length, width = tokens.shape[1], state.shape[2], kernels.shape[-1]
     rows: Any = slice(None)
@@ -396,8 +407,11 @@ def _step_formula(a: Any) -> tuple[Any]:
     h = sum(inputs[:, first + w : first + w + count] * kernels[..., w] for w in range(width))
     if bias is not None:
         h = h + wide(bias)
+    h = h * sigmoid(h) if activation == "silu" else h
+    if residual is not None:
+        h = h + wide(residual.reshape(tokens.shape)[rows])
     out = zeros(x, tokens.shape)
-    out[rows] = cast(h * sigmoid(h) if activation == "silu" else h, x)
+    out[rows] = cast(h, x)
     return (out.reshape(x.shape),)
 
 
@@ -409,6 +423,7 @@ conv_step = Primitive(
         "state": "(N, D, L)",
         "kernels": "(D, W) or (B, D, W) or (B, T, D, W), W > 0",
         "bias": "(D), optional",
+        "residual": "(B, D) or (B, T, D), optional",
     },
     constants={"slots": "(B), integers, optional", "positions": "(B), integers, optional"},
     static={"activation": str},
@@ -449,6 +464,7 @@ class _Conv(Protocol):
         kernels: ArrayT,
         *,
         bias: ArrayT | None = ...,
+        residual: ArrayT | None = ...,
         initial_state: ArrayT | None = ...,
         output_final_state: Literal[False] = ...,
         cu_seqlens: Sequences | ArrayT | None = ...,
@@ -463,6 +479,7 @@ class _Conv(Protocol):
         kernels: ArrayT,
         *,
         bias: ArrayT | None = ...,
+        residual: ArrayT | None = ...,
         initial_state: ArrayT | None = ...,
         output_final_state: Literal[True],
         cu_seqlens: Sequences | ArrayT | None = ...,
@@ -477,6 +494,7 @@ class _Conv(Protocol):
         kernels: ArrayT,
         *,
         bias: ArrayT | None = ...,
+        residual: ArrayT | None = ...,
         initial_state: ArrayT | None = ...,
         output_final_state: bool,
         cu_seqlens: Sequences | ArrayT | None = ...,
@@ -492,6 +510,7 @@ def dynamic_conv(
     kernels: Any,
     *,
     bias: Any = None,
+    residual: Any = None,
     initial_state: Any = None,
     output_final_state: bool = False,
     cu_seqlens: Any = None,
@@ -502,7 +521,7 @@ def dynamic_conv(
     r"""Return the causal convolution of tokens with a kernel for every token and channel.
 
     .. math:: \mathrm{out}_{btd} = a\Bigl(\sum_{w=0}^{W-1} k_{btdw} \, x_{b,\,t+w-W+1,\,d}
-              + \mathrm{bias}_d\Bigr)
+              + \mathrm{bias}_d\Bigr) + \mathrm{residual}_{btd}
 
     with the activation a. Before the first token x stands for the inputs in `initial_state`, or
     zeros.
@@ -516,6 +535,8 @@ def dynamic_conv(
         convolution of Mamba. The last tap multiplies the token itself. Any W ≥ 1.
     bias : array or tensor (D,), optional
         Added before the activation.
+    residual : array or tensor (B, T, D), optional
+        Added after the activation, before the result is rounded; it may be x itself.
     initial_state : array or tensor (B, D, W), or (S, D, W) for packed sequences, optional
         The W inputs before the first token, the latest last. No tap reads the first of them: it
         only moves on into the final state of an empty sequence.
@@ -541,11 +562,12 @@ def dynamic_conv(
 
     Notes
     -----
-    x, kernels, initial_state and bias have gradients of any order: the convolution is bilinear,
-    so the same kernels compute its derivatives, from the second on in float32 or better. The
-    backward recomputes the values before the activation. ``dynamic_conv.vjp`` returns gradients for
-    the arrays that were given, in the order x, kernels, initial_state, bias. Autocast changes no
-    dtypes. On a GPU the first use of a width of 64 takes seconds to compile, of 128 a minute.
+    x, kernels, initial_state, bias and residual have gradients of any order: the convolution is
+    bilinear, so the same kernels compute its derivatives, from the second on in float32 or better.
+    The backward recomputes the values before the activation, and keeps no residual.
+    ``dynamic_conv.vjp`` returns gradients for the arrays that were given, in the order x, kernels,
+    initial_state, bias, residual. Autocast changes no dtypes. On a GPU the first use of a width of
+    64 takes seconds to compile, of 128 a minute.
 
     References
     ----------
@@ -577,7 +599,15 @@ def dynamic_conv(
     one_of(name, "activation", activation, ACTIVATIONS)
     flag(name, "output_final_state", output_final_state)
     return to_run(
-        (x, kernels, initial_state, bias, sequences, "none" if activation is None else "silu"),
+        (
+            x,
+            kernels,
+            initial_state,
+            bias,
+            residual,
+            sequences,
+            "none" if activation is None else "silu",
+        ),
         ("out", "final_state") if output_final_state else "out",
     )
 
@@ -589,6 +619,7 @@ def dynamic_conv_step(
     kernels: ArrayT,
     *,
     bias: ArrayT | None = None,
+    residual: ArrayT | None = None,
     activation: str | None = None,
     slots: ArrayT | None = None,
     positions: ArrayT | None = None,
@@ -599,7 +630,7 @@ def dynamic_conv_step(
 
     .. math:: s_{bdl} \leftarrow s_{bd,l+1}, \quad s_{bd,L-1} \leftarrow x_{bd}, \quad
               \mathrm{out}_{bd} = a\Bigl(\sum_{w=0}^{W-1} k_{bdw} \, s_{bd,\,L-W+w}
-              + \mathrm{bias}_d\Bigr)
+              + \mathrm{bias}_d\Bigr) + \mathrm{residual}_{bd}
 
     for one token after the other. A state of W - 1 inputs has no room for the token itself, which
     its tap reads from x.
@@ -615,6 +646,8 @@ def dynamic_conv_step(
         The taps, of every token, or the same for all tokens; the last one multiplies x.
     bias : array or tensor (D,), optional
         Added before the activation.
+    residual : array or tensor of the shape of x, optional
+        Added after the activation, before the result is rounded.
     activation : {None, "silu", "swish"}
         "silu" and "swish" both name x · sigmoid(x).
     slots : array or tensor (B,), int32 or int64, optional
@@ -658,6 +691,8 @@ def dynamic_conv_step(
             f"{name}: state has {state.shape[2]} inputs of a sequence; it should have at least "
             f"{kernels.shape[-1] - 1}, one fewer than kernels have taps"
         )
+    if residual is not None:
+        of_shape(name, "residual", residual, tuple(x.shape))
     if overlaps_itself(state):
         raise ValueError(f"{name}: state overlaps itself; it should have memory for every element")
     for argument, value in (("slots", slots), ("positions", positions)):
@@ -667,12 +702,13 @@ def dynamic_conv_step(
         raise ValueError(f"{name}: positions is given; state should then have inputs")
     one_of(name, "activation", activation, ACTIVATIONS)
     activation = "none" if activation is None else "silu"
-    return to_run((x, state, kernels, bias, slots, positions, activation), "out", _check_step)
+    given = x, state, kernels, bias, residual, slots, positions, activation
+    return to_run(given, "out", _check_step)
 
 
 def _check_step(a: Any) -> None:
     """Raise if a state has two sequences or none, or its update would change another argument."""
-    for argument in ("x", "kernels", "bias", "slots", "positions"):
+    for argument in ("x", "kernels", "bias", "residual", "slots", "positions"):
         array = getattr(a, argument)
         if array is not None and overlap(a.state, array):
             raise ValueError(

@@ -28,7 +28,7 @@ def convolution_of(a: Any, kernels: Any) -> Any:
     """Return the arguments of `dynamic_conv`, or of its gradient, with the kernels stored."""
     taken = a.x, kernels, a.initial_state, a.conv_bias
     if "dout" not in a._fields:
-        return conv.Arguments(*taken, a.sequences, a.activation)
+        return conv.Arguments(*taken, None, a.sequences, a.activation)
     return conv_vjp.Arguments(*taken, a.dout, a.dfinal_state, a.sequences, a.activation)
 
 

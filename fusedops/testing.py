@@ -365,6 +365,7 @@ def _conv_case(
     static: bool = False,
     state: bool = False,
     bias: bool = False,
+    residual: bool = False,
     cu_seqlens: list[int] | None = None,
     silu: bool = False,
     final: bool = False,
@@ -380,9 +381,10 @@ def _conv_case(
             rng.normal(size=(D, W) if static else (B, T, D, W)) / np.sqrt(W),
             rng.normal(size=(count, D, W)) if state else None,
             rng.normal(size=D) if bias else None,
+            # The gradient's dout, or the residual, which no gradient reads.
+            rng.normal(size=(B, T, D)) if gradient or residual else None,
         ]
         if gradient:
-            arrays.append(rng.normal(size=(B, T, D)))
             arrays.append(rng.normal(size=(count, D, W)) if final else None)
         sequences = None if cu_seqlens is None else Sequences(np.array(cu_seqlens))
         return tuple(arrays), (sequences, "silu" if silu else "none")
@@ -399,6 +401,7 @@ def _step_case(
     static: bool,
     bias: bool,
     silu: bool,
+    residual: bool = False,
     tokens: int | None = None,
     length: int | None = None,
     paged: bool = False,
@@ -412,7 +415,13 @@ def _step_case(
         each = (B,) if tokens is None else (B, tokens)
         kernels = rng.normal(size=(D, W) if static else (*each, D, W))
         state = rng.normal(size=(B + 2 * paged, D, L))
-        given = rng.normal(size=(*each, D)), state, kernels, rng.normal(size=D) if bias else None
+        given = (
+            rng.normal(size=(*each, D)),
+            state,
+            kernels,
+            rng.normal(size=D) if bias else None,
+            rng.normal(size=(*each, D)) if residual else None,
+        )
         slots = positions = None
         if paged:
             slots = rng.permutation(B + 2)[:B]
@@ -434,8 +443,10 @@ def _conv_cases() -> list[Case]:
         cases += _conv_case(f"w{width}", shape, silu=odd, bias=not odd, state=odd)
     for static in (False, True):
         kind = "static" if static else "dynamic"
-        every: dict[str, Any] = {"static": static, "state": True, "bias": True, "final": True}
-        cases += _conv_case(f"{kind}-mamba", (2, 70, 40, 4), static=static, bias=True, silu=True)
+        every: dict[str, Any] = {"static": static, "state": True, "final": True}
+        every |= {"bias": True, "residual": True}
+        some: dict[str, Any] = {"bias": True, "residual": static, "silu": True}
+        cases += _conv_case(f"{kind}-mamba", (2, 70, 40, 4), static=static, **some)
         cases += _conv_case(f"{kind}-short", (3, 2, 4, 7), silu=True, **every)
         cases += _conv_case(f"{kind}-packed", (1, 136, 9, 4), cu_seqlens=packed, silu=True, **every)
         cases += _conv_case(f"{kind}-packed-w7", (1, 136, 3, 7), cu_seqlens=packed, static=static)
@@ -447,10 +458,12 @@ def _conv_cases() -> list[Case]:
     cases.append(_step_case("w5", 2, 5, 5, static=False, bias=True, silu=False))
     cases.append(_step_case("static-w1", 2, 5, 1, static=True, bias=True, silu=True))
     cases.append(_step_case("no-batch", 0, 5, 3, static=True, bias=False, silu=False))
-    some: dict[str, Any] = {"static": True, "bias": True, "silu": True}
+    some = {"static": True, "bias": True, "silu": True}
+    several = {**some, "static": False, "residual": True}
     cases.append(_step_case("paged", 5, 8, 4, **some, paged=True))
+    cases.append(_step_case("residual", 5, 8, 4, **some, paged=True, residual=True))
     cases.append(_step_case("short-state", 3, 8, 4, **some, length=3, paged=True))
-    cases.append(_step_case("tokens", 3, 5, 4, **some | {"static": False}, tokens=3, length=7))
+    cases.append(_step_case("tokens", 3, 5, 4, **several, tokens=3, length=7))
     cases.append(_step_case("more-tokens-than-state", 3, 5, 3, **some, tokens=5, length=2))
     cases.append(_step_case("circular", 4, 5, 3, **some, tokens=2, length=5, circular=True))
     return cases

@@ -9,7 +9,8 @@ kernels, bias) are formed run by run and added up afterwards, in a fixed order.
 
 Arrays (B, D, T) are read where they lie: a lane loads a few tokens of a channel side by side.
 
-Bytes, once each, of B·T·D elements: forward 1 + W in, 1 out; backward 2 + W in, 1 + W out.
+Bytes, once each, of B·T·D elements: forward 1 + W in, 2 + W with a residual, 1 out; backward 2 + W
+in, 1 + W out.
 """
 
 from __future__ import annotations
@@ -180,12 +181,12 @@ def _sigmoid(h):
 
 
 def _forward_kernel(
-    chunks, starts, x, kernels, state, bias, out, final_state,
-    sequences, tokens, blocks, runs, length, x_batch, x_row, k_batch, k_token,
+    chunks, starts, x, kernels, state, bias, out, final_state, residual,
+    sequences, tokens, blocks, runs, length, x_batch, x_row, k_batch, k_token, r_batch, r_row,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr,
-    ALIGNED: tl.constexpr, X_CHANNELS: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_OUT: tl.constexpr,
+    ALIGNED: tl.constexpr, X_CHANNELS: tl.constexpr, R_CHANNELS: tl.constexpr, SILU: tl.constexpr,
+    PACKED: tl.constexpr, HAS_STATE: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_OUT: tl.constexpr,
     WANT_FINAL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -201,6 +202,9 @@ def _forward_kernel(
     x += batch * x_batch * UNIT
     kernels += batch * k_batch * UNIT
     out += batch * tokens * D
+    if residual is not None:
+        r_row = r_row.to(tl.int64) * UNIT
+        residual += batch * r_batch * UNIT
     shift = tl.zeros([SIZE], FLOAT)
     if HAS_BIAS:
         shift = tl.load(bias + d, mask=inside, other=0.0).to(FLOAT)
@@ -213,6 +217,8 @@ def _forward_kernel(
     t = first
     while t < last:
         inputs = _load_tokens(x, t, last, d, x_row, D, SIZE, STEPS, X_CHANNELS, ALIGNED)
+        if residual is not None:
+            added = _load_tokens(residual, t, last, d, r_row, D, SIZE, STEPS, R_CHANNELS, ALIGNED)
         taps = ()
         for step in tl.static_range(STEPS):
             live = t + step < last
@@ -229,6 +235,8 @@ def _forward_kernel(
                     h = _convolved(taps[step], window, shift, W, FLOAT)
                 if SILU:
                     h = h * _sigmoid(h)
+                if residual is not None:
+                    h += added[step].to(FLOAT)
                 at = out + (t + step) * D + d
                 tl.store(at, h.to(out.dtype.element_ty), mask=inside & live)
             if WANT_FINAL:
@@ -365,8 +373,9 @@ def _backward_kernel(
 
 
 def _step_kernel(
-    x, state, kernels, bias, slots, positions, out, states, blocks,
+    x, state, kernels, bias, slots, positions, out, residual, states, blocks,
     x_batch, x_token, x_channel, k_batch, k_token, s_batch, s_channel, s_tap,
+    r_batch, r_token, r_channel,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, VECTOR: tl.constexpr,
     FLOAT: tl.constexpr, TOKENS: tl.constexpr, LENGTH: tl.constexpr, STATIC: tl.constexpr,
     SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, CIRCULAR: tl.constexpr,
@@ -420,6 +429,9 @@ def _step_kernel(
         h = _convolved(taps, window, shift, W, FLOAT)
         if SILU:
             h = h * _sigmoid(h)
+        if residual is not None:
+            at_token = residual + b * r_batch + t * r_token + wide_d * r_channel
+            h += tl.load(at_token, mask=inside & live, other=0.0).to(FLOAT)
         h = tl.where(live, h, 0.0)
         tl.store(out + t * D + d, h.to(out.dtype.element_ty), mask=inside)
         if VECTOR:
@@ -448,7 +460,7 @@ def _launchers(function: Any, vectors: tuple[str, ...]) -> dict[bool, Launcher]:
     }
 
 
-_forward = _launchers(_forward_kernel, ("x", "kernels", "out"))
+_forward = _launchers(_forward_kernel, ("x", "kernels", "out", "residual"))
 _backward = _launchers(_backward_kernel, ("x", "kernels", "cotangent", "dx", "dkernels"))
 _step = _launchers(_step_kernel, ("x", "state", "kernels", "out"))
 
@@ -524,10 +536,13 @@ def _launch(
     sequences: Any,
     length: int,
     flags: Sequence[bool],
+    residual: Sequence[Any] = (),
 ) -> None:
     """Launch a program for every run of tokens and block of channels.
 
-    `tokens` has x, and the cotangent, with whether channels have the rows.
+    `tokens` has x, and the cotangent or the residual, with whether channels have the rows. For an
+    array in `given` that is None, kernels get x, which they don't read. They get no residual where
+    that is None, for they are compiled without one.
     """
     x, kernels = given[:2]
     width, channels = kernels.shape[-1], x.shape[2]
@@ -543,7 +558,8 @@ def _launch(
     if not count or not channels:
         return
     (batch, row), *more = [
-        (array.stride(0), array.stride(2 if channel_rows else 1)) for array, channel_rows in tokens
+        (array.stride(0), array.stride(2 if channel_rows else 1)) if array is not None else (0, 0)
+        for array, channel_rows in tokens
     ]
     strides = [batch, row, *((0, 0) if static else kernels.stride()[:2])]
     strides += [stride for pair in more for stride in pair]
@@ -553,34 +569,39 @@ def _launch(
     size = _block(kernels, vector)
     blocks = -(-channels // size)
     integers = [members, x.shape[1], blocks, runs, length, *[stride // unit for stride in strides]]
-    arrays = [chunks, starts, *[x if array is None else array for array in given]]
-    float64 = torch.float64 in [array.dtype for array in arrays]
+    arrays = [chunks, starts, *[x if array is None else array for array in given], *residual]
+    dtypes = [None if array is None else array.dtype for array in arrays]
+    float64 = torch.float64 in dtypes
     constants = (
         width, channels, size, _steps(width, any(channel_rows)), vector, unit,
         tl.float64 if float64 else tl.float32, static,
         vector and any(channel_rows) and sequences is None and not x.shape[1] % _UNIT,
         *channel_rows, *flags,
     )  # fmt: skip
-    key = x.device, *[array.dtype for array in arrays], wide(*integers), *constants
+    key = x.device, *dtypes, wide(*integers), *constants
+    if residual and residual[0] is None:
+        integers[-2:] = None, None
     launchers[vector](count * blocks, key, *arrays, *integers, *constants)
 
 
 @register("dynamic_conv", "triton")
 def dynamic_conv(a: Any, y: Any) -> None:
-    x, kernels, state, bias, sequences, activation = a
+    x, kernels, state, bias, residual, sequences, activation = a
     out, final = y
     _fill_tokenless(final, state, x, sequences)
-    (x, channels), kernels = _laid_out(x), _rows(kernels, 2)
+    (x, x_channels), kernels = _laid_out(x), _rows(kernels, 2)
+    residual, r_channels = (None, False) if residual is None or out is None else _laid_out(residual)
     state, bias = _rows(state, 3), _rows(bias, 1)
     optional = state, bias, out, final
     _launch(
         _forward,
         (x, kernels, *optional),
-        [(x, channels)],
-        (x, kernels, out),
+        [(x, x_channels), (residual, r_channels)],
+        (x, kernels, out, residual),
         sequences,
-        _length(kernels.shape[-1], channels),
+        _length(kernels.shape[-1], x_channels or r_channels),
         (activation == "silu", sequences is not None, *[a is not None for a in optional]),
+        (residual,),
     )
 
 
@@ -625,7 +646,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "triton")
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, slots, positions, activation = a
+    x, state, kernels, bias, residual, slots, positions, activation = a
     out = y.out
     if not out.numel():
         return
@@ -633,7 +654,14 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
     kernels, bias = _rows(kernels, 2), _rows(bias, 1)
     slots, positions = _rows(slots, 1), _rows(positions, 1)
     length, width = state.shape[2], kernels.shape[-1]
-    x_strides = x.stride() if x.ndim == 3 else (x.stride(0), 0, x.stride(1))
+    x_strides, r_strides = (
+        (None,) * 3
+        if array is None
+        else array.stride()
+        if array.ndim == 3
+        else (array.stride(0), 0, array.stride(1))
+        for array in (x, residual)
+    )
     k_strides = kernels.stride()[:-2] if kernels.ndim == 4 else (*kernels.stride()[:-2], 0, 0)[:2]
     strides = *x_strides, *k_strides, *state.stride()
     vector = (
@@ -647,13 +675,20 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
     )
     size = _block(kernels, vector)
     blocks = -(-channels // size)
-    arrays = [x, state, kernels, *[x if b is None else b for b in (bias, slots, positions)], out]
-    float64 = promoted(a[:4]) == torch.float64
+    optional = bias, slots, positions
+    arrays = [x, state, kernels, *[x if b is None else b for b in optional], out, residual]
+    float64 = promoted(a[:5]) == torch.float64
     constants = (
         width, channels, size, vector, tl.float64 if float64 else tl.float32, tokens, length,
         k_strides[1] == 0, activation == "silu",
-        *[array is not None for array in (bias, slots, positions)],
+        *[array is not None for array in optional],
     )  # fmt: skip
     integers = state.shape[0], blocks, *strides
-    key = x.device, *[a.dtype for a in arrays], wide(*integers), *constants
-    _step[vector](batch * blocks, key, *arrays, *integers, *constants)
+    dtypes = [None if array is None else array.dtype for array in arrays]
+    key = (
+        x.device,
+        *dtypes,
+        wide(*integers, *(r_strides if residual is not None else ())),
+        *constants,
+    )
+    _step[vector](batch * blocks, key, *arrays, *integers, *r_strides, *constants)

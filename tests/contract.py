@@ -159,6 +159,7 @@ def convolution(
         "kernels": rng.normal(size=(D, W) if static else (B, T, D, W)),
         "initial_state": rng.normal(size=(B, D, W)),
         "bias": rng.normal(size=D),
+        "residual": rng.normal(size=(B, T, D)),
         "output_final_state": True,
         "activation": "silu",
     }
@@ -395,7 +396,7 @@ EXAMPLES = [
             f"conv{suffix}",
             fusedops.dynamic_conv,
             functools.partial(convolution, static=bool(suffix)),
-            *("x", "kernels", "initial_state", "bias"),
+            *("x", "kernels", "initial_state", "bias", "residual"),
             tiny=(1, 3, 2, 2),
             small=(2, 5, 3, 4),
             medium=(2, 70, 5, 3),

@@ -388,12 +388,12 @@ def test_an_empty_batch(tokens, grad):
     assert (y.shape, cache.shape) == ((0, tokens, 3), (0, 3, 2))
 
 
-def test_a_residual_is_added_in_its_own_dtype():
+def test_a_residual_is_added_before_the_result_is_rounded():
     x, residual = random(2, 8, dtype=torch.bfloat16), random(2, 8, dtype=torch.float32)
     weight, cache = random(8, 4, dtype=torch.float32), random(2, 8, 4, dtype=torch.bfloat16)
-    plain, _ = fla.causal_conv1d_update(x, cache.clone(), weight=weight)
+    plain, _ = fla.causal_conv1d_update(x.float(), cache.float(), weight=weight)
     y, _ = fla.causal_conv1d_update(x, cache, residual, weight)
-    assert torch.equal(y, (plain.float() + residual).to(x.dtype))
+    assert torch.equal(y, (plain + residual).to(x.dtype))
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])

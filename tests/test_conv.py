@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import textwrap
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -624,6 +625,79 @@ def test_channels_may_come_before_tokens(place, T, D, W, lengths, dtype):
     for q in (turned, turned._replace(x=p.x), turned._replace(cotangent=p.cotangent)):
         for got, value in zip(solve(place, q), want, strict=True):
             agree(place, got, value)
+
+
+@pytest.mark.parametrize(
+    ("T", "D", "lengths"),
+    [(72, 32, None), (70, 5, None), (73, 8, (3, 0, 70))],
+    ids=["squares", "edges", "packed"],
+)
+@pytest.mark.parametrize("layout", [np.copy, channels_first], ids=["BTD", "BDT"])
+def test_a_residual_is_added_after_the_activation(place, T, D, lengths, layout):
+    framework, backend = place
+    p = problem(T=T, D=D, lengths=lengths)
+    residual = layout(np.random.default_rng(1).normal(size=p.x.shape))
+    given = {"cu_seqlens": p.cu_seqlens, "activation": "silu", "backend": backend}
+    want = p.x, p.kernels, residual
+    if framework == "torch":
+        want = [tensor(array) for array in want]
+    x, kernels, more = want
+    out = fusedops.dynamic_conv(x, kernels, residual=more, **given)
+    close(np.asarray(out), np.asarray(fusedops.dynamic_conv(x, kernels, **given)) + residual)
+    twice = fusedops.dynamic_conv(x, kernels, residual=x, **given)
+    close(np.asarray(twice), np.asarray(fusedops.dynamic_conv(x, kernels, **given)) + p.x)
+
+
+@needs_torch
+def test_the_cotangent_of_a_residual_is_that_of_the_result(torch_backend):
+    """Also in later passes, which repeat the first one's call, and where nothing else is asked."""
+    p = problem()
+    x, kernels = (tensor(array).requires_grad_() for array in (p.x, p.kernels))
+    options = {"activation": "silu", "backend": torch_backend}
+    for seed in range(3):
+        residual = torch.randn(x.shape, dtype=torch.float32, requires_grad=True)
+        cotangent = tensor(np.random.default_rng(seed).normal(size=p.x.shape))
+        out = fusedops.dynamic_conv(x, kernels, residual=residual, **options)
+        *found, dresidual = torch.autograd.grad(out, (x, kernels, residual), cotangent)
+        plain = fusedops.dynamic_conv(x, kernels, **options)
+        want = torch.autograd.grad(plain, (x, kernels), cotangent)
+        assert all(map(torch.equal, (*found, dresidual), (*want, cotangent.float())))
+        arrays = x.detach(), kernels.detach()
+        alone = fusedops.dynamic_conv(*arrays, residual=residual, **options)
+        (dresidual,) = torch.autograd.grad(alone, residual, cotangent, create_graph=True)
+        assert torch.equal(dresidual, cotangent.float())
+
+
+@needs_torch
+def test_no_gradient_keeps_a_residual():
+    x, kernels = torch.ones(1, 4, 2, requires_grad=True), torch.ones(2, 3)
+    residual = torch.ones(1, 4, 2)
+    gone = weakref.ref(residual)
+    out = fusedops.dynamic_conv(x, kernels, residual=residual)
+    del residual
+    assert gone() is None
+    out.sum().backward()
+
+
+def test_a_residual_of_a_step(place):
+    """Padding has none; a residual of another number of tokens is refused."""
+    framework, backend = place
+    rng = np.random.default_rng(0)
+    x, residual, state = (rng.normal(size=shape) for shape in ((3, 2, 4), (3, 2, 4), (5, 4, 3)))
+    slots = np.array([4, -1, 0])
+    of = np.copy if framework == "numpy" else lambda array: tensor(array.copy())
+    x, residual, kernels, slots, own, other = map(
+        of, (x, residual, rng.normal(size=(4, 3)), slots, state, state)
+    )
+    given = {"slots": slots, "activation": "silu", "backend": backend}
+    message = r"residual has shape \(3, 4\); it should be \(3, 2, 4\)"
+    with pytest.raises(ValueError, match=message):
+        fusedops.dynamic_conv_step(x, own, kernels, residual=residual[:, 0], **given)
+    same(np.asarray(own), state)
+    out = fusedops.dynamic_conv_step(x, own, kernels, residual=residual, **given)
+    want = np.asarray(fusedops.dynamic_conv_step(x, other, kernels, **given))
+    same(np.asarray(own), np.asarray(other))
+    close(np.asarray(out), want + np.asarray(residual) * (np.asarray(slots) >= 0)[:, None, None])
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

@@ -232,7 +232,7 @@ def test_public_functions_look_like_functions():
     assert list(signature.parameters) == ["xyz", "plane_groups", "fit", "backend"]
     step = inspect.signature(fusedops.dynamic_conv_step)
     assert list(step.parameters) == [
-        *("x", "state", "kernels", "bias", "activation", "slots", "positions"),
+        *("x", "state", "kernels", "bias", "residual", "activation", "slots", "positions"),
         *("out", "backend"),
     ]  # fmt: skip
     assert inspect.isfunction(fusedops.planarity_nll)

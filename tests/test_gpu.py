@@ -336,7 +336,7 @@ def test_sequences_that_lie_lead_nowhere_on_a_gpu():
     state = torch.randn(3, 8, 4, device="cuda")
     arrays, static = (x, kernels, state, None), (sequences, "silu")
     with fusedops.use_backend("triton"):
-        out, final = conv(*arrays, *static)
+        out, final = conv(*arrays, None, *static)
         gradients = conv_vjp(*arrays, out, final, *static, out=(True, True, True, None))
     torch.cuda.synchronize()
     assert torch.isfinite(out).all()

@@ -218,7 +218,7 @@ def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
     sequences = Sequences(np.array(cu_seqlens))
     count = sequences.num_sequences
     shapes = {"x": (1, T, D), "kernels": (1, T, D, W), "initial_state": (count, D, W), "bias": (D,)}
-    shapes |= {"dout": (1, T, D), "dfinal_state": (count, D, W)}
+    shapes |= {"residual": (1, T, D), "dout": (1, T, D), "dfinal_state": (count, D, W)}
     arrays, outputs, guards = [], [], []
     for name in primitive.arrays:
         guard = np.full((3, *shapes[name]), np.nan)

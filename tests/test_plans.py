@@ -350,7 +350,7 @@ def test_every_slot_is_filled(backend):
     out, final = torch.zeros(1, 5, 3, dtype=torch.float64), torch.zeros(1, 3, 2)
     with fusedops.use_backend(backend):
         for _ in range(2):
-            y = conv(x, taps, state, None, None, "none", out=(out.zero_(), final.zero_()))
+            y = conv(x, taps, state, None, None, None, "none", out=(out.zero_(), final.zero_()))
             assert y.out is out
             assert y.final_state is final
             assert out.any()
@@ -363,10 +363,14 @@ def test_a_known_backward_pass_makes_its_call_alone(monkeypatch):
     pulled = []
     genuine = conv.pullback
     monkeypatch.setattr(conv, "pullback", lambda *given: pulled.append(1) or genuine(*given))
-    x, taps, cotangent = (torch.randn(*shape) for shape in ((1, 5, 3), (3, 2), (1, 5, 3)))
+    shapes = {"x": (1, 5, 3), "kernels": (3, 2), "residual": (1, 5, 3)}
+    arrays = {name: torch.randn(*shape) for name, shape in shapes.items()}
+    cotangent = torch.randn(1, 5, 3)
 
     def pull(of, cotangent, graph=False):
-        given = {"x": x.clone(), "kernels": taps.clone()}
+        given = {
+            name: array.clone() for name, array in arrays.items() if name in ("x", "kernels", *of)
+        }
         leaves = [given[name].requires_grad_() for name in of]
         out = fusedops.dynamic_conv(**given)
         found = torch.autograd.grad(out, leaves, cotangent, create_graph=graph)
@@ -379,6 +383,7 @@ def test_a_known_backward_pass_makes_its_call_alone(monkeypatch):
         (("x", "kernels"), cotangent.transpose(1, 2).contiguous().transpose(1, 2), False),
         (("x", "kernels"), torch.ones(()).expand(1, 5, 3), False),
         (("kernels",), cotangent, False),
+        (("x", "residual"), cotangent, False),
         (("x", "kernels"), cotangent, True),
     ]
     first = []

@@ -54,13 +54,14 @@ def _parsed(primitive: str, lines: Mapping[str, str], parse: Callable[[str], T])
 class Call(NamedTuple):
     """A call of a primitive that is still to be made, which some pullbacks return.
 
-    Its outputs are the last cotangents that the pullback returns, and `before` has all others.
+    The pullback returns the cotangents in `before`, the call's outputs, and those in `after`.
     """
 
     primitive: Primitive
     a: Any
     slots: tuple[Any, ...]
     before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
 
 
 class Primitive:
@@ -191,9 +192,15 @@ class Primitive:
             return _bridge().run(self, a, slots)
         return self.plan(a, slots)(a, slots)
 
-    def to_run(self, *arguments: Any, out: Sequence[Any], before: tuple[Any, ...] = ()) -> Call:
+    def to_run(
+        self,
+        *arguments: Any,
+        out: Sequence[Any],
+        before: tuple[Any, ...] = (),
+        after: tuple[Any, ...] = (),
+    ) -> Call:
         """Return a call for the frame to make."""
-        return Call(self, self.Arguments._make(arguments), tuple(out), before)
+        return Call(self, self.Arguments._make(arguments), tuple(out), before, after)
 
     def formula(self, a: Any) -> tuple[Any, ...]:
         """Return all outputs, by the definition."""
@@ -271,7 +278,7 @@ class Primitive:
         if isinstance(found, Call):
             if seen is not None:
                 seen(found)
-            found = found.before + found.primitive(*found.a, out=found.slots)
+            found = found.before + found.primitive(*found.a, out=found.slots) + found.after
         if not isinstance(found, tuple) or len(found) != len(wanted):
             raise self._no_tuple("pullback", found, self.arrays)
         return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])

@@ -119,16 +119,14 @@ def causal_conv1d(
         tokens,
         weight,
         bias=bias,
+        residual=None if residual is None else residual.reshape(tokens.shape),
         initial_state=initial_state,
         output_final_state=bool(output_final_state),
         cu_seqlens=cu_seqlens,
         activation=activation,
     )
     y, final = result if output_final_state else (result, None)
-    y = y.view(x.shape)
-    if residual is not None:
-        y = (y + residual).to(x.dtype)
-    return y, None if final is None else final.to(x.dtype)
+    return y.view(x.shape), None if final is None else final.to(x.dtype)
 
 
 def causal_conv1d_update(
@@ -206,11 +204,11 @@ def causal_conv1d_update(
             f"with N = {count} and D = {len(weight)}, as cache has"
         )
     tokens = x.reshape(count, len(weight))
-    y = fusedops.dynamic_conv_step(tokens, cache, weight, bias=bias, activation=activation)
-    y = y.view(x.shape)
-    if residual is not None:
-        y = (y + residual).to(x.dtype)
-    return y, cache
+    added = None if residual is None else residual.reshape(tokens.shape)
+    y = fusedops.dynamic_conv_step(
+        tokens, cache, weight, bias=bias, residual=added, activation=activation
+    )
+    return y.view(x.shape), cache
 
 
 class ShortConvolution(torch.nn.Conv1d):
@@ -465,22 +463,25 @@ class ShortConvolution(torch.nn.Conv1d):
         of_shape(name, "cache", cache, (count, *weight.shape))
         need_state(name, "cache", cache, x)
         tokens = x.reshape(count, self.hidden_size)
-        if _differentiated(x, cache, weight, bias):
+        added = None if residual is None else residual.reshape(tokens.shape)
+        if _differentiated(x, cache, weight, bias, residual):
             # The backward reads the cache as it was before the update.
             before = cache.clone()
             y = fusedops.dynamic_conv(
-                tokens[:, None], weight, initial_state=before, bias=bias, activation=self.activation
+                tokens[:, None],
+                weight,
+                bias=bias,
+                residual=None if added is None else added[:, None],
+                initial_state=before,
+                activation=self.activation,
             )
             with torch.no_grad():
                 cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1))
         else:
             y = fusedops.dynamic_conv_step(
-                tokens, cache, weight, bias=bias, activation=self.activation
+                tokens, cache, weight, bias=bias, residual=added, activation=self.activation
             )
-        y = y.view(x.shape)
-        if residual is not None:
-            y = (y + residual).to(x.dtype)
-        return y, cache if output_final_state else None
+        return y.view(x.shape), cache if output_final_state else None
 
 
 def _count(x: torch.Tensor, cu_seqlens: Any) -> int:

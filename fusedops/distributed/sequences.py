@@ -205,8 +205,9 @@ class _Shared(torch.autograd.Function):
         head, rest = halo.halves()
 
         def convolve(tokens: slice, rows: torch.Tensor) -> None:
-            given, place = halo.given(tokens, rows, x, kernels, bias), out[:, tokens]
-            _keep(conv(*given, activation, out=(_slot(place), None)).out, place)
+            (*arrays, sequences), place = halo.given(tokens, rows, x, kernels, bias), out[:, tokens]
+            found = conv(*arrays, None, sequences, activation, out=(_slot(place), None))
+            _keep(found.out, place)
 
         beside, trip = _Beside(x), halo.trip()
         convolve(rest, x[:, head])
@@ -273,8 +274,8 @@ def _differentiable(halo: Halo, x: Any, kernels: Any, bias: Any, activation: str
     """Return the convolution by functions that torch differentiates to any order."""
     every = slice(0, halo.tokens)
     rows = halo.rows(all_to_all(halo.tails(x), halo.trip()))
-    arrays = halo.given(every, rows, x, kernels, bias)
-    return conv(*arrays, activation, out=(True, None)).out
+    *arrays, sequences = halo.given(every, rows, x, kernels, bias)
+    return conv(*arrays, None, sequences, activation, out=(True, None)).out
 
 
 def _sequences(cu_seqlens: Any) -> Sequences:

@@ -14,7 +14,7 @@ from .problem import Family, Problem
 
 
 def _flags() -> dict[str, Any]:
-    return {name: st.booleans() for name in ("static", "bias", "silu")}
+    return {name: st.booleans() for name in ("static", "bias", "residual", "silu")}
 
 
 def strategy(compiled: bool) -> dict[str, Any]:
@@ -55,9 +55,15 @@ def build(d: dict[str, Any]) -> Problem:
         arrays["initial_state"] = values(rng, (count, D, W), kind)
     if d["bias"]:
         arrays["bias"] = values(rng, (D,), kind)
+    if d["residual"]:
+        arrays["residual"] = values(rng, (B, T, D), kind)
 
     def oracle(
-        x: np.ndarray, kernels: np.ndarray, initial_state: Any = None, bias: Any = None
+        x: np.ndarray,
+        kernels: np.ndarray,
+        initial_state: Any = None,
+        bias: Any = None,
+        residual: Any = None,
     ) -> Any:
         out, final = np.zeros(x.shape), np.zeros((count, D, W))
         for s in range(count):
@@ -71,6 +77,8 @@ def build(d: dict[str, Any]) -> Problem:
             h = np.einsum(spec, reads, taps)
             out[row, low:high] = _activated(h if bias is None else h + bias, d["silu"])
             final[s] = inputs[len(inputs) - W :].T
+        if residual is not None:
+            out += residual
         return (out, final) if d["final"] else out
 
     def pack(given: Any) -> dict[str, Any]:
@@ -89,7 +97,9 @@ def build(d: dict[str, Any]) -> Problem:
         },
         oracle=oracle,
         pack=pack if constants else None,
-        linear=() if d["silu"] or d["bias"] or d["final"] else ("kernels",),
+        linear=()
+        if any(d[name] for name in ("silu", "bias", "residual", "final"))
+        else ("kernels",),
         absolute={"activation": None},
         bends=d["silu"],
         terms=W,
@@ -128,6 +138,8 @@ def step_build(d: dict[str, Any]) -> Problem:
     }
     if d["bias"]:
         arrays["bias"] = values(rng, (D,), kind)
+    if d["residual"]:
+        arrays["residual"] = values(rng, tokens, kind)
     slots = np.arange(B)
     constants: dict[str, Any] = {}
     if d["paged"]:
@@ -138,7 +150,13 @@ def step_build(d: dict[str, Any]) -> Problem:
     if d["circular"] and L:
         starts = constants["positions"] = rng.integers(0, 3 * L, B)
 
-    def oracle(x: np.ndarray, state: np.ndarray, kernels: np.ndarray, bias: Any = None) -> Any:
+    def oracle(
+        x: np.ndarray,
+        state: np.ndarray,
+        kernels: np.ndarray,
+        bias: Any = None,
+        residual: Any = None,
+    ) -> Any:
         x, state = x.reshape(B, T or 1, D), state.copy()
         out = np.zeros(x.shape)
         for b, slot in enumerate(slots):
@@ -150,6 +168,8 @@ def step_build(d: dict[str, Any]) -> Problem:
             windows = np.lib.stride_tricks.sliding_window_view(inputs[:, L - W + 1 :], W, axis=1)
             h = np.einsum("dtw,dw->td" if d["static"] else "dtw,tdw->td", windows, taps)
             out[b] = _activated(h if bias is None else h + bias, d["silu"])
+            if residual is not None:
+                out[b] += residual.reshape(out.shape)[b]
             if L:
                 turn = starts[b] + x.shape[1] if "positions" in constants else 0
                 state[slot] = np.roll(inputs[:, -L:], turn, axis=1)

@@ -180,15 +180,20 @@ def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], A
     places = [
         next(numbers) if type(part) in CONSTANTS else place_of.get(id(part)) for part in call.a
     ]
-    before = [None if value is None else place_of.get(id(value), -1) for value in call.before]
-    if None in places or -1 in before or are_one(values):
+    before, after = (
+        [None if value is None else place_of.get(id(value), -1) for value in beside]
+        for beside in (call.before, call.after)
+    )
+    if None in places or -1 in (*before, *after) or are_one(values):
         return None
     plan = bridge().plan(call.primitive, call.a, call.slots)
     if plan is None:
         return None
     pick, record, slots = _picker(places), call.primitive.Arguments._make, call.slots
-    others = _picker(before)
-    return lambda values: others(values) + plan(record(pick((*values, *constants))), slots)
+    first, last = _picker(before), _picker(after)
+    return lambda values: (
+        first(values) + plan(record(pick((*values, *constants))), slots) + last(values)
+    )
 
 
 # Function.apply without its check for torch.func's transforms, which `plan` has made already.
