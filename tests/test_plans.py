@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import inspect
+import itertools
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +146,31 @@ def test_the_backend_of_a_context_makes_another_kind():
             assert len(entered) == 2
         fusedops.dynamic_conv(**convolved())
         assert len(entered) == 2
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_array_may_be_given_twice(framework):
+    """No plan takes one object for two arguments, in its own call or in another."""
+    rng = np.random.default_rng(0)
+    ones = [1 + rng.random((1, 8, 4)) for _ in range(3)]
+    kernels = rng.random((4, 3))
+    want = [fusedops.dynamic_conv(x, kernels) + r for x, r in itertools.pairwise(ones)]
+    twice = [fusedops.dynamic_conv(x, kernels) + x for x in ones]
+    fusedops._frame.kinds.forget_plans()
+    if framework == "torch":
+        *ones, kernels = (torch.from_numpy(array).requires_grad_() for array in (*ones, kernels))
+    with checks(fusedops.dynamic_conv) as entered:
+        outs = [fusedops.dynamic_conv(x, kernels, residual=x) for x in ones]
+        outs += [fusedops.dynamic_conv(x, kernels, residual=r) for x, r in itertools.pairwise(ones)]
+        assert len(entered) == 1
+    for out, right in zip(outs, [*twice, *want], strict=True):
+        out = out if framework == "numpy" else out.detach().numpy()
+        np.testing.assert_allclose(out, right, rtol=1e-14)
+    if framework == "torch":
+        for x, out in zip(ones, outs, strict=False):
+            (dx,) = torch.autograd.grad(out.sum(), x)
+            (plain,) = torch.autograd.grad(fusedops.dynamic_conv(x, kernels).sum(), x)
+            np.testing.assert_allclose(dx, plain + 1, rtol=1e-14)
 
 
 def test_a_packed_argument_of_other_dtypes_is_of_another_kind():

@@ -286,6 +286,9 @@ def op(
                 found = plans.get(kind)
                 if found is not None:
                     return found(values)
+                if kind is not None and are_one(values) and not are_one(apart := _apart(values)):
+                    kwargs = dict(zip(kwargs, apart[len(args) :], strict=True))
+                    return call(*apart[: len(args)], backend=backend, **kwargs)
                 first = args[0] if args else kwargs.get(str(leading))
                 if sharded and is_dtensor(first) and not traced():
                     serve = getattr(importlib.import_module(sharded), name)
@@ -495,6 +498,19 @@ def _by(
             f"of {', '.join(given)}"
         )
     return wrt
+
+
+def _apart(values: tuple[Any, ...]) -> list[Any]:
+    """Return values with a view of each array that came before, as x may be a residual too.
+
+    A plan finds arguments by their objects.
+    """
+    found: list[Any] = []
+    for value in values:
+        again = isinstance(value, np.ndarray) or is_tensor(value)
+        again = again and any([value is other for other in found])
+        found.append(value[...] if again else value)
+    return found
 
 
 def _chained(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
