@@ -189,6 +189,15 @@ def test_a_peer_of_static_kernels(name):
     assert done == 3
 
 
+@pytest.mark.usefixtures("quick_bench")
+def test_a_case_that_is_left_out_is_told_once(capsys):
+    """A table follows every case, here of none."""
+    assert cli.main(["bench", "--step", "jet_block"]) == 2
+    why = "is left out: runs on a GPU only, as fla's delta rule does"
+    names = "training", "prefill", "decoding"
+    assert capsys.readouterr().out.splitlines() == [f"jet_block, {name} {why}" for name in names]
+
+
 def test_a_jet_block_needs_its_packages(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDOPS_PEERS", str(tmp_path))
     *_, decoding = language.jet_block("cuda").checks

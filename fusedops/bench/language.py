@@ -269,6 +269,8 @@ def jet_compiled(problem: Layer, device: str) -> Steps:
 
     chain = _jet_by(_in_torch, problem, device, dtype_on(device))
     layer, *rest = chain.parts
+    # Or torch runs it uncompiled, after a few sizes.
+    torch.compiler.reset()
     layer = replace(layer, function=torch.compile(layer.function, dynamic=False))
     steps = replace(chain, parts=(layer, *rest)).steps()
     return {what: steps[what] for what in (FORWARD, BOTH) if what in steps}

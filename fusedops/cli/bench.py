@@ -203,11 +203,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     with progress("measuring", plan.steps) as advance:
         bench = measure.Bench(plan, advance)
         for op, block in bench.run():
-            before = len(blocks[op]["cases"]) if op in blocks else 0
+            before = blocks.get(op, {"cases": [], "skipped": {}})
             blocks[op] = found["ops"][op] = block
             # A bar would stand between the tables.
             if not sys.stderr.isatty():
-                show(op, {**block, "cases": block["cases"][before:]})
+                skipped = block["skipped"].items() - before["skipped"].items()
+                cases = block["cases"][len(before["cases"]) :]
+                show(op, {**block, "cases": cases, "skipped": dict(sorted(skipped))})
             # A step that can't be measured leaves the file its results of another day.
             if args.json and block["cases"]:
                 kept["ops"][op] = block
