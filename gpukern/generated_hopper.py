@@ -116,16 +116,19 @@ def _started(biases, block):
 
 @gluon.jit
 def _product(
-    value, use, places, n, begun, blocks,
+    value, use, places, item, first, tiles, begun,
     CONSUMER: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Return a tile's product, when it is this consumer's turn.
 
-    The tile begins with chunk n of the ring. It is the begun-th of the consumer, in the program's
-    block of channels number `blocks`.
+    The tile is an item of the program, whose first one is `first`, and the consumer's begun-th. Of
+    all items, `tiles` in a row have one block of channels.
     """
     weights, ring, ready, full, empty, turns = places
     CHUNKS: gl.constexpr = weights.shape[0]
+    # The tile's first chunk in the ring, and the number of its block in the program.
+    n = (item - first) * CHUNKS
+    blocks = item // tiles - first // tiles
     hopper.mbarrier.wait(turns.index(CONSUMER), (begun & 1) ^ (1 - CONSUMER))
     # Only after the other's tile: before, a first tile in a second block would find the barrier of
     # the first one untouched, and take that for a weight that has come.
@@ -174,7 +177,6 @@ def _consume(
 ):  # fmt: skip
     """Write every second tile of a program."""
     x, biases, shift, out, length, tokens = given
-    CHUNKS: gl.constexpr = places[0].shape[0]
     tiles = (tokens + ROWS - 1) // ROWS
     first, stop = _items(tiles * (D // CHANNELS))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, _OUTPUT))
@@ -190,9 +192,8 @@ def _consume(
         value = _started(biases, block)
         inputs = _inputs(x, at, live, p, D), _inputs(x, at + HALF, live, p, D)
         value = _product(
-            value, biases is not None, places, (item - first) * CHUNKS, begun,
-            block - first // tiles, CONSUMER, SLOTS,
-        )  # fmt: skip
+            value, biases is not None, places, item, first, tiles, begun, CONSUMER, SLOTS
+        )
         halves = _halves(value)
         for half in gl.static_range(2):
             here = None if shift is None else shift + d + half * HALF
@@ -222,7 +223,6 @@ def _pull(
 ):  # fmt: skip
     """Write the cotangents of kernels and x for every second tile of a program."""
     x, biases, shift, dout, dkernels, dx, length, tokens, start, end = given
-    CHUNKS: gl.constexpr = places[0].shape[0]
     tiles = (end - start + WARPS * OWN - 1) // (WARPS * OWN)
     first, stop = _items(tiles * (D // CHANNELS))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, _OUTPUT))
@@ -242,9 +242,8 @@ def _pull(
         inputs = _inputs(x, at, live, p, D)
         v = gl.load(dout + at, mask=live[:, None], other=0.0)
         value = _product(
-            value, biases is not None, places, (item - first) * CHUNKS, begun,
-            block - first // tiles, CONSUMER, SLOTS,
-        )  # fmt: skip
+            value, biases is not None, places, item, first, tiles, begun, CONSUMER, SLOTS
+        )
         halves = _halves(value)
         for half in gl.static_range(2):
             here = at + half * HALF
