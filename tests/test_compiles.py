@@ -11,21 +11,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-COMPILE = """
-import numpy as np, torch, triton
+# A launch compiles its kernel instead, and gives the compiled one to `note`.
+LAUNCHES = """
+import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fusedops import density, testing
 from fusedops._frame import registry
 from gpukern import launch
 
-# As of many atoms on a GPU.
-density._is_ordered = lambda xyz: True
 NAMES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.int32: "i32",
     torch.int64: "i64",
 }
-compiled = set()
 
 
 def compile(self, programs, key, *args):
@@ -35,16 +32,32 @@ def compile(self, programs, key, *args):
             signature[parameter.name], values[at,] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = f"*{NAMES[value.dtype]}"
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i64" if launch.wide(value)[0] else "i32"
     source = ASTSource(self.kernel, signature, values)
-    made = triton.compile(source, GPUTarget("cuda", CAPABILITY, 32), self.options)
-    assert made.asm["cubin"]
-    compiled.add(primitive.name)
+    note(self.kernel, triton.compile(source, GPUTarget("cuda", CAPABILITY, 32), self.options))
 
 
 launch.Launcher.__call__ = compile
 launch.Launcher.is_new = lambda *_: False
+"""
+
+COMPILE = """
+import numpy as np
+from fusedops import density, testing
+
+# As of many atoms on a GPU.
+density._is_ordered = lambda xyz: True
+compiled = set()
+
+
+def note(kernel, made):
+    assert made.asm["cubin"]
+    compiled.add(primitive.name)
+
+
 cases = {case.primitive: case for case in reversed(testing.CASES)}
 cases = {key: case for key, case in cases.items() if key.family in FAMILIES}
 for primitive, case in cases.items():
@@ -71,6 +84,17 @@ assert compiled == {primitive.name for primitive in cases}, compiled
 print("compiled")
 """
 
+
+def compiling(capability, code, tmp_path):
+    """Run code that launches kernels, with those compiled instead."""
+    settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    settings.pop("TRITON_INTERPRET", None)
+    code = f"CAPABILITY = {capability}\n{LAUNCHES}\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True
+    )
+
+
 SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so2", "wigner"
 
 
@@ -81,47 +105,24 @@ SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so
     ids=["hopper", "float64 on ampere", "triangles"],
 )
 def test_kernels_compile(families, dtype, capability, tmp_path):
-    settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    settings.pop("TRITON_INTERPRET", None)
-    code = f"FAMILIES, CAPABILITY = {families}, {capability}\n{COMPILE}"
-    code = code.replace("DTYPE", f"torch.{dtype}")
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=settings, capture_output=True, text=True
-    )
+    code = f"FAMILIES, DTYPE = {families}, torch.{dtype}\n{COMPILE}"
+    done = compiling(capability, code, tmp_path)
     assert done.stdout == "compiled\n", done.stderr
 
 
 # The update of float32 with factors of TF32, of which large tiles take 164 KiB, by arrays of the
 # CPU that pass for a GPU's.
 ADA = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fusedops._frame import registry
 from fusedops._frame.primitive import primitives
-from gpukern import launch
 from gpukern.trimul import forward, plan
 
-NAMES = {torch.float32: "fp32"}
 most = {}
 
 
-def compile(self, programs, key, *args):
-    signature, values = {}, {}
-    for at, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], values[at,] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = f"*{NAMES[value.dtype]}"
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(self.kernel, signature, values)
-    made = triton.compile(source, GPUTarget("cuda", 89, 32), self.options)
-    most[self.kernel.__name__] = made.metadata.shared
+def note(kernel, made):
+    most[kernel.__name__] = made.metadata.shared
 
 
-launch.Launcher.__call__ = compile
-launch.Launcher.is_new = lambda *_: False
 torch.Tensor.is_cuda = property(lambda self: True)
 torch.version.cuda = "12.8"
 plan.is_small = lambda device: True
@@ -142,8 +143,6 @@ print(max(most.values()))
 @pytest.mark.compiles
 def test_triangles_fit_in_the_shared_memory_of_ada(tmp_path):
     """A program of sm_86, sm_89 and sm_120 has 99 KiB at most."""
-    settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    settings.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", ADA], env=settings, capture_output=True, text=True)
+    done = compiling(89, ADA, tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 99 << 10
