@@ -447,9 +447,13 @@ def _plus(sums, others):
 @triton.jit
 def _cartesian(m, step):
     """Return ten sums over the pairs, for w in Å: the first, a vector, and six elements."""
-    w = _turned_vector(step, (_sum(m[1]), _sum(m[2]), _sum(m[3])))
-    ww = (_sum(m[4]), _sum(m[5]), _sum(m[6]), _sum(m[7]), _sum(m[8]), _sum(m[9]))
-    return _sum(m[0]), w, _turned(_transposed(step), ww)
+    sums = ()
+    for i in tl.static_range(10):
+        # Triton 3.5 finds no layout for a sum of one axis here.
+        sums = sums + (_sum(tl.sum(m[i][None, :], axis=1)),)
+    ww = (sums[4], sums[5], sums[6], sums[7], sums[8], sums[9])
+    w = _turned_vector(step, (sums[1], sums[2], sums[3]))
+    return sums[0], w, _turned(_transposed(step), ww)
 
 
 def _splat(
