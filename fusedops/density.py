@@ -730,7 +730,7 @@ def _chunks(arrays: Sequence[Any], radius: Any, more: Sequence[Any], lattice: La
     good = xp.flatnonzero(good) if xp is np else good.nonzero()[:, 0]
     measures = cast(lattice.fields_like(arrays[0]).measures, arrays[0])
     boxes = (2 * radius[good][:, None] * measures[6:9] + 2).prod(1)
-    sizes = (boxes * arrays[4].shape[1]).tolist()
+    sizes = _listed(boxes * arrays[4].shape[1])
     begin = 0
     while begin < len(sizes):
         end, most = begin + 1, sizes[begin]
@@ -741,6 +741,14 @@ def _chunks(arrays: Sequence[Any], radius: Any, more: Sequence[Any], lattice: La
         for k in range(parts):
             yield rows, [array[rows] for array in (*arrays, radius, *more)], (k, parts)
         begin = end
+
+
+def _listed(values: Any) -> list[float]:
+    """Return the numbers of an array of one axis."""
+    if is_tensor(values) and sys.modules["torch"]._C._are_functorch_transforms_active():
+        # Older versions of torch list no tensor that transforms have wrapped.
+        return [value.item() for value in values]
+    return list(values.tolist())
 
 
 class _Voxels(NamedTuple):
