@@ -140,9 +140,10 @@ def backends(fairchem):
 def dense(blocks, lmax):
     """Return packed blocks (E, P) as matrices (E, L, L)."""
     size = (lmax + 1) ** 2
-    where = torch.block_diag(*(torch.ones(2 * l + 1, 2 * l + 1) for l in range(lmax + 1)))
+    ranges = [range(l * l, (l + 1) ** 2) for l in range(lmax + 1)]
+    where = torch.tensor([row * size + column for own in ranges for row in own for column in own])
     matrices = blocks.new_zeros(len(blocks), size * size)
-    return matrices.index_copy(1, where.flatten().nonzero()[:, 0], blocks).view(-1, size, size)
+    return matrices.index_copy(1, where, blocks).view(-1, size, size)
 
 
 class Problem:

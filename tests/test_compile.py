@@ -187,15 +187,12 @@ def agree(fast, function, arguments, differentiated):
 
 @pytest.fixture(autouse=True)
 def graphs():
-    """Count graphs and graph breaks from zero, and let warnings fail the test."""
+    """Count graphs and graph breaks from zero."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        yield counters
+    return counters
 
 
 # test_contract.py compiles these calls with dynamic shapes.

@@ -12,7 +12,7 @@ from cpukern import so2 as on_cpu
 from fusedops.samples import convolved
 from fusedops.testing import TOLERANCE, error
 from fusedops.wigner import m_major_order, message_rows, wigner_d
-from places import HAS_TORCH, interpreted, needs_torch
+from places import HAS_TORCH, interpreted, needs_torch, needs_triton
 
 if HAS_TORCH:
     import torch
@@ -191,7 +191,9 @@ def test_a_large_pass_computes_the_gradients_that_it_wants(name, leaf, monkeypat
 
 
 @needs_torch
-@pytest.mark.parametrize("backend", ["torch", "cython", "numba", "triton"])
+@pytest.mark.parametrize(
+    "backend", ["torch", "cython", "numba", pytest.param("triton", marks=needs_triton)]
+)
 def test_messages_are_not_kept_for_frozen_weights(backend):
     arrays = sample(2, 2, radial=False)
     given = {name: torch.tensor(array) for name, array in arrays.items()}
