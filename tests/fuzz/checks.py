@@ -597,7 +597,7 @@ class Trial:
             dtype = str(value.dtype).removeprefix("torch.")
             # Where a sum cancels to nothing, roundings of the others remain.
             allowed = tolerance * (size + 1e-3 * sum(sizes))
-            want = want if place.deferred else want.numpy()
+            want = want if place.deferred else want.detach().numpy()
             self.agree(place, f"second derivative {name}", value, want, allowed, dtype)
 
     def out(self, place: Place) -> None:
