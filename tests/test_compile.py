@@ -15,6 +15,8 @@ import fusedops  # noqa: E402
 from fusedops.nn import TriangleMultiplicativeUpdate  # noqa: E402
 from fusedops.wigner import wigner_d  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
 
 def random(*shape):
     # The sizes seed the numbers, so that equal calls give equal tensors.

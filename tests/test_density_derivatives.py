@@ -123,7 +123,7 @@ def second_of(p: Problem, function: Any, along: Any = NAMES, by: Any = NAMES) ->
     by = [*(leaves[NAMES.index(name)] for name in by), cotangent]
     chosen = [first[at] for at in chosen]
     found = torch.autograd.grad(chosen, by, tangents, allow_unused=True, materialize_grads=True)
-    return [a.numpy() for a in found]
+    return [a.detach().numpy() for a in found]
 
 
 @functools.cache
