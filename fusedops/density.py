@@ -745,10 +745,11 @@ def _chunks(arrays: Sequence[Any], radius: Any, more: Sequence[Any], lattice: La
 
 def _listed(values: Any) -> list[float]:
     """Return the numbers of an array of one axis."""
-    if is_tensor(values) and sys.modules["torch"]._C._are_functorch_transforms_active():
-        # Older versions of torch list no tensor that transforms have wrapped.
+    try:
+        return list(values.tolist())
+    except RuntimeError:
+        # Before 2.9 torch lists no tensor that transforms have wrapped.
         return [value.item() for value in values]
-    return list(values.tolist())
 
 
 class _Voxels(NamedTuple):
