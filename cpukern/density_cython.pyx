@@ -1361,7 +1361,7 @@ cdef void some_slabs(
     cdef Py_ssize_t s
     for s in range(begin, end):
         some_planes(
-            &set_up.grid, s * call.thickness, min((s + 1) * call.thickness, set_up.grid.nx),
+            &set_up.grid, s * call.thickness, min((s + 1) * call.thickness, set_up.grid.planes),
             call.listed + call.pointers[s], call.pointers[s + 1] - call.pointers[s],
             set_up.atoms, set_up.numbers, set_up.separable,
             <const real*>set_up.occupancy, <const real*>set_up.changes, set_up.gaussians,

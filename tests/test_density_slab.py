@@ -10,7 +10,7 @@ import pytest
 
 from fusedops import Lattice, gaussian_density
 from places import EXACT, HAS_TORCH, available, interpreted, needs_torch, needs_triton
-from test_density import close, evaluate, leaves_of, problem, same, tensor
+from test_density import agree, close, evaluate, leaves_of, problem, same, tensor
 
 if HAS_TORCH:
     import torch
@@ -69,6 +69,18 @@ def check(place, name, p, **options):
 @cells
 def test_slabs_are_the_map_in_parts(quick, name, anisotropic, dtype):
     check(quick, name, problem(name, 5, anisotropic=anisotropic, dtype=dtype))
+
+
+@pytest.mark.parametrize("planes", [9, 17, 33, 65])
+def test_a_slab_leaves_memory_after_it_alone(quick, planes):
+    """However many planes a thread takes at a time, the last may have fewer."""
+    p = problem("orthogonal")._replace(shape=(70, 3, 4))
+    room = np.full(p.shape, np.nan)
+    out = tensor(room)[:planes] if quick[0] == "torch" else room[:planes]
+    slab = Lattice(p.cell, p.shape).slab(0, planes)
+    evaluate(quick, p, cell=slab, grid_shape=None, out=out)
+    agree(quick, room[:planes], evaluate(quick, p)[:planes])
+    assert np.isnan(room[planes:]).all()
 
 
 @needs_triton
