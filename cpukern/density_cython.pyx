@@ -3,11 +3,12 @@
 """The density of atoms on the CPU; threads share planes of the map, or atoms for the gradient.
 
 An atom's voxels are taken in rows along z. The part of a row inside of the atom's sphere is computed
-beforehand, so the inner loop tests nothing. Along a row a Gaussian is exp2(-(q + c t²)), where q, a
-Schur complement in the two other coordinates, is a sum of squares. If t is the same for all rows of a
-plane, as for isotropic atoms unless the cell's axes b and c are oblique, both factors are curves that
-are computed once for a plane, and the inner loop has no exponential. Map and gradient are summed in an
-order that doesn't depend on the number of threads.
+beforehand, in float64 whatever the map has: squares in float32 take voxels at the border of a sphere for
+the wrong side. Along a row a Gaussian is exp2(-(q + c t²)), where q, a Schur complement in the two other
+coordinates, is a sum of squares. If t is the same for all rows of a plane, as for isotropic atoms unless
+the cell's axes b and c are oblique, both factors are curves that are computed once for a plane, or an
+atom: the inner loop has no exponential, and compares a voxel's number with the ends of its row. Map and
+gradient are summed in an order that doesn't depend on the number of threads.
 
 Tangents of atoms change a Gaussian by a factor, a polynomial of second degree. The map's derivative sums
 such products, and second derivatives by atoms follow from moments with and without the factor.
@@ -28,12 +29,16 @@ cdef extern from *:
     /* Vectors larger than the processor's are only passed between inline functions. */
     #pragma GCC diagnostic ignored "-Wpsabi"
     #define INLINE static inline __attribute__((always_inline))
-    #define LANES_OF(real) ((Py_ssize_t)(64 / sizeof(real)))
-    #define VECTOR(type) __attribute__((vector_size(64), aligned(sizeof(type)), may_alias))
+    /* One copy: it rounds alike for all that call it, and has the registers to itself. */
+    #define FUNCTION static __attribute__((noinline, noclone))
+    #define BYTES 64
+    #define LANES_OF(real) ((Py_ssize_t)(BYTES / sizeof(real)))
+    #define VECTOR(type) __attribute__((vector_size(BYTES), aligned(sizeof(type)), may_alias))
     #define MASK(integer, condition) ((integer)(condition))
     #define AS(type, v) ((type)(v))
     #else
     #define INLINE static inline
+    #define FUNCTION static
     #define LANES_OF(real) ((Py_ssize_t)1)
     #define VECTOR(type)
     #define MASK(integer, condition) (-(integer)(condition))
@@ -54,8 +59,12 @@ cdef extern from *:
     static const float fusedops_lanes_float[16] =
         {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static const double fusedops_lanes_double[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    static const unsigned int fusedops_numbers_float[16] =
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static const unsigned long long fusedops_numbers_double[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     #define ONES ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u
     static const unsigned int fusedops_kept[32] = {ONES, ONES};
+    static const double fusedops_zeros[8] = {0};
 
     /* 2^x for x <= 0. Adding a large number leaves the integer part in the lowest bits, from which it
        goes into the exponent; the rest, at most a half, goes into a minimax polynomial. */
@@ -156,213 +165,321 @@ cdef extern from *:
     DEFINE(float, fusedops_floats)
     DEFINE(double, fusedops_doubles)
 
-    /* curve: scale · exp2(-(a + c s²)) for s = start, start + 1, ..., padded to whole vectors.
-       inside: for each row of a plane the first voxel in the sphere, the number of voxels in sphere and
-       box, and the squared distance from the z axis; padded to whole vectors of rows.
-       sum: add the sum of all Gaussians, weights times curves, to a row of the map, in whole vectors
-       with zeros beyond the sphere, as far as the row has room. add_plane: the same for all rows of a
-       plane that `inside` found; they may go around the cell several times.
-       read_plane: copy the rows of a plane that `inside` found, with zeros beyond the sphere, up to a
-       whole vector.
-       contract: sum one Gaussian's weights times values over rows, with factors 1, y and the squared
-       distance from the z axis; multiply by the curve along z, and add the terms that gradients need
-       to five vectors; and, where another curve is given, the same with it to five more. block: the same for V vectors of a row; of one, two rows are summed at a time, so
-       that six sums hide each other's latency. */
+    /* inside: for each row of a plane the first voxel in the sphere, and the number of voxels in sphere and
+       box; padded to whole vectors of rows.
+       discs: for each plane of a box the first row that may meet the sphere and the number of them, and the
+       same of voxels along z. */
+    FUNCTION void fusedops_inside(
+        Py_ssize_t rows, double y, double dx, double z, const double *m, double square,
+        double low, double high, double *first, double *length) {
+        /* Numbers: for all that a compiler knows, the stores below might change m. */
+        double over = 1 / m[1], xx = m[2] * dx * dx, xy = 2 * m[3] * dx, yy = m[4];
+        double from = z - m[5] * dx, slope = m[6];
+        for (Py_ssize_t r = 0; r < (rows + 7) / 8 * 8; r++) {
+            double dy = y + (double)r, along = xx + dy * (xy + yy * dy);
+            double left = square - along, half = sqrt((left > 0 ? left : 0) * over);
+            double middle = from - slope * dy;
+            double begin = ceil(middle - half), end = floor(middle + half);
+            first[r] = begin > low ? begin : low;
+            length[r] = left < 0 ? 0 : (end < high ? end : high) - first[r] + 1;
+        }
+    }
+    static void fusedops_discs(
+        Py_ssize_t planes, double x, double y, double z, const double *m, double square,
+        const double *box, double *out, Py_ssize_t pitch) {
+        double apart = m[3] / m[4], xx = m[2] - m[3] * apart, over_y = 1 / m[4], over_z = 1 / m[1];
+        double slope = m[5], low_y = box[0], high_y = box[1], low_z = box[2], high_z = box[3];
+        double *ys = out, *rows = ys + pitch, *zs = rows + pitch, *counts = zs + pitch;
+        square *= 1 + 1e-12;
+        for (Py_ssize_t p = 0; p < (planes + 7) / 8 * 8; p++) {
+            double dx = x + (double)p, left = square - xx * dx * dx, some = left > 0 ? left : 0;
+            double half = sqrt(some * over_y) + 1e-6, centre = y - apart * dx;
+            double begin = ceil(centre - half), end = floor(centre + half);
+            ys[p] = begin > low_y ? begin : low_y;
+            rows[p] = left < 0 ? 0 : (end < high_y ? end : high_y) - ys[p] + 1;
+            half = sqrt(some * over_z) + 1e-6;
+            centre = z - slope * dx;
+            begin = ceil(centre - half); end = floor(centre + half);
+            zs[p] = begin > low_z ? begin : low_z;
+            counts[p] = (end < high_z ? end : high_z) - zs[p] + 1;
+        }
+    }
+    /* A disc, the part of a plane in a sphere: its first row and voxel, and the numbers of them, in the
+       atom's box and in the map, whose rows and voxels may go around the cell several times. Of each row,
+       the first voxel that is inside, counted from the disc's, and their number.
+       Distances from the atom: x of the plane, y of row 0, z of voxel 0, where `centre` is the row, maybe
+       between two, nearest to the atom, and square a row's squared distance there; yy and zz are factors. */
+    typedef struct {
+        Py_ssize_t row, rows, column, columns, y, ny, z, nz;
+        void *first, *count;
+        double x, from_y, from_z, centre, square, yy, zz;
+    } fusedops_disc;
+    /* Gaussians at a time: as many as most form factors have. Their sums stay in registers if there are 32. */
+    #define TOGETHER 5
+    /* curves: for every Gaussian norm · exp2(-rate (a + c s²)) for s = start, start + 1, ..., padded to whole
+       vectors; without norms these are 1.
+       tables: write weights of rows times y and squared distances after the weights, in tables of G rows.
+       ends: first and count of a disc's rows, as integers of a voxel's size.
+       part: the rows of a disc with voxels in the vector from voxel k on, or more of them; it looks where
+       a vector has so few voxels that most rows may end before.
+       apart: whether a vector that goes around the cell is two, the first of which may begin in the row
+       before, and the second end in the row after.
+       draw: add to the map the sum of Gaussians, weights of rows times scales times curves along z.
+       contract: of each Gaussian sum values times weights over rows, with factors 1, y and the squared
+       distance, tables of G rows each; multiply by the curve along z, and add the terms that gradients
+       need to five vectors; and, where another curve is given, the same with it to five more. */
     #define SUM(vector, i) (*(vector *)(sums + (i) * (64 / sizeof(*sums))))
-    #define DEFINE_CURVES(real, vector, integers) \\
-    static void fusedops_curve_##real( \\
-        real *out, Py_ssize_t n, real start, real a, real c, real scale) { \\
-        vector lane = *(const vector *)fusedops_lanes_##real; \\
-        for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
-            vector s = lane + (start + (real)k); \\
-            *(vector *)(out + k) = scale * fusedops_exp2_##real(-(a + c * s * s)); \\
-        } \\
-    } \\
-    INLINE void fusedops_sum_##real( \\
-        real *to, Py_ssize_t n, Py_ssize_t room, Py_ssize_t G, const real *weights, \\
-        Py_ssize_t rows, const real *curves, Py_ssize_t pitch) { \\
-        Py_ssize_t k = 0, l; \\
-        for (; k < n; k += LANES_OF(real)) { \\
-            vector sum = weights[0] * *(const vector *)(curves + k); \\
-            for (Py_ssize_t g = 1; g < G; g++) \\
-                sum += weights[g * rows] * *(const vector *)(curves + g * pitch + k); \\
-            Py_ssize_t left = n - k < LANES_OF(real) ? n - k : LANES_OF(real); \\
-            if (k + LANES_OF(real) <= room) { \\
-                const char *kept = (const char *)fusedops_kept + sizeof(vector); \\
-                integers own = *(const integers *)(kept - left * sizeof(real)); \\
-                *(vector *)(to + k) += AS(vector, AS(integers, sum) & own); \\
-            } else for (l = 0; l < left; l++) to[k + l] += ((real *)&sum)[l]; \\
-        } \\
-    } \\
-    INLINE void fusedops_plane_##real( \\
-        real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
-        const double *first, const double *length, Py_ssize_t low, Py_ssize_t G, \\
-        const real *weights, Py_ssize_t most, const real *curves, Py_ssize_t pitch) { \\
-        for (Py_ssize_t r = 0; r < rows; r++, y = y + 1 < ny ? y + 1 : 0) { \\
-            Py_ssize_t n = (Py_ssize_t)length[r], begin = (Py_ssize_t)first[r], z = begin; \\
-            if (n <= 0) continue; \\
-            while (z < 0) z += nz; \\
-            while (z >= nz) z -= nz; \\
-            const real *here = curves + (begin - low); \\
-            real *to = plane + y * nz; \\
-            Py_ssize_t take = n < nz - z ? n : nz - z; \\
-            fusedops_sum_##real(to + z, take, nz - z, G, weights + r, most, here, pitch); \\
-            for (; take < n; take += nz) fusedops_sum_##real( \\
-                to, n - take < nz ? n - take : nz, nz, G, weights + r, most, here + take, pitch); \\
-        } \\
-    } \\
-    static void fusedops_add_plane_##real( \\
-        real *plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, \\
-        const double *first, const double *length, Py_ssize_t low, Py_ssize_t G, \\
-        const real *weights, Py_ssize_t most, const real *curves, Py_ssize_t pitch) { \\
-        if (G == 5) fusedops_plane_##real( \\
-            plane, ny, nz, y, rows, first, length, low, 5, weights, most, curves, pitch); \\
-        else if (G == 10) fusedops_plane_##real( \\
-            plane, ny, nz, y, rows, first, length, low, 10, weights, most, curves, pitch); \\
-        else fusedops_plane_##real( \\
-            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch); \\
-    } \\
-    static void fusedops_inside_##real( \\
-        Py_ssize_t rows, double y, double dx, double z, const double *m, double square, \\
-        double low, double high, double *first, double *length, real *squares) { \\
-        /* Numbers: for all that a compiler knows, the stores below might change m. */ \\
-        double over = 1 / m[1], xx = m[2] * dx * dx, xy = 2 * m[3] * dx, yy = m[4]; \\
-        double from = z - m[5] * dx, slope = m[6]; \\
-        for (Py_ssize_t r = 0; r < (rows + 7) / 8 * 8; r++) { \\
-            double dy = y + (double)r, along = xx + dy * (xy + yy * dy); \\
-            double left = square - along, half = sqrt((left > 0 ? left : 0) * over); \\
-            double middle = from - slope * dy; \\
-            double begin = ceil(middle - half), end = floor(middle + half); \\
-            first[r] = begin > low ? begin : low; \\
-            length[r] = left < 0 ? 0 : (end < high ? end : high) - first[r] + 1; \\
-            squares[r] = (real)along; \\
-        } \\
-    } \\
-    static void fusedops_read_plane_##real( \\
-        const real *plane, const real *end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, \\
-        Py_ssize_t rows, const double *first, const double *length, Py_ssize_t low, Py_ssize_t n, \\
-        real *values, Py_ssize_t pitch) { \\
-        vector lane = *(const vector *)fusedops_lanes_##real; \\
-        Py_ssize_t z = (low % nz + nz) % nz, whole = (n + LANES_OF(real) - 1) / LANES_OF(real), k; \\
-        whole *= LANES_OF(real); \\
-        for (Py_ssize_t r = 0; r < rows; r++, y = y + 1 < ny ? y + 1 : 0, values += pitch) { \\
-            const real *given = plane + y * nz + z; \\
-            Py_ssize_t from = (Py_ssize_t)first[r] - low, past = from + (Py_ssize_t)length[r]; \\
-            int straight = z + n <= nz && given + whole <= end; \\
-            if (straight) for (k = 0; k < whole; k += LANES_OF(real)) { \\
-                integers after = MASK(integers, lane >= (real)(from - k)); \\
-                integers own = after & MASK(integers, lane < (real)(past - k)); \\
-                integers bits = AS(integers, *(const vector *)(given + k)); \\
-                *(vector *)(values + k) = AS(vector, bits & own); \\
-            } else { \\
-                Py_ssize_t at = (z + from) % nz; \\
-                memset(values, 0, (size_t)whole * sizeof(real)); \\
-                for (k = from; k < past; k++, at = at + 1 < nz ? at + 1 : 0) \\
-                    values[k] = plane[y * nz + at]; \\
+    #define DEFINE_CURVES(real, integer, number, vector, integers) \\
+    FUNCTION void fusedops_curves_##real( \\
+        real *out, Py_ssize_t pitch, Py_ssize_t n, Py_ssize_t G, double start, double a, double c, \\
+        const double *norms, const double *rates) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real + (real)start; \\
+        for (Py_ssize_t g = 0; g < G; g++, out += pitch) { \\
+            real own = (real)(rates[g] * a), slope = (real)(rates[g] * c); \\
+            real norm = norms ? (real)norms[g] : 1; \\
+            for (Py_ssize_t k = 0; k < n; k += LANES_OF(real)) { \\
+                vector s = lane + (real)k; \\
+                *(vector *)(out + k) = norm * fusedops_exp2_##real(-(own + slope * (s * s))); \\
             } \\
         } \\
+    } \\
+    FUNCTION void fusedops_tables_##real( \\
+        real *weights, Py_ssize_t most, Py_ssize_t rows, Py_ssize_t G, double y, double centre, \\
+        double yy) { \\
+        vector lane = *(const vector *)fusedops_lanes_##real; \\
+        for (Py_ssize_t r = 0; r < rows; r += LANES_OF(real)) { \\
+            vector at = lane + (real)(y + (double)r), apart = lane + (real)((double)r - centre); \\
+            vector square = (real)yy * apart * apart; \\
+            for (Py_ssize_t g = 0; g < G; g++) { \\
+                real *own = weights + g * most + r; \\
+                vector weight = *(const vector *)own; \\
+                *(vector *)(own + G * most) = weight * at; \\
+                *(vector *)(own + 2 * G * most) = weight * square; \\
+            } \\
+        } \\
+    } \\
+    static void fusedops_ends_##real( \\
+        const fusedops_disc *disc, const double *first, const double *length, double z) { \\
+        integer *begin = (integer *)disc->first, *count = (integer *)disc->count; \\
+        for (Py_ssize_t r = 0; r < disc->rows; r++) { \\
+            begin[r] = (integer)(first[r] - z); \\
+            count[r] = (integer)(length[r] > 0 ? length[r] : 0); \\
+        } \\
+    } \\
+    INLINE void fusedops_part_##real( \\
+        const fusedops_disc *disc, Py_ssize_t k, Py_ssize_t *from, Py_ssize_t *past) { \\
+        const integer *first = (const integer *)disc->first, *count = (const integer *)disc->count; \\
+        Py_ssize_t r = 0, end = disc->rows; \\
+        if (k && disc->columns - k <= 4) { \\
+            while (r < end && first[r] + count[r] <= k) r++; \\
+            while (r < end && first[end - 1] + count[end - 1] <= k) end--; \\
+        } \\
+        *from = r; *past = end; \\
+    } \\
+    INLINE integers fusedops_first_##real(Py_ssize_t count) { \\
+        const char *kept = (const char *)fusedops_kept + 64; \\
+        return *(const integers *)(kept - count * (Py_ssize_t)sizeof(real)); \\
+    } \\
+    INLINE int fusedops_apart_##real(Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y) { \\
+        return nz >= LANES_OF(real) && 0 < y && y + 1 < ny; \\
+    } \\
+    INLINE void fusedops_draw_rows_##real( \\
+        const int whole, const Py_ssize_t N, real *plane, const fusedops_disc *disc, Py_ssize_t k, \\
+        Py_ssize_t z, const real *weights, Py_ssize_t most, const vector *curves) { \\
+        const number *begin = (const number *)disc->first, *count = (const number *)disc->count; \\
+        integers lane = *(const integers *)fusedops_numbers_##real + (number)k; \\
+        Py_ssize_t ny = disc->ny, nz = disc->nz, r, past, y; \\
+        integers first = fusedops_first_##real(whole ? LANES_OF(real) : nz - z); \\
+        fusedops_part_##real(disc, k, &r, &past); \\
+        for (y = disc->y + r; y >= ny;) y -= ny; \\
+        for (real *to = plane + y * nz; r < past; r++) { \\
+            vector sum = weights[r] * curves[0]; \\
+            for (Py_ssize_t g = 1; g < N; g++) sum += weights[g * most + r] * curves[g]; \\
+            integers own = AS(integers, sum) & MASK(integers, lane - begin[r] < count[r]); \\
+            if (whole) *(vector *)(to + z) += AS(vector, own); \\
+            else if (fusedops_apart_##real(ny, nz, y)) { \\
+                *(vector *)(to + z) += AS(vector, own & first); \\
+                *(vector *)(to + z - nz) += AS(vector, own & ~first); \\
+            } else for (Py_ssize_t l = 0, at = z; l < LANES_OF(real); l++) { \\
+                to[at] += ((real *)&own)[l]; \\
+                at = at + 1 < nz ? at + 1 : 0; \\
+            } \\
+            to += nz; \\
+            if (++y == ny) { y = 0; to = plane; } \\
+        } \\
+    } \\
+    INLINE void fusedops_draw_some_##real( \\
+        const Py_ssize_t N, real *plane, const fusedops_disc *disc, const real *weights, \\
+        Py_ssize_t most, const real *curves, Py_ssize_t pitch, const real *scales) { \\
+        vector own[TOGETHER]; \\
+        Py_ssize_t z = disc->z, nz = disc->nz; \\
+        for (Py_ssize_t k = 0; k < disc->columns; k += LANES_OF(real)) { \\
+            for (Py_ssize_t g = 0; g < N; g++) \\
+                own[g] = scales[g] * *(const vector *)(curves + g * pitch + k); \\
+            if (z + LANES_OF(real) <= nz) \\
+                fusedops_draw_rows_##real(1, N, plane, disc, k, z, weights, most, own); \\
+            else fusedops_draw_rows_##real(0, N, plane, disc, k, z, weights, most, own); \\
+            for (z += LANES_OF(real); z >= nz;) z -= nz; \\
+        } \\
+    } \\
+    FUNCTION void fusedops_draw_##real( \\
+        real *plane, const fusedops_disc *disc, Py_ssize_t G, const real *weights, Py_ssize_t most, \\
+        const real *curves, Py_ssize_t pitch, const real *scales) { \\
+        Py_ssize_t g = 0; \\
+        for (; g + TOGETHER <= G; g += TOGETHER) fusedops_draw_some_##real( \\
+            TOGETHER, plane, disc, weights + g * most, most, curves + g * pitch, pitch, scales + g); \\
+        for (; g < G; g++) fusedops_draw_some_##real( \\
+            1, plane, disc, weights + g * most, most, curves + g * pitch, pitch, scales + g); \\
     } \\
     INLINE void fusedops_terms_##real( \\
-        vector e, vector one, vector ys, vector squares, vector z, real x, real c, real *sums) { \\
+        vector e, vector one, vector ys, vector yys, vector z, vector square, real x, real *sums) { \\
         vector all = e * one; \\
         SUM(vector, 0) += all; SUM(vector, 1) += x * all; SUM(vector, 2) += e * ys; \\
-        SUM(vector, 3) += z * all; \\
-        SUM(vector, 4) += e * squares + c * z * z * all; \\
+        SUM(vector, 3) += z * all; SUM(vector, 4) += e * yys + square * all; \\
     } \\
-    INLINE void fusedops_block_##real( \\
-        Py_ssize_t V, Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
-        const real *by_y, const real *by_square, const real *curve, const real *bent, real x, \\
-        real start, real c, real *sums, real *more) { \\
-        vector lane = *(const vector *)fusedops_lanes_##real, zero = lane - lane; \\
-        vector one[2] = {zero, zero}, ys[2] = {zero, zero}, squares[2] = {zero, zero}; \\
-        Py_ssize_t pair = 3 - V, next = V == 2 ? LANES_OF(real) : pitch, r = 0; \\
-        for (; r + pair <= rows; r += pair) \\
-            for (Py_ssize_t v = 0; v < 2; v++) { \\
-                vector own = *(const vector *)(values + r * pitch + v * next); \\
-                Py_ssize_t at = V == 2 ? r : r + v; \\
-                one[v] += weights[at] * own; ys[v] += by_y[at] * own; \\
-                squares[v] += by_square[at] * own; \\
+    INLINE void fusedops_contract_rows_##real( \\
+        const int whole, const Py_ssize_t N, const real *plane, const fusedops_disc *disc, \\
+        Py_ssize_t k, Py_ssize_t z, const real *weights, Py_ssize_t most, Py_ssize_t table, \\
+        const real *curves, const real *bent, Py_ssize_t pitch, const real *scales, real *sums, \\
+        real *more, Py_ssize_t distance) { \\
+        const number *begin = (const number *)disc->first, *count = (const number *)disc->count; \\
+        integers lane = *(const integers *)fusedops_numbers_##real + (number)k; \\
+        Py_ssize_t ny = disc->ny, nz = disc->nz, r, past, y; \\
+        integers first = fusedops_first_##real(whole ? LANES_OF(real) : nz - z); \\
+        vector one[TOGETHER], ys[TOGETHER], yys[TOGETHER]; \\
+        for (Py_ssize_t g = 0; g < N; g++) \\
+            one[g] = ys[g] = yys[g] = *(const vector *)fusedops_zeros; \\
+        fusedops_part_##real(disc, k, &r, &past); \\
+        for (y = disc->y + r; y >= ny;) y -= ny; \\
+        for (const real *from = plane + y * nz; r < past; r++) { \\
+            integers bits; \\
+            if (whole) bits = AS(integers, *(const vector *)(from + z)); \\
+            else if (fusedops_apart_##real(ny, nz, y)) \\
+                bits = (AS(integers, *(const vector *)(from + z)) & first) \\
+                    | (AS(integers, *(const vector *)(from + z - nz)) & ~first); \\
+            else for (Py_ssize_t l = 0, at = z; l < LANES_OF(real); l++) { \\
+                ((real *)&bits)[l] = from[at]; \\
+                at = at + 1 < nz ? at + 1 : 0; \\
             } \\
-        if (V == 1) { \\
-            if (r < rows) { \\
-                vector own = *(const vector *)(values + r * pitch); \\
-                one[0] += weights[r] * own; ys[0] += by_y[r] * own; \\
-                squares[0] += by_square[r] * own; \\
+            vector own = AS(vector, bits & MASK(integers, lane - begin[r] < count[r])); \\
+            for (Py_ssize_t g = 0; g < N; g++) { \\
+                const real *factors = weights + g * most + r; \\
+                one[g] += factors[0] * own; \\
+                ys[g] += factors[table] * own; \\
+                yys[g] += factors[2 * table] * own; \\
             } \\
-            one[0] += one[1]; ys[0] += ys[1]; squares[0] += squares[1]; \\
+            from += nz; \\
+            if (++y == ny) { y = 0; from = plane; } \\
         } \\
-        for (Py_ssize_t v = 0; v < V; v++) { \\
-            vector z = lane + (start + (real)(v * LANES_OF(real))); \\
-            Py_ssize_t k = v * LANES_OF(real); \\
+        vector at = *(const vector *)fusedops_lanes_##real + (real)(disc->from_z + (double)k); \\
+        vector square = (real)disc->zz * at * at + (real)disc->square; \\
+        real x = (real)disc->x; \\
+        for (Py_ssize_t g = 0; g < N; g++) { \\
             fusedops_terms_##real( \\
-                *(const vector *)(curve + k), one[v], ys[v], squares[v], z, x, c, sums); \\
+                scales[g] * *(const vector *)(curves + g * pitch + k), one[g], ys[g], yys[g], at, \\
+                square, x, sums + g * distance); \\
             if (bent) fusedops_terms_##real( \\
-                *(const vector *)(bent + k), one[v], ys[v], squares[v], z, x, c, more); \\
+                scales[g] * *(const vector *)(bent + g * pitch + k), one[g], ys[g], yys[g], at, \\
+                square, x, more + g * distance); \\
         } \\
     } \\
-    static void fusedops_contract_##real( \\
-        Py_ssize_t rows, const real *values, Py_ssize_t pitch, const real *weights, \\
-        const real *y, const real *square, const real *curve, const real *bent, Py_ssize_t n, \\
-        real x, real start, real c, real *by_y, real *sums, real *more) { \\
-        real *by_square = by_y + (rows + LANES_OF(real)) / LANES_OF(real) * LANES_OF(real); \\
-        Py_ssize_t k = 0, two = 2 * LANES_OF(real); \\
-        for (Py_ssize_t r = 0; r < rows; r++) { \\
-            by_y[r] = weights[r] * y[r]; by_square[r] = weights[r] * square[r]; \\
+    INLINE void fusedops_contract_some_##real( \\
+        const Py_ssize_t N, const real *plane, const fusedops_disc *disc, const real *weights, \\
+        Py_ssize_t most, Py_ssize_t table, const real *curves, const real *bent, Py_ssize_t pitch, \\
+        const real *scales, real *sums, real *more, Py_ssize_t distance) { \\
+        Py_ssize_t z = disc->z, nz = disc->nz; \\
+        for (Py_ssize_t k = 0; k < disc->columns; k += LANES_OF(real)) { \\
+            if (z + LANES_OF(real) <= nz) fusedops_contract_rows_##real( \\
+                1, N, plane, disc, k, z, weights, most, table, curves, bent, pitch, scales, sums, \\
+                more, distance); \\
+            else fusedops_contract_rows_##real( \\
+                0, N, plane, disc, k, z, weights, most, table, curves, bent, pitch, scales, sums, \\
+                more, distance); \\
+            for (z += LANES_OF(real); z >= nz;) z -= nz; \\
         } \\
-        for (; k + LANES_OF(real) < n; k += two, values += two) \\
-            fusedops_block_##real( \\
-                2, rows, values, pitch, weights, by_y, by_square, curve + k, bent ? bent + k : bent, \\
-                x, start + (real)k, c, sums, more); \\
-        if (k < n) fusedops_block_##real( \\
-            1, rows, values, pitch, weights, by_y, by_square, curve + k, bent ? bent + k : bent, x, \\
-            start + (real)k, c, sums, more); \\
+    } \\
+    FUNCTION void fusedops_contract_##real( \\
+        const real *plane, const fusedops_disc *disc, Py_ssize_t G, const real *weights, \\
+        Py_ssize_t most, const real *curves, const real *bent, Py_ssize_t pitch, \\
+        const real *scales, real *sums, real *more, Py_ssize_t distance) { \\
+        Py_ssize_t g = 0; \\
+        for (; g + TOGETHER <= G; g += TOGETHER) fusedops_contract_some_##real( \\
+            TOGETHER, plane, disc, weights + g * most, most, G * most, curves + g * pitch, \\
+            bent ? bent + g * pitch : bent, pitch, scales + g, sums + g * distance, \\
+            more + g * distance, distance); \\
+        for (; g < G; g++) fusedops_contract_some_##real( \\
+            1, plane, disc, weights + g * most, most, G * most, curves + g * pitch, \\
+            bent ? bent + g * pitch : bent, pitch, scales + g, sums + g * distance, \\
+            more + g * distance, distance); \\
     }
-    DEFINE_CURVES(float, fusedops_floats, fusedops_ints)
-    DEFINE_CURVES(double, fusedops_doubles, fusedops_longs)
+    DEFINE_CURVES(float, int, unsigned int, fusedops_floats, fusedops_ints)
+    DEFINE_CURVES(double, long long, unsigned long long, fusedops_doubles, fusedops_longs)
     """
-    void curve_float "fusedops_curve_float"(
-        float* out, Py_ssize_t n, float start, float a, float c, float scale
+    void curves_float "fusedops_curves_float"(
+        float* out, Py_ssize_t pitch, Py_ssize_t n, Py_ssize_t G, double start, double a, double c,
+        const double* norms, const double* rates,
     ) noexcept nogil
-    void curve_double "fusedops_curve_double"(
-        double* out, Py_ssize_t n, double start, double a, double c, double scale
+    void curves_double "fusedops_curves_double"(
+        double* out, Py_ssize_t pitch, Py_ssize_t n, Py_ssize_t G, double start, double a, double c,
+        const double* norms, const double* rates,
     ) noexcept nogil
-    void add_plane_float "fusedops_add_plane_float"(
-        float* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
-        const double* first, const double* length, Py_ssize_t low, Py_ssize_t G,
-        const float* weights, Py_ssize_t most, const float* curves, Py_ssize_t pitch,
-    ) noexcept nogil
-    void add_plane_double "fusedops_add_plane_double"(
-        double* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows,
-        const double* first, const double* length, Py_ssize_t low, Py_ssize_t G,
-        const double* weights, Py_ssize_t most, const double* curves, Py_ssize_t pitch,
-    ) noexcept nogil
-    void inside_float "fusedops_inside_float"(
+    ctypedef struct Disc "fusedops_disc":
+        Py_ssize_t row
+        Py_ssize_t rows
+        Py_ssize_t column
+        Py_ssize_t columns
+        Py_ssize_t y
+        Py_ssize_t ny
+        Py_ssize_t z
+        Py_ssize_t nz
+        void* first
+        void* count
+        double x
+        double from_y
+        double from_z
+        double centre
+        double square
+        double yy
+        double zz
+    void inside "fusedops_inside"(
         Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
-        double low, double high, double* first, double* length, float* squares,
+        double low, double high, double* first, double* length,
     ) noexcept nogil
-    void inside_double "fusedops_inside_double"(
-        Py_ssize_t rows, double y, double dx, double z, const double* metric, double square,
-        double low, double high, double* first, double* length, double* squares,
+    void discs "fusedops_discs"(
+        Py_ssize_t planes, double x, double y, double z, const double* metric, double square,
+        const double* box, double* out, Py_ssize_t pitch,
     ) noexcept nogil
-    void read_plane_float "fusedops_read_plane_float"(
-        const float* plane, const float* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
-        Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
-        float* values, Py_ssize_t pitch,
+    void tables_float "fusedops_tables_float"(
+        float* weights, Py_ssize_t most, Py_ssize_t rows, Py_ssize_t G, double y, double centre,
+        double yy,
+    ) noexcept nogil
+    void tables_double "fusedops_tables_double"(
+        double* weights, Py_ssize_t most, Py_ssize_t rows, Py_ssize_t G, double y, double centre,
+        double yy,
+    ) noexcept nogil
+    void ends_float "fusedops_ends_float"(
+        const Disc* disc, const double* first, const double* length, double z
+    ) noexcept nogil
+    void ends_double "fusedops_ends_double"(
+        const Disc* disc, const double* first, const double* length, double z
+    ) noexcept nogil
+    void draw_float "fusedops_draw_float"(
+        float* plane, const Disc* disc, Py_ssize_t G, const float* weights, Py_ssize_t most,
+        const float* curves, Py_ssize_t pitch, const float* scales,
+    ) noexcept nogil
+    void draw_double "fusedops_draw_double"(
+        double* plane, const Disc* disc, Py_ssize_t G, const double* weights, Py_ssize_t most,
+        const double* curves, Py_ssize_t pitch, const double* scales,
     ) noexcept nogil
     void contract_float "fusedops_contract_float"(
-        Py_ssize_t rows, const float* values, Py_ssize_t pitch, const float* weights,
-        const float* y, const float* square, const float* curve, const float* bent, Py_ssize_t n,
-        float x, float start, float c, float* by_y, float* sums, float* more,
-    ) noexcept nogil
-    void read_plane_double "fusedops_read_plane_double"(
-        const double* plane, const double* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
-        Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
-        double* values, Py_ssize_t pitch,
+        const float* plane, const Disc* disc, Py_ssize_t G, const float* weights, Py_ssize_t most,
+        const float* curves, const float* bent, Py_ssize_t pitch, const float* scales, float* sums,
+        float* more, Py_ssize_t distance,
     ) noexcept nogil
     void contract_double "fusedops_contract_double"(
-        Py_ssize_t rows, const double* values, Py_ssize_t pitch, const double* weights,
-        const double* y, const double* square, const double* curve, const double* bent, Py_ssize_t n,
-        double x, double start, double c, double* by_y, double* sums, double* more,
+        const double* plane, const Disc* disc, Py_ssize_t G, const double* weights, Py_ssize_t most,
+        const double* curves, const double* bent, Py_ssize_t pitch, const double* scales,
+        double* sums, double* more, Py_ssize_t distance,
     ) noexcept nogil
     void row_float "fusedops_row_float"(
         float* out, Py_ssize_t n, Py_ssize_t G, const float* q, const float* t, const float* c,
@@ -393,8 +510,12 @@ cdef enum:
     CHANGE = 10
     # Sums over voxels of a Gaussian times 1, w and w wᵀ; and times its change, 1, w and w wᵀ.
     MOMENTS = 20
-    # Slabs of planes of the map, whatever the number of threads.
+    # The most slabs of planes of the map, and slabs for every thread: the curves of an atom are computed anew
+    # in each. Their number changes no bit.
     SLABS = 32
+    SHARED = 8
+    # The most columns of voxels along an axis by which atoms are sorted.
+    COLUMNS = 64
 
 # Where a symmetric matrix xx, yy, zz, xy, xz, yz has its nine elements.
 cdef int[9] AT = [0, 3, 4, 3, 1, 5, 4, 5, 2]
@@ -466,6 +587,7 @@ cdef struct Scratch:
     void* numbers
     Py_ssize_t row
     double* extents
+    Py_ssize_t extents_row
     Py_ssize_t* lengths
     double* moments
     Py_ssize_t moments_row
@@ -482,6 +604,7 @@ cdef struct Splat:
 
 cdef struct SplatVjp:
     const SetUp* given
+    const long long* order
     const void* cotangent
     void* on_xyz
     void* on_b
@@ -645,37 +768,83 @@ cdef inline Py_ssize_t wrapped(Py_ssize_t at, Py_ssize_t size) noexcept nogil:
 
 
 cdef inline Py_ssize_t rows_inside(
-    const Grid* grid, const Atom* atom, double dx, double* first, double* length, real* squares
+    const Grid* grid, const Atom* atom, double dx, double* first, double* length
 ) noexcept nogil:
     """Find the parts of a plane's rows inside of an atom's sphere; return the number of rows."""
     cdef Py_ssize_t rows = atom.high[1] - atom.low[1] + 1
-    cdef double y = atom.low[1] - atom.at[1]
-    if real is float:
-        inside_float(
-            rows, y, dx, atom.at[2], grid.metric, atom.square, atom.low[2], atom.high[2], first,
-            length, squares,
-        )
-    else:
-        inside_double(
-            rows, y, dx, atom.at[2], grid.metric, atom.square, atom.low[2], atom.high[2], first,
-            length, squares,
-        )
+    inside(
+        rows, atom.low[1] - atom.at[1], dx, atom.at[2], grid.metric, atom.square, atom.low[2],
+        atom.high[2], first, length,
+    )
     return rows
 
 
-cdef inline void set_row(
-    const double* numbers, Py_ssize_t G, double x, double y, double z, real* q, real* t
+cdef inline void find_discs(
+    const Grid* grid, const Atom* atom, double* extents, Py_ssize_t most
 ) noexcept nogil:
-    """Write q and the first t of all Gaussians on the row at (x, y) that begins at z.
+    """Write where the discs of all planes of an atom's box are."""
+    cdef double box[4]
+    box[0], box[1], box[2], box[3] = atom.low[1], atom.high[1], atom.low[2], atom.high[2]
+    discs(
+        atom.high[0] - atom.low[0] + 1, atom.low[0] - atom.at[0], atom.at[1], atom.at[2],
+        grid.metric, atom.square, box, extents + 2 * most, most,
+    )
+
+
+cdef inline bint set_disc(
+    const Grid* grid, const Atom* atom, Py_ssize_t x, double* extents, Py_ssize_t most, Disc* disc,
+    const real* like,
+) noexcept nogil:
+    """Set the disc of a plane, with ends of its rows for a map `like` one; return whether there is any."""
+    cdef const double* form = grid.metric
+    cdef const double* own = extents + 2 * most + x - atom.low[0]
+    cdef double y = own[0], z = own[2 * most], apart = form[3] / form[4]
+    disc.rows, disc.columns = <Py_ssize_t>own[most], <Py_ssize_t>own[3 * most]
+    if disc.rows <= 0 or disc.columns <= 0:
+        return False
+    disc.row, disc.column = <Py_ssize_t>y - atom.low[1], <Py_ssize_t>z - atom.low[2]
+    disc.y, disc.z = wrapped(<Py_ssize_t>y, grid.ny), wrapped(<Py_ssize_t>z, grid.nz)
+    disc.ny, disc.nz = grid.ny, grid.nz
+    disc.x = x - atom.at[0]
+    disc.from_y = y - atom.at[1]
+    disc.from_z = z - atom.at[2] + form[5] * disc.x
+    disc.centre = -(disc.from_y + apart * disc.x)
+    disc.square = (form[2] - form[3] * apart) * disc.x * disc.x
+    disc.yy, disc.zz = form[4], form[1]
+    disc.first, disc.count = extents + 6 * most, extents + 7 * most
+    inside(
+        disc.rows, disc.from_y, disc.x, atom.at[2], form, atom.square, atom.low[2], atom.high[2],
+        extents, extents + most,
+    )
+    if real is float:
+        ends_float(disc, extents, extents + most, z)
+    else:
+        ends_double(disc, extents, extents + most, z)
+    return True
+
+
+cdef inline void set_rows(
+    const double* numbers, Py_ssize_t G, double x, double* parts
+) noexcept nogil:
+    """Write the parts of all Gaussians' exponents on a plane that its rows share."""
+    cdef Py_ssize_t g
+    for g in range(G):
+        parts[g] = x * x * numbers[2 * G + g]
+        parts[G + g] = 2 * x * numbers[3 * G + g]
+        parts[2 * G + g] = x * numbers[5 * G + g]
+
+
+cdef inline void set_row(
+    const double* numbers, const double* parts, Py_ssize_t G, double y, double z, real* q, real* t
+) noexcept nogil:
+    """Write q and the first t of all Gaussians on a plane's row at y that begins at z.
 
     In cells far from right angles both are small differences of large numbers.
     """
     cdef Py_ssize_t g
     for g in range(G):
-        q[g] = <real>(
-            x * (x * numbers[2 * G + g] + 2 * y * numbers[3 * G + g]) + y * y * numbers[4 * G + g]
-        )
-        t[g] = <real>(z + x * numbers[5 * G + g] + y * numbers[6 * G + g])
+        q[g] = <real>(parts[g] + y * (parts[G + g] + y * numbers[4 * G + g]))
+        t[g] = <real>(z + parts[2 * G + g] + y * numbers[6 * G + g])
 
 
 cdef inline void set_changes(
@@ -693,87 +862,130 @@ cdef inline void set_changes(
 
 
 cdef inline void change_product(
-    const Grid* grid, const Atom* atom, const real* change, double dx, const real* squares,
-    const real* weights, const real* curve, real* turned, real* bent,
+    const Grid* grid, const Disc* disc, const real* change, const real* weights,
+    const real* curve, real* turned, real* bent,
 ) noexcept nogil:
     """Split the change of a Gaussian W · C on a plane into a product turned · C and a W · bent."""
     cdef Py_ssize_t r, k
-    cdef real y = <real>(atom.low[1] - atom.at[1])
-    cdef real z = <real>(atom.low[2] - atom.at[2] + dx * grid.metric[5])
-    cdef real base = change[0] + <real>dx * (change[1] - <real>grid.metric[5] * change[3])
-    for r in range(atom.high[1] - atom.low[1] + 1):
-        turned[r] = weights[r] * (base + (y + r) * change[2] + squares[r] * change[4])
-    for k in range(atom.high[2] - atom.low[2] + 1):
-        bent[k] = curve[k] * (z + k) * (
-            change[3] + (z + k) * change[4] * <real>grid.metric[1]
+    cdef real y = <real>disc.from_y, z = <real>disc.from_z, centre = <real>-disc.centre
+    cdef real base = change[0] + <real>disc.x * (change[1] - <real>grid.metric[5] * change[3])
+    cdef real square = <real>disc.square, yy = <real>disc.yy, zz = <real>disc.zz
+    for r in range(disc.rows):
+        turned[r] = weights[r] * (
+            base + (y + r) * change[2] + (square + yy * (centre + r) * (centre + r)) * change[4]
         )
+    for k in range(disc.columns):
+        bent[k] = curve[k] * (z + k) * (change[3] + (z + k) * change[4] * zz)
 
 
-cdef inline void curve(
-    real* out, Py_ssize_t n, double start, double a, double c, double scale
+cdef inline void curves(
+    real* out, Py_ssize_t pitch, Py_ssize_t n, Py_ssize_t G, double start, double a, double c,
+    const double* norms, const double* rates,
 ) noexcept nogil:
     if real is float:
-        curve_float(out, n, <float>start, <float>a, <float>c, <float>scale)
+        curves_float(out, pitch, n, G, start, a, c, norms, rates)
     else:
-        curve_double(out, n, start, a, c, scale)
+        curves_double(out, pitch, n, G, start, a, c, norms, rates)
 
 
-cdef inline void set_curves(
-    const Atom* atom, const double* numbers, Py_ssize_t G, double dx, double scale, Py_ssize_t most,
-    Py_ssize_t pitch, real* weights, real* curves,
+cdef inline void set_tables(
+    real* weights, Py_ssize_t most, Py_ssize_t rows, Py_ssize_t G, double y, double centre, double yy
 ) noexcept nogil:
-    """Write both factors of all Gaussians on a plane: one for each row, and one along z."""
-    cdef Py_ssize_t g
-    cdef double apart
-    for g in range(G):
-        # A square and a rest, since rounding would spoil a sum of terms of both signs.
-        apart = dx * numbers[3 * G + g] / numbers[4 * G + g]
-        curve(
-            weights + g * most, atom.high[1] - atom.low[1] + 1, atom.low[1] - atom.at[1] + apart,
-            dx * (dx * numbers[2 * G + g] - apart * numbers[3 * G + g]), numbers[4 * G + g],
-            scale * numbers[g],
-        )
-        curve(
-            curves + g * pitch, atom.high[2] - atom.low[2] + 1,
-            atom.low[2] - atom.at[2] + dx * numbers[5 * G + g], 0, numbers[G + g], 1,
-        )
+    if real is float:
+        tables_float(weights, most, rows, G, y, centre, yy)
+    else:
+        tables_double(weights, most, rows, G, y, centre, yy)
+
+
+cdef inline bint upright(const Grid* grid) noexcept nogil:
+    """Return whether all planes of an isotropic atom have the same curves."""
+    return grid.metric[3] == 0 and grid.metric[5] == 0
 
 
 cdef inline void set_plane(
-    const Grid* grid, const Atom* atom, const double* numbers, Py_ssize_t G, Py_ssize_t x,
-    double scale, bint first, Py_ssize_t most, Py_ssize_t pitch, real* weights, real* curves,
-    real* middle, real* along_x,
+    const Grid* grid, const Atom* atom, const double* numbers, Py_ssize_t G, const Disc* disc,
+    Py_ssize_t x, double share, bint first, Py_ssize_t most, Py_ssize_t pitch, real* weights,
+    real* along_z, real* along_x, real* scales,
 ) noexcept nogil:
-    """Do the same as `set_curves`; at right angles, reuse the factors that planes of an atom share."""
-    cdef Py_ssize_t g, r, plane = x - atom.low[0]
-    if grid.metric[3] != 0 or grid.metric[5] != 0:
-        set_curves(atom, numbers, G, x - atom.at[0], scale, most, pitch, weights, curves)
+    """Write factors of a disc's Gaussians: for rows, along z, and of all; reuse what planes share."""
+    cdef Py_ssize_t g
+    cdef const double* form = grid.metric
+    cdef const double* rates = numbers + G
+    if not upright(grid):
+        curves(
+            weights + disc.row, most, disc.rows, G, -disc.centre, disc.square / disc.zz,
+            disc.yy / disc.zz, numbers, rates,
+        )
+        curves(
+            along_z + disc.column, pitch, disc.columns, G, disc.from_z, 0, 1, <const double*>NULL,
+            rates,
+        )
+        for g in range(G):
+            scales[g] = <real>share
         return
     if first:
-        set_curves(atom, numbers, G, 0, scale, most, pitch, middle, curves)
-        for g in range(G):
-            curve(
-                along_x + g * most, atom.high[0] - atom.low[0] + 1, atom.low[0] - atom.at[0],
-                0, numbers[2 * G + g], 1,
-            )
+        curves(
+            weights, most, atom.high[1] - atom.low[1] + 1, G, atom.low[1] - atom.at[1], 0,
+            form[4] / form[1], numbers, rates,
+        )
+        curves(
+            along_z, pitch, atom.high[2] - atom.low[2] + 1, G, atom.low[2] - atom.at[2], 0, 1,
+            <const double*>NULL, rates,
+        )
+        curves(
+            along_x, most, atom.high[0] - atom.low[0] + 1, G, atom.low[0] - atom.at[0], 0,
+            form[2] / form[1], <const double*>NULL, rates,
+        )
     for g in range(G):
-        for r in range(atom.high[1] - atom.low[1] + 1):
-            weights[g * most + r] = along_x[g * most + plane] * middle[g * most + r]
+        scales[g] = <real>share * along_x[g * most + x - atom.low[0]]
 
 
-cdef inline void add_plane(
-    real* plane, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y, Py_ssize_t rows, const double* first,
-    const double* length, Py_ssize_t low, Py_ssize_t G, const real* weights, Py_ssize_t most,
-    const real* curves, Py_ssize_t pitch,
+cdef void draw_separable(
+    const Grid* grid, Py_ssize_t low, Py_ssize_t high, const Atom* atom, const double* numbers,
+    const real* change, double share, Py_ssize_t G, real* out, real* scratch, double* extents,
+    Py_ssize_t most, Py_ssize_t pitch,
 ) noexcept nogil:
-    if real is float:
-        add_plane_float(
-            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch
+    """Add an isotropic atom to planes low to high, if its factors are curves."""
+    # Of a product's change, one part is of rows, and one part is along z.
+    cdef Py_ssize_t products = G if change == NULL else 2 * G
+    cdef Py_ssize_t x, plane, g
+    cdef real* weights = scratch
+    cdef real* along_z = weights + products * most
+    cdef real* along_x = along_z + products * pitch
+    cdef real* scales = along_x + G * most
+    cdef real* plain = along_z + (products - G) * pitch
+    cdef Disc disc
+    cdef bint fresh = True
+    for x in range(atom.low[0], atom.high[0] + 1):
+        plane = wrapped(x - grid.start, grid.nx)
+        if plane < low or plane >= high:
+            continue
+        if fresh:
+            find_discs(grid, atom, extents, most)
+        if not set_disc(grid, atom, x, extents, most, &disc, out):
+            continue
+        set_plane(
+            grid, atom, numbers, G, &disc, x, share, fresh, most, pitch, weights, plain, along_x,
+            scales,
         )
-    else:
-        add_plane_double(
-            plane, ny, nz, y, rows, first, length, low, G, weights, most, curves, pitch
-        )
+        fresh = False
+        for g in range(products - G):
+            scales[G + g] = scales[g]
+            change_product(
+                grid, &disc, change + CHANGE * g, weights + g * most + disc.row,
+                plain + g * pitch + disc.column, weights + (G + g) * most + disc.row,
+                along_z + g * pitch + disc.column,
+            )
+        if real is float:
+            draw_float(
+                out + plane * grid.ny * grid.nz, &disc, products, weights + disc.row, most,
+                along_z + disc.column, pitch, scales,
+            )
+        else:
+            draw_double(
+                out + plane * grid.ny * grid.nz, &disc, products, weights + disc.row, most,
+                along_z + disc.column, pitch, scales,
+            )
 
 
 cdef void some_planes(
@@ -790,21 +1002,13 @@ cdef void some_planes(
     cdef double dx
     cdef real share
     cdef real* values = scratch
-    cdef real* squares = values + pitch
-    cdef real* q = squares + most
+    cdef real* q = values + pitch
     cdef real* t = q + G
     cdef real* d = NULL
     cdef real* c = t + 4 * G
     cdef real* norm = c + G
     cdef double at[3]
-    # Of a product's change, one part is of rows, and one part is along z.
-    cdef Py_ssize_t products = G if changes == NULL else 2 * G
-    cdef real* weights = q
-    cdef real* curves = weights + products * most
-    cdef real* middle = curves + products * pitch
-    cdef real* along_x = middle + G * most
     cdef real* to
-    cdef bint fresh
     memset(out + low * grid.ny * grid.nz, 0, (high - low) * grid.ny * grid.nz * sizeof(real))
     for n in range(count):
         atom = atoms + listed[n]
@@ -813,33 +1017,20 @@ cdef void some_planes(
         if changes != NULL:
             change = changes + listed[n] * CHANGE * G
             d = t + G
-        for g in range(0 if separable else G):
+        if separable:
+            draw_separable(
+                grid, low, high, atom, own, change, share, G, out, scratch, extents, most, pitch
+            )
+            continue
+        for g in range(G):
             norm[g], c[g] = <real>own[g], <real>own[G + g]
-        fresh = True
         for x in range(atom.low[0], atom.high[0] + 1):
             plane = wrapped(x - grid.start, grid.nx)
             if plane < low or plane >= high:
                 continue
             dx = x - atom.at[0]
-            if separable:
-                set_plane(
-                    grid, atom, own, G, x, share, fresh, most, pitch, weights,
-                    curves + (products - G) * pitch, middle, along_x,
-                )
-                fresh = False
-            rows = rows_inside(grid, atom, dx, extents, extents + most, squares)
-            if separable:
-                for g in range(products - G):
-                    change_product(
-                        grid, atom, change + CHANGE * g, dx, squares, weights + g * most,
-                        curves + (G + g) * pitch, weights + (G + g) * most, curves + g * pitch,
-                    )
-                add_plane(
-                    out + plane * grid.ny * grid.nz, grid.ny, grid.nz,
-                    wrapped(atom.low[1], grid.ny), rows, extents, extents + most, atom.low[2],
-                    products, weights, most, curves, pitch,
-                )
-                continue
+            rows = rows_inside(grid, atom, dx, extents, extents + most)
+            set_rows(own, G, dx, extents + 2 * most)
             for r in range(rows):
                 y = atom.low[1] + r
                 first = <Py_ssize_t>extents[r]
@@ -848,7 +1039,9 @@ cdef void some_planes(
                     continue
                 to = out + (plane * grid.ny + wrapped(y, grid.ny)) * grid.nz
                 z = wrapped(first, grid.nz)
-                set_row(own, G, dx, y - atom.at[1], first - atom.at[2], q, t)
+                set_row(
+                    own, extents + 2 * most, G, y - atom.at[1], first - atom.at[2], q, t
+                )
                 in_frame(grid.edges, dx, y - atom.at[1], first - atom.at[2], at)
                 if changes != NULL:
                     set_changes(change, G, at[0], at[1], d)
@@ -882,30 +1075,18 @@ cdef inline void read_row(
         z = 0
 
 
-cdef inline void read_plane(
-    const real* plane, const real* end, Py_ssize_t ny, Py_ssize_t nz, Py_ssize_t y,
-    Py_ssize_t rows, const double* first, const double* length, Py_ssize_t low, Py_ssize_t n,
-    real* values, Py_ssize_t pitch,
-) noexcept nogil:
-    if real is float:
-        read_plane_float(plane, end, ny, nz, y, rows, first, length, low, n, values, pitch)
-    else:
-        read_plane_double(plane, end, ny, nz, y, rows, first, length, low, n, values, pitch)
-
-
 cdef inline void contract(
-    Py_ssize_t rows, const real* values, Py_ssize_t pitch, const real* weights, const real* y,
-    const real* square, const real* curve, const real* bent, Py_ssize_t n, double x, double start,
-    double c, real* by_y, real* sums, real* more,
+    const real* plane, const Disc* disc, Py_ssize_t G, const real* weights, Py_ssize_t most,
+    const real* along_z, const real* bent, Py_ssize_t pitch, const real* scales, real* sums,
+    real* more, Py_ssize_t distance,
 ) noexcept nogil:
     if real is float:
         contract_float(
-            rows, values, pitch, weights, y, square, curve, bent, n, <float>x, <float>start,
-            <float>c, by_y, sums, more,
+            plane, disc, G, weights, most, along_z, bent, pitch, scales, sums, more, distance
         )
     else:
         contract_double(
-            rows, values, pitch, weights, y, square, curve, bent, n, x, start, c, by_y, sums, more
+            plane, disc, G, weights, most, along_z, bent, pitch, scales, sums, more, distance
         )
 
 
@@ -915,87 +1096,70 @@ cdef void contract_separable(
     double* moments,
 ) noexcept nogil:
     """Write the moments of an isotropic atom if its factors are curves."""
-    cdef Py_ssize_t x, plane, g, r, rows, begin, stop, low, n, first
-    cdef Py_ssize_t lanes = 64 // <Py_ssize_t>sizeof(real)
-    cdef double left, half, centre
-    cdef const double* form = grid.metric
-    cdef const real* end = cotangent + grid.planes * grid.ny * grid.nz
+    cdef Py_ssize_t x, g, r, plane
+    cdef Py_ssize_t lanes = 64 // <Py_ssize_t>sizeof(real), distance = MOMENTS // 2 * lanes
+    cdef const real* here
+    cdef const real* other
     cdef int i, part
-    cdef double dx, start
     cdef real* weights = scratch
-    cdef real* curves = weights + G * most
-    cdef real* ys = curves + G * pitch
-    cdef real* squares = ys + most
-    cdef real* sums = squares + most
-    cdef real* middle = sums + MOMENTS // 2 * G * lanes
-    cdef real* along_x = middle + G * most
-    cdef real* by_y = along_x + G * most
-    cdef real* turned = by_y + 2 * most
-    cdef real* bent = turned + most
-    cdef real* values = bent + pitch
-    cdef real* own
+    cdef real* along_z = weights + 3 * G * most
+    cdef real* along_x = along_z + G * pitch
+    cdef real* sums = along_x + G * most
+    cdef real* turned = sums + G * distance
+    cdef real* bent = turned + 3 * G * most
+    cdef real* scales = bent + G * pitch
     cdef double s[5]
     cdef double* m
+    cdef Disc disc
     cdef bint fresh = True
-    memset(sums, 0, MOMENTS // 2 * G * lanes * sizeof(real))
-    rows = atom.high[1] - atom.low[1] + 1
-    for r in range(rows):
-        ys[r] = <real>(atom.low[1] + r - atom.at[1])
+    memset(sums, 0, G * distance * sizeof(real))
     for x in range(atom.low[0], atom.high[0] + 1):
         plane = wrapped(x - grid.start, grid.nx)
         if plane >= grid.planes:
             continue
-        dx = x - atom.at[0]
+        if fresh:
+            find_discs(grid, atom, extents, most)
+        if not set_disc(grid, atom, x, extents, most, &disc, cotangent):
+            continue
+        here = cotangent + plane * grid.ny * grid.nz
         set_plane(
-            grid, atom, numbers, G, x, 1, fresh, most, pitch, weights, curves, middle, along_x
+            grid, atom, numbers, G, &disc, x, 1, fresh, most, pitch, weights, along_z, along_x,
+            scales,
         )
-        fresh = False
-        rows_inside(grid, atom, dx, extents, extents + most, squares)
-        # Only rows that meet the sphere, and the voxels between their ends, or one more.
-        left = atom.square - (form[2] - form[3] * form[3] / form[4]) * dx * dx
-        if left < 0:
-            continue
-        half = sqrt(left / form[4]) + 1e-6
-        centre = atom.at[1] - form[3] / form[4] * dx
-        begin = max(<Py_ssize_t>ceil(centre - half) - atom.low[1], 0)
-        stop = min(<Py_ssize_t>floor(centre + half) - atom.low[1] + 1, rows)
-        half = sqrt(left / form[1]) + 1e-6
-        centre = atom.at[2] - form[5] * dx
-        low = max(<Py_ssize_t>ceil(centre - half), atom.low[2])
-        n = min(<Py_ssize_t>floor(centre + half), atom.high[2]) - low + 1
-        if begin >= stop or n <= 0:
-            continue
-        first, start = low - atom.low[2], low - atom.at[2] + dx * form[5]
-        read_plane(
-            cotangent + plane * grid.ny * grid.nz, end, grid.ny, grid.nz,
-            wrapped(atom.low[1] + begin, grid.ny), stop - begin, extents + begin,
-            extents + most + begin, low, n, values, pitch,
-        )
-        for g in range(G):
-            own = sums + MOMENTS // 2 * g * lanes
-            if change != NULL:
-                change_product(
-                    grid, atom, change + CHANGE * g, dx, squares, weights + g * most,
-                    curves + g * pitch, turned, bent,
-                )
-                contract(
-                    stop - begin, values, pitch, turned + begin, ys + begin, squares + begin,
-                    curves + g * pitch + first, <const real*>NULL, n, dx, start, form[1], by_y,
-                    own + 5 * lanes, own,
-                )
-            contract(
-                stop - begin, values, pitch, weights + g * most + begin, ys + begin,
-                squares + begin, curves + g * pitch + first,
-                <const real*>NULL if change == NULL else bent + first, n, dx, start, form[1],
-                by_y, own, own + 5 * lanes,
+        if not upright(grid):
+            set_tables(
+                weights + disc.row, most, disc.rows, G, disc.from_y, disc.centre, disc.yy
             )
+        elif fresh:
+            set_tables(
+                weights, most, atom.high[1] - atom.low[1] + 1, G, atom.low[1] - atom.at[1],
+                atom.at[1] - atom.low[1], disc.yy,
+            )
+        fresh = False
+        other = NULL
+        if change != NULL:
+            other = bent
+            for g in range(G):
+                change_product(
+                    grid, &disc, change + CHANGE * g, weights + g * most + disc.row,
+                    along_z + g * pitch + disc.column, turned + g * most, bent + g * pitch,
+                )
+            set_tables(turned, most, disc.rows, G, disc.from_y, disc.centre, disc.yy)
+            contract(
+                here, &disc, G, turned, most, along_z + disc.column, <const real*>NULL, pitch,
+                scales, sums + 5 * lanes, sums, distance,
+            )
+        contract(
+            here, &disc, G, weights + disc.row, most, along_z + disc.column, other, pitch, scales,
+            sums, sums + 5 * lanes, distance,
+        )
     for g in range(G):
         for part in range(1 if change == NULL else 2):
             # 1, x, y, z and |w|², with z relative to the point of the row nearest to the atom.
             for i in range(5):
                 s[i] = 0
                 for r in range(lanes):
-                    s[i] += sums[(MOMENTS // 2 * g + 5 * part + i) * lanes + r]
+                    s[i] += sums[g * distance + (5 * part + i) * lanes + r]
             s[3] -= grid.metric[5] * s[1]
             m = moments + MOMENTS * g + MOMENTS // 2 * part
             m[0] = s[0]
@@ -1036,7 +1200,8 @@ cdef void contract_rows(
         if plane >= grid.planes:
             continue
         dx = x - atom.at[0]
-        rows_inside(grid, atom, dx, extents, extents + most, zs)
+        rows_inside(grid, atom, dx, extents, extents + most)
+        set_rows(numbers, G, dx, extents + 2 * most)
         rows = 0
         for r in range(atom.high[1] - atom.low[1] + 1):
             y = atom.low[1] + r
@@ -1045,7 +1210,9 @@ cdef void contract_rows(
             length = <Py_ssize_t>extents[most + r]
             if length <= 0:
                 continue
-            set_row(numbers, G, dx, dy, first - atom.at[2], q + rows * G, t + rows * G)
+            set_row(
+                numbers, extents + 2 * most, G, dy, first - atom.at[2], q + rows * G, t + rows * G
+            )
             in_frame(grid.edges, dx, dy, first - atom.at[2], at)
             if change != NULL:
                 set_changes(change, G, at[0], at[1], turned + 3 * rows * G)
@@ -1366,7 +1533,7 @@ cdef void some_slabs(
             set_up.atoms, set_up.numbers, set_up.separable,
             <const real*>set_up.occupancy, <const real*>set_up.changes, set_up.gaussians,
             <real*>call.out, <real*>own.numbers + thread * own.row,
-            own.extents + 2 * thread * own.most, own.most, own.pitch,
+            own.extents + thread * own.extents_row, own.most, own.pitch,
         )
 
 
@@ -1376,13 +1543,14 @@ cdef void some_pull_backs(
     cdef const SplatVjp* call = <const SplatVjp*>given
     cdef const SetUp* set_up = call.given
     cdef const Scratch* own = &call.scratch
-    cdef Py_ssize_t G = set_up.gaussians, n
+    cdef Py_ssize_t G = set_up.gaussians, i, n
     cdef const double* numbers
     cdef const real* change = NULL
     cdef real* scratch = <real*>own.numbers + thread * own.row
-    cdef double* extents = own.extents + 2 * thread * own.most
+    cdef double* extents = own.extents + thread * own.extents_row
     cdef double* moments = own.moments + thread * own.moments_row
-    for n in range(begin, end):
+    for i in range(begin, end):
+        n = call.order[i]
         numbers = set_up.numbers + NUMBERS * G * n
         if set_up.changes != NULL:
             change = <const real*>set_up.changes + CHANGE * G * n
@@ -1458,19 +1626,22 @@ cdef bytearray set_up(
 
 
 cdef bytearray scratch_of(
-    Scratch* scratch, Py_ssize_t row, Py_ssize_t item, int threads
+    Scratch* scratch, Py_ssize_t row, Py_ssize_t item, Py_ssize_t G, int threads
 ):
-    """Give every thread a row of numbers, and extents; all zeros.
+    """Give every thread a row of numbers, and extents and parts of rows, in whole lines of the cache.
 
-    Zeros, because lanes without a voxel are computed too, and old numbers there may be denormal, and
+    All are zeros, because lanes without a voxel are computed too, and old numbers there may be denormal, and
     slow.
     """
-    cdef Py_ssize_t extents = threads * 2 * scratch.most * sizeof(double)
-    cdef bytearray memory = room(extents + threads * row * item)
+    scratch.extents_row = 8 * scratch.most + padded(3 * G)
+    cdef Py_ssize_t extents = threads * scratch.extents_row * sizeof(double)
+    scratch.row = padded(row)
+    cdef bytearray memory = room(extents + threads * scratch.row * item + 64)
     memset(of(memory), 0, len(memory))
-    scratch.extents = <double*>of(memory)
-    scratch.numbers = of(memory) + extents
-    scratch.row = row
+    cdef char* begin = <char*>of(memory)
+    begin += -<Py_ssize_t>begin & 63
+    scratch.extents = <double*>begin
+    scratch.numbers = begin + extents
     return memory
 
 
@@ -1524,6 +1695,34 @@ cdef void list_atoms(
                 at[s] += 1
 
 
+cdef inline Py_ssize_t columns(Py_ssize_t size) noexcept nogil:
+    """Return the number of voxels along an axis for which atoms are sorted together."""
+    return 8 + size // COLUMNS
+
+
+cdef void sort_atoms(const SetUp* call, long long* order) noexcept nogil:
+    """Order atoms by columns of the grid along z: neighbours find the map in the cache."""
+    cdef long long at[(COLUMNS + 1) * (COLUMNS + 1) + 1]
+    cdef Py_ssize_t n, key, wide = columns(call.grid.nx), deep = columns(call.grid.ny)
+    cdef Py_ssize_t rows = call.grid.ny // deep + 1, keys = (call.grid.nx // wide + 1) * rows
+    cdef const Atom* atom
+    cdef int part
+    memset(at, 0, (keys + 1) * sizeof(long long))
+    for part in range(2):
+        for n in range(call.count):
+            atom = call.atoms + n
+            key = 0
+            if atom.usable:
+                key = <Py_ssize_t>atom.at[0] // wide * rows + <Py_ssize_t>atom.at[1] // deep
+            if part == 0:
+                at[key + 1] += 1
+            else:
+                order[at[key]] = n
+                at[key] += 1
+        for key in range(keys if part == 0 else 0):
+            at[key + 1] += at[key]
+
+
 def splat(
     # IN: the grid's shape with the map's first plane and number of planes; a lattice, of float64; b (N,)
     # or (N, 6); and of float64 (N, G), (N, G), (N,); and None, or tangents of the five arrays of atoms,
@@ -1554,7 +1753,8 @@ def splat(
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
     cdef Py_ssize_t products = G if tangents is None else 2 * G
-    cdef Py_ssize_t slab = (given.grid.planes + SLABS - 1) // SLABS
+    cdef Py_ssize_t most_slabs = min(SLABS, SHARED * threads)
+    cdef Py_ssize_t slab = (given.grid.planes + most_slabs - 1) // most_slabs
     cdef Py_ssize_t slabs = (given.grid.planes + slab - 1) // slab
     cdef long long pointers[SLABS + 1]
     with nogil:
@@ -1562,7 +1762,7 @@ def splat(
     cdef bytearray lists = room(pointers[slabs] * sizeof(long long))
     cdef long long* listed = <long long*>of(lists)
     cdef bytearray own = scratch_of(
-        scratch, pitch + most + 2 * G * most + products * (most + pitch), sizeof(real), threads
+        scratch, pitch + (G + 2) * most + products * (most + pitch + 1), sizeof(real), G, threads
     )
     call.given = &given
     call.listed = listed
@@ -1608,8 +1808,9 @@ def splat_vjp(
     )
     cdef Py_ssize_t G = given.gaussians, most = scratch.most, pitch = scratch.pitch
     cdef bytearray own = scratch_of(
-        scratch, most * (5 * G + 5 + pitch) + (G + 1) * pitch + MOMENTS // 2 * G * LANES,
-        sizeof(real), threads,
+        scratch,
+        most * (7 * G + 2 + pitch) + (2 * G + 1) * pitch + G * (MOMENTS // 2 * LANES + 1),
+        sizeof(real), G, threads,
     )
     cdef bytearray lengths = room(threads * most * sizeof(Py_ssize_t))
     scratch.lengths = <Py_ssize_t*>of(lengths)
@@ -1618,7 +1819,10 @@ def splat_vjp(
     scratch.moments = <double*>of(moments)
     cdef bytearray unwanted = room(given.count * (4 + given.bs + 2 * G) * sizeof(real))
     cdef real* spare = <real*>of(unwanted)
+    cdef bytearray sorted_atoms = room(given.count * sizeof(long long))
+    cdef long long* order = <long long*>of(sorted_atoms)
     call.given = &given
+    call.order = order
     call.cotangent = &cotangent[0, 0, 0]
     call.on_xyz = &on_xyz[0, 0] if on_xyz is not None else spare
     spare += 3 * given.count
@@ -1630,4 +1834,5 @@ def splat_vjp(
     spare += G * given.count
     call.on_widths = &on_widths[0, 0] if on_widths is not None else spare
     with nogil:
+        sort_atoms(&given, order)
         in_shares(<Share>some_pull_backs[real], &call, given.count, threads)

@@ -360,6 +360,56 @@ def test_a_voxel_at_the_very_end_of_the_radius_is_inside(place, dtype, whole):
     same(evaluate(place, p) > 0, inside)
 
 
+# Cells for kernels with curves for an atom, for a plane, or none.
+BORDERS = {
+    "right-angled": np.diag([30.0, 31.0, 32.0]),
+    "with b and c at right angles": np.array([[30.0, 0, 0], [7.0, 31.0, 0], [-5.0, 0, 32.0]]),
+    "oblique": np.array([[30.0, 4.0, -3.0], [0, 31.0, 6.0], [0, 0, 32.0]]),
+}
+
+
+@functools.cache
+def at_borders(name):
+    """Return atoms, each alone, whose spheres end within 1e-7 of a voxel, and squares (N, V).
+
+    Squares are of v - x, over squared radii with the share by which they may be larger.
+    """
+    cell, shape, rng = BORDERS[name], (37, 38, 39), np.random.default_rng(0)
+    corners = np.stack(np.meshgrid(*[np.arange(3) / 3] * 3, indexing="ij"), -1).reshape(-1, 3)
+    images = rng.integers(-2, 3, corners.shape)
+    xyz = ((corners + images + rng.uniform(0, 0.05, corners.shape)) @ cell.T).astype(np.float32)
+    voxels = np.stack(np.meshgrid(*[np.arange(n) / n for n in shape], indexing="ij"), -1)
+    apart = voxels.reshape(-1, 3) - np.linalg.solve(cell, xyz.T.astype(np.float64)).T[:, None]
+    square = (((apart - np.rint(apart)) @ cell.T) ** 2).sum(-1)
+    chosen = [rng.choice(row[(row > 9.0) & (row < 16.0)]) for row in square]
+    # Rounding puts the voxel on either side.
+    radius = np.sqrt(np.array(chosen) / (1 + density.SLACK)).astype(np.float32)
+    square /= radius.astype(np.float64)[:, None] ** 2 * (1 + density.SLACK)
+    ones = np.ones(len(xyz), np.float32)
+    atoms = xyz, 20 * ones, ones, ones[:, None], 60 * ones[:, None]
+    return Problem(*atoms, radius, cell, shape, None), square
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_spheres_end_where_they_do_in_float64(quick, name):
+    """Squares in float32 would take every third of these voxels for the wrong side."""
+    p, square = at_borders(name)
+    inside = square <= 1
+    near = inside & (square > 1 - 1e-6)
+    assert 5 < near.any(1).sum() < len(p.xyz) - 5
+    for dtype in ("float32", "float64"):
+        cast = Problem(*(a.astype(dtype) for a in p[:6]), p.cell, p.shape, None)
+        same(evaluate(quick, cast) != 0, inside.any(0).reshape(p.shape))
+        # Beyond all spheres no gradient meets a voxel; at their ends it meets each.
+        beyond, ends = (
+            solve(quick, cast._replace(cotangent=g.reshape(p.shape).astype(dtype)))[3]
+            for g in (~inside.any(0), near.any(0))
+        )
+        same(beyond, np.zeros_like(beyond))
+        values = (np.pi / 20) ** 1.5 * np.exp(-(np.pi**2) / 20 * p.radius.astype(float) ** 2)
+        np.testing.assert_allclose(ends, near.sum(1) * values, rtol=1e-4)
+
+
 def test_no_radius_reaches_a_voxel_that_is_met(quick):
     p = Problem(
         np.array([[1.0, 2.0, 3.0], [4.2, 1.1, 1.1]]),
