@@ -31,7 +31,13 @@ cdef extern from *:
     #define INLINE static inline __attribute__((always_inline))
     /* One copy: it rounds alike for all that call it, and has the registers to itself. */
     #define FUNCTION static __attribute__((noinline, noclone))
+    #if defined(__AVX512F__)
     #define BYTES 64
+    #elif defined(__AVX__)
+    #define BYTES 32
+    #else
+    #define BYTES 16
+    #endif
     #define LANES_OF(real) ((Py_ssize_t)(BYTES / sizeof(real)))
     #define VECTOR(type) __attribute__((vector_size(BYTES), aligned(sizeof(type)), may_alias))
     #define MASK(integer, condition) ((integer)(condition))
