@@ -7,6 +7,7 @@ is newer than itself as one of 2013, and has no products of bfloat16.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,9 @@ def assign(target: np.ndarray, values: np.ndarray) -> None:
 class ByNumpy:
     """Products by NumPy."""
 
+    #: Whether a product that is returned takes less time than one that fills an array.
+    allocates = False
+
     @staticmethod
     def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Fill `out`, whose rows may lie apart, with a product, or return it."""
@@ -50,6 +54,11 @@ class ByNumpy:
         np.matmul(a, b, out=out)
 
     @staticmethod
+    def close(a: np.ndarray) -> np.ndarray:
+        """Return a matrix as products like it: without gaps between its rows, if they need that."""
+        return a
+
+    @staticmethod
     def alone() -> contextlib.AbstractContextManager[Any]:
         """Return a context in which products start no threads."""
         return contextlib.nullcontext()
@@ -58,19 +67,41 @@ class ByNumpy:
 class InFloat32(ByNumpy):
     """Products of float32 by oneDNN."""
 
+    allocates = True
+
     @staticmethod
     def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         if not (a.size and b.size):
             # oneDNN refuses empty matrices.
             return ByNumpy.dot(a, b, out)
         torch = sys.modules["torch"]
+        a, b = InFloat32.close(a), InFloat32.close(b)
+        # A transposed first factor is slow: the transpose of the result has none.
+        turned = not a.flags.c_contiguous and (b.flags.f_contiguous or 4 * b.size <= a.size)
+        if turned:
+            a, b = np.ascontiguousarray(b.T), a.T
         found = torch.ops.mkldnn._linear_pointwise(
             torch.from_numpy(a), torch.from_numpy(b.T), None, "none", [], ""
-        ).numpy()
+        )
+        if turned:
+            found = found.t()
         if out is None:
-            return found
-        out[...] = found
+            return found.contiguous().numpy()
+        torch.from_numpy(out).copy_(found)
         return out
+
+    @staticmethod
+    def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        if math.prod(out.shape[-2:]) * a.shape[-1] < _LARGE:
+            ByNumpy.matmul(a, b, out)
+            return
+        for at in np.ndindex(out.shape[:-2]):
+            InFloat32.dot(a[at], b[at], out[at])
+
+    @staticmethod
+    def close(a: np.ndarray) -> np.ndarray:
+        # With gaps oneDNN may multiply by its slow reference.
+        return a if a.flags.forc else np.ascontiguousarray(a)
 
     @staticmethod
     def alone() -> contextlib.AbstractContextManager[Any]:
@@ -102,6 +133,8 @@ class InBfloat16(ByNumpy):
         return openmp_on_one_thread()
 
 
+#: The multiplications of one of many products from which on oneDNN is faster than NumPy.
+_LARGE = 1 << 21
 #: The multiplications of a projection from which on oneDNN is faster, its call counted in.
 _WORTH = 1 << 22
 
