@@ -4,7 +4,9 @@ Blocks of positions go from x, through one product with projections and gates st
 (channels first), the factors of the products over triangles; and from planes of o to the output.
 Intermediate results of a block stay in the cache. Threads share blocks and channels, and sums over
 positions have a partial sum for each of a fixed number of groups of blocks, so the thread count
-changes no bit. A small update is a single block and takes the same steps without loops.
+changes no bit. If memory isn't limited, the backward keeps projections and logits of all channels,
+whose cotangents take their place; or else it computes them twice. A small update is a single block
+and takes the same steps without loops.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ KERNELS = (
 )
 
 # Positions of a block, and the fewest if memory is short: products want many, the cache few.
-_BLOCK, _FEW = 1024, 64
-# Numbers of planes of cotangents that are computed at once, unless memory is short.
+_BLOCK, _FEW = 1536, 64
+# Numbers of a side's planes whose cotangents are computed at once, unless memory is short.
 _PLANES = 1 << 17
 # Lines and columns of a tile of o, terms of its products in a strip, and the least of both. Small
 # strips cost little, small tiles much: left and right are computed again for every row and column
@@ -44,12 +46,10 @@ _PLANES = 1 << 17
 _TILE, _STRIP, _SMALLEST = 64, 16, 16
 # Channels of a part of the backward, which repeats the steps after the products for each part.
 _CHANNELS = 4
-# The most groups of blocks; a group has one partial sum.
+# The most groups of blocks, and of channels; a group has one partial sum.
 _GROUPS = 16
 # Multiplications that are worth waking a thread for.
 _GRAIN = 1 << 20
-
-_FLOAT64 = np.dtype(np.float64)
 
 
 class _Room(dict):
@@ -103,7 +103,7 @@ class _Parts(NamedTuple):
     # Positions of a block, and the threads that memory allows, or None for any number.
     block: int
     threads: int | None
-    # Groups of blocks; a group has one partial sum.
+    # Groups of blocks, and of channels; a group has one partial sum.
     groups: int
     # If the limit allows small parts only: a limit that allows parts of a sensible size.
     enough: int | None
@@ -162,7 +162,7 @@ def _forward_parts(shape: _Shape, own: bool) -> _Parts:
 
     return _divide(
         shape,
-        C + max(C, D) + max(4 * H, H + gates),
+        2 * C + max(4 * H, 2 * D + H + gates),
         (shape.B, N, N, N),
         need,
         (1, N, N, _TILE),
@@ -181,8 +181,8 @@ def _backward_parts(shape: _Shape, own: bool, own_dx: bool) -> _Parts:
         at_once = -(-c // 2)
         return N**2 * (b * (c + 2 * at_once + C * own_dx + H * own) + min(at_once, threads))
 
-    ends = C + 3 * H + gates + max(D, H)
-    row = max(ends, 2 * C + 4 * H) + 2
+    ends = 2 * C + 3 * H + gates + max(2 * D, H)
+    row = max(ends, 3 * C + 4 * H) + 2
     sums = sum(map(math.prod, _sums_shapes(C, D, H, gates)))
     return _divide(shape, row, (B, H), need, (1, _CHANNELS), (1, 1), sums=sums)
 
@@ -206,8 +206,8 @@ class _Update:
             self.mask = np.ascontiguousarray(widened(a.mask)).reshape(B, N * N)
         # Projections before gates, left before right.
         self.w_in = np.concatenate((a.p_in_weight, a.g_in_weight)).reshape(2, 2, H, C)
-        self.p_in_bias = _given(a.p_in_bias, 2 * H, 0, dtype).reshape(2, H)
-        self.g_in_bias = _given(a.g_in_bias, 2 * H, 0, dtype).reshape(2, H)
+        biases = (_given(b, 2 * H, 0, dtype) for b in (a.p_in_bias, a.g_in_bias))
+        self.b_in = np.concatenate(tuple(biases)).reshape(2, 2, H)
         self.norm_in_weight = _given(a.norm_in_weight, C, 1, dtype)
         self.norm_in_bias = _given(a.norm_in_bias, C, 0, dtype)
         self.norm_out_weight = _given(a.norm_out_weight, H, 1, dtype)
@@ -229,24 +229,33 @@ class _Update:
         self.kernels.normalize_rows(x, self.norm_in_weight, self.norm_in_bias, self.eps, out)
         return out
 
-    def projected(self, room: _Room, xn: np.ndarray, sides: slice, h: slice) -> tuple[Any, ...]:
-        """Return projections and gates of some channels of a block, each with its biases."""
-        w = self.w_in[:, sides, h].reshape(-1, self.C)
-        both = self.dot(w, xn.T, room("projected", (len(w), len(xn)), self.dtype))
-        half = len(w) // 2
-        p_bias = np.ascontiguousarray(self.p_in_bias[sides, h]).reshape(-1)
-        g_bias = np.ascontiguousarray(self.g_in_bias[sides, h]).reshape(-1)
-        return both[:half], p_bias, both[half:], g_bias
+    def scratch(self, room: _Room, name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return a product that lasts for a block."""
+        if self.by.allocates:
+            return self.dot(a, b)
+        return self.dot(a, b, room(name, (len(a), b.shape[1]), self.dtype))
+
+    def weights(self, sides: slice, h: slice) -> np.ndarray:
+        """Return weights of projections and gates of some channels."""
+        return self.w_in[:, sides, h].reshape(-1, self.C)
+
+    def projected(
+        self, room: _Room, xn: np.ndarray, w: np.ndarray, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return projections and logits of a block, in planes."""
+        return self.scratch(room, "logits", w, xn.T) if out is None else self.dot(w, xn.T, out)
+
+    def of_sides(self, logits: np.ndarray, sides: slice, h: slice) -> tuple[np.ndarray, ...]:
+        """Return the arguments of a gate kernel for projections and logits of some channels."""
+        return logits[0], self.b_in[0, sides, h], logits[1], self.b_in[1, sides, h]
 
     def ended(self, room: _Room, xn: np.ndarray, o: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a block's normalized o, and its last gate."""
         on = room("on", (self.H, len(xn)), self.dtype)
         self.kernels.normalize_planes(o, self.norm_out_weight, self.norm_out_bias, self.eps, on)
         if self.gate == "output":
-            gates = self.dot(xn, self.g_out_weight.T, room("gates", (len(xn), self.D), self.dtype))
-        else:
-            gates = self.dot(self.g_out_weight, xn.T, room("gates", on.shape, self.dtype))
-        return on, gates
+            return on, self.scratch(room, "gates", xn, self.g_out_weight.T)
+        return on, self.scratch(room, "gates", self.g_out_weight, xn.T)
 
     def ones(self, on: np.ndarray) -> np.ndarray:
         """Return ones, one for every position of a block."""
@@ -255,7 +264,8 @@ class _Update:
     def gated(self, on: np.ndarray, gates: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the arguments of a gate kernel, with the normalized o as values."""
         no_bias = _constant(self.H, 0, self.real)
-        return on, no_bias, gates, self.g_out_bias, self.ones(on)
+        some = on, no_bias, gates, self.g_out_bias
+        return *(array[None] for array in some), self.ones(on)
 
     def end_block(self, room: _Room, xn: np.ndarray, o: np.ndarray, rows: np.ndarray) -> None:
         """Fill rows of the output from planes of o."""
@@ -280,8 +290,7 @@ class _Update:
     def halves(self, b: slice, h: slice) -> list[slice]:
         """Return channels to compute at once: all, or two halves if they take many bytes.
 
-        The second half normalizes x again. Cotangents of x by halves add up in memory, which would
-        round them in 16 bits.
+        The second half normalizes x again. All of 16 bits take as much as half of 32.
         """
         n = h.stop - h.start
         planes = 2 * n * (b.stop - b.start) * self.N**2 * self.dtype.itemsize
@@ -292,7 +301,11 @@ class _Update:
     def blocks(self, batch: int, size: int) -> list[tuple[slice, slice]]:
         """Return every block's members of the batch, and positions in their planes."""
         together = max(1, self.parts.block // max(size, 1))
-        step = self.parts.block if together == 1 else size
+        step = size
+        if together == 1:
+            # An even number of blocks of about the same size, for two threads.
+            count = 2 * -(-size // (2 * self.parts.block))
+            step = min(self.parts.block, _FEW * -(-size // (_FEW * count)))
         return [(b, p) for b in slices(batch, together) for p in slices(size, step)]
 
     def share(self, work: Callable[[int, int], None], items: int, grain: int) -> None:
@@ -347,13 +360,14 @@ class _Update:
 
         Lines are rows if the update is outgoing, and columns if it is incoming.
         """
-        x, mask = self.x[b], self.mask[b]
+        x, mask, w = self.x[b], self.mask[b], self.weights(sides, h)
         part = (i, k) if self.direction == "outgoing" else (k, i)
 
         def work(room: _Room, _: int, m: slice, p: slice) -> None:
             at = self.positions(*part, p)
             xn = self.normalized(room, x[m, at].reshape(-1, self.C))
-            given = self.projected(room, xn, sides, h)
+            logits = self.projected(room, xn, w).reshape(2, *out.shape[1:3], len(xn))
+            given = self.of_sides(logits, sides, h)
             self.kernels.gate_planes(*given, mask[m, at].ravel(), out[m, ..., p])
 
         self.over_blocks(len(x), out.shape[-1], None, work)
@@ -362,7 +376,7 @@ class _Update:
         """Return left and right of some channels, (B, 2, channels, positions)."""
         positions = (i.stop - i.start) * (k.stop - k.start)
         shape = b.stop - b.start, 2, h.stop - h.start, positions
-        out = self.room("sides", shape, self.dtype)
+        out = self.room("planes", shape, self.dtype)
         self.project(b, slice(2), h, i, k, out)
         return out
 
@@ -384,7 +398,7 @@ class _Update:
         else:
             shape = len(o), 1, o.shape[1]
             sizes = [(lines.stop - lines.start) * (k.stop - k.start) for lines in (i, j)]
-            both = self.room("sides", (math.prod(shape) * sum(sizes),), self.dtype)
+            both = self.room("planes", (math.prod(shape) * sum(sizes),), self.dtype)
             left, right = (
                 part.reshape(*shape, -1) for part in np.split(both, [math.prod(shape) * sizes[0]])
             )
@@ -434,22 +448,32 @@ class _Update:
             if out.out is not None:
                 self.end(b, i, j, o.reshape(members, H, -1), out.out)
 
-    def small_sides(self, xn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return left and right of a small update, and both as matrices."""
-        full = slice(0, self.N)
-        sides = self.room("sides", (self.B, 2, self.H, self.N**2), self.dtype)
-        given = self.projected(self.room, xn, slice(2), slice(0, self.H))
-        self.kernels.gate_planes(*given, self.mask.ravel(), sides)
-        matrices = self.matrices(sides, full, full)
-        return sides, matrices[:, 0], matrices[:, 1]
+    def small_logits(self, xn: np.ndarray) -> np.ndarray:
+        """Return projections and logits of a small update, (2, 2, H, positions)."""
+        w = self.weights(slice(2), slice(0, self.H))
+        return self.projected(self.room, xn, w).reshape(2, 2, self.H, len(xn))
+
+    def fill_sides(self, logits: np.ndarray, mask: np.ndarray, h: slice, sides: np.ndarray) -> None:
+        """Fill left and right of some channels, (B, 2, channels, positions), from their logits."""
+        self.kernels.gate_planes(*self.of_sides(logits, slice(2), h), mask.ravel(), sides)
+
+    def fill_small(self, logits: np.ndarray, mask: np.ndarray, o: np.ndarray) -> None:
+        """Fill o (B, H, N, N) of a small update."""
+        B, H, N = self.B, self.H, self.N
+        sides = self.room("sides", (B, 2, H, N**2), self.dtype)
+        self.fill_sides(logits, mask, slice(0, H), sides)
+        left, right = sides.reshape(B, 2, H, N, N).swapaxes(0, 1)
+        if self.direction == "outgoing":
+            self.by.matmul(left, right.swapaxes(-1, -2), o)
+        else:
+            self.by.matmul(left.swapaxes(-1, -2), right, o)
 
     def fill_in_one_block(self, out: Any) -> None:
         """Fill the outputs of a small update, without loops."""
         room, B, H, N = self.room, self.B, self.H, self.N
         xn = self.normalized(room, self.x.reshape(-1, self.C))
-        _, left, right = self.small_sides(xn)
         o = room("o", (B, H, N, N), self.dtype) if out.hidden is None else out.hidden
-        self.by.matmul(left, right.swapaxes(-1, -2), o)
+        self.fill_small(self.small_logits(xn), np.ascontiguousarray(self.mask), o)
         if out.out is not None:
             rows = out.out.reshape(-1, self.D)
             self.end_block(room, xn, o.reshape(B, H, N * N), rows)
@@ -536,21 +560,19 @@ class _Gradients(_Update):
         if not first:
             gate, norm = np.zeros_like(gate), np.zeros_like(norm)
         on, gates = self.ended(room, xn, o)
-        don = room("don", on.shape, self.dtype)
         if output:
-            dp, end = room("values", dout.shape, self.dtype), on.T
-            self.dot(end, self.p_out_weight.T, dp)
+            end = on.T
+            dp = self.scratch(room, "values", end, self.p_out_weight.T)
             gated = dp, self.p_out_bias, gates, self.g_out_bias
             self.kernels.gate_rows_back(dout, *gated, gate)
             dgates = gates
-            self.dot(self.p_out_weight.T, dp.T, don)
+            don = self.scratch(room, "don", self.p_out_weight.T, dp.T)
         else:
             dp, end = dout, room("values", on.shape, self.dtype)
             gated = self.gated(on, gates)
             self.kernels.gate_planes(*gated, end[None, None])
-            self.dot(self.p_out_weight.T, dp.T, don)
-            unused = room("dmask", (len(dout),), _FLOAT64)
-            self.kernels.gate_planes_back(don[None, None], *gated, unused, gate[:, None])
+            don = self.scratch(room, "don", self.p_out_weight.T, dp.T)
+            self.kernels.gate_planes_back(don[None, None], *gated, np.empty(0), gate[:, None])
             don, dgates, end = on, gates.T, end.T
         if first:
             _add(self.sums.p_out[g], self.dot(dp.T, end))
@@ -563,15 +585,35 @@ class _Gradients(_Update):
         )
 
     def products_back_block(
-        self, room: _Room, left: np.ndarray, right: np.ndarray, do: np.ndarray
+        self, left: np.ndarray, right: np.ndarray, do: np.ndarray, dleft: np.ndarray
     ) -> None:
-        """Overwrite matrices of left and right with their cotangents."""
-        full = slice(0, self.N)
-        spare = room("spare", (*left.shape[:-2], self.N**2), self.dtype)
-        spare = self.matrices(spare, full, full)
-        self.by.matmul(do, right, spare)
-        self.by.matmul(do.swapaxes(-1, -2), left, right)
-        left[...] = spare
+        """Fill the cotangent of left, and overwrite right with its cotangent."""
+        if self.direction == "outgoing":
+            self.by.matmul(do, right, dleft)
+            self.by.matmul(do.swapaxes(-1, -2), left, right)
+        else:
+            self.by.matmul(right, do.swapaxes(-1, -2), dleft)
+            self.by.matmul(left, do, right)
+
+    def channels_back(
+        self,
+        room: _Room,
+        logits: np.ndarray,
+        mask: np.ndarray,
+        h: slice,
+        do: np.ndarray,
+        dmask: np.ndarray,
+    ) -> None:
+        """Overwrite projections and logits of some channels with their cotangents."""
+        planes = room("sides", (len(mask), 3, logits.shape[2], self.N**2), self.dtype)
+        self.fill_sides(logits, mask, h, planes[:, 1:])
+        matrices = planes.reshape(*planes.shape[:3], self.N, self.N)
+        dleft, left, right = matrices.swapaxes(0, 1)
+        self.products_back_block(left, right, do.reshape(left.shape), dleft)
+        # The cotangent of right is where right was.
+        given = self.of_sides(logits, slice(2), h)
+        sums = self.sums.b_in[0, :, :, h]
+        self.kernels.gate_planes_back(planes[:, ::2], *given, mask.ravel(), dmask, sums)
 
     def sides_back_block(
         self,
@@ -579,22 +621,14 @@ class _Gradients(_Update):
         g: int,
         rows: np.ndarray,
         xn: np.ndarray,
-        mask: np.ndarray,
         h: slice,
-        dsides: np.ndarray,
-        dmask: np.ndarray | None,
+        dlogits: np.ndarray,
         dx: np.ndarray,
     ) -> None:
-        """Pull the cotangents of left and right back; with the last channels, as far as x."""
-        given = self.projected(room, xn, slice(2), h)
-        sums = room("dmask", (len(rows),), _FLOAT64)
-        self.kernels.gate_planes_back(dsides, *given, mask, sums, self.sums.b_in[g, :, :, h])
-        if dmask is not None:
-            _add(dmask, sums.reshape(dmask.shape))
-        w = self.w_in[:, :, h].reshape(-1, self.C)
-        both = room("projected", (len(w), len(rows)), self.dtype)
-        _add(self.sums.w_in[g, :, :, h], self.dot(both, xn).reshape(2, 2, -1, self.C))
-        dxn = self.dot(both.T, w, room("dxn", xn.shape, self.dtype))
+        """Pull the cotangents of projections and logits back; with the last channels, to x."""
+        dlogits = self.by.close(dlogits)
+        _add(self.sums.w_in[g, :, :, h], self.dot(dlogits, xn).reshape(2, 2, -1, self.C))
+        dxn = self.scratch(room, "dxn", dlogits.T, self.weights(slice(2), h))
         if h.stop < self.H:
             _add(dx, dxn)
         else:
@@ -614,32 +648,79 @@ class _Gradients(_Update):
         self.over_blocks(len(x), self.N**2, self.groups, work)
         return do
 
-    def products_back(self, sides: np.ndarray, do: np.ndarray) -> None:
-        """Overwrite left and right (B, 2, channels, positions) with their cotangents."""
-        full = slice(0, self.N)
-        left, right = (self.matrices(sides[:, side], full, full) for side in (0, 1))
-        do = do.reshape(left.shape)
+    def logits(self, b: slice) -> np.ndarray:
+        """Return projections and logits, (2, 2, H, positions)."""
+        x, w = self.x[b], self.weights(slice(2), slice(0, self.H))
+        out = self.room("planes", (len(w), len(x) * self.N**2), self.dtype)
+
+        def work(room: _Room, _: int, m: slice, p: slice) -> None:
+            xn = self.normalized(room, x[m, p].reshape(-1, self.C))
+            self.projected(room, xn, w, out[:, self.flat(m, p)])
+
+        self.over_blocks(len(x), self.N**2, None, work)
+        return out.reshape(2, 2, self.H, out.shape[1])
+
+    def flat(self, m: slice, p: slice) -> slice:
+        """Return a block's positions among all of the batch."""
+        return slice(m.start * self.N**2 + p.start, (m.stop - 1) * self.N**2 + p.stop)
+
+    def logits_back(self, b: slice, logits: np.ndarray, do: np.ndarray) -> None:
+        """Overwrite projections and logits with their cotangents."""
+        mask, size, H = np.ascontiguousarray(self.mask[b]), self.N**2, self.H
+        # Channels share the mask: its cotangent has a partial sum for each group of them.
+        groups, step = min(H, _GROUPS), max(1, _PLANES // max(size, 1))
+        dmask = np.zeros((groups, len(mask), 0 if self.dmask is None else size))
 
         def work(low: int, high: int) -> None:
             room = _Room()
-            numbers = _BLOCK if self.limit else _PLANES
-            for b in range(len(left)):
-                for c in slices(high - low, max(1, numbers // max(self.N**2, 1))):
-                    some = (a[b, low:high][c] for a in (left, right, do))
-                    self.products_back_block(room, *some)
+            for g, m in itertools.product(range(low, high), range(len(mask))):
+                at, end = slice(m * size, (m + 1) * size), H * (g + 1) // groups
+                for start in range(H * g // groups, end, step):
+                    h = slice(start, min(start + step, end))
+                    of_m = mask[m : m + 1], h, do[m : m + 1, h], dmask[g, m]
+                    self.channels_back(room, logits[:, :, h, at], *of_m)
+
+        of_group = 1 + self.N**3 * len(mask) * H // groups
+        self.share(work, groups, max(1, _GRAIN // of_group))
+        if self.dmask is not None:
+            self.dmask[b] += dmask.sum(0)
+
+    def products_back(self, sides: np.ndarray, do: np.ndarray) -> None:
+        """Overwrite left and right (B, 2, channels, positions) with their cotangents."""
+        left, right = sides.reshape(*sides.shape[:3], self.N, self.N).swapaxes(0, 1)
+        do = do.reshape(left.shape)
+
+        def work(low: int, high: int) -> None:
+            spare = memory.empty((1, 1, self.N, self.N), self.dtype)
+            for b, c in itertools.product(range(len(left)), range(low, high)):
+                one = (slice(b, b + 1), slice(c, c + 1))
+                self.products_back_block(left[one], right[one], do[one], spare)
+                left[b, c] = spare[0, 0]
 
         self.over_channels(left.shape[1], work)
 
-    def sides_back(self, b: slice, h: slice, dsides: np.ndarray, dx: np.ndarray) -> None:
-        """Pull the cotangents of some channels of left and right back."""
-        x = self.x[b]
-        mask, dmask = self.mask[b], None if self.dmask is None else self.dmask[b]
+    def sides_back(
+        self, b: slice, h: slice, dx: np.ndarray, planes: np.ndarray, *, kept: bool
+    ) -> None:
+        """Pull cotangents of some channels back: of kept logits, or of left and right."""
+        x, mask, w = self.x[b], self.mask[b], self.weights(slice(2), h)
+        dmask = None if self.dmask is None else self.dmask[b]
+        shape = 2, 2, h.stop - h.start
 
         def work(room: _Room, g: int, m: slice, p: slice) -> None:
             rows, drows = (a[m, p].reshape(-1, self.C) for a in (x, dx))
             xn = self.normalized(room, rows)
-            some, dsome = mask[m, p].ravel(), None if dmask is None else dmask[m, p]
-            self.sides_back_block(room, g, rows, xn, some, h, dsides[m, ..., p], dsome, drows)
+            if kept:
+                dlogits = planes.reshape(len(w), planes.shape[3])[:, self.flat(m, p)]
+            else:
+                dlogits = self.projected(room, xn, w)
+                given = self.of_sides(dlogits.reshape(*shape, len(xn)), slice(2), h)
+                found = np.zeros(0 if dmask is None else len(xn))
+                last = mask[m, p].ravel(), found, self.sums.b_in[g, :, :, h]
+                self.kernels.gate_planes_back(planes[m, ..., p], *given, *last)
+                if dmask is not None:
+                    dmask[m, p] += found.reshape(dmask[m, p].shape)
+            self.sides_back_block(room, g, rows, xn, h, dlogits, drows)
 
         self.over_blocks(len(x), self.N**2, self.groups, work)
 
@@ -691,10 +772,15 @@ class _Gradients(_Update):
                 dx = out.dx.reshape(self.x.shape)[b]
             for h in channels:
                 do = self.end_back(b, h, o, dx)
-                for k in self.halves(b, h) if self.inner else ():
-                    sides = self.sides(b, k, full, full)
-                    self.products_back(sides, do[:, k.start - h.start : k.stop - h.start])
-                    self.sides_back(b, k, sides, dx)
+                if self.inner and not self.limit:
+                    logits = self.logits(b)
+                    self.logits_back(b, logits, do)
+                    self.sides_back(b, h, dx, logits, kept=True)
+                elif self.inner:
+                    for k in self.halves(b, h):
+                        sides = self.sides(b, k, full, full)
+                        self.products_back(sides, do[:, k.start - h.start : k.stop - h.start])
+                        self.sides_back(b, k, dx, sides, kept=False)
 
     def pull_in_one_block(self) -> None:
         """Pull the cotangent of a small update back, without loops."""
@@ -704,21 +790,24 @@ class _Gradients(_Update):
         rows = self.x.reshape(-1, C)
         dx = room("dx", rows.shape, self.dtype) if out.dx is None else out.dx.reshape(-1, C)
         xn = self.normalized(room, rows)
+        channels, mask = slice(0, H), np.ascontiguousarray(self.mask)
         if hidden is None or self.inner:
-            sides, left, right = self.small_sides(xn)
+            logits = self.small_logits(xn)
         if hidden is None:
             o = room("o", (B, H, N, N), self.dtype)
-            self.by.matmul(left, right.swapaxes(-1, -2), o)
+            self.fill_small(logits, mask, o)
         else:
             o = np.ascontiguousarray(hidden)
         do = room("do", (B, H, N * N), self.dtype)
         dout = self.dout.reshape(-1, self.D)
         self.end_back_block(room, 0, xn, o.reshape(do.shape), dout, dx, 0, do)
         if self.inner:
-            mask = self.mask.ravel()
-            dmask = None if self.dmask is None else self.dmask.reshape(-1)
-            self.products_back_block(room, left, right, do.reshape(left.shape))
-            self.sides_back_block(room, 0, rows, xn, mask, slice(0, H), sides, dmask, dx)
+            dmask = np.zeros(0 if self.dmask is None else mask.size)
+            self.channels_back(room, logits, mask, channels, do, dmask)
+            if self.dmask is not None:
+                self.dmask += dmask.reshape(self.dmask.shape)
+            dlogits = logits.reshape(4 * H, len(rows))
+            self.sides_back_block(room, 0, rows, xn, channels, dlogits, dx)
 
 
 def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:

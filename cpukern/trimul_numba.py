@@ -67,14 +67,16 @@ def normalize_planes(o, weight, bias, eps, out):
 
 @jit
 def gate_planes(values, value_bias, gates, gate_bias, mask, out):
-    batch, _, channels, size = out.shape
+    batch, sides, channels, size = out.shape
     for b in range(batch):
         where = slice(b * size, (b + 1) * size)
         m = mask[where]
-        for c in range(len(values)):
-            to, v, g = out[b, c // channels, c % channels], values[c, where], gates[c, where]
-            for p in range(size):
-                to[p] = (v[p] + value_bias[c]) * sigmoid(g[p] + gate_bias[c]) * m[p]
+        for side in range(sides):
+            for c in range(channels):
+                to, v, g = out[b, side, c], values[side, c, where], gates[side, c, where]
+                bv, bg = value_bias[side, c], gate_bias[side, c]
+                for p in range(size):
+                    to[p] = (v[p] + bv) * sigmoid(g[p] + bg) * m[p]
 
 
 @jit
@@ -99,25 +101,26 @@ def gate_rows_back(dout, values, value_bias, gates, gate_bias, sums):
 
 @jit
 def gate_planes_back(dout, values, value_bias, gates, gate_bias, mask, dmask, sums):
-    batch, _, channels, size = dout.shape
-    dmask[:] = 0
+    batch, sides, channels, size = dout.shape
     for b in range(batch):
         where = slice(b * size, (b + 1) * size)
         m, dm = mask[where], dmask[where]
-        for c in range(len(values)):
-            by = dout[b, c // channels, c % channels]
-            v, g = values[c, where], gates[c, where]
-            dvalue = dgate = 0.0
-            for p in range(size):
-                s = sigmoid(g[p] + gate_bias[c])
-                ds = by[p] * (v[p] + value_bias[c])
-                dm[p] += ds * s
-                v[p] = by[p] * m[p] * s
-                g[p] = ds * m[p] * s * (1 - s)
-                dvalue += v[p]
-                dgate += g[p]
-            sums[0, c // channels, c % channels] += dvalue
-            sums[1, c // channels, c % channels] += dgate
+        for side in range(sides):
+            for c in range(channels):
+                by, v, g = dout[b, side, c], values[side, c, where], gates[side, c, where]
+                bv, bg = value_bias[side, c], gate_bias[side, c]
+                dvalue = dgate = 0.0
+                for p in range(size):
+                    s = sigmoid(g[p] + bg)
+                    ds = by[p] * (v[p] + bv)
+                    if len(dm):
+                        dm[p] += ds * s
+                    v[p] = by[p] * m[p] * s
+                    g[p] = ds * m[p] * s * (1 - s)
+                    dvalue += v[p]
+                    dgate += g[p]
+                sums[0, side, c] += dvalue
+                sums[1, side, c] += dgate
 
 
 @jit

@@ -179,40 +179,65 @@ def test_temporaries_stay_below_the_limit(backend, most, monkeypatch, gate, dire
 
 
 @pytest.mark.filterwarnings(SMALL_PARTS)
+@pytest.mark.parametrize("gate", ["output", "hidden"])
+def test_temporaries_of_bfloat16_stay_below_the_limit(backend, most, gate):
+    torch = pytest.importorskip("torch")
+    arrays = update((2, 96, 12, 10), gate=gate, mask=True)
+    tensors = {n: None if a is None else torch.tensor(a).bfloat16() for n, a in arrays.items()}
+    tensors["x"].requires_grad_()
+    for training in (False, True):
+        peaks = []
+        for limit in (None, 1 << 19):
+            options = {"gate": gate, "max_memory": limit, "backend": backend}
+            most()
+            out = triangle_multiplicative_update(**tensors, **options)
+            if training:
+                most()
+                out.float().sum().backward()
+            peaks.append(most())
+        assert peaks[1] <= 1 << 19 < peaks[0]
+
+
+@pytest.mark.filterwarnings(SMALL_PARTS)
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_less_memory_takes_a_little_longer(backend, monkeypatch, direction):
     """Parts are tiles and strips: half of the memory takes at most three times the work."""
     if backend == "numba" and not isa.why_not():
         pytest.skip("both backends cut an update up by the same code")
-    rows = [0]
+    N, C, H = 128, 4, 8
+    work = {"projected": 0, "ended": 0}
 
     def counted(self, room, xn, *rest, real=trimul._Update.projected):
-        rows[0] += len(xn)
+        work["projected"] += len(xn) * len(rest[0]) / (4 * H * N**2)
         return real(self, room, xn, *rest)
 
+    def ended(self, room, xn, o, real=trimul._Update.ended):
+        work["ended"] += len(xn) / N**2
+        return real(self, room, xn, o)
+
     monkeypatch.setattr(trimul._Update, "projected", counted)
-    N = 128
-    arrays = update((1, N, 4, 8))
+    monkeypatch.setattr(trimul._Update, "ended", ended)
+    arrays = update((1, N, C, H))
     cotangent = np.random.default_rng(1).normal(size=arrays["x"].shape).astype("f4")
     forwards, backwards = [], []
     for limit in (None, *(1 << power for power in range(22, 9, -1))):
         options = {"direction": direction, "max_memory": limit, "backend": backend}
-        rows[0] = 0
+        work["projected"] = 0
         triangle_multiplicative_update(**arrays, **options)
-        forwards.append(rows[0] / N**2)
+        forwards.append(work["projected"])
         _, back = triangle_multiplicative_update.vjp(**arrays, **options)
-        rows[0] = 0
+        work["projected"] = work["ended"] = 0
         back(cotangent)
-        backwards.append(rows[0] / N**2)
-    # Without a limit, large planes of left and right are made in two halves.
-    assert forwards[0] <= 2
-    assert backwards[0] <= 4
+        backwards.append(work["ended"])
+        # Once if there is memory to keep the logits.
+        assert work["projected"] == pytest.approx(1 if limit is None else 2)
+    assert forwards[0] == backwards[0] == pytest.approx(1)
     for counts in (forwards, backwards):
         assert all(after <= 3 * max(before, 1) for before, after in pairwise(counts))
     # At worst, left and right are made for every row and column of the smallest tiles, and in the
-    # backward for every channel.
+    # backward the steps after the products repeat for every channel.
     assert forwards[-1] <= 2 * N / 16
-    assert backwards[-1] <= 2 * 8
+    assert backwards[-1] <= H
 
 
 def of_tensors(arrays, backend, dtype="float32", **options):
