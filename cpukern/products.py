@@ -49,6 +49,13 @@ class ByNumpy:
         return a.dot(b) if out is None else np.matmul(a, b, out=out)
 
     @staticmethod
+    def prepared(
+        b: np.ndarray, rows: int, bias: np.ndarray | None = None
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the function that multiplies a matrix of about so many rows by `b`."""
+        return lambda a: a.dot(b) if bias is None else a.dot(b) + bias
+
+    @staticmethod
     def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         """Fill `out` with products of batches."""
         np.matmul(a, b, out=out)
@@ -102,6 +109,23 @@ class InFloat32(ByNumpy):
     def close(a: np.ndarray) -> np.ndarray:
         # With gaps oneDNN may multiply by its slow reference.
         return a if a.flags.forc else np.ascontiguousarray(a)
+
+    @staticmethod
+    def prepared(
+        b: np.ndarray, rows: int, bias: np.ndarray | None = None
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        if not b.size:
+            return ByNumpy.prepared(b, rows, bias)
+        torch = sys.modules["torch"]
+        # oneDNN's own layout, or every product would bring the matrix into it.
+        laid_out = torch.ops.mkldnn._reorder_linear_weight(torch.from_numpy(b.T), rows)
+        added = None if bias is None else torch.from_numpy(bias)
+        multiply = torch.ops.mkldnn._linear_pointwise
+
+        def by(a: np.ndarray) -> np.ndarray:
+            return multiply(torch.from_numpy(a), laid_out, added, "none", [], "").numpy()
+
+        return by
 
     @staticmethod
     def alone() -> contextlib.AbstractContextManager[Any]:

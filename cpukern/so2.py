@@ -1,15 +1,19 @@
-"""SO(2) convolutions on the CPU: products by BLAS or oneDNN, which read strided rows.
+"""SO(2) convolutions on the CPU: products by BLAS or oneDNN, of an order's numbers at a time.
 
-Threads share blocks of edges, whose scaled messages stay in the cache between the scaling and the
-products. Complex products are real ones with [[R, -I], [I, R]], made once in a call. Weights get
-partial sums, one for each of a fixed number of groups of blocks.
+Threads share blocks of edges. The scaled numbers of a block and order, and their products, stay in
+the cache between the steps. A complex product is three real ones: with the weight R + i I,
+
+    y₊ = (x₊ + x₋) R - x₋ (R + I),    y₋ = (x₊ + x₋) R + x₊ (I - R).
+
+Weights get partial sums, one for each of a fixed number of groups of blocks.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,45 +30,53 @@ _CACHED, _FEW, _BLOCKS = 1 << 20, 256, 8
 _GROUPS = 16
 
 
-@functools.lru_cache(maxsize=64)
-def segments_of(lmax: int, mmax: int, channels: int) -> np.ndarray:
-    """Return where orders lie in an edge's messages and radial functions.
+class Order(NamedTuple):
+    """Where an order lies among the numbers of an edge's message, and of its radial functions."""
 
-    The array has, for each order and sign, a place in messages, a place in radial functions, a
-    length, and a sign: 1 for the rows of -m, which come after the rows of +m.
-    """
-    segments = []
-    for m, (own, functions) in enumerate(orders(lmax, mmax)):
-        length = (lmax + 1 - m) * channels
-        for sign in range(1 if m == 0 else 2):
-            place = own.start * channels + sign * length
-            segments.append((place, functions.start * channels, length, sign))
-    return np.array(segments, np.int64)
+    own: slice
+    functions: slice
+    signs: int
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Return a view (edges, signs, numbers) of messages."""
+        own = rows[:, self.own]
+        return own.reshape(len(own), self.signs, own.shape[1] // self.signs)
+
+    def factors(self, radial: np.ndarray | None) -> np.ndarray | None:
+        """Return a view (edges, numbers) of radial functions."""
+        return None if radial is None else radial[:, self.functions]
+
+
+@functools.lru_cache(maxsize=64)
+def orders_of(lmax: int, mmax: int, channels: int) -> list[Order]:
+    """Return the place of every order."""
+    return [
+        Order(columns(own, channels), columns(functions, channels), 1 if m == 0 else 2)
+        for m, (own, functions) in enumerate(orders(lmax, mmax))
+    ]
 
 
 class _Call:
     """A call's arguments as rows of edges, and the division of edges into blocks."""
 
     def __init__(self, kernels: Any, a: Any, tensors: bool) -> None:
-        self.kernels, self.G = kernels, a.gate_channels
+        self.kernels, self.G, self.bias = kernels, a.gate_channels, a.bias
         self.E, M, C = a.message.shape
-        weights = weights_of(a)
-        lmax, mmax = a.lmax, len(weights) - 1
-        self.D = (len(weights[0]) - self.G) // (lmax + 1)
-        self.dtype = a.message.dtype
-        self.message, self.numbers = a.message, M * C
+        self.weights = [np.ascontiguousarray(weight) for weight in weights_of(a)]
+        lmax, mmax = a.lmax, len(self.weights) - 1
+        D = (len(self.weights[0]) - self.G) // (lmax + 1)
+        self.dtype, self.message = a.message.dtype, a.message
         self.radial: Any = None if a.radial is None else laid_out(a.radial, 1)
-        self.segments, rows = segments_of(lmax, mmax, C), [own for own, _ in orders(lmax, mmax)]
-        self.inputs, self.outputs = ([columns(own, n) for own in rows] for n in (C, self.D))
-        self.matrices = [np.ascontiguousarray(weights[0]), *map(_real, weights[1:])]
-        most = max(_FEW, _CACHED // max(M * max(C, self.D), 1))
+        self.inputs, self.outputs = (orders_of(lmax, mmax, n) for n in (C, D))
+        most = max(_FEW, _CACHED // max(M * max(C, D), 1))
         self.block = min(most, max(_FEW, -(-self.E // _BLOCKS)))
         if not blas_has_a_limit():
             # BLAS shares one large product among its own threads.
             self.block = max(self.E, 1)
         self.blocks = -(-self.E // self.block)
-        least = self.block * min(matrix.size for matrix in self.matrices)
-        self.by = of_tensors(self.dtype, least) if tensors else ByNumpy
+        signs = [order.signs for order in self.inputs]
+        least = min(w.size // n for w, n in zip(self.weights, signs, strict=True))
+        self.by = of_tensors(self.dtype, self.block * least) if tensors else ByNumpy
 
     @functools.cached_property
     def x(self) -> np.ndarray:
@@ -89,38 +101,63 @@ class _Call:
 
         share_groups(self.by, groups, share)
 
-    def scaled(self, e: slice, room: Any) -> np.ndarray:
-        """Return a block's messages times radial functions."""
-        x = self.x[e]
-        if self.radial is None:
-            return x
-        radial, out = self.radial[e], room("scaled", x.shape)
-        self.share(
-            lambda part: self.kernels.scale(x[part], radial[part], self.segments, out[part]), len(x)
-        )
-        return out
+    def multiplications(self, back: bool) -> list[list[Any]]:
+        """Return for every order the functions that multiply its `parts` by the weight.
 
-    def unscale(self, e: slice, on_parts: Any, dmessage: Any, dradial: Any) -> None:
-        """Fill the cotangents of a block's messages and radial functions."""
-        # Without a cotangent of radial functions any array stands for the messages.
-        x, radial = on_parts if dradial is None else self.x[e], self.radial[e]
-        made = [None if array is None else array[e] for array in (dmessage, dradial)]
+        Those are one, or one each for the rows of +m and -m, and their sum. `back` is for
+        cotangents of results, by the complex conjugate.
+        """
+        found = []
+        for m, weight in enumerate(self.weights):
+            matrices, bias = [weight], None if back or m else self.bias
+            if m:
+                half = len(weight) // 2
+                real, imaginary = weight[:half], weight[half:]
+                less, more = imaginary - real, -(real + imaginary)
+                matrices = [more, less, real] if back else [less, more, real]
+            sides = [matrix if back else matrix.T for matrix in matrices]
+            found.append([self.by.prepared(side, self.block, bias) for side in sides])
+        return found
+
+    def parts(self, order: Order, e: slice, rows: Any, radial: Any, room: Any, sums: bool) -> Any:
+        """Return the rows of an order in a block, times radial functions: of +m, of -m, their sum.
+
+        The sum is there for m > 0 and `sums`.
+        """
+        x, factors = order.of(rows[e]), order.factors(None if radial is None else radial[e])
+        if radial is None and order.signs == 1:
+            return x.transpose(1, 0, 2)
+        count, _, length = x.shape
+        out = room("parts", (order.signs + (sums and order.signs > 1), count, length))
 
         def step(part: slice) -> None:
-            given = on_parts[part], x[part], radial[part], self.segments
-            self.kernels.unscale(*given, *[d if d is None else d[part] for d in made])
+            self.kernels.scale(x[part], None if factors is None else factors[part], out[:, part])
 
-        self.share(step, len(x))
+        self.share(step, count)
+        return out
 
+    def join(
+        self, order: Order, e: slice, products: Any, out: Any, radial: Any = None, on: Any = None
+    ) -> None:
+        """Fill an order's rows of a block from products of its `parts`.
 
-def _real(weight: np.ndarray) -> np.ndarray:
-    """Return [[R, -I], [I, R]] of a weight, R above I."""
-    half, width = weight.shape[0] // 2, weight.shape[1]
-    out = memory.empty((2 * half, 2 * width), weight.dtype)
-    out[:, :width] = weight
-    np.negative(weight[half:], out=out[:half, width:])
-    out[half:, width:] = weight[:half]
-    return out
+        With radial functions the rows are cotangents of scaled messages. `out` gets those of
+        messages, and `on` those of radial functions; one may be None.
+        """
+        # The rows of +m are beside the product of those of -m.
+        plus, minus, shared = products[0], None, None
+        if order.signs > 1:
+            minus, plus, shared = products
+        x = None if on is None else order.of(self.x[e])
+        factors = order.factors(None if radial is None else radial[e])
+        out = None if out is None else order.of(out[e])
+        on = order.factors(None if on is None else on[e])
+
+        def step(part: slice) -> None:
+            given = [a if a is None else a[part] for a in (plus, minus, shared, x, factors)]
+            self.kernels.unscale(*given, *[a if a is None else a[part] for a in (out, on)])
+
+        self.share(step, len(plus))
 
 
 def _rows(array: Any) -> Any:
@@ -131,36 +168,33 @@ def _rows(array: Any) -> Any:
     return rows if apart else np.ascontiguousarray(rows)
 
 
-def _room(kept: dict[str, np.ndarray], dtype: Any, name: str, shape: tuple[int, int]) -> np.ndarray:
-    """Return scratch memory of a name, which the next block of a thread uses again."""
-    array = kept.get(name)
-    if array is None or len(array) < shape[0]:
-        array = kept[name] = memory.empty(shape, dtype)
-    return array[: shape[0]]
+def _room(kept: dict[str, np.ndarray], dtype: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return scratch memory of a name, which the next order or block of a thread uses again."""
+    array, size = kept.get(name), math.prod(shape)
+    if array is None or len(array) < size:
+        array = kept[name] = memory.empty((size,), dtype)
+    return array[:size].reshape(shape)
 
 
 def forward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
     """Fill the convolution, and the gates if they are wanted."""
     call = _Call(kernels, a, tensors)
-    gates, out, G, bias = y.gates, y.out, call.G, a.bias
-    out = None if out is None else _rows(out)
-    first = call.matrices[0]
+    gates, G = y.gates, call.G
+    out = None if y.out is None else _rows(y.out)
+    multiplications = call.multiplications(back=False)
 
     def work(_: int, e: slice, room: Any) -> None:
-        parts = call.scaled(e, room)
-        if gates is not None:
-            call.by.dot(parts[:, call.inputs[0]], first[:G].T, gates[e])
-            if bias is not None:
-                gates[e] += bias[:G]
-        if out is None:
-            return
-        results = [out[e, own] for own in call.outputs]
-        for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
-            # The rows of gates come first, and have no place in the result.
-            kept = matrix[len(matrix) - result.shape[1] :]
-            call.by.dot(parts[:, own], kept.T, result)
-        if bias is not None:
-            results[0] += bias[G:]
+        for m, by in enumerate(multiplications):
+            if m and out is None:
+                break
+            parts = call.parts(call.inputs[m], e, call.x, call.radial, room, True)
+            products = [multiply(part) for multiply, part in zip(by, parts, strict=True)]
+            if m == 0 and gates is not None:
+                gates[e] = products[0][:, :G]
+            if m == 0:
+                products[0] = products[0][:, G:]
+            if out is not None:
+                call.join(call.outputs[m], e, products, out)
 
     call.over_groups(call.blocks, work)
 
@@ -170,12 +204,13 @@ def backward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
     call = _Call(kernels, a, tensors)
     dout, dgates, radial = _rows(a.dout), a.dgates, call.radial
     dmessage: Any = None if y.dmessage is None else _rows(y.dmessage)
-    dweights = y[1 : 1 + len(call.matrices)]
+    dweights = y[1 : 1 + len(call.weights)]
     on_weights = any(dw is not None for dw in dweights)
-    sums = on_weights or y.dbias is not None
-    groups = min(call.blocks, _GROUPS) if sums else call.blocks
-    on_matrices: list[list[Any]] = [[None] * groups for _ in call.matrices]
+    on_rows = dmessage is not None or y.dradial is not None
+    groups = min(call.blocks, _GROUPS) if on_weights or y.dbias is not None else call.blocks
+    on_matrices: list[list[Any]] = [[None] * groups for _ in call.weights]
     on_bias: list[Any] = [None] * groups
+    multiplications = call.multiplications(back=True) if on_rows else [None] * len(dweights)
 
     def add(totals: list[Any], g: int, one: np.ndarray) -> None:
         if totals[g] is None:
@@ -184,28 +219,25 @@ def backward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
             totals[g] += one
 
     def work(g: int, e: slice, room: Any) -> None:
-        results = [dout[e, own] for own in call.outputs]
-        if dgates is not None:
-            both = room("products", (len(results[0]), len(call.matrices[0])))
-            both[:, : call.G], both[:, call.G :] = dgates[e], results[0]
-            results[0] = both
-        if y.dbias is not None:
-            add(on_bias, g, results[0].sum(0, np.float64))
-        if on_weights:
-            parts = call.scaled(e, room)
-            for totals, dw, result, own in zip(
-                on_matrices, dweights, results, call.inputs, strict=True
-            ):
-                if dw is not None:
-                    add(totals, g, result.T @ parts[:, own])
-        if dmessage is None and y.dradial is None:
-            return
-        rows = len(results[0]), call.numbers
-        on_parts = dmessage[e] if radial is None else room("on_parts", rows)
-        for own, matrix, result in zip(call.inputs, call.matrices, results, strict=True):
-            call.by.dot(result, matrix, on_parts[:, own])
-        if radial is not None:
-            call.unscale(e, on_parts, dmessage, y.dradial)
+        for m, (by, dw) in enumerate(zip(multiplications, dweights, strict=True)):
+            order, result = call.inputs[m], dout[e, call.outputs[m].own]
+            if m == 0 and dgates is not None:
+                both = room("products", (len(result), len(call.weights[0])))
+                both[:, : call.G], both[:, call.G :] = dgates[e], result
+                result = both
+            if m == 0 and y.dbias is not None:
+                add(on_bias, g, result.sum(0, np.float64))
+            if dw is not None:
+                parts = call.parts(order, e, call.x, radial, room, False)
+                found = [call.by.dot(result.T, part) for part in parts]
+                add(on_matrices[m], g, np.concatenate(found, axis=1))
+            if by is None:
+                continue
+            parts = [result]
+            if m:
+                parts = call.parts(call.outputs[m], e, dout, None, room, True)
+            products = [multiply(part) for multiply, part in zip(by, parts, strict=True)]
+            call.join(order, e, products, dmessage, radial, y.dradial)
 
     call.over_groups(groups, work)
     for m, (dw, totals) in enumerate(zip(dweights, on_matrices, strict=True)):

@@ -2,8 +2,8 @@
 # cython: initializedcheck=False
 """The steps around the products of an SO(2) convolution, and gates, on the CPU.
 
-All loops run along channels, or the numbers of an order and sign. A gate's channels are taken in short
-runs, so that its sums over a degree's rows stay in registers or the nearest cache.
+All loops run along channels, or the numbers of an order and sign, in short runs where values between
+two loops are to stay in registers or the nearest cache.
 """
 
 from cpukern._cpu cimport Share, in_shares
@@ -35,58 +35,93 @@ cdef struct Gates:
 
 
 def scale(
-    const real[:, :] x,                  # IN   (n, numbers), rows without gaps
-    const real[:, :] radial,             # IN   (n, functions), rows without gaps
-    const long long[:, ::1] segments,    # IN   place in x, place in radial, length, sign
-    real[:, ::1] out,                    # OUT  (n, numbers)
+    const real[:, :, :] x,         # IN   (n, signs, length), numbers without gaps
+    const real[:, :] radial,       # IN   (n, length), or None for ones
+    real[:, :, :] out,             # OUT  (signs, n, length); a third has the sums of two signs
 ):
-    cdef Py_ssize_t e, s, i, n
+    cdef Py_ssize_t e, s, i, n = x.shape[2], signs = x.shape[1]
     cdef const real* row
     cdef const real* factor
     cdef real* to
-    if out.shape[0] == 0 or out.shape[1] == 0:
+    cdef real* plus
+    cdef real* minus
+    if x.shape[0] == 0 or n == 0:
         return
     with nogil:
-        for e in range(out.shape[0]):
-            for s in range(segments.shape[0]):
-                row, factor = &x[e, 0] + segments[s, 0], &radial[e, 0] + segments[s, 1]
-                to, n = &out[e, 0] + segments[s, 0], segments[s, 2]
+        for e in range(x.shape[0]):
+            for s in range(signs):
+                row, to = &x[e, s, 0], &out[s, e, 0]
+                if radial is None:
+                    for i in range(n):
+                        to[i] = row[i]
+                else:
+                    factor = &radial[e, 0]
+                    for i in range(n):
+                        to[i] = row[i] * factor[i]
+            if out.shape[0] > signs:
+                plus, minus, to = &out[0, e, 0], &out[1, e, 0], &out[2, e, 0]
                 for i in range(n):
-                    to[i] = row[i] * factor[i]
+                    to[i] = plus[i] + minus[i]
+
+
+cdef inline void pulled_back(
+    const real* row, const real* more, const real* x, const real* factor, real* dx, real* dradial,
+    bint add, Py_ssize_t n
+) noexcept nogil:
+    """Pull the sum of two runs back through a product with factors."""
+    cdef Py_ssize_t i
+    if dradial != NULL:
+        if add and more != NULL:
+            for i in range(n):
+                dradial[i] = dradial[i] + (row[i] + more[i]) * x[i]
+        elif add:
+            for i in range(n):
+                dradial[i] = dradial[i] + row[i] * x[i]
+        elif more != NULL:
+            for i in range(n):
+                dradial[i] = (row[i] + more[i]) * x[i]
+        else:
+            for i in range(n):
+                dradial[i] = row[i] * x[i]
+    if dx != NULL:
+        if factor != NULL and more != NULL:
+            for i in range(n):
+                dx[i] = (row[i] + more[i]) * factor[i]
+        elif factor != NULL:
+            for i in range(n):
+                dx[i] = row[i] * factor[i]
+        elif more != NULL:
+            for i in range(n):
+                dx[i] = row[i] + more[i]
+        else:
+            for i in range(n):
+                dx[i] = row[i]
 
 
 def unscale(
-    const real[:, ::1] on_scaled,        # IN   (n, numbers)
-    const real[:, :] x,                  # IN   (n, numbers), rows without gaps
-    const real[:, :] radial,             # IN   (n, functions), rows without gaps
-    const long long[:, ::1] segments,    # IN   as above
-    real[:, ::1] dx,                     # OUT  (n, numbers), or None
-    real[:, ::1] dradial,                # OUT  (n, functions), or None
+    const real[:, :] plus,         # IN   (n, length), numbers without gaps
+    const real[:, :] minus,        # IN   the same of the other sign, or None
+    const real[:, :] shared,       # IN   added to both, or None
+    const real[:, :, :] x,         # IN   (n, signs, length), or None
+    const real[:, :] radial,       # IN   (n, length), or None for ones
+    real[:, :, :] dx,              # OUT  (n, signs, length), or None
+    real[:, :] dradial,            # OUT  (n, length), or None
 ):
-    cdef Py_ssize_t e, s, i, n
-    cdef bint rows = dx is not None, functions = dradial is not None
-    cdef const real* h
-    cdef const real* row
-    cdef const real* factor
-    cdef real* to
-    if on_scaled.shape[0] == 0 or on_scaled.shape[1] == 0:
+    cdef Py_ssize_t e, s, n = plus.shape[1], signs = 1 if minus is None else 2
+    if plus.shape[0] == 0 or n == 0:
         return
     with nogil:
-        for e in range(on_scaled.shape[0]):
-            for s in range(segments.shape[0]):
-                h, n = &on_scaled[e, 0] + segments[s, 0], segments[s, 2]
-                if rows:
-                    factor, to = &radial[e, 0] + segments[s, 1], &dx[e, 0] + segments[s, 0]
-                    for i in range(n):
-                        to[i] = h[i] * factor[i]
-                if functions:
-                    row, to = &x[e, 0] + segments[s, 0], &dradial[e, 0] + segments[s, 1]
-                    if segments[s, 3]:
-                        for i in range(n):
-                            to[i] = to[i] + h[i] * row[i]
-                    else:
-                        for i in range(n):
-                            to[i] = h[i] * row[i]
+        for e in range(plus.shape[0]):
+            for s in range(signs):
+                pulled_back(
+                    &minus[e, 0] if s else &plus[e, 0],
+                    NULL if shared is None else &shared[e, 0],
+                    NULL if dradial is None else &x[e, s, 0],
+                    NULL if radial is None else &radial[e, 0],
+                    NULL if dx is None else &dx[e, s, 0],
+                    NULL if dradial is None else &dradial[e, 0],
+                    s == 1, n,
+                )
 
 
 cdef inline const real* given(const real* of_type, const Rows* rows, Py_ssize_t e) noexcept nogil:

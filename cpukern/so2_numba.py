@@ -44,6 +44,36 @@ def _unscale(on_scaled, x, radial, segments, dx, dradial):
                     dradial[e, function + i] = on_scaled[e, place + i] * x[e, place + i]
 
 
+@jit
+def _scale(x, radial, out):
+    edges, signs, length = x.shape
+    for e in range(edges):
+        for s in range(signs):
+            for i in range(length):
+                out[s, e, i] = x[e, s, i] if radial is None else x[e, s, i] * radial[e, i]
+        if len(out) > signs:
+            for i in range(length):
+                out[2, e, i] = out[0, e, i] + out[1, e, i]
+
+
+@jit
+def _unscale(plus, minus, shared, x, radial, dx, dradial):
+    edges, length = plus.shape
+    for e in range(edges):
+        for s in range(1 if minus is None else 2):
+            for i in range(length):
+                h = plus[e, i]
+                if minus is not None and s:
+                    h = minus[e, i]
+                if shared is not None:
+                    h += shared[e, i]
+                if dradial is not None:
+                    before = dradial[e, i] if s else h * 0
+                    dradial[e, i] = before + h * x[e, s, i]
+                if dx is not None:
+                    dx[e, s, i] = h if radial is None else h * radial[e, i]
+
+
 @_inlined()
 def _slopes(x):
     """Return σ(x), and the first two derivatives of x σ(x)."""
@@ -110,17 +140,8 @@ def _present(array: Any, like: Any) -> Any:
     return np.ascontiguousarray(array)
 
 
-def _unscaled(on_scaled: Any, x: Any, radial: Any, segments: Any, dx: Any, dradial: Any) -> None:
-    made = _present(dx, on_scaled), _present(dradial, radial)
-    _unscale(on_scaled, np.ascontiguousarray(x), np.ascontiguousarray(radial), segments, *made)
-
-
-def _scaled(x: Any, radial: Any, segments: Any, out: Any) -> None:
-    _scale(np.ascontiguousarray(x), np.ascontiguousarray(radial), segments, out)
-
-
 #: The steps around products.
-STEPS = SimpleNamespace(scale=_scaled, unscale=_unscaled)
+STEPS = SimpleNamespace(scale=_scale, unscale=_unscale)
 
 
 @register("so2_convolution", "numba", tensors=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cpukern.layout import laid_out
-from cpukern.so2 import segments_of
+from cpukern.so2 import orders_of
 from fusedops._frame import memory
 from fusedops._frame.threads import in_parallel
 from fusedops.wigner import degree_of, message_rows
@@ -22,18 +22,20 @@ def with_factors(rotate: Callable[[Any, Any], None], steps: Any, a: Any, y: Any)
         return
     lmax, E = degree_of(a.wigner), len(a.wigner)
     width = a.message.shape[2] if a.x is None else (1 + (a.way == "forth")) * a.x.shape[2]
-    shape = E, message_rows(lmax, a.mmax), width
-    segments, factors = segments_of(lmax, a.mmax, width), laid_out(a.factors, 1)
+    rows = message_rows(lmax, a.mmax)
+    shape, orders, factors = (E, rows, width), orders_of(lmax, a.mmax, width), laid_out(a.factors, 1)
 
     def flat(array: Any) -> Any:
-        return laid_out(array, 2).reshape(E, shape[1] * width)
+        return laid_out(array, 2).reshape(E, rows * width)
 
     def scale(given: Any, out: Any) -> None:
         rows, to = flat(given), flat(out)
 
         def step(low: int, high: int) -> None:
             e = slice(low, high)
-            steps.scale(rows[e], factors[e], segments, to[e])
+            for order in orders:
+                by_sign = order.of(to[e]).transpose(1, 0, 2)
+                steps.scale(order.of(rows[e]), order.factors(factors[e]), by_sign)
 
         in_parallel(step, E, _GRAIN)
 
@@ -47,10 +49,14 @@ def with_factors(rotate: Callable[[Any, Any], None], steps: Any, a: Any, y: Any)
     if y.dmessage is not None:
         scale(rotated, y.dmessage)
     if y.dfactors is not None:
-        rows, turned = flat(a.message), flat(rotated)
+        rows_of, turned = flat(a.message), flat(rotated)
 
         def fold(low: int, high: int) -> None:
             e = slice(low, high)
-            steps.unscale(turned[e], rows[e], factors[e], segments, None, y.dfactors[e])
+            for order in orders:
+                given, own = order.of(turned[e]), order.of(rows_of[e])
+                minus = given[:, 1] if order.signs > 1 else None
+                on = order.factors(y.dfactors[e])
+                steps.unscale(given[:, 0], minus, None, own, None, None, on)
 
         in_parallel(fold, E, _GRAIN)

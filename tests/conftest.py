@@ -250,12 +250,20 @@ def threads_of_onednn(monkeypatch):
         pytest.skip("this torch has no such product")
     from cpukern import products
 
-    ours, counts = products.InFloat32.dot, []
+    counts = []
 
-    def dot(*given):
-        counts.append(torch.get_num_threads())
-        return ours(*given)
+    def counted(multiply):
+        def by(*given):
+            counts.append(torch.get_num_threads())
+            return multiply(*given)
 
+        return by
+
+    ours, prepare = products.InFloat32.dot, products.InFloat32.prepared
+    for name, noting in (
+        ("dot", counted(ours)),
+        ("prepared", lambda *given: counted(prepare(*given))),
+    ):
+        monkeypatch.setattr(products.InFloat32, name, staticmethod(noting))
     monkeypatch.setattr(products, "_WORTH", 0)
-    monkeypatch.setattr(products.InFloat32, "dot", staticmethod(dot))
     return counts

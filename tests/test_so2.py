@@ -109,10 +109,29 @@ def test_large_products_of_tensors_are_onednns(backend, threads_of_onednn):
         out = fusedops.so2_convolution(**leaves, gate_channels=4, backend=by)
         loss = sum(one.square().sum() for one in out)
         results.append([*out, *torch.autograd.grad(loss, list(leaves.values()))])
-    # Gates and three orders, and back through the orders.
-    assert len(threads_of_onednn) == 7
+    # One product of order 0 and three of each other order, forth and back, and those for weights.
+    assert len(threads_of_onednn) == 7 + 7 + 5
     for exact, one in zip(*results, strict=True):
         assert error(one.detach().numpy(), exact.detach().numpy()) < 2e-6
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_three_products_for_four_lose_no_digits(backend):
+    """The errors of orders and signs are those of sums of products of float32."""
+    given = sample(2, 2, edges=300, channels=64, width=64)
+    tensors = {name: torch.tensor(a) for name, a in given.items()}
+    found = []
+    kinds = (torch.float64, "torch"), (torch.float32, "torch"), (torch.float32, backend)
+    for kind, by in kinds:
+        cast = {name: a.to(kind) for name, a in tensors.items()}
+        x = cast["message"].requires_grad_()
+        out, gates = fusedops.so2_convolution(**cast, gate_channels=4, backend=by)
+        (dx,) = torch.autograd.grad(out.square().sum() + gates.sum(), x)
+        found.append([out.detach().double(), dx.double()])
+    exact, one, other = found
+    for a, b, c in zip(exact, one, other, strict=True):
+        assert (c - a).abs().max() <= 4 * (b - a).abs().max()
 
 
 @needs_torch
