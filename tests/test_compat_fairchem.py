@@ -126,6 +126,20 @@ def test_energies_and_forces_are_those_of_fairchem(expected, registered, mode, d
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_networks_of_radial_functions_have_our_products(expected, registered, monkeypatch, mode):
+    from fusedops import nn
+
+    served, ours = [], nn.RadialProducts._linear
+    monkeypatch.setattr(nn, "MANY", 0)
+    note = staticmethod(lambda *given: served.append(given) or ours(*given))
+    monkeypatch.setattr(nn.RadialProducts, "_linear", note)
+    found = evaluated(model(mode, dtype=torch.float32), crystal(torch.float32))
+    assert_close(found, expected[(2, 2), torch.float32], TOLERANCE[torch.float32])
+    # Three layers for the degree embedding, and for each of two convolutions; fast modes join two.
+    assert len(served) == (9 if mode == "general" else 8)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_model_sorts_its_graph_once(registered, monkeypatch, mode):
     """Once as a graph, and once by targets, in two layers and an embedding."""
     ours, data, sorts, sort = model(mode), crystal(torch.float64), [], fusedops.Edges._sorted

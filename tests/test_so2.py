@@ -394,6 +394,79 @@ def test_a_module_is_the_op_with_its_parameters(gates, network):
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+def network(kind=None):
+    """Return a network of radial functions, and its input."""
+    torch.manual_seed(0)
+    Linear = torch.nn.Linear
+    layers = Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.SiLU(), Linear(5, 9, bias=False)
+    return torch.nn.Sequential(*layers).to(kind), torch.randn(7, 6).to(kind)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Have our products serve few edges too, and list the shapes of the weights."""
+    from fusedops import nn
+
+    shapes, ours = [], nn.so2_convolution
+
+    def note(x, weight, **options):
+        shapes.append(tuple(weight.shape))
+        return ours(x, weight, **options)
+
+    monkeypatch.setattr(nn, "MANY", 0)
+    monkeypatch.setattr(nn, "so2_convolution", note)
+    return shapes
+
+
+@needs_torch
+def test_radial_functions_have_our_products_and_torchs_derivatives(served):
+    from fusedops.nn import RadialProducts
+
+    found = []
+    for kind in (torch.float32, torch.float64):
+        net, x = network(kind)
+        leaves = [x.requires_grad_(), *net.parameters()]
+        with RadialProducts():
+            out = net(x)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(dx.square().sum() for dx in first), leaves)
+        found.append([out, *first, *second])
+    assert served == [(5, 6), (9, 5)]
+    for one, other in zip(*found, strict=True):
+        # Second derivatives of LayerNorm magnify roundings of 6e-8.
+        assert error(one.detach().numpy(), other.detach().numpy()) < 2e-5
+
+
+@needs_torch
+@pytest.mark.parametrize("why", ["few", "float64", "batches", "autocast", "compile", "a subclass"])
+def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
+    from fusedops import nn
+
+    net, x = network(torch.float64 if why == "float64" else torch.float32)
+    x = x[None] if why == "batches" else x
+    if why == "a subclass":
+        x = x.as_subclass(type("Own", (torch.Tensor,), {}))
+    if why == "few":
+        monkeypatch.setattr(nn, "MANY", 1000)
+    if why == "compile":
+        monkeypatch.setattr(nn, "traced", lambda: True)
+    with torch.autocast("cpu", enabled=why == "autocast"):
+        with nn.RadialProducts():
+            found = net(x)
+        expected = net(x)
+    assert not served
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@needs_torch
+def test_a_radial_function_of_another_width_raises_torchs_error(served):
+    from fusedops.nn import RadialProducts
+
+    net, x = network()
+    with RadialProducts(), pytest.raises(RuntimeError, match="mat1 and mat2"):
+        net(x[:, 1:])
+
+
 @needs_torch
 @pytest.mark.parametrize(
     ("given", "message"),

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import one_of, traced
-from fusedops.nn import SO2Convolution
+from fusedops.nn import RadialProducts, SO2Convolution
 from fusedops.so2 import PRECISIONS, WEIGHTS, gate_activation
 from fusedops.wigner import (
     Edges,
@@ -120,6 +120,19 @@ def _convolution(theirs: Any) -> Any:
     return ours.train(theirs.training)
 
 
+class _Radial(torch.nn.Module):
+    """fairchem's ``RadialMLP``, by `fusedops.nn.RadialProducts`."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.net = theirs.net
+
+    def forward(self, inputs: Any) -> Any:
+        """Return the radial functions."""
+        with RadialProducts():
+            return self.net(inputs)
+
+
 class _Gates(torch.nn.Module):
     """fairchem's ``GateActivation``, by `fusedops.gate_activation`."""
 
@@ -139,6 +152,7 @@ LAYERS: dict[str, Any] = {
     "SO2_Conv1_WithRadialBlock": _convolution,
     "SO2_Conv2_InternalBlock": _convolution,
     "GateActivation": _Gates,
+    "RadialMLP": _Radial,
 }
 
 
@@ -159,7 +173,8 @@ class EdgeOps:
     """The methods of a fairchem backend that rotate features into the frames of edges and back.
 
     They serve any lmax, mmax and number of channels, on CPUs and GPUs, with derivatives of any
-    order. A model that fairchem prepares for inference gets our SO(2) convolutions and gates too.
+    order. A model that fairchem prepares for inference gets our SO(2) convolutions and gates too,
+    and on a CPU our products in the networks of radial functions.
     `register` makes backends of this class and fairchem's own.
 
     Attributes
@@ -200,7 +215,7 @@ class EdgeOps:
     theirs: Any
 
     def prepare_model_for_inference(self, model: Any) -> None:
-        """Let fairchem prepare a model, and replace its SO(2) convolutions and gates.
+        """Let fairchem prepare a model, and replace SO(2) convolutions, gates, radial functions.
 
         Ours share their parameters. Layers whose weights are mixtures of experts stay.
 
@@ -265,6 +280,32 @@ class EdgeOps:
         if wigner.ndim == 2:
             return wigner, wigner_inv
         return _packed(wigner, lmax), _packed(wigner_inv, lmax)
+
+    def get_layer_radial_emb(self, x_edge: Any, model: Any) -> Any:
+        """Return the radial functions of all layers, or their input, as fairchem's backend does.
+
+        Parameters
+        ----------
+        x_edge : tensor (E, edge features)
+            Features of the edges.
+        model : torch.nn.Module
+            fairchem's backbone.
+
+        Returns
+        -------
+        list of tensor
+            One for each layer.
+
+        Examples
+        --------
+        fairchem calls it with a model: see `register`.
+
+        >>> from fusedops.compat.fairchem import EdgeOps
+        >>> EdgeOps.get_layer_radial_emb.__name__
+        'get_layer_radial_emb'
+        """
+        with RadialProducts():
+            return super().get_layer_radial_emb(x_edge, model)  # type: ignore[misc]
 
     def node_to_edge_wigner_permute(self, x_full: Any, edge_index: Any, wigner: Any) -> Any:
         """Return the features of both ends of every edge in its frame.
