@@ -22,29 +22,6 @@ _inlined = functools.partial(numba.njit, error_model="numpy", forceinline=True)
 
 
 @jit
-def _scale(x, radial, segments, out):
-    for e in range(len(out)):
-        for place, function, length, _ in segments:
-            for i in range(length):
-                out[e, place + i] = x[e, place + i] * radial[e, function + i]
-
-
-@jit
-def _unscale(on_scaled, x, radial, segments, dx, dradial):
-    for e in range(len(on_scaled)):
-        for place, function, length, sign in segments:
-            if len(dx):
-                for i in range(length):
-                    dx[e, place + i] = on_scaled[e, place + i] * radial[e, function + i]
-            if len(dradial) and sign:
-                for i in range(length):
-                    dradial[e, function + i] += on_scaled[e, place + i] * x[e, place + i]
-            elif len(dradial):
-                for i in range(length):
-                    dradial[e, function + i] = on_scaled[e, place + i] * x[e, place + i]
-
-
-@jit
 def _scale(x, radial, out):
     edges, signs, length = x.shape
     for e in range(edges):

@@ -23,7 +23,8 @@ def with_factors(rotate: Callable[[Any, Any], None], steps: Any, a: Any, y: Any)
     lmax, E = degree_of(a.wigner), len(a.wigner)
     width = a.message.shape[2] if a.x is None else (1 + (a.way == "forth")) * a.x.shape[2]
     rows = message_rows(lmax, a.mmax)
-    shape, orders, factors = (E, rows, width), orders_of(lmax, a.mmax, width), laid_out(a.factors, 1)
+    shape, orders = (E, rows, width), orders_of(lmax, a.mmax, width)
+    factors = laid_out(a.factors, 1)
 
     def flat(array: Any) -> Any:
         return laid_out(array, 2).reshape(E, rows * width)

@@ -455,7 +455,8 @@ def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
             found = net(x)
         expected = net(x)
     assert not served
-    assert found.dtype == expected.dtype and torch.equal(found, expected)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
 
 
 @needs_torch
