@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -516,7 +517,6 @@ class RadialProducts(TorchFunctionMode):
             and input.ndim == weight.ndim == 2
             and input.shape[1] == weight.shape[1]
             and input.shape[0] * weight.numel() >= MANY
-            and not traced()
             and not torch.is_autocast_enabled("cpu")
         )
 
@@ -524,6 +524,14 @@ class RadialProducts(TorchFunctionMode):
     def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
         found: Any = so2_convolution(input.unsqueeze(1), weight, bias=bias)
         return found.squeeze(1)
+
+
+def radial_products(x: torch.Tensor) -> Any:
+    """Return the context for a network of `x`: ours on a CPU, or none, which costs a GPU nothing.
+
+    torch.compile multiplies as it chooses.
+    """
+    return RadialProducts() if x.is_cpu and not traced() else nullcontext()
 
 
 class SO2Convolution(torch.nn.Module):
@@ -706,7 +714,7 @@ class SO2Convolution(torch.nn.Module):
                     "SO2Convolution: x_edge is None; it should be given, as the module has rad_func"
                 )
             of_shape("SO2Convolution", "x_edge", x_edge, (len(x), network[0].in_features))
-            with RadialProducts():
+            with radial_products(x_edge):
                 x_edge = network(x_edge)
         layers: Any = self.so2_m_conv
         weights = [layer["fc"].weight for layer in layers]

@@ -420,13 +420,13 @@ def served(monkeypatch):
 
 @needs_torch
 def test_radial_functions_have_our_products_and_torchs_derivatives(served):
-    from fusedops.nn import RadialProducts
+    from fusedops.nn import radial_products
 
     found = []
     for kind in (torch.float32, torch.float64):
         net, x = network(kind)
         leaves = [x.requires_grad_(), *net.parameters()]
-        with RadialProducts():
+        with radial_products(x):
             out = net(x)
         first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(dx.square().sum() for dx in first), leaves)
@@ -451,7 +451,7 @@ def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
     if why == "compile":
         monkeypatch.setattr(nn, "traced", lambda: True)
     with torch.autocast("cpu", enabled=why == "autocast"):
-        with nn.RadialProducts():
+        with nn.radial_products(x):
             found = net(x)
         expected = net(x)
     assert not served
@@ -461,10 +461,10 @@ def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
 
 @needs_torch
 def test_a_radial_function_of_another_width_raises_torchs_error(served):
-    from fusedops.nn import RadialProducts
+    from fusedops.nn import radial_products
 
     net, x = network()
-    with RadialProducts(), pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with radial_products(x), pytest.raises(RuntimeError, match="mat1 and mat2"):
         net(x[:, 1:])
 
 

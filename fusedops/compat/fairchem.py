@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import one_of, traced
-from fusedops.nn import RadialProducts, SO2Convolution
+from fusedops.nn import SO2Convolution, radial_products
 from fusedops.so2 import PRECISIONS, WEIGHTS, gate_activation
 from fusedops.wigner import (
     Edges,
@@ -121,7 +121,7 @@ def _convolution(theirs: Any) -> Any:
 
 
 class _Radial(torch.nn.Module):
-    """fairchem's ``RadialMLP``, by `fusedops.nn.RadialProducts`."""
+    """fairchem's ``RadialMLP``, by `fusedops.nn.radial_products`."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Radial(torch.nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         """Return the radial functions."""
-        with RadialProducts():
+        with radial_products(inputs):
             return self.net(inputs)
 
 
@@ -304,7 +304,7 @@ class EdgeOps:
         >>> EdgeOps.get_layer_radial_emb.__name__
         'get_layer_radial_emb'
         """
-        with RadialProducts():
+        with radial_products(x_edge):
             return super().get_layer_radial_emb(x_edge, model)  # type: ignore[misc]
 
     def node_to_edge_wigner_permute(self, x_full: Any, edge_index: Any, wigner: Any) -> Any:
