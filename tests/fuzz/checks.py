@@ -679,10 +679,10 @@ class Trial:
                     name,
                     {**kwargs, name: value},
                     f"{name} {check}",
-                    # A shorter array may fit the others, a mask broadcasts, and tensors all on
-                    # meta have a result there.
+                    # A shorter array may fit the others, and tensors all on meta have a result
+                    # there.
                     must=check != "that is too short"
-                    and (name != "mask" or "axis" not in check)
+                    and f"{name} {check}" not in p.right
                     and (check != "on meta" or len(p.arrays) + len(p.constants) > 1),
                     known=inspect.signature(p.op).parameters,
                 )
