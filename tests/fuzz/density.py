@@ -140,6 +140,13 @@ def build(d: dict[str, Any]) -> Problem:
             rounding = 1e-13 if d["dtype"] == "float64" else 5e-5
             inside = square <= r * r * (1 + SLACK)
             rows["xyz"][i] = rounding * np.abs(own[inside]).sum() * np.abs(arrays["xyz"][i]).max()
+            if not d["aniso"]:
+                # Slopes by a width change their sign within the sphere, so sums may cancel.
+                least = max(arrays.get("widths", widths)[i].min() + arrays["b"][i], LEAST_WIDTH)
+                slope = (1.5 + 4 * math.pi**2 * square[inside] / least) / least
+                sums = np.abs(own[inside]) @ slope
+                for name in rows.keys() & {"b", "widths"}:
+                    rows[name][i] = 1e-2 * rounding * sums
             reach = 1e-5 * (square + np.abs(arrays["xyz"][i]).max() * 1e-2)
             edge = np.abs(square - r * r * (1 + SLACK)) <= reach
             value += np.where(edge, 4 * np.abs(own) + 1e-3, 0.0).sum(1)
