@@ -434,7 +434,9 @@ def refinement(atoms, anisotropic):
         shape = rng.uniform(-0.02, 0.02, (atoms, 6))
         b = shape + b[:, None] / (8 * np.pi**2) * [1, 1, 1, 0, 0, 0]
     hkl = all_indices((9, 9, 11))[::5]
-    hkl = hkl[(hkl[:, :2] != 0).any(1)]  # without the absences of the screw axis, 00l
+    # Without the screw axis' absences: 00l, and on 12 points 44l, which it turns into 4-8l.
+    h, k, _ = hkl.T
+    hkl = hkl[(h != k) | (h % 4 != 0)]
     amplitudes = rng.uniform(0, 4, len(hkl))
     return (rng.uniform(0, 9, (atoms, 3)), b, rng.uniform(0.5, 1, atoms)), hkl, amplitudes
 
