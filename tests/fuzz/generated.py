@@ -28,7 +28,7 @@ def strategy(compiled: bool) -> dict[str, Any]:
 
 def build(d: dict[str, Any]) -> Problem:
     """Return the problem of a convolution whose kernels are a product."""
-    plain = conv.build({**d, "static": False, "bias": d["shift"]})
+    plain = conv.build({**d, "static": False, "residual": False, "bias": d["shift"]})
     rng, kind = np.random.default_rng(d["seed"] + 1), d["values"]
     W, H = d["W"], d["H"]
     B, T, D = plain.arrays["x"].shape
