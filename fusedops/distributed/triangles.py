@@ -83,11 +83,13 @@ class _Update:
         self.end_options = gate, self.precision, self.scale, self.eps
         self.Arguments = type(a)
 
-    def cut(self, chunks: int | None, itemsize: int) -> None:
-        """Cut the channels into chunks, by default into as many as are worth messages."""
-        if chunks is None:
-            message = 2 * self.B * self.tiles.N**2 * self.each * itemsize // self.tiles.group.size()
-            chunks = min(max(message // _MESSAGE, 1), self.most_chunks)
+    def worth(self, itemsize: int) -> int:
+        """Return how many chunks are worth messages."""
+        message = 2 * self.B * self.tiles.N**2 * self.each * itemsize // self.tiles.group.size()
+        return min(max(message // _MESSAGE, 1), self.most_chunks)
+
+    def cut(self, chunks: int) -> None:
+        """Cut the channels into chunks."""
         step = -(-self.each // min(chunks, self.each))
         self.chunks = [slice(c, min(c + step, self.each)) for c in range(0, self.each, step)]
 
@@ -625,8 +627,9 @@ def updated(
     if tiles.group.size() == 2 and tiles.are_bands():
         kind = _ByRight if direction == "outgoing" else _ByParts
     shared = kind(tiles, a, transposed, keep)
-    shared.cut(chunks, x.itemsize)
-    given = dict(zip(ARRAYS, a, strict=False)) | {"chunks": len(shared.chunks), "keep": keep}
+    chunks = shared.worth(x.itemsize) if chunks is None else chunks
+    shared.cut(chunks)
+    given = dict(zip(ARRAYS, a, strict=False)) | {"chunks": chunks, "keep": keep}
     given["x"] = x.dtype, x.requires_grad, len(pairs), tiles.rows, tiles.columns
     given["mask"] = None if mask is None else (mask.dtype, mask.requires_grad)
     for option in ("direction", "gate", "precision", "eps"):
