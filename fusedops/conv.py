@@ -265,14 +265,11 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    dout, dresidual = dy.out, None
-    if wanted.residual and dout is not None:
-        # NumPy gets a copy, since users may write to a gradient.
-        dresidual = cast(dout, a.residual)
+    dout = namespace(a.x).zeros_like(a.x) if dy.out is None else dy.out
+    # NumPy gets a copy, since users may write to a gradient.
+    dresidual = cast(dout, a.residual) if wanted.residual else None
     if not any(wanted[:4]):
         return None, None, None, None, dresidual
-    if dout is None:
-        dout = namespace(a.x).zeros_like(a.x)
     given = *a[:4], dout, dy.final_state, a.sequences, a.activation
     return conv_vjp.to_run(*given, out=wanted[:4], after=(dresidual,))
 

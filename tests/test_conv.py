@@ -668,6 +668,15 @@ def test_the_cotangent_of_a_residual_is_that_of_the_result(torch_backend):
         assert torch.equal(dresidual, cotangent.float())
 
 
+def test_a_final_state_alone_leaves_a_residual_no_cotangent_but_zeros(backend):
+    p = problem()
+    out, pullback = fusedops.dynamic_conv.vjp(
+        p.x, p.kernels, residual=p.x, output_final_state=True, backend=backend
+    )
+    *_, dresidual = pullback(None, np.ones_like(out[1]))
+    assert np.array_equal(dresidual, np.zeros_like(p.x))
+
+
 @needs_torch
 def test_no_gradient_keeps_a_residual():
     x, kernels = torch.ones(1, 4, 2, requires_grad=True), torch.ones(2, 3)
