@@ -36,7 +36,6 @@ __all__ = [
 #: multiplications, that are worth it on a CPU, and the hooks that a layer may have.
 FUSED = "cpu", "cuda", "xpu"
 MANY = 1 << 22
-PLAIN = torch.Tensor, torch.nn.Parameter
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
@@ -493,6 +492,10 @@ class DynamicShortConvolution(torch.nn.Module):
         return shown if self.backend is None else f"{shown}, backend={self.backend!r}"
 
 
+#: The types of tensors whose products are ours.
+PLAIN = torch.Tensor, torch.nn.Parameter
+
+
 class RadialProducts(TorchFunctionMode):
     """Linear layers of many edges on a CPU by our products, in a ``with`` block.
 
@@ -514,8 +517,10 @@ class RadialProducts(TorchFunctionMode):
         given = (input, weight) if bias is None else (input, weight, bias)
         return (
             all(type(a) in PLAIN and a.is_cpu and a.dtype == torch.float32 for a in given)
+            and input.layout == weight.layout == torch.strided
             and input.ndim == weight.ndim == 2
             and input.shape[1] == weight.shape[1]
+            and (bias is None or bias.shape == weight.shape[:1])
             and input.shape[0] * weight.numel() >= MANY
             and not torch.is_autocast_enabled("cpu")
         )
@@ -526,12 +531,13 @@ class RadialProducts(TorchFunctionMode):
         return found.squeeze(1)
 
 
-def radial_products(x: torch.Tensor) -> Any:
-    """Return the context for a network of `x`: ours on a CPU, or none, which costs a GPU nothing.
+def radial_products(x: torch.Tensor, backend: str | None = None) -> Any:
+    """Return the context for a network of `x`: ours on a CPU unless a backend is asked for.
 
-    torch.compile multiplies as it chooses.
+    Elsewhere it is none, so that a GPU loses no time, and torch.compile multiplies as it chooses.
     """
-    return RadialProducts() if x.is_cpu and not traced() else nullcontext()
+    ours = backend is None and x.is_cpu and not traced()
+    return RadialProducts() if ours else nullcontext()
 
 
 class SO2Convolution(torch.nn.Module):
@@ -713,8 +719,11 @@ class SO2Convolution(torch.nn.Module):
                 raise TypeError(
                     "SO2Convolution: x_edge is None; it should be given, as the module has rad_func"
                 )
+            if not isinstance(x_edge, torch.Tensor):
+                kind = type(x_edge).__name__
+                raise TypeError(f"SO2Convolution: x_edge is a {kind}; it should be a tensor")
             of_shape("SO2Convolution", "x_edge", x_edge, (len(x), network[0].in_features))
-            with radial_products(x_edge):
+            with radial_products(x_edge, self.backend):
                 x_edge = network(x_edge)
         layers: Any = self.so2_m_conv
         weights = [layer["fc"].weight for layer in layers]

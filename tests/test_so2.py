@@ -438,7 +438,9 @@ def test_radial_functions_have_our_products_and_torchs_derivatives(served):
 
 
 @needs_torch
-@pytest.mark.parametrize("why", ["few", "float64", "batches", "autocast", "compile", "a subclass"])
+@pytest.mark.parametrize(
+    "why", ["few", "float64", "batches", "autocast", "compile", "a subclass", "a backend"]
+)
 def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
     from fusedops import nn
 
@@ -451,7 +453,7 @@ def test_radial_functions_that_are_left_to_torch(served, monkeypatch, why):
     if why == "compile":
         monkeypatch.setattr(nn, "traced", lambda: True)
     with torch.autocast("cpu", enabled=why == "autocast"):
-        with nn.radial_products(x):
+        with nn.radial_products(x, "torch" if why == "a backend" else None):
             found = net(x)
         expected = net(x)
     assert not served
