@@ -113,7 +113,7 @@ def _holds_ours(folder: Path) -> bool:
     Triton's and Gluon's code names its source file at the beginning.
     """
     for path in folder.glob("*.tt*ir"):
-        with path.open("rb") as code:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as code:
             if re.search(rb"[/\\]gpukern[/\\]", code.read(4096)):
                 return True
     return False
@@ -123,9 +123,10 @@ def size_of(paths: list[Path]) -> int:
     """Return the bytes of files and of folders, from which other processes may remove some."""
     total = 0
     for path in paths:
-        for file in [path] if path.is_file() else path.glob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                total += file.stat().st_size
+        with contextlib.suppress(FileNotFoundError):
+            for file in [path] if path.is_file() else list(path.iterdir()):
+                with contextlib.suppress(FileNotFoundError):
+                    total += file.stat().st_size
     return total
 
 
