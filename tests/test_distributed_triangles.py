@@ -76,6 +76,8 @@ CASES = {
     "rows-incoming-chunks": dict(sharded=1, direction="incoming", chunks=2, gate="hidden"),
     "columns-outgoing-uneven": dict(sharded=2, sizes="uneven", chunks=3, keep=True, H=5),
     "empty": dict(sharded=1, sizes="empty", chunks=2, gate="hidden", N=4),
+    "empty-incoming": dict(sharded=2, sizes="empty", chunks=2, keep=True, N=4),
+    "no-members": dict(sharded=1, B=(0,)),
     "mesh": dict(sharded=(1, 2), chunks=2, direction="incoming"),
     "mesh-turned-plain": dict(sharded=(2, 1), biases=False, keep=True, H=3, N=4),
     "few-channels": dict(sharded=1, H=1, B=(), N=3),
@@ -417,9 +419,10 @@ def test_a_broken_part_shows(mutant, case):
 
 
 @pytest.mark.parametrize("case", ["columns", "columns-outgoing-uneven"])
+@pytest.mark.parametrize("mutant", ["forgotten_part", "swapped_chunks"])
 @on_ranks(worlds=[("gloo", 2), pytest.param(("nccl", 2), marks=pytest.mark.gpu2)])
-def test_a_part_that_two_ranks_forget_shows(case):
-    test_a_broken_part_shows.on_rank("forgotten_part", case)
+def test_a_broken_part_of_two_ranks_shows(mutant, case):
+    test_a_broken_part_shows.on_rank(mutant, case)
 
 
 def bad_calls():

@@ -531,9 +531,11 @@ def triangle_multiplicative_update(
         other, which waits for all of them and for the GPU.
     chunks : int, optional
         The chunks of channels that follow each other, so that one travels while another is
-        computed; by default up to 4, fewer for small messages. The same on every rank.
+        computed; by default up to 4, or 2 between two ranks that share rows or columns, fewer for
+        small messages. The same on every rank.
     keep : bool
-        Whether to keep left and right for the backward, which else computes and sends them again.
+        Whether to keep this rank's left and right for the backward, which else computes them again;
+        more than two ranks then send them again, too.
     backend : str, optional
         The backend that must serve the stages before and after the products.
 
@@ -551,8 +553,8 @@ def triangle_multiplicative_update(
     -----
     With u the bytes of a rank's pairs in H channels, and P ranks, a rank sends 3u(P − 1)/P bytes
     forward; and with the backward 8u(P − 1)/P, or 6u(P − 1)/P with `keep`, which takes 2u bytes. Of
-    two ranks that share rows each sends u forward; and with the backward 3u outgoing, and 2u
-    incoming; of two that share columns, the other way round.
+    two ranks with ``sharded=1`` each sends u forward; and with the backward 3u outgoing, and 2u
+    incoming; with ``sharded=2`` it is the other way round.
     N, C and H are arbitrary; P should not be larger than H. Derivatives of every order exist. The
     loss is the sum of the losses of all ranks: a weight's gradient is this rank's part, to be added
     by `share`, or by DistributedDataParallel with its division undone. Results are the same in
