@@ -149,8 +149,8 @@ BUILD = rm -rf .venv/dist && PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel --no-de
 # Even if the same version is installed.
 REPLACE = $(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 
-# A third of the compiler's work, which is most of the demo's time. The demo's packages arrive meanwhile;
-# of those that didn't, the demo's rule tells.
+# A third of the compiler's work, which is most of the demo's time. The demo's packages are installed
+# meanwhile; if that fails, the demo's rule tries again and shows the error.
 .venv/own: $(SOURCES) | .venv/new
 	@echo "Compiling the kernels for this machine's instruction set; installing NumPy, SciPy, gemmi," \
 		"matplotlib and rich meanwhile"

@@ -1,4 +1,4 @@
-r"""OpenFold 3's modules of the triangle update: OpenFold's, the fused ones alone with biases.
+r"""OpenFold 3's modules of the triangle update: OpenFold's, of which only the fused have biases.
 
 ::
 
