@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cpukern.layout import laid_out
 from cpukern.products import BITS, ByNumpy, assign, of_tensors, widened
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_on_one_thread, in_parallel
@@ -446,7 +447,8 @@ class _Update:
             for h, k in itertools.product(channels, strips):
                 self.products(b, h, i, j, k, o[:, h])
             if out.out is not None:
-                self.end(b, i, j, o.reshape(members, H, -1), out.out)
+                # A reshaped tile of one column would keep the gaps between its rows.
+                self.end(b, i, j, laid_out(o, 2).reshape(members, H, -1), out.out)
 
     def small_logits(self, xn: np.ndarray) -> np.ndarray:
         """Return projections and logits of a small update, (2, 2, H, positions)."""

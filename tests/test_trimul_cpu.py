@@ -15,6 +15,7 @@ from cpukern import isa, products, trimul
 from fusedops import triangle_multiplicative_update
 from fusedops._frame import memory, threads
 from fusedops.samples import pair
+from fusedops.testing import error
 
 BACKENDS = [
     pytest.param(
@@ -98,6 +99,17 @@ def test_the_thread_count_changes_no_bit(backend, blas, direction, gate, limit, 
         fusedops.set_num_threads(None)
     for result in results[1:]:
         same(result, results[0])
+
+
+@pytest.mark.filterwarnings(SMALL_PARTS)
+@pytest.mark.parametrize("N", [17, 33])
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_a_tile_of_one_column_is_read_in_its_place(backend, direction, N):
+    """With a gradient o is whole, and its tiles have gaps between their rows."""
+    arrays = update((1, N, 16, 17), "float64")
+    got = solve(arrays, backend, direction=direction, max_memory=1 << 16)
+    want = solve(arrays, "numpy", direction=direction)
+    assert all(error(*both) < 1e-10 for both in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(1, 9, 4, 4), (1, 33, 4, 4)], ids=str)
