@@ -119,7 +119,8 @@ class InFloat32(ByNumpy):
         torch = sys.modules["torch"]
         # oneDNN's own layout, or every product would bring the matrix into it.
         laid_out = torch.ops.mkldnn._reorder_linear_weight(torch.from_numpy(b.T), rows)
-        added = None if bias is None else torch.from_numpy(bias)
+        # oneDNN takes a bias for contiguous.
+        added = None if bias is None else torch.from_numpy(np.ascontiguousarray(bias))
         multiply = torch.ops.mkldnn._linear_pointwise
 
         def by(a: np.ndarray) -> np.ndarray:

@@ -100,6 +100,20 @@ def test_a_turn_about_the_edge_turns_the_result_and_leaves_the_gates(place, lmax
 
 
 @needs_torch
+@pytest.mark.parametrize("layout", ["strided", "repeated"])
+def test_onednns_products_take_a_bias_of_any_layout(layout, threads_of_onednn):
+    given = {name: torch.tensor(a).float() for name, a in sample(2, 2, channels=16).items()}
+    given["bias"] = given["bias"].repeat_interleave(2)[::2]
+    if layout == "repeated":
+        given["bias"] = given["bias"][:1].expand(len(given["bias"]))
+    exact = {name: array.double() for name, array in given.items()}
+    results = [fusedops.so2_convolution(**arrays, gate_channels=4) for arrays in (exact, given)]
+    assert threads_of_onednn
+    for want, got in zip(*results, strict=True):
+        assert error(got.numpy(), want.numpy()) < 2e-6
+
+
+@needs_torch
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_large_products_of_tensors_are_onednns(backend, threads_of_onednn):
     given = {name: torch.tensor(a).float() for name, a in sample(2, 2, channels=16).items()}
