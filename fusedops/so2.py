@@ -357,10 +357,12 @@ def so2_convolution(
     Notes
     -----
     All arrays have gradients of any order: the convolution is linear in each of its factors, so the
-    same kernels compute its derivatives. Products read and write rows where they lie, without a
-    copy; scaled messages stay in the cache on a CPU. ``so2_convolution.vjp`` returns gradients for
-    the arrays that were given, in the order of the signature. Autocast changes no dtypes. With
-    "ieee" or "tf32" torch's switch is set while a product is launched, for other threads too.
+    same kernels compute its derivatives. On a GPU products read and write rows where they lie,
+    without a copy. On a CPU scaled messages stay in the cache, and a complex product is three real
+    ones: errors of y₊ and y₋ are relative to x₊ and x₋ together. ``so2_convolution.vjp`` returns
+    gradients for the arrays that were given, in the order of the signature. Autocast changes no
+    dtypes. With "ieee" or "tf32" torch's switch is set while a product is launched, for other
+    threads too.
 
     References
     ----------
