@@ -83,8 +83,13 @@ class InFloat32(ByNumpy):
             return ByNumpy.dot(a, b, out)
         torch = sys.modules["torch"]
         a, b = InFloat32.close(a), InFloat32.close(b)
-        # A transposed first factor is slow: the transpose of the result has none.
-        turned = not a.flags.c_contiguous and (b.flags.f_contiguous or 4 * b.size <= a.size)
+        # A transposed first factor is slow: the transpose of the result has none. Of short sums, to
+        # turn the result back takes longer.
+        turned = (
+            not a.flags.c_contiguous
+            and a.shape[1] >= _LONG
+            and (b.flags.f_contiguous or 4 * b.size <= a.size)
+        )
         if turned:
             a, b = np.ascontiguousarray(b.T), a.T
         found = torch.ops.mkldnn._linear_pointwise(
@@ -162,6 +167,8 @@ class InBfloat16(ByNumpy):
 _LARGE = 1 << 21
 #: The multiplications of a projection from which on oneDNN is faster, its call counted in.
 _WORTH = 1 << 22
+#: The terms of a sum from which on oneDNN's transposed first factors are worth avoiding.
+_LONG = 256
 
 
 def of_tensors(dtype: np.dtype, work: int) -> type[ByNumpy]:
