@@ -104,8 +104,8 @@ class _Call:
     def multiplications(self, back: bool) -> list[list[Any]]:
         """Return for every order the functions that multiply its `parts` by the weight.
 
-        Those are one, or one each for the rows of +m and -m, and their sum. `back` is for
-        cotangents of results, by the complex conjugate.
+        An order has one function, or one each for the rows of +m and -m, and their sum. `back` is
+        for cotangents of results, by the complex conjugate.
         """
         found = []
         for m, weight in enumerate(self.weights):

@@ -1,4 +1,4 @@
-"""Which rank of a group has which pairs of a pair representation."""
+"""The pairs of a pair representation that each rank of a group has."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _sizes(axis: str, given: Any, own: int, N: int, group: dist.ProcessGroup) ->
 
 
 def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Tiles, bool]:
-    """Return which rank has which pairs, and whether columns instead of rows are sharded."""
+    """Return the pairs of each rank, and whether columns instead of rows are sharded."""
     if x.ndim < 3:
         raise ValueError(f"{NAME}: x has shape {tuple(x.shape)}; it should be (..., N, N, C)")
     n, m = x.shape[-3:-1]
@@ -118,7 +118,7 @@ def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Til
 
 
 def tiles_on(grid: torch.Tensor, rows: list[slice], columns: list[slice], N: int) -> Tiles:
-    """Return which rank of a grid has which pairs: rows by its first axis, columns by the other."""
+    """Return the pairs of each rank of a grid: rows by its first axis, columns by the other."""
     ranks = sorted(grid.flatten().tolist())
     flat = _group_of_ranks(dist.group.WORLD, tuple(ranks))
     places = [(grid == rank).nonzero()[0].tolist() for rank in ranks]
