@@ -413,7 +413,7 @@ def project_back(
     result = on_x if on_x is not None and is_aligned(on_x) else torch.empty_like(x)
     tensors = x, mask, *update.norm, *update.sides, update.g_out[0]
     tensors += on_sides, *on_both, on_gate, scaling, result, kept
-    numbers = B, L * N, N, on_sides.stride(0), on_sides.stride(1), *strides_of(mask)
+    numbers = B, L * N, N, *on_both.stride()[1:3], *on_sides.stride()[:2], *strides_of(mask)
     way = hopper_backward.way_to_project_back(C, update.H, update.G)
     constants = update.eps, C, update.H, update.G, update.width, 16 // x.dtype.itemsize, *way
     constants += update.types[0], update.long

@@ -371,7 +371,7 @@ def _keep(to, y, first, rows, KEPT: gl.constexpr, W: gl.constexpr):
 
 def project_back(
     x, mask, w, b, p_w, p_b, g_w, g_b, o_w, on_sides, on_p, on_g, on_gate, scaling, on_x, kept,
-    members, rows, N, half, plane, mask_b, mask_i, mask_j,
+    members, rows, N, half, plane, on_half, on_plane, mask_b, mask_i, mask_j,
     EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, KEPT: gl.constexpr,
     V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
@@ -405,10 +405,12 @@ def project_back(
     zeros = gl.zeros((BM, BN), gl.float32, mma)
     plane = plane.to(LONG) // 8 * 8
     half = half.to(LONG) // 8 * 8
+    on_plane = on_plane.to(LONG) // 8 * 8
+    on_half = on_half.to(LONG) // 8 * 8
     rows = rows // 8 * 8
     tiles = (rows + BM - 1) // BM
     if gl.program_id(0) < members * tiles:
-        _copy_planes(buffer, on_sides, gl.program_id(0), tiles, rows, half, plane, H, W, LONG)
+        _copy_planes(buffer, on_sides, gl.program_id(0), tiles, rows, on_half, on_plane, H, W, LONG)
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
         member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
@@ -468,7 +470,7 @@ def project_back(
         _, on_all = hopper.warpgroup_mma_wait(0, deps=[coming, on_acc])
         barrier()
         if tile + gl.num_programs(0) < members * tiles:
-            _copy_planes(buffer, on_sides, following, tiles, rows, half, plane, H, W, LONG)
+            _copy_planes(buffer, on_sides, following, tiles, rows, on_half, on_plane, H, W, LONG)
         v = _as_rows(on_all, W, C, V)
         v = _normed(v, norm, w, None)
         # Read back from memory, as registers are few.

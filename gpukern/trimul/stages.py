@@ -119,13 +119,20 @@ def _some_on_hopper(
     """Write the cotangents of some pairs; return parts of the cotangents behind the norm."""
     x, mask = update.edges(b, lines)
     on_both = update.new(2, 2, update.H, *x.shape[1:3])
-    on_gate = update.new(*x.shape[:3], update.G)
-    # The memory of the logits' cotangents holds the sides' before.
-    given = a.dsides[b.start, :, lines].unflatten(0, (2, update.H)), a.dlogits[b, lines]
-    for to, cotangent in zip((on_both[1], on_gate), given, strict=True):
-        to.copy_(cotangent if scaling is None else cotangent * scaling)
+    # The memory of the logits' cotangents may hold a copy of the sides' before.
+    on_sides = a.dsides[b.start, :, lines].unflatten(0, (2, update.H))
+    on_sides = _as_taken(update, a.dsides, on_sides, scaling, on_both[1])
+    on_gate = _as_taken(update, a.dlogits, a.dlogits[b, lines], scaling)
     on_x = None if y.dx is None else y.dx[b, lines]
-    return project_back(update, x, mask, on_both[1], on_both, on_gate, scaling, on_x)
+    return project_back(update, x, mask, on_sides, on_both, on_gate, scaling, on_x)
+
+
+def _as_taken(update: Update, whole: Any, part: Any, scaling: Any, room: Any = None) -> Any:
+    """Return a part of a cotangent as kernels take it: itself, or else a scaled copy in `room`."""
+    if scaling is None and whole.dtype == update.dtype and is_aligned(whole):
+        return part
+    to = update.new(*part.shape) if room is None else room
+    return to.copy_(part if scaling is None else part * scaling)
 
 
 def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, Any, Any]:
