@@ -7,12 +7,14 @@ longer than a minute hangs: it fails, and they are killed.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib
 import inspect
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -56,12 +58,15 @@ def work(connection, backend, rank, size, store, seconds):
     with contextlib.suppress(EOFError):
         while True:
             module, name, arguments = connection.recv()
+            # A rank that hangs shows where.
+            faulthandler.dump_traceback_later(0.9 * LIMIT)
             try:
                 torch.manual_seed(0)
                 test = getattr(importlib.import_module(module), name)
                 connection.send(getattr(test, "on_rank", test)(**arguments))
             except BaseException:
                 connection.send(Failure(f"rank {rank}: {traceback.format_exc()}"))
+            faulthandler.cancel_dump_traceback_later()
     # An orderly exit may abort while threads of gloo are still at work.
     os._exit(0)
 
@@ -92,16 +97,23 @@ class World:
         self.answers()
 
     def answers(self):
-        """Return what every rank found; a rank that died has an EOFError."""
-        found = []
+        """Return the results of all ranks; a rank that died has a Failure.
+
+        A rank hangs where another one failed, so a test that hangs shows what failed.
+        """
+        found, hang, end = [], [], time.monotonic() + LIMIT
         for rank, connection in enumerate(self.connections):
-            if not connection.poll(LIMIT):
-                self.close()
-                pytest.fail(f"rank {rank} of {self.size} hangs")
+            if not connection.poll(max(0.0, end - time.monotonic())):
+                hang.append(rank)
+                continue
             try:
                 found.append(connection.recv())
             except EOFError:
                 found.append(Failure(f"rank {rank} died"))
+        if hang:
+            self.close()
+            failed = [result for result in found if isinstance(result, Failure)]
+            pytest.fail("\n".join([f"ranks {hang} of {self.size} hang", *failed]), pytrace=False)
         return found
 
     def run(self, module, name, **arguments):
