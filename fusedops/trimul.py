@@ -349,7 +349,7 @@ def _sides_formula(a: Any) -> tuple[Any]:
     """Return left and right of a rectangle of pairs, apart for each of several ranks."""
     both = _gated(*[*_widened(a[:8]), a.eps])
     both = both.reshape(*both.shape[:3], a.parts, both.shape[3] // a.parts)
-    return (cast(both.swapaxes(0, 3).swapaxes(2, 4), a.x),)
+    return (cast(both.swapaxes(0, 3).swapaxes(1, 3).swapaxes(2, 4), a.x),)
 
 
 def _end_formula(a: Any) -> tuple[Any]:
@@ -410,7 +410,7 @@ sides = Primitive(
     arrays=_SIDES,
     static={"parts": int, "precision": str, "eps": float},
     sizes={"P, Q": lambda a: (a.parts, a.p_in_weight.shape[0] // a.parts)},
-    outputs={"sides": "(P, L, Q, B, M) as x"},
+    outputs={"sides": "(P, B, Q, L, M) as x"},
     formula=_sides_formula,
     sixteen_bits=True,
 )

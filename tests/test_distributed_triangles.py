@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -15,7 +16,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from fusedops import triangle_multiplicative_update as on_one  # noqa: E402
-from fusedops.distributed import share  # noqa: E402
+from fusedops.distributed import share, triangles  # noqa: E402
 from fusedops.distributed import triangle_multiplicative_update as update  # noqa: E402
 from replicated import Enter, Leave  # noqa: E402
 from worlds import device, on_ranks  # noqa: E402
@@ -81,6 +82,8 @@ CASES = {
     "mesh": dict(sharded=(1, 2), chunks=2, direction="incoming"),
     "mesh-turned-plain": dict(sharded=(2, 1), biases=False, keep=True, H=3, N=4),
     "few-channels": dict(sharded=1, H=1, B=(), N=3),
+    "alone": dict(sharded=1, B=(), H=6),
+    "alone-incoming": dict(sharded=1, B=(), H=5, direction="incoming", sizes="uneven"),
     "many-leading": dict(sharded=1, B=(2, 1, 2), N=3, H=2, sizes="uneven"),
 }
 
@@ -139,6 +142,21 @@ def test_value_and_all_derivatives_are_one_devices(case):
     wanted = [own(g, axes, shift) for g, shift in zip(want_second[:2], (0, 1), strict=True)]
     torch.testing.assert_close(first, wanted, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(found[2:], want_second[2:], rtol=1e-9, atol=1e-11)
+
+
+@contextlib.contextmanager
+def small_messages():
+    """Let channels travel one or two at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triangles, "_MESSAGE", 1)
+        yield
+
+
+@pytest.mark.parametrize("case", ["alone", "alone-incoming", "rows", "columns"])
+@on_ranks
+@small_messages()
+def test_messages_of_few_channels_add_up(case):
+    test_value_and_all_derivatives_are_one_devices.on_rank(case)
 
 
 @pytest.mark.parametrize("case", ["mesh", "mesh-turned-plain"])
@@ -408,8 +426,6 @@ class Mutants:
 @pytest.mark.parametrize("mutant", ["swapped_chunks", "missing_swap", "forgotten_sum"])
 @on_ranks
 def test_a_broken_part_shows(mutant, case):
-    from fusedops.distributed import triangles
-
     test = test_value_and_all_derivatives_are_one_devices.on_rank
     with pytest.MonkeyPatch.context() as monkeypatch:
         getattr(Mutants, mutant)(monkeypatch, triangles)

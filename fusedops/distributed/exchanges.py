@@ -121,10 +121,10 @@ class Trip:
         """Return the trip back."""
         return Trip(self.received, self.sent, self.group)
 
-    def begin(self, flat: torch.Tensor) -> None:
-        """Send the pieces."""
+    def begin(self, flat: torch.Tensor, room: torch.Tensor | None = None) -> None:
+        """Send the pieces; the ones that come arrive in `room`, if it is given."""
         flat = flat.contiguous()
-        room = flat.new_empty(sum(self.received))
+        room = flat.new_empty(sum(self.received)) if room is None else room
         work = dist.all_to_all_single(
             room, flat, self.received, self.sent, group=self.group, async_op=True
         )

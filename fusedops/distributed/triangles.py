@@ -2,9 +2,10 @@
 
 Ranks have some rows, some columns or both of the pairs. Each projects its own pairs, and sends each
 rank left and right of some channels; multiplies whole planes of its own channels; and sends the
-products back to the pairs' owners. Two ranks that share rows send a third less: their right, or the
-other's part of the sums. Chunks of channels follow each other, so that one travels while another is
-computed: the next chunk is under way before the product of one begins.
+products back to the pairs' owners. Chunks of channels follow each other, so that one travels while
+another is computed: the next chunk is under way before the product of one begins. Two ranks that
+share rows send a third less, their right or the other's part of the sums, beside a product that
+needs nothing of the other rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fusedops._frame.check import alike, floats, size
 from fusedops._frame.packed import outside_of_graphs
 from fusedops.distributed.exchanges import Trip, agree, all_to_all, by_graph, tensor
 from fusedops.distributed.tiles import NAME, Tiles, tiles_of
-from fusedops.trimul import ARRAYS, end_vjp, sides_vjp
+from fusedops.trimul import ARRAYS, end_vjp, sides_vjp, slices
 from fusedops.trimul import end as end_of
 from fusedops.trimul import sides as sides_of
 from fusedops.trimul import triangle_multiplicative_update as _on_one
@@ -90,8 +91,7 @@ class _Update:
 
     def cut(self, chunks: int) -> None:
         """Cut the channels into chunks."""
-        step = -(-self.each // min(chunks, self.each))
-        self.chunks = [slice(c, min(c + step, self.each)) for c in range(0, self.each, step)]
+        self.chunks = slices(self.each, -(-self.each // chunks))
 
     def record(self, arrays: Sequence[Any]) -> Any:
         """Return the arrays by name."""
@@ -183,17 +183,25 @@ class _ByChannels(_Update):
 
     def send_sides(self, a: Any, chunk: slice) -> Trip:
         """Begin to send left and right of a chunk to the ranks of their channels."""
-        sides = self.sides(a, chunk)
-        trip = self.to_channels(sides.shape[2] * self.B)
-        trip.begin(sides.flatten())
+        rows = self.rows_of(self.sides(a, chunk))
+        trip = self.to_channels(rows.shape[2] * self.B)
+        trip.begin(rows.flatten())
         return trip
+
+    def rows_of(self, planes: torch.Tensor) -> torch.Tensor:
+        """Return planes (rank, member, channel, row, column) as rows, in which they travel."""
+        planes = planes.permute(0, 3, 2, 1, 4)
+        if torch.is_grad_enabled():
+            # A copy by words has no derivative.
+            return planes.contiguous()
+        rows = planes.new_empty(planes.shape)
+        copy_rows(rows, planes)
+        return rows
 
     def send_o(self, o: torch.Tensor, chunk: slice) -> Trip:
         """Begin to send a chunk of o, or of its cotangent, there."""
-        some = o[:, :, chunk].permute(1, 3, 2, 0, 4)
-        rows = some.new_empty(some.shape)
-        copy_rows(rows, some)
-        trip = self.to_channels(some.shape[2] * self.B)
+        rows = self.rows_of(o[:, :, chunk].transpose(0, 1))
+        trip = self.to_channels(rows.shape[2] * self.B)
         trip.begin(rows.flatten())
         return trip
 
@@ -261,8 +269,8 @@ class _ByChannels(_Update):
 
     def differentiable(self, a: Any) -> torch.Tensor:
         every = slice(0, self.each)
-        sides = self.sides(a, every)
-        arrived = all_to_all(sides.flatten(), self.to_channels(sides.shape[2] * self.B))
+        rows = self.rows_of(self.sides(a, every))
+        arrived = all_to_all(rows.flatten(), self.to_channels(rows.shape[2] * self.B))
         planes = self.tiles.gathered(arrived, 2 * self.each * self.B)
         left, right = _sides_of(planes.unflatten(1, (2, -1)))
         left, right = (left, right.mT) if self.direction == "outgoing" else (left.mT, right)
@@ -276,11 +284,12 @@ class _ByChannels(_Update):
 class _OfTwo(_Update):
     """An update of rows that two ranks share: each computes o of its own rows.
 
-    The first axes of matrices are members of the batch and channels.
+    Subclasses do it for a chunk of channels. Their messages begin as soon as they can, and products
+    that need none come before the ones that do.
     """
 
-    #: With one chunk, parts of sums would travel beside no product.
-    most_chunks = 2
+    #: Products of more chunks would wait for messages more often.
+    most_chunks = 1
     groups = 2
 
     def __init__(self, tiles: Tiles, a: Any, swap: bool, keep: bool) -> None:
@@ -294,26 +303,58 @@ class _OfTwo(_Update):
         weight = weight.unflatten(0, (2, 1, self.H))
         return weight.flip(0) if self.swap else weight
 
-    def matrices(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return matrices of rows (rows, channels, members, columns), in which `sides` comes."""
-        return rows.permute(2, 1, 0, 3)
+    def product(self, left: torch.Tensor, right: torch.Tensor, o: torch.Tensor) -> None:
+        """Write o, from left and right of its channels."""
+        raise NotImplementedError
 
-    def trip(self, numbers: torch.Tensor, channels: int) -> Trip:
-        """Return the trip of rows to the other rank, whose rows of as many channels arrive."""
-        arriving = channels * self.B * self.tiles.N**2 - numbers.numel()
+    def product_back(self, left: Any, right: Any, do: Any, dleft: Any, dright: Any) -> None:
+        """Write the cotangents of left and right, from the cotangents of o."""
+        raise NotImplementedError
+
+    def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        o, kept = a.x.new_empty(self.B, self.H, self.L, self.M), []
+        for chunk in self.chunks:
+            sides = self.sides(a, chunk)
+            self.product(sides[0], sides[1], o[:, chunk])
+            kept += [sides] if self.keep else []
+            del sides
+        return o, kept
+
+    def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
+        dsides = a.x.new_empty(self.B, 2, self.H, self.L, self.M)
+        for at, chunk in enumerate(self.chunks):
+            sides = kept[at] if kept else self.sides(a, chunk)
+            dleft, dright = (dsides[:, side ^ self.swap, chunk] for side in range(2))
+            self.product_back(sides[0], sides[1], do[:, chunk], dleft, dright)
+            del sides
+        return dsides
+
+    def messages(self, rows: torch.Tensor) -> list[slice]:
+        """Return the parts of the channels of rows (B, channels, ...) that travel one by one."""
+        channels = rows.shape[1]
+        size = self.B * self.tiles.N**2 * channels * rows.itemsize // 2
+        return slices(channels, -(-channels // min(max(size // _MESSAGE, 1), 4)))
+
+    def trip(self, rows: torch.Tensor) -> Trip:
+        """Return the trip of rows (B, channels, rows, N) to the other rank, whose rows arrive."""
+        arriving = rows.shape[1] * self.B * self.tiles.N**2 - rows.numel()
         ways = [rank != self.tiles.group.rank() for rank in range(2)]
-        sent, received = [[n * way for way in ways] for n in (numbers.numel(), arriving)]
+        sent, received = [[n * way for way in ways] for n in (rows.numel(), arriving)]
         return Trip(sent, received, self.tiles.group)
 
-    def send(self, numbers: torch.Tensor, chunk: slice) -> Trip:
-        """Begin to send rows of a chunk to the other rank."""
-        trip = self.trip(numbers, chunk.stop - chunk.start)
-        trip.begin(numbers.flatten())
+    def send(self, rows: torch.Tensor, to: torch.Tensor | None = None) -> Trip:
+        """Begin to send rows; the ones that arrive are written in `to`, if that has no gaps."""
+        trip = self.trip(rows)
+        trip.begin(rows.flatten(), to.view(-1) if to is not None and to.is_contiguous() else None)
         return trip
 
-    def exchanged(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the other rank's rows of all channels, differentiably."""
-        return all_to_all(numbers.flatten(), self.trip(numbers, self.H))
+    def theirs_of(self, trip: Trip, like: torch.Tensor) -> torch.Tensor:
+        """Return the other rank's rows of the channels of `like`."""
+        return trip.end().view(*like.shape[:2], self.tiles.N - self.L, self.M)
+
+    def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the other rank's rows, differentiably."""
+        return all_to_all(rows.flatten(), self.trip(rows))
 
     def multiply(self, a: Any, b: Any, form: str, out: Any, start: Any = None) -> None:
         """Write products of the matrices of every member, times the scale, plus `start`."""
@@ -326,103 +367,69 @@ class _OfTwo(_Update):
         self.multiply(a, b, "incoming", part)
         return part
 
-    def sides_again(self, a: Any, kept: Any, chunk: slice) -> torch.Tensor:
-        """Return left and right of a chunk, kept or computed again."""
-        found: torch.Tensor = kept[self.chunks.index(chunk)] if kept else self.sides(a, chunk)
-        return found
-
 
 class _ByRight(_OfTwo):
     """An outgoing update: o is the product of a rank's left and both ranks' right."""
 
-    def begin(self, a: Any, chunk: slice) -> tuple[torch.Tensor, Trip]:
-        """Begin to send right of a chunk."""
-        sides = self.sides(a, chunk)
-        return sides, self.send(sides[1], chunk)
+    def product(self, left: torch.Tensor, right: torch.Tensor, o: torch.Tensor) -> None:
+        trips = [(part, self.send(right[:, part])) for part in self.messages(right)]
+        self.multiply(left, right, "outgoing", o[..., self.mine])
+        for part, trip in trips:
+            some = left[:, part]
+            arrived = self.theirs_of(trip, some)
+            self.multiply(some, arrived, "outgoing", o[:, part, :, self.theirs])
 
-    def others(self, trip: Trip, chunk: slice) -> torch.Tensor:
-        """Return the other rank's right."""
-        shape = self.tiles.N - self.L, chunk.stop - chunk.start, self.B, self.M
-        return self.matrices(trip.end().view(shape))
-
-    def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        o, kept = a.x.new_empty(self.B, self.H, self.L, self.M), []
-        for chunk, (sides, trip) in _ahead(functools.partial(self.begin, a), self.chunks):
-            left, right = map(self.matrices, sides)
-            self.multiply(left, right, "outgoing", o[:, chunk, :, self.mine])
-            other = self.others(trip, chunk)
-            self.multiply(left, other, "outgoing", o[:, chunk, :, self.theirs])
-            kept += [sides] if self.keep else []
-        return o, kept
-
-    def begin_back(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[Any, ...]:
-        """Begin to send right, and this rank's part of the other right's cotangent."""
-        sides = self.sides_again(a, kept, chunk)
-        there = self.send(sides[1], chunk)
-        part = self.part(do[:, chunk, :, self.theirs], self.matrices(sides[0]))
-        return sides, there, self.send(part, chunk)
-
-    def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
-        dsides = a.x.new_empty(self.B, 2, self.H, self.L, self.M)
-        begin = functools.partial(self.begin_back, a, do, kept)
-        for chunk, (sides, there, back) in _ahead(begin, self.chunks):
-            left, right = map(self.matrices, sides)
-            dleft, dright = (dsides[:, side ^ self.swap, chunk] for side in range(2))
-            own, other = do[:, chunk, :, self.mine], do[:, chunk, :, self.theirs]
-            self.multiply(own, right, "plain", dleft)
-            self.multiply(other, self.others(there, chunk), "plain", dleft, dleft)
-            self.multiply(own, left, "incoming", dright, back.end().view(dright.shape))
-        return dsides
+    def product_back(self, left: Any, right: Any, do: Any, dleft: Any, dright: Any) -> None:
+        own, other, parts = do[..., self.mine], do[..., self.theirs], self.messages(do)
+        there = [(part, self.send(right[:, part])) for part in parts]
+        back = [
+            (part, self.send(self.part(other[:, part], left[:, part]), dright[:, part]))
+            for part in parts
+        ]
+        self.multiply(own, right, "plain", dleft)
+        for part, trip in there:
+            to = dleft[:, part]
+            self.multiply(other[:, part], self.theirs_of(trip, to), "plain", to, to)
+        for part, trip in back:
+            to = dright[:, part]
+            arrived = trip.end().view(to.shape)
+            self.multiply(own[:, part], left[:, part], "incoming", to, arrived)
 
     def differentiable(self, a: Any) -> torch.Tensor:
-        sides = self.sides(a, slice(0, self.H))
-        other = self.exchanged(sides[1]).view(self.tiles.N - self.L, *sides.shape[2:])
-        in_order = (sides[1], other) if self.mine.start <= self.theirs.start else (other, sides[1])
-        left, right = self.matrices(sides[0]), self.matrices(torch.cat(in_order))
+        left, right = self.sides(a, slice(0, self.H))
+        other = self.exchanged(right).view(*right.shape[:2], self.tiles.N - self.L, self.M)
+        in_order = (right, other) if self.mine.start <= self.theirs.start else (other, right)
         # Scaled before, as float16 may not hold the sums.
-        return self.end(a, (left * self.scale) @ right.mT)
+        return self.end(a, (left * self.scale) @ torch.cat(in_order, 2).mT)
 
 
 class _ByParts(_OfTwo):
     """An incoming update: each rank has a part of all sums, and sends the part of the other's."""
 
-    def begin(self, a: Any, chunk: slice) -> tuple[torch.Tensor, Trip]:
-        """Begin to send a chunk's parts of the other rank's sums."""
-        sides = self.sides(a, chunk)
-        left, right = map(self.matrices, sides)
-        return sides, self.send(self.part(left[..., self.theirs], right), chunk)
+    def product(self, left: torch.Tensor, right: torch.Tensor, o: torch.Tensor) -> None:
+        own, other = left[..., self.mine], left[..., self.theirs]
+        trips = [
+            (part, self.send(self.part(other[:, part], right[:, part]), o[:, part]))
+            for part in self.messages(right)
+        ]
+        for part, trip in trips:
+            to = o[:, part]
+            arrived = trip.end().view(to.shape)
+            self.multiply(own[:, part], right[:, part], "incoming", to, arrived)
 
-    def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        o, kept = a.x.new_empty(self.B, self.H, self.L, self.M), []
-        for chunk, (sides, trip) in _ahead(functools.partial(self.begin, a), self.chunks):
-            left, right = map(self.matrices, sides)
-            some = o[:, chunk]
-            part = trip.end().view(some.shape)
-            self.multiply(left[..., self.mine], right, "incoming", some, part)
-            kept += [sides] if self.keep else []
-        return o, kept
-
-    def begin_back(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[torch.Tensor, Trip]:
-        """Begin to send the cotangents of a chunk of o."""
-        there = self.send(do[:, chunk], chunk)
-        return self.sides_again(a, kept, chunk), there
-
-    def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
-        dsides = a.x.new_empty(self.B, 2, self.H, self.L, self.M)
-        begin = functools.partial(self.begin_back, a, do, kept)
-        for chunk, (sides, there) in _ahead(begin, self.chunks):
-            left, right = map(self.matrices, sides)
-            dleft, dright = (dsides[:, side ^ self.swap, chunk] for side in range(2))
-            own = do[:, chunk]
-            self.multiply(right, own, "outgoing", dleft[..., self.mine])
-            self.multiply(left[..., self.mine], own, "plain", dright)
-            other = there.end().view(*own.shape[:2], self.tiles.N - self.L, self.M)
-            self.multiply(right, other, "outgoing", dleft[..., self.theirs])
-            self.multiply(left[..., self.theirs], other, "plain", dright, dright)
-        return dsides
+    def product_back(self, left: Any, right: Any, do: Any, dleft: Any, dright: Any) -> None:
+        own, other = left[..., self.mine], left[..., self.theirs]
+        trips = [(part, self.send(do[:, part])) for part in self.messages(do)]
+        self.multiply(right, do, "outgoing", dleft[..., self.mine])
+        self.multiply(own, do, "plain", dright)
+        for part, trip in trips:
+            to, some = dright[:, part], right[:, part]
+            arrived = self.theirs_of(trip, some)
+            self.multiply(some, arrived, "outgoing", dleft[:, part, :, self.theirs])
+            self.multiply(other[:, part], arrived, "plain", to, to)
 
     def differentiable(self, a: Any) -> torch.Tensor:
-        left, right = map(self.matrices, self.sides(a, slice(0, self.H)))
+        left, right = self.sides(a, slice(0, self.H))
         # Scaled before, as float16 may not hold the sums.
         left = (left * self.scale).mT
         o = left[..., self.mine, :] @ right
@@ -531,8 +538,8 @@ def triangle_multiplicative_update(
         other, which waits for all of them and for the GPU.
     chunks : int, optional
         The chunks of channels that follow each other, so that one travels while another is
-        computed; by default up to 4, or 2 between two ranks that share rows or columns, fewer for
-        small messages. The same on every rank.
+        computed; by default up to 4, fewer for small messages, or 1 between two ranks that share
+        rows or columns. More chunks take less memory. The same on every rank.
     keep : bool
         Whether to keep this rank's left and right for the backward, which else computes them again;
         more than two ranks then send them again, too.

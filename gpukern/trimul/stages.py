@@ -48,22 +48,23 @@ def _update(a: Any, H: int) -> Update:
     return update
 
 
-def _rows_of(planes: Any, like: Any, M: int) -> Any:
-    """Return planes (2, R, L, pitch) as the sides (P, L, Q, M) of one member."""
-    P, L, Q = like.shape[:3]
-    return planes.view(P, Q, L, -1)[..., :M].transpose(1, 2)
-
-
 def triangle_sides(a: Any, y: Any) -> None:
     """Write left and right of a rectangle of pairs."""
     update = _update(a, a.p_in_weight.shape[0] // 2)
-    B, L, M, _ = update.x.shape
+    P, B, Q, L, M = y.sides.shape
     if not y.sides.numel():
         return
+    # Planes without gaps are written in place, if two steps lead to every channel.
+    in_place = update.pitch == M and y.sides.dtype == update.dtype and is_aligned(y.sides)
+    in_place = in_place and (P == 2 or B == 1)
     for b in range(B):
-        planes = update.new(2, update.H, L, update.pitch)
+        to = y.sides[:, b]
+        planes = (
+            to.view(2, update.H, L, M) if in_place else update.new(2, update.H, L, update.pitch)
+        )
         project(update, *update.edges(slice(b, b + 1), ALL), update.sides, sides=planes)
-        copy_rows(y.sides[:, :, :, b], _rows_of(planes, y.sides, M))
+        if not in_place:
+            copy_rows(to, planes.view(P, Q, L, -1)[..., :M])
 
 
 def triangle_end(a: Any, y: Any) -> None:
