@@ -32,10 +32,12 @@ __all__ = [
     "TriangleMultiplicativeUpdate",
 ]
 
-#: The devices with kernels that make a convolution's kernels, the fewest numbers of these, or of
-#: multiplications, that are worth it on a CPU, and the hooks that a layer may have.
+#: The devices with kernels that make a convolution's kernels; the fewest numbers of these, or of
+#: multiplications, that are worth it on a CPU; the fewest that take an NVIDIA GPU longer than
+#: the host; and the hooks that a layer may have.
 FUSED = "cpu", "cuda", "xpu"
 MANY = 1 << 22
+MANY_ON_CUDA = 1 << 26
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
@@ -178,7 +180,8 @@ class DynamicShortConvolution(torch.nn.Module):
     a mask, and has gradients in a decoding step.
 
     If ``w2`` is a plain Linear without hooks, it may be part of the convolution, as in
-    `fusedops.dynamic_conv_generated`, and no kernels are stored. On a GPU this is so in prefill;
+    `fusedops.dynamic_conv_generated`, and no kernels are stored. On a GPU this is so in prefill of
+    2²⁶ numbers of kernels and more, and of fewer in graphs, where the host's time doesn't count;
     with gradients storing is faster, but takes three times the memory on Hopper in 16 bits. On a
     CPU it is so from 2²² numbers of kernels on, in prefill in float32 and float64, with gradients
     in float32, where storing takes one and a half times the memory. A decoding step stores them.
@@ -429,9 +432,10 @@ class DynamicShortConvolution(torch.nn.Module):
 
         The generator's last layer is then part of the convolution. A layer that is more than its
         weight and bias makes kernels itself. A layer whose gradient is wanted does so too, as its
-        kernels would be made three times, but in float32 on a CPU, where that is faster; and on a
-        CPU a layer in 16 bits, which torch multiplies faster, or one for kernels that the CPU's
-        cache may hold.
+        kernels would be made three times, but in float32 on a CPU, where that is faster; on a CPU a
+        layer in 16 bits, which torch multiplies faster, or one for kernels that the CPU's cache may
+        hold; and on a GPU, outside of a CUDA graph, one for few kernels, which the host launches in
+        less time.
         """
         if decoding or u.device.type not in FUSED:
             return (self.get_kernel(u),)
@@ -444,9 +448,11 @@ class DynamicShortConvolution(torch.nn.Module):
             and not any([getattr(each, hooks) for each in (generator, last) for hooks in HOOKS])
         )
         on_cpu = u.device.type == "cpu"
+        count = u.shape[0] * u.shape[1] * self.hidden_size * self.kernel_size
         if plain and on_cpu:
-            count = u.shape[0] * u.shape[1] * self.hidden_size * self.kernel_size
             plain = last.weight.itemsize > 2 and count >= MANY
+        elif plain and u.is_cuda and not traced():
+            plain = count >= MANY_ON_CUDA or torch.cuda.is_current_stream_capturing()
         if plain and not (on_cpu and last.weight.dtype == torch.float32):
             plain = not torch.is_grad_enabled() or not any(
                 tensor.requires_grad for tensor in chain((u,), generator.parameters())
