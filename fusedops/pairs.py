@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,16 +55,16 @@ def _check_tensors(name: str, **given: Any) -> None:
             raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
 
 
-def _in_parts(function: Callable[..., Any], axis: int, rows: int, *given: Any) -> Any:
-    """Return a function of tensors, computed for at most `rows` along an axis at a time.
+def _in_parts(function: Callable[..., Any], axes: Sequence[int], rows: int, *given: Any) -> Any:
+    """Return a function of tensors, computed for at most `rows` along an axis of each at a time.
 
-    With gradients a part is computed anew in the backward, so that one part at a time has
-    intermediate results.
+    The result has rows along the axis of the first. With gradients a part is computed anew in the
+    backward, so that one part at a time has intermediate results.
     """
-    total = given[0].shape[axis]
-    if rows >= total:
+    axis = axes[0]
+    if rows >= given[0].shape[axis]:
         return function(*given)
-    parts = zip(*(x.split(rows, axis) for x in given), strict=True)
+    parts = zip(*(x.split(rows, at) for x, at in zip(given, axes, strict=False)), strict=True)
     if torch.is_grad_enabled():
         done = [checkpoint(function, *part, use_reentrant=False) for part in parts]
     else:
@@ -213,7 +213,7 @@ class PairTransition(torch.nn.Module):
         if rows == total:
             return self._transition(x)
         flat = x.reshape(total, self.dim)
-        return _in_parts(self._transition, 0, rows, flat).reshape(*x.shape[:-1], self.out_dim)
+        return _in_parts(self._transition, (0,), rows, flat).reshape(*x.shape[:-1], self.out_dim)
 
     def _transition(self, x: torch.Tensor) -> Any:
         n = self.norm(x)
@@ -247,24 +247,23 @@ class _Projections(torch.nn.Module):
                 self.linear_g.bias.fill_(1.0)
 
 
-def _by_torch(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-    """Return attention (B, R, H, N, D) of q, k and v; bias is (B, 1, H, N, N), mask (B, R, N)."""
+def _by_torch(q: Any, k: Any, v: Any, bias: Any, absent: Any) -> Any:
+    """Return attention (B, R, H, N, D) of q, k and v, as `_attended` has it."""
     bias = bias.to(q.dtype)
-    if mask is not None:
-        # Contiguous, or else the sum is laid out by rows, and torch has no fast kernel for it.
-        absent = 1 - mask.to(q.dtype)[:, :, None, None].contiguous()
+    if absent is None:
+        bias = bias.expand(*q.shape[:-1], k.shape[-2])
+    else:
         bias = torch.add(bias, absent, alpha=_MISSING)
-    bias = bias.expand(*q.shape[:-1], k.shape[-2])
     # torch's fast kernels take four axes.
     found = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v, bias)))
     return found.unflatten(0, q.shape[:2])
 
 
-def _by_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+def _by_cuequivariance(q: Any, k: Any, v: Any, bias: Any, absent: Any) -> Any:
     from cuequivariance_torch import triangle_attention
 
     # A bias of numbers below one would be as large as that of a missing edge.
-    present = None if mask is None else mask[:, :, None, None] == 1
+    present = None if absent is None else absent == 0
     if bias.is_cuda and torch.cuda.get_device_capability(bias.device)[0] < 10:
         # Its kernels for GPUs before Blackwell convert another bias, and warn of it.
         bias = bias.float()
@@ -478,37 +477,48 @@ class TriangleAttention(torch.nn.Module):
         *leading, N, _, C = x.shape
         batch = math.prod(leading)
         n = self.layer_norm(x).reshape(batch, N, N, C)
-        given = [n] if mask is None else [n, self._mask(mask, x).reshape(batch, N, N)]
         # (B, 1, H, j, k) of edges (j, k), and of (k, j) around ending nodes.
         axes = (0, 3, 1, 2) if self.starting else (0, 3, 2, 1)
         bias = self.linear(n).permute(axes).unsqueeze(1).contiguous()
+        given = [n] if mask is None else [n, self._absent(mask, x.shape[:-1], bias.dtype)]
 
-        def attended(n: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
-            return self._attended(n, bias, mask)
+        def attended(n: torch.Tensor, absent: torch.Tensor | None = None) -> Any:
+            return self._attended(n, bias, absent)
 
         rows = N if chunk_size is None else min(N, chunk_size)
         if self.max_memory is not None:
             rows = min(rows, max(1, self.max_memory // self._bytes_of_a_row(batch, N, x)))
-        o = _in_parts(attended, 1 if self.starting else 2, rows, *given)
+        o = _in_parts(attended, (1 if self.starting else 2, 1), rows, *given)
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.
         return layers.linear_o(o.reshape(*leading, N, N, o.shape[-1]))
 
-    def _mask(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _absent(self, mask: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """Return 1 - mask as (B, R, 1, 1, N), for the edges of every row; 0 in a row without edges.
+
+        Of such a row, sums of large numbers would have no digits left, and fast kernels' gradients
+        would be N times too large.
+        """
         if self.attention == "cuequivariance" and mask.requires_grad:
             raise ValueError(
                 "TriangleAttention: mask requires a gradient; it should not with cuequivariance, "
                 "which has none"
             )
         try:
-            return mask.expand(x.shape[:-1])
+            mask = mask if mask.shape == shape else mask.expand(shape)
         except RuntimeError:
             raise ValueError(
                 f"TriangleAttention: mask has shape {tuple(mask.shape)}; it should broadcast to "
-                f"{tuple(x.shape[:-1])}"
+                f"{tuple(shape)}"
             ) from None
+        N = shape[-1]
+        mask = mask.reshape(math.prod(shape[:-2]), N, 1, 1, N)
+        # Contiguous, or else its sum with the bias is laid out by rows, and torch has no fast
+        # kernel for that.
+        mask = (mask if self.starting else mask.transpose(1, 4)).contiguous()
+        return (1 - mask.to(dtype)) * mask.any(-1, keepdim=True)
 
-    def _is_for_cuequivariance(self, bias: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    def _is_for_cuequivariance(self, bias: torch.Tensor, absent: torch.Tensor | None) -> bool:
         if self.attention is not None:
             return self.attention == "cuequivariance"
         return (
@@ -518,7 +528,7 @@ class TriangleAttention(torch.nn.Module):
             and bias.shape[-1] >= _MANY
             and self.c_hidden % 8 == 0
             and self.c_hidden <= 128
-            and (mask is None or not mask.requires_grad)
+            and (absent is None or not absent.requires_grad)
             and _found()
         )
 
@@ -533,29 +543,24 @@ class TriangleAttention(torch.nn.Module):
         # torch computes 16 bits in float32 where it has no kernel.
         return batch * N * max(4, x.element_size()) * (edges + pairs * N)
 
-    def _attended(self, n: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    def _attended(self, n: torch.Tensor, bias: torch.Tensor, absent: torch.Tensor | None) -> Any:
         """Return the gated sums of edges n, (B, R, N, C), as (B, R, N, HD).
 
-        Around ending nodes edges are (B, N, R, C), and so is the mask: q, k and v are read with
-        other strides, so that no edge is copied.
+        The bias is (B, 1, H, N, N), and `absent` (B, R, 1, 1, N). Around ending nodes edges are
+        (B, N, R, C): q, k and v are read with other strides, so that no edge is copied.
         """
         mha: Any = self.mha
         weights = [getattr(mha, f"linear_{name}").weight for name in "qkvg"]
         # One product reads n once.
         found = F.linear(n, torch.cat(weights)).unflatten(-1, (4, self.no_heads, -1))
         *qkv, g = found.unbind(-3)
-        attend = _by_cuequivariance if self._is_for_cuequivariance(bias, mask) else _by_torch
-        if mask is not None:
-            mask = mask if self.starting else mask.transpose(1, 2)
-            # Of a row without edges, sums of large numbers would have no digits left, and fast
-            # kernels' gradients would be N times too large.
-            mask = torch.where(mask.bool().any(-1, keepdim=True), mask, 1)
+        attend = _by_cuequivariance if self._is_for_cuequivariance(bias, absent) else _by_torch
         if self.starting:
             q, k, v = (each.transpose(2, 3) for each in qkv)
-            o = attend(q, k, v, bias, mask).transpose(2, 3)
+            o = attend(q, k, v, bias, absent).transpose(2, 3)
         else:
             q, k, v = (each.permute(0, 2, 3, 1, 4) for each in qkv)
-            o = attend(q, k, v, bias, mask).permute(0, 3, 1, 2, 4)
+            o = attend(q, k, v, bias, absent).permute(0, 3, 1, 2, 4)
         if mha.linear_g.bias is not None:
             g = g + mha.linear_g.bias.unflatten(0, g.shape[-2:])
         return (g.sigmoid() * o).flatten(-2)
