@@ -476,7 +476,8 @@ class TriangleAttention(torch.nn.Module):
             )
         *leading, N, _, C = x.shape
         batch = math.prod(leading)
-        n = self.layer_norm(x).reshape(batch, N, N, C)
+        n = self.layer_norm(x)
+        n = n if n.ndim == 4 else n.reshape(batch, N, N, C)
         # (B, 1, H, j, k) of edges (j, k), and of (k, j) around ending nodes.
         axes = (0, 3, 1, 2) if self.starting else (0, 3, 2, 1)
         bias = self.linear(n).permute(axes).unsqueeze(1).contiguous()
@@ -491,7 +492,7 @@ class TriangleAttention(torch.nn.Module):
         o = _in_parts(attended, (1 if self.starting else 2, 1), rows, *given)
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.
-        return layers.linear_o(o.reshape(*leading, N, N, o.shape[-1]))
+        return layers.linear_o(o.reshape(*leading, N, N, self.no_heads * self.c_hidden))
 
     def _absent(self, mask: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """Return 1 - mask as (B, R, 1, 1, N), for the edges of every row; 0 in a row without edges.
@@ -544,7 +545,7 @@ class TriangleAttention(torch.nn.Module):
         return batch * N * max(4, x.element_size()) * (edges + pairs * N)
 
     def _attended(self, n: torch.Tensor, bias: torch.Tensor, absent: torch.Tensor | None) -> Any:
-        """Return the gated sums of edges n, (B, R, N, C), as (B, R, N, HD).
+        """Return the gated sums of edges n, (B, R, N, C), as (B, R, N, H, D).
 
         The bias is (B, 1, H, N, N), and `absent` (B, R, 1, 1, N). Around ending nodes edges are
         (B, N, R, C): q, k and v are read with other strides, so that no edge is copied.
@@ -563,7 +564,7 @@ class TriangleAttention(torch.nn.Module):
             o = attend(q, k, v, bias, absent).permute(0, 3, 1, 2, 4)
         if mha.linear_g.bias is not None:
             g = g + mha.linear_g.bias.unflatten(0, g.shape[-2:])
-        return (g.sigmoid() * o).flatten(-2)
+        return g.sigmoid() * o
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""
