@@ -408,9 +408,9 @@ class DynamicShortConvolution(torch.nn.Module):
             # that was made in inference mode.
             state = None if cache is None else cache.clone()
         elif cache is not None and decoding:
-            step = given[0][:, 0]
-            y = dynamic_conv_step(x, cache, step, activation=activation, backend=backend)
-            return y.to(x.dtype), cache
+            (kernels,) = given
+            y = dynamic_conv_step(x, cache, kernels, activation=activation, backend=backend)
+            return y, cache
         convolve: Any = dynamic_conv if len(given) == 1 else dynamic_conv_generated
         result = convolve(
             x,
@@ -422,10 +422,10 @@ class DynamicShortConvolution(torch.nn.Module):
             backend=backend,
         )
         if not update:
-            return result.to(x.dtype), cache
+            return result, cache
         y, final = result
         cache = final.detach() if cache is None else cache.copy_(final.detach())
-        return y.to(x.dtype), cache
+        return y, cache
 
     def _given(self, u: torch.Tensor, decoding: bool) -> tuple[Any, ...]:
         """Return the kernels, or the hidden units, weight and bias that make them.
@@ -488,7 +488,7 @@ class DynamicShortConvolution(torch.nn.Module):
             activation=self.activation,
             backend=self.backend,
         )
-        return y.to(x.dtype), None
+        return y, None
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the generator."""
