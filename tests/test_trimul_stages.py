@@ -12,6 +12,8 @@ from places import available  # noqa: E402
 
 #: B, L, M, C, H, and the ranks. On a GPU the last one has as many rows as Hopper's kernels take.
 SHAPES = [(2, 3, 5, 6, 6, 3), (1, 9, 8, 16, 8, 2), (1, 0, 4, 4, 2, 2)]
+#: With lines of whole vectors, of several members.
+SHAPES += [(2, 3, 8, 6, 6, 3), (2, 2, 8, 6, 6, 2)]
 SHAPES += [pytest.param((1, 264, 256, 128, 128, 2), marks=pytest.mark.gpu)]
 DTYPES = [
     (torch.float32, "ieee", 2e-5),
@@ -66,3 +68,11 @@ def test_kernels_are_the_formula(primitive, shape, dtype, precision, tolerance, 
             assert a.dtype == dtype, name
             error = (a.double() - b).abs().max().item()
             assert error <= tolerance * max(1.0, b.abs().max().item()), name
+
+
+@pytest.mark.gpu
+def test_parts_of_cotangents_are_read_in_their_place(monkeypatch):
+    """On Hopper, some lines of a member at a time."""
+    monkeypatch.setattr("gpukern.trimul.stages._PAIRS", 1 << 15)
+    shape, kind = (2, 264, 256, 128, 128, 2), (torch.bfloat16, "bf16", 3e-2)
+    test_kernels_are_the_formula(sides_vjp, shape, *kind, "output", False, "cuda")
