@@ -28,7 +28,7 @@ from fusedops.trimul import end as end_of
 from fusedops.trimul import sides as sides_of
 from fusedops.trimul import triangle_multiplicative_update as _on_one
 
-#: The bytes of left and right of a chunk that are worth a message of their own.
+#: The bytes that are worth a message of their own.
 _MESSAGE = 1 << 23
 
 
