@@ -191,9 +191,6 @@ class _ByChannels(_Update):
     def rows_of(self, planes: torch.Tensor) -> torch.Tensor:
         """Return planes (rank, member, channel, row, column) as rows, in which they travel."""
         planes = planes.permute(0, 3, 2, 1, 4)
-        if torch.is_grad_enabled():
-            # A copy by words has no derivative.
-            return planes.contiguous()
         rows = planes.new_empty(planes.shape)
         copy_rows(rows, planes)
         return rows
@@ -269,7 +266,8 @@ class _ByChannels(_Update):
 
     def differentiable(self, a: Any) -> torch.Tensor:
         every = slice(0, self.each)
-        rows = self.rows_of(self.sides(a, every))
+        # `rows_of` has no derivative.
+        rows = self.sides(a, every).permute(0, 3, 2, 1, 4)
         arrived = all_to_all(rows.flatten(), self.to_channels(rows.shape[2] * self.B))
         planes = self.tiles.gathered(arrived, 2 * self.each * self.B)
         left, right = _sides_of(planes.unflatten(1, (2, -1)))
@@ -314,7 +312,7 @@ class _OfTwo(_Update):
     def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         o, kept = a.x.new_empty(self.B, self.H, self.L, self.M), []
         for chunk in self.chunks:
-            sides = self.sides(a, chunk)
+            sides = self.both(a, chunk)
             self.product(sides[0], sides[1], o[:, chunk])
             kept += [sides] if self.keep else []
             del sides
@@ -323,11 +321,15 @@ class _OfTwo(_Update):
     def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
         dsides = a.x.new_empty(self.B, 2, self.H, self.L, self.M)
         for at, chunk in enumerate(self.chunks):
-            sides = kept[at] if kept else self.sides(a, chunk)
+            sides = kept[at] if kept else self.both(a, chunk)
             dleft, dright = (dsides[:, side ^ self.swap, chunk] for side in range(2))
             self.product_back(sides[0], sides[1], do[:, chunk], dleft, dright)
             del sides
         return dsides
+
+    def both(self, a: Any, chunk: slice) -> torch.Tensor:
+        """Return left and right of a chunk, which plain torch computes with channels innermost."""
+        return self.sides(a, chunk).contiguous()
 
     def messages(self, rows: torch.Tensor) -> list[slice]:
         """Return the parts of the channels of rows (B, channels, ...) that travel one by one."""
