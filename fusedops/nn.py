@@ -181,10 +181,10 @@ class DynamicShortConvolution(torch.nn.Module):
 
     If ``w2`` is a plain Linear without hooks, it may be part of the convolution, as in
     `fusedops.dynamic_conv_generated`, and no kernels are stored. On a GPU this is so in prefill of
-    2²⁶ numbers of kernels and more, and of fewer in graphs, where the host's time doesn't count;
-    with gradients storing is faster, but takes three times the memory on Hopper in 16 bits. On a
-    CPU it is so from 2²² numbers of kernels on, in prefill in float32 and float64, with gradients
-    in float32, where storing takes one and a half times the memory. A decoding step stores them.
+    2²⁶ numbers of kernels and more, as the host decides the time of fewer; with gradients storing
+    is faster, but takes three times the memory on Hopper in 16 bits. On a CPU it is so from 2²²
+    numbers of kernels on, in prefill in float32 and float64, with gradients in float32, where
+    storing takes one and a half times the memory. A decoding step stores them.
 
     References
     ----------
@@ -434,8 +434,7 @@ class DynamicShortConvolution(torch.nn.Module):
         weight and bias makes kernels itself. A layer whose gradient is wanted does so too, as its
         kernels would be made three times, but in float32 on a CPU, where that is faster; on a CPU a
         layer in 16 bits, which torch multiplies faster, or one for kernels that the CPU's cache may
-        hold; and on a GPU, outside of a CUDA graph, one for few kernels, which the host launches in
-        less time.
+        hold; and on a GPU one for few kernels, which the host launches in less time.
         """
         if decoding or u.device.type not in FUSED:
             return (self.get_kernel(u),)
@@ -452,7 +451,7 @@ class DynamicShortConvolution(torch.nn.Module):
         if plain and on_cpu:
             plain = last.weight.itemsize > 2 and count >= MANY
         elif plain and u.is_cuda and not traced():
-            plain = count >= MANY_ON_CUDA or torch.cuda.is_current_stream_capturing()
+            plain = count >= MANY_ON_CUDA
         if plain and not (on_cpu and last.weight.dtype == torch.float32):
             plain = not torch.is_grad_enabled() or not any(
                 tensor.requires_grad for tensor in chain((u,), generator.parameters())

@@ -433,24 +433,16 @@ def test_the_generators_last_layer_is_part_of_the_convolution(activation, monkey
 
 
 @pytest.mark.gpu
-def test_a_gpu_stores_few_kernels_outside_of_graphs(monkeypatch):
-    """Without gradients: the host needs less time to store them, and in a graph none."""
+def test_a_gpu_stores_few_kernels(monkeypatch):
+    """Without gradients: the host needs less time to store them."""
     module, x = example()
     module, x = module.to("cuda", torch.bfloat16).requires_grad_(False), x.bfloat16().cuda()
-
     with monkeypatch.context() as patch:
         patch.setattr(fusedops.nn, "dynamic_conv_generated", None)
         stored = module(x)[0]
     monkeypatch.setattr(fusedops.nn, "dynamic_conv", None)
-    with monkeypatch.context() as patch:
-        patch.setattr(fusedops.nn, "MANY_ON_CUDA", 0)
-        fused = module(x)[0]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = module(x)[0]
-    graph.replay()
-    for each in (stored, captured):
-        torch.testing.assert_close(each, fused, rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(fusedops.nn, "MANY_ON_CUDA", 0)
+    torch.testing.assert_close(module(x)[0], stored, rtol=2e-2, atol=2e-2)
 
 
 def test_training_in_float32_on_a_cpu_stores_no_kernels(monkeypatch):
