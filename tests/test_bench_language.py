@@ -266,14 +266,14 @@ class JetBlock(torch.nn.Module):
         self.o_proj = Linear(values, hidden_size, bias=False)
 
     def forward(self, x, past_key_value, use_cache):
-        last = past_key_value.state if use_cache else {"conv_state": None, "recurrent_state": None}
-        v, _ = self.dynamic_conv1d(
+        last = past_key_value[0] if use_cache else {"conv_state": None, "recurrent_state": None}
+        v, conv_state = self.dynamic_conv1d(
             self.v_proj(x),
             generator_input=x,
             cache=last["conv_state"],
             output_final_state=use_cache,
         )
-        out = torch.zeros_like(v)
+        out, states = torch.zeros_like(v), torch.zeros(len(x), self.heads, 96, 256, dtype=x.dtype)
         for b in range(len(x)):
             for h in range(self.heads):
                 key, value = slice(96 * h, 96 * h + 96), slice(256 * h, 256 * h + 256)
@@ -290,20 +290,32 @@ class JetBlock(torch.nn.Module):
                     at = torch.zeros_like(out)
                     at[b, t, value] = q @ S
                     out = out + at
+                states[b, h] = S.detach()
+        if use_cache:
+            past_key_value.update(recurrent_state=states, conv_state=conv_state, layer_idx=0)
         heads = (self.heads, -1)
         out = self.o_norm(out.unflatten(-1, heads), self.g_proj(x).unflatten(-1, heads))
         return self.o_proj(out.flatten(-2)), past_key_value
 """
 CACHE = """
 class JetNemotronCache:
-    def update(self, **state):
-        self.state = state
+    made = []
+
+    def __init__(self):
+        self.states = []
+        self.made.append(self)
+
+    def __getitem__(self, layer_idx):
+        return self.states[layer_idx]
+
+    def update(self, layer_idx, **state):
+        self.states[layer_idx:] = [state]
 """
 
 
-@pytest.mark.parametrize("tokens", [5, 1], ids=["training", "decoding"])
-def test_a_jet_block_of_a_checkout(monkeypatch, tmp_path, tokens):
-    """The formula is that of a block with Jet-Nemotron's names, whose convolution is swapped."""
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """Have files with Jet-Nemotron's names, and a package fla."""
     monkeypatch.setenv("FUSEDOPS_PEERS", str(tmp_path))
     folder = tmp_path / language.JET
     folder.mkdir(parents=True)
@@ -313,6 +325,25 @@ def test_a_jet_block_of_a_checkout(monkeypatch, tmp_path, tokens):
     fake(monkeypatch, "fla")
     monkeypatch.setattr(language, "installed", {"fla": True}.__getitem__)
     monkeypatch.setattr(language, "_no_training", lambda: None)
+
+
+def test_a_block_keeps_its_state_where_it_is(checkout):
+    """A CUDA graph that was captured with other memory would read it when it is gone."""
+    problem = language._block("cuda", 2, 1, 2, 8, False).to("cpu", "float64")
+    function, _ = language._their_block(problem)
+    cache = language.file_module(f"{language.JET}/kv_cache.py").JetNemotronCache.made[-1]
+    state = cache[0]["recurrent_state"]
+    before = state.clone()
+    with torch.no_grad():
+        one, other = function(problem.x), function(problem.x)
+    assert cache[0]["recurrent_state"] is state
+    assert not torch.equal(state, before)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tokens", [5, 1], ids=["training", "decoding"])
+def test_a_jet_block_of_a_checkout(monkeypatch, checkout, tokens):
+    """The formula is that of a block with Jet-Nemotron's names, whose convolution is swapped."""
     problem = language._block("cuda", 2, tokens, 2, 8, tokens > 1)
     truth = language.result(problem.chain(language._formula_of_block, "cpu", "float64").steps())
     theirs = language.jet_block_by_its_kernels

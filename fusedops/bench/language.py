@@ -434,13 +434,17 @@ def _their_block(given: Block, swapped: Callable[[], Any] | None = None) -> tupl
     block = block.to(given.x).requires_grad_(given.training).train(given.training)
     with torch.no_grad():
         block.load_state_dict(given.parameters)
-    cache = None
+    cache: Any = None
     if given.states is not None:
         cache = file_module(f"{JET}/kv_cache.py").JetNemotronCache()
         cache.update(recurrent_state=given.states[0], conv_state=given.states[1], layer_idx=0)
 
     def function(x: Any) -> Any:
-        return block(x, past_key_value=cache, use_cache=cache is not None)[0]
+        y = block(x, past_key_value=cache, use_cache=cache is not None)[0]
+        if given.states is not None:
+            # In memory that stays: a CUDA graph reads and writes it in every replay.
+            cache[0]["recurrent_state"] = given.states[0].copy_(cache[0]["recurrent_state"])
+        return y
 
     own = dict(block.named_parameters())
     return function, [own[name] for name in given.parameters]
