@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,12 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         "grid.alpha": 0.25,
         "savefig.transparent": True,
     }
-    paths = []
+    paths, styles = [], _styles(found)
     with matplotlib.rc_context(style):
         for name, panel, height in (
-            ("roofline", _roofline, 4.8),
+            ("roofline", partial(_roofline, styles=styles), 4.8),
             ("peers", _peers, 5.6),
-            ("growth", _growth, 4.8),
+            ("growth", partial(_growth, styles=styles), 4.8),
         ):
             figure = Figure(figsize=(5.4 * len(found), height), layout="constrained")
             axes = figure.subplots(1, len(found), squeeze=False)[0]
@@ -90,12 +91,10 @@ def where(report: dict[str, Any]) -> str:
     return report["device"]
 
 
-def _style(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return every op's colour and marker."""
-    return {
-        op: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
-        for i, op in enumerate(report["ops"])
-    }
+def _styles(found: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return every op's colour and marker, the same for all reports."""
+    ops = dict.fromkeys(op for report in found for op in report["ops"])
+    return {op: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, op in enumerate(ops)}
 
 
 def _extent(row: dict[str, Any]) -> float:
@@ -118,9 +117,8 @@ def _case(row: dict[str, Any]) -> tuple[Any, ...]:
     return (row["op"], row["workload"], row["dtype"], row["pass"], *row["shape"].items())
 
 
-def _roofline(axis: Any, report: dict[str, Any]) -> None:
+def _roofline(axis: Any, report: dict[str, Any], styles: dict[str, tuple[str, str]]) -> None:
     """Draw operations a second over operations a byte, under the roofs of memory and products."""
-    styles = _style(report)
     rows = [
         row
         for row in _best(report, _case).values()
@@ -278,9 +276,8 @@ def _peers(axis: Any, report: dict[str, Any]) -> None:
     )
 
 
-def _growth(axis: Any, report: dict[str, Any]) -> None:
+def _growth(axis: Any, report: dict[str, Any], styles: dict[str, tuple[str, str]]) -> None:
     """Draw times by size, with the fitted exponents."""
-    styles = _style(report)
     for op, block in report["ops"].items():
         # The first backend is the one that is chosen.
         for row in block["growth"][:1]:
