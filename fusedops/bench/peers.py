@@ -809,28 +809,49 @@ def _gated_in_torch(problem: Problem) -> Callable[..., Any]:
         p = dict(zip(leaves, values, strict=True))
         x = p["x"]
         n = F.layer_norm(x, x.shape[-1:], p["norm_in_weight"], p["norm_in_bias"])
-        sides = F.linear(n, p["p_in_weight"]) * F.linear(n, p["g_in_weight"]).sigmoid()
+
+        def linear(x: Any, name: str) -> Any:
+            return F.linear(x, p[f"{name}_weight"], p.get(f"{name}_bias"))
+
+        sides = linear(n, "p_in") * linear(n, "g_in").sigmoid()
         left, right = sides.chunk(2, -1)
         o = torch.einsum("bikh,bjkh->bijh", left, right)
         o = F.layer_norm(o, o.shape[-1:], p["norm_out_weight"], p["norm_out_bias"])
-        s = F.linear(n, p["g_out_weight"]).sigmoid()
+        s = linear(n, "g_out").sigmoid()
         if given["gate"] == "output":
-            return F.linear(o, p["p_out_weight"]) * s
-        return F.linear(o * s, p["p_out_weight"])
+            return linear(o, "p_out") * s
+        return linear(o * s, "p_out")
 
     return update
 
 
-@peer("torch eager", "triangle_multiplicative_update")
-def gated(problem: Problem, cotangent: Any) -> Steps:
-    """The formula as folding models write it; autocast makes products in fp16."""
+def _steps_with_products(update: Callable[..., Any], problem: Problem, cotangent: Any) -> Steps:
+    """Return the steps of an update by autocast, or TF32, where the problem has such products."""
     import torch
 
-    update = _gated_in_torch(problem)
-    if problem.arguments["precision"] == "fp16":
-        device = problem.arguments["x"].device.type
-        update = torch.autocast(device, torch.float16)(update)
-    return _steps(update, problem, cotangent)
+    precision, device = problem.arguments["precision"], problem.arguments["x"].device.type
+    if precision in ("fp16", "bf16"):
+        kind = torch.float16 if precision == "fp16" else torch.bfloat16
+        update = torch.autocast(device, kind)(update)
+    steps = _steps(update, problem, cotangent)
+    if precision != "tf32":
+        return steps
+
+    def in_tf32(step: Callable[[], Any]) -> Any:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return step()
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    return {name: functools.partial(in_tf32, step) for name, step in steps.items()}
+
+
+@peer("torch eager", "triangle_multiplicative_update")
+def gated(problem: Problem, cotangent: Any) -> Steps:
+    """The formula as folding models write it, with autocast or TF32 where they have it."""
+    return _steps_with_products(_gated_in_torch(problem), problem, cotangent)
 
 
 DISCOVER = "discover/results/kernel-engineering/trimul.py"
@@ -867,14 +888,13 @@ def discover(problem: Problem, cotangent: Any) -> Steps:
 def cuequivariance(problem: Problem, cotangent: Any) -> Steps:
     from cuequivariance_torch import triangle_multiplicative_update
 
-    given = problem.arguments
-    if given["precision"] or given["gate"] != "output":
+    if problem.arguments["gate"] != "output":
         raise Unsuited
 
     def update(*values: Any) -> Any:
         return triangle_multiplicative_update(**dict(zip(problem.leaves, values, strict=True)))
 
-    return _steps(update, problem, cotangent)
+    return _steps_with_products(update, problem, cotangent)
 
 
 def versions() -> dict[str, str]:

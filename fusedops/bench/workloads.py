@@ -736,8 +736,9 @@ def _update(
     hidden: int = 128,
     gate: str = "output",
     precision: str | None = None,
+    biases: bool = False,
 ) -> Problem:
-    """An outgoing update without a mask, with norms but without biases of projections."""
+    """An outgoing update without a mask, with norms; projections may have biases."""
     N, B, C, H = residues, batch, channels, hidden
     G = C if gate == "output" else H
     arguments = {"x": source.normal(B, N, N, C)}
@@ -751,11 +752,13 @@ def _update(
         ("g_out", (G, C)),
     ):
         arguments[f"{name}_weight"] = source.normal(*sides, scale=sides[1] ** -0.5)
+        if biases:
+            arguments[f"{name}_bias"] = source.normal(sides[0], scale=0.3)
     rows, leaves = B * N * N, tuple(sorted(arguments, key=[*ARRAYS].index))
     # x and the output move once; left, right, o and the gate twice, in the factors' dtype.
     # A backward pass counts twice.
     x = source.bytes(arguments["x"])
-    width = 2 if precision == "fp16" else x // max(1, math.prod(arguments["x"].shape))
+    width = 2 if precision in ("fp16", "bf16") else x // max(1, math.prod(arguments["x"].shape))
     moved = 2 * x + 2 * rows * width * (3 * H + G)
     products = 2 * rows * (C * (4 * H + G) + N * H + H * C)
     work = _work(Work(moved, products), Work(2 * moved, 2 * products))
@@ -939,6 +942,18 @@ def _trimul_workloads() -> Iterator[Workload]:
         # These kernels take seconds to compile.
         yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16", self_check=False)
         yield replace(gpu, make=make, dtype="bfloat16")
+    # Other sizes and dtypes that docs/folding.md lists. TF32 rounds as float16 does.
+    autocast, tf32 = ("bf16", "bfloat16"), ("tf32", "float16")
+    for name, C, (precision, rounds_to), biases in (
+        ("OpenFold", 128, autocast, True),
+        ("OpenFold, templates", 64, autocast, True),
+        ("Protenix-v2", 256, autocast, False),
+        ("OpenFold 3", 128, tf32, False),
+        ("OpenFold 3, templates", 64, tf32, False),
+    ):
+        make = partial(_update, channels=C, hidden=C, precision=precision, biases=biases)
+        program = replace(boltz, name=name, make=make, device="cuda", rounds_to=rounds_to)
+        yield replace(program, size=384, self_check=False)
 
 
 #: Ops on the edges of a graph.
