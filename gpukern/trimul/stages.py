@@ -55,13 +55,11 @@ def triangle_sides(a: Any, y: Any) -> None:
     if not y.sides.numel():
         return
     # Planes without gaps are written in place, if two steps lead to every channel.
-    in_place = update.pitch == M and y.sides.dtype == update.dtype and is_aligned(y.sides)
-    in_place = in_place and (P == 2 or B == 1)
+    fits = update.pitch == M and y.sides.dtype == update.dtype and is_aligned(y.sides)
+    in_place = fits and (P == 2 or B == 1)
     for b in range(B):
-        to = y.sides[:, b]
-        planes = (
-            to.view(2, update.H, L, M) if in_place else update.new(2, update.H, L, update.pitch)
-        )
+        to, shape = y.sides[:, b], (2, update.H, L, update.pitch)
+        planes = to.view(shape) if in_place else update.new(*shape)
         project(update, *update.edges(slice(b, b + 1), ALL), update.sides, sides=planes)
         if not in_place:
             copy_rows(to, planes.view(P, Q, L, -1)[..., :M])
