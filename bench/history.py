@@ -22,8 +22,8 @@ TITLE = """# Speed over time
 Written by `python bench/history.py DATE`, which keeps the results of `fusedops bench` in
 `bench/results/history`. A cell has the geometric mean of an op's times over the times of the date
 before, and how many cases got slower than the spread of their rounds explains; a cell of the first
-date has the number of cases. `fusedops bench --from NEW.json --compare OLD.json` names the slower
-cases.
+date has the number of cases, and "as before" an op that was not measured again. `fusedops bench
+--from NEW.json --compare OLD.json` names the slower cases.
 """
 
 
@@ -54,7 +54,7 @@ def page(history: Path) -> str:
             changes = report.compared(new, old)
             for op, row in cells.items():
                 of_op = [change for change in changes if change.row["op"] == op]
-                row.append(_cell(new["ops"].get(op), of_op))
+                row.append(_cell(old["ops"].get(op), new["ops"].get(op), of_op))
         lines = [
             f"## {machine}",
             "",
@@ -66,9 +66,13 @@ def page(history: Path) -> str:
     return "\n".join(parts)
 
 
-def _cell(block: dict[str, Any] | None, changes: list[report.Change]) -> str:
+def _cell(
+    before: dict[str, Any] | None, block: dict[str, Any] | None, changes: list[report.Change]
+) -> str:
     if block is None:
         return "-"
+    if block == before:
+        return "as before"
     if not changes:
         return f"{sum(row['ms'] is not None for row in block['cases'])} cases"
     slower = sum(change.slower for change in changes)

@@ -830,7 +830,8 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
 
 def test_the_history_of_times(tmp_path):
     history = bench_module("history")
-    for date, ms in (("2026-01-02", 1.0), ("2026-01-10", 4.0), ("2026-02-01", 2.0)):
+    dates = ("2026-01-02", 1.0), ("2026-01-10", 4.0), ("2026-02-01", 2.0), ("2026-02-02", 2.0)
+    for date, ms in dates:
         given = rows_of(("cython", ms, ms, ms), ("numba", 1.0, 1.0, 1.0), ("peer", 9.0, 9.0, 9.0))
         given["ops"]["dynamic_conv"] |= {"machine": {"name": "a computer"}}
         given["ops"]["dynamic_conv"]["cases"][2]["ours"] = False
@@ -840,8 +841,8 @@ def test_the_history_of_times(tmp_path):
     (new,) = (tmp_path / "history").glob("2026-02-01-cpu.json")
     assert {row["who"] for row in report.cases(report.read(new))} == {"cython", "numba"}
     page = history.page(tmp_path / "history")
-    assert "## a computer\n\n| op | 2026-01-02 | 2026-01-10 | 2026-02-01 |\n" in page
-    assert "| `dynamic_conv` | 2 cases | 2.00, **1 slower** | 0.71 |\n" in page
+    assert "## a computer\n\n| op | 2026-01-02 | 2026-01-10 | 2026-02-01 | 2026-02-02 |\n" in page
+    assert "| `dynamic_conv` | 2 cases | 2.00, **1 slower** | 0.71 | as before |\n" in page
 
 
 def test_the_page_of_history_is_written_anew():
