@@ -45,6 +45,16 @@ def _ahead(begin: Callable[[slice], Any], chunks: list[slice]) -> Iterator[tuple
     yield from begun
 
 
+def _worth(size: int, most: int) -> int:
+    """Return how many messages so many bytes are worth, `most` at most."""
+    return min(max(size // _MESSAGE, 1), most)
+
+
+def _cut(channels: int, parts: int) -> list[slice]:
+    """Return parts of channels, so many at most."""
+    return slices(channels, -(-channels // parts))
+
+
 def _sides_of(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return left and right, as matrices (batch, N, N), of planes (N, 2, batch, N)."""
     return planes[:, 0].transpose(0, 1), planes[:, 1].transpose(0, 1)
@@ -86,12 +96,12 @@ class _Update:
 
     def worth(self, itemsize: int) -> int:
         """Return how many chunks are worth messages."""
-        message = 2 * self.B * self.tiles.N**2 * self.each * itemsize // self.tiles.group.size()
-        return min(max(message // _MESSAGE, 1), self.most_chunks)
+        size = 2 * self.B * self.tiles.N**2 * self.each * itemsize // self.tiles.group.size()
+        return _worth(size, self.most_chunks)
 
     def cut(self, chunks: int) -> None:
         """Cut the channels into chunks."""
-        self.chunks = slices(self.each, -(-self.each // chunks))
+        self.chunks = _cut(self.each, chunks)
 
     def record(self, arrays: Sequence[Any]) -> Any:
         """Return the arrays by name."""
@@ -183,21 +193,13 @@ class _ByChannels(_Update):
 
     def send_sides(self, a: Any, chunk: slice) -> Trip:
         """Begin to send left and right of a chunk to the ranks of their channels."""
-        rows = self.rows_of(self.sides(a, chunk))
-        trip = self.to_channels(rows.shape[2] * self.B)
-        trip.begin(rows.flatten())
-        return trip
+        return self.send(self.sides(a, chunk))
 
-    def rows_of(self, planes: torch.Tensor) -> torch.Tensor:
-        """Return planes (rank, member, channel, row, column) as rows, in which they travel."""
+    def send(self, planes: torch.Tensor) -> Trip:
+        """Begin to send planes (rank, member, channel, row, column) there, as rows."""
         planes = planes.permute(0, 3, 2, 1, 4)
         rows = planes.new_empty(planes.shape)
         copy_rows(rows, planes)
-        return rows
-
-    def send_o(self, o: torch.Tensor, chunk: slice) -> Trip:
-        """Begin to send a chunk of o, or of its cotangent, there."""
-        rows = self.rows_of(o[:, :, chunk].transpose(0, 1))
         trip = self.to_channels(rows.shape[2] * self.B)
         trip.begin(rows.flatten())
         return trip
@@ -262,11 +264,12 @@ class _ByChannels(_Update):
 
     def send_again(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[Trip | None, Trip]:
         """Begin to send the cotangents of a chunk of o, and its sides unless they are kept."""
-        return None if kept else self.send_sides(a, chunk), self.send_o(do, chunk)
+        sides = None if kept else self.send_sides(a, chunk)
+        return sides, self.send(do[:, :, chunk].transpose(0, 1))
 
     def differentiable(self, a: Any) -> torch.Tensor:
         every = slice(0, self.each)
-        # `rows_of` has no derivative.
+        # `send` copies without a derivative.
         rows = self.sides(a, every).permute(0, 3, 2, 1, 4)
         arrived = all_to_all(rows.flatten(), self.to_channels(rows.shape[2] * self.B))
         planes = self.tiles.gathered(arrived, 2 * self.each * self.B)
@@ -335,7 +338,7 @@ class _OfTwo(_Update):
         """Return the parts of the channels of rows (B, channels, ...) that travel one by one."""
         channels = rows.shape[1]
         size = self.B * self.tiles.N**2 * channels * rows.itemsize // 2
-        return slices(channels, -(-channels // min(max(size // _MESSAGE, 1), 4)))
+        return _cut(channels, _worth(size, 4))
 
     def trip(self, rows: torch.Tensor) -> Trip:
         """Return the trip of rows (B, channels, rows, N) to the other rank, whose rows arrive."""
@@ -350,9 +353,9 @@ class _OfTwo(_Update):
         trip.begin(rows.flatten(), to.view(-1) if to is not None and to.is_contiguous() else None)
         return trip
 
-    def theirs_of(self, trip: Trip, like: torch.Tensor) -> torch.Tensor:
-        """Return the other rank's rows of the channels of `like`."""
-        return trip.end().view(*like.shape[:2], self.tiles.N - self.L, self.M)
+    def theirs_of(self, flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return arrived numbers as the other rank's rows of the channels of `like`."""
+        return flat.view(*like.shape[:2], self.tiles.N - self.L, self.M)
 
     def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the other rank's rows, differentiably."""
@@ -378,7 +381,7 @@ class _ByRight(_OfTwo):
         self.multiply(left, right, "outgoing", o[..., self.mine])
         for part, trip in trips:
             some = left[:, part]
-            arrived = self.theirs_of(trip, some)
+            arrived = self.theirs_of(trip.end(), some)
             self.multiply(some, arrived, "outgoing", o[:, part, :, self.theirs])
 
     def product_back(self, left: Any, right: Any, do: Any, dleft: Any, dright: Any) -> None:
@@ -391,7 +394,7 @@ class _ByRight(_OfTwo):
         self.multiply(own, right, "plain", dleft)
         for part, trip in there:
             to = dleft[:, part]
-            self.multiply(other[:, part], self.theirs_of(trip, to), "plain", to, to)
+            self.multiply(other[:, part], self.theirs_of(trip.end(), to), "plain", to, to)
         for part, trip in back:
             to = dright[:, part]
             arrived = trip.end().view(to.shape)
@@ -399,7 +402,7 @@ class _ByRight(_OfTwo):
 
     def differentiable(self, a: Any) -> torch.Tensor:
         left, right = self.sides(a, slice(0, self.H))
-        other = self.exchanged(right).view(*right.shape[:2], self.tiles.N - self.L, self.M)
+        other = self.theirs_of(self.exchanged(right), right)
         in_order = (right, other) if self.mine.start <= self.theirs.start else (other, right)
         # Scaled before, as float16 may not hold the sums.
         return self.end(a, (left * self.scale) @ torch.cat(in_order, 2).mT)
@@ -426,7 +429,7 @@ class _ByParts(_OfTwo):
         self.multiply(own, do, "plain", dright)
         for part, trip in trips:
             to, some = dright[:, part], right[:, part]
-            arrived = self.theirs_of(trip, some)
+            arrived = self.theirs_of(trip.end(), some)
             self.multiply(some, arrived, "outgoing", dleft[:, part, :, self.theirs])
             self.multiply(other[:, part], arrived, "plain", to, to)
 
