@@ -521,11 +521,11 @@ def triangle_multiplicative_update(
         backward. They do not include arguments and results (o, which a backward needs, is a result
         of the forward), nor copies of x, mask and weights in the dtype and layout that kernels
         take, nor on a CPU the float32 copies of results in bfloat16, nor bytes that an allocator
-        adds. To stay below, the work is done in parts. On a GPU a forward has parts by channels and
-        lines, and a backward by lines beside left, right and the cotangent of o, so that it needs
-        at least three times the bytes of o in the dtype of products. A limit that only small, slow
-        parts meet gives a RuntimeWarning once, with a sufficient number; a limit that even the
-        smallest parts exceed is exceeded by these. NumPy and plain torch ignore the limit.
+        adds. To stay below, the work is done in parts, on a GPU by channels and lines. There a
+        backward keeps left, right and the cotangent of o, so that it needs at least three times
+        the bytes of o in the dtype of products. A limit that only small, slow parts meet gives a
+        RuntimeWarning once, with a sufficient number; a limit that even the smallest parts exceed
+        is exceeded by these. NumPy and plain torch ignore the limit.
 
     Returns
     -------

@@ -789,6 +789,7 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
 # Like TRIANGLES, with enough rows for Hopper's own kernels, and the kernels expected: forward, in a
 # backward with the mask's cotangent, and in one without.
 BACK = ["finish_back", "project_back"]
+IN_PARTS = ["finish_back"] * 4 + ["project"] * 4 + ["project_back"] * 4
 MANY_TRIANGLES = {
     "fp16-hidden": (
         (["project", "finish"], ["project"] * 2, ["project", *BACK]),
@@ -830,9 +831,17 @@ MANY_TRIANGLES = {
         (["project", "finish"], ["project"], ["project", *BACK]),
         ("float16", None, "output", "incoming", (1, 264, 64, 64)),
     ),
-    "in-parts": (
-        (["project"] * 4 + ["finish"] * 2, [], []),
+    "fp16-in-parts": (
+        (["project"] * 4 + ["finish"] * 2, [], ["finish_back"] * 8 + ["project_back"] * 8),
         ("float32", "fp16", "output", "outgoing", (1, 512, 64, 128), 3 << 26),
+    ),
+    "bfloat16-in-parts": (
+        (["project", "finish"] * 2, ["project"] * 24, IN_PARTS * 2),
+        ("bfloat16", None, "output", "incoming", (2, 512, 128, 128), 5 << 26),
+    ),
+    "float16-in-parts": (
+        (["project", "finish"], ["project"] * 12, IN_PARTS),
+        ("float16", None, "hidden", "outgoing", (1, 512, 64, 64), 5 << 25),
     ),
 }
 

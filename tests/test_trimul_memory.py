@@ -97,13 +97,16 @@ def test_less_memory_takes_no_more_passes(launched):
             (*arrays, torch.empty(1, 8, 768, 768), torch.empty_like(arrays[0]), *static)
         )
         update = backward.Update(a)
-        update.divide_lines(functools.partial(backward._need, update, a, a.x, False))
+        need = functools.partial(backward._need, update, a, a.x, False)
+        update.divide(need, 1)
         work = backward.triangle_multiplicative_update_vjp
         peak(work, trimul_vjp, a, [torch.empty_like(array) for array in arrays])
-        counts.append((len(launched), len(update.lines)))
-    (whole, one), *others = counts
-    assert one == 1
-    assert all(lines > 1 and launches <= 2 * whole * lines for launches, lines in others)
+        counts.append((len(launched), len(update.lines), len(update.channels)))
+    (whole, *ones), *others = counts
+    assert ones == [1, 1]
+    for launches, lines, channels in others:
+        assert min(lines, channels) > 1
+        assert launches <= whole * lines + 2 * channels
 
 
 @pytest.mark.gpu

@@ -50,13 +50,12 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
                 output.zero_()
         return
     on_hopper = is_on_hopper(update, on_mask)
-    update.divide_lines(functools.partial(_need, update, a, on_x, on_hopper))
+    update.divide(functools.partial(_need, update, a, on_x, on_hopper), ceil(update.H, 8))
     hidden, cotangent = aligned(a.hidden), aligned(a.dout)
     scaling = scaling_of(update, cotangent)
-    if on_hopper and update.whole:
-        _back_on_hopper(update, hidden, cotangent, scaling, on_x, on_weights)
-        return
-    back = _back_at_once if update.whole else _back_in_parts
+    back = _back_in_parts
+    if update.whole:
+        back = _back_on_hopper if on_hopper else _back_at_once
     if on_mask is not None:
         on_mask.zero_()
     sums: list[Any] = []
@@ -65,23 +64,32 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
         to_x, to_mask = (None if to is None else to[b] for to in (on_x, on_mask))
         found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
         sums = _added(sums, found) if len(batches) > 1 else list(found)
-    on_pairs, on_end, on_norm_out, on_open, on_norm = sums
-    some = on_norm, on_norm_out, on_pairs, on_open, on_end
-    sum_parts(update, some, scaling, on_weights)
+    if on_hopper:
+        p_w, _, g_w, _ = update.sides
+        given = scaling, (p_w, g_w, update.g_out[0], update.p_out[0])
+        on_norms = through_norm(*sums, *given, (*update.norm, *update.norm_out), on_weights)
+        sum_parts(update, (*on_norms, None, None, None), None, on_weights)
+    else:
+        on_pairs, on_open, on_norm, on_end, on_norm_out = sums
+        some = on_norm, on_norm_out, on_pairs, on_open, on_end
+        sum_parts(update, some, scaling, on_weights)
 
 
-def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, n: int) -> int:
-    """Return the numbers of intermediate results for some members of the batch, n lines a part."""
+def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, h: int, n: int) -> int:
+    """Return the numbers of intermediate results for parts of the batch, channels and lines."""
     N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
     b = 1 if N >= _ALONE else b
     square, lines = N * pitch, min(n, N) * pitch
     wider = update.accumulator.itemsize // update.dtype.itemsize
     own = a.hidden is None or a.hidden.dtype != update.dtype
     sums = (min(SPLIT, lines // LONG) + 1) * (4 * H + G + C) * width * wider
-    if n < N:
-        kept = 3 * H + C * (not _holds(update, on_x))
-        ends = 2 * G + 2 * C + up(H + 1) + 2 * width
-        return b * (square * kept + lines * max(6 * H + C + 2 * width, ends)) + sums
+    if h < H or n < N:
+        waiting = G * (not _holds(update, on_x))
+        end = square * H * (1 + (a.hidden is None))
+        end += lines * max(G + width, 2 * G + C + up(H + 1))
+        products = square * (3 * H + 2 * h) + lines * width
+        front = square * (2 * H + 2 * h) + lines * (4 * H + G + C + width + 2 * wider)
+        return b * (square * waiting + max(end, products, front)) + sums
     if on_hopper:
         return b * square * (4 * H + G + max(G + H * (1 + own), width + C)) + sums
     after = max(H + G + max(3 * H, up(H + 1) + C), C + width)
@@ -89,8 +97,8 @@ def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, n: int) ->
 
 
 def _holds(update: Update, on_x: Any) -> bool:
-    """Return whether the memory of the cotangent of x holds numbers of kernels."""
-    return on_x is not None and on_x.dtype == update.dtype
+    """Return whether the cotangent of the last gate's logits fits in the memory of that of x."""
+    return on_x is not None and on_x.dtype == update.dtype and update.G == update.C
 
 
 def _added(sums: Sequence[Any], found: Sequence[Any]) -> list[Any]:
@@ -124,10 +132,10 @@ def is_on_hopper(update: Update, on_mask: Any) -> bool:
 def _back_at_once(
     update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
 ) -> tuple[Any, ...]:
-    """Return the cotangents of projections and gates, of the end, and of the norm of x.
+    """Return the cotangents of projections, of gates, of the norm of x, and of the end.
 
-    The end is the last projection, the norm of o, and the gate. The cotangents of x and of the mask
-    are written. The memory for the cotangent of x holds others before.
+    The first three are the front; the end is the last projection and the norm of o. The cotangents
+    of x and of the mask are written. The memory for the cotangent of x holds others before.
     """
     members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
     x, mask = update.edges(b, ALL)
@@ -139,153 +147,126 @@ def _back_at_once(
     del o, gate
     on_sides = torch.empty_like(both[0])
     multiply_back(update, both[0], on_o[..., :N], on_sides)
-    _sides_back_of(update, x, mask, both, on_sides, scaling, on_mask)
-    # The normalized x and its cotangent fit where other arrays have gone.
+    sides_back(update, x, mask, both, on_sides, scaling, on_mask)
+    # The normalized x and its cotangent fit where these have gone.
     del on_o, on_sides
-    on_xn, kept = update.new(members, N, pitch, update.C), normalized(update, x)
-    on_open = gate_back(update, on_gate, kept, on_xn)
-    del on_gate
-    on_pairs = by_pairs(update, pairs_back(update, both, on_xn), kept)
-    return on_pairs, *ends, on_open, norm_back(update, x, on_xn, scaling, on_x)
+    return *front_back(update, x, both, on_gate, scaling, on_x), *ends
 
 
 def _back_in_parts(
     update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
 ) -> tuple[Any, ...]:
-    """Do the same for one member, some lines after the other.
+    """Do the same for one member, some lines or some channels after the other.
 
     Left, right and the cotangent of o are there as a whole: every line's cotangents depend on all.
-    The cotangent of the normalized x by the gate waits where that of x will be.
+    The cotangent of the last gate's logits waits where that of x will be.
     """
-    N, H, pitch = update.N, update.H, update.pitch
+    N, H, pitch, on_hopper = update.N, update.H, update.pitch, is_on_hopper(update, on_mask)
+    scaled = on_hopper and (hidden is None or hidden.dtype != update.dtype)
+    shift = update.shift if scaled else 0
+    o = _hidden_of(update, b, hidden, 2.0**shift)
     on_o = update.new(H, N, pitch)
-    by_gate = on_x if _holds(update, on_x) else update.new(1, N, N, update.C)
-    o = _hidden_of(update, b, hidden)
+    waiting = on_x if _holds(update, on_x) else update.new(1, N, N, update.G)
+
+    def end(lines: slice, o: Any, on_o: Any) -> tuple[Any, ...]:
+        """Write the cotangents of lines of o and of the last gate's logits; return the end's."""
+        x, mask = update.edges(b, lines)
+        to = waiting[:, lines]
+        if scaled and hidden is not None:
+            o = torch.mul(o, 2.0**shift, out=update.new(*o.shape))
+        gate = update.gate(1, lines)
+        project(update, x, mask, gate=gate)
+        in_place = on_hopper and is_aligned(to)
+        on_gate = to if in_place else update.new(1, x.shape[1], pitch, update.G)
+        given = update, o, gate, cotangent[:, lines], scaling, on_o, on_gate
+        if on_hopper:
+            found: tuple[Any, ...] = (finish_back_on_hopper(*given, shift),)
+        else:
+            found = finish_back(*given, None if on_x is None else on_x[:, lines])
+        if not in_place:
+            to.copy_(on_gate[:, :, :N])
+        return found
+
+    def front(lines: slice, on_sides: Any) -> tuple[Any, ...]:
+        """Write the cotangents of lines of x and the mask; return the front's."""
+        x, mask = update.edges(b, lines)
+        to_x, to_mask = (None if to is None else to[:, lines] for to in (on_x, on_mask))
+        # The cotangent of x may overwrite it. Places without an edge hold zeros.
+        on_gate = torch.nn.functional.pad(waiting[:, lines], (0, 0, 0, pitch - N))
+        both = update.new(2, 2, H, x.shape[1], pitch)
+        if on_hopper:
+            return project_back(update, x, mask, on_sides, both, on_gate, scaling, to_x)
+        project(update, x, mask, update.sides, sides=both[0], logits=both[1])
+        sides_back(update, x, mask, both, on_sides, scaling, to_mask)
+        return front_back(update, x, both, on_gate, scaling, to_x)
+
     ends: list[Any] = []
     for lines in update.lines:
-        to_x = None if on_x is None else on_x[:, lines]
-        some = o[:, :, lines], cotangent[:, lines], scaling, on_o[:, lines], by_gate[:, lines], to_x
-        ends = _added(ends, _end_of_lines_back(update, b, lines, *some))
-    del o, some
-    sides, rest = update.new(2, H, N, pitch), []
+        ends = _added(ends, end(lines, o[:, :, lines], on_o[:, lines]))
+    del o
+    on_sides, fronts = _product_back(update, b, on_o), []
+    del on_o
+    for lines in update.lines:
+        fronts = _added(fronts, front(lines, on_sides[:, :, lines]))
+    return *fronts, *ends
+
+
+def _product_back(update: Update, b: slice, on_o: Any) -> Any:
+    """Return the cotangents of left and right of one member, made some channels at a time.
+
+    They are written where left and right of the channels before were, whose turn is over.
+    """
+    N, H, ahead = update.N, update.H, update.channels[0].stop
+    planes = update.new(ahead + H, 2, N, update.pitch).transpose(0, 1)
+    sides, on_sides = planes[:, ahead:], planes[:, :H]
     for lines in update.lines:
         project(update, *update.edges(b, lines), update.sides, sides=sides[:, :, lines])
-    for lines in update.lines:
-        to = [None if to is None else to[:, lines] for to in (on_x, on_mask)]
-        given = sides, on_o, by_gate[:, lines], scaling
-        rest = _added(rest, _sides_of_lines_back(update, b, lines, *given, *to))
-    return rest[0], *ends, rest[1]
-
-
-def _end_of_lines_back(
-    update: Update,
-    b: slice,
-    lines: slice,
-    o: Any,
-    cotangent: Any,
-    scaling: Any,
-    on_o: Any,
-    by_gate: Any,
-    on_x: Any,
-) -> tuple[Any, ...]:
-    """Write cotangents of lines of o, and of the normalized x by the gate; return the end's."""
-    x, mask = update.edges(b, lines)
-    n = x.shape[1]
-    gate = update.gate(1, lines)
-    project(update, x, mask, gate=gate)
-    on_gate = update.new(1, n, update.pitch, update.G)
-    ends = finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
-    del gate
-    on_xn = update.new(1, n, update.pitch, update.C)
-    on_open = gate_back(update, on_gate, normalized(update, x), on_xn)
-    by_gate.copy_(on_xn[:, :, : update.N])
-    return *ends, on_open
-
-
-def _sides_of_lines_back(
-    update: Update,
-    b: slice,
-    lines: slice,
-    sides: Any,
-    on_o: Any,
-    by_gate: Any,
-    scaling: Any,
-    on_x: Any,
-    on_mask: Any,
-) -> tuple[Any, Any]:
-    """Write cotangents of lines of x and the mask; return projections', gates' and the norm's."""
-    x, mask = update.edges(b, lines)
-    n, H, pitch = x.shape[1], update.H, update.pitch
-    both, on_sides = update.new(2, 2, H, n, pitch), update.new(2, H, n, pitch)
-    project(update, x, mask, update.sides, sides=both[0], logits=both[1])
-    multiply_back(update, sides, on_o[..., : update.N], on_sides, lines)
-    _sides_back_of(update, x, mask, both, on_sides, scaling, on_mask)
-    del on_sides
-    on_xn = update.new(1, n, pitch, update.C)
-    on_xn[:, :, : update.N] = by_gate
-    planes = pairs_back(update, both, on_xn)
-    on_norm = norm_back(update, x, on_xn, scaling, on_x)
-    del on_xn
-    return by_pairs(update, planes, normalized(update, x)), on_norm
+    for h in update.channels:
+        multiply_back(update, sides[:, h], on_o[h, :, :N], on_sides[:, h])
+    return on_sides
 
 
 def _back_on_hopper(
-    update: Update, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_weights: Sequence[Any]
-) -> None:
-    """Write all cotangents but the mask's, member by member of the batch."""
+    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, _: Any
+) -> tuple[Any, ...]:
+    """Write the cotangent of x for one member; return sums for `through_norm`."""
     N, pitch, H = update.N, update.pitch, update.H
-    sums: list[Any] = []
-    for b in slices(update.B, 1):
-        x, mask = update.edges(b, ALL)
-        # both[0] has left and right, then cotangents of projections; both[1] has cotangents of left
-        # and right, then cotangents of logits.
-        gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
-        project(update, x, mask, update.sides, sides=both[0], gate=gate)
-        o, shift = None if hidden is None else hidden[b], 0
-        if o is None or o.dtype != update.dtype:
-            shift = update.shift
-            o = update.new(1, H, N, N)
-            if hidden is None:
-                multiply(update, both[0], o, ALL, 2.0**shift)
-            else:
-                torch.mul(hidden[b], 2.0**shift, out=o)
-        on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
-        some = o, gate, cotangent[b], scaling, on_o, on_gate
-        by_end = finish_back_on_hopper(update, *some, shift)
-        del o, gate, some
-        multiply_back(update, both[0], on_o, both[1])
-        del on_o
-        on_some = None if on_x is None else on_x[b]
-        by_front = project_back(update, x, mask, both[1], both, on_gate, scaling, on_some)
-        found = *by_front, by_end
-        sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else [*found]
-    by_sides, by_gate, by_end = sums
-    p_w, _, g_w, _ = update.sides
-    weights = p_w, g_w, update.g_out[0], update.p_out[0]
-    given = scaling, weights, (*update.norm, *update.norm_out)
-    on_norms = through_norm(by_sides, by_gate, by_end, *given, on_weights)
-    sum_parts(update, (*on_norms, None, None, None), None, on_weights)
+    x, mask = update.edges(b, ALL)
+    # both[0] has left and right, then cotangents of projections; both[1] has cotangents of left
+    # and right, then cotangents of logits.
+    gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
+    project(update, x, mask, update.sides, sides=both[0], gate=gate)
+    o, shift = None if hidden is None else hidden[b], 0
+    if o is None or o.dtype != update.dtype:
+        shift = update.shift
+        o = update.new(1, H, N, N)
+        if hidden is None:
+            multiply(update, both[0], o, ALL, 2.0**shift)
+        else:
+            torch.mul(hidden[b], 2.0**shift, out=o)
+    on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
+    by_end = finish_back_on_hopper(update, o, gate, cotangent, scaling, on_o, on_gate, shift)
+    del o, gate
+    multiply_back(update, both[0], on_o, both[1])
+    del on_o
+    return *project_back(update, x, mask, both[1], both, on_gate, scaling, on_x), by_end
 
 
-def gate_back(update: Update, on_gate: Any, kept: Any, on_xn: Any) -> Any:
-    """Write the cotangent of the normalized x by the last gate; return the weight's cotangent."""
+def front_back(
+    update: Update, x: Any, both: Any, on_gate: Any, scaling: Any, on_x: Any
+) -> tuple[Any, Any, Any]:
+    """Write the cotangent of x from the cotangents of projections, logits and the last gate's.
+
+    Return the cotangents of projections and gates, of the last gate, and of the norm.
+    """
+    B, L, _, C = x.shape
+    on_xn, kept = update.new(B, L, update.pitch, C), normalized(update, x).flatten(1, 2)
     on_gate = on_gate.flatten(1, 2)
     through(update, on_gate, update.g_out[0], on_xn, add=False)
-    return over_rows(update, on_gate.mT, kept.flatten(1, 2))
-
-
-def _sides_back_of(
-    update: Update, x: Any, mask: Any, both: Any, on_sides: Any, scaling: Any, on_mask: Any
-) -> None:
-    """Overwrite sides and logits (`both`) by cotangents, and add the mask's cotangent."""
-    (sides, logits), by_mask = both, None
-    if on_mask is not None:
-        by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
-        # The mask's cotangent takes factors without the mask.
-        project(update, x, None, update.sides, sides=sides)
-    sides_back(update, len(x), on_sides, sides, logits, mask, by_mask)
-    if by_mask is not None:
-        on_mask += by_mask if scaling is None else by_mask / scaling
+    on_open = over_rows(update, on_gate.mT, kept)
+    on_pairs = [over_rows(update, planes, kept) for planes in pairs_back(update, both, on_xn)]
+    on_norm = norm_back(update, x, on_xn, scaling, on_x)
+    return on_pairs[0] if len(on_pairs) == 1 else torch.cat(on_pairs, 1), on_open, on_norm
 
 
 def pairs_back(update: Update, both: Any, on_xn: Any) -> Sequence[Any]:
@@ -308,12 +289,6 @@ def pairs_back(update: Update, both: Any, on_xn: Any) -> Sequence[Any]:
     for planes, weight in zip(factors, weights, strict=True):
         through(update, planes.mT, weight, on_xn)
     return many
-
-
-def by_pairs(update: Update, many: Sequence[Any], kept: Any) -> Any:
-    """Return parts (n, 4 channels, C + ...) of the cotangents of weights and biases."""
-    parts = [over_rows(update, planes, kept.flatten(1, 2)) for planes in many]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def finish_back(
@@ -353,17 +328,24 @@ def finish_back(
 
 
 def sides_back(
-    update: Update, members: int, on_sides: Any, sides: Any, logits: Any, mask: Any, on_mask: Any
+    update: Update, x: Any, mask: Any, both: Any, on_sides: Any, scaling: Any, on_mask: Any
 ) -> None:
-    """Overwrite sides and logits by the cotangents of projections and of logits."""
-    L, N, H = sides.shape[2], update.N, sides.shape[1] // members
+    """Overwrite sides and logits (`both`) by cotangents, and add the mask's cotangent."""
+    (sides, logits), by_mask = both, None
+    if on_mask is not None:
+        by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
+        # The mask's cotangent takes factors without the mask.
+        project(update, x, None, update.sides, sides=sides)
+    (members, L, N, _), H = x.shape, update.H
     BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
     parts = 1 if on_mask is not None else ceil(2 * H, BH)
-    numbers = L, N, update.pitch, sides.stride(0), sides.stride(1), *strides_of(mask)
+    numbers = L, N, update.pitch, *on_sides.stride()[:2], *sides.stride()[:2], *strides_of(mask)
     constants = H, parts, BM, BH, *update.types[:2], update.asm, *update.place
     programs = members * L * ceil(N, BM) * parts
-    tensors = on_sides, sides, logits, mask, on_mask
+    tensors = on_sides, sides, logits, mask, by_mask
     launch(kernels.sides_back, (4, 1), programs, tensors, numbers, constants)
+    if by_mask is not None:
+        on_mask += by_mask if scaling is None else by_mask / scaling
 
 
 def finish_back_on_hopper(
@@ -427,12 +409,12 @@ def project_back(
     return by_sides, by_gate
 
 
-def _hidden_of(update: Update, b: slice, hidden: Any) -> Any:
-    """Return o of some of the batch, computed where it was not kept."""
+def _hidden_of(update: Update, b: slice, hidden: Any, scale: float = 1.0) -> Any:
+    """Return o of some of the batch; where it was not kept, o times the scale is computed."""
     if hidden is not None:
         return hidden[b]
     o = update.new(b.stop - b.start, update.H, update.N, update.N)
-    triangles(update, b, o)
+    triangles(update, b, o, scale)
     return o
 
 

@@ -48,7 +48,8 @@ def triangle_multiplicative_update(a: Any, y: Any) -> None:
     update.divide(
         lambda b, h, n: (
             b * (N * N * H * own + 2 * h * square + n * update.pitch * (G + update.width))
-        )
+        ),
+        16,
     )
     shift = update.shift if own else 0
     for b in update.batches:

@@ -412,7 +412,8 @@ def finish_back(
 
 
 def sides_back(
-    on_sides, sides, logits, mask, on_mask, L, N, pitch, half, plane, mask_b, mask_i, mask_j,
+    on_sides, sides, logits, mask, on_mask, L, N, pitch, on_half, on_plane, half, plane,
+    mask_b, mask_i, mask_j,
     H: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
@@ -432,7 +433,8 @@ def sides_back(
         h = (tl.program_id(0) % PARTS * PER + step) * BH + tl.arange(0, BH)
         at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
         inside = (h < 2 * H)[:, None] & there[None, :]
-        d = tl.load(on_sides + at, mask=inside, other=0.0).to(FLOAT)
+        from_at = _side(h, batch, i, H, on_half, on_plane, pitch, LONG)[:, None] + j[None, :]
+        d = tl.load(on_sides + from_at, mask=inside, other=0.0).to(FLOAT)
         # The product left places without an edge as they were.
         d = tl.where(live[None, :], d, 0.0)
         a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)

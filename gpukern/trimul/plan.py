@@ -36,8 +36,8 @@ FEW = 1 << 14
 # Bytes of shared memory below which kernels have small tiles. The largest tiles take 200 KiB of the
 # 227 of Hopper and Blackwell's data centers; A100 has 163, and other GPUs have 99.
 _SHARED = 200 << 10
-# Channels, and eights of lines, that are worth a part of an update.
-_PART = 16, 8
+# Eights of lines that are worth a part of an update.
+_LINES = 8
 
 ALL = slice(None)
 
@@ -201,27 +201,20 @@ class Update:
     def new(self, *shape: int, dtype: Any = None) -> Any:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
 
-    def divide(self, need: Callable[[int, int, int], int]) -> None:
+    def divide(self, need: Callable[[int, int, int], int], channels: int) -> None:
         """Find parts of the batch, of the channels of left and right, and of the lines.
 
-        The numbers that they `need` fit in the memory allowed, if any parts' numbers do.
+        The numbers that they `need` fit in the memory allowed, if any parts' numbers do. A part is
+        worth its time with so many channels.
         """
-        self._divide(need, self.H)
-
-    def divide_lines(self, need: Callable[[int, int], int]) -> None:
-        """Find parts of the batch and of the lines."""
-        self._divide(lambda b, _, n: need(b, n), 1)
-        self.channels = [slice(0, self.H)]
-
-    def _divide(self, need: Callable[[int, int, int], int], channels: int) -> None:
-        sizes = self.B, channels, ceil(self.N, 8)
+        sizes = self.B, self.H, ceil(self.N, 8)
 
         # Eight lines begin at a multiple of 16 bytes.
         def size(b: int, h: int, lines: int) -> int:
             return self.dtype.itemsize * need(b, h, 8 * lines)
 
         # Smaller parts take long, and would save little memory.
-        sensible = tuple(map(min, (1, *_PART), sizes))
+        sensible = tuple(map(min, (1, channels, _LINES), sizes))
         limit, least = self.limit, size(1, 1, 1)
         if 0 < limit < least:
             # The smallest parts would save no more than this, and take many times as long.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpukern.trimul import kernels
-from gpukern.trimul.plan import ALL, Update, ceil, launch, processors
+from gpukern.trimul.plan import Update, ceil, launch, processors
 
 # The most batches that a product over all rows is split into, and the rows of a batch: on a GPU
 # that is busy anyway, and on a GPU with too few programs.
@@ -111,16 +111,16 @@ def multiply(update: Update, sides: Any, o: Any, h: slice, scale: float = 1.0) -
     products(update, left, right, o[:, h].flatten(0, 1), scale=scale)
 
 
-def multiply_back(update: Update, sides: Any, on_o: Any, on_sides: Any, lines: slice = ALL) -> None:
-    """Write the cotangents of some lines of left and right."""
+def multiply_back(update: Update, sides: Any, on_o: Any, on_sides: Any) -> None:
+    """Write the cotangents of left and right."""
     left, right = sides[..., : update.N]
     on_left, on_right = on_sides[..., : update.N]
     if update.direction == "incoming":
-        products(update, right[:, lines], on_o.mT, on_left)
-        products(update, left[:, lines], on_o, on_right)
+        products(update, right, on_o.mT, on_left)
+        products(update, left, on_o, on_right)
     else:
-        products(update, on_o[:, lines], right, on_left)
-        products(update, on_o[..., lines].mT, left, on_right)
+        products(update, on_o, right, on_left)
+        products(update, on_o.mT, left, on_right)
 
 
 def through(update: Update, rows: Any, weight: Any, on_xn: Any, *, add: bool = True) -> None:

@@ -13,20 +13,17 @@ import torch
 from fusedops._frame.arrays import copy_rows
 from fusedops.trimul import slices
 from gpukern.trimul.backward import (
-    by_pairs,
     finish_back,
     finish_back_on_hopper,
-    gate_back,
+    front_back,
     is_on_hopper,
-    norm_back,
-    pairs_back,
     project_back,
     scaling_of,
     sides_back,
     sum_parts,
     through_norm,
 )
-from gpukern.trimul.forward import finish, normalized, project
+from gpukern.trimul.forward import finish, project
 from gpukern.trimul.plan import ALL, Update, aligned, is_aligned
 
 #: The pairs of which a backward pass on Hopper has projections and logits at a time.
@@ -100,7 +97,7 @@ def triangle_sides_vjp(a: Any, y: Any) -> None:
         sum_parts(update, (on_norm, *[None] * 4), None, on_weights)
     else:
         sums = _added([_member(update, a, y, b, scaling) for b in range(update.B)])
-        on_norm, on_pairs, on_open = sums
+        on_pairs, on_open, on_norm = sums
         sum_parts(update, (on_norm, None, on_pairs, on_open, None), scaling, on_weights)
 
 
@@ -137,7 +134,7 @@ def _as_taken(update: Update, whole: Any, part: Any, scaling: Any, room: Any = N
 def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, Any, Any]:
     """Do the same for a member of the batch where the kernels of Hopper don't serve."""
     x, mask = update.edges(slice(b, b + 1), ALL)
-    _, L, M, C = x.shape
+    _, L, M, _ = x.shape
     both = update.new(2, 2, update.H, L, update.pitch)
     project(update, x, mask, update.sides, sides=both[0], logits=both[1])
     on_sides, on_gate = torch.zeros_like(both[0]), update.new(1, L, update.pitch, update.G).zero_()
@@ -146,20 +143,10 @@ def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, 
         (on_gate[0, :, :M], a.dlogits[b]),
     ):
         to.copy_(cotangent if scaling is None else cotangent * scaling)
-    by_mask = None
-    if y.dmask is not None:
-        # The mask's cotangent takes factors without the mask.
-        by_mask = update.new(1, L, M, dtype=update.accumulator)
-        project(update, x, None, update.sides, sides=both[0])
-    sides_back(update, 1, on_sides, *both, mask, by_mask)
-    if y.dmask is not None:
-        y.dmask[b : b + 1] = by_mask if scaling is None else by_mask / scaling
-    on_xn, kept = update.new(1, L, update.pitch, C), normalized(update, x)
-    on_open = gate_back(update, on_gate, kept, on_xn)
-    planes = pairs_back(update, both, on_xn)
+    on_mask = None if y.dmask is None else y.dmask[b : b + 1].zero_()
+    sides_back(update, x, mask, both, on_sides, scaling, on_mask)
     on_x = None if y.dx is None else y.dx[b : b + 1]
-    on_norm = norm_back(update, x, on_xn, scaling, on_x)
-    return on_norm, by_pairs(update, planes, kept), on_open
+    return front_back(update, x, both, on_gate, scaling, on_x)
 
 
 def triangle_end_vjp(a: Any, y: Any) -> None:
