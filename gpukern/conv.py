@@ -396,6 +396,10 @@ def _step_kernel(
     d = SIZE * block + tl.arange(0, SIZE)
     inside = d < D
     wide_d = d.to(tl.int64)
+    if VECTOR:
+        # The compiler must see that rows begin with vectors, and that channels are neighbours.
+        x_batch, k_batch, s_batch = x_batch // 8 * 8, k_batch // 8 * 8, s_batch // 8 * 8
+        x_channel = 1
     row = state + slot * s_batch
     at = row + wide_d * s_channel
     x += b * x_batch + wide_d * x_channel

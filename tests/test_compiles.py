@@ -21,22 +21,24 @@ from gpukern import launch
 
 NAMES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.int32: "i32",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.bfloat16: "bf16",
 }
 
 
 def compile(self, programs, key, *args):
-    signature, values = {}, {}
+    signature, values, aligned = {}, {}, {}
     for at, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
         if parameter.is_constexpr or value is None:
             signature[parameter.name], values[at,] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = f"*{NAMES[value.dtype]}"
+            if not parameter.do_not_specialize_on_alignment:
+                aligned[at,] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i64" if launch.wide(value)[0] else "i32"
-    source = ASTSource(self.kernel, signature, values)
+    source = ASTSource(self.kernel, signature, values, aligned)
     note(self.kernel, triton.compile(source, GPUTarget("cuda", CAPABILITY, 32), self.options))
 
 
@@ -146,3 +148,34 @@ def test_triangles_fit_in_the_shared_memory_of_ada(tmp_path):
     done = compiling(89, ADA, tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 99 << 10
+
+
+STEP = """
+import re
+from fusedops._frame.primitive import primitives
+
+loads = []
+
+
+def note(kernel, made):
+    loads.extend(re.findall(r"ld\\.global\\S*?((?:v\\d\\.)?b\\d+)", made.asm["ptx"]))
+
+
+primitive = primitives()["dynamic_conv_step"]
+kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
+x, taps = torch.empty(2, 512, dtype=torch.bfloat16), torch.empty(2, 512, 4, dtype=torch.bfloat16)
+given = {"x": x, "state": taps, "kernels": taps, "slots": SLOTS, "activation": "silu"}
+a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
+kernel(a, primitive.Outputs(*[torch.empty_like(x) for _ in primitive.outputs]))
+print(*sorted(loads))
+"""
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("slots", "more"), [("None", ""), ("torch.zeros(2, dtype=torch.int64)", "b64 ")]
+)
+def test_a_decoding_step_loads_vectors(slots, more, tmp_path):
+    """A lane loads two tokens, and their taps and states in vectors, once each."""
+    done = compiling(90, f"SLOTS = {slots}\n{STEP}", tmp_path)
+    assert done.stdout == f"b32 {more}v4.b32 v4.b32\n", done.stderr
