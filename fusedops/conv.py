@@ -22,10 +22,10 @@ from fusedops._frame.check import (
     is_tensor,
     of_shape,
     one_of,
-    overlap,
     overlaps_itself,
     promoted,
     same_device,
+    sharing,
     size,
     traced,
 )
@@ -705,12 +705,10 @@ def dynamic_conv_step(
 
 def _check_step(a: Any) -> None:
     """Raise if a state has two sequences or none, or its update would change another argument."""
-    for argument in ("x", "kernels", "bias", "residual", "slots", "positions"):
-        array = getattr(a, argument)
-        if array is not None and overlap(a.state, array):
-            raise ValueError(
-                f"dynamic_conv_step: {argument} shares memory with state; it should not"
-            )
+    names = "x", "kernels", "bias", "residual", "slots", "positions"
+    at = sharing(a.state, [getattr(a, name) for name in names])
+    if at is not None:
+        raise ValueError(f"dynamic_conv_step: {names[at]} shares memory with state; it should not")
     if not is_tensor(a.state) and not a.state.flags.writeable:
         raise ValueError(
             "dynamic_conv_step: state is read-only; it should be writable, to be updated"

@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,27 +134,39 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
     raise TypeError(f"{op}: {name} is {was}; it should be {advice}")
 
 
-def overlap(one: Any, other: Any) -> bool:
-    """Return whether the memory of two arrays may overlap; tensors without memory don't."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return np.may_share_memory(one, other)
+def sharing(one: Any, others: Iterable[Any]) -> int | None:
+    """Return the place of the first array whose memory may overlap one's, or None.
+
+    Tensors without memory overlap nothing, and neither does None.
+    """
+    of_arrays = isinstance(one, np.ndarray)
+    torch = None if of_arrays else sys.modules["torch"]
+    if torch and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        return None
+    own = None
+    for at, array in enumerate(others):
+        if of_arrays and isinstance(array, np.ndarray):
+            if np.may_share_memory(one, array):
+                return at
+        elif array is not None:
+            own, memory = own or _memory(one), _memory(array)
+            near = own and memory and own[0] < memory[1] and memory[0] < own[1]
+            if near and device_of(one) == device_of(array):
+                return at
+    return None
+
+
+def _memory(array: Any) -> tuple[int, int] | None:
+    """Return where an array's memory begins and ends; None for a tensor without memory."""
+    if not is_tensor(array):
+        start, (low, high) = array.ctypes.data, _span(array.shape, array.strides, 1)
+        return start + low, start + high + array.itemsize - 1
     torch = sys.modules["torch"]
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    plain = (torch.Tensor, torch.nn.Parameter)
-    spans = []
-    for array in (one, other):
-        if not is_tensor(array):
-            start, (low, high) = array.ctypes.data, _span(array.shape, array.strides, 1)
-            high += array.itemsize - 1
-        elif type(array) not in plain or array.is_meta:
-            return False
-        else:
-            start, size = array.data_ptr(), array.itemsize
-            low, high = _span(array.shape, array.stride(), size)
-        spans.append((start + low, start + high))
-    (low, high), (other_low, other_high) = spans
-    return low < other_high and other_low < high and device_of(one) == device_of(other)
+    kind = type(array)
+    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or array.is_meta:
+        return None
+    start, (low, high) = array.data_ptr(), _span(array.shape, array.stride(), array.itemsize)
+    return start + low, start + high
 
 
 @functools.lru_cache(512)

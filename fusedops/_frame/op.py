@@ -20,10 +20,10 @@ from fusedops._frame.check import (
     is_dtensor,
     is_tensor,
     of_shape,
-    overlap,
     promoted,
     reference,
     same_device,
+    sharing,
     traced,
 )
 from fusedops._frame.kinds import CONSTANTS, Plans, are_one, kind_of
@@ -150,9 +150,10 @@ def _check_out(
     held = (*((None, value) for value in others), *zip(names, arrays, strict=True))
     once = {id(value): (argument, value) for argument, value in (*held, *given.items())}
     for argument, value in once.values():
-        for part, array in _named_arrays(argument, value):
-            if overlap(out, array):
-                raise ValueError(f"{name}: out shares memory with {part}; it should not")
+        parts = _named_arrays(argument, value)
+        shared = sharing(out, [array for _, array in parts])
+        if shared is not None:
+            raise ValueError(f"{name}: out shares memory with {parts[shared][0]}; it should not")
 
 
 def _summed(array: Any, given: Any) -> Any:

@@ -159,43 +159,75 @@ def causal_conv1d_fn(
     [[[1.0, 3.0, 6.0]]]
     """
     name = "causal_conv1d_fn"
-    states = {"initial_states": initial_states, "final_states_out": final_states_out}
-    need_floats(name, x, weight=weight, bias=bias, **states)
-    of_shape(name, "x", x, ("B", "D", "T"))
-    B, D, T = x.shape
-    of_shape(name, "weight", weight, (D, "W"))
-    if bias is not None:
-        of_shape(name, "bias", bias, (D,))
-    one_of(name, "activation", activation, ACTIVATIONS)
+    given = x, weight, bias, initial_states, final_states_out, activation
+    # The op takes arrays, and kernels of every token, too.
+    if not isinstance(x, torch.Tensor) or x.ndim != 3:
+        _need_fn(*given)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or final_states_out is not None:
+        _need_fn(*given)
     flag(name, "return_final_states", return_final_states)
-    tokens = x.transpose(1, 2)
     # Any, since type checkers can't tell the overloads apart.
     conv: Any = fusedops.dynamic_conv
     if seq_idx is not None:
+        _need_fn(*given)
+        B, D, T = x.shape
         need_integers(name, "seq_idx", seq_idx, (B, T), x)
         if initial_states is not None or return_final_states:
             which = "initial_states" if initial_states is not None else "return_final_states"
             raise ValueError(f"{name}: {which} is given with seq_idx; only one of them should be")
         sequences, padded = _numbered(seq_idx)
-        flat = tokens.reshape(1, B * T, D)
+        flat = x.transpose(1, 2).reshape(1, B * T, D)
         out = conv(flat, weight, bias=bias, cu_seqlens=sequences, activation=activation)
         out = out.view(B, T, D)
         if padded:
             out = out.masked_fill((seq_idx < 0)[..., None], 0)
         return out.transpose(1, 2)
-    if initial_states is not None:
-        of_shape(name, "initial_states", initial_states, (B, D, weight.shape[1] - 1))
-        # No tap reads the oldest of W inputs.
-        initial_states = torch.nn.functional.pad(initial_states, (1, 0))
-    options = {"bias": bias, "initial_state": initial_states, "activation": activation}
+    try:
+        found = conv(
+            x.transpose(1, 2),
+            weight,
+            bias=bias,
+            # No tap reads the oldest of W inputs.
+            initial_state=None
+            if initial_states is None
+            else torch.nn.functional.pad(initial_states, (1, 0)),
+            activation=activation,
+            output_final_state=return_final_states,
+        )
+    except (AttributeError, TypeError, ValueError):
+        # The op has refused under its own names, as of `causal_conv1d_update`.
+        _need_fn(*given)
+        raise
     if not return_final_states:
-        return conv(tokens, weight, **options).transpose(1, 2)
-    out, final = conv(tokens, weight, **options, output_final_state=True)
+        return found.transpose(1, 2)
+    out, final = found
     final = final[..., 1:].to(x.dtype)
     if final_states_out is not None:
         of_shape(name, "final_states_out", final_states_out, tuple(final.shape))
         final = final_states_out.copy_(final)
     return out.transpose(1, 2), final
+
+
+def _need_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial_states: torch.Tensor | None,
+    final_states_out: torch.Tensor | None,
+    activation: str | None,
+) -> None:
+    """Raise unless the arguments of `causal_conv1d_fn` fit, and name one that doesn't."""
+    name = "causal_conv1d_fn"
+    states = {"initial_states": initial_states, "final_states_out": final_states_out}
+    need_floats(name, x, weight=weight, bias=bias, **states)
+    of_shape(name, "x", x, ("B", "D", "T"))
+    B, D, _ = x.shape
+    of_shape(name, "weight", weight, (D, "W"))
+    if bias is not None:
+        of_shape(name, "bias", bias, (D,))
+    if initial_states is not None:
+        of_shape(name, "initial_states", initial_states, (B, D, weight.shape[1] - 1))
+    one_of(name, "activation", activation, ACTIVATIONS)
 
 
 def causal_conv1d_update(
