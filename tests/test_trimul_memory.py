@@ -84,7 +84,11 @@ def test_the_limit_holds(launched, gate, planes):
     for o in (hidden, None):
         a = trimul_vjp.Arguments._make((*arrays, o, torch.empty_like(a.x), *static))
         work = backward.triangle_multiplicative_update_vjp
-        assert peak(work, trimul_vjp, a, [torch.empty_like(array) for array in arrays]) <= limit
+        outputs = [torch.empty_like(array) for array in arrays]
+        assert peak(work, trimul_vjp, a, outputs) <= limit
+        # Without a cotangent of x, no memory of a result holds another before.
+        if planes > 4:
+            assert peak(work, trimul_vjp, a, [None, *outputs[1:]]) <= limit
 
 
 def test_less_memory_takes_no_more_passes(launched):

@@ -50,6 +50,7 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
                 output.zero_()
         return
     on_hopper = is_on_hopper(update, on_mask)
+    # Beside three times o, fewer channels than an eighth would save little.
     update.divide(functools.partial(_need, update, a, on_x, on_hopper), ceil(update.H, 8))
     hidden, cotangent = aligned(a.hidden), aligned(a.dout)
     scaling = scaling_of(update, cotangent)
@@ -82,17 +83,20 @@ def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, h: int, n:
     square, lines = N * pitch, min(n, N) * pitch
     wider = update.accumulator.itemsize // update.dtype.itemsize
     own = a.hidden is None or a.hidden.dtype != update.dtype
+    # Kernels write the cotangent of x in any case.
+    unasked = ceil(C * update.x.itemsize, update.dtype.itemsize) * (on_x is None)
     sums = (min(SPLIT, lines // LONG) + 1) * (4 * H + G + C) * width * wider
     if h < H or n < N:
         waiting = G * (not _holds(update, on_x))
-        end = square * H * (1 + (a.hidden is None))
-        end += lines * max(G + width, 2 * G + C + up(H + 1))
+        of_end = max(G + width, 2 * G + C + up(H + 1))
+        of_front = 4 * H + G + C + width + unasked + 2 * wider
+        end = square * H * (1 + (a.hidden is None)) + lines * of_end
         products = square * (3 * H + 2 * h) + lines * width
-        front = square * (2 * H + 2 * h) + lines * (4 * H + G + C + width + 2 * wider)
+        front = square * (2 * H + 2 * h) + lines * of_front
         return b * (square * waiting + max(end, products, front)) + sums
     if on_hopper:
-        return b * square * (4 * H + G + max(G + H * (1 + own), width + C)) + sums
-    after = max(H + G + max(3 * H, up(H + 1) + C), C + width)
+        return b * square * (4 * H + G + max(G + H * (1 + own), width + unasked)) + sums
+    after = max(H + G + max(3 * H, up(H + 1) + C), C + width + unasked)
     return b * square * (4 * H + G + after) + sums
 
 
@@ -168,17 +172,17 @@ def _back_in_parts(
     on_o = update.new(H, N, pitch)
     waiting = on_x if _holds(update, on_x) else update.new(1, N, N, update.G)
 
-    def end(lines: slice, o: Any, on_o: Any) -> tuple[Any, ...]:
+    def end(lines: slice, some_o: Any, on_some: Any) -> tuple[Any, ...]:
         """Write the cotangents of lines of o and of the last gate's logits; return the end's."""
         x, mask = update.edges(b, lines)
         to = waiting[:, lines]
         if scaled and hidden is not None:
-            o = torch.mul(o, 2.0**shift, out=update.new(*o.shape))
+            some_o = torch.mul(some_o, 2.0**shift, out=update.new(*some_o.shape))
         gate = update.gate(1, lines)
         project(update, x, mask, gate=gate)
         in_place = on_hopper and is_aligned(to)
         on_gate = to if in_place else update.new(1, x.shape[1], pitch, update.G)
-        given = update, o, gate, cotangent[:, lines], scaling, on_o, on_gate
+        given = update, some_o, gate, cotangent[:, lines], scaling, on_some, on_gate
         if on_hopper:
             found: tuple[Any, ...] = (finish_back_on_hopper(*given, shift),)
         else:
@@ -187,17 +191,18 @@ def _back_in_parts(
             to.copy_(on_gate[:, :, :N])
         return found
 
-    def front(lines: slice, on_sides: Any) -> tuple[Any, ...]:
+    def front(lines: slice, on_some: Any) -> tuple[Any, ...]:
         """Write the cotangents of lines of x and the mask; return the front's."""
         x, mask = update.edges(b, lines)
         to_x, to_mask = (None if to is None else to[:, lines] for to in (on_x, on_mask))
-        # The cotangent of x may overwrite it. Places without an edge hold zeros.
-        on_gate = torch.nn.functional.pad(waiting[:, lines], (0, 0, 0, pitch - N))
+        # A copy, as the cotangent of x may overwrite what waits.
+        on_gate = update.new(1, x.shape[1], pitch, update.G)
+        on_gate[:, :, :N], on_gate[:, :, N:] = waiting[:, lines], 0
         both = update.new(2, 2, H, x.shape[1], pitch)
         if on_hopper:
-            return project_back(update, x, mask, on_sides, both, on_gate, scaling, to_x)
+            return project_back(update, x, mask, on_some, both, on_gate, scaling, to_x)
         project(update, x, mask, update.sides, sides=both[0], logits=both[1])
-        sides_back(update, x, mask, both, on_sides, scaling, to_mask)
+        sides_back(update, x, mask, both, on_some, scaling, to_mask)
         return front_back(update, x, both, on_gate, scaling, to_x)
 
     ends: list[Any] = []
@@ -214,7 +219,8 @@ def _back_in_parts(
 def _product_back(update: Update, b: slice, on_o: Any) -> Any:
     """Return the cotangents of left and right of one member, made some channels at a time.
 
-    They are written where left and right of the channels before were, whose turn is over.
+    The first channels' go ahead of left and right; all others' go where left and right of the
+    channels before were. No part has more channels than the first.
     """
     N, H, ahead = update.N, update.H, update.channels[0].stop
     planes = update.new(ahead + H, 2, N, update.pitch).transpose(0, 1)
@@ -227,7 +233,7 @@ def _product_back(update: Update, b: slice, on_o: Any) -> Any:
 
 
 def _back_on_hopper(
-    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, _: Any
+    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: None
 ) -> tuple[Any, ...]:
     """Write the cotangent of x for one member; return sums for `through_norm`."""
     N, pitch, H = update.N, update.pitch, update.H
@@ -410,7 +416,7 @@ def project_back(
 
 
 def _hidden_of(update: Update, b: slice, hidden: Any, scale: float = 1.0) -> Any:
-    """Return o of some of the batch; where it was not kept, o times the scale is computed."""
+    """Return o of some of the batch: as it was kept, or else computed and scaled."""
     if hidden is not None:
         return hidden[b]
     o = update.new(b.stop - b.start, update.H, update.N, update.N)

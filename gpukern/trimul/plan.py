@@ -201,11 +201,11 @@ class Update:
     def new(self, *shape: int, dtype: Any = None) -> Any:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
 
-    def divide(self, need: Callable[[int, int, int], int], channels: int) -> None:
+    def divide(self, need: Callable[[int, int, int], int], least: int) -> None:
         """Find parts of the batch, of the channels of left and right, and of the lines.
 
-        The numbers that they `need` fit in the memory allowed, if any parts' numbers do. A part is
-        worth its time with so many channels.
+        The numbers that they `need` fit in the memory allowed, if any parts' numbers do. Parts of
+        fewer channels than `least` take long, and save little.
         """
         sizes = self.B, self.H, ceil(self.N, 8)
 
@@ -213,15 +213,16 @@ class Update:
         def size(b: int, h: int, lines: int) -> int:
             return self.dtype.itemsize * need(b, h, 8 * lines)
 
-        # Smaller parts take long, and would save little memory.
-        sensible = tuple(map(min, (1, channels, _LINES), sizes))
-        limit, least = self.limit, size(1, 1, 1)
-        if 0 < limit < least:
+        sensible = tuple(map(min, (1, least, _LINES), sizes))
+        limit, smallest = self.limit, size(1, 1, 1)
+        if 0 < limit < smallest:
             # The smallest parts would save no more than this, and take many times as long.
-            limit = 5 * least // 4
+            limit = 5 * smallest // 4
         parts = in_parts(sizes, size, limit, sensible, (1, 1, 1))
-        if self.limit and self.limit < size(*sensible):
-            warn_of_parts(self.limit, size(*sensible))
+        # Of small updates the whole takes no more than parts.
+        enough = min(size(*sensible), size(*sizes))
+        if 0 < self.limit < enough:
+            warn_of_parts(self.limit, enough)
         self.batches, self.channels, lines = (
             slices(n, step) for n, step in zip(sizes, parts, strict=True)
         )
