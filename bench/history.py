@@ -22,7 +22,8 @@ TITLE = """# Speed over time
 Written by `python bench/history.py DATE`, which keeps the results of `fusedops bench` in
 `bench/results/history`. A cell has the geometric mean of an op's times over the times of the date
 before, and how many cases got slower than the spread of their rounds explains; a cell of the first
-date has the number of cases, and "as before" an op that was not measured again. `fusedops bench
+date has the number of cases, and "as before" an op that was not measured again. Another date may
+have another machine: an eager call of small arrays takes the time of its host. `fusedops bench
 --from NEW.json --compare OLD.json` names the slower cases.
 """
 

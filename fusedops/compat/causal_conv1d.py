@@ -160,16 +160,14 @@ def causal_conv1d_fn(
     """
     name = "causal_conv1d_fn"
     given = x, weight, bias, initial_states, final_states_out, activation
-    # The op takes arrays, and kernels of every token, too.
-    if not isinstance(x, torch.Tensor) or x.ndim != 3:
-        _need_fn(*given)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or final_states_out is not None:
+    tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    # The op takes arrays, and kernels of every token, too, and it knows of two of these no names.
+    if not tensors or weight.ndim != 2 or seq_idx is not None or final_states_out is not None:
         _need_fn(*given)
     flag(name, "return_final_states", return_final_states)
     # Any, since type checkers can't tell the overloads apart.
     conv: Any = fusedops.dynamic_conv
     if seq_idx is not None:
-        _need_fn(*given)
         B, D, T = x.shape
         need_integers(name, "seq_idx", seq_idx, (B, T), x)
         if initial_states is not None or return_final_states:
@@ -183,18 +181,19 @@ def causal_conv1d_fn(
             out = out.masked_fill((seq_idx < 0)[..., None], 0)
         return out.transpose(1, 2)
     try:
+        state = initial_states
+        if state is not None:
+            # No tap reads the oldest of W inputs.
+            state = torch.nn.functional.pad(state, (1, 0))
         found = conv(
             x.transpose(1, 2),
             weight,
             bias=bias,
-            # No tap reads the oldest of W inputs.
-            initial_state=None
-            if initial_states is None
-            else torch.nn.functional.pad(initial_states, (1, 0)),
+            initial_state=state,
             activation=activation,
             output_final_state=return_final_states,
         )
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         # The op has refused under its own names, as of `causal_conv1d_update`.
         _need_fn(*given)
         raise
