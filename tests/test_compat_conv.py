@@ -147,6 +147,26 @@ BAD = {
         ValueError,
         "initial_states has shape",
     ),
+    "a number as states": (
+        {"initial_states": torch.tensor(0.0)},
+        ValueError,
+        r"initial_states has shape \(\); it should be \(2, 8, 3\)",
+    ),
+    "a list as states": (
+        {"initial_states": [0.0]},
+        TypeError,
+        "initial_states is a list; it should be a tensor",
+    ),
+    "states of integers": (
+        {"initial_states": torch.ones(2, 8, 3, dtype=torch.int64)},
+        TypeError,
+        "initial_states has dtype int64; it should be float32",
+    ),
+    "kernels of every token": (
+        {"weight": torch.ones(2, 5, 8, 4)},
+        ValueError,
+        r"weight has shape \(2, 5, 8, 4\); it should be \(8, W\)",
+    ),
     "seq_idx and states": (
         {"seq_idx": torch.zeros(2, 5, dtype=torch.int32), "return_final_states": True},
         ValueError,
