@@ -297,69 +297,75 @@ def _backward_kernel(
         # The last W - 1 tokens may lie past the end, where loads give zeros.
         stop = tl.where(first < last, last + W - 1, last)
     t = first
-    while t < stop:
-        edge = tl.minimum(tl.cdiv(stop, STEPS) * STEPS if ALIGNED else stop, end)
-        inputs = _load_tokens(x, t, edge, d, x_row, D, SIZE, STEPS, X_CHANNELS, ALIGNED)
-        vs = _load_tokens(cotangent, t, edge, d, c_row, D, SIZE, STEPS, C_CHANNELS, ALIGNED)
-        taps = ()
-        for step in tl.static_range(STEPS):
-            live = t + step < edge
-            if not STATIC and (ON_INPUTS or SILU):
-                row = kernels + (t + step) * k_token
-                taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
-        for step in tl.static_range(STEPS):
-            own = t + step < last
-            window = window + (inputs[step].to(FLOAT),)
-            v = vs[step].to(FLOAT)
-            if STATIC:
-                k = static_taps
-            elif ON_INPUTS or SILU:
-                k = taps[step]
-            if SILU:
-                h = _convolved(k, window, shift, W, FLOAT)
-                s = _sigmoid(h)
-                # Past the end, v must stay zero, even where h is infinite or NaN.
-                v = tl.where(t + step < end, v * s * (1 + h * (1 - s)), 0.0)
-            if ON_INPUTS:
-                grown = ()
-                for w in tl.static_range(W):
-                    product = v * k[w].to(FLOAT)
-                    if STATIC:
-                        # Static taps aren't zero past the end, and may be infinite.
-                        product = tl.where(t + step < end, product, 0.0)
-                    grown = grown + (pulled[w] + product,)
-                p = t + step - W + 1
-                done = grown[0]
-                if HAS_FINAL:
-                    kept = p - end + W
-                    at = final_cotangent + (sequence * D + d) * W + kept
-                    final = tl.load(at, mask=inside & (kept >= 0) & (p < last), other=0.0)
-                    done += final.to(FLOAT)
-                if WANT_X:
-                    mine = (p >= first) & (p < last)
-                    at = dx + p * D + d
-                    tl.store(at, done.to(dx.dtype.element_ty), mask=inside & mine)
-                if WANT_STATE:
-                    before = (p < begin) & (first == begin) & (p < last)
-                    at = dstate + (sequence * D + d) * W + (W + p - begin)
-                    tl.store(at, done.to(dstate.dtype.element_ty), mask=inside & before)
-                pulled = grown[1:] + (zero,)
-            if WANT_KERNELS:
-                products = ()
-                for w in tl.static_range(W):
-                    products = products + (v * window[w],)
+    # Tokens that are all the run's own need no masks, of which static taps take the most.
+    for MASKED in tl.static_range(0 if STATIC and W <= 8 else 1, 2):
+        bound = stop if MASKED else last - STEPS + 1
+        while t < bound:
+            edge = tl.minimum(tl.cdiv(stop, STEPS) * STEPS if ALIGNED else stop, end)
+            inputs = _load_tokens(x, t, edge, d, x_row, D, SIZE, STEPS, X_CHANNELS, ALIGNED)
+            vs = _load_tokens(cotangent, t, edge, d, c_row, D, SIZE, STEPS, C_CHANNELS, ALIGNED)
+            taps = ()
+            for step in tl.static_range(STEPS):
+                live = t + step < edge
+                if not STATIC and (ON_INPUTS or SILU):
+                    row = kernels + (t + step) * k_token
+                    taps = taps + (_load_taps(row, block, live, W, D, SIZE, VECTOR),)
+            for step in tl.static_range(STEPS):
+                own = t + step < last
+                window = window + (inputs[step].to(FLOAT),)
+                v = vs[step].to(FLOAT)
                 if STATIC:
-                    added = ()
+                    k = static_taps
+                elif ON_INPUTS or SILU:
+                    k = taps[step]
+                if SILU:
+                    h = _convolved(k, window, shift, W, FLOAT)
+                    s = _sigmoid(h)
+                    # Past the end, v must stay zero, even where h is infinite or NaN.
+                    v = v * s * (1 + h * (1 - s))
+                    if MASKED:
+                        v = tl.where(t + step < end, v, 0.0)
+                if ON_INPUTS:
+                    grown = ()
                     for w in tl.static_range(W):
-                        added = added + (kernel_sums[w] + tl.where(own, products[w], 0.0),)
-                    kernel_sums = added
-                else:
-                    row = dkernels + (t + step) * D * W
-                    _store_taps(row, block, own, products, W, D, SIZE, VECTOR)
-            if WANT_BIAS:
-                bias_sum += tl.where(own, v, 0.0)
-            window = window[1:]
-        t += STEPS
+                        product = v * k[w].to(FLOAT)
+                        if STATIC and MASKED:
+                            # Static taps aren't zero past the end, and may be infinite.
+                            product = tl.where(t + step < end, product, 0.0)
+                        grown = grown + (pulled[w] + product,)
+                    p = t + step - W + 1
+                    done = grown[0]
+                    if HAS_FINAL:
+                        kept = p - end + W
+                        at = final_cotangent + (sequence * D + d) * W + kept
+                        final = tl.load(at, mask=inside & (kept >= 0) & (p < last), other=0.0)
+                        done += final.to(FLOAT)
+                    if WANT_X:
+                        mine = (p >= first) & (p < last)
+                        at = dx + p * D + d
+                        tl.store(at, done.to(dx.dtype.element_ty), mask=inside & mine)
+                    if WANT_STATE:
+                        before = (p < begin) & (first == begin) & (p < last)
+                        at = dstate + (sequence * D + d) * W + (W + p - begin)
+                        tl.store(at, done.to(dstate.dtype.element_ty), mask=inside & before)
+                    pulled = grown[1:] + (zero,)
+                if WANT_KERNELS:
+                    products = ()
+                    for w in tl.static_range(W):
+                        products = products + (v * window[w],)
+                    if STATIC:
+                        added = ()
+                        for w in tl.static_range(W):
+                            product = tl.where(own, products[w], 0.0) if MASKED else products[w]
+                            added = added + (kernel_sums[w] + product,)
+                        kernel_sums = added
+                    else:
+                        row = dkernels + (t + step) * D * W
+                        _store_taps(row, block, own, products, W, D, SIZE, VECTOR)
+                if WANT_BIAS:
+                    bias_sum += tl.where(own, v, 0.0) if MASKED else v
+                window = window[1:]
+            t += STEPS
     if WANT_STATE:
         # No tap of a token reads the oldest input.
         oldest = inside & (first == begin) & (first < last)
