@@ -1216,6 +1216,11 @@ def test_a_step_on_the_path_of_a_gpu(monkeypatch, on_a_gpu):
     }
 
 
+#: TorchRef says at its import how many threads it takes.
+TALKS = pytest.mark.filterwarnings("ignore:TorchRef auto-configured:UserWarning")
+
+
+@TALKS
 @pytest.mark.gpu
 def test_a_step_on_a_gpu(tmp_path):
     pytest.importorskip("gemmi")
@@ -1228,6 +1233,7 @@ def test_a_step_on_a_gpu(tmp_path):
         assert row["ms"], row
 
 
+@TALKS
 @pytest.mark.gpu
 def test_both_commands_on_a_gpu(tmp_path, capsys):
     assert cli.main(["check", "--device", "cuda"]) == 0
