@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fusedops._frame.arrays import cast, wide
 from fusedops._frame.check import alike, indices, of_shape
 from fusedops._frame.packed import outside_of_graphs
-from fusedops.distributed.exchanges import Trip, agree, all_to_all, group_of, tensor
+from fusedops.distributed.exchanges import Trip, agree, group_of, tensor
 from fusedops.wigner import Edges
 
 _NAME = "Partition"
@@ -163,13 +163,13 @@ class Partition:
         alike(f"{_NAME}.extend", "x", x, "edge_index", self._read)
         kind = x.dtype, x.requires_grad, *x.shape[1:]
         agree(f"{_NAME}.extend", self.group, x, x=kind)
-        each = math.prod(x.shape[1:])
+        extended: torch.Tensor = _Extend.apply(x, self)
+        return extended
+
+    def _trip(self, each: int) -> Trip:
+        """Return the trip of so many numbers of each node to the ranks that read them."""
         sent, received = ([n * each for n in some] for some in (self._sent, self._received))
-        rows = _Take.apply(x, self)
-        halo = all_to_all(rows.flatten(), Trip(sent, received, self.group))
-        # Of two axes, since the derivative of torch.cat drops an empty tensor of one.
-        both = [x.reshape(self.num_local, each), halo.view(len(self.halo), each)]
-        return torch.cat(both).view(self.num_local + len(self.halo), *x.shape[1:])
+        return Trip(sent, received, self.group)
 
     def __repr__(self) -> str:
         own = f"{self.num_local} nodes, {len(self.halo)} remote ones, {self.edges.num_edges} edges"
@@ -200,35 +200,46 @@ def _error(ends: torch.Tensor, owner: torch.Tensor, rank: int, ranks: int) -> st
     return None
 
 
-class _Take(torch.autograd.Function):
-    """The rows that other ranks read."""
+class _Extend(torch.autograd.Function):
+    """Rows of own nodes, and behind them the rows that other ranks send."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: Partition) -> torch.Tensor:
         ctx.part = part
-        return x.index_select(0, part._read)
+        trip = part._trip(math.prod(x.shape[1:]))
+        out = x.new_empty(part.num_local + len(part.halo), *x.shape[1:])
+        own, halo = out.tensor_split((part.num_local,))
+        trip.begin(x.index_select(0, part._read).flatten(), halo.view(-1))
+        own.copy_(x)
+        trip.end()
+        return out
 
     @staticmethod
-    def backward(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Put.apply(drows, ctx.part), None
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Fold.apply(dout, ctx.part), None
 
 
-class _Put(torch.autograd.Function):
-    """The sums of rows that belong to one node, in the order of the ranks that they are for.
+class _Fold(torch.autograd.Function):
+    """Rows of own nodes, plus the rows that other ranks have for them, in the order of the ranks.
 
     The rows of one rank are of different nodes, so that no two of them are added at once.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, part: Partition) -> torch.Tensor:
-        ctx.part, values = part, wide(rows)
-        total = values.new_zeros(part.num_local, *rows.shape[1:])
-        pieces = zip(values.split(part._sent), part._read.split(part._sent), strict=True)
+        ctx.part = part
+        trip = part._trip(math.prod(rows.shape[1:])).turned()
+        own, halo = rows.tensor_split((part.num_local,))
+        trip.begin(halo.flatten())
+        arrived = wide(trip.end()).view(len(part._read), *rows.shape[1:])
+        total = own.to(arrived.dtype, copy=True)
+        pieces = zip(arrived.split(part._sent), part._read.split(part._sent), strict=True)
         for piece, nodes in pieces:
-            total.index_add_(0, nodes, piece)
+            if len(nodes):
+                total.index_add_(0, nodes, piece)
         found: torch.Tensor = cast(total, rows)
         return found
 
     @staticmethod
     def backward(ctx: Any, dtotal: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Take.apply(dtotal, ctx.part), None
+        return _Extend.apply(dtotal, ctx.part), None
