@@ -345,9 +345,10 @@ def _backward_kernel(
                         at = dx + p * D + d
                         tl.store(at, done.to(dx.dtype.element_ty), mask=inside & mine)
                     if WANT_STATE:
-                        before = (p < begin) & (first == begin) & (p < last)
-                        at = dstate + (sequence * D + d) * W + (W + p - begin)
-                        tl.store(at, done.to(dstate.dtype.element_ty), mask=inside & before)
+                        # Few tokens have one, and a branch costs the others less than a mask.
+                        if (p < begin) & (first == begin) & (p < last):
+                            at = dstate + (sequence * D + d) * W + (W + p - begin)
+                            tl.store(at, done.to(dstate.dtype.element_ty), mask=inside)
                     pulled = grown[1:] + (zero,)
                 if WANT_KERNELS:
                     products = ()
