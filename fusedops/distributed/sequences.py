@@ -1,7 +1,8 @@
 """The causal convolution of tokens that ranks share.
 
-A rank needs W − 1 inputs before its first token, the halo. They travel, as the initial state of its
-sequences, while the rank computes all tokens but the first ones, its head.
+A rank needs W − 1 inputs before its first token, the halo. They travel while the rank computes all
+its tokens as if zeros came before them; then it computes the first ones, its head, again, with the
+halo as the initial state of its sequences.
 """
 
 from __future__ import annotations
@@ -74,35 +75,40 @@ class Halo:
     def __init__(
         self, x: torch.Tensor, width: int, group: dist.ProcessGroup, sizes: Any, cu_seqlens: Any
     ) -> None:
-        rank, ranks = group.rank(), group.size()
         self.batch, self.tokens, self.channels = x.shape
-        self.width, self.group, self.packed, self.first = width, group, None, 0
-        if cu_seqlens is not None:
-            self.packed = cu_seqlens = _sequences(cu_seqlens)
-            sizes = in_chunks(cu_seqlens.num_tokens, ranks) if sizes is None else sizes
+        self.width, self.group, self.first = width, group, 0
+        self.packed = None if cu_seqlens is None else _sequences(cu_seqlens)
+        self.sent, self.received = self._counts(sizes)
+        # The rows that arrive.
+        self.arriving = sum(self.received)
+
+    def _counts(self, sizes: Any) -> tuple[list[int], list[int]]:
+        """Return how many rows go to every rank, and come from it."""
+        rank, ranks, width = self.group.rank(), self.group.size(), self.width
+        if self.packed is not None and sizes is None:
+            sizes = in_chunks(self.packed.num_tokens, ranks)
         if sizes is None:
             if self.tokens < width - 1:
                 raise ValueError(
                     f"{_NAME}: x has {self.tokens} tokens; it should have {width - 1} at least, "
                     "one less than kernels have taps, or sizes should say how many all ranks have"
                 )
-            self.sent = [width - 1 if to == rank + 1 else 0 for to in range(ranks)]
-            self.received = [width - 1 if of == rank - 1 else 0 for of in range(ranks)]
-            return
-        sizes = checked_sizes(_NAME, "sizes", sizes, group)
+            sent = [width - 1 if to == rank + 1 else 0 for to in range(ranks)]
+            return sent, [width - 1 if of == rank - 1 else 0 for of in range(ranks)]
+        sizes = checked_sizes(_NAME, "sizes", sizes, self.group)
         if sizes[rank] != self.tokens:
             raise ValueError(
                 f"{_NAME}: x has {self.tokens} tokens; rank {rank} should have {sizes[rank]}"
             )
         ends = [0, *np.cumsum(sizes).tolist()]
-        self.sent = [_overlap(ends, rank, to, width) for to in range(ranks)]
-        self.received = [_overlap(ends, of, rank, width) for of in range(ranks)]
         self.first = ends[rank]
-        if cu_seqlens is not None and cu_seqlens.num_tokens != ends[-1]:
+        if self.packed is not None and self.packed.num_tokens != ends[-1]:
             raise ValueError(
-                f"{_NAME}: cu_seqlens ends at {cu_seqlens.num_tokens}; it should end at "
+                f"{_NAME}: cu_seqlens ends at {self.packed.num_tokens}; it should end at "
                 f"{ends[-1]}, the number of tokens of all ranks"
             )
+        sent = [_overlap(ends, rank, to, width) for to in range(ranks)]
+        return sent, [_overlap(ends, of, rank, width) for of in range(ranks)]
 
     def trip(self) -> Trip:
         """Return the trip of every rank's last tokens to the ranks that follow."""
@@ -112,57 +118,69 @@ class Halo:
     def tails(self, x: torch.Tensor) -> torch.Tensor:
         """Return the last tokens, once for each rank that reads them."""
         rows = x.transpose(0, 1)
-        return torch.cat([rows[self.tokens - n :] for n in self.sent if n] or [rows[:0]]).flatten()
+        tails = [rows[self.tokens - n :] for n in self.sent if n]
+        return (tails[0] if len(tails) == 1 else torch.cat([rows[:0], *tails])).reshape(-1)
 
     def add_tails(self, dx: torch.Tensor, flat: torch.Tensor) -> None:
         """Add the cotangents of the last tokens."""
         rows, each = dx.transpose(0, 1), self.batch * self.channels
         for n, part in zip(self.sent, flat.split([n * each for n in self.sent]), strict=True):
-            rows[self.tokens - n :] += part.view(n, self.batch, self.channels)
+            if n:
+                rows[self.tokens - n :] += part.view(n, self.batch, self.channels)
 
-    def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the inputs before the first token (B, n, D), the last one last."""
-        return flat.view(sum(self.received), self.batch, self.channels).transpose(0, 1)
+    def room(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows (W, B, D) before the first token, zeros, and the ones that arrive, flat."""
+        rows = x.new_zeros(self.width, self.batch, self.channels)
+        return rows, rows[self.width - self.arriving :].view(-1)
 
-    def halves(self) -> tuple[slice, slice]:
-        """Return the tokens that read the halo, and the others."""
-        # Whole chunks of a kernel.
-        n = min(-(-(self.width - 1) // CHUNK) * CHUNK, self.tokens)
-        return slice(0, n), slice(n, self.tokens)
+    def filled(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the rows before the first token, differentiably."""
+        rows = flat.view(self.arriving, self.batch, self.channels)
+        return _behind_zeros(rows, self.width)
+
+    def head(self) -> slice:
+        """Return the tokens that read the halo: whole chunks of a kernel, or none."""
+        n = -(-(self.width - 1) // CHUNK) * CHUNK if self.arriving else 0
+        return slice(0, min(n, self.tokens))
 
     def part(self, tokens: slice) -> tuple[Sequences | None, int]:
         """Return the sequences of some tokens of this rank, and how much the first has before."""
         if self.packed is None:
-            return None, self.width - 1
+            return None, self.width
         return _part_of(self.packed, self.first + tokens.start, self.first + tokens.stop)
 
     def given(
-        self, tokens: slice, rows: torch.Tensor, x: Any, kernels: Any, bias: Any
+        self, tokens: slice, rows: torch.Tensor | None, x: Any, kernels: Any, bias: Any
     ) -> tuple[Any, ...]:
-        """Return the arguments of the convolution of some tokens, which follow these rows."""
-        own = kernels if kernels.ndim == 2 else kernels[:, tokens]
-        return x[:, tokens], own, self.state(rows, tokens), bias, self.part(tokens)[0]
-
-    def state(self, rows: torch.Tensor, tokens: slice) -> torch.Tensor:
-        """Return the initial state of some tokens, which follow these rows."""
+        """Return the arguments of the convolution of some tokens, which follow rows, or zeros."""
         sequences, before = self.part(tokens)
+        state = None if rows is None else self.state(rows, sequences, before)
+        if tokens.stop < self.tokens:
+            x, kernels = x[:, tokens], kernels if kernels.ndim == 2 else kernels[:, tokens]
+        return x, kernels, state, bias, sequences
+
+    def state(self, rows: torch.Tensor, sequences: Sequences | None, before: int) -> torch.Tensor:
+        """Return the initial state that rows (W, B, D) make."""
         # Inputs of another sequence count as zeros.
-        n = min(before, self.width - 1, rows.shape[1])
-        state = rows[:, rows.shape[1] - n :].transpose(1, 2)
-        state = torch.nn.functional.pad(state, (self.width - n, 0))
+        state = _behind_zeros(rows[max(self.width - before, 0) :], self.width).permute(1, 2, 0)
         if sequences is None:
             return state
         # Of several sequences only the first began before; an empty part has none.
         more = sequences.num_sequences - 1
         return state[:0] if more < 0 else torch.nn.functional.pad(state, (0, 0, 0, 0, 0, more))
 
-    def add_state(self, drows: torch.Tensor, dstate: torch.Tensor, tokens: slice) -> None:
-        """Add the cotangents of the rows that the state of some tokens was made of."""
-        sequences, before = self.part(tokens)
-        n = min(before, self.width - 1, drows.shape[1])
-        dstate = dstate if sequences is None else dstate[:1]
-        if len(dstate):
-            drows[:, drows.shape[1] - n :] += dstate[..., self.width - n :].transpose(1, 2)
+    def cotangents(self, dstate: torch.Tensor) -> torch.Tensor:
+        """Return the cotangents of the rows that arrived, flat, from the state's of all tokens."""
+        sequences, before = self.part(slice(0, self.tokens))
+        rows = (dstate if sequences is None else dstate[:1]).permute(2, 0, 1)
+        counted = min(before, self.arriving)
+        return _behind_zeros(rows[self.width - counted :], self.arriving).flatten()
+
+
+def _behind_zeros(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return so many rows (…, B, D), the first of which are zeros."""
+    missing = count - len(rows)
+    return torch.nn.functional.pad(rows, (0, 0, 0, 0, missing, 0)) if missing else rows
 
 
 class _Beside:
@@ -174,7 +192,7 @@ class _Beside:
     def __init__(self, x: torch.Tensor) -> None:
         self.on_gpu = x.is_cuda
         if self.on_gpu:
-            self.current = torch.cuda.current_stream(x.device)
+            self.current = torch.cuda.current_stream(x.device.index)
             self.so_far = self.current.record_event()
 
     def __enter__(self) -> None:
@@ -201,52 +219,61 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halo: Halo, activation: str, x: Any, kernels: Any, bias: Any) -> Any:
         ctx.halo, ctx.activation, ctx.asked = halo, activation, registry.forced(None)
-        out = x.new_empty(x.shape)
-        head, rest = halo.halves()
 
-        def convolve(tokens: slice, rows: torch.Tensor) -> None:
-            (*arrays, sequences), place = halo.given(tokens, rows, x, kernels, bias), out[:, tokens]
+        def convolved(tokens: slice, rows: torch.Tensor | None, slot: Any = True) -> torch.Tensor:
+            *arrays, sequences = halo.given(tokens, rows, x, kernels, bias)
+            out: torch.Tensor
+            out = conv(*arrays, None, sequences, activation, out=(slot, None)).out
+            return out
+
+        beside, trip, head = _Beside(x), halo.trip(), halo.head()
+        out = convolved(slice(0, halo.tokens), None)
+        with beside:
+            before, room = halo.room(x)
+            trip.begin(halo.tails(x), room)
+        trip.end()
+        if head.stop:
+            place = out[:, head]
             # Kernels fill no gaps.
-            slot = place if place.is_contiguous() else True
-            found = conv(*arrays, None, sequences, activation, out=(slot, None)).out
+            found = convolved(head, before, place if place.is_contiguous() else True)
             if found is not place:
                 place.copy_(found)
-
-        beside, trip = _Beside(x), halo.trip()
-        convolve(rest, x[:, head])
-        with beside:
-            trip.begin(halo.tails(x))
-        before = halo.rows(trip.end())
-        convolve(head, before)
         ctx.save_for_backward(x, kernels, bias, before)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         halo, (x, kernels, bias, before) = ctx.halo, ctx.saved_tensors
+        wanted: Any = [want or None for want in ctx.needs_input_grad[2:]]
         with registry.asking(ctx.asked):
             if not torch.is_grad_enabled():
-                return None, None, *_gradients(halo, x, kernels, bias, before, dout, ctx.activation)
+                given = halo, x, kernels, bias, before, dout, ctx.activation
+                return None, None, *_gradients(*given, *wanted[1:])
             out = _differentiable(halo, x, kernels, bias, ctx.activation)
-            wanted = ctx.needs_input_grad[2:]
             return None, None, *by_graph(out, (x, kernels, bias), wanted, dout)
 
 
 def _gradients(
-    halo: Halo, x: Any, kernels: Any, bias: Any, before: Any, dout: Any, activation: str
+    halo: Halo,
+    x: Any,
+    kernels: Any,
+    bias: Any,
+    before: Any,
+    dout: Any,
+    activation: str,
+    *others: bool | None,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of x, kernels and bias.
+    """Return the cotangent of x, and the others that are wanted, of kernels and bias.
 
-    The halo's cotangent travels last: it takes 0.05 ms between two H200s, and a second pullback,
-    for the tokens behind the head, took 0.4 ms and more.
+    The halo's cotangent travels last: to pull back the head alone, before the rest, takes the host
+    longer than the exchange takes.
     """
-    every = slice(0, halo.tokens)
-    *arrays, sequences = halo.given(every, before, x, kernels, bias)
-    slots = True, True, True, None if bias is None else True
+    every, trip, reads = slice(0, halo.tokens), halo.trip().turned(), halo.arriving > 0
+    *arrays, sequences = halo.given(every, before if reads else None, x, kernels, bias)
+    of_kernels, of_bias = others
+    slots = True, of_kernels, reads or None, of_bias
     found = conv_vjp(*arrays, dout, None, sequences, activation, out=slots)
-    dbefore, trip = torch.zeros_like(before), halo.trip().turned()
-    halo.add_state(dbefore, found.dinitial_state, every)
-    trip.begin(dbefore.transpose(0, 1).flatten())
+    trip.begin(halo.cotangents(found.dinitial_state) if reads else before.new_empty(0))
     halo.add_tails(found.dx, trip.end())
     return found.dx, found.dkernels, found.dbias
 
@@ -254,7 +281,7 @@ def _gradients(
 def _differentiable(halo: Halo, x: Any, kernels: Any, bias: Any, activation: str) -> Any:
     """Return the convolution by functions that torch differentiates to any order."""
     every = slice(0, halo.tokens)
-    rows = halo.rows(all_to_all(halo.tails(x), halo.trip()))
+    rows = halo.filled(all_to_all(halo.tails(x), halo.trip()))
     *arrays, sequences = halo.given(every, rows, x, kernels, bias)
     return conv(*arrays, None, sequences, activation, out=(True, None)).out
 
