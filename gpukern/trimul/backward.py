@@ -166,8 +166,7 @@ def _back_in_parts(
     The cotangent of the last gate's logits waits where that of x will be.
     """
     N, H, pitch, on_hopper = update.N, update.H, update.pitch, is_on_hopper(update, on_mask)
-    scaled = on_hopper and (hidden is None or hidden.dtype != update.dtype)
-    shift = update.shift if scaled else 0
+    shift = _shift(update, hidden) if on_hopper else 0
     o = _hidden_of(update, b, hidden, 2.0**shift)
     on_o = update.new(H, N, pitch)
     waiting = on_x if _holds(update, on_x) else update.new(1, N, N, update.G)
@@ -176,8 +175,8 @@ def _back_in_parts(
         """Write the cotangents of lines of o and of the last gate's logits; return the end's."""
         x, mask = update.edges(b, lines)
         to = waiting[:, lines]
-        if scaled and hidden is not None:
-            some_o = torch.mul(some_o, 2.0**shift, out=update.new(*some_o.shape))
+        if on_hopper and hidden is not None:
+            some_o = _scaled(update, some_o, shift)
         gate = update.gate(1, lines)
         project(update, x, mask, gate=gate)
         in_place = on_hopper and is_aligned(to)
@@ -242,14 +241,12 @@ def _back_on_hopper(
     # and right, then cotangents of logits.
     gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
     project(update, x, mask, update.sides, sides=both[0], gate=gate)
-    o, shift = None if hidden is None else hidden[b], 0
-    if o is None or o.dtype != update.dtype:
-        shift = update.shift
+    shift = _shift(update, hidden)
+    if hidden is None:
         o = update.new(1, H, N, N)
-        if hidden is None:
-            multiply(update, both[0], o, ALL, 2.0**shift)
-        else:
-            torch.mul(hidden[b], 2.0**shift, out=o)
+        multiply(update, both[0], o, ALL, 2.0**shift)
+    else:
+        o = _scaled(update, hidden[b], shift)
     on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
     by_end = finish_back_on_hopper(update, o, gate, cotangent, scaling, on_o, on_gate, shift)
     del o, gate
@@ -413,6 +410,18 @@ def project_back(
     (by_sides,) = parts_over_rows(update, on_both.view(1, 4 * update.H, L * N), kept)
     (by_gate,) = parts_over_rows(update, on_gate.flatten(1, 2).mT, kept)
     return by_sides, by_gate
+
+
+def _shift(update: Update, hidden: Any) -> int:
+    """Return the power of two by which Hopper's kernels get o multiplied."""
+    return update.shift if hidden is None or hidden.dtype != update.dtype else 0
+
+
+def _scaled(update: Update, o: Any, shift: int) -> Any:
+    """Return a kept o in the dtype of the products, times a power of two."""
+    if o.dtype == update.dtype:
+        return o
+    return torch.mul(o, 2.0**shift, out=update.new(*o.shape))
 
 
 def _hidden_of(update: Update, b: slice, hidden: Any, scale: float = 1.0) -> Any:
