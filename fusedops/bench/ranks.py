@@ -326,25 +326,26 @@ def bandwidth(device: str, seconds: float, sizes: tuple[int, ...]) -> list[dict[
     return found
 
 
-def run(device: str, quick: bool) -> dict[str, Any]:
-    """Return the results of all problems, on every rank of the default group."""
+def run(device: str, quick: bool) -> Iterator[dict[str, Any]]:
+    """Yield the results so far after every problem, on every rank of the default group."""
     seconds = 0.02 if quick else 1.0
     like = torch.empty(0, device=device, dtype=torch.bfloat16 if device == "cuda" else None)
     exact = torch.empty(0, device=device)
     sizes = SIZES["quick" if quick else device]
-    rows: list[dict[str, Any]] = []
+    about = machine(device) | {"ranks": dist.get_world_size()}
+    found: dict[str, Any] = {"schema": 1, "device": device, "machine": about}
+    found |= {"cases": [], "all_to_all": [], "predicted": []}
     for make, kind, dtype in zip(
         (triangles, edges, tokens), sizes, (like, exact, like), strict=True
     ):
         for size in kind:
             torch.manual_seed(dist.get_rank())
-            rows += measured(make(size, dtype), device, seconds)
+            found["cases"] += measured(make(size, dtype), device, seconds)
+            yield found
     most = 1 << (14 if quick else 30 if device == "cuda" else 24)
     speeds = bandwidth(device, seconds, (most >> 10, most >> 6, most >> 3, most))
-    foreseen: list[dict[str, Any]] = []
+    found["all_to_all"] = speeds
     for N, ranks in PREDICTED["quick" if quick else device]:
         for P in ranks:
-            foreseen += predicted(N, P, like, speeds, seconds)
-    about = machine(device) | {"ranks": dist.get_world_size()}
-    found = {"schema": 1, "device": device, "machine": about, "cases": rows}
-    return found | {"all_to_all": speeds, "predicted": foreseen}
+            found["predicted"] += predicted(N, P, like, speeds, seconds)
+        yield found

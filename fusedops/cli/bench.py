@@ -126,11 +126,12 @@ def _on_ranks(args: argparse.Namespace) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        found = ranks.run(args.device, args.quick)
-        if dist.get_rank() == 0:
-            show_ranks(found)
-            if args.json:
+        first = dist.get_rank() == 0
+        for found in ranks.run(args.device, args.quick):
+            if first and args.json:
                 report.save(args.json, found)
+        if first:
+            show_ranks(found)
         dist.barrier()
     finally:
         dist.destroy_process_group()
