@@ -317,6 +317,28 @@ def test_bytes_sent_are_the_formulas(direction, keep):
         assert sum(sent) == (6 if keep else 8) * u * (P - 1) // P
 
 
+@pytest.mark.parametrize(("direction", "back"), [("outgoing", 2), ("incoming", 1)])
+@on_ranks(worlds=[("gloo", 2)])
+@small_messages()
+def test_two_ranks_send_parts_forward_and_all_at_once_back(direction, back):
+    x, _, weights = problem(N=4, H=8)
+    sent, genuine = [], dist.all_to_all_single
+
+    def counted(*given, **options):
+        sent.append(given)
+        return genuine(*given, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        here = x.chunk(2, 1)[dist.get_rank()].requires_grad_()
+        out = update(here, direction, **weights, group=dist.group.WORLD)
+        forward = len(sent)
+        out.sum().backward()
+    finally:
+        dist.all_to_all_single = genuine
+    assert (forward, len(sent)) == (4, 4 + back)
+
+
 @pytest.mark.parametrize("case", ["columns", "columns-outgoing-uneven"])
 @on_ranks
 def test_two_runs_give_the_same_bits(case):

@@ -11,6 +11,7 @@ needs nothing of the other rank.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -84,6 +85,7 @@ class _Update:
     def __init__(self, tiles: Tiles, a: Any, swap: bool, keep: bool) -> None:
         self.tiles, self.swap, self.keep = tiles, swap, keep
         self.B, self.L, self.M, _ = a.x.shape
+        self.itemsize = a.x.itemsize
         self.H = a.p_in_weight.shape[0] // 2
         self.options = a[len(ARRAYS) :]
         self.direction, gate, self.precision, self.eps = self.options[:4]
@@ -94,9 +96,9 @@ class _Update:
         self.end_options = gate, self.precision, self.scale, self.eps
         self.Arguments = type(a)
 
-    def worth(self, itemsize: int) -> int:
+    def worth(self) -> int:
         """Return how many chunks are worth messages."""
-        size = 2 * self.B * self.tiles.N**2 * self.each * itemsize // self.tiles.group.size()
+        size = 2 * self.B * self.tiles.N**2 * self.each * self.itemsize // self.tiles.group.size()
         return _worth(size, self.most_chunks)
 
     def cut(self, chunks: int) -> None:
@@ -286,7 +288,8 @@ class _OfTwo(_Update):
     """An update of rows that two ranks share: each computes o of its own rows.
 
     Subclasses do it for a chunk of channels. Their messages begin as soon as they can, and products
-    that need none come before the ones that do.
+    that need none come before the ones that do. A message begins once both GPUs have done their
+    product of the moment, so long products are made in parts.
     """
 
     #: Products of more chunks would wait for messages more often.
@@ -334,11 +337,16 @@ class _OfTwo(_Update):
         """Return left and right of a chunk, which plain torch computes with channels innermost."""
         return self.sides(a, chunk).contiguous()
 
-    def messages(self, rows: torch.Tensor) -> list[slice]:
-        """Return the parts of the channels of rows (B, channels, ...) that travel one by one."""
-        channels = rows.shape[1]
-        size = self.B * self.tiles.N**2 * channels * rows.itemsize // 2
-        return _cut(channels, _worth(size, 4))
+    def cut(self, chunks: int) -> None:
+        super().cut(chunks)
+        most = self.chunks[0].stop
+        size = self.B * self.tiles.N**2 * most * self.itemsize // 2
+        # The channels of a part.
+        self.few = -(-most // _worth(size, 4))
+
+    def parts(self, rows: torch.Tensor) -> list[slice]:
+        """Return the parts of the channels of rows (B, channels, ...)."""
+        return slices(rows.shape[1], self.few)
 
     def trip(self, rows: torch.Tensor) -> Trip:
         """Return the trip of rows (B, channels, rows, N) to the other rank, whose rows arrive."""
@@ -363,8 +371,10 @@ class _OfTwo(_Update):
 
     def multiply(self, a: Any, b: Any, form: str, out: Any, start: Any = None) -> None:
         """Write products of the matrices of every member, times the scale, plus `start`."""
-        for at in range(self.B):
-            super().multiply(a[at], b[at], form, out[at], None if start is None else start[at])
+        for at, part in itertools.product(range(self.B), self.parts(out)):
+            of = at, part
+            more = None if start is None else start[of]
+            super().multiply(a[of], b[of], form, out[of], more)
 
     def part(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return aᵀ b, times the scale: this rank's part of sums that the other one needs."""
@@ -377,7 +387,7 @@ class _ByRight(_OfTwo):
     """An outgoing update: o is the product of a rank's left and both ranks' right."""
 
     def product(self, left: torch.Tensor, right: torch.Tensor, o: torch.Tensor) -> None:
-        trips = [(part, self.send(right[:, part])) for part in self.messages(right)]
+        trips = [(part, self.send(right[:, part])) for part in self.parts(right)]
         self.multiply(left, right, "outgoing", o[..., self.mine])
         for part, trip in trips:
             some = left[:, part]
@@ -385,20 +395,14 @@ class _ByRight(_OfTwo):
             self.multiply(some, arrived, "outgoing", o[:, part, :, self.theirs])
 
     def product_back(self, left: Any, right: Any, do: Any, dleft: Any, dright: Any) -> None:
-        own, other, parts = do[..., self.mine], do[..., self.theirs], self.messages(do)
-        there = [(part, self.send(right[:, part])) for part in parts]
-        back = [
-            (part, self.send(self.part(other[:, part], left[:, part]), dright[:, part]))
-            for part in parts
-        ]
+        own, other = do[..., self.mine], do[..., self.theirs]
+        # Every message waits for the other rank to come to it, so they are few.
+        there = self.send(right)
+        back = self.send(self.part(other, left), dright)
         self.multiply(own, right, "plain", dleft)
-        for part, trip in there:
-            to = dleft[:, part]
-            self.multiply(other[:, part], self.theirs_of(trip.end(), to), "plain", to, to)
-        for part, trip in back:
-            to = dright[:, part]
-            arrived = trip.end().view(to.shape)
-            self.multiply(own[:, part], left[:, part], "incoming", to, arrived)
+        self.multiply(other, self.theirs_of(there.end(), dleft), "plain", dleft, dleft)
+        arrived = back.end().view(dright.shape)
+        self.multiply(own, left, "incoming", dright, arrived)
 
     def differentiable(self, a: Any) -> torch.Tensor:
         left, right = self.sides(a, slice(0, self.H))
@@ -415,7 +419,7 @@ class _ByParts(_OfTwo):
         own, other = left[..., self.mine], left[..., self.theirs]
         trips = [
             (part, self.send(self.part(other[:, part], right[:, part]), o[:, part]))
-            for part in self.messages(right)
+            for part in self.parts(right)
         ]
         for part, trip in trips:
             to = o[:, part]
@@ -424,14 +428,12 @@ class _ByParts(_OfTwo):
 
     def product_back(self, left: Any, right: Any, do: Any, dleft: Any, dright: Any) -> None:
         own, other = left[..., self.mine], left[..., self.theirs]
-        trips = [(part, self.send(do[:, part])) for part in self.messages(do)]
+        trip = self.send(do)
         self.multiply(right, do, "outgoing", dleft[..., self.mine])
         self.multiply(own, do, "plain", dright)
-        for part, trip in trips:
-            to, some = dright[:, part], right[:, part]
-            arrived = self.theirs_of(trip.end(), some)
-            self.multiply(some, arrived, "outgoing", dleft[:, part, :, self.theirs])
-            self.multiply(other[:, part], arrived, "plain", to, to)
+        arrived = self.theirs_of(trip.end(), right)
+        self.multiply(right, arrived, "outgoing", dleft[..., self.theirs])
+        self.multiply(other, arrived, "plain", dright, dright)
 
     def differentiable(self, a: Any) -> torch.Tensor:
         left, right = self.sides(a, slice(0, self.H))
@@ -641,7 +643,7 @@ def updated(
     if tiles.group.size() == 2 and tiles.are_bands():
         kind = _ByRight if direction == "outgoing" else _ByParts
     shared = kind(tiles, a, transposed, keep)
-    chunks = shared.worth(x.itemsize) if chunks is None else chunks
+    chunks = shared.worth() if chunks is None else chunks
     shared.cut(chunks)
     given = dict(zip(ARRAYS, a, strict=False)) | {"chunks": chunks, "keep": keep}
     given["x"] = x.dtype, x.requires_grad, len(pairs), tiles.rows, tiles.columns
