@@ -347,8 +347,9 @@ def _backward_kernel(
                     if WANT_STATE:
                         # Few tokens have one, and a branch costs the others less than a mask.
                         if (p < begin) & (first == begin) & (p < last):
-                            at = dstate + (sequence * D + d) * W + (W + p - begin)
-                            tl.store(at, done.to(dstate.dtype.element_ty), mask=inside)
+                            # A name of its own: a branch can't change a pointer's type.
+                            place = dstate + (sequence * D + d) * W + (W + p - begin)
+                            tl.store(place, done.to(dstate.dtype.element_ty), mask=inside)
                     pulled = grown[1:] + (zero,)
                 if WANT_KERNELS:
                     products = ()

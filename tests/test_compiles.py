@@ -179,3 +179,40 @@ def test_a_decoding_step_loads_vectors(slots, more, tmp_path):
     """A lane loads two tokens, and their taps and states in vectors, once each."""
     done = compiling(90, f"SLOTS = {slots}\n{STEP}", tmp_path)
     assert done.stdout == f"b32 {more}v4.b32 v4.b32\n", done.stderr
+
+
+MIXED = """
+from fusedops._frame.primitive import primitives
+
+count = 0
+
+
+def note(kernel, made):
+    global count
+    count += bool(made.asm["cubin"])
+
+
+primitive = primitives()["dynamic_conv_vjp"]
+kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
+B, T, D, W = 1, 8, 128, 4
+for own, others, final, on_x in (
+    ("bfloat16", "float32", None, True),
+    ("float32", "float64", "float32", True),
+    ("bfloat16", "bfloat16", "float32", False),
+):
+    x = torch.empty(B, T, D, dtype=getattr(torch, own))
+    kernels = torch.empty(B, T, D, W, dtype=x.dtype)
+    state = torch.empty(B, D, W, dtype=getattr(torch, others))
+    given = {"x": x, "kernels": kernels, "initial_state": state, "dout": x, "activation": "silu"}
+    given["dfinal_state"] = final and torch.empty(B, D, W, dtype=getattr(torch, final))
+    a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
+    kernel(a, primitive.Outputs(x if on_x else None, kernels, state, None))
+print(count)
+"""
+
+
+@pytest.mark.compiles
+def test_a_gradient_of_mixed_dtypes_compiles(tmp_path):
+    """Pointers of several types meet in one kernel, where no branch may change a name's type."""
+    done = compiling(90, MIXED, tmp_path)
+    assert done.stdout == "3\n", done.stderr
