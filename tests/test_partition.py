@@ -138,6 +138,40 @@ def test_extend_takes_any_rows_and_derivatives_of_every_order(kind):
 
 
 @on_ranks
+def test_sums_of_16_bits_are_rounded_once():
+    P, rank = dist.get_world_size(), dist.get_rank()
+    # Every rank reads node 0, which the first one owns.
+    owner = torch.arange(P, device=device())
+    ends = torch.tensor([[0], [rank]], device=device())
+    part = Partition(ends, owner, group=dist.group.WORLD)
+    x = torch.ones(1, device=device(), dtype=torch.bfloat16, requires_grad=True)
+    # 256 and 1 can't be added in bfloat16, 256 and 1 + 1 can.
+    own = 256.0 if rank == 0 else 1.0
+    (dx,) = torch.autograd.grad(part.extend(x), x, x.new_full((1 + (rank > 0),), own))
+    # 257 is rounded to 256.
+    assert dx.item() == ({2: 256.0, 3: 258.0}[P] if rank == 0 else 1.0)
+
+
+@on_ranks
+def test_conjugates_and_tensors_with_gaps_travel():
+    ends, owner, _ = graph("random")
+    part = Partition(ends[:, owner[ends[1]] == dist.get_rank()], owner, group=dist.group.WORLD)
+    both = torch.cat([part.nodes, part.halo])
+    whole = torch.randn(11, 3, 2, dtype=torch.complex128, device=device())
+    for form in (torch.conj, lambda x: x.transpose(1, 2), lambda x: x.conj().imag):
+        assert torch.equal(part.extend(form(whole[part.nodes])), form(whole[both]))
+    x = whole[part.nodes].requires_grad_()
+    y = part.extend(x)
+    # The cotangent is conjugated when it is read.
+    (dx,) = torch.autograd.grad((y.conj() ** 3).sum().real, x)
+    count = torch.zeros(11, device=device(), dtype=torch.float64)
+    count.index_add_(0, both, torch.ones_like(both, dtype=torch.float64))
+    dist.all_reduce(count)
+    want = 3 * x.detach().conj() ** 2
+    torch.testing.assert_close(dx, want * count[part.nodes, None, None])
+
+
+@on_ranks
 def test_bytes_sent_are_the_halos():
     ends, owner, _ = graph("random")
     rank = dist.get_rank()

@@ -123,7 +123,8 @@ class Trip:
 
     def begin(self, flat: torch.Tensor, room: torch.Tensor | None = None) -> None:
         """Send the pieces; the ones that come arrive in `room`, if it is given."""
-        flat = flat.contiguous()
+        # Torch sends no tensor that is conjugated or negated when it is read.
+        flat = flat.contiguous().resolve_conj().resolve_neg()
         room = flat.new_empty(sum(self.received)) if room is None else room
         work = dist.all_to_all_single(
             room, flat, self.received, self.sent, group=self.group, async_op=True
