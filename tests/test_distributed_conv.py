@@ -104,6 +104,51 @@ def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
     compare(second(found, weighed), second(gradients, others))
 
 
+@pytest.mark.parametrize("width", [1, W])
+@pytest.mark.parametrize("wanted", [["x"], ["kernels"], ["bias"], ["x", "bias"]], ids="-".join)
+@on_ranks
+@short_heads()
+def test_only_wanted_gradients_are_made_of_tensors_with_gaps(wanted, width):
+    arrays = {
+        "x": torch.randn(D, T, 2).to(device()).permute(2, 1, 0),
+        "kernels": torch.randn(2, 1, D, width).to(device()).expand(2, T, D, width),
+        "bias": torch.randn(1).to(device()).expand(D),
+    }
+    leaves = [arrays[name].requires_grad_() for name in wanted]
+    x, kernels, bias = arrays.values()
+    cotangent, own = torch.randn(1, T, 1).to(device()).expand_as(x), spread("uneven")
+    want = fusedops.dynamic_conv(x, kernels, bias=bias, activation="silu")
+    gradients = torch.autograd.grad(want, leaves, cotangent)
+    asked, sent = [], []
+
+    def noted(function, notes, name):
+        def call(*given, **options):
+            notes.append(options.get(name))
+            return function(*given, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "conv_vjp", noted(sequences.conv_vjp, asked, "out"))
+        patch.setattr(dist, "all_to_all_single", noted(dist.all_to_all_single, sent, "group"))
+        options = {"bias": bias, "group": dist.group.WORLD, "sizes": own, "activation": "silu"}
+        got = dynamic_conv(shard(x, 1, own), shard(kernels, 1, own), **options)
+        found = torch.autograd.grad(got, leaves, shard(cotangent, 1, own))
+    torch.testing.assert_close(got, shard(want, 1, own))
+    (slots,) = asked
+    assert [
+        name for name, slot in zip(arrays, (*slots[:2], slots[3]), strict=True) if slot
+    ] == wanted
+    # Only a cotangent of x has a part that travels.
+    assert len(sent) == 1 + ("x" in wanted)
+    for name, part, whole_of_it in zip(wanted, found, gradients, strict=True):
+        if name == "bias":
+            dist.all_reduce(part)
+        else:
+            part, whole_of_it = shard(part, 1, own), shard(whole_of_it, 1, own)
+        torch.testing.assert_close(part, whole_of_it, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 @on_ranks
 @short_heads()

@@ -1,8 +1,8 @@
 """The causal convolution of tokens that ranks share.
 
-A rank needs W − 1 inputs before its first token, the halo. They travel while the rank computes all
-its tokens as if zeros came before them; then it computes the first ones, its head, again, with the
-halo as the initial state of its sequences.
+A rank needs W − 1 inputs before its first token, the halo. They travel while a GPU computes all
+tokens of the rank as if zeros came before them; then it computes the first ones, the head, again,
+with the halo as the initial state of its sequences.
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ class Halo:
         self.width, self.group, self.first = width, group, 0
         self.packed = None if cu_seqlens is None else _sequences(cu_seqlens)
         self.sent, self.received = self._counts(sizes)
-        # The rows that arrive.
+        # How many rows arrive.
         self.arriving = sum(self.received)
+        # How many tokens read them, in whole chunks of a kernel.
+        head = -(-(width - 1) // CHUNK) * CHUNK if self.arriving else 0
+        self.head = min(head, self.tokens)
 
     def _counts(self, sizes: Any) -> tuple[list[int], list[int]]:
         """Return how many rows go to every rank, and come from it."""
@@ -118,13 +121,14 @@ class Halo:
     def tails(self, x: torch.Tensor) -> torch.Tensor:
         """Return the last tokens, once for each rank that reads them."""
         rows = x.transpose(0, 1)
-        tails = [rows[self.tokens - n :] for n in self.sent if n]
-        return (tails[0] if len(tails) == 1 else torch.cat([rows[:0], *tails])).reshape(-1)
+        tails = [rows[self.tokens - n :] for n in self.sent if n] or [rows[:0]]
+        return (tails[0] if len(tails) == 1 else torch.cat(tails)).reshape(-1)
 
     def add_tails(self, dx: torch.Tensor, flat: torch.Tensor) -> None:
         """Add the cotangents of the last tokens."""
         rows, each = dx.transpose(0, 1), self.batch * self.channels
         for n, part in zip(self.sent, flat.split([n * each for n in self.sent]), strict=True):
+            # An addition of nothing is a kernel all the same.
             if n:
                 rows[self.tokens - n :] += part.view(n, self.batch, self.channels)
 
@@ -138,25 +142,20 @@ class Halo:
         rows = flat.view(self.arriving, self.batch, self.channels)
         return _behind_zeros(rows, self.width)
 
-    def head(self) -> slice:
-        """Return the tokens that read the halo: whole chunks of a kernel, or none."""
-        n = -(-(self.width - 1) // CHUNK) * CHUNK if self.arriving else 0
-        return slice(0, min(n, self.tokens))
-
-    def part(self, tokens: slice) -> tuple[Sequences | None, int]:
-        """Return the sequences of some tokens of this rank, and how much the first has before."""
+    def part(self, tokens: int) -> tuple[Sequences | None, int]:
+        """Return the sequences of this rank's first tokens, and how much the first has before."""
         if self.packed is None:
             return None, self.width
-        return _part_of(self.packed, self.first + tokens.start, self.first + tokens.stop)
+        return _part_of(self.packed, self.first, self.first + tokens)
 
     def given(
-        self, tokens: slice, rows: torch.Tensor | None, x: Any, kernels: Any, bias: Any
+        self, tokens: int, rows: torch.Tensor | None, x: Any, kernels: Any, bias: Any
     ) -> tuple[Any, ...]:
-        """Return the arguments of the convolution of some tokens, which follow rows, or zeros."""
+        """Return the arguments of the convolution of the first tokens, behind rows or zeros."""
         sequences, before = self.part(tokens)
         state = None if rows is None else self.state(rows, sequences, before)
-        if tokens.stop < self.tokens:
-            x, kernels = x[:, tokens], kernels if kernels.ndim == 2 else kernels[:, tokens]
+        if tokens < self.tokens:
+            x, kernels = x[:, :tokens], kernels if kernels.ndim == 2 else kernels[:, :tokens]
         return x, kernels, state, bias, sequences
 
     def state(self, rows: torch.Tensor, sequences: Sequences | None, before: int) -> torch.Tensor:
@@ -171,7 +170,7 @@ class Halo:
 
     def cotangents(self, dstate: torch.Tensor) -> torch.Tensor:
         """Return the cotangents of the rows that arrived, flat, from the state's of all tokens."""
-        sequences, before = self.part(slice(0, self.tokens))
+        sequences, before = self.part(self.tokens)
         rows = (dstate if sequences is None else dstate[:1]).permute(2, 0, 1)
         counted = min(before, self.arriving)
         return _behind_zeros(rows[self.width - counted :], self.arriving).flatten()
@@ -214,28 +213,31 @@ def _stream_beside(current: Any) -> Any:
 
 
 class _Shared(torch.autograd.Function):
-    """A convolution of tokens that ranks share; their halo travels while most are computed."""
+    """A convolution of tokens that ranks share; on a GPU their halo travels meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, halo: Halo, activation: str, x: Any, kernels: Any, bias: Any) -> Any:
         ctx.halo, ctx.activation, ctx.asked = halo, activation, registry.forced(None)
 
-        def convolved(tokens: slice, rows: torch.Tensor | None, slot: Any = True) -> torch.Tensor:
+        def convolved(tokens: int, rows: torch.Tensor | None, slot: Any = True) -> torch.Tensor:
             *arrays, sequences = halo.given(tokens, rows, x, kernels, bias)
             out: torch.Tensor
             out = conv(*arrays, None, sequences, activation, out=(slot, None)).out
             return out
 
-        beside, trip, head = _Beside(x), halo.trip(), halo.head()
-        out = convolved(slice(0, halo.tokens), None)
+        beside, trip, n = _Beside(x), halo.trip(), halo.head
+        every = 0 < n == halo.tokens
+        out = None if every else convolved(halo.tokens, None)
         with beside:
             before, room = halo.room(x)
             trip.begin(halo.tails(x), room)
         trip.end()
-        if head.stop:
-            place = out[:, head]
+        if out is None:
+            out = convolved(n, before)
+        elif n:
+            place = out[:, :n]
             # Kernels fill no gaps.
-            found = convolved(head, before, place if place.is_contiguous() else True)
+            found = convolved(n, before, place if place.is_contiguous() else True)
             if found is not place:
                 place.copy_(found)
         ctx.save_for_backward(x, kernels, bias, before)
@@ -244,11 +246,11 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         halo, (x, kernels, bias, before) = ctx.halo, ctx.saved_tensors
-        wanted: Any = [want or None for want in ctx.needs_input_grad[2:]]
+        wanted = ctx.needs_input_grad[2:]
         with registry.asking(ctx.asked):
             if not torch.is_grad_enabled():
                 given = halo, x, kernels, bias, before, dout, ctx.activation
-                return None, None, *_gradients(*given, *wanted[1:])
+                return None, None, *_gradients(*given, *wanted)
             out = _differentiable(halo, x, kernels, bias, ctx.activation)
             return None, None, *by_graph(out, (x, kernels, bias), wanted, dout)
 
@@ -261,28 +263,30 @@ def _gradients(
     before: Any,
     dout: Any,
     activation: str,
-    *others: bool | None,
+    of_x: bool,
+    of_kernels: bool,
+    of_bias: bool,
 ) -> tuple[Any, ...]:
-    """Return the cotangent of x, and the others that are wanted, of kernels and bias.
+    """Return the wanted cotangents of x, kernels and bias.
 
     The halo's cotangent travels last: to pull back the head alone, before the rest, takes the host
     longer than the exchange takes.
     """
-    every, trip, reads = slice(0, halo.tokens), halo.trip().turned(), halo.arriving > 0
-    *arrays, sequences = halo.given(every, before if reads else None, x, kernels, bias)
-    of_kernels, of_bias = others
-    slots = True, of_kernels, reads or None, of_bias
+    reads = halo.arriving > 0
+    *arrays, sequences = halo.given(halo.tokens, before if reads else None, x, kernels, bias)
+    slots = [want or None for want in (of_x, of_kernels, of_x and reads, of_bias)]
     found = conv_vjp(*arrays, dout, None, sequences, activation, out=slots)
-    trip.begin(halo.cotangents(found.dinitial_state) if reads else before.new_empty(0))
-    halo.add_tails(found.dx, trip.end())
+    if of_x:
+        trip = halo.trip().turned()
+        trip.begin(halo.cotangents(found.dinitial_state) if reads else before.new_empty(0))
+        halo.add_tails(found.dx, trip.end())
     return found.dx, found.dkernels, found.dbias
 
 
 def _differentiable(halo: Halo, x: Any, kernels: Any, bias: Any, activation: str) -> Any:
     """Return the convolution by functions that torch differentiates to any order."""
-    every = slice(0, halo.tokens)
     rows = halo.filled(all_to_all(halo.tails(x), halo.trip()))
-    *arrays, sequences = halo.given(every, rows, x, kernels, bias)
+    *arrays, sequences = halo.given(halo.tokens, rows, x, kernels, bias)
     return conv(*arrays, None, sequences, activation, out=(True, None)).out
 
 
@@ -396,8 +400,7 @@ def dynamic_conv(
         found: torch.Tensor = op(x, kernels, cu_seqlens=cu_seqlens, **more)
         return found
     halo = Halo(x, kernels.shape[-1], group, sizes, cu_seqlens)
-    every = slice(0, halo.tokens)
-    _check(x, kernels, bias, halo.part(every)[0], activation, backend)
+    _check(x, kernels, bias, halo.part(halo.tokens)[0], activation, backend)
     kind = x.dtype, x.requires_grad, halo.batch, halo.channels
     agree(_NAME, group, x, x=kind, kernels=f"{halo.width} taps")
     activation = "none" if activation is None else "silu"
