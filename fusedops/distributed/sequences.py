@@ -372,10 +372,11 @@ def dynamic_conv(
     Notes
     -----
     The last W − 1 tokens of a rank travel to the next one, (W − 1)BD numbers, and their cotangents
-    back. Derivatives of every order exist; all ranks must differentiate alike. The loss is the sum
-    of the losses of all ranks: gradients of static kernels and of the bias are this rank's part,
-    see `share`. Layouts in which a rank has two distant parts of a sequence are not served, and no
-    states: decoding is one rank's work.
+    back. Cotangents of 16 bits are rounded before they travel and after they are added. Derivatives
+    of every order exist; all ranks must differentiate alike. The loss is the sum of the losses of
+    all ranks: gradients of static kernels and of the bias are this rank's part, see `share`.
+    Layouts in which a rank has two distant parts of a sequence are not served, and no states:
+    decoding is one rank's work.
 
     References
     ----------
