@@ -2,7 +2,7 @@
 
 A rank needs W − 1 inputs before its first token, the halo. They travel while a GPU computes all
 tokens of the rank as if zeros came before them; then it computes the first ones, the head, again,
-with the halo as the initial state of its sequences.
+with the halo as the initial state of its sequences. A rank of no more tokens than that waits.
 """
 
 from __future__ import annotations
@@ -274,12 +274,14 @@ def _gradients(
     """
     reads = halo.arriving > 0
     *arrays, sequences = halo.given(halo.tokens, before if reads else None, x, kernels, bias)
-    slots = [want or None for want in (of_x, of_kernels, of_x and reads, of_bias)]
+    slots = [want or None for want in (of_x, of_kernels, reads, of_bias)]
     found = conv_vjp(*arrays, dout, None, sequences, activation, out=slots)
+    # A rank whose x has no gradient has a part of another one's.
+    trip = halo.trip().turned()
+    trip.begin(halo.cotangents(found.dinitial_state) if reads else before.new_empty(0))
+    tails = trip.end()
     if of_x:
-        trip = halo.trip().turned()
-        trip.begin(halo.cotangents(found.dinitial_state) if reads else before.new_empty(0))
-        halo.add_tails(found.dx, trip.end())
+        halo.add_tails(found.dx, tails)
     return found.dx, found.dkernels, found.dbias
 
 
@@ -372,8 +374,9 @@ def dynamic_conv(
     Notes
     -----
     The last W − 1 tokens of a rank travel to the next one, (W − 1)BD numbers, and their cotangents
-    back. Cotangents of 16 bits are rounded before they travel and after they are added. Derivatives
-    of every order exist; all ranks must differentiate alike. The loss is the sum of the losses of
+    back. In 16 bits both parts of the cotangent of such a token are rounded, and their sum again.
+    Derivatives of every order exist; all ranks must differentiate alike, and for derivatives of
+    second order x must require grad on all ranks or on none. The loss is the sum of the losses of
     all ranks: gradients of static kernels and of the bias are this rank's part, see `share`.
     Layouts in which a rank has two distant parts of a sequence are not served, and no states:
     decoding is one rank's work.
