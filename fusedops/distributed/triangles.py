@@ -340,13 +340,14 @@ class _OfTwo(_Update):
     def cut(self, chunks: int) -> None:
         super().cut(chunks)
         most = self.chunks[0].stop
-        size = self.B * self.tiles.N**2 * most * self.itemsize // 2
-        # The channels of a part.
-        self.few = -(-most // _worth(size, 4))
+        size = self.tiles.N**2 * most * self.itemsize // 2
+        # The channels of a message, and of a product, which is of one member.
+        self.per_message = -(-most // _worth(self.B * size, 4))
+        self.per_product = -(-most // _worth(size, 4))
 
-    def parts(self, rows: torch.Tensor) -> list[slice]:
-        """Return the parts of the channels of rows (B, channels, ...)."""
-        return slices(rows.shape[1], self.few)
+    def messages(self, rows: torch.Tensor) -> list[slice]:
+        """Return the parts of the channels of rows (B, channels, ...) that travel one by one."""
+        return slices(rows.shape[1], self.per_message)
 
     def trip(self, rows: torch.Tensor) -> Trip:
         """Return the trip of rows (B, channels, rows, N) to the other rank, whose rows arrive."""
@@ -371,8 +372,7 @@ class _OfTwo(_Update):
 
     def multiply(self, a: Any, b: Any, form: str, out: Any, start: Any = None) -> None:
         """Write products of the matrices of every member, times the scale, plus `start`."""
-        for at, part in itertools.product(range(self.B), self.parts(out)):
-            of = at, part
+        for of in itertools.product(range(self.B), slices(out.shape[1], self.per_product)):
             more = None if start is None else start[of]
             super().multiply(a[of], b[of], form, out[of], more)
 
@@ -387,7 +387,7 @@ class _ByRight(_OfTwo):
     """An outgoing update: o is the product of a rank's left and both ranks' right."""
 
     def product(self, left: torch.Tensor, right: torch.Tensor, o: torch.Tensor) -> None:
-        trips = [(part, self.send(right[:, part])) for part in self.parts(right)]
+        trips = [(part, self.send(right[:, part])) for part in self.messages(right)]
         self.multiply(left, right, "outgoing", o[..., self.mine])
         for part, trip in trips:
             some = left[:, part]
@@ -419,7 +419,7 @@ class _ByParts(_OfTwo):
         own, other = left[..., self.mine], left[..., self.theirs]
         trips = [
             (part, self.send(self.part(other[:, part], right[:, part]), o[:, part]))
-            for part in self.parts(right)
+            for part in self.messages(right)
         ]
         for part, trip in trips:
             to = o[:, part]
