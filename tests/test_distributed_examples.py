@@ -70,3 +70,11 @@ def test_the_bench_needs_torchrun(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bench", "--distributed"]) == 2
     assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+def test_a_file_that_cant_be_written_is_an_error_before_ranks_meet(monkeypatch, capsys, tmp_path):
+    from fusedops.cli import main
+
+    monkeypatch.setenv("RANK", "0")
+    assert main(["bench", "--distributed", "--json", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err

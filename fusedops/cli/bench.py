@@ -121,21 +121,36 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
     from fusedops.bench import ranks
 
+    first = os.environ["RANK"] == "0"
+    if args.json and first:
+        _check_json(args.json)
     if args.device == "cuda":
         needs_gpu()
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        first = dist.get_rank() == 0
+        # A run that is cut short leaves this, and the results of another day.
+        part = args.json and first and args.json.with_name(f"{args.json.name}.part")
         for found in ranks.run(args.device, args.quick):
-            if first and args.json:
-                report.save(args.json, found)
+            if part:
+                report.save(part, found)
         if first:
             show_ranks(found)
+        if part:
+            part.replace(args.json)
         dist.barrier()
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _check_json(path: Path) -> None:
+    """Find out before the work, not after it, that the file can't be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"{path.parent}: {error.strerror}") from None
+    check_target(path)
 
 
 def show_ranks(found: dict[str, Any]) -> None:
@@ -192,13 +207,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         needs_gpu()
     ops, backends, whole = (tuple(names or ()) for names in (args.op, args.backend, args.step))
     plan = measure.Plan(args.device, ops, backends, args.quick, whole)
-    # Find out before the work, not after it, that the file can't be written.
     if args.json:
-        try:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CommandError(f"{args.json.parent}: {error.strerror}") from None
-        check_target(args.json)
+        _check_json(args.json)
     kept, found = report.start(args.json, args.device), report.new(args.device)
     blocks: dict[str, Any] = {}
     with progress("measuring", plan.steps) as advance:
