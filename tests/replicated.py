@@ -1,7 +1,13 @@
-"""Functions of replicated tensors, made of functions of shards: for gradcheck on all ranks."""
+"""Functions of replicated tensors, made of functions of shards: for gradcheck on all ranks.
+
+And how much ranks send each other.
+"""
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -51,3 +57,17 @@ def whole(x, axis, sizes):
     at = 2 * (x.ndim - 1 - axis)
     pad[at : at + 2] = low, sum(sizes) - high
     return Leave.apply(torch.nn.functional.pad(x, pad))
+
+
+@contextlib.contextmanager
+def counting():
+    """Yield a list that gets what every all-to-all brings from other ranks, and sends to them."""
+    counts, genuine, rank = [], dist.all_to_all_single, dist.get_rank()
+
+    def counted(out, given, received, sizes, **options):
+        counts.append((sum(received) - received[rank], sum(sizes) - sizes[rank]))
+        return genuine(out, given, received, sizes, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        yield counts
