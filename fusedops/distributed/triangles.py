@@ -51,11 +51,6 @@ def _worth(size: int, most: int) -> int:
     return min(max(size // _MESSAGE, 1), most)
 
 
-def _cut(channels: int, parts: int) -> list[slice]:
-    """Return parts of channels, so many at most."""
-    return slices(channels, -(-channels // parts))
-
-
 def _sides_of(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return left and right, as matrices (batch, N, N), of planes (N, 2, batch, N)."""
     return planes[:, 0].transpose(0, 1), planes[:, 1].transpose(0, 1)
@@ -102,8 +97,8 @@ class _Update:
         return _worth(size, self.most_chunks)
 
     def cut(self, chunks: int) -> None:
-        """Cut the channels into chunks."""
-        self.chunks = _cut(self.each, chunks)
+        """Cut the channels into chunks, so many at most."""
+        self.chunks = slices(self.each, -(-self.each // chunks))
 
     def record(self, arrays: Sequence[Any]) -> Any:
         """Return the arrays by name."""
