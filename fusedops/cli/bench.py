@@ -137,7 +137,8 @@ def _on_ranks(args: argparse.Namespace) -> int:
         if first:
             show_ranks(found)
         if part:
-            part.replace(args.json)
+            report.save(args.json, found)
+            part.unlink()
         dist.barrier()
     finally:
         dist.destroy_process_group()
