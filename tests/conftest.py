@@ -6,7 +6,7 @@ Triton kernels are interpreted on the CPU, unless the tests are for a real GPU::
     pytest --interpret-all -k triton    # also cases that `interpreted_slow` leaves out
     pytest -m gpu -n 8                  # all tests with a GPU
     pytest -m "gpu and quick" -n 8      # one of every kind with a GPU, in a minute
-    pytest -m gpu2                      # tests on several ranks with two GPUs
+    pytest -m gpu2 -n 4                 # tests on several ranks, with one GPU or more
 
 A test marked ``interpreted_slow(name=value, ...)`` runs in the interpreter for this value of its
 parameter alone, or for a tuple's values, and everywhere else for all of them.

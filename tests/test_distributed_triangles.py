@@ -19,7 +19,7 @@ from fusedops import triangle_multiplicative_update as on_one  # noqa: E402
 from fusedops.distributed import share, triangles  # noqa: E402
 from fusedops.distributed import triangle_multiplicative_update as update  # noqa: E402
 from replicated import Enter, Leave, counting  # noqa: E402
-from worlds import device, on_ranks  # noqa: E402
+from worlds import device, on_gpus, on_ranks  # noqa: E402
 
 NAMES = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias")
 NAMES += ("norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias")
@@ -160,7 +160,7 @@ def test_messages_of_few_channels_add_up(case):
 
 
 @pytest.mark.parametrize("case", ["mesh", "mesh-turned-plain"])
-@on_ranks(worlds=[("gloo", 4)])
+@on_ranks(worlds=[("gloo", 4), on_gpus(4)])
 def test_a_square_of_ranks_is_one_device(case):
     test_value_and_all_derivatives_are_one_devices.on_rank(case)
 
@@ -442,7 +442,7 @@ def test_a_broken_part_shows(mutant, case):
 
 @pytest.mark.parametrize("case", ["columns", "columns-outgoing-uneven"])
 @pytest.mark.parametrize("mutant", ["forgotten_part", "swapped_chunks"])
-@on_ranks(worlds=[("gloo", 2), pytest.param(("nccl", 2), marks=pytest.mark.gpu2)])
+@on_ranks(worlds=[("gloo", 2), on_gpus(2)])
 def test_a_broken_part_of_two_ranks_shows(mutant, case):
     test_a_broken_part_shows.on_rank(mutant, case)
 
@@ -484,7 +484,7 @@ def test_errors_come_before_anything_is_sent():
     dist.barrier()
 
 
-@on_ranks(worlds=[pytest.param(("nccl", 2), marks=pytest.mark.gpu2)])
+@on_ranks(worlds=[on_gpus(2)])
 def test_peak_memory_is_the_formulas():
     N, C, H, chunks = 1024, 64, 64, 4
     x, _, weights = problem(N, C, H, B=(), dtype=torch.bfloat16)
