@@ -87,29 +87,25 @@ def fastest(ops: dict[str, dict[str, Any]]) -> str:
 
 def on_ranks(found: dict[str, Any]) -> str:
     """Return the Markdown of problems that ranks share, and of larger numbers of ranks."""
-    lines = [
-        _line(["problem", "pass", "who", "ms", "efficiency", "exposed ms", "sent MB", "peak MB"]),
-        "|---|---|---|" + "---:|" * 5,
-    ]
+    titles = ["problem", "pass", "who", "ms", "efficiency", "exposed ms", "sent MB", "peak MB"]
+    lines = [_line([*titles, "apart"]), "|---|---|---|" + "---:|" * 6]
     for row in found["cases"]:
         cells = [f"{row['op']}: {row['size']}, {row['dtype']}", row["pass"], row["who"]]
         if row["ms"] is None:
-            lines.append(_line([*cells, "no memory", "", "", "", ""]))
+            lines.append(_line([*cells, "no memory", "", "", "", "", ""]))
             continue
         efficiency = f"{row['efficiency']:.0%}" if "efficiency" in row else ""
-        numbers = (row.get(name) for name in ("exposed_ms", "sent_MB", "peak_MB"))
-        shown = ["" if number is None else report.digits(number) for number in numbers]
+        shown = [report.digits(row.get(name)) for name in ("exposed_ms", "sent_MB", "peak_MB")]
+        shown.append(f"{row['apart']:.0e}" if "apart" in row else "")
         lines.append(_line([*cells, report.digits(row["ms"]), efficiency, *shown]))
     rates = [f"{row['MB']:,.0f} MB {row['GB_s']:,.0f} GB/s" for row in found["all_to_all"]]
     lines += ["", f"An all-to-all sends, of {', of '.join(rates)}.", ""]
     names = ["alone_ms", "exchanges_ms", "least_ms", "most_ms"]
-    titles = ["predicted", "pass", "ranks", "work", "exchanges", "at least", "at most"]
-    lines += [_line(titles), "|---|---|---:|" + "---:|" * 4]
-    for row in found["predicted"]:
-        numbers = [report.digits(row[name]) for name in names]
-        lines.append(
-            _line([f"{row['op']}: {row['size']}", row["pass"], str(row["ranks"]), *numbers])
-        )
+    titles = ["predicted", "pass", "ranks", "work", "exchanges", "at least", "at most", "measured"]
+    lines += [_line(titles), "|---|---|---:|" + "---:|" * 5]
+    for row, taken in zip(found["predicted"], report.shared(found), strict=True):
+        shown = [report.digits(ms) for ms in (*(row[name] for name in names), taken)]
+        lines.append(_line([f"{row['op']}: {row['size']}", row["pass"], str(row["ranks"]), *shown]))
     versions = ", ".join(f"{n} {version}" for n, version in found["machine"]["versions"].items())
     about = f"**{found['machine']['ranks']} GPUs**: {found['machine']['name']}, {versions}; ms."
     return "\n".join([about, "", *lines]) + "\n"

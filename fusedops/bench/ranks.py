@@ -1,20 +1,25 @@
 """Problems that ranks share, beside one device and beside how other programs share them.
 
-Triangles are measured at a fixed size (strong scaling), edges and tokens at a fixed size of every
-rank's share (weak). A time is the slowest rank's. The exposed time of exchanges is the time that a
-step loses when its all-to-alls send nothing. More ranks than there are GPUs are predicted: from the
-measured time of a rank's work alone, and from the bytes it would send at the measured rate.
+Triangles are measured at a fixed size (strong scaling) and at a fixed number of pairs of each rank
+(weak), edges and tokens at a fixed size of each rank's share. A time is the slowest rank's. The
+exposed time of exchanges is the time that a step loses when its all-to-alls send nothing. More
+ranks than there are GPUs are predicted: from the measured time of a rank's work alone, and from the
+bytes it would send at the measured rate.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
@@ -26,31 +31,71 @@ from fusedops.bench.timing import timed, waiting
 
 FORWARD, TRAINING = "forward", "forward and backward"
 ONE, OURS = "one device", "fusedops"
+TRIANGLES = "triangle_multiplicative_update"
+#: One device where the other way finds no memory.
+BOUNDED = "one device, max_memory"
 
-#: N; edges, and tokens, of a rank.
+
+class Sizes(NamedTuple):
+    """N of triangles, the largest that one device computes, and N of one device to grow from."""
+
+    pairs: tuple[int, ...]
+    most: int
+    weak: tuple[int, ...]
+    #: Edges, and tokens, of a rank.
+    edges: tuple[int, ...]
+    tokens: tuple[int, ...]
+    #: N, and the numbers of ranks for which it is predicted.
+    predicted: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 SIZES = {
-    "cuda": ((1024, 2048, 4096, 8192), (60_000, 250_000, 1_000_000), (65_536, 1_048_576)),
-    "cpu": ((64, 128), (2_000, 8_000), (8_192, 65_536)),
-    "quick": ((16,), (200,), (256,)),
+    "cuda": Sizes(
+        (1024, 2048, 4096, 8192, 16384),
+        8192,
+        (2048, 4096),
+        (60_000, 320_000, 1_000_000),
+        (65_536, 1_048_576),
+        ((4096, (2, 4, 8)), (8192, (2, 4, 8, 64)), (16384, (8, 64))),
+    ),
+    "cpu": Sizes((64, 128), 128, (64,), (2_000, 8_000), (8_192, 65_536), ((128, (2, 8)),)),
+    "quick": Sizes((16, 32), 16, (16,), (200,), (256,), ((16, (2, 8)),)),
 }
-#: N, and the numbers of ranks for which it is predicted.
-PREDICTED = {
-    "cuda": ((4096, (2, 8)), (8192, (2, 8, 64)), (16384, (8, 64))),
-    "cpu": ((128, (2, 8)),),
-    "quick": ((16, (2, 8)),),
-}
+
+Step = Callable[..., torch.Tensor]
+
+
+class Contestant(NamedTuple):
+    """A function of leaves; ours has the formula of the bytes that a rank sends in each pass.
+
+    To compare it with one device, it has the placement of every leaf on a mesh, too; the output's
+    is the first one's.
+    """
+
+    run: Step
+    leaves: tuple[torch.Tensor, ...]
+    sent: tuple[float, float] | None = None
+    mesh: Any = None
+    places: tuple[Any, ...] = ()
 
 
 class Problem(NamedTuple):
-    """A function of leaves for each contestant; `sent` is the formula of bytes for each pass."""
+    """The contestants, and one device's function of all ranks' leaves.
+
+    `growth` is the work of all ranks over that of one device, `passes` how many of `_steps` run.
+    """
 
     op: str
     size: str
     dtype: str
-    weak: bool
-    leaves: dict[str, tuple[torch.Tensor, ...]]
-    runs: dict[str, Callable[..., torch.Tensor]]
-    sent: tuple[float, float]
+    growth: float
+    contestants: dict[str, Contestant]
+    whole: Step
+    passes: int = 2
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _leaf(*shape: int, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -60,19 +105,20 @@ def _leaf(*shape: int, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 _WEIGHTS = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
 
 
-def _shard(N: int, P: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a rank's rows of pairs (1, N, N, 128), and weights with 128 hidden channels."""
-    C, rows = 128, (256, 256, 128, 128)
-    weights = [_leaf(n, C, like=like, scale=C**-0.5) for n in rows]
-    return _leaf(1, N // P, N, C, like=like), *weights
+def _weights(like: torch.Tensor) -> list[torch.Tensor]:
+    """Return weights of 128 channels and 128 hidden ones, the same on all ranks."""
+    weights = [_leaf(n, 128, like=like, scale=128**-0.5) for n in (256, 256, 128, 128)]
+    for weight in weights:
+        dist.broadcast(weight.detach(), 0)
+    return weights
 
 
-def _updated(group: Any) -> Callable[..., torch.Tensor]:
-    """Return the update of rows that a group shares."""
+def _updated(group: Any, sharded: Any = 1) -> Step:
+    """Return the update of rows, or of rows and columns, that a group shares."""
 
     def update(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         given: Any = dict(zip(_WEIGHTS, weights, strict=True))
-        return distributed.triangle_multiplicative_update(x, **given, group=group)
+        return distributed.triangle_multiplicative_update(x, **given, group=group, sharded=sharded)
 
     return update
 
@@ -83,21 +129,35 @@ def _bytes(N: int, P: int, itemsize: int) -> tuple[float, float]:
     return (u, 3 * u) if P == 2 else (3 * u * (P - 1) / P, 8 * u * (P - 1) / P)
 
 
-def triangles(N: int, like: torch.Tensor) -> Problem:
-    """Update pairs (1, N, N, 128) with 128 hidden channels, and rows sharded."""
-    P, C = dist.get_world_size(), 128
-    x, *weights = _shard(N, P, like)
-    mesh = dist.init_device_mesh(like.device.type, (P,))
+def _operations(N: int) -> float:
+    """Return the operations of a forward with 128 channels and 128 hidden ones."""
+    return 12 * N**2 * 128**2 + 2 * N**3 * 128
 
-    def one(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        given: Any = dict(zip(_WEIGHTS, weights, strict=True))
-        return fusedops.triangle_multiplicative_update(x, **given)
+
+def _one(x: torch.Tensor, *weights: torch.Tensor, max_memory: int | None = None) -> torch.Tensor:
+    """Return the update of pairs that one device has."""
+    given: Any = dict(zip(_WEIGHTS, weights, strict=True))
+    return fusedops.triangle_multiplicative_update(x, **given, max_memory=max_memory)
+
+
+def _sides_of(P: int) -> tuple[int, int]:
+    """Return the sides of a mesh of P ranks that is as square as it can be."""
+    rows = max(n for n in range(1, math.isqrt(P) + 1) if P % n == 0)
+    return rows, P // rows
+
+
+def triangles(N: int, like: torch.Tensor, most: int) -> Problem:
+    """Update pairs (1, N, N, 128) with 128 hidden channels, and rows sharded, or tiles."""
+    P, C, device = dist.get_world_size(), 128, like.device.type
+    mesh = dist.init_device_mesh(device, (P,))
+    weights = _weights(like)
+    x = _leaf(1, N // P, N, C, like=like)
 
     def moved(a: torch.Tensor, before: Any, after: Any) -> torch.Tensor:
         placed = DTensor.from_local(a, mesh, [before], run_check=False)
         return placed.redistribute(placements=[after]).to_local()
 
-    def in_stages(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def in_stages(product: Step) -> Step:
         def run(x: torch.Tensor, p: Any, g: Any, v: Any, w: Any) -> torch.Tensor:
             xn = functional.layer_norm(x, (C,))
             left, right = ((xn @ p.T) * (xn @ g.T).sigmoid()).permute(0, 3, 1, 2).chunk(2, 1)
@@ -113,17 +173,49 @@ def triangles(N: int, like: torch.Tensor) -> Problem:
     def by_gather(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ moved(right, Shard(2), Replicate()).mT
 
-    whole = (_leaf(1, N, N, C, like=like),) if P > 1 else (x,)
-    runs = {
-        ONE: one,
-        OURS: _updated(dist.group.WORLD),
-        "DTensor.redistribute": in_stages(by_channels),
-        "gather, as FastFold": in_stages(by_gather),
+    contestants = {}
+    if most >= N:
+        whole = _leaf(1, N, N, C, like=like) if P > 1 else x
+        contestants[ONE] = Contestant(_one, (whole, *weights))
+    if most == N and device == "cuda":
+        bounded = functools.partial(_one, max_memory=4 * whole.nbytes)
+        contestants[BOUNDED] = Contestant(bounded, (whole, *weights))
+    sent, alike = _bytes(N, P, x.itemsize), [[Replicate()]] * 4
+    update = _updated(dist.group.WORLD)
+    contestants[OURS] = Contestant(update, (x, *weights), sent, mesh, ([Shard(1)], *alike))
+    rows, columns = _sides_of(P)
+    if rows > 1:
+        square = dist.init_device_mesh(device, (rows, columns))
+        tile = _leaf(1, N // rows, N // columns, C, like=like)
+        places = [Shard(1), Shard(2)], *[[Replicate()] * 2] * 4
+        contestants[f"{OURS}, {rows} × {columns}"] = Contestant(
+            _updated(square, (1, 2)), (tile, *weights), sent, square, places
+        )
+    # Ranks whose memory ends at different places wait for each other. A rank has room for training
+    # with half of the pairs that one device can have, and with more for our forward alone.
+    fits = P * most**2 >= 2 * N**2
+    if fits:
+        contestants["DTensor.redistribute"] = Contestant(in_stages(by_channels), (x, *weights))
+        contestants["gather, as FastFold"] = Contestant(in_stages(by_gather), (x, *weights))
+    name, passes = _name(like.dtype), 2 if fits else 1
+    return Problem(TRIANGLES, f"N {N}", name, 1.0, contestants, _one, passes)
+
+
+def growing(N: int, like: torch.Tensor) -> Problem:
+    """Update as many pairs for every rank as one device has with N residues."""
+    P = dist.get_world_size()
+    more = P * round(N / math.sqrt(P))
+    weights = _weights(like)
+    contestants = {
+        ONE: Contestant(_one, (_leaf(1, N, N, 128, like=like), *weights)),
+        OURS: Contestant(
+            _updated(dist.group.WORLD),
+            (_leaf(1, more // P, more, 128, like=like), *weights),
+            _bytes(more, P, like.itemsize),
+        ),
     }
-    sent = _bytes(N, P, x.itemsize)
-    leaves = {name: (x, *weights) for name in runs} | {ONE: (*whole, *weights)}
-    dtype = str(like.dtype).removeprefix("torch.")
-    return Problem("triangle_multiplicative_update", f"N {N}", dtype, False, leaves, runs, sent)
+    growth = _operations(more) / _operations(N)
+    return Problem(TRIANGLES, f"N {N} → {more}", _name(like.dtype), growth, contestants, _one)
 
 
 def edges(E: int, like: torch.Tensor) -> Problem:
@@ -139,10 +231,9 @@ def edges(E: int, like: torch.Tensor) -> Problem:
     local = fusedops.Edges(torch.stack([source % n, target]), n)
     everything = fusedops.Edges(ends, P * n)
     mesh = dist.init_device_mesh(like.device.type, (P,))
-    wigner = _leaf(E, 35, like=like)
-    wigner.requires_grad_(False)
+    wigner = _leaf(E, 35, like=like).detach()
 
-    def turned(x: torch.Tensor, graph: Any) -> torch.Tensor:
+    def turned(x: torch.Tensor, graph: Any, wigner: torch.Tensor = wigner) -> torch.Tensor:
         message = fusedops.node_to_edge_wigner_permute(x, graph, wigner)
         back: torch.Tensor = fusedops.permute_wigner_inv_edge_to_node(
             message[..., :C] * message[..., C:], graph, wigner, transpose=True
@@ -153,17 +244,23 @@ def edges(E: int, like: torch.Tensor) -> Problem:
         placed = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
         return turned(placed.redistribute(placements=[Replicate()]).to_local(), everything)
 
-    runs: dict[str, Callable[..., torch.Tensor]] = {
-        ONE: lambda x: turned(x, local),
-        OURS: lambda x: turned(part.extend(x), part.edges)[:n],
-        "gather of nodes, as fairchem": gathered,
-    }
+    def of_all(x: torch.Tensor) -> torch.Tensor:
+        graph = fusedops.Edges(_whole(ends, mesh, [Shard(1)]), P * n)
+        return turned(x, graph, _whole(wigner, mesh, [Shard(0)]))
+
     x = _leaf(n, 9, C, like=like)
     read = sum(part._sent) - part._sent[rank]
     row = 9 * C * x.itemsize
     sent = (float(read * row), float((read + len(part.halo)) * row))
-    dtype, size = str(like.dtype).removeprefix("torch."), f"{E:,} edges, {len(part.halo):,} remote"
-    return Problem("edge rotations", size, dtype, True, {name: (x,) for name in runs}, runs, sent)
+    contestants = {
+        ONE: Contestant(lambda x: turned(x, local), (x,)),
+        OURS: Contestant(
+            lambda x: turned(part.extend(x), part.edges)[:n], (x,), sent, mesh, ([Shard(0)],)
+        ),
+        "gather of nodes, as fairchem": Contestant(gathered, (x,)),
+    }
+    size = f"{E:,} edges, {len(part.halo):,} remote"
+    return Problem("edge rotations", size, _name(like.dtype), P, contestants, of_all)
 
 
 def tokens(T: int, like: torch.Tensor) -> Problem:
@@ -172,6 +269,7 @@ def tokens(T: int, like: torch.Tensor) -> Problem:
     D = D if T > 256 else 8
     leaves = _leaf(1, T, D, like=like), _leaf(1, T, D, W, like=like)
     group = dist.group.WORLD
+    mesh = dist.init_device_mesh(like.device.type, (P,))
 
     def ours(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
         return distributed.dynamic_conv(x, kernels, group=group, activation="silu")
@@ -182,10 +280,11 @@ def tokens(T: int, like: torch.Tensor) -> Problem:
     halo = float((W - 1) * D * like.itemsize)
     last, first = rank == P - 1, rank == 0
     sent = (halo * (not last), halo * ((not last) + (not first)))
-    dtype, runs = str(like.dtype).removeprefix("torch."), {ONE: one, OURS: ours}
-    return Problem(
-        "dynamic_conv", f"{T:,} tokens", dtype, True, {name: leaves for name in runs}, runs, sent
-    )
+    contestants = {
+        ONE: Contestant(one, leaves),
+        OURS: Contestant(ours, leaves, sent, mesh, ([Shard(1)],) * 2),
+    }
+    return Problem("dynamic_conv", f"{T:,} tokens", _name(like.dtype), P, contestants, one)
 
 
 class _Sent:
@@ -234,7 +333,7 @@ def _slowest(step: Callable[[], Any], device: str, seconds: float) -> tuple[floa
     return middle, [low, high]
 
 
-def _steps(run: Any, leaves: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _steps(run: Step, leaves: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each pass and its step."""
 
     def forward() -> Any:
@@ -242,19 +341,68 @@ def _steps(run: Any, leaves: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             return run(*leaves)
 
     def both() -> Any:
-        inputs = [leaf for leaf in leaves if leaf.requires_grad]
         out = run(*leaves)
-        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+        cotangent, edge = torch.ones_like(out), get_gradient_edge(out)
+        # Nobody needs the output once its cotangent is there.
+        del out
+        return torch.autograd.grad(edge, leaves, cotangent)
 
     yield FORWARD, forward
     yield TRAINING, both
 
 
-def measured(problem: Problem, device: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield a row for every contestant and pass; one that lacks memory has no time."""
-    P, ones = dist.get_world_size(), {}
-    for who, run in problem.runs.items():
-        for at, (name, step) in enumerate(_steps(run, problem.leaves[who])):
+def _whole(a: torch.Tensor, mesh: Any, places: Any) -> torch.Tensor:
+    """Return all ranks' parts of a tensor as one."""
+    return DTensor.from_local(a.detach(), mesh, places, run_check=False).full_tensor()
+
+
+def _summed(a: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all ranks' tensors."""
+    total = a.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def apart(ours: Contestant, whole: Step) -> tuple[float, float]:
+    """Return how far ours is from one device, relative to the largest number of a result.
+
+    The first is of the output, the second of the gradients too.
+    """
+
+    def results(run: Step, leaves: Any, cotangent: Any) -> tuple[torch.Tensor, ...]:
+        out = run(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, cotangent)
+
+    gather = [functools.partial(_whole, mesh=ours.mesh, places=at) for at in ours.places]
+    cotangent = torch.randn_like(ours.leaves[0])
+    got = results(ours.run, ours.leaves, cotangent)
+    leaves = [full(leaf).requires_grad_() for full, leaf in zip(gather, ours.leaves, strict=True)]
+    want = results(whole, leaves, gather[0](cotangent))
+    # A rank has a part of the gradient by a tensor that all ranks have.
+    shared = [all(place.is_replicate() for place in at) for at in ours.places]
+    by = [_summed if all_have else full for all_have, full in zip(shared, gather, strict=True)]
+    far = [
+        float((full(a).double() - b).abs().max() / b.abs().max())
+        for full, a, b in zip([gather[0], *by], got, want, strict=True)
+    ]
+    return far[0], max(far)
+
+
+def measured(
+    problem: Problem, device: str, seconds: float, compare: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for every contestant and pass; one that lacks memory has no time.
+
+    Contestants with placements are compared with one device, if asked for.
+    """
+    P = dist.get_world_size()
+    ones: dict[str, float] = {}
+    for who, contestant in problem.contestants.items():
+        far: tuple[float, ...] = ()
+        if compare and contestant.places:
+            far = apart(contestant, problem.whole)
+        steps = itertools.islice(_steps(*contestant[:2]), problem.passes)
+        for at, (name, step) in enumerate(steps):
             row: dict[str, Any] = {"op": problem.op, "size": problem.size, "dtype": problem.dtype}
             row |= {"pass": name, "who": who, "ranks": P, "ms": None, "quartiles_ms": None}
             try:
@@ -264,18 +412,20 @@ def measured(problem: Problem, device: str, seconds: float) -> Iterator[dict[str
                 torch.cuda.empty_cache()
                 yield row
                 continue
-            if who == ONE:
-                ones[name] = ms
+            if who in (ONE, BOUNDED):
+                ones.setdefault(name, ms)
             elif name in ones:
-                row["efficiency"] = ones[name] / ms / (1 if problem.weak else P)
-            if who == OURS:
+                row["efficiency"] = problem.growth * ones[name] / ms / P
+            if contestant.sent:
                 sent = _Sent()
                 with _instead(sent.counted):
                     step()
                 with _instead(sent.nothing):
                     alone, _ = _slowest(step, device, seconds)
                 row |= {"exposed_ms": max(0.0, ms - alone), "sent_MB": sent.bytes / 2**20}
-                row |= {"formula_MB": problem.sent[at] / 2**20}
+                row |= {"formula_MB": contestant.sent[at] / 2**20}
+            if far:
+                row["apart"] = far[at]
             yield row
 
 
@@ -290,7 +440,7 @@ def predicted(
     # A group that can say its size, and no more.
     stub: Any = dist.ProcessGroup
     device, update = like.device.type, _updated(stub(0, P))
-    leaves = _shard(N, P, like)
+    leaves = _leaf(1, N // P, N, 128, like=like), *_weights(like)
     for at, (name, step) in enumerate(_steps(update, leaves)):
         sent, calls = _Sent(), 0
 
@@ -306,8 +456,8 @@ def predicted(
         size = _bytes(N, P, like.itemsize)[at]
         latency, rate = speeds[0]["ms"], speeds[-1]["GB_s"]
         travel = exchanges * latency + size / rate / 1e6
-        row: dict[str, Any] = {"op": "triangle_multiplicative_update", "size": f"N {N}"}
-        row |= {"pass": name, "ranks": P, "alone_ms": alone, "exchanges_ms": travel}
+        row: dict[str, Any] = {"op": TRIANGLES, "size": f"N {N}", "pass": name, "ranks": P}
+        row |= {"alone_ms": alone, "exchanges_ms": travel}
         yield row | {"least_ms": max(alone, travel), "most_ms": alone + travel}
 
 
@@ -335,17 +485,23 @@ def run(device: str, quick: bool) -> Iterator[dict[str, Any]]:
     about = machine(device) | {"ranks": dist.get_world_size()}
     found: dict[str, Any] = {"schema": 1, "device": device, "machine": about}
     found |= {"cases": [], "all_to_all": [], "predicted": []}
-    for make, kind, dtype in zip(
-        (triangles, edges, tokens), sizes, (like, exact, like), strict=True
+    pairs = [N for N in sizes.pairs if dist.get_world_size() * sizes.most**2 >= N**2]
+    for make, kind, dtype in (
+        (functools.partial(triangles, most=sizes.most), pairs, like),
+        (growing, sizes.weak, like),
+        (edges, sizes.edges, exact),
+        (tokens, sizes.tokens, like),
     ):
         for size in kind:
             torch.manual_seed(dist.get_rank())
-            found["cases"] += measured(make(size, dtype), device, seconds)
+            problem = make(size, dtype)
+            found["cases"] += measured(problem, device, seconds, compare=size == kind[0])
+            del problem
             yield found
     most = 1 << (14 if quick else 30 if device == "cuda" else 24)
     speeds = bandwidth(device, seconds, (most >> 10, most >> 6, most >> 3, most))
     found["all_to_all"] = speeds
-    for N, ranks in PREDICTED["quick" if quick else device]:
+    for N, ranks in sizes.predicted:
         for P in ranks:
             found["predicted"] += predicted(N, P, like, speeds, seconds)
         yield found

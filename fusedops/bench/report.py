@@ -212,3 +212,11 @@ def compared(new: dict[str, Any], old: dict[str, Any]) -> list[Change]:
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     names = ("op", "workload", "size", "dtype", "pass", "who", "how")
     return (*(row[name] for name in names), *sorted(row["shape"].items()))
+
+
+def shared(found: dict[str, Any]) -> list[float | None]:
+    """Return what ranks took, where so many were measured, beside each prediction for them."""
+    kinds = ("op", "size", "pass", "ranks")
+    ours = [row for row in found["cases"] if row["who"] == "fusedops"]
+    times = {tuple(row[name] for name in kinds): row["ms"] for row in ours}
+    return [times.get(tuple(row[name] for name in kinds)) for row in found["predicted"]]

@@ -116,6 +116,9 @@ def _on_ranks(args: argparse.Namespace) -> int:
         raise CommandError(
             "--distributed: run it as torchrun --nproc-per-node 2 -m fusedops bench --distributed"
         )
+    size = int(os.environ["WORLD_SIZE"])
+    if size < 2 or size & (size - 1):
+        raise CommandError(f"--distributed: ranks are {size}; they should be 2, 4, 8 or so on")
     import torch
     import torch.distributed as dist
 
@@ -157,6 +160,7 @@ def _check_json(path: Path) -> None:
 def show_ranks(found: dict[str, Any]) -> None:
     """Print the results of problems that ranks share."""
     numbers = ["ms", "quartiles", "efficiency", "exposed ms", "sent MB", "formula", "peak MB"]
+    numbers += ["apart"]
     rows: list[tables.Row] = []
     last = None
     for row in found["cases"]:
@@ -172,22 +176,21 @@ def show_ranks(found: dict[str, Any]) -> None:
         cells += [report.digits(row["ms"]), f"{report.digits(low)} – {report.digits(high)}"]
         cells.append(f"{row['efficiency']:.0%}" if "efficiency" in row else "")
         others = ("exposed_ms", "sent_MB", "formula_MB", "peak_MB")
-        cells += ["" if row.get(name) is None else report.digits(row[name]) for name in others]
+        cells += [report.digits(row.get(name)) for name in others]
+        cells.append(f"{row['apart']:.1e}" if "apart" in row else "")
         rows.append((cells, "dim" if "efficiency" in row and "sent_MB" not in row else None))
     title = f"{found['machine']['ranks']} ranks, {found['machine']['name']}"
     tables.show(title, ("problem", "pass", "who", *numbers), rows, right=len(numbers))
     for row in found["all_to_all"]:
         size, ms, rate = (report.digits(row[name]) for name in ("MB", "ms", "GB_s"))
         print(f"all-to-all of {size} MB a rank: {ms} ms, {rate} GB/s sent")
-    columns = ("ranks", "work ms", "exchanges ms", "least ms", "most ms")
+    columns = ("ranks", "work ms", "exchanges ms", "least ms", "most ms", "measured ms")
     names = ("alone_ms", "exchanges_ms", "least_ms", "most_ms")
-    rows = [
-        (
-            [row["size"], row["pass"], str(row["ranks"]), *[report.digits(row[n]) for n in names]],
-            None,
-        )
-        for row in found["predicted"]
-    ]
+    rows = []
+    for row, taken in zip(found["predicted"], report.shared(found), strict=True):
+        times = [*(row[name] for name in names), taken]
+        cells = [row["size"], row["pass"], str(row["ranks"]), *map(report.digits, times)]
+        rows.append((cells, None))
     title = "triangle_multiplicative_update, predicted from one rank's work and the rate above"
     tables.show(title, ("problem", "pass", *columns), rows, right=len(columns))
 
