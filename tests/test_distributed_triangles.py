@@ -323,6 +323,22 @@ def test_two_ranks_send_parts_forward_and_all_at_once_back(direction, back):
     assert (forward, len(sent)) == (4, 4 + back)
 
 
+@on_ranks(worlds=[("gloo", 3)])
+def test_a_message_can_begin_between_two_products():
+    x, _, weights = problem(N=3, H=12, B=())
+    done, product, message = [], torch.baddbmm, dist.all_to_all_single
+
+    def noted(name, function):
+        return lambda *given, **options: done.append(name) or function(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "baddbmm", noted("product", product))
+        patch.setattr(dist, "all_to_all_single", noted("message", message))
+        here = x.chunk(3)[dist.get_rank()]
+        update(here, **weights, group=dist.group.WORLD, chunks=2)
+    assert done == [*["message"] * 2, *["product", "product", "message"] * 2]
+
+
 @pytest.mark.parametrize("case", ["columns", "columns-outgoing-uneven"])
 @on_ranks
 def test_two_runs_give_the_same_bits(case):

@@ -11,7 +11,6 @@ needs nothing of the other rank.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -76,6 +75,9 @@ class _Update:
     #: The groups of channels that `sides` returns one after the other, and the channels of one.
     groups: int
     each: int
+    #: The most matrices of one product. A message begins once all GPUs have done their product of
+    #: the moment, so long products are made in parts.
+    per_product: int
 
     def __init__(self, tiles: Tiles, a: Any, swap: bool, keep: bool) -> None:
         self.tiles, self.swap, self.keep = tiles, swap, keep
@@ -143,7 +145,9 @@ class _Update:
         """Write products of matrices, times the scale, plus `start`."""
         a, b = {"outgoing": (a, b.mT), "incoming": (a.mT, b), "plain": (a, b)}[form]
         beta = 0 if start is None else 1
-        torch.baddbmm(out if beta == 0 else start, a, b, beta=beta, alpha=self.scale, out=out)
+        start = out if start is None else start
+        for of in slices(len(out), self.per_product):
+            torch.baddbmm(start[of], a[of], b[of], beta=beta, alpha=self.scale, out=out[of])
 
     def gradients(self, a: Any, o: Any, kept: Any, dout: Any, wanted: Any) -> tuple[Any, ...]:
         """Return the cotangents of all arrays that want one."""
@@ -170,6 +174,12 @@ class _ByChannels(_Update):
         self.groups = self.ranks = tiles.group.size()
         # Channels of a rank; the last ranks may have fewer, and zeros in the place of others.
         self.each = -(-self.H // self.ranks)
+
+    def cut(self, chunks: int) -> None:
+        super().cut(chunks)
+        planes = self.chunks[0].stop * self.B
+        # A chunk travels beside another one's product.
+        self.per_product = planes if len(self.chunks) == 1 else -(-planes // 2)
 
     def spread(self, weight: torch.Tensor) -> torch.Tensor:
         """Return weights by rank, by side, and by the channels of a rank, with zeros at the end."""
@@ -283,8 +293,7 @@ class _OfTwo(_Update):
     """An update of rows that two ranks share: each computes o of its own rows.
 
     Subclasses do it for a chunk of channels. Their messages begin as soon as they can, and products
-    that need none come before the ones that do. A message begins once both GPUs have done their
-    product of the moment, so long products are made in parts.
+    that need none come before the ones that do.
     """
 
     #: Products of more chunks would wait for messages more often.
@@ -367,7 +376,7 @@ class _OfTwo(_Update):
 
     def multiply(self, a: Any, b: Any, form: str, out: Any, start: Any = None) -> None:
         """Write products of the matrices of every member, times the scale, plus `start`."""
-        for of in itertools.product(range(self.B), slices(out.shape[1], self.per_product)):
+        for of in range(self.B):
             more = None if start is None else start[of]
             super().multiply(a[of], b[of], form, out[of], more)
 
