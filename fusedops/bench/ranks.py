@@ -1,17 +1,16 @@
 """Problems that ranks share, beside one device and beside how other programs share them.
 
-Triangles are measured at a fixed size (strong scaling) and at a fixed number of pairs of each rank
-(weak), edges and tokens at a fixed size of each rank's share. A time is the slowest rank's. The
-exposed time of exchanges is the time that a step loses when its all-to-alls send nothing. More
-ranks than there are GPUs are predicted: from the measured time of a rank's work alone, and from the
-bytes it would send at the measured rate.
+Triangles are measured at a fixed size (strong scaling), also with √P times an N, so that a rank of
+P has as many pairs as one device with that N; edges and tokens at a fixed size of each rank's share
+(weak scaling). A time is the slowest rank's. The exposed time of exchanges is the time that a step
+loses when its all-to-alls send nothing. More ranks than there are GPUs are predicted: from the
+measured time of a rank's work alone, and from the bytes it would send at the measured rate.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 import fusedops
@@ -32,16 +31,15 @@ from fusedops.bench.timing import timed, waiting
 FORWARD, TRAINING = "forward", "forward and backward"
 ONE, OURS = "one device", "fusedops"
 TRIANGLES = "triangle_multiplicative_update"
-#: One device where the other way finds no memory.
+#: One device where it has no memory without `max_memory`.
 BOUNDED = "one device, max_memory"
 
 
 class Sizes(NamedTuple):
-    """N of triangles, the largest that one device computes, and N of one device to grow from."""
+    """N of triangles, and N of one device, which ranks multiply by √P."""
 
     pairs: tuple[int, ...]
-    most: int
-    weak: tuple[int, ...]
+    growing: tuple[int, ...]
     #: Edges, and tokens, of a rank.
     edges: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -52,46 +50,43 @@ class Sizes(NamedTuple):
 SIZES = {
     "cuda": Sizes(
         (1024, 2048, 4096, 8192, 16384),
-        8192,
         (2048, 4096),
         (60_000, 320_000, 1_000_000),
         (65_536, 1_048_576),
         ((4096, (2, 4, 8)), (8192, (2, 4, 8, 64)), (16384, (8, 64))),
     ),
-    "cpu": Sizes((64, 128), 128, (64,), (2_000, 8_000), (8_192, 65_536), ((128, (2, 8)),)),
-    "quick": Sizes((16, 32), 16, (16,), (200,), (256,), ((16, (2, 8)),)),
+    "cpu": Sizes((64, 128), (64,), (2_000, 8_000), (8_192, 65_536), ((128, (2, 8)),)),
+    "quick": Sizes((16,), (16,), (200,), (256,), ((16, (2, 8)),)),
 }
 
 Step = Callable[..., torch.Tensor]
 
 
 class Contestant(NamedTuple):
-    """A function of leaves; ours has the formula of the bytes that a rank sends in each pass.
+    """A function of leaves.
 
-    To compare it with one device, it has the placement of every leaf on a mesh, too; the output's
-    is the first one's.
+    To compare it with one device, it has the placement of every leaf on a mesh; the output's is the
+    first one's. Ours have the formula of the bytes that a rank sends in each pass. A pass takes
+    `room` times the first leaf, besides the leaves.
     """
 
     run: Step
     leaves: tuple[torch.Tensor, ...]
-    sent: tuple[float, float] | None = None
     mesh: Any = None
     places: tuple[Any, ...] = ()
+    sent: tuple[float, float] | None = None
+    room: tuple[float, float] = (0, 0)
 
 
 class Problem(NamedTuple):
-    """The contestants, and one device's function of all ranks' leaves.
-
-    `growth` is the work of all ranks over that of one device, `passes` how many of `_steps` run.
-    """
+    """The contestants, and one device's function of all ranks' leaves."""
 
     op: str
     size: str
     dtype: str
-    growth: float
+    weak: bool
     contestants: dict[str, Contestant]
     whole: Step
-    passes: int = 2
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -113,14 +108,21 @@ def _weights(like: torch.Tensor) -> list[torch.Tensor]:
     return weights
 
 
-def _updated(group: Any, sharded: Any = 1) -> Step:
+def _updated(group: Any, sharded: Any = 1, sizes: Any = None) -> Step:
     """Return the update of rows, or of rows and columns, that a group shares."""
 
     def update(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         given: Any = dict(zip(_WEIGHTS, weights, strict=True))
-        return distributed.triangle_multiplicative_update(x, **given, group=group, sharded=sharded)
+        given |= {"group": group, "sharded": sharded, "sizes": sizes}
+        return distributed.triangle_multiplicative_update(x, **given)
 
     return update
+
+
+def _to_local(a: Any) -> torch.Tensor:
+    """Return a rank's part of a DTensor; a copy's cotangent is a part of a sum."""
+    back = [Partial() if place.is_replicate() else place for place in a.placements]
+    return a.to_local(grad_placements=back)
 
 
 def _bytes(N: int, P: int, itemsize: int) -> tuple[float, float]:
@@ -129,9 +131,16 @@ def _bytes(N: int, P: int, itemsize: int) -> tuple[float, float]:
     return (u, 3 * u) if P == 2 else (3 * u * (P - 1) / P, 8 * u * (P - 1) / P)
 
 
-def _operations(N: int) -> float:
-    """Return the operations of a forward with 128 channels and 128 hidden ones."""
-    return 12 * N**2 * 128**2 + 2 * N**3 * 128
+@functools.cache
+def _mesh(device: str, *shape: int) -> Any:
+    """Return the ranks as a mesh, whose groups are made once."""
+    return dist.init_device_mesh(device, shape)
+
+
+def _square(P: int) -> tuple[int, int]:
+    """Return the sides of a mesh of P ranks that is as square as it can be."""
+    rows = max(n for n in range(1, math.isqrt(P) + 1) if P % n == 0)
+    return rows, P // rows
 
 
 def _one(x: torch.Tensor, *weights: torch.Tensor, max_memory: int | None = None) -> torch.Tensor:
@@ -140,22 +149,16 @@ def _one(x: torch.Tensor, *weights: torch.Tensor, max_memory: int | None = None)
     return fusedops.triangle_multiplicative_update(x, **given, max_memory=max_memory)
 
 
-def _sides_of(P: int) -> tuple[int, int]:
-    """Return the sides of a mesh of P ranks that is as square as it can be."""
-    rows = max(n for n in range(1, math.isqrt(P) + 1) if P % n == 0)
-    return rows, P // rows
-
-
-def triangles(N: int, like: torch.Tensor, most: int) -> Problem:
+def triangles(N: int, like: torch.Tensor) -> Problem:
     """Update pairs (1, N, N, 128) with 128 hidden channels, and rows sharded, or tiles."""
     P, C, device = dist.get_world_size(), 128, like.device.type
-    mesh = dist.init_device_mesh(device, (P,))
+    mesh, (rows, columns) = _mesh(device, P), _square(P)
     weights = _weights(like)
     x = _leaf(1, N // P, N, C, like=like)
 
     def moved(a: torch.Tensor, before: Any, after: Any) -> torch.Tensor:
         placed = DTensor.from_local(a, mesh, [before], run_check=False)
-        return placed.redistribute(placements=[after]).to_local()
+        return _to_local(placed.redistribute(placements=[after]))
 
     def in_stages(product: Step) -> Step:
         def run(x: torch.Tensor, p: Any, g: Any, v: Any, w: Any) -> torch.Tensor:
@@ -173,49 +176,30 @@ def triangles(N: int, like: torch.Tensor, most: int) -> Problem:
     def by_gather(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ moved(right, Shard(2), Replicate()).mT
 
-    contestants = {}
-    if most >= N:
-        whole = _leaf(1, N, N, C, like=like) if P > 1 else x
-        contestants[ONE] = Contestant(_one, (whole, *weights))
-    if most == N and device == "cuda":
-        bounded = functools.partial(_one, max_memory=4 * whole.nbytes)
-        contestants[BOUNDED] = Contestant(bounded, (whole, *weights))
-    sent, alike = _bytes(N, P, x.itemsize), [[Replicate()]] * 4
-    update = _updated(dist.group.WORLD)
-    contestants[OURS] = Contestant(update, (x, *weights), sent, mesh, ([Shard(1)], *alike))
-    rows, columns = _sides_of(P)
+    pairs = _leaf(1, N, N, C, like=like)
+    one = Contestant(_one, (pairs, *weights), room=(4, 10))
+    contestants = {ONE: one}
+    if not fits(one, 1):
+        bounded = functools.partial(_one, max_memory=4 * pairs.nbytes)
+        contestants[BOUNDED] = one._replace(run=bounded, room=(3, 6.5))
+    sent, on_rows = _bytes(N, P, x.itemsize), (mesh, ([Shard(1)], *[[Replicate()]] * 4))
+    shared = Contestant(_updated(dist.group.WORLD), (x, *weights), *on_rows, sent, (4.5, 11.5))
+    contestants[OURS] = shared
     if rows > 1:
-        square = dist.init_device_mesh(device, (rows, columns))
+        square, sizes = _mesh(device, rows, columns), ([N // rows] * rows, [N // columns] * columns)
         tile = _leaf(1, N // rows, N // columns, C, like=like)
-        places = [Shard(1), Shard(2)], *[[Replicate()] * 2] * 4
-        contestants[f"{OURS}, {rows} × {columns}"] = Contestant(
-            _updated(square, (1, 2)), (tile, *weights), sent, square, places
+        contestants[f"{OURS}, {rows} × {columns}"] = shared._replace(
+            run=_updated(square, (1, 2), sizes),
+            leaves=(tile, *weights),
+            mesh=square,
+            places=([Shard(1), Shard(2)], *[[Replicate()] * 2] * 4),
         )
-    # Ranks whose memory ends at different places wait for each other. A rank has room for training
-    # with half of the pairs that one device can have, and with more for our forward alone.
-    fits = P * most**2 >= 2 * N**2
-    if fits:
-        contestants["DTensor.redistribute"] = Contestant(in_stages(by_channels), (x, *weights))
-        contestants["gather, as FastFold"] = Contestant(in_stages(by_gather), (x, *weights))
-    name, passes = _name(like.dtype), 2 if fits else 1
-    return Problem(TRIANGLES, f"N {N}", name, 1.0, contestants, _one, passes)
-
-
-def growing(N: int, like: torch.Tensor) -> Problem:
-    """Update as many pairs for every rank as one device has with N residues."""
-    P = dist.get_world_size()
-    more = P * round(N / math.sqrt(P))
-    weights = _weights(like)
-    contestants = {
-        ONE: Contestant(_one, (_leaf(1, N, N, 128, like=like), *weights)),
-        OURS: Contestant(
-            _updated(dist.group.WORLD),
-            (_leaf(1, more // P, more, 128, like=like), *weights),
-            _bytes(more, P, like.itemsize),
-        ),
-    }
-    growth = _operations(more) / _operations(N)
-    return Problem(TRIANGLES, f"N {N} → {more}", _name(like.dtype), growth, contestants, _one)
+    for who, product, room in (
+        ("DTensor.redistribute", by_channels, (8, 14.5)),
+        ("gather, as FastFold", by_gather, (4 + 2 * P, 14 + 2 * P)),
+    ):
+        contestants[who] = Contestant(in_stages(product), (x, *weights), *on_rows, room=room)
+    return Problem(TRIANGLES, f"N {N}", _name(like.dtype), False, contestants, _one)
 
 
 def edges(E: int, like: torch.Tensor) -> Problem:
@@ -230,7 +214,7 @@ def edges(E: int, like: torch.Tensor) -> Problem:
     part = distributed.Partition(ends, owner, group=dist.group.WORLD)
     local = fusedops.Edges(torch.stack([source % n, target]), n)
     everything = fusedops.Edges(ends, P * n)
-    mesh = dist.init_device_mesh(like.device.type, (P,))
+    mesh = _mesh(like.device.type, P)
     wigner = _leaf(E, 35, like=like).detach()
 
     def turned(x: torch.Tensor, graph: Any, wigner: torch.Tensor = wigner) -> torch.Tensor:
@@ -242,7 +226,8 @@ def edges(E: int, like: torch.Tensor) -> Problem:
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
         placed = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
-        return turned(placed.redistribute(placements=[Replicate()]).to_local(), everything)
+        nodes = _to_local(placed.redistribute(placements=[Replicate()]))
+        return turned(nodes, everything)[rank * n : (rank + 1) * n]
 
     def of_all(x: torch.Tensor) -> torch.Tensor:
         graph = fusedops.Edges(_whole(ends, mesh, [Shard(1)]), P * n)
@@ -252,15 +237,14 @@ def edges(E: int, like: torch.Tensor) -> Problem:
     read = sum(part._sent) - part._sent[rank]
     row = 9 * C * x.itemsize
     sent = (float(read * row), float((read + len(part.halo)) * row))
+    by_nodes = mesh, ([Shard(0)],)
     contestants = {
         ONE: Contestant(lambda x: turned(x, local), (x,)),
-        OURS: Contestant(
-            lambda x: turned(part.extend(x), part.edges)[:n], (x,), sent, mesh, ([Shard(0)],)
-        ),
-        "gather of nodes, as fairchem": Contestant(gathered, (x,)),
+        OURS: Contestant(lambda x: turned(part.extend(x), part.edges)[:n], (x,), *by_nodes, sent),
+        "gather of nodes, as fairchem": Contestant(gathered, (x,), *by_nodes),
     }
     size = f"{E:,} edges, {len(part.halo):,} remote"
-    return Problem("edge rotations", size, _name(like.dtype), P, contestants, of_all)
+    return Problem("edge rotations", size, _name(like.dtype), True, contestants, of_all)
 
 
 def tokens(T: int, like: torch.Tensor) -> Problem:
@@ -269,7 +253,7 @@ def tokens(T: int, like: torch.Tensor) -> Problem:
     D = D if T > 256 else 8
     leaves = _leaf(1, T, D, like=like), _leaf(1, T, D, W, like=like)
     group = dist.group.WORLD
-    mesh = dist.init_device_mesh(like.device.type, (P,))
+    mesh = _mesh(like.device.type, P)
 
     def ours(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
         return distributed.dynamic_conv(x, kernels, group=group, activation="silu")
@@ -282,9 +266,9 @@ def tokens(T: int, like: torch.Tensor) -> Problem:
     sent = (halo * (not last), halo * ((not last) + (not first)))
     contestants = {
         ONE: Contestant(one, leaves),
-        OURS: Contestant(ours, leaves, sent, mesh, ([Shard(1)],) * 2),
+        OURS: Contestant(ours, leaves, mesh, ([Shard(1)],) * 2, sent),
     }
-    return Problem("dynamic_conv", f"{T:,} tokens", _name(like.dtype), P, contestants, one)
+    return Problem("dynamic_conv", f"{T:,} tokens", _name(like.dtype), True, contestants, one)
 
 
 class _Sent:
@@ -333,8 +317,9 @@ def _slowest(step: Callable[[], Any], device: str, seconds: float) -> tuple[floa
     return middle, [low, high]
 
 
-def _steps(run: Step, leaves: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _steps(contestant: Contestant) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each pass and its step."""
+    run, leaves = contestant.run, contestant.leaves
 
     def forward() -> Any:
         with torch.no_grad():
@@ -385,7 +370,23 @@ def apart(ours: Contestant, whole: Step) -> tuple[float, float]:
         float((full(a).double() - b).abs().max() / b.abs().max())
         for full, a, b in zip([gather[0], *by], got, want, strict=True)
     ]
-    return far[0], max(far)
+    # Where one is NaN, the largest is, too.
+    return far[0], float(torch.tensor(far).max())
+
+
+def memory(device: str) -> float:
+    """Return the bytes of a GPU's memory; a CPU's are taken to be enough."""
+    return torch.cuda.mem_get_info()[1] if device == "cuda" else math.inf
+
+
+def fits(contestant: Contestant, at: int) -> bool:
+    """Return whether a pass finds memory.
+
+    It isn't tried where it would not: ranks whose memory ends at different places would wait for
+    each other.
+    """
+    x = contestant.leaves[0]
+    return x.nbytes * (1 + contestant.room[at]) <= 0.93 * memory(x.device.type)
 
 
 def measured(
@@ -394,28 +395,34 @@ def measured(
     """Yield a row for every contestant and pass; one that lacks memory has no time.
 
     Contestants with placements are compared with one device, if asked for.
+
+    Raises
+    ------
+    ArithmeticError
+        If a contestant differs from one device by more than its dtype explains.
     """
     P = dist.get_world_size()
     ones: dict[str, float] = {}
-    for who, contestant in problem.contestants.items():
+    for who in list(problem.contestants):
+        # Its leaves go with it.
+        contestant = problem.contestants.pop(who)
         far: tuple[float, ...] = ()
         if compare and contestant.places:
             far = apart(contestant, problem.whole)
-        steps = itertools.islice(_steps(*contestant[:2]), problem.passes)
-        for at, (name, step) in enumerate(steps):
+            if not far[1] <= math.sqrt(torch.finfo(contestant.leaves[0].dtype).eps):
+                raise ArithmeticError(f"{problem.op} by {who} is {far} apart from one device")
+        for at, (name, step) in enumerate(_steps(contestant)):
             row: dict[str, Any] = {"op": problem.op, "size": problem.size, "dtype": problem.dtype}
             row |= {"pass": name, "who": who, "ranks": P, "ms": None, "quartiles_ms": None}
-            try:
-                ms, row["quartiles_ms"] = _slowest(step, device, seconds)
-                row["ms"], row["peak_MB"] = ms, peak_MB(step, device)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            if not fits(contestant, at):
                 yield row
                 continue
+            ms, row["quartiles_ms"] = _slowest(step, device, seconds)
+            row["ms"], row["peak_MB"] = ms, peak_MB(step, device)
             if who in (ONE, BOUNDED):
                 ones.setdefault(name, ms)
             elif name in ones:
-                row["efficiency"] = problem.growth * ones[name] / ms / P
+                row["efficiency"] = ones[name] / ms / (1 if problem.weak else P)
             if contestant.sent:
                 sent = _Sent()
                 with _instead(sent.counted):
@@ -439,9 +446,8 @@ def predicted(
     """
     # A group that can say its size, and no more.
     stub: Any = dist.ProcessGroup
-    device, update = like.device.type, _updated(stub(0, P))
-    leaves = _leaf(1, N // P, N, 128, like=like), *_weights(like)
-    for at, (name, step) in enumerate(_steps(update, leaves)):
+    device, leaves = like.device.type, (_leaf(1, N // P, N, 128, like=like), *_weights(like))
+    for at, (name, step) in enumerate(_steps(Contestant(_updated(stub(0, P)), leaves))):
         sent, calls = _Sent(), 0
 
         def counted(*given: Any, sent: _Sent = sent, **options: Any) -> Any:
@@ -485,10 +491,10 @@ def run(device: str, quick: bool) -> Iterator[dict[str, Any]]:
     about = machine(device) | {"ranks": dist.get_world_size()}
     found: dict[str, Any] = {"schema": 1, "device": device, "machine": about}
     found |= {"cases": [], "all_to_all": [], "predicted": []}
-    pairs = [N for N in sizes.pairs if dist.get_world_size() * sizes.most**2 >= N**2]
+    P = about["ranks"]
+    pairs = {*sizes.pairs, *(P * round(N / math.sqrt(P)) for N in sizes.growing)}
     for make, kind, dtype in (
-        (functools.partial(triangles, most=sizes.most), pairs, like),
-        (growing, sizes.weak, like),
+        (triangles, sorted(pairs), like),
         (edges, sizes.edges, exact),
         (tokens, sizes.tokens, like),
     ):
@@ -496,12 +502,11 @@ def run(device: str, quick: bool) -> Iterator[dict[str, Any]]:
             torch.manual_seed(dist.get_rank())
             problem = make(size, dtype)
             found["cases"] += measured(problem, device, seconds, compare=size == kind[0])
-            del problem
             yield found
     most = 1 << (14 if quick else 30 if device == "cuda" else 24)
     speeds = bandwidth(device, seconds, (most >> 10, most >> 6, most >> 3, most))
     found["all_to_all"] = speeds
-    for N, ranks in sizes.predicted:
-        for P in ranks:
-            found["predicted"] += predicted(N, P, like, speeds, seconds)
+    for N, counts in sizes.predicted:
+        for count in counts:
+            found["predicted"] += predicted(N, count, like, speeds, seconds)
         yield found

@@ -116,7 +116,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
         raise CommandError(
             "--distributed: run it as torchrun --nproc-per-node 2 -m fusedops bench --distributed"
         )
-    size = int(os.environ["WORLD_SIZE"])
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2 or size & (size - 1):
         raise CommandError(f"--distributed: ranks are {size}; they should be 2, 4, 8 or so on")
     import torch

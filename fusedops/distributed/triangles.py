@@ -76,7 +76,7 @@ class _Update:
     groups: int
     each: int
     #: The most matrices of one product. A message begins once all GPUs have done their product of
-    #: the moment, so long products are made in parts.
+    #: the moment; therefore long products are made in parts.
     per_product: int
 
     def __init__(self, tiles: Tiles, a: Any, swap: bool, keep: bool) -> None:
