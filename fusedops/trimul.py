@@ -85,13 +85,16 @@ def _linear_back(dy: Any, x: Any) -> tuple[Any, Any]:
 def _planes(a: Any) -> Any:
     """Return (B, N, N, H) as contiguous (B, H, N, N), for the products."""
     # Not by moveaxis: torch.vmap has no rule for it.
-    a = a.swapaxes(2, 3).swapaxes(1, 2)
-    return a.contiguous() if is_tensor(a) else np.ascontiguousarray(a)
+    return _contiguous(a.swapaxes(2, 3).swapaxes(1, 2))
 
 
 def _pairs(o: Any) -> Any:
     """Return (B, H, N, N) as (B, N, N, H), the inverse of `_planes`."""
     return o.swapaxes(1, 2).swapaxes(2, 3)
+
+
+def _contiguous(a: Any) -> Any:
+    return a.contiguous() if is_tensor(a) else np.ascontiguousarray(a)
 
 
 def _sides(
@@ -133,9 +136,12 @@ def _sides_back(
     y, scale = _standardized(x, eps)
     xn = _affine(y, w, b)
     p, s = _linear(xn, p_w, p_b), sigmoid(_linear(xn, g_w, g_b))
-    dmask = (da * p * s).sum(-1)
-    da = da if mask is None else da * mask[..., None]
-    dp, dg = da * s, da * p * s * (1 - s)
+    dp = da * s
+    da = dp * p
+    dmask = da.sum(-1)
+    if mask is not None:
+        dp, da = dp * mask[..., None], da * mask[..., None]
+    dg = da * (1 - s)
     dxn = dp @ p_w + dg @ g_w + dlogits @ o_w
     dy = dxn if w is None else dxn * w
     return (
@@ -367,7 +373,7 @@ def _end_vjp_formula(a: Any) -> tuple[Any, ...]:
 
 def _sides_vjp_formula(a: Any) -> tuple[Any, ...]:
     *w, o_w, _, dsides, dlogits = _widened(a[:12])
-    return _like(a[:10], _sides_back(*[*w, o_w, _pairs(dsides), dlogits, a.eps]))
+    return _like(a[:10], _sides_back(*[*w, o_w, _contiguous(_pairs(dsides)), dlogits, a.eps]))
 
 
 def _like(arrays: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
