@@ -98,6 +98,8 @@ def _leaf(*shape: int, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 _WEIGHTS = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
+#: The `room` of our update of pairs that ranks share.
+_ROOM = (4.5, 11.5)
 
 
 def _weights(like: torch.Tensor) -> list[torch.Tensor]:
@@ -183,7 +185,7 @@ def triangles(N: int, like: torch.Tensor) -> Problem:
         bounded = functools.partial(_one, max_memory=4 * pairs.nbytes)
         contestants[BOUNDED] = one._replace(run=bounded, room=(3, 6.5))
     sent, on_rows = _bytes(N, P, x.itemsize), (mesh, ([Shard(1)], *[[Replicate()]] * 4))
-    shared = Contestant(_updated(dist.group.WORLD), (x, *weights), *on_rows, sent, (4.5, 11.5))
+    shared = Contestant(_updated(dist.group.WORLD), (x, *weights), *on_rows, sent, _ROOM)
     contestants[OURS] = shared
     if rows > 1:
         square, sizes = _mesh(device, rows, columns), ([N // rows] * rows, [N // columns] * columns)
@@ -441,13 +443,16 @@ def predicted(
 ) -> Iterator[dict[str, Any]]:
     """Yield what triangles would take on P ranks: exchanges hidden as far as they can be, and not.
 
-    A rank's work is measured without any exchange. An exchange takes the time of the smallest one
-    that was measured, and its bytes at the rate of the largest.
+    A rank's work is measured without any exchange, if it finds memory. An exchange takes the time
+    of the smallest one that was measured, and its bytes at the rate of the largest.
     """
     # A group that can say its size, and no more.
     stub: Any = dist.ProcessGroup
     device, leaves = like.device.type, (_leaf(1, N // P, N, 128, like=like), *_weights(like))
-    for at, (name, step) in enumerate(_steps(Contestant(_updated(stub(0, P)), leaves))):
+    contestant = Contestant(_updated(stub(0, P)), leaves, room=_ROOM)
+    for at, (name, step) in enumerate(_steps(contestant)):
+        if not fits(contestant, at):
+            continue
         sent, calls = _Sent(), 0
 
         def counted(*given: Any, sent: _Sent = sent, **options: Any) -> Any:
