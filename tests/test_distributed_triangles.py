@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from fusedops import triangle_multiplicative_update as on_one  # noqa: E402
 from fusedops.distributed import share, triangles  # noqa: E402
 from fusedops.distributed import triangle_multiplicative_update as update  # noqa: E402
+from places import HAS_TRITON  # noqa: E402
 from replicated import Enter, Leave, counting  # noqa: E402
 from worlds import device, on_gpus, on_ranks  # noqa: E402
 
@@ -384,10 +385,10 @@ def test_sums_beyond_float16_have_both_gradients(direction):
     torch.testing.assert_close(again, plain, rtol=0, atol=tolerance)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @on_ranks
 def test_kernels_of_stages_serve():
     """Triton's, interpreted on a CPU."""
-    pytest.importorskip("triton")
     P, rank = dist.get_world_size(), dist.get_rank()
     x, mask, weights = problem(N=P + 1, C=4, H=4, B=(), dtype=torch.float32)
     sizes = [1] * (P - 1) + [2]

@@ -330,8 +330,8 @@ def _steps(contestant: Contestant) -> Iterator[tuple[str, Callable[[], Any]]]:
     def both() -> Any:
         out = run(*leaves)
         cotangent, edge = torch.ones_like(out), get_gradient_edge(out)
-        # Nobody needs the output once its cotangent is there.
-        del out
+        # Nobody needs the output once its cotangent is there, but its node has to live on.
+        out = out[..., :0].clone()
         return torch.autograd.grad(edge, leaves, cotangent)
 
     yield FORWARD, forward

@@ -59,7 +59,8 @@ def _padded(o: torch.Tensor, ranks: int, each: int) -> torch.Tensor:
     """Return o (B, H, L, M) by the rank of its channels, with zeros where a rank has fewer."""
     missing = ranks * each - o.shape[1]
     if missing:
-        o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, missing))
+        # `pad` of torch 2.6 takes no empty shard.
+        o = torch.cat([o, o.new_zeros(len(o), missing, *o.shape[2:])], 1)
     return o.unflatten(1, (ranks, each))
 
 
