@@ -30,7 +30,10 @@ def test_ranks_agree_with_one(number):
 def test_the_command_runs_them():
     command = [sys.executable, "-m", "fusedops.distributed.examples"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert [line.split(":")[0] for line in shown.splitlines()] == [f.__name__ for f in EXAMPLES]
+    names = [f.__name__ for f in EXAMPLES]
+    heads = [line.split(":")[0] for line in shown.splitlines()]
+    # Gloo of torch 2.8 prints lines of its own.
+    assert [head for head in heads if head in names] == names
 
 
 def bench(room):
