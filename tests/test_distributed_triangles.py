@@ -85,6 +85,7 @@ CASES = {
     "few-channels": dict(sharded=1, H=1, B=(), N=3),
     "alone": dict(sharded=1, B=(), H=6),
     "alone-incoming": dict(sharded=1, B=(), H=5, direction="incoming", sizes="uneven"),
+    "many-chunks": dict(sharded=1, H=18, chunks=6),
     "many-leading": dict(sharded=1, B=(2, 1, 2), N=3, H=2, sizes="uneven"),
 }
 

@@ -30,6 +30,8 @@ from fusedops.trimul import triangle_multiplicative_update as _on_one
 
 #: The bytes that are worth a message of their own.
 _MESSAGE = 1 << 23
+#: The chunks that are projected at once, except for the first, which should travel soon.
+_AT_ONCE = 3
 
 
 def _ahead(begin: Callable[[slice], Any], chunks: list[slice]) -> Iterator[tuple[slice, Any]]:
@@ -199,16 +201,27 @@ class _ByChannels(_Update):
         """Return the trip back."""
         return self.to_channels(per_pair).turned()
 
-    def send_sides(self, a: Any, chunk: slice) -> Trip:
-        """Begin to send left and right of a chunk to the ranks of their channels."""
-        return self.send(self.sides(a, chunk))
+    def sides_by_chunk(self, a: Any) -> Iterator[torch.Tensor]:
+        """Yield left and right of each chunk: (rank, member, side, channel, row, column).
+
+        Chunks are projected together, since every projection reads and normalizes the pairs.
+        """
+        later = [slice(at, at + _AT_ONCE) for at in range(1, len(self.chunks), _AT_ONCE)]
+        for chunks in [self.chunks[some] for some in (slice(1), *later)]:
+            first, end = chunks[0].start, chunks[-1].stop
+            planes = self.sides(a, slice(first, end)).unflatten(2, (2, end - first))
+            yield from planes.split([chunk.stop - chunk.start for chunk in chunks], 3)
+            del planes
 
     def send(self, planes: torch.Tensor) -> Trip:
-        """Begin to send planes (rank, member, channel, row, column) there, as rows."""
-        planes = planes.permute(0, 3, 2, 1, 4)
+        """Begin to send planes (rank, member, ..., row, column) to the ranks of their channels.
+
+        They travel as rows.
+        """
+        planes = planes.movedim(-2, 1).movedim(2, -2)
         rows = planes.new_empty(planes.shape)
         copy_rows(rows, planes)
-        trip = self.to_channels(rows.shape[2] * self.B)
+        trip = self.to_channels(math.prod(rows.shape[2:-1]))
         trip.begin(rows.flatten())
         return trip
 
@@ -228,8 +241,8 @@ class _ByChannels(_Update):
         return arrived.unflatten(1, (*channels[:-1], -1))
 
     def products(self, a: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        kept, returning = [], []
-        for chunk, coming in _ahead(lambda chunk: self.send_sides(a, chunk), self.chunks):
+        kept, returning, sides = [], [], self.sides_by_chunk(a)
+        for chunk, coming in _ahead(lambda _: self.send(next(sides)), self.chunks):
             planes = self.planes(coming, 2, chunk.stop - chunk.start)
             o = a.x.new_empty(self.tiles.N, planes.shape[2], self.tiles.N)
             self.multiply(*_sides_of(planes), self.direction, o.transpose(0, 1))
@@ -256,8 +269,9 @@ class _ByChannels(_Update):
 
     def products_back(self, a: Any, do: torch.Tensor, kept: Any) -> torch.Tensor:
         do, returning = _padded(do, self.ranks, self.each), []
-        again = functools.partial(self.send_again, a, do, kept)
-        for at, (chunk, (sides, cotangents)) in enumerate(_ahead(again, self.chunks)):
+        sides_again = None if kept else self.sides_by_chunk(a)
+        send = functools.partial(self.send_back, do, sides_again)
+        for at, (chunk, (sides, cotangents)) in enumerate(_ahead(send, self.chunks)):
             channels = chunk.stop - chunk.start
             planes = kept[at] if sides is None else self.planes(sides, 2, channels)
             dplanes = self.multiply_back(planes, self.planes(cotangents, channels))
@@ -270,10 +284,10 @@ class _ByChannels(_Update):
                 copy_rows(to, rows[:, :, side])
         return dsides.flatten(2, 3)[:, :, : self.H]
 
-    def send_again(self, a: Any, do: Any, kept: Any, chunk: slice) -> tuple[Trip | None, Trip]:
-        """Begin to send the cotangents of a chunk of o, and its sides unless they are kept."""
-        sides = None if kept else self.send_sides(a, chunk)
-        return sides, self.send(do[:, :, chunk].transpose(0, 1))
+    def send_back(self, do: Any, sides: Any, chunk: slice) -> tuple[Trip | None, Trip]:
+        """Begin to send the cotangents of a chunk of o, and its sides if given."""
+        again = None if sides is None else self.send(next(sides))
+        return again, self.send(do[:, :, chunk].transpose(0, 1))
 
     def differentiable(self, a: Any) -> torch.Tensor:
         every = slice(0, self.each)
