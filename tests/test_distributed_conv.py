@@ -104,6 +104,39 @@ def test_value_and_all_derivatives_are_one_devices(sizes, packed, static):
     compare(second(found, weighed), second(gradients, others))
 
 
+@pytest.mark.parametrize("sizes", ["alike", "empty"])
+@on_ranks
+@short_heads()
+def test_kernels_may_be_made_of_x(sizes):
+    x = torch.randn(1, T, D, dtype=torch.float64).to(device()).requires_grad_()
+    taps = torch.randn(D, W, dtype=torch.float64).to(device()).requires_grad_()
+    cotangent, others = torch.randn_like(x), [torch.randn_like(a) for a in (x, taps)]
+    own = spread(sizes)
+
+    def loss(x, taps, cotangent, op, **more):
+        kernels = x.tanh()[..., None] * taps
+        out = op(x, kernels, bias=taps.sum(1), activation="silu", **more)
+        return (out * cotangent).sum()
+
+    value = loss(x, taps, cotangent, fusedops.dynamic_conv)
+    want = torch.autograd.grad(value, (x, taps), create_graph=True)
+    second = sum((g * v).sum() for g, v in zip(want, others, strict=True))
+    want_second = torch.autograd.grad(second, (x, taps))
+
+    more = {"group": dist.group.WORLD, **given_sizes(sizes)}
+    here, shared = shard(x, 1, own), share(taps, group=dist.group.WORLD)
+    value = loss(here, shared, shard(cotangent, 1, own), dynamic_conv, **more)
+    for again in (False, True):
+        dx, dtaps = torch.autograd.grad(value, (x, taps), retain_graph=True, create_graph=again)
+        torch.testing.assert_close(shard(dx, 1, own), shard(want[0], 1, own))
+        torch.testing.assert_close(dtaps, want[1])
+    # Of a gradient that all ranks have alike, one rank's counts.
+    second = (dx * others[0]).sum() + (dtaps * others[1]).sum() * (dist.get_rank() == 0)
+    dx, dtaps = torch.autograd.grad(second, (x, taps))
+    torch.testing.assert_close(shard(dx, 1, own), shard(want_second[0], 1, own))
+    torch.testing.assert_close(dtaps, want_second[1])
+
+
 @pytest.mark.parametrize("width", [1, W])
 @pytest.mark.parametrize("wanted", [["x"], ["kernels"], ["bias"], ["x", "bias"]], ids="-".join)
 @on_ranks

@@ -146,6 +146,34 @@ def test_value_and_all_derivatives_are_one_devices(case):
     torch.testing.assert_close(found[2:], want_second[2:], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("case", ["rows", "columns", "mesh"])
+@on_ranks
+def test_arguments_may_depend_on_each_other(case):
+    x, _, weights, alike, given, axes = made(case)
+    leaves = [x.requires_grad_(), weights["p_in_weight"].requires_grad_()]
+    cotangent, others = torch.randn_like(x), [torch.randn_like(a) for a in leaves]
+
+    def loss(x, p, cotangent, op, **more):
+        some = {"p_in_weight": p, "g_in_weight": p, "norm_in_weight": p[0].tanh()}
+        out = op(x, mask=x.mean(-1), **(weights | some), **alike, **more)
+        return (out * cotangent).sum()
+
+    want = torch.autograd.grad(loss(*leaves, cotangent, on_one), leaves, create_graph=True)
+    second = sum((g * v).sum() for g, v in zip(want, others, strict=True))
+    want_second = torch.autograd.grad(second, leaves)
+
+    shared = share(leaves[1], group=dist.group.WORLD)
+    value = loss(own(x, axes), shared, own(cotangent, axes), update, **given)
+    for again in (False, True):
+        dx, dp = torch.autograd.grad(value, leaves, retain_graph=True, create_graph=again)
+        torch.testing.assert_close(own(dx, axes), own(want[0], axes), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(dp, want[1], rtol=1e-10, atol=1e-12)
+    second = (dx * others[0]).sum() + (dp * others[1]).sum() * (dist.get_rank() == 0)
+    dx, dp = torch.autograd.grad(second, leaves)
+    torch.testing.assert_close(own(dx, axes), own(want_second[0], axes), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(dp, want_second[1], rtol=1e-9, atol=1e-11)
+
+
 @contextlib.contextmanager
 def small_messages():
     """Let channels travel one or two at a time."""

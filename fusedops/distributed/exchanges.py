@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -289,10 +289,14 @@ def exchange(
     return torch.cat(parts, src)
 
 
-def by_graph(out: Any, arrays: Sequence[Any], wanted: Sequence[bool], dout: Any) -> tuple[Any, ...]:
-    """Return the wanted cotangents of arrays, which torch can differentiate again; else None."""
-    inputs = [array for array, want in zip(arrays, wanted, strict=True) if want]
-    found = iter(torch.autograd.grad(out, inputs, dout, create_graph=True))
+def by_graph(
+    function: Callable[..., Any], arrays: Sequence[Any], wanted: Sequence[bool], dout: Any
+) -> tuple[Any, ...]:
+    """Return the wanted cotangents of a function's arrays, which torch can differentiate again."""
+    # Views, because an array may depend on another: autograd follows that path itself.
+    given = [a.view_as(a) if want else a for a, want in zip(arrays, wanted, strict=True)]
+    inputs = [array for array, want in zip(given, wanted, strict=True) if want]
+    found = iter(torch.autograd.grad(function(*given), inputs, dout, create_graph=True))
     return tuple([next(found) if want else None for want in wanted])
 
 

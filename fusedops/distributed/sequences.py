@@ -251,8 +251,8 @@ class _Shared(torch.autograd.Function):
             if not torch.is_grad_enabled():
                 given = halo, x, kernels, bias, before, dout, ctx.activation
                 return None, None, *_gradients(*given, *wanted)
-            out = _differentiable(halo, x, kernels, bias, ctx.activation)
-            return None, None, *by_graph(out, (x, kernels, bias), wanted, dout)
+            function = functools.partial(_differentiable, halo, ctx.activation)
+            return None, None, *by_graph(function, (x, kernels, bias), wanted, dout)
 
 
 def _gradients(
@@ -285,7 +285,7 @@ def _gradients(
     return found.dx, found.dkernels, found.dbias
 
 
-def _differentiable(halo: Halo, x: Any, kernels: Any, bias: Any, activation: str) -> Any:
+def _differentiable(halo: Halo, activation: str, x: Any, kernels: Any, bias: Any) -> Any:
     """Return the convolution by functions that torch differentiates to any order."""
     rows = halo.filled(all_to_all(halo.tails(x), halo.trip()))
     *arrays, sequences = halo.given(halo.tokens, rows, x, kernels, bias)

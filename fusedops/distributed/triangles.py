@@ -129,7 +129,7 @@ class _Update:
         """Return the cotangents (B, 2, H, L, M) of this rank's left and right."""
         raise NotImplementedError
 
-    def differentiable(self, a: Any) -> torch.Tensor:
+    def differentiable(self, *arrays: Any) -> torch.Tensor:
         """Return the output by functions that torch differentiates to any order."""
         raise NotImplementedError
 
@@ -289,7 +289,8 @@ class _ByChannels(_Update):
         again = None if sides is None else self.send(next(sides))
         return again, self.send(do[:, :, chunk].transpose(0, 1))
 
-    def differentiable(self, a: Any) -> torch.Tensor:
+    def differentiable(self, *arrays: Any) -> torch.Tensor:
+        a = self.record(arrays)
         every = slice(0, self.each)
         # `send` copies without a derivative.
         rows = self.sides(a, every).permute(0, 3, 2, 1, 4)
@@ -423,7 +424,8 @@ class _ByRight(_OfTwo):
         arrived = back.end().view(dright.shape)
         self.multiply(own, left, "incoming", dright, arrived)
 
-    def differentiable(self, a: Any) -> torch.Tensor:
+    def differentiable(self, *arrays: Any) -> torch.Tensor:
+        a = self.record(arrays)
         left, right = self.sides(a, slice(0, self.H))
         other = self.theirs_of(self.exchanged(right), right)
         in_order = (right, other) if self.mine.start <= self.theirs.start else (other, right)
@@ -454,7 +456,8 @@ class _ByParts(_OfTwo):
         self.multiply(right, arrived, "outgoing", dleft[..., self.theirs])
         self.multiply(other, arrived, "plain", dright, dright)
 
-    def differentiable(self, a: Any) -> torch.Tensor:
+    def differentiable(self, *arrays: Any) -> torch.Tensor:
+        a = self.record(arrays)
         left, right = self.sides(a, slice(0, self.H))
         # Scaled before, as float16 may not hold the sums.
         left = (left * self.scale).mT
@@ -478,11 +481,10 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         update, wanted, saved = ctx.update, ctx.needs_input_grad[1:], ctx.saved_tensors
         arrays, (o, *kept) = saved[: len(ARRAYS)], saved[len(ARRAYS) :]
-        a = update.record(arrays)
         with registry.asking(ctx.asked):
             if not torch.is_grad_enabled():
-                return None, *update.gradients(a, o, kept, dout, wanted)
-            return None, *by_graph(update.differentiable(a), arrays, wanted, dout)
+                return None, *update.gradients(update.record(arrays), o, kept, dout, wanted)
+            return None, *by_graph(update.differentiable, arrays, wanted, dout)
 
 
 def _mask_of(mask: Any, x: torch.Tensor) -> torch.Tensor | None:
