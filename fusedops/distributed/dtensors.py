@@ -14,6 +14,42 @@ from fusedops.distributed.tiles import Tiles, slices_of, tiles_on
 from fusedops.distributed.triangles import updated
 
 
+class _ToLocal(torch.autograd.Function):
+    """A rank's part of a DTensor; the parts' cotangents are one with placements of its own.
+
+    Torch's own functions cut derivatives of second order off, silently, in its older versions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grads: Any) -> torch.Tensor:
+        ctx.whole = x.device_mesh, grads, x.shape
+        local = x.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, dlocal: torch.Tensor) -> tuple[DTensor, None]:
+        return _FromLocal.apply(dlocal, *ctx.whole), None
+
+
+class _FromLocal(torch.autograd.Function):
+    """The DTensor that all ranks' parts are."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Any, mesh: Any, placements: Any, shape: torch.Size) -> DTensor:
+        ctx.placements = tuple(placements)
+        stride, local = torch.empty(shape, device="meta").stride(), local.contiguous()
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dx: DTensor) -> tuple[Any, ...]:
+        # Every rank's part of a sum has the cotangent of the sum.
+        back = tuple([Replicate() if p.is_partial() else p for p in ctx.placements])
+        dx = dx if tuple(dx.placements) == back else dx.redistribute(placements=back)
+        return _ToLocal.apply(dx, ctx.placements), None, None, None
+
+
 def _local(op: str, name: str, value: Any, x: DTensor, placements: Any, grads: Any) -> Any:
     """Return the local tensor of an argument with the expected placements. Raises ValueError."""
     if value.device_mesh != x.device_mesh:
@@ -23,7 +59,7 @@ def _local(op: str, name: str, value: Any, x: DTensor, placements: Any, grads: A
             f"{op}: {name} has placements {tuple(value.placements)}; they should be "
             f"{tuple(placements)}, for x with {tuple(x.placements)}"
         )
-    return value.to_local(grad_placements=grads)
+    return _ToLocal.apply(value, grads)
 
 
 def triangle_multiplicative_update(*args: Any, **kwargs: Any) -> DTensor:
@@ -54,13 +90,14 @@ def triangle_multiplicative_update(*args: Any, **kwargs: Any) -> DTensor:
             f"{name}: x has placements {tuple(x.placements)}; each should be Replicate, or "
             "Shard of the batch, of rows or of columns, of the last two once"
         )
+    # Of a copy, a rank's gradient is its part where x is sharded, and whole where all do the same.
+    grads = [Replicate() if axis is None else Partial() for axis in axes]
     if mask is not None:
         if not isinstance(mask, DTensor):
             raise TypeError(f"{name}: mask is no DTensor; it should be one, as x is")
         wanted = [_along(mask, axis) for axis in axes]
-        mask = _local(name, "mask", mask, x, wanted, wanted)
-    # A rank's gradient is its part where x is sharded, and whole where all ranks do the same.
-    grads = [Replicate() if axis is None else Partial() for axis in axes]
+        grads_of_mask = [g if p == Replicate() else p for g, p in zip(grads, wanted, strict=True)]
+        mask = _local(name, "mask", mask, x, wanted, grads_of_mask)
     whole = [Replicate()] * mesh.ndim
     weights = [
         _local(name, weight, given[weight], x, whole, grads)
@@ -71,16 +108,14 @@ def triangle_multiplicative_update(*args: Any, **kwargs: Any) -> DTensor:
     ]
     others = *weights, given["eps"], given["precision"], given["gate"]
     more = {name: given[name] for name in ("max_memory", "backend")}
-    local, direction = x.to_local(), given["direction"]
+    local, direction = _ToLocal.apply(x, x.placements), given["direction"]
     if pairs:
         out = updated(*_tiles(x, axes, N), local, direction, mask, *others, **more)
     else:
         op: Any = trimul.triangle_multiplicative_update
         out = op(local, direction, mask, *others, **more)
-    stride = torch.empty(x.shape, device="meta").stride()
-    return DTensor.from_local(
-        out, mesh, x.placements, run_check=False, shape=x.shape, stride=stride
-    )
+    whole_out: DTensor = _FromLocal.apply(out, mesh, x.placements, x.shape)
+    return whole_out
 
 
 def _along(mask: DTensor, axis: int | None) -> Any:
