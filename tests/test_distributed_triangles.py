@@ -276,7 +276,7 @@ def bad_dtensors():
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     x, mask, weights = problem(N=4)
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    mesh, turned = init_device_mesh(device().type, (dist.get_world_size(),)), turned_mesh((-1,))
     rows, copies = (distribute_tensor(x, mesh, [place]) for place in (Shard(1), Replicate()))
     last = distribute_tensor(x, mesh, [Shard(3)])
     part = type(rows).from_local(x, mesh, [Partial()], run_check=False)
@@ -285,6 +285,10 @@ def bad_dtensors():
     whole = {"p_in_weight": distribute_tensor(weights["p_in_weight"], mesh, [Replicate()])}
     return {
         "channels": (lambda: on_one(last, **weights), "x has placements"),
+        "turned": (
+            lambda: on_one(distribute_tensor(x, turned, [Shard(1)]), **weights),
+            "mesh of x has the ranks",
+        ),
         "partial": (lambda: on_one(part, **weights), "x has placements"),
         "mask": (lambda: on_one(rows, "outgoing", mask, **weights), "mask is no DTensor"),
         "mask-placement": (lambda: on_one(rows, mask=other, **weights), "mask has placements"),
@@ -520,7 +524,13 @@ def bad_calls():
         (dict(x=own_x, group="all"), "group is str"),
         (dict(x=own_x.int(), **world), "x has dtype torch.int32|x has dtype int32"),
         (dict(x=own_x[0, 0], **world), "x has shape"),
+        (dict(x=own_x, group=turned_mesh((P, 1)), sharded=(1, 2)), "mesh of group has the ranks"),
     ]
+
+
+def turned_mesh(shape):
+    """Return a mesh whose ranks are in the opposite order."""
+    return dist.DeviceMesh(device().type, torch.arange(dist.get_world_size()).flip(0).view(shape))
 
 
 @on_ranks

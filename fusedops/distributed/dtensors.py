@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedops import trimul
 from fusedops.distributed.exchanges import in_chunks
-from fusedops.distributed.tiles import Tiles, slices_of, tiles_on
+from fusedops.distributed.tiles import Tiles, increasing, slices_of, tiles_on
 from fusedops.distributed.triangles import updated
 
 
@@ -132,7 +132,7 @@ def _tiles(x: DTensor, axes: list[int | None], N: int) -> tuple[Tiles, bool]:
     # The ranks that share this rank's members of the batch: rows first, and then columns.
     along = [axes.index(axis) if axis in axes else None for axis in (-3, -2)]
     here = [slice(None) if at in along else place for at, place in enumerate(own)]
-    grid = mesh.mesh[tuple(here)]
+    grid = increasing("x", mesh.mesh[tuple(here)])
     if None in along:
         transposed = along[0] is None
         grid, whole = grid.reshape(-1, 1), [slice(0, N)]

@@ -105,6 +105,7 @@ def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Til
             f"{NAME}: group is a {type(group).__name__}; with sharded={sharded} it should be a "
             "DeviceMesh of two dimensions"
         )
+    grid = increasing("group", group.mesh if sharded == (1, 2) else group.mesh.T)
     axes = [group.get_group(sharded.index(axis)) for axis in (1, 2)]
     if sizes is None:
         lengths = zip((n, m), axes, strict=True)
@@ -114,7 +115,17 @@ def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Til
     N = sum(checked_sizes(NAME, "sizes[0]", sizes[0], axes[0]))
     rows = slices_of(_sizes("rows", sizes[0], n, N, axes[0]))
     columns = slices_of(_sizes("columns", sizes[1], m, N, axes[1]))
-    return tiles_on(group.mesh if sharded == (1, 2) else group.mesh.T, rows, columns, N), False
+    return tiles_on(grid, rows, columns, N), False
+
+
+def increasing(name: str, grid: torch.Tensor) -> torch.Tensor:
+    """Return the ranks of a mesh. Raises ValueError, if a group of them has another order."""
+    if any((grid.diff(dim=axis) < 0).any() for axis in range(grid.ndim)):
+        raise ValueError(
+            f"{NAME}: the mesh of {name} has the ranks {grid.tolist()}; they should increase along "
+            "each of its dimensions"
+        )
+    return grid
 
 
 def tiles_on(grid: torch.Tensor, rows: list[slice], columns: list[slice], N: int) -> Tiles:
