@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -245,6 +247,21 @@ def test_wrong_values_on_one_rank_are_an_error_on_all(case):
     with pytest.raises(IndexError, match=message):
         Partition(ends, owner, group=dist.group.WORLD)
     # All ranks are in step.
+    dist.barrier()
+
+
+@on_ranks
+def test_a_rank_refuses_nodes_that_it_does_not_own():
+    P, rank = dist.get_world_size(), dist.get_rank()
+    owner = torch.arange(2 * P, device=device()) % P
+    source = torch.tensor([P + rank], device=device())
+    ends = torch.stack([source, source])
+    if rank == 0:
+        # Rank 0 alone believes that node 0 is rank 1's, and asks it.
+        owner[0], ends[0, 0] = 1, 0
+    refused = pytest.raises(IndexError, match="owner differs between ranks")
+    with refused if rank == 1 else contextlib.nullcontext():
+        Partition(ends, owner, group=dist.group.WORLD)
     dist.barrier()
 
 

@@ -52,7 +52,8 @@ class Partition:
         If an argument has the wrong type, dtype or shape.
     IndexError
         On every rank, before nodes are asked for, if a rank's number of a node or an owner is out
-        of range, or if it doesn't own a target.
+        of range, or if it doesn't own a target. On a rank that is asked for nodes of others, as
+        `owner` then differs.
 
     Notes
     -----
@@ -83,6 +84,7 @@ class Partition:
         of_shape(_NAME, "owner", owner, ("N",))
         alike(_NAME, "owner", owner, "edge_index", ends)
         self.group = group_of(_NAME, group)
+        agree(_NAME, self.group, owner, owner=owner)
         rank, ranks = self.group.rank(), self.group.size()
         error = _error(ends, owner, rank, ranks)
         if error is None:
@@ -107,6 +109,11 @@ class Partition:
             )
         wanted = self.halo.new_empty(sum(self._sent))
         dist.all_to_all_single(wanted, self.halo, self._sent, self._received, group=self.group)
+        if not torch.isin(wanted, self.nodes).all():
+            raise IndexError(
+                f"{_NAME}: owner differs between ranks; rank {rank} was asked for nodes that it "
+                "doesn't own"
+            )
         self.num_local = len(self.nodes)
         place = torch.empty_like(owner)
         place[self.nodes] = torch.arange(self.num_local, device=owner.device)
