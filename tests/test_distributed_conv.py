@@ -284,9 +284,9 @@ def test_errors_come_before_anything_is_sent():
     x, kernels = x.to(device()), kernels.to(device())
     cu = torch.tensor([0, 5 * P], device=device())
     for call, message in (
-        (lambda: dynamic_conv(x[:, :2], kernels, **world), "x has 2 tokens; it should have 3 at l"),
         (lambda: dynamic_conv(x, kernels, sizes=[5], **world), "sizes has 1 sizes"),
         (lambda: dynamic_conv(x, kernels, sizes=[4] * P, **world), "x has 5 tokens; rank"),
+        (lambda: dynamic_conv(x[:, :2], kernels, **world), "x has 2 tokens; it should have 3 at l"),
         (lambda: dynamic_conv(x, kernels, cu_seqlens=cu + 1, **world), r"cu_seqlens\[0\] is 1"),
         (
             lambda: dynamic_conv(x, kernels, cu_seqlens=2 * cu, sizes=[5] * P, **world),

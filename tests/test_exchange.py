@@ -154,6 +154,7 @@ def test_a_mesh_of_one_dimension_is_a_group():
 BAD = {
     "group": (lambda x, g: exchange(x, 0, 1, group=3), TypeError, "exchange: group is int"),
     "array": (lambda x, g: exchange(x.numpy(), 0, 1, group=g), TypeError, "x is a ndarray"),
+    "bool": (lambda x, g: exchange(x, True, 0, group=g), ValueError, "src is True"),
     "axis": (lambda x, g: exchange(x, 0, 2, group=g), ValueError, "dst is 2; it should be an axis"),
     "same": (lambda x, g: exchange(x, 0, -2, group=g), ValueError, "it should be another axis"),
     "sum": (
@@ -200,10 +201,27 @@ def test_ranks_that_differ_are_named():
         weights = dict(zip(names, (p, w[0], w[1], w[1]), strict=True))
         return update(x[:, rank : rank + 1], **weights, group=group, **options)
 
+    taps = x.new_ones(2, 2)
+
+    def conv(kernels=taps, **options):
+        return dynamic_conv(x[0], kernels, **{"group": group, "sizes": [P] * P, **options})
+
     calls = {
         "dst": lambda: exchange(x, 0, 1 + last, group=group, src_sizes=[1] * P),
         "x": lambda: part.extend(x[0, 0, :1].requires_grad_(last)),
-        "kernels": lambda: dynamic_conv(x[0], x.new_ones(2, 2 + last), group=group, sizes=[P] * P),
+        "kernels": lambda: conv(x.new_ones(2, 2 + last)),
+        "kernels ": lambda: conv(taps + last),
+        "kernels  ": lambda: conv(taps.expand(1, P, 2, 2) if last else taps),
+        "bias": lambda: conv(bias=x.new_ones(2) if last else None),
+        "activation": lambda: conv(activation="silu" if last else None),
+        "sizes": lambda: conv(sizes=[P + last, P - last] + [P] * (P - 2)),
+        "cu_seqlens": lambda: conv(cu_seqlens=torch.tensor([0, 1 + last, P * P], device=device())),
+        "tensors": lambda: share(*[x] * (1 + last), group=group),
+        r"tensors\[1\]": lambda: share(x, x + last, group=group),
+        "owner": lambda: Partition(
+            one, torch.arange(P, device=device()).roll(int(last)), group=group
+        ),
+        "sizes ": lambda: triangle(x, w[0], sizes=[1] * P if last else None),
         "p_in_weight": lambda: triangle(x, w[0] + last),
         "chunks": lambda: triangle(x, w[0], chunks=1 if last else 2),
         "direction": lambda: triangle(x, w[0], direction="incoming" if last else "outgoing"),
@@ -211,9 +229,11 @@ def test_ranks_that_differ_are_named():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchanges, "checks_ranks", lambda: True)
         for name, call in calls.items():
-            with pytest.raises(ValueError, match=rf": {name} is .*should be the same"):
+            with pytest.raises(ValueError, match=rf": {name.strip()} is .*should be the same"):
                 call()
         assert triangle(x, w[0]).shape == (1, 1, P, 2)
+        assert conv().shape == x[0].shape
+        assert len(share(x, w[0], group=group)) == 2
     dist.barrier()
 
 

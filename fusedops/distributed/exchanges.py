@@ -50,10 +50,12 @@ def checks_ranks() -> bool:
 def agree(op: str, group: dist.ProcessGroup, like: torch.Tensor, **given: Any) -> None:
     """Raise ValueError on every rank unless all were given the same, if that is to be compared.
 
-    Of a tensor count shape, dtype, whether it requires grad, and the sum of its values.
+    Of a tensor count shape, dtype, whether it requires grad, and a checksum of its values; of a
+    function its result.
     """
     if not checks_ranks():
         return
+    given = {name: value() if callable(value) else value for name, value in given.items()}
     own = torch.tensor([zlib.crc32(_shown(value).encode()) for value in given.values()])
     own = own.to(like.device)
     found = [torch.empty_like(own) for _ in range(group.size())]
@@ -73,9 +75,10 @@ def _shown(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     dtype = str(value.dtype).removeprefix("torch.")
-    total = value.detach().double().sum().item()
+    values = value.detach().resolve_conj().resolve_neg().cpu().flatten().contiguous()
+    checksum = zlib.crc32(values.view(torch.uint8).numpy())
     grad = ", requires grad" * value.requires_grad
-    return f"a tensor {tuple(value.shape)}, {dtype}{grad}, of sum {total!r}"
+    return f"a tensor {tuple(value.shape)}, {dtype}{grad}, with checksum {checksum:08x}"
 
 
 def in_chunks(n: int, ranks: int) -> list[int]:
@@ -248,13 +251,17 @@ def exchange(
     """
     name = "exchange"
     x = tensor(name, "x", x)
+    group = group_of(name, group)
     for argument, axis in (("src", src), ("dst", dst)):
-        if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        whole = isinstance(axis, int) and not isinstance(axis, bool)
+        if not whole or not -x.ndim <= axis < x.ndim:
             raise ValueError(f"{name}: {argument} is {axis!r}; it should be an axis of x")
     src, dst = src % x.ndim, dst % x.ndim
     if src == dst:
         raise ValueError(f"{name}: dst is {dst}; it should be another axis than src")
-    group = group_of(name, group)
+    rest = [k for axis, k in enumerate(x.shape) if axis != src]
+    kind = x.dtype, x.requires_grad, rest
+    agree(name, group, x, src=src, dst=dst, x=kind, src_sizes=src_sizes, dst_sizes=dst_sizes)
     rank, n, m = group.rank(), x.shape[src], x.shape[dst]
     if dst_sizes is None:
         dst_sizes = in_chunks(m, group.size())
@@ -272,9 +279,6 @@ def exchange(
             f"{name}: src_sizes[{rank}] is {src_sizes[rank]}; it should be {n}, the length of x "
             f"along axis {src}"
         )
-    rest = [k for axis, k in enumerate(x.shape) if axis != src]
-    kind = x.dtype, x.requires_grad, rest
-    agree(name, group, x, src=src, dst=dst, x=kind, src_sizes=src_sizes, dst_sizes=dst_sizes)
     moved = x.movedim(dst, 0)
     others = math.prod(k for axis, k in enumerate(x.shape) if axis not in (src, dst))
     own = dst_sizes[rank]
@@ -387,5 +391,8 @@ def share(*tensors: torch.Tensor, group: Any) -> Any:
     for at, value in enumerate(tensors):
         if not tensor(name, f"tensors[{at}]", value).is_floating_point():
             raise TypeError(f"{name}: tensors[{at}] has dtype {value.dtype}; it should be a float")
-    shared = _Share.apply(group_of(name, group), *tensors)
+    group = group_of(name, group)
+    agree(name, group, tensors[0], tensors=len(tensors))
+    agree(name, group, tensors[0], **{f"tensors[{at}]": a for at, a in enumerate(tensors)})
+    shared = _Share.apply(group, *tensors)
     return shared[0] if len(shared) == 1 else shared

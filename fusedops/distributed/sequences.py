@@ -403,10 +403,15 @@ def dynamic_conv(
         # Of one rank, or an error.
         found: torch.Tensor = op(x, kernels, cu_seqlens=cu_seqlens, **more)
         return found
+    given: dict[str, Any] = {"bias": bias, "activation": activation, "sizes": sizes}
+    given["x"] = x.dtype, x.requires_grad, x.shape[0], x.shape[2]
+    own = kernels.ndim, kernels.shape[-1], kernels.dtype, kernels.requires_grad
+    given["kernels"] = kernels if kernels.ndim == 2 else own
+    if cu_seqlens is not None:
+        given["cu_seqlens"] = lambda: torch.as_tensor(_starts(_sequences(cu_seqlens)))
+    agree(_NAME, group, x, **given)
     halo = Halo(x, kernels.shape[-1], group, sizes, cu_seqlens)
     _check(x, kernels, bias, halo.part(halo.tokens)[0], activation, backend)
-    kind = x.dtype, x.requires_grad, halo.batch, halo.channels
-    agree(_NAME, group, x, x=kind, kernels=f"{halo.width} taps")
     activation = "none" if activation is None else "silu"
     with registry.asking(registry.forced(backend, _NAME)):
         out: torch.Tensor = _Shared.apply(halo, activation, x, kernels, bias)

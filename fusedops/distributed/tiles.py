@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusedops.distributed.exchanges import checked_sizes, group_of, in_chunks, sizes_everywhere
+from fusedops.distributed.exchanges import (
+    agree,
+    checked_sizes,
+    group_of,
+    in_chunks,
+    sizes_everywhere,
+)
 
 NAME = "triangle_multiplicative_update"
 
@@ -95,6 +101,7 @@ def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Til
     n, m = x.shape[-3:-1]
     if sharded in (1, 2):
         group = group_of(NAME, group)
+        agree(NAME, group, x, sharded=sharded, sizes=sizes)
         axis, own, N = ("rows", n, m) if sharded == 1 else ("columns", m, n)
         found = slices_of(_sizes(axis, sizes, own, N, group))
         return Tiles(group, N, found, [slice(0, N)] * len(found)), sharded == 2
@@ -107,6 +114,8 @@ def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Til
         )
     grid = increasing("group", group.mesh if sharded == (1, 2) else group.mesh.T)
     axes = [group.get_group(sharded.index(axis)) for axis in (1, 2)]
+    for along in axes:
+        agree(NAME, along, x, sharded=sharded, sizes=sizes)
     if sizes is None:
         lengths = zip((n, m), axes, strict=True)
         sizes = [sizes_everywhere(own, along, x) for own, along in lengths]
