@@ -252,6 +252,20 @@ def test_the_module_takes_a_group(packed):
 
 
 @on_ranks
+def test_ddp_divides_the_modules_gradients_by_the_ranks():
+    P, own = dist.get_world_size(), spread("alike")
+    module = DynamicShortConvolution(D, W, generator_reduction=1).double().to(device())
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(1, T, D, dtype=torch.float64, device=device())
+    loss = module(x)[0].square().sum()
+    want = torch.autograd.grad(loss, module.parameters())
+    wrapped = torch.nn.parallel.DistributedDataParallel(module)
+    wrapped(shard(x, 1, own), group=dist.group.WORLD)[0].square().sum().mul(P).backward()
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], [*want])
+
+
+@on_ranks
 def test_bytes_sent_are_the_halos():
     rank = dist.get_rank()
     with counting() as sent:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from fusedops.distributed import exchange, share  # noqa: E402
 from replicated import Enter, shard, whole  # noqa: E402
-from worlds import World, device, on_ranks  # noqa: E402
+from worlds import device, on_ranks  # noqa: E402
 
 #: Sizes of shards for two and three ranks: ones that don't divide, and an empty shard.
 SIZES = {"uneven": {2: (3, 2), 3: (1, 3, 2)}, "empty": {2: (0, 4), 3: (3, 0, 1)}}
@@ -235,57 +235,3 @@ def test_ranks_that_differ_are_named():
         assert conv().shape == x[0].shape
         assert len(share(x, w[0], group=group)) == 2
     dist.barrier()
-
-
-class Silent(torch.autograd.Function):
-    """The usual pattern: a collective on raw tensors in the backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x)
-        return out
-
-    @staticmethod
-    def backward(ctx, dx):
-        out = torch.empty_like(dx)
-        dist.all_to_all_single(out, dx.contiguous())
-        return out
-
-
-@on_ranks
-def test_a_backward_without_apply_would_fail():
-    """The mutant's second derivative is wrong, so that the tests here would see it."""
-    x = values(12).requires_grad_()
-    sizes = [12] * dist.get_world_size()
-
-    def replicated(x):
-        return whole(Silent.apply(Enter.apply(x)).pow(3), 0, sizes)
-
-    assert torch.autograd.gradcheck(replicated, (x,), fast_mode=True)
-    assert not torch.autograd.gradgradcheck(replicated, (x,), fast_mode=True, raise_exception=False)
-
-
-def exchange_with_a_dead_rank():
-    """Exchange until another rank has died; return the error."""
-    x = torch.ones(4, 4)
-    if dist.get_rank() == 1:
-        import os
-
-        os._exit(1)
-    try:
-        return exchange(x, 0, 1, group=dist.group.WORLD, src_sizes=[4, 4])
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_a_dead_rank_is_an_error_within_the_groups_timeout():
-    world = World("gloo", 2, seconds=5)
-    try:
-        for connection in world.connections:
-            connection.send((__name__.split(".")[-1], "exchange_with_a_dead_rank", {}))
-        found, died = world.answers()
-    finally:
-        world.close()
-    assert isinstance(found, str)
-    assert "rank 1 died" in died

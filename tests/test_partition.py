@@ -15,7 +15,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import fusedops  # noqa: E402
 from fusedops.distributed import Partition, graphs, share  # noqa: E402
 from fusedops.wigner import wigner_d  # noqa: E402
-from replicated import counting  # noqa: E402
+from replicated import Enter, counting, whole  # noqa: E402
 from worlds import device, on_ranks  # noqa: E402
 
 LMAX, C = 1, 2
@@ -138,6 +138,22 @@ def test_extend_takes_any_rows_and_derivatives_of_every_order(kind):
         (value,) = torch.autograd.grad(value.sum(), x, create_graph=True)
         want = k * x ** {4: 3, 12: 2, 24: 1}[k]
         torch.testing.assert_close(value, want * count[part.nodes])
+
+
+@on_ranks
+def test_gradcheck_of_the_gathered_halo():
+    ends, owner, _ = graph("random")
+    part = Partition(ends[:, owner[ends[1]] == dist.get_rank()], owner, group=dist.group.WORLD)
+    sizes = [torch.empty(1, device=device()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, sizes[0].new_tensor([len(part.nodes) + len(part.halo)]))
+    sizes = torch.cat(sizes).int().tolist()
+
+    def gathered(x):
+        return whole(part.extend(Enter.apply(x)[part.nodes]).pow(3), 0, sizes)
+
+    x = torch.randn(len(owner), 2, dtype=torch.float64).to(device()).requires_grad_()
+    assert torch.autograd.gradcheck(gathered, (x,), fast_mode=True)
+    assert torch.autograd.gradgradcheck(gathered, (x,), fast_mode=True)
 
 
 @on_ranks

@@ -57,8 +57,11 @@ def work(connection, backend, rank, size, store, seconds):
         if torch.cuda.device_count() < size:
             # NCCL lets ranks share a GPU if it takes them for hosts of their own.
             os.environ["NCCL_HOSTID"] = str(rank)
+    if backend == "watched":
+        # Before a collective, torch compares what all ranks call.
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     dist.init_process_group(
-        backend,
+        "nccl" if backend == "nccl" else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
@@ -90,7 +93,7 @@ class World:
 
     def __init__(self, backend="gloo", size=2, seconds=LIMIT):
         self.backend, self.size = backend, size
-        context = multiprocessing.get_context(START if backend == "gloo" else "spawn")
+        context = multiprocessing.get_context("spawn" if backend == "nccl" else START)
         if START == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory()
