@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,8 +14,9 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
+import fusedops  # noqa: E402
 from fusedops import Lattice, crystal, gaussian_density  # noqa: E402
-from fusedops.distributed import exchange, share  # noqa: E402
+from fusedops.distributed import share  # noqa: E402
 from fusedops.samples import atoms_in  # noqa: E402
 from replicated import bounds  # noqa: E402
 from worlds import device, on_ranks  # noqa: E402
@@ -57,32 +61,23 @@ def test_gradients_of_shared_atoms_are_the_whole_maps(planes, anisotropic):
 
 @on_ranks
 def test_structure_factors_of_a_map_that_no_rank_has():
+    """The example of the docs, as it stands there."""
+    page = (Path(__file__).parent.parent / "docs" / "many-gpus.md").read_text(encoding="utf-8")
+    (example,) = [text for text in re.findall(r"```py\n(.*?)```", page, re.S) if "rfft2" in text]
     leaves, factors = atoms(False)
-    P, group = dist.get_world_size(), dist.group.WORLD
-    # Torch transforms no empty tensors.
-    sizes = PLANES["uneven"][P]
     hkl = torch.tensor([[1, 0, 0], [0, 2, 1], [-2, 1, 2], [3, -1, 0], [0, 0, 0]], device=device())
-    cell = torch.tensor(CELL, device=device())
-
-    own = share(*leaves, group=group)
-    map = gaussian_density(*own, *factors, slab_of(sizes), radius=2.3, on_bad="skip")
-    half = exchange(torch.fft.rfft2(map), 0, 1, group=group, src_sizes=sizes)
-    columns = torch.fft.fft(half, dim=0)
-    # The phase of a structure factor has the other sign, and F(-h) is the conjugate of F(h).
-    volume = torch.linalg.det(cell).abs() / map.new_tensor(SHAPE).prod()
-    turned = torch.where(hkl[:, 2:] < 0, -hkl, hkl)
-    h, k, l = (turned % torch.tensor(SHAPE, device=device())).T
-    first = -(-SHAPE[1] // P) * dist.get_rank()
-    mine = (k >= first) & (k < first + half.shape[1])
-    F = volume * columns[h[mine], k[mine] - first, l[mine]]
-    F = torch.where(hkl[mine, 2] < 0, F, F.conj())
-
-    whole = gaussian_density(
-        *leaves, *factors, Lattice(CELL, SHAPE).to(device()), radius=2.3, on_bad="skip"
-    )
-    want = crystal.structure_factors(whole, hkl, cell)
-    torch.testing.assert_close(F, want[mine])
+    cell, lattice = torch.tensor(CELL, device=device()), Lattice(CELL, SHAPE).to(device())
     target = torch.arange(1.0, 6.0, device=device(), dtype=torch.float64)
-    got = torch.autograd.grad((F.abs() - target[mine]).square().sum(), leaves)
+    names = {"torch": torch, "dist": dist, "fusedops": fusedops, "fd": fusedops.distributed}
+    names |= dict(zip(("xyz", "b", "occupancy"), leaves, strict=True))
+    names |= dict(zip(("amplitudes", "widths"), factors, strict=True))
+    names |= {"lattice": lattice, "hkl": hkl, "observed": target, "group": dist.group.WORLD}
+    names["volume"] = torch.linalg.det(cell).abs()
+    exec(example, names)
+
+    whole = gaussian_density(*leaves, *factors, lattice, on_bad="skip")
+    want = crystal.structure_factors(whole, hkl, cell)
+    torch.testing.assert_close(names["F"], want[names["own"]])
+    got = torch.autograd.grad(names["loss"], leaves)
     wanted = torch.autograd.grad((want.abs() - target).square().sum(), leaves)
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
