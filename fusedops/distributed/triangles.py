@@ -210,8 +210,11 @@ class _ByChannels(_Update):
         for chunks in [self.chunks[some] for some in (slice(1), *later)]:
             first, end = chunks[0].start, chunks[-1].stop
             planes = self.sides(a, slice(first, end)).unflatten(2, (2, end - first))
-            yield from planes.split([chunk.stop - chunk.start for chunk in chunks], 3)
+            parts = list(planes.split([chunk.stop - chunk.start for chunk in chunks], 3))
             del planes
+            while parts:
+                # Nothing here keeps the last part, after which nobody asks again.
+                yield parts.pop(0)
 
     def send(self, planes: torch.Tensor) -> Trip:
         """Begin to send planes (rank, member, ..., row, column) to the ranks of their channels.
@@ -567,7 +570,7 @@ def triangle_multiplicative_update(
     chunks : int, optional
         The chunks of channels that follow each other, so that one travels while another is
         computed; by default up to 4, fewer for small messages, or 1 between two ranks that share
-        rows or columns. More chunks take less memory. The same on every rank.
+        rows or columns. Many chunks take less memory. The same on every rank.
     keep : bool
         Whether to keep this rank's left and right for the backward, which else computes them again;
         more than two ranks then send them again, too.
