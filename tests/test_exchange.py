@@ -111,9 +111,11 @@ def test_share_adds_the_parts_of_all_ranks():
     total = P * (P + 1) / 2
     torch.testing.assert_close(dw, total * 3 * w**2 + P * v.sum())
     torch.testing.assert_close(dv, (P * w.sum()).expand(2, 2))
-    # The loss of a second pass on one rank alone.
-    (ddw,) = torch.autograd.grad(dw.sum() * (rank == 0), w)
-    torch.testing.assert_close(ddw, total * 6 * w)
+    # The losses of the passes that follow, on one rank alone.
+    (ddw,) = torch.autograd.grad(dw.sin().sum() * (rank == 0), w, create_graph=True)
+    torch.testing.assert_close(ddw, 6 * total * w * dw.cos())
+    (dddw,) = torch.autograd.grad(ddw.sum() * (rank == 0), w)
+    torch.testing.assert_close(dddw, 6 * total * dw.cos() - (6 * total * w).square() * dw.sin())
 
 
 @on_ranks
@@ -186,7 +188,8 @@ def test_errors_come_before_anything_is_sent(case):
 
 @on_ranks
 def test_ranks_that_differ_are_named():
-    from fusedops.distributed import Partition, dynamic_conv, exchanges
+    from fusedops import Sequences
+    from fusedops.distributed import Partition, dynamic_conv, exchanges, sequences, tiles
     from fusedops.distributed import triangle_multiplicative_update as update
 
     P, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
@@ -199,7 +202,7 @@ def test_ranks_that_differ_are_named():
     def triangle(x, p, **options):
         names = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
         weights = dict(zip(names, (p, w[0], w[1], w[1]), strict=True))
-        return update(x[:, rank : rank + 1], **weights, group=group, **options)
+        return update(x[:, rank : rank + 1], group=group, **(weights | options))
 
     taps = x.new_ones(2, 2)
 
@@ -216,6 +219,8 @@ def test_ranks_that_differ_are_named():
         "activation": lambda: conv(activation="silu" if last else None),
         "sizes": lambda: conv(sizes=[P + last, P - last] + [P] * (P - 2)),
         "cu_seqlens": lambda: conv(cu_seqlens=torch.tensor([0, 1 + last, P * P], device=device())),
+        "cu_seqlens ": lambda: conv(cu_seqlens=Sequences([0, 1 + last, P * P])),
+        "cu_seqlens  ": lambda: conv(cu_seqlens=Sequences([0, P * P]) if last else None),
         "tensors": lambda: share(*[x] * (1 + last), group=group),
         r"tensors\[1\]": lambda: share(x, x + last, group=group),
         "owner": lambda: Partition(
@@ -224,14 +229,23 @@ def test_ranks_that_differ_are_named():
         "sizes ": lambda: triangle(x, w[0], sizes=[1] * P if last else None),
         "p_in_weight": lambda: triangle(x, w[0] + last),
         "chunks": lambda: triangle(x, w[0], chunks=1 if last else 2),
+        "dst ": lambda: exchange(x, 0, 9 if last else 1, group=group, src_sizes=[1] * P),
+        "p_out_weight": lambda: triangle(x, w[0], p_out_weight=x.new_ones(2, 2 + last)),
+        "direction ": lambda: triangle(x, w[0], direction="up" if last else "outgoing"),
         "direction": lambda: triangle(x, w[0], direction="incoming" if last else "outgoing"),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchanges, "checks_ranks", lambda: True)
+        for module in (exchanges, sequences, tiles):
+            patch.setattr(module, "checks_ranks", lambda: True)
         for name, call in calls.items():
             with pytest.raises(ValueError, match=rf": {name.strip()} is .*should be the same"):
                 call()
         assert triangle(x, w[0]).shape == (1, 1, P, 2)
         assert conv().shape == x[0].shape
+        # A list is as good as a tuple, and errors that all ranks have stay the op's.
+        assert conv(sizes=(P,) * P if last else [P] * P).shape == x[0].shape
+        for wrong in ({"activation": torch.nn.functional.silu}, {"bias": "none"}):
+            with pytest.raises((TypeError, ValueError), match=r"activation is|bias has"):
+                conv(**wrong)
         assert len(share(x, w[0], group=group)) == 2
     dist.barrier()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedops._frame.check import as_array, size
+from fusedops._frame.check import as_array, is_dtensor, size
 from fusedops._frame.packed import outside_of_graphs
 
 
@@ -50,12 +50,11 @@ def checks_ranks() -> bool:
 def agree(op: str, group: dist.ProcessGroup, like: torch.Tensor, **given: Any) -> None:
     """Raise ValueError on every rank unless all were given the same, if that is to be compared.
 
-    Of a tensor count shape, dtype, whether it requires grad, and a checksum of its values; of a
-    function its result.
+    Of a tensor count shape, dtype, whether it requires grad, and a checksum of its values. All
+    ranks give as many names.
     """
     if not checks_ranks():
         return
-    given = {name: value() if callable(value) else value for name, value in given.items()}
     own = torch.tensor([zlib.crc32(_shown(value).encode()) for value in given.values()])
     own = own.to(like.device)
     found = [torch.empty_like(own) for _ in range(group.size())]
@@ -72,6 +71,11 @@ def agree(op: str, group: dist.ProcessGroup, like: torch.Tensor, **given: Any) -
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join([_shown(each) for each in value])}]"
+    if callable(value) or is_dtensor(value):
+        # The op itself refuses these.
+        return f"a {type(value).__name__}"
     if not isinstance(value, torch.Tensor):
         return repr(value)
     dtype = str(value.dtype).removeprefix("torch.")
@@ -252,6 +256,8 @@ def exchange(
     name = "exchange"
     x = tensor(name, "x", x)
     group = group_of(name, group)
+    kind = x.dtype, x.requires_grad, x.ndim
+    agree(name, group, x, src=src, dst=dst, x=kind, src_sizes=src_sizes, dst_sizes=dst_sizes)
     for argument, axis in (("src", src), ("dst", dst)):
         whole = isinstance(axis, int) and not isinstance(axis, bool)
         if not whole or not -x.ndim <= axis < x.ndim:
@@ -260,8 +266,7 @@ def exchange(
     if src == dst:
         raise ValueError(f"{name}: dst is {dst}; it should be another axis than src")
     rest = [k for axis, k in enumerate(x.shape) if axis != src]
-    kind = x.dtype, x.requires_grad, rest
-    agree(name, group, x, src=src, dst=dst, x=kind, src_sizes=src_sizes, dst_sizes=dst_sizes)
+    agree(name, group, x, x=rest)
     rank, n, m = group.rank(), x.shape[src], x.shape[dst]
     if dst_sizes is None:
         dst_sizes = in_chunks(m, group.size())

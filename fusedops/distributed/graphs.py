@@ -53,7 +53,7 @@ class Partition:
     IndexError
         On every rank, before nodes are asked for, if a rank's number of a node or an owner is out
         of range, or if it doesn't own a target. On a rank that is asked for nodes of others, as
-        `owner` then differs.
+        `owner` then differs; the others wait.
 
     Notes
     -----

@@ -27,6 +27,7 @@ from fusedops.distributed.exchanges import (
     all_to_all,
     by_graph,
     checked_sizes,
+    checks_ranks,
     group_of,
     in_chunks,
     tensor,
@@ -403,13 +404,14 @@ def dynamic_conv(
         # Of one rank, or an error.
         found: torch.Tensor = op(x, kernels, cu_seqlens=cu_seqlens, **more)
         return found
-    given: dict[str, Any] = {"bias": bias, "activation": activation, "sizes": sizes}
-    given["x"] = x.dtype, x.requires_grad, x.shape[0], x.shape[2]
-    own = kernels.ndim, kernels.shape[-1], kernels.dtype, kernels.requires_grad
-    given["kernels"] = kernels if kernels.ndim == 2 else own
-    if cu_seqlens is not None:
-        given["cu_seqlens"] = lambda: torch.as_tensor(_starts(_sequences(cu_seqlens)))
-    agree(_NAME, group, x, **given)
+    if checks_ranks():
+        kind = x.dtype, x.requires_grad, x.shape[0], x.shape[2]
+        own = kernels.ndim, kernels.shape[-1], kernels.dtype, kernels.requires_grad
+        taps = kernels if kernels.ndim == 2 else own
+        packed = isinstance(cu_seqlens, Sequences)
+        starts = torch.tensor(_starts(cu_seqlens)) if packed else cu_seqlens
+        given = {"bias": bias, "activation": activation, "sizes": sizes, "cu_seqlens": starts}
+        agree(_NAME, group, x, x=kind, kernels=taps, **given)
     halo = Halo(x, kernels.shape[-1], group, sizes, cu_seqlens)
     _check(x, kernels, bias, halo.part(halo.tokens)[0], activation, backend)
     activation = "none" if activation is None else "silu"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fusedops.distributed.exchanges import (
     agree,
     checked_sizes,
+    checks_ranks,
     group_of,
     in_chunks,
     sizes_everywhere,
@@ -112,10 +113,11 @@ def tiles_of(x: torch.Tensor, group: Any, sharded: Any, sizes: Any) -> tuple[Til
             f"{NAME}: group is a {type(group).__name__}; with sharded={sharded} it should be a "
             "DeviceMesh of two dimensions"
         )
-    grid = increasing("group", group.mesh if sharded == (1, 2) else group.mesh.T)
+    grid = increasing("group", group.mesh)
+    grid = grid if sharded == (1, 2) else grid.T
     axes = [group.get_group(sharded.index(axis)) for axis in (1, 2)]
-    for along in axes:
-        agree(NAME, along, x, sharded=sharded, sizes=sizes)
+    if checks_ranks():
+        agree(NAME, _group_of_all(grid), x, sharded=sharded, sizes=sizes)
     if sizes is None:
         lengths = zip((n, m), axes, strict=True)
         sizes = [sizes_everywhere(own, along, x) for own, along in lengths]
@@ -139,7 +141,11 @@ def increasing(name: str, grid: torch.Tensor) -> torch.Tensor:
 
 def tiles_on(grid: torch.Tensor, rows: list[slice], columns: list[slice], N: int) -> Tiles:
     """Return the pairs of each rank of a grid: rows by its first axis, columns by the other."""
-    ranks = sorted(grid.flatten().tolist())
-    flat = _group_of_ranks(dist.group.WORLD, tuple(ranks))
-    places = [(grid == rank).nonzero()[0].tolist() for rank in ranks]
+    places = [(grid == rank).nonzero()[0].tolist() for rank in sorted(grid.flatten().tolist())]
+    flat = _group_of_all(grid)
     return Tiles(flat, N, [rows[i] for i, _ in places], [columns[j] for _, j in places])
+
+
+def _group_of_all(grid: torch.Tensor) -> dist.ProcessGroup:
+    ranks = sorted(grid.flatten().tolist())
+    return _group_of_ranks(dist.group.WORLD, tuple(ranks))

@@ -641,6 +641,12 @@ def updated(
 ) -> torch.Tensor:
     """Return this rank's tile of the update; `others` and `more` are the op's."""
     mask = _mask_of(mask, x)
+    if tiles.group.size() > 1:
+        names = *list(ARRAYS)[2:], "eps", "precision", "gate"
+        given = dict(zip(names, others, strict=True)) | {"direction": direction}
+        given |= {"chunks": chunks, "keep": keep, "mask": mask is None or mask.requires_grad}
+        own = tiles.rows, tiles.columns, x.shape[:-3]
+        agree(NAME, tiles.group, x, x=(x.dtype, x.requires_grad, *own), **given)
     op: Any = _on_one
     # The single-device op checks all but the pairs, on a representation without members.
     like = x.new_empty(0, tiles.N, tiles.N, x.shape[-1])
@@ -669,12 +675,6 @@ def updated(
     shared = kind(tiles, a, transposed, keep)
     chunks = shared.worth() if chunks is None else chunks
     shared.cut(chunks)
-    given = dict(zip(ARRAYS, a, strict=False)) | {"chunks": chunks, "keep": keep}
-    given["x"] = x.dtype, x.requires_grad, len(pairs), tiles.rows, tiles.columns
-    given["mask"] = None if mask is None else (mask.dtype, mask.requires_grad)
-    for option in ("direction", "gate", "precision", "eps"):
-        given[option] = getattr(a, option)
-    agree(NAME, tiles.group, x, **given)
     with registry.asking(registry.forced(more.get("backend"), NAME)):
         out = _Shared.apply(shared, *a[: len(ARRAYS)])
     out = out.transpose(1, 2) if transposed else out
