@@ -155,6 +155,14 @@ def test_gradcheck_of_the_gathered_halo():
     assert torch.autograd.gradcheck(gathered, (x,), fast_mode=True)
     assert torch.autograd.gradgradcheck(gathered, (x,), fast_mode=True)
 
+    def slopes(x):
+        rows = Enter.apply(x)[part.nodes]
+        extended = part.extend(rows)
+        (slope,) = torch.autograd.grad(extended.pow(3), rows, extended, create_graph=True)
+        return whole(slope, 0, torch.bincount(owner, minlength=len(sizes)).tolist())
+
+    assert torch.autograd.gradgradcheck(slopes, (x,), fast_mode=True)
+
 
 @on_ranks
 def test_sums_of_16_bits_are_rounded_once():

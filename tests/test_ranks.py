@@ -14,10 +14,10 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
 from fusedops import distributed  # noqa: E402
-from fusedops.distributed import exchanges, graphs, sequences, triangles  # noqa: E402
+from fusedops.distributed import dtensors, exchanges, graphs, sequences, triangles  # noqa: E402
 from worlds import World, on_ranks  # noqa: E402
 
-#: A test of derivatives of second order for each function.
+#: A test of derivatives of second order, or third, for each function.
 TESTS = {
     "exchange": ("test_exchange", "test_derivatives_of_every_order", {}),
     "share": ("test_exchange", "test_share_adds_the_parts_of_all_ranks", {}),
@@ -32,14 +32,20 @@ TESTS = {
         "test_value_and_all_derivatives_are_one_devices",
         {"sizes": "uneven", "packed": "few", "static": False},
     ),
+    "DTensors": (
+        "test_distributed_triangles",
+        "test_a_dtensor_keeps_its_placement",
+        {"case": "rows", "mask": "whole"},
+    ),
 }
 #: The functions of autograd whose backwards communicate.
 BACKWARDS = {
     "exchange": [exchanges._Start, exchanges._Arrive],
-    "share": [exchanges._Share],
-    "extend": [graphs._Extend],
+    "share": [exchanges._Share, exchanges._Sum],
+    "extend": [graphs._Extend, graphs._Fold],
     "triangles": [triangles._Shared],
     "convolution": [sequences._Shared],
+    "DTensors": [dtensors._ToLocal, dtensors._FromLocal],
 }
 
 
@@ -51,7 +57,7 @@ def run(op):
 @pytest.mark.parametrize("op", BACKWARDS)
 @on_ranks
 def test_a_silent_backward_shows(op):
-    """A collective on raw tensors in a backward, the usual pattern, loses second derivatives."""
+    """A collective on raw tensors in a backward, the usual pattern, loses higher derivatives."""
     for node in BACKWARDS[op]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(node, "backward", staticmethod(torch.no_grad()(node.backward)))
@@ -105,7 +111,7 @@ def call_beside_a_dead_rank(op):
         return str(error)
 
 
-@pytest.mark.parametrize("op", TESTS)
+@pytest.mark.parametrize("op", [op for op in TESTS if op != "DTensors"])
 def test_a_dead_rank_is_an_error_within_the_groups_timeout(op):
     world = World("gloo", 3, seconds=5)
     try:

@@ -15,7 +15,7 @@ from fusedops.distributed.triangles import updated
 
 
 class _ToLocal(torch.autograd.Function):
-    """A rank's part of a DTensor; the parts' cotangents are one with placements of its own.
+    """A rank's part of a DTensor; its adjoint makes a DTensor of all parts' cotangents.
 
     Torch's own functions cut derivatives of second order off, silently, in its older versions.
     """
@@ -114,8 +114,8 @@ def triangle_multiplicative_update(*args: Any, **kwargs: Any) -> DTensor:
     else:
         op: Any = trimul.triangle_multiplicative_update
         out = op(local, direction, mask, *others, **more)
-    whole_out: DTensor = _FromLocal.apply(out, mesh, x.placements, x.shape)
-    return whole_out
+    found: DTensor = _FromLocal.apply(out, mesh, x.placements, x.shape)
+    return found
 
 
 def _along(mask: DTensor, axis: int | None) -> Any:
