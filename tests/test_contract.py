@@ -319,6 +319,22 @@ def test_derivatives_are_what_differences_say(example):
     assert torch.autograd.gradgradcheck(gradients, leaves_of(p), fast_mode=True)
 
 
+@at([place for place in TENSORS if place[1] != "triton"])
+def test_leaves_may_depend_on_each_other(example, place):
+    """A path from one array to another counts once, in derivatives of both orders."""
+    p = example.problem("tiny")
+    loss = total(p, place[1])
+
+    def chained(*leaves):
+        given = [leaves[0]]
+        for leaf in leaves[1:]:
+            given.append(leaf * (1 + given[-1].mean().tanh() / 8))
+        return loss(*given)
+
+    assert torch.autograd.gradcheck(chained, leaves_of(p), fast_mode=True)
+    assert torch.autograd.gradgradcheck(chained, leaves_of(p), fast_mode=True)
+
+
 @needs_torch
 @every_example
 def test_batched_cotangents(example):
