@@ -228,6 +228,7 @@ def test_ranks_that_differ_are_named():
         ),
         "sizes ": lambda: triangle(x, w[0], sizes=[1] * P if last else None),
         "p_in_weight": lambda: triangle(x, w[0] + last),
+        "mask": lambda: triangle(x, w[0], mask=x[:, :1, :, 0].requires_grad_() if last else None),
         "chunks": lambda: triangle(x, w[0], chunks=1 if last else 2),
         "dst ": lambda: exchange(x, 0, 9 if last else 1, group=group, src_sizes=[1] * P),
         "p_out_weight": lambda: triangle(x, w[0], p_out_weight=x.new_ones(2, 2 + last)),

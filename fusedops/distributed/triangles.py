@@ -644,9 +644,10 @@ def updated(
     if tiles.group.size() > 1:
         names = *list(ARRAYS)[2:], "eps", "precision", "gate"
         given = dict(zip(names, others, strict=True)) | {"direction": direction}
-        given |= {"chunks": chunks, "keep": keep, "mask": mask is None or mask.requires_grad}
-        own = tiles.rows, tiles.columns, x.shape[:-3]
-        agree(NAME, tiles.group, x, x=(x.dtype, x.requires_grad, *own), **given)
+        given |= {"chunks": chunks, "keep": keep}
+        given["mask"] = None if mask is None else mask.requires_grad
+        given["x"] = x.dtype, x.requires_grad, tiles.rows, tiles.columns, x.shape[:-3]
+        agree(NAME, tiles.group, x, **given)
     op: Any = _on_one
     # The single-device op checks all but the pairs, on a representation without members.
     like = x.new_empty(0, tiles.N, tiles.N, x.shape[-1])
