@@ -78,6 +78,21 @@ FUNCTIONS = {
 every_op = pytest.mark.parametrize("name", FUNCTIONS)
 
 
+@every_op
+def test_vjp_pulls_back_after_its_transform(name):
+    function, shape = FUNCTIONS[name]
+    x = random(*shape).requires_grad_()
+    out, pullback = torch.func.vjp(function, x)
+    cotangent, other = random(*out.shape), random(*shape)
+    (want,) = torch.autograd.grad(function(x), x, cotangent, create_graph=True)
+    for _ in range(2):
+        (got,) = pullback(cotangent)
+        torch.testing.assert_close(got, want)
+    # The tensor outside has a derivative of the pullback.
+    found = [torch.autograd.grad(g, x, other)[0] for g in (got, want)]
+    torch.testing.assert_close(*found)
+
+
 def loss_of(function):
     def loss(x):
         y = function(x)

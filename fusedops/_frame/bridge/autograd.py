@@ -296,6 +296,17 @@ class _Transformed(_Differentiable):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
+        # The pullback of torch.func.vjp runs after its transform, whose wrappers have no memory.
+        unwrap = torch._C._functorch.unwrap_if_dead
+        saved, others = (
+            tuple([unwrap(value) if isinstance(value, torch.Tensor) else value for value in some])
+            for some in (ctx.saved_tensors, ctx.others)
+        )
+        found = ctx.step.pull_back(None, ctx.needs_input_grad[2:], dy, others, saved)
+        return None, None, *ctx.step.given(found)
+
+    @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], step: _Step, others: tuple[Any, ...], *arrays: Any
     ) -> Any:
