@@ -322,6 +322,20 @@ def test_a_decoding_step_has_gradients(convolution):
     torch.testing.assert_close(got, torch.autograd.grad(want, leaves, cotangent))
 
 
+def test_an_updated_cache_passes_no_gradient_to_the_old_one(convolution):
+    module, _, _ = convolution
+    x, old = random(2, 2, 8), random(2, 8, 4).requires_grad_()
+    cache = 2 * old
+    y, cache = module.step(x[:, :1], None, cache, True)
+    again, _ = module.step(x[:, 1:], None, cache, True)
+    want = torch.autograd.grad(y.sum(), old, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(y.sum() + again.sum(), old), want)
+    before = old.detach().clone()
+    with pytest.raises(RuntimeError, match="leaf"):
+        module.step(x[:, :1], None, old, True)
+    assert torch.equal(old, before)
+
+
 def test_a_mask_and_heads(convolution):
     module, weight, bias = convolution
     x, mask = random(2, 5, 8), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])

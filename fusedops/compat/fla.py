@@ -437,6 +437,8 @@ class ShortConvolution(torch.nn.Conv1d):
         ------
         TypeError, ValueError
             If an argument has the wrong dtype, shape or device; the message names it.
+        RuntimeError
+            Raised by torch if the cache is a leaf that requires grad.
 
         References
         ----------
@@ -475,8 +477,8 @@ class ShortConvolution(torch.nn.Conv1d):
                 initial_state=before,
                 activation=self.activation,
             )
-            with torch.no_grad():
-                cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1))
+            # Autograd sees the copy: a gradient by the new values is none by the old ones.
+            cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1).detach())
         else:
             y = fusedops.dynamic_conv_step(
                 tokens, cache, weight, bias=bias, residual=added, activation=self.activation
