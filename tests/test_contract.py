@@ -335,6 +335,34 @@ def test_leaves_may_depend_on_each_other(example, place):
     assert torch.autograd.gradgradcheck(chained, leaves_of(p), fast_mode=True)
 
 
+@pytest.fixture
+def nans_in_new_memory():
+    """Have torch fill memory with NaN before anything is written there."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nans_in_new_memory")
+@at([place for place in TENSORS if place[1] != "triton"])
+def test_second_derivatives_by_some_leaves_read_no_new_memory(example, place):
+    """A backward by some arrays keeps of others no more than their shapes."""
+    p = example.problem("tiny")
+    loss = total(p, place[1])
+
+    def second(asked, wanted):
+        leaves = leaves_of(p)
+        given = [leaf if ask else leaf.detach() for leaf, ask in zip(leaves, asked, strict=True)]
+        some = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        gradients = torch.autograd.grad(loss(*given), some, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), some)
+
+    every = [True] * len(p.leaves)
+    for wanted in asked_for(len(p.leaves)):
+        for got, want in zip(second(wanted, wanted), second(every, wanted), strict=True):
+            close(p, got, want, times=64)
+
+
 @needs_torch
 @every_example
 def test_batched_cotangents(example):

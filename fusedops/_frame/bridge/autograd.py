@@ -74,6 +74,16 @@ class _Step:
             kept[at] = arrays[at].new_empty(()).expand(arrays[at].shape)
         return kept
 
+    def zeroed(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return saved tensors with zeros for the numbers that `stored` left unwritten.
+
+        Derivatives of higher order multiply them by zero, and they may be NaN.
+        """
+        found = list(saved)
+        for at in self.bare:
+            found[at] = saved[at].new_zeros(()).expand(saved[at].shape)
+        return found
+
     def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
         """Return the tensors to save beside arrays.
 
@@ -140,6 +150,8 @@ class _Differentiable(torch.autograd.Function):
             needed = _needed_now(needed, ctx.next_functions)
         # Borrowed tensors are saved only for autograd to see writes to them.
         saved = ctx.saved_tensors[: step.own]
+        if step.bare and torch.is_grad_enabled():
+            saved = step.zeroed(saved)
         tensors = [value for value in (*dy, *saved) if value is not None]
         kind = (needed, *[cotangent is None for cotangent in dy]), tensors
         call = step.calls.get(kind)
