@@ -27,7 +27,7 @@ from fusedops._frame.primitive import Primitive
 
 DIRECTIONS = ("outgoing", "incoming")
 GATES = ("output", "hidden")
-PRECISIONS = (None, "ieee", "tf32", "bf16", "fp16")
+PRECISIONS = (None, "float32", "ieee", "tf32", "bf16", "fp16")
 
 #: The default precision of 16-bit floats.
 _OWN = {"bfloat16": "bf16", "float16": "fp16"}
@@ -514,11 +514,13 @@ def triangle_multiplicative_update(
         Its gate :math:`V_g` and :math:`c_g`; with ``gate="hidden"``, (H, C) and (H,).
     eps : float
         ε, positive.
-    precision : {None, "ieee", "tf32", "bf16", "fp16"}
+    precision : {None, "float32", "ieee", "tf32", "bf16", "fp16"}
         The lowest precision to which a product may round its factors; sums are float32 or better.
-        None means "ieee" for float32 and float64, and the precision of x for 16 bits; float64
-        allows no other than "ieee". The CPU computes as with "ieee", but for "bf16" of arrays that
-        are all bfloat16.
+        None means "float32" for float32, "ieee" for float64, and the precision of x for 16 bits;
+        float64 allows no other than "ieee". "float32" keeps the digits and the range of float32,
+        on GPUs of data centers by emulated products on tensor cores, each the sum of six products
+        of bfloat16; "ieee" multiplies float32 itself. The CPU computes as with "ieee", but for
+        "bf16" of arrays that are all bfloat16.
     gate : {"output", "hidden"}
         The factor of the last gate: the output, as in AlphaFold, OpenFold, Boltz and
         cuEquivariance; or the normalized o, as in the gpu-mode TriMul problem.
@@ -598,5 +600,5 @@ def triangle_multiplicative_update(
             )
         precision = "ieee"
     elif precision is None:
-        precision = _OWN.get(dtype_name(x.dtype), "ieee")
+        precision = _OWN.get(dtype_name(x.dtype), "float32")
     return to_run((x, mask, *weights, direction, gate, precision, eps, limit), "out")

@@ -30,6 +30,7 @@ from fusedops.conv import conv_vjp
 from fusedops.generated import convolution_of, kernels_of, pull_to_generator
 from gpukern import conv
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.precision import of_float32
 from gpukern.trimul import plan
 from gpukern.trimul.plan import aligned, ceil, is_aligned, processors
 
@@ -448,8 +449,9 @@ class _Call:
     def products(self) -> tuple[Any, ...]:
         """Return the type and precision of products."""
         types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        precision = of_float32(self.x.device) if self.dot == torch.float32 else "ieee"
         # The interpreter multiplies the bits of bfloat16.
-        return types.get(self.dot, tl.float32) if self.x.is_cuda else tl.float32, "ieee"
+        return types.get(self.dot, tl.float32) if self.x.is_cuda else tl.float32, precision
 
     def tile(self, name: str) -> Tile:
         tile = TILES[self.dot.itemsize][name]

@@ -201,7 +201,7 @@ class Foreign(enum.Enum):
         ("fp16", "fp16"),
         (cuequivariance.TriMulPrecision.NONE, None),
         (cuequivariance.TriMulPrecision.TF32, "tf32"),
-        (Foreign.TF32x3, "ieee"),
+        (Foreign.TF32x3, "float32"),
         (Foreign.BFLOAT16, "bf16"),
         (3, "ieee"),
         (5, "bf16"),

@@ -97,17 +97,23 @@ def compiling(capability, code, tmp_path):
     )
 
 
+EMULATED = "from gpukern import precision\nprecision.of_float32 = lambda _: precision.EMULATED\n"
 SMALL = "conv", "density", "generated", "harmonics", "planarity", "scatter", "so2", "wigner"
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("families", "dtype", "capability"),
-    [(SMALL, "float32", 90), (SMALL, "float64", 80), (("trimul",), "float32", 90)],
-    ids=["hopper", "float64 on ampere", "triangles"],
+    ("families", "dtype", "capability", "before"),
+    [
+        (SMALL, "float32", 90, ""),
+        (SMALL, "float64", 80, ""),
+        (("trimul",), "float32", 90, EMULATED),
+        (("generated",), "float32", 80, EMULATED),
+    ],
+    ids=["hopper", "float64 on ampere", "triangles", "emulated on ampere"],
 )
-def test_kernels_compile(families, dtype, capability, tmp_path):
-    code = f"FAMILIES, DTYPE = {families}, torch.{dtype}\n{COMPILE}"
+def test_kernels_compile(families, dtype, capability, before, tmp_path):
+    code = f"FAMILIES, DTYPE = {families}, torch.{dtype}\n{before}{COMPILE}"
     done = compiling(capability, code, tmp_path)
     assert done.stdout == "compiled\n", done.stderr
 

@@ -628,6 +628,8 @@ def test_second_derivatives_of_the_density(anisotropic, count):
 # of eight or not, C and H of one block and of several, and many rows of many channels.
 TRIANGLES = {
     "float32-output": ("float32", None, "output", "outgoing", (2, 37, 24, 40)),
+    "ieee-output": ("float32", "ieee", "output", "outgoing", (2, 37, 24, 40)),
+    "float32-wide": ("float32", None, "output", "incoming", (1, 72, 136, 136)),
     "float32-hidden": ("float32", None, "hidden", "incoming", (1, 64, 32, 32)),
     "fp16-output": ("float32", "fp16", "output", "incoming", (1, 72, 128, 128)),
     "fp16-hidden": ("float32", "fp16", "hidden", "outgoing", (2, 131, 9, 11)),

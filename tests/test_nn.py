@@ -907,7 +907,7 @@ def test_an_update_takes_what_boltz_passes_and_its_own_options():
             "direction is 'ingoing'; it should be one of outgoing, incoming",
         ),
         ({"gate": "none"}, "gate is 'none'; it should be one of output, hidden"),
-        ({"precision": "fp64"}, "precision is 'fp64'; it should be one of None, ieee"),
+        ({"precision": "fp64"}, "precision is 'fp64'; it should be one of None, float32, ieee"),
         ({"backend": "cuda"}, "backend is 'cuda'; it should be one of None, triton"),
     ],
 )

@@ -321,6 +321,7 @@ def test_batches_are_apart(quick, direction):
 # dtype, precision, and the largest error there may be, relative, by norms.
 PRECISION = [
     ("float32", None, 1e-6),
+    ("float32", "float32", 1e-6),
     ("float32", "ieee", 1e-6),
     ("float32", "tf32", 1e-3),
     ("float32", "bf16", 5e-3),
@@ -757,7 +758,7 @@ BAD = {
     "precision": (
         {"precision": "fp8"},
         ValueError,
-        "precision is 'fp8'; it should be one of None, ieee, tf32, bf16, fp16",
+        "precision is 'fp8'; it should be one of None, float32, ieee, tf32, bf16, fp16",
     ),
     "precision of float64": (
         {"precision": "tf32"},
@@ -827,7 +828,7 @@ def test_a_weight_that_is_missing_says_its_name(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "resolved"), [(None, "ieee"), ("ieee", "ieee"), ("tf32", "tf32"), ("bf16", "bf16")]
+    ("given", "resolved"), [(None, "float32"), ("ieee", "ieee"), ("tf32", "tf32"), ("bf16", "bf16")]
 )
 @pytest.mark.usefixtures("fresh_plans")
 def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
@@ -862,8 +863,8 @@ def test_kernels_are_told_what_the_call_asks_for(given, resolved, monkeypatch):
     ("x", "weights", "resolved"),
     [
         ("float64", "float64", "ieee"),
-        ("float32", "float32", "ieee"),
-        ("float32", "bfloat16", "ieee"),
+        ("float32", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
         ("bfloat16", "bfloat16", "bf16"),
         ("bfloat16", "float32", "bf16"),
         ("float16", "float32", "fp16"),

@@ -942,6 +942,9 @@ def _trimul_workloads() -> Iterator[Workload]:
         # These kernels take seconds to compile.
         yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16", self_check=False)
         yield replace(gpu, make=make, dtype="bfloat16")
+        if (N, C) in ((256, 128), (768, 128), (768, 384)):
+            # By default, as models in float32 call it.
+            yield replace(gpu, name="Boltz, float32", make=make, quick=False)
     # Other sizes and dtypes that docs/folding.md lists. TF32 rounds as float16 does.
     autocast, tf32 = ("bf16", "bfloat16"), ("tf32", "float16")
     for name, C, (precision, rounds_to), biases in (

@@ -23,7 +23,7 @@ __all__ = ["TriMulPrecision", "triangle_multiplicative_update"]
 class TriMulPrecision(enum.IntEnum):
     """Precisions of products, by cuEquivariance's names and numbers.
 
-    TF32x3 adds up three products of TF32 to nearly float32's digits, so that "ieee" serves it.
+    TF32x3 adds up three products of TF32 to nearly float32's digits, so that "float32" serves it.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ _PRECISIONS = {
     "none": None,
     "default": None,
     "tf32": "tf32",
-    "tf32x3": "ieee",
+    "tf32x3": "float32",
     "ieee": "ieee",
     "bf16": "bf16",
     "bfloat16": "bf16",

@@ -317,8 +317,9 @@ def finish_back(
     on_p = on_p.view(B, L * N, C)
     BH = power(H, 16)
     rows = (2048 if update.small else 4096) // BH
-    BM = min(max(16, rows) if update.fast else 16, power(N, 16))
-    BN = max(16, min(64 if update.fast else 16, (1 << 13) // BH, power(C, 16)))
+    BM = min(max(16, rows) if update.rounded else 16, power(N, 16))
+    most = 64 if update.rounded else 32 if update.emulated else 16
+    BN = max(16, min(most, (1 << 13) // BH, power(C, 16)))
     programs = B * L * ceil(N, BM)
     sums = update.new(programs, 2, H, dtype=update.accumulator)
     constants = update.eps, C, H, update.G, update.output, width, BM, BH, BN

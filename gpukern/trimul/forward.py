@@ -31,6 +31,9 @@ _CHANNELS = 128
 _PROJECT = 128, 64, 64, 128, (8, 2)
 _WITH_LOGITS = 128, 32, 64, 128, (8, 3)
 _READY = 128, 64, 64, 64, (4, 3)
+# For emulated products, whose parts take registers: where x is made and where it is ready.
+_EMULATED = 64, 32, 32, 64, (4, 2)
+_READY_EMULATED = 128, 32, 32, 32, (8, 2)
 # On a GPU with little shared memory, where large tiles of TF32 don't fit, and others spill more.
 _SMALL = 64, 32, 32, 128, (4, 2)
 
@@ -115,7 +118,10 @@ def project(
         kept = normalized(update, x)
     BM, BH, BG, chunk, how = 32, 32, 32, 64 if update.dtype.itemsize < 8 else 32, (4, 1)
     if update.fast:
-        large = _READY if ready else _WITH_LOGITS if logging else _PROJECT
+        if update.emulated:
+            large = _READY_EMULATED if ready else _EMULATED
+        else:
+            large = _READY if ready else _WITH_LOGITS if logging else _PROJECT
         BM, BH, BG, chunk, how = _SMALL if update.small else large
     chunk = min(chunk, power(C, 16))
     if C > chunk and not ready:
@@ -203,6 +209,9 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         BM = min(max(16, rows) if update.fast else 16, power(N, 16))
         # A block of the weight is no larger than it is where H is 128.
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
+        if update.emulated and BH > 128:
+            # More rows, in three parts, don't fit the registers.
+            BM, BN = 16, min(BN, 32)
         constants = update.eps, C, update.H, update.output, BM, BH, BN, *update.types, *update.place
         numbers = L, N, update.pitch, o.stride(1), shift
         launch(kernels.finish, (4, 1), B * L * ceil(N, BM), tensors, numbers, constants)

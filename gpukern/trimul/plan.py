@@ -16,6 +16,7 @@ from triton.runtime import driver
 from fusedops._frame.check import warn
 from fusedops.trimul import in_parts, slices, warn_of_parts
 from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.precision import EMULATED, of_float32
 from gpukern.trimul import kernels
 
 # Versions of Triton whose Gluon compiles these kernels. Gluon is experimental: another version may
@@ -168,8 +169,11 @@ class Update:
         # A gate is between zero and one, where fp16 has three binary digits more.
         self.opened = torch.float16 if self.dtype == torch.bfloat16 else self.dtype
         self.accumulator = torch.promote_types(self.dtype, torch.float32)
-        self.fast = self.dtype.itemsize == 2 or precision == "tf32"
-        self.precision = "tf32" if precision == "tf32" else "ieee"
+        # Whether factors may be rounded, and whether products run on tensor cores.
+        self.rounded = self.dtype.itemsize == 2 or precision == "tf32"
+        self.precision = {"tf32": "tf32", "float32": of_float32(x.device)}.get(precision, "ieee")
+        self.emulated = self.precision == EMULATED
+        self.fast = self.rounded or self.emulated
         if self.mask is not None:
             # Kernels find a place within a mask's memory in 32 bits.
             steps = zip(self.mask.shape, self.mask.stride(), strict=True)
@@ -189,7 +193,7 @@ class Update:
         self.types = dot, self.float, self.precision, exact
         self.exact = exact
         self.small = is_small(x.device)
-        self.asm = self.fast and x.is_cuda and torch.version.cuda is not None
+        self.asm = self.rounded and x.is_cuda and torch.version.cuda is not None
         size = self.B * self.L * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32
         self.place = self.long, self.N % 8 == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gpukern.precision import EMULATED
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import Update, ceil, launch, processors
 
@@ -18,13 +19,18 @@ from gpukern.trimul.plan import Update, ceil, launch, processors
 # that is busy anyway, and on a GPU with too few programs.
 SPLIT, LONG, _SHORT = 64, 1 << 11, 1 << 7
 
-# Rows and columns of a program, the terms that it adds at once, its warps and stages: for 16 bits,
-# TF32 and float32, by the bytes of a number and whether products are rounded.
+# Rows and columns of a program, the terms that it adds at once, its warps and stages: for products
+# of float32 by their precision, and for 16 bits.
 _TILES = {
-    (2, True): (64, 64, (4, 3)),
-    (4, True): (128, 32, (8, 2)),
-    (4, False): (64, 32, (4, 2)),
+    "tf32": (128, 32, (8, 2)),
+    EMULATED: (64, 32, (4, 3)),
+    "ieee": (64, 32, (4, 2)),
 }
+_TILE_OF_16_BITS = 64, 64, (4, 3)
+
+
+def _tile(update: Update) -> tuple[int, int, tuple[int, int]]:
+    return _TILE_OF_16_BITS if update.dtype.itemsize == 2 else _TILES[update.precision]
 
 
 def products(
@@ -39,7 +45,7 @@ def products(
         else:
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
-    size, chunk, how = _TILES[update.dtype.itemsize, update.fast]
+    size, chunk, how = _tile(update)
     chunk = chunk if a.is_cuda else 128
     (batches, M, K), N = a.shape, b.shape[2]
     programs = batches * ceil(M, size) * ceil(N, size)
@@ -79,7 +85,7 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
     least = 1 if rows % 8 else 8
     most = min(SPLIT, rows // LONG) + 1
     if update.ours and len(a) == 1:
-        size = _TILES[update.dtype.itemsize, update.fast][0]
+        size = _tile(update)[0]
         programs = ceil(a.shape[1], size) * ceil(b.shape[2], size)
         most = max(most, min(SPLIT, rows // _SHORT, ceil(processors(a.device), programs)))
     split = max(n for n in range(1, most + 1) if rows % (least * n) == 0)
