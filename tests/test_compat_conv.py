@@ -273,10 +273,30 @@ def test_bad_boundaries_of_varlen_states(starts, kind, message):
         causal_conv1d.causal_conv1d_varlen_states(torch.ones(4, 1), torch.tensor(starts), 2)
 
 
-def test_an_update_in_place_refuses_gradients():
-    x, state = torch.ones(1, 8, requires_grad=True), torch.ones(1, 8, 3)
-    with pytest.raises(RuntimeError, match="it updates state in place"):
-        causal_conv1d.causal_conv1d_update(x, state, torch.ones(8, 4))
+@pytest.mark.parametrize("slots", [None, torch.tensor([2, -1])], ids=["batch", "paged"])
+def test_an_update_of_tensors_with_gradients_has_none(slots):
+    """The values are those without gradients, and gradients of old states end at the update."""
+    x, weight, old = random(2, 8, 1), random(8, 4), random(2 if slots is None else 4, 8, 4)
+    want_state = old.clone()
+    want = causal_conv1d.causal_conv1d_update(
+        x, want_state, weight, activation="silu", conv_state_indices=slots
+    )
+    for tensor in (x, weight, old):
+        tensor.requires_grad_()
+    state = 1 * old
+    out = causal_conv1d.causal_conv1d_update(
+        x, state, weight, activation="silu", conv_state_indices=slots
+    )
+    assert not out.requires_grad
+    assert torch.equal(out, want)
+    assert torch.equal(state, want_state)
+    kept = torch.tensor([0.0, 0] if slots is None else [1.0, 1, 0, 1]).double()
+    (dold,) = torch.autograd.grad(state.sum(), old)
+    assert torch.equal(dold, kept[:, None, None].expand_as(old))
+    before = old.detach().clone()
+    with pytest.raises(RuntimeError, match="leaf"):
+        causal_conv1d.causal_conv1d_update(x, old, weight, conv_state_indices=slots)
+    assert torch.equal(old, before)
 
 
 @pytest.fixture(params=[True, False], ids=["bias", "no-bias"])
@@ -320,6 +340,16 @@ def test_a_decoding_step_has_gradients(convolution):
     cotangent = random(*y.shape)
     got = torch.autograd.grad(y, leaves, cotangent)
     torch.testing.assert_close(got, torch.autograd.grad(want, leaves, cotangent))
+
+
+def test_an_update_of_a_cache_has_gradients():
+    x, residual, weight, old = random(2, 8), random(2, 8), random(8, 4), random(2, 8, 4)
+    leaves = [t.requires_grad_() for t in (x, residual, weight, old)]
+    y, _ = fla.causal_conv1d_update(x, old.clone(), residual, weight, activation="silu")
+    want = reference(x[..., None], weight, None, old[..., 1:], "silu")[..., 0] + residual
+    torch.testing.assert_close(y, want)
+    got = torch.autograd.grad(y.square().sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(want.square().sum(), leaves))
 
 
 def test_an_updated_cache_passes_no_gradient_to_the_old_one(convolution):

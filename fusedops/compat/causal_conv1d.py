@@ -275,8 +275,12 @@ def causal_conv1d_update(
     TypeError, ValueError
         If an argument has the wrong dtype, shape or device; the message names it.
     RuntimeError
-        If x or `conv_state` requires grad: a step that works in place has no gradient. Parameters
-        may require one, and get none, as in causal-conv1d.
+        Raised by torch if `conv_state` is a leaf that requires grad.
+
+    Notes
+    -----
+    As in causal-conv1d, the result has no gradient, whatever requires one: `causal_conv1d_fn` with
+    `initial_states` has. An updated state passes no gradient on to its old values.
 
     References
     ----------
@@ -303,21 +307,31 @@ def causal_conv1d_update(
         padding = conv_state_indices == pad_slot_id
         conv_state_indices = conv_state_indices.masked_fill(padding, -1)
     several = x.ndim == 3
+    # Autograd must learn that an update has overwritten values that it knows.
+    recorded = conv_state.requires_grad and torch.is_grad_enabled()
+    state = conv_state.detach().clone() if recorded else conv_state
     try:
-        out = fusedops.dynamic_conv_step(
-            x.transpose(1, 2) if several else x,
-            conv_state,
-            weight.detach() if weight.requires_grad else weight,
-            bias=bias.detach() if bias is not None and bias.requires_grad else bias,
-            activation=activation,
-            slots=conv_state_indices,
-            positions=cache_seqlens,
-        )
+        with torch.no_grad():
+            out = fusedops.dynamic_conv_step(
+                x.transpose(1, 2) if several else x,
+                state,
+                weight,
+                bias=bias,
+                activation=activation,
+                slots=conv_state_indices,
+                positions=cache_seqlens,
+            )
     except (AttributeError, TypeError, ValueError):
         # The op has refused under its own names. Checks of every call would cost the host as much
         # again as the checks of the op.
         _need_update(*given)
         raise
+    if recorded:
+        if conv_state_indices is not None:
+            numbers = torch.arange(len(state), device=state.device)
+            updated = (conv_state_indices[:, None] == numbers).any(0)
+            state = torch.where(updated[:, None, None], state, conv_state)
+        conv_state.copy_(state)
     return out.transpose(1, 2) if several else out
 
 

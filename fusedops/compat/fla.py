@@ -169,7 +169,11 @@ def causal_conv1d_update(
     TypeError, ValueError
         If an argument has the wrong dtype, shape or device; the message names it.
     RuntimeError
-        If an argument requires grad: an update in place has no gradient.
+        Raised by torch if the cache is a leaf that requires grad.
+
+    Notes
+    -----
+    Gradients reach all float tensors that are given; the updated cache is detached.
 
     References
     ----------
@@ -205,10 +209,35 @@ def causal_conv1d_update(
         )
     tokens = x.reshape(count, len(weight))
     added = None if residual is None else residual.reshape(tokens.shape)
-    y = fusedops.dynamic_conv_step(
-        tokens, cache, weight, bias=bias, residual=added, activation=activation
+    return _update(tokens, cache, added, weight, bias, activation).view(x.shape), cache
+
+
+def _update(
+    tokens: torch.Tensor,
+    cache: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
+    """Shift tokens (N, D) into the cache, and return their convolution, with its gradients."""
+    if not _differentiated(tokens, cache, weight, bias, residual):
+        return fusedops.dynamic_conv_step(
+            tokens, cache, weight, bias=bias, residual=residual, activation=activation
+        )
+    # The backward reads the cache as it was before the update.
+    before = cache.clone()
+    y = fusedops.dynamic_conv(
+        tokens[:, None],
+        weight,
+        bias=bias,
+        residual=None if residual is None else residual[:, None],
+        initial_state=before,
+        activation=activation,
     )
-    return y.view(x.shape), cache
+    # Autograd sees the copy: a gradient by the new values is none by the old ones.
+    cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1).detach())
+    return y[:, 0]
 
 
 class ShortConvolution(torch.nn.Conv1d):
@@ -466,23 +495,7 @@ class ShortConvolution(torch.nn.Conv1d):
         need_state(name, "cache", cache, x)
         tokens = x.reshape(count, self.hidden_size)
         added = None if residual is None else residual.reshape(tokens.shape)
-        if _differentiated(x, cache, weight, bias, residual):
-            # The backward reads the cache as it was before the update.
-            before = cache.clone()
-            y = fusedops.dynamic_conv(
-                tokens[:, None],
-                weight,
-                bias=bias,
-                residual=None if added is None else added[:, None],
-                initial_state=before,
-                activation=self.activation,
-            )
-            # Autograd sees the copy: a gradient by the new values is none by the old ones.
-            cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1).detach())
-        else:
-            y = fusedops.dynamic_conv_step(
-                tokens, cache, weight, bias=bias, residual=added, activation=self.activation
-            )
+        y = _update(tokens, cache, added, weight, bias, self.activation)
         return y.view(x.shape), cache if output_final_state else None
 
 
