@@ -98,6 +98,39 @@ def test_seq_idx(layout):
     )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_seq_idx_in_a_graph(dynamic):
+    """Every run of a graph reads the numbers of its tokens, with padding or without."""
+
+    def convolve(x, weight, bias, numbers):
+        return causal_conv1d.causal_conv1d_fn(x, weight, bias, numbers, activation="silu")
+
+    compiled = torch.compile(convolve, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    weight, bias = random(8, 4), random(8)
+    for numbers in (
+        [[0] * 3 + [1] * 6, [2] * 4 + [7] + [-1] * 4],
+        [[0] * 9, [0] * 9],
+        [[-1] * 9, [*range(9)]],
+    ):
+        leaves = [t.clone().requires_grad_() for t in (random(2, 8, 9), weight, bias)]
+        given = torch.tensor(numbers, dtype=torch.int32)
+        out, want = compiled(*leaves, given), convolve(*leaves, given)
+        torch.testing.assert_close(out, want)
+        cotangent = random(*out.shape)
+        got = torch.autograd.grad(out, leaves, cotangent)
+        torch.testing.assert_close(got, torch.autograd.grad(want, leaves, cotangent))
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(*leaves, given), want)
+
+
+def test_seq_idx_without_tokens():
+    out = causal_conv1d.causal_conv1d_fn(
+        torch.ones(2, 8, 0), torch.ones(8, 4), seq_idx=torch.ones(2, 0, dtype=torch.int32)
+    )
+    assert out.shape == (2, 8, 0)
+
+
 @pytest.mark.parametrize("tokens", [None, 1, 3])
 @pytest.mark.parametrize("pad", [-1, 5])
 def test_an_update_of_paged_states(layout, tokens, pad):

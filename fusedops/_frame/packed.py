@@ -220,9 +220,7 @@ class Packed:
         return cls.kept(tensors, options, make)
 
     @classmethod
-    def kept(
-        cls, tensors: Sequence[Any], options: dict[str, Any], make: Callable[[], Self]
-    ) -> Self:
+    def kept(cls, tensors: Sequence[Any], options: dict[str, Any], make: Callable[[], T]) -> T:
         """Return what `make` returns for tensors: made once, and again only after a write to any.
 
         Views of the same memory find the object too. It is forgotten with the tensor of which the
@@ -238,7 +236,7 @@ class Packed:
             # Compare identity: a freed tensor's address may be reused.
             same = [ref() for ref in refs]
             if before == of and then == states and _are(same, others):
-                return cast("Self", made)
+                return cast("T", made)
         made, refs = make(), [weakref.ref(tensor) for tensor in others]
         # Versions only grow: objects of an older one are never found again.
         found = [entry for entry in found if entry[2][0][0] == states[0][0]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 import fusedops
@@ -26,7 +25,6 @@ from fusedops._frame.check import (
     size,
     traced,
 )
-from fusedops._frame.packed import bridge, outside_of_graphs
 from fusedops.conv import ACTIVATIONS
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
@@ -74,24 +72,30 @@ def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None
         raise ValueError(f"{op}: {name} overlaps itself; it should have memory for every element")
 
 
-@outside_of_graphs
-def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences, bool]:
-    """Return the sequences of the tokens of a batch, and whether some tokens are padding.
+def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
+    """Return whether each of the tokens of a batch (B · T,) begins a sequence."""
+    found = torch.ones_like(seq_idx, dtype=torch.bool)
+    found[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return found.flatten()
 
-    The numbers are read once, and again only after a write to them.
+
+def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences | torch.Tensor, bool]:
+    """Return the sequences of the tokens of a batch, and whether some tokens may be padding.
+
+    The numbers are read once, and again only after a write to them. A graph doesn't read them: it
+    has as many sequences as tokens, of which those at the end are empty.
     """
+    count = seq_idx.numel()
+    if traced():
+        numbers = torch.arange(count, device=seq_idx.device)
+        starts = torch.where(_begins(seq_idx), numbers, count).sort().values
+        return torch.nn.functional.pad(starts, (0, 1), value=count), True
 
-    def make() -> fusedops.Sequences:
-        numbers = np.atleast_2d(bridge().values(seq_idx))
-        first = np.ones(numbers.shape, bool)
-        first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-        starts = np.append(np.flatnonzero(first), numbers.size)
-        made = fusedops.Sequences(torch.from_numpy(starts).to(seq_idx.device))
-        made.__dict__["padded"] = bool((numbers < 0).any())
-        return made
+    def make() -> tuple[fusedops.Sequences, bool]:
+        starts = torch.nn.functional.pad(_begins(seq_idx).nonzero()[:, 0], (0, 1), value=count)
+        return fusedops.Sequences(starts), bool((seq_idx < 0).any())
 
-    made = fusedops.Sequences.kept((seq_idx,), {}, make)
-    return made, made.__dict__["padded"]
+    return fusedops.Sequences.kept((seq_idx,), {}, make)
 
 
 def causal_conv1d_fn(
@@ -119,8 +123,8 @@ def causal_conv1d_fn(
         Added before the activation.
     seq_idx : tensor (B, T), int32 or int64, optional
         The number of each token's sequence, in which nothing crosses to another; a negative one is
-        padding, for which out and all gradients are zero. Read once by the host. With it, no
-        states are taken or returned.
+        padding, for which out and all gradients are zero. Read once by the host, and again in
+        every run of a compiled graph. With it, no states are taken or returned.
     initial_states : tensor (B, D, W - 1), optional
         The inputs before the first token, the latest last; zeros by default.
     return_final_states : bool
