@@ -10,6 +10,7 @@ MYPY ?= mypy==2.4.1
 PRE_COMMIT ?= pre-commit==4.7.0
 FAIRCHEM ?= fairchem-core==2.24.0
 TORCHREF ?= torchref==0.7.0
+TRANSFORMERS ?= transformers==5.23.0
 SPHINX ?= 'sphinx==9.0.4; python_version >= "3.11"' 'sphinx==8.1.3; python_version < "3.11"' \
 	myst-nb==1.4.0 numpydoc==1.11.0 furo==2025.12.19
 
@@ -19,6 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile
 IN_FAIRCHEM := .venv/fairchem/bin/python -m pip --disable-pip-version-check --quiet
 IN_TORCHREF := .venv/torchref/bin/python -m pip --disable-pip-version-check --quiet
+IN_TRANSFORMERS := .venv/transformers/bin/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build meson.options cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
@@ -75,7 +77,7 @@ test: .venv/test ## test the installed package, on CPU
 kernels: .venv/test ## compile every Triton kernel for several GPUs, with none here
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml -m compiles ../tests
 
-peer-tests: .venv/fairchem/done .venv/torchref/done ## test fusedops.compat with fairchem-core and TorchRef
+peer-tests: .venv/fairchem/done .venv/torchref/done .venv/transformers/done ## test fusedops.compat with its peers
 	cd .venv && fairchem/bin/python -m pytest -c ../pyproject.toml \
 		../tests/test_compat.py ../tests/test_compat_fairchem.py
 	[ -z "$(FAIRCHEM_TESTS)" ] || (cd "$(FAIRCHEM_TESTS)" && \
@@ -87,10 +89,11 @@ peer-tests: .venv/fairchem/done .venv/torchref/done ## test fusedops.compat with
 		"$(CURDIR)/.venv/torchref/bin/python" -c "$$REGISTERED" torchref -m "not gpu" -p no:cacheprovider \
 		tests/unit/structure_factor tests/unit/base/test_canonical_sphere_cpu.py \
 		tests/unit/base/test_target_values.py)
+	cd .venv && transformers/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_transformers.py
 	[ -z "$(CAUSAL_CONV1D_TESTS)$(FLA_TESTS)" ] || $(MAKE) .venv/test
 	[ -z "$(CAUSAL_CONV1D_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
-		bin/python ../tests/peer_conv.py causal_conv1d "$(abspath $(CAUSAL_CONV1D_TESTS))" \
-		-k "$(CAUSAL_CONV1D_SOME)")
+		for ours in causal_conv1d cpp_functions; do bin/python ../tests/peer_conv.py $$ours \
+		"$(abspath $(CAUSAL_CONV1D_TESTS))" -k "$(CAUSAL_CONV1D_SOME)" || exit; done)
 	[ -z "$(FLA_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
 		bin/python ../tests/peer_conv.py fla "$(abspath $(FLA_TESTS))")
 	[ -z "$(filter-out %:,$(TRIANGLES))" ] || ($(MAKE) .venv/test && \
@@ -201,6 +204,14 @@ REPLACE = $(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 	$(IN_TORCHREF) install '$(TORCH)'
 	$(IN_TORCHREF) install --no-deps --force-reinstall "$(WHEEL)"
 	$(IN_TORCHREF) install "$(WHEEL)[test]" '$(TORCHREF)'
+	touch $@
+
+# An environment of its own, since transformers has many requirements.
+.venv/transformers/done: .venv/package
+	$(PYTHON) -m venv .venv/transformers
+	$(IN_TRANSFORMERS) install '$(TORCH)'
+	$(IN_TRANSFORMERS) install --no-deps --force-reinstall "$(WHEEL)"
+	$(IN_TRANSFORMERS) install "$(WHEEL)[test]" '$(TRANSFORMERS)'
 	touch $@
 
 # Built for this machine's instruction set only, beside the installed package, which is unchanged.

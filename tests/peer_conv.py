@@ -1,10 +1,11 @@
 """Run the tests of causal-conv1d or flash-linear-attention on our functions::
 
     python tests/peer_conv.py causal_conv1d <clone of its repository> [arguments for pytest]
+    python tests/peer_conv.py cpp_functions <clone of causal-conv1d> [arguments for pytest]
     python tests/peer_conv.py fla <clone of its repository> [arguments for pytest]
 
 Nothing of theirs is installed: modules with our functions take the place of the package, beside
-causal-conv1d's own references. Without a GPU the tests run on the CPU, with fewer tokens, channels,
+causal-conv1d's own references; or ours only take the place of its compiled ones. Without a GPU the tests run on the CPU, with fewer tokens, channels,
 rows and repetitions.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,17 +36,16 @@ def ours(of: ModuleType) -> dict[str, Any]:
     return {name: getattr(of, name) for name in of.__all__}
 
 
-def for_causal_conv1d(clone: Path) -> str:
+def for_causal_conv1d(clone: Path, *, compiled_only: bool = False) -> str:
     """Import ours for causal-conv1d's functions; return the source of its tests."""
     sys.path.insert(0, str(clone))
-    names = ("causal_conv1d_fwd", "causal_conv1d_bwd", "causal_conv1d_update")
     package = module("causal_conv1d")
     package.__path__ = [str(clone / "causal_conv1d")]
-    module("causal_conv1d.cpp_functions", **{f"{name}_function": None for name in names})
+    module("causal_conv1d.cpp_functions", **ours(causal_conv1d))
     import causal_conv1d.causal_conv1d_interface as interface
     import causal_conv1d.causal_conv1d_varlen as varlen
 
-    for place in (interface, varlen):
+    for place in (varlen,) if compiled_only else (interface, varlen):
         place.__dict__.update(ours(causal_conv1d))
     source = (clone / "tests/test_causal_conv1d.py").read_text()
     if torch.cuda.is_available():
@@ -90,7 +91,12 @@ def for_fla(clone: Path) -> str:
 
 if __name__ == "__main__":
     peer, clone, *arguments = sys.argv[1:]
-    source = {"causal_conv1d": for_causal_conv1d, "fla": for_fla}[peer](Path(clone).absolute())
+    sources = {
+        "causal_conv1d": for_causal_conv1d,
+        "cpp_functions": partial(for_causal_conv1d, compiled_only=True),
+        "fla": for_fla,
+    }
+    source = sources[peer](Path(clone).absolute())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"test_{peer}.py"
         path.write_text(source)

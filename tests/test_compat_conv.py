@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+import types
+
 import numpy as np
 import pytest
 
@@ -172,6 +177,125 @@ def test_varlen_states():
     assert not causal_conv1d.causal_conv1d_varlen_states(x[:0], starts[:1], 3).numel()
 
 
+@pytest.mark.parametrize("states", [False, True], ids=["", "states"])
+@pytest.mark.parametrize("silu", [False, True], ids=["", "silu"])
+def test_functions_below_autograd(layout, states, silu):
+    """mamba_ssm's fast paths give them half of an array, and memory for its gradient."""
+    halves, weight, bias = layout(random(2, 16, 9)), random(8, 4), random(8)
+    x, activation = halves.chunk(2, dim=1)[0], "silu" if silu else None
+    before, final = (random(2, 8, 3), torch.empty(2, 8, 3).double()) if states else (None, None)
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias, before)]
+    out = causal_conv1d.causal_conv1d_fwd_function(x, weight, bias, None, before, final, silu)
+    assert out.stride() == torch.empty_like(x).stride()
+    want = reference(*leaves, activation)
+    torch.testing.assert_close(out, want.detach())
+    dout, dfinal, dx = random(2, 8, 9), None, torch.empty_like(halves).chunk(2, dim=1)[0]
+    total = (want * dout).sum()
+    if states:
+        torch.testing.assert_close(final, x[..., -3:])
+        dfinal = random(2, 8, 3)
+        total = total + (leaves[0][..., -3:] * dfinal).sum()
+    wanted = torch.autograd.grad(total, [leaf for leaf in leaves if leaf is not None])
+    found = causal_conv1d.causal_conv1d_bwd_function(
+        x, weight, bias, dout, None, before, dfinal, dx, states, silu
+    )
+    assert found[0] is dx
+    assert not any(t is not None and t.requires_grad for t in (out, *found))
+    torch.testing.assert_close(found[: len(wanted)], wanted)
+    assert states or found[3] is None
+    state = random(2, 8, 3)
+    step = x[..., :1], state.clone(), weight, bias
+    got = causal_conv1d.causal_conv1d_update_function(*step, silu, None, None)
+    assert torch.equal(
+        got, causal_conv1d.causal_conv1d_update(*step[:1], state, *step[2:], activation)
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_gradients_of_numbered_sequences_below_autograd():
+    numbers = torch.tensor([[0] * 3 + [1] * 6, [2] * 4 + [7] + [-1] * 4], dtype=torch.int32)
+    leaves = [t.requires_grad_() for t in (random(2, 8, 9), random(8, 4))]
+    out = causal_conv1d.causal_conv1d_fn(*leaves, seq_idx=numbers, activation="silu")
+    dout = random(2, 8, 9)
+    given = *leaves, None, dout, numbers, None, None, None, False, True
+    dx, dweight, dbias, _ = causal_conv1d.causal_conv1d_bwd_function(*given)
+    assert dbias is None
+    torch.testing.assert_close((dx, dweight), torch.autograd.grad(out, leaves, dout))
+    compiled = torch.compile(causal_conv1d.causal_conv1d_bwd_function, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given)[:2], (dx, dweight))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dout": torch.ones(2, 8, 4)}, r"dout has shape \(2, 8, 4\); it should be \(2, 8, 5\)"),
+        ({"dx": torch.ones(2, 7, 5)}, r"dx has shape \(2, 7, 5\)"),
+        ({"dfinal_states": torch.ones(2, 8, 4)}, r"dfinal_states has shape \(2, 8, 4\)"),
+        ({"return_dinitial_states": True}, "initial_states is None"),
+        ({"weight": torch.ones(7, 4)}, r"weight has shape \(7, 4\)"),
+        (
+            {"seq_idx": torch.zeros(2, 5).int(), "dfinal_states": torch.ones(2, 8, 3)},
+            "dfinal_states is given with seq_idx",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments_below_autograd(changes, message):
+    names = ["x", "weight", "bias", "dout", "seq_idx", "initial_states", "dfinal_states", "dx"]
+    given = dict.fromkeys(names) | {"return_dinitial_states": False, "silu_activation": True}
+    x = torch.ones(2, 8, 5)
+    given |= {"x": x, "weight": torch.ones(8, 4), "dout": x} | changes
+    with pytest.raises(ValueError, match=f"causal_conv1d_bwd_function: {message}"):
+        causal_conv1d.causal_conv1d_bwd_function(**given)
+
+
+def program(monkeypatch, name, **contents):
+    made = types.ModuleType(name)
+    made.__dict__.update(contents)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+def test_register_without_the_package(monkeypatch):
+    monkeypatch.delitem(sys.modules, "causal_conv1d", raising=False)
+    early = program(monkeypatch, "early", causal_conv1d_fn=None, causal_conv1d_update=1)
+    causal_conv1d.register()
+    causal_conv1d.register()
+    try:
+        package = importlib.import_module("causal_conv1d")
+        assert importlib.util.find_spec("causal_conv1d") is package.__spec__
+        assert package.causal_conv1d_fn is early.causal_conv1d_fn is causal_conv1d.causal_conv1d_fn
+        assert early.causal_conv1d_update == 1
+        for module, names in causal_conv1d.FUNCTIONS.items():
+            found = importlib.import_module(module)
+            assert all(getattr(found, each) is getattr(causal_conv1d, each) for each in names)
+        assert package.cpp_functions is sys.modules["causal_conv1d.cpp_functions"]
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("causal_conv1d.later")
+    finally:
+        causal_conv1d.unregister()
+    causal_conv1d.unregister()
+    assert early.causal_conv1d_fn is None
+    assert not any(name.startswith("causal_conv1d") for name in sys.modules)
+
+
+def test_register_gives_the_package_back(monkeypatch):
+    functions = {"causal_conv1d_fn": lambda: "theirs"}
+    theirs = program(monkeypatch, "causal_conv1d", **functions)
+    below = program(monkeypatch, "causal_conv1d.interface", **functions)
+    user = program(monkeypatch, "user", **functions)
+    causal_conv1d.register()
+    try:
+        assert user.causal_conv1d_fn is causal_conv1d.causal_conv1d_fn
+        assert sys.modules["causal_conv1d"] is not theirs
+        assert "causal_conv1d.interface" not in sys.modules
+    finally:
+        causal_conv1d.unregister()
+    assert user.causal_conv1d_fn is theirs.causal_conv1d_fn is functions["causal_conv1d_fn"]
+    assert sys.modules["causal_conv1d"] is theirs
+    assert sys.modules["causal_conv1d.interface"] is below
+
+
 BAD = {
     "x of rank 2": ({"x": torch.ones(2, 8)}, ValueError, r"x has shape \(2, 8\); it should be \(B"),
     "weight of other channels": ({"weight": torch.ones(7, 4)}, ValueError, r"weight has shape \(7"),
@@ -210,7 +334,7 @@ BAD = {
         ValueError,
         "seq_idx has shape",
     ),
-    "activation": ({"activation": "gelu"}, ValueError, "activation is 'gelu'"),
+    "activation": ({"activation": "gelu"}, NotImplementedError, "activation is 'gelu'"),
     "x of NumPy": ({"x": np.ones((2, 8, 5))}, TypeError, "x is a ndarray; it should be a tensor"),
     "a list": ({"x": [[[1.0]]]}, TypeError, "x is a list; it should be a tensor"),
     "no weight": ({"weight": None}, TypeError, "weight is None; it should be a tensor"),
@@ -278,7 +402,7 @@ BAD_UPDATE = {
         r"cache_seqlens has shape \(3,\); it should be \(2,\)",
     ),
     "x of NumPy": ({"x": np.ones((2, 8))}, TypeError, "x is a ndarray"),
-    "activation": ({"activation": "gelu"}, ValueError, "activation is 'gelu'"),
+    "activation": ({"activation": "gelu"}, NotImplementedError, "activation is 'gelu'"),
 }
 
 

@@ -3,11 +3,17 @@ r"""causal-conv1d's functions, as Mamba, vLLM and SGLang call them, with the arg
     -from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
     +from fusedops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 
-Our kernels read tokens of either layout, and states by slots, where they lie.
+`register` puts them in the place of the package, for transformers and other programs. Our kernels
+read tokens of either layout, and states by slots, where they lie.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,9 +31,19 @@ from fusedops._frame.check import (
     size,
     traced,
 )
-from fusedops.conv import ACTIVATIONS
+from fusedops._frame.packed import outside_of_graphs
+from fusedops.conv import ACTIVATIONS, conv_vjp
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
+__all__ = [
+    "causal_conv1d_bwd_function",
+    "causal_conv1d_fn",
+    "causal_conv1d_fwd_function",
+    "causal_conv1d_update",
+    "causal_conv1d_update_function",
+    "causal_conv1d_varlen_states",
+    "register",
+    "unregister",
+]
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -63,6 +79,14 @@ def need_integers(op: str, name: str, value: Any, shape: tuple[int | str, ...], 
         )
     of_shape(op, name, value, shape)
     same_device(op, name, device_of(value), "x", device_of(x))
+
+
+def need_activation(op: str, activation: Any) -> None:
+    """Raise NotImplementedError, as causal-conv1d, for an activation that there isn't."""
+    try:
+        one_of(op, "activation", activation, ACTIVATIONS)
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from None
 
 
 def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None:
@@ -145,6 +169,8 @@ def causal_conv1d_fn(
     ------
     TypeError, ValueError
         If an argument has the wrong dtype, shape or device; the message names it.
+    NotImplementedError
+        If the activation is unknown.
 
     Notes
     -----
@@ -174,9 +200,8 @@ def causal_conv1d_fn(
     if seq_idx is not None:
         B, D, T = x.shape
         need_integers(name, "seq_idx", seq_idx, (B, T), x)
-        if initial_states is not None or return_final_states:
-            which = "initial_states" if initial_states is not None else "return_final_states"
-            raise ValueError(f"{name}: {which} is given with seq_idx; only one of them should be")
+        states = {"initial_states": initial_states, "return_final_states": return_final_states}
+        _need_no_states(name, **states)
         sequences, padded = _numbered(seq_idx)
         flat = x.transpose(1, 2).reshape(1, B * T, D)
         out = conv(flat, weight, bias=bias, cu_seqlens=sequences, activation=activation)
@@ -218,9 +243,9 @@ def _need_fn(
     initial_states: torch.Tensor | None,
     final_states_out: torch.Tensor | None,
     activation: str | None,
+    name: str = "causal_conv1d_fn",
 ) -> None:
     """Raise unless the arguments of `causal_conv1d_fn` fit, and name one that doesn't."""
-    name = "causal_conv1d_fn"
     states = {"initial_states": initial_states, "final_states_out": final_states_out}
     need_floats(name, x, weight=weight, bias=bias, **states)
     of_shape(name, "x", x, ("B", "D", "T"))
@@ -230,7 +255,7 @@ def _need_fn(
         of_shape(name, "bias", bias, (D,))
     if initial_states is not None:
         of_shape(name, "initial_states", initial_states, (B, D, weight.shape[1] - 1))
-    one_of(name, "activation", activation, ACTIVATIONS)
+    need_activation(name, activation)
 
 
 def causal_conv1d_update(
@@ -278,6 +303,8 @@ def causal_conv1d_update(
     ------
     TypeError, ValueError
         If an argument has the wrong dtype, shape or device; the message names it.
+    NotImplementedError
+        If the activation is unknown.
     RuntimeError
         Raised by torch if `conv_state` is a leaf that requires grad.
 
@@ -339,6 +366,13 @@ def causal_conv1d_update(
     return out.transpose(1, 2) if several else out
 
 
+def _need_no_states(name: str, **states: Any) -> None:
+    """Raise if there are states beside `seq_idx`."""
+    for which, given in states.items():
+        if given is not None and given is not False:
+            raise ValueError(f"{name}: {which} is given with seq_idx; only one of them should be")
+
+
 def _need_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -366,7 +400,7 @@ def _need_update(
             f"at least {W - 1}, one fewer than weight has taps"
         )
     need_state(name, "conv_state", conv_state, x)
-    one_of(name, "activation", activation, ACTIVATIONS)
+    need_activation(name, activation)
     if cache_seqlens is not None:
         need_integers(name, "cache_seqlens", cache_seqlens, (B,), x)
     if conv_state_indices is not None:
@@ -439,3 +473,349 @@ def causal_conv1d_varlen_states(
         return x.new_zeros(len(at), state_len, x.shape[1]).transpose(1, 2)
     states = x[at.clamp(min=0)].masked_fill(~inside[..., None], 0)
     return states.transpose(1, 2)
+
+
+def causal_conv1d_fwd_function(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    initial_states: torch.Tensor | None,
+    final_states_out: torch.Tensor | None,
+    silu_activation: bool,
+) -> torch.Tensor:
+    """Return the causal convolution of every channel, without a gradient.
+
+    out = causal_conv1d_fn(x, weight, bias, ...), see `causal_conv1d_fn`
+
+    Parameters
+    ----------
+    x, weight, bias, seq_idx, initial_states
+        As of `causal_conv1d_fn`.
+    final_states_out : tensor (B, D, W - 1), optional
+        Filled with the final states.
+    silu_activation : bool
+        Whether the activation is x · sigmoid(x); otherwise there is none.
+
+    Returns
+    -------
+    tensor (B, D, T)
+        In the dtype of x, and laid out as ``torch.empty_like(x)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `causal_conv1d_fn`.
+
+    References
+    ----------
+    Dao, causal-conv1d 1.6, ``causal_conv1d.cpp_functions``, which mamba_ssm calls.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.causal_conv1d import causal_conv1d_fwd_function
+    >>> x, weight = torch.tensor([[[1.0, 2, 4]]]), torch.ones(1, 2)
+    >>> causal_conv1d_fwd_function(x, weight, None, None, None, None, False).tolist()
+    [[[1.0, 3.0, 6.0]]]
+    """
+    with torch.no_grad():
+        found = causal_conv1d_fn(
+            x,
+            weight,
+            bias,
+            seq_idx,
+            initial_states,
+            return_final_states=final_states_out is not None,
+            final_states_out=final_states_out,
+            activation="silu" if silu_activation else None,
+        )
+        out = found if final_states_out is None else found[0]
+        like = torch.empty_like(x)
+        return out if out.stride() == like.stride() else like.copy_(out)
+
+
+@outside_of_graphs
+def causal_conv1d_bwd_function(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dout: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    initial_states: torch.Tensor | None,
+    dfinal_states: torch.Tensor | None,
+    dx: torch.Tensor | None,
+    return_dinitial_states: bool,
+    silu_activation: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    r"""Return the gradients of `causal_conv1d_fn`.
+
+    .. math:: \mathrm{dx} = \Bigl(\frac{\partial\,\mathrm{out}}{\partial x}\Bigr)^{\!\top}
+              \mathrm{dout}
+
+    and so for weight, bias and initial states.
+
+    Parameters
+    ----------
+    x, weight, bias, seq_idx, initial_states
+        As of `causal_conv1d_fn`.
+    dout : tensor (B, D, T)
+        The cotangent of out.
+    dfinal_states : tensor (B, D, W - 1), optional
+        The cotangent of the final states.
+    dx : tensor (B, D, T), optional
+        Filled with the gradient of x, and returned.
+    return_dinitial_states : bool
+        Whether to return the gradient of `initial_states`.
+    silu_activation : bool
+        Whether the activation is x · sigmoid(x); otherwise there is none.
+
+    Returns
+    -------
+    dx, dweight, dbias, dinitial_states : tensor, or None where it isn't given or asked for
+        In the shapes and dtypes of x, weight, bias and initial states.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong dtype, shape or device; the message names it.
+
+    References
+    ----------
+    Dao, causal-conv1d 1.6, ``causal_conv1d.cpp_functions``, which mamba_ssm calls.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.causal_conv1d import causal_conv1d_bwd_function
+    >>> x, weight = torch.tensor([[[1.0, 2, 4]]]), torch.ones(1, 2)
+    >>> given = x, weight, None, torch.ones_like(x), None, None, None, None, False, False
+    >>> dx, dweight, dbias, dinitial_states = causal_conv1d_bwd_function(*given)
+    >>> dx.tolist(), dweight.tolist()
+    ([[[2.0, 2.0, 1.0]]], [[3.0, 7.0]])
+    """
+    name = "causal_conv1d_bwd_function"
+    _need_fn(x, weight, bias, initial_states, None, None, name)
+    need_floats(name, x, weight=weight, dout=dout, dfinal_states=dfinal_states, dx=dx)
+    (B, D, T), width = x.shape, weight.shape[1]
+    for argument, value in (("dout", dout), ("dx", dx)):
+        if value is not None:
+            of_shape(name, argument, value, (B, D, T))
+    if dfinal_states is not None:
+        of_shape(name, "dfinal_states", dfinal_states, (B, D, width - 1))
+    if return_dinitial_states and initial_states is None:
+        raise ValueError(f"{name}: initial_states is None; its gradient is asked for")
+    sequences: Any = None
+    tokens = B, T, D
+    with torch.no_grad():
+        if seq_idx is not None:
+            need_integers(name, "seq_idx", seq_idx, (B, T), x)
+            _need_no_states(name, initial_states=initial_states, dfinal_states=dfinal_states)
+            sequences, padded = _numbered(seq_idx)
+            if isinstance(sequences, torch.Tensor):
+                sequences = fusedops.Sequences.read(name, sequences, num_tokens=B * T)
+            tokens = 1, B * T, D
+            if padded:
+                dout = dout.masked_fill((seq_idx < 0)[:, None], 0)
+        # No tap reads the oldest of W inputs.
+        state, dfinal = (
+            None if states is None else torch.nn.functional.pad(states, (1, 0))
+            for states in (initial_states, dfinal_states)
+        )
+        found = conv_vjp(
+            x.transpose(1, 2).reshape(tokens),
+            weight,
+            state,
+            bias,
+            dout.transpose(1, 2).reshape(tokens),
+            dfinal,
+            sequences,
+            "silu" if silu_activation else "none",
+            out=(True, True, return_dinitial_states or None, bias is not None or None),
+        )
+        dtokens = found.dx.view(B, T, D).transpose(1, 2)
+        dx = dtokens if dx is None else dx.copy_(dtokens)
+        dstates = found.dinitial_state
+        return dx, found.dkernels, found.dbias, None if dstates is None else dstates[..., 1:]
+
+
+def causal_conv1d_update_function(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu_activation: bool,
+    cache_seqlens: torch.Tensor | None,
+    conv_state_indices: torch.Tensor | None,
+) -> torch.Tensor:
+    """Shift tokens of every sequence into its state, in place, and return their convolution.
+
+    out = causal_conv1d_update(x, conv_state, weight, bias, ...), see `causal_conv1d_update`
+
+    Parameters
+    ----------
+    x, conv_state, weight, bias, cache_seqlens, conv_state_indices
+        As of `causal_conv1d_update`.
+    silu_activation : bool
+        Whether the activation is x · sigmoid(x); otherwise there is none.
+
+    Returns
+    -------
+    tensor of the shape and dtype of x
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As of `causal_conv1d_update`.
+
+    References
+    ----------
+    Dao, causal-conv1d 1.6, ``causal_conv1d.cpp_functions``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fusedops.compat.causal_conv1d import causal_conv1d_update_function
+    >>> x, state, weight = torch.tensor([[[4.0]]]), torch.tensor([[[1.0]]]), torch.ones(1, 2)
+    >>> causal_conv1d_update_function(x, state, weight, None, False, None, None).tolist()
+    [[[5.0]]]
+    """
+    activation = "silu" if silu_activation else None
+    return causal_conv1d_update(
+        x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+    )
+
+
+#: The version of causal-conv1d whose modules these are.
+VERSION = "1.6.1"
+#: The package's modules, and our functions in them.
+FUNCTIONS = {
+    "causal_conv1d": ("causal_conv1d_fn", "causal_conv1d_update"),
+    "causal_conv1d.causal_conv1d_interface": ("causal_conv1d_fn", "causal_conv1d_update"),
+    "causal_conv1d.causal_conv1d_varlen": ("causal_conv1d_varlen_states",),
+    "causal_conv1d.cpp_functions": (
+        "causal_conv1d_fwd_function",
+        "causal_conv1d_bwd_function",
+        "causal_conv1d_update_function",
+    ),
+}
+NAMES = frozenset(name for names in FUNCTIONS.values() for name in names)
+_lock = threading.Lock()
+#: The package's modules that were imported before, and globals (module, name, value) of others.
+_before: tuple[dict[str, ModuleType], list[tuple[ModuleType, str, Any]]] | None = None
+
+
+@functools.cache
+def _package() -> dict[str, ModuleType]:
+    """Return our modules of the package by name."""
+    made = {}
+    for name, functions in FUNCTIONS.items():
+        module = made[name] = ModuleType(name, "causal-conv1d's functions, by fusedops.")
+        # `importlib.util.find_spec` raises for an imported module without one.
+        module.__spec__ = ModuleSpec(name, None, origin=__name__, is_package="." not in name)
+        module.__dict__.update({function: globals()[function] for function in functions})
+        if "." in name:
+            setattr(made["causal_conv1d"], name.partition(".")[2], module)
+        else:
+            module.__dict__.update(__path__=[], __version__=VERSION)
+    return made
+
+
+def _others() -> list[ModuleType]:
+    """Return the imported modules outside of the package and of this file."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        and name != __name__
+        and name.partition(".")[0] != "causal_conv1d"
+    ]
+
+
+def _choose_again() -> None:
+    """Let transformers choose anew between the package and plain torch, as at an import."""
+    hub = sys.modules.get("transformers.integrations.hub_kernels")
+    choose = getattr(hub, "use_kernel_func_from_hub_with_fallback", None)
+    if choose is None:
+        return
+    for module in _others():
+        if module.__name__.startswith("transformers."):
+            for name in NAMES & module.__dict__.keys():
+                plain = getattr(module.__dict__[name], "__wrapped__", None)
+                if plain is not None:
+                    setattr(module, name, choose(name, "causal_conv1d")(plain))
+
+
+def register() -> None:
+    """Put our functions in the place of the package ``causal_conv1d`` from now on.
+
+    Call it in every process. Programs that import the package then get ours, on a CPU too, whether
+    it is installed or not: transformers' models, and mamba_ssm's. Models that transformers has
+    imported already call ours too, and so do modules that have imported the package's functions by
+    name, or have None for them because there was no package. A second call changes nothing.
+
+    Notes
+    -----
+    It is too late for a function that a program has kept elsewhere, such as in an attribute of a
+    model or under another name: that one stays. A check for a GPU stays too, such as in mamba_ssm
+    or in models with code of their own. transformers prefers kernels from the hub where a model
+    asks for them by ``use_kernels=True``.
+
+    Examples
+    --------
+    >>> import fusedops.compat.causal_conv1d
+    >>> fusedops.compat.causal_conv1d.register()
+    >>> from causal_conv1d import causal_conv1d_fn
+    >>> causal_conv1d_fn.__module__
+    'fusedops.compat.causal_conv1d'
+    >>> fusedops.compat.causal_conv1d.unregister()
+    """
+    global _before
+    with _lock:
+        if _before is not None:
+            return
+        theirs = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "causal_conv1d"}
+        for name in theirs:
+            del sys.modules[name]
+        replaced = [
+            None,
+            *[m.__dict__[n] for m in theirs.values() for n in NAMES & m.__dict__.keys()],
+        ]
+        held = [
+            (module, name, module.__dict__[name])
+            for module in _others()
+            for name in NAMES & module.__dict__.keys()
+            if any(module.__dict__[name] is each for each in replaced)
+        ]
+        sys.modules.update(_package())
+        for module, name, _ in held:
+            setattr(module, name, globals()[name])
+        _before = theirs, held
+        _choose_again()
+
+
+def unregister() -> None:
+    """Give programs the package ``causal_conv1d`` that there was before `register`, or none.
+
+    Functions that a program has imported by name since then stay ours, except in transformers.
+    Without `register` before, nothing changes.
+
+    Examples
+    --------
+    >>> import fusedops.compat.causal_conv1d
+    >>> fusedops.compat.causal_conv1d.unregister()
+    """
+    global _before
+    with _lock:
+        if _before is None:
+            return
+        theirs, held = _before
+        for name, module in _package().items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        sys.modules.update(theirs)
+        for module, name, value in held:
+            if module.__dict__.get(name) is globals()[name]:
+                setattr(module, name, value)
+        _before = None
+        _choose_again()
