@@ -5,8 +5,8 @@
     python tests/peer_conv.py fla <clone of its repository> [arguments for pytest]
 
 Nothing of theirs is installed: modules with our functions take the place of the package, beside
-causal-conv1d's own references; or ours only take the place of its compiled ones. Without a GPU the tests run on the CPU, with fewer tokens, channels,
-rows and repetitions.
+causal-conv1d's own references, or only of its compiled functions. Without a GPU the tests run on
+the CPU, with fewer tokens, channels, rows and repetitions.
 """
 
 from __future__ import annotations

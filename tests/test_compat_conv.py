@@ -81,6 +81,27 @@ def test_results_have_the_dtype_of_x(x_dtype, weight_dtype):
     )
 
 
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_dtype(x_dtype):
+    """As in causal-conv1d, results have the dtype of x, and gradients that of their tensor."""
+    x, weight, bias = random(2, 8, 5, dtype=x_dtype), random(8, 4).float(), random(8).float()
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    state = random(2, 8, 3, dtype=x_dtype)
+    want = causal_conv1d.causal_conv1d_fn(*leaves, activation="silu")
+    with torch.autocast("cpu", torch.bfloat16):
+        out, final = causal_conv1d.causal_conv1d_fn(
+            *leaves, return_final_states=True, activation="silu"
+        )
+        step = causal_conv1d.causal_conv1d_update(x[..., 0], state, weight, bias)
+        y, cache = fla.causal_conv1d(x.mT, weight, bias, output_final_state=True)
+        moved, _ = fla.causal_conv1d_update(x[..., 0].detach(), cache.detach(), None, weight)
+    assert {t.dtype for t in (out, final, step, y, cache, moved)} == {x_dtype}
+    assert torch.equal(out, want)
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert [g.dtype for g in gradients] == [x_dtype, torch.float32, torch.float32]
+    assert all(map(torch.equal, gradients, torch.autograd.grad(want.sum(), leaves)))
+
+
 def test_seq_idx(layout):
     """Nothing crosses to another number; a negative number is padding, without gradients."""
     numbers = torch.tensor([[0] * 3 + [1] * 6, [2] * 4 + [7] + [-1] * 4], dtype=torch.int32)
@@ -187,6 +208,7 @@ def test_functions_below_autograd(layout, states, silu):
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias, before)]
     out = causal_conv1d.causal_conv1d_fwd_function(x, weight, bias, None, before, final, silu)
     assert out.stride() == torch.empty_like(x).stride()
+    assert not out._is_view()
     want = reference(*leaves, activation)
     torch.testing.assert_close(out, want.detach())
     dout, dfinal, dx = random(2, 8, 9), None, torch.empty_like(halves).chunk(2, dim=1)[0]
