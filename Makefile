@@ -231,8 +231,8 @@ $(SANITIZED)/built: $(SOURCES) | .venv/test
 	PATH="$(CURDIR)/$(BIN):$$PATH" ninja $$modules && cp $$modules $(SANITIZED)/cpukern
 	touch $@
 
-# Examples on the pages need torch.
-.venv/sphinx: .venv/torch
+# Examples on the pages use all optional packages.
+.venv/sphinx: .venv/bench
 	$(PIP) install $(SPHINX)
 	touch $@
 
