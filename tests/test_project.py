@@ -45,3 +45,10 @@ def test_every_command_of_the_makefile_has_its_help():
     (commands,) = re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)
     helped = re.findall(r"^([a-z-]+):[^=\n]*## \w", MAKEFILE, re.MULTILINE)
     assert sorted(helped) == sorted(commands.split())
+
+
+def test_ci_tries_every_command_alone():
+    (commands,) = re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)
+    (alone,) = re.findall(r"^alone=\((.*)\)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    long_or_empty = {"bench", "clean", "help", "peer-tests", "sanitize", "test"}
+    assert set(alone.split()) == set(commands.split()) - long_or_empty
