@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -174,6 +175,14 @@ def test_the_examples_of_a_page(page, monkeypatch, tmp_path):
         for shown in blocks(page, "pycon"):
             example = doctest.DocTestParser().get_doctest(shown, names, page.name, None, 0)
             assert doctest.DocTestRunner().run(example).failed == 0
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_a_result_on_a_page_is_asserted(page):
+    for block in blocks(page, "python"):
+        *_, last = tree = ast.parse(block).body
+        shows = isinstance(last, ast.Expr) and not isinstance(last.value, ast.Call)
+        assert not shows or any(isinstance(each, ast.Assert) for each in tree), block
 
 
 def test_the_reference_has_every_public_name():
