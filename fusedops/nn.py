@@ -9,6 +9,8 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
+import fusedops._frame.needs_torch
+
 import torch
 from torch.overrides import TorchFunctionMode
 

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fusedops._frame.needs_torch  # noqa: F401
+
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

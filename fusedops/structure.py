@@ -1,4 +1,4 @@
-"""Read a macromolecular structure, find its planar groups and write it back, through gemmi."""
+"""Read a structure, find its planar groups and write it back, through gemmi."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ class Structure:
         Coordinates in Å, hydrogens and every alternative conformation included.
     labels : list of str
         One per atom: ``"A/LEU 8 CD1"``, with the insertion code after the number and the
-        label of the alternative conformation after a dot: ``"A/LEU 8A CD1.B"``.
+        label of the alternative conformation after a dot: ``"A/LEU 8A CD1.B"``. Atoms of a small
+        molecule have the file's labels: ``"C1"``.
     gemmi : gemmi.Structure
         gemmi's object, with all models.
 
@@ -200,7 +201,7 @@ class Structure:
 
 
 def read_structure(path: str | os.PathLike | BinaryIO) -> Structure:
-    """Read a PDB or mmCIF file, plain or gzipped, whatever its name.
+    """Read a PDB, mmCIF or small-molecule CIF file, plain or gzipped, whatever its name.
 
     Parameters
     ----------
@@ -216,11 +217,17 @@ def read_structure(path: str | os.PathLike | BinaryIO) -> Structure:
     Raises
     ------
     StructureError
-        The file is missing, empty, truncated, neither PDB nor mmCIF, or holds no atoms, or a
+        The file is missing, empty, truncated, neither PDB nor CIF, or holds no atoms, or a
         coordinate that isn't finite or is beyond 1,000,000 Å. The message, one line, names the
         file and the fault.
     ImportError
         gemmi isn't installed.
+
+    Notes
+    -----
+    A small-molecule CIF (core dictionary) gives one molecule, ``UNL 1`` of chain A. Occupancies of
+    atoms on special positions are divided by the number of operations that keep them in place, as
+    they are in macromolecular files, and U is turned to Cartesian axes.
 
     References
     ----------
@@ -248,9 +255,15 @@ def read_structure(path: str | os.PathLike | BinaryIO) -> Structure:
             model = gemmi.read_pdb_string(source)
         else:
             block = _atom_block(gemmi.cif.read_string(source))
-            _check_columns(block)
-            _, serials, rows = _mmcif_rows(block)
-            model = gemmi.make_structure_from_block(block)
+            if _is_small(block):
+                kind = "small-molecule CIF"
+                model = _small_structure(block)
+                _, rows, _ = _atoms(model[0])
+                serials = list(range(1, 1 + len(rows)))
+            else:
+                _check_columns(block)
+                _, serials, rows = _mmcif_rows(block)
+                model = gemmi.make_structure_from_block(block)
         if len(rows) == 0:
             raise ValueError("it holds no atoms")
         gemmi_serials, gemmi_xyz, gemmi_labels = _atoms(model[0])
@@ -265,6 +278,8 @@ def read_structure(path: str | os.PathLike | BinaryIO) -> Structure:
     xyz = np.empty_like(gemmi_xyz)
     xyz[order] = gemmi_xyz
     labels = [gemmi_labels[k] for k in np.argsort(order)]
+    if kind == "small-molecule CIF":
+        labels = [label.rpartition(" ")[2] for label in labels]
     if not np.isfinite(xyz).all():
         bad = labels[int(np.argmin(np.isfinite(xyz).all(axis=1)))]
         raise StructureError(f"{path}: the coordinates of {bad} are not finite numbers")
@@ -604,8 +619,51 @@ def _hybrid36(text: bytes) -> int:
 
 
 def _atom_block(document: Any) -> Any:
-    with_atoms = (block for block in document if block.find_values("_atom_site.id"))
+    with_atoms = (b for b in document if b.find_values("_atom_site.id") or _is_small(b))
     return next(with_atoms, document[0])
+
+
+def _is_small(block: Any) -> bool:
+    """Return whether a block has the fractional coordinates of the core dictionary."""
+    names = "_atom_site_fract_x", "_atom_site.fract_x"
+    return not block.find_values("_atom_site.id") and any(map(block.find_values, names))
+
+
+def _small_structure(block: Any) -> Any:
+    """Return the atoms of a small molecule, in gemmi's form for macromolecules."""
+    gemmi = _gemmi()
+    small = gemmi.make_small_structure_from_block(block)
+    if not small.cell.is_crystal():
+        raise ValueError("it has no unit cell, which fractional coordinates need")
+    small.change_occupancies_to_crystallographic()
+    residue = gemmi.Residue()
+    residue.name, residue.seqid, residue.het_flag = "UNL", gemmi.SeqId("1"), "H"
+    # U of a CIF is along the edges of the reciprocal cell, in units of their lengths.
+    edges = np.diag(small.cell.reciprocal().parameters[:3])
+    axes = gemmi.Mat33((np.array(small.cell.orth.mat.tolist()) @ edges).tolist())
+    for serial, site in enumerate(small.sites, 1):
+        atom = gemmi.Atom()
+        atom.name, atom.element, atom.serial = site.label, site.element, serial
+        atom.pos, atom.occ, atom.charge = site.orth(small.cell), site.occ, site.charge
+        # gemmi reads a U that the file lacks as zero.
+        u_iso = site.u_iso or math.nan
+        if site.aniso.nonzero():
+            U = site.aniso.transformed_by(axes)
+            atom.aniso = gemmi.SMat33f(*U.elements_pdb())
+            u_iso = U.trace() / 3
+        atom.b_iso = 8 * math.pi**2 * u_iso
+        residue.add_atom(atom)
+    chain, model, structure = gemmi.Chain("A"), gemmi.Model(1), gemmi.Structure()
+    chain.add_residue(residue)
+    model.add_chain(chain)
+    structure.add_model(model)
+    structure.name, structure.cell = small.name, small.cell
+    structure.info = gemmi.InfoMap({"_entry.id": small.name})
+    if small.spacegroup:
+        structure.spacegroup_hm = small.spacegroup.xhm()
+    else:
+        structure.spacegroup_hm = "; ".join(small.symops) or small.spacegroup_hm
+    return structure
 
 
 def _check_columns(block: Any) -> None:
@@ -659,8 +717,13 @@ def cell_texts(structure: Structure) -> tuple[str, list[str]]:
         return "CRYST1", [line[start:end].strip() for start, end in pairwise(ends)]
     block = _atom_block(_gemmi().cif.read_string(structure._source.decode("latin-1")))
     names = [f"length_{edge}" for edge in "abc"] + [f"angle_{angle}" for angle in CELL_NAMES[3:]]
-    values = [block.find_value(f"_cell.{name}") or "?" for name in names]
-    return "_cell", ["" if value in ("?", ".") else value.strip("'\"") for value in values]
+    values = [
+        block.find_value(f"_cell.{name}") or block.find_value(f"_cell_{name}") or "?"
+        for name in names
+    ]
+    # An uncertainty may follow a number: 10.234(2).
+    texts = [re.sub(r"\(\d+\)$", "", value.strip("'\"")) for value in values]
+    return "_cell", ["" if text in ("?", ".") else text for text in texts]
 
 
 def check_numbers(structure: Structure) -> None:
@@ -746,6 +809,8 @@ def _why_not_pdb(structure: Any) -> str | None:
             for residue in chain:
                 if len(residue.name) > 3:
                     return f"the residue name {residue.name!r} is longer than three characters"
+                if long := [atom.name for atom in residue if len(atom.name) > 4]:
+                    return f"the atom name {long[0]!r} is longer than four characters"
                 if not -999 <= residue.seqid.num <= 9999:
                     return f"the residue number {residue.seqid.num} is longer than four characters"
     return None

@@ -66,7 +66,7 @@ def test_without_shtab(capsys, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "shtab" else find(name)
     )
     assert cli.main(["--print-completion", "bash"]) == 2
-    assert 'pip install "shtab>=1.7"' in capsys.readouterr().err
+    assert 'pip install "fusedops[cli]"' in capsys.readouterr().err
 
 
 def test_another_shell(capsys):

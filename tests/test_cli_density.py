@@ -751,6 +751,116 @@ class TestPicture:
         refused(run(UBIQUITIN, *args), "--slice: it needs --picture")
 
 
+SMALL = """data_small
+_cell_length_a 10.234(2)
+_cell_length_b 7.5
+_cell_length_c 8.1
+_cell_angle_alpha 90
+_cell_angle_beta 101.3(1)
+_cell_angle_gamma 90
+loop_
+_symmetry_equiv_pos_as_xyz
+x,y,z
+-x,y+1/2,-z+1/2
+-x,-y,-z
+x,-y+1/2,z+1/2
+loop_
+_atom_site_label
+_atom_site_type_symbol
+_atom_site_fract_x
+_atom_site_fract_y
+_atom_site_fract_z
+_atom_site_U_iso_or_equiv
+_atom_site_occupancy
+C1 C 0.1234(5) 0.25 0.3 0.021(1) 1
+Zn1 Zn 0 0 0 0.03 1.0
+O1 O 0.3 0.4 0.1 0.05 0.5
+H1 H 0.35 0.45 0.1 0.04 1.0
+loop_
+_atom_site_aniso_label
+_atom_site_aniso_U_11
+_atom_site_aniso_U_22
+_atom_site_aniso_U_33
+_atom_site_aniso_U_12
+_atom_site_aniso_U_13
+_atom_site_aniso_U_23
+C1 0.02 0.03 0.01 0.001 0.002 0.003
+"""
+
+
+class TestSmallMolecules:
+    @pytest.mark.parametrize("name", ["x.cif", "x.res.gz"])
+    def test_structure_factors(self, run, tmp_path, name):
+        """Cell, symmetry, elements, occupancy and U give gemmi's sums; Zn is on an inversion."""
+        text = SMALL.encode()
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+        code, out, err = run(
+            tmp_path / name,
+            "--out",
+            tmp_path / "x.map",
+            "--n-sigma",
+            6,
+            "--spacing",
+            0.25,
+            "--json",
+        )
+        assert (code, err) == (0, "")
+        report = json.loads(out)
+        assert (report["atoms"], report["spacegroup"]) == (4, "P 1 21/c 1")
+        ccp4, _ = read_map(tmp_path / "x.map")
+        hkl = gemmi.make_miller_array(ccp4.grid.unit_cell, ccp4.grid.spacegroup, 0.9)
+        small = gemmi.make_small_structure_from_block(gemmi.cif.read_string(SMALL)[0])
+        small.change_occupancies_to_crystallographic()
+        calculator = gemmi.StructureFactorCalculatorX(small.cell)
+        sums = [calculator.calculate_sf_from_small_structure(small, h) for h in hkl.tolist()]
+        found = of_map(ccp4, hkl, report["blur_angstrom2"])
+        # Measured: 6e-7, the rounding of 32 bits.
+        assert abs(found - sums).sum() / np.abs(sums).sum() < 4e-6
+
+    def test_as_a_structure(self, load, tmp_path):
+        structure = load(SMALL, "x.cif")
+        assert structure.labels == ["C1", "Zn1", "O1", "H1"]
+        for name in ("y.cif", "y.pdb"):
+            structure.write(tmp_path / name, structure.xyz + 1)
+            moved = read_structure(tmp_path / name).xyz
+            np.testing.assert_allclose(moved, structure.xyz + 1, atol=6e-4)  # the digits of a PDB
+
+    @pytest.mark.parametrize(
+        ("old", "new", "reason"),
+        [
+            ("0.04 1.0", "? 1.0", "the B of H1 is nan; it should be finite"),
+            ("_cell_length_b 7.5\n", "", "no unit cell, which fractional coordinates need"),
+            ("-x,-y,-z\n", "x,y,-z+1/3\n", "the space group 'x,y,z; -x,y+1/2,-z+1/2; x,y,-z+1/3"),
+            ("0.3 0.4 0.1", "? 0.4 0.1", "the coordinates of O1 are not finite numbers"),
+            ("H1 H", "H1 Qq", "H1 is of an unknown element"),
+        ],
+    )
+    def test_what_lacks_is_told(self, run, tmp_path, old, new, reason):
+        assert old in SMALL
+        (tmp_path / "x.cif").write_text(SMALL.replace(old, new))
+        refused(run(tmp_path / "x.cif", "--out", tmp_path / "x.map"), reason)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "told"),
+    [
+        ("ELECTRON MICROSCOPY", [], True),
+        ("ELECTRON CRYSTALLOGRAPHY", [], True),
+        ("ELECTRON MICROSCOPY", ["--electron"], False),
+        ("X-RAY DIFFRACTION", [], False),
+    ],
+)
+def test_a_model_by_electrons_asks_for_their_form_factors(
+    run, load, tmp_path, method, options, told
+):
+    load(f"EXPDTA    {method}\n{pdb()}")
+    code, _, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", *options)
+    note = f"is from {method.lower()} and gets form factors for X-rays; --electron takes"
+    assert code == 0
+    assert (note in err) == told
+    assert err.count("\n") == told
+
+
 def test_standard_input(run, load, tmp_path, monkeypatch):
     load(pdb())
     run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
@@ -792,7 +902,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            (["--backend", "torch"], "torch it takes torch tensors"),
+            (["--max-voxels", "1000"], "--spacing 0.5: the map has 583,200 voxels, more than"),
+            (["--resolution", "1", "--max-voxels", "9"], "--resolution should be larger, or --max"),
             (["--margin", "2"], "--margin 2: atoms reach"),
             (["--blur", "0"], "A/ARG 42 C has no density: its B is 0.0 Å²"),
             (["--spacing", "0.01"], "make the spacing larger"),
@@ -836,15 +947,18 @@ class TestRefusals:
         assert "abacus" in err
 
     @pytest.mark.parametrize(
-        ("package", "options", "requirement"),
-        [("gemmi", [], "gemmi>=0.7.3"), ("matplotlib", ["--picture", "x.png"], "matplotlib>=3.10")],
+        ("packages", "options", "are"),
+        [
+            (["gemmi"], [], "gemmi is"),
+            (["matplotlib"], ["--picture", "x.png"], "matplotlib is"),
+            (["gemmi", "matplotlib"], ["--picture", "x.png"], "gemmi and matplotlib are"),
+        ],
     )
-    def test_a_missing_package(self, run, monkeypatch, package, options, requirement):
-        monkeypatch.setitem(sys.modules, package, None)
-        refused(
-            run(UBIQUITIN, "--out", "x.map", *options),
-            f'{package} is not installed: pip install "{requirement}"',
-        )
+    def test_missing_packages(self, run, monkeypatch, packages, options, are):
+        for package in packages:
+            monkeypatch.setitem(sys.modules, package, None)
+        told = f'{are} not installed: pip install "fusedops[cli]"'
+        refused(run(UBIQUITIN, "--out", "x.map", *options), told)
 
     @pytest.mark.parametrize(
         "options",

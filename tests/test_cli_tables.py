@@ -102,6 +102,7 @@ def changes():
 def test_no_command_cuts_a_name(capsys, monkeypatch, command, columns):
     """All words below the headings of a wide table are in the narrow one."""
     pytest.importorskip("rich")
+    monkeypatch.delenv("COLUMNS", raising=False)
     command()
     _, rule, wide = capsys.readouterr().out.rpartition("─")
     assert rule
@@ -113,8 +114,50 @@ def test_no_command_cuts_a_name(capsys, monkeypatch, command, columns):
     assert {word for word in words(wide) if word[:1].isalpha()} <= words(out)
 
 
-def test_a_pipe_has_no_width(capsys):
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_a_pipe_has_the_width_of_columns(capsys, monkeypatch, has_rich):
+    if has_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("COLUMNS", "60")
+    tables.show("Errors", HEADINGS, ROWS, right=3)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("command", ["planarity", "info", "density"])
+def test_a_text_breaks_between_words(capsys, monkeypatch, tmp_path, command):
+    pytest.importorskip("gemmi")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    model = str(files("fusedops") / "data/1ubi.pdb")
+    args = {"planarity": [model], "info": [], "density": [model, "--out", "x.map"]}[command]
+    cli.main([command, *args])
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "50")
+    cli.main([command, *args])
+    out = capsys.readouterr().out
+    assert max(map(len, wide.splitlines())) > 50
+    lines = [line for line in out.splitlines() if len(line) > 50]
+    assert all(len(line.split()) == 1 for line in lines)  # the path of a folder
+    # Times differ, and a narrow table has no line of headings.
+    told = " ".join(wide.splitlines()[-6:])
+    assert {word for word in words(told) if word.isalpha()} <= words(out)
+
+
+@pytest.mark.parametrize("command", ["bench", "check", "demo", "density", "planarity"])
+def test_help_is_whole(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "(default: None)" not in out
+    assert not re.search(r"\w-\n", out)
+
+
+def test_a_pipe_has_no_width(capsys, monkeypatch):
     pytest.importorskip("rich")
+    monkeypatch.delenv("COLUMNS", raising=False)
     long = "a reason " * 30
     tables.show("Errors", ["op", "why"], [(["x", long], None)])
     assert long.strip() in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -100,6 +101,29 @@ def test_modules_of_a_room_are_in_no_circle(imported):
         for module, others in imported.items()
     }
     TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_modules_for_torch_say_that_they_need_it():
+    """Without torch an import of one ends in an error with the command that installs it."""
+    of_torch = [
+        module
+        for module, file in FILES.items()
+        if room(module) in ("library", "compat")
+        and re.search("^(import|from) torch", file.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert {"fusedops.nn", "fusedops.pairs", "fusedops.distributed.graphs"} < set(of_torch)
+    code = """
+import importlib, sys
+sys.modules["torch"] = None
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        assert 'torch is not installed: pip install "fusedops[torch]"' in str(error), name
+    else:
+        raise AssertionError(name)
+"""
+    subprocess.run([sys.executable, "-c", code, *of_torch], check=True)
 
 
 def test_a_call_of_tensors_leaves_torchs_compiler_alone():

@@ -83,9 +83,10 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
-def how_to_install(package: str) -> str:
-    """Return the command that installs a third-party package."""
-    return f'pip install "{_REQUIREMENTS.get(package, package)}"'
+def how_to_install(*packages: str) -> str:
+    """Return the command that installs packages."""
+    requirements = [f'"{_REQUIREMENTS.get(package, package)}"' for package in packages]
+    return f"pip install {' '.join(requirements)}"
 
 
 def _needs_cpu(request: Request) -> str | None:

@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,9 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage of all arguments."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Help, **kwargs})
+
     def error(self, message: str) -> Any:
         message = " ".join(message.split())
         self.exit(2, f"{self.prog}: {message} (for all arguments: {self.prog} --help)\n")
+
+
+class _Help(argparse.HelpFormatter):
+    """Help whose lines end between words, not at hyphens in addresses and names."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        words = " ".join(text.split())
+        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
 
 
 class _Stdout:

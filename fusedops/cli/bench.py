@@ -33,8 +33,7 @@ def add(commands: Any) -> None:
         f"{CHECKOUTS} to the folder.",
     )
     parser.set_defaults(run=_command)
-    add_choice(parser)
-    parser.set_defaults(device="cpu")
+    add_choice(parser, "cpu")
     parser.add_argument(
         "--op", nargs="+", action="extend", metavar="NAME", help="only these ops or modules"
     )
@@ -280,22 +279,22 @@ def show(op: str, block: dict[str, Any]) -> None:
     if rows:
         tables.show(op, (*headings, *numbers), rows, right=len(numbers))
     for reason in reasons:
-        print(reason)
+        tables.write(reason)
     for row in block["growth"]:
         first, last = (
             f"{report.digits(row['ms'][at])} ms at {row['sizes'][at]:,}" for at in (0, -1)
         )
-        print(
+        tables.write(
             f"{row['who']}, {row['how']}, {row['pass']}: {first} {row['unit']}, {last}; "
             f"{report.growth_of(row)}"
         )
     if unsure := sum(map(report.is_noisy, block["cases"])):
-        print(
+        tables.write(
             f"{unsure} of {len(block['cases'])} rows are noisy: half of their rounds differ by "
             f"over {NOISY:.0%} of the median, as when other processes use the machine"
         )
     for name, why in block["skipped"].items():
-        print(f"{name} is left out: {why}")
+        tables.write(f"{name} is left out: {why}")
 
 
 def _time(row: dict[str, Any] | None) -> tuple[str, str]:
@@ -312,11 +311,11 @@ def show_contests(contests: Sequence[report.Contest]) -> None:
     lost = [contest for contest in contests if contest.ratio > 1]
     if contests:
         won = len(contests) - len(lost)
-        print(f"Of {len(contests)} eager calls beside peers, ours are the fastest in {won}.")
+        tables.write(f"Of {len(contests)} eager calls beside peers, ours are the fastest in {won}.")
     for contest in lost:
         row = contest.ours
         what = f"{row['op']}, {row['workload']}: {report.sizes(row)}, {row['dtype']}, {row['pass']}"
-        print(f"{what}: {report.digits(contest.ratio)} times {contest.peer['who']}")
+        tables.write(f"{what}: {report.digits(contest.ratio)} times {contest.peer['who']}")
 
 
 def show_changes(changes: Iterable[report.Change]) -> None:

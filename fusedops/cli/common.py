@@ -19,15 +19,24 @@ class CommandError(Exception):
     """A reason to end a command with one line on stderr and exit code 2."""
 
 
-def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that choose backends and the device."""
+def add_choice(parser: argparse.ArgumentParser, device: str | None = None) -> None:
+    """Add the arguments that choose backends and the device, by default all devices."""
     names = [backend.name for backend in BACKENDS]
     parser.add_argument(
         "--backend", nargs="+", action="extend", choices=names, metavar="NAME", help="only these"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="the device (default: %(default)s)"
+        "--device",
+        choices=("cpu", "cuda"),
+        default=device,
+        help=f"the device (default: {device or 'the CPU, and a GPU if there is one'})",
     )
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that chooses a backend for NumPy arrays."""
+    names = [backend.name for backend in BACKENDS if backend.speaks == "numpy"]
+    parser.add_argument("--backend", choices=names, help="the backend that must compute it")
 
 
 def number(
@@ -76,12 +85,19 @@ def forced_backend(backend: str | None) -> str | None:
 
 #: Packages whose modules have other names.
 _MODULES = {"fairchem-core": "fairchem"}
+#: Packages that the extra `cli` installs.
+_CLI = ("gemmi", "matplotlib", "scipy", "shtab")
 
 
 def needs(*packages: str) -> None:
-    for package in packages:
-        if importlib.util.find_spec(_MODULES.get(package, package)) is None:
-            raise CommandError(f"{package} is not installed: {how_to_install(package)}")
+    """Raise CommandError, with the command that installs them, if packages are missing."""
+    find = importlib.util.find_spec
+    missing = [package for package in packages if find(_MODULES.get(package, package)) is None]
+    if missing:
+        *first, last = missing
+        names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+        extras = dict.fromkeys("fusedops[cli]" if each in _CLI else each for each in missing)
+        raise CommandError(f"{names} not installed: {how_to_install(*extras)}")
 
 
 def needs_gpu() -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
+import sys
 from typing import Any
 
 import numpy as np
 
 import fusedops
 from fusedops import mapfiles, maps
-from fusedops._frame.registry import BACKENDS
+from fusedops.cli import tables
 from fusedops.cli.common import (
     CommandError,
+    add_backend,
     check_other,
     forced_backend,
     needs,
@@ -36,13 +37,13 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "density",
         help="calculate the density map of a structure",
-        description="Calculate the electron density, or the potential for electrons, of a PDB or "
-        "mmCIF file, and write it as a CCP4 map: of the unit cell with its symmetry or, if the "
-        "file has no cell, of a box around the atoms.",
+        description="Calculate the electron density, or the potential for electrons, of a PDB, "
+        "mmCIF or small-molecule CIF file, and write it as a CCP4 map: of the unit cell with its "
+        "symmetry or, if the file has no cell, of a box around the atoms.",
     )
     parser.set_defaults(run=_command)
     parser.add_argument(
-        "file", metavar="MODEL", help="PDB or mmCIF, also gzipped; - reads standard input"
+        "file", metavar="MODEL", help="PDB or CIF, also gzipped; - reads standard input"
     )
     parser.add_argument(
         "--out", required=True, metavar="MAP", help="output file (.ccp4, .map or .mrc)"
@@ -98,10 +99,13 @@ def add(commands: Any) -> None:
         help="increase of all B (default: raises the smallest B to 72 spacing²)",
     )
     parser.add_argument(
-        "--backend",
-        choices=[backend.name for backend in BACKENDS],
-        help="the backend that must compute it",
+        "--max-voxels",
+        type=number(int, 1),
+        default=500_000_000,
+        metavar="N",
+        help="refuse a larger map (default: %(default)s, of 4 GB); --like has no limit",
     )
+    add_backend(parser)
     parser.add_argument(
         "--mtz",
         metavar="FILE",
@@ -123,10 +127,9 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    needs("gemmi")
+    needs("gemmi", *["matplotlib"] * bool(args.picture))
     maps.check_map_name(args.out)
     if args.picture:
-        needs("matplotlib")
         check_picture_name(args.picture)
     elif args.slice:
         raise CommandError("--slice: it needs --picture")
@@ -167,8 +170,19 @@ def _grid(
     args: argparse.Namespace, structure: Structure, spacing: float, atoms: Any, reach: float
 ) -> maps.MapGrid:
     if args.margin is None and maps.unit_cell(structure):
-        return maps.crystal_grid(structure, spacing)
-    return maps.box_grid(atoms.xyz, spacing, _margin(args.margin, reach))
+        grid = maps.crystal_grid(structure, spacing)
+    else:
+        grid = maps.box_grid(atoms.xyz, spacing, _margin(args.margin, reach))
+    voxels = math.prod(grid.shape)
+    if voxels > args.max_voxels:
+        option = "--spacing" if args.spacing or not args.resolution else "--resolution"
+        raise CommandError(
+            f"{option} {args.spacing or args.resolution or spacing:g}: the map has {voxels:,} "
+            f"voxels, more than --max-voxels {args.max_voxels:,}, and needs "
+            f"{grid.memory / 1e9:.1f} GB of memory; {option} should be larger, or --max-voxels "
+            f"{voxels}"
+        )
+    return grid
 
 
 def _name(path: str) -> str:
@@ -197,7 +211,7 @@ def _title(report: dict[str, Any], entry: str) -> str:
 
 
 def _make_map(args: argparse.Namespace) -> dict[str, Any]:
-    show = (lambda line: None) if args.json else functools.partial(print, flush=True)
+    show = (lambda line: None) if args.json else tables.write
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):
         structure = read_model(args.file)
@@ -207,6 +221,13 @@ def _make_map(args: argparse.Namespace) -> dict[str, Any]:
             for source in filter(None, (args.file, args.like)):
                 if path:
                     check_other(option, path, source)
+        method = dict(structure.gemmi.info).get("_exptl.method", "")
+        if "ELECTRON" in method and "X-RAY" not in method and not args.electron:
+            tables.write(
+                f"fusedops: {args.file} is from {method.lower()} and gets form factors for X-rays; "
+                "--electron takes form factors for electrons",
+                file=sys.stderr,
+            )
         atoms = maps.scattering_atoms(structure, electron=args.electron)
     spacing = args.spacing or (args.resolution / 3 if args.resolution else 0.5)
     if target:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import fusedops
+from fusedops.cli import tables
 
 
 def add(commands: Any) -> None:
@@ -20,5 +21,9 @@ def add(commands: Any) -> None:
 
 def _command(args: argparse.Namespace) -> int:
     found = fusedops.info()
-    print(json.dumps(asdict(found), indent=1) if args.json else found)
+    if args.json:
+        print(json.dumps(asdict(found), indent=1))
+        return 0
+    for line in str(found).splitlines():
+        tables.write(line, "  ")
     return 0

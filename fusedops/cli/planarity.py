@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops._frame.registry import BACKENDS
 from fusedops.cli import tables
 from fusedops.cli.common import (
+    add_backend,
     check_other,
     forced_backend,
     needs,
@@ -76,11 +76,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--fit", choices=FITS, default="uniform", help="the weights of atoms in fits of planes"
     )
-    parser.add_argument(
-        "--backend",
-        choices=[backend.name for backend in BACKENDS],
-        help="the backend that must compute it",
-    )
+    add_backend(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument("--csv", action="store_true", help="print the planes as CSV")
@@ -111,10 +107,8 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    needs("gemmi")
+    needs("gemmi", *["scipy"] * bool(args.flatten))
     machine = args.json or args.csv
-    if args.flatten:
-        needs("scipy")
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):
         structure = read_model(args.file)
@@ -340,4 +334,4 @@ def _print_report(report: dict[str, Any], file: Any) -> None:
             f"{flat['largest_shift_angstrom']:.3f} Å; wrote {flat['file']}"
         )
     for name, text in lines.items():
-        print(f"{name:18}{text}", file=file)
+        tables.write(f"{name:18}{text}", " " * 18, file)

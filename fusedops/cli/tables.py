@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 #: A row's cells and its rich style; None is a line between rows.
 Row = tuple[Sequence[str], str | None] | None
+
+
+def width_of(stream: Any) -> int | None:
+    """Return the width of a terminal, or COLUMNS; else a stream has none."""
+    if stream.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def write(text: str, indent: str = "", file: Any = None) -> None:
+    """Print a line, which goes on with `indent` where it is wider than the terminal."""
+    width = width_of(file or sys.stdout)
+    print(_filled(text, width, "", indent) if width else text, file=file, flush=True)
+
+
+def _filled(text: str, width: int, first: str, indent: str) -> str:
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 0) -> None:
@@ -31,10 +58,9 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Row], right: int = 
             table.add_section()
         else:
             table.add_row(*row[0], style=row[1])
-    # A file or a pipe has no width.
     console = Console(highlight=False, markup=False)
     needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    if not sys.stdout.isatty():
+    if width_of(sys.stdout) is None:
         console.width = needed
     widths = _widths(cells, right, needed - console.width)
     if widths is None:
@@ -81,22 +107,17 @@ def _records(
         named = zip(headings[at:], cells[at:], strict=True)
         numbers = ", ".join(f"{heading} {cell}".strip() for heading, cell in named if cell)
         for line, indent in ((texts, "  "), (numbers, "    ")):
-            print(
-                textwrap.fill(
-                    line,
-                    width,
-                    initial_indent=indent,
-                    subsequent_indent=indent,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            )
+            print(_filled(line, width, indent, indent))
 
 
 def _plain(title: str, headings: Sequence[str], rows: Sequence[Row], right: int) -> None:
     cells = [list(headings), *(list(row[0]) if row else [] for row in rows)]
     count = len(headings)
     widths = [max(len(line[i]) for line in cells if line) for i in range(count)]
+    width = width_of(sys.stdout)
+    if width and sum(widths) + 2 * (count - 1) > width:
+        _records(title, headings, rows, right, width)
+        return
     print(title)
     for line in cells:
         padded = [

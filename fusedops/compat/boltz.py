@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import fusedops._frame.needs_torch  # noqa: F401
+
 import torch
 from torch.utils.checkpoint import checkpoint
 

@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import fusedops._frame.needs_torch
+
 import torch
 
 import fusedops

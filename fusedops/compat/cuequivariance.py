@@ -12,6 +12,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import fusedops._frame.needs_torch
+
 import torch
 
 import fusedops

@@ -16,6 +16,8 @@ import sys
 import threading
 from typing import Any
 
+import fusedops._frame.needs_torch
+
 import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary

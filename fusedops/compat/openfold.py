@@ -15,6 +15,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import fusedops._frame.needs_torch  # noqa: F401
+
 import torch
 
 from fusedops import nn

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fusedops._frame.needs_torch  # noqa: F401
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
