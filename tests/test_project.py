@@ -47,6 +47,10 @@ def test_every_command_of_the_makefile_has_its_help():
     assert sorted(helped) == sorted(commands.split())
 
 
+def test_no_plugin_warns_beside_xdist(pytestconfig):
+    assert pytestconfig.pluginmanager.is_blocked("benchmark")
+
+
 def test_ci_tries_every_command_alone():
     (commands,) = re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)
     (alone,) = re.findall(r"^alone=\((.*)\)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
