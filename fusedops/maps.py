@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,12 @@ class ScatteringAtoms:
     occupancy: np.ndarray
     amplitudes: np.ndarray
     widths: np.ndarray
-    labels: list[str] = field(repr=False)
+    labels: list[str]
     charged: int
+
+    def __repr__(self) -> str:
+        kind = "B" if self.b.ndim == 1 else "U"
+        return f"ScatteringAtoms({len(self.xyz)} atoms, {kind}, {self.charged} charged)"
 
     @property
     def least_b(self) -> float:

@@ -11,7 +11,7 @@ import re
 import secrets
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -106,13 +106,16 @@ class Structure:
 
     path: str
     xyz: np.ndarray
-    labels: list[str] = field(repr=False)
-    gemmi: Any = field(repr=False)
+    labels: list[str]
+    gemmi: Any
     # gemmi gathers the atoms of each residue, which the file may interleave with another's:
     # gemmi's k-th atom is number _order[k] in the file.
-    _order: np.ndarray = field(repr=False)
-    _source: bytes = field(repr=False)
-    _kind: str = field(repr=False)
+    _order: np.ndarray
+    _source: bytes
+    _kind: str
+
+    def __repr__(self) -> str:
+        return f"Structure({self.path!r}, {len(self.xyz)} atoms)"
 
     def check_writable(self, path: str | os.PathLike) -> None:
         """Raise `StructureError` if this structure can't be written to `path`.
@@ -321,6 +324,10 @@ class PlanarGroups:
     labels: list[list[str]]
     waters: int
     skipped: Counter[str]
+
+    def __repr__(self) -> str:
+        skipped = self.skipped.total()
+        return f"PlanarGroups({self.count} planes, {self.waters} waters, {skipped} skipped)"
 
     @property
     def count(self) -> int:

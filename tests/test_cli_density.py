@@ -15,7 +15,7 @@ import pytest
 import fusedops
 from fusedops import cli, mapfiles, maps
 from fusedops._frame import limits, registry
-from fusedops.structure import StructureError, read_structure
+from fusedops.structure import StructureError, planar_groups, read_structure
 
 gemmi = pytest.importorskip("gemmi")
 pytest.importorskip("rich")
@@ -786,6 +786,13 @@ _atom_site_aniso_U_13
 _atom_site_aniso_U_23
 C1 0.02 0.03 0.01 0.001 0.002 0.003
 """
+
+
+def test_what_is_printed_is_short(load):
+    structure = load(pdb(aniso=ANISO))
+    assert repr(structure) == f"Structure({structure.path!r}, 4 atoms)"
+    assert repr(maps.scattering_atoms(structure)) == "ScatteringAtoms(4 atoms, U, 0 charged)"
+    assert repr(planar_groups(structure)) == "PlanarGroups(0 planes, 0 waters, 2 skipped)"
 
 
 class TestSmallMolecules:

@@ -449,7 +449,8 @@ out : array or tensor, optional
     An array for the result: of its shape and dtype, contiguous, and apart from the arguments."""
 _BACKEND = """
 backend : str, optional
-    The backend that must serve the call."""
+    The backend that must serve the call; ``.explain`` of this function, with the same arguments,
+    returns which backend serves it, and why."""
 _RAISES = """Raises
 ------
 TypeError, ValueError
