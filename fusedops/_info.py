@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,15 @@ class CacheInfo:
 
 
 @dataclass(frozen=True)
+class ProgramInfo:
+    """A program's version, the module whose `register` serves it, and why it can't, or None."""
+
+    version: str | None
+    module: str
+    why_not: str | None
+
+
+@dataclass(frozen=True)
 class Info:
     """The result of `info`; `str` makes it readable."""
 
@@ -53,6 +63,8 @@ class Info:
     caches: dict[str, CacheInfo]
     pool: int
     pool_limit: int
+    programs: dict[str, ProgramInfo]
+    swaps: list[Any]
 
     def __str__(self) -> str:
         compiled = "no compiled kernels"
@@ -71,10 +83,16 @@ class Info:
             lines.append(f"Kernels compiled by {name}: {megabytes(cache.bytes)} in {cache.folder}")
         pool, limit = megabytes(self.pool), megabytes(self.pool_limit)
         lines.append(f"Memory kept for arrays: {pool} of {limit}")
+        lines.append("Programs that a register() serves:")
+        for name, program in self.programs.items():
+            told = program.why_not or f"{program.version}, by {program.module}"
+            lines.append(f"  {name:<15}{told}")
+        lines.append(f"Served in this process: {'' if self.swaps else 'nothing'}".rstrip())
+        lines += [f"  {swap}" for swap in self.swaps]
         return "\n".join(lines)
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -155,7 +173,10 @@ def info() -> Info:
         here, or None; ``instruction_set`` is the one of the compiled kernels that were loaded;
         ``threads`` is the result of `get_num_threads`; ``packages`` has the versions of optional
         packages; ``caches`` maps compilers to the folder and the bytes of their compiled kernels;
-        ``pool`` has the bytes that `release_memory` would free, at most ``pool_limit``.
+        ``pool`` has the bytes that `release_memory` would free, at most ``pool_limit``;
+        ``programs`` has the versions of programs that a `register` of `fusedops.compat` serves, its
+        module, and the reason why it can't here, or None; ``swaps`` is the result of
+        `fusedops.compat.swaps`.
 
     Examples
     --------
@@ -164,6 +185,7 @@ def info() -> Info:
     True
     """
     from fusedops import __version__
+    from fusedops.compat import _swaps
 
     gpus = _gpus()
     no_torch = registry.import_error("torch")
@@ -181,7 +203,7 @@ def info() -> Info:
         else:
             reason = registry.why_not(backend, request)
         package = "fusedops" if backend.name == "cython" else backend.name
-        version = __version__ if package == "fusedops" else _version(package)
+        version = __version__ if package == "fusedops" else version_of(package)
         backends[backend.name] = BackendInfo(version, reason)
     compiled = backends["cython"].why_not is None
     level = isa.level() if compiled else None
@@ -193,10 +215,15 @@ def info() -> Info:
         threads=threads.get_num_threads(),
         gpus=gpus,
         backends=backends,
-        packages={package: _version(package) for package in _PACKAGES},
+        packages={package: version_of(package) for package in _PACKAGES},
         caches={
             name: CacheInfo(str(folder), size_of(ours)) for name, (folder, ours) in caches().items()
         },
         pool=memory.pooled(),
         pool_limit=memory.limit(),
+        programs={
+            name: ProgramInfo(version_of(name), module, _swaps.why_not(name))
+            for name, (module, *_) in _swaps.PROGRAMS.items()
+        },
+        swaps=_swaps.swaps(),
     )

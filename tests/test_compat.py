@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.metadata
 import itertools
+import logging
 import pickle
 import sys
 import threading
@@ -127,7 +128,8 @@ def fairchem(monkeypatch):
         package.__path__ = []
         monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, uma.MODULE, module)
-    return module
+    yield module
+    uma.unregister()
 
 
 @pytest.fixture
@@ -351,6 +353,67 @@ def test_registered_and_not(fairchem):
         for _ in range(2):
             uma.unregister()
             assert table == THEIRS
+
+
+def calls():
+    return {swap.name: (swap.calls, swap.traced) for swap in fusedops.compat.swaps()}
+
+
+def test_rotations_are_counted_by_mode(backends):
+    model = Problem(1, 1)
+    model.energy(backends["general"])
+    assert calls() == {"general": (5, 0), "umas_fast_pytorch": (0, 0), "umas_fast_gpu": (0, 0)}
+    uma.register()
+    run = torch.compile(model.energy, backend="eager", fullgraph=True)
+    for _ in range(3):
+        run(backends["umas_fast_gpu"])
+    assert calls() == {"general": (5, 0), "umas_fast_pytorch": (0, 0), "umas_fast_gpu": (0, 5)}
+    uma.unregister()
+    assert calls() == {}
+    uma.register()
+    model.energy(backends["general"])
+    assert calls()["general"] == (5, 0)
+
+
+@pytest.mark.parametrize("turbo", [False, True])
+def test_register_logs_the_modes_that_it_serves(monkeypatch, fairchem, caplog, turbo):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.24.0")
+    with caplog.at_level(logging.INFO, "fusedops"):
+        for _ in range(2):
+            uma.register(turbo=turbo)
+    (line,) = caplog.messages
+    assert line.startswith("fairchem-core 2.24.0: fusedops serves general, umas_fast_pytorch")
+    assert line.endswith("umas_fast_gpu" if turbo else "stays: see turbo")
+    with caplog.at_level(logging.INFO, "fusedops"):
+        uma.register(turbo=not turbo)
+    assert len(caplog.messages) == 2
+    assert issubclass(fairchem._EXECUTION_BACKENDS[Mode.UMAS_FAST_GPU], uma.EdgeOps) != turbo
+
+
+def test_nitro_bypasses_us_with_a_warning(monkeypatch, fairchem, caplog):
+    class MLIPPredictUnit:
+        def _load_nitro_model(self, checkpoint):
+            if checkpoint != "uma-s-1p2p1":
+                raise RuntimeError("is not supported in nitro mode")
+            return checkpoint
+
+    theirs = MLIPPredictUnit._load_nitro_model
+    module = types.ModuleType(uma.PREDICTOR)
+    module.MLIPPredictUnit = MLIPPredictUnit
+    monkeypatch.setitem(sys.modules, uma.PREDICTOR, module)
+    for name in ("fairchem.core.units", "fairchem.core.units.mlip_unit"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    uma.register()
+    uma.register()
+    with pytest.raises(RuntimeError, match="not supported"):
+        MLIPPredictUnit()._load_nitro_model("uma-m-1p1")
+    assert not caplog.messages
+    assert MLIPPredictUnit()._load_nitro_model("uma-s-1p2p1") == "uma-s-1p2p1"
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("fusedops", "WARNING")
+    assert "Nitro, which calls no execution backend" in record.message
+    uma.unregister()
+    assert MLIPPredictUnit._load_nitro_model is theirs
 
 
 @pytest.mark.parametrize("turbo", [None, False, True])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 import warnings
 
 import pytest
@@ -180,6 +182,37 @@ def test_messages_multiplied_as_they_are_written(expected, registered, monkeypat
     found = evaluated(ours, crystal(torch.float64))
     assert len(given) == 2 * ours[0].backend.supports_fused_edgewise
     assert_close(found, expected[degree, torch.float64], 1e-10)
+
+
+def test_calls_of_the_models_are_counted(registered):
+    evaluated(model("umas_fast_pytorch"), crystal(torch.float64))
+    calls = {swap.name: swap.calls for swap in fusedops.compat.swaps()}
+    # Two layers with a rotation each way, and the degree embedding.
+    assert calls == {mode: 5 * (mode == "umas_fast_pytorch") for mode in MODES}
+
+
+def test_nitro_is_named_when_it_runs(registered, monkeypatch, caplog):
+    predict = pytest.importorskip("fairchem.core.units.mlip_unit.predict")
+    if not hasattr(predict, "NITRO_MODEL_ID"):
+        pytest.skip("before fairchem 2.24")
+    nitro = types.ModuleType("fairchem.core.models.uma.uma_nitro")
+    nitro.UMANitroModel = types.SimpleNamespace(
+        validate=lambda *given: None, from_checkpoint=lambda checkpoint: torch.nn.Identity()
+    )
+    monkeypatch.setitem(sys.modules, nitro.__name__, nitro)
+    unit = object.__new__(predict.MLIPPredictUnit)
+    predict.PredictUnit.__init__(unit)
+    unit.inference_settings, unit._inference_model_path = None, ""
+    unit._requested_device = "cpu"
+    checkpoint = types.SimpleNamespace(model_config={})
+    monkeypatch.setattr(predict, "_checkpoint_model_name", lambda config: predict.NITRO_MODEL_ID)
+    with pytest.raises(predict.UMANitroNotSupportedError):
+        unit._load_nitro_model(checkpoint)
+    assert "fusedops" not in caplog.text
+    unit._requested_device = "cuda"
+    unit._load_nitro_model(checkpoint)
+    assert isinstance(unit.model.module, torch.nn.Identity)
+    assert "fusedops serves nothing of it" in caplog.text
 
 
 def hessian(model):

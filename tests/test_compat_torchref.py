@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import math
@@ -233,6 +234,31 @@ def later(real_space_grid, xyz_iso, adp_iso, occ_iso, A_iso, B_iso, inv_frac_mat
     """TorchRef 0.6."""
 
 
+def calls():
+    return {swap.name: swap.calls for swap in fusedops.compat.swaps()}
+
+
+def test_register_logs_the_functions_that_it_serves(stand_in, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.4")
+    caplog.set_level("INFO", "fusedops")
+    stand_in(planarity_math=lambda xyz, plane_groups: None, build_electron_density=later)
+    compat.register()
+    compat.register()
+    served = "torchref 0.6.4: fusedops serves planarity_math, build_electron_density"
+    assert caplog.messages == [served]
+    assert str(fusedops.info()).endswith(
+        "Served in this process:\n"
+        "  torchref 0.6.4: planarity_math, calls: 0\n"
+        "  torchref 0.6.4: build_electron_density, calls: 0"
+    )
+
+
+def test_a_torchref_without_our_functions_is_a_warning(stand_in, caplog):
+    stand_in()
+    compat.register()
+    assert "fusedops serves nothing" in caplog.text
+
+
 def test_register_and_unregister(stand_in):
     def planarity_math(xyz, plane_groups):
         """TorchRef's."""
@@ -247,6 +273,7 @@ def test_register_and_unregister(stand_in):
     groups = [(torch.tensor(index), torch.full(index.shape, 0.02)) for index in planes]
     xyz = torch.tensor(xyz)
     found = theirs.targets.planarity_math(xyz, groups)
+    assert calls() == {"planarity_math": 1, "build_electron_density": 0}
     torch.testing.assert_close(found, fusedops.planarity_nll(xyz, groups))
     grid = torch.zeros((*SHAPE, 3), dtype=torch.float64)
     kinds = atoms(4), atoms(4, anisotropic=True)
@@ -256,7 +283,9 @@ def test_register_and_unregister(stand_in):
     assert_close(rho, expected)
     named = dict(zip(inspect.signature(later).parameters, given, strict=True))
     torch.testing.assert_close(theirs.main.build_electron_density(**named), rho)
+    assert calls() == {"planarity_math": 1, "build_electron_density": 2}
     compat.unregister()
+    assert calls() == {}
     assert theirs.targets.planarity_math is planarity_math
     assert theirs.main.build_electron_density is theirs.density.build_electron_density is later
 
@@ -354,6 +383,7 @@ class TestTorchRef:
         theirs, _ = engine.compute_structure_factors(hkl, *kind)
         compat.register()
         ours, _ = engine.compute_structure_factors(hkl, *kind)
+        assert calls()["build_electron_density"] == 1
         assert_close(ours, theirs, 1e-4)
         with backends.use_portable():
             plain, _ = engine.compute_structure_factors(hkl, *kind)

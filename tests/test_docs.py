@@ -43,6 +43,7 @@ MODULES = [
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
     *COMPAT,
     *DISTRIBUTED,
+    "fusedops.compat._swaps",
     "fusedops._frame.limits",
     "fusedops._frame.threads",
 ]

@@ -42,6 +42,7 @@ LATE = {"_frame", "package"}
 #: Imports that go up all the same, in functions.
 UP = {
     ("fusedops._frame.registry", "cpukern.isa"),
+    ("fusedops._info", "fusedops.compat._swaps"),
 }
 
 

@@ -74,12 +74,12 @@ def import_error(package: str) -> str | None:
         version = module.__version__ if oldest else ""
     except Exception as error:  # a missing library is an OSError; none of this code is ours
         return f"{package} is installed but does not import: {error}"
-    if _release(version) < _release(oldest):
+    if release(version) < release(oldest):
         return f"{package} {version} is installed; it should be {oldest} or newer"
     return None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 

@@ -9,12 +9,14 @@ can't choose the form of its matrices.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import fusedops._frame.needs_torch
 
@@ -25,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import one_of, traced
+from fusedops.compat._swaps import Swap, log, of, start, stop
 from fusedops.nn import SO2Convolution, radial_products
 from fusedops.so2 import PRECISIONS, WEIGHTS, gate_activation
 from fusedops.wigner import (
@@ -35,6 +38,8 @@ from fusedops.wigner import (
 )
 
 __all__ = ["EdgeOps", "register", "unregister"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: The edges of fairchem's index tensors, by number of nodes and offset.
 _read = WeakTensorKeyDictionary()
@@ -171,6 +176,18 @@ def _fits(edgewise: Any) -> bool:
     )
 
 
+def _counted(rotate: F) -> F:
+    """Return a method of `EdgeOps` that counts calls by models of fairchem."""
+
+    @functools.wraps(rotate)
+    def method(self: EdgeOps, *args: Any, **kwargs: Any) -> Any:
+        if self.swap is not None:
+            self.swap.count()
+        return rotate(self, *args, **kwargs)
+
+    return method  # type: ignore[return-value]
+
+
 class EdgeOps:
     """The methods of a fairchem backend that rotate features into the frames of edges and back.
 
@@ -215,6 +232,8 @@ class EdgeOps:
     precision: str | None = None
     #: The backend that fairchem has for the mode.
     theirs: Any
+    #: The mode, with its calls of rotations.
+    swap: Swap | None = None
 
     def prepare_model_for_inference(self, model: Any) -> None:
         """Let fairchem prepare a model, and replace SO(2) convolutions, gates, radial functions.
@@ -309,6 +328,7 @@ class EdgeOps:
         with radial_products(x_edge):
             return super().get_layer_radial_emb(x_edge, model)  # type: ignore[misc]
 
+    @_counted
     def node_to_edge_wigner_permute(self, x_full: Any, edge_index: Any, wigner: Any) -> Any:
         """Return the features of both ends of every edge in its frame.
 
@@ -338,6 +358,7 @@ class EdgeOps:
         edges = _edges(edge_index, x_full.shape[0])
         return node_to_edge_wigner_permute(x_full, edges, _matrices(wigner), mmax=self.mmax)
 
+    @_counted
     def fused_node_to_edge_conv1_pack(
         self, x_full: Any, edge_index: Any, wigner: Any, radial: Any, sphere_channels: int
     ) -> tuple[Any, Any, None]:
@@ -451,6 +472,7 @@ class EdgeOps:
             message, wigner_inv_envelope, scatter_target, num_nodes
         )
 
+    @_counted
     def permute_wigner_inv_edge_to_node(
         self,
         x_message: Any,
@@ -494,6 +516,7 @@ class EdgeOps:
             x_message, edges, _matrices(wigner_inv), num_nodes, mmax=self.mmax
         )
 
+    @_counted
     def edge_degree_scatter(
         self,
         x: Any,
@@ -544,6 +567,7 @@ class EdgeOps:
 
 
 MODULE = "fairchem.core.models.uma.nn.execution_backends"
+PREDICTOR = "fairchem.core.units.mlip_unit.predict"
 #: For each of fairchem's modes our methods, and the class that has all others. fairchem's class for
 #: GPUs demands a GPU and lmax = mmax = 2, as its kernels do.
 MODES: dict[str, tuple[type[EdgeOps], str]] = {
@@ -551,6 +575,7 @@ MODES: dict[str, tuple[type[EdgeOps], str]] = {
     "umas_fast_pytorch": (EdgeOps, "UMASFastPytorchBackend"),
     "umas_fast_gpu": (EdgeOps, "UMASFastPytorchBackend"),
 }
+PROGRAM = "fairchem-core"
 _lock = threading.Lock()
 
 
@@ -566,7 +591,7 @@ def _fairchem() -> Any:
     if hasattr(getattr(found, "ExecutionBackend", None), "prepare_wigner"):
         return found
     try:
-        installed = importlib.metadata.version("fairchem-core")
+        installed = importlib.metadata.version(PROGRAM)
     except importlib.metadata.PackageNotFoundError:
         installed = "not installed"
     raise ImportError(
@@ -586,6 +611,7 @@ def _served(mode: str, theirs: type, precision: str | None) -> type[EdgeOps]:
         "__reduce__": lambda self: (_backend, (mode, precision), vars(self)),
         "theirs": theirs,
         "precision": precision,
+        "swap": of(PROGRAM, mode),
     }
     return type(ours.__name__, (ours, getattr(_fairchem(), others)), parts)
 
@@ -601,7 +627,9 @@ def register(*, turbo: bool | None = None, precision: str | None = None) -> None
     """Serve the edge rotations of all UMA models that fairchem builds from now on.
 
     Call it in every process, before a model is built there. A second call replaces the choices of
-    the first; models that exist keep their backends.
+    the first; models that exist keep their backends. `fusedops.compat.swaps` counts the rotations
+    of each execution mode. A model that fairchem 2.24 runs by Nitro, its default for UMA-S 1.2.1 on
+    a GPU, calls no execution backend: fusedops serves nothing of it, and warns by `logging`.
 
     Parameters
     ----------
@@ -634,10 +662,42 @@ def register(*, turbo: bool | None = None, precision: str | None = None) -> None
     table = backends._EXECUTION_BACKENDS
     turbo = not torch.cuda.is_available() if turbo is None else turbo
     served = [mode for mode in MODES if turbo or mode != "umas_fast_gpu"]
+    stays = "" if turbo else "; umas_fast_gpu, fairchem's choice on a GPU, stays: see turbo"
+    predictor = _predictor()
     with _lock:
-        for mode, theirs in table.items():
-            if mode.value in served:
-                table[mode] = _served(mode.value, getattr(theirs, "theirs", theirs), precision)
+        start(PROGRAM, [mode.value for mode in table if mode.value in served], stays)
+        for mode, backend in table.items():
+            theirs = getattr(backend, "theirs", backend)
+            ours = mode.value in served
+            table[mode] = _served(mode.value, theirs, precision) if ours else theirs
+        if predictor and not hasattr(predictor._load_nitro_model, "theirs"):
+            predictor._load_nitro_model = _watched(predictor._load_nitro_model)
+
+
+def _predictor() -> Any:
+    """Return fairchem's class that may choose Nitro, or None before fairchem 2.24."""
+    with contextlib.suppress(ImportError):
+        found = importlib.import_module(PREDICTOR).MLIPPredictUnit
+        return found if hasattr(found, "_load_nitro_model") else None
+    return None
+
+
+def _watched(load: F) -> F:
+    """Return fairchem's method that loads a model of Nitro, with a warning when it has done so."""
+
+    @functools.wraps(load)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        # It raises where Nitro can't serve a model, and fairchem's own backends then do.
+        found = load(*args, **kwargs)
+        log.warning(
+            "fairchem runs a model by Nitro, which calls no execution backend: fusedops serves "
+            "nothing of it. For fusedops choose inference_settings='multigpu', and "
+            "register(turbo=True)"
+        )
+        return found
+
+    watched.theirs = load  # type: ignore[attr-defined]
+    return watched  # type: ignore[return-value]
 
 
 def unregister() -> None:
@@ -650,11 +710,15 @@ def unregister() -> None:
     >>> import fusedops.compat.fairchem as uma
     >>> uma.unregister()
     """
+    stop(PROGRAM)
     backends = sys.modules.get(MODULE)
     if backends is None:
         return
     table = backends._EXECUTION_BACKENDS
+    predictor: Any = getattr(sys.modules.get(PREDICTOR), "MLIPPredictUnit", None)
     with _lock:
         for mode, ours in table.items():
             if issubclass(ours, EdgeOps):
                 table[mode] = ours.theirs
+        if theirs := getattr(getattr(predictor, "_load_nitro_model", None), "theirs", None):
+            predictor._load_nitro_model = theirs

@@ -22,6 +22,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops._frame.check import traced
+from fusedops.compat._swaps import Swap, start, stop
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.planarity import planarity_nll
 from fusedops.scatter import structured_scatter_add
@@ -199,17 +200,16 @@ FUNCTIONS = {
 _lock = threading.Lock()
 
 
-def _served(name: str, theirs: Any) -> Callable[..., Any] | None:
-    """Return our function in the place of TorchRef's, with its arguments; None if there is none."""
-    ours: Callable[..., Any] = globals()[name]
-    given = inspect.signature(theirs).parameters
-    if "radius_angstrom" in given:
-        return None
+def _served(swap: Swap, theirs: Any) -> Callable[..., Any]:
+    """Return our function in the place of TorchRef's, with its arguments."""
+    ours: Callable[..., Any] = globals()[swap.name]
+    signature = inspect.signature(theirs)
 
+    @swap.counting
     @functools.wraps(theirs)
     def serve(*args: Any, **kwargs: Any) -> Any:
-        if "real_space_grid" in given:
-            bound = inspect.signature(theirs).bind(*args, **kwargs).arguments
+        if "real_space_grid" in signature.parameters:
+            bound = signature.bind(*args, **kwargs).arguments
             grid = bound.pop("real_space_grid")
             del bound["voxel_size"]
             return ours(grid_shape=grid.shape[:-1], device=grid.device, **bound)
@@ -222,7 +222,8 @@ def _served(name: str, theirs: Any) -> Callable[..., Any] | None:
 def register() -> None:
     """Serve TorchRef's planes, densities and scatters by our ops from now on.
 
-    Call it in every process. A second call changes nothing. Functions that a program has imported
+    Call it in every process; `fusedops.compat.swaps` then counts calls. A second call changes
+    nothing. Functions that a program has imported
     by name before stay TorchRef's; its own modules look them up in every call.
 
     Raises
@@ -242,15 +243,20 @@ def register() -> None:
     """
     importlib.import_module("torchref")
     with _lock:
+        places = {}
         for name, modules in FUNCTIONS.items():
             found = [importlib.import_module(module) for module in modules if _has(module)]
             theirs = next((getattr(m, name) for m in found if hasattr(m, name)), None)
-            if theirs is None or hasattr(theirs, "theirs"):
+            if theirs and "radius_angstrom" not in inspect.signature(theirs).parameters:
+                places[name] = theirs, found
+        for swap in start("torchref", places):
+            theirs, found = places[swap.name]
+            if hasattr(theirs, "theirs"):
                 continue
-            served = _served(name, theirs)
+            served = _served(swap, theirs)
             for module in found:
-                if served and getattr(module, name, None) is theirs:
-                    setattr(module, name, served)
+                if getattr(module, swap.name, None) is theirs:
+                    setattr(module, swap.name, served)
 
 
 def _has(module: str) -> bool:
@@ -271,6 +277,7 @@ def unregister() -> None:
     >>> fusedops.compat.torchref.unregister()
     """
     with _lock:
+        stop("torchref")
         for name, modules in FUNCTIONS.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 theirs = getattr(getattr(module, name, None), "theirs", None)
