@@ -468,11 +468,11 @@ def _gaussians(b: Any, widths: Any) -> tuple[Any, Any]:
     if b.ndim == 1:
         c = 4 * math.pi**2 / (widths + b[:, None])
         return (c / math.pi) ** 1.5, c[..., None, None] * _eye(b)
-    M = _matrices(b, widths)
+    M = gaussian_matrices(b, widths)
     return math.pi**1.5 / xp.sqrt(xp.linalg.det(M)), math.pi**2 * xp.linalg.inv(M)
 
 
-def _matrices(b: Any, widths: Any) -> Any:
+def gaussian_matrices(b: Any, widths: Any) -> Any:
     """Return (B I + 8π² U) / 4 for all Gaussians, (N, G, 3, 3), or (B + b) I / 4."""
     if b.ndim == 1:
         return (widths + b[:, None])[..., None, None] * _eye(b) / 4
@@ -489,7 +489,7 @@ def _symmetric(components: Any) -> Any:
 
 
 def _by_width(b: Any, on_M: Any) -> Any:
-    """Return gradients (N,) or (N, 6) by `b`, from gradients (N, G, 3, 3) by `_matrices`."""
+    """Return gradients (N,) or (N, 6) by `b`, from (N, G, 3, 3) by `gaussian_matrices`."""
     xp = namespace(b)
     on_M = on_M.sum(1)
     if b.ndim == 1:
@@ -895,7 +895,7 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, ...]:
     ) -> tuple[Any, ...]:  # fmt: skip
         flat, monomials, e, P = _voxels(x, b, widths, radius, part, lattice)
         share, dshare = occ[:, None] * A, tocc[:, None] * A + occ[:, None] * tA
-        PM = P @ _matrices(tb, twidths)
+        PM = P @ gaussian_matrices(tb, twidths)
         beta, gamma = 2 * _product(P, t[:, None]), PM @ P / math.pi**2
         nu = _trace(PM) / (2 * math.pi**2)
         factors = [-nu[..., None], beta, gamma.reshape(*nu.shape, 9)]

@@ -129,6 +129,45 @@ def test_atoms_that_are_not_finite():
     assert_close(found, summed(*(x[:2] for x in anisotropic)))
 
 
+def of_one_kind(kind, frac, inv_frac):
+    """Return the arguments of a density after grid and device, for atoms with B or with U."""
+    none = [x[:0] for x in atoms(1)]
+    return [*none, inv_frac, frac, *kind] if kind[1].ndim == 2 else [*kind, inv_frac, frac]
+
+
+@pytest.mark.parametrize("anisotropic", [False, True], ids=["B", "U"])
+def test_gradients_by_the_cell_are_what_differences_say(anisotropic):
+    kind = atoms(5, anisotropic)
+    seed = torch.tensor(np.random.default_rng(0).normal(size=SHAPE))
+
+    def loss(frac, inv_frac):
+        given = of_one_kind(kind, frac, inv_frac)
+        return (
+            compat.build_electron_density(SHAPE, "cpu", *given, dtype=torch.float64) * seed
+        ).sum()
+
+    inv_frac, frac = matrices()
+    frac.requires_grad_()
+    # Small steps, which take no voxel across a radius.
+    steps = {"eps": 1e-8, "rtol": 1e-4}
+    assert torch.autograd.gradcheck(lambda frac: loss(frac, frac.inverse()), frac, **steps)
+    assert torch.autograd.gradgradcheck(lambda frac: loss(frac, frac.inverse()), frac, **steps)
+    inv_frac.requires_grad_()
+    assert torch.autograd.gradcheck(lambda inv: loss(frac.detach(), inv), inv_frac, **steps)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(frac, inv_frac), loss(frac.detach(), inv_frac.detach()))
+
+
+def test_an_atom_that_is_not_finite_in_a_cell_with_a_gradient():
+    kind = atoms(3, anisotropic=True)
+    kind[1][0, 0] = math.nan
+    inv_frac, frac = matrices()
+    with pytest.raises(ValueError, match=r"b\[0\] is .*nan"):
+        compat.build_electron_density(
+            SHAPE, "cpu", *of_one_kind(kind, frac.requires_grad_(), inv_frac), dtype=torch.float64
+        )
+
+
 @pytest.mark.parametrize("which", ["isotropic", "anisotropic", "neither"])
 def test_atoms_of_one_kind_may_be_none(which):
     isotropic, anisotropic = atoms(4), atoms(4, anisotropic=True)
@@ -284,6 +323,10 @@ def test_register_and_unregister(stand_in):
     named = dict(zip(inspect.signature(later).parameters, given, strict=True))
     torch.testing.assert_close(theirs.main.build_electron_density(**named), rho)
     assert calls() == {"planarity_math": 1, "build_electron_density": 2}
+    for name in ("real_space_grid", "voxel_size"):
+        tensor = named[name].clone().requires_grad_()
+        with pytest.raises(ValueError, match=f"build_electron_density: {name} requires grad; it"):
+            theirs.main.build_electron_density(**{**named, name: tensor})
     compat.unregister()
     assert calls() == {}
     assert theirs.targets.planarity_math is planarity_math
@@ -349,6 +392,26 @@ class TestTorchRef:
         tolerance = 1e-10 if dtype == torch.float64 else 1e-4
         for theirs, ours in zip(*results, strict=True):
             assert_close(ours, theirs, tolerance)
+
+    @pytest.mark.parametrize("anisotropic", [False, True], ids=["B", "U"])
+    def test_derivatives_by_every_tensor(self, torchref, anisotropic):
+        """Beside its plain torch: its kernels have no gradients by form factors and matrices."""
+        if "grid_shape" not in inspect.signature(torchref.build_electron_density).parameters:
+            pytest.skip("older than 0.7")
+        kind, (inv_frac, frac) = atoms(6, anisotropic), matrices()
+        leaves = [leaf.requires_grad_() for leaf in (*kind, frac, inv_frac)]
+        seed = torch.tensor(np.random.default_rng(1).normal(size=SHAPE))
+        given, results = of_one_kind(kind, frac, inv_frac), []
+        theirs = torchref.build_electron_density
+        for density in (theirs, compat.build_electron_density):
+            rho = density(
+                SHAPE, torch.device("cpu"), *given, dtype=torch.float64, force_portable=True
+            )
+            first = torch.autograd.grad((rho * seed).sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum((dx * dx).sum() for dx in first), leaves)
+            results.append([rho, *first, *second])
+        for theirs, ours in zip(*results, strict=True):
+            assert_close(ours, theirs, 1e-10)
 
     def test_planes(self, torchref):
         targets = importlib.import_module("torchref.base.targets")

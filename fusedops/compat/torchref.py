@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops._frame.check import traced
 from fusedops.compat._swaps import Swap, start, stop
-from fusedops.density import Lattice, atom_radius, gaussian_density
+from fusedops.density import (
+    COMPONENTS,
+    LEAST_WIDTH,
+    Lattice,
+    atom_radius,
+    gaussian_density,
+    gaussian_matrices,
+)
 from fusedops.planarity import planarity_nll
 from fusedops.scatter import structured_scatter_add
 
@@ -97,7 +105,7 @@ def build_electron_density(
     A_iso, B_iso : tensor (N, G)
         Amplitudes and widths of the form factors.
     inv_frac_matrix : tensor (3, 3)
-        Not needed.
+        The inverse of `frac_matrix`. Needed only if one of the two requires grad.
     frac_matrix : tensor (3, 3)
         From fractional to Cartesian coordinates, Å.
     xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso : tensor, optional
@@ -110,7 +118,7 @@ def build_electron_density(
     Returns
     -------
     tensor (nx, ny, nz)
-        See `fusedops.gaussian_density`, whose gradients go to coordinates, B or U, and occupancies.
+        See `fusedops.gaussian_density`. All float tensors have gradients, of any order.
 
     Notes
     -----
@@ -119,6 +127,9 @@ def build_electron_density(
     are at least 0.4 Å² wide. An isotropic atom with a number that isn't finite is an error on the
     CPU, and left out on a GPU. An anisotropic atom with such a number, or with a Gaussian of no
     positive width, is left out.
+
+    Gradients by the matrices are of TorchRef's plain torch; its kernels have none. Every Gaussian
+    is then an atom, and an atom with a number that isn't finite is an error.
 
     References
     ----------
@@ -144,12 +155,20 @@ def build_electron_density(
         theirs = sys.modules.get("torchref.utils.backends")
         force_portable = getattr(theirs, "force_portable", lambda: False)()
     rho = torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
+    matrices = frac_matrix, inv_frac_matrix
+    strained = torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
     atoms = [(xyz_iso, adp_iso, occ_iso, A_iso, B_iso)]
     if xyz_aniso is not None:
         atoms += [(xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso)]
     for kind in atoms:
         if len(kind[0]) > 0:
             xyz, b, occupancy, A, B = (array.to(dtype) for array in kind)
+            radius = atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS)
+            on_bad = "clamp" if b.ndim == 1 else "skip"
+            if strained:
+                frac, inv_frac = frac_matrix.to(rho), inv_frac_matrix.to(rho)
+                xyz, b, occupancy, A, B = _strained(xyz, b, occupancy, A, B, frac, inv_frac)
+                radius, on_bad = radius.repeat_interleave(len(b) // len(radius)), "raise"
             rho = rho + gaussian_density(
                 xyz,
                 b,
@@ -157,22 +176,44 @@ def build_electron_density(
                 A,
                 B,
                 _lattice(frac_matrix, tuple(grid_shape)),
-                radius=atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS),
-                on_bad="clamp" if b.ndim == 1 else "skip",
+                radius=radius,
+                on_bad=on_bad,
                 backend="torch" if force_portable else None,
             )
     return rho
 
 
+def _strained(
+    xyz: Any, b: Any, occupancy: Any, A: Any, B: Any, frac: Any, inv_frac: Any
+) -> tuple[Any, ...]:
+    """Return atoms, one a Gaussian, that carry the gradients by the cell's matrices.
+
+    With F frac for frac, in which F = 1, a voxel is F(frac n - y) from an atom at frac inv_frac x,
+    called y. In the cell as it is, that is a Gaussian at y, of the matrix F⁻¹ M F⁻ᵀ.
+    """
+    here, eye = frac.detach(), torch.eye(3, dtype=frac.dtype, device=frac.device)
+    F = eye + (frac - here) @ here.inverse()
+    y = xyz @ inv_frac.T @ here.T
+    if b.ndim == 1:
+        M = (B + b[:, None]).clamp(min=LEAST_WIDTH)[..., None, None] / 4 * eye
+    else:
+        M = gaussian_matrices(b, B)
+    M = F.inverse() @ M @ F.inverse().T
+    U = torch.stack([M[..., i, j] for i, j in COMPONENTS], -1) / (2 * math.pi**2)
+    G = A.shape[1]
+    each = [array.repeat_interleave(G, 0) for array in (y, occupancy / F.det())]
+    return each[0], U.flatten(0, 1), each[1], A.reshape(-1, 1), torch.zeros_like(A).reshape(-1, 1)
+
+
 def _lattice(matrix: Any, shape: tuple[int, ...]) -> Any:
     """Return the lattice of a cell's matrix; of one on a GPU, which is slow to read, made once."""
     if matrix.is_cpu or traced() or matrix.is_inference():
-        return Lattice(matrix, shape).to(str(matrix.device))
+        return Lattice(matrix.detach(), shape).to(str(matrix.device))
     kept = _read.setdefault(matrix, {})
     before, lattice = kept.get(shape, (None, None))
     now = matrix._version, matrix.data_ptr()
     if now != before:
-        lattice = Lattice(matrix, shape).to(str(matrix.device))
+        lattice = Lattice(matrix.detach(), shape).to(str(matrix.device))
         kept[shape] = now, lattice
     return lattice
 
@@ -210,8 +251,13 @@ def _served(swap: Swap, theirs: Any) -> Callable[..., Any]:
     def serve(*args: Any, **kwargs: Any) -> Any:
         if "real_space_grid" in signature.parameters:
             bound = signature.bind(*args, **kwargs).arguments
-            grid = bound.pop("real_space_grid")
-            del bound["voxel_size"]
+            grid, voxel_size = bound.pop("real_space_grid"), bound.pop("voxel_size")
+            for name, value in (("real_space_grid", grid), ("voxel_size", voxel_size)):
+                if getattr(value, "requires_grad", False):
+                    raise ValueError(
+                        f"{swap.name}: {name} requires grad; it should be detached: gradients by "
+                        "the cell go through frac_matrix and inv_frac_matrix"
+                    )
             return ours(grid_shape=grid.shape[:-1], device=grid.device, **bound)
         return ours(*args, **kwargs)
 
