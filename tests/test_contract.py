@@ -424,6 +424,23 @@ def asked_for(count):
     return one + [tuple(not ask for ask in asked) for asked in one]
 
 
+@needs_torch
+@pytest.mark.parametrize("example", [*EXAMPLES, *UNPACKED], ids=str)
+def test_no_derivative_is_left_out_silently(example):
+    """Every array of floats that requires grad has a gradient, or an error names it."""
+    p = example.problem("tiny")
+    arrays = {n: a for n, a in p.arguments.items() if isinstance(a, np.ndarray)}
+    for name in [n for n, a in arrays.items() if a.dtype.kind == "f"]:
+        leaf = tensor(arrays[name].copy()).requires_grad_()
+        given = {**as_framework("torch", p), name: leaf}
+        if name in p.leaves or name in p.op.by_request:
+            outs = tuple_of(p.op(**given))
+            assert torch.autograd.grad(outs, leaf, tuple(map(tensor, p.cotangents)))[0].any()
+        else:
+            with pytest.raises(ValueError, match=f"{name} requires grad; it is a constant"):
+                p.op(**given)
+
+
 @few
 @at(TENSORS)
 def test_gradients_of_some_of_the_arrays(example, place):
