@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from math_core import LatexToMathML
+
 import fusedops
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +32,6 @@ copyright = "The fusedops developers"
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "numpydoc",
     "myst_nb",
 ]
@@ -39,6 +41,7 @@ html_title = f"fusedops {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_math_renderer = "mathml"
 
 autodoc_typehints = "none"
 numpydoc_class_members_toctree = numpydoc_show_class_members = False
@@ -68,5 +71,18 @@ def read(app: Any, page: str, source: list[str]) -> None:
     source[0] = text
 
 
+TEX = LatexToMathML()
+
+
+def formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
+    """Write a formula as MathML, which browsers show without a script or a font from elsewhere."""
+    block = isinstance(node, nodes.math_block)
+    tag = "div" if block else "span"
+    mathml = TEX.convert_with_local_state(node.astext(), displaystyle=block)
+    writer.body.append(f"{writer.starttag(node, tag, '', CLASS='math')}{mathml}</{tag}>")
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", read)
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
