@@ -1,12 +1,16 @@
 """Settings of Sphinx, which makes the site from docs, the root's pages and the docstrings."""
 
+import importlib
+import json
 import os
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from math_core import LatexToMathML
+from sphinx.errors import ExtensionError
 
 import fusedops
 
@@ -42,6 +46,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_math_renderer = "mathml"
+html_search_scorer = str(ROOT / "docs" / "scorer.js")
 
 autodoc_typehints = "none"
 numpydoc_class_members_toctree = numpydoc_show_class_members = False
@@ -83,6 +88,29 @@ def formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def check_search(app: Any, error: Exception | None) -> None:
+    """Raise an error unless the search finds every public name in the reference."""
+    if error or app.builder.name != "html":
+        return
+    text = (app.outdir / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    found = {entry[4] for entries in index["objects"].values() for entry in entries}
+    missing = set(public_names()) - found
+    if missing:
+        raise ExtensionError(f"the search finds no {', '.join(sorted(missing))}")
+
+
+def public_names() -> list[str]:
+    """Return the names that modules export."""
+    modules = [
+        importlib.import_module(name)
+        for _, name, _ in pkgutil.walk_packages(fusedops.__path__, "fusedops.")
+        if not re.search(r"\.(_|bench|cli)", name)
+    ]
+    return [name for each in (fusedops, *modules) for name in getattr(each, "__all__", ())]
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", read)
+    app.connect("build-finished", check_search)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
