@@ -26,10 +26,10 @@ ELSEWHERE = {
 #: The head of a page with examples, by which myst-nb knows that it runs them.
 RUN = """---
 file_format: mystnb
-kernelspec: {name: python3}
+kernelspec: {{name: python3}}
+mystnb: {{execution_in_temp: {}}}
 ---
 """
-
 project = "fusedops"
 version = release = fusedops.__version__
 copyright = "The fusedops developers"
@@ -53,7 +53,6 @@ numpydoc_class_members_toctree = numpydoc_show_class_members = False
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
-nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
@@ -72,7 +71,9 @@ def read(app: Any, page: str, source: list[str]) -> None:
     text = text.replace("](docs/", "](").replace("](bench/", "](../bench/")
     text = text.replace("](CITATION", "](../CITATION")
     if "```python\n" in text:
-        text = RUN + text.replace("```python\n", "```{code-cell}\n")
+        # A page that reads docs/data runs beside it.
+        head = RUN.format("false" if '("data/' in text else "true")
+        text = head + text.replace("```python\n", "```{code-cell}\n")
     source[0] = text
 
 

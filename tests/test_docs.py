@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ NEED_TORCH = (
     *COMPAT,
     *DISTRIBUTED,
 )
+#: What every block of a page needs.
+REQUIRED = {
+    "tutorial-dynamics.md": ("torch", "ase"),
+    "tutorial-mamba.md": ("torch",),
+    "tutorial-pair.md": ("torch",),
+    "tutorial-refinement.md": ("scipy",),
+}
 # `fusedops` exports the public functions of all other modules.
 PUBLIC = [
     "fusedops",
@@ -166,8 +174,11 @@ def blocks(page, language):
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
 def test_the_examples_of_a_page(page, monkeypatch, tmp_path):
     """Every block continues the page's blocks before it, and blocks of NumPy need none of torch."""
+    for package in REQUIRED.get(page.name, ()):
+        pytest.importorskip(package)
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "docs/data", "data")
     names = {}
     for block in blocks(page, "python"):
         if HAS_TORCH or not re.search("torch|fusedops.nn", block):
