@@ -47,19 +47,24 @@ def tables(text: str, results: Path) -> str:
         if module == "largest":
             return f"{begin}{largest(report.read(path))}{end}"
         blocks = {op: block for op, block in ops.items() if MODULES.get(op) == module}
-        return f"{begin}{section(blocks)}{end}" if blocks else match[0]
+        return f"{begin}{section(blocks, name)}{end}" if blocks else match[0]
 
     return PART.sub(part, text)
 
 
-def section(blocks: dict[str, dict[str, Any]]) -> str:
-    """Return the Markdown of some ops' results: the machine, and a table of each op."""
+def section(blocks: dict[str, dict[str, Any]], name: str) -> str:
+    """Return the Markdown of some ops' results: the machine, and a folded table of each op.
+
+    The site has a picture in the place of the comment above an op's table.
+    """
     parts, before = [], ""
     for op, block in blocks.items():
         about = _about(block)
         parts += [about] if about != before else []
         parts += [f"`{op}`:"] if len(blocks) > 1 else []
-        parts += [_shares(block) if op in STEPS else _table(block), _after(block)]
+        parts += [f"<!-- picture: {name} {op} -->"] if op not in STEPS else []
+        table = _shares(block) if op in STEPS else _table(block)
+        parts += ["<details><summary>Times</summary>", table, _after(block), "</details>"]
         before = about
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -81,7 +86,8 @@ def fastest(ops: dict[str, dict[str, Any]]) -> str:
             row = each.ours
             what = f"{row['workload']}: {report.sizes(row)}, {row['dtype']}, {row['pass']}"
             lost += [f"{what}: {each.peer['who']}, {each.ratio:.2f}"] * (each.ratio > 1)
-        lines += [_line([f"`{op}`", *counts, "<br>".join(lost)])] if contests else []
+        folded = f"<details><summary>{len(lost)}</summary>{'<br>'.join(lost)}</details>"
+        lines += [_line([f"`{op}`", *counts, folded if lost else ""])] if contests else []
     return "\n".join(lines) + "\n"
 
 

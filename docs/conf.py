@@ -13,6 +13,7 @@ from math_core import LatexToMathML
 from sphinx.errors import ExtensionError
 
 import fusedops
+from fusedops.bench import plot, report
 
 ROOT = Path(__file__).parents[1]
 #: Pages whose text is elsewhere.
@@ -30,6 +31,9 @@ kernelspec: {{name: python3}}
 mystnb: {{execution_in_temp: {}}}
 ---
 """
+#: The place of a picture, as bench/tables.py writes it: a file of bench/results, and an op.
+PICTURE = re.compile(r"<!-- picture: (\w+) (\w+) -->")
+
 project = "fusedops"
 version = release = fusedops.__version__
 copyright = "The fusedops developers"
@@ -70,11 +74,23 @@ def read(app: Any, page: str, source: list[str]) -> None:
         text = re.sub(rf"\]\((\.\./)?{re.escape(file)}\b", f"]({name}.md", text)
     text = text.replace("](docs/", "](").replace("](bench/", "](../bench/")
     text = text.replace("](CITATION", "](../CITATION")
+    text = PICTURE.sub(r'<img src="pictures/\1/\2.svg" alt="Times of \2 and its peers">', text)
     if "```python\n" in text:
         # A page that reads docs/data runs beside it.
         head = RUN.format("false" if '("data/' in text else "true")
         text = head + text.replace("```python\n", "```{code-cell}\n")
     source[0] = text
+
+
+def draw(app: Any) -> None:
+    """Draw the pictures of Measured, which are too many to be tracked."""
+    places = PICTURE.findall((ROOT / "docs/measured.md").read_text(encoding="utf-8"))
+    for name in {name for name, _ in places}:
+        found = report.read(ROOT / f"bench/results/{name}.json")
+        drawn = plot.draw_ops(found, app.outdir / "pictures" / name)
+        missing = {op for of, op in places if of == name} - drawn.keys()
+        if missing:
+            raise ExtensionError(f"{name}.json has no times of {', '.join(sorted(missing))}")
 
 
 TEX = LatexToMathML()
@@ -112,6 +128,7 @@ def public_names() -> list[str]:
 
 
 def setup(app: Any) -> None:
+    app.connect("builder-inited", draw)
     app.connect("source-read", read)
     app.connect("build-finished", check_search)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

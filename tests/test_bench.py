@@ -18,7 +18,7 @@ import fusedops
 from benches import RATES, bench_module
 from fusedops import cli
 from fusedops._frame import packed, registry
-from fusedops.bench import measure, memory, report, steps
+from fusedops.bench import measure, memory, plot, report, steps
 from fusedops.bench import timing as timings
 from fusedops.bench.floors import Rates
 from fusedops.bench.measure import Bench, Plan, fitted
@@ -519,7 +519,7 @@ def test_results_without_the_hosts_time_are_shown(capsys, name):
     assert "host µs" not in out
     assert ("graph ms" in out) == (name == "h200")
     tables = bench_module("tables")
-    assert "host" not in tables.section(found["ops"])
+    assert "host" not in tables.section(found["ops"], name)
 
 
 def test_eager_calls_and_graphs_share_a_row(capsys):
@@ -913,10 +913,25 @@ def test_the_measured_tables(tmp_path):
     assert "| Jet: T 700 | float32 | forward | – / 2.00 | 4.00 | 12.3 (2.05) |" in short
     assert "T 70 " not in short
     peers = tables.tables(told.format("peers", "cpu"), tmp_path)
-    assert "| `dynamic_conv` | 2 of 3 |  | Jet: T 7, float32, forward: x, 2.00 |\n" in peers
+    lost = "<details><summary>1</summary>Jet: T 7, float32, forward: x, 2.00</details>"
+    assert f"| `dynamic_conv` | 2 of 3 |  | {lost} |\n" in peers
     # Text without results stays.
     for other in (("planarity", "cpu"), ("conv", "h200")):
         assert tables.tables(told.format(*other), tmp_path) == told.format(*other)
+
+
+def test_every_op_has_a_picture_and_folded_times(tmp_path):
+    pytest.importorskip("matplotlib")
+    root = Path(__file__).parents[1]
+    text = (root / "docs/measured.md").read_text()
+    found = report.read(root / "bench/results/cpu.json")
+    pictures = re.findall(r"<!-- picture: cpu (\w+) -->\n\n<details>", text)
+    assert sorted(pictures) == sorted(found["ops"].keys() - steps.STEPS.keys())
+    assert text.count("<details>") == text.count("</details>")
+    op = "planarity_nll"
+    drawn = plot.draw_ops(found | {"ops": {op: found["ops"][op]}}, tmp_path)
+    assert [*drawn] == [op]
+    assert "<svg" in drawn[op].read_text()
 
 
 @pytest.fixture

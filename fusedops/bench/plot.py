@@ -22,6 +22,19 @@ COLOURS = (
     *("#b0872a", "#38a3b5", "#d1603d", "#6d8f3c", "#9a7b6c"),
 )
 MARKERS = "osD^vP*Xhd<>p"
+#: Of all pictures.
+STYLE = {
+    "svg.fonttype": "path",
+    "svg.hashsalt": "fusedops",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "axes.titlecolor"), INK),
+    **dict.fromkeys(("grid.color", "legend.edgecolor"), INK),
+    "grid.alpha": 0.25,
+    "savefig.transparent": True,
+}
 #: The ops that the picture of peers shows before all others, and the number that it shows.
 MOST = 6
 FIRST = (
@@ -54,20 +67,8 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    style = {
-        "svg.fonttype": "path",
-        "svg.hashsalt": "fusedops",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
-        **dict.fromkeys(("xtick.color", "ytick.color", "axes.titlecolor"), INK),
-        **dict.fromkeys(("grid.color", "legend.edgecolor"), INK),
-        "grid.alpha": 0.25,
-        "savefig.transparent": True,
-    }
     paths, styles = [], _styles(found)
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         for name, panel, height in (
             ("roofline", partial(_roofline, styles=styles), 4.8),
             ("peers", _peers, 5.6),
@@ -80,6 +81,77 @@ def draw(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
             paths.append(folder / f"{name}.svg")
             figure.savefig(paths[-1], metadata={"Date": None})
     return paths
+
+
+def draw_ops(report: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """Draw every op's eager times and its peers' over the bytes that a call must move, as SVG.
+
+    Parameters
+    ----------
+    report : dict
+        A report.
+    folder : Path
+        Where to draw; made if it isn't there.
+
+    Returns
+    -------
+    dict
+        From the names of ops to pictures.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    with matplotlib.rc_context(STYLE):
+        for op in report["ops"]:
+            points = _points(report, op)
+            if not points:
+                continue
+            figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+            axis = figure.subplots()
+            for i, (who, of) in enumerate(points.items()):
+                colour = COLOURS[i % len(COLOURS)]
+                face = "none" if i else colour
+                marker = MARKERS[i % len(MARKERS)]
+                style = {"markersize": 5, "color": colour, "markerfacecolor": face}
+                axis.plot(*zip(*sorted(of), strict=True), marker, label=who, **style)
+            axis.set(xscale="log", yscale="log", title=f"{op}: {where(report)}")
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            axis.set(
+                xlabel="bytes that a call must move", ylabel="ms, with a gradient if there is one"
+            )
+            axis.grid(which="major")
+            axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+            paths[op] = folder / f"{op}.svg"
+            figure.savefig(paths[op], metadata={"Date": None})
+    return paths
+
+
+def _points(report: dict[str, Any], op: str) -> dict[str, list[tuple[float, float]]]:
+    """Return bytes and ms of an op's problems: ours on the fastest backend, then each peer's.
+
+    Passes have the gradient if the op has one.
+    """
+    kernels = {backend.name for backend in BACKENDS}
+    rows = [
+        row
+        for row in reports.cases(report)
+        if row["op"] == op and row["ms"] and row["work"] and row["how"] != GRAPH
+        # Calls show the host's time, not the kernels'.
+        if row["workload"] != CALL
+        and (row["who"] in kernels or (not row["ours"] and row["computes"]))
+    ]
+    full = BOTH if any(row["pass"] == BOTH for row in rows) else FORWARD
+    best: dict[str, dict[Any, tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: not row["ours"]):
+        if row["pass"] == full:
+            who = "fusedops" if row["ours"] else row["who"]
+            point = row["work"]["bytes"], row["ms"]
+            case = best.setdefault(who, {})
+            case[_case(row)] = min(point, case.get(_case(row), point))
+    return {who: list(of.values()) for who, of in best.items()}
 
 
 def where(report: dict[str, Any]) -> str:
