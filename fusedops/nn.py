@@ -18,11 +18,18 @@ from torch.overrides import TorchFunctionMode
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import holds, of_shape, one_of, traced
 from fusedops._frame.registry import BACKENDS
+from fusedops._layers import (
+    check_callable,
+    check_container,
+    has_hooks,
+    is_plain,
+    is_plain_norm,
+)
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.generated import dynamic_conv_generated
-from fusedops.pairs import PairTransition, TriangleAttention, lecun_normal
+from fusedops.pairs import PairTransition, TriangleAttention, expanded, lecun_normal
 from fusedops.so2 import PRECISIONS as SO2_PRECISIONS
-from fusedops.so2 import WEIGHTS, so2_convolution
+from fusedops.so2 import WEIGHTS, by_order, message_rows, orders, so2_convolution
 from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
 
 __all__ = [
@@ -35,12 +42,11 @@ __all__ = [
 ]
 
 #: The devices with kernels that make a convolution's kernels; the fewest numbers of these, or of
-#: multiplications, that are worth it on a CPU; the fewest that take an NVIDIA GPU longer than
-#: the host; and the hooks that a layer may have.
+#: multiplications, that are worth it on a CPU; and the fewest that take an NVIDIA GPU longer than
+#: the host.
 FUSED = "cpu", "cuda", "xpu"
 MANY = 1 << 22
 MANY_ON_CUDA = 1 << 26
-HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 class _Elementwise(torch.nn.Module):
@@ -445,8 +451,8 @@ class DynamicShortConvolution(torch.nn.Module):
         plain = (
             type(self).get_kernel is DynamicShortConvolution.get_kernel
             and type(generator) is torch.nn.Sequential
-            and type(last) is torch.nn.Linear
-            and not any([getattr(each, hooks) for each in (generator, last) for hooks in HOOKS])
+            and not has_hooks(generator)
+            and is_plain(last)
         )
         on_cpu = u.device.type == "cpu"
         count = u.shape[0] * u.shape[1] * self.hidden_size * self.kernel_size
@@ -599,7 +605,8 @@ class SO2Convolution(torch.nn.Module):
     Notes
     -----
     Arguments, parameters and results are the same as in fairchem's class ``SO2_Convolution``: to
-    switch, change the import; checkpoints load unchanged.
+    switch, change the import; checkpoints load unchanged. If a layer is more than its weight and
+    bias (hooks, an adapter, another class), torch computes all products, by calls of the layers.
 
     References
     ----------
@@ -721,6 +728,7 @@ class SO2Convolution(torch.nn.Module):
         torch.Size([5, 9, 4])
         """
         if self.rad_func is not None:
+            check_container("SO2Convolution", "rad_func", self.rad_func)
             network: Any = self.rad_func["net"]
             if x_edge is None:
                 raise TypeError(
@@ -732,8 +740,17 @@ class SO2Convolution(torch.nn.Module):
             of_shape("SO2Convolution", "x_edge", x_edge, (len(x), network[0].in_features))
             with radial_products(x_edge, self.backend):
                 x_edge = network(x_edge)
-        layers: Any = self.so2_m_conv
-        weights = [layer["fc"].weight for layer in layers]
+        layers: Any = [self.fc_m0]
+        parts: Any = self.so2_m_conv
+        for m, part in enumerate(parts, 1):
+            check_container("SO2Convolution", f"so2_m_conv[{m - 1}]", part)
+            layers.append(part["fc"])
+        for m, layer in enumerate(layers):
+            if not is_plain(layer) or (m > 0 and layer.bias is not None):
+                which = f"so2_m_conv[{m - 1}].fc" if m else "fc_m0"
+                check_callable("SO2Convolution", which, x, self.backend)
+                return self._by_layers(x, x_edge, layers)
+        weights = [layer.weight for layer in layers[1:]]
         found: Any = so2_convolution(
             x,
             self.fc_m0.weight,
@@ -745,6 +762,22 @@ class SO2Convolution(torch.nn.Module):
             backend=self.backend,
         )
         return found
+
+    def _by_layers(self, x: torch.Tensor, radial: torch.Tensor | None, layers: Any) -> Any:
+        """Return the convolution of messages, and the gates, by calls of the layers."""
+        rows = message_rows(self.lmax, self.mmax)
+        of_shape("SO2Convolution", "x", x, ("E", rows, self.sphere_channels))
+        if radial is not None:
+            numbers = orders(self.lmax, self.mmax)[-1][1].stop * self.sphere_channels
+            of_shape("SO2Convolution", "x_edge", radial, (len(x), numbers))
+        first, *parts = by_order(x, radial, self.lmax, self.mmax)
+        G = self.extra_m0_output_channels or 0
+        gates, *found = layers[0](first).split([G, (self.lmax + 1) * self.m_output_channels], -1)
+        for part, layer in zip(parts, layers[1:], strict=True):
+            real, imaginary = layer(part.unflatten(1, (2, -1))).chunk(2, -1)
+            found += [real[:, 0] - imaginary[:, 1], real[:, 1] + imaginary[:, 0]]
+        out = torch.cat(found, 1).unflatten(1, (rows, self.m_output_channels))
+        return (out, gates) if G else out
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""
@@ -779,6 +812,9 @@ _LAYERS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
 }
 
 
+#: The layers of the triangle update, in the order of the op's arguments.
+_OWN_LAYERS = "norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out"
+
 #: The precision of products by the dtype of autocast.
 _OF_AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -811,7 +847,7 @@ def _weights(update: TriangleMultiplicativeUpdate) -> list[Any]:
     """
     found = []
     layers: dict[str, Any] = update._modules
-    for layer in ("norm_in", "p_in", "g_in", "norm_out", "p_out", "g_out"):
+    for layer in _OWN_LAYERS:
         own = layers[layer]._parameters
         for name in ("weight", "bias"):
             # With a parametrization, the weight is no parameter.
@@ -889,6 +925,11 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     state_dict. The gpu-mode problem sums over outgoing edges only. With ``direction="incoming"``
     its names are read as in triangle-multiplicative-module, which it took them from: left and
     right change places. Before training the output is zero, as in AlphaFold.
+
+    Kernels read the layers' weights. If a layer is more than its weight and bias (it has hooks, an
+    adapter such as LoRA's, or another class), torch calls all layers, and the update is plain
+    torch's: in the dtype that the layers return, and without `max_memory`. Such a layer is refused
+    for a DTensor, and where another backend is asked for.
 
     References
     ----------
@@ -1109,6 +1150,11 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_z})"
             )
+        for layer in _OWN_LAYERS:
+            each = self._modules[layer]
+            if not (is_plain_norm(each, self.eps) if "norm" in layer else is_plain(each)):
+                check_callable(name, layer, x, self.backend)
+                return self._by_layers(x, mask)
         # Any, as type checkers don't know how many weights there are.
         op: Any = triangle_multiplicative_update
         options = {"max_memory": self.max_memory, "backend": self.backend}
@@ -1116,6 +1162,19 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         precision = autocast_precision(x, weights) if self.precision is None else self.precision
         given = self.eps, precision, self.gate
         return op(x, self.direction, mask, *weights, *given, **options)
+
+    def _by_layers(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the update by calls of the layers."""
+        n = self.norm_in(x)
+        sides = self.p_in(n) * self.g_in(n).sigmoid()
+        if mask is not None:
+            mask = expanded("TriangleMultiplicativeUpdate", mask, x.shape[:-1])
+            sides = sides * mask.unsqueeze(-1).to(sides.dtype)
+        edges = "...ikd,...jkd" if self.direction == "outgoing" else "...kid,...kjd"
+        o = self.norm_out(torch.einsum(f"{edges}->...ijd", *sides.chunk(2, -1)))
+        gate = self.g_out(n).sigmoid()
+        out = self.p_out(o) * gate if self.gate == "output" else self.p_out(o * gate)
+        return out.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusedops._frame.check import one_of
+from fusedops._layers import check_container, is_plain
 
 ATTENTIONS = (None, "torch", "cuequivariance")
 # The residues from which on cuEquivariance's attention is faster than torch's, forward and
@@ -55,6 +56,16 @@ def _check_tensors(name: str, **given: Any) -> None:
         if value is not None and not isinstance(value, torch.Tensor):
             kind = type(value).__name__
             raise TypeError(f"{name}: {argument} is a {kind}; it should be a tensor")
+
+
+def expanded(name: str, mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a mask that broadcasts to a shape, in this shape."""
+    try:
+        return mask if mask.shape == shape else mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: mask has shape {tuple(mask.shape)}; it should broadcast to {tuple(shape)}"
+        ) from None
 
 
 def _in_parts(function: Callable[..., Any], axes: Sequence[int], rows: int, *given: Any) -> Any:
@@ -219,8 +230,8 @@ class PairTransition(torch.nn.Module):
 
     def _transition(self, x: torch.Tensor) -> Any:
         n = self.norm(x)
-        # In place where no derivative needs the factors.
-        kept = torch.is_grad_enabled()
+        # In place where neither a derivative nor a layer's hook needs the factors.
+        kept = torch.is_grad_enabled() or not (is_plain(self.fc1) and is_plain(self.fc2))
         hidden = F.silu(self.fc1(n), inplace=not kept)
         gate = self.fc2(n)
         return self.fc3(hidden * gate if kept else hidden.mul_(gate))
@@ -348,6 +359,8 @@ class TriangleAttention(torch.nn.Module):
     for every row, edge and key: O(N³) bytes, which `max_memory` bounds; cuEquivariance's takes
     b and the mask as they are, and an edge of which the mask isn't zero is present. A row without
     edges attends to all of them, as if none were missing. Before training the output is zero.
+    Layers with hooks, adapters such as LoRA's, or other classes are called; hooks of ``mha`` are
+    refused.
 
     With None, cuEquivariance's kernel serves eager calls on a GPU where its package is installed,
     for 16 bits, 320 residues or more, heads of up to 128 channels, a multiple of eight, and a mask
@@ -476,6 +489,7 @@ class TriangleAttention(torch.nn.Module):
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_in})"
             )
+        check_container(name, "mha", self.mha)
         *leading, N, _, C = x.shape
         batch = math.prod(leading)
         n = self.layer_norm(x)
@@ -507,13 +521,7 @@ class TriangleAttention(torch.nn.Module):
                 "TriangleAttention: mask requires a gradient; it should not with cuequivariance, "
                 "which has none"
             )
-        try:
-            mask = mask if mask.shape == shape else mask.expand(shape)
-        except RuntimeError:
-            raise ValueError(
-                f"TriangleAttention: mask has shape {tuple(mask.shape)}; it should broadcast to "
-                f"{tuple(shape)}"
-            ) from None
+        mask = expanded("TriangleAttention", mask, shape)
         N = shape[-1]
         mask = mask.reshape(math.prod(shape[:-2]), N, 1, 1, N)
         # Contiguous, or else its sum with the bias is laid out by rows, and torch has no fast
@@ -552,11 +560,16 @@ class TriangleAttention(torch.nn.Module):
         The bias is (B, 1, H, N, N), and `absent` (B, R, 1, 1, N). Around ending nodes edges are
         (B, N, R, C): q, k and v are read with other strides, so that no edge is copied.
         """
-        mha: Any = self.mha
-        weights = [getattr(mha, f"linear_{name}").weight for name in "qkvg"]
-        # One product reads n once.
-        found = F.linear(n, torch.cat(weights)).unflatten(-1, (4, self.no_heads, -1))
-        *qkv, g = found.unbind(-3)
+        layers: Any = [getattr(self.mha, f"linear_{name}") for name in "qkvg"]
+        gate = layers[-1]
+        if all(map(is_plain, layers)) and all(layer.bias is None for layer in layers[:-1]):
+            # One product reads n once.
+            found = F.linear(n, torch.cat([layer.weight for layer in layers]))
+            *qkv, g = found.unflatten(-1, (4, self.no_heads, -1)).unbind(-3)
+            if gate.bias is not None:
+                g = g + gate.bias.unflatten(0, g.shape[-2:])
+        else:
+            *qkv, g = (layer(n).unflatten(-1, (self.no_heads, -1)) for layer in layers)
         attend = _by_cuequivariance if self._is_for_cuequivariance(bias, absent) else _by_torch
         if self.starting:
             q, k, v = (each.transpose(2, 3) for each in qkv)
@@ -564,8 +577,6 @@ class TriangleAttention(torch.nn.Module):
         else:
             q, k, v = (each.permute(0, 2, 3, 1, 4) for each in qkv)
             o = attend(q, k, v, bias, absent).permute(0, 3, 1, 2, 4)
-        if mha.linear_g.bias is not None:
-            g = g + mha.linear_g.bias.unflatten(0, g.shape[-2:])
         return g.sigmoid() * o
 
     def extra_repr(self) -> str:

@@ -71,7 +71,7 @@ def on_weight(on_matrix: Any, m: int) -> Any:
     return namespace(on_matrix).concatenate(parts)
 
 
-def _by_order(x: Any, radial: Any, lmax: int, mmax: int) -> Iterator[Any]:
+def by_order(x: Any, radial: Any, lmax: int, mmax: int) -> Iterator[Any]:
     """Yield every order's part of messages, times its radial functions, as (E, numbers)."""
     E, _, C = x.shape
     for m, (rows, functions) in enumerate(orders(lmax, mmax)):
@@ -96,7 +96,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
     x, *weights, bias, radial = _widened(arrays)
     weights = [weight for weight in weights if weight is not None]
     mmax, D = len(weights) - 1, (weights[0].shape[0] - G) // (lmax + 1)
-    parts = list(_by_order(x, radial, lmax, mmax))
+    parts = list(by_order(x, radial, lmax, mmax))
     gates, weights[0] = parts[0] @ weights[0][:G].T, weights[0][G:]
     products = [
         part @ _matrix(weight, m).T
@@ -115,10 +115,10 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     x, *weights, bias, radial, dout, dgates = _widened(arrays)
     weights = [weight for weight in weights if weight is not None]
     mmax, xp, (E, M, C) = len(weights) - 1, namespace(x), x.shape
-    on_products = list(_by_order(dout, None, lmax, mmax))
+    on_products = list(by_order(dout, None, lmax, mmax))
     if dgates is not None:
         on_products[0] = xp.concatenate([dgates, on_products[0]], axis=1)
-    parts = _by_order(x, radial, lmax, mmax)
+    parts = by_order(x, radial, lmax, mmax)
     dweights = [
         on_weight(g.T @ part, m) for m, (g, part) in enumerate(zip(on_products, parts, strict=True))
     ]
@@ -136,7 +136,7 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
             for m, (rows, _) in enumerate(orders(lmax, mmax))
         ]
         dradial = xp.concatenate(folded, axis=1).reshape(radial.shape)
-        scaled = list(_by_order(dmessage, radial, lmax, mmax))
+        scaled = list(by_order(dmessage, radial, lmax, mmax))
         dmessage = xp.concatenate(scaled, axis=1).reshape(E, M, C)
     dbias = None if bias is None else on_products[0].sum(0)
     return tuple(

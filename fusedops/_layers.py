@@ -1,0 +1,69 @@
+"""Which layers a kernel may stand in for, by their weights; all others are called, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules import module as _modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusedops._frame.check import is_dtensor
+from fusedops._frame.registry import BackendUnavailable, forced
+
+#: The layers that compute by weight and bias alone, and the types of weights of most of them.
+KINDS = torch.nn.Linear, torch.nn.LayerNorm
+WEIGHTS = torch.nn.Parameter, torch.Tensor, type(None)
+
+
+def has_hooks(module: Any) -> bool:
+    """Return whether a call of a module is more than the ``forward`` of its class."""
+    own = module.__dict__
+    return bool(
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_pre_hooks"]
+        or own["_backward_hooks"]
+        or "forward" in own
+    )
+
+
+def check_container(name: str, part: str, module: Any) -> None:
+    """Raise an error if a part of a module, whose layers alone are called, has hooks."""
+    if has_hooks(module):
+        raise TypeError(
+            f"{name}: {part} has hooks; it should have none, as only its layers are called"
+        )
+
+
+def is_plain(layer: Any) -> bool:
+    """Return whether a layer's weight and bias say all that a call of it computes.
+
+    It is torch's Linear or LayerNorm without hooks, adapters or a forward of its own. With a
+    parametrization of ``torch.nn.utils.parametrize`` its attributes are computed when they are
+    read. A sharded weight is for the op to judge; a quantized one is for the layer to multiply.
+    """
+    own, kind = layer.__dict__, type(layer)
+    if kind not in KINDS and not (kind.__base__ in KINDS and "parametrizations" in own["_modules"]):
+        return False
+    if has_hooks(layer) or _modules._has_any_global_hook():
+        return False
+    weight = own["_parameters"].get("weight")
+    if type(weight) in WEIGHTS or is_dtensor(weight):
+        return True
+    return not is_traceable_wrapper_subclass(weight)
+
+
+def is_plain_norm(layer: Any, eps: float) -> bool:
+    """Return whether a layer is a plain LayerNorm of one axis, with this ε."""
+    return is_plain(layer) and layer.eps == eps and len(layer.normalized_shape) == 1
+
+
+def check_callable(name: str, layer: str, x: Any, backend: str | None) -> None:
+    """Raise an error unless torch may call a module's layer, which isn't plain."""
+    is_more = f"{name}: {layer} is more than its weight and bias, so that torch must call it"
+    if is_dtensor(x):
+        raise TypeError(f"{is_more}; x should be no DTensor then, or {layer} a plain layer")
+    asked = backend if torch.compiler.is_compiling() else forced(backend, name)
+    if asked not in (None, "torch"):
+        raise BackendUnavailable(f"{is_more}; backend is {asked!r}, and should be None or 'torch'")
