@@ -504,7 +504,8 @@ class TriangleAttention(torch.nn.Module):
 
         rows = N if chunk_size is None else min(N, chunk_size)
         if self.max_memory is not None:
-            rows = min(rows, max(1, self.max_memory // self._bytes_of_a_row(batch, N, x)))
+            # No edges take no bytes.
+            rows = min(rows, max(1, self.max_memory // max(1, self._bytes_of_a_row(batch, N, x))))
         o = _in_parts(attended, (1 if self.starting else 2, 1), rows, *given)
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.

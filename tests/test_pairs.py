@@ -499,7 +499,8 @@ def test_modules_start_at_zero():
 
 
 def test_no_edges():
-    for module in (TriangleAttention(C, D, H), PairTransition(C)):
+    limited = [kind(C, max_memory=10**6) for kind in (TriangleAttention, PairTransition, PairBlock)]
+    for module in (TriangleAttention(C, D, H), PairTransition(C), *limited):
         assert module(torch.zeros(2, 0, 0, C)).shape == (2, 0, 0, C)
         assert module(torch.zeros(0, N, N, C)).shape == (0, N, N, C)
 
