@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusedops._frame.check import is_dtensor
 from fusedops._frame.registry import BackendUnavailable, forced
 
-#: The layers that compute by weight and bias alone, and the types of weights of most of them.
-KINDS = torch.nn.Linear, torch.nn.LayerNorm
+#: The layers that compute by weight and bias alone, if they have any, and usual types of weights.
+KINDS = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.SiLU
 WEIGHTS = torch.nn.Parameter, torch.Tensor, type(None)
 
 
@@ -39,7 +39,7 @@ def check_container(name: str, part: str, module: Any) -> None:
 def is_plain(layer: Any) -> bool:
     """Return whether a layer's weight and bias say all that a call of it computes.
 
-    It is torch's Linear or LayerNorm without hooks, adapters or a forward of its own. With a
+    It is torch's Linear, LayerNorm or SiLU without hooks, adapters or a forward of its own. With a
     parametrization of ``torch.nn.utils.parametrize`` its attributes are computed when they are
     read. A sharded weight is for the op to judge; a quantized one is for the layer to multiply.
     """

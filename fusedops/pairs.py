@@ -115,6 +115,8 @@ class PairTransition(torch.nn.Module):
         The LayerNorm of x.
     fc1, fc2, fc3 : torch.nn.Linear
         :math:`W_1` (H, C), :math:`W_2` (H, C) and :math:`W_3` (D, H), without biases.
+    silu : torch.nn.SiLU
+        The activation.
 
     Raises
     ------
@@ -164,6 +166,7 @@ class PairTransition(torch.nn.Module):
         self.fc1 = torch.nn.Linear(dim, self.hidden, bias=False)
         self.fc2 = torch.nn.Linear(dim, self.hidden, bias=False)
         self.fc3 = torch.nn.Linear(self.hidden, self.out_dim, bias=False)
+        self.silu = torch.nn.SiLU()
         self.register_load_state_dict_pre_hook(self._rename)
         with torch.no_grad():
             lecun_normal(self.fc1.weight)
@@ -231,8 +234,8 @@ class PairTransition(torch.nn.Module):
     def _transition(self, x: torch.Tensor) -> Any:
         n = self.norm(x)
         # In place where neither a derivative nor a layer's hook needs the factors.
-        kept = torch.is_grad_enabled() or not (is_plain(self.fc1) and is_plain(self.fc2))
-        hidden = F.silu(self.fc1(n), inplace=not kept)
+        kept = torch.is_grad_enabled() or not all(map(is_plain, (self.fc1, self.fc2, self.silu)))
+        hidden = self.silu(self.fc1(n)) if kept else F.silu(self.fc1(n), inplace=True)
         gate = self.fc2(n)
         return self.fc3(hidden * gate if kept else hidden.mul_(gate))
 
@@ -318,7 +321,7 @@ class TriangleAttention(torch.nn.Module):
     starting : bool
         Whether edges of one starting node attend to each other, or of one ending node.
     inf : float
-        Ignored, and accepted only because Boltz passes it: a missing edge has the bias -32768.
+        Kept for callers that read it, and not used: a missing edge has the bias -32768.
     bias : bool
         Whether gate and output have the biases c, as in OpenFold's AlphaFold 2.
     eps : float
@@ -336,7 +339,7 @@ class TriangleAttention(torch.nn.Module):
     ----------
     c_in, c_hidden, no_heads : int
         The sizes C, D and H.
-    starting, attention, max_memory
+    starting, inf, attention, max_memory
         As given.
     layer_norm : torch.nn.LayerNorm
         The LayerNorm of z.
@@ -358,7 +361,7 @@ class TriangleAttention(torch.nn.Module):
     The parameters have the names of Boltz, OpenFold and Protenix. torch's attention takes one bias
     for every row, edge and key: O(N³) bytes, which `max_memory` bounds; cuEquivariance's takes
     b and the mask as they are, and an edge of which the mask isn't zero is present. A row without
-    edges attends to all of them, as if none were missing. Before training the output is zero.
+    edges gets the mean of all values, as in these programs. Before training the output is zero.
     Layers with hooks, adapters such as LoRA's, or other classes are called; hooks of ``mha`` are
     refused.
 
@@ -408,6 +411,7 @@ class TriangleAttention(torch.nn.Module):
         self.c_hidden = c_hidden
         self.no_heads = no_heads
         self.starting = starting
+        self.inf = inf
         self.attention = attention
         self.max_memory = max_memory
         self.layer_norm = torch.nn.LayerNorm(c_in, eps)
@@ -452,8 +456,8 @@ class TriangleAttention(torch.nn.Module):
         x : tensor (..., N, N, C), float32, float64, bfloat16 or float16
             z, with any number of batch dimensions, or none.
         mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
-            m: zero or false where an edge is missing, else one. A row without edges attends as if
-            none were missing, and has no gradient by its mask.
+            m: zero or false where an edge is missing, else one. A row without edges gets the mean
+            of its values, and has no gradient by its mask.
         chunk_size : int, optional
             The most rows to compute at one time; see `max_memory` too.
         use_kernels, use_flash_attn
@@ -497,25 +501,25 @@ class TriangleAttention(torch.nn.Module):
         # (B, 1, H, j, k) of edges (j, k), and of (k, j) around ending nodes.
         axes = (0, 3, 1, 2) if self.starting else (0, 3, 2, 1)
         bias = self.linear(n).permute(axes).unsqueeze(1).contiguous()
-        given = [n] if mask is None else [n, self._absent(mask, x.shape[:-1], bias.dtype)]
+        given = [n] if mask is None else [n, *self._absent(mask, x.shape[:-1], bias.dtype)]
 
-        def attended(n: torch.Tensor, absent: torch.Tensor | None = None) -> Any:
-            return self._attended(n, bias, absent)
+        def attended(n: torch.Tensor, *absent: torch.Tensor) -> Any:
+            return self._attended(n, bias, *absent)
 
         rows = N if chunk_size is None else min(N, chunk_size)
         if self.max_memory is not None:
             # No edges take no bytes.
             rows = min(rows, max(1, self.max_memory // max(1, self._bytes_of_a_row(batch, N, x))))
-        o = _in_parts(attended, (1 if self.starting else 2, 1), rows, *given)
+        o = _in_parts(attended, (1 if self.starting else 2, 1, 1), rows, *given)
         layers: Any = self.mha
         # FSDP refuses views: the layer's result is none.
         return layers.linear_o(o.reshape(*leading, N, N, self.no_heads * self.c_hidden))
 
     def _absent(self, mask: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        """Return 1 - mask as (B, R, 1, 1, N), for the edges of every row; 0 in a row without edges.
+        """Return 1 - mask as (B, R, 1, 1, N), for the edges of every row, and the rows without any.
 
-        Of such a row, sums of large numbers would have no digits left, and fast kernels' gradients
-        would be N times too large.
+        Such a row has 0: sums of large numbers would have no digits left, and fast kernels'
+        gradients would be N times too large.
         """
         if self.attention == "cuequivariance" and mask.requires_grad:
             raise ValueError(
@@ -528,7 +532,8 @@ class TriangleAttention(torch.nn.Module):
         # Contiguous, or else its sum with the bias is laid out by rows, and torch has no fast
         # kernel for that.
         mask = (mask if self.starting else mask.transpose(1, 4)).contiguous()
-        return (1 - mask.to(dtype)) * mask.any(-1, keepdim=True)
+        occupied = mask.any(-1, keepdim=True)
+        return (1 - mask.to(dtype)) * occupied, occupied.logical_not()
 
     def _is_for_cuequivariance(self, bias: torch.Tensor, absent: torch.Tensor | None) -> bool:
         if self.attention is not None:
@@ -555,11 +560,18 @@ class TriangleAttention(torch.nn.Module):
         # torch computes 16 bits in float32 where it has no kernel.
         return batch * N * max(4, x.element_size()) * (edges + pairs * N)
 
-    def _attended(self, n: torch.Tensor, bias: torch.Tensor, absent: torch.Tensor | None) -> Any:
+    def _attended(
+        self,
+        n: torch.Tensor,
+        bias: torch.Tensor,
+        absent: torch.Tensor | None = None,
+        empty: torch.Tensor | None = None,
+    ) -> Any:
         """Return the gated sums of edges n, (B, R, N, C), as (B, R, N, H, D).
 
-        The bias is (B, 1, H, N, N), and `absent` (B, R, 1, 1, N). Around ending nodes edges are
-        (B, N, R, C): q, k and v are read with other strides, so that no edge is copied.
+        The bias is (B, 1, H, N, N), `absent` (B, R, 1, 1, N), and `empty` (B, R, 1, 1, 1). Around
+        ending nodes edges are (B, N, R, C): q, k and v are read with other strides, so that no edge
+        is copied.
         """
         layers: Any = [getattr(self.mha, f"linear_{name}") for name in "qkvg"]
         gate = layers[-1]
@@ -572,12 +584,12 @@ class TriangleAttention(torch.nn.Module):
         else:
             *qkv, g = (layer(n).unflatten(-1, (self.no_heads, -1)) for layer in layers)
         attend = _by_cuequivariance if self._is_for_cuequivariance(bias, absent) else _by_torch
-        if self.starting:
-            q, k, v = (each.transpose(2, 3) for each in qkv)
-            o = attend(q, k, v, bias, absent).transpose(2, 3)
-        else:
-            q, k, v = (each.permute(0, 2, 3, 1, 4) for each in qkv)
-            o = attend(q, k, v, bias, absent).permute(0, 3, 1, 2, 4)
+        axes = (0, 1, 3, 2, 4) if self.starting else (0, 2, 3, 1, 4)
+        q, k, v = (each.permute(axes) for each in qkv)
+        o = attend(q, k, v, bias, absent)
+        if empty is not None:
+            o = torch.where(empty, v.mean(-2, keepdim=True), o)
+        o = o.permute((0, 1, 3, 2, 4) if self.starting else (0, 3, 1, 2, 4))
         return g.sigmoid() * o
 
     def extra_repr(self) -> str:
