@@ -867,6 +867,13 @@ def autocast_precision(x: torch.Tensor, weights: Sequence[Any]) -> str | None:
     return _OF_AUTOCAST.get(torch.get_autocast_dtype(x.device.type))
 
 
+def _autocast_to(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a linear layer of x has under autocast, if it is on."""
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
 class TriangleMultiplicativeUpdate(torch.nn.Module):
     r"""The triangle multiplicative update of a pair representation, with its weights.
 
@@ -945,6 +952,9 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     >>> update.p_in.weight.shape
     torch.Size([16, 16])
     """
+
+    # Whether the update has autocast's dtype, as programs have it whose layers torch calls.
+    _of_autocast = False
 
     def __init__(
         self,
@@ -1161,7 +1171,8 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         weights = _weights(self)
         precision = autocast_precision(x, weights) if self.precision is None else self.precision
         given = self.eps, precision, self.gate
-        return op(x, self.direction, mask, *weights, *given, **options)
+        out = op(x, self.direction, mask, *weights, *given, **options)
+        return out.to(_autocast_to(x)) if self._of_autocast else out
 
     def _by_layers(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the update by calls of the layers."""
@@ -1174,7 +1185,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         o = self.norm_out(torch.einsum(f"{edges}->...ijd", *sides.chunk(2, -1)))
         gate = self.g_out(n).sigmoid()
         out = self.p_out(o) * gate if self.gate == "output" else self.p_out(o * gate)
-        return out.to(x.dtype)
+        return out.to(_autocast_to(x) if self._of_autocast else x.dtype)
 
     def extra_repr(self) -> str:
         """Return the text in ``repr`` that comes before the layers."""

@@ -60,15 +60,138 @@ def test_masks_are_integers(fused, direction):
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_inference_overwrites_z(fused, direction, add):
-    """OpenFold counts on z + update where it asks for the sum in place."""
+def test_inference_in_place(fused, direction, add):
+    """OpenFold counts on z + update where it asks for the sum; a fused update alone is apart."""
     other, ours, z, mask = modules(fused, direction)
     want = other(z, mask) + (z if add else 0)
     given = z.clone()
     with torch.no_grad():
         got = ours(given, mask, inplace_safe=True, _add_with_inplace=add, _inplace_chunk_size=4)
-    assert got is given
+    assert (got is given) == (add or not fused)
     torch.testing.assert_close(got, want)
+    assert torch.equal(given, z) == (fused and not add)
+
+
+def test_fast_kernels_leave_z_alone(direction):
+    """OpenFold 3 returns the update alone for them, and Protenix a new sum if H = C."""
+    other, z, mask = update_of(OfOpenFold, direction, (6, 6))
+    ours = getattr(openfold, f"TriangleMultiplication{direction.title()}")(6, 6).double()
+    ours.load_state_dict(other.state_dict())
+    given, want = z.detach().clone(), other(z, mask)
+    with torch.no_grad():
+        for add in (False, True):
+            options = {"inplace_safe": True, "_add_with_inplace": add}
+            got = ours(given, mask, **options, use_cueq_triangle_kernels=True)
+            torch.testing.assert_close(got, want)
+            got = ours(given, mask, **options, triangle_multiplicative="cuequivariance")
+            torch.testing.assert_close(got, want + (z if add else 0))
+            assert torch.equal(given, z)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [boltz.TriangleMultiplicationOutgoing(6), openfold.FusedTriangleMultiplicationIncoming(6, 5)],
+    ids=["boltz", "openfold"],
+)
+@pytest.mark.parametrize("called", [False, True])
+def test_an_update_has_autocasts_dtype(module, called):
+    """As of linear layers that torch calls."""
+    z = torch.randn(1, 4, 4, 6)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter)
+        want = module(z)
+        if called:
+            handle = module.p_in.register_forward_hook(lambda *_: None)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = module(z)
+            assert module.double()(z.double()).dtype == torch.float64
+        module.float()
+        assert got.dtype == torch.bfloat16
+        # Products are rounded to 8 bits.
+        assert (got.float() - want).norm() < 0.05 * want.norm()
+        if called:
+            handle.remove()
+        assert module(z.bfloat16()).dtype == torch.bfloat16
+
+
+def test_attributes_that_programs_read():
+    block = boltz.PairformerNoSeqModule(8, 2, 0.1, post_layer_norm=True)
+    assert (block.token_z, block.num_blocks, block.dropout, block.post_layer_norm) == (
+        8,
+        2,
+        0.1,
+        True,
+    )
+    assert block.layers[0].post_layer_norm
+    assert block.layers[0].tri_att_end.inf == 1e9
+    assert openfold.TriangleAttentionEndingNode(8, 4, 2, inf=1e4).inf == 1e4
+    transition = boltz.Transition(8)
+    transition.silu = torch.nn.Identity()
+    torch.nn.init.normal_(transition.fc3.weight)
+    x = torch.randn(3, 8)
+    n = transition.norm(x)
+    torch.testing.assert_close(transition(x), transition.fc3(transition.fc1(n) * transition.fc2(n)))
+
+
+def test_parameters_of_a_fused_update_have_openfolds_order():
+    """An optimizer's state is by their index."""
+    names = [
+        name for name, _ in openfold.FusedTriangleMultiplicationOutgoing(6, 5).named_parameters()
+    ]
+    layers = "g_out", "p_out", "norm_in", "norm_out", "p_in", "g_in"
+    assert names == [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
+
+
+#: The sizes of ESMFold's updates and attention: the pair representation, a head, and heads.
+ESMFOLD = 16, 8, 2
+
+
+@pytest.fixture
+def esmfold():
+    modeling = pytest.importorskip("transformers.models.esm.modeling_esmfold")
+    torch.manual_seed(0)
+    C, D, H = ESMFOLD
+    config = SimpleNamespace(pairwise_state_dim=C)
+    made = torch.nn.ModuleDict(
+        {
+            "out": modeling.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=True),
+            "in": modeling.EsmFoldTriangleMultiplicativeUpdate(config, _outgoing=False),
+            "start": modeling.EsmFoldTriangleAttention(C, D, H, inf=1e9),
+            "end": modeling.EsmFoldTriangleAttention(C, D, H, starting=False, inf=1e9),
+        }
+    )
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+@pytest.mark.parametrize("name", ["out", "in", "start", "end"])
+def test_esmfolds_modules_load_strictly(esmfold, name):
+    C, D, H = ESMFOLD
+    theirs = esmfold[name]
+    ours = {
+        "out": lambda: openfold.TriangleMultiplicationOutgoing(C, C),
+        "in": lambda: openfold.TriangleMultiplicationIncoming(C, C),
+        "start": lambda: openfold.TriangleAttentionStartingNode(C, D, H),
+        "end": lambda: openfold.TriangleAttentionEndingNode(C, D, H),
+    }[name]()
+    ours.load_state_dict(theirs.state_dict())
+    z, mask = torch.randn(1, 7, 7, C), (torch.rand(1, 7, 7) > 0.3).float()
+    mask[:, 2] = mask[..., 2] = 0
+    grads = []
+    for module in (theirs, ours):
+        x = z.clone().requires_grad_()
+        out = module(x, mask=mask)
+        # Theirs of a row without a key is not the derivative of its value.
+        (out * mask[..., None]).square().sum().backward()
+        grads.append([out, x.grad])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+
+
+def test_esmfolds_attention_has_biases():
+    names = {name for name, _ in openfold.TriangleAttention(8, 4, 2).named_parameters()}
+    assert {"mha.linear_g.bias", "mha.linear_o.bias"} < names
 
 
 @pytest.mark.parametrize(

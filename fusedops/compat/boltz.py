@@ -103,6 +103,8 @@ class TriangleMultiplicationOutgoing(nn.TriangleMultiplicativeUpdate):
     torch.Size([1, 5, 5, 8])
     """
 
+    _of_autocast = True
+
     def __init__(self, dim: int = 128, **options: Any) -> None:
         super().__init__(dim, dim, "outgoing", **options)
 
@@ -130,6 +132,8 @@ class TriangleMultiplicationIncoming(nn.TriangleMultiplicativeUpdate):
     >>> TriangleMultiplicationIncoming(8).direction
     'incoming'
     """
+
+    _of_autocast = True
 
     def __init__(self, dim: int = 128, **options: Any) -> None:
         super().__init__(dim, dim, "incoming", **options)
@@ -175,7 +179,7 @@ class PairformerNoSeqLayer(nn.PairBlock):
     token_z, dropout, pairwise_head_width, pairwise_num_heads
         As of `fusedops.nn.PairBlock`.
     post_layer_norm : bool
-        Ignored, as by Boltz: it concerns the sequence track.
+        Kept for callers that read it, and not used, as in Boltz: it concerns the sequence track.
     **options
         Further arguments of `fusedops.nn.PairBlock`.
 
@@ -207,6 +211,7 @@ class PairformerNoSeqLayer(nn.PairBlock):
         **options: Any,
     ) -> None:
         super().__init__(token_z, dropout, pairwise_head_width, pairwise_num_heads, **options)
+        self.post_layer_norm = post_layer_norm
 
     def forward(
         self,
@@ -263,7 +268,7 @@ class PairformerNoSeqModule(torch.nn.Module):
     ----------
     layers : torch.nn.ModuleList
         The blocks.
-    activation_checkpointing : bool
+    token_z, num_blocks, dropout, post_layer_norm, activation_checkpointing
         As given.
 
     References
@@ -292,6 +297,10 @@ class PairformerNoSeqModule(torch.nn.Module):
     ) -> None:
         super().__init__()
         given = token_z, dropout, pairwise_head_width, pairwise_num_heads, post_layer_norm
+        self.token_z = token_z
+        self.num_blocks = num_blocks
+        self.dropout = dropout
+        self.post_layer_norm = post_layer_norm
         self.activation_checkpointing = activation_checkpointing
         self.layers = torch.nn.ModuleList(
             PairformerNoSeqLayer(*given, **options) for _ in range(num_blocks)

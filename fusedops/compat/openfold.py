@@ -1,7 +1,8 @@
-r"""OpenFold's modules of the triangle update, with its arguments, names and in-place addition.
+r"""OpenFold's triangle updates and attention, with its arguments, names and in-place addition.
 
-They take the places of modules of the same names in OpenFold; `fusedops.compat.openfold3` and
-`fusedops.compat.protenix` have those programs' own::
+ESMFold's modules in transformers have the same names and parameters. Ours take the places of
+modules of the same names in OpenFold; `fusedops.compat.openfold3` and `fusedops.compat.protenix`
+have those programs' own updates::
 
     -from openfold.model.triangular_multiplicative_update import (
     +from fusedops.compat.openfold import (
@@ -25,6 +26,9 @@ __all__ = [
     "FusedTriangleMultiplicationIncoming",
     "FusedTriangleMultiplicationOutgoing",
     "FusedTriangleMultiplicativeUpdate",
+    "TriangleAttention",
+    "TriangleAttentionEndingNode",
+    "TriangleAttentionStartingNode",
     "TriangleMultiplicationIncoming",
     "TriangleMultiplicationOutgoing",
     "TriangleMultiplicativeUpdate",
@@ -63,6 +67,9 @@ class _Update(nn.TriangleMultiplicativeUpdate):
     }
     layer_norm_in, layer_norm_out = _layer("norm_in"), _layer("norm_out")
     linear_z, linear_g = _layer("p_out"), _layer("g_out")
+    _of_autocast = True
+    # Whether an update in place that isn't added overwrites z.
+    _overwrites = True
 
     def __init__(
         self,
@@ -78,6 +85,9 @@ class _Update(nn.TriangleMultiplicativeUpdate):
             )
         options = {"bias": self._has_biases(linear_init_params), **options}
         super().__init__(c_z, c_hidden, "outgoing" if _outgoing else "incoming", **options)
+        # An optimizer's state is by the order of parameters.
+        for name in ("g_out", "p_out", "norm_in", "norm_out", "p_in", "g_in"):
+            self._modules[name] = self._modules.pop(name)
         self.register_state_dict_post_hook(self._rename_back)
 
     @property
@@ -143,19 +153,23 @@ class _Update(nn.TriangleMultiplicativeUpdate):
         mask : tensor that broadcasts to (..., N, N), bool, any integer or any float, optional
             Zero or false where an edge is missing.
         inplace_safe : bool
-            Whether the update overwrites z, which is returned, as in OpenFold's inference.
+            Whether z may be written to, as in OpenFold's inference.
         _add_with_inplace : bool
-            Whether the update is added to z where it would overwrite it.
-        _inplace_chunk_size, use_cueq_triangle_kernels, use_triton_triangle_kernels
-            Ignored, as the next two.
-        use_fused_kernel, triangle_multiplicative
+            Whether the update is added to z then, which is returned. Otherwise it overwrites z,
+            which is returned, and in a fused module it leaves z alone and is returned itself.
+        use_cueq_triangle_kernels : bool
+            Whether to ignore `inplace_safe`, as OpenFold 3 does for its fast kernels.
+        triangle_multiplicative : str
+            Whether z is left alone, as Protenix does for "cuequivariance" if H = C: then the
+            update, or the sum of z and update, is a new tensor.
+        _inplace_chunk_size, use_triton_triangle_kernels, use_fused_kernel
             Ignored, and accepted only because these programs pass them: `backend` of the
             class chooses the kernels, and `max_memory` bounds memory.
 
         Returns
         -------
         tensor (..., N, N, C)
-            In the dtype of z; z itself if `inplace_safe`.
+            In the dtype of z, or of autocast; z itself if it was written to.
 
         Raises
         ------
@@ -177,9 +191,13 @@ class _Update(nn.TriangleMultiplicativeUpdate):
         True
         """
         update = super().forward(z, mask)
-        if not inplace_safe:
+        if not inplace_safe or use_cueq_triangle_kernels:
             return update
-        return z.add_(update) if _add_with_inplace else z.copy_(update)
+        if triangle_multiplicative == "cuequivariance" and self.c_z == self.c_hidden:
+            return z + update if _add_with_inplace else update
+        if _add_with_inplace:
+            return z.add_(update)
+        return z.copy_(update) if self._overwrites else update
 
 
 class TriangleMultiplicativeUpdate(_Update):
@@ -268,7 +286,118 @@ class FusedTriangleMultiplicativeUpdate(_Update):
     """
 
     _layers = _Update._layers | {"p_in": ("linear_ab_p",), "g_in": ("linear_ab_g",)}
+    _overwrites = False
     linear_ab_p, linear_ab_g = _layer("p_in"), _layer("g_in")
+
+
+class TriangleAttention(nn.TriangleAttention):
+    """OpenFold's and ESMFold's attention, with biases of gate and output.
+
+    `TriangleAttentionStartingNode` is this class.
+
+    Parameters
+    ----------
+    c_in, c_hidden, no_heads : int
+        C, D and H: channels, channels of a head, and heads.
+    starting : bool
+        Whether edges of one starting node attend to each other, or of one ending node.
+    inf, **options
+        Further arguments of `fusedops.nn.TriangleAttention`.
+
+    Attributes
+    ----------
+    layer_norm, linear, mha
+        The layers, as of `fusedops.nn.TriangleAttention`.
+
+    References
+    ----------
+    OpenFold, ``openfold/model/triangular_attention.py``; transformers 5.23,
+    ``models/esm/modeling_esmfold.py``.
+
+    Examples
+    --------
+    >>> from fusedops.compat.openfold import TriangleAttention
+    >>> TriangleAttention(8, 4, 2).mha.linear_o.bias.shape
+    torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        c_in: int,
+        c_hidden: int,
+        no_heads: int,
+        starting: bool = True,
+        inf: float = 1e9,
+        **options: Any,
+    ) -> None:
+        super().__init__(c_in, c_hidden, no_heads, starting, inf, **{"bias": True, **options})
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        chunk_size: int | None = None,
+        use_memory_efficient_kernel: bool = False,
+        use_deepspeed_evo_attention: bool = False,
+        use_lma: bool = False,
+        inplace_safe: bool = False,
+    ) -> torch.Tensor:
+        """Return the update to add to a pair representation.
+
+        Parameters
+        ----------
+        x, mask, chunk_size
+            As of `fusedops.nn.TriangleAttention.forward`.
+        use_memory_efficient_kernel, use_deepspeed_evo_attention, use_lma, inplace_safe
+            Ignored: `attention` of the class chooses the kernel, and x is never written to.
+
+        Returns
+        -------
+        tensor (..., N, N, C)
+            In the dtype of x, or of autocast.
+
+        References
+        ----------
+        See the class.
+
+        Examples
+        --------
+        See the class.
+        """
+        return super().forward(x, mask, chunk_size)
+
+
+TriangleAttentionStartingNode = TriangleAttention
+
+
+class TriangleAttentionEndingNode(TriangleAttention):
+    """OpenFold's attention around ending nodes.
+
+    Parameters
+    ----------
+    c_in, c_hidden, no_heads, inf, **options
+        As of `TriangleAttention`.
+
+    Attributes
+    ----------
+    layer_norm, linear, mha
+        As of `TriangleAttention`.
+
+    References
+    ----------
+    See `TriangleAttention`.
+
+    Examples
+    --------
+    >>> from fusedops.compat.openfold import TriangleAttentionEndingNode
+    >>> TriangleAttentionEndingNode(8, 4, 2).starting
+    False
+    """
+
+    def __init__(
+        self, c_in: int, c_hidden: int, no_heads: int, inf: float = 1e9, **options: Any
+    ) -> None:
+        super().__init__(c_in, c_hidden, no_heads, False, inf, **options)
 
 
 # These six have no docstring of their own, so that `help` shows the one of the update.
