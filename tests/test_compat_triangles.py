@@ -143,6 +143,20 @@ def test_parameters_of_a_fused_update_have_openfolds_order():
     assert names == [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
 
 
+def test_a_layer_is_replaced_by_openfolds_name():
+    _, ours, z, mask = modules(False, "outgoing")
+    assert ours(z, mask).any()
+    ours.linear_z = torch.nn.Linear(5, 6).double()
+    torch.nn.init.zeros_(ours.p_out.weight)
+    torch.nn.init.zeros_(ours.p_out.bias)
+    assert ours.linear_z is ours.p_out
+    assert not ours(z, mask).any()
+    with pytest.raises(AttributeError, match="linear_a_p is half of p_in; p_in should be set"):
+        ours.linear_a_p = torch.nn.Linear(6, 5)
+    with pytest.raises(AttributeError):
+        ours.linear_a_p.weight = torch.zeros(5, 6)
+
+
 #: The sizes of ESMFold's updates and attention: the pair representation, a head, and heads.
 ESMFOLD = 16, 8, 2
 

@@ -13,8 +13,7 @@ have those programs' own updates::
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import fusedops._frame.needs_torch  # noqa: F401
 
@@ -35,6 +34,11 @@ __all__ = [
 ]
 
 
+class _Half(NamedTuple):
+    weight: Any
+    bias: Any
+
+
 def _layer(ours: str) -> property:
     return property(lambda module: getattr(module, ours))
 
@@ -42,13 +46,10 @@ def _layer(ours: str) -> property:
 def _half(ours: str, half: int) -> property:
     """Return an attribute whose weight and bias are views of half of a layer's."""
 
-    def layer(module: Any) -> SimpleNamespace:
+    def layer(module: Any) -> _Half:
         whole = getattr(module, ours)
-        parts = {
-            name: parameter if parameter is None else parameter.chunk(2)[half]
-            for name, parameter in (("weight", whole.weight), ("bias", whole.bias))
-        }
-        return SimpleNamespace(**parts)
+        parts = whole.weight, whole.bias
+        return _Half(*[part if part is None else part.chunk(2)[half] for part in parts])
 
     return property(layer)
 
@@ -89,6 +90,17 @@ class _Update(nn.TriangleMultiplicativeUpdate):
         for name in ("g_out", "p_out", "norm_in", "norm_out", "p_in", "g_in"):
             self._modules[name] = self._modules.pop(name)
         self.register_state_dict_post_hook(self._rename_back)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A layer by OpenFold's name would be another one beside ours, and not be called.
+        for ours, theirs in self._layers.items():
+            if name in theirs:
+                if len(theirs) > 1:
+                    raise AttributeError(
+                        f"{type(self).__name__}: {name} is half of {ours}; {ours} should be set"
+                    )
+                name = ours
+        super().__setattr__(name, value)
 
     @property
     def _outgoing(self) -> bool:
