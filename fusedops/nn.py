@@ -27,7 +27,7 @@ from fusedops._layers import (
 )
 from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.generated import dynamic_conv_generated
-from fusedops.pairs import PairTransition, TriangleAttention, expanded, lecun_normal
+from fusedops.pairs import PairTransition, TriangleAttention, autocasts, expanded, lecun_normal
 from fusedops.so2 import PRECISIONS as SO2_PRECISIONS
 from fusedops.so2 import WEIGHTS, by_order, message_rows, orders, so2_convolution
 from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
@@ -860,7 +860,7 @@ def autocast_precision(x: torch.Tensor, weights: Sequence[Any]) -> str | None:
 
     As in cuEquivariance, x and its LayerNorm stay float32, and only products are rounded.
     """
-    if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != torch.float32 or not autocasts(x):
         return None
     if any(weight is not None and weight.dtype == torch.float64 for weight in weights):
         return None
@@ -869,7 +869,7 @@ def autocast_precision(x: torch.Tensor, weights: Sequence[Any]) -> str | None:
 
 def _autocast_to(x: torch.Tensor) -> torch.dtype:
     """Return the dtype that a linear layer of x has under autocast, if it is on."""
-    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == torch.float64 or not autocasts(x):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 

@@ -68,6 +68,11 @@ def expanded(name: str, mask: torch.Tensor, shape: Sequence[int]) -> torch.Tenso
         ) from None
 
 
+def autocasts(x: torch.Tensor) -> bool:
+    """Return whether layers of x compute in another dtype than that of x and their own."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def _in_parts(function: Callable[..., Any], axes: Sequence[int], rows: int, *given: Any) -> Any:
     """Return a function of tensors, computed for at most `rows` along an axis of each at a time.
 
@@ -494,6 +499,11 @@ class TriangleAttention(torch.nn.Module):
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_in})"
             )
         check_container(name, "mha", self.mha)
+        own = self.layer_norm.weight
+        narrow = x.element_size() < 4 and not autocasts(x)
+        if narrow and own is not None and own.dtype in (torch.float32, torch.float64):
+            # As in Boltz and OpenFold, whose layers take 16 bits beside float32.
+            return self.forward(x.to(own.dtype), mask, chunk_size).to(x.dtype)
         *leading, N, _, C = x.shape
         batch = math.prod(leading)
         n = self.layer_norm(x)

@@ -76,6 +76,7 @@ PROGRAMS = {
     "openfold": Program(
         {
             "openfold.model.triangular_multiplicative_update": named(openfold, *UPDATES, *FUSED),
+            "openfold.model.triangular_attention": named(openfold, *ATTENTIONS[1:]),
         },
         [
             f"tests/test_{name}.py"
@@ -250,15 +251,63 @@ def test_values_and_gradients(name, theirs, ours):
 
 
 def test_inference(name, theirs, ours):
-    """OpenFold and its kin write the update, or the sum, to z."""
+    """OpenFold and its kin write the update, or the sum, to z, or leave z alone."""
     *made, z, mask = both(name, theirs, ours)
-    flags = [{}]
+    flags: list[dict[str, Any]] = [{}]
     if issubclass(ours, openfold._Update):
         flags = [{"inplace_safe": True, "_add_with_inplace": add} for add in (False, True)]
     for options in flags:
-        with torch.no_grad():
-            got = [run(module.eval(), name, z.clone(), mask, **options) for module in made]
-        torch.testing.assert_close(got[1], got[0], rtol=1e-3, atol=1e-4)
+        found = []
+        for module in made:
+            given = z.clone()
+            with torch.no_grad():
+                out = run(module.eval(), name, given, mask, **options)
+            found.append((out, given, torch.tensor(out is given)))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+def test_rows_without_edges(name, theirs, ours):
+    *made, z, mask = both(name, theirs, ours)
+    mask[:, 3] = mask[..., 3] = 0
+    with torch.no_grad():
+        want, got = (run(module.eval(), name, z, mask) for module in made)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_dtypes(name, theirs, ours):
+    """Theirs are ours, where theirs take bfloat16 beside parameters in float32."""
+    *made, z, mask = both(name, theirs, ours)
+    for dtype, autocast in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        found = []
+        for module in made:
+            with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                try:
+                    found.append(run(module.eval(), name, z.to(dtype), mask.to(dtype)).dtype)
+                except RuntimeError:
+                    found.append(None)
+        assert found[0] in (None, found[1]), (dtype, autocast)
+
+
+def test_the_order_of_parameters(name, theirs, ours):
+    """An optimizer's state is by their index. Two layers of OpenFold's are one of ours."""
+    made = both(name, theirs, ours)[:2]
+    layers = getattr(ours, "_layers", {})
+    if any(len(names) > 1 for names in layers.values()):
+        pytest.skip("its parameters are fewer")
+    found = []
+    for parameter, _ in made[1].named_parameters():
+        layer, _, part = parameter.rpartition(".")
+        found.append(".".join([*layers.get(layer, [layer]), part]))
+    assert found == [parameter for parameter, _ in made[0].named_parameters()]
+
+
+def test_attributes(name, theirs, ours):
+    """All that a program may read is there, but the activation of gates, which ours have fused."""
+    made = both(name, theirs, ours)[:2]
+    fused = {"sigmoid"}
+    read = {key for key in vars(made[0]) if not key.startswith("_") and key != "training"}
+    read |= {key for key, _ in made[0].named_children()}
+    assert {key for key in read - fused if not hasattr(made[1], key)} == set()
 
 
 def replaced(program: Program) -> list[tuple[str, Any, Any]]:

@@ -495,6 +495,22 @@ def test_autocast_makes_products_in_sixteen_bits():
         torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.1)
 
 
+def test_sixteen_bits_beside_parameters_in_float32():
+    module = randomized(TriangleAttention(C, D, H)).float()
+    z, mask = pair()
+    got = module(z.bfloat16(), mask)
+    assert got.dtype == torch.bfloat16
+    # The result is rounded.
+    torch.testing.assert_close(got, module(z.bfloat16().float(), mask).bfloat16())
+
+
+def test_a_block_of_boltz_under_autocast_is_float32():
+    """As its dropout, by which it multiplies updates."""
+    block = boltz.PairformerNoSeqLayer(C, 0, D, H)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block(torch.randn(1, N, N, C).bfloat16()).dtype == torch.float32
+
+
 def test_modules_start_at_zero():
     for module in (TriangleAttention(C, D, H, bias=True), PairTransition(C)):
         assert not module(torch.randn(N, N, C)).any()

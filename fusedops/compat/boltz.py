@@ -29,6 +29,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fusedops import nn
+from fusedops.pairs import autocasts
 
 __all__ = [
     "PairformerNoSeqLayer",
@@ -245,6 +246,9 @@ class PairformerNoSeqLayer(nn.PairBlock):
         --------
         See the class.
         """
+        if autocasts(z):
+            # Boltz's dropout is float32.
+            z = z.to(torch.promote_types(z.dtype, torch.float32))
         return super().forward(z, pair_mask, chunk_size_tri_attn)
 
 
