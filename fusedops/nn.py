@@ -451,6 +451,7 @@ class DynamicShortConvolution(torch.nn.Module):
         plain = (
             type(self).get_kernel is DynamicShortConvolution.get_kernel
             and type(generator) is torch.nn.Sequential
+            and len(generator) == 3
             and not has_hooks(generator)
             and is_plain(last)
         )

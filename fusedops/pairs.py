@@ -499,7 +499,7 @@ class TriangleAttention(torch.nn.Module):
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_in})"
             )
         check_container(name, "mha", self.mha)
-        own = self.layer_norm.weight
+        own = getattr(self.layer_norm, "weight", None)
         narrow = x.element_size() < 4 and not autocasts(x)
         if narrow and own is not None and own.dtype in (torch.float32, torch.float64):
             # As in Boltz and OpenFold, whose layers take 16 bits beside float32.

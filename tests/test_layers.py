@@ -393,6 +393,16 @@ def test_a_mask_and_radial_functions_that_do_not_fit_are_named():
         module(x, torch.ones(3, 16).double())
 
 
+def test_a_layer_that_is_added_is_called(monkeypatch):
+    monkeypatch.setattr(fusedops.nn, "MANY", 0)
+    module, formula, x, mask = example("convolution")
+    module.kernel_generator.append(nn.Tanh())
+    torch.testing.assert_close(module(x)[0], formula(module, x, mask))
+    module, formula, x, mask = example("starting")
+    module.layer_norm = nn.Identity()
+    torch.testing.assert_close(module(x, mask), formula(module, x, mask))
+
+
 def test_what_a_hook_sees_stays():
     module, _, x, _ = example("transition")
     seen = []
