@@ -164,6 +164,13 @@ def one_thread_for_blas():
         threadpool_limits(1, user_api="blas")
 
 
+@pytest.fixture
+def two_threads_for_blas():
+    """Give BLAS the threads that all other tests take from it."""
+    with pytest.importorskip("threadpoolctl").threadpool_limits(2, user_api="blas"):
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_worlds_left():
     """End the processes of tests on several ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -237,6 +238,15 @@ def test_the_number_of_threads_changes_no_bit(example, place, dtype, several_thr
     for got, want in zip(results[0], solve(("numpy", "numpy"), p), strict=True):
         # Large examples have sums of more terms.
         close(p, got, want, times=8)
+
+
+@at([("numpy", name) for name in EXACT], [*EXAMPLES, *UNPACKED])
+def test_another_python_thread_gets_the_same_bits(example, place, two_threads_for_blas):
+    p = example.problem("large")
+    want = solve(place, p)
+    with ThreadPoolExecutor(1) as pool:
+        for got, expected in zip(pool.submit(solve, place, p).result(), want, strict=True):
+            same(got, expected)
 
 
 @few

@@ -66,13 +66,6 @@ def same(results, others):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.fixture
-def two_threads_for_blas():
-    """Give BLAS the threads that all other tests take from it."""
-    with pytest.importorskip("threadpoolctl").threadpool_limits(2, user_api="blas"):
-        yield
-
-
 @pytest.fixture(params=["with threadpoolctl", "without"])
 def blas(request, monkeypatch, two_threads_for_blas):
     if request.param == "without":

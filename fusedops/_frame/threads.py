@@ -176,7 +176,7 @@ class blas_on_one_thread:
                 # Not with threadpoolctl's `limit`, which first queries all libraries, slowly.
                 for library in blas.lib_controllers:
                     if (threads := library.get_num_threads()) != 1:
-                        library.set_num_threads(1)
+                        _set_num_threads(library, 1)
                         _blas_before.append((library, threads))
             _blas_users += 1
 
@@ -187,7 +187,18 @@ class blas_on_one_thread:
             if _blas_users == 0:
                 while _blas_before:
                     library, threads = _blas_before.pop()
-                    library.set_num_threads(threads)
+                    _set_num_threads(library, threads)
+
+
+def _set_num_threads(library: Any, threads: int) -> None:
+    """Set a BLAS's number of threads, from any Python thread."""
+    # From 3.8 on threadpoolctl lets one Python thread set OpenBLAS's, and ignores all others.
+    clear = getattr(library, "clear_controlling_thread", None)
+    if clear is not None:
+        clear(force=True)
+    library.set_num_threads(threads)
+    if clear is not None:
+        clear(force=True)
 
 
 @contextlib.contextmanager
