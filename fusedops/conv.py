@@ -393,10 +393,12 @@ def _step_formula(a: Any) -> tuple[Any]:
     latest = cast(tokens[rows], state).swapaxes(1, 2)
     past = state[where]
     if positions is not None:
-        past = _turned(past, positions[rows])
+        # The remainder alone, since a sum with a large position would overflow.
+        positions = positions[rows] % length
+        past = _turned(past, positions)
     inputs = namespace(x).concatenate([past, latest], axis=-1)
     kept = inputs[..., count:]
-    state[where] = kept if positions is None else _turned(kept, -positions[rows] - count)
+    state[where] = kept if positions is None else _turned(kept, -positions - count)
     if kernels.ndim > 2:
         kernels = kernels[rows] if kernels.ndim == 4 else kernels[rows][:, None]
     inputs, kernels = wide(inputs).swapaxes(1, 2), wide(kernels)
@@ -653,7 +655,8 @@ def dynamic_conv_step(
         from N on; on the CPU that is an error.
     positions : array or tensor (B,), int32 or int64, optional
         The number of tokens that each sequence has had. With it, states are circular buffers:
-        token p of a sequence lies at p mod L.
+        token p of a sequence lies at p mod L. On the CPU a negative number of a sequence that isn't
+        padding is an error; on a GPU, where no value is read, it is taken mod L too.
 
     Returns
     -------
@@ -713,7 +716,18 @@ def _check_step(a: Any) -> None:
         raise ValueError(
             "dynamic_conv_step: state is read-only; it should be writable, to be updated"
         )
-    if a.slots is None or (is_tensor(a.slots) and (traced() or not a.slots.is_cpu)):
+    slots, positions = (
+        None if array is None or (is_tensor(array) and (traced() or not array.is_cpu)) else array
+        for array in (a.slots, a.positions)
+    )
+    if positions is not None and (a.slots is None) == (slots is None):
+        early = [p for b, p in enumerate(positions.tolist()) if slots is None or slots[b] >= 0]
+        if early and min(early) < 0:
+            raise ValueError(
+                f"dynamic_conv_step: positions has {min(early)}; it should be at least 0, the "
+                "number of tokens before"
+            )
+    if slots is None:
         return
     slots = [slot for slot in a.slots.tolist() if slot >= 0]
     if slots and max(slots) >= len(a.state):

@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 import math
-import numbers
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -28,6 +27,7 @@ from fusedops._frame.check import (
     indices,
     is_tensor,
     of_shape,
+    real,
     same_device,
     traced,
     values,
@@ -591,7 +591,7 @@ def _factors(op: str, hkl: np.ndarray, cell: np.ndarray, blur: Any, size: int) -
     volume = abs(np.linalg.det(cell))
     if not volume > 0:
         raise ValueError(f"{op}: cell is {cell.tolist()}; it should be finite, with a volume")
-    if not isinstance(blur, numbers.Real) or not math.isfinite(blur):
+    if not math.isfinite(real(op, "blur", blur)):
         raise ValueError(f"{op}: blur is {blur!r}; it should be a finite number")
     if not blur:
         return np.array(volume / size)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
-from fusedops._frame.check import holds, of_shape, one_of, traced
+from fusedops._frame.check import at_least_one, holds, of_shape, one_of, size, traced
 from fusedops._frame.registry import BACKENDS
 from fusedops._layers import (
     check_callable,
@@ -233,16 +233,15 @@ class DynamicShortConvolution(torch.nn.Module):
         name = "DynamicShortConvolution"
         if generator_input_size is None:
             generator_input_size = hidden_size
-        for argument, size in (
-            ("hidden_size", hidden_size),
-            ("kernel_size", kernel_size),
-            ("generator_input_size", generator_input_size),
-        ):
-            if size < 1:
-                raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
+        at_least_one(
+            name,
+            hidden_size=hidden_size,
+            kernel_size=kernel_size,
+            generator_input_size=generator_input_size,
+        )
         if generator_reduction is None:
             generator_reduction = 1
-        if not 1 <= generator_reduction <= hidden_size:
+        if not 1 <= size(name, "generator_reduction", generator_reduction) <= hidden_size:
             raise ValueError(
                 f"{name}: generator_reduction is {generator_reduction}; it should be from 1 to "
                 f"{hidden_size}, the hidden_size"
@@ -643,19 +642,11 @@ class SO2Convolution(torch.nn.Module):
     ) -> None:
         super().__init__()
         name = "SO2Convolution"
-        for argument, size in (
-            ("sphere_channels", sphere_channels),
-            ("m_output_channels", m_output_channels),
-        ):
-            if size < 1:
-                raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
-        gates = extra_m0_output_channels or 0
-        if gates < 0:
-            raise ValueError(
-                f"{name}: extra_m0_output_channels is {gates}; it should be at least 0"
-            )
+        at_least_one(name, sphere_channels=sphere_channels, m_output_channels=m_output_channels)
+        gates = size(name, "extra_m0_output_channels", extra_m0_output_channels or 0)
+        lmax, mmax = size(name, "lmax", lmax), size(name, "mmax", mmax)
         most = min(lmax, len(WEIGHTS) - 1)
-        if not 0 <= mmax <= most:
+        if mmax > most:
             raise ValueError(
                 f"{name}: mmax is {mmax}; it should be from 0 to {most}, as lmax is {lmax}"
             )
@@ -975,9 +966,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         name = "TriangleMultiplicativeUpdate"
         c_hidden = c_z if c_hidden is None else c_hidden
         c_out = c_z if c_out is None else c_out
-        for argument, size in (("c_z", c_z), ("c_hidden", c_hidden), ("c_out", c_out)):
-            if size < 1:
-                raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
+        at_least_one(name, c_z=c_z, c_hidden=c_hidden, c_out=c_out, max_memory=max_memory)
         one_of(name, "direction", direction, DIRECTIONS)
         one_of(name, "gate", gate, GATES)
         one_of(name, "precision", precision, PRECISIONS)

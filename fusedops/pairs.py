@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fusedops._frame.check import one_of
+from fusedops._frame.check import at_least_one, one_of
 from fusedops._layers import check_container, is_plain
 
 ATTENTIONS = (None, "torch", "cuequivariance")
@@ -43,12 +43,6 @@ def lecun_normal(weight: torch.Tensor) -> None:
     # Truncation at two standard deviations leaves 0.88 of a normal distribution's.
     deviation = weight.shape[1] ** -0.5 / 0.87962566103423978
     torch.nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-
-
-def _positive(name: str, **sizes: Any) -> None:
-    for argument, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{name}: {argument} is {size}; it should be at least 1")
 
 
 def _check_tensors(name: str, **given: Any) -> None:
@@ -162,7 +156,9 @@ class PairTransition(torch.nn.Module):
         max_memory: int | None = None,
     ) -> None:
         super().__init__()
-        _positive("PairTransition", dim=dim, hidden=hidden, out_dim=out_dim, max_memory=max_memory)
+        at_least_one(
+            "PairTransition", dim=dim, hidden=hidden, out_dim=out_dim, max_memory=max_memory
+        )
         self.dim = dim
         self.hidden = 4 * dim if hidden is None else hidden
         self.out_dim = dim if out_dim is None else out_dim
@@ -219,7 +215,7 @@ class PairTransition(torch.nn.Module):
         torch.Size([2, 5, 5, 3])
         """
         _check_tensors("PairTransition", x=x)
-        _positive("PairTransition", chunk_size=chunk_size)
+        at_least_one("PairTransition", chunk_size=chunk_size)
         if x.ndim < 1 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"PairTransition: x has shape {tuple(x.shape)}; it should be (..., {self.dim})"
@@ -406,7 +402,7 @@ class TriangleAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         name = "TriangleAttention"
-        _positive(name, c_in=c_in, c_hidden=c_hidden, no_heads=no_heads, max_memory=max_memory)
+        at_least_one(name, c_in=c_in, c_hidden=c_hidden, no_heads=no_heads, max_memory=max_memory)
         one_of(name, "attention", attention, ATTENTIONS)
         if attention == "cuequivariance" and not _installed():
             raise ImportError(
@@ -493,7 +489,7 @@ class TriangleAttention(torch.nn.Module):
         """
         name = "TriangleAttention"
         _check_tensors(name, x=x, mask=mask)
-        _positive(name, chunk_size=chunk_size)
+        at_least_one(name, chunk_size=chunk_size)
         if x.ndim < 3 or x.shape[-3] != x.shape[-2] or x.shape[-1] != self.c_in:
             raise ValueError(
                 f"{name}: x has shape {tuple(x.shape)}; it should be (..., N, N, {self.c_in})"

@@ -8,7 +8,6 @@ each other, and the public ops. The kernels are in ``cpukern/scatter_*`` and
 from __future__ import annotations
 
 import functools
-import numbers
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -434,8 +433,9 @@ def _plan(name: str, wa: Any, wbwc: Any, map_size: int | None, argument: str, li
     """Return a checked plan on the device of `like`."""
     if isinstance(wa, ScatterPlan):
         for other, value in (("wbwc", wbwc), ("map_size", map_size)):
-            same = isinstance(value, numbers.Integral) and value == wa.map_size
-            if value is not None and not (other == "map_size" and same):
+            same = other == "map_size" and value is not None
+            same = same and size(name, other, value, bits=60) == wa.map_size
+            if value is not None and not same:
                 raise TypeError(f"{name}: {other} is given; a ScatterPlan for wa has it already")
         same_device(name, "wa", wa.device, argument, device_of(like))
         return wa

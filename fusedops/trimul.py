@@ -583,12 +583,7 @@ def triangle_multiplicative_update(
     one_of(name, "gate", gate, GATES)
     one_of(name, "precision", precision, PRECISIONS)
     eps = positive(name, "eps", eps)
-    if max_memory is None:
-        limit = 0
-    else:
-        limit = size(name, "max_memory", max_memory)
-        if limit == 0:
-            raise ValueError(f"{name}: max_memory is 0; it should be positive, or None")
+    limit = 0 if max_memory is None else size(name, "max_memory", max_memory, least=1)
     weights: tuple[Any, ...] = (
         *(norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias),
         *(norm_out_weight, norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias),

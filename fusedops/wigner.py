@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import numbers
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -856,9 +855,6 @@ def edge_degree_scatter(
     """
     name = "edge_degree_scatter"
     _lmax(name, "wigner_inv", wigner_inv)
-    if not isinstance(rescale_factor, numbers.Real):
-        kind = type(rescale_factor).__name__
-        raise TypeError(f"{name}: rescale_factor is a {kind}; it should be a number")
     factor = real(name, "rescale_factor", rescale_factor)
     double = "float64" in [dtype_name(array.dtype) for array in (x, radial, wigner_inv)]
     range_of = np.finfo(np.float64 if double else np.float32)
@@ -868,6 +864,6 @@ def edge_degree_scatter(
             f"{name}: rescale_factor is {rescale_factor}; it should be finite, as its inverse"
         )
     edges = _graph(name, edge_index, x.shape[0], x, "x", wigner_inv.shape[0])
-    static = edges, 0, _way_back(name, transpose), 1 / factor
+    static: tuple[Any, ...] = edges, 0, _way_back(name, transpose), 1 / factor
     arguments = x, None, radial, wigner_inv, None, *static
     return to_run(arguments, "dx", _late(edges))

@@ -534,14 +534,15 @@ def test_a_step_of_paged_states_equals_loops(place, count, length, circular, lay
     )
     kernels, bias = rng.normal(size=(B, count, D, W)), rng.normal(size=D)
     slots = np.array([5, -1, 0, 3], np.int32)
-    positions = np.array([3, 0, 1000, -2]) if circular else None
+    # Padding may have any position, and no sum of a large one may overflow.
+    positions = np.array([3, -2, 1000, 2**63 - 2]) if circular else None
     if layout == "channels first":
         x = x.swapaxes(1, 2).copy().swapaxes(1, 2)
         state = state.swapaxes(1, 2).copy().swapaxes(1, 2)
     want, after = np.zeros(x.shape), state.copy()
     for b, slot in enumerate(slots):
         if slot >= 0:
-            position = None if positions is None else positions[b]
+            position = None if positions is None else int(positions[b])
             want[b], after[slot] = shifted(x[b], state[slot], kernels[b], bias, position)
     options = {"bias": bias, "slots": slots, "positions": positions}
     kept = tensor(state) if place[0] == "torch" else state
@@ -996,6 +997,11 @@ BAD_STEP = {
     ),
     "a slot twice": ({"slots": np.array([1, 1])}, ValueError, "slots has 1 twice; every sequence"),
     "float positions": ({"positions": np.ones(2)}, TypeError, "positions has dtype float64; it sh"),
+    "a negative position": (
+        {"positions": np.array([3, -2])},
+        ValueError,
+        "positions has -2; it should be at least 0, the number of tokens before",
+    ),
     "no room for positions": (
         {"state": np.ones((2, 3, 0)), "kernels": np.ones((3, 1)), "positions": np.array([0, 1])},
         ValueError,

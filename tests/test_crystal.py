@@ -343,7 +343,7 @@ class TestStructureFactors:
             ({"cell": np.eye(2)}, ValueError, r"cell has shape \(2, 2\)"),
             ({"cell": np.zeros((3, 3))}, ValueError, "with a volume"),
             ({"blur": np.nan}, ValueError, "blur is nan"),
-            ({"blur": "2"}, ValueError, "blur is '2'"),
+            ({"blur": "2"}, TypeError, "blur is a str; it should be a number"),
             ({"blur": 1e9}, ValueError, "blur is 1000000000.0; it should be so small"),
         ],
     )

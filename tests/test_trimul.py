@@ -775,8 +775,8 @@ BAD = {
         "update: eps is beyond the largest float; ",
     ),
     "eps a text": ({"eps": "1e-5"}, ValueError, "eps is '1e-5'; it should be a positive number"),
-    "no memory": ({"max_memory": 0}, ValueError, "max_memory is 0; it should be positive, or None"),
-    "memory owed": ({"max_memory": -1}, ValueError, "max_memory is -1; it should be at least 0"),
+    "no memory": ({"max_memory": 0}, ValueError, "max_memory is 0; it should be at least 1"),
+    "memory owed": ({"max_memory": -1}, ValueError, "max_memory is -1; it should be at least 1"),
     "memory a float": ({"max_memory": 1e9}, TypeError, "max_memory is a float; it should be an in"),
 }
 SHAPES = {

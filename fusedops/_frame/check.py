@@ -310,8 +310,8 @@ def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> N
     raise (ValueError if named else TypeError)(f"{op}: {name} is {shown}; {should}")
 
 
-def size(op: str, name: str, value: Any, *, bits: int = 63) -> int:
-    """Return `value` as a non-negative int of at most `bits` bits. Raises TypeError or ValueError.
+def size(op: str, name: str, value: Any, *, bits: int = 63, least: int = 0) -> int:
+    """Return `value` as an int from `least` to `bits` bits. Raises TypeError or ValueError.
 
     With 60 bits, the bytes of so many 8-byte elements still have 63 bits.
     """
@@ -319,18 +319,31 @@ def size(op: str, name: str, value: Any, *, bits: int = 63) -> int:
         # A comparison would make the size a constant of the compiled graph.
         return value
     try:
+        if isinstance(value, bool) or (is_tensor(value) and dtype_name(value.dtype) == "bool"):
+            raise TypeError
         number = operator.index(value)
     except (TypeError, RuntimeError):  # the latter from a meta tensor
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int") from None
-    if not 0 <= number < 1 << bits:
+    if not least <= number < 1 << bits:
         # Python refuses to write more than 4300 digits, and nobody reads so many.
         shown = number if -(1 << 64) < number < 1 << 64 else f"of {number.bit_length()} bits"
-        raise ValueError(f"{op}: {name} is {shown}; it should be at least 0, and below 2**{bits}")
+        raise ValueError(
+            f"{op}: {name} is {shown}; it should be at least {least}, and below 2**{bits}"
+        )
     return number
 
 
+def at_least_one(op: str, **sizes: Any) -> None:
+    """Raise TypeError or ValueError unless sizes are None or positive ints."""
+    for name, value in sizes.items():
+        if value is not None:
+            size(op, name, value, least=1)
+
+
 def real(op: str, name: str, value: Any) -> float:
-    """Return a real number as a float. Raises ValueError if it is too large."""
+    """Return a real number as a float. Raises TypeError, or ValueError if it is too large."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be a number")
     try:
         return float(value)
     except OverflowError:
@@ -341,7 +354,8 @@ def real(op: str, name: str, value: Any) -> float:
 
 def positive(op: str, name: str, value: Any) -> float:
     """Return a positive number as a float. Raises ValueError."""
-    number = real(op, name, value) if isinstance(value, numbers.Real) else math.nan
+    known = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    number = real(op, name, value) if known else math.nan
     if not 0 < number < math.inf:
         raise ValueError(f"{op}: {name} is {value!r}; it should be a positive number")
     return number

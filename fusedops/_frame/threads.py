@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import operator
 import os
 import re
 import sys
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+from fusedops._frame.check import size
 from fusedops._frame.limits import available_cores
 
 _chosen: int | None = None
@@ -65,14 +65,7 @@ def set_num_threads(threads: int | None) -> None:
     """
     global _chosen
     if threads is not None:
-        try:
-            threads = operator.index(threads)
-        except TypeError:
-            raise TypeError(
-                f"set_num_threads: threads is a {type(threads).__name__}; it should be an int"
-            ) from None
-        if threads < 1:
-            raise ValueError(f"set_num_threads: threads is {threads}; it should be at least 1")
+        threads = size("set_num_threads", "threads", threads, least=1)
     _chosen = threads
 
 

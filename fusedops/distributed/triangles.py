@@ -19,7 +19,7 @@ import torch
 
 from fusedops._frame import registry
 from fusedops._frame.arrays import copy_rows
-from fusedops._frame.check import alike, floats, size
+from fusedops._frame.check import alike, at_least_one, floats
 from fusedops._frame.packed import outside_of_graphs
 from fusedops.distributed.exchanges import Trip, agree, all_to_all, by_graph, tensor
 from fusedops.distributed.tiles import NAME, Tiles, tiles_of
@@ -652,8 +652,7 @@ def updated(
     # The single-device op checks all but the pairs, on a representation without members.
     like = x.new_empty(0, tiles.N, tiles.N, x.shape[-1])
     a = op.bound(like, direction, None, *others, **more).a
-    if chunks is not None and size(NAME, "chunks", chunks) < 1:
-        raise ValueError(f"{NAME}: chunks is 0; it should be at least 1, or None")
+    at_least_one(NAME, chunks=chunks)
     if tiles.group.size() > 1 and len(a.p_out_weight) != x.shape[-1]:
         raise ValueError(
             f"{NAME}: p_out_weight has shape {tuple(a.p_out_weight.shape)}; it should be "
