@@ -86,8 +86,11 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     convolution gives k a cotangent for ddk, which goes to h, V and b as any other does.
     """
     arrays = _widened(a)
-    ddx, ddhidden, ddweight, ddbias, ddstate, ddconv_bias = map(wide, ddy)
     kernels = kernels_of(arrays)
+    # A product takes factors of one dtype.
+    ddx, ddhidden, ddweight, ddbias, ddstate, ddconv_bias = (
+        given if given is None else cast(given, kernels) for given in ddy
+    )
     given = convolution_of(arrays, kernels)
     like = namespace(kernels).zeros_like
     ddk = None
@@ -96,7 +99,7 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     if ddweight is not None:
         ddk = added(ddk, arrays.hidden @ ddweight.swapaxes(0, 1))
     if ddbias is not None:
-        ddk = added(ddk, like(kernels.reshape(*a.x.shape[:2], -1)) + ddbias)
+        ddk = added(ddk, like(kernels).reshape(*a.x.shape[:2], len(a.weight)) + ddbias)
     if ddk is not None:
         ddk = ddk.reshape(kernels.shape)
     *_, dinitial_state, dconv_bias, ddout, dfinal_state = wanted

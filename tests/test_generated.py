@@ -171,6 +171,46 @@ def test_mixed_dtypes_are_those_of_the_layer_and_the_convolution(backend):
     torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
 
 
+def twice(backend, given, **options):
+    """Return second derivatives by all arrays."""
+    leaves = list(given.values())
+    out = fusedops.dynamic_conv_generated(**given, **options, backend=backend)
+    first = torch.autograd.grad(out.double().sin().sum(), leaves, create_graph=True)
+    return torch.autograd.grad(sum(d.double().sin().sum() for d in first), leaves)
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["cython", "numba", "torch", "numpy"])
+@pytest.mark.parametrize("wide", ["x", "hidden", "weight", "conv_bias"])
+def test_second_derivatives_of_mixed_dtypes(backend, wide):
+    available("torch", backend)
+    given = {n: torch.tensor(a).float().double().requires_grad_() for n, a in sample(9).items()}
+    mixed = {
+        n: a.detach().to(a.dtype if n == wide else torch.float32).requires_grad_()
+        for n, a in given.items()
+    }
+    for got, want, name in zip(
+        twice(backend, mixed, activation="silu"),
+        twice("torch", given, activation="silu"),
+        given,
+        strict=True,
+    ):
+        assert got.dtype == mixed[name].dtype
+        # Gradients of narrow arrays are rounded to float32, as are those of the first order.
+        assert error(got.detach().numpy(), want.numpy()) < 1e-4
+
+
+@needs_torch
+@pytest.mark.parametrize("backend", ["cython", "numba", "torch", "numpy"])
+@pytest.mark.parametrize("empty", [{"sequences": 0}, {"T": 0}], ids=["sequences", "tokens"])
+def test_second_derivatives_without_tokens_are_zero(backend, empty):
+    available("torch", backend)
+    given = {n: torch.tensor(a, requires_grad=True) for n, a in sample(**empty).items()}
+    for got, array in zip(twice(backend, given), given.values(), strict=True):
+        assert got.shape == array.shape
+        assert not got.any()
+
+
 @needs_triton
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["dense", "packed"])
 def test_parts_of_the_kernels_cotangents_change_nothing_but_roundings(cu_seqlens, monkeypatch):
