@@ -11,6 +11,7 @@ group of chunks, added in order, so the thread count changes no bit. bfloat16 ar
 computed in float32.
 """
 
+from libc.float cimport DBL_MAX, FLT_MAX
 from libc.string cimport memcpy, memset
 
 from cpukern._cpu cimport Share, in_shares
@@ -355,10 +356,26 @@ cdef inline void preactivation(
             h[d] += bias[d]
 
 
+cdef inline real largest(real like) noexcept nogil:
+    return <real>FLT_MAX if real is float else <real>DBL_MAX
+
+
 cdef inline void activate(real* h, Py_ssize_t channels) noexcept nogil:
+    """Replace h by h σ(h): by 0 where h has overflowed to -∞."""
+    cdef real bound = largest(<real>0)
     cdef Py_ssize_t d
     for d in range(channels):
-        h[d] = h[d] / (<real>1.0 + exponential(-h[d]))
+        h[d] = (-bound if h[d] < -bound else h[d]) / (<real>1.0 + exponential(-h[d]))
+
+
+cdef inline void pull_activation(real* v, real* h, Py_ssize_t channels) noexcept nogil:
+    """Multiply v by the derivative of h σ(h): by its limits where h has overflowed."""
+    cdef real bound = largest(<real>0), s
+    cdef Py_ssize_t d
+    for d in range(channels):
+        s = <real>1.0 / (<real>1.0 + exponential(-h[d]))
+        h[d] = -bound if h[d] < -bound else bound if h[d] > bound else h[d]
+        v[d] *= s * (<real>1.0 + h[d] * (<real>1.0 - s))
 
 
 cdef void forward_chunk(
@@ -466,7 +483,6 @@ cdef void backward_chunk(
     cdef const scalar* source
     cdef scalar* target
     cdef double* sums
-    cdef real s
     if layout.x_channel != 1:
         x = in_tile(x + chunk.batch * layout.x_batch, layout.x_token, layout.x_channel,
                     max(chunk.first - width + 1, chunk.begin), stop, channels, tiles)
@@ -503,9 +519,7 @@ cdef void backward_chunk(
         if layout.silu:
             preactivation(k, ring, at, mask, channels, width,
                           wide_bias if bias != NULL else NULL, h)
-            for d in range(channels):
-                s = <real>1.0 / (<real>1.0 + exponential(-h[d]))
-                v[d] *= s * (<real>1.0 + h[d] * (<real>1.0 - s))
+            pull_activation(v, h, channels)
         if on_inputs:
             pull_inputs_row(k, v, at, mask, channels, width, cotangents)
             store_cotangent(

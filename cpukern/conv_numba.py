@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
-from cpukern.vectors_numba import sigmoid
+from cpukern.vectors_numba import sigmoid, swish
 from fusedops._frame.registry import register
 from fusedops._frame.threads import in_parallel
 from fusedops.conv import CHUNK, Sequences
@@ -73,7 +73,7 @@ def _conv_chunks(
             _convolve(x, kernels, states, bias, q, start, t, h)
             if silu:
                 for d in range(len(h)):
-                    h[d] *= sigmoid(h[d])
+                    h[d] = swish(h[d])
             if len(residual):
                 h += residual[t]
         if last == end and q < len(final_state):
@@ -127,7 +127,9 @@ def _vjp_blocks(
                     _convolve(x, kernels, states, bias, q, start, t, v)
                     for d in range(len(v)):
                         sigma = sigmoid(v[d])
-                        v[d] = c_t[d] * sigma * (1 + v[d] * (1 - sigma))
+                        # Where the sum has overflowed, σ is the derivative's limit.
+                        bend = 0 if math.isinf(v[d]) else v[d] * (1 - sigma)
+                        v[d] = c_t[d] * sigma * (1 + bend)
                 else:
                     v[:] = c_t
                 if t < last and len(dbias):
@@ -179,7 +181,7 @@ def _step_rows(low, high, x, state, kernels, bias, residual, slots, positions, s
                 for extra in range(len(bias)):
                     h[d] += bias[extra, d]
                 if silu:
-                    h[d] *= sigmoid(h[d])
+                    h[d] = swish(h[d])
                 if len(residual):
                     h[d] += residual[b, t, d]
         if not len(positions):

@@ -26,6 +26,13 @@ def sigmoid(h):
     return 1 / (1 + math.exp(-h))
 
 
+@_inlined()
+def swish(h):
+    """Return h σ(h): 0 where h has overflowed to -∞."""
+    s = sigmoid(h)
+    return s if h == -math.inf else h * s
+
+
 def _declared(builder, name, result, types):
     """Return a function declared in the module being built."""
     kind, module = ir.FunctionType(result, types), builder.module

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
+from fusedops._frame.arrays import ArrayT, added, cast, namespace, silu, silu_slopes, wide, zeros
 from fusedops._frame.check import (
     device_of,
     flag,
@@ -214,7 +214,7 @@ def _formula(a: Any) -> tuple[Any, Any]:
         span_k = k if k.ndim == 2 else k[batch, tokens]
         window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         h = window.convolved(span_k, b)
-        outs.append(h * sigmoid(h) if activation == "silu" else h)
+        outs.append(silu(h) if activation == "silu" else h)
         finals.append(window.inputs[:, window.inputs.shape[1] - window.width :].swapaxes(1, 2))
     out, final = xp.concatenate(outs, axis=1), xp.concatenate(finals, axis=0)
     if residual is not None:
@@ -242,9 +242,7 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
         window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         v = g[batch, tokens]
         if activation == "silu":
-            h = window.convolved(span_k, b)
-            s = sigmoid(h)
-            v = v * s * (1 + h * (1 - s))
+            v = v * silu_slopes(window.convolved(span_k, b))[0]
         dinputs = zeros(window.inputs, window.inputs.shape)
         for w in range(window.width):
             window.tap(dinputs, w)[...] += v * span_k[..., w]
@@ -306,12 +304,10 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     v, dc, through_h = c, dv, (None,) * 4
     if a.activation == "silu":
         h, _ = convolve(x, kernels, state, bias)
-        s = sigmoid(h)
-        slope = s * (1 + h * (1 - s))
-        bend = s * (1 - s) * (2 + h * (1 - 2 * s))
+        slope, bend = silu_slopes(h)
         v, dc = c * slope, dv * slope
         if any(wanted[:4]):
-            through_h = pull_back(wanted[:4], x, kernels, state, bias, dv * c * bend)
+            through_h = pull_back(wanted[:4], x, kernels, state, bias, dv * (c * bend))
     dx = dk = dstate = None
     if ddk is not None and (wanted.x or wanted.initial_state):
         some = (wanted.x, None, wanted.initial_state, None)
@@ -406,7 +402,7 @@ def _step_formula(a: Any) -> tuple[Any]:
     h = sum(inputs[:, first + w : first + w + count] * kernels[..., w] for w in range(width))
     if bias is not None:
         h = h + wide(bias)
-    h = h * sigmoid(h) if activation == "silu" else h
+    h = silu(h) if activation == "silu" else h
     if residual is not None:
         h = h + wide(residual.reshape(tokens.shape)[rows])
     out = zeros(x, tokens.shape)

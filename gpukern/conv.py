@@ -176,8 +176,16 @@ def _convolved(taps, window, bias, W: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(h):
-    return 1 / (1 + tl.exp(-h))
+def _silu(h):
+    """Return h σ(h): 0 where h has overflowed to -∞."""
+    return tl.where(h == -float("inf"), 0.0, h / (1 + tl.exp(-h)))
+
+
+@triton.jit
+def _silu_slope(h):
+    """Return the derivative of h σ(h): its limits where h has overflowed."""
+    s = 1 / (1 + tl.exp(-h))
+    return tl.where(tl.abs(h) == float("inf"), s, s * (1 + h * (1 - s)))
 
 
 def _forward_kernel(
@@ -234,7 +242,7 @@ def _forward_kernel(
                 else:
                     h = _convolved(taps[step], window, shift, W, FLOAT)
                 if SILU:
-                    h = h * _sigmoid(h)
+                    h = _silu(h)
                 if residual is not None:
                     h += added[step].to(FLOAT)
                 at = out + (t + step) * D + d
@@ -320,9 +328,8 @@ def _backward_kernel(
                     k = taps[step]
                 if SILU:
                     h = _convolved(k, window, shift, W, FLOAT)
-                    s = _sigmoid(h)
                     # Past the end, v must stay zero, even where h is infinite or NaN.
-                    v = v * s * (1 + h * (1 - s))
+                    v = v * _silu_slope(h)
                     if MASKED:
                         v = tl.where(t + step < end, v, 0.0)
                 if ON_INPUTS:
@@ -440,7 +447,7 @@ def _step_kernel(
         window = window + (latest.to(FLOAT),)
         h = _convolved(taps, window, shift, W, FLOAT)
         if SILU:
-            h = h * _sigmoid(h)
+            h = _silu(h)
         if residual is not None:
             at_token = residual + b * r_batch + t * r_token + wide_d * r_channel
             h += tl.load(at_token, mask=inside & live, other=0.0).to(FLOAT)

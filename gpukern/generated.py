@@ -29,6 +29,7 @@ from fusedops._frame.registry import register
 from fusedops.conv import conv_vjp
 from fusedops.generated import convolution_of, kernels_of, pull_to_generator
 from gpukern import conv
+from gpukern.conv import _silu, _silu_slope
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 from gpukern.precision import of_float32
 from gpukern.trimul import plan
@@ -161,11 +162,6 @@ def _taps(
 
 
 @triton.jit
-def _sigmoid(h):
-    return 1 / (1 + tl.exp(-h))
-
-
-@triton.jit
 def _read_all(
     x, state, t, live, begin, sequence, d, W: tl.constexpr, D: tl.constexpr,
     HAS_STATE: tl.constexpr,
@@ -212,7 +208,7 @@ def _forward_kernel(
         inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
         h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
         if SILU:
-            h = h * _sigmoid(h)
+            h = _silu(h)
         at = out + t[:, None] * D + d[None, :]
         tl.store(at, h.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
@@ -252,8 +248,7 @@ def _inputs_kernel(
             inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
         if SILU:
             h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
-            s = _sigmoid(h)
-            v = tl.where(live[:, None], v * s * (1 + h * (1 - s)), 0.0)
+            v = tl.where(live[:, None], v * _silu_slope(h), 0.0)
         if WANT_V:
             tl.store(v_out + at, v.to(v_out.dtype.element_ty), mask=own[:, None] & inside)
         if WANT_KERNELS:

@@ -199,7 +199,8 @@ def _consume(
             here = None if shift is None else shift + d + half * HALF
             h = _preactivation(_taps(halves[half]), inputs[half], here)
             if SILU:
-                h *= _sigmoid(h)
+                # The sum may have overflowed.
+                h = gl.where(h == -float("inf"), 0.0, h * _sigmoid(h))
             gl.store(out + at + half * HALF, h.to(out.dtype.element_ty), mask=live[:, None])
         begun += 1
 
@@ -255,7 +256,7 @@ def _pull(
             if SILU:
                 h = _preactivation(taps, inputs, None if shift is None else shift + d + half * HALF)
                 s = _sigmoid(h)
-                v *= s * (1 + h * (1 - s))
+                v *= gl.where(gl.abs(h) == float("inf"), s, s * (1 + h * (1 - s)))
             if dkernels is not None:
                 for w in gl.static_range(TAPS):
                     product = (v * _as_held(inputs[w])).to(dkernels.dtype.element_ty)

@@ -551,6 +551,45 @@ def test_a_step_of_paged_states_equals_loops(place, count, length, circular, lay
     same(np.asarray(kept), after)
 
 
+def test_the_activation_of_a_sum_beyond_the_largest_float_has_its_limit(place):
+    """In float32, where float64 has finite results; a positive sum is infinite."""
+    values = np.array([3e38, 1.0])
+    x = np.tile(values, (1, 3, 1)).astype("f4")
+    kernels = np.broadcast_to(np.array([[-1.0, -2.0], [1.0, 2.0]], "f4"), (1, 3, 2, 2)).copy()
+    state, weight = np.zeros((1, 2, 2), "f4"), kernels.reshape(3, 4)[:1].T.copy()
+    hidden, dout = np.ones((1, 3, 1), "f4"), np.full((1, 3, 2), 1e-3, "f4")
+    for op, arguments in (
+        (fusedops.dynamic_conv, (x, kernels)),
+        (fusedops.dynamic_conv, (x, kernels[0, 0].copy())),
+        (fusedops.dynamic_conv_generated, (x, hidden, weight)),
+    ):
+        found = []
+        for backend, dtype in ((place, "f4"), (("numpy", "numpy"), "f8")):
+            given = [array.astype(dtype) for array in arguments]
+            options = {"activation": "silu", "backend": backend[1]}
+            if backend[0] == "numpy":
+                out, pullback = op.vjp(*given, **options)
+                found.append([out, *pullback(dout.astype(dtype))])
+                continue
+            leaves = [tensor(array).requires_grad_() for array in given]
+            out = op(*leaves, **options)
+            got = torch.autograd.grad(out, leaves, tensor(dout), create_graph=True)
+            found.append([array.detach().numpy() for array in (out, *got)])
+            bent = torch.autograd.grad(sum(1e-3 * one.sum() for one in got), leaves)
+            assert all(one.isfinite().all() for one in bent)
+        for got, want in zip(*found, strict=True):
+            assert np.isfinite(want).all()
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+    got = step(
+        place,
+        x[:, 0],
+        tensor(state) if place[0] == "torch" else state,
+        kernels[:, 0],
+        activation="silu",
+    )
+    assert np.asarray(got).ravel().tolist()[0] == 0
+
+
 def test_a_state_may_be_wider_than_the_tokens(place):
     """A float64 state takes float32 tokens, and wider kernels don't change a state's dtype."""
     p = problem(T=3)

@@ -79,6 +79,24 @@ def sigmoid(h: Any) -> Any:
         return 1 / (1 + np.exp(-h))
 
 
+def silu(h: Any) -> Any:
+    """Return h · sigmoid(h), which is 0 where h has overflowed to -∞."""
+    return namespace(h).clip(h, -_largest(h), None) * sigmoid(h)
+
+
+def silu_slopes(h: Any) -> tuple[Any, Any]:
+    """Return the first and the second derivative of `silu`: their limits where h has overflowed."""
+    s = sigmoid(h)
+    h = namespace(h).clip(h, -_largest(h), _largest(h))
+    return s * (1 + h * (1 - s)), s * (1 - s) * (2 + h * (1 - 2 * s))
+
+
+def _largest(like: Any) -> float:
+    """Return the largest number of an array's dtype."""
+    finfo = sys.modules["torch"].finfo if is_tensor(like) else np.finfo
+    return float(finfo(like.dtype).max)
+
+
 def added(one: Any, two: Any) -> Any:
     """Return the sum of two cotangents; None stands for zero."""
     if one is None or two is None:
