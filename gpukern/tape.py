@@ -19,6 +19,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
+from fusedops._frame.check import warn
 from fusedops._frame.packed import Packed
 
 #: More steps than this take a GPU as long as the host.
@@ -278,9 +279,23 @@ def recording() -> _Recorder | None:
     return getattr(_here, "recorder", None)
 
 
+@functools.cache
+def _warn_of_no_tape() -> None:
+    """Warn, once in a process."""
+    warn(
+        f"fusedops records launches with Triton 3.6 alone, and this is {triton.__version__}: each "
+        "launch takes the host about 10 µs instead of 4, and each call runs the kernel's Python "
+        "again; results are the same"
+    )
+
+
 def per_plan(kernel: Callable[[Any, Any], None], device: Any) -> Callable[[Any, Any], None]:
     """Return a function that does a kernel's work for arguments of one kind."""
-    if not _DIRECT or device.type != "cuda":
+    if device.type != "cuda":
+        return kernel
+    if not _DIRECT:
+        if torch.version.cuda is not None:
+            _warn_of_no_tape()
         return kernel
     found: list[Callable[[Any, Any], None] | None] = []
 
