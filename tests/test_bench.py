@@ -21,7 +21,7 @@ from fusedops._frame import packed, registry
 from fusedops.bench import measure, memory, plot, report, steps
 from fusedops.bench import timing as timings
 from fusedops.bench.floors import Rates
-from fusedops.bench.measure import Bench, Plan, fitted
+from fusedops.bench.measure import Bench, Plan, power
 from fusedops.bench.peers import EMPTY, PEERS, Unsuited
 from fusedops.bench.timing import Timing, interleaved
 from fusedops.bench.workloads import (
@@ -133,16 +133,20 @@ def test_the_host_does_not_wait(monkeypatch, host):
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.37])
-@pytest.mark.parametrize("overhead", [0.0, 3.0])
-def test_the_exponent_of_known_growth(exponent, overhead):
+def test_the_power_of_known_growth(exponent):
     sizes = [10, 31, 100, 316, 1000, 3162, 10000]
-    rng = np.random.default_rng(0)
-    exact = [overhead + 1e-3 * n**exponent for n in sizes]
-    got = fitted(sizes, exact)
-    assert got[1] == pytest.approx(exponent, abs=0.02)
-    assert got[0] == pytest.approx(overhead, abs=0.05 + 0.05 * overhead)
-    noisy = [t * f for t, f in zip(exact, rng.uniform(0.95, 1.05, len(sizes)), strict=True)]
-    assert fitted(sizes, noisy)[1] == pytest.approx(exponent, abs=0.15)
+    times = [1e-3 * n**exponent for n in sizes]
+    assert power(sizes, times) == pytest.approx(exponent, abs=0.005)
+    # One size beside a busy process.
+    times[-1] *= 20
+    assert power(sizes, times) == pytest.approx(exponent, abs=0.05)
+
+
+@pytest.mark.parametrize("middle", [[], [0.0756, 0.126, 0.193]])
+def test_the_power_is_that_of_the_times_that_are_shown(middle):
+    """Overhead is part of them."""
+    sizes = [100, 316, 1000, 3162, 10000] if middle else [100, 10000]
+    assert power(sizes, [0.0539, *middle, 0.296]) == 0.37
 
 
 SIZES = [100, 316, 1000, 3162, 10000, 31623]
@@ -152,9 +156,9 @@ def grown_at(spoilt):
     """Return the words for times that grow linearly, with delays at the spoilt sizes."""
     times = [1e-3 * n * (1 if n not in spoilt else 20) for n in SIZES]
     spread = [(t * (1 - 0.9 * (n in spoilt)), 1.1 * t) for n, t in zip(SIZES, times, strict=True)]
-    overhead, exponent, noisy = measure.grown(SIZES, times, spread)
+    exponent, noisy = measure.grown(SIZES, times, spread)
     row = {"who": "cython", "how": "NumPy", "pass": BOTH, "unit": "planes", "sizes": SIZES}
-    row |= {"ms": times, "overhead_ms": overhead, "exponent": exponent, "noisy": noisy}
+    row |= {"ms": times, "exponent": exponent, "noisy": noisy}
     return row
 
 
@@ -169,7 +173,7 @@ def test_a_noisy_size_is_no_growth(spoilt, capsys):
 
 def test_growth_through_noise_has_no_power(capsys):
     row = grown_at([1000, 31623])
-    assert row["exponent"] is row["overhead_ms"] is None
+    assert row["exponent"] is None
     cli.bench.show("op", {"cases": [], "growth": [row], "skipped": {}})
     out = capsys.readouterr().out
     assert "noisy at 2 of 6 sizes" in out

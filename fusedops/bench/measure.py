@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import itertools
 import math
 import platform
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -541,7 +543,7 @@ class Bench:
                 continue
             at, medians = [size for size, _ in measured], [timing.ms for _, timing in measured]
             quartiles = [timing.quartiles_ms for _, timing in measured]
-            overhead, exponent, left_out = grown(at, medians, quartiles)
+            exponent, left_out = grown(at, medians, quartiles)
             rows.append(
                 {
                     "op": workload.op.__name__,
@@ -555,7 +557,6 @@ class Bench:
                     "ms": medians,
                     "quartiles_ms": quartiles,
                     "noisy": left_out,
-                    "overhead_ms": overhead,
                     "exponent": exponent,
                 }
             )
@@ -581,36 +582,31 @@ class Bench:
 
 def grown(
     sizes: Sequence[int], times: Sequence[float], quartiles: Sequence[Sequence[float]]
-) -> tuple[float | None, float | None, list[int]]:
-    """Return the result of `fitted` over the sizes whose times aren't noisy, and the other sizes.
+) -> tuple[float | None, list[int]]:
+    """Return the `power` over the sizes whose times aren't noisy, and the other sizes.
 
-    The result is None where more than a quarter of the sizes is left out.
+    The power is None where more than a quarter of the sizes is left out.
     """
     points = list(zip(sizes, times, quartiles, strict=True))
     left_out = [size for size, ms, spread in points if noisy(ms, spread)]
     quiet = [(size, ms) for size, ms, spread in points if not noisy(ms, spread)]
     if 4 * len(left_out) > len(points):
-        return None, None, left_out
-    return *fitted(*zip(*quiet, strict=True)), left_out
+        return None, left_out
+    return power(*zip(*quiet, strict=True)), left_out
 
 
-def fitted(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
-    """Return the overhead a and the exponent p of the a + b Nᵖ with the least relative errors.
+def power(sizes: Sequence[int], times: Sequence[float]) -> float:
+    """Return the p of times that grow as Nᵖ, overhead included: the median slope of all pairs.
 
-    Neither a nor b is negative, and p is searched in steps of a hundredth.
+    So a single size that another process has slowed down moves it little (Theil and Sen).
     """
-    N, t = np.asarray(sizes, float), np.asarray(times, float)
-    best = (np.inf, 0.0, 0.0)
-    for p in np.arange(0.05, 4, 0.01):
-        power = (N / N[-1]) ** p
-        # Dividing by the times makes the errors relative.
-        columns = np.stack([1 / t, power / t], 1)
-        (a, b), *_ = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)
-        if a < 0 or b < 0:
-            a, b = 0.0, (columns[:, 1].sum()) / (columns[:, 1] ** 2).sum()
-        left = float(((columns @ [a, b] - 1) ** 2).sum())
-        best = min(best, (left, float(a), float(p)))
-    return best[1], round(best[2], 2)
+    slopes = [
+        math.log(late / early) / math.log(large / small)
+        for (small, early), (large, late) in itertools.combinations(
+            zip(sizes, times, strict=True), 2
+        )
+    ]
+    return round(statistics.median(slopes), 2)
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def _peers(axis: Any, report: dict[str, Any]) -> None:
 
 
 def _growth(axis: Any, report: dict[str, Any], styles: dict[str, tuple[str, str]]) -> None:
-    """Draw times by size, with the fitted exponents."""
+    """Draw times by size, with the exponents."""
     for op, block in report["ops"].items():
         # The first backend is the one that is chosen.
         for row in block["growth"][:1]:
