@@ -43,6 +43,8 @@ TORCHREF_TESTS ?=
 CAUSAL_CONV1D_TESTS ?=
 CAUSAL_CONV1D_SOME ?= update or (causal_conv1d and 129) or (varlen and (151 or 128) and 64) or determ
 FLA_TESTS ?=
+VLLM_TESTS ?=
+SGLANG_TESTS ?=
 BOLTZ_TESTS ?=
 CUEQUIVARIANCE_TESTS ?=
 OPENFOLD_TESTS ?=
@@ -90,12 +92,16 @@ peer-tests: .venv/fairchem/done .venv/torchref/done .venv/transformers/done ## t
 		tests/unit/structure_factor tests/unit/base/test_canonical_sphere_cpu.py \
 		tests/unit/base/test_target_values.py)
 	cd .venv && transformers/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_transformers.py
-	[ -z "$(CAUSAL_CONV1D_TESTS)$(FLA_TESTS)" ] || $(MAKE) .venv/test
+	[ -z "$(CAUSAL_CONV1D_TESTS)$(FLA_TESTS)$(VLLM_TESTS)$(SGLANG_TESTS)" ] || $(MAKE) .venv/test
 	[ -z "$(CAUSAL_CONV1D_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
 		for ours in causal_conv1d cpp_functions; do bin/python ../tests/peer_conv.py $$ours \
 		"$(abspath $(CAUSAL_CONV1D_TESTS))" -k "$(CAUSAL_CONV1D_SOME)" || exit; done)
 	[ -z "$(FLA_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
 		bin/python ../tests/peer_conv.py fla "$(abspath $(FLA_TESTS))")
+	[ -z "$(VLLM_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
+		bin/python ../tests/peer_conv.py vllm "$(abspath $(VLLM_TESTS))")
+	[ -z "$(SGLANG_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
+		bin/python ../tests/peer_conv.py sglang "$(abspath $(SGLANG_TESTS))")
 	[ -z "$(filter-out %:,$(TRIANGLES))" ] || ($(MAKE) .venv/test && \
 		.venv/bin/python -m pip install --quiet dm-tree einops ml-collections)
 	for each in $(filter-out %:,$(TRIANGLES)); do (cd .venv && \

@@ -1,8 +1,10 @@
-"""Run the tests of causal-conv1d or flash-linear-attention on our functions::
+"""Run the tests of causal-conv1d, flash-linear-attention, vLLM or SGLang on our functions::
 
     python tests/peer_conv.py causal_conv1d <clone of its repository> [arguments for pytest]
     python tests/peer_conv.py cpp_functions <clone of causal-conv1d> [arguments for pytest]
     python tests/peer_conv.py fla <clone of its repository> [arguments for pytest]
+    python tests/peer_conv.py vllm <clone of its repository> [arguments for pytest]
+    python tests/peer_conv.py sglang <clone of its repository> [arguments for pytest]
 
 Nothing of theirs is installed: modules with our functions take the place of the package, beside
 causal-conv1d's own references, or only of its compiled functions. Without a GPU the tests run on
@@ -15,13 +17,13 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fusedops.compat import causal_conv1d, fla
+from fusedops.compat import causal_conv1d, fla, sglang, vllm
 
 
 def module(name: str, **contents: Any) -> ModuleType:
@@ -89,12 +91,65 @@ def for_fla(clone: Path) -> str:
     return source
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def packages(name: str, **contents: Any) -> None:
+    """Import a module with the given contents, and the packages that it lies in."""
+    parents = name.split(".")[:-1]
+    for depth in range(1, len(parents) + 1):
+        package = ".".join(parents[:depth])
+        if package not in sys.modules:
+            module(package)
+    module(name, **contents)
+
+
+def for_vllm(clone: Path) -> str:
+    """Import ours for vLLM's functions; return the source of its tests."""
+    packages("vllm.model_executor.layers.mamba.ops.causal_conv1d", **ours(vllm))
+    packages("vllm.utils.torch_utils", set_random_seed=torch.manual_seed)
+    packages("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0, PAD_SLOT_ID=-1)
+    # A test of speculative decoding is left out where vLLM's own functions for a CPU would run.
+    platform = SimpleNamespace(
+        device_type=DEVICE,
+        is_cuda_alike=lambda: True,
+        is_xpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    packages("vllm.platforms", current_platform=platform)
+    torch.accelerator.empty_cache = lambda: None
+    return fewer((clone / "tests/kernels/mamba/test_causal_conv1d.py").read_text())
+
+
+def for_sglang(clone: Path) -> str:
+    """Import ours for SGLang's functions; return the source of its tests."""
+    contents = {**ours(sglang), "PAD_SLOT_ID": -1}
+    packages("sglang.srt.layers.attention.mamba.causal_conv1d_triton", **contents)
+    packages("sglang.kernels.ops.mamba.causal_conv1d_triton", **contents)
+    packages("sglang.srt.utils", get_device=lambda: DEVICE)
+    packages("sglang.test.test_utils", empty_gpu_cache=lambda: None)
+    registered = {f"register_{where}_ci": lambda **options: None for where in ("amd", "cuda")}
+    packages("sglang.test.ci.ci_register", **registered)
+    return fewer((clone / "test/registered/layers/mamba/test_causal_conv1d.py").read_text())
+
+
+def fewer(source: str) -> str:
+    """Return the source of tests with fewer channels for a CPU."""
+    if not torch.cuda.is_available():
+        for large, small in {"4096 + dim": "64 + dim", "4096 :": "64 :", "4096]": "512]"}.items():
+            source = source.replace(large, small)
+        source = source.replace("2048", "128")
+    return source
+
+
 if __name__ == "__main__":
     peer, clone, *arguments = sys.argv[1:]
     sources = {
         "causal_conv1d": for_causal_conv1d,
         "cpp_functions": partial(for_causal_conv1d, compiled_only=True),
         "fla": for_fla,
+        "vllm": for_vllm,
+        "sglang": for_sglang,
     }
     source = sources[peer](Path(clone).absolute())
     with tempfile.TemporaryDirectory() as folder:

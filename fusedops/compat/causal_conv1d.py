@@ -98,6 +98,20 @@ def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None
         raise ValueError(f"{op}: {name} overlaps itself; it should have memory for every element")
 
 
+def need_slots(op: str, name: str, slots: torch.Tensor, states: int) -> None:
+    """Raise if two sequences have one state, or one has none; a negative slot is padding."""
+    used = [slot for slot in slots.tolist() if slot >= 0]
+    if used and max(used) >= states:
+        raise ValueError(
+            f"{op}: {name} has {max(used)}; it should be below {states}, the number of states"
+        )
+    if len(set(used)) < len(used):
+        twice = next(slot for slot in used if used.count(slot) > 1)
+        raise ValueError(
+            f"{op}: {name} has {twice} twice; every sequence should have a state of its own"
+        )
+
+
 def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
     """Return whether each of the tokens of a batch (B · T,) begins a sequence."""
     found = torch.ones_like(seq_idx, dtype=torch.bool)
@@ -407,13 +421,8 @@ def _need_update(
         need_integers(name, "cache_seqlens", cache_seqlens, (B,), x)
     if conv_state_indices is not None:
         need_integers(name, "conv_state_indices", conv_state_indices, (B,), x)
-        if B and not traced() and conv_state_indices.is_cpu:
-            largest = max(conv_state_indices.tolist())
-            if largest >= len(conv_state):
-                raise ValueError(
-                    f"{name}: conv_state_indices has {largest}; it should be below "
-                    f"{len(conv_state)}, the number of states"
-                )
+        if not traced() and conv_state_indices.is_cpu:
+            need_slots(name, "conv_state_indices", conv_state_indices, len(conv_state))
 
 
 def causal_conv1d_varlen_states(
