@@ -33,7 +33,9 @@ COMPAT = [
         "openfold",
         "openfold3",
         "protenix",
+        "sglang",
         "torchref",
+        "vllm",
     )
 ]
 DISTRIBUTED = [
