@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops.compat import causal_conv1d, fla  # noqa: E402
+from fusedops.compat import causal_conv1d, fla, swaps  # noqa: E402
 
 
 def random(*shape, dtype=torch.float64):
@@ -286,11 +286,18 @@ def test_register_without_the_package(monkeypatch):
     try:
         package = importlib.import_module("causal_conv1d")
         assert importlib.util.find_spec("causal_conv1d") is package.__spec__
-        assert package.causal_conv1d_fn is early.causal_conv1d_fn is causal_conv1d.causal_conv1d_fn
+        assert package.causal_conv1d_fn is early.causal_conv1d_fn
+        x, weight = torch.ones(1, 2, 3), torch.ones(2, 2)
+        assert torch.equal(
+            package.causal_conv1d_fn(x, weight), causal_conv1d.causal_conv1d_fn(x, weight)
+        )
+        served = {swap.name: swap.calls for swap in swaps() if swap.program == "causal-conv1d"}
+        assert served == dict.fromkeys(causal_conv1d.NAMES, 0) | {"causal_conv1d_fn": 1}
         assert early.causal_conv1d_update == 1
         for module, names in causal_conv1d.FUNCTIONS.items():
             found = importlib.import_module(module)
-            assert all(getattr(found, each) is getattr(causal_conv1d, each) for each in names)
+            for each in names:
+                assert getattr(found, each).__wrapped__ is getattr(causal_conv1d, each)
         assert package.cpp_functions is sys.modules["causal_conv1d.cpp_functions"]
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("causal_conv1d.later")
@@ -308,7 +315,7 @@ def test_register_gives_the_package_back(monkeypatch):
     user = program(monkeypatch, "user", **functions)
     causal_conv1d.register()
     try:
-        assert user.causal_conv1d_fn is causal_conv1d.causal_conv1d_fn
+        assert user.causal_conv1d_fn.__wrapped__ is causal_conv1d.causal_conv1d_fn
         assert sys.modules["causal_conv1d"] is not theirs
         assert "causal_conv1d.interface" not in sys.modules
     finally:

@@ -26,6 +26,7 @@ log = logging.getLogger("fusedops")
 PROGRAMS = {
     "torchref": ("fusedops.compat.torchref", "0.5", "0.7"),
     "fairchem-core": ("fusedops.compat.fairchem", "2.16", "2.24"),
+    "transformers": ("fusedops.compat.causal_conv1d", "5.23", "5.23"),
 }
 _lock = threading.Lock()
 # A model that was built before `unregister` holds its swap, which counts again after `register`.
@@ -45,7 +46,7 @@ class Swap:
 
     def __str__(self) -> str:
         traced = f", traced: {self.traced}" if self.traced else ""
-        return f"{self.program} {self.version}: {self.name}, calls: {self.calls}{traced}"
+        return f"{_named(self.program, self.version)}: {self.name}, calls: {self.calls}{traced}"
 
     def count(self) -> None:
         """Count a call."""
@@ -71,6 +72,11 @@ class Swap:
             return function(*args, **kwargs)
 
         return counted  # type: ignore[return-value]
+
+
+def _named(program: str, version: str | None) -> str:
+    """Return a program's name and, if it is installed, version."""
+    return f"{program} {version}" if version else program
 
 
 def why_not(program: str) -> str | None:
@@ -103,7 +109,8 @@ def start(program: str, names: Iterable[str], note: str = "") -> list[Swap]:
     if now != before or not now:
         served = ", ".join(swap.name for swap in now) or "nothing"
         level = logging.INFO if now else logging.WARNING
-        log.log(level, "%s %s: fusedops serves %s%s", program, version_of(program), served, note)
+        name = _named(program, version_of(program))
+        log.log(level, "%s: fusedops serves %s%s", name, served, note)
     return now
 
 

@@ -34,6 +34,7 @@ from fusedops._frame.check import (
     traced,
 )
 from fusedops._frame.packed import outside_of_graphs
+from fusedops.compat._swaps import of, start, stop
 from fusedops.conv import ACTIVATIONS, conv_vjp
 
 __all__ = [
@@ -700,6 +701,7 @@ def causal_conv1d_update_function(
     )
 
 
+PROGRAM = "causal-conv1d"
 #: The version of causal-conv1d whose modules these are.
 VERSION = "1.6.1"
 #: The package's modules, and our functions in them.
@@ -720,6 +722,12 @@ _before: tuple[dict[str, ModuleType], list[tuple[ModuleType, str, Any]]] | None 
 
 
 @functools.cache
+def _counted() -> dict[str, Any]:
+    """Return our functions by name, whose calls are counted."""
+    return {name: of(PROGRAM, name).counting(globals()[name]) for name in NAMES}
+
+
+@functools.cache
 def _package() -> dict[str, ModuleType]:
     """Return our modules of the package by name."""
     made = {}
@@ -727,7 +735,7 @@ def _package() -> dict[str, ModuleType]:
         module = made[name] = ModuleType(name, "causal-conv1d's functions, by fusedops.")
         # `importlib.util.find_spec` raises for an imported module without one.
         module.__spec__ = ModuleSpec(name, None, origin=__name__, is_package="." not in name)
-        module.__dict__.update({function: globals()[function] for function in functions})
+        module.__dict__.update({function: _counted()[function] for function in functions})
         if "." in name:
             setattr(made["causal_conv1d"], name.partition(".")[2], module)
         else:
@@ -755,8 +763,9 @@ def _choose_again() -> None:
     for module in _others():
         if module.__name__.startswith("transformers."):
             for name in NAMES & module.__dict__.keys():
-                plain = getattr(module.__dict__[name], "__wrapped__", None)
-                if plain is not None:
+                found = module.__dict__[name]
+                plain = getattr(found, "__wrapped__", None)
+                if plain is not None and found is not _counted()[name]:
                     setattr(module, name, choose(name, "causal_conv1d")(plain))
 
 
@@ -766,7 +775,8 @@ def register() -> None:
     Call it in every process. Programs that import the package then get ours, on a CPU too, whether
     it is installed or not: transformers' models, and mamba_ssm's. Models that transformers has
     imported already call ours too, and so do modules that have imported the package's functions by
-    name, or have None for them because there was no package. A second call changes nothing.
+    name, or have None for them because there was no package. `fusedops.compat.swaps` counts calls.
+    A second call changes nothing.
 
     Notes
     -----
@@ -803,9 +813,10 @@ def register() -> None:
         ]
         sys.modules.update(_package())
         for module, name, _ in held:
-            setattr(module, name, globals()[name])
+            setattr(module, name, _counted()[name])
         _before = theirs, held
         _choose_again()
+    start(PROGRAM, sorted(NAMES))
 
 
 def unregister() -> None:
@@ -829,7 +840,8 @@ def unregister() -> None:
                 del sys.modules[name]
         sys.modules.update(theirs)
         for module, name, value in held:
-            if module.__dict__.get(name) is globals()[name]:
+            if module.__dict__.get(name) is _counted()[name]:
                 setattr(module, name, value)
         _before = None
         _choose_again()
+    stop(PROGRAM)
