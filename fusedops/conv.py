@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, get_args, overload
 
 import numpy as np
 
@@ -33,7 +33,8 @@ from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge
 from fusedops._frame.primitive import Primitive
 
-ACTIVATIONS = (None, "silu", "swish")
+Activation = Literal["silu", "swish"]
+ACTIVATIONS = (None, *get_args(Activation))
 
 #: The tokens of one sequence that a kernel takes at a time. It stands here, not with the kernels,
 #: because `Sequences` lists these chunks.
@@ -463,7 +464,7 @@ class _Conv(Protocol):
         initial_state: ArrayT | None = ...,
         output_final_state: Literal[False] = ...,
         cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: str | None = ...,
+        activation: Activation | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
     ) -> ArrayT: ...
@@ -478,7 +479,7 @@ class _Conv(Protocol):
         initial_state: ArrayT | None = ...,
         output_final_state: Literal[True],
         cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: str | None = ...,
+        activation: Activation | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
     ) -> tuple[ArrayT, ArrayT]: ...
@@ -493,7 +494,7 @@ class _Conv(Protocol):
         initial_state: ArrayT | None = ...,
         output_final_state: bool,
         cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: str | None = ...,
+        activation: Activation | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
     ) -> Any: ...
@@ -509,7 +510,7 @@ def dynamic_conv(
     initial_state: Any = None,
     output_final_state: bool = False,
     cu_seqlens: Any = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out: Any = None,
     backend: str | None = None,
 ) -> Any:
@@ -615,7 +616,7 @@ def dynamic_conv_step(
     *,
     bias: ArrayT | None = None,
     residual: ArrayT | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     slots: ArrayT | None = None,
     positions: ArrayT | None = None,
     out: ArrayT | None = None,
@@ -697,8 +698,8 @@ def dynamic_conv_step(
     if positions is not None and not state.shape[2]:
         raise ValueError(f"{name}: positions is given; state should then have inputs")
     one_of(name, "activation", activation, ACTIVATIONS)
-    activation = "none" if activation is None else "silu"
-    given = x, state, kernels, bias, residual, slots, positions, activation
+    applied = "none" if activation is None else "silu"
+    given = x, state, kernels, bias, residual, slots, positions, applied
     return to_run(given, "out", _check_step)
 
 

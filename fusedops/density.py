@@ -12,7 +12,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -41,6 +41,7 @@ __all__ = ["Lattice", "atom_radius", "bad_atoms"]
 #: voxel at the radius inside, however its distance is rounded.
 SLACK = 1e-5
 
+OnBad = Literal["raise", "skip", "clamp"]
 #: Where component (i, j) of a symmetric matrix is in [11, 22, 33, 12, 13, 23].
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 
@@ -1068,7 +1069,7 @@ def gaussian_density(
     *,
     radius: ArrayT | float | None = None,
     n_sigma: float = 4.0,
-    on_bad: str = "raise",
+    on_bad: OnBad = "raise",
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
@@ -1162,7 +1163,7 @@ def gaussian_density(
     # Constants of 16-bit atoms keep float32's digits; besides, NumPy has no bfloat16.
     dtype = promoted((xyz, b, occupancy))
     dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
-    one_of(name, "on_bad", on_bad, ("raise", "skip", "clamp"))
+    one_of(name, "on_bad", on_bad, get_args(OnBad))
     if radius is None:
         n_sigma = positive(name, "n_sigma", n_sigma)
 

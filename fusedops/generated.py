@@ -13,7 +13,7 @@ from fusedops._frame.arrays import ArrayT, added, cast, namespace, wide
 from fusedops._frame.check import flag, one_of, promoted
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
-from fusedops.conv import ACTIVATIONS, Sequences, _count, _sequences, conv, conv_vjp
+from fusedops.conv import ACTIVATIONS, Activation, Sequences, _count, _sequences, conv, conv_vjp
 
 
 def kernels_of(a: Any) -> Any:
@@ -175,7 +175,7 @@ class _Generated(Protocol):
         initial_state: ArrayT | None = ...,
         output_final_state: Literal[False] = ...,
         cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: str | None = ...,
+        activation: Activation | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
     ) -> ArrayT: ...
@@ -191,7 +191,7 @@ class _Generated(Protocol):
         initial_state: ArrayT | None = ...,
         output_final_state: Literal[True],
         cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: str | None = ...,
+        activation: Activation | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
     ) -> tuple[ArrayT, ArrayT]: ...
@@ -207,7 +207,7 @@ class _Generated(Protocol):
         initial_state: ArrayT | None = ...,
         output_final_state: bool,
         cu_seqlens: Sequences | ArrayT | None = ...,
-        activation: str | None = ...,
+        activation: Activation | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
     ) -> Any: ...
@@ -224,7 +224,7 @@ def dynamic_conv_generated(
     initial_state: Any = None,
     output_final_state: bool = False,
     cu_seqlens: Any = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out: Any = None,
     backend: str | None = None,
 ) -> Any:

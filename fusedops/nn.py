@@ -25,12 +25,21 @@ from fusedops._layers import (
     is_plain,
     is_plain_norm,
 )
-from fusedops.conv import ACTIVATIONS, Sequences, dynamic_conv, dynamic_conv_step
+from fusedops.conv import ACTIVATIONS, Activation, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.generated import dynamic_conv_generated
 from fusedops.pairs import PairTransition, TriangleAttention, autocasts, expanded, lecun_normal
 from fusedops.so2 import PRECISIONS as SO2_PRECISIONS
 from fusedops.so2 import WEIGHTS, by_order, message_rows, orders, so2_convolution
-from fusedops.trimul import DIRECTIONS, GATES, PRECISIONS, triangle_multiplicative_update
+from fusedops.so2 import Precision as SO2Precision
+from fusedops.trimul import (
+    DIRECTIONS,
+    GATES,
+    PRECISIONS,
+    Direction,
+    Gate,
+    Precision,
+    triangle_multiplicative_update,
+)
 
 __all__ = [
     "DynamicShortConvolution",
@@ -222,7 +231,7 @@ class DynamicShortConvolution(torch.nn.Module):
         generator_input_size: int | None = None,
         generator_reduction: int | None = None,
         generator_activation: str = "silu",
-        activation: str | None = "silu",
+        activation: Activation | None = "silu",
         static_conv_init: Callable[[torch.Tensor], Any] | None = None,
         use_fast_conv1d: bool = True,
         implementation: str = "naive",
@@ -637,7 +646,7 @@ class SO2Convolution(torch.nn.Module):
         edge_channels_list: Sequence[int] | None = None,
         extra_m0_output_channels: int | None = None,
         *,
-        precision: str | None = None,
+        precision: SO2Precision | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -952,13 +961,13 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         self,
         c_z: int,
         c_hidden: int | None = None,
-        direction: str = "outgoing",
+        direction: Direction = "outgoing",
         *,
-        gate: str = "output",
+        gate: Gate = "output",
         bias: bool = False,
         c_out: int | None = None,
         eps: float = 1e-5,
-        precision: str | None = None,
+        precision: Precision | None = None,
         max_memory: int | None = None,
         backend: str | None = None,
     ) -> None:
@@ -1030,7 +1039,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     def from_state_dict(
         cls,
         state_dict: Mapping[str, torch.Tensor],
-        direction: str = "outgoing",
+        direction: Direction = "outgoing",
         *,
         prefix: str = "",
         **options: Any,
@@ -1281,7 +1290,7 @@ class PairBlock(torch.nn.Module):
         self.token_z = token_z
         self.dropout = dropout
 
-        def update(direction: str) -> TriangleMultiplicativeUpdate:
+        def update(direction: Direction) -> TriangleMultiplicativeUpdate:
             return TriangleMultiplicativeUpdate(
                 token_z, direction=direction, max_memory=max_memory, backend=backend
             )

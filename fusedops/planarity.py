@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
 import numpy as np
 
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     PlaneGroups: TypeAlias = "Planes | Sequence[tuple[Any, Any]]"
 
-FITS = ("uniform", "weighted")
+Fit = Literal["uniform", "weighted"]
+FITS = get_args(Fit)
 
 #: The number of planes that a CPU kernel fits at a time, one in each vector lane. It stands here,
 #: not with the kernels, because `Planes` lists these blocks.
@@ -518,12 +519,12 @@ class _Nll(Protocol):
         xyz: np.ndarray,
         plane_groups: PlaneGroups,
         *,
-        fit: str = ...,
+        fit: Fit = ...,
         backend: str | None = ...,
     ) -> np.floating[Any]: ...
     @overload
     def __call__(
-        self, xyz: Tensor, plane_groups: PlaneGroups, *, fit: str = ..., backend: str | None = ...
+        self, xyz: Tensor, plane_groups: PlaneGroups, *, fit: Fit = ..., backend: str | None = ...
     ) -> Tensor: ...
 
 
@@ -568,7 +569,7 @@ def planarity_nll(
     xyz: Any,
     plane_groups: PlaneGroups,
     *,
-    fit: str = "uniform",
+    fit: Fit = "uniform",
     backend: str | None = None,
 ) -> Any:
     r"""Return the negative log-likelihood that groups of atoms lie in planes.
@@ -630,7 +631,7 @@ def planarity_nll(
 
 @outside_of_graphs
 def plane_deviations(
-    xyz: np.ndarray, plane_groups: Sequence[tuple[Any, Any]], *, fit: str = "uniform"
+    xyz: np.ndarray, plane_groups: Sequence[tuple[Any, Any]], *, fit: Fit = "uniform"
 ) -> list[np.ndarray]:
     r"""Return the signed distance of every atom from its plane, :math:`(x_a - c) \cdot n`.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Literal, Protocol, get_args, overload
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from fusedops.wigner import m_major_order, message_rows
 
 #: The arguments that have the weights of orders 0, 1, ….
 WEIGHTS = tuple(f"weight_m{m}" for m in range(9))
-LAYOUTS = ("m", "l")
+Layout = Literal["m", "l"]
+LAYOUTS = get_args(Layout)
 #: The precisions of products; None is that of torch.
-PRECISIONS = (None, "ieee", "tf32", "bf16")
+Precision = Literal["ieee", "tf32", "bf16"]
+PRECISIONS = (None, *get_args(Precision))
 
 
 @functools.lru_cache(maxsize=64)
@@ -271,7 +273,7 @@ class _Convolution(Protocol):
         *weights: ArrayT | None,
         bias: ArrayT | None = ...,
         radial: ArrayT | None = ...,
-        precision: str | None = ...,
+        precision: Precision | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
         **by_name: ArrayT | None,
@@ -285,7 +287,7 @@ class _Convolution(Protocol):
         bias: ArrayT | None = ...,
         radial: ArrayT | None = ...,
         gate_channels: int,
-        precision: str | None = ...,
+        precision: Precision | None = ...,
         out: ArrayT | None = ...,
         backend: str | None = ...,
         **by_name: ArrayT | None,
@@ -308,7 +310,7 @@ def so2_convolution(
     bias: Any | None = None,
     radial: Any | None = None,
     gate_channels: int = 0,
-    precision: str | None = None,
+    precision: Precision | None = None,
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -542,7 +544,7 @@ def gate_activation(
     x: ArrayT,
     *,
     mmax: int | None = None,
-    layout: str = "m",
+    layout: Layout = "m",
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -25,9 +25,11 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 
-DIRECTIONS = ("outgoing", "incoming")
-GATES = ("output", "hidden")
-PRECISIONS = (None, "float32", "ieee", "tf32", "bf16", "fp16")
+Direction = Literal["outgoing", "incoming"]
+Gate = Literal["output", "hidden"]
+Precision = Literal["float32", "ieee", "tf32", "bf16", "fp16"]
+DIRECTIONS, GATES = get_args(Direction), get_args(Gate)
+PRECISIONS = (None, *get_args(Precision))
 
 #: The default precision of 16-bit floats.
 _OWN = {"bfloat16": "bf16", "float16": "fp16"}
@@ -448,7 +450,7 @@ end_vjp = Primitive(
 @op(trimul, leading="x", sharded="fusedops.distributed.dtensors")
 def triangle_multiplicative_update(
     x: ArrayT,
-    direction: str = "outgoing",
+    direction: Direction = "outgoing",
     mask: ArrayT | None = None,
     norm_in_weight: ArrayT | None = None,
     norm_in_bias: ArrayT | None = None,
@@ -463,8 +465,8 @@ def triangle_multiplicative_update(
     g_out_weight: ArrayT | None = None,
     g_out_bias: ArrayT | None = None,
     eps: float = 1e-5,
-    precision: str | None = None,
-    gate: str = "output",
+    precision: Precision | None = None,
+    gate: Gate = "output",
     *,
     max_memory: int | None = None,
     out: ArrayT | None = None,
@@ -594,6 +596,5 @@ def triangle_multiplicative_update(
                 f"{name}: precision is {precision!r}; with float64 it should be None or 'ieee'"
             )
         precision = "ieee"
-    elif precision is None:
-        precision = _OWN.get(dtype_name(x.dtype), "float32")
-    return to_run((x, mask, *weights, direction, gate, precision, eps, limit), "out")
+    used = precision or _OWN.get(dtype_name(x.dtype), "float32")
+    return to_run((x, mask, *weights, direction, gate, used, eps, limit), "out")

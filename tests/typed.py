@@ -40,4 +40,7 @@ def torch_in_torch_out(t: torch.Tensor, edges: fusedops.Edges, planes: fusedops.
 def what_is_wrong_is_seen(a: np.ndarray, t: torch.Tensor, planes: fusedops.Planes) -> None:
     fusedops.structured_gather(a, t)  # type: ignore[type-var]
     fusedops.dynamic_conv_step(t, t, t, activations="silu")  # type: ignore[call-arg]
+    fusedops.dynamic_conv_step(t, t, t, activation="gelu")  # type: ignore[arg-type]
+    fusedops.triangle_multiplicative_update(t, "outwards", t)  # type: ignore[arg-type]
+    fusedops.gaussian_density(a, a, a, a, a, a, (4, 4, 4), on_bad="drop")  # type: ignore[arg-type]
     fusedops.planarity_nll(a, planes, out=a)  # type: ignore[call-overload]

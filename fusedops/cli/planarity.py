@@ -24,7 +24,7 @@ from fusedops.cli.common import (
     read_model,
     timed,
 )
-from fusedops.planarity import FITS
+from fusedops.planarity import FITS, Fit
 from fusedops.restraints import Restraints, read_monomers, read_restraints
 from fusedops.structure import SIGMA, PlanarGroups, Structure, planar_groups
 
@@ -200,7 +200,7 @@ class _Scores:
     """The distances of atoms from their planes; `planes` has the worst one first."""
 
     def __init__(
-        self, structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: str
+        self, structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: Fit
     ) -> None:
         self.planes: list[_Plane] = []
         self._d: list[np.ndarray] = []

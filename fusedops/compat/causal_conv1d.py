@@ -35,7 +35,7 @@ from fusedops._frame.check import (
 )
 from fusedops._frame.packed import outside_of_graphs
 from fusedops.compat._swaps import of, start, stop
-from fusedops.conv import ACTIVATIONS, conv_vjp
+from fusedops.conv import ACTIVATIONS, Activation, conv_vjp
 
 __all__ = [
     "causal_conv1d_bwd_function",
@@ -147,7 +147,7 @@ def causal_conv1d_fn(
     initial_states: torch.Tensor | None = None,
     return_final_states: bool = False,
     final_states_out: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
 ) -> Any:
     r"""Return the causal convolution of every channel.
 
@@ -259,7 +259,7 @@ def _need_fn(
     bias: torch.Tensor | None,
     initial_states: torch.Tensor | None,
     final_states_out: torch.Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     name: str = "causal_conv1d_fn",
 ) -> None:
     """Raise unless the arguments of `causal_conv1d_fn` fit, and name one that doesn't."""
@@ -280,7 +280,7 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     cache_seqlens: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
     pad_slot_id: int = -1,
@@ -395,7 +395,7 @@ def _need_update(
     conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     cache_seqlens: torch.Tensor | None,
     conv_state_indices: torch.Tensor | None,
 ) -> None:

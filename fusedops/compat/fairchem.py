@@ -29,7 +29,7 @@ import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import one_of, traced
 from fusedops.compat._swaps import Swap, log, of, start, stop
 from fusedops.nn import SO2Convolution, radial_products
-from fusedops.so2 import PRECISIONS, WEIGHTS, gate_activation
+from fusedops.so2 import PRECISIONS, WEIGHTS, Layout, gate_activation
 from fusedops.wigner import (
     Edges,
     edge_degree_scatter,
@@ -145,7 +145,8 @@ class _Gates(torch.nn.Module):
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
-        self.mmax, self.layout = theirs.mmax, "m" if theirs.m_prime else "l"
+        self.mmax = theirs.mmax
+        self.layout: Layout = "m" if theirs.m_prime else "l"
 
     def forward(self, gating_scalars: Any, input_tensors: Any) -> Any:
         """Return the gated features."""

@@ -17,7 +17,7 @@ import torch
 import fusedops
 from fusedops._frame.check import of_shape, one_of
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_state, need_tensor
-from fusedops.conv import ACTIVATIONS
+from fusedops.conv import ACTIVATIONS, Activation
 
 __all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update"]
 
@@ -33,7 +33,7 @@ def causal_conv1d(
     residual: torch.Tensor | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool | None = False,
-    activation: str | None = None,
+    activation: Activation | None = None,
     backend: str | None = "triton",
     cu_seqlens: Any = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
@@ -137,7 +137,7 @@ def causal_conv1d_update(
     residual: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""Shift a token of every sequence into the cache, in place, and return its convolution.
 
@@ -309,7 +309,7 @@ class ShortConvolution(torch.nn.Conv1d):
         hidden_size: int,
         kernel_size: int,
         bias: bool = False,
-        activation: str | None = "silu",
+        activation: Activation | None = "silu",
         backend: str | None = "triton",
         device: Any = None,
         dtype: torch.dtype | None = None,

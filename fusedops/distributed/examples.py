@@ -18,6 +18,7 @@ import torch.distributed as dist
 import fusedops
 from fusedops import distributed
 from fusedops.nn import DynamicShortConvolution, TriangleMultiplicativeUpdate
+from fusedops.trimul import Direction
 from fusedops.wigner import wigner_d
 
 
@@ -26,7 +27,7 @@ def pair_block(device: torch.device) -> tuple[Any, Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    ways = ("outgoing", "incoming")
+    ways: tuple[Direction, ...] = ("outgoing", "incoming")
     updates = [TriangleMultiplicativeUpdate(16, direction=way).to(device) for way in ways]
     for parameter in torch.nn.ModuleList(updates).parameters():
         torch.nn.init.normal_(parameter, std=0.3)
