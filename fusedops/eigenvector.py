@@ -13,6 +13,7 @@ import numpy as np
 
 from fusedops._frame.arrays import namespace
 from fusedops._frame.check import is_tensor
+from fusedops._frame.packed import bridge
 
 #: A group's second largest variance counts as zero below this share of the largest: the group is
 #: a line or a point, has no plane, and gets a zero normal.
@@ -73,6 +74,7 @@ def _differentiable() -> Any:
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.save_for_backward(*inputs, output)
+            ctx.save_for_forward(*inputs, output)
 
         @staticmethod
         def backward(ctx: Any, cotangent: Any) -> Any:
@@ -80,6 +82,12 @@ def _differentiable() -> Any:
             p = pseudo_solve(C, normal, cotangent)
             outer = p[:, :, None] * normal[:, None, :]
             return -0.5 * (outer + outer.mT)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Any) -> Any:
+            with bridge().pushed_forward(ctx.saved_for_forward) as (C, normal):
+                symmetric = 0.5 * (tangent + tangent.mT)
+                return -pseudo_solve(C, normal, torch.einsum("pij,pj->pi", symmetric, normal))
 
     return SmallestEigenvector
 

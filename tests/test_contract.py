@@ -569,8 +569,6 @@ def test_transforms(example, place):
     moved = torch.stack([arrays[0], arrays[0].flip(0)], -1)
     shared = tuple_of(torch.vmap(function, in_dims=dims)(moved, *arrays[1:]))
     check([out[0] for out in shared], tuple_of(function(*arrays)))
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(function, tuple(arrays), tuple(arrays))
 
 
 @needs_torch
@@ -582,23 +580,76 @@ def test_hessians(example):
     want = torch.autograd.functional.hessian(lambda x: loss(x, *others), first)
     got = torch.func.jacrev(torch.func.grad(loss))(first, *others)
     torch.testing.assert_close(got, want)
-    for transform in (torch.func.jacfwd, torch.func.hessian):
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            transform(loss)(first, *others)
+    for hessian in (torch.func.hessian, torch.func.jacrev, torch.func.jacfwd):
+        inner = loss if hessian is torch.func.hessian else torch.func.jacfwd(loss)
+        torch.testing.assert_close(hessian(inner)(first, *others), want)
+
+
+@few
+@at(TENSORS)
+def test_forward_mode(example, place):
+    """Tangents are what differences say, and what the pullback says: dy · J dx = Jᵀ dy · dx."""
+    from torch.autograd import forward_ad
+
+    p = example.problem("tiny")
+    function, arrays = function_of(p, place[1]), [tensor(p.arguments[name]) for name in p.leaves]
+    rng = np.random.default_rng(3)
+    dx = [tensor(rng.normal(size=a.shape)) for a in arrays]
+    outs, tangents = map(tuple_of, torch.func.jvp(function, tuple(arrays), tuple(dx)))
+    all_agree(p, place[1], [out.numpy() for out in outs], evaluate(place, p))
+    step = 1e-5
+    ends = [
+        tuple_of(function(*(a + sign * step * d for a, d in zip(arrays, dx, strict=True))))
+        for sign in (1, -1)
+    ]
+    for tangent, up, down in zip(tangents, *ends, strict=True):
+        torch.testing.assert_close(tangent, (up - down) / (2 * step), atol=1e-7, rtol=1e-6)
+    gradients = map(tensor, solve(place, p)[-len(arrays) :])
+    pulled = sum((g * d).sum() for g, d in zip(gradients, dx, strict=True))
+    pushed = sum((tensor(c) * t).sum() for c, t in zip(p.cotangents, tangents, strict=True))
+    torch.testing.assert_close(pushed, pulled, atol=1e-10, rtol=1e-9)
+    with forward_ad.dual_level():
+        duals = tuple_of(function(*map(forward_ad.make_dual, arrays, dx)))
+        for dual, tangent in zip(duals, tangents, strict=True):
+            assert torch.equal(forward_ad.unpack_dual(dual).tangent, tangent)
 
 
 @needs_torch
 @every_example
-def test_dual_tensors_say_that_forward_mode_is_missing(example):
+def test_jacobians_of_forward_mode(example):
+    p = example.problem("tiny")
+    function, arrays = function_of(p), [tensor(p.arguments[name]) for name in p.leaves]
+    got, want = (
+        tuple_of(jacobian(function)(*arrays)) for jacobian in (torch.func.jacfwd, torch.func.jacrev)
+    )
+    torch.testing.assert_close(got, want)
+    options = {"fast_mode": True, "check_undefined_grad": False}
+    assert torch.autograd.gradcheck(
+        function, leaves_of(p), check_forward_ad=True, check_batched_forward_grad=True, **options
+    )
+    assert torch.autograd.gradgradcheck(
+        function, leaves_of(p), check_fwd_over_rev=True, check_rev_over_rev=False, **options
+    )
+
+
+@needs_torch
+@every_example
+def test_forward_mode_in_graphs(example):
+    """A recording and a mode of torch keep tangents; a compiled function refuses dual tensors."""
     from torch.autograd import forward_ad
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     p = example.problem("tiny")
-    first, *others = (tensor(p.arguments[name]) for name in p.leaves)
-    for name in ("cython", "numpy", "torch"):
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(first, torch.ones_like(first))
-            with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-                function_of(p, name)(dual, *others)
+    function = function_of(p, "numpy")
+    arrays = tuple(tensor(p.arguments[name]) for name in p.leaves)
+
+    def push(*arrays):
+        return tuple_of(torch.func.jvp(function, arrays, arrays)[1])
+
+    torch.testing.assert_close(make_fx(push)(*arrays)(*arrays), push(*arrays))
+    fast, _ = compiled(function)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward mode"):
+        fast(*map(forward_ad.make_dual, arrays, arrays))
 
 
 # Graphs of torch.

@@ -93,6 +93,15 @@ def test_vjp_pulls_back_after_its_transform(name):
     torch.testing.assert_close(*found)
 
 
+@every_op
+def test_the_pullback_of_a_gradient_after_its_transform(name):
+    """Arrays of a transform that has ended require no grad, and have a gradient nonetheless."""
+    function, shape = FUNCTIONS[name]
+    gradient, x, v = torch.func.grad(loss_of(function)), random(*shape), random(*shape).cos()
+    want = torch.func.vjp(lambda x: torch.func.vjp(gradient, x)[1](v)[0], x)[0]
+    torch.testing.assert_close(torch.func.vjp(gradient, x)[1](v)[0], want)
+
+
 def loss_of(function):
     def loss(x):
         y = function(x)
@@ -129,6 +138,32 @@ def test_third_derivatives(name):
     leaf = x.clone().requires_grad_()
     want = by_autograd(lambda x: twice(by_autograd, x), leaf)
     torch.testing.assert_close(by_func(lambda x: twice(by_func, x), x), want.detach())
+
+
+@every_op
+def test_tangents_of_tangents(name):
+    """Torch switches tangents off in a rule for them, those of outer transforms too."""
+    function, shape = FUNCTIONS[name]
+    x, t = random(*shape), random(*shape).cos()
+
+    def slope(f):
+        return lambda x: torch.func.jvp(f, (x,), (t,))[1]
+
+    second = slope(slope(loss_of(function)))
+    want = torch.func.grad(lambda x: (torch.func.grad(loss_of(function))(x) * t).sum())(x)
+    torch.testing.assert_close(second(x), (want * t).sum())
+    torch.testing.assert_close(slope(second)(x), (torch.func.grad(second)(x) * t).sum())
+
+
+def test_compiled_tangents():
+    function, shape = FUNCTIONS["tokens"]
+    x, t = random(*shape), random(*shape).cos()
+
+    def push(x, t):
+        return torch.func.jvp(function, (x,), (t,))[1]
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(push, backend="aot_eager")(x, t), push(x, t))
 
 
 @every_op

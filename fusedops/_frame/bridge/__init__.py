@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from fusedops._frame import registry
-from fusedops._frame.bridge.autograd import no_forward_mode, recorded, transformed
+from fusedops._frame.bridge.autograd import recorded, transformed
 from fusedops._frame.bridge.evaluation import HALF, evaluation, into
 from fusedops._frame.bridge.graphs import call_registered
-from fusedops._frame.bridge.modes import guard, transforms  # noqa: F401
+from fusedops._frame.bridge.modes import guard, has_tangent, pushed_forward, transforms  # noqa: F401
 from fusedops._frame.bridge.tensors import (  # noqa: F401
     are_plain,
     as_numpy,
@@ -126,12 +125,11 @@ def _traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -
         a = _in_float32(primitive, a)
     _differentiated(primitive, a)
     arrays = a[: len(primitive.arrays)]
-    if traced():
-        y = call_registered(primitive, a, slots)
-    elif torch._C._are_functorch_transforms_active():
+    # A registered op has no rule for transforms, and its outputs lose tangents.
+    if torch._C._are_functorch_transforms_active() or has_tangent(arrays):
         y = transformed(primitive, a, slots)
-    elif any(b is not None and forward_ad.unpack_dual(b).tangent is not None for b in arrays):
-        raise no_forward_mode(primitive)
+    elif traced():
+        y = call_registered(primitive, a, slots)
     else:
         return _eager(primitive, a, slots, registry.forced(None))(a, slots)
     return primitive.Outputs._make(into(slots, y))

@@ -12,7 +12,7 @@ import torch
 from fusedops._frame import registry
 from fusedops._frame.bridge.batched import is_batch, row_by_row
 from fusedops._frame.bridge.evaluation import as_written, described, evaluation
-from fusedops._frame.bridge.modes import transforms
+from fusedops._frame.bridge.modes import pushed_forward, transforms
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import CONSTANTS, Kind, Plans, are_one
 from fusedops._frame.packed import Packed, bridge
@@ -251,7 +251,9 @@ def pull_back(
             return found
     if not any([cotangent is not None for cotangent in dy]):
         return [None] * len(wanted)
-    if torch._C._are_functorch_transforms_active():
+    # The arrays of a transform that has ended no longer require grad.
+    ended = [want and not array.requires_grad for array, want in zip(a, wanted, strict=False)]
+    if any(ended) or torch._C._are_functorch_transforms_active():
         return _transform_formula(primitive, a, dy, wanted)
     return _differentiate_formula(primitive, a, dy)
 
@@ -298,13 +300,13 @@ class _Transformed(_Differentiable):
         step: _Step, others: tuple[Any, ...], *arrays: Any
     ) -> tuple[Any, ...]:
         a = step.primitive.Arguments._make((*arrays, *others))
-        return tuple(evaluation(step.primitive, a, step.slots, step.asked)(a, step.slots))
+        return tuple(bridge().run(step.primitive, a, step.slots))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.step, ctx.others, *arrays = inputs
-        y = ctx.step.primitive.Outputs._make(output)
-        ctx.save_for_backward(*arrays, *[getattr(y, name) for name in ctx.step.primitive.saves])
+        ctx.save_for_backward(*arrays, *[output[at] for at in ctx.step.kept])
+        ctx.save_for_forward(*arrays, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -317,6 +319,29 @@ class _Transformed(_Differentiable):
         )
         found = ctx.step.pull_back(None, ctx.needs_input_grad[2:], dy, others, saved)
         return None, None, *ctx.step.given(found)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
+        """Return tangents of the outputs, by the transpose of the pullback, which is linear."""
+        step, others = ctx.step, ctx.others
+        along = {at: tangent for at, tangent in enumerate(tangents[2:]) if tangent is not None}
+        count = len(step.primitive.arrays)
+
+        def pull_back(dy: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            given = [dy.get(at) for at in range(len(y))]
+            dx = step.pull_back(None, [at in along for at in range(count)], given, others, saved)
+            return {
+                at: torch.zeros_like(tangent) if dx[at] is None else dx[at]
+                for at, tangent in along.items()
+            }
+
+        with pushed_forward(ctx.saved_for_forward) as values:
+            arrays, y = values[:count], values[count:]
+            saved = *arrays, *[y[at] for at in step.kept]
+            # The transpose is the same at every cotangent.
+            dy = {at: torch.zeros_like(output) for at, output in enumerate(y) if output is not None}
+            (found,) = torch.func.vjp(pull_back, dy)[1](along)
+        return tuple([found.get(at) for at in range(len(y))])
 
     @staticmethod
     def vmap(
@@ -363,22 +388,11 @@ def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any
     """Return outputs where torch.func transforms a call."""
     if primitive.mutates:
         raise RuntimeError(primitive.no_gradient(primitive.name))
-    levels = torch._C._functorch.get_interpreter_stack()
-    if any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels):
-        raise no_forward_mode(primitive)
     count = len(primitive.arrays)
     wanted = tuple([slot if slot is None else True for slot in slots])
     slots, asked = primitive.with_saved(wanted), registry.forced(None)
     step = _Step(primitive, None, asked, slots, tuple(range(count)), a[count:])
     return _Transformed.apply(step, a[count:], *a[:count])
-
-
-def no_forward_mode(primitive: Primitive) -> NotImplementedError:
-    """Return the error for a call in forward mode."""
-    return NotImplementedError(
-        f"{primitive.name} has no forward-mode derivative (jvp, jacfwd, torch.func.hessian); "
-        "use the reverse mode (grad, vjp, jacrev)"
-    )
 
 
 def _transform_formula(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import pull_back
@@ -95,6 +96,12 @@ def _register(primitive: Primitive) -> None:
         return a, [want or None for want in wanted], backend
 
     def implementation(*args: Any) -> Any:
+        # Torch doesn't show tangents here, and would lose them.
+        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+            raise NotImplementedError(
+                f"torch.ops.{qualified} has no forward mode: it is called in a dual level, as by a "
+                "compiled function of dual tensors; use torch.func.jvp in the compiled function"
+            )
         a, slots, backend = record(args)
         asked = registry.forced(backend or None, primitive.name)
         kind = kind_of((asked, *slots, *a))

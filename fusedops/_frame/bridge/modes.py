@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ def transforms() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
     )
+
+
+def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether any of the tensors is dual, a value with a tangent."""
+    return forward_ad._current_level >= 0 and any(
+        [x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors]
+    )
+
+
+@contextlib.contextmanager
+def pushed_forward(saved: Sequence[torch.Tensor | None]) -> Iterator[list[Any]]:
+    """Return saved tensors without their tangents, in a context for the jvp of a Function.
+
+    Torch switches all tangents off there, also those of the transforms around this one.
+    """
+    with forward_ad._set_fwd_grad_enabled(True):
+        # Of the levels, torch has one only, which compiled graphs don't tell of.
+        yield [None if x is None else forward_ad.unpack_dual(x, level=0).primal for x in saved]
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
