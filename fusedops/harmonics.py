@@ -85,7 +85,9 @@ def _coupling(l: int, like: Any) -> Any:
     if not is_tensor(like):
         return coupling(l).astype(like.dtype)
     torch = namespace(like)
-    if type(like) not in (torch.Tensor, torch.nn.Parameter):
+    plain = type(like) in (torch.Tensor, torch.nn.Parameter)
+    # A tensor made under a transform is of no use outside of it.
+    if not plain or torch._C._are_functorch_transforms_active():
         return like.new_tensor(coupling(l))
     key = l, like.dtype, like.device
     if key not in _couplings:

@@ -10,6 +10,9 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 from fusedops.wigner import wigner_d  # noqa: E402
 
+# torch.func.jvp compiles scripts of torch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
 F64 = torch.float64
 
 

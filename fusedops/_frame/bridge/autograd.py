@@ -312,9 +312,8 @@ class _Transformed(_Differentiable):
     @staticmethod
     def backward(ctx: Any, *dy: torch.Tensor | None) -> tuple[Any, ...]:
         # The pullback of torch.func.vjp runs after its transform, whose wrappers have no memory.
-        unwrap = torch._C._functorch.unwrap_if_dead
         saved, others = (
-            tuple([unwrap(value) if isinstance(value, torch.Tensor) else value for value in some])
+            tuple([_alive(value) if isinstance(value, torch.Tensor) else value for value in some])
             for some in (ctx.saved_tensors, ctx.others)
         )
         found = ctx.step.pull_back(None, ctx.needs_input_grad[2:], dy, others, saved)
@@ -382,6 +381,13 @@ class _Transformed(_Differentiable):
             for output in described(primitive, primitive.Arguments._make((*row, *others)))
         )
         return outputs, tuple(None if output is None else 0 for output in outputs)
+
+
+def _alive(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the wrappers of transforms that have ended."""
+    while (inner := torch._C._functorch.unwrap_if_dead(tensor)) is not tensor:
+        tensor = inner
+    return tensor
 
 
 def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any, ...]:
