@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "Qwen3NextForCausalLM"):
     pytest.skip("an older transformers", allow_module_level=True)
 
-from fusedops.compat import causal_conv1d  # noqa: E402
+from fusedops.compat import causal_conv1d, swaps  # noqa: E402
 
 SIZES = {
     "vocab_size": 64,
@@ -73,7 +73,6 @@ MODELS = {
 }
 #: Where transformers' own decoding differs from its prefill.
 ROUGH = {"Bamba": 1e-3}
-NAMES = "causal_conv1d_fn", "causal_conv1d_update"
 
 
 @pytest.fixture(params=MODELS)
@@ -86,29 +85,6 @@ def model(request):
         if "conv" in name:
             torch.nn.init.normal_(parameter)
     return made
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Return how often each of our functions has been called."""
-    found = dict.fromkeys(NAMES, 0)
-
-    def counted(name):
-        serve = getattr(causal_conv1d, name)
-
-        def call(x, weight, bias=None, seq_idx=None, activation=None):
-            found[name] += 1
-            return serve(x, weight, bias, seq_idx, activation=activation)
-
-        def update(x, conv_state, weight, bias=None, activation=None):
-            found[name] += 1
-            return serve(x, conv_state, weight, bias, activation)
-
-        return call if name == "causal_conv1d_fn" else update
-
-    for name in NAMES:
-        monkeypatch.setattr(causal_conv1d, name, counted(name))
-    return found
 
 
 def tokens(*shape):
@@ -157,15 +133,14 @@ def test_a_model(model):
     assert torch.equal(served, model.generate(ids, **given))
 
 
-def test_our_functions_serve_every_layer(model, calls):
-    causal_conv1d._package.cache_clear()
+def test_our_functions_serve_every_layer(model):
+    causal_conv1d.register()
     try:
-        causal_conv1d.register()
         layers = sum(isinstance(layer, torch.nn.Conv1d) for layer in model.modules())
         decoded(model, tokens(2, 5), 3)
+        calls = {swap.name: swap.calls for swap in swaps() if swap.calls}
     finally:
         causal_conv1d.unregister()
-        causal_conv1d._package.cache_clear()
     assert layers
     assert calls == {"causal_conv1d_fn": layers, "causal_conv1d_update": 2 * layers}
 
