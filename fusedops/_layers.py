@@ -1,4 +1,4 @@
-"""Which layers a kernel may stand in for, by their weights; all others are called, or refused."""
+"""Decide if a kernel may read a layer's weights; any other layer is called, or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusedops._frame.check import is_dtensor
 from fusedops._frame.registry import BackendUnavailable, forced
 
-#: The layers that compute by weight and bias alone, if they have any, and usual types of weights.
+#: Layers that compute by weight and bias alone, if they have any, and usual types of weights.
 KINDS = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.SiLU
 WEIGHTS = torch.nn.Parameter, torch.Tensor, type(None)
 
@@ -29,7 +29,7 @@ def has_hooks(module: Any) -> bool:
 
 
 def check_container(name: str, part: str, module: Any) -> None:
-    """Raise an error if a part of a module, whose layers alone are called, has hooks."""
+    """Raise an error if a container has hooks, which wouldn't run: only its layers are called."""
     if has_hooks(module):
         raise TypeError(
             f"{name}: {part} has hooks; it should have none, as only its layers are called"
@@ -39,9 +39,9 @@ def check_container(name: str, part: str, module: Any) -> None:
 def is_plain(layer: Any) -> bool:
     """Return whether a layer's weight and bias say all that a call of it computes.
 
-    It is torch's Linear, LayerNorm or SiLU without hooks, adapters or a forward of its own. With a
-    parametrization of ``torch.nn.utils.parametrize`` its attributes are computed when they are
-    read. A sharded weight is for the op to judge; a quantized one is for the layer to multiply.
+    This holds for torch's Linear, LayerNorm and SiLU without hooks, adapters or a forward of their
+    own, and with ``torch.nn.utils.parametrize`` too, which computes attributes when they are read.
+    The op judges sharded weights; quantized weights can be multiplied by the layer alone.
     """
     own, kind = layer.__dict__, type(layer)
     if kind not in KINDS and not (kind.__base__ in KINDS and "parametrizations" in own["_modules"]):

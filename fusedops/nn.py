@@ -935,9 +935,9 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     right change places. Before training the output is zero, as in AlphaFold.
 
     Kernels read the layers' weights. If a layer is more than its weight and bias (it has hooks, an
-    adapter such as LoRA's, or another class), torch calls all layers, and the update is plain
-    torch's: in the dtype that the layers return, and without `max_memory`. Such a layer is refused
-    for a DTensor, and where another backend is asked for.
+    adapter such as LoRA's, or another class), torch calls all layers, and computes the update
+    without regard to `max_memory`. Such a layer is refused for a DTensor, and where a backend other
+    than "torch" is asked for.
 
     References
     ----------
@@ -954,7 +954,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
     torch.Size([16, 16])
     """
 
-    # Whether the update has autocast's dtype, as programs have it whose layers torch calls.
+    # Whether the update has autocast's dtype, as in programs whose layers torch calls.
     _of_autocast = False
 
     def __init__(

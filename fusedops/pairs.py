@@ -63,7 +63,7 @@ def expanded(name: str, mask: torch.Tensor, shape: Sequence[int]) -> torch.Tenso
 
 
 def autocasts(x: torch.Tensor) -> bool:
-    """Return whether layers of x compute in another dtype than that of x and their own."""
+    """Return whether autocast chooses the dtype in which layers of x compute."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
@@ -514,7 +514,7 @@ class TriangleAttention(torch.nn.Module):
 
         rows = N if chunk_size is None else min(N, chunk_size)
         if self.max_memory is not None:
-            # No edges take no bytes.
+            # Without edges a row takes no bytes.
             rows = min(rows, max(1, self.max_memory // max(1, self._bytes_of_a_row(batch, N, x))))
         o = _in_parts(attended, (1 if self.starting else 2, 1, 1), rows, *given)
         layers: Any = self.mha
@@ -524,8 +524,8 @@ class TriangleAttention(torch.nn.Module):
     def _absent(self, mask: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """Return 1 - mask as (B, R, 1, 1, N), for the edges of every row, and the rows without any.
 
-        Such a row has 0: sums of large numbers would have no digits left, and fast kernels'
-        gradients would be N times too large.
+        A row without edges has 0 in place of 1 - mask: a large bias on each of its keys would leave
+        no digits of the logits, and gradients by fast kernels would be N times too large.
         """
         if self.attention == "cuequivariance" and mask.requires_grad:
             raise ValueError(

@@ -10,7 +10,7 @@ import torch
 #: Triton's name of emulated products of float32.
 EMULATED = "bf16x6"
 
-# A100, Hopper, and Blackwell's data centers. Other GPUs multiply bfloat16 at most four times as
+# GPUs of data centers: A100, Hopper and Blackwell. Others multiply bfloat16 at most four times as
 # fast as float32.
 _CAPABILITIES = (8, 0), (9, 0), (10, 0), (10, 3)
 
@@ -26,7 +26,7 @@ def of_float32(device: Any) -> str:
         return "ieee"
     from triton.backends.nvidia.compiler import CUDAOptions
 
-    # Triton has them since 3.6.
+    # Triton has emulated products since 3.6.
     known = getattr(CUDAOptions, "allowed_dot_input_precisions", ())
     served = EMULATED in known and torch.cuda.get_device_capability(device) in _CAPABILITIES
     return EMULATED if served else "ieee"

@@ -1,4 +1,4 @@
-"""Imported before torch by modules that need it: an ImportError that says so if it is missing."""
+"""Raise a clear ImportError if torch is missing; modules that need torch import this first."""
 
 from fusedops._frame.registry import how_to_install, import_error
 

@@ -185,7 +185,7 @@ class blas_on_one_thread:
 
 def _set_num_threads(library: Any, threads: int) -> None:
     """Set a BLAS's number of threads, from any Python thread."""
-    # From 3.8 on threadpoolctl lets one Python thread set OpenBLAS's, and ignores all others.
+    # Since 3.8 threadpoolctl lets one Python thread set OpenBLAS's threads, and ignores others.
     clear = getattr(library, "clear_controlling_thread", None)
     if clear is not None:
         clear(force=True)

@@ -22,7 +22,7 @@ COLOURS = (
     *("#b0872a", "#38a3b5", "#d1603d", "#6d8f3c", "#9a7b6c"),
 )
 MARKERS = "osD^vP*Xhd<>p"
-#: Of all pictures.
+#: matplotlib's settings for all pictures.
 STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "fusedops",
@@ -132,7 +132,7 @@ def draw_ops(report: dict[str, Any], folder: Path) -> dict[str, Path]:
 def _points(report: dict[str, Any], op: str) -> dict[str, list[tuple[float, float]]]:
     """Return bytes and ms of an op's problems: ours on the fastest backend, then each peer's.
 
-    Passes have the gradient if the op has one.
+    Times include the gradient if the op has one.
     """
     kernels = {backend.name for backend in BACKENDS}
     rows = [

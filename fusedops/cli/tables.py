@@ -15,14 +15,14 @@ Row = tuple[Sequence[str], str | None] | None
 
 
 def width_of(stream: Any) -> int | None:
-    """Return the width of a terminal, or COLUMNS; else a stream has none."""
+    """Return the width of a terminal, or COLUMNS; None for other streams."""
     if stream.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return None
 
 
 def write(text: str, indent: str = "", file: Any = None) -> None:
-    """Print a line, which goes on with `indent` where it is wider than the terminal."""
+    """Print a line; where it is wider than the terminal, it continues with `indent`."""
     width = width_of(file or sys.stdout)
     print(_filled(text, width, "", indent) if width else text, file=file, flush=True)
 

@@ -1,7 +1,7 @@
 """Causal convolutions of packed sequences whose states lie in a cache, for `vllm` and `sglang`.
 
-A cache (N, D, L) holds the last W - 1 inputs of a sequence at its begin, the latest last. Behind
-these there is room for tokens of speculative decoding, of which the next call accepts some.
+Each state of a cache (N, D, L) begins with the last W - 1 inputs of its sequence, the latest last.
+Behind these is room for tokens of speculative decoding, some of which the next call accepts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def unpadded(slots: torch.Tensor, *numbers: int | None) -> torch.Tensor:
 def put(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
     """Write the rows that are `kept` into their slots of a cache; the host reads no value.
 
-    The other rows repeat the first one that is kept, since an assignment has to write them all.
+    An assignment has to write every row, so the other rows repeat the first one that is kept.
     """
     if not len(slots):
         return
@@ -68,9 +68,9 @@ def _sequences(starts: torch.Tensor, tokens: int) -> fusedops.Sequences:
         return fusedops.Sequences.on_device(all_starts, num_tokens=tokens)
 
     if starts.is_cuda and torch.cuda.is_current_stream_capturing():
-        # The graph's next run has the boundaries that the tensor has then.
+        # Each run of the CUDA graph reads the boundaries anew.
         return make()
-    # An op that is given the same tensor keeps its sequences without one for the rest.
+    # `rest` keeps these sequences apart from the ones that an op makes of the same tensor.
     return fusedops.Sequences.kept((starts,), {"num_tokens": tokens, "rest": True}, make)
 
 
@@ -162,12 +162,12 @@ def convolved(
     continued: torch.Tensor | bool = True,
     accepted: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the convolution of packed tokens (T, D) after their states, and update these.
+    """Return the convolution of packed tokens (T, D) that follow their states; update the states.
 
-    `cache`, `slots` and `accepted` have one tensor each, by the name that the program gives it. A
+    `cache`, `slots` and `accepted` have one tensor each, under the program's name for it. A
     negative slot is padding. A sequence that isn't `continued` begins with zeros. With numbers of
-    `accepted` tokens a state ends at the last of these, and the new one has all tokens of x, of
-    which the next call accepts some.
+    `accepted` tokens a state's inputs end at the last accepted one, and the updated state has all
+    tokens of x, some of which the next call accepts.
     """
     _need(op, x, weight, bias, activation, cache, starts, slots, continued, accepted or {})
     (states,), (slot,) = cache.values(), slots.values()
@@ -184,7 +184,7 @@ def convolved(
         first = count.long().clamp(1, L - W + 2)[:, None] - 1
 
     def shifted(by: Any, length: int) -> torch.Tensor:
-        """Return so many inputs of every state, from a place on."""
+        """Return `length` inputs of every state, from number `by` on."""
         at = (torch.arange(length, device=x.device) + by).clamp(max=max(L - 1, 0))
         return old.gather(2, at.expand(S, length)[:, None].expand(-1, D, -1))
 
@@ -226,7 +226,7 @@ def decoded(
     slots: dict[str, torch.Tensor | None],
     accepted: dict[str, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Return `convolved` of tokens (B, D), (B, D, T), or packed ones (T, D) with `starts`."""
+    """Return `convolved` of tokens (B, D) or (B, D, T), or of packed (T, D) with `starts`."""
     tokens = x
     if starts is None:
         tokens = x.mT.flatten(0, 1) if x.ndim == 3 else x

@@ -1,6 +1,6 @@
-"""Functions of other programs in whose place ours are, with the calls that each has served.
+"""Counts of the calls that our functions serve in the place of other programs' functions.
 
-A program's `register` says so by one line; `stop` is its `unregister`'s::
+A program's `register` calls `start`, and its `unregister` calls `stop`::
 
     for swap in start("torchref", names):
         setattr(module, swap.name, swap.counting(ours[swap.name]))
@@ -59,8 +59,8 @@ class Swap:
     def _trace(self) -> None:
         self.traced += 1
 
-    # torch.compile runs such a function while it traces, and leaves it out of the graph. Its
-    # decorator would import the compiler.
+    # torch.compile runs a function with this mark while it traces, and leaves it out of the graph.
+    # Torch's decorator for it would import the compiler.
     _trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def counting(self, function: F) -> F:
@@ -129,8 +129,8 @@ def swaps() -> list[Swap]:
     Returns
     -------
     list of Swap
-        Each with the attributes ``program``, ``version``, ``name``, ``calls`` and ``traced``. They
-        don't change any more.
+        Copies with the attributes ``program``, ``version``, ``name``, ``calls`` and ``traced``;
+        later calls don't change them.
 
     Examples
     --------

@@ -1,10 +1,10 @@
-r"""causal-conv1d's functions, as Mamba, vLLM and SGLang call them, with the arguments of these::
+r"""causal-conv1d's functions, with its arguments, as Mamba and transformers call them::
 
     -from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
     +from fusedops.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 
 `register` puts them in the place of the package, for transformers and other programs. Our kernels
-read tokens of either layout, and states by slots, where they lie.
+read tokens of either layout in place, and states by their slots.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def need_integers(op: str, name: str, value: Any, shape: tuple[int | str, ...], 
 
 
 def need_activation(op: str, activation: Any) -> None:
-    """Raise NotImplementedError, as causal-conv1d, for an activation that there isn't."""
+    """Raise NotImplementedError, as causal-conv1d, for an unknown activation."""
     try:
         one_of(op, "activation", activation, ACTIVATIONS)
     except ValueError as error:
@@ -100,7 +100,7 @@ def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None
 
 
 def need_slots(op: str, name: str, slots: torch.Tensor, states: int) -> None:
-    """Raise if two sequences have one state, or one has none; a negative slot is padding."""
+    """Raise if two sequences share a state, or a state is missing; a negative slot is padding."""
     used = [slot for slot in slots.tolist() if slot >= 0]
     if used and max(used) >= states:
         raise ValueError(
@@ -114,7 +114,7 @@ def need_slots(op: str, name: str, slots: torch.Tensor, states: int) -> None:
 
 
 def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
-    """Return whether each of the tokens of a batch (B · T,) begins a sequence."""
+    """Return for each token of a batch whether it begins a sequence, as (B · T,)."""
     found = torch.ones_like(seq_idx, dtype=torch.bool)
     found[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return found.flatten()
@@ -123,8 +123,8 @@ def _begins(seq_idx: torch.Tensor) -> torch.Tensor:
 def _numbered(seq_idx: torch.Tensor) -> tuple[fusedops.Sequences | torch.Tensor, bool]:
     """Return the sequences of the tokens of a batch, and whether some tokens may be padding.
 
-    The numbers are read once, and again only after a write to them. A graph doesn't read them: it
-    has as many sequences as tokens, of which those at the end are empty.
+    The host reads the numbers once, and again only after a write to them. For a graph it doesn't:
+    a graph has as many sequences as tokens, and the sequences left over at the end are empty.
     """
     count = seq_idx.numel()
     if traced():
@@ -327,8 +327,9 @@ def causal_conv1d_update(
 
     Notes
     -----
-    As in causal-conv1d, the result has no gradient, whatever requires one: `causal_conv1d_fn` with
-    `initial_states` has. An updated state passes no gradient on to its old values.
+    As in causal-conv1d, the result has no gradient, even if an argument requires grad; the result
+    of `causal_conv1d_fn` with `initial_states` has. An updated state passes no gradient on to its
+    old values.
 
     References
     ----------
@@ -355,7 +356,7 @@ def causal_conv1d_update(
         padding = conv_state_indices == pad_slot_id
         conv_state_indices = conv_state_indices.masked_fill(padding, -1)
     several = x.ndim == 3
-    # Autograd must learn that an update has overwritten values that it knows.
+    # Autograd must see that the update overwrites the state's values.
     recorded = conv_state.requires_grad and torch.is_grad_enabled()
     state = conv_state.detach().clone() if recorded else conv_state
     try:
@@ -546,7 +547,7 @@ def causal_conv1d_fwd_function(
         like = torch.empty_like(x)
         if out.stride() != like.stride():
             return like.copy_(out)
-        # A view can't be written to where an autograd function returns it beside final states.
+        # A view that an autograd function returns beside final states can't be written to.
         return x.new_empty(0).set_(out)
 
 
@@ -568,7 +569,7 @@ def causal_conv1d_bwd_function(
     .. math:: \mathrm{dx} = \Bigl(\frac{\partial\,\mathrm{out}}{\partial x}\Bigr)^{\!\top}
               \mathrm{dout}
 
-    and so for weight, bias and initial states.
+    and likewise for weight, bias and initial states.
 
     Parameters
     ----------
@@ -717,13 +718,13 @@ FUNCTIONS = {
 }
 NAMES = frozenset(name for names in FUNCTIONS.values() for name in names)
 _lock = threading.Lock()
-#: The package's modules that were imported before, and globals (module, name, value) of others.
+#: The package's modules from before `register`, and globals (module, name, value) of others.
 _before: tuple[dict[str, ModuleType], list[tuple[ModuleType, str, Any]]] | None = None
 
 
 @functools.cache
 def _counted() -> dict[str, Any]:
-    """Return our functions by name, whose calls are counted."""
+    """Return our functions by name, with their calls counted."""
     return {name: of(PROGRAM, name).counting(globals()[name]) for name in NAMES}
 
 
@@ -772,18 +773,18 @@ def _choose_again() -> None:
 def register() -> None:
     """Put our functions in the place of the package ``causal_conv1d`` from now on.
 
-    Call it in every process. Programs that import the package then get ours, on a CPU too, whether
-    it is installed or not: transformers' models, and mamba_ssm's. Models that transformers has
-    imported already call ours too, and so do modules that have imported the package's functions by
-    name, or have None for them because there was no package. `fusedops.compat.swaps` counts calls.
-    A second call changes nothing.
+    Call it in every process. Programs that import the package, such as transformers and mamba_ssm,
+    then get our functions, on a CPU too, whether the package is installed or not. Modules that were
+    imported before call our functions too: transformers' models, modules that imported the
+    package's functions by name, and modules that have None for them because there was no package.
+    `fusedops.compat.swaps` counts calls. A second call changes nothing.
 
     Notes
     -----
-    It is too late for a function that a program has kept elsewhere, such as in an attribute of a
-    model or under another name: that one stays. A check for a GPU stays too, such as in mamba_ssm
-    or in models with code of their own. transformers prefers kernels from the hub where a model
-    asks for them by ``use_kernels=True``.
+    A function that a program has kept elsewhere before, such as in an attribute of a model or under
+    another name, isn't replaced. A program's check for a GPU stays, as in mamba_ssm or in models
+    with code of their own. transformers prefers kernels from the hub where a model asks for them by
+    ``use_kernels=True``.
 
     Examples
     --------

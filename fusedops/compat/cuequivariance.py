@@ -25,7 +25,7 @@ __all__ = ["TriMulPrecision", "triangle_multiplicative_update"]
 class TriMulPrecision(enum.IntEnum):
     """Precisions of products, by cuEquivariance's names and numbers.
 
-    TF32x3 adds up three products of TF32 to nearly float32's digits, so that "float32" serves it.
+    TF32x3 adds three products of TF32, which gives nearly float32's digits; "float32" serves it.
 
     Attributes
     ----------

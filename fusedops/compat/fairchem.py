@@ -233,7 +233,7 @@ class EdgeOps:
     precision: str | None = None
     #: The backend that fairchem has for the mode.
     theirs: Any
-    #: The mode, with its calls of rotations.
+    #: Counts the calls of rotations in the mode.
     swap: Swap | None = None
 
     def prepare_model_for_inference(self, model: Any) -> None:
@@ -688,7 +688,7 @@ def _watched(load: F) -> F:
 
     @functools.wraps(load)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        # It raises where Nitro can't serve a model, and fairchem's own backends then do.
+        # Where Nitro can't serve a model this raises, and fairchem's backends serve it.
         found = load(*args, **kwargs)
         log.warning(
             "fairchem runs a model by Nitro, which calls no execution backend: fusedops serves "

@@ -237,7 +237,7 @@ def _update(
         initial_state=before,
         activation=activation,
     )
-    # Autograd sees the copy: a gradient by the new values is none by the old ones.
+    # By the copy autograd knows that gradients of the new values end here.
     cache.copy_(torch.cat([before[..., 1:], tokens[..., None]], -1).detach())
     return y[:, 0]
 

@@ -86,13 +86,13 @@ class _Update(nn.TriangleMultiplicativeUpdate):
             )
         options = {"bias": self._has_biases(linear_init_params), **options}
         super().__init__(c_z, c_hidden, "outgoing" if _outgoing else "incoming", **options)
-        # An optimizer's state is by the order of parameters.
+        # An optimizer finds its state by the order of parameters.
         for name in ("g_out", "p_out", "norm_in", "norm_out", "p_in", "g_in"):
             self._modules[name] = self._modules.pop(name)
         self.register_state_dict_post_hook(self._rename_back)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A layer by OpenFold's name would be another one beside ours, and not be called.
+        # A layer set by OpenFold's name would stand beside ours, and never be called.
         for ours, theirs in self._layers.items():
             if name in theirs:
                 if len(theirs) > 1:
@@ -167,13 +167,13 @@ class _Update(nn.TriangleMultiplicativeUpdate):
         inplace_safe : bool
             Whether z may be written to, as in OpenFold's inference.
         _add_with_inplace : bool
-            Whether the update is added to z then, which is returned. Otherwise it overwrites z,
-            which is returned, and in a fused module it leaves z alone and is returned itself.
+            With `inplace_safe`, whether to add the update to z and return z. Otherwise the update
+            overwrites z, which is returned; a fused module leaves z alone and returns the update.
         use_cueq_triangle_kernels : bool
             Whether to ignore `inplace_safe`, as OpenFold 3 does for its fast kernels.
         triangle_multiplicative : str
-            Whether z is left alone, as Protenix does for "cuequivariance" if H = C: then the
-            update, or the sum of z and update, is a new tensor.
+            With "cuequivariance" and H = C z is left alone, as in Protenix: the update, or the sum
+            of z and the update, is a new tensor.
         _inplace_chunk_size, use_triton_triangle_kernels, use_fused_kernel
             Ignored, and accepted only because these programs pass them: `backend` of the
             class chooses the kernels, and `max_memory` bounds memory.
@@ -312,7 +312,8 @@ class TriangleAttention(nn.TriangleAttention):
     c_in, c_hidden, no_heads : int
         C, D and H: channels, channels of a head, and heads.
     starting : bool
-        Whether edges of one starting node attend to each other, or of one ending node.
+        Whether edges with the same starting node attend to each other; else with the same ending
+        node.
     inf, **options
         Further arguments of `fusedops.nn.TriangleAttention`.
 

@@ -4,9 +4,9 @@ r"""SGLang's causal convolutions, with the arguments of SGLang 0.5.23::
     -from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
     +from fusedops.compat.sglang import causal_conv1d_fn, causal_conv1d_update
 
-SGLang has each function twice. `causal_conv1d_fn` has the order of arguments of the former module
-and, by name, those of the latter; `causal_conv1d_update` has the latter's. As in SGLang, results
-have no gradient.
+SGLang has each function in both modules. `causal_conv1d_fn` takes its arguments in the order of the
+first module, and further arguments of the second one by name; `causal_conv1d_update` has
+the arguments of the second one. As in SGLang, results have no gradient.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def causal_conv1d_fn(
     query_start_loc : tensor (B + 1,), int32 or int64, optional
         Where each sequence begins, and where the last one ends. Tokens after that belong to none.
     cache_indices : tensor (B,), int32 or int64, optional
-        The state of each sequence, by default that of its number; further ones aren't read.
+        The number of each sequence's state, by default the sequence's; further ones aren't read.
     has_initial_state : tensor (B,), bool, optional
         Whether a sequence goes on from its state; none does by default.
     conv_states : tensor (N, D, L), L ≥ W - 1, optional
@@ -71,13 +71,12 @@ def causal_conv1d_fn(
     activation : {None, "silu", "swish"} or bool
         "silu", "swish" and True all name x · sigmoid(x).
     pad_slot_id : int or None
-        The number in `cache_indices` of sequences that are padding, as are all negative ones. No
-        state changes for these; out has their convolution after zeros or any state, where SGLang
-        writes nothing.
+        The number in `cache_indices` that marks a sequence as padding, as all negative numbers do.
+        Padding changes no state, and its results, which SGLang doesn't write, mean nothing.
     seq_lens_cpu, block_table : optional
-        The plan of SGLang's kernel, of which nothing is needed.
+        The plan of SGLang's kernel; not used.
     validate_data : bool
-        Whether SGLang checks the arguments, which are always checked here.
+        Whether SGLang checks the arguments; here they are always checked.
 
     Returns
     -------
@@ -189,24 +188,24 @@ def causal_conv1d_update(
         The number of tokens that each sequence has had. With it a state, with all its L inputs, is
         a circular buffer, as in SGLang's compiled kernel; the Triton kernel ignores it.
     conv_state_indices : tensor (B,), int32 or int64, optional
-        The state of each sequence, by default that of its number.
+        The number of each sequence's state, by default the sequence's.
     num_accept_tokens : tensor (B,), int32 or int64, optional
-        Speculative decoding: of the tokens of the last call, the number A that is right, at least
-        1. The W - 1 inputs from A - 1 on then are the latest, and all tokens of this call are kept
-        after the W - 2 latest: states of W - 2 inputs more than tokens have room.
+        For speculative decoding: the number A, at least 1, of the last call's tokens that are
+        right. The latest inputs are then the W - 1 from number A - 1 on. The updated state has the
+        W - 2 latest of these, then all T tokens of this call, for which L ≥ T + W - 2.
     intermediate_conv_window : tensor (M, S, D, W - 1), S ≥ T, optional
         Filled with the W - 1 latest inputs after every token.
     intermediate_state_indices : tensor (B,), int32 or int64, optional
-        The row of `intermediate_conv_window` of each sequence, given with it.
+        The row of `intermediate_conv_window` for each sequence; to be given with it.
     retrieve_next_token, retrieve_next_sibling, retrieve_parent_token : optional
         The tree of EAGLE's tokens, which isn't served.
     pad_slot_id : int or None
-        The number in `conv_state_indices` of sequences that are padding, as are all negative ones:
-        their states don't change, and their results mean nothing.
+        The number in `conv_state_indices` that marks a sequence as padding, as all negative numbers
+        do. Padding changes no state, and its results mean nothing.
     metadata : optional
         Unused, as in SGLang.
     validate_data : bool
-        Whether SGLang checks the arguments, which are always checked here.
+        Whether SGLang checks the arguments; here they are always checked.
 
     Returns
     -------

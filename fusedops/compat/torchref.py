@@ -128,8 +128,9 @@ def build_electron_density(
     CPU, and left out on a GPU. An anisotropic atom with such a number, or with a Gaussian of no
     positive width, is left out.
 
-    Gradients by the matrices are of TorchRef's plain torch; its kernels have none. Every Gaussian
-    is then an atom, and an atom with a number that isn't finite is an error.
+    As in TorchRef's plain torch, and unlike in its kernels, there are gradients by the matrices. If
+    a matrix requires grad, every Gaussian becomes an atom of its own, and a number of an atom that
+    isn't finite is an error.
 
     References
     ----------
@@ -186,10 +187,11 @@ def build_electron_density(
 def _strained(
     xyz: Any, b: Any, occupancy: Any, A: Any, B: Any, frac: Any, inv_frac: Any
 ) -> tuple[Any, ...]:
-    """Return atoms, one a Gaussian, that carry the gradients by the cell's matrices.
+    """Return atoms, one for each Gaussian, that carry the gradients by the cell's matrices.
 
-    With F frac for frac, in which F = 1, a voxel is F(frac n - y) from an atom at frac inv_frac x,
-    called y. In the cell as it is, that is a Gaussian at y, of the matrix F⁻¹ M F⁻ᵀ.
+    A change of the cell makes `frac` F frac, where F was 1. Voxel n is then F (frac n - y) from an
+    atom at y = frac inv_frac x. An unchanged cell with a Gaussian at y of the matrix F⁻¹ M F⁻ᵀ has
+    the same density there.
     """
     here, eye = frac.detach(), torch.eye(3, dtype=frac.dtype, device=frac.device)
     F = eye + (frac - here) @ here.inverse()
@@ -269,8 +271,8 @@ def register() -> None:
     """Serve TorchRef's planes, densities and scatters by our ops from now on.
 
     Call it in every process; `fusedops.compat.swaps` then counts calls. A second call changes
-    nothing. Functions that a program has imported
-    by name before stay TorchRef's; its own modules look them up in every call.
+    nothing. Functions that a program has imported by name before stay TorchRef's; TorchRef's own
+    modules look them up in every call.
 
     Raises
     ------

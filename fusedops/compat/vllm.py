@@ -58,19 +58,19 @@ def causal_conv1d_fn(
     query_start_loc : tensor (B + 1,), int32 or int64
         Where each sequence begins, and where the last one ends. Tokens after that belong to none.
     cache_indices : tensor (B,), int32 or int64, optional
-        The state of each sequence, by default that of its number; further ones aren't read.
+        The number of each sequence's state, by default the sequence's; further ones aren't read.
     has_initial_state : tensor (B,), bool, optional
         Whether a sequence goes on from its state; none does by default.
     activation : {None, "silu", "swish"} or bool
         "silu", "swish" and True all name x · sigmoid(x).
     pad_slot_id, null_block_id : int or None
-        Numbers in `cache_indices` of sequences that are padding, as are all negative ones. No state
-        changes for these; out has their convolution after zeros or any state, where vLLM writes
-        nothing. Programs older than `null_block_id`, which have sequences in block 0, pass None.
+        Numbers in `cache_indices` that mark a sequence as padding, as all negative numbers do.
+        Padding changes no state, and its results, which vLLM doesn't write, mean nothing. For
+        versions of vLLM without `null_block_id`, which keep a sequence in block 0, pass None.
     metadata : optional
-        The plan of vLLM's kernel, of which nothing is needed.
+        The plan of vLLM's kernel; not used.
     validate_data : bool
-        Whether vLLM checks the arguments, which are always checked here.
+        Whether vLLM checks the arguments; here they are always checked.
 
     Returns
     -------
@@ -164,21 +164,21 @@ def causal_conv1d_update(
     activation : {None, "silu", "swish"} or bool
         "silu", "swish" and True all name x · sigmoid(x).
     conv_state_indices : tensor (B,) or (B, M), int32 or int64, optional
-        The state of each sequence, by default that of its number; of M numbers the first.
+        The number of each sequence's state, by default the sequence's; of M numbers the first.
     num_accepted_tokens : tensor (B,), int32 or int64, optional
-        Speculative decoding: of the tokens of the last call, the number A that is right, at least
-        1. The W - 1 inputs from A - 1 on then are the latest, and all tokens of this call are kept
-        after the W - 2 latest: states of W - 2 inputs more than tokens have room.
+        For speculative decoding: the number A, at least 1, of the last call's tokens that are
+        right. The latest inputs are then the W - 1 from number A - 1 on. The updated state has the
+        W - 2 latest of these, then all T tokens of this call, for which L ≥ T + W - 2.
     query_start_loc : tensor (B + 1,), int32 or int64, optional
         Where each of packed sequences begins, and where the last one ends.
     max_query_len : int
-        The most tokens of a packed sequence, which aren't needed here.
+        The most tokens of a packed sequence; not used.
     null_block_id : int or None
-        The number in `conv_state_indices` of sequences that are padding, as are all negative ones:
-        their states don't change, and their results mean nothing. Programs older than this
-        argument, which have sequences in block 0, pass None.
+        The number in `conv_state_indices` that marks a sequence as padding, as all negative numbers
+        do. Padding changes no state, and its results mean nothing. For versions of vLLM without
+        this argument, which keep a sequence in block 0, pass None.
     validate_data : bool
-        Whether vLLM checks the arguments, which are always checked here.
+        Whether vLLM checks the arguments; here they are always checked.
     out : tensor of the shape and dtype of x, optional
         Filled with the result.
 

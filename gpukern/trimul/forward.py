@@ -210,7 +210,7 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         # A block of the weight is no larger than it is where H is 128.
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
         if update.emulated and BH > 128:
-            # More rows, in three parts, don't fit the registers.
+            # Three parts of more rows don't fit into the registers.
             BM, BN = 16, min(BN, 32)
         constants = update.eps, C, update.H, update.output, BM, BH, BN, *update.types, *update.place
         numbers = L, N, update.pitch, o.stride(1), shift

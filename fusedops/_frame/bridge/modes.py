@@ -31,10 +31,10 @@ def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
 def pushed_forward(saved: Sequence[torch.Tensor | None]) -> Iterator[list[Any]]:
     """Return saved tensors without their tangents, in a context for the jvp of a Function.
 
-    Torch switches all tangents off there, also those of the transforms around this one.
+    Torch switches tangents off in a jvp, those of outer transforms too; the context has them on.
     """
     with forward_ad._set_fwd_grad_enabled(True):
-        # Of the levels, torch has one only, which compiled graphs don't tell of.
+        # Torch has no level but 0, and doesn't report it in compiled graphs.
         yield [None if x is None else forward_ad.unpack_dual(x, level=0).primal for x in saved]
 
 
