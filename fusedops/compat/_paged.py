@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import fusedops._frame.needs_torch
+
 import torch
 
 import fusedops

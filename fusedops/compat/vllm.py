@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import fusedops._frame.needs_torch  # noqa: F401
+
 import torch
 
 from fusedops._frame.check import flag, of_shape, overlaps_itself
