@@ -1,6 +1,7 @@
 """Fused, differentiable operations for structures, potentials, folding and linear attention."""
 
 from fusedops._frame.memory import release_memory
+from fusedops._frame.op import explain
 from fusedops._frame.registry import BackendUnavailable, use_backend
 from fusedops._frame.threads import get_num_threads, set_num_threads
 from fusedops._info import info
@@ -32,6 +33,7 @@ __all__ = [
     "dynamic_conv_generated",
     "dynamic_conv_step",
     "edge_degree_scatter",
+    "explain",
     "gate_activation",
     "gaussian_density",
     "get_num_threads",

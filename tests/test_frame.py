@@ -218,6 +218,28 @@ def test_the_explanation_is_of_the_call(square, monkeypatch):
     assert "could serve too" in text
 
 
+def test_explain_is_a_function_too(square):
+    for name in ("numba", "numpy", "triton"):
+        own = fusedops.planarity_nll.explain(*square, backend=name)
+        assert fusedops.explain(fusedops.planarity_nll, *square, backend=name) == own
+    with pytest.raises(TypeError, match="planarity_nll: missing a required argument: 'plane_gr"):
+        fusedops.explain(fusedops.planarity_nll, square[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "was"),
+    [
+        ("planarity_nll", "a str"),
+        (np.zeros(3), "a ndarray"),
+        (fusedops.info, "info"),
+        (fusedops.Planes, "Planes"),
+    ],
+)
+def test_explain_refuses_other_functions(square, value, was):
+    with pytest.raises(TypeError, match=f"^explain: op is {was}; it should be an op of fusedops"):
+        fusedops.explain(value, *square)
+
+
 def test_a_missing_kernel_is_a_reason(square, monkeypatch):
     monkeypatch.delitem(registry._kernels, ("planarity_nll", "numba"), raising=False)
     importlib.import_module("cpukern.planarity_numba")
