@@ -2,7 +2,7 @@
 
 from fusedops._frame.memory import release_memory
 from fusedops._frame.op import explain
-from fusedops._frame.registry import BackendUnavailable, use_backend
+from fusedops._frame.registry import BackendName, BackendUnavailable, use_backend
 from fusedops._frame.threads import get_num_threads, set_num_threads
 from fusedops._info import info
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
@@ -23,6 +23,7 @@ from fusedops.wigner import (
 __version__ = "0.2.0"
 
 __all__ = [
+    "BackendName",
     "BackendUnavailable",
     "Edges",
     "Lattice",

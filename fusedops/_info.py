@@ -189,7 +189,7 @@ def info() -> Info:
 
     gpus = _gpus()
     no_torch = registry.import_error("torch")
-    backends = {}
+    backends: dict[str, BackendInfo] = {}
     reason: str | None
     for backend in registry.BACKENDS:
         device = "cuda" if backend.name == "triton" else "cpu"

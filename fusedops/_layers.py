@@ -9,7 +9,7 @@ from torch.nn.modules import module as _modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedops._frame.check import is_dtensor
-from fusedops._frame.registry import BackendUnavailable, forced
+from fusedops._frame.registry import BackendName, BackendUnavailable, forced
 
 #: Layers that compute by weight and bias alone, if they have any, and usual types of weights.
 KINDS = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.SiLU
@@ -59,7 +59,7 @@ def is_plain_norm(layer: Any, eps: float) -> bool:
     return is_plain(layer) and layer.eps == eps and len(layer.normalized_shape) == 1
 
 
-def check_callable(name: str, layer: str, x: Any, backend: str | None) -> None:
+def check_callable(name: str, layer: str, x: Any, backend: BackendName | None) -> None:
     """Raise an error unless torch may call a module's layer, which isn't plain."""
     is_more = f"{name}: {layer} is more than its weight and bias, so that torch must call it"
     if is_dtensor(x):

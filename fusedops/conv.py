@@ -32,6 +32,7 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 
 Activation = Literal["silu", "swish"]
 ACTIVATIONS = (None, *get_args(Activation))
@@ -466,7 +467,7 @@ class _Conv(Protocol):
         cu_seqlens: Sequences | ArrayT | None = ...,
         activation: Activation | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
     ) -> ArrayT: ...
     @overload
     def __call__(
@@ -481,7 +482,7 @@ class _Conv(Protocol):
         cu_seqlens: Sequences | ArrayT | None = ...,
         activation: Activation | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
     ) -> tuple[ArrayT, ArrayT]: ...
     @overload
     def __call__(
@@ -496,7 +497,7 @@ class _Conv(Protocol):
         cu_seqlens: Sequences | ArrayT | None = ...,
         activation: Activation | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
     ) -> Any: ...
 
 
@@ -512,7 +513,7 @@ def dynamic_conv(
     cu_seqlens: Any = None,
     activation: Activation | None = None,
     out: Any = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Any:
     r"""Return the causal convolution of tokens with a kernel for every token and channel.
 
@@ -620,7 +621,7 @@ def dynamic_conv_step(
     slots: ArrayT | None = None,
     positions: ArrayT | None = None,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Shift tokens of every sequence into its state, in place, and return their convolution.
 

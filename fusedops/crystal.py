@@ -35,7 +35,7 @@ from fusedops._frame.check import (
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.shapes import Array
 from fusedops._frame.threads import get_num_threads, in_parallel
-from fusedops.density import _grid_sizes, _read_cell
+from fusedops.density import CellLike, _grid_sizes, _read_cell
 
 __all__ = ["Reflections", "structure_factors", "symmetrize"]
 
@@ -485,7 +485,7 @@ class Reflections(Packed):
     def __init__(
         self,
         hkl: Any,
-        cell: Any,
+        cell: CellLike,
         grid_shape: Sequence[int],
         *,
         blur: float = 0.0,
@@ -515,7 +515,7 @@ class Reflections(Packed):
 def _layout(
     op: str,
     hkl: Any,
-    cell: Any,
+    cell: CellLike,
     grid_shape: Sequence[int],
     blur: float,
     operations: Iterable[Any] | None,
@@ -609,7 +609,7 @@ def _factors(op: str, hkl: np.ndarray, cell: np.ndarray, blur: Any, size: int) -
 def structure_factors(
     map: ArrayT,
     hkl: Any,
-    cell: Any = None,
+    cell: CellLike | None = None,
     *,
     blur: float = 0.0,
     operations: Iterable[Any] | None = None,

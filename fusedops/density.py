@@ -12,7 +12,7 @@ import math
 import numbers
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args
 
 import numpy as np
 
@@ -34,14 +34,21 @@ from fusedops._frame.check import (
 from fusedops._frame.op import Made, op, to_run
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 
-__all__ = ["Lattice", "atom_radius", "bad_atoms"]
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from torch import Tensor
+
+__all__ = ["CellLike", "Lattice", "atom_radius", "bad_atoms"]
 
 #: The share by which a voxel's squared distance may exceed an atom's squared radius. It keeps a
 #: voxel at the radius inside, however its distance is rounded.
 SLACK = 1e-5
 
 OnBad = Literal["raise", "skip", "clamp"]
+#: A matrix (3, 3) from fractional to Cartesian coordinates, Å.
+CellLike = Union["ArrayLike", "Tensor"]
 #: Where component (i, j) of a symmetric matrix is in [11, 22, 33, 12, 13, 23].
 COMPONENTS = ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2))
 
@@ -114,7 +121,7 @@ class Lattice(Packed):
     _given = ("cell",)
     _options = ("nx", "ny", "nz")
 
-    def __init__(self, cell: Any, grid_shape: Sequence[int]) -> None:
+    def __init__(self, cell: CellLike, grid_shape: Sequence[int]) -> None:
         cell = _read_cell("Lattice", cell)
         _check_edges("Lattice", cell)
         nx, ny, nz = shape = _grid_sizes("Lattice", grid_shape)
@@ -1064,14 +1071,14 @@ def gaussian_density(
     occupancy: ArrayT,
     amplitudes: ArrayT,
     widths: ArrayT,
-    cell: Any,
+    cell: CellLike | Lattice,
     grid_shape: Sequence[int] | None = None,
     *,
     radius: ArrayT | float | None = None,
     n_sigma: float = 4.0,
     on_bad: OnBad = "raise",
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return the density of atoms on the grid of a crystal's unit cell.
 

@@ -13,6 +13,7 @@ from fusedops._frame.arrays import ArrayT, added, cast, namespace, wide
 from fusedops._frame.check import flag, one_of, promoted
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 from fusedops.conv import ACTIVATIONS, Activation, Sequences, _count, _sequences, conv, conv_vjp
 
 
@@ -177,7 +178,7 @@ class _Generated(Protocol):
         cu_seqlens: Sequences | ArrayT | None = ...,
         activation: Activation | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
     ) -> ArrayT: ...
     @overload
     def __call__(
@@ -193,7 +194,7 @@ class _Generated(Protocol):
         cu_seqlens: Sequences | ArrayT | None = ...,
         activation: Activation | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
     ) -> tuple[ArrayT, ArrayT]: ...
     @overload
     def __call__(
@@ -209,7 +210,7 @@ class _Generated(Protocol):
         cu_seqlens: Sequences | ArrayT | None = ...,
         activation: Activation | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
     ) -> Any: ...
 
 
@@ -226,7 +227,7 @@ def dynamic_conv_generated(
     cu_seqlens: Any = None,
     activation: Activation | None = None,
     out: Any = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Any:
     r"""Return the causal convolution of tokens with kernels that a linear layer makes from others.
 

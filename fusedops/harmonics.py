@@ -19,6 +19,7 @@ from fusedops._frame.arrays import ArrayT, cast, namespace, wide, zeros
 from fusedops._frame.check import flag, floats, is_tensor, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 
 
 def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
@@ -412,7 +413,7 @@ def wigner_d(
     *,
     packed: bool = False,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return the real Wigner D matrices of rotations that turn edge vectors to the axis +y.
 
@@ -510,7 +511,7 @@ def _matrices_of(rotation: Any) -> Any:
 
 
 def wigner_d_of(
-    rotation: ArrayT, lmax: int, *, packed: bool = False, backend: str | None = None
+    rotation: ArrayT, lmax: int, *, packed: bool = False, backend: BackendName | None = None
 ) -> ArrayT:
     r"""Return the real Wigner D matrices of given rotations.
 

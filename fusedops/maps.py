@@ -12,6 +12,7 @@ import numpy as np
 
 import fusedops
 from fusedops._frame.limits import available_memory
+from fusedops._frame.registry import BackendName
 from fusedops.density import COMPONENTS, atom_radius, bad_atoms
 from fusedops.structure import (
     CELL_NAMES,
@@ -550,7 +551,7 @@ def density_map(
     *,
     radius: Any = None,
     n_sigma: float = 4.0,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     parts: int = 1,
     advance: Callable[[], None] = lambda: None,
 ) -> Any:
@@ -646,7 +647,9 @@ def _arguments(atoms: ScatteringAtoms, grid: MapGrid) -> tuple[Any, ...]:
     return *(array.astype(np.float32) for array in arrays), cell, grid.shape[::-1]
 
 
-def backend_of(atoms: ScatteringAtoms, grid: MapGrid, backend: str | None = None) -> str | None:
+def backend_of(
+    atoms: ScatteringAtoms, grid: MapGrid, backend: BackendName | None = None
+) -> str | None:
     """Return the name of the backend that serves `density_map`.
 
     Parameters

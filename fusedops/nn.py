@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import fusedops._frame.needs_torch
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import at_least_one, holds, of_shape, one_of, size, traced
-from fusedops._frame.registry import BACKENDS
+from fusedops._frame.registry import BACKENDS, BackendName
 from fusedops._layers import (
     check_callable,
     check_container,
@@ -27,7 +27,14 @@ from fusedops._layers import (
 )
 from fusedops.conv import ACTIVATIONS, Activation, Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.generated import dynamic_conv_generated
-from fusedops.pairs import PairTransition, TriangleAttention, autocasts, expanded, lecun_normal
+from fusedops.pairs import (
+    Attention,
+    PairTransition,
+    TriangleAttention,
+    autocasts,
+    expanded,
+    lecun_normal,
+)
 from fusedops.so2 import PRECISIONS as SO2_PRECISIONS
 from fusedops.so2 import WEIGHTS, by_order, message_rows, orders, so2_convolution
 from fusedops.so2 import Precision as SO2Precision
@@ -109,8 +116,36 @@ def _root_of_softplus(x: torch.Tensor) -> torch.Tensor:
 
 _tanh_gelu = partial(torch.nn.GELU, approximate="tanh")
 
+GeneratorActivation = Literal[
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_10",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "hardswish",
+    "laplace",
+    "mish",
+    "relu",
+    "relu2",
+    "relu6",
+    "leaky_relu",
+    "prelu",
+    "sigmoid",
+    "sqrtsoftplus",
+    "tanh",
+    "xielu",
+    "linear",
+    "identity",
+]
+
 #: The activations of ACT2FN in transformers 5.23 by name, and "identity".
-GENERATOR_ACTIVATIONS: dict[str, Callable[[], torch.nn.Module]] = {
+GENERATOR_ACTIVATIONS: dict[GeneratorActivation, Callable[[], torch.nn.Module]] = {
     "silu": torch.nn.SiLU,
     "swish": torch.nn.SiLU,
     "gelu": torch.nn.GELU,
@@ -230,13 +265,13 @@ class DynamicShortConvolution(torch.nn.Module):
         kernel_size: int,
         generator_input_size: int | None = None,
         generator_reduction: int | None = None,
-        generator_activation: str = "silu",
+        generator_activation: GeneratorActivation = "silu",
         activation: Activation | None = "silu",
         static_conv_init: Callable[[torch.Tensor], Any] | None = None,
         use_fast_conv1d: bool = True,
         implementation: str = "naive",
         *,
-        backend: str | None = None,
+        backend: BackendName | None = None,
     ) -> None:
         super().__init__()
         name = "DynamicShortConvolution"
@@ -553,7 +588,7 @@ class RadialProducts(TorchFunctionMode):
         return found.squeeze(1)
 
 
-def radial_products(x: torch.Tensor, backend: str | None = None) -> Any:
+def radial_products(x: torch.Tensor, backend: BackendName | None = None) -> Any:
     """Return the context for a network of `x`: ours on a CPU unless a backend is asked for.
 
     Elsewhere it is none, so that a GPU loses no time, and torch.compile multiplies as it chooses.
@@ -647,7 +682,7 @@ class SO2Convolution(torch.nn.Module):
         extra_m0_output_channels: int | None = None,
         *,
         precision: SO2Precision | None = None,
-        backend: str | None = None,
+        backend: BackendName | None = None,
     ) -> None:
         super().__init__()
         name = "SO2Convolution"
@@ -969,7 +1004,7 @@ class TriangleMultiplicativeUpdate(torch.nn.Module):
         eps: float = 1e-5,
         precision: Precision | None = None,
         max_memory: int | None = None,
-        backend: str | None = None,
+        backend: BackendName | None = None,
     ) -> None:
         super().__init__()
         name = "TriangleMultiplicativeUpdate"
@@ -1280,9 +1315,9 @@ class PairBlock(torch.nn.Module):
         pairwise_head_width: int = 32,
         pairwise_num_heads: int = 4,
         *,
-        attention: str | None = None,
+        attention: Attention | None = None,
         max_memory: int | None = None,
-        backend: str | None = None,
+        backend: BackendName | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= dropout < 1:

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import fusedops._frame.needs_torch  # noqa: F401
 
@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from fusedops._frame.check import at_least_one, one_of
 from fusedops._layers import check_container, is_plain
 
-ATTENTIONS = (None, "torch", "cuequivariance")
+Attention = Literal["torch", "cuequivariance"]
+ATTENTIONS = (None, *get_args(Attention))
 # The residues from which on cuEquivariance's attention is faster than torch's, forward and
 # backward: below, the host takes twice as long. (An H200, bfloat16, 4 heads of 32 channels.)
 _MANY = 320
@@ -397,7 +398,7 @@ class TriangleAttention(torch.nn.Module):
         *,
         bias: bool = False,
         eps: float = 1e-5,
-        attention: str | None = None,
+        attention: Attention | None = None,
         max_memory: int | None = None,
     ) -> None:
         super().__init__()

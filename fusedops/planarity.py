@@ -31,7 +31,7 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.primitive import Primitive
-from fusedops._frame.registry import compiled
+from fusedops._frame.registry import BackendName, compiled
 from fusedops._frame.shapes import checked
 from fusedops.eigenvector import NO_PLANE as NO_PLANE
 from fusedops.eigenvector import pseudo_solve, smallest_eigenvector
@@ -520,11 +520,16 @@ class _Nll(Protocol):
         plane_groups: PlaneGroups,
         *,
         fit: Fit = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
     ) -> np.floating[Any]: ...
     @overload
     def __call__(
-        self, xyz: Tensor, plane_groups: PlaneGroups, *, fit: Fit = ..., backend: str | None = ...
+        self,
+        xyz: Tensor,
+        plane_groups: PlaneGroups,
+        *,
+        fit: Fit = ...,
+        backend: BackendName | None = ...,
     ) -> Tensor: ...
 
 
@@ -570,7 +575,7 @@ def planarity_nll(
     plane_groups: PlaneGroups,
     *,
     fit: Fit = "uniform",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Any:
     r"""Return the negative log-likelihood that groups of atoms lie in planes.
 

@@ -28,6 +28,7 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 from fusedops._frame.threads import in_parallel
 
 if TYPE_CHECKING:
@@ -463,7 +464,7 @@ def structured_scatter_add(
     map_size: int | None = None,
     *,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return a map with the elements of cubes added, each at its offset.
 
@@ -526,7 +527,7 @@ def structured_gather(
     wbwc: ArrayT | None = None,
     *,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return cubes of elements read from a map.
 

@@ -17,6 +17,7 @@ from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide
 from fusedops._frame.check import dtype_name, one_of, promoted, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 from fusedops.wigner import m_major_order, message_rows
 
 #: The arguments that have the weights of orders 0, 1, ….
@@ -275,7 +276,7 @@ class _Convolution(Protocol):
         radial: ArrayT | None = ...,
         precision: Precision | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
         **by_name: ArrayT | None,
     ) -> ArrayT: ...
     @overload
@@ -289,7 +290,7 @@ class _Convolution(Protocol):
         gate_channels: int,
         precision: Precision | None = ...,
         out: ArrayT | None = ...,
-        backend: str | None = ...,
+        backend: BackendName | None = ...,
         **by_name: ArrayT | None,
     ) -> Any: ...
 
@@ -312,7 +313,7 @@ def so2_convolution(
     gate_channels: int = 0,
     precision: Precision | None = None,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Any:
     r"""Return the SO(2) convolution of messages: a product of matrices for every order m.
 
@@ -546,7 +547,7 @@ def gate_activation(
     mmax: int | None = None,
     layout: Layout = "m",
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return features after SiLU for degree 0, and after gates for all other degrees.
 

@@ -24,6 +24,7 @@ from fusedops._frame.check import (
 )
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 
 Direction = Literal["outgoing", "incoming"]
 Gate = Literal["output", "hidden"]
@@ -470,7 +471,7 @@ def triangle_multiplicative_update(
     *,
     max_memory: int | None = None,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return the triangle multiplicative update of a pair representation.
 

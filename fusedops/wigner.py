@@ -31,6 +31,7 @@ from fusedops._frame.check import (
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed, bridge
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.registry import BackendName
 from fusedops.harmonics import matrix_size, wigner_d, wigner_d_of
 
 __all__ = ["Edges", "m_major_order", "wigner_d", "wigner_d_of"]
@@ -592,7 +593,7 @@ def node_to_edge_wigner_permute(
     radial: ArrayT | None = None,
     mmax: int | None = None,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return the features of both ends of every edge, rotated into the edge's frame, m-major.
 
@@ -676,7 +677,7 @@ def permute_wigner_inv_edge_to_node(
     mmax: int | None = None,
     transpose: bool = False,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return messages rotated out of the frames of their edges, l-major, summed by target.
 
@@ -746,7 +747,7 @@ def permute_wigner_inv(
     mmax: int | None = None,
     transpose: bool = False,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return messages rotated out of the frames of their edges, l-major, edge by edge.
 
@@ -801,7 +802,7 @@ def edge_degree_scatter(
     rescale_factor: float = 1.0,
     transpose: bool = False,
     out: ArrayT | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> ArrayT:
     r"""Return node features plus the edge-degree embedding, a sum of radial functions over edges.
 

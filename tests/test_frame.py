@@ -15,6 +15,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -179,6 +180,10 @@ def test_another_thread_keeps_its_own_choice(square):
         assert elsewhere.result() == ("numpy" if inherits else None)
 
 
+def test_the_type_of_a_backend_names_them_all():
+    assert get_args(fusedops.BackendName) == tuple(each.name for each in registry.BACKENDS)
+
+
 def test_unknown_backends():
     with pytest.raises(ValueError, match="use_backend: name is 'cude'; it should be one of triton"):
         fusedops.use_backend("cude").__enter__()
@@ -258,7 +263,8 @@ def test_public_functions_look_like_functions():
         *("out", "backend"),
     ]  # fmt: skip
     assert inspect.isfunction(fusedops.planarity_nll)
-    assert all(getattr(fusedops, name).__doc__ for name in fusedops.__all__)
+    public = [getattr(fusedops, name) for name in fusedops.__all__ if name != "BackendName"]
+    assert all(value.__doc__ for value in public)
 
 
 def test_info():

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -103,6 +104,10 @@ def test_values_and_gradients_are_those_of_the_formula(kernel_size, name, activa
     assert cache is None
     torch.testing.assert_close(y, want, **TOLERANCE)
     torch.testing.assert_close(gradients(module, y, x), gradients(module, want, x), **TOLERANCE)
+
+
+def test_the_type_of_an_activation_names_them_all():
+    assert get_args(fusedops.nn.GeneratorActivation) == tuple(fusedops.nn.GENERATOR_ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", fusedops.nn.GENERATOR_ACTIVATIONS)

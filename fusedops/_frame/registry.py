@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from fusedops._frame.check import dtype_name, one_of, warn
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fusedops._frame.primitive import Primitive
 
 T = TypeVar("T")
+
+BackendName = Literal["triton", "cython", "numba", "torch", "numpy"]
 
 
 class BackendUnavailable(RuntimeError):
@@ -45,7 +47,7 @@ class Backend:
     evaluates the formula that a primitive declares.
     """
 
-    name: str
+    name: BackendName
     speaks: str
     module: str | None
     why_not: Callable[[Request], str | None]
@@ -246,7 +248,7 @@ def _from_environment() -> str | None:
 
 
 @contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: BackendName) -> Iterator[None]:
     """Ask for one backend in every call of a ``with`` block, in this thread or task.
 
     The backward pass of a call uses the backend that its forward pass asked for. A thread that is
@@ -333,7 +335,7 @@ class Explanation:
     """The backend that serves a call, and a reason for every backend; `str` gives a table."""
 
     request: Request
-    backend: str | None
+    backend: BackendName | None
     reasons: dict[str, str | None]
 
     def __str__(self) -> str:
@@ -349,14 +351,13 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _explain(request: Request, chosen: str | None) -> Explanation:
+def _explain(request: Request, chosen: BackendName | None) -> Explanation:
     return Explanation(request, chosen, {b.name: why_not(b, request) for b in BACKENDS})
 
 
 def explain(request: Request) -> Explanation:
     """Return the choice for a request, with a reason for every backend."""
     try:
-        backend = choose(request)[0].name
+        return _explain(request, choose(request)[0].name)
     except BackendUnavailable:
-        backend = None
-    return _explain(request, backend)
+        return _explain(request, None)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import fusedops
+from fusedops._frame.registry import BackendName
 from fusedops.bench.peers import (
     EMPTY,
     JET,
@@ -197,7 +198,9 @@ def _layer(B: int, T: int, D: int, training: bool = True) -> Layer:
     return Layer(normal(B, T, D), parameters, training and T > 1, state)
 
 
-def _jet_by_module(problem: Layer, how: str, device: str, dtype: str, backend: str | None) -> Chain:
+def _jet_by_module(
+    problem: Layer, how: str, device: str, dtype: str, backend: BackendName | None
+) -> Chain:
     """Return the step by our module."""
     import torch
 
@@ -451,7 +454,7 @@ def _their_block(given: Block, swapped: Callable[[], Any] | None = None) -> tupl
 
 
 def _block_by_modules(
-    problem: Block, how: str, device: str, dtype: str, backend: str | None
+    problem: Block, how: str, device: str, dtype: str, backend: BackendName | None
 ) -> Chain:
     """Return the step by Jet-Nemotron's block with our convolution."""
     from fusedops.nn import DynamicShortConvolution
@@ -696,14 +699,16 @@ class Server:
 CONVOLUTION = "its convolution"
 
 
-def _served(problem: Requests, how: str, device: str, dtype: str, backend: str | None) -> Server:
+def _served(
+    problem: Requests, how: str, device: str, dtype: str, backend: BackendName | None
+) -> Server:
     """Return the loop with our functions by causal-conv1d's names."""
     from fusedops.compat import causal_conv1d
 
     return Server(problem, _by_causal_conv1d(causal_conv1d, backend), device, dtype, how == GRAPHS)
 
 
-def _by_causal_conv1d(module: Any, backend: str | None = None) -> Convolution:
+def _by_causal_conv1d(module: Any, backend: BackendName | None = None) -> Convolution:
     """Return the functions of causal-conv1d, or ours with its names."""
 
     def read(x: Any, weight: Any, state: Any) -> Any:

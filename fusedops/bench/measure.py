@@ -562,7 +562,7 @@ class Bench:
             )
         return rows
 
-    def _at(self, workload: Workload, backends: list[str]) -> tuple[str, dict[str, Timing]]:
+    def _at(self, workload: Workload, backends: Sequence[str]) -> tuple[str, dict[str, Timing]]:
         """Return the longest pass of a problem, and its times by backend."""
         problem = workload.problem()
         tensors = problem

@@ -23,6 +23,7 @@ import fusedops
 from fusedops import crystal, maps, samples
 from fusedops._frame.check import is_tensor
 from fusedops._frame.op import Op
+from fusedops._frame.registry import BackendName
 from fusedops.bench.peers import Unsuited, peer
 from fusedops.bench.timing import NUMPY, TORCH
 from fusedops.bench.workloads import BOTH, FORWARD, Steps
@@ -395,7 +396,9 @@ def _leaves(problem: Crystal) -> dict[str, np.ndarray]:
     return {"xyz": atoms.xyz, "b": atoms.b, "occupancy": atoms.occupancy}
 
 
-def _refined(problem: Crystal, how: str, device: str, dtype: str, backend: str | None) -> Chain:
+def _refined(
+    problem: Crystal, how: str, device: str, dtype: str, backend: BackendName | None
+) -> Chain:
     """Return the step by our ops."""
     grid = problem.grid
     lattice, planes = Lattice(grid.matrix, grid.shape), fusedops.Planes(problem.groups)
@@ -678,7 +681,7 @@ def installed(package: str) -> bool:
 
 
 def _pair_by_modules(
-    problem: Pairs, how: str, device: str, dtype: str, backend: str | None
+    problem: Pairs, how: str, device: str, dtype: str, backend: BackendName | None
 ) -> Chain:
     """Return the step by our modules, which choose their attention."""
     from fusedops.nn import PairBlock

@@ -17,6 +17,7 @@ import numpy as np
 
 import fusedops
 from fusedops import samples
+from fusedops._frame.registry import BackendName
 from fusedops.bench.peers import Unsuited, peer
 from fusedops.bench.steps import STEPS, Case, Step, backward_of
 from fusedops.bench.timing import TORCH
@@ -289,7 +290,7 @@ def _part_steps(name: str, calls: list[tuple[Any, Any, Any]]) -> Steps:
     return steps
 
 
-def _ours(problem: Atoms, how: str, device: str, dtype: str, backend: str | None) -> Any:
+def _ours(problem: Atoms, how: str, device: str, dtype: str, backend: BackendName | None) -> Any:
     """Return the model in fairchem's fastest mode by our ops."""
     import fusedops.compat.fairchem as compat
 

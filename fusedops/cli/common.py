@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from typing import cast
 
-from fusedops._frame.registry import BACKENDS, forced, how_to_install
+from fusedops._frame.registry import BACKENDS, BackendName, forced, how_to_install
 from fusedops.structure import Structure, read_structure
 
 
@@ -76,9 +77,9 @@ def check_other(option: str, path: str, source: str, unless: str = "") -> None:
         )
 
 
-def forced_backend(backend: str | None) -> str | None:
+def forced_backend(backend: str | None) -> BackendName | None:
     try:
-        return forced(backend)
+        return cast("BackendName | None", forced(backend))
     except ValueError as error:
         raise CommandError(error) from None
 

@@ -100,7 +100,7 @@ def dynamic_conv(figure: Any) -> Iterator[Row]:
     packed: dict[str, Any] = {"cu_seqlens": fusedops.Sequences(starts)}
     out = fusedops.dynamic_conv(**arrays, **packed, backend="numpy")
 
-    def decode(x: Any, kernels: Any, cu_seqlens: Any, backend: str) -> list[list[Any]]:
+    def decode(x: Any, kernels: Any, cu_seqlens: Any, backend: Any) -> list[list[Any]]:
         tokens = []
         for start, end in pairwise(starts):
             state = 0 * kernels[:, 0]

@@ -23,10 +23,10 @@ from fusedops._frame.check import (
     traced,
 )
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_slots, need_tensor
-from fusedops.conv import ACTIVATIONS
+from fusedops.conv import ACTIVATIONS, Activation
 
 
-def named(activation: bool | str | None) -> str | None:
+def named(activation: bool | Activation | None) -> Activation | None:
     """Return the name of an activation, which may be a bool."""
     if isinstance(activation, bool):
         return "silu" if activation else None
@@ -81,7 +81,7 @@ def _need(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     cache: dict[str, torch.Tensor],
     starts: torch.Tensor,
     slots: dict[str, torch.Tensor],
@@ -156,7 +156,7 @@ def convolved(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     *,
     cache: dict[str, torch.Tensor],
     starts: torch.Tensor,
@@ -221,7 +221,7 @@ def decoded(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     *,
     cache: dict[str, torch.Tensor],
     starts: torch.Tensor | None,

@@ -696,7 +696,7 @@ def causal_conv1d_update_function(
     >>> causal_conv1d_update_function(x, state, weight, None, False, None, None).tolist()
     [[[5.0]]]
     """
-    activation = "silu" if silu_activation else None
+    activation: Activation | None = "silu" if silu_activation else None
     return causal_conv1d_update(
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
     )

@@ -220,7 +220,7 @@ def _update(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
 ) -> torch.Tensor:
     """Shift tokens (N, D) into the cache, and return their convolution, with its gradients."""
     if not _differentiated(tokens, cache, weight, bias, residual):

@@ -27,6 +27,7 @@ from fusedops.compat.causal_conv1d import (
     need_state,
     need_tensor,
 )
+from fusedops.conv import Activation
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -40,7 +41,7 @@ def causal_conv1d_fn(
     cache_indices: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
     conv_states: torch.Tensor | None = None,
-    activation: bool | str | None = "silu",
+    activation: bool | Activation | None = "silu",
     pad_slot_id: int | None = -1,
     *,
     seq_lens_cpu: Any = None,
@@ -154,7 +155,7 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    activation: bool | str | None = None,
+    activation: bool | Activation | None = None,
     cache_seqlens: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
     num_accept_tokens: torch.Tensor | None = None,

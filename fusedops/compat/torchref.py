@@ -28,6 +28,7 @@ from fusedops.density import (
     COMPONENTS,
     LEAST_WIDTH,
     Lattice,
+    OnBad,
     atom_radius,
     gaussian_density,
     gaussian_matrices,
@@ -165,7 +166,7 @@ def build_electron_density(
         if len(kind[0]) > 0:
             xyz, b, occupancy, A, B = (array.to(dtype) for array in kind)
             radius = atom_radius(b, B, n_sigma=n_sigma).clamp(max=LARGEST_RADIUS)
-            on_bad = "clamp" if b.ndim == 1 else "skip"
+            on_bad: OnBad = "clamp" if b.ndim == 1 else "skip"
             if strained:
                 frac, inv_frac = frac_matrix.to(rho), inv_frac_matrix.to(rho)
                 xyz, b, occupancy, A, B = _strained(xyz, b, occupancy, A, B, frac, inv_frac)

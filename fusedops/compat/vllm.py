@@ -22,6 +22,7 @@ from fusedops._frame.check import flag, of_shape, overlaps_itself
 from fusedops.compat import causal_conv1d
 from fusedops.compat._paged import convolved, decoded, named, need_number, unpadded
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor
+from fusedops.conv import Activation
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -34,7 +35,7 @@ def causal_conv1d_fn(
     query_start_loc: torch.Tensor,
     cache_indices: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
-    activation: bool | str | None = "silu",
+    activation: bool | Activation | None = "silu",
     pad_slot_id: int | None = -1,
     null_block_id: int | None = 0,
     metadata: Any = None,
@@ -136,7 +137,7 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    activation: bool | str | None = None,
+    activation: bool | Activation | None = None,
     conv_state_indices: torch.Tensor | None = None,
     num_accepted_tokens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,

@@ -19,6 +19,7 @@ from fusedops._frame import registry
 from fusedops._frame.check import is_tensor
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import outside_of_graphs
+from fusedops._frame.registry import BackendName
 from fusedops.conv import CHUNK, Sequences, conv, conv_vjp
 from fusedops.conv import dynamic_conv as _on_one
 from fusedops.distributed.exchanges import (
@@ -329,7 +330,7 @@ def dynamic_conv(
     sizes: Sequence[int] | None = None,
     cu_seqlens: Any = None,
     activation: str | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> torch.Tensor:
     r"""Return the causal convolution of this rank's tokens, which follow those of the rank before.
 

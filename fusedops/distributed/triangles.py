@@ -21,6 +21,7 @@ from fusedops._frame import registry
 from fusedops._frame.arrays import copy_rows
 from fusedops._frame.check import alike, at_least_one, floats
 from fusedops._frame.packed import outside_of_graphs
+from fusedops._frame.registry import BackendName
 from fusedops.distributed.exchanges import Trip, agree, all_to_all, by_graph, tensor
 from fusedops.distributed.tiles import NAME, Tiles, tiles_of
 from fusedops.trimul import ARRAYS, end_vjp, sides_vjp, slices
@@ -534,7 +535,7 @@ def triangle_multiplicative_update(
     sizes: Sequence[Any] | None = None,
     chunks: int | None = None,
     keep: bool = False,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> torch.Tensor:
     r"""Return this rank's shard of the update of a pair representation that ranks share.
 
