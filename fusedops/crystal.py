@@ -26,6 +26,7 @@ from fusedops._frame.check import (
     floats,
     indices,
     is_tensor,
+    no_derivative,
     of_shape,
     real,
     same_device,
@@ -169,8 +170,7 @@ def _checked_map(op: str, map: Any) -> Any:
 
 def _constant(op: str, name: str, value: Any) -> np.ndarray:
     """Return an argument without derivative as a NumPy array."""
-    if is_tensor(value) and value.requires_grad:
-        raise ValueError(f"{op}: {name} requires grad; it is a constant, pass x.detach()")
+    no_derivative(op, name, value)
     return values(op, name, value)
 
 

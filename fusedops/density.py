@@ -20,6 +20,7 @@ from fusedops._frame.arrays import ArrayT, cast, double, namespace, recomputed, 
 from fusedops._frame.check import (
     device_of,
     is_tensor,
+    no_derivative,
     of_shape,
     one_of,
     positive,
@@ -244,15 +245,10 @@ def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
     return shape
 
 
-def _refuse_gradient(op: str, cell: Any) -> None:
-    if is_tensor(cell) and cell.requires_grad:
-        raise ValueError(f"{op}: cell requires grad; it is a constant, pass x.detach()")
-
-
 def _read_cell(op: str, cell: Any) -> np.ndarray:
     """Return a cell as a new array (3, 3) of finite numbers."""
+    no_derivative(op, "cell", cell)
     given = values(op, "cell", cell)
-    _refuse_gradient(op, cell)
     of_shape(op, "cell", given, (3, 3))
     if given.dtype.kind not in "biufO":
         raise TypeError(f"{op}: cell has dtype {given.dtype}; it should be of real numbers")
@@ -1011,8 +1007,7 @@ def _in(dtype: Any, value: Any) -> Any:
 
 def _constant(name: str, argument: str, value: Any) -> Any:
     """Return a constant array without the wrappers of torch.func."""
-    if is_tensor(value) and value.requires_grad:
-        raise ValueError(f"{name}: {argument} requires grad; it is a constant, pass x.detach()")
+    no_derivative(name, argument, value)
     return _outside_of_transforms(name, argument, value)
 
 
@@ -1215,7 +1210,7 @@ def _read_lattice(name: str, cell: Any, grid_shape: Sequence[int] | None, xyz: A
     if grid_shape is None:
         raise TypeError(f"{name}: grid_shape is None; it should be given, unless cell is a Lattice")
     if is_tensor(xyz) and traced():
-        _refuse_gradient(name, cell)
+        no_derivative(name, "cell", cell)
         nx, ny, nz = _grid_sizes(name, grid_shape)
         tensor = sys.modules["torch"].as_tensor(cell, dtype=None if is_tensor(cell) else float)
         return Lattice.read(name, tensor, nx=nx, ny=ny, nz=nz)

@@ -21,6 +21,7 @@ from fusedops._frame.check import (
     device_of,
     dtype_name,
     is_tensor,
+    no_derivative,
     one_of,
     own_memory,
     same_device,
@@ -321,10 +322,7 @@ def _checked_groups(plane_groups: Any) -> tuple[list[tuple[np.ndarray, np.ndarra
                     own_memory("Planes", name, array)
                     device, first = device or device_of(array), first or name
                     same_device("Planes", name, device_of(array), first, device)
-                    if array.requires_grad:
-                        raise ValueError(
-                            f"Planes: {name} requires grad; planes are constants, pass x.detach()"
-                        )
+                    no_derivative("Planes", name, array)
             index, sigma = (values("Planes", *pair) for pair in zip(names, entry, strict=True))
         if index.dtype.kind != "i":
             raise TypeError(

@@ -1276,6 +1276,33 @@ def test_a_lattice_of_a_cell_that_requires_grad_is_refused():
         Lattice((5 * torch.eye(3)).requires_grad_(), (4, 4, 4))
 
 
+@needs_torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("name", ["radius", "cell"])
+def test_a_constant_that_has_a_tangent_is_refused(name):
+    given = {**arguments(), "radius": ONES}
+    tensors = {n: tensor(v) if isinstance(v, np.ndarray) else v for n, v in given.items()}
+    constant = tensors.pop(name)
+
+    def density(constant):
+        return gaussian_density(**tensors, **{name: constant})
+
+    refused = pytest.raises(ValueError, match=f"{name} has a tangent; it is a constant")
+    with torch.autograd.forward_ad.dual_level(), refused:
+        density(torch.autograd.forward_ad.make_dual(constant, constant))
+    with pytest.raises(ValueError, match=f"{name} has a tangent; it is a constant"):
+        torch.func.jvp(density, (constant,), (constant,))
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_lattice_of_a_cell_that_has_a_tangent_is_refused():
+    cell = 5 * torch.eye(3)
+    refused = pytest.raises(ValueError, match="Lattice: cell has a tangent; it is a constant")
+    with torch.autograd.forward_ad.dual_level(), refused:
+        Lattice(torch.autograd.forward_ad.make_dual(cell, cell), (4, 4, 4))
+
+
 DTYPES = ("float32", "float64")
 
 

@@ -308,7 +308,7 @@ def test_bad_tensors_name_the_argument(name, square):
 
 def test_constants_must_not_ask_for_a_gradient(square):
     sigma = torch.tensor([0.1], requires_grad=True)
-    with pytest.raises(ValueError, match="sigmas requires grad; planes are constants"):
+    with pytest.raises(ValueError, match="sigmas requires grad; it is a constant"):
         fusedops.planarity_nll(torch.zeros(4, 3), [(torch.tensor([[0, 1, 2]]), sigma)])
 
 

@@ -252,6 +252,17 @@ def values(op: str, name: str, value: Any) -> np.ndarray:
     return bridge.values(value)
 
 
+def no_derivative(op: str, name: str, value: Any) -> None:
+    """Raise ValueError if a derivative by a constant is asked for, in either mode."""
+    if not is_tensor(value):
+        return
+    from fusedops._frame import bridge
+
+    asks = "requires grad" if value.requires_grad else "has a tangent"
+    if value.requires_grad or bridge.has_tangent((value,)):
+        raise ValueError(f"{op}: {name} {asks}; it is a constant, pass x.detach()")
+
+
 def indices(op: str, name: str, value: Any) -> Any:
     """Return `value` as an array or tensor of int32 or int64. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
