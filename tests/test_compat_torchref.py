@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -135,6 +136,7 @@ def of_one_kind(kind, frac, inv_frac):
     return [*none, inv_frac, frac, *kind] if kind[1].ndim == 2 else [*kind, inv_frac, frac]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("anisotropic", [False, True], ids=["B", "U"])
 def test_gradients_by_the_cell_are_what_differences_say(anisotropic):
     kind = atoms(5, anisotropic)
@@ -154,8 +156,15 @@ def test_gradients_by_the_cell_are_what_differences_say(anisotropic):
     assert torch.autograd.gradgradcheck(lambda frac: loss(frac, frac.inverse()), frac, **steps)
     inv_frac.requires_grad_()
     assert torch.autograd.gradcheck(lambda inv: loss(frac.detach(), inv), inv_frac, **steps)
+    frac, inv_frac = frac.detach(), inv_frac.detach()
+    by_frac = torch.func.grad(loss)(frac, inv_frac)
+    for differentiate in (contextlib.nullcontext(), torch.no_grad()):
+        with differentiate:
+            _, tangent = torch.func.jvp(lambda frac: loss(frac, inv_frac), (frac,), (frac,))
+        torch.testing.assert_close(tangent, (by_frac * frac).sum())
     with torch.no_grad():
-        torch.testing.assert_close(loss(frac, inv_frac), loss(frac.detach(), inv_frac.detach()))
+        given = frac.clone().requires_grad_(), inv_frac
+        torch.testing.assert_close(loss(*given), loss(frac, inv_frac))
 
 
 def test_an_atom_that_is_not_finite_in_a_cell_with_a_gradient():

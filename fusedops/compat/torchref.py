@@ -22,6 +22,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fusedops._frame.bridge import has_tangent, unwrapped
 from fusedops._frame.check import traced
 from fusedops.compat._swaps import Swap, start, stop
 from fusedops.density import (
@@ -158,7 +159,9 @@ def build_electron_density(
         force_portable = getattr(theirs, "force_portable", lambda: False)()
     rho = torch.zeros(tuple(grid_shape), dtype=dtype, device=device)
     matrices = frac_matrix, inv_frac_matrix
-    strained = torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
+    strained = has_tangent(matrices) or (
+        torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
+    )
     atoms = [(xyz_iso, adp_iso, occ_iso, A_iso, B_iso)]
     if xyz_aniso is not None:
         atoms += [(xyz_aniso, u_aniso, occ_aniso, A_aniso, B_aniso)]
@@ -210,6 +213,11 @@ def _strained(
 
 def _lattice(matrix: Any, shape: tuple[int, ...]) -> Any:
     """Return the lattice of a cell's matrix; of one on a GPU, which is slow to read, made once."""
+    if torch._C._are_functorch_transforms_active():
+        matrix = unwrapped("build_electron_density", "frac_matrix", matrix)
+        # A transform would wrap the lattice's tensors.
+        with torch._C._DisableFuncTorch():
+            return Lattice(matrix.detach(), shape).to(str(matrix.device))
     if matrix.is_cpu or traced() or matrix.is_inference():
         return Lattice(matrix.detach(), shape).to(str(matrix.device))
     kept = _read.setdefault(matrix, {})
