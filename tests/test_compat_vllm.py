@@ -174,6 +174,27 @@ def test_vllm_writes_the_result_to_x_or_out():
     assert torch.equal(single, given.float())
 
 
+def test_vllm_keeps_an_x_that_it_can_not_write_to():
+    weight, slots = random(D, W), torch.tensor([2, 1])
+    states, x = random(3, D, W - 1), random(2, D)
+    with torch.inference_mode():
+        inference = x.clone()
+    want = vllm.causal_conv1d_update(x.clone(), states.clone(), weight, None, None, slots)
+    for given in (x.clone().requires_grad_(), inference):
+        out = vllm.causal_conv1d_update(given, states.clone(), weight, None, None, slots)
+        assert not out.requires_grad
+        assert torch.equal(out, want)
+        assert torch.equal(given, x)
+    before = states.clone()
+    for out, message in (
+        (x.clone().requires_grad_(), "out requires grad"),
+        (inference, "out is an inference tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vllm.causal_conv1d_update(x, states, weight, None, None, slots, out=out)
+    assert torch.equal(states, before)
+
+
 @pytest.mark.parametrize("tokens", [None, 3])
 def test_sglang_keeps_the_states_between_tokens(tokens):
     x = random(3, D) if tokens is None else random(3, D, tokens)

@@ -157,7 +157,8 @@ def causal_conv1d_update(
     ----------
     x : tensor (B, D), (B, D, T), or (T, D) with `query_start_loc`; float
         A token of every sequence, or several, in float32, float64, bfloat16 or float16; rounded to
-        the dtype of the states. The result takes its place unless `out` is given or dtypes differ.
+        the dtype of the states. The result takes its place unless `out` is given, dtypes differ, x
+        requires grad, or x was made in inference mode and is used outside of it.
     conv_state : tensor (N, D, L), L ≥ W - 1
         The first W - 1 inputs of each are the latest of a sequence. Updated in place.
     weight : tensor (D, W)
@@ -188,7 +189,7 @@ def causal_conv1d_update(
     Returns
     -------
     tensor of the shape and dtype of x
-        `out` if it is given, else x, without a gradient.
+        `out` if it is given, else x or a new tensor, without a gradient.
 
     Raises
     ------
@@ -220,12 +221,20 @@ def causal_conv1d_update(
     of_shape(op, "weight", weight, (x.shape[1], "W"))
     need_number(op, "null_block_id", null_block_id)
     flag(op, "validate_data", validate_data)
-    written = x if out is None and x.dtype == conv_state.dtype else out
+    written = out
+    # A write to x would leave the gradient of its old values, or be refused by torch too late.
+    kept = x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled())
+    if out is None and x.dtype == conv_state.dtype and not kept:
+        written = x
     if out is not None:
         need_floats(op, x, out=out)
         of_shape(op, "out", out, tuple(x.shape))
         if out.dtype != x.dtype:
             raise TypeError(f"{op}: out has dtype {out.dtype}; it should be that of x, {x.dtype}")
+        if out.requires_grad:
+            raise ValueError(f"{op}: out requires grad; it should not, as the result has none")
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"{op}: out is an inference tensor; it should be a tensor to write to")
     if written is not None and overlaps_itself(written):
         which = "x" if out is None else "out"
         raise ValueError(f"{op}: {which} overlaps itself; it should have memory for every element")
