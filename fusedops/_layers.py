@@ -14,6 +14,8 @@ from fusedops._frame.registry import BackendName, BackendUnavailable, forced
 #: Layers that compute by weight and bias alone, if they have any, and usual types of weights.
 KINDS = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.SiLU
 WEIGHTS = torch.nn.Parameter, torch.Tensor, type(None)
+#: The ``forward`` of each kind, which a program may have replaced for all layers.
+FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in KINDS}
 
 
 def has_hooks(module: Any) -> bool:
@@ -29,10 +31,12 @@ def has_hooks(module: Any) -> bool:
 
 
 def check_container(name: str, part: str, module: Any) -> None:
-    """Raise an error if a container has hooks, which wouldn't run: only its layers are called."""
-    if has_hooks(module):
+    """Raise an error if a container has hooks or a forward: only its layers are called."""
+    own = type(module).forward is not torch.nn.Module.forward
+    if own or has_hooks(module):
+        more = "a forward of its own" if own else "hooks"
         raise TypeError(
-            f"{name}: {part} has hooks; it should have none, as only its layers are called"
+            f"{name}: {part} has {more}; it should have none, as only its layers are called"
         )
 
 
@@ -45,6 +49,9 @@ def is_plain(layer: Any) -> bool:
     """
     own, kind = layer.__dict__, type(layer)
     if kind not in KINDS and not (kind.__base__ in KINDS and "parametrizations" in own["_modules"]):
+        return False
+    base = kind if kind in KINDS else kind.__base__
+    if kind.forward is not FORWARDS[base]:
         return False
     if has_hooks(layer) or _modules._has_any_global_hook():
         return False

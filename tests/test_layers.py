@@ -382,6 +382,29 @@ def test_hooks_of_a_container_are_refused(name, part):
         run(name, module, x, mask)
 
 
+@pytest.mark.parametrize(("name", "part"), [("starting", "mha"), ("so2", "so2_m_conv.0")])
+def test_a_container_with_a_forward_of_its_own_is_refused(name, part):
+    module, _, x, mask = example(name)
+    container = module.get_submodule(part)
+    kind = type(container)
+    container.__class__ = type("Own", (kind,), {"forward": lambda self, *given: None})
+    with pytest.raises(TypeError, match="has a forward of its own; it should have none, as only"):
+        run(name, module, x, mask)
+
+
+def test_a_forward_that_a_program_gave_all_layers_is_called(monkeypatch):
+    module, _, x, mask = example("outgoing")
+    linear, calls = torch.nn.Linear.forward, []
+
+    def forward(layer, x):
+        calls.append(layer)
+        return linear(layer, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+    run("outgoing", module, x, mask)
+    assert set(calls) == {module.p_in, module.g_in, module.p_out, module.g_out}
+
+
 def test_a_mask_and_radial_functions_that_do_not_fit_are_named():
     module, _, x, _ = example("outgoing")
     forward_hook(module, "p_in")
