@@ -493,6 +493,7 @@ class DynamicShortConvolution(torch.nn.Module):
         last = generator.w2
         plain = (
             type(self).get_kernel is DynamicShortConvolution.get_kernel
+            and "get_kernel" not in vars(self)
             and type(generator) is torch.nn.Sequential
             and len(generator) == 3
             and not has_hooks(generator)

@@ -476,7 +476,7 @@ class Doubled(DynamicShortConvolution):
         return 2 * super().get_kernel(x)
 
 
-@pytest.mark.parametrize("way", ["hook", "subclass", "parametrization", "another layer"])
+@pytest.mark.parametrize("way", ["hook", "subclass", "method", "parametrization", "another layer"])
 def test_a_layer_that_is_more_than_its_parameters_makes_kernels(way, monkeypatch):
     monkeypatch.setattr(fusedops.nn, "MANY", 0)
     module, x = example()
@@ -487,6 +487,8 @@ def test_a_layer_that_is_more_than_its_parameters_makes_kernels(way, monkeypatch
         generator.w2.register_forward_hook(doubled)
     elif way == "subclass":
         module.__class__ = Doubled
+    elif way == "method":
+        module.get_kernel = lambda x: 2 * DynamicShortConvolution.get_kernel(module, x)
     elif way == "parametrization":
         generator.w2.weight.data /= 2
         twice = torch.nn.Sequential(torch.nn.Identity())
