@@ -174,7 +174,7 @@ def test_vllm_writes_the_result_to_x_or_out():
     assert torch.equal(single, given.float())
 
 
-def test_vllm_keeps_an_x_that_it_can_not_write_to():
+def test_tensors_that_can_not_be_written_to():
     weight, slots = random(D, W), torch.tensor([2, 1])
     states, x = random(3, D, W - 1), random(2, D)
     with torch.inference_mode():
@@ -188,10 +188,15 @@ def test_vllm_keeps_an_x_that_it_can_not_write_to():
     before = states.clone()
     for out, message in (
         (x.clone().requires_grad_(), "out requires grad"),
-        (inference, "out is an inference tensor"),
+        (inference, "out was made in inference mode"),
     ):
         with pytest.raises(ValueError, match=message):
             vllm.causal_conv1d_update(x, states, weight, None, None, slots, out=out)
+    with torch.inference_mode():
+        windows = {"intermediate_conv_window": torch.zeros(2, 1, D, W - 1, dtype=x.dtype)}
+    windows["intermediate_state_indices"] = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="intermediate_conv_window was made in inference mode"):
+        sglang.causal_conv1d_update(x, states, weight, conv_state_indices=slots, **windows)
     assert torch.equal(states, before)
 
 

@@ -39,6 +39,14 @@ def need_number(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be an int or None")
 
 
+def need_writable(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor of inference mode outside of it, before any state changes."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{op}: {name} was made in inference mode; it should be a clone, to be written to"
+        )
+
+
 def unpadded(slots: torch.Tensor, *numbers: int | None) -> torch.Tensor:
     """Return slots in which the numbers of padding are negative."""
     for number in numbers:

@@ -19,7 +19,15 @@ import torch
 
 from fusedops._frame.check import flag, of_shape, traced
 from fusedops.compat import causal_conv1d
-from fusedops.compat._paged import convolved, decoded, named, need_number, put, unpadded
+from fusedops.compat._paged import (
+    convolved,
+    decoded,
+    named,
+    need_number,
+    need_writable,
+    put,
+    unpadded,
+)
 from fusedops.compat.causal_conv1d import (
     need_floats,
     need_integers,
@@ -325,6 +333,7 @@ def _windows(
             f"room for {T}"
         )
     need_state(op, "intermediate_conv_window", cache, x)
+    need_writable(op, "intermediate_conv_window", cache)
     need_integers(op, "intermediate_state_indices", rows, (B,), x)
     if not traced() and x.is_cpu:
         need_slots(op, "intermediate_state_indices", rows, len(cache))

@@ -20,7 +20,7 @@ import torch
 
 from fusedops._frame.check import flag, of_shape, overlaps_itself
 from fusedops.compat import causal_conv1d
-from fusedops.compat._paged import convolved, decoded, named, need_number, unpadded
+from fusedops.compat._paged import convolved, decoded, named, need_number, need_writable, unpadded
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor
 from fusedops.conv import Activation
 
@@ -233,8 +233,7 @@ def causal_conv1d_update(
             raise TypeError(f"{op}: out has dtype {out.dtype}; it should be that of x, {x.dtype}")
         if out.requires_grad:
             raise ValueError(f"{op}: out requires grad; it should not, as the result has none")
-        if out.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(f"{op}: out is an inference tensor; it should be a tensor to write to")
+        need_writable(op, "out", out)
     if written is not None and overlaps_itself(written):
         which = "x" if out is None else "out"
         raise ValueError(f"{op}: {which} overlaps itself; it should have memory for every element")
