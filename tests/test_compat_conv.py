@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pickle
 import sys
 import types
 
@@ -297,7 +298,9 @@ def test_register_without_the_package(monkeypatch):
         for module, names in causal_conv1d.FUNCTIONS.items():
             found = importlib.import_module(module)
             for each in names:
-                assert getattr(found, each).__wrapped__ is getattr(causal_conv1d, each)
+                ours = getattr(found, each)
+                assert ours.__wrapped__ is getattr(causal_conv1d, each)
+                assert pickle.loads(pickle.dumps(ours)) is ours
         assert package.cpp_functions is sys.modules["causal_conv1d.cpp_functions"]
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("causal_conv1d.later")

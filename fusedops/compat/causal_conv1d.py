@@ -725,7 +725,14 @@ _before: tuple[dict[str, ModuleType], list[tuple[ModuleType, str, Any]]] | None 
 @functools.cache
 def _counted() -> dict[str, Any]:
     """Return our functions by name, with their calls counted."""
-    return {name: of(PROGRAM, name).counting(globals()[name]) for name in NAMES}
+    found: dict[str, Any] = {}
+    for module, names in FUNCTIONS.items():
+        for name in names:
+            if name not in found:
+                found[name] = of(PROGRAM, name).counting(globals()[name])
+                # Pickle looks for a function in the module that it names.
+                found[name].__module__ = module
+    return found
 
 
 @functools.cache
@@ -791,7 +798,7 @@ def register() -> None:
     >>> import fusedops.compat.causal_conv1d
     >>> fusedops.compat.causal_conv1d.register()
     >>> from causal_conv1d import causal_conv1d_fn
-    >>> causal_conv1d_fn.__module__
+    >>> causal_conv1d_fn.__wrapped__.__module__
     'fusedops.compat.causal_conv1d'
     >>> fusedops.compat.causal_conv1d.unregister()
     """
