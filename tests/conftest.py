@@ -147,6 +147,12 @@ def poison(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def no_columns(monkeypatch):
+    """Let output be as wide as it is: pytest-xdist tells its workers of a terminal's width."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def one_thread_for_torch():
     """Give torch one thread, after a bench too: on small work, several only wait for each other."""
     if "torch" in sys.modules:

@@ -963,7 +963,7 @@ def test_an_update_of_another_width(gate):
     [
         ("float32", "float32", "bfloat16", "bf16"),
         ("float32", "float32", "float16", "fp16"),
-        ("float32", "float32", None, "ieee"),
+        ("float32", "float32", None, "float32"),
         ("float32", "float64", "bfloat16", "ieee"),
         ("float64", "float64", "bfloat16", "ieee"),
         ("bfloat16", "float32", "float16", "bf16"),
