@@ -247,8 +247,8 @@ def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
 
 def _read_cell(op: str, cell: Any) -> np.ndarray:
     """Return a cell as a new array (3, 3) of finite numbers."""
-    no_derivative(op, "cell", cell)
     given = values(op, "cell", cell)
+    no_derivative(op, "cell", cell)
     of_shape(op, "cell", given, (3, 3))
     if given.dtype.kind not in "biufO":
         raise TypeError(f"{op}: cell has dtype {given.dtype}; it should be of real numbers")

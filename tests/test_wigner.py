@@ -475,7 +475,7 @@ def along_axes(p, cotangent, function):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_pullbacks_are_what_differences_say(backend, op, packed):
-    p = problem(op, 1, packed, packed=packed, channels=2, ends=ENDS[:, :4], nodes=3)
+    p = problem(op, 1, int(packed), packed=packed, channels=2, ends=ENDS[:, :4], nodes=3)
     _, *gradients = solve(("numpy", backend), p)
     want = along_axes(p, p.cotangent, function_of(p, backend))
     assert [g.shape for g in gradients] == [a.shape for a in p.arrays]

@@ -60,7 +60,14 @@ def call_registered(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
     flat = _take_apart(primitive, a[given:])
     outputs = operator(*a[:given], *flat, wanted, registry.asked() or "")
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple([out if want else None for out, want in zip(outputs, wanted, strict=True)])
+    # An empty tensor stands for an output that isn't made.
+    made = described(primitive, a)
+    return tuple(
+        [
+            out if want and output is not None else None
+            for out, want, output in zip(outputs, wanted, made, strict=True)
+        ]
+    )
 
 
 _library = torch.library.Library("fusedops", "DEF")
