@@ -174,7 +174,7 @@ def info() -> Info:
         ``threads`` is the result of `get_num_threads`; ``packages`` has the versions of optional
         packages; ``caches`` maps compilers to the folder and the bytes of their compiled kernels;
         ``pool`` has the bytes that `release_memory` would free, at most ``pool_limit``;
-        ``programs`` maps the programs that a `register` of `fusedops.compat` serves to their
+        ``programs`` maps the programs that a `register` of ``fusedops.compat`` serves to their
         version, the module of `register`, and the reason why it can't serve them here, or None;
         ``swaps`` is the result of `fusedops.compat.swaps`.
 

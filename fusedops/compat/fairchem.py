@@ -630,7 +630,7 @@ def register(*, turbo: bool | None = None, precision: str | None = None) -> None
     Call it in every process, before a model is built there. A second call replaces the choices of
     the first; models that exist keep their backends. `fusedops.compat.swaps` counts the rotations
     of each execution mode. A model that fairchem 2.24 runs by Nitro, its default for UMA-S 1.2.1 on
-    a GPU, calls no execution backend: fusedops serves nothing of it, and warns by `logging`.
+    a GPU, calls no execution backend: fusedops serves nothing of it, and warns by ``logging``.
 
     Parameters
     ----------
