@@ -23,6 +23,7 @@ from fusedops._frame.check import (
     no_derivative,
     of_shape,
     one_of,
+    own_memory,
     positive,
     promoted,
     real,
@@ -247,8 +248,10 @@ def _grid_sizes(op: str, grid_shape: Any) -> tuple[int, ...]:
 
 def _read_cell(op: str, cell: Any) -> np.ndarray:
     """Return a cell as a new array (3, 3) of finite numbers."""
-    given = values(op, "cell", cell)
+    if is_tensor(cell):
+        own_memory(op, "cell", cell)
     no_derivative(op, "cell", cell)
+    given = values(op, "cell", cell)
     of_shape(op, "cell", given, (3, 3))
     if given.dtype.kind not in "biufO":
         raise TypeError(f"{op}: cell has dtype {given.dtype}; it should be of real numbers")
