@@ -17,7 +17,6 @@ from cpukern.arrays cimport elements, of, room, whole_lines
 # GNU C a vector is one number.
 cdef extern from *:
     """
-    #include <string.h>
     #if defined(__GNUC__) && defined(__AVX__)
     #include <immintrin.h>
     #define fusedops_fence() _mm_sfence()
@@ -52,17 +51,15 @@ cdef extern from *:
         int past) { \\
         Py_ssize_t c = 0, i; int j; \\
         for (; c + LANES(real) <= n; c += LANES(real)) { \\
-            vector total[5]; memset(total, 0, sizeof total); \\
+            vector total[5]; \\
             for (j = 0; j < J; j++) { \\
                 if (keep) total[j] = *(vector *)(out + out_at[j] + c); \\
+                else total[j] = factors[j * f_out] * *(const vector *)(rows + at[0] + c); \\
             } \\
-            for (i = 0; i < K; i++) { \\
+            for (i = keep ? 0 : 1; i < K; i++) { \\
                 vector v = *(const vector *)(rows + at[i] + c); \\
                 if (keep) fusedops_prefetch(rows + at[i] + c + (i & 1 ? odd_ahead : ahead)); \\
-                for (j = 0; j < J; j++) { \\
-                    real f = factors[j * f_out + i * f_in]; \\
-                    total[j] = i || keep ? total[j] + f * v : f * v; \\
-                } \\
+                for (j = 0; j < J; j++) total[j] += factors[j * f_out + i * f_in] * v; \\
             } \\
             for (j = 0; j < J; j++) { \\
                 real *to = out + out_at[j] + c; \\
