@@ -12,6 +12,7 @@ A test marked ``interpreted_slow(name=value, ...)`` runs in the interpreter for 
 parameter alone, or for a tuple's values, and everywhere else for all of them.
 """
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -189,6 +190,25 @@ def no_worlds_left():
 def quick_interpreter():
     """Let Triton's interpreter skip useless work."""
     interpreter.hasten()
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request, tmp_path_factory):
+    """Leave no memory of a GPU to the next test, and give one test at a time more than 4 GB."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import filelock
+    import torch
+
+    large = request.node.get_closest_marker("large") is not None
+    # The folder that all workers have.
+    lock = filelock.FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory")
+    with lock if large else contextlib.nullcontext():
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.empty_cache()
+    assert large or torch.cuda.max_memory_allocated() < 4e9, "mark this test `large`"
 
 
 @pytest.fixture

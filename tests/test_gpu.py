@@ -280,6 +280,7 @@ def test_a_strided_projection_is_read_in_place():
     assert torch.equal(fusedops.dynamic_conv(transposed, kernels), want)
 
 
+@pytest.mark.large
 def test_more_than_two_to_the_31_taps():
     tokens, channels = 2**19 + 100, 1024
     assert tokens * channels * 4 > 2**31
@@ -402,6 +403,7 @@ def test_gradgradcheck_of_the_edge_rotations():
     assert torch.autograd.gradgradcheck(lambda *a: forth_and_back(a[0], edges, a[1]), (x, wigner))
 
 
+@pytest.mark.large
 def test_more_than_two_to_the_31_elements_of_messages():
     nodes, count, channels = 100, 2**20, 128
     assert count * 9 * 2 * channels > 2**31
@@ -421,8 +423,6 @@ def test_more_than_two_to_the_31_elements_of_messages():
     degree = sum(torch.bincount(end, minlength=nodes) for end in edges.tensors_here()[:2])
     want = x.detach().float() * degree[:, None, None]
     assert error(dx.float().cpu(), want.cpu()) < 0.01
-    del message, dx, dwigner
-    torch.cuda.empty_cache()
 
 
 def test_edges_are_sorted_where_they_are_and_read_again_when_they_change():
@@ -504,6 +504,7 @@ def test_edges_are_copies_and_leave_nothing_behind():
     assert len(packed_read) == before - 1
 
 
+@pytest.mark.large
 def test_matrices_with_strides_beyond_two_to_the_31():
     wide = torch.zeros(3 * 2**30 + 16, dtype=torch.float16, device="cuda")
     wigner = wide.as_strided((1, 4, 4), (4, 2**30, 1))
@@ -743,6 +744,7 @@ def test_memory_of_triangles(N):
 
 # A tensor exceeds 2**31 elements by its batches or its residues, in channels of x or
 # in channels of left and right.
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("dtype", "precision", "gate", "direction", "shape"),
     [
@@ -784,8 +786,6 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
         assert error(a.double().cpu(), b.double().cpu()) < allowed
     on_x[end] = 0.0
     assert not on_x.any()
-    del out, x, there, everything, on_arrays, on_x
-    torch.cuda.empty_cache()
 
 
 # Like TRIANGLES, with enough rows for Hopper's own kernels, and the kernels expected: forward, in a
