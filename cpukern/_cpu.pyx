@@ -1,9 +1,13 @@
 # cython: language_level=3
-"""Instruction sets of this machine, and threads for the compiled kernels to share work with.
+"""Instruction sets of this machine, and threads for all kernels to share work with.
 
 The calling thread takes shares until none is left, and then waits only for threads that are still
 working on a share. It doesn't wait for a thread that sleeps because other processes have the cores.
-OpenMP waits for all of its threads, and has them spin meanwhile.
+
+Where torch is in use, the other threads are its OpenMP runtime's: they spin for milliseconds after
+each of torch's operations, and threads of our own would wait for their cores. But a region of OpenMP
+ends when all of its threads have come. After one that waited long for a thread without a share, the
+threads are our own for a while.
 """
 
 from cpython.pythread cimport (
@@ -30,6 +34,17 @@ cdef extern from *:
         return 0;
     #endif
     }
+    #if defined(_WIN32)
+    /* Asked for OpenMP alone, which is not joined on Windows. */
+    #define fusedops_now() 0LL
+    #else
+    #include <time.h>
+    static long long fusedops_now(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return 1000000000LL * t.tv_sec + t.tv_nsec;
+    }
+    #endif
     #if defined(__GNUC__)
     #define fusedops_seen(at) __atomic_load_n(at, __ATOMIC_SEQ_CST)
     static inline long long fusedops_added(long long *at, long long n) {
@@ -51,6 +66,7 @@ cdef extern from *:
     #endif
     """
     int fusedops_level()
+    long long now "fusedops_now"() nogil
     long long seen "fusedops_seen"(long long* at) nogil
     # Add to a number, and return its old value.
     long long added "fusedops_added"(long long* at, long long n) nogil
@@ -65,6 +81,12 @@ cdef enum:
     # Looks at another thread's state before going to sleep: some 50 microseconds, as long as waking
     # up may take.
     LOOKS = 1000
+    # In nanoseconds: how long a region of OpenMP may wait for threads without shares, and for how
+    # long none is begun after a longer wait: the brief time, and after each such wait in a row twice
+    # the time before, up to the long time.
+    LATE = 300_000
+    BRIEF = 10_000_000
+    LONG = 1_000_000_000
 
 # A worker's state. In any state but NONE and IDLE, only the call that claimed the worker changes it
 # and, from OFFERED to RUNNING to DONE, the worker itself.
@@ -84,6 +106,9 @@ cdef struct Job:
     Py_ssize_t size
     long long taken
     long long threads
+    long long most
+    # When the last share ended.
+    long long ended
 
 cdef struct Worker:
     long long state
@@ -94,13 +119,27 @@ cdef struct Worker:
     char[32] apart
 
 cdef Worker[MOST] workers
+# The threads that all calls have asked for help.
+cdef long long helping
+
+ctypedef void (*Region)(void* job) noexcept nogil
+# OpenMP's GOMP_parallel, and its omp_get_max_threads.
+cdef void (*openmp)(Region, void*, unsigned, unsigned) noexcept nogil
+cdef int (*openmp_threads)() noexcept nogil
+# When OpenMP may be used again, and the time from its last long wait.
+cdef long long away_until, away = BRIEF
 
 
 cdef void take_shares(Job* job) noexcept nogil:
     cdef int thread = <int>added(&job.threads, 1)
-    cdef Py_ssize_t begin = <Py_ssize_t>added(&job.taken, job.size)
+    cdef Py_ssize_t begin
+    # OpenMP brings all of its threads.
+    if thread >= job.most:
+        return
+    begin = <Py_ssize_t>added(&job.taken, job.size)
     while begin < job.items:
         job.work(job.call, begin, min(begin + job.size, job.items), thread)
+        job.ended = now()
         begin = <Py_ssize_t>added(&job.taken, job.size)
 
 
@@ -164,33 +203,110 @@ cdef void collect(Worker* worker) noexcept nogil:
         turned(&worker.state, DONE, IDLE)
 
 
-cdef void in_shares(
-    Share work, const void* call, Py_ssize_t items, int threads
-) noexcept nogil:
-    """Do the items on this thread, and on up to threads - 1 others that join in time."""
-    cdef Job job
+cdef void with_workers(Job* job, Py_ssize_t helpers) noexcept nogil:
     cdef Worker* asked[MOST]
     cdef int count = 0, i
-    if threads <= 1:
-        work(call, 0, items, 0)
-        return
-    job.work = work
-    job.call = call
-    job.items = items
-    job.size = max(items // (SHARES * <Py_ssize_t>threads), <Py_ssize_t>1)
-    job.taken = job.threads = 0
     for i in range(MOST):
-        if count == threads - 1:
+        if count == helpers:
             break
         if claim(&workers[i]):
             asked[count] = &workers[i]
             count += 1
-            workers[i].job = &job
+            workers[i].job = job
             turned(&workers[i].state, CLAIMED, OFFERED)
             PyThread_release_lock(workers[i].offered)
-    take_shares(&job)
+    take_shares(job)
     for i in range(count):
         collect(asked[i])
+
+
+cdef void in_region(void* job) noexcept nogil:
+    take_shares(<Job*>job)
+
+
+cdef void with_openmp(Job* job) noexcept nogil:
+    global away, away_until
+    # Of as many threads as torch's regions have: for another number, the runtime would end threads
+    # or begin some.
+    openmp(&in_region, job, 0, 0)
+    if now() - job.ended < LATE:
+        away = BRIEF
+    else:
+        away_until = now() + away
+        away = min(2 * away, <long long>LONG)
+
+
+cdef void share(
+    Share work, const void* call, Py_ssize_t items, Py_ssize_t size, int threads
+) noexcept nogil:
+    cdef Job job
+    # Calls at once, from several threads, together have the helpers of one.
+    cdef long long others = added(&helping, threads - 1)
+    cdef long long helpers = max(threads - 1 - others, <long long>0)
+    added(&helping, helpers - (threads - 1))
+    job.work = work
+    job.call = call
+    job.items = items
+    job.size = max(size, <Py_ssize_t>1)
+    job.taken = job.threads = 0
+    job.most = helpers + 1
+    if helpers == 0:
+        work(call, 0, items, 0)
+    elif others == 0 and openmp != NULL and openmp_threads() >= threads and now() > away_until:
+        with_openmp(&job)
+    else:
+        with_workers(&job, helpers)
+    added(&helping, -helpers)
+
+
+cdef void in_shares(
+    Share work, const void* call, Py_ssize_t items, int threads
+) noexcept nogil:
+    """Do the items on this thread, and on up to threads - 1 others that join in time."""
+    if threads <= 1:
+        work(call, 0, items, 0)
+    else:
+        share(work, call, items, items // (SHARES * <Py_ssize_t>threads), threads)
+
+
+cdef class _Calls:
+    cdef object work
+    cdef Py_ssize_t items
+    cdef int parts
+    cdef object error
+
+
+cdef void call_python(
+    const void* call, Py_ssize_t begin, Py_ssize_t end, int thread
+) noexcept nogil:
+    with gil:
+        calls = <_Calls>call
+        if calls.error is None:
+            try:
+                calls.work(
+                    calls.items * begin // calls.parts, calls.items * end // calls.parts
+                )
+            except BaseException as error:
+                calls.error = error
+
+
+def in_parallel(work, Py_ssize_t items, int threads):
+    """Call ``work(low, high)`` on a share of the items for each thread, and raise its error."""
+    cdef _Calls calls = _Calls()
+    calls.work = work
+    calls.items = items
+    calls.parts = threads
+    with nogil:
+        share(call_python, <const void*>calls, threads, 1, threads)
+    if calls.error is not None:
+        raise calls.error
+
+
+def join_openmp(size_t parallel, size_t max_threads):
+    """Share work by OpenMP: by GOMP_parallel and omp_get_max_threads at these addresses, or not, 0."""
+    global openmp, openmp_threads
+    openmp_threads = <int (*)() noexcept nogil>max_threads
+    openmp = <void (*)(Region, void*, unsigned, unsigned) noexcept nogil>parallel
 
 
 def x86_64_level():

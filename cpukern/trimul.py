@@ -311,9 +311,6 @@ class _Update:
 
     def share(self, work: Callable[[int, int], None], items: int, grain: int) -> None:
         """Call ``work(low, high)`` on shares of items, on several threads if there are many."""
-        if items <= grain:
-            work(0, items)
-            return
 
         def quietly(low: int, high: int) -> None:
             # Each thread has its own NumPy error state.
@@ -817,9 +814,10 @@ def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     work = a.x.size * len(a.p_in_weight)
     products = of_tensors(a.x.dtype, work) if tensors else ByNumpy
     u = _Update(kernels, products, a)
-    with blas_on_one_thread(), products.alone(), np.errstate(all="ignore"):
+    with blas_on_one_thread(), np.errstate(all="ignore"):
         if u.is_small():
-            u.fill_in_one_block(out)
+            with products.alone():
+                u.fill_in_one_block(out)
         else:
             u.fill_in_parts(out)
 
@@ -829,9 +827,10 @@ def backward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     work = a.x.size * len(a.p_in_weight)
     products = of_tensors(a.x.dtype, work) if tensors else ByNumpy
     u = _Gradients(kernels, products, a, out)
-    with blas_on_one_thread(), products.alone(), np.errstate(all="ignore"):
+    with blas_on_one_thread(), np.errstate(all="ignore"):
         if u.is_small():
-            u.pull_in_one_block()
+            with products.alone():
+                u.pull_in_one_block()
         else:
             u.pull_in_parts()
         u.finish()

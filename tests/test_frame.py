@@ -388,6 +388,7 @@ def test_nobody_waits_for_a_thread_that_does_not_run():
 
 
 def test_shares_that_no_thread_begins_with_are_done_by_the_caller(monkeypatch):
+    monkeypatch.setattr(threads, "_compiled", lambda: None)
     pool, ends = ThreadPoolExecutor(1), threading.Event()
     held = pool.submit(ends.wait)
     monkeypatch.setattr(threads, "_pool", lambda: pool)
@@ -490,7 +491,8 @@ numbers = torch.rand(2_000_000, dtype=torch.float64)
 reference = fusedops.planarity_nll.vjp(xyz, planes, backend="numpy")[0]
 
 def ours():
-    value, _ = step("cython")
+    # One region, since on a busy machine OpenMP may have the first, and our own threads the next.
+    value = fusedops.planarity_nll(xyz, planes, backend="cython")
     assert abs(value - reference) < 1e-9 * abs(reference)
 
 def theirs():
@@ -498,18 +500,20 @@ def theirs():
     np.testing.assert_allclose(sines[::1000], np.sin(numbers[::1000].numpy()), rtol=1e-14)
 
 def used(work):
-    \"""How many threads of this process were running meanwhile.\"""
+    \"""The most threads of this process that were running in a call.\"""
     def times():
         found = {}
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/schedstat") as file:
                 found[thread] = int(file.read().split()[0])
         return found
-    time.sleep(0.2)  # who waits for work in a loop gives up
-    before, end = times(), time.perf_counter() + 0.1
-    while time.perf_counter() < end:
+    most = 0
+    for _ in range(5):
+        time.sleep(0.06)  # who waits for work in a loop gives up
+        before = times()
         work()
-    return sum(spent > before.get(thread, 0) for thread, spent in times().items())
+        most = max(most, sum(spent > before.get(t, 0) for t, spent in times().items()))
+    return most
 
 work = [theirs, ours] if first == "torch" else [ours, theirs]
 for each in work * 2:

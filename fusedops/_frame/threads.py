@@ -1,13 +1,16 @@
-"""The number of threads of a parallel region: one rule for compiled kernels and for Numba.
+"""The number of threads of a parallel region, and the threads themselves, for all CPU kernels.
 
-``set_num_threads`` > ``FUSEDOPS_NUM_THREADS`` > ``OMP_NUM_THREADS`` > the cores that this process
-may use. The environment is read once, at first use.
+``set_num_threads`` > ``FUSEDOPS_NUM_THREADS`` > torch's number, once a call had tensors >
+``OMP_NUM_THREADS`` > the cores that this process may use. The environment is read once, at first
+use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -16,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from fusedops._frame.check import size
@@ -24,6 +28,9 @@ from fusedops._frame.limits import available_cores
 _chosen: int | None = None
 _pooled = False
 _forked = False
+# Whether this process is a child, in which OpenMP would wait forever for its parent's threads.
+_child = False
+_torch: Any = None
 _blas_lock = threading.Lock()
 # The calls that hold BLAS at one thread, and the libraries with their earlier thread counts.
 _blas_users = 0
@@ -31,8 +38,8 @@ _blas_before: list[tuple[Any, int]] = []
 
 
 def _mark_forked() -> None:
-    global _forked, _blas_lock, _blas_users
-    _forked = _pooled
+    global _forked, _child, _blas_lock, _blas_users
+    _forked, _child = _pooled or _torch is not None, True
     _blas_lock, _blas_users = threading.Lock(), 0
     _blas_before.clear()
 
@@ -75,7 +82,9 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        Always 1 in a child process that was forked after a kernel had used several threads.
+        Always 1 in a child process that was forked after a kernel had used several threads or had
+        been called with tensors. Without a number of our own, from the first call with tensors on
+        ``torch.get_num_threads()``, in a DataLoader's worker 1.
 
     Raises
     ------
@@ -92,16 +101,19 @@ def get_num_threads() -> int:
         return 1
     if _chosen is not None:
         return _chosen
-    return _default()
+    return _own() or (_default() if _torch is None else _torch.get_num_threads())
+
+
+@functools.cache
+def _own() -> int:
+    own = os.environ.get("FUSEDOPS_NUM_THREADS")
+    if own and not _positive(own):
+        raise ValueError(f"FUSEDOPS_NUM_THREADS is {own!r}; it should be a positive integer")
+    return _positive(own or "")
 
 
 @functools.cache
 def _default() -> int:
-    own = os.environ.get("FUSEDOPS_NUM_THREADS")
-    if own:
-        if not (threads := _positive(own)):
-            raise ValueError(f"FUSEDOPS_NUM_THREADS is {own!r}; it should be a positive integer")
-        return threads
     # OMP_NUM_THREADS may list one number per nesting level; ours is the outermost. As in OpenMP
     # runtimes, a malformed value is ignored.
     return _positive(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or available_cores()
@@ -111,6 +123,35 @@ def _positive(text: str) -> int:
     """Return the positive integer that a text is, or 0 if it is none."""
     # Not str.isdigit, which accepts superscripts; and no more digits than int accepts.
     return int(text) if re.fullmatch(r"\s*[0-9]{1,18}\s*", text) else 0
+
+
+def follow_torch(torch: Any) -> None:
+    """Take torch's number of threads for the default, and the threads of its OpenMP for ours.
+
+    After each of its operations they spin for milliseconds, and threads of our own would wait.
+    """
+    global _torch
+    if _child:
+        return
+    _torch = torch
+    if _compiled() is None or sys.platform == "win32" or not torch.backends.openmp.is_available():
+        return
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    library = Path(torch.__file__).with_name("lib") / f"libtorch_cpu{suffix}"
+    with contextlib.suppress(OSError, AttributeError):
+        # A library's symbols include those of the libraries that it is linked to.
+        openmp = ctypes.CDLL(str(library))
+        functions = openmp.GOMP_parallel, openmp.omp_get_max_threads
+        _compiled().join_openmp(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions])
+
+
+@functools.cache
+def _compiled() -> Any:
+    """Return the module that has compiled kernels' threads, or None where it isn't built."""
+    try:
+        return importlib.import_module("cpukern._cpu")
+    except ImportError:
+        return None
 
 
 def threads_for(work: int, grain: int) -> int:
@@ -132,6 +173,9 @@ def in_parallel(work: Callable[[int, int], None], items: int, grain: int) -> Non
     threads = threads_for(items, grain)
     if threads == 1:
         work(0, items)
+        return
+    if (compiled := _compiled()) is not None:
+        compiled.in_parallel(work, items, threads)
         return
     first, *others = pairwise(items * t // threads for t in range(threads + 1))
     # A cancelled share stays in the pool's queue; there it should keep no arrays alive.

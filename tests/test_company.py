@@ -1,0 +1,208 @@
+"""CPU kernels in a process that has torch: whose threads they share, and how many."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+_cpu = pytest.importorskip("cpukern._cpu")
+
+from fusedops._frame import threads  # noqa: E402
+from test_frame import python  # noqa: E402
+
+CALL = """
+import os, sys, time
+import numpy as np, torch, fusedops
+x, kernels = torch.randn(1, 2048, 64), torch.randn(1, 2048, 64, 4)
+call = lambda backend=None: fusedops.dynamic_conv(x, kernels, backend=backend)
+want = fusedops.dynamic_conv(x.numpy(), kernels.numpy(), backend="numpy")
+def check(backend=None):
+    assert abs(call(backend).numpy() - want).max() < 1e-5
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about threads")
+has_openmp = pytest.mark.skipif(
+    sys.platform == "win32" or not sys.modules["torch"].backends.openmp.is_available(),
+    reason="torch has no OpenMP to join here",
+)
+
+
+def told(code, **environment):
+    """Return the lines that code with a convolution of tensors prints."""
+    environment = {"FUSEDOPS_NUM_THREADS": "", "OMP_NUM_THREADS": ""} | environment
+    return python(CALL + textwrap.dedent(code), **environment).split("\n")[:-1]
+
+
+@linux
+@has_openmp
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+def test_calls_with_tensors_start_no_threads_beside_torchs(backend):
+    code = f"""
+    import cpukern.conv_cython, cpukern.conv_numba
+    cpukern.conv_cython._CHUNK_GRAIN = cpukern.conv_numba._GRAIN = 1
+    torch.set_num_threads(1)
+    call({backend!r})
+    torch.set_num_threads(3)
+    torch.rand(10**6).sin()
+    tasks = lambda: set(os.listdir("/proc/self/task"))
+    before = tasks()
+    # On a busy machine, the second call may take threads of our own.
+    check({backend!r})
+    assert fusedops.get_num_threads() == 3
+    print(len(tasks() - before))
+    """
+    assert told(code) == ["0"]
+
+
+def test_without_a_number_of_its_own_a_call_with_tensors_takes_torchs():
+    code = """
+    call()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        print(fusedops.get_num_threads())
+    fusedops.set_num_threads(2)
+    print(fusedops.get_num_threads())
+    fusedops.set_num_threads(None)
+    from threadpoolctl import threadpool_limits
+    with threadpool_limits(1, user_api="openmp"):
+        print(fusedops.get_num_threads())
+        check()
+    """
+    assert told(code) == ["1", "3", "2", "1"]
+    assert told(code, FUSEDOPS_NUM_THREADS="4") == ["4", "4", "2", "4"]
+
+
+def test_openmps_number_holds_for_tensors_too():
+    assert told("call(); print(fusedops.get_num_threads())", OMP_NUM_THREADS="1") == ["1"]
+
+
+def test_a_loader_of_data_works_on_one_thread():
+    code = """
+    class Data(torch.utils.data.Dataset):
+        __len__ = lambda self: 4
+        def __getitem__(self, i):
+            check()
+            return fusedops.get_num_threads()
+    call()
+    loader = torch.utils.data.DataLoader(Data(), num_workers=2)
+    print(*(int(threads) for threads in loader))
+    """
+    assert told(code) == ["1 1 1 1"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("parent", ["call()", "torch.rand(10**6).sin()"])
+def test_a_forked_child_does_not_wait_for_the_parents_openmp(parent):
+    """Whether the parent had called us with tensors, or only torch."""
+    code = f"""
+    import cpukern.conv_cython
+    cpukern.conv_cython._CHUNK_GRAIN = 1
+    torch.set_num_threads(2)
+    {parent}
+    child = os.fork()
+    if child == 0:
+        check()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print(status)
+    """
+    assert told(code) == ["0"]
+
+
+@pytest.fixture
+def slow_openmp():
+    """Join an OpenMP whose regions end 2 ms late, and list these."""
+    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    regions = []
+
+    @ctypes.CFUNCTYPE(None, region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(function, data, threads, flags):
+        regions.append((threads, flags))
+        function(data)
+        time.sleep(0.002)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int)
+    def most():
+        return 2
+
+    _cpu.join_openmp(*[ctypes.cast(f, ctypes.c_void_p).value for f in (parallel, most)])
+    yield regions
+    _cpu.join_openmp(0, 0)
+    threads.follow_torch(sys.modules["torch"])
+
+
+def test_a_late_region_sends_the_next_calls_to_threads_of_our_own(slow_openmp):
+    spans = []
+
+    def call(number=2):
+        spans.clear()
+        _cpu.in_parallel(lambda *span: spans.append(span), 7, number)
+        assert sorted(spans) in ([(0, 3), (3, 7)], [(0, 2), (2, 4), (4, 7)])
+
+    call()
+    # The runtime's own number of threads: another would end some and begin others.
+    assert slow_openmp == [(0, 0)]
+    for _ in range(3):
+        call()
+    assert len(slow_openmp) == 1
+    time.sleep(0.02)
+    call()
+    assert len(slow_openmp) == 2
+    # The second wait in a row keeps OpenMP away for twice as long.
+    time.sleep(0.012)
+    call()
+    assert len(slow_openmp) == 2
+    time.sleep(0.03)
+    # Two threads can't do the work of three.
+    call(3)
+    assert len(slow_openmp) == 2
+
+
+@pytest.mark.parametrize("callers", [2, 5])
+def test_calls_at_once_have_the_helpers_of_one(callers):
+    """In a server, N threads that call with four threads each are N + 3 at most."""
+    lock, at_work, most = threading.Lock(), set(), []
+
+    def work(low, high):
+        me = threading.get_ident()
+        with lock:
+            at_work.add(me)
+            most.append(len(at_work))
+        time.sleep(0.002)
+        with lock:
+            at_work.remove(me)
+
+    def call():
+        for _ in range(10):
+            _cpu.in_parallel(work, 8, 4)
+
+    several = [threading.Thread(target=call) for _ in range(callers)]
+    for thread in several:
+        thread.start()
+    for thread in several:
+        thread.join()
+    assert 2 <= max(most) <= callers + 3
+
+
+def test_an_error_ends_the_call_and_leaves_the_threads(monkeypatch):
+    def work(low, high):
+        raise KeyError(low)
+
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            _cpu.in_parallel(work, 8, 4)
+    done = np.zeros(8, int)
+
+    def mark(low, high):
+        done[low:high] += 1
+
+    _cpu.in_parallel(mark, 8, 4)
+    assert (done == 1).all()
