@@ -168,7 +168,8 @@ def _table(block: dict[str, Any]) -> str:
         what = f"{row['workload']}: {report.sizes(row)}", row["dtype"], row["pass"]
         cases.setdefault(what, {})[row["who"], row["how"]] = row
     host = ["host, µs (over empty)"] if any(row.get("host_ms") for row in rows) else []
-    numbers = [*(NAMES.get(who, who) for who in contestants), *host, "floor", "MB"]
+    alone = ["over alone"] if any(row.get("alone_ms") for row in rows) else []
+    numbers = [*(NAMES.get(who, who) for who in contestants), *host, *alone, "floor", "MB"]
     lines = [
         _line(["workload", "dtype", "pass", *numbers]),
         "|---|---|---|" + "---:|" * len(numbers),
@@ -179,7 +180,8 @@ def _table(block: dict[str, Any]) -> str:
         floors = next(iter(found.values()))["floors_ms"].values()
         peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
         ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
-        lines.append(_line([*what, *times, *[_host(ours)] * len(host), *ends]))
+        extra = [*[_host(ours)] * len(host), *[_over_alone(ours)] * len(alone)]
+        lines.append(_line([*what, *times, *extra, *ends]))
     return "\n".join(lines)
 
 
@@ -229,6 +231,14 @@ def _host(ours: list[dict[str, Any]]) -> str:
     for row in ours:
         if row.get("over_empty"):
             return "{} ({})".format(*report.host_of(row))
+    return ""
+
+
+def _over_alone(ours: list[dict[str, Any]]) -> str:
+    """Return the time after an operation of torch's over the time alone, of our first backend."""
+    for row in ours:
+        if row.get("alone_ms"):
+            return f"{row['ms'] / row['alone_ms']:.2f}"
     return ""
 
 

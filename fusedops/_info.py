@@ -57,6 +57,7 @@ class Info:
     numpy: str
     instruction_set: str | None
     threads: int
+    whose_threads: str
     gpus: tuple[str, ...]
     backends: dict[str, BackendInfo]
     packages: dict[str, str | None]
@@ -72,7 +73,7 @@ class Info:
             compiled = f"kernels compiled for {self.instruction_set}"
         lines = [
             f"fusedops {self.fusedops}, Python {self.python}, NumPy {self.numpy}",
-            f"{compiled}; {self.threads} threads",
+            f"{compiled}; {self.threads} threads ({self.whose_threads})",
             f"GPUs: {', '.join(self.gpus) or 'none'}",
         ]
         for name, backend in self.backends.items():
@@ -171,7 +172,9 @@ def info() -> Info:
     Info
         ``backends`` maps each backend's name to its version and the reason why it can't be used
         here, or None; ``instruction_set`` is the one of the compiled kernels that were loaded;
-        ``threads`` is the result of `get_num_threads`; ``packages`` has the versions of optional
+        ``threads`` is the result of `get_num_threads`; ``whose_threads`` is ``"torch's OpenMP"`` from
+        the first call with tensors on, before it ``"own"``, and ``"Python's"`` where the compiled
+        kernels are missing; ``packages`` has the versions of optional
         packages; ``caches`` maps compilers to the folder and the bytes of their compiled kernels;
         ``pool`` has the bytes that `release_memory` would free, at most ``pool_limit``;
         ``programs`` maps the programs that a `register` of ``fusedops.compat`` serves to their
@@ -213,6 +216,7 @@ def info() -> Info:
         numpy=np.__version__,
         instruction_set=f"x86-64-{level}" if level and level != "baseline" else level,
         threads=threads.get_num_threads(),
+        whose_threads=threads.whose_threads(),
         gpus=gpus,
         backends=backends,
         packages={package: version_of(package) for package in _PACKAGES},

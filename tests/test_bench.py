@@ -9,6 +9,7 @@ import re
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,20 @@ def test_the_host_does_not_wait(monkeypatch, host):
     assert len(queue) == (1 + 12 if host else 0)
     interleaved({"a": run}, wait, seconds=1e6, rounds=7, host=host)
     assert len(queue) == (1 + max(timings.CALLS) if host else 0)
+
+
+def test_every_run_follows_an_operation_whose_time_is_left_out(monkeypatch):
+    now, order = [0.0], []
+
+    def step(name, seconds):
+        now[0] += seconds
+        order.append(name)
+
+    monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
+    before, run = (partial(step, *some) for some in (("before", 7), ("run", 2)))
+    (found,) = interleaved({"a": run}, lambda: None, 100, rounds=5, before=before).values()
+    assert found.ms == pytest.approx(2e3)
+    assert order[-10:] == ["before", "run"] * 5
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.37])
@@ -310,6 +325,7 @@ def test_the_hosts_time_beside_an_empty_function(monkeypatch, capsys):
     for row in block["cases"]:
         if row["workload"] != "a call":
             assert row["host_ms"] is row["over_empty"] is None
+            assert (row["alone_ms"] is None) == (row["ms"] is None or row["how"] != "torch"), row
             assert row["who"] != EMPTY
             continue
         seen.add((row["who"], row["how"], row["pass"]))

@@ -79,6 +79,16 @@ def test_without_a_number_of_its_own_a_call_with_tensors_takes_torchs():
     assert told(code, FUSEDOPS_NUM_THREADS="4") == ["4", "4", "2", "4"]
 
 
+@has_openmp
+def test_info_tells_whose_threads_serve():
+    code = """
+    print(fusedops.info().whose_threads)
+    call()
+    print(fusedops.info().whose_threads)
+    """
+    assert told(code) == ["own", "torch's OpenMP"]
+
+
 def test_openmps_number_holds_for_tensors_too():
     assert told("call(); print(fusedops.get_num_threads())", OMP_NUM_THREADS="1") == ["1"]
 

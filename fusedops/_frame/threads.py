@@ -31,6 +31,7 @@ _forked = False
 # Whether this process is a child, in which OpenMP would wait forever for its parent's threads.
 _child = False
 _torch: Any = None
+_joined = False
 _blas_lock = threading.Lock()
 # The calls that hold BLAS at one thread, and the libraries with their earlier thread counts.
 _blas_users = 0
@@ -130,7 +131,7 @@ def follow_torch(torch: Any) -> None:
 
     After each of its operations they spin for milliseconds, and threads of our own would wait.
     """
-    global _torch
+    global _torch, _joined
     if _child:
         return
     _torch = torch
@@ -143,6 +144,14 @@ def follow_torch(torch: Any) -> None:
         openmp = ctypes.CDLL(str(library))
         functions = openmp.GOMP_parallel, openmp.omp_get_max_threads
         _compiled().join_openmp(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions])
+        _joined = True
+
+
+def whose_threads() -> str:
+    """Return whose threads CPU kernels have: ``"torch's OpenMP"``, ``"own"`` or ``"Python's"``."""
+    if _joined:
+        return "torch's OpenMP"
+    return "own" if _compiled() is not None else "Python's"
 
 
 @functools.cache

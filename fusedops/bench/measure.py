@@ -11,7 +11,7 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -508,6 +508,11 @@ class Bench:
         times = interleaved(runs, self.wait, self.plan.seconds, host=tiny)
         for run, timing in times.items():
             rows[run] |= _times(scaled(timing, 1 / COPIES) if run[1] == GRAPH else timing)
+        tensors = {key: run for key, run in runs.items() if key[1] == TORCH}
+        if tensors and self.plan.device == "cpu" and not tiny:
+            times = interleaved(tensors, self.wait, self.plan.seconds, before=_product())
+            for run, timing in times.items():
+                rows[run] |= {"alone_ms": rows[run]["ms"], **_times(timing)}
         if times_host and (what in (FORWARD, BOTH) or (EMPTY, TORCH) in entries):
             if not tiny:
                 eager = {k: r for k, r in runs.items() if k[1] != GRAPH and entries[k].queues}
@@ -702,9 +707,22 @@ def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
     }
     empty["computes"] = True
     empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "noisy": False, "peak_MB": None}
+    empty["alone_ms"] = None
     empty |= {"host_ms": None, "host_quartiles_ms": None, "over_empty": None}
     empty |= {"floors_ms": {}, "over_floor": None}
     return {"who": who, "how": how, "pass": what, **empty, **values}
+
+
+@cache
+def _product() -> Callable[[], Any]:
+    """Return a product of torch's, as other operations of a program precede a call.
+
+    For milliseconds after it, the threads of torch's OpenMP keep their cores.
+    """
+    import torch
+
+    a = torch.randn(600, 600)
+    return lambda: a @ a
 
 
 def _times(timing: Timing) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,19 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
     return (time.perf_counter() - start) / repeats * 1e3
 
 
+def after(
+    before: Callable[[], Any], run: Callable[[], Any], _: Callable[[], None], repeats: int
+) -> float:
+    """Return the mean time on the CPU, in ms, of runs that each follow something else."""
+    taken = 0.0
+    for _ in range(repeats):
+        before()
+        start = time.perf_counter()
+        run()
+        taken += time.perf_counter() - start
+    return taken / repeats * 1e3
+
+
 def busy(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> float:
     """Return the mean time that the host is busy with a run, in ms; the device isn't waited for.
 
@@ -67,13 +81,16 @@ def interleaved(
     rounds: int = 25,
     *,
     host: bool = False,
+    before: Callable[[], Any] | None = None,
 ) -> dict[Any, Timing]:
     """Return the times of every run, taken in turns, with `seconds` for each in all.
 
     Long runs get fewer rounds, five at least. With `host`, return the times that the host is
-    busy.
+    busy; with `before`, the times of runs that each follow a call of it.
     """
     clock, (least, most) = (busy, CALLS) if host else (timed, (1, 100))
+    if before is not None:
+        clock, most = functools.partial(after, before), 10
     once = {}
     for name, run in runs.items():
         run()
