@@ -7,6 +7,7 @@ is newer than itself as one of 2013, and has no products of bfloat16.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -177,6 +178,12 @@ def of_tensors(dtype: np.dtype, work: int) -> type[ByNumpy]:
         return InBfloat16
     worth = dtype == np.float32 and work >= _WORTH
     return InFloat32 if worth and _keeps_float32() else ByNumpy
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Return whether oneDNN has products of bfloat16 for this processor."""
+    return bool(sys.modules["torch"].ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def share_groups(by: type[ByNumpy], groups: int, share: Callable[[int, int], None]) -> None:

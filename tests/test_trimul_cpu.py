@@ -29,6 +29,12 @@ BACKENDS = [
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
+@pytest.fixture(autouse=True)
+def with_bfloat16(monkeypatch):
+    """Multiply bfloat16 by oneDNN's reference where this processor has no vectors for it."""
+    monkeypatch.setattr(trimul, "has_bfloat16", lambda: True)
+
+
 def solve(arrays, backend, **options):
     """Return the update, alone and with o, and all gradients."""
     alone = triangle_multiplicative_update(**arrays, **options, backend=backend)
@@ -302,6 +308,25 @@ def test_bfloat16_is_rounded_as_asked(backend, direction, gate, precision, shape
     for got, want in zip(found, exact, strict=True):
         assert got.dtype == torch.bfloat16
         assert (got.double() - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 24, 20), (2, 40, 24, 20)], ids=str)
+def test_bfloat16_without_vectors_for_it_is_computed_in_float32(backend, monkeypatch, shape):
+    torch = pytest.importorskip("torch")
+
+    def never(*args):
+        raise AssertionError("a product of bfloat16")
+
+    monkeypatch.setattr(trimul, "has_bfloat16", lambda: False)
+    for product in ("dot", "matmul"):
+        monkeypatch.setattr(products.InBfloat16, product, never)
+    arrays = update(shape, dtype="float64", mask=True)
+    arrays = {n: torch.as_tensor(a).bfloat16() for n, a in arrays.items() if a is not None}
+    exact = of_tensors(arrays, "torch", "float64", direction="outgoing", gate="output")
+    found = of_tensors(arrays, backend, "bfloat16", direction="outgoing", gate="output")
+    for got, want in zip(found, exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - want).norm() <= 8e-3 * want.norm()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
