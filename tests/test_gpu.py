@@ -850,7 +850,13 @@ MANY_TRIANGLES = {
 
 @pytest.mark.parametrize("inputs", ["normal", "large mean", "Cauchy"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("variant", MANY_TRIANGLES)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=pytest.mark.large) if name == "bfloat16-in-parts" else name
+        for name in MANY_TRIANGLES
+    ],
+)
 def test_triangles_of_many_rows(monkeypatch, fresh_plans, variant, masked, inputs):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")
