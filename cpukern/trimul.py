@@ -11,6 +11,7 @@ and takes the same steps without loops.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -49,8 +50,9 @@ _TILE, _STRIP, _SMALLEST = 64, 16, 16
 _CHANNELS = 4
 # The most groups of blocks, and of channels; a group has one partial sum.
 _GROUPS = 16
-# Multiplications that are worth waking a thread for.
+# Multiplications that are worth waking a thread for, and so few that BLAS starts no thread for them.
 _GRAIN = 1 << 20
+_FEWEST = 1 << 13
 
 
 class _Room(dict):
@@ -224,6 +226,13 @@ class _Update:
         """Whether the update is one block with too little work for a second thread."""
         n = self.B * self.N**2
         return not self.limit and n <= _BLOCK and n * self.N * self.H <= _GRAIN
+
+    def one_thread_for_blas(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which BLAS starts no threads, which takes longer than tiny products."""
+        widest = max(4 * self.H, self.C, self.D)
+        if not self.limit and self.B * self.N**2 * widest**2 <= _FEWEST:
+            return contextlib.nullcontext()
+        return blas_on_one_thread()
 
     def normalized(self, room: _Room, x: np.ndarray) -> np.ndarray:
         out = room("normalized", x.shape, self.dtype)
@@ -814,7 +823,7 @@ def forward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     work = a.x.size * len(a.p_in_weight)
     products = of_tensors(a.x.dtype, work) if tensors else ByNumpy
     u = _Update(kernels, products, a)
-    with blas_on_one_thread(), np.errstate(all="ignore"):
+    with u.one_thread_for_blas(), np.errstate(all="ignore"):
         if u.is_small():
             with products.alone():
                 u.fill_in_one_block(out)
@@ -827,7 +836,7 @@ def backward(kernels: Any, a: Any, out: Any, *, tensors: bool = False) -> None:
     work = a.x.size * len(a.p_in_weight)
     products = of_tensors(a.x.dtype, work) if tensors else ByNumpy
     u = _Gradients(kernels, products, a, out)
-    with blas_on_one_thread(), np.errstate(all="ignore"):
+    with u.one_thread_for_blas(), np.errstate(all="ignore"):
         if u.is_small():
             with products.alone():
                 u.pull_in_one_block()
