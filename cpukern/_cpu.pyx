@@ -304,7 +304,9 @@ def in_parallel(work, Py_ssize_t items, int threads):
 
 def join_openmp(size_t parallel, size_t max_threads):
     """Share work by OpenMP: by GOMP_parallel and omp_get_max_threads at these addresses, or not, 0."""
-    global openmp, openmp_threads
+    global openmp, openmp_threads, away, away_until
+    away_until = 0
+    away = BRIEF
     openmp_threads = <int (*)() noexcept nogil>max_threads
     openmp = <void (*)(Region, void*, unsigned, unsigned) noexcept nogil>parallel
 

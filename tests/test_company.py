@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,53 +128,53 @@ def test_a_forked_child_does_not_wait_for_the_parents_openmp(parent):
     assert told(code) == ["0"]
 
 
-@pytest.fixture
-def slow_openmp():
-    """Join an OpenMP whose regions end 2 ms late, and list these."""
+@pytest.fixture(params=[0.0, 0.002])
+def openmp(request):
+    """Join an OpenMP of two threads whose regions end late, and list when they begin."""
     region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    regions = []
+    begun = []
 
     @ctypes.CFUNCTYPE(None, region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    def parallel(function, data, threads, flags):
-        regions.append((threads, flags))
+    def parallel(function, data, number, flags):
+        # The runtime's own number of threads: another would end some and begin others.
+        assert (number, flags) == (0, 0)
+        begun.append(time.perf_counter())
         function(data)
-        time.sleep(0.002)
+        time.sleep(request.param)
 
     @ctypes.CFUNCTYPE(ctypes.c_int)
-    def most():
+    def number():
         return 2
 
-    _cpu.join_openmp(*[ctypes.cast(f, ctypes.c_void_p).value for f in (parallel, most)])
-    yield regions
+    _cpu.join_openmp(*[ctypes.cast(f, ctypes.c_void_p).value for f in (parallel, number)])
+    yield SimpleNamespace(late=request.param, begun=begun)
     _cpu.join_openmp(0, 0)
     threads.follow_torch(sys.modules["torch"])
 
 
-def test_a_late_region_sends_the_next_calls_to_threads_of_our_own(slow_openmp):
+def call(number=2):
     spans = []
+    _cpu.in_parallel(lambda *span: spans.append(span), 7, number)
+    # A thread that is alone takes all parts, one after the other or at once.
+    assert [i for low, high in sorted(spans) for i in range(low, high)] == list(range(7))
 
-    def call(number=2):
-        spans.clear()
-        _cpu.in_parallel(lambda *span: spans.append(span), 7, number)
-        assert sorted(spans) in ([(0, 3), (3, 7)], [(0, 2), (2, 4), (4, 7)])
 
-    call()
-    # The runtime's own number of threads: another would end some and begin others.
-    assert slow_openmp == [(0, 0)]
-    for _ in range(3):
+def test_a_late_region_sends_the_next_calls_to_threads_of_our_own(openmp):
+    """Each in a row for twice as long, from 10 ms to 1 s."""
+    while len(openmp.begun) < 8:
         call()
-    assert len(slow_openmp) == 1
-    time.sleep(0.02)
-    call()
-    assert len(slow_openmp) == 2
-    # The second wait in a row keeps OpenMP away for twice as long.
-    time.sleep(0.012)
-    call()
-    assert len(slow_openmp) == 2
-    time.sleep(0.03)
-    # Two threads can't do the work of three.
+    if openmp.late:
+        assert (np.diff(openmp.begun) > 0.01 * 2.0 ** np.arange(7)).all()
+        for _ in range(3):
+            call()
+        assert len(openmp.begun) == 8
+
+
+def test_a_team_is_large_enough_or_stays_away(openmp):
     call(3)
-    assert len(slow_openmp) == 2
+    assert not openmp.begun
+    call(2)
+    assert len(openmp.begun) == 1
 
 
 @pytest.mark.parametrize("callers", [2, 5])
