@@ -50,7 +50,7 @@ _TILE, _STRIP, _SMALLEST = 64, 16, 16
 _CHANNELS = 4
 # The most groups of blocks, and of channels; a group has one partial sum.
 _GROUPS = 16
-# Multiplications that are worth waking a thread for, and so few that BLAS starts no thread for them.
+# Multiplications that are worth waking a thread for, and so few that BLAS wakes none.
 _GRAIN = 1 << 20
 _FEWEST = 1 << 13
 
@@ -228,7 +228,7 @@ class _Update:
         return not self.limit and n <= _BLOCK and n * self.N * self.H <= _GRAIN
 
     def one_thread_for_blas(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which BLAS starts no threads, which takes longer than tiny products."""
+        """Return a context in which BLAS starts no threads; of tiny products it starts none."""
         widest = max(4 * self.H, self.C, self.D)
         if not self.limit and self.B * self.N**2 * widest**2 <= _FEWEST:
             return contextlib.nullcontext()

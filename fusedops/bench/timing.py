@@ -49,14 +49,16 @@ def timed(run: Callable[[], Any], wait: Callable[[], None], repeats: int) -> flo
 
 
 def after(
-    before: Callable[[], Any], run: Callable[[], Any], _: Callable[[], None], repeats: int
+    before: Callable[[], Any], run: Callable[[], Any], wait: Callable[[], None], repeats: int
 ) -> float:
-    """Return the mean time on the CPU, in ms, of runs that each follow something else."""
+    """Return the mean time, in ms, of runs that each follow something else."""
     taken = 0.0
     for _ in range(repeats):
         before()
+        wait()
         start = time.perf_counter()
         run()
+        wait()
         taken += time.perf_counter() - start
     return taken / repeats * 1e3
 
