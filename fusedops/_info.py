@@ -174,7 +174,8 @@ def info() -> Info:
         here, or None; ``instruction_set`` is the one of the compiled kernels that were loaded;
         ``threads`` is the result of `get_num_threads`; ``whose_threads`` is ``"torch's OpenMP"``
         from the first call with tensors on, before it ``"own"``, and ``"Python's"`` where the
-        compiled kernels are missing; ``packages`` has the versions of optional packages; ``caches`` maps compilers to the folder and the bytes of their compiled kernels;
+        compiled kernels are missing; ``packages`` has the versions of optional packages;
+        ``caches`` maps compilers to the folder and the bytes of their compiled kernels;
         ``pool`` has the bytes that `release_memory` would free, at most ``pool_limit``;
         ``programs`` maps the programs that a `register` of ``fusedops.compat`` serves to their
         version, the module of `register`, and the reason why it can't serve them here, or None;
