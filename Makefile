@@ -18,9 +18,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # For the demo, of whose packages most modules are never imported, and so never compiled.
 INSTALL := $(PIP) install --no-compile
-IN_FAIRCHEM := .venv/fairchem/bin/python -m pip --disable-pip-version-check --quiet
-IN_TORCHREF := .venv/torchref/bin/python -m pip --disable-pip-version-check --quiet
-IN_TRANSFORMERS := .venv/transformers/bin/python -m pip --disable-pip-version-check --quiet
+IN_FAIRCHEM := .venv/with-fairchem/bin/python -m pip --disable-pip-version-check --quiet
+IN_TORCHREF := .venv/with-torchref/bin/python -m pip --disable-pip-version-check --quiet
+IN_TRANSFORMERS := .venv/with-transformers/bin/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build meson.options cpukern/meson.build \
 	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
@@ -79,19 +79,19 @@ test: .venv/test ## test the installed package, on CPU
 kernels: .venv/test ## compile every Triton kernel for several GPUs, with none here
 	cd .venv && bin/python -m pytest -n 2 --dist worksteal -c ../pyproject.toml -m compiles ../tests
 
-peer-tests: .venv/fairchem/done .venv/torchref/done .venv/transformers/done ## test fusedops.compat with its peers
-	cd .venv && fairchem/bin/python -m pytest -c ../pyproject.toml \
+peer-tests: .venv/with-fairchem/done .venv/with-torchref/done .venv/with-transformers/done ## test fusedops.compat with its peers
+	cd .venv && with-fairchem/bin/python -m pytest -c ../pyproject.toml \
 		../tests/test_compat.py ../tests/test_compat_fairchem.py
 	[ -z "$(FAIRCHEM_TESTS)" ] || (cd "$(FAIRCHEM_TESTS)" && \
-		"$(CURDIR)/.venv/fairchem/bin/python" -c "$$REGISTERED" fairchem -m "not gpu" -p no:cacheprovider \
+		"$(CURDIR)/.venv/with-fairchem/bin/python" -c "$$REGISTERED" fairchem -m "not gpu" -p no:cacheprovider \
 		tests/core/models/uma/test_escn_md.py tests/core/models/uma/test_escn_mole.py \
 		tests/core/models/uma/nn/test_so2_layers.py tests/core/models/uma/nn/test_embedding.py)
-	cd .venv && torchref/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_torchref.py
+	cd .venv && with-torchref/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_torchref.py
 	[ -z "$(TORCHREF_TESTS)" ] || (cd "$(TORCHREF_TESTS)" && \
-		"$(CURDIR)/.venv/torchref/bin/python" -c "$$REGISTERED" torchref -m "not gpu" -p no:cacheprovider \
+		"$(CURDIR)/.venv/with-torchref/bin/python" -c "$$REGISTERED" torchref -m "not gpu" -p no:cacheprovider \
 		tests/unit/structure_factor tests/unit/base/test_canonical_sphere_cpu.py \
 		tests/unit/base/test_target_values.py)
-	cd .venv && transformers/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_transformers.py
+	cd .venv && with-transformers/bin/python -m pytest -c ../pyproject.toml ../tests/test_compat_transformers.py
 	[ -z "$(CAUSAL_CONV1D_TESTS)$(FLA_TESTS)$(VLLM_TESTS)$(SGLANG_TESTS)" ] || $(MAKE) .venv/test
 	[ -z "$(CAUSAL_CONV1D_TESTS)" ] || (cd .venv && bin/python -m pip install --quiet einops && \
 		for ours in causal_conv1d cpp_functions; do bin/python ../tests/peer_conv.py $$ours \
@@ -196,25 +196,26 @@ REPLACE = $(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 	@$(PIP) install "$(WHEEL)[test]"
 	@touch $@
 
+# Tests run in .venv, where Python would take a folder named as a package for the package.
 # An environment of its own, since fairchem has many requirements; the last four are for its tests.
-.venv/fairchem/done: .venv/package
-	$(PYTHON) -m venv .venv/fairchem
+.venv/with-fairchem/done: .venv/package
+	$(PYTHON) -m venv .venv/with-fairchem
 	$(IN_FAIRCHEM) install '$(TORCH)'
 	$(IN_FAIRCHEM) install --no-deps --force-reinstall "$(WHEEL)"
 	$(IN_FAIRCHEM) install "$(WHEEL)[test]" '$(FAIRCHEM)' pyarrow pymatgen 'ray[serve]' syrupy
 	touch $@
 
 # An environment of its own, since TorchRef needs an older NumPy.
-.venv/torchref/done: .venv/package
-	$(PYTHON) -m venv .venv/torchref
+.venv/with-torchref/done: .venv/package
+	$(PYTHON) -m venv .venv/with-torchref
 	$(IN_TORCHREF) install '$(TORCH)'
 	$(IN_TORCHREF) install --no-deps --force-reinstall "$(WHEEL)"
 	$(IN_TORCHREF) install "$(WHEEL)[test]" '$(TORCHREF)'
 	touch $@
 
 # An environment of its own, since transformers has many requirements.
-.venv/transformers/done: .venv/package
-	$(PYTHON) -m venv .venv/transformers
+.venv/with-transformers/done: .venv/package
+	$(PYTHON) -m venv .venv/with-transformers
 	$(IN_TRANSFORMERS) install '$(TORCH)'
 	$(IN_TRANSFORMERS) install --no-deps --force-reinstall "$(WHEEL)"
 	$(IN_TRANSFORMERS) install "$(WHEEL)[test]" '$(TRANSFORMERS)'

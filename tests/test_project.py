@@ -51,6 +51,13 @@ def test_no_plugin_warns_beside_xdist(pytestconfig):
     assert pytestconfig.pluginmanager.is_blocked("benchmark")
 
 
+def test_no_environment_has_the_name_of_a_package():
+    """Tests run in .venv, where Python would take its folder for the package."""
+    made = re.findall(r"-m venv \.venv/(\S+)", (ROOT / "Makefile").read_text())
+    assert made
+    assert not [name for name in made if name.isidentifier()]
+
+
 def test_ci_tries_every_command_alone():
     (commands,) = re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)
     (alone,) = re.findall(r"^alone=\((.*)\)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
