@@ -107,7 +107,7 @@ cdef struct Job:
     long long taken
     long long threads
     long long most
-    # When the last share ended.
+    # When the last thread with a share ended.
     long long ended
 
 cdef struct Worker:
@@ -123,24 +123,27 @@ cdef Worker[MOST] workers
 cdef long long helping
 
 ctypedef void (*Region)(void* job) noexcept nogil
-# OpenMP's GOMP_parallel, and its omp_get_max_threads.
-cdef void (*openmp)(Region, void*, unsigned, unsigned) noexcept nogil
-cdef int (*openmp_threads)() noexcept nogil
+# The addresses of OpenMP's GOMP_parallel, or 0, and of its omp_get_max_threads.
+ctypedef void (*Parallel)(Region, void*, unsigned, unsigned) noexcept nogil
+ctypedef int (*Number)() noexcept nogil
+cdef long long openmp, openmp_threads
 # When OpenMP may be used again, and the time from its last long wait.
 cdef long long away_until, away = BRIEF
 
 
-cdef void take_shares(Job* job) noexcept nogil:
+cdef bint take_shares(Job* job) noexcept nogil:
+    """Do shares until none is left; return whether there was one."""
     cdef int thread = <int>added(&job.threads, 1)
     cdef Py_ssize_t begin
     # OpenMP brings all of its threads.
     if thread >= job.most:
-        return
+        return False
     begin = <Py_ssize_t>added(&job.taken, job.size)
+    cdef bint some = begin < job.items
     while begin < job.items:
         job.work(job.call, begin, min(begin + job.size, job.items), thread)
-        job.ended = now()
         begin = <Py_ssize_t>added(&job.taken, job.size)
+    return some
 
 
 cdef void wait_while(Worker* worker, long long state) noexcept nogil:
@@ -220,15 +223,18 @@ cdef void with_workers(Job* job, Py_ssize_t helpers) noexcept nogil:
         collect(asked[i])
 
 
-cdef void in_region(void* job) noexcept nogil:
-    take_shares(<Job*>job)
+cdef void in_region(void* given) noexcept nogil:
+    cdef Job* job = <Job*>given
+    if take_shares(job):
+        turned(&job.ended, seen(&job.ended), now())
 
 
-cdef void with_openmp(Job* job) noexcept nogil:
+cdef void with_openmp(Job* job, Parallel parallel) noexcept nogil:
     global away, away_until
     # Of as many threads as torch's regions have: for another number, the runtime would end threads
     # or begin some.
-    openmp(&in_region, job, 0, 0)
+    job.ended = now()
+    parallel(&in_region, job, 0, 0)
     if now() - job.ended < LATE:
         away = BRIEF
     else:
@@ -240,6 +246,7 @@ cdef void share(
     Share work, const void* call, Py_ssize_t items, Py_ssize_t size, int threads
 ) noexcept nogil:
     cdef Job job
+    cdef Parallel parallel = <Parallel>seen(&openmp)
     # Calls at once, from several threads, together have the helpers of one.
     cdef long long others = added(&helping, threads - 1)
     cdef long long helpers = max(threads - 1 - others, <long long>0)
@@ -252,8 +259,13 @@ cdef void share(
     job.most = helpers + 1
     if helpers == 0:
         work(call, 0, items, 0)
-    elif others == 0 and openmp != NULL and openmp_threads() >= threads and now() > away_until:
-        with_openmp(&job)
+    elif (
+        others == 0
+        and parallel != NULL
+        and (<Number>seen(&openmp_threads))() >= threads
+        and now() > away_until
+    ):
+        with_openmp(&job, parallel)
     else:
         with_workers(&job, helpers)
     added(&helping, -helpers)
@@ -273,6 +285,7 @@ cdef class _Calls:
     cdef object work
     cdef Py_ssize_t items
     cdef int parts
+    cdef long long failed
     cdef object error
 
 
@@ -281,13 +294,14 @@ cdef void call_python(
 ) noexcept nogil:
     with gil:
         calls = <_Calls>call
-        if calls.error is None:
+        if not seen(&calls.failed):
             try:
                 calls.work(
                     calls.items * begin // calls.parts, calls.items * end // calls.parts
                 )
             except BaseException as error:
-                calls.error = error
+                if added(&calls.failed, 1) == 0:
+                    calls.error = error
 
 
 def in_parallel(work, Py_ssize_t items, int threads):
@@ -304,11 +318,13 @@ def in_parallel(work, Py_ssize_t items, int threads):
 
 def join_openmp(size_t parallel, size_t max_threads):
     """Share work by OpenMP: by GOMP_parallel and omp_get_max_threads at these addresses, or not, 0."""
-    global openmp, openmp_threads, away, away_until
+    global away, away_until
     away_until = 0
     away = BRIEF
-    openmp_threads = <int (*)() noexcept nogil>max_threads
-    openmp = <void (*)(Region, void*, unsigned, unsigned) noexcept nogil>parallel
+    # Calls that run now may have seen the earlier addresses, so the second stays.
+    if parallel:
+        turned(&openmp_threads, seen(&openmp_threads), <long long>max_threads)
+    turned(&openmp, seen(&openmp), <long long>parallel)
 
 
 def x86_64_level():

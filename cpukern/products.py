@@ -182,8 +182,10 @@ def of_tensors(dtype: np.dtype, work: int) -> type[ByNumpy]:
 
 @functools.cache
 def has_bfloat16() -> bool:
-    """Return whether oneDNN has products of bfloat16 for this processor."""
-    return bool(sys.modules["torch"].ops.mkldnn._is_mkldnn_bf16_supported())
+    """Return whether torch has fast products of bfloat16 here, as far as oneDNN tells."""
+    # Without oneDNN, torch's own products serve.
+    supported = getattr(sys.modules["torch"].ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is None or bool(supported())
 
 
 def share_groups(by: type[ByNumpy], groups: int, share: Callable[[int, int], None]) -> None:

@@ -310,6 +310,12 @@ def test_bfloat16_is_rounded_as_asked(backend, direction, gate, precision, shape
         assert (got.double() - want).norm() <= tolerance * want.norm()
 
 
+def test_torch_without_onednn_multiplies_bfloat16_itself(backend, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert products.has_bfloat16.__wrapped__()
+
+
 @pytest.mark.parametrize("shape", [(2, 7, 24, 20), (2, 40, 24, 20)], ids=str)
 def test_bfloat16_without_vectors_for_it_is_computed_in_float32(backend, monkeypatch, shape):
     torch = pytest.importorskip("torch")

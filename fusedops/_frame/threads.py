@@ -40,9 +40,17 @@ _blas_before: list[tuple[Any, int]] = []
 
 def _mark_forked() -> None:
     global _forked, _child, _blas_lock, _blas_users
-    _forked, _child = _pooled or _torch is not None, True
+    _forked, _child = _pooled, True
+    _leave_openmp()
     _blas_lock, _blas_users = threading.Lock(), 0
     _blas_before.clear()
+
+
+def _leave_openmp() -> None:
+    global _joined
+    if _joined:
+        _compiled().join_openmp(0, 0)
+        _joined = False
 
 
 # Thread pools don't survive a fork, so the child of a process with a pool works serially.
@@ -83,8 +91,8 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        Always 1 in a child process that was forked after a kernel had used several threads or had
-        been called with tensors. Without a number of our own, from the first call with tensors on
+        Always 1 in a child process that was forked after a kernel had used several threads. Without
+        a number of our own, from the first call with tensors or the import of `fusedops.nn` on
         ``torch.get_num_threads()``, in a DataLoader's worker 1.
 
     Raises
@@ -132,9 +140,9 @@ def follow_torch(torch: Any) -> None:
     After each of its operations they spin for milliseconds, and threads of our own would wait.
     """
     global _torch, _joined
-    if _child:
-        return
     _torch = torch
+    if _child or _is_fork():
+        return
     if _compiled() is None or sys.platform == "win32" or not torch.backends.openmp.is_available():
         return
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
@@ -145,6 +153,16 @@ def follow_torch(torch: Any) -> None:
         functions = openmp.GOMP_parallel, openmp.omp_get_max_threads
         _compiled().join_openmp(*[ctypes.cast(f, ctypes.c_void_p).value for f in functions])
         _joined = True
+
+
+def _is_fork() -> bool:
+    """Return whether Linux tells that this process was forked and has begun no program since."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+    except OSError:
+        return False
+    # PF_FORKNOEXEC among the flags, the seventh field after the program's name.
+    return bool(int(stat.rpartition(")")[2].split()[6]) & 0x40)
 
 
 def whose_threads() -> str:
@@ -170,6 +188,9 @@ def threads_for(work: int, grain: int) -> int:
     if threads == 1 or work < 2 * grain:
         return 1
     _pooled = True
+    if _joined:
+        # Torch sets a new thread's number when it is first asked for it.
+        _torch.get_num_threads()
     return min(threads, work // grain)
 
 
