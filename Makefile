@@ -196,7 +196,9 @@ REPLACE = $(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 	@$(PIP) install "$(WHEEL)[test]"
 	@touch $@
 
-# Tests run in .venv, where Python would take a folder named as a package for the package.
+# Of the peers' environments none has a package's name: tests run in .venv, where Python would take
+# its folder for the package.
+
 # An environment of its own, since fairchem has many requirements; the last four are for its tests.
 .venv/with-fairchem/done: .venv/package
 	$(PYTHON) -m venv .venv/with-fairchem

@@ -123,9 +123,9 @@ cdef Worker[MOST] workers
 cdef long long helping
 
 ctypedef void (*Region)(void* job) noexcept nogil
-# The addresses of OpenMP's GOMP_parallel, or 0, and of its omp_get_max_threads.
 ctypedef void (*Parallel)(Region, void*, unsigned, unsigned) noexcept nogil
 ctypedef int (*Number)() noexcept nogil
+# The addresses of OpenMP's GOMP_parallel, or 0, and of its omp_get_max_threads.
 cdef long long openmp, openmp_threads
 # When OpenMP may be used again, and the time from its last long wait.
 cdef long long away_until, away = BRIEF
@@ -206,11 +206,11 @@ cdef void collect(Worker* worker) noexcept nogil:
         turned(&worker.state, DONE, IDLE)
 
 
-cdef void with_workers(Job* job, Py_ssize_t helpers) noexcept nogil:
+cdef void with_workers(Job* job) noexcept nogil:
     cdef Worker* asked[MOST]
     cdef int count = 0, i
     for i in range(MOST):
-        if count == helpers:
+        if count == job.most - 1:
             break
         if claim(&workers[i]):
             asked[count] = &workers[i]
@@ -231,9 +231,9 @@ cdef void in_region(void* given) noexcept nogil:
 
 cdef void with_openmp(Job* job, Parallel parallel) noexcept nogil:
     global away, away_until
+    job.ended = now()
     # Of as many threads as torch's regions have: for another number, the runtime would end threads
     # or begin some.
-    job.ended = now()
     parallel(&in_region, job, 0, 0)
     if now() - job.ended < LATE:
         away = BRIEF
@@ -267,7 +267,7 @@ cdef void share(
     ):
         with_openmp(&job, parallel)
     else:
-        with_workers(&job, helpers)
+        with_workers(&job)
     added(&helping, -helpers)
 
 

@@ -53,7 +53,7 @@ def test_no_plugin_warns_beside_xdist(pytestconfig):
 
 def test_no_environment_has_the_name_of_a_package():
     """Tests run in .venv, where Python would take its folder for the package."""
-    made = re.findall(r"-m venv \.venv/(\S+)", (ROOT / "Makefile").read_text())
+    made = re.findall(r"-m venv \.venv/(\S+)", MAKEFILE)
     assert made
     assert not [name for name in made if name.isidentifier()]
 

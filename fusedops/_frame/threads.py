@@ -39,18 +39,13 @@ _blas_before: list[tuple[Any, int]] = []
 
 
 def _mark_forked() -> None:
-    global _forked, _child, _blas_lock, _blas_users
+    global _forked, _child, _joined, _blas_lock, _blas_users
     _forked, _child = _pooled, True
-    _leave_openmp()
-    _blas_lock, _blas_users = threading.Lock(), 0
-    _blas_before.clear()
-
-
-def _leave_openmp() -> None:
-    global _joined
     if _joined:
         _compiled().join_openmp(0, 0)
         _joined = False
+    _blas_lock, _blas_users = threading.Lock(), 0
+    _blas_before.clear()
 
 
 # Thread pools don't survive a fork, so the child of a process with a pool works serially.
@@ -115,10 +110,11 @@ def get_num_threads() -> int:
 
 @functools.cache
 def _own() -> int:
-    own = os.environ.get("FUSEDOPS_NUM_THREADS")
-    if own and not _positive(own):
+    own = os.environ.get("FUSEDOPS_NUM_THREADS", "")
+    threads = _positive(own)
+    if own and not threads:
         raise ValueError(f"FUSEDOPS_NUM_THREADS is {own!r}; it should be a positive integer")
-    return _positive(own or "")
+    return threads
 
 
 @functools.cache
@@ -141,9 +137,9 @@ def follow_torch(torch: Any) -> None:
     """
     global _torch, _joined
     _torch = torch
-    if _child or _is_fork():
-        return
     if _compiled() is None or sys.platform == "win32" or not torch.backends.openmp.is_available():
+        return
+    if _child or _is_fork():
         return
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     library = Path(torch.__file__).with_name("lib") / f"libtorch_cpu{suffix}"
