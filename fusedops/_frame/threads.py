@@ -87,7 +87,7 @@ def get_num_threads() -> int:
     -------
     int
         Always 1 in a child process that was forked after a kernel had used several threads. Without
-        a number of our own, from the first call with tensors or the import of `fusedops.nn` on
+        a number of our own, from the first call with tensors or the import of ``fusedops.nn`` on
         ``torch.get_num_threads()``, in a DataLoader's worker 1.
 
     Raises
