@@ -23,7 +23,7 @@ IN_TORCHREF := .venv/with-torchref/bin/python -m pip --disable-pip-version-check
 IN_TRANSFORMERS := .venv/with-transformers/bin/python -m pip --disable-pip-version-check --quiet
 WHEEL = $$(echo .venv/dist/*.whl)
 SOURCES := Makefile pyproject.toml README.md LICENSE meson.build meson.options cpukern/meson.build \
-	$(wildcard cpukern/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
+	$(wildcard cpukern/*.p[yx]* cpukern/*/*.p[yx]* fusedops/*.py fusedops/*/*.py fusedops/*/*/*.py \
 	fusedops/py.typed fusedops/data/* gpukern/*.py gpukern/*/*.py)
 
 # The seconds of random calls in `make sanitize`, and the folder of the kernels with sanitizers.
@@ -227,9 +227,8 @@ REPLACE = $(INSTALL) --no-deps --force-reinstall "$(WHEEL)"
 $(SANITIZED)/built: $(SOURCES) | .venv/test
 	rm -rf $(SANITIZED)
 	mkdir $(SANITIZED)
-	cp -r fusedops gpukern $(SANITIZED)
-	mkdir $(SANITIZED)/cpukern
-	cp cpukern/*.py $(SANITIZED)/cpukern
+	cp -r fusedops cpukern gpukern $(SANITIZED)
+	rm -f $(SANITIZED)/cpukern/*.so
 	[ -d .venv/build-sanitized ] || PATH="$(CURDIR)/$(BIN):$$PATH" meson setup .venv/build-sanitized \
 		-Doptimization=1 -Ddebug=true -Db_sanitize=address,undefined -Db_lundef=false \
 		-Dc_args=-fno-sanitize-recover=undefined

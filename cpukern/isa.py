@@ -30,7 +30,7 @@ def _find() -> tuple[str, str | None]:
         return "", f"FUSEDOPS_ISA is {asked!r}; it should be v2, v3 or v4"
     if int(asked[1]) > own:
         return "", f"FUSEDOPS_ISA is {asked}; this CPU stops at v{own}"
-    if importlib.util.find_spec(f"cpukern.wigner_cython_{asked}") is None:
+    if importlib.util.find_spec(f"cpukern.wigner_{asked}") is None:
         return "", f"the compiled extension is not built for x86-64-{asked} here"
     return asked, None
 
@@ -45,6 +45,6 @@ def level() -> str:
     return _find()[0]
 
 
-def load(kernel: str) -> ModuleType:
-    """Return the compiled module of `kernel` for the instruction set chosen."""
-    return importlib.import_module(f"cpukern.{kernel}_{level()}")
+def load(family: str) -> ModuleType:
+    """Return the compiled module of a family for the instruction set chosen."""
+    return importlib.import_module(f"cpukern.{family}_{level()}")

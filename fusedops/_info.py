@@ -110,9 +110,9 @@ def caches() -> dict[str, tuple[Path, list[Path]]]:
     if not registry.import_error("numba"):
         from cpukern import jit
 
-        # Of our modules alone: Numba has a folder for the modules of each folder.
-        if (kept := jit.folder()) is not None:
-            found["numba"] = Path(kept), sorted(Path(kept).glob("*.nb[ci]"))
+        if kept := jit.folders():
+            ours = [path for folder in kept for path in sorted(Path(folder).glob("*.nb[ci]"))]
+            found["numba"] = Path(os.path.commonpath(kept)), ours
     if not registry.import_error("triton"):
         from triton import knobs
 

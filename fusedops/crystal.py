@@ -36,7 +36,8 @@ from fusedops._frame.check import (
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.shapes import Array
 from fusedops._frame.threads import get_num_threads, in_parallel
-from fusedops.density import CellLike, _grid_sizes, _read_cell
+from fusedops.density import CellLike
+from fusedops.density.plan import grid_sizes, read_cell
 
 __all__ = ["Reflections", "structure_factors", "symmetrize"]
 
@@ -523,7 +524,7 @@ def _layout(
     """Return the fields and sizes of `Reflections`."""
     hkl = _constant(op, "hkl", indices(op, "hkl", hkl)).astype(np.int64, copy=False)
     of_shape(op, "hkl", hkl, ("M", 3))
-    nx, ny, nz = shape = _grid_sizes(op, grid_shape)
+    nx, ny, nz = shape = grid_sizes(op, grid_shape)
     rotations, translations = np.eye(3, dtype=np.int64)[None], np.zeros((1, 3), np.int64)
     if operations is not None:
         rotations, translations = _read_operations(operations, op)
@@ -587,7 +588,7 @@ def _transforms(like: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _factors(op: str, hkl: np.ndarray, cell: np.ndarray, blur: Any, size: int) -> np.ndarray:
     """Return the factors (M,) or () of a map's Fourier sums, which make structure factors."""
-    cell = _read_cell(op, cell)
+    cell = read_cell(op, cell)
     volume = abs(np.linalg.det(cell))
     if not volume > 0:
         raise ValueError(f"{op}: cell is {cell.tolist()}; it should be finite, with a volume")

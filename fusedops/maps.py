@@ -13,7 +13,8 @@ import numpy as np
 import fusedops
 from fusedops._frame.limits import available_memory
 from fusedops._frame.registry import BackendName
-from fusedops.density import COMPONENTS, atom_radius, bad_atoms
+from fusedops.density import atom_radius, bad_atoms
+from fusedops.density.op import COMPONENTS
 from fusedops.structure import (
     CELL_NAMES,
     Structure,

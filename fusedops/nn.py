@@ -36,17 +36,12 @@ from fusedops.pairs import (
     lecun_normal,
 )
 from fusedops.so2 import PRECISIONS as SO2_PRECISIONS
-from fusedops.so2 import WEIGHTS, by_order, message_rows, orders, so2_convolution
 from fusedops.so2 import Precision as SO2Precision
-from fusedops.trimul import (
-    DIRECTIONS,
-    GATES,
-    PRECISIONS,
-    Direction,
-    Gate,
-    Precision,
-    triangle_multiplicative_update,
-)
+from fusedops.so2 import so2_convolution
+from fusedops.so2.op import WEIGHTS, by_order, orders
+from fusedops.trimul import Direction, triangle_multiplicative_update
+from fusedops.trimul.op import DIRECTIONS, GATES, PRECISIONS, Gate, Precision
+from fusedops.wigner.rows import message_rows
 
 __all__ = [
     "DynamicShortConvolution",

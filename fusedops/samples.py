@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusedops.density import COMPONENTS
-from fusedops.trimul import ARRAYS
-from fusedops.wigner import message_rows
+from fusedops.density.op import COMPONENTS
+from fusedops.trimul.op import ARRAYS
+from fusedops.wigner.rows import message_rows
 
 if TYPE_CHECKING:
     from fusedops.structure import Structure

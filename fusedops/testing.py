@@ -13,16 +13,22 @@ import numpy as np
 from fusedops._frame import primitive, registry
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
-from fusedops.conv import Sequences, conv, conv_step, conv_vjp
-from fusedops.density import Lattice, density, density_vjp, density_vjp_vjp
-from fusedops.generated import generated, generated_vjp
-from fusedops.harmonics import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
-from fusedops.planarity import Planes, gradient_vjp, nll
+from fusedops.conv import Sequences
+from fusedops.conv.op import conv, conv_step, conv_vjp
+from fusedops.density import Lattice
+from fusedops.density.op import density, density_vjp, density_vjp_vjp
+from fusedops.generated.op import generated, generated_vjp
+from fusedops.harmonics.op import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
+from fusedops.planarity import Planes
+from fusedops.planarity.op import gradient_vjp, nll
 from fusedops.samples import _exact, atoms_in, convolved, cubes, pair, protein
-from fusedops.scatter import ScatterPlan, gather, scatter
-from fusedops.so2 import gate, gate_vjp, gate_vjp_vjp, so2, so2_vjp
-from fusedops.trimul import trimul, trimul_vjp
-from fusedops.wigner import Edges, edge_wigner, function_rows, m_major_order, message_rows
+from fusedops.scatter import ScatterPlan
+from fusedops.scatter.op import gather, scatter
+from fusedops.so2.op import gate, gate_vjp, gate_vjp_vjp, so2, so2_vjp
+from fusedops.trimul.op import trimul, trimul_vjp
+from fusedops.wigner import Edges, m_major_order
+from fusedops.wigner.op import edge_wigner
+from fusedops.wigner.rows import function_rows, message_rows
 
 __all__ = [
     "CASES",

@@ -252,7 +252,7 @@ def several_threads(monkeypatch):
     from fusedops.testing import CASES
 
     families = {case.primitive.family for case in CASES}
-    kernels = [importlib.import_module(f"cpukern.{family}_cython") for family in families]
+    kernels = [importlib.import_module(f"cpukern.{family}.cython") for family in families]
     used = []
 
     def threads_for(work, grain):

@@ -21,7 +21,8 @@ from fusedops._frame import registry
 from fusedops._frame.kinds import forget_plans
 from fusedops.samples import atoms_in, convolved, cubes, pair, protein
 from fusedops.testing import CASES, TOLERANCE, error
-from fusedops.wigner import function_rows, m_major_order, message_rows, wigner_d
+from fusedops.wigner import m_major_order, wigner_d
+from fusedops.wigner.rows import function_rows, message_rows
 from places import EXACT, HAS_TORCH
 
 if HAS_TORCH:

@@ -414,7 +414,7 @@ def test_a_kernel_that_fails_is_not_timed(tmp_path, capsys, monkeypatch, raises)
             raise ZeroDivisionError("no")
 
     # Loaded later, the module would register its own kernel in place of this one.
-    importlib.import_module("cpukern.conv_numba")
+    importlib.import_module("cpukern.conv.numba")
     monkeypatch.setitem(registry._kernels, ("dynamic_conv_step", "numba"), fails)
     monkeypatch.setattr(registry, "_chosen", {})
     path = tmp_path / "cpu.json"

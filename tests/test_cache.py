@@ -11,7 +11,7 @@ from fusedops import _info, cli
 from fusedops._frame import registry
 from fusedops._info import CacheInfo
 
-OURS = '#loc = loc("/site-packages/gpukern/conv.py":144:0)\n'
+OURS = '#loc = loc("/site-packages/gpukern/conv/triton.py":144:0)\n'
 OURS_ON_WINDOWS = r'#loc = loc("C:\\site-packages\\gpukern\\conv.py":144:0)'
 OTHERS = '#loc = loc("/home/me/model.py":1:0)\n'
 
@@ -65,14 +65,15 @@ def numba_folder(tmp_path_factory, monkeypatch):
 
 
 def test_the_cache_of_numba(numba_folder, capsys):
-    from cpukern import jit, planarity_numba
+    from cpukern import jit
+    from cpukern.planarity import numba as planarity
 
-    kernel = jit.jit(planarity_numba._newton_eigenpair.py_func)
-    folder = kernel._cache.cache_path
-    assert Path(folder).parent == numba_folder
+    kernel = jit.jit(planarity._newton_eigenpair.py_func)
+    kept, folder = Path(kernel._cache.cache_path), str(numba_folder)
+    assert kept.parent == numba_folder
     others = numba_folder / "other/model.nbi"
     others.parent.mkdir()
-    for path in (others, Path(folder) / "planarity.nbi", Path(folder) / "planarity.1.nbc"):
+    for path in (others, kept / "planarity.nbi", kept / "planarity.1.nbc"):
         path.write_bytes(bytes(1000))
     assert fusedops.info().caches["numba"] == CacheInfo(folder, 2000)
     assert cli.main(["cache", "--clear"]) == 0

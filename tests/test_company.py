@@ -46,8 +46,8 @@ def told(code, **environment):
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_calls_with_tensors_start_no_threads_beside_torchs(backend):
     code = f"""
-    import cpukern.conv_cython, cpukern.conv_numba
-    cpukern.conv_cython._CHUNK_GRAIN = cpukern.conv_numba._GRAIN = 1
+    import cpukern.conv.cython, cpukern.conv.numba
+    cpukern.conv.cython._CHUNK_GRAIN = cpukern.conv.numba._GRAIN = 1
     torch.set_num_threads(1)
     call({backend!r})
     torch.set_num_threads(3)
@@ -114,8 +114,8 @@ def test_a_loader_of_data_works_on_one_thread(parent):
 def test_a_forked_child_does_not_wait_for_the_parents_openmp(parent):
     """Whether the parent had called us with tensors, or only torch."""
     code = f"""
-    import cpukern.conv_cython
-    cpukern.conv_cython._CHUNK_GRAIN = 1
+    import cpukern.conv.cython
+    cpukern.conv.cython._CHUNK_GRAIN = 1
     torch.set_num_threads(2)
     {parent}
     child = os.fork()

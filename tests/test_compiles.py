@@ -48,7 +48,8 @@ launch.Launcher.is_new = lambda *_: False
 
 COMPILE = """
 import numpy as np
-from fusedops import density, testing
+from fusedops import testing
+from fusedops.density import op as density
 
 # As of many atoms on a GPU.
 density._is_ordered = lambda xyz: True

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 import fusedops
 import guarded
-from fusedops import Lattice, density, gaussian_density
-from fusedops.density import COMPONENTS, MOST_VOXELS, atom_radius, bad_atoms
+from fusedops import Lattice, gaussian_density
+from fusedops.density import atom_radius, bad_atoms
+from fusedops.density.op import COMPONENTS, SLACK, clamped, density
+from fusedops.density.plan import MOST_VOXELS
 from fusedops.samples import atoms_in
 from fusedops.testing import TOLERANCE, error
 from places import (
@@ -224,15 +226,15 @@ def test_maps_when_interpreted(name, anisotropic):
 @needs_triton
 @pytest.mark.parametrize("count", [1, 700])
 def test_atoms_are_sorted_along_x_when_interpreted(count):
-    from gpukern.density import gaussian_density as kernel
+    from gpukern.density.triton import gaussian_density as kernel
 
     xyz = np.random.default_rng(0).normal(size=(count, 3)) * 50
     xyz[5:6], xyz[7:8], xyz[9:10] = np.nan, np.inf, 0
     p = problem("skewed and smaller", count)
     atoms = [tensor(array) for array in (xyz, *p.atoms[1:], np.zeros(count))]
-    a = density.density.Arguments(*atoms, Lattice(p.cell, p.shape), 0)
+    a = density.Arguments(*atoms, Lattice(p.cell, p.shape), 0)
     order = torch.full((count,), -1)
-    kernel(a, density.density.Outputs(None, order))
+    kernel(a, density.Outputs(None, order))
     assert sorted(order.tolist()) == list(range(count))
     along = np.linalg.solve(p.cell, xyz.T)[0] % 1
     along = along[order.numpy()]
@@ -383,8 +385,8 @@ def at_borders(name):
     square = (((apart - np.rint(apart)) @ cell.T) ** 2).sum(-1)
     chosen = [rng.choice(row[(row > 9.0) & (row < 16.0)]) for row in square]
     # Rounding puts the voxel on either side.
-    radius = np.sqrt(np.array(chosen) / (1 + density.SLACK)).astype(np.float32)
-    square /= radius.astype(np.float64)[:, None] ** 2 * (1 + density.SLACK)
+    radius = np.sqrt(np.array(chosen) / (1 + SLACK)).astype(np.float32)
+    square /= radius.astype(np.float64)[:, None] ** 2 * (1 + SLACK)
     ones = np.ones(len(xyz), np.float32)
     atoms = xyz, 20 * ones, ones, ones[:, None], 60 * ones[:, None]
     return Problem(*atoms, radius, cell, shape, None), square
@@ -841,9 +843,9 @@ def test_widening_copies_no_list_to_a_gpu(anisotropic):
 
     p = too_sharp(anisotropic=anisotropic)
     arrays = [tensor(array) for array in p[:6]]
-    call = density.density.Arguments(*arrays, Lattice(p.cell, p.shape), 1)
+    call = density.Arguments(*arrays, Lattice(p.cell, p.shape), 1)
     with Calls() as calls:
-        wide, back = density.clamped(call)
+        wide, back = clamped(call)
         back(*wide[:5])
     assert "aten::where.self" in calls.names
     assert "aten::lift_fresh" not in calls.names
@@ -1393,7 +1395,7 @@ def test_what_compiled_code_cannot_do_says_so():
 GUARDED = """
 import numpy as np
 from fusedops import Lattice
-from fusedops.density import density, density_vjp, density_vjp_vjp
+from fusedops.density.op import density, density_vjp, density_vjp_vjp
 from fusedops.samples import atoms_in
 from guarded import fill, guarded
 

@@ -42,9 +42,15 @@ COMPAT = [
 DISTRIBUTED = [
     f"fusedops.distributed.{name}" for name in ("exchanges", "graphs", "sequences", "triangles")
 ]
+FAMILIES = [module.parent.name for module in ROOT.glob("cpukern/*/cython.py")]
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
+    *(
+        f"fusedops.{family}.{module.stem}"
+        for family in FAMILIES
+        for module in ROOT.glob(f"fusedops/{family}/[a-z]*.py")
+    ),
     *COMPAT,
     *DISTRIBUTED,
     "fusedops.compat._swaps",
@@ -112,7 +118,7 @@ def test_docstring_examples(name, monkeypatch, tmp_path):
 def test_an_op_has_examples_that_run():
     """An op's examples are its own, not the examples of the function that serves all ops."""
     (example,) = doctest.DocTestFinder().find(
-        dict(own(imported("fusedops.planarity")))["planarity_nll"]
+        dict(own(imported("fusedops.planarity.op")))["planarity_nll"]
     )
     assert len(example.examples) > 3
 

@@ -247,7 +247,7 @@ def test_explain_refuses_other_functions(square, value, was):
 
 def test_a_missing_kernel_is_a_reason(square, monkeypatch):
     monkeypatch.delitem(registry._kernels, ("planarity_nll", "numba"), raising=False)
-    importlib.import_module("cpukern.planarity_numba")
+    importlib.import_module("cpukern.planarity.numba")
     monkeypatch.delitem(registry._kernels, ("planarity_nll", "numba"), raising=False)
     monkeypatch.setattr(registry, "_chosen", {})
     reasons = fusedops.planarity_nll.explain(*square).reasons
@@ -291,7 +291,7 @@ def test_every_instruction_set(level):
     for case in CASES:
         for dtype in ("float64", "float32"):
             check(case, "numpy", "cython", dtype)
-    print({m[-2:] for m in sys.modules if m.startswith("cpukern.") and "_cython_v" in m})
+    print({m[-2:] for m in sys.modules if m.startswith("cpukern.") and "_v" in m})
     """
     assert python(code, FUSEDOPS_ISA=level).strip() == str({level})
 
@@ -300,7 +300,7 @@ def test_every_instruction_set(level):
 def test_an_unknown_instruction_set_is_a_reason():
     told = python(SQUARE + "print(explain())", FUSEDOPS_ISA="v9")
     assert "FUSEDOPS_ISA is 'v9'; it should be v2, v3 or v4" in told
-    alone = without(f"cpukern.wigner_cython_{isa.level()}") + SQUARE + "print(explain())"
+    alone = without(f"cpukern.wigner_{isa.level()}") + SQUARE + "print(explain())"
     assert f"not built for x86-64-{isa.level()} here" in python(alone)
 
 
@@ -359,8 +359,8 @@ def test_nobody_waits_for_a_thread_that_does_not_run():
     """On a busy machine, another process may occupy the core of the other thread."""
     code = """
     import statistics, subprocess, time
-    import cpukern.planarity_cython
-    cpukern.planarity_cython._GRAIN = 1
+    import cpukern.planarity.cython
+    cpukern.planarity.cython._GRAIN = 1
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         fusedops.set_num_threads(2)
@@ -412,8 +412,8 @@ def test_shares_that_no_thread_begins_with_are_done_by_the_caller(monkeypatch):
 def test_calls_at_once_share_the_threads():
     code = """
     from concurrent.futures import ThreadPoolExecutor
-    import cpukern.planarity_cython
-    cpukern.planarity_cython._GRAIN = 1
+    import cpukern.planarity.cython
+    cpukern.planarity.cython._GRAIN = 1
     want = step("cython")
     def same(_):
         value, gradient = step("cython")
@@ -429,8 +429,8 @@ def test_calls_at_once_share_the_threads():
 @pytest.mark.parametrize("backend", ["cython", "numba"])
 def test_a_forked_child_works_serially(backend):
     code = f"""
-    import cpukern.planarity_cython, cpukern.planarity_numba
-    cpukern.planarity_cython._GRAIN = cpukern.planarity_numba._GRAIN = 1
+    import cpukern.planarity.cython, cpukern.planarity.numba
+    cpukern.planarity.cython._GRAIN = cpukern.planarity.numba._GRAIN = 1
     want = step({backend!r})
     child = os.fork()
     if child == 0:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern import generated as on_cpu
+from cpukern.generated import blocks as on_cpu
 from fusedops.testing import error
 from places import HAS_TORCH, PLACES, available, interpreted, needs_torch, needs_triton
 

@@ -12,12 +12,13 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 from contract import capture  # noqa: E402
 from fusedops._frame import primitive as primitives  # noqa: E402
-from fusedops.conv import conv, conv_vjp  # noqa: E402
-from fusedops.planarity import gradient_vjp, nll  # noqa: E402
+from fusedops.conv.op import conv, conv_vjp  # noqa: E402
+from fusedops.planarity.op import gradient_vjp, nll  # noqa: E402
 from fusedops.samples import atoms_in, pair, protein  # noqa: E402
 from fusedops.testing import CASES, check, error  # noqa: E402
-from fusedops.trimul import ARRAYS  # noqa: E402
-from fusedops.wigner import edge_wigner, wigner_d  # noqa: E402
+from fusedops.trimul.op import ARRAYS  # noqa: E402
+from fusedops.wigner import wigner_d  # noqa: E402
+from fusedops.wigner.op import edge_wigner  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import guarded
 from fusedops import Sequences
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
-from fusedops.conv import conv, conv_vjp
-from fusedops.planarity import gradient_vjp, nll
+from fusedops.conv.op import conv, conv_vjp
+from fusedops.planarity.op import gradient_vjp, nll
 from fusedops.testing import CASES, check, poisoned_outputs, run
 from places import (
     FILLING,
@@ -243,7 +243,7 @@ def test_sequences_that_lie_lead_nowhere(place, primitive, cu_seqlens):
 GUARDED = """
 import numpy as np
 from fusedops import Sequences
-from fusedops.conv import conv, conv_vjp
+from fusedops.conv.op import conv, conv_vjp
 from guarded import fill, guarded
 
 

@@ -19,7 +19,7 @@ from fusedops import use_backend  # noqa: E402
 from fusedops._frame import registry  # noqa: E402
 from fusedops.compat import cuequivariance  # noqa: E402
 from fusedops.nn import DynamicShortConvolution, TriangleMultiplicativeUpdate  # noqa: E402
-from fusedops.trimul import trimul  # noqa: E402
+from fusedops.trimul.op import trimul  # noqa: E402
 
 F = torch.nn.functional
 

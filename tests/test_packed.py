@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern.scatter import bins
-from fusedops import crystal, scatter
+from cpukern.scatter.parts import bins
+from fusedops import crystal
 from fusedops._frame.packed import Packed
+from fusedops.scatter import plan as plans
 
 try:
     import torch
@@ -255,7 +256,7 @@ def test_the_arrays_of_a_caller_stay_writable():
 @pytest.fixture
 def sorted_on_cpu(monkeypatch):
     """Sort plans on the CPU when they are made, as on a GPU."""
-    monkeypatch.setattr(scatter, "_GPUS", ("cpu",))
+    monkeypatch.setattr(plans, "_GPUS", ("cpu",))
 
 
 @needs_torch
@@ -271,7 +272,7 @@ def test_a_sorted_plan_travels_sorted(sorted_on_cpu, monkeypatch, on_grid):
     # Replayed launches tell tensors apart by identity.
     assert len({id(tensor) for tensor in tensors}) == len(tensors) == 6
     assert sizes == [plan.map_size, *plan.grid]
-    monkeypatch.setattr(scatter, "_sort", None)
+    monkeypatch.setattr(plans, "_sort", None)
     back = fusedops.ScatterPlan.from_tensors(tensors, sizes)
     assert back.grid == plan.grid
     assert back.kind == plan.kind

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops.planarity import SCATTERED, gradient_vjp, nll
+from fusedops.planarity.op import gradient_vjp, nll
+from fusedops.planarity.plan import SCATTERED
 from fusedops.samples import protein
 from fusedops.testing import CASES, error
 
@@ -265,7 +266,7 @@ def test_scattered_atoms_have_the_same_gradient(backend, fit, monkeypatch):
     index = np.concatenate([rng.permutation(50)[:40], rng.integers(0, 60, 20)]).reshape(12, 5)
     sigma, planes = rng.uniform(0.1, 1, 12), []
     for scattered in (10**6, 1):
-        monkeypatch.setattr("fusedops.planarity.SCATTERED", scattered)
+        monkeypatch.setattr("fusedops.planarity.plan.SCATTERED", scattered)
         with fusedops.use_backend("numpy"):
             planes.append(fusedops.Planes([(index, sigma)]))
     assert planes[0].spill < planes[1].spill == 60

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops.planarity import NO_PLANE, gradient_vjp, nll
+from fusedops.planarity.eigenvector import NO_PLANE
+from fusedops.planarity.op import gradient_vjp, nll
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
@@ -90,7 +91,7 @@ class Expected:
         self.gradient = g[..., None] * normal[:, None]
         self.gradient_error = g_error + abs(g) * tilt
 
-        # The second derivative follows fusedops.planarity._gradient_vjp_formula.
+        # The second derivative follows fusedops.planarity.op._gradient_vjp_formula.
         v = v[index]
         t = weight * centred(_along(normal, v))
         t_error = weight * spread(_length(v)) * (tilt + many)

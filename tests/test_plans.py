@@ -18,7 +18,7 @@ import pytest
 import fusedops
 from fusedops._frame import kinds
 from fusedops.bench.workloads import WORKLOADS, Source
-from fusedops.conv import conv
+from fusedops.conv.op import conv
 from fusedops.wigner import wigner_d
 from places import needs_triton
 
@@ -123,7 +123,7 @@ def test_read_only_and_unaligned_are_two_kinds():
 def test_read_only_arrays_compile_nothing():
     """Numba would compile a kernel of its own for them, for seconds."""
     pytest.importorskip("numba")
-    from cpukern.conv_numba import _conv_chunks, _vjp_blocks
+    from cpukern.conv.numba import _conv_chunks, _vjp_blocks
 
     def step(arguments):
         out, pullback = fusedops.dynamic_conv.vjp(**arguments, backend="numba")

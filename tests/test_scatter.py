@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import fusedops
 import guarded
-from cpukern.scatter import bins
+from cpukern.scatter.parts import bins
 from fusedops import ScatterPlan, structured_gather, structured_scatter_add
 from fusedops._frame import registry
-from fusedops.scatter import gather, scatter
+from fusedops.scatter.op import gather, scatter
 from fusedops.testing import TOLERANCE, error
 from places import (
     EXACT,
@@ -362,7 +362,7 @@ def test_bins_name_the_planes_that_reach_every_part(threads, wide, several_threa
     found = bins(plan)
     if threads:
         available("numpy", "cython")
-        from cpukern.scatter_cython import survey
+        from cpukern.scatter.cython import survey
 
         try:
             fusedops.set_num_threads(threads)
@@ -772,7 +772,7 @@ def test_indices_that_lie_lead_nowhere(place, primitive, index, binned):
 GUARDED = """
 import numpy as np
 from fusedops import ScatterPlan
-from fusedops.scatter import gather, scatter
+from fusedops.scatter.op import gather, scatter
 from guarded import FRAMEWORK, fill, guarded
 
 

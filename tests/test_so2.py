@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern import so2 as on_cpu
+from cpukern.so2 import convolution as on_cpu
 from fusedops.samples import convolved
 from fusedops.testing import TOLERANCE, error
-from fusedops.wigner import m_major_order, message_rows, wigner_d
+from fusedops.wigner import m_major_order, wigner_d
+from fusedops.wigner.rows import message_rows
 from places import HAS_TORCH, interpreted, needs_torch, needs_triton
 
 if HAS_TORCH:

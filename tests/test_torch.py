@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import fusedops  # noqa: E402
 from fusedops._frame import bridge, registry  # noqa: E402
 from fusedops._frame.bridge.graphs import _take_apart  # noqa: E402
-from fusedops.planarity import nll  # noqa: E402
+from fusedops.planarity.op import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
 from fusedops.testing import error  # noqa: E402
 
@@ -329,7 +329,7 @@ def test_the_gpu_fallback_warns_once(square, monkeypatch):
 
 
 def test_eigenvectors_of_plain_torch():
-    from fusedops.eigenvector import smallest_eigenvector
+    from fusedops.planarity.eigenvector import smallest_eigenvector
 
     points = np.random.default_rng(2).normal(size=(200, 5, 3)) * [1, 0.3, 0.05]
     C = np.einsum("pai,paj->pij", points, points)

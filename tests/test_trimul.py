@@ -18,7 +18,7 @@ from fusedops import triangle_multiplicative_update
 from fusedops._frame import registry
 from fusedops.samples import pair
 from fusedops.testing import TOLERANCE, error
-from fusedops.trimul import ARRAYS, trimul, trimul_vjp, warn_of_parts
+from fusedops.trimul.op import ARRAYS, trimul, trimul_vjp, warn_of_parts
 from places import FILLING, HAS_TORCH, available, interpreted, needs_linux, needs_torch
 
 if HAS_TORCH:
@@ -991,7 +991,7 @@ def test_compile_without_breaks_or_recompiling(mask):
 GUARDED = """
 import numpy as np
 from fusedops.samples import pair
-from fusedops.trimul import trimul, trimul_vjp
+from fusedops.trimul.op import trimul, trimul_vjp
 from guarded import fill, guarded
 
 

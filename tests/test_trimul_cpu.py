@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import fusedops
-from cpukern import isa, products, trimul
+from cpukern import isa, products
+from cpukern.trimul import update as on_cpu
 from fusedops import triangle_multiplicative_update
 from fusedops._frame import memory, threads
 from fusedops.samples import pair
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 @pytest.fixture(autouse=True)
 def with_bfloat16(monkeypatch):
     """Multiply bfloat16 by oneDNN's reference where this processor has no vectors for it."""
-    monkeypatch.setattr(trimul, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(on_cpu, "has_bfloat16", lambda: True)
 
 
 def solve(arrays, backend, **options):
@@ -54,16 +55,16 @@ def update(shape, dtype="float32", gate="output", **options):
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_one_block_equals_the_loops(backend, monkeypatch, direction, gate, mask, shape):
     arrays = update(shape, gate=gate, mask=mask)
-    asked, one_block = [], trimul._Update.is_small
+    asked, one_block = [], on_cpu._Update.is_small
 
     def small(u):
         asked.append(one_block(u))
         return asked[-1]
 
-    monkeypatch.setattr(trimul._Update, "is_small", small)
+    monkeypatch.setattr(on_cpu._Update, "is_small", small)
     results = solve(arrays, backend, direction=direction, gate=gate)
     assert asked == [True] * 3
-    monkeypatch.setattr(trimul._Update, "is_small", lambda _: False)
+    monkeypatch.setattr(on_cpu._Update, "is_small", lambda _: False)
     same(results, solve(arrays, backend, direction=direction, gate=gate))
 
 
@@ -119,11 +120,11 @@ def test_blas_gets_its_threads_back(backend, monkeypatch, shape):
 
     inside = []
 
-    def watched(*args, real=trimul._Update.projected):
+    def watched(*args, real=on_cpu._Update.projected):
         inside.extend(counts())
         return real(*args)
 
-    monkeypatch.setattr(trimul._Update, "projected", watched)
+    monkeypatch.setattr(on_cpu._Update, "projected", watched)
     before, arrays = counts(), update(shape)
     assert set(before) == {2}
     solve(arrays, backend)
@@ -133,7 +134,7 @@ def test_blas_gets_its_threads_back(backend, monkeypatch, shape):
     def broken(*args):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(trimul._Update, "projected", broken)
+    monkeypatch.setattr(on_cpu._Update, "projected", broken)
     with pytest.raises(RuntimeError, match="broken"):
         solve(arrays, backend)
     assert counts() == before
@@ -158,7 +159,7 @@ def most(monkeypatch):
         peak, now[1] = now[1], now[0]
         return peak
 
-    monkeypatch.setattr(trimul, "memory", SimpleNamespace(empty=empty, SMALL=memory.SMALL))
+    monkeypatch.setattr(on_cpu, "memory", SimpleNamespace(empty=empty, SMALL=memory.SMALL))
     return most
 
 
@@ -218,16 +219,16 @@ def test_less_memory_takes_a_little_longer(backend, monkeypatch, direction):
     N, C, H = 128, 4, 8
     work = {"projected": 0, "ended": 0}
 
-    def counted(self, room, xn, *rest, real=trimul._Update.projected):
+    def counted(self, room, xn, *rest, real=on_cpu._Update.projected):
         work["projected"] += len(xn) * len(rest[0]) / (4 * H * N**2)
         return real(self, room, xn, *rest)
 
-    def ended(self, room, xn, o, real=trimul._Update.ended):
+    def ended(self, room, xn, o, real=on_cpu._Update.ended):
         work["ended"] += len(xn) / N**2
         return real(self, room, xn, o)
 
-    monkeypatch.setattr(trimul._Update, "projected", counted)
-    monkeypatch.setattr(trimul._Update, "ended", ended)
+    monkeypatch.setattr(on_cpu._Update, "projected", counted)
+    monkeypatch.setattr(on_cpu._Update, "ended", ended)
     arrays = update((1, N, C, H))
     cotangent = np.random.default_rng(1).normal(size=arrays["x"].shape).astype("f4")
     forwards, backwards = [], []
@@ -323,7 +324,7 @@ def test_bfloat16_without_vectors_for_it_is_computed_in_float32(backend, monkeyp
     def never(*args):
         raise AssertionError("a product of bfloat16")
 
-    monkeypatch.setattr(trimul, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(on_cpu, "has_bfloat16", lambda: False)
     for product in ("dot", "matmul"):
         monkeypatch.setattr(products.InBfloat16, product, never)
     arrays = update(shape, dtype="float64", mask=True)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from fusedops._frame.registry import asking  # noqa: E402
 from fusedops.samples import pair  # noqa: E402
-from fusedops.trimul import ARRAYS, trimul, trimul_vjp  # noqa: E402
+from fusedops.trimul.op import ARRAYS, trimul, trimul_vjp  # noqa: E402
 from gpukern.trimul import backward, plan  # noqa: E402
 from places import available  # noqa: E402
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import fusedops  # noqa: E402
-from fusedops.trimul import trimul, trimul_vjp  # noqa: E402
+from fusedops.trimul.op import trimul, trimul_vjp  # noqa: E402
 from gpukern.trimul import backward, forward, products  # noqa: E402
 
 #: Bytes of o, in the tests without a GPU.

@@ -7,7 +7,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusedops._frame.registry import asking  # noqa: E402
-from fusedops.trimul import end, end_vjp, sides, sides_vjp  # noqa: E402
+from fusedops.trimul.op import (  # noqa: E402
+    end,
+    end_vjp,
+    sides,
+    sides_vjp,
+)
 from places import available  # noqa: E402
 
 #: B, L, M, C, H, and the ranks. On a GPU the last one has as many rows as Hopper's kernels take.

@@ -13,18 +13,13 @@ import fusedops
 import guarded
 from fusedops._frame import registry
 from fusedops._frame.arrays import wide
-from fusedops.harmonics import matrices as matrices_primitive
-from fusedops.harmonics import matrices_vjp, matrices_vjp_vjp, matrix_size
+from fusedops.harmonics.op import matrices as matrices_primitive
+from fusedops.harmonics.op import matrices_vjp, matrices_vjp_vjp, matrix_size
 from fusedops.testing import TOLERANCE, error
-from fusedops.wigner import (
-    _Check,
-    edge_wigner,
-    function_rows,
-    grouped_ends,
-    m_major_order,
-    wigner_d,
-    wigner_d_of,
-)
+from fusedops.wigner import m_major_order, wigner_d, wigner_d_of
+from fusedops.wigner.op import edge_wigner
+from fusedops.wigner.plan import _Check, grouped_ends
+from fusedops.wigner.rows import function_rows
 from places import (
     EXACT,
     FILLING,
@@ -1637,7 +1632,7 @@ def test_higher_derivatives_of_matrices(torch_backend, order):
 
 GUARDED_MATRICES = """
 import numpy as np
-from fusedops.harmonics import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
+from fusedops.harmonics.op import matrices, matrices_vjp, matrices_vjp_vjp, matrix_size
 from guarded import fill, guarded
 
 
@@ -1965,8 +1960,10 @@ def test_edges_that_lie_lead_nowhere(place, way, lie):
 GUARDED = """
 import numpy as np
 from fusedops import Edges
-from fusedops.harmonics import matrix_size
-from fusedops.wigner import edge_wigner, function_rows, m_major_order
+from fusedops.harmonics.op import matrix_size
+from fusedops.wigner import m_major_order
+from fusedops.wigner.op import edge_wigner
+from fusedops.wigner.rows import function_rows
 from guarded import FRAMEWORK, fill, guarded
 
 

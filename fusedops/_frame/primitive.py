@@ -76,7 +76,7 @@ class Primitive:
     name : str
         The name that kernels register under.
     family : str
-        The name of the modules that have its kernels, such as ``gpukern.conv``.
+        The name of the folders that have its kernels, such as ``gpukern/conv``.
     arrays, outputs : dict of str to str
         The differentiable arrays and the outputs by name, each with its declaration (`shapes`).
         In a call some of the arrays may be None, but not all.
@@ -340,7 +340,7 @@ def numpy_plan(
         for at, (slot, output) in enumerate(zip(slots, described, strict=True))
         if output is not None and slot is not None and at not in fit
     ]
-    formula = backend.module is None
+    formula = backend.package is None
     size, Outputs = len(slots), primitive.Outputs
 
     def plain(a: Any, slots: Sequence[Any]) -> Any:

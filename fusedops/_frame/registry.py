@@ -41,15 +41,15 @@ class Request(NamedTuple):
 class Backend:
     """A row of the backend table.
 
-    `speaks` is the framework whose arrays the kernels take. `module`, with a family of ops in the
-    place of ``{}``, is the module whose import registers the family's kernels. `why_not` returns
-    the reason why the backend can't serve a request, or None if it can. A backend without a module
-    evaluates the formula that a primitive declares.
+    `speaks` is the framework whose arrays the kernels take. `package` has a folder for each family
+    of ops, where the import of the module of the backend's name registers the family's kernels.
+    `why_not` returns the reason why the backend can't serve a request, or None if it can. A backend
+    without a package evaluates the formula that a primitive declares.
     """
 
     name: BackendName
     speaks: str
-    module: str | None
+    package: str | None
     why_not: Callable[[Request], str | None]
 
 
@@ -128,9 +128,9 @@ def _needs_gpu(request: Request) -> str | None:
 
 #: All backends, in order of preference.
 BACKENDS = (
-    Backend("triton", "torch", "gpukern.{}", _needs_gpu),
-    Backend("cython", "numpy", "cpukern.{}_cython", _needs_extension),
-    Backend("numba", "numpy", "cpukern.{}_numba", _needs_numba),
+    Backend("triton", "torch", "gpukern", _needs_gpu),
+    Backend("cython", "numpy", "cpukern", _needs_extension),
+    Backend("numba", "numpy", "cpukern", _needs_numba),
     Backend("torch", "torch", None, _needs_torch),
     Backend("numpy", "numpy", None, _needs_cpu),
 )
@@ -172,14 +172,17 @@ def register(
 
 def _kernel(backend: Backend, primitive: str) -> Callable[..., Any] | None:
     declared = _primitives[primitive]
-    if backend.module is None:
+    if backend.package is None:
         return declared.formula
     return _registered(backend, primitive, declared.family)
 
 
 def _registered(backend: Backend, name: str, family: str) -> Callable[..., Any] | None:
-    module = str(backend.module).format(family)
-    if (name, backend.name) not in _kernels and importlib.util.find_spec(module):
+    folder = f"{backend.package}.{family}"
+    module = f"{folder}.{backend.name}"
+    if (name, backend.name) not in _kernels and all(
+        map(importlib.util.find_spec, (folder, module))
+    ):
         importlib.import_module(module)
     return _kernels.get((name, backend.name))
 
@@ -199,7 +202,7 @@ def _compiled(name: str, family: str, asked: str | None) -> Callable[..., Any] |
     chosen = [backend for backend in own if backend.name == asked] or own
     for backend in chosen:
         request = Request(name, "numpy", "cpu", None, asked)
-        if backend.module is not None and backend.why_not(request) is None:
+        if backend.package is not None and backend.why_not(request) is None:
             return _registered(backend, name, family)
     return None
 
@@ -322,7 +325,7 @@ def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
         reason = BACKENDS[0].why_not(request)
         if reason:
             warn(f"{request.op}: plain torch serves this CUDA tensor, because of triton: {reason}")
-    if request.device == "cpu" and backend.module is None and request.forced is None:
+    if request.device == "cpu" and backend.package is None and request.forced is None:
         _warn_of_formulas(request)
     kernel = _kernel(backend, request.op)
     assert kernel is not None  # `why_not` has checked it

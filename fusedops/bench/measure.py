@@ -131,7 +131,7 @@ def backends_of(workload: Workload | Step, asked: Sequence[str]) -> list[registr
         request = registry.Request(name, backend.speaks, device, dtype, None)
         if (not asked or backend.name in asked) and registry.why_not(backend, request) is None:
             able.append(backend)
-    kernels = [backend for backend in able if backend.module is not None]
+    kernels = [backend for backend in able if backend.package is not None]
     return able if asked else kernels or able[:1]
 
 

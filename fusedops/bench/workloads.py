@@ -18,8 +18,9 @@ from fusedops._frame.check import dtype_name, is_tensor, reference
 from fusedops._frame.op import Op, names_of
 from fusedops._frame.packed import Packed
 from fusedops.density import atom_radius
-from fusedops.trimul import ARRAYS
-from fusedops.wigner import message_rows, wigner_d
+from fusedops.trimul.op import ARRAYS
+from fusedops.wigner import wigner_d
+from fusedops.wigner.rows import message_rows
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 

@@ -31,7 +31,8 @@ from fusedops.density import Lattice
 from fusedops.samples import convolved, ubiquitin
 from fusedops.structure import planar_groups
 from fusedops.testing import TOLERANCE, error
-from fusedops.wigner import ends_of, m_major_order, wigner_d
+from fusedops.wigner import m_major_order, wigner_d
+from fusedops.wigner.plan import ends_of
 
 
 def add(commands: Any) -> None:

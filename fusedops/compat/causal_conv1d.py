@@ -35,7 +35,8 @@ from fusedops._frame.check import (
 )
 from fusedops._frame.packed import outside_of_graphs
 from fusedops.compat._swaps import of, start, stop
-from fusedops.conv import ACTIVATIONS, Activation, conv_vjp
+from fusedops.conv import ACTIVATIONS, Activation
+from fusedops.conv.op import conv_vjp
 
 __all__ = [
     "causal_conv1d_bwd_function",

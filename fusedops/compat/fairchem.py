@@ -29,7 +29,8 @@ import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import one_of, traced
 from fusedops.compat._swaps import Swap, log, of, start, stop
 from fusedops.nn import SO2Convolution, radial_products
-from fusedops.so2 import PRECISIONS, WEIGHTS, Layout, gate_activation
+from fusedops.so2 import PRECISIONS, Layout, gate_activation
+from fusedops.so2.op import WEIGHTS
 from fusedops.wigner import (
     Edges,
     edge_degree_scatter,

@@ -25,15 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fusedops._frame.bridge import has_tangent, unwrapped
 from fusedops._frame.check import traced
 from fusedops.compat._swaps import Swap, start, stop
-from fusedops.density import (
-    COMPONENTS,
-    LEAST_WIDTH,
-    Lattice,
-    OnBad,
-    atom_radius,
-    gaussian_density,
-    gaussian_matrices,
-)
+from fusedops.density import Lattice, atom_radius, gaussian_density
+from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
 from fusedops.planarity import planarity_nll
 from fusedops.scatter import structured_scatter_add
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fusedops import trimul
 from fusedops.distributed.exchanges import in_chunks
 from fusedops.distributed.tiles import Tiles, increasing, slices_of, tiles_on
 from fusedops.distributed.triangles import updated
+from fusedops.trimul import op as trimul
 
 
 class _ToLocal(torch.autograd.Function):

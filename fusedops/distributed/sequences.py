@@ -20,8 +20,10 @@ from fusedops._frame.check import is_tensor
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import outside_of_graphs
 from fusedops._frame.registry import BackendName
-from fusedops.conv import CHUNK, Sequences, conv, conv_vjp
+from fusedops.conv import Sequences
 from fusedops.conv import dynamic_conv as _on_one
+from fusedops.conv.op import conv, conv_vjp
+from fusedops.conv.plan import CHUNK
 from fusedops.distributed.exchanges import (
     Trip,
     agree,

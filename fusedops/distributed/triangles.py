@@ -24,10 +24,10 @@ from fusedops._frame.packed import outside_of_graphs
 from fusedops._frame.registry import BackendName
 from fusedops.distributed.exchanges import Trip, agree, all_to_all, by_graph, tensor
 from fusedops.distributed.tiles import NAME, Tiles, tiles_of
-from fusedops.trimul import ARRAYS, end_vjp, sides_vjp, slices
-from fusedops.trimul import end as end_of
-from fusedops.trimul import sides as sides_of
 from fusedops.trimul import triangle_multiplicative_update as _on_one
+from fusedops.trimul.op import ARRAYS, end_vjp, sides_vjp, slices
+from fusedops.trimul.op import end as end_of
+from fusedops.trimul.op import sides as sides_of
 
 #: The bytes that are worth a message of their own.
 _MESSAGE = 1 << 23

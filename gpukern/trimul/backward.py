@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedops.trimul import slices
+from fusedops.trimul.op import slices
 from gpukern.launch import power
 from gpukern.trimul import kernels
 from gpukern.trimul.forward import normalized, project, triangles

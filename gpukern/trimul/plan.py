@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 from fusedops._frame.check import warn
-from fusedops.trimul import in_parts, slices, warn_of_parts
+from fusedops.trimul.op import in_parts, slices, warn_of_parts
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 from gpukern.precision import EMULATED, of_float32
 from gpukern.trimul import kernels

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusedops._frame.arrays import copy_rows
-from fusedops.trimul import slices
+from fusedops.trimul.op import slices
 from gpukern.trimul.backward import (
     finish_back,
     finish_back_on_hopper,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusedops.trimul import slices
+from fusedops.trimul.op import slices
 from gpukern.trimul import backward, forward
 
 

@@ -200,7 +200,7 @@ def threaded(count: int) -> Iterator[None]:
     # Kernels first called in here would keep these settings.
     for case in CASES:
         if isa.why_not() is None:
-            importlib.import_module(f"cpukern.{case.primitive.family}_cython")
+            importlib.import_module(f"cpukern.{case.primitive.family}.cython")
     modules = [
         module
         for name, module in sys.modules.items()

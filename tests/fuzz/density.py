@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import fusedops
 from fusedops import Lattice
-from fusedops.density import LEAST_WIDTH, SLACK, atom_radius, bad_atoms
+from fusedops.density import atom_radius, bad_atoms
+from fusedops.density.op import LEAST_WIDTH, SLACK
 from fusedops.samples import atoms_in
 
 from .arrays import common

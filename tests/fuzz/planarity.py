@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import fusedops
-from fusedops.planarity import NO_PLANE
+from fusedops.planarity.eigenvector import NO_PLANE
 
 from .arrays import common
 from .problem import Family, Problem

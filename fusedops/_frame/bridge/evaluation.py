@@ -42,7 +42,7 @@ def evaluation(
     )
     if backend.speaks == "numpy":
         return _on_numpy(primitive, backend, kernel, a, slots, dtype)
-    if backend.module is None:
+    if backend.package is None:
 
         def formula(a: Any, slots: Sequence[Any]) -> Any:
             with torch.no_grad(), as_written(reference(a)):
@@ -97,7 +97,7 @@ def _on_tensors(
     empty = _empty_on(device)
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
     count, Outputs = len(slots), primitive.Outputs
-    room = importlib.import_module(str(backend.module).partition(".")[0])
+    room = importlib.import_module(str(backend.package).partition(".")[0])
     per_plan = getattr(room, "per_plan", None)
     work = kernel if per_plan is None else per_plan(kernel, device)
     if torch.is_autocast_enabled(device.type):
@@ -179,7 +179,7 @@ def _on_numpy(
         for at, (slot, output) in enumerate(zip(slots, outputs, strict=True))
         if output is not None and (slot is True or at in copied)
     ]
-    work = _filled_by(kernel) if backend.module is None else kernel
+    work = _filled_by(kernel) if backend.package is None else kernel
     if kernel in registry.told_of_tensors:
         work = functools.partial(kernel, tensors=True)
     Arguments, Outputs = primitive.Arguments._make, primitive.Outputs._make

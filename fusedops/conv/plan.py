@@ -1,0 +1,183 @@
+"""Sequences of tokens packed one after the other, and their chunks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fusedops._frame.check import (
+    device_of,
+    indices,
+    is_tensor,
+    same_device,
+    size,
+)
+from fusedops._frame.packed import Packed, bridge
+
+#: The tokens of one sequence that a kernel takes at a time. It stands here, not with the kernels,
+#: because `Sequences` lists these chunks.
+CHUNK = 64
+
+
+class Sequences(Packed):
+    r"""Sequences packed one after the other, checked and laid out once for many calls.
+
+    Parameters
+    ----------
+    cu_seqlens : array or tensor (S + 1,), int32 or int64
+        Where each of S sequences begins, and where the last one ends: from 0 to the number of
+        tokens, never decreasing. A sequence may be empty. The object lives on the tensor's device.
+    num_tokens : int, optional
+        Where the last sequence must end.
+
+    Attributes
+    ----------
+    num_sequences, num_tokens : int
+        S, and the number of tokens in all sequences.
+    device : str
+        ``"cpu"``, where NumPy arrays and torch tensors are both served, or a torch device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `cu_seqlens` has the wrong dtype, rank or values; the message names the first bad one.
+
+    Notes
+    -----
+    The array is copied, so later changes to it have no effect. Reading a tensor on a GPU waits for
+    the GPU.
+
+    References
+    ----------
+    The convention follows flash-linear-attention and FlashAttention.
+
+    Examples
+    --------
+    >>> import fusedops
+    >>> sequences = fusedops.Sequences([0, 3, 3, 10])
+    >>> sequences.num_sequences, sequences.num_tokens
+    (3, 10)
+    """
+
+    # chunks (n, 2): the sequence of every run of up to CHUNK tokens, and its first token.
+    _fields = ("cu_seqlens", "chunks")
+    _sizes = ("num_sequences", "num_tokens")
+    _given = ("cu_seqlens",)
+    _options = ("num_tokens",)
+
+    def __init__(self, cu_seqlens: Any, *, num_tokens: int | None = None) -> None:
+        given = indices("Sequences", "cu_seqlens", cu_seqlens)
+        if num_tokens is not None:
+            num_tokens = size("Sequences", "num_tokens", num_tokens, bits=60)
+        device = device_of(given)
+        if is_tensor(given):
+            given = bridge().values(given)
+        if given.ndim != 1 or not len(given):
+            raise ValueError(
+                f"Sequences: cu_seqlens has shape {given.shape}; it should be (S + 1,)"
+            )
+        starts = given.astype(np.int64)
+        if starts[0] != 0:
+            raise ValueError(f"Sequences: cu_seqlens[0] is {starts[0]}; it should be 0")
+        falls = starts[1:] < starts[:-1]
+        if falls.any():
+            s = int(np.argmax(falls)) + 1
+            raise ValueError(
+                f"Sequences: cu_seqlens[{s}] is {starts[s]}; it should be at least "
+                f"{starts[s - 1]}, the one before"
+            )
+        if num_tokens is not None and starts[-1] != num_tokens:
+            raise ValueError(
+                f"Sequences: cu_seqlens ends at {starts[-1]}; it should end at {num_tokens}, the "
+                "number of tokens"
+            )
+        size("Sequences", "cu_seqlens[-1]", starts[-1], bits=60)
+        lengths = np.diff(starts)
+        counts = -(-lengths // CHUNK)
+        which = np.repeat(np.arange(len(lengths)), counts)
+        within = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._hold(
+            device,
+            cu_seqlens=starts,
+            chunks=np.stack([which, starts[which] + CHUNK * within], axis=1),
+            num_sequences=len(lengths),
+            num_tokens=int(starts[-1]),
+        )
+
+    @classmethod
+    def _read_once(
+        cls, op: str, tensors: Sequence[Any], options: dict[str, Any], in_graph: bool
+    ) -> Sequences:
+        (given,) = tensors
+        if (
+            given.is_cuda
+            and (given.ndim, len(given) > 1) == (1, True)
+            and (
+                in_graph
+                or not bridge().versioned(tensors)
+                or sys.modules["torch"].cuda.is_current_stream_capturing()
+            )
+        ):
+            return cls.on_device(given, **options)
+        return super()._read_once(op, tensors, options, in_graph)
+
+    @classmethod
+    def on_device(cls, cu_seqlens: Any, *, num_tokens: int) -> Sequences:
+        """Return sequences whose boundaries the host doesn't read, for the kernels on a GPU.
+
+        As many chunks are listed as there can be; those that there aren't are empty, at the end.
+        Boundaries that are out of order, or outside of the tokens, are moved.
+        """
+        torch = sys.modules["torch"]
+        count = len(cu_seqlens) - 1
+        starts = cu_seqlens.long().clamp(0, num_tokens).cummax(0).values
+        # Numbers are filled in on the GPU; a captured graph can't copy them from the CPU.
+        starts[:1].fill_(0)
+        starts[-1:].fill_(num_tokens)
+        ends = (-(-starts.diff() // CHUNK)).cumsum(0)
+        numbers = torch.arange(num_tokens // CHUNK + count, device=starts.device)
+        which = torch.searchsorted(ends, numbers, right=True).clamp(max=count - 1)
+        within = numbers - torch.nn.functional.pad(ends, (1, 0))[which]
+        first = torch.minimum(starts[which] + CHUNK * within, starts[which + 1])
+        parts = starts, torch.stack([which, first], 1)
+        return cls.from_tensors(parts, (count, num_tokens))
+
+    @classmethod
+    def foresee(cls, cu_seqlens: Any, *, num_tokens: int) -> dict[str, Any]:
+        """Return the sizes that don't depend on the tensor's values."""
+        return {"num_sequences": cu_seqlens.shape[0] - 1, "num_tokens": num_tokens}
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_sequences} sequences, {self.num_tokens} tokens"
+        return f"Sequences({sizes}, on {self.device})"
+
+
+def spans(x: Any, sequences: Sequences | None) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield slices of the batch, the tokens and the states, one for each packed sequence."""
+    if sequences is None:
+        yield slice(None), slice(None), slice(None)
+        return
+    starts = sequences.fields_like(x).cu_seqlens.tolist()
+    for s in range(len(starts) - 1):
+        yield slice(None), slice(starts[s], starts[s + 1]), slice(s, s + 1)
+
+
+def read_sequences(name: str, cu_seqlens: Any, x: Any) -> Sequences:
+    given = isinstance(cu_seqlens, Sequences)
+    device = cu_seqlens.device if given else "cpu"
+    device = device_of(cu_seqlens) if is_tensor(cu_seqlens) else device
+    same_device(name, "cu_seqlens", device, "x", device_of(x))
+    tokens = x.shape[1]
+    if given:
+        if cu_seqlens.num_tokens != tokens:
+            raise ValueError(
+                f"{name}: cu_seqlens ends at {cu_seqlens.num_tokens}; it should end at {tokens}, "
+                "the number of tokens in x"
+            )
+        return cu_seqlens
+    if not is_tensor(cu_seqlens):
+        return Sequences(cu_seqlens, num_tokens=tokens)
+    return Sequences.read(name, cu_seqlens, num_tokens=tokens)

@@ -1,0 +1,748 @@
+"""Convolutions with generated kernels on the GPU: a linear layer's tiles become taps in registers.
+
+The forward multiplies a tile of tokens by the weight's rows of some channels, all taps at once, and
+splits the sum by tap; each part meets the inputs that its tap reads. The backward has three
+kernels. The first makes the taps again, writes v, the cotangent before the activation, and the
+cotangent of x: it shifts sums along the tile's tokens, tap by tap, and tiles overlap by W - 1
+tokens. The other two multiply the kernels' cotangents v x, made where they are needed, by the
+weight and by the inputs of the linear layer. Sums over tokens have a partial sum for each of some
+runs of tokens, added up afterwards in a fixed order. In 16 bits torch multiplies instead: the first
+kernel writes the kernels' cotangents for a part of the tokens at a time. On Hopper the kernels of
+hopper.py make the taps of many tokens, in 16 bits.
+
+Products, of 2 B T D W H operations: one forward, three backward. Bytes: x, hidden and the cotangent
+in and their gradients out; v out and in, or the kernels' cotangents.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops._frame.check import promoted
+from fusedops._frame.registry import register
+from fusedops.conv.op import conv_vjp
+from fusedops.generated.op import convolution_of, kernels_of, pull_to_generator
+from gpukern.conv import triton as conv
+from gpukern.conv.triton import _silu, _silu_slope
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.precision import of_float32
+from gpukern.trimul import plan
+from gpukern.trimul.plan import aligned, ceil, is_aligned, processors
+
+hopper: Any = None
+if plan.hopper is not None:
+    from gpukern.generated import hopper
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program, the terms that it adds at once, its warps and stages.
+
+    A `flat` program takes several blocks of channels, and loads one block's operands while it
+    finishes the block before.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    warps: int
+    stages: int
+    flat: bool = False
+
+
+#: By the bytes of a number. Columns are taps times channels in the first two, numbers of hidden in
+#: the others; the rows of "weight" are channels, and its terms are tokens.
+TILES = {
+    2: {
+        "forward": Tile(128, 128, 64, 8, 3),
+        "inputs": Tile(64, 128, 64, 4, 3),
+        "hidden": Tile(128, 128, 32, 8, 2),
+        "weight": Tile(128, 64, 32, 8, 3),
+    },
+    4: {
+        "forward": Tile(64, 64, 32, 4, 2),
+        "inputs": Tile(64, 64, 32, 4, 2),
+        "hidden": Tile(64, 64, 16, 4, 2),
+        "weight": Tile(32, 32, 16, 4, 2),
+    },
+}
+# Wider kernels, and float64, are stored. The most taps whose operands are all loaded ahead. The
+# most runs of tokens that have a partial sum, and the fewest tokens of one. Warps of the kernel for
+# states.
+_WIDTH, _STAGED, _RUNS, _LEAST, _WARPS = 16, 4, 64, 256, 4
+# In 16 bits the most parts of the kernels' cotangents, one of which is stored at a time, and the
+# fewest numbers of a part.
+_PARTS, _FEW = 4, 1 << 25
+# Tokens from which on the kernels for Hopper are worth a weight in another order.
+_MANY = 4096
+
+
+@triton.jit
+def _sequence_of(t, starts, sequences, length, tokens, LEVELS: tl.constexpr):
+    """Return the sequence of every token, and where it begins and ends.
+
+    Packed sequences are found in LEVELS halvings of their list.
+    """
+    if LEVELS > 0:
+        low = t * 0
+        high = low + sequences
+        for _level in tl.static_range(LEVELS):
+            middle = (low + high) // 2
+            after = tl.load(starts + middle) > t
+            high = tl.where(after, middle, high)
+            low = tl.where(after, low, middle)
+        # Clamped, so that no bad number reaches outside of the arrays.
+        begin = tl.minimum(tl.maximum(tl.load(starts + low), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(starts + low + 1), begin), tokens)
+        return low, begin, end
+    else:
+        sequence = t // length
+        return sequence, sequence * length, (sequence + 1) * length
+
+
+@triton.jit
+def _read(
+    x, state, t, live, begin, sequence, d, w, W: tl.constexpr, D: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Load the inputs that tap w of tokens reads; inputs before a sequence come from its state."""
+    p = t + (w - W + 1)
+    inside = (d < D)[None, :]
+    own = (live & (p >= begin))[:, None] & inside
+    value = tl.load(x + p[:, None] * D + d[None, :], mask=own, other=0.0).to(tl.float32)
+    if HAS_STATE:
+        past = (live & (p < begin))[:, None] & inside
+        at = (sequence[:, None] * D + d[None, :]) * W + (W + p - begin)[:, None]
+        value = tl.where(own, value, tl.load(state + at, mask=past, other=0.0).to(tl.float32))
+    return value
+
+
+@triton.jit
+def _split(acc, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """Return the columns of every tap."""
+    parts = (acc,)
+    LEVELS: tl.constexpr = TAPS.bit_length() - 1
+    for level in tl.static_range(LEVELS):
+        halves = ()
+        for i in tl.static_range(1 << level):
+            pair = tl.reshape(parts[i], (ROWS, 2, (CHANNELS * TAPS) >> (level + 1)))
+            one, two = tl.split(tl.permute(pair, (0, 2, 1)))
+            halves = halves + (one, two)
+        parts = halves
+    return parts
+
+
+@triton.jit
+def _taps(
+    hidden, weight, bias, t, live, d, H: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, TERMS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Multiply hidden by the weight's rows of a block of channels, tap after tap."""
+    column = tl.arange(0, CHANNELS * TAPS)
+    tap, channel = column // CHANNELS, d + column % CHANNELS
+    real = (tap < W) & (channel < D)
+    row = channel.to(tl.int64) * W + tap
+    acc = tl.zeros([ROWS, CHANNELS * TAPS], tl.float32)
+    for k in range(0, H, TERMS):
+        h = k + tl.arange(0, TERMS)
+        at = hidden + t[:, None] * H + h[None, :]
+        a = tl.load(at, mask=live[:, None] & (h < H)[None, :], other=0.0)
+        at = weight + row[:, None] * H + h[None, :]
+        b = tl.load(at, mask=real[:, None] & (h < H)[None, :], other=0.0)
+        acc = tl.dot(a.to(DOT), tl.trans(b.to(DOT)), acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=real, other=0.0).to(tl.float32)[None, :]
+    return _split(acc, ROWS, CHANNELS, TAPS)
+
+
+@triton.jit
+def _read_all(
+    x, state, t, live, begin, sequence, d, W: tl.constexpr, D: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Load the inputs that all taps of tokens read."""
+    inputs = ()
+    for w in tl.static_range(W):
+        inputs = inputs + (_read(x, state, t, live, begin, sequence, d, w, W, D, HAS_STATE),)
+    return inputs
+
+
+@triton.jit
+def _preactivation(
+    taps, inputs, shift, d, W: tl.constexpr, D: tl.constexpr, HAS_SHIFT: tl.constexpr
+):
+    h = taps[0] * inputs[0]
+    for w in tl.static_range(1, W):
+        h += taps[w] * inputs[w]
+    if HAS_SHIFT:
+        h += tl.load(shift + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    return h
+
+
+def _forward_kernel(
+    starts, x, hidden, weight, bias, state, shift, out,
+    sequences, length, tokens, parts,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, BLOCKS: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    part = program % parts
+    t = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = t < tokens
+    sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+    for number in tl.range(0, BLOCKS, flatten=FLAT):
+        block = part * BLOCKS + number
+        d = block * CHANNELS + tl.arange(0, CHANNELS)
+        taps = _taps(
+            hidden, weight, bias, t, live, block * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
+            DOT, PRECISION, HAS_BIAS,
+        )  # fmt: skip
+        inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
+        h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
+        if SILU:
+            h = _silu(h)
+        at = out + t[:, None] * D + d[None, :]
+        tl.store(at, h.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+
+
+def _inputs_kernel(
+    starts, x, hidden, weight, bias, state, shift, dout, dfinal, v_out, dkernels, dx,
+    sequences, length, tokens, parts, start, stop,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    SILU: tl.constexpr, LEVELS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_FINAL: tl.constexpr, WANT_V: tl.constexpr,
+    WANT_KERNELS: tl.constexpr, WANT_X: tl.constexpr,
+    BLOCKS: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """Write v, the cotangent before the activation, and the cotangents of kernels and x.
+
+    The kernels' are laid out by tap, then channel, for the tokens from start to stop alone.
+    """
+    program = tl.program_id(0)
+    part = program % parts
+    row = tl.arange(0, ROWS)
+    t = start + (program // parts).to(tl.int64) * (ROWS - W + 1) + row
+    live = t < tokens
+    own = (t < stop) & (row < ROWS - W + 1)
+    sequence, begin, end = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+    for number in tl.range(0, BLOCKS, flatten=FLAT):
+        block = part * BLOCKS + number
+        d = block * CHANNELS + tl.arange(0, CHANNELS)
+        inside = (d < D)[None, :]
+        taps = _taps(
+            hidden, weight, bias, t, live, block * CHANNELS, H, W, D, ROWS, CHANNELS, TAPS, TERMS,
+            DOT, PRECISION, HAS_BIAS,
+        )  # fmt: skip
+        at = t[:, None] * D + d[None, :]
+        v = tl.load(dout + at, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+        if SILU or WANT_KERNELS:
+            inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
+        if SILU:
+            h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
+            v = tl.where(live[:, None], v * _silu_slope(h), 0.0)
+        if WANT_V:
+            tl.store(v_out + at, v.to(v_out.dtype.element_ty), mask=own[:, None] & inside)
+        if WANT_KERNELS:
+            place = dkernels + (t - start)[:, None] * (W * D) + d[None, :]
+            for w in tl.static_range(W):
+                product = (v * inputs[w]).to(dkernels.dtype.element_ty)
+                tl.store(place + w * D, product, mask=own[:, None] & inside)
+        if WANT_X:
+            # Tap w of token t reads input t + w - W + 1: the sums move on by a token for each tap.
+            after = tl.zeros([ROWS, CHANNELS], tl.int32) + tl.minimum(row + 1, ROWS - 1)[:, None]
+            total = tl.zeros([ROWS, CHANNELS], tl.float32)
+            for w in tl.static_range(W):
+                reads = live & (t + (w - W + 1) >= begin)
+                product = tl.where(reads[:, None], v * taps[w], 0.0)
+                if w > 0:
+                    product += tl.gather(total, after, 0)
+                total = product
+            if HAS_FINAL:
+                kept = t - end + W
+                place = (sequence[:, None] * D + d[None, :]) * W + kept[:, None]
+                mask = (own & (kept >= 0))[:, None] & inside
+                total += tl.load(dfinal + place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx + at, total.to(dx.dtype.element_ty), mask=own[:, None] & inside)
+
+
+def _hidden_kernel(
+    starts, x, weight, state, v, dhidden,
+    sequences, length, tokens, parts,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, LEVELS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Multiply the kernels' cotangents by the weight: a program for some columns of hidden."""
+    program = tl.program_id(0)
+    t = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = t < tokens
+    sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+    h = (program % parts) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range((D + TERMS - 1) // TERMS):
+        d = block * TERMS + tl.arange(0, TERMS)
+        at = v + t[:, None] * D + d[None, :]
+        g = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        for w in tl.static_range(W):
+            value = _read(x, state, t, live, begin, sequence, d, w, W, D, HAS_STATE)
+            a = (g * value).to(DOT)
+            at = weight + (d.to(tl.int64) * W + w)[:, None] * H + h[None, :]
+            b = tl.load(at, mask=(d < D)[:, None] & (h < H)[None, :], other=0.0).to(DOT)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    at = dhidden + t[:, None] * H + h[None, :]
+    mask = live[:, None] & (h < H)[None, :]
+    tl.store(at, acc.to(dhidden.dtype.element_ty), mask=mask)
+
+
+def _weight_kernel(
+    starts, x, hidden, state, v, sums, bias_sums,
+    sequences, length, tokens, parts, run,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr, TERMS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, HAS_STATE: tl.constexpr, WANT_WEIGHT: tl.constexpr,
+    WANT_BIAS: tl.constexpr, TAPS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Sum the kernels' cotangents over a run of tokens, times hidden and alone.
+
+    A program has some channels, some columns of hidden, and some TAPS of the taps. STEPS of TERMS
+    tokens are given to the interpreter, which can't turn a number into a range.
+    """
+    program = tl.program_id(0)
+    GROUPS: tl.constexpr = (W + TAPS - 1) // TAPS
+    first = ((program // parts) % GROUPS) * TAPS
+    BLOCKS: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
+    block = (program // parts // GROUPS) % BLOCKS
+    number = (program // parts // GROUPS // BLOCKS).to(tl.int64)
+    d = block * CHANNELS + tl.arange(0, CHANNELS)
+    h = (program % parts) * COLUMNS + tl.arange(0, COLUMNS)
+    accs = ()
+    totals = ()
+    for _tap in tl.static_range(TAPS):
+        accs = accs + (tl.zeros([COLUMNS, CHANNELS], tl.float32),)
+        totals = totals + (tl.zeros([CHANNELS], tl.float32),)
+    for step in range(run if STEPS is None else STEPS):
+        t = (number * run + step) * TERMS + tl.arange(0, TERMS)
+        live = t < tokens
+        sequence, begin, _ = _sequence_of(t, starts, sequences, length, tokens, LEVELS)
+        at = v + t[:, None] * D + d[None, :]
+        g = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        if WANT_WEIGHT:
+            at = hidden + t[:, None] * H + h[None, :]
+            b = tl.load(at, mask=live[:, None] & (h < H)[None, :], other=0.0).to(DOT)
+        grown = ()
+        added = ()
+        for i in tl.static_range(TAPS):
+            w = first + i
+            real = live & (w < W)
+            product = g * _read(x, state, t, real, begin, sequence, d, w, W, D, HAS_STATE)
+            acc = accs[i]
+            if WANT_WEIGHT:
+                acc = tl.dot(tl.trans(b), product.to(DOT), acc, input_precision=PRECISION)
+            grown = grown + (acc,)
+            total = totals[i]
+            if WANT_BIAS:
+                total += tl.sum(product, 0)
+            added = added + (total,)
+        accs = grown
+        totals = added
+    for i in tl.static_range(TAPS):
+        w = first + i
+        row = number * D * W + d.to(tl.int64) * W + w
+        real = (d < D) & (w < W)
+        if WANT_WEIGHT:
+            at = sums + row[None, :] * H + h[:, None]
+            tl.store(at, accs[i], mask=real[None, :] & (h < H)[:, None])
+        if WANT_BIAS:
+            tl.store(bias_sums + row, totals[i], mask=real & (program % parts == 0))
+
+
+def _final_kernel(
+    starts, x, state, final, length, tokens, blocks,
+    W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """Write the last W inputs of a sequence."""
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    d = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    inside = d < D
+    begin = sequence * length
+    end = begin + length
+    if LEVELS > 0:
+        begin = tl.minimum(tl.maximum(tl.load(starts + sequence), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(starts + sequence + 1), begin), tokens)
+    row = (sequence * D + d) * W
+    for w in tl.static_range(W):
+        p = end - W + w
+        value = tl.load(x + p * D + d, mask=inside & (p >= begin), other=0.0)
+        value = value.to(final.dtype.element_ty)
+        if HAS_STATE:
+            before = inside & (p < begin)
+            past = tl.load(state + row + (W + p - begin), mask=before, other=0.0)
+            value = tl.where(p >= begin, value, past.to(final.dtype.element_ty))
+        tl.store(final + row + w, value, mask=inside)
+
+
+_KERNELS = {
+    "forward": (_forward_kernel, ("x", "hidden", "weight", "out")),
+    "inputs": (_inputs_kernel, ("x", "hidden", "weight", "dout", "v_out", "dkernels", "dx")),
+    "hidden": (_hidden_kernel, ("x", "weight", "v", "dhidden")),
+    "weight": (_weight_kernel, ("x", "hidden", "v", "sums")),
+    "final": (_final_kernel, ()),
+}
+# Where vectors are loaded, rows have a multiple of so many numbers.
+_UNIT = 8
+
+
+@functools.cache
+def _hopper_launcher(kernel: Any) -> Launcher:
+    function = kernel_of_any_size(kernel, hopper.POINTERS[kernel], plan.hopper.jit)
+    return Launcher(function, hopper.WARPS.value)
+
+
+@functools.cache
+def _launcher(name: str, aligned: bool, warps: int, stages: int | None) -> Launcher:
+    function, vectors = _KERNELS[name]
+    kernel = kernel_of_any_size(function, vectors if aligned else ())
+    return Launcher(kernel, warps, stages=stages)
+
+
+class _Call:
+    """A call's arrays as contiguous rows of tokens, and the sizes that its kernels share."""
+
+    def __init__(self, a: Any) -> None:
+        B, T, self.D = a.x.shape
+        self.tokens, self.H, self.W = B * T, a.hidden.shape[2], a.weight.shape[0] // self.D
+        self.x, self.hidden, self.weight = (
+            array.contiguous() for array in (a.x, a.hidden, a.weight)
+        )
+        self.bias, self.state, self.shift = (
+            None if array is None else array.contiguous()
+            for array in (a.bias, a.initial_state, a.conv_bias)
+        )
+        self.dot = promoted((a.hidden, a.weight))
+        self.silu, self.levels = a.activation == "silu", 0
+        self.starts, self.count = self.x, B
+        if a.sequences is not None:
+            self.starts = a.sequences.tensors_here().cu_seqlens
+            self.count = min(self.starts.numel() - 1, a.sequences.num_sequences)
+            # In fours, so that few numbers of sequences compile a kernel anew.
+            self.levels = 4 * ceil(max(self.count, 1).bit_length(), 4)
+        self.length = T
+
+    def flags(self, *optional: Any) -> tuple[bool, ...]:
+        return tuple([array is not None for array in optional])
+
+    def products(self) -> tuple[Any, ...]:
+        """Return the type and precision of products."""
+        types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        precision = of_float32(self.x.device) if self.dot == torch.float32 else "ieee"
+        # The interpreter multiplies the bits of bfloat16.
+        return types.get(self.dot, tl.float32) if self.x.is_cuda else tl.float32, precision
+
+    def tile(self, name: str) -> Tile:
+        tile = TILES[self.dot.itemsize][name]
+        terms = {"hidden": self.D, "weight": self.tokens}.get(name, self.H)
+        if name == "hidden" and self.W > _STAGED:
+            tile = tile._replace(stages=1)
+        return tile._replace(terms=min(tile.terms, power(terms, 16)))
+
+    def launch(
+        self,
+        name: str,
+        tile: Tile | None,
+        programs: int,
+        arrays: Sequence[Any],
+        integers: Sequence[int],
+        *constants: Any,
+    ) -> None:
+        """Launch a kernel; any tensor stands for one that it doesn't touch."""
+        given = [self.starts, *[self.x if array is None else array for array in arrays]]
+        aligned = (
+            not self.D % _UNIT
+            and not self.H % _UNIT
+            and not any([array.data_ptr() % 16 for array in given])
+            # On HIP, specializing a pointer fixes more than its alignment.
+            and torch.version.hip is None
+        )
+        warps, stages = (_WARPS, None) if tile is None else (tile.warps, tile.stages)
+        key = self.x.device, *[array.dtype for array in given], wide(*integers), *constants
+        _launcher(name, aligned, warps, stages)(programs, key, *given, *integers, *constants)
+
+    def on_hopper(self, *optional: Any) -> bool:
+        """Return whether the kernels for Hopper serve, which don't know the optional arrays."""
+        given = *optional, self.state
+        return (
+            plan.is_hopper(self.x.device)
+            and self.W == hopper.TAPS.value
+            and self.dot.itemsize == self.x.dtype.itemsize == 2
+            and self.tokens >= _MANY
+            and not (self.levels or any([array is not None for array in given]))
+            and not (self.D % hopper.CHANNELS.value or self.H % _UNIT)
+            and self.H > 0
+            and hopper.slots(self.H) > 2
+        )
+
+    @functools.cached_property
+    def packed(self) -> tuple[Any, Any]:
+        """Return the weight and its bias as the kernels for Hopper take them."""
+        bias = None if self.bias is None else hopper.packed(self.bias.float(), self.D)
+        weight = hopper.packed(self.weight.to(self.dot), self.D)
+        return hopper.described(weight, hopper.COLUMNS.value), bias
+
+    def launch_on_hopper(
+        self, kernel: Any, tiles: int, arrays: Sequence[Any], *integers: int
+    ) -> None:
+        """Launch a kernel for Hopper on tiles of tokens, for every block of channels."""
+        weight, bias = self.packed
+        hidden = aligned(self.hidden.to(self.dot).view(self.tokens, self.H))
+        shift = None if self.shift is None else aligned(self.shift)
+        arrays = bias, shift, *[None if array is None else aligned(array) for array in arrays]
+        integers = self.length, self.tokens, *integers
+        constants = self.H, self.D, self.silu, hopper.slots(self.H)
+        kinds = [None if array is None else array.dtype for array in arrays]
+        key = self.x.device, self.x.dtype, self.dot, *kinds, wide(*integers), *constants
+        programs = min(processors(self.x.device), tiles * self.D // hopper.CHANNELS.value)
+        _hopper_launcher(kernel)(
+            programs, key, aligned(self.x), hopper.described(hidden, hopper.BOX[kernel]), weight,
+            *arrays, *integers, *constants,
+        )  # fmt: skip
+
+    def sizes(self, parts: int) -> tuple[int, ...]:
+        return self.count, self.length, self.tokens, parts
+
+    def over_taps(
+        self, name: str, arrays: Sequence[Any], *flags: bool, part: tuple[int, ...] = ()
+    ) -> None:
+        """Launch a kernel that makes taps, on tiles of tokens and blocks of channels.
+
+        With a part, a range of tokens, the tiles overlap by W - 1 tokens.
+        """
+        tile, taps = self.tile(name), power(self.W)
+        channels = max(1, tile.columns // taps)
+        blocks, tiles = ceil(self.D, channels), ceil(self.tokens, tile.rows)
+        if part:
+            tiles = ceil(part[1] - part[0], tile.rows - self.W + 1)
+        each = 1
+        if tile.flat:
+            each = ceil(blocks, max(1, 2 * processors(self.x.device) // tiles))
+        parts = ceil(blocks, each)
+        self.launch(
+            name, tile, tiles * parts, arrays, (*self.sizes(parts), *part),
+            self.H, self.W, self.D, tile.rows, channels, taps, tile.terms, *self.products(),
+            self.silu, self.levels, *self.flags(self.bias, self.state, self.shift), *flags,
+            each, tile.flat,
+        )  # fmt: skip
+
+
+def _is_stored(a: Any) -> bool:
+    """Return whether a call's kernels are stored: of float64, and of many taps."""
+    arrays = [array for array in a if isinstance(array, torch.Tensor)]
+    return promoted(arrays) == torch.float64 or a.weight.shape[0] > _WIDTH * a.x.shape[2]
+
+
+def _stored(a: Any) -> tuple[Any, Any]:
+    """Return the call in the dtype of its generator, and the convolution's arguments."""
+    generator = a.hidden, a.weight, a.bias
+    dtype = promoted(generator)
+    hidden, weight, bias = (None if array is None else array.to(dtype) for array in generator)
+    cast = a._replace(hidden=hidden, weight=weight, bias=bias)
+    return cast, convolution_of(a, kernels_of(cast))
+
+
+@register("dynamic_conv_generated", "triton")
+def dynamic_conv_generated(a: Any, y: Any) -> None:
+    if _is_stored(a):
+        conv.dynamic_conv(_stored(a)[1], y)
+        return
+    call = _Call(a)
+    if y.out is not None and call.tokens and is_aligned(y.out) and call.on_hopper():
+        call.launch_on_hopper(hopper.forward, ceil(call.tokens, hopper.ROWS.value), (y.out,))
+    elif y.out is not None and call.tokens:
+        arrays = call.x, call.hidden, call.weight, call.bias, call.state, call.shift, y.out
+        call.over_taps("forward", arrays)
+    if y.final_state is not None and call.count:
+        size = 32 * _WARPS
+        blocks = ceil(call.D, size)
+        call.launch(
+            "final", None, call.count * blocks, (call.x, call.state, y.final_state),
+            (call.length, call.tokens, blocks),
+            call.W, call.D, size, call.levels, call.state is not None,
+        )  # fmt: skip
+
+
+@register("dynamic_conv_generated_vjp", "triton")
+def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
+    if _is_stored(a):
+        _pull_stored(a, y)
+        return
+    call = _Call(a)
+    if y.dinitial_state is not None:
+        _pull_to_state(a, y.dinitial_state)
+    sums = y.dweight, y.dbias, y.dconv_bias
+    if not call.tokens:
+        for made in sums:
+            if made is not None:
+                made.zero_()
+        return
+    v = dout = a.dout.contiguous()
+    dfinal = None if a.dfinal_state is None else a.dfinal_state.contiguous()
+    generator = call.x, call.hidden, call.weight, call.bias, call.state, call.shift
+    on_generator = any([made is not None for made in (y.dhidden, y.dweight, y.dbias)])
+    in_parts = on_generator and call.dot.itemsize == 2 and _PARTS > 0
+    if call.silu and (y.dconv_bias is not None or (on_generator and not in_parts)):
+        v = torch.empty_like(dout)
+    on_hopper = v is dout and call.on_hopper(dfinal) and (y.dx is None or is_aligned(y.dx))
+
+    def pull(dkernels: Any, *part: int) -> None:
+        if on_hopper:
+            tiles = ceil(part[1] - part[0], hopper.WARPS.value * hopper.OWN.value)
+            arrays = dout, dkernels, y.dx
+            call.launch_on_hopper(hopper.inputs, tiles, arrays, *part)
+            return
+        made = None if v is dout else v, dkernels, y.dx
+        flags = call.flags(dfinal, *made)
+        call.over_taps("inputs", (*generator, dout, dfinal, *made), *flags, part=part)
+
+    if in_parts:
+        _pull_in_parts(call, y, pull)
+    elif y.dx is not None or v is not dout:
+        pull(None, 0, call.tokens)
+    if y.dconv_bias is not None:
+        y.dconv_bias.copy_(v.sum((0, 1), dtype=torch.float32))
+    if in_parts:
+        return
+    if y.dhidden is not None and call.H:
+        tile = call.tile("hidden")
+        parts = ceil(call.H, tile.columns)
+        call.launch(
+            "hidden", tile, ceil(call.tokens, tile.rows) * parts,
+            (call.x, call.weight, call.state, v, y.dhidden), call.sizes(parts),
+            call.H, call.W, call.D, tile.rows, tile.columns, tile.terms, *call.products(),
+            call.levels, call.state is not None,
+        )  # fmt: skip
+    if y.dweight is not None or y.dbias is not None:
+        _pull_to_weight(call, v, y)
+
+
+def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
+    """Fill the cotangents of the generator from parts of the kernels' cotangents, by torch."""
+    D, W, H, tokens = call.D, call.W, call.H, call.tokens
+    each = max(_FEW // (D * W), ceil(tokens, _PARTS))
+    each = ceil(tokens, ceil(tokens, max(each, 1)))
+    room = torch.empty((min(each, tokens), W * D), dtype=call.dot, device=call.x.device)
+    weight = call.weight.to(call.dot).view(D, W, H).transpose(0, 1).reshape(W * D, H)
+    # A column of ones beside hidden makes the sums for the bias.
+    hidden = weight.new_ones((tokens, H + _UNIT))
+    hidden[:, :H] = call.hidden.view(tokens, H)
+    sums = weight.new_zeros((1, W * D, H + _UNIT), dtype=torch.float32)
+    for start in range(0, tokens, each):
+        stop = min(start + each, tokens)
+        dkernels = room[: stop - start]
+        pull(dkernels, start, stop)
+        if y.dhidden is not None:
+            y.dhidden.view(tokens, H)[start:stop] = dkernels @ weight
+        if y.dweight is None and y.dbias is None:
+            continue
+        if dkernels.is_cuda:
+            ends = dkernels.T[None], hidden[None, start:stop]
+            torch.baddbmm(sums, *ends, sums.dtype, out=sums)
+        else:
+            sums += dkernels.T.float() @ hidden[start:stop].float()
+    by_channel = sums.view(W, D, H + _UNIT).transpose(0, 1)
+    if y.dweight is not None:
+        y.dweight.view(D, W, H).copy_(by_channel[..., :H])
+    if y.dbias is not None:
+        y.dbias.view(D, W).copy_(by_channel[..., H])
+
+
+def _pull_to_weight(call: _Call, v: Any, y: Any) -> None:
+    """Fill the cotangents of the weight and of its bias."""
+    tile, taps = call.tile("weight"), min(call.W, 4)
+    on_weight = y.dweight is not None and call.H > 0
+    blocks, parts = ceil(call.D, tile.rows), ceil(call.H, tile.columns) if on_weight else 1
+    programs = blocks * parts * ceil(call.W, taps)
+    run = _run(call, tile, programs)
+    runs = ceil(call.tokens, run * tile.terms)
+    rows, room = call.D * call.W, functools.partial(v.new_empty, dtype=torch.float32)
+    sums = room((runs if on_weight else 0, rows, call.H))
+    bias_sums = room((runs if y.dbias is not None else 0, rows))
+    call.launch(
+        "weight", tile, programs * runs, (call.x, call.hidden, call.state, v, sums, bias_sums),
+        (*call.sizes(parts), run),
+        call.H, call.W, call.D, tile.rows, tile.columns, tile.terms, *call.products(),
+        call.levels, call.state is not None, on_weight, y.dbias is not None, taps,
+        None if v.is_cuda else run,
+    )  # fmt: skip
+    if on_weight:
+        y.dweight.copy_(sums.sum(0))
+    if y.dbias is not None:
+        y.dbias.copy_(bias_sums.sum(0))
+
+
+def _run(call: _Call, tile: Tile, programs: int) -> int:
+    """Return the steps of a partial sum, for runs of tokens that fill the GPU, but are few.
+
+    The sums have at most a quarter of the kernels' numbers.
+    """
+    most = max(1, min(_RUNS, call.tokens // _LEAST, call.tokens // max(4 * call.H, 1)))
+    there = processors(call.x.device)
+
+    def filled(runs: int) -> tuple[int, int]:
+        wanted = programs * runs
+        return 20 * wanted // (there * ceil(wanted, there)), -runs
+
+    runs = max(range(1, most + 1), key=filled)
+    return ceil(call.tokens, tile.terms * runs)
+
+
+def _pull_stored(a: Any, y: Any) -> None:
+    cast, given = _stored(a)
+    on_generator = y.dhidden, y.dweight, y.dbias
+    dkernels = None
+    if any([made is not None for made in on_generator]):
+        dkernels = torch.empty_like(given.kernels)
+    made = conv_vjp.Outputs(y.dx, dkernels, y.dinitial_state, y.dconv_bias)
+    conv.dynamic_conv_vjp(given, made)
+    if dkernels is not None:
+        for made, value in zip(on_generator, pull_to_generator(cast, dkernels), strict=True):
+            if made is not None:
+                made.copy_(value)
+
+
+def _pull_to_state(a: Any, dstate: Any) -> None:
+    """Fill the cotangent of the initial state, which the first W - 1 tokens read."""
+    x, W, T = a.x, dstate.shape[2], a.x.shape[1]
+    n = min(T, W - 1)
+    arrays = x, a.hidden, a.dout
+    if a.sequences is None:
+        first = [array[:, :n] for array in arrays]
+    else:
+        starts = a.sequences.tensors_here().cu_seqlens
+        begin, lengths = starts[:-1], starts.diff()
+        place = torch.arange(n, device=x.device)
+        at = (begin[:, None] + place).clamp(max=max(T - 1, 0))
+        # Past its end, a sequence has zeros.
+        live = (place < lengths[:, None])[..., None]
+        first = [array[0, at].where(live, 0) for array in arrays]
+    short = a._replace(x=first[0], hidden=first[1], dout=first[2], dfinal_state=None)
+    short = short._replace(sequences=None)
+    conv.dynamic_conv_vjp(_stored(short)[1], conv_vjp.Outputs(None, None, dstate, None))
+    if a.dfinal_state is None:
+        return
+    # Inputs of the state move on into the final state of a sequence of less than W tokens.
+    if a.sequences is None:
+        if T < W:
+            dstate[..., T:] += a.dfinal_state[..., : W - T]
+    else:
+        kept = torch.arange(W, device=x.device) - lengths[:, None]
+        at = kept.clamp(min=0)[:, None].expand_as(dstate)
+        dstate += a.dfinal_state.gather(2, at).where((kept >= 0)[:, None], 0)

@@ -1,0 +1,437 @@
+"""SO(2) convolutions and gates on the GPU: torch's products, and kernels for the steps around them.
+
+Products read and write strided rows: nothing is copied together or apart. A complex product is one
+real product with [[R, -I], [I, R]], made of the weight in every call. One kernel multiplies
+messages by radial functions, one pulls back through that, and one evaluates a gate or its
+derivatives, a block of channels in a program.
+
+Bytes beside the products', once each: M and R numbers of an edge and channel in and M out to scale;
+2 M + R in and M + R out to pull back; and the features and gates of a gate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops._frame.check import promoted
+from fusedops._frame.registry import register
+from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.tape import product
+
+# Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
+_NUMBERS, _CHANNELS, _WARPS = 512, 128, 4
+
+
+@kernel_of_any_size
+def _scale(
+    x, radial, out, blocks, x_edge, radial_edge,
+    C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
+    FLOAT: tl.constexpr,
+):  # fmt: skip
+    e = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    live = at < M * C
+    row = at // C
+    function = row
+    for m in tl.static_range(1, MMAX + 1):
+        # Where the order begins among rows, and among functions.
+        start = (2 * m - 1) * (LMAX + 1) - m * (m - 1)
+        first = m * (LMAX + 1) - m * (m - 1) // 2
+        function = tl.where(row >= start, first + (row - start) % (LMAX + 1 - m), function)
+    value = tl.load(x + e * x_edge + at, mask=live, other=0.0).to(FLOAT)
+    place = radial + e * radial_edge + function * C + at % C
+    factor = tl.load(place, mask=live, other=0.0).to(FLOAT)
+    tl.store(out + e * (M * C) + at, (value * factor).to(out.dtype.element_ty), mask=live)
+
+
+@kernel_of_any_size
+def _unscale(
+    on_scaled, x, radial, dx, dradial, blocks, x_edge, radial_edge,
+    C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+    SIZE: tl.constexpr, FLOAT: tl.constexpr, ROWS: tl.constexpr, FUNCTIONS: tl.constexpr,
+):  # fmt: skip
+    e = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    live = at < R * C
+    function = at // C
+    plus = function
+    apart = function * 0
+    for m in tl.static_range(1, MMAX + 1):
+        start = (2 * m - 1) * (LMAX + 1) - m * (m - 1)
+        first = m * (LMAX + 1) - m * (m - 1) // 2
+        plus = tl.where(function >= first, start + function - first, plus)
+        apart = tl.where(function >= first, LMAX + 1 - m, apart)
+    two = live & (apart > 0)
+    plus = plus * C + at % C
+    minus = plus + apart * C
+    h = tl.load(on_scaled + e * (M * C) + plus, mask=live, other=0.0).to(FLOAT)
+    k = tl.load(on_scaled + e * (M * C) + minus, mask=two, other=0.0).to(FLOAT)
+    if ROWS:
+        factor = tl.load(radial + e * radial_edge + at, mask=live, other=0.0).to(FLOAT)
+        to = dx + e * (M * C)
+        tl.store(to + plus, (h * factor).to(dx.dtype.element_ty), mask=live)
+        tl.store(to + minus, (k * factor).to(dx.dtype.element_ty), mask=two)
+    if FUNCTIONS:
+        one = tl.load(x + e * x_edge + plus, mask=live, other=0.0).to(FLOAT)
+        other = tl.load(x + e * x_edge + minus, mask=two, other=0.0).to(FLOAT)
+        total = (h * one + k * other).to(dradial.dtype.element_ty)
+        tl.store(dradial + e * (R * C) + at, total, mask=live)
+
+
+@kernel_of_any_size
+def _real(weight, out, elements, half, width, row, column, SIZE: tl.constexpr):
+    """Write [[R, -I], [I, R]] of a weight, R above I."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    i, j = at // (2 * width), at % (2 * width)
+    lower, right = i >= half, j >= width
+    # I stands below R in the weight, and in the two blocks beside the diagonal here.
+    of = tl.where(lower, i - half, i) + tl.where(lower != right, half, 0)
+    place = of * row + tl.where(right, j - width, j) * column
+    value = tl.load(weight + place, mask=at < elements, other=0.0)
+    tl.store(out + at, tl.where(right & (i < half), -value, value), mask=at < elements)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@kernel_of_any_size
+def _gate(
+    gates, x, dout, ddgates, ddx, rows_out, ddout, gates_out, blocks,
+    gates_edge, x_edge, dout_edge, ddgates_edge, ddx_edge,
+    C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, FLOAT: tl.constexpr, ORDER: tl.constexpr,
+    BY_GATES: tl.constexpr, BY_X: tl.constexpr, ON_ROWS: tl.constexpr, ON_DOUT: tl.constexpr,
+    ON_GATES: tl.constexpr,
+):  # fmt: skip
+    """Evaluate the gate (ORDER 0), its derivative, or the derivative's."""
+    e = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
+    live = c < C
+    row = e * (M * C) + c
+    h = tl.load(x + e * x_edge + c, mask=live, other=0.0).to(FLOAT)
+    s = _sigmoid(h)
+    slope = s * (1 - s)
+    zero = tl.zeros([SIZE], FLOAT)
+    if ORDER == 0:
+        tl.store(rows_out + row, (h * s).to(rows_out.dtype.element_ty), mask=live)
+    else:
+        g = tl.load(dout + e * dout_edge + c, mask=live, other=0.0).to(FLOAT)
+        first = s + h * slope
+        if ORDER == 1:
+            if ON_ROWS:
+                tl.store(rows_out + row, (g * first).to(rows_out.dtype.element_ty), mask=live)
+        else:
+            u = zero
+            if BY_X:
+                u = tl.load(ddx + e * ddx_edge + c, mask=live, other=0.0).to(FLOAT)
+            if ON_ROWS:
+                second = slope * (2 + h * (1 - 2 * s))
+                total = (u * g * second).to(rows_out.dtype.element_ty)
+                tl.store(rows_out + row, total, mask=live)
+            if ON_DOUT:
+                tl.store(ddout + row, (u * first).to(ddout.dtype.element_ty), mask=live)
+    for l in tl.static_range(1, LMAX + 1):
+        at = (l - 1) * C + c
+        s = _sigmoid(tl.load(gates + e * gates_edge + at, mask=live, other=0.0).to(FLOAT))
+        slope = s * (1 - s)
+        v = zero
+        if BY_GATES:
+            v = tl.load(ddgates + e * ddgates_edge + at, mask=live, other=0.0).to(FLOAT) * slope
+        pulled = zero
+        pushed = zero
+        for k in tl.static_range(2 * (l if l < MMAX else MMAX) + 1):
+            r = ROWS[l * (2 * MMAX + 1) + k] * C
+            h = tl.load(x + e * x_edge + r + c, mask=live, other=0.0).to(FLOAT)
+            if ORDER == 0:
+                tl.store(rows_out + row + r, (h * s).to(rows_out.dtype.element_ty), mask=live)
+            else:
+                g = tl.load(dout + e * dout_edge + r + c, mask=live, other=0.0).to(FLOAT)
+                pulled += h * g
+                if ORDER == 1:
+                    if ON_ROWS:
+                        value = (g * s).to(rows_out.dtype.element_ty)
+                        tl.store(rows_out + row + r, value, mask=live)
+                else:
+                    u = zero
+                    if BY_X:
+                        u = tl.load(ddx + e * ddx_edge + r + c, mask=live, other=0.0).to(FLOAT)
+                    pushed += u * g
+                    if ON_ROWS:
+                        value = (v * g).to(rows_out.dtype.element_ty)
+                        tl.store(rows_out + row + r, value, mask=live)
+                    if ON_DOUT:
+                        value = (u * s + v * h).to(ddout.dtype.element_ty)
+                        tl.store(ddout + row + r, value, mask=live)
+        if ON_GATES:
+            if ORDER == 1:
+                total = slope * pulled
+            else:
+                total = slope * pushed + v * (1 - 2 * s) * pulled
+            place = gates_out + e * (LMAX * C) + at
+            tl.store(place, total.to(gates_out.dtype.element_ty), mask=live)
+
+
+_launch_scale = Launcher(_scale, _WARPS)
+_launch_real = Launcher(_real, _WARPS)
+_launch_unscale = Launcher(_unscale, _WARPS)
+_launch_gate = Launcher(_gate, 1)
+
+
+def _rows(array: Any) -> Any:
+    """Return a tensor with contiguous rows of edges, a copy where they aren't."""
+    if array is None:
+        return None
+    inner = array[0] if array.shape[0] else array
+    return array if inner.is_contiguous() else array.contiguous()
+
+
+def _flat(array: Any) -> Any:
+    """Return (E, M, C) as (E, M C)."""
+    array = _rows(array)
+    return array.view(array.shape[0], array.shape[1] * array.shape[2])
+
+
+def _float(*arrays: Any) -> Any:
+    return tl.float64 if promoted(arrays) == torch.float64 else tl.float32
+
+
+def _block_of(weight: Any) -> Any:
+    """Return [[R, -I], [I, R]] of a weight, R above I."""
+    rows, width = weight.shape
+    out = torch.empty((rows, 2 * width), dtype=weight.dtype, device=weight.device)
+    integers = out.numel(), rows // 2, width, *weight.stride()
+    programs = -(-out.numel() // _NUMBERS)
+    _launch(_launch_real, programs, 1, (weight, out), integers, _NUMBERS)
+    return out
+
+
+def _launch(launch: Launcher, edges: int, blocks: int, arrays: Any, integers: Any, *constants: Any):  # type: ignore[no-untyped-def]
+    if edges and blocks:
+        key = arrays[0].device, *[a.dtype for a in arrays], wide(*integers), *constants
+        launch(edges * blocks, key, *arrays, *integers, *constants)
+
+
+def _in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Have a kernel compute in the dtype to which the arrays promote."""
+
+    def run(a: Any, y: Any) -> None:
+        arrays = [value for value in a if isinstance(value, torch.Tensor)]
+        dtype = promoted(arrays)
+        outputs = [out for out in y if out is not None]
+        if all([array.dtype == dtype for array in (*arrays, *outputs)]):
+            kernel(a, y)
+            return
+        made = [out if out is None else torch.empty_like(out, dtype=dtype) for out in y]
+        cast = [value.to(dtype) if isinstance(value, torch.Tensor) else value for value in a]
+        kernel(a._make(cast), y._make(made))
+        for out, value in zip(y, made, strict=True):
+            if out is not None:
+                out.copy_(value)
+
+    return run
+
+
+def _product(
+    out: Any, a: Any, b: Any, precision: str, shift: Any = None, *, alpha: int = 1
+) -> None:
+    """Write alpha a @ b, plus a shift that may be `out` itself."""
+    if precision == "bf16" and a.dtype == torch.float32:
+        a, b = a.bfloat16(), b.bfloat16()
+        # torch multiplies into another dtype on CUDA only.
+        found = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a.float() @ b.float()
+        if shift is None:
+            out.copy_(found)
+        else:
+            torch.add(shift, found, alpha=alpha, out=out)
+        return
+    tf32 = None if precision == "torch" else precision == "tf32"
+    if shift is None:
+        product(tf32, torch.mm, a, b, out=out)
+    else:
+        product(tf32, torch.addmm, shift, a, b, alpha=alpha, out=out)
+
+
+class _Call:
+    """A call's arguments as rows of edges, and where orders lie in them."""
+
+    def __init__(self, a: Any) -> None:
+        self.message, (_, self.M, self.C) = a.message, a.message.shape
+        self.lmax, self.weights = a.lmax, weights_of(a)
+        self.mmax = len(self.weights) - 1
+        self.D = (self.weights[0].shape[0] - a.gate_channels) // (self.lmax + 1)
+        self.radial = _rows(a.radial)
+        found = orders(self.lmax, self.mmax)
+        self.inputs = [columns(rows, self.C) for rows, _ in found]
+        self.outputs = [columns(rows, self.D) for rows, _ in found]
+
+    def scaled(self) -> Any:
+        """Return the messages times radial functions."""
+        if self.radial is None:
+            return _flat(self.message)
+        out = torch.empty_like(self.message, memory_format=torch.contiguous_format)
+        scale_messages(self.message, self.radial, out, self.lmax, self.mmax)
+        return _flat(out)
+
+    def unscale(self, on_scaled: Any, dmessage: Any, dradial: Any) -> None:
+        """Fill the cotangents of messages and radial functions."""
+        # Without a cotangent of radial functions any array stands for the messages.
+        message = on_scaled.view(self.message.shape) if dradial is None else self.message
+        given = on_scaled, message, self.radial, dmessage, dradial
+        unscale_messages(*given, self.lmax, self.mmax)
+
+
+def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) -> None:
+    """Fill `out` with messages (E, M, C) times radial functions."""
+    x, radial = _flat(message), _rows(radial)
+    blocks = -(-x.shape[1] // _NUMBERS)
+    integers = blocks, x.stride(0), radial.stride(0)
+    constants = message.shape[2], lmax, mmax, message.shape[1], _NUMBERS, _float(x, radial)
+    _launch(_launch_scale, x.shape[0], blocks, (x, radial, out), integers, *constants)
+
+
+def unscale_messages(
+    on_scaled: Any, message: Any, radial: Any, dmessage: Any, dradial: Any, lmax: int, mmax: int
+) -> None:
+    """Fill the cotangents of messages and radial functions, where they aren't None."""
+    x, radial = _flat(message), _rows(radial)
+    wanted = dmessage is not None, dradial is not None
+    arrays = on_scaled, x, radial, *(on_scaled if d is None else d for d in (dmessage, dradial))
+    blocks = -(-radial.shape[1] // _NUMBERS)
+    integers = blocks, x.stride(0), radial.stride(0)
+    functions = orders(lmax, mmax)[-1][1].stop
+    constants = message.shape[2], lmax, mmax, message.shape[1], functions, _NUMBERS
+    floats = _float(on_scaled, x, radial)
+    _launch(_launch_unscale, x.shape[0], blocks, arrays, integers, *constants, floats, *wanted)
+
+
+def _halves(array: Any) -> tuple[Any, Any]:
+    """Return the columns of +m and -m."""
+    half = array.shape[1] // 2
+    return array[:, :half], array[:, half:]
+
+
+def _upper_and_lower(weight: Any) -> tuple[Any, Any]:
+    """Return the real and the imaginary part of a weight."""
+    half = weight.shape[0] // 2
+    return weight[:half], weight[half:]
+
+
+@register("so2_convolution", "triton")
+@_in_one_dtype
+def so2_convolution(a: Any, y: Any) -> None:
+    call, G, bias, precision = _Call(a), a.gate_channels, a.bias, a.precision
+    parts = call.scaled()
+    first = parts[:, call.inputs[0]]
+    shifts = (None, None) if bias is None else (bias[:G], bias[G:])
+    if y.gates is not None:
+        _product(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
+    if y.out is None:
+        return
+    out = y.out.view(y.out.shape[0], call.M * call.D)
+    results = [out[:, own] for own in call.outputs]
+    _product(results[0], first, a.weight_m0[G:].T, precision, shifts[1])
+    for m in range(1, call.mmax + 1):
+        matrix = _block_of(call.weights[m])
+        _product(results[m], parts[:, call.inputs[m]], matrix.T, precision)
+
+
+@register("so2_convolution_vjp", "triton")
+@_in_one_dtype
+def so2_convolution_vjp(a: Any, y: Any) -> None:
+    call, G, dout, dgates = _Call(a), a.gate_channels, _flat(a.dout), a.dgates
+    precision = a.precision
+    results = [dout[:, own] for own in call.outputs]
+    if y.dbias is not None:
+        torch.sum(results[0], 0, out=y.dbias[G:])
+        if dgates is not None:
+            torch.sum(dgates, 0, out=y.dbias[:G])
+    dweights = y[1 : 1 + len(call.weights)]
+    if any([dw is not None for dw in dweights]):
+        _pull_to_weights(call, results, a, dweights)
+    if y.dmessage is None and y.dradial is None:
+        return
+    numbers = call.M * call.C
+    if call.radial is None:
+        on_parts = y.dmessage.view(y.dmessage.shape[0], numbers)
+    else:
+        on_parts = torch.empty((dout.shape[0], numbers), dtype=dout.dtype, device=dout.device)
+    first = on_parts[:, call.inputs[0]]
+    _product(first, results[0], a.weight_m0[G:], precision)
+    if dgates is not None:
+        _product(first, dgates, a.weight_m0[:G], precision, first)
+    for m in range(1, call.mmax + 1):
+        to = on_parts[:, call.inputs[m]]
+        _product(to, results[m], _block_of(call.weights[m]), precision)
+    if call.radial is not None:
+        call.unscale(on_parts, y.dmessage, y.dradial)
+
+
+def _pull_to_weights(call: _Call, results: Any, a: Any, dweights: Any) -> None:
+    """Fill the cotangents of weights."""
+    parts, precision, G = call.scaled(), a.precision, a.gate_channels
+    if dweights[0] is not None:
+        first = parts[:, call.inputs[0]]
+        _product(dweights[0][G:], results[0].T, first, precision)
+        if a.dgates is not None:
+            _product(dweights[0][:G], a.dgates.T, first, precision)
+    for m in range(1, call.mmax + 1):
+        if dweights[m] is None:
+            continue
+        plus, minus = _halves(parts[:, call.inputs[m]])
+        on_plus, on_minus = _halves(results[m])
+        real, imaginary = _upper_and_lower(dweights[m])
+        _product(dweights[m], results[m].T, plus, precision)
+        _product(real, on_minus.T, minus, precision, real)
+        _product(imaginary, on_plus.T, minus, precision, imaginary, alpha=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(lmax: int, mmax: int, layout: str) -> tuple[int, ...]:
+    """Return the rows of every degree, filled up to the largest number of rows of one."""
+    found: list[int] = []
+    for rows in rows_by_degree(lmax, mmax, layout):
+        found += [*rows.tolist(), *[0] * (2 * mmax + 1 - len(rows))]
+    return tuple(found)
+
+
+def _gated(a: Any, given: tuple[Any, ...], made: tuple[Any, ...], order: int) -> None:
+    """Launch the kernel; `given` are dout, ddgates and ddx, `made` dx, ddout and dgates."""
+    gates, x = _rows(a.gates), _rows(a.x)
+    E, M, C = x.shape
+    given = tuple([_rows(array) for array in given])
+    # Any tensor stands for a tensor that isn't touched.
+    read = gates, x, *[x if array is None else array for array in given]
+    written = [x if array is None else array for array in made]
+    size = min(_CHANNELS, power(C))
+    blocks = -(-C // size)
+    integers = blocks, *[array.stride(0) for array in read]
+    constants = (
+        C, a.lmax, a.mmax, M, _table(a.lmax, a.mmax, a.layout), size,
+        _float(gates, x, *[array for array in given if array is not None]), order,
+        given[1] is not None, given[2] is not None, *[array is not None for array in made],
+    )  # fmt: skip
+    _launch(_launch_gate, E, blocks, (*read, *written), integers, *constants)
+
+
+@register("gate_activation", "triton")
+def gate_activation(a: Any, y: Any) -> None:
+    _gated(a, (None, None, None), (y.out, None, None), 0)
+
+
+@register("gate_activation_vjp", "triton")
+def gate_activation_vjp(a: Any, y: Any) -> None:
+    _gated(a, (a.dout, None, None), (y.dx, None, y.dgates), 1)
+
+
+@register("gate_activation_vjp_vjp", "triton")
+def gate_activation_vjp_vjp(a: Any, y: Any) -> None:
+    _gated(a, (a.dout, a.ddgates, a.ddx), (y.dx, y.ddout, y.dgates), 2)
