@@ -23,10 +23,10 @@ def output(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def faults(pyx: Path) -> list[str]:
-    modules = sorted(INSTALLED.glob(f"{pyx.stem}[._]*.so"))
+def faults(name: str) -> list[str]:
+    modules = sorted(INSTALLED.glob(f"{name}[._]*.so"))
     if not modules:
-        return [f"{pyx.name}: no compiled module in {INSTALLED}"]
+        return [f"{name}: no compiled module in {INSTALLED}"]
     found = []
     for module in modules:
         if OPENMP.search(output("readelf", "--dynamic", module)):
@@ -39,9 +39,10 @@ def faults(pyx: Path) -> list[str]:
         # Proof that the search finds AVX where it is.
         if "_v3." in module.name and not avx:
             found.append(f"{module.name}: no AVX instruction found")
-    print(f"{pyx.name}: {len(modules)} modules checked")
+    print(f"{name}: {len(modules)} modules checked")
     return found
 
 
-found = [fault for pyx in sorted(SOURCES.glob("*.pyx")) for fault in faults(pyx)]
+families = sorted(pyx.parent.name for pyx in SOURCES.glob("*/kernels.pyx"))
+found = [fault for name in ("_cpu", *families) for fault in faults(name)]
 sys.exit("\n".join(found) or None)

@@ -243,7 +243,7 @@ def test_atoms_are_sorted_along_x_when_interpreted(count):
 
 @needs_triton
 def test_many_atoms_are_sorted_without_a_gradient_too(monkeypatch):
-    from gpukern import density as kernels
+    from gpukern.density import triton as kernels
 
     sorts = []
     write = kernels._write_order

@@ -214,7 +214,7 @@ def test_second_derivatives_without_tokens_are_zero(backend, empty):
 @needs_triton
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["dense", "packed"])
 def test_parts_of_the_kernels_cotangents_change_nothing_but_roundings(cu_seqlens, monkeypatch):
-    from gpukern import generated
+    from gpukern.generated import triton as generated
 
     given = {n: torch.tensor(a).bfloat16() for n, a in sample(cu_seqlens=cu_seqlens).items()}
     found = []
@@ -233,7 +233,7 @@ def test_parts_of_the_kernels_cotangents_change_nothing_but_roundings(cu_seqlens
 
 @needs_triton
 def test_wide_kernels_and_float64_are_stored_on_a_gpu(monkeypatch):
-    from gpukern import generated
+    from gpukern.generated import triton as generated
 
     monkeypatch.setattr(generated, "_Call", None)
     given = {n: torch.tensor(a) for n, a in sample(9).items()}

@@ -16,14 +16,14 @@ from gpukern.trimul import plan  # noqa: E402
 if plan.hopper is None:
     pytest.skip("this Triton's Gluon is another", allow_module_level=True)
 
-from gpukern import generated_hopper  # noqa: E402
+from gpukern.generated import hopper  # noqa: E402
 
 COMPILE = """
 import inspect
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from gpukern import generated_hopper as hopper
+from gpukern.generated import hopper
 from gpukern.trimul.hopper import jit
 
 for kernel, aligned in hopper.POINTERS.items():
@@ -63,11 +63,11 @@ def test_a_thread_finds_all_taps_of_eight_channels():
     """In a product, threads j of four have columns 8 i + 2 j and 8 i + 2 j + 1."""
     D, W = 128, 4
     rows = torch.arange(D * W)
-    packed = generated_hopper.packed(rows, D).view(D // 32, W, 4, 4, 2)
+    packed = hopper.packed(rows, D).view(D // 32, W, 4, 4, 2)
     for j in range(4):
         channels = packed[:, :, :, j].reshape(D // 32, W, 8) // W
         first = 32 * torch.arange(D // 32) + 8 * j
         assert (channels == (first[:, None] + torch.arange(8))[:, None]).all()
     assert (packed % W == torch.arange(W)[:, None, None, None]).all()
-    matrix = generated_hopper.packed(rows[:, None].expand(-1, 3), D)
+    matrix = hopper.packed(rows[:, None].expand(-1, 3), D)
     assert (matrix == packed.reshape(-1, 1)).all()

@@ -235,7 +235,7 @@ def test_generated_kernels_on_hopper(B, T, D, H, dtype, activation, biased, monk
     """In parts of the tokens, with sequences that begin within a tile, or are one token."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("these kernels are for Hopper")
-    from gpukern import generated
+    from gpukern.generated import triton as generated
 
     for name in ("_MANY", "_FEW"):
         monkeypatch.setattr(generated, name, 1)

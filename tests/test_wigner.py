@@ -2029,7 +2029,7 @@ def test_kernels_read_nothing_beyond_their_arrays(place):
 def test_a_step_writes_no_gradient_that_it_lacks_factors_for(monkeypatch):
     """Above lmax 2 a rotation and its radial functions are two steps on a GPU."""
     available("torch", "triton")
-    from gpukern import wigner as kernels
+    from gpukern.wigner import triton as kernels
 
     rotate, calls = kernels.edge_wigner, []
     monkeypatch.setattr(

@@ -180,9 +180,8 @@ def _kernel(backend: Backend, primitive: str) -> Callable[..., Any] | None:
 def _registered(backend: Backend, name: str, family: str) -> Callable[..., Any] | None:
     folder = f"{backend.package}.{family}"
     module = f"{folder}.{backend.name}"
-    if (name, backend.name) not in _kernels and all(
-        map(importlib.util.find_spec, (folder, module))
-    ):
+    find = importlib.util.find_spec
+    if (name, backend.name) not in _kernels and find(folder) and find(module):
         importlib.import_module(module)
     return _kernels.get((name, backend.name))
 
