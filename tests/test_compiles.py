@@ -202,7 +202,7 @@ def note(kernel, made):
 primitive = primitives()["dynamic_conv_vjp"]
 kernel = registry._registered(registry.BACKENDS[0], primitive.name, primitive.family)
 B, T, D, W = 1, 8, 128, 4
-for own, others, final, on_x in (
+for own, others, final, wants_x in (
     ("bfloat16", "float32", None, True),
     ("float32", "float64", "float32", True),
     ("bfloat16", "bfloat16", "float32", False),
@@ -213,7 +213,7 @@ for own, others, final, on_x in (
     given = {"x": x, "kernels": kernels, "initial_state": state, "dout": x, "activation": "silu"}
     given["dfinal_state"] = final and torch.empty(B, D, W, dtype=getattr(torch, final))
     a = primitive.Arguments(*[given.get(field) for field in primitive.Arguments._fields])
-    kernel(a, primitive.Outputs(x if on_x else None, kernels, state, None))
+    kernel(a, primitive.Outputs(x if wants_x else None, kernels, state, None))
 print(count)
 """
 

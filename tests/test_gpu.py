@@ -775,18 +775,18 @@ def test_more_than_two_to_the_31_elements_of_triangles(dtype, precision, gate, d
     del leaves["mask"]
     torch.cuda.reset_peak_memory_stats()
     out = update(**everything)
-    out_end, on_arrays = out[end].detach().clone(), [everything[name] for name in leaves]
-    (on_x, *on_weights) = torch.autograd.grad(out, on_arrays, there)
+    out_end, asked = out[end].detach().clone(), [everything[name] for name in leaves]
+    (dx, *dweights) = torch.autograd.grad(out, asked, there)
     assert torch.cuda.max_memory_allocated() < 60e9
-    got = out_end, on_x[end].clone(), *on_weights
+    got = out_end, dx[end].clone(), *dweights
     want = want[0], want[1], *want[3:]
     # Another order of sums may round a number of 16 bits to its neighbour, and these
     # differences remain where LayerNorms' gradients cancel; a wrong index errs by far more.
     allowed = {"fp16": 1e-2, None: 5e-2 if dtype == "bfloat16" else 1e-4}[precision]
     for a, b in zip(got, want, strict=True):
         assert error(a.double().cpu(), b.double().cpu()) < allowed
-    on_x[end] = 0.0
-    assert not on_x.any()
+    dx[end] = 0.0
+    assert not dx.any()
 
 
 # Like TRIANGLES, with enough rows for Hopper's own kernels, and the kernels expected: forward, in a

@@ -37,30 +37,30 @@ def planes(array, members, channels, rows, step):
 
 
 def finish_back(tensors, numbers, constants):
-    o, gate, cotangent, scaling, w, b, p_w, p_b, on_o, on_gate, sums = tensors
-    members, rows, plane, on_plane, shift = numbers
+    o, gate, dout, scaling, w, b, p_w, p_b, do, dgate, sums = tensors
+    members, rows, plane, do_plane, shift = numbers
     eps, C, H, output = constants[:4]
     y, factor = standardized(planes(o, members, H, rows, plane).float(), eps * 4.0**shift)
     shape = (members, rows, C) if output else (members, H, rows)
     e = gate.view(shape).float() / (1 if gate.dtype == o.dtype else 2**15)
     e = e if output else e.mT
-    g = cotangent.reshape(members, rows, C).float() * (1 if scaling is None else scaling)
+    g = dout.reshape(members, rows, C).float() * (1 if scaling is None else scaling)
     w = torch.ones(H) if w is None else w.float()
     normed = y * w + (0 if b is None else b.float())
     p_w = p_w.float()
     if output:
         value = normed @ p_w.T + (0 if p_b is None else p_b.float())
-        on_gate.view(members, rows, C).copy_(g * value * e * (1 - e))
+        dgate.view(members, rows, C).copy_(g * value * e * (1 - e))
         g = g * e
         v = g @ p_w
         kept = (y,)
     else:
         v = g @ p_w
-        on_gate.view(members, rows, H).copy_(v * normed * e * (1 - e))
+        dgate.view(members, rows, H).copy_(v * normed * e * (1 - e))
         v = v * e
         kept = (y * e,) if b is None else (y * e, e.expand_as(y))
     on = behind(v * w, y, factor) * 2.0**shift
-    planes(on_o, members, H, rows, on_plane).copy_(on)
+    planes(do, members, H, rows, do_plane).copy_(on)
     ones = torch.ones(members, rows, 8)
     # The last program may have no rows.
     sums.zero_()
@@ -69,8 +69,8 @@ def finish_back(tensors, numbers, constants):
 
 def project_back(tensors, numbers, constants):
     x, mask, w, b, p_w, p_b, g_w, g_b, o_w = tensors[:9]
-    on_sides, on_p, on_g, on_gate, scaling, on_x, kept = tensors[9:]
-    members, rows, N, half, plane, on_half, on_plane, *steps = numbers
+    dsides, dp, dg, dgate, scaling, dx, kept = tensors[9:]
+    members, rows, N, half, plane, dsides_half, dsides_plane, *steps = numbers
     eps, C, H, G = constants[:4]
 
     def sides(array, half, plane):
@@ -87,16 +87,16 @@ def project_back(tensors, numbers, constants):
     if mask is not None:
         shape = members, rows // N, N
         m = mask.as_strided(shape, steps, mask.storage_offset()).reshape(members, rows, 1).float()
-    d = torch.cat(sides(on_sides, on_half, on_plane), -1).float()
-    opened = on_gate.view(members, rows, G).float()
-    d_p = d * s * m
-    d_g = d_p * p * (1 - s)
-    for to, value in ((on_p, d_p), (on_g, d_g)):
+    d = torch.cat(sides(dsides, dsides_half, dsides_plane), -1).float()
+    opened = dgate.view(members, rows, G).float()
+    dp_now = d * s * m
+    dg_now = dp_now * p * (1 - s)
+    for to, value in ((dp, dp_now), (dg, dg_now)):
         for side, own in zip(sides(to, half, plane), value.split(H, -1), strict=True):
             side.copy_(own)
-    v = d_p @ p_w.float() + d_g @ g_w.float() + opened @ o_w.float()
+    v = dp_now @ p_w.float() + dg_now @ g_w.float() + opened @ o_w.float()
     on = behind(v * w, y, factor)
-    on_x.view(members, rows, C).copy_(on if scaling is None else on / scaling)
+    dx.view(members, rows, C).copy_(on if scaling is None else on / scaling)
     ones = torch.eye(8)[:1].expand(members, rows, 8)
     kept.view(members, rows, -1).copy_(torch.cat([y, ones], -1))
 

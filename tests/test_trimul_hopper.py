@@ -19,7 +19,7 @@ from gpukern.trimul import hopper, hopper_backward as back, hopper_wide as wide
 
 POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
 # Pointers to the dtype of x; all others point to factors.
-OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "cotangent", "on_x"
+OWN = "x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w", "o_b", "out", "mask", "dout", "dx"
 
 
 def compile(kernel, warps, output, bf16, none, kinds={}, **constants):
@@ -152,7 +152,7 @@ def test_cotangents_through_a_norm(norm, gated, scaled):
         found = behind(y, e, weight, bias, *[norms[at] for at in which], z)
         parts.append(found[0])
         want.append(found[1])
-    (on_pg, on_pg_b, *on_norm), (on_o, on_o_b, *more), (on_e, on_e_b, *on_norm_out) = want
+    (dpg, dpg_b, *dnorm), (do, do_b, *more), (de, de_b, *dnorm_out) = want
     pairs, last, end = [weight.detach() for weight in weights]
     given = pairs[: 2 * H], pairs[2 * H :], last, end
     results = [None, None, *[torch.zeros(s) for s in ((4, C), (4,)) * 2], None, None]
@@ -160,9 +160,9 @@ def test_cotangents_through_a_norm(norm, gated, scaled):
     norms = [a.detach() if norm else None for a in norms]
     by_norm, by_norm_out = through_norm(*parts, scaling, given, norms, results)
     found = [torch.cat(results[2:6:2]), torch.cat(results[3:6:2]), *results[8:]]
-    expected = [on_pg, on_pg_b, on_e, on_e_b, on_o, on_o_b]
+    expected = [dpg, dpg_b, de, de_b, do, do_b]
     if norm:
         found += [*by_norm.sum(0), *by_norm_out.sum(0)]
-        expected += [*[a + b for a, b in zip(on_norm, more, strict=True)], *on_norm_out]
+        expected += [*[a + b for a, b in zip(dnorm, more, strict=True)], *dnorm_out]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -169,12 +169,12 @@ def dense(p):
     if p.op == "forth":
         (x,) = features
         forth = kept @ wigner
-        on_x, on_wigner, halves = np.zeros_like(x), 0.0, []
+        dx, dwigner, halves = np.zeros_like(x), 0.0, []
         for ends, part in ((source, g[..., :C]), (target, g[..., C:])):
             halves.append(forth @ x[ends])
-            np.add.at(on_x, ends, forth.swapaxes(1, 2) @ part)
-            on_wigner = on_wigner + kept.T @ part @ x[ends].swapaxes(1, 2)
-        results = [np.concatenate(halves, -1), on_x]
+            np.add.at(dx, ends, forth.swapaxes(1, 2) @ part)
+            dwigner = dwigner + kept.T @ part @ x[ends].swapaxes(1, 2)
+        results = [np.concatenate(halves, -1), dx]
     else:
         scale = 1 / p.rescale if p.op == "degree" else 1.0
         target = np.arange(len(target)) if p.op == "own" else target
@@ -182,11 +182,11 @@ def dense(p):
         back = scale * (wigner @ kept.T)
         out = features[0].copy() if p.op == "degree" else np.zeros((p.nodes, len(read), C))
         np.add.at(out, target, back @ features[-1])
-        on_wigner = scale * (g[target] @ (kept.T @ features[-1]).swapaxes(1, 2))
-        on_wigner = on_wigner.swapaxes(1, 2) if p.transpose else on_wigner
+        dwigner = scale * (g[target] @ (kept.T @ features[-1]).swapaxes(1, 2))
+        dwigner = dwigner.swapaxes(1, 2) if p.transpose else dwigner
         results = [out, *([g] if p.op == "degree" else []), back.swapaxes(1, 2) @ g[target]]
-    on_wigner = np.where(read, on_wigner, 0.0)
-    return [*results, pack(on_wigner) if p.packed else on_wigner]
+    dwigner = np.where(read, dwigner, 0.0)
+    return [*results, pack(dwigner) if p.packed else dwigner]
 
 
 def tensor(array):
@@ -646,9 +646,9 @@ def test_there_and_back_is_the_sum_of_neighbours(quick, dtype, packed):
 def test_the_way_back_is_the_transpose_of_the_way_forth(quick, mmax):
     """⟨y, forth x⟩ = ⟨back y, x⟩, and forth's pullback is back at both ends."""
     p = problem("forth", 2, mmax)
-    out, on_x, _ = solve(quick, p)
+    out, dx, _ = solve(quick, p)
     x, wigner = p.arrays
-    assert abs(np.vdot(p.cotangent, out) - np.vdot(on_x, x)) <= 1e-14 * np.linalg.norm(
+    assert abs(np.vdot(p.cotangent, out) - np.vdot(dx, x)) <= 1e-14 * np.linalg.norm(
         p.cotangent
     ) * np.linalg.norm(out)
     found = 0
@@ -656,7 +656,7 @@ def test_the_way_back_is_the_transpose_of_the_way_forth(quick, mmax):
         message = p.cotangent[..., 3 * h : 3 * h + 3]
         back = p._replace(op="back", ends=ends)
         found = found + evaluate(quick, back, (message, wigner.swapaxes(1, 2)))
-    close(found, on_x)
+    close(found, dx)
 
 
 @pytest.mark.parametrize("op", ["forth", "back", "own"])
@@ -680,8 +680,8 @@ def test_matrices_may_be_those_of_the_way_forth(quick, op, packed):
     for transpose, given in ((False, wigner), (True, wigner.swapaxes(1, 2).copy())):
         arrays = (*p.arrays[:-1], pack(given) if packed else given)
         results = solve(quick, p._replace(arrays=arrays, packed=packed, transpose=transpose))
-        on_wigner = unpack(results[-1], 3) if packed else results[-1]
-        found.append([*results[:-1], on_wigner.swapaxes(1, 2) if transpose else on_wigner])
+        dwigner = unpack(results[-1], 3) if packed else results[-1]
+        found.append([*results[:-1], dwigner.swapaxes(1, 2) if transpose else dwigner])
     for got, want in zip(*found, strict=True):
         close(got, want)
 
@@ -706,10 +706,10 @@ def test_the_order_of_edges_matters_to_roundings_alone(quick, op):
     shuffle = np.random.default_rng(0).permutation(len(p.ends[0]))
     by_edge = [len(array) == len(shuffle) and name != "x" for name, array in p.named.items()]
     arrays = [a[shuffle] if e else a for a, e in zip(p.arrays, by_edge, strict=True)]
-    on_edges = op in ("forth", "own")
-    cotangent = p.cotangent[shuffle] if on_edges else p.cotangent
+    moves_edges = op in ("forth", "own")
+    cotangent = p.cotangent[shuffle] if moves_edges else p.cotangent
     other = p._replace(arrays=tuple(arrays), ends=p.ends[:, shuffle], cotangent=cotangent)
-    moved = [on_edges, *by_edge]
+    moved = [moves_edges, *by_edge]
     for got, want, edges in zip(solve(quick, other), solve(quick, p), moved, strict=True):
         if edges:
             agree(quick, got, want[shuffle])
@@ -1337,7 +1337,7 @@ def test_some_outputs_are_what_they_are_among_all(place, way, packed):
 
 @pytest.mark.parametrize("way", ["forth", "back", "undo"])
 def test_outputs_are_there_where_their_factors_are(place, way):
-    """Without features only on_x is returned, without messages only on_message."""
+    """Without features only dx is returned, without messages only dmessage."""
     p = problem(way, 1)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(NODES, 4, 3))

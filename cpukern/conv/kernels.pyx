@@ -467,8 +467,8 @@ cdef void backward_chunk(
     char* tiles,
 ) noexcept nogil:
     cdef Py_ssize_t channels = layout.channels, width = layout.width, mask = layout.ring_mask
-    cdef bint on_inputs = dx != NULL or dstate != NULL
-    cdef Py_ssize_t stop = min(chunk.last + width - 1, chunk.end) if on_inputs else chunk.last
+    cdef bint wants_inputs = dx != NULL or dstate != NULL
+    cdef Py_ssize_t stop = min(chunk.last + width - 1, chunk.end) if wants_inputs else chunk.last
     cdef Py_ssize_t t, p, d, w, at
     cdef Layout tiled = layout[0]
     cdef real* ring = scratch
@@ -498,7 +498,7 @@ cdef void backward_chunk(
     layout = &tiled
     for p in range(chunk.first - width + 1, chunk.first):
         load_input(layout, &chunk, x, state, p, ring)
-    if on_inputs:
+    if wants_inputs:
         for d in range((mask + 1) * channels):
             cotangents[d] = 0
     if layout.static_kernels:
@@ -514,13 +514,13 @@ cdef void backward_chunk(
             source = kernels + chunk.batch * layout.k_batch + t * layout.k_token
             if scalar is real:
                 k = source
-            elif on_inputs or layout.silu:
+            elif wants_inputs or layout.silu:
                 widen(source, 1, wide, channels * width)
         if layout.silu:
             preactivation(k, ring, at, mask, channels, width,
                           wide_bias if bias != NULL else NULL, h)
             pull_activation(v, h, channels)
-        if on_inputs:
+        if wants_inputs:
             pull_inputs_row(k, v, at, mask, channels, width, cotangents)
             store_cotangent(
                 layout, &chunk, t - width + 1, final_cotangent, cotangents, h, dx, dstate)
@@ -542,7 +542,7 @@ cdef void backward_chunk(
         if dbias_sum != NULL:
             for d in range(channels):
                 dbias_sum[d] += v[d]
-    if on_inputs:
+    if wants_inputs:
         for p in range(stop - width + 1, chunk.last):
             store_cotangent(layout, &chunk, p, final_cotangent, cotangents, h, dx, dstate)
         if dstate != NULL and chunk.first == chunk.begin:
@@ -901,10 +901,10 @@ def backward(
     cdef Pass call
     cdef Py_ssize_t groups = (count + group - 1) // group
     set_pass(&call, x, kernels, state, bias, static_kernels, silu, chunks, starts, count, chunk)
-    cdef scalar* on_kernels = &dkernels[0, 0, 0, 0] if dkernels is not None else NULL
-    cdef scalar* on_bias = &dbias[0] if dbias is not None else NULL
-    call.sums_kernels = static_kernels and on_kernels != NULL
-    call.sums_bias = on_bias != NULL
+    cdef scalar* dkernels_at = &dkernels[0, 0, 0, 0] if dkernels is not None else NULL
+    cdef scalar* dbias_at = &dbias[0] if dbias is not None else NULL
+    call.sums_kernels = static_kernels and dkernels_at != NULL
+    call.sums_bias = dbias_at != NULL
     call.sums_row = call.layout.channels * (
         call.layout.width * call.sums_kernels + call.sums_bias
     )
@@ -916,12 +916,12 @@ def backward(
     call.scratch = of(scratch)
     call.final_cotangent = &final_cotangent[0, 0, 0] if final_cotangent is not None else NULL
     call.out = &dx[0, 0, 0] if dx is not None else NULL
-    call.dkernels = NULL if static_kernels else on_kernels
+    call.dkernels = NULL if static_kernels else dkernels_at
     call.dstate = &dstate[0, 0, 0] if dstate is not None else NULL
     call.group = group
     with nogil:
         in_shares(<Share>some_backward[scalar], &call, groups, threads)
-        add_up(&call, groups, on_kernels, on_bias)
+        add_up(&call, groups, dkernels_at, dbias_at)
 
 
 def step(

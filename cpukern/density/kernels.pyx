@@ -612,11 +612,11 @@ cdef struct SplatVjp:
     const SetUp* given
     const long long* order
     const void* cotangent
-    void* on_xyz
-    void* on_b
-    void* on_occupancy
-    void* on_amplitudes
-    void* on_widths
+    void* dxyz
+    void* db
+    void* doccupancy
+    void* damplitudes
+    void* dwidths
     Scratch scratch
 
 
@@ -1312,8 +1312,8 @@ cdef double slope(
 
 
 cdef void write_gradients(
-    const SetUp* call, Py_ssize_t n, const double* moments, void* on_xyz, void* on_b,
-    void* on_occupancy, void* on_amplitudes, void* on_widths, const real* given,
+    const SetUp* call, Py_ssize_t n, const double* moments, void* dxyz, void* db,
+    void* doccupancy, void* damplitudes, void* dwidths, const real* given,
 ) noexcept nogil:
     """Write an atom's gradients, from the moments of its Gaussians times the cotangent."""
     cdef Py_ssize_t G = call.gaussians, bs = call.bs, g
@@ -1338,8 +1338,8 @@ cdef void write_gradients(
         toccupancy = call.along.occupancy[n]
     for g in range(G):
         if not usable:
-            (<real*>on_amplitudes)[G * n + g] = 0
-            (<real*>on_widths)[G * n + g] = 0
+            (<real*>damplitudes)[G * n + g] = 0
+            (<real*>dwidths)[G * n + g] = 0
             continue
         A = tA = call.amplitudes[G * n + g]
         share = occupancy * A
@@ -1371,13 +1371,13 @@ cdef void write_gradients(
         for i in range(bs):
             sum_b[i] += (2 if i < 3 else 4) * K[i] if bs == 6 else trace(K) / (4 * PI * PI)
         total = total + tA * one[0] + A * z
-        (<real*>on_amplitudes)[G * n + g] = <real>(toccupancy * one[0] + occupancy * z)
-        (<real*>on_widths)[G * n + g] = <real>(trace(K) / (4 * PI * PI))
+        (<real*>damplitudes)[G * n + g] = <real>(toccupancy * one[0] + occupancy * z)
+        (<real*>dwidths)[G * n + g] = <real>(trace(K) / (4 * PI * PI))
     for i in range(3):
-        (<real*>on_xyz)[3 * n + i] = <real>sum_x[i]
+        (<real*>dxyz)[3 * n + i] = <real>sum_x[i]
     for i in range(bs):
-        (<real*>on_b)[bs * n + i] = <real>sum_b[i]
-    (<real*>on_occupancy)[n] = <real>total
+        (<real*>db)[bs * n + i] = <real>sum_b[i]
+    (<real*>doccupancy)[n] = <real>total
 
 
 cdef inline double trace(const double* K) noexcept nogil:
@@ -1571,8 +1571,8 @@ cdef void some_pull_backs(
                 scratch, extents, own.lengths + thread * own.most, own.most, own.pitch, moments,
             )
         write_gradients(
-            set_up, n, moments, call.on_xyz, call.on_b, call.on_occupancy, call.on_amplitudes,
-            call.on_widths, given,
+            set_up, n, moments, call.dxyz, call.db, call.doccupancy, call.damplitudes,
+            call.dwidths, given,
         )
 
 
@@ -1799,11 +1799,11 @@ def splat_vjp(
     const real[:, :, ::1] cotangent,
     # OUT: in the shapes of xyz, b, occupancy, amplitudes and widths; an output that is None is computed
     # anyway, at no cost
-    real[:, ::1] on_xyz,
-    on_b,
-    real[::1] on_occupancy,
-    real[:, ::1] on_amplitudes,
-    real[:, ::1] on_widths,
+    real[:, ::1] dxyz,
+    db,
+    real[::1] doccupancy,
+    real[:, ::1] damplitudes,
+    real[:, ::1] dwidths,
 ):
     cdef SetUp given
     cdef SplatVjp call
@@ -1830,15 +1830,15 @@ def splat_vjp(
     call.given = &given
     call.order = order
     call.cotangent = &cotangent[0, 0, 0]
-    call.on_xyz = &on_xyz[0, 0] if on_xyz is not None else spare
+    call.dxyz = &dxyz[0, 0] if dxyz is not None else spare
     spare += 3 * given.count
-    call.on_b = elements(on_b, sizeof(real)) if on_b is not None else spare
+    call.db = elements(db, sizeof(real)) if db is not None else spare
     spare += given.bs * given.count
-    call.on_occupancy = &on_occupancy[0] if on_occupancy is not None else spare
+    call.doccupancy = &doccupancy[0] if doccupancy is not None else spare
     spare += given.count
-    call.on_amplitudes = &on_amplitudes[0, 0] if on_amplitudes is not None else spare
+    call.damplitudes = &damplitudes[0, 0] if damplitudes is not None else spare
     spare += G * given.count
-    call.on_widths = &on_widths[0, 0] if on_widths is not None else spare
+    call.dwidths = &dwidths[0, 0] if dwidths is not None else spare
     with nogil:
         sort_atoms(&given, order)
         in_shares(<Share>some_pull_backs[real], &call, given.count, threads)

@@ -567,18 +567,18 @@ def _atoms(
     amplitudes,
     along,
     cotangent,
-    on_xyz,
-    on_b,
-    on_occupancy,
-    on_amplitudes,
-    on_widths,
+    dxyz,
+    db,
+    doccupancy,
+    damplitudes,
+    dwidths,
 ):
     w, g = np.zeros((3, most), cotangent.dtype), np.zeros(most, cotangent.dtype)
     spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     isotropic = forms.shape[2] == 2
     moments = np.empty((forms.shape[1], 2, 5 if isotropic else 10))
     x, b = np.empty(3), np.empty(1 if isotropic else 6)
-    on_A, on_B = np.empty(forms.shape[1]), np.empty(forms.shape[1])
+    dA, dB = np.empty(forms.shape[1]), np.empty(forms.shape[1])
     work = np.empty((6, 3, 3))
     for a in range(low, high):
         moments[:] = 0
@@ -611,7 +611,7 @@ def _atoms(
                     v, n, z = v + m, n - m, 0
             _add_moments(w, voxels, g, forms[a], changes, a, moments)
             voxels = count = 0
-        x[:], b[:], on_A[:], on_B[:], total = 0, 0, 0, 0, 0.0
+        x[:], b[:], dA[:], dB[:], total = 0, 0, 0, 0, 0.0
         if box[a, 0, 0] <= box[a, 0, 1]:
             total = _gradients(
                 a,
@@ -623,23 +623,23 @@ def _atoms(
                 work,
                 x,
                 b,
-                on_A,
-                on_B,
+                dA,
+                dB,
             )
-        if len(on_xyz):
-            on_xyz[a] = x
-        if len(on_b):
-            on_b[a] = b
-        if len(on_occupancy):
-            on_occupancy[a] = total
-        if len(on_amplitudes):
-            on_amplitudes[a] = on_A
-        if len(on_widths):
-            on_widths[a] = on_B
+        if len(dxyz):
+            dxyz[a] = x
+        if len(db):
+            db[a] = b
+        if len(doccupancy):
+            doccupancy[a] = total
+        if len(damplitudes):
+            damplitudes[a] = dA
+        if len(dwidths):
+            dwidths[a] = dB
 
 
 @jit
-def _gradients(a, forms, occupancy, amplitudes, along, moments, work, x, b, on_A, on_B):
+def _gradients(a, forms, occupancy, amplitudes, along, moments, work, x, b, dA, dB):
     """Write an atom's gradients from its moments, and return the gradient by occupancy."""
     total = 0.0
     P, gamma, second, K, bent, spare = work[0], work[1], work[2], work[3], work[4], work[5]
@@ -677,10 +677,10 @@ def _gradients(a, forms, occupancy, amplitudes, along, moments, work, x, b, on_A
             for j in range(3):
                 spare[i, j] = factor * (K[i, j] - 0.5 * ones * P[i, j])
                 spare[i, j] -= share * (bent[i, j] + bent[j, i])
-        on_A[g], on_B[g] = tocc * one + occupancy * z, _trace(spare) / (4 * math.pi**2)
+        dA[g], dB[g] = tocc * one + occupancy * z, _trace(spare) / (4 * math.pi**2)
         total += tA * one + A * z
         if len(b) == 1:
-            b[0] += on_B[g]
+            b[0] += dB[g]
             continue
         for i in range(3):
             b[i] += 2 * spare[i, i]

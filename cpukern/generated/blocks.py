@@ -152,8 +152,8 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool 
     dout = _rows(a.dout)
     dx = None if y.dx is None else y.dx.reshape(call.N, call.D)
     dhidden = None if y.dhidden is None else y.dhidden.reshape(call.N, call.H)
-    dstate, on_inputs = y.dinitial_state, y.dx is not None or y.dinitial_state is not None
-    on_generator = any([d is not None for d in (y.dhidden, y.dweight, y.dbias)])
+    dstate, wants_inputs = y.dinitial_state, y.dx is not None or y.dinitial_state is not None
+    wants_generator = any([d is not None for d in (y.dhidden, y.dweight, y.dbias)])
     _fill_tokenless(dstate, a.dfinal_state, call)
     groups = call.blocks
     if any([d is not None for d in (y.dweight, y.dbias, y.dconv_bias)]):
@@ -163,9 +163,9 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool 
 
     def work(g: int, block: _Block) -> None:
         n, rows, own = block.high - block.low, call.D * call.W, len(block.own)
-        dkernels: Any = block.scratch("dkernels", n, rows) if on_generator else None
-        on_state: Any = block.scratch("dstate", own, call.D, call.W) if on_inputs else None
-        on_bias = None if y.dconv_bias is None else np.empty(call.D, call.dtype)
+        dkernels: Any = block.scratch("dkernels", n, rows) if wants_generator else None
+        block_dstate: Any = block.scratch("dstate", own, call.D, call.W) if wants_inputs else None
+        block_dbias = None if y.dconv_bias is None else np.empty(call.D, call.dtype)
         dfinal = None
         if a.dfinal_state is not None:
             dfinal = np.zeros((own, call.D, call.W), call.dtype)
@@ -174,18 +174,18 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool 
         made = (
             None if dx is None else dx[None, block.tokens],
             None if dkernels is None else dkernels.reshape(1, n, call.D, call.W),
-            on_state,
-            on_bias,
+            block_dstate,
+            block_dbias,
         )
         pull(conv_vjp.Arguments(*taken, block.sequences, call.activation), conv_vjp.Outputs(*made))
-        if on_state is not None and block.before:
-            carried.append((block, on_state[0].copy()))
+        if block_dstate is not None and block.before:
+            carried.append((block, block_dstate[0].copy()))
         if dstate is not None:
             begun = slice(1 if block.before else 0, None)
-            dstate[block.own[begun]] = on_state[begun]
+            dstate[block.own[begun]] = block_dstate[begun]
         total = sums[g]
-        if on_bias is not None:
-            total["conv_bias"] = total.get("conv_bias", 0) + on_bias.astype(np.float64)
+        if block_dbias is not None:
+            total["conv_bias"] = total.get("conv_bias", 0) + block_dbias.astype(np.float64)
         if y.dbias is not None:
             total["bias"] = total.get("bias", 0) + dkernels.sum(0).astype(np.float64)
         if y.dweight is not None:
@@ -199,18 +199,18 @@ def backward(pull: Callable[[Any, Any], None], a: Any, y: Any, *, tensors: bool 
 
     call.over_groups(groups, work)
     # In one order, whichever thread was first.
-    for block, on_state in sorted(carried, key=lambda pair: pair[0].low):
-        _carry(call, block, on_state, dx, dstate)
+    for block, block_dstate in sorted(carried, key=lambda pair: pair[0].low):
+        _carry(call, block, block_dstate, dx, dstate)
     for name in ("weight", "bias", "conv_bias"):
         made = getattr(y, f"d{name}")
         if made is not None:
             made[...] = sum([total[name] for total in sums if name in total])
 
 
-def _carry(call: _Call, block: _Block, on_state: np.ndarray, dx: Any, dstate: Any) -> None:
+def _carry(call: _Call, block: _Block, block_dstate: np.ndarray, dx: Any, dstate: Any) -> None:
     """Add the cotangents of the inputs before a block to those of the tokens, or of the state."""
     known = min(block.before, call.W)
     if dx is not None:
-        dx[block.low - known : block.low] += on_state[:, call.W - known :].T
+        dx[block.low - known : block.low] += block_dstate[:, call.W - known :].T
     if dstate is not None:
-        dstate[block.own[0], :, known:] += on_state[:, : call.W - known]
+        dstate[block.own[0], :, known:] += block_dstate[:, : call.W - known]

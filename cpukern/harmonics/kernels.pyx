@@ -96,7 +96,7 @@ cdef struct Call:
     const void* cotangents
     Py_ssize_t cotangents_step
     void* matrices
-    void* on_vectors
+    void* dvectors
     char* scratch
     Py_ssize_t scratch_row
     Py_ssize_t powers_size
@@ -394,7 +394,7 @@ cdef inline Powers row_of(const Powers* powers, Py_ssize_t k) noexcept nogil:
 
 
 cdef inline void one_tile(
-    const Call* call, const real* g, real* out, real* on_vectors, Tile* tile, const Powers* powers,
+    const Call* call, const real* g, real* out, real* dvectors, Tile* tile, const Powers* powers,
     real* lines, int order, bint moving
 ) noexcept nogil:
     cdef Py_ssize_t t, l, m, n, center
@@ -443,8 +443,8 @@ cdef inline void one_tile(
                 )
         for t in range(LANES):
             up[t], down[t] = up[t] * (1 + tile.y[t]), down[t] * inverse[t]
-    if on_vectors != NULL:
-        finish(tile, on_vectors, moving)
+    if dvectors != NULL:
+        finish(tile, dvectors, moving)
 
 
 cdef void shares(
@@ -455,7 +455,7 @@ cdef void shares(
     cdef const real* directions = <const real*>call.directions
     cdef Py_ssize_t number, first, t
     cdef real* out
-    cdef real* on_vectors
+    cdef real* dvectors
     cdef real* lines
     cdef Tile tile
     cdef Powers powers
@@ -469,24 +469,24 @@ cdef void shares(
         tile.count = min(<Py_ssize_t>LANES, call.edges - first)
         for t in range(LANES):
             tile.edge[t] = min(first + t, call.edges - 1)
-        out = on_vectors = NULL
+        out = dvectors = NULL
         if call.matrices != NULL:
             out = <real*>call.matrices + first * call.matrix
             # Zeros around the blocks.
             memset(out, 0, tile.count * call.matrix * sizeof(real))
-        if call.on_vectors != NULL:
-            on_vectors = <real*>call.on_vectors + 3 * first
+        if call.dvectors != NULL:
+            dvectors = <real*>call.dvectors + 3 * first
         read_vectors(<const real*>call.vectors, call.vectors_step, &tile)
         if directions != NULL:
             read_directions(directions, call.directions_step, &tile)
         raise_to_powers(&tile, 2 * call.lmax, directions != NULL, &powers)
         # Constant orders, so that the compiler makes a loop for each.
         if directions != NULL:
-            one_tile(call, g, out, on_vectors, &tile, &powers, lines, 2 if g != NULL else 1, True)
+            one_tile(call, g, out, dvectors, &tile, &powers, lines, 2 if g != NULL else 1, True)
         elif g != NULL:
-            one_tile(call, g, out, on_vectors, &tile, &powers, lines, 1, False)
+            one_tile(call, g, out, dvectors, &tile, &powers, lines, 1, False)
         else:
-            one_tile(call, g, out, on_vectors, &tile, &powers, lines, 0, False)
+            one_tile(call, g, out, dvectors, &tile, &powers, lines, 0, False)
 
 
 def matrices(
@@ -502,7 +502,7 @@ def matrices(
     Py_ssize_t lmax,
     # OUT
     real[:, ::1] out,
-    real[:, ::1] on_vectors,
+    real[:, ::1] dvectors,
     int threads,
 ):
     cdef Call call
@@ -525,7 +525,7 @@ def matrices(
     call.steps = <const double*>elements(steps, 8)
     call.vectors = &edge_vec[0, 0]
     call.vectors_step = edge_vec.strides[0] // <Py_ssize_t>sizeof(real)
-    call.directions = call.cotangents = call.matrices = call.on_vectors = NULL
+    call.directions = call.cotangents = call.matrices = call.dvectors = NULL
     call.matrix = call.directions_step = call.cotangents_step = 0
     if ddedge_vec is not None:
         call.directions = &ddedge_vec[0, 0]
@@ -536,7 +536,7 @@ def matrices(
     if out is not None:
         call.matrices = &out[0, 0]
         call.matrix = out.shape[1]
-    if on_vectors is not None:
-        call.on_vectors = &on_vectors[0, 0]
+    if dvectors is not None:
+        call.dvectors = &dvectors[0, 0]
     with nogil:
         in_shares(<Share>shares[real], &call, (call.edges + LANES - 1) // LANES, threads)

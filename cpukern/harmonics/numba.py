@@ -220,7 +220,7 @@ def _finish(s, out, first, moving):
 
 @jit
 def _tiles(
-    vectors, directions, g, out, on_vectors, origins, rows, starts, steps, lmax, moving, low, high
+    vectors, directions, g, out, dvectors, origins, rows, starts, steps, lmax, moving, low, high
 ):
     s, spots = np.zeros(_ROWS * _LANES), np.zeros((8, 4), np.int64)
     re, im, dre, dim = np.zeros((4, 2 * lmax + 2, _LANES))
@@ -257,7 +257,7 @@ def _tiles(
             for t in range(_LANES):
                 s[_UP + t] *= 1 + s[_Y + t]
                 s[_DOWN + t] *= s[_INVERSE + t]
-        _finish(s, on_vectors, first, moving)
+        _finish(s, dvectors, first, moving)
 
 
 @functools.lru_cache(maxsize=16)

@@ -21,7 +21,7 @@ from cpukern.layout import laid_out
 from cpukern.products import ByNumpy, of_tensors, share_groups
 from fusedops._frame import memory
 from fusedops._frame.threads import blas_has_a_limit, in_parallel
-from fusedops.so2.op import columns, on_weight, orders, rows_by_degree, weights_of
+from fusedops.so2.op import columns, dweight_of, orders, rows_by_degree, weights_of
 
 # Numbers of messages that a block has in the cache, and the fewest edges of a block: products want
 # many. The fewest blocks, for threads to share, unless they have too few edges.
@@ -205,12 +205,12 @@ def backward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
     dout, dgates, radial = _rows(a.dout), a.dgates, call.radial
     dmessage: Any = None if y.dmessage is None else _rows(y.dmessage)
     dweights = y[1 : 1 + len(call.weights)]
-    on_weights = any(dw is not None for dw in dweights)
-    on_rows = dmessage is not None or y.dradial is not None
-    groups = min(call.blocks, _GROUPS) if on_weights or y.dbias is not None else call.blocks
-    on_matrices: list[list[Any]] = [[None] * groups for _ in call.weights]
-    on_bias: list[Any] = [None] * groups
-    multiplications = call.multiplications(back=True) if on_rows else [None] * len(dweights)
+    wants_weights = any(dw is not None for dw in dweights)
+    wants_rows = dmessage is not None or y.dradial is not None
+    groups = min(call.blocks, _GROUPS) if wants_weights or y.dbias is not None else call.blocks
+    dmatrices: list[list[Any]] = [[None] * groups for _ in call.weights]
+    dbias: list[Any] = [None] * groups
+    multiplications = call.multiplications(back=True) if wants_rows else [None] * len(dweights)
 
     def add(totals: list[Any], g: int, one: np.ndarray) -> None:
         if totals[g] is None:
@@ -226,11 +226,11 @@ def backward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
                 both[:, : call.G], both[:, call.G :] = dgates[e], result
                 result = both
             if m == 0 and y.dbias is not None:
-                add(on_bias, g, result.sum(0, np.float64))
+                add(dbias, g, result.sum(0, np.float64))
             if dw is not None:
                 parts = call.parts(order, e, call.x, radial, room, False)
                 found = [call.by.dot(result.T, part) for part in parts]
-                add(on_matrices[m], g, np.concatenate(found, axis=1))
+                add(dmatrices[m], g, np.concatenate(found, axis=1))
             if by is None:
                 continue
             parts = [result]
@@ -240,11 +240,11 @@ def backward(kernels: Any, a: Any, y: Any, *, tensors: bool = False) -> None:
             call.join(order, e, products, dmessage, radial, y.dradial)
 
     call.over_groups(groups, work)
-    for m, (dw, totals) in enumerate(zip(dweights, on_matrices, strict=True)):
+    for m, (dw, totals) in enumerate(zip(dweights, dmatrices, strict=True)):
         if dw is not None:
-            dw[...] = on_weight(sum(totals), m) if groups else 0
+            dw[...] = dweight_of(sum(totals), m) if groups else 0
     if y.dbias is not None:
-        y.dbias[...] = sum(on_bias)
+        y.dbias[...] = sum(dbias)
 
 
 @functools.lru_cache(maxsize=64)

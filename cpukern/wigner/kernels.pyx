@@ -241,8 +241,8 @@ cdef void dots(
 
 cdef void one_end(
     const Layout* layout, Py_ssize_t e, Py_ssize_t ahead, Py_ssize_t node, Py_ssize_t h, real scale,
-    const real* x, const real* message, const real* wigner, real* on_x, real* on_message,
-    real* on_wigner, real* factors, Py_ssize_t* offsets,
+    const real* x, const real* message, const real* wigner, real* dx, real* dmessage,
+    real* dwigner, real* factors, Py_ssize_t* offsets,
 ) noexcept nogil:
     """Compute all outputs for an end, and prefetch the rows of the edge `ahead`."""
     cdef Py_ssize_t C = layout.channels, slot = layout.ends - 1 - h
@@ -256,14 +256,14 @@ cdef void one_end(
     i = 0
     while i < layout.matrix:
         prefetch(wigner + ahead * layout.edge_step + i)
-        if on_wigner != NULL:
-            prefetch(on_wigner + ahead * layout.matrix + i)
+        if dwigner != NULL:
+            prefetch(dwigner + ahead * layout.matrix + i)
         i += LINE // <Py_ssize_t>sizeof(real)
     wigner = wigner + e * layout.edge_step
-    if on_wigner != NULL:
-        on_wigner = on_wigner + e * layout.matrix
+    if dwigner != NULL:
+        dwigner = dwigner + e * layout.matrix
         if h == 0:
-            memset(on_wigner, 0, layout.matrix * sizeof(real))
+            memset(dwigner, 0, layout.matrix * sizeof(real))
     for l in range(layout.degrees):
         size = 2 * l + 1
         kept = min(size, layout.orders)
@@ -276,31 +276,31 @@ cdef void one_end(
                 factors[i * size + j] = scale * wigner[place[0] + i * place[1] + j * place[2]]
         for j in range(size):
             offsets[j] = first + (l * l + j) * C
-        if on_message != NULL:
+        if dmessage != NULL:
             sums(
-                False, kept, size, x, offsets, factors, size, 1, on_message, own_offsets, C, 0, 0,
+                False, kept, size, x, offsets, factors, size, 1, dmessage, own_offsets, C, 0, 0,
                 layout.past,
             )
         # If the message is read twice, each time prefetches one half of the next rows.
-        if on_x != NULL:
+        if dx != NULL:
             sums(
-                True, size, kept, message, own_offsets, factors, 1, size, on_x, offsets, C,
-                next if on_wigner == NULL else 0, next, 0,
+                True, size, kept, message, own_offsets, factors, 1, size, dx, offsets, C,
+                next if dwigner == NULL else 0, next, 0,
             )
-        if on_wigner != NULL:
+        if dwigner != NULL:
             for i in range(kept):
                 dots(
                     size, message + own_offsets[i], x + offsets[0], C, scale,
-                    on_wigner + summed[0] + i * summed[1], summed[2],
-                    next if on_x == NULL or i % 2 == 0 else 0,
+                    dwigner + summed[0] + i * summed[1], summed[2],
+                    next if dx == NULL or i % 2 == 0 else 0,
                 )
 
 
 cdef inline void some_nodes(
     const Layout* layout, Py_ssize_t low, Py_ssize_t high, Py_ssize_t h, real scale,
     const long long* pointers, Py_ssize_t listed, const long long* order, const real* base,
-    const real* x, const real* message, const real* wigner, real* on_x, real* on_message,
-    real* on_wigner, real* factors, Py_ssize_t* offsets,
+    const real* x, const real* message, const real* wigner, real* dx, real* dmessage,
+    real* dwigner, real* factors, Py_ssize_t* offsets,
 ) noexcept nogil:
     """Do the ends of the edges of nodes low to high; without lists, node n has only edge n."""
     cdef Py_ssize_t rows = layout.degrees * layout.degrees * layout.channels
@@ -308,9 +308,9 @@ cdef inline void some_nodes(
     for n in range(low, high):
         if h == 0:
             if base != NULL:
-                memcpy(on_x + n * rows, base + n * rows, rows * sizeof(real))
+                memcpy(dx + n * rows, base + n * rows, rows * sizeof(real))
             else:
-                memset(on_x + n * rows, 0, rows * sizeof(real))
+                memset(dx + n * rows, 0, rows * sizeof(real))
         begin = n
         end = min(n + 1, layout.edges)
         if pointers != NULL:
@@ -326,14 +326,14 @@ cdef inline void some_nodes(
                 ahead = within(order[ahead], layout.edges)
             one_end(
                 layout, e, ahead, within(n, layout.nodes), h, scale, x, message, wigner,
-                on_x + (n - within(n, layout.nodes)) * rows, on_message, on_wigner, factors, offsets,
+                dx + (n - within(n, layout.nodes)) * rows, dmessage, dwigner, factors, offsets,
             )
 
 
 cdef inline void some_edges(
     const Layout* layout, Py_ssize_t low, Py_ssize_t high, real scale, const long long* target,
     const long long* source, const real* x, const real* message, const real* wigner,
-    real* on_message, real* on_wigner, real* factors, Py_ssize_t* offsets,
+    real* dmessage, real* dwigner, real* factors, Py_ssize_t* offsets,
 ) noexcept nogil:
     cdef Py_ssize_t first, last, h, e, node
     first = low
@@ -346,7 +346,7 @@ cdef inline void some_edges(
                     node = target[e] if h == 0 else source[e]
                 one_end(
                     layout, e, min(e + 1, layout.edges - 1), within(node, layout.nodes), h, scale,
-                    x, message, wigner, <real*>NULL, on_message, on_wigner, factors, offsets,
+                    x, message, wigner, <real*>NULL, dmessage, dwigner, factors, offsets,
                 )
         first = last
 
@@ -368,9 +368,9 @@ cdef struct Call:
     const void* x
     const void* message
     const void* wigner
-    void* on_x
-    void* on_message
-    void* on_wigner
+    void* dx
+    void* dmessage
+    void* dwigner
     char* factors
     Py_ssize_t factors_row
     char* offsets
@@ -401,7 +401,7 @@ cdef void edge_shares(
     some_edges(
         &call.layout, edges * begin // SHARES, edges * end // SHARES, <real>call.scale, call.target,
         call.source, <const real*>call.x, <const real*>call.message, <const real*>call.wigner,
-        <real*>call.on_message, <real*>call.on_wigner,
+        <real*>call.dmessage, <real*>call.dwigner,
         <real*>(call.factors + thread * call.factors_row),
         <Py_ssize_t*>(call.offsets + thread * call.offsets_row),
     )
@@ -415,8 +415,8 @@ cdef void node_shares(
     some_nodes(
         &call.layout, first_node(call, begin), first_node(call, end), call.end, <real>call.scale,
         call.pointers, call.listed, call.order, <const real*>call.base, <const real*>call.x,
-        <const real*>call.message, <const real*>call.wigner, <real*>call.on_x,
-        <real*>call.on_message, <real*>call.on_wigner,
+        <const real*>call.message, <const real*>call.wigner, <real*>call.dx,
+        <real*>call.dmessage, <real*>call.dwigner,
         <real*>(call.factors + thread * call.factors_row),
         <Py_ssize_t*>(call.offsets + thread * call.offsets_row),
     )
@@ -446,9 +446,9 @@ def rotate(
     Py_ssize_t channels,
     double scale,
     # OUT
-    real[:, :, ::1] on_x,
-    real[:, :, ::1] on_message,
-    real[:, :, ::1] on_wigner,
+    real[:, :, ::1] dx,
+    real[:, :, ::1] dmessage,
+    real[:, :, ::1] dwigner,
     int threads,
 ):
     cdef Call call
@@ -470,11 +470,11 @@ def rotate(
     call.x = &x[0, 0, 0] if x is not None else NULL
     call.message = &message[0, 0, 0] if message is not None else NULL
     call.wigner = &wigner[0, 0, 0]
-    call.on_x = &on_x[0, 0, 0] if on_x is not None else NULL
-    call.on_message = &on_message[0, 0, 0] if on_message is not None else NULL
-    call.on_wigner = &on_wigner[0, 0, 0] if on_wigner is not None else NULL
+    call.dx = &dx[0, 0, 0] if dx is not None else NULL
+    call.dmessage = &dmessage[0, 0, 0] if dmessage is not None else NULL
+    call.dwigner = &dwigner[0, 0, 0] if dwigner is not None else NULL
     layout.edges = edges
-    layout.nodes = x.shape[0] if x is not None else on_x.shape[0]
+    layout.nodes = x.shape[0] if x is not None else dx.shape[0]
     layout.channels = channels
     layout.ends = ends
     layout.degrees = degrees
@@ -484,18 +484,18 @@ def rotate(
     layout.matrix = wigner.shape[1] * wigner.shape[2]
     # Large aligned outputs are written past the cache, whose contents they would only replace.
     layout.past = (
-        on_message is not None
-        and on_message.shape[0] * on_message.shape[1] * on_message.shape[2] >= LARGE
-        and <size_t>call.on_message % LINE == 0
+        dmessage is not None
+        and dmessage.shape[0] * dmessage.shape[1] * dmessage.shape[2] >= LARGE
+        and <size_t>call.dmessage % LINE == 0
         and channels * sizeof(real) % LINE == 0
     )
     layout.places = <const long long*>elements(places, 8)
     layout.own = <const long long*>elements(own, 8)
-    if on_x is None:
+    if dx is None:
         with nogil:
             in_shares(<Share>edge_shares[real], &call, SHARES, threads)
         return
-    call.summed = on_x.shape[0]
+    call.summed = dx.shape[0]
     for h in range(ends):
         call.end = h
         if target is not None:

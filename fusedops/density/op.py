@@ -250,13 +250,13 @@ def _symmetric(components: Any) -> Any:
     return namespace(components).stack(elements, -1).reshape(*components.shape[:-1], 3, 3)
 
 
-def _by_width(b: Any, on_M: Any) -> Any:
+def _by_width(b: Any, dM: Any) -> Any:
     """Return gradients (N,) or (N, 6) by `b`, from (N, G, 3, 3) by `gaussian_matrices`."""
     xp = namespace(b)
-    on_M = on_M.sum(1)
+    dM = dM.sum(1)
     if b.ndim == 1:
-        return _trace(on_M) / 4
-    twice = [(1 if i == j else 2) * on_M[:, i, j] for i, j in COMPONENTS]
+        return _trace(dM) / 4
+    twice = [(1 if i == j else 2) * dM[:, i, j] for i, j in COMPONENTS]
     return 2 * math.pi**2 * xp.stack(twice, -1)
 
 
@@ -600,10 +600,10 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
         one, w, ww = _moments(_at(g, flat)[..., None] * e, monomials)
         share = occ[:, None] * amplitudes
         dx = 2 * (share[..., None] * _product(P, w)).sum(1)
-        on_M = (P @ ww @ P - 0.5 * one[..., None, None] * P) / math.pi**2
-        on_M = share[..., None, None] * on_M
+        dM = (P @ ww @ P - 0.5 * one[..., None, None] * P) / math.pi**2
+        dM = share[..., None, None] * dM
         docc = (amplitudes * one).sum(1)
-        return dx, _by_width(b, on_M), docc, occ[:, None] * one, _trace(on_M) / 4
+        return dx, _by_width(b, dM), docc, occ[:, None] * one, _trace(dM) / 4
 
     run = recomputed(some, g)
     numbers, found = [], []
@@ -672,11 +672,11 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, ...]:
         )
         bent = 0.5 * _product(P, w)[..., None] * beta[..., None, :] + P @ ww @ gamma
         bent = bent + _turned(bent) - 0.5 * one[..., None, None] * gamma
-        on_M = P @ wws @ P - 0.5 * ones[..., None, None] * P - share[..., None, None] * bent
-        on_M = on_M / math.pi**2
+        dM = P @ wws @ P - 0.5 * ones[..., None, None] * P - share[..., None, None] * bent
+        dM = dM / math.pi**2
         docc = (tA * one + A * z).sum(1)
         dA = tocc[:, None] * one + occ[:, None] * z
-        return dx.sum(1), _by_width(b, on_M), docc, dA, _trace(on_M) / 4, flat, ed.sum(-1)
+        return dx.sum(1), _by_width(b, dM), docc, dA, _trace(dM) / 4, flat, ed.sum(-1)
 
     run = recomputed(some, g)
     numbers, found = [], []

@@ -105,13 +105,13 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     if ddk is not None:
         ddk = ddk.reshape(kernels.shape)
     *_, dinitial_state, dconv_bias, ddout, dfinal_state = wanted
-    on_kernels = True if any(wanted[1:4]) else None
-    slots = wanted.x, on_kernels, dinitial_state, dconv_bias, ddout, dfinal_state
+    wants_kernels = True if any(wanted[1:4]) else None
+    slots = wanted.x, wants_kernels, dinitial_state, dconv_bias, ddout, dfinal_state
     ddconv = conv_vjp.Outputs(ddx, ddk, ddstate, ddconv_bias)
     dx, dk, *rest = conv_vjp.pulled_back(given, None, ddconv, conv_vjp.Arrays(*slots))
-    on_generator: Any = (None, None, None)
+    dgenerator: Any = (None, None, None)
     if dk is not None:
-        on_generator = pull_to_generator(arrays, dk)
+        dgenerator = pull_to_generator(arrays, dk)
     if ddhidden is not None or ddweight is not None:
         (_, direct, _, _) = conv_vjp(*given, out=(None, True, None, None))
         tangent = arrays._replace(
@@ -119,11 +119,11 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
             weight=like(arrays.weight) if ddweight is None else ddweight,
             bias=None,
         )
-        pairs = zip(on_generator, pull_to_generator(tangent, direct), strict=True)
-        on_generator = [added(one, two) for one, two in pairs]
+        pairs = zip(dgenerator, pull_to_generator(tangent, direct), strict=True)
+        dgenerator = [added(one, two) for one, two in pairs]
     return tuple(
         None if cotangent is None else cast(cotangent, array)
-        for cotangent, array in zip((dx, *on_generator, *rest), a, strict=False)
+        for cotangent, array in zip((dx, *dgenerator, *rest), a, strict=False)
     )
 
 

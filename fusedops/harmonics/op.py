@@ -137,18 +137,18 @@ def _rotation(u: Any) -> Any:
     return xp.stack([xp.stack(row, -1) for row in rows], -2)
 
 
-def _rotation_jvp(u: Any, du: Any) -> Any:
+def _rotation_jvp(u: Any, tu: Any) -> Any:
     """Return the tangents of rotations for tangents of unit vectors."""
     xp = namespace(u)
-    (x, y, z), (dx, dy, dz) = u.T, du.T
+    (x, y, z), (tx, ty, tz) = u.T, tu.T
     s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
     k = 1 / (1 + s * y)
-    dk = -s * k * k * dy
-    corner = -(dx * z + x * dz) * k - x * z * dk
+    tk = -s * k * k * ty
+    corner = -(tx * z + x * tz) * k - x * z * tk
     rows = (
-        (-2 * x * dx * k - x * x * dk, -s * dx, corner),
-        (dx, dy, dz),
-        (s * corner, -dz, -s * (2 * z * dz * k + z * z * dk)),
+        (-2 * x * tx * k - x * x * tk, -s * tx, corner),
+        (tx, ty, tz),
+        (s * corner, -tz, -s * (2 * z * tz * k + z * z * tk)),
     )
     return xp.stack([xp.stack(row, -1) for row in rows], -2)
 
@@ -160,27 +160,27 @@ def _rotation_vjp(u: Any, g: Any) -> Any:
     s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
     k = 1 / (1 + s * y)
     corner = g[:, 0, 2] + s * g[:, 2, 0]
-    on_k = -x * x * g[:, 0, 0] - x * z * corner - s * z * z * g[:, 2, 2]
-    on_x = g[:, 1, 0] - 2 * x * k * g[:, 0, 0] - s * g[:, 0, 1] - z * k * corner
-    on_z = g[:, 1, 2] - 2 * s * z * k * g[:, 2, 2] - g[:, 2, 1] - x * k * corner
-    return xp.stack([on_x, g[:, 1, 1] - s * k * k * on_k, on_z], -1)
+    dk = -x * x * g[:, 0, 0] - x * z * corner - s * z * z * g[:, 2, 2]
+    dx = g[:, 1, 0] - 2 * x * k * g[:, 0, 0] - s * g[:, 0, 1] - z * k * corner
+    dz = g[:, 1, 2] - 2 * s * z * k * g[:, 2, 2] - g[:, 2, 1] - x * k * corner
+    return xp.stack([dx, g[:, 1, 1] - s * k * k * dk, dz], -1)
 
 
-def _rotation_vjp_jvp(u: Any, g: Any, du: Any, dg: Any) -> Any:
+def _rotation_vjp_jvp(u: Any, g: Any, tu: Any, tg: Any) -> Any:
     """Return the tangents of `_rotation_vjp` for tangents of its arguments."""
     xp = namespace(u)
-    (x, y, z), (dx, dy, dz) = u.T, du.T
+    (x, y, z), (tx, ty, tz) = u.T, tu.T
     s = xp.where(y >= 0, xp.ones_like(y), -xp.ones_like(y))
     k = 1 / (1 + s * y)
-    dk = -s * k * k * dy
+    tk = -s * k * k * ty
     corner = g[:, 0, 2] + s * g[:, 2, 0]
-    on_k = -x * x * g[:, 0, 0] - x * z * corner - s * z * z * g[:, 2, 2]
-    don_k = -2 * x * dx * g[:, 0, 0] - (dx * z + x * dz) * corner - 2 * s * z * dz * g[:, 2, 2]
-    dxk, dzk = dx * k + x * dk, dz * k + z * dk
-    on_x = -2 * dxk * g[:, 0, 0] - dzk * corner
-    on_y = -s * k * (2 * dk * on_k + k * don_k)
-    on_z = -2 * s * dzk * g[:, 2, 2] - dxk * corner
-    return xp.stack([on_x, on_y, on_z], -1) + _rotation_vjp(u, dg)
+    dk = -x * x * g[:, 0, 0] - x * z * corner - s * z * z * g[:, 2, 2]
+    tdk = -2 * x * tx * g[:, 0, 0] - (tx * z + x * tz) * corner - 2 * s * z * tz * g[:, 2, 2]
+    txk, tzk = tx * k + x * tk, tz * k + z * tk
+    dx = -2 * txk * g[:, 0, 0] - tzk * corner
+    dy = -s * k * (2 * tk * dk + k * tdk)
+    dz = -2 * s * tzk * g[:, 2, 2] - txk * corner
+    return xp.stack([dx, dy, dz], -1) + _rotation_vjp(u, tg)
 
 
 def _product(lower: Any, R: Any) -> Any:
@@ -190,12 +190,12 @@ def _product(lower: Any, R: Any) -> Any:
     return product.reshape(len(R), width, width)
 
 
-def _factors_vjp(on_product: Any, lower: Any, R: Any) -> tuple[Any, Any]:
+def _factors_vjp(dproduct: Any, lower: Any, R: Any) -> tuple[Any, Any]:
     """Return the cotangents of both factors of a Kronecker product."""
     width = lower.shape[1]
-    on_product = on_product.reshape(len(R), width, 3, width, 3)
-    on_lower = (on_product * R[:, None, :, None, :]).sum((2, 4))
-    return on_lower, (on_product * lower[:, :, None, :, None]).sum((1, 3))
+    dproduct = dproduct.reshape(len(R), width, 3, width, 3)
+    dlower = (dproduct * R[:, None, :, None, :]).sum((2, 4))
+    return dlower, (dproduct * lower[:, :, None, :, None]).sum((1, 3))
 
 
 def _degrees(R: Any, lmax: int) -> list[Any]:
@@ -208,13 +208,13 @@ def _degrees(R: Any, lmax: int) -> list[Any]:
     return matrices
 
 
-def _degrees_jvp(matrices: list[Any], R: Any, dR: Any) -> list[Any]:
+def _degrees_jvp(matrices: list[Any], R: Any, tR: Any) -> list[Any]:
     """Return the tangents of the matrices of `_degrees`."""
     xp = namespace(R)
-    tangents = [xp.zeros_like(R[:, :1, :1]), dR][: len(matrices)]
+    tangents = [xp.zeros_like(R[:, :1, :1]), tR][: len(matrices)]
     for l in range(2, len(matrices)):
         A = _coupling(l, R)
-        both = _product(tangents[-1], R) + _product(matrices[l - 1], dR)
+        both = _product(tangents[-1], R) + _product(matrices[l - 1], tR)
         tangents.append(A @ both @ A.T)
     return tangents
 
@@ -260,16 +260,16 @@ def _vjp_formula(a: Any) -> tuple[Any]:
     g = wide(dmatrices)
     R = _rotation(u)
     matrices = _degrees(R, lmax)
-    on_R = namespace(R).zeros_like(R)
+    dR = namespace(R).zeros_like(R)
     carried: Any = 0
     for l in range(lmax, 1, -1):
         A = _coupling(l, R)
-        on_product = A.T @ (carried + _block(g, l, layout)) @ A
-        carried, on_factor = _factors_vjp(on_product, matrices[l - 1], R)
-        on_R = on_R + on_factor
+        dproduct = A.T @ (carried + _block(g, l, layout)) @ A
+        carried, dfactor = _factors_vjp(dproduct, matrices[l - 1], R)
+        dR = dR + dfactor
     if lmax:
-        on_R = on_R + carried + _block(g, 1, layout)
-    return (cast(_across(u, _rotation_vjp(u, on_R)) / length, edge_vec),)
+        dR = dR + carried + _block(g, 1, layout)
+    return (cast(_across(u, _rotation_vjp(u, dR)) / length, edge_vec),)
 
 
 def _vjp_vjp_formula(a: Any) -> tuple[Any, Any]:
@@ -281,29 +281,29 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, Any]:
     edge_vec, dmatrices, ddedge_vec, lmax, layout = a
     u, length = _unit(wide(edge_vec))
     g, t = wide(dmatrices), wide(ddedge_vec)
-    R, du = _rotation(u), _across(u, t) / length
-    dR = _rotation_jvp(u, du)
+    R, tu = _rotation(u), _across(u, t) / length
+    tR = _rotation_jvp(u, tu)
     matrices = _degrees(R, lmax)
-    tangents = _degrees_jvp(matrices, R, dR)
-    on_R = don_R = namespace(R).zeros_like(R)
+    tangents = _degrees_jvp(matrices, R, tR)
+    dR = tdR = namespace(R).zeros_like(R)
     carried: Any = 0
-    dcarried = namespace(R).zeros_like(_block(g, lmax, layout))
+    tcarried = namespace(R).zeros_like(_block(g, lmax, layout))
     for l in range(lmax, 1, -1):
         A = _coupling(l, R)
-        on_product = A.T @ (carried + _block(g, l, layout)) @ A
-        don_product = A.T @ dcarried @ A
-        carried, on_factor = _factors_vjp(on_product, matrices[l - 1], R)
-        on_R = on_R + on_factor
-        pushed = _factors_vjp(don_product, matrices[l - 1], R)
-        turned = _factors_vjp(on_product, tangents[l - 1], dR)
-        dcarried, don_R = pushed[0] + turned[0], don_R + pushed[1] + turned[1]
+        dproduct = A.T @ (carried + _block(g, l, layout)) @ A
+        tdproduct = A.T @ tcarried @ A
+        carried, dfactor = _factors_vjp(dproduct, matrices[l - 1], R)
+        dR = dR + dfactor
+        pushed = _factors_vjp(tdproduct, matrices[l - 1], R)
+        turned = _factors_vjp(dproduct, tangents[l - 1], tR)
+        tcarried, tdR = pushed[0] + turned[0], tdR + pushed[1] + turned[1]
     if lmax:
-        on_R, don_R = on_R + carried + _block(g, 1, layout), don_R + dcarried
-    on_u = _rotation_vjp(u, on_R)
-    don_u = _rotation_vjp_jvp(u, on_R, du, don_R)
-    along_t, along_u = ((u * w).sum(-1)[:, None] / length for w in (t, on_u))
-    dedge_vec = _across(u, don_u - along_t * on_u - along_u * t) / length
-    dedge_vec = dedge_vec - u * (du * on_u).sum(-1)[:, None] / length
+        dR, tdR = dR + carried + _block(g, 1, layout), tdR + tcarried
+    du = _rotation_vjp(u, dR)
+    tdu = _rotation_vjp_jvp(u, dR, tu, tdR)
+    along_t, along_u = ((u * w).sum(-1)[:, None] / length for w in (t, du))
+    dedge_vec = _across(u, tdu - along_t * du - along_u * t) / length
+    dedge_vec = dedge_vec - u * (tu * du).sum(-1)[:, None] / length
     return cast(dedge_vec, edge_vec), cast(_laid_out(tangents, layout), dmatrices)
 
 

@@ -64,14 +64,14 @@ def _matrix(weight: Any, m: int) -> Any:
     return xp.concatenate([xp.concatenate(line, axis=1) for line in lines])
 
 
-def on_weight(on_matrix: Any, m: int) -> Any:
+def dweight_of(dmatrix: Any, m: int) -> Any:
     """Return the cotangent of a weight for the cotangent of its `_matrix`."""
     if m == 0:
-        return on_matrix
-    half, width = (n // 2 for n in on_matrix.shape)
-    upper, lower = on_matrix[:half], on_matrix[half:]
+        return dmatrix
+    half, width = (n // 2 for n in dmatrix.shape)
+    upper, lower = dmatrix[:half], dmatrix[half:]
     parts = upper[:, :width] + lower[:, width:], lower[:, :width] - upper[:, width:]
-    return namespace(on_matrix).concatenate(parts)
+    return namespace(dmatrix).concatenate(parts)
 
 
 def by_order(x: Any, radial: Any, lmax: int, mmax: int) -> Iterator[Any]:
@@ -118,19 +118,18 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     x, *weights, bias, radial, dout, dgates = _widened(arrays)
     weights = [weight for weight in weights if weight is not None]
     mmax, xp, (E, M, C) = len(weights) - 1, namespace(x), x.shape
-    on_products = list(by_order(dout, None, lmax, mmax))
+    dproducts = list(by_order(dout, None, lmax, mmax))
     if dgates is not None:
-        on_products[0] = xp.concatenate([dgates, on_products[0]], axis=1)
+        dproducts[0] = xp.concatenate([dgates, dproducts[0]], axis=1)
     parts = by_order(x, radial, lmax, mmax)
     dweights = [
-        on_weight(g.T @ part, m) for m, (g, part) in enumerate(zip(on_products, parts, strict=True))
+        dweight_of(g.T @ part, m) for m, (g, part) in enumerate(zip(dproducts, parts, strict=True))
     ]
     dweights += [None] * (len(WEIGHTS) - len(weights))
-    on_parts = [
-        g @ _matrix(weight, m)
-        for m, (g, weight) in enumerate(zip(on_products, weights, strict=True))
+    dparts = [
+        g @ _matrix(weight, m) for m, (g, weight) in enumerate(zip(dproducts, weights, strict=True))
     ]
-    dmessage = xp.concatenate(on_parts, axis=1).reshape(E, M, C)
+    dmessage = xp.concatenate(dparts, axis=1).reshape(E, M, C)
     dradial = None
     if radial is not None:
         both = dmessage * x
@@ -141,7 +140,7 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
         dradial = xp.concatenate(folded, axis=1).reshape(radial.shape)
         scaled = list(by_order(dmessage, radial, lmax, mmax))
         dmessage = xp.concatenate(scaled, axis=1).reshape(E, M, C)
-    dbias = None if bias is None else on_products[0].sum(0)
+    dbias = None if bias is None else dproducts[0].sum(0)
     return tuple(
         None if dx is None else cast(dx, array)
         for dx, array in zip((dmessage, *dweights, dbias, dradial), arrays, strict=False)

@@ -500,7 +500,7 @@ def _splat(
 
 def _splat_vjp(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
-    cotangent, on_xyz, on_b, on_occupancy,
+    cotangent, dxyz, db, doccupancy,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
@@ -573,17 +573,17 @@ def _splat_vjp(
         w = _turned_vector(step, (_sum(mx), _sum(my), _sum(mz)))
         for i in tl.static_range(3):
             by_x = tl.where(usable, 2 * occ * w[i] / _LOG2_E, 0.0)
-            tl.store(on_xyz + 3 * n + i, by_x.to(FLOAT))
+            tl.store(dxyz + 3 * n + i, by_x.to(FLOAT))
     if WANT_B:
         by_b = occ * _sum(mb) / (4 * _PI * _PI * _LOG2_E * _LOG2_E)
-        tl.store(on_b + n, tl.where(usable, by_b, 0.0).to(FLOAT))
+        tl.store(db + n, tl.where(usable, by_b, 0.0).to(FLOAT))
     if WANT_OCCUPANCY:
-        tl.store(on_occupancy + n, tl.where(usable, _sum(m), 0.0).to(FLOAT))
+        tl.store(doccupancy + n, tl.where(usable, _sum(m), 0.0).to(FLOAT))
 
 
 def _anisotropic_vjp(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
-    cotangent, on_xyz, on_b, on_occupancy,
+    cotangent, dxyz, db, doccupancy,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
@@ -678,7 +678,7 @@ def _anisotropic_vjp(
     # An atom without a density has no gradient.
     if WANT_XYZ:
         for i in tl.static_range(3):
-            tl.store(on_xyz + 3 * n + i, tl.where(usable, occ * by_x[i], 0.0).to(FLOAT))
+            tl.store(dxyz + 3 * n + i, tl.where(usable, occ * by_x[i], 0.0).to(FLOAT))
     if WANT_B:
         sums = ()
         for i in tl.static_range(6):
@@ -686,9 +686,9 @@ def _anisotropic_vjp(
         by_b = _turned(inverse, sums)
         for i in tl.static_range(6):
             own = (2 if i < 3 else 4) * occ * by_b[i]
-            tl.store(on_b + 6 * n + i, tl.where(usable, own, 0.0).to(FLOAT))
+            tl.store(db + 6 * n + i, tl.where(usable, own, 0.0).to(FLOAT))
     if WANT_OCCUPANCY:
-        tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
+        tl.store(doccupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
 
 
 @triton.jit
@@ -825,7 +825,7 @@ def _splat_change(
 def _isotropic_second(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
     ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
-    on_xyz, on_b, on_occupancy, out,
+    dxyz, db, doccupancy, out,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr, CONTRACTS: tl.constexpr,
@@ -907,22 +907,22 @@ def _isotropic_second(
             mz += sharp * dz
         first += PAIRS
     # An atom without a density has no gradient.
-    if on_xyz is not None:
+    if dxyz is not None:
         w, whole = _turned_vector(step, (_sum(mx), _sum(my), _sum(mz))), _sum(mt)
         for i in tl.static_range(3):
             by_x = tl.where(usable, 2 * w[i] - whole * t[i], 0.0)
-            tl.store(on_xyz + 3 * n + i, by_x.to(FLOAT))
-    if on_b is not None:
+            tl.store(dxyz + 3 * n + i, by_x.to(FLOAT))
+    if db is not None:
         by_width = tl.where(usable, _sum(mb) / (4 * _PI * _PI), 0.0)
-        tl.store(on_b + n, by_width.to(FLOAT))
-    if on_occupancy is not None:
-        tl.store(on_occupancy + n, tl.where(usable, _sum(mo), 0.0).to(FLOAT))
+        tl.store(db + n, by_width.to(FLOAT))
+    if doccupancy is not None:
+        tl.store(doccupancy + n, tl.where(usable, _sum(mo), 0.0).to(FLOAT))
 
 
 def _contract(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
     ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
-    on_xyz, on_b, on_occupancy, on_amplitudes, on_widths,
+    dxyz, db, doccupancy, damplitudes, dwidths,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr, CHANGING: tl.constexpr,
@@ -1020,20 +1020,20 @@ def _contract(
         by_b = sums
         total += tA * whole + A * z
         # An atom without a density has no gradient.
-        if on_amplitudes is not None:
+        if damplitudes is not None:
             by_amplitude = tl.where(usable, tocc * whole + occ * z, 0.0)
-            tl.store(on_amplitudes + n * G + group, by_amplitude.to(FLOAT))
-        if on_widths is not None:
-            tl.store(on_widths + n * G + group, tl.where(usable, by_width, 0.0).to(FLOAT))
-    if on_xyz is not None:
+            tl.store(damplitudes + n * G + group, by_amplitude.to(FLOAT))
+        if dwidths is not None:
+            tl.store(dwidths + n * G + group, tl.where(usable, by_width, 0.0).to(FLOAT))
+    if dxyz is not None:
         for i in tl.static_range(3):
-            tl.store(on_xyz + 3 * n + i, tl.where(usable, by_x[i], 0.0).to(FLOAT))
-    if on_b is not None:
+            tl.store(dxyz + 3 * n + i, tl.where(usable, by_x[i], 0.0).to(FLOAT))
+    if db is not None:
         for i in tl.static_range(6 if ANISOTROPIC else 1):
-            to = on_b + (6 * n + i if ANISOTROPIC else n)
+            to = db + (6 * n + i if ANISOTROPIC else n)
             tl.store(to, tl.where(usable, by_b[i], 0.0).to(FLOAT))
-    if on_occupancy is not None:
-        tl.store(on_occupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
+    if doccupancy is not None:
+        tl.store(doccupancy + n, tl.where(usable, total, 0.0).to(FLOAT))
 
 
 @triton.jit
@@ -1197,8 +1197,8 @@ def gaussian_density_vjp(a: Any, y: Any) -> None:
         return
     cotangent = a.dmap.contiguous()
     layout = _layout(a, a.order, cotangent)
-    *outputs, on_amplitudes, on_widths = y
-    if on_amplitudes is not None or on_widths is not None:
+    *outputs, damplitudes, dwidths = y
+    if damplitudes is not None or dwidths is not None:
         _launch(_backward_apiece, a, layout, (*[None] * 5, cotangent, *y), False)
         return
     arrays = cotangent, *[a.xyz if out is None else out for out in outputs]

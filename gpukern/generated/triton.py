@@ -596,9 +596,9 @@ def dynamic_conv_generated_vjp(a: Any, y: Any) -> None:
     v = dout = a.dout.contiguous()
     dfinal = None if a.dfinal_state is None else a.dfinal_state.contiguous()
     generator = call.x, call.hidden, call.weight, call.bias, call.state, call.shift
-    on_generator = any([made is not None for made in (y.dhidden, y.dweight, y.dbias)])
-    in_parts = on_generator and call.dot.itemsize == 2 and _PARTS > 0
-    if call.silu and (y.dconv_bias is not None or (on_generator and not in_parts)):
+    dgenerator = any([made is not None for made in (y.dhidden, y.dweight, y.dbias)])
+    in_parts = dgenerator and call.dot.itemsize == 2 and _PARTS > 0
+    if call.silu and (y.dconv_bias is not None or (dgenerator and not in_parts)):
         v = torch.empty_like(dout)
     on_hopper = v is dout and call.on_hopper(dfinal) and (y.dx is None or is_aligned(y.dx))
 
@@ -667,22 +667,22 @@ def _pull_in_parts(call: _Call, y: Any, pull: Callable[..., None]) -> None:
 def _pull_to_weight(call: _Call, v: Any, y: Any) -> None:
     """Fill the cotangents of the weight and of its bias."""
     tile, taps = call.tile("weight"), min(call.W, 4)
-    on_weight = y.dweight is not None and call.H > 0
-    blocks, parts = ceil(call.D, tile.rows), ceil(call.H, tile.columns) if on_weight else 1
+    wants_weight = y.dweight is not None and call.H > 0
+    blocks, parts = ceil(call.D, tile.rows), ceil(call.H, tile.columns) if wants_weight else 1
     programs = blocks * parts * ceil(call.W, taps)
     run = _run(call, tile, programs)
     runs = ceil(call.tokens, run * tile.terms)
     rows, room = call.D * call.W, functools.partial(v.new_empty, dtype=torch.float32)
-    sums = room((runs if on_weight else 0, rows, call.H))
+    sums = room((runs if wants_weight else 0, rows, call.H))
     bias_sums = room((runs if y.dbias is not None else 0, rows))
     call.launch(
         "weight", tile, programs * runs, (call.x, call.hidden, call.state, v, sums, bias_sums),
         (*call.sizes(parts), run),
         call.H, call.W, call.D, tile.rows, tile.columns, tile.terms, *call.products(),
-        call.levels, call.state is not None, on_weight, y.dbias is not None, taps,
+        call.levels, call.state is not None, wants_weight, y.dbias is not None, taps,
         None if v.is_cuda else run,
     )  # fmt: skip
-    if on_weight:
+    if wants_weight:
         y.dweight.copy_(sums.sum(0))
     if y.dbias is not None:
         y.dbias.copy_(bias_sums.sum(0))
@@ -706,14 +706,14 @@ def _run(call: _Call, tile: Tile, programs: int) -> int:
 
 def _pull_stored(a: Any, y: Any) -> None:
     cast, given = _stored(a)
-    on_generator = y.dhidden, y.dweight, y.dbias
+    dgenerator = y.dhidden, y.dweight, y.dbias
     dkernels = None
-    if any([made is not None for made in on_generator]):
+    if any([made is not None for made in dgenerator]):
         dkernels = torch.empty_like(given.kernels)
     made = conv_vjp.Outputs(y.dx, dkernels, y.dinitial_state, y.dconv_bias)
     conv.dynamic_conv_vjp(given, made)
     if dkernels is not None:
-        for made, value in zip(on_generator, pull_to_generator(cast, dkernels), strict=True):
+        for made, value in zip(dgenerator, pull_to_generator(cast, dkernels), strict=True):
             if made is not None:
                 made.copy_(value)
 

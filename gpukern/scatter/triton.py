@@ -44,7 +44,7 @@ def _own(
     e = tl.arange(0, TX * TY * TZ)
     x, y, z = e // (TY * TZ), e // TZ % TY, e % TZ
     row = tile // across
-    on_x, on_y, on_z = row // along * TX + x, row % along * TY + y, tile % across * TZ + z
+    grid_x, grid_y, grid_z = row // along * TX + x, row % along * TY + y, tile % across * TZ + z
     within = (x * NY + y) * NZ + z
     total = tl.zeros((TX * TY * TZ,), FLOAT)
     first = tl.load(begin + tile)
@@ -63,9 +63,9 @@ def _own(
             cube = cubes + (pair >> 3 * FIELD) * (NX * NY * NZ) + ((i * NY + j) * NZ + k)
             total += tl.load(cube + within, mask=live, other=0.0).to(FLOAT)
         at += AHEAD
-    inside = (on_x < planes) & (on_y < rows) & (on_z < columns)
+    inside = (grid_x < planes) & (grid_y < rows) & (grid_z < columns)
     # Only a map of 2³¹ elements and more has places of 64 bits.
-    place = (on_x.to(LONG) * rows + on_y) * columns + on_z
+    place = (grid_x.to(LONG) * rows + grid_y) * columns + grid_z
     tl.store(grid + place, total.to(grid.dtype.element_ty), mask=inside)
 
 

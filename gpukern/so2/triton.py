@@ -53,7 +53,7 @@ def _scale(
 
 @kernel_of_any_size
 def _unscale(
-    on_scaled, x, radial, dx, dradial, blocks, x_edge, radial_edge,
+    dscaled, x, radial, dx, dradial, blocks, x_edge, radial_edge,
     C: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
     SIZE: tl.constexpr, FLOAT: tl.constexpr, ROWS: tl.constexpr, FUNCTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -71,8 +71,8 @@ def _unscale(
     two = live & (apart > 0)
     plus = plus * C + at % C
     minus = plus + apart * C
-    h = tl.load(on_scaled + e * (M * C) + plus, mask=live, other=0.0).to(FLOAT)
-    k = tl.load(on_scaled + e * (M * C) + minus, mask=two, other=0.0).to(FLOAT)
+    h = tl.load(dscaled + e * (M * C) + plus, mask=live, other=0.0).to(FLOAT)
+    k = tl.load(dscaled + e * (M * C) + minus, mask=two, other=0.0).to(FLOAT)
     if ROWS:
         factor = tl.load(radial + e * radial_edge + at, mask=live, other=0.0).to(FLOAT)
         to = dx + e * (M * C)
@@ -281,11 +281,11 @@ class _Call:
         scale_messages(self.message, self.radial, out, self.lmax, self.mmax)
         return _flat(out)
 
-    def unscale(self, on_scaled: Any, dmessage: Any, dradial: Any) -> None:
+    def unscale(self, dscaled: Any, dmessage: Any, dradial: Any) -> None:
         """Fill the cotangents of messages and radial functions."""
         # Without a cotangent of radial functions any array stands for the messages.
-        message = on_scaled.view(self.message.shape) if dradial is None else self.message
-        given = on_scaled, message, self.radial, dmessage, dradial
+        message = dscaled.view(self.message.shape) if dradial is None else self.message
+        given = dscaled, message, self.radial, dmessage, dradial
         unscale_messages(*given, self.lmax, self.mmax)
 
 
@@ -299,17 +299,17 @@ def scale_messages(message: Any, radial: Any, out: Any, lmax: int, mmax: int) ->
 
 
 def unscale_messages(
-    on_scaled: Any, message: Any, radial: Any, dmessage: Any, dradial: Any, lmax: int, mmax: int
+    dscaled: Any, message: Any, radial: Any, dmessage: Any, dradial: Any, lmax: int, mmax: int
 ) -> None:
     """Fill the cotangents of messages and radial functions, where they aren't None."""
     x, radial = _flat(message), _rows(radial)
     wanted = dmessage is not None, dradial is not None
-    arrays = on_scaled, x, radial, *(on_scaled if d is None else d for d in (dmessage, dradial))
+    arrays = dscaled, x, radial, *(dscaled if d is None else d for d in (dmessage, dradial))
     blocks = -(-radial.shape[1] // _NUMBERS)
     integers = blocks, x.stride(0), radial.stride(0)
     functions = orders(lmax, mmax)[-1][1].stop
     constants = message.shape[2], lmax, mmax, message.shape[1], functions, _NUMBERS
-    floats = _float(on_scaled, x, radial)
+    floats = _float(dscaled, x, radial)
     _launch(_launch_unscale, x.shape[0], blocks, arrays, integers, *constants, floats, *wanted)
 
 
@@ -361,18 +361,18 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
         return
     numbers = call.M * call.C
     if call.radial is None:
-        on_parts = y.dmessage.view(y.dmessage.shape[0], numbers)
+        dparts = y.dmessage.view(y.dmessage.shape[0], numbers)
     else:
-        on_parts = torch.empty((dout.shape[0], numbers), dtype=dout.dtype, device=dout.device)
-    first = on_parts[:, call.inputs[0]]
+        dparts = torch.empty((dout.shape[0], numbers), dtype=dout.dtype, device=dout.device)
+    first = dparts[:, call.inputs[0]]
     _product(first, results[0], a.weight_m0[G:], precision)
     if dgates is not None:
         _product(first, dgates, a.weight_m0[:G], precision, first)
     for m in range(1, call.mmax + 1):
-        to = on_parts[:, call.inputs[m]]
+        to = dparts[:, call.inputs[m]]
         _product(to, results[m], _block_of(call.weights[m]), precision)
     if call.radial is not None:
-        call.unscale(on_parts, y.dmessage, y.dradial)
+        call.unscale(dparts, y.dmessage, y.dradial)
 
 
 def _pull_to_weights(call: _Call, results: Any, a: Any, dweights: Any) -> None:
@@ -387,11 +387,11 @@ def _pull_to_weights(call: _Call, results: Any, a: Any, dweights: Any) -> None:
         if dweights[m] is None:
             continue
         plus, minus = _halves(parts[:, call.inputs[m]])
-        on_plus, on_minus = _halves(results[m])
+        dplus, dminus = _halves(results[m])
         real, imaginary = _upper_and_lower(dweights[m])
         _product(dweights[m], results[m].T, plus, precision)
-        _product(real, on_minus.T, minus, precision, real)
-        _product(imaginary, on_plus.T, minus, precision, imaginary, alpha=-1)
+        _product(real, dminus.T, minus, precision, real)
+        _product(imaginary, dplus.T, minus, precision, imaginary, alpha=-1)
 
 
 @functools.lru_cache(maxsize=64)

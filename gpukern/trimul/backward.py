@@ -42,41 +42,41 @@ _ALONE = 128
 def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     """Write the cotangents of all arrays that want one."""
     update = Update(a)
-    on_x, on_mask, *on_weights = y
+    dx, dmask, *dweights = y
     x = update.x
     if not x.numel():
         for output in y:
             if output is not None:
                 output.zero_()
         return
-    on_hopper = is_on_hopper(update, on_mask)
+    on_hopper = is_on_hopper(update, dmask)
     # Beside three times o, fewer channels than an eighth would save little.
-    update.divide(functools.partial(_need, update, a, on_x, on_hopper), ceil(update.H, 8))
-    hidden, cotangent = aligned(a.hidden), aligned(a.dout)
-    scaling = scaling_of(update, cotangent)
+    update.divide(functools.partial(_need, update, a, dx, on_hopper), ceil(update.H, 8))
+    hidden, dout = aligned(a.hidden), aligned(a.dout)
+    scaling = scaling_of(update, dout)
     back = _back_in_parts
     if update.whole:
         back = _back_on_hopper if on_hopper else _back_at_once
-    if on_mask is not None:
-        on_mask.zero_()
+    if dmask is not None:
+        dmask.zero_()
     sums: list[Any] = []
     batches = slices(update.B, 1) if update.N >= _ALONE else update.batches
     for b in batches:
-        to_x, to_mask = (None if to is None else to[b] for to in (on_x, on_mask))
-        found = back(update, b, hidden, cotangent[b], scaling, to_x, to_mask)
+        to_x, to_mask = (None if to is None else to[b] for to in (dx, dmask))
+        found = back(update, b, hidden, dout[b], scaling, to_x, to_mask)
         sums = _added(sums, found) if len(batches) > 1 else list(found)
     if on_hopper:
         p_w, _, g_w, _ = update.sides
         given = scaling, (p_w, g_w, update.g_out[0], update.p_out[0])
-        on_norms = through_norm(*sums, *given, (*update.norm, *update.norm_out), on_weights)
-        sum_parts(update, (*on_norms, None, None, None), None, on_weights)
+        dnorms = through_norm(*sums, *given, (*update.norm, *update.norm_out), dweights)
+        sum_parts(update, (*dnorms, None, None, None), None, dweights)
     else:
-        on_pairs, on_open, on_norm, on_end, on_norm_out = sums
-        some = on_norm, on_norm_out, on_pairs, on_open, on_end
-        sum_parts(update, some, scaling, on_weights)
+        dpairs, dopen, dnorm, dend, dnorm_out = sums
+        some = dnorm, dnorm_out, dpairs, dopen, dend
+        sum_parts(update, some, scaling, dweights)
 
 
-def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, h: int, n: int) -> int:
+def _need(update: Update, a: Any, dx: Any, on_hopper: bool, b: int, h: int, n: int) -> int:
     """Return the numbers of intermediate results for parts of the batch, channels and lines."""
     N, C, H, G, pitch, width = update.N, update.C, update.H, update.G, update.pitch, update.width
     b = 1 if N >= _ALONE else b
@@ -84,10 +84,10 @@ def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, h: int, n:
     wider = update.accumulator.itemsize // update.dtype.itemsize
     own = a.hidden is None or a.hidden.dtype != update.dtype
     # Kernels write the cotangent of x in any case.
-    unasked = ceil(C * update.x.itemsize, update.dtype.itemsize) * (on_x is None)
+    unasked = ceil(C * update.x.itemsize, update.dtype.itemsize) * (dx is None)
     sums = (min(SPLIT, lines // LONG) + 1) * (4 * H + G + C) * width * wider
     if h < H or n < N:
-        waiting = G * (not _holds(update, on_x))
+        waiting = G * (not _holds(update, dx))
         of_end = max(G + width, 2 * G + C + up(H + 1))
         of_front = 4 * H + G + C + width + unasked + 2 * wider
         end = square * H * (1 + (a.hidden is None)) + lines * of_end
@@ -100,9 +100,9 @@ def _need(update: Update, a: Any, on_x: Any, on_hopper: bool, b: int, h: int, n:
     return b * square * (4 * H + G + after) + sums
 
 
-def _holds(update: Update, on_x: Any) -> bool:
+def _holds(update: Update, dx: Any) -> bool:
     """Return whether the cotangent of the last gate's logits fits in the memory of that of x."""
-    return on_x is not None and on_x.dtype == update.dtype and update.G == update.C
+    return dx is not None and dx.dtype == update.dtype and update.G == update.C
 
 
 def _added(sums: Sequence[Any], found: Sequence[Any]) -> list[Any]:
@@ -121,10 +121,10 @@ def scaling_of(update: Update, *cotangents: Any) -> Any:
     return torch.exp2(-torch.log2(most).floor())
 
 
-def is_on_hopper(update: Update, on_mask: Any) -> bool:
+def is_on_hopper(update: Update, dmask: Any) -> bool:
     """Return whether Hopper's kernels do a backward pass."""
     many = update.L * update.N >= MANY
-    if not update.on_hopper or not many or on_mask is not None:
+    if not update.on_hopper or not many or dmask is not None:
         return False
     ways = (
         hopper_backward.way_to_project_back(update.C, update.H, update.G),
@@ -134,7 +134,7 @@ def is_on_hopper(update: Update, on_mask: Any) -> bool:
 
 
 def _back_at_once(
-    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
+    update: Update, b: slice, hidden: Any, dout: Any, scaling: Any, dx: Any, dmask: Any
 ) -> tuple[Any, ...]:
     """Return the cotangents of projections, of gates, of the norm of x, and of the end.
 
@@ -145,33 +145,33 @@ def _back_at_once(
     x, mask = update.edges(b, ALL)
     both, gate = update.new(2, 2, members * H, N, pitch), update.gate(members, ALL)
     project(update, x, mask, update.sides, sides=both[0], logits=both[1], gate=gate)
-    on_o, on_gate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
+    do, dgate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
     o = _hidden_of(update, b, hidden)
-    ends = finish_back(update, o, gate, cotangent, scaling, on_o, on_gate, on_x)
+    ends = finish_back(update, o, gate, dout, scaling, do, dgate, dx)
     del o, gate
-    on_sides = torch.empty_like(both[0])
-    multiply_back(update, both[0], on_o[..., :N], on_sides)
-    sides_back(update, x, mask, both, on_sides, scaling, on_mask)
+    dsides = torch.empty_like(both[0])
+    multiply_back(update, both[0], do[..., :N], dsides)
+    sides_back(update, x, mask, both, dsides, scaling, dmask)
     # The normalized x and its cotangent fit where these have gone.
-    del on_o, on_sides
-    return *front_back(update, x, both, on_gate, scaling, on_x), *ends
+    del do, dsides
+    return *front_back(update, x, both, dgate, scaling, dx), *ends
 
 
 def _back_in_parts(
-    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: Any
+    update: Update, b: slice, hidden: Any, dout: Any, scaling: Any, dx: Any, dmask: Any
 ) -> tuple[Any, ...]:
     """Do the same for one member, some lines or some channels after the other.
 
     Left, right and the cotangent of o are there as a whole: every line's cotangents depend on all.
     The cotangent of the last gate's logits waits where that of x will be.
     """
-    N, H, pitch, on_hopper = update.N, update.H, update.pitch, is_on_hopper(update, on_mask)
+    N, H, pitch, on_hopper = update.N, update.H, update.pitch, is_on_hopper(update, dmask)
     shift = _shift(update, hidden) if on_hopper else 0
     o = _hidden_of(update, b, hidden, 2.0**shift)
-    on_o = update.new(H, N, pitch)
-    waiting = on_x if _holds(update, on_x) else update.new(1, N, N, update.G)
+    do = update.new(H, N, pitch)
+    waiting = dx if _holds(update, dx) else update.new(1, N, N, update.G)
 
-    def end(lines: slice, some_o: Any, on_some: Any) -> tuple[Any, ...]:
+    def end(lines: slice, some_o: Any, some_do: Any) -> tuple[Any, ...]:
         """Write the cotangents of lines of o and of the last gate's logits; return the end's."""
         x, mask = update.edges(b, lines)
         to = waiting[:, lines]
@@ -180,42 +180,42 @@ def _back_in_parts(
         gate = update.gate(1, lines)
         project(update, x, mask, gate=gate)
         in_place = on_hopper and is_aligned(to)
-        on_gate = to if in_place else update.new(1, x.shape[1], pitch, update.G)
-        given = update, some_o, gate, cotangent[:, lines], scaling, on_some, on_gate
+        dgate = to if in_place else update.new(1, x.shape[1], pitch, update.G)
+        given = update, some_o, gate, dout[:, lines], scaling, some_do, dgate
         if on_hopper:
             found: tuple[Any, ...] = (finish_back_on_hopper(*given, shift),)
         else:
-            found = finish_back(*given, None if on_x is None else on_x[:, lines])
+            found = finish_back(*given, None if dx is None else dx[:, lines])
         if not in_place:
-            to.copy_(on_gate[:, :, :N])
+            to.copy_(dgate[:, :, :N])
         return found
 
-    def front(lines: slice, on_some: Any) -> tuple[Any, ...]:
+    def front(lines: slice, some_dsides: Any) -> tuple[Any, ...]:
         """Write the cotangents of lines of x and the mask; return the front's."""
         x, mask = update.edges(b, lines)
-        to_x, to_mask = (None if to is None else to[:, lines] for to in (on_x, on_mask))
+        to_x, to_mask = (None if to is None else to[:, lines] for to in (dx, dmask))
         # A copy, as the cotangent of x may overwrite what waits.
-        on_gate = update.new(1, x.shape[1], pitch, update.G)
-        on_gate[:, :, :N], on_gate[:, :, N:] = waiting[:, lines], 0
+        dgate = update.new(1, x.shape[1], pitch, update.G)
+        dgate[:, :, :N], dgate[:, :, N:] = waiting[:, lines], 0
         both = update.new(2, 2, H, x.shape[1], pitch)
         if on_hopper:
-            return project_back(update, x, mask, on_some, both, on_gate, scaling, to_x)
+            return project_back(update, x, mask, some_dsides, both, dgate, scaling, to_x)
         project(update, x, mask, update.sides, sides=both[0], logits=both[1])
-        sides_back(update, x, mask, both, on_some, scaling, to_mask)
-        return front_back(update, x, both, on_gate, scaling, to_x)
+        sides_back(update, x, mask, both, some_dsides, scaling, to_mask)
+        return front_back(update, x, both, dgate, scaling, to_x)
 
     ends: list[Any] = []
     for lines in update.lines:
-        ends = _added(ends, end(lines, o[:, :, lines], on_o[:, lines]))
+        ends = _added(ends, end(lines, o[:, :, lines], do[:, lines]))
     del o
-    on_sides, fronts = _product_back(update, b, on_o), []
-    del on_o
+    dsides, fronts = _product_back(update, b, do), []
+    del do
     for lines in update.lines:
-        fronts = _added(fronts, front(lines, on_sides[:, :, lines]))
+        fronts = _added(fronts, front(lines, dsides[:, :, lines]))
     return *fronts, *ends
 
 
-def _product_back(update: Update, b: slice, on_o: Any) -> Any:
+def _product_back(update: Update, b: slice, do: Any) -> Any:
     """Return the cotangents of left and right of one member, made some channels at a time.
 
     The first channels' go ahead of left and right; all others' go where left and right of the
@@ -223,16 +223,16 @@ def _product_back(update: Update, b: slice, on_o: Any) -> Any:
     """
     N, H, ahead = update.N, update.H, update.channels[0].stop
     planes = update.new(ahead + H, 2, N, update.pitch).transpose(0, 1)
-    sides, on_sides = planes[:, ahead:], planes[:, :H]
+    sides, dsides = planes[:, ahead:], planes[:, :H]
     for lines in update.lines:
         project(update, *update.edges(b, lines), update.sides, sides=sides[:, :, lines])
     for h in update.channels:
-        multiply_back(update, sides[:, h], on_o[h, :, :N], on_sides[:, h])
-    return on_sides
+        multiply_back(update, sides[:, h], do[h, :, :N], dsides[:, h])
+    return dsides
 
 
 def _back_on_hopper(
-    update: Update, b: slice, hidden: Any, cotangent: Any, scaling: Any, on_x: Any, on_mask: None
+    update: Update, b: slice, hidden: Any, dout: Any, scaling: Any, dx: Any, dmask: None
 ) -> tuple[Any, ...]:
     """Write the cotangent of x for one member; return sums for `through_norm`."""
     N, pitch, H = update.N, update.pitch, update.H
@@ -247,37 +247,37 @@ def _back_on_hopper(
         multiply(update, both[0], o, ALL, 2.0**shift)
     else:
         o = _scaled(update, hidden[b], shift)
-    on_o, on_gate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
-    by_end = finish_back_on_hopper(update, o, gate, cotangent, scaling, on_o, on_gate, shift)
+    do, dgate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
+    by_end = finish_back_on_hopper(update, o, gate, dout, scaling, do, dgate, shift)
     del o, gate
-    multiply_back(update, both[0], on_o, both[1])
-    del on_o
-    return *project_back(update, x, mask, both[1], both, on_gate, scaling, on_x), by_end
+    multiply_back(update, both[0], do, both[1])
+    del do
+    return *project_back(update, x, mask, both[1], both, dgate, scaling, dx), by_end
 
 
 def front_back(
-    update: Update, x: Any, both: Any, on_gate: Any, scaling: Any, on_x: Any
+    update: Update, x: Any, both: Any, dgate: Any, scaling: Any, dx: Any
 ) -> tuple[Any, Any, Any]:
     """Write the cotangent of x from the cotangents of projections, logits and the last gate's.
 
     Return the cotangents of projections and gates, of the last gate, and of the norm.
     """
     B, L, _, C = x.shape
-    on_xn, kept = update.new(B, L, update.pitch, C), normalized(update, x).flatten(1, 2)
-    on_gate = on_gate.flatten(1, 2)
-    through(update, on_gate, update.g_out[0], on_xn, add=False)
-    on_open = over_rows(update, on_gate.mT, kept)
-    on_pairs = [over_rows(update, planes, kept) for planes in pairs_back(update, both, on_xn)]
-    on_norm = norm_back(update, x, on_xn, scaling, on_x)
-    return on_pairs[0] if len(on_pairs) == 1 else torch.cat(on_pairs, 1), on_open, on_norm
+    dxn, kept = update.new(B, L, update.pitch, C), normalized(update, x).flatten(1, 2)
+    dgate = dgate.flatten(1, 2)
+    through(update, dgate, update.g_out[0], dxn, add=False)
+    dopen = over_rows(update, dgate.mT, kept)
+    dpairs = [over_rows(update, planes, kept) for planes in pairs_back(update, both, dxn)]
+    dnorm = norm_back(update, x, dxn, scaling, dx)
+    return dpairs[0] if len(dpairs) == 1 else torch.cat(dpairs, 1), dopen, dnorm
 
 
-def pairs_back(update: Update, both: Any, on_xn: Any) -> Sequence[Any]:
+def pairs_back(update: Update, both: Any, dxn: Any) -> Sequence[Any]:
     """Add the cotangent of the normalized x by projections and gates.
 
     Return the channels' cotangents, in one matrix where a member goes alone.
     """
-    members, (p_w, _, g_w, _) = len(on_xn), update.sides
+    members, (p_w, _, g_w, _) = len(dxn), update.sides
     z = both.view(4, members, -1, both.shape[3] * update.pitch).transpose(0, 1)
     if members > 1:
         many = factors = z.unbind(1)
@@ -290,7 +290,7 @@ def pairs_back(update: Update, both: Any, on_xn: Any) -> Sequence[Any]:
         else:
             weights = [torch.cat(weights)]
     for planes, weight in zip(factors, weights, strict=True):
-        through(update, planes.mT, weight, on_xn)
+        through(update, planes.mT, weight, dxn)
     return many
 
 
@@ -298,23 +298,23 @@ def finish_back(
     update: Update,
     o: Any,
     gate: Any,
-    cotangent: Any,
+    dout: Any,
     scaling: Any,
-    on_o: Any,
-    on_gate: Any,
+    do: Any,
+    dgate: Any,
     scratch: Any = None,
 ) -> tuple[Any, Any]:
     """Write the cotangents of o and of the gate's logits; return the end's weights' cotangents.
 
     `scratch`, an array like x, may be overwritten.
     """
-    B, L, N, C = cotangent.shape
+    B, L, N, C = dout.shape
     H, width = update.H, up(update.H + 1)
     kept = update.new(B, L * N, width)
-    as_given = not update.output and scaling is None and cotangent.dtype == update.dtype
+    as_given = not update.output and scaling is None and dout.dtype == update.dtype
     fits = scratch is not None and scratch.dtype == update.dtype and is_aligned(scratch)
-    on_p = cotangent if as_given else scratch if fits else update.new(B, L, N, C)
-    on_p = on_p.view(B, L * N, C)
+    dp = dout if as_given else scratch if fits else update.new(B, L, N, C)
+    dp = dp.view(B, L * N, C)
     BH = power(H, 16)
     rows = (2048 if update.small else 4096) // BH
     BM = min(max(16, rows) if update.rounded else 16, power(N, 16))
@@ -324,56 +324,56 @@ def finish_back(
     sums = update.new(programs, 2, H, dtype=update.accumulator)
     constants = update.eps, C, H, update.G, update.output, width, BM, BH, BN
     constants += *update.types, *update.place
-    tensors = o, gate, cotangent, scaling, *update.norm_out, *update.p_out
-    tensors += on_o, on_gate, None if as_given else on_p, kept, sums
-    numbers = L, N, update.pitch, o.stride(1), on_o.stride(0)
+    tensors = o, gate, dout, scaling, *update.norm_out, *update.p_out
+    tensors += do, dgate, None if as_given else dp, kept, sums
+    numbers = L, N, update.pitch, o.stride(1), do.stride(0)
     launch(kernels.finish_back, (4, 2), programs, tensors, numbers, constants)
-    return over_rows(update, on_p.mT, kept), sums
+    return over_rows(update, dp.mT, kept), sums
 
 
 def sides_back(
-    update: Update, x: Any, mask: Any, both: Any, on_sides: Any, scaling: Any, on_mask: Any
+    update: Update, x: Any, mask: Any, both: Any, dsides: Any, scaling: Any, dmask: Any
 ) -> None:
     """Overwrite sides and logits (`both`) by cotangents, and add the mask's cotangent."""
     (sides, logits), by_mask = both, None
-    if on_mask is not None:
+    if dmask is not None:
         by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
         # The mask's cotangent takes factors without the mask.
         project(update, x, None, update.sides, sides=sides)
     (members, L, N, _), H = x.shape, update.H
     BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
-    parts = 1 if on_mask is not None else ceil(2 * H, BH)
-    numbers = L, N, update.pitch, *on_sides.stride()[:2], *sides.stride()[:2], *strides_of(mask)
+    parts = 1 if dmask is not None else ceil(2 * H, BH)
+    numbers = L, N, update.pitch, *dsides.stride()[:2], *sides.stride()[:2], *strides_of(mask)
     constants = H, parts, BM, BH, *update.types[:2], update.asm, *update.place
     programs = members * L * ceil(N, BM) * parts
-    tensors = on_sides, sides, logits, mask, by_mask
+    tensors = dsides, sides, logits, mask, by_mask
     launch(kernels.sides_back, (4, 1), programs, tensors, numbers, constants)
     if by_mask is not None:
-        on_mask += by_mask if scaling is None else by_mask / scaling
+        dmask += by_mask if scaling is None else by_mask / scaling
 
 
 def finish_back_on_hopper(
     update: Update,
     o: Any,
     gate: Any,
-    cotangent: Any,
+    dout: Any,
     scaling: Any,
-    on_o: Any,
-    on_gate: Any,
+    do: Any,
+    dgate: Any,
     shift: int,
 ) -> Any:
     """Write the cotangents of o, given times a power of two, and of the gate's logits.
 
     Return the parts of sums from which `through_norm` makes the cotangents of the end's weights.
     """
-    B, L, N, C = cotangent.shape
+    B, L, N, C = dout.shape
     offset = not update.output and update.norm_out[1] is not None
-    programs = processors(cotangent.device)
+    programs = processors(dout.device)
     sums = update.new(programs, C, (2 if offset else 1) * update.H + 8, dtype=torch.float32)
-    tensors = o, gate, cotangent, scaling, *update.norm_out, *update.p_out, on_o, on_gate, sums
-    numbers = B, L * N, o.stride(1), on_o.stride(0), shift
+    tensors = o, gate, dout, scaling, *update.norm_out, *update.p_out, do, dgate, sums
+    numbers = B, L * N, o.stride(1), do.stride(0), shift
     way = hopper_backward.way_to_finish_back(C, update.H)
-    vector = 16 // cotangent.dtype.itemsize
+    vector = 16 // dout.dtype.itemsize
     constants = update.eps, C, update.H, update.output, vector, way, update.types[0], update.long
     launch(hopper_backward.finish_back, (way, 1), programs, tensors, numbers, constants)
     return sums
@@ -383,33 +383,33 @@ def project_back(
     update: Update,
     x: Any,
     mask: Any,
-    on_sides: Any,
-    on_both: Any,
-    on_gate: Any,
+    dsides: Any,
+    dboth: Any,
+    dgate: Any,
     scaling: Any,
-    on_x: Any,
+    dx: Any,
 ) -> tuple[Any, Any]:
-    """Write the cotangents of x, and of projections and logits (`on_both`), from the sides'.
+    """Write the cotangents of x, and of projections and logits (`dboth`), from the sides'.
 
-    `on_sides` may be the memory of the logits' cotangents. Return the parts of sums from which
+    `dsides` may be the memory of the logits' cotangents. Return the parts of sums from which
     `through_norm` makes the cotangents of the weights behind the first norm.
     """
     B, L, N, C = x.shape
     kept = update.kept(B, L)
-    result = on_x if on_x is not None and is_aligned(on_x) else torch.empty_like(x)
+    result = dx if dx is not None and is_aligned(dx) else torch.empty_like(x)
     tensors = x, mask, *update.norm, *update.sides, update.g_out[0]
-    tensors += on_sides, *on_both, on_gate, scaling, result, kept
-    numbers = B, L * N, N, *on_both.stride()[1:3], *on_sides.stride()[:2], *strides_of(mask)
+    tensors += dsides, *dboth, dgate, scaling, result, kept
+    numbers = B, L * N, N, *dboth.stride()[1:3], *dsides.stride()[:2], *strides_of(mask)
     way = hopper_backward.way_to_project_back(C, update.H, update.G)
     constants = update.eps, C, update.H, update.G, update.width, 16 // x.dtype.itemsize, *way
     constants += update.types[0], update.long
     programs = processors(x.device)
     launch(hopper_backward.project_back, (way[0], 1), programs, tensors, numbers, constants)
-    if on_x is not None and result is not on_x:
-        on_x.copy_(result)
+    if dx is not None and result is not dx:
+        dx.copy_(result)
     kept = kept.flatten(1, 2)
-    (by_sides,) = parts_over_rows(update, on_both.view(1, 4 * update.H, L * N), kept)
-    (by_gate,) = parts_over_rows(update, on_gate.flatten(1, 2).mT, kept)
+    (by_sides,) = parts_over_rows(update, dboth.view(1, 4 * update.H, L * N), kept)
+    (by_gate,) = parts_over_rows(update, dgate.flatten(1, 2).mT, kept)
     return by_sides, by_gate
 
 
@@ -441,33 +441,33 @@ def through_norm(
     scaling: Any,
     weights: Sequence[Any],
     norms: Sequence[Any],
-    on_weights: Sequence[Any],
+    dweights: Sequence[Any],
 ) -> tuple[Any, Any]:
     """Write the cotangents of weights and biases behind norms; return parts of the norms'.
 
     The sums for the first norm, or the sums for the second, may be missing.
     """
     p_w, _, o_w, e_w = weights
-    programs, C, H, G, on_norm, on_norm_out = 0, 0, 0, 0, None, None
+    programs, C, H, G, dnorm, dnorm_out = 0, 0, 0, 0, None, None
     if by_sides is not None:
         (rows, C), G = p_w.shape, len(o_w)
         H, programs = rows // 2, 2 * rows + G
-        on_norm = by_sides.new_empty(programs, 2, C)
+        dnorm = by_sides.new_empty(programs, 2, C)
     if by_end is not None:
         C, H = e_w.shape
         programs += C
-        on_norm_out = by_end.new_empty(C, 2, H)
+        dnorm_out = by_end.new_empty(C, 2, H)
     tensors = by_sides, by_gate, by_end, scaling, *weights, *norms
-    tensors += *on_weights[2:6], *on_weights[8:], on_norm, on_norm_out
+    tensors += *dweights[2:6], *dweights[8:], dnorm, dnorm_out
     some = by_sides, by_gate, by_end
     kept, _, kept_end = (0 if sums is None else sums.shape[2] for sums in some)
     constants = C, H, G, kept, kept_end, 64, power(C), power(H)
     numbers = tuple([0 if sums is None else len(sums) for sums in some])
     launch(kernels.through_norm, (4, 1), programs, tensors, numbers, constants)
-    return on_norm, on_norm_out
+    return dnorm, dnorm_out
 
 
-def norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> Any:
+def norm_back(update: Update, x: Any, dxn: Any, scaling: Any, dx: Any) -> Any:
     """Write the cotangent of x; return parts of the cotangents of the norm's weight and bias."""
     C, rows = update.C, x.numel() // update.C
     BC = power(C, 16)
@@ -475,25 +475,23 @@ def norm_back(update: Update, x: Any, on_xn: Any, scaling: Any, on_x: Any) -> An
     steps = ceil(rows, BM * 4224)
     programs = ceil(rows, BM * steps)
     sums = update.new(programs, 2, C, dtype=update.accumulator)
-    result = on_x if on_x is not None and is_aligned(on_x) else torch.empty_like(x)
-    tensors = x, on_xn, scaling, update.norm[0], result, sums
+    result = dx if dx is not None and is_aligned(dx) else torch.empty_like(x)
+    tensors = x, dxn, scaling, update.norm[0], result, sums
     numbers = rows, update.N, update.pitch, steps
     constants = update.eps, C, BM, BC, update.float, update.long
     launch(kernels.norm_back, (2, 1), programs, tensors, numbers, constants)
-    if on_x is not None and result is not on_x:
-        on_x.copy_(result)
+    if dx is not None and result is not dx:
+        dx.copy_(result)
     return sums
 
 
-def sum_parts(
-    update: Update, parts: Sequence[Any], scaling: Any, on_weights: Sequence[Any]
-) -> None:
+def sum_parts(update: Update, parts: Sequence[Any], scaling: Any, dweights: Sequence[Any]) -> None:
     """Write the cotangents of norms, and of other weights and biases whose parts are given."""
-    if all(on_weight is None for on_weight in on_weights):
+    if all(dweight is None for dweight in dweights):
         return
     C, H, G = update.C, update.H, update.G
     constants = C, H, G, power(C, 16), power(H, 16), update.float
     numbers = tuple([0 if some is None else len(some) for some in parts])
     programs = 4 + (0 if parts[2] is None else 4 * H + G) + (0 if parts[4] is None else C)
-    tensors = *parts, scaling, *on_weights
+    tensors = *parts, scaling, *dweights
     launch(kernels.sum_parts, (4, 1), programs, tensors, numbers, constants)

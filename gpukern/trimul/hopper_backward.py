@@ -150,8 +150,8 @@ def _write_sums(to, value, first, V: gl.constexpr, VH: gl.constexpr, KEPT: gl.co
 
 
 def finish_back(
-    o, gate, cotangent, scaling, w, b, p_w, p_b, on_o, on_gate, sums,
-    members, rows, plane, on_plane, shift,
+    o, gate, dout, scaling, w, b, p_w, p_b, do, dgate, sums,
+    members, rows, plane, do_plane, shift,
     EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, OUTPUT: gl.constexpr,
     V: gl.constexpr, W: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
@@ -205,11 +205,11 @@ def finish_back(
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, BN, gl.SliceLayout(0, layout))
     zeros = gl.zeros((BM, BN), gl.float32, products)
-    on_p = gl.zeros((C, H), gl.float32, _weight_layout(W, C, H))
-    on_e = gl.zeros((C, H), gl.float32, _weight_layout(W, C, H))
-    on_b = gl.zeros((C, ONES), gl.float32, _weight_layout(W, C, ONES))
+    dp_w = gl.zeros((C, H), gl.float32, _weight_layout(W, C, H))
+    de = gl.zeros((C, H), gl.float32, _weight_layout(W, C, H))
+    db = gl.zeros((C, ONES), gl.float32, _weight_layout(W, C, ONES))
     plane = plane.to(LONG) // 8 * 8
-    on_plane = on_plane.to(LONG) // 8 * 8
+    do_plane = do_plane.to(LONG) // 8 * 8
     rows = rows // 8 * 8
     flat = rows.to(LONG)
     power = shift.to(gl.float32)
@@ -225,11 +225,11 @@ def finish_back(
         y = _read_planes(o + member * H * plane, first, rows, _anew(plane) // 8 * 8, W, H, VH)
         if OUTPUT:
             opened = gl.load(gate + at, mask=live, other=0.0)
-            g = gl.load(cotangent + at, mask=live, other=0.0)
+            g = gl.load(dout + at, mask=live, other=0.0)
         # The last tile is fetched once more, as no other follows it.
         following = gl.minimum(tile + gl.num_programs(0), last)
         _prefetch_planes(o, following, tiles, rows, plane, H, W, LONG)
-        _prefetch(cotangent, following, tiles, rows, C, W, LONG)
+        _prefetch(dout, following, tiles, rows, C, W, LONG)
         if OUTPUT:
             _prefetch(gate, following, tiles, rows, C, W, LONG)
         else:
@@ -253,12 +253,12 @@ def finish_back(
             p_tile.index(zero).store((y.to(gl.float32) * e).to(DOT))
         for s in gl.static_range(BLOCKS):
             if not OUTPUT:
-                g = gl.load(cotangent + s * BN + at, mask=live, other=0.0)
+                g = gl.load(dout + s * BN + at, mask=live, other=0.0)
             g_now = g.to(gl.float32)
             if scaling is not None:
                 g_now *= gl.load(scaling)
             if OUTPUT and s < BLOCKS - 1:
-                g = gl.load(cotangent + (s + 1) * BN + at, mask=live, other=0.0)
+                g = gl.load(dout + (s + 1) * BN + at, mask=live, other=0.0)
             if OUTPUT:
                 s_now = _opened(opened, DOT)
                 if s < BLOCKS - 1:
@@ -269,7 +269,7 @@ def finish_back(
                 if ADDED:
                     value += _part(behind, 0, gl.SliceLayout(0, layout), s, BN)
                 g_now *= s_now
-                to = on_gate + s * BN + at
+                to = dgate + s * BN + at
                 gl.store(to, (g_now * value * (1 - s_now)).to(DOT), mask=live)
             g_met = _as_operand(_as_met(g_now.to(DOT), W, BN, V), W, BN)
             if s == 0:
@@ -285,11 +285,11 @@ def finish_back(
             for t in gl.static_range(H // BN):
                 kept = kept + (_back(g_tile, weights, zeros, t, True),)
         turned = g_tile.index(zero).permute((1, 0))
-        on_p = hopper.warpgroup_mma(turned, p_tile.index(zero), on_p, is_async=OUTPUT)
+        dp_w = hopper.warpgroup_mma(turned, p_tile.index(zero), dp_w, is_async=OUTPUT)
         if OFFSET:
-            on_e = hopper.warpgroup_mma(turned, e_tile.index(zero), on_e)
+            de = hopper.warpgroup_mma(turned, e_tile.index(zero), de)
         every = ones.index(zero).permute((1, 0))
-        on_b = hopper.warpgroup_mma(turned, every, on_b, is_async=OUTPUT)
+        db = hopper.warpgroup_mma(turned, every, db, is_async=OUTPUT)
         if OUTPUT:
             # The last two products go on.
             if H > BN:
@@ -305,8 +305,8 @@ def finish_back(
                 e_met = _of_tile(e_tile, zeros, t)
                 v *= e_met
                 on = _normed_part(y_met, norm, w, b, t)
-                on_open = (v * on * (1 - e_met)).to(DOT)
-                _write_rows(on_gate + here * H + t * BN, on_open, first, rows, H, W, BN)
+                dopen = (v * on * (1 - e_met)).to(DOT)
+                _write_rows(dgate + here * H + t * BN, dopen, first, rows, H, W, BN)
                 v = _normed_part(v, norm, w, None, t)
             total += gl.sum(v, 1)
             along += gl.sum(v * y_met, 1)
@@ -321,23 +321,23 @@ def finish_back(
                 u = _back(g_tile, weights, zeros, t, False) * _of_tile(e_tile, zeros, t)
                 u = _normed_part(u, norm, w, None, t)
             u = u * scale - total - _of_tile(y_tile, zeros, t) * along
-            to_o = on_o + (member * H + t * BN) * on_plane
-            _write_planes(to_o, u.to(DOT), first, rows, _anew(on_plane) // 8 * 8, W, BN, VH)
+            to_o = do + (member * H + t * BN) * do_plane
+            _write_planes(to_o, u.to(DOT), first, rows, _anew(do_plane) // 8 * 8, W, BN, VH)
         if OUTPUT:
-            on_p = hopper.warpgroup_mma_wait(0, deps=[on_p])
-            on_b = hopper.warpgroup_mma_wait(0, deps=[on_b])
+            dp_w = hopper.warpgroup_mma_wait(0, deps=[dp_w])
+            db = hopper.warpgroup_mma_wait(0, deps=[db])
 
     KEPT: gl.constexpr = 2 * H + 8 if OFFSET else H + 8
     to = sums + gl.program_id(0) * C * KEPT
-    _write_sums(to, on_p, 0, V, VH, KEPT)
+    _write_sums(to, dp_w, 0, V, VH, KEPT)
     if OFFSET:
-        _write_sums(to, on_e, H, V, VH, KEPT)
-    _write_sums(to, on_b, KEPT - 8, V, 2, KEPT)
+        _write_sums(to, de, H, V, VH, KEPT)
+    _write_sums(to, db, KEPT - 8, V, 2, KEPT)
 
 
 @gluon.jit
 def _copy_planes(
-    buffer, on_sides, tile, tiles, rows, half, plane,
+    buffer, dsides, tile, tiles, rows, half, plane,
     H: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
     """Have a tile of both sides' planes brought to shared memory."""
@@ -347,7 +347,7 @@ def _copy_planes(
     edge = first + gl.arange(0, BM, gl.SliceLayout(0, layout))
     h = gl.arange(0, 2 * H, gl.SliceLayout(1, layout)).to(LONG)
     line = h // H * half + (member * H + h % H) * plane
-    to = on_sides + line[:, None] + edge[None, :]
+    to = dsides + line[:, None] + edge[None, :]
     _load(buffer, to, mask=(edge < rows)[None, :])
     async_copy.commit_group()
 
@@ -370,12 +370,12 @@ def _keep(to, y, first, rows, KEPT: gl.constexpr, W: gl.constexpr):
 
 
 def project_back(
-    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, on_sides, on_p, on_g, on_gate, scaling, on_x, kept,
-    members, rows, N, half, plane, on_half, on_plane, mask_b, mask_i, mask_j,
+    x, mask, w, b, p_w, p_b, g_w, g_b, o_w, dsides, dp, dg, dgate, scaling, dx, kept,
+    members, rows, N, half, plane, dsides_half, dsides_plane, mask_b, mask_i, mask_j,
     EPS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, KEPT: gl.constexpr,
     V: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr, LONG: gl.constexpr,
 ):  # fmt: skip
-    """Write the cotangents of x, of projections and of logits; `on_sides` may be their memory.
+    """Write the cotangents of x, of projections and of logits; `dsides` may be their memory.
 
     Write also `kept`, the standardized x with a column of ones.
     """
@@ -405,12 +405,14 @@ def project_back(
     zeros = gl.zeros((BM, BN), gl.float32, mma)
     plane = plane.to(LONG) // 8 * 8
     half = half.to(LONG) // 8 * 8
-    on_plane = on_plane.to(LONG) // 8 * 8
-    on_half = on_half.to(LONG) // 8 * 8
+    dsides_plane = dsides_plane.to(LONG) // 8 * 8
+    dsides_half = dsides_half.to(LONG) // 8 * 8
     rows = rows // 8 * 8
     tiles = (rows + BM - 1) // BM
     if gl.program_id(0) < members * tiles:
-        _copy_planes(buffer, on_sides, gl.program_id(0), tiles, rows, on_half, on_plane, H, W, LONG)
+        _copy_planes(
+            buffer, dsides, gl.program_id(0), tiles, rows, dsides_half, dsides_plane, H, W, LONG
+        )
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
         member, first, here = _place(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
@@ -418,34 +420,34 @@ def project_back(
         y = gl.load(x + at_x, mask=live, other=0.0).to(gl.float32)
         opens = ()
         for k in gl.static_range(GATES):
-            at_gate = on_gate + (here + opening) * G + k * BN + column
+            at_gate = dgate + (here + opening) * G + k * BN + column
             opens = opens + (gl.load(at_gate, mask=first + opening < rows, other=0.0),)
         y, scale = _standardized(y, EPS, C)
         standard = y.to(DOT)
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         _prefetch(x, following, tiles, rows, C, W, LONG)
-        _prefetch(on_gate, following, tiles, rows, G, W, LONG)
+        _prefetch(dgate, following, tiles, rows, G, W, LONG)
         _keep(kept + here * KEPT, standard, first, rows, KEPT, W)
         y = _normed(y, norm, w, b).to(DOT)
         operand = _as_operand(_as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:
             m = _mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
-        on_xn = gl.zeros((BM, C), gl.float32, _products_layout(W, C))
+        dxn = gl.zeros((BM, C), gl.float32, _products_layout(W, C))
         for k in gl.static_range(GATES):
-            on_xn = hopper.warpgroup_mma(
-                _as_operand(_as_met(opens[k], W, BN, 8), W, C), weights.index(SIDES + k), on_xn
+            dxn = hopper.warpgroup_mma(
+                _as_operand(_as_met(opens[k], W, BN, 8), W, C), weights.index(SIDES + k), dxn
             )
         async_copy.wait_group(0)
         barrier()
-        on_acc = hopper.warpgroup_mma_init(on_xn)
+        dxn_acc = hopper.warpgroup_mma_init(dxn)
         coming = hopper.warpgroup_mma(
             operand, weights.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         for s in range(SIDES):
             at = s * BH // H * half + (member * H + s * BH % H) * plane
             d = _turned_planes(blocks.index(s).load(_planes_layout(W, BH)), W, BH)
-            both, on_there = hopper.warpgroup_mma_wait(0, deps=[coming, on_acc])
+            both, dxn_there = hopper.warpgroup_mma_wait(0, deps=[coming, dxn_acc])
             p, g = gl.split(gl.permute(gl.reshape(both, (BM, 2, BH)), (0, 2, 1)))
             h = s * BH + gl.arange(0, BH, gl.SliceLayout(0, p.type.layout))
             if p_b is not None:
@@ -453,25 +455,28 @@ def project_back(
             if g_b is not None:
                 g += gl.load(g_b + h).to(gl.float32)[None, :]
             opened = _sigmoid(g)
-            d_p = gl.convert_layout(d, p.type.layout, assert_trivial=True).to(gl.float32) * opened
+            dp_now = gl.convert_layout(d, p.type.layout, assert_trivial=True).to(gl.float32)
+            dp_now *= opened
             if m is not None:
-                d_p *= gl.convert_layout(m, p.type.layout, assert_trivial=True)
-            d_g = (d_p * p * (1 - opened)).to(DOT)
-            d_p16 = d_p.to(DOT)
-            d_both = gl.reshape(gl.permute(gl.join(d_p16, d_g), (0, 2, 1)), (BM, BN))
-            on_acc = hopper.warpgroup_mma(
-                _as_operand(d_both, W, C), weights.index(s), on_there, is_async=True
+                dp_now *= gl.convert_layout(m, p.type.layout, assert_trivial=True)
+            dg_now = (dp_now * p * (1 - opened)).to(DOT)
+            dp_16 = dp_now.to(DOT)
+            dboth = gl.reshape(gl.permute(gl.join(dp_16, dg_now), (0, 2, 1)), (BM, BN))
+            dxn_acc = hopper.warpgroup_mma(
+                _as_operand(dboth, W, C), weights.index(s), dxn_there, is_async=True
             )
             # The next block's product begins here; nothing reads the last.
             pair = weights.index(gl.minimum(s + 1, SIDES - 1)).permute((1, 0))
             coming = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False, is_async=True)
-            _write_planes(on_p + at, d_p16, first, rows, plane, W, BH)
-            _write_planes(on_g + at, d_g, first, rows, plane, W, BH)
-        _, on_all = hopper.warpgroup_mma_wait(0, deps=[coming, on_acc])
+            _write_planes(dp + at, dp_16, first, rows, plane, W, BH)
+            _write_planes(dg + at, dg_now, first, rows, plane, W, BH)
+        _, dxn_all = hopper.warpgroup_mma_wait(0, deps=[coming, dxn_acc])
         barrier()
         if tile + gl.num_programs(0) < members * tiles:
-            _copy_planes(buffer, on_sides, following, tiles, rows, on_half, on_plane, H, W, LONG)
-        v = _as_rows(on_all, W, C, V)
+            _copy_planes(
+                buffer, dsides, following, tiles, rows, dsides_half, dsides_plane, H, W, LONG
+            )
+        v = _as_rows(dxn_all, W, C, V)
         v = _normed(v, norm, w, None)
         # Read back from memory, as registers are few.
         at_kept = here * KEPT + edge[:, None] * KEPT + channel[None, :]
@@ -480,14 +485,14 @@ def project_back(
         v = (v - (gl.sum(v, 1) / C)[:, None] - y_again * along[:, None]) * scale
         if scaling is not None:
             v /= gl.load(scaling)
-        gl.store(on_x + at_x, v.to(on_x.dtype.element_ty), mask=live)
+        gl.store(dx + at_x, v.to(dx.dtype.element_ty), mask=live)
 
 
 # `gpukern.trimul.plan` aligns these pointers to 16 bytes.
 POINTERS = {
-    finish_back: (*("o", "gate", "cotangent", "w", "b", "p_w", "p_b", "on_o", "on_gate", "sums"),),
+    finish_back: ("o", "gate", "dout", "w", "b", "p_w", "p_b", "do", "dgate", "sums"),
     project_back: (
         *("x", "w", "b", "p_w", "p_b", "g_w", "g_b", "o_w"),
-        *("on_sides", "on_p", "on_g", "on_gate", "on_x", "kept"),
+        *("dsides", "dp", "dg", "dgate", "dx", "kept"),
     ),
 }

@@ -346,8 +346,8 @@ def finish(
 
 
 def finish_back(
-    o, gate, cotangent, scaling, w, b, p_w, p_b, on_o, on_gate, on_p, kept, sums,
-    L, N, pitch, plane, on_plane,
+    o, gate, dout, scaling, w, b, p_w, p_b, do, dgate, dp, kept, sums,
+    L, N, pitch, plane, do_plane,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     KEPT: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -364,12 +364,12 @@ def finish_back(
     inside = (h < H)[:, None] & there[None, :]
     place = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
     left = tl.trans(on.to(DOT))
-    on_on = tl.zeros((BH, BM), FLOAT)
+    don = tl.zeros((BH, BM), FLOAT)
     for block in range((C + BN - 1) // BN):
         c = block * BN + tl.arange(0, BN)
         within = live[:, None] & (c < C)[None, :]
         at_c = (row + j)[:, None] * C + c[None, :]
-        g = tl.load(cotangent + at_c, mask=within, other=0.0).to(FLOAT)
+        g = tl.load(dout + at_c, mask=within, other=0.0).to(FLOAT)
         if scaling is not None:
             g = g * tl.load(scaling)
         if OUTPUT:
@@ -380,39 +380,39 @@ def finish_back(
             value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
             if p_b is not None:
                 value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
-            on_s = (g * value * s * (1 - s)).to(DOT)
-            tl.store(on_gate + place + c[None, :], on_s, mask=there[:, None] & (c < C)[None, :])
+            ds = (g * value * s * (1 - s)).to(DOT)
+            tl.store(dgate + place + c[None, :], ds, mask=there[:, None] & (c < C)[None, :])
             g = g * s
-        if on_p is not None:
-            tl.store(on_p + at_c, g.to(DOT), mask=within)
-        on_on = tl.dot(tl.trans(weight), tl.trans(g.to(DOT)), on_on, PRECISION, out_dtype=FLOAT)
+        if dp is not None:
+            tl.store(dp + at_c, g.to(DOT), mask=within)
+        don = tl.dot(tl.trans(weight), tl.trans(g.to(DOT)), don, PRECISION, out_dtype=FLOAT)
     projected = on
     if not OUTPUT:
         at_gate = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
         opened = _opened(tl.load(gate + at_gate, mask=inside, other=0.0), FLOAT, DOT)
-        on_open = tl.trans((on_on * on * opened * (1 - opened)).to(DOT))
+        dopen = tl.trans((don * on * opened * (1 - opened)).to(DOT))
         across = there[:, None] & (h < H)[None, :]
-        tl.store(on_gate + place + h[None, :], on_open, mask=across)
-        on_on = on_on * opened
+        tl.store(dgate + place + h[None, :], dopen, mask=across)
+        don = don * opened
         projected = on * opened
     to = kept + (row + j)[:, None] * KEPT
     projected = tl.trans(projected.to(DOT))
     tl.store(to + h[None, :], projected, mask=live[:, None] & (h < H)[None, :])
     _add_one(to, live, live, H, KEPT, BM)
-    on_on = tl.where(inside, on_on, 0.0)
+    don = tl.where(inside, don, 0.0)
     total = sums + tl.program_id(0).to(tl.int64) * 2 * H + h
-    tl.store(total, tl.sum(on_on * y, 1), mask=h < H)
-    tl.store(total + H, tl.sum(on_on, 1), mask=h < H)
+    tl.store(total, tl.sum(don * y, 1), mask=h < H)
+    tl.store(total + H, tl.sum(don, 1), mask=h < H)
     if w is not None:
-        on_on = on_on * tl.load(w + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
-    along = tl.sum(on_on * y, 0) / H
-    on_on = (on_on - (tl.sum(on_on, 0) / H)[None, :] - y * along[None, :]) * scale[None, :]
-    to_o = _plane(h, batch, i, H, on_plane, pitch, LONG)[:, None] + j[None, :]
-    tl.store(on_o + to_o, on_on.to(DOT), mask=inside)
+        don = don * tl.load(w + h, mask=h < H, other=0.0).to(FLOAT)[:, None]
+    along = tl.sum(don * y, 0) / H
+    don = (don - (tl.sum(don, 0) / H)[None, :] - y * along[None, :]) * scale[None, :]
+    to_o = _plane(h, batch, i, H, do_plane, pitch, LONG)[:, None] + j[None, :]
+    tl.store(do + to_o, don.to(DOT), mask=inside)
 
 
 def sides_back(
-    on_sides, sides, logits, mask, on_mask, L, N, pitch, on_half, on_plane, half, plane,
+    dsides, sides, logits, mask, dmask, L, N, pitch, dsides_half, dsides_plane, half, plane,
     mask_b, mask_i, mask_j,
     H: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr,
@@ -433,28 +433,30 @@ def sides_back(
         h = (tl.program_id(0) % PARTS * PER + step) * BH + tl.arange(0, BH)
         at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
         inside = (h < 2 * H)[:, None] & there[None, :]
-        from_at = _side(h, batch, i, H, on_half, on_plane, pitch, LONG)[:, None] + j[None, :]
-        d = tl.load(on_sides + from_at, mask=inside, other=0.0).to(FLOAT)
+        from_at = (
+            _side(h, batch, i, H, dsides_half, dsides_plane, pitch, LONG)[:, None] + j[None, :]
+        )
+        d = tl.load(dsides + from_at, mask=inside, other=0.0).to(FLOAT)
         # The product left places without an edge as they were.
         d = tl.where(live[None, :], d, 0.0)
         a = tl.load(sides + at, mask=inside, other=0.0).to(FLOAT)
         g = tl.load(logits + at, mask=inside, other=0.0).to(FLOAT)
-        if on_mask is not None:
+        if dmask is not None:
             by_mask += tl.sum(d * a, 0)
             a = a * m
         # a = p s m, so that its derivative by g is a (1 - s).
-        on_g = d * a * _sigmoid(-g, ASM)
+        dg = d * a * _sigmoid(-g, ASM)
         d = d * _sigmoid(g, ASM)
         if mask is not None:
             d = d * m
         tl.store(sides + at, d.to(DOT), mask=inside)
-        tl.store(logits + at, on_g.to(DOT), mask=inside)
-    if on_mask is not None:
-        tl.store(on_mask + row + j, by_mask, mask=live)
+        tl.store(logits + at, dg.to(DOT), mask=inside)
+    if dmask is not None:
+        tl.store(dmask + row + j, by_mask, mask=live)
 
 
 def norm_back(
-    x, on_xn, scaling, w, on_x, sums, rows, N, pitch, steps,
+    x, dxn, scaling, w, dx, sums, rows, N, pitch, steps,
     EPS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     FLOAT: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
@@ -468,7 +470,7 @@ def norm_back(
         live = (row < rows)[:, None] & (c < C)[None, :]
         at = row[:, None] * C + c[None, :]
         place = row + row // N * (pitch - N)
-        v = tl.load(on_xn + place[:, None] * C + c[None, :], mask=live, other=0.0).to(FLOAT)
+        v = tl.load(dxn + place[:, None] * C + c[None, :], mask=live, other=0.0).to(FLOAT)
         y = tl.load(x + at, mask=live, other=0.0).to(FLOAT)
         y = tl.where(live, y - (tl.sum(y, 1) / C)[:, None], 0.0)
         y = tl.where(live, y - (tl.sum(y, 1) / C)[:, None], 0.0)
@@ -482,7 +484,7 @@ def norm_back(
             v = v * tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)[None, :]
         along = tl.sum(v * y, 1) / C
         v = (v - (tl.sum(v, 1) / C)[:, None] - y * along[:, None]) * scale[:, None]
-        tl.store(on_x + at, v.to(on_x.dtype.element_ty), mask=live)
+        tl.store(dx + at, v.to(dx.dtype.element_ty), mask=live)
         step += 1
     to = sums + tl.program_id(0).to(tl.int64) * 2 * C + c
     tl.store(to, tl.sum(by_weight, 0), mask=c < C)
@@ -491,7 +493,7 @@ def norm_back(
 
 @triton.jit
 def _row_through_norm(
-    parts, weight, w, b, scaling, on_weight, on_bias, on_norm, row, rows, many,
+    parts, weight, w, b, scaling, dweight, dbias, dnorm, row, rows, many,
     C: tl.constexpr, KEPT: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the cotangents of a weight's row and its bias, and the row's part of a norm's."""
@@ -519,22 +521,22 @@ def _row_through_norm(
         by_one /= tl.load(scaling)
         by_bias /= tl.load(scaling)
     of = tl.load(weight + row * C + c, mask=inside, other=0.0).to(tl.float32)
-    to = on_norm + row * 2 * C + c
+    to = dnorm + row * 2 * C + c
     tl.store(to, of * by_y, mask=inside)
     tl.store(to + C, of * by_one, mask=inside)
     if w is not None:
         by_y *= tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
     if b is not None:
         by_y += by_one * tl.load(b + c, mask=inside, other=0.0).to(tl.float32)
-    if on_weight is not None:
-        tl.store(on_weight + row * C + c, by_y, mask=inside)
-    if on_bias is not None:
-        tl.store(on_bias + row, by_bias)
+    if dweight is not None:
+        tl.store(dweight + row * C + c, by_y, mask=inside)
+    if dbias is not None:
+        tl.store(dbias + row, by_bias)
 
 
 def through_norm(
     sides, opened, end, scaling, p_w, g_w, o_w, e_w, w, b, w_out, b_out,
-    on_p, on_p_b, on_g, on_g_b, on_e, on_e_b, on_o, on_o_b, on_norm, on_norm_out,
+    dp_w, dp_b, dg_w, dg_b, de_w, de_b, do_w, do_b, dnorm, dnorm_out,
     many_sides, many_opened, many_end,
     C: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     KEPT: tl.constexpr, KEPT_END: tl.constexpr,
@@ -550,34 +552,34 @@ def through_norm(
     row = tl.program_id(0)
     if sides is None:
         _row_through_norm(
-            end, e_w, w_out, b_out, scaling, on_e, on_e_b, on_norm_out, row, C, many_end,
+            end, e_w, w_out, b_out, scaling, de_w, de_b, dnorm_out, row, C, many_end,
             H, KEPT_END, BP, BH,
         )  # fmt: skip
     elif row < 2 * H:
         _row_through_norm(
-            sides, p_w, w, b, scaling, on_p, on_p_b, on_norm, row, 4 * H, many_sides,
+            sides, p_w, w, b, scaling, dp_w, dp_b, dnorm, row, 4 * H, many_sides,
             C, KEPT, BP, BC,
         )  # fmt: skip
     elif row < 4 * H:
         _row_through_norm(
-            sides + 2 * H * KEPT, g_w, w, b, scaling, on_g, on_g_b, on_norm + 4 * H * C,
+            sides + 2 * H * KEPT, g_w, w, b, scaling, dg_w, dg_b, dnorm + 4 * H * C,
             row - 2 * H, 4 * H, many_sides, C, KEPT, BP, BC,
         )  # fmt: skip
     elif row < 4 * H + G:
         _row_through_norm(
-            opened, o_w, w, b, scaling, on_o, on_o_b, on_norm + 8 * H * C,
+            opened, o_w, w, b, scaling, do_w, do_b, dnorm + 8 * H * C,
             row - 4 * H, G, many_opened, C, KEPT, BP, BC,
         )  # fmt: skip
     elif end is not None:
         _row_through_norm(
-            end, e_w, w_out, b_out, scaling, on_e, on_e_b, on_norm_out,
+            end, e_w, w_out, b_out, scaling, de_w, de_b, dnorm_out,
             row - 4 * H - G, C, many_end, H, KEPT_END, BP, BH,
         )  # fmt: skip
 
 
 @triton.jit
 def _write_sums(
-    parts, scaling, on_weight, on_bias, row, rows, many,
+    parts, scaling, dweight, dbias, row, rows, many,
     C: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of the parts of a weight's row, with the element of its bias behind.
@@ -603,20 +605,20 @@ def _write_sums(
         found /= tl.load(scaling)
         of_bias /= tl.load(scaling)
     if KEPT > C:
-        if on_weight is not None:
-            tl.store(on_weight + row.to(tl.int64) * C + c, found, mask=inside)
-        if on_bias is not None:
-            tl.store(on_bias + row, of_bias)
+        if dweight is not None:
+            tl.store(dweight + row.to(tl.int64) * C + c, found, mask=inside)
+        if dbias is not None:
+            tl.store(dbias + row, of_bias)
     else:
-        if on_weight is not None:
-            tl.store(on_weight + c, found, mask=inside & (row == 0))
-        if on_bias is not None:
-            tl.store(on_bias + c, found, mask=inside & (row == 1))
+        if dweight is not None:
+            tl.store(dweight + c, found, mask=inside & (row == 0))
+        if dbias is not None:
+            tl.store(dbias + c, found, mask=inside & (row == 1))
 
 
 def sum_parts(
     norm, norm_out, sides, opened, end, scaling,
-    on_w, on_b, on_p, on_p_b, on_g, on_g_b, on_w_out, on_b_out, on_e, on_e_b, on_o, on_o_b,
+    dw, db, dp_w, dp_b, dg_w, dg_b, dw_out, db_out, de_w, de_b, do_w, do_b,
     many_norm, many_norm_out, many_sides, many_opened, many_end,
     C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr,
     FLOAT: tl.constexpr,
@@ -631,31 +633,31 @@ def sum_parts(
     KEPT_END: tl.constexpr = (H + 8) // 8 * 8
     if row < 2:
         if norm is not None:
-            _write_sums(norm, None, on_w, on_b, row, 2, many_norm, C, C, BC, FLOAT)
+            _write_sums(norm, None, dw, db, row, 2, many_norm, C, C, BC, FLOAT)
     elif row < 4:
         if norm_out is not None:
             _write_sums(
-                norm_out, scaling, on_w_out, on_b_out, row - 2, 2, many_norm_out, H, H, BH, FLOAT
+                norm_out, scaling, dw_out, db_out, row - 2, 2, many_norm_out, H, H, BH, FLOAT
             )
     elif sides is None:
         if end is not None:
-            _write_sums(end, scaling, on_e, on_e_b, row - 4, C, many_end, H, KEPT_END, BH, FLOAT)
+            _write_sums(end, scaling, de_w, de_b, row - 4, C, many_end, H, KEPT_END, BH, FLOAT)
     else:
         row -= 4
         if row < 2 * H:
-            _write_sums(sides, scaling, on_p, on_p_b, row, 4 * H, many_sides, C, KEPT, BC, FLOAT)
+            _write_sums(sides, scaling, dp_w, dp_b, row, 4 * H, many_sides, C, KEPT, BC, FLOAT)
         elif row < 4 * H:
             _write_sums(
-                sides + 2 * H * KEPT, scaling, on_g, on_g_b, row - 2 * H, 4 * H, many_sides,
+                sides + 2 * H * KEPT, scaling, dg_w, dg_b, row - 2 * H, 4 * H, many_sides,
                 C, KEPT, BC, FLOAT,
             )  # fmt: skip
         elif row < 4 * H + G:
             _write_sums(
-                opened, scaling, on_o, on_o_b, row - 4 * H, G, many_opened, C, KEPT, BC, FLOAT
+                opened, scaling, do_w, do_b, row - 4 * H, G, many_opened, C, KEPT, BC, FLOAT
             )
         elif end is not None:
             _write_sums(
-                end, scaling, on_e, on_e_b, row - 4 * H - G, C, many_end, H, KEPT_END, BH, FLOAT
+                end, scaling, de_w, de_b, row - 4 * H - G, C, many_end, H, KEPT_END, BH, FLOAT
             )
 
 
@@ -714,9 +716,9 @@ POINTERS = {
     normalize: ("x", "kept"),
     project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept"),
     finish: ("o", "gate", "p_w", "out"),
-    finish_back: ("o", "gate", "cotangent", "p_w", "on_o", "on_gate", "on_p", "kept"),
-    sides_back: ("on_sides", "sides", "logits"),
-    norm_back: ("x", "on_xn", "on_x"),
+    finish_back: ("o", "gate", "dout", "p_w", "do", "dgate", "dp", "kept"),
+    sides_back: ("dsides", "sides", "logits"),
+    norm_back: ("x", "dxn", "dx"),
     through_norm: (),
     sum_parts: (),
     product: (),

@@ -117,20 +117,20 @@ def multiply(update: Update, sides: Any, o: Any, h: slice, scale: float = 1.0) -
     products(update, left, right, o[:, h].flatten(0, 1), scale=scale)
 
 
-def multiply_back(update: Update, sides: Any, on_o: Any, on_sides: Any) -> None:
+def multiply_back(update: Update, sides: Any, do: Any, dsides: Any) -> None:
     """Write the cotangents of left and right."""
     left, right = sides[..., : update.N]
-    on_left, on_right = on_sides[..., : update.N]
+    dleft, dright = dsides[..., : update.N]
     if update.direction == "incoming":
-        products(update, right, on_o.mT, on_left)
-        products(update, left, on_o, on_right)
+        products(update, right, do.mT, dleft)
+        products(update, left, do, dright)
     else:
-        products(update, on_o, right, on_left)
-        products(update, on_o.mT, left, on_right)
+        products(update, do, right, dleft)
+        products(update, do.mT, left, dright)
 
 
-def through(update: Update, rows: Any, weight: Any, on_xn: Any, *, add: bool = True) -> None:
+def through(update: Update, rows: Any, weight: Any, dxn: Any, *, add: bool = True) -> None:
     """Write, or add, the cotangent of normalized rows, from their projections' cotangent."""
     weight = weight if update.ours else weight.to(update.dtype)
     weight = weight[None].expand(len(rows), -1, -1)
-    products(update, rows, weight, on_xn.flatten(1, 2), add=add)
+    products(update, rows, weight, dxn.flatten(1, 2), add=add)

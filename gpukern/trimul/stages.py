@@ -85,7 +85,7 @@ def triangle_sides_vjp(a: Any, y: Any) -> None:
     if not update.x.numel():
         _all_zero(y)
         return
-    on_weights = *y[2:8], *[None] * 4, *y[8:]
+    dweights = *y[2:8], *[None] * 4, *y[8:]
     scaling = scaling_of(update, a.dsides, a.dlogits)
     if is_on_hopper(update, y.dmask):
         lines = slices(update.L, -(-_PAIRS // update.N))
@@ -93,12 +93,12 @@ def triangle_sides_vjp(a: Any, y: Any) -> None:
         sums = _added([_some_on_hopper(update, a, y, *part, scaling) for part in some])
         weights = update.sides[0], update.sides[2], update.g_out[0], None
         norms = *update.norm, None, None
-        on_norm, _ = through_norm(*sums, None, scaling, weights, norms, on_weights)
-        sum_parts(update, (on_norm, *[None] * 4), None, on_weights)
+        dnorm, _ = through_norm(*sums, None, scaling, weights, norms, dweights)
+        sum_parts(update, (dnorm, *[None] * 4), None, dweights)
     else:
         sums = _added([_member(update, a, y, b, scaling) for b in range(update.B)])
-        on_pairs, on_open, on_norm = sums
-        sum_parts(update, (on_norm, None, on_pairs, on_open, None), scaling, on_weights)
+        dpairs, dopen, dnorm = sums
+        sum_parts(update, (dnorm, None, dpairs, dopen, None), scaling, dweights)
 
 
 def _added(found: list[Any]) -> list[Any]:
@@ -114,13 +114,13 @@ def _some_on_hopper(
 ) -> tuple[Any, Any]:
     """Write the cotangents of some pairs; return parts of the cotangents behind the norm."""
     x, mask = update.edges(b, lines)
-    on_both = update.new(2, 2, update.H, *x.shape[1:3])
+    dboth = update.new(2, 2, update.H, *x.shape[1:3])
     # The memory of the logits' cotangents may hold a copy of the sides' before.
-    on_sides = a.dsides[b.start, :, lines].unflatten(0, (2, update.H))
-    on_sides = _as_taken(update, a.dsides, on_sides, scaling, on_both[1])
-    on_gate = _as_taken(update, a.dlogits, a.dlogits[b, lines], scaling)
-    on_x = None if y.dx is None else y.dx[b, lines]
-    return project_back(update, x, mask, on_sides, on_both, on_gate, scaling, on_x)
+    dsides = a.dsides[b.start, :, lines].unflatten(0, (2, update.H))
+    dsides = _as_taken(update, a.dsides, dsides, scaling, dboth[1])
+    dgate = _as_taken(update, a.dlogits, a.dlogits[b, lines], scaling)
+    dx = None if y.dx is None else y.dx[b, lines]
+    return project_back(update, x, mask, dsides, dboth, dgate, scaling, dx)
 
 
 def _as_taken(update: Update, whole: Any, part: Any, scaling: Any, room: Any = None) -> Any:
@@ -137,16 +137,16 @@ def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, 
     _, L, M, _ = x.shape
     both = update.new(2, 2, update.H, L, update.pitch)
     project(update, x, mask, update.sides, sides=both[0], logits=both[1])
-    on_sides, on_gate = torch.zeros_like(both[0]), update.new(1, L, update.pitch, update.G).zero_()
+    dsides, dgate = torch.zeros_like(both[0]), update.new(1, L, update.pitch, update.G).zero_()
     for to, cotangent in (
-        (on_sides.flatten(0, 1)[..., :M], a.dsides[b]),
-        (on_gate[0, :, :M], a.dlogits[b]),
+        (dsides.flatten(0, 1)[..., :M], a.dsides[b]),
+        (dgate[0, :, :M], a.dlogits[b]),
     ):
         to.copy_(cotangent if scaling is None else cotangent * scaling)
-    on_mask = None if y.dmask is None else y.dmask[b : b + 1].zero_()
-    sides_back(update, x, mask, both, on_sides, scaling, on_mask)
-    on_x = None if y.dx is None else y.dx[b : b + 1]
-    return front_back(update, x, both, on_gate, scaling, on_x)
+    dmask = None if y.dmask is None else y.dmask[b : b + 1].zero_()
+    sides_back(update, x, mask, both, dsides, scaling, dmask)
+    dx = None if y.dx is None else y.dx[b : b + 1]
+    return front_back(update, x, both, dgate, scaling, dx)
 
 
 def triangle_end_vjp(a: Any, y: Any) -> None:
@@ -169,21 +169,21 @@ def triangle_end_vjp(a: Any, y: Any) -> None:
         and is_aligned(slot)
         for slot in y[:2]
     ]
-    on_o = y.do if own[0] else update.new(B, update.H, L, update.pitch)
-    on_gate = y.dlogits if own[1] else update.new(B, L, update.pitch, update.G)
+    do = y.do if own[0] else update.new(B, update.H, L, update.pitch)
+    dgate = y.dlogits if own[1] else update.new(B, L, update.pitch, update.G)
     update.eps *= a.scale**2
-    ends = aligned(a.o.to(update.dtype)), gate, cotangent, scaling, on_o.flatten(0, 1), on_gate
-    on_weights = *[None] * 6, *y[2:], None, None
+    ends = aligned(a.o.to(update.dtype)), gate, cotangent, scaling, do.flatten(0, 1), dgate
+    dweights = *[None] * 6, *y[2:], None, None
     if is_on_hopper(update, None):
         by_end = finish_back_on_hopper(update, *ends, 0)
         weights = None, None, None, update.p_out[0]
         norms = None, None, *update.norm_out
-        _, on_norm_out = through_norm(None, None, by_end, scaling, weights, norms, on_weights)
-        sum_parts(update, (None, on_norm_out, *[None] * 3), None, on_weights)
+        _, dnorm_out = through_norm(None, None, by_end, scaling, weights, norms, dweights)
+        sum_parts(update, (None, dnorm_out, *[None] * 3), None, dweights)
     else:
-        on_end, on_norm_out = finish_back(update, *ends)
-        sum_parts(update, (None, on_norm_out, None, None, on_end), scaling, on_weights)
-    found = on_o[..., :M], on_gate[:, :, :M]
+        dend, dnorm_out = finish_back(update, *ends)
+        sum_parts(update, (None, dnorm_out, None, None, dend), scaling, dweights)
+    found = do[..., :M], dgate[:, :, :M]
     for slot, value, done in zip(y[:2], found, own, strict=True):
         if slot is not None and not done:
             slot.copy_(value if scaling is None else value / scaling)

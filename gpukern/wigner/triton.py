@@ -176,7 +176,7 @@ def _times(rows, factors, MOST: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def _store_on_factors(
-    on_factors, sent, turned, c, live, factor, l: tl.constexpr, MOST: tl.constexpr,
+    dfactors, sent, turned, c, live, factor, l: tl.constexpr, MOST: tl.constexpr,
     LMAX: tl.constexpr, ENDS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
@@ -188,8 +188,8 @@ def _store_on_factors(
             if m > 0:
                 total += sent[tile * ROWS + MOST - m] * turned[tile * ROWS + MOST - m]
             at = tile * WIDTH + c
-            place = on_factors + _function(l, m, LMAX) * ENDS * C + at
-            total = (factor * total).to(on_factors.dtype.element_ty)
+            place = dfactors + _function(l, m, LMAX) * ENDS * C + at
+            total = (factor * total).to(dfactors.dtype.element_ty)
             tl.store(place, total, mask=(at < C) & live)
 
 
@@ -248,7 +248,7 @@ def _factor(scale, FLOAT: tl.constexpr):
 
 @triton.jit
 def _edge_rows(
-    start, inputs, matrix, message, factors, on_message, on_factors, live, c, factor,
+    start, inputs, matrix, message, factors, dmessage, dfactors, live, c, factor,
     l: tl.constexpr, SOME: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr,
     ENDS: tl.constexpr, FLOAT: tl.constexpr, HAS_FACTORS: tl.constexpr,
@@ -288,19 +288,19 @@ def _edge_rows(
             for i in tl.static_range(SOME):
                 at = tile * WIDTH + c
                 m = start + i - MOST
-                place = on_message + _position(l, m, LMAX) * ENDS * C + at
-                total = (factor * written[tile * SOME + i]).to(on_message.dtype.element_ty)
+                place = dmessage + _position(l, m, LMAX) * ENDS * C + at
+                total = (factor * written[tile * SOME + i]).to(dmessage.dtype.element_ty)
                 tl.store(place, total, mask=(at < C) & live & (m <= MOST))
     if WANT_FACTORS:
         _store_on_factors(
-            on_factors, sent, turned, c, live, factor, l, MOST, LMAX, ENDS, C, WIDTH, TILES
+            dfactors, sent, turned, c, live, factor, l, MOST, LMAX, ENDS, C, WIDTH, TILES
         )
     return dots
 
 
 @triton.jit
 def _edge_degree(
-    x, message, matrix, factors, on_message, on_factors, part, e, first, second, edges, live, c,
+    x, message, matrix, factors, dmessage, dfactors, part, e, first, second, edges, live, c,
     row, column, factor,
     l: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr, ROWS: tl.constexpr,
     FUNCTIONS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr,
@@ -329,8 +329,8 @@ def _edge_degree(
             if not TURNS:
                 elements = ()
             dots = _edge_rows(
-                0, inputs, elements, message + half, factors + of, on_message + half,
-                on_factors + of, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
+                0, inputs, elements, message + half, factors + of, dmessage + half,
+                dfactors + of, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
                 LANE, ENDS, FLOAT, HAS_FACTORS, WANT_MESSAGE, WANT_WIGNER, WANT_FACTORS,
             )  # fmt: skip
             found = found + (dots,)
@@ -343,8 +343,8 @@ def _edge_degree(
                         matrix, start, live, row, column, l, MMAX, SOME, PACKED, BACK, FLOAT
                     )
                 dots = _edge_rows(
-                    start, inputs, elements, message + half, factors, on_message + half,
-                    on_factors, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
+                    start, inputs, elements, message + half, factors, dmessage + half,
+                    dfactors, live, c, factor, l, SOME, LMAX, MMAX, C, WIDTH, TILES, EDGES,
                     LANE, ENDS, FLOAT, False, WANT_MESSAGE, WANT_WIGNER, False,
                 )  # fmt: skip
                 if WANT_WIGNER:
@@ -358,7 +358,7 @@ def _edge_degree(
 
 
 def _edge_kernel(
-    x, message, wigner, factors, source, target, on_message, on_factors, parts,
+    x, message, wigner, factors, source, target, dmessage, dfactors, parts,
     nodes, edges, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, FUNCTIONS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr,
@@ -387,7 +387,7 @@ def _edge_kernel(
     second_dots = ()
     for l in tl.static_range(LOW, HIGH):
         dots = _edge_degree(
-            x, message, wigner + e * w_edge, factors, on_message, on_factors, part, e, first,
+            x, message, wigner + e * w_edge, factors, dmessage, dfactors, part, e, first,
             second, edges, live, c, w_row, w_column, factor, l, SOME[l], OFFSETS, ROWS, FUNCTIONS,
             LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK, FLOAT, HAS_FACTORS,
             WANT_MESSAGE, WANT_WIGNER, WANT_FACTORS,
@@ -406,7 +406,7 @@ def _edge_kernel(
 
 @triton.jit
 def _node_rows(
-    start, message, matrix, factors, on_factors, live, c, factor, sums, inputs, row, column,
+    start, message, matrix, factors, dfactors, live, c, factor, sums, inputs, row, column,
     l: tl.constexpr, SOME: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr,
     LMAX: tl.constexpr, MMAX: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     TILES: tl.constexpr, EDGES: tl.constexpr, LANE: tl.constexpr, ENDS: tl.constexpr,
@@ -427,7 +427,7 @@ def _node_rows(
                     total += elements[i * K + j] * inputs[tile * STEP + FIRST + j]
                 turned = turned + (total,)
         _store_on_factors(
-            on_factors, sent, turned, c, live, factor, l, MOST, LMAX, ENDS, C, WIDTH, TILES
+            dfactors, sent, turned, c, live, factor, l, MOST, LMAX, ENDS, C, WIDTH, TILES
         )
     if HAS_FACTORS:
         scales = _load_factors(factors, c, live, l, MOST, LMAX, ENDS, C, WIDTH, TILES, FLOAT)
@@ -448,8 +448,8 @@ def _node_rows(
 
 
 def _node_kernel(
-    base, x, message, wigner, factors, source_ptr, by_source, target_ptr, by_target, on_x,
-    on_factors, parts,
+    base, x, message, wigner, factors, source_ptr, by_source, target_ptr, by_target, dx,
+    dfactors, parts,
     nodes, edges, listed, blocks, scale, w_edge, w_row, w_column,
     LOW: tl.constexpr, HIGH: tl.constexpr, SOME: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, FUNCTIONS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr,
@@ -508,7 +508,7 @@ def _node_kernel(
                 dots = ()
                 for l in tl.static_range(LOW, HIGH):
                     more = _node_rows(
-                        0, sent, wigner + e * w_edge, factors + of, on_factors + of, live, c,
+                        0, sent, wigner + e * w_edge, factors + of, dfactors + of, live, c,
                         factor, sums, inputs, w_row, w_column, l, SOME[l], l * l - LOW * LOW, STEP,
                         LMAX, MMAX, C, WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK, FLOAT,
                         HAS_FACTORS, WANT_WIGNER, WANT_FACTORS,
@@ -529,7 +529,7 @@ def _node_kernel(
                 start = 0
                 while start < _hidden(COUNT // STEP, edges):
                     sums, dots = _node_rows(
-                        start, sent, wigner + e * w_edge, factors, on_factors, live, c, factor,
+                        start, sent, wigner + e * w_edge, factors, dfactors, live, c, factor,
                         sums, inputs, w_row, w_column, LOW, SOME[LOW], 0, STEP, LMAX, MMAX, C,
                         WIDTH, TILES, EDGES, LANE, ENDS, PACKED, BACK, FLOAT, False, WANT_WIGNER,
                         False,
@@ -547,11 +547,11 @@ def _node_kernel(
             total = factor * tl.sum(sums[tile * STEP + row], 0)[None, :]
             if HAS_BASE:
                 total += tl.load(base + place, mask=at < C, other=0.0).to(FLOAT)
-            tl.store(on_x + place, total.to(on_x.dtype.element_ty), mask=at < C)
+            tl.store(dx + place, total.to(dx.dtype.element_ty), mask=at < C)
 
 
 def _place_kernel(
-    parts, on_wigner, edges, count, scale,
+    parts, dwigner, edges, count, scale,
     OFFSETS: tl.constexpr, LMAX: tl.constexpr, MMAX: tl.constexpr, PARTS: tl.constexpr,
     ENDS: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, FLOAT: tl.constexpr,
     PLACED: tl.constexpr,
@@ -586,7 +586,7 @@ def _place_kernel(
         at_part = (part // ENDS * edges + e) * ENDS + part % ENDS
         total += tl.load(parts + at_part * OFFSETS[LMAX + 1] + first, mask=found, other=0.0)
     total = total * _factor(scale, FLOAT)
-    tl.store(on_wigner + at, total.to(on_wigner.dtype.element_ty), mask=at < count)
+    tl.store(dwigner + at, total.to(dwigner.dtype.element_ty), mask=at < count)
 
 
 def _launchers(function: Any, aligned: tuple[str, ...]) -> dict[bool, Launcher]:
@@ -597,8 +597,8 @@ def _launchers(function: Any, aligned: tuple[str, ...]) -> dict[bool, Launcher]:
     }
 
 
-_by_edge = _launchers(_edge_kernel, ("x", "message", "factors", "on_message", "on_factors"))
-_by_node = _launchers(_node_kernel, ("base", "x", "message", "factors", "on_x", "on_factors"))
+_by_edge = _launchers(_edge_kernel, ("x", "message", "factors", "dmessage", "dfactors"))
+_by_node = _launchers(_node_kernel, ("base", "x", "message", "factors", "dx", "dfactors"))
 _place = Launcher(kernel_of_any_size(_place_kernel), 4)
 
 
@@ -653,30 +653,30 @@ def _layout(lmax: int, mmax: int, most: int) -> tuple[tuple[int, ...], tuple[int
 
 def _by_steps(a: Any, y: Any) -> None:
     """Rotate, and multiply messages by factors apart."""
-    on_x, on_message, on_wigner, on_factors = y
+    dx, dmessage, dwigner, dfactors = y
     lmax = degree_of(a.wigner)
     width = a.message.shape[2] if a.x is None else (1 + (a.way == "forth")) * a.x.shape[2]
     shape = a.wigner.shape[0], message_rows(lmax, a.mmax), width
     dtype = promoted(a[:5])
     scaled = turned = None
-    if a.message is not None and (on_x is not None or on_wigner is not None):
+    if a.message is not None and (dx is not None or dwigner is not None):
         scaled = torch.empty(shape, dtype=dtype, device=a.wigner.device)
         scale_messages(a.message, a.factors, scaled, lmax, a.mmax)
-    if on_message is not None or on_factors is not None:
+    if dmessage is not None or dfactors is not None:
         turned = torch.empty(shape, dtype=dtype, device=a.wigner.device)
     edge_wigner(
         a._replace(message=scaled, factors=None), y._replace(dmessage=turned, dfactors=None)
     )
-    if on_message is not None:
-        scale_messages(turned, a.factors, on_message, lmax, a.mmax)
-    if on_factors is not None:
-        unscale_messages(turned, a.message, a.factors, None, on_factors, lmax, a.mmax)
+    if dmessage is not None:
+        scale_messages(turned, a.factors, dmessage, lmax, a.mmax)
+    if dfactors is not None:
+        unscale_messages(turned, a.message, a.factors, None, dfactors, lmax, a.mmax)
 
 
 @register("edge_wigner", "triton")
 def edge_wigner(a: Any, y: Any) -> None:
     base, x, message, wigner, factors, edges, mmax, way, scale = a
-    on_x, on_message, on_wigner, on_factors = y
+    dx, dmessage, dwigner, dfactors = y
     lmax = degree_of(wigner)
     some, offsets = _layout(lmax, mmax, _ELEMENTS)
     if factors is not None and any([n < 2 * min(l, mmax) + 1 for l, n in enumerate(some)]):
@@ -710,12 +710,12 @@ def edge_wigner(a: Any, y: Any) -> None:
         listed = min(source_ptr.numel(), target_ptr.numel()) - 1
         count = min(count, *[a.numel() for a in (source, target, by_source, by_target)])
     # The gradients of matrices and factors are products of messages and nodes.
-    products = on_wigner is not None or on_factors is not None
-    by_edge = on_message is not None or (products and on_x is None)
+    products = dwigner is not None or dfactors is not None
+    by_edge = dmessage is not None or (products and dx is None)
     by_node = products and not by_edge and nodes > 0
-    dots_by_node = by_node and on_wigner is not None
+    dots_by_node = by_node and dwigner is not None
     kind = tl.float64 if float64 else tl.float32
-    vector = _aligned(channels, (base, x, message, factors, on_x, on_message, on_factors))
+    vector = _aligned(channels, (base, x, message, factors, dx, dmessage, dfactors))
     (bits,) = struct.unpack("q", struct.pack("d", scale))
     some_by_node, _ = _layout(lmax, mmax, _ELEMENTS_WITH_DOTS if dots_by_node else _ELEMENTS)
     functions = function_rows(lmax, mmax)
@@ -724,7 +724,7 @@ def edge_wigner(a: Any, y: Any) -> None:
     blocks = -(-channels // _CHANNELS)
     tile = _tiling(channels, float64, _CHANNELS, vector)
     parts = None
-    if on_wigner is not None:
+    if dwigner is not None:
         parts = wigner.new_empty(
             (blocks, count, ends, offsets[-1]),
             dtype=torch.float64 if float64 else torch.float32,
@@ -743,29 +743,29 @@ def edge_wigner(a: Any, y: Any) -> None:
             launch(
                 _by_edge[vector],
                 -(-count // tile[2]) * blocks,
-                (x, message, wigner, factors, source, target, on_message, on_factors, parts),
+                (x, message, wigner, factors, source, target, dmessage, dfactors, parts),
                 (nodes, count, blocks, bits, *strides),
-                low, high, some, *constants, *tile, *layout, scaled, on_message is not None,
-                on_wigner is not None, on_factors is not None,
+                low, high, some, *constants, *tile, *layout, scaled, dmessage is not None,
+                dwigner is not None, dfactors is not None,
             )  # fmt: skip
-        if on_x is not None and on_x.numel():
+        if dx is not None and dx.numel():
             lists = source_ptr, by_source, target_ptr, by_target
             few = by_node and high**2 - low**2 <= _ROWS_WITH_DOTS
             shape = _tiling(channels, float64, _WIDTH_WITH_DOTS, vector) if few else tile
             launch(
                 _by_node[vector],
-                on_x.shape[0] * blocks,
-                (base, x, message, wigner, factors, *lists, on_x, on_factors, parts),
+                dx.shape[0] * blocks,
+                (base, x, message, wigner, factors, *lists, dx, dfactors, parts),
                 (nodes, count, listed, blocks, bits, *strides),
                 low, high, some_by_node, *constants, *shape, *layout, base is not None,
-                scaled, dots_by_node, by_node and on_factors is not None,
+                scaled, dots_by_node, by_node and dfactors is not None,
             )  # fmt: skip
-    if on_wigner is not None and on_wigner.numel():
+    if dwigner is not None and dwigner.numel():
         launch(
             _place,
-            -(-on_wigner.numel() // _PLACED),
-            (parts, on_wigner),
-            (count, on_wigner.numel(), bits),
+            -(-dwigner.numel() // _PLACED),
+            (parts, dwigner),
+            (count, dwigner.numel(), bits),
             offsets, lmax, mmax, blocks * ends, ends, packed, back, kind, _PLACED,
         )  # fmt: skip
     launch_all(launches)
