@@ -16,15 +16,16 @@ from gpukern.trimul import plan  # noqa: E402
 if plan.hopper is None:
     pytest.skip("this Triton's Gluon is another", allow_module_level=True)
 
-from gpukern.generated import hopper  # noqa: E402
+from gpukern.generated.triton import hopper  # noqa: E402
 
 COMPILE = """
 import inspect
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from gpukern.generated import hopper
-from gpukern.trimul.hopper import jit
+from gpukern.generated.triton import hopper as hopper
+from triton.experimental.gluon import jit
+from gpukern.hopper import SHARED, TILE
 
 for kernel, aligned in hopper.POINTERS.items():
     constants = dict(H=384, D=3072, SILU=True, SLOTS=hopper.slots(384))
@@ -37,12 +38,12 @@ for kernel, aligned in hopper.POINTERS.items():
             attributes[at,] = [["tt.divisibility", 16]]
         elif name in ("hidden", "weight"):
             shape = [hopper.BOX[kernel] if name == "hidden" else hopper.COLUMNS.value, 64]
-            signature[name] = f"tensordesc<bf16{shape},{hopper._TILE!r}>"
+            signature[name] = f"tensordesc<bf16{shape},{TILE!r}>"
         else:
             signature[name] = "i32"
     source = GluonASTSource(jit(kernel), signature, values, attributes)
     made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
-    assert made.metadata.shared <= hopper.SHARED, made.metadata.shared
+    assert made.metadata.shared <= SHARED, made.metadata.shared
     ptx = made.asm["ptx"]
     assert "wgmma" in ptx and "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 print("compiled")

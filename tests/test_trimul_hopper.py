@@ -15,6 +15,8 @@ import inspect, itertools
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental import gluon
+from gpukern.hopper import SHARED, TILE
 from gpukern.trimul import hopper, hopper_backward as back, hopper_wide as wide
 
 POINTERS = hopper.POINTERS | back.POINTERS | wide.POINTERS
@@ -40,12 +42,12 @@ def compile(kernel, warps, output, bf16, none, kinds={}, **constants):
                 aligned[at,] = [["tt.divisibility", 16]]
         elif name == "weights":
             shape = [2 * constants["BH"], wide._CHUNK.value]
-            signature[name] = f"tensordesc<{factor}{shape},{wide._TILE!r}>"
+            signature[name] = f"tensordesc<{factor}{shape},{TILE!r}>"
         else:
             signature[name] = "i32"
-    source = GluonASTSource(hopper.jit(kernel), signature, values, aligned)
+    source = GluonASTSource(gluon.jit(kernel), signature, values, aligned)
     made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
-    assert made.metadata.shared <= hopper.SHARED, made.metadata.shared
+    assert made.metadata.shared <= SHARED, made.metadata.shared
     if kernel is not wide.pack:
         assert "wgmma" in made.asm["ptx"] and "movmatrix" in made.asm["ptx"]
         # Four edges of a plane are written at once.

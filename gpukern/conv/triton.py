@@ -25,6 +25,7 @@ import triton.language as tl
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.conv.plan import CHUNK
+from gpukern.activations import silu, silu_slope
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 
 # Warps of a program, and taps of a channel whose loads are in flight together.
@@ -175,19 +176,6 @@ def _convolved(taps, window, bias, W: tl.constexpr, FLOAT: tl.constexpr):
     return total + bias
 
 
-@triton.jit
-def _silu(h):
-    """Return h σ(h): 0 where h has overflowed to -∞."""
-    return tl.where(h == -float("inf"), 0.0, h / (1 + tl.exp(-h)))
-
-
-@triton.jit
-def _silu_slope(h):
-    """Return the derivative of h σ(h): its limits where h has overflowed."""
-    s = 1 / (1 + tl.exp(-h))
-    return tl.where(tl.abs(h) == float("inf"), s, s * (1 + h * (1 - s)))
-
-
 def _forward_kernel(
     chunks, starts, x, kernels, state, bias, out, final_state, residual,
     sequences, tokens, blocks, runs, length, x_batch, x_row, k_batch, k_token, r_batch, r_row,
@@ -242,7 +230,7 @@ def _forward_kernel(
                 else:
                     h = _convolved(taps[step], window, shift, W, FLOAT)
                 if SILU:
-                    h = _silu(h)
+                    h = silu(h)
                 if residual is not None:
                     h += added[step].to(FLOAT)
                 at = out + (t + step) * D + d
@@ -329,7 +317,7 @@ def _backward_kernel(
                 if SILU:
                     h = _convolved(k, window, shift, W, FLOAT)
                     # Past the end, v must stay zero, even where h is infinite or NaN.
-                    v = v * _silu_slope(h)
+                    v = v * silu_slope(h)
                     if MASKED:
                         v = tl.where(t + step < end, v, 0.0)
                 if ON_INPUTS:
@@ -447,7 +435,7 @@ def _step_kernel(
         window = window + (latest.to(FLOAT),)
         h = _convolved(taps, window, shift, W, FLOAT)
         if SILU:
-            h = _silu(h)
+            h = silu(h)
         if residual is not None:
             at_token = residual + b * r_batch + t * r_token + wide_d * r_channel
             h += tl.load(at_token, mask=inside & live, other=0.0).to(FLOAT)

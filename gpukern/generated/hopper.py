@@ -17,8 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gpukern.trimul.hopper import SHARED, _sigmoid
-from gpukern.trimul.hopper_wide import _TILE, _as_held, _load
+from gpukern.hopper import REGISTERS, SHARED, TILE, as_held, load, sigmoid
 
 # Tokens of a tile, its channels and their taps, numbers of hidden that pass through shared memory
 # at once, and warps of a consumer.
@@ -26,8 +25,6 @@ ROWS, CHANNELS, TAPS, CHUNK, WARPS = map(gl.constexpr, (64, 64, 4, 64, 4))
 COLUMNS, HALF = gl.constexpr(CHANNELS.value * TAPS.value), gl.constexpr(CHANNELS.value // 2)
 # In the backward, tokens of a warp's sixteen whose cotangents of x have all their parts there.
 OWN = gl.constexpr(13)
-# Registers of a thread of a consumer, and of the warp that fills the ring.
-_REGISTERS = gl.constexpr((240, 24))
 # The most chunks of hidden in the ring.
 _SLOTS = 12
 
@@ -71,7 +68,7 @@ def packed(weight: Any, D: int) -> Any:
 
 def described(array: Any, rows: int) -> Any:
     """Return a descriptor of boxes with so many rows."""
-    return TensorDescriptor.from_tensor(array, [rows, CHUNK.value], _TILE)
+    return TensorDescriptor.from_tensor(array, [rows, CHUNK.value], TILE)
 
 
 @gluon.jit
@@ -162,9 +159,9 @@ def _inputs(x, at, live, p, D: gl.constexpr):
 
 @gluon.jit
 def _preactivation(taps, inputs, shift):
-    h = taps[0] * _as_held(inputs[0])
+    h = taps[0] * as_held(inputs[0])
     for w in gl.static_range(1, TAPS):
-        h += taps[w] * _as_held(inputs[w])
+        h += taps[w] * as_held(inputs[w])
     if shift is not None:
         h += gl.load(shift).to(gl.float32)[None, :]
     return h
@@ -200,7 +197,7 @@ def _consume(
             h = _preactivation(_taps(halves[half]), inputs[half], here)
             if SILU:
                 # The sum may have overflowed.
-                h = gl.where(h == -float("inf"), 0.0, h * _sigmoid(h))
+                h = gl.where(h == -float("inf"), 0.0, h * sigmoid(h))
             gl.store(out + at + half * HALF, h.to(out.dtype.element_ty), mask=live[:, None])
         begun += 1
 
@@ -252,14 +249,14 @@ def _pull(
                 inputs = _inputs(x, here, live, p, D)
                 v = gl.load(dout + here, mask=live[:, None], other=0.0)
             taps = _taps(halves[half])
-            v = _as_held(v)
+            v = as_held(v)
             if SILU:
                 h = _preactivation(taps, inputs, None if shift is None else shift + d + half * HALF)
-                s = _sigmoid(h)
+                s = sigmoid(h)
                 v *= gl.where(gl.abs(h) == float("inf"), s, s * (1 + h * (1 - s)))
             if dkernels is not None:
                 for w in gl.static_range(TAPS):
-                    product = (v * _as_held(inputs[w])).to(dkernels.dtype.element_ty)
+                    product = (v * as_held(inputs[w])).to(dkernels.dtype.element_ty)
                     gl.store(dkernels + place + (w * D + half * HALF), product, mask=own)
             if dx is not None:
                 total = gl.where((p >= TAPS - 1)[:, None], v * taps[0], 0.0)
@@ -294,7 +291,7 @@ def _produce(
                 hopper.mbarrier.wait(empty.index(m % SLOTS), (m // SLOTS) & 1)
             hopper.mbarrier.expect(ready, 2 * CHUNKS * COLUMNS * CHUNK)
             for k in gl.static_range(CHUNKS):
-                _load(weight, [block * COLUMNS, k * CHUNK], ready, weights.index(k))
+                load(weight, [block * COLUMNS, k * CHUNK], ready, weights.index(k))
         for k in gl.static_range(CHUNKS):
             slot = (n + k) % SLOTS
             # At first, slots are empty.
@@ -303,7 +300,7 @@ def _produce(
             for i in gl.static_range(BOXES):
                 row = start + (tile * BOXES + i) * STEP
                 to = ring.index(slot).slice(i * BOX, BOX)
-                _load(hidden, [row, k * CHUNK], full.index(slot), to)
+                load(hidden, [row, k * CHUNK], full.index(slot), to)
 
 
 @gluon.jit
@@ -341,7 +338,7 @@ def forward(
             (_produce, (hidden, weight, places, 0, tokens, D, ROWS, SLOTS)),
         ],
         [WARPS, 1],
-        _REGISTERS,
+        REGISTERS,
     )
 
 
@@ -362,7 +359,7 @@ def inputs(
             (_produce, (hidden, weight, places, start, end, D, OWN, SLOTS)),
         ],
         [WARPS, 1],
-        _REGISTERS,
+        REGISTERS,
     )
 
 

@@ -28,8 +28,8 @@ from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.conv.op import conv_vjp
 from fusedops.generated.op import convolution_of, kernels_of, pull_to_generator
-from gpukern.conv import triton as conv
-from gpukern.conv.triton import _silu, _silu_slope
+from gpukern.activations import silu, silu_slope
+from gpukern.conv.triton import triton as conv
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 from gpukern.precision import of_float32
 from gpukern.trimul import plan
@@ -37,7 +37,7 @@ from gpukern.trimul.plan import aligned, ceil, is_aligned, processors
 
 hopper: Any = None
 if plan.hopper is not None:
-    from gpukern.generated import hopper
+    from gpukern.generated.triton import hopper
 
 
 class Tile(NamedTuple):
@@ -208,7 +208,7 @@ def _forward_kernel(
         inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
         h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
         if SILU:
-            h = _silu(h)
+            h = silu(h)
         at = out + t[:, None] * D + d[None, :]
         tl.store(at, h.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
@@ -248,7 +248,7 @@ def _inputs_kernel(
             inputs = _read_all(x, state, t, live, begin, sequence, d, W, D, HAS_STATE)
         if SILU:
             h = _preactivation(taps, inputs, shift, d, W, D, HAS_SHIFT)
-            v = tl.where(live[:, None], v * _silu_slope(h), 0.0)
+            v = tl.where(live[:, None], v * silu_slope(h), 0.0)
         if WANT_V:
             tl.store(v_out + at, v.to(v_out.dtype.element_ty), mask=own[:, None] & inside)
         if WANT_KERNELS:
@@ -404,7 +404,7 @@ _UNIT = 8
 
 @functools.cache
 def _hopper_launcher(kernel: Any) -> Launcher:
-    function = kernel_of_any_size(kernel, hopper.POINTERS[kernel], plan.hopper.jit)
+    function = kernel_of_any_size(kernel, hopper.POINTERS[kernel], hopper.gluon.jit)
     return Launcher(function, hopper.WARPS.value)
 
 

@@ -13,14 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from gpukern.constants import LOGISTIC, ONE
-
-jit = gluon.jit
-# Its name since Triton 3.7, and before.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-# Bytes of shared memory that a program can have.
-SHARED = 232448
+from gpukern.constants import ONE
+from gpukern.hopper import SHARED, barrier, sigmoid
 
 
 def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | None:
@@ -42,18 +36,13 @@ def way_to_finish(C: int, H: int, itemsize: int, split: bool) -> tuple[int, int]
     return (warps, block) if fits else None
 
 
-_PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 _TURN = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
 @gluon.jit
-def _sigmoid(x):
-    return gl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-def _opened(s, DOT: gl.constexpr):
-    """Return a gate from the form of `_write_gate`."""
+def opened_from(s, DOT: gl.constexpr):
+    """Return a gate from the form of `write_gate`."""
     if s.dtype == DOT:
         return s.to(gl.float32)
     else:
@@ -61,59 +50,59 @@ def _opened(s, DOT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _powers(first, count):
+def powers(first, count):
     return [first << n for n in range(count)]
 
 
 @gluon.constexpr_function
-def _log2(n):
+def log2(n):
     return int(n).bit_length() - 1
 
 
 @gluon.constexpr_function
-def _rows_layout(W, C, V):
+def rows_layout(W, C, V):
     """Return which edges and channels a thread reads: V channels at once, four threads a row.
 
     Edges of a warp are numbered such that, once turned, a thread has four that follow each other.
     """
-    v, m = _log2(V), _log2(C // (4 * V))
-    registers = [[0, c] for c in _powers(1, v)] + [[2, 0]] + [[0, c] for c in _powers(4 * V, m)]
+    v, m = log2(V), log2(C // (4 * V))
+    registers = [[0, c] for c in powers(1, v)] + [[2, 0]] + [[0, c] for c in powers(4 * V, m)]
     lanes = [[0, V], [0, 2 * V], [1, 0], [4, 0], [8, 0]]
-    warps = [[r, 0] for r in _powers(16, _log2(W))]
+    warps = [[r, 0] for r in powers(16, log2(W))]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [16 * W, C])
 
 
 @gluon.constexpr_function
-def _planes_layout(W, H):
+def planes_layout(W, H):
     """Return which channels and edges a thread reads: four edges of every eighth channel."""
-    registers = [[0, 1], [0, 2]] + [[h, 0] for h in _powers(8, _log2(H // 8))]
+    registers = [[0, 1], [0, 2]] + [[h, 0] for h in powers(8, log2(H // 8))]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    warps = [[0, r] for r in _powers(16, _log2(W))]
+    warps = [[0, r] for r in powers(16, log2(W))]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [H, 16 * W])
 
 
 @gluon.constexpr_function
-def _products_layout(W, columns):
+def products_layout(W, columns):
     return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, columns, 16])
 
 
 @gluon.jit
 def _columns_met(w, ROWS: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
-    """Return columns in the order in which rows of `_rows_layout` meet them."""
+    """Return columns in the order in which rows of `rows_layout` meet them."""
     w = gl.reshape(w, (ROWS, C // (4 * V), 4, V // 2, 2))
     return gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), (ROWS, C))
 
 
 @gluon.jit
-def _as_operand(x, W: gl.constexpr, BN: gl.constexpr):
+def as_operand(x, W: gl.constexpr, BN: gl.constexpr):
     """Return an array in the place of a first operand as the operand."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, _products_layout(W, BN), 2)
+    layout: gl.constexpr = gl.DotOperandLayout(0, products_layout(W, BN), 2)
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit
-def _as_met(x, W: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
-    """Return rows of `_rows_layout` in the place of a first operand, without moving anything."""
+def as_met(x, W: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
+    """Return rows of `rows_layout` in the place of a first operand, without moving anything."""
     x = gl.reshape(x, (W, 4, 2, 2, C // (4 * V), 4, V // 2, 2))
     return gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, C))
 
@@ -134,15 +123,15 @@ def _as_planes(x, W: gl.constexpr, H: gl.constexpr):
 
 @gluon.jit
 def _planes_of(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr):
-    """Return the places of planes' edges, in the order of `_row_met`, and which edges exist."""
-    layout: gl.constexpr = _planes_layout(W, H)
+    """Return the places of planes' edges, in the order of `row_met`, and which edges exist."""
+    layout: gl.constexpr = planes_layout(W, H)
     edge = first + gl.arange(0, 16 * W, gl.SliceLayout(0, layout))
-    h = _row_met(gl.arange(0, H, gl.SliceLayout(1, layout)), V).to(plane.dtype)
+    h = row_met(gl.arange(0, H, gl.SliceLayout(1, layout)), V).to(plane.dtype)
     return at + (h * plane)[:, None] + edge[None, :], (edge < rows)[None, :]
 
 
 @gluon.jit
-def _read_planes(
+def read_planes(
     at, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr = 2
 ):  # fmt: skip
     """Return (H, edges) of planes."""
@@ -151,45 +140,45 @@ def _read_planes(
 
 
 @gluon.jit
-def _turned_planes(x, W: gl.constexpr, H: gl.constexpr):
-    """Return (H, edges) of `_planes_layout` as (edges, H) in the place of a first operand."""
+def turned_planes(x, W: gl.constexpr, H: gl.constexpr):
+    """Return (H, edges) of `planes_layout` as (edges, H) in the place of a first operand."""
     x = gl.permute(gl.reshape(x, (H // 8, 8, W, 4, 2, 2)), (2, 4, 1, 0, 3, 5))
     return _turned(gl.reshape(x, (16 * W, H)))
 
 
 @gluon.jit
-def _as_rows(x, W: gl.constexpr, BN: gl.constexpr, V: gl.constexpr):
-    """Return a product (edges, BN) as rows; `_row_met` has ordered the weight's rows."""
+def as_rows(x, W: gl.constexpr, BN: gl.constexpr, V: gl.constexpr):
+    """Return a product (edges, BN) as rows; `row_met` has ordered the weight's rows."""
     x = gl.reshape(x, (W, 2, 4, 2, BN // (4 * V), V // 2, 4, 2))
     x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), (16 * W, BN))
-    return gl.convert_layout(x, _rows_layout(W, BN, V), assert_trivial=True)
+    return gl.convert_layout(x, rows_layout(W, BN, V), assert_trivial=True)
 
 
 @gluon.jit
 def _from_planes(at, first, rows, plane, W: gl.constexpr, H: gl.constexpr):
     """Return (edges, H) of planes in the place of a first operand."""
-    return _turned_planes(_read_planes(at, first, rows, plane, W, H), W, H)
+    return turned_planes(read_planes(at, first, rows, plane, W, H), W, H)
 
 
 @gluon.jit
-def _edge_met(row):
+def edge_met(row):
     """Return the edge in a row of a first operand."""
     return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
 
 
 @gluon.jit
-def _row_met(n, V: gl.constexpr):
+def row_met(n, V: gl.constexpr):
     """Return the weight's row that gives a thread V elements of a row in sequence."""
     return n // (4 * V) * (4 * V) + n // 2 % 4 * V + n // 8 % (V // 2) * 2 + n % 2
 
 
 @gluon.jit
-def _norm_at_hand(w, b, C: gl.constexpr, W: gl.constexpr, V: gl.constexpr = 2):
-    """Bring a norm's weight and bias to shared memory, in the order of `_row_met`."""
+def norm_at_hand(w, b, C: gl.constexpr, W: gl.constexpr, V: gl.constexpr = 2):
+    """Bring a norm's weight and bias to shared memory, in the order of `row_met`."""
     # All else that goes through the first-level cache would drive them out of it.
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     norm = gl.allocate_shared_memory(gl.float32, [2, C], shared)
-    c = _row_met(gl.arange(0, C, gl.BlockedLayout([C // 32], [32], [W], [0])), V)
+    c = row_met(gl.arange(0, C, gl.BlockedLayout([C // 32], [32], [W], [0])), V)
     if w is not None:
         norm.index(0).store(gl.load(w + c).to(gl.float32))
     if b is not None:
@@ -198,7 +187,7 @@ def _norm_at_hand(w, b, C: gl.constexpr, W: gl.constexpr, V: gl.constexpr = 2):
 
 
 @gluon.jit
-def _standardized(x, eps, C: gl.constexpr):
+def standardized(x, eps, C: gl.constexpr):
     """Return rows, less their means, over their deviations, and 1 over the deviations."""
     x -= (gl.sum(x, 1) / C)[:, None]
     scale = gl.rsqrt(gl.sum(x * x, 1) / C + eps)[:, None]
@@ -206,7 +195,7 @@ def _standardized(x, eps, C: gl.constexpr):
 
 
 @gluon.jit
-def _normed(y, norm, w, b):
+def normed(y, norm, w, b):
     """Return standardized rows times a norm's weight, plus its bias."""
     layout: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     if w is not None:
@@ -217,19 +206,19 @@ def _normed(y, norm, w, b):
 
 
 @gluon.jit
-def _write_planes(
+def write_planes(
     to, value, first, rows, plane, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr = 2
 ):  # fmt: skip
     """Write a product (edges, H), in 16 bits, to planes."""
     place, inside = _planes_of(to, first, rows, plane, W, H, V)
-    value = gl.convert_layout(_as_planes(value, W, H), _planes_layout(W, H), assert_trivial=True)
+    value = gl.convert_layout(_as_planes(value, W, H), planes_layout(W, H), assert_trivial=True)
     gl.store(place, value, mask=inside)
 
 
 @gluon.jit
-def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl.constexpr):
+def write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl.constexpr):
     """Write a product (edges, BN) to rows (rows, G)."""
-    value = _as_rows(value, W, BN, 8)
+    value = as_rows(value, W, BN, 8)
     layout: gl.constexpr = value.type.layout
     edge = gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
     c = gl.arange(0, BN, gl.SliceLayout(0, layout))
@@ -238,14 +227,14 @@ def _write_rows(to, value, first, rows, G: gl.constexpr, W: gl.constexpr, BN: gl
 
 
 @gluon.jit
-def _weights_are_there():
+def weights_are_there():
     hopper.fence_async_shared()
     # Without a barrier here, the compiler puts one before every product.
     barrier()
 
 
 @gluon.jit
-def _fill(
+def fill_weights(
     weights, p_w, g_w, o_w,
     SIDES: gl.constexpr, GATES: gl.constexpr, OUTPUT: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr,
@@ -264,15 +253,15 @@ def _fill(
         read = read + (gl.load(gl.where((n < BH)[:, None], p_w + at, g_w + at)),)
     for k in gl.static_range(GATES):
         # Eight channels of a row follow each other in a thread.
-        row = k * BN + (_row_met(n, 8) if OUTPUT else n)
+        row = k * BN + (row_met(n, 8) if OUTPUT else n)
         read = read + (gl.load(o_w + row[:, None] * C + c),)
     for k in gl.static_range(SIDES + GATES):
         weights.index(k).store(_columns_met(read[k].to(weights.dtype), BN, C, V))
-    _weights_are_there()
+    weights_are_there()
 
 
 @gluon.jit
-def _write_sides(
+def write_sides(
     both, m, p_b, g_b, sides, logits, block, member, first, rows, half, plane,
     H: gl.constexpr, W: gl.constexpr, BH: gl.constexpr, DOT: gl.constexpr,
 ):  # fmt: skip
@@ -283,17 +272,17 @@ def _write_sides(
         p += gl.load(p_b + h).to(gl.float32)[None, :]
     if g_b is not None:
         g += gl.load(g_b + h).to(gl.float32)[None, :]
-    side = p * _sigmoid(g)
+    side = p * sigmoid(g)
     if m is not None:
         side *= gl.convert_layout(m, side.type.layout, assert_trivial=True)
     at = block * BH // H * half + (member * H + block * BH % H) * plane
-    _write_planes(sides + at, side.to(DOT), first, rows, plane, W, BH)
+    write_planes(sides + at, side.to(DOT), first, rows, plane, W, BH)
     if logits is not None:
-        _write_planes(logits + at, g.to(DOT), first, rows, plane, W, BH)
+        write_planes(logits + at, g.to(DOT), first, rows, plane, W, BH)
 
 
 @gluon.jit
-def _write_gate(
+def write_gate(
     value, o_b, gate, column, block, member, first, rows,
     OUTPUT: gl.constexpr, G: gl.constexpr, W: gl.constexpr, DOT: gl.constexpr,
 ):  # fmt: skip
@@ -301,20 +290,20 @@ def _write_gate(
     BN: gl.constexpr = value.type.shape[1]
     if o_b is not None:
         value += gl.load(o_b + block * BN + column).to(gl.float32)[None, :]
-    value = _sigmoid(value)
+    value = sigmoid(value)
     if gate.dtype.element_ty != DOT:
         value *= ONE
     value = value.to(gate.dtype.element_ty)
     if OUTPUT:
         to = gate + (member * rows + first) * G + block * BN
-        _write_rows(to, value, first, rows, G, W, BN)
+        write_rows(to, value, first, rows, G, W, BN)
     else:
         to = gate + (member * G + block * BN) * rows
-        _write_planes(to, value, first, rows, rows.to(member.dtype), W, BN)
+        write_planes(to, value, first, rows, rows.to(member.dtype), W, BN)
 
 
 @gluon.jit
-def _place(tile, tiles, rows, BM: gl.constexpr, LONG: gl.constexpr):
+def place_of(tile, tiles, rows, BM: gl.constexpr, LONG: gl.constexpr):
     """Return a tile's member of the batch, its first row there, and its first row of all."""
     member = (tile // tiles).to(LONG)
     first = tile % tiles * BM
@@ -322,7 +311,7 @@ def _place(tile, tiles, rows, BM: gl.constexpr, LONG: gl.constexpr):
 
 
 @gluon.jit
-def _mask_of(mask, member, edge, rows, N, mask_b, mask_i, mask_j):
+def mask_of(mask, member, edge, rows, N, mask_b, mask_i, mask_j):
     """Return the mask of edges, zero where there are none."""
     i, j = edge // N, edge % N
     at = mask + member * mask_b + i * mask_i + j * mask_j
@@ -330,17 +319,17 @@ def _mask_of(mask, member, edge, rows, N, mask_b, mask_i, mask_j):
 
 
 @gluon.jit
-def _prefetch(x, tile, tiles, rows, C: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr):
+def prefetch(x, tile, tiles, rows, C: gl.constexpr, W: gl.constexpr, LONG: gl.constexpr):
     """Have rows of a tile brought to the second-level cache."""
     LINE: gl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
     LINES: gl.constexpr = C // LINE
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [W, 1], [1, 0])
-    member, first, _ = _place(tile, tiles, rows, 16 * W, LONG)
+    member, first, _ = place_of(tile, tiles, rows, 16 * W, LONG)
     row = first + gl.arange(0, 16 * W, gl.SliceLayout(1, layout))
     here = member * rows + gl.minimum(row, rows - 1)
     line = gl.arange(0, LINES, gl.SliceLayout(0, layout))
     at = x + here[:, None] * C + (line * LINE)[None, :]
-    gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)
 
 
 def project(
@@ -356,39 +345,39 @@ def project(
     GATES: gl.constexpr = 0 if gate is None else G // BN
     shape: gl.constexpr = [SIDES + GATES, BN, C]
     weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
-    norm = _norm_at_hand(w, b, C, W)
-    _fill(weights, p_w, g_w, o_w, SIDES, GATES, OUTPUT, V, W)
+    norm = norm_at_hand(w, b, C, W)
+    fill_weights(weights, p_w, g_w, o_w, SIDES, GATES, OUTPUT, V, W)
 
-    layout: gl.constexpr = _rows_layout(W, C, V)
-    mma: gl.constexpr = _products_layout(W, BN)
+    layout: gl.constexpr = rows_layout(W, C, V)
+    mma: gl.constexpr = products_layout(W, BN)
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, C, gl.SliceLayout(0, layout))
-    met = _edge_met(gl.arange(0, BM, gl.SliceLayout(1, mma)))
+    met = edge_met(gl.arange(0, BM, gl.SliceLayout(1, mma)))
     column = gl.arange(0, BN, gl.SliceLayout(0, mma))
     if OUTPUT:
-        column = _row_met(column, 8)
+        column = row_met(column, 8)
     zeros = gl.zeros((BM, BN), gl.float32, mma)
     plane = plane.to(LONG) // 8 * 8
     half = half.to(LONG) // 8 * 8
     rows = rows // 8 * 8
     tiles = (rows + BM - 1) // BM
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
-        member, first, here = _place(tile, tiles, rows, BM, LONG)
+        member, first, here = place_of(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         y = gl.load(x + here * C + edge[:, None] * C + channel[None, :], mask=live, other=0.0)
-        y, _ = _standardized(y.to(gl.float32), EPS, C)
-        y = _normed(y, norm, w, b).to(DOT)
+        y, _ = standardized(y.to(gl.float32), EPS, C)
+        y = normed(y, norm, w, b).to(DOT)
         # The last tile is fetched once more, as no other follows it.
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
-        _prefetch(x, following, tiles, rows, C, W, LONG)
-        operand = _as_operand(_as_met(y, W, C, V), W, BN)
+        prefetch(x, following, tiles, rows, C, W, LONG)
+        operand = as_operand(as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:
-            m = _mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
+            m = mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
         for s in range(SIDES):
             pair = weights.index(s).permute((1, 0))
             both = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False)
-            _write_sides(
+            write_sides(
                 both, m, p_b, g_b, sides, logits, s, member, first, rows, half, plane,
                 H, W, BH, DOT,
             )  # fmt: skip
@@ -396,7 +385,7 @@ def project(
             for s in range(GATES):
                 weight = weights.index(SIDES + s).permute((1, 0))
                 value = hopper.warpgroup_mma(operand, weight, zeros, use_acc=False)
-                _write_gate(value, o_b, gate, column, s, member, first, rows, OUTPUT, G, W, DOT)
+                write_gate(value, o_b, gate, column, s, member, first, rows, OUTPUT, G, W, DOT)
 
 
 def finish(
@@ -411,9 +400,9 @@ def finish(
     SPLIT: gl.constexpr = DOT == gl.bfloat16 and p_w.dtype.element_ty == gl.float32
     shape: gl.constexpr = [2 * BLOCKS if SPLIT else BLOCKS, BN, H]
     weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
-    norm = _norm_at_hand(w, b, H, W)
+    norm = norm_at_hand(w, b, H, W)
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
-    n = _row_met(gl.arange(0, BN, gl.SliceLayout(1, blocked)), V)
+    n = row_met(gl.arange(0, BN, gl.SliceLayout(1, blocked)), V)
     h = gl.arange(0, H, gl.SliceLayout(0, blocked))
     read = ()
     for k in gl.static_range(BLOCKS):
@@ -423,27 +412,27 @@ def finish(
         weights.index(k).store(rounded)
         if SPLIT:
             weights.index(BLOCKS + k).store((read[k] - rounded.to(gl.float32)).to(DOT))
-    _weights_are_there()
+    weights_are_there()
 
     plane = plane.to(LONG) // 8 * 8
     rows = rows // 8 * 8
-    layout: gl.constexpr = _rows_layout(W, BN, V)
+    layout: gl.constexpr = rows_layout(W, BN, V)
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, BN, gl.SliceLayout(0, layout))
-    zeros = gl.zeros((BM, BN), gl.float32, _products_layout(W, BN))
+    zeros = gl.zeros((BM, BN), gl.float32, products_layout(W, BN))
     # The norm of a scaled o is the norm of o with another eps.
     eps = gl.exp2((2 * shift).to(gl.float32)) * EPS
     tiles = (rows + BM - 1) // BM
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
-        member, first, here = _place(tile, tiles, rows, BM, LONG)
+        member, first, here = place_of(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         y = _from_planes(o + member * H * plane, first, rows, plane, W, H)
-        y, _ = _standardized(y.to(gl.float32), eps, H)
-        y = _normed(y, norm, w, b)
+        y, _ = standardized(y.to(gl.float32), eps, H)
+        y = normed(y, norm, w, b)
         if not OUTPUT:
             opened = _from_planes(gate + member * H * rows, first, rows, rows.to(LONG), W, H)
-            y *= _opened(opened, DOT)
-        operand = _as_operand(y.to(DOT), W, BN)
+            y *= opened_from(opened, DOT)
+        operand = as_operand(y.to(DOT), W, BN)
         for s in range(BLOCKS):
             at = here * C + edge[:, None] * C + (s * BN + channel)[None, :]
             if OUTPUT:
@@ -453,11 +442,11 @@ def finish(
             if SPLIT:
                 rest = weights.index(BLOCKS + s).permute((1, 0))
                 value = hopper.warpgroup_mma(operand, rest, value)
-            value = _as_rows(value, W, BN, V)
+            value = as_rows(value, W, BN, V)
             if p_b is not None:
                 value += gl.load(p_b + s * BN + channel).to(gl.float32)[None, :]
             if OUTPUT:
-                value *= _opened(opened_rows, DOT)
+                value *= opened_from(opened_rows, DOT)
             gl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 

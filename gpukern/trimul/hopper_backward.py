@@ -12,32 +12,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from gpukern.hopper import SHARED, anew, barrier, sigmoid
 from gpukern.trimul.hopper import (
-    _PREFETCH,
-    SHARED,
-    _as_met,
-    _as_operand,
-    _as_rows,
-    _edge_met,
-    _fill,
-    _mask_of,
-    _norm_at_hand,
-    _normed,
-    _opened,
-    _place,
-    _planes_layout,
-    _prefetch,
-    _products_layout,
-    _read_planes,
-    _row_met,
-    _rows_layout,
-    _sigmoid,
-    _standardized,
-    _turned_planes,
-    _weights_are_there,
-    _write_planes,
-    _write_rows,
-    barrier,
+    PREFETCH,
+    as_met,
+    as_operand,
+    as_rows,
+    edge_met,
+    fill_weights,
+    mask_of,
+    norm_at_hand,
+    normed,
+    opened_from,
+    place_of,
+    planes_layout,
+    prefetch,
+    products_layout,
+    read_planes,
+    row_met,
+    rows_layout,
+    standardized,
+    turned_planes,
+    weights_are_there,
+    write_planes,
+    write_rows,
 )
 
 # Names since Triton 3.8 and 3.9, or before.
@@ -59,15 +57,6 @@ def way_to_project_back(C: int, H: int, G: int) -> tuple[int, int] | None:
     return (warps, block) if fits else None
 
 
-@gluon.jit
-def _anew(x):
-    """Hide a number from the compiler, which then computes with it just where it is used."""
-    if x.dtype == gl.int64:
-        return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], x.dtype, False, 1)
-    else:
-        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 1)
-
-
 @gluon.constexpr_function
 def _weight_layout(W, C, N):
     """Return the layout of the cotangent of a weight (C, N)."""
@@ -87,12 +76,12 @@ def _prefetch_planes(
     """Have planes of a tile brought to the second-level cache."""
     LINES: gl.constexpr = W // 4
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [W, 1], [1, 0])
-    member, first, _ = _place(tile, tiles, rows, 16 * W, LONG)
+    member, first, _ = place_of(tile, tiles, rows, 16 * W, LONG)
     h = gl.arange(0, H, gl.SliceLayout(1, layout)).to(LONG)
     edge = first + 64 * gl.arange(0, LINES, gl.SliceLayout(0, layout))
     edge = gl.minimum(edge, rows - 1)
     at = x + member * (H * plane) + (h * plane)[:, None] + edge[None, :]
-    gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [at.to(gl.int64)], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -106,7 +95,7 @@ def _beside_it(a, b):
 @gluon.jit
 def _part(tile, at: gl.constexpr, layout: gl.constexpr, t: gl.constexpr, BN: gl.constexpr):
     """Return a block of a vector in shared memory."""
-    return tile.index(_anew(gl.to_tensor(at))).slice(t * BN, BN).load(layout)[None, :]
+    return tile.index(anew(gl.to_tensor(at))).slice(t * BN, BN).load(layout)[None, :]
 
 
 @gluon.jit
@@ -125,7 +114,7 @@ def _normed_part(y, norm, w, b, t: gl.constexpr):
 def _back(g_tile, weights, zeros, t: gl.constexpr, LATER: gl.constexpr):
     """Return a block of columns of the cotangent of the normalized (and gated) o."""
     BN: gl.constexpr = zeros.type.shape[1]
-    zero = _anew(gl.to_tensor(0))
+    zero = anew(gl.to_tensor(0))
     weight = weights.index(zero).slice(t * BN, BN, 1)
     g = g_tile.index(zero)
     return hopper.warpgroup_mma(g, weight, zeros, use_acc=False, is_async=LATER)
@@ -135,7 +124,7 @@ def _back(g_tile, weights, zeros, t: gl.constexpr, LATER: gl.constexpr):
 def _of_tile(tile, like, t: gl.constexpr):
     """Return a block of columns of a tile in shared memory, in the layout of products."""
     BN: gl.constexpr = like.type.shape[1]
-    tile = tile.index(_anew(gl.to_tensor(0))).slice(t * BN, BN, 1)
+    tile = tile.index(anew(gl.to_tensor(0))).slice(t * BN, BN, 1)
     return tile.load(like.type.layout).to(gl.float32)
 
 
@@ -143,9 +132,9 @@ def _of_tile(tile, like, t: gl.constexpr):
 def _write_sums(to, value, first, V: gl.constexpr, VH: gl.constexpr, KEPT: gl.constexpr):
     """Write a cotangent of a weight, some columns of it, or just the first eight."""
     layout: gl.constexpr = value.type.layout
-    row = _row_met(gl.arange(0, value.type.shape[0], gl.SliceLayout(1, layout)), V)
+    row = row_met(gl.arange(0, value.type.shape[0], gl.SliceLayout(1, layout)), V)
     column = gl.arange(0, value.type.shape[1], gl.SliceLayout(0, layout))
-    at = to + row[:, None] * KEPT + first + _row_met(column, VH)[None, :]
+    at = to + row[:, None] * KEPT + first + row_met(column, VH)[None, :]
     gl.store(at, value, mask=(first + column < KEPT)[None, :])
 
 
@@ -177,14 +166,14 @@ def finish_back(
     ones = gl.allocate_shared_memory(DOT, [1, ONES, BM], shared)
 
     # With an output's gate, the norm's weight and bias become part of the projection.
-    norm = _norm_at_hand(None if OUTPUT else w, None if OUTPUT else b, H, W, VH)
+    norm = norm_at_hand(None if OUTPUT else w, None if OUTPUT else b, H, W, VH)
     OFFSET: gl.constexpr = b is not None and not OUTPUT
     ADDED: gl.constexpr = OUTPUT and (p_b is not None or b is not None)
     behind = gl.allocate_shared_memory(gl.float32, [1, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
     c = gl.arange(0, C, gl.SliceLayout(1, blocked))
     h = gl.arange(0, H, gl.SliceLayout(0, blocked))
-    n, k = _row_met(c, V), _row_met(h, VH)
+    n, k = row_met(c, V), row_met(h, VH)
     by_w = gl.load(p_w + n[:, None] * H + k[None, :]).to(gl.float32)
     if OUTPUT and w is not None:
         by_w *= gl.load(w + k).to(gl.float32)[None, :]
@@ -198,10 +187,10 @@ def finish_back(
             added += gl.load(p_b + c).to(gl.float32)
         behind.index(0).store(added)
     ones.index(0).store(gl.full((ONES, BM), 1.0, DOT, blocked))
-    _weights_are_there()
+    weights_are_there()
 
-    products: gl.constexpr = _products_layout(W, BN)
-    layout: gl.constexpr = _rows_layout(W, BN, V)
+    products: gl.constexpr = products_layout(W, BN)
+    layout: gl.constexpr = rows_layout(W, BN, V)
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, BN, gl.SliceLayout(0, layout))
     zeros = gl.zeros((BM, BN), gl.float32, products)
@@ -218,37 +207,37 @@ def finish_back(
     tiles = (rows + BM - 1) // BM
     last = members * tiles - 1
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
-        member, first, here = _place(tile, tiles, rows, BM, LONG)
+        member, first, here = place_of(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         at = here * C + edge[:, None] * C + channel[None, :]
         # Registers can't keep the addresses of so many planes from tile to tile.
-        y = _read_planes(o + member * H * plane, first, rows, _anew(plane) // 8 * 8, W, H, VH)
+        y = read_planes(o + member * H * plane, first, rows, anew(plane) // 8 * 8, W, H, VH)
         if OUTPUT:
             opened = gl.load(gate + at, mask=live, other=0.0)
             g = gl.load(dout + at, mask=live, other=0.0)
         # The last tile is fetched once more, as no other follows it.
         following = gl.minimum(tile + gl.num_programs(0), last)
         _prefetch_planes(o, following, tiles, rows, plane, H, W, LONG)
-        _prefetch(dout, following, tiles, rows, C, W, LONG)
+        prefetch(dout, following, tiles, rows, C, W, LONG)
         if OUTPUT:
-            _prefetch(gate, following, tiles, rows, C, W, LONG)
+            prefetch(gate, following, tiles, rows, C, W, LONG)
         else:
             _prefetch_planes(gate, following, tiles, rows, flat, H, W, LONG)
-        y, scale = _standardized(_turned_planes(y, W, H).to(gl.float32), eps, H)
+        y, scale = standardized(turned_planes(y, W, H).to(gl.float32), eps, H)
         y = y.to(DOT)
         if not OUTPUT:
             # Before, there are no registers for the gate.
             to_gate = gate + member * H * flat
-            opened = _read_planes(to_gate, first, rows, _anew(flat) // 8 * 8, W, H, VH)
+            opened = read_planes(to_gate, first, rows, anew(flat) // 8 * 8, W, H, VH)
         # All products of the previous tile must be done before shared memory is written.
         barrier()
         # Nor can registers keep addresses in shared memory.
-        zero = _anew(gl.to_tensor(0))
+        zero = anew(gl.to_tensor(0))
         y_tile.index(zero).store(y)
         if OUTPUT:
-            operand = _as_operand(y, W, BN)
+            operand = as_operand(y, W, BN)
         else:
-            e = _opened(_turned_planes(opened, W, H), DOT)
+            e = opened_from(turned_planes(opened, W, H), DOT)
             e_tile.index(zero).store(e.to(DOT))
             p_tile.index(zero).store((y.to(gl.float32) * e).to(DOT))
         for s in gl.static_range(BLOCKS):
@@ -260,18 +249,18 @@ def finish_back(
             if OUTPUT and s < BLOCKS - 1:
                 g = gl.load(dout + (s + 1) * BN + at, mask=live, other=0.0)
             if OUTPUT:
-                s_now = _opened(opened, DOT)
+                s_now = opened_from(opened, DOT)
                 if s < BLOCKS - 1:
                     opened = gl.load(gate + (s + 1) * BN + at, mask=live, other=0.0)
                 weight = weights.index(zero).slice(s * BN, BN).permute((1, 0))
                 value = hopper.warpgroup_mma(operand, weight, zeros, use_acc=False)
-                value = _as_rows(value, W, BN, V)
+                value = as_rows(value, W, BN, V)
                 if ADDED:
                     value += _part(behind, 0, gl.SliceLayout(0, layout), s, BN)
                 g_now *= s_now
                 to = dgate + s * BN + at
                 gl.store(to, (g_now * value * (1 - s_now)).to(DOT), mask=live)
-            g_met = _as_operand(_as_met(g_now.to(DOT), W, BN, V), W, BN)
+            g_met = as_operand(as_met(g_now.to(DOT), W, BN, V), W, BN)
             if s == 0:
                 g_all = g_met
             else:
@@ -306,7 +295,7 @@ def finish_back(
                 v *= e_met
                 on = _normed_part(y_met, norm, w, b, t)
                 dopen = (v * on * (1 - e_met)).to(DOT)
-                _write_rows(dgate + here * H + t * BN, dopen, first, rows, H, W, BN)
+                write_rows(dgate + here * H + t * BN, dopen, first, rows, H, W, BN)
                 v = _normed_part(v, norm, w, None, t)
             total += gl.sum(v, 1)
             along += gl.sum(v * y_met, 1)
@@ -322,7 +311,7 @@ def finish_back(
                 u = _normed_part(u, norm, w, None, t)
             u = u * scale - total - _of_tile(y_tile, zeros, t) * along
             to_o = do + (member * H + t * BN) * do_plane
-            _write_planes(to_o, u.to(DOT), first, rows, _anew(do_plane) // 8 * 8, W, BN, VH)
+            write_planes(to_o, u.to(DOT), first, rows, anew(do_plane) // 8 * 8, W, BN, VH)
         if OUTPUT:
             dp_w = hopper.warpgroup_mma_wait(0, deps=[dp_w])
             db = hopper.warpgroup_mma_wait(0, deps=[db])
@@ -343,7 +332,7 @@ def _copy_planes(
     """Have a tile of both sides' planes brought to shared memory."""
     BM: gl.constexpr = 16 * W
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BM, BM // 8], [W, 1], [1, 0])
-    member, first, _ = _place(tile, tiles, rows, BM, LONG)
+    member, first, _ = place_of(tile, tiles, rows, BM, LONG)
     edge = first + gl.arange(0, BM, gl.SliceLayout(0, layout))
     h = gl.arange(0, 2 * H, gl.SliceLayout(1, layout)).to(LONG)
     line = h // H * half + (member * H + h % H) * plane
@@ -385,8 +374,8 @@ def project_back(
     GATES: gl.constexpr = G // BN
     shape: gl.constexpr = [SIDES + GATES, BN, C]
     weights = gl.allocate_shared_memory(DOT, shape, gl.NVMMASharedLayout(128, 16))
-    norm = _norm_at_hand(w, b, C, W)
-    _fill(weights, p_w, g_w, o_w, SIDES, GATES, True, V, W)
+    norm = norm_at_hand(w, b, C, W)
+    fill_weights(weights, p_w, g_w, o_w, SIDES, GATES, True, V, W)
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 4, [1, 0])
     buffer = gl.allocate_shared_memory(DOT, [2 * H, BM], swizzled)
     if _REINTERPRETS:
@@ -394,14 +383,14 @@ def project_back(
     else:
         blocks = buffer._reinterpret(DOT, [SIDES, BH, BM], swizzled)
 
-    layout: gl.constexpr = _rows_layout(W, C, V)
-    across: gl.constexpr = _rows_layout(W, BN, 8)
-    mma: gl.constexpr = _products_layout(W, BN)
+    layout: gl.constexpr = rows_layout(W, C, V)
+    across: gl.constexpr = rows_layout(W, BN, 8)
+    mma: gl.constexpr = products_layout(W, BN)
     edge = gl.arange(0, BM, gl.SliceLayout(1, layout))
     channel = gl.arange(0, C, gl.SliceLayout(0, layout))
     opening = gl.arange(0, BM, gl.SliceLayout(1, across))[:, None]
     column = gl.arange(0, BN, gl.SliceLayout(0, across))[None, :]
-    met = _edge_met(gl.arange(0, BM, gl.SliceLayout(1, mma)))
+    met = edge_met(gl.arange(0, BM, gl.SliceLayout(1, mma)))
     zeros = gl.zeros((BM, BN), gl.float32, mma)
     plane = plane.to(LONG) // 8 * 8
     half = half.to(LONG) // 8 * 8
@@ -414,7 +403,7 @@ def project_back(
             buffer, dsides, gl.program_id(0), tiles, rows, dsides_half, dsides_plane, H, W, LONG
         )
     for tile in range(gl.program_id(0), members * tiles, gl.num_programs(0)):
-        member, first, here = _place(tile, tiles, rows, BM, LONG)
+        member, first, here = place_of(tile, tiles, rows, BM, LONG)
         live = (first + edge < rows)[:, None]
         at_x = here * C + edge[:, None] * C + channel[None, :]
         y = gl.load(x + at_x, mask=live, other=0.0).to(gl.float32)
@@ -422,21 +411,21 @@ def project_back(
         for k in gl.static_range(GATES):
             at_gate = dgate + (here + opening) * G + k * BN + column
             opens = opens + (gl.load(at_gate, mask=first + opening < rows, other=0.0),)
-        y, scale = _standardized(y, EPS, C)
+        y, scale = standardized(y, EPS, C)
         standard = y.to(DOT)
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
-        _prefetch(x, following, tiles, rows, C, W, LONG)
-        _prefetch(dgate, following, tiles, rows, G, W, LONG)
+        prefetch(x, following, tiles, rows, C, W, LONG)
+        prefetch(dgate, following, tiles, rows, G, W, LONG)
         _keep(kept + here * KEPT, standard, first, rows, KEPT, W)
-        y = _normed(y, norm, w, b).to(DOT)
-        operand = _as_operand(_as_met(y, W, C, V), W, BN)
+        y = normed(y, norm, w, b).to(DOT)
+        operand = as_operand(as_met(y, W, C, V), W, BN)
         m = None
         if mask is not None:
-            m = _mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
-        dxn = gl.zeros((BM, C), gl.float32, _products_layout(W, C))
+            m = mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
+        dxn = gl.zeros((BM, C), gl.float32, products_layout(W, C))
         for k in gl.static_range(GATES):
             dxn = hopper.warpgroup_mma(
-                _as_operand(_as_met(opens[k], W, BN, 8), W, C), weights.index(SIDES + k), dxn
+                as_operand(as_met(opens[k], W, BN, 8), W, C), weights.index(SIDES + k), dxn
             )
         async_copy.wait_group(0)
         barrier()
@@ -446,7 +435,7 @@ def project_back(
         )
         for s in range(SIDES):
             at = s * BH // H * half + (member * H + s * BH % H) * plane
-            d = _turned_planes(blocks.index(s).load(_planes_layout(W, BH)), W, BH)
+            d = turned_planes(blocks.index(s).load(planes_layout(W, BH)), W, BH)
             both, dxn_there = hopper.warpgroup_mma_wait(0, deps=[coming, dxn_acc])
             p, g = gl.split(gl.permute(gl.reshape(both, (BM, 2, BH)), (0, 2, 1)))
             h = s * BH + gl.arange(0, BH, gl.SliceLayout(0, p.type.layout))
@@ -454,7 +443,7 @@ def project_back(
                 p += gl.load(p_b + h).to(gl.float32)[None, :]
             if g_b is not None:
                 g += gl.load(g_b + h).to(gl.float32)[None, :]
-            opened = _sigmoid(g)
+            opened = sigmoid(g)
             dp_now = gl.convert_layout(d, p.type.layout, assert_trivial=True).to(gl.float32)
             dp_now *= opened
             if m is not None:
@@ -463,21 +452,21 @@ def project_back(
             dp_16 = dp_now.to(DOT)
             dboth = gl.reshape(gl.permute(gl.join(dp_16, dg_now), (0, 2, 1)), (BM, BN))
             dxn_acc = hopper.warpgroup_mma(
-                _as_operand(dboth, W, C), weights.index(s), dxn_there, is_async=True
+                as_operand(dboth, W, C), weights.index(s), dxn_there, is_async=True
             )
             # The next block's product begins here; nothing reads the last.
             pair = weights.index(gl.minimum(s + 1, SIDES - 1)).permute((1, 0))
             coming = hopper.warpgroup_mma(operand, pair, zeros, use_acc=False, is_async=True)
-            _write_planes(dp + at, dp_16, first, rows, plane, W, BH)
-            _write_planes(dg + at, dg_now, first, rows, plane, W, BH)
+            write_planes(dp + at, dp_16, first, rows, plane, W, BH)
+            write_planes(dg + at, dg_now, first, rows, plane, W, BH)
         _, dxn_all = hopper.warpgroup_mma_wait(0, deps=[coming, dxn_acc])
         barrier()
         if tile + gl.num_programs(0) < members * tiles:
             _copy_planes(
                 buffer, dsides, following, tiles, rows, dsides_half, dsides_plane, H, W, LONG
             )
-        v = _as_rows(dxn_all, W, C, V)
-        v = _normed(v, norm, w, None)
+        v = as_rows(dxn_all, W, C, V)
+        v = normed(v, norm, w, None)
         # Read back from memory, as registers are few.
         at_kept = here * KEPT + edge[:, None] * KEPT + channel[None, :]
         y_again = gl.load(kept + at_kept, mask=live, other=0.0).to(gl.float32)

@@ -15,34 +15,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gpukern.hopper import REGISTERS, SHARED, TILE, anew, as_held, load
 from gpukern.trimul.hopper import (
-    SHARED,
-    _as_met,
-    _as_operand,
-    _edge_met,
-    _log2,
-    _mask_of,
-    _place,
-    _powers,
-    _products_layout,
-    _row_met,
-    _rows_layout,
-    _write_gate,
-    _write_sides,
+    as_met,
+    as_operand,
+    edge_met,
+    log2,
+    mask_of,
+    place_of,
+    powers,
+    products_layout,
+    row_met,
+    rows_layout,
+    write_gate,
+    write_sides,
 )
-from gpukern.trimul.hopper_backward import _anew
 
 # Warps and rows of a consumer, and channels of a first operand.
 _WARPS = gl.constexpr(4)
 _ROWS = gl.constexpr(64)
 _CHUNK = gl.constexpr(64)
-# Registers of a thread of a consumer, and of the warp that fills the ring.
-_REGISTERS = gl.constexpr((240, 24))
-
-# Its name since Triton 3.8, or before.
-_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
-
-_TILE = gl.NVMMASharedLayout(128, 16)
 
 
 def way_to_project_wide(C: int, H: int, G: int) -> tuple[int, int] | None:
@@ -60,10 +52,9 @@ def way_to_project_wide(C: int, H: int, G: int) -> tuple[int, int] | None:
 
 def blocks_of(packed: Any, block: int) -> Any:
     """Return a descriptor, for `project_wide`, of the weights that `pack` wrote."""
-    return TensorDescriptor.from_tensor(packed, [2 * block, _CHUNK.value], _TILE)
+    return TensorDescriptor.from_tensor(packed, [2 * block, _CHUNK.value], TILE)
 
 
-_SAME = gl.constexpr("mov.b32 $0, $1;")
 _TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 _TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
@@ -77,19 +68,10 @@ def _rounded(x, DOT: gl.constexpr):
         return gl.inline_asm_elementwise(_TO_FP16, "=r,r,r", [x], gl.float16, False, 2)
 
 
-@gluon.jit
-def _as_held(x):
-    """Return numbers in float32 that registers hold in their own dtype until here."""
-    if x.dtype == gl.float32:
-        return x
-    else:
-        return gl.inline_asm_elementwise(_SAME, "=r,r", [x], x.dtype, False, 2).to(gl.float32)
-
-
 @gluon.constexpr_function
 def _half_layout(V):
-    """Return the layout of half a tile: of a thread's two rows in `_rows_layout`, one."""
-    registers = [[0, c] for c in _powers(1, _log2(V)) + _powers(4 * V, _log2(16 // V))]
+    """Return the layout of half a tile: of a thread's two rows in `rows_layout`, one."""
+    registers = [[0, c] for c in powers(1, log2(V)) + powers(4 * V, log2(16 // V))]
     lanes = [[0, V], [0, 2 * V], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [_ROWS // 2, _CHUNK])
 
@@ -106,7 +88,7 @@ def _half(V: gl.constexpr):
 @gluon.jit
 def _standardized_chunks(x, edge, c, live, eps, C: gl.constexpr, DOT: gl.constexpr):
     """Return chunks of rows, less their means, over their deviations."""
-    at = x + _anew(edge)[:, None] * C + c[None, :]
+    at = x + anew(edge)[:, None] * C + c[None, :]
     xs = ()
     for k in gl.static_range(C // _CHUNK):
         given = gl.load(at + k * _CHUNK, mask=live[:, None], other=0.0)
@@ -125,7 +107,7 @@ def _standardized_chunks(x, edge, c, live, eps, C: gl.constexpr, DOT: gl.constex
     scale = gl.rsqrt(square * (1 / C) + eps)
     ys = ()
     for k in gl.static_range(C // _CHUNK):
-        y = (_as_held(xs[k]) - mean[:, None]) * scale[:, None]
+        y = (as_held(xs[k]) - mean[:, None]) * scale[:, None]
         ys = ys + (_rounded(y, DOT),)
     return ys
 
@@ -135,7 +117,7 @@ def _whole(even, odd, V: gl.constexpr):
     """Return a chunk of a tile's rows from its halves."""
     x = gl.reshape(gl.join(even, odd), (_ROWS // 4, 2, _CHUNK, 2))
     x = gl.reshape(gl.permute(x, (0, 3, 1, 2)), (_ROWS, _CHUNK))
-    return gl.convert_layout(x, _rows_layout(_WARPS, _CHUNK, V), assert_trivial=True)
+    return gl.convert_layout(x, rows_layout(_WARPS, _CHUNK, V), assert_trivial=True)
 
 
 @gluon.jit
@@ -144,7 +126,7 @@ def _product(
 ):  # fmt: skip
     """Return the product with a block of weights, the n-th of all, and give its slot back."""
     BN: gl.constexpr = ring.shape[1]
-    layout: gl.constexpr = _products_layout(_WARPS, BN)
+    layout: gl.constexpr = products_layout(_WARPS, BN)
     value = gl.zeros((_ROWS, BN), gl.float32, layout)
     if biases is not None:
         # Biases load during the wait for weights.
@@ -187,7 +169,7 @@ def _consume(
     CHUNKS: gl.constexpr = C // _CHUNK
     even, channel = _half(V)
     odd = even + 2
-    met = _edge_met(gl.arange(0, _ROWS, gl.SliceLayout(1, _products_layout(_WARPS, BN))))
+    met = edge_met(gl.arange(0, _ROWS, gl.SliceLayout(1, products_layout(_WARPS, BN))))
     plane = plane // 8 * 8
     half = half // 8 * 8
     rows = rows // 8 * 8
@@ -201,7 +183,7 @@ def _consume(
     # Both consumers take as many steps, as both take every block of the ring.
     for step in range(gl.program_id(0), last // 2 + 1, gl.num_programs(0)):
         tile = 2 * step + CONSUMER
-        member, first, _ = _place(gl.minimum(tile, last), tiles, rows, _ROWS, LONG)
+        member, first, _ = place_of(gl.minimum(tile, last), tiles, rows, _ROWS, LONG)
         # A tile behind the last has no rows.
         first = gl.where(tile > last, rows, first)
         here = x + (member * rows + first) * C
@@ -209,25 +191,25 @@ def _consume(
         odds = _standardized_chunks(here, odd, channel, first + odd < rows, EPS, C, DOT)
         operands = ()
         for k in gl.static_range(CHUNKS):
-            y = _as_met(_whole(evens[k], odds[k], V), _WARPS, _CHUNK, V)
-            operands = operands + (_as_operand(y, _WARPS, BN),)
+            y = as_met(_whole(evens[k], odds[k], V), _WARPS, _CHUNK, V)
+            operands = operands + (as_operand(y, _WARPS, BN),)
         m = None
         if mask is not None:
-            m = _mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
+            m = mask_of(mask, member, first + met, rows, N, mask_b, mask_i, mask_j)
         for begun in range(BLOCKS):
             s = (BEHIND + begun) % BLOCKS
             value = _product(operands, ring, full, empty, biases, s, n + begun, CHUNKS, SLOTS)
             # The product has biases in it.
             if s < SIDES:
-                _write_sides(
+                write_sides(
                     value, m, None, None, sides, None, s, member, first, rows, half,
-                    _anew(plane) // 8 * 8, H, _WARPS, BH, DOT,
+                    anew(plane) // 8 * 8, H, _WARPS, BH, DOT,
                 )  # fmt: skip
             else:
                 if gate is not None:
-                    _write_gate(
+                    write_gate(
                         value, None, gate, None, s - SIDES, member, first,
-                        _anew(rows) // 8 * 8, OUTPUT, G, _WARPS, DOT,
+                        anew(rows) // 8 * 8, OUTPUT, G, _WARPS, DOT,
                     )  # fmt: skip
         n += BLOCKS
     for after in range(BLOCKS // 2 - BEHIND):
@@ -255,7 +237,7 @@ def _produce(
         for k in gl.static_range(CHUNKS):
             to = ring.index(slot * CHUNKS + k)
             at = [n % BLOCKS * BN, k * _CHUNK]
-            _load(weights, at, ready, to)
+            load(weights, at, ready, to)
 
 
 def project_wide(
@@ -289,7 +271,7 @@ def project_wide(
             (_produce, (weights, ring, full, empty, members, rows, C, BLOCKS, SLOTS)),
         ],
         [_WARPS, 1],
-        _REGISTERS,
+        REGISTERS,
     )
 
 
@@ -323,7 +305,7 @@ def pack(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     q = gl.arange(0, _CHUNK, gl.SliceLayout(0, layout))
     # Columns are in the order in which rows meet them.
-    c = _row_met(q, V)
+    c = row_met(q, V)
     row = gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
     bias = gl.zeros((16,), gl.float32, gl.SliceLayout(1, layout))
     if gl.program_id(0) * 16 < 4 * H:
@@ -339,7 +321,7 @@ def pack(
     else:
         if o_w is not None:
             # Eight channels of a row follow each other in a thread.
-            o = _row_met(row - 4 * H, 8) if OUTPUT else row - 4 * H
+            o = row_met(row - 4 * H, 8) if OUTPUT else row - 4 * H
             if o_b is not None:
                 bias += gl.load(o_b + o).to(gl.float32)
             _pack_rows(o_w + o[:, None] * C + c[None, :], bias, w, b, to, biases, row, q, c, C)

@@ -27,6 +27,8 @@ hopper_backward: Any = None
 hopper_wide: Any = None
 if ".".join(triton.__version__.split(".")[:2]) in _GLUON:
     with contextlib.suppress(ImportError, AttributeError):
+        from triton.experimental import gluon
+
         from gpukern.trimul import hopper, hopper_backward, hopper_wide
 
 # Rows from which on it pays to write the normalized x of many channels, to round weights once, or,
@@ -58,7 +60,7 @@ if hopper is not None:
 def _launcher(kernel: Any, warps: int, stages: int, aligned: tuple[str, ...] = ()) -> Launcher:
     if kernel in ON_HOPPER:
         # A multiprocessor runs one such program, which may use all registers.
-        return Launcher(kernel_of_any_size(kernel, ON_HOPPER[kernel], hopper.jit), warps)
+        return Launcher(kernel_of_any_size(kernel, ON_HOPPER[kernel], gluon.jit), warps)
     # Such limits leave a multiprocessor room for two programs of eight warps, or three of four.
     registers = 128 if warps == 8 else 168 if kernel is kernels.finish else None
     names = *kernels.POINTERS[kernel], *aligned
