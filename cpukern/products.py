@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.threads import blas_on_one_thread, in_parallel, openmp_on_one_thread
+from fusedops._host.threads import blas_on_one_thread, in_parallel, openmp_on_one_thread
 
 #: The dtype of bfloat16's bits.
 BITS = np.dtype(np.uint16)

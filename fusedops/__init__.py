@@ -1,10 +1,10 @@
 """Fused, differentiable operations for structures, potentials, folding and linear attention."""
 
-from fusedops._frame.memory import release_memory
 from fusedops._frame.op import explain
 from fusedops._frame.registry import BackendName, BackendUnavailable, use_backend
-from fusedops._frame.threads import get_num_threads, set_num_threads
-from fusedops._info import info
+from fusedops._host.memory import release_memory
+from fusedops._host.threads import get_num_threads
+from fusedops._info import info, set_num_threads
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.density import Lattice, gaussian_density
 from fusedops.generated import dynamic_conv_generated

@@ -1,4 +1,4 @@
-"""This machine's versions, backends, instruction set, threads and GPUs."""
+"""This machine's versions, backends, instruction set, threads and GPUs; the number of threads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from cpukern import isa
-from fusedops._frame import memory, registry, threads
+from fusedops._frame import registry
+from fusedops._frame.check import size
 from fusedops._frame.primitive import primitives
+from fusedops._host import memory
+from fusedops._host.threads import choose_num_threads, get_num_threads, whose_threads
 
 #: Packages without which the library works, but not all of its commands and functions.
 _PACKAGES = ("gemmi", "matplotlib", "rich", "scipy", "shtab", "threadpoolctl")
@@ -215,8 +218,8 @@ def info() -> Info:
         python=platform.python_version(),
         numpy=np.__version__,
         instruction_set=f"x86-64-{level}" if level and level != "baseline" else level,
-        threads=threads.get_num_threads(),
-        whose_threads=threads.whose_threads(),
+        threads=get_num_threads(),
+        whose_threads=whose_threads(),
         gpus=gpus,
         backends=backends,
         packages={package: version_of(package) for package in _PACKAGES},
@@ -231,3 +234,29 @@ def info() -> Info:
         },
         swaps=_swaps.swaps(),
     )
+
+
+def set_num_threads(threads: int | None) -> None:
+    """Set the number of threads of every CPU kernel in this process.
+
+    Parameters
+    ----------
+    threads : int or None
+        At least 1; ``None`` returns to the environment's choice.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `threads` is not a positive integer.
+
+    Examples
+    --------
+    >>> import fusedops
+    >>> fusedops.set_num_threads(1)
+    >>> fusedops.get_num_threads()
+    1
+    >>> fusedops.set_num_threads(None)
+    """
+    if threads is not None:
+        threads = size("set_num_threads", "threads", threads, least=1)
+    choose_num_threads(threads)

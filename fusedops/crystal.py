@@ -35,7 +35,7 @@ from fusedops._frame.check import (
 )
 from fusedops._frame.packed import Packed, bridge, outside_of_graphs
 from fusedops._frame.shapes import Array
-from fusedops._frame.threads import get_num_threads, in_parallel
+from fusedops._host.threads import get_num_threads, in_parallel
 from fusedops.density import CellLike
 from fusedops.density.plan import grid_sizes, read_cell
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops._frame.limits import available_memory
 from fusedops._frame.registry import BackendName
+from fusedops._host.limits import available_memory
 from fusedops.density import atom_radius, bad_atoms
 from fusedops.density.op import COMPONENTS
 from fusedops.structure import (

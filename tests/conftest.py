@@ -248,7 +248,7 @@ def square():
 @pytest.fixture
 def several_threads(monkeypatch):
     """Let kernels use all threads on small work, and list the threads of each parallel region."""
-    from fusedops._frame import threads
+    from fusedops._host import threads
     from fusedops.testing import CASES
 
     families = {case.primitive.family for case in CASES}

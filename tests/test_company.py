@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 _cpu = pytest.importorskip("cpukern._cpu")
 
-from fusedops._frame import threads  # noqa: E402
+from fusedops._host import threads  # noqa: E402
 from test_frame import python  # noqa: E402
 
 CALL = """

@@ -17,7 +17,6 @@ import pytest
 
 import fusedops
 from cpukern import isa
-from fusedops._frame import threads
 from fusedops._frame.packed import Packed
 from places import HAS_TORCH
 
@@ -54,8 +53,8 @@ MODULES = [
     *COMPAT,
     *DISTRIBUTED,
     "fusedops.compat._swaps",
-    "fusedops._frame.limits",
-    "fusedops._frame.threads",
+    "fusedops._host.limits",
+    "fusedops._host.threads",
 ]
 NEED_TORCH = (
     *("fusedops.distributed", "fusedops.nn", "fusedops.pairs", "fusedops._frame.bridge"),
@@ -111,7 +110,7 @@ def test_docstring_examples(name, monkeypatch, tmp_path):
         for found in finder.find(value, f"{name}.{what}", module):
             if HAS_TORCH or "torch" not in "".join(line.source for line in found.examples):
                 runner.run(found)
-    threads.set_num_threads(None)
+    fusedops.set_num_threads(None)
     assert runner.summarize(verbose=False).failed == 0
 
 

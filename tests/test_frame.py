@@ -22,10 +22,11 @@ import pytest
 
 import fusedops
 from cpukern import isa
-from fusedops._frame import limits, registry, threads
+from fusedops._frame import registry
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive, primitives
+from fusedops._host import limits, threads
 from fusedops.bench.workloads import WORKLOADS, Source
 from fusedops.samples import protein
 from places import needs_torch

@@ -27,21 +27,21 @@ ROOMS = {
 }
 #: The rooms that each may import, besides itself.
 BELOW = {
-    "_frame": set(),
-    "definitions": {"_frame"},
-    "cpukern": {"_frame", "definitions"},
+    "_host": set(),
+    "_frame": {"_host"},
+    "definitions": {"_host", "_frame"},
+    "cpukern": {"_host", "_frame", "definitions"},
     "gpukern": {"_frame", "definitions"},
-    "package": {"_frame", "definitions", "cpukern"},
-    "library": {"_frame", "definitions", "package"},
+    "package": {"_host", "_frame", "definitions", "cpukern"},
+    "library": {"_host", "_frame", "definitions", "package"},
     "compat": {"_frame", "definitions", "package", "library"},
-    "bench": {"_frame", "definitions", "package", "library", "compat"},
+    "bench": {"_host", "_frame", "definitions", "package", "library", "compat"},
     "cli": {"_frame", "definitions", "package", "library", "bench"},
 }
 #: Rooms in which a function may close a circle: by the bridge, which imports torch; by the version.
 LATE = {"_frame", "package"}
 #: Imports that go up all the same, in functions.
 UP = {
-    ("fusedops._frame.registry", "cpukern.isa"),
     ("fusedops._info", "fusedops.compat._swaps"),
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops._frame import memory
+from fusedops._host import memory
 
 LARGE = (memory.SMALL // 8 + 3,)
 

@@ -14,7 +14,7 @@ import fusedops
 from cpukern import isa, products
 from cpukern.trimul import update as on_cpu
 from fusedops import triangle_multiplicative_update
-from fusedops._frame import memory, threads
+from fusedops._host import memory, threads
 from fusedops.samples import pair
 from fusedops.testing import error
 

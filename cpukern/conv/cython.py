@@ -10,7 +10,7 @@ import numpy as np
 from cpukern import isa
 from cpukern.layout import laid_out
 from fusedops._frame.registry import register
-from fusedops._frame.threads import threads_for
+from fusedops._host.threads import threads_for
 from fusedops.conv.plan import CHUNK
 
 _conv = isa.load("conv")

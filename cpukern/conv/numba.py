@@ -16,7 +16,7 @@ import numpy as np
 from cpukern.jit import jit
 from cpukern.vectors_numba import sigmoid, swish
 from fusedops._frame.registry import register
-from fusedops._frame.threads import in_parallel
+from fusedops._host.threads import in_parallel
 from fusedops.conv import Sequences
 from fusedops.conv.plan import CHUNK
 

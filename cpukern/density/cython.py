@@ -8,7 +8,7 @@ import numpy as np
 
 from cpukern import isa
 from fusedops._frame.registry import register
-from fusedops._frame.threads import threads_for
+from fusedops._host.threads import threads_for
 from fusedops.density.op import SLACK, clamped, clamping
 
 _density = isa.load("density")

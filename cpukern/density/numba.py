@@ -23,7 +23,7 @@ from cpukern.jit import jit
 from cpukern.scatter.numba import in_shares
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
 from fusedops._frame.registry import register
-from fusedops._frame.threads import get_num_threads, in_parallel
+from fusedops._host.threads import get_num_threads, in_parallel
 from fusedops.density.op import SLACK, clamped, clamping
 
 # Exponentials that are worth handing to another thread.

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cpukern.products import ByNumpy, of_tensors, share_groups
-from fusedops._frame import memory
-from fusedops._frame.threads import blas_has_a_limit
+from fusedops._host import memory
+from fusedops._host.threads import blas_has_a_limit
 from fusedops.conv import Sequences
 from fusedops.conv.op import conv, conv_vjp
 

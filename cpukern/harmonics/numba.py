@@ -15,7 +15,7 @@ import numpy as np
 
 from cpukern.jit import jit
 from fusedops._frame.registry import register
-from fusedops._frame.threads import in_parallel
+from fusedops._host.threads import in_parallel
 from fusedops.harmonics.op import matrix_size, places, recursion
 
 # Edges of a tile, and tiles that pay for handing a share to another thread.

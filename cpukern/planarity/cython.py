@@ -8,7 +8,7 @@ import numpy as np
 
 from cpukern import isa
 from fusedops._frame.registry import register
-from fusedops._frame.threads import threads_for
+from fusedops._host.threads import threads_for
 from fusedops.planarity.eigenvector import NO_PLANE
 from fusedops.planarity.plan import HALF_LOG_2PI, LANES, SCATTERED
 

@@ -15,7 +15,7 @@ from cpukern.arrays cimport elements, of, room
 
 import numpy as np
 
-from fusedops._frame.memory import empty, together
+from fusedops._host.memory import empty, together
 
 cdef enum:
     LANES = 16

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from cpukern.jit import jit
-from fusedops._frame.memory import together
 from fusedops._frame.registry import register
-from fusedops._frame.threads import in_parallel
+from fusedops._host.memory import together
+from fusedops._host.threads import in_parallel
 from fusedops.planarity.eigenvector import NO_PLANE
 from fusedops.planarity.plan import MOST_ATOMS, blocks, constant, flat, inverse_square, is_scattered
 

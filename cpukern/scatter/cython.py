@@ -8,9 +8,9 @@ import numpy as np
 
 from cpukern import isa
 from cpukern.scatter.parts import PART_BITS
-from fusedops._frame import memory
 from fusedops._frame.registry import register
-from fusedops._frame.threads import threads_for
+from fusedops._host import memory
+from fusedops._host.threads import threads_for
 from fusedops.scatter import ScatterPlan
 
 _scatter = isa.load("scatter")

@@ -16,7 +16,7 @@ from cpukern.jit import jit
 from cpukern.scatter.parts import bins
 from cpukern.vectors_numba import add_run, copy_run, fetch
 from fusedops._frame.registry import register
-from fusedops._frame.threads import in_parallel, threads_for
+from fusedops._host.threads import in_parallel, threads_for
 from fusedops.scatter import ScatterPlan
 
 # Planes to read ahead: a part has few planes of one cube, and the next cube lies elsewhere.

@@ -19,8 +19,8 @@ import numpy as np
 
 from cpukern.layout import laid_out
 from cpukern.products import ByNumpy, of_tensors, share_groups
-from fusedops._frame import memory
-from fusedops._frame.threads import blas_has_a_limit, in_parallel
+from fusedops._host import memory
+from fusedops._host.threads import blas_has_a_limit, in_parallel
 from fusedops.so2.op import columns, dweight_of, orders, rows_by_degree, weights_of
 
 # Numbers of messages that a block has in the cache, and the fewest edges of a block: products want

@@ -11,7 +11,7 @@ import numpy as np
 from cpukern import isa
 from cpukern.so2 import convolution
 from fusedops._frame.registry import register
-from fusedops._frame.threads import threads_for
+from fusedops._host.threads import threads_for
 
 _so2 = isa.load("so2")
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}

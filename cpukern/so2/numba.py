@@ -13,7 +13,7 @@ from cpukern.jit import jit
 from cpukern.so2 import convolution
 from cpukern.vectors_numba import sigmoid
 from fusedops._frame.registry import register
-from fusedops._frame.threads import in_parallel
+from fusedops._host.threads import in_parallel
 
 # Numbers of features that are worth waking a thread for.
 _GRAIN = 1 << 15

@@ -22,8 +22,8 @@ import numpy as np
 
 from cpukern.layout import laid_out
 from cpukern.products import BITS, ByNumpy, assign, has_bfloat16, of_tensors, widened
-from fusedops._frame import memory
-from fusedops._frame.threads import blas_on_one_thread, in_parallel
+from fusedops._host import memory
+from fusedops._host.threads import blas_on_one_thread, in_parallel
 from fusedops.trimul.op import in_parts, slices, warn_of_parts
 
 #: The kernels that a backend must provide.

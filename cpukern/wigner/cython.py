@@ -12,7 +12,7 @@ from cpukern.layout import laid_out
 from cpukern.so2.cython import STEPS
 from cpukern.wigner.factors import with_factors
 from fusedops._frame.registry import register
-from fusedops._frame.threads import threads_for
+from fusedops._host.threads import threads_for
 from fusedops.wigner.rows import degree_of_size, degrees, message_rows
 
 _wigner = isa.load("wigner")

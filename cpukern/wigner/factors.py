@@ -7,8 +7,8 @@ from typing import Any
 
 from cpukern.layout import laid_out
 from cpukern.so2.convolution import orders_of
-from fusedops._frame import memory
-from fusedops._frame.threads import in_parallel
+from fusedops._host import memory
+from fusedops._host.threads import in_parallel
 from fusedops.wigner.rows import degree_of, message_rows
 
 # Edges that are worth handing to another thread.

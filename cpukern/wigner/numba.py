@@ -19,7 +19,7 @@ from cpukern.so2.numba import STEPS
 from cpukern.vectors_numba import fetch
 from cpukern.wigner.factors import with_factors
 from fusedops._frame.registry import register
-from fusedops._frame.threads import in_parallel
+from fusedops._host.threads import in_parallel
 from fusedops.wigner.rows import degree_of, degrees
 
 # Edges whose targets, and then sources, are taken together if there are no sums over nodes.

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from fusedops._frame import memory, registry
+from fusedops._frame import registry
 from fusedops._frame.check import is_tensor, promoted, reference
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import bridge
 from fusedops._frame.registry import Request
 from fusedops._frame.shapes import Array, Output
+from fusedops._host import memory
 
 T = TypeVar("T")
 

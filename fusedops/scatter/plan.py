@@ -20,7 +20,7 @@ from fusedops._frame.check import (
     size,
 )
 from fusedops._frame.packed import Packed, bridge
-from fusedops._frame.threads import in_parallel
+from fusedops._host.threads import in_parallel
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,8 +15,8 @@ import numpy as np
 
 import fusedops
 from cpukern import isa
-from fusedops._frame import threads
 from fusedops._frame.packed import Packed
+from fusedops._host import threads
 from fusedops.testing import CASES, TOLERANCE
 
 from .arrays import NUMPY_DTYPES, laid_out, repeated, tensor

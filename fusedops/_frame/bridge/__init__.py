@@ -32,7 +32,7 @@ from fusedops._frame.bridge.tensors import (  # noqa: F401
 from fusedops._frame.check import reference, traced
 from fusedops._frame.kinds import TENSORS, kind_of
 from fusedops._frame.primitive import Primitive
-from fusedops._frame.threads import follow_torch
+from fusedops._host.threads import follow_torch
 
 TENSORS |= {torch.Tensor, torch.nn.Parameter}
 follow_torch(torch)

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch._C._dynamo import guards
 
-from fusedops._frame import memory, registry
 from fusedops._frame import primitive as primitive_frame
+from fusedops._frame import registry
 from fusedops._frame.bridge.tensors import layout_of, np_dtype
 from fusedops._frame.check import own_memory, promoted, reference
 from fusedops._frame.primitive import Primitive, poisoned
 from fusedops._frame.registry import Request
+from fusedops._host import memory
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -22,8 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fusedops._frame.check import size
-from fusedops._frame.limits import available_cores
+from fusedops._host.limits import available_cores
 
 _chosen: int | None = None
 _pooled = False
@@ -53,30 +52,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_mark_forked)
 
 
-def set_num_threads(threads: int | None) -> None:
-    """Set the number of threads of every CPU kernel in this process.
-
-    Parameters
-    ----------
-    threads : int or None
-        At least 1; ``None`` returns to the environment's choice.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `threads` is not a positive integer.
-
-    Examples
-    --------
-    >>> import fusedops
-    >>> fusedops.set_num_threads(1)
-    >>> fusedops.get_num_threads()
-    1
-    >>> fusedops.set_num_threads(None)
-    """
+def choose_num_threads(threads: int | None) -> None:
+    """Set the number of threads of every CPU kernel; None returns to the environment's choice."""
     global _chosen
-    if threads is not None:
-        threads = size("set_num_threads", "threads", threads, least=1)
     _chosen = threads
 
 

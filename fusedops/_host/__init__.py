@@ -1,0 +1,1 @@
+"""The resources of the machine: cores, threads, and memory."""
