@@ -33,7 +33,8 @@ from fusedops._frame.check import (
     traced,
     values,
 )
-from fusedops._frame.packed import Packed, bridge, outside_of_graphs
+from fusedops._frame.hook import bridge, outside_of_graphs
+from fusedops._frame.packed import Packed
 from fusedops._frame.shapes import Array
 from fusedops._host.threads import get_num_threads, in_parallel
 from fusedops.density import CellLike

@@ -38,8 +38,8 @@ BELOW = {
     "bench": {"_host", "_frame", "definitions", "package", "library", "compat"},
     "cli": {"_frame", "definitions", "package", "library", "bench"},
 }
-#: Rooms in which a function may close a circle: by the bridge, which imports torch; by the version.
-LATE = {"_frame", "package"}
+#: The room in which a function may close a circle, by the version.
+LATE = {"package"}
 #: Imports that go up all the same, in functions.
 UP = {
     ("fusedops._info", "fusedops.compat._swaps"),

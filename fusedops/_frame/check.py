@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusedops._frame.hook import bridge
+
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
@@ -247,19 +249,15 @@ def values(op: str, name: str, value: Any) -> np.ndarray:
         return array
     if value.is_meta:
         raise TypeError(f"{op}: {name} is on meta; it should be a tensor with values")
-    from fusedops._frame import bridge
-
-    return bridge.values(value)
+    return bridge().values(value)
 
 
 def no_derivative(op: str, name: str, value: Any) -> None:
     """Raise ValueError if a derivative by a constant is asked for, in either mode."""
     if not is_tensor(value):
         return
-    from fusedops._frame import bridge
-
     asks = "requires grad" if value.requires_grad else "has a tangent"
-    if value.requires_grad or bridge.has_tangent((value,)):
+    if value.requires_grad or bridge().has_tangent((value,)):
         raise ValueError(f"{op}: {name} {asks}; it is a constant, pass x.detach()")
 
 

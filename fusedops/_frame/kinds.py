@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.hook import bridge
+from fusedops._frame.packed import Packed
 
 PlanT = TypeVar("PlanT")
 

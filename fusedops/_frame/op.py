@@ -26,9 +26,10 @@ from fusedops._frame.check import (
     sharing,
     traced,
 )
+from fusedops._frame.hook import bridge, compiling, outside_of_graphs
 from fusedops._frame.kinds import CONSTANTS, Plans, are_one, kind_of
 from fusedops._frame.leading import flat, flattened, led
-from fusedops._frame.packed import Packed, bridge, compiling, outside_of_graphs
+from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import Explanation, Request
 from fusedops._frame.shapes import Array, Sizes, checked
@@ -604,11 +605,7 @@ def _planned(
     if placed != {id(value) for value in values if type(value) not in CONSTANTS}:
         # An array that isn't passed on, such as a 0-d array for an int, counts by its value.
         return None
-    plan = (
-        bridge().plan(primitive, bound.a, slots)
-        if is_tensor(reference(bound.a))
-        else primitive.plan(bound.a, slots)
-    )
+    plan = primitive.plan(bound.a, slots)
     if plan is None or (bound.lead is not None and not isinstance(bound.shown, str)):
         return None
     record, look, lead = primitive.Arguments._make, bound.values, bound.lead

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from fusedops._frame.check import device_of, dtype_name, is_tensor, own_memory, traced
+from fusedops._frame.hook import bridge, loaded, outside_of_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 #: Objects that are kept for one tensor and its views.
@@ -27,34 +27,6 @@ _MOST = 8
 
 #: Classes of packed arguments, by name, since a graph can hold names only.
 packed: dict[str, type[Packed]] = {}
-
-
-def bridge() -> Any:
-    """Return ``fusedops._frame.bridge``, imported only once tensors are met."""
-    # A statement, because torch.compile traces it before and after the first time.
-    from fusedops._frame import bridge as torch_bridge
-
-    return torch_bridge
-
-
-def compiling() -> bool:
-    """Return whether torch.compile traces this frame, or would trace the frames that it calls."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-
-
-def outside_of_graphs(function: F) -> F:
-    """Return a function that torch.compile doesn't trace: a call breaks the graph."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (bridge().uncompiled(function) if compiling() else function)(*args, **kwargs)
-
-    return cast(F, call)
 
 
 class Packed:
@@ -226,7 +198,7 @@ class Packed:
         Views of the same memory find the object too. It is forgotten with the tensor of which the
         first one is a view, and not kept where NumPy may write.
         """
-        frame = bridge()
+        frame = loaded()
         if not frame.versioned(tensors):
             return make()
         first, *others = [t if t._base is None else t._base for t in tensors]
@@ -294,7 +266,7 @@ class Packed:
     def __getattr__(self, name: str) -> Any:
         # Reached only for an array that exists only as a tensor so far.
         if name in type(self)._fields and self.device == "cpu" and self._tensors is not None:
-            array = _read_only(bridge().as_numpy(getattr(self._tensors, name)))
+            array = _read_only(loaded().as_numpy(getattr(self._tensors, name)))
             self.__dict__[name] = array
             return array
         raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")

@@ -15,8 +15,8 @@ import numpy as np
 
 from fusedops._frame import registry
 from fusedops._frame.check import is_tensor, promoted, reference
+from fusedops._frame.hook import loaded
 from fusedops._frame.kinds import Plans, kind_of
-from fusedops._frame.packed import bridge
 from fusedops._frame.registry import Request
 from fusedops._frame.shapes import Array, Output
 from fusedops._host import memory
@@ -24,9 +24,6 @@ from fusedops._host import memory
 T = TypeVar("T")
 
 _NONE: Mapping[str, str] = MappingProxyType({})
-
-# An import statement takes longer than to ask for what it found.
-_bridge = functools.cache(bridge)
 
 #: Tests set this to find output elements that no kernel writes.
 poison = False
@@ -189,9 +186,10 @@ class Primitive:
         """
         a = self.Arguments._make(arguments)
         slots = self.all if out is None else tuple(out)
-        if is_tensor(reference(a)):
-            return _bridge().run(self, a, slots)
-        return self.plan(a, slots)(a, slots)
+        plan = self.plan(a, slots)
+        if plan is None:
+            return loaded().traced_or_transformed(self, a, slots)
+        return plan(a, slots)
 
     def to_run(
         self,
@@ -215,13 +213,21 @@ class Primitive:
         should = f"it should return a tuple of {len(names)}, of {', '.join(names)}"
         return TypeError(f"{self.name}: the {role} returned {was}; {should}")
 
-    def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
-        """Return the function that computes outputs for NumPy arguments of these kinds."""
+    def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any] | None:
+        """Return the function that computes outputs for arguments of these kinds.
+
+        Return None where torch traces or transforms the call.
+        """
         asked = registry.forced(None)
         kind = kind_of((asked, *slots, *a))
         found = self.plans.get(kind)
         if found is None:
-            found = self.plans.keep(kind, _on_numpy(self, a, slots, asked))
+            make: Any = _on_numpy
+            if is_tensor(reference(a)):
+                if loaded().transforms():
+                    return None
+                make = loaded().eager
+            found = self.plans.keep(kind, make(self, a, slots, asked))
         return found
 
     def sizes(

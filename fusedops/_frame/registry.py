@@ -11,12 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from fusedops._frame.check import dtype_name, one_of, warn
-
-if TYPE_CHECKING:
-    from fusedops._frame.primitive import Primitive
 
 T = TypeVar("T")
 
@@ -137,7 +134,8 @@ _NAMES = tuple(backend.name for backend in BACKENDS)
 
 #: Public ops by name, since a graph can hold names only.
 ops: dict[str, Callable[..., Any]] = {}
-_primitives: dict[str, Primitive] = {}
+# Declared primitives by name.
+_primitives: dict[str, Any] = {}
 _kernels: dict[tuple[str, str], Callable[..., Any]] = {}
 # Choices made so far. There are few different requests, so nothing is dropped.
 _chosen: dict[Request, tuple[Backend, Callable[..., Any]]] = {}

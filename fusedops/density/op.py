@@ -28,8 +28,8 @@ from fusedops._frame.check import (
     traced,
     warn,
 )
+from fusedops._frame.hook import bridge
 from fusedops._frame.op import Made, op, to_run
-from fusedops._frame.packed import bridge
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import BackendName
 from fusedops.density.plan import CellLike, Lattice, grid_sizes, read_lattice

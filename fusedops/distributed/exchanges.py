@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops._frame.check import as_array, is_dtensor, size
-from fusedops._frame.packed import outside_of_graphs
+from fusedops._frame.hook import outside_of_graphs
 
 
 def group_of(op: str, group: Any) -> dist.ProcessGroup:

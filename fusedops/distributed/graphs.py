@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fusedops._frame.arrays import cast, wide
 from fusedops._frame.check import alike, indices, of_shape
-from fusedops._frame.packed import outside_of_graphs
+from fusedops._frame.hook import outside_of_graphs
 from fusedops.distributed.exchanges import Trip, agree, group_of, tensor
 from fusedops.wigner import Edges
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from fusedops._frame import registry
 from fusedops._frame.check import is_tensor
+from fusedops._frame.hook import outside_of_graphs
 from fusedops._frame.kinds import Plans, kind_of
-from fusedops._frame.packed import outside_of_graphs
 from fusedops._frame.registry import BackendName
 from fusedops.conv import Sequences
 from fusedops.conv import dynamic_conv as _on_one

@@ -20,7 +20,7 @@ import torch
 from fusedops._frame import registry
 from fusedops._frame.arrays import copy_rows
 from fusedops._frame.check import alike, at_least_one, floats
-from fusedops._frame.packed import outside_of_graphs
+from fusedops._frame.hook import outside_of_graphs
 from fusedops._frame.registry import BackendName
 from fusedops.distributed.exchanges import Trip, agree, all_to_all, by_graph, tensor
 from fusedops.distributed.tiles import NAME, Tiles, tiles_of

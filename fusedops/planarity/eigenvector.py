@@ -13,7 +13,7 @@ import numpy as np
 
 from fusedops._frame.arrays import namespace
 from fusedops._frame.check import is_tensor
-from fusedops._frame.packed import bridge
+from fusedops._frame.hook import bridge
 
 #: A group's second largest variance counts as zero below this share of the largest: the group is
 #: a line or a point, has no plane, and gets a zero normal.

@@ -21,6 +21,7 @@ from fusedops._frame.check import (
 )
 from fusedops._frame.packed import Packed
 from fusedops._frame.registry import compiled
+from fusedops.planarity.eigenvector import NO_PLANE as NO_PLANE
 
 Fit = Literal["uniform", "weighted"]
 FITS = get_args(Fit)

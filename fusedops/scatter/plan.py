@@ -19,7 +19,8 @@ from fusedops._frame.check import (
     same_device,
     size,
 )
-from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.hook import bridge
+from fusedops._frame.packed import Packed
 from fusedops._host.threads import in_parallel
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from fusedops._frame.bridge.tensors import (  # noqa: F401
     versioned,
 )
 from fusedops._frame.check import reference, traced
-from fusedops._frame.kinds import TENSORS, kind_of
+from fusedops._frame.kinds import TENSORS
 from fusedops._frame.primitive import Primitive
 from fusedops._host.threads import follow_torch
 
@@ -47,30 +47,12 @@ def __getattr__(name: str) -> Any:
     return getattr(nodes, name)
 
 
-def run(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
-    """Evaluate a primitive on tensors, differentiably where autograd asks for it."""
-    found = plan(primitive, a, slots)
-    return _traced_or_transformed(primitive, a, slots) if found is None else found(a, slots)
-
-
-def plan(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any] | None:
-    """Return the plan for arguments of these kinds; None where torch traces or transforms."""
-    asked = registry.forced(None)
-    kind = kind_of((asked, *slots, *a))
-    found = primitive.plans.get(kind)
-    if found is None:
-        if transforms():
-            return None
-        found = primitive.plans.keep(kind, _eager(primitive, a, slots, asked))
-    return found
-
-
-def _eager(
+def eager(
     primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
 ) -> Callable[[Any, Any], Any]:
     """Return a plan that evaluates a primitive on tensors of these kinds, as eager torch would."""
     if _narrow(primitive, a):
-        wide = _eager(primitive, _in_float32(primitive, a), slots, asked)
+        wide = eager(primitive, _in_float32(primitive, a), slots, asked)
         return lambda a, slots: wide(_in_float32(primitive, a), slots)
     if _differentiated(primitive, a):
         return recorded(primitive, a, slots, asked)
@@ -121,7 +103,7 @@ def _told(primitive: Primitive, run: Callable[[Any, Any], Any]) -> Callable[[Any
     return told
 
 
-def _traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
+def traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
     """Evaluate a primitive where torch traces it, or transforms it."""
     if _narrow(primitive, a):
         a = _in_float32(primitive, a)
@@ -133,5 +115,5 @@ def _traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -
     elif traced():
         y = call_registered(primitive, a, slots)
     else:
-        return _eager(primitive, a, slots, registry.forced(None))(a, slots)
+        return eager(primitive, a, slots, registry.forced(None))(a, slots)
     return primitive.Outputs._make(into(slots, y))

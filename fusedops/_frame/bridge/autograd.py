@@ -15,7 +15,7 @@ from fusedops._frame.bridge.evaluation import as_written, described, evaluation
 from fusedops._frame.bridge.modes import pushed_forward, transforms
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import CONSTANTS, Kind, Plans, are_one
-from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Call, Primitive
 
 
@@ -198,7 +198,7 @@ def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], A
     )
     if None in places or -1 in (*before, *after) or are_one(values):
         return None
-    plan = bridge().plan(call.primitive, call.a, call.slots)
+    plan = call.primitive.plan(call.a, call.slots)
     if plan is None:
         return None
     pick, record, slots = _picker(places), call.primitive.Arguments._make, call.slots
@@ -299,8 +299,7 @@ class _Transformed(_Differentiable):
     def forward(  # type: ignore[override]
         step: _Step, others: tuple[Any, ...], *arrays: Any
     ) -> tuple[Any, ...]:
-        a = step.primitive.Arguments._make((*arrays, *others))
-        return tuple(bridge().run(step.primitive, a, step.slots))
+        return tuple(step.primitive(*arrays, *others, out=step.slots))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

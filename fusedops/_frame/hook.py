@@ -1,0 +1,42 @@
+"""The hook by which the frame reaches torch: the bridge is imported only once tensors are met."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Imports the bridge, which imports all that has this hook; so the package sets it, above both.
+load: Any = None
+
+
+def bridge() -> Any:
+    """Return ``fusedops._frame.bridge``."""
+    return load()
+
+
+# An import statement takes longer than to ask for its result.
+loaded = functools.cache(bridge)
+
+
+def compiling() -> bool:
+    """Return whether torch.compile traces this frame, or would trace the frames that it calls."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def outside_of_graphs(function: F) -> F:
+    """Return a function that torch.compile doesn't trace: a call breaks the graph."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (bridge().uncompiled(function) if compiling() else function)(*args, **kwargs)
+
+    return cast(F, call)
