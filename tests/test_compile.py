@@ -320,6 +320,24 @@ def test_a_step_of_paged_states_is_one_graph(tokens, graphs):
         assert not torch.equal(one, state)
 
 
+def test_a_run_takes_the_living_packed_argument(monkeypatch):
+    """A run of a graph builds a packed argument anew only where none with its tensors lives."""
+    x, vectors, index = graph(1)
+    call = torch.compile(rotate, backend="aot_eager")
+    for edges in (packed_graph(index, 7), packed_graph(index.flip(1), 7)):
+        want = rotate(x, vectors, edges)
+        torch.testing.assert_close(call(x, vectors, edges), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(fusedops.Edges, "from_tensors", None)
+            torch.testing.assert_close(call(x, vectors, edges), want)
+        del edges
+    flat = fusedops.Edges.from_tensors(*packed_graph(index, 7).flat()).flat()
+    held = fusedops.Edges.holding(*flat)
+    assert fusedops.Edges.holding(*flat) is held
+    assert fusedops.Edges.holding(flat[0], [8, *flat[1][1:]]) is not held
+    assert fusedops.Edges.holding([*flat[0][:-1], flat[0][-1].clone()], flat[1]) is not held
+
+
 def test_bad_arguments_raise_their_own_errors():
     x, kernels, cu_seqlens = tokens(0)
     fast = torch.compile(convolve, backend="aot_eager")

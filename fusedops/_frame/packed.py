@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from fusedops._frame.check import device_of, dtype_name, is_tensor, own_memory, traced
-from fusedops._frame.hook import bridge, loaded, outside_of_graphs
+from fusedops._frame.hook import bridge, compiling, loaded, outside_of_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,6 +27,9 @@ _MOST = 8
 
 #: Classes of packed arguments, by name, since a graph can hold names only.
 packed: dict[str, type[Packed]] = {}
+
+# Living objects on the CPU, by the id of their first tensor, which lives as long as they do.
+_living: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
 
 
 class Packed:
@@ -80,17 +83,21 @@ class Packed:
             held["_tensors"] = self._record(*arrays)
             if self.device != "cpu":
                 held.update(zip(self._fields, arrays, strict=True))
-            return
-        held["_arrays"] = arrays
-        for name, array in zip(self._fields, arrays, strict=True):
-            held[name] = _read_only(array.view())
-        if device != "cpu":
-            moved = dict(self.to(device).__dict__)
-            held.clear()
-            held.update(moved)
-        elif lasting and "torch" in sys.modules:
-            # Tensors first made inside of a compiled function would compile it again.
-            self.tensors_here()
+                return
+        else:
+            held["_arrays"] = arrays
+            for name, array in zip(self._fields, arrays, strict=True):
+                held[name] = _read_only(array.view())
+            if device != "cpu":
+                moved = dict(self.to(device).__dict__)
+                held.clear()
+                held.update(moved)
+                return
+            if lasting and "torch" in sys.modules:
+                # Tensors first made inside of a compiled function would compile it again.
+                self.tensors_here()
+        if self._tensors is not None and not compiling() and loaded().are_plain(self._tensors):
+            _living.setdefault(id(self._tensors[0]), self)
 
     def tensors_here(self) -> Any:
         """Return a record of the arrays as torch tensors on this object's device."""
@@ -259,9 +266,19 @@ class Packed:
     def from_tensors(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
         """Return the object with these tensors and numbers, the inverse of `flat`."""
         self = cls.__new__(cls)
-        parts = (*cls._fields, *cls._sizes)
-        self._hold(**dict(zip(parts, (*tensors, *sizes), strict=True)))
+        self.__setstate__((tensors, sizes))
         return self
+
+    @classmethod
+    def holding(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
+        """Return the living object with these tensors and numbers, or a new one.
+
+        On a GPU it is new: what it derives in a CUDA graph must not outlive the graph's memory.
+        """
+        found = _living.get(id(tensors[0]))
+        if type(found) is cls and _are(found._tensors, tensors) and found.sizes() == sizes:
+            return found
+        return cls.from_tensors(tensors, sizes)
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for an array that exists only as a tensor so far.
@@ -276,12 +293,9 @@ class Packed:
             return self.flat()
         return self._arrays or [getattr(self, name) for name in self._fields], self.sizes()
 
-    def __setstate__(self, state: tuple[list[Any], list[int]]) -> None:
+    def __setstate__(self, state: tuple[Sequence[Any], Sequence[int]]) -> None:
         arrays, sizes = state
-        if is_tensor(arrays[0]):
-            self.__dict__.update(self.from_tensors(arrays, sizes).__dict__)
-        else:
-            self._hold(**dict(zip((*self._fields, *self._sizes), (*arrays, *sizes), strict=True)))
+        self._hold(**dict(zip((*self._fields, *self._sizes), (*arrays, *sizes), strict=True)))
 
 
 def _are(ones: Sequence[Any], others: Sequence[Any]) -> bool:

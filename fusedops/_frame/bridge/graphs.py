@@ -45,7 +45,7 @@ def _put_together(primitive: Primitive, flat: Sequence[Any]) -> tuple[Any, ...]:
                 options = dict(zip(kind._options, sizes, strict=True))
                 value = kind.read(primitive.name, *value, in_graph=True, **options)
             else:
-                value = kind.from_tensors(value, sizes) if value else None
+                value = kind.holding(value, sizes) if value else None
         static.append(value)
     return tuple(static)
 
