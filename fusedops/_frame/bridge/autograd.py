@@ -19,7 +19,7 @@ from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Call, Primitive
 
 
-class _Step:
+class Step:
     """The parts that all differentiable calls of a kind share.
 
     `present` has the places of the arrays that are given, since autograd would take time for absent
@@ -136,7 +136,7 @@ class _Differentiable(torch.autograd.Function):
     """Any primitive, which computes the outputs that its pullback needs beside the wanted ones."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, a: Any, *arrays: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, step: Step, a: Any, *arrays: Any) -> tuple[Any, ...]:
         y = step.evaluate(a, step.slots)  # type: ignore[misc]
         ctx.step, ctx.others = step, (others := a[step.others])
         ctx.save_for_backward(*step.stored(arrays), *step.beside(others, y))
@@ -227,7 +227,7 @@ def recorded(
         [k for k, name in enumerate(names) if not differ.intersection(primitive.readers(name))]
     )
     large = len(differ) > 1 and sum([getattr(a, name).numel() for name in names]) >= _LARGE
-    step = _Step(primitive, evaluate, asked, saved, present, a[count:], bare, large)
+    step = Step(primitive, evaluate, asked, saved, present, a[count:], bare, large)
     given, record = step.given, primitive.Outputs._make
 
     def run(a: Any, slots: Sequence[Any]) -> Any:
@@ -297,7 +297,7 @@ class _Transformed(_Differentiable):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        step: _Step, others: tuple[Any, ...], *arrays: Any
+        step: Step, others: tuple[Any, ...], *arrays: Any
     ) -> tuple[Any, ...]:
         return tuple(step.primitive(*arrays, *others, out=step.slots))
 
@@ -343,7 +343,7 @@ class _Transformed(_Differentiable):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], step: _Step, others: tuple[Any, ...], *arrays: Any
+        info: Any, in_dims: tuple[Any, ...], step: Step, others: tuple[Any, ...], *arrays: Any
     ) -> Any:
         dims = in_dims[2:]
         rows = [
@@ -396,7 +396,7 @@ def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any
     count = len(primitive.arrays)
     wanted = tuple([slot if slot is None else True for slot in slots])
     slots, asked = primitive.with_saved(wanted), registry.forced(None)
-    step = _Step(primitive, None, asked, slots, tuple(range(count)), a[count:])
+    step = Step(primitive, None, asked, slots, tuple(range(count)), a[count:])
     return _Transformed.apply(step, a[count:], *a[:count])
 
 

@@ -12,8 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusedops._frame import registry
-from fusedops._frame.bridge.autograd import pull_back
-from fusedops._frame.bridge.batched import is_batch, row_by_row
+from fusedops._frame.bridge.autograd import Step
 from fusedops._frame.bridge.evaluation import described, evaluation
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
@@ -73,102 +72,99 @@ def call_registered(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
 _library = torch.library.Library("fusedops", "DEF")
 
 
-def _register(primitive: Primitive) -> None:
-    kinds = []
-    for name, kind in primitive.static.items():
-        is_packed = issubclass(kind, Packed)
-        plain = [f"{kind.__name__} {name}"]
-        taken_apart = [f"Tensor[] {name}", f"SymInt[] {name}_sizes", f"bool {name}_unread"]
-        kinds += taken_apart if is_packed else plain
-    given = len(primitive.arrays) + len(primitive.constants)
-    arguments = [*(f"Tensor? {name}" for name in primitive.Arguments._fields[:given]), *kinds]
-    for at, name in enumerate(primitive.arrays):
-        if name in primitive.mutates:
-            arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
-    returns = ", ".join(["Tensor"] * len(primitive.outputs))
-    qualified = f"fusedops::{primitive.name}"
-    evaluations: Plans[Callable[[Any, Any], Any]] = Plans()
-    _library.define(
-        f"{primitive.name}({', '.join(arguments)}, bool[] wanted, str backend) -> ({returns})"
-    )
+class _Registered:
+    """A primitive as a registered op: its schema, and what torch calls for the op."""
 
-    def returned(outputs: Sequence[torch.Tensor]) -> Any:
-        """Return outputs as a schema wants them: a single one bare."""
-        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+    def __init__(self, primitive: Primitive) -> None:
+        self.primitive = primitive
+        self.name = f"fusedops::{primitive.name}"
+        #: The number of arrays and constants.
+        self.given = len(primitive.arrays) + len(primitive.constants)
+        self.evaluations: Plans[Callable[[Any, Any], Any]] = Plans()
+        _library.define(self.schema())
+        _library.impl(primitive.name, self.evaluate, "CompositeExplicitAutograd")
+        torch.library.register_fake(self.name, self.fake, lib=_library)
+        if not primitive.mutates:
+            torch.library.register_autograd(
+                self.name, self.backward, setup_context=self.setup_context, lib=_library
+            )
 
-    def record(args: Sequence[Any]) -> tuple[Any, list[Any], str]:
+    def schema(self) -> str:
+        """Return the op's signature, as torch writes signatures."""
+        primitive = self.primitive
+        arguments = [f"Tensor? {name}" for name in primitive.Arguments._fields[: self.given]]
+        for at, name in enumerate(primitive.arrays):
+            if name in primitive.mutates:
+                arguments[at] = f"Tensor({'abcdefgh'[at]}!) {name}"
+        for name, kind in primitive.static.items():
+            if issubclass(kind, Packed):
+                arguments += [f"Tensor[] {name}", f"SymInt[] {name}_sizes", f"bool {name}_unread"]
+            else:
+                arguments.append(f"{kind.__name__} {name}")
+        arguments += ["bool[] wanted", "str backend"]
+        returns = ", ".join(["Tensor"] * len(primitive.outputs))
+        return f"{primitive.name}({', '.join(arguments)}) -> ({returns})"
+
+    def record(self, args: Sequence[Any]) -> tuple[Any, list[Any], str | None]:
         """Return the arguments, the outputs wanted, and the backend asked for."""
-        arrays, (*flat, wanted, backend) = args[:given], args[given:]
-        a = primitive.Arguments._make((*arrays, *_put_together(primitive, flat)))
-        return a, [want or None for want in wanted], backend
+        arrays, (*flat, wanted, backend) = args[: self.given], args[self.given :]
+        a = self.primitive.Arguments._make((*arrays, *_put_together(self.primitive, flat)))
+        return a, [want or None for want in wanted], backend or None
 
-    def implementation(*args: Any) -> Any:
+    def evaluate(self, *args: Any) -> Any:
         # Torch doesn't show tangents here, and would lose them.
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
             raise NotImplementedError(
-                f"torch.ops.{qualified} has no forward mode: it is called in a dual level, as by a "
+                f"torch.ops.{self.name} has no forward mode: it is called in a dual level, as by a "
                 "compiled function of dual tensors; use torch.func.jvp in the compiled function"
             )
-        a, slots, backend = record(args)
-        asked = registry.forced(backend or None, primitive.name)
+        a, slots, backend = self.record(args)
+        asked = registry.forced(backend, self.primitive.name)
         kind = kind_of((asked, *slots, *a))
-        evaluate = evaluations.get(kind)
-        if evaluate is None:
-            evaluate = evaluations.keep(kind, evaluation(primitive, a, slots, asked))
-        outputs = evaluate(a, slots)
-        return returned(
-            [
-                output if want and output is not None else reference(a).new_empty(0)
-                for want, output in zip(slots, outputs, strict=True)
-            ]
-        )
+        run = self.evaluations.get(kind)
+        if run is None:
+            run = self.evaluations.keep(kind, evaluation(self.primitive, a, slots, asked))
+        return _returned(a, slots, run(a, slots))
 
-    def fake(*args: Any) -> Any:
-        a, slots, _ = record(args)
+    def fake(self, *args: Any) -> Any:
+        a, slots, _ = self.record(args)
         first = reference(a)
-        return returned(
-            [
-                first.new_empty(output[0], dtype=output[1])
-                if want and output
-                else first.new_empty(0)
-                for want, output in zip(slots, described(primitive, a), strict=True)
-            ]
-        )
+        made = [
+            output and want and first.new_empty(output[0], dtype=output[1])
+            for want, output in zip(slots, described(self.primitive, a), strict=True)
+        ]
+        return _returned(a, slots, made)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        primitive = self.primitive
         outputs = primitive.Outputs._make(output if isinstance(output, tuple) else (output,))
-        ctx.flat = inputs[given:]
+        ctx.flat = inputs[self.given :]
         saved = [getattr(outputs, name) for name in primitive.saves]
-        ctx.save_for_backward(*inputs[:given], *saved)
+        ctx.save_for_backward(*inputs[: self.given], *saved)
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        count = len(primitive.arrays)
-        a, slots, backend = record((*ctx.saved_tensors[:given], *ctx.flat))
+    def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        primitive, count = self.primitive, len(self.primitive.arrays)
+        a, slots, backend = self.record((*ctx.saved_tensors[: self.given], *ctx.flat))
         if tuple(slots) != primitive.with_saved(slots):
-            raise RuntimeError(f"torch.ops.{qualified}: its gradient needs more outputs wanted")
-        made = primitive.Outputs._make(described(primitive, a))
-        asked = tuple(
-            cotangent if want and output is not None else None
-            for cotangent, want, output in zip(cotangents, slots, made, strict=True)
-        )
-        kept = dict(zip(primitive.saves, ctx.saved_tensors[given:], strict=True))
+            raise RuntimeError(f"torch.ops.{self.name}: its gradient needs more outputs wanted")
         # An empty tensor stands for an output that isn't made.
-        y = primitive.Outputs._make(
-            [
-                kept.get(name) if output is not None else None
-                for name, output in zip(primitive.outputs, made, strict=True)
-            ]
-        )
-        wanted = [need or None for need in ctx.needs_input_grad[:count]]
-        with registry.asking(backend or None):
-            if any([is_batch(cotangent) for cotangent in asked]):
-                gradients: Sequence[Any] = row_by_row(
-                    lambda dy: pull_back(primitive, a, y, dy, wanted), asked
-                )
-            else:
-                gradients = pull_back(primitive, a, y, asked, wanted)
-        # Torch takes a list for a list of tensors, also an empty one, unless it has another value.
+        made = [
+            want and output is not None
+            for want, output in zip(slots, described(primitive, a), strict=True)
+        ]
+        dy = [
+            cotangent if known else None for cotangent, known in zip(cotangents, made, strict=True)
+        ]
+        places = [primitive.outputs.index(name) for name in primitive.saves]
+        kept = [
+            output if made[at] else None
+            for at, output in zip(places, ctx.saved_tensors[self.given :], strict=True)
+        ]
+        step = Step(primitive, None, backend, tuple(slots), tuple(range(count)), a[count:])
+        needed = ctx.needs_input_grad[:count]
+        gradients = step.pull_back(None, needed, dy, a[count:], (*a[:count], *kept))
+        # Torch takes a list of tensors for as many arguments, and an empty one for a list of these.
         nothing = [
             [None] * len(value)
             if isinstance(value, list) and all([isinstance(part, torch.Tensor) for part in value])
@@ -177,13 +173,17 @@ def _register(primitive: Primitive) -> None:
         ]
         return (*gradients, *[None] * len(primitive.constants), *nothing)
 
-    _library.impl(primitive.name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(qualified, fake, lib=_library)
-    if not primitive.mutates:
-        torch.library.register_autograd(
-            qualified, backward, setup_context=setup_context, lib=_library
-        )
+
+def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Return outputs as a schema wants them: a single one bare, and an empty tensor for none."""
+    made = tuple(
+        [
+            output if want and output is not None else reference(a).new_empty(0)
+            for want, output in zip(slots, outputs, strict=True)
+        ]
+    )
+    return made if len(made) > 1 else made[0]
 
 
 for _primitive in primitives().values():
-    _register(_primitive)
+    _Registered(_primitive)
