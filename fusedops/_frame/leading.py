@@ -30,9 +30,11 @@ def led(value: Any, lead: tuple[int, ...]) -> Any:
 
 
 def flattened(
-    op: str, declared: Mapping[str, Array], leading: str, given: Mapping[str, Any]
+    op: str, declared: Mapping[str, Array], leading: str | None, given: Mapping[str, Any]
 ) -> tuple[tuple[int, ...] | None, dict[str, Callable[[Any], Any]]]:
     """Return leading dimensions that aren't one, and functions that flatten a call's arrays."""
+    if leading is None:
+        return None, {}
     first, inner = as_array(op, leading, given[leading]), len(declared[leading].shapes[0]) - 1
     if first.ndim == inner + 1:
         return None, {}

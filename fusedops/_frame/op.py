@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -217,185 +218,220 @@ def op(
     for type checkers, if one signature isn't enough. `pack` returns positional arguments with those
     packed that have no kind, such as lists, so that a plan serves their call.
     """
-    names = names or {}
-    arguments = [names.get(name, name) for name in primitive.arrays]
 
     def declare(check: Callable[..., Any]) -> Any:
-        name = check.__name__
-        signature = inspect.signature(check)
-        takes_out = "out" in signature.parameters
-        check.__doc__ = _documented(name, check.__doc__, takes_out)
+        of = _Checked(primitive, check, names or {}, leading, by_request)
+        name, plans = of.name, of.plans
+        check.__doc__ = _documented(name, check.__doc__, of.takes_out)
         # Any, since type checkers don't know the attributes set below.
         wrapped: Any = functools.wraps(check)
-        declared = _declared(primitive, names, signature)
-        broadcast = [name for name, array in declared.items() if array.broadcasts]
-        plans: Plans[Callable[..., Any]] = Plans()
-
-        def bind(args: Any, kwargs: Any) -> tuple[Bound, Bound]:
-            """Return a checked call, and the same call with every `Made` argument made."""
-            try:
-                call = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{name}: {error}") from None
-            by_name = {
-                argument: call.arguments.get(argument, signature.parameters[argument].default)
-                for argument in declared
-            }
-            for argument in primitive.mutates:
-                _is_array(name, argument, by_name[argument])
-            lead, flatten = flattened(name, declared, leading, by_name) if leading else (None, {})
-            again = {argument: of(by_name[argument]) for argument, of in flatten.items()}
-            arrays, sizes = checked(name, declared, by_name | again, primitive.later)
-            call.arguments.update(arrays)
-            given: Bound = check(*call.args, **call.kwargs)
-            _check_bound(name, primitive, given)
-            given = given._replace(lead=lead)
-            parts = primitive.Arguments._make(given.a)
-            for argument in broadcast:
-                full = _broadcast(declared[argument], getattr(parts, argument), parts[0], sizes)
-                parts = parts._replace(**{argument: full})
-            for argument, of in flatten.items():
-                after = getattr(parts, argument)
-                function = _chained(of, after.function) if isinstance(after, Made) else of
-                parts = parts._replace(**{argument: Made(function, by_name[argument])})
-            made = [part.function(*part.of) if isinstance(part, Made) else part for part in parts]
-            bound = given._replace(a=primitive.Arguments._make(made))
-            primitive.sizes(bound.a, name, names)
-            if bound.values is not None:
-                bound.values(bound.a)
-            return given._replace(a=parts), bound
-
-        def slots_of(bound: Bound, out: Any = None) -> list[Any]:
-            shown = names_of(bound)
-            slots = [True if output in shown else None for output in primitive.outputs]
-            if out is not None:
-                slots[primitive.outputs.index(shown[0])] = out
-            return slots
 
         @wrapped
         def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
             if compiling():
                 options = {"out": out, "backend": backend, **kwargs}
                 return bridge().compiled(name, args, options)
-            asked, kind = registry.forced(backend, name), None
-            if out is None:
+            asked = registry.forced(backend, name)
+            if out is not None:
+                return of.fill(out, asked, backend, args, kwargs)
+            values = (*args, *kwargs.values())
+            kind = kind_of((asked, len(args), *kwargs, *values))
+            if kind is None and pack is not None:
+                args = pack(*args)
                 values = (*args, *kwargs.values())
                 kind = kind_of((asked, len(args), *kwargs, *values))
-                if kind is None and pack is not None:
-                    args = pack(*args)
-                    values = (*args, *kwargs.values())
-                    kind = kind_of((asked, len(args), *kwargs, *values))
-                found = plans.get(kind)
-                if found is not None:
-                    return found(values)
-                if kind is not None and are_one(values) and not are_one(apart := _apart(values)):
-                    kwargs = dict(zip(kwargs, apart[len(args) :], strict=True))
-                    return call(*apart[: len(args)], backend=backend, **kwargs)
-                first = args[0] if args else kwargs.get(str(leading))
-                if sharded and is_dtensor(first) and not traced():
-                    serve = getattr(importlib.import_module(sharded), name)
-                    return serve(*args, backend=backend, **kwargs)
-            given, bound = bind(args, kwargs)
-            if out is not None:
-                if not takes_out:
-                    raise TypeError(f"{name}: it returns a number and takes no out")
-                by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
-                _check_out(name, primitive, bound, by_name, arguments, out)
-            filled = out
-            if out is not None and bound.lead is not None:
-                filled = flat(out, out.ndim - len(bound.lead))
-            slots = slots_of(bound, filled)
-            if is_tensor(reference(bound.a)) and traced():
-                # A compiled graph chooses its backend when it runs, not when it is traced.
-                asked = backend
-            with registry.asking(asked):
+            found = plans.get(kind)
+            if found is not None:
+                return found(values)
+            if kind is not None and are_one(values) and not are_one(apart := _apart(values)):
+                kwargs = dict(zip(kwargs, apart[len(args) :], strict=True))
+                return call(*apart[: len(args)], backend=backend, **kwargs)
+            first = args[0] if args else kwargs.get(str(leading))
+            if sharded and is_dtensor(first) and not traced():
+                serve = getattr(importlib.import_module(sharded), name)
+                return serve(*args, backend=backend, **kwargs)
+            given, bound = of.bind(args, kwargs)
+            slots = of.slots(bound)
+            with _asking(bound, asked, backend):
                 y = primitive(*bound.a, out=slots)
                 if kind is not None:
                     found = _planned(primitive, given, bound, slots, values)
                     if found is not None:
                         plans.keep(kind, found)
-            found = _shown(primitive, bound, y)
-            if out is None or bound.lead is None:
-                return found
-            return (out, *found[1:]) if isinstance(found, tuple) else out
+            return _shown(primitive, bound, y)
 
-        def vjp(
-            *args: Any,
-            wrt: Sequence[str] | None = None,
-            backend: str | None = None,
-            **kwargs: Any,
-        ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-            if "out" in kwargs:
-                raise TypeError(f"{name}.vjp: it takes no out")
-            asked = registry.forced(backend, name)
-            _, bound = bind(args, kwargs)
-            arrays = bound.a[: len(arguments)]
-            for argument, array in zip(arguments, arrays, strict=True):
-                if is_tensor(array):
-                    raise TypeError(
-                        f"{name}.vjp: {argument} is a torch tensor; it should be a NumPy "
-                        "array, tensors have autograd"
-                    )
-            if primitive.mutates:
-                raise TypeError(primitive.no_gradient(name))
-            pairs = list(zip(arguments, arrays, strict=True))
-            given = [argument for argument, array in pairs if array is not None]
-            by = _by(name, wrt, given, by_request)
-            with registry.asking(asked):
-                y = primitive(*bound.a, out=primitive.with_saved(slots_of(bound)))
-            # Two arrays of a primitive may have one name in the signature.
-            wanted = [True if array is not None and arg in by else None for arg, array in pairs]
-            by_name = signature.bind(*args, **kwargs).arguments if broadcast or by_request else {}
-            narrow = {name: by_name[name] for name in (*broadcast, *by_request) if name in by_name}
-
-            def pullback(*cotangents: Any) -> tuple[Any, ...]:
-                shown = names_of(bound)
-                if len(cotangents) != len(shown):
-                    raise TypeError(
-                        f"{name}.vjp: the pullback got {len(cotangents)} cotangents; it should get "
-                        f"{len(shown)}, of {' and '.join(shown)}"
-                    )
-                dy = dict.fromkeys(primitive.outputs)
-                for output, value in zip(shown, cotangents, strict=True):
-                    if value is not None:
-                        like = getattr(y, output)
-                        full = like if bound.lead is None else led(like, bound.lead)
-                        dy[output] = _cotangent(f"{name}.vjp", value, full).reshape(like.shape)
-                with registry.asking(asked):
-                    found = primitive.pulled_back(bound.a, y, tuple(dy.values()), wanted)
-                if bound.lead is not None:
-                    leads = dict.fromkeys(broadcast, bound.lead or (1,))
-                    leads |= {str(leading): bound.lead}
-                    found = [
-                        led(dx, leads[argument]) if dx is not None and argument in leads else dx
-                        for argument, dx in zip(arguments, found, strict=True)
-                    ]
-                gradients = [
-                    _summed(dx, narrow[argument]) if dx is not None and argument in narrow else dx
-                    for argument, dx in zip(arguments, found, strict=True)
-                ]
-                return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
-
-            return _shown(primitive, bound, y), pullback
-
-        def explain(*args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
-            asked = registry.forced(backend, name)
-            arrays = bind(args, kwargs)[1].a[: len(arguments)]
-            first = reference(arrays)
-            framework = "torch" if is_tensor(first) else "numpy"
-            device = first.device.type if framework == "torch" else "cpu"
-            request = Request(primitive.name, framework, device, promoted(arrays), asked)
-            return registry.explain(request)
-
-        call.primitive, call.declared, call.leading = primitive, declared, leading
+        call.primitive, call.declared, call.leading = primitive, of.declared, leading
         call.by_request = by_request
-        call.bound = lambda *args, **kwargs: bind(args, kwargs)[1]
-        call.vjp = outside_of_graphs(vjp)
-        call.explain = outside_of_graphs(explain)
+        call.bound = lambda *args, **kwargs: of.bind(args, kwargs)[1]
+        call.vjp = outside_of_graphs(of.vjp)
+        call.explain = outside_of_graphs(of.explain)
         registry.ops[name] = call
         return call
 
     return declare
+
+
+class _Checked:
+    """An op's function and signature, and the declared arrays by their names in it."""
+
+    def __init__(
+        self,
+        primitive: Primitive,
+        check: Callable[..., Any],
+        names: Mapping[str, str],
+        leading: str | None,
+        by_request: Sequence[str],
+    ) -> None:
+        self.primitive, self.check, self.names = primitive, check, names
+        self.leading, self.by_request = leading, by_request
+        self.name = check.__name__
+        self.signature = inspect.signature(check)
+        self.takes_out = "out" in self.signature.parameters
+        #: The names of the primitive's arrays in the signature.
+        self.arguments = [names.get(name, name) for name in primitive.arrays]
+        self.declared = _declared(primitive, names, self.signature)
+        self.broadcast = [name for name, array in self.declared.items() if array.broadcasts]
+        self.plans: Plans[Callable[..., Any]] = Plans()
+
+    def bind(self, args: Any, kwargs: Any) -> tuple[Bound, Bound]:
+        """Return a checked call, and the same call with every `Made` argument made."""
+        name, primitive, declared = self.name, self.primitive, self.declared
+        try:
+            call = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        by_name = {
+            argument: call.arguments.get(argument, self.signature.parameters[argument].default)
+            for argument in declared
+        }
+        for argument in primitive.mutates:
+            _is_array(name, argument, by_name[argument])
+        lead, flatten = flattened(name, declared, self.leading, by_name)
+        again = {argument: of(by_name[argument]) for argument, of in flatten.items()}
+        arrays, sizes = checked(name, declared, by_name | again, primitive.later)
+        call.arguments.update(arrays)
+        given: Bound = self.check(*call.args, **call.kwargs)
+        _check_bound(name, primitive, given)
+        given = given._replace(lead=lead)
+        parts = primitive.Arguments._make(given.a)
+        for argument in self.broadcast:
+            full = _broadcast(declared[argument], getattr(parts, argument), parts[0], sizes)
+            parts = parts._replace(**{argument: full})
+        for argument, of in flatten.items():
+            after = getattr(parts, argument)
+            function = _chained(of, after.function) if isinstance(after, Made) else of
+            parts = parts._replace(**{argument: Made(function, by_name[argument])})
+        made = [part.function(*part.of) if isinstance(part, Made) else part for part in parts]
+        bound = given._replace(a=primitive.Arguments._make(made))
+        primitive.sizes(bound.a, name, self.names)
+        if bound.values is not None:
+            bound.values(bound.a)
+        return given._replace(a=parts), bound
+
+    def slots(self, bound: Bound) -> list[Any]:
+        """Return slots that ask for the outputs shown."""
+        shown = names_of(bound)
+        return [True if output in shown else None for output in self.primitive.outputs]
+
+    def fill(self, out: Any, asked: str | None, backend: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of a call, the first of them written to `out`."""
+        primitive, name = self.primitive, self.name
+        _, bound = self.bind(args, kwargs)
+        if not self.takes_out:
+            raise TypeError(f"{name}: it returns a number and takes no out")
+        by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
+        _check_out(name, primitive, bound, by_name, self.arguments, out)
+        filled = out if bound.lead is None else flat(out, out.ndim - len(bound.lead))
+        slots = self.slots(bound)
+        slots[primitive.outputs.index(names_of(bound)[0])] = filled
+        with _asking(bound, asked, backend):
+            found = _shown(primitive, bound, primitive(*bound.a, out=slots))
+        if bound.lead is None:
+            return found
+        return (out, *found[1:]) if isinstance(found, tuple) else out
+
+    def vjp(
+        self,
+        *args: Any,
+        wrt: Sequence[str] | None = None,
+        backend: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+        """Return the value, and the pullback."""
+        name, primitive = self.name, self.primitive
+        if "out" in kwargs:
+            raise TypeError(f"{name}.vjp: it takes no out")
+        asked = registry.forced(backend, name)
+        _, bound = self.bind(args, kwargs)
+        pairs = list(zip(self.arguments, bound.a, strict=False))
+        for argument, array in pairs:
+            if is_tensor(array):
+                raise TypeError(
+                    f"{name}.vjp: {argument} is a torch tensor; it should be a NumPy "
+                    "array, tensors have autograd"
+                )
+        if primitive.mutates:
+            raise TypeError(primitive.no_gradient(name))
+        given = [argument for argument, array in pairs if array is not None]
+        by = _by(name, wrt, given, self.by_request)
+        with registry.asking(asked):
+            y = primitive(*bound.a, out=primitive.with_saved(self.slots(bound)))
+        # Two arrays of a primitive may have one name in the signature.
+        wanted = [True if array is not None and arg in by else None for arg, array in pairs]
+        smaller = (*self.broadcast, *self.by_request)
+        by_name = self.signature.bind(*args, **kwargs).arguments if smaller else {}
+        narrow = {argument: by_name[argument] for argument in smaller if argument in by_name}
+
+        def pullback(*cotangents: Any) -> tuple[Any, ...]:
+            dy = self.cotangents(bound, y, cotangents)
+            with registry.asking(asked):
+                found = primitive.pulled_back(bound.a, y, dy, wanted)
+            gradients = self.as_given(found, bound.lead, narrow)
+            return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
+
+        return _shown(primitive, bound, y), pullback
+
+    def cotangents(self, bound: Bound, y: Any, given: Sequence[Any]) -> tuple[Any, ...]:
+        """Return checked cotangents of all outputs, from those of the outputs shown."""
+        op, shown = f"{self.name}.vjp", names_of(bound)
+        if len(given) != len(shown):
+            raise TypeError(
+                f"{op}: the pullback got {len(given)} cotangents; it should get "
+                f"{len(shown)}, of {' and '.join(shown)}"
+            )
+        dy = dict.fromkeys(self.primitive.outputs)
+        for output, value in zip(shown, given, strict=True):
+            if value is not None:
+                like = getattr(y, output)
+                full = like if bound.lead is None else led(like, bound.lead)
+                dy[output] = _cotangent(op, value, full).reshape(like.shape)
+        return tuple(dy.values())
+
+    def as_given(
+        self, found: Sequence[Any], lead: tuple[int, ...] | None, narrow: Mapping[str, Any]
+    ) -> list[Any]:
+        """Return cotangents of the primitive's arrays in the shapes of the op's arguments."""
+        leads: dict[str, Any] = {}
+        if lead is not None:
+            leads = {**dict.fromkeys(self.broadcast, lead or (1,)), str(self.leading): lead}
+        gradients = []
+        for argument, dx in zip(self.arguments, found, strict=True):
+            if dx is not None and argument in leads:
+                dx = led(dx, leads[argument])
+            if dx is not None and argument in narrow:
+                dx = _summed(dx, narrow[argument])
+            gradients.append(dx)
+        return gradients
+
+    def explain(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+        """Return which backend serves the call, and why."""
+        asked = registry.forced(backend, self.name)
+        arrays = self.bind(args, kwargs)[1].a[: len(self.arguments)]
+        first = reference(arrays)
+        framework = "torch" if is_tensor(first) else "numpy"
+        device = first.device.type if framework == "torch" else "cpu"
+        request = Request(self.primitive.name, framework, device, promoted(arrays), asked)
+        return registry.explain(request)
 
 
 def explain(op: Op[Any], /, *args: Any, **kwargs: Any) -> Explanation:
@@ -439,6 +475,17 @@ def explain(op: Op[Any], /, *args: Any, **kwargs: Any) -> Explanation:
             f"explain: op is {was}; it should be an op of fusedops, such as fusedops.planarity_nll"
         )
     return op.explain(*args, **kwargs)
+
+
+def _asking(
+    bound: Bound, asked: str | None, backend: str | None
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that asks for a call's backend.
+
+    A compiled graph chooses its backend when it runs, not when it is traced.
+    """
+    tracing = is_tensor(reference(bound.a)) and traced()
+    return registry.asking(backend if tracing else asked)
 
 
 def _declared(
