@@ -1,9 +1,9 @@
 """Time `fusedops density` and `planarity` on every structure of a folder, `info` and `check`.
 
-    FUSEDOPS_DATA=folder python bench/commands.py
+    FUSEDOPS_DATA=folder python -m bench commands
 
 A run is a process: its exit code, its shortest time in some rounds and its peak of memory go into
-bench/results/commands.json, from which bench/tables.py makes the table of docs/measured.md. So
+bench/results/commands.json, from which bench.tables makes the table of docs/measured.md. So
 does the R factor of the structure factors that `density --mtz` writes, to gemmi's direct summation.
 """
 
@@ -119,11 +119,7 @@ def main() -> None:
             files[model.name] = {"runs": runs(model, folder)}
         for model, folder in folders.items():
             files[model.name] |= r_factor(model, folder / "y.mtz")
-    from fusedops.bench import measure, report
+    from bench import measure, report
 
     about = {"machine": measure.machine("cpu"), "rounds": ROUNDS}
     report.save(RESULTS, {**about, "alone": alone, "files": files})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Keep results of a day, and show in docs/history.md how our times change.
 
-    python bench/history.py 2026-11-22    # keep bench/results/*.json under this date
+    python -m bench history 2026-11-22    # keep bench/results/*.json under this date
 
 The page compares all that is kept. Only rows of our own kernels are.
 """
@@ -8,18 +8,17 @@ The page compares all that is kept. Only rows of our own kernels are.
 from __future__ import annotations
 
 import json
-import sys
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from fusedops.bench import report
+from bench import report
 
 ROOT = Path(__file__).parents[1]
 TITLE = """# Speed over time
 
-Written by `python bench/history.py DATE`, which keeps the results of `fusedops bench` in
+Written by `python -m bench history DATE`, which keeps the results of `fusedops bench` in
 `bench/results/history`. A cell has the geometric mean of an op's times over the times of the date
 before, and how many cases got slower than the spread of their rounds explains; a cell of the first
 date has the number of cases, and "as before" an op that was not measured again. Another date may
@@ -81,7 +80,8 @@ def _cell(
     return f"{mean:.2f}" + (f", **{slower} slower**" if slower else "")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        keep(ROOT / "bench/results", sys.argv[1])
+def main(*dates: str) -> None:
+    """Keep the results under a date, if there is one, and write the page."""
+    for date in dates:
+        keep(ROOT / "bench/results", date)
     (ROOT / "docs/history.md").write_text(page(ROOT / "bench/results/history"))

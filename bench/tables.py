@@ -1,13 +1,13 @@
 """Write the tables of README.md and docs/measured.md from the results of `fusedops bench`.
 
-    python bench/tables.py
+    python -m bench tables
 
 The text between `<!-- measured: MODULE NAME -->` and `<!-- end of measured -->` becomes the results
 in bench/results/NAME.json of the ops of fusedops/MODULE.py, or of a whole step of that name. Where
 MODULE is `peers`, it becomes the count of eager calls of every op in which we are faster than all
 peers; where it is `largest`, the largest problem of a few ops, beside the fastest peer; where it is
 `ranks`, the results of `fusedops bench --distributed`; where it is `commands`, the results of
-bench/commands.py. Without results, the text stays.
+`python -m bench commands`. Without results, the text stays.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fusedops.bench import plot, report
-from fusedops.bench.measure import names_of
-from fusedops.bench.steps import STEPS
-from fusedops.bench.timing import GRAPH, NUMPY, TORCH
-from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS
+from bench import plot, report
+from bench.measure import STEPS, names_of
+from bench.timing import GRAPH, NUMPY, TORCH
+from fusedops._workloads import BOTH, FORWARD, WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 MODULES = dict(names_of(workload.op) for workload in WORKLOADS) | {step: step for step in STEPS}
@@ -174,14 +173,14 @@ def _table(block: dict[str, Any]) -> str:
         _line(["workload", "dtype", "pass", *numbers]),
         "|---|---|---|" + "---:|" * len(numbers),
     ]
-    for what, found in cases.items():
+    for case, found in cases.items():
         times = [_times(found, who, hows) for who, hows in contestants.items()]
         ours = [row for row in found.values() if row["ours"]]
         floors = next(iter(found.values()))["floors_ms"].values()
         peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
         ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
         extra = [*[_host(ours)] * len(host), *[_over_alone(ours)] * len(alone)]
-        lines.append(_line([*what, *times, *extra, *ends]))
+        lines.append(_line([*case, *times, *extra, *ends]))
     return "\n".join(lines)
 
 
@@ -281,6 +280,7 @@ def _about(block: dict[str, Any]) -> str:
 OTHERS = {"ranks": on_ranks, "commands": commands}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write all tables."""
     for page in (ROOT / "README.md", ROOT / "docs/measured.md"):
         page.write_text(tables(page.read_text(), ROOT / "bench/results"))

@@ -13,9 +13,13 @@ from math_core import LatexToMathML
 from sphinx.errors import ExtensionError
 
 import fusedops
-from fusedops.bench import plot, report
+from fusedops.cli.bench import load
 
 ROOT = Path(__file__).parents[1]
+load(ROOT)
+
+from bench import plot, report  # noqa: E402
+
 #: Pages whose text is elsewhere.
 ELSEWHERE = {
     "index": "README.md",
@@ -122,7 +126,7 @@ def public_names() -> list[str]:
     modules = [
         importlib.import_module(name)
         for _, name, _ in pkgutil.walk_packages(fusedops.__path__, "fusedops.")
-        if not re.search(r"\.(_|bench|cli)", name)
+        if not re.search(r"\.(_|cli)", name)
     ]
     return [name for each in (fusedops, *modules) for name in getattr(each, "__all__", ())]
 

@@ -222,12 +222,12 @@ def young_heap():
 @pytest.fixture
 def quick_bench(monkeypatch):
     """Time for a moment with one thread, at given rates, which take no time to measure."""
+    import benches
     import fusedops
-    from benches import RATES
-    from fusedops.bench import measure
+    from bench import measure
 
     monkeypatch.setattr(measure.Plan, "seconds", 0.001)
-    monkeypatch.setattr(measure.floors, "measured", lambda *args: RATES)
+    monkeypatch.setattr(measure.floors, "measured", lambda *args: benches.RATES)
     threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     fusedops.set_num_threads(1)
     yield

@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import benches
 import fusedops
-from benches import RATES, bench_module
+from bench import history, measure, memory, plot, report, steps, tables, terminal
+from bench import timing as timings
+from bench.floors import Rates
+from bench.measure import Bench, Plan, power
+from bench.peers import EMPTY, PEERS, Unsuited
+from bench.timing import Timing, interleaved
 from fusedops import cli
 from fusedops._frame import packed, registry
-from fusedops.bench import measure, memory, plot, report, steps
-from fusedops.bench import timing as timings
-from fusedops.bench.floors import Rates
-from fusedops.bench.measure import Bench, Plan, power
-from fusedops.bench.peers import EMPTY, PEERS, Unsuited
-from fusedops.bench.timing import Timing, interleaved
-from fusedops.bench.workloads import (
+from fusedops._workloads import (
     BACKWARD,
     BOTH,
     FORWARD,
@@ -182,14 +182,14 @@ def test_a_noisy_size_is_no_growth(spoilt, capsys):
     row = grown_at(spoilt)
     assert row["noisy"] == spoilt
     assert row["exponent"] == pytest.approx(1, abs=0.011)
-    cli.bench.show("op", {"cases": [], "growth": [row], "skipped": {}})
+    terminal.show("op", {"cases": [], "growth": [row], "skipped": {}})
     assert ("without 1 noisy sizes" in capsys.readouterr().out) == bool(spoilt)
 
 
 def test_growth_through_noise_has_no_power(capsys):
     row = grown_at([1000, 31623])
     assert row["exponent"] is None
-    cli.bench.show("op", {"cases": [], "growth": [row], "skipped": {}})
+    terminal.show("op", {"cases": [], "growth": [row], "skipped": {}})
     out = capsys.readouterr().out
     assert "noisy at 2 of 6 sizes" in out
     assert "it grows" not in out
@@ -202,7 +202,7 @@ def test_noise_is_told(capsys):
         cases = [
             row | {"over_floor": 1.0, "peak_MB": None, "error": None} for row in report.cases(given)
         ]
-        cli.bench.show("op", {"cases": cases, "growth": [], "skipped": {}})
+        terminal.show("op", {"cases": cases, "growth": [], "skipped": {}})
         out = capsys.readouterr().out
         assert out.count("noisy, ") == count
         assert ("1 of 2 rows are noisy" in out) == bool(count)
@@ -243,9 +243,25 @@ def test_systems_other_than_linux_tell_no_peak(tmp_path, monkeypatch):
 
 
 def test_the_floor_is_the_longest_of_what_must_be_done():
-    floors = RATES.floors_ms(Work(1e7, 2e8, 4e6), "float32", share=0.5)
+    floors = benches.RATES.floors_ms(Work(1e7, 2e8, 4e6), "float32", share=0.5)
     assert floors == pytest.approx({"bytes": 1.0, "FLOP": 4.0, "exponentials": 8.0})
-    assert list(RATES.floors_ms(Work(1e7), "float32")) == ["bytes"]
+    assert list(benches.RATES.floors_ms(Work(1e7), "float32")) == ["bytes"]
+
+
+def test_the_command_finds_a_checkout(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fusedops, "__file__", str(tmp_path / "installed/fusedops/__init__.py"))
+    for name in ("bench", "bench.cli"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    checkout, inner = tmp_path / "checkout", tmp_path / "checkout/docs"
+    (checkout / "bench").mkdir(parents=True)
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    assert cli.main(["bench", "--quick"]) == 2
+    assert "not installed; run it in a checkout" in capsys.readouterr().err
+    (checkout / "bench/__init__.py").touch()
+    (checkout / "bench/cli.py").write_text("def fill(parser): parser.set_defaults(run=lambda _: 7)")
+    assert cli.main(["bench"]) == 7
 
 
 @pytest.mark.usefixtures("quick_bench")
@@ -317,7 +333,7 @@ def test_the_hosts_time_beside_an_empty_function(monkeypatch, capsys):
     monkeypatch.setattr(measure, "GROWTH", {"cpu": []})
     ((op, block),) = Bench(Plan(ops=("dynamic_conv",), backends=("numpy",), quick=True)).run()
     assert {row["workload"] for row in block["cases"]} == {"Jet-Nemotron", "a call"}
-    cli.bench.show(op, block)
+    terminal.show(op, block)
     out = capsys.readouterr().out
     assert "host µs" in out
     assert "over empty" in out
@@ -529,16 +545,15 @@ def test_an_op_that_there_is_not(capsys):
 @pytest.mark.parametrize("name", ["cpu", "h200"])
 def test_results_without_the_hosts_time_are_shown(capsys, name):
     """An older version, or a machine without torch, leaves such results."""
-    found = report.read(Path(__file__).parents[1] / f"bench/results/{name}.json")
+    found = report.read(benches.ROOT / f"bench/results/{name}.json")
     for row in report.cases(found):
         for key in ("host_ms", "host_quartiles_ms", "over_empty"):
             row.pop(key, None)
     for op, block in found["ops"].items():
-        cli.bench.show(op, block)
+        terminal.show(op, block)
     out = capsys.readouterr().out
     assert "host µs" not in out
     assert ("graph ms" in out) == (name == "h200")
-    tables = bench_module("tables")
     assert "host" not in tables.section(found["ops"], name)
 
 
@@ -559,7 +574,7 @@ def test_eager_calls_and_graphs_share_a_row(capsys):
     for row in rows:
         row |= {"over_floor": row.get("over_floor", 9.0), "peak_MB": None, "error": None}
     eager |= {"host_ms": 0.0415, "over_empty": 2.56}
-    cli.bench.show("op", {"cases": rows, "growth": [], "skipped": {}})
+    terminal.show("op", {"cases": rows, "growth": [], "skipped": {}})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     (line,) = (line for line in lines if "2.00" in line)
     assert line[-8:] == ["2.00", "1.90", "–", "2.10", "0.500", "1.25", "41.5", "2.56"]
@@ -583,7 +598,7 @@ def test_a_table_without_rich(capsys, monkeypatch):
     missing = lambda name, *rest: None if name == "rich" else found(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     given = copy.deepcopy(rows_of(("cython", 0.9, 1.0, 1.1)))
-    cli.bench.show_changes(report.compared(given, given))
+    terminal.show_changes(report.compared(given, given))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Compared to before"
     assert lines[1].split()[:2] == ["case", "dtype"]
@@ -593,11 +608,11 @@ def test_a_table_without_rich(capsys, monkeypatch):
 def test_pictures_of_files(tmp_path):
     pytest.importorskip("matplotlib")
     bench = Bench(Plan(ops=("dynamic_conv_step",), quick=True))
-    bench.rates = RATES
+    bench.rates = benches.RATES
     workload, tiny = bench.plan.workloads()
     rows = [*bench.cases(workload), *bench.cases(tiny)]
     growth = bench.growth(*bench.plan.growing()[0], set())
-    about = {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(RATES)}
+    about = {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(benches.RATES)}
     given = report.new("cpu")
     given["ops"]["dynamic_conv_step"] = {**about, "cases": rows, "growth": growth, "skipped": {}}
     path = tmp_path / "cpu.json"
@@ -612,7 +627,7 @@ def test_pictures_of_files(tmp_path):
 
 def test_the_picture_of_peers_shows_a_small_and_a_large_size():
     """Both sizes are shown, whoever is faster, in the dtype and beside the peer that is hardest."""
-    from fusedops.bench import plot
+    from bench import plot
 
     given = report.new("cuda")
     cases = []
@@ -849,7 +864,6 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
 
 
 def test_the_history_of_times(tmp_path):
-    history = bench_module("history")
     dates = ("2026-01-02", 1.0), ("2026-01-10", 4.0), ("2026-02-01", 2.0), ("2026-02-02", 2.0)
     for date, ms in dates:
         given = rows_of(("cython", ms, ms, ms), ("numba", 1.0, 1.0, 1.0), ("peer", 9.0, 9.0, 9.0))
@@ -866,17 +880,17 @@ def test_the_history_of_times(tmp_path):
 
 
 def test_the_page_of_history_is_written_anew():
-    root, history = Path(__file__).parents[1], bench_module("history")
+    root = benches.ROOT
     assert (root / "docs/history.md").read_text() == history.page(root / "bench/results/history")
 
 
 def test_the_measured_tables(tmp_path):
-    root, tables = Path(__file__).parents[1], bench_module("tables")
+    root = benches.ROOT
     text = (root / "docs/measured.md").read_text()
     places = {match[1:3] for match in tables.PART.findall(text)}
     modules = {*tables.MODULES.values(), "peers"}
     others = {("ranks", "h200x2"), ("commands", "commands")}
-    assert modules >= steps.STEPS.keys()
+    assert modules >= measure.STEPS.keys()
     assert places == {(m, d) for m in modules for d in ("cpu", "h200")} | others
     ranks = tables.tables(text, root / "bench/results").split("measured: ranks h200x2")[1]
     assert "DTensor.redistribute" in ranks
@@ -893,7 +907,7 @@ def test_the_measured_tables(tmp_path):
 
     given = rows_of(("cython", 0.9, 1.0, 1.1), ("numba", 1.9, 2.0, 2.1))
     block = given["ops"]["dynamic_conv"]
-    block |= {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(RATES)}
+    block |= {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(benches.RATES)}
     for row in block["cases"]:
         row |= {"floors_ms": {"bytes": 0.5, "FLOP": 0.25}, "peak_MB": 3.0, "work": {"bytes": 7}}
     report.save(tmp_path / "cpu.json", given)
@@ -942,11 +956,11 @@ def test_the_measured_tables(tmp_path):
 
 def test_every_op_has_a_picture_and_folded_times(tmp_path):
     pytest.importorskip("matplotlib")
-    root = Path(__file__).parents[1]
+    root = benches.ROOT
     text = (root / "docs/measured.md").read_text()
     found = report.read(root / "bench/results/cpu.json")
     pictures = re.findall(r"<!-- picture: cpu (\w+) -->\n\n<details>", text)
-    assert sorted(pictures) == sorted(found["ops"].keys() - steps.STEPS.keys())
+    assert sorted(pictures) == sorted(found["ops"].keys() - measure.STEPS.keys())
     assert text.count("<details>") == text.count("</details>")
     op = "planarity_nll"
     drawn = plot.draw_ops(found | {"ops": {op: found["ops"][op]}}, tmp_path)
@@ -1062,7 +1076,6 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
         assert set(row["error"]) == {"value", "gradient"}
         assert (row.get("share") is None) == (row["pass"] in (FORWARD, BOTH))
         assert row["shape"]["atoms"] == row["size"] == 36
-    tables = bench_module("tables")
     told = "<!-- measured: refinement cpu -->\n<!-- end of measured -->\n"
     written = tables.tables(told, tmp_path)
     names = [line.split("|")[2].strip() for line in written.splitlines() if line.startswith("| ")]
@@ -1070,7 +1083,7 @@ def test_a_step_has_its_json_its_tables_and_its_picture(tmp_path, capsys):
     assert {*names[3:]} == {*PARTS, *map(steps.backward_of, PARTS)}
     assert re.search(r"\| density \| [\d.]+ \(\d+%\) \|", written)
     pytest.importorskip("matplotlib")
-    plot = importlib.import_module("fusedops.bench.plot")
+    plot = importlib.import_module("bench.plot")
     block["cases"].append(ours[0] | {"who": "x", "ours": False, "ms": 2 * ours[0]["ms"]})
     (bar,) = plot.bars_of({**report.new("cpu"), "ops": {"refinement": block}})["refinement"]
     assert bar.eager == pytest.approx(2)
@@ -1172,7 +1185,7 @@ def test_a_pair_step_has_its_tables(tmp_path):
         assert row["ms"] > 0
         assert set(row["error"]) == {"value", "gradient"}
     told = "<!-- measured: pair cpu -->\n<!-- end of measured -->\n"
-    assert "| starting attention, backward |" in bench_module("tables").tables(told, tmp_path)
+    assert "| starting attention, backward |" in tables.tables(told, tmp_path)
 
 
 @needs_torch

@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import benches  # noqa: E402, F401
 import fusedops  # noqa: E402
-from benches import bench_module  # noqa: E402
+from bench import language, measure, report, steps, tables  # noqa: E402
+from bench.peers import EMPTY, PEERS, Unsuited  # noqa: E402
+from bench.timing import graphed  # noqa: E402
 from fusedops import cli  # noqa: E402
-from fusedops.bench import language, measure, report, steps  # noqa: E402
-from fusedops.bench.peers import EMPTY, PEERS, Unsuited  # noqa: E402
-from fusedops.bench.timing import graphed  # noqa: E402
-from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS, errors  # noqa: E402
+from fusedops._workloads import BOTH, FORWARD, WORKLOADS, errors  # noqa: E402
 from fusedops.compat import causal_conv1d, fla  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("young_heap")
@@ -165,7 +165,7 @@ def test_a_serving_step_has_its_tables(tmp_path, monkeypatch):
         assert (row["over_empty"] is not None) == (held and row["who"] != EMPTY)
         assert "share" not in row
     told = "<!-- measured: serving cpu -->\n<!-- end of measured -->\n"
-    written = bench_module("tables").tables(told, tmp_path)
+    written = tables.tables(told, tmp_path)
     assert EMPTY not in written
     assert "tokens/s" in written
     assert "; host " in written

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import benches  # noqa: F401
+from bench import report
 from fusedops import cli, maps
-from fusedops.bench import report
 from fusedops.structure import read_structure
 
 gemmi = pytest.importorskip("gemmi")

@@ -6,9 +6,9 @@ from importlib.resources import files
 
 import pytest
 
+import benches  # noqa: F401
+from bench import report, terminal
 from fusedops import cli
-from fusedops.bench import report
-from fusedops.cli import bench as benches
 from fusedops.cli import check as checks
 from fusedops.cli import demo as demos
 from fusedops.cli import tables
@@ -90,11 +90,11 @@ def bench():
     peer = bench_row(who="cuEquivariance", ours=False)
     refused = bench_row(refused="OutOfMemoryError: too large", ms=None, **{"pass": "forward"})
     cases = [bench_row(), peer, bench_row(how="CUDA graph"), refused]
-    benches.show("refinement", {"cases": cases, "growth": [], "skipped": {}})
+    terminal.show("refinement", {"cases": cases, "growth": [], "skipped": {}})
 
 
 def changes():
-    benches.show_changes([report.Change(bench_row(), 12.0, 1.1, True)])
+    terminal.show_changes([report.Change(bench_row(), 12.0, 1.1, True)])
 
 
 @pytest.mark.parametrize("columns", [60, 80])

@@ -289,8 +289,9 @@ def test_models_are_copied_and_pickled(expected, registered, mode):
 
 
 def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):
-    from fusedops.bench import uma as bench
-    from fusedops.bench.workloads import BOTH
+    import benches  # noqa: F401
+    from bench import uma as bench
+    from fusedops._workloads import BOTH
 
     sizes = {"sphere_channels": 16, "hidden_channels": 16, "edge_channels": 8, "num_layers": 1}
     monkeypatch.setattr(bench, "SIZES", {**bench.SIZES, **sizes})
@@ -315,7 +316,8 @@ def test_edges_of_the_bench_are_those_of_ase():
     from ase import Atoms
     from ase.neighborlist import neighbor_list
 
-    from fusedops.bench import uma as bench
+    import benches  # noqa: F401
+    from bench import uma as bench
 
     for atoms in (bench._salt(2, 1, 1), bench._ubiquitin()):
         system = Atoms(atoms.numbers, atoms.xyz, cell=atoms.cell, pbc=True)

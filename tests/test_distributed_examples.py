@@ -16,6 +16,7 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
+import benches  # noqa: E402, F401
 from fusedops.distributed.examples import EXAMPLES  # noqa: E402
 from worlds import device, on_ranks, world_of  # noqa: E402
 
@@ -41,7 +42,7 @@ def bench(room):
 
     A GPU of so many bytes would hold all but one device's training, and the gather's.
     """
-    from fusedops.bench import ranks
+    from bench import ranks
 
     counts = []
     # A collection of garbage, before every peak of memory, passes over frozen modules.
@@ -59,8 +60,8 @@ def bench(room):
 
 @pytest.mark.parametrize(("ranks", "room"), [(2, 1.2e6), (4, None)])
 def test_the_bench_measures_every_contestant(ranks, room, capsys):
-    from fusedops.bench.report import shared
-    from fusedops.cli.bench import show_ranks
+    from bench.report import shared
+    from bench.terminal import show_ranks
 
     work = world_of("gloo", ranks).run("test_distributed_examples", "bench", room=room)
     found, counts = work[0]
@@ -108,7 +109,7 @@ def test_the_bench_measures_every_contestant(ranks, room, capsys):
 @pytest.mark.parametrize("factor", [1.01, math.nan])
 @on_ranks(worlds=[("gloo", 2)])
 def test_the_bench_refuses_a_gradient_of_weights_that_differs_from_one_devices(factor):
-    from fusedops.bench import ranks
+    from bench import ranks
 
     problem = ranks.triangles(16, torch.empty(0))
 

@@ -14,13 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-    for package in ("fusedops", "cpukern", "gpukern")
+    for package in ("fusedops", "cpukern", "gpukern", "bench")
     for file in sorted((ROOT / package).rglob("*.py"))
 }
 #: The rooms of files at the top of fusedops; another one there is the definition of some ops.
 ROOMS = {
     "": "package",
     "_info": "package",
+    "_workloads": "library",
     "__main__": "cli",
     **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
     **dict.fromkeys(("restraints", "samples", "structure", "testing"), "library"),
@@ -35,8 +36,8 @@ BELOW = {
     "package": {"_host", "_frame", "definitions", "cpukern"},
     "library": {"_host", "_frame", "definitions", "package"},
     "compat": {"_frame", "definitions", "package", "library"},
-    "bench": {"_host", "_frame", "definitions", "package", "library", "compat"},
-    "cli": {"_frame", "definitions", "package", "library", "bench"},
+    "cli": {"_frame", "definitions", "package", "library"},
+    "bench": {"_host", "_frame", "definitions", "package", "library", "compat", "cli"},
 }
 #: The room in which a function may close a circle, by the version.
 LATE = {"package"}

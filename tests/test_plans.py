@@ -17,7 +17,7 @@ import pytest
 
 import fusedops
 from fusedops._frame import kinds
-from fusedops.bench.workloads import WORKLOADS, Source
+from fusedops._workloads import WORKLOADS, Source
 from fusedops.conv.op import conv
 from fusedops.wigner import wigner_d
 from places import needs_triton

@@ -9,7 +9,7 @@ import io
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fusedops
@@ -70,10 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage of all arguments."""
+    """A parser whose errors are one line, and which `fill` gives its arguments when it is used."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"formatter_class": _Help, **kwargs})
+    def __init__(self, fill: Callable[[Any], None] = lambda _: None, **kwargs: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **kwargs})
+        self.fill = fill
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.fill(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> Any:
         message = " ".join(message.split())

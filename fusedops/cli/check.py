@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops.bench.workloads import WORKLOADS, Workload, errors, steps_of
+from fusedops._workloads import WORKLOADS, Workload, errors, steps_of
 from fusedops.cli import tables
 from fusedops.cli.common import CommandError, add_choice, needs_gpu, progress
 

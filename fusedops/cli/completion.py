@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import Any
 
-from fusedops.cli.common import needs
+from fusedops.cli.common import CommandError, needs
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -39,6 +40,8 @@ def _tell_files(parser: argparse.ArgumentParser, shtab: Any) -> None:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
+                with contextlib.suppress(CommandError):
+                    command.fill(command)
                 _tell_files(command, shtab)
         elif action.metavar in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

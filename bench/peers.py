@@ -18,7 +18,7 @@ import numpy as np
 
 import fusedops
 from fusedops._frame.check import is_tensor
-from fusedops.bench.workloads import BOTH, FORWARD, WORKLOADS, Problem, Steps, by_autograd
+from fusedops._workloads import BOTH, FORWARD, WORKLOADS, Problem, Steps, by_autograd
 from fusedops.wigner import m_major_order
 
 #: The peer that the host's time with a call is compared to.

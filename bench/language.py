@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import fusedops
-from fusedops._frame.registry import BackendName
-from fusedops.bench.peers import (
+from bench.peers import (
     EMPTY,
     JET,
     Unsuited,
@@ -24,9 +23,10 @@ from fusedops.bench.peers import (
     no_file,
     peer,
 )
-from fusedops.bench.steps import STEPS, Case, Chain, Part, Step, dtype_on, installed, result
-from fusedops.bench.timing import GRAPHS, TORCH, graphed
-from fusedops.bench.workloads import BOTH, FORWARD, Steps
+from bench.steps import Case, Chain, Part, Step, dtype_on, installed, result
+from bench.timing import GRAPHS, TORCH, graphed
+from fusedops._frame.registry import BackendName
+from fusedops._workloads import BOTH, FORWARD, Steps
 
 
 def jet(device: str) -> Step:
@@ -120,9 +120,6 @@ def serving(device: str) -> Step:
         hows=(TORCH, GRAPHS),
         has_shares=False,
     )
-
-
-STEPS.update(jet=jet, jet_block=jet_block, serving=serving)
 
 
 def _chain(name: str, x: Any, function: Callable[[Any], Any], parameters: Any) -> Chain:

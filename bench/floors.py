@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops.bench.timing import interleaved, waiting
-from fusedops.bench.workloads import Work
+from bench.timing import interleaved, waiting
+from fusedops._workloads import Work
 
 
 @dataclass(frozen=True)

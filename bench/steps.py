@@ -1,7 +1,7 @@
 """Whole steps of programs, which `fusedops bench --step` times with the share of each part.
 
-To add a step, write a function from a device to a `Step`, and name it in `STEPS`. A peer is
-declared as an op's is, with the step's name in place of the op's.
+To add a step, write a function from a device to a `Step`, and name it in `STEPS` of
+`bench.measure`. A peer is declared as an op's is, with the step's name in place of the op's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from bench.peers import Unsuited, peer
+from bench.timing import NUMPY, TORCH
 from fusedops import crystal, maps, samples
 from fusedops._frame.check import is_tensor
 from fusedops._frame.op import Op
 from fusedops._frame.registry import BackendName
-from fusedops.bench.peers import Unsuited, peer
-from fusedops.bench.timing import NUMPY, TORCH
-from fusedops.bench.workloads import BOTH, FORWARD, Steps
+from fusedops._workloads import BOTH, FORWARD, Steps
 from fusedops.density import Lattice
 from fusedops.structure import Structure, planar_groups, read_structure
 
@@ -309,10 +309,6 @@ def pair(device: str) -> Step:
         needs=("torch",),
         hows=(TORCH,),
     )
-
-
-#: Every step's function; `fusedops.bench.language` and `fusedops.bench.uma` add their own.
-STEPS: dict[str, Callable[[str], Step]] = {"refinement": refinement, "pair": pair}
 
 
 def _of_file(name: str) -> Crystal:

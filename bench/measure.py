@@ -18,15 +18,10 @@ from typing import Any
 import numpy as np
 
 import fusedops
-import fusedops.bench.language
-import fusedops.bench.uma
-from fusedops import testing
-from fusedops._frame import registry
-from fusedops._frame.check import is_tensor
-from fusedops.bench import floors, memory
-from fusedops.bench.peers import EMPTY, PEERS, Peer, Unsuited, versions
-from fusedops.bench.steps import STEPS, Case, Step, result
-from fusedops.bench.timing import (
+from bench import floors, language, memory, steps, uma
+from bench.peers import EMPTY, PEERS, Peer, Unsuited, versions
+from bench.steps import Case, Step, result
+from bench.timing import (
     COPIES,
     GRAPH,
     GRAPHS,
@@ -39,7 +34,10 @@ from fusedops.bench.timing import (
     scaled,
     waiting,
 )
-from fusedops.bench.workloads import (
+from fusedops import testing
+from fusedops._frame import registry
+from fusedops._frame.check import is_tensor
+from fusedops._workloads import (
     BACKWARD,
     BOTH,
     FORWARD,
@@ -51,6 +49,16 @@ from fusedops.bench.workloads import (
     errors,
     steps_of,
 )
+
+#: Whole steps, by name: functions from a device.
+STEPS: dict[str, Callable[[str], Step]] = {
+    "refinement": steps.refinement,
+    "pair": steps.pair,
+    "jet": language.jet,
+    "jet_block": language.jet_block,
+    "serving": language.serving,
+    "uma": uma.uma,
+}
 
 
 @dataclass(frozen=True)

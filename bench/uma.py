@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from bench.peers import Unsuited, peer
+from bench.steps import Case, Step, backward_of
+from bench.timing import TORCH
 from fusedops import samples
 from fusedops._frame.registry import BackendName
-from fusedops.bench.peers import Unsuited, peer
-from fusedops.bench.steps import STEPS, Case, Step, backward_of
-from fusedops.bench.timing import TORCH
-from fusedops.bench.workloads import BOTH, FORWARD, Steps
+from fusedops._workloads import BOTH, FORWARD, Steps
 
 CUTOFF = 6.0
 """Å, of UMA-S."""
@@ -99,9 +99,6 @@ def uma(device: str) -> Step:
         hows=(TORCH,),
         captured=False,
     )
-
-
-STEPS["uma"] = uma
 
 
 def _few() -> Atoms:

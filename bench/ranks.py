@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 import fusedops
+from bench.measure import machine
+from bench.memory import peak_MB
+from bench.timing import timed, waiting
 from fusedops import distributed
-from fusedops.bench.measure import machine
-from fusedops.bench.memory import peak_MB
-from fusedops.bench.timing import timed, waiting
 
 FORWARD, TRAINING = "forward", "forward and backward"
 ONE, OURS = "one device", "fusedops"

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import report as reports
+from bench.timing import GRAPH
 from fusedops._frame.registry import BACKENDS
-from fusedops.bench import report as reports
-from fusedops.bench.timing import GRAPH
-from fusedops.bench.workloads import BOTH, CALL, FORWARD
+from fusedops._workloads import BOTH, CALL, FORWARD
 
 #: Neither dark nor light, so that text is read on a page of either; the background is clear.
 INK = "#7f8792"

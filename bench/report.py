@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedops.bench.timing import GRAPH, TORCH, noisy
+from bench.timing import GRAPH, TORCH, noisy
 from fusedops.structure import replacing
 
 #: The version of the files' form, which every file states.
