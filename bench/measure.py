@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from bench import floors, language, memory, steps, uma
+from bench import floors, language, memory, report, steps, uma
 from bench.peers import EMPTY, PEERS, Peer, Unsuited, versions
 from bench.steps import Case, Step, result
 from bench.timing import (
@@ -362,16 +362,13 @@ class Bench:
         for row in rows:
             row.update(self._about(workload, problem.shape))
         for what, entries in _by_pass(contestants).items():
-            about, floor = self._about(workload, problem.shape), {}
+            about = self._about(workload, problem.shape)
             about["error_of"] = min(workload.size, workload.small)
             if work := problem.work.get(what):
                 floor = self.rates.floors_ms(work, workload.rounds_to or workload.dtype, share)
-                about |= {"work": asdict(work), "floors_ms": floor}
+                about["work"] = {**asdict(work), "floor_ms": max(floor.values())}
             options = {"tiny": workload.tiny, "times_host": workload.times_host}
-            for row in self._timed(what, entries, **options):
-                if floor and row["ms"]:
-                    row["over_floor"] = row["ms"] / max(floor.values())
-                rows.append(row | about)
+            rows += [row | about for row in self._timed(what, entries, **options)]
         return rows
 
     def _about(self, workload: Workload, shape: dict[str, int]) -> dict[str, Any]:
@@ -706,19 +703,9 @@ def _finite(errors: dict[str, float] | None) -> dict[str, float | None] | None:
 
 
 def _row(who: str, how: str, what: str, **values: Any) -> dict[str, Any]:
-    empty: dict[str, Any] = {
-        "refused": None,
-        "error": None,
-        "error_of": None,
-        "ours": False,
-        "work": None,
-    }
-    empty["computes"] = True
-    empty |= {"ms": None, "quartiles_ms": None, "rounds": 0, "noisy": False, "peak_MB": None}
-    empty["alone_ms"] = None
-    empty |= {"host_ms": None, "host_quartiles_ms": None, "over_empty": None}
-    empty |= {"floors_ms": {}, "over_floor": None}
-    return {"who": who, "how": how, "pass": what, **empty, **values}
+    row = dict.fromkeys((*report.OF_PROBLEM, *report.OF_CONTESTANT, "work", *report.COLUMNS))
+    row |= {"who": who, "how": how, "pass": what, "ours": False, "computes": True}
+    return row | values
 
 
 @cache
@@ -734,18 +721,9 @@ def _product() -> Callable[[], Any]:
 
 
 def _times(timing: Timing) -> dict[str, Any]:
-    return {
-        "ms": timing.ms,
-        "quartiles_ms": list(timing.quartiles_ms),
-        "rounds": timing.rounds,
-        "noisy": noisy(timing.ms, timing.quartiles_ms),
-    }
+    return {"ms": timing.ms, "quartiles_ms": list(timing.quartiles_ms)}
 
 
 def _host(timing: Timing, empty: Timing | None) -> dict[str, Any]:
     """Return how long the host is busy with a call, and its ratio to an empty Function."""
-    return {
-        "host_ms": timing.ms,
-        "host_quartiles_ms": list(timing.quartiles_ms),
-        "over_empty": timing.ms / empty.ms if empty else None,
-    }
+    return {"host_ms": timing.ms, "over_empty": timing.ms / empty.ms if empty else None}

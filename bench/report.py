@@ -1,11 +1,17 @@
-"""Results in files, in words, and beside an earlier run's."""
+"""Results in files, in words, and beside an earlier run's.
+
+In memory a report has a dict for every row. In a file a row is a line of `columns`; a line before
+it has the values of its problem and contestant that differ from those of the row above.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +19,20 @@ from bench.timing import GRAPH, TORCH, noisy
 from fusedops.structure import replacing
 
 #: The version of the files' form, which every file states.
-SCHEMA = 1
+SCHEMA = 2
+
+#: The names of a row's values in its line, and of the others, which precede the first such row.
+COLUMNS = (
+    *("pass", "ms", "quartiles_ms", "peak_MB", "host_ms", "over_empty", "alone_ms", "share"),
+    "refused",
+)
+OF_PROBLEM = ("workload", "size", "shape", "dtype", "threads", "error_of")
+OF_CONTESTANT = ("who", "how", "ours", "computes", "error")
+#: The names of the numbers of an error, and of the work of a pass.
+ERROR, WORK = ("value", "gradient"), ("bytes", "flops", "exps", "floor_ms")
+
+#: The digits of numbers in files; all others have five, or more if three would be others.
+DIGITS = {"error": 2, "quartiles_ms": 3, "work": 4, "over_empty": 4, "share": 4}
 
 #: Times of equal runs differ by this factor: other processes and memory layout change them.
 ALWAYS = 1.05
@@ -37,19 +56,37 @@ def read(path: Path) -> dict[str, Any]:
         If the file is missing, or is no report.
     """
     try:
-        report = json.loads(path.read_text())
+        return loads(path.read_bytes(), str(path))
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from None
+
+
+def loads(content: bytes, name: str) -> dict[str, Any]:
+    """Return the report that a file of this name holds; see `read`."""
+    try:
+        report = json.loads(content)
     except ValueError as error:
-        raise ReportError(f"{path}: no JSON: {error}") from None
+        raise ReportError(f"{name}: no JSON: {error}") from None
     if not (
         isinstance(report, dict)
         and report.get("schema") == SCHEMA
         and {"device", "ops"} <= report.keys()
         and isinstance(report["ops"], dict)
     ):
-        raise ReportError(f"{path}: no result of fusedops bench, schema {SCHEMA}")
-    return report
+        raise ReportError(f"{name}: no result of fusedops bench, schema {SCHEMA}")
+    for op, block in report["ops"].items():
+        rows, about = [], {"op": op}
+        for line in block["cases"]:
+            if isinstance(line, dict):
+                about = about | line
+                continue
+            row = about | dict(zip_longest(report["columns"], line))
+            work, errors = about["work"].get(row["pass"]), row["error"]
+            row["work"] = work and dict(zip(WORK, work, strict=True))
+            row["error"] = errors and dict(zip(ERROR, errors, strict=False))
+            rows.append(row)
+        block |= {**report["runs"][block.pop("run")], "cases": rows}
+    return {name: report[name] for name in ("schema", "device", "ops")}
 
 
 def start(path: Path | None, device: str) -> dict[str, Any]:
@@ -72,7 +109,74 @@ def save(path: Path, report: dict[str, Any]) -> None:
     """Write a report; a missing measurement is null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as draft:
-        Path(draft).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        Path(draft).write_text(_text(_compact(report) if "ops" in report else report) + "\n")
+
+
+def _compact(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a report as its file has it."""
+    ops, runs = {}, []
+    for op, block in report["ops"].items():
+        run = {name: block[name] for name in ("machine", "rates") if name in block}
+        if run not in runs:
+            runs.append(run)
+        lines: list[dict[str, Any] | list[Any]] = []
+        before: dict[str, Any] = {}
+        for _, problem in groupby(block["cases"], partial(_some, names=OF_PROBLEM)):
+            rows = list(problem)
+            work = {row["pass"]: [*row["work"].values()] for row in rows if row.get("work")}
+            contestants = list(dict.fromkeys((row["who"], row["how"]) for row in rows))
+            for row in sorted(rows, key=lambda row: contestants.index((row["who"], row["how"]))):
+                about = _some(row, (*OF_PROBLEM, *OF_CONTESTANT)) | {"work": work}
+                about["error"] = about["error"] and [*about["error"].values()]
+                if changed := {n: x for n, x in about.items() if n not in before or before[n] != x}:
+                    lines.append(changed)
+                lines.append(_values(row))
+                before = about
+        rest = {name: each for name, each in block.items() if name not in run}
+        ops[op] = {"run": runs.index(run), **rest, "cases": lines}
+    return {**report, "ops": ops, "columns": COLUMNS, "runs": runs}
+
+
+def _some(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: row.get(name) for name in names}
+
+
+def _values(row: dict[str, Any]) -> list[Any]:
+    """Return a row's values by column; at the end, missing ones are left out."""
+    values = [*_rounded(_some(row, COLUMNS)).values()]
+    while values[-1] is None:
+        values.pop()
+    return values
+
+
+def _text(value: Any) -> str:
+    """Return JSON with lines for items of lists and dicts, unless all are numbers and texts."""
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list) or not any(isinstance(x, dict | list) for x in parts):
+        return _line(value)
+    if isinstance(value, dict):
+        lines = ",\n".join(f"{_line(name)}:{_text(x)}" for name, x in value.items())
+        return f"{{\n{lines}\n}}"
+    lines = ",\n".join(map(_line, value))
+    return f"[\n{lines}\n]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(_rounded(value), separators=(",", ":"), allow_nan=False)
+
+
+def _rounded(value: Any, count: int = 5) -> Any:
+    """Return a value whose floats have so many digits, and whose truth values are 0 and 1."""
+    if isinstance(value, dict):
+        return {name: _rounded(x, DIGITS.get(name, count)) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(x, count) for x in value]
+    if not isinstance(value, float | bool) or not math.isfinite(value):
+        return value
+    short = float(f"{float(value):.{count}g}")
+    if count > 3 and digits(short) != digits(value):
+        return _rounded(value, count + 1)
+    return int(short) if short.is_integer() else short
 
 
 def cases(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -167,8 +271,13 @@ def digits(value: float | None) -> str:
     return f"{value:,.{places}f}"
 
 
+def over_floor(row: dict[str, Any]) -> float | None:
+    """Return a row's time over the least time that its work takes on the machine."""
+    return row["ms"] / row["work"]["floor_ms"] if row["ms"] and row["work"] else None
+
+
 def is_noisy(row: dict[str, Any]) -> bool:
-    """Return whether a row's median is worth little, computed for older reports that don't say."""
+    """Return whether a row's median is worth little."""
     return row["ms"] is not None and noisy(row["ms"], row["quartiles_ms"])
 
 

@@ -176,9 +176,9 @@ def _table(block: dict[str, Any]) -> str:
     for case, found in cases.items():
         times = [_times(found, who, hows) for who, hows in contestants.items()]
         ours = [row for row in found.values() if row["ours"]]
-        floors = next(iter(found.values()))["floors_ms"].values()
+        floor = next(iter(found.values()))["work"]["floor_ms"]
         peaks = [row["peak_MB"] for row in ours if row["peak_MB"] is not None]
-        ends = [report.digits(max(floors)), f"{min(peaks):,.0f}" if peaks else ""]
+        ends = [report.digits(floor), f"{min(peaks):,.0f}" if peaks else ""]
         extra = [*[_host(ours)] * len(host), *[_over_alone(ours)] * len(alone)]
         lines.append(_line([*case, *times, *extra, *ends]))
     return "\n".join(lines)

@@ -19,7 +19,7 @@ def show(op: str, block: dict[str, Any]) -> None:
     on_gpu = any(graph for _, graph in pairs)
     has_host = any(any(report.host_of(row)) for row, _ in pairs)
     headings = ("workload", "dtype", "pass", "who", *([] if on_gpu else ["how"]))
-    has_floor = any(row["over_floor"] for row in block["cases"])
+    has_floor = any(row["work"] for row in block["cases"])
     has_share = any(row.get("share") for row in block["cases"])
     numbers = ["eager ms" if on_gpu else "ms", "quartiles", *["graph ms"] * on_gpu]
     numbers += [*["over floor"] * has_floor, *["share"] * has_share]
@@ -42,7 +42,7 @@ def show(op: str, block: dict[str, Any]) -> None:
             rows.append(([*cells, *[""] * len(numbers)], "red" if row["ours"] else "dim"))
             continue
         cells += [*_time(eager), *_time(graph)[:1] * on_gpu]
-        cells += [report.digits((graph or row)["over_floor"])] * has_floor
+        cells += [report.digits(report.over_floor(graph or row))] * has_floor
         cells += [f"{row['share']:.0%}" if row.get("share") else ""] * has_share
         cells += report.host_of(eager) if has_host else ()
         errors = (row["error"] or {}).values()

@@ -163,7 +163,7 @@ def test_a_serving_step_has_its_tables(tmp_path, monkeypatch):
     for row in rows:
         held = row["pass"] == language.CONVOLUTION
         assert (row["over_empty"] is not None) == (held and row["who"] != EMPTY)
-        assert "share" not in row
+        assert row["share"] is None
     told = "<!-- measured: serving cpu -->\n<!-- end of measured -->\n"
     written = tables.tables(told, tmp_path)
     assert EMPTY not in written
