@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.metadata
 import itertools
@@ -10,21 +9,19 @@ import math
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import fusedops
 from bench import floors, language, memory, report, steps, uma
+from bench.contests import Contestant, OfOp, OfStep, backends_of
 from bench.peers import EMPTY, PEERS, Peer, Unsuited, versions
-from bench.steps import Case, Step, result
+from bench.steps import Step
 from bench.timing import (
     COPIES,
     GRAPH,
-    GRAPHS,
     NUMPY,
     TORCH,
     Timing,
@@ -34,19 +31,13 @@ from bench.timing import (
     scaled,
     waiting,
 )
-from fusedops import testing
 from fusedops._frame import registry
-from fusedops._frame.check import is_tensor
 from fusedops._workloads import (
-    BACKWARD,
     BOTH,
     FORWARD,
     GROWTH,
     WORKLOADS,
-    Problem,
-    Steps,
     Workload,
-    errors,
     steps_of,
 )
 
@@ -124,41 +115,6 @@ def op_names() -> list[str]:
     return list(dict.fromkeys(name for w in WORKLOADS for name in sorted(names_of(w.op))))
 
 
-def backends_of(workload: Workload | Step, asked: Sequence[str]) -> list[registry.Backend]:
-    """Return the backends to time: of the requested ones all that can serve, or all with kernels.
-
-    Without any kernels, the backend of the plain formula is timed.
-    """
-    able = []
-    for backend in registry.BACKENDS:
-        if backend.speaks == "torch" and registry.import_error("torch"):
-            continue
-        name, device = workload.op.primitive.name, workload.device
-        dtype = np.dtype(np.float32)
-        # A request by name would have Triton's kernels interpreted on a CPU.
-        request = registry.Request(name, backend.speaks, device, dtype, None)
-        if (not asked or backend.name in asked) and registry.why_not(backend, request) is None:
-            able.append(backend)
-    kernels = [backend for backend in able if backend.package is not None]
-    return able if asked else kernels or able[:1]
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A backend or a peer on one workload: its name, its steps, and how they are run.
-
-    A call that `queues` leaves its work to a GPU, and the host is free when the call returns.
-    """
-
-    who: str
-    how: str
-    steps: Steps
-    backend: str | None = None
-    computes: bool = True
-    queues: bool = True
-    error: dict[str, float] | None = None
-
-
 def _by_pass(contestants: list[Contestant]) -> dict[str, dict[tuple[str, str], Contestant]]:
     passes: dict[str, dict[tuple[str, str], Contestant]] = {}
     for each in contestants:
@@ -174,10 +130,8 @@ class Bench:
         self.plan, self.advance = plan, advance
         self.has_torch = registry.import_error("torch") is None
         self.wait = waiting(plan.device)
-        # By workload kind and contestant: the errors, or why there are none.
-        self.checked: dict[Any, dict[str, float] | str] = {}
-        # By step: its small problems, and their results in float64.
-        self.truths: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
+        # By contest and way.
+        self.checked: dict[Any, dict[str, float] | None] = {}
         asked = {w.op.__name__ for w in plan.workloads()} | {*plan.whole}
         peers = [peer for peer in PEERS if asked & {*peer.ops}]
         self.skipped = {p.name: why for p in peers if (why := self._why_not(p))}
@@ -201,7 +155,7 @@ class Bench:
         self.rates = floors.measured(self.plan.device, dtypes, seconds, self.has_torch)
         about = {"machine": machine(self.plan.device), "rates": rates_in_words(self.rates)}
         for op in dict.fromkeys(w.op for w in workloads):
-            cases = [row for w in workloads if w.op is op for row in self.cases(w)]
+            cases = [row for w in workloads if w.op is op for row in self.rows(OfOp(w))]
             wrong = {row["who"] for row in cases if row["refused"] and row["ours"]}
             growth = [
                 row for w, sizes in growing if w.op is op for row in self.growth(w, sizes, wrong)
@@ -211,7 +165,8 @@ class Bench:
         for step in self.plan.whole_steps():
             rows: list[dict[str, Any]] = []
             for case in step.cases:
-                rows = [*rows, *self.whole(step, case)]
+                found = self.rows(OfStep(step, case, bool(self.plan.backends)))
+                rows = [*rows, *_with_shares(step, found)]
                 skipped = self._skipped(step.name)
                 yield step.name, {**about, "cases": rows, "growth": [], "skipped": skipped}
 
@@ -219,133 +174,93 @@ class Bench:
         peers = {peer.name for peer in PEERS if name in peer.ops}
         return {n: why for n, why in self.skipped.items() if n in peers or name in n}
 
-    def cases(self, workload: Workload) -> list[dict[str, Any]]:
-        """Return the rows of one workload."""
-        self.advance(f"{workload.op.__name__}, {workload.name}, {workload.size} {workload.unit}")
-        missing = [package for package in workload.needs if registry.import_error(package)]
-        if missing:
-            self.skipped[f"{workload.op.__name__}, {workload.name}"] = f"{missing[0]} not installed"
-            return []
+    def rows(self, contest: OfOp | OfStep) -> list[dict[str, Any]]:
+        """Return the rows of a contest: its passes, and a step's parts with their shares."""
+        self.advance(contest.title)
+        rows: list[dict[str, Any]] = []
         threads = fusedops.get_num_threads()
         try:
-            self._set_threads(workload.threads)
-            return self._cases(workload, (workload.threads or threads) / threads)
-        except Exception as error:  # out of memory, say: the other cases are worth having
-            about = self._about(workload, {workload.unit: workload.size})
-            return [_row("every backend", "", "", refused=_word(error), ours=True) | about]
-        finally:
-            self._set_threads(threads if workload.threads else None)
-            self._clear()
-
-    def _clear(self) -> None:
-        gc.collect()
-        if self.plan.device == "cuda":
-            import torch
-
-            torch.cuda.empty_cache()
-
-    def whole(self, step: Step, case: Case) -> list[dict[str, Any]]:
-        """Return the rows of one case of a step: its passes, and its parts with their shares."""
-        self.advance(f"{step.name}, {case.name}")
-        about: dict[str, Any] = {
-            "op": step.name,
-            "workload": case.name,
-            "dtype": step.dtype,
-            "threads": fusedops.get_num_threads(),
-        }
-        try:
-            problem = case.make()
-            shape = step.shape(problem)
-            about |= {"size": next(iter(shape.values())), "shape": shape}
-            contestants, rows = self._programs(step, problem)
+            self._set_threads(contest.threads)
+            contest.make()
+            contestants, refused = self._entered(contest)
+            rows += [row | contest.about for row in refused]
             beside_empty = EMPTY in {each.who for each in contestants}
             for what, entries in _by_pass(contestants).items():
-                host = (EMPTY, TORCH) in entries if beside_empty else step.device != "cpu"
-                rows += self._timed(what, entries, times_host=host)
+                host = contest.times_host and what in (FORWARD, BOTH)
+                if beside_empty:
+                    host = (EMPTY, TORCH) in entries
+                found = self._timed(what, entries, tiny=contest.tiny, times_host=host)
+                rows += [row | contest.of_pass(what, self.rates) for row in found]
         except (Unsuited, ImportError) as reason:
-            self.skipped[f"{step.name}, {case.name}"] = str(reason)
+            self.skipped[f"{contest.op}, {contest.about['workload']}"] = str(reason)
             return []
         except Exception as error:  # out of memory, say: the other cases are worth having
-            about = {"size": 0, "shape": {}} | about
-            return [_row("every backend", "", "", refused=_word(error), ours=True) | about]
+            refused = [_row("every backend", "", "", refused=_word(error), ours=True)]
+            return [row | contest.about for row in refused]
         finally:
-            self._clear()
-        passes: dict[tuple[str, str], dict[str, Any]] = {}
-        for row in rows:
-            passes.setdefault((row["who"], row["how"]), {})[row["pass"]] = row["ms"]
-        for row in rows:
-            ms = passes[row["who"], row["how"]]
-            whole = ms.get(BOTH, ms.get(FORWARD))
-            is_part = step.has_shares and row["pass"] not in (FORWARD, BOTH)
-            if row["ms"] and whole and is_part:
-                row["share"] = row["ms"] / whole
-        return [row | about for row in rows]
+            self._set_threads(threads if contest.threads else None)
+            gc.collect()
+            if self.plan.device == "cuda":
+                import torch
 
-    def _programs(self, step: Step, problem: Any) -> tuple[list[Contestant], list[dict[str, Any]]]:
-        """Return our ways and the peers that make a step, and rows for the ones that can't."""
-        ways: list[tuple[str, str, bool, bool, Callable[[Any], Steps]]] = []
-        backends = backends_of(step, self.plan.backends)
-        for backend in backends if self.plan.backends else backends[:1]:
-            name = backend.name
-            able = {
-                NUMPY: backend.speaks == "numpy" and step.device == "cpu",
-                TORCH: self.has_torch,
-                GRAPHS: self.has_torch and step.device == "cuda",
-            }
-            for how in (how for how in step.hows if able[how]):
-                ways.append((name, how, True, True, partial(_own, step, how, name)))
-        for peer in PEERS:
-            suits = step.name in peer.ops and step.device in peer.devices
-            if suits and peer.name not in self.skipped and (peer.quick or not self.plan.quick):
-                how = TORCH if peer.tensors else NUMPY
-                theirs = partial(peer.prepare, device=step.device)
-                ways.append((peer.name, how, False, peer.checked, theirs))
+                torch.cuda.empty_cache()
+        return rows
+
+    def _entered(self, contest: OfOp | OfStep) -> tuple[list[Contestant], list[dict[str, Any]]]:
+        """Return the contestants, and rows for backends and peers that are refused or can't run."""
+        ways = [
+            Contestant(backend.name, how, partial(contest.ours, backend.name, how))
+            for at, backend in enumerate(backends_of(contest.of, self.plan.backends))
+            for how in contest.hows(at, backend)
+            if how == NUMPY or self.has_torch
+        ]
+        ways += [
+            Contestant(peer.name, TORCH if peer.tensors else NUMPY, peer.prepare, peer)
+            for peer in PEERS
+            if contest.op in peer.ops
+            and contest.device in peer.devices
+            and peer.name not in self.skipped
+            and (peer.quick or not self.plan.quick)
+            and (peer.name != EMPTY or contest.times_host)
+        ]
         chosen, rows = [], []
-        for who, how, own, checked, prepare in ways:
+        for way in ways:
+            row, reason = _row(way.who, way.how, FORWARD, ours=way.peer is None), None
             try:
-                found = self._errors_of_step(step, who, how, prepare) if checked else None
-                if own and found and not max(found.values()) <= step.tolerance:
-                    raise ArithmeticError(f"off by {found}, {step.tolerance:.1e} allowed")
-                steps = prepare(problem)
-            except Unsuited as reason:
-                if str(reason):
-                    rows.append(_row(who, how, FORWARD, refused=str(reason)))
-                continue
+                found = self._errors(contest, way)
+                row["error"] = _finite(found)
+                reason = _refusal(contest, found) if found and way.peer is None else None
+                steps = {} if reason else way.prepare(*contest.given[way.how])
+            except Unsuited as unsuited:
+                reason, row["ours"] = str(unsuited), False
             except Exception as error:  # a program that fails is as wrong as one that errs
-                rows.append(_row(who, how, FORWARD, refused=_word(error), ours=own))
-                continue
-            contest = partial(Contestant, backend=who if own else None, error=found)
-            chosen.append(contest(who, how, steps, computes=who != EMPTY))
-            if step.device == "cuda" and own and step.captured and GRAPHS not in step.hows:
-                passes = {what: steps[what] for what in (FORWARD, BOTH) if what in steps}
-                chosen.append(contest(who, GRAPH, passes))
+                reason = _word(error)
+            if reason is None:
+                chosen.append(replace(way, steps=steps, error=row["error"]))
+                if self.plan.device == "cuda" and (captured := contest.graph(way, steps)):
+                    chosen.append(replace(chosen[-1], how=GRAPH, steps=captured))
+            elif reason:
+                rows.append(row | {"refused": reason})
+        for name, prepare in contest.preparations.items():
+            how = NUMPY if contest.device == "cpu" else TORCH
+            chosen.append(Contestant(name, how, dict, steps={"preparation": prepare}))
         return chosen, rows
 
-    def _errors_of_step(
-        self, step: Step, who: str, how: str, prepare: Callable[[Any], Steps]
-    ) -> dict[str, float]:
-        """Return the largest errors of a program in the small problems of a step."""
-        if step.name not in self.truths:
-            problems = []
-            for case in step.checks:
-                # A kind that can't be made here has no cases either.
-                with contextlib.suppress(Unsuited):
-                    problems.append(case.make())
-            self.truths[step.name] = [(small, step.reference(small)) for small in problems]
-        key = step.name, who, how
+    def _errors(self, contest: OfOp | OfStep, way: Contestant) -> dict[str, float] | None:
+        """Return the errors of a way on small problems, or None if they are unknown."""
+        peer, key = way.peer, (*contest.kind, way.who, way.how)
+        if peer and not (peer.computes and peer.checked):
+            return None
         if key not in self.checked:
-            if not self.truths[step.name]:
-                raise Unsuited("none of its small problems can be made here")
-            largest: dict[str, float] = {}
-            for small, truth in self.truths[step.name]:
-                for name, error in _step_errors(prepare(small), truth).items():
-                    # NaN is larger than all.
-                    if not error <= largest.setdefault(name, 0.0):
-                        largest[name] = error
-            self.checked[key] = largest
+            try:
+                self.checked[key] = contest.errors(way)
+            except Exception as error:
+                # A peer may serve the large problem alone.
+                if peer is None or isinstance(error, Unsuited):
+                    raise
+                self.checked[key] = None
         found = self.checked[key]
-        assert isinstance(found, dict)
-        return found
+        return {"value": found["value"]} if found and peer and peer.dense else found
 
     def _set_threads(self, threads: int | None) -> None:
         if threads is None:
@@ -356,150 +271,19 @@ class Bench:
 
             torch.set_num_threads(threads)
 
-    def _cases(self, workload: Workload, share: float) -> list[dict[str, Any]]:
-        problem = workload.problem()
-        contestants, rows = self._contestants(workload, problem)
-        for row in rows:
-            row.update(self._about(workload, problem.shape))
-        for what, entries in _by_pass(contestants).items():
-            about = self._about(workload, problem.shape)
-            about["error_of"] = min(workload.size, workload.small)
-            if work := problem.work.get(what):
-                floor = self.rates.floors_ms(work, workload.rounds_to or workload.dtype, share)
-                about["work"] = {**asdict(work), "floor_ms": max(floor.values())}
-            options = {"tiny": workload.tiny, "times_host": workload.times_host}
-            rows += [row | about for row in self._timed(what, entries, **options)]
-        return rows
-
-    def _about(self, workload: Workload, shape: dict[str, int]) -> dict[str, Any]:
-        return {
-            "op": workload.op.__name__,
-            "workload": workload.name,
-            "size": workload.size,
-            "shape": shape,
-            "dtype": workload.dtype,
-            "threads": workload.threads or fusedops.get_num_threads(),
-        }
-
-    def _contestants(
-        self, workload: Workload, problem: Problem
-    ) -> tuple[list[Contestant], list[dict[str, Any]]]:
-        """Return the contestants, and rows for backends and peers that are refused or can't run."""
-        chosen, rows = [], []
-        cotangent = problem.cotangent() if problem.leaves else None
-        tensors, seed = problem, cotangent
-        if self.has_torch and problem.framework == "numpy":
-            tensors = problem.to(workload.device, workload.dtype)
-            seed = tensors.cotangent() if problem.leaves else None
-        backends = backends_of(workload, self.plan.backends)
-        narrow = workload.dtype in ("bfloat16", "float16")
-        for at, backend in enumerate(backends):
-            hows = [NUMPY] if backend.speaks == "numpy" and self.plan.device == "cpu" else []
-            if narrow:
-                hows = []
-            # The bridge to tensors is the same for all backends of NumPy arrays.
-            if self.has_torch and (backend.speaks == "torch" or at == 0 or narrow):
-                hows.append(TORCH)
-            for how in hows:
-                given, own = (problem, cotangent) if how == NUMPY else (tensors, seed)
-                make = partial(_ours, backend.name)
-                found: Any = self._errors(workload, backend.name, how, make)
-                if reason := _refusal(workload, found):
-                    rows.append(_row(backend.name, how, FORWARD, refused=reason, ours=True))
-                    if not isinstance(found, str):
-                        rows[-1]["error"] = _finite(found)
-                    continue
-                steps = steps_of(given, backend.name, own)
-                contest = partial(Contestant, backend=backend.name, error=found)
-                chosen.append(contest(backend.name, how, steps))
-                if self.plan.device == "cuda":
-                    if BOTH in steps:
-                        steps = steps | {BACKWARD: given.backward(backend.name, own)}
-                    chosen.append(contest(backend.name, GRAPH, steps))
-        for peer in PEERS:
-            if peer.tensors:
-                self._add_peer(peer, workload, tensors, seed, chosen, rows)
-            else:
-                self._add_peer(peer, workload, problem, cotangent, chosen, rows)
-        if workload.prepares:
-            how = NUMPY if problem.framework == "numpy" else TORCH
-            for name, prepare in problem.preparations.items():
-                chosen.append(Contestant(name, how, {"preparation": prepare}, ""))
-        return chosen, rows
-
-    def _add_peer(
-        self,
-        peer: Peer,
-        workload: Workload,
-        problem: Problem,
-        seed: Any,
-        chosen: list[Contestant],
-        rows: list[dict[str, Any]],
-    ) -> None:
-        device, how = self.plan.device, TORCH if peer.tensors else NUMPY
-        if (
-            workload.op.__name__ not in peer.ops
-            or device not in peer.devices
-            or peer.name in self.skipped
-            or (self.plan.quick and not peer.quick)
-            or (peer.name == EMPTY and not workload.times_host)
-        ):
-            return
-        try:
-            steps = peer.prepare(problem, seed)
-            found: Any = None
-            if peer.computes and peer.checked:
-                found = self._errors(workload, peer.name, how, peer.prepare)
-                kept = ("value",) if peer.dense else ("value", "gradient")
-                found = (
-                    None if isinstance(found, str) else {n: found[n] for n in kept if n in found}
-                )
-        except Unsuited as reason:
-            if str(reason):
-                rows.append(_row(peer.name, how, FORWARD, refused=str(reason)))
-            return
-        except Exception as error:  # any error of other people's code becomes a word in the table
-            rows.append(_row(peer.name, how, FORWARD, refused=_word(error)))
-            return
-        contest = partial(Contestant, peer.name, computes=peer.computes, error=found)
-        # A peer that can't be captured may wait for the GPU in its steps.
-        queues = peer.captured or not peer.computes
-        chosen.append(contest(how, steps, queues=queues))
-        if device == "cuda" and peer.captured:
-            chosen.append(contest(GRAPH, {FORWARD: steps[FORWARD]}))
-
-    def _errors(self, workload: Workload, who: str, how: str, steps: Any) -> dict[str, float] | str:
-        """Return the errors of a small problem of the same kind, or of this one if it is smaller.
-
-        If the check fails, return the reason as text.
-        """
-        small = workload.at(min(workload.size, workload.small))
-        kind = workload.op.__name__, workload.name, workload.make, small.size
-        key = (*map(str, kind), workload.dtype, who, how)
-        if key not in self.checked:
-            framework = "numpy" if how == NUMPY else "torch"
-            try:
-                self.checked[key] = errors(small, steps, framework)
-            except Unsuited:
-                raise
-            except Exception as error:  # a kernel that fails is as wrong as one that errs
-                self.checked[key] = _word(error)
-        return self.checked[key]
-
     def _timed(
         self,
         what: str,
         entries: dict[tuple[str, str], Contestant],
         *,
-        tiny: bool = False,
-        times_host: bool = False,
+        tiny: bool,
+        times_host: bool,
     ) -> list[dict[str, Any]]:
         """Return a row for every run of one pass, timed in turns."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         runs: dict[tuple[str, str], Callable[[], Any]] = {}
         for key, each in entries.items():
-            error = _finite(each.error)
-            row = _row(each.who, each.how, what, ours=each.backend is not None, error=error)
+            row = _row(each.who, each.how, what, ours=each.peer is None, error=each.error)
             row["computes"] = each.computes
             rows[key] = row
             try:
@@ -518,9 +302,9 @@ class Bench:
             times = interleaved(tensors, self.wait, self.plan.seconds, before=_product())
             for run, timing in times.items():
                 rows[run] |= {"alone_ms": rows[run]["ms"], **_times(timing)}
-        if times_host and (what in (FORWARD, BOTH) or (EMPTY, TORCH) in entries):
+        if times_host:
             if not tiny:
-                eager = {k: r for k, r in runs.items() if k[1] != GRAPH and entries[k].queues}
+                eager = {k: r for k, r in runs.items() if k[1] != GRAPH and not entries[k].waits}
                 times = interleaved(eager, self.wait, self.plan.seconds / 2, host=True)
             empty = times.get((EMPTY, TORCH))
             for (who, how), timing in times.items():
@@ -588,6 +372,19 @@ class Bench:
         if self.plan.device == "cuda":
             times = {name: scaled(timing, 1 / COPIES) for name, timing in times.items()}
         return what, times
+
+
+def _with_shares(step: Step, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a case of a step, each part's with its share of the whole."""
+    passes: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        passes.setdefault((row["who"], row["how"]), {})[row["pass"]] = row["ms"]
+    for row in rows:
+        ms = passes[row["who"], row["how"]]
+        whole = ms.get(BOTH, ms.get(FORWARD))
+        if step.has_shares and row["pass"] not in (FORWARD, BOTH) and row["ms"] and whole:
+            row["share"] = row["ms"] / whole
+    return rows
 
 
 def grown(
@@ -659,33 +456,12 @@ def _speaks(name: str) -> str:
     return next(backend.speaks for backend in registry.BACKENDS if backend.name == name)
 
 
-def _ours(backend: str, problem: Problem, cotangent: Any) -> Steps:
-    return steps_of(problem, backend, cotangent)
-
-
-def _own(step: Step, how: str, backend: str, problem: Any) -> Steps:
-    return step.ours(problem, how, step.device, step.dtype, backend).steps()
-
-
-def _step_errors(steps: Steps, truth: tuple[Any, ...]) -> dict[str, float]:
-    """Return the errors of a step's value, and of its gradients where the program has them."""
-    got = result(steps)
-    errors = [testing.error(_in_numpy(x), _in_numpy(y)) for x, y in zip(got, truth, strict=False)]
-    return {"value": errors[0], **({"gradient": max(errors[1:])} if errors[1:] else {})}
-
-
-def _in_numpy(x: Any) -> Any:
-    return x.double().cpu().numpy() if is_tensor(x) else np.asarray(x, float)
-
-
-def _refusal(workload: Workload, found: dict[str, float] | str) -> str | None:
-    """Return why a kernel isn't timed: its exception, or how large its error is."""
-    if isinstance(found, str):
-        return found
+def _refusal(contest: OfOp | OfStep, found: dict[str, float]) -> str | None:
+    """Return how large a kernel's errors are, if they are too large for it to be timed."""
     off = [
         f"{name} off by {error:.1e}, {allowed:.1e} allowed"
         for name, error in found.items()
-        if not error <= (allowed := workload.tolerance(name == "gradient"))
+        if not error <= (allowed := contest.tolerance(name == "gradient"))
     ]
     return "; ".join(off) or None
 

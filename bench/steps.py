@@ -496,7 +496,7 @@ def _torchref(problem: Crystal, device: str, bits: int) -> Steps:
     ).steps()
 
 
-@peer("TorchRef 0.7", "refinement", package="torchref.model", captured=False)
+@peer("TorchRef 0.7", "refinement", package="torchref.model")
 def torchref(problem: Crystal, device: str) -> Steps:
     return _torchref(problem, device, 32)
 

@@ -311,7 +311,7 @@ for _mode, _devices in (
     ("umas_fast_pytorch", ("cpu", "cuda")),
     ("umas_fast_gpu", ("cuda",)),
 ):
-    peer(_mode, "uma", package="fairchem.core", devices=_devices, captured=False)(_theirs(_mode))
+    peer(_mode, "uma", package="fairchem.core", devices=_devices)(_theirs(_mode))
 
 
 @peer("nitro", "uma", package="fairchem.core.models.uma.uma_nitro", devices=("cuda",))

@@ -19,6 +19,7 @@ import benches
 import fusedops
 from bench import history, measure, memory, plot, report, steps, tables, terminal
 from bench import timing as timings
+from bench.contests import OfOp, errors_of_step
 from bench.floors import Rates
 from bench.measure import Bench, Plan, power
 from bench.peers import EMPTY, PEERS, Unsuited
@@ -610,7 +611,7 @@ def test_pictures_of_files(tmp_path):
     bench = Bench(Plan(ops=("dynamic_conv_step",), quick=True))
     bench.rates = benches.RATES
     workload, tiny = bench.plan.workloads()
-    rows = [*bench.cases(workload), *bench.cases(tiny)]
+    rows = [*bench.rows(OfOp(workload)), *bench.rows(OfOp(tiny))]
     growth = bench.growth(*bench.plan.growing()[0], set())
     about = {"machine": measure.machine("cpu"), "rates": measure.rates_in_words(benches.RATES)}
     given = report.new("cpu")
@@ -1166,9 +1167,7 @@ def test_the_pair_step_of_cuequivariance(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuequivariance_torch", package)
     step = steps.pair("cpu")
     problem = steps._pairs(10)
-    found = measure._step_errors(
-        steps.pair_by_cuequivariance(problem, "cpu"), step.reference(problem)
-    )
+    found = errors_of_step(steps.pair_by_cuequivariance(problem, "cpu"), step.reference(problem))
     assert max(found.values()) < step.tolerance
 
 

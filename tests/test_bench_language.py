@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import benches  # noqa: E402, F401
 import fusedops  # noqa: E402
 from bench import language, measure, report, steps, tables  # noqa: E402
+from bench.contests import OfStep, errors_of_step  # noqa: E402
 from bench.peers import EMPTY, PEERS, Unsuited  # noqa: E402
 from bench.timing import graphed  # noqa: E402
 from fusedops import cli  # noqa: E402
@@ -127,7 +128,7 @@ def test_a_server_gives_every_request_its_own_convolution(who):
     else:
         made = peer_of(who, "serving").prepare(small, "cpu")
     for _ in range(2):
-        assert measure._step_errors(made, step.reference(small))["value"] < 1e-6
+        assert errors_of_step(made, step.reference(small))["value"] < 1e-6
         # Neither a single step nor a chunk disturbs the requests that follow.
         for name in made.keys() - {FORWARD}:
             made[name]()
@@ -143,7 +144,7 @@ def test_a_server_that_forgets_a_state_is_told():
 
     program = language.Convolution(forgetful, language._step_in_torch)
     made = language.Server(small, program, "cpu", "float32", False).steps()
-    assert measure._step_errors(made, step.reference(small))["value"] > 100 * step.tolerance
+    assert errors_of_step(made, step.reference(small))["value"] > 100 * step.tolerance
 
 
 @pytest.mark.usefixtures("quick_bench")
@@ -156,6 +157,7 @@ def test_a_serving_step_has_its_tables(tmp_path, monkeypatch):
     # On a CPU the host does all the work, beside which an empty function says nothing.
     anywhere = [replace(peer, devices=("cpu",)) if peer.name == EMPTY else peer for peer in PEERS]
     monkeypatch.setattr(measure, "PEERS", anywhere)
+    monkeypatch.setattr(OfStep, "times_host", True)
     path = tmp_path / "cpu.json"
     assert cli.main(["bench", "--quick", "--step", "serving", "--json", str(path)]) == 0
     rows = report.read(path)["ops"]["serving"]["cases"]
