@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import benches  # noqa: E402, F401
+import benches  # noqa: E402
 import fusedops  # noqa: E402
 from bench import language, measure, report, steps, tables  # noqa: E402
 from bench.contests import OfStep, errors_of_step  # noqa: E402
@@ -82,9 +82,8 @@ def test_a_peer_that_gives_no_number_is_shown(tmp_path, monkeypatch, capsys):
     (peer,) = (each for each in PEERS if each.name == "kernels stored")
     monkeypatch.setattr(measure, "STEPS", {"jet": tiny})
     monkeypatch.setattr(measure, "PEERS", [replace(peer, prepare=nothing)])
-    path = tmp_path / "cpu.json"
-    assert cli.main(["bench", "--quick", "--step", "jet", "--json", str(path)]) == 0
-    (row,) = [r for r in report.read(path)["ops"]["jet"]["cases"] if not r["ours"]]
+    found = benches.run(tmp_path / "cpu.json", "--step", "jet")["jet"]
+    (row,) = [r for r in found["cases"] if not r["ours"]]
     assert row["ms"]
     assert row["error"] == {"value": None}
     assert "not finite" in capsys.readouterr().out
@@ -158,9 +157,7 @@ def test_a_serving_step_has_its_tables(tmp_path, monkeypatch):
     anywhere = [replace(peer, devices=("cpu",)) if peer.name == EMPTY else peer for peer in PEERS]
     monkeypatch.setattr(measure, "PEERS", anywhere)
     monkeypatch.setattr(OfStep, "times_host", True)
-    path = tmp_path / "cpu.json"
-    assert cli.main(["bench", "--quick", "--step", "serving", "--json", str(path)]) == 0
-    rows = report.read(path)["ops"]["serving"]["cases"]
+    rows = benches.run(tmp_path / "cpu.json", "--step", "serving")["serving"]["cases"]
     assert {row["who"] for row in rows if not row["ours"]} == {"torch eager", EMPTY}
     for row in rows:
         held = row["pass"] == language.CONVOLUTION

@@ -317,7 +317,8 @@ def test_options_of_planarity(refused, folder, options, reason):
         (["demo", "--picture", "taken.pdb/"], "taken.pdb/"),
         (["check", "--backend", "abacus"], "--backend: invalid choice: 'abacus'"),
         (["check", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
-        (["bench", "--op", "abc"], "--op abc: it should be one of"),
+        (["bench", "--op", "abc"], "--op abc: it should be one of planarity, planarity_nll"),
+        (["bench", "--step", "refine"], "--step refine: it should be one of refinement"),
         (["bench", "--json", "taken.pdb"], "taken.pdb: is a folder"),
         (["bench", "--json", "taken.pdb/text/x.json"], "taken.pdb/text: File exists"),
         (["bench", "--json", "/dev/full"], "/dev/full: is no regular file"),
@@ -326,6 +327,7 @@ def test_options_of_planarity(refused, folder, options, reason):
         (["bench", "--from", "latin.json"], "latin.json: no JSON"),
         (["bench", "--from", "list.json"], "list.json: no result of fusedops bench"),
         (["bench", "--from", "ops.json"], "ops.json: no result of fusedops bench"),
+        (["bench", "--from", "old.json"], "old.json: no result of fusedops bench, schema 2"),
         (["bench", "--from", "none.json"], "none.json: No such file or directory"),
         (["bench", "--from", "good.json", "--compare", "taken.pdb"], "taken.pdb: Is a directory"),
         (["bench", "--from", "good.json", "--json", "x.json"], "--json x.json: --from measures"),
@@ -338,8 +340,9 @@ def test_the_other_commands(refused, folder, args, reason):
     (folder / "text.json").write_text("nothing")
     (folder / "latin.json").write_bytes(b'{"caf\xe9": 1}')
     (folder / "list.json").write_text("[]")
-    for name, ops in (("ops", []), ("good", {})):
-        (folder / f"{name}.json").write_text(json.dumps(report.new("cpu") | {"ops": ops}))
+    good = report.new("cpu")
+    for name, found in {"ops": {"ops": []}, "old": {"schema": 0}, "good": {}}.items():
+        (folder / f"{name}.json").write_text(json.dumps(good | found))
     refused(*args, reason=reason)
 
 
