@@ -297,16 +297,16 @@ def pair(
         values = rng.normal(size=sizes)
         if name.startswith("norm"):
             values = 0.3 * values + name.endswith("weight")
-        arrays[name] = _exact(values / (np.sqrt(sizes[1]) if len(sizes) == 2 else 1.0))
+        arrays[name] = exact(values / (np.sqrt(sizes[1]) if len(sizes) == 2 else 1.0))
     if mask is not None:
         values = rng.uniform(size=(B, N, N))
-        values = np.round(0.3 + values) if mask else _exact(2 * values)
+        values = np.round(0.3 + values) if mask else exact(2 * values)
         if mask and N > 1:
             values[:, -1] = values[:, :, -1] = 0.0
         arrays["mask"] = values
     return arrays
 
 
-def _exact(array: np.ndarray, step: float = 1 / 32) -> np.ndarray:
+def exact(array: np.ndarray, step: float = 1 / 32) -> np.ndarray:
     """Return an array rounded to 8 bits, which every dtype represents exactly."""
     return step * np.clip(np.round(array / step), -255, 255)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fusedops
-from fusedops import wigner
+from fusedops._catalogue import families
 from places import HAS_TORCH
 
 if HAS_TORCH:
@@ -22,158 +22,10 @@ def ones(*shape):
 
 
 WA, WBWC = np.zeros((2, 1), np.int64), np.zeros((2, 1, 3), np.int64)
-EDGES = np.zeros((2, 2), np.int64)
-GROUPS = [(np.array([[0, 1, 2, 3]]), np.array([0.1]))]
-CELL = np.diag([5.0, 6.0, 7.0])
-ATOMS = {
-    "xyz": ones(2, 3),
-    "b": 20 * ones(2),
-    "occupancy": ones(2),
-    "amplitudes": ones(2, 1),
-    "widths": ones(2, 1),
-}
-EDGE = {"edge_index": EDGES, "num_nodes": 3}
-WEIGHTS = {
-    "norm_in_weight": ones(2),
-    "norm_in_bias": ones(2),
-    "p_in_weight": ones(6, 2),
-    "p_in_bias": ones(6),
-    "g_in_weight": ones(6, 2),
-    "g_in_bias": ones(6),
-    "norm_out_weight": ones(3),
-    "norm_out_bias": ones(3),
-    "p_out_weight": ones(2, 3),
-    "p_out_bias": ones(2),
-    "g_out_weight": ones(2, 2),
-    "g_out_bias": ones(2),
-}
-
 #: Good arguments of everything public.
 RIGHT = {
-    fusedops.Edges: EDGE,
-    fusedops.Lattice: {"cell": CELL, "grid_shape": (4, 4, 4)},
-    fusedops.Planes: {"plane_groups": GROUPS, "num_atoms": 4},
-    fusedops.ScatterPlan: {"wa": WA, "wbwc": WBWC, "map_size": 2, "copy": False},
-    fusedops.Sequences: {"cu_seqlens": np.array([0, 2, 4]), "num_tokens": 4},
-    fusedops.structured_scatter_add: {
-        "density_cube": ones(2, 1, 1, 3),
-        "wa": WA,
-        "wbwc": WBWC,
-        "map_size": 2,
-        "out": ones(2),
-    },
-    fusedops.structured_gather: {
-        "grid": ones(2),
-        "wa": WA,
-        "wbwc": WBWC,
-        "out": ones(2, 1, 1, 3),
-    },
-    fusedops.dynamic_conv: {
-        "x": ones(1, 4, 2),
-        "kernels": ones(1, 4, 2, 3),
-        "bias": ones(2),
-        "residual": ones(1, 4, 2),
-        "initial_state": ones(1, 2, 3),
-        "output_final_state": True,
-        "cu_seqlens": np.array([0, 4]),
-        "activation": "silu",
-        "out": ones(1, 4, 2),
-    },
-    fusedops.dynamic_conv_generated: {
-        "x": ones(1, 4, 2),
-        "hidden": ones(1, 4, 5),
-        "weight": ones(6, 5),
-        "bias": ones(6),
-        "conv_bias": ones(2),
-        "initial_state": ones(1, 2, 3),
-        "output_final_state": True,
-        "cu_seqlens": np.array([0, 4]),
-        "activation": "silu",
-        "out": ones(1, 4, 2),
-    },
-    fusedops.dynamic_conv_step: {
-        "x": ones(1, 2),
-        "state": ones(1, 2, 3),
-        "kernels": ones(2, 3),
-        "bias": ones(2),
-        "residual": ones(1, 2),
-        "activation": "silu",
-        "slots": np.array([0]),
-        "positions": np.array([5]),
-        "out": ones(1, 2),
-    },
-    fusedops.node_to_edge_wigner_permute: {
-        "x": ones(3, 4, 2),
-        "edge_index": EDGES,
-        "wigner": ones(2, 4, 4),
-        "mmax": 1,
-        "out": ones(2, 4, 4),
-    },
-    fusedops.permute_wigner_inv_edge_to_node: {
-        "message": ones(2, 4, 2),
-        "wigner_inv": ones(2, 10),
-        "mmax": 1,
-        "transpose": False,
-        "out": ones(3, 4, 2),
-        **EDGE,
-    },
-    fusedops.permute_wigner_inv: {
-        "message": ones(2, 4, 2),
-        "wigner_inv": ones(2, 10),
-        "mmax": 1,
-        "transpose": False,
-        "out": ones(2, 4, 2),
-    },
-    fusedops.edge_degree_scatter: {
-        "x": ones(3, 4, 2),
-        "radial": ones(2, 2, 2),
-        "edge_index": EDGES,
-        "wigner_inv": ones(2, 4, 4),
-        "rescale_factor": 2.0,
-        "transpose": False,
-        "out": ones(3, 4, 2),
-    },
-    fusedops.so2_convolution: {
-        "message": ones(3, 4, 2),
-        "weight_m0": ones(5, 4),
-        "weight_m1": ones(4, 2),
-        "bias": ones(5),
-        "radial": ones(3, 6),
-        "gate_channels": 1,
-        "out": ones(3, 4, 2),
-    },
-    fusedops.gate_activation: {
-        "gates": ones(3, 2),
-        "x": ones(3, 4, 2),
-        "mmax": 1,
-        "layout": "m",
-        "out": ones(3, 4, 2),
-    },
-    fusedops.gaussian_density: {
-        **ATOMS,
-        "cell": CELL,
-        "grid_shape": (4, 4, 4),
-        "radius": ones(2),
-        "n_sigma": 4.0,
-        "on_bad": "raise",
-        "out": ones(4, 4, 4),
-    },
-    fusedops.planarity_nll: {"xyz": ones(4, 3), "plane_groups": GROUPS, "fit": "uniform"},
-    fusedops.plane_deviations: {"xyz": ones(4, 3), "plane_groups": GROUPS, "fit": "uniform"},
-    fusedops.triangle_multiplicative_update: {
-        "x": ones(1, 3, 3, 2),
-        "direction": "outgoing",
-        "mask": ones(1, 3, 3),
-        **WEIGHTS,
-        "eps": 1e-5,
-        "precision": None,
-        "gate": "output",
-        "max_memory": 1 << 40,
-        "out": ones(1, 3, 3, 2),
-    },
     fusedops.use_backend: {"name": "numpy"},
-    wigner.m_major_order: {"lmax": 2, "mmax": 1},
-    wigner.wigner_d: {"edge_vec": ones(2, 3), "lmax": 1, "packed": True, "out": ones(2, 10)},
+    **{function: given for family in families() for function, given in family.arguments().items()},
 }
 FRAMEWORKS = ("numpy", "torch") if HAS_TORCH else ("numpy",)
 OPS = [function for function in RIGHT if hasattr(function, "explain")]
@@ -210,7 +62,7 @@ JUNK = {
     "array of big-endian": lambda: np.zeros((2, 3), ">f8"),
     "array of longdouble": lambda: np.ones((2, 2), np.longdouble),
     "array of rank 7": lambda: np.ones((1,) * 7),
-    "another's plan": lambda: fusedops.Lattice(CELL, (1, 1, 1)),
+    "another's plan": lambda: fusedops.Lattice(np.eye(3), (1, 1, 1)),
 }
 if HAS_TORCH:
     JUNK |= {

@@ -16,14 +16,14 @@ from gpukern.trimul import plan  # noqa: E402
 if plan.hopper is None:
     pytest.skip("this Triton's Gluon is another", allow_module_level=True)
 
-from gpukern.generated.triton import hopper  # noqa: E402
+from gpukern.generated import hopper  # noqa: E402
 
 COMPILE = """
 import inspect
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from gpukern.generated.triton import hopper as hopper
+from gpukern.generated import hopper as hopper
 from triton.experimental.gluon import jit
 from gpukern.hopper import SHARED, TILE
 

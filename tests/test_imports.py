@@ -24,7 +24,7 @@ ROOMS = {
     "_workloads": "library",
     "__main__": "cli",
     **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
-    **dict.fromkeys(("restraints", "samples", "structure", "testing"), "library"),
+    **dict.fromkeys(("restraints", "samples", "structure", "testing", "_catalogue"), "library"),
 }
 #: The rooms that each may import, besides itself.
 BELOW = {
@@ -51,6 +51,8 @@ def room(module):
     package, _, rest = module.partition(".")
     if package != "fusedops":
         return package
+    if rest.endswith(".examples"):
+        return "library"
     first = rest.partition(".")[0]
     return ROOMS.get(first) or (first if first in BELOW else "definitions")
 

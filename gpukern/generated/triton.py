@@ -29,7 +29,7 @@ from fusedops._frame.registry import register
 from fusedops.conv.op import conv_vjp
 from fusedops.generated.op import convolution_of, kernels_of, pull_to_generator
 from gpukern.activations import silu, silu_slope
-from gpukern.conv.triton import triton as conv
+from gpukern.conv import triton as conv
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 from gpukern.precision import of_float32
 from gpukern.trimul import plan
@@ -37,7 +37,7 @@ from gpukern.trimul.plan import aligned, ceil, is_aligned, processors
 
 hopper: Any = None
 if plan.hopper is not None:
-    from gpukern.generated.triton import hopper
+    from gpukern.generated import hopper
 
 
 class Tile(NamedTuple):
