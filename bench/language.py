@@ -92,7 +92,7 @@ def jet_block(device: str) -> Step:
         # Relative to the largest element of the result or of each gradient, in 16 bits.
         0.1,
         lambda problem: problem.shape,
-        lambda problem: result(problem.chain(_formula_of_block, "cpu", "float64").steps()),
+        lambda problem: result(_block_by(_formula_of_block, problem, "cpu", "float64").steps()),
         _block_by_modules,
         device,
         dtype_on(device),
@@ -134,65 +134,93 @@ def _half_mean_square(y: Any) -> Any:
     return 0.5 * (y.float() if y.itemsize == 2 else y).square().mean()
 
 
+KEYS, VALUES = 96, 256
+"""Channels of a head in Jet-Nemotron's model of 2 billion parameters."""
+
+#: The files of Jet-Nemotron's block, as a checkout has them.
+BLOCK = f"{JET}/jet_block.py"
+
+
 @dataclass(frozen=True)
 class Layer:
-    """Tokens, and a convolution layer with Jet-Nemotron's names: four taps, D / 8 hidden units.
+    """Tokens, and a layer with Jet-Nemotron's names: a convolution alone, or a block around it.
+
+    The convolution has D channels, four taps and D / 8 hidden units. A block has projections and a
+    gated delta rule, too.
 
     Parameters
     ----------
-    x : tensor (B, T, D), float64
+    x : tensor (B, T, C), float64
     parameters : dict
-        The generator's weights and bias, by name.
+        By Jet-Nemotron's names.
     training : bool
         Whether gradients are wanted.
-    state : tensor (B, D, 4) or None
-        The last inputs before a token that is decoded.
+    states : tuple of tensors
+        For a token that is decoded, the last inputs (B, D, 4) of the convolution, and the matrices
+        (B, heads, 96, 256) of a block's delta rule.
+    heads : int
+        Of a block, each with 96 channels of queries and keys, and 256 of values: D = 256 heads.
     """
 
     x: Any
     parameters: dict[str, Any]
     training: bool
-    state: Any = None
+    states: tuple[Any, ...] = ()
+    heads: int = 0
 
     @property
     def shape(self) -> dict[str, int]:
         """The sizes that a table shows."""
-        B, T, D = self.x.shape
-        return {"tokens": B * T, "B": B, "D": D}
+        B, T, C = self.x.shape
+        channels = {"C": C, "D": VALUES * self.heads} if self.heads else {"D": C}
+        return {"tokens": B * T, "B": B, **channels}
 
     def to(self, device: str, dtype: str) -> Layer:
         """Return the problem on a device and in a dtype, with parameters that have gradients.
 
-        The state is a copy, which a program may update.
+        States are copies, which a program may update. The matrices of the delta rule stay in
+        float32 at least, as fla keeps them.
         """
         import torch
 
+        kind = getattr(torch, dtype)
+
         def cast(x: Any) -> Any:
-            return x.to(device, getattr(torch, dtype), copy=True)
+            wide = torch.promote_types(kind, torch.float32) if x.ndim == 4 else kind
+            return x.to(device, wide, copy=True)
 
         parameters = {
             name: cast(x).requires_grad_(self.training) for name, x in self.parameters.items()
         }
-        state = None if self.state is None else cast(self.state)
-        return replace(self, x=cast(self.x), parameters=parameters, state=state)
+        states = tuple(map(cast, self.states))
+        return replace(self, x=cast(self.x), parameters=parameters, states=states)
 
 
-def _layer(B: int, T: int, D: int, training: bool = True) -> Layer:
+def _drawn(seed: int) -> Callable[..., Any]:
+    """Return a function that draws normal numbers of a shape."""
     import torch
 
-    rng = torch.Generator().manual_seed(T)
-    H = D // 8
+    rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Any:
         return torch.randn(shape, generator=rng, dtype=torch.float64) * scale
 
-    parameters = {
-        "w1.weight": normal(H, D, scale=D**-0.5),
-        "w2.weight": normal(4 * D, H, scale=(2 * H) ** -0.5),
+    return normal
+
+
+def _generator(normal: Callable[..., Any], D: int, C: int) -> dict[str, Any]:
+    """Return the parameters of a convolution's generator of kernels."""
+    return {
+        "w1.weight": normal(D // 8, C, scale=C**-0.5),
+        "w2.weight": normal(4 * D, D // 8, scale=(D // 4) ** -0.5),
         "w2.bias": normal(4 * D, scale=0.5),
     }
-    state = normal(B, D, 4) if T == 1 else None
-    return Layer(normal(B, T, D), parameters, training and T > 1, state)
+
+
+def _layer(B: int, T: int, D: int, training: bool = True) -> Layer:
+    normal = _drawn(T)
+    states = (normal(B, D, 4),) if T == 1 else ()
+    return Layer(normal(B, T, D), _generator(normal, D, D), training and T > 1, states)
 
 
 def _jet_by_module(
@@ -204,6 +232,7 @@ def _jet_by_module(
     from fusedops.nn import DynamicShortConvolution
 
     given = problem.to(device, dtype)
+    (cache,) = given.states or (None,)
     # The step's backends are those of the fused op, which decoding doesn't call.
     layer = DynamicShortConvolution(given.x.shape[-1], 4, generator_reduction=8, backend=backend)
     layer = layer.to(given.x).requires_grad_(problem.training)
@@ -211,7 +240,7 @@ def _jet_by_module(
         layer.kernel_generator.load_state_dict(given.parameters)
 
     def convolve(x: Any) -> Any:
-        return layer(x, cache=given.state)[0]
+        return layer(x, cache=cache)[0]
 
     return _chain("layer", given.x, convolve, layer.parameters())
 
@@ -225,10 +254,11 @@ def _jet_by(convolve: Callable[..., Any], problem: Layer, device: str, dtype: st
 
     given = problem.to(device, dtype)
     w1, w2, bias = given.parameters.values()
+    (cache,) = given.states or (None,)
 
     def layer(x: Any) -> Any:
         kernels = F.linear(F.silu(F.linear(x, w1)), w2, bias).unflatten(-1, (-1, 4))
-        return convolve(x, kernels, given.state)
+        return convolve(x, kernels, cache)
 
     return _chain("layer", given.x, layer, (w1, w2, bias))
 
@@ -292,71 +322,7 @@ def jet_by_its_kernels(problem: Layer, device: str) -> Steps:
     return _jet_by(activated, problem, device, dtype_on(device)).steps()
 
 
-@dataclass(frozen=True)
-class Block:
-    """Tokens, and a Jet block: projections, a dynamic convolution, and a gated delta rule.
-
-    Parameters
-    ----------
-    x : tensor (B, T, C), float64
-    parameters : dict
-        By Jet-Nemotron's names.
-    heads : int
-        Each with 96 channels of queries and keys, and 256 of values.
-    training : bool
-        Whether gradients are wanted.
-    states : tuple of tensors or None
-        For a token that is decoded, the matrices (B, heads, 96, 256) of the delta rule, and the
-        last inputs (B, D, 4) of the convolution, with D = 256 heads.
-    """
-
-    x: Any
-    parameters: dict[str, Any]
-    heads: int
-    training: bool
-    states: tuple[Any, Any] | None = None
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """The sizes that a table shows."""
-        B, T, C = self.x.shape
-        return {"tokens": B * T, "B": B, "C": C, "D": VALUES * self.heads}
-
-    def to(self, device: str, dtype: str) -> Block:
-        """Return the problem on a device and in a dtype, with parameters that have gradients.
-
-        The matrices of the delta rule stay in float32 at least, as fla keeps them.
-        """
-        import torch
-
-        kind = getattr(torch, dtype)
-
-        def cast(x: Any, dtype: Any = kind) -> Any:
-            return x.to(device, dtype, copy=True)
-
-        parameters = {
-            name: cast(x).requires_grad_(self.training) for name, x in self.parameters.items()
-        }
-        states = self.states
-        if states is not None:
-            wide = torch.promote_types(kind, torch.float32)
-            states = cast(states[0], wide), cast(states[1])
-        return replace(self, x=cast(self.x), parameters=parameters, states=states)
-
-    def chain(self, make: Callable[[Block], tuple[Any, Any]], device: str, dtype: str) -> Chain:
-        """Return the step by a function of tokens, and its parameters, made from the problem."""
-        given = self.to(device, dtype)
-        return _chain("block", given.x, *make(given))
-
-
-KEYS, VALUES = 96, 256
-"""Channels of a head in Jet-Nemotron's model of 2 billion parameters."""
-
-#: The files of Jet-Nemotron's block, as a checkout has them.
-BLOCK = f"{JET}/jet_block.py"
-
-
-def _block(device: str, B: int, T: int, heads: int, C: int, training: bool) -> Block:
+def _block(device: str, B: int, T: int, heads: int, C: int, training: bool) -> Layer:
     import torch
 
     if device == "cpu":
@@ -367,25 +333,27 @@ def _block(device: str, B: int, T: int, heads: int, C: int, training: bool) -> B
         raise Unsuited("needs fla (flash-linear-attention)")
     if training and (reason := _no_training()):
         raise Unsuited(reason)
-    rng = torch.Generator().manual_seed(T)
-    D, H = VALUES * heads, VALUES * heads // 8
-
-    def normal(*shape: int, scale: float = 1.0) -> Any:
-        return torch.randn(shape, generator=rng, dtype=torch.float64) * scale
-
+    normal, D = _drawn(T), VALUES * heads
+    kernels = _generator(normal, D, C)
     sizes = {"q": KEYS * heads, "k": KEYS * heads, "v": D, "b": heads, "a": heads, "g": D}
     parameters = {
         "A_log": torch.linspace(0, 2, heads, dtype=torch.float64),
         "dt_bias": torch.linspace(-4, -2, heads, dtype=torch.float64),
         **{f"{name}_proj.weight": normal(n, C, scale=C**-0.5) for name, n in sizes.items()},
-        "dynamic_conv1d.kernel_generator.w1.weight": normal(H, C, scale=C**-0.5),
-        "dynamic_conv1d.kernel_generator.w2.weight": normal(4 * D, H, scale=(2 * H) ** -0.5),
-        "dynamic_conv1d.kernel_generator.w2.bias": normal(4 * D, scale=0.5),
+        **{f"dynamic_conv1d.kernel_generator.{name}": x for name, x in kernels.items()},
         "o_norm.weight": 1 + normal(VALUES, scale=0.1),
         "o_proj.weight": normal(C, D, scale=D**-0.5),
     }
-    states = (normal(B, heads, KEYS, VALUES, scale=0.1), normal(B, D, 4)) if T == 1 else None
-    return Block(normal(B, T, C), parameters, heads, training, states)
+    states = (normal(B, D, 4), normal(B, heads, KEYS, VALUES, scale=0.1)) if T == 1 else ()
+    return Layer(normal(B, T, C), parameters, training, states, heads)
+
+
+def _block_by(
+    make: Callable[[Layer], tuple[Any, Any]], problem: Layer, device: str, dtype: str
+) -> Chain:
+    """Return the step by a function of tokens, and its parameters, made from a block."""
+    given = problem.to(device, dtype)
+    return _chain("block", given.x, *make(given))
 
 
 @functools.cache
@@ -419,7 +387,7 @@ def _module_of_block() -> Any:
     return module
 
 
-def _their_block(given: Block, swapped: Callable[[], Any] | None = None) -> tuple[Any, Any]:
+def _their_block(given: Layer, swapped: Callable[[], Any] | None = None) -> tuple[Any, Any]:
     """Return Jet-Nemotron's block, a function of tokens, with its own convolution or another."""
     import torch
 
@@ -435,15 +403,16 @@ def _their_block(given: Block, swapped: Callable[[], Any] | None = None) -> tupl
     with torch.no_grad():
         block.load_state_dict(given.parameters)
     cache: Any = None
-    if given.states is not None:
+    if given.states:
+        inputs, matrices = given.states
         cache = file_module(f"{JET}/kv_cache.py").JetNemotronCache()
-        cache.update(recurrent_state=given.states[0], conv_state=given.states[1], layer_idx=0)
+        cache.update(recurrent_state=matrices, conv_state=inputs, layer_idx=0)
 
     def function(x: Any) -> Any:
         y = block(x, past_key_value=cache, use_cache=cache is not None)[0]
-        if given.states is not None:
+        if given.states:
             # In memory that stays: a CUDA graph reads and writes it in every replay.
-            cache[0]["recurrent_state"] = given.states[0].copy_(cache[0]["recurrent_state"])
+            cache[0]["recurrent_state"] = matrices.copy_(cache[0]["recurrent_state"])
         return y
 
     own = dict(block.named_parameters())
@@ -451,23 +420,23 @@ def _their_block(given: Block, swapped: Callable[[], Any] | None = None) -> tupl
 
 
 def _block_by_modules(
-    problem: Block, how: str, device: str, dtype: str, backend: BackendName | None
+    problem: Layer, how: str, device: str, dtype: str, backend: BackendName | None
 ) -> Chain:
     """Return the step by Jet-Nemotron's block with our convolution."""
     from fusedops.nn import DynamicShortConvolution
 
     D, C = VALUES * problem.heads, problem.x.shape[-1]
     convolution = partial(DynamicShortConvolution, D, 4, C, generator_reduction=8, backend=backend)
-    return problem.chain(partial(_their_block, swapped=convolution), device, dtype)
+    return _block_by(partial(_their_block, swapped=convolution), problem, device, dtype)
 
 
 @peer("Jet-Nemotron", "jet_block", devices=("cuda",))
-def jet_block_by_its_kernels(problem: Block, device: str) -> Steps:
+def jet_block_by_its_kernels(problem: Layer, device: str) -> Steps:
     """The block as it is."""
-    return problem.chain(_their_block, device, dtype_on(device)).steps()
+    return _block_by(_their_block, problem, device, dtype_on(device)).steps()
 
 
-def _formula_of_block(given: Block) -> tuple[Any, Any]:
+def _formula_of_block(given: Layer) -> tuple[Any, Any]:
     """Return the block's formula in plain torch, a token after the other in the delta rule."""
     import torch
     from torch.nn import functional as F
@@ -485,7 +454,7 @@ def _formula_of_block(given: Block) -> tuple[Any, Any]:
         return F.linear(F.silu(F.linear(x, w1)), w2, bias).unflatten(-1, (-1, 4))
 
     def block(x: Any) -> Any:
-        state, last = given.states or (None, None)
+        last, state = given.states or (None, None)
         q, k = (
             F.normalize(F.silu(project(name, x)).unflatten(-1, (heads, -1)), dim=-1)
             for name in "qk"

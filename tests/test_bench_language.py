@@ -344,7 +344,8 @@ def test_a_block_keeps_its_state_where_it_is(checkout):
 def test_a_jet_block_of_a_checkout(monkeypatch, checkout, tokens):
     """The formula is that of a block with Jet-Nemotron's names, whose convolution is swapped."""
     problem = language._block("cuda", 2, tokens, 2, 8, tokens > 1)
-    truth = language.result(problem.chain(language._formula_of_block, "cpu", "float64").steps())
+    formula = language._block_by(language._formula_of_block, problem, "cpu", "float64")
+    truth = language.result(formula.steps())
     theirs = language.jet_block_by_its_kernels
     monkeypatch.setattr(language, "dtype_on", lambda device: "float64")
     ours = language._block_by_modules(problem, "torch", "cpu", "float64", "numpy").steps()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import sys
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ def _fill(parser: argparse.ArgumentParser) -> None:
         if not roots:
             raise CommandError("bench: it is not installed; run it in a checkout of the project")
         load(roots[0])
-    importlib.import_module("bench.cli").fill(parser)
+    import_module("bench.cli").fill(parser)
 
 
 def load(root: Path) -> None:
     """Let `import bench` find the package of a checkout, wherever else Python looks."""
-    spec = importlib.util.spec_from_file_location("bench", root / "bench/__init__.py")
-    sys.modules["bench"] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec = util.spec_from_file_location("bench", root / "bench/__init__.py")
+    sys.modules["bench"] = util.module_from_spec(spec)  # type: ignore[arg-type]
