@@ -180,8 +180,7 @@ class OfStep(Contest):
         """Make the problem, or raise `Unsuited` with the reason why it can't be made here."""
         problem = self.case.make()
         self.given = dict.fromkeys((NUMPY, TORCH, GRAPHS), (problem, self.device))
-        shape = self.step.shape(problem)
-        self.about |= {"size": next(iter(shape.values())), "shape": shape}
+        self.about |= {"size": next(iter(problem.shape.values())), "shape": problem.shape}
 
     def hows(self, at: int, backend: registry.Backend) -> list[str]:
         """Return how the backend at a place in their order is called."""

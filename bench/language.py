@@ -56,7 +56,6 @@ def jet(device: str) -> Step:
         # Relative to the largest element of the result or of each gradient; in 16 bits hidden
         # units are rounded.
         1e-5 if device == "cpu" else 0.06,
-        lambda problem: problem.shape,
         lambda problem: result(_jet_by(_in_torch, problem, "cpu", "float64").steps()),
         _jet_by_module,
         device,
@@ -91,7 +90,6 @@ def jet_block(device: str) -> Step:
         ),
         # Relative to the largest element of the result or of each gradient, in 16 bits.
         0.1,
-        lambda problem: problem.shape,
         lambda problem: result(_block_by(_formula_of_block, problem, "cpu", "float64").steps()),
         _block_by_modules,
         device,
@@ -111,7 +109,6 @@ def serving(device: str) -> Step:
         (Case("requests", partial(_requests, 3, 64, 16)),),
         # Relative to the largest element.
         1e-5 if device == "cpu" else 0.02,
-        lambda problem: problem.shape,
         lambda problem: problem.truth(),
         _served,
         device,

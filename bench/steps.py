@@ -166,7 +166,10 @@ def result(steps: Steps) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem of a step; `make` raises `Unsuited`, with the reason, where it can't be made."""
+    """A problem of a step; `make` raises `Unsuited`, with the reason, where it can't be made.
+
+    Its `shape` has the sizes that a table shows.
+    """
 
     name: str
     make: Callable[[], Any]
@@ -187,8 +190,6 @@ class Step:
     checks : tuple of Case
         Small problems, on which the value and gradients of every program are compared with the
         reference in float64; `tolerance` is the largest error of ours, relative.
-    shape : callable
-        From a problem to the sizes that a table shows.
     reference : callable
         From a problem to its value and gradients in float64.
     ours : callable
@@ -209,7 +210,6 @@ class Step:
     cases: tuple[Case, ...]
     checks: tuple[Case, ...]
     tolerance: float
-    shape: Callable[[Any], dict[str, int]]
     reference: Callable[[Any], tuple[Any, ...]]
     ours: Callable[..., Any]
     device: str
@@ -281,7 +281,6 @@ def refinement(device: str) -> Step:
         # The target's differences are a tenth of the amplitudes, so rounding counts ten times, and
         # gradients sum thousands of voxels.
         1e-4,
-        lambda problem: problem.shape,
         lambda problem: _refined(problem, NUMPY, "cpu", "float64", "numpy").steps()[BOTH](),
         _refined,
         device,
@@ -301,7 +300,6 @@ def pair(device: str) -> Step:
         (Case("block", partial(_pairs, 20)),),
         # Relative to the largest element of each gradient; in 16 bits every part rounds z.
         1e-5 if device == "cpu" else 0.06,
-        lambda problem: problem.shape,
         lambda problem: _pair_by(_formulas(), problem, "cpu", "float64").steps()[BOTH](),
         _pair_by_modules,
         device,

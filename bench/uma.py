@@ -91,7 +91,6 @@ def uma(device: str) -> Step:
         (Case("NaCl", _few),),
         # Relative to the largest element; forces are sums of edges' that nearly cancel.
         1e-4,
-        lambda problem: problem.shape,
         lambda _: _truth(),
         _ours,
         device,
