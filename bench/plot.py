@@ -11,7 +11,6 @@ from typing import Any
 
 from bench import report as reports
 from bench.timing import GRAPH
-from fusedops._frame.registry import BACKENDS
 from fusedops._workloads import BOTH, CALL, FORWARD
 
 #: Neither dark nor light, so that text is read on a page of either; the background is clear.
@@ -134,14 +133,12 @@ def _points(report: dict[str, Any], op: str) -> dict[str, list[tuple[float, floa
 
     Times include the gradient if the op has one.
     """
-    kernels = {backend.name for backend in BACKENDS}
     rows = [
         row
         for row in reports.cases(report)
         if row["op"] == op and row["ms"] and row["work"] and row["how"] != GRAPH
         # Calls show the host's time, not the kernels'.
-        if row["workload"] != CALL
-        and (row["who"] in kernels or (not row["ours"] and row["computes"]))
+        if row["workload"] != CALL and row["computes"]
     ]
     full = BOTH if any(row["pass"] == BOTH for row in rows) else FORWARD
     best: dict[str, dict[Any, tuple[float, float]]] = {}
@@ -176,10 +173,9 @@ def _extent(row: dict[str, Any]) -> float:
 
 def _best(report: dict[str, Any], key: Any) -> dict[Any, dict[str, Any]]:
     """Return our fastest row of each key; rows with the key None are skipped."""
-    kernels = {backend.name for backend in BACKENDS}
     best: dict[Any, dict[str, Any]] = {}
     for row in reports.cases(report):
-        at = key(row) if row["ms"] and row["who"] in kernels else None
+        at = key(row) if row["ms"] and row["ours"] else None
         if at is not None and (at not in best or row["ms"] < best[at]["ms"]):
             best[at] = row
     return best
@@ -278,12 +274,11 @@ def bars_of(report: dict[str, Any]) -> dict[str, list[Bar]]:
     arrays or of tensors, whichever the fastest peer takes. A problem in several dtypes counts in
     the one in which the peer comes closest.
     """
-    kernels = {backend.name for backend in BACKENDS}
     found: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for row in reports.cases(report):
-        counts = row["who"] in kernels or (not row["ours"] and row["computes"])
         # Calls show the host's time, not the kernels'.
-        if counts and row["ms"] and row["workload"] != CALL and row["pass"] in (FORWARD, BOTH):
+        counts = row["computes"] and row["ms"] and row["workload"] != CALL
+        if counts and row["pass"] in (FORWARD, BOTH):
             found.setdefault(row["op"], {}).setdefault(_case(row), []).append(row)
     bars: dict[str, list[Bar]] = {}
     for op, cases in found.items():

@@ -240,7 +240,7 @@ def contests(rows: Iterable[dict[str, Any]]) -> list[Contest]:
     """Return a contest for every case, pass and framework that a peer was timed in beside us."""
     best: dict[Any, dict[bool, dict[str, Any]]] = {}
     for row in rows:
-        if row["ms"] and row["how"] != GRAPH and (row["ours"] or row["computes"]):
+        if row["ms"] and row["how"] != GRAPH and row["computes"]:
             case = best.setdefault(_key(row | {"who": ""}), {})
             if row["ours"] not in case or row["ms"] < case[row["ours"]]["ms"]:
                 case[row["ours"]] = row

@@ -158,7 +158,7 @@ def _table(block: dict[str, Any]) -> str:
     rows = [
         row
         for row in report.small_and_large(block["cases"])
-        if row["pass"] in PASSES and (row["ours"] or row["computes"])
+        if row["pass"] in PASSES and row["computes"]
     ]
     contestants: dict[str, set[str]] = {}
     cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Any]]] = {}
@@ -192,7 +192,7 @@ def _shares(block: dict[str, Any]) -> str:
     contestants: dict[tuple[str, str], None] = {}
     cases: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = {}
     for row in sorted(block["cases"], key=lambda row: not row["ours"]):
-        if row["ms"] and (row["ours"] or row["computes"]):
+        if row["ms"] and row["computes"]:
             contestants[row["who"], row["how"]] = None
             case = f"{row['workload']}: {report.sizes(row)}"
             cases.setdefault((case, row["pass"]), {})[row["who"], row["how"]] = row

@@ -433,6 +433,7 @@ def rows_of(*times):
         {
             **{"op": "dynamic_conv", "workload": "Jet", "size": 7, "shape": {"T": 7}},
             **{"dtype": "float32", "pass": FORWARD, "who": who, "how": "NumPy", "ours": True},
+            "computes": True,
             **{"ms": ms, "quartiles_ms": [low, high], "refused": None},
         }
         for who, low, ms, high in times
@@ -473,7 +474,7 @@ def test_comparing_files(tmp_path, capsys):
 def test_where_a_peer_is_faster(tmp_path, capsys):
     given = rows_of(("cython", 0.9, 2.0, 2.1), ("numba", 1.9, 3.0, 3.1), ("x", 0.9, 1.0, 1.1))
     cases = given["ops"]["dynamic_conv"]["cases"]
-    cases[2] |= {"ours": False, "computes": True}
+    cases[2]["ours"] = False
     empty = cases[2] | {"who": "empty", "ms": 0.1, "computes": False}
     refused = cases[2] | {"pass": BOTH, "ms": None, "refused": "no"}
     tensors = cases[2] | {"how": "torch"}
@@ -580,7 +581,7 @@ def test_the_picture_of_peers_shows_a_small_and_a_large_size():
         timed = rows_of(("triton", ours, ours, ours), ("x", x, x, x), ("y", 2 * x, 2 * x, 2 * x))
         for row in report.cases(timed):
             row |= {"size": size, "shape": {"T": size, "W": 4}, "work": {"bytes": size}}
-            row |= {"how": "torch", "computes": True, "ours": row["who"] == "triton"}
+            row |= {"how": "torch", "ours": row["who"] == "triton"}
             cases += [row, row | {"dtype": "float64", "ms": row["ms"] * (1 + (row["who"] == "x"))}]
             cases += [row | {"how": "CUDA graph", "ms": 0.5}] * row["ours"]
     given["ops"]["dynamic_conv"] = {"cases": cases, "growth": []}
@@ -848,7 +849,7 @@ def test_the_measured_tables(tmp_path):
     written = tables.tables(told.format("conv", "cpu"), tmp_path)
     assert "| workload | dtype | pass | Cython | Numba | floor | MB |\n" in written
     assert "| Jet: T 7 | float32 | forward | 1.00 | 2.00 | 0.500 | 3 |\n" in written
-    peer = block["cases"][1] | {"who": "x", "ours": False, "computes": True}
+    peer = block["cases"][1] | {"who": "x", "ours": False}
     beside = given | {"ops": {"dynamic_conv": block | {"cases": [*block["cases"], peer]}}}
     assert "| `dynamic_conv` | T 7, float32, forward | 1.00 | 2.00, x |" in tables.largest(beside)
     assert "old" not in written
@@ -866,7 +867,7 @@ def test_the_measured_tables(tmp_path):
         for size in (7, 70, 700)
         for ms, who in (
             (2.0, {"over_empty": 2.05}),
-            (1.0 if size == 7 else 4.0, {"who": "x", "ours": False, "computes": True}),
+            (1.0 if size == 7 else 4.0, {"who": "x", "ours": False}),
             (0.1, {"who": "empty", "ours": False, "computes": False}),
         )
     ]
