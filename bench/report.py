@@ -128,6 +128,7 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
             for row in sorted(rows, key=lambda row: contestants.index((row["who"], row["how"]))):
                 about = _some(row, (*OF_PROBLEM, *OF_CONTESTANT)) | {"work": work}
                 about["error"] = about["error"] and [*about["error"].values()]
+                about = _rounded(about)
                 if changed := {n: x for n, x in about.items() if n not in before or before[n] != x}:
                     lines.append(changed)
                 lines.append(_values(row))

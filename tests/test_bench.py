@@ -798,6 +798,22 @@ def test_the_path_of_a_gpu(monkeypatch, on_a_gpu, module):
     assert on_a_gpu
 
 
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_a_file_that_is_read_and_written_is_the_same(tmp_path, name):
+    tracked, again = benches.ROOT / f"bench/results/{name}.json", tmp_path / "again.json"
+    report.save(again, report.read(tracked))
+    assert again.read_bytes() == tracked.read_bytes()
+
+
+def test_numbers_of_a_file_have_the_digits_that_are_shown(tmp_path):
+    given = rows_of(("cython", 1.0949, 1.23496789, 2.0), ("numba", 1.0, 2.34567891, 3.0))
+    given["ops"]["dynamic_conv"]["cases"][0] |= {"error": {"value": 1.2345e-8, "gradient": None}}
+    report.save(tmp_path / "cpu.json", given)
+    one, other = report.cases(report.read(tmp_path / "cpu.json"))
+    assert (one["ms"], one["quartiles_ms"], other["ms"]) == (1.23497, [1.09, 2], 2.3457)
+    assert one["error"] == {"value": 1.2e-8, "gradient": None}
+
+
 def test_the_history_of_times():
     def times(ms):
         given = rows_of(("cython", ms, ms, ms), ("numba", 1.0, 1.0, 1.0), ("peer", 9.0, 9.0, 9.0))
