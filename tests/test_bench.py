@@ -244,13 +244,16 @@ def test_the_command_finds_a_checkout(tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
     checkout, inner = tmp_path / "checkout", tmp_path / "checkout/docs"
-    (checkout / "bench").mkdir(parents=True)
-    inner.mkdir()
+    for folder in (checkout / "bench", checkout / "fusedops/cli", inner):
+        folder.mkdir(parents=True)
     monkeypatch.chdir(inner)
-    assert cli.main(["bench", "--quick"]) == 2
-    assert "not installed; run it in a checkout" in capsys.readouterr().err
     (checkout / "bench/__init__.py").touch()
     (checkout / "bench/cli.py").write_text("def fill(parser): parser.set_defaults(run=lambda _: 7)")
+    # Other projects have such a package, too.
+    assert cli.main(["bench", "--quick"]) == 2
+    assert "not installed; run it in a checkout" in capsys.readouterr().err
+    for file in ("fusedops/cli/bench.py", "meson.build"):
+        (checkout / file).touch()
     assert cli.main(["bench"]) == 7
 
 

@@ -20,7 +20,8 @@ def add(commands: Any) -> None:
 def _fill(parser: argparse.ArgumentParser) -> None:
     if "bench" not in sys.modules:
         places = Path(fusedops.__file__).parents[1], Path.cwd(), *Path.cwd().parents
-        roots = [root for root in places if (root / "bench/cli.py").is_file()]
+        files = "bench/cli.py", "fusedops/cli/bench.py", "meson.build"
+        roots = [root for root in places if all((root / file).is_file() for file in files)]
         if not roots:
             raise CommandError("bench: it is not installed; run it in a checkout of the project")
         load(roots[0])
