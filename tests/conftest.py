@@ -276,6 +276,28 @@ def fresh_plans():
 
 
 @pytest.fixture
+def wrong_kernel(monkeypatch, fresh_plans):
+    """Let a kernel be off in one element by a hundred-thousandth of the largest."""
+    import numpy as np
+
+    from fusedops._frame import registry
+
+    def put(primitive, backend, output):
+        request = registry.Request(primitive, "numpy", "cpu", np.dtype("f4"), backend)
+        genuine = registry.choose(request)[1]
+
+        def wrong(a, y):
+            genuine(a, y)
+            if y[output] is not None:
+                y[output].flat[y[output].size // 2] += 1e-5 * np.abs(y[output]).max()
+
+        monkeypatch.setitem(registry._kernels, (primitive, backend), wrong)
+        monkeypatch.setattr(registry, "_chosen", {})
+
+    return put
+
+
+@pytest.fixture
 def threads_of_onednn(monkeypatch):
     """Have oneDNN multiply small matrices too, and list OpenMP's threads in each product."""
     torch = pytest.importorskip("torch")
