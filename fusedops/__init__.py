@@ -5,6 +5,7 @@ from fusedops._frame.registry import BackendName, BackendUnavailable, use_backen
 from fusedops._host.memory import release_memory
 from fusedops._host.threads import get_num_threads
 from fusedops._info import info, set_num_threads
+from fusedops._version import __version__ as __version__
 from fusedops.conv import Sequences, dynamic_conv, dynamic_conv_step
 from fusedops.density import Lattice, gaussian_density
 from fusedops.generated import dynamic_conv_generated
@@ -19,8 +20,6 @@ from fusedops.wigner import (
     permute_wigner_inv,
     permute_wigner_inv_edge_to_node,
 )
-
-__version__ = "0.2.0"
 
 __all__ = [
     "BackendName",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -16,11 +15,14 @@ from typing import Any
 import numpy as np
 
 from cpukern import isa
+from fusedops import _swaps
 from fusedops._frame import registry
 from fusedops._frame.check import size
 from fusedops._frame.primitive import primitives
+from fusedops._frame.registry import version_of
 from fusedops._host import memory
 from fusedops._host.threads import choose_num_threads, get_num_threads, whose_threads
+from fusedops._version import __version__
 
 #: Packages without which the library works, but not all of its commands and functions.
 _PACKAGES = ("gemmi", "matplotlib", "rich", "scipy", "shtab", "threadpoolctl")
@@ -94,13 +96,6 @@ class Info:
         lines.append(f"Served in this process: {'' if self.swaps else 'nothing'}".rstrip())
         lines += [f"  {swap}" for swap in self.swaps]
         return "\n".join(lines)
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def megabytes(count: int) -> str:
@@ -190,9 +185,6 @@ def info() -> Info:
     >>> fusedops.info().backends["numpy"].why_not is None
     True
     """
-    from fusedops import __version__
-    from fusedops.compat import _swaps
-
     gpus = _gpus()
     no_torch = registry.import_error("torch")
     backends: dict[str, BackendInfo] = {}

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-import fusedops
-from fusedops.compat import _swaps
+import fusedops.compat
+from fusedops import _swaps
 
 
 @pytest.fixture

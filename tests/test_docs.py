@@ -52,7 +52,6 @@ MODULES = [
     ),
     *COMPAT,
     *DISTRIBUTED,
-    "fusedops.compat._swaps",
     "fusedops._host.limits",
     "fusedops._host.threads",
 ]

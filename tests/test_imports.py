@@ -20,8 +20,7 @@ FILES = {
 #: The rooms of files at the top of fusedops; another one there is the definition of some ops.
 ROOMS = {
     "": "package",
-    "_info": "package",
-    "_workloads": "library",
+    **dict.fromkeys(("_info", "_swaps", "_version"), "package"),
     "__main__": "cli",
     **dict.fromkeys(("crystal", "distributed", "mapfiles", "maps", "nn", "pairs"), "library"),
     **dict.fromkeys(("restraints", "samples", "structure", "testing", "_catalogue"), "library"),
@@ -39,12 +38,6 @@ BELOW = {
     "cli": {"_frame", "definitions", "package", "library"},
     "bench": {"_host", "_frame", "definitions", "package", "library", "compat", "cli"},
 }
-#: The room in which a function may close a circle, by the version.
-LATE = {"package"}
-#: Imports that go up all the same, in functions.
-UP = {
-    ("fusedops._info", "fusedops.compat._swaps"),
-}
 
 
 def room(module):
@@ -57,8 +50,8 @@ def room(module):
     return ROOMS.get(first) or (first if first in BELOW else "definitions")
 
 
-def imports(node, at_import=True):
-    """Yield our modules that a node imports, and whether importing its module does so."""
+def imports(node):
+    """Yield our modules that a node imports, in functions and for types too."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
@@ -67,11 +60,9 @@ def imports(node, at_import=True):
         names = [name if name in FILES else node.module for name in whole]
     else:
         names = []
-        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        later = for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for child in ast.iter_child_nodes(node):
-            yield from imports(child, at_import and not later)
-    yield from ((name, at_import) for name in names if name in FILES)
+            yield from imports(child)
+    yield from (name for name in names if name in FILES)
 
 
 @pytest.fixture(scope="module")
@@ -87,24 +78,16 @@ def test_a_room_imports_only_rooms_below_it(imported):
     TopologicalSorter(BELOW).prepare()  # raises CycleError
     assert {room(module) for module in FILES} == set(BELOW)
     up = {
-        (module, other, at_import)
+        (module, other)
         for module, others in imported.items()
-        for other, at_import in others
+        for other in others
         if room(other) not in {room(module), *BELOW[room(module)]}
     }
-    assert up == {(*edge, False) for edge in UP}
+    assert not up
 
 
-def test_modules_of_a_room_are_in_no_circle(imported):
-    graph = {
-        module: [
-            other
-            for other, at_import in others
-            if room(other) == room(module) and (at_import or room(module) not in LATE)
-        ]
-        for module, others in imported.items()
-    }
-    TopologicalSorter(graph).prepare()  # raises CycleError
+def test_modules_are_in_no_circle(imported):
+    TopologicalSorter(imported).prepare()  # raises CycleError
 
 
 def test_modules_for_torch_say_that_they_need_it():

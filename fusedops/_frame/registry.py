@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -76,6 +77,13 @@ def import_error(package: str) -> str | None:
     if release(version) < release(oldest):
         return f"{package} {version} is installed; it should be {oldest} or newer"
     return None
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def release(version: str) -> tuple[int, ...]:

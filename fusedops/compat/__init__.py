@@ -1,5 +1,5 @@
 """Adapters that serve other programs with these ops, each a module named after its program."""
 
-from fusedops.compat._swaps import swaps
+from fusedops._swaps import swaps
 
 __all__ = ["swaps"]

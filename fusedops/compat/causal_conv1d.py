@@ -34,7 +34,7 @@ from fusedops._frame.check import (
     traced,
 )
 from fusedops._frame.hook import outside_of_graphs
-from fusedops.compat._swaps import of, start, stop
+from fusedops._swaps import of, start, stop
 from fusedops.conv import ACTIVATIONS, Activation
 from fusedops.conv.op import conv_vjp
 

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Imported now: torch.compile can't import the bridge while it traces a call.
 import fusedops._frame.bridge  # noqa: F401
 from fusedops._frame.check import one_of, traced
-from fusedops.compat._swaps import Swap, log, of, start, stop
+from fusedops._swaps import Swap, log, of, start, stop
 from fusedops.nn import SO2Convolution, radial_products
 from fusedops.so2 import PRECISIONS, Layout, gate_activation
 from fusedops.so2.op import WEIGHTS

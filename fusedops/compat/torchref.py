@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops._frame.bridge import has_tangent, unwrapped
 from fusedops._frame.check import traced
-from fusedops.compat._swaps import Swap, start, stop
+from fusedops._swaps import Swap, start, stop
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
 from fusedops.planarity import planarity_nll

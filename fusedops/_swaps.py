@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from fusedops._frame.registry import release
-from fusedops._info import version_of
+from fusedops._frame.registry import release, version_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
