@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fusedops  # noqa: E402
-from fusedops._frame import bridge, registry  # noqa: E402
+from fusedops._frame import bridge, registry, torch_private  # noqa: E402
 from fusedops._frame.bridge.graphs import _take_apart  # noqa: E402
 from fusedops.planarity.op import nll  # noqa: E402
 from fusedops.samples import protein  # noqa: E402
@@ -336,3 +337,14 @@ def test_eigenvectors_of_plain_torch():
     want = np.linalg.eigh(C)[1][:, :, 0]
     found = smallest_eigenvector(torch.from_numpy(C)).numpy()
     assert error(np.abs(np.einsum("pi,pi->p", want, found)), np.ones(200)) < 1e-13
+
+
+def test_public_names_replace_private_ones():
+    names = ("__version__", "are_deterministic_algorithms_enabled", "autograd", "compiler", "cuda")
+    other = SimpleNamespace(**{name: getattr(torch, name) for name in names})
+    found = torch_private._Private(other)
+    assert not found.is_deterministic()
+    assert found.frame_callback() is None
+    assert found.will_run(None)
+    with pytest.raises(NotImplementedError, match=r"has no torch._C._functorch.unwrap_if_dead"):
+        found.alive(torch.ones(1))

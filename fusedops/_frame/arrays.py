@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fusedops._frame.check import is_tensor
+from fusedops._frame.torch_private import private
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +116,7 @@ def recomputed(stage: Any, like: Any) -> Any:
         torch is None
         or not is_tensor(like)
         or not torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
+        or private().transforming()
     ):
         return stage
     # torch 2.6 doesn't import this module by itself.

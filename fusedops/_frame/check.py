@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fusedops._frame.hook import bridge
+from fusedops._frame.torch_private import private
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +99,7 @@ def promoted(arrays: Sequence[Any]) -> Any:
 def traced() -> bool:
     """Return whether torch records a call, or works on tensors without memory."""
     torch = sys.modules["torch"]
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or private().dispatch_modes() > 0
 
 
 def own_memory(op: str, name: str, tensor: Any) -> None:
@@ -109,7 +110,6 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
     torch = sys.modules["torch"]
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        functorch = torch._C._functorch
         if tensor.is_quantized or tensor.is_nested:
             was, advice = "quantized" if tensor.is_quantized else "nested", "a dense tensor"
         elif tensor.layout != torch.strided:
@@ -117,17 +117,14 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
             was, advice = f"of layout {layout}", f"a dense tensor, such as {name}.to_dense()"
         elif tensor._is_zerotensor():
             was, advice = "a tensor of zeros without memory", "a dense tensor"
-        elif (
-            not torch._C._are_functorch_transforms_active()
-            and functorch.is_functorch_wrapped_tensor(tensor)
-        ):
+        elif not private().transforming() and private().is_wrapped(tensor):
             was, advice = "from inside a torch.func transform that has ended", "a result of it"
         else:
             return
     elif torch.nn.parameter.is_lazy(tensor):
         was, advice = "an uninitialized parameter", "initialized"
     elif kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or (
-        torch._C._len_torch_dispatch_stack() and kind.__name__ in _TRACED
+        private().dispatch_modes() and kind.__name__ in _TRACED
     ):
         return
     else:
@@ -143,7 +140,7 @@ def sharing(one: Any, others: Iterable[Any]) -> int | None:
     """
     of_arrays = isinstance(one, np.ndarray)
     torch = None if of_arrays else sys.modules["torch"]
-    if torch and (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+    if torch and (torch.compiler.is_compiling() or private().transforming()):
         return None
     own = None
     for at, array in enumerate(others):

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from fusedops._frame.torch_private import private
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Imports the bridge, which imports all that has this hook; so the package sets it, above both.
@@ -29,7 +31,7 @@ def compiling() -> bool:
         return False
     if torch.compiler.is_dynamo_compiling():
         return True
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return private().frame_callback() is not None
 
 
 def outside_of_graphs(function: F) -> F:

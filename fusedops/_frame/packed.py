@@ -16,6 +16,7 @@ import numpy as np
 
 from fusedops._frame.check import device_of, dtype_name, is_tensor, own_memory, traced
 from fusedops._frame.hook import bridge, compiling, loaded, outside_of_graphs
+from fusedops._frame.torch_private import private
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -171,15 +172,14 @@ class Packed:
         cls, op: str, tensors: Sequence[Any]
     ) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torch.func keeps no track of tensors that are made."""
-        torch = sys.modules["torch"]
-        if not torch._C._are_functorch_transforms_active():
+        if not private().transforming():
             return contextlib.nullcontext()
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        if any(map(private().is_wrapped, tensors)):
             raise TypeError(
                 f"{op}: {cls._given[0]} is mapped over or differentiated by torch.func; it "
                 f"should be {cls.__name__}, or a tensor from outside"
             )
-        context: contextlib.AbstractContextManager[Any] = torch._C._DisableFuncTorch()
+        context: contextlib.AbstractContextManager[Any] = private().without_transforms()
         return context
 
     @classmethod

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops._frame.bridge import has_tangent, unwrapped
 from fusedops._frame.check import traced
+from fusedops._frame.torch_private import private
 from fusedops._swaps import Swap, start, stop
 from fusedops.density import Lattice, atom_radius, gaussian_density
 from fusedops.density.op import COMPONENTS, LEAST_WIDTH, OnBad, gaussian_matrices
@@ -206,10 +207,10 @@ def _strained(
 
 def _lattice(matrix: Any, shape: tuple[int, ...]) -> Any:
     """Return the lattice of a cell's matrix; of one on a GPU, which is slow to read, made once."""
-    if torch._C._are_functorch_transforms_active():
+    if private().transforming():
         matrix = unwrapped("build_electron_density", "frac_matrix", matrix)
         # A transform would wrap the lattice's tensors.
-        with torch._C._DisableFuncTorch():
+        with private().without_transforms():
             return Lattice(matrix.detach(), shape).to(str(matrix.device))
     if matrix.is_cpu or traced() or matrix.is_inference():
         return Lattice(matrix.detach(), shape).to(str(matrix.device))

@@ -32,6 +32,8 @@ from fusedops._frame.hook import bridge
 from fusedops._frame.op import Made, op, to_run
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import BackendName
+from fusedops._frame.torch_private import private
+
 from fusedops.density.plan import CellLike, Lattice, grid_sizes, read_lattice
 
 #: The share by which a voxel's squared distance may exceed an atom's squared radius. It keeps a
@@ -770,18 +772,15 @@ def _constant(name: str, argument: str, value: Any) -> Any:
 
 
 def _outside_of_transforms(name: str, argument: str, value: Any) -> Any:
-    if is_tensor(value) and sys.modules["torch"]._C._are_functorch_transforms_active():
+    if is_tensor(value) and private().transforming():
         return bridge().unwrapped(name, argument, value)
     return value
 
 
 def _mapped() -> bool:
     """Return whether torch.vmap is active, which lets nobody look at values."""
-    torch = sys.modules["torch"]
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    vmap = torch._C._functorch.TransformType.Vmap
-    return any(level.key() == vmap for level in torch._C._functorch.get_interpreter_stack())
+    torch = private()
+    return torch.transforming() and any(level.key() == torch.vmap for level in torch.transforms())
 
 
 def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:

@@ -19,6 +19,7 @@ from fusedops._frame.check import flag, floats, is_tensor, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import BackendName
+from fusedops._frame.torch_private import private
 
 
 def matrix_size(lmax: int, packed: bool) -> tuple[int, ...]:
@@ -87,7 +88,7 @@ def _coupling(l: int, like: Any) -> Any:
     torch = namespace(like)
     plain = type(like) in (torch.Tensor, torch.nn.Parameter)
     # A tensor made under a transform is of no use outside of it.
-    if not plain or torch._C._are_functorch_transforms_active():
+    if not plain or private().transforming():
         return like.new_tensor(coupling(l))
     key = l, like.dtype, like.device
     if key not in _couplings:

@@ -32,6 +32,7 @@ from fusedops._frame.bridge.tensors import (  # noqa: F401
 from fusedops._frame.check import reference, traced
 from fusedops._frame.kinds import TENSORS
 from fusedops._frame.primitive import Primitive
+from fusedops._frame.torch_private import private
 from fusedops._host.threads import follow_torch
 
 TENSORS |= {torch.Tensor, torch.nn.Parameter}
@@ -110,7 +111,7 @@ def traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) ->
     _differentiated(primitive, a)
     arrays = a[: len(primitive.arrays)]
     # A registered op has no rule for transforms, and its outputs lose tangents.
-    if torch._C._are_functorch_transforms_active() or has_tangent(arrays):
+    if private().transforming() or has_tangent(arrays):
         y = transformed(primitive, a, slots)
     elif traced():
         y = call_registered(primitive, a, slots)

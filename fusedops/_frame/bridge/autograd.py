@@ -17,6 +17,7 @@ from fusedops._frame.check import reference
 from fusedops._frame.kinds import CONSTANTS, Kind, Plans, are_one
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Call, Primitive
+from fusedops._frame.torch_private import private
 
 
 class Step:
@@ -178,7 +179,7 @@ def _needed_now(needed: tuple[bool, ...], nodes: Sequence[Any]) -> tuple[bool, .
 def _runs(node: Any) -> bool:
     """Return whether the backward pass that runs goes on to a node."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(private().will_run(node))
     except RuntimeError:
         # Only of a leaf that torch.autograd.grad wants torch can't say so.
         return True
@@ -253,7 +254,7 @@ def pull_back(
         return [None] * len(wanted)
     # The arrays of a transform that has ended no longer require grad.
     ended = [want and not array.requires_grad for array, want in zip(a, wanted, strict=False)]
-    if any(ended) or torch._C._are_functorch_transforms_active():
+    if any(ended) or private().transforming():
         return _transform_formula(primitive, a, dy, wanted)
     return _differentiate_formula(primitive, a, dy)
 
@@ -384,7 +385,7 @@ class _Transformed(_Differentiable):
 
 def _alive(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without the wrappers of transforms that have ended."""
-    while (inner := torch._C._functorch.unwrap_if_dead(tensor)) is not tensor:
+    while (inner := private().alive(tensor)) is not tensor:
         tensor = inner
     return tensor
 

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
+from fusedops._frame.torch_private import private
+
 #: Torch nests no more batches than that.
 _LEVELS = 64
 
-_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
+_BATCHED: Any = private().dispatch_key("Batched")
 
 
 def is_batch(tensor: torch.Tensor | None) -> bool:
     """Return whether a tensor is a batch in disguise."""
-    return tensor is not None and torch._C._dispatch_keys(tensor).has(_BATCHED)
+    return tensor is not None and private().dispatch_keys(tensor).has(_BATCHED)
 
 
 def row_by_row(
@@ -29,14 +31,14 @@ def row_by_row(
     level, first = _level(next(cotangent for cotangent in dy if is_batch(cotangent)))
     count = len(first)
     columns = [
-        torch._remove_batch_dim(cotangent, level, count, 0)
+        private().remove_batch_dim(cotangent, level, count, 0)
         if is_batch(cotangent)
         else [cotangent] * count
         for cotangent in dy
     ]
     rows = [pull_back(row) for row in zip(*columns, strict=True)]
     return [
-        None if column[0] is None else torch._add_batch_dim(torch.stack(column), 0, level)
+        None if column[0] is None else private().add_batch_dim(torch.stack(column), 0, level)
         for column in zip(*rows, strict=True)
     ]
 
@@ -44,7 +46,7 @@ def row_by_row(
 def _level(tensor: Any) -> tuple[int, torch.Tensor]:
     """Return how deep a batch is nested, and its plain tensor, whose first dimension it hides."""
     for level in range(1, _LEVELS + 1):
-        plain = torch._remove_batch_dim(tensor, level, 1, 0)
+        plain = private().remove_batch_dim(tensor, level, 1, 0)
         if not is_batch(plain):
             return level, plain
     raise NotImplementedError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._dynamo import guards
 
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
@@ -18,6 +17,7 @@ from fusedops._frame.bridge.tensors import layout_of, np_dtype
 from fusedops._frame.check import own_memory, promoted, reference
 from fusedops._frame.primitive import Primitive, poisoned
 from fusedops._frame.registry import Request
+from fusedops._frame.torch_private import private
 from fusedops._host import memory
 
 HALF = (torch.float16, torch.bfloat16)
@@ -119,8 +119,10 @@ def _on_tensors(
     if device.type != "cuda":
         return run
 
+    current_device = private().current_device
+
     def on_its_device(a: Any, slots: Sequence[Any]) -> Any:
-        if torch._C._cuda_getDevice() == device.index:
+        if current_device() == device.index:
             return run(a, slots)
         # Triton launches on the current device.
         with torch.cuda.device(device):
@@ -132,8 +134,7 @@ def _on_tensors(
 def _empty_on(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return a function of shape, strides and dtype that makes tensors on the current device."""
     if device.type == "cuda":
-        # The allocation of torch's own compiler takes a quarter of the time of torch.empty.
-        return guards._empty_strided_cuda  # type: ignore[attr-defined]
+        return private().empty_strided_cuda
     return lambda shape, strides, dtype: torch.empty_strided(
         shape, strides, dtype=dtype, device=device
     )

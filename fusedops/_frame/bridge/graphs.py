@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import Step
@@ -18,6 +17,7 @@ from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive, primitives
+from fusedops._frame.torch_private import private
 
 
 def _take_apart(primitive: Primitive, static: Sequence[Any]) -> list[Any]:
@@ -113,7 +113,7 @@ class _Registered:
 
     def evaluate(self, *args: Any) -> Any:
         # Torch doesn't show tangents here, and would lose them.
-        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        if private().dual_level() >= 0 and private().has_forward_mode():
             raise NotImplementedError(
                 f"torch.ops.{self.name} has no forward mode: it is called in a dual level, as by a "
                 "compiled function of dual tensors; use torch.func.jvp in the compiled function"

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo import guards
 from torch.autograd import forward_ad
+
+from fusedops._frame.torch_private import private
+
+_transforming, _dispatch_modes = private().transforming, private().dispatch_modes
+_is_deterministic, _dual_level = private().is_deterministic, private().dual_level
 
 
 def transforms() -> bool:
     """Return whether torch does more than compute: traces, transforms, or pushes forward."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-    )
+    return _transforming() or _dispatch_modes() > 0 or _dual_level() >= 0
 
 
 def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Return whether any of the tensors is dual, a value with a tangent."""
-    return forward_ad._current_level >= 0 and any(
+    return _dual_level() >= 0 and any(
         [x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors]
     )
 
@@ -33,7 +33,7 @@ def pushed_forward(saved: Sequence[torch.Tensor | None]) -> Iterator[list[Any]]:
 
     Torch switches tangents off in a jvp, those of outer transforms too; the context has them on.
     """
-    with forward_ad._set_fwd_grad_enabled(True):
+    with private().set_forward_mode(True):
         # Torch has no level but 0, and doesn't report it in compiled graphs.
         yield [None if x is None else forward_ad.unpack_dual(x, level=0).primal for x in saved]
 
@@ -45,7 +45,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]],
     grad, and the dispatch keys of tensors and thread, which show lazy negation, autocast, inference
     mode and transforms. Kernels may depend on where a tensor begins, modulo 16 bytes.
     """
-    check = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check = private().guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     modes = _modes()
     begin = [tensor.data_ptr() & 15 for tensor in tensors]
     aligned = not any(begin)
@@ -67,7 +67,7 @@ def _modes() -> tuple[Any, ...]:
     """Return the modes of torch that no dispatch key shows."""
     return (
         torch.is_grad_enabled(),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._len_torch_dispatch_stack(),
-        forward_ad._current_level,
+        _is_deterministic(),
+        _dispatch_modes(),
+        _dual_level(),
     )

@@ -12,6 +12,7 @@ import torch.utils.weak
 
 from fusedops._frame.check import dtype_name
 from fusedops._frame.packed import Packed
+from fusedops._frame.torch_private import private
 
 #: Packed arguments that were read from tensors, by the first of these tensors; they are forgotten
 #: with it.
@@ -110,14 +111,13 @@ def move(argument: Packed, device: Any) -> Packed:
 
 def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside torch.func's wrappers, which follow no derivative by a constant."""
-    functorch = torch._C._functorch
     # resolve_neg comes first, because the transforms wrap its result.
     tensor = tensor.resolve_neg()
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
+    while private().is_wrapped(tensor):
+        if private().is_mapped(tensor):
             raise TypeError(
                 f"{op}: {argument} is what torch.vmap maps over; it should be one for all, from "
                 "outside"
             )
-        tensor = functorch.get_unwrapped(tensor)
+        tensor = private().inside(tensor)
     return tensor
