@@ -28,7 +28,7 @@ from fusedops._frame.check import (
     traced,
 )
 from fusedops._frame.hook import bridge, compiling, outside_of_graphs
-from fusedops._frame.kinds import CONSTANTS, Plans, are_one, kind_of
+from fusedops._frame.kinds import CONSTANTS, Kind, Plans, are_one, kind_of
 from fusedops._frame.leading import flat, flattened, led
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
@@ -220,13 +220,11 @@ def op(
     """
 
     def declare(check: Callable[..., Any]) -> Any:
-        of = _Checked(primitive, check, names or {}, leading, by_request)
+        of = _Checked(primitive, check, names or {}, leading, sharded, by_request)
         name, plans = of.name, of.plans
         check.__doc__ = _documented(name, check.__doc__, of.takes_out)
-        # Any, since type checkers don't know the attributes set below.
-        wrapped: Any = functools.wraps(check)
 
-        @wrapped
+        @functools.wraps(check)
         def call(*args: Any, out: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
             if compiling():
                 options = {"out": out, "backend": backend, **kwargs}
@@ -246,25 +244,9 @@ def op(
             if kind is not None and are_one(values) and not are_one(apart := _apart(values)):
                 kwargs = dict(zip(kwargs, apart[len(args) :], strict=True))
                 return call(*apart[: len(args)], backend=backend, **kwargs)
-            first = args[0] if args else kwargs.get(str(leading))
-            if sharded and is_dtensor(first) and not traced():
-                serve = getattr(importlib.import_module(sharded), name)
-                return serve(*args, backend=backend, **kwargs)
-            given, bound = of.bind(args, kwargs)
-            slots = of.slots(bound)
-            with _asking(bound, asked, backend):
-                y = primitive(*bound.a, out=slots)
-                if kind is not None:
-                    found = _planned(primitive, given, bound, slots, values)
-                    if found is not None:
-                        plans.keep(kind, found)
-            return _shown(primitive, bound, y)
+            return of.serve(kind, asked, backend, args, kwargs)
 
-        call.primitive, call.declared, call.leading = primitive, of.declared, leading
-        call.by_request = by_request
-        call.bound = lambda *args, **kwargs: of.bind(args, kwargs)[1]
-        call.vjp = outside_of_graphs(of.vjp)
-        call.explain = outside_of_graphs(of.explain)
+        of.describe(call)
         registry.ops[name] = call
         return call
 
@@ -280,10 +262,11 @@ class _Checked:
         check: Callable[..., Any],
         names: Mapping[str, str],
         leading: str | None,
+        sharded: str | None,
         by_request: Sequence[str],
     ) -> None:
         self.primitive, self.check, self.names = primitive, check, names
-        self.leading, self.by_request = leading, by_request
+        self.leading, self.sharded, self.by_request = leading, sharded, by_request
         self.name = check.__name__
         self.signature = inspect.signature(check)
         self.takes_out = "out" in self.signature.parameters
@@ -292,6 +275,13 @@ class _Checked:
         self.declared = _declared(primitive, names, self.signature)
         self.broadcast = [name for name, array in self.declared.items() if array.broadcasts]
         self.plans: Plans[Callable[..., Any]] = Plans()
+
+    def describe(self, call: Any) -> None:
+        """Set the attributes of a public op."""
+        call.primitive, call.declared, call.leading = self.primitive, self.declared, self.leading
+        call.by_request = self.by_request
+        call.bound = lambda *args, **kwargs: self.bind(args, kwargs)[1]
+        call.vjp, call.explain = outside_of_graphs(self.vjp), outside_of_graphs(self.explain)
 
     def bind(self, args: Any, kwargs: Any) -> tuple[Bound, Bound]:
         """Return a checked call, and the same call with every `Made` argument made."""
@@ -332,6 +322,25 @@ class _Checked:
         """Return slots that ask for the outputs shown."""
         shown = names_of(bound)
         return [True if output in shown else None for output in self.primitive.outputs]
+
+    def serve(
+        self, kind: Kind | None, asked: str | None, backend: str | None, args: Any, kwargs: Any
+    ) -> Any:
+        """Return the results of a call, and keep the plan of its kind."""
+        primitive = self.primitive
+        first = args[0] if args else kwargs.get(str(self.leading))
+        if self.sharded and is_dtensor(first) and not traced():
+            serve = getattr(importlib.import_module(self.sharded), self.name)
+            return serve(*args, backend=backend, **kwargs)
+        given, bound = self.bind(args, kwargs)
+        slots = self.slots(bound)
+        with _asking(bound, asked, backend):
+            y = primitive(*bound.a, out=slots)
+            if kind is not None:
+                found = _planned(primitive, given, bound, slots, (*args, *kwargs.values()))
+                if found is not None:
+                    self.plans.keep(kind, found)
+        return _shown(primitive, bound, y)
 
     def fill(self, out: Any, asked: str | None, backend: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a call, the first of them written to `out`."""

@@ -97,8 +97,8 @@ class Primitive:
     saves : tuple of str
         The outputs that the pullback needs.
     read_for : dict of str to tuple of str
-        Arrays that the pullback reads for the cotangents of some arrays only, and those. Where none
-        of these is differentiated by, a gradient keeps the array's shape alone.
+        By array, the arrays for whose cotangents alone the pullback reads it. A gradient by none of
+        these keeps the shape of the array instead of the array.
     mutates : tuple of str
         The arrays that are updated in place; a primitive with any has no derivative.
     sixteen_bits : bool
@@ -306,24 +306,13 @@ def primitives() -> dict[str, Primitive]:
 def _on_numpy(
     primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
 ) -> Callable[[Any, Any], Any]:
-    dtype = promoted(a[: len(primitive.arrays)])
-    backend, kernel = registry.choose(Request(primitive.name, "numpy", "cpu", dtype, asked))
-    return numpy_plan(primitive, backend, kernel, a, slots)
-
-
-def numpy_plan(
-    primitive: Primitive,
-    backend: registry.Backend,
-    kernel: Callable[..., Any],
-    a: Any,
-    slots: Sequence[Any],
-) -> Callable[[Any, Any], Any]:
     """Return the function that makes outputs and runs a NumPy kernel on arguments of these kinds.
 
     The kernel gets aligned arrays of one dtype.
     """
     count = len(primitive.arrays)
     dtype = promoted(a[:count])
+    backend, kernel = registry.choose(Request(primitive.name, "numpy", "cpu", dtype, asked))
     described = primitive.describe(a)
     given = a[: count + len(primitive.constants)]
     # Compiled code may fault if a number's address is not a multiple of its size.
@@ -347,54 +336,58 @@ def numpy_plan(
         for at, (slot, output) in enumerate(zip(slots, described, strict=True))
         if output is not None and slot is not None and at not in fit
     ]
-    formula = backend.package is None
-    size, Outputs = len(slots), primitive.Outputs
+    size, record = len(slots), primitive.Outputs._make
 
-    def plain(a: Any, slots: Sequence[Any]) -> Any:
+    def run(a: Any, slots: Sequence[Any]) -> Any:
         outputs: list[Any] = [None] * size
         for at, shape, empty in made:
             outputs[at] = empty(shape, dtype)
         if poison:
             poisoned(outputs)
-        y = Outputs._make(outputs)
+        for at in fit:
+            outputs[at] = slots[at]
+        y = record(outputs)
         kernel(a, y)
         return y
 
-    if not (unfit or locked or rounded or filled or formula):
-        return plain
-    written = [at for at in unfit if a._fields[at] in primitive.mutates]
+    if backend.package is None:
+        return _converted(primitive, lambda a, slots: kernel(a), dtype, unfit, locked, dtypes)
+    if unfit or locked or rounded or filled:
+        return _converted(primitive, run, dtype, unfit, locked, dtypes)
+    return run
 
-    def run(given: Any, slots: Sequence[Any]) -> Any:
+
+def _converted(
+    primitive: Primitive,
+    run: Callable[[Any, Any], Sequence[Any]],
+    dtype: np.dtype,
+    unfit: Sequence[int],
+    locked: Sequence[int],
+    dtypes: Sequence[Any],
+) -> Callable[[Any, Any], Any]:
+    """Return a function that runs a plan on copies of arrays unfit for it, in one dtype."""
+    count, names = len(primitive.arrays), primitive.Arguments._fields
+    written = [at for at in unfit if names[at] in primitive.mutates]
+
+    def converted(given: Any, slots: Sequence[Any]) -> Any:
         a = list(given)
         for at in unfit:
             a[at] = np.array(a[at], dtype if at < count else a[at].dtype)
         for at in locked:
             a[at] = _as_writable(a[at])
-        a = primitive.Arguments._make(a)
-        if formula:
-            outputs = list(kernel(a))
-        else:
-            outputs = [None] * size
-            for at, shape, empty in made:
-                outputs[at] = empty(shape, dtype)
-            if poison:
-                poisoned(outputs)
-            for at in fit:
-                outputs[at] = slots[at]
-            kernel(a, Outputs._make(outputs))
-        for at in written:
-            given[at][...] = a[at]
         outputs = [
             array if array is None else array.astype(to, copy=False)
-            for array, to in zip(outputs, dtypes, strict=True)
+            for array, to in zip(run(primitive.Arguments._make(a), slots), dtypes, strict=True)
         ]
-        for at in filled:
-            if outputs[at] is not slots[at]:
-                slots[at][...] = outputs[at]
-                outputs[at] = slots[at]
-        return Outputs._make(outputs)
+        for at in written:
+            given[at][...] = a[at]
+        for at, slot in enumerate(slots):
+            if isinstance(slot, np.ndarray) and outputs[at] is not slot:
+                slot[...] = outputs[at]
+                outputs[at] = slot
+        return primitive.Outputs._make(outputs)
 
-    return run
+    return converted
 
 
 def _as_writable(array: np.ndarray) -> np.ndarray:

@@ -168,7 +168,6 @@ def _on_numpy(
         if array is not None and not _is_fit(array, to := dtype if at < count else array.dtype):
             converted.append((at, to))
             cast[at] = torch.empty_like(array, dtype=to, device="meta")
-    written = [at for at, _ in converted if a._fields[at] in primitive.mutates]
     outputs = described(primitive, a)
     tensors = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
     # A tensor that isn't fit to be filled gets a copy of the output.
@@ -205,14 +204,27 @@ def _on_numpy(
         work(Arguments(arrays), Outputs(y))
         return Outputs(found)
 
-    if not converted and not copied and all([not out or out[1] == dtype for out in outputs]):
-        return fill
+    if converted or copied or not all([not out or out[1] == dtype for out in outputs]):
+        return _converted(primitive, fill, converted, copied, outputs)
+    return fill
 
-    def run(a: Any, slots: Sequence[Any]) -> Any:
+
+def _converted(
+    primitive: Primitive,
+    run: Callable[[Any, Any], Any],
+    converted: Sequence[tuple[int, torch.dtype]],
+    copied: Sequence[int],
+    outputs: Sequence[Any],
+) -> Callable[[Any, Any], Any]:
+    """Return a function that runs a plan on copies of tensors unfit for it."""
+    names = primitive.Arguments._fields
+    written = [at for at, _ in converted if names[at] in primitive.mutates]
+
+    def convert(a: Any, slots: Sequence[Any]) -> Any:
         cast = list(a)
         for at, to in converted:
             cast[at] = cast[at].to(to, copy=True)
-        y = list(fill(cast, slots))
+        y = list(run(cast, slots))
         for at in written:
             a[at].copy_(cast[at])
         for at, output in enumerate(outputs):
@@ -220,9 +232,9 @@ def _on_numpy(
                 y[at] = slots[at].copy_(y[at])
             elif slots[at] is True and output is not None:
                 y[at] = y[at].to(output[1])
-        return Outputs(y)
+        return primitive.Outputs._make(y)
 
-    return run
+    return convert
 
 
 def _is_fit(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -246,15 +258,15 @@ def _from_bits(array: np.ndarray) -> torch.Tensor:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor means other numbers than its memory holds, which kernels would read.
+    """Return whether the values of a tensor differ from its memory, which kernels read.
 
-    It means the negative of its memory, or zeros without memory, such as autograd may pull back.
+    Torch may delay a negation, and autograd makes zeros without memory.
     """
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _refuse_lazy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
-    """Raise where a tensor to write to means other numbers than its memory holds."""
+    """Raise where the values of a tensor to write to differ from its memory."""
     for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -267,6 +279,6 @@ def _refuse_lazy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
 
 
 def _resolved(primitive: Primitive, a: Any) -> Any:
-    """Return arguments whose tensors mean the numbers in their memory."""
+    """Return arguments with the values of tensors in their memory."""
     tensors = [t.clone() if isinstance(t, torch.Tensor) and _is_lazy(t) else t for t in a]
     return primitive.Arguments._make(tensors)
