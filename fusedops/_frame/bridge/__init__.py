@@ -45,7 +45,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fusedops._frame.bridge import nodes
 
-    return getattr(nodes, name)
+    # Each run of a graph looks here again.
+    found = globals()[name] = getattr(nodes, name)
+    return found
 
 
 def eager(
