@@ -127,6 +127,6 @@ def forget_plans() -> None:
 
 
 def are_one(values: Sequence[Any]) -> bool:
-    """Return whether two arguments are one object, so that an object doesn't tell its argument."""
+    """Return whether an object is given as two arguments, so that it stands for neither alone."""
     arrays = [id(value) for value in values if type(value) not in CONSTANTS]
     return len(set(arrays)) < len(arrays)

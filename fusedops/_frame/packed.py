@@ -74,7 +74,7 @@ class Packed:
     def _hold(self, device: str = "cpu", *, lasting: bool = True, **parts: Any) -> None:
         """Keep the arrays and numbers of a new object; copy NumPy arrays to a device.
 
-        An object that isn't lasting is never an argument of a user's call.
+        An object that isn't `lasting` serves one call, and gets tensors only where it needs them.
         """
         held = self.__dict__
         arrays = [parts.pop(name) for name in self._fields]
@@ -283,7 +283,7 @@ class Packed:
     def __getattr__(self, name: str) -> Any:
         # Reached only for an array that exists only as a tensor so far.
         if name in type(self)._fields and self.device == "cpu" and self._tensors is not None:
-            array = _read_only(loaded().as_numpy(getattr(self._tensors, name)))
+            array = _read_only(bridge().as_numpy(getattr(self._tensors, name)))
             self.__dict__[name] = array
             return array
         raise AttributeError(f"{type(self).__name__} on {self.device} has no {name!r}")

@@ -163,7 +163,7 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *step.given(found)
 
 
-# The numbers of a call's arrays from which on asking autograd costs less than a gradient too many.
+# In calls with this many numbers a needless gradient takes longer than to ask autograd.
 _LARGE = 1 << 20
 
 
