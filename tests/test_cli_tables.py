@@ -73,9 +73,9 @@ def check():
 
 def demo():
     why = "chosen, the first that can serve on the CPU"
-    ops = ("triangle_multiplicative_update", "structured_scatter_add", "refinement")
-    rows = [demos.Row(op, "cython", why, True, 0.1234, {"value": 1e-13}) for op in ops]
-    demos._show([*rows, demos.Row("dynamic_conv_step", "triton", "torch sees no GPU")])
+    ops = ("triangle_multiplicative_update", "structured_scatter_add", "dynamic_conv")
+    rows = [demos.Row(op, "cython", why, True, 0.1234, 1e-13) for op in ops]
+    demos.show([*rows, demos.Row("dynamic_conv_step", "triton", "torch sees no GPU")])
 
 
 def bench_row(**values):

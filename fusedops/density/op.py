@@ -33,7 +33,6 @@ from fusedops._frame.op import Made, op, to_run
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import BackendName
 from fusedops._frame.torch_private import private
-
 from fusedops.density.plan import CellLike, Lattice, grid_sizes, read_lattice
 
 #: The share by which a voxel's squared distance may exceed an atom's squared radius. It keeps a
