@@ -676,7 +676,10 @@ def backend_of(
     >>> backend_of(atoms, crystal_grid(ubiquitin, 1.0), "numpy")
     'numpy'
     """
-    return fusedops.gaussian_density.explain(*_arguments(atoms, grid), backend=backend).backend
+    *arrays, cell, shape = _arguments(atoms, grid)
+    # One atom tells the backend; all would be checked once more.
+    first = (array[:1] for array in arrays)
+    return fusedops.gaussian_density.explain(*first, cell, shape, backend=backend).backend
 
 
 def check_map_name(path: str | os.PathLike) -> None:
