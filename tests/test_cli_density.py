@@ -14,8 +14,7 @@ import pytest
 
 import fusedops
 from fusedops import cli, mapfiles, maps
-from fusedops._frame import registry
-from fusedops._host import limits
+from fusedops._frame import limits
 from fusedops.structure import StructureError, planar_groups, read_structure
 
 gemmi = pytest.importorskip("gemmi")
@@ -626,26 +625,6 @@ class TestMtz:
         np.testing.assert_array_equal(hkl, again)
         np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
 
-    @pytest.mark.parametrize(
-        ("options", "reason"),
-        [
-            (["--mtz", "x.hkl"], "x.hkl: name it .mtz"),
-            (["--mtz", "none/x.mtz"], "there is no folder"),
-            (
-                ["--mtz", "x.mtz", "--spacing", "0.5", "--resolution", "0.8"],
-                "the resolution is 0.8 and should be at least that",
-            ),
-            (["--mtz", "x.mtz", "--blur", "200"], "leaves too little of the reflections at 0.9"),
-        ],
-    )
-    def test_refusals(self, run, tmp_path, monkeypatch, options, reason):
-        monkeypatch.chdir(tmp_path)
-        code, _, err = run(UBIQUITIN, "--out", "x.map", *options)
-        assert code == 2
-        assert reason in err
-        assert err.count("\n") == 1
-        assert list(tmp_path.iterdir()) == []
-
 
 class TestPicture:
     @pytest.fixture
@@ -725,31 +704,6 @@ class TestPicture:
         args = ["--out", tmp_path / "x.map", "--picture", tmp_path / "x.png"]
         code, _, err = run(tmp_path / name, *args)
         assert (code, err) == (0, "")
-
-    @pytest.mark.parametrize(
-        ("option", "reason"),
-        [
-            ("z=10A", "--slice z=10A: the map holds z of 0 to 9.5 Å"),
-            ("z=-1A", "--slice z=-1A: the map holds z of 0 to 9.5 Å"),
-        ],
-    )
-    def test_slices_outside_of_the_map(self, run, load, tmp_path, option, reason):
-        load(pdb("P 1"))
-        args = ["--out", tmp_path / "x.map", "--picture", tmp_path / "x.png", "--slice", option]
-        refused(run(tmp_path / "x.pdb", *args), reason)
-
-    @pytest.mark.parametrize("option", ["w=0.5", "z=1.5", "z=-0.1", "z", "z=A", "z=nan", "z=1e9A"])
-    def test_slices_that_cannot_be(self, capsys, option):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["density", UBIQUITIN, "--out", "x.map", "--slice", option])
-        assert end.value.code == 2
-        err = capsys.readouterr().err
-        assert f"argument --slice: {option!r} should be x, y or z, an equals sign, and" in err
-        assert err.count("\n") == 1
-
-    def test_slices_need_a_picture(self, run, tmp_path):
-        args = ["--out", tmp_path / "x.map", "--slice", "z=0"]
-        refused(run(UBIQUITIN, *args), "--slice: it needs --picture")
 
 
 SMALL = """data_small
@@ -903,90 +857,6 @@ class TestRefusals:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(cli.density, "read_model", None)
         refused(run(UBIQUITIN, *options), reason)
-
-    def test_a_bad_file(self, run, tmp_path):
-        refused(run(tmp_path / "none.cif", "--out", tmp_path / "x.map"), "none.cif: No such file")
-
-    @pytest.mark.parametrize(
-        ("options", "reason"),
-        [
-            (["--max-voxels", "1000"], "--spacing 0.5: the map has 583,200 voxels, more than"),
-            (["--resolution", "1", "--max-voxels", "9"], "--resolution should be larger, or --max"),
-            (["--margin", "2"], "--margin 2: atoms reach"),
-            (["--blur", "0"], "A/ARG 42 C has no density: its B is 0.0 Å²"),
-            (["--spacing", "0.01"], "make the spacing larger"),
-            (["--spacing", "0.01", "--margin", "99"], "make the spacing larger"),
-        ],
-    )
-    def test_nothing_is_written(self, run, tmp_path, monkeypatch, options, reason):
-        monkeypatch.setattr(maps, "available_memory", lambda: 10**9)
-        code, _, err = run(UBIQUITIN, "--out", tmp_path / "x.map", *options)
-        assert code == 2
-        assert reason in err
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_disk_that_is_full(self, run, load, tmp_path, monkeypatch):
-        load(pdb())
-
-        def full(self, path):
-            Path(path).write_bytes(b"half")
-            raise RuntimeError("Failed to write")
-
-        monkeypatch.setattr(gemmi.Ccp4Map, "write_ccp4_map", full)
-        code, _, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
-        assert code == 2
-        assert "x.map: Failed to write" in err
-        assert [path.name for path in tmp_path.iterdir()] == ["x.pdb"]
-
-    @pytest.mark.parametrize(
-        ("group", "reason"),
-        [("P 9 9 9", "space group 'P 9 9 9' is unknown"), ("P 4", "doesn't go with the unit cell")],
-    )
-    def test_a_space_group_that_cannot_be(self, run, load, tmp_path, group, reason):
-        load(pdb(group))
-        refused(run(tmp_path / "x.pdb", "--out", tmp_path / "x.map"), reason)
-
-    def test_an_unknown_backend_in_the_environment(self, run, load, tmp_path, monkeypatch):
-        load(pdb())
-        monkeypatch.setattr(registry, "_from_environment", registry._from_environment.__wrapped__)
-        monkeypatch.setenv("FUSEDOPS_BACKEND", "abacus")
-        code, _, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
-        assert code == 2
-        assert "abacus" in err
-
-    @pytest.mark.parametrize(
-        ("packages", "options", "are"),
-        [
-            (["gemmi"], [], "gemmi is"),
-            (["matplotlib"], ["--picture", "x.png"], "matplotlib is"),
-            (["gemmi", "matplotlib"], ["--picture", "x.png"], "gemmi and matplotlib are"),
-        ],
-    )
-    def test_missing_packages(self, run, monkeypatch, packages, options, are):
-        for package in packages:
-            monkeypatch.setitem(sys.modules, package, None)
-        told = f'{are} not installed: pip install "fusedops[cli]"'
-        refused(run(UBIQUITIN, "--out", "x.map", *options), told)
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            [],
-            [UBIQUITIN],
-            [UBIQUITIN, "--out", "x.map", "--spacing", "0"],
-            [UBIQUITIN, "--out", "x.map", "--spacing", "nan"],
-            [UBIQUITIN, "--out", "x.map", "--radius", "3", "--n-sigma", "4"],
-            [UBIQUITIN, "--out", "x.map", "--margin", "-1"],
-            [UBIQUITIN, "--out", "x.map", "--backend", "abacus"],
-        ],
-    )
-    def test_usage(self, capsys, options):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["density", *options])
-        assert end.value.code == 2
-        err = capsys.readouterr().err
-        assert err.startswith("fusedops density: ")
-        assert err.count("\n") == 1
 
 
 class TestMemory:

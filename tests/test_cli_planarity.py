@@ -3,9 +3,7 @@
 import csv
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 
 import fusedops
 from fusedops import cli
-from fusedops._frame import registry
 from fusedops.structure import planar_groups, read_structure
 
 pytest.importorskip("gemmi")
@@ -266,26 +263,6 @@ class TestRestraints:
         before, after = report["flatten"]["worst_z"]
         assert after < 0.5 < 4 < before
 
-    def test_refusals(self, run, amp, tmp_path):
-        refused(run(amp, "--restraints", tmp_path / "no.cif"), "no.cif: No such file")
-        refused(run(amp, "--restraints", amp), f"{amp}: can't be read as restraints: line 1")
-        refused(run(amp, "--monomers", tmp_path / "no"), "no: there is no such folder; it should")
-
-    def test_a_bad_folder_in_the_environment(self, run, amp, monkeypatch):
-        monkeypatch.setenv("CLIBD_MON", "/no/such")
-        refused(run(amp), "/no/such: there is no such folder")
-
-
-@pytest.mark.parametrize("columns", [60, 80])
-def test_no_name_is_cut_on_a_narrow_terminal(run, bent, monkeypatch, columns):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    out = run(bent)[1]
-    assert "…" not in out
-    for plane in json.loads(run(bent, "--json", "--top", 10)[1])["planes"]:
-        words = [*plane["plane"].split(), *plane["worst_atom"].partition("/")[2].split()]
-        assert set(words) <= set(re.split(r"[\s,]+", out))
-
 
 def cli_backend():
     return fusedops.planarity_nll.explain(np.zeros((3, 3)), [([[0, 1, 2]], [0.02])]).backend
@@ -460,13 +437,6 @@ def refused(result, reason):
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("options", [[], ["--json"], ["--csv"], ["--flatten", "x.pdb"]])
-    def test_a_bad_file(self, run, tmp_path, options):
-        broken = tmp_path / "broken.pdb"
-        broken.write_bytes(b"nothing\n")
-        refused(run(broken, *options), f"{broken}: neither PDB nor mmCIF")
-        refused(run(tmp_path / "none.cif", *options), "none.cif: No such file")
-
     def test_a_backend_that_cannot_serve(self, run, capsys):
         with pytest.raises(SystemExit):
             run(UBIQUITIN, "--backend", "torch")
@@ -474,62 +444,8 @@ class TestRefusals:
         assert "invalid choice: 'torch'" in err
         assert "triton" not in err
 
-    def test_an_unknown_backend_in_the_environment(self, run, monkeypatch):
-        # The environment is read once a process, so this process must read it again.
-        monkeypatch.setattr(registry, "_from_environment", registry._from_environment.__wrapped__)
-        monkeypatch.setenv("FUSEDOPS_BACKEND", "abacus")
-        refused(run(UBIQUITIN), "abacus")
-
-    @pytest.mark.parametrize(
-        ("package", "options"), [("gemmi", []), ("scipy", ["--flatten", "x.pdb"])]
-    )
-    def test_a_missing_package(self, run, monkeypatch, package, options):
-        monkeypatch.setitem(sys.modules, package, None)
-        told = f'{package} is not installed: pip install "fusedops[cli]"'
-        refused(run(UBIQUITIN, *options), told)
-
     def test_tables_need_no_rich(self, run, monkeypatch):
         monkeypatch.setitem(sys.modules, "rich", None)
         code, out, err = run(UBIQUITIN, "--top", 2)
         assert (code, err) == (0, "")
         assert "A/ARG 74 guanidinium" in out
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            [],
-            [UBIQUITIN, "--top", "0"],
-            [UBIQUITIN, "--top", "many"],
-            [UBIQUITIN, "--steps", "0"],
-            [UBIQUITIN, "--tether", "-1"],
-            [UBIQUITIN, "--tether", "nan"],
-            [UBIQUITIN, "--sigma", "0"],
-            [UBIQUITIN, "--sigma", "-0.02"],
-            [UBIQUITIN, "--sigma", "nan"],
-            [UBIQUITIN, "--sigma", "small"],
-            [UBIQUITIN, "--restraints"],
-            [UBIQUITIN, "--fit", "best"],
-            [UBIQUITIN, "--backend", "abacus"],
-            [UBIQUITIN, "--json", "--csv"],
-        ],
-    )
-    def test_usage(self, capsys, options):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["planarity", *options])
-        assert end.value.code == 2
-        err = capsys.readouterr().err
-        assert err.startswith("fusedops planarity: ")
-        assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("top", ["1", "999"])
-def test_a_reader_that_has_seen_enough(top):
-    script = "import sys; from fusedops.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, "planarity", UBIQUITIN, "--json", "--top", top]
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered
-    ) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 0

@@ -18,6 +18,7 @@ import pytest
 import benches  # noqa: F401
 from bench import report
 from fusedops import cli, maps
+from fusedops._frame import registry
 from fusedops.structure import read_structure
 
 gemmi = pytest.importorskip("gemmi")
@@ -133,6 +134,7 @@ NO_DENSITY = {
     "cut_cell.pdb": (
         re.sub(rb"(?m)^(CRYST1.{27}).*", rb"\1", UBIQUITIN), "alpha of the unit cell (CRYST1) is ''"
     ),
+    "unknown.pdb": (crystal("50 60 70 90 90 90", "P 9 9 9"), "space group 'P 9 9 9' is unknown"),
     "group.pdb": (crystal("50 60 70 90 90 90", "P 4"), "P 4 doesn't go with the unit cell 50, 60"),
     "stale.pdb": (
         crystal("60.84 42.77 28.95 90 90 90", "P 21 21 21", UBIQUITIN),
@@ -180,7 +182,7 @@ def refused(folder, capsys):
         assert code == 2
         assert "Traceback" not in err
         (line,) = err.splitlines()
-        assert line.startswith("fusedops")
+        assert line.startswith(("fusedops: ", f"fusedops {args[0] if args else ''}: "))
         assert " ".join(reason.split()) in line
         assert contents() == before
         return out
@@ -257,6 +259,28 @@ def test_files_without_a_density(refused, folder, name):
         (["--out", "x" * 300 + ".map"], "File name too long"),
         (["--picture", "none/x.png"], "none/x.png: there is no folder"),
         (["--picture", "x.abc"], "x.abc: Matplotlib can't draw"),
+        (["--picture", "x.map"], "x.map: Matplotlib can't draw"),
+        (["--spacing", "0.01"], "make the spacing larger"),
+        (["--spacing", "0.01", "--margin", "99"], "make the spacing larger"),
+        (["--max-voxels", "1000"], "--spacing 0.5: the map has 583,200 voxels, more than"),
+        (["--resolution", "1", "--max-voxels", "9"], "--resolution should be larger, or --max"),
+        (["--margin", "2"], "--margin 2: atoms reach"),
+        (["--blur", "0"], "A/ARG 42 C has no density: its B is 0.0 Å²"),
+        (["--radius", "3", "--n-sigma", "4"], "--n-sigma: not allowed with argument --radius"),
+        (
+            ["--mtz", "x.mtz", "--spacing", "0.5", "--resolution", "0.8"],
+            "the resolution is 0.8 and should be at least that",
+        ),
+        (["--mtz", "x.mtz", "--blur", "200"], "leaves too little of the reflections at 0.9"),
+        (["--picture", "x.png", "--slice", "z=28.8A"], "the map holds z of 0 to 28.47 Å"),
+        (["--picture", "x.png", "--slice", "z=-1A"], "the map holds z of 0 to 28.47 Å"),
+        *(
+            (
+                ["--slice", cut],
+                f"argument --slice: {cut!r} should be x, y or z, an equals sign, and",
+            )
+            for cut in ("w=0.5", "z=1.5", "z=-0.1", "z", "z=A", "z=nan", "z=1e9A")
+        ),
     ],
 )
 def test_options_of_density(refused, folder, monkeypatch, options, reason):
@@ -278,14 +302,19 @@ def test_atoms_that_reach_too_many_voxels(refused, folder):
         (["--top", "abc"], "--top: 'abc' should be a whole number of at least 1"),
         (["--top", "1.5"], "--top: '1.5' should be a whole number of at least 1"),
         (["--top", "0"], "--top: '0' should be"),
+        (["--steps", "0"], "--steps: '0' should be a whole number of at least 1"),
         (["--steps", "-3"], "--steps: '-3' should be a whole number of at least 1"),
         (["--sigma", "0"], "--sigma: '0' should be a number of 0.0001 to 100, in Å"),
+        *((["--sigma", text], f"--sigma: {text!r} should be") for text in ("-0.02", "nan")),
         (["--sigma", "wide"], "--sigma: 'wide' should be a number of 0.0001 to 100, in Å"),
+        (["--restraints"], "--restraints: expected one argument"),
         (["--restraints", "none.cif"], "none.cif: No such file or directory"),
         (["--restraints", "x.pdb"], "x.pdb: can't be read as restraints: line 1"),
-        (["--monomers", "none"], "none: there is no such folder"),
+        (["--monomers", "none"], "none: there is no such folder; it should"),
+        *((["--tether", text], f"--tether: {text!r} should be") for text in ("-1", "nan")),
         (["--tether", "inf"], "--tether: 'inf' should be a number of at least 0, in 1/Å²"),
         (["--fit", "best"], "--fit: invalid choice: 'best'"),
+        (["--backend", "abacus"], "--backend: invalid choice: 'abacus'"),
         (["--json", "--csv"], "not allowed with argument"),
         (["--flatten", "x.xyz"], "x.xyz: name it .pdb"),
         (["--flatten", "none/x.pdb"], "none/x.pdb: there is no folder"),
@@ -299,6 +328,42 @@ def test_options_of_planarity(refused, folder, options, reason):
     refused("planarity", "x.pdb", *options, reason=reason)
 
 
+COMMANDS = {"planarity": ["planarity", "x.pdb"], "density": ["density", "x.pdb", "--out", "x.map"]}
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value", "reason"),
+    [
+        ("planarity", "FUSEDOPS_BACKEND", "abacus", "abacus"),
+        ("density", "FUSEDOPS_BACKEND", "abacus", "abacus"),
+        ("planarity", "CLIBD_MON", "/no/such", "/no/such: there is no such folder"),
+    ],
+)
+def test_the_environment(refused, folder, monkeypatch, command, name, value, reason):
+    (folder / "x.pdb").write_bytes(UBIQUITIN)
+    # The environment is read once a process, so this process must read it again.
+    monkeypatch.setattr(registry, "_from_environment", registry._from_environment.__wrapped__)
+    monkeypatch.setenv(name, value)
+    refused(*COMMANDS[command], reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("command", "packages", "options", "missing"),
+    [
+        ("planarity", ["gemmi"], [], "gemmi is"),
+        ("planarity", ["scipy"], ["--flatten", "y.pdb"], "scipy is"),
+        ("density", ["gemmi"], [], "gemmi is"),
+        ("density", ["matplotlib"], ["--picture", "x.png"], "matplotlib is"),
+        ("density", ["gemmi", "matplotlib"], ["--picture", "x.png"], "gemmi and matplotlib are"),
+    ],
+)
+def test_missing_packages(refused, monkeypatch, command, packages, options, missing):
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    reason = f'{missing} not installed: pip install "fusedops[cli]"'
+    refused(*COMMANDS[command], *options, reason=reason)
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
@@ -306,6 +371,10 @@ def test_options_of_planarity(refused, folder, options, reason):
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["planarity"], "required: FILE"),
         (["density", "x.pdb"], "required: --out"),
+        *(
+            (["planarity", "none.cif", form], "none.cif: No such file or directory")
+            for form in ("--json", "--csv")
+        ),
         (["planarity", "none.pdb"], "none.pdb: No such file or directory"),
         (["density", "none/x.pdb", "--out", "x.map"], "none/x.pdb: No such file or directory"),
         (["planarity", "taken.pdb"], "taken.pdb: Is a directory"),
@@ -525,6 +594,7 @@ class TestStdout:
             ("info", "1"),
             ("planarity x.pdb", ""),
             ("planarity x.pdb", "1"),
+            ("planarity x.pdb --json", ""),
             ("planarity x.pdb --csv 2> /dev/null", ""),
             ("--help", ""),
             ("--help", "1"),
