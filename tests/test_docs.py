@@ -74,6 +74,7 @@ PUBLIC = [
     "fusedops.crystal",
     "fusedops.density",
     "fusedops.distributed",
+    "fusedops.flatness",
     "fusedops.mapfiles",
     "fusedops.maps",
     "fusedops.nn",

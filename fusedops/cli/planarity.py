@@ -7,7 +7,7 @@ import csv
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,10 @@ from fusedops.cli.common import (
     read_model,
     timed,
 )
-from fusedops.planarity import FITS, Fit
+from fusedops.flatness import LIMIT, PlaneScore, flatness, flattened
+from fusedops.planarity import FITS
 from fusedops.restraints import Restraints, read_monomers, read_restraints
-from fusedops.structure import SIGMA, PlanarGroups, Structure, planar_groups
-
-#: The Z above which validation programs list a plane or an atom.
-_LIMIT = 4
+from fusedops.structure import SIGMA, Structure, planar_groups
 
 
 def add(commands: Any) -> None:
@@ -108,7 +106,6 @@ def add(commands: Any) -> None:
 
 def _command(args: argparse.Namespace) -> int:
     needs("gemmi", *["scipy"] * bool(args.flatten))
-    machine = args.json or args.csv
     seconds: dict[str, float] = {}
     with timed(seconds, "read"):
         structure = read_model(args.file)
@@ -119,47 +116,61 @@ def _command(args: argparse.Namespace) -> int:
     with timed(seconds, "find_planes"):
         restraints = _restraints(args, structure)
         found = planar_groups(structure, sigma=args.sigma, restraints=restraints)
-    restraint = _Restraint(found, args.fit, args.backend)
-    nll, _ = restraint(structure.xyz)
+    options: dict[str, Any] = {"fit": args.fit, "backend": forced_backend(args.backend)}
+    planes = fusedops.Planes(found.groups)
+    op = fusedops.planarity_nll
+    value, pullback = op.vjp(structure.xyz, planes, **options)
+    nll, _ = float(value), pullback(1.0)
     # The first call also loads the backend.
     with timed(seconds, "value_and_gradient"):
-        restraint(structure.xyz)
-
-    scores = _Scores(structure, found, structure.xyz, args.fit)
-    in_planes = np.zeros(len(structure.xyz), dtype=bool)
-    for indices, _ in found.groups:
-        in_planes[indices] = True
+        op.vjp(structure.xyz, planes, **options)[1](1.0)
+    scores = asdict(flatness(structure, found, fit=args.fit))
     report = {
         "file": args.file,
         "counts": {
             "planes": found.count,
             "atoms": len(structure.xyz),
-            "atoms_in_planes": int(in_planes.sum()),
+            "atoms_in_planes": len(set().union(*(index.ravel() for index, _ in found.groups))),
             "waters": found.waters,
             "skipped": dict(found.skipped.most_common()),
         },
-        "summary": scores.summary(),
+        "summary": {name: value for name, value in scores.items() if name != "planes"},
         "nll": nll,
         "fit": args.fit,
-        "backend": restraint.backend(structure.xyz),
+        "backend": op.explain(structure.xyz, planes, **options).backend,
         "seconds": seconds,
     }
     if args.flatten:
-        report["flatten"] = _flatten(args, structure, found, restraint, scores)
+        took: dict[str, float] = {}
+        with progress("flattening", args.steps) as advance, timed(took, "minimise"):
+            how = options | {"steps": args.steps, "tether": args.tether, "advance": advance}
+            xyz, steps = flattened(structure.xyz, planes, **how)
+        structure.write(args.flatten, xyz)
+        after = asdict(flatness(structure, found, xyz, fit=args.fit))
+        report["flatten"] = {
+            "file": args.flatten,
+            "steps": steps,
+            "nll": [nll, float(op(xyz, planes, **options))],
+            "worst_z": [each["planes"][0]["z"] if found.count else 0.0 for each in (scores, after)],
+            "largest_shift_angstrom": float(np.linalg.norm(xyz - structure.xyz, axis=1).max()),
+            "seconds": took["minimise"],
+        }
+    _show(args, report, scores["planes"])
+    return 0
 
-    shown = scores.planes[: args.top or (None if machine else 10)]
+
+def _show(args: argparse.Namespace, report: dict[str, Any], planes: list[dict[str, Any]]) -> None:
+    shown = planes[: args.top or (None if args.json or args.csv else 10)]
     if args.json:
-        report["planes"] = [asdict(plane) for plane in shown]
-        print(json.dumps(report, indent=1, allow_nan=False))
-        return 0
+        print(json.dumps(report | {"planes": shown}, indent=1, allow_nan=False))
+        return
     if args.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(field.name for field in fields(_Plane))
-        writer.writerows(asdict(plane).values() for plane in shown)
+        writer.writerow(field.name for field in fields(PlaneScore))
+        writer.writerows(plane.values() for plane in shown)
     elif shown:
         _print_table(shown)
     _print_report(report, file=sys.stderr if args.csv else sys.stdout)
-    return 0
 
 
 def _restraints(args: argparse.Namespace, structure: Structure) -> Restraints:
@@ -171,129 +182,12 @@ def _restraints(args: argparse.Namespace, structure: Structure) -> Restraints:
     return restraints
 
 
-@dataclass(frozen=True)
-class _Plane:
-    plane: str
-    atoms: int
-    z: float
-    rms_angstrom: float
-    worst_atom: str
-    deviation_angstrom: float
-
-
-class _Restraint:
-    """The planarity restraint of a structure as a function of its coordinates."""
-
-    def __init__(self, found: PlanarGroups, fit: str, backend: str | None) -> None:
-        self.options = {"fit": fit, "backend": forced_backend(backend)}
-        self.planes = fusedops.Planes(found.groups)
-
-    def __call__(self, xyz: np.ndarray) -> tuple[float, np.ndarray]:
-        value, pullback = fusedops.planarity_nll.vjp(xyz, self.planes, **self.options)
-        return float(value), pullback(1.0)[0]
-
-    def backend(self, xyz: np.ndarray) -> str | None:
-        return fusedops.planarity_nll.explain(xyz, self.planes, **self.options).backend
-
-
-class _Scores:
-    """The distances of atoms from their planes; `planes` has the worst one first."""
-
-    def __init__(
-        self, structure: Structure, found: PlanarGroups, xyz: np.ndarray, fit: Fit
-    ) -> None:
-        self.planes: list[_Plane] = []
-        self._d: list[np.ndarray] = []
-        self._z: list[np.ndarray] = []
-        self._bad: set[int] = set()
-        deviations = fusedops.plane_deviations(xyz, found.groups, fit=fit)
-        for (indices, sigmas), labels, d in zip(
-            found.groups, found.labels, deviations, strict=True
-        ):
-            z = abs(d) / sigmas.reshape(len(d), -1)
-            self._d.append(d.ravel())
-            self._z.append(z.ravel())
-            self._bad.update(indices[z > _LIMIT].tolist())
-            rms = np.sqrt((d**2).mean(axis=1))
-            worst = z.argmax(axis=1)[:, None]
-            largest, atoms, off = (
-                np.take_along_axis(each, worst, axis=1)[:, 0].tolist() for each in (z, indices, d)
-            )
-            columns = zip(labels, largest, rms.tolist(), atoms, off, strict=True)
-            self.planes += [
-                _Plane(label, indices.shape[1], most, r, structure.labels[atom], x)
-                for label, most, r, atom, x in columns
-            ]
-        self.planes.sort(key=lambda plane: plane.z, reverse=True)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the numbers for the report; without planes there are no means."""
-        d, z = (np.concatenate([[], *each]) for each in (self._d, self._z))
-        return {
-            "rmsd_angstrom": float(np.sqrt((d**2).mean())) if len(d) else None,
-            "rmsz": float(np.sqrt((z**2).mean())) if len(z) else None,
-            "planes_above_4_sigma": sum(plane.z > _LIMIT for plane in self.planes),
-            "atoms_above_4_sigma": len(self._bad),
-        }
-
-
-def _flatten(
-    args: argparse.Namespace,
-    structure: Structure,
-    found: PlanarGroups,
-    restraint: _Restraint,
-    before: _Scores,
-) -> dict[str, Any]:
-    from scipy.optimize import minimize
-
-    start = structure.xyz
-
-    def energy(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        xyz = flat.reshape(-1, 3)
-        value, gradient = restraint(xyz)
-        shift = xyz - start
-        value += 0.5 * args.tether * np.vdot(shift, shift)
-        return value, (gradient + args.tether * shift).ravel()
-
-    seconds: dict[str, float] = {}
-    with progress("flattening", args.steps) as advance, timed(seconds, "minimise"):
-        result = minimize(
-            energy,
-            start.ravel(),
-            jac=True,
-            method="L-BFGS-B",
-            callback=lambda _: advance(),
-            options={"maxiter": args.steps},
-        )
-    xyz = result.x.reshape(-1, 3)
-    structure.write(args.flatten, xyz)
-    after = _Scores(structure, found, xyz, args.fit)
-    shift = np.linalg.norm(xyz - start, axis=1)
-    return {
-        "file": args.flatten,
-        "steps": int(result.nit),
-        "nll": [restraint(start)[0], restraint(xyz)[0]],
-        "worst_z": [s.planes[0].z if s.planes else 0.0 for s in (before, after)],
-        "largest_shift_angstrom": float(shift.max()),
-        "seconds": seconds["minimise"],
-    }
-
-
-def _print_table(planes: list[_Plane]) -> None:
-    rows: list[tables.Row] = [
-        (
-            (
-                p.plane,
-                p.worst_atom.partition("/")[2],
-                str(p.atoms),
-                f"{p.z:.2f}",
-                f"{p.rms_angstrom:.4f}",
-                f"{abs(p.deviation_angstrom):.4f}",
-            ),
-            None,
-        )
-        for p in planes
-    ]
+def _print_table(planes: list[dict[str, Any]]) -> None:
+    rows: list[tables.Row] = []
+    for plane in planes:
+        atom, off = plane["worst_atom"].partition("/")[2], abs(plane["deviation_angstrom"])
+        numbers = f"{plane['z']:.2f}", f"{plane['rms_angstrom']:.4f}", f"{off:.4f}"
+        rows.append(([plane["plane"], atom, str(plane["atoms"]), *numbers], None))
     headings = ("plane", "worst atom", "atoms", "Z", "rms Å", "off by Å")
     title = f"The {len(planes)} worst planes" if len(planes) > 1 else "The worst plane"
     tables.show(title, headings, rows, right=4)
@@ -311,7 +205,7 @@ def _print_report(report: dict[str, Any], file: Any) -> None:
         lines |= {
             "rmsd from planes": f"{summary['rmsd_angstrom']:.4f} Å",
             "rmsZ": f"{summary['rmsz']:.2f}",
-            f"above {_LIMIT}σ": f"{summary['planes_above_4_sigma']} planes, "
+            f"above {LIMIT}σ": f"{summary['planes_above_4_sigma']} planes, "
             f"{summary['atoms_above_4_sigma']} atoms",
         }
     lines["waters"] = str(counts["waters"])
