@@ -37,15 +37,36 @@ def pdb(group="P 1", beta=90.0, aniso="", zinc="ZN  "):
     return head + ATOMS.format(aniso=aniso, zinc=zinc)
 
 
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command and returns exit code, stdout and stderr."""
+    """Return a function that runs the command and returns exit code, stdout and stderr.
+
+    The map is x.map unless ``--out`` names another file.
+    """
 
     def run(*args):
-        code = cli.main(["density", *map(str, args)])
+        out = [] if "--out" in args else ["--out", "x.map"]
+        code = cli.main(["density", *map(str, args), *out])
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def made(run):
+    """Return a function that runs the command, which must succeed, and returns its report."""
+
+    def made(*args):
+        code, out, err = run(*args, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return made
 
 
 @pytest.fixture
@@ -88,14 +109,12 @@ def r_factor(found, expected):
 
 
 class TestTheMapIsRight:
-    def test_structure_factors_of_ubiquitin(self, run, tmp_path):
-        code, out, err = run(UBIQUITIN, "--out", tmp_path / "x.ccp4", "--json")
-        assert (code, err) == (0, "")
-        report = json.loads(out)
+    def test_structure_factors_of_ubiquitin(self, made):
+        report = made(UBIQUITIN, "--out", "x.ccp4")
         # Atoms of B = 0 need a blur of 8π² 0.5² / 1.1.
         assert report["blur_angstrom2"] == pytest.approx(17.945, abs=1e-3)
         structure = read_structure(UBIQUITIN)
-        ccp4, _ = read_map(tmp_path / "x.ccp4")
+        ccp4, _ = read_map("x.ccp4")
         hkl = gemmi.make_miller_array(ccp4.grid.unit_cell, ccp4.grid.spacegroup, 2.0)
         assert len(hkl) > 4000
         expected = direct(structure, hkl)
@@ -113,21 +132,15 @@ class TestTheMapIsRight:
     @pytest.mark.parametrize(
         ("group", "beta"), [("P 1", 101.0), ("P 1 21 1", 101.0), ("C 2 2 21", 90.0)]
     )
-    def test_structure_factors_of_mixed_atoms(
-        self, run, load, tmp_path, group, beta, small, electron
-    ):
+    def test_structure_factors_of_mixed_atoms(self, made, load, group, beta, small, electron):
         text = pdb(group, beta, ANISO)
         if small:  # so that atoms reach across several cells
             text = text.replace("12.000   14.000   10.000", " 5.000    5.600    4.800")
         structure = load(text)
         options = ["--electron"] if electron else []
-        code, out, _ = run(
-            tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--n-sigma", 6, "--json", *options
-        )
-        assert code == 0
-        ccp4, rho = read_map(tmp_path / "x.map")
+        report = made("x.pdb", "--n-sigma", 6, *options)
+        ccp4, rho = read_map("x.map")
         hkl = gemmi.make_miller_array(ccp4.grid.unit_cell, ccp4.grid.spacegroup, 1.8)
-        report = json.loads(out)
         expected = direct(structure, hkl, electron)
         found = of_map(ccp4, hkl, report["blur_angstrom2"])
         # Measured: 1e-6, the rounding of 32 bits; four standard deviations give 1e-5.
@@ -217,16 +230,13 @@ class TestAtoms:
 
 class TestWithoutACell:
     @pytest.mark.parametrize("dummy", [False, True])
-    def test_the_map_lies_on_the_atoms(self, run, load, tmp_path, dummy):
+    def test_the_map_lies_on_the_atoms(self, made, load, dummy):
         head = CELL.format(beta=90, group="P 1").replace("12.0", " 1.0").replace("14.0", " 1.0")
         head = head.replace("10.0", " 1.0") if dummy else ""
         structure = load(head + pdb(None))
-        out = tmp_path / "x.mrc"
-        code, text, err = run(tmp_path / "x.pdb", "--out", out, "--json", "--spacing", 0.4)
-        assert (code, err) == (0, "")
-        report = json.loads(text)
+        report = made("x.pdb", "--out", "x.mrc", "--spacing", 0.4)
         assert report["spacegroup"] is None
-        ccp4, rho = read_map(out)
+        ccp4, rho = read_map("x.mrc")
         assert start_of(ccp4) == report["start"]
         np.testing.assert_allclose(ccp4.grid.unit_cell.parameters[:3], 0.4 * np.array(rho.shape))
         # The box reaches as far as atoms do, up to a multiple of the spacing.
@@ -240,32 +250,28 @@ class TestWithoutACell:
         assert np.abs(peak - structure.xyz[3]).max() <= 0.2 + 1e-6
         assert report["integral"] == pytest.approx(6 + 1 + 15, rel=1e-3)
 
-    def test_gemmi_finds_the_atoms_where_they_are(self, load, tmp_path, run):
+    def test_gemmi_finds_the_atoms_where_they_are(self, load, run):
         structure = load(pdb(None))
-        run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
-        ccp4, _ = read_map(tmp_path / "x.map")
+        run("x.pdb")
+        ccp4, _ = read_map("x.map")
         ccp4.setup(math.nan)
         density = [ccp4.grid.tricubic_interpolation(gemmi.Position(*x)) for x in structure.xyz]
         assert np.argmax(density) == 3
         assert min(density) > 0.1
 
-    def test_a_margin_makes_a_box_of_a_crystal(self, run, load, tmp_path):
+    def test_a_margin_makes_a_box_of_a_crystal(self, made, load):
         load(pdb("P 1 21 1", 101.0))
-        code, out, _ = run(
-            tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--margin", 9, "--json", "--blur", 0
-        )
-        assert code == 0
-        report = json.loads(out)
+        report = made("x.pdb", "--margin", 9, "--blur", 0)
         assert report["spacegroup"] is None
         assert report["start"] == [-16, -15, -12]
         assert report["integral"] == pytest.approx(22, rel=1e-3)
 
 
 class TestTheCommand:
-    def test_text(self, run, load, tmp_path):
+    def test_text(self, run, load):
         load(pdb("P 1 21 1", 101.0, zinc="ZN2+"))
-        out = tmp_path / "x.ccp4"
-        code, text, err = run(tmp_path / "x.pdb", "--out", out, "--spacing", 0.8)
+        out = "x.ccp4"
+        code, text, err = run("x.pdb", "--out", out, "--spacing", 0.8)
         assert (code, err) == (0, "")
         lines = text.splitlines()
         assert lines[0].startswith("4 atoms, 1 charged ones as neutral, up to 5 Å far, B + 25.9 Å²")
@@ -274,14 +280,12 @@ class TestTheCommand:
         assert "e/Å³" in lines[2]
         assert lines[-1] == f"wrote {out}"
 
-    def test_the_file_holds_what_the_op_returns(self, run, load, tmp_path):
+    def test_the_file_holds_what_the_op_returns(self, made, load):
         structure = load(pdb(None))
         options = ["--margin", 8, "--radius", 3, "--blur", 4, "--backend", "numpy"]
-        code, out, _ = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--json", *options)
-        assert code == 0
-        report = json.loads(out)
+        report = made("x.pdb", *options)
         assert report["backend"] == "numpy"
-        _, rho = read_map(tmp_path / "x.map")
+        _, rho = read_map("x.map")
         atoms = maps.scattering_atoms(structure)
         expected = fusedops.gaussian_density(
             structure.xyz - 0.5 * np.array(report["start"]),
@@ -298,41 +302,37 @@ class TestTheCommand:
         assert off.mean() < 1e-3
         assert rho.max() == pytest.approx(expected.max(), rel=1e-5)
 
-    def test_parts_add_up(self, run, load, tmp_path, monkeypatch):
+    def test_parts_add_up(self, run, load, monkeypatch):
         load(pdb("P 1 21 1", 101.0, ANISO))
-        run(tmp_path / "x.pdb", "--out", tmp_path / "one.map")
+        run("x.pdb", "--out", "one.map")
         monkeypatch.setattr(cli.density, "_STEP", 1)
-        run(tmp_path / "x.pdb", "--out", tmp_path / "more.map")
-        one, more = (read_map(tmp_path / name)[1] for name in ("one.map", "more.map"))
+        run("x.pdb", "--out", "more.map")
+        one, more = (read_map(name)[1] for name in ("one.map", "more.map"))
         np.testing.assert_allclose(more, one, atol=1e-6 * one.max())
 
-    def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(
-        self, run, load, tmp_path, monkeypatch
-    ):
+    def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(self, run, load, monkeypatch):
         load(pdb())
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        code, out, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--json")
+        code, out, err = run("x.pdb", "--json")
         assert code == 0
         assert "placing atoms" in err
         json.loads(out)
 
     def test_mmcif_and_gzip(self, run, load, tmp_path):
-        load(pdb(None)).write(tmp_path / "x.cif.gz", read_structure(tmp_path / "x.pdb").xyz)
+        load(pdb(None)).write("x.cif.gz", read_structure(tmp_path / "x.pdb").xyz)
         assert gzip.decompress((tmp_path / "x.cif.gz").read_bytes()).startswith(b"data_")
         for name, out in (("x.pdb", "a.map"), ("x.cif.gz", "b.map")):
-            assert run(tmp_path / name, "--out", tmp_path / out)[0] == 0
+            assert run(name, "--out", out)[0] == 0
         a, b = ((tmp_path / name).read_bytes() for name in ("a.map", "b.map"))
         # The second label has the model's name.
         assert a[:304] + a[384:] == b[:304] + b[384:]
 
     @pytest.mark.parametrize("group", ["P 1 21 1", None])
-    def test_picture(self, run, load, tmp_path, group):
+    def test_picture(self, run, load, group):
         pytest.importorskip("matplotlib")
         load(pdb(group, 101.0))
-        picture = tmp_path / "x.png"
-        code, out, err = run(
-            tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--picture", picture, "--electron"
-        )
+        picture = Path("x.png")
+        code, out, err = run("x.pdb", "--picture", picture, "--electron")
         assert (code, err) == (0, "")
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert picture.stat().st_size > 20_000
@@ -353,34 +353,34 @@ class TestLike:
     """Maps on the grid of another map."""
 
     @pytest.fixture
-    def target(self, run, load, tmp_path):
+    def target(self, run, load):
         """Return a function that writes a map, x.map, and the model of it, x.pdb."""
 
         def write(group="P 1 21 1", *options):
             load(pdb(group, 101.0 if group else 90.0))
-            code, _, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", *options)
+            code, _, err = run("x.pdb", *options)
             assert (code, err) == (0, "")
-            return read_map(tmp_path / "x.map")
+            return read_map("x.map")
 
         return write
 
-    def like(self, run, tmp_path, *options, target="x.map"):
+    def like(self, run, *options, target="x.map"):
         code, out, err = run(
-            tmp_path / "x.pdb", "--out", tmp_path / "y.map", "--like", tmp_path / target, "--json",
+            "x.pdb", "--out", "y.map", "--like", target, "--json",
             *options,
         )  # fmt: skip
         assert (code, err) == (0, "")
-        return json.loads(out), *read_map(tmp_path / "y.map")
+        return json.loads(out), *read_map("y.map")
 
     @pytest.mark.parametrize("group", ["P 1 21 1", "C 2 2 21", None])
     def test_the_map_itself(self, run, target, tmp_path, group):
         if group == "C 2 2 21":
             target = lambda group: None  # noqa: E731
             (tmp_path / "x.pdb").write_text(pdb(group))
-            run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
+            run("x.pdb")
         target(group)
-        expected, rho = read_map(tmp_path / "x.map")
-        report, found, again = self.like(run, tmp_path)
+        expected, rho = read_map("x.map")
+        report, found, again = self.like(run)
         np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
         assert report["correlation"] == pytest.approx(1)
         assert found.grid.unit_cell == expected.grid.unit_cell
@@ -389,40 +389,40 @@ class TestLike:
         assert (group is None) == any(start_of(found))
         assert bytes(found.ccp4_header[:76]) == bytes(expected.ccp4_header[:76])
 
-    def test_the_correlation(self, run, target, tmp_path):
+    def test_the_correlation(self, run, target):
         ccp4, rho = target()
         noise = np.random.default_rng(0).standard_normal(rho.shape)
         ccp4.grid.array[:] = 3 * rho + 0.3 * noise - 1
-        ccp4.write_ccp4_map(str(tmp_path / "x.map"))
-        report, _, again = self.like(run, tmp_path)
+        ccp4.write_ccp4_map("x.map")
+        report, _, again = self.like(run)
         expected = np.corrcoef(again.ravel(), ccp4.grid.array.ravel())[0, 1]
         assert 0.1 < expected < 0.95
         assert report["correlation"] == pytest.approx(expected, abs=1e-6)
-        out = run(tmp_path / "x.pdb", "--out", tmp_path / "y.map", "--like", tmp_path / "x.map")[1]
-        assert f"correlation with {tmp_path / 'x.map'}: {expected:.4f}\n" in out
+        out = run("x.pdb", "--out", "y.map", "--like", "x.map")[1]
+        assert f"correlation with x.map: {expected:.4f}\n" in out
 
-    def test_a_constant_map_has_no_correlation(self, run, target, tmp_path):
+    def test_a_constant_map_has_no_correlation(self, run, target):
         ccp4, _ = target()
         ccp4.grid.array[:] = 1
-        ccp4.write_ccp4_map(str(tmp_path / "x.map"))
-        assert self.like(run, tmp_path)[0]["correlation"] is None
+        ccp4.write_ccp4_map("x.map")
+        assert self.like(run)[0]["correlation"] is None
 
-    def test_voxels_without_a_number_do_not_count(self, run, target, tmp_path):
+    def test_voxels_without_a_number_do_not_count(self, run, target):
         ccp4, rho = target()
         ccp4.grid.array[:] = np.where(np.arange(rho.shape[2]) < 7, rho + rho**2, np.nan)
-        ccp4.write_ccp4_map(str(tmp_path / "x.map"))
+        ccp4.write_ccp4_map("x.map")
         expected = np.corrcoef(rho[:, :, :7].ravel(), ccp4.grid.array[:, :, :7].ravel())[0, 1]
-        assert self.like(run, tmp_path)[0]["correlation"] == pytest.approx(expected, abs=1e-5)
+        assert self.like(run)[0]["correlation"] == pytest.approx(expected, abs=1e-5)
 
     @pytest.mark.parametrize("group", ["P 1", "P 1 21 1"])
-    def test_a_part_of_the_cell(self, run, target, tmp_path, group):
+    def test_a_part_of_the_cell(self, run, target, group):
         ccp4, rho = target(group)
         low, high = gemmi.Fractional(-0.2, 0.5, 0.1), gemmi.Fractional(0.3, 1.4, 0.6)
         box = gemmi.FractionalBox()
         box.minimum, box.maximum = low, high
         ccp4.set_extent(box)
-        ccp4.write_ccp4_map(str(tmp_path / "part.map"))
-        report, found, part = self.like(run, tmp_path, target="part.map")
+        ccp4.write_ccp4_map("part.map")
+        report, found, part = self.like(run, target="part.map")
         assert start_of(found) == start_of(ccp4) == report["start"]
         assert found.header_i32(8) == rho.shape[0] > part.shape[0] == report["shape"][0]
         np.testing.assert_allclose(part, ccp4.grid.array, atol=1e-5 * rho.max())
@@ -438,31 +438,31 @@ class TestLike:
         nx, ny, nz = rho.shape
         # The file's columns are z, its rows x, its sections y.
         words = {1: nz, 2: nx, 3: ny, 17: 3, 18: 1, 19: 2}
-        with_header(tmp_path / "x.map", tmp_path / "turned.map", words)
+        with_header("x.map", "turned.map", words)
         content = bytearray((tmp_path / "turned.map").read_bytes())
         data = np.ascontiguousarray(rho.transpose(1, 0, 2)).tobytes()
         content[-len(data) :] = data
         (tmp_path / "turned.map").write_bytes(content)
-        report, _, again = self.like(run, tmp_path, target="turned.map")
+        report, _, again = self.like(run, target="turned.map")
         assert report["correlation"] == pytest.approx(1)
         np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
 
-    def test_the_origin_of_an_mrc_file(self, run, target, tmp_path):
+    def test_the_origin_of_an_mrc_file(self, run, target):
         _, rho = target(None)
         words = {5: 0, 6: 0, 7: 0, 50: -2.75, 51: -3.0, 52: 1.125}
-        with_header(tmp_path / "x.map", tmp_path / "em.map", words)
-        _, found, again = self.like(run, tmp_path, target="em.map")
+        with_header("x.map", "em.map", words)
+        _, found, again = self.like(run, target="em.map")
         assert [found.header_float(word) for word in (50, 51, 52)] == [-2.75, -3.0, 1.125]
-        moved = read_structure(tmp_path / "x.pdb")
-        moved.write(tmp_path / "x.pdb", moved.xyz - [-2.75, -3.0, 1.125])
-        with_header(tmp_path / "x.map", tmp_path / "zero.map", {5: 0, 6: 0, 7: 0})
-        _, _, expected = self.like(run, tmp_path, target="zero.map")
+        moved = read_structure("x.pdb")
+        moved.write("x.pdb", moved.xyz - [-2.75, -3.0, 1.125])
+        with_header("x.map", "zero.map", {5: 0, 6: 0, 7: 0})
+        _, _, expected = self.like(run, target="zero.map")
         np.testing.assert_allclose(again, expected, atol=0.01 * rho.max())
 
-    def test_a_map_of_the_cell_without_symmetry_holds_all_copies(self, run, target, tmp_path):
+    def test_a_map_of_the_cell_without_symmetry_holds_all_copies(self, run, target):
         _, rho = target()
-        with_header(tmp_path / "x.map", tmp_path / "p1.map", {23: 1})
-        report, _, again = self.like(run, tmp_path, target="p1.map")
+        with_header("x.map", "p1.map", {23: 1})
+        report, _, again = self.like(run, target="p1.map")
         assert report["spacegroup"] == "P 1 21 1"
         np.testing.assert_allclose(again, rho, atol=1e-5 * rho.max())
 
@@ -478,47 +478,39 @@ class TestLike:
             ({53: 0}, "Not a CCP4 map"),
         ],
     )
-    def test_headers_that_are_refused(self, run, target, tmp_path, words, reason):
+    def test_headers_that_are_refused(self, run, target, words, reason):
         target()
-        with_header(tmp_path / "x.map", tmp_path / "bad.map", words)
-        out = tmp_path / "y.map"
-        result = run(tmp_path / "x.pdb", "--out", out, "--like", tmp_path / "bad.map")
+        with_header("x.map", "bad.map", words)
+        result = run("x.pdb", "--out", "y.map", "--like", "bad.map")
         refused(result, reason)
         assert "bad.map" in result[2]
-        assert not out.exists()
+        assert not Path("y.map").exists()
 
-    def test_refusals(self, run, target, tmp_path):
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            (["--like", "x.map", "--out", "x.map"], "it is the input"),
+            (["--like", "x.map", "--margin", 9], "an extent of its own"),
+            (["--like", "x.pdb"], "Failed to read map header"),
+            (["--like", "x.map", "--radius", 1], "x.map: spacing 0."),
+        ],
+    )
+    def test_refusals(self, run, target, options, reason):
         target()
-        model, like = tmp_path / "x.pdb", ["--like", tmp_path / "x.map"]
-        refused(run(model, "--out", tmp_path / "x.map", *like), "it is the input")
-        refused(
-            run(model, "--out", tmp_path / "y.map", *like, "--margin", 9), "an extent of its own"
-        )
-        (tmp_path / "old.map").write_text("old")
-        refused(run(model, "--out", tmp_path / "old.map", "--like", "none.map"), "No such file")
-        refused(run(model, "--out", tmp_path / "y.map", "--like", tmp_path), "is a folder")
-        refused(
-            run(model, "--out", tmp_path / "y.map", "--like", model), "Failed to read map header"
-        )
-        refused(
-            run(model, "--out", tmp_path / "y.map", *like, "--radius", 1),
-            "x.map: spacing 0.",
-        )
+        refused(run("x.pdb", *options, *["--out", "y.map"] * ("--out" not in options)), reason)
 
 
 class TestResolution:
     @pytest.mark.parametrize(("resolution", "spacing"), [(1.5, 0.5), (2.4, 0.8), (9, 3.0)])
-    def test_spacing_and_blur_follow(self, run, tmp_path, resolution, spacing):
-        out = tmp_path / "x.map"
-        report = json.loads(run(UBIQUITIN, "--out", out, "--resolution", resolution, "--json")[1])
+    def test_spacing_and_blur_follow(self, made, resolution, spacing):
+        report = made(UBIQUITIN, "--resolution", resolution)
         assert report["spacing_angstrom"] == pytest.approx(spacing)
         assert report["blur_angstrom2"] == pytest.approx(8 * np.pi**2 * spacing**2 / 1.1)
-        ccp4, _ = read_map(out)
+        ccp4, _ = read_map("x.map")
         assert max(ccp4.grid.spacing) <= spacing
 
-    def test_a_spacing_comes_first(self, run, tmp_path):
-        args = ["--resolution", 2, "--spacing", 0.4, "--json"]
-        report = json.loads(run(UBIQUITIN, "--out", tmp_path / "x.map", *args)[1])
+    def test_a_spacing_comes_first(self, made):
+        report = made(UBIQUITIN, "--resolution", 2, "--spacing", 0.4)
         assert report["spacing_angstrom"] == 0.4
 
 
@@ -528,11 +520,11 @@ def labels_of(ccp4):
 
 class TestLabels:
     @pytest.mark.parametrize("electron", [False, True])
-    def test_where_the_map_is_from(self, run, load, tmp_path, electron):
+    def test_where_the_map_is_from(self, run, load, electron):
         load(pdb(), "x.pdb")
         options = ["--electron"] if electron else []
-        run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--spacing", 0.4, *options)
-        ccp4, _ = read_map(tmp_path / "x.map")
+        run("x.pdb", "--spacing", 0.4, *options)
+        ccp4, _ = read_map("x.map")
         assert labels_of(ccp4) == [
             f"fusedops {fusedops.__version__} density",
             "model x.pdb",
@@ -540,11 +532,11 @@ class TestLabels:
             f"spacing 0.4 A, blur 0 A^2, radius {4.75 if electron else 4.5} A at most",
         ]
 
-    def test_names_that_do_not_fit(self, run, load, tmp_path):
+    def test_names_that_do_not_fit(self, run, load):
         name = "Ä" + "x" * 200 + ".pdb"
         load(pdb(), name)
-        assert run(tmp_path / name, "--out", tmp_path / "x.map")[0] == 0
-        ccp4, _ = read_map(tmp_path / "x.map")
+        assert run(name)[0] == 0
+        ccp4, _ = read_map("x.map")
         assert labels_of(ccp4)[1] == "model ?" + "x" * 73
         assert ccp4.header_str(77, 80).isascii()
 
@@ -561,11 +553,9 @@ class TestMtz:
         hkl, (amplitude, phase) = mtz.make_miller_array(), mtz.array[:, 3:].T
         return mtz, hkl, amplitude * np.exp(1j * np.radians(phase.astype(np.float64)))
 
-    def test_ubiquitin_at_2_angstrom(self, run, tmp_path):
-        out, path = tmp_path / "x.map", tmp_path / "x.mtz"
-        args = ["--resolution", 2, "--mtz", path, "--json"]
-        report = json.loads(run(UBIQUITIN, "--out", out, *args)[1])
-        mtz, hkl, found = self.read(path)
+    def test_ubiquitin_at_2_angstrom(self, made):
+        report = made(UBIQUITIN, "--resolution", 2, "--mtz", "x.mtz")
+        mtz, hkl, found = self.read("x.mtz")
         cell, group = mtz.cell, mtz.spacegroup
         assert group.xhm() == "P 21 21 21"
         every = gemmi.make_miller_array(cell, group, 2.0)
@@ -578,15 +568,12 @@ class TestMtz:
         assert mtz.history[:2] == [f"fusedops {fusedops.__version__} density", "model 1ubi.pdb"]
         assert mtz.resolution_high() == pytest.approx(2.0, abs=0.01)
 
-    def test_to_the_limit_of_the_grid(self, run, tmp_path):
-        out, path = tmp_path / "x.map", tmp_path / "x.mtz"
-        report = json.loads(
-            run(UBIQUITIN, "--out", out, "--spacing", 1, "--mtz", path, "--json")[1]
-        )
-        ccp4, _ = read_map(out)
+    def test_to_the_limit_of_the_grid(self, made):
+        report = made(UBIQUITIN, "--spacing", 1, "--mtz", "x.mtz")
+        ccp4, _ = read_map("x.map")
         limit = 2 * max(ccp4.grid.spacing)
         assert report["resolution_angstrom"] == pytest.approx(limit)
-        _, hkl, found = self.read(path)
+        _, hkl, found = self.read("x.mtz")
         assert len(hkl) == len(
             gemmi.make_miller_array(ccp4.grid.unit_cell, ccp4.grid.spacegroup, limit)
         )
@@ -594,12 +581,12 @@ class TestMtz:
 
     @pytest.mark.parametrize("electron", [False, True])
     @pytest.mark.parametrize("margin", [None, 9])
-    def test_phases_are_by_the_origin_of_the_model(self, run, load, tmp_path, electron, margin):
+    def test_phases_are_by_the_origin_of_the_model(self, run, load, electron, margin):
         structure = load(pdb("P 1 21 1", 101.0, ANISO))
         options = ["--electron"] * electron + (["--margin", margin] if margin else [])
-        args = ["--out", tmp_path / "x.map", "--mtz", tmp_path / "x.mtz", "--n-sigma", 6]
-        assert run(tmp_path / "x.pdb", *args, "--resolution", 2, *options)[0] == 0
-        mtz, hkl, found = self.read(tmp_path / "x.mtz")
+        args = ["--mtz", "x.mtz", "--n-sigma", 6]
+        assert run("x.pdb", *args, "--resolution", 2, *options)[0] == 0
+        mtz, hkl, found = self.read("x.mtz")
         assert (mtz.spacegroup.xhm() == "P 1") == (margin is not None)
         if margin:
             structure.gemmi.spacegroup_hm = "P 1"
@@ -608,27 +595,25 @@ class TestMtz:
         expected = direct(structure, hkl, electron)
         assert abs(found - expected).sum() / abs(expected).sum() < 1e-3
 
-    def test_of_a_part(self, run, load, tmp_path):
+    def test_of_a_part(self, run, load):
         """Structure factors are of the whole cell, even if the map is of a part."""
         load(pdb("P 1 21 1", 101.0))
-        run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", "--mtz", tmp_path / "x.mtz")
-        ccp4, _ = read_map(tmp_path / "x.map")
+        run("x.pdb", "--mtz", "x.mtz")
+        ccp4, _ = read_map("x.map")
         box = gemmi.FractionalBox()
         box.minimum, box.maximum = gemmi.Fractional(0, 0, 0), gemmi.Fractional(0.3, 0.3, 0.3)
         ccp4.set_extent(box)
-        ccp4.write_ccp4_map(str(tmp_path / "part.map"))
-        args = ["--out", tmp_path / "y.map", "--mtz", tmp_path / "y.mtz"]
-        run(tmp_path / "x.pdb", *args, "--like", tmp_path / "part.map")
-        (_, hkl, expected), (_, again, found) = (
-            self.read(tmp_path / name) for name in ("x.mtz", "y.mtz")
-        )
+        ccp4.write_ccp4_map("part.map")
+        args = ["--out", "y.map", "--mtz", "y.mtz"]
+        run("x.pdb", *args, "--like", "part.map")
+        (_, hkl, expected), (_, again, found) = (self.read(name) for name in ("x.mtz", "y.mtz"))
         np.testing.assert_array_equal(hkl, again)
         np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
 
 
 class TestPicture:
     @pytest.fixture
-    def drawn(self, run, load, tmp_path, monkeypatch):
+    def drawn(self, run, load, monkeypatch):
         """Return a function that runs the command and returns its figure, and the map."""
         pytest.importorskip("matplotlib")
 
@@ -636,10 +621,10 @@ class TestPicture:
             load(text)
             figures = []
             monkeypatch.setattr(cli.pictures, "save_picture", lambda path, f: figures.append(f))
-            args = ["--out", tmp_path / "x.map", "--picture", tmp_path / "x.png"]
-            code, _, err = run(tmp_path / "x.pdb", *args, *options)
+            args = ["--picture", "x.png"]
+            code, _, err = run("x.pdb", *args, *options)
             assert (code, err) == (0, "")
-            return figures[0], read_map(tmp_path / "x.map")[1]
+            return figures[0], read_map("x.map")[1]
 
         return draw
 
@@ -700,9 +685,9 @@ class TestPicture:
     @pytest.mark.parametrize("name", ["$a$.pdb", "a\nb.pdb", "x" * 200 + ".pdb", "n\udce9.pdb"])
     def test_odd_names(self, run, load, tmp_path, name):
         pytest.importorskip("matplotlib")
-        load(pdb(), "x.pdb").write(tmp_path / name, read_structure(tmp_path / "x.pdb").xyz)
-        args = ["--out", tmp_path / "x.map", "--picture", tmp_path / "x.png"]
-        code, _, err = run(tmp_path / name, *args)
+        load(pdb(), "x.pdb").write(name, read_structure(tmp_path / "x.pdb").xyz)
+        args = ["--picture", "x.png"]
+        code, _, err = run(name, *args)
         assert (code, err) == (0, "")
 
 
@@ -752,24 +737,13 @@ def test_what_is_printed_is_short(load):
 
 class TestSmallMolecules:
     @pytest.mark.parametrize("name", ["x.cif", "x.res.gz"])
-    def test_structure_factors(self, run, tmp_path, name):
+    def test_structure_factors(self, made, tmp_path, name):
         """Cell, symmetry, elements, occupancy and U give gemmi's sums; Zn is on an inversion."""
         text = SMALL.encode()
         (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
-        code, out, err = run(
-            tmp_path / name,
-            "--out",
-            tmp_path / "x.map",
-            "--n-sigma",
-            6,
-            "--spacing",
-            0.25,
-            "--json",
-        )
-        assert (code, err) == (0, "")
-        report = json.loads(out)
+        report = made(name, "--n-sigma", 6, "--spacing", 0.25)
         assert (report["atoms"], report["spacegroup"]) == (4, "P 1 21/c 1")
-        ccp4, _ = read_map(tmp_path / "x.map")
+        ccp4, _ = read_map("x.map")
         hkl = gemmi.make_miller_array(ccp4.grid.unit_cell, ccp4.grid.spacegroup, 0.9)
         small = gemmi.make_small_structure_from_block(gemmi.cif.read_string(SMALL)[0])
         small.change_occupancies_to_crystallographic()
@@ -783,7 +757,7 @@ class TestSmallMolecules:
         structure = load(SMALL, "x.cif")
         assert structure.labels == ["C1", "Zn1", "O1", "H1"]
         for name in ("y.cif", "y.pdb"):
-            structure.write(tmp_path / name, structure.xyz + 1)
+            structure.write(name, structure.xyz + 1)
             moved = read_structure(tmp_path / name).xyz
             np.testing.assert_allclose(moved, structure.xyz + 1, atol=6e-4)  # the digits of a PDB
 
@@ -800,7 +774,7 @@ class TestSmallMolecules:
     def test_what_lacks_is_told(self, run, tmp_path, old, new, reason):
         assert old in SMALL
         (tmp_path / "x.cif").write_text(SMALL.replace(old, new))
-        refused(run(tmp_path / "x.cif", "--out", tmp_path / "x.map"), reason)
+        refused(run("x.cif"), reason)
 
 
 @pytest.mark.parametrize(
@@ -812,23 +786,21 @@ class TestSmallMolecules:
         ("X-RAY DIFFRACTION", [], False),
     ],
 )
-def test_a_model_by_electrons_asks_for_their_form_factors(
-    run, load, tmp_path, method, options, told
-):
+def test_a_model_by_electrons_asks_for_their_form_factors(run, load, method, options, told):
     load(f"EXPDTA    {method}\n{pdb()}")
-    code, _, err = run(tmp_path / "x.pdb", "--out", tmp_path / "x.map", *options)
+    code, _, err = run("x.pdb", *options)
     note = f"is from {method.lower()} and gets form factors for X-rays; --electron takes"
     assert code == 0
     assert (note in err) == told
     assert err.count("\n") == told
 
 
-def test_standard_input(run, load, tmp_path, monkeypatch):
+def test_standard_input(run, load, monkeypatch):
     load(pdb())
-    run(tmp_path / "x.pdb", "--out", tmp_path / "x.map")
+    run("x.pdb")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pdb().encode())))
-    assert run("-", "--out", tmp_path / "y.map")[0] == 0
-    (one, rho), (two, again) = (read_map(tmp_path / name) for name in ("x.map", "y.map"))
+    assert run("-", "--out", "y.map")[0] == 0
+    (one, rho), (two, again) = (read_map(name) for name in ("x.map", "y.map"))
     np.testing.assert_array_equal(rho, again)
     assert (labels_of(one)[1], labels_of(two)[1]) == ("model x.pdb", "model stdin")
 
@@ -848,8 +820,8 @@ class TestRefusals:
         [
             (["--out", "x.png"], "x.png: name it .ccp4, .map or .mrc"),
             (["--out", "none/x.map"], "there is no folder"),
-            (["--out", "x.map", "--picture", "x.map"], "Matplotlib can't draw into such a file"),
-            (["--out", "x.map", "--picture", "none/x.png"], "there is no folder"),
+            (["--picture", "x.map"], "Matplotlib can't draw into such a file"),
+            (["--picture", "none/x.png"], "there is no folder"),
         ],
     )
     def test_a_bad_name_is_told_before_any_work(self, run, tmp_path, monkeypatch, options, reason):
