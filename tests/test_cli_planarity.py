@@ -62,6 +62,18 @@ def run(capsys):
     return run
 
 
+@pytest.fixture
+def told(run):
+    """Return a function that runs the command, which must succeed, and returns its report."""
+
+    def told(*args):
+        code, out, err = run(*args, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return told
+
+
 @pytest.fixture(scope="module")
 def ubiquitin():
     return read_structure(UBIQUITIN)
@@ -101,7 +113,7 @@ def test_table(run, bent):
     assert f"by {cli_backend()}" in lines["NLL"]
 
 
-def test_summary(run, bent):
+def test_summary(run, told, bent):
     """The numbers of validation programs, over all atoms of all planes."""
     structure = read_structure(bent)
     groups = planar_groups(structure).groups
@@ -115,7 +127,7 @@ def test_summary(run, bent):
         "planes_above_4_sigma": sum(len(each) > 0 for each in above),
         "atoms_above_4_sigma": len(np.unique(np.concatenate(above))),
     }
-    assert json.loads(run(bent, "--json")[1])["summary"] == expected
+    assert told(bent)["summary"] == expected
     assert expected["planes_above_4_sigma"] == 1
     assert expected["atoms_above_4_sigma"] > 3
     out = run(bent)[1]
@@ -125,9 +137,9 @@ def test_summary(run, bent):
     assert f"above 4σ          1 planes, {expected['atoms_above_4_sigma']} atoms\n" in out
 
 
-def test_sigma(run, bent):
+def test_sigma(told, bent):
     """Ten times the sigma: a tenth of every Z, and the same distances."""
-    usual, wide = (json.loads(run(bent, "--json", *more)[1]) for more in ([], ["--sigma", 0.2]))
+    usual, wide = (told(bent, *more) for more in ([], ["--sigma", 0.2]))
     assert wide["summary"]["rmsz"] == pytest.approx(usual["summary"]["rmsz"] / 10)
     assert wide["summary"]["rmsd_angstrom"] == usual["summary"]["rmsd_angstrom"]
     for a, b in zip(usual["planes"], wide["planes"], strict=True):
@@ -135,12 +147,12 @@ def test_sigma(run, bent):
     assert wide["nll"] != pytest.approx(usual["nll"], rel=0.01)
 
 
-def test_an_atom_in_two_planes_counts_once(run, ubiquitin, tmp_path):
+def test_an_atom_in_two_planes_counts_once(told, ubiquitin, tmp_path):
     xyz = ubiquitin.xyz.copy()
     # CA of residue 8 is in the peptide planes before and after it.
     xyz[ubiquitin.labels.index("A/LEU 8 CA")] += [0.9, 0.9, 0.9]
     ubiquitin.write(tmp_path / "x.pdb", xyz)
-    report = json.loads(run(tmp_path / "x.pdb", "--json")[1])
+    report = told(tmp_path / "x.pdb")
     found = planar_groups(read_structure(tmp_path / "x.pdb"))
     bad = []
     for indices, _ in found.groups:
@@ -157,11 +169,11 @@ def stdin(content):
 
 class TestStandardInput:
     @pytest.mark.parametrize("name", ["x.pdb", "x.cif", "x.cif.gz"])
-    def test_the_format_is_recognized(self, run, ubiquitin, tmp_path, monkeypatch, name):
+    def test_the_format_is_recognized(self, told, ubiquitin, tmp_path, monkeypatch, name):
         ubiquitin.write(tmp_path / name, ubiquitin.xyz)
-        expected = json.loads(run(tmp_path / name, "--json")[1])
+        expected = told(tmp_path / name)
         monkeypatch.setattr(sys, "stdin", stdin((tmp_path / name).read_bytes()))
-        report = json.loads(run("-", "--json")[1])
+        report = told("-")
         assert report["planes"] == expected["planes"]
         assert report["nll"] == expected["nll"]
 
@@ -200,12 +212,12 @@ class TestRestraints:
         path.write_text(AMP_CIF)
         return path
 
-    def test_without_a_file_the_ligand_is_skipped(self, run, amp):
-        assert json.loads(run(amp, "--json")[1])["counts"]["skipped"] == {"AMP": 1}
+    def test_without_a_file_the_ligand_is_skipped(self, run, told, amp):
+        assert told(amp)["counts"]["skipped"] == {"AMP": 1}
         assert "skipped           1 AMP: planes not known; --restraints or" in run(amp)[1]
 
-    def test_with_a_file(self, run, amp, cif):
-        report = json.loads(run(amp, "--restraints", cif, "--json")[1])
+    def test_with_a_file(self, told, amp, cif):
+        report = told(amp, "--restraints", cif)
         assert report["counts"]["skipped"] == {}
         assert report["counts"]["planes"] == 1
         (plane,) = report["planes"]
@@ -214,52 +226,51 @@ class TestRestraints:
         assert (plane["plane"], plane["atoms"]) == ("A/AMP 500 plan-1", 10)
         assert plane["z"] == pytest.approx(z.max())
 
-    def test_from_a_library(self, run, amp, cif, tmp_path, monkeypatch):
+    def test_from_a_library(self, told, amp, cif, tmp_path, monkeypatch):
         (tmp_path / "lib/a").mkdir(parents=True)
         (tmp_path / "lib/a/AMP.cif").write_text(AMP_CIF)
-        expected = json.loads(run(amp, "--restraints", cif, "--json")[1])
-        named = json.loads(run(amp, "--monomers", tmp_path / "lib", "--json")[1])
+        expected = told(amp, "--restraints", cif)
+        named = told(amp, "--monomers", tmp_path / "lib")
         monkeypatch.setenv("CLIBD_MON", str(tmp_path / "lib"))
-        from_environment = json.loads(run(amp, "--json")[1])
+        from_environment = told(amp)
         assert named["planes"] == from_environment["planes"] == expected["planes"]
 
-    def test_a_file_comes_before_the_library(self, run, amp, cif, tmp_path):
+    def test_a_file_comes_before_the_library(self, told, amp, cif, tmp_path):
         (tmp_path / "lib/a").mkdir(parents=True)
         (tmp_path / "lib/a/AMP.cif").write_text(AMP_CIF.replace(" 0.02", " 0.2"))
-        args = ["--monomers", tmp_path / "lib", "--json"]
-        one, both = (json.loads(run(amp, *args, *f)[1]) for f in ([], ["--restraints", cif]))
+        args = ["--monomers", tmp_path / "lib"]
+        one, both = (told(amp, *args, *f) for f in ([], ["--restraints", cif]))
         assert both["planes"][0]["z"] == pytest.approx(10 * one["planes"][0]["z"])
 
-    def test_atoms_with_sigmas_of_their_own(self, run, amp, tmp_path):
+    def test_atoms_with_sigmas_of_their_own(self, told, amp, tmp_path):
         sigmas = dict.fromkeys(ADENINE, 0.02) | {"N6": 0.2}
         rows = "".join(f"AMP plan-1 {atom} {sigma}\n" for atom, sigma in sigmas.items())
         (tmp_path / "own.cif").write_text(AMP_CIF.partition("AMP plan")[0] + rows)
-        report = json.loads(run(amp, "--restraints", tmp_path / "own.cif", "--json")[1])
+        report = told(amp, "--restraints", tmp_path / "own.cif")
         z = best_plane_z(read_structure(amp).xyz[1:11]) * 0.02
         z /= [sigmas[atom] for atom in ADENINE[:10]]
         assert report["planes"][0]["z"] == pytest.approx(z.max())
         assert report["planes"][0]["worst_atom"] != "A/AMP 500 N6"
         assert report["summary"]["rmsz"] == pytest.approx(np.sqrt(np.mean(z**2)))
 
-    def test_sigma_leaves_planes_of_a_file_alone(self, run, amp, cif):
-        args = ["--restraints", cif, "--json"]
-        one, two = (json.loads(run(amp, *args, *s)[1]) for s in ([], ["--sigma", 1]))
+    def test_sigma_leaves_planes_of_a_file_alone(self, told, amp, cif):
+        args = ["--restraints", cif]
+        one, two = (told(amp, *args, *s) for s in ([], ["--sigma", 1]))
         assert one["planes"] == two["planes"]
 
-    def test_standard_residues_keep_their_planes_beside_a_library(self, run, tmp_path):
+    def test_standard_residues_keep_their_planes_beside_a_library(self, told, tmp_path):
         """A library's files of standard residues aren't even opened."""
         (tmp_path / "p").mkdir()
         (tmp_path / "p/PHE.cif").write_text("nothing")
         expected, found = (
-            json.loads(run(UBIQUITIN, "--json", *more)[1])["planes"]
-            for more in ([], ["--monomers", tmp_path])
+            told(UBIQUITIN, *more)["planes"] for more in ([], ["--monomers", tmp_path])
         )
         assert found == expected
 
-    def test_flatten(self, run, amp, cif, tmp_path):
+    def test_flatten(self, told, amp, cif, tmp_path):
         pytest.importorskip("scipy")
         out = tmp_path / "flat.pdb"
-        report = json.loads(run(amp, "--restraints", cif, "--flatten", out, "--json")[1])
+        report = told(amp, "--restraints", cif, "--flatten", out)
         before, after = report["flatten"]["worst_z"]
         assert after < 0.5 < 4 < before
 
@@ -268,11 +279,8 @@ def cli_backend():
     return fusedops.planarity_nll.explain(np.zeros((3, 3)), [([[0, 1, 2]], [0.02])]).backend
 
 
-def test_json_holds_everything(run, bent):
-    code, out, err = run(bent, "--json")
-    assert code == 0
-    assert err == ""
-    report = json.loads(out)
+def test_json_holds_everything(told, bent):
+    report = told(bent)
     assert report["counts"] == {
         "planes": 103, "atoms": 683, "atoms_in_planes": 428, "waters": 81, "skipped": {},
     }  # fmt: skip
@@ -299,9 +307,8 @@ def test_json_holds_everything(run, bent):
     assert report["nll"] == pytest.approx(0.5 * chi2 + atoms * per_atom)
 
 
-def test_csv_holds_the_same_planes(run, bent):
-    _, out, _ = run(bent, "--json")
-    planes = json.loads(out)["planes"]
+def test_csv_holds_the_same_planes(run, told, bent):
+    planes = told(bent)["planes"]
     code, out, err = run(bent, "--csv")
     assert code == 0
     assert "103 of 428 atoms" in err
@@ -316,15 +323,15 @@ def test_top_limits_machine_output_too(run, form):
     assert len(planes) == 4
 
 
-def test_fits_and_backends_agree(run):
-    expected = json.loads(run(UBIQUITIN, "--json")[1])
+def test_fits_and_backends_agree(told):
+    expected = told(UBIQUITIN)
     for options in (["--fit", "weighted"], ["--backend", "numpy"]):
-        report = json.loads(run(UBIQUITIN, "--json", *options)[1])
+        report = told(UBIQUITIN, *options)
         assert report["nll"] == pytest.approx(expected["nll"], rel=1e-9)
     assert report["backend"] == "numpy"
 
 
-def test_a_structure_without_planes(run, tmp_path):
+def test_a_structure_without_planes(run, told, tmp_path):
     path = tmp_path / "ligand.pdb"
     path.write_text(LIGAND)
     code, out, err = run(path)
@@ -333,7 +340,7 @@ def test_a_structure_without_planes(run, tmp_path):
     assert "planes            0 of 0 atoms among 2\n" in out
     assert "rmsd" not in out
     assert "skipped           1 GOL: planes not known" in out
-    assert json.loads(run(path, "--json")[1])["planes"] == []
+    assert told(path)["planes"] == []
 
 
 class TestFlatten:
@@ -341,12 +348,9 @@ class TestFlatten:
     def _scipy(self):
         pytest.importorskip("scipy")
 
-    def test_planes_become_flat_and_the_rest_stays(self, run, bent, tmp_path):
+    def test_planes_become_flat_and_the_rest_stays(self, told, bent, tmp_path):
         out = tmp_path / "flat.cif.gz"
-        code, text, err = run(bent, "--flatten", out, "--json")
-        assert code == 0
-        assert err == ""
-        report = json.loads(text)
+        report = told(bent, "--flatten", out)
         flat = report["flatten"]
         assert flat["file"] == str(out)
         assert 1 <= flat["steps"] <= 20
@@ -355,7 +359,7 @@ class TestFlatten:
         assert flat["worst_z"][0] == report["planes"][0]["z"] > 20
         assert flat["worst_z"][1] < 1
 
-        again = json.loads(run(out, "--json")[1])
+        again = told(out)
         assert again["nll"] == pytest.approx(flat["nll"][1], abs=1)
         assert again["nll"] < report["nll"] - 100
         assert again["planes"][0]["z"] == pytest.approx(flat["worst_z"][1], abs=0.1)
@@ -364,10 +368,9 @@ class TestFlatten:
         inside = np.unique(np.concatenate([i.ravel() for i, _ in planar_groups(before).groups]))
         assert np.delete(shift, inside).max() == 0
 
-    def test_the_tether_holds_and_steps_are_counted(self, run, bent, tmp_path):
+    def test_the_tether_holds_and_steps_are_counted(self, told, bent, tmp_path):
         def flatten(*options):
-            _, out, _ = run(bent, "--flatten", tmp_path / "flat.pdb", "--json", *options)
-            return json.loads(out)["flatten"]
+            return told(bent, "--flatten", tmp_path / "flat.pdb", *options)["flatten"]
 
         loose, tight = flatten("--tether", 1), flatten("--tether", 1e5)
         assert tight["largest_shift_angstrom"] < 0.1 * loose["largest_shift_angstrom"]
