@@ -46,7 +46,7 @@ class ByNumpy:
     @staticmethod
     def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Fill `out`, whose rows may lie apart, with a product, or return it."""
-        # NumPy's dot takes no such rows.
+        # NumPy's dot needs contiguous outputs.
         return a.dot(b) if out is None else np.matmul(a, b, out=out)
 
     @staticmethod
@@ -84,8 +84,8 @@ class InFloat32(ByNumpy):
             return ByNumpy.dot(a, b, out)
         torch = sys.modules["torch"]
         a, b = InFloat32.close(a), InFloat32.close(b)
-        # A transposed first factor is slow: the transpose of the result has none. Of short sums, to
-        # turn the result back takes longer.
+        # oneDNN is slow with a transposed first factor, so transpose the product instead, unless
+        # its sums are short.
         turned = (
             not a.flags.c_contiguous
             and a.shape[1] >= _LONG
@@ -113,7 +113,7 @@ class InFloat32(ByNumpy):
 
     @staticmethod
     def close(a: np.ndarray) -> np.ndarray:
-        # With gaps oneDNN may multiply by its slow reference.
+        # oneDNN may use its slow reference for an array with gaps.
         return a if a.flags.forc else np.ascontiguousarray(a)
 
     @staticmethod
@@ -123,9 +123,9 @@ class InFloat32(ByNumpy):
         if not b.size:
             return ByNumpy.prepared(b, rows, bias)
         torch = sys.modules["torch"]
-        # oneDNN's own layout, or every product would bring the matrix into it.
+        # In oneDNN's own layout, so that no product converts it again.
         laid_out = torch.ops.mkldnn._reorder_linear_weight(torch.from_numpy(b.T), rows)
-        # oneDNN takes a bias for contiguous.
+        # oneDNN ignores the strides of a bias.
         added = None if bias is None else torch.from_numpy(np.ascontiguousarray(bias))
         multiply = torch.ops.mkldnn._linear_pointwise
 
@@ -164,11 +164,11 @@ class InBfloat16(ByNumpy):
         return openmp_on_one_thread()
 
 
-#: The multiplications of one of many products from which on oneDNN is faster than NumPy.
+#: The fewest multiplications of a batched product that are faster in oneDNN than in NumPy.
 _LARGE = 1 << 21
-#: The multiplications of a projection from which on oneDNN is faster, its call counted in.
+#: The fewest multiplications of a projection that repay a call of oneDNN.
 _WORTH = 1 << 22
-#: The terms of a sum from which on oneDNN's transposed first factors are worth avoiding.
+#: The fewest terms of a sum that repay a transposed product.
 _LONG = 256
 
 

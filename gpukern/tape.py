@@ -25,9 +25,10 @@ from fusedops._frame.packed import Packed
 #: More steps than this take a GPU as long as the host.
 _LONGEST = 256
 
-#: Bytes up to which the memory that kernels alone use is asked for at once, and the unit of torch's
-#: memory.
-_TOGETHER, _UNIT = 1 << 24, 512
+#: The most bytes of scratch that are allocated as one.
+_TOGETHER = 1 << 24
+#: Torch allocates memory in multiples of so many bytes.
+_UNIT = 512
 
 # Triton's launcher is no public interface: another version's may differ.
 _DIRECT = triton.__version__.startswith("3.6.") and torch.version.cuda is not None

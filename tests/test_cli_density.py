@@ -14,7 +14,7 @@ import pytest
 
 import fusedops
 from fusedops import cli, mapfiles, maps
-from fusedops._frame import limits
+from fusedops._host import limits
 from fusedops.structure import StructureError, planar_groups, read_structure
 
 gemmi = pytest.importorskip("gemmi")

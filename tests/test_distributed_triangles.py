@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from fusedops import triangle_multiplicative_update as on_one  # noqa: E402
 from fusedops.distributed import share, triangles  # noqa: E402
 from fusedops.distributed import triangle_multiplicative_update as update  # noqa: E402
+from fusedops.trimul.op import Weights  # noqa: E402
 from places import HAS_TRITON  # noqa: E402
 from replicated import Enter, Leave, counting  # noqa: E402
 from worlds import device, on_gpus, on_ranks  # noqa: E402
 
-NAMES = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias")
-NAMES += ("norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias")
-NAMES += ("g_out_weight", "g_out_bias")
+NAMES = Weights._fields
 
 
 def problem(N=5, C=3, H=4, *, B=(2,), gate="output", biases=True, dtype=torch.float64):

@@ -113,12 +113,12 @@ def emulated(monkeypatch):
     }
     launch = backward.launch
 
-    def emulate(kernel, how, programs, tensors, numbers, constants):
+    def emulate(kernel, programs, tensors, numbers, constants, **how):
         if kernel in formulas:
             launched.append(kernel.__name__)
             formulas[kernel](tensors, numbers, constants)
         else:
-            launch(kernel, how, programs, tensors, numbers, constants)
+            launch(kernel, programs, tensors, numbers, constants, **how)
 
     new = plan.Update.new
 

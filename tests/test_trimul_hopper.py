@@ -70,21 +70,21 @@ for C, biases, output in itertools.product(CHANNELS, *[(False, True)] * 2):
         way = hopper.way_to_project(C, 128, G, logits)
         if way:
             without = none + ([] if logits else ["logits"])
-            rest = dict(G=G, OUTPUT=output, W=way[0], BH=way[1])
-            compile(hopper.project, way[0], output, bf16, without, **rest, **common)
+            rest = dict(G=G, OUTPUT=output, W=way.warps, BH=way.block)
+            compile(hopper.project, way.warps, output, bf16, without, **rest, **common)
     way = wide.way_to_project_wide(C, 128, G)
     if way:
         without = none + ([] if biases else ["biases"])
-        rest = dict(OUTPUT=output, BH=way[0])
+        rest = dict(OUTPUT=output, BH=way.block)
         compile(wide.pack, 4, output, bf16, without, C=C, **rest)
-        compile(wide.project_wide, 4, output, bf16, without, G=G, SLOTS=way[1], **rest, **common)
+        compile(wide.project_wide, 4, output, bf16, without, G=G, SLOTS=way.slots, **rest, **common)
     W = back.way_to_finish_back(C, 128)
     if W:
         compile(back.finish_back, W, output, bf16, none, OUTPUT=output, W=W, **common)
     way = back.way_to_project_back(C, 128, G)
     if way:
-        rest = dict(G=G, KEPT=C + 8, W=way[0], BH=way[1])
-        compile(back.project_back, way[0], output, bf16, none, **rest, **common)
+        rest = dict(G=G, KEPT=C + 8, W=way.warps, BH=way.block)
+        compile(back.project_back, way.warps, output, bf16, none, **rest, **common)
 print("compiled")
 """
 
@@ -124,6 +124,7 @@ def test_another_gluon_is_a_warning_on_hopper_alone(monkeypatch, recwarn, capabi
 def test_cotangents_through_a_norm(norm, gated, scaled):
     """Sums over rows, in parts as kernels for Hopper make them, agree with autograd."""
     torch = pytest.importorskip("torch")
+    from fusedops.trimul.op import Weights
     from gpukern.trimul.backward import through_norm
 
     few, rows, C, H, G = 3, 7, 6, 2, 5
@@ -156,15 +157,36 @@ def test_cotangents_through_a_norm(norm, gated, scaled):
         want.append(found[1])
     (dpg, dpg_b, *dnorm), (do, do_b, *more), (de, de_b, *dnorm_out) = want
     pairs, last, end = [weight.detach() for weight in weights]
-    given = pairs[: 2 * H], pairs[2 * H :], last, end
-    results = [None, None, *[torch.zeros(s) for s in ((4, C), (4,)) * 2], None, None]
-    results += [torch.zeros(s) for s in ((C, H), (C,), (G, C), (G,))]
-    norms = [a.detach() if norm else None for a in norms]
-    by_norm, by_norm_out = through_norm(*parts, scaling, given, norms, results)
-    found = [torch.cat(results[2:6:2]), torch.cat(results[3:6:2]), *results[8:]]
+    in_w, in_b, out_w, out_b = [a.detach() if norm else None for a in norms]
+    given = Weights(
+        norm_in_weight=in_w,
+        norm_in_bias=in_b,
+        norm_out_weight=out_w,
+        norm_out_bias=out_b,
+        p_in_weight=pairs[: 2 * H],
+        g_in_weight=pairs[2 * H :],
+        g_out_weight=last,
+        p_out_weight=end,
+    )
+    results = Weights(
+        p_in_weight=torch.zeros(2 * H, C),
+        p_in_bias=torch.zeros(2 * H),
+        g_in_weight=torch.zeros(2 * H, C),
+        g_in_bias=torch.zeros(2 * H),
+        p_out_weight=torch.zeros(C, H),
+        p_out_bias=torch.zeros(C),
+        g_out_weight=torch.zeros(G, C),
+        g_out_bias=torch.zeros(G),
+    )
+    sums = through_norm(*parts, scaling, given, results)
+    found = [
+        torch.cat([results.p_in_weight, results.g_in_weight]),
+        torch.cat([results.p_in_bias, results.g_in_bias]),
+        *(results.p_out_weight, results.p_out_bias, results.g_out_weight, results.g_out_bias),
+    ]
     expected = [dpg, dpg_b, de, de_b, do, do_b]
     if norm:
-        found += [*by_norm.sum(0), *by_norm_out.sum(0)]
+        found += [*sums.norm.sum(0), *sums.norm_out.sum(0)]
         expected += [*[a + b for a, b in zip(dnorm, more, strict=True)], *dnorm_out]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

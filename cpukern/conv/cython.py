@@ -93,8 +93,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "cython", bfloat16=True)
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, residual, slots, positions, activation = a
-    out = y.out
+    x, kernels, residual, out = a.x, a.kernels, a.residual, y.out
     if not out.size:
         return
     if x.ndim == 2:
@@ -102,20 +101,20 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
         residual = None if residual is None else residual[:, None]
     if kernels.ndim < 4:
         kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
-    own = laid_out(state, 0)
+    own = laid_out(a.state, 0)
     _conv_of[x.dtype].step(
         laid_out(x, 0),
         own,
         laid_out(kernels, 4),
-        laid_out(bias, 1),
+        laid_out(a.bias, 1),
         laid_out(residual, 0),
         *[
             None if places is None else np.ascontiguousarray(places, np.int64)
-            for places in (slots, positions)
+            for places in (a.slots, a.positions)
         ],
-        activation == "silu",
+        a.activation == "silu",
         out,
         min(len(x), threads_for(out.size * kernels.shape[-1], _STEP_GRAIN)),
     )
-    if own is not state:
-        state[...] = own
+    if own is not a.state:
+        a.state[...] = own

@@ -96,8 +96,8 @@ def _vjp_blocks(
     states,
     bias,
     silu,
-    cotangent,
-    final_cotangents,
+    dout,
+    dfinal_states,
     dx,
     dkernels,
     per_token,
@@ -109,21 +109,21 @@ def _vjp_blocks(
     for b in range(low, high):
         for c in range(block_ptr[b], block_ptr[b + 1]):
             q, start, end, first, last = _span(chunks, cu_seqlens, c, len(x))
-            # A chunk writes the cotangents of its own inputs, and the first chunk of a sequence
-            # those of the state. Taps of later chunks' tokens read these inputs too.
+            # A chunk writes the cotangents of its inputs, and a sequence's first chunk also the
+            # cotangents of the state. Tokens of later chunks read these inputs, too.
             own_first = start - width if first == start and len(dstates) else first
             own_last = last if len(dx) else first
             for s in range(own_first, own_last):
                 row = _input(dx, dstates, q, start, s)
                 row[:] = 0
                 if s >= end - width:
-                    row += final_cotangents[min(q, len(final_cotangents) - 1), s - end + width]
+                    row += dfinal_states[min(q, len(dfinal_states) - 1), s - end + width]
             stop = last if len(dkernels) or len(dbias) else first
             if own_first < own_last:
                 stop = max(stop, min(own_last + width - 1, end))
             # Tokens backwards, so that an input's terms are summed in the order of the taps.
             for t in range(stop - 1, first - 1, -1):
-                c_t = cotangent[t]
+                c_t = dout[t]
                 if silu:
                     _convolve(x, kernels, states, bias, q, start, t, v)
                     for d in range(len(v)):
@@ -237,12 +237,11 @@ def _states(states: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.ascontiguousarray(states.swapaxes(1, 2))
 
 
-def _arguments(
-    x: Any, kernels: Any, initial_state: Any, bias: Any, sequences: Any
-) -> tuple[np.ndarray, ...]:
+def _arguments(a: Any) -> tuple[np.ndarray, ...]:
     """Return the arguments that forward and backward kernels share."""
+    x, sequences = a.x, a.sequences
     B, T, D = x.shape
-    W = kernels.shape[-1]
+    W = a.kernels.shape[-1]
     if sequences is None:
         sequences = Sequences(T * np.arange(B + 1, dtype=np.int64))
     starts = sequences.cu_seqlens
@@ -252,9 +251,9 @@ def _arguments(
         np.concatenate([sequences.chunks, np.stack([empty, starts[empty]], axis=1)]),
         starts,
         _tokens(x),
-        _rows(kernels, (D, W), x.dtype),
-        _states(initial_state, (W, D), x.dtype),
-        _rows(bias, (D,), x.dtype),
+        _rows(a.kernels, (D, W), x.dtype),
+        _states(a.initial_state, (W, D), x.dtype),
+        _rows(a.bias, (D,), x.dtype),
     )
 
 
@@ -264,29 +263,26 @@ def _in_parallel(work: Callable[[int, int], None], items: int, products: int) ->
 
 @register("dynamic_conv", "numba")
 def dynamic_conv(a: Any, y: Any) -> None:
-    x, kernels, initial_state, bias, residual, sequences, activation = a
-    out, final_state = y
-    row = kernels.shape[-2:]
-    arguments = _arguments(x, kernels, initial_state, bias, sequences)
-    added = _rows(None, row[:1], x.dtype) if residual is None else _tokens(residual)
-    outputs = _rows(out, row[:1], x.dtype), _rows(final_state, row, x.dtype)
+    x, (D, W) = a.x, a.kernels.shape[-2:]
+    arguments = _arguments(a)
+    added = _rows(None, (D,), x.dtype) if a.residual is None else _tokens(a.residual)
+    outputs = _rows(y.out, (D,), x.dtype), _rows(y.final_state, (D, W), x.dtype)
     _in_parallel(
         lambda low, high: _conv_chunks(
-            low, high, *arguments, activation == "silu", added, *outputs
+            low, high, *arguments, a.activation == "silu", added, *outputs
         ),
         len(arguments[0]),
-        x.size * row[1],
+        x.size * W,
     )
 
 
 @register("dynamic_conv_vjp", "numba")
 def dynamic_conv_vjp(a: Any, y: Any) -> None:
-    x, kernels, initial_state, bias, cotangent, final_cotangent, sequences, activation = a
+    x, (D, W) = a.x, a.kernels.shape[-2:]
     dx, dkernels, dinitial_state, dbias = y
-    D, W = kernels.shape[-2:]
-    arguments = _arguments(x, kernels, initial_state, bias, sequences)
+    arguments = _arguments(a)
     blocks = min(len(arguments[0]), _BLOCKS)
-    per_token = kernels.ndim == 4
+    per_token = a.kernels.ndim == 4
     if per_token:
         dtaps = _rows(dkernels, (D, W), x.dtype)
     else:
@@ -294,11 +290,11 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     dstates = np.empty((0 if dinitial_state is None else len(dinitial_state), W, D), x.dtype)
     dbiases = np.zeros((0 if dbias is None else blocks, D))
     block_ptr = len(arguments[0]) * np.arange(blocks + 1) // max(blocks, 1)
-    given = _tokens(cotangent), _states(final_cotangent, (W, D), x.dtype)
+    given = _tokens(a.dout), _states(a.dfinal_state, (W, D), x.dtype)
     outputs = _rows(dx, (D,), x.dtype), dtaps, per_token, dstates, dbiases
     _in_parallel(
         lambda low, high: _vjp_blocks(
-            low, high, block_ptr, *arguments, activation == "silu", *given, *outputs
+            low, high, block_ptr, *arguments, a.activation == "silu", *given, *outputs
         ),
         blocks,
         x.size * W,
@@ -313,8 +309,7 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "numba")
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, residual, slots, positions, activation = a
-    out = y.out
+    x, kernels, residual, out = a.x, a.kernels, a.residual, y.out
     if not out.size:
         return
     if x.ndim == 2:
@@ -322,13 +317,13 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
     added = np.empty((0, *x.shape[1:]), x.dtype) if residual is None else residual.reshape(x.shape)
     if kernels.ndim < 4:
         kernels = kernels[None, None] if kernels.ndim == 2 else kernels[:, None]
-    arrays = x, state, kernels, _rows(bias, x.shape[2:], x.dtype), added
+    arrays = x, a.state, kernels, _rows(a.bias, x.shape[2:], x.dtype), added
     places = [
         np.empty(0, np.int64) if array is None else array.astype(np.int64)
-        for array in (slots, positions)
+        for array in (a.slots, a.positions)
     ]
     _in_parallel(
-        lambda low, high: _step_rows(low, high, *arrays, *places, activation == "silu", out),
+        lambda low, high: _step_rows(low, high, *arrays, *places, a.activation == "silu", out),
         len(x),
         x.size * kernels.shape[-1],
     )

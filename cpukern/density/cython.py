@@ -9,7 +9,7 @@ import numpy as np
 from cpukern import isa
 from fusedops._frame.registry import register
 from fusedops._host.threads import threads_for
-from fusedops.density.op import SLACK, clamped, clamping
+from fusedops.density.op import SLACK, clamped, clamping, tangents_of
 
 _density = isa.load("density")
 _NAMES = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
@@ -39,16 +39,6 @@ def _arguments(a: Any) -> tuple[Any, ...]:
     )
 
 
-def _tangents(a: Any) -> tuple[np.ndarray, ...]:
-    pairs = zip(a[:5], a[6:11], strict=True)
-    return tuple(
-        [
-            np.zeros(array.shape) if dd is None else np.ascontiguousarray(dd, np.float64)
-            for array, dd in pairs
-        ]
-    )
-
-
 @register("gaussian_density", "cython")
 def gaussian_density(a: Any, y: Any) -> None:
     if y.map is None:
@@ -75,7 +65,7 @@ def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
         if ddmap is not None:
             ddmap[...] = 0
         return
-    arguments = *_arguments(a), _tangents(a)
+    arguments = *_arguments(a), tuple(map(np.ascontiguousarray, tangents_of(a)))
     if ddmap is not None and ddmap.size:
         _splat_of[a.xyz.dtype](*arguments, ddmap)
     if any([gradient is not None for gradient in gradients]):

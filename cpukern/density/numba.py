@@ -24,7 +24,7 @@ from cpukern.scatter.numba import in_shares
 from cpukern.vectors_numba import RAMP, add_run, copy_run, write_ramp
 from fusedops._frame.registry import register
 from fusedops._host.threads import get_num_threads, in_parallel
-from fusedops.density.op import SLACK, clamped, clamping
+from fusedops.density.op import SLACK, clamped, clamping, tangents_of
 
 # Exponentials that are worth handing to another thread.
 _GRAIN = 1 << 14
@@ -566,14 +566,14 @@ def _atoms(
     most,
     amplitudes,
     along,
-    cotangent,
+    dmap,
     dxyz,
     db,
     doccupancy,
     damplitudes,
     dwidths,
 ):
-    w, g = np.zeros((3, most), cotangent.dtype), np.zeros(most, cotangent.dtype)
+    w, g = np.zeros((3, most), dmap.dtype), np.zeros(most, dmap.dtype)
     spans, lines = np.empty((2, most), np.int64), np.empty((most, 3), np.int64)
     isotropic = forms.shape[2] == 2
     moments = np.empty((forms.shape[1], 2, 5 if isotropic else 10))
@@ -607,7 +607,7 @@ def _atoms(
                 row, z, n = lines[line, 0], lines[line, 1], lines[line, 2]
                 while n > 0:
                     m = min(n, shape[2] - z)
-                    copy_run(g, v, cotangent, row + z, m)
+                    copy_run(g, v, dmap, row + z, m)
                     v, n, z = v + m, n - m, 0
             _add_moments(w, voxels, g, forms[a], changes, a, moments)
             voxels = count = 0
@@ -754,17 +754,6 @@ def _prepare(
     )
 
 
-def _tangents(a: Any) -> tuple[np.ndarray, ...]:
-    """Return tangents of atoms in float64, zeros for those left out; b has two dimensions."""
-    pairs = zip(a[:5], a[6:11], strict=True)
-    found = [
-        np.zeros(array.shape) if dd is None else np.array(dd, np.float64, order="C")
-        for array, dd in pairs
-    ]
-    found[1] = found[1] if a.b.ndim == 2 else found[1][:, None]
-    return tuple(found)
-
-
 def _splat(a: Any, prepared: Any, out: np.ndarray) -> None:
     """Write the map, or its derivative along tangents."""
     if not out.size:
@@ -817,7 +806,10 @@ def gaussian_density_vjp(a: Any, y: Any) -> None:
 @register("gaussian_density_vjp_vjp", "numba")
 def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
     *gradients, ddmap = y
-    along = _tangents(a)
+    tangents = tangents_of(a)
+    # For kernels b has two dimensions.
+    tangents = tangents._replace(b=tangents.b if a.b.ndim == 2 else tangents.b[:, None])
+    along = tuple(map(np.ascontiguousarray, tangents))
     prepared = _prepare(a, True, along)
     if ddmap is not None:
         _splat(a, prepared, ddmap)

@@ -19,10 +19,13 @@ from fusedops._host.threads import blas_has_a_limit
 from fusedops.conv import Sequences
 from fusedops.conv.op import conv, conv_vjp
 
-# Numbers that a block's kernels have, and the fewest and the most tokens of a block: products want
-# many. The fewest blocks, for threads to share, unless they have too few tokens.
-_CACHED, _FEW, _MANY, _BLOCKS = 1 << 20, 64, 1 << 12, 8
-# The most groups of blocks. Their partial sums have at most a share of the kernels' numbers.
+# Numbers of kernels that a block has in the cache.
+_CACHED = 1 << 20
+# The fewest tokens of a block, for fast products, and the most.
+_FEW, _MANY = 64, 1 << 12
+# The fewest blocks, for threads to share, unless the tokens are too few.
+_BLOCKS = 8
+# The most groups of blocks; their partial sums have at most 1/_SHARE of the kernels' numbers.
 _GROUPS, _SHARE = 16, 8
 
 
@@ -41,7 +44,7 @@ class _Call:
         if a.sequences is not None:
             starts = a.sequences.cu_seqlens[: a.sequences.num_sequences + 1]
         empty = np.diff(starts) == 0
-        #: The sequences without tokens, those with, and where the latter begin.
+        #: The sequences without tokens, the sequences with tokens, and where these begin.
         self.empty, self.own = np.flatnonzero(empty), np.flatnonzero(~empty)
         self.starts = np.append(starts[:-1][~empty], self.N)
         most = min(max(_FEW, _CACHED // max(self.D * self.W, 1)), _MANY)

@@ -20,9 +20,9 @@ from fusedops.harmonics.op import matrix_size, places, recursion
 
 # Edges of a tile, and tiles that pay for handing a share to another thread.
 _LANES, _GRAIN = 64, 4
-# The rows of scratch: unit vector, sign of y, length; tangents of the unit vector and of the
-# length's logarithm; 1 / (1 + y), and the power m of 1 + y and of its inverse; one; then the
-# gradient by unit vectors, and the gradient's tangent.
+# Rows of scratch: the unit vector, the sign of y and the length; the tangents of the unit vector
+# and of the length's logarithm; 1 / (1 + y); powers m of 1 + y and of its inverse; one; the
+# gradient by the unit vector, and its tangent.
 _X, _Y, _Z, _TURNED, _LENGTH, _DX, _DY, _DZ, _ALONG, _INVERSE, _UP, _DOWN, _ONE = (
     _LANES * k for k in range(13)
 )

@@ -371,7 +371,7 @@ cdef double block_nll(
 
 
 cdef void block_gradient_vjp(
-    Block* block, double* scratch, bint weighted, double no_plane, const real* cotangent,
+    Block* block, double* scratch, bint weighted, double no_plane, const real* dgradient,
     const int* index, const int* slot, Py_ssize_t atoms, real* out, real* spill,
 ) noexcept nogil:
     """Pull a cotangent of the gradient back through a fitted block, with the normal's rotation.
@@ -396,7 +396,7 @@ cdef void block_gradient_vjp(
         for a in range(n):
             row = scratch + ROW * a + l
             i = index[block.start[l] + a]
-            v = cotangent + 3 * i if 0 <= i < atoms else nothing
+            v = dgradient + 3 * i if 0 <= i < atoms else nothing
             row[T] = v[0] * nx + v[1] * ny + v[2] * nz if nx * nx + ny * ny + nz * nz > 0 else 0
             mean_s += row[T]
             mean += row[W] * (row[X] * nx + row[Y] * ny + row[Z] * nz)
@@ -405,7 +405,7 @@ cdef void block_gradient_vjp(
         for a in range(n):
             row = scratch + ROW * a + l
             i = index[block.start[l] + a]
-            v = cotangent + 3 * i if 0 <= i < atoms else nothing
+            v = dgradient + 3 * i if 0 <= i < atoms else nothing
             g = row[W] * (row[X] * nx + row[Y] * ny + row[Z] * nz) - mean
             t = row[W] * (row[T] - mean_s)
             row[T] = t
@@ -457,7 +457,7 @@ cdef void block_gradient_vjp(
 # has a function of its own. Scratch has a row for every thread.
 cdef struct Call:
     const void* xyz
-    const void* cotangent
+    const void* dgradient
     Py_ssize_t atoms
     const int* index
     const double* weight
@@ -504,7 +504,7 @@ cdef void reduce_rows(
 
 
 cdef double one_block(
-    const real* xyz, const real* cotangent, Py_ssize_t atoms, const int* index,
+    const real* xyz, const real* dgradient, Py_ssize_t atoms, const int* index,
     const double* weight, bint per_atom, bint weighted, const long long* plane_ptr,
     Py_ssize_t first, int planes, const int* slot, real* out, real* spill, double* scratch,
     double no_plane,
@@ -512,9 +512,9 @@ cdef double one_block(
     cdef Block block
     fit_block(xyz, atoms, index, weight, per_atom, weighted, plane_ptr, first, planes, scratch,
               no_plane, &block)
-    if cotangent == NULL:
+    if dgradient == NULL:
         return block_nll(&block, scratch, weighted, index, slot, atoms, out, spill)
-    block_gradient_vjp(&block, scratch, weighted, no_plane, cotangent, index, slot, atoms, out, spill)
+    block_gradient_vjp(&block, scratch, weighted, no_plane, dgradient, index, slot, atoms, out, spill)
     return 0
 
 
@@ -525,7 +525,7 @@ cdef void some_blocks(
     cdef Py_ssize_t b
     for b in range(begin, end):
         call.partial[b] = one_block(
-            <const real*>call.xyz, <const real*>call.cotangent, call.atoms, call.index,
+            <const real*>call.xyz, <const real*>call.dgradient, call.atoms, call.index,
             call.weight, call.per_atom, call.weighted, call.plane_ptr, call.block_ptr[b],
             <int>(call.block_ptr[b + 1] - call.block_ptr[b]), call.slot, <real*>call.out,
             <real*>call.spill, call.scratch + thread * call.scratch_row, call.no_plane)
@@ -533,51 +533,41 @@ cdef void some_blocks(
 
 def planarity(
     const real[:, ::1] xyz,            # IN   (N, 3)
-    const real[:, ::1] cotangent,      # IN   (N, 3), or None for value and gradient
-    index,                             # IN   (E,) int32
-    weight,                            # IN   (P,) or (E,) float64
-    plane_ptr,                         # IN   (P + 1,) int64
-    block_ptr,                         # IN   (B + 1,) int64
-    slot,                              # IN   (E,) int32
-    reduced,                           # IN   (R,) int32
-    reduced_ptr,                       # IN   (R + 1,) int64
-    summed,                            # IN   (S,) int32
-    Py_ssize_t bound,                  # IN   one more than the largest index
-    Py_ssize_t largest,                # IN   atoms of a plane
-    Py_ssize_t shared,                 # IN   S, the rows of reduced atoms
-    bint per_atom,
+    const real[:, ::1] dgradient,      # IN   (N, 3), or None for value and gradient
+    planes,                            # IN   `fusedops.Planes`
     bint weighted,
     double no_plane,                   # IN   share of variance below which a group has no plane
     real[:, ::1] out,                  # OUT  (N, 3), or None for no gradient
     int threads,
 ):
     """Return Σ ½ (d/σ)² and write its gradient, or that gradient's vector-Jacobian product."""
-    cdef Py_ssize_t i, blocks = len(block_ptr) - 1, others = len(reduced), atoms = xyz.shape[0]
+    cdef Py_ssize_t i, atoms = xyz.shape[0], bound = planes.bound, scratch_row = ROW * planes.largest
+    cdef Py_ssize_t blocks = len(planes.block_ptr) - 1, others = len(planes.reduced)
     cdef real* rows = &out[0, 0] if out is not None and atoms else NULL
     cdef double total = 0
     cdef Call call
-    cdef bytearray spill = room(3 * shared * sizeof(real) if rows != NULL else 0)
-    cdef bytearray scratch = room(threads * ROW * largest * sizeof(double))
+    cdef bytearray spill = room(3 * planes.spill * sizeof(real) if rows != NULL else 0)
+    cdef bytearray scratch = room(threads * scratch_row * sizeof(double))
     cdef bytearray partial = room(blocks * sizeof(double))
     call.xyz = &xyz[0, 0] if atoms else NULL
-    call.cotangent = &cotangent[0, 0] if cotangent is not None and atoms else NULL
+    call.dgradient = &dgradient[0, 0] if dgradient is not None and atoms else NULL
     call.atoms = atoms
-    call.index = <const int*>elements(index, 4)
-    call.weight = <const double*>elements(weight, 8)
-    call.per_atom = per_atom
+    call.index = <const int*>elements(planes.index, 4)
+    call.weight = <const double*>elements(planes.weight, 8)
+    call.per_atom = planes.per_atom
     call.weighted = weighted
-    call.plane_ptr = <const long long*>elements(plane_ptr, 8)
-    call.block_ptr = <const long long*>elements(block_ptr, 8)
-    call.slot = <const int*>elements(slot, 4)
+    call.plane_ptr = <const long long*>elements(planes.plane_ptr, 8)
+    call.block_ptr = <const long long*>elements(planes.block_ptr, 8)
+    call.slot = <const int*>elements(planes.slot, 4)
     call.out = rows
     call.spill = of(spill)
     call.scratch = <double*>of(scratch)
-    call.scratch_row = ROW * largest
+    call.scratch_row = scratch_row
     call.no_plane = no_plane
     call.partial = <double*>of(partial)
-    call.reduced = <const int*>elements(reduced, 4)
-    call.reduced_ptr = <const long long*>elements(reduced_ptr, 8)
-    call.summed = <const int*>elements(summed, 4)
+    call.reduced = <const int*>elements(planes.reduced, 4)
+    call.reduced_ptr = <const long long*>elements(planes.reduced_ptr, 8)
+    call.summed = <const int*>elements(planes.summed, 4)
     with nogil:
         in_shares(<Share>some_blocks[real], &call, blocks, threads)
         if rows != NULL:

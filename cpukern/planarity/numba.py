@@ -215,7 +215,7 @@ def _vjp_blocks(
     low,
     high,
     xyz,
-    cotangent,
+    dgradient,
     index,
     weight,
     plane_ptr,
@@ -243,7 +243,7 @@ def _vjp_blocks(
             for a in range(n):
                 i = index[start + a]
                 for k in range(3):
-                    v[a, k] = cotangent[i, k] if planar and 0 <= i < len(xyz) else 0.0
+                    v[a, k] = dgradient[i, k] if planar and 0 <= i < len(xyz) else 0.0
                 t[a] = v[a, 0] * x + v[a, 1] * y + v[a, 2] * z
                 mean_s += t[a]
                 mean += w[a] * (r[a, 0] * x + r[a, 1] * y + r[a, 2] * z)
@@ -360,22 +360,21 @@ def planarity_nll(a: Any, y: Any) -> None:
 
 @register("planarity_gradient_vjp", "numba")
 def planarity_gradient_vjp(a: Any, y: Any) -> None:
-    xyz, cotangent, planes, fit = a
-    out = y.dxyz
+    xyz, planes, out = a.xyz, a.planes, y.dxyz
     spill = np.empty((planes.spill, 3), xyz.dtype)
     in_parallel(
         lambda low, high: _vjp_blocks(
             low,
             high,
             xyz,
-            cotangent,
+            a.dgradient,
             planes.index,
             planes.weight,
             planes.plane_ptr,
             planes.block_ptr,
             planes.slot,
             bool(planes.per_atom),
-            fit == "weighted",
+            a.fit == "weighted",
             planes.largest,
             out,
             spill,

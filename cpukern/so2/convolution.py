@@ -23,9 +23,12 @@ from fusedops._host import memory
 from fusedops._host.threads import blas_has_a_limit, in_parallel
 from fusedops.so2.op import columns, dweight_of, orders, rows_by_degree, weights_of
 
-# Numbers of messages that a block has in the cache, and the fewest edges of a block: products want
-# many. The fewest blocks, for threads to share, unless they have too few edges.
-_CACHED, _FEW, _BLOCKS = 1 << 20, 256, 8
+# Numbers of messages that a block has in the cache.
+_CACHED = 1 << 20
+# The fewest edges of a block, for fast products.
+_FEW = 256
+# The fewest blocks, for threads to share, unless the edges are too few.
+_BLOCKS = 8
 # The most groups of blocks; a group has one partial sum.
 _GROUPS = 16
 

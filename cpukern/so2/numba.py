@@ -135,11 +135,11 @@ def _run(
     gates: Any, x: Any, dout: Any, ddgates: Any, ddx: Any, rows: Any, starts: Any,
     rows_out: Any, ddout: Any, gates_out: Any, order: int,
 ) -> None:  # fmt: skip
-    features = [_present(g, x) for g in (dout, ddx, rows_out, ddout)]
-    own = [_present(g, gates) for g in (ddgates, gates_out)]
+    dout, ddx, rows_out, ddout = (_present(g, x) for g in (dout, ddx, rows_out, ddout))
+    ddgates, gates_out = _present(ddgates, gates), _present(gates_out, gates)
     work = functools.partial(
-        _gated, np.ascontiguousarray(gates), np.ascontiguousarray(x), features[0], own[0],
-        features[1], rows, starts, *features[2:], own[1], order,
+        _gated, np.ascontiguousarray(gates), np.ascontiguousarray(x), dout, ddgates, ddx, rows,
+        starts, rows_out, ddout, gates_out, order,
     )  # fmt: skip
     in_parallel(work, len(x), max(1, _GRAIN // max(x.shape[1] * x.shape[2], 1)))
 

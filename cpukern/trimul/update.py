@@ -42,16 +42,16 @@ KERNELS = (
 _BLOCK, _FEW = 1536, 64
 # Numbers of a side's planes whose cotangents are computed at once, unless memory is short.
 _PLANES = 1 << 17
-# Lines and columns of a tile of o, terms of its products in a strip, and the least of both. Small
-# strips cost little, small tiles much: left and right are computed again for every row and column
-# of tiles.
+# Lines and columns of a tile of o, terms of a strip of its products, and the least of both. Small
+# tiles are slow, since each row and column of tiles computes left and right again.
 _TILE, _STRIP, _SMALLEST = 64, 16, 16
 # Channels of a part of the backward, which repeats the steps after the products for each part.
 _CHANNELS = 4
 # The most groups of blocks, and of channels; a group has one partial sum.
 _GROUPS = 16
-# Multiplications that are worth waking a thread for, and so few that BLAS wakes none.
+# Multiplications that are worth waking a thread for.
 _GRAIN = 1 << 20
+# Multiplications below which BLAS wakes no thread by itself.
 _FEWEST = 1 << 13
 
 
@@ -108,7 +108,7 @@ class _Parts(NamedTuple):
     threads: int | None
     # Groups of blocks, and of channels; a group has one partial sum.
     groups: int
-    # If the limit allows small parts only: a limit that allows parts of a sensible size.
+    # A limit that allows parts of a sensible size, if this one doesn't.
     enough: int | None
 
 
@@ -197,7 +197,7 @@ class _Update:
         self.kernels, self.by, self.dot = kernels, products, products.dot
         self.direction, self.gate, self.eps = a.direction, a.gate, a.eps
         self.dtype = a.x.dtype
-        # Of masks, biases and norms.
+        # The dtype of masks, biases and norms.
         self.real = dtype = np.dtype(np.float32) if self.dtype == BITS else self.dtype
         self.B, self.N, _, self.C = B, N, _, C = a.x.shape
         self.H = H = len(a.p_in_weight) // 2

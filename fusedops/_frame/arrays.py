@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fusedops._frame.check import is_tensor
+from fusedops._frame.check import is_tensor, promoted
 from fusedops._frame.torch_private import private
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ def wide(array: Any) -> Any:
     if not is_tensor(array):
         return array.astype(np.float64)
     return array.float() if array.itemsize == 2 else array
+
+
+def widened(a: Any) -> Any:
+    """Return a record of arguments with its arrays in one dtype, the definition's."""
+    arrays = {name: wide(value) for name, value in a._asdict().items() if hasattr(value, "dtype")}
+    dtype = promoted([*arrays.values()])
+    return a._replace(**{name: cast(array, dtype) for name, array in arrays.items()})
 
 
 def double(array: Any) -> Any:

@@ -204,6 +204,12 @@ def overlaps_itself(array: Any) -> bool:
     return False
 
 
+def no_overlap(op: str, name: str, array: Any) -> None:
+    """Raise ValueError if two elements of an array may share memory."""
+    if overlaps_itself(array):
+        raise ValueError(f"{op}: {name} overlaps itself; it should have memory for every element")
+
+
 def alike(op: str, name: str, value: Any, other: str, like: Any) -> None:
     """Raise unless an array is of the same framework and on the same device as another."""
     if is_tensor(value) != is_tensor(like):

@@ -16,9 +16,9 @@ import fusedops
 from fusedops._frame.check import (
     device_of,
     dtype_name,
+    no_overlap,
     of_shape,
     one_of,
-    overlaps_itself,
     same_device,
     traced,
 )
@@ -114,10 +114,7 @@ def _need(
             f"{op}: {cache_name} has {L} inputs of a sequence; it should have at least {W - 1}, "
             "one fewer than weight has taps"
         )
-    if overlaps_itself(states):
-        raise ValueError(
-            f"{op}: {cache_name} overlaps itself; it should have memory for every element"
-        )
+    no_overlap(op, cache_name, states)
     need_integers(op, "query_start_loc", starts, ("B + 1",), x)
     if not len(starts):
         raise ValueError(f"{op}: query_start_loc has shape (0,); it should be (B + 1,)")

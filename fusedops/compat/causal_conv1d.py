@@ -26,9 +26,9 @@ from fusedops._frame.check import (
     dtype_name,
     flag,
     holds,
+    no_overlap,
     of_shape,
     one_of,
-    overlaps_itself,
     same_device,
     size,
     traced,
@@ -96,8 +96,7 @@ def need_activation(op: str, activation: Any) -> None:
 def need_state(op: str, name: str, state: torch.Tensor, x: torch.Tensor) -> None:
     """Raise unless a state can take the values of x in place."""
     holds(op, name, state, x)
-    if overlaps_itself(state):
-        raise ValueError(f"{op}: {name} overlaps itself; it should have memory for every element")
+    no_overlap(op, name, state)
 
 
 def need_slots(op: str, name: str, slots: torch.Tensor, states: int) -> None:

@@ -18,7 +18,7 @@ import fusedops._frame.needs_torch  # noqa: F401
 
 import torch
 
-from fusedops._frame.check import flag, of_shape, overlaps_itself
+from fusedops._frame.check import flag, no_overlap, of_shape
 from fusedops.compat import causal_conv1d
 from fusedops.compat._paged import convolved, decoded, named, need_number, need_writable, unpadded
 from fusedops.compat.causal_conv1d import need_floats, need_integers, need_tensor
@@ -234,9 +234,8 @@ def causal_conv1d_update(
         if out.requires_grad:
             raise ValueError(f"{op}: out requires grad; it should not, as the result has none")
         need_writable(op, "out", out)
-    if written is not None and overlaps_itself(written):
-        which = "x" if out is None else "out"
-        raise ValueError(f"{op}: {which} overlaps itself; it should have memory for every element")
+    if written is not None:
+        no_overlap(op, "x" if out is None else "out", written)
     slots = conv_state_indices
     if slots is not None:
         need_integers(op, "conv_state_indices", slots, ("B", "M")[: 2 if slots.ndim == 2 else 1], x)

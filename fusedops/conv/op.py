@@ -14,9 +14,9 @@ from fusedops._frame.check import (
     holds,
     indices,
     is_tensor,
+    no_overlap,
     of_shape,
     one_of,
-    overlaps_itself,
     promoted,
     sharing,
     traced,
@@ -76,19 +76,19 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     gives :math:`\mathrm{dk}_{tdw} = v_{td} x_{t+w-W+1,d}` and
     :math:`\mathrm{dx}_{t+w-W+1,d} \mathrel{+}= v_{td} k_{tdw}`.
     """
-    x, kernels, initial_state, bias, *_, sequences, activation = a
-    inputs, k, state, b, g, g_final = map(wide, a[:6])
+    inputs, k, state, b = map(wide, (a.x, a.kernels, a.initial_state, a.bias))
+    g, g_final = wide(a.dout), wide(a.dfinal_state)
     dx: Any
     dk: Any
     dstate: Any
     dx, dk, dstate, db = (
         None if array is None else zeros(array, array.shape) for array in (inputs, k, state, b)
     )
-    for batch, tokens, states in spans(x, sequences):
+    for batch, tokens, states in spans(a.x, a.sequences):
         span_k, span_dk = (k, dk) if k.ndim == 2 else (k[batch, tokens], dk[batch, tokens])
         window = _Window(inputs[batch, tokens], span_k, None if state is None else state[states])
         v = g[batch, tokens]
-        if activation == "silu":
+        if a.activation == "silu":
             v = v * silu_slopes(window.convolved(span_k, b))[0]
         dinputs = zeros(window.inputs, window.inputs.shape)
         for w in range(window.width):
@@ -102,7 +102,7 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
         dx[batch, tokens] = dinputs[:, window.width :]
         if state is not None:
             dstate[states] = dinputs[:, : window.width].swapaxes(1, 2)
-    given = (x, kernels, initial_state, bias)
+    given = a.x, a.kernels, a.initial_state, a.bias
     return tuple(
         None if gradient is None else cast(gradient, like)
         for gradient, like in zip((dx, dk, dstate, db), given, strict=True)
@@ -113,10 +113,11 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     dout = namespace(a.x).zeros_like(a.x) if dy.out is None else dy.out
     # NumPy gets a copy, since users may write to a gradient.
     dresidual = cast(dout, a.residual) if wanted.residual else None
-    if not any(wanted[:4]):
+    *slots, _ = wanted
+    if not any(slots):
         return None, None, None, None, dresidual
-    given = *a[:4], dout, dy.final_state, a.sequences, a.activation
-    return conv_vjp.to_run(*given, out=wanted[:4], after=(dresidual,))
+    given = a.x, a.kernels, a.initial_state, a.bias, dout, dy.final_state
+    return conv_vjp.to_run(*given, a.sequences, a.activation, out=slots, after=(dresidual,))
 
 
 def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
@@ -129,7 +130,8 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     p(dh, x, k) with dh = dv c φ''(h).
     """
     # In float32 or better, so that intermediate results aren't rounded to 16 bits.
-    x, kernels, state, bias, c, _ = map(wide, a[:6])
+    x, kernels, state, bias = map(wide, (a.x, a.kernels, a.initial_state, a.bias))
+    c = wide(a.dout)
     ddx, ddk, ddstate, ddbias = map(wide, ddy)
     sequences = a.sequences
 
@@ -153,8 +155,9 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
         h, _ = convolve(x, kernels, state, bias)
         slope, bend = silu_slopes(h)
         v, dc = c * slope, dv * slope
-        if any(wanted[:4]):
-            through_h = pull_back(wanted[:4], x, kernels, state, bias, dv * (c * bend))
+        slots = wanted.x, wanted.kernels, wanted.initial_state, wanted.bias
+        if any(slots):
+            through_h = pull_back(slots, x, kernels, state, bias, dv * (c * bend))
     dx = dk = dstate = None
     if ddk is not None and (wanted.x or wanted.initial_state):
         some = (wanted.x, None, wanted.initial_state, None)
@@ -518,8 +521,7 @@ def dynamic_conv_step(
         )
     if residual is not None:
         of_shape(name, "residual", residual, tuple(x.shape))
-    if overlaps_itself(state):
-        raise ValueError(f"{name}: state overlaps itself; it should have memory for every element")
+    no_overlap(name, "state", state)
     for argument, value in (("slots", slots), ("positions", positions)):
         if value is not None:
             indices(name, argument, value)

@@ -415,6 +415,31 @@ def repeated(order: Any, count: int) -> Any:
     return namespace(order).concatenate([order + at for at in range(0, count, len(order))])
 
 
+class Atoms(NamedTuple):
+    """The arrays of atoms."""
+
+    xyz: Any
+    b: Any
+    occupancy: Any
+    amplitudes: Any
+    widths: Any
+
+
+def atoms_of(a: Any) -> Atoms:
+    return Atoms(a.xyz, a.b, a.occupancy, a.amplitudes, a.widths)
+
+
+def tangents_of(a: Any) -> Atoms:
+    """Return the tangents of atoms in the definition's dtype: zeros for those left out."""
+    given = a.ddxyz, a.ddb, a.ddoccupancy, a.ddamplitudes, a.ddwidths
+    return Atoms(
+        *[
+            double(zeros(array, tuple(array.shape)) if tangent is None else tangent)
+            for array, tangent in zip(atoms_of(a), given, strict=True)
+        ]
+    )
+
+
 def clamping(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Let a kernel of the gradient serve calls with `clamp`."""
 
@@ -427,7 +452,7 @@ def clamping(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         wanted = [out is not None for out in y]
         # Bounds of U depend on widths.
         wanted[1] |= wanted[4]
-        pairs = zip(wanted, wide[:5], strict=True)
+        pairs = zip(wanted, atoms_of(wide), strict=True)
         made = [zeros(x, tuple(x.shape)) if want else None for want, x in pairs]
         kernel(wide, y._make(made))
         for out, found in zip(y, back(*made), strict=True):
@@ -564,13 +589,13 @@ def _at(map: Any, flat: Any) -> Any:
 
 
 def _density_formula(a: Any) -> tuple[Any, Any]:
-    dtype, lattice, xyz = promoted(a[:3]), a.lattice, a.xyz
-    arrays = [double(array) for array in a[:5]]
+    dtype, lattice, xyz = promoted((a.xyz, a.b, a.occupancy)), a.lattice, a.xyz
+    atoms = Atoms(*map(double, atoms_of(a)))
     if a.clamp:
-        a, _ = clamped(a._make((*arrays, *a[5:])))
-        arrays = a[:5]
-    out = zeros(arrays[0], (math.prod(lattice.shape),))
-    for _, (x, b, occ, amplitudes, widths, radius), part in _chunks(arrays, a.radius, (), lattice):
+        a, _ = clamped(a._replace(**atoms._asdict()))
+        atoms = atoms_of(a)
+    out = zeros(atoms.xyz, (math.prod(lattice.shape),))
+    for _, (x, b, occ, amplitudes, widths, radius), part in _chunks(atoms, a.radius, (), lattice):
         voxels = _voxels(x, b, widths, radius, part, lattice)
         _add_at(out, voxels.flat, _product(voxels.e, occ[:, None] * amplitudes))
     order = None
@@ -587,12 +612,12 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     (P w wᵀ P - P/2) / π².
     """
     lattice = a.lattice
-    *arrays, g = (double(array) for array in a[:6])
+    atoms = Atoms(*map(double, atoms_of(a)))
     if a.clamp:
-        wide, back = clamped(a._make((*arrays, *a[5:]))._replace(order=None))
-        pairs = zip(back(*_vjp_formula(wide)), a[:5], strict=True)
+        wide, back = clamped(a._replace(**atoms._asdict(), order=None))
+        pairs = zip(back(*_vjp_formula(wide)), atoms_of(a), strict=True)
         return tuple([cast(found, array) for found, array in pairs])
-    g = g.reshape(-1)
+    g = double(a.dmap).reshape(-1)
 
     def some(
         g: Any, part: Any, x: Any, b: Any, occ: Any, amplitudes: Any, widths: Any, radius: Any
@@ -608,10 +633,10 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
 
     run = recomputed(some, g)
     numbers, found = [], []
-    for rows, given, part in _chunks(arrays, a.radius, (), lattice):
+    for rows, given, part in _chunks(atoms, a.radius, (), lattice):
         numbers.append(rows)
         found.append(run(g, part, *given))
-    return _whole(a[:5], numbers, found)
+    return _whole(atoms_of(a), numbers, found)
 
 
 def _whole(arrays: Sequence[Any], numbers: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
@@ -644,13 +669,9 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, ...]:
     and w wᵀ are enough.
     """
     lattice = a.lattice
-    *arrays, g = (double(array) for array in a[:6])
-    xp, shape = namespace(g), g.shape
-    g = g.reshape(-1)
-    along = [
-        zeros(array, tuple(array.shape)) if tangent is None else double(tangent)
-        for array, tangent in zip(arrays, a[6:11], strict=True)
-    ]
+    atoms, along = Atoms(*map(double, atoms_of(a))), tangents_of(a)
+    g = double(a.dmap).reshape(-1)
+    xp = namespace(g)
 
     def some(
         g: Any, part: Any, x: Any, b: Any, occ: Any, A: Any, widths: Any, radius: Any,
@@ -682,23 +703,24 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, ...]:
     run = recomputed(some, g)
     numbers, found = [], []
     ddmap = zeros(g, tuple(g.shape))
-    for rows, given, part in _chunks(arrays, a.radius, along, lattice):
+    for rows, given, part in _chunks(atoms, a.radius, along, lattice):
         *parts, flat, values = run(g, part, *given)
         _add_at(ddmap, flat, values)
         numbers.append(rows)
         found.append(parts)
-    return *_whole(a[:5], numbers, found), cast(ddmap.reshape(shape), a.dmap)
+    return *_whole(atoms_of(a), numbers, found), cast(ddmap.reshape(a.dmap.shape), a.dmap)
 
 
 def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     last = a.radius, y.order, a.lattice, a.clamp
-    return density_vjp.to_run(*a[:5], dy.map, *last, out=wanted)
+    return density_vjp.to_run(*atoms_of(a), dy.map, *last, out=wanted)
 
 
 def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if a.clamp:
         return NotImplemented
-    return density_vjp_vjp.to_run(*a[:6], *dy, a.radius, a.order, a.lattice, out=wanted)
+    last = a.radius, a.order, a.lattice
+    return density_vjp_vjp.to_run(*atoms_of(a), a.dmap, *dy, *last, out=wanted)
 
 
 def _is_ordered(xyz: Any) -> bool:
@@ -784,7 +806,7 @@ def _mapped() -> bool:
 
 def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     """Raise if an atom has no density, or warn that it is left out."""
-    arrays, xyz = a[:6], a.xyz
+    arrays, xyz = [*atoms_of(a), a.radius], a.xyz
     if is_tensor(xyz) and (on_bad != "raise" and not xyz.is_cpu):
         return
     if is_tensor(xyz):

@@ -141,9 +141,7 @@ class _Update:
 
     def for_end(self, a: Any, o: torch.Tensor) -> tuple[Any, ...]:
         """Return the arrays of the stage after the products."""
-        norms = a.norm_in_weight, a.norm_in_bias, a.norm_out_weight, a.norm_out_bias
-        lasts = a.p_out_weight, a.p_out_bias, a.g_out_weight, a.g_out_bias
-        return a.x, o, *norms, *lasts
+        return tuple([o if name == "o" else getattr(a, name) for name in end_of.arrays])
 
     def multiply(self, a: Any, b: Any, form: str, out: Any, start: Any = None) -> None:
         """Write products of matrices, times the scale, plus `start`."""
@@ -155,14 +153,16 @@ class _Update:
 
     def gradients(self, a: Any, o: Any, kept: Any, dout: Any, wanted: Any) -> tuple[Any, ...]:
         """Return the cotangents of all arrays that want one."""
-        slots = (True, True, *[want or None for want in wanted[8:12]])
-        do, dlogits, *by_end = end_vjp(*self.for_end(a, o), dout, *self.end_options, out=slots)
-        dsides = self.products_back(a, do, kept).flatten(1, 2)
-        del do
-        front = *a[:8], a.g_out_weight, a.g_out_bias, dsides, dlogits
-        slots = tuple([want or None for want in (*wanted[:8], *wanted[12:])])
-        found = sides_vjp(*front, self.precision, self.eps, out=slots)
-        return *found[:8], *by_end, *found[8:]
+        slots = {f"d{name}": want or None for name, want in zip(ARRAYS, wanted, strict=True)}
+        slots |= {"do": True, "dlogits": True}
+        out = [slots[name] for name in end_vjp.outputs]
+        ends = end_vjp(*self.for_end(a, o), dout, *self.end_options, out=out)._asdict()
+        given = a._asdict() | {"dlogits": ends["dlogits"]}
+        given["dsides"] = self.products_back(a, ends.pop("do"), kept).flatten(1, 2)
+        arrays = [given[name] for name in sides_vjp.arrays]
+        out = [slots[name] for name in sides_vjp.outputs]
+        found = ends | sides_vjp(*arrays, self.precision, self.eps, out=out)._asdict()
+        return tuple([found[f"d{name}"] for name in ARRAYS])
 
 
 class _ByChannels(_Update):

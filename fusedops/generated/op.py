@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol, overload
 
-from fusedops._frame.arrays import ArrayT, added, cast, namespace, wide
+from fusedops._frame.arrays import ArrayT, added, cast, namespace, widened
 from fusedops._frame.check import flag, one_of, promoted
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
@@ -34,15 +34,6 @@ def convolution_of(a: Any, kernels: Any) -> Any:
     return conv_vjp.Arguments(*taken, a.dout, a.dfinal_state, a.sequences, a.activation)
 
 
-def _widened(a: Any) -> Any:
-    """Return a call's arguments, with arrays in one dtype, the definition's."""
-    *arrays, sequences, activation = a
-    arrays = [wide(array) for array in arrays]
-    dtype = promoted(arrays)
-    arrays = [array if array is None else cast(array, dtype) for array in arrays]
-    return a._make((*arrays, sequences, activation))
-
-
 def pull_to_generator(a: Any, dkernels: Any) -> tuple[Any, Any, Any]:
     """Return the cotangents of hidden, weight and bias for the cotangent of the kernels."""
     tokens = a.x.shape[0] * a.x.shape[1]
@@ -54,14 +45,14 @@ def pull_to_generator(a: Any, dkernels: Any) -> tuple[Any, Any, Any]:
 
 def _formula(a: Any) -> tuple[Any, Any]:
     """Define the convolution and the last W inputs of every sequence."""
-    arrays = _widened(a)
+    arrays = widened(a)
     out, final = conv.formula(convolution_of(arrays, kernels_of(arrays)))
     return cast(out, a.x), cast(final, promoted((a.x, a.initial_state)))
 
 
 def _vjp_formula(a: Any) -> tuple[Any, ...]:
     """Return the cotangents of all arrays."""
-    arrays = _widened(a)
+    arrays = widened(a)
     given = convolution_of(arrays, kernels_of(arrays))
     dx, dkernels, dstate, dconv_bias = conv_vjp.formula(given)
     found = dx, *pull_to_generator(arrays, dkernels), dstate, dconv_bias
@@ -87,7 +78,7 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     ddk = ddh Vᵀ + h ddVᵀ + ddb, and (h, V) the cotangents (dk ddV, dkᵀ ddh). The gradient of the
     convolution gives k a cotangent for ddk, which goes to h, V and b as any other does.
     """
-    arrays = _widened(a)
+    arrays = widened(a)
     kernels = kernels_of(arrays)
     # A product takes factors of one dtype.
     ddx, ddhidden, ddweight, ddbias, ddstate, ddconv_bias = (
@@ -105,7 +96,7 @@ def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:
     if ddk is not None:
         ddk = ddk.reshape(kernels.shape)
     *_, dinitial_state, dconv_bias, ddout, dfinal_state = wanted
-    wants_kernels = True if any(wanted[1:4]) else None
+    wants_kernels = True if wanted.hidden or wanted.weight or wanted.bias else None
     slots = wanted.x, wants_kernels, dinitial_state, dconv_bias, ddout, dfinal_state
     ddconv = conv_vjp.Outputs(ddx, ddk, ddstate, ddconv_bias)
     dx, dk, *rest = conv_vjp.pulled_back(given, None, ddconv, conv_vjp.Arrays(*slots))

@@ -192,7 +192,7 @@ class ScatterPlan(Packed):
         wa, wbwc = self.wa, self.wbwc
         low, high = low[:, None], high[:, None]
         bad = (wa + low < 0) | (wa + high >= self.map_size)
-        # Sums may overflow 64 bits: of two negative offsets, or of two large ones, below zero then.
+        # A sum of two offsets may overflow 64 bits; two large ones then give a negative number.
         bad |= (wa < 0) & (low < 0) | (wa + high < 0)
         if not bad.any():
             return

@@ -7,12 +7,12 @@ derivatives, and its public op.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, Protocol, get_args, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, wide, zeros
+from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, widened, zeros
 from fusedops._frame.check import dtype_name, one_of, promoted, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
@@ -46,7 +46,8 @@ def orders(lmax: int, mmax: int) -> list[tuple[slice, slice]]:
 
 def weights_of(a: Any) -> list[Any]:
     """Return the weights of a call, by order."""
-    return [weight for weight in a[1 : 1 + len(WEIGHTS)] if weight is not None]
+    given = [getattr(a, name) for name in WEIGHTS]
+    return [weight for weight in given if weight is not None]
 
 
 def columns(rows: slice, channels: int) -> slice:
@@ -85,19 +86,11 @@ def by_order(x: Any, radial: Any, lmax: int, mmax: int) -> Iterator[Any]:
         yield part.reshape(E, signs * degrees * C)
 
 
-def _widened(arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays in one dtype, the definition's."""
-    arrays = [wide(array) for array in arrays]
-    dtype = promoted(arrays)
-    return [array if array is None else cast(array, dtype) for array in arrays]
-
-
 def _formula(a: Any) -> tuple[Any, Any]:
     """Define the convolution: a product for every order."""
     *arrays, lmax, G, _ = a
-    dtype = promoted(arrays)
-    x, *weights, bias, radial = _widened(arrays)
-    weights = [weight for weight in weights if weight is not None]
+    dtype, w = promoted(arrays), widened(a)
+    x, weights, bias, radial = w.message, weights_of(w), w.bias, w.radial
     mmax, D = len(weights) - 1, (weights[0].shape[0] - G) // (lmax + 1)
     parts = list(by_order(x, radial, lmax, mmax))
     gates, weights[0] = parts[0] @ weights[0][:G].T, weights[0][G:]
@@ -115,8 +108,9 @@ def _formula(a: Any) -> tuple[Any, Any]:
 def _vjp_formula(a: Any) -> tuple[Any, ...]:
     """Return the cotangents of all arrays."""
     *arrays, lmax, _, _ = a
-    x, *weights, bias, radial, dout, dgates = _widened(arrays)
-    weights = [weight for weight in weights if weight is not None]
+    w = widened(a)
+    x, weights, bias, radial = w.message, weights_of(w), w.bias, w.radial
+    dout, dgates = w.dout, w.dgates
     mmax, xp, (E, M, C) = len(weights) - 1, namespace(x), x.shape
     dproducts = list(by_order(dout, None, lmax, mmax))
     if dgates is not None:
@@ -429,11 +423,11 @@ def _degree_of_rows(a: Any) -> np.ndarray:
     return found
 
 
-def _opened(a: Any, gates: Any) -> tuple[Any, Any, Any, list[int]]:
+def _opened(a: Any) -> tuple[Any, Any, Any, list[int]]:
     """Return σ(g) and its derivatives for every row but the first, and the rows' gates."""
     E, _, C = a.x.shape
     of = (_degree_of_rows(a)[1:] - 1).tolist()
-    s = sigmoid(gates).reshape(E, a.lmax, C)[:, of]
+    s = sigmoid(a.gates).reshape(E, a.lmax, C)[:, of]
     return s, s * (1 - s), s * (1 - s) * (1 - 2 * s), of
 
 
@@ -454,16 +448,17 @@ def _silu(x: Any) -> tuple[Any, Any, Any]:
 
 def _gate_formula(a: Any) -> tuple[Any]:
     """Define the gated features."""
-    gates, x = _widened(a[:2])
-    first = _silu(x[:, :1])[0]
-    out = namespace(x).concatenate([first, x[:, 1:] * _opened(a, gates)[0]], axis=1)
-    return (cast(out, promoted(a[:2])),)
+    w = widened(a)
+    first, s = _silu(w.x[:, :1])[0], _opened(w)[0]
+    out = namespace(w.x).concatenate([first, w.x[:, 1:] * s], axis=1)
+    return (cast(out, promoted((a.gates, a.x))),)
 
 
 def _gate_vjp_formula(a: Any) -> tuple[Any, Any]:
     """Return the cotangents of gates and x."""
-    gates, x, g = _widened(a[:3])
-    s, slope, _, of = _opened(a, gates)
+    w = widened(a)
+    x, g = w.x, w.dout
+    s, slope, _, of = _opened(w)
     dgates = _by_gate(a, slope * x[:, 1:] * g[:, 1:], of)
     dx = namespace(x).concatenate([g[:, :1] * _silu(x[:, :1])[1], g[:, 1:] * s], axis=1)
     return cast(dgates, a.gates), cast(dx, a.x)
@@ -471,9 +466,10 @@ def _gate_vjp_formula(a: Any) -> tuple[Any, Any]:
 
 def _gate_vjp_vjp_formula(a: Any) -> tuple[Any, Any, Any]:
     """Return the cotangents of gates, x and dout; v and u are the cotangents of dgates and dx."""
-    gates, x, g, v, u = _widened(a[:5])
+    w = widened(a)
+    x, g, v, u = w.x, w.dout, w.ddgates, w.ddx
     E, M, C = x.shape
-    s, slope, bend, of = _opened(a, gates)
+    s, slope, bend, of = _opened(w)
     v = zeros(x, (E, a.lmax, C)) if v is None else v.reshape(E, a.lmax, C)
     u, v = zeros(x, (E, M, C)) if u is None else u, v[:, of]
     _, first, second = _silu(x[:, :1])
@@ -486,11 +482,12 @@ def _gate_vjp_vjp_formula(a: Any) -> tuple[Any, Any, Any]:
 
 
 def _gate_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return gate_vjp.to_run(a.gates, a.x, dy.out, *a[2:], out=wanted)
+    return gate_vjp.to_run(a.gates, a.x, dy.out, a.lmax, a.mmax, a.layout, out=wanted)
 
 
 def _gate_vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return gate_vjp_vjp.to_run(*a[:3], *dy, *a[3:], out=wanted)
+    static = a.lmax, a.mmax, a.layout
+    return gate_vjp_vjp.to_run(a.gates, a.x, a.dout, *dy, *static, out=wanted)
 
 
 _GATED = {"gates": "(E, G)", "x": "(E, M, C)"}

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, cast, namespace, recomputed, sigmoid, wide, zeros
+from fusedops._frame.arrays import (
+    ArrayT,
+    cast,
+    namespace,
+    recomputed,
+    sigmoid,
+    wide,
+    widened,
+    zeros,
+)
 from fusedops._frame.check import (
     dtype_name,
     is_tensor,
@@ -48,6 +58,9 @@ ARRAYS = {
     "g_out_weight": "(G, C)",
     "g_out_bias": "(G), optional",
 }
+_WEIGHTS = [name for name in ARRAYS if name not in ("x", "mask")]
+#: The arrays that a model learns, each optional here.
+Weights: Any = namedtuple("Weights", _WEIGHTS, defaults=[None] * len(_WEIGHTS))  # type: ignore[misc]
 
 
 def _standardized(x: Any, eps: float) -> tuple[Any, Any]:
@@ -96,62 +109,44 @@ def _contiguous(a: Any) -> Any:
     return a.contiguous() if is_tensor(a) else np.ascontiguousarray(a)
 
 
-def _sides(
-    x: Any, mask: Any, w: Any, b: Any, p_w: Any, p_b: Any, g_w: Any, g_b: Any, eps: float
-) -> tuple[Any, Any]:
+def _sides(a: Any) -> tuple[Any, Any]:
     """Return left and right (B, H, N, N)."""
-    a = _gated(x, mask, w, b, p_w, p_b, g_w, g_b, eps)
-    H = a.shape[-1] // 2
-    return _planes(a[..., :H]), _planes(a[..., H:])
+    both = _gated(a)
+    H = both.shape[-1] // 2
+    return _planes(both[..., :H]), _planes(both[..., H:])
 
 
-def _gated(
-    x: Any, mask: Any, w: Any, b: Any, p_w: Any, p_b: Any, g_w: Any, g_b: Any, eps: float
-) -> Any:
+def _gated(a: Any) -> Any:
     """Return projections of the normalized x times their gates and the mask."""
-    xn = _affine(_standardized(x, eps)[0], w, b)
-    a = _linear(xn, p_w, p_b) * sigmoid(_linear(xn, g_w, g_b))
-    return a if mask is None else a * mask[..., None]
+    xn = _affine(_standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
+    gate = sigmoid(_linear(xn, a.g_in_weight, a.g_in_bias))
+    both = _linear(xn, a.p_in_weight, a.p_in_bias) * gate
+    return both if a.mask is None else both * a.mask[..., None]
 
 
-def _sides_back(
-    x: Any,
-    mask: Any,
-    w: Any,
-    b: Any,
-    p_w: Any,
-    p_b: Any,
-    g_w: Any,
-    g_b: Any,
-    o_w: Any,
-    da: Any,
-    dlogits: Any,
-    eps: float,
-) -> tuple[Any, ...]:
-    """Return the cotangents of x to g_b, and of weight and bias of the last gate.
+def _sides_back(a: Any, dboth: Any, dlogits: Any) -> dict[str, Any]:
+    """Return the cotangents of x, the mask and the weights that the normalized x meets, by name.
 
     They follow from the cotangents of `_gated` and of the last gate's logits.
     """
-    y, scale = _standardized(x, eps)
-    xn = _affine(y, w, b)
-    p, s = _linear(xn, p_w, p_b), sigmoid(_linear(xn, g_w, g_b))
-    dp = da * s
-    da = dp * p
-    dmask = da.sum(-1)
-    if mask is not None:
-        dp, da = dp * mask[..., None], da * mask[..., None]
-    dg = da * (1 - s)
-    dxn = dp @ p_w + dg @ g_w + dlogits @ o_w
-    dy = dxn if w is None else dxn * w
-    return (
-        _standardized_back(dy, y, scale),
-        dmask,
-        (dxn * y).sum((0, 1, 2)),
-        dxn.sum((0, 1, 2)),
-        *_linear_back(dp, xn),
-        *_linear_back(dg, xn),
-        *_linear_back(dlogits, xn),
-    )
+    y, scale = _standardized(a.x, a.eps)
+    xn = _affine(y, a.norm_in_weight, a.norm_in_bias)
+    p = _linear(xn, a.p_in_weight, a.p_in_bias)
+    s = sigmoid(_linear(xn, a.g_in_weight, a.g_in_bias))
+    dp = dboth * s
+    ds = dp * p
+    dmask = ds.sum(-1)
+    if a.mask is not None:
+        dp, ds = dp * a.mask[..., None], ds * a.mask[..., None]
+    dg = ds * (1 - s)
+    dxn = dp @ a.p_in_weight + dg @ a.g_in_weight + dlogits @ a.g_out_weight
+    dy = dxn if a.norm_in_weight is None else dxn * a.norm_in_weight
+    found = {"x": _standardized_back(dy, y, scale), "mask": dmask}
+    found |= {"norm_in_weight": (dxn * y).sum((0, 1, 2)), "norm_in_bias": dxn.sum((0, 1, 2))}
+    found["p_in_weight"], found["p_in_bias"] = _linear_back(dp, xn)
+    found["g_in_weight"], found["g_in_bias"] = _linear_back(dg, xn)
+    found["g_out_weight"], found["g_out_bias"] = _linear_back(dlogits, xn)
+    return found
 
 
 def _product(left: Any, right: Any, direction: str) -> Any:
@@ -168,81 +163,41 @@ def _product_back(do: Any, left: Any, right: Any, direction: str) -> tuple[Any, 
     return right @ do.swapaxes(-1, -2), left @ do
 
 
-def _end(
-    x: Any,
-    o: Any,
-    w_in: Any,
-    b_in: Any,
-    w: Any,
-    b: Any,
-    p_w: Any,
-    p_b: Any,
-    g_w: Any,
-    g_b: Any,
-    eps: float,
-    gate: str,
-) -> Any:
+def _end(a: Any, o: Any) -> Any:
     """Return the output for x and o."""
-    xn = _affine(_standardized(x, eps)[0], w_in, b_in)
-    on = _affine(_standardized(_pairs(o), eps)[0], w, b)
-    s = sigmoid(_linear(xn, g_w, g_b))
-    if gate == "output":
-        return _linear(on, p_w, p_b) * s
-    return _linear(on * s, p_w, p_b)
+    xn = _affine(_standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
+    on = _affine(_standardized(_pairs(o), a.eps)[0], a.norm_out_weight, a.norm_out_bias)
+    s = sigmoid(_linear(xn, a.g_out_weight, a.g_out_bias))
+    if a.gate == "output":
+        return _linear(on, a.p_out_weight, a.p_out_bias) * s
+    return _linear(on * s, a.p_out_weight, a.p_out_bias)
 
 
-def _end_back(
-    x: Any,
-    o: Any,
-    w_in: Any,
-    b_in: Any,
-    w: Any,
-    b: Any,
-    p_w: Any,
-    p_b: Any,
-    g_w: Any,
-    g_b: Any,
-    dout: Any,
-    eps: float,
-    gate: str,
-) -> tuple[Any, ...]:
-    """Return the cotangents of o, of the gate's logits, and of w to p_b."""
-    xn = _affine(_standardized(x, eps)[0], w_in, b_in)
-    y, scale = _standardized(_pairs(o), eps)
-    on = _affine(y, w, b)
-    s = sigmoid(_linear(xn, g_w, g_b))
-    if gate == "output":
+def _end_back(a: Any, o: Any, dout: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the cotangents of o, of the gate's logits, and of the end's weights by name."""
+    xn = _affine(_standardized(a.x, a.eps)[0], a.norm_in_weight, a.norm_in_bias)
+    y, scale = _standardized(_pairs(o), a.eps)
+    on = _affine(y, a.norm_out_weight, a.norm_out_bias)
+    s = sigmoid(_linear(xn, a.g_out_weight, a.g_out_bias))
+    if a.gate == "output":
         dp, gated = dout * s, on
-        ds = dout * _linear(on, p_w, p_b)
-        don = dp @ p_w
+        ds = dout * _linear(on, a.p_out_weight, a.p_out_bias)
+        don = dp @ a.p_out_weight
     else:
         dp, gated = dout, on * s
-        dgated = dout @ p_w
+        dgated = dout @ a.p_out_weight
         ds, don = dgated * on, dgated * s
-    dg = ds * s * (1 - s)
-    dy = don if w is None else don * w
-    return (
-        _planes(_standardized_back(dy, y, scale)),
-        dg,
-        (don * y).sum((0, 1, 2)),
-        don.sum((0, 1, 2)),
-        *_linear_back(dp, gated),
-    )
-
-
-def _widened(arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays in one dtype, the definition's."""
-    arrays = [wide(array) for array in arrays]
-    dtype = promoted(arrays)
-    return [array if array is None else cast(array, dtype) for array in arrays]
+    dy = don if a.norm_out_weight is None else don * a.norm_out_weight
+    found = {"norm_out_weight": (don * y).sum((0, 1, 2)), "norm_out_bias": don.sum((0, 1, 2))}
+    found["p_out_weight"], found["p_out_bias"] = _linear_back(dp, gated)
+    return _planes(_standardized_back(dy, y, scale)), ds * s * (1 - s), found
 
 
 def _formula(a: Any) -> tuple[Any, Any]:
     """Define the update and o."""
-    w = _widened(a[:14])
-    o = _product(*_sides(*[*w[:8], a.eps]), a.direction)
-    out = _end(*[w[0], o, *w[2:4], *w[8:], a.eps, a.gate])
-    return cast(out, a.x), cast(o, a.x)
+    w = widened(a)
+    o = _product(*_sides(w), w.direction)
+    return cast(_end(w, o), a.x), cast(o, a.x)
 
 
 def in_parts(
@@ -290,35 +245,39 @@ def _vjp_formula(a: Any) -> tuple[Any, ...]:
     cotangent :math:`r (v - \mathrm{mean}\, v - \hat y \, \mathrm{mean}(v \hat y))`. Compute o
     anew and leave `hidden` alone, so that torch can differentiate through o.
     """
-    return _gradients(a, a.dout, None)
+    return _gradients(a, None)
 
 
-def _gradients(a: Any, dout: Any, dhidden: Any) -> tuple[Any, ...]:
-    arrays, direction, gate, eps = a[:14], a.direction, a.gate, a.eps
-    *w, g, dhidden = _widened((*arrays, dout, dhidden))
+def _gradients(a: Any, dhidden: Any) -> tuple[Any, ...]:
+    w = widened(a._replace(hidden=None))
 
     def run(stage: Any, *args: Any) -> Any:
-        return recomputed(stage, w[0])(*args)
+        return recomputed(stage, w.x)(*args)
 
-    left, right = run(_sides, *w[:8], eps)
-    o = _product(left, right, direction)
-    do, dlogits, *ends = run(_end_back, w[0], o, *w[2:4], *w[8:], g, eps, gate)
-    do = do if dhidden is None else do + dhidden
-    dsides = [_pairs(side) for side in _product_back(do, left, right, direction)]
-    da = namespace(a.x).concatenate(dsides, axis=-1)
-    *bars, do_w, do_b = run(_sides_back, *w[:8], w[12], da, dlogits, eps)
-    bars += (*ends, do_w, do_b)
+    left, right = run(_sides, w)
+    o = _product(left, right, w.direction)
+    do, dlogits, ends = run(_end_back, w, o, w.dout)
+    do = do if dhidden is None else do + cast(wide(dhidden), do)
+    dsides = [_pairs(side) for side in _product_back(do, left, right, w.direction)]
+    dboth = namespace(w.x).concatenate(dsides, axis=-1)
+    return _like(a, ARRAYS, ends | run(_sides_back, w, dboth, dlogits))
+
+
+def _like(a: Any, names: Iterable[str], found: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the cotangents of some arguments in their dtypes; None for one not given."""
+    likes = [getattr(a, name) for name in names]
     return tuple(
-        None if array is None else cast(bar, array) for bar, array in zip(bars, arrays, strict=True)
+        [None if a is None else cast(found[name], a) for name, a in zip(names, likes, strict=True)]
     )
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     dout = zeros(a.x, (*a.x.shape[:3], len(a.p_out_weight))) if dy.out is None else dy.out
+    arrays, static = a[: len(ARRAYS)], a[len(ARRAYS) :]
     if dy.hidden is not None:
         # `hidden` is internal: only direct calls of the primitive reach here.
-        return _gradients(a, dout, dy.hidden)
-    return trimul_vjp.to_run(*a[:14], y.hidden, dout, *a[14:], out=wanted)
+        return _gradients(trimul_vjp.Arguments(*arrays, None, dout, *static), dy.hidden)
+    return trimul_vjp.to_run(*arrays, y.hidden, dout, *static, out=wanted)
 
 
 _SIZES: dict[str, Any] = {
@@ -352,39 +311,31 @@ trimul_vjp = Primitive(
 
 def _sides_formula(a: Any) -> tuple[Any]:
     """Return left and right of a rectangle of pairs, apart for each of several ranks."""
-    both = _gated(*[*_widened(a[:8]), a.eps])
+    both = _gated(widened(a))
     both = both.reshape(*both.shape[:3], a.parts, both.shape[3] // a.parts)
     return (cast(both.swapaxes(0, 3).swapaxes(1, 3).swapaxes(2, 4), a.x),)
 
 
 def _end_formula(a: Any) -> tuple[Any]:
     """Return the output for x and o, which is given times `scale`."""
-    x, o, *weights = _widened(a[:10])
-    return (cast(_end(*[x, o / a.scale, *weights, a.eps, a.gate]), a.x),)
+    w = widened(a)
+    return (cast(_end(w, w.o / a.scale), a.x),)
 
 
 def _end_vjp_formula(a: Any) -> tuple[Any, ...]:
-    x, o, *weights, dout = _widened(a[:11])
-    do, *others = _end_back(*[x, o / a.scale, *weights, dout, a.eps, a.gate])
-    likes = a.o, a.x, *a[4:8]
-    return _like(likes, (do / a.scale, *others))
+    w = widened(a)
+    do, dlogits, found = _end_back(w, w.o / a.scale, w.dout)
+    return cast(do / a.scale, a.o), cast(dlogits, a.x), *_like(a, _AFTER, found)
 
 
 def _sides_vjp_formula(a: Any) -> tuple[Any, ...]:
-    *w, o_w, _, dsides, dlogits = _widened(a[:12])
-    return _like(a[:10], _sides_back(*[*w, o_w, _contiguous(_pairs(dsides)), dlogits, a.eps]))
+    w = widened(a)
+    found = _sides_back(w, _contiguous(_pairs(w.dsides)), w.dlogits)
+    return _like(a, (*_SIDES, *_GATE), found)
 
 
-def _like(arrays: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
-    """Return cotangents in the dtypes of arrays; None for one not given."""
-    return tuple(
-        [None if a is None else cast(bar, a) for bar, a in zip(found, arrays, strict=True)]
-    )
-
-
-# The stages before and after the products, for any rectangle of pairs: `fusedops.distributed` has
-# its exchanges between them. Forward, each of P ranks gets Q of the R channels of left and right.
-# The gradients go by the logits of the last gate: only one of them needs the normalized x.
+# The stages before and after the products, for any rectangle of pairs. `fusedops.distributed`
+# exchanges planes between them: each of P ranks gets Q of the R channels of left and right.
 _NORM = {"norm_in_weight": "(C), optional", "norm_in_bias": "(C), optional"}
 _SIDES = {
     "x": "(B, L, M, C), C > 0",

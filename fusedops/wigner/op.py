@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, added, cast, namespace, wide, zeros
+from fusedops._frame.arrays import ArrayT, added, cast, namespace, widened, zeros
 from fusedops._frame.check import (
     dtype_name,
     flag,
     is_tensor,
-    promoted,
     real,
 )
 from fusedops._frame.op import op, to_run
@@ -67,17 +66,14 @@ def _formula(a: Any) -> tuple[Any, ...]:
     way "forth" reads both ends, source and target. The way "back" reads the target, and has the
     matrices transposed; "undo" goes the same way with the matrices of the way forth.
     """
-    x, message, wigner, _, edges, mmax, way, scale = a[1:]
-    arrays = [wide(array) for array in a[:5]]
-    dtype = promoted(arrays)
+    x, message, wigner = a.x, a.message, a.wigner
+    edges, mmax, way, scale = a.edges, a.mmax, a.way, a.scale
+    w = widened(a)
+    shift, nodes, messages, matrices, f = w.base, w.x, w.message, w.wigner, w.factors
     dx: Any
     dmessage: Any
     dwigner: Any
-    nodes: Any
-    messages: Any
-    matrices: Any
     described: Any
-    shift, nodes, messages, matrices, f = (a if a is None else cast(a, dtype) for a in arrays)
     ends = ends_of(edges, way, wigner)
     described = edge_wigner.describe(a)
     dx, dmessage, dwigner, df = (
@@ -137,11 +133,13 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     # NumPy gets a copy, since users may write to a gradient.
     dbase = cast(dy.dx, dy.dx) if wanted.base and dy.dx is not None else None
     calls = []
+    static = a.edges, a.mmax, a.way, a.scale
+    factors, (_, *others) = (a.x, a.message, a.wigner, a.factors), wanted
     for slot, cotangent in enumerate(dy):
-        out = [want if other != slot else None for other, want in enumerate(wanted[1:])]
+        out = [want if other != slot else None for other, want in enumerate(others)]
         if cotangent is not None and any(out):
-            given = [cotangent if other == slot else factor for other, factor in enumerate(a[1:5])]
-            calls.append(edge_wigner.to_run(None, *given, *a[5:], out=out, before=(dbase,)))
+            given = [cotangent if other == slot else factor for other, factor in enumerate(factors)]
+            calls.append(edge_wigner.to_run(None, *given, *static, out=out, before=(dbase,)))
     if len(calls) == 1:
         return calls[0]
     found: list[Any] = [None] * len(dy)

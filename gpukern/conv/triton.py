@@ -244,7 +244,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    chunks, starts, x, kernels, state, bias, cotangent, final_cotangent,
+    chunks, starts, x, kernels, state, bias, dout, dfinal_state,
     dx, dkernels, dstate, sums,
     sequences, tokens, blocks, runs, length, x_batch, x_row, k_batch, k_token, c_batch, c_row,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
@@ -267,7 +267,7 @@ def _backward_kernel(
     c_row = c_row.to(tl.int64) * UNIT
     x += batch * x_batch * UNIT
     kernels += batch * k_batch * UNIT
-    cotangent += batch * c_batch * UNIT
+    dout += batch * c_batch * UNIT
     dx += batch * tokens * D
     dkernels += batch * tokens * D * W
     zero = tl.zeros([SIZE], FLOAT)
@@ -299,7 +299,7 @@ def _backward_kernel(
         while t < bound:
             edge = tl.minimum(tl.cdiv(stop, STEPS) * STEPS if ALIGNED else stop, end)
             inputs = _load_tokens(x, t, edge, d, x_row, D, SIZE, STEPS, X_CHANNELS, ALIGNED)
-            vs = _load_tokens(cotangent, t, edge, d, c_row, D, SIZE, STEPS, C_CHANNELS, ALIGNED)
+            vs = _load_tokens(dout, t, edge, d, c_row, D, SIZE, STEPS, C_CHANNELS, ALIGNED)
             taps = ()
             for step in tl.static_range(STEPS):
                 live = t + step < edge
@@ -332,7 +332,7 @@ def _backward_kernel(
                     done = grown[0]
                     if HAS_FINAL:
                         kept = p - end + W
-                        at = final_cotangent + (sequence * D + d) * W + kept
+                        at = dfinal_state + (sequence * D + d) * W + kept
                         final = tl.load(at, mask=inside & (kept >= 0) & (p < last), other=0.0)
                         done += final.to(FLOAT)
                     if WANT_X:
@@ -468,7 +468,7 @@ def _launchers(function: Any, vectors: tuple[str, ...]) -> dict[bool, Launcher]:
 
 
 _forward = _launchers(_forward_kernel, ("x", "kernels", "out", "residual"))
-_backward = _launchers(_backward_kernel, ("x", "kernels", "cotangent", "dx", "dkernels"))
+_backward = _launchers(_backward_kernel, ("x", "kernels", "dout", "dx", "dkernels"))
 _step = _launchers(_step_kernel, ("x", "state", "kernels", "out"))
 
 
@@ -593,12 +593,13 @@ def _launch(
 
 @register("dynamic_conv", "triton")
 def dynamic_conv(a: Any, y: Any) -> None:
-    x, kernels, state, bias, residual, sequences, activation = a
-    out, final = y
-    _fill_tokenless(final, state, x, sequences)
-    (x, x_channels), kernels = _laid_out(x), _rows(kernels, 2)
-    residual, r_channels = (None, False) if residual is None or out is None else _laid_out(residual)
-    state, bias = _rows(state, 3), _rows(bias, 1)
+    x, sequences, (out, final) = a.x, a.sequences, y
+    _fill_tokenless(final, a.initial_state, x, sequences)
+    (x, x_channels), kernels = _laid_out(x), _rows(a.kernels, 2)
+    residual, r_channels = None, False
+    if a.residual is not None and out is not None:
+        residual, r_channels = _laid_out(a.residual)
+    state, bias = _rows(a.initial_state, 3), _rows(a.bias, 1)
     optional = state, bias, out, final
     _launch(
         _forward,
@@ -607,19 +608,18 @@ def dynamic_conv(a: Any, y: Any) -> None:
         (x, kernels, out, residual),
         sequences,
         _length(kernels.shape[-1], x_channels or r_channels),
-        (activation == "silu", sequences is not None, *[a is not None for a in optional]),
+        (a.activation == "silu", sequences is not None, *[o is not None for o in optional]),
         (residual,),
     )
 
 
 @register("dynamic_conv_vjp", "triton")
 def dynamic_conv_vjp(a: Any, y: Any) -> None:
-    x, kernels, state, bias, cotangent, final_cotangent, sequences, activation = a
-    dx, dkernels, dstate, dbias = y
-    _fill_tokenless(dstate, final_cotangent, x, sequences)
-    (x, x_channels), (cotangent, c_channels) = _laid_out(x), _laid_out(cotangent)
-    kernels = _rows(kernels, 2)
-    state, bias, final_cotangent = _rows(state, 3), _rows(bias, 1), _rows(final_cotangent, 3)
+    x, sequences, (dx, dkernels, dstate, dbias) = a.x, a.sequences, y
+    _fill_tokenless(dstate, a.dfinal_state, x, sequences)
+    (x, x_channels), (dout, c_channels) = _laid_out(x), _laid_out(a.dout)
+    kernels, bias = _rows(a.kernels, 2), _rows(a.bias, 1)
+    state, dfinal_state = _rows(a.initial_state, 3), _rows(a.dfinal_state, 3)
     width = kernels.shape[-1]
     taps = width if kernels.ndim == 2 and dkernels is not None else 0
     rows = taps + (dbias is not None)
@@ -627,21 +627,21 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
     programs = x.shape[0] * -(-x.shape[1] // length)
     if sequences is not None:
         programs = sequences.tensors_here().chunks.numel() // 2 * (CHUNK // length)
-    arrays = x, kernels, state, bias, cotangent, final_cotangent
+    arrays = x, kernels, state, bias, dout, dfinal_state
     float64 = promoted(arrays) == torch.float64
     sums = x.new_empty(
         (programs if rows else 0, rows, x.shape[2]),
         dtype=torch.float64 if float64 else torch.float32,
     )
-    optional = state, bias, final_cotangent, dx, dkernels, dstate, dbias
+    optional = state, bias, dfinal_state, dx, dkernels, dstate, dbias
     _launch(
         _backward,
         (*arrays, dx, dkernels, dstate, sums),
-        [(x, x_channels), (cotangent, c_channels)],
-        (x, kernels, cotangent, dx, dkernels),
+        [(x, x_channels), (dout, c_channels)],
+        (x, kernels, dout, dx, dkernels),
         sequences,
         length,
-        (activation == "silu", sequences is not None, *[a is not None for a in optional]),
+        (a.activation == "silu", sequences is not None, *[o is not None for o in optional]),
     )
     if rows:
         total = sums.sum(0)
@@ -653,13 +653,12 @@ def dynamic_conv_vjp(a: Any, y: Any) -> None:
 
 @register("dynamic_conv_step", "triton")
 def dynamic_conv_step(a: Any, y: Any) -> None:
-    x, state, kernels, bias, residual, slots, positions, activation = a
-    out = y.out
+    x, state, residual, out = a.x, a.state, a.residual, y.out
     if not out.numel():
         return
     batch, tokens, channels = x.shape[0], x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
-    kernels, bias = _rows(kernels, 2), _rows(bias, 1)
-    slots, positions = _rows(slots, 1), _rows(positions, 1)
+    kernels, bias = _rows(a.kernels, 2), _rows(a.bias, 1)
+    slots, positions = _rows(a.slots, 1), _rows(a.positions, 1)
     length, width = state.shape[2], kernels.shape[-1]
     x_strides, r_strides = (
         (None,) * 3
@@ -684,10 +683,10 @@ def dynamic_conv_step(a: Any, y: Any) -> None:
     blocks = -(-channels // size)
     optional = bias, slots, positions
     arrays = [x, state, kernels, *[x if b is None else b for b in optional], out, residual]
-    float64 = promoted(a[:5]) == torch.float64
+    float64 = promoted((x, state, kernels, bias, residual)) == torch.float64
     constants = (
         width, channels, size, vector, tl.float64 if float64 else tl.float32, tokens, length,
-        k_strides[1] == 0, activation == "silu",
+        k_strides[1] == 0, a.activation == "silu",
         *[array is not None for array in optional],
     )  # fmt: skip
     integers = state.shape[0], blocks, *strides

@@ -500,7 +500,7 @@ def _splat(
 
 def _splat_vjp(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
-    cotangent, dxyz, db, doccupancy,
+    dmap, dxyz, db, doccupancy,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
@@ -535,7 +535,7 @@ def _splat_vjp(
             inside, there, to, s = _plane(
                 dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
             )
-            value = tl.load(cotangent + to, mask=there, other=0.0)
+            value = tl.load(dmap + to, mask=there, other=0.0)
             value = tl.where(inside, value.to(FLOAT), 0.0)
             sum_0 = tl.zeros((QUAD, PAIRS), FLOAT)
             sum_1, sum_2 = sum_0, sum_0
@@ -583,7 +583,7 @@ def _splat_vjp(
 
 def _anisotropic_vjp(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
-    cotangent, dxyz, db, doccupancy,
+    dmap, dxyz, db, doccupancy,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
     PAIRS: tl.constexpr, FLOAT: tl.constexpr, INDEX: tl.constexpr,
@@ -617,7 +617,7 @@ def _anisotropic_vjp(
             inside, there, to, _s = _plane(
                 dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
             )
-            value = tl.load(cotangent + to, mask=there, other=0.0)
+            value = tl.load(dmap + to, mask=there, other=0.0)
             value = tl.where(inside, value.to(FLOAT), 0.0)
             added = ()
             for g in tl.static_range(G):
@@ -824,7 +824,7 @@ def _splat_change(
 
 def _isotropic_second(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
-    ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
+    ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, dmap,
     dxyz, db, doccupancy, out,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
@@ -890,7 +890,7 @@ def _isotropic_second(
                     )
                     by_o += e * (os[g][0] + os[g][1] * moved + os[g][2] * s)
             if CONTRACTS:
-                value = tl.load(cotangent + to, mask=there, other=0.0)
+                value = tl.load(dmap + to, mask=there, other=0.0)
                 value = tl.where(inside, value.to(FLOAT), 0.0)
                 sharp += value * by_w
                 mx += value * by_w * dx
@@ -921,7 +921,7 @@ def _isotropic_second(
 
 def _contract(
     order, xyz, b, occupancy, amplitudes, widths, radius, steps, to_grid, measures,
-    ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, cotangent,
+    ddxyz, ddb, ddoccupancy, ddamplitudes, ddwidths, dmap,
     dxyz, db, doccupancy, damplitudes, dwidths,
     nx, ny, nz, start, planes,
     G: tl.constexpr, ANISOTROPIC: tl.constexpr, UPRIGHT: tl.constexpr, QUAD: tl.constexpr,
@@ -965,7 +965,7 @@ def _contract(
                 inside, there, to, s = _plane(
                     dx, along, shift, flat, beyond, at, place, space, QUAD, UPRIGHT
                 )
-                value = tl.load(cotangent + to, mask=there, other=0.0)
+                value = tl.load(dmap + to, mask=there, other=0.0)
                 value = tl.where(inside, value.to(FLOAT), 0.0)
                 e = value * _density(
                     norms, rates, forms, parts, shifts, dx, s, along, 0,
@@ -1086,8 +1086,8 @@ def _launchers(kernel: Any, registers: int | None = None) -> dict[int, Launcher]
     }
 
 
-# With fewer registers each, more programs run at a time. Gradients then keep in local memory the
-# sums that only the outer loop changes.
+# A limit of registers lets more programs run at a time. Gradients then spill only sums of the outer
+# loop.
 _forward, _backward = _launchers(_splat, 80), _launchers(_splat_vjp, 96)
 _forward_anisotropic = _launchers(_splat, 96)
 _backward_anisotropic = _launchers(_anisotropic_vjp, 128)
@@ -1141,12 +1141,12 @@ def _write_order(xyz: Any, lattice: Lattice, order: Any) -> None:
 def _layout(a: Any, order: Any, *grids: Any) -> Any:
     """Return arrays, sizes and constants that all kernels take, and the voxels loaded together."""
     lattice = a.lattice
-    xyz, b, occupancy = (array.contiguous() for array in a[:3])
+    xyz, b, occupancy = (array.contiguous() for array in (a.xyz, a.b, a.occupancy))
     constants = [array.contiguous() for array in (a.amplitudes, a.widths, a.radius)]
     aligned = all([grid is None or grid.data_ptr() % 16 == 0 for grid in grids])
     quad = 4 if lattice.nz % 4 == 0 and aligned else 1
     anisotropic = b.ndim == 2
-    kind = tl.float64 if promoted(a[:3]) == torch.float64 else tl.float32
+    kind = tl.float64 if promoted((xyz, b, occupancy)) == torch.float64 else tl.float32
     cell = lattice.tensors_here()
     cell = cell.step, cell.to_grid, cell.measures
     given = order, xyz, b, occupancy, *constants, *cell
@@ -1195,13 +1195,13 @@ def _launch(launcher: Any, a: Any, layout: Any, arrays: Any, *last: Any) -> None
 def gaussian_density_vjp(a: Any, y: Any) -> None:
     if not len(a.xyz):
         return
-    cotangent = a.dmap.contiguous()
-    layout = _layout(a, a.order, cotangent)
+    dmap = a.dmap.contiguous()
+    layout = _layout(a, a.order, dmap)
     *outputs, damplitudes, dwidths = y
     if damplitudes is not None or dwidths is not None:
-        _launch(_backward_apiece, a, layout, (*[None] * 5, cotangent, *y), False)
+        _launch(_backward_apiece, a, layout, (*[None] * 5, dmap, *y), False)
         return
-    arrays = cotangent, *[a.xyz if out is None else out for out in outputs]
+    arrays = dmap, *[a.xyz if out is None else out for out in outputs]
     launcher = _backward_anisotropic if a.b.ndim == 2 else _backward
     _launch(launcher, a, layout, arrays, *[out is not None for out in outputs])
 
@@ -1219,16 +1219,17 @@ def gaussian_density_vjp_vjp(a: Any, y: Any) -> None:
         total = ddmap.zero_() if wide_enough else torch.zeros_like(ddmap, dtype=torch.float32)
     contracts = any([gradient is not None for gradient in gradients])
     if len(a.xyz) and (contracts or total is not None):
-        cotangent = a.dmap.contiguous()
-        layout = _layout(a, a.order, cotangent, total)
-        tangents = [tangent if tangent is None else tangent.contiguous() for tangent in a[6:11]]
-        if a.b.ndim == 1 and gradients[3] is None and gradients[4] is None:
-            arrays = *tangents, cotangent, *gradients[:3], total
+        dmap = a.dmap.contiguous()
+        layout = _layout(a, a.order, dmap, total)
+        given = a.ddxyz, a.ddb, a.ddoccupancy, a.ddamplitudes, a.ddwidths
+        tangents = [tangent if tangent is None else tangent.contiguous() for tangent in given]
+        if a.b.ndim == 1 and y.damplitudes is None and y.dwidths is None:
+            arrays = *tangents, dmap, y.dxyz, y.db, y.doccupancy, total
             _launch(_isotropic, a, layout, arrays, contracts)
         else:
             if total is not None:
                 _launch(_forward_change, a, layout, (*tangents, total))
             if contracts:
-                _launch(_backward_apiece, a, layout, (*tangents, cotangent, *gradients), True)
+                _launch(_backward_apiece, a, layout, (*tangents, dmap, *gradients), True)
     if total is not None and total is not ddmap:
         ddmap.copy_(total)

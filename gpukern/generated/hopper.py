@@ -19,17 +19,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gpukern.hopper import REGISTERS, SHARED, TILE, as_held, load, sigmoid
 
-# Tokens of a tile, its channels and their taps, numbers of hidden that pass through shared memory
-# at once, and warps of a consumer.
-ROWS, CHANNELS, TAPS, CHUNK, WARPS = map(gl.constexpr, (64, 64, 4, 64, 4))
+# Tokens and channels of a tile, and taps of a channel.
+ROWS, CHANNELS, TAPS = map(gl.constexpr, (64, 64, 4))
+# Numbers of hidden that pass through shared memory at once.
+CHUNK = gl.constexpr(64)
+# Warps of a consumer.
+WARPS = gl.constexpr(4)
 COLUMNS, HALF = gl.constexpr(CHANNELS.value * TAPS.value), gl.constexpr(CHANNELS.value // 2)
-# In the backward, tokens of a warp's sixteen whose cotangents of x have all their parts there.
+# In the backward, tokens of a warp's sixteen whose cotangents of x are complete within the warp.
 OWN = gl.constexpr(13)
 # The most chunks of hidden in the ring.
 _SLOTS = 12
 
 _PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-# Of half the channels, a thread has a vector of eight in two rows, eight apart.
+# A thread has vectors of eight channels in two rows, eight apart.
 _OUTPUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]],
@@ -40,7 +43,7 @@ _OUTPUT = gl.constexpr(
     )
 )
 
-# Row by row a warp has four threads, and the second eight rows are in its threads' second numbers.
+# Four threads hold a row; their second numbers are eight rows below.
 _ROTATE = gl.constexpr(
     """{ .reg .u32 l; .reg .pred p; .reg .b32 s; mov.u32 l, %laneid; setp.lt.u32 p, l, 4;
     selp.b32 s, $2, $1, p; add.u32 l, l, 4; shfl.sync.idx.b32 $0, s, l, 31, -1; }"""
@@ -127,8 +130,8 @@ def _product(
     n = (item - first) * CHUNKS
     blocks = item // tiles - first // tiles
     hopper.mbarrier.wait(turns.index(CONSUMER), (begun & 1) ^ (1 - CONSUMER))
-    # Only after the other's tile: before, a first tile in a second block would find the barrier of
-    # the first one untouched, and take that for a weight that has come.
+    # Wait for the weight only after the other's tile: before, the barrier may still be in the phase
+    # of the previous block, whose weight would be taken for this one.
     hopper.mbarrier.wait(ready, blocks & 1)
     for k in gl.static_range(CHUNKS):
         slot = (n + k) % SLOTS
@@ -286,7 +289,7 @@ def _produce(
         n = (item - first) * CHUNKS
         block, tile = item // tiles, item % tiles
         if (item == first) | (tile == 0):
-            # The block before is read no more, once its last chunks of hidden aren't.
+            # The previous weight is free once its last chunks of hidden are.
             for m in range(gl.maximum(n - SLOTS, 0), n):
                 hopper.mbarrier.wait(empty.index(m % SLOTS), (m // SLOTS) & 1)
             hopper.mbarrier.expect(ready, 2 * CHUNKS * COLUMNS * CHUNK)

@@ -55,8 +55,8 @@ class Tile(NamedTuple):
     flat: bool = False
 
 
-#: By the bytes of a number. Columns are taps times channels in the first two, numbers of hidden in
-#: the others; the rows of "weight" are channels, and its terms are tokens.
+#: By the bytes of a number. Columns of "forward" and "inputs" are taps times channels; columns of
+#: "hidden" and "weight" are numbers of hidden. Rows of "weight" are channels, its terms tokens.
 TILES = {
     2: {
         "forward": Tile(128, 128, 64, 8, 3),
@@ -71,14 +71,18 @@ TILES = {
         "weight": Tile(32, 32, 16, 4, 2),
     },
 }
-# Wider kernels, and float64, are stored. The most taps whose operands are all loaded ahead. The
-# most runs of tokens that have a partial sum, and the fewest tokens of one. Warps of the kernel for
-# states.
-_WIDTH, _STAGED, _RUNS, _LEAST, _WARPS = 16, 4, 64, 256, 4
-# In 16 bits the most parts of the kernels' cotangents, one of which is stored at a time, and the
-# fewest numbers of a part.
+# The most taps of kernels that stay in registers; wider kernels are stored.
+_WIDTH = 16
+# The most taps whose operands are all loaded ahead.
+_STAGED = 4
+# The most partial sums over tokens, and the fewest tokens of a sum.
+_RUNS, _LEAST = 64, 256
+# Warps of the kernel for states.
+_WARPS = 4
+# In 16 bits one part of the kernels' cotangents is stored at a time: the most parts, and the fewest
+# numbers of a part.
 _PARTS, _FEW = 4, 1 << 25
-# Tokens from which on the kernels for Hopper are worth a weight in another order.
+# The fewest tokens that repay a reordered weight, which the kernels for Hopper need.
 _MANY = 4096
 
 
@@ -434,7 +438,7 @@ class _Call:
         if a.sequences is not None:
             self.starts = a.sequences.tensors_here().cu_seqlens
             self.count = min(self.starts.numel() - 1, a.sequences.num_sequences)
-            # In fours, so that few numbers of sequences compile a kernel anew.
+            # A constant of the kernel: a multiple of four is seldom a new one.
             self.levels = 4 * ceil(max(self.count, 1).bit_length(), 4)
         self.length = T
 

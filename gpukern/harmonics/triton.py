@@ -30,12 +30,11 @@ from fusedops.harmonics.op import (
 )
 from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 
-# Up to this degree a thread has an edge, with code for every element; the edges and warps of such a
-# program.
+# The largest degree with a thread for an edge, and the edges and warps of a program then.
 _OWN, _EDGES, _OWN_WARPS = 2, 32, 1
-# Above that degree, the lanes of a program, its warps, and the elements that it writes at once.
+# For higher degrees: the lanes of a program, its warps, and the elements that it writes at once.
 _LANES, _WARPS, _COLUMNS = 256, 4, 128
-# The largest degree whose pairs of orders are lanes; plain torch serves higher degrees.
+# The largest degree with a lane for a pair of orders; plain torch serves higher degrees.
 _MOST = 15
 
 

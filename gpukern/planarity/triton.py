@@ -26,8 +26,8 @@ _BLOCK, _WARPS = 32, 1
 _ATOMS, _ATOM_WARPS = 128, 4
 # Atoms whose loads are in flight together.
 _UNROLL = 3
-# Block sums that the second launch adds up at a time: few where so many atoms sum rows that their
-# programs, which share its registers, take longer than the sum of the value.
+# Block sums that the second launch adds up at a time. Beside MANY atoms it takes fewer, since the
+# sum's registers would slow down the atoms' programs.
 _SUM, _SUM_BESIDE, _MANY = 2048, 1024, 2**20
 _TINY = tl.constexpr(NO_PLANE)
 
@@ -527,18 +527,18 @@ def planarity_nll(a: Any, y: Any) -> None:
 
 @register("planarity_gradient_vjp", "triton")
 def planarity_gradient_vjp(a: Any, y: Any) -> None:
-    xyz, cotangent, planes, fit = a
+    xyz, dgradient, planes, fit = a
     out = y.dxyz
     p = planes.tensors_here()
-    atoms, strides = xyz.shape[0], (*xyz.stride(), *cotangent.stride())
+    atoms, strides = xyz.shape[0], (*xyz.stride(), *dgradient.stride())
     weighted, per_atom = fit == "weighted", bool(planes.per_atom)
     programs = -(-planes.num_planes // _BLOCK)
     others = planes.rows + max(0, atoms - planes.bound)
     spill = _spill(xyz, planes)
     if programs:
         _gradient_vjp(
-            programs, _key(xyz, strides, weighted, per_atom, cotangent.dtype),
-            xyz, cotangent, p.index, p.weight, p.plane_ptr, p.slot, out, spill, planes.num_planes,
+            programs, _key(xyz, strides, weighted, per_atom, dgradient.dtype),
+            xyz, dgradient, p.index, p.weight, p.plane_ptr, p.slot, out, spill, planes.num_planes,
             atoms, *strides, weighted, per_atom, _BLOCK, _UNROLL,
         )  # fmt: skip
     if others:

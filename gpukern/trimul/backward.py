@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fusedops.trimul.op import slices
+from fusedops.trimul.op import Weights, slices
 from gpukern.launch import power
 from gpukern.trimul import kernels
 from gpukern.trimul.forward import normalized, project, triangles
@@ -35,22 +35,32 @@ from gpukern.trimul.products import (
     through,
 )
 
-# With so many edges a line, the batch goes through a backward pass member by member.
+# From this N on, a backward pass handles one member of the batch at a time.
 _ALONE = 128
+
+
+class Parts(NamedTuple):
+    """Parts of the cotangents of norms, and of weights with their biases, to be summed."""
+
+    norm: Any = None
+    norm_out: Any = None
+    sides: Any = None
+    opened: Any = None
+    end: Any = None
 
 
 def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
     """Write the cotangents of all arrays that want one."""
     update = Update(a)
-    dx, dmask, *dweights = y
-    x = update.x
+    dx, dmask, *rest = y
+    dweights, x = Weights(*rest), update.x
     if not x.numel():
         for output in y:
             if output is not None:
                 output.zero_()
         return
     on_hopper = is_on_hopper(update, dmask)
-    # Beside three times o, fewer channels than an eighth would save little.
+    # Parts smaller than an eighth would save little beside left, right and the cotangent of o.
     update.divide(functools.partial(_need, update, a, dx, on_hopper), ceil(update.H, 8))
     hidden, dout = aligned(a.hidden), aligned(a.dout)
     scaling = scaling_of(update, dout)
@@ -66,14 +76,12 @@ def triangle_multiplicative_update_vjp(a: Any, y: Any) -> None:
         found = back(update, b, hidden, dout[b], scaling, to_x, to_mask)
         sums = _added(sums, found) if len(batches) > 1 else list(found)
     if on_hopper:
-        p_w, _, g_w, _ = update.sides
-        given = scaling, (p_w, g_w, update.g_out[0], update.p_out[0])
-        dnorms = through_norm(*sums, *given, (*update.norm, *update.norm_out), dweights)
-        sum_parts(update, (*dnorms, None, None, None), None, dweights)
+        parts = through_norm(*sums, scaling, update.weights, dweights)
+        sum_parts(update, parts, None, dweights)
     else:
         dpairs, dopen, dnorm, dend, dnorm_out = sums
-        some = dnorm, dnorm_out, dpairs, dopen, dend
-        sum_parts(update, some, scaling, dweights)
+        parts = Parts(dnorm, dnorm_out, dpairs, dopen, dend)
+        sum_parts(update, parts, scaling, dweights)
 
 
 def _need(update: Update, a: Any, dx: Any, on_hopper: bool, b: int, h: int, n: int) -> int:
@@ -115,7 +123,7 @@ def scaling_of(update: Update, *cotangents: Any) -> Any:
     """Return a number to multiply cotangents by before they are rounded to fp16; else None."""
     if update.dtype != torch.float16:
         return None
-    # Then numbers too small for fp16 are small beside the largest cotangent too.
+    # The largest becomes about 1, so that numbers too small for fp16 are negligible beside it.
     most = torch.stack([cotangent.abs().amax().float() for cotangent in cotangents]).amax()
     most = torch.where((most > 0) & most.isfinite(), most, 1.0)
     return torch.exp2(-torch.log2(most).floor())
@@ -138,13 +146,13 @@ def _back_at_once(
 ) -> tuple[Any, ...]:
     """Return the cotangents of projections, of gates, of the norm of x, and of the end.
 
-    The first three are the front; the end is the last projection and the norm of o. The cotangents
-    of x and of the mask are written. The memory for the cotangent of x holds others before.
+    The first three are the front; the end is the last projection and the norm of o. Write the
+    cotangents of x and of the mask. `dx` serves as scratch before.
     """
     members, N, H, pitch = b.stop - b.start, update.N, update.H, update.pitch
     x, mask = update.edges(b, ALL)
     both, gate = update.new(2, 2, members * H, N, pitch), update.gate(members, ALL)
-    project(update, x, mask, update.sides, sides=both[0], logits=both[1], gate=gate)
+    project(update, x, mask, sides=both[0], logits=both[1], gate=gate)
     do, dgate = update.new(members * H, N, pitch), update.new(members, N, pitch, update.G)
     o = _hidden_of(update, b, hidden)
     ends = finish_back(update, o, gate, dout, scaling, do, dgate, dx)
@@ -152,7 +160,7 @@ def _back_at_once(
     dsides = torch.empty_like(both[0])
     multiply_back(update, both[0], do[..., :N], dsides)
     sides_back(update, x, mask, both, dsides, scaling, dmask)
-    # The normalized x and its cotangent fit where these have gone.
+    # Free memory for the normalized x and its cotangent.
     del do, dsides
     return *front_back(update, x, both, dgate, scaling, dx), *ends
 
@@ -162,8 +170,8 @@ def _back_in_parts(
 ) -> tuple[Any, ...]:
     """Do the same for one member, some lines or some channels after the other.
 
-    Left, right and the cotangent of o are there as a whole: every line's cotangents depend on all.
-    The cotangent of the last gate's logits waits where that of x will be.
+    Left, right and the cotangent of o are kept whole, since every line depends on all lines. The
+    cotangent of the last gate's logits is kept in the memory of `dx`.
     """
     N, H, pitch, on_hopper = update.N, update.H, update.pitch, is_on_hopper(update, dmask)
     shift = _shift(update, hidden) if on_hopper else 0
@@ -194,13 +202,13 @@ def _back_in_parts(
         """Write the cotangents of lines of x and the mask; return the front's."""
         x, mask = update.edges(b, lines)
         to_x, to_mask = (None if to is None else to[:, lines] for to in (dx, dmask))
-        # A copy, as the cotangent of x may overwrite what waits.
+        # A copy, since `dx` may be the memory of `waiting`.
         dgate = update.new(1, x.shape[1], pitch, update.G)
         dgate[:, :, :N], dgate[:, :, N:] = waiting[:, lines], 0
         both = update.new(2, 2, H, x.shape[1], pitch)
         if on_hopper:
             return project_back(update, x, mask, some_dsides, both, dgate, scaling, to_x)
-        project(update, x, mask, update.sides, sides=both[0], logits=both[1])
+        project(update, x, mask, sides=both[0], logits=both[1])
         sides_back(update, x, mask, both, some_dsides, scaling, to_mask)
         return front_back(update, x, both, dgate, scaling, to_x)
 
@@ -218,14 +226,14 @@ def _back_in_parts(
 def _product_back(update: Update, b: slice, do: Any) -> Any:
     """Return the cotangents of left and right of one member, made some channels at a time.
 
-    The first channels' go ahead of left and right; all others' go where left and right of the
-    channels before were. No part has more channels than the first.
+    The memory has room for one part ahead of left and right. Each part's cotangents overwrite left
+    and right of the part before; the first part is the largest.
     """
     N, H, ahead = update.N, update.H, update.channels[0].stop
     planes = update.new(ahead + H, 2, N, update.pitch).transpose(0, 1)
     sides, dsides = planes[:, ahead:], planes[:, :H]
     for lines in update.lines:
-        project(update, *update.edges(b, lines), update.sides, sides=sides[:, :, lines])
+        project(update, *update.edges(b, lines), sides=sides[:, :, lines])
     for h in update.channels:
         multiply_back(update, sides[:, h], do[h, :, :N], dsides[:, h])
     return dsides
@@ -240,7 +248,7 @@ def _back_on_hopper(
     # both[0] has left and right, then cotangents of projections; both[1] has cotangents of left
     # and right, then cotangents of logits.
     gate, both = update.gate(1, ALL), update.new(2, 2, H, N, pitch)
-    project(update, x, mask, update.sides, sides=both[0], gate=gate)
+    project(update, x, mask, sides=both[0], gate=gate)
     shift = _shift(update, hidden)
     if hidden is None:
         o = update.new(1, H, N, N)
@@ -265,7 +273,7 @@ def front_back(
     B, L, _, C = x.shape
     dxn, kept = update.new(B, L, update.pitch, C), normalized(update, x).flatten(1, 2)
     dgate = dgate.flatten(1, 2)
-    through(update, dgate, update.g_out[0], dxn, add=False)
+    through(update, dgate, update.weights.g_out_weight, dxn, add=False)
     dopen = over_rows(update, dgate.mT, kept)
     dpairs = [over_rows(update, planes, kept) for planes in pairs_back(update, both, dxn)]
     dnorm = norm_back(update, x, dxn, scaling, dx)
@@ -277,7 +285,8 @@ def pairs_back(update: Update, both: Any, dxn: Any) -> Sequence[Any]:
 
     Return the channels' cotangents, in one matrix where a member goes alone.
     """
-    members, (p_w, _, g_w, _) = len(dxn), update.sides
+    members, w = len(dxn), update.weights
+    p_w, g_w = w.p_in_weight, w.g_in_weight
     z = both.view(4, members, -1, both.shape[3] * update.pitch).transpose(0, 1)
     if members > 1:
         many = factors = z.unbind(1)
@@ -324,10 +333,12 @@ def finish_back(
     sums = update.new(programs, 2, H, dtype=update.accumulator)
     constants = update.eps, C, H, update.G, update.output, width, BM, BH, BN
     constants += *update.types, *update.place
-    tensors = o, gate, dout, scaling, *update.norm_out, *update.p_out
+    w = update.weights
+    tensors = o, gate, dout, scaling, w.norm_out_weight, w.norm_out_bias
+    tensors += w.p_out_weight, w.p_out_bias
     tensors += do, dgate, None if as_given else dp, kept, sums
     numbers = L, N, update.pitch, o.stride(1), do.stride(0)
-    launch(kernels.finish_back, (4, 2), programs, tensors, numbers, constants)
+    launch(kernels.finish_back, programs, tensors, numbers, constants, stages=2)
     return over_rows(update, dp.mT, kept), sums
 
 
@@ -338,16 +349,17 @@ def sides_back(
     (sides, logits), by_mask = both, None
     if dmask is not None:
         by_mask = update.new(*x.shape[:3], dtype=update.accumulator)
-        # The mask's cotangent takes factors without the mask.
-        project(update, x, None, update.sides, sides=sides)
+        # The mask's cotangent is a product with unmasked sides.
+        project(update, x, None, sides=sides)
     (members, L, N, _), H = x.shape, update.H
     BM, BH = min(64, power(N, 16)), min(64, power(2 * H, 16))
     parts = 1 if dmask is not None else ceil(2 * H, BH)
     numbers = L, N, update.pitch, *dsides.stride()[:2], *sides.stride()[:2], *strides_of(mask)
-    constants = H, parts, BM, BH, *update.types[:2], update.asm, *update.place
+    types = update.types
+    constants = H, parts, BM, BH, types.dot, types.float, update.asm, *update.place
     programs = members * L * ceil(N, BM) * parts
     tensors = dsides, sides, logits, mask, by_mask
-    launch(kernels.sides_back, (4, 1), programs, tensors, numbers, constants)
+    launch(kernels.sides_back, programs, tensors, numbers, constants)
     if by_mask is not None:
         dmask += by_mask if scaling is None else by_mask / scaling
 
@@ -367,15 +379,17 @@ def finish_back_on_hopper(
     Return the parts of sums from which `through_norm` makes the cotangents of the end's weights.
     """
     B, L, N, C = dout.shape
-    offset = not update.output and update.norm_out[1] is not None
+    w = update.weights
+    offset = not update.output and w.norm_out_bias is not None
     programs = processors(dout.device)
     sums = update.new(programs, C, (2 if offset else 1) * update.H + 8, dtype=torch.float32)
-    tensors = o, gate, dout, scaling, *update.norm_out, *update.p_out, do, dgate, sums
+    tensors = o, gate, dout, scaling, w.norm_out_weight, w.norm_out_bias
+    tensors += w.p_out_weight, w.p_out_bias, do, dgate, sums
     numbers = B, L * N, o.stride(1), do.stride(0), shift
-    way = hopper_backward.way_to_finish_back(C, update.H)
-    vector = 16 // dout.dtype.itemsize
-    constants = update.eps, C, update.H, update.output, vector, way, update.types[0], update.long
-    launch(hopper_backward.finish_back, (way, 1), programs, tensors, numbers, constants)
+    warps = hopper_backward.way_to_finish_back(C, update.H)
+    constants = update.eps, C, update.H, update.output, 16 // dout.dtype.itemsize, warps
+    constants += update.types.dot, update.long
+    launch(hopper_backward.finish_back, programs, tensors, numbers, constants, warps=warps)
     return sums
 
 
@@ -397,14 +411,16 @@ def project_back(
     B, L, N, C = x.shape
     kept = update.kept(B, L)
     result = dx if dx is not None and is_aligned(dx) else torch.empty_like(x)
-    tensors = x, mask, *update.norm, *update.sides, update.g_out[0]
+    w = update.weights
+    tensors = x, mask, w.norm_in_weight, w.norm_in_bias
+    tensors += w.p_in_weight, w.p_in_bias, w.g_in_weight, w.g_in_bias, w.g_out_weight
     tensors += dsides, *dboth, dgate, scaling, result, kept
     numbers = B, L * N, N, *dboth.stride()[1:3], *dsides.stride()[:2], *strides_of(mask)
     way = hopper_backward.way_to_project_back(C, update.H, update.G)
     constants = update.eps, C, update.H, update.G, update.width, 16 // x.dtype.itemsize, *way
-    constants += update.types[0], update.long
-    programs = processors(x.device)
-    launch(hopper_backward.project_back, (way[0], 1), programs, tensors, numbers, constants)
+    constants += update.types.dot, update.long
+    programs, warps = processors(x.device), way.warps
+    launch(hopper_backward.project_back, programs, tensors, numbers, constants, warps=warps)
     if dx is not None and result is not dx:
         dx.copy_(result)
     kept = kept.flatten(1, 2)
@@ -439,32 +455,34 @@ def through_norm(
     by_gate: Any,
     by_end: Any,
     scaling: Any,
-    weights: Sequence[Any],
-    norms: Sequence[Any],
-    dweights: Sequence[Any],
-) -> tuple[Any, Any]:
+    weights: Weights,
+    dweights: Weights,
+) -> Parts:
     """Write the cotangents of weights and biases behind norms; return parts of the norms'.
 
     The sums for the first norm, or the sums for the second, may be missing.
     """
-    p_w, _, o_w, e_w = weights
+    w, d = weights, dweights
     programs, C, H, G, dnorm, dnorm_out = 0, 0, 0, 0, None, None
     if by_sides is not None:
-        (rows, C), G = p_w.shape, len(o_w)
+        (rows, C), G = w.p_in_weight.shape, len(w.g_out_weight)
         H, programs = rows // 2, 2 * rows + G
         dnorm = by_sides.new_empty(programs, 2, C)
     if by_end is not None:
-        C, H = e_w.shape
+        C, H = w.p_out_weight.shape
         programs += C
         dnorm_out = by_end.new_empty(C, 2, H)
-    tensors = by_sides, by_gate, by_end, scaling, *weights, *norms
-    tensors += *dweights[2:6], *dweights[8:], dnorm, dnorm_out
+    tensors = by_sides, by_gate, by_end, scaling
+    tensors += w.p_in_weight, w.g_in_weight, w.g_out_weight, w.p_out_weight
+    tensors += w.norm_in_weight, w.norm_in_bias, w.norm_out_weight, w.norm_out_bias
+    tensors += d.p_in_weight, d.p_in_bias, d.g_in_weight, d.g_in_bias
+    tensors += d.p_out_weight, d.p_out_bias, d.g_out_weight, d.g_out_bias, dnorm, dnorm_out
     some = by_sides, by_gate, by_end
     kept, _, kept_end = (0 if sums is None else sums.shape[2] for sums in some)
     constants = C, H, G, kept, kept_end, 64, power(C), power(H)
     numbers = tuple([0 if sums is None else len(sums) for sums in some])
-    launch(kernels.through_norm, (4, 1), programs, tensors, numbers, constants)
-    return dnorm, dnorm_out
+    launch(kernels.through_norm, programs, tensors, numbers, constants)
+    return Parts(dnorm, dnorm_out)
 
 
 def norm_back(update: Update, x: Any, dxn: Any, scaling: Any, dx: Any) -> Any:
@@ -476,22 +494,22 @@ def norm_back(update: Update, x: Any, dxn: Any, scaling: Any, dx: Any) -> Any:
     programs = ceil(rows, BM * steps)
     sums = update.new(programs, 2, C, dtype=update.accumulator)
     result = dx if dx is not None and is_aligned(dx) else torch.empty_like(x)
-    tensors = x, dxn, scaling, update.norm[0], result, sums
+    tensors = x, dxn, scaling, update.weights.norm_in_weight, result, sums
     numbers = rows, update.N, update.pitch, steps
-    constants = update.eps, C, BM, BC, update.float, update.long
-    launch(kernels.norm_back, (2, 1), programs, tensors, numbers, constants)
+    constants = update.eps, C, BM, BC, update.types.float, update.long
+    launch(kernels.norm_back, programs, tensors, numbers, constants, warps=2)
     if dx is not None and result is not dx:
         dx.copy_(result)
     return sums
 
 
-def sum_parts(update: Update, parts: Sequence[Any], scaling: Any, dweights: Sequence[Any]) -> None:
+def sum_parts(update: Update, parts: Parts, scaling: Any, dweights: Weights) -> None:
     """Write the cotangents of norms, and of other weights and biases whose parts are given."""
     if all(dweight is None for dweight in dweights):
         return
     C, H, G = update.C, update.H, update.G
-    constants = C, H, G, power(C, 16), power(H, 16), update.float
+    constants = C, H, G, power(C, 16), power(H, 16), update.types.float
     numbers = tuple([0 if some is None else len(some) for some in parts])
-    programs = 4 + (0 if parts[2] is None else 4 * H + G) + (0 if parts[4] is None else C)
+    programs = 4 + (0 if parts.sides is None else 4 * H + G) + (0 if parts.end is None else C)
     tensors = *parts, scaling, *dweights
-    launch(kernels.sum_parts, (4, 1), programs, tensors, numbers, constants)
+    launch(kernels.sum_parts, programs, tensors, numbers, constants)

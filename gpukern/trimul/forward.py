@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fusedops.trimul.op import Weights
 from gpukern.launch import power
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import (
@@ -26,16 +26,30 @@ from gpukern.trimul.products import multiply
 # Channels that a program normalizes at once.
 _CHANNELS = 128
 
-# For 16 bits and TF32: rows of a program of `project`, its channels at once of sides, of the gate
-# and of x, its warps and stages; forward, backward, and where x is ready.
-_PROJECT = 128, 64, 64, 128, (8, 2)
-_WITH_LOGITS = 128, 32, 64, 128, (8, 3)
-_READY = 128, 64, 64, 64, (4, 3)
+
+class Tile(NamedTuple):
+    """Rows of a program of `project`, its channels at once, its warps and stages."""
+
+    rows: int
+    sides: int
+    gate: int
+    x: int
+    warps: int
+    stages: int
+
+
+# For 16 bits and TF32: forward, backward, and where x is ready.
+_PROJECT = Tile(rows=128, sides=64, gate=64, x=128, warps=8, stages=2)
+_WITH_LOGITS = Tile(rows=128, sides=32, gate=64, x=128, warps=8, stages=3)
+_READY = Tile(rows=128, sides=64, gate=64, x=64, warps=4, stages=3)
 # For emulated products, whose parts take registers: where x is made and where it is ready.
-_EMULATED = 64, 32, 32, 64, (4, 2)
-_READY_EMULATED = 128, 32, 32, 32, (8, 2)
-# On a GPU with little shared memory, where large tiles of TF32 don't fit, and others spill more.
-_SMALL = 64, 32, 32, 128, (4, 2)
+_EMULATED = Tile(rows=64, sides=32, gate=32, x=64, warps=4, stages=2)
+_READY_EMULATED = Tile(rows=128, sides=32, gate=32, x=32, warps=8, stages=2)
+# With little shared memory, where large tiles of TF32 don't fit, and others spill more.
+_SMALL = Tile(rows=64, sides=32, gate=32, x=128, warps=4, stages=2)
+# For float32 and float64 themselves.
+_EXACT = Tile(rows=32, sides=32, gate=32, x=64, warps=4, stages=1)
+_FLOAT64 = _EXACT._replace(x=32)
 
 
 def triangle_multiplicative_update(a: Any, y: Any) -> None:
@@ -63,7 +77,7 @@ def triangle_multiplicative_update(a: Any, y: Any) -> None:
             # One launch makes left, right and the gate.
             gate = update.gate(members, ALL, out[b])
             sides = update.new(2, members * H, N, update.pitch)
-            project(update, *update.edges(b, ALL), update.sides, sides=sides, gate=gate)
+            project(update, *update.edges(b, ALL), sides=sides, gate=gate)
             multiply(update, sides, o, ALL, 2.0**shift)
             del sides
         else:
@@ -83,49 +97,53 @@ def project(
     update: Update,
     x: Any,
     mask: Any,
-    weights: Sequence[Any] = (None,) * 4,
     *,
+    weights: Weights | None = None,
     sides: Any = None,
     logits: Any = None,
     gate: Any = None,
 ) -> None:
-    """Fill the outputs given: planes of sides, the logits of their gates, the last gate."""
+    """Fill the outputs given: planes of sides, the logits of their gates, the last gate.
+
+    The weights may be those of some channels of the sides.
+    """
     B, L, N, C = x.shape
     rows, lines = B * L * N, B * L
     many = rows >= MANY
-    p_w, p_b, g_w, g_b = weights
-    o_w, o_b = update.g_out
+    w = update.weights if weights is None else weights
+    p_w, p_b, g_w, g_b = (
+        (None, None, None, None)
+        if sides is None
+        else (w.p_in_weight, w.p_in_bias, w.g_in_weight, w.g_in_bias)
+    )
+    o_w, o_b = w.g_out_weight, w.g_out_bias
     H, G = 0 if sides is None else p_w.shape[0] // 2, 0 if gate is None else update.G
     logging = logits is not None
     if update.on_hopper and many and not logging and hopper_wide.way_to_project_wide(C, H, G):
-        _project_wide(update, x, mask, weights, sides, gate)
+        _project_wide(update, x, mask, w, sides, gate)
         return
     numbers: tuple[int, ...]
     half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
     way = update.on_hopper and many and hopper.way_to_project(C, H, G, logging)
-    tensors = x, mask, *update.norm, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate
+    norm = w.norm_in_weight, w.norm_in_bias
+    outputs = sides, logits, gate
     if way:
+        tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs
         numbers = B, L * N, N, half, plane, *strides_of(mask)
         constants = update.eps, C, H, G, update.output, 16 // x.dtype.itemsize, *way
-        constants += update.types[0], update.long
+        constants += update.types.dot, update.long
         programs = processors(x.device)
-        launch(hopper.project, (way[0], 1), programs, tensors, numbers, constants)
+        launch(hopper.project, programs, tensors, numbers, constants, warps=way.warps)
         return
     if many:
         p_w, g_w, o_w = (None if a is None else a.to(update.dtype) for a in (p_w, g_w, o_w))
     ready, kept = many and C > _CHANNELS, None
     if ready:
         kept = normalized(update, x)
-    BM, BH, BG, chunk, how = 32, 32, 32, 64 if update.dtype.itemsize < 8 else 32, (4, 1)
-    if update.fast:
-        if update.emulated:
-            large = _READY_EMULATED if ready else _EMULATED
-        else:
-            large = _READY if ready else _WITH_LOGITS if logging else _PROJECT
-        BM, BH, BG, chunk, how = _SMALL if update.small else large
+    BM, BH, BG, chunk, warps, stages = _tile(update, ready, logging)
     chunk = min(chunk, power(C, 16))
     if C > chunk and not ready:
-        how = how[0], 1
+        stages = 1
     if not x.is_cuda:
         # The interpreter's time grows with programs and steps.
         BM, BH, BG = 16, 128, 128
@@ -138,31 +156,44 @@ def project(
     numbers = L, N, update.pitch, half, plane, *strides_of(mask)
     constants = update.eps, C, H, G, update.output, update.width, parts, BM, chunk, BH, BG
     constants += *update.types, update.asm, *update.place
-    launch(kernels.project, how, programs * parts, (*tensors, kept), numbers, constants)
+    tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs, kept
+    how = {"warps": warps, "stages": stages}
+    launch(kernels.project, programs * parts, tensors, numbers, constants, **how)
+
+
+def _tile(update: Update, ready: bool, logging: bool) -> Tile:
+    if not update.fast:
+        return _FLOAT64 if update.dtype.itemsize == 8 else _EXACT
+    if update.small:
+        return _SMALL
+    if update.emulated:
+        return _READY_EMULATED if ready else _EMULATED
+    return _READY if ready else _WITH_LOGITS if logging else _PROJECT
 
 
 def _project_wide(
-    update: Update, x: Any, mask: Any, weights: Sequence[Any], sides: Any, gate: Any
+    update: Update, x: Any, mask: Any, weights: Weights, sides: Any, gate: Any
 ) -> None:
     """Fill planes of left and right, and the last gate if given, for many channels of x."""
     B, L, N, C = x.shape
-    o_w, o_b = (None, None) if gate is None else update.g_out
-    p_w, p_b, g_w, g_b = weights
-    H, G = p_w.shape[0] // 2, 0 if gate is None else update.G
+    w = weights if gate is not None else weights._replace(g_out_weight=None, g_out_bias=None)
+    H, G = len(w.p_in_weight) // 2, 0 if gate is None else update.G
     block, slots = hopper_wide.way_to_project_wide(C, H, G)
     vector = 16 // x.dtype.itemsize
     packed, biases = update.new(4 * H + G, C), None
-    if any(bias is not None for bias in (p_b, g_b, o_b, update.norm[1])):
+    given = w.p_in_bias, w.g_in_bias, w.g_out_bias, w.norm_in_bias
+    if any(bias is not None for bias in given):
         biases = update.new(4 * H + G, dtype=torch.float32)
-    tensors = p_w, p_b, g_w, g_b, o_w, o_b, *update.norm, packed, biases
+    tensors = w.p_in_weight, w.p_in_bias, w.g_in_weight, w.g_in_bias
+    tensors += w.g_out_weight, w.g_out_bias, w.norm_in_weight, w.norm_in_bias, packed, biases
     constants = C, H, update.output, vector, block
-    launch(hopper_wide.pack, (4, 1), (4 * H + G) // 16, tensors, (), constants)
+    launch(hopper_wide.pack, (4 * H + G) // 16, tensors, (), constants)
     half, plane = sides.stride(0), sides.stride(1)
     tensors = x, mask, hopper_wide.blocks_of(packed, block), biases, sides, gate
     numbers = B, L * N, N, half, plane, *strides_of(mask)
     constants = update.eps, C, H, G, update.output, vector, block, slots, update.long
     programs = processors(x.device)
-    launch(hopper_wide.project_wide, (4, 1), programs, tensors, numbers, constants)
+    launch(hopper_wide.project_wide, programs, tensors, numbers, constants)
 
 
 def normalized(update: Update, x: Any) -> Any:
@@ -170,10 +201,11 @@ def normalized(update: Update, x: Any) -> Any:
     B, L, N, C = x.shape
     kept = update.kept(B, L)
     chunk = min(_CHANNELS if update.fast else 64, power(C, 16))
-    constants = update.eps, C, update.width, 16, chunk, update.float, update.exact, *update.place
-    tensors = x, *update.norm, kept
+    types, w = update.types, update.weights
+    constants = update.eps, C, update.width, 16, chunk, types.float, types.exact, *update.place
+    tensors = x, w.norm_in_weight, w.norm_in_bias, kept
     numbers = L, N, update.pitch
-    launch(kernels.normalize, (4, 1), B * L * ceil(N, 16), tensors, numbers, constants)
+    launch(kernels.normalize, B * L * ceil(N, 16), tensors, numbers, constants)
     return kept
 
 
@@ -182,7 +214,8 @@ def triangles(update: Update, b: slice, o: Any, scale: float = 1.0) -> None:
     for h in update.channels:
         sides = update.new(2, len(o) * (h.stop - h.start), update.N, update.pitch)
         for lines in update.lines:
-            project(update, *update.edges(b, lines), update.of(h), sides=sides[:, :, lines])
+            some = sides[:, :, lines]
+            project(update, *update.edges(b, lines), weights=update.of(h), sides=some)
         multiply(update, sides, o, h, scale)
 
 
@@ -190,9 +223,11 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
     """Write the output: o, given times a power of two, normalized, gated and projected."""
     B, L, N, C = out.shape
     result = out if is_aligned(out) else torch.empty_like(out)
-    tensors = o, gate, *update.norm_out, *update.p_out, result
+    w = update.weights
+    norm, projection = (w.norm_out_weight, w.norm_out_bias), (w.p_out_weight, w.p_out_bias)
+    tensors = o, gate, *norm, *projection, result
     many = B * L * N >= MANY
-    split = update.dtype == torch.bfloat16 and update.p_out[0].dtype == torch.float32
+    split = update.dtype == torch.bfloat16 and w.p_out_weight.dtype == torch.float32
     sizes = C, update.H, out.dtype.itemsize
     way = update.on_hopper and many and hopper.way_to_finish(*sizes, split)
     numbers: tuple[int, ...]
@@ -200,20 +235,20 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         numbers = B, L * N, o.stride(1), shift
         vector = 16 // out.dtype.itemsize
         constants = update.eps, C, update.H, update.output, vector, *way
-        constants += update.types[0], update.long
+        constants += update.types.dot, update.long
         programs = processors(out.device)
-        launch(hopper.finish, (way[0], 1), programs, tensors, numbers, constants)
+        launch(hopper.finish, programs, tensors, numbers, constants, warps=way.warps)
     else:
         BH = power(update.H, 16)
         rows = (4096 if update.small else 8192) // BH
         BM = min(max(16, rows) if update.fast else 16, power(N, 16))
-        # A block of the weight is no larger than it is where H is 128.
+        # At most the numbers that a block of the weight has with H = 128.
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
         if update.emulated and BH > 128:
-            # Three parts of more rows don't fit into the registers.
+            # The three parts of a float32 factor take registers.
             BM, BN = 16, min(BN, 32)
         constants = update.eps, C, update.H, update.output, BM, BH, BN, *update.types, *update.place
         numbers = L, N, update.pitch, o.stride(1), shift
-        launch(kernels.finish, (4, 1), B * L * ceil(N, BM), tensors, numbers, constants)
+        launch(kernels.finish, B * L * ceil(N, BM), tensors, numbers, constants)
     if result is not out:
         out.copy_(result)

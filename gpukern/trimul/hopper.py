@@ -9,6 +9,8 @@ in blocks of 8 × 8 (`movmatrix`), so that every thread writes four edges of a c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -17,23 +19,30 @@ from gpukern.constants import ONE
 from gpukern.hopper import SHARED, barrier, sigmoid
 
 
-def way_to_project(C: int, H: int, G: int, logits: bool) -> tuple[int, int] | None:
-    """Return the warps of `project` and the channels of a block, or None where it can't serve."""
+class Way(NamedTuple):
+    """The warps of a kernel, and the channels of a block."""
+
+    warps: int
+    block: int
+
+
+def way_to_project(C: int, H: int, G: int, logits: bool) -> Way | None:
+    """Return how `project` goes, or None where it can't serve."""
     # More warps wait less, and have fewer registers each.
     warps, block = (8, 64) if logits else (16, 32)
     fits = C in (64, 128) and H > 0 and H % block == 0 and G % (2 * block) == 0
-    return (warps, block) if fits and 2 * C * (4 * H + G) + 8 * C <= SHARED else None
+    return Way(warps, block) if fits and 2 * C * (4 * H + G) + 8 * C <= SHARED else None
 
 
-def way_to_finish(C: int, H: int, itemsize: int, split: bool) -> tuple[int, int] | None:
-    """Return the warps of `finish` and the channels of a block, or None where it can't serve.
+def way_to_finish(C: int, H: int, itemsize: int, split: bool) -> Way | None:
+    """Return how `finish` goes, or None where it can't serve.
 
     A weight that is split has two parts.
     """
     warps, block = (16, 64) if C <= 128 else (8, 256 // itemsize)
     shared = 2 * C * H * (2 if split else 1) + 8 * H
     fits = H in (64, 128) and C % block == 0 and shared <= SHARED
-    return (warps, block) if fits else None
+    return Way(warps, block) if fits else None
 
 
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
@@ -95,7 +104,7 @@ def _columns_met(w, ROWS: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def as_operand(x, W: gl.constexpr, BN: gl.constexpr):
-    """Return an array in the place of a first operand as the operand."""
+    """Reinterpret `x` in the layout of the MMA's A operand."""
     layout: gl.constexpr = gl.DotOperandLayout(0, products_layout(W, BN), 2)
     return gl.convert_layout(x, layout, assert_trivial=True)
 
@@ -110,7 +119,7 @@ def as_met(x, W: gl.constexpr, C: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def _turned(x):
     """Return every block of 8 × 8 numbers of 16 bits, which a warp has, transposed."""
-    # Not pure, as all threads must take part.
+    # Not pure: the compiler must not skip it in any thread of a warp.
     return gl.inline_asm_elementwise(_TURN, "=r,r", [x], x.dtype, False, 2)
 
 
@@ -175,7 +184,7 @@ def row_met(n, V: gl.constexpr):
 @gluon.jit
 def norm_at_hand(w, b, C: gl.constexpr, W: gl.constexpr, V: gl.constexpr = 2):
     """Bring a norm's weight and bias to shared memory, in the order of `row_met`."""
-    # All else that goes through the first-level cache would drive them out of it.
+    # Streamed rows would evict them from the first-level cache.
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     norm = gl.allocate_shared_memory(gl.float32, [2, C], shared)
     c = row_met(gl.arange(0, C, gl.BlockedLayout([C // 32], [32], [W], [0])), V)
@@ -367,7 +376,7 @@ def project(
         y = gl.load(x + here * C + edge[:, None] * C + channel[None, :], mask=live, other=0.0)
         y, _ = standardized(y.to(gl.float32), EPS, C)
         y = normed(y, norm, w, b).to(DOT)
-        # The last tile is fetched once more, as no other follows it.
+        # The last tile has no successor, and prefetches itself.
         following = gl.minimum(tile + gl.num_programs(0), members * tiles - 1)
         prefetch(x, following, tiles, rows, C, W, LONG)
         operand = as_operand(as_met(y, W, C, V), W, BN)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from gpukern.hopper import SHARED, anew, barrier, sigmoid
 from gpukern.trimul.hopper import (
     PREFETCH,
+    Way,
     as_met,
     as_operand,
     as_rows,
@@ -48,13 +49,13 @@ def way_to_finish_back(C: int, H: int) -> int | None:
     return 8 if C in (64, 128) and H in (64, 128) else None
 
 
-def way_to_project_back(C: int, H: int, G: int) -> tuple[int, int] | None:
-    """Return the warps of `project_back` and the channels of a block, or None."""
+def way_to_project_back(C: int, H: int, G: int) -> Way | None:
+    """Return how `project_back` goes, or None where it can't serve."""
     warps, block = 8, 32
     # Weights, a tile of the sides' cotangents, and a norm.
     shared = 2 * C * (4 * H + G) + 64 * H * warps + 8 * C
     fits = C in (64, 128) and H in (64, 128) and shared <= SHARED
-    return (warps, block) if fits else None
+    return Way(warps, block) if fits else None
 
 
 @gluon.constexpr_function
@@ -153,7 +154,7 @@ def finish_back(
     BM: gl.constexpr = 16 * W
     BN: gl.constexpr = 64
     BLOCKS: gl.constexpr = C // BN
-    # The order of o's channels has a thread write vectors of the gate's cotangent.
+    # With a hidden gate, threads write vectors of eight channels of its cotangent.
     VH: gl.constexpr = 2 if OUTPUT else 8
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ONES: gl.constexpr = _beside(W, C)
@@ -215,7 +216,7 @@ def finish_back(
         if OUTPUT:
             opened = gl.load(gate + at, mask=live, other=0.0)
             g = gl.load(dout + at, mask=live, other=0.0)
-        # The last tile is fetched once more, as no other follows it.
+        # The last tile has no successor, and prefetches itself.
         following = gl.minimum(tile + gl.num_programs(0), last)
         _prefetch_planes(o, following, tiles, rows, plane, H, W, LONG)
         prefetch(dout, following, tiles, rows, C, W, LONG)
@@ -231,7 +232,7 @@ def finish_back(
             opened = read_planes(to_gate, first, rows, anew(flat) // 8 * 8, W, H, VH)
         # All products of the previous tile must be done before shared memory is written.
         barrier()
-        # Nor can registers keep addresses in shared memory.
+        # `anew` keeps addresses in shared memory out of registers, too.
         zero = anew(gl.to_tensor(0))
         y_tile.index(zero).store(y)
         if OUTPUT:
@@ -265,7 +266,7 @@ def finish_back(
                 g_all = g_met
             else:
                 g_all = _beside_it(g_all, g_met)
-        # One store, as the compiler would put a barrier between two.
+        # One store: the compiler would put a barrier between two.
         g_tile.index(zero).store(g_all)
         hopper.fence_async_shared()
         barrier()
@@ -306,7 +307,7 @@ def finish_back(
             if OUTPUT:
                 u = kept[t]
             else:
-                # Computed once more, as registers are few.
+                # Computed again: registers are scarce.
                 u = _back(g_tile, weights, zeros, t, False) * _of_tile(e_tile, zeros, t)
                 u = _normed_part(u, norm, w, None, t)
             u = u * scale - total - _of_tile(y_tile, zeros, t) * along
@@ -467,7 +468,7 @@ def project_back(
             )
         v = as_rows(dxn_all, W, C, V)
         v = normed(v, norm, w, None)
-        # Read back from memory, as registers are few.
+        # Read back from memory: registers are scarce.
         at_kept = here * KEPT + edge[:, None] * KEPT + channel[None, :]
         y_again = gl.load(kept + at_kept, mask=live, other=0.0).to(gl.float32)
         along = gl.sum(v * y_again, 1) / C

@@ -8,7 +8,7 @@ orders the blocks before, with the norm's weight in the weights and its bias in 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,16 +37,23 @@ _ROWS = gl.constexpr(64)
 _CHUNK = gl.constexpr(64)
 
 
-def way_to_project_wide(C: int, H: int, G: int) -> tuple[int, int] | None:
-    """Return the channels of a block and the blocks of the ring, or None where it can't serve."""
-    # For more channels there are too few registers.
+class Ring(NamedTuple):
+    """The channels of a block, and the blocks that the ring holds."""
+
+    block: int
+    slots: int
+
+
+def way_to_project_wide(C: int, H: int, G: int) -> Ring | None:
+    """Return the ring of `project_wide`, or None where it can't serve."""
+    # More channels don't fit into registers.
     if C % 64 or not 128 < C <= 384 or H == 0:
         return None
     for block in (64, 32):
         # The rest is for barriers.
         slots = (SHARED - 1024) // (4 * C * block)
         if slots >= 2 and H % block == 0 and G % (2 * block) == 0:
-            return block, slots
+            return Ring(block, slots)
     return None
 
 
@@ -180,7 +187,7 @@ def _consume(
     for before in range(BEHIND):
         _pass_by(full, empty, before, SLOTS)
     n = BEHIND
-    # Both consumers take as many steps, as both take every block of the ring.
+    # Both consumers take the same number of steps: each must release every block of the ring.
     for step in range(gl.program_id(0), last // 2 + 1, gl.num_programs(0)):
         tile = 2 * step + CONSUMER
         member, first, _ = place_of(gl.minimum(tile, last), tiles, rows, _ROWS, LONG)

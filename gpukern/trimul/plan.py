@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 from fusedops._frame.check import warn
-from fusedops.trimul.op import in_parts, slices, warn_of_parts
+from fusedops.trimul.op import Weights, in_parts, slices, warn_of_parts
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 from gpukern.precision import EMULATED, of_float32
 from gpukern.trimul import kernels
@@ -31,15 +31,15 @@ if ".".join(triton.__version__.split(".")[:2]) in _GLUON:
 
         from gpukern.trimul import hopper, hopper_backward, hopper_wide
 
-# Rows from which on it pays to write the normalized x of many channels, to round weights once, or,
-# on Hopper, to have weights in shared memory for many tiles of rows.
+# Rows that repay a pass of their own: to normalize x, to round weights, or on Hopper to fill shared
+# memory with weights.
 MANY = 1 << 16
-# Rows up to which the host's time with a backward pass is longer than the GPU's.
+# Rows up to which a backward pass is bound by the host.
 FEW = 1 << 14
-# Bytes of shared memory below which kernels have small tiles. The largest tiles take 200 KiB of the
-# 227 of Hopper and Blackwell's data centers; A100 has 163, and other GPUs have 99.
+# Bytes of shared memory that large tiles take. H100 and B200 have 227 KiB, A100 has 163, and other
+# GPUs have 99.
 _SHARED = 200 << 10
-# Eights of lines that are worth a part of an update.
+# The fewest groups of eight lines that are worth a part of an update.
 _LINES = 8
 
 ALL = slice(None)
@@ -57,7 +57,7 @@ if hopper is not None:
 
 
 @functools.cache
-def _launcher(kernel: Any, warps: int, stages: int, aligned: tuple[str, ...] = ()) -> Launcher:
+def _launcher(kernel: Any, warps: int, stages: int, aligned: tuple[str, ...]) -> Launcher:
     if kernel in ON_HOPPER:
         # A multiprocessor runs one such program, which may use all registers.
         return Launcher(kernel_of_any_size(kernel, ON_HOPPER[kernel], gluon.jit), warps)
@@ -69,18 +69,21 @@ def _launcher(kernel: Any, warps: int, stages: int, aligned: tuple[str, ...] = (
 
 def launch(
     kernel: Any,
-    how: tuple[Any, ...],
     programs: int,
     tensors: tuple[Any, ...],
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
+    *,
+    warps: int = 4,
+    stages: int = 1,
+    aligned: tuple[str, ...] = (),
 ) -> None:
-    """Launch a kernel; `how` has its warps, its stages, and maybe names of aligned pointers."""
+    """Launch a kernel; `aligned` names pointers that are so in this launch."""
     # A descriptor has no dtype: the other tensors imply it, and constants imply its block.
     kinds = tuple([getattr(tensor, "dtype", None) for tensor in tensors])
     device = next(tensor.device for tensor in tensors if tensor is not None)
     key = device, kinds, wide(*numbers), constants
-    _launcher(kernel, *how)(programs, key, *tensors, *numbers, *constants)
+    _launcher(kernel, warps, stages, aligned)(programs, key, *tensors, *numbers, *constants)
 
 
 def strides_of(mask: Any) -> tuple[int, ...]:
@@ -139,6 +142,22 @@ def aligned(array: Any) -> Any:
     return array.clone(memory_format=torch.contiguous_format)
 
 
+class Types(NamedTuple):
+    """The dtypes of factors and of sums, the precision of products, and whether means are exact."""
+
+    dot: Any
+    float: Any
+    precision: str
+    exact: bool
+
+
+class Place(NamedTuple):
+    """The integers that find an element, and whether lines begin at multiples of eight."""
+
+    long: Any
+    aligned: bool
+
+
 class Update:
     """An update's arguments as kernels take them, and the parts that it is done in.
 
@@ -148,23 +167,19 @@ class Update:
 
     def __init__(self, a: Any) -> None:
         self.x, self.mask = aligned(a.x), a.mask
-        self.norm = [aligned(a.norm_in_weight), aligned(a.norm_in_bias)]
-        given = a.p_in_weight, a.p_in_bias, a.g_in_weight, a.g_in_bias
-        self.sides = [aligned(array) for array in given]
-        self.norm_out = [aligned(a.norm_out_weight), aligned(a.norm_out_bias)]
-        self.p_out = [aligned(a.p_out_weight), aligned(a.p_out_bias)]
-        self.g_out = [aligned(a.g_out_weight), aligned(a.g_out_bias)]
-        p_w, _, g_w, _ = self.sides
-        if p_w.dtype != g_w.dtype:
+        w = Weights(*[aligned(getattr(a, name)) for name in Weights._fields])
+        if w.p_in_weight.dtype != w.g_in_weight.dtype:
             # One load of a kernel reads from both weights.
-            kind = torch.promote_types(p_w.dtype, g_w.dtype)
-            self.sides[::2] = p_w.to(kind), g_w.to(kind)
+            kind = torch.promote_types(w.p_in_weight.dtype, w.g_in_weight.dtype)
+            both = {"p_in_weight": w.p_in_weight.to(kind), "g_in_weight": w.g_in_weight.to(kind)}
+            w = w._replace(**both)
+        self.weights = w
         self.direction, self.eps, self.limit = a.direction, a.eps, a.max_memory
         self.output, precision = a.gate == "output", a.precision
         x = self.x
-        # L lines of N pairs: of a whole update as many.
+        # L lines of N pairs; in a whole update L is N.
         self.B, self.L, self.N, self.C = x.shape
-        self.H, self.G = self.sides[0].shape[0] // 2, self.g_out[0].shape[0]
+        self.H, self.G = len(w.p_in_weight) // 2, len(w.g_out_weight)
         self.pitch, self.width = up(self.N), up(self.C + 1)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self.dtype = dtype or torch.promote_types(x.dtype, torch.float32)
@@ -181,25 +196,23 @@ class Update:
             steps = zip(self.mask.shape, self.mask.stride(), strict=True)
             if sum((n - 1) * step for n, step in steps) >> 31:
                 self.mask = self.mask.contiguous()
-        # A mean over edges is in float16's range where the factors are; a sum may not be.
+        # In float16 o is a mean over edges, since a sum may overflow.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
         self.few = self.B * self.L * self.N <= FEW and self.dtype != torch.float64
         # Whether our own kernel makes the products.
         self.ours = self.few or self.dtype == torch.float32
-        # With so many digits, the rounding error of a mean counts.
-        exact = self.dtype.itemsize > 2
         # The interpreter's products know no bfloat16.
         narrow = self.dtype == torch.bfloat16 and not x.is_cuda
         dot = tl.float32 if narrow else _TYPES[self.dtype]
-        self.float = _TYPES[self.accumulator]
-        self.types = dot, self.float, self.precision, exact
-        self.exact = exact
+        # With more than two bytes, the rounding error of a mean counts.
+        exact = self.dtype.itemsize > 2
+        self.types = Types(dot, _TYPES[self.accumulator], self.precision, exact)
         self.small = is_small(x.device)
         self.asm = self.rounded and x.is_cuda and torch.version.cuda is not None
         size = self.B * self.L * self.pitch * max(self.width, 2 * self.H, self.G)
         self.long = tl.int64 if size >> 31 else tl.int32
-        self.place = self.long, self.N % 8 == 0
-        # The output's gate fits in the output's place: it is read just before the output's write.
+        self.place = Place(self.long, self.N % 8 == 0)
+        # Whether the gate may lie where the output will: each element is read before it is written.
         self.in_out = self.output and x.dtype == self.dtype
         # Hopper's kernels take planes without gaps, and products of 16 bits.
         self.on_hopper = is_hopper(x.device) and self.N % 8 == 0 and self.dtype.itemsize == 2
@@ -225,7 +238,7 @@ class Update:
             # The smallest parts would save no more than this, and take many times as long.
             limit = 5 * smallest // 4
         parts = in_parts(sizes, size, limit, sensible, (1, 1, 1))
-        # Of small updates the whole takes no more than parts.
+        # A small update may take less as a whole.
         enough = min(size(*sensible), size(*sizes))
         if 0 < self.limit < enough:
             warn_of_parts(self.limit, enough)
@@ -252,11 +265,18 @@ class Update:
         """Return some edges of x and of the mask."""
         return self.x[b, lines], None if self.mask is None else self.mask[b, lines]
 
-    def of(self, h: slice) -> list[Any]:
-        """Return the projections and gates of some channels, left before right."""
+    def of(self, h: slice) -> Weights:
+        """Return the weights with the projections and gates of some channels, left before right."""
+        w = self.weights
         if h.stop - h.start == self.H:
-            return self.sides
-        return [
-            None if a is None else torch.cat([a[h], a[self.H + h.start : self.H + h.stop]])
-            for a in self.sides
-        ]
+            return w
+
+        def some(a: Any) -> Any:
+            return None if a is None else torch.cat([a[h], a[self.H + h.start : self.H + h.stop]])
+
+        return w._replace(
+            p_in_weight=some(w.p_in_weight),
+            p_in_bias=some(w.p_in_bias),
+            g_in_weight=some(w.g_in_weight),
+            g_in_bias=some(w.g_in_bias),
+        )

@@ -7,7 +7,7 @@ as long as a launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,21 +15,31 @@ from gpukern.precision import EMULATED
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import Update, ceil, launch, processors
 
-# The most batches that a product over all rows is split into, and the rows of a batch: on a GPU
-# that is busy anyway, and on a GPU with too few programs.
-SPLIT, LONG, _SHORT = 64, 1 << 11, 1 << 7
+# The most batches that a product over all rows is split into.
+SPLIT = 64
+# The fewest rows of a batch, and the fewest if else the GPU had too few programs.
+LONG, _SHORT = 1 << 11, 1 << 7
 
-# Rows and columns of a program, the terms that it adds at once, its warps and stages: for products
-# of float32 by their precision, and for 16 bits.
+
+class Tile(NamedTuple):
+    """Rows and columns of a program, the terms that it adds at once, its warps and stages."""
+
+    size: int
+    terms: int
+    warps: int
+    stages: int
+
+
+# For products of float32 by their precision, and for 16 bits.
 _TILES = {
-    "tf32": (128, 32, (8, 2)),
-    EMULATED: (64, 32, (4, 3)),
-    "ieee": (64, 32, (4, 2)),
+    "tf32": Tile(size=128, terms=32, warps=8, stages=2),
+    EMULATED: Tile(size=64, terms=32, warps=4, stages=3),
+    "ieee": Tile(size=64, terms=32, warps=4, stages=2),
 }
-_TILE_OF_16_BITS = 64, 64, (4, 3)
+_TILE_OF_16_BITS = Tile(size=64, terms=64, warps=4, stages=3)
 
 
-def _tile(update: Update) -> tuple[int, int, tuple[int, int]]:
+def _tile(update: Update) -> Tile:
     return _TILE_OF_16_BITS if update.dtype.itemsize == 2 else _TILES[update.precision]
 
 
@@ -45,19 +55,19 @@ def products(
         else:
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
-    size, chunk, how = _tile(update)
-    chunk = chunk if a.is_cuda else 128
+    size, terms, warps, stages = _tile(update)
+    # The interpreter's time grows with its steps.
+    terms = terms if a.is_cuda else 128
     (batches, M, K), N = a.shape, b.shape[2]
     programs = batches * ceil(M, size) * ceil(N, size)
     matrices = a, b, out
     numbers = M, N, K, *[by for matrix in matrices for by in matrix.stride()], scale
-    # The interpreter's time grows with its steps.
     *units, aligned = _layout(matrices)
-    if aligned:
-        how = *how, ("a", "b", "c")
-    constants = *units, aligned, size, size, chunk, None if a.is_cuda else ceil(K, chunk)
-    constants += add, update.types[0], update.precision
-    launch(kernels.product, how, programs, matrices, numbers, constants)
+    constants = *units, aligned, size, size, terms, None if a.is_cuda else ceil(K, terms)
+    constants += add, update.types.dot, update.precision
+    names = ("a", "b", "c") if aligned else ()
+    how = {"warps": warps, "stages": stages, "aligned": names}
+    launch(kernels.product, programs, matrices, numbers, constants, **how)
 
 
 def _layout(matrices: Sequence[Any]) -> tuple[Any, ...]:
@@ -85,7 +95,7 @@ def parts_over_rows(update: Update, a: Any, b: Any) -> list[Any]:
     least = 1 if rows % 8 else 8
     most = min(SPLIT, rows // LONG) + 1
     if update.ours and len(a) == 1:
-        size = _tile(update)[0]
+        size = _tile(update).size
         programs = ceil(a.shape[1], size) * ceil(b.shape[2], size)
         most = max(most, min(SPLIT, rows // _SHORT, ceil(processors(a.device), programs)))
     split = max(n for n in range(1, most + 1) if rows % (least * n) == 0)

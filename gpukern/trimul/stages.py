@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fusedops._frame.arrays import copy_rows
-from fusedops.trimul.op import slices
+from fusedops.trimul.op import Weights, slices
 from gpukern.trimul.backward import (
+    Parts,
     finish_back,
     finish_back_on_hopper,
     front_back,
@@ -29,17 +30,14 @@ from gpukern.trimul.plan import ALL, Update, aligned, is_aligned
 #: The pairs of which a backward pass on Hopper has projections and logits at a time.
 _PAIRS = 1 << 21
 
-_WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight")
-_WEIGHTS += ("g_in_bias", "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias")
-_WEIGHTS += ("g_out_weight", "g_out_bias")
-
 
 def _update(a: Any, H: int) -> Update:
     """Return the part of an update that a stage has, with H hidden channels."""
     given = a._asdict()
     none = a.x.new_empty(0, a.x.shape[3])
-    others = dict.fromkeys(_WEIGHTS) | dict.fromkeys(("p_in_weight", "g_in_weight"), none)
-    others |= {"g_out_weight": none, "mask": None, "gate": "output"} | given
+    needed = "p_in_weight", "g_in_weight", "g_out_weight"
+    others = dict.fromkeys(Weights._fields) | dict.fromkeys(needed, none)
+    others |= {"mask": None, "gate": "output"} | given
     update = Update(SimpleNamespace(**others, direction="outgoing", max_memory=0))
     update.H = H
     return update
@@ -57,7 +55,7 @@ def triangle_sides(a: Any, y: Any) -> None:
     for b in range(B):
         to, shape = y.sides[:, b], (2, update.H, L, update.pitch)
         planes = to.view(shape) if in_place else update.new(*shape)
-        project(update, *update.edges(slice(b, b + 1), ALL), update.sides, sides=planes)
+        project(update, *update.edges(slice(b, b + 1), ALL), sides=planes)
         if not in_place:
             copy_rows(to, planes.view(P, Q, L, -1)[..., :M])
 
@@ -85,20 +83,24 @@ def triangle_sides_vjp(a: Any, y: Any) -> None:
     if not update.x.numel():
         _all_zero(y)
         return
-    dweights = *y[2:8], *[None] * 4, *y[8:]
+    dweights = _dweights(y)
     scaling = scaling_of(update, a.dsides, a.dlogits)
     if is_on_hopper(update, y.dmask):
         lines = slices(update.L, -(-_PAIRS // update.N))
         some = [(slice(b, b + 1), part) for b in range(update.B) for part in lines]
         sums = _added([_some_on_hopper(update, a, y, *part, scaling) for part in some])
-        weights = update.sides[0], update.sides[2], update.g_out[0], None
-        norms = *update.norm, None, None
-        dnorm, _ = through_norm(*sums, None, scaling, weights, norms, dweights)
-        sum_parts(update, (dnorm, *[None] * 4), None, dweights)
+        parts = through_norm(*sums, None, scaling, update.weights, dweights)
+        sum_parts(update, parts, None, dweights)
     else:
         sums = _added([_member(update, a, y, b, scaling) for b in range(update.B)])
         dpairs, dopen, dnorm = sums
-        sum_parts(update, (dnorm, None, dpairs, dopen, None), scaling, dweights)
+        parts = Parts(norm=dnorm, sides=dpairs, opened=dopen)
+        sum_parts(update, parts, scaling, dweights)
+
+
+def _dweights(y: Any) -> Weights:
+    """Return the outputs for cotangents of weights by the weights' names."""
+    return Weights(*[getattr(y, f"d{name}", None) for name in Weights._fields])
 
 
 def _added(found: list[Any]) -> list[Any]:
@@ -136,7 +138,7 @@ def _member(update: Update, a: Any, y: Any, b: int, scaling: Any) -> tuple[Any, 
     x, mask = update.edges(slice(b, b + 1), ALL)
     _, L, M, _ = x.shape
     both = update.new(2, 2, update.H, L, update.pitch)
-    project(update, x, mask, update.sides, sides=both[0], logits=both[1])
+    project(update, x, mask, sides=both[0], logits=both[1])
     dsides, dgate = torch.zeros_like(both[0]), update.new(1, L, update.pitch, update.G).zero_()
     for to, cotangent in (
         (dsides.flatten(0, 1)[..., :M], a.dsides[b]),
@@ -160,6 +162,7 @@ def triangle_end_vjp(a: Any, y: Any) -> None:
     scaling = scaling_of(update, cotangent)
     gate = update.gate(B, ALL)
     project(update, update.x, None, gate=gate)
+    pair = y.do, y.dlogits
     # An output without gaps is written in place, if its numbers need no other form.
     own = [
         slot is not None
@@ -167,23 +170,21 @@ def triangle_end_vjp(a: Any, y: Any) -> None:
         and slot.dtype == update.dtype
         and update.pitch == M
         and is_aligned(slot)
-        for slot in y[:2]
+        for slot in pair
     ]
     do = y.do if own[0] else update.new(B, update.H, L, update.pitch)
     dgate = y.dlogits if own[1] else update.new(B, L, update.pitch, update.G)
     update.eps *= a.scale**2
     ends = aligned(a.o.to(update.dtype)), gate, cotangent, scaling, do.flatten(0, 1), dgate
-    dweights = *[None] * 6, *y[2:], None, None
+    dweights = _dweights(y)
     if is_on_hopper(update, None):
         by_end = finish_back_on_hopper(update, *ends, 0)
-        weights = None, None, None, update.p_out[0]
-        norms = None, None, *update.norm_out
-        _, dnorm_out = through_norm(None, None, by_end, scaling, weights, norms, dweights)
-        sum_parts(update, (None, dnorm_out, *[None] * 3), None, dweights)
+        parts = through_norm(None, None, by_end, scaling, update.weights, dweights)
+        sum_parts(update, parts, None, dweights)
     else:
         dend, dnorm_out = finish_back(update, *ends)
-        sum_parts(update, (None, dnorm_out, None, None, dend), scaling, dweights)
+        sum_parts(update, Parts(norm_out=dnorm_out, end=dend), scaling, dweights)
     found = do[..., :M], dgate[:, :, :M]
-    for slot, value, done in zip(y[:2], found, own, strict=True):
+    for slot, value, done in zip(pair, found, own, strict=True):
         if slot is not None and not done:
             slot.copy_(value if scaling is None else value / scaling)

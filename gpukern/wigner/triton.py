@@ -34,11 +34,11 @@ from gpukern.so2.triton import scale_messages, unscale_messages
 
 # Channels that a program takes, and elements of a warp's tile of edges and channels.
 _CHANNELS, _TILE = 128, 128
-# Rows of a node that a program has in registers; where it forms the gradient of the matrices too,
-# the rows that it sums, and the width of its tile.
-_ROWS, _ROWS_WITH_DOTS, _WIDTH_WITH_DOTS = 9, 5, 64
-# Elements of a degree's matrix that are taken at once, with code for each: in general, and by node
-# with the gradient of the matrices.
+# Rows of a node that a program has in registers.
+_ROWS = 9
+# The same, and the width of its tile, if it forms the gradient of the matrices too.
+_ROWS_WITH_DOTS, _WIDTH_WITH_DOTS = 5, 64
+# Elements of a degree's matrix that are unrolled together, without and with that gradient.
 _ELEMENTS, _ELEMENTS_WITH_DOTS = 32, 64
 # Elements of the matrices' gradient that a program writes.
 _PLACED = 512
@@ -657,7 +657,7 @@ def _by_steps(a: Any, y: Any) -> None:
     lmax = degree_of(a.wigner)
     width = a.message.shape[2] if a.x is None else (1 + (a.way == "forth")) * a.x.shape[2]
     shape = a.wigner.shape[0], message_rows(lmax, a.mmax), width
-    dtype = promoted(a[:5])
+    dtype = promoted((a.base, a.x, a.message, a.wigner, a.factors))
     scaled = turned = None
     if a.message is not None and (dx is not None or dwigner is not None):
         scaled = torch.empty(shape, dtype=dtype, device=a.wigner.device)
