@@ -19,7 +19,7 @@ from fusedops._frame import registry
 from fusedops.samples import pair
 from fusedops.testing import TOLERANCE, error
 from fusedops.trimul.op import ARRAYS, trimul, trimul_vjp, warn_of_parts
-from places import FILLING, HAS_TORCH, available, interpreted, needs_linux, needs_torch
+from places import EXACT, FILLING, HAS_TORCH, available, interpreted, needs_linux, needs_torch
 
 if HAS_TORCH:
     import torch
@@ -468,15 +468,17 @@ def test_any_number_of_leading_dimensions(quick, lead):
     }
     q = p.but(**led, cotangent=p.cotangent.reshape(led["x"].shape))
     want = solve(quick, p)
+    # Products of BLAS depend on where arrays lie in memory, by a rounding.
+    agree = same if quick[1] in EXACT else close
     for _ in range(2):
         got = solve(quick, q)
         assert got[0].shape == q.arrays["x"].shape
         for name, one, two in zip(["x", *p.given], got, want, strict=True):
             assert one.shape == q.arrays[name].shape
-            same(one.reshape(two.shape), two)
+            agree(one.reshape(two.shape), two)
     out = np.empty_like(got[0])
     evaluate(quick, q, out=out if quick[0] == "numpy" else tensor(out))
-    same(out, got[0])
+    agree(out, got[0])
 
 
 @pytest.mark.parametrize(
