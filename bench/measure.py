@@ -104,10 +104,10 @@ class Plan:
 
 
 def names_of(op: Any) -> tuple[str, str]:
-    """Return the names that select an op: its own, and its module's."""
-    module = op.__module__.rpartition(".")[2]
+    """Return the names that select an op: its own, and its family's."""
+    family = op.primitive.family
     # Users import the ops that make matrices from the module of the ops that take them.
-    return op.__name__, "wigner" if module == "harmonics" else module
+    return op.__name__, "wigner" if family == "harmonics" else family
 
 
 def op_names() -> list[str]:

@@ -114,6 +114,12 @@ for name in sys.argv[1:]:
     subprocess.run([sys.executable, "-c", code, *of_torch], check=True)
 
 
+@pytest.mark.parametrize("module", ["fusedops.testing", "fusedops.cli", "fusedops._workloads"])
+def test_the_catalogue_needs_no_torch(module):
+    code = f"import sys; sys.modules['torch'] = None; import {module}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_call_of_tensors_leaves_torchs_compiler_alone():
     """Loading the compiler takes ten times as long as all else in a process's first call."""
     pytest.importorskip("torch")

@@ -273,7 +273,8 @@ class Packed:
     def holding(cls, tensors: Sequence[Any], sizes: Sequence[int]) -> Self:
         """Return the living object with these tensors and numbers, or a new one.
 
-        On a GPU it is new: what it derives in a CUDA graph must not outlive the graph's memory.
+        On a GPU it is new: what it derives in a CUDA graph must not outlive the graph's memory. The
+        tensors of a living object never change.
         """
         found = _living.get(id(tensors[0]))
         if type(found) is cls and _are(found._tensors, tensors) and found.sizes() == sizes:

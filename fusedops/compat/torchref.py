@@ -39,6 +39,9 @@ LARGEST_RADIUS = 7.0
 #: The lattices of matrices on GPUs, which TorchRef keeps with its cell.
 _read = WeakTensorKeyDictionary()
 
+# torch.compile follows the function itself, not the cache that `private` is.
+_transforming = private().transforming
+
 
 def planarity_math(xyz: Any, plane_groups: Sequence[tuple[Any, Any]]) -> Any:
     """Return the negative log-likelihood of planes, summed.
@@ -207,7 +210,7 @@ def _strained(
 
 def _lattice(matrix: Any, shape: tuple[int, ...]) -> Any:
     """Return the lattice of a cell's matrix; of one on a GPU, which is slow to read, made once."""
-    if private().transforming():
+    if _transforming():
         matrix = unwrapped("build_electron_density", "frac_matrix", matrix)
         # A transform would wrap the lattice's tensors.
         with private().without_transforms():

@@ -1075,7 +1075,7 @@ def _sum(tile):
     return tl.sum(tile).to(tl.float64)
 
 
-_ALIGNED = {4: ("out", "cotangent"), 1: ()}
+_ALIGNED = {4: ("out", "dmap"), 1: ()}
 
 
 def _launchers(kernel: Any, registers: int | None = None) -> dict[int, Launcher]:

@@ -135,8 +135,6 @@ def project(
         programs = processors(x.device)
         launch(hopper.project, programs, tensors, numbers, constants, warps=way.warps)
         return
-    if many:
-        p_w, g_w, o_w = (None if a is None else a.to(update.dtype) for a in (p_w, g_w, o_w))
     ready, kept = many and C > _CHANNELS, None
     if ready:
         kept = normalized(update, x)
