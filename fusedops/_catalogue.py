@@ -51,7 +51,7 @@ class Case:
     --------
     >>> from fusedops.testing import CASES
     >>> str(CASES[0]), CASES[0].make()[0][0].shape
-    ('planarity_nll-chain-uniform', (157, 3))
+    ('dynamic_conv-jet', (2, 70, 40))
     """
 
     name: str

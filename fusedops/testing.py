@@ -114,7 +114,7 @@ def run(
     >>> from fusedops.testing import CASES
     >>> outputs, arrays = run(CASES[0], "numpy", "numpy", "float64")
     >>> [output.shape for output in outputs]
-    [(), (157, 3)]
+    [(2, 70, 40), (2, 40, 4)]
     """
     primitive = case.primitive
     arrays: list[Any]

@@ -476,7 +476,7 @@ def test_a_large_box_is_taken_in_parts(monkeypatch, anisotropic):
         place = framework, framework
         want = solve(place, p)
         with monkeypatch.context() as patch:
-            patch.setattr(density, "_CHUNK", 1000)
+            patch.setattr("fusedops.density.op._CHUNK", 1000)
             for got, expected in zip(solve(place, p), want, strict=True):
                 close(got, expected, terms=4000)
 
@@ -1039,7 +1039,7 @@ def test_an_atom_of_too_many_voxels_is_bad(place, name, anisotropic):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_largest_radius_has_a_density(place, dtype, monkeypatch):
     """Every backend draws the line between the same two radii."""
-    monkeypatch.setattr(density, "MOST_VOXELS", 500)
+    monkeypatch.setattr("fusedops.density.plan.MOST_VOXELS", 500)
     p = problem("triclinic", 2, dtype=dtype)
     lattice = Lattice(p.cell, p.shape)
     largest = lattice.largest_radius
