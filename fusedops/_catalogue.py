@@ -23,12 +23,7 @@ from fusedops._frame.primitive import Primitive
 
 Arguments = dict[Callable[..., Any], dict[str, Any]]
 
-#: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
-#: terms. Planarity accumulates in float64 and rounds once, whatever the length of a sum, so its
-#: error in other dtypes is one or two roundings of the output. Its second derivative divides by
-#: gaps between eigenvalues, which magnifies float64's rounding errors. The convolution sums up to
-#: 31 products in float32; the error grows with the root of their number. It sums over tokens in
-#: float64, or in partial sums of at most 64 tokens.
+# `fusedops.testing` has the reasons.
 TOLERANCE = {"float64": 1e-12, "float32": 3e-7, "bfloat16": 8e-3, "float16": 1e-3}
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._catalogue import TOLERANCE, Case, families
+from fusedops import _catalogue
+from fusedops._catalogue import Case, families
 from fusedops._frame import primitive, registry
 from fusedops._frame.packed import Packed
 
@@ -21,6 +22,14 @@ __all__ = [
     "poisoned_outputs",
     "run",
 ]
+
+#: Largest error allowed, relative to the largest element of the reference, for sums of up to 64
+#: terms. Planarity accumulates in float64 and rounds once, whatever the length of a sum, so its
+#: error in other dtypes is one or two roundings of the output. Its second derivative divides by
+#: gaps between eigenvalues, which magnifies float64's rounding errors. The convolution sums up to
+#: 31 products in float32; the error grows with the root of their number. It sums over tokens in
+#: float64, or in partial sums of at most 64 tokens.
+TOLERANCE = _catalogue.TOLERANCE
 
 
 @contextlib.contextmanager

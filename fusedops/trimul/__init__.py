@@ -1,10 +1,10 @@
 """The triangle multiplicative update of pair representations."""
 
-from fusedops.trimul.op import Direction, Gate, Precision, triangle_multiplicative_update
+from fusedops.trimul.op import Direction as Direction
+from fusedops.trimul.op import Gate as Gate
+from fusedops.trimul.op import Precision as Precision
+from fusedops.trimul.op import triangle_multiplicative_update
 
 __all__ = [
-    "Direction",
-    "Gate",
-    "Precision",
     "triangle_multiplicative_update",
 ]
