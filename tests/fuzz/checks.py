@@ -204,7 +204,7 @@ def threaded(count: int) -> Iterator[None]:
     modules = [
         module
         for name, module in sys.modules.items()
-        if name.startswith(("fusedops._frame.", "cpukern.")) and hasattr(module, "threads_for")
+        if name.startswith(("fusedops._host.", "cpukern.")) and hasattr(module, "threads_for")
     ]
     genuine, before = threads.threads_for, threads._chosen
     fusedops.set_num_threads(count)
