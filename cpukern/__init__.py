@@ -1,1 +1,1 @@
-"""CPU kernels: the Cython and the Numba ones, one file an op, and the rules they share."""
+"""CPU kernels in Cython and Numba, a folder for each family of ops, and the rules they share."""

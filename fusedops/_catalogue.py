@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,14 @@ class Problem:
 
 def example(name: str, op: Any, make: Any, *leaves: str, **options: Any) -> Example:
     return Example(name, op, make, leaves, **options)
+
+
+def typical(cases: Iterable[Case]) -> dict[Primitive, Case]:
+    """Return the typical case of every primitive."""
+    found: dict[Primitive, Case] = {}
+    for case in cases:
+        found.setdefault(case.primitive, case)
+    return found
 
 
 def tuple_of(out: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""GPU kernels in Triton: every family of ops has a module or package that registers them."""
+"""GPU kernels in Triton: the module ``triton`` of each folder registers the kernels of a family."""
 
 from __future__ import annotations
 

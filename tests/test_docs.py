@@ -17,6 +17,7 @@ import pytest
 
 import fusedops
 from cpukern import isa
+from fusedops._catalogue import families
 from fusedops._frame.packed import Packed
 from places import HAS_TORCH
 
@@ -41,14 +42,13 @@ COMPAT = [
 DISTRIBUTED = [
     f"fusedops.distributed.{name}" for name in ("exchanges", "graphs", "sequences", "triangles")
 ]
-FAMILIES = [module.parent.name for module in ROOT.glob("cpukern/*/cython.py")]
 MODULES = [
     "fusedops",
     *(f"fusedops.{module.name}" for module in pkgutil.iter_modules(fusedops.__path__)),
     *(
-        f"fusedops.{family}.{module.stem}"
-        for family in FAMILIES
-        for module in ROOT.glob(f"fusedops/{family}/[a-z]*.py")
+        f"{family.__package__}.{module.name}"
+        for family in families()
+        for module in pkgutil.iter_modules([str(Path(family.__file__).parent)])
     ),
     *COMPAT,
     *DISTRIBUTED,
