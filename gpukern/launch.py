@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,14 @@ def power(n: int, least: int = 1) -> int:
     Triton's own function takes 30 µs, as it serves kernels too.
     """
     return max(least, 1 << (n - 1).bit_length())
+
+
+@functools.cache
+def processors(device: Any) -> int:
+    """Return the number of multiprocessors; two for the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Launcher:

@@ -12,7 +12,16 @@ from typing import Any, Literal, Protocol, get_args, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, added, cast, namespace, sigmoid, widened, zeros
+from fusedops._frame.arrays import (
+    ArrayT,
+    added,
+    cast,
+    is_tensor,
+    namespace,
+    sigmoid,
+    widened,
+    zeros,
+)
 from fusedops._frame.check import dtype_name, one_of, promoted, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
@@ -24,8 +33,8 @@ from fusedops.wigner.rows import message_rows
 WEIGHTS = tuple(f"weight_m{m}" for m in range(9))
 Layout = Literal["m", "l"]
 LAYOUTS = get_args(Layout)
-#: The precisions of products; None is that of torch.
-Precision = Literal["ieee", "tf32", "bf16"]
+#: The precisions of products; None is "float32", or "tf32" where torch's switch allows it.
+Precision = Literal["float32", "ieee", "tf32", "bf16"]
 PRECISIONS = (None, *get_args(Precision))
 
 
@@ -337,11 +346,13 @@ def so2_convolution(
         multiply the rows of both +m and -m. Ones if not given.
     gate_channels : int
         G, the number of gates γ.
-    precision : {None, "ieee", "tf32", "bf16"}
+    precision : {None, "float32", "ieee", "tf32", "bf16"}
         The lowest precision to which a product of float32 on a GPU may round its factors, in the
-        backward too; sums are float32. None means that of ``torch.mm``, which is "ieee" unless
-        torch's switch allows TF32. The CPU computes as "ieee" in any case. TF32 keeps 10 bits of a
-        factor's fraction, bfloat16 7.
+        backward too; sums are float32. None means "float32", or "tf32" where torch's switch allows
+        it. "float32" has the digits and the range of float32: large products are sums of products
+        of their factors' halves in float16, see :doc:`backends`. "ieee" multiplies in float32
+        itself, by cuBLAS. The CPU computes as "ieee" in any case. TF32 keeps 10 bits of a factor's
+        fraction, bfloat16 7.
 
     Returns
     -------
@@ -403,8 +414,22 @@ def so2_convolution(
         raise ValueError(
             f"{name}: precision is {precision!r}; with float64 it should be None or 'ieee'"
         )
-    arguments = *arrays, lmax, channels, precision or "torch"
+    if precision is None:
+        on_gpu = is_tensor(message) and message.is_cuda
+        precision = "tf32" if on_gpu and _allows_tf32() else "float32"
+    arguments = *arrays, lmax, channels, precision
     return to_run(arguments, ("out", "gates") if channels else "out")
+
+
+def _allows_tf32() -> bool:
+    """Return whether torch's products of float32 on a GPU may round factors to TF32."""
+    from torch.backends.cuda import matmul
+
+    try:
+        return bool(matmul.allow_tf32)
+    except RuntimeError:
+        # Newer versions refuse the older of two names after a use of the newer.
+        return bool(matmul.fp32_precision == "tf32")
 
 
 def rows_by_degree(lmax: int, mmax: int, layout: str) -> list[np.ndarray]:

@@ -30,10 +30,10 @@ from fusedops.conv.op import conv_vjp
 from fusedops.generated.op import convolution_of, kernels_of, pull_to_generator
 from gpukern.activations import silu, silu_slope
 from gpukern.conv import triton as conv
-from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.launch import Launcher, kernel_of_any_size, power, processors, wide
 from gpukern.precision import of_float32
 from gpukern.trimul import plan
-from gpukern.trimul.plan import aligned, ceil, is_aligned, processors
+from gpukern.trimul.plan import aligned, ceil, is_aligned
 
 hopper: Any = None
 if plan.hopper is not None:

@@ -22,7 +22,9 @@ import triton.language as tl
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
-from gpukern.launch import Launcher, kernel_of_any_size, power, wide
+from gpukern.launch import Launcher, kernel_of_any_size, power, processors, wide
+from gpukern.precision import EMULATED, of_float32
+from gpukern.products import Halves, multiply_halves, repay, split
 from gpukern.tape import product
 
 # Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
@@ -240,24 +242,65 @@ def _in_one_dtype(kernel: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
     return run
 
 
-def _product(
-    out: Any, a: Any, b: Any, precision: str, shift: Any = None, *, alpha: int = 1
-) -> None:
-    """Write alpha a @ b, plus a shift that may be `out` itself."""
-    if precision == "bf16" and a.dtype == torch.float32:
-        a, b = a.bfloat16(), b.bfloat16()
+class _Factor:
+    """A matrix of products, and its halves for sums along an axis, once they are asked for."""
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = matrix
+        self._halves: dict[tuple[int, int], Halves] = {}
+
+    def halves(self, along: int, parts: int = 1) -> Halves:
+        found = self._halves.get((along, parts))
+        if found is None:
+            found = self._halves[along, parts] = split(self.matrix[None], along, parts)
+        return found
+
+
+def _product(out: Any, a: _Factor, b: Any, precision: str, shift: Any = None) -> None:
+    """Write a @ b, plus a shift that may be `out` itself."""
+    rows = a.matrix
+    if precision == "bf16" and rows.dtype == torch.float32:
+        rows, b = rows.bfloat16(), b.bfloat16()
         # torch multiplies into another dtype on CUDA only.
-        found = torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else a.float() @ b.float()
+        found = torch.mm(rows, b, out_dtype=out.dtype) if b.is_cuda else rows.float() @ b.float()
         if shift is None:
             out.copy_(found)
         else:
-            torch.add(shift, found, alpha=alpha, out=out)
-        return
-    tf32 = None if precision == "torch" else precision == "tf32"
-    if shift is None:
-        product(tf32, torch.mm, a, b, out=out)
+            torch.add(shift, found, out=out)
+    elif _is_split(precision, rows, b):
+        if shift is not None and shift is not out:
+            out.copy_(shift)
+        multiply_halves(a.halves(2), split(b[None], 1), out[None], add=shift is not None)
+    elif shift is None:
+        product(precision == "tf32", torch.mm, rows, b, out=out)
     else:
-        product(tf32, torch.addmm, shift, a, b, alpha=alpha, out=out)
+        product(precision == "tf32", torch.addmm, shift, rows, b, out=out)
+
+
+def _over_edges(a: _Factor, b: _Factor, precision: str) -> Any:
+    """Return aᵀ @ b, a sum over edges, in float32 or better."""
+    x, y = a.matrix.T, b.matrix
+    if precision == "bf16" and x.dtype == torch.float32:
+        x, y = x.bfloat16(), y.bfloat16()
+        return torch.mm(x, y, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.float()
+    if not _is_split(precision, x, y):
+        out = x.new_empty(x.shape[0], y.shape[1])
+        product(precision == "tf32", torch.mm, x, y, out=out)
+        return out
+    # Programs for every multiprocessor, each of many edges.
+    tiles = -(-x.shape[0] // 64) * -(-y.shape[1] // 128)
+    parts = max(1, min(x.shape[1] // 2048, -(-4 * processors(x.device) // tiles)))
+    left, right = a.halves(1, parts), b.halves(1, parts)
+    sums = x.new_empty(left.shape[0], x.shape[0], y.shape[1])
+    multiply_halves(left.mT, right, sums)
+    return sums.sum(0)
+
+
+def _is_split(precision: str, a: Any, b: Any) -> bool:
+    """Return whether a product is made of halves of float16."""
+    if precision != "float32" or a.dtype != torch.float32:
+        return False
+    return of_float32(a.device) == EMULATED and repay(1, *a.shape, b.shape[1])
 
 
 class _Call:
@@ -272,6 +315,10 @@ class _Call:
         found = orders(self.lmax, self.mmax)
         self.inputs = [columns(rows, self.C) for rows, _ in found]
         self.outputs = [columns(rows, self.D) for rows, _ in found]
+
+    def factors(self, rows: Any, parts: list[slice]) -> list[_Factor]:
+        """Return the columns of every order, as factors of products."""
+        return [_Factor(rows[:, own]) for own in parts]
 
     def scaled(self) -> Any:
         """Return the messages times radial functions."""
@@ -313,24 +360,11 @@ def unscale_messages(
     _launch(_launch_unscale, x.shape[0], blocks, arrays, integers, *constants, floats, *wanted)
 
 
-def _halves(array: Any) -> tuple[Any, Any]:
-    """Return the columns of +m and -m."""
-    half = array.shape[1] // 2
-    return array[:, :half], array[:, half:]
-
-
-def _upper_and_lower(weight: Any) -> tuple[Any, Any]:
-    """Return the real and the imaginary part of a weight."""
-    half = weight.shape[0] // 2
-    return weight[:half], weight[half:]
-
-
 @register("so2_convolution", "triton")
 @_in_one_dtype
 def so2_convolution(a: Any, y: Any) -> None:
     call, G, bias, precision = _Call(a), a.gate_channels, a.bias, a.precision
-    parts = call.scaled()
-    first = parts[:, call.inputs[0]]
+    first, *others = call.factors(call.scaled(), call.inputs)
     shifts = (None, None) if bias is None else (bias[:G], bias[G:])
     if y.gates is not None:
         _product(y.gates, first, a.weight_m0[:G].T, precision, shifts[0])
@@ -339,24 +373,23 @@ def so2_convolution(a: Any, y: Any) -> None:
     out = y.out.view(y.out.shape[0], call.M * call.D)
     results = [out[:, own] for own in call.outputs]
     _product(results[0], first, a.weight_m0[G:].T, precision, shifts[1])
-    for m in range(1, call.mmax + 1):
-        matrix = _block_of(call.weights[m])
-        _product(results[m], parts[:, call.inputs[m]], matrix.T, precision)
+    for to, part, weight in zip(results[1:], others, call.weights[1:], strict=True):
+        _product(to, part, _block_of(weight).T, precision)
 
 
 @register("so2_convolution_vjp", "triton")
 @_in_one_dtype
 def so2_convolution_vjp(a: Any, y: Any) -> None:
-    call, G, dout, dgates = _Call(a), a.gate_channels, _flat(a.dout), a.dgates
-    precision = a.precision
-    results = [dout[:, own] for own in call.outputs]
+    call, G, precision, dout = _Call(a), a.gate_channels, a.precision, _flat(a.dout)
+    results = call.factors(dout, call.outputs)
+    dgates = None if a.dgates is None else _Factor(a.dgates)
     if y.dbias is not None:
-        torch.sum(results[0], 0, out=y.dbias[G:])
+        torch.sum(results[0].matrix, 0, out=y.dbias[G:])
         if dgates is not None:
-            torch.sum(dgates, 0, out=y.dbias[:G])
+            torch.sum(dgates.matrix, 0, out=y.dbias[:G])
     dweights = y[1 : 1 + len(call.weights)]
     if any([dw is not None for dw in dweights]):
-        _pull_to_weights(call, results, a, dweights)
+        _pull_to_weights(call, results, dgates, precision, dweights)
     if y.dmessage is None and y.dradial is None:
         return
     numbers = call.M * call.C
@@ -364,34 +397,33 @@ def so2_convolution_vjp(a: Any, y: Any) -> None:
         dparts = y.dmessage.view(y.dmessage.shape[0], numbers)
     else:
         dparts = torch.empty((dout.shape[0], numbers), dtype=dout.dtype, device=dout.device)
-    first = dparts[:, call.inputs[0]]
+    first, *others = [dparts[:, own] for own in call.inputs]
     _product(first, results[0], a.weight_m0[G:], precision)
     if dgates is not None:
         _product(first, dgates, a.weight_m0[:G], precision, first)
-    for m in range(1, call.mmax + 1):
-        to = dparts[:, call.inputs[m]]
-        _product(to, results[m], _block_of(call.weights[m]), precision)
+    for to, result, weight in zip(others, results[1:], call.weights[1:], strict=True):
+        _product(to, result, _block_of(weight), precision)
     if call.radial is not None:
         call.unscale(dparts, y.dmessage, y.dradial)
 
 
-def _pull_to_weights(call: _Call, results: Any, a: Any, dweights: Any) -> None:
+def _pull_to_weights(
+    call: _Call, results: list[_Factor], dgates: _Factor | None, precision: str, dweights: Any
+) -> None:
     """Fill the cotangents of weights."""
-    parts, precision, G = call.scaled(), a.precision, a.gate_channels
+    parts = call.factors(call.scaled(), call.inputs)
     if dweights[0] is not None:
-        first = parts[:, call.inputs[0]]
-        _product(dweights[0][G:], results[0].T, first, precision)
-        if a.dgates is not None:
-            _product(dweights[0][:G], a.dgates.T, first, precision)
-    for m in range(1, call.mmax + 1):
-        if dweights[m] is None:
+        G = 0 if dgates is None else dgates.matrix.shape[1]
+        dweights[0][G:].copy_(_over_edges(results[0], parts[0], precision))
+        if dgates is not None:
+            dweights[0][:G].copy_(_over_edges(dgates, parts[0], precision))
+    for dweight, result, part in zip(dweights[1:], results[1:], parts[1:], strict=True):
+        if dweight is None:
             continue
-        plus, minus = _halves(parts[:, call.inputs[m]])
-        dplus, dminus = _halves(results[m])
-        real, imaginary = _upper_and_lower(dweights[m])
-        _product(dweights[m], results[m].T, plus, precision)
-        _product(real, dminus.T, minus, precision, real)
-        _product(imaginary, dplus.T, minus, precision, imaginary, alpha=-1)
+        both = _over_edges(result, part, precision)
+        n, k = both.shape[0] // 2, both.shape[1] // 2
+        torch.add(both[:n, :k], both[n:, k:], out=dweight[:n])
+        torch.sub(both[n:, :k], both[:n, k:], out=dweight[n:])
 
 
 @functools.lru_cache(maxsize=64)

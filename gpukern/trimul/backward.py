@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedops.trimul.op import Weights, slices
-from gpukern.launch import power
+from gpukern.launch import power, processors
 from gpukern.trimul import kernels
 from gpukern.trimul.forward import normalized, project, triangles
 from gpukern.trimul.plan import (
@@ -21,7 +21,6 @@ from gpukern.trimul.plan import (
     hopper_backward,
     is_aligned,
     launch,
-    processors,
     strides_of,
     up,
 )

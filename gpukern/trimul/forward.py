@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedops.trimul.op import Weights
-from gpukern.launch import power
+from gpukern.launch import power, processors
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import (
     ALL,
@@ -18,7 +18,6 @@ from gpukern.trimul.plan import (
     hopper_wide,
     is_aligned,
     launch,
-    processors,
     strides_of,
 )
 from gpukern.trimul.products import multiply

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gpukern.constants import LOGISTIC, ONE
+from gpukern.products import strides
 
 
 @triton.jit
@@ -661,19 +662,6 @@ def sum_parts(
             )
 
 
-@triton.jit
-def _strides(batch, row, column, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a matrix's strides, the row's one if UNIT is 0, the column's one if UNIT is 1."""
-    if ALIGNED:
-        # Knowing multiples of eight, the compiler reads vectors.
-        batch, row, column = batch // 8 * 8, row // 8 * 8, column // 8 * 8
-    if UNIT == 0:
-        row = 1
-    elif UNIT == 1:
-        column = 1
-    return batch, row, column
-
-
 def product(
     a, b, c, M, N, K, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row, c_column,
     scale,
@@ -685,9 +673,9 @@ def product(
 
     STEPS of BK terms are given to the interpreter, which can't turn a number into a range.
     """
-    a_batch, a_row, a_column = _strides(a_batch, a_row, a_column, A_UNIT, ALIGNED)
-    b_batch, b_row, b_column = _strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
-    c_batch, c_row, c_column = _strides(c_batch, c_row, c_column, C_UNIT, ALIGNED)
+    a_batch, a_row, a_column = strides(a_batch, a_row, a_column, A_UNIT, ALIGNED)
+    b_batch, b_row, b_column = strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
+    c_batch, c_row, c_column = strides(c_batch, c_row, c_column, C_UNIT, ALIGNED)
     if ALIGNED:
         M, N, K = M // 8 * 8, N // 8 * 8, K // 8 * 8
     across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)

@@ -100,14 +100,6 @@ def up(n: int) -> int:
 
 
 @functools.cache
-def processors(device: Any) -> int:
-    """Return the number of multiprocessors; two for the interpreter."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def is_small(device: Any) -> bool:
     """Return whether a GPU has less shared memory for a program than Hopper has."""
     if device.type != "cuda":

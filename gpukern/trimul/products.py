@@ -6,14 +6,15 @@ as long as a launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from gpukern.launch import processors
 from gpukern.precision import EMULATED
+from gpukern.products import in_vectors, multiply_halves, repay, split, unit_of
 from gpukern.trimul import kernels
-from gpukern.trimul.plan import Update, ceil, launch, processors
+from gpukern.trimul.plan import Update, ceil, launch
 
 # The most batches that a product over all rows is split into.
 SPLIT = 64
@@ -55,6 +56,9 @@ def products(
         else:
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
+    if update.emulated and repay(*a.shape[:2], b.shape[2], a.shape[2]):
+        multiply_halves(split(a, 2), split(b, 1), out, scale=scale, add=add)
+        return
     size, terms, warps, stages = _tile(update)
     # The interpreter's time grows with its steps.
     terms = terms if a.is_cuda else 128
@@ -62,25 +66,12 @@ def products(
     programs = batches * ceil(M, size) * ceil(N, size)
     matrices = a, b, out
     numbers = M, N, K, *[by for matrix in matrices for by in matrix.stride()], scale
-    *units, aligned = _layout(matrices)
+    units, aligned = [unit_of(matrix) for matrix in matrices], in_vectors(*matrices)
     constants = *units, aligned, size, size, terms, None if a.is_cuda else ceil(K, terms)
     constants += add, update.types.dot, update.precision
     names = ("a", "b", "c") if aligned else ()
     how = {"warps": warps, "stages": stages, "aligned": names}
     launch(kernels.product, programs, matrices, numbers, constants, **how)
-
-
-def _layout(matrices: Sequence[Any]) -> tuple[Any, ...]:
-    """Return which axis of each matrix is without gaps, and whether all can be read in vectors."""
-    units = [next((axis for axis in (0, 1) if m.stride(axis + 1) == 1), None) for m in matrices]
-    aligned = all(
-        unit is not None
-        and m.data_ptr() % 16 == 0
-        and not any(n % 8 for n in m.shape[1:])
-        and not any(by % 8 for axis, by in enumerate(m.stride()) if axis != unit + 1)
-        for unit, m in zip(units, matrices, strict=True)
-    )
-    return *units, aligned
 
 
 def over_rows(update: Update, a: Any, b: Any) -> Any:

@@ -1,0 +1,334 @@
+"""Products of float32 matrices on tensor cores, exact to float32.
+
+A number x of float32 is split ahead of the product into two of float16: with a power of two s as
+the scale of its row, hi = round(s x) and lo = round(2¹¹ (s x - hi)) have 22 binary digits of x
+together. Of two such numbers' product, tensor cores add up hi hi', and hi lo' + lo hi' apart, in
+float32; lo lo' is below float32's last digit (Ootomo and Yokota, arXiv 2203.03341).
+
+The largest number of a row is scaled to 2¹⁴ to 2¹⁵, so that all digits of numbers down to 2⁻²⁸ of
+it are kept. Where a row or column has a smaller number, Inf, NaN, or an extreme exponent, its tiles
+of the product are sums of six products of bfloat16 (`gpukern.precision`). Tensor cores truncate
+sums, so that CHUNK terms are summed there, and such sums are added in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.precision import EMULATED
+
+#: The terms that tensor cores sum.
+CHUNK = 512
+#: The fewest terms of a product of halves. With fewer, float32's own error is below theirs.
+LEAST = 64
+# The least work of a product that repays splitting its matrices, in multiplications and additions,
+# and the least for each number that is split.
+_WORK, _WORK_OF_ONE = 1 << 32, 320
+
+
+class Halves(NamedTuple):
+    """A batch of matrices split for a product.
+
+    `halves` (2, batch, slow, fast) have hi and lo in the layout of the matrix, of which `fast` is
+    the axis without gaps, 1 or 2. Every row along the axis of the product's sums has the scale's
+    reciprocal in `scales` (batch, n), or zero where halves lose digits; there the product reads
+    `matrix`, of a shape and steps in memory. Without a matrix, halves always serve. The batch has
+    so many `terms` in all: the last matrix may have fewer than its shape says.
+    """
+
+    matrix: Any
+    halves: Any
+    scales: Any
+    shape: tuple[int, int, int]
+    steps: tuple[int, int, int]
+    terms: int
+    fast: int
+
+    @property
+    def mT(self) -> Halves:
+        """The transposed matrices."""
+        (batches, rows, columns), (step, row, column) = self.shape, self.steps
+        matrix = None if self.matrix is None else self.matrix.mT
+        return self._replace(
+            matrix=matrix,
+            shape=(batches, columns, rows),
+            steps=(step, column, row),
+            fast=3 - self.fast,
+        )
+
+
+def repay(batches: int, M: int, N: int, K: int) -> bool:
+    """Return whether a product of split matrices takes less time than of matrices as they are."""
+    work = 2 * batches * M * N * K
+    return K >= LEAST and work >= _WORK and work >= _WORK_OF_ONE * batches * (M + N) * K
+
+
+@triton.jit
+def strides(batch, row, column, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a matrix's strides, the row's one if UNIT is 0, the column's one if UNIT is 1."""
+    if ALIGNED:
+        # Knowing multiples of eight, the compiler reads vectors.
+        batch, row, column = batch // 8 * 8, row // 8 * 8, column // 8 * 8
+    if UNIT == 0:
+        row = 1
+    elif UNIT == 1:
+        column = 1
+    return batch, row, column
+
+
+@triton.jit
+def halves_of(x):
+    """Return hi and lo of scaled numbers."""
+    hi = x.to(tl.float16)
+    return hi, ((x - hi.to(tl.float32)) * 2048.0).to(tl.float16)
+
+
+@triton.jit
+def scaling(most, least):
+    """Return rows' scales and reciprocals, or zero where halves lose digits.
+
+    Given are the bits of the largest magnitude, and of the smallest that isn't zero.
+    """
+    exponent = tl.where(most == 0, 141, most >> 23)
+    reach = tl.where(most == 0, 0, exponent - (least >> 23))
+    serves = (exponent >= 67) & (exponent <= 187) & (reach <= 28)
+    scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    reciprocal = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return scale, tl.where(serves, reciprocal, 0.0)
+
+
+@kernel_of_any_size
+def _split(
+    x, halves, scales, rows, terms, whole, x_batch, x_row, x_term, lo, pitch,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, TERMS_FAST: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Write the halves of rows, and the scales' reciprocals."""
+    x_batch, x_row, x_term = strides(x_batch, x_row, x_term, UNIT, ALIGNED)
+    if ALIGNED:
+        rows, terms = rows // 8 * 8, terms // 8 * 8
+    # Lines of halves begin at multiples of eight, and end with zeros.
+    pitch, lo = pitch // 8 * 8, lo.to(tl.int64) // 8 * 8
+    blocks = tl.cdiv(rows, BR)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    r = (tl.program_id(0) % blocks * BR + tl.arange(0, BR)).to(tl.int64)
+    at = x + batch * x_batch + r[:, None] * x_row
+    here = whole - batch * terms
+    most = tl.zeros((BR, BT), tl.int32)
+    INFINITE: tl.constexpr = 0x7F800000
+    least = most + INFINITE
+    for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
+        k = (step * BT + tl.arange(0, BT)).to(tl.int64)
+        inside = (r < rows)[:, None] & ((k < terms) & (k < here))[None, :]
+        value = tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        most = tl.maximum(most, bits)
+        least = tl.minimum(least, tl.where(bits == 0, INFINITE, bits))
+    scale, reciprocal = scaling(tl.max(most, 1), tl.min(least, 1))
+    tl.store(scales + batch * rows + r, reciprocal, mask=r < rows)
+    if TERMS_FAST:
+        to = halves + (batch * rows + r[:, None]) * pitch
+    else:
+        to = halves + batch * terms * pitch + r[:, None]
+    for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
+        k = (step * BT + tl.arange(0, BT)).to(tl.int64)
+        inside = (r < rows)[:, None] & ((k < terms) & (k < here))[None, :]
+        value = tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
+        hi, low = halves_of(tl.where(reciprocal[:, None] > 0, value, 0.0) * scale[:, None])
+        if TERMS_FAST:
+            place = to + k[None, :]
+            there = (r < rows)[:, None] & (k < pitch)[None, :]
+        else:
+            place = to + k[None, :] * pitch
+            there = (r < pitch)[:, None] & (k < terms)[None, :]
+        tl.store(place, hi, mask=there)
+        tl.store(place + lo, low, mask=there)
+
+
+@kernel_of_any_size
+def _multiply(
+    a, b, a_halves, b_halves, a_scales, b_scales, out, M, N, K,
+    a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row, out_column,
+    a_lo, a_pitch, b_lo, b_pitch, a_scale_batch, a_scale_row, b_scale_batch, b_scale_row, whole,
+    scale,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    A_FAST: tl.constexpr, B_FAST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    ADD: tl.constexpr, OTHERWISE: tl.constexpr,
+):  # fmt: skip
+    """Write, or add, the products of split matrices, times a number.
+
+    A_FAST and B_FAST tell whether the terms' axis is the one without gaps. CHUNKS are given to the
+    interpreter, which can't turn a number into a range.
+    """
+    a_batch, a_row, a_column = strides(a_batch, a_row, a_column, A_UNIT, ALIGNED)
+    b_batch, b_row, b_column = strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
+    out_batch, out_row, out_column = strides(out_batch, out_row, out_column, OUT_UNIT, ALIGNED)
+    if ALIGNED:
+        M, N, K = M // 8 * 8, N // 8 * 8, K // 8 * 8
+    a_pitch, b_pitch = a_pitch // 8 * 8, b_pitch // 8 * 8
+    a_lo, b_lo = a_lo.to(tl.int64) // 8 * 8, b_lo.to(tl.int64) // 8 * 8
+    across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)
+    tile = tl.program_id(0) % (across * along)
+    batch = (tl.program_id(0) // (across * along)).to(tl.int64)
+    # Programs that run at once share rows and columns in the second-level cache.
+    first = tile // (GROUP * across) * GROUP
+    size = tl.minimum(along - first, GROUP)
+    within = tile % (GROUP * across)
+    m = ((first + within % size) * BM + tl.arange(0, BM)).to(tl.int64)
+    n = (within // size * BN + tl.arange(0, BN)).to(tl.int64)
+    by_row = tl.load(a_scales + batch * a_scale_batch + m * a_scale_row, mask=m < M, other=1.0)
+    by_column = tl.load(b_scales + batch * b_scale_batch + n * b_scale_row, mask=n < N, other=1.0)
+    total = tl.zeros((BM, BN), tl.float32)
+    serves = True
+    if OTHERWISE is not None:
+        serves = (tl.min(by_row, 0) > 0) & (tl.min(by_column, 0) > 0)
+    if serves:
+        if A_FAST:
+            line_a, a_end = a_halves + (batch * M + m[:, None]) * a_pitch, a_pitch
+        else:
+            line_a, a_end = a_halves + batch * K * a_pitch + m[:, None], a_pitch
+        if B_FAST:
+            line_b, b_end = b_halves + (batch * N + n[None, :]) * b_pitch, b_pitch
+        else:
+            line_b, b_end = b_halves + batch * K * b_pitch + n[None, :], b_pitch
+        for chunk in range(tl.cdiv(K, CHUNK) if CHUNKS is None else CHUNKS):
+            begin = chunk * CHUNK
+            high = tl.zeros((BM, BN), tl.float32)
+            low = tl.zeros((BM, BN), tl.float32)
+            terms = tl.minimum(K - begin, CHUNK)
+            for step in range(tl.cdiv(terms, BK) if CHUNKS is None else CHUNK // BK):
+                k = (begin + step * BK + tl.arange(0, BK)).to(tl.int64)
+                if A_FAST:
+                    at_a = line_a + k[None, :]
+                    in_a = (m < M)[:, None] & (k < a_end)[None, :]
+                else:
+                    at_a = line_a + k[None, :] * a_pitch
+                    in_a = (m < a_end)[:, None] & (k < K)[None, :]
+                if B_FAST:
+                    at_b = line_b + k[:, None]
+                    in_b = (k < b_end)[:, None] & (n < N)[None, :]
+                else:
+                    at_b = line_b + k[:, None] * b_pitch
+                    in_b = (k < K)[:, None] & (n < b_end)[None, :]
+                a_high = tl.load(at_a, mask=in_a, other=0.0)
+                b_high = tl.load(at_b, mask=in_b, other=0.0)
+                a_low = tl.load(at_a + a_lo, mask=in_a, other=0.0)
+                b_low = tl.load(at_b + b_lo, mask=in_b, other=0.0)
+                high = tl.dot(a_high, b_high, high)
+                low = tl.dot(a_high, b_low, low)
+                low = tl.dot(a_low, b_high, low)
+            total += high + low * (1 / 2048)
+        total *= by_row[:, None] * by_column[None, :]
+    else:
+        if OTHERWISE is not None:
+            here = whole - batch * K
+            for step in range(tl.cdiv(K, BK) if CHUNKS is None else CHUNKS * (CHUNK // BK)):
+                k = (step * BK + tl.arange(0, BK)).to(tl.int64)
+                from_a = a + batch * a_batch + m[:, None] * a_row + k[None, :] * a_column
+                from_b = b + batch * b_batch + k[:, None] * b_row + n[None, :] * b_column
+                inside = (k < K) & (k < here)
+                left = tl.load(from_a, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+                right = tl.load(from_b, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+                total = tl.dot(left, right, total, OTHERWISE)
+    total *= scale
+    to = out + batch * out_batch + m[:, None] * out_row + n[None, :] * out_column
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if ADD:
+        total += tl.load(to, mask=inside, other=0.0)
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+_launch_split = Launcher(_split, 4)
+
+
+@functools.cache
+def _launcher(aligned: bool, warps: int, stages: int) -> Launcher:
+    names = ["a_halves", "b_halves", *(["a", "b", "out"] if aligned else [])]
+    return Launcher(kernel_of_any_size(_multiply.fn, names), warps, stages=stages)
+
+
+def unit_of(matrix: Any) -> int | None:
+    """Return which axis of a batch of matrices is without gaps: 0 for rows, 1 for columns."""
+    return next((axis for axis in (1, 0) if matrix.stride(axis + 1) == 1), None)
+
+
+def in_vectors(*matrices: Any) -> bool:
+    """Return whether all matrices can be read in vectors of eight numbers."""
+    return all(
+        (unit := unit_of(matrix)) is not None
+        and matrix.data_ptr() % 16 == 0
+        and not any(n % 8 for n in matrix.shape[1:])
+        and not any(by % 8 for axis, by in enumerate(matrix.stride()) if axis != unit + 1)
+        for matrix in matrices
+    )
+
+
+def split(matrix: Any, along: int, parts: int = 1) -> Halves:
+    """Split matrices (batch, rows, columns) for a product with sums along an axis.
+
+    The sums of a single matrix may be split into parts, which become a batch.
+    """
+    x = matrix if along == 2 else matrix.mT
+    batches, rows, terms = x.shape
+    step, row, term = x.stride()
+    whole = batches * terms
+    if parts > 1:
+        terms = -(-terms // parts // 8) * 8
+        batches, step = -(-whole // terms), terms * term
+    terms_fast = unit_of(x) != 0
+    slow, fast = (rows, terms) if terms_fast else (terms, rows)
+    pitch = -(-fast // 8) * 8
+    halves = torch.empty((2, batches, slow, pitch), dtype=torch.float16, device=x.device)
+    scales = torch.empty((batches, rows), dtype=torch.float32, device=x.device)
+    BR, BT = (8, 256) if terms_fast else (32, 64)
+    numbers = rows, terms, whole, step, row, term, halves.stride(0), pitch
+    steps = None if x.is_cuda else -(-terms // BT)
+    constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps
+    key = x.device, wide(*numbers), *constants
+    _launch_split(batches * -(-rows // BR), key, x, halves, scales, *numbers, *constants)
+    shape, by = (batches, rows, terms), (step, row, term)
+    if along == 1:
+        shape, by = (batches, terms, rows), (step, term, row)
+    return Halves(matrix, halves, scales, shape, by, whole, along if terms_fast else 3 - along)
+
+
+def multiply_halves(
+    left: Halves, right: Halves, out: Any, *, scale: float = 1, add: bool = False
+) -> None:
+    """Write the products of split matrices, times a number, or add them to `out`."""
+    (batches, M, K), N = left.shape, right.shape[2]
+    a, b = left.matrix, right.matrix
+    kept = a is not None and b is not None
+    aligned = in_vectors(*((a, b, out) if kept else (out,)))
+    large = left.fast == 2 and right.fast == 1 and _has_room(out.device)
+    BM, BN, BK, warps, stages = (128, 128, 64, 8, 3) if large else (64, 128, 32, 4, 4)
+    numbers = M, N, K, *left.steps, *right.steps, *out.stride()
+    numbers += left.halves.stride(0), left.halves.shape[3]
+    numbers += right.halves.stride(0), right.halves.shape[3]
+    numbers += *left.scales.stride(), *right.scales.stride(), left.terms
+    units = (unit_of(a), unit_of(b)) if kept else (None, None)
+    chunks = None if out.is_cuda else -(-K // CHUNK)
+    constants = *units, unit_of(out), aligned, left.fast == 2, right.fast == 1, CHUNK, chunks
+    constants += BM, BN, BK, 8, add, None if not kept else EMULATED if out.is_cuda else "ieee"
+    arrays = a, b, left.halves, right.halves, left.scales, right.scales, out
+    key = out.device, kept, out.dtype, wide(*numbers), *constants
+    programs = batches * -(-M // BM) * -(-N // BN)
+    _launcher(aligned, warps, stages)(programs, key, *arrays, *numbers, scale, *constants)
+
+
+@functools.cache
+def _has_room(device: Any) -> bool:
+    """Return whether a program can have the shared memory of three stages of large tiles."""
+    if device.type != "cuda":
+        return True
+    from triton.runtime import driver
+
+    found = driver.active.utils.get_device_properties(device.index)
+    return bool(found["max_shared_mem"] >= 196608)
