@@ -8,7 +8,7 @@ float32; lo lo' is below float32's last digit (Ootomo and Yokota, arXiv 2203.033
 The largest number of a row is scaled to 2¹⁴ to 2¹⁵, so that all digits of numbers down to 2⁻²⁸ of
 it are kept. Where a row or column has a smaller number, Inf, NaN, or an extreme exponent, its tiles
 of the product are sums of six products of bfloat16 (`gpukern.precision`). Tensor cores truncate
-sums, so that CHUNK terms are summed there, and such sums are added in float32.
+sums, so that few terms are summed there, and such sums are added in float32.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpukern.launch import Launcher, kernel_of_any_size, wide
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 from gpukern.precision import EMULATED
 
-#: The terms that tensor cores sum.
-CHUNK = 512
+# Rows, columns and terms of a program's tile, its warps and stages.
+_TILE = 128, 128, 64, 8, 3
+# Bytes of shared memory that a program takes, of 227 KiB on Hopper and B200.
+_SHARED = 210 << 10
 #: The fewest terms of a product of halves. With fewer, float32's own error is below theirs.
 LEAST = 64
 # The least work of a product that repays splitting its matrices, in multiplications and additions,
@@ -50,6 +54,11 @@ class Halves(NamedTuple):
     terms: int
     fast: int
 
+    def described(self, rows: int, terms: int, along: int) -> TensorDescriptor:
+        """Return a descriptor of tiles for a product with sums along an axis."""
+        block = [1, rows, terms] if self.fast == along else [1, terms, rows]
+        return TensorDescriptor.from_tensor(self.halves.flatten(0, 1), block)
+
     @property
     def mT(self) -> Halves:
         """The transposed matrices."""
@@ -63,10 +72,24 @@ class Halves(NamedTuple):
         )
 
 
-def repay(batches: int, M: int, N: int, K: int) -> bool:
+def repay(device: Any, batches: int, M: int, N: int, K: int) -> bool:
     """Return whether a product of split matrices takes less time than of matrices as they are."""
     work = 2 * batches * M * N * K
-    return K >= LEAST and work >= _WORK and work >= _WORK_OF_ONE * batches * (M + N) * K
+    return (
+        _has_room(device)
+        and K >= LEAST
+        and work >= _WORK
+        and work >= _WORK_OF_ONE * batches * (M + N) * K
+    )
+
+
+@functools.cache
+def _has_room(device: Any) -> bool:
+    """Return whether a GPU has the shared memory that a program takes; the interpreter has."""
+    if device.type != "cuda":
+        return True
+    found = driver.active.utils.get_device_properties(device.index)
+    return bool(found["max_shared_mem"] >= _SHARED)
 
 
 @triton.jit
@@ -103,13 +126,22 @@ def scaling(most, least):
     return scale, tl.where(serves, reciprocal, 0.0)
 
 
+@triton.jit
+def _bits(x):
+    """Return the bits of magnitudes, which are ordered as these are."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
 @kernel_of_any_size
 def _split(
     x, halves, scales, rows, terms, whole, x_batch, x_row, x_term, lo, pitch,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, TERMS_FAST: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the halves of rows, and the scales' reciprocals."""
+    """Write the halves of rows, and the scales' reciprocals.
+
+    STEPS of BT terms are given to the interpreter, which can't turn a number into a range.
+    """
     x_batch, x_row, x_term = strides(x_batch, x_row, x_term, UNIT, ALIGNED)
     if ALIGNED:
         rows, terms = rows // 8 * 8, terms // 8 * 8
@@ -119,15 +151,15 @@ def _split(
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     r = (tl.program_id(0) % blocks * BR + tl.arange(0, BR)).to(tl.int64)
     at = x + batch * x_batch + r[:, None] * x_row
-    here = whole - batch * terms
+    here = tl.minimum(terms, whole - batch * terms)
     most = tl.zeros((BR, BT), tl.int32)
     INFINITE: tl.constexpr = 0x7F800000
     least = most + INFINITE
     for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
         k = (step * BT + tl.arange(0, BT)).to(tl.int64)
-        inside = (r < rows)[:, None] & ((k < terms) & (k < here))[None, :]
+        inside = (r < rows)[:, None] & (k < here)[None, :]
         value = tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
-        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = _bits(value)
         most = tl.maximum(most, bits)
         least = tl.minimum(least, tl.where(bits == 0, INFINITE, bits))
     scale, reciprocal = scaling(tl.max(most, 1), tl.min(least, 1))
@@ -138,7 +170,7 @@ def _split(
         to = halves + batch * terms * pitch + r[:, None]
     for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
         k = (step * BT + tl.arange(0, BT)).to(tl.int64)
-        inside = (r < rows)[:, None] & ((k < terms) & (k < here))[None, :]
+        inside = (r < rows)[:, None] & (k < here)[None, :]
         value = tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
         hi, low = halves_of(tl.where(reciprocal[:, None] > 0, value, 0.0) * scale[:, None])
         if TERMS_FAST:
@@ -151,38 +183,47 @@ def _split(
         tl.store(place + lo, low, mask=there)
 
 
+@triton.jit
+def _tile(halves, batch, n, k, R: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr):
+    """Return halves of R rows, from the n-th on, and BK terms."""
+    if FAST:
+        return halves.load([batch, n, k]).reshape(R, BK)
+    else:
+        return halves.load([batch, k, n]).reshape(BK, R).T
+
+
 @kernel_of_any_size
 def _multiply(
-    a, b, a_halves, b_halves, a_scales, b_scales, out, M, N, K,
+    a_halves, b_halves, a, b, a_scales, b_scales, out, batches, M, N, K, whole,
     a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row, out_column,
-    a_lo, a_pitch, b_lo, b_pitch, a_scale_batch, a_scale_row, b_scale_batch, b_scale_row, whole,
-    scale,
+    a_scale_batch, a_scale_row, b_scale_batch, b_scale_row, factor,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ALIGNED: tl.constexpr,
-    A_FAST: tl.constexpr, B_FAST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    A_FAST: tl.constexpr, B_FAST: tl.constexpr, STEPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ADD: tl.constexpr, OTHERWISE: tl.constexpr,
 ):  # fmt: skip
-    """Write, or add, the products of split matrices, times a number.
+    """Write, or add, the products of split matrices, times a factor.
 
-    A_FAST and B_FAST tell whether the terms' axis is the one without gaps. CHUNKS are given to the
-    interpreter, which can't turn a number into a range.
+    A_FAST and B_FAST tell whether the terms' axis is the one without gaps. Without `a` and `b`,
+    halves always serve; else OTHERWISE is the precision of products where they don't.
     """
     a_batch, a_row, a_column = strides(a_batch, a_row, a_column, A_UNIT, ALIGNED)
     b_batch, b_row, b_column = strides(b_batch, b_row, b_column, B_UNIT, ALIGNED)
     out_batch, out_row, out_column = strides(out_batch, out_row, out_column, OUT_UNIT, ALIGNED)
     if ALIGNED:
         M, N, K = M // 8 * 8, N // 8 * 8, K // 8 * 8
-    a_pitch, b_pitch = a_pitch // 8 * 8, b_pitch // 8 * 8
-    a_lo, b_lo = a_lo.to(tl.int64) // 8 * 8, b_lo.to(tl.int64) // 8 * 8
     across, along = tl.cdiv(N, BN), tl.cdiv(M, BM)
     tile = tl.program_id(0) % (across * along)
-    batch = (tl.program_id(0) // (across * along)).to(tl.int64)
+    member = tl.program_id(0) // (across * along)
+    batch = member.to(tl.int64)
     # Programs that run at once share rows and columns in the second-level cache.
     first = tile // (GROUP * across) * GROUP
     size = tl.minimum(along - first, GROUP)
     within = tile % (GROUP * across)
-    m = ((first + within % size) * BM + tl.arange(0, BM)).to(tl.int64)
-    n = (within // size * BN + tl.arange(0, BN)).to(tl.int64)
+    m_first = (first + within % size) * BM
+    n_first = within // size * BN
+    m = (m_first + tl.arange(0, BM)).to(tl.int64)
+    n = (n_first + tl.arange(0, BN)).to(tl.int64)
     by_row = tl.load(a_scales + batch * a_scale_batch + m * a_scale_row, mask=m < M, other=1.0)
     by_column = tl.load(b_scales + batch * b_scale_batch + n * b_scale_row, mask=n < N, other=1.0)
     total = tl.zeros((BM, BN), tl.float32)
@@ -190,54 +231,30 @@ def _multiply(
     if OTHERWISE is not None:
         serves = (tl.min(by_row, 0) > 0) & (tl.min(by_column, 0) > 0)
     if serves:
-        if A_FAST:
-            line_a, a_end = a_halves + (batch * M + m[:, None]) * a_pitch, a_pitch
-        else:
-            line_a, a_end = a_halves + batch * K * a_pitch + m[:, None], a_pitch
-        if B_FAST:
-            line_b, b_end = b_halves + (batch * N + n[None, :]) * b_pitch, b_pitch
-        else:
-            line_b, b_end = b_halves + batch * K * b_pitch + n[None, :], b_pitch
-        for chunk in range(tl.cdiv(K, CHUNK) if CHUNKS is None else CHUNKS):
-            begin = chunk * CHUNK
-            high = tl.zeros((BM, BN), tl.float32)
-            low = tl.zeros((BM, BN), tl.float32)
-            terms = tl.minimum(K - begin, CHUNK)
-            for step in range(tl.cdiv(terms, BK) if CHUNKS is None else CHUNK // BK):
-                k = (begin + step * BK + tl.arange(0, BK)).to(tl.int64)
-                if A_FAST:
-                    at_a = line_a + k[None, :]
-                    in_a = (m < M)[:, None] & (k < a_end)[None, :]
-                else:
-                    at_a = line_a + k[None, :] * a_pitch
-                    in_a = (m < a_end)[:, None] & (k < K)[None, :]
-                if B_FAST:
-                    at_b = line_b + k[:, None]
-                    in_b = (k < b_end)[:, None] & (n < N)[None, :]
-                else:
-                    at_b = line_b + k[:, None] * b_pitch
-                    in_b = (k < K)[:, None] & (n < b_end)[None, :]
-                a_high = tl.load(at_a, mask=in_a, other=0.0)
-                b_high = tl.load(at_b, mask=in_b, other=0.0)
-                a_low = tl.load(at_a + a_lo, mask=in_a, other=0.0)
-                b_low = tl.load(at_b + b_lo, mask=in_b, other=0.0)
-                high = tl.dot(a_high, b_high, high)
-                low = tl.dot(a_high, b_low, low)
-                low = tl.dot(a_low, b_high, low)
-            total += high + low * (1 / 2048)
+        small = factor * (1 / 2048)
+        for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
+            k = step * BK
+            a_high = _tile(a_halves, member, m_first, k, BM, BK, A_FAST)
+            b_high = _tile(b_halves, member, n_first, k, BN, BK, B_FAST)
+            a_low = _tile(a_halves, member + batches, m_first, k, BM, BK, A_FAST)
+            b_low = _tile(b_halves, member + batches, n_first, k, BN, BK, B_FAST)
+            # Tensor cores truncate sums: without the factors, the compiler would have them add up.
+            low = tl.dot(a_high, b_low.T)
+            low = tl.dot(a_low, b_high.T, low)
+            total += low * small
+            total += tl.dot(a_high, b_high.T) * factor
         total *= by_row[:, None] * by_column[None, :]
     else:
         if OTHERWISE is not None:
-            here = whole - batch * K
-            for step in range(tl.cdiv(K, BK) if CHUNKS is None else CHUNKS * (CHUNK // BK)):
+            here = tl.minimum(K, whole - batch * K)
+            for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
                 k = (step * BK + tl.arange(0, BK)).to(tl.int64)
                 from_a = a + batch * a_batch + m[:, None] * a_row + k[None, :] * a_column
                 from_b = b + batch * b_batch + k[:, None] * b_row + n[None, :] * b_column
-                inside = (k < K) & (k < here)
-                left = tl.load(from_a, mask=(m < M)[:, None] & inside[None, :], other=0.0)
-                right = tl.load(from_b, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+                left = tl.load(from_a, mask=(m < M)[:, None] & (k < here)[None, :], other=0.0)
+                right = tl.load(from_b, mask=(k < here)[:, None] & (n < N)[None, :], other=0.0)
                 total = tl.dot(left, right, total, OTHERWISE)
-    total *= scale
+            total *= factor
     to = out + batch * out_batch + m[:, None] * out_row + n[None, :] * out_column
     inside = (m < M)[:, None] & (n < N)[None, :]
     if ADD:
@@ -250,7 +267,7 @@ _launch_split = Launcher(_split, 4)
 
 @functools.cache
 def _launcher(aligned: bool, warps: int, stages: int) -> Launcher:
-    names = ["a_halves", "b_halves", *(["a", "b", "out"] if aligned else [])]
+    names = ("a", "b", "out") if aligned else ()
     return Launcher(kernel_of_any_size(_multiply.fn, names), warps, stages=stages)
 
 
@@ -287,7 +304,10 @@ def split(matrix: Any, along: int, parts: int = 1) -> Halves:
     pitch = -(-fast // 8) * 8
     halves = torch.empty((2, batches, slow, pitch), dtype=torch.float16, device=x.device)
     scales = torch.empty((batches, rows), dtype=torch.float32, device=x.device)
-    BR, BT = (8, 256) if terms_fast else (32, 64)
+    BR, BT = 32, 64
+    if terms_fast:
+        BT = min(1024, power(terms, 64))
+        BR = 4096 // BT
     numbers = rows, terms, whole, step, row, term, halves.stride(0), pitch
     steps = None if x.is_cuda else -(-terms // BT)
     constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps
@@ -300,35 +320,22 @@ def split(matrix: Any, along: int, parts: int = 1) -> Halves:
 
 
 def multiply_halves(
-    left: Halves, right: Halves, out: Any, *, scale: float = 1, add: bool = False
+    left: Halves, right: Halves, out: Any, *, factor: float = 1.0, add: bool = False
 ) -> None:
-    """Write the products of split matrices, times a number, or add them to `out`."""
+    """Write the products of split matrices, times a factor, or add them to `out`."""
     (batches, M, K), N = left.shape, right.shape[2]
     a, b = left.matrix, right.matrix
     kept = a is not None and b is not None
     aligned = in_vectors(*((a, b, out) if kept else (out,)))
-    large = left.fast == 2 and right.fast == 1 and _has_room(out.device)
-    BM, BN, BK, warps, stages = (128, 128, 64, 8, 3) if large else (64, 128, 32, 4, 4)
-    numbers = M, N, K, *left.steps, *right.steps, *out.stride()
-    numbers += left.halves.stride(0), left.halves.shape[3]
-    numbers += right.halves.stride(0), right.halves.shape[3]
-    numbers += *left.scales.stride(), *right.scales.stride(), left.terms
+    BM, BN, BK, warps, stages = _TILE
+    numbers = batches, M, N, K, left.terms, *left.steps, *right.steps, *out.stride()
+    numbers += *left.scales.stride(), *right.scales.stride()
     units = (unit_of(a), unit_of(b)) if kept else (None, None)
-    chunks = None if out.is_cuda else -(-K // CHUNK)
-    constants = *units, unit_of(out), aligned, left.fast == 2, right.fast == 1, CHUNK, chunks
+    steps = None if out.is_cuda else -(-K // BK)
+    constants = *units, unit_of(out), aligned, left.fast == 2, right.fast == 1, steps
     constants += BM, BN, BK, 8, add, None if not kept else EMULATED if out.is_cuda else "ieee"
-    arrays = a, b, left.halves, right.halves, left.scales, right.scales, out
+    arrays = left.described(BM, BK, 2), right.described(BN, BK, 1), a, b
+    arrays += left.scales, right.scales, out
     key = out.device, kept, out.dtype, wide(*numbers), *constants
     programs = batches * -(-M // BM) * -(-N // BN)
-    _launcher(aligned, warps, stages)(programs, key, *arrays, *numbers, scale, *constants)
-
-
-@functools.cache
-def _has_room(device: Any) -> bool:
-    """Return whether a program can have the shared memory of three stages of large tiles."""
-    if device.type != "cuda":
-        return True
-    from triton.runtime import driver
-
-    found = driver.active.utils.get_device_properties(device.index)
-    return bool(found["max_shared_mem"] >= 196608)
+    _launcher(aligned, warps, stages)(programs, key, *arrays, *numbers, factor, *constants)

@@ -22,13 +22,15 @@ import triton.language as tl
 from fusedops._frame.check import promoted
 from fusedops._frame.registry import register
 from fusedops.so2.op import columns, orders, rows_by_degree, weights_of
-from gpukern.launch import Launcher, kernel_of_any_size, power, processors, wide
+from gpukern.launch import Launcher, kernel_of_any_size, power, wide
 from gpukern.precision import EMULATED, of_float32
 from gpukern.products import Halves, multiply_halves, repay, split
 from gpukern.tape import product
 
 # Numbers that a program of the scaling takes, the most channels of a gate's, and warps.
 _NUMBERS, _CHANNELS, _WARPS = 512, 128, 4
+# The fewest edges of a part of a sum over edges.
+_EDGES = 2048
 
 
 @kernel_of_any_size
@@ -287,9 +289,7 @@ def _over_edges(a: _Factor, b: _Factor, precision: str) -> Any:
         out = x.new_empty(x.shape[0], y.shape[1])
         product(precision == "tf32", torch.mm, x, y, out=out)
         return out
-    # Programs for every multiprocessor, each of many edges.
-    tiles = -(-x.shape[0] // 64) * -(-y.shape[1] // 128)
-    parts = max(1, min(x.shape[1] // 2048, -(-4 * processors(x.device) // tiles)))
+    parts = max(1, x.shape[1] // _EDGES)
     left, right = a.halves(1, parts), b.halves(1, parts)
     sums = x.new_empty(left.shape[0], x.shape[0], y.shape[1])
     multiply_halves(left.mT, right, sums)
@@ -300,7 +300,9 @@ def _is_split(precision: str, a: Any, b: Any) -> bool:
     """Return whether a product is made of halves of float16."""
     if precision != "float32" or a.dtype != torch.float32:
         return False
-    return of_float32(a.device) == EMULATED and repay(1, *a.shape, b.shape[1])
+    return of_float32(a.device) == EMULATED and repay(
+        a.device, 1, a.shape[0], b.shape[1], a.shape[1]
+    )
 
 
 class _Call:

@@ -56,8 +56,8 @@ def products(
         else:
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
-    if update.emulated and repay(*a.shape[:2], b.shape[2], a.shape[2]):
-        multiply_halves(split(a, 2), split(b, 1), out, scale=scale, add=add)
+    if update.emulated and repay(a.device, *a.shape[:2], b.shape[2], a.shape[2]):
+        multiply_halves(split(a, 2), split(b, 1), out, factor=scale, add=add)
         return
     size, terms, warps, stages = _tile(update)
     # The interpreter's time grows with its steps.
