@@ -43,7 +43,8 @@ class Halves(NamedTuple):
     the axis without gaps, 1 or 2. Every row along the axis of the product's sums has the scale's
     reciprocal in `scales` (batch, n), or zero where halves lose digits; there the product reads
     `matrix`, of a shape and steps in memory. Without a matrix, halves always serve. The batch has
-    so many `terms` in all: the last matrix may have fewer than its shape says.
+    so many `terms` in all: the last matrix may have fewer than its shape says. Among the matrices
+    in `halves`, those with hi begin at `first`, and those with lo are `low` matrices behind.
     """
 
     matrix: Any
@@ -53,11 +54,13 @@ class Halves(NamedTuple):
     steps: tuple[int, int, int]
     terms: int
     fast: int
+    first: int = 0
+    low: int = 0
 
     def described(self, rows: int, terms: int, along: int) -> TensorDescriptor:
         """Return a descriptor of tiles for a product with sums along an axis."""
         block = [1, rows, terms] if self.fast == along else [1, terms, rows]
-        return TensorDescriptor.from_tensor(self.halves.flatten(0, 1), block)
+        return TensorDescriptor.from_tensor(self.halves.flatten(0, -3), block)
 
     @property
     def mT(self) -> Halves:
@@ -72,19 +75,15 @@ class Halves(NamedTuple):
         )
 
 
-def repay(device: Any, batches: int, M: int, N: int, K: int) -> bool:
-    """Return whether a product of split matrices takes less time than of matrices as they are."""
+def repay(device: Any, batches: int, M: int, N: int, K: int, ready: bool = False) -> bool:
+    """Return whether a product of halves takes less time, also if halves aren't `ready`."""
     work = 2 * batches * M * N * K
-    return (
-        _has_room(device)
-        and K >= LEAST
-        and work >= _WORK
-        and work >= _WORK_OF_ONE * batches * (M + N) * K
-    )
+    split = 0 if ready else _WORK_OF_ONE * batches * (M + N) * K
+    return has_room(device) and K >= LEAST and work >= max(_WORK, split)
 
 
 @functools.cache
-def _has_room(device: Any) -> bool:
+def has_room(device: Any) -> bool:
     """Return whether a GPU has the shared memory that a program takes; the interpreter has."""
     if device.type != "cuda":
         return True
@@ -127,6 +126,15 @@ def scaling(most, least):
 
 
 @triton.jit
+def row_scaling(most):
+    """Return scales for rows' largest magnitudes, and reciprocals, of any exponents."""
+    bits = most.to(tl.int32, bitcast=True)
+    exponent = tl.where(bits == 0, 141, tl.maximum(bits >> 23, 15))
+    scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _bits(x):
     """Return the bits of magnitudes, which are ordered as these are."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -136,10 +144,11 @@ def _bits(x):
 def _split(
     x, halves, scales, rows, terms, whole, x_batch, x_row, x_term, lo, pitch,
     UNIT: tl.constexpr, ALIGNED: tl.constexpr, TERMS_FAST: tl.constexpr,
-    BR: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
     """Write the halves of rows, and the scales' reciprocals.
 
+    If STRICT, rows whose halves lose digits have zeros, as has the reciprocal.
     STEPS of BT terms are given to the interpreter, which can't turn a number into a range.
     """
     x_batch, x_row, x_term = strides(x_batch, x_row, x_term, UNIT, ALIGNED)
@@ -162,7 +171,10 @@ def _split(
         bits = _bits(value)
         most = tl.maximum(most, bits)
         least = tl.minimum(least, tl.where(bits == 0, INFINITE, bits))
-    scale, reciprocal = scaling(tl.max(most, 1), tl.min(least, 1))
+    if STRICT:
+        scale, reciprocal = scaling(tl.max(most, 1), tl.min(least, 1))
+    else:
+        scale, reciprocal = row_scaling(tl.max(most, 1).to(tl.float32, bitcast=True))
     tl.store(scales + batch * rows + r, reciprocal, mask=r < rows)
     if TERMS_FAST:
         to = halves + (batch * rows + r[:, None]) * pitch
@@ -172,7 +184,9 @@ def _split(
         k = (step * BT + tl.arange(0, BT)).to(tl.int64)
         inside = (r < rows)[:, None] & (k < here)[None, :]
         value = tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
-        hi, low = halves_of(tl.where(reciprocal[:, None] > 0, value, 0.0) * scale[:, None])
+        if STRICT:
+            value = tl.where(reciprocal[:, None] > 0, value, 0.0)
+        hi, low = halves_of(value * scale[:, None])
         if TERMS_FAST:
             place = to + k[None, :]
             there = (r < rows)[:, None] & (k < pitch)[None, :]
@@ -194,7 +208,7 @@ def _tile(halves, batch, n, k, R: tl.constexpr, BK: tl.constexpr, FAST: tl.const
 
 @kernel_of_any_size
 def _multiply(
-    a_halves, b_halves, a, b, a_scales, b_scales, out, batches, M, N, K, whole,
+    a_halves, b_halves, a, b, a_scales, b_scales, out, M, N, K, whole, a_first, a_lo, b_first, b_lo,
     a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row, out_column,
     a_scale_batch, a_scale_row, b_scale_batch, b_scale_row, factor,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ALIGNED: tl.constexpr,
@@ -234,10 +248,10 @@ def _multiply(
         small = factor * (1 / 2048)
         for step in range(tl.cdiv(K, BK) if STEPS is None else STEPS):
             k = step * BK
-            a_high = _tile(a_halves, member, m_first, k, BM, BK, A_FAST)
-            b_high = _tile(b_halves, member, n_first, k, BN, BK, B_FAST)
-            a_low = _tile(a_halves, member + batches, m_first, k, BM, BK, A_FAST)
-            b_low = _tile(b_halves, member + batches, n_first, k, BN, BK, B_FAST)
+            a_high = _tile(a_halves, a_first + member, m_first, k, BM, BK, A_FAST)
+            b_high = _tile(b_halves, b_first + member, n_first, k, BN, BK, B_FAST)
+            a_low = _tile(a_halves, a_first + a_lo + member, m_first, k, BM, BK, A_FAST)
+            b_low = _tile(b_halves, b_first + b_lo + member, n_first, k, BN, BK, B_FAST)
             # Tensor cores truncate sums: without the factors, the compiler would have them add up.
             low = tl.dot(a_high, b_low.T)
             low = tl.dot(a_low, b_high.T, low)
@@ -287,10 +301,11 @@ def in_vectors(*matrices: Any) -> bool:
     )
 
 
-def split(matrix: Any, along: int, parts: int = 1) -> Halves:
+def split(matrix: Any, along: int, parts: int = 1, strict: bool = True) -> Halves:
     """Split matrices (batch, rows, columns) for a product with sums along an axis.
 
-    The sums of a single matrix may be split into parts, which become a batch.
+    The sums of a single matrix may be split into parts, which become a batch. If not `strict`,
+    halves serve for all rows: they lose digits of numbers below 2⁻²⁸ of a row's largest.
     """
     x = matrix if along == 2 else matrix.mT
     batches, rows, terms = x.shape
@@ -310,13 +325,14 @@ def split(matrix: Any, along: int, parts: int = 1) -> Halves:
         BR = 4096 // BT
     numbers = rows, terms, whole, step, row, term, halves.stride(0), pitch
     steps = None if x.is_cuda else -(-terms // BT)
-    constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps
+    constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps, strict
     key = x.device, wide(*numbers), *constants
     _launch_split(batches * -(-rows // BR), key, x, halves, scales, *numbers, *constants)
     shape, by = (batches, rows, terms), (step, row, term)
     if along == 1:
         shape, by = (batches, terms, rows), (step, term, row)
-    return Halves(matrix, halves, scales, shape, by, whole, along if terms_fast else 3 - along)
+    fast_axis = along if terms_fast else 3 - along
+    return Halves(matrix, halves, scales, shape, by, whole, fast_axis, low=batches)
 
 
 def multiply_halves(
@@ -328,7 +344,19 @@ def multiply_halves(
     kept = a is not None and b is not None
     aligned = in_vectors(*((a, b, out) if kept else (out,)))
     BM, BN, BK, warps, stages = _TILE
-    numbers = batches, M, N, K, left.terms, *left.steps, *right.steps, *out.stride()
+    numbers = (
+        M,
+        N,
+        K,
+        left.terms,
+        left.first,
+        left.low,
+        right.first,
+        right.low,
+        *left.steps,
+        *right.steps,
+        *out.stride(),
+    )
     numbers += *left.scales.stride(), *right.scales.stride()
     units = (unit_of(a), unit_of(b)) if kept else (None, None)
     steps = None if out.is_cuda else -(-K // BK)

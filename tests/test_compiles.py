@@ -16,12 +16,13 @@ LAUNCHES = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 from fusedops._frame import registry
 from gpukern import launch
 
 NAMES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.int32: "i32",
-    torch.int64: "i64", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.bfloat16: "bf16", torch.float16: "fp16",
 }
 
 
@@ -34,6 +35,9 @@ def compile(self, programs, key, *args):
             signature[parameter.name] = f"*{NAMES[value.dtype]}"
             if not parameter.do_not_specialize_on_alignment:
                 aligned[at,] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            block = ", ".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{NAMES[value.base.dtype]}[{block}]>"
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:

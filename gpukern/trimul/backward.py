@@ -11,7 +11,7 @@ import torch
 from fusedops.trimul.op import Weights, slices
 from gpukern.launch import power, processors
 from gpukern.trimul import kernels
-from gpukern.trimul.forward import normalized, project, triangles
+from gpukern.trimul.forward import Halved, normalized, project, triangles
 from gpukern.trimul.plan import (
     ALL,
     MANY,
@@ -251,7 +251,7 @@ def _back_on_hopper(
     shift = _shift(update, hidden)
     if hidden is None:
         o = update.new(1, H, N, N)
-        multiply(update, both[0], o, ALL, 2.0**shift)
+        multiply(update, both[0], None, o, ALL, 2.0**shift)
     else:
         o = _scaled(update, hidden[b], shift)
     do, dgate = update.new(H, N, pitch), update.new(1, N, pitch, update.G)
@@ -328,6 +328,9 @@ def finish_back(
     BM = min(max(16, rows) if update.rounded else 16, power(N, 16))
     most = 64 if update.rounded else 32 if update.emulated else 16
     BN = max(16, min(most, (1 << 13) // BH, power(C, 16)))
+    warps = 4
+    if update.halved:
+        BM, BN, warps = min(max(16, 8192 // BH), power(N, 16)), min(BN, 32), 8
     programs = B * L * ceil(N, BM)
     sums = update.new(programs, 2, H, dtype=update.accumulator)
     constants = update.eps, C, H, update.G, update.output, width, BM, BH, BN
@@ -335,9 +338,11 @@ def finish_back(
     w = update.weights
     tensors = o, gate, dout, scaling, w.norm_out_weight, w.norm_out_bias
     tensors += w.p_out_weight, w.p_out_bias
-    tensors += do, dgate, None if as_given else dp, kept, sums
-    numbers = L, N, update.pitch, o.stride(1), do.stride(0)
-    launch(kernels.finish_back, programs, tensors, numbers, constants, stages=2)
+    halved = Halved.of(update, (w.p_out_weight,))
+    tensors += do, dgate, None if as_given else dp, kept, sums, *halved[:2]
+    numbers = L, N, update.pitch, o.stride(1), do.stride(0), halved.lo
+    how = {"warps": warps, "stages": 2, "limited": not update.halved}
+    launch(kernels.finish_back, programs, tensors, numbers, constants, **how)
     return over_rows(update, dp.mT, kept), sums
 
 

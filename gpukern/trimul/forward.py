@@ -8,6 +8,7 @@ import torch
 
 from fusedops.trimul.op import Weights
 from gpukern.launch import power, processors
+from gpukern.products import split
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import (
     ALL,
@@ -44,11 +45,33 @@ _READY = Tile(rows=128, sides=64, gate=64, x=64, warps=4, stages=3)
 # For emulated products, whose parts take registers: where x is made and where it is ready.
 _EMULATED = Tile(rows=64, sides=32, gate=32, x=64, warps=4, stages=2)
 _READY_EMULATED = Tile(rows=128, sides=32, gate=32, x=32, warps=8, stages=2)
+# For products of halves.
+_HALVED = Tile(rows=64, sides=32, gate=64, x=64, warps=4, stages=2)
+_READY_HALVED = Tile(rows=64, sides=64, gate=128, x=64, warps=4, stages=3)
 # With little shared memory, where large tiles of TF32 don't fit, and others spill more.
 _SMALL = Tile(rows=64, sides=32, gate=32, x=128, warps=4, stages=2)
 # For float32 and float64 themselves.
 _EXACT = Tile(rows=32, sides=32, gate=32, x=64, warps=4, stages=1)
 _FLOAT64 = _EXACT._replace(x=32)
+
+
+class Halved(NamedTuple):
+    """Halves of weights' rows, the reciprocals of their scales, and the step from hi to lo."""
+
+    halves: Any
+    scales: Any
+    lo: int
+
+    @staticmethod
+    def of(update: Update, weights: tuple[Any, ...]) -> Halved:
+        """Return halves of rows one weight after the other, if products are made of halves."""
+        given = [weight for weight in weights if weight is not None]
+        if not update.halved:
+            return Halved(None, None, 0)
+        rows = given[0] if len(given) == 1 else torch.cat(given)
+        # Factors are normalized rows, whose rounding errors exceed what small numbers lose.
+        found = split(rows.float()[None], 2, strict=False)
+        return Halved(found.halves, found.scales, found.halves.stride(0))
 
 
 def triangle_multiplicative_update(a: Any, y: Any) -> None:
@@ -75,9 +98,10 @@ def triangle_multiplicative_update(a: Any, y: Any) -> None:
         if update.whole and out is not None:
             # One launch makes left, right and the gate.
             gate = update.gate(members, ALL, out[b])
-            sides = update.new(2, members * H, N, update.pitch)
-            project(update, *update.edges(b, ALL), sides=sides, gate=gate)
-            multiply(update, sides, o, ALL, 2.0**shift)
+            sides = update.new_sides(members * H)
+            scales = side_scales(update, b, update.weights)
+            project(update, *update.edges(b, ALL), sides=sides, side_scales=scales, gate=gate)
+            multiply(update, sides, scales, o, ALL, 2.0**shift)
             del sides
         else:
             triangles(update, b, o, 2.0**shift)
@@ -99,12 +123,13 @@ def project(
     *,
     weights: Weights | None = None,
     sides: Any = None,
+    side_scales: Any = None,
     logits: Any = None,
     gate: Any = None,
 ) -> None:
     """Fill the outputs given: planes of sides, the logits of their gates, the last gate.
 
-    The weights may be those of some channels of the sides.
+    The weights may be those of some channels of the sides. With scales, sides are halves.
     """
     B, L, N, C = x.shape
     rows, lines = B * L * N, B * L
@@ -122,7 +147,7 @@ def project(
         _project_wide(update, x, mask, w, sides, gate)
         return
     numbers: tuple[int, ...]
-    half, plane = (sides.stride(0), sides.stride(1)) if H else (0, 0)
+    half, plane = (sides.stride(-4), sides.stride(-3)) if H else (0, 0)
     way = update.on_hopper and many and hopper.way_to_project(C, H, G, logging)
     norm = w.norm_in_weight, w.norm_in_bias
     outputs = sides, logits, gate
@@ -151,9 +176,17 @@ def project(
     if ready:
         parts = blocks + ceil(G, BG)
     numbers = L, N, update.pitch, half, plane, *strides_of(mask)
+    sides_lo = 0 if side_scales is None else sides.stride(0)
     constants = update.eps, C, H, G, update.output, update.width, parts, BM, chunk, BH, BG
     constants += *update.types, update.asm, *update.place
+    halved = Halved.of(update, (p_w, g_w, o_w if G else None))
+    kept_scales, kept_lo = None, 0
+    if kept is not None and halved.halves is not None:
+        rows_of = split(kept.flatten(0, 2)[None, :, :C], 2, strict=False)
+        kept, kept_scales, kept_lo = rows_of.halves, rows_of.scales, rows_of.halves.stride(0)
     tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs, kept
+    tensors += *halved[:2], side_scales, kept_scales
+    numbers += halved.lo, kept_lo, sides_lo
     how = {"warps": warps, "stages": stages}
     launch(kernels.project, programs * parts, tensors, numbers, constants, **how)
 
@@ -163,6 +196,8 @@ def _tile(update: Update, ready: bool, logging: bool) -> Tile:
         return _FLOAT64 if update.dtype.itemsize == 8 else _EXACT
     if update.small:
         return _SMALL
+    if update.halved:
+        return _READY_HALVED if ready else _HALVED
     if update.emulated:
         return _READY_EMULATED if ready else _EMULATED
     return _READY if ready else _WITH_LOGITS if logging else _PROJECT
@@ -206,14 +241,27 @@ def normalized(update: Update, x: Any) -> Any:
     return kept
 
 
+def side_scales(update: Update, b: slice, weights: Weights) -> Any:
+    """Return scales of the sides' halves by channel, and their reciprocals; None for no halves."""
+    if not update.halved_sides:
+        return None
+    w, (rows, C) = weights, weights.p_in_weight.shape
+    scales = update.new(2, rows)
+    most = None if update.mask is None else update.mask[b].abs().amax()
+    tensors = w.p_in_weight, w.p_in_bias, w.norm_in_weight, w.norm_in_bias, most, scales
+    launch(kernels.side_scaling, rows, tensors, (rows,), (C, power(C), update.types.float))
+    return scales
+
+
 def triangles(update: Update, b: slice, o: Any, scale: float = 1.0) -> None:
     """Write o of some of the batch, some channels at a time."""
     for h in update.channels:
-        sides = update.new(2, len(o) * (h.stop - h.start), update.N, update.pitch)
+        sides, weights = update.new_sides(len(o) * (h.stop - h.start)), update.of(h)
+        scales = side_scales(update, b, weights)
         for lines in update.lines:
-            some = sides[:, :, lines]
-            project(update, *update.edges(b, lines), weights=update.of(h), sides=some)
-        multiply(update, sides, o, h, scale)
+            edges, some = update.edges(b, lines), sides[..., lines, :]
+            project(update, *edges, weights=weights, sides=some, side_scales=scales)
+        multiply(update, sides, scales, o, h, scale)
 
 
 def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
@@ -222,7 +270,7 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
     result = out if is_aligned(out) else torch.empty_like(out)
     w = update.weights
     norm, projection = (w.norm_out_weight, w.norm_out_bias), (w.p_out_weight, w.p_out_bias)
-    tensors = o, gate, *norm, *projection, result
+    tensors: tuple[Any, ...] = o, gate, *norm, *projection, result
     many = B * L * N >= MANY
     split = update.dtype == torch.bfloat16 and w.p_out_weight.dtype == torch.float32
     sizes = C, update.H, out.dtype.itemsize
@@ -241,11 +289,16 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         BM = min(max(16, rows) if update.fast else 16, power(N, 16))
         # At most the numbers that a block of the weight has with H = 128.
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
-        if update.emulated and BH > 128:
+        halved = Halved.of(update, (w.p_out_weight,))
+        tensors += halved[:2]
+        if update.halved:
+            BN = min(BN, 64)
+        elif update.emulated and BH > 128:
             # The three parts of a float32 factor take registers.
             BM, BN = 16, min(BN, 32)
         constants = update.eps, C, update.H, update.output, BM, BH, BN, *update.types, *update.place
-        numbers = L, N, update.pitch, o.stride(1), shift
-        launch(kernels.finish, B * L * ceil(N, BM), tensors, numbers, constants)
+        numbers = L, N, update.pitch, o.stride(1), shift, halved.lo
+        programs, limited = B * L * ceil(N, BM), not update.halved
+        launch(kernels.finish, programs, tensors, numbers, constants, limited=limited)
     if result is not out:
         out.copy_(result)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gpukern.constants import LOGISTIC, ONE
-from gpukern.products import strides
+from gpukern.products import halves_of, row_scaling, strides
 
 
 @triton.jit
@@ -146,6 +146,57 @@ def _pair(
 
 
 @triton.jit
+def _halves(
+    halves, lo, first, last, k, C: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
+    PAIR: tl.constexpr, PITCH: tl.constexpr,
+):  # fmt: skip
+    """Return a chunk of columns of rows' halves, transposed, and of rows PAIR behind them."""
+    if PAIR > 0:
+        row = tl.arange(0, 2 * BH)
+        h = first + row % BH
+        at = h + row // BH * PAIR
+    else:
+        h = first + tl.arange(0, BH)
+        at = h
+    c = k * BC + tl.arange(0, BC)
+    place = halves + at[:, None] * PITCH + c[None, :]
+    inside = (h < last)[:, None] & (c < C)[None, :]
+    high = tl.load(place, mask=inside, other=0.0)
+    low = tl.load(place + lo, mask=inside, other=0.0)
+    return tl.trans(high), tl.trans(low)
+
+
+@triton.jit
+def _kept(to, lo, there, k, C: tl.constexpr, BC: tl.constexpr):
+    """Return a chunk of columns of normalized rows' halves."""
+    c = k * BC + tl.arange(0, BC)
+    inside = there[:, None] & (c < C)[None, :]
+    high = tl.load(to + c[None, :], mask=inside, other=0.0)
+    return high, tl.load(to + c[None, :] + lo, mask=inside, other=0.0)
+
+
+@triton.jit
+def _scales(scales, first, last, BH: tl.constexpr, PAIR: tl.constexpr):
+    """Return the reciprocals of scales of the rows of `_halves`."""
+    if PAIR > 0:
+        row = tl.arange(0, 2 * BH)
+        h = first + row % BH
+        return tl.load(scales + h + row // BH * PAIR, mask=h < last, other=1.0)
+    else:
+        h = first + tl.arange(0, BH)
+        return tl.load(scales + h, mask=h < last, other=1.0)
+
+
+@triton.jit
+def _add_halves(total, left, left_low, right, right_low, by_row):
+    """Add the product of halves, times the reciprocals of rows' scales."""
+    low = tl.dot(left_low, right, tl.dot(left, right_low))
+    # With a factor of their own, the sums leave the tensor cores, which truncate.
+    total += low * (by_row * (1 / 2048))[:, None]
+    return total + tl.dot(left, right) * by_row[:, None]
+
+
+@triton.jit
 def _bias(b, first, last, BH: tl.constexpr, FLOAT: tl.constexpr):
     h = first + tl.arange(0, BH)
     return tl.load(b + h, mask=h < last, other=0.0).to(FLOAT)
@@ -193,9 +244,37 @@ def normalize(
     _add_one(to, live, there, C, KEPT, BM)
 
 
+def side_scaling(
+    p_w, p_b, w, b, most, scales, rows,
+    C: tl.constexpr, BC: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Write powers of two that scale sides to at most 2¹⁵, and their reciprocals.
+
+    The bound is by Cauchy and Schwarz: the norm of a normalized row is at most √C, and a gate is
+    below one. `most` is the largest magnitude of a mask.
+    """
+    row = tl.program_id(0)
+    c = tl.arange(0, BC)
+    weight = tl.load(p_w + row * C + c, mask=c < C, other=0.0).to(FLOAT)
+    bound = tl.zeros((), FLOAT)
+    if b is not None:
+        bound += tl.abs(tl.sum(weight * tl.load(b + c, mask=c < C, other=0.0).to(FLOAT)))
+    if w is not None:
+        weight *= tl.load(w + c, mask=c < C, other=0.0).to(FLOAT)
+    bound += tl.sqrt(C * tl.sum(weight * weight))
+    if p_b is not None:
+        bound += tl.abs(tl.load(p_b + row).to(FLOAT))
+    if most is not None:
+        bound *= tl.load(most).to(FLOAT)
+    scale, reciprocal = row_scaling(bound)
+    tl.store(scales + row, scale)
+    tl.store(scales + rows + row, reciprocal)
+
+
 def project(
     x, mask, w, b, p_w, p_b, g_w, g_b, o_w, o_b, sides, logits, gate, kept,
-    L, N, pitch, half, plane, mask_b, mask_i, mask_j,
+    halves, scales, side_scales, kept_scales,
+    L, N, pitch, half, plane, mask_b, mask_i, mask_j, halves_lo, kept_lo, sides_lo,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     KEPT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     BH: tl.constexpr, BG: tl.constexpr,
@@ -205,20 +284,38 @@ def project(
     """Write left and right, the last gate, and for a backward pass the logits of sides' gates.
 
     `normalize` wrote the normalized x (`kept`), or it is made here. A program takes one of PARTS
-    shares of the channels. There are no sides where H is zero, and no gate where G is.
+    shares of the channels. There are no sides where H is zero, and no gate where G is. With the
+    `halves` of all weights' rows, those of the sides first, products are made of halves; so are
+    sides with scales of their own.
     """
     READY: tl.constexpr = kept is not None
+    HALVED: tl.constexpr = halves is not None
+    PITCH: tl.constexpr = (C + 7) // 8 * 8
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
     batch, i, row, j, live, there = _place(program, L, N, pitch, BM, LONG, ALIGNED)
     CHUNKS: tl.constexpr = (C + BC - 1) // BC
     xs = ()
     if READY:
-        to = kept + (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * KEPT
+        place = _plane(0, batch, i, 1, L * pitch, pitch, LONG) + j
+        to = kept + place[:, None] * (PITCH if HALVED else KEPT)
+        if HALVED:
+            by_row = tl.load(kept_scales + place, mask=there, other=1.0)
     else:
         near, rest, scale = _moments(x, row, j, live, EPS, C, BC, FLOAT, EXACT)
         for k in tl.static_range(CHUNKS):
             xs = xs + (_chunk(x, w, b, row, j, live, near, rest, scale, k, C, BC, FLOAT).to(DOT),)
+        if HALVED:
+            most = tl.max(tl.abs(xs[0]), 1)
+            for k in tl.static_range(1, CHUNKS):
+                most = tl.maximum(most, tl.max(tl.abs(xs[k]), 1))
+            by, by_row = row_scaling(most)
+            lows = ()
+            highs = ()
+            for k in tl.static_range(CHUNKS):
+                made, made_low = halves_of(xs[k] * by[:, None])
+                highs = highs + (made,)
+                lows = lows + (made_low,)
     if mask is not None:
         m = tl.load(mask + batch * mask_b + i * mask_i + j * mask_j, mask=live, other=0.0)
         m = m.to(FLOAT)
@@ -232,7 +329,22 @@ def project(
             for step in range(PER):
                 first = (part * PER + step) * BH
                 both = tl.zeros((BM, 2 * BH), FLOAT)
-                if READY:
+                if HALVED:
+                    if READY:
+                        for k in range(CHUNKS):
+                            high, low = _kept(to, kept_lo, there, k, C, BC)
+                            pair, pair_low = _halves(
+                                halves, halves_lo, first, 2 * H, k, C, BH, BC, 2 * H, PITCH
+                            )
+                            both = _add_halves(both, high, low, pair, pair_low, by_row)
+                    else:
+                        for k in tl.static_range(CHUNKS):
+                            pair, pair_low = _halves(
+                                halves, halves_lo, first, 2 * H, k, C, BH, BC, 2 * H, PITCH
+                            )
+                            both = _add_halves(both, highs[k], lows[k], pair, pair_low, by_row)
+                    both *= _scales(scales, first, 2 * H, BH, 2 * H)[None, :]
+                elif READY:
                     for k in range(CHUNKS):
                         c = k * BC + tl.arange(0, BC)
                         inside = there[:, None] & (c < C)[None, :]
@@ -255,7 +367,15 @@ def project(
                 h = first + tl.arange(0, BH)
                 at = _side(h, batch, i, H, half, plane, pitch, LONG)[:, None] + j[None, :]
                 inside = (h < 2 * H)[:, None] & there[None, :]
-                tl.store(sides + at, tl.trans(side.to(DOT)), mask=inside)
+                if side_scales is not None:
+                    by_side = tl.load(side_scales + h, mask=h < 2 * H, other=1.0)
+                    # Halves are read with the places that have no edge.
+                    scaled = tl.where(live[:, None], side * by_side[None, :], 0.0)
+                    side, side_low = halves_of(scaled)
+                    tl.store(sides + at, tl.trans(side), mask=inside)
+                    tl.store(sides + at + sides_lo, tl.trans(side_low), mask=inside)
+                else:
+                    tl.store(sides + at, tl.trans(side.to(DOT)), mask=inside)
                 if logits is not None:
                     tl.store(logits + at, tl.trans(g.to(DOT)), mask=inside)
     if GATES > 0:
@@ -264,7 +384,25 @@ def project(
                 begin = ((part - SIDES if READY else part) * PER_GATE + step) * BG
                 if begin < G:
                     opened = tl.zeros((BM, BG), FLOAT)
-                    if READY:
+                    if HALVED:
+                        at_gate = 4 * H + begin
+                        if READY:
+                            for k in range(CHUNKS):
+                                high, low = _kept(to, kept_lo, there, k, C, BC)
+                                weight, weight_low = _halves(
+                                    halves, halves_lo, at_gate, 4 * H + G, k, C, BG, BC, 0, PITCH
+                                )
+                                opened = _add_halves(opened, high, low, weight, weight_low, by_row)
+                        else:
+                            for k in tl.static_range(CHUNKS):
+                                weight, weight_low = _halves(
+                                    halves, halves_lo, at_gate, 4 * H + G, k, C, BG, BC, 0, PITCH
+                                )
+                                opened = _add_halves(
+                                    opened, highs[k], lows[k], weight, weight_low, by_row
+                                )
+                        opened *= _scales(scales, at_gate, 4 * H + G, BG, 0)[None, :]
+                    elif READY:
                         for k in range(CHUNKS):
                             c = k * BC + tl.arange(0, BC)
                             inside = there[:, None] & (c < C)[None, :]
@@ -302,7 +440,7 @@ def _given(h, batch, i, N, H: tl.constexpr, plane, LONG: tl.constexpr, ALIGNED: 
 
 
 def finish(
-    o, gate, w, b, p_w, p_b, out, L, N, pitch, plane, shift,
+    o, gate, w, b, p_w, p_b, out, halves, scales, L, N, pitch, plane, shift, halves_lo,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, OUTPUT: tl.constexpr,
     BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -326,14 +464,26 @@ def finish(
     _, _, on = _normalized(o, w, b, at, live, eps, H, BH, FLOAT, EXACT)
     if not OUTPUT:
         on = on * _opened(opened, FLOAT, DOT)
-    left = tl.trans(on.to(DOT))
+    PITCH: tl.constexpr = (H + 7) // 8 * 8
+    if halves is not None:
+        by, by_row = row_scaling(tl.max(tl.abs(on), 0))
+        on_high, on_low = halves_of(on * by[None, :])
+        left, left_low = tl.trans(on_high), tl.trans(on_low)
+    else:
+        left = tl.trans(on.to(DOT))
     for block in range((C + BN - 1) // BN):
         c = block * BN + tl.arange(0, BN)
         inside = live[:, None] & (c < C)[None, :]
         if OUTPUT:
             s = s_first if C <= BN else tl.load(to_gate + c[None, :], mask=inside, other=0.0)
-        weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
-        value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
+        if halves is not None:
+            right, right_low = _halves(halves, halves_lo, block * BN, C, 0, H, BN, BH, 0, PITCH)
+            value = tl.zeros((BM, BN), FLOAT)
+            value = _add_halves(value, left, left_low, right, right_low, by_row)
+            value *= _scales(scales, block * BN, C, BN, 0)[None, :]
+        else:
+            weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
+            value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
         if DOT == tl.bfloat16 and p_w.dtype.element_ty == tl.float32:
             # The weight's rounding error.
             rest = _weight(p_w, block * BN, C, 0, H, BN, BH, FLOAT) - weight.to(FLOAT)
@@ -347,8 +497,8 @@ def finish(
 
 
 def finish_back(
-    o, gate, dout, scaling, w, b, p_w, p_b, do, dgate, dp, kept, sums,
-    L, N, pitch, plane, do_plane,
+    o, gate, dout, scaling, w, b, p_w, p_b, do, dgate, dp, kept, sums, halves, scales,
+    L, N, pitch, plane, do_plane, halves_lo,
     EPS: tl.constexpr, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, OUTPUT: tl.constexpr,
     KEPT: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     DOT: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -364,8 +514,16 @@ def finish_back(
     y, scale, on = _normalized(o, w, b, at, live, EPS, H, BH, FLOAT, EXACT)
     inside = (h < H)[:, None] & there[None, :]
     place = (_plane(0, batch, i, 1, L * pitch, pitch, LONG) + j)[:, None] * G
-    left = tl.trans(on.to(DOT))
-    don = tl.zeros((BH, BM), FLOAT)
+    HALVED: tl.constexpr = halves is not None
+    PITCH: tl.constexpr = (H + 7) // 8 * 8
+    if HALVED:
+        by, by_row = row_scaling(tl.max(tl.abs(on), 0))
+        on_high, on_low = halves_of(on * by[None, :])
+        left, left_low = tl.trans(on_high), tl.trans(on_low)
+        don_rows = tl.zeros((BM, BH), FLOAT)
+    else:
+        left = tl.trans(on.to(DOT))
+        don = tl.zeros((BH, BM), FLOAT)
     for block in range((C + BN - 1) // BN):
         c = block * BN + tl.arange(0, BN)
         within = live[:, None] & (c < C)[None, :]
@@ -376,9 +534,18 @@ def finish_back(
         if OUTPUT:
             s = tl.load(gate + at_c, mask=within, other=0.0)
             s = _opened(s, FLOAT, DOT)
-        weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
+        if HALVED:
+            right, right_low = _halves(halves, halves_lo, block * BN, C, 0, H, BN, BH, 0, PITCH)
+            by_column = _scales(scales, block * BN, C, BN, 0)
+        else:
+            weight = _weight(p_w, block * BN, C, 0, H, BN, BH, DOT)
         if OUTPUT:
-            value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
+            if HALVED:
+                value = tl.zeros((BM, BN), FLOAT)
+                value = _add_halves(value, left, left_low, right, right_low, by_row)
+                value *= by_column[None, :]
+            else:
+                value = tl.dot(left, tl.trans(weight), None, PRECISION, out_dtype=FLOAT)
             if p_b is not None:
                 value += _bias(p_b, block * BN, C, BN, FLOAT)[None, :]
             ds = (g * value * s * (1 - s)).to(DOT)
@@ -386,7 +553,16 @@ def finish_back(
             g = g * s
         if dp is not None:
             tl.store(dp + at_c, g.to(DOT), mask=within)
-        don = tl.dot(tl.trans(weight), tl.trans(g.to(DOT)), don, PRECISION, out_dtype=FLOAT)
+        if HALVED:
+            # The scales of the weight's rows go with the cotangent, whose columns they meet.
+            g = g * by_column[None, :]
+            by, by_g = row_scaling(tl.max(tl.abs(g), 1))
+            high, low = halves_of(g * by[:, None])
+            don_rows = _add_halves(don_rows, high, low, tl.trans(right), tl.trans(right_low), by_g)
+        else:
+            don = tl.dot(tl.trans(weight), tl.trans(g.to(DOT)), don, PRECISION, out_dtype=FLOAT)
+    if HALVED:
+        don = tl.trans(don_rows)
     projected = on
     if not OUTPUT:
         at_gate = _plane(h, batch, i, H, L * pitch, pitch, LONG)[:, None] + j[None, :]
@@ -702,9 +878,10 @@ def product(
 # `gpukern.trimul.plan` aligns these pointers to 16 bytes.
 POINTERS = {
     normalize: ("x", "kept"),
-    project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept"),
-    finish: ("o", "gate", "p_w", "out"),
-    finish_back: ("o", "gate", "dout", "p_w", "do", "dgate", "dp", "kept"),
+    side_scaling: (),
+    project: ("x", "p_w", "g_w", "o_w", "sides", "logits", "gate", "kept", "halves"),
+    finish: ("o", "gate", "p_w", "out", "halves"),
+    finish_back: ("o", "gate", "dout", "p_w", "do", "dgate", "dp", "kept", "halves"),
     sides_back: ("dsides", "sides", "logits"),
     norm_back: ("x", "dxn", "dx"),
     through_norm: (),

@@ -17,6 +17,7 @@ from fusedops._frame.check import warn
 from fusedops.trimul.op import Weights, in_parts, slices, warn_of_parts
 from gpukern.launch import Launcher, kernel_of_any_size, wide
 from gpukern.precision import EMULATED, of_float32
+from gpukern.products import has_room, repay
 from gpukern.trimul import kernels
 
 # Versions of Triton whose Gluon compiles these kernels. Gluon is experimental: another version may
@@ -57,12 +58,15 @@ if hopper is not None:
 
 
 @functools.cache
-def _launcher(kernel: Any, warps: int, stages: int, aligned: tuple[str, ...]) -> Launcher:
+def _launcher(
+    kernel: Any, warps: int, stages: int, aligned: tuple[str, ...], limited: bool
+) -> Launcher:
     if kernel in ON_HOPPER:
         # A multiprocessor runs one such program, which may use all registers.
         return Launcher(kernel_of_any_size(kernel, ON_HOPPER[kernel], gluon.jit), warps)
     # Such limits leave a multiprocessor room for two programs of eight warps, or three of four.
     registers = 128 if warps == 8 else 168 if kernel is kernels.finish else None
+    registers = registers if limited else None
     names = *kernels.POINTERS[kernel], *aligned
     return Launcher(kernel_of_any_size(kernel, names), warps, registers, stages)
 
@@ -77,13 +81,19 @@ def launch(
     warps: int = 4,
     stages: int = 1,
     aligned: tuple[str, ...] = (),
+    limited: bool = True,
 ) -> None:
-    """Launch a kernel; `aligned` names pointers that are so in this launch."""
+    """Launch a kernel; `aligned` names pointers that are so in this launch.
+
+    If not `limited`, a program may use all registers.
+    """
     # A descriptor has no dtype: the other tensors imply it, and constants imply its block.
     kinds = tuple([getattr(tensor, "dtype", None) for tensor in tensors])
     device = next(tensor.device for tensor in tensors if tensor is not None)
     key = device, kinds, wide(*numbers), constants
-    _launcher(kernel, warps, stages, aligned)(programs, key, *tensors, *numbers, *constants)
+    _launcher(kernel, warps, stages, aligned, limited)(
+        programs, key, *tensors, *numbers, *constants
+    )
 
 
 def strides_of(mask: Any) -> tuple[int, ...]:
@@ -191,6 +201,9 @@ class Update:
         # In float16 o is a mean over edges, since a sum may overflow.
         self.shift = -round(math.log2(max(self.N, 1))) if self.dtype == torch.float16 else 0
         self.few = self.B * self.L * self.N <= FEW and self.dtype != torch.float64
+        # Whether products of float32 are made of halves.
+        self.halved = self.emulated and not self.few and has_room(x.device)
+        self.halved_sides = self.halved and repay(x.device, self.H, *[self.N] * 3, ready=True)
         # Whether our own kernel makes the products.
         self.ours = self.few or self.dtype == torch.float32
         # The interpreter's products know no bfloat16.
@@ -211,6 +224,12 @@ class Update:
 
     def new(self, *shape: int, dtype: Any = None) -> Any:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
+
+    def new_sides(self, planes: int) -> Any:
+        """Return memory for planes of left and right, or for their halves."""
+        if self.halved_sides:
+            return self.new(2, 2, planes, self.N, self.pitch, dtype=torch.float16)
+        return self.new(2, planes, self.N, self.pitch)
 
     def divide(self, need: Callable[[int, int, int], int], least: int) -> None:
         """Find parts of the batch, of the channels of left and right, and of the lines.

@@ -12,7 +12,7 @@ import torch
 
 from gpukern.launch import processors
 from gpukern.precision import EMULATED
-from gpukern.products import in_vectors, multiply_halves, repay, split, unit_of
+from gpukern.products import Halves, in_vectors, multiply_halves, repay, split, unit_of
 from gpukern.trimul import kernels
 from gpukern.trimul.plan import Update, ceil, launch
 
@@ -56,7 +56,7 @@ def products(
         else:
             torch.baddbmm(out, a.float(), b.float(), beta=float(add), alpha=scale, out=out)
         return
-    if update.emulated and repay(a.device, *a.shape[:2], b.shape[2], a.shape[2]):
+    if update.halved and repay(a.device, *a.shape[:2], b.shape[2], a.shape[2]):
         multiply_halves(split(a, 2), split(b, 1), out, factor=scale, add=add)
         return
     size, terms, warps, stages = _tile(update)
@@ -111,11 +111,40 @@ def _widened(update: Update, a: Any, b: Any) -> Any:
     return a.float() @ b.float()
 
 
-def multiply(update: Update, sides: Any, o: Any, h: slice, scale: float = 1.0) -> None:
-    """Write planes of o."""
-    left, right = sides[..., : update.N]
+def multiply(
+    update: Update, sides: Any, side_scales: Any, o: Any, h: slice, scale: float = 1.0
+) -> None:
+    """Write planes of o, from left and right or from their halves."""
+    if side_scales is None:
+        left, right = sides[..., : update.N]
+    else:
+        left, right = _halves_of_sides(update, sides, side_scales, len(o))
     left, right = (left.mT, right) if update.direction == "incoming" else (left, right.mT)
-    products(update, left, right, o[:, h].flatten(0, 1), scale=scale)
+    out = o[:, h].flatten(0, 1)
+    if side_scales is None:
+        products(update, left, right, out, scale=scale)
+    else:
+        multiply_halves(left, right, out, factor=scale)
+
+
+def _halves_of_sides(update: Update, sides: Any, scales: Any, members: int) -> list[Halves]:
+    """Return left and right as batches of split planes, of which each has one scale."""
+    planes, N = sides.shape[2], update.N
+    reciprocals = scales[1].view(2, 1, -1).expand(2, members, -1).reshape(2, planes, 1)
+    return [
+        Halves(
+            matrix=None,
+            halves=sides,
+            scales=reciprocals[side].expand(-1, N),
+            shape=(planes, N, N),
+            steps=(0, 0, 0),
+            terms=0,
+            fast=2,
+            first=side * planes,
+            low=2 * planes,
+        )
+        for side in range(2)
+    ]
 
 
 def multiply_back(update: Update, sides: Any, do: Any, dsides: Any) -> None:
