@@ -6,9 +6,10 @@ together. Of two such numbers' product, tensor cores add up hi hi', and hi lo' +
 float32; lo lo' is below float32's last digit (Ootomo and Yokota, arXiv 2203.03341).
 
 The largest number of a row is scaled to 2¹⁴ to 2¹⁵, so that all digits of numbers down to 2⁻²⁸ of
-it are kept. Where a row or column has a smaller number, Inf, NaN, or an extreme exponent, its tiles
-of the product are sums of six products of bfloat16 (`gpukern.precision`). Tensor cores truncate
-sums, so that few terms are summed there, and such sums are added in float32.
+it are kept, and 19 down to 2⁻³². Where a row or column has a smaller number, Inf, NaN, or an
+extreme exponent, its tiles of the product are sums of six products of bfloat16
+(`gpukern.precision`). Tensor cores truncate sums, so that few terms are summed there, and such sums
+are added in float32.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def scaling(most, least):
     """
     exponent = tl.where(most == 0, 141, most >> 23)
     reach = tl.where(most == 0, 0, exponent - (least >> 23))
-    serves = (exponent >= 67) & (exponent <= 187) & (reach <= 28)
+    serves = (exponent >= 67) & (exponent <= 187) & (reach <= 32)
     scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     reciprocal = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     return scale, tl.where(serves, reciprocal, 0.0)
@@ -140,6 +141,14 @@ def _bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+@triton.jit
+def _block(at, step, r, rows, terms, x_term, BT: tl.constexpr):
+    """Return a block of terms of rows, with zeros behind the last."""
+    k = (step * BT + tl.arange(0, BT)).to(tl.int64)
+    inside = (r < rows)[:, None] & (k < terms)[None, :]
+    return tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
+
+
 @kernel_of_any_size
 def _split(
     x, halves, scales, rows, terms, whole, x_batch, x_row, x_term, lo, pitch,
@@ -149,7 +158,8 @@ def _split(
     """Write the halves of rows, and the scales' reciprocals.
 
     If STRICT, rows whose halves lose digits have zeros, as has the reciprocal.
-    STEPS of BT terms are given to the interpreter, which can't turn a number into a range.
+    STEPS of BT terms are given where there is one, and to the interpreter, which can't turn a
+    number into a range.
     """
     x_batch, x_row, x_term = strides(x_batch, x_row, x_term, UNIT, ALIGNED)
     if ALIGNED:
@@ -161,13 +171,12 @@ def _split(
     r = (tl.program_id(0) % blocks * BR + tl.arange(0, BR)).to(tl.int64)
     at = x + batch * x_batch + r[:, None] * x_row
     here = tl.minimum(terms, whole - batch * terms)
+    value = tl.zeros((BR, BT), tl.float32)
     most = tl.zeros((BR, BT), tl.int32)
     INFINITE: tl.constexpr = 0x7F800000
     least = most + INFINITE
     for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
-        k = (step * BT + tl.arange(0, BT)).to(tl.int64)
-        inside = (r < rows)[:, None] & (k < here)[None, :]
-        value = tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
+        value = _block(at, step, r, rows, here, x_term, BT)
         bits = _bits(value)
         most = tl.maximum(most, bits)
         least = tl.minimum(least, tl.where(bits == 0, INFINITE, bits))
@@ -182,8 +191,9 @@ def _split(
         to = halves + batch * terms * pitch + r[:, None]
     for step in range(tl.cdiv(terms, BT) if STEPS is None else STEPS):
         k = (step * BT + tl.arange(0, BT)).to(tl.int64)
-        inside = (r < rows)[:, None] & (k < here)[None, :]
-        value = tl.load(at + k[None, :] * x_term, mask=inside, other=0.0)
+        # A single block is still there.
+        if STEPS != 1:
+            value = _block(at, step, r, rows, here, x_term, BT)
         if STRICT:
             value = tl.where(reciprocal[:, None] > 0, value, 0.0)
         hi, low = halves_of(value * scale[:, None])
@@ -276,7 +286,7 @@ def _multiply(
     tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
-_launch_split = Launcher(_split, 4)
+_launch_split = Launcher(_split, 8)
 
 
 @functools.cache
@@ -319,12 +329,14 @@ def split(matrix: Any, along: int, parts: int = 1, strict: bool = True) -> Halve
     pitch = -(-fast // 8) * 8
     halves = torch.empty((2, batches, slow, pitch), dtype=torch.float16, device=x.device)
     scales = torch.empty((batches, rows), dtype=torch.float32, device=x.device)
-    BR, BT = 32, 64
-    if terms_fast:
-        BT = min(1024, power(terms, 64))
-        BR = 4096 // BT
+    # As many terms as rows may have, so that numbers are read once.
+    BT = power(terms, 64)
+    BR = max(16 if not terms_fast else 4, 8192 // BT)
+    if BT > 1024:
+        BR, BT = (4, 1024) if terms_fast else (32, 128)
     numbers = rows, terms, whole, step, row, term, halves.stride(0), pitch
-    steps = None if x.is_cuda else -(-terms // BT)
+    steps = -(-terms // BT)
+    steps = steps if steps == 1 or not x.is_cuda else None
     constants = unit_of(x), in_vectors(x), terms_fast, BR, BT, steps, strict
     key = x.device, wide(*numbers), *constants
     _launch_split(batches * -(-rows // BR), key, x, halves, scales, *numbers, *constants)

@@ -330,7 +330,7 @@ def finish_back(
     BN = max(16, min(most, (1 << 13) // BH, power(C, 16)))
     warps = 4
     if update.halved:
-        BM, BN, warps = min(max(16, 8192 // BH), power(N, 16)), min(BN, 32), 8
+        BM, BN, warps = min(64, power(N, 16)), min(BN, 32), 8
     programs = B * L * ceil(N, BM)
     sums = update.new(programs, 2, H, dtype=update.accumulator)
     constants = update.eps, C, H, update.G, update.output, width, BM, BH, BN

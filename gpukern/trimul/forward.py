@@ -46,7 +46,7 @@ _READY = Tile(rows=128, sides=64, gate=64, x=64, warps=4, stages=3)
 _EMULATED = Tile(rows=64, sides=32, gate=32, x=64, warps=4, stages=2)
 _READY_EMULATED = Tile(rows=128, sides=32, gate=32, x=32, warps=8, stages=2)
 # For products of halves.
-_HALVED = Tile(rows=64, sides=32, gate=64, x=64, warps=4, stages=2)
+_HALVED = Tile(rows=128, sides=64, gate=128, x=128, warps=8, stages=2)
 _READY_HALVED = Tile(rows=64, sides=64, gate=128, x=64, warps=4, stages=3)
 # With little shared memory, where large tiles of TF32 don't fit, and others spill more.
 _SMALL = Tile(rows=64, sides=32, gate=32, x=128, warps=4, stages=2)
@@ -187,7 +187,7 @@ def project(
     tensors = x, mask, *norm, p_w, p_b, g_w, g_b, o_w, o_b, *outputs, kept
     tensors += *halved[:2], side_scales, kept_scales
     numbers += halved.lo, kept_lo, sides_lo
-    how = {"warps": warps, "stages": stages}
+    how = {"warps": warps, "stages": stages, "limited": not update.halved}
     launch(kernels.project, programs * parts, tensors, numbers, constants, **how)
 
 
@@ -291,14 +291,16 @@ def finish(update: Update, o: Any, gate: Any, out: Any, shift: int) -> None:
         BN = max(16, min(128 if update.fast else 32, (1 << 14) // BH, power(C, 16)))
         halved = Halved.of(update, (w.p_out_weight,))
         tensors += halved[:2]
+        warps = 4
         if update.halved:
-            BN = min(BN, 64)
+            BM, BN, warps = min(64, power(N, 16)), min(BN, 64), 4 if BH <= 128 else 8
         elif update.emulated and BH > 128:
             # The three parts of a float32 factor take registers.
             BM, BN = 16, min(BN, 32)
         constants = update.eps, C, update.H, update.output, BM, BH, BN, *update.types, *update.place
         numbers = L, N, update.pitch, o.stride(1), shift, halved.lo
         programs, limited = B * L * ceil(N, BM), not update.halved
-        launch(kernels.finish, programs, tensors, numbers, constants, limited=limited)
+        how = {"warps": warps, "limited": limited}
+        launch(kernels.finish, programs, tensors, numbers, constants, **how)
     if result is not out:
         out.copy_(result)

@@ -190,7 +190,9 @@ class Update:
         self.accumulator = torch.promote_types(self.dtype, torch.float32)
         # Whether factors may be rounded, and whether products run on tensor cores.
         self.rounded = self.dtype.itemsize == 2 or precision == "tf32"
-        self.precision = {"tf32": "tf32", "float32": of_float32(x.device)}.get(precision, "ieee")
+        self.precision = "ieee"
+        if self.dtype == torch.float32 and precision in ("tf32", "float32"):
+            self.precision = "tf32" if precision == "tf32" else of_float32(x.device)
         self.emulated = self.precision == EMULATED
         self.fast = self.rounded or self.emulated
         if self.mask is not None:
