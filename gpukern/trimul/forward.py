@@ -47,6 +47,7 @@ _EMULATED = Tile(rows=64, sides=32, gate=32, x=64, warps=4, stages=2)
 _READY_EMULATED = Tile(rows=128, sides=32, gate=32, x=32, warps=8, stages=2)
 # For products of halves.
 _HALVED = Tile(rows=128, sides=64, gate=128, x=128, warps=8, stages=2)
+_NARROW_HALVED = Tile(rows=64, sides=32, gate=64, x=64, warps=4, stages=2)
 _READY_HALVED = Tile(rows=64, sides=64, gate=128, x=64, warps=4, stages=3)
 # With little shared memory, where large tiles of TF32 don't fit, and others spill more.
 _SMALL = Tile(rows=64, sides=32, gate=32, x=128, warps=4, stages=2)
@@ -197,7 +198,7 @@ def _tile(update: Update, ready: bool, logging: bool) -> Tile:
     if update.small:
         return _SMALL
     if update.halved:
-        return _READY_HALVED if ready else _HALVED
+        return _READY_HALVED if ready else _HALVED if update.C > 64 else _NARROW_HALVED
     if update.emulated:
         return _READY_EMULATED if ready else _EMULATED
     return _READY if ready else _WITH_LOGITS if logging else _PROJECT
