@@ -53,6 +53,11 @@ def cast(array: Any, like: Any) -> Any:
     return array.to(dtype) if is_tensor(array) else array.astype(dtype)
 
 
+def copied(array: Any, dtype: Any) -> Any:
+    """Return a copy of an array in a dtype."""
+    return array.to(dtype, copy=True) if is_tensor(array) else np.array(array, dtype)
+
+
 def zeros(like: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of zeros in the dtype and on the device of `like`."""
     return like.new_zeros(shape) if is_tensor(like) else np.zeros(shape, like.dtype)

@@ -8,6 +8,7 @@ kind holds an array.
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -126,7 +127,72 @@ def forget_plans() -> None:
         plans.clear()
 
 
+class Made:
+    """An argument of a primitive that every call makes anew from arguments of the op."""
+
+    def __init__(self, function: Callable[..., Any], *of: Any) -> None:
+        self.function, self.of = function, of
+
+    def make(self) -> Any:
+        """Return the argument of the call that it was first made for."""
+        return self.function(*self.of)
+
+
 def are_one(values: Sequence[Any]) -> bool:
     """Return whether an object is given as two arguments, so that it stands for neither alone."""
     arrays = [id(value) for value in values if type(value) not in CONSTANTS]
     return len(set(arrays)) < len(arrays)
+
+
+def arranged(
+    parts: Sequence[Any], values: tuple[Any, ...]
+) -> Callable[[tuple[Any, ...]], Sequence[Any]] | None:
+    """Return a function that makes `parts` anew from other values of the same kinds.
+
+    Each part is one of the values, a constant, or `Made` of these; else there is no such function.
+    """
+    if are_one(values):
+        return None
+    place_of = {id(value): at for at, value in enumerate(values)}
+    constants: tuple[Any, ...] = ()
+    places: list[int | None] = []
+    made = []
+    for at, part in enumerate(parts):
+        if isinstance(part, Made):
+            of = arranged(part.of, values)
+            if of is None:
+                return None
+            made.append((at, part.function, of))
+            places.append(None)
+        elif type(part) in CONSTANTS:
+            places.append(len(values) + len(constants))
+            constants += (part,)
+        elif id(part) in place_of:
+            places.append(place_of[id(part)])
+        else:
+            return None
+    pick = picker(places)
+    if not made:
+        return (lambda values: pick(values + constants)) if constants else pick
+
+    def make(values: tuple[Any, ...]) -> list[Any]:
+        found = list(pick(values + constants))
+        for at, function, of in made:
+            found[at] = function(*of(values))
+        return found
+
+    return make
+
+
+def picker(places: Sequence[int | None]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that picks values by their places, with None for no place."""
+    if not any([at is not None for at in places]):
+        nothing = (None,) * len(places)
+        return lambda values: nothing
+    if len(places) == 1 and places[0] is not None:
+        # A slice gives its one value in a tuple, as several places do.
+        return operator.itemgetter(slice(places[0], places[0] + 1))
+    if None not in places:
+        return operator.itemgetter(*places)
+    pick = operator.itemgetter(*[-1 if at is None else at for at in places])
+    return lambda values: pick((*values, None))

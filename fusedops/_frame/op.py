@@ -6,14 +6,13 @@ import contextlib
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops._frame.arrays import cast
+from fusedops._frame.arrays import cast, namespace
 from fusedops._frame.check import (
     as_array,
     device_of,
@@ -21,60 +20,20 @@ from fusedops._frame.check import (
     is_dtensor,
     is_tensor,
     of_shape,
-    promoted,
     reference,
     same_device,
     sharing,
     traced,
 )
 from fusedops._frame.hook import bridge, compiling, outside_of_graphs
-from fusedops._frame.kinds import CONSTANTS, Kind, Plans, are_one, kind_of
-from fusedops._frame.leading import flat, flattened, led
+from fusedops._frame.kinds import CONSTANTS, Kind, Made, Plans, are_one, arranged, kind_of
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive
-from fusedops._frame.registry import Explanation, Request
-from fusedops._frame.shapes import Array, Sizes, checked
+from fusedops._frame.registry import Explanation
+from fusedops._frame.shapes import Array, Sizes, checked, flat, flattened, led
 
 F = TypeVar("F", bound=Callable[..., Any])
 F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
-
-
-class Op(Generic[F_co]):
-    """The type of a public op, for type checkers: a function with attributes."""
-
-    __name__: str
-    __doc__: str
-    __call__: F_co
-    __wrapped__: Callable[..., Any]
-    primitive: Primitive
-    #: The declarations of the arrays that the op takes.
-    declared: Mapping[str, Array]
-    #: The array that may have any number of leading dimensions.
-    leading: str | None
-    #: The arrays by which `vjp` has gradients only if its `wrt` asks for them.
-    by_request: Sequence[str]
-
-    def bound(self, *args: Any, **kwargs: Any) -> Bound:
-        """Return the checked call: the primitive's arguments and the outputs shown."""
-        raise NotImplementedError
-
-    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
-        """Return the value, and the pullback from a cotangent to gradients.
-
-        `wrt` names the arrays that gradients are by; they come in the order of the signature.
-        """
-        raise NotImplementedError
-
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Return which backend serves the call, and why."""
-        raise NotImplementedError
-
-
-class Made:
-    """An argument of a primitive that every call makes anew from arguments of the op."""
-
-    def __init__(self, function: Callable[..., Any], *of: Any) -> None:
-        self.function, self.of = function, of
 
 
 class Bound(NamedTuple):
@@ -95,89 +54,17 @@ def to_run(
 ) -> Any:
     """Return the result of a function under `op`, whose annotation is the op's result instead.
 
-    `arguments` are the primitive's; each is an argument of the op, a constant, or `Made`. They must
+    `arguments` are the primitive's: each is an argument of the op, a constant, or `Made`. They must
     depend on the kinds of the op's arguments alone. `values` checks the values of the record of
     arguments in every call.
     """
     return Bound(arguments, shown, values)
 
 
-def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
-    """Return the arrays of an argument with its name; None means the packed one's own names."""
-    if isinstance(value, np.ndarray) or is_tensor(value):
-        return [(name, value)]
-    if not isinstance(value, Packed):
-        return []
-    parts = zip(value._fields, value.arrays(), strict=False)
-    return [(name or field, part) for field, part in parts]
-
-
-def _check_out(
-    name: str,
-    primitive: Primitive,
-    bound: Bound,
-    given: Mapping[str, Any],
-    names: Sequence[str],
-    out: Any,
-) -> None:
-    """Raise unless the first output shown can be written to `out`."""
-    arrays, others = bound.a[: len(names)], bound.a[len(names) :]
-    first = reference(arrays)
-    shape, dtype = primitive.describe(bound.a)[primitive.outputs.index(names_of(bound)[0])]
-    shape = shape if bound.lead is None else (*bound.lead, *shape[1:])
-    plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
-    if not (is_tensor(out) if is_tensor(first) else plain):
-        kind = "torch tensor" if is_tensor(first) else "NumPy array"
-        raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
-    at = next(at for at, array in enumerate(arrays) if array is first)
-    same_device(name, "out", device_of(out), names[at], device_of(first))
-    of_shape(name, "out", out, shape)
-    if dtype_name(out.dtype) != dtype:
-        raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
-    if is_tensor(out):
-        torch = sys.modules["torch"]
-        contiguous, writable = out.is_contiguous(), True
-        inputs = [*arrays, out]
-        if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
-            raise RuntimeError(
-                f"{name}: out is given and an argument requires grad; it should be called without "
-                "out, or under torch.no_grad"
-            )
-    else:
-        contiguous, writable = out.flags.c_contiguous, out.flags.writeable
-    if not contiguous or not writable:
-        what = "read-only" if contiguous else "not contiguous"
-        raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
-    # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
-    held = (*((None, value) for value in others), *zip(names, arrays, strict=True))
-    once = {id(value): (argument, value) for argument, value in (*held, *given.items())}
-    for argument, value in once.values():
-        parts = _named_arrays(argument, value)
-        shared = sharing(out, [array for _, array in parts])
-        if shared is not None:
-            raise ValueError(f"{name}: out shares memory with {parts[shared][0]}; it should not")
-
-
-def _summed(array: Any, given: Any) -> Any:
-    """Return `array` summed to the shape of `given`, and in its dtype if that is a float."""
-    given = np.asarray(given)
-    more = array.ndim - given.ndim
-    axes = (*range(more), *(more + i for i, n in enumerate(given.shape) if n == 1))
-    summed = array.sum(axes).reshape(given.shape)
-    return summed.astype(given.dtype, copy=False) if given.dtype.kind == "f" else summed
-
-
-def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
-    """Return a checked cotangent of a NumPy output, in its dtype."""
-    if is_tensor(value):
-        raise TypeError(f"{op}: the cotangent is a torch tensor; it should be a NumPy array")
-    value = as_array(op, "the cotangent", value)
-    if value.dtype.kind not in "fiu":
-        raise TypeError(f"{op}: the cotangent has dtype {value.dtype}; it should be float or int")
-    of_shape(op, "the cotangent", value, like.shape)
-    return value.astype(like.dtype, copy=False)
-
-
+@overload
+def op(
+    primitive: Primitive, *, overloads: type[F], **options: Any
+) -> Callable[[Callable[..., Any]], Op[F]]: ...
 @overload
 def op(
     primitive: Primitive,
@@ -187,41 +74,20 @@ def op(
     sharded: str | None = None,
     by_request: Sequence[str] = (),
 ) -> Callable[[F], Op[F]]: ...
-@overload
-def op(
-    primitive: Primitive,
-    *,
-    names: Mapping[str, str] | None = None,
-    overloads: type[F],
-    pack: Callable[..., tuple[Any, ...]] | None = None,
-) -> Callable[[Callable[..., Any]], Op[F]]: ...
-def op(
-    primitive: Primitive,
-    *,
-    names: Mapping[str, str] | None = None,
-    leading: str | None = None,
-    sharded: str | None = None,
-    by_request: Sequence[str] = (),
-    overloads: Any = None,
-    pack: Any = None,
-) -> Any:
+def op(primitive: Primitive, *, overloads: Any = None, pack: Any = None, **options: Any) -> Any:
     """Turn a function that checks its options into a public op.
 
     The function gets arrays that meet the primitive's declarations, and returns `to_run`. Its
     signature is the op's. It ends in ``backend`` and, unless the op returns a number, ``out``, an
-    array for the output shown first; these two are served and documented here. `names` maps names
-    of the primitive's arrays to names in the signature, if they differ. `leading` names an array
-    that may have any number of dimensions in place of its first, as outputs and arrays that
-    broadcast then have too. `sharded` is the module whose function of the op's name serves
-    calls in which that array is a DTensor; without it they are refused. `by_request` names arrays
-    by which `.vjp` has gradients only if its `wrt` asks for them. `overloads` is a protocol
-    for type checkers, if one signature isn't enough. `pack` returns positional arguments with those
-    packed that have no kind, such as lists, so that a plan serves their call.
+    array for the output shown first; these two are served and documented here. `overloads` is a
+    protocol for type checkers, if one signature isn't enough. `pack` returns positional arguments
+    with those packed that have no kind, such as lists, so that a plan serves their call. The other
+    options are those of `Op`.
     """
 
     def declare(check: Callable[..., Any]) -> Any:
-        of = _Checked(primitive, check, names or {}, leading, sharded, by_request)
-        name, plans = of.name, of.plans
+        of: Op[Any] = Op(primitive, check, **options)
+        name, plans = of.__name__, of.plans
         check.__doc__ = _documented(name, check.__doc__, of.takes_out)
 
         @functools.wraps(check)
@@ -246,46 +112,54 @@ def op(
                 return call(*apart[: len(args)], backend=backend, **kwargs)
             return of.serve(kind, asked, backend, args, kwargs)
 
-        of.describe(call)
-        registry.ops[name] = call
-        return call
+        shown: Any = call
+        for attribute in ("primitive", "declared", "leading", "by_request", "bound"):
+            setattr(shown, attribute, getattr(of, attribute))
+        shown.vjp, shown.explain = outside_of_graphs(of.vjp), outside_of_graphs(of.explain)
+        registry.ops[name] = shown
+        return shown
 
     return declare
 
 
-class _Checked:
-    """An op's function and signature, and the declared arrays by their names in it."""
+class Op(Generic[F_co]):
+    """A public op, the function `check` in front of a primitive; users hold its `call`.
+
+    `names` maps names of the primitive's arrays to names in the signature, if they differ.
+    `leading` names an array that may have any number of dimensions in place of its first, as
+    outputs and arrays that broadcast then have too. `sharded` is the module whose function of the
+    op's name serves calls in which that array is a DTensor; without it they are refused.
+    `by_request` names arrays by which `vjp` has gradients only if its `wrt` asks for them.
+    """
+
+    __doc__: str
+    __call__: F_co
+    __wrapped__: Callable[..., Any]
 
     def __init__(
         self,
         primitive: Primitive,
         check: Callable[..., Any],
-        names: Mapping[str, str],
-        leading: str | None,
-        sharded: str | None,
-        by_request: Sequence[str],
+        names: Mapping[str, str] | None = None,
+        leading: str | None = None,
+        sharded: str | None = None,
+        by_request: Sequence[str] = (),
     ) -> None:
-        self.primitive, self.check, self.names = primitive, check, names
+        self.primitive, self.check, self.names = primitive, check, names or {}
         self.leading, self.sharded, self.by_request = leading, sharded, by_request
-        self.name = check.__name__
+        self.__name__ = check.__name__
         self.signature = inspect.signature(check)
         self.takes_out = "out" in self.signature.parameters
         #: The names of the primitive's arrays in the signature.
-        self.arguments = [names.get(name, name) for name in primitive.arrays]
-        self.declared = _declared(primitive, names, self.signature)
+        self.arguments = [self.names.get(name, name) for name in primitive.arrays]
+        #: The declarations of the arrays in the signature, in its order.
+        self.declared = _declared(primitive, self.names, self.signature)
         self.broadcast = [name for name, array in self.declared.items() if array.broadcasts]
         self.plans: Plans[Callable[..., Any]] = Plans()
 
-    def describe(self, call: Any) -> None:
-        """Set the attributes of a public op."""
-        call.primitive, call.declared, call.leading = self.primitive, self.declared, self.leading
-        call.by_request = self.by_request
-        call.bound = lambda *args, **kwargs: self.bind(args, kwargs)[1]
-        call.vjp, call.explain = outside_of_graphs(self.vjp), outside_of_graphs(self.explain)
-
     def bind(self, args: Any, kwargs: Any) -> tuple[Bound, Bound]:
         """Return a checked call, and the same call with every `Made` argument made."""
-        name, primitive, declared = self.name, self.primitive, self.declared
+        name, primitive, declared = self.__name__, self.primitive, self.declared
         try:
             call = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -311,12 +185,16 @@ class _Checked:
             after = getattr(parts, argument)
             function = _chained(of, after.function) if isinstance(after, Made) else of
             parts = parts._replace(**{argument: Made(function, by_name[argument])})
-        made = [part.function(*part.of) if isinstance(part, Made) else part for part in parts]
+        made = [part.make() if isinstance(part, Made) else part for part in parts]
         bound = given._replace(a=primitive.Arguments._make(made))
         primitive.sizes(bound.a, name, self.names)
         if bound.values is not None:
             bound.values(bound.a)
         return given._replace(a=parts), bound
+
+    def bound(self, *args: Any, **kwargs: Any) -> Bound:
+        """Return the checked call."""
+        return self.bind(args, kwargs)[1]
 
     def slots(self, bound: Bound) -> list[Any]:
         """Return slots that ask for the outputs shown."""
@@ -330,7 +208,7 @@ class _Checked:
         primitive = self.primitive
         first = args[0] if args else kwargs.get(str(self.leading))
         if self.sharded and is_dtensor(first) and not traced():
-            serve = getattr(importlib.import_module(self.sharded), self.name)
+            serve = getattr(importlib.import_module(self.sharded), self.__name__)
             return serve(*args, backend=backend, **kwargs)
         given, bound = self.bind(args, kwargs)
         slots = self.slots(bound)
@@ -344,7 +222,7 @@ class _Checked:
 
     def fill(self, out: Any, asked: str | None, backend: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a call, the first of them written to `out`."""
-        primitive, name = self.primitive, self.name
+        primitive, name = self.primitive, self.__name__
         _, bound = self.bind(args, kwargs)
         if not self.takes_out:
             raise TypeError(f"{name}: it returns a number and takes no out")
@@ -365,9 +243,12 @@ class _Checked:
         wrt: Sequence[str] | None = None,
         backend: str | None = None,
         **kwargs: Any,
-    ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-        """Return the value, and the pullback."""
-        name, primitive = self.name, self.primitive
+    ) -> tuple[Any, Callable[..., tuple[np.ndarray, ...]]]:
+        """Return the value, and the pullback from a cotangent to gradients.
+
+        `wrt` names the arrays that gradients are by; they come in the order of the signature.
+        """
+        name, primitive = self.__name__, self.primitive
         if "out" in kwargs:
             raise TypeError(f"{name}.vjp: it takes no out")
         asked = registry.forced(backend, name)
@@ -402,7 +283,7 @@ class _Checked:
 
     def cotangents(self, bound: Bound, y: Any, given: Sequence[Any]) -> tuple[Any, ...]:
         """Return checked cotangents of all outputs, from those of the outputs shown."""
-        op, shown = f"{self.name}.vjp", names_of(bound)
+        op, shown = f"{self.__name__}.vjp", names_of(bound)
         if len(given) != len(shown):
             raise TypeError(
                 f"{op}: the pullback got {len(given)} cotangents; it should get "
@@ -434,13 +315,9 @@ class _Checked:
 
     def explain(self, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
         """Return which backend serves the call, and why."""
-        asked = registry.forced(backend, self.name)
-        arrays = self.bind(args, kwargs)[1].a[: len(self.arguments)]
-        first = reference(arrays)
-        framework = "torch" if is_tensor(first) else "numpy"
-        device = first.device.type if framework == "torch" else "cpu"
-        request = Request(self.primitive.name, framework, device, promoted(arrays), asked)
-        return registry.explain(request)
+        asked = registry.forced(backend, self.__name__)
+        arrays = self.bound(*args, **kwargs).a[: len(self.arguments)]
+        return registry.explain(registry.request(self.primitive.name, arrays, asked))
 
 
 def explain(op: Op[Any], /, *args: Any, **kwargs: Any) -> Explanation:
@@ -538,10 +415,83 @@ def _broadcast(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
         return given
 
     def broadcast(given: Any) -> Any:
-        given = cast(given, dtype)
-        return given.expand(shape) if is_tensor(given) else np.broadcast_to(given, shape)
+        return namespace(given).broadcast_to(cast(given, dtype), shape)
 
     return Made(broadcast, given)
+
+
+def _check_out(
+    name: str,
+    primitive: Primitive,
+    bound: Bound,
+    given: Mapping[str, Any],
+    names: Sequence[str],
+    out: Any,
+) -> None:
+    """Raise unless the first output shown can be written to `out`."""
+    arrays, others = bound.a[: len(names)], bound.a[len(names) :]
+    first = reference(arrays)
+    shape, dtype = primitive.describe(bound.a)[primitive.outputs.index(names_of(bound)[0])]
+    shape = shape if bound.lead is None else (*bound.lead, *shape[1:])
+    plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
+    if not (is_tensor(out) if is_tensor(first) else plain):
+        kind = "torch tensor" if is_tensor(first) else "NumPy array"
+        raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
+    at = next(at for at, array in enumerate(arrays) if array is first)
+    same_device(name, "out", device_of(out), names[at], device_of(first))
+    of_shape(name, "out", out, shape)
+    if dtype_name(out.dtype) != dtype:
+        raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
+    if is_tensor(out):
+        contiguous, writable = out.is_contiguous(), True
+        if bridge().watched((*arrays, out)):
+            raise RuntimeError(
+                f"{name}: out is given and an argument requires grad; it should be called without "
+                "out, or under torch.no_grad"
+            )
+    else:
+        contiguous, writable = out.flags.c_contiguous, out.flags.writeable
+    if not contiguous or not writable:
+        what = "read-only" if contiguous else "not contiguous"
+        raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
+    # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
+    converted = (*zip(names, arrays, strict=True), *[(None, value) for value in others])
+    for argument, value in (*given.items(), *converted):
+        parts = _named_arrays(argument, value)
+        shared = sharing(out, [array for _, array in parts])
+        if shared is not None:
+            raise ValueError(f"{name}: out shares memory with {parts[shared][0]}; it should not")
+
+
+def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
+    """Return the arrays of an argument with its name; None means the packed one's own names."""
+    if isinstance(value, np.ndarray) or is_tensor(value):
+        return [(name, value)]
+    if not isinstance(value, Packed):
+        return []
+    return [
+        (name or field, array) for field, array in zip(value._fields, value.arrays(), strict=False)
+    ]
+
+
+def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
+    """Return a checked cotangent of a NumPy output, in its dtype."""
+    if is_tensor(value):
+        raise TypeError(f"{op}: the cotangent is a torch tensor; it should be a NumPy array")
+    value = as_array(op, "the cotangent", value)
+    if value.dtype.kind not in "fiu":
+        raise TypeError(f"{op}: the cotangent has dtype {value.dtype}; it should be float or int")
+    of_shape(op, "the cotangent", value, like.shape)
+    return value.astype(like.dtype, copy=False)
+
+
+def _summed(array: Any, given: Any) -> Any:
+    """Return `array` summed to the shape of `given`, and in its dtype if that is a float."""
+    given = np.asarray(given)
+    more = array.ndim - given.ndim
+    axes = (*range(more), *(more + i for i, n in enumerate(given.shape) if n == 1))
+    summed = array.sum(axes).reshape(given.shape)
+    return summed.astype(given.dtype, copy=False) if given.dtype.kind == "f" else summed
 
 
 _OUT = """
@@ -633,48 +583,30 @@ def _shown(primitive: Primitive, bound: Bound, y: Any) -> Any:
 def _planned(
     primitive: Primitive, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
 ) -> Callable[[tuple[Any, ...]], Any] | None:
-    """Return a function that serves calls of one kind without checks, or None.
+    """Return a function from a call's `values` that serves its kind without checks, or None.
 
-    The function takes the values of the op's arguments. It exists only if every argument of the
-    primitive is one of these values, is made from them, or is a constant.
+    It needs each argument of the primitive to be arranged from the values. A value that isn't
+    passed on, such as a 0-d array for an int, counts by more than its kind.
     """
-    place_of = {id(value): at for at, value in enumerate(values)}
-    if are_one(values):
-        return None
-    template: list[Any] = []
-    moved, made = [], []
-    placed: set[int] = set()
-    for at, part in enumerate(given.a):
-        constant = type(part) in CONSTANTS
-        template.append(part if constant else None)
-        if constant:
-            continue
-        of = part.of if isinstance(part, Made) else (part,)
-        if any([id(source) not in place_of for source in of]):
-            return None
-        placed.update([id(source) for source in of])
-        at_call = [place_of[id(source)] for source in of]
-        if isinstance(part, Made):
-            made.append((at, at_call, part.function))
-        else:
-            moved.append((at, *at_call))
-    if placed != {id(value) for value in values if type(value) not in CONSTANTS}:
-        # An array that isn't passed on, such as a 0-d array for an int, counts by its value.
+    arrange = arranged(given.a, values)
+    used = [part.of if isinstance(part, Made) else (part,) for part in given.a]
+    counted = {id(source) for sources in used for source in sources}
+    passed = all([type(value) in CONSTANTS or id(value) in counted for value in values])
+    if (
+        arrange is None
+        or not passed
+        or (bound.lead is not None and not isinstance(bound.shown, str))
+    ):
         return None
     plan = primitive.plan(bound.a, slots)
-    if plan is None or (bound.lead is not None and not isinstance(bound.shown, str)):
+    if plan is None:
         return None
     record, look, lead = primitive.Arguments._make, bound.values, bound.lead
     shown = [primitive.outputs.index(name) for name in names_of(bound)]
     alone = shown[0] if isinstance(bound.shown, str) else None
 
     def run(values: tuple[Any, ...]) -> Any:
-        arguments = template.copy()
-        for at, place in moved:
-            arguments[at] = values[place]
-        for at, places, function in made:
-            arguments[at] = function(*[values[place] for place in places])
-        a = record(arguments)
+        a = record(arrange(values))
         if look is not None:
             look(a)
         y = plan(a, slots)

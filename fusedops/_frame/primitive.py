@@ -9,15 +9,15 @@ import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops._frame.check import is_tensor, promoted, reference
+from fusedops._frame.arrays import cast, copied
+from fusedops._frame.check import is_tensor, reference
 from fusedops._frame.hook import loaded
 from fusedops._frame.kinds import Plans, kind_of
-from fusedops._frame.registry import Request
 from fusedops._frame.shapes import Array, Output
 from fusedops._host import memory
 
@@ -227,7 +227,7 @@ class Primitive:
                 if loaded().transforms():
                     return None
                 make = loaded().eager
-            found = self.plans.keep(kind, make(self, a, slots, asked))
+            found = self.plans.keep(kind, make(self, a, slots))
         return found
 
     def sizes(
@@ -278,7 +278,7 @@ class Primitive:
         """
         if not any([cotangent is not None for cotangent in dy]):
             return (None,) * len(wanted)
-        pullback = cast("Callable[..., Any]", self.pullback)
+        pullback: Any = self.pullback
         found = pullback(a, y, self.Outputs._make(dy), self.Arrays._make(wanted))
         if found is NotImplemented:
             return found
@@ -303,32 +303,25 @@ def primitives() -> dict[str, Primitive]:
     return registry._primitives
 
 
-def _on_numpy(
-    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
-) -> Callable[[Any, Any], Any]:
+def _on_numpy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
     """Return the function that makes outputs and runs a NumPy kernel on arguments of these kinds.
 
     The kernel gets aligned arrays of one dtype.
     """
     count = len(primitive.arrays)
-    dtype = promoted(a[:count])
-    backend, kernel = registry.choose(Request(primitive.name, "numpy", "cpu", dtype, asked))
-    described = primitive.describe(a)
     given = a[: count + len(primitive.constants)]
+    request = registry.request(primitive.name, a[:count])
+    backend, kernel = registry.choose(request)
+    dtype, described = request.dtype, primitive.describe(a)
+    present = [(at, array) for at, array in enumerate(given) if array is not None]
     # Compiled code may fault if a number's address is not a multiple of its size.
     unfit = [
-        at
-        for at, array in enumerate(given)
-        if array is not None and not (array.flags.aligned and (array.dtype == dtype or at >= count))
+        (at, dtype if at < count else array.dtype)
+        for at, array in present
+        if not array.flags.aligned or (array.dtype != dtype and at < count)
     ]
     # Numba would compile its kernels again, for seconds, for arrays that are read-only.
-    locked = [
-        at
-        for at, array in enumerate(given)
-        if backend.name == "numba" and array is not None and not array.flags.writeable
-    ]
-    dtypes = [output and output[1] for output in described]
-    rounded = any([output is not None and output != dtype for output in dtypes])
+    locked = [at for at, b in present if backend.name == "numba" and not b.flags.writeable]
     filled = [at for at, slot in enumerate(slots) if isinstance(slot, np.ndarray)]
     fit = [at for at in filled if slots[at].dtype == dtype and slots[at].flags.aligned]
     made = [
@@ -350,44 +343,50 @@ def _on_numpy(
         kernel(a, y)
         return y
 
+    def unlocked(a: Any, slots: Sequence[Any]) -> Any:
+        free = {primitive.Arguments._fields[at]: _as_writable(a[at]) for at in locked}
+        return run(a._replace(**free), slots)
+
     if backend.package is None:
-        return _converted(primitive, lambda a, slots: kernel(a), dtype, unfit, locked, dtypes)
-    if unfit or locked or rounded or filled:
-        return _converted(primitive, run, dtype, unfit, locked, dtypes)
-    return run
+        return converted(primitive, lambda a, slots: kernel(a), unfit, described)
+    plain = all([output is None or output[1] == dtype for output in described])
+    if plain and not (unfit or locked or filled):
+        return run
+    return converted(primitive, unlocked if locked else run, unfit, described)
 
 
-def _converted(
+def converted(
     primitive: Primitive,
     run: Callable[[Any, Any], Sequence[Any]],
-    dtype: np.dtype,
-    unfit: Sequence[int],
-    locked: Sequence[int],
-    dtypes: Sequence[Any],
+    unfit: Sequence[tuple[int, Any]],
+    described: Sequence[Any],
 ) -> Callable[[Any, Any], Any]:
-    """Return a function that runs a plan on copies of arrays unfit for it, in one dtype."""
-    count, names = len(primitive.arrays), primitive.Arguments._fields
-    written = [at for at in unfit if names[at] in primitive.mutates]
+    """Return a function that runs a plan on copies of unfit arrays, each in the dtype beside it.
 
-    def converted(given: Any, slots: Sequence[Any]) -> Any:
+    Outputs get the dtypes that are `described`, and go into the arrays given for them.
+    """
+    names, record = primitive.Arguments._fields, primitive.Arguments._make
+    written = [at for at, _ in unfit if names[at] in primitive.mutates]
+
+    def convert(given: Any, slots: Sequence[Any]) -> Any:
         a = list(given)
-        for at in unfit:
-            a[at] = np.array(a[at], dtype if at < count else a[at].dtype)
-        for at in locked:
-            a[at] = _as_writable(a[at])
-        outputs = [
-            array if array is None else array.astype(to, copy=False)
-            for array, to in zip(run(primitive.Arguments._make(a), slots), dtypes, strict=True)
-        ]
+        for at, dtype in unfit:
+            a[at] = copied(a[at], dtype)
+        outputs = list(run(record(a), slots))
         for at in written:
             given[at][...] = a[at]
-        for at, slot in enumerate(slots):
-            if isinstance(slot, np.ndarray) and outputs[at] is not slot:
+        for at, (slot, output) in enumerate(zip(slots, described, strict=True)):
+            if slot is None or output is None:
+                outputs[at] = None
+                continue
+            if outputs[at].dtype != output[1]:
+                outputs[at] = cast(outputs[at], output[1])
+            if slot is not True and outputs[at] is not slot:
                 slot[...] = outputs[at]
                 outputs[at] = slot
         return primitive.Outputs._make(outputs)
 
-    return converted
+    return convert
 
 
 def _as_writable(array: np.ndarray) -> np.ndarray:

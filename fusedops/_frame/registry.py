@@ -9,12 +9,12 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from fusedops._frame.check import dtype_name, one_of, warn
+from fusedops._frame.check import dtype_name, is_tensor, one_of, promoted, reference, warn
 
 T = TypeVar("T")
 
@@ -33,6 +33,13 @@ class Request(NamedTuple):
     device: str
     dtype: Any
     forced: str | None
+
+
+def request(op: str, arrays: Sequence[Any], backend: str | None = None) -> Request:
+    """Return the request for a call of a primitive with these arrays; some may be None."""
+    first = reference(arrays)
+    where = ("torch", first.device.type) if is_tensor(first) else ("numpy", "cpu")
+    return Request(op, *where, promoted(arrays), forced(backend, op))
 
 
 @dataclass(frozen=True)

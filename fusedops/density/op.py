@@ -29,7 +29,8 @@ from fusedops._frame.check import (
     warn,
 )
 from fusedops._frame.hook import bridge
-from fusedops._frame.op import Made, op, to_run
+from fusedops._frame.kinds import Made
+from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import BackendName
 from fusedops._frame.torch_private import private

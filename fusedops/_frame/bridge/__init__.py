@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 
-from fusedops._frame import registry
 from fusedops._frame.bridge.autograd import recorded, transformed
 from fusedops._frame.bridge.evaluation import HALF, evaluation, into
 from fusedops._frame.bridge.graphs import call_registered
-from fusedops._frame.bridge.modes import guard, has_tangent, pushed_forward, transforms  # noqa: F401
+from fusedops._frame.bridge.modes import (  # noqa: F401
+    guard,
+    has_tangent,
+    pushed_forward,
+    transforms,
+    watched,
+)
 from fusedops._frame.bridge.tensors import (  # noqa: F401
     are_plain,
     as_numpy,
@@ -50,16 +55,14 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-def eager(
-    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
-) -> Callable[[Any, Any], Any]:
+def eager(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
     """Return a plan that evaluates a primitive on tensors of these kinds, as eager torch would."""
     if _narrow(primitive, a):
-        wide = eager(primitive, _in_float32(primitive, a), slots, asked)
+        wide = eager(primitive, _in_float32(primitive, a), slots)
         return lambda a, slots: wide(_in_float32(primitive, a), slots)
     if _differentiated(primitive, a):
-        return recorded(primitive, a, slots, asked)
-    run = evaluation(primitive, a, slots, asked)
+        return recorded(primitive, a, slots)
+    run = evaluation(primitive, a, slots)
     if primitive.mutates or any([isinstance(slot, torch.Tensor) for slot in slots]):
         return _told(primitive, run)
     return run
@@ -86,8 +89,7 @@ def _in_float32(primitive: Primitive, a: Any) -> Any:
 
 def _differentiated(primitive: Primitive, a: Any) -> bool:
     """Return whether autograd must know of a call; raise where there is no derivative."""
-    arrays = a[: len(primitive.arrays)]
-    asked = torch.is_grad_enabled() and any([b is not None and b.requires_grad for b in arrays])
+    asked = watched(a[: len(primitive.arrays)])
     if asked and primitive.mutates:
         raise RuntimeError(primitive.no_gradient(primitive.name))
     return asked
@@ -118,5 +120,5 @@ def traced_or_transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) ->
     elif traced():
         y = call_registered(primitive, a, slots)
     else:
-        return eager(primitive, a, slots, registry.forced(None))(a, slots)
+        return eager(primitive, a, slots)(a, slots)
     return primitive.Outputs._make(into(slots, y))

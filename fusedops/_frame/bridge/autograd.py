@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 
 from fusedops._frame import registry
 from fusedops._frame.bridge.batched import is_batch, row_by_row
-from fusedops._frame.bridge.evaluation import as_written, described, evaluation
+from fusedops._frame.bridge.evaluation import as_written, evaluation
 from fusedops._frame.bridge.modes import pushed_forward, transforms
 from fusedops._frame.check import reference
-from fusedops._frame.kinds import CONSTANTS, Kind, Plans, are_one
+from fusedops._frame.kinds import Kind, Plans, arranged, picker
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.torch_private import private
@@ -23,66 +22,57 @@ from fusedops._frame.torch_private import private
 class Step:
     """The parts that all differentiable calls of a kind share.
 
-    `present` has the places of the arrays that are given, since autograd would take time for absent
-    ones too. `holding` has the places of other arguments that hold tensors, and `bare` the places,
-    among the arrays that are given, of those whose shape alone the backward needs. A `large` call
-    asks autograd which of its gradients a backward pass wants.
+    Autograd takes only the arrays that are `given`, since it would take time for absent ones too.
     """
+
+    #: The places among these arrays of those whose shape alone the backward needs.
+    bare: Sequence[int] = ()
+    #: Whether to ask autograd which of the gradients a backward pass wants.
+    large = False
 
     def __init__(
         self,
         primitive: Primitive,
-        evaluate: Callable[[Any, Any], Any] | None,
-        asked: str | None,
+        a: Any,
         slots: tuple[Any, ...],
-        present: tuple[int, ...],
-        others: tuple[Any, ...],
-        bare: tuple[int, ...] = (),
-        large: bool = False,
+        evaluate: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        self.bare, self.large = bare, large
-        self.primitive, self.evaluate, self.asked = primitive, evaluate, asked
-        self.slots, count = slots, len(present)
-        self.kept = [primitive.outputs.index(name) for name in primitive.saves]
-        self.holding = [
-            at for at, value in enumerate(others) if isinstance(value, (Packed, torch.Tensor))
-        ]
-        #: From values of the arrays that are given to values of all arrays.
-        self.spread = _picker(
-            [present.index(at) if at in present else None for at in range(len(primitive.arrays))]
-        )
-        #: From saved values to the outputs that are kept.
-        self.outputs = _picker(
+        self.primitive, self.slots, self.evaluate = primitive, slots, evaluate
+        self.asked = registry.forced(None)
+        count = len(primitive.arrays)
+        present = [at for at in range(count) if a[at] is not None]
+        kept = [primitive.outputs.index(name) for name in primitive.saves]
+        #: From arguments, or cotangents of all arrays, to those of the arrays given.
+        self.given = picker(present)
+        self.others = slice(count, None)
+        #: From saved values to all arrays, and to the outputs that are kept.
+        self.spread = picker([present.index(at) if at in present else None for at in range(count)])
+        self.outputs = picker(
             [
-                count + self.kept.index(at) if at in self.kept else None
+                len(present) + kept.index(at) if at in kept else None
                 for at in range(len(primitive.outputs))
             ]
         )
-        #: From arguments to the arrays that are given, and to all other arguments.
-        self.given = _picker(present)
-        self.others = slice(len(primitive.arrays), None)
+        self.kept = kept
         #: The number of saved tensors that aren't borrowed.
-        self.own = count + len(self.kept)
+        self.own = len(present) + len(kept)
+        self.holding = [
+            at for at, b in enumerate(a[count:]) if isinstance(b, (Packed, torch.Tensor))
+        ]
         #: Plans of backward passes that are one call of a primitive.
         self.calls: Plans[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = Plans()
 
-    def stored(self, arrays: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
-        """Return the arrays to save: one number stands for an array whose shape alone is needed."""
-        if not self.bare:
-            return arrays
-        kept = list(arrays)
-        for at in self.bare:
-            kept[at] = arrays[at].new_empty(()).expand(arrays[at].shape)
-        return kept
+    def numbered(self, tensors: Sequence[torch.Tensor], make: str) -> Sequence[torch.Tensor]:
+        """Return tensors, with one number of `make` for each whose shape alone is needed.
 
-    def zeroed(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return saved tensors with zeros for the numbers that `stored` left unwritten.
-
-        Derivatives of higher order multiply them by zero, and they may be NaN.
+        It is unwritten in memory between passes. Derivatives of higher order multiply it by zero,
+        so they need a zero.
         """
-        found = list(saved)
+        if not self.bare:
+            return tensors
+        found = list(tensors)
         for at in self.bare:
-            found[at] = saved[at].new_zeros(()).expand(saved[at].shape)
+            found[at] = getattr(tensors[at], make)(()).expand(tensors[at].shape)
         return found
 
     def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
@@ -100,9 +90,7 @@ class Step:
     def pull_back(
         self, kind: Kind | None, needed: Sequence[bool], dy: Any, others: Any, saved: Any
     ) -> Sequence[Any]:
-        """Return cotangents of all arrays; keep the call that makes them, if it is one call."""
-        if any([is_batch(cotangent) for cotangent in dy]):
-            return row_by_row(lambda dy: self.pull_back(None, needed, dy, others, saved), dy)
+        """Return cotangents of the arrays given; keep the call that makes them, if it is one."""
         primitive = self.primitive
         a = primitive.Arguments._make((*self.spread(saved), *others))
         y = primitive.Outputs._make(self.outputs(saved))
@@ -116,21 +104,7 @@ class Step:
 
         same = self.asked == registry.forced(None)
         with contextlib.nullcontext() if same else registry.asking(self.asked):
-            return pull_back(primitive, a, y, dy, wanted, keep)
-
-
-def _picker(places: Sequence[int | None]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that picks values by their places, with None for no place."""
-    if not any([at is not None for at in places]):
-        nothing = (None,) * len(places)
-        return lambda values: nothing
-    if len(places) == 1 and places[0] is not None:
-        # A slice gives its one value in a tuple, as several places do.
-        return operator.itemgetter(slice(places[0], places[0] + 1))
-    if None not in places:
-        return operator.itemgetter(*places)
-    pick = operator.itemgetter(*[-1 if at is None else at for at in places])
-    return lambda values: pick((*values, None))
+            return self.given(pulled_back(primitive, a, y, dy, wanted, keep))
 
 
 class _Differentiable(torch.autograd.Function):
@@ -140,7 +114,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, step: Step, a: Any, *arrays: Any) -> tuple[Any, ...]:
         y = step.evaluate(a, step.slots)  # type: ignore[misc]
         ctx.step, ctx.others = step, (others := a[step.others])
-        ctx.save_for_backward(*step.stored(arrays), *step.beside(others, y))
+        stored = step.numbered(arrays, "new_empty")
+        ctx.save_for_backward(*stored, *step.beside(others, y))
         ctx.set_materialize_grads(False)
         return y
 
@@ -152,15 +127,13 @@ class _Differentiable(torch.autograd.Function):
         # Borrowed tensors are saved only for autograd to see writes to them.
         saved = ctx.saved_tensors[: step.own]
         if step.bare and torch.is_grad_enabled():
-            saved = step.zeroed(saved)
+            saved = step.numbered(saved, "new_zeros")
         tensors = [value for value in (*dy, *saved) if value is not None]
         kind = (needed, *[cotangent is None for cotangent in dy]), tensors
         call = step.calls.get(kind)
         if call is None:
-            found = step.pull_back(kind, needed[2:], dy, others, saved)
-        else:
-            found = call((*dy, *others, *saved))
-        return None, None, *step.given(found)
+            return None, None, *step.pull_back(kind, needed[2:], dy, others, saved)
+        return None, None, *step.given(call((*dy, *others, *saved)))
 
 
 # In calls with this many numbers a needless gradient takes longer than to ask autograd.
@@ -187,48 +160,32 @@ def _runs(node: Any) -> bool:
 
 def _again(call: Call, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any] | None:
     """Return a function that makes the same call of other values; None where none can."""
-    place_of = {id(value): at for at, value in enumerate(values)}
-    constants = [part for part in call.a if type(part) in CONSTANTS]
-    numbers = iter(range(len(values), len(values) + len(constants)))
-    places = [
-        next(numbers) if type(part) in CONSTANTS else place_of.get(id(part)) for part in call.a
-    ]
-    before, after = (
-        [None if value is None else place_of.get(id(value), -1) for value in beside]
-        for beside in (call.before, call.after)
-    )
-    if None in places or -1 in (*before, *after) or are_one(values):
+    before, arrange, after = [arranged(p, values) for p in (call.before, call.a, call.after)]
+    if before is None or arrange is None or after is None:
         return None
     plan = call.primitive.plan(call.a, call.slots)
     if plan is None:
         return None
-    pick, record, slots = _picker(places), call.primitive.Arguments._make, call.slots
-    first, last = _picker(before), _picker(after)
-    return lambda values: (
-        first(values) + plan(record(pick((*values, *constants))), slots) + last(values)
-    )
+    record, slots = call.primitive.Arguments._make, call.slots
+    return lambda values: before(values) + plan(record(arrange(values)), slots) + after(values)
 
 
 # Function.apply without its check for torch.func's transforms, which `plan` has made already.
 _apply = super(torch.autograd.Function, _Differentiable).apply
 
 
-def recorded(
-    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
-) -> Callable[[Any, Any], Any]:
+def recorded(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
     """Return a plan that evaluates a primitive on tensors of these kinds, and tells autograd."""
-    count = len(primitive.arrays)
     saved = primitive.with_saved(slots)
     with torch.no_grad():
-        evaluate = evaluation(primitive, a, saved, asked)
-    present = tuple([at for at, array in enumerate(a[:count]) if array is not None])
-    names = [primitive.arrays[at] for at in present]
-    differ = {name for name in names if getattr(a, name).requires_grad}
-    bare = tuple(
-        [k for k, name in enumerate(names) if not differ.intersection(primitive.readers(name))]
-    )
-    large = len(differ) > 1 and sum([getattr(a, name).numel() for name in names]) >= _LARGE
-    step = Step(primitive, evaluate, asked, saved, present, a[count:], bare, large)
+        evaluate = evaluation(primitive, a, saved)
+    step = Step(primitive, a, saved, evaluate)
+    arrays = {name: b for name, b in zip(primitive.arrays, a, strict=False) if b is not None}
+    differ = {name for name, array in arrays.items() if array.requires_grad}
+    step.bare = [
+        at for at, name in enumerate(arrays) if not differ.intersection(primitive.readers(name))
+    ]
+    step.large = len(differ) > 1 and sum([b.numel() for b in arrays.values()]) >= _LARGE
     given, record = step.given, primitive.Outputs._make
 
     def run(a: Any, slots: Sequence[Any]) -> Any:
@@ -237,7 +194,7 @@ def recorded(
     return run
 
 
-def pull_back(
+def pulled_back(
     primitive: Primitive,
     a: Any,
     y: Any,
@@ -246,51 +203,52 @@ def pull_back(
     seen: Callable[[Call], None] | None = None,
 ) -> Sequence[Any]:
     """Return a cotangent for every array that wants one, from the outputs `y` that are kept."""
+    if any([is_batch(cotangent) for cotangent in dy]):
+        return row_by_row(lambda dy: pulled_back(primitive, a, y, dy, wanted), dy)
     if primitive.pullback is not None:
         found = primitive.pulled_back(a, y, dy, wanted, seen)
         if found is not NotImplemented:
             return found
-    if not any([cotangent is not None for cotangent in dy]):
+    if not any([cotangent is not None for cotangent in dy]) or not any(wanted):
         return [None] * len(wanted)
-    # The arrays of a transform that has ended no longer require grad.
-    ended = [want and not array.requires_grad for array, want in zip(a, wanted, strict=False)]
-    if any(ended) or private().transforming():
-        return _transform_formula(primitive, a, dy, wanted)
-    return _differentiate_formula(primitive, a, dy)
+    return _pulled_back_by_formula(primitive, a, dy, wanted)
 
 
-def _differentiate_formula(
-    primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None]
+def _pulled_back_by_formula(
+    primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None], wanted: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Pull back through the formula, for orders of derivative that no kernel has."""
-    count = len(primitive.arrays)
-    with torch.enable_grad(), as_written(reference(a)):
-        # Views, because a cotangent may depend on the arrays: autograd follows that path itself.
-        differentiated = [array is not None and array.requires_grad for array in a[:count]]
-        arrays = [
-            array.view_as(array) if by else array
-            for array, by in zip(a, differentiated, strict=False)
-        ]
-        needed = [array for array, by in zip(arrays, differentiated, strict=True) if by]
-        y = primitive.formula(primitive.Arguments._make((*arrays, *a[count:])))
-    # An output may depend on no array that is differentiated by.
-    used = [
-        (output, cotangent)
-        for output, cotangent in zip(y, dy, strict=True)
-        if cotangent is not None and output.requires_grad
-    ]
-    if not used:
-        return (None,) * count
-    gradients = iter(
-        torch.autograd.grad(
-            [output for output, _ in used],
-            needed,
-            [cotangent for _, cotangent in used],
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-        )
-    )
-    return tuple(next(gradients) if by else None for by in differentiated)
+    by = [array for array, want in zip(a, wanted, strict=False) if want]
+    cotangents = tuple([cotangent for cotangent in dy if cotangent is not None])
+
+    def formula(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        left = iter(values)
+        arrays = [next(left) if want else b for b, want in zip(a, wanted, strict=False)]
+        y = primitive.formula(primitive.Arguments._make((*arrays, *a[len(wanted) :])))
+        return tuple([b for b, cotangent in zip(y, dy, strict=True) if cotangent is not None])
+
+    # The arrays of a transform that has ended no longer require grad.
+    if private().transforming() or not all([array.requires_grad for array in by]):
+        with as_written(reference(a)):
+            found = torch.func.vjp(formula, *by)[1](cotangents)
+    else:
+        with torch.enable_grad(), as_written(reference(a)):
+            # Views, as a cotangent may depend on the arrays: autograd follows that path itself.
+            views = [array.view_as(array) for array in by]
+            y = formula(*views)
+        # An output may depend on no array that is differentiated by.
+        used = [(b, dy) for b, dy in zip(y, cotangents, strict=True) if b.requires_grad]
+        found = [None] * len(by)
+        if used:
+            found = torch.autograd.grad(
+                [b for b, _ in used],
+                views,
+                [dy for _, dy in used],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+    gradients = iter(found)
+    return tuple([next(gradients) if want else None for want in wanted])
 
 
 class _Transformed(_Differentiable):
@@ -300,7 +258,7 @@ class _Transformed(_Differentiable):
     def forward(  # type: ignore[override]
         step: Step, others: tuple[Any, ...], *arrays: Any
     ) -> tuple[Any, ...]:
-        return tuple(step.primitive(*arrays, *others, out=step.slots))
+        return tuple(step.primitive(*step.spread(arrays), *others, out=step.slots))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -316,15 +274,14 @@ class _Transformed(_Differentiable):
             tuple([_alive(value) if isinstance(value, torch.Tensor) else value for value in some])
             for some in (ctx.saved_tensors, ctx.others)
         )
-        found = ctx.step.pull_back(None, ctx.needs_input_grad[2:], dy, others, saved)
-        return None, None, *ctx.step.given(found)
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *ctx.step.pull_back(None, needed, dy, others, saved)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
         """Return tangents of the outputs, by the transpose of the pullback, which is linear."""
-        step, others = ctx.step, ctx.others
+        step, others, count = ctx.step, ctx.others, len(tangents) - 2
         along = {at: tangent for at, tangent in enumerate(tangents[2:]) if tangent is not None}
-        count = len(step.primitive.arrays)
 
         def pull_back(dy: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             given = [dy.get(at) for at in range(len(y))]
@@ -346,41 +303,20 @@ class _Transformed(_Differentiable):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], step: Step, others: tuple[Any, ...], *arrays: Any
     ) -> Any:
-        dims = in_dims[2:]
-        rows = [
-            _Transformed.apply(
-                step,
-                others,
-                *(
-                    array if dim is None else array.select(dim, b)
-                    for array, dim in zip(arrays, dims, strict=True)
-                ),
-            )
-            for b in range(info.batch_size)
+        # A batch of none has the outputs of a batch of zeros, without its one row.
+        most = max(info.batch_size, 1)
+        columns = [
+            [array] * most
+            if dim is None
+            else array.unbind(dim) or [array.new_zeros(array.movedim(dim, 0).shape[1:])]
+            for array, dim in zip(arrays, in_dims[2:], strict=True)
         ]
-        if not rows:
-            return _Transformed._of_no_rows(dims, step.primitive, others, arrays)
-        stacked = tuple(
-            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
-        )
-        return stacked, tuple(None if column is None else 0 for column in stacked)
-
-    @staticmethod
-    def _of_no_rows(
-        in_dims: tuple[Any, ...], primitive: Primitive, others: tuple[Any, ...], arrays: Any
-    ) -> Any:
-        """Return the outputs of a batch of no arrays."""
-        row = [
-            array if dim is None else array.new_empty([*array.shape[:dim], *array.shape[dim + 1 :]])
-            for array, dim in zip(arrays, in_dims, strict=True)
+        rows = [_Transformed.apply(step, others, *row) for row in zip(*columns, strict=True)]
+        stacked = [
+            None if column[0] is None else torch.stack(column)[: info.batch_size]
+            for column in zip(*rows, strict=True)
         ]
-        outputs = tuple(
-            None
-            if output is None
-            else reference(arrays).new_empty((0, *output[0]), dtype=output[1])
-            for output in described(primitive, primitive.Arguments._make((*row, *others)))
-        )
-        return outputs, tuple(None if output is None else 0 for output in outputs)
+        return tuple(stacked), tuple([None if column is None else 0 for column in stacked])
 
 
 def _alive(tensor: torch.Tensor) -> torch.Tensor:
@@ -394,27 +330,6 @@ def transformed(primitive: Primitive, a: Any, slots: Sequence[Any]) -> tuple[Any
     """Return outputs where torch.func transforms a call."""
     if primitive.mutates:
         raise RuntimeError(primitive.no_gradient(primitive.name))
-    count = len(primitive.arrays)
     wanted = tuple([slot if slot is None else True for slot in slots])
-    slots, asked = primitive.with_saved(wanted), registry.forced(None)
-    step = Step(primitive, None, asked, slots, tuple(range(count)), a[count:])
-    return _Transformed.apply(step, a[count:], *a[:count])
-
-
-def _transform_formula(
-    primitive: Primitive, a: Any, dy: Sequence[torch.Tensor | None], needed: Sequence[bool]
-) -> tuple[Any, ...]:
-    """Pull back through the formula by torch.func, for other transforms to go through."""
-    asked = [cotangent is not None for cotangent in dy]
-
-    def formula(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        by = iter(values)
-        arrays = [next(by) if need else array for array, need in zip(a, needed, strict=False)]
-        y = primitive.formula(primitive.Arguments._make((*arrays, *a[len(needed) :])))
-        return tuple([output for output, ask in zip(y, asked, strict=True) if ask])
-
-    by = [array for array, need in zip(a, needed, strict=False) if need]
-    with as_written(reference(a)):
-        pull_back = torch.func.vjp(formula, *by)[1]
-        gradients = iter(pull_back(tuple([c for c in dy if c is not None])))
-    return tuple(next(gradients) if need else None for need in needed)
+    step = Step(primitive, a, primitive.with_saved(wanted))
+    return _Transformed.apply(step, a[step.others], *step.given(a))

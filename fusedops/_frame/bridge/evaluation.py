@@ -14,18 +14,15 @@ import torch
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops._frame.bridge.tensors import layout_of, np_dtype
-from fusedops._frame.check import own_memory, promoted, reference
-from fusedops._frame.primitive import Primitive, poisoned
-from fusedops._frame.registry import Request
+from fusedops._frame.check import own_memory, reference
+from fusedops._frame.primitive import Primitive, converted, poisoned
 from fusedops._frame.torch_private import private
 from fusedops._host import memory
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-def evaluation(
-    primitive: Primitive, a: Any, slots: Sequence[Any], asked: str | None
-) -> Callable[[Any, Any], Any]:
+def evaluation(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any]:
     """Return a function that evaluates a primitive on the backend chosen, without a derivative."""
     count = len(primitive.arrays)
     given = a[: count + len(primitive.constants)]
@@ -34,15 +31,12 @@ def evaluation(
             own_memory(primitive.name, name, array)
     if any([isinstance(t, torch.Tensor) and _is_lazy(t) for t in (*given, *slots)]):
         _refuse_lazy(primitive, a, slots)
-        resolved = _resolved(primitive, a)
-        run = evaluation(primitive, resolved, slots, asked)
+        run = evaluation(primitive, _resolved(primitive, a), slots)
         return lambda a, slots: run(_resolved(primitive, a), slots)
-    dtype = promoted(a[:count])
-    backend, kernel = registry.choose(
-        Request(primitive.name, "torch", reference(a).device.type, dtype, asked)
-    )
+    request = registry.request(primitive.name, a[:count])
+    backend, kernel = registry.choose(request)
     if backend.speaks == "numpy":
-        return _on_numpy(primitive, backend, kernel, a, slots, dtype)
+        return _on_numpy(primitive, backend, kernel, a, slots, request.dtype)
     if backend.package is None:
 
         def formula(a: Any, slots: Sequence[Any]) -> Any:
@@ -163,22 +157,21 @@ def _on_numpy(
     count = len(primitive.arrays)
     if dtype in HALF and not (dtype == torch.bfloat16 and kernel in registry.takes_bfloat16):
         dtype = torch.float32
-    cast, converted = list(a), []
+    cast, unfit = list(a), []
     for at, array in enumerate(a[: count + len(primitive.constants)]):
         if array is not None and not _is_fit(array, to := dtype if at < count else array.dtype):
-            converted.append((at, to))
+            unfit.append((at, to))
             cast[at] = torch.empty_like(array, dtype=to, device="meta")
     outputs = described(primitive, a)
     tensors = [at for at, slot in enumerate(slots) if isinstance(slot, torch.Tensor)]
-    # A tensor that isn't fit to be filled gets a copy of the output.
-    copied = [at for at in tensors if not _is_fit(slots[at], dtype)]
+    fit = [at for at in tensors if _is_fit(slots[at], dtype)]
     seen = [(at, *layout_of(b)) for at, b in enumerate(cast) if isinstance(b, torch.Tensor)]
-    filled = [(at, *layout_of(slots[at])) for at in tensors if at not in copied]
+    filled = [(at, *layout_of(slots[at])) for at in fit]
     kind = np_dtype(dtype)
     made = [
         (at, tuple(output[0]), memory.empty_of(output[0], kind))
         for at, (slot, output) in enumerate(zip(slots, outputs, strict=True))
-        if output is not None and (slot is True or at in copied)
+        if output is not None and slot is not None and at not in fit
     ]
     work = _filled_by(kernel) if backend.package is None else kernel
     if kernel in registry.told_of_tensors:
@@ -204,37 +197,12 @@ def _on_numpy(
         work(Arguments(arrays), Outputs(y))
         return Outputs(found)
 
-    if converted or copied or not all([not out or out[1] == dtype for out in outputs]):
-        return _converted(primitive, fill, converted, copied, outputs)
-    return fill
-
-
-def _converted(
-    primitive: Primitive,
-    run: Callable[[Any, Any], Any],
-    converted: Sequence[tuple[int, torch.dtype]],
-    copied: Sequence[int],
-    outputs: Sequence[Any],
-) -> Callable[[Any, Any], Any]:
-    """Return a function that runs a plan on copies of tensors unfit for it."""
-    names = primitive.Arguments._fields
-    written = [at for at, _ in converted if names[at] in primitive.mutates]
-
-    def convert(a: Any, slots: Sequence[Any]) -> Any:
-        cast = list(a)
-        for at, to in converted:
-            cast[at] = cast[at].to(to, copy=True)
-        y = list(run(cast, slots))
-        for at in written:
-            a[at].copy_(cast[at])
-        for at, output in enumerate(outputs):
-            if at in copied:
-                y[at] = slots[at].copy_(y[at])
-            elif slots[at] is True and output is not None:
-                y[at] = y[at].to(output[1])
-        return primitive.Outputs._make(y)
-
-    return convert
+    plain = all([output is None or output[1] == dtype for output in outputs])
+    return (
+        fill
+        if plain and not unfit and fit == tensors
+        else converted(primitive, fill, unfit, outputs)
+    )
 
 
 def _is_fit(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

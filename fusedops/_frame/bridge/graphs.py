@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusedops._frame import registry
-from fusedops._frame.bridge.autograd import Step
+from fusedops._frame.bridge.autograd import pulled_back
 from fusedops._frame.bridge.evaluation import described, evaluation
 from fusedops._frame.check import reference
 from fusedops._frame.kinds import Plans, kind_of
@@ -123,7 +123,8 @@ class _Registered:
         kind = kind_of((asked, *slots, *a))
         run = self.evaluations.get(kind)
         if run is None:
-            run = self.evaluations.keep(kind, evaluation(self.primitive, a, slots, asked))
+            with registry.asking(asked):
+                run = self.evaluations.keep(kind, evaluation(self.primitive, a, slots))
         return _returned(a, slots, run(a, slots))
 
     def fake(self, *args: Any) -> Any:
@@ -145,7 +146,8 @@ class _Registered:
 
     def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         primitive, count = self.primitive, len(self.primitive.arrays)
-        a, slots, backend = self.record((*ctx.saved_tensors[: self.given], *ctx.flat))
+        saved = ctx.saved_tensors
+        a, slots, backend = self.record((*saved[: self.given], *ctx.flat))
         if tuple(slots) != primitive.with_saved(slots):
             raise RuntimeError(f"torch.ops.{self.name}: its gradient needs more outputs wanted")
         # An empty tensor stands for an output that isn't made.
@@ -156,14 +158,14 @@ class _Registered:
         dy = [
             cotangent if known else None for cotangent, known in zip(cotangents, made, strict=True)
         ]
-        places = [primitive.outputs.index(name) for name in primitive.saves]
-        kept = [
-            output if made[at] else None
-            for at, output in zip(places, ctx.saved_tensors[self.given :], strict=True)
+        kept = dict(zip(primitive.saves, saved[self.given :], strict=True))
+        y = [
+            kept.get(name) if known else None
+            for name, known in zip(primitive.outputs, made, strict=True)
         ]
-        step = Step(primitive, None, backend, tuple(slots), tuple(range(count)), a[count:])
-        needed = ctx.needs_input_grad[:count]
-        gradients = step.pull_back(None, needed, dy, a[count:], (*a[:count], *kept))
+        wanted = [need or None for need in ctx.needs_input_grad[:count]]
+        with registry.asking(backend):
+            gradients = pulled_back(primitive, a, primitive.Outputs._make(y), dy, wanted)
         # Torch takes a list of tensors for as many arguments, and an empty one for a list of these.
         nothing = [
             [None] * len(value)

@@ -20,6 +20,11 @@ def transforms() -> bool:
     return _transforming() or _dispatch_modes() > 0 or _dual_level() >= 0
 
 
+def watched(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether autograd records operations on any of the tensors."""
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+
+
 def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Return whether any of the tensors is dual, a value with a tangent."""
     return _dual_level() >= 0 and any(
