@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Packages whose frames lie between a user's call and the warning.
 _BETWEEN = ("fusedops", "cpukern", "gpukern", "torch", "functools")
 _INTEGER = re.compile(r"bool|u?int(8|16|32|64)")
-_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
 # Classes of tensors with which torch traces, while one of its modes is active.
 _TRACED = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
 _UNWRAPPED = {
@@ -56,6 +56,11 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, np.dtype) and dtype in _NAMES:
         return _NAMES[dtype]
     return str(dtype).removeprefix("torch.")
+
+
+def refuse(error: type[Exception], op: str, name: str, was: str, should: str) -> NoReturn:
+    """Raise an error about an argument of an op."""
+    raise error(f"{op}: {name} {was}; it should {should}")
 
 
 def warn(message: str) -> None:
@@ -130,7 +135,7 @@ def own_memory(op: str, name: str, tensor: Any) -> None:
     else:
         was, advice = f"a {kind.__name__}", _UNWRAPPED.get(kind.__name__, "a plain torch.Tensor")
         advice = advice.format(name)
-    raise TypeError(f"{op}: {name} is {was}; it should be {advice}")
+    refuse(TypeError, op, name, f"is {was}", f"be {advice}")
 
 
 def sharing(one: Any, others: Iterable[Any]) -> int | None:
@@ -156,68 +161,54 @@ def sharing(one: Any, others: Iterable[Any]) -> int | None:
 
 
 def _memory(array: Any) -> tuple[int, int] | None:
-    """Return where an array's memory begins and ends; None for a tensor without memory."""
-    if not is_tensor(array):
-        start, (low, high) = array.ctypes.data, _span(array.shape, array.strides, 1)
-        return start + low, start + high + array.itemsize - 1
-    torch = sys.modules["torch"]
-    kind = type(array)
-    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or array.is_meta:
+    """Return where an array's memory begins and ends, if it has any."""
+    if is_tensor(array):
+        torch = sys.modules["torch"]
+        if type(array) not in (torch.Tensor, torch.nn.Parameter) or array.is_meta:
+            return None
+        start, strides, unit = array.data_ptr(), array.stride(), array.itemsize
+    else:
+        start, strides, unit = array.ctypes.data, array.strides, 1
+    if 0 in array.shape:
         return None
-    start, (low, high) = array.data_ptr(), _span(array.shape, array.stride(), array.itemsize)
-    return start + low, start + high
+    low, high = _span(array.shape, strides)
+    return start + low * unit, start + high * unit + array.itemsize
 
 
 @functools.lru_cache(512)
-def _span(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> tuple[int, int]:
-    """Return where an array's memory begins and ends, in bytes from its first element.
-
-    `strides` are counted in units of bytes. No memory of an empty array lies between the two.
-    """
-    if 0 in shape:
-        return sys.maxsize, -sys.maxsize
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return where the elements of an array lie, from the lowest to the highest."""
     last = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
     low, high = (sum([at for at in last if (at > 0) == up]) for up in (False, True))
-    return low * unit, (high + 1) * unit
+    return low, high
 
 
 def holds(op: str, name: str, state: Any, x: Any) -> None:
     """Raise TypeError unless a state can take the values of x in place."""
     if promoted((state, x)) != state.dtype:
-        raise TypeError(
-            f"{op}: {name} has dtype {dtype_name(state.dtype)}; it should hold "
-            f"{dtype_name(x.dtype)}, the dtype of x"
-        )
-
-
-def overlaps_itself(array: Any) -> bool:
-    """Return whether two elements of an array may share memory."""
-    if (is_tensor(array) and traced()) or 0 in array.shape:
-        return False
-    strides = array.stride() if is_tensor(array) else array.strides
-    extent = 1 if is_tensor(array) else array.itemsize
-    for stride, size in sorted((abs(s), n) for s, n in zip(strides, array.shape, strict=True)):
-        if size > 1:
-            if stride < extent:
-                return True
-            extent = stride * size
-    return False
+        should = f"hold {dtype_name(x.dtype)}, the dtype of x"
+        refuse(TypeError, op, name, f"has dtype {dtype_name(state.dtype)}", should)
 
 
 def no_overlap(op: str, name: str, array: Any) -> None:
     """Raise ValueError if two elements of an array may share memory."""
-    if overlaps_itself(array):
-        raise ValueError(f"{op}: {name} overlaps itself; it should have memory for every element")
+    if (is_tensor(array) and traced()) or 0 in array.shape:
+        return
+    strides, extent = (array.stride(), 1) if is_tensor(array) else (array.strides, array.itemsize)
+    for stride, size in sorted((abs(s), n) for s, n in zip(strides, array.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                refuse(ValueError, op, name, "overlaps itself", "have memory for every element")
+            extent = stride * size
 
 
 def alike(op: str, name: str, value: Any, other: str, like: Any) -> None:
     """Raise unless an array is of the same framework and on the same device as another."""
     if is_tensor(value) != is_tensor(like):
-        kinds = ("NumPy array", "torch tensor")
-        raise TypeError(
-            f"{op}: {name} is a {kinds[is_tensor(value)]}; it should be a "
-            f"{kinds[is_tensor(like)]}, as {other} is"
+        was, should = (
+            "torch tensor" if is_tensor(array) else "NumPy array" for array in (value, like)
         )
+        refuse(TypeError, op, name, f"is a {was}", f"be a {should}, as {other} is")
     same_device(op, name, device_of(value), other, device_of(like))
 
 
@@ -229,12 +220,10 @@ def as_array(op: str, name: str, value: Any) -> Any:
         own_memory(op, name, value)
         return value
     if value is None:
-        raise TypeError(f"{op}: {name} is None; it should be an array")
+        refuse(TypeError, op, name, "is None", "be an array")
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
-            f"{op}: {name} is a masked array, whose mask would be ignored; it should be a plain "
-            "array, made by .filled(...)"
-        )
+        was = "is a masked array, whose mask would be ignored"
+        refuse(TypeError, op, name, was, "be a plain array, made by .filled(...)")
     try:
         return np.asarray(value)
     except ValueError:
@@ -247,12 +236,14 @@ def as_array(op: str, name: str, value: Any) -> Any:
 def values(op: str, name: str, value: Any) -> np.ndarray:
     """Return a constant, an array or a tensor, as a NumPy array. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
-    if not is_tensor(value):
-        array: np.ndarray = value
-        return array
-    if value.is_meta:
-        raise TypeError(f"{op}: {name} is on meta; it should be a tensor with values")
-    return bridge().values(value)
+    _not_on_meta(op, name, value)
+    array: np.ndarray = bridge().values(value) if is_tensor(value) else value
+    return array
+
+
+def _not_on_meta(op: str, name: str, value: Any) -> None:
+    if is_tensor(value) and value.is_meta:
+        refuse(TypeError, op, name, "is on meta", "be a tensor with values")
 
 
 def no_derivative(op: str, name: str, value: Any) -> None:
@@ -267,14 +258,10 @@ def no_derivative(op: str, name: str, value: Any) -> None:
 def indices(op: str, name: str, value: Any) -> Any:
     """Return `value` as an array or tensor of int32 or int64. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
-    if is_tensor(value) and value.is_meta:
-        raise TypeError(f"{op}: {name} is on meta; it should be a tensor with values")
+    _not_on_meta(op, name, value)
     if is_tensor(value):
         value = value.resolve_neg()
-    if dtype_name(value.dtype) not in ("int32", "int64"):
-        raise TypeError(
-            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be int32 or int64"
-        )
+    _of_dtypes(op, name, value, ("int32", "int64"), "int32 or int64")
     return value
 
 
@@ -285,18 +272,18 @@ def floats(op: str, name: str, value: Any, *, or_integers: bool = False) -> Any:
         return value
     also = "bool, an integer, " if or_integers else ""
     if is_tensor(value):
-        # One-byte floats are for storage only.
-        if not value.is_floating_point() or value.itemsize == 1:
-            raise TypeError(
-                f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be a dense tensor "
-                f"of {also}float32, float64, bfloat16 or float16"
-            )
-    elif value.dtype not in _FLOATS:
-        raise TypeError(
-            f"{op}: {name} has dtype {dtype_name(value.dtype)}; it should be {also}float32 or "
-            "float64, in native byte order"
-        )
+        should = f"a dense tensor of {also}float32, float64, bfloat16 or float16"
+        _of_dtypes(op, name, value, _FLOATS, should)
+    else:
+        should = f"{also}float32 or float64, in native byte order"
+        _of_dtypes(op, name, value, _FLOATS[:2], should)
     return value
+
+
+def _of_dtypes(op: str, name: str, value: Any, dtypes: Sequence[str], should: str) -> None:
+    dtype = dtype_name(value.dtype)
+    if dtype not in dtypes:
+        refuse(TypeError, op, name, f"has dtype {dtype}", f"be {should}")
 
 
 def of_shape(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> None:
@@ -309,7 +296,7 @@ def of_shape(op: str, name: str, value: Any, shape: tuple[int | str, ...]) -> No
         else:
             return
     should = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-    raise ValueError(f"{op}: {name} has shape {tuple(got)}; it should be ({should})")
+    refuse(ValueError, op, name, f"has shape {tuple(got)}", f"be ({should})")
 
 
 def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> None:
@@ -318,8 +305,8 @@ def one_of(op: str, name: str, value: Any, choices: tuple[str | None, ...]) -> N
     if named and value in choices:
         return
     shown = repr(value) if named else f"a {type(value).__name__}"
-    should = f"it should be one of {', '.join(map(str, choices))}"
-    raise (ValueError if named else TypeError)(f"{op}: {name} is {shown}; {should}")
+    error = ValueError if named else TypeError
+    refuse(error, op, name, f"is {shown}", f"be one of {', '.join(map(str, choices))}")
 
 
 def size(op: str, name: str, value: Any, *, bits: int = 63, least: int = 0) -> int:
@@ -339,9 +326,7 @@ def size(op: str, name: str, value: Any, *, bits: int = 63, least: int = 0) -> i
     if not least <= number < 1 << bits:
         # Python refuses to write more than 4300 digits, and nobody reads so many.
         shown = number if -(1 << 64) < number < 1 << 64 else f"of {number.bit_length()} bits"
-        raise ValueError(
-            f"{op}: {name} is {shown}; it should be at least {least}, and below 2**{bits}"
-        )
+        refuse(ValueError, op, name, f"is {shown}", f"be at least {least}, and below 2**{bits}")
     return number
 
 
@@ -355,13 +340,11 @@ def at_least_one(op: str, **sizes: Any) -> None:
 def real(op: str, name: str, value: Any) -> float:
     """Return a real number as a float. Raises TypeError, or ValueError if it is too large."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be a number")
+        refuse(TypeError, op, name, f"is a {type(value).__name__}", "be a number")
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(
-            f"{op}: {name} is beyond the largest float; it should be a finite number"
-        ) from None
+        refuse(ValueError, op, name, "is beyond the largest float", "be a finite number")
 
 
 def positive(op: str, name: str, value: Any) -> float:
@@ -369,19 +352,17 @@ def positive(op: str, name: str, value: Any) -> float:
     known = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number = real(op, name, value) if known else math.nan
     if not 0 < number < math.inf:
-        raise ValueError(f"{op}: {name} is {value!r}; it should be a positive number")
+        refuse(ValueError, op, name, f"is {value!r}", "be a positive number")
     return number
 
 
 def flag(op: str, name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; it should be True or False")
+        refuse(TypeError, op, name, f"is a {type(value).__name__}", "be True or False")
 
 
 def same_device(op: str, name: str, device: str, other: str, other_device: str) -> None:
     """Raise ValueError unless two arguments share a device: no data moves behind a user's back."""
     if device != other_device:
-        raise ValueError(
-            f"{op}: {name} is on {device}; it should be on {other_device}, where {other} is"
-        )
+        refuse(ValueError, op, name, f"is on {device}", f"be on {other_device}, where {other} is")

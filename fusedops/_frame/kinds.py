@@ -71,9 +71,8 @@ class Plans(Generic[PlanT]):
     most = 16
 
     def __init__(self) -> None:
-        self._alone: dict[Any, PlanT] = {}
-        # Plans for calls with tensors, each with a guard that lets tensors of its kind pass.
-        self._guarded: dict[Any, tuple[tuple[Callable[[list[Any]], bool], PlanT], ...]] = {}
+        # The plans of a key, each with a guard that lets tensors of its kind pass.
+        self._plans: dict[Any, tuple[tuple[Callable[[list[Any]], bool] | None, PlanT], ...]] = {}
         self._lock = threading.Lock()
         _all.add(self)
 
@@ -82,10 +81,8 @@ class Plans(Generic[PlanT]):
         if kind is None:
             return None
         key, tensors = kind
-        if not tensors:
-            return self._alone.get(key)
-        for passes, plan in self._guarded.get(key, ()):
-            if passes(tensors):
+        for passes, plan in self._plans.get(key, ()):
+            if passes is None or passes(tensors):
                 return plan
         return None
 
@@ -98,24 +95,19 @@ class Plans(Generic[PlanT]):
             return plan
         key, tensors = kind
         with self._lock:
-            plans: dict[Any, Any] = self._guarded if tensors else self._alone
-            while len(plans) >= self.limit:
-                del plans[next(iter(plans))]
-            if tensors:
-                found = bridge().guard(tensors), plan
-                plans[key] = (found, *plans.get(key, ())[: self.most - 1])
-            else:
-                plans[key] = plan
-            return plan
+            while len(self._plans) >= self.limit:
+                del self._plans[next(iter(self._plans))]
+            found = bridge().guard(tensors) if tensors else None, plan
+            self._plans[key] = found, *self._plans.get(key, ())[: self.most - 1]
+        return plan
 
     def __len__(self) -> int:
-        return len(self._alone) + sum([len(plans) for plans in self._guarded.values()])
+        return sum([len(plans) for plans in self._plans.values()])
 
     def clear(self) -> None:
         """Forget all plans."""
         with self._lock:
-            self._alone.clear()
-            self._guarded.clear()
+            self._plans.clear()
 
 
 _all: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()

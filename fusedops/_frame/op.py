@@ -21,6 +21,7 @@ from fusedops._frame.check import (
     is_tensor,
     of_shape,
     reference,
+    refuse,
     same_device,
     sharing,
     traced,
@@ -196,10 +197,24 @@ class Op(Generic[F_co]):
         """Return the checked call."""
         return self.bind(args, kwargs)[1]
 
+    def shown(self, bound: Bound) -> list[int]:
+        """Return the places of the outputs that a call shows."""
+        return [self.primitive.outputs.index(name) for name in names_of(bound)]
+
     def slots(self, bound: Bound) -> list[Any]:
         """Return slots that ask for the outputs shown."""
         shown = names_of(bound)
         return [True if output in shown else None for output in self.primitive.outputs]
+
+    def asking(
+        self, bound: Bound, asked: str | None, backend: str | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context that asks for a call's backend.
+
+        A compiled graph chooses its backend when it runs, not when it is traced.
+        """
+        tracing = is_tensor(reference(bound.a)) and traced()
+        return registry.asking(backend if tracing else asked)
 
     def serve(
         self, kind: Kind | None, asked: str | None, backend: str | None, args: Any, kwargs: Any
@@ -212,13 +227,50 @@ class Op(Generic[F_co]):
             return serve(*args, backend=backend, **kwargs)
         given, bound = self.bind(args, kwargs)
         slots = self.slots(bound)
-        with _asking(bound, asked, backend):
+        with self.asking(bound, asked, backend):
             y = primitive(*bound.a, out=slots)
             if kind is not None:
-                found = _planned(primitive, given, bound, slots, (*args, *kwargs.values()))
+                found = self.planned(given, bound, slots, (*args, *kwargs.values()))
                 if found is not None:
                     self.plans.keep(kind, found)
-        return _shown(primitive, bound, y)
+        return _results(bound, y)
+
+    def planned(
+        self, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
+    ) -> Callable[[tuple[Any, ...]], Any] | None:
+        """Return a function from a call's `values` that serves its kind without checks, or None.
+
+        It needs each argument of the primitive to be arranged from the values. A value that isn't
+        passed on, such as a 0-d array for an int, counts by more than its kind.
+        """
+        arrange = arranged(given.a, values)
+        used = [part.of if isinstance(part, Made) else (part,) for part in given.a]
+        counted = {id(source) for sources in used for source in sources}
+        passed = all([type(value) in CONSTANTS or id(value) in counted for value in values])
+        if (
+            arrange is None
+            or not passed
+            or (bound.lead is not None and not isinstance(bound.shown, str))
+        ):
+            return None
+        plan = self.primitive.plan(bound.a, slots)
+        if plan is None:
+            return None
+        record, look, lead = self.primitive.Arguments._make, bound.values, bound.lead
+        shown = self.shown(bound)
+        alone = shown[0] if isinstance(bound.shown, str) else None
+
+        def run(values: tuple[Any, ...]) -> Any:
+            a = record(arrange(values))
+            if look is not None:
+                look(a)
+            y = plan(a, slots)
+            if alone is None:
+                return tuple([y[at] for at in shown])
+            value = y[alone] if lead is None else led(y[alone], lead)
+            return value if value.ndim or type(value) is not np.ndarray else value[()]
+
+        return run
 
     def fill(self, out: Any, asked: str | None, backend: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a call, the first of them written to `out`."""
@@ -227,15 +279,51 @@ class Op(Generic[F_co]):
         if not self.takes_out:
             raise TypeError(f"{name}: it returns a number and takes no out")
         by_name = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
-        _check_out(name, primitive, bound, by_name, self.arguments, out)
+        self.check_out(bound, by_name, out)
         filled = out if bound.lead is None else flat(out, out.ndim - len(bound.lead))
         slots = self.slots(bound)
-        slots[primitive.outputs.index(names_of(bound)[0])] = filled
-        with _asking(bound, asked, backend):
-            found = _shown(primitive, bound, primitive(*bound.a, out=slots))
+        slots[self.shown(bound)[0]] = filled
+        with self.asking(bound, asked, backend):
+            found = _results(bound, primitive(*bound.a, out=slots))
         if bound.lead is None:
             return found
         return (out, *found[1:]) if isinstance(found, tuple) else out
+
+    def check_out(self, bound: Bound, given: Mapping[str, Any], out: Any) -> None:
+        """Raise unless the first output shown can be written to `out`."""
+        name, names = self.__name__, self.arguments
+        arrays, others = bound.a[: len(names)], bound.a[len(names) :]
+        first = reference(arrays)
+        shape, dtype = self.primitive.describe(bound.a)[self.shown(bound)[0]]
+        shape = shape if bound.lead is None else (*bound.lead, *shape[1:])
+        plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
+        if not (is_tensor(out) if is_tensor(first) else plain):
+            kind = "torch tensor" if is_tensor(first) else "NumPy array"
+            refuse(TypeError, name, "out", f"is a {type(out).__name__}", f"be a {kind}")
+        at = next(at for at, array in enumerate(arrays) if array is first)
+        same_device(name, "out", device_of(out), names[at], device_of(first))
+        of_shape(name, "out", out, shape)
+        if dtype_name(out.dtype) != dtype:
+            refuse(TypeError, name, "out", f"has dtype {dtype_name(out.dtype)}", f"be {dtype}")
+        if is_tensor(out):
+            contiguous, writable = out.is_contiguous(), True
+            if bridge().watched((*arrays, out)):
+                raise RuntimeError(
+                    f"{name}: out is given and an argument requires grad; it should be called "
+                    "without out, or under torch.no_grad"
+                )
+        else:
+            contiguous, writable = out.flags.c_contiguous, out.flags.writeable
+        if not contiguous or not writable:
+            what = "read-only" if contiguous else "not contiguous"
+            refuse(ValueError, name, "out", f"is {what}", "be contiguous and writable")
+        # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
+        converted = (*zip(names, arrays, strict=True), *[(None, value) for value in others])
+        for argument, value in (*given.items(), *converted):
+            parts = _named_arrays(argument, value)
+            shared = sharing(out, [array for _, array in parts])
+            if shared is not None:
+                refuse(ValueError, name, "out", f"shares memory with {parts[shared][0]}", "not")
 
     def vjp(
         self,
@@ -256,10 +344,8 @@ class Op(Generic[F_co]):
         pairs = list(zip(self.arguments, bound.a, strict=False))
         for argument, array in pairs:
             if is_tensor(array):
-                raise TypeError(
-                    f"{name}.vjp: {argument} is a torch tensor; it should be a NumPy "
-                    "array, tensors have autograd"
-                )
+                should = "be a NumPy array, tensors have autograd"
+                refuse(TypeError, f"{name}.vjp", argument, "is a torch tensor", should)
         if primitive.mutates:
             raise TypeError(primitive.no_gradient(name))
         given = [argument for argument, array in pairs if array is not None]
@@ -279,16 +365,14 @@ class Op(Generic[F_co]):
             gradients = self.as_given(found, bound.lead, narrow)
             return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
 
-        return _shown(primitive, bound, y), pullback
+        return _results(bound, y), pullback
 
     def cotangents(self, bound: Bound, y: Any, given: Sequence[Any]) -> tuple[Any, ...]:
         """Return checked cotangents of all outputs, from those of the outputs shown."""
         op, shown = f"{self.__name__}.vjp", names_of(bound)
         if len(given) != len(shown):
-            raise TypeError(
-                f"{op}: the pullback got {len(given)} cotangents; it should get "
-                f"{len(shown)}, of {' and '.join(shown)}"
-            )
+            should = f"get {len(shown)}, of {' and '.join(shown)}"
+            refuse(TypeError, op, "the pullback", f"got {len(given)} cotangents", should)
         dy = dict.fromkeys(self.primitive.outputs)
         for output, value in zip(shown, given, strict=True):
             if value is not None:
@@ -363,17 +447,6 @@ def explain(op: Op[Any], /, *args: Any, **kwargs: Any) -> Explanation:
     return op.explain(*args, **kwargs)
 
 
-def _asking(
-    bound: Bound, asked: str | None, backend: str | None
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context that asks for a call's backend.
-
-    A compiled graph chooses its backend when it runs, not when it is traced.
-    """
-    tracing = is_tensor(reference(bound.a)) and traced()
-    return registry.asking(backend if tracing else asked)
-
-
 def _declared(
     primitive: Primitive, names: Mapping[str, str], signature: inspect.Signature
 ) -> dict[str, Array]:
@@ -398,14 +471,14 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
         was, should = f"shows {bound.shown!r}", f"show some of {', '.join(primitive.outputs)}"
     else:
         return
-    raise TypeError(f"{op}: its function {was}; it should {should}")
+    refuse(TypeError, op, "its function", was, should)
 
 
 def _is_array(op: str, name: str, value: Any) -> None:
     """Raise TypeError unless an argument that is updated in place is an array."""
     if not is_tensor(value) and not isinstance(value, np.ndarray):
         was = None if value is None else f"a {type(value).__name__}"
-        raise TypeError(f"{op}: {name} is {was}; it should be an array, to be updated")
+        refuse(TypeError, op, name, f"is {was}", "be an array, to be updated")
 
 
 def _broadcast(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
@@ -418,49 +491,6 @@ def _broadcast(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
         return namespace(given).broadcast_to(cast(given, dtype), shape)
 
     return Made(broadcast, given)
-
-
-def _check_out(
-    name: str,
-    primitive: Primitive,
-    bound: Bound,
-    given: Mapping[str, Any],
-    names: Sequence[str],
-    out: Any,
-) -> None:
-    """Raise unless the first output shown can be written to `out`."""
-    arrays, others = bound.a[: len(names)], bound.a[len(names) :]
-    first = reference(arrays)
-    shape, dtype = primitive.describe(bound.a)[primitive.outputs.index(names_of(bound)[0])]
-    shape = shape if bound.lead is None else (*bound.lead, *shape[1:])
-    plain = isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray)
-    if not (is_tensor(out) if is_tensor(first) else plain):
-        kind = "torch tensor" if is_tensor(first) else "NumPy array"
-        raise TypeError(f"{name}: out is a {type(out).__name__}; it should be a {kind}")
-    at = next(at for at, array in enumerate(arrays) if array is first)
-    same_device(name, "out", device_of(out), names[at], device_of(first))
-    of_shape(name, "out", out, shape)
-    if dtype_name(out.dtype) != dtype:
-        raise TypeError(f"{name}: out has dtype {dtype_name(out.dtype)}; it should be {dtype}")
-    if is_tensor(out):
-        contiguous, writable = out.is_contiguous(), True
-        if bridge().watched((*arrays, out)):
-            raise RuntimeError(
-                f"{name}: out is given and an argument requires grad; it should be called without "
-                "out, or under torch.no_grad"
-            )
-    else:
-        contiguous, writable = out.flags.c_contiguous, out.flags.writeable
-    if not contiguous or not writable:
-        what = "read-only" if contiguous else "not contiguous"
-        raise ValueError(f"{name}: out is {what}; it should be contiguous and writable")
-    # Look at converted arguments as well as given ones: a conversion may copy, or be a view.
-    converted = (*zip(names, arrays, strict=True), *[(None, value) for value in others])
-    for argument, value in (*given.items(), *converted):
-        parts = _named_arrays(argument, value)
-        shared = sharing(out, [array for _, array in parts])
-        if shared is not None:
-            raise ValueError(f"{name}: out shares memory with {parts[shared][0]}; it should not")
 
 
 def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
@@ -477,10 +507,10 @@ def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
 def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
     """Return a checked cotangent of a NumPy output, in its dtype."""
     if is_tensor(value):
-        raise TypeError(f"{op}: the cotangent is a torch tensor; it should be a NumPy array")
+        refuse(TypeError, op, "the cotangent", "is a torch tensor", "be a NumPy array")
     value = as_array(op, "the cotangent", value)
     if value.dtype.kind not in "fiu":
-        raise TypeError(f"{op}: the cotangent has dtype {value.dtype}; it should be float or int")
+        refuse(TypeError, op, "the cotangent", f"has dtype {value.dtype}", "be float or int")
     of_shape(op, "the cotangent", value, like.shape)
     return value.astype(like.dtype, copy=False)
 
@@ -545,10 +575,8 @@ def _by(
     if wrt is None:
         return [name for name in given if name not in by_request]
     if isinstance(wrt, str) or not all([name in given for name in wrt]):
-        raise ValueError(
-            f"{op}.vjp: wrt is {wrt!r}; it should be a sequence of names of arrays that are given, "
-            f"of {', '.join(given)}"
-        )
+        should = f"be a sequence of names of arrays that are given, of {', '.join(given)}"
+        refuse(ValueError, f"{op}.vjp", "wrt", f"is {wrt!r}", should)
     return wrt
 
 
@@ -569,7 +597,7 @@ def _chained(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Calla
     return lambda value: second(first(value))
 
 
-def _shown(primitive: Primitive, bound: Bound, y: Any) -> Any:
+def _results(bound: Bound, y: Any) -> Any:
     values = [getattr(y, name) for name in names_of(bound)]
     if bound.lead is not None:
         values = [led(value, bound.lead) for value in values]
@@ -578,41 +606,3 @@ def _shown(primitive: Primitive, bound: Bound, y: Any) -> Any:
     value = values[0]
     # A NumPy scalar instead of a 0-d array.
     return value if is_tensor(value) or value.ndim else value[()]
-
-
-def _planned(
-    primitive: Primitive, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
-) -> Callable[[tuple[Any, ...]], Any] | None:
-    """Return a function from a call's `values` that serves its kind without checks, or None.
-
-    It needs each argument of the primitive to be arranged from the values. A value that isn't
-    passed on, such as a 0-d array for an int, counts by more than its kind.
-    """
-    arrange = arranged(given.a, values)
-    used = [part.of if isinstance(part, Made) else (part,) for part in given.a]
-    counted = {id(source) for sources in used for source in sources}
-    passed = all([type(value) in CONSTANTS or id(value) in counted for value in values])
-    if (
-        arrange is None
-        or not passed
-        or (bound.lead is not None and not isinstance(bound.shown, str))
-    ):
-        return None
-    plan = primitive.plan(bound.a, slots)
-    if plan is None:
-        return None
-    record, look, lead = primitive.Arguments._make, bound.values, bound.lead
-    shown = [primitive.outputs.index(name) for name in names_of(bound)]
-    alone = shown[0] if isinstance(bound.shown, str) else None
-
-    def run(values: tuple[Any, ...]) -> Any:
-        a = record(arrange(values))
-        if look is not None:
-            look(a)
-        y = plan(a, slots)
-        if alone is None:
-            return tuple([y[at] for at in shown])
-        value = y[alone] if lead is None else led(y[alone], lead)
-        return value if value.ndim or type(value) is not np.ndarray else value[()]
-
-    return run
