@@ -18,7 +18,7 @@ from typing import cast as typed
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, cast, namespace, zeros
+from fusedops._frame.arrays import ArrayT, beside, cast, namespace, zeros
 from fusedops._frame.check import (
     as_array,
     device_of,
@@ -365,8 +365,7 @@ def _taken(flat: Any, offsets: Any) -> Any:
 def _offsets(move: Any, shape: tuple[int, ...], low: int, high: int, like: Any) -> Any:
     """Return where, in a flat map, a move takes the voxels of the planes from `low` to `high`."""
     xp = namespace(like)
-    device = {"device": like.device} if is_tensor(like) else {}
-    x, y, z = (xp.arange(*span, **device) for span in ((low, high), shape[1:2], shape[2:]))
+    x, y, z = (xp.arange(*span, **beside(like)) for span in ((low, high), shape[1:2], shape[2:]))
     axes = x[:, None, None], y[:, None], z
     i, j, k = (
         sum(factor * axis for factor, axis in zip(factors, axes, strict=True) if factor) + shift

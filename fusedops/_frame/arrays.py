@@ -63,25 +63,27 @@ def zeros(like: Any, shape: tuple[int, ...]) -> Any:
     return like.new_zeros(shape) if is_tensor(like) else np.zeros(shape, like.dtype)
 
 
-def copy_rows(to: Any, rows: Any) -> None:
-    """Copy a tensor to another of its shape and dtype.
-
-    Torch copies tensors with gaps element by element; rows without gaps are copied as long words.
-    """
-    torch = sys.modules["torch"]
-    for word in (torch.complex128, torch.int64):
-        if all(_in_words(tensor, word.itemsize // tensor.itemsize) for tensor in (to, rows)):
-            to, rows = to.view(word), rows.view(word)
-            break
-    to.copy_(rows)
+def beside(like: Any) -> dict[str, Any]:
+    """Return options with which functions of `namespace` make arrays on the device of `like`."""
+    return {"device": like.device} if is_tensor(like) else {}
 
 
-def _in_words(tensor: Any, each: int) -> bool:
-    """Return whether rows are whole words of so many elements."""
-    *steps, last = tensor.stride()
-    places = *steps, tensor.shape[-1], tensor.storage_offset()
-    whole = each > 1 and last == 1 and not any([place % each for place in places])
-    return whole and tensor.data_ptr() % (each * tensor.itemsize) == 0
+def int64(array: Any) -> Any:
+    """Return an array in int64, the same if it is."""
+    return array.long() if is_tensor(array) else array.astype(np.int64, copy=False)
+
+
+def detached(array: Any) -> Any:
+    """Return an array as a constant."""
+    return array.detach() if is_tensor(array) else array
+
+
+def add_at(total: Any, index: Any, values: Any) -> None:
+    """Add values to rows of `total`, in place."""
+    if is_tensor(total):
+        total.index_add_(0, index, values)
+    else:
+        np.add.at(total, index, values)
 
 
 def sigmoid(h: Any) -> Any:
@@ -90,24 +92,6 @@ def sigmoid(h: Any) -> Any:
         return h.sigmoid()
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-h))
-
-
-def silu(h: Any) -> Any:
-    """Return h · sigmoid(h), which is 0 where h has overflowed to -∞."""
-    return namespace(h).clip(h, -_largest(h), None) * sigmoid(h)
-
-
-def silu_slopes(h: Any) -> tuple[Any, Any]:
-    """Return the first and the second derivative of `silu`: their limits where h has overflowed."""
-    s = sigmoid(h)
-    h = namespace(h).clip(h, -_largest(h), _largest(h))
-    return s * (1 + h * (1 - s)), s * (1 - s) * (2 + h * (1 - 2 * s))
-
-
-def _largest(like: Any) -> float:
-    """Return the largest number of an array's dtype."""
-    finfo = sys.modules["torch"].finfo if is_tensor(like) else np.finfo
-    return float(finfo(like.dtype).max)
 
 
 def added(one: Any, two: Any) -> Any:
@@ -123,13 +107,7 @@ def recomputed(stage: Any, like: Any) -> Any:
     The backward computes the stage again. Under torch.func the stage saves everything, since
     torch.func has no hooks for saved tensors.
     """
-    torch = sys.modules.get("torch")
-    if (
-        torch is None
-        or not is_tensor(like)
-        or not torch.is_grad_enabled()
-        or private().transforming()
-    ):
+    if not is_tensor(like) or not namespace(like).is_grad_enabled() or private().transforming():
         return stage
     # torch 2.6 doesn't import this module by itself.
     checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint

@@ -237,6 +237,11 @@ def values(op: str, name: str, value: Any) -> np.ndarray:
     """Return a constant, an array or a tensor, as a NumPy array. Raises TypeError or ValueError."""
     value = as_array(op, name, value)
     _not_on_meta(op, name, value)
+    return on_host(value)
+
+
+def on_host(value: Any) -> np.ndarray:
+    """Return an array or a tensor as a NumPy array; a tensor's floats as float64."""
     array: np.ndarray = bridge().values(value) if is_tensor(value) else value
     return array
 

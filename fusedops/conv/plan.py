@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from fusedops._frame.arrays import namespace
 from fusedops._frame.check import (
     device_of,
     indices,
     is_tensor,
+    on_host,
     same_device,
     size,
 )
@@ -72,9 +73,7 @@ class Sequences(Packed):
         given = indices("Sequences", "cu_seqlens", cu_seqlens)
         if num_tokens is not None:
             num_tokens = size("Sequences", "num_tokens", num_tokens, bits=60)
-        device = device_of(given)
-        if is_tensor(given):
-            given = bridge().values(given)
+        device, given = device_of(given), on_host(given)
         if given.ndim != 1 or not len(given):
             raise ValueError(
                 f"Sequences: cu_seqlens has shape {given.shape}; it should be (S + 1,)"
@@ -118,7 +117,7 @@ class Sequences(Packed):
             and (
                 in_graph
                 or not bridge().versioned(tensors)
-                or sys.modules["torch"].cuda.is_current_stream_capturing()
+                or namespace(given).cuda.is_current_stream_capturing()
             )
         ):
             return cls.on_device(given, **options)
@@ -131,7 +130,7 @@ class Sequences(Packed):
         As many chunks are listed as there can be; those that there aren't are empty, at the end.
         Boundaries that are out of order, or outside of the tokens, are moved.
         """
-        torch = sys.modules["torch"]
+        torch = namespace(cu_seqlens)
         count = len(cu_seqlens) - 1
         starts = cu_seqlens.long().clamp(0, num_tokens).cummax(0).values
         # Numbers are filled in on the GPU; a captured graph can't copy them from the CPU.

@@ -9,13 +9,23 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, cast, double, namespace, recomputed, zeros
+from fusedops._frame.arrays import (
+    ArrayT,
+    add_at,
+    beside,
+    cast,
+    detached,
+    double,
+    int64,
+    namespace,
+    recomputed,
+    zeros,
+)
 from fusedops._frame.check import (
     device_of,
     is_tensor,
@@ -268,8 +278,7 @@ def _trace(matrices: Any) -> Any:
 
 def _eye(like: Any) -> Any:
     """Return the unit matrix (3, 3) in the dtype and on the device of `like`."""
-    options = {"device": like.device} if is_tensor(like) else {}
-    return namespace(like).eye(3, dtype=like.dtype, **options)
+    return namespace(like).eye(3, dtype=like.dtype, **beside(like))
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -299,12 +308,12 @@ def clamped(a: Any) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
         least = (LEAST_WIDTH - B) / (8 * math.pi**2)
         raised, sharp, pull = _raised(b, least)
         G = B.shape[1]
-        number = xp.arange(G, device=b.device) if is_tensor(b) else np.arange(G)
+        number = xp.arange(G, **beside(b))
         copies = [(raised[:, g], B[:, g, None] + none, sharp & (number == g)) for g in range(G)]
     # Any positive width will do for a Gaussian without amplitude.
     widest = xp.amax(B, 1)[:, None] + none
     copies.insert(0, (b, xp.where(sharp, widest, B), ~sharp))
-    dtype = a.b.dtype if a.b.dtype.itemsize > 2 else sys.modules["torch"].float32
+    dtype = a.b.dtype if a.b.dtype.itemsize > 2 else xp.float32
     far = [xp.where(own.any(1) & finite, a.radius, -xp.ones_like(a.radius)) for *_, own in copies]
     wide = a._replace(
         xyz=xp.concatenate([a.xyz] * len(copies)),
@@ -360,7 +369,7 @@ def _raised(U: Any, least: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     dP = P dU S + S dU P.
     """
     xp = namespace(U)
-    smallest, largest = _eigenvalues(U.detach() if is_tensor(U) else U)
+    smallest, largest = _eigenvalues(detached(U))
     middle = U[:, :3].sum(1) - smallest - largest
     # Equal eigenvalues at the bound, and their rounding, must not look like one alone.
     slack = 1e-7 * (abs(smallest) + abs(largest))[:, None]
@@ -478,17 +487,13 @@ def _ball(xyz: Any, radius: Any, lattice: Lattice, part: tuple[int, int]) -> tup
     n = np.array(lattice.grid, xyz.dtype) if xp is np else step.new_tensor(lattice.grid)
     at = xyz @ to_grid.T
     cells = xp.floor(at / n) * n
-    at = at - (cells.detach() if is_tensor(xyz) else cells)
+    at = at - detached(cells)
     reach = radius[:, None] * measures[6:9] * (1 + SLACK)
     low, high = xp.ceil(at - reach), xp.floor(at + reach)
     extent = [int(m) for m in xp.amax(high - low, 0) + 1]
     k, parts = part
     spans = [(extent[0] * k // parts, extent[0] * (k + 1) // parts), *((0, m) for m in extent[1:])]
-    axes = [
-        low[:, d, None]
-        + (xp.arange(*span, device=xyz.device) if is_tensor(xyz) else np.arange(*span))
-        for d, span in enumerate(spans)
-    ]
+    axes = [low[:, d, None] + xp.arange(*span, **beside(xyz)) for d, span in enumerate(spans)]
     flat: Any = 0
     spread = [tuple(slice(None) if e in (-1, d) else None for e in range(-1, 3)) for d in range(3)]
     planes = axes[0] % n[0] - lattice.start
@@ -578,15 +583,8 @@ def _product(matrices: Any, vectors: Any) -> Any:
     return (matrices @ vectors[..., None])[..., 0]
 
 
-def _add_at(out: Any, flat: Any, values: Any) -> None:
-    if is_tensor(out):
-        out.index_add_(0, flat.reshape(-1).long(), values.reshape(-1))
-    else:
-        np.add.at(out, flat.reshape(-1).astype(np.int64), values.reshape(-1))
-
-
 def _at(map: Any, flat: Any) -> Any:
-    return map[flat.long() if is_tensor(flat) else flat.astype(np.int64)]
+    return map[int64(flat)]
 
 
 def _density_formula(a: Any) -> tuple[Any, Any]:
@@ -598,10 +596,11 @@ def _density_formula(a: Any) -> tuple[Any, Any]:
     out = zeros(atoms.xyz, (math.prod(lattice.shape),))
     for _, (x, b, occ, amplitudes, widths, radius), part in _chunks(atoms, a.radius, (), lattice):
         voxels = _voxels(x, b, widths, radius, part, lattice)
-        _add_at(out, voxels.flat, _product(voxels.e, occ[:, None] * amplitudes))
+        values = _product(voxels.e, occ[:, None] * amplitudes)
+        add_at(out, int64(voxels.flat.reshape(-1)), values.reshape(-1))
     order = None
     if _is_ordered(xyz):
-        order = sys.modules["torch"].arange(len(xyz), device=xyz.device)
+        order = namespace(xyz).arange(len(xyz), **beside(xyz))
     return cast(out, dtype).reshape(lattice.shape), order
 
 
@@ -649,10 +648,7 @@ def _whole(arrays: Sequence[Any], numbers: Sequence[Any], found: Sequence[Any]) 
         if numbers:
             rows, values = xp.concatenate(numbers), xp.concatenate([part[at] for part in found])
             # A large box has several parts.
-            if is_tensor(array):
-                total = total.index_add(0, rows, values)
-            else:
-                np.add.at(total, rows, values)
+            add_at(total, rows, values)
         results.append(cast(total, array))
     return tuple(results)
 
@@ -706,7 +702,7 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, ...]:
     ddmap = zeros(g, tuple(g.shape))
     for rows, given, part in _chunks(atoms, a.radius, along, lattice):
         *parts, flat, values = run(g, part, *given)
-        _add_at(ddmap, flat, values)
+        add_at(ddmap, int64(flat.reshape(-1)), values.reshape(-1))
         numbers.append(rows)
         found.append(parts)
     return *_whole(atoms_of(a), numbers, found), cast(ddmap.reshape(a.dmap.shape), a.dmap)
@@ -811,8 +807,7 @@ def _raise_or_warn(name: str, on_bad: str, a: Any) -> None:
     if is_tensor(xyz) and (on_bad != "raise" and not xyz.is_cpu):
         return
     if is_tensor(xyz):
-        torch = sys.modules["torch"]
-        captured = xyz.is_cuda and torch.cuda.is_current_stream_capturing()
+        captured = xyz.is_cuda and namespace(xyz).cuda.is_current_stream_capturing()
         if traced() or _mapped() or captured:
             if on_bad != "raise":
                 return
@@ -943,7 +938,7 @@ def gaussian_density(
     name = "gaussian_density"
     # Constants of 16-bit atoms keep float32's digits; besides, NumPy has no bfloat16.
     dtype = promoted((xyz, b, occupancy))
-    dtype = sys.modules["torch"].float32 if dtype.itemsize == 2 else dtype
+    dtype = namespace(xyz).float32 if dtype.itemsize == 2 else dtype
     one_of(name, "on_bad", on_bad, get_args(OnBad))
     if radius is None:
         n_sigma = positive(name, "n_sigma", n_sigma)
@@ -978,8 +973,5 @@ def gaussian_density(
 
 
 def _full(number: float, dtype: Any, like: Any) -> Any:
-    if is_tensor(like):
-        # Not len(like), which torch.compile would make a constant.
-        shape = like.shape[:1]
-        return sys.modules["torch"].full(shape, number, dtype=dtype, device=like.device)
-    return np.full(len(like), number, dtype)
+    # Not len(like), which torch.compile would make a constant.
+    return namespace(like).full(like.shape[:1], number, dtype=dtype, **beside(like))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops._frame import registry
-from fusedops._frame.check import is_tensor
+from fusedops._frame.check import is_tensor, on_host
 from fusedops._frame.hook import outside_of_graphs
 from fusedops._frame.kinds import Plans, kind_of
 from fusedops._frame.registry import BackendName
@@ -44,8 +44,7 @@ _checked: Plans[bool] = Plans()
 
 def _starts(sequences: Sequences) -> np.ndarray:
     """Return where sequences begin, and where the last one ends, on the CPU."""
-    starts = sequences.arrays()[0]
-    return starts.cpu().numpy() if is_tensor(starts) else np.asarray(starts)
+    return on_host(sequences.arrays()[0])
 
 
 def _locals(sequences: Sequences) -> dict[tuple[int, int], tuple[Sequences, int]]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from fusedops._frame import registry
-from fusedops._frame.arrays import copy_rows
 from fusedops._frame.check import alike, at_least_one, floats
 from fusedops._frame.hook import outside_of_graphs
 from fusedops._frame.registry import BackendName
@@ -28,6 +27,7 @@ from fusedops.trimul import triangle_multiplicative_update as _on_one
 from fusedops.trimul.op import ARRAYS, end_vjp, sides_vjp, slices
 from fusedops.trimul.op import end as end_of
 from fusedops.trimul.op import sides as sides_of
+from fusedops.trimul.rows import copy_rows
 
 #: The bytes that are worth a message of their own.
 _MESSAGE = 1 << 23

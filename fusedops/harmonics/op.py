@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fusedops._frame import registry
-from fusedops._frame.arrays import ArrayT, cast, namespace, wide, zeros
+from fusedops._frame.arrays import ArrayT, beside, cast, namespace, wide, zeros
 from fusedops._frame.check import flag, floats, is_tensor, size
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
@@ -591,9 +591,7 @@ def wigner_d_of(
         cosines.append(c * cos - s * sin)
         sines.append(s * cos + c * sin)
     m, sign, other = _orders(lmax, packed)
-    signs = namespace(D).asarray(
-        -sign, dtype=D.dtype, **({"device": D.device} if is_tensor(D) else {})
-    )
+    signs = namespace(D).asarray(-sign, dtype=D.dtype, **beside(D))
     kept, mixed = xp.stack(cosines, -1)[:, m.tolist()], xp.stack(sines, -1)[:, m.tolist()] * signs
     if not packed:
         kept, mixed = kept[..., None], mixed[..., None]

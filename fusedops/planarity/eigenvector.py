@@ -97,7 +97,7 @@ def _jacobi(C: Any) -> tuple[Any, Any]:
 
     Plain arithmetic, without LAPACK, runs on any device and in a CUDA graph.
     """
-    torch = sys.modules["torch"]
+    torch = namespace(C)
     a = [[C[:, i, j] for j in range(3)] for i in range(3)]
     v = [[torch.full_like(a[0][0], float(i == j)) for j in range(3)] for i in range(3)]
     for _ in range(6):

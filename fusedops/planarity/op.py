@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
-from fusedops._frame.arrays import cast, double, namespace
+from fusedops._frame.arrays import cast, double, int64, namespace
 from fusedops._frame.check import (
     accumulator,
     device_of,
     dtype_name,
     is_tensor,
+    on_host,
     one_of,
     same_device,
     traced,
 )
+from fusedops._frame.hook import outside_of_graphs
 from fusedops._frame.op import op, to_run
-from fusedops._frame.packed import bridge, outside_of_graphs
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import BackendName
 from fusedops._frame.shapes import checked
@@ -49,11 +50,7 @@ if TYPE_CHECKING:
 def _runs(like: Any, planes: Planes) -> list[tuple[Any, Any]]:
     """Return indices (P, n) and 1/σ², (P, n) or (P, 1), of the planes of every size n."""
     fields = planes.fields_like(like)
-    index, weight, ptr = fields.index, fields.weight, planes.plane_ptr
-    if is_tensor(index):
-        index = index.long()
-    if is_tensor(ptr):
-        ptr = bridge().values(ptr)
+    index, weight, ptr = int64(fields.index), fields.weight, on_host(planes.plane_ptr)
     size = np.diff(ptr)
     edges = [0, *(np.flatnonzero(np.diff(size)) + 1).tolist(), len(size)] if len(size) else []
     runs = []

@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from fusedops._frame.arrays import ArrayT, cast, wide, zeros
-from fusedops._frame.check import (
-    is_tensor,
-)
+from fusedops._frame.arrays import ArrayT, add_at, cast, int64, wide, zeros
 from fusedops._frame.op import op, to_run
 from fusedops._frame.primitive import Primitive
 from fusedops._frame.registry import BackendName
@@ -24,17 +19,13 @@ def _offsets(plan: ScatterPlan, like: Any) -> Any:
     if plan.device == "cpu":
         plan.checked()
     fields = plan.fields_like(like)
-    wa = fields.wa.long() if is_tensor(fields.wa) else fields.wa.astype(np.int64, copy=False)
-    return (wa[:, :, None, None] + fields.wbwc[:, None]).reshape(-1)
+    return (int64(fields.wa)[:, :, None, None] + fields.wbwc[:, None]).reshape(-1)
 
 
 def _scatter_formula(a: Any) -> tuple[Any]:
     plan, values = a.plan, wide(a.density_cube).reshape(-1)
     out = zeros(values, (plan.map_size,))
-    if is_tensor(values):
-        out = out.index_add(0, _offsets(plan, values), values)
-    else:
-        np.add.at(out, _offsets(plan, values), values)
+    add_at(out, _offsets(plan, values), values)
     return (cast(out, a.density_cube),)
 
 

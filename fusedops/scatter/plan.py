@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fusedops._frame.arrays import int64, namespace
 from fusedops._frame.check import (
     alike,
     device_of,
@@ -16,10 +16,10 @@ from fusedops._frame.check import (
     indices,
     is_tensor,
     of_shape,
+    on_host,
     same_device,
     size,
 )
-from fusedops._frame.hook import bridge
 from fusedops._frame.packed import Packed
 from fusedops._host.threads import in_parallel
 
@@ -118,7 +118,7 @@ class ScatterPlan(Packed):
         wa, wbwc = _indices(wa, wbwc)
         map_size = size("ScatterPlan", "map_size", map_size, bits=60)
         if device_of(wa) != "cpu":
-            with sys.modules["torch"].inference_mode(False):
+            with namespace(wa).inference_mode(False):
                 dense = [array.contiguous() for array in (wa, wbwc)]
                 wa, wbwc = (array.clone() for array in dense) if copy else dense
             self._hold(wa=wa, wbwc=wbwc, map_size=map_size)
@@ -159,7 +159,7 @@ class ScatterPlan(Packed):
         if self.device == "cpu":
             self.checked()
         tensors = super().tensors_here()
-        with sys.modules["torch"].inference_mode(False):
+        with namespace(tensors.wa).inference_mode(False):
             return _sort(tensors.wa, tensors.wbwc, self.map_size)
 
     @property
@@ -196,9 +196,8 @@ class ScatterPlan(Packed):
         bad |= (wa < 0) & (low < 0) | (wa + high < 0)
         if not bad.any():
             return
-        c, i = (int(at[0]) for at in (bad.nonzero() if not is_tensor(bad) else bad.nonzero().T))
-        row = bridge().values(wbwc[c]) if is_tensor(wbwc) else wbwc[c]
-        at = int(wa[c, i]) + row.astype(object)
+        c, i = (int(at[0]) for at in on_host(bad).nonzero())
+        at = int(wa[c, i]) + on_host(wbwc[c]).astype(object)
         j, k = (int(n[0]) for n in ((at < 0) | (at >= self.map_size)).nonzero())
         raise IndexError(
             f"ScatterPlan: wa[{c}, {i}] + wbwc[{c}, {j}, {k}] is {at[j, k]}; it should be in "
@@ -239,7 +238,7 @@ class ScatterPlan(Packed):
 
 def _dense(array: Any, copy: bool) -> np.ndarray:
     """Return an index array as CPU kernels take it: contiguous and aligned."""
-    values = bridge().values(array) if is_tensor(array) else array
+    values = on_host(array)
     dense = np.array(values, order="C") if copy else np.require(values, None, ["C", "A"])
     # NumPy ignores strides of axes of one element and of empty arrays; torch doesn't.
     return np.ndarray(dense.shape, dense.dtype, dense)
@@ -260,7 +259,7 @@ def _indices(wa: Any, wbwc: Any) -> tuple[Any, Any]:
             "that of wa"
         )
     if wa.dtype != wbwc.dtype:
-        wa, wbwc = (a.long() if is_tensor(a) else a.astype(np.int64) for a in (wa, wbwc))
+        wa, wbwc = (int64(array) for array in (wa, wbwc))
     return wa, wbwc
 
 
@@ -301,7 +300,7 @@ def _grid(wa: Any, wbwc: Any, map_size: int) -> tuple[tuple[int, int, int], Any]
 
     Return None if there is no such grid. Reads the values of the tensors.
     """
-    torch = sys.modules["torch"]
+    torch = namespace(wa)
     count, nx = wa.shape
     ny, nz = wbwc.shape[1:]
     if min(count, nx - 1, ny - 1, nz) < 1:
@@ -337,7 +336,7 @@ def _pairs(origins: Any, shape: Sequence[int], grid: Sequence[int]) -> tuple[Any
     first element less the cube's, plus half of the field's range. A cube that wraps around may meet
     a tile twice.
     """
-    torch = sys.modules["torch"]
+    torch = namespace(origins)
     n, size, tile = (origins.new_tensor(values).long() for values in (shape, grid, TILE))
     origins = origins.long()
     before = ((origins + n).minimum(size) - 1) // tile - origins // tile + 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import ArrayT, added, cast, namespace, widened, zeros
+from fusedops._frame.arrays import ArrayT, add_at, added, cast, namespace, widened, zeros
 from fusedops._frame.check import (
     dtype_name,
     flag,
@@ -118,10 +118,8 @@ def _dtype_of(name: str, like: Any) -> Any:
 def _add_at(total: Any, index: Any, values: Any) -> None:
     if index is None:
         total += values
-    elif is_tensor(total):
-        total.index_add_(0, index, values)
     else:
-        np.add.at(total, index, values)
+        add_at(total, index, values)
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:

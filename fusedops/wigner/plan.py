@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fusedops._frame.arrays import grouped
+from fusedops._frame.arrays import grouped, namespace
 from fusedops._frame.check import (
     device_of,
     indices,
     is_tensor,
+    on_host,
     same_device,
     size,
 )
-from fusedops._frame.packed import Packed, bridge
+from fusedops._frame.packed import Packed
 
 
 class Edges(Packed):
@@ -85,8 +85,7 @@ class Edges(Packed):
             )
         num_nodes = size("Edges", "num_nodes", num_nodes, bits=60)
         if device_of(given) == "cpu":
-            given = bridge().values(given) if is_tensor(given) else given
-            ends = np.array(given, dtype=np.int64, order="C")
+            ends = np.array(on_host(given), dtype=np.int64, order="C")
             bad = (ends < 0) | (ends >= num_nodes)
             if bad.any():
                 raise _outside(ends, bad, num_nodes)
@@ -95,7 +94,7 @@ class Edges(Packed):
             return
         self._refuse_capture("Edges")
         _report()
-        torch = sys.modules["torch"]
+        torch = namespace(given)
         with torch.inference_mode(False):
             ends = given.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
             bad = (ends < 0) | (ends >= num_nodes)
@@ -175,8 +174,7 @@ class Edges(Packed):
 
 def _outside(ends: Any, bad: Any, num_nodes: int) -> IndexError:
     """Return the error for the first bad end."""
-    found = bad.nonzero()
-    row, edge = (int(i) for i in found[0]) if is_tensor(bad) else (int(i[0]) for i in found)
+    row, edge = (int(at[0]) for at in on_host(bad).nonzero())
     return IndexError(
         f"Edges: edge_index[{row}, {edge}] is {int(ends[row, edge])}; it should be in "
         f"[0, {num_nodes}), num_nodes"
@@ -188,7 +186,7 @@ def grouped_ends(ends: Any, bad: Any, count: int) -> tuple[Any, Any, Any, Any]:
 
     One sort serves both, and doesn't wait. An edge with a bad end is in no group of that end.
     """
-    torch = sys.modules["torch"]
+    torch = namespace(ends)
     E, largest = ends.shape[1], 2 * count + 1
     # The sort makes a pass for every byte of a key.
     kinds = torch.int16, torch.int32, torch.int64
@@ -205,7 +203,7 @@ class _Check:
     """A check of ends on a GPU, whose result comes later."""
 
     def __init__(self, ends: Any, bad: Any, num_nodes: int) -> None:
-        torch = sys.modules["torch"]
+        torch = namespace(ends)
         self.of: Any = ends, bad, num_nodes
         self.error: IndexError | None = None
         #: Whether a caller has seen the error.
@@ -230,7 +228,7 @@ class _Check:
             return True
         if self.event is not None:
             # The question would end a CUDA graph's capture.
-            if sys.modules["torch"].cuda.is_current_stream_capturing():
+            if namespace(self.flag).cuda.is_current_stream_capturing():
                 return False
             if wait:
                 self.event.synchronize()

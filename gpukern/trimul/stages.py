@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fusedops._frame.arrays import copy_rows
 from fusedops.trimul.op import Weights, slices
+from fusedops.trimul.rows import copy_rows
 from gpukern.trimul.backward import (
     Parts,
     finish_back,
