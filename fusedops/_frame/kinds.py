@@ -87,10 +87,7 @@ class Plans(Generic[PlanT]):
         return None
 
     def keep(self, kind: Kind | None, plan: PlanT) -> PlanT:
-        """Return a plan, and keep it if its call has a kind.
-
-        Where two threads make a plan at once, either plan serves.
-        """
+        """Return a plan, and keep it if its call has a kind."""
         if kind is None:
             return plan
         key, tensors = kind
@@ -141,7 +138,7 @@ def arranged(
 ) -> Callable[[tuple[Any, ...]], Sequence[Any]] | None:
     """Return a function that makes `parts` anew from other values of the same kinds.
 
-    Each part is one of the values, a constant, or `Made` of these; else there is no such function.
+    A part is one of the values, which plans tell apart as objects, a constant, or `Made` of these.
     """
     if are_one(values):
         return None

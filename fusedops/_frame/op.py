@@ -233,7 +233,7 @@ class Op(Generic[F_co]):
                 found = self.planned(given, bound, slots, (*args, *kwargs.values()))
                 if found is not None:
                     self.plans.keep(kind, found)
-        return _results(bound, y)
+        return self.results(bound)(y)
 
     def planned(
         self, given: Bound, bound: Bound, slots: Sequence[Any], values: tuple[Any, ...]
@@ -247,30 +247,34 @@ class Op(Generic[F_co]):
         used = [part.of if isinstance(part, Made) else (part,) for part in given.a]
         counted = {id(source) for sources in used for source in sources}
         passed = all([type(value) in CONSTANTS or id(value) in counted for value in values])
-        if (
-            arrange is None
-            or not passed
-            or (bound.lead is not None and not isinstance(bound.shown, str))
-        ):
+        if arrange is None or not passed:
             return None
         plan = self.primitive.plan(bound.a, slots)
         if plan is None:
             return None
-        record, look, lead = self.primitive.Arguments._make, bound.values, bound.lead
-        shown = self.shown(bound)
-        alone = shown[0] if isinstance(bound.shown, str) else None
+        record, look, results = self.primitive.Arguments._make, bound.values, self.results(bound)
 
         def run(values: tuple[Any, ...]) -> Any:
             a = record(arrange(values))
             if look is not None:
                 look(a)
-            y = plan(a, slots)
-            if alone is None:
-                return tuple([y[at] for at in shown])
-            value = y[alone] if lead is None else led(y[alone], lead)
-            return value if value.ndim or type(value) is not np.ndarray else value[()]
+            return results(plan(a, slots))
 
         return run
+
+    def results(self, bound: Bound) -> Callable[[Any], Any]:
+        """Return a function from outputs to the results that a call shows."""
+        shown, lead = self.shown(bound), bound.lead
+        alone = shown[0] if isinstance(bound.shown, str) else None
+
+        def results(y: Any) -> Any:
+            if alone is None:
+                return tuple([y[at] if lead is None else led(y[at], lead) for at in shown])
+            value = y[alone] if lead is None else led(y[alone], lead)
+            # A NumPy scalar instead of a 0-d array.
+            return value if value.ndim or type(value) is not np.ndarray else value[()]
+
+        return results
 
     def fill(self, out: Any, asked: str | None, backend: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a call, the first of them written to `out`."""
@@ -284,7 +288,7 @@ class Op(Generic[F_co]):
         slots = self.slots(bound)
         slots[self.shown(bound)[0]] = filled
         with self.asking(bound, asked, backend):
-            found = _results(bound, primitive(*bound.a, out=slots))
+            found = self.results(bound)(primitive(*bound.a, out=slots))
         if bound.lead is None:
             return found
         return (out, *found[1:]) if isinstance(found, tuple) else out
@@ -365,7 +369,7 @@ class Op(Generic[F_co]):
             gradients = self.as_given(found, bound.lead, narrow)
             return tuple([dx for dx, want in zip(gradients, wanted, strict=True) if want])
 
-        return _results(bound, y), pullback
+        return self.results(bound)(y), pullback
 
     def cotangents(self, bound: Bound, y: Any, given: Sequence[Any]) -> tuple[Any, ...]:
         """Return checked cotangents of all outputs, from those of the outputs shown."""
@@ -581,10 +585,7 @@ def _by(
 
 
 def _apart(values: tuple[Any, ...]) -> list[Any]:
-    """Return values with a view of each array that came before, as x may be a residual too.
-
-    A plan finds arguments by their objects.
-    """
+    """Return values with a view of each array that came before, as x may be a residual too."""
     found: list[Any] = []
     for value in values:
         again = isinstance(value, np.ndarray) or is_tensor(value)
@@ -595,14 +596,3 @@ def _apart(values: tuple[Any, ...]) -> list[Any]:
 
 def _chained(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: second(first(value))
-
-
-def _results(bound: Bound, y: Any) -> Any:
-    values = [getattr(y, name) for name in names_of(bound)]
-    if bound.lead is not None:
-        values = [led(value, bound.lead) for value in values]
-    if not isinstance(bound.shown, str):
-        return tuple(values)
-    value = values[0]
-    # A NumPy scalar instead of a 0-d array.
-    return value if is_tensor(value) or value.ndim else value[()]

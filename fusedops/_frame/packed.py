@@ -117,10 +117,7 @@ class Packed:
         return self.tensors_here() if is_tensor(array) else self
 
     def derived(self, function: Callable[[Self], T]) -> T:
-        """Return a function's result for this object, and keep it for all later calls.
-
-        Several threads may run the function at once; all get the same result.
-        """
+        """Return a function's result for this object, one for all calls and threads."""
         kept: dict[Any, T] = self.__dict__.setdefault("_derived", {})
         if function not in kept:
             kept.setdefault(function, function(self))

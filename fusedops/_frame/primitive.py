@@ -6,6 +6,7 @@ A gradient is a primitive too, so it has kernels and a gradient of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
@@ -139,11 +140,7 @@ class Primitive:
         read_for = read_for or {}
         for role, given, among in (
             ("saves", saves, outputs),
-            (
-                "read_for",
-                {name for line in read_for.items() for name in (line[0], *line[1])},
-                arrays,
-            ),
+            ("read_for", [*read_for, *itertools.chain(*read_for.values())], arrays),
             ("mutates", mutates, arrays),
         ):
             for unknown in set(given).difference(among):
@@ -214,10 +211,7 @@ class Primitive:
         return TypeError(f"{self.name}: the {role} returned {was}; {should}")
 
     def plan(self, a: Any, slots: Sequence[Any]) -> Callable[[Any, Any], Any] | None:
-        """Return the function that computes outputs for arguments of these kinds.
-
-        Return None where torch traces or transforms the call.
-        """
+        """Return the function that computes outputs; None where torch traces or transforms."""
         asked = registry.forced(None)
         kind = kind_of((asked, *slots, *a))
         found = self.plans.get(kind)

@@ -317,13 +317,7 @@ def _warn_of_formulas(request: Request) -> None:
 
 
 def choose(request: Request) -> tuple[Backend, Callable[..., Any]]:
-    """Return the first backend that can serve a request, and its kernel.
-
-    Raises
-    ------
-    BackendUnavailable
-        With every backend's reason.
-    """
+    """Return the first backend that can serve a request, and its kernel; or raise all reasons."""
     if found := _chosen.get(request):
         return found
     for backend in BACKENDS:

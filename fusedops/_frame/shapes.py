@@ -24,7 +24,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fusedops._frame.arrays import namespace
 from fusedops._frame.check import (
@@ -35,6 +35,7 @@ from fusedops._frame.check import (
     floats,
     is_tensor,
     promoted,
+    refuse,
 )
 
 #: Sizes by name.
@@ -110,12 +111,8 @@ class Array:
         self.number = "number" in words
         #: The names of the sizes that the array may show.
         self.names = _names(term for shape in self.shapes for term in shape)
-        allowed = [
-            "optional",
-            "integers",
-            "number",
-            *[f"{name} > 0" for name in sorted(self.names)],
-        ]
+        allowed = ["optional", "integers", "number"]
+        allowed += [f"{name} > 0" for name in sorted(self.names)]
         for word in words:
             if word not in allowed:
                 raise ValueError(f"{word!r} should be one of {', '.join(allowed)}")
@@ -140,25 +137,21 @@ class Array:
                 return {size: n for size, n in found.items() if size not in later}
         rank = len(value.shape)
         shown = [terms for terms in self.shapes if len(terms) == rank] or self.shapes
-        should = " or ".join([_written(terms, sizes) for terms in shown])
-        where = "".join([f", {size} > 0" for size in self.positive])
-        verb = "broadcast to" if self.broadcasts else "be"
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(value.shape)}; it should {verb} {should}{where}"
-        )
+        self._refuse(op, name, value, " or ".join([_written(terms, sizes) for terms in shown]))
 
     def fit_end(self, op: str, name: str, value: Any) -> dict[str, Any]:
-        """Return an array's last sizes, for all that are declared but the first.
-
-        Raises ValueError if they don't fit.
-        """
+        """Return an array's last sizes, for all that are declared but the first."""
         terms = self.shapes[0][1:]
         found = _met(terms, value.shape[-len(terms) :], {})
         if found is None or not all([found[size] != 0 for size in self.positive]):
-            where = "".join([f", {size} > 0" for size in self.positive])
-            should = f"be (..., {_written(terms, {})[1:]}{where}"
-            raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it should {should}")
+            self._refuse(op, name, value, f"(..., {_written(terms, {})[1:]}")
         return found
+
+    def _refuse(self, op: str, name: str, value: Any, shape: str) -> NoReturn:
+        verb = "broadcast to" if self.broadcasts else "be"
+        where = "".join([f", {size} > 0" for size in self.positive])
+        was = f"has shape {tuple(value.shape)}"
+        refuse(ValueError, op, name, was, f"{verb} {shape}{where}")
 
     def full_shape(self, sizes: Sizes) -> tuple[Any, ...]:
         """Return the shape that the array is broadcast to."""
@@ -252,10 +245,7 @@ def flattened(
 
 
 class Output:
-    """The parsed declaration of an output; it raises ValueError if the text declares none.
-
-    The text may name the arrays `given`, and the sizes `known`.
-    """
+    """The parsed declaration of an output, which may name arrays `given` and sizes `known`."""
 
     def __init__(self, text: str, given: Collection[str], known: Collection[str]) -> None:
         parts = re.fullmatch(
@@ -286,12 +276,9 @@ class Output:
         """Return the shape and dtype name, or None if the call doesn't have this output."""
         if any([not sizes[n] if n in sizes else getattr(a, n) is None for n in self.needs]):
             return None
-        shape: list[Any] = list(getattr(a, self.like).shape) if self.like else []
+        shape = list(getattr(a, self.like).shape) if self.like else []
         for part in self.terms:
-            if isinstance(part, str):
-                shape += sizes[part]
-            else:
-                shape.append(part.value(sizes))
+            shape += sizes[part] if isinstance(part, str) else [part.value(sizes)]
         if self.dtype:
             return tuple(shape), self.dtype
         given = [a for a in [getattr(a, name) for name in self.arrays] if a is not None] or [first]

@@ -69,10 +69,7 @@ def eager(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Callable[[Any, 
 
 
 def _narrow(primitive: Primitive, a: Any) -> bool:
-    """Return whether a primitive's 16-bit floats are to be cast.
-
-    NumPy has no bfloat16; autocast runs an op without 16-bit kernels in float32.
-    """
+    """Return whether a primitive's 16-bit floats are to be cast, on the CPU or by autocast."""
     first = reference(a)
     return (
         not primitive.sixteen_bits

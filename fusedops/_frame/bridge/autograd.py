@@ -63,10 +63,9 @@ class Step:
         self.calls: Plans[Callable[[tuple[Any, ...]], tuple[Any, ...]]] = Plans()
 
     def numbered(self, tensors: Sequence[torch.Tensor], make: str) -> Sequence[torch.Tensor]:
-        """Return tensors, with one number of `make` for each whose shape alone is needed.
+        """Return tensors, with one number by `make` for each whose shape alone is needed.
 
-        It is unwritten in memory between passes. Derivatives of higher order multiply it by zero,
-        so they need a zero.
+        Only derivatives of higher order read it, and multiply it by zero.
         """
         if not self.bare:
             return tensors
@@ -76,10 +75,9 @@ class Step:
         return found
 
     def beside(self, others: tuple[Any, ...], y: Any) -> list[torch.Tensor]:
-        """Return the tensors to save beside arrays.
+        """Return the tensors to save beside arrays: outputs, and tensors of other arguments.
 
-        These are the outputs that are kept, and the caller's tensors that a backward pass reads
-        from other arguments, so that autograd sees writes to them.
+        Autograd sees writes to these, which are the caller's.
         """
         found = [y[at] for at in self.kept]
         for at in self.holding:
@@ -141,10 +139,7 @@ _LARGE = 1 << 20
 
 
 def _needed_now(needed: tuple[bool, ...], nodes: Sequence[Any]) -> tuple[bool, ...]:
-    """Return which gradients this backward pass wants, of those that some pass may want.
-
-    Forces are gradients by positions alone, though the weights require theirs too.
-    """
+    """Return which gradients this backward pass wants: forces want none by weights."""
     wanted = [node is not None and _runs(node) for node, _ in nodes]
     return *needed[: -len(wanted)], *wanted
 

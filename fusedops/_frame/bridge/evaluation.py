@@ -226,10 +226,7 @@ def _from_bits(array: np.ndarray) -> torch.Tensor:
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a tensor differ from its memory, which kernels read.
-
-    Torch may delay a negation, and autograd makes zeros without memory.
-    """
+    """Return whether the values of a tensor differ from its memory, which kernels read."""
     return tensor.is_neg() or tensor._is_zerotensor()
 
 

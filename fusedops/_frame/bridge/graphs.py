@@ -59,12 +59,15 @@ def call_registered(primitive: Primitive, a: Any, slots: Sequence[Any]) -> Any:
     flat = _take_apart(primitive, a[given:])
     outputs = operator(*a[:given], *flat, wanted, registry.asked() or "")
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    # An empty tensor stands for an output that isn't made.
-    made = described(primitive, a)
+    return _made(primitive, a, slots, outputs)
+
+
+def _made(primitive: Primitive, a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """Return outputs, or their cotangents, with None for each empty tensor that stands for none."""
     return tuple(
         [
-            out if want and output is not None else None
-            for out, want, output in zip(outputs, wanted, made, strict=True)
+            output if slot is not None and known is not None else None
+            for output, slot, known in zip(outputs, slots, described(primitive, a), strict=True)
         ]
     )
 
@@ -131,8 +134,8 @@ class _Registered:
         a, slots, _ = self.record(args)
         first = reference(a)
         made = [
-            output and want and first.new_empty(output[0], dtype=output[1])
-            for want, output in zip(slots, described(self.primitive, a), strict=True)
+            output and first.new_empty(output[0], dtype=output[1])
+            for output in described(self.primitive, a)
         ]
         return _returned(a, slots, made)
 
@@ -150,19 +153,9 @@ class _Registered:
         a, slots, backend = self.record((*saved[: self.given], *ctx.flat))
         if tuple(slots) != primitive.with_saved(slots):
             raise RuntimeError(f"torch.ops.{self.name}: its gradient needs more outputs wanted")
-        # An empty tensor stands for an output that isn't made.
-        made = [
-            want and output is not None
-            for want, output in zip(slots, described(primitive, a), strict=True)
-        ]
-        dy = [
-            cotangent if known else None for cotangent, known in zip(cotangents, made, strict=True)
-        ]
+        dy = _made(primitive, a, slots, cotangents)
         kept = dict(zip(primitive.saves, saved[self.given :], strict=True))
-        y = [
-            kept.get(name) if known else None
-            for name, known in zip(primitive.outputs, made, strict=True)
-        ]
+        y = _made(primitive, a, slots, [kept.get(name) for name in primitive.outputs])
         wanted = [need or None for need in ctx.needs_input_grad[:count]]
         with registry.asking(backend):
             gradients = pulled_back(primitive, a, primitive.Outputs._make(y), dy, wanted)
@@ -178,13 +171,11 @@ class _Registered:
 
 def _returned(a: Any, slots: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """Return outputs as a schema wants them: a single one bare, and an empty tensor for none."""
-    made = tuple(
-        [
-            output if want and output is not None else reference(a).new_empty(0)
-            for want, output in zip(slots, outputs, strict=True)
-        ]
-    )
-    return made if len(made) > 1 else made[0]
+    made = [
+        output if want and output is not None else reference(a).new_empty(0)
+        for want, output in zip(slots, outputs, strict=True)
+    ]
+    return tuple(made) if len(made) > 1 else made[0]
 
 
 for _primitive in primitives().values():

@@ -54,10 +54,7 @@ def values(tensor: torch.Tensor) -> np.ndarray:
 
 
 def versioned(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch counts all writes to tensors, as it can't count NumPy's.
-
-    The size of a storage is fixed once NumPy has it.
-    """
+    """Return whether torch counts all writes: no array shares the memory, which fixes its size."""
     return all(
         [
             not tensor.is_inference()
