@@ -153,8 +153,14 @@ class Op(Generic[F_co]):
         self.takes_out = "out" in self.signature.parameters
         #: The names of the primitive's arrays in the signature.
         self.arguments = [self.names.get(name, name) for name in primitive.arrays]
+        found = {self.names.get(name, name): array for name, array in primitive.declared.items()}
+        found |= {self.names[name]: primitive.declared[name] for name in self.names}
         #: The declarations of the arrays in the signature, in its order.
-        self.declared = _declared(primitive, self.names, self.signature)
+        self.declared = {
+            name: found[name] if parameter.default is None else found[name].needed()
+            for name, parameter in self.signature.parameters.items()
+            if name in found
+        }
         self.broadcast = [name for name, array in self.declared.items() if array.broadcasts]
         self.plans: Plans[Callable[..., Any]] = Plans()
 
@@ -170,7 +176,10 @@ class Op(Generic[F_co]):
             for argument in declared
         }
         for argument in primitive.mutates:
-            _is_array(name, argument, by_name[argument])
+            value = by_name[argument]
+            if not is_tensor(value) and not isinstance(value, np.ndarray):
+                was = None if value is None else f"a {type(value).__name__}"
+                refuse(TypeError, name, argument, f"is {was}", "be an array, to be updated")
         lead, flatten = flattened(name, declared, self.leading, by_name)
         again = {argument: of(by_name[argument]) for argument, of in flatten.items()}
         arrays, sizes = checked(name, declared, by_name | again, primitive.later)
@@ -379,10 +388,18 @@ class Op(Generic[F_co]):
             refuse(TypeError, op, "the pullback", f"got {len(given)} cotangents", should)
         dy = dict.fromkeys(self.primitive.outputs)
         for output, value in zip(shown, given, strict=True):
-            if value is not None:
-                like = getattr(y, output)
-                full = like if bound.lead is None else led(like, bound.lead)
-                dy[output] = _cotangent(op, value, full).reshape(like.shape)
+            if value is None:
+                continue
+            if is_tensor(value):
+                refuse(TypeError, op, "the cotangent", "is a torch tensor", "be a NumPy array")
+            value, like = as_array(op, "the cotangent", value), getattr(y, output)
+            if value.dtype.kind not in "fiu":
+                refuse(
+                    TypeError, op, "the cotangent", f"has dtype {value.dtype}", "be float or int"
+                )
+            full = like.shape if bound.lead is None else (*bound.lead, *like.shape[1:])
+            of_shape(op, "the cotangent", value, full)
+            dy[output] = value.astype(like.dtype, copy=False).reshape(like.shape)
         return tuple(dy.values())
 
     def as_given(
@@ -451,19 +468,6 @@ def explain(op: Op[Any], /, *args: Any, **kwargs: Any) -> Explanation:
     return op.explain(*args, **kwargs)
 
 
-def _declared(
-    primitive: Primitive, names: Mapping[str, str], signature: inspect.Signature
-) -> dict[str, Array]:
-    """Return the declarations of an op's arrays, by name, in the order of its signature."""
-    found = {names.get(name, name): array for name, array in primitive.declared.items()}
-    found |= {names[name]: primitive.declared[name] for name in names}
-    return {
-        name: found[name] if parameter.default is None else found[name].needed()
-        for name, parameter in signature.parameters.items()
-        if name in found
-    }
-
-
 def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
     """Raise TypeError unless a function under `op` returned a call of its primitive."""
     fields = primitive.Arguments._fields
@@ -476,13 +480,6 @@ def _check_bound(op: str, primitive: Primitive, bound: Any) -> None:
     else:
         return
     refuse(TypeError, op, "its function", was, should)
-
-
-def _is_array(op: str, name: str, value: Any) -> None:
-    """Raise TypeError unless an argument that is updated in place is an array."""
-    if not is_tensor(value) and not isinstance(value, np.ndarray):
-        was = None if value is None else f"a {type(value).__name__}"
-        refuse(TypeError, op, name, f"is {was}", "be an array, to be updated")
 
 
 def _broadcast(array: Array, given: Any, first: Any, sizes: Sizes) -> Any:
@@ -506,17 +503,6 @@ def _named_arrays(name: str | None, value: Any) -> list[tuple[str | None, Any]]:
     return [
         (name or field, array) for field, array in zip(value._fields, value.arrays(), strict=False)
     ]
-
-
-def _cotangent(op: str, value: Any, like: Any) -> np.ndarray:
-    """Return a checked cotangent of a NumPy output, in its dtype."""
-    if is_tensor(value):
-        refuse(TypeError, op, "the cotangent", "is a torch tensor", "be a NumPy array")
-    value = as_array(op, "the cotangent", value)
-    if value.dtype.kind not in "fiu":
-        refuse(TypeError, op, "the cotangent", f"has dtype {value.dtype}", "be float or int")
-    of_shape(op, "the cotangent", value, like.shape)
-    return value.astype(like.dtype, copy=False)
 
 
 def _summed(array: Any, given: Any) -> Any:

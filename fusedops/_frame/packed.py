@@ -61,15 +61,11 @@ class Packed:
         cls._record = namedtuple(cls.__name__, cls._fields)  # type: ignore[misc]
         cls.__init__ = outside_of_graphs(cls.__init__)  # type: ignore[method-assign]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(self._unchanging(name))
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(self._unchanging(name))
-
-    def _unchanging(self, name: str) -> str:
+    def __setattr__(self, name: str, value: Any = None) -> None:
         of = type(self).__name__
-        return f"{of}: {name} can't be changed; it should be given to a new {of}"
+        raise AttributeError(f"{of}: {name} can't be changed; it should be given to a new {of}")
+
+    __delattr__ = __setattr__
 
     def _hold(self, device: str = "cpu", *, lasting: bool = True, **parts: Any) -> None:
         """Keep the arrays and numbers of a new object; copy NumPy arrays to a device.
