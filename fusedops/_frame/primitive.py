@@ -10,7 +10,7 @@ import itertools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -50,17 +50,26 @@ def _parsed(primitive: str, lines: Mapping[str, str], parse: Callable[[str], T])
     return found
 
 
-class Call(NamedTuple):
-    """A call of a primitive that is still to be made, which some pullbacks return.
+class Call:
+    """A call of a primitive for the frame to make, which some pullbacks return.
 
     The pullback returns the cotangents in `before`, the call's outputs, and those in `after`.
     """
 
-    primitive: Primitive
-    a: Any
-    slots: tuple[Any, ...]
-    before: tuple[Any, ...] = ()
-    after: tuple[Any, ...] = ()
+    def __init__(
+        self,
+        primitive: Primitive,
+        *arguments: Any,
+        out: Sequence[Any],
+        before: tuple[Any, ...] = (),
+        after: tuple[Any, ...] = (),
+    ) -> None:
+        self.primitive, self.a = primitive, primitive.Arguments._make(arguments)
+        self.slots, self.before, self.after = tuple(out), before, after
+
+    def made(self) -> tuple[Any, ...]:
+        """Return the cotangents."""
+        return self.before + self.primitive(*self.a, out=self.slots) + self.after
 
 
 class Primitive:
@@ -188,16 +197,6 @@ class Primitive:
             return loaded().traced_or_transformed(self, a, slots)
         return plan(a, slots)
 
-    def to_run(
-        self,
-        *arguments: Any,
-        out: Sequence[Any],
-        before: tuple[Any, ...] = (),
-        after: tuple[Any, ...] = (),
-    ) -> Call:
-        """Return a call for the frame to make."""
-        return Call(self, self.Arguments._make(arguments), tuple(out), before, after)
-
     def formula(self, a: Any) -> tuple[Any, ...]:
         """Return all outputs, by the definition."""
         found = self._formula(a)
@@ -279,7 +278,7 @@ class Primitive:
         if isinstance(found, Call):
             if seen is not None:
                 seen(found)
-            found = found.before + found.primitive(*found.a, out=found.slots) + found.after
+            found = found.made()
         if not isinstance(found, tuple) or len(found) != len(wanted):
             raise self._no_tuple("pullback", found, self.arrays)
         return tuple([dx if want else None for dx, want in zip(found, wanted, strict=True)])

@@ -22,7 +22,7 @@ from fusedops._frame.check import (
     traced,
 )
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops.conv.plan import Sequences, read_sequences, spans
 
@@ -134,7 +134,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if not any(slots):
         return None, None, None, None, dresidual
     given = a.x, a.kernels, a.initial_state, a.bias, dout, dy.final_state
-    return conv_vjp.to_run(*given, a.sequences, a.activation, out=slots, after=(dresidual,))
+    return Call(conv_vjp, *given, a.sequences, a.activation, out=slots, after=(dresidual,))
 
 
 def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ from fusedops._frame.check import (
 from fusedops._frame.hook import bridge
 from fusedops._frame.kinds import Made
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops._frame.torch_private import private
 from fusedops.density.plan import CellLike, Lattice, grid_sizes, read_lattice
@@ -710,14 +710,14 @@ def _vjp_vjp_formula(a: Any) -> tuple[Any, ...]:
 
 def _density_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     last = a.radius, y.order, a.lattice, a.clamp
-    return density_vjp.to_run(*atoms_of(a), dy.map, *last, out=wanted)
+    return Call(density_vjp, *atoms_of(a), dy.map, *last, out=wanted)
 
 
 def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if a.clamp:
         return NotImplemented
     last = a.radius, a.order, a.lattice
-    return density_vjp_vjp.to_run(*atoms_of(a), a.dmap, *dy, *last, out=wanted)
+    return Call(density_vjp_vjp, *atoms_of(a), a.dmap, *dy, *last, out=wanted)
 
 
 def _is_ordered(xyz: Any) -> bool:

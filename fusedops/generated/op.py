@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, overload
 from fusedops._frame.arrays import ArrayT, added, cast, namespace, widened
 from fusedops._frame.check import flag, one_of, promoted
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops.conv import ACTIVATIONS, Activation, Sequences
 from fusedops.conv.op import conv, conv_vjp, num_sequences
@@ -67,7 +67,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     dout = dy.out
     if dout is None:
         dout = namespace(a.x).zeros_like(a.x)
-    return generated_vjp.to_run(*arrays, dout, dy.final_state, sequences, activation, out=wanted)
+    return Call(generated_vjp, *arrays, dout, dy.final_state, sequences, activation, out=wanted)
 
 
 def _vjp_pullback(a: Any, y: Any, ddy: Any, wanted: Any) -> tuple[Any, ...]:

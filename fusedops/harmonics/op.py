@@ -17,7 +17,7 @@ from fusedops._frame import registry
 from fusedops._frame.arrays import ArrayT, beside, cast, namespace, wide, zeros
 from fusedops._frame.check import flag, floats, is_tensor, size
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops._frame.torch_private import private
 
@@ -360,12 +360,12 @@ def recursion(lmax: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return matrices_vjp.to_run(a.edge_vec, dy.matrices, a.lmax, a.layout, out=wanted)
+    return Call(matrices_vjp, a.edge_vec, dy.matrices, a.lmax, a.layout, out=wanted)
 
 
 def _vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     given = a.edge_vec, a.dmatrices, dy.dedge_vec, a.lmax, a.layout
-    return matrices_vjp_vjp.to_run(*given, out=wanted)
+    return Call(matrices_vjp_vjp, *given, out=wanted)
 
 
 _SIZES: dict[str, Any] = {

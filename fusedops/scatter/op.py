@@ -9,7 +9,7 @@ from typing import Any
 
 from fusedops._frame.arrays import ArrayT, add_at, cast, int64, wide, zeros
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops.scatter.plan import ScatterPlan, read_plan
 
@@ -34,11 +34,11 @@ def _gather_formula(a: Any) -> tuple[Any]:
 
 
 def _scatter_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return gather.to_run(dy.map, a.plan, out=wanted)
+    return Call(gather, dy.map, a.plan, out=wanted)
 
 
 def _gather_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return scatter.to_run(dy.density_cube, a.plan, out=wanted)
+    return Call(scatter, dy.density_cube, a.plan, out=wanted)
 
 
 _SIZES: dict[str, Any] = {

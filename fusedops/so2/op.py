@@ -24,7 +24,7 @@ from fusedops._frame.arrays import (
 )
 from fusedops._frame.check import dtype_name, one_of, promoted, size
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops.wigner import m_major_order
 from fusedops.wigner.rows import message_rows
@@ -154,7 +154,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     *arrays, lmax, G, precision = a
     dout, dgates = dy
     if dout is not None and (dgates is not None or not G):
-        return so2_vjp.to_run(*arrays, dout, dgates, lmax, G, precision, out=wanted)
+        return Call(so2_vjp, *arrays, dout, dgates, lmax, G, precision, out=wanted)
     E, first = a.message.shape[0], a.weight_m0.shape[0]
     if dout is None:
         rows = message_rows(lmax, len(weights_of(a)) - 1)
@@ -507,12 +507,12 @@ def _gate_vjp_vjp_formula(a: Any) -> tuple[Any, Any, Any]:
 
 
 def _gate_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
-    return gate_vjp.to_run(a.gates, a.x, dy.out, a.lmax, a.mmax, a.layout, out=wanted)
+    return Call(gate_vjp, a.gates, a.x, dy.out, a.lmax, a.mmax, a.layout, out=wanted)
 
 
 def _gate_vjp_pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     static = a.lmax, a.mmax, a.layout
-    return gate_vjp_vjp.to_run(a.gates, a.x, a.dout, *dy, *static, out=wanted)
+    return Call(gate_vjp_vjp, a.gates, a.x, a.dout, *dy, *static, out=wanted)
 
 
 _GATED = {"gates": "(E, G)", "x": "(E, M, C)"}

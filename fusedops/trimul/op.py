@@ -29,7 +29,7 @@ from fusedops._frame.check import (
     warn,
 )
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 
 Direction = Literal["outgoing", "incoming"]
@@ -277,7 +277,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
     if dy.hidden is not None:
         # `hidden` is internal: only direct calls of the primitive reach here.
         return _gradients(trimul_vjp.Arguments(*arrays, None, dout, *static), dy.hidden)
-    return trimul_vjp.to_run(*arrays, y.hidden, dout, *static, out=wanted)
+    return Call(trimul_vjp, *arrays, y.hidden, dout, *static, out=wanted)
 
 
 _SIZES: dict[str, Any] = {

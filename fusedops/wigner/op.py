@@ -20,7 +20,7 @@ from fusedops._frame.check import (
     real,
 )
 from fusedops._frame.op import op, to_run
-from fusedops._frame.primitive import Primitive
+from fusedops._frame.primitive import Call, Primitive
 from fusedops._frame.registry import BackendName
 from fusedops.harmonics.op import matrix_size
 from fusedops.wigner.plan import Edges, ends_of, late, read_graph
@@ -137,7 +137,7 @@ def _pullback(a: Any, y: Any, dy: Any, wanted: Any) -> Any:
         out = [want if other != slot else None for other, want in enumerate(others)]
         if cotangent is not None and any(out):
             given = [cotangent if other == slot else factor for other, factor in enumerate(factors)]
-            calls.append(edge_wigner.to_run(None, *given, *static, out=out, before=(dbase,)))
+            calls.append(Call(edge_wigner, None, *given, *static, out=out, before=(dbase,)))
     if len(calls) == 1:
         return calls[0]
     found: list[Any] = [None] * len(dy)
