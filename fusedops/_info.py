@@ -19,8 +19,8 @@ from fusedops import _swaps
 from fusedops._frame import registry
 from fusedops._frame.check import size
 from fusedops._frame.primitive import primitives
-from fusedops._frame.registry import version_of
 from fusedops._host import memory
+from fusedops._host.packages import version_of
 from fusedops._host.threads import choose_num_threads, get_num_threads, whose_threads
 from fusedops._version import __version__
 

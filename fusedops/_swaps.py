@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from fusedops._frame.registry import release, version_of
+from fusedops._host.packages import release, version_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

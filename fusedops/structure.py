@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from fusedops._frame.registry import how_to_install
+from fusedops._host.packages import how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -125,7 +125,7 @@ for warning in warned:
 
 def test_requirements_named_in_errors_are_those_of_the_package():
     extras = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    for requirement in registry._REQUIREMENTS.values():
+    for requirement in fusedops._host.packages.REQUIREMENTS.values():
         assert re.search(rf'"{re.escape(requirement)}["; ]', extras)
 
 

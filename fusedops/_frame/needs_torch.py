@@ -1,6 +1,6 @@
 """Raise a clear ImportError if torch is missing; modules that need torch import this first."""
 
-from fusedops._frame.registry import how_to_install, import_error
+from fusedops._host.packages import how_to_install, import_error
 
 if reason := import_error("torch"):
     raise ImportError(
