@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from fusedops._frame.check import device_of, dtype_name, is_tensor, own_memory, traced
+from fusedops._frame.check import device_of, dtype_name, is_tensor, own_memory, refuse, traced
 from fusedops._frame.hook import bridge, compiling, loaded, outside_of_graphs
 from fusedops._frame.torch_private import private
 
@@ -168,10 +168,9 @@ class Packed:
         if not private().transforming():
             return contextlib.nullcontext()
         if any(map(private().is_wrapped, tensors)):
-            raise TypeError(
-                f"{op}: {cls._given[0]} is mapped over or differentiated by torch.func; it "
-                f"should be {cls.__name__}, or a tensor from outside"
-            )
+            was = "is mapped over or differentiated by torch.func"
+            should = f"be {cls.__name__}, or a tensor from outside"
+            refuse(TypeError, op, cls._given[0], was, should)
         context: contextlib.AbstractContextManager[Any] = private().without_transforms()
         return context
 

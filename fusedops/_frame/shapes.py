@@ -231,10 +231,9 @@ def flattened(
             full = *(lead or (1,)), *shape[-own:]
             pairs = zip(reversed(shape), reversed((*(lead or (1,)), *inside)), strict=False)
             if len(shape) > len(full) or not all([m in (None, n) or n == 1 for n, m in pairs]):
-                raise ValueError(
-                    f"{op}: {name} has shape {shape}; it should broadcast to {(*lead, *inside)}, "
-                    f"as {leading} has shape {tuple(first.shape)}"
-                )
+                like = f"as {leading} has shape {tuple(first.shape)}"
+                should = f"broadcast to {(*lead, *inside)}, {like}"
+                refuse(ValueError, op, name, f"has shape {shape}", should)
 
             def broadcast(array: Any, name: str = name, full: Any = full, own: int = own) -> Any:
                 array = as_array(op, name, array)

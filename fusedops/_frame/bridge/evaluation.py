@@ -14,7 +14,7 @@ import torch
 from fusedops._frame import primitive as primitive_frame
 from fusedops._frame import registry
 from fusedops._frame.bridge.tensors import layout_of, np_dtype
-from fusedops._frame.check import own_memory, reference
+from fusedops._frame.check import own_memory, reference, refuse
 from fusedops._frame.primitive import Primitive, converted, poisoned
 from fusedops._frame.torch_private import private
 from fusedops._host import memory
@@ -235,12 +235,11 @@ def _refuse_lazy(primitive: Primitive, a: Any, slots: Sequence[Any]) -> None:
     for tensor in (*slots, *[getattr(a, name) for name in primitive.mutates]):
         if not isinstance(tensor, torch.Tensor):
             continue
-        own_memory(primitive.name, "a tensor to write to", tensor)
+        name = "a tensor to write to"
+        own_memory(primitive.name, name, tensor)
         if tensor.is_neg():
-            raise ValueError(
-                f"{primitive.name}: a tensor to write to is a negative view; it should be "
-                "resolved, by resolve_neg"
-            )
+            should = "be resolved, by resolve_neg"
+            refuse(ValueError, primitive.name, name, "is a negative view", should)
 
 
 def _resolved(primitive: Primitive, a: Any) -> Any:

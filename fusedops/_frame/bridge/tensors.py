@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.utils.weak
 
-from fusedops._frame.check import dtype_name
+from fusedops._frame.check import dtype_name, refuse
 from fusedops._frame.packed import Packed
 from fusedops._frame.torch_private import private
 
@@ -112,9 +112,7 @@ def unwrapped(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.resolve_neg()
     while private().is_wrapped(tensor):
         if private().is_mapped(tensor):
-            raise TypeError(
-                f"{op}: {argument} is what torch.vmap maps over; it should be one for all, from "
-                "outside"
-            )
+            was = "is what torch.vmap maps over"
+            refuse(TypeError, op, argument, was, "be one for all, from outside")
         tensor = private().inside(tensor)
     return tensor
