@@ -18,19 +18,11 @@ from bench.floors import Rates
 from bench.peers import Peer, Unsuited
 from bench.steps import Case, Step, result
 from bench.timing import GRAPHS, NUMPY, TORCH
+from bench.workloads import BACKWARD, Problem, Workload, errors
 from fusedops import testing
+from fusedops._catalogue import BOTH, FORWARD, Steps, steps_of
 from fusedops._frame import registry
 from fusedops._frame.check import is_tensor
-from fusedops._workloads import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    Problem,
-    Steps,
-    Workload,
-    errors,
-    steps_of,
-)
 
 
 @dataclass(frozen=True)

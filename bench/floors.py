@@ -12,7 +12,7 @@ import numpy as np
 
 import fusedops
 from bench.timing import interleaved, waiting
-from fusedops._workloads import Work
+from bench.workloads import Work
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from bench.peers import (
 )
 from bench.steps import Case, Chain, Part, Step, dtype_on, installed, result
 from bench.timing import GRAPHS, TORCH, graphed
+from fusedops._catalogue import BOTH, FORWARD, Steps
 from fusedops._frame.registry import BackendName
-from fusedops._workloads import BOTH, FORWARD, Steps
 
 
 def jet(device: str) -> Step:

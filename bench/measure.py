@@ -31,15 +31,9 @@ from bench.timing import (
     scaled,
     waiting,
 )
+from bench.workloads import GROWTH, WORKLOADS, Workload
+from fusedops._catalogue import BOTH, FORWARD, steps_of
 from fusedops._frame import registry
-from fusedops._workloads import (
-    BOTH,
-    FORWARD,
-    GROWTH,
-    WORKLOADS,
-    Workload,
-    steps_of,
-)
 
 #: Whole steps, by name: functions from a device.
 STEPS: dict[str, Callable[[str], Step]] = {

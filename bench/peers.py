@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 import fusedops
+from bench.workloads import WORKLOADS, Problem
+from fusedops._catalogue import BOTH, FORWARD, Steps, by_autograd
 from fusedops._frame.check import is_tensor
-from fusedops._workloads import BOTH, FORWARD, WORKLOADS, Problem, Steps, by_autograd
 from fusedops.wigner import m_major_order
 
 #: The peer that the host's time with a call is compared to.

@@ -11,7 +11,8 @@ from typing import Any
 
 from bench import report as reports
 from bench.timing import GRAPH
-from fusedops._workloads import BOTH, CALL, FORWARD
+from bench.workloads import CALL
+from fusedops._catalogue import BOTH, FORWARD
 
 #: Neither dark nor light, so that text is read on a page of either; the background is clear.
 INK = "#7f8792"

@@ -23,10 +23,10 @@ import fusedops
 from bench.peers import Unsuited, peer
 from bench.timing import NUMPY, TORCH
 from fusedops import crystal, maps, samples
+from fusedops._catalogue import BOTH, FORWARD, Steps
 from fusedops._frame.check import is_tensor
 from fusedops._frame.op import Op
 from fusedops._frame.registry import BackendName
-from fusedops._workloads import BOTH, FORWARD, Steps
 from fusedops.density import Lattice
 from fusedops.structure import Structure, planar_groups, read_structure
 

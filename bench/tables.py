@@ -20,7 +20,8 @@ from typing import Any
 from bench import plot, report
 from bench.measure import STEPS, names_of
 from bench.timing import GRAPH, NUMPY, TORCH
-from fusedops._workloads import BOTH, FORWARD, WORKLOADS
+from bench.workloads import WORKLOADS
+from fusedops._catalogue import BOTH, FORWARD
 
 ROOT = Path(__file__).parents[1]
 MODULES = dict(names_of(workload.op) for workload in WORKLOADS) | {step: step for step in STEPS}

@@ -20,8 +20,8 @@ from bench.peers import Unsuited, peer
 from bench.steps import Case, Step, backward_of
 from bench.timing import TORCH
 from fusedops import samples
+from fusedops._catalogue import BOTH, FORWARD, Steps
 from fusedops._frame.registry import BackendName
-from fusedops._workloads import BOTH, FORWARD, Steps
 
 CUTOFF = 6.0
 """Å, of UMA-S."""

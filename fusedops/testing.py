@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from fusedops import _catalogue
-from fusedops._catalogue import Case, families
+from fusedops._catalogue import (
+    BOTH,
+    FORWARD,
+    Call,
+    Case,
+    Steps,
+    families,
+    float64,
+    steps_of,
+    tuple_of,
+)
 from fusedops._frame import primitive, registry
 from fusedops._frame.packed import Packed
 
@@ -78,6 +88,41 @@ def error(value: Any, reference: Any) -> float:
         return np.inf
     difference = np.abs(value - reference).max(initial=0.0)
     return float(difference / (np.abs(reference).max(initial=0.0) or 1.0))
+
+
+def errors_of(
+    exact: Call, given: Call, cotangents: Any, steps: Callable[[Any, Any], Steps]
+) -> dict[str, float]:
+    """Return the errors of a call's values and gradients against the reference, relative.
+
+    Parameters
+    ----------
+    exact : Call
+        With NumPy arrays in float64.
+    given : Call
+        The same, rounded to the dtype and framework that are checked.
+    cotangents : array or tuple of array
+        Of that dtype and framework; None where there is no gradient.
+    steps : callable
+        From `given` and `cotangents` to functions that compute its passes.
+    """
+    # Packed arguments were moved, not rounded.
+    packed = {n: a for n, a in exact.arguments.items() if isinstance(a, Packed)}
+    rounded = given.rounded().converted(lambda name, value: packed.get(name, value))
+    back = tuple(map(float64, tuple_of(cotangents))) if exact.leaves else None
+    truth, made = steps_of(rounded, "numpy", back), steps(given, cotangents)
+    with poisoned_outputs():
+        got = {name: made[name]() for name in (FORWARD, BOTH) if name in made}
+    expected = truth[BOTH if BOTH in truth else FORWARD]()
+    count = len(got[FORWARD])
+    mutated = exact.op.primitive.mutates
+    values = [pair for out in got.values() for pair in zip(out[:count], expected, strict=False)]
+    values += [(given.arguments[name], rounded.arguments[name]) for name in mutated]
+    found = {"value": max(error(float64(a), b) for a, b in values)}
+    if BOTH in got:
+        pairs = zip(got[BOTH][count:], expected[count:], strict=True)
+        found["gradient"] = max(error(float64(a), b) for a, b in pairs)
+    return found
 
 
 def run(

@@ -23,19 +23,10 @@ from bench.floors import Rates
 from bench.measure import Bench, Plan, power
 from bench.peers import EMPTY, PEERS, Unsuited
 from bench.timing import interleaved
+from bench.workloads import BACKWARD, GROWTH, WORKLOADS, Source, Work, errors
 from fusedops import cli
+from fusedops._catalogue import BOTH, FORWARD, steps_of
 from fusedops._frame import packed, registry
-from fusedops._workloads import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    GROWTH,
-    WORKLOADS,
-    Source,
-    Work,
-    errors,
-    steps_of,
-)
 from fusedops.wigner import m_major_order, wigner_d
 from places import HAS_TORCH
 

@@ -16,8 +16,9 @@ from bench import language, measure, report, steps, tables  # noqa: E402
 from bench.contests import OfStep, errors_of_step  # noqa: E402
 from bench.peers import EMPTY, PEERS, Unsuited  # noqa: E402
 from bench.timing import graphed  # noqa: E402
+from bench.workloads import WORKLOADS, errors  # noqa: E402
 from fusedops import cli  # noqa: E402
-from fusedops._workloads import BOTH, FORWARD, WORKLOADS, errors  # noqa: E402
+from fusedops._catalogue import BOTH, FORWARD  # noqa: E402
 from fusedops.compat import causal_conv1d, fla  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("young_heap")

@@ -510,7 +510,8 @@ class TestOutputs:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-        monkeypatch.setattr("fusedops.cli.demo.DEMOS", {"a": lambda panel: []})
+        monkeypatch.setattr("fusedops.cli.demo.calls", dict)
+        monkeypatch.setattr("fusedops.cli.demo.PICTURES", (lambda panel: None,))
         args = ["density", "x.pdb", "--spacing", "2", "--out", "x.map"]
         for command in (["demo"], args):
             assert cli.main([*command, "--picture", "old.png"]) == 2

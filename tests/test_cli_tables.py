@@ -66,8 +66,8 @@ def check():
         "errors": {"value": 1e-7, "gradient": 2e-6},
         "share": 0.5,
     }
-    rows = [checks.Row(op, "cython", "cpu", **done) for op in ops]
-    rows += [checks.Row(op, "triton", "cuda", "torch sees no GPU") for op in ops]
+    rows = [checks.Row(op, "cython", **done) for op in ops]
+    rows += [checks.Row(op, "triton", "torch sees no GPU") for op in ops]
     checks.show(rows)
 
 

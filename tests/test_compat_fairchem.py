@@ -291,7 +291,7 @@ def test_models_are_copied_and_pickled(expected, registered, mode):
 def test_a_step_of_the_bench_agrees_with_fairchem(monkeypatch):
     import benches  # noqa: F401
     from bench import uma as bench
-    from fusedops._workloads import BOTH
+    from fusedops._catalogue import BOTH
 
     sizes = {"sphere_channels": 16, "hidden_channels": 16, "edge_channels": 8, "num_layers": 1}
     monkeypatch.setattr(bench, "SIZES", {**bench.SIZES, **sizes})

@@ -20,14 +20,15 @@ from typing import get_args
 import numpy as np
 import pytest
 
+import benches  # noqa: F401
 import fusedops
+from bench.workloads import WORKLOADS, Source
 from cpukern import isa
 from fusedops._frame import registry
 from fusedops._frame.op import op, to_run
 from fusedops._frame.packed import Packed
 from fusedops._frame.primitive import Primitive, primitives
 from fusedops._host import limits, threads
-from fusedops._workloads import WORKLOADS, Source
 from fusedops.samples import protein
 from places import needs_torch
 
@@ -344,7 +345,6 @@ import os, sys
 import numpy as np
 import fusedops
 from fusedops.samples import protein
-from fusedops._workloads import WORKLOADS, Source
 xyz, indices = protein(6000, np.random.default_rng(0))
 planes = fusedops.Planes([(i, np.full(len(i), 0.02)) for i in indices])
 def step(backend):

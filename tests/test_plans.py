@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+import benches  # noqa: F401
 import fusedops
+from bench.workloads import WORKLOADS, Source
 from fusedops._frame import kinds
-from fusedops._workloads import WORKLOADS, Source
 from fusedops.conv.op import conv
 from fusedops.wigner import wigner_d
 from places import needs_triton

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
+import fusedops
+from fusedops._catalogue import Example, calls, steps_of
 from fusedops._frame import registry
-from fusedops._workloads import WORKLOADS, Workload, errors, steps_of
+from fusedops._info import BackendInfo
 from fusedops.cli import tables
 from fusedops.cli.common import CommandError, add_choice, needs_gpu, progress
+from fusedops.testing import errors_of
 
 
 def add(commands: Any) -> None:
@@ -28,19 +31,19 @@ def add(commands: Any) -> None:
 
 
 def _command(args: argparse.Namespace) -> int:
-    devices = (args.device,) if args.device else ("cpu", "cuda")
     if args.device == "cuda":
         needs_gpu()
     rows = []
-    with progress("checking", steps(devices, args.backend)) as advance:
-        for row in run(devices, args.backend):
+    backends = asked(args.device, args.backend)
+    with progress("checking", len(calls()) * len(backends)) as advance:
+        for row in run(backends):
             rows.append(row)
             advance()
     show(rows)
     failed = [row for row in rows if row.failed]
-    checked = [row for row in rows if row.errors]
+    checked = [row for row in rows if row.errors or row.failed]
     if failed:
-        print(f"{len(failed)} OF {len(failed) + len(checked)} CHECKS FAILED.")
+        print(f"{len(failed)} OF {len(checked)} CHECKS FAILED.")
     elif not checked:
         raise CommandError("nothing could be checked: see the reasons above")
     else:
@@ -57,7 +60,6 @@ class Row:
 
     op: str
     backend: str
-    device: str
     why: str = ""
     where: list[tuple[str, str]] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
@@ -66,113 +68,82 @@ class Row:
     seconds: float = 0.0
 
 
-def steps(devices: Sequence[str], backends: Sequence[str] | None) -> int:
-    """Return the number of rows that `run` yields."""
-    return len(list(_pairs(devices, backends)))
+def asked(device: str | None, names: Sequence[str] | None) -> list[registry.Backend]:
+    """Return the backends of a device, or of all, that are named, or all."""
+    return [
+        backend
+        for backend in registry.BACKENDS
+        if (not names or backend.name in names) and device in (None, device_of(backend))
+    ]
 
 
-def run(devices: Sequence[str], backends: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield a row for every op on every backend (or the named ones) of some devices.
+def device_of(backend: registry.Backend) -> str:
+    """Return the device on which a backend is checked."""
+    return "cuda" if backend.name == "triton" else "cpu"
 
-    Each op runs on small versions of the problems that `fusedops bench` times, forward and with its
-    gradient, with NumPy arrays and, if torch is installed, with tensors. It runs in float64 too
-    unless that needs a compilation. Problems whose kernels are special, and take seconds to
-    compile on a GPU, are left out.
+
+def run(backends: Sequence[registry.Backend]) -> Iterator[Row]:
+    """Yield a row for every op on some backends.
+
+    The examples of each op run forward and with their gradients, with NumPy arrays and, if torch is
+    installed, with tensors. They run in float64 too unless that needs a compilation.
     """
-    for workloads, backend in _pairs(devices, backends):
-        start = time.perf_counter()
-        row = _checked(workloads, backend)
-        row.seconds = time.perf_counter() - start
-        yield row
+    found = fusedops.info().backends
+    for op, examples in calls().items():
+        for backend in backends:
+            start = time.perf_counter()
+            row = _checked(op, examples, backend, found)
+            row.seconds = time.perf_counter() - start
+            yield row
 
 
-def _pairs(
-    devices: Sequence[str], backends: Sequence[str] | None
-) -> Iterator[tuple[list[Workload], registry.Backend]]:
-    for device in devices:
-        kinds = _kinds(device)
-        for name in dict.fromkeys(w.op.__name__ for w in kinds):
-            for backend in registry.BACKENDS:
-                asked = backends is None or backend.name in backends
-                # Each backend has a row on one device only.
-                here = (backend.name == "triton") == (device == "cuda")
-                if asked and here:
-                    yield [w for w in kinds if w.op.__name__ == name], backend
-
-
-def _kinds(device: str) -> list[Workload]:
-    """Return a small workload of every kind that needs no other package."""
-    kinds: dict[Any, Workload] = {}
-    for workload in WORKLOADS:
-        if workload.device == device and workload.self_check and not workload.needs:
-            key = workload.op.__name__, workload.name, workload.dtype
-            kinds.setdefault(key, workload.at(workload.small))
-    return list(kinds.values())
-
-
-def _checked(workloads: list[Workload], backend: registry.Backend) -> Row:
-    first = workloads[0]
-    row = Row(first.op.__name__, backend.name, first.device)
-    if why := _why_not(first, backend):
-        row.why = why
+def _checked(
+    op: Any, examples: list[Example], backend: registry.Backend, found: dict[str, BackendInfo]
+) -> Row:
+    row = Row(op.__name__, backend.name, found[backend.name].why_not or "")
+    if row.why:
         return row
-    for workload in workloads:
-        for framework, dtype in _ways(workload, backend):
-            row.where.append((framework, dtype))
+    for framework, dtype in _ways(op, backend, has_torch=not found["torch"].why_not):
+        row.where.append((framework, dtype))
+        for example in examples:
             try:
                 # A division by zero shows in the error, so NumPy's warning is not needed.
                 with np.errstate(all="ignore"):
-                    found = errors(
-                        workload,
-                        lambda problem, cotangent: steps_of(problem, backend.name, cotangent),
-                        framework,
-                        dtype,
-                    )
+                    errors = errors_on(example, backend, framework, dtype)
             except Exception as error:  # every error belongs into the table
                 row.failed = True
-                row.why = f"{workload.name}: {type(error).__name__}: {error}".partition("\n")[0]
+                row.why = f"{example}: {type(error).__name__}: {error}".partition("\n")[0]
                 return row
-            for name, off in found.items():
-                share = off / workload.tolerance(name == "gradient", dtype)
+            for name, off in errors.items():
+                share = off / example.tolerance(dtype)
                 row.errors[name] = max(off, row.errors.get(name, 0.0))
                 row.share = max(share, row.share)
                 if not share <= 1:
                     row.failed = True
-                    row.why = f"{workload.name}, {framework} {dtype}: {name} off by {off:.1e}"
+                    row.why = f"{example}, {framework} {dtype}: {name} off by {off:.1e}"
     return row
 
 
-def _why_not(workload: Workload, backend: registry.Backend) -> str | None:
-    if backend.speaks == "torch" and (missing := registry.import_error("torch")):
-        return missing
-    if workload.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            return "torch sees no GPU"
-    request = registry.Request(
-        workload.op.primitive.name,
-        backend.speaks,
-        workload.device,
-        np.dtype(np.float32),
-        backend.name,
+def errors_on(
+    example: Example, backend: registry.Backend, framework: str, dtype: str, size: str = "large"
+) -> dict[str, float]:
+    """Return the errors of the values and of the gradients of an example, relative."""
+    exact = example.problem(size)
+    arrays = framework == "numpy"
+    given = exact.astype(dtype) if arrays else exact.to(device_of(backend), dtype)
+    return errors_of(
+        exact, given, given.cotangents, lambda call, back: steps_of(call, backend.name, back)
     )
-    return registry.why_not(backend, request)
 
 
-def _ways(workload: Workload, backend: registry.Backend) -> list[tuple[str, str]]:
+def _ways(op: Any, backend: registry.Backend, has_torch: bool) -> list[tuple[str, str]]:
     """Return the frameworks and dtypes to check a backend with."""
-    if workload.dtype in ("bfloat16", "float16"):
-        has_torch = registry.import_error("torch") is None
-        return [("torch", workload.dtype)] if has_torch and backend.name != "numba" else []
     compiles = backend.name in ("numba", "triton")
-    dtypes = ["float32"] if compiles or workload.rounds_to else ["float32", "float64"]
-    frameworks = []
-    if backend.speaks == "numpy":
-        frameworks.append("numpy")
-    if registry.import_error("torch") is None:
-        frameworks.append("torch")
-    return [(framework, dtype) for framework in frameworks for dtype in dtypes]
+    dtypes = ["float32"] if compiles else ["float32", "float64"]
+    frameworks = ["numpy"] * (backend.speaks == "numpy") + ["torch"] * has_torch
+    ways = [(framework, dtype) for framework in frameworks for dtype in dtypes]
+    narrow = has_torch and op.primitive.sixteen_bits and backend.name != "numba"
+    return [*ways, ("torch", "bfloat16")] if narrow else ways
 
 
 def show(rows: list[Row]) -> None:
@@ -184,9 +155,8 @@ def show(rows: list[Row]) -> None:
         if row.why and not row.failed:
             absent.setdefault((row.backend, row.why), []).append(row.op)
             continue
-        cells = [row.op, row.backend, _arrays(row.where), row.why]
-        for name in ("value", "gradient"):
-            cells.append(f"{row.errors[name]:.0e}" if name in row.errors else "")
+        errors = (f"{row.errors[k]:.0e}" if k in row.errors else "" for k in ("value", "gradient"))
+        cells = [row.op, row.backend, _arrays(row.where), row.why, *errors]
         cells += [f"{row.share:.0%}", f"{row.seconds:.1f}", "FAILED" if row.failed else "ok"]
         lines.append((cells, "red" if row.failed else None))
     for (backend, why), ops in absent.items():
@@ -199,7 +169,7 @@ def show(rows: list[Row]) -> None:
 def _arrays(where: list[tuple[str, str]]) -> str:
     """Return a short text of the frameworks and dtypes."""
     widths: dict[str, list[str]] = {}
-    for framework, dtype in dict.fromkeys(where):
+    for framework, dtype in where:
         name = "NumPy" if framework == "numpy" else framework
         widths.setdefault(name, []).append(dtype.replace("float", "f"))
     return "; ".join(f"{name} {' '.join(dtypes)}" for name, dtypes in widths.items())

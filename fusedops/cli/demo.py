@@ -1,8 +1,4 @@
-"""``fusedops demo``: every op on an example, on every backend that works here, checked.
-
-To add an op, write a function that yields a `Problem` and draws into a subfigure, and name it in
-`DEMOS`.
-"""
+"""``fusedops demo``: every op on an example, on every backend that works here, and pictures."""
 
 from __future__ import annotations
 
@@ -19,14 +15,14 @@ import numpy as np
 
 import fusedops
 from fusedops import maps
+from fusedops._catalogue import TOLERANCE, Example, calls, steps_of
 from fusedops._frame import registry
-from fusedops._workloads import BOTH, FORWARD, Problem, Steps, Workload, errors, steps_of
 from fusedops.cli import tables
-from fusedops.cli.common import needs
+from fusedops.cli.check import device_of, errors_on
+from fusedops.cli.common import needs, progress
 from fusedops.cli.pictures import check_picture_name, save_picture
 from fusedops.samples import convolved, cubes, ubiquitin
 from fusedops.structure import planar_groups
-from fusedops.testing import TOLERANCE
 from fusedops.wigner import wigner_d
 
 
@@ -50,14 +46,17 @@ def add(commands: Any) -> None:
 def _command(args: argparse.Namespace) -> int:
     needs("gemmi", "matplotlib", "scipy")
     check_picture_name(args.picture)
-    passed = run(Path(args.picture))
+    found: list[Row] = []
+    with progress("checking", len(calls())) as advance:
+        for op, (example, *_) in calls().items():
+            found += rows(example)
+            advance(op.__name__)
+    show(found)
+    draw(Path(args.picture))
     print(f"Picture: {args.picture}, and one of each op beside it")
-    print("Every result agrees with the reference." if passed else "A CHECK FAILED.")
-    return 0 if passed else 1
-
-
-def _problem(op: Any, arguments: dict[str, Any], leaves: tuple[str, ...] = ()) -> Problem:
-    return Problem(op, arguments, leaves, {}, {})
+    failed = any(row.failed for row in found)
+    print("A CHECK FAILED." if failed else "Every result agrees with the reference.")
+    return 1 if failed else 0
 
 
 @dataclass(frozen=True)
@@ -76,30 +75,21 @@ class Row:
         return self.error is not None and not self.error <= TOLERANCE["float64"]
 
 
-def rows(problem: Problem) -> Iterator[Row]:
-    """Yield the row of every backend for the value and the gradients of a problem."""
-    info, op = fusedops.info(), problem.op
+def rows(example: Example) -> Iterator[Row]:
+    """Yield the row of every backend for the values and the gradients of an example."""
+    info, op, exact = fusedops.info(), example.op, example.problem("medium")
     gpu = info.gpus and not info.backends["triton"].why_not
-    on_best = problem.to("cuda", "float64") if gpu else problem
-    made: Steps = {}
-    best = op.explain(**on_best.arguments).backend
+    best = op.explain(**(exact.to("cuda", "float64") if gpu else exact).arguments).backend
     for backend in registry.BACKENDS:
         if reason := info.backends[backend.name].why_not:
             yield Row(op.__name__, backend.name, reason)
             continue
-        device = "cuda" if backend.name == "triton" else "cpu"
-        workload = Workload(op, "demo", lambda *_: problem, 1, "", 1, device, "float64")
-
-        def steps(given: Problem, cotangent: Any, name: str = backend.name) -> Steps:
-            made.update(steps_of(given, name, cotangent))
-            return made
-
-        off = max(errors(workload, steps, backend.speaks).values())
-        milliseconds = _median_ms(made[BOTH if problem.leaves else FORWARD])
-        why = f"chosen, the first that can serve on the {'GPU' if gpu else 'CPU'}"
-        chosen = backend.name == best
-        why = why if chosen else "works too"
-        yield Row(op.__name__, backend.name, why, chosen, milliseconds, off)
+        off = max(errors_on(example, backend, backend.speaks, "float64", "medium").values())
+        given = exact.to(device_of(backend), "float64") if backend.speaks == "torch" else exact
+        *_, last = steps_of(given, backend.name, given.cotangents).values()
+        chosen = f"chosen, the first that can serve on the {'GPU' if gpu else 'CPU'}"
+        why = chosen if backend.name == best else "works too"
+        yield Row(op.__name__, backend.name, why, backend.name == best, _median_ms(last), off)
 
 
 def _median_ms(step: Callable[[], Any], seconds: float = 0.2) -> float:
@@ -112,7 +102,20 @@ def _median_ms(step: Callable[[], Any], seconds: float = 0.2) -> float:
     return statistics.median(times)
 
 
-def planarity(figure: Any) -> Iterator[Problem]:
+def show(found: list[Row]) -> None:
+    lines: list[tables.Row] = []
+    for row in found:
+        if row.error is None:
+            lines.append(([row.op, row.backend, row.why, "-", "-", "-"], "dim"))
+            continue
+        check = "FAILED" if row.failed else "ok"
+        cells = [row.op, row.backend, row.why, f"{row.milliseconds:.3f}", f"{row.error:.1e}", check]
+        lines.append((cells, "red" if row.failed else "bold" if row.chosen else None))
+    headings = ("op", "backend", "why", "ms", "error", "check")
+    tables.show("Value and gradient, float64", headings, lines, right=3)
+
+
+def planarity(figure: Any) -> None:
     """Planar groups of ubiquitin, coloured by the Z of the worst atom"""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -121,8 +124,6 @@ def planarity(figure: Any) -> Iterator[Problem]:
 
     structure = ubiquitin()
     xyz, groups = structure.xyz, planar_groups(structure).groups
-    planes = fusedops.Planes(groups)
-    yield _problem(fusedops.planarity_nll, {"xyz": xyz, "plane_groups": planes}, ("xyz",))
 
     def outline(points: np.ndarray) -> np.ndarray:
         r = points - points.mean(0)
@@ -148,21 +149,19 @@ def _space(figure: Any, points: np.ndarray) -> Any:
     return panel
 
 
-def dynamic_conv(figure: Any) -> Iterator[Problem]:
+def dynamic_conv(figure: Any) -> None:
     """Kernels average the inputs that are similar to a token; a sequence begins after zeros"""
     W, rng = 4, np.random.default_rng(1)
     x = np.repeat([2.0, 4, 3, 5], [14, 12, 22, 16]) + rng.normal(scale=0.2, size=64)
     inputs = np.lib.stride_tricks.sliding_window_view(np.pad(x, (W - 1, 0)), W)
     kernels = np.exp(-0.5 * ((inputs - x[:, None]) / 0.4) ** 2)
     kernels /= kernels.sum(1, keepdims=True)
-    given: dict[str, Any] = {"x": x[None, :, None], "kernels": kernels[None, :, None]}
-    packed: dict[str, Any] = {"cu_seqlens": fusedops.Sequences([0, 40, 64])}
-    yield _problem(fusedops.dynamic_conv, given | packed, ("x", "kernels"))
-    token = {"x": x[:4, None], "state": inputs[:4, None].copy(), "kernels": kernels[:4, None]}
-    yield _problem(fusedops.dynamic_conv_step, token)
+    tokens, sequences = x[None, :, None], fusedops.Sequences([0, 40, 64])
 
-    out = fusedops.dynamic_conv(**given, **packed)[0, :, 0]
-    mean = fusedops.dynamic_conv(given["x"], np.full((1, W), 1 / W), **packed)[0, :, 0]
+    def averaged(kernels: np.ndarray) -> np.ndarray:
+        return fusedops.dynamic_conv(tokens, kernels, cu_seqlens=sequences)[0, :, 0]
+
+    out, mean = averaged(kernels[None, :, None]), averaged(np.full((1, W), 1 / W))
     lines, taps = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     lines.plot(x, ".", color="0.6", label="tokens")
     for values, label in ((mean, "one kernel for all: the mean"), (out, "dynamic kernels")):
@@ -180,53 +179,37 @@ def _taps(figure: Any, panel: Any, taps: np.ndarray) -> None:
     panel.set_yticks(range(W), [*(f"t − {back}" for back in range(W - 1, 0, -1)), "t"])
 
 
-def dynamic_conv_generated(figure: Any) -> Iterator[Problem]:
+def dynamic_conv_generated(figure: Any) -> None:
     """A layer makes kernels that delay tokens as their hidden units say"""
     delays = np.repeat([0, 3, 1, 2], 16)
     x = np.random.default_rng(2).normal(size=(1, 64, 1))
-    given: dict[str, Any] = {
-        "x": x,
-        "hidden": np.eye(4)[None, delays],
-        "weight": np.eye(4)[::-1].copy(),
-    }
-    yield _problem(fusedops.dynamic_conv_generated, given, tuple(given))
-
+    hidden, weight = np.eye(4)[None, delays], np.eye(4)[::-1].copy()
     lines, taps = figure.subplots(1, 2, width_ratios=(3, 1))
     lines.plot(x.ravel(), color="0.6", label="tokens")
-    out = fusedops.dynamic_conv_generated(**given)
+    out = fusedops.dynamic_conv_generated(x, hidden, weight)
     lines.plot(out.ravel(), ".-", label="delayed by 0, 3, 1 and 2 tokens")
     lines.legend(frameon=False)
     lines.set_xlabel("token t")
-    _taps(figure, taps, given["weight"])
+    _taps(figure, taps, weight)
     taps.set_xlabel("hidden unit")
 
 
-def edge_wigner(figure: Any) -> Iterator[Problem]:
+def edge_wigner(figure: Any) -> None:
     """Edges rotate a pair force out of their frames; an atom of ubiquitin sums its edges'"""
     from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
-    structure, rng = ubiquitin(), np.random.default_rng(0)
+    structure = ubiquitin()
     names = [label.split()[1] for label in structure.labels]
     xyz = structure.xyz[[name in ("44", "45", "46", "47") for name in names]]
     lengths = np.linalg.norm(xyz[:, None] - xyz, axis=-1)
     source, target = np.nonzero((lengths > 0) & (lengths < 3))
     graph = fusedops.Edges((source, target), len(xyz))
     vectors, r = xyz[source] - xyz[target], lengths[source, target]
-    wigner = wigner_d(vectors, 1, packed=True)
-    yield _problem(wigner_d, {"edge_vec": vectors, "lmax": 1, "packed": True}, ("edge_vec",))
     # Degree 0 is the energy of an edge, and degree 1 a force along it: zero at 2.4 Å.
     radial = np.stack([(r - 2.4) ** 2, 2 * (r - 2.4)], 1)[..., None]
-    x, back = np.zeros((len(xyz), 4, 1)), {"wigner_inv": wigner, "transpose": True}
-    given = {"x": x, "radial": radial, "edge_index": graph, **back}
-    yield _problem(fusedops.edge_degree_scatter, given, ("x", "radial", "wigner_inv"))
-    x = fusedops.edge_degree_scatter(**given)
-    forth = {"x": x, "edge_index": graph, "wigner": wigner}
-    yield _problem(fusedops.node_to_edge_wigner_permute, forth, ("x", "wigner"))
-    message = rng.normal(size=(len(r), 4, 2))
-    leaves = "message", "wigner_inv"
-    yield _problem(fusedops.permute_wigner_inv, {"message": message, **back}, leaves)
-    given = {"message": message, "edge_index": graph, **back}
-    yield _problem(fusedops.permute_wigner_inv_edge_to_node, given, leaves)
+    wigner = wigner_d(vectors, 1, packed=True)
+    back: Any = {"wigner_inv": wigner, "transpose": True}
+    x = fusedops.edge_degree_scatter(np.zeros((len(xyz), 4, 1)), radial, graph, **back)
 
     panel = _space(figure, np.concatenate([xyz, xyz + x[:, 1:, 0]]))
     edges = np.stack([xyz[source], xyz[target]], 1)
@@ -235,7 +218,7 @@ def edge_wigner(figure: Any) -> Iterator[Problem]:
     panel.quiver(*xyz.T, *x[:, 1:, 0].T, color="C1", arrow_length_ratio=0.2)
 
 
-def so2_convolution(figure: Any) -> Iterator[Problem]:
+def so2_convolution(figure: Any) -> None:
     """Messages turned about their edges (points) give results turned alike (lines)"""
     lmax, angles = 2, np.linspace(0, 2 * np.pi, 25)
     given: dict[str, Any] = convolved(np.random.default_rng(0), 25, lmax, lmax, 3, 4, lmax * 4)
@@ -252,11 +235,6 @@ def so2_convolution(figure: Any) -> Iterator[Problem]:
 
     given |= {"message": turned(given["message"]), "radial": given["radial"][:1].repeat(25, 0)}
     mixed, gates = fusedops.so2_convolution(**given, gate_channels=lmax * 4)
-    bare = {name: array for name, array in given.items() if name != "bias"}
-    bare["weight_m0"] = bare["weight_m0"][lmax * 4 :]
-    yield _problem(fusedops.so2_convolution, bare, tuple(bare))
-    yield _problem(fusedops.gate_activation, {"gates": gates, "x": mixed}, ("gates", "x"))
-
     results = given["message"], fusedops.gate_activation(gates, mixed)
     titles = "A message", "The convolution's result, gated"
     for panel, rows, title in zip(figure.subplots(1, 2), results, titles, strict=True):
@@ -267,23 +245,19 @@ def so2_convolution(figure: Any) -> Iterator[Problem]:
     panel.legend(frameon=False)
 
 
-def structured_scatter(figure: Any) -> Iterator[Problem]:
+def structured_scatter(figure: Any) -> None:
     """Cubes around points add up in a periodic map, here summed along z"""
     wa, wbwc = cubes(np.random.default_rng(3), 30, (24, 24, 24), (9, 9, 9))
     plan = fusedops.ScatterPlan(wa, wbwc, 24**3)
     bell = np.exp(-(np.linspace(-2, 2, 9) ** 2))
     cube = np.broadcast_to(bell[:, None, None] * bell[:, None] * bell, (30, 9, 9, 9)).copy()
-    yield _problem(
-        fusedops.structured_scatter_add, {"density_cube": cube, "wa": plan}, ("density_cube",)
-    )
     total = fusedops.structured_scatter_add(cube, plan)
-    yield _problem(fusedops.structured_gather, {"grid": total, "wa": plan}, ("grid",))
     panel = figure.subplots()
     figure.colorbar(panel.imshow(total.reshape(24, 24, 24).sum(2).T, origin="lower"), ax=panel)
     panel.set(xlabel="x", ylabel="y")
 
 
-def gaussian_density(figure: Any) -> Iterator[Problem]:
+def gaussian_density(figure: Any) -> None:
     """Ubiquitin shaken by 0.2 Å (black), and where the gradient pulls its atoms (arrows)"""
     structure = ubiquitin()
     grid = maps.crystal_grid(structure, 2 / 3)
@@ -295,7 +269,6 @@ def gaussian_density(figure: Any) -> Iterator[Problem]:
     constants |= {"widths": atoms.widths, "cell": lattice, "radius": 2.5}
     given = {"xyz": home + moves, "b": atoms.b, **constants}
     op: Any = fusedops.gaussian_density
-    yield _problem(op, given, ("xyz", "b", "occupancy"))
 
     true = op(home, atoms.b, **constants)
     rho, pullback = op.vjp(**given, wrt=("xyz",))
@@ -325,7 +298,7 @@ def gaussian_density(figure: Any) -> Iterator[Problem]:
     panel.set(xlabel="x, Å. Blue: the true density. Green: it is 3 σ above the model's; red: below")
 
 
-def triangle_multiplicative_update(figure: Any) -> Iterator[Problem]:
+def triangle_multiplicative_update(figure: Any) -> None:
     """Hidden distances of ubiquitin's Cα, filled in from distances to third residues"""
     structure = ubiquitin()
     xyz = structure.xyz[[label.split()[2] == "CA" for label in structure.labels]]
@@ -341,12 +314,10 @@ def triangle_multiplicative_update(figure: Any) -> Iterator[Problem]:
     # A hidden channel counts the third residues that are in one range from i and another from j.
     ranges = np.ascontiguousarray(gaussians(centres, few).T)
     both = np.concatenate([np.repeat(ranges, 4, axis=0), np.tile(ranges, (4, 1))])
-    weights = {"p_in_weight": both, "g_in_weight": both.copy()}
-    weights |= {"p_out_weight": np.eye(16), "g_out_weight": np.zeros((16, 20))}
+    given: dict[str, Any] = {"p_in_weight": both, "g_in_weight": both.copy()}
+    given |= {"p_out_weight": np.eye(16), "g_out_weight": np.zeros((16, 20))}
     x = gaussians(np.where(hidden, 99.0, distances), centres)
-    given = {"x": x[None], "mask": known.astype(float), **weights}
-    yield _problem(fusedops.triangle_multiplicative_update, given, tuple(given))
-
+    given |= {"x": x[None], "mask": known.astype(float)[None]}
     counts = fusedops.triangle_multiplicative_update(**given)[0]
     full = gaussians(distances, centres)
     filled = np.maximum(counts @ np.linalg.lstsq(counts[known], full[known], rcond=None)[0], 0)
@@ -364,53 +335,34 @@ def triangle_multiplicative_update(figure: Any) -> Iterator[Problem]:
     parity.set_title(f"off by {off:.1f} Å rms; the mean, {distances[hidden].std():.1f} Å")
 
 
-DEMOS: dict[str, Callable[[Any], Iterator[Problem]]] = {
-    demo.__name__: demo
-    for demo in (
-        planarity,
-        dynamic_conv,
-        dynamic_conv_generated,
-        edge_wigner,
-        so2_convolution,
-        structured_scatter,
-        gaussian_density,
-        triangle_multiplicative_update,
-    )
-}
+#: The pictures, by the names that their files end in.
+PICTURES: tuple[Callable[[Any], None], ...] = (
+    planarity,
+    dynamic_conv,
+    dynamic_conv_generated,
+    edge_wigner,
+    so2_convolution,
+    structured_scatter,
+    gaussian_density,
+    triangle_multiplicative_update,
+)
 
 
-def run(picture: Path) -> bool:
-    """Run every demo, print rows, draw `picture` and its parts, and return whether all passed."""
+def draw(path: Path) -> None:
+    """Draw all pictures into one file, and each into a file beside it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 6 * len(DEMOS)), layout="constrained")
-    panels = figure.subfigures(len(DEMOS), 1, squeeze=False)[:, 0]
-    found: list[Row] = []
-    for (name, demo), panel in zip(DEMOS.items(), panels, strict=True):
-        print(f"{name}: {demo.__doc__}", file=sys.stderr, flush=True)
-        panel.suptitle(demo.__doc__)
-        for problem in demo(panel):
-            found += rows(problem)
+    figure = Figure(figsize=(13, 6 * len(PICTURES)), layout="constrained")
+    panels = figure.subfigures(len(PICTURES), 1, squeeze=False)[:, 0]
+    for picture, panel in zip(PICTURES, panels, strict=True):
+        print(f"{picture.__name__}: {picture.__doc__}", file=sys.stderr, flush=True)
+        panel.suptitle(picture.__doc__)
+        picture(panel)
     print("Drawing", file=sys.stderr, flush=True)
-    show(found)
-    save_picture(picture, figure)
+    save_picture(path, figure)
     figure.set_layout_engine("none")
-    for name, panel in zip(DEMOS, panels, strict=True):
+    for picture, panel in zip(PICTURES, panels, strict=True):
         for other in panels:
             other.set_visible(other is panel)
         part = panel.bbox.transformed(figure.dpi_scale_trans.inverted())
-        save_picture(picture.with_stem(f"{picture.stem}-{name}"), figure, part)
-    return not any(row.failed for row in found)
-
-
-def show(found: list[Row]) -> None:
-    lines: list[tables.Row] = []
-    for row in found:
-        if row.error is None:
-            lines.append(([row.op, row.backend, row.why, "-", "-", "-"], "dim"))
-            continue
-        check = "FAILED" if row.failed else "ok"
-        cells = [row.op, row.backend, row.why, f"{row.milliseconds:.3f}", f"{row.error:.1e}", check]
-        lines.append((cells, "red" if row.failed else "bold" if row.chosen else None))
-    headings = ("op", "backend", "why", "ms", "error", "check")
-    tables.show("Value and gradient, float64", headings, lines, right=3)
+        save_picture(path.with_stem(f"{path.stem}-{picture.__name__}"), figure, part)

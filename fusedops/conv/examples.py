@@ -165,6 +165,8 @@ def examples() -> list[Example]:
                 small=(2, 5, 3, 4),
                 medium=(2, 70, 5, 3),
                 large=(3, 400, 40, 4),
+                # A gradient of static kernels sums over tokens.
+                many=2048,
                 others=((2, 9, 3, 4), (2, 12, 3, 4), (2, 17, 3, 4)),
             )
             for suffix in ("", "-static")
@@ -179,12 +181,42 @@ def examples() -> list[Example]:
                 small=(3, 7, 3, 4),
                 medium=(4, 140, 5, 3),
                 large=(18, 1800, 40, 4),
+                # A gradient of static kernels sums over tokens.
+                many=2048,
                 # torch.compile would keep equal sizes equal, so the first ones differ.
                 others=((4, 467, 11, 3), (6, 14, 11, 3), (5, 76, 11, 3)),
                 packs=not suffix,
             )
             for suffix in ("", "-static")
         ),
+    ]
+
+
+def step(rng: Any, B: int, D: int, W: int) -> dict[str, Any]:
+    """A token of every sequence, whose states are every second one of a cache, at random."""
+    return {
+        "x": rng.normal(size=(B, D)),
+        "state": rng.normal(size=(2 * B, D, W)),
+        "kernels": rng.normal(size=(B, D, W)),
+        "bias": rng.normal(size=D),
+        "residual": rng.normal(size=(B, D)),
+        "slots": rng.permutation(2 * B)[:B],
+        "activation": "silu",
+    }
+
+
+def updates() -> list[Example]:
+    return [
+        example(
+            "conv-step",
+            fusedops.dynamic_conv_step,
+            step,
+            tiny=(1, 2, 2),
+            small=(2, 3, 4),
+            medium=(5, 70, 3),
+            large=(64, 400, 4),
+            others=((3, 3, 4), (9, 3, 4), (12, 3, 4)),
+        )
     ]
 
 

@@ -139,6 +139,8 @@ def _rotation(name: str, op: Any, *leaves: str, packs: bool = False, **options: 
         small=(6, 7, 2, 3),
         medium=(6, 7, 3, 5),
         large=(91, 500, 2, 19),
+        # Channels of both ends, or a degree's rows of a node's edges, twice with factors.
+        many=256,
         others=((7, 20, 2, 4), (11, 37, 2, 4), (30, 64, 2, 4)),
         packs=packs,
     )

@@ -1,4 +1,4 @@
-"""Calls of every op as real programs make them, which `fusedops bench` and `check` run."""
+"""Calls of every op as real programs make them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 
 import fusedops
-from fusedops import samples, testing
+from fusedops import samples
+from fusedops._catalogue import BOTH, FORWARD, Call, Steps, tolerance
 from fusedops._frame import registry
 from fusedops._frame.check import dtype_name, is_tensor, reference
 from fusedops._frame.op import Op, names_of
 from fusedops._frame.packed import Packed
 from fusedops.density import atom_radius
+from fusedops.testing import errors_of
 from fusedops.trimul.op import ARRAYS
 from fusedops.wigner import wigner_d
 from fusedops.wigner.rows import message_rows
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+BACKWARD = "backward"
 
 #: The name of calls on the CPU so small that their time is the host's.
 CALL = "a call"
@@ -41,8 +43,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """An op with its arguments, NumPy arrays or tensors on one device.
+class Problem(Call):
+    """A call of an op, with the work that it is.
 
     Parameters
     ----------
@@ -72,57 +74,6 @@ class Problem:
     raw: dict[str, Any] = field(default_factory=dict)
     preparations: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
-    @property
-    def framework(self) -> str:
-        return "torch" if any(map(is_tensor, self.arguments.values())) else "numpy"
-
-    def _with(self, convert: Callable[[str, Any], Any]) -> Problem:
-        return replace(self, arguments={n: convert(n, a) for n, a in self.arguments.items()})
-
-    def astype(self, dtype: str) -> Problem:
-        """Return the problem with NumPy arrays of floats in `dtype`."""
-
-        def convert(name: str, value: Any) -> Any:
-            floats = isinstance(value, np.ndarray) and value.dtype.kind == "f"
-            return value.astype(dtype, copy=False) if floats else value
-
-        return self._with(convert)
-
-    def to(self, device: str, dtype: str) -> Problem:
-        """Return the problem with tensors in place of arrays, floats in `dtype`."""
-        import torch
-
-        def convert(name: str, value: Any) -> Any:
-            if isinstance(value, Packed):
-                return value.to(device)
-            if not isinstance(value, np.ndarray):
-                return value
-            tensor = torch.from_numpy(value)
-            if not tensor.is_floating_point():
-                return tensor.to(device)
-            kind = getattr(torch, dtype)
-            if name in self.wide and kind.itemsize == 2:
-                kind = torch.float32
-            return tensor.to(device, kind)
-
-        return self._with(convert)
-
-    def rounded(self) -> Problem:
-        """Return the problem with copies of its arrays and tensors in NumPy's float64.
-
-        Products become float64, too. Packed arguments stay as they are.
-        """
-
-        def convert(name: str, value: Any) -> Any:
-            if name == "precision":
-                return None
-            if is_tensor(value) and not value.is_floating_point():
-                return value.cpu().numpy()
-            floats = is_tensor(value) or (isinstance(value, np.ndarray) and value.dtype.kind == "f")
-            return _float64(value).copy() if floats else value
-
-        return self._with(convert)
-
     def cotangent(self) -> Any:
         """Return random numbers like the value, without computing the value."""
         primitive = self.op.primitive
@@ -136,36 +87,6 @@ class Problem:
             torch.manual_seed(1)
             return torch.randn(tuple(shape), device=first.device, dtype=getattr(torch, dtype))
         return np.random.default_rng(1).standard_normal(shape).astype(dtype)[()]
-
-    def forward(self, backend: str | None) -> Callable[[], tuple[Any, ...]]:
-        """Return a function that computes the value."""
-
-        def step() -> tuple[Any, ...]:
-            return (self.op(**self.arguments, backend=backend),)
-
-        if self.framework == "numpy":
-            return step
-        import torch
-
-        return torch.no_grad()(step)
-
-    def both(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
-        """Return a function that computes the value and its gradients, by ``vjp`` or autograd."""
-        if self.framework == "torch":
-            return by_autograd(
-                lambda *leaves: self.op(
-                    **{**self.arguments, **dict(zip(self.leaves, leaves, strict=True))},
-                    backend=backend,
-                ),
-                [self.arguments[name] for name in self.leaves],
-                cotangent,
-            )
-
-        def step() -> tuple[Any, ...]:
-            value, pullback = self.op.vjp(**self.arguments, backend=backend)
-            return value, *pullback(cotangent)
-
-        return step
 
     def backward(self, backend: str | None, cotangent: Any) -> Callable[[], tuple[Any, ...]]:
         """Return a function that computes the gradients alone, after a forward pass made here."""
@@ -198,21 +119,6 @@ class Problem:
         """Return the primitive's arguments, and the output that is shown."""
         bound = self.op.bound(**self.arguments)
         return bound.a, names_of(bound)[0]
-
-
-def by_autograd(
-    function: Callable[..., Any], leaves: list[Any], cotangent: Any
-) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that computes the value of another, and its gradients by autograd."""
-    import torch
-
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-
-    def step() -> tuple[Any, ...]:
-        value = function(*leaves)
-        return value.detach(), *torch.autograd.grad(value, leaves, cotangent)
-
-    return step
 
 
 class Source:
@@ -270,8 +176,7 @@ class Workload:
     `make` returns a problem of a size, counted in `unit`; a problem of size `small` has a
     reference that takes no more than a moment. Errors are held to the tolerance of `rounds_to`, the
     dtype if None, for as many `terms` as the value and gradients add up. A workload `needs`
-    packages, and is left out of `check` where kernels of its own take long to compile. A `tiny`
-    workload, of one thread, is so small that the time of a call is the host's.
+    packages. A `tiny` workload, of one thread, is so small that the time of a call is the host's.
     """
 
     op: Op
@@ -288,7 +193,6 @@ class Workload:
     quick: bool = False
     needs: tuple[str, ...] = ()
     prepares: bool = False
-    self_check: bool = True
     tiny: bool = False
 
     @property
@@ -304,19 +208,7 @@ class Workload:
         return self.make(Source(self.dtype, self.device), self.size)
 
     def tolerance(self, backward: bool, dtype: str | None = None) -> float:
-        terms = max(1.0, self.terms[backward] ** 0.5 / 8)
-        return testing.TOLERANCE[self.rounds_to or dtype or self.dtype] * terms
-
-
-Steps = dict[str, Callable[[], tuple[Any, ...]]]
-
-
-def steps_of(problem: Problem, backend: str | None, cotangent: Any) -> Steps:
-    """Return functions that compute the passes of a problem on a backend."""
-    steps = {FORWARD: problem.forward(backend)}
-    if problem.leaves:
-        steps[BOTH] = problem.both(backend, cotangent)
-    return steps
+        return tolerance(self.terms[backward], self.rounds_to or dtype or self.dtype)
 
 
 def errors(
@@ -340,39 +232,15 @@ def errors(
     """
     exact = workload.make(Source(), workload.size)
     cotangent: Any = exact.rounded().cotangent() if exact.leaves else None
-    seed: Any
     dtype = dtype or workload.dtype
-    if framework == "numpy":
-        given = exact.astype(dtype)
-        seed = None if cotangent is None else np.asarray(cotangent, dtype)[()]
-    else:
+    given = exact.astype(dtype) if framework == "numpy" else exact.to(workload.device, dtype)
+    if cotangent is not None and framework == "numpy":
+        cotangent = np.asarray(cotangent, dtype)[()]
+    elif cotangent is not None:
         import torch
 
-        given, seed = exact.to(workload.device, dtype), None
-        if cotangent is not None:
-            seed = torch.tensor(cotangent).to(given.cotangent())
-    # Packed arguments were moved, not rounded.
-    packed = {n: a for n, a in exact.arguments.items() if isinstance(a, Packed)}
-    rounded = given.rounded()
-    rounded = replace(rounded, arguments=rounded.arguments | packed)
-    back = _float64(seed) if exact.leaves else None
-    truth = steps_of(rounded, "numpy", back)
-    made = steps(given, seed)
-    with testing.poisoned_outputs():
-        got = {name: made[name]() for name in (FORWARD, BOTH) if name in made}
-    expected = truth[BOTH if BOTH in truth else FORWARD]()
-    mutated = exact.op.primitive.mutates
-    values = [(got[name][0], expected[0]) for name in got]
-    values += [(given.arguments[name], rounded.arguments[name]) for name in mutated]
-    found = {"value": max(testing.error(_float64(a), b) for a, b in values)}
-    if BOTH in got:
-        pairs = zip(got[BOTH][1:], expected[1:], strict=True)
-        found["gradient"] = max(testing.error(_float64(a), b) for a, b in pairs)
-    return found
-
-
-def _float64(array: Any) -> Any:
-    return array.double().cpu().numpy() if is_tensor(array) else np.asarray(array, np.float64)
+        cotangent = torch.tensor(cotangent).to(given.cotangent())
+    return errors_of(exact, given, cotangent, steps)
 
 
 def _planarity(source: Source, planes: int, *, listed: bool = False) -> Problem:
@@ -786,10 +654,8 @@ def _conv_workloads() -> Iterator[Workload]:
         for silu in (False, True):
             make = partial(_conv, batch=B, channels=D, width=4, silu=silu)
             name = "Jet-Nemotron, SiLU" if silu else "Jet-Nemotron"
-            # A call with SiLU has kernels of its own, which take seconds to compile for a GPU.
-            own = silu and device == "cuda"
             w = Workload(fusedops.dynamic_conv, name, make, T, "tokens", 64, device, dtype)
-            yield replace(w, quick=quick and not silu, self_check=not own)
+            yield replace(w, quick=quick and not silu)
 
     for B, T, D in ((1, 64, 64), (1, 2048, 1024), (2, 4096, 1536)):
         for dtype in ("float32", "bfloat16"):
@@ -805,8 +671,7 @@ def _conv_workloads() -> Iterator[Workload]:
         make = partial(_conv, batch=B, channels=D, width=4, silu=True, static=True)
         w = Workload(fusedops.dynamic_conv, "static, SiLU", make, T, "tokens", 64, device, dtype)
         # A gradient of kernels sums over tokens.
-        on_gpu = device == "cuda"
-        yield replace(w, terms=(0, 40_000), quick=on_gpu and B == 1, self_check=not on_gpu)
+        yield replace(w, terms=(0, 40_000), quick=device == "cuda" and B == 1)
     for device, B, T, D in (
         *(("cpu", 1, 64, 64), ("cpu", 1, 1024, 256), ("cpu", 1, 2048, 1536)),
         *(("cuda", 1, 64, 64), ("cuda", 1, 4096, 1536)),
@@ -818,7 +683,7 @@ def _conv_workloads() -> Iterator[Workload]:
         # Gradients sum over the weight's rows, or over tokens.
         layer = replace(layer, terms=(1000, 40_000), quick=(B, T, D) != (1, 64, 64) and B == 1)
         dtype = "float32" if device == "cpu" else "bfloat16"
-        yield replace(layer, dtype=dtype, self_check=device == "cpu")
+        yield replace(layer, dtype=dtype)
     make = partial(_step, channels=3072, width=4)
     op, name = fusedops.dynamic_conv_step, "Jet-Nemotron, a step"
     step = Workload(op, name, make, 64, "sequences", 64, "cpu", quick=True)
@@ -845,17 +710,14 @@ def _wigner_workloads() -> Iterator[Workload]:
         gpu = replace(uma, device="cuda")
         dense = partial(_edges, op, per_node=160)
         for dtype in ("float32", "bfloat16"):
-            # Kernels of bfloat16 are others, which take seconds to compile.
             single = dtype == "float32"
-            w = replace(gpu, dtype=dtype, quick=single, self_check=single)
+            w = replace(gpu, dtype=dtype, quick=single)
             yield replace(w, size=3_000)
             yield replace(w, prepares=op is forth and single)
             yield replace(w, make=dense, size=320_000, quick=False)
-        # Kernels of other degrees take seconds to compile, too.
-        other = replace(gpu, self_check=False)
-        yield replace(other, name="MACE, lmax 1", make=partial(_edges, op, lmax=1))
+        yield replace(gpu, name="MACE, lmax 1", make=partial(_edges, op, lmax=1))
         make = partial(_edges, op, lmax=4, per_node=15)
-        yield replace(other, name="eSCN, lmax 4", make=make, size=30_000)
+        yield replace(gpu, name="eSCN, lmax 4", make=make, size=30_000)
     others: list[tuple[Op, str, Callable[[Source, int], Problem]]] = [
         (op, "UMA", partial(_edges, op))
         for op in (fusedops.permute_wigner_inv, fusedops.edge_degree_scatter)
@@ -940,8 +802,7 @@ def _trimul_workloads() -> Iterator[Workload]:
         make = partial(_update, batch=B, channels=C)
         gpu = replace(boltz, size=N, device="cuda", quick=N == 128)
         half = partial(make, gate="hidden", precision="fp16")
-        # These kernels take seconds to compile.
-        yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16", self_check=False)
+        yield replace(gpu, name="gpu-mode", make=half, rounds_to="float16")
         yield replace(gpu, make=make, dtype="bfloat16")
         if (N, C) in ((256, 128), (768, 128), (768, 384)):
             # By default, as models in float32 call it.
@@ -957,7 +818,7 @@ def _trimul_workloads() -> Iterator[Workload]:
     ):
         make = partial(_update, channels=C, hidden=C, precision=precision, biases=biases)
         program = replace(boltz, name=name, make=make, device="cuda", rounds_to=rounds_to)
-        yield replace(program, size=384, self_check=False)
+        yield replace(program, size=384)
 
 
 #: Ops on the edges of a graph.
@@ -978,7 +839,7 @@ def _tiny_workloads(others: Iterable[Workload]) -> Iterator[Workload]:
 
     def call(op: Op, make: Callable[[Source, int], Problem], size: int = 1) -> Workload:
         w = replace(alike[op], name=CALL, make=make, size=size, small=size, threads=1)
-        return replace(w, quick=True, tiny=True, prepares=False, self_check=False)
+        return replace(w, quick=True, tiny=True, prepares=False)
 
     yield call(fusedops.planarity_nll, _planarity)
     yield call(fusedops.dynamic_conv, partial(_conv, batch=1, channels=4, width=4), 4)
