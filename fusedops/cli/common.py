@@ -1,18 +1,20 @@
-"""Code that the commands share: errors, arguments and checks of them, progress, times."""
+"""Code that the commands share: errors, arguments and checks of them, reports, progress."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import importlib.util
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import cast
+from typing import Any, cast
 
 from fusedops._frame.registry import BACKENDS, BackendName, forced, how_to_install
+from fusedops.cli import tables
 from fusedops.structure import Structure, read_structure
 
 
@@ -40,10 +42,18 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=names, help="the backend that must compute it")
 
 
-def number(
-    kind: type, least: float, most: float = math.inf, unit: str = ""
-) -> Callable[[str], float]:
-    """Return a parser of finite numbers for argparse; its errors name the unit."""
+def add_number(
+    parser: Any,
+    name: str,
+    least: float,
+    most: float = math.inf,
+    unit: str = "",
+    *,
+    kind: type = float,
+    metavar: str = "",
+    **options: Any,
+) -> None:
+    """Add an argument that is a finite number; its errors name the unit."""
     what = f"a {'whole ' if kind is int else ''}number of "
     what += f"at least {least:g}" if most == math.inf else f"{least:g} to {most:,.0f}"
     what += f", in {unit}" if unit else ""
@@ -57,7 +67,7 @@ def number(
             raise argparse.ArgumentTypeError(f"{text!r} should be {what}")
         return value
 
-    return parse
+    parser.add_argument(name, type=parse, metavar=metavar or unit, **options)
 
 
 def read_model(path: str) -> Structure:
@@ -114,6 +124,28 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = perf_counter()
     yield
     seconds[name] = perf_counter() - start
+
+
+class Report(dict[str, Any]):
+    """The findings about a file, for JSON, and the seconds of each part of the work.
+
+    Lines about them are shown at once, unless the report is `quiet`.
+    """
+
+    def __init__(self, file: str, quiet: bool = False) -> None:
+        super().__init__(file=file)
+        self.seconds: dict[str, float] = {}
+        self.quiet = quiet
+
+    def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return timed(self.seconds, name)
+
+    def show(self, line: str) -> None:
+        if not self.quiet:
+            tables.write(line)
+
+    def print_json(self) -> None:
+        print(json.dumps({**self, "seconds": self.seconds}, indent=1, allow_nan=False))
 
 
 @contextlib.contextmanager
